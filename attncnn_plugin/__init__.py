@@ -1,0 +1,33 @@
+"""Self-attention as convolution, for mmpretrain and timm.
+
+Importing the package registers its models with timm and, where mmpretrain is installed, its backbones, datasets and
+model index with mmpretrain; it also makes mmengine's checkpoints load on today's PyTorch.
+"""
+import warnings
+from pathlib import Path
+
+from . import models
+from .utils.frameworks import has_mmpretrain, mmpretrain_problem
+from .version import __version__
+
+__all__ = ['__version__', 'models']
+
+
+def _register_with_mmpretrain() -> None:
+    from mmpretrain.apis.model import ModelHub
+
+    from . import datasets  # noqa: F401
+    from .models import backbones  # noqa: F401
+    from .utils.safe_globals import register_safe_globals
+
+    register_safe_globals()
+    mim = Path(__file__).parent / '.mim'
+    ModelHub.register_model_index(mim / 'model-index.yml', config_prefix=mim)
+
+
+if has_mmpretrain():
+    _problem = mmpretrain_problem()
+    if _problem is None:
+        _register_with_mmpretrain()
+    else:
+        warnings.warn(_problem)

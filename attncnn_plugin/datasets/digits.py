@@ -1,0 +1,49 @@
+"""scikit-learn's handwritten digits as an mmpretrain dataset."""
+from typing import List, Optional
+
+import numpy as np
+from mmpretrain.datasets import BaseDataset
+from mmpretrain.registry import DATASETS
+
+
+@DATASETS.register_module()
+class Digits(BaseDataset):
+    """The 1,797 handwritten digits that come inside scikit-learn: real images without a download.
+
+    An image is grey, 8x8 pixels, uint8, as ``'img'`` of shape (8, 8): a pipeline needs no loading step and resizes
+    it at will. Every fifth image is for testing: 1,437 are in the training set, 360 in the test set.
+
+    Args:
+        split (str): The dataset split, supports "train" and "test". Defaults to "train".
+        metainfo (dict, optional): Meta information for dataset, such as categories information. Defaults to None.
+        **kwargs: Other keyword arguments in :class:`BaseDataset`.
+
+    Raises:
+        ValueError: There is no such split.
+        ImportError: scikit-learn is not installed.
+    """
+
+    METAINFO = {'classes': tuple('0123456789')}
+
+    def __init__(self, split: str = 'train', metainfo: Optional[dict] = None, **kwargs):
+        if split not in ('train', 'test'):
+            raise ValueError(f"The split must be one of ['train', 'test'], but got {split!r}")
+        self.split = split
+        super().__init__(ann_file='', metainfo=metainfo, **kwargs)
+
+    def load_data_list(self) -> List[dict]:
+        """Load images and ground truth labels."""
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError as error:
+            raise ImportError('The digits are those of scikit-learn: pip install scikit-learn') from error
+        digits = load_digits()
+        images = np.round(digits.images * (255 / 16)).astype(np.uint8)  # scikit-learn's grey levels are 0 to 16
+        return [
+            dict(img=image, gt_label=int(label), sample_idx=i)
+            for i, (image, label) in enumerate(zip(images, digits.target)) if (i % 5 == 0) == (self.split == 'test')
+        ]
+
+    def extra_repr(self) -> List[str]:
+        """The extra repr information of the dataset."""
+        return [f'Split: \t{self.split}']

@@ -1,0 +1,209 @@
+"""Self-attention over a pixel grid whose values are the layer's input itself (C20, eq. 1–3 and 9)."""
+from typing import Tuple
+
+import torch
+from torch import Tensor, nn
+
+from .encodings import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding
+
+ATTN_IMPLS = ('auto', 'dense', 'separable')
+
+
+class GridAttention(nn.Module):
+    """What every attention of this package does once it has its probabilities: mix pixels, then map the heads.
+
+    A head has no value projection of its own, D_h = D: the heads' outputs P_h X are concatenated to N_h·D channels
+    and mapped by one linear layer (C20, section 2 and appendix E).
+
+    Args:
+        dim (int): Channels D of the input.
+        num_heads (int): Number of heads N_h.
+        out_dim (int, optional): Channels of the output. Defaults to ``dim``.
+        bias (bool): Whether the output has a bias. Defaults to True.
+        attn_drop (float): Dropout rate of the attention probabilities. Defaults to 0.
+        attn_impl (str): How pixels are mixed.
+
+            - ``'auto'``: the cheapest way that is exact in the mode the layer is in.
+            - ``'dense'``: by the whole matrix of probabilities, O((HW)²) a channel and head.
+            - ``'separable'``: along rows, then along columns, O(HW·(H + W)) a channel and head. Exact where the
+              score is a sum of a row and a column term; no dropout of single probabilities is possible.
+
+            Defaults to ``'auto'``.
+
+    Raises:
+        ValueError: A number of heads or a rate out of range, an unknown ``attn_impl``.
+    """
+
+    def __init__(
+            self,
+            dim: int,
+            num_heads: int,
+            out_dim: int = None,
+            bias: bool = True,
+            attn_drop: float = 0.,
+            attn_impl: str = 'auto',
+            device=None,
+            dtype=None,
+    ) -> None:
+        super().__init__()
+        if num_heads < 1:
+            raise ValueError(f'num_heads={num_heads} must be at least 1')
+        if attn_impl not in ATTN_IMPLS:
+            raise ValueError(f'attn_impl={attn_impl!r} is unknown: choose one of {ATTN_IMPLS}')
+        self.dim = dim
+        self.num_heads = num_heads
+        self.attn_impl = attn_impl
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.value = nn.Linear(num_heads * dim, dim if out_dim is None else out_dim, bias, device=device, dtype=dtype)
+
+    def extra_repr(self) -> str:
+        return f'dim={self.dim}, num_heads={self.num_heads}, attn_impl={self.attn_impl!r}'
+
+    def _attend_dense(self, x: Tensor, probs: Tensor) -> Tensor:
+        """Σ_k P[q, k] X[k] by the matrix.
+
+        Args:
+            x (Tensor): ``(B, H, W, D)``.
+            probs (Tensor): ``(N_h, H*W, H*W)``, or ``(B, N_h, H*W, H*W)``.
+        """
+        batch, height, width, dim = x.shape
+        probs = self.attn_drop(probs).to(x.dtype)
+        heads = torch.matmul(probs, x.reshape(batch, 1, height * width, dim))  # (B, N_h, q, D)
+        return self.value(heads.transpose(1, 2).reshape(batch, height, width, -1))
+
+    def _attend_separable(self, x: Tensor, row_probs: Tensor, column_probs: Tensor) -> Tensor:
+        """Σ_k1 Σ_k2 P1[q1, k1] P2[q2, k2] X[k1, k2], one axis after the other.
+
+        Args:
+            x (Tensor): ``(B, H, W, D)``.
+            row_probs (Tensor): P1, ``(N_h, H, H)``.
+            column_probs (Tensor): P2, ``(N_h, W, W)``.
+        """
+        batch, height, width, dim = x.shape
+        rows = row_probs.to(x.dtype).reshape(-1, height)  # all heads at once: (N_h*q1, k1)
+        heads = torch.matmul(rows, x.reshape(batch, height, width * dim))
+        heads = heads.reshape(batch, -1, height, width, dim)  # (B, N_h, q1, k2, D)
+        heads = torch.matmul(column_probs.to(x.dtype)[:, None], heads)  # (B, N_h, q1, q2, D)
+        return self.value(heads.permute(0, 2, 3, 1, 4).reshape(batch, height, width, -1))
+
+
+class PositionAttention(GridAttention):
+    """Attention that depends on positions alone: the base of the three classes below."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(B, H, W, D)`` to ``(B, H, W, D_out)``, for any H and W."""
+        return self._attend_dense(x, self.attention_probs(x.shape[1], x.shape[2]))
+
+    def attention_probs(self, height: int, width: int) -> Tensor:
+        """The probabilities of every query (row-major) for every key.
+
+        Returns:
+            Tensor: ``(N_h, height*width, height*width)``, float32 (float64 for float64 parameters), without dropout.
+        """
+        return self.encoding.scores(height, width).softmax(dim=-1)
+
+
+class SeparableAttention(PositionAttention):
+    """Position-only attention whose score is a sum of a row and a column term.
+
+    Softmax over a product grid of a sum is the product of the softmaxes along the axes, boundaries included:
+    P[(q1, q2), (k1, k2)] = P1[q1, k1] · P2[q2, k2].
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(B, H, W, D)`` to ``(B, H, W, D_out)``, for any H and W.
+
+        Raises:
+            RuntimeError: ``attn_impl='separable'`` while attention dropout is active.
+        """
+        height, width = x.shape[1], x.shape[2]
+        if self._use_separable(height, width):
+            return self._attend_separable(x, *self.axis_probs(height, width))
+        return self._attend_dense(x, self.attention_probs(height, width))
+
+    def axis_scores(self, height: int, width: int) -> Tuple[Tensor, Tensor]:
+        """The two terms of the score, ``(N_h, height, height)`` and ``(N_h, width, width)``."""
+        return self.encoding.axis_scores(height, width)
+
+    def axis_probs(self, height: int, width: int) -> Tuple[Tensor, Tensor]:
+        """The factors P1 ``(N_h, height, height)`` and P2 ``(N_h, width, width)`` of the probabilities."""
+        row_scores, column_scores = self.axis_scores(height, width)
+        return row_scores.softmax(dim=-1), column_scores.softmax(dim=-1)
+
+    def attention_probs(self, height: int, width: int) -> Tensor:
+        row_scores, column_scores = self.axis_scores(height, width)
+        scores = row_scores[:, :, None, :, None] + column_scores[:, None, :, None, :]
+        return scores.reshape(self.num_heads, height * width, height * width).softmax(dim=-1)
+
+    def _use_separable(self, height: int, width: int) -> bool:
+        dropout = self.training and self.attn_drop.p > 0
+        if self.attn_impl == 'separable':
+            if dropout:
+                raise RuntimeError(
+                    f"attn_impl='separable' cannot drop single attention probabilities (attn_drop={self.attn_drop.p}, "
+                    "training mode): set attn_drop=0, or attn_impl='auto', which is dense while dropout is active")
+            return True
+        return self.attn_impl == 'auto' and not dropout and height + width < height * width
+
+
+class QuadraticAttention(SeparableAttention):
+    """Attention with the quadratic encoding, −α‖δ − Δ‖² (C20, eq. 9): isotropic Gaussian heads.
+
+    Args:
+        See :class:`GridAttention`.
+    """
+
+    def __init__(self, dim: int, num_heads: int, device=None, dtype=None, **kwargs) -> None:
+        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+        self.encoding = QuadraticEncoding(num_heads, device=device, dtype=dtype)
+
+
+class GeneralizedQuadraticAttention(PositionAttention):
+    """Attention with the generalized quadratic encoding, −½(δ − Δ)ᵀΣ⁻¹(δ − Δ) (C20, eq. 19): Gaussian heads.
+
+    Args:
+        See :class:`GridAttention`; ``attn_impl`` is ``'auto'`` or ``'dense'``.
+
+    Raises:
+        ValueError: ``attn_impl='separable'``.
+    """
+
+    def __init__(self, dim: int, num_heads: int, device=None, dtype=None, **kwargs) -> None:
+        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+        if self.attn_impl == 'separable':
+            raise ValueError(
+                "attn_impl='separable' is not exact for the generalized quadratic encoding, whose score has a cross "
+                "term of rows and columns: use 'auto' or 'dense'")
+        self.encoding = GeneralizedQuadraticEncoding(num_heads, device=device, dtype=dtype)
+
+
+class LearnedAttention(SeparableAttention):
+    """Attention with the learned encoding, vᵀr_δ (C20, 4.3).
+
+    Args:
+        max_size (tuple[int, int]): Height and width, in tokens, of the largest grid. Defaults to (16, 16).
+        position (str): ``'relative_learned'`` or ``'relative_sinusoidal'``: R and C. Defaults to
+            ``'relative_learned'``.
+        For the others see :class:`GridAttention`.
+
+    Raises:
+        ValueError: An unknown ``position``.
+    """
+
+    def __init__(
+            self,
+            dim: int,
+            num_heads: int,
+            max_size: Tuple[int, int] = (16, 16),
+            position: str = 'relative_learned',
+            device=None,
+            dtype=None,
+            **kwargs,
+    ) -> None:
+        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+        span, _, kind = position.partition('_')
+        if span != 'relative' or kind not in ('learned', 'sinusoidal'):
+            raise ValueError(
+                f"position={position!r} is not for attention without content: choose 'relative_learned' or "
+                "'relative_sinusoidal'")
+        self.encoding = LearnedEncoding(num_heads, dim, max_size, kind, device=device, dtype=dtype)

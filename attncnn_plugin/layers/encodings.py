@@ -1,0 +1,323 @@
+"""Position encodings: the score of a head as a function of the shift δ = k − q from query to key pixel.
+
+Every encoding gives scores up to a constant per query, which softmax does not see. A *separable* encoding has
+scores f(q1, k1) + g(q2, k2) and hands out its two terms as ``axis_scores``; any other hands out ``scores``.
+"""
+import math
+from typing import Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """float16 and bfloat16 to float32, float32 and float64 as they are: the precision of all scores."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def axis_shifts(size: int, like: Tensor) -> Tensor:
+    """δ = k − q of every query (rows) and key (columns) of an axis with ``size`` pixels: ``(size, size)``."""
+    position = torch.arange(size, device=like.device, dtype=like.dtype)
+    return position[None, :] - position[:, None]
+
+
+class QuadraticEncoding(nn.Module):
+    """Quadratic encoding, −α‖δ − Δ‖² (C20, eq. 9). Separable.
+
+    The scale is kept as ``sqrt_precision`` = 1/σ, with α = 1/(2σ²), so that α ≥ 0 whatever the optimizer does.
+
+    Args:
+        num_heads (int): Number of heads N_h.
+
+    Attributes:
+        center (Parameter): Δ in tokens, (row, column), ``(N_h, 2)``. Starts at N(0, 2·I).
+        sqrt_precision (Parameter): 1/σ in 1/tokens, ``(N_h,)``. Starts at 1, that is α = 1/2.
+    """
+
+    def __init__(self, num_heads: int, device=None, dtype=None) -> None:
+        super().__init__()
+        self.center = nn.Parameter(torch.empty(num_heads, 2, device=device, dtype=dtype))
+        self.sqrt_precision = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.center, std=math.sqrt(2))
+        nn.init.ones_(self.sqrt_precision)
+
+    @property
+    def alpha(self) -> Tensor:
+        """Width α = 1/(2σ²) of each head, ``(N_h,)``, at least float32."""
+        return at_least_float32(self.sqrt_precision).square() / 2
+
+    def axis_scores(self, height: int, width: int) -> Tuple[Tensor, Tensor]:
+        """Scores along rows ``(N_h, height, height)`` and along columns ``(N_h, width, width)``, at most 0."""
+        center = at_least_float32(self.center)
+        return self._scores_along(center[:, 0], height), self._scores_along(center[:, 1], width)
+
+    def _scores_along(self, center: Tensor, size: int) -> Tensor:
+        center = center[:, None, None]
+        shift = axis_shifts(size, center)
+        # δ0, the shift to the key nearest to q + Δ inside the grid. With it as the origin of the scores,
+        #   (δ − Δ)² − (δ0 − Δ)² = (δ − δ0)(δ + δ0 − 2Δ),
+        # no two large numbers are ever subtracted, however far the centre lies and however large α is.
+        nearest = center.detach().round().clamp(shift[:, :1], shift[:, -1:])
+        return -self.alpha[:, None, None] * (shift - nearest) * (shift + nearest - 2 * center)
+
+
+class GeneralizedQuadraticEncoding(nn.Module):
+    """Generalized quadratic encoding, −½(δ − Δ)ᵀΣ⁻¹(δ − Δ) (C20, eq. 19). Not separable: Σ⁻¹ has a cross term.
+
+    With M = Σ^(−1/2) as the parameter, Σ⁻¹ = MMᵀ is positive semi-definite by construction.
+
+    Args:
+        num_heads (int): Number of heads N_h.
+
+    Attributes:
+        center (Parameter): Δ in tokens, (row, column), ``(N_h, 2)``. Starts at N(0, 2·I).
+        sqrt_precision (Parameter): M = Σ^(−1/2) in 1/tokens, ``(N_h, 2, 2)``. Starts at I plus noise of std 0.01.
+    """
+
+    def __init__(self, num_heads: int, device=None, dtype=None) -> None:
+        super().__init__()
+        self.center = nn.Parameter(torch.empty(num_heads, 2, device=device, dtype=dtype))
+        self.sqrt_precision = nn.Parameter(torch.empty(num_heads, 2, 2, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.center, std=math.sqrt(2))
+        nn.init.normal_(self.sqrt_precision, std=0.01)
+        self.sqrt_precision.diagonal(dim1=1, dim2=2).add_(1)
+
+    @property
+    def inverse_covariance(self) -> Tensor:
+        """Σ⁻¹ = MMᵀ of each head, ``(N_h, 2, 2)``, at least float32."""
+        factor = at_least_float32(self.sqrt_precision)
+        return (factor[:, :, None, :] * factor[:, None, :, :]).sum(-1)  # not matmul: autocast would round it
+
+    def scores(self, height: int, width: int) -> Tensor:
+        """Scores of every query and key, ``(N_h, height*width, height*width)``, the best key of a query at 0."""
+        center = at_least_float32(self.center)
+        row_shift = axis_shifts(height, center)[:, None, :, None]  # δ1, (q1, 1, k1, 1)
+        column_shift = axis_shifts(width, center)[:, None, :]  # δ2, (q2, 1, k2)
+        row_center, column_center = center[:, 0, None, None, None, None], center[:, 1, None, None, None, None]
+
+        with torch.no_grad():
+            first, second = self._project(row_shift - row_center, column_shift - column_center)
+            distance = first.square() + second.square()
+            best = distance.flatten(-2).argmin(-1)[..., None, None]  # k0 of every query, (N_h, q1, q2, 1, 1)
+            # δ0, the shift to the best key.
+            row_best = torch.div(best, width, rounding_mode='floor') + row_shift[:, :, :1]
+            column_best = best % width + column_shift[:, :, :1]
+
+        # As in one dimension, with the best key as the origin of the scores,
+        #   ‖Mᵀ(δ − Δ)‖² − ‖Mᵀ(δ0 − Δ)‖² = Mᵀ(δ − δ0) · Mᵀ(δ + δ0 − 2Δ).
+        difference = self._project(row_shift - row_best, column_shift - column_best)
+        total = self._project(
+            row_shift + row_best - 2 * row_center, column_shift + column_best - 2 * column_center)
+        scores = -(difference[0] * total[0] + difference[1] * total[1]) / 2
+        return scores.reshape(-1, height * width, height * width)
+
+    def _project(self, row: Tensor, column: Tensor) -> Tuple[Tensor, Tensor]:
+        """The two entries of Mᵀ(row, column)ᵀ."""
+        factor = at_least_float32(self.sqrt_precision)[:, :, :, None, None, None, None]
+        return factor[:, 0, 0] * row + factor[:, 1, 0] * column, factor[:, 0, 1] * row + factor[:, 1, 1] * column
+
+
+class RelativeTables(nn.Module):
+    """A vector for every row shift and every column shift: r_δ = [R[δ1]; C[δ2]] or R[δ1] + C[δ2] (C20, 4.3).
+
+    ``learned`` tables hold the shifts of a grid of ``max_size`` and refuse a larger one; a checkpoint of another
+    size is resized while it loads. ``sinusoidal`` tables have no parameters and no limit: R has sines and cosines in
+    its first half and zeros in the second, C the other way round, so that a row shift never equals a column shift.
+
+    Args:
+        dim (int): Length D of a vector; a multiple of 4 for ``sinusoidal``.
+        max_size (tuple[int, int]): Height and width, in tokens, of the largest grid of ``learned`` tables.
+        kind (str): ``'learned'`` or ``'sinusoidal'``. Defaults to ``'learned'``.
+
+    Attributes:
+        row_table (Parameter | None): R, ``(2·max_height − 1, D)``, starts at N(0, 1).
+        column_table (Parameter | None): C, ``(2·max_width − 1, D)``, starts at N(0, 1).
+    """
+
+    def __init__(self, dim: int, max_size: Tuple[int, int], kind: str = 'learned', device=None, dtype=None) -> None:
+        super().__init__()
+        if kind not in ('learned', 'sinusoidal'):
+            raise ValueError(f"kind={kind!r} is no kind of position table: choose 'learned' or 'sinusoidal'")
+        if kind == 'sinusoidal' and dim % 4:
+            raise ValueError(f'dim={dim} must be a multiple of 4 for sinusoidal position tables')
+        self.dim = dim
+        self.kind = kind
+        if kind == 'learned':
+            height, width = max_size
+            self.row_table = nn.Parameter(torch.empty(2 * height - 1, dim, device=device, dtype=dtype))
+            self.column_table = nn.Parameter(torch.empty(2 * width - 1, dim, device=device, dtype=dtype))
+            self._register_load_state_dict_pre_hook(self._resize_tables)
+        else:
+            self.register_parameter('row_table', None)
+            self.register_parameter('column_table', None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for table in self.parameters(recurse=False):
+            nn.init.normal_(table)
+
+    @property
+    def max_size(self) -> Tuple[int, int]:
+        """Height and width of the largest grid of learned tables."""
+        return (self.row_table.shape[0] + 1) // 2, (self.column_table.shape[0] + 1) // 2
+
+    def forward(self, height: int, width: int, like: Tensor) -> Tuple[Tensor, Tensor]:
+        """R of the shifts 1 − height … height − 1 and C of 1 − width … width − 1, at least float32.
+
+        Args:
+            like (Tensor): Gives the device and the dtype of sinusoidal tables.
+
+        Returns:
+            tuple[Tensor, Tensor]: ``(2·height − 1, D)`` and ``(2·width − 1, D)``.
+
+        Raises:
+            ValueError: The grid is larger than the learned tables.
+        """
+        if self.kind == 'sinusoidal':
+            like = at_least_float32(like)
+            row, column = (sinusoid(2 * size - 1, self.dim // 2, like, first=1 - size) for size in (height, width))
+            return F.pad(row, (0, self.dim // 2)), F.pad(column, (self.dim // 2, 0))
+        max_height, max_width = self.max_size
+        check_grid(height, width, max_height, max_width)
+        row = self.row_table[max_height - height:max_height + height - 1]
+        column = self.column_table[max_width - width:max_width + width - 1]
+        return at_least_float32(row), at_least_float32(column)
+
+    def axis_scores(self, weight: Tensor, height: int, width: int) -> Tuple[Tensor, Tensor]:
+        """vᵀ[R[δ1]; C[δ2]] for the rows v of ``weight``, ``(N_h, 2·D)``, as its two terms.
+
+        Returns:
+            tuple[Tensor, Tensor]: ``(N_h, height, height)`` and ``(N_h, width, width)``, at least float32.
+        """
+        row, column = self(height, width, like=weight)
+        row_weight, column_weight = at_least_float32(weight)[:, None].chunk(2, dim=-1)
+        # v·R[δ] of every shift first, then one per query and key. Not matmul: autocast would round it.
+        return at_shifts((row_weight * row).sum(-1), height), at_shifts((column_weight * column).sum(-1), width)
+
+    def _resize_tables(self, state_dict, prefix, *args) -> None:
+        for name in ('row_table', 'column_table'):
+            own, loaded = getattr(self, name), state_dict.get(prefix + name)
+            if loaded is not None and loaded.ndim == 2 and loaded.shape[1] == own.shape[1] and loaded.shape != own.shape:
+                resized = F.interpolate(
+                    loaded.float().T[None, :, :, None], (own.shape[0], 1), mode='bicubic', align_corners=True)
+                state_dict[prefix + name] = resized[0, :, :, 0].T.to(loaded.dtype)
+
+
+class LearnedEncoding(nn.Module):
+    """Learned encoding, vᵀr_δ with r_δ = [R[δ1]; C[δ2]] (C20, 4.3). Separable.
+
+    Args:
+        num_heads (int): Number of heads N_h.
+        dim (int): Length D of a row's or a column's vector.
+        max_size (tuple[int, int]): Height and width, in tokens, of the largest grid of learned tables.
+        kind (str): ``'learned'`` or ``'sinusoidal'`` tables R and C. Defaults to ``'learned'``.
+
+    Attributes:
+        weight (Parameter): v of each head, for R then for C, ``(N_h, 2·D)``, starts as that of ``nn.Linear(2·D, N_h)``.
+        tables (RelativeTables): R and C.
+    """
+
+    def __init__(
+            self,
+            num_heads: int,
+            dim: int,
+            max_size: Tuple[int, int],
+            kind: str = 'learned',
+            device=None,
+            dtype=None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, 2 * dim, device=device, dtype=dtype))
+        self.tables = RelativeTables(dim, max_size, kind, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+
+    def axis_scores(self, height: int, width: int) -> Tuple[Tensor, Tensor]:
+        """Scores along rows ``(N_h, height, height)`` and along columns ``(N_h, width, width)``."""
+        return self.tables.axis_scores(self.weight, height, width)
+
+
+class AbsoluteEncoding(nn.Module):
+    """A vector for every pixel, added to the input of queries and keys (C20, eq. 3).
+
+    A ``learned`` encoding holds the pixels of a grid of ``max_size``: a smaller grid takes its upper left part, a
+    larger one is refused, a checkpoint of another size is resized while it loads.
+
+    Args:
+        dim (int): Length D of a vector; a multiple of 4 for ``sinusoidal``.
+        max_size (tuple[int, int]): Height and width, in tokens, of the largest grid of a ``learned`` encoding.
+        kind (str): ``'learned'`` or ``'sinusoidal'``. Defaults to ``'learned'``.
+
+    Attributes:
+        table (Parameter | None): ``(max_height, max_width, D)``, starts at N(0, 0.02²).
+    """
+
+    def __init__(self, dim: int, max_size: Tuple[int, int], kind: str = 'learned', device=None, dtype=None) -> None:
+        super().__init__()
+        if kind not in ('learned', 'sinusoidal'):
+            raise ValueError(f"kind={kind!r} is no kind of absolute encoding: choose 'learned' or 'sinusoidal'")
+        if kind == 'sinusoidal' and dim % 4:
+            raise ValueError(f'dim={dim} must be a multiple of 4 for a sinusoidal absolute encoding')
+        self.dim = dim
+        self.kind = kind
+        if kind == 'learned':
+            self.table = nn.Parameter(torch.empty(*max_size, dim, device=device, dtype=dtype))
+            self._register_load_state_dict_pre_hook(self._resize_table)
+        else:
+            self.register_parameter('table', None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.table is not None:
+            nn.init.normal_(self.table, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x + P`` for ``x`` of shape ``(B, H, W, D)``."""
+        height, width = x.shape[1], x.shape[2]
+        if self.kind == 'sinusoidal':
+            row, column = (sinusoid(size, self.dim // 2, at_least_float32(x)) for size in (height, width))
+            table = F.pad(row, (0, self.dim // 2))[:, None] + F.pad(column, (self.dim // 2, 0))
+        else:
+            check_grid(height, width, self.table.shape[0], self.table.shape[1])
+            table = self.table[:height, :width]
+        return x + table.to(x.dtype)
+
+    def _resize_table(self, state_dict, prefix, *args) -> None:
+        loaded = state_dict.get(prefix + 'table')
+        if (loaded is not None and loaded.ndim == 3 and loaded.shape[2] == self.dim
+                and loaded.shape != self.table.shape):
+            resized = F.interpolate(
+                loaded.float().permute(2, 0, 1)[None], self.table.shape[:2], mode='bicubic', align_corners=False)
+            state_dict[prefix + 'table'] = resized[0].permute(1, 2, 0).to(loaded.dtype)
+
+
+def at_shifts(values: Tensor, size: int) -> Tensor:
+    """``(N, 2·size − 1)`` values of the shifts 1 − size … size − 1 to ``(N, size, size)`` of queries and keys."""
+    position = torch.arange(size, device=values.device)
+    return values[:, position[None, :] - position[:, None] + size - 1]
+
+
+def sinusoid(length: int, dim: int, like: Tensor, first: int = 0) -> Tensor:
+    """Sines, then cosines, of the positions first … first + length − 1, ``(length, dim)`` (Vaswani et al. 2017, 3.5)."""
+    position = torch.arange(first, first + length, device=like.device, dtype=like.dtype)
+    frequency = 10000 ** (-torch.arange(0, dim, 2, device=like.device, dtype=like.dtype) / dim)
+    angle = position[:, None] * frequency
+    return torch.cat([angle.sin(), angle.cos()], dim=-1)
+
+
+def check_grid(height: int, width: int, max_height: int, max_width: int) -> None:
+    if height > max_height or width > max_width:
+        raise ValueError(
+            f'the grid of {height}x{width} tokens is larger than the {max_height}x{max_width} that the learned position '
+            'tables were built for: build the model for the larger size and load the checkpoint into it, which resizes '
+            'the tables')

@@ -1,0 +1,267 @@
+"""mmpretrain backbones of the self-attention networks of Cordonnier et al. 2020."""
+import copy
+from functools import partial
+from typing import List, Optional, Sequence, Tuple, Union
+
+from mmpretrain.models.backbones.base_backbone import BaseBackbone
+from mmpretrain.models.utils import to_2tuple
+from mmpretrain.registry import MODELS
+from torch import Tensor
+
+from ...layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
+from ..networks import SelfAttentionNetwork, SpaceToDepthStem
+
+
+class SelfAttentionBackbone(SelfAttentionNetwork, BaseBackbone):
+    """What the three backbones below share.
+
+    Args:
+        attn_layer (Callable): See :class:`~attncnn_plugin.models.networks.SelfAttentionNetwork`.
+        For the others see :class:`SAQuadratic`.
+    """
+
+    arch_zoo = {
+        **dict.fromkeys(
+            ['b', 'base'], {
+                'embed_dims': 400,
+                'num_layers': 6,
+                'num_heads': 9,
+                'feedforward_channels': 512
+            }),
+        'base-16heads': {
+            'embed_dims': 400,
+            'num_layers': 6,
+            'num_heads': 16,
+            'feedforward_channels': 512
+        },
+        **dict.fromkeys(
+            ['t', 'tiny'], {
+                'embed_dims': 64,
+                'num_layers': 3,
+                'num_heads': 9,
+                'feedforward_channels': 128
+            }),
+    }
+    OUT_TYPES = {'featmap', 'avg_featmap'}
+
+    def __init__(self,
+                 attn_layer,
+                 arch='base',
+                 img_size=32,
+                 in_channels=3,
+                 out_indices=-1,
+                 out_type='featmap',
+                 frozen_stages=-1,
+                 drop_rate=0.,
+                 attn_drop_rate=0.,
+                 drop_path_rate=0.,
+                 attn_impl='auto',
+                 with_cp=False,
+                 init_cfg=None):
+        settings = self._arch_settings(arch)
+        super().__init__(
+            attn_layer,
+            embed_dim=settings['embed_dims'],
+            depth=settings['num_layers'],
+            num_heads=settings['num_heads'],
+            mlp_dim=settings['feedforward_channels'],
+            in_chans=in_channels,
+            proj_drop_rate=drop_rate,
+            attn_drop_rate=attn_drop_rate,
+            drop_path_rate=drop_path_rate,
+            attn_impl=attn_impl)
+        self.init_cfg = copy.deepcopy(init_cfg)
+        self.arch_settings = settings
+        self.embed_dims = settings['embed_dims']
+        self.num_layers = settings['num_layers']
+        self.img_size = to_2tuple(img_size)
+        self.out_indices = self._resolve_out_indices(out_indices)
+        self.grad_checkpointing = with_cp
+
+        if out_type not in self.OUT_TYPES:
+            raise ValueError(f'Unsupported `out_type` {out_type}, please choose from {self.OUT_TYPES}')
+        self.out_type = out_type
+
+        if not -1 <= frozen_stages <= self.num_layers:
+            raise ValueError(f'`frozen_stages` {frozen_stages} must be -1 (nothing is frozen), 0 (the stem) or the '
+                             f'number of blocks to freeze with it, at most {self.num_layers}')
+        self.frozen_stages = frozen_stages
+        self._freeze_stages()
+
+    def forward(self, x: Tensor) -> Tuple[Tensor, ...]:
+        """Images ``(B, C, H, W)`` to the outputs of the blocks in ``out_indices``, in the order of the blocks."""
+        features = self.forward_intermediates(
+            x, self.out_indices, stop_early=True, output_fmt='NCHW', intermediates_only=True)
+        if self.out_type == 'avg_featmap':
+            return tuple(feature.mean(dim=(2, 3)) for feature in features)
+        return tuple(features)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self._freeze_stages()
+        return self
+
+    def get_layer_depth(self, param_name: str, prefix: str = '') -> Tuple[int, int]:
+        """Get the layer-wise depth of a parameter.
+
+        Args:
+            param_name (str): The name of the parameter.
+            prefix (str): The prefix for the parameter. Defaults to an empty string.
+
+        Returns:
+            Tuple[int, int]: The layer-wise depth and the num of layers: 0 for the stem, i + 1 for block i, and the
+            last one for what follows the backbone.
+        """
+        num_layers = self.num_layers + 2
+        name = param_name[len(prefix):]
+        if not param_name.startswith(prefix):
+            return num_layers - 1, num_layers
+        if name.startswith('blocks.'):
+            return int(name.split('.')[1]) + 1, num_layers
+        return 0, num_layers
+
+    @classmethod
+    def _arch_settings(cls, arch: Union[str, dict]) -> dict:
+        if isinstance(arch, str):
+            if arch.lower() not in cls.arch_zoo:
+                raise ValueError(f'Arch {arch} is not in default archs {set(cls.arch_zoo)}')
+            return cls.arch_zoo[arch.lower()]
+        essential_keys = set(cls.arch_zoo['base'])
+        if not isinstance(arch, dict) or set(arch) != essential_keys:
+            raise ValueError(f'Custom arch needs a dict with keys {essential_keys}, but got {arch}')
+        return arch
+
+    def _resolve_out_indices(self, out_indices: Union[int, Sequence[int]]) -> List[int]:
+        if isinstance(out_indices, int):
+            out_indices = [out_indices]
+        if not isinstance(out_indices, Sequence) or not out_indices:
+            raise ValueError(f'`out_indices` must be an int or a sequence of ints, but got {out_indices}')
+        resolved = []
+        for index in out_indices:
+            if not -self.num_layers <= index < self.num_layers:
+                raise ValueError(f'Invalid out_indices {index}: there are {self.num_layers} blocks, so it must be '
+                                 f'from {-self.num_layers} to {self.num_layers - 1}')
+            resolved.append(index % self.num_layers)
+        if len(set(resolved)) < len(resolved):
+            raise ValueError(f'`out_indices` {out_indices} names a block twice')
+        return resolved
+
+    def _freeze_stages(self) -> None:
+        """Stops the gradient of the stem and of the first blocks, in eval mode."""
+        if self.frozen_stages >= 0:
+            for module in (self.stem, *self.blocks[:self.frozen_stages]):
+                module.eval()
+                module.requires_grad_(False)
+
+
+@MODELS.register_module()
+class SAQuadratic(SelfAttentionBackbone):
+    """Self-attention with the quadratic encoding: every head is an isotropic Gaussian.
+
+    A PyTorch implementation of `On the Relationship between Self-Attention and Convolutional Layers
+    <https://arxiv.org/abs/1911.03584>`_ (eq. 9). The input is cut into 2x2 blocks, so its height and width must be
+    even; any even size will do.
+
+    Weight decay is to be left off the centres and widths of the heads, as in the paper::
+
+        optim_wrapper = dict(paramwise_cfg=dict(custom_keys={
+            'encoding.center': dict(decay_mult=0.),
+            'encoding.sqrt_precision': dict(decay_mult=0.)}))
+
+    Args:
+        arch (str | dict): The architecture. If use string, choose from 'base' (the paper's), 'base-16heads' and
+            'tiny'. If use dict, it should have below keys:
+
+            - **embed_dims** (int): The dimensions of a token.
+            - **num_layers** (int): The number of blocks.
+            - **num_heads** (int): The number of heads of a block.
+            - **feedforward_channels** (int): The hidden dimensions of the feed-forward networks.
+
+            Defaults to 'base'.
+        img_size (int | tuple): The expected input image shape, height first. Because dynamic input shapes are
+            supported, just set it to the most common one. Defaults to 32.
+        in_channels (int): The num of input channels. Defaults to 3.
+        out_indices (Sequence | int): Output from which blocks, counted from the end if negative.
+            Defaults to -1, means the last block.
+        out_type (str): The type of output features. Please choose from
+
+            - ``"featmap"``: The feature map with shape (B, C, H, W).
+            - ``"avg_featmap"``: The global averaged feature map with shape (B, C).
+
+            Defaults to ``"featmap"``.
+        frozen_stages (int): Stages to be frozen (stop grad and set eval mode): 0 the stem, n the stem and the
+            first n blocks. -1 means not freezing any parameters. Defaults to -1.
+        drop_rate (float): Probability of a hidden state to be zeroed; 0.1 in the paper. Defaults to 0.
+        attn_drop_rate (float): Probability of an attention probability to be zeroed; 0.1 in the paper. While it
+            acts, attention is dense. Defaults to 0.
+        drop_path_rate (float): Stochastic depth rate of the last block, rising linearly from 0. Defaults to 0.
+        attn_impl (str): ``'auto'``, ``'dense'`` or ``'separable'``: how pixels are mixed, see
+            :class:`~attncnn_plugin.layers.attention.GridAttention`. Defaults to ``'auto'``.
+        with_cp (bool): Whether to use gradient checkpointing, which saves memory and costs time. Defaults to False.
+        init_cfg (dict, optional): Initialization config dict. Defaults to None.
+
+    Examples:
+        >>> import torch
+        >>> from attncnn_plugin.models.backbones import SAQuadratic
+        >>> model = SAQuadratic(arch='tiny', out_indices=(0, -1))
+        >>> [tuple(feature.shape) for feature in model(torch.rand(1, 3, 32, 32))]
+        [(1, 64, 16, 16), (1, 64, 16, 16)]
+    """
+
+    def __init__(self, arch='base', **kwargs):
+        super().__init__(QuadraticAttention, arch=arch, **kwargs)
+
+
+@MODELS.register_module()
+class SAGeneralized(SelfAttentionBackbone):
+    """Self-attention with the generalized quadratic encoding: every head is a Gaussian of any shape.
+
+    A PyTorch implementation of `On the Relationship between Self-Attention and Convolutional Layers
+    <https://arxiv.org/abs/1911.03584>`_ (eq. 19).
+
+    Args:
+        arch (str | dict): See :class:`SAQuadratic`. Defaults to 'base'.
+        attn_impl (str): ``'auto'`` or ``'dense'``. Defaults to ``'auto'``.
+        kwargs: The other arguments of :class:`SAQuadratic`.
+    """
+
+    def __init__(self, arch='base', **kwargs):
+        super().__init__(GeneralizedQuadraticAttention, arch=arch, **kwargs)
+
+
+@MODELS.register_module()
+class SALearned(SelfAttentionBackbone):
+    """Self-attention with a learned relative position encoding, with or without content.
+
+    A PyTorch implementation of `On the Relationship between Self-Attention and Convolutional Layers
+    <https://arxiv.org/abs/1911.03584>`_ (4.3, eq. 3 and 8).
+
+    Args:
+        arch (str | dict): See :class:`SAQuadratic`. Defaults to 'base'.
+        img_size (int | tuple): Height and width of the largest input image: learned encodings have a vector for
+            every shift in it. Smaller images will do; a checkpoint of another size is resized as it is loaded.
+            Defaults to 32.
+        content (bool): Whether scores depend on content too. Defaults to False.
+        terms (Sequence[str], optional): With ``content``, the terms of the score, from 'qk', 'qr', 'uk' and 'vr',
+            see :class:`~attncnn_plugin.layers.ContentAttention`. Defaults to None, means ``('qk', 'qr')`` for a
+            relative and ``('qk', )`` for an absolute encoding.
+        position (str): ``'relative_learned'`` or ``'relative_sinusoidal'``; with ``content`` also
+            ``'absolute_learned'`` or ``'absolute_sinusoidal'``. Defaults to ``'relative_learned'``.
+        kwargs: The other arguments of :class:`SAQuadratic`.
+    """
+
+    def __init__(self,
+                 arch='base',
+                 img_size=32,
+                 content=False,
+                 terms: Optional[Sequence[str]] = None,
+                 position='relative_learned',
+                 **kwargs):
+        max_size = tuple(size // SpaceToDepthStem.reduction for size in to_2tuple(img_size))
+        if content:
+            attn_layer = partial(ContentAttention, max_size=max_size, terms=terms, position=position)
+        else:
+            if terms is not None:
+                raise ValueError(f'terms={terms!r} are for content=True')
+            attn_layer = partial(LearnedAttention, max_size=max_size, position=position)
+        super().__init__(attn_layer, arch=arch, img_size=img_size, **kwargs)

@@ -1,0 +1,3 @@
+_base_ = './sa_learned_cifar10.py'
+
+model = dict(backbone=dict(content=True))

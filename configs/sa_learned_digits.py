@@ -1,0 +1,3 @@
+_base_ = './sa_quadratic_digits.py'
+
+model = dict(backbone=dict(type='SALearned'))

@@ -1,0 +1,10 @@
+_base_ = [
+    './_base_/models/sa_quadratic_digits.py',
+    './_base_/datasets/digits_bs50.py',
+    './_base_/schedules/digits_sgd_20e.py',
+    './_base_/default_runtime.py',
+]
+
+default_hooks = dict(logger=dict(interval=10))
+env_cfg = dict(dist_cfg=dict(backend='gloo'))  # it trains on CPUs
+randomness = dict(seed=0)
