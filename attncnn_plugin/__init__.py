@@ -18,9 +18,11 @@ def _register_with_mmpretrain() -> None:
 
     from . import datasets  # noqa: F401
     from .models import backbones  # noqa: F401
+    from .utils.config_paths import register_config_paths
     from .utils.safe_globals import register_safe_globals
 
     register_safe_globals()
+    register_config_paths()
     mim = Path(__file__).parent / '.mim'
     ModelHub.register_model_index(mim / 'model-index.yml', config_prefix=mim)
 

@@ -1,7 +1,7 @@
 _base_ = [
     './_base_/models/sa_quadratic_digits.py',
     './_base_/datasets/digits_bs50.py',
-    './_base_/schedules/digits_sgd_20e.py',
+    './_base_/schedules/digits_sgd_30e.py',
     './_base_/default_runtime.py',
 ]
 

@@ -1,7 +1,6 @@
 data_preprocessor = dict(num_classes=10, mean=[77.8], std=[95.9])  # of the training images
 
 train_pipeline = [
-    dict(type='RandomCrop', crop_size=8, padding=1),
     dict(type='Resize', scale=16, interpolation='bicubic'),
     dict(type='PackInputs'),
 ]

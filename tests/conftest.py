@@ -1,0 +1,12 @@
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile('default', deadline=None, max_examples=60, print_blob=True)
+hypothesis.settings.load_profile('default')
+torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
