@@ -1,18 +1,32 @@
 """mmengine's checkpoints on torch >= 2.6, which loads with ``weights_only=True``."""
+import pickle
+from typing import Any, Callable
+
 import numpy as np
 import torch
+from mmengine.logging import HistoryBuffer
 
 
 def register_safe_globals() -> None:
-    """Tells torch that the classes of the logs in mmengine's checkpoints are safe to load, and no others.
+    """Tells torch that what the logs in mmengine's checkpoints are made of is safe to load, and nothing else.
 
-    A training checkpoint holds, in its message hub, ``HistoryBuffer`` objects, which are pairs of numpy arrays of
-    floats and integers, and numpy scalars. Anything else that is not a tensor or plain data stays refused.
+    A training checkpoint holds, in its message hub, ``HistoryBuffer`` objects, which are arrays of numbers and
+    references to methods of their own class, and numpy scalars. Anything else that is not a tensor or plain data
+    stays refused.
     """
-    from mmengine.logging import HistoryBuffer
-
-    array_of_floats = np.zeros(1)
-    reconstruct = array_of_floats.__reduce__()[0]  # where it lives depends on numpy's version
-    scalar = array_of_floats[0].__reduce__()[0]
+    numbers = np.zeros(1)
+    reconstruct_array = numbers.__reduce__()[0]  # where they live depends on numpy's version
+    reconstruct_scalar = numbers[0].__reduce__()[0]
     dtypes = {type(np.dtype(name)) for name in ('float32', 'float64', 'int32', 'int64')}
-    torch.serialization.add_safe_globals([HistoryBuffer, np.ndarray, np.dtype, reconstruct, scalar, *dtypes])
+    torch.serialization.add_safe_globals([
+        HistoryBuffer, np.ndarray, np.dtype, reconstruct_array, reconstruct_scalar, *dtypes,
+        (_statistics_method, 'builtins.getattr')
+    ])
+
+
+def _statistics_method(owner: Any, name: str) -> Callable:
+    """What ``getattr`` means in a checkpoint: a statistics method of ``HistoryBuffer``, such as ``min``."""
+    methods = HistoryBuffer()._statistics_methods  # of the class, filled in by its first instance
+    if owner is HistoryBuffer and name in methods:
+        return methods[name]
+    raise pickle.UnpicklingError(f'the checkpoint asks for the attribute {name!r} of {owner!r}, which is refused')
