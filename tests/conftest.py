@@ -1,3 +1,5 @@
+import pathlib
+
 import hypothesis
 import pytest
 import torch
@@ -10,3 +12,9 @@ torch.set_num_threads(2)
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope='session')
+def repository():
+    """The root of the repository."""
+    return pathlib.Path(__file__).parents[1]

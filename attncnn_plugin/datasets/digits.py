@@ -11,7 +11,7 @@ class Digits(BaseDataset):
     """The 1,797 handwritten digits that come inside scikit-learn: real images without a download.
 
     An image is grey, 8x8 pixels, uint8, as ``'img'`` of shape (8, 8): a pipeline needs no loading step and resizes
-    it at will. Every fifth image is for testing: 1,437 are in the training set, 360 in the test set.
+    it at will. Every fifth image of a class is for testing: 1,433 are in the training set, 364 in the test set.
 
     Args:
         split (str): The dataset split, supports "train" and "test". Defaults to "train".
@@ -39,10 +39,13 @@ class Digits(BaseDataset):
             raise ImportError('The digits are those of scikit-learn: pip install scikit-learn') from error
         digits = load_digits()
         images = np.round(digits.images * (255 / 16)).astype(np.uint8)  # scikit-learn's grey levels are 0 to 16
-        return [
-            dict(img=image, gt_label=int(label), sample_idx=i)
-            for i, (image, label) in enumerate(zip(images, digits.target)) if (i % 5 == 0) == (self.split == 'test')
-        ]
+        seen = [0] * 10
+        samples = []
+        for image, label in zip(images, digits.target.tolist()):
+            if (seen[label] % 5 == 0) == (self.split == 'test'):
+                samples.append(dict(img=image, gt_label=label))
+            seen[label] += 1
+        return samples
 
     def extra_repr(self) -> List[str]:
         """The extra repr information of the dataset."""

@@ -1,4 +1,4 @@
-data_preprocessor = dict(num_classes=10, mean=[77.8], std=[95.9])  # of the training images
+data_preprocessor = dict(num_classes=10, mean=[77.9], std=[95.9])  # of the training images
 
 train_pipeline = [
     dict(type='Resize', scale=16, interpolation='bicubic'),
@@ -18,7 +18,7 @@ train_dataloader = dict(
     sampler=dict(type='DefaultSampler', shuffle=True))
 
 val_dataloader = dict(
-    batch_size=120,
+    batch_size=182,
     num_workers=0,
     persistent_workers=False,
     dataset=dict(type='Digits', split='test', pipeline=test_pipeline),
