@@ -6,5 +6,4 @@ _base_ = [
 ]
 
 default_hooks = dict(logger=dict(interval=10))
-env_cfg = dict(dist_cfg=dict(backend='gloo'))  # it trains on CPUs
 randomness = dict(seed=0)

@@ -1,10 +1,13 @@
 """Whether mmpretrain is here, and its own tools."""
 import importlib
 import importlib.util
+import os
 import runpy
 import sys
 from pathlib import Path
 from typing import Optional
+
+import torch
 
 INSTALL = 'pip install mmpretrain "mmengine<1.0" "mmcv-lite>=2.0,<2.4" "setuptools<82"'
 
@@ -50,4 +53,11 @@ def run_mmpretrain_tool(name: str) -> None:
     if problem is not None:
         sys.exit(problem)
     import mmpretrain
+    _join_process_group_without_gpu()
     runpy.run_path(str(Path(mmpretrain.__file__).parent / '.mim' / 'tools' / name), run_name='__main__')
+
+
+def _join_process_group_without_gpu() -> None:
+    """Where torchrun started this process on a machine without a GPU: mmengine would select a GPU first, and fail."""
+    if 'TORCHELASTIC_RUN_ID' in os.environ and not torch.cuda.is_available():
+        torch.distributed.init_process_group('gloo')
