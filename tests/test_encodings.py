@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from attncnn_plugin.layers import (AbsoluteEncoding, ContentAttention, GeneralizedQuadraticAttention,
@@ -41,6 +41,8 @@ def assert_probs(layer, scores, height, width):
 
 
 @given(dtypes, sizes, sizes, st.lists(st.tuples(centers, centers, alphas), min_size=1, max_size=3))
+@example(torch.float32, 40, 1, [(30.4999, 0., 1e3)])  # two keys far from the query are almost equally near the target
+@example(torch.float32, 2, 3, [(1e4, 0.5001, 1e3)])  # the same, with the target far outside the grid
 def test_quadratic_probs(dtype, height, width, heads):
     layer = QuadraticAttention(1, len(heads), dtype=dtype)
     encoding = layer.encoding

@@ -144,10 +144,7 @@ class RelativeTables(nn.Module):
 
     def __init__(self, dim: int, max_size: Tuple[int, int], kind: str = 'learned', device=None, dtype=None) -> None:
         super().__init__()
-        if kind not in ('learned', 'sinusoidal'):
-            raise ValueError(f"kind={kind!r} is no kind of position table: choose 'learned' or 'sinusoidal'")
-        if kind == 'sinusoidal' and dim % 4:
-            raise ValueError(f'dim={dim} must be a multiple of 4 for sinusoidal position tables')
+        check_kind(kind, dim)
         self.dim = dim
         self.kind = kind
         if kind == 'learned':
@@ -264,10 +261,7 @@ class AbsoluteEncoding(nn.Module):
 
     def __init__(self, dim: int, max_size: Tuple[int, int], kind: str = 'learned', device=None, dtype=None) -> None:
         super().__init__()
-        if kind not in ('learned', 'sinusoidal'):
-            raise ValueError(f"kind={kind!r} is no kind of absolute encoding: choose 'learned' or 'sinusoidal'")
-        if kind == 'sinusoidal' and dim % 4:
-            raise ValueError(f'dim={dim} must be a multiple of 4 for a sinusoidal absolute encoding')
+        check_kind(kind, dim)
         self.dim = dim
         self.kind = kind
         if kind == 'learned':
@@ -313,6 +307,15 @@ def sinusoid(length: int, dim: int, like: Tensor, first: int = 0) -> Tensor:
     frequency = 10000 ** (-torch.arange(0, dim, 2, device=like.device, dtype=like.dtype) / dim)
     angle = position[:, None] * frequency
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
+
+
+def check_kind(kind: str, dim: int) -> None:
+    if kind not in ('learned', 'sinusoidal'):
+        raise ValueError(f"kind={kind!r} of a position encoding is unknown: choose 'learned' or 'sinusoidal'")
+    if kind == 'sinusoidal' and dim % 4:
+        raise ValueError(
+            f'dim={dim} must be a multiple of 4 for a sinusoidal position encoding, which has sines and cosines of '
+            'rows and of columns')
 
 
 def check_grid(height: int, width: int, max_height: int, max_width: int) -> None:
