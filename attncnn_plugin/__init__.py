@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 
 from . import models
-from .utils.frameworks import has_mmpretrain, mmpretrain_problem
+from .utils.frameworks import config_problem, has_mmpretrain, import_problem
 from .version import __version__
 
 __all__ = ['__version__', 'models']
@@ -28,8 +28,9 @@ def _register_with_mmpretrain() -> None:
 
 
 if has_mmpretrain():
-    _problem = mmpretrain_problem()
+    _problem = import_problem()
     if _problem is None:
         _register_with_mmpretrain()
-    else:
+        _problem = config_problem()
+    if _problem is not None:
         warnings.warn(_problem)

@@ -1,9 +1,11 @@
 _base_ = [
     './_base_/models/sa_quadratic_digits.py',
     './_base_/datasets/digits_bs50.py',
-    './_base_/schedules/digits_sgd_30e.py',
+    './_base_/schedules/digits_adamw_30e.py',
     './_base_/default_runtime.py',
 ]
 
 default_hooks = dict(logger=dict(interval=10))
 randomness = dict(seed=0)
+# mmengine's own default names a GPU by its number; without one, two processes train on CPUs too.
+model_wrapper_cfg = dict(type='MMDistributedDataParallel', device_ids=None, broadcast_buffers=False)

@@ -6,7 +6,6 @@ import torch
 
 hypothesis.settings.register_profile('default', deadline=None, max_examples=60, print_blob=True)
 hypothesis.settings.load_profile('default')
-torch.set_num_threads(2)
 
 
 @pytest.fixture(autouse=True)

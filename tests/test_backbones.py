@@ -1,4 +1,7 @@
 """mmpretrain's interface, and the same weights in both frameworks."""
+import copy
+import pickle
+
 import pytest
 import torch
 from mmengine.optim import build_optim_wrapper
@@ -50,6 +53,11 @@ def test_named_architectures():
     (dict(out_indices=(-3,)), 'Invalid out_indices -3'),
     (dict(out_indices=(1, -1)), 'names a block twice'),
     (dict(out_indices=()), '`out_indices` must be an int or a sequence'),
+    (dict(out_indices=(0.5,)), '`out_indices` must be an int or a sequence'),
+    (dict(frozen_stages=0.5), '`frozen_stages` 0.5 must be'),
+    (dict(drop_path_rate=1.5), 'drop_path_rate=1.5 must be from 0'),
+    (dict(arch=dict(SMALL_ARCH, num_layers=0)), 'depth=0'),
+    (dict(kind='learned', img_size=1), r'max_size=\(0, 0\)'),
     (dict(frozen_stages=3), '`frozen_stages` 3 must be'),
     (dict(attn_impl='fast'), "attn_impl='fast' is unknown"),
     (dict(kind='learned', terms=('qk',)), 'are for content=True'),
@@ -131,6 +139,37 @@ def test_weights_go_both_ways_between_the_frameworks(kind):
     assert not torch.equal(other(x), theirs(x))
     other.load_state_dict(to_timm(theirs.state_dict()), strict=True)
     assert torch.equal(other(x), theirs(x))
+
+
+@pytest.mark.parametrize('position, terms', [('absolute_learned', None), ('absolute_sinusoidal', ['qk', 'uk']),
+                                             ('relative_sinusoidal', ['qk', 'qr', 'uk', 'vr'])])
+def test_positions_of_content(position, terms):
+    model = backbone('learned_content', position=position, terms=terms)
+    assert model(torch.randn(2, 3, 8, 8))[0].shape == (2, 16, 4, 4)
+
+
+def test_layer_decay():
+    from mmengine.config import ConfigDict
+    model = build_classifier(dict(
+        type='ImageClassifier', backbone=dict(type='SAQuadratic', arch=SMALL_ARCH, out_type='avg_featmap'),
+        head=dict(type='LinearClsHead', num_classes=10, in_channels=16)))
+    wrapper = build_optim_wrapper(model, ConfigDict(
+        optimizer=dict(type='SGD', lr=1., weight_decay=1e-4), constructor='mmpretrain.LearningRateDecayOptimWrapperConstructor',
+        paramwise_cfg=dict(layer_decay_rate=0.5)))
+    rate = {group['param_name']: group['lr'] for group in wrapper.optimizer.param_groups}
+    assert rate['backbone.stem.proj.weight'] == 0.125 and rate['backbone.blocks.1.proj.bias'] == 0.5
+    assert rate['head.fc.weight'] == 1
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_copied_compiled_and_exported(kind):
+    model = backbone(kind, out_indices=(0, 1)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    expected = model(x)
+    exported = torch.export.export(model, (x,)).module()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), exported,
+                  torch.compile(model, fullgraph=True, backend='aot_eager')):
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(other(x), expected))
 
 
 def test_in_another_frameworks_config():

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from attncnn_plugin.layers import (AbsoluteEncoding, ContentAttention, GeneralizedQuadraticAttention,
                                    LearnedAttention, QuadraticAttention)
+from attncnn_plugin.layers.encodings import resize_shifts
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -59,12 +60,12 @@ def test_quadratic_probs(dtype, height, width, heads):
 
 
 @given(dtypes, sizes, sizes, st.lists(
-    st.tuples(centers, centers, st.floats(0, 40), st.floats(0, 40), st.floats(0, 2 * math.pi)), min_size=1, max_size=2))
+    st.tuples(centers, centers, st.floats(0, 45), st.floats(0, 45), st.floats(0, 2 * math.pi)), min_size=1, max_size=2))
 def test_generalized_probs(dtype, height, width, heads):
-    # The products in Mᵀ(δ − δ0)·Mᵀ(δ + δ0 − 2Δ) can cancel: their rounding, relative to the largest, must stay small.
+    # The products in Mᵀ(δ − δ0)·Mᵀ(δ + δ0 − 2Δ), computed in float64, can cancel.
     size = max(height, width)
     largest = max(max(s1, s2) ** 2 * size * (math.hypot(c1, c2) + size) for c1, c2, s1, s2, _ in heads)
-    assume(largest * torch.finfo(dtype).eps <= 10 * TOLERANCE[dtype])
+    assume(largest * torch.finfo(torch.float64).eps <= 10 * TOLERANCE[dtype])
     layer = GeneralizedQuadraticAttention(1, len(heads), dtype=dtype)
     encoding = layer.encoding
     with torch.no_grad():
@@ -160,7 +161,7 @@ def test_tables_of_a_checkpoint_are_resized():
         small.encoding.tables.row_table.copy_(torch.linspace(-1, 1, 7)[:, None].expand(-1, 4))
     large.load_state_dict(small.state_dict())
     resized = large.encoding.tables.row_table
-    assert torch.allclose(resized[7], small.encoding.tables.row_table[3])  # shift 0
+    assert torch.equal(resized[6:9], small.encoding.tables.row_table[2:5])  # shifts −1, 0 and 1
     assert torch.allclose(resized[[0, -1]], small.encoding.tables.row_table[[0, -1]], atol=1e-6)
     assert torch.all(resized.diff(dim=0) > 0)
     same = LearnedAttention(4, 2, (4, 3))
@@ -168,6 +169,32 @@ def test_tables_of_a_checkpoint_are_resized():
     assert torch.equal(same.encoding.tables.row_table, small.encoding.tables.row_table)
     with pytest.raises(RuntimeError, match='size mismatch for encoding.tables.row_table'):
         LearnedAttention(6, 2, (4, 3)).load_state_dict(small.state_dict())
+    state = small.state_dict()
+    state['encoding.tables.row_table'] = state['encoding.tables.row_table'][:6]  # no shift 0 in the middle
+    with pytest.raises(RuntimeError, match='size mismatch for encoding.tables.row_table'):
+        large.load_state_dict(state)
+
+
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 2 ** 31))
+def test_resized_tables(source, target, seed):
+    table = torch.randn(2 * source - 1, 3, generator=torch.Generator().manual_seed(seed))
+    resized = resize_shifts(table, 2 * target - 1)
+    assert resized.shape == (2 * target - 1, 3)
+    assert torch.equal(resized[target - 1], table[source - 1])
+    assert torch.allclose(resized.flip(0), resize_shifts(table.flip(0), 2 * target - 1), atol=1e-5)
+    if target <= source:  # as a layer takes them for a smaller grid
+        assert torch.equal(resized, table[source - target:source + target - 1])
+    else:
+        assert torch.allclose(resized[[0, -1]], table[[0, -1]], atol=1e-4)
+
+
+def test_a_larger_model_from_a_smaller_checkpoint_and_back():
+    small, large, again = (LearnedAttention(4, 2, size) for size in ((4, 3), (9, 7), (4, 3)))
+    large.load_state_dict(small.state_dict())
+    again.load_state_dict(large.state_dict())
+    x = torch.randn(1, 4, 3, 4)
+    assert torch.allclose(large(x), again(x), atol=1e-6)
+    assert torch.allclose(large.attention_probs(2, 2), small.attention_probs(2, 2), atol=1e-6)
 
 
 def test_absolute_table_of_a_checkpoint_is_resized():
@@ -184,6 +211,9 @@ def test_absolute_table_of_a_checkpoint_is_resized():
     (lambda: AbsoluteEncoding(6, (2, 2), 'sinusoidal'), 'dim=6 must be a multiple of 4'),
     (lambda: AbsoluteEncoding(6, (2, 2), 'fixed'), "kind='fixed'"),
     (lambda: LearnedAttention(4, 2, position='absolute_learned'), "position='absolute_learned'"),
+    (lambda: LearnedAttention(4, 2, position=None), 'position=None'),
+    (lambda: LearnedAttention(4, 2, max_size=16), 'max_size=16 must be the height and the width'),
+    (lambda: LearnedAttention(4, 2, max_size=(0, 4)), r'max_size=\(0, 4\)'),
 ])
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):

@@ -34,6 +34,23 @@ def test_logs_of_mmengine_load(tmp_path):
     assert [loaded[name] for name in ('best', 'lr', 'epoch')] == [97.5, np.float32(0.1), 3]
 
 
+@pytest.mark.parametrize('module', ['numpy.core.multiarray', 'numpy._core.multiarray'])
+def test_logs_written_under_another_numpy_load(tmp_path, module):
+    import zipfile
+    buffer = HistoryBuffer()
+    buffer.update(0.5, 1)
+    torch.save(dict(loss=buffer, best=np.float64(97.5)), tmp_path / 'here.pth')
+    ours = np.zeros(1).__reduce__()[0].__module__
+    with zipfile.ZipFile(tmp_path / 'here.pth') as here, zipfile.ZipFile(tmp_path / 'there.pth', 'w') as there:
+        for item in here.infolist():
+            content = here.read(item)
+            if item.filename.endswith('data.pkl'):
+                content = content.replace(ours.encode() + b'\n', module.encode() + b'\n')
+                assert module.encode() in content
+            there.writestr(item, content)
+    assert torch.load(tmp_path / 'there.pth')['loss'].mean() == 0.5
+
+
 @pytest.mark.parametrize('where', ['top', 'in the logs'])
 @pytest.mark.parametrize('attack', ['os.system', 'eval', 'method of another class', 'method of the buffer'])
 def test_a_payload_does_not_run(tmp_path, where, attack):

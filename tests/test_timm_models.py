@@ -42,6 +42,21 @@ def test_any_even_size_and_channels(name):
         model(torch.randn(2, 3, 8, 8))
 
 
+@pytest.mark.parametrize('name', TIMM_KINDS)
+def test_empty_batch(name):
+    assert small_timm(name).eval()(torch.randn(0, 3, 8, 8)).shape == (0, 10)
+
+
+def test_stem_is_invertible():
+    """2x2 blocks to channels, as torch's own pixel_unshuffle has them."""
+    stem = small_timm('sa_quadratic_cifar', embed_dim=12).stem
+    with torch.no_grad():
+        stem.proj.weight.copy_(torch.eye(12))
+        stem.proj.bias.zero_()
+    x = torch.randn(2, 3, 6, 8)
+    assert torch.equal(stem(x).permute(0, 3, 1, 2), torch.nn.functional.pixel_unshuffle(x, 2))
+
+
 def test_learned_tables_follow_img_size():
     model = small_timm('sa_learned_cifar', img_size=(48, 64)).eval()
     assert model(torch.randn(1, 3, 48, 64)).shape == (1, 10)

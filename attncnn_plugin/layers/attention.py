@@ -69,7 +69,7 @@ class GridAttention(nn.Module):
         batch, height, width, dim = x.shape
         probs = self.attn_drop(probs).to(x.dtype)
         heads = torch.matmul(probs, x.reshape(batch, 1, height * width, dim))  # (B, N_h, q, D)
-        return self.value(heads.transpose(1, 2).reshape(batch, height, width, -1))
+        return self.value(heads.transpose(1, 2).reshape(batch, height, width, self.value.in_features))
 
     def _attend_separable(self, x: Tensor, row_probs: Tensor, column_probs: Tensor) -> Tensor:
         """Σ_k1 Σ_k2 P1[q1, k1] P2[q2, k2] X[k1, k2], one axis after the other.
@@ -82,9 +82,9 @@ class GridAttention(nn.Module):
         batch, height, width, dim = x.shape
         rows = row_probs.to(x.dtype).reshape(-1, height)  # all heads at once: (N_h*q1, k1)
         heads = torch.matmul(rows, x.reshape(batch, height, width * dim))
-        heads = heads.reshape(batch, -1, height, width, dim)  # (B, N_h, q1, k2, D)
+        heads = heads.reshape(batch, self.num_heads, height, width, dim)  # (B, N_h, q1, k2, D)
         heads = torch.matmul(column_probs.to(x.dtype)[:, None], heads)  # (B, N_h, q1, q2, D)
-        return self.value(heads.permute(0, 2, 3, 1, 4).reshape(batch, height, width, -1))
+        return self.value(heads.permute(0, 2, 3, 1, 4).reshape(batch, height, width, self.value.in_features))
 
 
 class PositionAttention(GridAttention):
@@ -201,7 +201,7 @@ class LearnedAttention(SeparableAttention):
             **kwargs,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
-        span, _, kind = position.partition('_')
+        span, _, kind = str(position).partition('_')
         if span != 'relative' or kind not in ('learned', 'sinusoidal'):
             raise ValueError(
                 f"position={position!r} is not for attention without content: choose 'relative_learned' or "

@@ -57,7 +57,7 @@ class ContentAttention(SeparableAttention):
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         super().__init__(dim, num_heads, **dd, **kwargs)
-        span, _, kind = position.partition('_')
+        span, _, kind = str(position).partition('_')
         if span not in ('relative', 'absolute') or kind not in ('learned', 'sinusoidal'):
             raise ValueError(
                 f"position={position!r} is unknown: choose 'relative_learned', 'relative_sinusoidal', "
@@ -99,7 +99,9 @@ class ContentAttention(SeparableAttention):
         return self._attend_dense(x, self.attention_scores(x).softmax(dim=-1))
 
     def attention_scores(self, x: Tensor) -> Tensor:
-        """The scores of an input, ``(B, N_h, H*W, H*W)``, at least float32, also under autocast.
+        """The scores of an input, ``(B, N_h, H*W, H*W)``, at least float32.
+
+        Under autocast the projections to queries and keys are made in its precision, the scores of them in float32.
 
         Args:
             x (Tensor): ``(B, H, W, D)``.

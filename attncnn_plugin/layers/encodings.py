@@ -3,6 +3,7 @@
 Every encoding gives scores up to a constant per query, which softmax does not see. A *separable* encoding has
 scores f(q1, k1) + g(q2, k2) and hands out its two terms as ``axis_scores``; any other hands out ``scores``.
 """
+import logging
 import math
 from typing import Tuple
 
@@ -10,10 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+logger = logging.getLogger(__name__)
+
 
 def at_least_float32(tensor: Tensor) -> Tensor:
     """float16 and bfloat16 to float32, float32 and float64 as they are: the precision of all scores."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def widest_float(tensor: Tensor) -> torch.dtype:
+    """float64 where the tensor's device has it."""
+    return torch.float32 if tensor.device.type == 'mps' else torch.float64
 
 
 def axis_shifts(size: int, like: Tensor) -> Tensor:
@@ -98,7 +106,8 @@ class GeneralizedQuadraticEncoding(nn.Module):
 
     def scores(self, height: int, width: int) -> Tensor:
         """Scores of every query and key, ``(N_h, height*width, height*width)``, the best key of a query at 0."""
-        center = at_least_float32(self.center)
+        # In float64: with a head that is far away, or thin and oblique, Mᵀ(δ − Δ) is a small difference of large numbers.
+        center = self.center.to(widest_float(self.center))
         row_shift = axis_shifts(height, center)[:, None, :, None]  # δ1, (q1, 1, k1, 1)
         column_shift = axis_shifts(width, center)[:, None, :]  # δ2, (q2, 1, k2)
         row_center, column_center = center[:, 0, None, None, None, None], center[:, 1, None, None, None, None]
@@ -117,11 +126,12 @@ class GeneralizedQuadraticEncoding(nn.Module):
         total = self._project(
             row_shift + row_best - 2 * row_center, column_shift + column_best - 2 * column_center)
         scores = -(difference[0] * total[0] + difference[1] * total[1]) / 2
-        return scores.reshape(-1, height * width, height * width)
+        dtype = torch.promote_types(self.center.dtype, torch.float32)
+        return scores.reshape(-1, height * width, height * width).to(dtype)
 
     def _project(self, row: Tensor, column: Tensor) -> Tuple[Tensor, Tensor]:
         """The two entries of Mᵀ(row, column)ᵀ."""
-        factor = at_least_float32(self.sqrt_precision)[:, :, :, None, None, None, None]
+        factor = self.sqrt_precision.to(row.dtype)[:, :, :, None, None, None, None]
         return factor[:, 0, 0] * row + factor[:, 1, 0] * column, factor[:, 0, 1] * row + factor[:, 1, 1] * column
 
 
@@ -129,7 +139,7 @@ class RelativeTables(nn.Module):
     """A vector for every row shift and every column shift: r_δ = [R[δ1]; C[δ2]] or R[δ1] + C[δ2] (C20, 4.3).
 
     ``learned`` tables hold the shifts of a grid of ``max_size`` and refuse a larger one; a checkpoint of another
-    size is resized while it loads. ``sinusoidal`` tables have no parameters and no limit: R has sines and cosines in
+    size is resized while it loads, see :func:`resize_shifts`. ``sinusoidal`` tables have no parameters and no limit: R has sines and cosines in
     its first half and zeros in the second, C the other way round, so that a row shift never equals a column shift.
 
     Args:
@@ -145,6 +155,7 @@ class RelativeTables(nn.Module):
     def __init__(self, dim: int, max_size: Tuple[int, int], kind: str = 'learned', device=None, dtype=None) -> None:
         super().__init__()
         check_kind(kind, dim)
+        check_max_size(max_size)
         self.dim = dim
         self.kind = kind
         if kind == 'learned':
@@ -202,10 +213,10 @@ class RelativeTables(nn.Module):
     def _resize_tables(self, state_dict, prefix, *args) -> None:
         for name in ('row_table', 'column_table'):
             own, loaded = getattr(self, name), state_dict.get(prefix + name)
-            if loaded is not None and loaded.ndim == 2 and loaded.shape[1] == own.shape[1] and loaded.shape != own.shape:
-                resized = F.interpolate(
-                    loaded.float().T[None, :, :, None], (own.shape[0], 1), mode='bicubic', align_corners=True)
-                state_dict[prefix + name] = resized[0, :, :, 0].T.to(loaded.dtype)
+            if (loaded is not None and loaded.ndim == 2 and loaded.shape[1] == own.shape[1] and loaded.shape[0] % 2
+                    and loaded.shape[0] != own.shape[0]):
+                logger.info('Resize %s from %d to %d shifts.', prefix + name, loaded.shape[0], own.shape[0])
+                state_dict[prefix + name] = resize_shifts(loaded, own.shape[0])
 
 
 class LearnedEncoding(nn.Module):
@@ -262,6 +273,7 @@ class AbsoluteEncoding(nn.Module):
     def __init__(self, dim: int, max_size: Tuple[int, int], kind: str = 'learned', device=None, dtype=None) -> None:
         super().__init__()
         check_kind(kind, dim)
+        check_max_size(max_size)
         self.dim = dim
         self.kind = kind
         if kind == 'learned':
@@ -290,6 +302,7 @@ class AbsoluteEncoding(nn.Module):
         loaded = state_dict.get(prefix + 'table')
         if (loaded is not None and loaded.ndim == 3 and loaded.shape[2] == self.dim
                 and loaded.shape != self.table.shape):
+            logger.info('Resize %stable from %s to %s.', prefix, tuple(loaded.shape), tuple(self.table.shape))
             resized = F.interpolate(
                 loaded.float().permute(2, 0, 1)[None], self.table.shape[:2], mode='bicubic', align_corners=False)
             state_dict[prefix + 'table'] = resized[0].permute(1, 2, 0).to(loaded.dtype)
@@ -299,6 +312,32 @@ def at_shifts(values: Tensor, size: int) -> Tensor:
     """``(N, 2·size − 1)`` values of the shifts 1 − size … size − 1 to ``(N, size, size)`` of queries and keys."""
     position = torch.arange(size, device=values.device)
     return values[:, position[None, :] - position[:, None] + size - 1]
+
+
+def resize_shifts(table: Tensor, length: int) -> Tensor:
+    """A table of the vectors of shifts for another number of shifts, ``(2·source + 1, D)`` to ``(length, D)``.
+
+    Fewer shifts are the middle of the table. For more of them the old vectors are put at distances that grow
+    geometrically, 1, 1 + r, 1 + r + r², … up to the largest new shift, so that near shifts keep their vectors and
+    far ones are spread, as mmpretrain does it; in between they are interpolated.
+    """
+    source, target = table.shape[0] // 2, length // 2
+    if target <= source:
+        return table[source - target:source + target + 1]
+    steps = torch.arange(source, dtype=torch.float64)
+    low, high = 1., float(target)  # r is between: 1 + r + … + r^(source − 1) = target
+    for _ in range(60):
+        ratio = (low + high) / 2
+        low, high = (ratio, high) if (ratio ** steps).sum() < target else (low, ratio)
+    distance = (low ** steps).cumsum(0)
+    position = torch.cat([-distance.flip(0), distance.new_zeros(1), distance])
+    shift = torch.arange(-target, target + 1, dtype=torch.float64).clamp(position[0], position[-1])
+    right = torch.searchsorted(position, shift).clamp(1, 2 * source) if source else shift.long()
+    left = (right - 1).clamp(min=0)
+    gap = position[right] - position[left]
+    weight = torch.where(gap > 0, (shift - position[left]) / gap, 0.)[:, None].to(table.device)
+    values = table.double()
+    return (values[left] * (1 - weight) + values[right] * weight).to(table.dtype)
 
 
 def sinusoid(length: int, dim: int, like: Tensor, first: int = 0) -> Tensor:
@@ -316,6 +355,11 @@ def check_kind(kind: str, dim: int) -> None:
         raise ValueError(
             f'dim={dim} must be a multiple of 4 for a sinusoidal position encoding, which has sines and cosines of '
             'rows and of columns')
+
+
+def check_max_size(max_size: Tuple[int, int]) -> None:
+    if not isinstance(max_size, (tuple, list)) or len(max_size) != 2 or min(max_size) < 1:
+        raise ValueError(f'max_size={max_size!r} must be the height and the width of a grid, at least 1 each')
 
 
 def check_grid(height: int, width: int, max_height: int, max_width: int) -> None:

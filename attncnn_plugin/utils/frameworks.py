@@ -17,28 +17,37 @@ def has_mmpretrain() -> bool:
     return importlib.util.find_spec('mmpretrain') is not None
 
 
-def mmpretrain_problem() -> Optional[str]:
-    """Why mmpretrain cannot be used here and what to install, in one sentence; None if all is well."""
+def import_problem() -> Optional[str]:
+    """Why mmpretrain cannot be imported here and what to install, in one sentence; None if it can."""
     if not has_mmpretrain():
         return f'mmpretrain is not installed: {INSTALL}'
-    if importlib.util.find_spec('pkg_resources') is None:
-        return ('mmengine needs pkg_resources, which setuptools 82 and later do not have: '
-                'pip install "setuptools<82"')
     try:
-        importlib.import_module('mmpretrain')
+        for name in ('mmpretrain', 'mmpretrain.models', 'mmpretrain.datasets'):
+            importlib.import_module(name)
     except Exception as error:  # it refuses versions by assertions, and breaks on others in any other way
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip('.')
         return f'mmpretrain cannot be imported with the versions that are installed ({reason}): {INSTALL}'
     return None
 
 
+def config_problem() -> Optional[str]:
+    """Why configs cannot inherit from mmpretrain's, although it can be imported; None if they can."""
+    from mmengine.utils import get_installed_path
+    try:
+        get_installed_path('mmpretrain')
+    except ModuleNotFoundError as error:
+        return (f'mmengine cannot find the configs of packages ({error}; setuptools has it up to version 81): '
+                'pip install "setuptools<82"')
+    return None
+
+
 def require_mmpretrain() -> None:
-    """Does nothing if mmpretrain can be used.
+    """Does nothing if mmpretrain can be imported.
 
     Raises:
         ImportError: It cannot; the message says why and what to install.
     """
-    problem = mmpretrain_problem()
+    problem = import_problem()
     if problem is not None:
         raise ImportError(problem)
 
@@ -49,7 +58,7 @@ def run_mmpretrain_tool(name: str) -> None:
     Args:
         name (str): Path of the tool below mmpretrain's ``tools`` folder, for instance ``'train.py'``.
     """
-    problem = mmpretrain_problem()
+    problem = import_problem() or config_problem()
     if problem is not None:
         sys.exit(problem)
     import mmpretrain
@@ -58,6 +67,7 @@ def run_mmpretrain_tool(name: str) -> None:
 
 
 def _join_process_group_without_gpu() -> None:
-    """Where torchrun started this process on a machine without a GPU: mmengine would select a GPU first, and fail."""
-    if 'TORCHELASTIC_RUN_ID' in os.environ and not torch.cuda.is_available():
+    """Where torchrun started this process on a machine with CPUs alone: mmengine would select a GPU first, and fail."""
+    from mmengine.device import get_device
+    if 'TORCHELASTIC_RUN_ID' in os.environ and get_device() == 'cpu':
         torch.distributed.init_process_group('gloo')

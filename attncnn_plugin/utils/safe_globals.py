@@ -15,11 +15,14 @@ def register_safe_globals() -> None:
     stays refused.
     """
     numbers = np.zeros(1)
-    reconstruct_array = numbers.__reduce__()[0]  # where they live depends on numpy's version
-    reconstruct_scalar = numbers[0].__reduce__()[0]
+    reconstruct_array, reconstruct_scalar = numbers.__reduce__()[0], numbers[0].__reduce__()[0]
+    arrays = [
+        (function, f'{module}.{name}') for module in ('numpy.core.multiarray', 'numpy._core.multiarray')  # numpy 1 and 2
+        for function, name in ((reconstruct_array, '_reconstruct'), (reconstruct_scalar, 'scalar'))
+    ]
     dtypes = {type(np.dtype(name)) for name in ('float32', 'float64', 'int32', 'int64')}
     torch.serialization.add_safe_globals([
-        HistoryBuffer, np.ndarray, np.dtype, reconstruct_array, reconstruct_scalar, *dtypes,
+        HistoryBuffer, np.ndarray, np.dtype, *arrays, *dtypes,
         (_statistics_method, 'builtins.getattr')
     ])
 

@@ -82,7 +82,7 @@ class SelfAttentionBackbone(SelfAttentionNetwork, BaseBackbone):
             raise ValueError(f'Unsupported `out_type` {out_type}, please choose from {self.OUT_TYPES}')
         self.out_type = out_type
 
-        if not -1 <= frozen_stages <= self.num_layers:
+        if not isinstance(frozen_stages, int) or not -1 <= frozen_stages <= self.num_layers:
             raise ValueError(f'`frozen_stages` {frozen_stages} must be -1 (nothing is frozen), 0 (the stem) or the '
                              f'number of blocks to freeze with it, at most {self.num_layers}')
         self.frozen_stages = frozen_stages
@@ -134,7 +134,7 @@ class SelfAttentionBackbone(SelfAttentionNetwork, BaseBackbone):
     def _resolve_out_indices(self, out_indices: Union[int, Sequence[int]]) -> List[int]:
         if isinstance(out_indices, int):
             out_indices = [out_indices]
-        if not isinstance(out_indices, Sequence) or not out_indices:
+        if not isinstance(out_indices, Sequence) or not out_indices or {type(i) for i in out_indices} != {int}:
             raise ValueError(f'`out_indices` must be an int or a sequence of ints, but got {out_indices}')
         resolved = []
         for index in out_indices:

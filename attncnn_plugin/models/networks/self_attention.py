@@ -1,7 +1,6 @@
 """The self-attention network of Cordonnier et al. 2020, behind the mmpretrain backbones and the timm models."""
 from typing import Callable, List, Optional, Sequence, Tuple, Union
 
-import torch.nn.functional as F
 from timm.layers import DropPath, Mlp, calculate_drop_path_rates
 from timm.models import checkpoint
 from timm.models._features import feature_take_indices
@@ -35,7 +34,11 @@ class SpaceToDepthStem(nn.Module):
             raise ValueError(
                 f'the image of {x.shape[2]}x{x.shape[3]} pixels cannot be cut into blocks of 2x2: '
                 'resize or pad it to an even height and width')
-        return self.proj(F.pixel_unshuffle(x, self.reduction).permute(0, 2, 3, 1))
+        batch, _, height, width = x.shape
+        grid = height // self.reduction, width // self.reduction
+        x = x.reshape(batch, channels, grid[0], self.reduction, grid[1], self.reduction)
+        x = x.permute(0, 2, 4, 1, 3, 5).reshape(batch, *grid, self.proj.in_features)
+        return self.proj(x)
 
 
 class SelfAttentionBlock(nn.Module):
@@ -111,6 +114,11 @@ class SelfAttentionNetwork(nn.Module):
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         super().__init__()
+        if min(embed_dim, depth, mlp_dim, in_chans) < 1:
+            raise ValueError(
+                f'embed_dim={embed_dim}, depth={depth}, mlp_dim={mlp_dim} and in_chans={in_chans} must be at least 1')
+        if not 0 <= drop_path_rate < 1:
+            raise ValueError(f'drop_path_rate={drop_path_rate} must be from 0 to below 1')
         self.grad_checkpointing = False
         self.stem = SpaceToDepthStem(in_chans, embed_dim, **dd)
         self.blocks = nn.Sequential(*[
