@@ -4,6 +4,7 @@ import pytest
 import torch
 from flops import paper_flops
 from mmengine.config import Config
+from mmengine.hooks import Hook
 from mmengine.runner import Runner
 from mmpretrain import get_model, list_models
 from mmpretrain.apis.model import ModelHub
@@ -50,6 +51,13 @@ def shrink(config: Config, images, work_dir) -> Config:
     return config
 
 
+class Start(Hook):
+    """Keeps the epoch and the iteration at which the training loop begins."""
+
+    def before_train(self, runner):
+        self.at = runner.epoch, runner.iter
+
+
 @pytest.mark.parametrize('name', MODELS)
 def test_config_trains_validates_and_resumes(name, images, tmp_path, repository):
     path = repository / 'configs' / f'{name}.py'
@@ -58,7 +66,7 @@ def test_config_trains_validates_and_resumes(name, images, tmp_path, repository)
     config.experiment_name = f'{name}-whole'
     runner = Runner.from_cfg(config)
     runner.train()
-    whole = runner.model.state_dict()
+    whole, rates = runner.model.state_dict(), runner.message_hub.get_scalar('train/lr').data[0]
     assert (runner.epoch, runner.iter) == (2, 4)
     assert 0 <= runner.message_hub.get_info('best_score') <= 100
 
@@ -66,11 +74,12 @@ def test_config_trains_validates_and_resumes(name, images, tmp_path, repository)
     config.experiment_name = f'{name}-resumed'
     config.load_from, config.resume = str(tmp_path / 'epoch_1.pth'), True
     runner = Runner.from_cfg(config)
-    runner.load_or_resume()
-    assert (runner.epoch, runner.iter) == (1, 2)
+    start = Start()
+    runner.register_hook(start)
     runner.train()
-    assert (runner.epoch, runner.iter) == (2, 4)
+    assert start.at == (1, 2) and (runner.epoch, runner.iter) == (2, 4)
     assert all(torch.isfinite(value).all() for value in runner.model.state_dict().values())
+    assert np.array_equal(runner.message_hub.get_scalar('train/lr').data[0], rates) and len(rates) == 4
     resumed = runner.model.state_dict()
     assert resumed.keys() == whole.keys()
     if name.endswith('digits'):  # no dropout, no random augmentation: as if the run had never stopped
