@@ -154,7 +154,8 @@ def test_layer_decay():
         type='ImageClassifier', backbone=dict(type='SAQuadratic', arch=SMALL_ARCH, out_type='avg_featmap'),
         head=dict(type='LinearClsHead', num_classes=10, in_channels=16)))
     wrapper = build_optim_wrapper(model, ConfigDict(
-        optimizer=dict(type='SGD', lr=1., weight_decay=1e-4), constructor='mmpretrain.LearningRateDecayOptimWrapperConstructor',
+        optimizer=dict(type='SGD', lr=1., weight_decay=1e-4),
+        constructor='mmpretrain.LearningRateDecayOptimWrapperConstructor',
         paramwise_cfg=dict(layer_decay_rate=0.5)))
     rate = {group['param_name']: group['lr'] for group in wrapper.optimizer.param_groups}
     assert rate['backbone.stem.proj.weight'] == 0.125 and rate['backbone.blocks.1.proj.bias'] == 0.5

@@ -110,8 +110,9 @@ def test_recipe_of_the_paper(name):
     assert config.train_cfg.max_epochs == 300
     assert config.train_dataloader.batch_size == 100
     assert config.optim_wrapper.optimizer == dict(type='SGD', lr=0.1, momentum=0.9, weight_decay=1e-4)
-    assert [step.type for step in config.train_dataloader.dataset.pipeline] == ['RandomCrop', 'RandomFlip', 'PackInputs']
-    assert config.train_dataloader.dataset.pipeline[0].padding == 4
+    pipeline = config.train_dataloader.dataset.pipeline
+    assert [step.type for step in pipeline] == ['RandomCrop', 'RandomFlip', 'PackInputs']
+    assert pipeline[0].padding == 4
     if name.startswith('sa_'):
         assert (config.model.backbone.drop_rate, config.model.backbone.attn_drop_rate) == (0.1, 0.1)
 

@@ -106,7 +106,8 @@ class GeneralizedQuadraticEncoding(nn.Module):
 
     def scores(self, height: int, width: int) -> Tensor:
         """Scores of every query and key, ``(N_h, height*width, height*width)``, the best key of a query at 0."""
-        # In float64: with a head that is far away, or thin and oblique, Mᵀ(δ − Δ) is a small difference of large numbers.
+        # In float64: for a head that is far away, or thin and oblique, Mᵀ(δ − Δ) is a small difference of large
+        # numbers.
         center = self.center.to(widest_float(self.center))
         row_shift = axis_shifts(height, center)[:, None, :, None]  # δ1, (q1, 1, k1, 1)
         column_shift = axis_shifts(width, center)[:, None, :]  # δ2, (q2, 1, k2)
@@ -139,8 +140,9 @@ class RelativeTables(nn.Module):
     """A vector for every row shift and every column shift: r_δ = [R[δ1]; C[δ2]] or R[δ1] + C[δ2] (C20, 4.3).
 
     ``learned`` tables hold the shifts of a grid of ``max_size`` and refuse a larger one; a checkpoint of another
-    size is resized while it loads, see :func:`resize_shifts`. ``sinusoidal`` tables have no parameters and no limit: R has sines and cosines in
-    its first half and zeros in the second, C the other way round, so that a row shift never equals a column shift.
+    size is resized while it loads, see :func:`resize_shifts`. ``sinusoidal`` tables have no parameters and no limit: R
+    has sines and cosines in its first half and zeros in the second, C the other way round, so that a row shift never
+    equals a column shift.
 
     Args:
         dim (int): Length D of a vector; a multiple of 4 for ``sinusoidal``.
@@ -341,7 +343,7 @@ def resize_shifts(table: Tensor, length: int) -> Tensor:
 
 
 def sinusoid(length: int, dim: int, like: Tensor, first: int = 0) -> Tensor:
-    """Sines, then cosines, of the positions first … first + length − 1, ``(length, dim)`` (Vaswani et al. 2017, 3.5)."""
+    """Sines, then cosines, of positions first … first + length − 1, ``(length, dim)`` (Vaswani et al. 2017, 3.5)."""
     position = torch.arange(first, first + length, device=like.device, dtype=like.dtype)
     frequency = 10000 ** (-torch.arange(0, dim, 2, device=like.device, dtype=like.dtype) / dim)
     angle = position[:, None] * frequency
@@ -365,6 +367,6 @@ def check_max_size(max_size: Tuple[int, int]) -> None:
 def check_grid(height: int, width: int, max_height: int, max_width: int) -> None:
     if height > max_height or width > max_width:
         raise ValueError(
-            f'the grid of {height}x{width} tokens is larger than the {max_height}x{max_width} that the learned position '
-            'tables were built for: build the model for the larger size and load the checkpoint into it, which resizes '
+            f'the grid of {height}x{width} tokens is larger than the {max_height}x{max_width} that the learned '
+            'position tables were built for: build the model for the larger size and load the checkpoint into it, which resizes '
             'the tables')

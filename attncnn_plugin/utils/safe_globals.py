@@ -17,7 +17,8 @@ def register_safe_globals() -> None:
     numbers = np.zeros(1)
     reconstruct_array, reconstruct_scalar = numbers.__reduce__()[0], numbers[0].__reduce__()[0]
     arrays = [
-        (function, f'{module}.{name}') for module in ('numpy.core.multiarray', 'numpy._core.multiarray')  # numpy 1 and 2
+        (function, f'{module}.{name}')
+        for module in ('numpy.core.multiarray', 'numpy._core.multiarray')  # of numpy 1 and of numpy 2
         for function, name in ((reconstruct_array, '_reconstruct'), (reconstruct_scalar, 'scalar'))
     ]
     dtypes = {type(np.dtype(name)) for name in ('float32', 'float64', 'int32', 'int64')}
