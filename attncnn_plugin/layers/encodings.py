@@ -368,5 +368,5 @@ def check_grid(height: int, width: int, max_height: int, max_width: int) -> None
     if height > max_height or width > max_width:
         raise ValueError(
             f'the grid of {height}x{width} tokens is larger than the {max_height}x{max_width} that the learned '
-            'position tables were built for: build the model for the larger size and load the checkpoint into it, which resizes '
-            'the tables')
+            'position tables were built for: build the model for the larger size and load the checkpoint into it, '
+            'which resizes the tables')
