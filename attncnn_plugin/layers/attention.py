@@ -100,7 +100,11 @@ class PositionAttention(GridAttention):
         Returns:
             Tensor: ``(N_h, height*width, height*width)``, float32 (float64 for float64 parameters), without dropout.
         """
-        return self.encoding.scores(height, width).softmax(dim=-1)
+        return self.scores(height, width).softmax(dim=-1)
+
+    def scores(self, height: int, width: int) -> Tensor:
+        """The scores, up to a constant per query, ``(N_h, height*width, height*width)``, at least float32."""
+        return self.encoding.scores(height, width)
 
 
 class SeparableAttention(PositionAttention):
@@ -130,10 +134,10 @@ class SeparableAttention(PositionAttention):
         row_scores, column_scores = self.axis_scores(height, width)
         return row_scores.softmax(dim=-1), column_scores.softmax(dim=-1)
 
-    def attention_probs(self, height: int, width: int) -> Tensor:
+    def scores(self, height: int, width: int) -> Tensor:
         row_scores, column_scores = self.axis_scores(height, width)
         scores = row_scores[:, :, None, :, None] + column_scores[:, None, :, None, :]
-        return scores.reshape(self.num_heads, height * width, height * width).softmax(dim=-1)
+        return scores.reshape(self.num_heads, height * width, height * width)
 
     def _use_separable(self, height: int, width: int) -> bool:
         dropout = self.training and self.attn_drop.p > 0

@@ -128,8 +128,7 @@ class ContentAttention(SeparableAttention):
                 parts.append((row[..., :, None] + column[..., None, :]).reshape(*row.shape[:2], pixels, pixels))
             scores = sum(parts) / self.dim ** 0.5
             if 'vr' in self.terms:
-                row, column = self.axis_scores(height, width)
-                scores = scores + (row[:, :, None, :, None] + column[:, None, :, None, :]).reshape(-1, pixels, pixels)
+                scores = scores + self.scores(height, width)
         return scores.expand(batch, self.num_heads, pixels, pixels)
 
     def axis_scores(self, height: int, width: int) -> Tuple[Tensor, Tensor]:

@@ -326,6 +326,8 @@ def resize_shifts(table: Tensor, length: int) -> Tensor:
     source, target = table.shape[0] // 2, length // 2
     if target <= source:
         return table[source - target:source + target + 1]
+    if source == 0:  # shift 0 alone
+        return table.expand(length, -1)
     steps = torch.arange(source, dtype=torch.float64)
     low, high = 1., float(target)  # r is between: 1 + r + … + r^(source − 1) = target
     for _ in range(60):
@@ -334,12 +336,10 @@ def resize_shifts(table: Tensor, length: int) -> Tensor:
     distance = (low ** steps).cumsum(0)
     position = torch.cat([-distance.flip(0), distance.new_zeros(1), distance])
     shift = torch.arange(-target, target + 1, dtype=torch.float64).clamp(position[0], position[-1])
-    right = torch.searchsorted(position, shift).clamp(1, 2 * source) if source else shift.long()
-    left = (right - 1).clamp(min=0)
-    gap = position[right] - position[left]
-    weight = torch.where(gap > 0, (shift - position[left]) / gap, 0.)[:, None].to(table.device)
-    values = table.double()
-    return (values[left] * (1 - weight) + values[right] * weight).to(table.dtype)
+    right = torch.searchsorted(position, shift).clamp(min=1)
+    left = right - 1
+    weight = ((shift - position[left]) / (position[right] - position[left]))[:, None].to(table.device)
+    return torch.lerp(table[left].double(), table[right].double(), weight).to(table.dtype)
 
 
 def sinusoid(length: int, dim: int, like: Tensor, first: int = 0) -> Tensor:
