@@ -5,7 +5,7 @@ scores f(q1, k1) + g(q2, k2) and hands out its two terms as ``axis_scores``; any
 """
 import logging
 import math
-from typing import Tuple
+from typing import Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ def widest_float(tensor: Tensor) -> torch.dtype:
 
 def axis_shifts(size: int, like: Tensor) -> Tensor:
     """δ = k − q of every query (rows) and key (columns) of an axis with ``size`` pixels: ``(size, size)``."""
-    position = torch.arange(size, device=like.device, dtype=like.dtype)
+    position = torch.arange(size, device=like.device, dtype=torch.promote_types(like.dtype, torch.float32))
     return position[None, :] - position[:, None]
 
 
@@ -37,15 +37,16 @@ class QuadraticEncoding(nn.Module):
 
     Args:
         num_heads (int): Number of heads N_h.
+        ndim (int): Number of axes of the grid. Defaults to 2.
 
     Attributes:
-        center (Parameter): Δ in tokens, (row, column), ``(N_h, 2)``. Starts at N(0, 2·I).
+        center (Parameter): Δ in tokens, (row, column), ``(N_h, ndim)``. Starts at N(0, 2·I).
         sqrt_precision (Parameter): 1/σ in 1/tokens, ``(N_h,)``. Starts at 1, that is α = 1/2.
     """
 
-    def __init__(self, num_heads: int, device=None, dtype=None) -> None:
+    def __init__(self, num_heads: int, ndim: int = 2, device=None, dtype=None) -> None:
         super().__init__()
-        self.center = nn.Parameter(torch.empty(num_heads, 2, device=device, dtype=dtype))
+        self.center = nn.Parameter(torch.empty(num_heads, ndim, device=device, dtype=dtype))
         self.sqrt_precision = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -58,14 +59,22 @@ class QuadraticEncoding(nn.Module):
         """Width α = 1/(2σ²) of each head, ``(N_h,)``, at least float32."""
         return at_least_float32(self.sqrt_precision).square() / 2
 
-    def axis_scores(self, height: int, width: int) -> Tuple[Tensor, Tensor]:
-        """Scores along rows ``(N_h, height, height)`` and along columns ``(N_h, width, width)``, at most 0."""
-        center = at_least_float32(self.center)
-        return self._scores_along(center[:, 0], height), self._scores_along(center[:, 1], width)
+    def axis_scores(self, *size: int) -> Tuple[Tensor, ...]:
+        """Scores along each axis of a grid of ``size``, ``(N_h, n, n)`` for an axis of n pixels, at most 0."""
+        return tuple(self.scores_along(axis, axis_shifts(n, self.center)) for axis, n in enumerate(size))
 
-    def _scores_along(self, center: Tensor, size: int) -> Tensor:
-        center = center[:, None, None]
-        shift = axis_shifts(size, center)
+    def scores_along(self, axis: int, shift: Tensor) -> Tensor:
+        """Scores along one axis, at most 0.
+
+        Args:
+            axis (int): The axis.
+            shift (Tensor): δ of every query and key, ``(Q, K)``, the keys being consecutive pixels.
+
+        Returns:
+            Tensor: ``(N_h, Q, K)``, at least float32.
+        """
+        center = at_least_float32(self.center)[:, axis, None, None]
+        shift = shift.to(center.dtype)
         # δ0, the shift to the key nearest to q + Δ inside the grid. With it as the origin of the scores,
         #   (δ − Δ)² − (δ0 − Δ)² = (δ − δ0)(δ + δ0 − 2Δ),
         # no two large numbers are ever subtracted, however far the centre lies and however large α is.
@@ -255,6 +264,30 @@ class LearnedEncoding(nn.Module):
     def axis_scores(self, height: int, width: int) -> Tuple[Tensor, Tensor]:
         """Scores along rows ``(N_h, height, height)`` and along columns ``(N_h, width, width)``."""
         return self.tables.axis_scores(self.weight, height, width)
+
+
+class WindowEncoding(nn.Module):
+    """A score of its own for each shift within a window, −∞ outside: any distribution over the window.
+
+    Args:
+        num_heads (int): Number of heads N_h.
+        window_size (Sequence[int]): Size of the window along each axis.
+
+    Attributes:
+        weight (Parameter): The scores, ``(N_h, *window_size)``. Starts at 0, uniform attention.
+    """
+
+    def __init__(self, num_heads: int, window_size: Sequence[int], device=None, dtype=None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, *window_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self) -> Tensor:
+        """The probabilities of the shifts, ``(N_h, *window_size)``, at least float32."""
+        return at_least_float32(self.weight).flatten(1).softmax(dim=-1).reshape(self.weight.shape)
 
 
 class AbsoluteEncoding(nn.Module):

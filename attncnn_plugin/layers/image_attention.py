@@ -1,0 +1,157 @@
+"""Position-only attention in the place of a convolution: images in, images out (C20, Theorem 1)."""
+import math
+from typing import Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .encodings import QuadraticEncoding, WindowEncoding
+from .window import Window
+
+
+class ImageAttention(nn.Module):
+    """Position-only attention with the inputs and outputs of a convolution: the base of the two classes below.
+
+    The heads see the padded image; only the queries that the stride keeps are computed; the values of a head are the
+    pixels themselves, and one linear layer maps the heads, as in C20, eq. 1 to 3.
+
+    Args:
+        in_channels (int): Channels C of the image.
+        out_channels (int): Channels of the output.
+        num_heads (int): Number of heads N_h.
+        window (Window): Where the queries are, and how the image is padded.
+        bias (bool): Whether the output has a bias. Defaults to True.
+
+    Attributes:
+        value (nn.Linear): N_h·C to ``out_channels``.
+    """
+
+    def __init__(
+            self,
+            in_channels: int,
+            out_channels: int,
+            num_heads: int,
+            window: Window,
+            bias: bool = True,
+            device=None,
+            dtype=None,
+    ) -> None:
+        super().__init__()
+        self.in_channels = in_channels
+        self.num_heads = num_heads
+        self.window = window
+        self.value = nn.Linear(num_heads * in_channels, out_channels, bias, device=device, dtype=dtype)
+
+    def extra_repr(self) -> str:
+        return f'num_heads={self.num_heads}, window={self.window}'
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(B, C, *size)`` or ``(C, *size)`` to the convolution's output.
+
+        Raises:
+            ValueError: The image does not have the convolution's axes and channels, or is smaller than its window.
+        """
+        ndim = self.window.ndim
+        if x.ndim not in (ndim + 1, ndim + 2) or x.shape[-ndim - 1] != self.in_channels:
+            raise ValueError(
+                f'the input has shape {tuple(x.shape)}, but {self.in_channels} channels and {ndim} axes of pixels are '
+                'expected, with or without a batch')
+        if x.ndim == ndim + 1:
+            return self.forward(x[None])[0]
+        heads = self._attend(x)  # (B, N_h, C, *out)
+        return self.value(heads.flatten(1, 2).movedim(1, -1)).movedim(-1, 1)
+
+    def attention_probs(self, *size: int) -> Tensor:
+        """The probabilities of every kept query for every pixel of an image of ``size``.
+
+        With zero padding what a query gives to the padding is lost, and its probabilities add up to less than 1.
+
+        Returns:
+            Tensor: ``(N_h, Q, K)``, queries and pixels row-major, at least float32.
+        """
+        probs = self._padded_probs(size)
+        # The padding is a linear map; its matrix is what it makes of each pixel.
+        pixels = math.prod(size)
+        pad = self.window.pad(torch.eye(pixels, dtype=probs.dtype, device=probs.device).reshape(pixels, 1, *size))
+        return probs @ pad.reshape(pixels, -1).T
+
+
+class QuadraticImageAttention(ImageAttention):
+    """Hard or soft heads with the quadratic encoding, −α‖δ − Δ‖² (C20, eq. 9), one axis after the other.
+
+    Args:
+        See :class:`ImageAttention`.
+
+    Attributes:
+        encoding (QuadraticEncoding): Centres and widths, at least float32: bfloat16 has no integer 257.
+    """
+
+    def __init__(self, in_channels, out_channels, num_heads, window, bias=True, device=None, dtype=None) -> None:
+        super().__init__(in_channels, out_channels, num_heads, window, bias, device=device, dtype=dtype)
+        dtype = torch.promote_types(self.value.weight.dtype, torch.float32)
+        self.encoding = QuadraticEncoding(num_heads, window.ndim, device=device, dtype=dtype)
+
+    def axis_probs(self, *size: int) -> Tuple[Tensor, ...]:
+        """The factors of the probabilities, ``(N_h, Q, K)`` for each axis, K being the padded pixels."""
+        probs = []
+        for axis, pixels in enumerate(size):
+            before, after = self.window.padding[axis]
+            device = self.encoding.center.device
+            queries = self.window.queries(axis, pixels, device)
+            keys = torch.arange(-before, pixels + after, device=device)
+            probs.append(self.encoding.scores_along(axis, keys[None, :] - queries[:, None]).softmax(-1))
+        return tuple(probs)
+
+    def _attend(self, x: Tensor) -> Tensor:
+        probs = self.axis_probs(*x.shape[2:])
+        x = self.window.pad(x)[:, None]  # (B, 1, C, *padded)
+        for axis, factor in enumerate(probs, start=3):
+            x = torch.einsum('hqk,bhc...k->bhc...q', factor.to(x.dtype), x.movedim(axis, -1)).movedim(-1, axis)
+        return x
+
+    def _padded_probs(self, size: Tuple[int, ...]) -> Tensor:
+        probs = torch.ones(self.num_heads, 1, 1, device=self.encoding.center.device)
+        for factor in self.axis_probs(*size):  # the Kronecker product of the factors
+            probs = torch.einsum('hqk,hrl->hqrkl', probs.to(factor.dtype), factor).flatten(3, 4).flatten(1, 2)
+        return probs
+
+
+class WindowImageAttention(ImageAttention):
+    """Heads with any distribution over the pixels of the window.
+
+    Args:
+        See :class:`ImageAttention`.
+
+    Attributes:
+        encoding (WindowEncoding): A score for each pixel of the window, at least float32.
+    """
+
+    def __init__(self, in_channels, out_channels, num_heads, window, bias=True, device=None, dtype=None) -> None:
+        super().__init__(in_channels, out_channels, num_heads, window, bias, device=device, dtype=dtype)
+        dtype = torch.promote_types(self.value.weight.dtype, torch.float32)
+        self.encoding = WindowEncoding(num_heads, window.kernel_size, device=device, dtype=dtype)
+
+    def _attend(self, x: Tensor) -> Tensor:
+        # A head looks at its window alone, with the same probabilities everywhere.
+        x = self.window.pad(x)
+        batch, channels = x.shape[:2]
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[self.window.ndim - 1]
+        probs = self.encoding().to(x.dtype)[:, None]
+        heads = convolve(x.flatten(0, 1)[:, None], probs, stride=self.window.stride, dilation=self.window.dilation)
+        return heads.unflatten(0, (batch, channels)).transpose(1, 2)
+
+    def _padded_probs(self, size: Tuple[int, ...]) -> Tensor:
+        weight = self.encoding()  # (N_h, *kernel)
+        device = weight.device
+        queries = [self.window.queries(axis, n, device) for axis, n in enumerate(size)]
+        padded = [n + before + after for n, (before, after) in zip(size, self.window.padding)]
+        before = torch.tensor([before for before, _ in self.window.padding], device=device)
+        query = torch.cartesian_prod(*queries).reshape(-1, self.window.ndim)
+        key = query[:, None] + self.window.shifts().to(device) + before  # (Q, K, ndim), in the padded image
+        index = torch.zeros_like(key[..., 0])
+        for axis, n in enumerate(padded):
+            index = index * n + key[..., axis]
+        probs = weight.new_zeros(self.num_heads, len(query), math.prod(padded))
+        return probs.scatter(2, index.expand(self.num_heads, -1, -1), weight.flatten(1)[:, None].expand(
+            -1, len(query), -1))

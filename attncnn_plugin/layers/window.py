@@ -1,0 +1,83 @@
+"""The window that a convolution moves over an image."""
+from dataclasses import dataclass
+from typing import Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Window:
+    """Sizes of a convolution, one entry for each axis of the image.
+
+    Output o of an axis is the query at pixel q = o·stride + anchor − padding before; the kernel's entry i is its
+    shift δ = i·dilation − anchor. A window in the 'same' place as its pixel has anchor = padding before.
+
+    Attributes:
+        kernel_size, stride, dilation (tuple[int, ...]): As of ``nn.Conv2d``.
+        padding (tuple[tuple[int, int], ...]): Pixels added before and after.
+        padding_mode (str): ``'zeros'``, ``'replicate'``, ``'reflect'`` or ``'circular'``.
+    """
+
+    kernel_size: Tuple[int, ...]
+    stride: Tuple[int, ...]
+    dilation: Tuple[int, ...]
+    padding: Tuple[Tuple[int, int], ...]
+    padding_mode: str
+
+    @classmethod
+    def of(cls, conv: nn.Module) -> 'Window':
+        """The window of an ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d``.
+
+        Raises:
+            TypeError: ``conv`` is something else.
+        """
+        if not isinstance(conv, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            raise TypeError(
+                f'conv is a {type(conv).__name__}, but only nn.Conv1d, nn.Conv2d and nn.Conv3d can be converted')
+        if isinstance(conv.weight, nn.parameter.UninitializedParameter):
+            raise TypeError(f'conv is a {type(conv).__name__} without weights yet: run it once on an input first')
+        if not conv.weight.is_floating_point():
+            raise TypeError(f'the weights of conv are {conv.weight.dtype}, but attention needs real floating numbers')
+        if conv.padding == 'valid':
+            padding = [(0, 0)] * len(conv.kernel_size)
+        elif conv.padding == 'same':  # the odd pixel goes to the end
+            total = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size)]
+            padding = [(n // 2, n - n // 2) for n in total]
+        else:
+            padding = [(n, n) for n in conv.padding]
+        return cls(conv.kernel_size, conv.stride, conv.dilation, tuple(padding), conv.padding_mode)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.kernel_size)
+
+    @property
+    def anchor(self) -> Tuple[int, ...]:
+        """Place of the query within the window, in pixels from its first one."""
+        return tuple(d * (k - 1) // 2 for d, k in zip(self.dilation, self.kernel_size))
+
+    def shifts(self) -> Tensor:
+        """δ of every kernel position, row-major, ``(K, ndim)``."""
+        axes = [torch.arange(k) * d - a for k, d, a in zip(self.kernel_size, self.dilation, self.anchor)]
+        return torch.cartesian_prod(*axes).reshape(-1, self.ndim)
+
+    def queries(self, axis: int, size: int, device=None) -> Tensor:
+        """Pixel q of every output along an axis of ``size`` pixels; it can lie in the padding.
+
+        Raises:
+            ValueError: The padded image is smaller than the window.
+        """
+        before, after = self.padding[axis]
+        last = size + before + after - self.dilation[axis] * (self.kernel_size[axis] - 1) - 1
+        if last < 0:
+            raise ValueError(
+                f'an image of {size} pixels along axis {axis}, padded by {before} and {after}, is smaller than the '
+                f'window of {self.kernel_size[axis]} with dilation {self.dilation[axis]}')
+        return torch.arange(0, last + 1, self.stride[axis], device=device) + self.anchor[axis] - before
+
+    def pad(self, x: Tensor) -> Tensor:
+        """``x`` of shape ``(B, C, *size)``, padded."""
+        amounts = [n for pair in reversed(self.padding) for n in pair]
+        return F.pad(x, amounts, mode='constant' if self.padding_mode == 'zeros' else self.padding_mode)
