@@ -13,3 +13,8 @@ SMALL_ARCH = dict(embed_dims=16, num_layers=2, num_heads=3, feedforward_channels
 
 def small_timm(name, **kwargs):
     return timm.create_model(name, **{**SMALL, **kwargs})
+
+
+def small_cmhsa(phase, name='cmhsa3_patch16_224', **kwargs):
+    return timm.create_model(
+        name, phase=phase, **{**dict(patch_size=2, img_size=16, depth=2, mlp_dim=24, num_classes=10), **kwargs})

@@ -1,11 +1,14 @@
 """A convolution as attention over pixels (C20, Theorem 1)."""
+import math
+from numbers import Integral
 from typing import Optional
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..layers.image_attention import ImageAttention, QuadraticImageAttention
+from ..layers.image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
 from ..layers.window import Window
+from .low_rank import HeadReport, best_probs, best_weight, log_scores, relative_error, truncation_errors
 
 # α = 800: e^−800 is 0 in float64 and float32 alike, so that a head sees one pixel and nothing of its neighbours.
 HARD_SQRT_PRECISION = 40.
@@ -17,7 +20,9 @@ def conv_to_mhsa(conv: nn.Module, num_heads: Optional[int] = None) -> ImageAtten
 
     With one head for each kernel position the attention is the convolution, exactly (C20, Theorem 1): head h is a
     hard quadratic head with its centre at the h-th shift, and its slice of the value matrix is the kernel's h-th slice.
-    The image is padded first, as the convolution does it.
+    With fewer heads each one has a distribution over the shifts, and the attention is the nearest convolution that was
+    found, see :func:`~attncnn_plugin.convert.low_rank.best_probs`. The image is padded first, as the convolution does
+    it.
 
     Args:
         conv (nn.Module): ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d`` with any options. Its device, dtype and mode are
@@ -25,31 +30,76 @@ def conv_to_mhsa(conv: nn.Module, num_heads: Optional[int] = None) -> ImageAtten
         num_heads (int, optional): Number of heads. Defaults to one for each kernel position.
 
     Returns:
-        ImageAttention: The attention.
+        ImageAttention: The attention. Its ``report``, a :class:`~attncnn_plugin.convert.low_rank.HeadReport`, says how
+        near it comes to the convolution.
 
     Raises:
-        TypeError: ``conv`` is not one of the three, has no weights yet, or not real ones.
-        ValueError: ``num_heads`` is not from 1 to the number of kernel positions.
+        TypeError: ``conv`` is not one of the three, has no weights yet, or not real ones; ``num_heads`` is no integer.
+        ValueError: ``num_heads`` is not from 1 to the number of kernel positions, or a weight is not finite.
     """
     window = Window.of(conv)
-    shifts = window.shifts()
-    kernel = kernel_matrix(conv)  # (K, C_out, C_in)
-    dd = {'device': conv.weight.device, 'dtype': conv.weight.dtype}
-    attention = QuadraticImageAttention(
-        conv.in_channels, conv.out_channels, len(shifts), window, bias=conv.bias is not None, **dd)
-    attention.encoding.center.copy_(shifts)  # Δ of head h: f(h) of the theorem
-    attention.encoding.sqrt_precision.fill_(HARD_SQRT_PRECISION)
-    attention.value.weight.copy_(kernel.transpose(0, 1).flatten(1))  # W^(h): the kernel's slice at f(h)
+    positions = math.prod(window.kernel_size)
+    if num_heads is None:
+        num_heads = positions
+    if isinstance(num_heads, bool) or not isinstance(num_heads, Integral):
+        raise TypeError(f'num_heads is {num_heads!r}, but an integer from 1 to {positions} or None is expected')
+    if not 1 <= num_heads <= positions:
+        raise ValueError(
+            f'num_heads is {num_heads}, but a kernel with {positions} positions can have from 1 to {positions} heads')
+    attention = hard_attention(conv, window) if num_heads == positions else soft_attention(conv, window, int(num_heads))
     if conv.bias is not None:
         attention.value.bias.copy_(conv.bias)
     return attention.train(conv.training)
 
 
-def kernel_matrix(conv: nn.Module) -> torch.Tensor:
+def hard_attention(conv: nn.Module, window: Window) -> QuadraticImageAttention:
+    """A head for each kernel position, exact."""
+    shifts = window.shifts()
+    num_heads = len(shifts)
+    attention = QuadraticImageAttention(conv.in_channels, conv.out_channels, num_heads, window, **options(conv))
+    attention.encoding.center.copy_(shifts)  # Δ of head h: f(h) of the theorem
+    attention.encoding.sqrt_precision.fill_(HARD_SQRT_PRECISION)
+    attention.value.weight.copy_(kernel_matrix(conv).transpose(0, 1).flatten(1))  # W^(h): the kernel's slice at f(h)
+    errors = truncation_errors(flat_kernel(conv))
+    attention.report = HeadReport(num_heads, 0., 0., errors[num_heads - 1].item())
+    return attention
+
+
+def soft_attention(conv: nn.Module, window: Window, num_heads: int) -> WindowImageAttention:
+    """Fewer heads than kernel positions, each with a distribution over them."""
+    matrix = flat_kernel(conv)
+    attention = WindowImageAttention(conv.in_channels, conv.out_channels, num_heads, window, **options(conv))
+    scores = log_scores(best_probs(matrix, num_heads))
+    attention.encoding.weight.copy_(scores.reshape(attention.encoding.weight.shape))
+    probs = attention.encoding().flatten(1)  # as stored, so that W makes up for their rounding
+    weight = best_weight(matrix, probs).to(matrix)
+    slices = weight.T.unflatten(0, (conv.out_channels, -1))  # (C_out, C_in/groups, N), as of a kernel with N positions
+    attention.value.weight.copy_(block_diagonal(slices, conv.groups).transpose(0, 1).flatten(1))
+    errors = truncation_errors(matrix)
+    attention.report = HeadReport(
+        num_heads, relative_error(matrix, probs, weight), errors[num_heads].item(), errors[num_heads - 1].item())
+    return attention
+
+
+def options(conv: nn.Module) -> dict:
+    """The bias, device and dtype of a convolution, as arguments of an attention layer."""
+    return {'bias': conv.bias is not None, 'device': conv.weight.device, 'dtype': conv.weight.dtype}
+
+
+def flat_kernel(conv: nn.Module) -> Tensor:
+    """The kernel of a convolution as a matrix M, ``(K, C_out·C_in/groups)``: without the zeros between groups."""
+    return conv.weight.detach().flatten(2).flatten(0, 1).T
+
+
+def kernel_matrix(conv: nn.Module) -> Tensor:
     """The kernel of a convolution, groups as blocks, ``(K, C_out, C_in)`` for its K positions."""
-    weight = conv.weight.detach().flatten(2)  # (C_out, C_in/groups, K)
-    out_channels, per_group, positions = weight.shape
-    dense = weight.new_zeros(conv.groups, out_channels // conv.groups, conv.groups, per_group, positions)
-    group = torch.arange(conv.groups, device=weight.device)
-    dense[group, :, group] = weight.unflatten(0, (conv.groups, -1))
-    return dense.reshape(out_channels, conv.in_channels, positions).permute(2, 0, 1)
+    return block_diagonal(conv.weight.detach().flatten(2), conv.groups)
+
+
+def block_diagonal(slices: Tensor, groups: int) -> Tensor:
+    """Slices of a kernel with groups, ``(C_out, C_in/groups, N)``, as slices of one without, ``(N, C_out, C_in)``."""
+    out_channels, per_group, number = slices.shape
+    dense = slices.new_zeros(groups, out_channels // groups, groups, per_group, number)
+    group = torch.arange(groups, device=slices.device)
+    dense[group, :, group] = slices.unflatten(0, (groups, -1))
+    return dense.reshape(out_channels, groups * per_group, number).permute(2, 0, 1)

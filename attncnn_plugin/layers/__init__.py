@@ -1,10 +1,15 @@
-"""Attention layers in plain PyTorch. They map pixel grids ``(B, H, W, D)`` to ``(B, H, W, D_out)``."""
+"""Attention layers in plain PyTorch. On grids ``(B, H, W, D)`` they give ``(B, H, W, D_out)``."""
 from .attention import GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from .content_attention import ContentAttention
 from .encodings import (AbsoluteEncoding, GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding,
-                        RelativeTables)
+                        RelativeTables, WindowEncoding)
+from .image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
+from .patch_attention import GridBias, PatchAttention, WindowBias
+from .window import Window
 
 __all__ = [
     'AbsoluteEncoding', 'ContentAttention', 'GeneralizedQuadraticAttention', 'GeneralizedQuadraticEncoding',
-    'LearnedAttention', 'LearnedEncoding', 'QuadraticAttention', 'QuadraticEncoding', 'RelativeTables'
+    'GridBias', 'ImageAttention', 'LearnedAttention', 'LearnedEncoding', 'PatchAttention', 'QuadraticAttention',
+    'QuadraticEncoding', 'QuadraticImageAttention', 'RelativeTables', 'Window', 'WindowBias', 'WindowEncoding',
+    'WindowImageAttention'
 ]

@@ -1,4 +1,4 @@
-"""Models: timm entry points here, mmpretrain backbones in :mod:`attncnn_plugin.models.backbones`."""
-from .timm_models import SelfAttentionClassifier
+"""Models: timm entry points, and mmpretrain backbones in :mod:`attncnn_plugin.models.backbones`."""
+from .timm_models import CMHSAClassifier, SelfAttentionClassifier
 
-__all__ = ['SelfAttentionClassifier']
+__all__ = ['CMHSAClassifier', 'SelfAttentionClassifier']

@@ -3,6 +3,7 @@ from ...utils.frameworks import require_mmpretrain
 
 require_mmpretrain()
 
+from .cmhsa import CMHSA  # noqa: E402
 from .self_attention import SAGeneralized, SALearned, SAQuadratic  # noqa: E402
 
-__all__ = ['SAGeneralized', 'SALearned', 'SAQuadratic']
+__all__ = ['CMHSA', 'SAGeneralized', 'SALearned', 'SAQuadratic']

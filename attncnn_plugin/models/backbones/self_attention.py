@@ -1,18 +1,16 @@
 """mmpretrain backbones of the self-attention networks of Cordonnier et al. 2020."""
-import copy
 from functools import partial
-from typing import List, Optional, Sequence, Tuple, Union
+from typing import Optional, Sequence, Union
 
-from mmpretrain.models.backbones.base_backbone import BaseBackbone
 from mmpretrain.models.utils import to_2tuple
 from mmpretrain.registry import MODELS
-from torch import Tensor
 
 from ...layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from ..networks import SelfAttentionNetwork, SpaceToDepthStem
+from .grid import GridBackbone
 
 
-class SelfAttentionBackbone(SelfAttentionNetwork, BaseBackbone):
+class SelfAttentionBackbone(SelfAttentionNetwork, GridBackbone):
     """What the three backbones below share.
 
     Args:
@@ -42,7 +40,6 @@ class SelfAttentionBackbone(SelfAttentionNetwork, BaseBackbone):
                 'feedforward_channels': 128
             }),
     }
-    OUT_TYPES = {'featmap', 'avg_featmap'}
 
     def __init__(self,
                  attn_layer,
@@ -70,55 +67,10 @@ class SelfAttentionBackbone(SelfAttentionNetwork, BaseBackbone):
             attn_drop_rate=attn_drop_rate,
             drop_path_rate=drop_path_rate,
             attn_impl=attn_impl)
-        self.init_cfg = copy.deepcopy(init_cfg)
         self.arch_settings = settings
         self.embed_dims = settings['embed_dims']
-        self.num_layers = settings['num_layers']
         self.img_size = to_2tuple(img_size)
-        self.out_indices = self._resolve_out_indices(out_indices)
-        self.grad_checkpointing = with_cp
-
-        if out_type not in self.OUT_TYPES:
-            raise ValueError(f'Unsupported `out_type` {out_type}, please choose from {self.OUT_TYPES}')
-        self.out_type = out_type
-
-        if not isinstance(frozen_stages, int) or not -1 <= frozen_stages <= self.num_layers:
-            raise ValueError(f'`frozen_stages` {frozen_stages} must be -1 (nothing is frozen), 0 (the stem) or the '
-                             f'number of blocks to freeze with it, at most {self.num_layers}')
-        self.frozen_stages = frozen_stages
-        self._freeze_stages()
-
-    def forward(self, x: Tensor) -> Tuple[Tensor, ...]:
-        """Images ``(B, C, H, W)`` to the outputs of the blocks in ``out_indices``, in the order of the blocks."""
-        features = self.forward_intermediates(
-            x, self.out_indices, stop_early=True, output_fmt='NCHW', intermediates_only=True)
-        if self.out_type == 'avg_featmap':
-            return tuple(feature.mean(dim=(2, 3)) for feature in features)
-        return tuple(features)
-
-    def train(self, mode=True):
-        super().train(mode)
-        self._freeze_stages()
-        return self
-
-    def get_layer_depth(self, param_name: str, prefix: str = '') -> Tuple[int, int]:
-        """Get the layer-wise depth of a parameter.
-
-        Args:
-            param_name (str): The name of the parameter.
-            prefix (str): The prefix for the parameter. Defaults to an empty string.
-
-        Returns:
-            Tuple[int, int]: The layer-wise depth and the num of layers: 0 for the stem, i + 1 for block i, and the
-            last one for what follows the backbone.
-        """
-        num_layers = self.num_layers + 2
-        name = param_name[len(prefix):]
-        if not param_name.startswith(prefix):
-            return num_layers - 1, num_layers
-        if name.startswith('blocks.'):
-            return int(name.split('.')[1]) + 1, num_layers
-        return 0, num_layers
+        self._set_interface(out_indices, out_type, frozen_stages, with_cp, init_cfg)
 
     @classmethod
     def _arch_settings(cls, arch: Union[str, dict]) -> dict:
@@ -130,28 +82,6 @@ class SelfAttentionBackbone(SelfAttentionNetwork, BaseBackbone):
         if not isinstance(arch, dict) or set(arch) != essential_keys:
             raise ValueError(f'Custom arch needs a dict with keys {essential_keys}, but got {arch}')
         return arch
-
-    def _resolve_out_indices(self, out_indices: Union[int, Sequence[int]]) -> List[int]:
-        if isinstance(out_indices, int):
-            out_indices = [out_indices]
-        if not isinstance(out_indices, Sequence) or not out_indices or {type(i) for i in out_indices} != {int}:
-            raise ValueError(f'`out_indices` must be an int or a sequence of ints, but got {out_indices}')
-        resolved = []
-        for index in out_indices:
-            if not -self.num_layers <= index < self.num_layers:
-                raise ValueError(f'Invalid out_indices {index}: there are {self.num_layers} blocks, so it must be '
-                                 f'from {-self.num_layers} to {self.num_layers - 1}')
-            resolved.append(index % self.num_layers)
-        if len(set(resolved)) < len(resolved):
-            raise ValueError(f'`out_indices` {out_indices} names a block twice')
-        return resolved
-
-    def _freeze_stages(self) -> None:
-        """Stops the gradient of the stem and of the first blocks, in eval mode."""
-        if self.frozen_stages >= 0:
-            for module in (self.stem, *self.blocks[:self.frozen_stages]):
-                module.eval()
-                module.requires_grad_(False)
 
 
 @MODELS.register_module()

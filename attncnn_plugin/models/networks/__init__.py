@@ -1,4 +1,9 @@
 """Networks that serve mmpretrain and timm alike; they need timm alone."""
+from .cmhsa import CMHSABlock, CMHSANetwork, PatchConvolution, PatchStem
+from .grid import GridNetwork
 from .self_attention import SelfAttentionBlock, SelfAttentionNetwork, SpaceToDepthStem
 
-__all__ = ['SelfAttentionBlock', 'SelfAttentionNetwork', 'SpaceToDepthStem']
+__all__ = [
+    'CMHSABlock', 'CMHSANetwork', 'GridNetwork', 'PatchConvolution', 'PatchStem', 'SelfAttentionBlock',
+    'SelfAttentionNetwork', 'SpaceToDepthStem'
+]

@@ -1,10 +1,10 @@
 """The self-attention network of Cordonnier et al. 2020, behind the mmpretrain backbones and the timm models."""
-from typing import Callable, List, Optional, Sequence, Tuple, Union
+from typing import Callable
 
 from timm.layers import DropPath, Mlp, calculate_drop_path_rates
-from timm.models import checkpoint
-from timm.models._features import feature_take_indices
 from torch import Tensor, nn
+
+from .grid import GridNetwork, check_drop_path_rate
 
 
 class SpaceToDepthStem(nn.Module):
@@ -77,7 +77,7 @@ class SelfAttentionBlock(nn.Module):
         return self.norm2(x + self.drop_path(self.mlp(x)))
 
 
-class SelfAttentionNetwork(nn.Module):
+class SelfAttentionNetwork(GridNetwork):
     """Stem and blocks: images ``(B, C, H, W)`` to features ``(B, H/2, W/2, D)``.
 
     Args:
@@ -94,8 +94,6 @@ class SelfAttentionNetwork(nn.Module):
         attn_impl (str): ``'auto'``, ``'dense'`` or ``'separable'``, see
             :class:`~attncnn_plugin.layers.attention.GridAttention`. Defaults to ``'auto'``.
     """
-
-    output_fmt = 'NHWC'  # of forward_features, as timm says it
 
     def __init__(
             self,
@@ -117,9 +115,7 @@ class SelfAttentionNetwork(nn.Module):
         if min(embed_dim, depth, mlp_dim, in_chans) < 1:
             raise ValueError(
                 f'embed_dim={embed_dim}, depth={depth}, mlp_dim={mlp_dim} and in_chans={in_chans} must be at least 1')
-        if not 0 <= drop_path_rate < 1:
-            raise ValueError(f'drop_path_rate={drop_path_rate} must be from 0 to below 1')
-        self.grad_checkpointing = False
+        check_drop_path_rate(drop_path_rate)
         self.stem = SpaceToDepthStem(in_chans, embed_dim, **dd)
         self.blocks = nn.Sequential(*[
             SelfAttentionBlock(
@@ -130,45 +126,4 @@ class SelfAttentionNetwork(nn.Module):
                 drop_path=drop_path,
                 **dd) for drop_path in calculate_drop_path_rates(drop_path_rate, depth)
         ])
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Images ``(B, C, H, W)`` to the features of the last block, ``(B, H/2, W/2, D)``."""
-        x = self.stem(x)
-        for block in self.blocks:
-            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
-        return x
-
-    def forward_intermediates(
-            self,
-            x: Tensor,
-            indices: Optional[Union[int, Sequence[int]]] = None,
-            norm: bool = False,
-            stop_early: bool = False,
-            output_fmt: str = 'NCHW',
-            intermediates_only: bool = False,
-    ) -> Union[List[Tensor], Tuple[Tensor, List[Tensor]]]:
-        """Features of several blocks.
-
-        Args:
-            x (Tensor): Images ``(B, C, H, W)``.
-            indices (int | Sequence[int], optional): The last n blocks for an int, the blocks of a sequence,
-                all of them for None, the default.
-            norm (bool): Not used: every block ends in a norm.
-            stop_early (bool): Whether to leave out the blocks after the last wanted one. Defaults to False.
-            output_fmt (str): ``'NCHW'`` or ``'NHWC'`` intermediates. Defaults to ``'NCHW'``.
-            intermediates_only (bool): Whether to return the intermediates alone. Defaults to False.
-
-        Returns:
-            The features of the last block that ran, ``(B, H/2, W/2, D)``, and the list of intermediates in the
-            order of the blocks; or the list alone.
-        """
-        if output_fmt not in ('NCHW', 'NHWC'):
-            raise ValueError(f"output_fmt={output_fmt!r} is unknown: choose 'NCHW' or 'NHWC'")
-        take_indices, last = feature_take_indices(len(self.blocks), indices)
-        intermediates = []
-        x = self.stem(x)
-        for i, block in enumerate(self.blocks[:last + 1] if stop_early else self.blocks):
-            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
-            if i in take_indices:
-                intermediates.append(x.permute(0, 3, 1, 2) if output_fmt == 'NCHW' else x)
-        return intermediates if intermediates_only else (x, intermediates)
+        self.norm = nn.Identity()  # every block ends in a norm

@@ -3,16 +3,15 @@
 Registered with timm as this module is imported: ``timm.create_model('sa_quadratic_cifar')``.
 """
 from functools import partial
-from typing import Any, Dict, List, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Dict, Optional, Sequence, Set, Tuple, Union
 
 import torch
-from timm.layers import ClassifierHead, to_2tuple
+from timm.layers import to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, register_notrace_module
-from timm.models._features import feature_take_indices
-from torch import Tensor
 
-from ..layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
-from .networks import SelfAttentionNetwork, SpaceToDepthStem
+from ...layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
+from ..networks import SelfAttentionNetwork, SpaceToDepthStem
+from .classifier import GridClassifier
 
 __all__ = ['SelfAttentionClassifier']
 
@@ -22,7 +21,7 @@ for _module in (ContentAttention, GeneralizedQuadraticAttention, LearnedAttentio
     register_notrace_module(_module)
 
 
-class SelfAttentionClassifier(SelfAttentionNetwork):
+class SelfAttentionClassifier(GridClassifier, SelfAttentionNetwork):
     """A self-attention network with timm's interface: mean over the grid and a linear classifier on top.
 
     Args:
@@ -46,16 +45,7 @@ class SelfAttentionClassifier(SelfAttentionNetwork):
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         super().__init__(*args, embed_dim=embed_dim, in_chans=in_chans, **dd, **kwargs)
-        self.num_classes = num_classes
-        self.in_chans = in_chans
-        self.num_features = embed_dim
-        self.feature_info = [
-            dict(num_chs=embed_dim, reduction=self.stem.reduction, module=f'blocks.{i}')
-            for i in range(len(self.blocks))
-        ]
-        self.head = ClassifierHead(
-            embed_dim, num_classes, pool_type=global_pool, drop_rate=drop_rate, input_fmt=self.output_fmt, **dd)
-        self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
+        self._add_head(embed_dim, num_classes, in_chans, global_pool, drop_rate, **dd)
 
     @torch.jit.ignore
     def no_weight_decay(self) -> Set[str]:
@@ -64,52 +54,6 @@ class SelfAttentionClassifier(SelfAttentionNetwork):
             name for name, _ in self.named_parameters()
             if name.endswith(('encoding.center', 'encoding.sqrt_precision'))
         }
-
-    @torch.jit.ignore
-    def group_matcher(self, coarse: bool = False) -> Dict[str, Any]:
-        return dict(stem=r'^stem', blocks=r'^blocks\.(\d+)')
-
-    @torch.jit.ignore
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        self.grad_checkpointing = enable
-
-    @torch.jit.ignore
-    def get_classifier(self) -> torch.nn.Module:
-        return self.head.fc
-
-    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
-        self.num_classes = num_classes
-        self.head.reset(num_classes, pool_type=global_pool)
-        self.head.to(self.stem.proj.weight)  # its device and dtype
-        self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
-
-    def prune_intermediate_layers(
-            self,
-            indices: Union[int, Sequence[int]] = 1,
-            prune_norm: bool = False,
-            prune_head: bool = True,
-    ) -> List[int]:
-        """Drops the blocks after the last wanted one.
-
-        Args:
-            indices (int | Sequence[int]): The last n blocks for an int, or the wanted blocks. Defaults to 1.
-            prune_norm (bool): Not used: every block ends in a norm.
-            prune_head (bool): Whether to drop the classifier and the pooling too. Defaults to True.
-
-        Returns:
-            list[int]: The wanted blocks, counted from 0.
-        """
-        take_indices, last = feature_take_indices(len(self.blocks), indices)
-        self.blocks = self.blocks[:last + 1]
-        if prune_head:
-            self.reset_classifier(0, '')
-        return take_indices
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        return self.head(x, pre_logits=pre_logits)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
 
 
 def _cfg(**kwargs) -> Dict[str, Any]:

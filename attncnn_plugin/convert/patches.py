@@ -1,0 +1,203 @@
+"""A convolution on the image as attention over patches (L21, Theorem 1)."""
+import itertools
+from dataclasses import dataclass
+from typing import List, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+
+from ..layers.patch_attention import PatchAttention, WindowBias
+from ..layers.patches import image_to_patches, patches_to_image
+from ..layers.window import Window
+from .pixels import kernel_matrix
+
+ATTN_BIAS = 40.  # M: e^−40 is nothing beside 1 in float64 and float32 alike
+
+
+class PatchConvolutionAttention(nn.Module):
+    """Attention over patches with the inputs and outputs of a convolution on the image.
+
+    Args:
+        attention (PatchAttention): Attention over the flattened patches.
+        patch_size, out_patch_size (tuple[int, int]): Patches of the image and of the output.
+    """
+
+    def __init__(
+            self,
+            attention: PatchAttention,
+            patch_size: Tuple[int, int],
+            out_patch_size: Tuple[int, int],
+    ) -> None:
+        super().__init__()
+        self.attention = attention
+        self.patch_size = patch_size
+        self.out_patch_size = out_patch_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(B, C, H, W)`` or ``(C, H, W)`` to the convolution's output.
+
+        Raises:
+            ValueError: The image cannot be cut into patches, or does not have the convolution's channels.
+        """
+        channels = self.attention.dim // (self.patch_size[0] * self.patch_size[1])
+        if x.ndim not in (3, 4) or x.shape[-3] != channels:
+            raise ValueError(
+                f'the input has shape {tuple(x.shape)}, but (B, {channels}, H, W) or ({channels}, H, W) is expected')
+        if x.ndim == 3:
+            return self.forward(x[None])[0]
+        return patches_to_image(self.attention(image_to_patches(x, self.patch_size)), self.out_patch_size)
+
+
+@dataclass(frozen=True)
+class PatchWindow:
+    """Which patches a convolution on the image connects.
+
+    Attributes:
+        first (tuple[int, int]): The first shift δ from a patch to one that it reads, (row, column).
+        size (tuple[int, int]): Number of such shifts, along rows and along columns.
+    """
+
+    first: Tuple[int, int]
+    size: Tuple[int, int]
+
+    @classmethod
+    def of(cls, conv: nn.Conv2d, patch_size: Tuple[int, int]) -> 'PatchWindow':
+        """The patches that ``conv`` connects.
+
+        Raises:
+            TypeError: ``conv`` is not an ``nn.Conv2d``.
+            ValueError: Its output is not one patch for each patch (L21, A.2, Remark), or its padding is not of zeros.
+        """
+        if not isinstance(conv, nn.Conv2d):
+            raise TypeError(
+                f'conv is a {type(conv).__name__}, but only nn.Conv2d can become attention over patches of an image')
+        window = Window.of(conv)
+        if window.padding_mode != 'zeros' and any(n for pair in window.padding for n in pair):
+            raise ValueError(
+                f"padding_mode={window.padding_mode!r} of conv: at the image's border attention over patches can only "
+                "stand for padding_mode='zeros' (the null key); pad the image yourself and use padding=0")
+        first, size = [], []
+        for axis, patch in enumerate(patch_size):
+            kernel, stride, dilation = window.kernel_size[axis], window.stride[axis], window.dilation[axis]
+            before, after = window.padding[axis]
+            extent = dilation * (kernel - 1) + 1
+            if patch % stride:
+                raise ValueError(
+                    f'stride={stride} of conv does not divide patch_size={patch}: then an output patch is not a whole '
+                    f'number of pixels; choose a patch size that is a multiple of {stride}')
+            # n pixels to n/stride: 0 <= before + after − extent + stride < stride
+            if not extent - stride <= before + after < extent or before > extent - 1:
+                raise ValueError(
+                    f'padding of {before} and {after} pixels around a window of {extent} with stride {stride} does '
+                    'not give one output patch for each patch: choose the padding so that n pixels become '
+                    f'n/{stride} ({(extent - 1) // 2} on both sides of an odd window)')
+            # Pixel offsets of a patch's outputs, from its first pixel: −before … patch − stride − before + extent − 1
+            first.append(-before // patch)
+            size.append((patch - stride - before + extent - 1) // patch - first[-1] + 1)
+        return cls(tuple(first), tuple(size))
+
+    @property
+    def shifts(self) -> List[Tuple[int, int]]:
+        """Every shift δ in tokens, row by row: one head each."""
+        rows, columns = (range(first, first + size) for first, size in zip(self.first, self.size))
+        return list(itertools.product(rows, columns))
+
+
+def conv_to_patch_mhsa(conv: nn.Conv2d, patch_size: Union[int, Tuple[int, int]]) -> PatchConvolutionAttention:
+    """Turns a convolution on the image into multi-head self-attention over patches (L21, Theorem 1).
+
+    Head r has the position bias M at its shift δ_r and 0 elsewhere, W^V = I, and in W^O the weights of the kernel
+    between the pixels of the two patches; W^Q is zero and W^K random, so that training can move both. Where the patch
+    at δ_r lies outside the image, a null key stands for the zeros there. N_h = (2⌈(K − 1)/2P⌉ + 1)² for odd K.
+
+    Args:
+        conv (nn.Conv2d): Zero padding, any groups and dilation, a stride that divides the patch size, n pixels to
+            n/stride.
+        patch_size (int | tuple[int, int]): Patch size P.
+
+    Returns:
+        PatchConvolutionAttention: The attention; images whose sides are multiples of P.
+
+    Raises:
+        TypeError: ``conv`` is not an ``nn.Conv2d``.
+        ValueError: A patch size below 1, or a convolution of another kind.
+    """
+    patch_size = (patch_size, patch_size) if isinstance(patch_size, int) else tuple(patch_size)
+    if len(patch_size) != 2 or min(patch_size) < 1:
+        raise ValueError(f'patch_size={patch_size} must be one or two sizes of at least 1 pixel')
+    window = PatchWindow.of(conv, patch_size)
+    out_patch_size = (patch_size[0] // conv.stride[0], patch_size[1] // conv.stride[1])
+    pixels, out_pixels = patch_size[0] * patch_size[1], out_patch_size[0] * out_patch_size[1]
+    dd = {'device': conv.weight.device, 'dtype': conv.weight.dtype}
+    attention = PatchAttention(
+        conv.in_channels * pixels,
+        len(window.shifts),
+        WindowBias(len(window.shifts), window.first, window.size, **dd),
+        out_dim=conv.out_channels * out_pixels,
+        bias=conv.bias is not None,
+        **dd)
+    attend_like_convolution(attention, conv, patch_size)
+    return PatchConvolutionAttention(attention, patch_size, out_patch_size).train(conv.training)
+
+
+@torch.no_grad()
+def attend_like_convolution(
+        attention: PatchAttention,
+        conv: nn.Conv2d,
+        patch_size: Tuple[int, int],
+        attn_bias: float = ATTN_BIAS,
+) -> None:
+    """Sets the parameters of an attention over patches to those of L21's Theorem 1.
+
+    W^Q becomes zero and W^K stays as it is: were both zero, neither would ever get a gradient.
+
+    Args:
+        attention (PatchAttention): With at least one head for each shift of the convolution. Further ones get no weight.
+        conv (nn.Conv2d): The convolution.
+        patch_size (tuple[int, int]): Patch size P.
+        attn_bias (float): M. Defaults to 40, exact in float32.
+
+    Raises:
+        ValueError: The attention has too few heads, or its position bias too few shifts.
+    """
+    window = PatchWindow.of(conv, patch_size)
+    shifts = window.shifts
+    if attention.num_heads < len(shifts):
+        raise ValueError(
+            f'num_heads={attention.num_heads} is too few for a kernel of {conv.kernel_size} on patches of {patch_size}: '
+            f'it needs {len(shifts)} (L21, Theorems 1 and 6)')
+    heads = attention.out.weight.unflatten(1, (attention.num_heads, -1))  # (D_out, N_h, D)
+    first, table = attention.position.first, attention.position.table
+    for weight in (attention.query.weight, attention.out.weight, table):
+        nn.init.zeros_(weight)
+    identity = torch.eye(attention.dim, dtype=table.dtype, device=table.device)
+    attention.value.weight.copy_(identity.repeat(attention.num_heads, 1))  # W^V = I
+    for head, shift in enumerate(shifts):
+        entry = shift[0] - first[0], shift[1] - first[1]
+        # A grid of one patch has no other to look at: what lies there is padding.
+        if 0 <= entry[0] < table.shape[1] and 0 <= entry[1] < table.shape[2]:
+            table[head, entry[0], entry[1]] = attn_bias
+            heads[:, head] = patch_to_patch(conv, patch_size, shift)
+    if attention.out.bias is not None:
+        attention.out.bias.zero_()
+        if conv.bias is not None:
+            attention.out.bias.copy_(conv.bias.repeat_interleave(len(attention.out.bias) // len(conv.bias)))
+
+
+def patch_to_patch(conv: nn.Conv2d, patch_size: Tuple[int, int], shift: Tuple[int, int]) -> Tensor:
+    """The weights from the pixels of patch q + δ to the outputs of patch q (L21, A.2), ``(D_out, D)``."""
+    kernel = kernel_matrix(conv).unflatten(0, conv.kernel_size)  # (K1, K2, C_out, C_in)
+    window = Window.of(conv)
+    entries, valid = [], []
+    for axis, patch in enumerate(patch_size):
+        stride, dilation, before = window.stride[axis], window.dilation[axis], window.padding[axis][0]
+        source = shift[axis] * patch + torch.arange(patch, device=kernel.device)  # s, from the first pixel of patch q
+        target = stride * torch.arange(patch // stride, device=kernel.device)  # t
+        offset = source[None, :] - target[:, None] + before  # of the pixel in the window of the output: (t, s)
+        entry = torch.div(offset, dilation, rounding_mode='floor')
+        valid.append((offset % dilation == 0) & (entry >= 0) & (entry < window.kernel_size[axis]))
+        entries.append(entry.clamp(0, window.kernel_size[axis] - 1))
+    rows, columns = entries
+    weight = kernel[rows[:, None, :, None], columns[None, :, None, :]]  # (t1, t2, s1, s2, C_out, C_in)
+    weight = weight * (valid[0][:, None, :, None] & valid[1][None, :, None, :])[..., None, None]
+    return weight.permute(4, 0, 1, 5, 2, 3).flatten(0, 2).flatten(1)

@@ -1,0 +1,1 @@
+"""What runs beside mmengine's training loop."""

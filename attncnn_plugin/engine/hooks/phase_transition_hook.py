@@ -1,0 +1,218 @@
+"""From convolution to attention in the middle of a training (L21, section 4)."""
+import copy
+from typing import Iterator, List, Optional, Union
+
+import torch
+from mmengine.config import Config
+from mmengine.hooks import EMAHook, Hook
+from mmengine.model import is_model_wrapper
+from mmengine.optim import OptimWrapper
+from mmengine.runner import EpochBasedTrainLoop
+from mmpretrain.registry import HOOKS
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ...models.networks import CMHSANetwork
+
+
+@HOOKS.register_module()
+class PhaseTransitionHook(Hook):
+    """Turns the convolutions of a :class:`~attncnn_plugin.models.backbones.CMHSA` into attention after some epochs.
+
+    At the first iteration of the second phase, on every rank, the hook converts the model, builds the optimizer wrapper
+    and the schedulers of the second phase, wraps the model anew for distributed training and converts the copy of
+    an ``EMAHook``. It logs what it did and how far the output on the current batch moved.
+
+    A checkpoint of either phase resumes with the structure, the optimizer and the schedule that it was saved with.
+
+    Args:
+        epoch (int): Number of epochs of the first phase.
+        optim_wrapper (dict, optional): The optimizer wrapper of the second phase: what it does not say is that of
+            the first, as when configs inherit (``_delete_=True`` included). Defaults to None, means the same.
+        param_scheduler (dict | list[dict], optional): The schedulers of the second phase; their ``begin`` and ``end`` are
+            counted from its beginning, and ``end`` is its end if not given. Defaults to None, means a constant rate.
+
+    Examples:
+        >>> custom_hooks = [
+        ...     dict(
+        ...         type='PhaseTransitionHook',
+        ...         epoch=200,
+        ...         optim_wrapper=dict(optimizer=dict(lr=5e-5)),
+        ...         param_scheduler=[
+        ...             dict(type='LinearLR', start_factor=1e-3, begin=0, end=5, convert_to_iter_based=True),
+        ...             dict(type='CosineAnnealingLR', begin=5, convert_to_iter_based=True),
+        ...         ])
+        ... ]
+    """
+
+    priority = 'HIGHEST'  # before all that looks at the optimizer, and before EMAHook loads its copy
+
+    def __init__(self,
+                 epoch: int,
+                 optim_wrapper: Optional[dict] = None,
+                 param_scheduler: Optional[Union[dict, List[dict]]] = None):
+        if not isinstance(epoch, int) or epoch < 1:
+            raise ValueError(f'epoch={epoch!r} of PhaseTransitionHook must be the number of epochs of the first phase, '
+                             'at least 1')
+        self.epoch = epoch
+        self.optim_wrapper = optim_wrapper
+        self.param_scheduler = param_scheduler
+
+    def before_train(self, runner) -> None:
+        """Whether the run can make the transition.
+
+        Raises:
+            TypeError: The loop does not count epochs, or the model is wrapped by something else than DDP.
+            ValueError: There is nothing to convert.
+        """
+        if not isinstance(runner.train_loop, EpochBasedTrainLoop):
+            raise TypeError(f'PhaseTransitionHook counts epochs, but the loop is a {type(runner.train_loop).__name__}: '
+                            'use train_cfg=dict(by_epoch=True, …)')
+        if is_model_wrapper(runner.model) and not isinstance(runner.model, DistributedDataParallel):
+            raise TypeError(f'PhaseTransitionHook can convert a model in DistributedDataParallel, but not in '
+                            f'{type(runner.model).__name__}')
+        networks = _networks(_unwrapped(runner.model))
+        if not networks:
+            raise ValueError('PhaseTransitionHook finds no CMHSA in the model: there is nothing to convert')
+        if runner.epoch < self.epoch and any(network.phase == 'attn' for network in networks):
+            raise ValueError(
+                f"the model is in phase='attn' at epoch {runner.epoch}, before PhaseTransitionHook's epoch={self.epoch}: "
+                "start with phase='conv'; go on with a checkpoint of the second phase by resume=True; or train "
+                "phase='attn' without this hook")
+        if runner.max_epochs <= self.epoch:
+            runner.logger.warning(f'The run ends after {runner.max_epochs} epochs, before the transition to attention '
+                                  f'after epoch {self.epoch} of PhaseTransitionHook')
+
+    def before_train_iter(self, runner, batch_idx: int, data_batch=None) -> None:
+        """The transition, when its epoch has come."""
+        model = _unwrapped(runner.model)
+        networks = [network for network in _networks(model) if network.phase == 'conv']
+        if runner.epoch < self.epoch or not networks:
+            return
+        self._warn_of_lost_gradients(runner)
+        before = _outputs(model, data_batch)
+        for network in networks:
+            # From the run's own seed: the same on every rank, and in a run that was resumed before.
+            transition = network.to_attention(torch.Generator().manual_seed(runner.seed))
+            runner.logger.info(f'Transition at epoch {runner.epoch}: {transition}')
+        model.zero_grad(set_to_none=True)
+        self._begin_second_phase(runner)
+        runner.optim_wrapper.initialize_count_status(runner.model, runner.iter, runner.max_iters)
+        self._compile(runner)
+        for averaged in _averaged_models(runner):
+            _average_attention(averaged, model)
+        after = _outputs(model, data_batch)
+        norm = sum(tensor.square().sum() for tensor in before).sqrt()
+        drift = sum((b - a).square().sum() for a, b in zip(before, after)).sqrt() / norm
+        runner.message_hub.update_info('transition_drift', drift.item())
+        runner.logger.info(f'Relative change of the output on the current batch: {drift.item():.3g}')
+
+    def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
+        """Before a checkpoint of the second phase is resumed: the model, optimizer and schedulers of that phase."""
+        training = isinstance(runner.optim_wrapper, OptimWrapper)
+        if not (runner._resume and training):
+            return  # the model follows its checkpoint by itself
+        model = _unwrapped(runner.model)
+        before = [network.phase for network in _networks(model)]
+        _follow_phase(model, checkpoint['state_dict'])
+        if [network.phase for network in _networks(model)] != before:
+            for averaged in _averaged_models(runner):
+                _follow_phase(averaged.module, checkpoint['state_dict'])
+                _refresh(averaged)
+            runner.logger.info('The checkpoint is of the second phase: attention, and its optimizer and schedulers')
+            self._begin_second_phase(runner)
+
+    def _begin_second_phase(self, runner) -> None:
+        """Wrapper, optimizer and schedulers for the parameters that the model now has."""
+        model = _unwrapped(runner.model)
+        if is_model_wrapper(runner.model):
+            # DDP's reducer holds the parameters that it was built with, and listens to those that stay.
+            runner.model._remove_autograd_hooks()
+            runner.model = runner.wrap_model(copy.deepcopy(runner.cfg.get('model_wrapper_cfg')), model)
+            runner.model.train()
+        runner.param_schedulers = None  # scale_lr wants it before them
+        runner.optim_wrapper = runner.build_optim_wrapper(self._optim_wrapper_cfg(runner))
+        runner.scale_lr(runner.optim_wrapper, runner.auto_scale_lr)
+        runner.param_schedulers = runner.build_param_scheduler(self._param_scheduler_cfg(runner))
+
+    def _optim_wrapper_cfg(self, runner) -> dict:
+        config = Config(dict(optim_wrapper=runner.cfg.get('optim_wrapper') or {}))
+        config.merge_from_dict(dict(optim_wrapper=copy.deepcopy(self.optim_wrapper or {})))
+        return config.optim_wrapper
+
+    def _param_scheduler_cfg(self, runner) -> List[dict]:
+        schedulers = copy.deepcopy(self.param_scheduler or [])
+        for scheduler in [schedulers] if isinstance(schedulers, dict) else schedulers:
+            left = (runner.max_epochs - runner.epoch, runner.max_iters - runner.iter)
+            scheduler.setdefault('end', left[0] if scheduler.get('by_epoch', True) else left[1])
+        return schedulers
+
+    def _warn_of_lost_gradients(self, runner) -> None:
+        counts = getattr(runner.optim_wrapper, '_accumulative_counts', 1)
+        if runner.iter % counts:
+            runner.logger.warning(
+                f'The first phase ends after {runner.iter} iterations, not a multiple of accumulative_counts={counts}: '
+                f'the gradients of the last {runner.iter % counts} are dropped')
+
+    @staticmethod
+    def _compile(runner) -> None:
+        if runner.cfg.get('compile'):
+            vars(runner.model).pop('train_step', None)  # the one that was compiled for the first phase
+            runner._maybe_compile('train_step')
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    return model.module if is_model_wrapper(model) else model
+
+
+def _networks(model: nn.Module) -> List[CMHSANetwork]:
+    return [module for module in model.modules() if isinstance(module, CMHSANetwork)]
+
+
+def _follow_phase(model: nn.Module, state_dict: dict) -> None:
+    """Puts attention where the state dict has it; its weights are those of the state dict once it is loaded."""
+    for name, module in model.named_modules():
+        if isinstance(module, CMHSANetwork):
+            module.follow_phase(state_dict, prefix=f'{name}.' if name else '')
+
+
+def _averaged_models(runner) -> Iterator[nn.Module]:
+    return (hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook))
+
+
+def _average_attention(averaged: nn.Module, model: nn.Module) -> None:
+    """The average of the first phase, as attention: its function stays as it was too."""
+    for network, source in zip(_networks(averaged.module), _networks(model)):
+        network.to_attention()
+        for block, source_block in zip(network.blocks, source.blocks):
+            for name in ('query', 'key'):  # no average of two random draws
+                getattr(block.attn, name).load_state_dict(getattr(source_block.attn, name).state_dict())
+        network.requires_grad_(False)
+    _refresh(averaged)
+
+
+def _refresh(averaged: nn.Module) -> None:
+    """The averaged model's own list of its parameters."""
+    module = averaged.module.requires_grad_(False)
+    averaged.avg_parameters = module.state_dict() if averaged.update_buffers else dict(module.named_parameters())
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, data_batch) -> List[Tensor]:
+    """The model's tensors for a batch, in evaluation mode: no random number is drawn."""
+    training = model.training
+    model.eval()
+    data = model.data_preprocessor(data_batch, False)
+    outputs = list(_tensors(model._run_forward(data, mode='tensor')))
+    model.train(training)
+    return outputs
+
+
+def _tensors(output) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output.float()
+    elif isinstance(output, dict):
+        yield from _tensors(list(output.values()))
+    elif isinstance(output, (list, tuple)):
+        for item in output:
+            yield from _tensors(item)

@@ -1,0 +1,319 @@
+"""CMHSA: a vision transformer that begins as a convolutional network (L21, section 4)."""
+import copy
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from timm.layers import DropPath, Mlp, calculate_drop_path_rates, to_2tuple
+from torch import Tensor, nn
+
+from ...convert.head_count import min_heads
+from ...convert.patches import attend_like_convolution
+from ...layers.patch_attention import GridBias, PatchAttention
+from ...layers.patches import image_to_patches, patches_to_image
+from .grid import GridNetwork, check_drop_path_rate
+
+PHASES = ('conv', 'attn')
+
+
+class PatchStem(nn.Module):
+    """Flattened patches, and a linear map that the convolution phase does without.
+
+    Args:
+        patch_size (int): Patch size P.
+        in_chans (int): Channels C of the image.
+
+    Attributes:
+        proj (nn.Module): Identity, in the attention phase ``nn.Linear(P²·C, P²·C)``.
+    """
+
+    def __init__(self, patch_size: int, in_chans: int) -> None:
+        super().__init__()
+        self.reduction = patch_size
+        self.in_chans = in_chans
+        self.proj = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(B, C, H, W)`` to ``(B, H/P, W/P, P²·C)``.
+
+        Raises:
+            ValueError: The image does not have the stem's channels, or cannot be cut into patches.
+        """
+        if x.ndim != 4 or x.shape[1] != self.in_chans:
+            raise ValueError(f'the input has shape {tuple(x.shape)}, but (B, {self.in_chans}, H, W) is expected')
+        return self.proj(image_to_patches(x, (self.reduction, self.reduction)))
+
+
+class PatchConvolution(nn.Module):
+    """A convolution on the image that the tokens are the patches of.
+
+    Args:
+        channels (int): Channels C of the image.
+        kernel_size (int): Kernel size K.
+        patch_size (int): Patch size P.
+    """
+
+    def __init__(self, channels: int, kernel_size: int, patch_size: int, device=None, dtype=None) -> None:
+        super().__init__()
+        self.patch_size = (patch_size, patch_size)
+        self.conv = nn.Conv2d(channels, channels, kernel_size, padding='same', device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(B, H, W, P²·C)`` to the same."""
+        return image_to_patches(self.conv(patches_to_image(x, self.patch_size)), self.patch_size)
+
+
+class CMHSABlock(nn.Module):
+    """Norm, convolution or attention and residual, then norm, feed-forward network and residual (pre-norm).
+
+    Args:
+        dim (int): Channels D.
+        attn (nn.Module): The convolution or the attention, ``(B, H, W, D)`` to the same.
+        mlp_dim (int): Hidden channels of the feed-forward network.
+        proj_drop (float): Dropout rate after the two sub-layers. Defaults to 0.
+        drop_path (float): Stochastic depth rate. Defaults to 0.
+    """
+
+    def __init__(
+            self,
+            dim: int,
+            attn: nn.Module,
+            mlp_dim: int,
+            proj_drop: float = 0.,
+            drop_path: float = 0.,
+            device=None,
+            dtype=None,
+    ) -> None:
+        dd = {'device': device, 'dtype': dtype}
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6, **dd)
+        self.attn = attn
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6, **dd)
+        self.mlp = Mlp(dim, mlp_dim, drop=proj_drop, **dd)
+        self.drop_path = DropPath(drop_path) if drop_path > 0. else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop_path(self.proj_drop(self.attn(self.norm1(x))))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+@dataclass(frozen=True)
+class Transition:
+    """What :meth:`CMHSANetwork.to_attention` did.
+
+    Attributes:
+        num_blocks (int): Convolutions that became attention.
+        kernel_size (int): Kernel size K of each.
+        num_heads (int): Heads N_h of each attention.
+        attn_bias_init (float): M.
+        parameters_before, parameters_after (int): Parameters of the network.
+    """
+
+    num_blocks: int
+    kernel_size: int
+    num_heads: int
+    attn_bias_init: float
+    parameters_before: int
+    parameters_after: int
+
+    def __str__(self) -> str:
+        return (f'{self.num_blocks} convolutions of {self.kernel_size}x{self.kernel_size} became attention of '
+                f'{self.num_heads} heads with attn_bias_init={self.attn_bias_init:g}; '
+                f'{self.parameters_before:,} parameters became {self.parameters_after:,}')
+
+
+class CMHSANetwork(GridNetwork):
+    """Pre-norm vision transformer without class token, whose attention can begin as a convolution.
+
+    A token is a flattened patch, D = P²·C channels wide, and so is every head. In the phase ``'conv'`` the blocks mix
+    pixels by K×K convolutions on the image; in the phase ``'attn'`` by attention over patches, with as many heads as
+    L21's Theorem 1 needs and a relative position bias. :meth:`to_attention` goes from the first to the second and
+    leaves the output of the network as it was.
+
+    A state dict carries its phase: one of the phase ``'attn'`` turns the network to that phase as it is loaded; one of the
+    phase ``'conv'`` is converted for a network of the phase ``'attn'``.
+
+    Args:
+        img_size (int | tuple[int, int]): Height and width of the image for which position biases are made; other
+            sizes will do, see :class:`~attncnn_plugin.layers.patch_attention.GridBias`. Defaults to 224.
+        patch_size (int): Patch size P. Defaults to 16.
+        in_chans (int): Channels C of the image. Defaults to 3.
+        kernel_size (int): Kernel size K. Defaults to 3.
+        depth (int): Number of blocks. Defaults to 6.
+        mlp_dim (int, optional): Hidden channels of the feed-forward networks. Defaults to 4·D.
+        phase (str): ``'conv'`` or ``'attn'``. Attention that does not come from a convolution begins with position
+            biases of 0 and weights from N(0, 0.02²). Defaults to ``'attn'``.
+        attn_bias_init (float): M, the bias of a head's shift when convolutions become attention. 40 is exact; a
+            smaller one gives the biases a gradient to begin with. Defaults to 10.
+        query_init, key_init (float): Standard deviation of W^Q and of W^K when convolutions become attention. One of them
+            must be 0, or the output would change; both must not, or neither would ever get a gradient. Default to
+            0 and 0.02.
+        proj_drop_rate (float): Dropout rate of hidden states. Defaults to 0.
+        attn_drop_rate (float): Dropout rate of attention probabilities. Defaults to 0.
+        drop_path_rate (float): Stochastic depth rate of the last block, rising linearly from 0. Defaults to 0.
+    """
+
+    def __init__(
+            self,
+            img_size=224,
+            patch_size: int = 16,
+            in_chans: int = 3,
+            kernel_size: int = 3,
+            depth: int = 6,
+            mlp_dim: Optional[int] = None,
+            phase: str = 'attn',
+            attn_bias_init: float = 10.,
+            query_init: float = 0.,
+            key_init: float = 0.02,
+            proj_drop_rate: float = 0.,
+            attn_drop_rate: float = 0.,
+            drop_path_rate: float = 0.,
+            device=None,
+            dtype=None,
+    ) -> None:
+        dd = {'device': device, 'dtype': dtype}
+        super().__init__()
+        height, width = to_2tuple(img_size)
+        dim = patch_size ** 2 * in_chans
+        mlp_dim = 4 * dim if mlp_dim is None else mlp_dim
+        if min(patch_size, in_chans, kernel_size, depth, mlp_dim) < 1:
+            raise ValueError(
+                f'patch_size={patch_size}, in_chans={in_chans}, kernel_size={kernel_size}, depth={depth} and '
+                f'mlp_dim={mlp_dim} must be at least 1')
+        if min(height, width) < patch_size or height % patch_size or width % patch_size:
+            raise ValueError(f'img_size={img_size} must be a multiple of patch_size={patch_size}')
+        if phase not in PHASES:
+            raise ValueError(f'phase={phase!r} is unknown: choose one of {PHASES}')
+        if (query_init == 0) == (key_init == 0) or min(query_init, key_init) < 0:
+            raise ValueError(
+                f'query_init={query_init} and key_init={key_init}: one of the two must be 0, so that attention begins '
+                'as the convolution, and the other above 0, so that both get gradients')
+        check_drop_path_rate(drop_path_rate)
+        self.patch_size = patch_size
+        self.kernel_size = kernel_size
+        self.grid_size = (height // patch_size, width // patch_size)
+        self.num_heads = min_heads(kernel_size, patch_size)
+        self.attn_bias_init = attn_bias_init
+        self.query_init = query_init
+        self.key_init = key_init
+        self.attn_drop_rate = attn_drop_rate
+
+        self.stem = PatchStem(patch_size, in_chans)
+        self.blocks = nn.Sequential(*[
+            CMHSABlock(
+                dim,
+                PatchConvolution(in_chans, kernel_size, patch_size, **dd),
+                mlp_dim,
+                proj_drop=proj_drop_rate,
+                drop_path=drop_path,
+                **dd) for drop_path in calculate_drop_path_rates(drop_path_rate, depth)
+        ])
+        self.norm = nn.LayerNorm(dim, eps=1e-6, **dd)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+        if phase == 'attn':
+            self._put_attention()
+        self._register_load_state_dict_pre_hook(self._load_phase)
+
+    @property
+    def phase(self) -> str:
+        """``'conv'`` or ``'attn'``."""
+        return 'conv' if isinstance(self.blocks[0].attn, PatchConvolution) else 'attn'
+
+    @staticmethod
+    def phase_of(state_dict: dict, prefix: str = '') -> Optional[str]:
+        """The phase of a network's state dict, whose keys begin with ``prefix``; None if it has no blocks."""
+        if f'{prefix}blocks.0.attn.conv.weight' in state_dict:
+            return 'conv'
+        return 'attn' if f'{prefix}blocks.0.attn.query.weight' in state_dict else None
+
+    @torch.no_grad()
+    def to_attention(self, generator: Optional[torch.Generator] = None) -> Transition:
+        """Turns all convolutions into attention, in place; the output stays as it was (L21, section 4).
+
+        The parameters of everything else stay the same objects; an optimizer has to be given the new ones.
+
+        Args:
+            generator (torch.Generator, optional): Of the CPU; draws W^K (or W^Q).
+
+        Returns:
+            Transition: What was done.
+
+        Raises:
+            RuntimeError: The network is in the phase ``'attn'`` already.
+        """
+        if self.phase == 'attn':
+            raise RuntimeError("the network is in phase='attn' already: there is no convolution to turn into attention")
+        before = sum(p.numel() for p in self.parameters())
+        convolutions = [block.attn.conv for block in self.blocks]
+        self._put_attention()
+        for block, conv in zip(self.blocks, convolutions):
+            self._attend_like(block.attn, conv, generator)
+        return Transition(
+            num_blocks=len(self.blocks),
+            kernel_size=self.kernel_size,
+            num_heads=self.num_heads,
+            attn_bias_init=self.attn_bias_init,
+            parameters_before=before,
+            parameters_after=sum(p.numel() for p in self.parameters()))
+
+    def _put_attention(self) -> None:
+        """Attention in the place of convolutions, and the stem's linear map as the identity."""
+        weight = self.blocks[0].norm1.weight
+        dim, dd = len(weight), {'device': weight.device, 'dtype': weight.dtype}
+        for block in self.blocks:
+            position = GridBias(self.num_heads, self.grid_size, **dd)
+            block.attn = PatchAttention(dim, self.num_heads, position, attn_drop=self.attn_drop_rate, **dd)
+        self.stem.proj = nn.Linear(dim, dim, **dd)
+        nn.init.eye_(self.stem.proj.weight)
+        nn.init.zeros_(self.stem.proj.bias)
+        self.train(self.training)  # the new modules too, and whatever a backbone freezes
+
+    def _attend_like(self, attention: PatchAttention, conv: nn.Conv2d, generator=None) -> None:
+        attend_like_convolution(attention, conv, (self.patch_size, self.patch_size), self.attn_bias_init)
+        for linear, std in ((attention.query, self.query_init), (attention.key, self.key_init)):
+            # On the CPU, so that a seed draws the same everywhere.
+            weight = torch.zeros(linear.weight.shape)
+            if std > 0:
+                nn.init.normal_(weight, std=std, generator=generator)
+            linear.weight.copy_(weight)
+
+    def follow_phase(self, state_dict: dict, prefix: str = '') -> None:
+        """Puts attention in the place of convolutions, for a state dict that has it; its weights are yet to be loaded.
+
+        Args:
+            state_dict (dict): With the network's names, each after ``prefix``.
+            prefix (str): Defaults to no prefix.
+        """
+        if self.phase == 'conv' and self.phase_of(state_dict, prefix) == 'attn':
+            self._put_attention()
+
+    @torch.no_grad()
+    def _load_phase(self, state_dict: dict, prefix: str, *args) -> None:
+        """Before a state dict is loaded: takes its phase, or converts it."""
+        self.follow_phase(state_dict, prefix)
+        if self.phase == 'attn' and self.phase_of(state_dict, prefix) == 'conv':
+            self._convert(state_dict, prefix)
+
+    def _convert(self, state_dict: dict, prefix: str) -> None:
+        """The state dict of convolutions to one of attention, in place."""
+        for i, block in enumerate(self.blocks):
+            name = f'{prefix}blocks.{i}.attn.'
+            if name + 'conv.weight' not in state_dict:
+                continue  # a missing key, as for any other parameter
+            weight, bias = state_dict.pop(name + 'conv.weight'), state_dict.pop(name + 'conv.bias')
+            if weight.shape[:2] != (self.stem.in_chans, ) * 2:
+                raise ValueError(
+                    f'{name}conv.weight of the state dict has shape {tuple(weight.shape)}, but the network takes images '
+                    f'of in_chans={self.stem.in_chans} channels')
+            conv = nn.Conv2d(
+                *weight.shape[:2], weight.shape[2:], padding='same', device=weight.device, dtype=weight.dtype)
+            conv.weight.copy_(weight)
+            conv.bias.copy_(bias)
+            attention = copy.deepcopy(block.attn).to(weight)
+            self._attend_like(attention, conv)
+            state_dict.update({name + key: value for key, value in attention.state_dict().items()})
+        state_dict.update({f'{prefix}stem.proj.{key}': value for key, value in self.stem.proj.state_dict().items()})

@@ -1,0 +1,94 @@
+"""timm entry points of CMHSA, the vision transformers of Li et al. 2021 that begin as convolutional networks.
+
+Registered with timm as this module is imported: ``timm.create_model('cmhsa3_patch16_224')``.
+"""
+from typing import Any, Dict, Set
+
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, register_notrace_module
+
+from ...layers.patch_attention import PatchAttention
+from ..networks import CMHSANetwork, PatchConvolution, PatchStem
+from .classifier import GridClassifier
+
+__all__ = ['CMHSAClassifier']
+
+# Their forward passes look at sizes, which a symbolic trace does not know.
+for _module in (PatchAttention, PatchConvolution, PatchStem):
+    register_notrace_module(_module)
+
+
+class CMHSAClassifier(GridClassifier, CMHSANetwork):
+    """CMHSA with timm's interface: mean over the tokens and a linear classifier on top.
+
+    Args:
+        num_classes (int): Number of classes, 0 for pooled features. Defaults to 1000.
+        global_pool (str): timm's name of the pooling, ``''`` for none. Defaults to ``'avg'``.
+        drop_rate (float): Dropout rate before the classifier. Defaults to 0.
+        kwargs: See :class:`~attncnn_plugin.models.networks.CMHSANetwork`.
+    """
+
+    def __init__(
+            self,
+            num_classes: int = 1000,
+            in_chans: int = 3,
+            global_pool: str = 'avg',
+            drop_rate: float = 0.,
+            device=None,
+            dtype=None,
+            **kwargs,
+    ) -> None:
+        dd = {'device': device, 'dtype': dtype}
+        super().__init__(in_chans=in_chans, **dd, **kwargs)
+        self._add_head(len(self.norm.weight), num_classes, in_chans, global_pool, drop_rate, **dd)
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> Set[str]:
+        """The parameters without weight decay: the relative position biases."""
+        return {name for name, _ in self.named_parameters() if name.endswith('position.table')}
+
+
+def _cfg(**kwargs) -> Dict[str, Any]:
+    return {
+        'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': (14, 14), 'crop_pct': 0.9,
+        'interpolation': 'bicubic', 'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
+        'first_conv': 'stem.proj', 'classifier': 'head.fc', 'license': 'apache-2.0', 'paper_ids': 'arXiv:2111.01353',
+        'paper_name': 'Can Vision Transformers Perform Convolution?', **kwargs
+    }
+
+
+default_cfgs = generate_default_cfgs({
+    'cmhsa3_patch16_224.untrained': _cfg(),
+    'cmhsa5_patch16_224.untrained': _cfg(),
+})
+
+
+def _create(variant: str, pretrained: bool, **kwargs) -> CMHSAClassifier:
+    out_indices = kwargs.pop('out_indices', 3)
+    return build_model_with_cfg(
+        CMHSAClassifier,
+        variant,
+        pretrained,
+        feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
+        **kwargs)
+
+
+@register_model
+def cmhsa3_patch16_224(pretrained: bool = False, **kwargs) -> CMHSAClassifier:
+    """CMHSA-3: 3x3 convolutions, or attention of 9 heads that can express them (L21, Table 1).
+
+    Args:
+        phase (str): ``'conv'`` or ``'attn'``. Defaults to ``'attn'``.
+    """
+    return _create('cmhsa3_patch16_224', pretrained, **dict(dict(kernel_size=3), **kwargs))
+
+
+@register_model
+def cmhsa5_patch16_224(pretrained: bool = False, **kwargs) -> CMHSAClassifier:
+    """CMHSA-5: 5x5 convolutions, or attention of 9 heads that can express them (L21, Table 1).
+
+    Args:
+        phase (str): ``'conv'`` or ``'attn'``. Defaults to ``'attn'``.
+    """
+    return _create('cmhsa5_patch16_224', pretrained, **dict(dict(kernel_size=5), **kwargs))

@@ -1,0 +1,43 @@
+"""Random convolutions of every kind, for the tests."""
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+
+@st.composite
+def convolutions(draw, ndims=(1, 2, 3)):
+    """A convolution in float64, and the shape of an image for it."""
+    ndim = draw(st.sampled_from(ndims))
+    sizes = {1: 12, 2: 9, 3: 5}[ndim]
+
+    def per_axis(low, high):
+        return tuple(draw(st.integers(low, high)) for _ in range(ndim))
+
+    groups = draw(st.integers(1, 3))
+    kernel_size, dilation = per_axis(1, 4 if ndim < 3 else 3), per_axis(1, 3 if ndim < 3 else 2)
+    kind = draw(st.sampled_from(['valid', 'same', 'numbers', 'number']))
+    stride = (1, ) * ndim if kind == 'same' else per_axis(1, 3)
+    padding = {'numbers': per_axis(0, 4), 'number': draw(st.integers(0, 3))}.get(kind, kind)
+    # The image must hold the window, and reflection and wrapping no more than the image.
+    extent = [d * (k - 1) + 1 for d, k in zip(dilation, kernel_size)]
+    size = tuple(draw(st.integers(max(n, 6), max(n, 6) + sizes - 3)) for n in extent)
+    conv = CONVOLUTIONS[ndim](
+        groups * draw(st.integers(1, 2)),
+        groups * draw(st.integers(1, 2)),
+        kernel_size,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        bias=draw(st.booleans()),
+        padding_mode=draw(st.sampled_from(['zeros', 'replicate', 'reflect', 'circular'])),
+        dtype=torch.float64)
+    torch.manual_seed(draw(st.integers(0, 2 ** 16)))
+    conv.reset_parameters()
+    return conv, (draw(st.integers(1, 2)), conv.in_channels, *size)
+
+
+def relative_error(actual, expected):
+    return (actual - expected).norm() / expected.norm().clamp(min=1e-6)
