@@ -24,6 +24,7 @@ ZERO_ROW = 1e-12
 SMALLEST_MARGIN = 1e-6
 # Rounding errors that are accepted without a look for heads that amplify them less.
 ROUNDING_ERROR = 1e-4
+FLOAT32_EPS = torch.finfo(torch.float32).eps
 # Parts of the uniform distribution in p. The best p has zeros, and there the heads are almost linearly dependent.
 UNIFORM_PARTS = (0.01, 0.1, 1.)
 # Number of starting points of the search for p, and of iterations from each.
@@ -125,7 +126,9 @@ def best_probs(matrix: Tensor, num_heads: int) -> Tensor:
     matrix = reduce_columns(matrix)
     singular = torch.linalg.svd(matrix).U
     probs = distributions(singular[:, :num_heads])
-    if probs is not None and rounding * amplification(matrix, probs) <= ROUNDING_ERROR:
+    # At least float32's rounding: a float64 layer is likely to become one. And if the kernel has a lower rank, the last
+    # singular vectors are noise, and others may do better.
+    if probs is not None and max(rounding, FLOAT32_EPS) * amplification(matrix, probs) <= ROUNDING_ERROR:
         return probs
 
     candidates = [probs]

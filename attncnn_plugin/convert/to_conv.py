@@ -51,8 +51,9 @@ def mhsa_to_conv(
 
     Each head's probabilities P_h are fitted by shifts, min_c ‖P_h − Σ_δ c_{h,δ} S_δ‖_F with (S_δ x)_q = x_{q+δ}, and
     the kernel is W_δ = Σ_h c_{h,δ} V_h. Hard heads whose shifts lie in the kernel are fitted exactly: at the border a
-    quadratic one attends to the nearest pixel inside, which is replicate padding. Of a grid so small that no query
-    has its window inside, and several kernels fit equally well, the smallest is taken. Attention dropout is left out.
+    quadratic one attends to the nearest pixel inside, which is replicate padding. Where several kernels fit equally
+    well, on a grid with no query whose whole window lies inside, the smallest coefficients are taken. Attention dropout
+    is left out.
 
     Args:
         layer (nn.Module): One of

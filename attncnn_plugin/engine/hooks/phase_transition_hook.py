@@ -82,6 +82,11 @@ class PhaseTransitionHook(Hook):
         if runner.max_epochs <= self.epoch:
             runner.logger.warning(f'The run ends after {runner.max_epochs} epochs, before the transition to attention '
                                   f'after epoch {self.epoch} of PhaseTransitionHook')
+        elif any(network.phase == 'conv' for network in networks):
+            # A mistake in the second phase's settings must not wait for the end of the first.
+            first_phase = runner.optim_wrapper, runner.param_schedulers
+            self._build_optimization(runner, max(self.epoch, runner.epoch))
+            runner.optim_wrapper, runner.param_schedulers = first_phase
 
     def before_train_iter(self, runner, batch_idx: int, data_batch=None) -> None:
         """The transition, when its epoch has come."""
@@ -130,22 +135,21 @@ class PhaseTransitionHook(Hook):
             runner.model._remove_autograd_hooks()
             runner.model = runner.wrap_model(copy.deepcopy(runner.cfg.get('model_wrapper_cfg')), model)
             runner.model.train()
-        runner.param_schedulers = None  # scale_lr wants it before them
-        runner.optim_wrapper = runner.build_optim_wrapper(self._optim_wrapper_cfg(runner))
-        runner.scale_lr(runner.optim_wrapper, runner.auto_scale_lr)
-        runner.param_schedulers = runner.build_param_scheduler(self._param_scheduler_cfg(runner))
+        self._build_optimization(runner, runner.epoch)
 
-    def _optim_wrapper_cfg(self, runner) -> dict:
+    def _build_optimization(self, runner, epoch: int) -> None:
+        """Optimizer wrapper and schedulers of a second phase that begins after ``epoch`` epochs."""
         config = Config(dict(optim_wrapper=runner.cfg.get('optim_wrapper') or {}))
         config.merge_from_dict(dict(optim_wrapper=copy.deepcopy(self.optim_wrapper or {})))
-        return config.optim_wrapper
-
-    def _param_scheduler_cfg(self, runner) -> List[dict]:
+        runner.param_schedulers = None  # scale_lr wants it before them
+        runner.optim_wrapper = runner.build_optim_wrapper(config.optim_wrapper)
+        runner.scale_lr(runner.optim_wrapper, runner.auto_scale_lr)
         schedulers = copy.deepcopy(self.param_scheduler or [])
+        epochs = runner.max_epochs - epoch
         for scheduler in [schedulers] if isinstance(schedulers, dict) else schedulers:
-            left = (runner.max_epochs - runner.epoch, runner.max_iters - runner.iter)
-            scheduler.setdefault('end', left[0] if scheduler.get('by_epoch', True) else left[1])
-        return schedulers
+            by_epoch = scheduler.get('by_epoch', True)
+            scheduler.setdefault('end', epochs if by_epoch else epochs * len(runner.train_dataloader))
+        runner.param_schedulers = runner.build_param_scheduler(schedulers)
 
     def _warn_of_lost_gradients(self, runner) -> None:
         counts = getattr(runner.optim_wrapper, '_accumulative_counts', 1)

@@ -1,0 +1,3 @@
+_base_ = './cmhsa3_conv_cifar100.py'
+
+model = dict(backbone=dict(kernel_size=5))
