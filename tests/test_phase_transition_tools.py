@@ -71,7 +71,8 @@ def folder(tmp_path_factory, repository):
 
 def run(*command, folder, expected=0, **variables):
     path = f'{Path(sys.executable).parent}:{os.environ["PATH"]}'
-    environment = {**os.environ, 'PATH': path, 'PYTHONPATH': str(folder), 'OMP_NUM_THREADS': '1', **variables}
+    modules = os.pathsep.join([str(folder), os.environ.get('PYTHONPATH', '')])
+    environment = {**os.environ, 'PATH': path, 'PYTHONPATH': modules, 'OMP_NUM_THREADS': '1', **variables}
     result = subprocess.run([str(c) for c in command], capture_output=True, text=True, env=environment)
     assert result.returncode == expected, result.stdout + result.stderr
     return result.stdout + result.stderr
@@ -118,16 +119,18 @@ def test_killed_and_resumed(kill_at, whole, folder, repository):
 
 
 def test_two_processes(whole, folder, repository):
-    """Equal weights on both ranks, those of one process with the same batches; and resumed in the second phase."""
+    """Equal weights on both ranks, those of one process with the same batches; resumed in each phase; compiled."""
     command = ['bash', repository / 'tools/dist_train.sh', folder / 'batch4.py', 2, '--work-dir']
     log = run(*command, folder / 'two', folder=folder, PORT='29631')
     assert 'GPU number: 2' in log and 'Transition at epoch 2' in log and 'Epoch(val) [4]' in log
     for rank in (0, 1):
         assert_equal(folder / 'two', folder / 'two', rank, tolerance=0)
         assert_equal(folder / 'two', whole, rank, tolerance=1e-5)
-    run(*command, folder / 'again', '--resume', folder / 'two/epoch_3.pth', folder=folder, PORT='29632')
-    for rank in (0, 1):
-        assert_equal(folder / 'again', folder / 'two', rank)
+    for epoch, options in [(1, ['--cfg-options', 'compile.backend=eager']), (3, [])]:
+        again = folder / f'again{epoch}'
+        run(*command, again, '--resume', folder / f'two/epoch_{epoch}.pth', *options, folder=folder, PORT='29632')
+        for rank in (0, 1):
+            assert_equal(again, folder / 'two', rank, tolerance=1e-5 if options else 1e-6)
 
 
 @pytest.mark.parametrize('epoch', [SWITCH, EPOCHS])

@@ -103,7 +103,8 @@ class PhaseTransitionHook(Hook):
         model.zero_grad(set_to_none=True)
         self._begin_second_phase(runner)
         runner.optim_wrapper.initialize_count_status(runner.model, runner.iter, runner.max_iters)
-        self._compile(runner)
+        if is_model_wrapper(runner.model):  # a new one
+            runner._maybe_compile('train_step')
         for averaged in _averaged_models(runner):
             _average_attention(averaged, model)
         after = _outputs(model, data_batch)
@@ -157,12 +158,6 @@ class PhaseTransitionHook(Hook):
             runner.logger.warning(
                 f'The first phase ends after {runner.iter} iterations, not a multiple of accumulative_counts={counts}: '
                 f'the gradients of the last {runner.iter % counts} are dropped')
-
-    @staticmethod
-    def _compile(runner) -> None:
-        if runner.cfg.get('compile'):
-            vars(runner.model).pop('train_step', None)  # the one that was compiled for the first phase
-            runner._maybe_compile('train_step')
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
