@@ -128,7 +128,8 @@ def test_two_processes(whole, folder, repository):
         assert_equal(folder / 'two', whole, rank, tolerance=1e-5)
     for epoch, options in [(1, ['--cfg-options', 'compile.backend=eager']), (3, [])]:
         again = folder / f'again{epoch}'
-        run(*command, again, '--resume', folder / f'two/epoch_{epoch}.pth', *options, folder=folder, PORT='29632')
+        log = run(*command, again, '--resume', folder / f'two/epoch_{epoch}.pth', *options, folder=folder, PORT='29632')
+        assert log.count('Model has been "compiled"') == len(options)  # at the start, and at the transition
         for rank in (0, 1):
             assert_equal(again, folder / 'two', rank, tolerance=1e-5 if options else 1e-6)
 

@@ -29,7 +29,7 @@ class CMHSA(CMHSANetwork, GridBackbone):
             means four times the dimensions of a token.
         phase (str): ``'conv'`` or ``'attn'``. Defaults to ``'attn'``.
         attn_bias_init (float): The position bias M with which a head begins at its shift when convolutions become
-            attention. 40 is exact; a smaller one gives the biases a gradient to begin with. Defaults to 10.
+            attention. 40 is exact; a smaller one gives the biases a gradient to begin with. Defaults to 12.
         query_init (float): Standard deviation of the query weights at that moment. Defaults to 0.
         key_init (float): Standard deviation of the key weights at that moment. One of the two must be 0, so that the
             output stays as it was, the other not, so that both get gradients. Defaults to 0.02.
@@ -56,7 +56,7 @@ class CMHSA(CMHSANetwork, GridBackbone):
         >>> [tuple(feature.shape) for feature in model(torch.rand(1, 3, 32, 32))]
         [(1, 48, 8, 8), (1, 48, 8, 8)]
         >>> print(model.to_attention())
-        2 convolutions of 3x3 became attention of 9 heads with attn_bias_init=10; 37,800 parameters became 209,610
+        2 convolutions of 3x3 became attention of 9 heads with attn_bias_init=12; 37,800 parameters became 209,610
     """
 
     def __init__(self,
@@ -67,7 +67,7 @@ class CMHSA(CMHSANetwork, GridBackbone):
                  num_layers=6,
                  feedforward_channels=None,
                  phase='attn',
-                 attn_bias_init=10.,
+                 attn_bias_init=12.,
                  query_init=0.,
                  key_init=0.02,
                  out_indices=-1,

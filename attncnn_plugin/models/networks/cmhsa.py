@@ -145,7 +145,7 @@ class CMHSANetwork(GridNetwork):
         phase (str): ``'conv'`` or ``'attn'``. Attention that does not come from a convolution begins with position
             biases of 0 and weights from N(0, 0.02²). Defaults to ``'attn'``.
         attn_bias_init (float): M, the bias of a head's shift when convolutions become attention. 40 is exact; a
-            smaller one gives the biases a gradient to begin with. Defaults to 10.
+            smaller one gives the biases a gradient to begin with. Defaults to 12.
         query_init, key_init (float): Standard deviation of W^Q and of W^K when convolutions become attention. One of them
             must be 0, or the output would change; both must not, or neither would ever get a gradient. Default to
             0 and 0.02.
@@ -163,7 +163,7 @@ class CMHSANetwork(GridNetwork):
             depth: int = 6,
             mlp_dim: Optional[int] = None,
             phase: str = 'attn',
-            attn_bias_init: float = 10.,
+            attn_bias_init: float = 12.,
             query_init: float = 0.,
             key_init: float = 0.02,
             proj_drop_rate: float = 0.,
