@@ -209,7 +209,8 @@ def test_one_phase_as_long_as_two(name, phase):
     assert len(list(rates(config, 1))) == 400 and 'custom_hooks' not in config
 
 
-@pytest.mark.parametrize('name', ['cmhsa3_cifar100', 'cmhsa_attn_cifar100', 'deit_small_cifar100', 'deit_base_cifar100'])
+@pytest.mark.parametrize('name', ['cmhsa3_cifar100', 'cmhsa_attn_cifar100', 'deit_small_cifar100',
+                                  'deit_base_cifar100'])
 def test_augmentation_of_deit(name):
     """As mmpretrain's own DeiT configs have it."""
     from mmengine.hub import get_config

@@ -262,7 +262,7 @@ def test_two_separate_runs(whole, repository, tmp_path):
     (dict(model=dict(backbone=dict(_delete_=True, type='SAQuadratic', arch='tiny', in_channels=1,
                                    out_type='avg_featmap'))), ValueError, 'finds no CMHSA in the model'),
     (dict(model=dict(backbone=dict(phase='attn'))), ValueError,
-     "in phase='attn' at epoch 0, before PhaseTransitionHook's epoch=2"),
+     "in phase='attn' at epoch 0, before epoch=2 of PhaseTransitionHook"),
 ])
 def test_what_cannot_be_trained(changes, error, message, repository, tmp_path):
     config = small_config(repository, tmp_path)

@@ -1,4 +1,4 @@
-"""Both phases of CMHSA with the framework's tools, in processes of their own: killed, distributed, tested, converted."""
+"""Both phases of CMHSA with the framework's tools, as processes: killed, distributed, tested, converted."""
 import json
 import os
 import signal
@@ -79,8 +79,8 @@ def run(*command, folder, expected=0, **variables):
 
 
 def train(folder, name, *options, repository, **kwargs):
-    return run(sys.executable, repository / 'tools/train.py', folder / 'batch8.py', '--work-dir', folder / name, *options,
-               folder=folder, **kwargs)
+    return run(sys.executable, repository / 'tools/train.py', folder / 'batch8.py', '--work-dir', folder / name,
+               *options, folder=folder, **kwargs)
 
 
 @pytest.fixture(scope='module')

@@ -1,8 +1,12 @@
 """Convolutions to attention and back, in plain PyTorch."""
-from .expressibility import expressible_shifts
+from .expressibility import Expressibility, expressible_shifts
 from .head_count import min_heads
+from .low_rank import HeadReport
 from .patches import conv_to_patch_mhsa
 from .pixels import conv_to_mhsa
-from .to_conv import mhsa_to_conv
+from .to_conv import ConvFit, mhsa_to_conv
 
-__all__ = ['conv_to_mhsa', 'conv_to_patch_mhsa', 'expressible_shifts', 'mhsa_to_conv', 'min_heads']
+__all__ = [
+    'ConvFit', 'Expressibility', 'HeadReport', 'conv_to_mhsa', 'conv_to_patch_mhsa', 'expressible_shifts',
+    'mhsa_to_conv', 'min_heads'
+]

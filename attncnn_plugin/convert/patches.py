@@ -152,7 +152,7 @@ def attend_like_convolution(
     W^Q becomes zero and W^K stays as it is: were both zero, neither would ever get a gradient.
 
     Args:
-        attention (PatchAttention): With at least one head for each shift of the convolution. Further ones get no weight.
+        attention (PatchAttention): With at least one head for each shift of the convolution; others get no weight.
         conv (nn.Conv2d): The convolution.
         patch_size (tuple[int, int]): Patch size P.
         attn_bias (float): M. Defaults to 40, exact in float32.
@@ -164,8 +164,8 @@ def attend_like_convolution(
     shifts = window.shifts
     if attention.num_heads < len(shifts):
         raise ValueError(
-            f'num_heads={attention.num_heads} is too few for a kernel of {conv.kernel_size} on patches of {patch_size}: '
-            f'it needs {len(shifts)} (L21, Theorems 1 and 6)')
+            f'num_heads={attention.num_heads} is too few for a kernel of {conv.kernel_size} on patches of '
+            f'{patch_size}: it needs {len(shifts)} (L21, Theorems 1 and 6)')
     heads = attention.out.weight.unflatten(1, (attention.num_heads, -1))  # (D_out, N_h, D)
     first, table = attention.position.first, attention.position.table
     for weight in (attention.query.weight, attention.out.weight, table):

@@ -29,8 +29,9 @@ class PhaseTransitionHook(Hook):
         epoch (int): Number of epochs of the first phase.
         optim_wrapper (dict, optional): The optimizer wrapper of the second phase: what it does not say is that of
             the first, as when configs inherit (``_delete_=True`` included). Defaults to None, means the same.
-        param_scheduler (dict | list[dict], optional): The schedulers of the second phase; their ``begin`` and ``end`` are
-            counted from its beginning, and ``end`` is its end if not given. Defaults to None, means a constant rate.
+        param_scheduler (dict | list[dict], optional): The schedulers of the second phase; their ``begin`` and ``end``
+            are counted from its beginning, and ``end`` is its end if not given. Defaults to None, means a constant
+            rate.
 
     Examples:
         >>> custom_hooks = [
@@ -76,9 +77,9 @@ class PhaseTransitionHook(Hook):
             raise ValueError('PhaseTransitionHook finds no CMHSA in the model: there is nothing to convert')
         if runner.epoch < self.epoch and any(network.phase == 'attn' for network in networks):
             raise ValueError(
-                f"the model is in phase='attn' at epoch {runner.epoch}, before PhaseTransitionHook's epoch={self.epoch}: "
-                "start with phase='conv'; go on with a checkpoint of the second phase by resume=True; or train "
-                "phase='attn' without this hook")
+                f"the model is in phase='attn' at epoch {runner.epoch}, before epoch={self.epoch} of "
+                "PhaseTransitionHook: start with phase='conv'; go on with a checkpoint of the second phase by "
+                "resume=True; or train phase='attn' without this hook")
         if runner.max_epochs <= self.epoch:
             runner.logger.warning(f'The run ends after {runner.max_epochs} epochs, before the transition to attention '
                                   f'after epoch {self.epoch} of PhaseTransitionHook')
@@ -90,9 +91,11 @@ class PhaseTransitionHook(Hook):
 
     def before_train_iter(self, runner, batch_idx: int, data_batch=None) -> None:
         """The transition, when its epoch has come."""
+        if runner.epoch < self.epoch:
+            return
         model = _unwrapped(runner.model)
         networks = [network for network in _networks(model) if network.phase == 'conv']
-        if runner.epoch < self.epoch or not networks:
+        if not networks:
             return
         self._warn_of_lost_gradients(runner)
         before = _outputs(model, data_batch)

@@ -13,9 +13,9 @@ class CMHSA(CMHSANetwork, GridBackbone):
     A PyTorch implementation of `Can Vision Transformers Perform Convolution? <https://arxiv.org/abs/2111.01353>`_
     (section 4). Tokens and heads are as wide as a flattened patch, ``patch_size² · in_channels`` (768 for 16 and 3).
 
-    With ``phase='conv'`` the blocks mix pixels by convolutions on the image; ``to_attention()`` turns these into attention
-    and leaves the output as it was. :class:`~attncnn_plugin.engine.hooks.PhaseTransitionHook` does so in the middle
-    of a training. Checkpoints carry their phase: one of the attention phase loads into either.
+    With ``phase='conv'`` the blocks mix pixels by convolutions on the image; ``to_attention()`` turns these into
+    attention and leaves the output as it was. :class:`~attncnn_plugin.engine.hooks.PhaseTransitionHook` does so in the
+    middle of a training. Checkpoints carry their phase: one of the attention phase loads into either.
 
     Args:
         img_size (int | tuple): The expected input image shape, height first. Other shapes will do: the relative

@@ -131,8 +131,8 @@ class CMHSANetwork(GridNetwork):
     L21's Theorem 1 needs and a relative position bias. :meth:`to_attention` goes from the first to the second and
     leaves the output of the network as it was.
 
-    A state dict carries its phase: one of the phase ``'attn'`` turns the network to that phase as it is loaded; one of the
-    phase ``'conv'`` is converted for a network of the phase ``'attn'``.
+    A state dict carries its phase: one of the phase ``'attn'`` turns the network to that phase as it is loaded; one of
+    the phase ``'conv'`` is converted for a network of the phase ``'attn'``.
 
     Args:
         img_size (int | tuple[int, int]): Height and width of the image for which position biases are made; other
@@ -146,9 +146,9 @@ class CMHSANetwork(GridNetwork):
             biases of 0 and weights from N(0, 0.02²). Defaults to ``'attn'``.
         attn_bias_init (float): M, the bias of a head's shift when convolutions become attention. 40 is exact; a
             smaller one gives the biases a gradient to begin with. Defaults to 12.
-        query_init, key_init (float): Standard deviation of W^Q and of W^K when convolutions become attention. One of them
-            must be 0, or the output would change; both must not, or neither would ever get a gradient. Default to
-            0 and 0.02.
+        query_init, key_init (float): Standard deviation of W^Q and of W^K when convolutions become attention. One of
+            them must be 0, or the output would change; both must not, or neither would ever get a gradient. Default
+            to 0 and 0.02.
         proj_drop_rate (float): Dropout rate of hidden states. Defaults to 0.
         attn_drop_rate (float): Dropout rate of attention probabilities. Defaults to 0.
         drop_path_rate (float): Stochastic depth rate of the last block, rising linearly from 0. Defaults to 0.
@@ -307,8 +307,8 @@ class CMHSANetwork(GridNetwork):
             weight, bias = state_dict.pop(name + 'conv.weight'), state_dict.pop(name + 'conv.bias')
             if weight.shape[:2] != (self.stem.in_chans, ) * 2:
                 raise ValueError(
-                    f'{name}conv.weight of the state dict has shape {tuple(weight.shape)}, but the network takes images '
-                    f'of in_chans={self.stem.in_chans} channels')
+                    f'{name}conv.weight of the state dict has shape {tuple(weight.shape)}, but the network takes '
+                    f'images of in_chans={self.stem.in_chans} channels')
             conv = nn.Conv2d(
                 *weight.shape[:2], weight.shape[2:], padding='same', device=weight.device, dtype=weight.dtype)
             conv.weight.copy_(weight)

@@ -1,5 +1,5 @@
 """What every timm model of this package has of timm's interface."""
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Union
 
 import torch
 from timm.layers import ClassifierHead
