@@ -1,6 +1,7 @@
 """CMHSA in timm and mmpretrain: the same output in both phases, and checkpoints that carry their phase."""
 import copy
 import pickle
+import warnings
 
 import pytest
 import timm
@@ -19,8 +20,8 @@ SMALL = dict(type='CMHSA', patch_size=2, img_size=16, num_layers=2, feedforward_
 
 def trained_like(model):
     """Weights as after some training: no zeros, no ones."""
-    for name, parameter in model.named_parameters():
-        with torch.no_grad():
+    with torch.no_grad():
+        for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model
 
@@ -69,11 +70,11 @@ def test_every_parameter_moves(weight_decay, steps):
     model.to_attention(torch.Generator().manual_seed(0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=weight_decay)
     start = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    for _ in range(steps):
+    for step in range(steps):
         optimizer.zero_grad()
         model(torch.randn(4, 3, 16, 16)).square().sum().backward()
         for name, parameter in model.named_parameters():
-            first_key = name.endswith('key.weight') and _ == 0
+            first_key = name.endswith('key.weight') and step == 0
             assert first_key or parameter.grad.abs().max() > 1e-7, name
         optimizer.step()
     for name, parameter in model.named_parameters():
@@ -104,6 +105,8 @@ def test_queries_in_the_place_of_keys():
     (dict(img_size=0), 'img_size=0 must be a multiple'),
     (dict(kernel_size=0), 'kernel_size=0'),
     (dict(drop_path_rate=1.), 'drop_path_rate=1.0 must be from 0'),
+    (dict(attn_bias_init=0.), 'attn_bias_init=0.0 must be positive and finite'),
+    (dict(attn_bias_init=float('inf')), 'attn_bias_init=inf must be positive and finite'),
 ])
 def test_errors(kwargs, message):
     with pytest.raises(ValueError, match=message):
@@ -136,7 +139,7 @@ def test_sizes_of_the_paper():
 def test_state_dicts_carry_their_phase(name, phase, into):
     model = trained_like(small_cmhsa(phase, name, attn_bias_init=40.)).eval()
     x = torch.randn(2, 3, 16, 16)
-    loaded = small_cmhsa(into, name, attn_bias_init=40.).eval()
+    loaded = trained_like(small_cmhsa(into, name, attn_bias_init=40.)).eval()  # nothing of it must be left
     state = model.state_dict()
     keys = set(state)
     loaded.load_state_dict(state, strict=True)
@@ -153,10 +156,66 @@ def test_other_shapes_of_state_dicts():
         small_cmhsa('attn').load_state_dict(small_cmhsa('conv', kernel_size=7).state_dict())
     with pytest.raises(ValueError, match=r'blocks.0.attn.conv.weight .* \(1, 1, 3, 3\), but .*in_chans=3'):
         small_cmhsa('attn').load_state_dict(small_cmhsa('conv', in_chans=1).state_dict())
+    for missing in ('weight', 'bias'):
+        state = small_cmhsa('conv').state_dict()
+        del state[f'blocks.1.attn.conv.{missing}']
+        with pytest.raises(RuntimeError, match='Missing key.* "blocks.1.attn.position.table"'):
+            small_cmhsa('attn').load_state_dict(state)
+
+
+@pytest.mark.parametrize('phase', PHASES)
+@pytest.mark.parametrize('into', PHASES)
+def test_state_dicts_of_a_model_without_memory(phase, into):
+    model = trained_like(small_cmhsa(phase, attn_bias_init=40.)).eval()
+    with torch.device('meta'):
+        loaded = small_cmhsa(into, attn_bias_init=40.).eval()
+    loaded.load_state_dict(model.state_dict(), assign=True)
+    x = torch.randn(2, 3, 16, 16)
+    assert relative_error(loaded(x), model(x)) < 1e-4
+
+
+def test_converted_alike_on_every_rank():
+    """Whatever the state of the random number generator."""
     state = small_cmhsa('conv').state_dict()
-    del state['blocks.1.attn.conv.weight']
-    with pytest.raises(RuntimeError, match='Missing key.* "blocks.1.attn.position.table"'):
-        small_cmhsa('attn').load_state_dict(state)
+    keys = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = small_cmhsa('attn')
+        model.load_state_dict(state)
+        keys.append([block.attn.key.weight for block in model.blocks])
+    assert torch.equal(keys[0][0], keys[1][0]) and torch.equal(keys[0][1], keys[1][1])
+    assert not torch.equal(keys[0][0], keys[0][1]) and abs(keys[0][0].std() - 0.02) < 0.002
+
+
+def test_training_on_after_a_turn_by_loading_warns():
+    """An optimizer may have been built before, as mmengine's runner does."""
+    model = small_cmhsa('conv')
+    model.load_state_dict(small_cmhsa('attn').state_dict())
+    model.eval()
+    with pytest.warns(UserWarning, match="Build the network with phase='attn' to train it further"):
+        model.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        model.train()
+        other = small_cmhsa('conv')
+        other.to_attention()
+        other.train()
+
+
+def test_frozen_stays_frozen():
+    model = small_cmhsa('conv').requires_grad_(False)
+    model.load_state_dict(small_cmhsa('attn').state_dict())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    model = small_cmhsa('conv')
+    model.blocks[0].requires_grad_(False)
+    model.to_attention()
+    assert not any(p.requires_grad for p in model.blocks[0].parameters())
+    assert all(p.requires_grad for p in model.blocks[1].parameters())
+
+
+@pytest.mark.parametrize('phase', PHASES)
+def test_empty_batch(phase):
+    assert small_cmhsa(phase)(torch.randn(0, 3, 16, 16)).shape == (0, 10)
 
 
 def test_loaded_for_another_image_size():
@@ -302,6 +361,25 @@ def test_weights_go_both_ways_between_the_frameworks(tmp_path):
     back = classifier('conv').eval()
     back.load_state_dict(names, strict=True)
     assert torch.equal(back(x), ours(x))
+
+
+@pytest.mark.parametrize('phase', PHASES)
+@pytest.mark.parametrize('into', PHASES)
+def test_pretrained(phase, into, tmp_path):
+    """By mmengine's init_cfg and by timm's pretrained weights."""
+    x = torch.randn(2, 3, 16, 16)
+    theirs = trained_like(classifier(phase, attn_bias_init=40.)).eval()
+    path = str(tmp_path / 'pretrained.pth')
+    torch.save(dict(state_dict=theirs.state_dict()), path)
+    init_cfg = dict(type='Pretrained', checkpoint=path, prefix='backbone.')
+    model = classifier(into, attn_bias_init=40., init_cfg=init_cfg)
+    model.init_weights()
+    features, expected = model.eval().extract_feat(x)[0], theirs.extract_feat(x)[0]
+    assert relative_error(features, expected) < 1e-4
+    ours = timm.create_model(
+        'cmhsa3_patch16_224', phase=into, pretrained=True, pretrained_cfg_overlay=dict(file=path, num_classes=10),
+        patch_size=2, img_size=16, depth=2, mlp_dim=24, num_classes=10, attn_bias_init=40.).eval()
+    assert relative_error(ours(x), theirs(x)) < 1e-4
 
 
 def test_self_attention_models_take_mmpretrains_names_too():

@@ -5,6 +5,7 @@ import pytest
 import torch
 from convolutions import convolutions, relative_error
 from hypothesis import given
+from timm.layers import Conv2dSame
 from torch import nn
 
 from attncnn_plugin.convert import conv_to_mhsa
@@ -58,13 +59,22 @@ def test_large_grids_and_kernels(dtype):
     tolerance = {torch.float32: 1e-4, torch.float64: 1e-6, torch.bfloat16: 4e-2}[dtype]
     assert relative_error(conv_to_mhsa(copy.deepcopy(long).to(dtype))(x.to(dtype)).float(), long(x)) < tolerance
     conv = nn.Conv2d(2, 3, 3, padding=1)
-    x = torch.randn(1, 2, 64, 96)
+    x = torch.randn(1, 2, 64, 80)
     assert relative_error(conv_to_mhsa(copy.deepcopy(conv).to(dtype))(x.to(dtype)).float(), conv(x)) < tolerance
 
 
-def test_images_without_a_batch():
+def test_images_without_a_batch_and_batches_without_images():
     conv = nn.Conv2d(3, 4, 3)
     x = torch.randn(3, 6, 7)
+    for attention in (conv_to_mhsa(conv), conv_to_mhsa(conv, num_heads=9), conv_to_mhsa(conv, num_heads=5)):
+        assert attention(x).shape == conv(x).shape and attention(x[None][:0]).shape == (0, 4, 4, 5)
+    assert torch.allclose(conv_to_mhsa(conv)(x), conv(x), atol=1e-5)
+
+
+def test_parametrized_convolutions():
+    """By their weights as they are."""
+    conv = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
+    x = torch.randn(1, 3, 6, 7)
     assert torch.allclose(conv_to_mhsa(conv)(x), conv(x), atol=1e-5)
 
 
@@ -109,10 +119,18 @@ def test_trains_like_any_layer():
     assert torch.equal(other(x), attention(x))
 
 
+class StandardizedConv2d(nn.Conv2d):
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, weight / weight.std(), bias)
+
+
 @pytest.mark.parametrize('conv, message', [
     (nn.ConvTranspose2d(1, 1, 3), 'conv is a ConvTranspose2d, but only nn.Conv1d'),
     (nn.Linear(1, 1), 'conv is a Linear'),
     (nn.LazyConv2d(1, 3), 'without weights yet'),
+    (StandardizedConv2d(1, 1, 3), 'conv is a StandardizedConv2d, whose own _conv_forward can be anything'),
+    (Conv2dSame(1, 1, 3, stride=2), 'conv is a Conv2dSame, whose own forward can be anything'),
+    (nn.utils.spectral_norm(nn.Conv2d(2, 2, 3)), 'forward hooks, which change what it computes'),
     (nn.Conv2d(1, 1, 3, dtype=torch.complex64), 'torch.complex64, but attention needs real'),
 ])
 def test_what_cannot_be_converted(conv, message):

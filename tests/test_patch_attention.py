@@ -190,7 +190,9 @@ def test_both_projections_can_learn():
     (nn.Conv2d(1, 1, 3), 4, 'padding of 0 and 0 pixels around a window of 3 with stride 1'),
     (nn.Conv2d(1, 1, 3, padding=2), 4, 'padding of 2 and 2 pixels'),
     (nn.Conv2d(1, 1, 3, padding=1, padding_mode='reflect'), 4, "padding_mode='reflect'"),
-    (nn.Conv2d(1, 1, 3, padding=1), 0, r'patch_size=\(0, 0\)'),
+    (nn.Conv2d(1, 1, 3, padding=1), 0, 'patch_size=0 must be a positive integer, or one for each of 2 axes'),
+    (nn.Conv2d(1, 1, 3, padding=1), 4., 'patch_size=4.0 must be'),
+    (nn.Conv2d(1, 1, 3, padding=1), (2, 2, 2), r'patch_size=\(2, 2, 2\) must be'),
 ])
 def test_what_cannot_be_converted(conv, patch, message):
     with pytest.raises(ValueError, match=message):
@@ -210,3 +212,4 @@ def test_wrong_images():
     with pytest.raises(ValueError, match=r'\(B, 3, H, W\) or \(3, H, W\) is expected'):
         module(torch.zeros(1, 2, 8, 8))
     assert module(torch.zeros(3, 8, 8)).shape == (3, 8, 8)
+    assert module(torch.zeros(0, 3, 8, 8)).shape == (0, 3, 8, 8)

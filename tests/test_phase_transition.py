@@ -134,7 +134,7 @@ def test_second_phases_own_optimizer(repository, tmp_path):
     config = small_config(repository, tmp_path)
     config.train_cfg.max_epochs = SWITCH + 1
     config.custom_hooks[0].optim_wrapper = dict(
-        optimizer=dict(_delete_=True, type='SGD', lr=0.01, momentum=0.9),
+        optimizer=dict(_delete_=True, type='SGD', lr=0.01, momentum=0.9, weight_decay=1e-4),
         paramwise_cfg=dict(custom_keys={'position.table': dict(lr_mult=10.)}), clip_grad=dict(max_norm=5.))
     config.custom_hooks[0].param_scheduler = None
     runner, recorder = run(config)
@@ -144,8 +144,6 @@ def test_second_phases_own_optimizer(repository, tmp_path):
     assert type(optimizer) is torch.optim.SGD and runner.optim_wrapper.clip_grad_kwargs == dict(max_norm=5.)
     assert rates['backbone.blocks.0.attn.position.table'] == 0.1 and rates['head.fc.weight'] == 0.01
     assert runner.param_schedulers == [] and recorder.rates[-1] == 0.01
-    # What another optimizer would not take is not passed on by inheritance.
-    assert 'weight_decay' not in config.custom_hooks[0].optim_wrapper.optimizer
 
 
 def test_learning_rate_scaled_to_the_batch(repository, tmp_path):
@@ -222,6 +220,7 @@ def test_gradient_accumulation(repository, tmp_path, caplog):
     runner = Runner.from_cfg(config)
     runner.register_hook(Gradients())
     runner.train()
+    assert 1e-6 < runner.message_hub.get_info('transition_drift') < 1e-2  # with the default M
     log = next(tmp_path.glob('*/*.log')).read_text()
     assert 'after 6 iterations, not a multiple of accumulative_counts=4: the gradients of the last 2 are dropped' in log
     assert 'Transition at epoch 2: 2 convolutions of 3x3 became attention of 9 heads' in log
@@ -271,6 +270,53 @@ def test_what_cannot_be_trained(changes, error, message, repository, tmp_path):
         config.param_scheduler = None
     with pytest.raises(error, match=message):
         run(config)
+
+
+def test_without_a_config(repository, tmp_path):
+    """A runner made of objects: the hook has nothing to inherit from."""
+    config = small_config(repository, tmp_path)
+
+    def runner(optimizer):
+        hook = dict(type='mmpretrain.PhaseTransitionHook', epoch=1, optim_wrapper=dict(optimizer=optimizer))
+        return Runner(
+            model=config.model, work_dir=str(tmp_path), train_dataloader=config.train_dataloader,
+            train_cfg=dict(by_epoch=True, max_epochs=2), optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1)),
+            custom_hooks=[hook], default_scope='mmpretrain', experiment_name=config.experiment_name + str(optimizer))
+
+    with pytest.raises(ValueError, match='of PhaseTransitionHook names no type of optimizer, and the config'):
+        runner(dict(lr=0.01)).train()
+    assert runner(dict(type='SGD', lr=0.01)).train().backbone.phase == 'attn'
+
+
+def test_models_without_an_output(repository, tmp_path):
+    """A line in the log must not end a training."""
+    from mmpretrain.models import ImageClassifier
+    from mmpretrain.registry import MODELS
+
+    @MODELS.register_module(force=True)
+    class LossOnly(ImageClassifier):
+        def forward(self, inputs, data_samples=None, mode='tensor'):
+            if mode == 'tensor':
+                raise RuntimeError('no such mode')
+            return super().forward(inputs, data_samples, mode)
+
+    config = small_config(repository, tmp_path, log_level='INFO')
+    config.model.type = 'LossOnly'
+    runner, recorder = run(config)
+    assert recorder.phases[-1] == 'attn'
+    assert "LossOnly has no output for a batch in mode='tensor' (no such mode)" in (
+        next(tmp_path.glob('*/*.log')).read_text())
+
+
+def test_resumed_without_the_state_of_the_schedulers(repository, tmp_path):
+    """An end that is not given is the end of the phase."""
+    config = small_config(repository, tmp_path)
+    config.default_hooks.checkpoint.save_param_scheduler = False
+    run(config)
+    config = small_config(repository, tmp_path / 'resumed', resume=True,
+                          load_from=str(tmp_path / f'epoch_{SWITCH + 1}.pth'))
+    runner, _ = run(config)
+    assert [scheduler.end for scheduler in runner.param_schedulers] == [3, 9]  # iterations of the second phase
 
 
 def test_a_second_phase_checkpoint_does_not_start_a_first_phase(whole, repository, tmp_path):

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.image_attention import ImageAttention
-from ..layers.window import Window
-from .to_conv import check_position_only, interior_queries, per_axis, position_probs, targets
+from ..layers.window import Window, per_axis
+from .to_conv import check_position_only, interior_queries, position_probs, targets
 
 CHUNK_ELEMENTS = 2 ** 21  # entries of the attention maps and shifts that are held at once, 16 MiB of float64
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..layers.patch_attention import PatchAttention, WindowBias
 from ..layers.patches import image_to_patches, patches_to_image
-from ..layers.window import Window
+from ..layers.window import Window, per_axis
 from .pixels import kernel_matrix
 
 ATTN_BIAS = 40.  # M: e^−40 is nothing beside 1 in float64 and float32 alike
@@ -122,9 +122,7 @@ def conv_to_patch_mhsa(conv: nn.Conv2d, patch_size: Union[int, Tuple[int, int]])
         TypeError: ``conv`` is not an ``nn.Conv2d``.
         ValueError: A patch size below 1, or a convolution of another kind.
     """
-    patch_size = (patch_size, patch_size) if isinstance(patch_size, int) else tuple(patch_size)
-    if len(patch_size) != 2 or min(patch_size) < 1:
-        raise ValueError(f'patch_size={patch_size} must be one or two sizes of at least 1 pixel')
+    patch_size = per_axis('patch_size', patch_size, 2)
     window = PatchWindow.of(conv, patch_size)
     out_patch_size = (patch_size[0] // conv.stride[0], patch_size[1] // conv.stride[1])
     pixels, out_pixels = patch_size[0] * patch_size[1], out_patch_size[0] * out_patch_size[1]
@@ -174,7 +172,7 @@ def attend_like_convolution(
     attention.value.weight.copy_(identity.repeat(attention.num_heads, 1))  # W^V = I
     for head, shift in enumerate(shifts):
         entry = shift[0] - first[0], shift[1] - first[1]
-        # A grid of one patch has no other to look at: what lies there is padding.
+        # A shift that the table does not have leads out of the grid from every patch: to padding.
         if 0 <= entry[0] < table.shape[1] and 0 <= entry[1] < table.shape[2]:
             table[head, entry[0], entry[1]] = attn_bias
             heads[:, head] = patch_to_patch(conv, patch_size, shift)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.image_attention import ImageAttention
-from ..layers.window import Window
+from ..layers.window import Window, per_axis
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,18 +154,6 @@ def position_probs(layer: nn.Module, size: Tuple[int, ...]) -> Tensor:
     return copy.deepcopy(layer).cpu().double().attention_probs(*size).detach()
 
 
-def per_axis(name: str, value: Union[int, Sequence[int]], ndim: int) -> Tuple[int, ...]:
-    """A number for each of ``ndim`` axes.
-
-    Raises:
-        ValueError: ``value`` is not a positive integer, or ``ndim`` of them.
-    """
-    values = tuple(value) if isinstance(value, (tuple, list)) else (value,) * ndim
-    if len(values) != ndim or not all(isinstance(n, int) and n >= 1 for n in values):
-        raise ValueError(f'{name}={value!r} must be a positive integer, or one for each of {ndim} axes')
-    return values
-
-
 def _conv_of_grid(layer: nn.Module, kernel_size, padding_mode: Optional[str]) -> nn.Conv2d:
     weight = layer.value.weight
     return nn.Conv2d(
@@ -216,4 +204,3 @@ def _error(probs: Tensor, coefficients: Tensor, target: Tensor) -> Tuple[Tensor,
     fitted.scatter_add_(1, target.T + 1, coefficients.expand(len(probs), -1))
     error = probs - fitted[:, 1:]
     return error.norm(), error.abs().sum(1)
-

@@ -41,7 +41,8 @@ class WindowBias(nn.Module):
     ) -> None:
         super().__init__()
         self.first = tuple(first)
-        self.table = nn.Parameter(torch.zeros(num_heads, *window_size, device=device, dtype=dtype))
+        self.table = nn.Parameter(torch.empty(num_heads, *window_size, device=device, dtype=dtype))
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.table)
@@ -159,6 +160,7 @@ class PatchAttention(nn.Module):
             nn.init.trunc_normal_(linear.weight, std=0.02)
         if self.out.bias is not None:
             nn.init.zeros_(self.out.bias)
+        self.position.reset_parameters()
 
     def extra_repr(self) -> str:
         return f'dim={self.dim}, num_heads={self.num_heads}'

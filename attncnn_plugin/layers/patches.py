@@ -24,5 +24,6 @@ def patches_to_image(patches: Tensor, patch_size: Tuple[int, int]) -> Tensor:
     """The inverse of :func:`image_to_patches`."""
     batch, height, width, dim = patches.shape
     rows, columns = patch_size
-    image = patches.reshape(batch, height, width, dim // (rows * columns), rows, columns)
-    return image.permute(0, 3, 1, 4, 2, 5).reshape(batch, -1, height * rows, width * columns)
+    channels = dim // (rows * columns)
+    image = patches.reshape(batch, height, width, channels, rows, columns)
+    return image.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels, height * rows, width * columns)

@@ -1,6 +1,6 @@
 """The window that a convolution moves over an image."""
 from dataclasses import dataclass
-from typing import Tuple
+from typing import Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,16 @@ class Window:
                 f'conv is a {type(conv).__name__}, but only nn.Conv1d, nn.Conv2d and nn.Conv3d can be converted')
         if isinstance(conv.weight, nn.parameter.UninitializedParameter):
             raise TypeError(f'conv is a {type(conv).__name__} without weights yet: run it once on an input first')
+        for method in ('forward', '_conv_forward'):
+            own = next(getattr(kind, method) for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(conv, kind))
+            if getattr(type(conv), method) is not own:
+                raise TypeError(
+                    f'conv is a {type(conv).__name__}, whose own {method} can be anything: convert a plain convolution '
+                    'with the weights and the padding that it amounts to')
+        if conv._forward_pre_hooks or conv._forward_hooks:
+            raise TypeError(
+                f'conv is a {type(conv).__name__} with forward hooks, which change what it computes: remove them, '
+                'old-style spectral or weight normalization for instance, before it is converted')
         if not conv.weight.is_floating_point():
             raise TypeError(f'the weights of conv are {conv.weight.dtype}, but attention needs real floating numbers')
         if conv.padding == 'valid':
@@ -81,3 +91,15 @@ class Window:
         """``x`` of shape ``(B, C, *size)``, padded."""
         amounts = [n for pair in reversed(self.padding) for n in pair]
         return F.pad(x, amounts, mode='constant' if self.padding_mode == 'zeros' else self.padding_mode)
+
+
+def per_axis(name: str, value: Union[int, Sequence[int]], ndim: int) -> Tuple[int, ...]:
+    """A number for each of ``ndim`` axes.
+
+    Raises:
+        ValueError: ``value`` is not a positive integer, or ``ndim`` of them.
+    """
+    values = tuple(value) if isinstance(value, (tuple, list)) else (value,) * ndim
+    if len(values) != ndim or not all(type(n) is int and n >= 1 for n in values):
+        raise ValueError(f'{name}={value!r} must be a positive integer, or one for each of {ndim} axes')
+    return values

@@ -79,7 +79,7 @@ class PhaseTransitionHook(Hook):
             raise ValueError(
                 f"the model is in phase='attn' at epoch {runner.epoch}, before epoch={self.epoch} of "
                 "PhaseTransitionHook: start with phase='conv'; go on with a checkpoint of the second phase by "
-                "resume=True; or train phase='attn' without this hook")
+                "resume=True and the epoch that it was trained with; or train phase='attn' without this hook")
         if runner.max_epochs <= self.epoch:
             runner.logger.warning(f'The run ends after {runner.max_epochs} epochs, before the transition to attention '
                                   f'after epoch {self.epoch} of PhaseTransitionHook')
@@ -98,23 +98,23 @@ class PhaseTransitionHook(Hook):
         if not networks:
             return
         self._warn_of_lost_gradients(runner)
-        before = _outputs(model, data_batch)
+        before = self._outputs(runner, model, data_batch)
         for network in networks:
             # From the run's own seed: the same on every rank, and in a run that was resumed before.
             transition = network.to_attention(torch.Generator().manual_seed(runner.seed))
             runner.logger.info(f'Transition at epoch {runner.epoch}: {transition}')
         model.zero_grad(set_to_none=True)
-        self._begin_second_phase(runner)
+        self._begin_second_phase(runner, runner.epoch)
         runner.optim_wrapper.initialize_count_status(runner.model, runner.iter, runner.max_iters)
         if is_model_wrapper(runner.model):  # a new one
             runner._maybe_compile('train_step')
         for averaged in _averaged_models(runner):
             _average_attention(averaged, model)
-        after = _outputs(model, data_batch)
-        norm = sum(tensor.square().sum() for tensor in before).sqrt()
-        drift = sum((b - a).square().sum() for a, b in zip(before, after)).sqrt() / norm
-        runner.message_hub.update_info('transition_drift', drift.item())
-        runner.logger.info(f'Relative change of the output on the current batch: {drift.item():.3g}')
+        after = self._outputs(runner, model, data_batch)
+        if before is not None and after is not None:
+            drift = ((after - before).norm() / before.norm()).item()
+            runner.message_hub.update_info('transition_drift', drift)
+            runner.logger.info(f'Relative change of the output on the current batch: {drift:.3g}')
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Before a checkpoint of the second phase is resumed: the model, optimizer and schedulers of that phase."""
@@ -129,9 +129,9 @@ class PhaseTransitionHook(Hook):
                 _follow_phase(averaged.module, checkpoint['state_dict'])
                 _refresh(averaged)
             runner.logger.info('The checkpoint is of the second phase: attention, and its optimizer and schedulers')
-            self._begin_second_phase(runner)
+            self._begin_second_phase(runner, self.epoch)
 
-    def _begin_second_phase(self, runner) -> None:
+    def _begin_second_phase(self, runner, epoch: int) -> None:
         """Wrapper, optimizer and schedulers for the parameters that the model now has."""
         model = _unwrapped(runner.model)
         if is_model_wrapper(runner.model):
@@ -139,12 +139,16 @@ class PhaseTransitionHook(Hook):
             runner.model._remove_autograd_hooks()
             runner.model = runner.wrap_model(copy.deepcopy(runner.cfg.get('model_wrapper_cfg')), model)
             runner.model.train()
-        self._build_optimization(runner, runner.epoch)
+        self._build_optimization(runner, epoch)
 
     def _build_optimization(self, runner, epoch: int) -> None:
         """Optimizer wrapper and schedulers of a second phase that begins after ``epoch`` epochs."""
         config = Config(dict(optim_wrapper=runner.cfg.get('optim_wrapper') or {}))
         config.merge_from_dict(dict(optim_wrapper=copy.deepcopy(self.optim_wrapper or {})))
+        if not config.optim_wrapper.get('constructor') and 'type' not in config.optim_wrapper.get('optimizer', {}):
+            raise ValueError(
+                f'optim_wrapper={self.optim_wrapper} of PhaseTransitionHook names no type of optimizer, and the config '
+                "of the run has none to inherit: optim_wrapper=dict(optimizer=dict(type='AdamW', lr=…))")
         runner.param_schedulers = None  # scale_lr wants it before them
         runner.optim_wrapper = runner.build_optim_wrapper(config.optim_wrapper)
         runner.scale_lr(runner.optim_wrapper, runner.auto_scale_lr)
@@ -155,7 +159,24 @@ class PhaseTransitionHook(Hook):
             scheduler.setdefault('end', epochs if by_epoch else epochs * len(runner.train_dataloader))
         runner.param_schedulers = runner.build_param_scheduler(schedulers)
 
-    def _warn_of_lost_gradients(self, runner) -> None:
+    @staticmethod
+    @torch.no_grad()
+    def _outputs(runner, model: nn.Module, data_batch) -> Optional[Tensor]:
+        """All that the model puts out for a batch, in evaluation mode: no random number is drawn."""
+        training = model.training
+        model.eval()
+        try:
+            data = model.data_preprocessor(data_batch, False)
+            return torch.cat([tensor.flatten().float() for tensor in _tensors(model._run_forward(data, mode='tensor'))])
+        except Exception as error:  # some models have no such mode; the training must not end for a line in the log
+            runner.logger.warning(f'The change of the output is not known: {type(model).__name__} has no output for a '
+                                  f"batch in mode='tensor' ({error})")
+            return None
+        finally:
+            model.train(training)
+
+    @staticmethod
+    def _warn_of_lost_gradients(runner) -> None:
         counts = getattr(runner.optim_wrapper, '_accumulative_counts', 1)
         if runner.iter % counts:
             runner.logger.warning(
@@ -199,20 +220,9 @@ def _refresh(averaged: nn.Module) -> None:
     averaged.avg_parameters = module.state_dict() if averaged.update_buffers else dict(module.named_parameters())
 
 
-@torch.no_grad()
-def _outputs(model: nn.Module, data_batch) -> List[Tensor]:
-    """The model's tensors for a batch, in evaluation mode: no random number is drawn."""
-    training = model.training
-    model.eval()
-    data = model.data_preprocessor(data_batch, False)
-    outputs = list(_tensors(model._run_forward(data, mode='tensor')))
-    model.train(training)
-    return outputs
-
-
 def _tensors(output) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
-        yield output.float()
+        yield output
     elif isinstance(output, dict):
         yield from _tensors(list(output.values()))
     elif isinstance(output, (list, tuple)):

@@ -1,5 +1,6 @@
 """CMHSA: a vision transformer that begins as a convolutional network (L21, section 4)."""
-import copy
+import math
+import warnings
 from dataclasses import dataclass
 from typing import Optional
 
@@ -136,7 +137,9 @@ class CMHSANetwork(GridNetwork):
 
     Args:
         img_size (int | tuple[int, int]): Height and width of the image for which position biases are made; other
-            sizes will do, see :class:`~attncnn_plugin.layers.patch_attention.GridBias`. Defaults to 224.
+            sizes will do, see :class:`~attncnn_plugin.layers.patch_attention.GridBias`. For larger ones to see what a
+            convolution saw, the grid must be larger than the shifts of the heads: 3 patches or more for 9 heads.
+            Defaults to 224.
         patch_size (int): Patch size P. Defaults to 16.
         in_chans (int): Channels C of the image. Defaults to 3.
         kernel_size (int): Kernel size K. Defaults to 3.
@@ -189,6 +192,8 @@ class CMHSANetwork(GridNetwork):
             raise ValueError(
                 f'query_init={query_init} and key_init={key_init}: one of the two must be 0, so that attention begins '
                 'as the convolution, and the other above 0, so that both get gradients')
+        if not 0 < attn_bias_init < math.inf:
+            raise ValueError(f'attn_bias_init={attn_bias_init} must be positive and finite: 40 is exact')
         check_drop_path_rate(drop_path_rate)
         self.patch_size = patch_size
         self.kernel_size = kernel_size
@@ -198,6 +203,7 @@ class CMHSANetwork(GridNetwork):
         self.query_init = query_init
         self.key_init = key_init
         self.attn_drop_rate = attn_drop_rate
+        self._turned_by_loading = False
 
         self.stem = PatchStem(patch_size, in_chans)
         self.blocks = nn.Sequential(*[
@@ -260,17 +266,32 @@ class CMHSANetwork(GridNetwork):
             parameters_before=before,
             parameters_after=sum(p.numel() for p in self.parameters()))
 
+    def train(self, mode: bool = True) -> 'CMHSANetwork':
+        if mode and self._turned_by_loading:
+            warnings.warn(
+                "the network was built with phase='conv' and turned to phase='attn', that of the state dict that it "
+                'loaded: an optimizer that was built before does not have the parameters of the attention. Build the '
+                "network with phase='attn' to train it further")
+            self._turned_by_loading = False
+        return super().train(mode)
+
     def _put_attention(self) -> None:
         """Attention in the place of convolutions, and the stem's linear map as the identity."""
-        weight = self.blocks[0].norm1.weight
-        dim, dd = len(weight), {'device': weight.device, 'dtype': weight.dtype}
+        like = self.blocks[0].norm1.weight
+        trainable = any(parameter.requires_grad for parameter in self.parameters())
         for block in self.blocks:
-            position = GridBias(self.num_heads, self.grid_size, **dd)
-            block.attn = PatchAttention(dim, self.num_heads, position, attn_drop=self.attn_drop_rate, **dd)
-        self.stem.proj = nn.Linear(dim, dim, **dd)
+            requires_grad = block.attn.conv.weight.requires_grad
+            block.attn = self._new_attention(like).requires_grad_(requires_grad)
+        self.stem.proj = nn.Linear(len(like), len(like), device=like.device, dtype=like.dtype).requires_grad_(trainable)
         nn.init.eye_(self.stem.proj.weight)
         nn.init.zeros_(self.stem.proj.bias)
         self.train(self.training)  # the new modules too, and whatever a backbone freezes
+
+    def _new_attention(self, like: Tensor) -> PatchAttention:
+        dd = {'device': like.device, 'dtype': like.dtype}
+        position = GridBias(self.num_heads, self.grid_size, **dd)
+        dim = self.patch_size ** 2 * self.stem.in_chans
+        return PatchAttention(dim, self.num_heads, position, attn_drop=self.attn_drop_rate, **dd)
 
     def _attend_like(self, attention: PatchAttention, conv: nn.Conv2d, generator=None) -> None:
         attend_like_convolution(attention, conv, (self.patch_size, self.patch_size), self.attn_bias_init)
@@ -294,16 +315,19 @@ class CMHSANetwork(GridNetwork):
     @torch.no_grad()
     def _load_phase(self, state_dict: dict, prefix: str, *args) -> None:
         """Before a state dict is loaded: takes its phase, or converts it."""
+        before = self.phase
         self.follow_phase(state_dict, prefix)
+        self._turned_by_loading |= self.phase != before
         if self.phase == 'attn' and self.phase_of(state_dict, prefix) == 'conv':
             self._convert(state_dict, prefix)
 
     def _convert(self, state_dict: dict, prefix: str) -> None:
         """The state dict of convolutions to one of attention, in place."""
-        for i, block in enumerate(self.blocks):
+        generator = torch.Generator().manual_seed(0)  # the same on every rank
+        for i in range(len(self.blocks)):
             name = f'{prefix}blocks.{i}.attn.'
-            if name + 'conv.weight' not in state_dict:
-                continue  # a missing key, as for any other parameter
+            if not {name + 'conv.weight', name + 'conv.bias'} <= state_dict.keys():
+                continue  # missing keys, as for any other parameter
             weight, bias = state_dict.pop(name + 'conv.weight'), state_dict.pop(name + 'conv.bias')
             if weight.shape[:2] != (self.stem.in_chans, ) * 2:
                 raise ValueError(
@@ -313,7 +337,8 @@ class CMHSANetwork(GridNetwork):
                 *weight.shape[:2], weight.shape[2:], padding='same', device=weight.device, dtype=weight.dtype)
             conv.weight.copy_(weight)
             conv.bias.copy_(bias)
-            attention = copy.deepcopy(block.attn).to(weight)
-            self._attend_like(attention, conv)
+            attention = self._new_attention(weight)
+            self._attend_like(attention, conv, generator)
             state_dict.update({name + key: value for key, value in attention.state_dict().items()})
-        state_dict.update({f'{prefix}stem.proj.{key}': value for key, value in self.stem.proj.state_dict().items()})
+            state_dict[f'{prefix}stem.proj.weight'] = torch.eye(attention.dim, device=weight.device, dtype=weight.dtype)
+            state_dict[f'{prefix}stem.proj.bias'] = weight.new_zeros(attention.dim)

@@ -53,7 +53,7 @@ def _cfg(**kwargs) -> Dict[str, Any]:
     return {
         'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': (14, 14), 'crop_pct': 0.9,
         'interpolation': 'bicubic', 'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
-        'first_conv': 'stem.proj', 'classifier': 'head.fc', 'license': 'apache-2.0', 'paper_ids': 'arXiv:2111.01353',
+        'first_conv': (), 'classifier': 'head.fc', 'license': 'apache-2.0', 'paper_ids': 'arXiv:2111.01353',
         'paper_name': 'Can Vision Transformers Perform Convolution?', **kwargs
     }
 
