@@ -1,15 +1,16 @@
 """Self-attention over a pixel grid whose values are the layer's input itself (C20, eq. 1–3 and 9)."""
-from typing import Tuple
+from typing import Dict, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from .encodings import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding
+from .heads import PrunableHeads
 
 ATTN_IMPLS = ('auto', 'dense', 'separable')
 
 
-class GridAttention(nn.Module):
+class GridAttention(PrunableHeads):
     """What every attention of this package does once it has its probabilities: mix pixels, then map the heads.
 
     A head has no value projection of its own, D_h = D: the heads' outputs P_h X are concatenated to N_h·D channels
@@ -51,13 +52,16 @@ class GridAttention(nn.Module):
         if attn_impl not in ATTN_IMPLS:
             raise ValueError(f'attn_impl={attn_impl!r} is unknown: choose one of {ATTN_IMPLS}')
         self.dim = dim
-        self.num_heads = num_heads
+        self._init_heads(num_heads)
         self.attn_impl = attn_impl
         self.attn_drop = nn.Dropout(attn_drop)
         self.value = nn.Linear(num_heads * dim, dim if out_dim is None else out_dim, bias, device=device, dtype=dtype)
 
     def extra_repr(self) -> str:
         return f'dim={self.dim}, num_heads={self.num_heads}, attn_impl={self.attn_impl!r}'
+
+    def head_parameters(self) -> Dict[str, Tuple[int, int]]:
+        return {'value.weight': (1, self.dim)}
 
     def _attend_dense(self, x: Tensor, probs: Tensor) -> Tensor:
         """Σ_k P[q, k] X[k] by the matrix.
@@ -161,6 +165,9 @@ class QuadraticAttention(SeparableAttention):
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         self.encoding = QuadraticEncoding(num_heads, device=device, dtype=dtype)
 
+    def head_parameters(self) -> Dict[str, Tuple[int, int]]:
+        return {**super().head_parameters(), 'encoding.center': (0, 1), 'encoding.sqrt_precision': (0, 1)}
+
 
 class GeneralizedQuadraticAttention(PositionAttention):
     """Attention with the generalized quadratic encoding, −½(δ − Δ)ᵀΣ⁻¹(δ − Δ) (C20, eq. 19): Gaussian heads.
@@ -179,6 +186,9 @@ class GeneralizedQuadraticAttention(PositionAttention):
                 "attn_impl='separable' is not exact for the generalized quadratic encoding, whose score has a cross "
                 "term of rows and columns: use 'auto' or 'dense'")
         self.encoding = GeneralizedQuadraticEncoding(num_heads, device=device, dtype=dtype)
+
+    def head_parameters(self) -> Dict[str, Tuple[int, int]]:
+        return {**super().head_parameters(), 'encoding.center': (0, 1), 'encoding.sqrt_precision': (0, 1)}
 
 
 class LearnedAttention(SeparableAttention):
@@ -211,3 +221,6 @@ class LearnedAttention(SeparableAttention):
                 f"position={position!r} is not for attention without content: choose 'relative_learned' or "
                 "'relative_sinusoidal'")
         self.encoding = LearnedEncoding(num_heads, dim, max_size, kind, device=device, dtype=dtype)
+
+    def head_parameters(self) -> Dict[str, Tuple[int, int]]:
+        return {**super().head_parameters(), 'encoding.weight': (0, 1)}

@@ -1,6 +1,6 @@
 """Self-attention whose scores depend on content and on position (C20, eq. 3 and 8)."""
 import contextlib
-from typing import Optional, Sequence, Tuple
+from typing import Dict, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,11 @@ class ContentAttention(SeparableAttention):
     def position_only(self) -> bool:
         """Whether the scores do not depend on the input."""
         return self.terms == ('vr',)
+
+    def head_parameters(self) -> Dict[str, Tuple[int, int]]:
+        entries = {'query.weight': self.dim, 'key.weight': self.dim, 'key_bias': 1, 'position_bias': 1}
+        own = {name for name, _ in self.named_parameters()}
+        return {**super().head_parameters(), **{name: (0, n) for name, n in entries.items() if name in own}}
 
     def extra_repr(self) -> str:
         return f'{super().extra_repr()}, terms={self.terms}, position={self.position!r}'

@@ -4,15 +4,15 @@ from typing import Iterator, List, Optional, Union
 
 import torch
 from mmengine.config import Config
-from mmengine.hooks import EMAHook, Hook
+from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper
 from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ...models.networks import CMHSANetwork
+from .structure import averaged_models, check_wrapper, refresh_average, unwrapped, wrap_again
 
 
 @HOOKS.register_module()
@@ -69,10 +69,8 @@ class PhaseTransitionHook(Hook):
         if not isinstance(runner.train_loop, EpochBasedTrainLoop):
             raise TypeError(f'PhaseTransitionHook counts epochs, but the loop is a {type(runner.train_loop).__name__}: '
                             'use train_cfg=dict(by_epoch=True, …)')
-        if is_model_wrapper(runner.model) and not isinstance(runner.model, DistributedDataParallel):
-            raise TypeError(f'PhaseTransitionHook can convert a model in DistributedDataParallel, but not in '
-                            f'{type(runner.model).__name__}')
-        networks = _networks(_unwrapped(runner.model))
+        check_wrapper(runner)
+        networks = _networks(unwrapped(runner.model))
         if not networks:
             raise ValueError('PhaseTransitionHook finds no CMHSA in the model: there is nothing to convert')
         if runner.epoch < self.epoch and any(network.phase == 'attn' for network in networks):
@@ -93,7 +91,7 @@ class PhaseTransitionHook(Hook):
         """The transition, when its epoch has come."""
         if runner.epoch < self.epoch:
             return
-        model = _unwrapped(runner.model)
+        model = unwrapped(runner.model)
         networks = [network for network in _networks(model) if network.phase == 'conv']
         if not networks:
             return
@@ -108,7 +106,7 @@ class PhaseTransitionHook(Hook):
         runner.optim_wrapper.initialize_count_status(runner.model, runner.iter, runner.max_iters)
         if is_model_wrapper(runner.model):  # a new one
             runner._maybe_compile('train_step')
-        for averaged in _averaged_models(runner):
+        for averaged in averaged_models(runner):
             _average_attention(averaged, model)
         after = self._outputs(runner, model, data_batch)
         if before is not None and after is not None:
@@ -121,24 +119,19 @@ class PhaseTransitionHook(Hook):
         training = isinstance(runner.optim_wrapper, OptimWrapper)
         if not (runner._resume and training):
             return  # the model follows its checkpoint by itself
-        model = _unwrapped(runner.model)
+        model = unwrapped(runner.model)
         before = [network.phase for network in _networks(model)]
         _follow_phase(model, checkpoint['state_dict'])
         if [network.phase for network in _networks(model)] != before:
-            for averaged in _averaged_models(runner):
+            for averaged in averaged_models(runner):
                 _follow_phase(averaged.module, checkpoint['state_dict'])
-                _refresh(averaged)
+                refresh_average(averaged)
             runner.logger.info('The checkpoint is of the second phase: attention, and its optimizer and schedulers')
             self._begin_second_phase(runner, self.epoch)
 
     def _begin_second_phase(self, runner, epoch: int) -> None:
         """Wrapper, optimizer and schedulers for the parameters that the model now has."""
-        model = _unwrapped(runner.model)
-        if is_model_wrapper(runner.model):
-            # DDP's reducer holds the parameters that it was built with, and listens to those that stay.
-            runner.model._remove_autograd_hooks()
-            runner.model = runner.wrap_model(copy.deepcopy(runner.cfg.get('model_wrapper_cfg')), model)
-            runner.model.train()
+        wrap_again(runner)
         self._build_optimization(runner, epoch)
 
     def _build_optimization(self, runner, epoch: int) -> None:
@@ -184,10 +177,6 @@ class PhaseTransitionHook(Hook):
                 f'the gradients of the last {runner.iter % counts} are dropped')
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    return model.module if is_model_wrapper(model) else model
-
-
 def _networks(model: nn.Module) -> List[CMHSANetwork]:
     return [module for module in model.modules() if isinstance(module, CMHSANetwork)]
 
@@ -199,10 +188,6 @@ def _follow_phase(model: nn.Module, state_dict: dict) -> None:
             module.follow_phase(state_dict, prefix=f'{name}.' if name else '')
 
 
-def _averaged_models(runner) -> Iterator[nn.Module]:
-    return (hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook))
-
-
 def _average_attention(averaged: nn.Module, model: nn.Module) -> None:
     """The average of the first phase, as attention: its function stays as it was too."""
     for network, source in zip(_networks(averaged.module), _networks(model)):
@@ -211,13 +196,7 @@ def _average_attention(averaged: nn.Module, model: nn.Module) -> None:
             for name in ('query', 'key'):  # no average of two random draws
                 getattr(block.attn, name).load_state_dict(getattr(source_block.attn, name).state_dict())
         network.requires_grad_(False)
-    _refresh(averaged)
-
-
-def _refresh(averaged: nn.Module) -> None:
-    """The averaged model's own list of its parameters."""
-    module = averaged.module.requires_grad_(False)
-    averaged.avg_parameters = module.state_dict() if averaged.update_buffers else dict(module.named_parameters())
+    refresh_average(averaged)
 
 
 def _tensors(output) -> Iterator[Tensor]:

@@ -1,9 +1,10 @@
 """The self-attention network of Cordonnier et al. 2020, behind the mmpretrain backbones and the timm models."""
-from typing import Callable
+from typing import Callable, Dict, Sequence
 
 from timm.layers import DropPath, Mlp, calculate_drop_path_rates
 from torch import Tensor, nn
 
+from ...layers.heads import Replacement
 from .grid import GridNetwork, check_drop_path_rate
 
 
@@ -127,3 +128,30 @@ class SelfAttentionNetwork(GridNetwork):
                 **dd) for drop_path in calculate_drop_path_rates(drop_path_rate, depth)
         ])
         self.norm = nn.Identity()  # every block ends in a norm
+
+    def prune_heads(
+            self,
+            heads: Dict[int, Sequence[int]],
+            allow_empty: bool = False,
+    ) -> Dict[nn.Parameter, Replacement]:
+        """Removes heads of some blocks, see :meth:`~attncnn_plugin.layers.heads.PrunableHeads.prune_heads`.
+
+        Args:
+            heads (dict[int, Sequence[int]]): The heads to remove of each block, counted among those it has now.
+            allow_empty (bool): Whether a block may lose all heads, which leaves its attention the bias. Defaults to
+                False.
+
+        Returns:
+            dict[Parameter, Replacement]: What took the place of each old parameter.
+
+        Raises:
+            ValueError: A block or a head that is not there, or all heads of a block; nothing is removed then.
+        """
+        for block, indices in heads.items():
+            if not isinstance(block, int) or not 0 <= block < len(self.blocks):
+                raise ValueError(f'heads={heads} names block {block!r}, but the blocks are 0 to {len(self.blocks) - 1}')
+            self.blocks[block].attn.check_heads(indices, allow_empty)
+        replaced = {}
+        for block, indices in heads.items():
+            replaced.update(self.blocks[block].attn.prune_heads(indices, allow_empty))
+        return replaced
