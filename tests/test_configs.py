@@ -63,6 +63,7 @@ def shrink(config: Config, images, work_dir) -> Config:
             pipeline = [dict(type='LoadImageFromFile'), *loader.dataset.pipeline]
             loader.dataset = dict(type='CustomDataset', data_root=str(images), pipeline=pipeline)
     config.train_cfg.max_epochs = 2
+    config.load_from = None
     for hook in config.get('custom_hooks', []):
         if hook.type == 'PhaseTransitionHook':
             hook.epoch = 1
@@ -132,9 +133,11 @@ def test_resnet18_has_the_numbers_of_the_paper():
 def test_recipe_of_the_paper(name):
     """C20, Table 2: the learning rate at every iteration, batch size, epochs, augmentation."""
     config = ModelHub.get(name).config
-    assert config.train_cfg.max_epochs == 300
+    pruned = 'pruned' in name  # C20, appendix E
+    epochs, peak = (100, 0.01) if pruned else (300, 0.1)
+    assert config.train_cfg.max_epochs == epochs and ('load_from' in config and config.load_from is not None) == pruned
     assert config.train_dataloader.batch_size == 100
-    assert config.optim_wrapper.optimizer == dict(type='SGD', lr=0.1, momentum=0.9, weight_decay=1e-4)
+    assert config.optim_wrapper.optimizer == dict(type='SGD', lr=peak, momentum=0.9, weight_decay=1e-4)
     pipeline = config.train_dataloader.dataset.pipeline
     assert [step.type for step in pipeline] == ['RandomCrop', 'RandomFlip', 'PackInputs']
     assert pipeline[0].padding == 4
@@ -142,8 +145,8 @@ def test_recipe_of_the_paper(name):
         assert (config.model.backbone.drop_rate, config.model.backbone.attn_drop_rate) == (0.1, 0.1)
 
     from mmengine.registry import PARAM_SCHEDULERS
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    per_epoch, epochs = 20, 300
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak)
+    per_epoch = 20
     schedulers = [
         PARAM_SCHEDULERS.get(cfg.type).build_iter_from_epoch(
             optimizer, **{k: v for k, v in cfg.items() if k not in ('type', 'convert_to_iter_based')},
@@ -156,9 +159,9 @@ def test_recipe_of_the_paper(name):
             scheduler.step()
     total, warm_up = per_epoch * epochs, per_epoch * epochs // 20
     step = np.arange(total)
-    linear = 0.1 * step[:warm_up] / (warm_up - 1)
-    cosine = 0.05 * (1 + np.cos(np.pi * (step[warm_up:] - warm_up) / (total - warm_up)))
-    assert np.allclose(rates, np.concatenate([linear, cosine]), atol=2e-3 * 0.1)
+    linear = peak * step[:warm_up] / (warm_up - 1)
+    cosine = peak / 2 * (1 + np.cos(np.pi * (step[warm_up:] - warm_up) / (total - warm_up)))
+    assert np.allclose(rates, np.concatenate([linear, cosine]), atol=2e-3 * peak)
 
 
 def rates(config, per_epoch):

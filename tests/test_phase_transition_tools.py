@@ -1,17 +1,13 @@
 """Both phases of CMHSA with the framework's tools, as processes: killed, distributed, tested, converted."""
-import json
-import os
 import signal
-import subprocess
 import sys
-import textwrap
-from pathlib import Path
 
 import mmpretrain
 import numpy as np
 import pytest
 import torch
 from mmpretrain import ImageClassificationInferencer
+from processes import HOOKS, assert_equal, rates, run
 from small import small_cmhsa
 
 EPOCHS, SWITCH, ITERATIONS = 4, 2, 3  # epochs, epochs of the first phase, iterations of an epoch
@@ -39,26 +35,6 @@ custom_hooks = [
 ]
 """
 
-HOOKS = textwrap.dedent("""
-    import os, signal
-    import torch
-    from mmengine.dist import get_rank
-    from mmengine.hooks import EMAHook, Hook
-    from mmpretrain.registry import HOOKS
-
-    @HOOKS.register_module()
-    class TestHook(Hook):
-        def before_train_iter(self, runner, batch_idx, data_batch=None):
-            if str(runner.iter) == os.environ.get('KILL_AT'):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        def after_train(self, runner):
-            average = next(hook for hook in runner.hooks if isinstance(hook, EMAHook)).ema_model.state_dict()
-            model = getattr(runner.model, 'module', runner.model).state_dict()
-            torch.save(dict(model=model, average=average), os.path.join(runner.work_dir, f'rank{get_rank()}.pt'))
-""")
-
-
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory, repository):
     folder = tmp_path_factory.mktemp('phases')
@@ -67,15 +43,6 @@ def folder(tmp_path_factory, repository):
         (folder / f'batch{batch_size}.py').write_text(
             CONFIG.format(base=repository / 'configs/cmhsa3_digits.py', batch_size=batch_size))
     return folder
-
-
-def run(*command, folder, expected=0, **variables):
-    path = f'{Path(sys.executable).parent}:{os.environ["PATH"]}'
-    modules = os.pathsep.join([str(folder), os.environ.get('PYTHONPATH', '')])
-    environment = {**os.environ, 'PATH': path, 'PYTHONPATH': modules, 'OMP_NUM_THREADS': '1', **variables}
-    result = subprocess.run([str(c) for c in command], capture_output=True, text=True, env=environment)
-    assert result.returncode == expected, result.stdout + result.stderr
-    return result.stdout + result.stderr
 
 
 def train(folder, name, *options, repository, **kwargs):
@@ -89,21 +56,6 @@ def whole(folder, repository):
     log = train(folder, 'whole', repository=repository)
     assert 'Transition at epoch 2: 2 convolutions of 3x3 became attention of 9 heads' in log
     return folder / 'whole'
-
-
-def rates(work_dir):
-    """The learning rate of every iteration, from the logs."""
-    lines = [json.loads(line) for path in sorted(work_dir.glob('*/vis_data/*.json')) if path.stem != 'config'
-             and path.name != 'scalars.json' for line in path.read_text().splitlines()]
-    return {line['iter']: line['lr'] for line in lines if 'lr' in line}
-
-
-def assert_equal(work_dir, whole, rank=0, tolerance=1e-6):
-    actual, expected = torch.load(work_dir / f'rank{rank}.pt'), torch.load(whole / 'rank0.pt')
-    for kind in expected:
-        assert actual[kind].keys() == expected[kind].keys()
-        for name, value in expected[kind].items():
-            assert torch.allclose(actual[kind][name].float(), value.float(), atol=tolerance), (kind, name)
 
 
 @pytest.mark.parametrize('kill_at', [SWITCH * ITERATIONS - 2, SWITCH * ITERATIONS, EPOCHS * ITERATIONS - 1])

@@ -11,7 +11,7 @@ from small import SMALL_ARCH, TIMM_KINDS, small_timm
 from torch import nn
 
 from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
-from attncnn_plugin.pruning.bias import fold_into_bias, head_means
+from attncnn_plugin.pruning.bias import fold_into_bias, head_means, merge_duplicate
 from attncnn_plugin.pruning.optimizer import replace_parameters
 
 LAYERS = {
@@ -169,21 +169,32 @@ def test_uniform_heads_go_into_the_bias():
     expected = layer(x)
     pruned, corrected = copy.deepcopy(layer), copy.deepcopy(layer)
     pruned.prune_heads([1])
-    with head_means([corrected]) as means:
+    with head_means([corrected]) as (means, ):
         corrected(x)
-    fold_into_bias(corrected, [1], means.of(corrected))
+    fold_into_bias(corrected, [1], means.mean)
     corrected.prune_heads([1])
     assert torch.allclose(corrected(x), expected, atol=1e-12)
     assert (pruned(x) - expected).abs().max() > 0.1
 
-    with head_means([layer]) as means:
+    with head_means([layer]) as (means, ):
         for image in images:
             layer(image)
     layer(images[0])  # no longer counted
     heads = torch.einsum('hqk,bkc->bqhc', layer.attention_probs(5, 4), torch.cat(images).flatten(1, 2))
-    assert torch.allclose(means.of(layer), heads.mean((0, 1)).flatten())
+    assert torch.allclose(means.mean, heads.mean((0, 1)).flatten()) and means.size == (5, 4)
     with pytest.raises(ValueError, match='has no bias'):
-        fold_into_bias(QuadraticAttention(4, 3, bias=False), [1], means.of(layer))
+        fold_into_bias(QuadraticAttention(4, 3, bias=False), [1], means.mean)
+
+
+def test_duplicates_go_into_the_head_that_stays():
+    layer = QuadraticAttention(4, 3, dtype=torch.float64)
+    with torch.no_grad():
+        layer.encoding.center[2] = layer.encoding.center[0]
+    x = torch.randn(2, 5, 4, 4, dtype=torch.float64)
+    expected = layer(x)
+    merge_duplicate(layer, 2, 0)
+    layer.prune_heads([2])
+    assert torch.allclose(layer(x), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize('name', TIMM_KINDS)
@@ -200,8 +211,10 @@ def test_state_dicts_carry_their_heads(name, tmp_path):
                   torch.compile(loaded, fullgraph=True, backend='aot_eager')):
         assert torch.allclose(other(x), pruned(x), atol=1e-6)
     whole = small_timm(name).eval()
+    parameters = list(pruned.parameters())
     pruned.load_state_dict(whole.state_dict())  # back again
     assert torch.equal(pruned(x), whole(x))
+    assert all(a is b for a, b in zip(parameters, pruned.parameters()))
     theirs = MODELS.build(dict(
         type={'quadratic': 'SAQuadratic', 'generalized': 'SAGeneralized'}.get(name.split('_')[1], 'SALearned'),
         arch=SMALL_ARCH)) if 'learned' not in name and '16' not in name else None

@@ -16,12 +16,12 @@ class Replacement:
     Attributes:
         parameter (Parameter): The new parameter.
         dim (int): The dimension along which entries were kept.
-        index (Tensor | None): The entries kept, ``(n,)``; None if the new values have nothing to do with the old.
+        index (Tensor): The entries kept, ``(n,)``.
     """
 
     parameter: nn.Parameter
     dim: int
-    index: Optional[Tensor]
+    index: Tensor
 
 
 class PrunableHeads(nn.Module):
@@ -89,32 +89,34 @@ class PrunableHeads(nn.Module):
         self.num_heads = len(kept)
         return replaced
 
-    def follow_heads(self, state_dict: dict, prefix: str = '') -> Dict[nn.Parameter, Replacement]:
+    def follow_heads(self, state_dict: dict, prefix: str = '') -> bool:
         """Takes the number of heads of a state dict; its values are yet to be loaded.
+
+        The parameters stay the same objects, so that an optimizer that was built before, but has not made a step, goes
+        with them.
 
         Args:
             state_dict (dict): With the layer's names, each after ``prefix``.
             prefix (str): Defaults to no prefix.
 
         Returns:
-            dict[Parameter, Replacement]: What took the place of each old parameter.
+            bool: Whether the number of heads has changed.
 
         Raises:
             ValueError: The shapes are not those of this layer with any number of heads up to the one it was built with.
         """
         num_heads = self._heads_of(state_dict, prefix)
         if num_heads in (None, self.num_heads):
-            return {}
+            return False
         logger.info('%s has %d heads in place of %d.', prefix.rstrip('.'), num_heads, self.num_heads)
-        replaced = {}
         for name, (dim, entries) in self.head_parameters().items():
-            old = self.get_parameter(name)
-            shape = list(old.shape)
+            parameter = self.get_parameter(name)
+            shape = list(parameter.shape)
             shape[dim] = num_heads * entries
-            replaced[old] = Replacement(nn.Parameter(old.new_zeros(shape), old.requires_grad), dim, None)
-            self._set_parameter(name, replaced[old].parameter)
+            parameter.data, parameter.grad = parameter.data.new_zeros(shape), None
+            self._set_parameter(name, parameter)
         self.num_heads = num_heads
-        return replaced
+        return True
 
     def _heads_of(self, state_dict: dict, prefix: str) -> Optional[int]:
         counts = {}

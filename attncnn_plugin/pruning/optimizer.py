@@ -24,7 +24,7 @@ def replace_parameters(optimizer: torch.optim.Optimizer, replaced: Dict[nn.Param
                 group['params'][position] = replaced[old].parameter
     for old, replacement in replaced.items():
         state = optimizer.state.pop(old, None)
-        if state and replacement.index is not None:
+        if state:
             optimizer.state[replacement.parameter] = {
                 name: _kept(value, old, replacement)
                 for name, value in state.items()

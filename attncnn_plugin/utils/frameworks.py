@@ -1,9 +1,11 @@
 """Whether mmpretrain is here, and its own tools."""
 import importlib
 import importlib.util
+import logging
 import os
 import runpy
 import sys
+import traceback
 from pathlib import Path
 from typing import Optional
 
@@ -55,6 +57,8 @@ def require_mmpretrain() -> None:
 def run_mmpretrain_tool(name: str) -> None:
     """Runs one of mmpretrain's own tools with this process's arguments.
 
+    An error ends the process with status 1, its traceback in the log and, as the last line of the output, its sentence.
+
     Args:
         name (str): Path of the tool below mmpretrain's ``tools`` folder, for instance ``'train.py'``.
     """
@@ -62,8 +66,15 @@ def run_mmpretrain_tool(name: str) -> None:
     if problem is not None:
         sys.exit(problem)
     import mmpretrain
+    from mmengine.logging import print_log
+
+    from .errors import one_line
     _join_process_group_without_gpu()
-    runpy.run_path(str(Path(mmpretrain.__file__).parent / '.mim' / 'tools' / name), run_name='__main__')
+    try:
+        runpy.run_path(str(Path(mmpretrain.__file__).parent / '.mim' / 'tools' / name), run_name='__main__')
+    except Exception as error:
+        print_log(traceback.format_exc(), logger='current', level=logging.ERROR)
+        sys.exit(one_line(error))
 
 
 def _join_process_group_without_gpu() -> None:

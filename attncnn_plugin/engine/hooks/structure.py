@@ -1,5 +1,6 @@
 """What a hook that changes the parameters of a model in training has to set right."""
 import copy
+import gc
 from typing import Iterator
 
 from mmengine.hooks import EMAHook
@@ -28,8 +29,11 @@ def wrap_again(runner) -> None:
     """A new wrapper for distributed training, if there was one, after parameters were replaced."""
     if is_model_wrapper(runner.model):
         model = unwrapped(runner.model)
-        # DDP's reducer holds the parameters that it was built with, and listens to those that stay.
+        # DDP's reducer holds the parameters that it was built with, in the shapes that they had then, and listens to
+        # those that stay: it has to be gone, cycles of references included, before there is a new one.
         runner.model._remove_autograd_hooks()
+        runner.model = model
+        gc.collect()
         runner.model = runner.wrap_model(copy.deepcopy(runner.cfg.get('model_wrapper_cfg')), model)
         runner.model.train()
 
