@@ -58,23 +58,30 @@ def find_whole_checkpoint(work_dir: str) -> Optional[str]:
         FileNotFoundError: Something was saved, but nothing of it can be resumed from.
     """
     last = find_latest_checkpoint(work_dir)
-    if last and ('://' in last or _content(last)):  # files elsewhere are mmengine's business
+    if last and ('://' in last or content_of(last)):  # files elsewhere are mmengine's business
         return last
     folders = {Path(work_dir), Path(last).parent if last else Path(work_dir)}
     files = sorted((path for folder in folders for path in folder.glob('*.pth')),
                    key=lambda path: path.stat().st_mtime, reverse=True)
     # Those of the best epochs and published ones have no optimizer.
-    newest = next((str(path) for path in files if 'optimizer' in _content(path)), None)
+    newest = next((str(path) for path in files if 'optimizer' in content_of(path)), None)
     if newest is None and last is not None:
         raise FileNotFoundError(f'{last or "last_checkpoint"} is damaged or missing, and {work_dir} holds no other '
                                 'checkpoint to resume from: start anew without --resume')
     return newest
 
 
-def _content(path: Union[str, Path]) -> dict:
-    """What a checkpoint holds; nothing if it cannot be loaded."""
+def content_of(path: Union[str, Path]) -> dict:
+    """What a checkpoint holds, with weights that are read when they are used.
+
+    Args:
+        path (str | Path): The file.
+
+    Returns:
+        dict: Its content; nothing if it cannot be loaded.
+    """
     try:
-        content = torch.load(path, map_location='cpu', mmap=True)  # mapped: no weights are read
+        content = torch.load(path, map_location='cpu', mmap=True)
     except Exception:
         return {}
     return content if isinstance(content, dict) else {}

@@ -1,12 +1,14 @@
 """Checkpoints that are whole, and fit."""
 import re
+from pathlib import Path
 
+from mmengine.dist import is_main_process
 from mmengine.hooks import CheckpointHook
 from mmengine.runner import find_latest_checkpoint
 from mmpretrain.registry import HOOKS
 
 from ...utils import atomic_backend  # noqa: F401
-from ...utils.checkpoints import find_whole_checkpoint
+from ...utils.checkpoints import content_of, find_whole_checkpoint
 
 
 @HOOKS.register_module()
@@ -25,30 +27,38 @@ class AtomicCheckpointHook(CheckpointHook):
         super().__init__(*args, backend_args=backend_args, **kwargs)
 
     def before_run(self, runner) -> None:
-        """Which checkpoint the run resumes from, where none is named."""
-        if runner._resume and runner._load_from is None:
-            whole, last = find_whole_checkpoint(runner.work_dir), find_latest_checkpoint(runner.work_dir)
-            if whole != last:
-                runner.logger.warning(f'{last or "last_checkpoint"} is damaged or missing: resuming from {whole} instead')
-                runner._load_from = whole
-
-    def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
-        """Whether the checkpoint is of this model; mmengine warns of what does not fit, and goes on with nothing.
+        """Which checkpoint the run resumes from, where none is named, and whether it is one of this model.
 
         Raises:
             KeyError: There is nothing to resume but weights.
-            ValueError: Hardly any weight has the name and the shape of one of the model.
+            ValueError: Hardly any weight has the name and the shape of one of the model; mmengine would only warn.
         """
-        name = runner._load_from or 'the checkpoint'
-        if runner._resume and not {'meta', 'message_hub'} <= checkpoint.keys():
+        name = runner._load_from
+        if runner._resume and name is None:
+            name, last = find_whole_checkpoint(runner.work_dir), find_latest_checkpoint(runner.work_dir)
+            if name != last:
+                damaged = last or 'last_checkpoint'
+                runner.logger.warning(f'{damaged} is damaged or missing: resuming from {name} instead')
+                runner._load_from = name
+        content = content_of(name) if name else {}
+        if not content:
+            return  # none, or one that mmengine will not load either
+        if runner._resume and not {'meta', 'message_hub'} <= content.keys():
             raise KeyError(f'{name} holds weights alone and cannot be resumed from: start from them with '
                            f'--cfg-options load_from={name}, without --resume')
-        theirs = _shapes(checkpoint.get('state_dict', checkpoint))
-        ours = _shapes(runner.model.state_dict())
+        theirs, ours = _shapes(content.get('state_dict', content)), _shapes(runner.model.state_dict())
         fitting = ours.items() & theirs.items()
         if len(fitting) < len(ours) / 10:  # heads and statistics of the pixels fit many models
-            raise ValueError(f'{name} is of another model: {len(fitting)} of the {len(ours)} weights of this one are in '
-                             'it under the same name and with the same shape; give the config that it was trained with')
+            raise ValueError(
+                f'{name} is of another model: {len(fitting)} of the {len(ours)} weights of this one are in it under '
+                'the same name and with the same shape; give the config that it was trained with')
+
+    def before_train(self, runner) -> None:
+        """Removes what a killed process has left."""
+        super().before_train(runner)
+        if is_main_process():
+            for part in Path(self.out_dir).glob('*.pth.part'):
+                part.unlink()
 
 
 def _shapes(state_dict: dict) -> dict:

@@ -72,8 +72,8 @@ class HeadPruningHook(Hook):
         if any(not isinstance(epoch, int) or epoch < 0 for epoch in epochs):
             raise ValueError(f'epochs={epochs} of HeadPruningHook must be epochs, counted from 0')
         if (begin is None) != (interval is None) or interval is not None and (interval < 1 or begin < 0):
-            raise ValueError(f'begin={begin} and interval={interval} of HeadPruningHook go together, an epoch from 0 on '
-                             'and a number of epochs of at least 1')
+            raise ValueError(f'begin={begin} and interval={interval} of HeadPruningHook go together, an epoch from 0 '
+                             'on and a number of epochs of at least 1')
         if num_batches < 1 or lr_scale <= 0 or singular_penalty < 0:
             raise ValueError(f'num_batches={num_batches} and lr_scale={lr_scale} of HeadPruningHook must be above 0, '
                              f'singular_penalty={singular_penalty} at least 0')
@@ -112,8 +112,10 @@ class HeadPruningHook(Hook):
 
     def before_train_epoch(self, runner) -> None:
         """Prunes, if the epoch is one of those."""
-        if not self._is_due(runner.epoch):
-            return
+        info = runner.message_hub.runtime_info  # goes into checkpoints
+        if not self._is_due(runner.epoch) or info.get('heads_judged_at_epoch') == runner.epoch:
+            return  # judged before the run was stopped in the middle of this epoch
+        runner.message_hub.update_info('heads_judged_at_epoch', runner.epoch)
         model = unwrapped(runner.model)
         layers = _layers(model)
         means = self._observe(runner, model, layers)

@@ -22,10 +22,10 @@ from ...utils import atomic_backend  # noqa: F401
 class PreemptionHook(Hook):
     """Ends the training on SIGTERM with a checkpoint, ``preempted.pth``, from which ``--resume`` goes on.
 
-    Every rank finishes the iteration in which any of them got the signal, and those that gradients are still accumulated
-    for; the process ends with status 143, as one that SIGTERM has ended. A resumed run trains on the batches of the
-    epoch that were left, in the order that they had. As in any resumed run of mmengine, random numbers (dropout,
-    augmentation) are others than those of a run that was never stopped.
+    Every rank finishes the iteration in which any of them got the signal, and those that gradients are still
+    accumulated for; the process ends with status 143, as one that SIGTERM has ended. A resumed run trains on the
+    batches of the epoch that were left, in the order that they had. As in any resumed run of mmengine, random numbers
+    (dropout, augmentation) are others than those of a run that was never stopped.
 
     A signal during validation takes effect at the first iteration after it.
     """
