@@ -17,7 +17,7 @@ _base_ = '{base}'
 custom_imports = dict(imports=['attncnn_plugin', 'test_hooks'], allow_failed_imports=False)
 model = dict(backbone=dict(num_layers=2, attn_bias_init=40.))
 # Plain gradients: AdamW makes steps of the rounding errors in gradients that are zero.
-optim_wrapper = dict(optimizer=dict(_delete_=True, type='SGD', lr=0.05, momentum=0.9))
+optim_wrapper = dict(optimizer=dict(_delete_=True, type='SGD', lr=0.05, momentum=0.9, weight_decay=1e-4))
 train_dataloader = dict(batch_size={batch_size}, dataset=dict(indices=24))
 val_dataloader = dict(dataset=dict(indices=8))
 train_cfg = dict(max_epochs=4)
