@@ -277,3 +277,22 @@ def test_models_without_such_heads(repository, tmp_path):
     config.model.backbone.update(type='SALearned', content=True)
     with pytest.raises(ValueError, match='finds no attention by positions alone in the model'):
         run(config)
+
+
+def test_mixed_precision(repository, tmp_path, start, monkeypatch):
+    """AmpOptimWrapper, which asks for a GPU, on the CPU; the state of what is left goes on."""
+    from mmengine.optim.optimizer import amp_optimizer_wrapper
+    monkeypatch.setattr(amp_optimizer_wrapper, 'is_cuda_available', lambda: True)
+    config = small_config(repository, tmp_path, load_from=start, hook=dict(epochs=[PRUNE_AT]))
+    config.optim_wrapper.update(type='AmpOptimWrapper', dtype='bfloat16')
+    runner, recorder = run(config)
+    assert type(runner.optim_wrapper).__name__ == 'AmpOptimWrapper'
+    assert recorder.heads[-1] == [2, 2]
+    for parameter, state in runner.optim_wrapper.optimizer.state.items():
+        assert state['exp_avg'].shape == parameter.shape and state['step'] == EPOCHS * ITERATIONS
+    again = run(small_config(
+        repository, tmp_path / 'again', hook=dict(epochs=[PRUNE_AT]), resume=True,
+        load_from=str(tmp_path / f'epoch_{PRUNE_AT + 1}.pth'),
+        **{'optim_wrapper.type': 'AmpOptimWrapper', 'optim_wrapper.dtype': 'bfloat16'}))[1]
+    for name, weight in recorder.weights[EPOCHS].items():
+        assert torch.allclose(again.weights[EPOCHS][name], weight, atol=1e-6), name

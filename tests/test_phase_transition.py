@@ -380,3 +380,16 @@ def test_several_networks(repository, tmp_path):
         repository, tmp_path / 'resumed', resume=True, load_from=str(tmp_path / f'epoch_{SWITCH + 1}.pth'))
     config.model.backbone = dict(type='Twins', twin=config.model.backbone)
     assert run(config)[1].phases == ['attn'] * 2 * ITERATIONS
+
+
+def test_mixed_precision(repository, tmp_path, monkeypatch):
+    """AmpOptimWrapper, which asks for a GPU, on the CPU: the second phase inherits it."""
+    from mmengine.optim.optimizer import amp_optimizer_wrapper
+    monkeypatch.setattr(amp_optimizer_wrapper, 'is_cuda_available', lambda: True)
+    amp = {'optim_wrapper.type': 'AmpOptimWrapper', 'optim_wrapper.dtype': 'bfloat16'}
+    runner, recorder = run(small_config(repository, tmp_path, **amp))
+    assert type(runner.optim_wrapper).__name__ == 'AmpOptimWrapper' and recorder.phases[-1] == 'attn'
+    again = run(small_config(
+        repository, tmp_path / 'again', resume=True, load_from=str(tmp_path / f'epoch_{SWITCH + 1}.pth'), **amp))[1]
+    for name, weight in recorder.weights[EPOCHS].items():
+        assert torch.allclose(again.weights[EPOCHS][name], weight, atol=1e-6), name
