@@ -79,9 +79,9 @@ def test_killed_and_resumed(kill_at, whole, folder, repository):
 def test_two_processes(whole, folder, repository):
     """Twelve iterations after the pruning: equal on both ranks, and to one process with the same batches."""
     command = ['bash', repository / 'tools/dist_train.sh', folder / 'batch4.py', 2, '--work-dir']
-    log = run(*command, folder / 'two', '--cfg-options', f'load_from={folder}/start.pth', folder=folder, PORT='29641')
+    log = run(*command, folder / 'two', '--cfg-options', f'load_from={folder}/start.pth', folder=folder, PORT='29651')
     assert 'GPU number: 2' in log and 'Removed heads' in log
-    run(*command, folder / 'again', '--resume', folder / 'two/epoch_3.pth', folder=folder, PORT='29642')
+    run(*command, folder / 'again', '--resume', folder / 'two/epoch_3.pth', folder=folder, PORT='29652')
     for rank in (0, 1):
         assert_equal(folder / 'two', folder / 'two', rank, tolerance=0)
         assert_equal(folder / 'two', whole, rank, tolerance=1e-5)
