@@ -1,5 +1,4 @@
 """Degenerate heads removed, or begun anew, while a model is trained (C20, appendix E)."""
-import copy
 import itertools
 import random
 from contextlib import contextmanager
@@ -19,7 +18,8 @@ from ...layers.heads import PrunableHeads, Replacement
 from ...pruning import (LayerReport, find_degenerate_heads, fold_into_bias, head_means, least_uniform_head,
                         merge_duplicate, replace_parameters, reset_heads, singular_penalty)
 from ...pruning.bias import HeadMeans
-from .structure import averaged_models, check_wrapper, refresh_average, unwrapped, wrap_again
+from .structure import (averaged_models, build_schedulers, check_wrapper, refresh_average, unwrapped,
+                        wrap_again)
 
 
 @HOOKS.register_module()
@@ -241,11 +241,7 @@ class HeadPruningHook(Hook):
         for optimizer in _optimizers(runner):
             for group in optimizer.param_groups:
                 group['lr'] = group.get('initial_lr', group['lr'])
-        schedulers = copy.deepcopy(self.param_scheduler)
-        for scheduler in [schedulers] if isinstance(schedulers, dict) else schedulers:
-            by_epoch = scheduler.get('by_epoch', True)
-            scheduler.setdefault('end', epochs if by_epoch else epochs * len(runner.train_dataloader))
-        runner.param_schedulers = runner.build_param_scheduler(schedulers)
+        build_schedulers(runner, self.param_scheduler, epochs)
 
     def _add_penalty(self, model: nn.Module, args, outputs):
         """Adds the penalty to the losses that a model returns in training."""

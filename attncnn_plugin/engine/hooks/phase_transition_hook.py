@@ -12,7 +12,8 @@ from mmpretrain.registry import HOOKS
 from torch import Tensor, nn
 
 from ...models.networks import CMHSANetwork
-from .structure import averaged_models, check_wrapper, refresh_average, unwrapped, wrap_again
+from .structure import (averaged_models, build_schedulers, check_wrapper, refresh_average, unwrapped,
+                        wrap_again)
 
 
 @HOOKS.register_module()
@@ -145,12 +146,7 @@ class PhaseTransitionHook(Hook):
         runner.param_schedulers = None  # scale_lr wants it before them
         runner.optim_wrapper = runner.build_optim_wrapper(config.optim_wrapper)
         runner.scale_lr(runner.optim_wrapper, runner.auto_scale_lr)
-        schedulers = copy.deepcopy(self.param_scheduler or [])
-        epochs = runner.max_epochs - epoch
-        for scheduler in [schedulers] if isinstance(schedulers, dict) else schedulers:
-            by_epoch = scheduler.get('by_epoch', True)
-            scheduler.setdefault('end', epochs if by_epoch else epochs * len(runner.train_dataloader))
-        runner.param_schedulers = runner.build_param_scheduler(schedulers)
+        build_schedulers(runner, self.param_scheduler or [], runner.max_epochs - epoch)
 
     @staticmethod
     @torch.no_grad()

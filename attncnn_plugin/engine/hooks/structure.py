@@ -1,7 +1,7 @@
 """What a hook that changes the parameters of a model in training has to set right."""
 import copy
 import gc
-from typing import Iterator
+from typing import Iterator, List, Union
 
 from mmengine.hooks import EMAHook
 from mmengine.model import BaseAveragedModel, is_model_wrapper
@@ -36,6 +36,15 @@ def wrap_again(runner) -> None:
         gc.collect()
         runner.model = runner.wrap_model(copy.deepcopy(runner.cfg.get('model_wrapper_cfg')), model)
         runner.model.train()
+
+
+def build_schedulers(runner, schedulers: Union[dict, List[dict]], epochs: int) -> None:
+    """Gives the run new schedulers, counted from now; without an ``end`` they go on for ``epochs`` epochs."""
+    schedulers = copy.deepcopy(schedulers)
+    for scheduler in [schedulers] if isinstance(schedulers, dict) else schedulers:
+        by_epoch = scheduler.get('by_epoch', True)
+        scheduler.setdefault('end', epochs if by_epoch else epochs * len(runner.train_dataloader))
+    runner.param_schedulers = runner.build_param_scheduler(schedulers)
 
 
 def averaged_models(runner) -> Iterator[BaseAveragedModel]:
