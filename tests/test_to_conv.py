@@ -178,7 +178,7 @@ def test_soft_heads_within_the_window_are_exact(mode, stride):
 @given(st.sampled_from(['quadratic', 'generalized', 'learned', 'image']), st.sampled_from(MODES), st.integers(1, 3),
        st.integers(0, 2 ** 31))
 @settings(max_examples=40)
-def test_bounds_hold_and_are_nearly_reached(kind, mode, num_heads, seed):
+def test_bounds_hold_and_are_reached_by_one_head(kind, mode, num_heads, seed):
     torch.manual_seed(seed)
     size = (6, 5)
     if kind == 'image':
@@ -200,10 +200,10 @@ def test_bounds_hold_and_are_nearly_reached(kind, mode, num_heads, seed):
     reached = output.norm(dim=1).amax(0).reshape(size)  # the largest error of each query
     assert reached.max() <= fit.bound * (1 + 1e-10) + 1e-12
     assert reached[1:-1, 1:-1].max() <= fit.interior_bound * (1 + 1e-10) + 1e-12
-    # One head: the bound is the largest error. Several: it does not see that their errors can cancel.
-    least = 0.999 if num_heads == 1 else 0.4
-    assert reached.max() >= least * fit.bound - 1e-12
-    assert reached[1:-1, 1:-1].max() >= least * fit.interior_bound - 1e-12
+    # One head: the bound is the largest error. Several: it does not see that their errors can cancel, by any amount.
+    if num_heads == 1:
+        assert reached.max() >= 0.999 * fit.bound - 1e-12
+        assert reached[1:-1, 1:-1].max() >= 0.999 * fit.interior_bound - 1e-12
     # ... and of a whole output, on random inputs
     x = F.normalize(torch.randn(16, 4, *size, dtype=torch.float64), dim=1)
     with torch.no_grad():
