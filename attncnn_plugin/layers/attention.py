@@ -1,11 +1,15 @@
 """Self-attention over a pixel grid whose values are the layer's input itself (C20, eq. 1–3 and 9)."""
-from typing import Dict, Tuple
+from typing import Any, Callable, Dict, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from .encodings import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding
 from .heads import PrunableHeads
+from .kept import KeptByGrid
+from .linear import is_plain_linear
+from .separable import attend_separable, map_heads, matmul_dtype, separable_heads
+from .shift_heads import TOLERANCE, ShiftHead, shift_heads
 
 ATTN_IMPLS = ('auto', 'dense', 'separable')
 
@@ -56,6 +60,7 @@ class GridAttention(PrunableHeads):
         self.attn_impl = attn_impl
         self.attn_drop = nn.Dropout(attn_drop)
         self.value = nn.Linear(num_heads * dim, dim if out_dim is None else out_dim, bias, device=device, dtype=dtype)
+        self._kept = None
 
     def extra_repr(self) -> str:
         return f'dim={self.dim}, num_heads={self.num_heads}, attn_impl={self.attn_impl!r}'
@@ -63,32 +68,28 @@ class GridAttention(PrunableHeads):
     def head_parameters(self) -> Dict[str, Tuple[int, int]]:
         return {'value.weight': (1, self.dim)}
 
+    def switch_to_deploy(self) -> None:
+        """For inference: evaluation mode, no gradients; what depends on the grid alone is computed once for a size."""
+        self.eval().requires_grad_(False)
+        if self._kept is None:
+            self._kept = KeptByGrid()
+
+    def _by_grid(self, make: Callable[..., Any], *size: Any) -> Any:
+        """``make(*size)``, which depends on the parameters alone."""
+        return make(*size) if self._kept is None else self._kept(self, make, *size)
+
     def _attend_dense(self, x: Tensor, probs: Tensor) -> Tensor:
         """Σ_k P[q, k] X[k] by the matrix.
 
         Args:
             x (Tensor): ``(B, H, W, D)``.
-            probs (Tensor): ``(N_h, H*W, H*W)``, or ``(B, N_h, H*W, H*W)``.
+            probs (Tensor): ``(N_h, H*W, H*W)``. With dropout, the images of a batch have the same mask.
         """
         batch, height, width, dim = x.shape
-        probs = self.attn_drop(probs).to(x.dtype)
-        heads = torch.matmul(probs, x.reshape(batch, 1, height * width, dim))  # (B, N_h, q, D)
-        return self.value(heads.transpose(1, 2).reshape(batch, height, width, self.value.in_features))
-
-    def _attend_separable(self, x: Tensor, row_probs: Tensor, column_probs: Tensor) -> Tensor:
-        """Σ_k1 Σ_k2 P1[q1, k1] P2[q2, k2] X[k1, k2], one axis after the other.
-
-        Args:
-            x (Tensor): ``(B, H, W, D)``.
-            row_probs (Tensor): P1, ``(N_h, H, H)``.
-            column_probs (Tensor): P2, ``(N_h, W, W)``.
-        """
-        batch, height, width, dim = x.shape
-        rows = row_probs.to(x.dtype).reshape(-1, height)  # all heads at once: (N_h*q1, k1)
-        heads = torch.matmul(rows, x.reshape(batch, height, width * dim))
-        heads = heads.reshape(batch, self.num_heads, height, width, dim)  # (B, N_h, q1, k2, D)
-        heads = torch.matmul(column_probs.to(x.dtype)[:, None], heads)  # (B, N_h, q1, q2, D)
-        return self.value(heads.permute(0, 2, 3, 1, 4).reshape(batch, height, width, self.value.in_features))
+        probs = self.attn_drop(probs).to(x.dtype).flatten(0, 1)
+        heads = torch.matmul(probs, x.permute(1, 2, 0, 3).reshape(height * width, batch * dim))  # (h·q, b·d)
+        heads = heads.reshape(self.num_heads, height, width, batch, dim).permute(3, 1, 2, 0, 4)
+        return self.value(heads.reshape(batch, height, width, self.value.in_features))
 
 
 class PositionAttention(GridAttention):
@@ -125,8 +126,11 @@ class SeparableAttention(PositionAttention):
             RuntimeError: ``attn_impl='separable'`` while attention dropout is active.
         """
         height, width = x.shape[1], x.shape[2]
-        if self._use_separable(height, width):
-            return self._attend_separable(x, *self.axis_probs(height, width))
+        if self.num_heads and self._use_separable(height, width):
+            row_probs, column_probs = self._by_grid(self.axis_probs, height, width)
+            if is_plain_linear(self.value):
+                return attend_separable(x, row_probs, column_probs, self.value.weight, self.value.bias)
+            return self.value(torch.cat(list(separable_heads(x, row_probs, column_probs)), dim=-1))
         return self._attend_dense(x, self.attention_probs(height, width))
 
     def axis_scores(self, height: int, width: int) -> Tuple[Tensor, Tensor]:
@@ -137,6 +141,11 @@ class SeparableAttention(PositionAttention):
         """The factors P1 ``(N_h, height, height)`` and P2 ``(N_h, width, width)`` of the probabilities."""
         row_scores, column_scores = self.axis_scores(height, width)
         return row_scores.softmax(dim=-1), column_scores.softmax(dim=-1)
+
+    def attention_probs(self, height: int, width: int) -> Tensor:
+        row_probs, column_probs = self.axis_probs(height, width)
+        probs = row_probs[:, :, None, :, None] * column_probs[:, None, :, None, :]
+        return probs.reshape(self.num_heads, height * width, height * width)
 
     def scores(self, height: int, width: int) -> Tensor:
         row_scores, column_scores = self.axis_scores(height, width)
@@ -172,6 +181,9 @@ class QuadraticAttention(SeparableAttention):
 class GeneralizedQuadraticAttention(PositionAttention):
     """Attention with the generalized quadratic encoding, −½(δ − Δ)ᵀΣ⁻¹(δ − Δ) (C20, eq. 19): Gaussian heads.
 
+    Where nothing is to be learned about the heads, ``attn_impl='auto'`` mixes pixels along rows and columns for those
+    whose table of shifts is of low rank, see :mod:`~attncnn_plugin.layers.shift_heads`.
+
     Args:
         See :class:`GridAttention`; ``attn_impl`` is ``'auto'`` or ``'dense'``.
 
@@ -186,6 +198,26 @@ class GeneralizedQuadraticAttention(PositionAttention):
                 "attn_impl='separable' is not exact for the generalized quadratic encoding, whose score has a cross "
                 "term of rows and columns: use 'auto' or 'dense'")
         self.encoding = GeneralizedQuadraticEncoding(num_heads, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(B, H, W, D)`` to ``(B, H, W, D_out)``, for any H and W."""
+        height, width, dtype = *x.shape[1:3], matmul_dtype(x)
+        if not self._use_shift_heads(dtype):
+            return super().forward(x)
+        heads = (head.mix(x) for head in self._by_grid(self._shift_heads, height, width, dtype))
+        if is_plain_linear(self.value):
+            return map_heads(heads, self.value.weight, self.value.bias)
+        return self.value(torch.cat(list(heads), dim=-1))
+
+    def _shift_heads(self, height: int, width: int, dtype: torch.dtype) -> Sequence[ShiftHead]:
+        return shift_heads(self.encoding.shift_scores(height, width), height, width, dtype)
+
+    def _use_shift_heads(self, dtype: torch.dtype) -> bool:
+        learns = torch.is_grad_enabled() and any(p.requires_grad for p in self.encoding.parameters())
+        dropout = self.training and self.attn_drop.p > 0
+        # The choice depends on values, which a compiled graph does not know.
+        return (self.attn_impl == 'auto' and self.num_heads > 0 and dtype in TOLERANCE and not learns and not dropout
+                and not torch.compiler.is_compiling())
 
     def head_parameters(self) -> Dict[str, Tuple[int, int]]:
         return {**super().head_parameters(), 'encoding.center': (0, 1), 'encoding.sqrt_precision': (0, 1)}

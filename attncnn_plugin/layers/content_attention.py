@@ -1,14 +1,20 @@
 """Self-attention whose scores depend on content and on position (C20, eq. 3 and 8)."""
 import contextlib
-from typing import Dict, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import SeparableAttention
 from .encodings import AbsoluteEncoding, RelativeTables, at_least_float32, at_shifts
+from .linear import is_plain_linear
+from .separable import is_exporting
 
 TERMS = ('qk', 'qr', 'uk', 'vr')
+
+# Keys from which on the fused kernel trains no slower on CPUs; at 256 its backward pass takes 1.5 times as long.
+FUSED_FROM = 1024
 
 
 class ContentAttention(SeparableAttention):
@@ -101,7 +107,19 @@ class ContentAttention(SeparableAttention):
         """``(B, H, W, D)`` to ``(B, H, W, D_out)``, for any H and W that the position encoding covers."""
         if self.position_only:
             return super().forward(x)
-        return self._attend_dense(x, self.attention_scores(x).softmax(dim=-1))
+        if self.num_heads == 0:
+            return self.value(x[..., :0])
+        batch, height, width, dim = x.shape
+        if self._merging_is_cheaper(batch * height * width):
+            query, key = self._merged_query_key(x)
+        else:
+            query, key = self._query_key(x)
+        value = at_least_float32(x).reshape(batch, 1, height * width, dim)
+        with full_precision(x.device.type):
+            heads = attend(query, key, value, self.attn_drop.p if self.training else 0.)
+        if query.shape[1] == self.num_heads:
+            heads = heads.transpose(1, 2)
+        return self.value(heads.to(x.dtype).reshape(batch, height, width, self.value.in_features))
 
     def attention_scores(self, x: Tensor) -> Tensor:
         """The scores of an input, ``(B, N_h, H*W, H*W)``, at least float32.
@@ -111,30 +129,110 @@ class ContentAttention(SeparableAttention):
         Args:
             x (Tensor): ``(B, H, W, D)``.
         """
+        query, key = self._query_key(x)
+        with full_precision(x.device.type):
+            return torch.matmul(query, key.mT)
+
+    def _query_key(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """Vectors of which the scores are the products, at least float32.
+
+        Row and column terms are entries of the query, for each row and each column of the grid, and the key of a pixel
+        picks those of its own: q·k/√D + f[k1] + g[k2] = [q/√D; f; g]·[k; e_k1; e_k2].
+
+        Returns:
+            tuple[Tensor, Tensor]: ``(B, N_h, H*W, E)``, and ``(B, N_h, H*W, E)`` or ``(B, 1, H*W, E)``.
+        """
         batch, height, width, _ = x.shape
-        pixels = height * width
         positioned = x if self.absolute is None else self.absolute(x)
         query, key = (
-            None if linear is None else at_least_float32(linear(positioned))
-            .reshape(batch, height, width, self.num_heads, self.dim).permute(0, 3, 1, 2, 4)  # (B, N_h, H, W, D)
-            for linear in (self.query, self.key))
-
-        parts = []
+            None if linear is None else at_least_float32(linear(positioned)).unflatten(-1, (self.num_heads, self.dim))
+            for linear in (self.query, self.key))  # (B, H, W, N_h, D)
+        queries, keys = [], []
         with full_precision(x.device.type):
             if 'qk' in self.terms:
-                parts.append(torch.matmul(query.flatten(2, 3), key.flatten(2, 3).mT))
+                queries.append(query / self.dim ** 0.5)
             if 'uk' in self.terms:
-                parts.append(torch.matmul(key.flatten(2, 3), at_least_float32(self.key_bias)[:, :, None]).mT)
+                bias = at_least_float32(self.key_bias) / self.dim ** 0.5
+                queries = [sum(queries) + bias.expand_as(key)]  # (q + u)·k
+            if queries:
+                keys.append(key.permute(0, 3, 1, 2, 4).flatten(2, 3))
+            if self.tables is not None:
+                row, column = self.tables(height, width, like=self.value.weight)
+                scores = self._axis_scores_of(height, width)
+                if 'qr' in self.terms:
+                    # q·r_δ = q·R[δ1] + q·C[δ2], an axis at a time.
+                    row, column = at_shifts(row.T, height), at_shifts(column.T, width)  # (D, q, k)
+                    scores = [
+                        scores[0] + torch.einsum('bijhd,dik->bijhk', query, row) / self.dim ** 0.5,
+                        scores[1] + torch.einsum('bijhd,djk->bijhk', query, column) / self.dim ** 0.5]
+                queries += [score.expand(batch, height, width, -1, -1) for score in scores]
+                pixels = one_hot_pixels(height, width, row)
+                keys.append(pixels.expand(*(keys[0].shape[:2] if keys else (1, 1)), -1, -1))
+            query = torch.cat(queries, dim=-1).permute(0, 3, 1, 2, 4).flatten(2, 3)
+            return query, torch.cat(keys, dim=-1)
+
+    def _merged_query_key(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """As :meth:`_query_key`, with the matrices of a head multiplied: q·k = x_q (W_qryᵀ W_key) x_k.
+
+        The keys are the pixels themselves, the same for all heads, so that heads are no more than further queries.
+
+        Returns:
+            tuple[Tensor, Tensor]: ``(B, 1, H*W*N_h, E)`` and ``(B, 1, H*W, E)``.
+        """
+        batch, height, width, dim = x.shape
+        positioned = x if self.absolute is None else self.absolute(x)
+        weight, bias, row, column = self._by_grid(self._merged_maps, height, width)
+        query = at_least_float32(F.linear(positioned, weight, bias))
+        with full_precision(x.device.type):
+            queries = [query.unflatten(-1, (self.num_heads, dim))]
+            keys = [at_least_float32(positioned).flatten(1, 2)]
+            if self.tables is not None:
+                scores = self._axis_scores_of(height, width)
+                if row is not None:
+                    tokens = at_least_float32(positioned)
+                    scores = [
+                        scores[0] + torch.einsum('bijd,hdik->bijhk', tokens, at_shifts(row, height)),
+                        scores[1] + torch.einsum('bijd,hdjk->bijhk', tokens, at_shifts(column, width))]
+                queries += [score.expand(batch, height, width, -1, -1) for score in scores]
+                keys.append(one_hot_pixels(height, width, query).expand(batch, -1, -1))
+            return torch.cat(queries, dim=-1).flatten(1, 3)[:, None], torch.cat(keys, dim=-1)[:, None]
+
+    def _merged_maps(self, height: int, width: int) -> Tuple[Tensor, Optional[Tensor], ...]:
+        """The maps from a pixel to its queries for pixels, rows and columns.
+
+        Returns:
+            tuple: W_qryᵀ W_key/√D as a weight ``(N_h·D, D)``; u W_key/√D, ``(N_h·D,)``; R W_qry/√D and C W_qry/√D of
+            every shift, ``(N_h, D, 2·H − 1)`` and ``(N_h, D, 2·W − 1)``; None for those without a term.
+        """
+        query, key = (
+            at_least_float32(linear.weight).unflatten(0, (self.num_heads, self.dim))
+            for linear in (self.query, self.key))
+        scale = self.dim ** -0.5
+        bias = row = column = None
+        with full_precision(query.device.type):
+            weight = torch.matmul(key.mT, query) * scale
+            if 'uk' in self.terms:
+                bias = torch.matmul(at_least_float32(self.key_bias)[:, None], key).flatten() * scale
             if 'qr' in self.terms:
-                # q·r_δ = q·R[δ1] + q·C[δ2]: an axis at a time, without a tensor of size (H*W)²·D.
-                row, column = self.tables(height, width, like=query)
-                row = torch.einsum('bhijd,dik->bhijk', query, at_shifts(row.T, height))
-                column = torch.einsum('bhijd,djk->bhijk', query, at_shifts(column.T, width))
-                parts.append((row[..., :, None] + column[..., None, :]).reshape(*row.shape[:2], pixels, pixels))
-            scores = sum(parts) / self.dim ** 0.5
-            if 'vr' in self.terms:
-                scores = scores + self.scores(height, width)
-        return scores.expand(batch, self.num_heads, pixels, pixels)
+                row, column = (
+                    torch.matmul(query.mT, table.T) * scale for table in self.tables(height, width, like=query))
+        weight = weight.flatten(0, 1).to(self.query.weight.dtype)
+        return weight, None if bias is None else bias.to(weight.dtype), row, column
+
+    def _axis_scores_of(self, height: int, width: int) -> List[Tensor]:
+        """vᵀr_δ, zero without this term, as scores of queries and heads for rows and for columns."""
+        if 'vr' not in self.terms:
+            zero = at_least_float32(self.value.weight).new_zeros(self.num_heads)
+            return [zero.reshape(-1, 1).expand(-1, height), zero.reshape(-1, 1).expand(-1, width)]
+        row, column = self.axis_scores(height, width)
+        return [row.transpose(0, 1)[:, None], column.transpose(0, 1)]  # (q1, 1, N_h, k1), (q2, N_h, k2)
+
+    def _merging_is_cheaper(self, tokens: int) -> bool:
+        """Whether W_qryᵀ W_key, N_h·D³ multiply-adds, costs less than the keys of T tokens, N_h·T·D²."""
+        if 'qk' not in self.terms or not (is_plain_linear(self.query) and is_plain_linear(self.key)):
+            return False
+        # A size that an exported program is to take later cannot decide now.
+        return not is_exporting() and (tokens > self.dim or self._kept is not None)
 
     def axis_scores(self, height: int, width: int) -> Tuple[Tensor, Tensor]:
         """The two terms of vᵀr_δ, ``(N_h, height, height)`` and ``(N_h, width, width)``."""
@@ -150,6 +248,38 @@ class ContentAttention(SeparableAttention):
             raise ValueError(
                 f'the probabilities of terms={self.terms} depend on the input x: use attention_scores(x).softmax(-1)')
         return super().attention_probs(height, width)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+    """softmax(q·k) v.
+
+    Args:
+        query (Tensor): ``(B, N, Q, E)``.
+        key (Tensor): ``(B, N, K, E)``, or ``(B, 1, K, E)`` for all heads.
+        value (Tensor): ``(B, 1, K, D)``, for all heads.
+        dropout (float): Dropout rate of the probabilities.
+
+    Returns:
+        Tensor: ``(B, N, Q, D)``.
+    """
+    if query.device.type == 'cpu' and key.shape[2] < FUSED_FROM and torch.is_grad_enabled() and query.requires_grad:
+        probs = F.dropout(torch.matmul(query, key.mT).softmax(dim=-1), dropout)
+        return torch.matmul(probs, value)
+    batch, heads = query.shape[:2]
+    dim, spare = value.shape[-1], query.shape[-1] - value.shape[-1]
+    # The fused kernels want values as wide as keys.
+    key, value = key.expand(batch, heads, -1, -1), F.pad(value, (0, max(spare, 0))).expand(batch, heads, -1, -1)
+    if spare < 0:
+        query, key = F.pad(query, (0, -spare)), F.pad(key, (0, -spare))
+    return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=1.)[..., :dim]
+
+
+def one_hot_pixels(height: int, width: int, like: Tensor) -> Tensor:
+    """[e_k1; e_k2] of every pixel, ``(1, height*width, height + width)``."""
+    row, column = (torch.eye(size, device=like.device, dtype=like.dtype) for size in (height, width))
+    pixels = torch.cat(
+        [row[:, None].expand(-1, width, -1), column[None].expand(height, -1, -1)], dim=-1)
+    return pixels.reshape(1, height * width, -1)
 
 
 def full_precision(device_type: str):

@@ -5,7 +5,7 @@ scores f(q1, k1) + g(q2, k2) and hands out its two terms as ``axis_scores``; any
 """
 import logging
 import math
-from typing import Sequence, Tuple
+from typing import Callable, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -113,35 +113,43 @@ class GeneralizedQuadraticEncoding(nn.Module):
         factor = at_least_float32(self.sqrt_precision)
         return (factor[:, :, None, :] * factor[:, None, :, :]).sum(-1)  # not matmul: autocast would round it
 
-    def scores(self, height: int, width: int) -> Tensor:
-        """Scores of every query and key, ``(N_h, height*width, height*width)``, the best key of a query at 0."""
-        # In float64: for a head that is far away, or thin and oblique, Mᵀ(δ − Δ) is a small difference of large
-        # numbers.
+    def shift_scores(self, height: int, width: int) -> Tensor:
+        """Scores of the shifts 1 − height … height − 1 and 1 − width … width − 1, the best of them at 0.
+
+        Returns:
+            Tensor: ``(N_h, 2·height − 1, 2·width − 1)``, in float64 where the device has it: for a head that is far
+            away, or thin and oblique, Mᵀ(δ − Δ) is a small difference of large numbers.
+        """
         center = self.center.to(widest_float(self.center))
-        row_shift = axis_shifts(height, center)[:, None, :, None]  # δ1, (q1, 1, k1, 1)
-        column_shift = axis_shifts(width, center)[:, None, :]  # δ2, (q2, 1, k2)
-        row_center, column_center = center[:, 0, None, None, None, None], center[:, 1, None, None, None, None]
+        row_center, column_center = center[:, 0, None, None], center[:, 1, None, None]
+        row_shift, column_shift = (
+            torch.arange(1 - size, size, device=center.device, dtype=center.dtype) for size in (height, width))
+        row_shift = row_shift[:, None]
 
         with torch.no_grad():
             first, second = self._project(row_shift - row_center, column_shift - column_center)
-            distance = first.square() + second.square()
-            best = distance.flatten(-2).argmin(-1)[..., None, None]  # k0 of every query, (N_h, q1, q2, 1, 1)
+            best = (first.square() + second.square()).flatten(1).argmin(-1)[:, None, None]
             # δ0, the shift to the best key.
-            row_best = torch.div(best, width, rounding_mode='floor') + row_shift[:, :, :1]
-            column_best = best % width + column_shift[:, :, :1]
+            row_best = torch.div(best, 2 * width - 1, rounding_mode='floor') + (1 - height)
+            column_best = best % (2 * width - 1) + (1 - width)
 
-        # As in one dimension, with the best key as the origin of the scores,
+        # As in one dimension, with the best shift as the origin of the scores,
         #   ‖Mᵀ(δ − Δ)‖² − ‖Mᵀ(δ0 − Δ)‖² = Mᵀ(δ − δ0) · Mᵀ(δ + δ0 − 2Δ).
         difference = self._project(row_shift - row_best, column_shift - column_best)
         total = self._project(
             row_shift + row_best - 2 * row_center, column_shift + column_best - 2 * column_center)
-        scores = -(difference[0] * total[0] + difference[1] * total[1]) / 2
+        return -(difference[0] * total[0] + difference[1] * total[1]) / 2
+
+    def scores(self, height: int, width: int) -> Tensor:
+        """Scores of every query and key, ``(N_h, height*width, height*width)``, the best key of a query at 0."""
+        scores = self.shift_scores(height, width)
+        best = over_windows(scores.detach(), height, width, torch.amax).flatten(1)[..., None]
         dtype = torch.promote_types(self.center.dtype, torch.float32)
-        return scores.reshape(-1, height * width, height * width).to(dtype)
+        return (at_grid_shifts(scores, height, width) - best).to(dtype)
 
     def _project(self, row: Tensor, column: Tensor) -> Tuple[Tensor, Tensor]:
-        """The two entries of Mᵀ(row, column)ᵀ."""
-        factor = self.sqrt_precision.to(row.dtype)[:, :, :, None, None, None, None]
+        """The two entries of Mᵀ(row, column)ᵀ of every head."""
+        factor = self.sqrt_precision.to(row.dtype)[:, :, :, None, None]
         return factor[:, 0, 0] * row + factor[:, 1, 0] * column, factor[:, 0, 1] * row + factor[:, 1, 1] * column
 
 
@@ -344,9 +352,33 @@ class AbsoluteEncoding(nn.Module):
 
 
 def at_shifts(values: Tensor, size: int) -> Tensor:
-    """``(N, 2·size − 1)`` values of the shifts 1 − size … size − 1 to ``(N, size, size)`` of queries and keys."""
+    """``(…, 2·size − 1)`` values of the shifts 1 − size … size − 1 to ``(…, size, size)`` of queries and keys."""
     position = torch.arange(size, device=values.device)
-    return values[:, position[None, :] - position[:, None] + size - 1]
+    return values[..., position[None, :] - position[:, None] + size - 1]
+
+
+def at_grid_shifts(table: Tensor, height: int, width: int) -> Tensor:
+    """Values of the shifts of a grid, ``(N, 2·height − 1, 2·width − 1)``, to those of all queries and keys.
+
+    Returns:
+        Tensor: ``(N, height*width, height*width)``, ``table[δ]`` at δ = k − q.
+    """
+    windows = table.unfold(1, height, 1).unfold(2, width, 1)  # of the last query, … of the first: (N, -q1, -q2, k1, k2)
+    return windows.flip(1, 2).reshape(-1, height * width, height * width)
+
+
+def over_windows(table: Tensor, height: int, width: int, reduce: Callable[..., Tensor]) -> Tensor:
+    """The sum or the largest of ``table[δ]`` over the keys of each query, an axis at a time.
+
+    Args:
+        table (Tensor): ``(N, 2·height − 1, 2·width − 1)``.
+        reduce (Callable): ``torch.sum`` or ``torch.amax``.
+
+    Returns:
+        Tensor: ``(N, height, width)``.
+    """
+    rows = reduce(table.unfold(2, width, 1), dim=-1)
+    return reduce(rows.unfold(1, height, 1), dim=-1).flip(1, 2)
 
 
 def resize_shifts(table: Tensor, length: int) -> Tensor:

@@ -1,0 +1,38 @@
+"""What a layer computes from its parameters and the size of a grid, kept for inference."""
+from typing import Any, Callable
+
+import torch
+from torch import nn
+
+KEPT_GRIDS = 8  # sizes
+
+
+class KeptByGrid:
+    """Results of a module's functions by the size of the grid, as long as the parameters are what they were."""
+
+    def __init__(self) -> None:
+        self._results = {}
+
+    def __call__(self, module: nn.Module, make: Callable[..., Any], *size: int) -> Any:
+        """``make(*size)``, computed once for a size.
+
+        Args:
+            module (nn.Module): Whose parameters ``make`` uses.
+            make (Callable): A function of the size.
+            size (int): The size, and whatever else the result depends on.
+        """
+        if torch.compiler.is_compiling() or (
+                torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())):
+            return make(*size)
+        parameters = list(module.parameters())
+        state = [(id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
+        if size not in self._results or self._results[size][0] != state:
+            if len(self._results) == KEPT_GRIDS:
+                self._results.clear()
+            with torch.inference_mode(False), torch.no_grad():  # a result for calls outside of inference mode too
+                # The parameters stay alive with it, so that no other one can have their identity.
+                self._results[size] = state, make(*size), parameters
+        return self._results[size][1]
+
+    def __reduce__(self):
+        return KeptByGrid, ()  # a copy begins anew
