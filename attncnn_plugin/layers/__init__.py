@@ -4,12 +4,13 @@ from .content_attention import ContentAttention
 from .encodings import (AbsoluteEncoding, GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding,
                         RelativeTables, WindowEncoding)
 from .image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
+from .merged_attention import MergedPatchAttention
 from .patch_attention import GridBias, PatchAttention, WindowBias
 from .window import Window
 
 __all__ = [
     'AbsoluteEncoding', 'ContentAttention', 'GeneralizedQuadraticAttention', 'GeneralizedQuadraticEncoding',
-    'GridBias', 'ImageAttention', 'LearnedAttention', 'LearnedEncoding', 'PatchAttention', 'QuadraticAttention',
-    'QuadraticEncoding', 'QuadraticImageAttention', 'RelativeTables', 'Window', 'WindowBias', 'WindowEncoding',
-    'WindowImageAttention'
+    'GridBias', 'ImageAttention', 'LearnedAttention', 'LearnedEncoding', 'MergedPatchAttention', 'PatchAttention',
+    'QuadraticAttention', 'QuadraticEncoding', 'QuadraticImageAttention', 'RelativeTables', 'Window', 'WindowBias',
+    'WindowEncoding', 'WindowImageAttention'
 ]

@@ -95,6 +95,8 @@ class GridAttention(PrunableHeads):
 class PositionAttention(GridAttention):
     """Attention that depends on positions alone: the base of the three classes below."""
 
+    position_only = True
+
     def forward(self, x: Tensor) -> Tensor:
         """``(B, H, W, D)`` to ``(B, H, W, D_out)``, for any H and W."""
         return self._attend_dense(x, self.attention_probs(x.shape[1], x.shape[2]))

@@ -157,19 +157,17 @@ class ContentAttention(SeparableAttention):
             if queries:
                 keys.append(key.permute(0, 3, 1, 2, 4).flatten(2, 3))
             if self.tables is not None:
-                row, column = self.tables(height, width, like=self.value.weight)
-                scores = self._axis_scores_of(height, width)
+                row = column = None
                 if 'qr' in self.terms:
                     # q·r_δ = q·R[δ1] + q·C[δ2], an axis at a time.
-                    row, column = at_shifts(row.T, height), at_shifts(column.T, width)  # (D, q, k)
-                    scores = [
-                        scores[0] + torch.einsum('bijhd,dik->bijhk', query, row) / self.dim ** 0.5,
-                        scores[1] + torch.einsum('bijhd,djk->bijhk', query, column) / self.dim ** 0.5]
-                queries += [score.expand(batch, height, width, -1, -1) for score in scores]
-                pixels = one_hot_pixels(height, width, row)
+                    row, column = (table.T / self.dim ** 0.5 for table in self.tables(height, width, like=query))
+                    row = torch.einsum('bijhd,dik->bijhk', query, at_shifts(row, height))
+                    column = torch.einsum('bijhd,djk->bijhk', query, at_shifts(column, width))
+                queries += self._with_position_bias(row, column, batch, height, width)
+                pixels = one_hot_pixels(height, width, queries[-1])
                 keys.append(pixels.expand(*(keys[0].shape[:2] if keys else (1, 1)), -1, -1))
-            query = torch.cat(queries, dim=-1).permute(0, 3, 1, 2, 4).flatten(2, 3)
-            return query, torch.cat(keys, dim=-1)
+            query = torch.cat([part.permute(0, 3, 1, 2, 4) for part in queries], dim=-1)
+            return query.flatten(2, 3), torch.cat(keys, dim=-1)
 
     def _merged_query_key(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """As :meth:`_query_key`, with the matrices of a head multiplied: q·k = x_q (W_qryᵀ W_key) x_k.
@@ -187,13 +185,11 @@ class ContentAttention(SeparableAttention):
             queries = [query.unflatten(-1, (self.num_heads, dim))]
             keys = [at_least_float32(positioned).flatten(1, 2)]
             if self.tables is not None:
-                scores = self._axis_scores_of(height, width)
                 if row is not None:
                     tokens = at_least_float32(positioned)
-                    scores = [
-                        scores[0] + torch.einsum('bijd,hdik->bijhk', tokens, at_shifts(row, height)),
-                        scores[1] + torch.einsum('bijd,hdjk->bijhk', tokens, at_shifts(column, width))]
-                queries += [score.expand(batch, height, width, -1, -1) for score in scores]
+                    row = torch.einsum('bijd,hdik->bijhk', tokens, at_shifts(row, height))
+                    column = torch.einsum('bijd,hdjk->bijhk', tokens, at_shifts(column, width))
+                queries += self._with_position_bias(row, column, batch, height, width)
                 keys.append(one_hot_pixels(height, width, query).expand(batch, -1, -1))
             return torch.cat(queries, dim=-1).flatten(1, 3)[:, None], torch.cat(keys, dim=-1)[:, None]
 
@@ -219,13 +215,21 @@ class ContentAttention(SeparableAttention):
         weight = weight.flatten(0, 1).to(self.query.weight.dtype)
         return weight, None if bias is None else bias.to(weight.dtype), row, column
 
-    def _axis_scores_of(self, height: int, width: int) -> List[Tensor]:
-        """vᵀr_δ, zero without this term, as scores of queries and heads for rows and for columns."""
+    def _with_position_bias(
+            self,
+            row: Optional[Tensor],
+            column: Optional[Tensor],
+            batch: int,
+            height: int,
+            width: int,
+    ) -> List[Tensor]:
+        """Adds vᵀr_δ, where it is one of the terms, to q·r_δ, where that is, ``(B, H, W, N_h, H)`` and ``(…, W)``."""
         if 'vr' not in self.terms:
-            zero = at_least_float32(self.value.weight).new_zeros(self.num_heads)
-            return [zero.reshape(-1, 1).expand(-1, height), zero.reshape(-1, 1).expand(-1, width)]
-        row, column = self.axis_scores(height, width)
-        return [row.transpose(0, 1)[:, None], column.transpose(0, 1)]  # (q1, 1, N_h, k1), (q2, N_h, k2)
+            return [row, column]
+        row_bias, column_bias = self.axis_scores(height, width)
+        row_bias = row_bias.transpose(0, 1)[:, None].expand(batch, height, width, -1, -1)  # of (q1, 1, N_h, k1)
+        column_bias = column_bias.transpose(0, 1).expand(batch, height, width, -1, -1)  # of (q2, N_h, k2)
+        return [row_bias, column_bias] if row is None else [row + row_bias, column + column_bias]
 
     def _merging_is_cheaper(self, tokens: int) -> bool:
         """Whether W_qryᵀ W_key, N_h·D³ multiply-adds, costs less than the keys of T tokens, N_h·T·D²."""
@@ -262,7 +266,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
     Returns:
         Tensor: ``(B, N, Q, D)``.
     """
-    if query.device.type == 'cpu' and key.shape[2] < FUSED_FROM and torch.is_grad_enabled() and query.requires_grad:
+    learns = torch.is_grad_enabled() and query.requires_grad
+    # The fused kernel's choices would become conditions on the sizes of an exported program.
+    if is_exporting() or (learns and query.device.type == 'cpu' and key.shape[2] < FUSED_FROM):
         probs = F.dropout(torch.matmul(query, key.mT).softmax(dim=-1), dropout)
         return torch.matmul(probs, value)
     batch, heads = query.shape[:2]

@@ -130,8 +130,8 @@ class GeneralizedQuadraticEncoding(nn.Module):
             first, second = self._project(row_shift - row_center, column_shift - column_center)
             best = (first.square() + second.square()).flatten(1).argmin(-1)[:, None, None]
             # δ0, the shift to the best key.
-            row_best = torch.div(best, 2 * width - 1, rounding_mode='floor') + (1 - height)
-            column_best = best % (2 * width - 1) + (1 - width)
+            row = torch.div(best, 2 * width - 1, rounding_mode='floor')
+            row_best, column_best = row + (1 - height), best - row * (2 * width - 1) + (1 - width)
 
         # As in one dimension, with the best shift as the origin of the scores,
         #   ‖Mᵀ(δ − Δ)‖² − ‖Mᵀ(δ0 − Δ)‖² = Mᵀ(δ − δ0) · Mᵀ(δ + δ0 − 2Δ).
@@ -363,6 +363,9 @@ def at_grid_shifts(table: Tensor, height: int, width: int) -> Tensor:
     Returns:
         Tensor: ``(N, height*width, height*width)``, ``table[δ]`` at δ = k − q.
     """
+    if torch.compiler.is_compiling():  # unfold would make the size a constant of the graph
+        rows = at_shifts(at_shifts(table, width).movedim(1, -1), height)  # (N, q2, k2, q1, k1)
+        return rows.permute(0, 3, 1, 4, 2).reshape(-1, height * width, height * width)
     windows = table.unfold(1, height, 1).unfold(2, width, 1)  # of the last query, … of the first: (N, -q1, -q2, k1, k2)
     return windows.flip(1, 2).reshape(-1, height * width, height * width)
 
@@ -377,8 +380,8 @@ def over_windows(table: Tensor, height: int, width: int, reduce: Callable[..., T
     Returns:
         Tensor: ``(N, height, width)``.
     """
-    rows = reduce(table.unfold(2, width, 1), dim=-1)
-    return reduce(rows.unfold(1, height, 1), dim=-1).flip(1, 2)
+    rows = reduce(at_shifts(table, width), dim=-1)  # (N, δ1, q2)
+    return reduce(at_shifts(rows.mT, height), dim=-1).mT
 
 
 def resize_shifts(table: Tensor, length: int) -> Tensor:

@@ -1,12 +1,16 @@
 """Self-attention over patches with a relative position bias and a null key (L21, sections 3 and 4)."""
+import copy
 import logging
 from typing import Optional, Tuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .encodings import at_least_float32, axis_shifts, resize_shifts
+from .merged_attention import MergedPatchAttention, attend, attend_merged, merge_matrices, token_major
+
+# New in torch 2.7; before it, nothing tells an export from a compilation.
+_is_exporting = getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)
 
 logger = logging.getLogger(__name__)
 
@@ -168,17 +172,43 @@ class PatchAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``(B, H, W, D)`` to ``(B, H, W, D_out)``, for any H and W."""
         batch, height, width, dim = x.shape
+        bias = self.position(height, width)
+        dropout = self.attn_drop if self.training else 0.
+        if self._merging_is_cheaper(batch * height * width):
+            query_key, value_out = merge_matrices(*self._weights(), self.num_heads)
+            return attend_merged(x, query_key, value_out, self.out.bias, token_major(bias), dropout)
+        # (N, B, D), so that the heads of all images, (B·N_h, N, D), are a view of what the linear maps put out.
+        tokens = x.reshape(batch, height * width, dim).transpose(0, 1).contiguous()
         query, key, value = (
-            linear(x).reshape(batch, height * width, self.num_heads, dim).transpose(1, 2)
+            linear(tokens).unflatten(2, (self.num_heads, dim)).permute(1, 2, 0, 3)
             for linear in (self.query, self.key, self.value))
-        null = (0, 0, 0, 1)  # one more key and value, of zeros
-        heads = F.scaled_dot_product_attention(
-            query,
-            F.pad(key, null),
-            F.pad(value, null),
-            attn_mask=self.position(height, width).to(query.dtype)[None],
-            dropout_p=self.attn_drop if self.training else 0.)
+        heads = attend(query, key, value, bias, dropout)
         return self.out(heads.transpose(1, 2).reshape(batch, height, width, self.out.in_features))
+
+    def merge(self) -> MergedPatchAttention:
+        """The same attention with the matrices of a head multiplied; this layer stays as it is."""
+        merged = MergedPatchAttention(
+            self.dim,
+            self.num_heads,
+            copy.deepcopy(self.position),
+            out_dim=self.out.out_features,
+            bias=self.out.bias is not None,
+            attn_drop=self.attn_drop,
+            device='meta',  # no random numbers are drawn
+            dtype=self.out.weight.dtype).to_empty(device=self.out.weight.device)
+        merged.load_state_dict(self.state_dict())
+        return merged.requires_grad_(self.out.weight.requires_grad).train(self.training)
+
+    def _weights(self) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.query.weight, self.key.weight, self.value.weight, self.out.weight
+
+    def _merging_is_cheaper(self, tokens: int) -> bool:
+        """Whether the products of the matrices cost less than they save in a pass over T tokens.
+
+        W^Q W^Kᵀ costs N_h·D³ multiply-adds and saves N_h·T·D², W^V W^O costs N_h·D²·D_out and saves N_h·T·D².
+        """
+        # A size that an exported program is to take later cannot decide now.
+        return 2 * tokens > self.dim + self.out.out_features
 
 
 def resize_grid_table(table: Tensor, size: Tuple[int, int]) -> Tensor:

@@ -1,6 +1,7 @@
 """Images as grids of flattened patches, and back."""
 from typing import Tuple
 
+import torch
 from torch import Tensor
 
 
@@ -20,10 +21,28 @@ def image_to_patches(image: Tensor, patch_size: Tuple[int, int]) -> Tensor:
     return patches.permute(0, 2, 4, 1, 3, 5).flatten(3)
 
 
-def patches_to_image(patches: Tensor, patch_size: Tuple[int, int]) -> Tensor:
-    """The inverse of :func:`image_to_patches`."""
+def patches_to_image(
+        patches: Tensor,
+        patch_size: Tuple[int, int],
+        memory_format: torch.memory_format = torch.contiguous_format,
+) -> Tensor:
+    """The inverse of :func:`image_to_patches`.
+
+    Args:
+        patches (Tensor): ``(B, H/P, W/P, C·P·P)``.
+        patch_size (tuple[int, int]): Patch size P.
+        memory_format (torch.memory_format): Of the image: contiguous, the default, or channels last.
+
+    Returns:
+        Tensor: ``(B, C, H, W)``.
+    """
     batch, height, width, dim = patches.shape
     rows, columns = patch_size
     channels = dim // (rows * columns)
     image = patches.reshape(batch, height, width, channels, rows, columns)
-    return image.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels, height * rows, width * columns)
+    size = height * rows, width * columns
+    if memory_format == torch.channels_last:  # in one copy too
+        image = image.permute(0, 1, 4, 2, 5, 3).reshape(batch, *size, channels).permute(0, 3, 1, 2)
+    else:
+        image = image.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels, *size)
+    return image.contiguous(memory_format=memory_format)

@@ -1,10 +1,17 @@
 """The self-attention network of Cordonnier et al. 2020, behind the mmpretrain backbones and the timm models."""
-from typing import Callable, Dict, Sequence
+from typing import Callable, Dict, Optional, Sequence, Tuple
 
+import torch
 from timm.layers import DropPath, Mlp, calculate_drop_path_rates
 from torch import Tensor, nn
 
+from ...convert.to_conv import ConvFit, mhsa_to_conv
+from ...layers.attention import GridAttention, PositionAttention
+from ...layers.encodings import widest_float
+from ...layers.grid_convolution import GridConvolution
 from ...layers.heads import Replacement
+from ...layers.linear import is_plain_linear
+from .deployment import Deployment
 from .grid import GridNetwork, check_drop_path_rate
 
 
@@ -45,6 +52,9 @@ class SpaceToDepthStem(nn.Module):
 class SelfAttentionBlock(nn.Module):
     """Attention, linear map, residual and norm, then feed-forward network, residual and norm (post-norm).
 
+    A state dict carries its structure: that of a block for inference turns the block to one, and one of a block for
+    training is merged for a block that is for inference.
+
     Args:
         dim (int): Channels D.
         attn (nn.Module): The attention, ``(B, H, W, D)`` to the same.
@@ -72,10 +82,96 @@ class SelfAttentionBlock(nn.Module):
         self.mlp = Mlp(dim, mlp_dim, drop=(0., proj_drop), **dd)
         self.norm2 = nn.LayerNorm(dim, eps=1e-12, **dd)
         self.drop_path = DropPath(drop_path) if drop_path > 0. else nn.Identity()
+        self._register_load_state_dict_pre_hook(self._load_structure)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm1(x + self.drop_path(self.proj_drop(self.proj(self.attn(x)))))
         return self.norm2(x + self.drop_path(self.mlp(x)))
+
+    @property
+    def is_deployed(self) -> bool:
+        """Whether the block is for inference alone."""
+        return 'deployed' in self._buffers
+
+    @torch.no_grad()
+    def switch_to_deploy(self) -> None:
+        """For inference alone: the two linear maps after the attention become one. timm calls it by this name too.
+
+        Raises:
+            RuntimeError: One of the two is no plain linear layer any more.
+        """
+        if not self.is_deployed:
+            for name, linear in (('attn.value', self.attn.value), ('proj', self.proj)):
+                if not is_plain_linear(linear):
+                    raise RuntimeError(
+                        f'{name} is a {type(linear).__name__}, or has hooks: only the weight of a plain nn.Linear can '
+                        'be merged with the next; merge adapters and remove parametrizations and hooks first')
+            merged = merge_linear(self.attn.value.weight, self.attn.value.bias, self.proj.weight, self.proj.bias)
+            self._put_deployed()
+            self.attn.value.weight, self.attn.value.bias = map(nn.Parameter, merged)
+        if isinstance(self.attn, GridAttention):
+            self.attn.switch_to_deploy()
+        self.eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def to_conv(self, kernel_size: int, size: Tuple[int, int], tolerance: float) -> Optional[ConvFit]:
+        """Replaces the attention of a block for inference by the convolution that is nearest to it, if it is near.
+
+        Returns:
+            ConvFit | None: How well it fits, None if the error could be larger than ``tolerance``.
+        """
+        if not isinstance(self.attn, PositionAttention) or not self.attn.position_only or self.attn.num_heads == 0:
+            return None
+        conv, fit = mhsa_to_conv(self.attn, kernel_size, size)
+        if fit.bound > tolerance:
+            return None
+        self.attn = GridConvolution(conv).eval().requires_grad_(False)
+        return fit
+
+    def _put_deployed(self) -> None:
+        """The structure for inference; a buffer marks it in state dicts."""
+        weight = self.proj.weight
+        self.register_buffer('deployed', torch.ones((), dtype=torch.bool, device=weight.device))
+        self.proj = nn.Identity()
+        if self.attn.value.bias is None:
+            self.attn.value.bias = nn.Parameter(weight.new_zeros(len(weight)))
+
+    @torch.no_grad()
+    def _load_structure(self, state_dict: dict, prefix: str, *args) -> None:
+        """Before a state dict is loaded: takes its structure, or merges it."""
+        conv = state_dict.get(f'{prefix}attn.conv.weight')
+        if conv is not None and conv.ndim == 4:
+            like = self.norm1.weight
+            layer = nn.Conv2d(
+                conv.shape[1], conv.shape[0], conv.shape[2:], padding='same', padding_mode='replicate',
+                device=like.device, dtype=like.dtype)
+            if not self.is_deployed:
+                self._put_deployed()
+            self.attn = GridConvolution(layer).eval().requires_grad_(False)
+        elif f'{prefix}deployed' in state_dict and not self.is_deployed:
+            self._put_deployed()
+            self.switch_to_deploy()
+        elif self.is_deployed and isinstance(self.attn, GridAttention) and f'{prefix}deployed' not in state_dict:
+            names = [f'{prefix}{name}' for name in ('attn.value.weight', 'attn.value.bias', 'proj.weight', 'proj.bias')]
+            weight, bias, proj_weight, proj_bias = map(state_dict.get, names)
+            if weight is not None and proj_weight is not None and proj_bias is not None:  # else missing, as any other
+                del state_dict[names[2]], state_dict[names[3]]
+                state_dict[names[0]], state_dict[names[1]] = merge_linear(weight, bias, proj_weight, proj_bias)
+                state_dict[f'{prefix}deployed'] = self.deployed
+
+
+def merge_linear(
+        first_weight: Tensor,
+        first_bias: Optional[Tensor],
+        weight: Tensor,
+        bias: Tensor,
+) -> Tuple[Tensor, Tensor]:
+    """Weight and bias of two linear layers in a row, in float64 (where the device has it), rounded once."""
+    wide = widest_float(weight)
+    merged = weight.to(wide) @ first_weight.to(wide)
+    if first_bias is not None:
+        bias = bias.to(wide) + weight.to(wide) @ first_bias.to(wide)
+    return merged.to(weight.dtype), bias.to(weight.dtype)
 
 
 class SelfAttentionNetwork(GridNetwork):
@@ -129,6 +225,46 @@ class SelfAttentionNetwork(GridNetwork):
         ])
         self.norm = nn.Identity()  # every block ends in a norm
 
+    def switch_to_deploy(
+            self,
+            to_conv: Optional[float] = None,
+            kernel_size: int = 3,
+            size: Tuple[int, int] = (16, 16),
+    ) -> Deployment:
+        """For inference alone: merges linear maps and keeps what depends on the grid alone by its size, in place.
+
+        The output stays as it was, but for attention that is replaced by a convolution. No parameter trains any more.
+        mmpretrain's ``reparameterize_model.py`` calls it by this name.
+
+        Args:
+            to_conv (float, optional): Attention that depends on positions alone is replaced by its convolution where
+                that errs by no more than this, for inputs of norm 1, see :class:`~attncnn_plugin.convert.ConvFit`;
+                0 up to rounding is for heads that attend to a single pixel. Defaults to None, no replacement.
+            kernel_size (int): Kernel size of these convolutions. Defaults to 3.
+            size (tuple[int, int]): The grid, in tokens, on which they are fitted and for which the error holds.
+                Defaults to (16, 16).
+
+        Returns:
+            Deployment: What was done.
+
+        Raises:
+            RuntimeError: A linear map is no plain linear layer any more.
+            ValueError: ``to_conv`` is negative.
+        """
+        if to_conv is not None and not to_conv >= 0:
+            raise ValueError(f'to_conv={to_conv} must be at least 0, or None for no convolution')
+        before = sum(p.numel() for p in self.parameters())
+        merged = tuple(i for i, block in enumerate(self.blocks) if not block.is_deployed)
+        for block in self.blocks:
+            block.switch_to_deploy()
+        convolutions = {}
+        for i, block in enumerate(self.blocks):
+            fit = None if to_conv is None else block.to_conv(kernel_size, size, to_conv)
+            if fit is not None:
+                convolutions[i] = fit
+        self.eval().requires_grad_(False)
+        return Deployment(merged, before, sum(p.numel() for p in self.parameters()), convolutions)
+
     def prune_heads(
             self,
             heads: Dict[int, Sequence[int]],
@@ -150,6 +286,8 @@ class SelfAttentionNetwork(GridNetwork):
         for block, indices in heads.items():
             if not isinstance(block, int) or not 0 <= block < len(self.blocks):
                 raise ValueError(f'heads={heads} names block {block!r}, but the blocks are 0 to {len(self.blocks) - 1}')
+            if isinstance(self.blocks[block].attn, GridConvolution):
+                raise ValueError(f'heads={heads} names block {block}, whose attention was replaced by a convolution')
             self.blocks[block].attn.check_heads(indices, allow_empty)
         replaced = {}
         for block, indices in heads.items():
