@@ -208,7 +208,7 @@ class PatchAttention(nn.Module):
         W^Q W^Kᵀ costs N_h·D³ multiply-adds and saves N_h·T·D², W^V W^O costs N_h·D²·D_out and saves N_h·T·D².
         """
         # A size that an exported program is to take later cannot decide now.
-        return 2 * tokens > self.dim + self.out.out_features
+        return not _is_exporting() and 2 * tokens > self.dim + self.out.out_features
 
 
 def resize_grid_table(table: Tensor, size: Tuple[int, int]) -> Tensor:
