@@ -14,6 +14,9 @@ from mmpretrain.registry import MODELS
 from small import small_cmhsa
 from torch import nn
 
+from attncnn_plugin.layers.patches import image_to_patches
+from attncnn_plugin.models.networks import PatchConvolution
+
 PHASES = ['conv', 'attn']
 SMALL = dict(type='CMHSA', patch_size=2, img_size=16, num_layers=2, feedforward_channels=24)
 
@@ -61,6 +64,22 @@ def test_without_the_null_key_it_moves():
 
         block.attn.position.forward = without_null
     assert relative_error(model(x), before) > 1e-2
+
+
+@pytest.mark.parametrize('channels, kernel_size, patch_size', [(3, 5, 4), (1, 3, 2), (2, 4, 3)])
+def test_convolution_of_patches(channels, kernel_size, patch_size):
+    """That of the image, and its gradients, whatever the layout in memory."""
+    layer = PatchConvolution(channels, kernel_size, patch_size)
+    image = torch.randn(2, channels, 4 * patch_size, 3 * patch_size)
+    size = (patch_size, patch_size)
+    results = []
+    for function in (lambda x: image_to_patches(layer.conv(x), size), lambda x: layer(image_to_patches(x, size))):
+        x = image.clone().requires_grad_()
+        output = function(x)
+        (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
+        results.append([output, x.grad, layer.conv.weight.grad, layer.conv.bias.grad])
+        layer.zero_grad()
+    assert all(relative_error(a, b) < 1e-5 for a, b in zip(*results))
 
 
 @pytest.mark.parametrize('weight_decay, steps', [(0.05, 1), (0., 2)])

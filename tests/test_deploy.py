@@ -232,3 +232,22 @@ def test_by_mmpretrains_tool(tmp_path, repository):
     assert other.backbone.blocks[0].is_deployed
     x = torch.randn(2, 1, 8, 8)
     assert relative_error(other(x), model(x)) <= 1e-5
+
+
+@pytest.mark.parametrize('name', TIMM_KINDS)
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+def test_two_maps_as_one_for_many_tokens(name, dtype, tolerance):
+    model = small_timm(name).to(dtype)
+    model.blocks[0].attn.value.bias.data.normal_()
+    many, few = torch.randn(2, 3, 16, 16, dtype=dtype), torch.randn(1, 3, 12, 8, dtype=dtype)
+    results = {}
+    for merged in (True, False):
+        if not merged:
+            for block in model.blocks:
+                block.proj.register_forward_hook(lambda *args: None)  # it has to be called
+        assert all(block._merging_is_cheaper(model.stem(many)) == merged for block in model.blocks)
+        assert not any(block._merging_is_cheaper(model.stem(few)) for block in model.blocks)
+        outputs = model(many), model(few)
+        results[merged] = [*outputs, *torch.autograd.grad(outputs[0].sin().sum(), list(model.parameters()))]
+    for ours, expected in zip(results[True], results[False]):
+        assert (ours - expected).abs().max() <= tolerance * max(1, expected.abs().max())

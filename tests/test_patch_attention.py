@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from adapter import Adapter
 from convolutions import relative_error
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,6 +101,8 @@ def test_patches(data):
     unfolded = F.unfold(image, patch, stride=patch).transpose(1, 2)
     assert torch.equal(patches.flatten(1, 2), unfolded)
     assert torch.equal(patches_to_image(patches, patch), image)
+    last = patches_to_image(patches, patch, torch.channels_last)
+    assert torch.equal(last, image) and last.is_contiguous(memory_format=torch.channels_last)
 
 
 @st.composite
@@ -213,3 +216,19 @@ def test_wrong_images():
         module(torch.zeros(1, 2, 8, 8))
     assert module(torch.zeros(3, 8, 8)).shape == (3, 8, 8)
     assert module(torch.zeros(0, 3, 8, 8)).shape == (0, 3, 8, 8)
+
+
+@pytest.mark.parametrize('name', ['query', 'key', 'value', 'out'])
+def test_what_stands_in_for_a_matrix_is_called(name):
+    attention = PatchAttention(4, 2, GridBias(2, (4, 4)))
+    for parameter in attention.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(1, 4, 4, 4)  # as many tokens as make products of the matrices cheaper
+    assert attention._merging_is_cheaper(16)
+    expected = attention(x)
+    adapter = Adapter(getattr(attention, name))
+    setattr(attention, name, adapter)
+    nn.init.zeros_(adapter.up.weight)
+    assert torch.allclose(attention(x), expected, atol=1e-4)
+    nn.init.ones_(adapter.up.weight)
+    assert not torch.allclose(attention(x), expected, atol=1e-3)

@@ -6,6 +6,7 @@ from typing import List, Tuple, Union
 import torch
 from torch import Tensor, nn
 
+from ..layers.merged_attention import MergedPatchAttention
 from ..layers.patch_attention import PatchAttention, WindowBias
 from ..layers.patches import image_to_patches, patches_to_image
 from ..layers.window import Window, per_axis
@@ -140,17 +141,19 @@ def conv_to_patch_mhsa(conv: nn.Conv2d, patch_size: Union[int, Tuple[int, int]])
 
 @torch.no_grad()
 def attend_like_convolution(
-        attention: PatchAttention,
+        attention: Union[PatchAttention, MergedPatchAttention],
         conv: nn.Conv2d,
         patch_size: Tuple[int, int],
         attn_bias: float = ATTN_BIAS,
 ) -> None:
     """Sets the parameters of an attention over patches to those of L21's Theorem 1.
 
-    W^Q becomes zero and W^K stays as it is: were both zero, neither would ever get a gradient.
+    W^Q becomes zero and W^K stays as it is: were both zero, neither would ever get a gradient. Their product can be
+    zero, for the scores are linear in it.
 
     Args:
-        attention (PatchAttention): With at least one head for each shift of the convolution; others get no weight.
+        attention (PatchAttention | MergedPatchAttention): With at least one head for each shift of the convolution;
+            others get no weight.
         conv (nn.Conv2d): The convolution.
         patch_size (tuple[int, int]): Patch size P.
         attn_bias (float): M. Defaults to 40, exact in float32.
@@ -164,22 +167,26 @@ def attend_like_convolution(
         raise ValueError(
             f'num_heads={attention.num_heads} is too few for a kernel of {conv.kernel_size} on patches of '
             f'{patch_size}: it needs {len(shifts)} (L21, Theorems 1 and 6)')
-    heads = attention.out.weight.unflatten(1, (attention.num_heads, -1))  # (D_out, N_h, D)
     first, table = attention.position.first, attention.position.table
-    for weight in (attention.query.weight, attention.out.weight, table):
+    if isinstance(attention, MergedPatchAttention):
+        query, out = attention.query_key, attention.value_out
+    else:
+        query, out = attention.query, attention.out
+        identity = torch.eye(attention.dim, dtype=table.dtype, device=table.device)
+        attention.value.weight.copy_(identity.repeat(attention.num_heads, 1))  # W^V = I
+    for weight in (query.weight, out.weight, table):
         nn.init.zeros_(weight)
-    identity = torch.eye(attention.dim, dtype=table.dtype, device=table.device)
-    attention.value.weight.copy_(identity.repeat(attention.num_heads, 1))  # W^V = I
+    heads = out.weight.unflatten(1, (attention.num_heads, -1))  # (D_out, N_h, D)
     for head, shift in enumerate(shifts):
         entry = shift[0] - first[0], shift[1] - first[1]
         # A shift that the table does not have leads out of the grid from every patch: to padding.
         if 0 <= entry[0] < table.shape[1] and 0 <= entry[1] < table.shape[2]:
             table[head, entry[0], entry[1]] = attn_bias
             heads[:, head] = patch_to_patch(conv, patch_size, shift)
-    if attention.out.bias is not None:
-        attention.out.bias.zero_()
+    if out.bias is not None:
+        out.bias.zero_()
         if conv.bias is not None:
-            attention.out.bias.copy_(conv.bias.repeat_interleave(len(attention.out.bias) // len(conv.bias)))
+            out.bias.copy_(conv.bias.repeat_interleave(len(out.bias) // len(conv.bias)))
 
 
 def patch_to_patch(conv: nn.Conv2d, patch_size: Tuple[int, int], shift: Tuple[int, int]) -> Tensor:

@@ -6,9 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .encodings import widest_float
-
-# Grid sizes whose position biases are kept for inference; those of 14x14 patches and 9 heads take 1.4 MB.
-KEPT_GRIDS = 8
+from .kept import KeptByGrid
 
 
 class MergedPatchAttention(nn.Module):
@@ -50,8 +48,7 @@ class MergedPatchAttention(nn.Module):
         self.position = position
         self.query_key = nn.Linear(dim, num_heads * dim, bias=False, **dd)
         self.value_out = nn.Linear(num_heads * dim, dim if out_dim is None else out_dim, bias, **dd)
-        self._deployed = False
-        self._kept_biases = {}
+        self._kept = None
         self.reset_parameters()
         self._register_load_state_dict_pre_hook(self._load_matrices)
 
@@ -77,33 +74,23 @@ class MergedPatchAttention(nn.Module):
             self.attn_drop if self.training else 0.)
 
     def switch_to_deploy(self) -> None:
-        """For inference: evaluation mode, no gradients, and position biases computed once for a grid size.
-
-        The biases follow what is loaded and where the layer is moved to, but not a change of the table in place.
-        """
+        """For inference: evaluation mode, no gradients, and position biases computed once for a grid size."""
         self.eval().requires_grad_(False)
-        self._deployed = True
+        if self._kept is None:
+            self._kept = KeptByGrid()
 
     def _bias(self, height: int, width: int) -> Tensor:
         """The position biases in the order of the queries, ``(H·W·N_h, H·W + 1)``."""
-        if not self._deployed or torch.compiler.is_compiling() or self.position.table.requires_grad:
-            return token_major(self.position(height, width))
-        size = height, width, self.position.table.device
-        if size not in self._kept_biases:
-            if len(self._kept_biases) == KEPT_GRIDS:
-                self._kept_biases.clear()
-            with torch.inference_mode(False), torch.no_grad():  # for calls outside of inference mode too
-                self._kept_biases[size] = token_major(self.position(height, width))
-        return self._kept_biases[size]
+        if self._kept is None:
+            return self._token_major_bias(height, width)
+        return self._kept(self.position, self._token_major_bias, height, width)
 
-    def _apply(self, fn, recurse: bool = True) -> 'MergedPatchAttention':
-        self._kept_biases.clear()
-        return super()._apply(fn, recurse)
+    def _token_major_bias(self, height: int, width: int) -> Tensor:
+        return token_major(self.position(height, width))
 
     @torch.no_grad()
     def _load_matrices(self, state_dict: dict, prefix: str, *args) -> None:
         """The state dict of a ``PatchAttention`` to one of this layer."""
-        self._kept_biases.clear()
         names = [f'{prefix}{name}.weight' for name in ('query', 'key', 'value', 'out')]
         if not set(names) <= state_dict.keys():
             return  # this layer's own, or missing keys

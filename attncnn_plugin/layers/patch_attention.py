@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from .encodings import at_least_float32, axis_shifts, resize_shifts
+from .linear import is_plain_linear
 from .merged_attention import MergedPatchAttention, attend, attend_merged, merge_matrices, token_major
-
-# New in torch 2.7; before it, nothing tells an export from a compilation.
-_is_exporting = getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)
+from .separable import is_exporting
 
 logger = logging.getLogger(__name__)
 
@@ -207,8 +206,10 @@ class PatchAttention(nn.Module):
 
         W^Q W^Kᵀ costs N_h·D³ multiply-adds and saves N_h·T·D², W^V W^O costs N_h·D²·D_out and saves N_h·T·D².
         """
+        if not all(map(is_plain_linear, (self.query, self.key, self.value, self.out))):
+            return False
         # A size that an exported program is to take later cannot decide now.
-        return not _is_exporting() and 2 * tokens > self.dim + self.out.out_features
+        return not is_exporting() and 2 * tokens > self.dim + self.out.out_features
 
 
 def resize_grid_table(table: Tensor, size: Tuple[int, int]) -> Tensor:

@@ -56,7 +56,7 @@ def map_heads(heads: Iterable[Tensor], weight: Tensor, bias: Optional[Tensor]) -
         if output is None:
             output = F.linear(tokens, value, bias)
         else:
-            output = output.addmm_(tokens, value.T)
+            output = torch.addmm(output, tokens, value.T)
     return output.reshape(*head.shape[:3], weight.shape[0])
 
 

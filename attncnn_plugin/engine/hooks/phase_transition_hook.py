@@ -121,9 +121,9 @@ class PhaseTransitionHook(Hook):
         if not (runner._resume and training):
             return  # the model follows its checkpoint by itself
         model = unwrapped(runner.model)
-        before = [network.phase for network in _networks(model)]
+        before = [(network.phase, network.merged) for network in _networks(model)]
         _follow_phase(model, checkpoint['state_dict'])
-        if [network.phase for network in _networks(model)] != before:
+        if [(network.phase, network.merged) for network in _networks(model)] != before:
             for averaged in averaged_models(runner):
                 _follow_phase(averaged.module, checkpoint['state_dict'])
                 refresh_average(averaged)
@@ -188,8 +188,9 @@ def _average_attention(averaged: nn.Module, model: nn.Module) -> None:
     """The average of the first phase, as attention: its function stays as it was too."""
     for network, source in zip(_networks(averaged.module), _networks(model)):
         network.to_attention()
-        for block, source_block in zip(network.blocks, source.blocks):
-            for name in ('query', 'key'):  # no average of two random draws
+        # No average of two random draws; merged heads have none.
+        for block, source_block in zip(network.blocks, [] if network.merged else source.blocks):
+            for name in ('query', 'key'):
                 getattr(block.attn, name).load_state_dict(getattr(source_block.attn, name).state_dict())
         network.requires_grad_(False)
     refresh_average(averaged)

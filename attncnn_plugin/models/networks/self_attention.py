@@ -4,6 +4,7 @@ from typing import Callable, Dict, Optional, Sequence, Tuple
 import torch
 from timm.layers import DropPath, Mlp, calculate_drop_path_rates
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ...convert.to_conv import ConvFit, mhsa_to_conv
 from ...layers.attention import GridAttention, PositionAttention
@@ -11,6 +12,7 @@ from ...layers.encodings import widest_float
 from ...layers.grid_convolution import GridConvolution
 from ...layers.heads import Replacement
 from ...layers.linear import is_plain_linear
+from ...layers.separable import is_exporting
 from .deployment import Deployment
 from .grid import GridNetwork, check_drop_path_rate
 
@@ -85,8 +87,22 @@ class SelfAttentionBlock(nn.Module):
         self._register_load_state_dict_pre_hook(self._load_structure)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm1(x + self.drop_path(self.proj_drop(self.proj(self.attn(x)))))
+        x = self.norm1(x + self.drop_path(self.proj_drop(self._attend(x))))
         return self.norm2(x + self.drop_path(self.mlp(x)))
+
+    def _attend(self, x: Tensor) -> Tensor:
+        """The attention and the linear map after it; with that of the heads as one map where this is cheaper."""
+        if not self._merging_is_cheaper(x):
+            return self.proj(self.attn(x))
+        weight, bias = merge_linear(self.attn.value.weight, self.attn.value.bias, self.proj.weight, self.proj.bias)
+        return functional_call(self.attn, {'value.weight': weight, 'value.bias': bias}, x)
+
+    def _merging_is_cheaper(self, x: Tensor) -> bool:
+        """Whether the product of the maps, N_h·D³ multiply-adds, costs less than the second map of T tokens, T·D²."""
+        value = getattr(self.attn, 'value', None)
+        if is_exporting() or not is_plain_linear(self.proj) or not is_plain_linear(value) or value.bias is None:
+            return False  # a size that an exported program is to take later cannot decide now
+        return x.shape[:3].numel() > value.in_features > 0
 
     @property
     def is_deployed(self) -> bool:
@@ -106,7 +122,7 @@ class SelfAttentionBlock(nn.Module):
                     raise RuntimeError(
                         f'{name} is a {type(linear).__name__}, or has hooks: only the weight of a plain nn.Linear can '
                         'be merged with the next; merge adapters and remove parametrizations and hooks first')
-            merged = merge_linear(self.attn.value.weight, self.attn.value.bias, self.proj.weight, self.proj.bias)
+            merged = merge_exactly(self.attn.value.weight, self.attn.value.bias, self.proj.weight, self.proj.bias)
             self._put_deployed()
             self.attn.value.weight, self.attn.value.bias = map(nn.Parameter, merged)
         if isinstance(self.attn, GridAttention):
@@ -156,7 +172,7 @@ class SelfAttentionBlock(nn.Module):
             weight, bias, proj_weight, proj_bias = map(state_dict.get, names)
             if weight is not None and proj_weight is not None and proj_bias is not None:  # else missing, as any other
                 del state_dict[names[2]], state_dict[names[3]]
-                state_dict[names[0]], state_dict[names[1]] = merge_linear(weight, bias, proj_weight, proj_bias)
+                state_dict[names[0]], state_dict[names[1]] = merge_exactly(weight, bias, proj_weight, proj_bias)
                 state_dict[f'{prefix}deployed'] = self.deployed
 
 
@@ -166,12 +182,14 @@ def merge_linear(
         weight: Tensor,
         bias: Tensor,
 ) -> Tuple[Tensor, Tensor]:
-    """Weight and bias of two linear layers in a row, in float64 (where the device has it), rounded once."""
-    wide = widest_float(weight)
-    merged = weight.to(wide) @ first_weight.to(wide)
-    if first_bias is not None:
-        bias = bias.to(wide) + weight.to(wide) @ first_bias.to(wide)
-    return merged.to(weight.dtype), bias.to(weight.dtype)
+    """Weight and bias of two linear layers in a row, W (W₁ x + b₁) + b."""
+    return weight @ first_weight, bias if first_bias is None else torch.addmv(bias, weight, first_bias)
+
+
+def merge_exactly(*maps: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
+    """:func:`merge_linear` in float64 (where the device has it), rounded once."""
+    wide = (None if tensor is None else tensor.to(widest_float(tensor)) for tensor in maps)
+    return tuple(merged.to(maps[0].dtype) for merged in merge_linear(*wide))
 
 
 class SelfAttentionNetwork(GridNetwork):

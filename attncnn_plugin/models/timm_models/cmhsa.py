@@ -8,14 +8,14 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, register_notrace_module
 
-from ...layers.patch_attention import PatchAttention
+from ...layers import MergedPatchAttention, PatchAttention
 from ..networks import CMHSANetwork, PatchConvolution, PatchStem
 from .classifier import GridClassifier
 
 __all__ = ['CMHSAClassifier']
 
 # Their forward passes look at sizes, which a symbolic trace does not know.
-for _module in (PatchAttention, PatchConvolution, PatchStem):
+for _module in (MergedPatchAttention, PatchAttention, PatchConvolution, PatchStem):
     register_notrace_module(_module)
 
 
@@ -80,6 +80,7 @@ def cmhsa3_patch16_224(pretrained: bool = False, **kwargs) -> CMHSAClassifier:
 
     Args:
         phase (str): ``'conv'`` or ``'attn'``. Defaults to ``'attn'``.
+        merge_heads (bool): Whether a head of the attention has two matrices in the place of four. Defaults to False.
     """
     return _create('cmhsa3_patch16_224', pretrained, **dict(dict(kernel_size=3), **kwargs))
 
@@ -90,5 +91,6 @@ def cmhsa5_patch16_224(pretrained: bool = False, **kwargs) -> CMHSAClassifier:
 
     Args:
         phase (str): ``'conv'`` or ``'attn'``. Defaults to ``'attn'``.
+        merge_heads (bool): Whether a head of the attention has two matrices in the place of four. Defaults to False.
     """
     return _create('cmhsa5_patch16_224', pretrained, **dict(dict(kernel_size=5), **kwargs))
