@@ -193,7 +193,7 @@ class ContentAttention(SeparableAttention):
                 keys.append(one_hot_pixels(height, width, query).expand(batch, -1, -1))
             return torch.cat(queries, dim=-1).flatten(1, 3)[:, None], torch.cat(keys, dim=-1)[:, None]
 
-    def _merged_maps(self, height: int, width: int) -> Tuple[Tensor, Optional[Tensor], ...]:
+    def _merged_maps(self, height: int, width: int) -> Tuple[Optional[Tensor], ...]:
         """The maps from a pixel to its queries for pixels, rows and columns.
 
         Returns:

@@ -1,12 +1,14 @@
 """Peak memory of one training step, each in a process of its own.
 
 On a CPU it is the largest resident set of the process (VmHWM; getrusage's ru_maxrss where there is no /proc: on Linux a
-new process inherits the ru_maxrss of the one that started it). On a GPU it is what torch's allocator had at most. What
+new process inherits the ru_maxrss of the one that started it), with glibc's malloc told to give every tensor that is freed
+back at once, so that it is what the tensors need and not the holes that malloc leaves between them. On a GPU it is what torch's allocator had at most. What
 was there before the step, with the libraries, the weights and the images, is given too.
 """
 import argparse
 import gc
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from settings import DTYPES, Settings
 from steps import training_step
 
 STATUS = Path('/proc/self/status')
+GIVE_BACK = {'MALLOC_MMAP_THRESHOLD_': '65536'}  # for glibc's malloc: blocks from this size on have pages of their own
 
 
 def resident_bytes(field: str) -> int:
@@ -67,7 +70,7 @@ def in_new_process(settings: Settings, side: str, name: str, pixels: int, batch_
     """
     command = [sys.executable, __file__, side, name, str(pixels), str(batch_size), '--device', settings.device,
                '--dtype', settings.dtype_name, *(['--quick'] if settings.quick else [])]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **GIVE_BACK})
     if result.returncode:
         raise RuntimeError(f'{side} {name} at {pixels} px, batch {batch_size}, failed: {result.stderr}')
     return json.loads(result.stdout.splitlines()[-1])
