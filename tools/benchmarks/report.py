@@ -36,8 +36,9 @@ python tools/benchmarks/cost_curve.py                                # the figur
 - *Of matrix rate* is the least time for our multiply-adds, at the rate of a product of two large matrices on the same
   machine with the same number of threads, over our time.
 - Peak memory is that of one training step without attention dropout, in a process of its own: on a CPU the largest
-  resident set of the process, on a GPU what torch's allocator had at most. It is compared as a whole, with the
-  libraries, weights and images, and without what was there before the step.
+  resident set of the process, with glibc's malloc told to give freed tensors back at once (for both sides; the holes
+  that it leaves otherwise come on top), on a GPU what torch's allocator had at most. It is compared as a whole, with
+  the libraries, weights and images, and without what was there before the step.
 - All times of all repetitions are in the JSON of a run.
 """
 
