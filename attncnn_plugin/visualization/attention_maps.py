@@ -1,0 +1,224 @@
+"""Attention probabilities of every layer of a model, of the positions alone and of images.
+
+A model is any module with the attention of this package inside: a network, a timm model, a classifier or a backbone of
+mmpretrain. Images are what its forward pass takes, normalized as in training.
+"""
+from contextlib import contextmanager
+from typing import Callable, Dict, Iterator, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ..layers.attention import GridAttention
+from ..layers.content_attention import ContentAttention, full_precision
+from ..layers.encodings import at_least_float32, at_shifts
+from ..layers.merged_attention import MergedPatchAttention
+from ..layers.patch_attention import PatchAttention
+
+Scores = Callable[[nn.Module, Tensor], Optional[Tensor]]
+
+
+def attention_layers(model: nn.Module) -> Dict[str, nn.Module]:
+    """The attention layers of a model by name, in the order of its blocks.
+
+    The names are those of ``model.named_modules()``. A CMHSA in the convolution phase has none.
+    """
+    kinds = (GridAttention, PatchAttention, MergedPatchAttention)
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, kinds)}
+
+
+def depends_on_content(layer: nn.Module) -> bool:
+    """Whether the probabilities of a layer depend on its input."""
+    if isinstance(layer, GridAttention):
+        return not getattr(layer, 'position_only', True)
+    return isinstance(layer, (PatchAttention, MergedPatchAttention))
+
+
+@torch.no_grad()
+def position_probs(layer: nn.Module, height: int, width: int) -> Optional[Tensor]:
+    """The probabilities by what depends on position alone.
+
+    For position-only attention these are its probabilities; for attention with content the softmax of vᵀr_δ (C20, eq.
+    8), or of the relative position bias of CMHSA. With the null key of CMHSA, which takes what lies outside of the
+    grid, the rows add up to less than 1.
+
+    Args:
+        layer (nn.Module): One of :func:`attention_layers`.
+        height, width (int): Size of the grid in tokens.
+
+    Returns:
+        Tensor | None: ``(N_h, height*width, height*width)``, float32; None where no term of the scores depends on
+        position alone: q·r_δ depends on the query too.
+    """
+    if not depends_on_content(layer):
+        return layer.attention_probs(height, width).float()
+    if not isinstance(layer, ContentAttention):
+        return layer.position(height, width).float().softmax(-1)[..., :-1]
+    if 'vr' not in layer.terms:
+        return None
+    rows, columns = (scores.softmax(-1) for scores in layer.axis_scores(height, width))
+    probs = rows[:, :, None, :, None] * columns[:, None, :, None, :]
+    return probs.reshape(layer.num_heads, height * width, height * width).float()
+
+
+def attention_probs_of(model: nn.Module, images: Tensor) -> Dict[str, Tensor]:
+    """The probabilities of every layer whose scores depend on content, by content and position, on some images.
+
+    The model runs once, in evaluation mode, without gradients; afterwards its modules are in the modes they were in.
+
+    Args:
+        model (nn.Module): The model.
+        images (Tensor): ``(B, C, H, W)``.
+
+    Returns:
+        dict[str, Tensor]: ``(B, N_h, H*W, H*W)`` by the layer's name, H and W in tokens, float32. With the null key of
+        CMHSA the rows add up to less than 1. Empty for a model of position-only attention.
+    """
+    return _probs_of(model, images, _all_scores)
+
+
+def content_only_probs_of(model: nn.Module, images: Tensor) -> Dict[str, Tensor]:
+    """As :func:`attention_probs_of`, by the terms without position, q·k and u·k of C20's eq. 8.
+
+    An absolute encoding, the position bias of CMHSA and its null key are left out too. A layer without such a term is
+    not in the result.
+    """
+    return _probs_of(model, images, _content_scores)
+
+
+def position_only_probs_of(model: nn.Module, images: Tensor) -> Dict[str, Tensor]:
+    """As :func:`attention_probs_of`, by the terms with relative position, q·r_δ and v·r_δ of C20's eq. 8.
+
+    The former depends on the content of the query, not on that of the keys. For CMHSA this is the position bias. A
+    layer without such a term is not in the result.
+    """
+    return _probs_of(model, images, _position_scores)
+
+
+def mean_attention_probs_of(model: nn.Module, images: Tensor, batch_size: int = 10) -> Dict[str, Tensor]:
+    """The mean over images of :func:`attention_probs_of`, a few images at a time.
+
+    Args:
+        model (nn.Module): The model.
+        images (Tensor): ``(B, C, H, W)``, at least one.
+        batch_size (int): Images in a pass. Defaults to 10.
+
+    Returns:
+        dict[str, Tensor]: ``(N_h, H*W, H*W)`` by the layer's name, float32.
+    """
+    totals = {}
+    for batch in images.split(batch_size):
+        for name, probs in attention_probs_of(model, batch).items():
+            totals[name] = totals.get(name, 0) + probs.sum(0)
+    return {name: total / len(images) for name, total in totals.items()}
+
+
+def grid_of(model: nn.Module, images: Tensor) -> Tuple[int, int]:
+    """Height and width of the grid of tokens that the attention of a model works on.
+
+    Args:
+        model (nn.Module): The model.
+        images (Tensor): ``(B, C, H, W)``; the first one is run.
+
+    Raises:
+        ValueError: The model has no attention layers, as a CMHSA in the convolution phase.
+    """
+    layers = attention_layers(model)
+    if not layers:
+        raise ValueError(f'model is a {type(model).__name__} without attention layers of this package: there is no '
+                         'grid (a CMHSA in the convolution phase gets them with its transition)')
+    sizes = []
+    _run(model, images[:1], list(layers.values())[:1], lambda layer, x: sizes.append(tuple(x.shape[1:3])))
+    return sizes[0]
+
+
+def _probs_of(model: nn.Module, images: Tensor, scores_of: Scores) -> Dict[str, Tensor]:
+    layers = {layer: name for name, layer in attention_layers(model).items() if depends_on_content(layer)}
+    probs = {}
+
+    def keep(layer: nn.Module, x: Tensor) -> None:
+        keys = x.shape[1] * x.shape[2]  # the null key comes after them
+        scores = scores_of(layer, x) if layer.num_heads else x.new_zeros(len(x), 0, keys, keys)
+        if scores is not None:
+            probs[layers[layer]] = scores.float().softmax(-1)[..., :keys]
+
+    if layers:
+        _run(model, images, layers, keep)
+    return probs
+
+
+@torch.no_grad()
+def _run(
+        model: nn.Module,
+        images: Tensor,
+        layers: Sequence[nn.Module],
+        look: Callable[[nn.Module, Tensor], None],
+) -> None:
+    """Calls ``look(layer, x)`` with the input of each layer in one pass of the images."""
+    handles = [layer.register_forward_pre_hook(lambda layer, args: look(layer, args[0])) for layer in layers]
+    try:
+        with evaluating(model):
+            model(images)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, the mode of each single module as it was outside."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _all_scores(layer: nn.Module, x: Tensor) -> Tensor:
+    if isinstance(layer, ContentAttention):
+        return layer.attention_scores(x)
+    position = at_least_float32(layer.position(*x.shape[1:3]))  # the null key last
+    return nn.functional.pad(_content_scores(layer, x), (0, 1)) + position
+
+
+def _content_scores(layer: nn.Module, x: Tensor) -> Optional[Tensor]:
+    """``(B, N_h, H*W, H*W)``."""
+    tokens = x.flatten(1, 2)
+    if isinstance(layer, MergedPatchAttention):
+        query, key = layer.query_key(tokens), tokens[:, :, None]  # x_q A_h x_k
+    elif isinstance(layer, PatchAttention):
+        query, key = layer.query(tokens), layer.key(tokens)
+    elif layer.key is None:
+        return None
+    else:
+        query, key = layer.query(tokens) if 'qk' in layer.terms else 0, layer.key(tokens)
+        if 'uk' in layer.terms:
+            query = query + layer.key_bias.flatten().expand_as(key)
+    with full_precision(x.device.type):
+        query, key = (
+            at_least_float32(vectors).reshape(*tokens.shape[:2], -1, layer.dim).transpose(1, 2)
+            for vectors in (query, key))
+        return torch.matmul(query, key.mT) / layer.dim ** 0.5
+
+
+def _position_scores(layer: nn.Module, x: Tensor) -> Optional[Tensor]:
+    batch, height, width, _ = x.shape
+    if not isinstance(layer, ContentAttention):
+        return layer.position(height, width).expand(batch, -1, -1, -1)
+    if layer.tables is None:
+        return None
+    rows = columns = 0
+    with full_precision(x.device.type):
+        if 'qr' in layer.terms:
+            query = at_least_float32(layer.query(x)).unflatten(-1, (layer.num_heads, layer.dim)) / layer.dim ** 0.5
+            row, column = layer.tables(height, width, like=layer.value.weight)
+            rows = torch.einsum('bijhd,dik->bhijk', query, at_shifts(row.T, height))
+            columns = torch.einsum('bijhd,djk->bhijk', query, at_shifts(column.T, width))
+        if 'vr' in layer.terms:
+            row, column = layer.axis_scores(height, width)
+            rows, columns = rows + row[:, :, None], columns + column[:, None]
+        scores = rows[..., :, None] + columns[..., None, :]  # (…, q1, q2, k1, k2)
+    return scores.expand(batch, *scores.shape[-5:]).reshape(batch, layer.num_heads, height * width, -1)

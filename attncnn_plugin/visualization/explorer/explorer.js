@@ -1,0 +1,610 @@
+'use strict';
+
+const PART_NAMES = {position: 'Position', content: 'Content', both: 'Both'};
+const ARRAYS = {uint8: Uint8Array, int16: Int16Array, float32: Float32Array, float64: Float64Array};
+const byId = (id) => document.getElementById(id);
+
+let page;  // what the header says, with arrays in place of their descriptions
+let height, width, pixels;
+const state = {image: 0, query: 0, locked: false, layer: 0, head: 0, part: null, key: null, theme: null};
+
+// ---- Data ----
+
+async function unpack(text) {
+  const binary = atob(text.trim());
+  const bytes = new Uint8Array(binary.length);
+  for (let i = 0; i < bytes.length; i++) bytes[i] = binary.charCodeAt(i);
+  const length = new DataView(bytes.buffer).getUint32(0, true);
+  const header = JSON.parse(new TextDecoder().decode(await inflate(bytes.subarray(4, 4 + length))));
+  const data = (await inflate(bytes.subarray(4 + length))).buffer;
+  const withArrays = (value) => {
+    if (Array.isArray(value)) return value.map(withArrays);
+    if (value === null || typeof value !== 'object') return value;
+    if (value.dtype) {
+      const count = value.shape.reduce((product, n) => product * n, 1);
+      return {shape: value.shape, values: new ARRAYS[value.dtype](data, value.at, count)};
+    }
+    return Object.fromEntries(Object.entries(value).map(([name, inner]) => [name, withArrays(inner)]));
+  };
+  return withArrays(header);
+}
+
+async function inflate(bytes) {
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream('deflate'));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+// ---- Probabilities ----
+
+/** The record of a part for the chosen image, or undefined. */
+function recordOf(layer, part) {
+  const records = page.layers[layer].parts[part];
+  return Array.isArray(records) ? records[state.image] : records;
+}
+
+/** Adds the scores of a query, up to a constant, to those of all keys. */
+function addScores(record, layer, head, query, scores) {
+  const row = Math.floor(query / width), column = query % width;
+  if (record.type === 'product') {
+    addScores(recordOf(layer, 'position'), layer, head, query, scores);
+    addScores(recordOf(layer, 'content'), layer, head, query, scores);
+  } else if (record.type === 'axes') {
+    const rows = (head * height + row) * height, columns = (head * width + column) * width;
+    for (let k = 0; k < pixels; k++) {
+      scores[k] += record.rows.values[rows + Math.floor(k / width)] + record.columns.values[columns + k % width];
+    }
+  } else if (record.type === 'shifts') {
+    const [, tall, wide] = record.scores.shape;
+    for (let k = 0; k < pixels; k++) {
+      const down = Math.floor(k / width) - row + height - 1, right = k % width - column + width - 1;
+      scores[k] += record.scores.values[(head * tall + down) * wide + right];
+    }
+  } else if (record.type === 'maps') {
+    const start = (head * pixels + query) * pixels;
+    for (let k = 0; k < pixels; k++) scores[k] += Math.log(record.levels.values[start + k]);
+  } else {
+    addFactors(record, head, query, scores);
+  }
+}
+
+/** Scores U G Vᵀ; where there is no U, G has the queries themselves. */
+function addFactors(record, head, query, scores) {
+  const [axes, heads, inner] = record.core_low.shape;
+  const core = joined(record, 'core'), right = joined(record, 'right');
+  let left = null;
+  if (record.left_low) {
+    const basis = joined(record, 'left');
+    left = new Float64Array(inner);
+    for (let u = 0; u < inner; u++) left[u] = basis[u * pixels + query] * record.left_step.values[u];
+  }
+  for (let v = 0; v < axes; v++) {
+    const start = (v * heads + head) * inner;
+    let weight = 0;
+    if (left) {
+      for (let u = 0; u < inner; u++) weight += left[u] * core[start + u];
+    } else {
+      weight = core[start + query];
+    }
+    if (weight === 0) continue;
+    weight *= record.step * record.right_step.values[v];
+    for (let k = 0, at = v * pixels; k < pixels; k++, at++) scores[k] += weight * right[at];
+  }
+}
+
+let whole = new Map(), wholeFor = null;  // the numbers of the chosen image's records
+
+/** The numbers that a record has as low and high bytes. */
+function joined(record, name) {
+  if (wholeFor !== state.image) {
+    wholeFor = state.image;
+    whole = new Map();
+  }
+  const low = record[name + '_low'].values;
+  if (!whole.has(low)) {
+    const high = record[name + '_high'].values;
+    whole.set(low, Float32Array.from(low, (value, i) => value + 256 * high[i] - 128));
+  }
+  return whole.get(low);
+}
+
+/** The probabilities of all keys for a query, or null where the layer has no such part. */
+function probabilities(layer, head, query) {
+  const record = recordOf(layer, partOf(layer));
+  if (!record) return null;
+  const probs = new Float64Array(pixels);
+  if (record.type === 'maps') {
+    const unit = record.largest.values[head * pixels + query] / record.steps;
+    return probs.map((_, k) => record.levels.values[(head * pixels + query) * pixels + k] * unit);
+  }
+  addScores(record, layer, head, query, probs);
+  let largest = -Infinity, total = 0;
+  for (let k = 0; k < pixels; k++) largest = Math.max(largest, probs[k]);
+  if (largest === -Infinity) return probs.fill(0);
+  for (let k = 0; k < pixels; k++) total += probs[k] = Math.exp(probs[k] - largest);
+  const mass = massOf(record, head, query) ?? 1;
+  for (let k = 0; k < pixels; k++) probs[k] *= mass / total;
+  return probs;
+}
+
+/** What the probabilities add up to where it is not 1, as with the null key of CMHSA; else undefined. */
+function massOf(record, head, query) {
+  return record.mass && record.mass.values[head * pixels + query];
+}
+
+/** The part that is shown of a layer: the chosen one, or the only one that it has. */
+function partOf(layer) {
+  const parts = Object.keys(page.layers[layer].parts);
+  return parts.length === 1 ? parts[0] : state.part;
+}
+
+function summary(probs, query) {
+  const row = Math.floor(query / width), column = query % width;
+  let total = 0, near = 0, down = 0, right = 0, largest = 0;
+  for (let k = 0; k < pixels; k++) {
+    const dr = Math.floor(k / width) - row, dc = k % width - column;
+    total += probs[k];
+    down += probs[k] * dr;
+    right += probs[k] * dc;
+    if (Math.abs(dr) <= 1 && Math.abs(dc) <= 1) near += probs[k];
+    if (probs[k] > probs[largest]) largest = k;
+  }
+  return {near, largest, center: total > 0 ? [down / total, right / total] : null};
+}
+
+// ---- Text ----
+
+const place = (pixel) => `(${Math.floor(pixel / width)}, ${pixel % width})`;
+const spoken = (pixel) => `row ${Math.floor(pixel / width)}, column ${pixel % width}`;
+
+function number(value) {
+  if (value === 0) return '0';
+  return value >= 0.001 ? String(Number(value.toPrecision(4))) : value.toExponential(2).replace('-', '−');
+}
+
+function shift(pair) {
+  return pair ? `(${pair.map((x) => signed(x)).join(', ')})` : '–';
+}
+
+function signed(x) {
+  const text = Math.abs(x).toFixed(2);
+  return (Number(text) === 0 ? '' : x < 0 ? '−' : '+') + text;
+}
+
+// ---- Drawing ----
+
+const scratch = document.createElement('canvas');
+let faded = [], fadedFor = null;  // the pictures, grey and faint, in the colours of a theme
+
+function pictureCanvas(picture, change) {
+  const [rows, columns] = picture.shape, canvas = document.createElement('canvas');
+  canvas.width = columns;
+  canvas.height = rows;
+  const image = new ImageData(columns, rows), from = picture.values;
+  for (let i = 0; i < rows * columns; i++) {
+    const rgb = [from[3 * i], from[3 * i + 1], from[3 * i + 2]];
+    const [r, g, b] = change ? change(rgb) : rgb;
+    image.data.set([r, g, b, 255], 4 * i);
+  }
+  canvas.getContext('2d').putImageData(image, 0, 0);
+  return canvas;
+}
+
+function fadePictures() {
+  const dark = document.documentElement.dataset.theme === 'dark';
+  if (fadedFor === dark) return;
+  fadedFor = dark;
+  faded = page.pictures.map((picture) => pictureCanvas(picture, ([r, g, b]) => {
+    const grey = (0.299 * r + 0.587 * g + 0.114 * b) * 0.45 + (dark ? 0 : 140);
+    return [grey, grey, grey];
+  }));
+}
+
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function drawPicture(context, picture) {
+  const {width: w, height: h} = context.canvas;
+  // Pixels as squares where there are few of them.
+  context.imageSmoothingEnabled = picture.width > w;
+  context.drawImage(picture, 0, 0, w, h);
+}
+
+function drawMap(context, probs, rgb) {
+  const {width: w, height: h} = context.canvas;
+  drawPicture(context, faded[state.image]);
+  const image = new ImageData(width, height);
+  let largest = 0;
+  for (let k = 0; k < pixels; k++) largest = Math.max(largest, probs[k]);
+  for (let k = 0; k < pixels && largest > 0; k++) image.data.set([...rgb, 255 * probs[k] / largest], 4 * k);
+  scratch.width = width;
+  scratch.height = height;
+  scratch.getContext('2d').putImageData(image, 0, 0);
+  context.imageSmoothingEnabled = false;
+  context.drawImage(scratch, 0, 0, w, h);
+}
+
+/** The outline of a pixel, with a halo so that it stands out of every picture. */
+function drawPixel(context, pixel, line, dash = []) {
+  const w = context.canvas.width / width, h = context.canvas.height / height;
+  const x = (pixel % width) * w, y = Math.floor(pixel / width) * h;
+  for (const [style, grow] of [[color('--halo'), line], [color('--query'), 0]]) {
+    context.strokeStyle = style;
+    context.lineWidth = line;
+    context.setLineDash(grow ? [] : dash);
+    context.strokeRect(x - grow, y - grow, w + 2 * grow, h + 2 * grow);
+  }
+  context.setLineDash([]);
+}
+
+function drawCenter(context, query, center) {
+  const w = context.canvas.width / width, h = context.canvas.height / height;
+  const x = (query % width + center[1] + 0.5) * w, y = (Math.floor(query / width) + center[0] + 0.5) * h;
+  const radius = Math.min(Math.max(6, Math.min(w, h) * 0.3), 12);
+  for (const [style, line] of [[color('--halo'), 6], [color('--center'), 3]]) {
+    context.strokeStyle = style;
+    context.lineWidth = line;
+    context.beginPath();
+    context.arc(x, y, radius, 0, 2 * Math.PI);
+    context.stroke();
+  }
+}
+
+let cells = [];  // by layer and head: {button, context, caption}
+
+function buildTable() {
+  const table = byId('maps'), heads = Math.max(...page.layers.map((layer) => layer.heads));
+  const head = table.createTHead().insertRow();
+  head.insertCell();
+  for (let h = 0; h < heads; h++) {
+    const th = document.createElement('th');
+    th.scope = 'col';
+    th.append(textOf('span', 'Head ', 'wide'), String(h));
+    head.append(th);
+  }
+  table.style.minWidth = `${heads * 32 + 24}px`;
+  const body = table.createTBody();
+  cells = page.layers.map((layer, l) => {
+    const row = body.insertRow(), th = document.createElement('th');
+    th.scope = 'row';
+    th.title = layer.name;
+    th.append(textOf('span', 'Layer ', 'wide'), String(l));
+    row.append(th);
+    return Array.from({length: layer.heads}, (_, h) => {
+      const button = document.createElement('button'), canvas = document.createElement('canvas');
+      const caption = textOf('span', '', 'wide');
+      button.type = 'button';
+      button.tabIndex = -1;
+      canvas.width = 128;
+      canvas.height = Math.round(128 * height / width);
+      button.append(canvas, caption);
+      button.addEventListener('click', () => change({layer: l, head: h}));
+      row.insertCell().append(button);
+      return {button, canvas, context: canvas.getContext('2d'), caption};
+    });
+  });
+  table.addEventListener('keydown', (event) => {
+    const steps = {ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1]}[event.key];
+    if (!steps) return;
+    event.preventDefault();
+    let layer = state.layer + steps[0];
+    while (cells[layer] && cells[layer].length === 0) layer += steps[0] || 1;  // all heads were pruned
+    if (!cells[layer]) return;
+    const last = cells[layer].length - 1;
+    const head = Math.min(Math.max(state.head + steps[1], 0), last);
+    change({layer, head});
+    cells[layer][head].button.focus();
+  });
+}
+
+function textOf(tag, text, className) {
+  const element = document.createElement(tag);
+  element.textContent = text;
+  if (className) element.className = className;
+  return element;
+}
+
+function render() {
+  fadePictures();
+  const rgb = color('--attention').split(' ').map(Number), {query} = state;
+  const shownOf = page.layers.map((layer, l) => Array.from({length: layer.heads}, (_, h) => {
+    const probs = probabilities(l, h, query);
+    return probs && {probs, ...summary(probs, query)};
+  }));
+  shownOf.forEach((heads, l) => heads.forEach((shown, h) => {
+    const {context, button, caption} = cells[l][h], chosen = l === state.layer && h === state.head;
+    button.setAttribute('aria-pressed', String(chosen));
+    button.tabIndex = chosen ? 0 : -1;
+    if (shown) {
+      drawMap(context, shown.probs, rgb);
+      drawPixel(context, query, 2);
+      caption.textContent = Number(shown.probs[shown.largest].toPrecision(2));
+      button.setAttribute('aria-label', `Layer ${l}, head ${h}: largest probability ` +
+        `${number(shown.probs[shown.largest])} at ${spoken(shown.largest)}`);
+    }
+  }));
+  const heads = shownOf[state.layer], shown = heads[state.head];
+  renderQuery(shown && shown.center);
+  if (shown) {
+    renderMap(shown, rgb);
+    renderNumbers(shown);
+    renderCenters(heads);
+  }
+  for (const input of document.querySelectorAll('input[type=radio]')) {
+    input.checked = input.value === String(state[input.name]);
+  }
+  settle();
+}
+
+function renderQuery(center) {
+  const canvas = byId('query'), context = canvas.getContext('2d');
+  drawPicture(context, pictures[state.image]);
+  drawPixel(context, state.query, 4);
+  if (center) drawCenter(context, state.query, center);
+  byId('query-place').textContent = `Row ${Math.floor(state.query / width)}, column ${state.query % width}`;
+  byId('lock').setAttribute('aria-pressed', String(state.locked));
+  byId('lock').textContent = state.locked ? 'Locked' : 'Lock';
+  canvas.setAttribute('aria-label', `Image ${page.names[state.image]}, query pixel at ${spoken(state.query)}` +
+    (state.locked ? ', locked' : ''));
+}
+
+function renderMap(shown, rgb) {
+  const canvas = byId('map'), context = canvas.getContext('2d');
+  drawMap(context, shown.probs, rgb);
+  drawPixel(context, state.query, 4);
+  if (state.key !== null) drawPixel(context, state.key, 3, [8, 6]);
+  if (shown.center) drawCenter(context, state.query, shown.center);
+  const name = `Layer ${state.layer}, head ${state.head}`;
+  byId('map-title').textContent = name;
+  byId('ramp-end').textContent = number(shown.probs[shown.largest]);
+  canvas.setAttribute('aria-label', `${name}: where ${spoken(state.query)} attends` +
+    (state.key === null ? '' : `, key at ${spoken(state.key)}: ${number(shown.probs[state.key])}`));
+}
+
+function renderNumbers(shown) {
+  const layer = page.layers[state.layer], key = state.key === null ? state.query : state.key;
+  const error = layer.errors[partOf(state.layer)];
+  const mass = massOf(recordOf(state.layer, partOf(state.layer)), state.head, state.query);
+  const encoded = layer.centers && layer.centers[state.head];
+  const texts = {
+    'key-place': place(key), 'key-probability': number(shown.probs[key]),
+    'largest-place': place(shown.largest), 'largest': number(shown.probs[shown.largest]),
+    'near': number(shown.near), 'total': mass === undefined ? '' : number(mass), 'center': shift(shown.center),
+    'encoded-center': shift(encoded), 'error': error <= 1e-6 ? 'exact' : `at most ${number(error)}`,
+  };
+  for (const [id, text] of Object.entries(texts)) byId(id).textContent = text;
+  for (const element of document.querySelectorAll('.encoded')) element.hidden = !encoded;
+  for (const element of document.querySelectorAll('.total')) element.hidden = mass === undefined;
+}
+
+/** The centres of all heads of the chosen layer, as shifts from the query: rows down, columns right. */
+function renderCenters(heads) {
+  const svg = byId('centers'), encoded = page.layers[state.layer].centers;
+  const centers = heads.map((shown, h) => encoded ? encoded[h] : shown && shown.center);
+  const known = centers.filter(Boolean).flat().map(Math.abs);
+  const reach = Math.min(Math.max(3, Math.ceil(Math.max(0, ...known) + 0.6)), Math.max(height, width));
+  const place = (x) => Math.min(Math.max(x, -reach), reach), edge = (reach + 0.5) * 1.12;
+  const unit = edge / 10, grain = reach > 8 ? 4 : reach > 4 ? 2 : 1;
+  svg.setAttribute('viewBox', `${-edge} ${-edge} ${2 * edge} ${2 * edge}`);
+  svg.replaceChildren();
+  const add = (parent, tag, attributes, text) => {
+    const element = document.createElementNS('http://www.w3.org/2000/svg', tag);
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    if (text !== undefined) element.textContent = text;
+    parent.append(element);
+    return element;
+  };
+  for (let t = -reach + reach % grain; t <= reach; t += grain) {
+    const axis = t === 0 ? 0.16 * unit : 0.07 * unit;
+    add(svg, 'line', {class: 'grid', x1: t, x2: t, y1: -reach, y2: reach, 'stroke-width': axis});
+    add(svg, 'line', {class: 'grid', x1: -reach, x2: reach, y1: t, y2: t, 'stroke-width': axis});
+    for (const [x, y] of [[t, edge - 0.45 * unit], [-edge + 0.8 * unit, t]]) {
+      const tick = add(svg, 'text', {class: 'tick', x, y}, String(t).replace('-', '−'));
+      tick.style.fontSize = `${0.8 * unit}px`;
+    }
+  }
+  add(svg, 'rect', {class: 'here', x: -0.5, y: -0.5, width: 1, height: 1, 'stroke-width': 0.2 * unit});
+  // The chosen head comes last, above the others.
+  const order = [...centers.keys()].sort((a, b) => (a === state.head) - (b === state.head));
+  for (const h of order) {
+    if (!centers[h]) continue;
+    const [row, column] = centers[h];
+    const group = add(svg, 'g', {
+      class: h === state.head ? 'head chosen' : 'head', transform: `translate(${place(column)} ${place(row)})`});
+    add(group, 'circle', {r: 0.7 * unit, 'stroke-width': 0.15 * unit});
+    add(group, 'text', {}, h).style.fontSize = `${0.85 * unit}px`;
+    add(group, 'title', {}, `Head ${h}: ${shift(centers[h])}`);
+    group.addEventListener('click', () => change({head: h}));
+  }
+  byId('centers-title').textContent = `Centres of layer ${state.layer}`;
+  byId('centers-help').textContent = (encoded ? 'Δ of the encoding' : 'Mean shift of the attention from this query') +
+    ' in tokens, rows down and columns right.' +
+    (known.some((x) => x > reach) ? ' Those at the edge lie beyond it.' : '');
+  svg.setAttribute('aria-label', `Centres of layer ${state.layer}, rows down and columns right: ` +
+    centers.map((center, h) => `head ${h} ${shift(center)}`).join('; '));
+}
+
+// ---- State ----
+
+let frame = null;
+
+function change(changes) {
+  Object.assign(state, changes);
+  const layer = page.layers[state.layer];
+  if (layer.heads) state.head = Math.min(state.head, layer.heads - 1);
+  if (frame === null) {
+    frame = requestAnimationFrame(() => {
+      frame = null;
+      render();
+    });
+  }
+}
+
+let settling = null;
+
+/** What follows a change when no other one has come for a moment: the address, and what is read aloud. */
+function settle() {
+  clearTimeout(settling);
+  settling = setTimeout(() => {
+    const address = toAddress();
+    if (address !== location.hash) history.replaceState(null, '', address);
+    const shown = ['key-place', 'key-probability', 'center'].map((id) => byId(id).textContent);
+    byId('live').textContent = `Query ${spoken(state.query)}${state.locked ? ', locked' : ''}. Layer ${state.layer}, ` +
+      `head ${state.head}: probability of key ${shown[0]} is ${shown[1]}, centre ${shown[2]}.`;
+  }, 150);
+}
+
+function toAddress() {
+  const pair = (pixel) => `${Math.floor(pixel / width)},${pixel % width}`;
+  const parts = [
+    `image=${state.image}`, `query=${pair(state.query)}`, `layer=${state.layer}`, `head=${state.head}`,
+    `part=${state.part}`];
+  if (state.locked) parts.push('locked=1');
+  if (state.key !== null) parts.push(`key=${pair(state.key)}`);
+  if (state.theme) parts.push(`theme=${state.theme}`);
+  return `#${parts.join('&')}`;
+}
+
+/** The state in the address; what does not fit this page is passed over. */
+function fromAddress() {
+  const given = new URLSearchParams(location.hash.slice(1)), changes = {};
+  const whole = (name, end) => {
+    const value = given.get(name);
+    if (value !== null && /^\d+$/.test(value) && Number(value) < end) changes[name] = Number(value);
+  };
+  const pair = (name) => {
+    const match = /^(\d+),(\d+)$/.exec(given.get(name) || '');
+    if (match && match[1] < height && match[2] < width) changes[name] = match[1] * width + Number(match[2]);
+  };
+  whole('image', page.names.length);
+  whole('layer', page.layers.length);
+  if (changes.layer !== undefined && !page.layers[changes.layer].heads) delete changes.layer;
+  whole('head', Math.max(page.layers[changes.layer ?? state.layer].heads, 1));
+  pair('query');
+  pair('key');
+  if (allParts().includes(given.get('part'))) changes.part = given.get('part');
+  changes.locked = given.get('locked') === '1';
+  if (['light', 'dark'].includes(given.get('theme'))) changes.theme = given.get('theme');
+  Object.assign(state, changes);
+  applyTheme();
+}
+
+const allParts = () => Object.keys(PART_NAMES).filter((part) => page.layers.some((layer) => part in layer.parts));
+
+// ---- Theme ----
+
+const prefersDark = matchMedia('(prefers-color-scheme: dark)');
+
+function applyTheme() {
+  const theme = state.theme || (prefersDark.matches ? 'dark' : 'light');
+  document.documentElement.dataset.theme = theme;
+  byId('theme').textContent = theme === 'dark' ? 'Light' : 'Dark';
+}
+
+// ---- Pointer and keyboard ----
+
+function pixelAt(canvas, event) {
+  const box = canvas.getBoundingClientRect();
+  const inside = (at, start, size, count) => Math.min(Math.max(Math.floor((at - start) / size * count), 0), count - 1);
+  return inside(event.clientY, box.top, box.height, height) * width + inside(event.clientX, box.left, box.width, width);
+}
+
+function moved(pixel, event) {
+  let row = Math.floor(pixel / width), column = pixel % width;
+  if (event.key === 'ArrowUp') row--;
+  else if (event.key === 'ArrowDown') row++;
+  else if (event.key === 'ArrowLeft') column--;
+  else if (event.key === 'ArrowRight') column++;
+  else return null;
+  event.preventDefault();
+  return Math.min(Math.max(row, 0), height - 1) * width + Math.min(Math.max(column, 0), width - 1);
+}
+
+function listen() {
+  const query = byId('query'), map = byId('map');
+  query.addEventListener('pointermove', (event) => {
+    if (!state.locked && event.pointerType !== 'touch') change({query: pixelAt(query, event)});
+  });
+  query.addEventListener('click', (event) => {
+    const pixel = pixelAt(query, event);
+    change({query: pixel, locked: !(state.locked && pixel === state.query)});
+  });
+  query.addEventListener('keydown', (event) => {
+    const pixel = moved(state.query, event);
+    // Locked, so that a pointer that rests on the image does not move it back.
+    if (pixel !== null) change({query: pixel, locked: true});
+    else if (event.key === 'Escape') change({locked: false});
+    else if (event.key === 'Enter' || event.key === ' ') {
+      event.preventDefault();
+      change({locked: !state.locked});
+    }
+  });
+  byId('lock').addEventListener('click', () => change({locked: !state.locked}));
+  for (const kind of ['pointermove', 'click']) {
+    map.addEventListener(kind, (event) => change({key: pixelAt(map, event)}));
+  }
+  map.addEventListener('keydown', (event) => {
+    const pixel = moved(state.key === null ? state.query : state.key, event);
+    if (pixel !== null) change({key: pixel});
+    else if (event.key === 'Escape') change({key: null});
+  });
+  byId('theme').addEventListener('click', () => {
+    state.theme = document.documentElement.dataset.theme === 'dark' ? 'light' : 'dark';
+    applyTheme();
+    change({});
+  });
+  prefersDark.addEventListener('change', () => {
+    applyTheme();
+    change({});
+  });
+  addEventListener('hashchange', () => {
+    fromAddress();
+    change({});
+  });
+}
+
+// ---- Start ----
+
+let pictures = [];
+
+function addChoice(fieldset, name, value, label, content) {
+  const element = document.createElement('label'), input = document.createElement('input');
+  input.type = 'radio';
+  input.name = name;
+  input.value = value;
+  input.setAttribute('aria-label', label);
+  element.title = label;
+  input.addEventListener('change', () => change({[name]: typeof state[name] === 'number' ? Number(value) : value}));
+  element.append(input, content);
+  fieldset.append(element);
+}
+
+async function start() {
+  if (typeof DecompressionStream === 'undefined') throw new Error('this browser is too old for this page');
+  page = await unpack(byId('data').textContent);
+  byId('data').remove();
+  [height, width] = page.grid;
+  pixels = height * width;
+  pictures = page.pictures.map((picture) => pictureCanvas(picture));
+  pictures.forEach((picture, i) => addChoice(byId('images'), 'image', i, page.names[i], picture));
+  const parts = allParts();
+  for (const part of parts) addChoice(byId('parts'), 'part', part, PART_NAMES[part], PART_NAMES[part]);
+  byId('parts').hidden = parts.length < 2;
+  state.part = parts[parts.length - 1];
+  state.query = Math.floor(height / 2) * width + Math.floor(width / 2);
+  state.layer = Math.max(page.layers.findIndex((layer) => layer.heads), 0);
+  for (const id of ['query', 'map']) {
+    byId(id).width = 512;
+    byId(id).height = Math.round(512 * height / width);
+  }
+  buildTable();
+  listen();
+  fromAddress();
+  byId('status').hidden = true;
+  byId('main').hidden = false;
+  render();
+}
+
+applyTheme();
+start().catch((error) => {
+  byId('status').textContent = `The page cannot be shown: ${error.message}`;
+  throw error;
+});

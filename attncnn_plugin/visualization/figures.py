@@ -1,0 +1,280 @@
+"""Figures of what the heads of a model attend to (C20, Figures 3 to 14).
+
+Shifts are drawn as they lie in the image: the x axis is the column, the y axis is the row and points down.
+"""
+import re
+from typing import Dict, List, Optional, Sequence, Tuple
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from torch import Tensor, nn
+
+from .attention_maps import attention_layers
+from .centers import gaussian_heads, head_centers, middle, query_index, query_maps
+from .contours import check_mass, gaussian_contour, outline, region_of_mass
+from .style import MAP_COLORS, color_of, draw_heads, styled
+
+Query = Optional[Tuple[int, int]]
+CONTOUR_STYLES = ('solid', (0, (1, 1.2)), (0, (4, 2)))
+
+
+@styled
+def plot_attention_centers(
+        model: nn.Module,
+        height: int,
+        width: int,
+        masses: Sequence[float] = (0.5, 0.9),
+        query: Query = None,
+        probs: Optional[Dict[str, Tensor]] = None,
+        numbers: Optional[Dict[str, Sequence[int]]] = None,
+) -> Figure:
+    """The centre of every head and the contours of what it attends to, one panel a layer (C20, Figures 4, 12 and 14).
+
+    Contours of Gaussian heads are circles and ellipses; for others they surround the fewest pixels that hold the mass,
+    drawn a little inside of them so that the heads can be told apart.
+
+    Args:
+        model (nn.Module): A model with attention layers.
+        height, width (int): Size of the grid in tokens.
+        masses (Sequence[float]): The shares of a head's attention inside its contours, three at most. Defaults to
+            (0.5, 0.9).
+        query (tuple[int, int], optional): Row and column of the query, for heads that are not Gaussian. Defaults to the
+            middle of the grid.
+        probs (dict[str, Tensor], optional): By layer, the probabilities to use for heads that are not Gaussian,
+            ``(N_h, H*W, H*W)``: for layers whose scores depend on content, for instance their mean over images.
+        numbers (dict[str, Sequence[int]], optional): By layer, what to call its heads, for those that are left after
+            others were pruned. Defaults to 0, 1, 2, ….
+
+    Returns:
+        Figure: One axes a layer; a head's disc and contours are at (column, row) of their shifts.
+
+    Raises:
+        ValueError: A model without attention layers; a layer without a term of position alone and not in ``probs``; a
+            mass or a query out of range.
+    """
+    layers = _layers_of(model)
+    for mass in masses:
+        check_mass(mass)
+    if not 1 <= len(masses) <= len(CONTOUR_STYLES):
+        raise ValueError(f'masses={masses} must be one to {len(CONTOUR_STYLES)} shares')
+    heads = {
+        name: _head_lines(layer, height, width, masses, query, (probs or {}).get(name))
+        for name, layer in layers.items()
+    }
+    reach = min(_reach(list(heads.values())), max(height, width) - 0.5)
+    figure, panels = _panels(list(layers))
+    for name, axes in zip(layers, panels):
+        _shift_axes(axes, reach)
+        called = (numbers or {}).get(name, range(len(heads[name])))
+        for head, (_, contours) in zip(called, heads[name]):
+            for lines, style in zip(contours, CONTOUR_STYLES):
+                for line in lines:
+                    axes.plot(line[:, 1], line[:, 0], color=color_of(head), linestyle=style, linewidth=1.1,
+                              solid_joinstyle='miter', zorder=3)
+        draw_heads(axes, {head: tuple(center.tolist()) for head, (center, _) in zip(called, heads[name])}, reach)
+    styles = ', '.join(f'{mass:.0%} {name}' for mass, name in zip(masses, ('solid', 'dotted', 'dashed')))
+    figure.supxlabel(f'Black square: query. Contours: {styles}. Hollow: centre beyond the panel.', fontsize=8)
+    return figure
+
+
+@styled
+def plot_center_movement(centers: Dict[str, Dict[int, np.ndarray]]) -> Figure:
+    """The way of the heads' centres over a training, one panel a layer (C20, Figure 3).
+
+    Args:
+        centers (dict[str, dict[int, ndarray]]): By layer and head, epoch, row and column of the centre, ``(T, 3)``, as
+            :func:`~attncnn_plugin.visualization.training_curves.read_centers` reads them.
+
+    Returns:
+        Figure: One axes a layer; a head's way ends at its disc, that of a head that was pruned at a cross.
+
+    Raises:
+        ValueError: There are no centres.
+    """
+    if not any(centers.values()):
+        raise ValueError('centers is empty: train with AttentionVisualizationHook, which records them')
+    everything = np.concatenate([way for heads in centers.values() for way in heads.values()])
+    reach = max(float(np.abs(everything[:, 1:]).max()) * 1.1, 2.5)
+    figure, panels = _panels(list(centers))
+    for heads, axes in zip(centers.values(), panels):
+        _shift_axes(axes, reach)
+        end = max(way[-1, 0] for way in heads.values())
+        for head, way in sorted(heads.items()):
+            color = color_of(head)
+            axes.plot(way[:, 2], way[:, 1], color=color, linewidth=1.1, zorder=3)
+            axes.plot(way[:1, 2], way[:1, 1], 'o', markersize=3.5, markeredgecolor=color, markerfacecolor='white',
+                      markeredgewidth=0.8, zorder=3.5)
+            if way[-1, 0] < end:
+                axes.plot(way[-1:, 2], way[-1:, 1], 'x', color=color, markersize=5, zorder=3)
+                axes.annotate(str(head), (way[-1, 2], way[-1, 1]), (4, 0), textcoords='offset points', fontsize=6)
+        left = {head: tuple(way[-1, 1:].tolist()) for head, way in heads.items() if way[-1, 0] == end}
+        draw_heads(axes, left, reach, beside=True)
+    first, last = everything[:, 0].min(), everything[:, 0].max()
+    figure.supxlabel(f'Black square: query. Centres from epoch {first:g}, hollow, to epoch {last:g}, numbered; '
+                     'a cross where a head was pruned.', fontsize=8)
+    return figure
+
+
+@styled
+def plot_attention_probs(
+        probs: Dict[str, Tensor],
+        height: int,
+        width: int,
+        query: Query = None,
+        zoom: Optional[int] = 7,
+        image: Optional[np.ndarray] = None,
+        numbers: Optional[Dict[str, Sequence[int]]] = None,
+) -> Figure:
+    """The probabilities of a query, one row a layer, one column a head (C20, Figures 5 to 10).
+
+    The heads of a layer are ordered by locality, the mean distance from the query to the pixels that they attend to,
+    and have their numbers above their maps.
+
+    Args:
+        probs (dict[str, Tensor]): ``(N_h, H*W, H*W)`` by layer: of positions, the mean over images, or of one image.
+        height, width (int): Size of the grid in tokens.
+        query (tuple[int, int], optional): Row and column of the query. Defaults to the middle of the grid.
+        zoom (int, optional): Rows and columns around the query that are drawn, odd; None for the whole grid. Defaults
+            to 7. What lies outside of the grid is grey.
+        image (ndarray, optional): The image that the probabilities are of, shown at the left with the query,
+            ``(rows, columns, 3)``, uint8. Defaults to none.
+        numbers (dict[str, Sequence[int]], optional): See :func:`plot_attention_centers`.
+
+    Returns:
+        Figure: One axes a map, after that of the image if there is one; its data is in tokens, x the column and y the
+        row, counted from the query's with ``zoom`` and from the grid's corner without.
+
+    Raises:
+        ValueError: No probabilities; an even ``zoom``; a query outside of the grid.
+    """
+    if not probs:
+        raise ValueError('probs is empty: the model has no attention, or none that depends on content')
+    if zoom is not None and (zoom < 1 or zoom % 2 == 0):
+        raise ValueError(f'zoom={zoom} must be odd and at least 1, so that the query is in the middle; None shows all')
+    index = query_index(query, height, width)
+    row, column = middle(height, width) if query is None else query
+    maps = {name: layer[:, index].detach().cpu().float().unflatten(1, (height, width)).numpy()
+            for name, layer in probs.items()}
+    columns = max(max(len(layer) for layer in maps.values()), 1)
+    left = 0 if image is None else 2
+    figure = Figure(figsize=(0.95 * (columns + left) + 0.7, 1.05 * len(maps) + 0.2), layout='constrained')
+    grid = figure.add_gridspec(len(maps), columns + left)
+    if image is not None:
+        _draw_image(figure.add_subplot(grid[:, :2]), image, row, column, height, width)
+    shown = None
+    for line, (name, layer) in enumerate(maps.items()):
+        called = (numbers or {}).get(name, range(len(layer)))
+        for place, head in enumerate(_by_locality(layer, row, column)):
+            axes = figure.add_subplot(grid[line, place + left])
+            shown = _draw_map(axes, layer[head], (row, column), zoom)
+            axes.set_title(f'head {called[head]}: {layer[head].max():.2f}', fontsize=6.5, pad=2)
+            if place == 0:
+                axes.set_ylabel(_title(name))
+    if shown is not None:
+        bar = figure.colorbar(shown, ax=figure.axes[left // 2:], ticks=[0, 1], shrink=min(1, 2 / len(maps)), pad=0.01,
+                              aspect=15)
+        bar.ax.set_yticklabels(['0', 'largest'])
+        bar.outline.set_linewidth(0.6)
+    return figure
+
+
+def _layers_of(model: nn.Module) -> Dict[str, nn.Module]:
+    layers = attention_layers(model)
+    if not layers:
+        raise ValueError(f'model is a {type(model).__name__} without attention layers of this package (a CMHSA in the '
+                         'convolution phase gets them with its transition)')
+    return layers
+
+
+@torch.no_grad()
+def _head_lines(layer: nn.Module, height: int, width: int, masses: Sequence[float], query: Query,
+                probs: Optional[Tensor]) -> List[Tuple[np.ndarray, List[List[np.ndarray]]]]:
+    """Of each head the centre and, for each mass, the lines of its contour, as shifts (row, column)."""
+    centers, _ = head_centers(layer, height, width, query, probs)
+    gaussian = gaussian_heads(layer)
+    if gaussian is not None:
+        return [(center, [[gaussian_contour(center, precision, mass)] for mass in masses])
+                for center, precision in zip(*(part.numpy() for part in gaussian))]
+    origin = np.array(middle(height, width) if query is None else query)
+    heads = []
+    for head, (center, keys) in enumerate(zip(centers.numpy(), query_maps(layer, height, width, query, probs).numpy())):
+        inset = 0.03 + 0.25 * head / max(len(centers) - 1, 1)
+        heads.append((center, [[line - origin for line in outline(region_of_mass(keys, mass), inset)]
+                               for mass in masses]))
+    return heads
+
+
+def _reach(layers: list) -> float:
+    """How far the panels go from the query: to the centres and the inner contours, 3.5 tokens at least."""
+    lines = [line for heads in layers for _, contours in heads for line in contours[0]]
+    points = [np.abs(center).max() + 0.5 for heads in layers for center, _ in heads] + [
+        np.abs(line).max() + 0.5 for line in lines]
+    return max([3.5, *points])
+
+
+def _panels(names: Sequence[str]) -> Tuple[Figure, List[Axes]]:
+    """A figure with one square panel a layer, four in a row at most."""
+    columns = min(len(names), 3 if len(names) > 4 else 4)
+    rows = -(-len(names) // columns)
+    figure = Figure(figsize=(max(2.6 * columns, 5.), 2.75 * rows + 0.4), layout='constrained')
+    panels = [figure.add_subplot(rows, columns, i + 1) for i in range(len(names))]
+    for i, (name, axes) in enumerate(zip(names, panels)):
+        axes.set_title(_title(name))
+        if i + columns >= len(names):
+            axes.set_xlabel('column shift')
+        if i % columns == 0:
+            axes.set_ylabel('row shift')
+    return figure, panels
+
+
+def _shift_axes(axes: Axes, reach: float) -> None:
+    """Shifts from the query, whose pixel is a black square, with the row pointing down."""
+    axes.set_aspect('equal')
+    axes.set_xlim(-reach, reach)
+    axes.set_ylim(reach, -reach)
+    axes.axhline(0, color='#DDDDDD', linewidth=0.5, zorder=0)
+    axes.axvline(0, color='#DDDDDD', linewidth=0.5, zorder=0)
+    axes.add_patch(Rectangle((-0.5, -0.5), 1, 1, facecolor='black', edgecolor='none', zorder=2))
+    axes.locator_params(integer=True, nbins=7)
+
+
+def _by_locality(maps: np.ndarray, row: int, column: int) -> List[int]:
+    rows, columns = np.ogrid[:maps.shape[1], :maps.shape[2]]
+    distance = np.hypot(rows - row, columns - column)
+    return np.argsort((maps * distance).sum((1, 2)) / maps.sum((1, 2)).clip(min=1e-12), kind='stable').tolist()
+
+
+def _draw_map(axes: Axes, keys: np.ndarray, query: Tuple[int, int], zoom: Optional[int]):
+    """One map, from 0 to its largest value, with a black square around the query."""
+    row, column = query
+    top, left = 0, 0
+    if zoom is not None:
+        reach = zoom // 2
+        keys = np.pad(keys, reach, constant_values=np.nan)[row:row + zoom, column:column + zoom]
+        top, left, row, column = -reach, -reach, 0, 0
+    height, width = keys.shape
+    axes.set_facecolor('#CCCCCC')
+    shown = axes.imshow(
+        keys / max(np.nanmax(keys), 1e-12), cmap=MAP_COLORS, vmin=0, vmax=1, interpolation='nearest',
+        extent=(left - 0.5, left + width - 0.5, top + height - 0.5, top - 0.5))
+    axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor='none', edgecolor='black', linewidth=1.1))
+    axes.set_xticks([])
+    axes.set_yticks([])
+    return shown
+
+
+def _draw_image(axes: Axes, image: np.ndarray, row: int, column: int, height: int, width: int) -> None:
+    axes.imshow(image, interpolation='nearest', extent=(-0.5, width - 0.5, height - 0.5, -0.5), cmap='gray')
+    axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor='black', edgecolor='white', linewidth=0.8))
+    axes.set_title(f'query at row {row}, column {column}')
+    axes.set_xticks([])
+    axes.set_yticks([])
+
+
+def _title(name: str) -> str:
+    """``'backbone.blocks.2.attn'`` as ``'block 2'``."""
+    block = re.search(r'(?:^|\.)blocks\.(\d+)\.', name)
+    return f'block {block[1]}' if block else name

@@ -1,0 +1,152 @@
+"""The look that all figures share, and the files they go to."""
+import math
+from functools import wraps
+from pathlib import Path
+from typing import Callable, Dict, Sequence, Tuple, Union
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+# Paul Tol's muted colours: told apart with every kind of colour blindness.
+COLORS = ('#332288', '#CC6677', '#117733', '#88CCEE', '#882255', '#DDCC77', '#44AA99', '#AA4499', '#999933')
+# A second and a third nine of heads have discs of other shapes, beside their numbers.
+MARKERS = ('o', 's', 'D')
+MAP_COLORS = 'Blues'  # from white, for probabilities: the black square of the query stands out
+LINE_STYLES = ('solid', (0, (4, 2)), (0, (1, 1)))
+
+SETTINGS = {
+    'font.family': 'DejaVu Sans',  # comes with matplotlib
+    'font.size': 8,
+    'axes.titlesize': 9,
+    'axes.labelsize': 8,
+    'axes.linewidth': 0.6,
+    'axes.edgecolor': '#666666',
+    'xtick.labelsize': 7,
+    'ytick.labelsize': 7,
+    'xtick.color': '#444444',
+    'ytick.color': '#444444',
+    'xtick.major.width': 0.6,
+    'ytick.major.width': 0.6,
+    'legend.fontsize': 8,
+    'legend.frameon': False,
+    'figure.facecolor': 'white',
+    'savefig.facecolor': 'white',
+    'figure.dpi': 100,
+}
+
+
+def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
+    """A function whose figure has the common look, whatever the settings outside are."""
+
+    @wraps(draw)
+    def draw_styled(*args, **kwargs) -> Figure:
+        with matplotlib.rc_context():
+            matplotlib.rcdefaults()
+            matplotlib.rcParams.update(SETTINGS)
+            return draw(*args, **kwargs)
+
+    return draw_styled
+
+
+def color_of(index: int) -> str:
+    """The colour of a head or of a run."""
+    return COLORS[index % len(COLORS)]
+
+
+def marker_of(index: int) -> str:
+    """The shape of a head's disc."""
+    return MARKERS[index // len(COLORS) % len(MARKERS)]
+
+
+def line_style_of(index: int) -> Union[str, Tuple]:
+    """The line of a run."""
+    return LINE_STYLES[index // len(COLORS) % len(LINE_STYLES)]
+
+
+def draw_heads(
+        axes: Axes,
+        places: Dict[int, Tuple[float, float]],
+        reach: float,
+        beside: bool = False,
+) -> None:
+    """The centres of heads as dots, and discs with their numbers, in an axes from −reach to reach.
+
+    A disc lies on its dot, or beside it where another disc is there already, with a line to the dot. A dot that would
+    lie beyond the axes is hollow, on its border.
+
+    Args:
+        axes (Axes): With the column as x and the row as y.
+        places (dict[int, tuple[float, float]]): Row and column by head.
+        reach (float): Half of the width and of the height of the axes, in tokens.
+        beside (bool): Whether all discs lie beside their dots, which leaves free what ends there. Defaults to False.
+    """
+    dots = {head: tuple(min(max(value, -reach), reach) for value in place) for head, place in sorted(places.items())}
+    discs = []
+    for head, inside in dots.items():
+        color, hollow = color_of(head), inside != places[head]
+        others = [dot for other, dot in dots.items() if other != head]
+        disc = _free_place(inside, discs, others, reach, beside)
+        discs.append(disc)
+        if disc != inside:
+            axes.plot([inside[1], disc[1]], [inside[0], disc[0]], color='#888888', linewidth=0.5, zorder=2.5)
+        fill, edge = ('white', color) if hollow else (color, 'white')
+        axes.plot([inside[1]], [inside[0]], 'o', markersize=4, markerfacecolor=fill, markeredgecolor=edge,
+                  markeredgewidth=0.6, zorder=4 if disc == inside else 7, clip_on=False, label=f'head {head}')
+        axes.plot([disc[1]], [disc[0]], marker_of(head), markersize=8.5, markerfacecolor=fill, markeredgecolor=edge,
+                  markeredgewidth=0.8, zorder=5, clip_on=False)
+        axes.text(disc[1], disc[0], str(head), ha='center', va='center_baseline', fontsize=6, zorder=6,
+                  color='black' if hollow else text_color_on(color))
+
+
+def text_color_on(color: str) -> str:
+    """Black or white, whichever can be read on a colour."""
+    red, green, blue = to_rgb(color)
+    return 'white' if 0.3 * red + 0.59 * green + 0.11 * blue < 0.55 else 'black'
+
+
+def _free_place(
+        place: Tuple[float, float],
+        discs: Sequence[Tuple[float, float]],
+        dots: Sequence[Tuple[float, float]],
+        reach: float,
+        beside: bool,
+) -> Tuple[float, float]:
+    """The place, or the next one at which a disc covers no other disc and no dot; where all is full, no other disc."""
+    disc = 0.12 * reach  # the diameter of a disc in a panel of 2.6 inches
+    near = [] if beside else [place]
+    near += [
+        (place[0] + distance * disc * math.sin(turn * math.pi / 6),
+         place[1] + distance * disc * math.cos(turn * math.pi / 6))
+        for distance in (0.9, 1.3, 1.7, 2.2, 2.8, 3.5) for turn in range(12)]
+    free = [other for other in near if (other == place or max(map(abs, other)) < reach)
+            and all(math.dist(other, drawn) >= disc for drawn in discs)]
+    clear = (other for other in free if all(math.dist(other, dot) >= 0.7 * disc for dot in dots))
+    return next(clear, free[0] if free else place)
+
+
+def image_of(figure: Figure) -> np.ndarray:
+    """A figure as an image at 150 dots an inch, ``(rows, columns, 3)``, uint8."""
+    figure.set_dpi(150)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
+
+
+def save_figure(figure: Figure, path: Union[str, Path]) -> None:
+    """Writes a figure to a file, PNG at 200 dots an inch or SVG, by its suffix; its folder is made.
+
+    The same figure gives the same file.
+
+    Raises:
+        ValueError: Another suffix.
+    """
+    path = Path(path)
+    if path.suffix not in ('.png', '.svg'):
+        raise ValueError(f'out={str(path)!r} must end in .png or .svg')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({'svg.hashsalt': 'attncnn_plugin'}):
+        figure.savefig(path, dpi=200, metadata={'Date': None} if path.suffix == '.svg' else None)
