@@ -2,6 +2,8 @@
 import copy
 import pickle
 import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -251,3 +253,81 @@ def test_two_maps_as_one_for_many_tokens(name, dtype, tolerance):
         results[merged] = [*outputs, *torch.autograd.grad(outputs[0].sin().sum(), list(model.parameters()))]
     for ours, expected in zip(results[True], results[False]):
         assert (ours - expected).abs().max() <= tolerance * max(1, expected.abs().max())
+
+
+def test_hooks_of_the_attention_see_its_own_output():
+    block = small_timm('sa_quadratic_cifar').blocks[0]
+    x = torch.randn(2, 16, 16, 16)
+    assert block._merging_is_cheaper(x)
+    block.attn.register_forward_hook(lambda module, args, output: output * 0)
+    assert torch.equal(block._attend(x), block.proj(torch.zeros_like(x)))
+
+
+def test_attention_of_another_kind():
+    """Whatever its ``value`` may be, it is called and not merged."""
+    class Attention(nn.Module):
+
+        def __init__(self, dim, num_heads, attn_drop, attn_impl, device, dtype):
+            super().__init__()
+            self.value = nn.Linear(dim, dim)
+
+        def forward(self, x):
+            return self.value(x).tanh()
+
+    model = small_timm('sa_quadratic_cifar', attn_layer=Attention)
+    block, x = model.blocks[0], torch.randn(8, 16, 16, 16)
+    assert torch.equal(block._attend(x), block.proj(block.attn(x)))
+    with pytest.raises(TypeError, match=r'blocks\.0\.attn is a Attention'):
+        model.switch_to_deploy()
+
+
+def test_shared_by_threads():
+    model = small_timm('sa_quadratic_cifar').eval()
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad(), ThreadPoolExecutor(4) as pool:
+        expected = model(x)
+
+        def run_once(_):
+            with torch.no_grad():
+                return model(x)
+
+        assert all(torch.allclose(output, expected, atol=1e-6) for output in pool.map(run_once, range(40)))
+
+
+def test_nothing_is_changed_by_what_fails():
+    model = small_timm('sa_learned_cifar', img_size=16)
+    with pytest.raises(ValueError, match=r'size=\(16, 16\) is larger than the \(8, 8\)'):
+        model.switch_to_deploy(to_conv=1e-3, size=(16, 16))
+    model.blocks[1].proj = Adapter(model.blocks[1].proj)
+    with pytest.raises(RuntimeError, match=r'blocks\.1\.proj is a Adapter'):
+        model.switch_to_deploy()
+    assert model.training and not any(block.is_deployed for block in model.blocks)
+    assert all(p.requires_grad for p in model.parameters())
+    model = small_timm('sa_learned_cifar', img_size=16)
+    assert model.switch_to_deploy(to_conv=1e9).convolutions[0].size == (8, 8)
+
+
+def test_loading_what_does_not_train_warns():
+    state = deployed(small_timm('sa_quadratic_cifar')).state_dict()
+    model = small_timm('sa_quadratic_cifar')
+    model.load_state_dict(state)
+    with pytest.warns(UserWarning, match='do not train'):
+        model.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        model.train()
+
+
+def test_state_dicts_that_cannot_be_followed():
+    model = small_timm('sa_quadratic_cifar')
+    harden(model, [1], [(0., 1.), (-1., 0.), (1., -1.)])
+    conv = deployed(model, to_conv=1e-6)
+    with pytest.raises(RuntimeError, match=r'blocks\.1\.attn is a convolution here, but attention in the state dict'):
+        conv.load_state_dict(deployed(model).state_dict())
+    state = model.state_dict()
+    state['blocks.0.proj.weight'] = torch.zeros(17, 15)
+    with pytest.raises(RuntimeError, match=r'blocks\.0\.proj\.weight of the state dict has shape \(17, 15\)'):
+        deployed(model).load_state_dict(state)
+    fresh = small_timm('sa_quadratic_cifar')
+    fresh.load_state_dict(conv.state_dict())
+    assert not any(p.requires_grad for p in fresh.blocks.parameters()) and not fresh.blocks[1].training

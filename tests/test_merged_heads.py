@@ -9,6 +9,7 @@ import mmpretrain
 import pytest
 import timm
 import torch
+from adapter import Adapter
 from convolutions import relative_error
 from hypothesis import given
 from hypothesis import strategies as st
@@ -551,3 +552,22 @@ def test_mmpretrains_converter(repository, tmp_path):
     assert after.backbone.merged and not before.backbone.merged
     assert relative_error(after(x), before(x)) < 1e-5
     assert all(torch.equal(value, saved[name]) for name, value in after.state_dict().items())
+
+
+@pytest.mark.parametrize('name', ['query_key', 'value_out'])
+def test_what_stands_in_for_a_product_is_called(name):
+    attention = PatchAttention(4, 2, GridBias(2, (4, 4))).merge()
+    for parameter in attention.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(1, 4, 4, 4)
+    expected = attention(x)
+    setattr(attention, name, Adapter(getattr(attention, name)))
+    assert not torch.allclose(attention(x), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize('name', ['query', 'key', 'value', 'out'])
+def test_an_adapter_cannot_be_merged(name):
+    attention = PatchAttention(4, 2, GridBias(2, (4, 4)))
+    setattr(attention, name, Adapter(getattr(attention, name)))
+    with pytest.raises(RuntimeError, match=f'{name} is a Adapter'):
+        attention.merge()

@@ -96,3 +96,35 @@ def test_only_the_input_is_kept_for_the_backward_pass():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
         layer(x)
     assert sum(size >= x.numel() for size in sizes) <= 2  # x, and the weight of the map
+
+
+def test_float64_stays_float64_under_autocast():
+    tensors = inputs()
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        assert (attend_separable(*tensors) - by_einsum(*tensors)).abs().max() <= 1e-10
+
+
+def test_gradients_of_single_images():
+    x, *others = inputs(batch=3)
+    gradient = torch.func.grad(lambda image: attend_separable(image[None], *others).sin().sum())
+    expected = torch.autograd.grad(by_einsum(x, *others).sin().sum(), x)[0]
+    assert (torch.func.vmap(gradient)(x) - expected).abs().max() <= 1e-10
+
+
+@pytest.mark.filterwarnings('ignore')
+def test_traced():
+    layer = QuadraticAttention(4, 3)
+    x = torch.randn(2, 9, 8, 4)
+    assert torch.allclose(torch.jit.trace(layer, x)(x), layer(x), atol=1e-6)
+
+
+def test_a_backward_hook_and_a_forward_of_its_own_are_called():
+    layer = QuadraticAttention(4, 3)
+    x = torch.randn(2, 9, 8, 4)
+    seen = []
+    layer.value.register_full_backward_hook(lambda *args: seen.append(args))
+    layer(x).sum().backward()
+    assert seen
+    layer = QuadraticAttention(4, 3)
+    layer.value.forward = torch.zeros_like
+    assert not layer(x).any()

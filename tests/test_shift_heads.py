@@ -104,3 +104,10 @@ def test_not_a_number_stays_one():
     nn.init.constant_(layer.encoding.center, float('nan'))
     with torch.no_grad():
         assert layer(torch.randn(1, 12, 12, 5)).isnan().all()
+
+
+@pytest.mark.parametrize('device, batch', [('meta', 2), ('cpu', 0)])
+def test_no_values_to_choose_by_and_no_images(device, batch):
+    layer = GeneralizedQuadraticAttention(5, 3, device=device).eval()
+    with torch.no_grad():
+        assert layer(torch.randn(batch, 16, 16, 5, device=device)).shape == (batch, 16, 16, 5)

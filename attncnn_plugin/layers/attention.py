@@ -1,7 +1,8 @@
 """Self-attention over a pixel grid whose values are the layer's input itself (C20, eq. 1–3 and 9)."""
-from typing import Any, Callable, Dict, Sequence, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .encodings import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding
@@ -69,27 +70,45 @@ class GridAttention(PrunableHeads):
         return {'value.weight': (1, self.dim)}
 
     def switch_to_deploy(self) -> None:
-        """For inference: evaluation mode, no gradients; what depends on the grid alone is computed once for a size."""
+        """For inference: evaluation mode, no gradients; what depends on the grid alone is computed once for a size.
+
+        After a change of parameters through ``.data``, which nothing can see, call it again.
+        """
         self.eval().requires_grad_(False)
-        if self._kept is None:
-            self._kept = KeptByGrid()
+        self._kept = KeptByGrid()
+
+    @property
+    def max_size(self) -> Optional[Tuple[int, int]]:
+        """Height and width, in tokens, of the largest grid, None without a limit."""
+        return None
 
     def _by_grid(self, make: Callable[..., Any], *size: Any) -> Any:
         """``make(*size)``, which depends on the parameters alone."""
         return make(*size) if self._kept is None else self._kept(self, make, *size)
 
-    def _attend_dense(self, x: Tensor, probs: Tensor) -> Tensor:
+    def _map(self, heads: Tensor, value: Optional[Tuple[Tensor, Tensor]]) -> Tensor:
+        """The map of the heads, ``(B, H, W, N_h·D)`` to ``(B, H, W, D_out)``."""
+        return self.value(heads) if value is None else F.linear(heads, *value)
+
+    def _plain_value(self, value: Optional[Tuple[Tensor, Tensor]]) -> Optional[Tuple[Tensor, Optional[Tensor]]]:
+        """Weight and bias of the heads' map, None if it has to be called."""
+        if value is None and is_plain_linear(self.value):
+            return self.value.weight, self.value.bias
+        return value
+
+    def _attend_dense(self, x: Tensor, probs: Tensor, value: Optional[Tuple[Tensor, Tensor]] = None) -> Tensor:
         """Σ_k P[q, k] X[k] by the matrix.
 
         Args:
             x (Tensor): ``(B, H, W, D)``.
             probs (Tensor): ``(N_h, H*W, H*W)``. With dropout, the images of a batch have the same mask.
+            value (tuple[Tensor, Tensor], optional): See :meth:`PositionAttention.forward`.
         """
         batch, height, width, dim = x.shape
         probs = self.attn_drop(probs).to(x.dtype).flatten(0, 1)
         heads = torch.matmul(probs, x.permute(1, 2, 0, 3).reshape(height * width, batch * dim))  # (h·q, b·d)
         heads = heads.reshape(self.num_heads, height, width, batch, dim).permute(3, 1, 2, 0, 4)
-        return self.value(heads.reshape(batch, height, width, self.value.in_features))
+        return self._map(heads.reshape(batch, height, width, self.num_heads * dim), value)
 
 
 class PositionAttention(GridAttention):
@@ -97,9 +116,15 @@ class PositionAttention(GridAttention):
 
     position_only = True
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``(B, H, W, D)`` to ``(B, H, W, D_out)``, for any H and W."""
-        return self._attend_dense(x, self.attention_probs(x.shape[1], x.shape[2]))
+    def forward(self, x: Tensor, value: Optional[Tuple[Tensor, Tensor]] = None) -> Tensor:
+        """``(B, H, W, D)`` to ``(B, H, W, D_out)``, for any H and W.
+
+        Args:
+            x (Tensor): ``(B, H, W, D)``.
+            value (tuple[Tensor, Tensor], optional): Weight ``(D_out, N_h·D)`` and bias of the map of the heads, such as
+                its product with a linear layer that follows. Defaults to those of the layer.
+        """
+        return self._attend_dense(x, self.attention_probs(x.shape[1], x.shape[2]), value)
 
     def attention_probs(self, height: int, width: int) -> Tensor:
         """The probabilities of every query (row-major) for every key.
@@ -121,7 +146,7 @@ class SeparableAttention(PositionAttention):
     P[(q1, q2), (k1, k2)] = P1[q1, k1] · P2[q2, k2].
     """
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, value: Optional[Tuple[Tensor, Tensor]] = None) -> Tensor:
         """``(B, H, W, D)`` to ``(B, H, W, D_out)``, for any H and W.
 
         Raises:
@@ -130,10 +155,11 @@ class SeparableAttention(PositionAttention):
         height, width = x.shape[1], x.shape[2]
         if self.num_heads and self._use_separable(height, width):
             row_probs, column_probs = self._by_grid(self.axis_probs, height, width)
-            if is_plain_linear(self.value):
-                return attend_separable(x, row_probs, column_probs, self.value.weight, self.value.bias)
+            plain = self._plain_value(value)
+            if plain is not None:
+                return attend_separable(x, row_probs, column_probs, *plain)
             return self.value(torch.cat(list(separable_heads(x, row_probs, column_probs)), dim=-1))
-        return self._attend_dense(x, self.attention_probs(height, width))
+        return self._attend_dense(x, self.attention_probs(height, width), value)
 
     def axis_scores(self, height: int, width: int) -> Tuple[Tensor, Tensor]:
         """The two terms of the score, ``(N_h, height, height)`` and ``(N_h, width, width)``."""
@@ -201,25 +227,26 @@ class GeneralizedQuadraticAttention(PositionAttention):
                 "term of rows and columns: use 'auto' or 'dense'")
         self.encoding = GeneralizedQuadraticEncoding(num_heads, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, value: Optional[Tuple[Tensor, Tensor]] = None) -> Tensor:
         """``(B, H, W, D)`` to ``(B, H, W, D_out)``, for any H and W."""
         height, width, dtype = *x.shape[1:3], matmul_dtype(x)
-        if not self._use_shift_heads(dtype):
-            return super().forward(x)
+        if not self._use_shift_heads(x.device, dtype):
+            return super().forward(x, value)
         heads = (head.mix(x) for head in self._by_grid(self._shift_heads, height, width, dtype))
-        if is_plain_linear(self.value):
-            return map_heads(heads, self.value.weight, self.value.bias)
+        plain = self._plain_value(value)
+        if plain is not None:
+            return map_heads(heads, *plain)
         return self.value(torch.cat(list(heads), dim=-1))
 
     def _shift_heads(self, height: int, width: int, dtype: torch.dtype) -> Sequence[ShiftHead]:
         return shift_heads(self.encoding.shift_scores(height, width), height, width, dtype)
 
-    def _use_shift_heads(self, dtype: torch.dtype) -> bool:
+    def _use_shift_heads(self, device: torch.device, dtype: torch.dtype) -> bool:
         learns = torch.is_grad_enabled() and any(p.requires_grad for p in self.encoding.parameters())
         dropout = self.training and self.attn_drop.p > 0
-        # The choice depends on values, which a compiled graph does not know.
+        # The choice depends on values, which a compiled graph and the meta device do not know.
         return (self.attn_impl == 'auto' and self.num_heads > 0 and dtype in TOLERANCE and not learns and not dropout
-                and not torch.compiler.is_compiling())
+                and device.type != 'meta' and not torch.compiler.is_compiling())
 
     def head_parameters(self) -> Dict[str, Tuple[int, int]]:
         return {**super().head_parameters(), 'encoding.center': (0, 1), 'encoding.sqrt_precision': (0, 1)}
@@ -255,6 +282,10 @@ class LearnedAttention(SeparableAttention):
                 f"position={position!r} is not for attention without content: choose 'relative_learned' or "
                 "'relative_sinusoidal'")
         self.encoding = LearnedEncoding(num_heads, dim, max_size, kind, device=device, dtype=dtype)
+
+    @property
+    def max_size(self) -> Optional[Tuple[int, int]]:
+        return self.encoding.tables.max_size if self.encoding.tables.kind == 'learned' else None
 
     def head_parameters(self) -> Dict[str, Tuple[int, int]]:
         return {**super().head_parameters(), 'encoding.weight': (0, 1)}

@@ -95,6 +95,10 @@ class ContentAttention(SeparableAttention):
         """Whether the scores do not depend on the input."""
         return self.terms == ('vr',)
 
+    @property
+    def max_size(self) -> Optional[Tuple[int, int]]:
+        return self.tables.max_size if self.tables is not None and self.tables.kind == 'learned' else None
+
     def head_parameters(self) -> Dict[str, Tuple[int, int]]:
         entries = {'query.weight': self.dim, 'key.weight': self.dim, 'key_bias': 1, 'position_bias': 1}
         own = {name for name, _ in self.named_parameters()}
@@ -103,23 +107,23 @@ class ContentAttention(SeparableAttention):
     def extra_repr(self) -> str:
         return f'{super().extra_repr()}, terms={self.terms}, position={self.position!r}'
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, value: Optional[Tuple[Tensor, Tensor]] = None) -> Tensor:
         """``(B, H, W, D)`` to ``(B, H, W, D_out)``, for any H and W that the position encoding covers."""
         if self.position_only:
-            return super().forward(x)
+            return super().forward(x, value)
         if self.num_heads == 0:
-            return self.value(x[..., :0])
+            return self._map(x[..., :0], value)
         batch, height, width, dim = x.shape
         if self._merging_is_cheaper(batch * height * width):
             query, key = self._merged_query_key(x)
         else:
             query, key = self._query_key(x)
-        value = at_least_float32(x).reshape(batch, 1, height * width, dim)
+        tokens = at_least_float32(x).reshape(batch, 1, height * width, dim)
         with full_precision(x.device.type):
-            heads = attend(query, key, value, self.attn_drop.p if self.training else 0.)
+            heads = attend(query, key, tokens, self.attn_drop.p if self.training else 0.)
         if query.shape[1] == self.num_heads:
             heads = heads.transpose(1, 2)
-        return self.value(heads.to(x.dtype).reshape(batch, height, width, self.value.in_features))
+        return self._map(heads.to(x.dtype).reshape(batch, height, width, self.num_heads * dim), value)
 
     def attention_scores(self, x: Tensor) -> Tensor:
         """The scores of an input, ``(B, N_h, H*W, H*W)``, at least float32.

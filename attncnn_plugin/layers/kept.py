@@ -8,7 +8,10 @@ KEPT_GRIDS = 8  # sizes
 
 
 class KeptByGrid:
-    """Results of a module's functions by the size of the grid, as long as the parameters are what they were."""
+    """Results of a module's functions by the size of the grid, as long as the parameters are what they were.
+
+    Changes in place and other parameters are seen, changes through ``.data`` in place are not.
+    """
 
     def __init__(self) -> None:
         self._results = {}
@@ -26,13 +29,15 @@ class KeptByGrid:
             return make(*size)
         parameters = list(module.parameters())
         state = [(id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
-        if size not in self._results or self._results[size][0] != state:
-            if len(self._results) == KEPT_GRIDS:
-                self._results.clear()
+        kept = self._results.get(size)
+        if kept is None or kept[0] != state:
             with torch.inference_mode(False), torch.no_grad():  # a result for calls outside of inference mode too
                 # The parameters stay alive with it, so that no other one can have their identity.
-                self._results[size] = state, make(*size), parameters
-        return self._results[size][1]
+                kept = state, make(*size), parameters
+            if len(self._results) >= KEPT_GRIDS:
+                self._results.clear()
+            self._results[size] = kept
+        return kept[1]
 
     def __reduce__(self):
         return KeptByGrid, ()  # a copy begins anew

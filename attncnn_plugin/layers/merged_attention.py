@@ -1,5 +1,5 @@
 """Self-attention over patches with one matrix for a head's scores and one for its output."""
-from typing import Optional, Tuple
+from typing import Callable, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -67,17 +67,15 @@ class MergedPatchAttention(nn.Module):
         """``(B, H, W, D)`` to ``(B, H, W, D_out)``, for any H and W."""
         return attend_merged(
             x,
-            self.query_key.weight,
-            self.value_out.weight,
-            self.value_out.bias,
+            self.query_key,
+            self.value_out,
             self._bias(*x.shape[1:3]),
             self.attn_drop if self.training else 0.)
 
     def switch_to_deploy(self) -> None:
         """For inference: evaluation mode, no gradients, and position biases computed once for a grid size."""
         self.eval().requires_grad_(False)
-        if self._kept is None:
-            self._kept = KeptByGrid()
+        self._kept = KeptByGrid()
 
     def _bias(self, height: int, width: int) -> Tensor:
         """The position biases in the order of the queries, ``(H·W·N_h, H·W + 1)``."""
@@ -138,9 +136,8 @@ def token_major(bias: Tensor) -> Tensor:
 
 def attend_merged(
         x: Tensor,
-        query_key: Tensor,
-        value_out: Tensor,
-        out_bias: Optional[Tensor],
+        query_key: Callable[[Tensor], Tensor],
+        value_out: Callable[[Tensor], Tensor],
         bias: Tensor,
         dropout: float,
 ) -> Tensor:
@@ -148,17 +145,16 @@ def attend_merged(
 
     Args:
         x (Tensor): Tokens, ``(B, H, W, D)``.
-        query_key, value_out (Tensor): As of :func:`merge_matrices`.
-        out_bias (Tensor, optional): ``(D_out,)``.
+        query_key, value_out (Callable): The linear maps by the matrices of :func:`merge_matrices`.
         bias (Tensor): Biases of the scores, the null key last, ``(H·W·N_h, H·W + 1)``.
         dropout (float): Dropout rate of the probabilities.
     """
     batch, height, width, dim = x.shape
     tokens = x.reshape(batch, 1, height * width, dim)
     # One head, whose queries are x_q A_h, head after head of a token: (B, 1, N·N_h, D) lies as the linear map puts it.
-    queries = F.linear(x, query_key).reshape(batch, 1, bias.shape[0], dim)
+    queries = query_key(x).reshape(batch, 1, bias.shape[0], dim)
     heads = attend(queries, tokens, tokens, bias[None], dropout)
-    return F.linear(heads.reshape(batch, height, width, value_out.shape[1]), value_out, out_bias)
+    return value_out(heads.reshape(batch, height, width, bias.shape[0] // (height * width) * dim))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: float) -> Tensor:

@@ -4,10 +4,11 @@ import logging
 from typing import Optional, Tuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .encodings import at_least_float32, axis_shifts, resize_shifts
-from .linear import is_plain_linear
+from .linear import check_plain_linear, is_plain_linear
 from .merged_attention import MergedPatchAttention, attend, attend_merged, merge_matrices, token_major
 from .separable import is_exporting
 
@@ -175,7 +176,12 @@ class PatchAttention(nn.Module):
         dropout = self.attn_drop if self.training else 0.
         if self._merging_is_cheaper(batch * height * width):
             query_key, value_out = merge_matrices(*self._weights(), self.num_heads)
-            return attend_merged(x, query_key, value_out, self.out.bias, token_major(bias), dropout)
+            return attend_merged(
+                x,
+                lambda tokens: F.linear(tokens, query_key),
+                lambda heads: F.linear(heads, value_out, self.out.bias),
+                token_major(bias),
+                dropout)
         # (N, B, D), so that the heads of all images, (B·N_h, N, D), are a view of what the linear maps put out.
         tokens = x.reshape(batch, height * width, dim).transpose(0, 1).contiguous()
         query, key, value = (
@@ -185,7 +191,13 @@ class PatchAttention(nn.Module):
         return self.out(heads.transpose(1, 2).reshape(batch, height, width, self.out.in_features))
 
     def merge(self) -> MergedPatchAttention:
-        """The same attention with the matrices of a head multiplied; this layer stays as it is."""
+        """The same attention with the matrices of a head multiplied; this layer stays as it is.
+
+        Raises:
+            RuntimeError: One of its linear maps is no plain linear layer any more.
+        """
+        for name in ('query', 'key', 'value', 'out'):
+            check_plain_linear(name, getattr(self, name))
         merged = MergedPatchAttention(
             self.dim,
             self.num_heads,

@@ -63,6 +63,8 @@ def map_heads(heads: Iterable[Tensor], weight: Tensor, bias: Optional[Tensor]) -
 def matmul_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which matrix products with x are made: its own, or that of autocast."""
     device = x.device.type
+    if x.dtype == torch.float64:  # which autocast leaves as it is
+        return x.dtype
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # the meta device has none
         return torch.get_autocast_dtype(device)
     return x.dtype
@@ -92,12 +94,14 @@ def attend_separable(
     bias = None if bias is None else bias.to(dtype)
     tensors = x.to(dtype), row_probs, column_probs, weight, bias
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if learns and not is_exporting():
+    if learns and not is_exporting() and not torch.jit.is_tracing():
         return _SeparableAttention.apply(*tensors)
     return _SeparableAttention.forward(*tensors)
 
 
 class _SeparableAttention(torch.autograd.Function):
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, row_probs: Tensor, column_probs: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
@@ -106,24 +110,33 @@ class _SeparableAttention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs: Tuple[Tensor, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[:4])
-        ctx.has_bias = inputs[4] is not None
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tuple[Tensor, ...]:
         x, row_probs, column_probs, weight = ctx.saved_tensors
+        needs_x, needs_rows, needs_columns, needs_weight, needs_bias = ctx.needs_input_grad
         grad = grad.flatten(0, 2)
         grad_x, grad_rows, grad_columns, grad_weight = torch.zeros_like(x), [], [], []
         for rows, columns, value in zip(row_probs, column_probs, weight.split(x.shape[3], dim=1)):
             # Y = P1 X, Z = P2 Y, output += Z Vᵀ.
-            mixed = mix_rows(rows, x)
-            grad_weight.append(grad.T @ mix_columns(columns, mixed).flatten(0, 2))
+            mixed = mix_rows(rows, x) if needs_columns or needs_weight else None
+            if needs_weight:
+                grad_weight.append(grad.T @ mix_columns(columns, mixed).flatten(0, 2))
+            if not (needs_x or needs_rows or needs_columns):
+                continue
             grad_head = (grad @ value).reshape(x.shape)
-            grad_columns.append(_outer_sum(grad_head.flatten(0, 1), mixed.flatten(0, 1)))
+            if needs_columns:
+                grad_columns.append(_outer_sum(grad_head.flatten(0, 1), mixed.flatten(0, 1)))
             grad_mixed = mix_columns(columns.T, grad_head)
-            grad_rows.append(_outer_sum(grad_mixed.flatten(2), x.flatten(2)))
-            grad_x = grad_x + mix_rows(rows.T, grad_mixed)
-        grad_bias = grad.sum(0) if ctx.has_bias else None
-        return grad_x, torch.stack(grad_rows), torch.stack(grad_columns), torch.cat(grad_weight, dim=1), grad_bias
+            if needs_rows:
+                grad_rows.append(_outer_sum(grad_mixed.flatten(2), x.flatten(2)))
+            if needs_x:
+                grad_x = grad_x + mix_rows(rows.T, grad_mixed)
+        return (grad_x if needs_x else None,
+                torch.stack(grad_rows) if needs_rows else None,
+                torch.stack(grad_columns) if needs_columns else None,
+                torch.cat(grad_weight, dim=1) if needs_weight else None,
+                grad.sum(0) if needs_bias else None)
 
 
 def _outer_sum(grad: Tensor, x: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class LowRankHead:
         """``(B, H, W, D)`` to the same."""
         batch, height, width, dim = x.shape
         mixed = torch.bmm(self.rows.expand(batch, -1, -1), x.reshape(batch, height, width * dim))  # (b, q1·i, k2·d)
-        mixed = mixed.reshape(batch * height, -1, dim)  # (b·q1, i·k2, d)
+        mixed = mixed.reshape(batch * height, self.columns.shape[1], dim)  # (b·q1, i·k2, d)
         mixed = torch.bmm(self.columns.expand(batch * height, -1, -1), mixed)
         return mixed.reshape(x.shape) / self.normalizer
 

@@ -1,17 +1,17 @@
 """The self-attention network of Cordonnier et al. 2020, behind the mmpretrain backbones and the timm models."""
-from typing import Callable, Dict, Optional, Sequence, Tuple
+import warnings
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from timm.layers import DropPath, Mlp, calculate_drop_path_rates
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from ...convert.to_conv import ConvFit, mhsa_to_conv
 from ...layers.attention import GridAttention, PositionAttention
 from ...layers.encodings import widest_float
 from ...layers.grid_convolution import GridConvolution
 from ...layers.heads import Replacement
-from ...layers.linear import is_plain_linear
+from ...layers.linear import check_plain_linear, has_hooks, is_plain_linear
 from ...layers.separable import is_exporting
 from .deployment import Deployment
 from .grid import GridNetwork, check_drop_path_rate
@@ -84,6 +84,7 @@ class SelfAttentionBlock(nn.Module):
         self.mlp = Mlp(dim, mlp_dim, drop=(0., proj_drop), **dd)
         self.norm2 = nn.LayerNorm(dim, eps=1e-12, **dd)
         self.drop_path = DropPath(drop_path) if drop_path > 0. else nn.Identity()
+        self.turned_by_loading = False
         self._register_load_state_dict_pre_hook(self._load_structure)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,13 +96,15 @@ class SelfAttentionBlock(nn.Module):
         if not self._merging_is_cheaper(x):
             return self.proj(self.attn(x))
         weight, bias = merge_linear(self.attn.value.weight, self.attn.value.bias, self.proj.weight, self.proj.bias)
-        return functional_call(self.attn, {'value.weight': weight, 'value.bias': bias}, x)
+        return self.attn(x, (weight, bias))
 
     def _merging_is_cheaper(self, x: Tensor) -> bool:
         """Whether the product of the maps, N_h·D³ multiply-adds, costs less than the second map of T tokens, T·D²."""
-        value = getattr(self.attn, 'value', None)
-        if is_exporting() or not is_plain_linear(self.proj) or not is_plain_linear(value) or value.bias is None:
-            return False  # a size that an exported program is to take later cannot decide now
+        if not isinstance(x, Tensor) or is_exporting() or not isinstance(self.attn, GridAttention):
+            return False
+        value = self.attn.value
+        if has_hooks(self.attn) or not is_plain_linear(self.proj) or not is_plain_linear(value) or value.bias is None:
+            return False
         return x.shape[:3].numel() > value.in_features > 0
 
     @property
@@ -109,19 +112,33 @@ class SelfAttentionBlock(nn.Module):
         """Whether the block is for inference alone."""
         return 'deployed' in self._buffers
 
+    def check_deployable(self, name: str = '') -> None:
+        """Whether the block can be switched to inference.
+
+        Args:
+            name (str): Of the block, with a dot, for the message. Defaults to none.
+
+        Raises:
+            TypeError: The attention is none of this package.
+            RuntimeError: One of the two linear maps after the attention is no plain linear layer any more.
+        """
+        if self.is_deployed:
+            return
+        if not isinstance(self.attn, GridAttention):
+            raise TypeError(f'{name}attn is a {type(self.attn).__name__}, but only attention of attncnn_plugin.layers '
+                            'can be switched to inference')
+        check_plain_linear(f'{name}attn.value', self.attn.value)
+        check_plain_linear(f'{name}proj', self.proj)
+
     @torch.no_grad()
     def switch_to_deploy(self) -> None:
         """For inference alone: the two linear maps after the attention become one. timm calls it by this name too.
 
         Raises:
-            RuntimeError: One of the two is no plain linear layer any more.
+            TypeError, RuntimeError: See :meth:`check_deployable`.
         """
+        self.check_deployable()
         if not self.is_deployed:
-            for name, linear in (('attn.value', self.attn.value), ('proj', self.proj)):
-                if not is_plain_linear(linear):
-                    raise RuntimeError(
-                        f'{name} is a {type(linear).__name__}, or has hooks: only the weight of a plain nn.Linear can '
-                        'be merged with the next; merge adapters and remove parametrizations and hooks first')
             merged = merge_exactly(self.attn.value.weight, self.attn.value.bias, self.proj.weight, self.proj.bias)
             self._put_deployed()
             self.attn.value.weight, self.attn.value.bias = map(nn.Parameter, merged)
@@ -130,7 +147,7 @@ class SelfAttentionBlock(nn.Module):
         self.eval().requires_grad_(False)
 
     @torch.no_grad()
-    def to_conv(self, kernel_size: int, size: Tuple[int, int], tolerance: float) -> Optional[ConvFit]:
+    def to_conv(self, kernel_size: int, size: Optional[Tuple[int, int]], tolerance: float) -> Optional[ConvFit]:
         """Replaces the attention of a block for inference by the convolution that is nearest to it, if it is near.
 
         Returns:
@@ -138,6 +155,8 @@ class SelfAttentionBlock(nn.Module):
         """
         if not isinstance(self.attn, PositionAttention) or not self.attn.position_only or self.attn.num_heads == 0:
             return None
+        if size is None:
+            size = tuple(min(16, largest) for largest in self.attn.max_size or (16, 16))
         conv, fit = mhsa_to_conv(self.attn, kernel_size, size)
         if fit.bound > tolerance:
             return None
@@ -153,8 +172,18 @@ class SelfAttentionBlock(nn.Module):
             self.attn.value.bias = nn.Parameter(weight.new_zeros(len(weight)))
 
     @torch.no_grad()
-    def _load_structure(self, state_dict: dict, prefix: str, *args) -> None:
+    def _load_structure(
+            self,
+            state_dict: dict,
+            prefix: str,
+            metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs: List[str],
+    ) -> None:
         """Before a state dict is loaded: takes its structure, or merges it."""
+        was_deployed = self.is_deployed
         conv = state_dict.get(f'{prefix}attn.conv.weight')
         if conv is not None and conv.ndim == 4:
             like = self.norm1.weight
@@ -163,17 +192,28 @@ class SelfAttentionBlock(nn.Module):
                 device=like.device, dtype=like.dtype)
             if not self.is_deployed:
                 self._put_deployed()
-            self.attn = GridConvolution(layer).eval().requires_grad_(False)
+            self.attn = GridConvolution(layer)
+            self.eval().requires_grad_(False)
+        elif isinstance(self.attn, GridConvolution) and f'{prefix}attn.value.weight' in state_dict:
+            error_msgs.append(f'{prefix}attn is a convolution here, but attention in the state dict: load it into a '
+                              'model as it was built')
         elif f'{prefix}deployed' in state_dict and not self.is_deployed:
             self._put_deployed()
             self.switch_to_deploy()
         elif self.is_deployed and isinstance(self.attn, GridAttention) and f'{prefix}deployed' not in state_dict:
             names = [f'{prefix}{name}' for name in ('attn.value.weight', 'attn.value.bias', 'proj.weight', 'proj.bias')]
             weight, bias, proj_weight, proj_bias = map(state_dict.get, names)
-            if weight is not None and proj_weight is not None and proj_bias is not None:  # else missing, as any other
+            if weight is None or proj_weight is None or proj_bias is None:
+                pass  # missing keys, as for any other parameter
+            elif weight.ndim != 2 or proj_weight.ndim != 2 or proj_weight.shape[1] != len(weight):
+                error_msgs.append(
+                    f'{names[2]} of the state dict has shape {tuple(proj_weight.shape)} and {names[0]} '
+                    f'{tuple(weight.shape)}: the first cannot follow the second, so the state dict is damaged')
+            else:
                 del state_dict[names[2]], state_dict[names[3]]
                 state_dict[names[0]], state_dict[names[1]] = merge_exactly(weight, bias, proj_weight, proj_bias)
                 state_dict[f'{prefix}deployed'] = self.deployed
+        self.turned_by_loading |= self.is_deployed and not was_deployed
 
 
 def merge_linear(
@@ -243,11 +283,20 @@ class SelfAttentionNetwork(GridNetwork):
         ])
         self.norm = nn.Identity()  # every block ends in a norm
 
+    def train(self, mode: bool = True) -> 'SelfAttentionNetwork':
+        if mode and any(block.turned_by_loading for block in self.blocks):
+            warnings.warn(
+                'the network took the structure for inference of the state dict that it loaded: its blocks do not '
+                'train. Load the checkpoint from before switch_to_deploy() to train it further')
+            for block in self.blocks:
+                block.turned_by_loading = False
+        return super().train(mode)
+
     def switch_to_deploy(
             self,
             to_conv: Optional[float] = None,
             kernel_size: int = 3,
-            size: Tuple[int, int] = (16, 16),
+            size: Optional[Tuple[int, int]] = None,
     ) -> Deployment:
         """For inference alone: merges linear maps and keeps what depends on the grid alone by its size, in place.
 
@@ -259,18 +308,25 @@ class SelfAttentionNetwork(GridNetwork):
                 that errs by no more than this, for inputs of norm 1, see :class:`~attncnn_plugin.convert.ConvFit`;
                 0 up to rounding is for heads that attend to a single pixel. Defaults to None, no replacement.
             kernel_size (int): Kernel size of these convolutions. Defaults to 3.
-            size (tuple[int, int]): The grid, in tokens, on which they are fitted and for which the error holds.
-                Defaults to (16, 16).
+            size (tuple[int, int], optional): The grid, in tokens, on which they are fitted and for which the error
+                holds. Defaults to 16 pixels an axis, or what the position tables cover.
 
         Returns:
             Deployment: What was done.
 
         Raises:
+            TypeError: The attention of a block is none of this package. Nothing is changed then, nor below.
             RuntimeError: A linear map is no plain linear layer any more.
-            ValueError: ``to_conv`` is negative.
+            ValueError: ``to_conv`` is negative, or ``size`` is larger than the position tables.
         """
         if to_conv is not None and not to_conv >= 0:
             raise ValueError(f'to_conv={to_conv} must be at least 0, or None for no convolution')
+        for i, block in enumerate(self.blocks):
+            block.check_deployable(f'blocks.{i}.')
+            largest = getattr(block.attn, 'max_size', None)
+            if to_conv is not None and size is not None and largest and (size[0] > largest[0] or size[1] > largest[1]):
+                raise ValueError(f'size={size} is larger than the {largest} that the position tables of blocks.{i} '
+                                 'were built for')
         before = sum(p.numel() for p in self.parameters())
         merged = tuple(i for i, block in enumerate(self.blocks) if not block.is_deployed)
         for block in self.blocks:
