@@ -2,9 +2,9 @@
 
 The order of the contractions, by multiply-adds a token, head and channel: H + W for the mixing, D for the linear map,
 whichever comes first. Attention comes first, because the backward pass needs what enters the linear map: P_h X can be
-computed again for H + W (at 16x16 tokens and D = 400 2% of a training step), which keeps nothing but X, where X V_hᵀ would
-cost D, or N_h tensors of the size of X. Heads are in the outer loop, so that a head's tensors are still in the cache when
-they are used, and the map of all heads needs no transposed copy.
+computed again for H + W (at 16x16 tokens and D = 400 2% of a training step), which keeps nothing but X, where X V_hᵀ
+would cost D, or N_h tensors of the size of X. Heads are in the outer loop, so that a head's tensors are still in the
+cache when they are used, and the map of all heads needs no transposed copy.
 """
 from typing import Iterable, Iterator, Optional, Tuple
 

@@ -1,7 +1,7 @@
 """Heads whose probabilities depend on the shift alone, up to the normalization: P[q, k] = G[k − q] / z[q].
 
-z[q] is the sum of G over the keys of the grid. A table G of rank r, G[δ1, δ2] = Σ_i U_i[δ1] V_i[δ2], is mixed along rows,
-then along columns, for r·(H + W) multiply-adds a token and channel in place of H·W.
+z[q] is the sum of G over the keys of the grid. A table G of rank r, G[δ1, δ2] = Σ_i U_i[δ1] V_i[δ2], is mixed along
+rows, then along columns, for r·(H + W) multiply-adds a token and channel in place of H·W.
 """
 from dataclasses import dataclass
 from typing import Optional, Sequence, Union

@@ -1,9 +1,10 @@
 """Peak memory of one training step, each in a process of its own.
 
 On a CPU it is the largest resident set of the process (VmHWM; getrusage's ru_maxrss where there is no /proc: on Linux a
-new process inherits the ru_maxrss of the one that started it), with glibc's malloc told to give every tensor that is freed
-back at once, so that it is what the tensors need and not the holes that malloc leaves between them. On a GPU it is what torch's allocator had at most. What
-was there before the step, with the libraries, the weights and the images, is given too.
+new process inherits the ru_maxrss of the one that started it), with glibc's malloc told to give every tensor that is
+freed back at once, so that it is what the tensors need, not the holes that malloc leaves between them. On a GPU it is
+what torch's allocator had at most. What was there before the step, with the libraries, the weights and the images, is
+given too.
 """
 import argparse
 import gc
