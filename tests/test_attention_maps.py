@@ -192,7 +192,7 @@ def test_the_grid(name):
 
 def test_the_grid_of_cmhsa():
     assert grid_of(small_cmhsa('attn'), torch.randn(2, 3, 16, 12)) == (8, 6)
-    with pytest.raises(ValueError, match='without attention layers.*convolution phase'):
+    with pytest.raises(ValueError, match='no attention layers.*convolution phase'):
         grid_of(small_cmhsa('conv'), torch.randn(2, 3, 16, 12))
 
 

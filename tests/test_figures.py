@@ -310,7 +310,7 @@ def test_wrong_arguments_of_figures():
         plot_attention_probs({'a': torch.ones(1, 4, 4)}, 2, 2, zoom=4)
     with pytest.raises(ValueError, match='probs is empty'):
         plot_attention_probs({}, 2, 2)
-    with pytest.raises(ValueError, match='without attention layers'):
+    with pytest.raises(ValueError, match='no attention layers'):
         plot_attention_centers(small_cmhsa('conv'), 2, 2)
     with pytest.raises(ValueError, match='depends on position alone: give probs'):
         plot_attention_centers(small_timm('sa_learned_content_cifar'), 2, 2)

@@ -448,7 +448,7 @@ def test_zero_values():
     (lambda: FixedAttention(torch.rand(2, 9, 9), (3, 3)).attention_probs(9, 1), ValueError, 'the grid is 9x1'),
     (lambda: model_reports(small_timm('sa_quadratic_cifar')), ValueError, 'images=None and size=None'),
     (lambda: model_reports(small_timm('sa_learned_content_cifar'), size=(4, 4)), ValueError, 'images=None and size='),
-    (lambda: model_reports(small_cmhsa('conv'), torch.rand(1, 3, 16, 16)), ValueError, 'without attention layers'),
+    (lambda: model_reports(small_cmhsa('conv'), torch.rand(1, 3, 16, 16)), ValueError, 'no attention layers'),
 ])
 def test_errors(call, error, message):
     with pytest.raises(error, match=message):
@@ -670,7 +670,7 @@ def test_tool_cmhsa(folder, tool, repository):
     assert [layer['attention'] for layer in loaded['layers']] == ['position', 'images'] * 4
     assert all(layer['summary'].startswith('one convolution, 3x3, error ') for layer in loaded['layers'])
     status, _, _ = tool(config, folder / 'conv.pth')
-    assert 'has 0 attention layers' in status and 'in its first phase' in status
+    assert 'no attention layers' in status and 'in the convolution phase' in status
 
 
 def test_tool_pruned(folder, tool):

@@ -27,11 +27,29 @@ def attention_layers(model: nn.Module) -> Dict[str, nn.Module]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, kinds)}
 
 
+def require_attention_layers(model: nn.Module) -> Dict[str, nn.Module]:
+    """As :func:`attention_layers`, at least one.
+
+    Raises:
+        ValueError: The model has none, as a CMHSA in the convolution phase.
+    """
+    layers = attention_layers(model)
+    if not layers:
+        raise ValueError(f'the model, of type {type(model).__name__}, has no attention layers of this package (a CMHSA '
+                         'in the convolution phase gets them with its transition)')
+    return layers
+
+
 def depends_on_content(layer: nn.Module) -> bool:
     """Whether the probabilities of a layer depend on its input."""
     if isinstance(layer, GridAttention):
         return not getattr(layer, 'position_only', True)
     return isinstance(layer, (PatchAttention, MergedPatchAttention))
+
+
+def has_position_scores(layer: nn.Module) -> bool:
+    """Whether a term of the scores depends on position alone: q·r_δ depends on the query too."""
+    return not isinstance(layer, ContentAttention) or 'vr' in layer.terms
 
 
 @torch.no_grad()
@@ -47,15 +65,14 @@ def position_probs(layer: nn.Module, height: int, width: int) -> Optional[Tensor
         height, width (int): Size of the grid in tokens.
 
     Returns:
-        Tensor | None: ``(N_h, height*width, height*width)``, float32; None where no term of the scores depends on
-        position alone: q·r_δ depends on the query too.
+        Tensor | None: ``(N_h, height*width, height*width)``, float32; None without :func:`has_position_scores`.
     """
+    if not has_position_scores(layer):
+        return None
     if not depends_on_content(layer):
         return layer.attention_probs(height, width).float()
     if not isinstance(layer, ContentAttention):
         return layer.position(height, width).float().softmax(-1)[..., :-1]
-    if 'vr' not in layer.terms:
-        return None
     rows, columns = (scores.softmax(-1) for scores in layer.axis_scores(height, width))
     probs = rows[:, :, None, :, None] * columns[:, None, :, None, :]
     return probs.reshape(layer.num_heads, height * width, height * width).float()
@@ -123,12 +140,9 @@ def grid_of(model: nn.Module, images: Tensor) -> Tuple[int, int]:
     Raises:
         ValueError: The model has no attention layers, as a CMHSA in the convolution phase.
     """
-    layers = attention_layers(model)
-    if not layers:
-        raise ValueError(f'model is a {type(model).__name__} without attention layers of this package: there is no '
-                         'grid (a CMHSA in the convolution phase gets them with its transition)')
+    layers = list(require_attention_layers(model).values())
     sizes = []
-    _run(model, images[:1], list(layers.values())[:1], lambda layer, x: sizes.append(tuple(x.shape[1:3])))
+    _run(model, images[:1], layers[:1], lambda layer, x: sizes.append(tuple(x.shape[1:3])))
     return sizes[0]
 
 

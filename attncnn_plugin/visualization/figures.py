@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
-from .attention_maps import attention_layers
+from .attention_maps import require_attention_layers
 from .centers import gaussian_heads, head_centers, middle, query_index, query_maps
 from .contours import check_mass, gaussian_contour, outline, region_of_mass
 from .style import MAP_COLORS, color_of, draw_heads, styled
@@ -55,7 +55,7 @@ def plot_attention_centers(
         ValueError: A model without attention layers; a layer without a term of position alone and not in ``probs``; a
             mass or a query out of range.
     """
-    layers = _layers_of(model)
+    layers = require_attention_layers(model)
     for mass in masses:
         check_mass(mass)
     if not 1 <= len(masses) <= len(CONTOUR_STYLES):
@@ -179,14 +179,6 @@ def plot_attention_probs(
         bar.ax.set_yticklabels(['0', 'largest'])
         bar.outline.set_linewidth(0.6)
     return figure
-
-
-def _layers_of(model: nn.Module) -> Dict[str, nn.Module]:
-    layers = attention_layers(model)
-    if not layers:
-        raise ValueError(f'model is a {type(model).__name__} without attention layers of this package (a CMHSA in the '
-                         'convolution phase gets them with its transition)')
-    return layers
 
 
 @torch.no_grad()

@@ -4,8 +4,8 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from torch import Tensor, nn
 
-from .attention_maps import (attention_layers, depends_on_content, grid_of, mean_attention_probs_of,
-                             position_only_probs_of, position_probs)
+from .attention_maps import (depends_on_content, grid_of, mean_attention_probs_of, position_only_probs_of,
+                             position_probs, require_attention_layers)
 from .head_report import TOLERANCE, head_report, maps_report
 from .head_report_kinds import error_text
 from .head_report_types import THRESHOLDS_OF_KINDS, LayerReport
@@ -38,8 +38,8 @@ def model_reports(
     Raises:
         ValueError: The model has no attention layers; neither images nor a size; content without images.
     """
-    layers = attention_layers(model)
-    if images is None and (size is None or not layers or any(map(depends_on_content, layers.values()))):
+    layers = require_attention_layers(model)
+    if images is None and (size is None or any(map(depends_on_content, layers.values()))):
         raise ValueError(f'images=None and size={size!r}, but the {len(layers)} attention layers of model need images '
                          'where scores depend on content, and otherwise a size of the grid')
     grid = None if images is None else grid_of(model, images)

@@ -12,21 +12,21 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import List, Optional, Tuple
+from pickle import UnpicklingError
+from typing import Optional, Tuple
 
-import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from timm.utils import ParseKwargs
 from torch import Tensor, nn
 
 import attncnn_plugin  # noqa: F401
 from attncnn_plugin.utils.frameworks import import_problem, require_mmpretrain
-from attncnn_plugin.visualization.attention_maps import attention_layers, depends_on_content
+from attncnn_plugin.utils.images import image_files
+from attncnn_plugin.visualization.attention_maps import (attention_layers, depends_on_content,
+                                                         require_attention_layers)
 from attncnn_plugin.visualization.head_report_model import model_reports, reports_to_dict, reports_to_text
 from attncnn_plugin.visualization.head_report_timm import timm_reports
-
-SUFFIXES = {'.bmp', '.jpeg', '.jpg', '.png', '.ppm', '.tif', '.tiff', '.webp'}
 
 
 def parse_args() -> argparse.Namespace:
@@ -65,37 +65,6 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def image_files(folder: str, number: int) -> List[Path]:
-    """Image files below a folder, evenly spread over all of them by name."""
-    files = sorted(path for path in Path(folder).rglob('*') if path.suffix.lower() in SUFFIXES)
-    if not files:
-        sys.exit(f'--images {folder} holds no image files ({" ".join(sorted(SUFFIXES))})')
-    return [files[i] for i in spread(len(files), number)]
-
-
-def spread(length: int, number: int) -> List[int]:
-    """Evenly spread indices of a sequence, at most all of them."""
-    number = min(length, number)
-    return [i * length // number for i in range(number)]
-
-
-def open_image(path: Path, mode: str) -> Image.Image:
-    try:
-        with Image.open(path) as image:
-            return image.convert(mode)
-    except (UnidentifiedImageError, OSError) as error:
-        sys.exit(f'{path} cannot be read as an image: {error}')
-
-
-def together(images: List[Tensor]) -> Tensor:
-    """Images of one size as a batch."""
-    sizes = sorted({tuple(image.shape[-2:]) for image in images})
-    if len(sizes) > 1:
-        sys.exit(f'the images have {len(sizes)} different sizes after the pipeline, such as {sizes[0]} and {sizes[1]}: '
-                 'an average needs one, resize them')
-    return torch.cat(images)
-
-
 def model_of_timm(args: argparse.Namespace) -> Tuple[nn.Module, Tensor]:
     """The model, and images as it takes them."""
     import timm
@@ -105,59 +74,20 @@ def model_of_timm(args: argparse.Namespace) -> Tuple[nn.Module, Tensor]:
     settings = resolve_model_data_config(model, args=args.model_kwargs)
     transform = create_transform(**settings, is_training=False)
     mode = 'L' if settings['input_size'][0] == 1 else 'RGB'
-    files = image_files(args.images, args.num_images)
-    return model, together([transform(open_image(path, mode))[None] for path in files])
+    return model, torch.stack([
+        transform(Image.open(path).convert(mode)) for path in image_files(args.images, args.num_images)])
 
 
-def model_of_config(args: argparse.Namespace) -> Tuple[nn.Module, Optional[Tensor], Tuple[int, int]]:
-    """The model, images if it needs some, and the grid of tokens."""
+def model_of_config(args: argparse.Namespace) -> Tuple[nn.Module, Optional[Tensor], Optional[Tuple[int, int]]]:
+    """The model, images if its attention depends on content, and the grid on which positions are judged."""
     require_mmpretrain()
-    from mmengine.config import Config
-    from mmengine.registry import MODELS, init_default_scope
-    from mmengine.runner import load_checkpoint
-
-    from attncnn_plugin.models.networks import GridNetwork
-    config = Config.fromfile(args.config)
-    config.merge_from_dict(args.cfg_options)
-    init_default_scope(config.get('default_scope', 'mmpretrain'))
-    preprocessor = {'type': 'ClsDataPreprocessor', **(config.get('data_preprocessor') or {})}
-    model = MODELS.build({'data_preprocessor': preprocessor, **config.model}).eval()
-    load_checkpoint(model, args.weights, map_location='cpu', strict=True)
-    layers = attention_layers(model)
-    networks = [module for module in model.modules() if isinstance(module, GridNetwork)]
-    if not layers or len(networks) != 1:
-        sys.exit(f'{args.config} with {args.weights} has {len(layers)} attention layers in {len(networks)} networks of '
-                 'this plugin, but those of one are reported. Convolutions become attention by a transition (a CMHSA '
-                 'in its first phase), vision transformers of timm are for --timm')
-    network = networks[0]
-    size = tuple(n // network.stem.reduction for n in network.img_size)
-    if args.images is None and not any(map(depends_on_content, layers.values())):
-        return model, None, size
-    return model, images_of_config(args, config, model, config.model.backbone.get('in_channels', 3)), size
-
-
-def images_of_config(args: argparse.Namespace, config, model: nn.Module, channels: int) -> Tensor:
-    """Images after the config's test pipeline, normalized."""
-    from mmengine.dataset import Compose, pseudo_collate
-    from mmpretrain.registry import DATASETS, TRANSFORMS
-    if args.images is None and config.get('test_dataloader') is None:
-        sys.exit(f'{args.config} has no test_dataloader: give --images FOLDER')
-    if args.images is None:
-        try:
-            dataset = DATASETS.build(config.test_dataloader.dataset)
-            samples = [dataset[i] for i in spread(len(dataset), args.num_images)]
-        except Exception as error:  # of any dataset
-            sys.exit(f'the test dataset of {args.config} cannot be read ({error}): give --images FOLDER')
-    else:
-        steps = [step for step in config.test_dataloader.dataset.pipeline if step['type'] != 'LoadImageFromFile']
-        pipeline = Compose([TRANSFORMS.build(step) for step in steps])
-        samples = []
-        for path in image_files(args.images, args.num_images):
-            image = np.asarray(open_image(path, 'L' if channels == 1 else 'RGB'))
-            if channels == 3 and model.data_preprocessor.to_rgb:  # which then expects what OpenCV loads
-                image = image[..., ::-1]
-            samples.append(pipeline(dict(img=image.copy(), img_shape=image.shape[:2], ori_shape=image.shape[:2])))
-    return together([model.data_preprocessor(pseudo_collate([sample]))['inputs'] for sample in samples])
+    from attncnn_plugin.utils.config_model import ConfigModel
+    loaded = ConfigModel(args.config, args.weights, args.cfg_options)
+    size = tuple(args.size) if args.size else None
+    if not any(map(depends_on_content, require_attention_layers(loaded.model).values())):
+        return loaded.model, None, size or loaded.grid
+    images = loaded.read_folder(args.images, args.num_images) if args.images else loaded.test_images(args.num_images)
+    return loaded.model, loaded.inputs(images), size
 
 
 def main() -> None:
@@ -165,7 +95,6 @@ def main() -> None:
     try:
         if args.timm is None:
             model, images, size = model_of_config(args)
-            size = tuple(args.size) if args.size else None if images is not None else size
             reports = model_reports(model, images, size, args.tolerance)
             origin = dict(model=args.config, checkpoint=args.weights)
         else:
@@ -173,7 +102,7 @@ def main() -> None:
             report = model_reports if attention_layers(model) else timm_reports
             reports = report(model, images, tolerance=args.tolerance)
             origin = dict(model=args.timm, checkpoint=args.checkpoint or ('pretrained' if args.pretrained else None))
-    except (FileNotFoundError, ImportError, RuntimeError, TypeError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
         sys.exit(str(error))
     print(reports_to_text(reports))
     if args.json:

@@ -8,14 +8,15 @@ import argparse
 import ast
 import sys
 from pathlib import Path
+from pickle import UnpicklingError
 
-from mmengine.config import Config, DictAction
-from mmengine.registry import MODELS, init_default_scope
-from mmengine.runner import load_checkpoint, save_checkpoint
+from mmengine.config import DictAction
+from mmengine.runner import save_checkpoint
 
 import attncnn_plugin  # noqa: F401
 from attncnn_plugin.models.networks import SelfAttentionNetwork
 from attncnn_plugin.pruning import find_degenerate_heads, least_uniform_head
+from attncnn_plugin.utils.config_model import ConfigModel
 
 
 def parse_args() -> argparse.Namespace:
@@ -27,8 +28,8 @@ def parse_args() -> argparse.Namespace:
     which.add_argument('--heads', help="heads to remove of each block, for instance '{0: [1, 3]}'")
     which.add_argument('--criterion', nargs='+', default=['uniform', 'stripe'],
                        help='remove what is degenerate by any of these (default: uniform stripe)')
-    parser.add_argument('--size', nargs=2, type=int, metavar=('HEIGHT', 'WIDTH'), default=[16, 16],
-                        help='grid in tokens on which heads are judged (default: 16 16)')
+    parser.add_argument('--size', nargs=2, type=int, metavar=('HEIGHT', 'WIDTH'),
+                        help="grid in tokens on which heads are judged (default: that of the config's img_size)")
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides settings of the config: k=v')
     return parser.parse_args()
 
@@ -60,25 +61,22 @@ def degenerate_heads(network: SelfAttentionNetwork, criteria: list, size: tuple)
 
 def main() -> None:
     args = parse_args()
-    config = Config.fromfile(args.config)
-    config.merge_from_dict(args.cfg_options or {})
-    init_default_scope(config.get('default_scope', 'mmpretrain'))
-    model = MODELS.build(config.model)
-    networks = [module for module in model.modules() if isinstance(module, SelfAttentionNetwork)]
-    if len(networks) != 1:
-        sys.exit(f'{args.config} has {len(networks)} self-attention networks: heads are removed from one')
-    checkpoint = load_checkpoint(model, args.checkpoint, map_location='cpu', strict=True)
-    before = sum(parameter.numel() for parameter in model.parameters())
     try:
+        loaded = ConfigModel(args.config, args.checkpoint, args.cfg_options)
+        model = loaded.model
+        networks = [module for module in model.modules() if isinstance(module, SelfAttentionNetwork)]
+        if len(networks) != 1:
+            sys.exit(f'{args.config} has {len(networks)} self-attention networks: heads are removed from one')
+        before = sum(parameter.numel() for parameter in model.parameters())
         heads = named_heads(args.heads) if args.heads else degenerate_heads(
-            networks[0], args.criterion, tuple(args.size))
+            networks[0], args.criterion, tuple(args.size or loaded.grid))
         networks[0].prune_heads(heads)
-    except (TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError, UnpicklingError) as error:
         sys.exit(str(error))
     after = sum(parameter.numel() for parameter in model.parameters())
     print(f'Removed heads {heads}: {before:,} parameters became {after:,}')
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    save_checkpoint(dict(state_dict=model.state_dict(), meta=checkpoint.get('meta', {})), args.out)
+    save_checkpoint(dict(state_dict=model.state_dict(), meta=loaded.meta), args.out)
     print(f'Saved {args.out}')
 
 

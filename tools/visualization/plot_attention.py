@@ -17,21 +17,16 @@ Where a layer has no term of position alone, centers and probabilities are those
 import argparse
 import sys
 from pathlib import Path
-from typing import List, Tuple
+from pickle import UnpicklingError
+from typing import List
 
-import mmcv
-import numpy as np
-import torch
-from mmengine.config import Config, DictAction
-from mmengine.dataset import Compose
-from mmengine.registry import MODELS, init_default_scope
-from mmengine.runner import load_checkpoint
-from mmpretrain.registry import DATASETS, TRANSFORMS
-from torch import Tensor, nn
+from mmengine.config import DictAction
+from torch import Tensor
 
 import attncnn_plugin  # noqa: F401
-from attncnn_plugin.visualization.attention_maps import (attention_layers, attention_probs_of, grid_of,
-                                                         mean_attention_probs_of, position_probs)
+from attncnn_plugin.utils.config_model import ConfigModel
+from attncnn_plugin.visualization.attention_maps import (grid_of, has_position_scores, mean_attention_probs_of,
+                                                         position_probs, require_attention_layers)
 from attncnn_plugin.visualization.figures import (plot_attention_centers, plot_attention_probs,
                                                   plot_center_movement)
 from attncnn_plugin.visualization.style import save_figure
@@ -51,10 +46,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--zoom', type=int, default=7,
                         help='rows and columns around the query, for probabilities (default: 7)')
     parser.add_argument('--image', help='one image in place of the mean: a file, or a number in the test set')
-    parser.add_argument('--num-images', type=int, default=100,
-                        help='images of the test set for the mean (default: 100)')
-    parser.add_argument('--image-size', nargs=2, type=int, metavar=('HEIGHT', 'WIDTH'),
-                        help='size of an image, for attention by position alone (default: that of the config)')
+    parser.add_argument('--images', metavar='FOLDER', help='images for the mean, with subfolders (default: the test '
+                        'dataset of the config)')
+    parser.add_argument('--num-images', type=int, default=100, help='images for the mean, evenly spread (default: 100)')
+    parser.add_argument('--size', nargs=2, type=int, metavar=('HEIGHT', 'WIDTH'), help='grid in tokens, for attention '
+                        "by position alone (default: that of the config's img_size)")
     parser.add_argument('--runs', nargs='+', default=[], metavar='[LABEL=]DIR',
                         help='work_dirs of trainings, for movement and accuracy')
     parser.add_argument('--metric', default='accuracy/top1', help='metric for accuracy (default: accuracy/top1)')
@@ -70,80 +66,43 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def load(args: argparse.Namespace) -> Tuple[Config, nn.Module]:
-    config = Config.fromfile(args.config)
-    config.merge_from_dict(args.cfg_options or {})
-    init_default_scope(config.get('default_scope', 'mmpretrain'))
-    settings = config.model
-    if config.get('data_preprocessor') and 'data_preprocessor' not in settings:
-        settings = dict(settings, data_preprocessor=dict(config.data_preprocessor))
-    model = MODELS.build(settings)
-    load_checkpoint(model, args.checkpoint, map_location='cpu', strict=True)
-    return config, model
-
-
-def read_images(args: argparse.Namespace, config: Config, model: nn.Module) -> List[Tensor]:
-    """The image that was chosen, or the first ones of the test set, ``(C, H, W)``, not normalized yet."""
-    settings = config.test_dataloader.dataset
-    if args.image is not None and not args.image.isdecimal():
-        # The pipeline is that of the test set; the file is in the place of its images.
-        grey = len(config.get('data_preprocessor', {}).get('mean', [0, 0, 0])) == 1
-        image = mmcv.imread(args.image, flag='grayscale' if grey else 'color',
-                            channel_order='bgr' if model.data_preprocessor.to_rgb else 'rgb')
-        pipeline = Compose([
-            TRANSFORMS.build(step) for step in settings.pipeline if not step['type'].startswith('LoadImage')])
-        return [pipeline(dict(img=image, img_shape=image.shape[:2], ori_shape=image.shape[:2]))['inputs']]
-    dataset = DATASETS.build(settings)
-    numbers = range(min(args.num_images, len(dataset))) if args.image is None else [int(args.image)]
-    if args.image is not None and numbers[0] >= len(dataset):
-        sys.exit(f'--image {args.image} must be a file, or below {len(dataset)}, the size of the test set')
-    return [dataset[number]['inputs'] for number in numbers]
-
-
-def blank_image(args: argparse.Namespace, config: Config) -> Tensor:
-    """An image that says how large the grid is."""
-    backbone = config.model.get('backbone', {})
-    size = args.image_size or backbone.get('img_size')
-    if size is None:
-        sys.exit(f'{args.config} has no img_size in its backbone: give --image-size HEIGHT WIDTH')
-    size = (size, size) if isinstance(size, int) else tuple(size)
-    return torch.zeros(1, backbone.get('in_channels', 3), *size)
-
-
-def shown(model: nn.Module, image: Tensor) -> np.ndarray:
-    """An image for the eye, ``(H, W, 3)``, uint8, red first."""
-    image = image.byte().permute(1, 2, 0).numpy()
-    if model.data_preprocessor.to_rgb:
-        image = image[..., ::-1]  # it is blue first, until the model has it
-    return np.broadcast_to(image, (*image.shape[:2], 3))
-
-
 def draw_model(args: argparse.Namespace):
-    config, model = load(args)
-    layers = attention_layers(model)
-    if not layers:
-        sys.exit(f'{args.checkpoint} has no attention layers of this package: a CMHSA has them from its transition on')
+    loaded = ConfigModel(args.config, args.checkpoint, args.cfg_options)
+    layers = require_attention_layers(loaded.model)
     query = args.query and tuple(args.query)
-    positions = None
-    if args.figure != 'content':
-        size = grid_of(model, blank_image(args, config))
-        positions = {name: position_probs(layer, *size) for name, layer in layers.items()}
-    if positions is None or None in positions.values():
-        raw = read_images(args, config, model)
-        images = model.data_preprocessor(dict(inputs=raw), False)['inputs']
-        size = grid_of(model, images)
-        by_content = mean_attention_probs_of(model, images) if args.image is None else {
-            name: probs[0] for name, probs in attention_probs_of(model, images).items()}
-        positions = positions or by_content
-        positions = {name: by_content[name] if probs is None else probs for name, probs in positions.items()}
+    of_images = args.figure == 'content' or not all(map(has_position_scores, layers.values()))
+    if of_images and args.size:
+        raise ValueError(f'--size is for positions alone, but --figure {args.figure} of {args.config} is of images')
+    if not of_images:
+        size, by_content = tuple(args.size or loaded.grid), {}
+    else:
+        chosen = choose_images(args, loaded)
+        images = loaded.inputs(chosen)
+        size, by_content = grid_of(loaded.model, images), mean_attention_probs_of(loaded.model, images)
+    if args.figure == 'content':
+        if not by_content:
+            raise ValueError(f'{args.config} has attention by position alone: --figure probabilities draws it')
+        picture = None if args.image is None else loaded.picture(chosen[0])
+        return plot_attention_probs(by_content, *size, query, None, picture)
+    probs = {name: position_probs(layer, *size) if has_position_scores(layer) else by_content[name]
+             for name, layer in layers.items()}
     if args.figure == 'centers':
-        return plot_attention_centers(model, *size, query=query, probs=positions)
-    if args.figure == 'probabilities':
-        return plot_attention_probs(positions, *size, query, args.zoom)
-    if not positions:
-        sys.exit(f'{args.config} has attention by position alone: --figure probabilities draws it')
-    return plot_attention_probs(
-        positions, *size, query, None, None if args.image is None else shown(model, raw[0]))
+        return plot_attention_centers(loaded.model, *size, query=query, probs=probs)
+    return plot_attention_probs(probs, *size, query, args.zoom)
+
+
+def choose_images(args: argparse.Namespace, loaded: ConfigModel) -> List[Tensor]:
+    """The image that was chosen, or those that the mean is over."""
+    if args.images is not None:
+        return loaded.read_folder(args.images, args.num_images)
+    if args.image is None:
+        return loaded.test_images(args.num_images)
+    if not args.image.isdecimal():
+        return [loaded.read(args.image)]
+    if int(args.image) >= len(loaded.test_set):
+        raise ValueError(
+            f'--image {args.image} must be a file, or below {len(loaded.test_set)}, the size of the test set')
+    return [loaded.test_set[int(args.image)]['inputs']]
 
 
 def labelled(runs: List[str]) -> dict:
@@ -164,7 +123,7 @@ def main() -> None:
             figure = plot_metric(labelled(args.runs), args.metric)
         else:
             figure = draw_model(args)
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError, UnpicklingError) as error:
         sys.exit(str(error))
     save_figure(figure, args.out)
     print(f'Saved {args.out}')

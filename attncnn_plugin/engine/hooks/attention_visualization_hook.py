@@ -9,10 +9,11 @@ from mmpretrain.registry import HOOKS
 from torch import Tensor, nn
 
 from ...layers.heads import PrunableHeads
+from ...utils.images import evenly_spread
 from ...visualization.attention_maps import (attention_layers, grid_of, mean_attention_probs_of,
                                              position_probs)
 from ...visualization.centers import head_centers
-from .head_pruning_hook import _random_numbers_kept
+from .random_numbers import random_numbers_kept
 from .structure import unwrapped
 
 NUMBERS = 'attention_heads'  # of runtime_info: the numbers of the heads that are left, by layer
@@ -29,7 +30,7 @@ class AttentionVisualizationHook(Hook):
     :func:`~attncnn_plugin.visualization.figures.plot_center_movement` draws the way of the centres.
 
     A head keeps its number when others are pruned. Attention that depends on content is shown as its mean over some
-    images, the first ones of the validation set (of the training set where there is none). The weights of the training
+    images of the validation set (of the training set where there is none). The weights of the training
     are the same with this hook and without it: nothing random is drawn, and all modules stay in their modes. Only the
     first rank does anything. A CMHSA has attention from its transition on.
 
@@ -60,8 +61,8 @@ class AttentionVisualizationHook(Hook):
             raise TypeError('AttentionVisualizationHook counts epochs, but the loop is a '
                             f'{type(runner.train_loop).__name__}: use train_cfg=dict(by_epoch=True, …)')
         from ...visualization import figures  # noqa: F401, to fail now rather than later
-        with _random_numbers_kept():
-            self._images = self._first_images(runner)
+        with random_numbers_kept():
+            self._images = self._some_images(runner)
         self._look(runner, runner.epoch, draw=True)
 
     @master_only
@@ -87,7 +88,7 @@ class AttentionVisualizationHook(Hook):
         if not layers:
             return
         numbers = self._numbers(runner)
-        with _random_numbers_kept(), torch.no_grad():
+        with random_numbers_kept(), torch.no_grad():
             size = grid_of(model, self._images)
             by_content = mean_attention_probs_of(model, self._images)
             scalars = {}
@@ -115,10 +116,10 @@ class AttentionVisualizationHook(Hook):
             runner.visualizer.add_image(name, image_of(figure), step=epochs)
         self._drawn = epochs
 
-    def _first_images(self, runner) -> Tensor:
-        """The first images of the validation set, as the model takes them, ``(B, C, H, W)``."""
+    def _some_images(self, runner) -> Tensor:
+        """Images of the validation set, evenly spread, as the model takes them, ``(B, C, H, W)``."""
         loader = runner.train_dataloader if runner.val_loop is None else runner.val_dataloader
-        samples = [loader.dataset[i] for i in range(min(self.num_images, len(loader.dataset)))]
+        samples = [loader.dataset[i] for i in evenly_spread(len(loader.dataset), self.num_images)]
         return unwrapped(runner.model).data_preprocessor(loader.collate_fn(samples), False)['inputs']
 
     def _numbers(self, runner) -> Dict[str, List[int]]:

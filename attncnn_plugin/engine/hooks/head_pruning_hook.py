@@ -1,10 +1,7 @@
 """Degenerate heads removed, or begun anew, while a model is trained (C20, appendix E)."""
 import itertools
-import random
-from contextlib import contextmanager
 from typing import Dict, Iterator, List, Optional, Sequence, Union
 
-import numpy as np
 import torch
 from mmengine.dist import all_reduce, broadcast_object_list
 from mmengine.hooks import Hook
@@ -18,6 +15,7 @@ from ...layers.heads import PrunableHeads, Replacement
 from ...pruning import (LayerReport, find_degenerate_heads, fold_into_bias, head_means, least_uniform_head,
                         merge_duplicate, replace_parameters, reset_heads, singular_penalty)
 from ...pruning.bias import HeadMeans
+from .random_numbers import random_numbers_kept
 from .structure import (averaged_models, build_schedulers, check_wrapper, refresh_average, unwrapped,
                         wrap_again)
 
@@ -157,7 +155,7 @@ class HeadPruningHook(Hook):
                 sampler.set_epoch(runner.epoch)
         training = model.training
         model.eval()
-        with head_means(layers.values()) as means, _random_numbers_kept():
+        with head_means(layers.values()) as means, random_numbers_kept():
             for batch in itertools.islice(loader, self.num_batches):
                 model._run_forward(model.data_preprocessor(batch, False), mode='tensor')
         model.train(training)
@@ -271,15 +269,3 @@ def _optimizers(runner) -> Iterator[torch.optim.Optimizer]:
 def _schedulers(runner) -> list:
     schedulers = runner.param_schedulers or []
     return list(itertools.chain(*schedulers.values())) if isinstance(schedulers, dict) else schedulers
-
-
-@contextmanager
-def _random_numbers_kept() -> Iterator[None]:
-    """What is drawn inside, by workers' seeds and augmentation, is drawn again outside."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)

@@ -25,8 +25,8 @@ class InvalidLossHook(Hook):
         Raises:
             FloatingPointError: One of them, on any rank, is NaN or infinite.
         """
-        invalid = {name: float(value) for name, value in (outputs or {}).items()
-                   if 'loss' in name and not math.isfinite(value)}
+        logged = ((name, float(torch.as_tensor(value).detach())) for name, value in (outputs or {}).items())
+        invalid = {name: value for name, value in logged if 'loss' in name and not math.isfinite(value)}
         anywhere = torch.tensor(float(bool(invalid)))
         all_reduce(anywhere, op='max')
         if not anywhere:
