@@ -16,6 +16,7 @@ from mmpretrain.registry import HOOKS, VISBACKENDS
 
 from attncnn_plugin.engine.hooks import AttentionVisualizationHook
 from attncnn_plugin.engine.hooks.attention_visualization_hook import _kept
+from attncnn_plugin.utils.config_model import ConfigModel
 from attncnn_plugin.visualization.attention_maps import mean_attention_probs_of
 from attncnn_plugin.visualization.centers import head_centers
 from attncnn_plugin.visualization.training_curves import read_centers, read_scalars
@@ -153,6 +154,19 @@ def test_heads_keep_their_numbers_when_others_are_pruned(pruned):
     assert [centers[head][:, 0].tolist() for head in range(3)] == [[0, 1, 2, 3], [0, 1], [0, 1, 2, 3]]
     assert centers[0][-1, 1:] == pytest.approx(layer.encoding.center[0].tolist())
     assert centers[2][-1, 1:] == pytest.approx(layer.encoding.center[1].tolist())
+    (config,) = work_dir.glob('*.py')
+    loaded = ConfigModel(str(config), str(work_dir / 'epoch_3.pth'))  # what the tools begin with
+    assert loaded.head_numbers == dict(zip(LAYERS, ([0, 2], [0, 1, 2])))
+
+
+def test_a_layer_that_loses_all_its_heads(repository, tmp_path):
+    hook = dict(PRUNED, allow_empty=True)
+    config = config_of(repository, tmp_path, 'sa_generalized_digits', [hook, dict(HOOK, interval=1)])
+    runner = train(with_stripes(config, [0, 1, 2]))
+    assert runner.model.backbone.blocks[0].attn.num_heads == 0
+    centers = read_centers(tmp_path)
+    assert [centers[LAYERS[0]][head][:, 0].tolist() for head in range(3)] == [[0, 1]] * 3
+    assert [centers[LAYERS[1]][head][:, 0].tolist() for head in range(3)] == [[0, 1, 2]] * 3
 
 
 def test_a_resumed_run_goes_on_with_the_numbers(pruned, repository, tmp_path):
@@ -183,6 +197,22 @@ def test_cmhsa_is_shown_from_its_transition_on(repository, tmp_path):
     assert pictures == ['attention_centers_2', 'attention_centers_3']
     centers = read_centers(tmp_path)
     assert centers and all(head[:, 0].tolist() == [2, 3] for layer in centers.values() for head in layer.values())
+
+
+def test_self_supervised_learning_with_several_views(repository, tmp_path):
+    config = config_of(repository, tmp_path, hooks=[HOOK], epochs=1)
+    backbone = dict(config.model.backbone, out_type='avg_featmap')
+    neck = dict(type='NonLinearNeck', in_channels=16, hid_channels=16, out_channels=8, num_layers=2,
+                with_avg_pool=False)
+    config.model = dict(type='SimCLR', backbone=backbone, neck=neck, head=dict(
+        type='ContrastiveHead', loss=dict(type='CrossEntropyLoss'), temperature=0.1))
+    config.data_preprocessor = dict(type='SelfSupDataPreprocessor', mean=[77.9], std=[95.9])
+    config.train_dataloader.collate_fn = dict(type='default_collate')
+    config.train_dataloader.dataset.pipeline = [
+        dict(type='MultiView', num_views=2, transforms=[[dict(type='RandomFlip', prob=0.5)]]), dict(type='PackInputs')]
+    config.val_dataloader = config.val_cfg = config.val_evaluator = None
+    train(config)
+    assert list(read_centers(tmp_path)) == LAYERS
 
 
 @VISBACKENDS.register_module()

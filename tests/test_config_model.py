@@ -106,11 +106,12 @@ def test_grey_images(folder, repository):
 
 
 def test_another_size_is_said_and_fitted(folder, capsys):
-    wide = np.concatenate([np.zeros((32, 16, 3), np.uint8), photo(0, 32, 32), np.zeros((32, 16, 3), np.uint8)], axis=1)
-    Image.fromarray(wide).save(folder / 'wide.png')
-    image = load(folder).read(folder / 'wide.png')
-    assert image.shape == (3, 16, 16) and image.min() > 0  # the middle of it
-    assert 'wide.png: 32x64 pixels after the test pipeline are scaled and cropped to 16x16' in capsys.readouterr().err
+    bar = np.zeros((32, 8, 3), np.uint8)
+    Image.fromarray(np.concatenate([bar, photo(0, 32, 48), bar], axis=1)).save(folder / 'wide.png')
+    loaded = load(folder, **{'model.backbone.img_size': (16, 24)})
+    image = loaded.read(folder / 'wide.png')
+    assert image.shape == (3, 16, 24) and image.min() > 0  # the middle of it
+    assert 'wide.png: 32x64 pixels after the test pipeline are scaled and cropped to 16x24' in capsys.readouterr().err
     assert load(folder).read(folder / 'data/class0/0.png').shape == (3, 16, 16) and not capsys.readouterr().err
 
 

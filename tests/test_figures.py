@@ -23,7 +23,7 @@ from small import small_cmhsa, small_timm
 from attncnn_plugin.visualization import figures, style
 from attncnn_plugin.visualization.attention_maps import (attention_layers, attention_probs_of, mean_attention_probs_of,
                                                          position_probs)
-from attncnn_plugin.visualization.centers import head_centers, query_index
+from attncnn_plugin.visualization.centers import head_centers, query_index, query_maps
 from attncnn_plugin.visualization.contours import gaussian_contour, outline, region_of_mass
 from attncnn_plugin.visualization.figures import plot_attention_centers, plot_attention_probs, plot_center_movement
 from attncnn_plugin.visualization.style import COLORS, color_of, image_of, line_style_of, marker_of, save_figure
@@ -47,6 +47,10 @@ def model_with_head(center, name='sa_quadratic_cifar', sqrt_precision=1.):
             block.attn.encoding.center[0] = torch.tensor(center)
             block.attn.encoding.sqrt_precision[0] = torch.tensor(sqrt_precision)
     return model
+
+
+def maps_of(model, height, width, query=None):
+    return {name: query_maps(layer, height, width, query) for name, layer in attention_layers(model).items()}
 
 
 def head_marks(axes):
@@ -196,7 +200,7 @@ def test_a_head_one_row_down_and_two_columns_left_by_its_probabilities():
         assert head_marks(axes)['head 0'] == pytest.approx((1, -2), abs=1e-6)
         for line in contours_of(axes).values():
             assert np.abs(line - [1, -2]).max() < 0.5
-    figure = plot_attention_probs(hard, 8, 8)
+    figure = plot_attention_probs(maps_of(model, 8, 8))
     for axes in figure.axes[:-1]:
         if axes.get_title().startswith('head 0:'):
             (map_,) = axes.get_images()
@@ -271,8 +275,7 @@ def test_heads_keep_their_numbers():
     axes = plot_attention_centers(model, 8, 8, numbers=numbers).axes[0]
     assert head_marks(axes)['head 2'] == pytest.approx(tuple(model.blocks[0].attn.encoding.center[1].tolist()))
     assert set(head_marks(axes)) == {'head 0', 'head 2'}
-    probs = {name: position_probs(layer, 8, 8) for name, layer in attention_layers(model).items()}
-    titles = [axes.get_title() for axes in plot_attention_probs(probs, 8, 8, numbers=numbers).axes[:2]]
+    titles = [axes.get_title() for axes in plot_attention_probs(maps_of(model, 8, 8), numbers=numbers).axes[:2]]
     assert sorted(title.split(':')[0] for title in titles) == ['head 0', 'head 2']
 
 
@@ -282,34 +285,42 @@ def test_probabilities_are_ordered_by_locality_and_zoomed():
         for block in model.blocks:
             block.attn.encoding.center[1:] = torch.tensor([[-1., 0.], [0., 0.]])
             block.attn.encoding.sqrt_precision.fill_(HARD)
-    probs = {name: position_probs(layer, 10, 12) for name, layer in attention_layers(model).items()}
-    figure = plot_attention_probs(probs, 10, 12)
+    figure = plot_attention_probs(maps_of(model, 10, 12))
     assert [axes.get_title() for axes in figure.axes[:3]] == ['head 2: 1.00', 'head 1: 1.00', 'head 0: 1.00']
     assert [axes.get_ylabel() for axes in figure.axes if axes.get_ylabel()] == ['block 0', 'block 1']
     assert all(axes.get_images()[0].get_array().shape == (7, 7) for axes in figure.axes[:6])
     (query,) = figure.axes[0].patches
     assert query.get_xy() == (-0.5, -0.5) and to_hex(query.get_edgecolor()) == '#000000'
     # Beyond the grid there is nothing to show.
-    corner = plot_attention_probs(probs, 10, 12, query=(0, 11)).axes[0].get_images()[0].get_array()
+    corner = plot_attention_probs(maps_of(model, 10, 12, (0, 11)), (0, 11)).axes[0].get_images()[0].get_array()
     assert np.array_equal(np.ma.getmaskarray(np.ma.masked_invalid(corner)),
                           np.add.outer(np.arange(7) < 3, np.arange(7) > 3))
-    whole = plot_attention_probs(probs, 10, 12, query=(2, 7), zoom=None).axes[0]
+    whole = plot_attention_probs(maps_of(model, 10, 12, (2, 7)), (2, 7), zoom=None).axes[0]
     assert whole.get_images()[0].get_array().shape == (10, 12) and whole.patches[0].get_xy() == (6.5, 1.5)
 
 
+def test_a_head_that_looks_beyond_the_zoomed_window_has_a_white_map():
+    maps = maps_of(model_with_head((0., 6.), sqrt_precision=2.), 16, 16)
+    (far,) = [axes for axes in plot_attention_probs(maps).axes[:3] if axes.get_title().startswith('head 0')]
+    assert far.get_title() == f'head 0: {maps["blocks.0.attn"][0].max():.2f}' > 'head 0: 0.5'
+    assert far.get_images()[0].get_array().max() < 1e-6
+    near = [axes for axes in plot_attention_probs(maps).axes[:3] if not axes.get_title().startswith('head 0')]
+    assert [axes.get_images()[0].get_array().max() for axes in near] == [1, 1]
+
+
 def test_an_image_beside_its_probabilities():
-    probs = {'blocks.0.attn': torch.full((3, 24, 24), 1 / 24)}
+    maps = {'blocks.0.attn': torch.full((3, 6, 4), 1 / 24)}
     image = np.random.default_rng(0).integers(0, 255, (12, 8, 3), dtype=np.uint8)
-    axes = plot_attention_probs(probs, 6, 4, query=(1, 3), zoom=None, image=image).axes
+    axes = plot_attention_probs(maps, (1, 3), zoom=None, image=image).axes
     assert np.array_equal(axes[0].get_images()[0].get_array(), image)
     assert axes[0].get_images()[0].get_extent() == [-0.5, 3.5, 5.5, -0.5] and axes[0].patches[0].get_xy() == (2.5, 0.5)
 
 
 def test_wrong_arguments_of_figures():
     with pytest.raises(ValueError, match='zoom=4 must be odd'):
-        plot_attention_probs({'a': torch.ones(1, 4, 4)}, 2, 2, zoom=4)
-    with pytest.raises(ValueError, match='probs is empty'):
-        plot_attention_probs({}, 2, 2)
+        plot_attention_probs({'a': torch.ones(1, 2, 2)}, zoom=4)
+    with pytest.raises(ValueError, match='maps is empty'):
+        plot_attention_probs({})
     with pytest.raises(ValueError, match='no attention layers'):
         plot_attention_centers(small_cmhsa('conv'), 2, 2)
     with pytest.raises(ValueError, match='depends on position alone: give probs'):
@@ -324,8 +335,28 @@ def test_layers_without_heads_are_drawn_empty():
     model = small_timm('sa_quadratic_cifar')
     model.prune_heads({0: [0, 1, 2]}, allow_empty=True)
     assert head_marks(plot_attention_centers(model, 4, 4).axes[0]) == {}
-    probs = {name: position_probs(layer, 4, 4) for name, layer in attention_layers(model).items()}
-    assert len(plot_attention_probs(probs, 4, 4).axes) == 4  # three maps and their colours
+    axes = plot_attention_probs(maps_of(model, 4, 4)).axes
+    assert len(axes) == 5  # one for the first layer, three maps and their colours
+    assert (axes[0].get_title(), axes[0].get_ylabel()) == ('no heads', 'block 0') and not axes[0].get_images()
+
+
+def test_heads_that_look_beyond_the_grid_are_named():
+    model = small_cmhsa('conv')
+    model.to_attention()  # a shift a head, the null key outside
+    axes = plot_attention_centers(model, 8, 8, query=(0, 0)).axes[0]
+    drawn = {int(name.split()[1]) for name in head_marks(axes)}
+    title, beyond = axes.get_title().split(', beyond the grid: ')
+    assert title == 'block 0' and drawn | set(map(int, beyond.split(', '))) == set(range(9)) and len(drawn) == 4
+    assert len(head_marks(plot_attention_centers(model, 8, 8).axes[0])) == 9
+
+
+def test_maps_of_a_query_are_rows_of_the_probabilities():
+    models = [small_timm(f'sa_{kind}_cifar') for kind in ('quadratic', 'generalized', 'learned')] + [
+        small_timm('sa_learned_content_cifar', terms=('qk', 'vr')), small_cmhsa('attn')]
+    for model in models:
+        for layer in attention_layers(model).values():
+            expected = position_probs(layer, 6, 5)[:, 2 * 5 + 4].unflatten(1, (6, 5))
+            assert torch.allclose(query_maps(layer, 6, 5, (2, 4)).float(), expected, atol=1e-6)
 
 
 def test_the_bias_of_cmhsa_and_means_over_images_are_drawn():
@@ -422,6 +453,41 @@ def test_the_movement_of_centres(tmp_path):
     assert crosses == [[[1, 2]]]
 
 
+def test_a_layer_whose_heads_were_all_pruned_ends_in_crosses():
+    way = np.array([[0., 0., 1.], [1., 0., 2.], [2., 0., 3.]])
+    axes = plot_center_movement({'blocks.0.attn': {0: way[:2]}, 'blocks.1.attn': {0: way}}).axes
+    assert head_marks(axes[0]) == {} and [line.get_marker() for line in axes[0].get_lines()].count('x') == 1
+    assert set(head_marks(axes[1])) == {'head 0'}
+
+
+def test_another_training_in_the_same_folder(tmp_path):
+    def line(step, heads):
+        return {'step': step, **{f'attention/blocks.{layer}.attn/head{head}/center_{axis}': float(step)
+                                 for layer, head in heads for axis in ('row', 'column')}}
+
+    write_log(tmp_path, '1', [line(step, [(0, 0), (0, 1), (1, 0)]) for step in range(3)])
+    write_log(tmp_path, '2', [line(step, [(0, 0)]) for step in range(2)])
+    assert {layer: {head: len(way) for head, way in heads.items()} for layer, heads in read_centers(tmp_path).items()
+            } == {'blocks.0.attn': {0: 2}}
+    write_log(tmp_path, '3', [line(step, [(0, 0), (0, 1)]) for step in range(1, 3)])  # resumed
+    centers = read_centers(tmp_path)['blocks.0.attn']
+    assert centers[0][:, 0].tolist() == [0, 1, 2] and centers[1][:, 0].tolist() == [1, 2]
+
+
+def test_curves_of_trainings_by_iterations(tmp_path):
+    write_log(tmp_path / 'a', '1', [{'loss': 1., 'iter': 2, 'step': 2}, {'accuracy/top1': 10., 'step': 2},
+                                    {'accuracy/top1': 15., 'step': 4}])
+    write_log(tmp_path / 'b', '1', [*accuracy(20., 30.), {'loss': 1., 'epoch': 2, 'iter': 8, 'step': 8}])
+    assert plot_metric({'a': tmp_path / 'a'}).axes[0].get_xlabel() == 'iteration'
+    assert plot_metric({'b': tmp_path / 'b'}).axes[0].get_xlabel() == 'epoch'
+    assert plot_metric({name: tmp_path / name for name in 'ab'}).axes[0].get_xlabel() == 'epoch or iteration'
+    figure = plot_metric({'a': tmp_path / 'a'}, 'loss')
+    assert figure.legends[0].texts[0].get_text() == 'a, 1 at the end'
+    write_log(tmp_path / 'c', '1', [{'accuracy/top1': 10., 'step': 0}, {'accuracy/top1': 15., 'step': 0}])
+    with pytest.raises(ValueError, match='of step 0.*log_metric_by_epoch=False'):
+        plot_metric({'c': tmp_path / 'c'})
+
+
 # The tool.
 
 @pytest.fixture(scope='module')
@@ -480,19 +546,19 @@ def test_figures_of_the_tool(checkpoints, tool, monkeypatch, kind, options):
 def test_what_the_tool_draws(checkpoints, tool, monkeypatch):
     """The image that was named, and its attention."""
     drawn = {}
-    monkeypatch.setattr(figures, 'plot_attention_probs', lambda *args: drawn.update(args=args))
+    monkeypatch.setattr(figures, 'plot_attention_probs', lambda *args, **options: drawn.update(options, args=args))
     monkeypatch.setattr(style, 'save_figure', lambda figure, path: None)
     monkeypatch.chdir(checkpoints)
     tool('learned_content.py', 'learned_content.pth', '--figure', 'content', '--image', 'image.png', '--query', 4, 2,
          '--out', 'a.png')
-    probs, height, width, query, zoom, image = drawn['args']
-    assert (height, width, query, zoom) == (8, 8, (4, 2), None)
+    maps, query = drawn['args']
+    assert (query, drawn['zoom'], drawn['numbers']) == ((4, 2), None, None)
     grey = mmcv.imread('image.png', flag='grayscale')
-    assert np.array_equal(image, np.repeat(grey[..., None], 3, axis=2))
+    assert np.array_equal(drawn['image'], np.repeat(grey[..., None], 3, axis=2))
     model = get_model('learned_content.py', pretrained='learned_content.pth')
     tensor = (torch.from_numpy(grey)[None, None].float() - 77.9) / 95.9
     for name, expected in attention_probs_of(model, tensor).items():
-        assert torch.allclose(probs[name], expected[0], atol=1e-5)
+        assert torch.allclose(maps[name].float(), expected[0, :, 4 * 8 + 2].unflatten(1, (8, 8)), atol=1e-5)
 
 
 @pytest.mark.parametrize('options, message', [
@@ -500,6 +566,7 @@ def test_what_the_tool_draws(checkpoints, tool, monkeypatch):
     (['--figure', 'movement', '--out', 'a.png'], 'give --runs DIR'),
     (['--figure', 'movement', '--runs', 'a', 'b', '--out', 'a.png'], 'one training'),
     (['--figure', 'accuracy', '--runs', 'x', '--out', 'a.pdf'], 'must end in .png or .svg'),
+    (['a.py', 'a.pth', '--figure', 'content', '--num-images', '0', '--out', 'a.png'], '--num-images 0 must be at'),
 ])
 def test_wrong_options_of_the_tool(tool, capsys, options, message):
     with pytest.raises(SystemExit):
@@ -511,6 +578,9 @@ def test_wrong_options_of_the_tool(tool, capsys, options, message):
     (['quadratic.py', 'quadratic.pth', '--figure', 'content'], '--figure probabilities draws it'),
     (['quadratic.py', 'quadratic.pth', '--figure', 'probabilities', '--query', '8', '0'], 'row from 0 to 7'),
     (['learned_content.py', 'learned_content.pth', '--figure', 'content', '--image', '400'], 'below 364'),
+    (['learned_content.py', 'learned_content.pth', '--figure', 'content', '--size', '4', '4'], '--size is for attention'),
+    (['quadratic.py', 'quadratic.pth', '--figure', 'centers', '--image', '3'], '--image is for attention that depends'),
+    (['learned_content.py', 'quadratic.pth', '--figure', 'content'], 'quadratic.pth does not fit the model'),
     (['--figure', 'accuracy', '--runs', 'run', '--metric', 'top5'], "metric='top5' is not in the logs"),
     (['--figure', 'accuracy', '--runs', 'run', 'run'], 'the same name'),
     (['--figure', 'movement', '--runs', '.'], 'LocalVisBackend'),

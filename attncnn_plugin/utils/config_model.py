@@ -2,6 +2,7 @@
 import sys
 from functools import cached_property
 from pathlib import Path
+from textwrap import shorten
 from typing import List, Optional, Sequence, Tuple, Union
 
 import mmcv
@@ -30,6 +31,8 @@ class ConfigModel:
         config (Config): The config.
         model (nn.Module): The model.
         meta (dict): What the checkpoint says of its training.
+        head_numbers (dict[str, list[int]] | None): By layer, what its heads were called when the training began, where
+            an ``AttentionVisualizationHook`` followed them.
 
     Raises:
         FileNotFoundError: No such config or checkpoint.
@@ -46,8 +49,10 @@ class ConfigModel:
         try:
             loaded = load_checkpoint(self.model, checkpoint, map_location='cpu', strict=True)
         except RuntimeError as error:
-            raise ValueError(f'{checkpoint} does not fit the model of {path}: {error}') from error
+            reason = shorten(str(error), 500, placeholder=' …')
+            raise ValueError(f'{checkpoint} does not fit the model of {path}: {reason}') from error
         self.meta = loaded.get('meta', {})
+        self.head_numbers = loaded.get('message_hub', {}).get('runtime_info', {}).get('attention_heads')
 
     @property
     def in_channels(self) -> int:

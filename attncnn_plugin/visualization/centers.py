@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.encodings import GeneralizedQuadraticEncoding, QuadraticEncoding
-from .attention_maps import position_probs
+from .attention_maps import has_position_scores, position_probs
 
 MAX_WIDTH = 1e3  # tokens: the width of a head that attends to all keys alike
 
@@ -83,12 +83,15 @@ def query_maps(
 
     Args, Raises: see :func:`head_centers`.
     """
-    if probs is None:
-        probs = position_probs(layer, height, width)
-    if probs is None:
+    index = query_index(query, height, width)
+    if probs is None and not has_position_scores(layer):
         raise ValueError(f'no term of the scores of layer, terms={layer.terms}, depends on position alone: give probs, '
                          'for instance mean_attention_probs_of(model, images)[name]')
-    return probs[:, query_index(query, height, width)].detach().cpu().double().unflatten(1, (height, width))
+    if probs is None and hasattr(layer, 'axis_scores'):  # P[q] = P1[q1] ⊗ P2[q2], without the whole of P
+        rows, columns = (scores.detach().cpu().double().softmax(-1) for scores in layer.axis_scores(height, width))
+        return rows[:, index // width, :, None] * columns[:, index % width, None, :]
+    probs = position_probs(layer, height, width) if probs is None else probs
+    return probs[:, index].detach().cpu().double().unflatten(1, (height, width))
 
 
 def query_index(query: Optional[Tuple[int, int]], height: int, width: int) -> int:

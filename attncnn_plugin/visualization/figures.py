@@ -18,6 +18,7 @@ from .contours import check_mass, gaussian_contour, outline, region_of_mass
 from .style import MAP_COLORS, color_of, draw_heads, styled
 
 Query = Optional[Tuple[int, int]]
+LEAST_MASS = 0.1  # of a query's attention in the grid, for a centre to mean something
 CONTOUR_STYLES = ('solid', (0, (1, 1.2)), (0, (4, 2)))
 
 
@@ -49,7 +50,8 @@ def plot_attention_centers(
             others were pruned. Defaults to 0, 1, 2, ….
 
     Returns:
-        Figure: One axes a layer; a head's disc and contours are at (column, row) of their shifts.
+        Figure: One axes a layer; a head's disc and contours are at (column, row) of their shifts. Heads that look
+        beyond the grid, by the null key of CMHSA, with more than 0.9 of their attention are named but not drawn.
 
     Raises:
         ValueError: A model without attention layers; a layer without a term of position alone and not in ``probs``; a
@@ -68,13 +70,16 @@ def plot_attention_centers(
     figure, panels = _panels(list(layers))
     for name, axes in zip(layers, panels):
         _shift_axes(axes, reach)
-        called = (numbers or {}).get(name, range(len(heads[name])))
-        for head, (_, contours) in zip(called, heads[name]):
+        called = (numbers or {}).get(name, range(layers[name].num_heads))
+        beyond = [called[head] for head in range(layers[name].num_heads) if head not in heads[name]]
+        if beyond:
+            axes.set_title(f'{_title(name)}, beyond the grid: {", ".join(map(str, beyond))}')
+        for head, (_, contours) in heads[name].items():
             for lines, style in zip(contours, CONTOUR_STYLES):
                 for line in lines:
-                    axes.plot(line[:, 1], line[:, 0], color=color_of(head), linestyle=style, linewidth=1.1,
+                    axes.plot(line[:, 1], line[:, 0], color=color_of(called[head]), linestyle=style, linewidth=1.1,
                               solid_joinstyle='miter', zorder=3)
-        draw_heads(axes, {head: tuple(center.tolist()) for head, (center, _) in zip(called, heads[name])}, reach)
+        draw_heads(axes, {called[head]: tuple(center.tolist()) for head, (center, _) in heads[name].items()}, reach)
     styles = ', '.join(f'{mass:.0%} {name}' for mass, name in zip(masses, ('solid', 'dotted', 'dashed')))
     figure.supxlabel(f'Black square: query. Contours: {styles}. Hollow: centre beyond the panel.', fontsize=8)
     return figure
@@ -97,22 +102,21 @@ def plot_center_movement(centers: Dict[str, Dict[int, np.ndarray]]) -> Figure:
     if not any(centers.values()):
         raise ValueError('centers is empty: train with AttentionVisualizationHook, which records them')
     everything = np.concatenate([way for heads in centers.values() for way in heads.values()])
+    first, last = everything[:, 0].min(), everything[:, 0].max()
     reach = max(float(np.abs(everything[:, 1:]).max()) * 1.1, 2.5)
     figure, panels = _panels(list(centers))
     for heads, axes in zip(centers.values(), panels):
         _shift_axes(axes, reach)
-        end = max(way[-1, 0] for way in heads.values())
         for head, way in sorted(heads.items()):
             color = color_of(head)
             axes.plot(way[:, 2], way[:, 1], color=color, linewidth=1.1, zorder=3)
             axes.plot(way[:1, 2], way[:1, 1], 'o', markersize=3.5, markeredgecolor=color, markerfacecolor='white',
                       markeredgewidth=0.8, zorder=3.5)
-            if way[-1, 0] < end:
+            if way[-1, 0] < last:
                 axes.plot(way[-1:, 2], way[-1:, 1], 'x', color=color, markersize=5, zorder=3)
                 axes.annotate(str(head), (way[-1, 2], way[-1, 1]), (4, 0), textcoords='offset points', fontsize=6)
-        left = {head: tuple(way[-1, 1:].tolist()) for head, way in heads.items() if way[-1, 0] == end}
+        left = {head: tuple(way[-1, 1:].tolist()) for head, way in heads.items() if way[-1, 0] == last}
         draw_heads(axes, left, reach, beside=True)
-    first, last = everything[:, 0].min(), everything[:, 0].max()
     figure.supxlabel(f'Black square: query. Centres from epoch {first:g}, hollow, to epoch {last:g}, numbered; '
                      'a cross where a head was pruned.', fontsize=8)
     return figure
@@ -120,9 +124,7 @@ def plot_center_movement(centers: Dict[str, Dict[int, np.ndarray]]) -> Figure:
 
 @styled
 def plot_attention_probs(
-        probs: Dict[str, Tensor],
-        height: int,
-        width: int,
+        maps: Dict[str, Tensor],
         query: Query = None,
         zoom: Optional[int] = 7,
         image: Optional[np.ndarray] = None,
@@ -131,11 +133,12 @@ def plot_attention_probs(
     """The probabilities of a query, one row a layer, one column a head (C20, Figures 5 to 10).
 
     The heads of a layer are ordered by locality, the mean distance from the query to the pixels that they attend to,
-    and have their numbers above their maps.
+    and have their numbers and their largest probability above their maps, which are coloured from 0 to it.
 
     Args:
-        probs (dict[str, Tensor]): ``(N_h, H*W, H*W)`` by layer: of positions, the mean over images, or of one image.
-        height, width (int): Size of the grid in tokens.
+        maps (dict[str, Tensor]): ``(N_h, H, W)`` by layer, the probabilities of the keys for the query, see
+            :func:`~attncnn_plugin.visualization.centers.query_maps`: of positions, the mean over images, or of one
+            image.
         query (tuple[int, int], optional): Row and column of the query. Defaults to the middle of the grid.
         zoom (int, optional): Rows and columns around the query that are drawn, odd; None for the whole grid. Defaults
             to 7. What lies outside of the grid is grey.
@@ -145,19 +148,19 @@ def plot_attention_probs(
 
     Returns:
         Figure: One axes a map, after that of the image if there is one; its data is in tokens, x the column and y the
-        row, counted from the query's with ``zoom`` and from the grid's corner without.
+        row, counted from the query's with ``zoom`` and from the grid's corner without. A layer whose heads were all
+        pruned has one axes that says so.
 
     Raises:
-        ValueError: No probabilities; an even ``zoom``; a query outside of the grid.
+        ValueError: No maps; an even ``zoom``; a query outside of the grid.
     """
-    if not probs:
-        raise ValueError('probs is empty: the model has no attention, or none that depends on content')
+    if not maps:
+        raise ValueError('maps is empty: the model has no attention, or none that depends on content')
     if zoom is not None and (zoom < 1 or zoom % 2 == 0):
         raise ValueError(f'zoom={zoom} must be odd and at least 1, so that the query is in the middle; None shows all')
-    index = query_index(query, height, width)
-    row, column = middle(height, width) if query is None else query
-    maps = {name: layer[:, index].detach().cpu().float().unflatten(1, (height, width)).numpy()
-            for name, layer in probs.items()}
+    maps = {name: layer.detach().cpu().numpy() for name, layer in maps.items()}
+    height, width = next(iter(maps.values())).shape[1:]
+    row, column = divmod(query_index(query, height, width), width)
     columns = max(max(len(layer) for layer in maps.values()), 1)
     left = 0 if image is None else 2
     figure = Figure(figsize=(0.95 * (columns + left) + 0.7, 1.05 * len(maps) + 0.2), layout='constrained')
@@ -167,12 +170,13 @@ def plot_attention_probs(
     shown = None
     for line, (name, layer) in enumerate(maps.items()):
         called = (numbers or {}).get(name, range(len(layer)))
-        for place, head in enumerate(_by_locality(layer, row, column)):
-            axes = figure.add_subplot(grid[line, place + left])
+        panels = [figure.add_subplot(grid[line, place + left]) for place in range(max(len(layer), 1))]
+        panels[0].set_ylabel(_title(name))
+        if not len(layer):
+            panels[0].set(xticks=[], yticks=[], title='no heads')
+        for axes, head in zip(panels, _by_locality(layer, row, column)):
             shown = _draw_map(axes, layer[head], (row, column), zoom)
             axes.set_title(f'head {called[head]}: {layer[head].max():.2f}', fontsize=6.5, pad=2)
-            if place == 0:
-                axes.set_ylabel(_title(name))
     if shown is not None:
         bar = figure.colorbar(shown, ax=figure.axes[left // 2:], ticks=[0, 1], shrink=min(1, 2 / len(maps)), pad=0.01,
                               aspect=15)
@@ -183,26 +187,28 @@ def plot_attention_probs(
 
 @torch.no_grad()
 def _head_lines(layer: nn.Module, height: int, width: int, masses: Sequence[float], query: Query,
-                probs: Optional[Tensor]) -> List[Tuple[np.ndarray, List[List[np.ndarray]]]]:
-    """Of each head the centre and, for each mass, the lines of its contour, as shifts (row, column)."""
+                probs: Optional[Tensor]) -> Dict[int, Tuple[np.ndarray, List[List[np.ndarray]]]]:
+    """By head the centre and, for each mass, the lines of its contour, as shifts (row, column)."""
     centers, _ = head_centers(layer, height, width, query, probs)
     gaussian = gaussian_heads(layer)
     if gaussian is not None:
-        return [(center, [[gaussian_contour(center, precision, mass)] for mass in masses])
-                for center, precision in zip(*(part.numpy() for part in gaussian))]
+        return {head: (center, [[gaussian_contour(center, precision, mass)] for mass in masses])
+                for head, (center, precision) in enumerate(zip(*(part.numpy() for part in gaussian)))}
     origin = np.array(middle(height, width) if query is None else query)
-    heads = []
+    heads = {}
     for head, (center, keys) in enumerate(zip(centers.numpy(), query_maps(layer, height, width, query, probs).numpy())):
-        inset = 0.03 + 0.25 * head / max(len(centers) - 1, 1)
-        heads.append((center, [[line - origin for line in outline(region_of_mass(keys, mass), inset)]
-                               for mass in masses]))
+        if keys.sum() >= LEAST_MASS:
+            inset = 0.03 + 0.25 * head / max(len(centers) - 1, 1)
+            heads[head] = center, [[line - origin for line in outline(region_of_mass(keys, mass), inset)]
+                                   for mass in masses]
     return heads
 
 
-def _reach(layers: list) -> float:
+def _reach(layers: List[dict]) -> float:
     """How far the panels go from the query: to the centres and the inner contours, 3.5 tokens at least."""
-    lines = [line for heads in layers for _, contours in heads for line in contours[0]]
-    points = [np.abs(center).max() + 0.5 for heads in layers for center, _ in heads] + [
+    drawn = [head for heads in layers for head in heads.values()]
+    lines = [line for _, contours in drawn for line in contours[0]]
+    points = [np.abs(center).max() + 0.5 for center, _ in drawn] + [
         np.abs(line).max() + 0.5 for line in lines]
     return max([3.5, *points])
 
@@ -240,9 +246,10 @@ def _by_locality(maps: np.ndarray, row: int, column: int) -> List[int]:
 
 
 def _draw_map(axes: Axes, keys: np.ndarray, query: Tuple[int, int], zoom: Optional[int]):
-    """One map, from 0 to its largest value, with a black square around the query."""
+    """One map, from 0 to its largest value on the whole grid, with a black square around the query."""
     row, column = query
     top, left = 0, 0
+    keys = keys / max(keys.max(), 1e-12)
     if zoom is not None:
         reach = zoom // 2
         keys = np.pad(keys, reach, constant_values=np.nan)[row:row + zoom, column:column + zoom]
@@ -250,7 +257,7 @@ def _draw_map(axes: Axes, keys: np.ndarray, query: Tuple[int, int], zoom: Option
     height, width = keys.shape
     axes.set_facecolor('#CCCCCC')
     shown = axes.imshow(
-        keys / max(np.nanmax(keys), 1e-12), cmap=MAP_COLORS, vmin=0, vmax=1, interpolation='nearest',
+        keys, cmap=MAP_COLORS, vmin=0, vmax=1, interpolation='nearest',
         extent=(left - 0.5, left + width - 0.5, top + height - 0.5, top - 0.5))
     axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor='none', edgecolor='black', linewidth=1.1))
     axes.set_xticks([])

@@ -1,8 +1,9 @@
 """The look that all figures share, and the files they go to."""
 import math
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Callable, Dict, Sequence, Tuple, Union
+from typing import Callable, Dict, Iterator, Sequence, Tuple, Union
 
 import matplotlib
 import numpy as np
@@ -36,7 +37,17 @@ SETTINGS = {
     'figure.facecolor': 'white',
     'savefig.facecolor': 'white',
     'figure.dpi': 100,
+    'svg.hashsalt': 'attncnn_plugin',  # the same names in every file
 }
+
+
+@contextmanager
+def settings() -> Iterator[None]:
+    """The common settings of matplotlib inside, those of outside again afterwards."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(SETTINGS)
+        yield
 
 
 def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
@@ -44,9 +55,7 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
 
     @wraps(draw)
     def draw_styled(*args, **kwargs) -> Figure:
-        with matplotlib.rc_context():
-            matplotlib.rcdefaults()
-            matplotlib.rcParams.update(SETTINGS)
+        with settings():
             return draw(*args, **kwargs)
 
     return draw_styled
@@ -132,7 +141,8 @@ def image_of(figure: Figure) -> np.ndarray:
     """A figure as an image at 150 dots an inch, ``(rows, columns, 3)``, uint8."""
     figure.set_dpi(150)
     canvas = FigureCanvasAgg(figure)
-    canvas.draw()
+    with settings():
+        canvas.draw()
     return np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
 
 
@@ -148,5 +158,5 @@ def save_figure(figure: Figure, path: Union[str, Path]) -> None:
     if path.suffix not in ('.png', '.svg'):
         raise ValueError(f'out={str(path)!r} must end in .png or .svg')
     path.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context({'svg.hashsalt': 'attncnn_plugin'}):
+    with settings():
         figure.savefig(path, dpi=200, metadata={'Date': None} if path.suffix == '.svg' else None)

@@ -1,5 +1,6 @@
 """What mmengine's logs say about one or several runs: accuracy by epoch, and the centres of heads."""
 import json
+import math
 import re
 from pathlib import Path
 from typing import Dict, Iterator, Union
@@ -9,7 +10,8 @@ from matplotlib.figure import Figure
 
 from .style import color_of, line_style_of, styled
 
-CENTER = re.compile(r'attention/(?P<layer>.+)/head(?P<head>\d+)/center_(?P<axis>row|column)')
+ATTENTION = 'attention/'
+CENTER = re.compile(ATTENTION + r'(?P<layer>.+)/head(?P<head>\d+)/center_(?P<axis>row|column)')
 
 
 @styled
@@ -25,25 +27,29 @@ def plot_metric(runs: Dict[str, Union[str, Path]], metric: str = 'accuracy/top1'
 
     Raises:
         FileNotFoundError: A run without a log.
-        ValueError: No runs; a run without the metric.
+        ValueError: No runs; a run without the metric, or with validations that are not told apart.
     """
     if not runs:
         raise ValueError('runs is empty: give at least one')
     figure = Figure(figsize=(5.6, 3.6), layout='constrained')
     axes = figure.add_subplot()
-    by_epoch = True
+    units, percent = set(), metric.startswith('accuracy/')
     for i, (label, path) in enumerate(runs.items()):
         scalars = read_scalars(path)
         if metric not in scalars:
-            known = sorted(name for name in scalars if not CENTER.fullmatch(name) and not name.startswith('attention/'))
+            known = sorted(name for name in scalars if not name.startswith(ATTENTION))
             raise ValueError(f'metric={metric!r} is not in the logs of {path}: they have {", ".join(known)}')
         values = scalars[metric]
-        epochs = scalars.get('epoch')
-        by_epoch &= epochs is None or values[-1, 0] <= epochs[:, 1].max()
+        if values[-1, 0] == 0:
+            raise ValueError(f'all values of metric={metric!r} in the logs of {path} are of step 0: a training by '
+                             'iterations needs default_hooks=dict(logger=dict(log_metric_by_epoch=False))')
+        # Only the logs of a training by epochs have the epoch.
+        units.add('epoch' if 'epoch' in scalars and values[-1, 0] <= scalars['epoch'][-1, 1] else 'iteration')
+        last = f'{values[-1, 1]:.1f}' if percent else f'{values[-1, 1]:.4g}'
         axes.plot(values[:, 0], values[:, 1], color=color_of(i), linestyle=line_style_of(i), linewidth=1.3,
-                  label=f'{label}, {values[-1, 1]:.1f} at the end')
-    axes.set_xlabel('epoch' if by_epoch else 'epoch or iteration')
-    axes.set_ylabel(f'{metric}, %' if metric.startswith('accuracy/') else metric)
+                  label=f'{label}, {last} at the end')
+    axes.set_xlabel(' or '.join(sorted(units)))
+    axes.set_ylabel(f'{metric}, %' if percent else metric)
     axes.grid(color='#E5E5E5', linewidth=0.5)
     axes.set_axisbelow(True)
     axes.spines[['top', 'right']].set_visible(False)
@@ -79,7 +85,8 @@ def read_centers(run: Union[str, Path]) -> Dict[str, Dict[int, np.ndarray]]:
 def read_scalars(run: Union[str, Path]) -> Dict[str, np.ndarray]:
     """All scalars of a run that mmengine's local backend wrote.
 
-    Of a run that was resumed, the logs are joined: what a later one has again counts.
+    Of a run that was resumed, the logs are joined: what a later one has again counts. All scalars of attention count
+    as one, for heads may be gone since.
 
     Args:
         run (str | Path): The folder of a run, or a file ``scalars.json``.
@@ -104,10 +111,13 @@ def read_scalars(run: Union[str, Path]) -> Dict[str, np.ndarray]:
             for name, value in line.items():
                 if step is not None and isinstance(value, (int, float)):
                     later.setdefault(name, {})[step] = value
-        for name, values in later.items():
-            kept = {step: value for step, value in scalars.get(name, {}).items() if step < min(values)}
+        of_attention = [min(values) for name, values in later.items() if name.startswith(ATTENTION)]
+        for name in {**scalars, **later}:
+            values = later.get(name, {})
+            begin = min(of_attention if name.startswith(ATTENTION) else values, default=math.inf)
+            kept = {step: value for step, value in scalars.get(name, {}).items() if step < begin}
             scalars[name] = {**kept, **values}
-    return {name: np.array(sorted(values.items()), dtype=float) for name, values in scalars.items()}
+    return {name: np.array(sorted(values.items()), dtype=float) for name, values in scalars.items() if values}
 
 
 def _lines(path: Path) -> Iterator[dict]:

@@ -25,8 +25,9 @@ from torch import Tensor
 
 import attncnn_plugin  # noqa: F401
 from attncnn_plugin.utils.config_model import ConfigModel
-from attncnn_plugin.visualization.attention_maps import (grid_of, has_position_scores, mean_attention_probs_of,
-                                                         position_probs, require_attention_layers)
+from attncnn_plugin.visualization.attention_maps import (depends_on_content, grid_of, has_position_scores,
+                                                         mean_attention_probs_of, require_attention_layers)
+from attncnn_plugin.visualization.centers import query_maps
 from attncnn_plugin.visualization.figures import (plot_attention_centers, plot_attention_probs,
                                                   plot_center_movement)
 from attncnn_plugin.visualization.style import save_figure
@@ -61,6 +62,8 @@ def parse_args() -> argparse.Namespace:
     if args.figure in OF_RUNS and not args.runs or args.figure == 'movement' and len(args.runs) > 1:
         parser.error(f'--figure {args.figure} is of {"one training" if args.figure == "movement" else "trainings"}: '
                      'give --runs DIR')
+    if args.num_images < 1:
+        parser.error(f'--num-images {args.num_images} must be at least 1')
     if Path(args.out).suffix not in ('.png', '.svg'):
         parser.error(f'--out {args.out} must end in .png or .svg')
     return args
@@ -68,27 +71,35 @@ def parse_args() -> argparse.Namespace:
 
 def draw_model(args: argparse.Namespace):
     loaded = ConfigModel(args.config, args.checkpoint, args.cfg_options)
-    layers = require_attention_layers(loaded.model)
-    query = args.query and tuple(args.query)
-    of_images = args.figure == 'content' or not all(map(has_position_scores, layers.values()))
-    if of_images and args.size:
-        raise ValueError(f'--size is for positions alone, but --figure {args.figure} of {args.config} is of images')
-    if not of_images:
-        size, by_content = tuple(args.size or loaded.grid), {}
-    else:
+    model, layers = loaded.model, require_attention_layers(loaded.model)
+    of_images = [name for name, layer in layers.items()
+                 if (depends_on_content(layer) if args.figure == 'content' else not has_position_scores(layer))]
+    if args.figure == 'content' and not of_images:
+        raise ValueError(f'{args.config} has attention by position alone: --figure probabilities draws it')
+    if of_images:
+        check_unused(args, 'size', 'is for attention by position alone')
         chosen = choose_images(args, loaded)
         images = loaded.inputs(chosen)
-        size, by_content = grid_of(loaded.model, images), mean_attention_probs_of(loaded.model, images)
-    if args.figure == 'content':
-        if not by_content:
-            raise ValueError(f'{args.config} has attention by position alone: --figure probabilities draws it')
-        picture = None if args.image is None else loaded.picture(chosen[0])
-        return plot_attention_probs(by_content, *size, query, None, picture)
-    probs = {name: position_probs(layer, *size) if has_position_scores(layer) else by_content[name]
-             for name, layer in layers.items()}
+        size, by_content = grid_of(model, images), mean_attention_probs_of(model, images)
+    else:
+        check_unused(args, 'image', 'is for attention that depends on images')
+        check_unused(args, 'images', 'is for attention that depends on images')
+        size, by_content = tuple(args.size or loaded.grid), {}
+    query = args.query and tuple(args.query)
+    probs = {name: by_content[name] for name in of_images}
     if args.figure == 'centers':
-        return plot_attention_centers(loaded.model, *size, query=query, probs=probs)
-    return plot_attention_probs(probs, *size, query, args.zoom)
+        return plot_attention_centers(model, *size, query=query, probs=probs, numbers=loaded.head_numbers)
+    names = of_images if args.figure == 'content' else layers
+    maps = {name: query_maps(layers[name], *size, query, probs.get(name)) for name in names}
+    if args.figure == 'probabilities':
+        return plot_attention_probs(maps, query, args.zoom, numbers=loaded.head_numbers)
+    picture = None if args.image is None else loaded.picture(chosen[0])
+    return plot_attention_probs(maps, query, zoom=None, image=picture, numbers=loaded.head_numbers)
+
+
+def check_unused(args: argparse.Namespace, name: str, purpose: str) -> None:
+    if getattr(args, name) is not None:
+        raise ValueError(f'--{name} {purpose}, which --figure {args.figure} of {args.config} does not show')
 
 
 def choose_images(args: argparse.Namespace, loaded: ConfigModel) -> List[Tensor]:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ...layers.heads import PrunableHeads
 from ...utils.images import evenly_spread
-from ...visualization.attention_maps import (attention_layers, grid_of, mean_attention_probs_of,
-                                             position_probs)
-from ...visualization.centers import head_centers
+from ...visualization.attention_maps import (attention_layers, depends_on_content, grid_of,
+                                             mean_attention_probs_of)
+from ...visualization.centers import head_centers, query_maps
 from .random_numbers import random_numbers_kept
 from .structure import unwrapped
 
@@ -32,7 +32,8 @@ class AttentionVisualizationHook(Hook):
     A head keeps its number when others are pruned. Attention that depends on content is shown as its mean over some
     images of the validation set (of the training set where there is none). The weights of the training
     are the same with this hook and without it: nothing random is drawn, and all modules stay in their modes. Only the
-    first rank does anything. A CMHSA has attention from its transition on.
+    first rank does anything. A CMHSA has attention from its transition on. What is shown are the weights in training,
+    not their average by an ``EMAHook``.
 
     Args:
         interval (int): Number of epochs from one picture to the next. Defaults to 10.
@@ -46,6 +47,7 @@ class AttentionVisualizationHook(Hook):
         self.interval = interval
         self.num_images = num_images
         self._images = None
+        self._size = None  # of the grid that the images are on
         self._drawn = None  # the epoch of the last pictures
         self._rows = {}  # what tells the heads of a layer apart, at the last look
 
@@ -89,29 +91,27 @@ class AttentionVisualizationHook(Hook):
             return
         numbers = self._numbers(runner)
         with random_numbers_kept(), torch.no_grad():
-            size = grid_of(model, self._images)
+            self._size = self._size or grid_of(model, self._images)
             by_content = mean_attention_probs_of(model, self._images)
             scalars = {}
             for name, layer in layers.items():
-                centers, widths = head_centers(layer, *size, probs=by_content.get(name))
+                centers, widths = head_centers(layer, *self._size, probs=by_content.get(name))
                 for number, center, width in zip(numbers[name], centers.tolist(), widths.tolist()):
                     values = dict(center_row=center[0], center_column=center[1], width=width)
                     scalars.update({f'attention/{name}/head{number}/{key}': value for key, value in values.items()})
             runner.visualizer.add_scalars(scalars, step=epochs)
             if draw:
-                self._draw(runner, model, size, by_content, numbers, epochs)
+                self._draw(runner, model, by_content, numbers, epochs)
 
-    def _draw(self, runner, model: nn.Module, size, by_content: Dict[str, Tensor], numbers: Dict[str, List[int]],
+    def _draw(self, runner, model: nn.Module, by_content: Dict[str, Tensor], numbers: Dict[str, List[int]],
               epochs: int) -> None:
         from ...visualization.figures import plot_attention_centers, plot_attention_probs
         from ...visualization.style import image_of
-        probs = {
-            name: by_content[name] if name in by_content else position_probs(layer, *size)
-            for name, layer in attention_layers(model).items()
-        }
+        maps = {name: query_maps(layer, *self._size, probs=by_content.get(name))
+                for name, layer in attention_layers(model).items()}
         figures = dict(
-            attention_centers=plot_attention_centers(model, *size, probs=by_content, numbers=numbers),
-            attention_probs=plot_attention_probs(probs, *size, numbers=numbers))
+            attention_centers=plot_attention_centers(model, *self._size, probs=by_content, numbers=numbers),
+            attention_probs=plot_attention_probs(maps, numbers=numbers))
         for name, figure in figures.items():
             runner.visualizer.add_image(name, image_of(figure), step=epochs)
         self._drawn = epochs
@@ -120,7 +120,8 @@ class AttentionVisualizationHook(Hook):
         """Images of the validation set, evenly spread, as the model takes them, ``(B, C, H, W)``."""
         loader = runner.train_dataloader if runner.val_loop is None else runner.val_dataloader
         samples = [loader.dataset[i] for i in evenly_spread(len(loader.dataset), self.num_images)]
-        return unwrapped(runner.model).data_preprocessor(loader.collate_fn(samples), False)['inputs']
+        inputs = unwrapped(runner.model).data_preprocessor(loader.collate_fn(samples), False)['inputs']
+        return inputs if isinstance(inputs, Tensor) else inputs[0]  # the first view of self-supervised learning
 
     def _numbers(self, runner) -> Dict[str, List[int]]:
         """What the heads of each layer were called when it had all of them; the numbers go into checkpoints."""
@@ -139,10 +140,11 @@ class AttentionVisualizationHook(Hook):
 
 def _rows_of(layer: nn.Module) -> Optional[Tensor]:
     """A parameter of each head, ``(N_h, n)``, that pruning leaves as it is; None for a layer that keeps its heads."""
-    if not isinstance(layer, PrunableHeads):
+    if not isinstance(layer, PrunableHeads) or depends_on_content(layer):
         return None
     name, (dim, _) = next((name, place) for name, place in layer.head_parameters().items() if name != 'value.weight')
-    return layer.get_parameter(name).detach().clone().movedim(dim, 0).reshape(layer.num_heads, -1)
+    rows = layer.get_parameter(name).detach().clone().movedim(dim, 0)
+    return rows.flatten(1) if rows.ndim > 1 else rows[:, None]
 
 
 def _kept(before: Optional[Tensor], after: Optional[Tensor]) -> Optional[List[int]]:

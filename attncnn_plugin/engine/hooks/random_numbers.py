@@ -11,7 +11,8 @@ import torch
 def random_numbers_kept() -> Iterator[None]:
     """What is drawn inside, by workers' seeds and augmentation, is drawn again outside."""
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
         try:
             yield
         finally:
