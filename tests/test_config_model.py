@@ -57,6 +57,8 @@ def test_files_are_read_as_the_test_set_reads_them(folder):
     assert all(torch.equal(image, loaded.test_set[i]['inputs']) for i, image in enumerate(images))
     assert all(torch.equal(image, images[2 * i]) for i, image in enumerate(loaded.test_images(3)))
     assert all(torch.equal(image, images[3 * i]) for i, image in enumerate(loaded.read_folder(folder / 'data', 2)))
+    assert torch.equal(loaded.image('4'), images[4])
+    assert torch.equal(loaded.image(str(folder / 'data/class1/4.png')), images[4])
     expected = (photo(1).transpose(2, 0, 1) - np.array([120, 110, 100])[:, None, None]) / np.array(
         [60, 61, 62])[:, None, None]
     assert np.allclose(loaded.inputs(images)[1].numpy(), expected, atol=1e-5)
@@ -140,6 +142,8 @@ def test_images_that_cannot_be_read(folder):
         loaded.read(folder / 'broken.png')
     with pytest.raises(FileNotFoundError, match='none.png'):
         loaded.read(folder / 'none.png')
+    with pytest.raises(ValueError, match='image 6 must be a file, or below 6, the size of the test set'):
+        loaded.image('6')
     np.save(folder / 'floats.npy', photo(0) / 255)
     with pytest.raises(ValueError, match='floats.npy is an array of float64 and shape .16, 16, 3.'):
         loaded.read(folder / 'floats.npy')

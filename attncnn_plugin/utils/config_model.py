@@ -95,6 +95,18 @@ class ConfigModel:
         """Images of the test set, evenly spread, as those of :meth:`read`."""
         return [self.test_set[i]['inputs'] for i in evenly_spread(len(self.test_set), number)]
 
+    def image(self, which: str) -> Tensor:
+        """An image by its number in the test set or by its file, as those of :meth:`read`.
+
+        Raises:
+            ValueError: A number beyond the test set.
+        """
+        if not which.isdecimal():
+            return self.read(which)
+        if int(which) >= len(self.test_set):
+            raise ValueError(f'image {which} must be a file, or below {len(self.test_set)}, the size of the test set')
+        return self.test_set[int(which)]['inputs']
+
     def read_folder(self, folder: str, number: int) -> List[Tensor]:
         """Images of a folder and its subfolders, evenly spread, as those of :meth:`read`."""
         return [self.read(path) for path in image_files(folder, number)]

@@ -7,16 +7,19 @@ For a config of this plugin and its checkpoint, or for a vision transformer of t
     analyze_heads.py --timm vit_base_patch16_224 --pretrained --images folder
 
 Where scores depend on content, attention is averaged over images: files of a folder, or the config's test dataset.
+Where they depend on position alone, a model of timm needs no images but the size of a grid: --size.
 """
 import argparse
 import json
 import sys
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Optional, Tuple
+from statistics import fmean
+from typing import List, Tuple
 
 import torch
 from PIL import Image
+from timm.layers import to_2tuple
 from timm.utils import ParseKwargs
 from torch import Tensor, nn
 
@@ -27,6 +30,7 @@ from attncnn_plugin.visualization.attention_maps import (attention_layers, depen
                                                          require_attention_layers)
 from attncnn_plugin.visualization.head_report_model import model_reports, reports_to_dict, reports_to_text
 from attncnn_plugin.visualization.head_report_timm import timm_reports
+from attncnn_plugin.visualization.head_report_types import LayerReport
 
 
 def parse_args() -> argparse.Namespace:
@@ -38,9 +42,10 @@ def parse_args() -> argparse.Namespace:
                         'test dataset of the config)')
     parser.add_argument('--num-images', type=int, default=100, help='images, evenly spread (default: 100)')
     parser.add_argument('--size', nargs=2, type=int, metavar=('HEIGHT', 'WIDTH'), help='grid in tokens on which '
-                        "positions are judged (default: that of the config's img_size)")
-    parser.add_argument('--tolerance', type=float, default=1e-6, help='residual up to which a shift is expressible '
-                        '(default: 1e-6)')
+                        'attention by position alone is judged; means over images are on the grid of the images '
+                        "(default: that of the images, or of the config's img_size)")
+    parser.add_argument('--tolerance', type=float, default=1e-6, help='residual up to which a shift is expressible, '
+                        'at least 1e-7 (default: 1e-6)')
     if import_problem() is None:
         from mmengine.config import DictAction
         parser.add_argument('--cfg-options', nargs='+', default={}, action=DictAction,
@@ -56,58 +61,75 @@ def parse_args() -> argparse.Namespace:
             parser.error('a config and a checkpoint are needed, or --timm NAME')
         if args.checkpoint or args.pretrained or args.model_kwargs:
             parser.error('--checkpoint, --pretrained and --model-kwargs are for --timm')
-    elif args.config is not None or args.size is not None or getattr(args, 'cfg_options', None):
-        parser.error('--timm takes the place of the config, its checkpoint, --size and --cfg-options')
-    elif args.images is None:
-        parser.error('--timm needs --images FOLDER')
+    elif args.config is not None or getattr(args, 'cfg_options', None):
+        parser.error('--timm takes the place of the config, its checkpoint and --cfg-options')
+    elif args.images is None and args.size is None:
+        parser.error('--timm needs --images FOLDER, or --size where attention is by position alone')
     if args.num_images < 1:
         parser.error(f'--num-images {args.num_images} must be at least 1')
+    if args.json and Path(args.json).is_dir():
+        parser.error(f'--json {args.json} is a folder, but the report is one file')
     return args
 
 
-def model_of_timm(args: argparse.Namespace) -> Tuple[nn.Module, Tensor]:
-    """The model, and images as it takes them."""
+def reports_of_timm(args: argparse.Namespace) -> Tuple[List[LayerReport], int]:
+    """The reports of a model of timm, and the number of images that they are means over."""
     import timm
-    from timm.data import create_transform, resolve_model_data_config
     options = {'checkpoint_path': args.checkpoint} if args.checkpoint else {}
     model = timm.create_model(args.timm, pretrained=args.pretrained, **options, **args.model_kwargs).eval()
-    settings = resolve_model_data_config(model, args=args.model_kwargs)
+    if not args.pretrained and not args.checkpoint:
+        print(f'The weights of {args.timm} are random: give --pretrained or --checkpoint', file=sys.stderr)
+    images = None if args.images is None else images_of_timm(model, args)
+    number = 0 if images is None else len(images)
+    size = tuple(args.size) if args.size else None
+    if attention_layers(model):
+        return model_reports(model, images, size, args.tolerance), number
+    if images is None or size is not None:
+        raise ValueError(f'--timm {args.timm} has attention that depends on images: give --images FOLDER, which say '
+                         'the grid, and no --size')
+    return timm_reports(model, images, args.tolerance), number
+
+
+def images_of_timm(model: nn.Module, args: argparse.Namespace) -> Tensor:
+    """Images as the model takes them, ``(B, C, H, W)``."""
+    from timm.data import create_transform, resolve_model_data_config
+    settings = resolve_model_data_config(model)
+    channels, *size = settings['input_size']
+    channels, size = args.model_kwargs.get('in_chans', channels), args.model_kwargs.get('img_size', size)
+    settings['input_size'] = (channels, *to_2tuple(size))
+    if channels == 1:
+        settings.update({name: (fmean(settings[name]), ) for name in ('mean', 'std')})
     transform = create_transform(**settings, is_training=False)
-    mode = 'L' if settings['input_size'][0] == 1 else 'RGB'
-    return model, torch.stack([
+    mode = 'L' if channels == 1 else 'RGB'
+    return torch.stack([
         transform(Image.open(path).convert(mode)) for path in image_files(args.images, args.num_images)])
 
 
-def model_of_config(args: argparse.Namespace) -> Tuple[nn.Module, Optional[Tensor], Optional[Tuple[int, int]]]:
-    """The model, images if its attention depends on content, and the grid on which positions are judged."""
+def reports_of_config(args: argparse.Namespace) -> Tuple[List[LayerReport], int]:
+    """The reports of the model of a config, and the number of images that they are means over."""
     require_mmpretrain()
     from attncnn_plugin.utils.config_model import ConfigModel
     loaded = ConfigModel(args.config, args.weights, args.cfg_options)
     size = tuple(args.size) if args.size else None
     if not any(map(depends_on_content, require_attention_layers(loaded.model).values())):
-        return loaded.model, None, size or loaded.grid
+        return model_reports(loaded.model, None, size or loaded.grid, args.tolerance), 0
     images = loaded.read_folder(args.images, args.num_images) if args.images else loaded.test_images(args.num_images)
-    return loaded.model, loaded.inputs(images), size
+    return model_reports(loaded.model, loaded.inputs(images), size, args.tolerance), len(images)
 
 
 def main() -> None:
     args = parse_args()
     try:
-        if args.timm is None:
-            model, images, size = model_of_config(args)
-            reports = model_reports(model, images, size, args.tolerance)
-            origin = dict(model=args.config, checkpoint=args.weights)
-        else:
-            model, images = model_of_timm(args)
-            report = model_reports if attention_layers(model) else timm_reports
-            reports = report(model, images, tolerance=args.tolerance)
-            origin = dict(model=args.timm, checkpoint=args.checkpoint or ('pretrained' if args.pretrained else None))
+        if args.json:
+            Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        reports, num_images = reports_of_config(args) if args.timm is None else reports_of_timm(args)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
         sys.exit(str(error))
     print(reports_to_text(reports))
     if args.json:
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        content = reports_to_dict(reports, **origin, num_images=0 if images is None else len(images))
+        origin = dict(model=args.config, checkpoint=args.weights) if args.timm is None else dict(
+            model=args.timm, checkpoint=args.checkpoint or ('pretrained' if args.pretrained else None))
+        content = reports_to_dict(reports, **origin, num_images=num_images)
         Path(args.json).write_text(json.dumps(content, indent=1, allow_nan=False) + '\n')
         print(f'Saved {args.json}')
 

@@ -16,23 +16,28 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('config', help='config of the model')
     parser.add_argument('checkpoint', help='checkpoint of the model')
-    parser.add_argument('images', nargs='+', metavar='image', help='image files, or .npy arrays of uint8')
+    parser.add_argument('images', nargs='+', metavar='image', help='image files, .npy arrays of uint8, or numbers of images in the test set')
     parser.add_argument('--out', default='explorer.html', help='where the page goes (default: explorer.html)')
     parser.add_argument('--max-size', type=float, default=10., help='what the page may take, in MB (default: 10)')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides settings of the config: k=v')
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.max_size <= 0:
+        parser.error(f'--max-size {args.max_size} must be above 0')
+    if Path(args.out).is_dir():
+        parser.error(f'--out {args.out} is a folder: name a file in it')
+    return args
 
 
 def main() -> None:
     args = parse_args()
     try:
         loaded = ConfigModel(args.config, args.checkpoint, args.cfg_options)
-        images = [loaded.read(path) for path in args.images]
+        images = [loaded.image(which) for which in args.images]
         page = explorer_page(
             loaded.model,
             loaded.inputs(images),
             [loaded.picture(image) for image in images],
-            [Path(path).name for path in args.images],
+            [f'test image {which}' if which.isdecimal() else Path(which).name for which in args.images],
             title=f'{Path(args.config).stem}: what its heads attend to',
             max_bytes=int(args.max_size * 1e6))
     except (OSError, ValueError, UnpicklingError) as error:

@@ -106,14 +106,7 @@ def choose_images(args: argparse.Namespace, loaded: ConfigModel) -> List[Tensor]
     """The image that was chosen, or those that the mean is over."""
     if args.images is not None:
         return loaded.read_folder(args.images, args.num_images)
-    if args.image is None:
-        return loaded.test_images(args.num_images)
-    if not args.image.isdecimal():
-        return [loaded.read(args.image)]
-    if int(args.image) >= len(loaded.test_set):
-        raise ValueError(
-            f'--image {args.image} must be a file, or below {len(loaded.test_set)}, the size of the test set')
-    return [loaded.test_set[int(args.image)]['inputs']]
+    return loaded.test_images(args.num_images) if args.image is None else [loaded.image(args.image)]
 
 
 def labelled(runs: List[str]) -> dict:
