@@ -16,7 +16,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('config', help='config of the model')
     parser.add_argument('checkpoint', help='checkpoint of the model')
-    parser.add_argument('images', nargs='+', metavar='image', help='image files, .npy arrays of uint8, or numbers of images in the test set')
+    parser.add_argument('images', nargs='+', metavar='image',
+                        help='image files, .npy arrays of uint8, or numbers of images in the test set')
     parser.add_argument('--out', default='explorer.html', help='where the page goes (default: explorer.html)')
     parser.add_argument('--max-size', type=float, default=10., help='what the page may take, in MB (default: 10)')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides settings of the config: k=v')
