@@ -1,4 +1,5 @@
 """Head reports: every claim against a computation by brute force, exact sentences for convolutions, timm, the tool."""
+import dataclasses
 import itertools
 import json
 import math
@@ -18,13 +19,13 @@ from processes import run
 from small import SMALL, SMALL_ARCH, small_cmhsa, small_timm
 from torch import nn
 
-from attncnn_plugin.convert import conv_to_mhsa, expressible_shifts
+from attncnn_plugin.convert import conv_to_mhsa, conv_to_patch_mhsa, expressible_shifts
 from attncnn_plugin.layers import (ContentAttention, GeneralizedQuadraticAttention, GridBias, LearnedAttention,
                                    PatchAttention, QuadraticAttention)
 from attncnn_plugin.pruning import find_degenerate_heads
 from attncnn_plugin.visualization.attention_maps import (attention_layers, attention_probs_of, position_only_probs_of,
                                                          position_probs)
-from attncnn_plugin.visualization.head_report import FixedAttention, head_report, maps_report
+from attncnn_plugin.visualization.head_report import head_report, maps_report
 from attncnn_plugin.visualization.head_report_kinds import Lattice
 from attncnn_plugin.visualization.head_report_model import model_reports, reports_to_dict, reports_to_text
 from attncnn_plugin.visualization.head_report_shifts import ShiftMaps, moments
@@ -74,11 +75,18 @@ def test_moments_of_known_gaussians():
         layer.encoding.center.copy_(torch.tensor([[1., -2.], [-0.3, 0.4]]))
         layer.encoding.sqrt_precision.copy_(torch.linalg.cholesky(torch.linalg.inv(covariance)).expand(2, -1, -1))
     probs = layer.attention_probs(25, 27).double().detach()
-    maps = ShiftMaps.of(layer, probs, (25, 27))
-    middle = (maps.queries == torch.tensor([12, 13])).all(1)
-    center, spread = moments(ShiftMaps(probs, (25, 27), maps.queries, middle, middle))
+    maps = ShiftMaps.of(probs, (25, 27))
+    middle = tuple(axis == n for axis, n in zip(maps.queries, (12, 13)))
+    center, spread = moments(dataclasses.replace(maps, interior=middle))
     assert torch.allclose(center, layer.encoding.center.double(), atol=1e-4)
     assert torch.allclose(spread, covariance.double().expand(2, -1, -1), atol=1e-3)
+
+
+def test_the_covariance_of_a_nearly_hard_head():
+    """Far smaller than the square of the shift, from which it must not be subtracted."""
+    near, nearest = shift_operators([(0, 1), (0, 2)], (8, 8), 'zeros')
+    _, spread = moments(ShiftMaps.of((nearest + 1e-13 * near)[None], (8, 8)))
+    assert torch.allclose(spread[0], torch.tensor([[0., 0.], [0., 1e-13]], dtype=torch.float64), rtol=1e-6, atol=1e-24)
 
 
 def test_parameters_of_gaussians():
@@ -89,8 +97,9 @@ def test_parameters_of_gaussians():
     assert report.heads[0].covariance == ((4., 0.), (0., 4.)) and report.heads[1].covariance == ((0.25, 0.), (0., 0.25))
     assert report.heads[0].width_text == '2' and '(1.50, -2.00)' in str(report)
 
-    layer = GeneralizedQuadraticAttention(3, 3)
+    layer = GeneralizedQuadraticAttention(3, 4)
     with torch.no_grad():
+        layer.encoding.sqrt_precision[3] = torch.linalg.cholesky(torch.linalg.inv(torch.tensor([[2., .6], [.6, 1.]])))
         layer.encoding.sqrt_precision[0] = torch.tensor([[1., 0.5], [0., 2.]])
         layer.encoding.sqrt_precision[1] = torch.diag(torch.tensor([0.5, 0.25]))
         layer.encoding.sqrt_precision[2] = 0
@@ -98,41 +107,50 @@ def test_parameters_of_gaussians():
     expected = torch.linalg.inv(layer.encoding.inverse_covariance[0].double())
     assert torch.allclose(torch.tensor(heads[0].covariance, dtype=torch.float64), expected)
     assert heads[1].width_text == '4 x 2 at 90°'  # wide along columns: to the right
+    assert heads[3].width_text == '1.51 x 0.848 at 25°'  # down, and a little to the right
     assert heads[2].covariance is None and heads[2].width_text == 'inf' and heads[2].alpha is None
     assert heads[2].kind == 'uniform' and heads[2].criterion == 'uniform' and '< 1e-05' in heads[2].why
 
 
 def brute_force(probs, height, width):
-    """Entropy, masses, shares and moments of one head, by loops."""
+    """Entropy, masses, shares, the nearest shift and moments of one head, by loops."""
     pixels = list(itertools.product(range(height), range(width)))
     margins = [min(2, (n - 1) // 2) for n in (height, width)]
-    entropies, mass3, mass5, given, stays, moved = [], [], [], {}, {}, []
+    rows = probs.tolist()
+    entropies, mass3, mass5, moved, inner = [], [], [], [], []
     for q, (q1, q2) in enumerate(pixels):
-        row = probs[q].tolist()
-        entropies.append(-sum(p * math.log(p) for p in row if p > 0))
-        inside = margins[0] <= q1 < height - margins[0] and margins[1] <= q2 < width - margins[1]
-        near3 = near5 = 0.
-        for p, (k1, k2) in zip(row, pixels):
-            shift = k1 - q1, k2 - q2
-            given[shift], stays[shift] = given.get(shift, 0) + p, stays.get(shift, 0) + 1
-            near3 += p * (max(map(abs, shift)) <= 1)
-            near5 += p * (max(map(abs, shift)) <= 2)
-            if inside:
-                moved.append((p, *shift))
-        if inside:
-            mass3.append(near3)
-            mass5.append(near5)
+        entropies.append(-sum(p * math.log(p) for p in rows[q] if p > 0))
+        if not (margins[0] <= q1 < height - margins[0] and margins[1] <= q2 < width - margins[1]):
+            continue
+        inner.append((q1, q2))
+        moved += [(p, k1 - q1, k2 - q2) for p, (k1, k2) in zip(rows[q], pixels)]
+        for masses, reach in ((mass3, 1), (mass5, 2)):
+            masses.append(sum(p for p, (k1, k2) in zip(rows[q], pixels) if max(abs(k1 - q1), abs(k2 - q2)) <= reach))
     total = sum(p for p, _, _ in moved)
     center = [sum(m[0] * m[i] for m in moved) / total for i in (1, 2)]
     covariance = [[sum(m[0] * (m[i] - center[i - 1]) * (m[j] - center[j - 1]) for m in moved) / total for j in (1, 2)]
                   for i in (1, 2)]
-    shares = {shift: given[shift] / n for shift, n in stays.items() if n >= len(pixels) / 4}
 
     def mean(numbers):
         return sum(numbers) / len(numbers)
 
+    def given(query, shift):
+        """P[q, q + δ], and whether δ stays in the grid; the nearest key where it does not."""
+        key = [q + d for q, d in zip(query, shift)]
+        inside = [min(max(k, 0), n - 1) for k, n in zip(key, (height, width))]
+        return rows[query[0] * width + query[1]][inside[0] * width + inside[1]], key == inside
+
+    shares, wholes = {}, {}
+    for shift in itertools.product(range(1 - height, height), range(1 - width, width)):
+        by_inner, by_all = ([given(query, shift) for query in queries] for queries in (inner, pixels))
+        wholes[shift] = tuple(mean([p for p, _ in values]) for values in (by_inner, by_all))
+        values = by_inner if all(stays for _, stays in by_inner) else [entry for entry in by_all if entry[1]]
+        if sum(stays for _, stays in by_all) >= len(pixels) / 4:
+            shares[shift] = mean([p for p, _ in values])
+    nearest = max(wholes, key=lambda shift: ([round(p, 6) for p in wholes[shift]], -math.hypot(*shift)))
     return dict(entropy=mean(entropies), mass_3x3=mean(mass3), mass_5x5=mean(mass5), center=center,
-                covariance=covariance, shares=shares)
+                covariance=covariance, shares=shares, wholes=wholes,
+                share=shares.get(nearest, wholes[nearest][1]))
 
 
 @pytest.mark.parametrize('kind', LAYERS)
@@ -149,8 +167,9 @@ def test_statistics(kind, size, seed):
         for name in ('entropy', 'mass_3x3', 'mass_5x5'):
             assert getattr(head, name) == pytest.approx(expected[name], abs=1e-5)
         assert head.relative_entropy == pytest.approx(expected['entropy'] / math.log(math.prod(size)), abs=1e-5)
-        assert head.share == pytest.approx(max(expected['shares'].values()), abs=1e-5)
-        assert head.share == pytest.approx(expected['shares'][head.nearest_shift], abs=1e-5)
+        assert head.share == pytest.approx(expected['share'], abs=1e-5)
+        assert expected['wholes'][head.nearest_shift][0] == pytest.approx(
+            max(inner for inner, _ in expected['wholes'].values()), abs=2e-6)
         for row, column in itertools.product(range(-3, 4), repeat=2):
             share = head.shares[row + 3][column + 3]
             assert share == (None if (row, column) not in expected['shares'] else
@@ -164,11 +183,15 @@ def test_statistics(kind, size, seed):
             assert np.allclose(head.covariance, expected['covariance'], atol=1e-4)
 
 
-def shift_operators(kernel_size, size, padding_mode):
+def window_shifts(kernel_size):
+    return list(itertools.product(*(range(-(n // 2), n // 2 + 1) for n in kernel_size)))
+
+
+def shift_operators(shifts, size, padding_mode):
     """S_δ as matrices, by loops."""
     height, width = size
     operators = []
-    for row, column in itertools.product(*(range(-(n // 2), n // 2 + 1) for n in kernel_size)):
+    for row, column in shifts:
         operator = torch.zeros(height * width, height * width, dtype=torch.float64)
         for q1, q2 in itertools.product(range(height), range(width)):
             k1, k2 = q1 + row, q2 + column
@@ -190,7 +213,7 @@ def test_best_convolution(kind):
     assert [entry.kernel_size for entry in report.convolutions] == [(3, 3), (5, 5)]
     for entry in report.convolutions:
         assert entry.padding_mode == ('zeros' if kind in ('patch', 'merged') else 'replicate')
-        operators = shift_operators(entry.kernel_size, size, entry.padding_mode).flatten(1)
+        operators = shift_operators(window_shifts(entry.kernel_size), size, entry.padding_mode).flatten(1)
         best = torch.linalg.lstsq(operators.T, whole.flatten(0, 1).T, driver='gelsd').solution
         left = whole.flatten(0, 1).T - operators.T @ best
         assert entry.error == pytest.approx((left.norm() / whole.norm()).item(), abs=1e-5)
@@ -205,7 +228,8 @@ def test_best_convolution(kind):
 
 def test_heads_of_equal_weight_by_default():
     probs = LAYERS['learned']().attention_probs(5, 5)
-    report, operators = maps_report(probs, 5, 5, num_images=7), shift_operators((3, 3), (5, 5), 'replicate').flatten(1)
+    report = maps_report(probs, 5, 5, num_images=7)
+    operators = shift_operators(window_shifts((3, 3)), (5, 5), 'replicate').flatten(1)
     maps = probs.detach().double().flatten(1).T
     left = maps - operators.T @ torch.linalg.lstsq(operators.T, maps, driver='gelsd').solution
     assert report.convolutions[0].error == pytest.approx((left.norm() / maps.norm()).item())
@@ -225,9 +249,8 @@ def test_heads_of_equal_weight_by_default():
     (nn.Conv2d(3, 4, (1, 3), dilation=(5, 2), padding='same'), 'one convolution, 1x3, error 0, dilated by 2'),
     (nn.Conv2d(3, 4, 3, dilation=2, stride=2), 'one convolution, 3x3, error 0, dilated by 2, stride 2'),
 ])
-@pytest.mark.parametrize('size', [(12, 12), (10, 14)])
-def test_convolutions_are_called_convolutions(conv, summary, size):
-    report = head_report(conv_to_mhsa(conv), *size)
+def test_convolutions_are_called_convolutions(conv, summary):
+    report = head_report(conv_to_mhsa(conv), 10, 14)
     assert report.summary == summary and summary in str(report)
     assert report.kind.kind == ('dilated' if 'dilated' in summary else 'convolution')
     assert report.kind.hard == report.num_heads == math.prod(conv.kernel_size)
@@ -239,10 +262,38 @@ def test_convolutions_are_called_convolutions(conv, summary, size):
         assert report.expressible == ()
 
 
-def test_soft_heads_of_a_convolution():
+@pytest.mark.parametrize('dilation, words', [(1, ''), (2, ', dilated by 2')])
+def test_soft_heads_of_a_convolution(dilation, words):
     """A head a kernel position is not needed: with fewer the layer still is a convolution."""
-    report = head_report(conv_to_mhsa(nn.Conv2d(3, 4, 3, padding=1), num_heads=4), 8, 8)
-    assert report.summary == 'one convolution, 3x3, error 0, by 0 hard, 4 soft and 0 uniform heads'
+    conv = nn.Conv2d(3, 4, 3, padding='same', dilation=dilation)
+    report = head_report(conv_to_mhsa(conv, num_heads=4), 8, 8)
+    assert report.summary == f'one convolution, 3x3, error 0{words}, by 0 hard, 4 soft and 0 uniform heads'
+    assert report.kind.kind == ('dilated' if dilation > 1 else 'convolution')
+
+
+def test_hard_heads_whose_rest_counts():
+    """Heads on one shift whose matrices cancel leave what they give to others: no 1x1 convolution."""
+    attention = conv_to_mhsa(nn.Conv2d(3, 4, 3, padding=1), num_heads=2)
+    probs = torch.full((2, 9), 0.01).index_fill_(1, torch.tensor(4), 0.92)
+    probs[1, :2] += torch.tensor([0.005, -0.005])
+    with torch.no_grad():
+        attention.encoding.weight.copy_(probs.log().unflatten(1, (3, 3)))
+        attention.value.weight[:, 3:] = -attention.value.weight[:, :3]
+    report = head_report(attention, 8, 8)
+    assert report.kind.hard == 2 and {head.nearest_shift for head in report.heads} == {(0, 0)}
+    assert report.summary == 'one convolution, 3x3, error 0'
+
+    layer = hard_layer([[0., 0.], [0., 0.]], torch.tensor([3., 3.2]))
+    with torch.no_grad():
+        layer.value.weight[:, 3:] = -layer.value.weight[:, :3]
+    report = head_report(layer, 8, 8)
+    assert report.kind.hard == 2 and report.kind.kernel_size == (1, 1) and report.kind.error > 0.3
+
+
+@pytest.mark.parametrize('size', [(1, 2), (2, 2), (3, 3)])
+def test_grids_without_an_interior(size):
+    """Where no query has its window inside, shifts that coincide express anything: that is no convolution."""
+    assert head_report(LAYERS['quadratic'](), *size).summary == 'mixture, 4 soft'
 
 
 @pytest.mark.parametrize('padding_mode', ['zeros', 'reflect', 'circular'])
@@ -283,13 +334,39 @@ def test_hard_heads(centers, kind, summary):
             assert other.criterion == 'duplicate' and f'from head {head.head}' in other.why
 
 
-def test_hard_but_not_exact():
-    """Hard heads that leak a little are a convolution with an error, not one with none."""
-    report = head_report(hard_layer([[0., -1.], [0., 0.], [0., 1.]], 3.), 8, 8)
-    assert report.kind.kind == 'convolution' and report.summary.startswith('one convolution, 1x3, error 0.0')
-    assert report.kind.error == next(e for e in report.convolutions if e.kernel_size == (1, 3)).error > 1e-3
-    report = head_report(hard_layer([[0., -1.], [0., 0.], [0., 1.]], 5.), 8, 8)
-    assert 1e-6 < report.kind.error < 1e-4 and report.summary == f'one convolution, 1x3, error {report.kind.error:.3g}'
+@pytest.mark.parametrize('centers, words', [
+    ([(0, -1), (0, 0), (0, 1)], 'one convolution, 1x3, error {}'),
+    (list(itertools.product((-2, 0, 2), repeat=2)), 'one convolution, 3x3, error {}, dilated by 2'),
+    (list(itertools.product((0, 1), repeat=2)), 'one convolution, 2x2, error {}'),
+    ([(1, -2)], 'one convolution, 1x1, error {}, centred at (1, -2)'),
+    ([(0, -3), (0, 0), (1, 1)], 'sparse convolution, 3 shifts of 2x5, error {}, centred at (0, -1)'),
+])
+@pytest.mark.parametrize('sqrt_precision', [3., 5.])
+def test_hard_but_not_exact(centers, words, sqrt_precision):
+    """Hard heads that leak a little are a convolution by their shifts, and no others, with an error."""
+    layer, size = hard_layer([list(map(float, center)) for center in centers], sqrt_precision), (8, 9)
+    report = head_report(layer, *size)
+    operators = shift_operators(centers, size, 'replicate').flatten(1)
+    whole = sum(torch.einsum('qk,oi->qkoi', p, v.double()) for p, v in zip(
+        layer.double().attention_probs(*size), values(layer))).flatten(0, 1).flatten(1).detach()
+    left = whole - operators.T @ torch.linalg.lstsq(operators.T, whole, driver='gelsd').solution
+    assert 1e-6 < report.kind.error == pytest.approx((left.norm() / whole.norm()).item(), rel=1e-4)
+    assert report.summary == words.format(f'{report.kind.error:.3g}')
+    if report.best.error > report.kind.error:
+        assert report.best_text == report.summary and reports_to_text([report]).endswith(report.summary)
+
+
+@pytest.mark.parametrize('center, precision, nearest, kind', [
+    ((-1.61, 0.19), 1 / 0.955, (-2, 0), 'soft'),
+    ((2.6, -3.4), 1., (3, -3), 'soft'),
+    ((6., -1.), 40., (6, -1), 'hard'),
+    ((9., 0.), 40., (7, 0), 'hard'),  # the last row, from everywhere
+    ((5.5, 0.), 40., (5, 0), 'soft'),
+])
+def test_nearest_shift_is_not_drawn_to_the_query(center, precision, nearest, kind):
+    """At the border what is left is renormalized: short shifts, which stay in the grid there, must not gain by it."""
+    (head, ) = head_report(hard_layer([list(center)], precision), 8, 8).heads
+    assert head.nearest_shift == nearest and head.kind == kind
 
 
 def test_mixture():
@@ -304,11 +381,13 @@ def test_mixture():
 
 
 def test_one_fixed_key_is_no_hard_head():
-    """All queries attend to the first token: no shift."""
+    """All queries attend to the same token: no shift, but for a corner, which is replicate padding."""
     probs = torch.zeros(1, 36, 36)
-    probs[:, :, 0] = 1
+    probs[:, :, 14] = 1
     report = maps_report(probs, 6, 6)
     assert report.summary == 'mixture, 1 soft' and report.heads[0].entropy == 0
+    report = maps_report(probs.roll(-14, dims=2), 6, 6)
+    assert report.summary == 'one convolution, 1x1, error 0, centred at (-5, -5)'
 
 
 @given(kernel=st.tuples(st.integers(2, 4), st.integers(2, 4)), steps=st.tuples(st.integers(1, 3), st.integers(1, 3)),
@@ -342,7 +421,8 @@ def test_degenerate_and_expressible_are_those_of_their_modules(kind):
         assert (head.criterion, head.why) == (entry.criterion, entry.reason) and entry.reason in str(report)
     for entry in report.expressible:
         found = expressible_shifts(layer, entry.kernel_size, 7, 6, queries='interior', tolerance=0.7)
-        assert list(entry.missing) == found.missing and list(entry.residual) == found.residual.tolist()
+        assert list(entry.missing) == found.missing and set(entry.expressible).isdisjoint(found.missing)
+        assert entry.residual == pytest.approx(found.residual.tolist(), abs=1e-7)
         assert entry.tolerance == 0.7 and len(entry.expressible) + len(entry.missing) == entry.kernel_size[0] ** 2
 
 
@@ -362,9 +442,44 @@ def test_transition_of_cmhsa():
         assert report.summary == 'one convolution, 3x3, error 0' and report.grid == (8, 8)
         assert sorted(head.nearest_shift for head in report.heads) == sorted(itertools.product((-1, 0, 1), repeat=2))
         assert report.convolutions[0].padding_mode == 'zeros'
+        assert {head.width_text for head in report.heads} == {'0'}
+        assert {head.degenerate for head in report.heads} == {None} and 'degenerate' not in str(report)
     assert report.attention == 'images' and report.num_images == 2
     model.switch_to_deploy()
     assert {report.summary for report in model_reports(model, torch.randn(2, 3, 16, 16))} == {report.summary}
+
+
+def test_a_little_softer_than_expressible():
+    """A residual above the tolerance, beside a small error: how large it is is said."""
+    model = small_cmhsa('conv', attn_bias_init=12.)
+    model.to_attention()
+    report = head_report(model.blocks[0].attn, 8, 8)
+    least, largest = min(report.expressible[0].residual), max(report.expressible[0].residual)
+    assert report.expressible[0].expressible == () and 1e-6 < largest < 1e-3
+    assert f'3x3 shifts expressible: 0 of 9, residuals {least:.3g} to {largest:.3g}' in str(report)
+
+
+def test_patches_of_a_convolution():
+    report = head_report(conv_to_patch_mhsa(nn.Conv2d(2, 3, 3, padding=1), 4), 5, 6)
+    assert report.summary == 'one convolution, 3x3, error 0' and report.grid == (5, 6)
+
+
+def test_layers_that_became_convolutions():
+    """They have a line in the place of their heads; with nothing else left the error names what took them."""
+    model = small_timm('sa_quadratic_cifar', num_heads=9)
+    for block in model.blocks[1:]:
+        with torch.no_grad():
+            block.attn.encoding.center.copy_(torch.tensor(window_shifts((3, 3))))
+            block.attn.encoding.sqrt_precision.fill_(40.)
+    model.switch_to_deploy(to_conv=1e-3)
+    reports = model_reports(model, size=(5, 6))
+    assert [(report.name, report.num_heads) for report in reports] == [('blocks.0.attn', 9), ('blocks.1.attn', 0)]
+    assert reports[1].summary == 'a convolution of 3x3 shifts' and reports[1].grid == (5, 6)
+    assert 'blocks.1.attn: by position, 5x6 tokens, 0 heads: a convolution of 3x3 shifts' in reports_to_text(reports)
+    check_schema(json.dumps(reports_to_dict(reports)))
+    del model.blocks[0]
+    with pytest.raises(ValueError, match='switch_to_deploy with to_conv puts convolutions in their place'):
+        model_reports(model, size=(5, 6))
 
 
 SCHEMA = {
@@ -445,7 +560,9 @@ def test_zero_values():
     (lambda: head_report(LAYERS['learned'](), 1, 1), ValueError, 'is a single token'),
     (lambda: head_report(LAYERS['learned'](), 0, 5), ValueError, r'\(height, width\)=\(0, 5\)'),
     (lambda: maps_report(torch.rand(2, 9, 9), 3, 4), ValueError, r'probs have shape \(2, 9, 9\)'),
-    (lambda: FixedAttention(torch.rand(2, 9, 9), (3, 3)).attention_probs(9, 1), ValueError, 'the grid is 9x1'),
+    (lambda: model_reports(small_timm('sa_learned_content_cifar'), torch.rand(1, 3, 8, 8), (4, 4)), ValueError,
+     r'size=\(4, 4\) is that of a grid for scores by position alone'),
+    (lambda: head_report(LAYERS['learned'](), 5, 5, tolerance=1e-9), ValueError, 'tolerance=1e-09 must be at least'),
     (lambda: model_reports(small_timm('sa_quadratic_cifar')), ValueError, 'images=None and size=None'),
     (lambda: model_reports(small_timm('sa_learned_content_cifar'), size=(4, 4)), ValueError, 'images=None and size='),
     (lambda: model_reports(small_cmhsa('conv'), torch.rand(1, 3, 16, 16)), ValueError, 'no attention layers'),
@@ -480,17 +597,19 @@ def test_models(name):
     probs = dict(position=position_only_probs_of(model, images), images=attention_probs_of(model, images))
     for report in reports:
         assert report.num_images == 3 and 'mean over 3 images' in str(report)
-        for head, maps in zip(report.heads, probs[report.attention][report.name].mean(0)):
-            expected = brute_force(maps, 6, 5)
-            assert head.entropy == pytest.approx(expected['entropy'], abs=1e-5)
+        for head, maps in zip(report.heads, probs[report.attention][report.name].transpose(0, 1)):
+            expected = brute_force(maps.mean(0), 6, 5)
+            entropies = torch.special.entr(maps).sum(-1).mean().item()  # of each image
+            assert head.entropy == pytest.approx(entropies, abs=1e-5) and entropies < expected['entropy'] - 0.1
+            assert head.degenerate is head.criterion is head.why is None
             assert head.mass_3x3 == pytest.approx(expected['mass_3x3'], abs=1e-5)
 
 
 def test_content_with_positions_has_both():
     model = small_timm('sa_learned_content_cifar', terms=('qk', 'vr'))
-    reports = model_reports(model, torch.randn(2, 3, 8, 8))
-    assert [(report.name, report.attention) for report in reports] == [
-        (f'blocks.{i}.attn', attention) for i in range(2) for attention in ('position', 'images')]
+    reports = model_reports(model, torch.randn(2, 3, 8, 8), size=(5, 6))
+    assert [(report.name, report.attention, report.grid) for report in reports] == [
+        (f'blocks.{i}.attn', *part) for i in range(2) for part in (('position', (5, 6)), ('images', (4, 4)))]
 
 
 TINY = dict(embed_dim=12, num_heads=3, depth=2, img_size=32, num_classes=4, pos_drop_rate=0.5)
@@ -530,13 +649,28 @@ def test_timm_attention(name, kwargs, prefix):
     reports = timm_reports(model, images)
     assert [report.grid for report in reports] == [(4, 4)] * 2 and {report.num_images for report in reports} == {5}
     for report in reports:
-        for head, maps in zip(report.heads, probs[report.name].mean(0)):
-            expected = brute_force(maps, 4, 4)
-            assert head.entropy == pytest.approx(expected['entropy'], abs=1e-5)
+        for head, maps in zip(report.heads, probs[report.name].transpose(0, 1)):
+            expected = brute_force(maps.mean(0), 4, 4)
+            assert head.entropy == pytest.approx(torch.special.entr(maps).sum(-1).mean().item(), abs=1e-5)
+            assert head.degenerate is None
             assert head.center == pytest.approx(expected['center'], abs=1e-5)
             assert head.prefix_mass == pytest.approx(left_out[report.name][:, head.head].mean().item(), abs=1e-5)
         assert 'no patch' in str(report)
     check_schema(json.dumps(reports_to_dict(reports), allow_nan=False))
+
+
+def test_patches_that_look_at_no_patch():
+    """All of the attention to the class token: nothing is left to be renormalized, and nothing is divided by it."""
+    model = tiny_timm('vit_tiny_patch16_224', patch_size=8)
+    with torch.no_grad():
+        for tensor in (model.pos_embed, model.cls_token, model.patch_embed.proj.weight, model.patch_embed.proj.bias,
+                       *model.blocks[0].attn.qkv.parameters()):
+            tensor.zero_()
+        model.cls_token[..., 0], model.patch_embed.proj.bias[0] = 1, -1
+        model.blocks[0].attn.qkv.bias[:12] = 1
+        model.blocks[0].attn.qkv.weight[12:24, 0] = 100
+    report = timm_reports(model, torch.randn(1, 3, 32, 32))[0]
+    assert all(head.prefix_mass == 1 and head.center is None and head.entropy == 0 for head in report.heads)
 
 
 def test_convit_that_is_a_convolution():
@@ -557,6 +691,7 @@ def test_convit_that_is_a_convolution():
     ('swin_tiny_patch4_window7_224', dict(embed_dim=12, depths=(1, ) * 4, num_heads=(1, ) * 4), 'no blocks'),
     ('cait_xxs24_224', dict(embed_dim=12, depth=1, num_heads=3), 'do not add up to 1'),
     ('samvit_base_patch16', dict(embed_dim=12, depth=1, num_heads=3, img_size=64, global_attn_indexes=()), 'shape'),
+    ('vit_dwee_patch16_reg1_gap_256', dict(embed_dim=16, depth=1, num_heads=2, img_size=224), 'with N_h = 2'),
     ('resnet18', {}, 'no patch_embed with a grid'),
 ])
 def test_other_timm_models(name, kwargs, reason):
@@ -679,28 +814,32 @@ def test_tool_pruned(folder, tool):
 
 
 def test_tool_timm(folder, tool):
-    arguments = ['embed_dim=12', 'num_heads=3', 'depth=2', 'img_size=32', 'patch_size=8']
-    status, text, _ = tool('--timm', 'vit_tiny_patch16_224', '--images', folder / 'images', '--json',
-                           folder / 'timm.json', '--model-kwargs', *arguments)
-    assert not status and 'mean over 4 images, 4x4 tokens, 3 heads' in text
+    arguments = ['embed_dim=12', 'num_heads=3', 'depth=2', 'img_size=(24,32)', 'patch_size=8', 'in_chans=1']
+    status, text, error = tool('--timm', 'vit_tiny_patch16_224', '--images', folder / 'images', '--json',
+                               folder / 'timm.json', '--model-kwargs', *arguments)
+    assert not status and 'mean over 4 images, 3x4 tokens, 3 heads' in text
+    assert 'The weights of vit_tiny_patch16_224 are random' in error
     loaded = check_schema((folder / 'timm.json').read_text())
     assert loaded['model'] == 'vit_tiny_patch16_224' and loaded['num_images'] == 4 and loaded['checkpoint'] is None
     assert all(head['prefix_mass'] > 0 for layer in loaded['layers'] for head in layer['heads'])
     small = [f'{name}={value}' for name, value in {**SMALL, 'num_classes': 3}.items()]
-    status, text, _ = tool('--timm', 'sa_quadratic_cifar', '--images', folder / 'images', '--checkpoint',
-                           folder / 'timm.pth', '--model-kwargs', *small)
-    assert not status and 'blocks.1.attn: by position, 16x16 tokens, 3 heads' in text
+    for grid, source in (('16x16', ['--images', folder / 'images']), ('5x6', ['--size', '5', '6'])):
+        status, text, error = tool('--timm', 'sa_quadratic_cifar', *source, '--checkpoint', folder / 'timm.pth',
+                                   '--model-kwargs', *small)
+        assert not status and f'blocks.1.attn: by position, {grid} tokens, 3 heads' in text and 'random' not in error
 
 
 @pytest.mark.parametrize('arguments, message', [
     ([], 'a config and a checkpoint are needed, or --timm NAME'),
     (['quadratic.py', 'quadratic.pth', '--pretrained'], 'are for --timm'),
-    (['--timm', 'vit_tiny_patch16_224'], '--timm needs --images FOLDER'),
+    (['--timm', 'vit_tiny_patch16_224'], '--timm needs --images FOLDER, or --size'),
+    (['--timm', 'vit_tiny_patch16_224', '--size', '4', '4', '--model-kwargs', 'depth=1'], 'give --images FOLDER'),
+    (['quadratic.py', 'quadratic.pth', '--json', 'images'], '--json images is a folder'),
     (['quadratic.py', '--timm', 'vit_tiny_patch16_224'], '--timm takes the place of the config'),
     (['quadratic.py', 'quadratic.pth', '--num-images', '0'], '--num-images 0 must be at least 1'),
     (['quadratic.py', 'nothing.pth'], 'nothing.pth can not be found'),
     (['quadratic.py', 'quadratic.pth', '--size', '1', '1'], 'is a single token'),
-    (['quadratic.py', 'quadratic.pth', '--tolerance', '2'], 'tolerance=2.0 must be between 0 and 1'),
+    (['quadratic.py', 'quadratic.pth', '--tolerance', '2'], 'tolerance=2.0 must be at least 1e-07'),
     (['learned_content.py', 'learned_content.pth', '--images', 'nowhere'], 'holds no image files'),
     (['--timm', 'no_such_model', '--images', 'images'], 'Unknown model'),
     (['--timm', 'resnet18', '--images', 'images'], 'ResNet, whose attention cannot be reported'),

@@ -3,6 +3,7 @@
 A model is any module with the attention of this package inside: a network, a timm model, a classifier or a backbone of
 mmpretrain. Images are what its forward pass takes, normalized as in training.
 """
+import math
 from contextlib import contextmanager
 from typing import Callable, Dict, Iterator, Optional, Sequence, Tuple
 
@@ -14,6 +15,7 @@ from ..layers.content_attention import ContentAttention, full_precision
 from ..layers.encodings import at_least_float32, at_shifts
 from ..layers.merged_attention import MergedPatchAttention
 from ..layers.patch_attention import PatchAttention
+from ..models.networks.grid import GridNetwork
 
 Scores = Callable[[nn.Module, Tensor], Optional[Tensor]]
 
@@ -36,7 +38,8 @@ def require_attention_layers(model: nn.Module) -> Dict[str, nn.Module]:
     layers = attention_layers(model)
     if not layers:
         raise ValueError(f'the model, of type {type(model).__name__}, has no attention layers of this package (a CMHSA '
-                         'in the convolution phase gets them with its transition)')
+                         'in the convolution phase gets them with its transition; switch_to_deploy with to_conv puts '
+                         'convolutions in their place)')
     return layers
 
 
@@ -112,6 +115,36 @@ def position_only_probs_of(model: nn.Module, images: Tensor) -> Dict[str, Tensor
     return _probs_of(model, images, _position_scores)
 
 
+def look_at_scores(
+        model: nn.Module,
+        images: Tensor,
+        look: Callable[[str, Tensor, Optional[Tensor], Optional[Tuple[Tensor, Tensor]]], None],
+) -> None:
+    """Calls ``look(name, scores, content, axes)`` for every layer whose scores depend on content, in one pass.
+
+    Layers without heads are left out.
+
+    Args:
+        model (nn.Module): The model.
+        images (Tensor): ``(B, C, H, W)``.
+        look (Callable): Takes the layer's name; all of its scores, ``(B, N_h, H*W, H*W)``, for CMHSA with those of the
+            null key last; those of :func:`content_only_probs_of` or None; and, where the scores of the position depend
+            on the query's content, their terms of rows and of columns, ``(B, N_h, H*W, H)`` and ``(B, N_h, H*W, W)``,
+            else None. In evaluation mode, without gradients.
+    """
+    layers = {layer: name for name, layer in attention_layers(model).items()
+              if depends_on_content(layer) and layer.num_heads}
+
+    def scores_of(layer: nn.Module, x: Tensor) -> None:
+        axes = None
+        if 'qr' in getattr(layer, 'terms', ()):
+            axes = tuple(scores.flatten(2, 3) for scores in _position_axes(layer, x))
+        look(layers[layer], _all_scores(layer, x), _content_scores(layer, x), axes)
+
+    if layers:
+        _run(model, images, layers, scores_of)
+
+
 def mean_attention_probs_of(model: nn.Module, images: Tensor, batch_size: int = 10) -> Dict[str, Tensor]:
     """The mean over images of :func:`attention_probs_of`, a few images at a time.
 
@@ -123,11 +156,40 @@ def mean_attention_probs_of(model: nn.Module, images: Tensor, batch_size: int = 
     Returns:
         dict[str, Tensor]: ``(N_h, H*W, H*W)`` by the layer's name, float32.
     """
-    totals = {}
+    means = mean_over_images(lambda batch: {
+        name: (probs, ) for name, probs in attention_probs_of(model, batch).items()}, images, batch_size)
+    return {name: probs for name, (probs, ) in means.items()}
+
+
+def mean_over_images(
+        of_images: Callable[[Tensor], Dict[str, Tuple[Tensor, ...]]],
+        images: Tensor,
+        batch_size: int = 10,
+) -> Dict[str, Tuple[Tensor, ...]]:
+    """The means over images of tensors by name, a few images at a time.
+
+    Args:
+        of_images (Callable): Gives for images ``(B, C, H, W)`` tensors ``(B, …)``.
+        images (Tensor): ``(B, C, H, W)``, at least one.
+        batch_size (int): Images in a call. Defaults to 10.
+    """
+    sums = {}
     for batch in images.split(batch_size):
-        for name, probs in attention_probs_of(model, batch).items():
-            totals[name] = totals.get(name, 0) + probs.sum(0)
-    return {name: total / len(images) for name, total in totals.items()}
+        for name, values in of_images(batch).items():
+            own = [value.sum(0) for value in values]
+            sums[name] = [a + b for a, b in zip(sums[name], own)] if name in sums else own
+    return {name: tuple(value / len(images) for value in own) for name, own in sums.items()}
+
+
+def relative_entropy_of(probs: Tensor) -> Tensor:
+    """Entropy of maps ``(…, Q, K)``, mean over queries, relative to that of uniform attention, ``(…,)``, 0 to 1.
+
+    Raises:
+        ValueError: There is a single key, to which every head is uniform.
+    """
+    if probs.shape[-1] < 2:
+        raise ValueError('the grid is a single token, on which every head is uniform: at least two are needed')
+    return (torch.special.entr(probs).sum(-1).mean(-1) / math.log(probs.shape[-1])).clamp(max=1)
 
 
 def grid_of(model: nn.Module, images: Tensor) -> Tuple[int, int]:
@@ -169,10 +231,12 @@ def _run(
         look: Callable[[nn.Module, Tensor], None],
 ) -> None:
     """Calls ``look(layer, x)`` with the input of each layer in one pass of the images."""
+    networks = [module for module in model.modules() if isinstance(module, GridNetwork)]
     handles = [layer.register_forward_pre_hook(lambda layer, args: look(layer, args[0])) for layer in layers]
     try:
         with evaluating(model):
-            model(images)
+            # Without what comes after it: a detector's heads ask for more than images.
+            (networks[0] if len(networks) == 1 else model)(images)
     finally:
         for handle in handles:
             handle.remove()
@@ -224,6 +288,17 @@ def _position_scores(layer: nn.Module, x: Tensor) -> Optional[Tensor]:
         return layer.position(height, width).expand(batch, -1, -1, -1)
     if layer.tables is None:
         return None
+    rows, columns = _position_axes(layer, x)
+    scores = rows[..., :, None] + columns[..., None, :]  # (…, q1, q2, k1, k2)
+    return scores.expand(batch, *scores.shape[-5:]).reshape(batch, layer.num_heads, height * width, -1)
+
+
+def _position_axes(layer: ContentAttention, x: Tensor) -> Tuple[Tensor, Tensor]:
+    """The terms of rows and of columns, ``(B, N_h, H, W, H)`` and ``(B, N_h, H, W, W)``.
+
+    Without q·r_δ what they do not depend on is of size 1, and there is no B.
+    """
+    _, height, width, _ = x.shape
     rows = columns = 0
     with full_precision(x.device.type):
         if 'qr' in layer.terms:
@@ -234,5 +309,4 @@ def _position_scores(layer: nn.Module, x: Tensor) -> Optional[Tensor]:
         if 'vr' in layer.terms:
             row, column = layer.axis_scores(height, width)
             rows, columns = rows + row[:, :, None], columns + column[:, None]
-        scores = rows[..., :, None] + columns[..., None, :]  # (…, q1, q2, k1, k2)
-    return scores.expand(batch, *scores.shape[-5:]).reshape(batch, layer.num_heads, height * width, -1)
+    return rows, columns

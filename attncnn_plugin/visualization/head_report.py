@@ -1,65 +1,46 @@
 """What the heads of an attention layer do: where they look, whether they do anything, what convolution they form."""
 import dataclasses
-from typing import Iterator, List, Optional, Sequence, Tuple
+import math
+from typing import Dict, Iterator, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from ..convert.expressibility import expressible_shifts
-from ..convert.to_conv import ConvFit, interior_queries, mhsa_to_conv, targets
+from ..convert.patches import PatchConvolutionAttention
 from ..convert.to_conv import position_probs as exact_probs
 from ..layers.attention import GridAttention
 from ..layers.encodings import GeneralizedQuadraticEncoding, QuadraticEncoding
 from ..layers.image_attention import ImageAttention
 from ..layers.merged_attention import MergedPatchAttention
 from ..layers.patch_attention import PatchAttention
-from ..layers.window import Window, per_axis
-from ..pruning.criteria import relative_entropy
-from ..pruning.report import find_degenerate_heads
-from .attention_maps import depends_on_content, position_probs
-from .head_report_kinds import EXACT, Lattice, LayerKind, count_kinds, head_kind, kernel_of
-from .head_report_shifts import ShiftMaps, moments, nearest_shift, shift_shares, window_mass
-from .head_report_types import BestConvolution, ExpressibleShifts, HeadStatistics, LayerReport
+from ..layers.window import per_axis
+from ..pruning.report import DegenerateHead, find_degenerate_heads
+from .attention_maps import depends_on_content, position_probs, relative_entropy_of
+from .head_report_convolutions import KERNEL_SIZES, ConvolutionErrors, expressible_shifts_of, value_products
+from .head_report_kinds import EXACT, Lattice, LayerKind, count_kinds, head_kind
+from .head_report_shifts import ShiftMaps, moments, nearest_shifts, shift_shares, window_mass
+from .head_report_types import BestConvolution, HeadStatistics, LayerReport
 
-KERNEL_SIZES = (3, 5)
 ZOOM = 3  # shares of the shifts −3 … 3, as C20's Figure 5
 TOLERANCE = 1e-6
 
 
 class FixedAttention(nn.Module):
-    """Given probabilities in the place of a layer's: a mean over images, or the part that depends on position.
+    """Given probabilities in the place of a layer's, to be judged as such.
 
     Args:
-        probs (Tensor): ``(N_h, H*W, H*W)``.
-        size (tuple[int, int]): H and W.
-        value (Tensor, optional): The matrix from input to output of each head, ``(N_h, D_out, D)``. Only their inner
-            products are kept, which are all that an error depends on. By default each head has an output of its own.
-
-    Attributes:
-        value (nn.Linear): N_h to N_h, with the inner products of the matrices.
+        probs (Tensor): ``(N_h, Q, height*width)``.
+        encoding (nn.Module, optional): Of Gaussian heads.
     """
 
-    def __init__(self, probs: Tensor, size: Tuple[int, int], value: Optional[Tensor] = None) -> None:
+    def __init__(self, probs: Tensor, encoding: Optional[nn.Module] = None) -> None:
         super().__init__()
         self.num_heads = len(probs)
-        self.size = size
-        self.register_buffer('probs', probs.detach().cpu().double())
-        self.value = nn.Linear(self.num_heads, self.num_heads, bias=False, dtype=torch.float64)
-        weight = torch.eye(self.num_heads, dtype=torch.float64)
-        if value is not None:
-            eigenvalues, vectors = torch.linalg.eigh(gram(value.detach().cpu().double()))
-            weight = (vectors * eigenvalues.clamp(min=0).sqrt()).T  # column h is of head h
-        self.value.weight = nn.Parameter(weight, requires_grad=False)
+        self.probs = probs
+        self.encoding = encoding
 
     def attention_probs(self, height: int, width: int) -> Tensor:
-        """The given probabilities.
-
-        Raises:
-            ValueError: They are of another grid.
-        """
-        if (height, width) != self.size:
-            raise ValueError(f'the grid is {height}x{width}, but the probabilities are those of '
-                             f'{self.size[0]}x{self.size[1]} tokens')
+        """The given probabilities."""
         return self.probs
 
 
@@ -69,13 +50,14 @@ def head_report(layer: nn.Module, height: int, width: int, tolerance: float = TO
 
     Centre and width of Gaussian heads are their parameters, those of others the moments of their probabilities at
     interior queries. For attention with content the probabilities are those of the positional part, vᵀr_δ (C20, eq. 8)
-    or the relative position bias of CMHSA; for content see :func:`maps_report`.
+    or the relative position bias of CMHSA, and no head is called degenerate; for content see :func:`maps_report`.
 
     Args:
         layer (nn.Module): Attention of this package: over a grid of tokens, of CMHSA, or what
-            :func:`~attncnn_plugin.convert.conv_to_mhsa` returns for an ``nn.Conv2d``.
-        height, width (int): Size of the grid in tokens, at least two of them.
-        tolerance (float): Residual up to which a shift is expressible. Defaults to 1e-6.
+            :func:`~attncnn_plugin.convert.conv_to_mhsa` and :func:`~attncnn_plugin.convert.conv_to_patch_mhsa` return
+            for an ``nn.Conv2d``.
+        height, width (int): Size of the grid in tokens, pixels for ``conv_to_mhsa``; at least two of them.
+        tolerance (float): Residual up to which a shift is expressible, 1e-7 or more. Defaults to 1e-6.
 
     Returns:
         LayerReport: The report.
@@ -90,20 +72,27 @@ def head_report(layer: nn.Module, height: int, width: int, tolerance: float = TO
         one convolution, 3x3, error 0
     """
     size = per_axis('(height, width)', (height, width), 2)
+    if isinstance(layer, PatchConvolutionAttention):
+        layer = layer.attention
     if not isinstance(layer, (GridAttention, ImageAttention, PatchAttention, MergedPatchAttention)):
         raise TypeError(f'layer is a {type(layer).__name__}, but only attention layers of this package have heads to '
                         'report; for the probabilities of another one there is maps_report')
     if isinstance(layer, ImageAttention) and layer.window.ndim != 2:
         raise ValueError(f'layer has {layer.window.ndim} axes of pixels, but heads are reported for two')
     if layer.num_heads == 0:
-        return LayerReport(size, 0, LayerKind('empty', 0, 0, 0), (), (), ())
+        return empty_report(size)
+    window = getattr(layer, 'window', None)
     if not depends_on_content(layer):
-        return _report(layer, size, tolerance)
-    probs = position_probs(layer, *size)
-    if probs is None:
-        raise ValueError(f'the scores of layer, terms={layer.terms}, have no part that depends on position alone: '
-                         "report the mean attention over images with maps_report, or add the term 'vr'")
-    return _report(fixed_attention(layer, probs, size), size, tolerance, _padding_mode(layer))
+        maps = ShiftMaps.of(exact_probs(layer, size), size, window)
+        encoding = getattr(layer, 'encoding', None)
+        degenerate = _degenerate(maps, encoding)
+    else:
+        probs = position_probs(layer, *size)
+        if probs is None:
+            raise ValueError(f'the scores of layer, terms={layer.terms}, have no part that depends on position alone: '
+                             "report the mean attention over images with maps_report, or add the term 'vr'")
+        maps, encoding, degenerate = ShiftMaps.of(probs, size), None, None
+    return _report(maps, value_products(layer), _padding_mode(layer), tolerance, degenerate, encoding)
 
 
 @torch.no_grad()
@@ -113,6 +102,7 @@ def maps_report(
         width: int,
         layer: Optional[nn.Module] = None,
         num_images: int = 0,
+        relative_entropy: Optional[Tensor] = None,
         tolerance: float = TOLERANCE,
 ) -> LayerReport:
     """The report of given probabilities, a mean over images for instance; see :func:`head_report`.
@@ -122,69 +112,82 @@ def maps_report(
         height, width (int): Size of the grid in tokens.
         layer (nn.Module, optional): Attention of this package whose value matrices weigh the heads in the errors of
             convolutions. Defaults to heads of equal weight, each with an output of its own.
-        num_images (int): Number of images of the mean, 0 for none. Defaults to 0.
-        tolerance (float): Residual up to which a shift is expressible. Defaults to 1e-6.
+        num_images (int): Number of images of the mean, 0 for none: with images no head is called degenerate. Defaults
+            to 0.
+        relative_entropy (Tensor, optional): That of single images, mean over these, see
+            :func:`~.attention_maps.relative_entropy_of`, ``(N_h,)``. A mean of images has a larger one: a head can look
+            at one key in each image, and at all of them in the mean. Defaults to that of ``probs``.
+        tolerance (float): Residual up to which a shift is expressible, 1e-7 or more. Defaults to 1e-6.
 
     Raises:
-        ValueError: ``probs`` are not those of such a grid.
+        ValueError: ``probs`` are not those of such a grid, or are not finite.
     """
     size = per_axis('(height, width)', (height, width), 2)
     if probs.ndim != 3 or probs.shape[1:] != (height * width, height * width):
         raise ValueError(f'probs have shape {tuple(probs.shape)}, but (N_h, {height * width}, {height * width}) are '
                          f'those of a grid of {height}x{width}')
-    attention = 'images' if num_images else 'position'
     if len(probs) == 0:
-        report = LayerReport(size, 0, LayerKind('empty', 0, 0, 0), (), (), ())
+        report = empty_report(size)
     else:
-        fixed = FixedAttention(probs, size) if layer is None else fixed_attention(layer, probs, size)
-        report = _report(fixed, size, tolerance, 'replicate' if layer is None else _padding_mode(layer))
-    return dataclasses.replace(report, attention=attention, num_images=num_images)
+        maps = ShiftMaps.of(probs, size)
+        weights = torch.eye(len(probs), dtype=torch.float64) if layer is None else value_products(layer)
+        degenerate = None if num_images else _degenerate(maps, None)
+        report = _report(
+            maps, weights, _padding_mode(layer), tolerance, degenerate, relative_entropy=relative_entropy)
+    return dataclasses.replace(report, attention='images' if num_images else 'position', num_images=num_images)
 
 
-def fixed_attention(layer: nn.Module, probs: Tensor, size: Tuple[int, int]) -> FixedAttention:
-    """Probabilities with the value matrices of a layer: W^V W^O of a head for CMHSA."""
-    merged = layer.merge() if isinstance(layer, PatchAttention) else layer
-    linear = merged.value_out if isinstance(merged, MergedPatchAttention) else merged.value
-    return FixedAttention(probs, size, values_of(linear, layer.num_heads))
+def empty_report(size: Tuple[int, int], kind: str = 'empty', **window: Tuple[int, int]) -> LayerReport:
+    """The report of a layer without heads, or of the convolution in its place."""
+    return LayerReport(size, 0, LayerKind(kind, 0, 0, 0, **window), (), (), ())
 
 
-def values_of(linear: nn.Linear, num_heads: int) -> Tensor:
-    """V_h, the slice of a value matrix of each head, ``(N_h, D_out, D)``."""
-    return linear.weight.detach().unflatten(1, (num_heads, -1)).transpose(0, 1)
-
-
-def gram(value: Tensor) -> Tensor:
-    """⟨V_h, V_g⟩ of all pairs of heads, ``(N_h, N_h)``."""
-    flat = value.flatten(1)
-    return flat @ flat.T
-
-
-def _padding_mode(layer: nn.Module) -> str:
+def _padding_mode(layer: Optional[nn.Module]) -> str:
     # The null key of CMHSA stands for zeros outside of the grid.
     return 'zeros' if isinstance(layer, (PatchAttention, MergedPatchAttention)) else 'replicate'
 
 
-def _report(layer: nn.Module, size: Tuple[int, int], tolerance: float, padding_mode: str = 'replicate') -> LayerReport:
-    maps = ShiftMaps.of(layer, exact_probs(layer, size), size)
-    heads = tuple(_heads(layer, maps))
-    convolutions = tuple(_convolutions(layer, maps, heads, padding_mode))
+def _degenerate(maps: ShiftMaps, encoding: Optional[nn.Module]) -> Dict[int, DegenerateHead]:
+    """The degenerate heads by index."""
+    gaussian = isinstance(encoding, (QuadraticEncoding, GeneralizedQuadraticEncoding))
+    criteria = (['uniform', 'stripe'] if gaussian else []) + ['entropy', 'duplicate']
+    found = find_degenerate_heads(FixedAttention(maps.probs, encoding), criteria, maps.size).found
+    return {entry.head: entry for entry in found}
+
+
+def _report(
+        maps: ShiftMaps,
+        weights: Tensor,
+        padding_mode: str,
+        tolerance: float,
+        degenerate: Optional[Dict[int, DegenerateHead]],
+        encoding: Optional[nn.Module] = None,
+        relative_entropy: Optional[Tensor] = None,
+) -> LayerReport:
+    if relative_entropy is None:
+        relative_entropy = relative_entropy_of(maps.probs)
+    heads = tuple(_heads(maps, encoding, relative_entropy, degenerate))
+    errors = ConvolutionErrors(maps, weights, padding_mode)
+    convolutions = tuple(errors.of_kernels())
     return LayerReport(
-        size, layer.num_heads, _kind(layer, heads, convolutions), convolutions,
-        tuple(_expressible(layer, maps, tolerance)), heads)
+        maps.size, len(heads), _kind(maps, heads, convolutions, errors), convolutions,
+        tuple(expressible_shifts_of(maps, tolerance)), heads)
 
 
-def _heads(layer: nn.Module, maps: ShiftMaps) -> Iterator[HeadStatistics]:
-    source, center, alpha, covariance = _center_and_width(layer, maps)
-    entropy = relative_entropy(layer, maps.size)
+def _heads(
+        maps: ShiftMaps,
+        encoding: Optional[nn.Module],
+        relative_entropy: Tensor,
+        degenerate: Optional[Dict[int, DegenerateHead]],
+) -> Iterator[HeadStatistics]:
+    source, center, alpha, covariance = _center_and_width(maps, encoding)
     masses = [window_mass(maps, kernel_size).tolist() for kernel_size in KERNEL_SIZES]
     shares = shift_shares(maps)
-    gaussian = isinstance(getattr(layer, 'encoding', None), (QuadraticEncoding, GeneralizedQuadraticEncoding))
-    criteria = (['uniform', 'stripe'] if gaussian else []) + ['entropy', 'duplicate']
-    degenerate = {entry.head: entry for entry in find_degenerate_heads(layer, criteria, maps.size).found}
-    nats = torch.tensor(maps.probs.shape[-1]).double().log().item()
-    for head, relative in enumerate(entropy.tolist()):
-        shift, share = nearest_shift(shares[head])
-        found = degenerate.get(head)
+    nearest = nearest_shifts(maps, shares)
+    nats = math.log(maps.probs.shape[-1])
+    for head, relative in enumerate(relative_entropy.tolist()):
+        shift, share = nearest[head]
+        found = None if degenerate is None else degenerate.get(head)
         yield HeadStatistics(
             head,
             source,
@@ -198,15 +201,17 @@ def _heads(layer: nn.Module, maps: ShiftMaps) -> Iterator[HeadStatistics]:
             shift,
             share,
             head_kind(share, relative),
-            found is not None,
+            None if degenerate is None else found is not None,
             found and found.criterion,
             found and found.reason,
             _zoom(shares[head]))
 
 
-def _center_and_width(layer: nn.Module, maps: ShiftMaps) -> Tuple[str, Tensor, Optional[Tensor], Tensor]:
+def _center_and_width(
+        maps: ShiftMaps,
+        encoding: Optional[nn.Module],
+) -> Tuple[str, Tensor, Optional[Tensor], Tensor]:
     """Where they come from, the centres ``(N_h, 2)``, α ``(N_h,)`` and the covariances ``(N_h, 2, 2)``."""
-    encoding = getattr(layer, 'encoding', None)
     if isinstance(encoding, QuadraticEncoding):
         alpha = encoding.alpha.cpu().double()
         variance = 1 / (2 * alpha)
@@ -234,77 +239,26 @@ def _zoom(share: Tensor) -> Tuple[Tuple[Optional[float], ...], ...]:
     return tuple(tuple(None if value != value else value for value in line) for line in zoomed.tolist())
 
 
-def _convolutions(
-        layer: nn.Module,
+def _kind(
         maps: ShiftMaps,
         heads: Sequence[HeadStatistics],
-        padding_mode: str,
-) -> Iterator[BestConvolution]:
-    if isinstance(layer, ImageAttention):
-        kernel_sizes, padding_mode = {layer.window.kernel_size}, layer.window.padding_mode
-    else:
-        kernel_sizes = {(n, n) for n in KERNEL_SIZES}
-        if all(head.kind == 'hard' for head in heads):
-            kernel_sizes.add(kernel_of([head.nearest_shift for head in heads]))
-    weights = gram(values_of(layer.value, layer.num_heads).cpu().double())
-    for kernel_size in sorted(kernel_sizes, key=lambda size: (size[0] * size[1], size)):
-        conv, fit = mhsa_to_conv(layer, kernel_size, maps.size, padding_mode)
-        window = Window.of(conv)
-        error = _left(maps.probs, fit, window)
-        inside = interior_queries(window, maps.size)
-        yield BestConvolution(
-            kernel_size, padding_mode, _relative(error, maps.probs, weights),
-            _relative(error[:, inside], maps.probs[:, inside], weights) if inside.any() else None)
-
-
-def _left(probs: Tensor, fit: ConvFit, window: Window) -> Tensor:
-    """E_h = P_h − Σ_δ c_{h,δ} S_δ, ``(N_h, Q, K)``."""
-    target = targets(window, fit.size)
-    fitted = probs.new_zeros(*probs.shape[:2], probs.shape[2] + 1)  # column 0 is the padding
-    index, coefficients = target.T + 1, fit.coefficients[:, None]
-    shape = len(probs), *index.shape
-    return probs - fitted.scatter_add_(2, index.expand(shape), coefficients.expand(shape))[..., 1:]
-
-
-def _relative(error: Tensor, probs: Tensor, weights: Tensor) -> float:
-    """‖Σ_h E_h ⊗ V_h‖_F / ‖Σ_h P_h ⊗ V_h‖_F, with ⟨V_h, V_g⟩ in ``weights``; 0 for a layer that is 0."""
-    left, whole = ((gram(maps) * weights).sum().clamp(min=0) for maps in (error, probs))
-    return (left / whole).sqrt().item() if whole > 0 else 0.
-
-
-def _expressible(layer: nn.Module, maps: ShiftMaps, tolerance: float) -> Iterator[ExpressibleShifts]:
-    pixels = torch.cartesian_prod(*(torch.arange(n) for n in maps.size))
-    if not torch.equal(maps.queries, pixels):
-        return  # with a stride no shift is expressed at every pixel
-    for n in KERNEL_SIZES:
-        if min(maps.size) < n:
-            continue
-        found = expressible_shifts(layer, n, *maps.size, queries='interior', tolerance=tolerance)
-        shifts = [tuple(shift) for shift in found.shifts.tolist()]
-        yield ExpressibleShifts(
-            (n, n), tuple(shift for shift in shifts if shift not in found.missing), tuple(found.missing),
-            tuple(found.residual.tolist()), tolerance)
-
-
-def _kind(
-        layer: nn.Module,
-        heads: Sequence[HeadStatistics],
         convolutions: Sequence[BestConvolution],
+        errors: ConvolutionErrors,
 ) -> LayerKind:
     counts = count_kinds([head.kind for head in heads])
-    window: Optional[Window] = getattr(layer, 'window', None)
-    stride = (1, 1) if window is None else window.stride
+    stride, dilation = ((1, 1), (1, 1)) if maps.window is None else (maps.window.stride, maps.window.dilation)
+    exact = next((entry for entry in convolutions if entry.error < EXACT and entry.interior_error is not None), None)
     if counts['hard'] == len(heads):
-        shifts: List[Tuple[int, int]] = [head.nearest_shift for head in heads]
-        lattice = Lattice.of(shifts)
-        kind = ('dilated' if lattice.dilated else 'convolution') if lattice.full else 'sparse'
-        kernel_size = convolutions[0].kernel_size if window else kernel_of(shifts)
-        error = next(entry.error for entry in convolutions if entry.kernel_size == kernel_size)
-        return LayerKind(kind, **counts, num_shifts=len(set(shifts)), kernel_size=lattice.kernel_size,
-                         dilation=lattice.dilation, offset=lattice.offset, stride=stride, error=error)
-    exact = next((entry for entry in convolutions if entry.error < EXACT), None)
+        shifts = [head.nearest_shift for head in heads]
+        error = errors.of_shifts(shifts)
+        # What leaks within the window of an ImageAttention is a part of its kernel.
+        if error is not None and (error < EXACT or exact is None or maps.window is None):
+            lattice = Lattice.of(shifts)
+            kind = ('dilated' if lattice.dilated else 'convolution') if lattice.full else 'sparse'
+            return LayerKind(kind, **counts, num_shifts=len(set(shifts)), kernel_size=lattice.kernel_size,
+                             dilation=lattice.dilation, offset=lattice.offset, stride=stride, error=error)
     if exact is not None:
-        dilation = (1, 1) if window is None else window.dilation
+        dilation = tuple(step if n > 1 else 1 for step, n in zip(dilation, exact.kernel_size))
         return LayerKind('dilated' if max(dilation) > 1 else 'convolution', **counts, kernel_size=exact.kernel_size,
                          dilation=dilation, offset=(0, 0), stride=stride, error=exact.error)
     return LayerKind('mixture', **counts, stride=stride)

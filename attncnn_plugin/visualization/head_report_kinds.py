@@ -16,8 +16,8 @@ def head_kind(share: float, relative_entropy: float) -> str:
     uniform attention, else ``'soft'``.
 
     Args:
-        share (float): P[q, q + δ] of the nearest shift, mean over the queries from which it stays in the grid.
-        relative_entropy (float): See :func:`~attncnn_plugin.pruning.relative_entropy`.
+        share (float): That of the nearest shift, see :class:`.head_report_types.HeadStatistics`.
+        relative_entropy (float): The same.
     """
     if share >= HARD:
         return 'hard'
@@ -64,18 +64,21 @@ class LayerKind:
     Attributes:
         kind (str): One of
 
-            - ``'convolution'``: all heads are hard and their shifts fill a rectangular window; or the best convolution
-              leaves a relative error below 1e-6, however soft the heads are.
-            - ``'dilated'``: all heads are hard and their shifts fill a regular lattice with holes.
+            - ``'convolution'``: all heads are hard and their shifts fill a rectangular window; or one of the best
+              convolutions leaves a relative error below 1e-6, whatever the heads are, on a grid with a query whose
+              whole window is inside. Where both are so with different windows, the former is named, of an
+              ``ImageAttention`` the latter.
+            - ``'dilated'``: the same with a regular lattice with holes.
             - ``'sparse'``: all heads are hard, on some shifts of a window only.
             - ``'mixture'``: anything else.
             - ``'empty'``: there are no heads.
+            - ``'converted'``: a convolution of ``switch_to_deploy`` has taken the place of the heads.
         hard, soft, uniform (int): Number of heads of each kind, see :func:`head_kind`.
-        num_shifts (int | None): Number of different shifts of hard heads, None for a mixture.
+        num_shifts (int | None): Number of different shifts of the hard heads that it names, None without.
         kernel_size, dilation, offset (tuple[int, int] | None): The window, see :class:`Lattice`; None for a mixture.
         stride (tuple[int, int]): Of the queries.
-        error (float | None): Relative error of the smallest convolution of this plugin that has the window, a window
-            around the query; None for a mixture.
+        error (float | None): Relative error of the best convolution by these shifts and no others, see
+            :class:`.head_report_types.BestConvolution`; None for a mixture.
     """
 
     kind: str
@@ -92,6 +95,8 @@ class LayerKind:
     def __str__(self) -> str:
         if self.kind == 'empty':
             return 'no heads: the layer is its bias'
+        if self.kind == 'converted':
+            return f'a convolution of {by(self.kernel_size)} shifts'
         if self.kind == 'mixture':
             counts = [(self.hard, 'hard'), (self.soft, 'soft'), (self.uniform, 'uniform')]
             return f'mixture, {", ".join(f"{n} {name}" for n, name in counts if n)}'
@@ -120,11 +125,6 @@ def by(size: Sequence[int]) -> str:
 def error_text(error: float) -> str:
     """A relative error in words: 0 below 1e-6."""
     return '0' if error < EXACT else f'{error:.3g}'
-
-
-def kernel_of(shifts: Sequence[Shift]) -> Tuple[int, ...]:
-    """Size of the smallest odd kernel around the query that has all these shifts."""
-    return tuple(2 * max(map(abs, axis)) + 1 for axis in zip(*shifts))
 
 
 def count_kinds(kinds: List[str]) -> dict:

@@ -6,7 +6,7 @@ from typing import Dict, Iterator, List, Tuple
 import torch
 from torch import Tensor, nn
 
-from .attention_maps import evaluating
+from .attention_maps import evaluating, mean_over_images, relative_entropy_of
 from .head_report import TOLERANCE, maps_report
 from .head_report_types import LayerReport
 
@@ -42,11 +42,12 @@ def timm_attention(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor],
             stack.callback(handle.remove)
         model(images)
     probs, prefix_mass = {}, {}
-    for name in _attention_modules(model):
+    for name, module in _attention_modules(model).items():
         times = len(seen.get(name, ()))
         if times != 1:
             raise _other_structure(model, f'{name} hands its probabilities to attn_drop {times} times')
-        probs[name], prefix_mass[name] = _of_patches(model, name, seen[name][0].float(), len(images), height * width)
+        expected = len(images), module.num_heads, height * width
+        probs[name], prefix_mass[name] = _of_patches(model, name, seen[name][0].float(), *expected)
     return probs, prefix_mass
 
 
@@ -67,19 +68,19 @@ def timm_reports(model: nn.Module, images: Tensor, tolerance: float = TOLERANCE)
         ValueError: See :func:`timm_attention`.
     """
     size = patch_grid(model, images)
-    totals, prefix_totals = {}, {}
-    for batch in images.split(BATCH_SIZE):
-        probs, prefix_mass = timm_attention(model, batch)
-        for name in probs:
-            totals[name] = totals.get(name, 0) + probs[name].double().sum(0)
-            prefix_totals[name] = prefix_totals.get(name, 0) + prefix_mass[name].double().sum(0)
     reports = []
-    for name, total in totals.items():
-        report = maps_report(total / len(images), *size, num_images=len(images), tolerance=tolerance)
-        left_out = (prefix_totals[name] / len(images)).tolist()
+    for name, (probs, entropy, prefix_mass) in mean_over_images(
+            lambda batch: _with_entropy(*timm_attention(model, batch)), images, BATCH_SIZE).items():
+        report = maps_report(
+            probs, *size, num_images=len(images), relative_entropy=entropy, tolerance=tolerance)
+        left_out = prefix_mass.tolist()
         heads = tuple(dataclasses.replace(head, prefix_mass=left_out[head.head]) for head in report.heads)
         reports.append(dataclasses.replace(report, name=name, heads=heads))
     return reports
+
+
+def _with_entropy(probs: Dict[str, Tensor], prefix_mass: Dict[str, Tensor]) -> Dict[str, Tuple[Tensor, ...]]:
+    return {name: (maps, relative_entropy_of(maps), prefix_mass[name]) for name, maps in probs.items()}
 
 
 def patch_grid(model: nn.Module, images: Tensor) -> Tuple[int, int]:
@@ -122,14 +123,23 @@ def _unfused(module: nn.Module) -> Iterator[None]:
             module.fused_attn = fused
 
 
-def _of_patches(model: nn.Module, name: str, probs: Tensor, batch: int, patches: int) -> Tuple[Tensor, Tensor]:
+def _of_patches(
+        model: nn.Module,
+        name: str,
+        probs: Tensor,
+        batch: int,
+        num_heads: int,
+        patches: int,
+) -> Tuple[Tensor, Tensor]:
     """The probabilities between patches, renormalized, and the mass left out."""
     allowed = getattr(model, 'num_prefix_tokens', int(getattr(model, 'cls_token', None) is not None))
     prefix = probs.shape[-1] - patches
-    # A layer may come before the class token is added, as in ConViT.
-    if probs.ndim != 4 or len(probs) != batch or probs.shape[2] != probs.shape[3] or prefix not in (0, allowed):
+    # A layer may come before the class token is added, as in ConViT. Differential attention has two maps a head.
+    if probs.ndim != 4 or probs.shape[:2] != (batch, num_heads) or probs.shape[2] != probs.shape[3] or prefix not in (
+            0, allowed):
         raise _other_structure(model, f'the probabilities of {name} have shape {tuple(probs.shape)}, but (B, N_h, N, '
-                                      f'N) with the N = {patches} patches and up to {allowed} other tokens are needed')
+                                      f'N) with N_h = {num_heads}, the {patches} patches and up to {allowed} other '
+                                      'tokens are needed')
     if (probs < 0).any() or not torch.allclose(probs.sum(-1), probs.new_ones(()), atol=1e-3):
         raise _other_structure(model, f'the probabilities of {name} do not add up to 1')
     kept = probs[:, :, prefix:, prefix:]

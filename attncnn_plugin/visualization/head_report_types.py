@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Tuple
 
 from .head_report_kinds import EXACT, HARD, UNIFORM, LayerKind, by, error_text
-from .head_report_shifts import LEAST_QUERIES
-
-Shift = Tuple[int, int]
+from .head_report_shifts import LEAST_QUERIES, Shift
 
 
 @dataclass(frozen=True)
@@ -21,18 +19,22 @@ class HeadStatistics:
         center (tuple[float, float] | None): Δ, or the mean shift; None without any probability in the grid.
         alpha (float | None): Width α of a quadratic head (C20, eq. 9), None for others.
         covariance (tuple[tuple[float, float], ...] | None): Σ, or that of the shift; None where it is infinite.
-        entropy (float): Entropy in nats, mean over queries.
+        entropy (float): Entropy in nats, mean over queries; of attention to images, mean over these too: not that of
+            the mean attention, which is larger.
         relative_entropy (float): The same relative to that of uniform attention on the grid, 0 to 1.
         mass_3x3, mass_5x5 (float): Probability of the 3x3 and 5x5 keys around the query, mean over interior queries.
-        nearest_shift (tuple[int, int]): The δ with the largest share. It need not be the centre, rounded: at the border
-            the probabilities are renormalized.
-        share (float): P[q, q + δ] of it, mean over the queries from which it stays in the grid.
+        nearest_shift (tuple[int, int]): The δ that gets most, all compared over the same queries, see
+            :func:`.head_report_shifts.nearest_shifts`.
+        share (float): P[q, q + δ] of it, mean over interior queries; where it leaves the grid from one of these, over
+            all from which it stays; where these are less than a quarter, over all, with the key of the grid that is
+            nearest to q + δ.
         kind (str): ``'hard'``, ``'soft'`` or ``'uniform'``, see
             :func:`~attncnn_plugin.visualization.head_report_kinds.head_kind`.
-        degenerate (bool): Whether a criterion of :func:`~attncnn_plugin.pruning.find_degenerate_heads` finds it.
+        degenerate (bool | None): Whether a criterion of :func:`~attncnn_plugin.pruning.find_degenerate_heads` finds it,
+            of attention by position alone; None where scores depend on content.
         criterion, why (str | None): The first criterion that does, and value and threshold in words.
         shares (tuple[tuple[float | None, ...], ...]): Shares of the 7x7 shifts −3 … 3, row by row; None for those that
-            stay in the grid from too few queries.
+            stay in the grid from less than a quarter of the queries.
         prefix_mass (float | None): Of a timm model, the probability that patches give to tokens that are none, mean
             over patches and images; the rest was renormalized.
     """
@@ -49,7 +51,7 @@ class HeadStatistics:
     nearest_shift: Shift
     share: float
     kind: str
-    degenerate: bool
+    degenerate: Optional[bool]
     criterion: Optional[str]
     why: Optional[str]
     shares: Tuple[Tuple[Optional[float], ...], ...]
@@ -59,15 +61,17 @@ class HeadStatistics:
     def width_text(self) -> str:
         """Standard deviation in tokens.
 
-        Along both principal axes for heads that are not round by construction, with the angle of the longer one: 0° is
-        down, 90° to the right.
+        Along both principal axes for heads that are not round, to 1e-6, with the angle of the longer one: 0° is down,
+        90° to the right.
         """
         if self.covariance is None:
             return 'inf'
         (a, b), (_, d) = self.covariance
         middle, radius = (a + d) / 2, math.hypot((a - d) / 2, b)
         major, minor = (math.sqrt(max(value, 0.)) for value in (middle + radius, middle - radius))
-        if self.alpha is not None:
+        if major < EXACT:
+            return '0'
+        if radius <= EXACT * middle:
             return f'{major:.3g}'
         angle = round(math.degrees(math.atan2(2 * b, a - d)) / 2) % 180
         return f'{major:.3g} x {minor:.3g} at {angle}°'
@@ -75,11 +79,11 @@ class HeadStatistics:
     def row(self) -> List[str]:
         """The cells of the table."""
         center = '-' if self.center is None else '({:.2f}, {:.2f})'.format(*(round(v, 2) + 0. for v in self.center))
-        why = f'{self.criterion}: {self.why}' if self.degenerate else 'no'
+        why = [] if self.degenerate is None else [f'{self.criterion}: {self.why}' if self.degenerate else 'no']
         cells = [str(self.head), center, self.width_text, f'{self.entropy:.2f} ({self.relative_entropy:.0%})',
                  f'{self.mass_3x3:.3f}', f'{self.mass_5x5:.3f}', f'({self.nearest_shift[0]}, {self.nearest_shift[1]})',
                  f'{self.share:.3f}', self.kind]
-        return cells + ([] if self.prefix_mass is None else [f'{self.prefix_mass:.3f}']) + [why]
+        return cells + ([] if self.prefix_mass is None else [f'{self.prefix_mass:.3f}']) + why
 
 
 COLUMNS = ['head', 'centre', 'std', 'entropy', '3x3', '5x5', 'nearest shift', 'share', 'kind']
@@ -87,7 +91,7 @@ COLUMNS = ['head', 'centre', 'std', 'entropy', '3x3', '5x5', 'nearest shift', 's
 
 @dataclass(frozen=True)
 class BestConvolution:
-    """The convolution nearest to a layer, see :func:`~attncnn_plugin.convert.mhsa_to_conv`.
+    """The convolution nearest to a layer, that of :func:`~attncnn_plugin.convert.mhsa_to_conv`.
 
     With the linear maps A of the attention and C of the convolution, bias apart, the error is ‖A − C‖_F / ‖A‖_F: the
     root mean square error of its output for white noise, relative to the output.
@@ -133,8 +137,8 @@ class LayerReport:
         grid (tuple[int, int]): Height and width of the grid in tokens.
         num_heads (int): Number of heads N_h.
         kind (LayerKind): What the heads form together.
-        convolutions (tuple[BestConvolution, ...]): The best 3x3 and 5x5 convolution, and that of the window that all
-            heads lie in; for an ``ImageAttention`` that of its window alone. Empty without heads.
+        convolutions (tuple[BestConvolution, ...]): The best 3x3 and 5x5 convolution; for an ``ImageAttention`` that of
+            its window alone. Empty without heads.
         expressible (tuple[ExpressibleShifts, ...]): Of 3x3 and 5x5 kernels; without those that the grid is too small
             for, and empty for an ``ImageAttention`` whose queries are not the pixels.
         heads (tuple[HeadStatistics, ...]): The heads.
@@ -164,6 +168,14 @@ class LayerReport:
         least = min((entry.error for entry in self.convolutions), default=0.)
         return next((entry for entry in self.convolutions if entry.error <= least + EXACT), None)
 
+    @property
+    def best_text(self) -> str:
+        """What comes nearest to the layer: the shifts of its hard heads, or the best convolution."""
+        best = self.best
+        if best is None or self.kind.error is not None and self.kind.error < best.error - EXACT:
+            return self.summary
+        return f'{by(best.kernel_size)}, error {error_text(best.error)}'
+
     def to_dict(self) -> Dict[str, Any]:
         """Plain data for JSON, None in the place of what is not finite."""
         return plain({**dataclasses.asdict(self), 'summary': self.summary,
@@ -181,15 +193,16 @@ class LayerReport:
         for entry in self.expressible:
             count, total = len(entry.expressible), len(entry.residual)
             named = ': ' + ' '.join(map(str, entry.expressible)) if 0 < count < total else ''
-            nearest = '' if count else f', least residual {min(entry.residual):.3g}'
-            lines.append(f'  {by(entry.kernel_size)} shifts expressible: {count} of {total}{named}{nearest}')
+            left = f', residuals {min(entry.residual):.3g} to {max(entry.residual):.3g}' if count < total else ''
+            lines.append(f'  {by(entry.kernel_size)} shifts expressible: {count} of {total}{named}{left}')
         return '\n'.join(lines + self._table())
 
     def _table(self) -> List[str]:
         if not self.heads:
             return []
         extra = [] if self.heads[0].prefix_mass is None else ['no patch']
-        rows = [COLUMNS + extra + ['degenerate']] + [head.row() for head in self.heads]
+        extra += [] if self.heads[0].degenerate is None else ['degenerate']
+        rows = [COLUMNS + extra] + [head.row() for head in self.heads]
         widths = [max(map(len, column)) for column in zip(*rows)]
         return ['  ' + '  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
