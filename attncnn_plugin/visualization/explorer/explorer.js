@@ -2,6 +2,8 @@
 
 const PART_NAMES = {position: 'Position', content: 'Content', both: 'Both'};
 const ARRAYS = {uint8: Uint8Array, int16: Int16Array, float32: Float32Array, float64: Float64Array};
+const EXACT = 1e-6;  // error of a probability up to which it counts as exact
+const ARROWS = {ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1]};  // rows, columns
 const byId = (id) => document.getElementById(id);
 
 let page;  // what the header says, with arrays in place of their descriptions
@@ -46,8 +48,10 @@ function recordOf(layer, part) {
 function addScores(record, layer, head, query, scores) {
   const row = Math.floor(query / width), column = query % width;
   if (record.type === 'product') {
-    addScores(recordOf(layer, 'position'), layer, head, query, scores);
-    addScores(recordOf(layer, 'content'), layer, head, query, scores);
+    for (const part of ['position', 'content']) {
+      const inner = recordOf(layer, part);
+      if (inner) addScores(inner, layer, head, query, scores);
+    }
   } else if (record.type === 'axes') {
     const rows = (head * height + row) * height, columns = (head * width + column) * width;
     for (let k = 0; k < pixels; k++) {
@@ -59,9 +63,12 @@ function addScores(record, layer, head, query, scores) {
       const down = Math.floor(k / width) - row + height - 1, right = k % width - column + width - 1;
       scores[k] += record.scores.values[(head * tall + down) * wide + right];
     }
-  } else if (record.type === 'maps') {
-    const start = (head * pixels + query) * pixels;
-    for (let k = 0; k < pixels; k++) scores[k] += Math.log(record.levels.values[start + k]);
+  } else if (record.type === 'query_axes') {
+    const rows = joined(record, 'rows'), columns = joined(record, 'columns');
+    const heads = record.rows_low.shape[1], at = (key) => (key * heads + head) * pixels + query;
+    for (let k = 0; k < pixels; k++) {
+      scores[k] += record.step * (rows[at(Math.floor(k / width))] + columns[at(k % width)]);
+    }
   } else {
     addFactors(record, head, query, scores);
   }
@@ -91,19 +98,12 @@ function addFactors(record, head, query, scores) {
   }
 }
 
-let whole = new Map(), wholeFor = null;  // the numbers of the chosen image's records
+const whole = new Map();  // what follows, of the chosen image, by the array of the low bytes
 
 /** The numbers that a record has as low and high bytes. */
 function joined(record, name) {
-  if (wholeFor !== state.image) {
-    wholeFor = state.image;
-    whole = new Map();
-  }
-  const low = record[name + '_low'].values;
-  if (!whole.has(low)) {
-    const high = record[name + '_high'].values;
-    whole.set(low, Float32Array.from(low, (value, i) => value + 256 * high[i] - 128));
-  }
+  const low = record[name + '_low'].values, high = record[name + '_high'].values;
+  if (!whole.has(low)) whole.set(low, Float32Array.from(low, (value, i) => value + 256 * high[i] - 128));
   return whole.get(low);
 }
 
@@ -155,10 +155,21 @@ function summary(probs, query) {
 
 const place = (pixel) => `(${Math.floor(pixel / width)}, ${pixel % width})`;
 const spoken = (pixel) => `row ${Math.floor(pixel / width)}, column ${pixel % width}`;
+const labelOf = (layer) => page.layers[layer].label;
+const nameOf = (layer, head) => `${labelOf(layer).replace(/^block/, 'Block')}, head ${head}`;
 
-function number(value) {
+/** A number with as many digits as its error leaves, four at most. */
+function number(value, error = 0) {
   if (value === 0) return '0';
+  if (value < error) return `< ${upwards(error)}`;
+  if (error > value * 1e-4) return value.toFixed(Math.max(Math.ceil(-Math.log10(error)), 0));
   return value >= 0.001 ? String(Number(value.toPrecision(4))) : value.toExponential(2).replace('-', '−');
+}
+
+/** An error with one digit, rounded up. */
+function upwards(error) {
+  const unit = 10 ** Math.floor(Math.log10(error));
+  return String(Number((Math.ceil(error / unit) * unit).toPrecision(1))).replace('-', '−');
 }
 
 function shift(pair) {
@@ -194,12 +205,18 @@ function fadePictures() {
   if (fadedFor === dark) return;
   fadedFor = dark;
   faded = page.pictures.map((picture) => pictureCanvas(picture, ([r, g, b]) => {
-    const grey = (0.299 * r + 0.587 * g + 0.114 * b) * 0.45 + (dark ? 0 : 140);
+    const grey = (0.299 * r + 0.587 * g + 0.114 * b) * 0.2 + (dark ? 20 : 200);  // --ground is the middle
     return [grey, grey, grey];
   }));
 }
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+/** Gives a canvas the screen's own pixels. */
+function fit(canvas, wide = canvas.clientWidth) {
+  const w = Math.max(Math.round(wide * devicePixelRatio), width), h = Math.max(Math.round(w * height / width), height);
+  if (canvas.width !== w || canvas.height !== h) Object.assign(canvas, {width: w, height: h});
+}
 
 function drawPicture(context, picture) {
   const {width: w, height: h} = context.canvas;
@@ -222,24 +239,28 @@ function drawMap(context, probs, rgb) {
   context.drawImage(scratch, 0, 0, w, h);
 }
 
-/** The outline of a pixel, with a halo so that it stands out of every picture. */
-function drawPixel(context, pixel, line, dash = []) {
-  const w = context.canvas.width / width, h = context.canvas.height / height;
-  const x = (pixel % width) * w, y = Math.floor(pixel / width) * h;
-  for (const [style, grow] of [[color('--halo'), line], [color('--query'), 0]]) {
+/** The outline of a pixel inside of it, with a halo inside of that so that it stands out of every picture. */
+function drawPixel(context, pixel, dash = []) {
+  const {width: w, height: h} = context.canvas;
+  const edges = (at, size, count) => [Math.round(at * size / count), Math.round((at + 1) * size / count)];
+  const [left, right] = edges(pixel % width, w, width), [top, bottom] = edges(Math.floor(pixel / width), h, height);
+  const size = Math.min(right - left, bottom - top);
+  const line = Math.min(Math.max(Math.round(size / 10), 1), 2 * devicePixelRatio);
+  const strokes = [[color('--halo'), 2 * line, []], [color('--query'), line, dash]];
+  for (const [style, wide, pattern] of size < 8 * line ? strokes.slice(1) : strokes) {
     context.strokeStyle = style;
-    context.lineWidth = line;
-    context.setLineDash(grow ? [] : dash);
-    context.strokeRect(x - grow, y - grow, w + 2 * grow, h + 2 * grow);
+    context.lineWidth = wide;
+    context.setLineDash(pattern.map((length) => length * devicePixelRatio));
+    context.strokeRect(left + wide / 2, top + wide / 2, right - left - wide, bottom - top - wide);
   }
   context.setLineDash([]);
 }
 
 function drawCenter(context, query, center) {
-  const w = context.canvas.width / width, h = context.canvas.height / height;
+  const w = context.canvas.width / width, h = context.canvas.height / height, dot = devicePixelRatio;
   const x = (query % width + center[1] + 0.5) * w, y = (Math.floor(query / width) + center[0] + 0.5) * h;
-  const radius = Math.min(Math.max(6, Math.min(w, h) * 0.3), 12);
-  for (const [style, line] of [[color('--halo'), 6], [color('--center'), 3]]) {
+  const radius = Math.min(Math.max(4 * dot, Math.min(w, h) * 0.3), 7 * dot);
+  for (const [style, line] of [[color('--halo'), 4 * dot], [color('--center'), 2 * dot]]) {
     context.strokeStyle = style;
     context.lineWidth = line;
     context.beginPath();
@@ -261,38 +282,36 @@ function buildTable() {
     head.append(th);
   }
   table.style.minWidth = `${heads * 32 + 24}px`;
+  table.style.maxWidth = `calc(4.2rem + ${heads * Math.max(160 * Math.min(width / height, 1) + 12, 56)}px)`;
   const body = table.createTBody();
   cells = page.layers.map((layer, l) => {
     const row = body.insertRow(), th = document.createElement('th');
     th.scope = 'row';
     th.title = layer.name;
-    th.append(textOf('span', 'Layer ', 'wide'), String(l));
+    const [, block, rest] = /^(block )?(.*)$/.exec(layer.label);
+    th.append(textOf('span', block ? 'Block ' : '', 'wide'), rest);
     row.append(th);
     return Array.from({length: layer.heads}, (_, h) => {
       const button = document.createElement('button'), canvas = document.createElement('canvas');
       const caption = textOf('span', '', 'wide');
       button.type = 'button';
       button.tabIndex = -1;
-      canvas.width = 128;
-      canvas.height = Math.round(128 * height / width);
+      canvas.style.aspectRatio = width / height;
       button.append(canvas, caption);
       button.addEventListener('click', () => change({layer: l, head: h}));
       row.insertCell().append(button);
       return {button, canvas, context: canvas.getContext('2d'), caption};
     });
   });
-  table.addEventListener('keydown', (event) => {
-    const steps = {ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1]}[event.key];
-    if (!steps) return;
-    event.preventDefault();
-    let layer = state.layer + steps[0];
-    while (cells[layer] && cells[layer].length === 0) layer += steps[0] || 1;  // all heads were pruned
-    if (!cells[layer]) return;
-    const last = cells[layer].length - 1;
-    const head = Math.min(Math.max(state.head + steps[1], 0), last);
-    change({layer, head});
-    cells[layer][head].button.focus();
-  });
+}
+
+/** Goes some layers down and some heads to the right, and past layers all of whose heads were pruned. */
+function choose(down, right) {
+  let layer = state.layer + down;
+  while (cells[layer] && cells[layer].length === 0) layer += down || 1;
+  if (!cells[layer]) return;
+  const head = Math.min(Math.max(state.head + right, 0), cells[layer].length - 1);
+  change({layer, head});
 }
 
 function textOf(tag, text, className) {
@@ -305,20 +324,22 @@ function textOf(tag, text, className) {
 function render() {
   fadePictures();
   const rgb = color('--attention').split(' ').map(Number), {query} = state;
+  const wide = cells.flat()[0]?.canvas.clientWidth;  // all are as wide
   const shownOf = page.layers.map((layer, l) => Array.from({length: layer.heads}, (_, h) => {
     const probs = probabilities(l, h, query);
     return probs && {probs, ...summary(probs, query)};
   }));
   shownOf.forEach((heads, l) => heads.forEach((shown, h) => {
-    const {context, button, caption} = cells[l][h], chosen = l === state.layer && h === state.head;
+    const {canvas, context, button, caption} = cells[l][h], chosen = l === state.layer && h === state.head;
     button.setAttribute('aria-pressed', String(chosen));
     button.tabIndex = chosen ? 0 : -1;
     if (shown) {
+      fit(canvas, wide);
       drawMap(context, shown.probs, rgb);
-      drawPixel(context, query, 2);
+      drawPixel(context, query);
       caption.textContent = Number(shown.probs[shown.largest].toPrecision(2));
-      button.setAttribute('aria-label', `Layer ${l}, head ${h}: largest probability ` +
-        `${number(shown.probs[shown.largest])} at ${spoken(shown.largest)}`);
+      button.setAttribute('aria-label', `${nameOf(l, h)}: largest probability ` +
+        `${number(shown.probs[shown.largest], errorOf(l, h, shown))} at ${spoken(shown.largest)}`);
     }
   }));
   const heads = shownOf[state.layer], shown = heads[state.head];
@@ -334,41 +355,55 @@ function render() {
   settle();
 }
 
+/** The largest error of a probability of the query that is shown, 0 for those that are exact. */
+function errorOf(layer, head, shown) {
+  const error = page.layers[layer].errors[partOf(layer)][head] * shown.probs[shown.largest];
+  return error <= EXACT ? 0 : error;
+}
+
+/** Names an element that has not the focus: of one that has it, the live region tells what changes. */
+function name(element, label) {
+  if (document.activeElement !== element) element.setAttribute('aria-label', label);
+}
+
 function renderQuery(center) {
   const canvas = byId('query'), context = canvas.getContext('2d');
+  fit(canvas);
   drawPicture(context, pictures[state.image]);
-  drawPixel(context, state.query, 4);
+  drawPixel(context, state.query);
   if (center) drawCenter(context, state.query, center);
   byId('query-place').textContent = `Row ${Math.floor(state.query / width)}, column ${state.query % width}`;
   byId('lock').setAttribute('aria-pressed', String(state.locked));
-  byId('lock').textContent = state.locked ? 'Locked' : 'Lock';
-  canvas.setAttribute('aria-label', `Image ${page.names[state.image]}, query pixel at ${spoken(state.query)}` +
-    (state.locked ? ', locked' : ''));
+  byId('image-name').textContent = page.names[state.image];
+  name(canvas, `${page.names[state.image]}, query pixel at ${spoken(state.query)}${state.locked ? ', locked' : ''}`);
 }
 
 function renderMap(shown, rgb) {
-  const canvas = byId('map'), context = canvas.getContext('2d');
+  const canvas = byId('map'), context = canvas.getContext('2d'), title = nameOf(state.layer, state.head);
+  const error = errorOf(state.layer, state.head, shown), key = state.key ?? state.query;
+  fit(canvas);
   drawMap(context, shown.probs, rgb);
-  drawPixel(context, state.query, 4);
-  if (state.key !== null) drawPixel(context, state.key, 3, [8, 6]);
+  drawPixel(context, state.query);
+  if (state.key !== null) drawPixel(context, state.key, [4, 3]);
   if (shown.center) drawCenter(context, state.query, shown.center);
-  const name = `Layer ${state.layer}, head ${state.head}`;
-  byId('map-title').textContent = name;
-  byId('ramp-end').textContent = number(shown.probs[shown.largest]);
-  canvas.setAttribute('aria-label', `${name}: where ${spoken(state.query)} attends` +
-    (state.key === null ? '' : `, key at ${spoken(state.key)}: ${number(shown.probs[state.key])}`));
+  byId('map-title').textContent = title;
+  byId('ramp-end').textContent = number(shown.probs[shown.largest], error);
+  byId('key-place').textContent = place(key);
+  byId('key-probability').textContent = number(shown.probs[key], error);
+  name(canvas, `${title}: where ${spoken(state.query)} attends, key at ${spoken(key)}: ` +
+    number(shown.probs[key], error));
 }
 
 function renderNumbers(shown) {
-  const layer = page.layers[state.layer], key = state.key === null ? state.query : state.key;
-  const error = layer.errors[partOf(state.layer)];
+  const error = errorOf(state.layer, state.head, shown), largest = shown.probs[shown.largest];
   const mass = massOf(recordOf(state.layer, partOf(state.layer)), state.head, state.query);
-  const encoded = layer.centers && layer.centers[state.head];
+  const {centers} = page.layers[state.layer], encoded = centers && centers[state.head];
   const texts = {
-    'key-place': place(key), 'key-probability': number(shown.probs[key]),
-    'largest-place': place(shown.largest), 'largest': number(shown.probs[shown.largest]),
-    'near': number(shown.near), 'total': mass === undefined ? '' : number(mass), 'center': shift(shown.center),
-    'encoded-center': shift(encoded), 'error': error <= 1e-6 ? 'exact' : `at most ${number(error)}`,
+    'largest-place': place(shown.largest), 'largest': number(largest, error),
+    'near': number(shown.near, 3 * error),  // √9 times that of one: their errors are not alike
+    'total': mass === undefined ? '' : number(mass), 'center': shift(shown.center),
+    'encoded-center': shift(encoded),
+    'error': error === 0 ? 'exact' : `${upwards(error)} (${upwards(100 * error / largest)}%)`,
   };
   for (const [id, text] of Object.entries(texts)) byId(id).textContent = text;
   for (const element of document.querySelectorAll('.encoded')) element.hidden = !encoded;
@@ -414,11 +449,11 @@ function renderCenters(heads) {
     add(group, 'title', {}, `Head ${h}: ${shift(centers[h])}`);
     group.addEventListener('click', () => change({head: h}));
   }
-  byId('centers-title').textContent = `Centres of layer ${state.layer}`;
+  byId('centers-title').textContent = `Centres of ${labelOf(state.layer)}`;
   byId('centers-help').textContent = (encoded ? 'Δ of the encoding' : 'Mean shift of the attention from this query') +
     ' in tokens, rows down and columns right.' +
     (known.some((x) => x > reach) ? ' Those at the edge lie beyond it.' : '');
-  svg.setAttribute('aria-label', `Centres of layer ${state.layer}, rows down and columns right: ` +
+  name(svg, `Centres of ${labelOf(state.layer)}, rows down and columns right: ` +
     centers.map((center, h) => `head ${h} ${shift(center)}`).join('; '));
 }
 
@@ -427,6 +462,7 @@ function renderCenters(heads) {
 let frame = null;
 
 function change(changes) {
+  if ('image' in changes) whole.clear();
   Object.assign(state, changes);
   const layer = page.layers[state.layer];
   if (layer.heads) state.head = Math.min(state.head, layer.heads - 1);
@@ -440,15 +476,19 @@ function change(changes) {
 
 let settling = null;
 
-/** What follows a change when no other one has come for a moment: the address, and what is read aloud. */
+/** What follows a change when no other one has come for a moment: what is read aloud, and the address. */
 function settle() {
   clearTimeout(settling);
   settling = setTimeout(() => {
-    const address = toAddress();
-    if (address !== location.hash) history.replaceState(null, '', address);
-    const shown = ['key-place', 'key-probability', 'center'].map((id) => byId(id).textContent);
-    byId('live').textContent = `Query ${spoken(state.query)}${state.locked ? ', locked' : ''}. Layer ${state.layer}, ` +
-      `head ${state.head}: probability of key ${shown[0]} is ${shown[1]}, centre ${shown[2]}.`;
+    settling = null;
+    const [key, probability, center] = ['key-place', 'key-probability', 'center'].map((id) => byId(id).textContent);
+    byId('live').textContent = `Query ${spoken(state.query)}${state.locked ? ', locked' : ''}. ` +
+      `${nameOf(state.layer, state.head)}: probability of key ${key} is ${probability}, centre ${center}.`;
+    try {
+      if (toAddress() !== location.hash) history.replaceState(null, '', toAddress());
+    } catch {
+      // The document of an <iframe srcdoc>, as in notebooks, has no address of its own.
+    }
   }, 150);
 }
 
@@ -465,8 +505,8 @@ function toAddress() {
 
 /** The state in the address; what does not fit this page is passed over. */
 function fromAddress() {
-  const given = new URLSearchParams(location.hash.slice(1)), changes = {};
-  const whole = (name, end) => {
+  const given = new URLSearchParams(location.hash.slice(1)), changes = {key: null, locked: given.get('locked') === '1'};
+  const index = (name, end) => {
     const value = given.get(name);
     if (value !== null && /^\d+$/.test(value) && Number(value) < end) changes[name] = Number(value);
   };
@@ -474,16 +514,15 @@ function fromAddress() {
     const match = /^(\d+),(\d+)$/.exec(given.get(name) || '');
     if (match && match[1] < height && match[2] < width) changes[name] = match[1] * width + Number(match[2]);
   };
-  whole('image', page.names.length);
-  whole('layer', page.layers.length);
+  index('image', page.names.length);
+  index('layer', page.layers.length);
   if (changes.layer !== undefined && !page.layers[changes.layer].heads) delete changes.layer;
-  whole('head', Math.max(page.layers[changes.layer ?? state.layer].heads, 1));
+  index('head', Math.max(page.layers[changes.layer ?? state.layer].heads, 1));
   pair('query');
   pair('key');
   if (allParts().includes(given.get('part'))) changes.part = given.get('part');
-  changes.locked = given.get('locked') === '1';
   if (['light', 'dark'].includes(given.get('theme'))) changes.theme = given.get('theme');
-  Object.assign(state, changes);
+  change(changes);
   applyTheme();
 }
 
@@ -496,7 +535,7 @@ const prefersDark = matchMedia('(prefers-color-scheme: dark)');
 function applyTheme() {
   const theme = state.theme || (prefersDark.matches ? 'dark' : 'light');
   document.documentElement.dataset.theme = theme;
-  byId('theme').textContent = theme === 'dark' ? 'Light' : 'Dark';
+  byId('theme').textContent = theme === 'dark' ? 'Light theme' : 'Dark theme';
 }
 
 // ---- Pointer and keyboard ----
@@ -508,24 +547,27 @@ function pixelAt(canvas, event) {
 }
 
 function moved(pixel, event) {
-  let row = Math.floor(pixel / width), column = pixel % width;
-  if (event.key === 'ArrowUp') row--;
-  else if (event.key === 'ArrowDown') row++;
-  else if (event.key === 'ArrowLeft') column--;
-  else if (event.key === 'ArrowRight') column++;
-  else return null;
+  const arrow = ARROWS[event.key];
+  if (!arrow) return null;
   event.preventDefault();
+  const row = Math.floor(pixel / width) + arrow[0], column = pixel % width + arrow[1];
   return Math.min(Math.max(row, 0), height - 1) * width + Math.min(Math.max(column, 0), width - 1);
 }
 
 function listen() {
   const query = byId('query'), map = byId('map');
+  let held = null;  // the pixel that was locked when the pointer came down
+  query.addEventListener('pointerdown', () => {
+    held = state.locked ? state.query : null;
+  });
   query.addEventListener('pointermove', (event) => {
-    if (!state.locked && event.pointerType !== 'touch') change({query: pixelAt(query, event)});
+    // What a finger is drawn to stays.
+    if (event.pointerType === 'touch') change({query: pixelAt(query, event), locked: true});
+    else if (!state.locked) change({query: pixelAt(query, event)});
   });
   query.addEventListener('click', (event) => {
     const pixel = pixelAt(query, event);
-    change({query: pixel, locked: !(state.locked && pixel === state.query)});
+    change({query: pixel, locked: pixel !== held});
   });
   query.addEventListener('keydown', (event) => {
     const pixel = moved(state.query, event);
@@ -538,14 +580,28 @@ function listen() {
     }
   });
   byId('lock').addEventListener('click', () => change({locked: !state.locked}));
-  for (const kind of ['pointermove', 'click']) {
-    map.addEventListener(kind, (event) => change({key: pixelAt(map, event)}));
-  }
+  map.addEventListener('pointermove', (event) => {
+    if (event.pointerType !== 'touch') change({key: pixelAt(map, event)});
+  });
+  map.addEventListener('click', (event) => change({key: pixelAt(map, event)}));
   map.addEventListener('keydown', (event) => {
-    const pixel = moved(state.key === null ? state.query : state.key, event);
+    const pixel = moved(state.key ?? state.query, event);
     if (pixel !== null) change({key: pixel});
     else if (event.key === 'Escape') change({key: null});
   });
+  byId('maps').addEventListener('keydown', (event) => {
+    if (!ARROWS[event.key]) return;
+    event.preventDefault();
+    choose(...ARROWS[event.key]);
+    cells[state.layer][state.head].button.focus();
+  });
+  byId('centers').addEventListener('keydown', (event) => {
+    if (!ARROWS[event.key]) return;
+    event.preventDefault();
+    choose(0, ARROWS[event.key][0] + ARROWS[event.key][1]);
+  });
+  for (const id of ['query', 'map', 'centers']) byId(id).addEventListener('blur', () => change({}));
+  for (const id of ['query', 'maps']) new ResizeObserver(() => change({})).observe(byId(id));
   byId('theme').addEventListener('click', () => {
     state.theme = document.documentElement.dataset.theme === 'dark' ? 'light' : 'dark';
     applyTheme();
@@ -555,10 +611,7 @@ function listen() {
     applyTheme();
     change({});
   });
-  addEventListener('hashchange', () => {
-    fromAddress();
-    change({});
-  });
+  addEventListener('hashchange', fromAddress);
 }
 
 // ---- Start ----
@@ -592,8 +645,8 @@ async function start() {
   state.query = Math.floor(height / 2) * width + Math.floor(width / 2);
   state.layer = Math.max(page.layers.findIndex((layer) => layer.heads), 0);
   for (const id of ['query', 'map']) {
-    byId(id).width = 512;
-    byId(id).height = Math.round(512 * height / width);
+    byId(id).style.aspectRatio = width / height;
+    byId(id).style.maxWidth = `${26 * width / height}rem`;  // at most 26rem high
   }
   buildTable();
   listen();

@@ -1,26 +1,22 @@
 """One page with its script, its style and its data inside: no server, no network."""
 import base64
-import copy
 import hashlib
 import html
-import json
 import re
-import zlib
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence
+from typing import Optional, Sequence
 
 import numpy as np
 from torch import Tensor, nn
 
 from ..attention_maps import attention_layers, depends_on_content, grid_of
-from .records import LayerRecords, add_image, position_records
+from .contents import Contents
+from .records import image_scores, layer_records
 
 FOLDER = Path(__file__).parent
 
-# The steps of scores that are tried, the finest first: the first one with which the page is small enough.
-STEPS = (0.002, 0.006, 0.02, 0.06, 0.2, 0.6)
-PARTS = ('position', 'content', 'both')
 MAX_TOKENS = 1024
+MAX_CONTENT_TOKENS = 576  # where scores depend on content: 9 seconds and 6 MB for an image of 6 layers and 9 heads
 
 
 def explorer_page(
@@ -49,98 +45,36 @@ def explorer_page(
 
     Raises:
         ValueError: A model without attention layers, such as a CMHSA in the convolution phase; no images, or other
-            numbers of pictures or names; more than 1024 tokens; probabilities that are not finite; a page that cannot
-            be made small enough.
+            numbers of pictures or names; more than 1024 tokens, or than 576 where scores depend on content;
+            probabilities that are not finite; a page that cannot be made small enough.
     """
     names = [f'Image {i}' for i in range(len(images))] if names is None else list(names)
     if not len(images) == len(pictures) == len(names) > 0:
         raise ValueError(f'images, pictures and names are {len(images)}, {len(pictures)} and {len(names)}: give as '
                          'many of each, at least one')
     height, width = grid_of(model, images)
-    if height * width > MAX_TOKENS:
+    by_image = any(map(depends_on_content, attention_layers(model).values()))
+    most = MAX_CONTENT_TOKENS if by_image else MAX_TOKENS
+    if height * width > most:
+        kind = 'attention by content' if by_image else 'attention by position'
         raise ValueError(f'images of {images.shape[2]}x{images.shape[3]} pixels have {height}x{width} tokens, more '
-                         f'than the {MAX_TOKENS} that a page can show: give smaller images')
+                         f'than the {most} that a page can show of {kind}: give smaller images')
     shell = _shell(title)
     budget = (max_bytes - len(shell.encode())) // 4 * 3  # in base64
-    about = dict(title=title, grid=[height, width], names=names)
-    layers = position_records(model, height, width)
-    by_image = any(map(depends_on_content, attention_layers(model).values()))
-    for step in STEPS:
-        packed = _pack(about, layers, model, images if by_image else images[:0], pictures, step, budget)
-        if packed is not None:
-            return base64.b64encode(packed).decode().join(shell.rsplit('{{data}}', 1))
-    raise ValueError(f'the page takes more than max_bytes={max_bytes:,} with {len(images)} images however it is '
-                     'quantized: give fewer images')
-
-
-def _pack(
-        about: dict,
-        static: Dict[str, LayerRecords],
-        model: nn.Module,
-        images: Tensor,
-        pictures: Sequence[np.ndarray],
-        step: float,
-        budget: int,
-) -> Optional[bytes]:
-    """Everything as one stream, or None if it takes, or is on the way to take, more than the budget.
-
-    The stream is zlib's, of the arrays one after the other. Before it stands the length of a header in JSON as 4
-    bytes, little-endian, and the header, which says where in the stream each array is; it is compressed too.
-    """
-    arrays = _Arrays()
-    layers = copy.deepcopy(static)
-    shown = [arrays.put(_rgb(picture)) for picture in pictures]
-    described = {name: {'position': arrays.put_record(layer.position)} if layer.position else {}
-                 for name, layer in layers.items()}
-    fixed = arrays.size
-    for index in range(len(images)):
-        add_image(layers, model, images[index:index + 1], index, step)
-        for name, layer in layers.items():
-            for part in PARTS:
-                records = getattr(layer, part)
-                if isinstance(records, list):
-                    described[name].setdefault(part, []).append(arrays.put_record(records[index]))
-                    records[index] = {}  # packed
-        if fixed + (arrays.size - fixed) / (index + 1) * len(images) > budget:
-            return None
-    header = {**about, 'step': step, 'pictures': shown, 'layers': [
-        dict(name=name, heads=layer.num_heads, centers=layer.centers, errors=layer.errors,
-             relative_errors=layer.relative_errors, parts=described[name]) for name, layer in layers.items()]}
-    header = zlib.compress(json.dumps(header, separators=(',', ':')).encode(), 9)
-    packed = len(header).to_bytes(4, 'little') + header + arrays.finish()
-    return packed if len(packed) <= budget else None
-
-
-class _Arrays:
-    """Arrays one after the other in a zlib stream."""
-
-    def __init__(self) -> None:
-        self.size = 0  # compressed
-        self._offset = 0
-        self._chunks: List[bytes] = []
-        self._compressor = zlib.compressobj(9)
-
-    def put(self, array: np.ndarray) -> dict:
-        """Adds an array and says where it is."""
-        array = np.ascontiguousarray(array)
-        place = dict(at=self._offset, dtype=array.dtype.name, shape=list(array.shape))
-        padding = bytes(-array.nbytes % 8)  # the browser's arrays begin at multiples of 8 bytes
-        self._add(self._compressor.compress(array.tobytes() + padding))
-        self._offset += array.nbytes + len(padding)
-        return place
-
-    def put_record(self, record: dict) -> dict:
-        """A record with its arrays replaced by where they are."""
-        return {key: self.put(value) if isinstance(value, np.ndarray) else value for key, value in record.items()}
-
-    def finish(self) -> bytes:
-        """The whole stream."""
-        self._add(self._compressor.flush())
-        return b''.join(self._chunks)
-
-    def _add(self, chunk: bytes) -> None:
-        self._chunks.append(chunk)
-        self.size += len(chunk)
+    layers = layer_records(model, height, width)
+    contents = Contents(dict(title=title, grid=[height, width], names=names), layers, [_rgb(p) for p in pictures])
+    too_large = ValueError(f'the page takes more than max_bytes={max_bytes:,} with {len(images)} images of '
+                           f'{height}x{width} tokens, as coarsely as they can be quantized: give fewer images, smaller '
+                           'ones, or a larger max_bytes')
+    for done in range(len(images) if by_image else 0):
+        seen = image_scores(layers, model, images[done:done + 1])
+        size = len(contents.packed())
+        if not contents.add_image(seen, size + (budget - size) // (len(images) - done)):
+            raise too_large
+    packed = contents.packed()
+    if len(packed) > budget:
+        raise too_large
+    return base64.b64encode(packed).decode().join(shell.rsplit('{{data}}', 1))
 
 
 def _rgb(picture: np.ndarray) -> np.ndarray:

@@ -1,65 +1,127 @@
 """What the page knows of each layer: records of its probabilities by position, by content and by both."""
+import re
 from dataclasses import dataclass, field
-from typing import Dict, List, Optional
+from typing import Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from ..attention_maps import (
-    attention_layers, attention_probs_of, content_only_probs_of, depends_on_content, position_only_probs_of,
-    position_probs)
+from ..attention_maps import attention_layers, depends_on_content, look_at_scores, position_probs
+from .factors import Factors, Record
 from .score_codec import (
-    EXACT, Record, decode_probs, decode_scores, encode_content, encode_position, max_error, with_mass)
+    centered, decode_probs, decode_scores, encode_content, encode_position, encode_query_axes, relative_errors,
+    with_mass)
 
 
 @dataclass
 class LayerRecords:
-    """The records of a layer.
+    """A layer, with what is the same for all images.
 
     Attributes:
         name (str): The name of the layer in the model.
         num_heads (int): Number of heads N_h.
         centers (list | None): Δ of the heads, (row, column) in tokens, where their encoding has it.
-        position, content, both (dict | list[dict] | None): The record for all images, or one for each image, or None
-            where the layer's scores have no such part. The type ``'product'`` stands for the softmax of the sum of
-            the scores of position and content.
-        errors (dict): The largest error of a probability by part.
-        relative_errors (dict): The largest error relative to the largest probability of the query by part.
+        position (dict | None): The record of what depends on position alone; None where nothing does.
+        errors (dict): By part, the largest error of a probability of each head, relative to the largest probability of
+            the query.
     """
 
     name: str
     num_heads: int
     centers: Optional[List[List[float]]]
-    position: Optional[object] = None
-    content: Optional[object] = None
-    both: Optional[object] = None
-    errors: Dict[str, float] = field(default_factory=dict)
-    relative_errors: Dict[str, float] = field(default_factory=dict)
+    position: Optional[Record] = None
+    errors: Dict[str, List[float]] = field(default_factory=dict)
 
-    def put(self, part: str, record: Record, probs: Tensor, image: Optional[int] = None,
-            scores: Optional[Tensor] = None) -> None:
-        """Keeps the record of a part, for an image or for all, and the error that it makes of ``probs``.
+    @property
+    def label(self) -> str:
+        """``'block 2'`` for ``'backbone.blocks.2.attn'``, as in figures."""
+        block = re.search(r'(?:^|\.)blocks\.(\d+)\.', self.name)
+        return f'block {block[1]}' if block else self.name
 
-        Raises:
-            ValueError: The probabilities are not finite.
+    def note_errors(self, part: str, errors: Tensor) -> None:
+        """Keeps the larger ones of the errors of an image and of those before, two digits of them, rounded up."""
+        before = self.errors.get(part, [0.] * self.num_heads)
+        self.errors[part] = [max(old, float(f'{1.05 * new:.1e}')) for old, new in zip(before, errors.tolist())]
+
+
+class ImageScores:
+    """What a layer makes of an image, before it is quantized.
+
+    Args:
+        layer (LayerRecords): The layer.
+        scores (Tensor): All scores, ``(N_h, N, N)``, with those of a null key last where there is one.
+        content (Tensor, optional): Those of content alone.
+        axes (tuple[Tensor, Tensor], optional): The terms of rows and of columns of those of the position, where they
+            depend on the image.
+
+    Raises:
+        ValueError: The scores are not finite.
+    """
+
+    def __init__(self, layer: LayerRecords, scores: Tensor, content: Optional[Tensor],
+                 axes: Optional[Tuple[Tensor, Tensor]]) -> None:
+        self.layer, self._axes, self._factors = layer, axes, {}
+        check_finite(layer.name, scores)
+        self.probs = {'both': scores.softmax(-1)[..., :scores.shape[1]]}
+        parts = []
+        if axes is not None:
+            rows, columns = axes
+            self.probs['position'] = (rows[..., :, None] + columns[..., None, :]).flatten(2).softmax(-1)
+            rows, columns = (centered(part.softmax(-1)) for part in axes)
+            parts.append((rows[..., :, None] + columns[..., None, :]).flatten(2))
+        elif layer.position is not None and layer.position['type'] != 'maps':
+            parts.append(decode_scores(layer.position))
+        if content is not None:
+            self.probs['content'] = content.softmax(-1)
+            parts.append(centered(self.probs['content']))
+        # Not with an absolute encoding; and what one part leaves out as small the other one can make large.
+        product = with_mass({'type': 'product'}, self.probs['both'])
+        self._is_sum = bool((relative_errors(decode_probs(product, sum(parts)), self.probs['both']) <= 1e-3).all())
+
+    def records(self, step: float) -> Dict[str, Record]:
+        """The records of the parts that depend on the image.
+
+        The type ``'product'`` stands for the softmax of the sum of the scores of position and content.
+
+        Args:
+            step (float): See :func:`~.score_codec.encode_content`.
         """
-        if not probs.isfinite().all():
-            raise ValueError(f'the probabilities of {self.name} are not finite: the parameters of the model must be')
-        absolute, relative = max_error(decode_probs(record, scores), probs)
-        self.errors[part] = max(self.errors.get(part, 0.), absolute)
-        self.relative_errors[part] = max(self.relative_errors.get(part, 0.), relative)
-        if image is None:
-            setattr(self, part, record)
+        records = {}
+        if self._axes is not None:
+            records['position'] = encode_query_axes(*self._axes, step)
+        if 'content' in self.probs:
+            records['content'] = self._encoded('content', step)
+        if self._is_sum and records.get('content', {}).get('type') != 'maps':
+            records['both'] = with_mass({'type': 'product'}, self.probs['both'])
         else:
-            setattr(self, part, [*(getattr(self, part) or []), record])
+            records['both'] = self._encoded('both', step)
+        return records
+
+    def note_errors(self, records: Dict[str, Record]) -> None:
+        """Tells the layer the errors that records make."""
+        for part, record in records.items():
+            scores = None
+            if record['type'] == 'product':
+                parts = {'position': self.layer.position, **records}
+                scores = sum(decode_scores(parts[name]) for name in ('position', 'content') if parts.get(name))
+            self.layer.note_errors(part, relative_errors(decode_probs(record, scores), self.probs[part]))
+
+    def _encoded(self, part: str, step: float) -> Record:
+        if part not in self._factors:
+            self._factors[part] = Factors(centered(self.probs[part]))
+        return encode_content(self.probs[part], self._factors[part], step)
 
 
-def position_records(model: nn.Module, height: int, width: int) -> Dict[str, LayerRecords]:
+@torch.no_grad()
+def layer_records(model: nn.Module, height: int, width: int) -> Dict[str, LayerRecords]:
     """The layers of a model by name, with what depends on position alone.
 
     Args:
         model (nn.Module): The model.
         height, width (int): Size of the grid in tokens.
+
+    Raises:
+        ValueError: Probabilities are not finite.
     """
     layers = {}
     for name, layer in attention_layers(model).items():
@@ -67,58 +129,40 @@ def position_records(model: nn.Module, height: int, width: int) -> Dict[str, Lay
         centers = getattr(encoding, 'center', None)
         layers[name] = LayerRecords(
             name, layer.num_heads, None if centers is None else centers.detach().double().cpu().tolist())
-        probs = None if _position_by_query(layer) else position_probs(layer, height, width)
+        by_query = depends_on_content(layer) and 'qr' in getattr(layer, 'terms', ())
+        probs = None if by_query else position_probs(layer, height, width)
         if probs is not None:
-            with torch.no_grad():
-                scores = encoding.shift_scores(height, width) if hasattr(encoding, 'shift_scores') else None
-            layers[name].put('position', encode_position(probs.cpu(), height, width, scores), probs.cpu())
+            probs = probs.cpu()
+            check_finite(name, probs)
+            scores = encoding.shift_scores(height, width) if hasattr(encoding, 'shift_scores') else None
+            layers[name].position = encode_position(probs, height, width, scores)
+            layers[name].note_errors('position', relative_errors(decode_probs(layers[name].position), probs))
     return layers
 
 
-def add_image(layers: Dict[str, LayerRecords], model: nn.Module, image: Tensor, index: int, step: float) -> None:
-    """Adds to the layers what depends on an image.
+def image_scores(layers: Dict[str, LayerRecords], model: nn.Module, image: Tensor) -> Dict[str, ImageScores]:
+    """What the layers that depend on content make of an image, by name.
 
     Args:
-        layers (dict[str, LayerRecords]): As of :func:`position_records`.
+        layers (dict[str, LayerRecords]): As of :func:`layer_records`.
         model (nn.Module): The model.
         image (Tensor): ``(1, C, H, W)``.
-        index (int): The number of the image.
-        step (float): See :func:`~.score_codec.encode_content`.
+
+    Raises:
+        ValueError: Scores are not finite.
     """
-    modules = attention_layers(model)
-    everything, content = attention_probs_of(model, image), content_only_probs_of(model, image)
-    position = {name: probs for name, probs in position_only_probs_of(model, image).items()
-                if _position_by_query(modules[name])}
-    for name, probs in everything.items():
-        layer, probs = layers[name], probs[0].cpu()
-        parts = {}
-        for part, of_part in (('position', position), ('content', content)):
-            if name in of_part:
-                parts[part] = of_part[name][0].cpu()
-                layer.put(part, encode_content(parts[part], step), parts[part], index)
-            elif part == 'position' and layer.position is not None:
-                parts[part] = decode_probs(layer.position)
-        _put_both(layer, parts, probs, index, step)
+    seen = {}
+
+    def look(name: str, *parts) -> None:
+        scores, content, rows, columns = (
+            part if part is None else part[0].float().cpu() for part in (*parts[:2], *(parts[2] or (None, None))))
+        seen[name] = ImageScores(layers[name], scores, content, None if rows is None else (rows, columns))
+
+    look_at_scores(model, image, look)
+    return seen
 
 
-def _put_both(layer: LayerRecords, parts: Dict[str, Tensor], probs: Tensor, index: int, step: float) -> None:
-    """Content and position together: the sum of their scores where it is just that, or a record of its own."""
-    product = with_mass({'type': 'product'}, probs)
-    if len(parts) == 2:
-        scores = sum(part.log() for part in parts.values())
-        if max_error(decode_probs(product, scores), probs)[0] <= 10 * EXACT:
-            scores = sum(decode_scores(_of_image(getattr(layer, part), index)) for part in parts)
-            # What one part leaves out as small the other one can make large.
-            if max_error(decode_probs(product, scores), probs)[1] <= 0.004 + 4 * step:
-                layer.put('both', product, probs, index, scores)
-                return
-    layer.put('both', encode_content(probs, step), probs, index)
-
-
-def _position_by_query(layer: nn.Module) -> bool:
-    """Whether the scores of the position depend on the content of the query, as q·r_δ does (C20, eq. 8)."""
-    return depends_on_content(layer) and 'qr' in getattr(layer, 'terms', ())
-
-
-def _of_image(records: object, index: int) -> Record:
-    return records[index] if isinstance(records, list) else records
+def check_finite(name: str, values: Tensor) -> None:
+    """Raises ValueError if a layer's scores or probabilities are not finite."""
+    if not values.isfinite().all():
+        raise ValueError(f'the probabilities of {name} are not finite: the parameters of the model must be')

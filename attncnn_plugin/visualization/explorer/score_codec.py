@@ -6,25 +6,23 @@ where rows add up to something else than 1.
 
 - ``'axes'``: scores of rows ``(N_h, H, H)`` and of columns ``(N_h, W, W)``, float32.
 - ``'shifts'``: scores of the shifts δ = k − q, ``(N_h, 2H − 1, 2W − 1)``, float64: far from a centre they are large.
+- ``'query_axes'``: scores of rows by query ``(H, N_h, N)`` and of columns ``(W, N_h, N)``, in steps of ``'step'``.
 - ``'factors'``: scores S_h = U G_h Vᵀ, with bases U and V that the heads share, quantized; U may be the identity.
 - ``'maps'``: P[q, k] / max_k P[q, k] in steps of 1 / ``'steps'``, ``(N_h, N, N)``, uint8, and ``'largest'``, the
   denominator, ``(N_h, N)``. Here the probabilities are the product of the two, which is nearer to them than a softmax.
 """
 import zlib
-from typing import Dict, Optional, Tuple, Union
+from typing import Optional
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...layers.encodings import at_grid_shifts
-
-Record = Dict[str, Union[str, int, float, np.ndarray]]
+from .factors import Factors, Record, joined, scores_of_factors, split
 
 EXACT = 1e-6  # error of a probability up to which a record counts as exact
-FINEST_BASIS, COARSEST_BASIS = 1 / 32000, 1 / 64  # steps of a basis, whose entries are 1 at most
 SMALLEST = 1e-30  # probability: those below are not told apart
-LARGEST = 2 ** 22  # coefficient in steps, exact in float32 with a byte to spare
 
 
 @torch.no_grad()
@@ -47,17 +45,36 @@ def encode_position(probs: Tensor, height: int, width: int, scores: Optional[Ten
     for record in (
             {'type': 'axes', 'rows': _numpy(rows.log()), 'columns': _numpy(columns.log()), **mass},
             {'type': 'shifts', 'scores': _numpy(shifts, np.float64), **mass}):
-        if max_error(decode_probs(record), probs)[0] <= EXACT:
+        if torch.allclose(decode_probs(record), probs, rtol=0, atol=EXACT):
             return record
     return encode_maps(probs, 255)
 
 
 @torch.no_grad()
-def encode_content(probs: Tensor, step: float) -> Record:
+def encode_query_axes(rows: Tensor, columns: Tensor, step: float) -> Record:
+    """The record of scores that are terms of rows plus terms of columns, other ones for each query.
+
+    Args:
+        rows, columns (Tensor): ``(N_h, N, H)`` and ``(N_h, N, W)``, each up to a constant per query.
+        step (float): Step of the terms: scores have an error of ``step/√6``, root mean square, ``step`` at most.
+
+    Returns:
+        dict: ``'query_axes'``.
+    """
+    record = {'type': 'query_axes', 'step': step}
+    for name, scores in (('rows', rows), ('columns', columns)):
+        scores = centered(scores.softmax(-1))
+        record.update(split(name, (scores / step).round().movedim(-1, 0)))  # of one key, which are alike, side by side
+    return record
+
+
+@torch.no_grad()
+def encode_content(probs: Tensor, factors: Factors, step: float) -> Record:
     """The record of probabilities of an image, quantized.
 
     Args:
-        probs (Tensor): ``(N_h, N, N)``, float32.
+        probs (Tensor): ``(N_h, N, N)``, float32, N_h at least 1.
+        factors (Factors): Those of their :func:`centered` scores.
         step (float): Step of the scores' coefficients in orthonormal bases: scores have an error of about
             ``step/√6``, root mean square, and probabilities that relative error.
 
@@ -65,10 +82,16 @@ def encode_content(probs: Tensor, step: float) -> Record:
         dict: ``'factors'``, or ``'maps'`` where they take less than half the bytes: they have no small probabilities.
     """
     maps = encode_maps(probs, min(max(round(2 / step), 15), 255))
-    factors = _encode_factors(probs, step)
-    if factors is None or packed_size(maps) < packed_size(factors) / 2:
+    record = factors.quantized(step)
+    if record is None or packed_size(maps) < packed_size(record) / 2:
         return maps
-    return with_mass(factors, probs)
+    return with_mass(record, probs)
+
+
+def centered(probs: Tensor) -> Tensor:
+    """The scores of probabilities, of mean 0 over the keys."""
+    scores = probs.clamp(min=SMALLEST).log()
+    return scores - scores.mean(-1, keepdim=True)
 
 
 def encode_maps(probs: Tensor, steps: int) -> Record:
@@ -86,7 +109,10 @@ def with_mass(record: Record, probs: Tensor) -> Record:
 
 
 def decode_scores(record: Record) -> Tensor:
-    """The scores of every query and key, up to a constant per query, ``(N_h, N, N)``, at least float32."""
+    """The scores of every query and key, up to a constant per query, ``(N_h, N, N)``, at least float32.
+
+    Not of ``'maps'``, which are of probabilities.
+    """
     if record['type'] == 'axes':
         rows, columns = (torch.from_numpy(record[name]) for name in ('rows', 'columns'))
         scores = rows[:, :, None, :, None] + columns[:, None, :, None, :]
@@ -94,15 +120,10 @@ def decode_scores(record: Record) -> Tensor:
     if record['type'] == 'shifts':
         table = torch.from_numpy(record['scores'])
         return at_grid_shifts(table, *((size + 1) // 2 for size in table.shape[1:]))
-    if record['type'] == 'maps':
-        return torch.from_numpy(record['levels'].astype(np.float32)).log()
-    core = torch.from_numpy(_joined(record, 'core')).movedim(0, -1) * record['step']  # (N_h, U, V)
-    right = torch.from_numpy(_joined(record, 'right')) * torch.from_numpy(record['right_step'])[:, None]
-    scores = core @ right
-    if 'left_low' in record:
-        left = torch.from_numpy(_joined(record, 'left')) * torch.from_numpy(record['left_step'])[:, None]
-        scores = left.mT @ scores
-    return scores
+    if record['type'] == 'query_axes':
+        rows, columns = (joined(record, name).movedim(0, -1) * record['step'] for name in ('rows', 'columns'))
+        return (rows[..., :, None] + columns[..., None, :]).flatten(2)
+    return scores_of_factors(record)
 
 
 def decode_probs(record: Record, scores: Optional[Tensor] = None) -> Tensor:
@@ -114,84 +135,25 @@ def decode_probs(record: Record, scores: Optional[Tensor] = None) -> Tensor:
     return probs * torch.from_numpy(record['mass'])[..., None] if 'mass' in record else probs
 
 
-def max_error(decoded: Tensor, probs: Tensor) -> Tuple[float, float]:
-    """The largest error of a probability, and the largest one relative to the largest probability of its query."""
-    if probs.numel() == 0:
-        return 0., 0.
-    error = (decoded - probs).abs().amax(-1)
-    return error.max().item(), (error / probs.amax(-1).clamp(min=torch.finfo(torch.float32).tiny)).max().item()
+def relative_errors(decoded: Tensor, probs: Tensor) -> Tensor:
+    """The largest error of a probability of each head, relative to the largest decoded one of its query, ``(N_h,)``."""
+    errors = (decoded - probs).abs().amax(-1) / decoded.amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
+    return errors.amax(-1)
 
 
 def packed_size(record: Record) -> int:
     """About as many bytes as the arrays of a record take, compressed."""
-    return sum(len(zlib.compress(array.tobytes(), 1)) for array in record.values() if isinstance(array, np.ndarray))
+    compressor = compressor_of_arrays()
+    arrays = [value for value in record.values() if isinstance(value, np.ndarray)]
+    return sum(len(compressor.compress(array.tobytes())) for array in arrays) + len(compressor.flush())
 
 
-def _encode_factors(probs: Tensor, step: float) -> Optional[Record]:
-    """S_h = U G_h Vᵀ, or None where a coefficient is too large."""
-    if probs.numel() == 0:
-        return None
-    scores = probs.clamp(min=SMALLEST).log()
-    scores = scores - scores.mean(-1, keepdim=True)
-    # The principal axes of what the heads say of the keys, then of what they say of the queries.
-    right = _principal_axes(torch.einsum('hqk,hql->kl', scores, scores))
-    by_query = scores @ right
-    left = _principal_axes(torch.einsum('hqk,hpk->qp', by_query, by_query))
-    by_axis = left.mT @ by_query
-    if _bits(by_query, step) <= _bits(by_axis, step):
-        return _quantize(scores, None, right, by_query, step)
-    return _quantize(scores, left, right, by_axis, step)
+def compressor_of_arrays():
+    """A compressor to zlib's format for noise with runs of zeros.
 
-
-def _bits(core: Tensor, step: float) -> float:
-    """About as many bits as coefficients ``(N_h, U, V)`` take."""
-    return (core / step).abs().add(1).log2().sum().item()
-
-
-def _quantize(scores: Tensor, left: Optional[Tensor], right: Tensor, core: Tensor, step: float) -> Optional[Record]:
-    """Quantized bases, and the quantized core that fits the scores best in them."""
-    used = (core / step).round() != 0
-    record, solved = {'type': 'factors', 'step': step}, scores
-    rank = _last(used.flatten(0, 1).any(0))
-    basis, steps = _quantize_basis(right[:, :rank], core[..., :rank].square().mean((0, 1)).sqrt(), step)
-    record.update(_split('right', basis), right_step=_numpy(steps))
-    solved = _solve(basis.mT * steps, solved.mT).mT  # (N_h, N, V)
-    if left is not None:
-        rank = _last(used.any(0).any(1))
-        basis, steps = _quantize_basis(left[:, :rank], core[:, :rank].square().mean((0, 2)).sqrt(), step)
-        record.update(_split('left', basis), left_step=_numpy(steps))
-        solved = _solve(basis.mT * steps, solved)
-    core = (solved / step).round()
-    if core.abs().max() > LARGEST:
-        return None
-    record.update(_split('core', core.movedim(-1, 0)))  # coefficients of one axis, which are alike, side by side
-    return record
-
-
-def _quantize_basis(basis: Tensor, weight: Tensor, step: float) -> Tuple[Tensor, Tensor]:
-    """A basis ``(N, r)`` in steps of its own an axis, finer for axes with large coefficients.
-
-    Returns:
-        tuple[Tensor, Tensor]: Whole numbers ``(r, N)``, and the steps ``(r,)``.
+    A search for longer repetitions takes ten times as long and finds no more.
     """
-    steps = step / (weight * max(len(weight), 1) ** 0.5).clamp(min=torch.finfo(torch.float32).tiny)
-    steps = steps.clamp(FINEST_BASIS, COARSEST_BASIS)
-    return (basis / steps).round().mT, steps
-
-
-def _solve(basis: Tensor, scores: Tensor) -> Tensor:
-    """The coefficients in a basis ``(N, r)`` that fit ``(…, N, M)`` best, ``(…, r, M)``."""
-    return torch.linalg.solve(basis.mT @ basis, basis.mT @ scores)
-
-
-def _principal_axes(gram: Tensor) -> Tensor:
-    """Eigenvectors as columns, those of the largest eigenvalues first."""
-    return torch.linalg.eigh(gram)[1].flip(1)
-
-
-def _last(used: Tensor) -> int:
-    """How many entries there are up to the last one that is true, at least 1."""
-    return int(used.nonzero().max()) + 1 if used.any() else 1
+    return zlib.compressobj(9, strategy=zlib.Z_RLE)
 
 
 def _by_shift(grid: Tensor, height: int, width: int) -> Tensor:
@@ -202,17 +164,6 @@ def _by_shift(grid: Tensor, height: int, width: int) -> Tensor:
         columns = [grid[:, row, last[1]], grid[:, row, first[1], :, 1:]]
         rows.append(torch.cat(columns, dim=-1))
     return torch.cat([rows[0], rows[1][:, 1:]], dim=1)
-
-
-def _split(name: str, values: Tensor) -> Dict[str, np.ndarray]:
-    """Whole numbers v as the low and the high bytes of v + 128: the high ones of small numbers are all 0."""
-    values = values.numpy().astype(np.int32) + 128
-    return {f'{name}_low': (values & 255).astype(np.uint8), f'{name}_high': (values >> 8).astype(np.int16)}
-
-
-def _joined(record: Record, name: str) -> np.ndarray:
-    """The numbers that :func:`_split` has split, float32."""
-    return record[f'{name}_low'].astype(np.float32) + 256 * record[f'{name}_high'].astype(np.float32) - 128
 
 
 def _numpy(tensor: Tensor, dtype: type = np.float32) -> np.ndarray:
