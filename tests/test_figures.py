@@ -578,7 +578,7 @@ def test_wrong_options_of_the_tool(tool, capsys, options, message):
     (['quadratic.py', 'quadratic.pth', '--figure', 'content'], '--figure probabilities draws it'),
     (['quadratic.py', 'quadratic.pth', '--figure', 'probabilities', '--query', '8', '0'], 'row from 0 to 7'),
     (['learned_content.py', 'learned_content.pth', '--figure', 'content', '--image', '400'], 'below 364'),
-    (['learned_content.py', 'learned_content.pth', '--figure', 'content', '--size', '4', '4'], '--size is for attention'),
+    (['learned_content.py', 'learned_content.pth', '--figure', 'content', '--size', '4', '4'], '--size is for'),
     (['quadratic.py', 'quadratic.pth', '--figure', 'centers', '--image', '3'], '--image is for attention that depends'),
     (['learned_content.py', 'quadratic.pth', '--figure', 'content'], 'quadratic.pth does not fit the model'),
     (['--figure', 'accuracy', '--runs', 'run', '--metric', 'top5'], "metric='top5' is not in the logs"),
