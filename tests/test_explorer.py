@@ -334,12 +334,12 @@ def test_tool(repository, tmp_path):
     init_default_scope('mmpretrain')
     torch.save(dict(state_dict=MODELS.build(Config.fromfile(config).model).state_dict()), tmp_path / 'model.pth')
     output = run(sys.executable, repository / 'tools/visualization/attention_explorer.py', config,
-                 tmp_path / 'model.pth', *(tmp_path / name for name in ('digit.npy', 'digit.png', 'photo.jpg')),
+                 tmp_path / 'model.pth', *(tmp_path / name for name in ('digit.npy', 'digit.png', 'photo.jpg')), '5',
                  '--out', tmp_path / 'pages/explorer.html', folder=tmp_path)
     assert 'Saved ' in output and ' MB' in output
     content = unpack((tmp_path / 'pages/explorer.html').read_text(encoding='utf-8'))
-    assert content['names'] == ['digit.npy', 'digit.png', 'photo.jpg'] and content['grid'] == [8, 8]
-    assert [picture.shape for picture in content['pictures']] == [(16, 16, 3)] * 3
+    assert content['names'] == ['digit.npy', 'digit.png', 'photo.jpg', 'test image 5'] and content['grid'] == [8, 8]
+    assert [picture.shape for picture in content['pictures']] == [(16, 16, 3)] * 4
     assert (content['pictures'][0] == content['pictures'][1]).all()
     run(sys.executable, repository / 'tools/visualization/attention_explorer.py', config, tmp_path / 'model.pth',
         tmp_path / 'model.pth', folder=tmp_path, expected=1)

@@ -87,7 +87,7 @@ def mhsa_to_conv(
     probs = position_probs(layer, size)
     value = layer.value.weight.cpu().double().unflatten(1, (len(probs), -1)).transpose(0, 1)  # V_h, (N_h, C_out, C_in)
 
-    coefficients = _fit(probs, target)
+    coefficients = fit_shifts(probs, target)
     kernel = torch.einsum('hk,hoi->oik', coefficients, value)  # W_δ = Σ_h c_{h,δ} V_h
     conv.weight.copy_(kernel.reshape(conv.weight.shape).to(conv.weight.dtype))
     if conv.bias is not None:
@@ -188,7 +188,7 @@ def _default_size(window: Window) -> Tuple[int, ...]:
     return tuple(max(usual, s + d * (k - 1)) for k, s, d in zip(window.kernel_size, window.stride, window.dilation))
 
 
-def _fit(probs: Tensor, target: Tensor) -> Tensor:
+def fit_shifts(probs: Tensor, target: Tensor) -> Tensor:
     """c that minimizes ‖P_h − Σ_δ c_{h,δ} S_δ‖_F for each head, ``(N_h, K)``."""
     inside = target >= 0
     # The normal equations. Both sides are sums over queries: ⟨S_δ, S_δ'⟩ counts those with the same target.

@@ -18,6 +18,8 @@ from torch import Tensor
 from ..models.networks.grid import GridNetwork
 from .images import evenly_spread, image_files
 
+HEAD_NUMBERS = 'attention_heads'  # of runtime_info in a checkpoint, see ``ConfigModel.head_numbers``
+
 
 class ConfigModel:
     """A model in evaluation mode, its config, and images after the config's test pipeline.
@@ -52,7 +54,7 @@ class ConfigModel:
             reason = shorten(str(error), 500, placeholder=' …')
             raise ValueError(f'{checkpoint} does not fit the model of {path}: {reason}') from error
         self.meta = loaded.get('meta', {})
-        self.head_numbers = loaded.get('message_hub', {}).get('runtime_info', {}).get('attention_heads')
+        self.head_numbers = loaded.get('message_hub', {}).get('runtime_info', {}).get(HEAD_NUMBERS)
 
     @property
     def in_channels(self) -> int:

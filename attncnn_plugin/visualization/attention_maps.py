@@ -4,6 +4,7 @@ A model is any module with the attention of this package inside: a network, a ti
 mmpretrain. Images are what its forward pass takes, normalized as in training.
 """
 import math
+import re
 from contextlib import contextmanager
 from typing import Callable, Dict, Iterator, Optional, Sequence, Tuple
 
@@ -27,6 +28,12 @@ def attention_layers(model: nn.Module) -> Dict[str, nn.Module]:
     """
     kinds = (GridAttention, PatchAttention, MergedPatchAttention)
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, kinds)}
+
+
+def layer_label(name: str) -> str:
+    """What a layer is called for the eye: ``'block 2'`` for ``'backbone.blocks.2.attn'``, otherwise its name."""
+    block = re.search(r'(?:^|\.)blocks\.(\d+)\.', name)
+    return f'block {block[1]}' if block else name
 
 
 def require_attention_layers(model: nn.Module) -> Dict[str, nn.Module]:

@@ -2,7 +2,6 @@
 
 Shifts are drawn as they lie in the image: the x axis is the column, the y axis is the row and points down.
 """
-import re
 from typing import Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
@@ -12,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
-from .attention_maps import require_attention_layers
+from .attention_maps import layer_label, require_attention_layers
 from .centers import gaussian_heads, head_centers, middle, query_index, query_maps
 from .contours import check_mass, gaussian_contour, outline, region_of_mass
 from .style import MAP_COLORS, color_of, draw_heads, styled
@@ -73,7 +72,7 @@ def plot_attention_centers(
         called = (numbers or {}).get(name, range(layers[name].num_heads))
         beyond = [called[head] for head in range(layers[name].num_heads) if head not in heads[name]]
         if beyond:
-            axes.set_title(f'{_title(name)}, beyond the grid: {", ".join(map(str, beyond))}')
+            axes.set_title(f'{layer_label(name)}, beyond the grid: {", ".join(map(str, beyond))}')
         for head, (_, contours) in heads[name].items():
             for lines, style in zip(contours, CONTOUR_STYLES):
                 for line in lines:
@@ -171,7 +170,7 @@ def plot_attention_probs(
     for line, (name, layer) in enumerate(maps.items()):
         called = (numbers or {}).get(name, range(len(layer)))
         panels = [figure.add_subplot(grid[line, place + left]) for place in range(max(len(layer), 1))]
-        panels[0].set_ylabel(_title(name))
+        panels[0].set_ylabel(layer_label(name))
         if not len(layer):
             panels[0].set(xticks=[], yticks=[], title='no heads')
         for axes, head in zip(panels, _by_locality(layer, row, column)):
@@ -220,7 +219,7 @@ def _panels(names: Sequence[str]) -> Tuple[Figure, List[Axes]]:
     figure = Figure(figsize=(max(2.6 * columns, 5.), 2.75 * rows + 0.4), layout='constrained')
     panels = [figure.add_subplot(rows, columns, i + 1) for i in range(len(names))]
     for i, (name, axes) in enumerate(zip(names, panels)):
-        axes.set_title(_title(name))
+        axes.set_title(layer_label(name))
         if i + columns >= len(names):
             axes.set_xlabel('column shift')
         if i % columns == 0:
@@ -271,9 +270,3 @@ def _draw_image(axes: Axes, image: np.ndarray, row: int, column: int, height: in
     axes.set_title(f'query at row {row}, column {column}')
     axes.set_xticks([])
     axes.set_yticks([])
-
-
-def _title(name: str) -> str:
-    """``'backbone.blocks.2.attn'`` as ``'block 2'``."""
-    block = re.search(r'(?:^|\.)blocks\.(\d+)\.', name)
-    return f'block {block[1]}' if block else name

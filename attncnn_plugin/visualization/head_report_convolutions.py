@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..convert.to_conv import interior_queries, targets
+from ..convert.to_conv import fit_shifts, interior_queries, targets
 from ..layers.encodings import at_least_float32
 from ..layers.linear import check_plain_linear
 from ..layers.merged_attention import MergedPatchAttention
@@ -67,12 +67,8 @@ def left_by_shifts(probs: Tensor, target: Tensor) -> Tensor:
 
     E itself: norms from ⟨P_h, P_g⟩ less the fit's part would cancel where the fit is exact and heads outweigh another.
     """
-    inside = (target >= 0).T
-    gram = torch.stack([((target == row) & (row >= 0)).sum(1) for row in target]).double()  # ⟨S_δ, S_δ'⟩
     place = target.clamp(min=0).T.expand(len(probs), -1, -1)
-    product = (probs.gather(2, place) * inside).sum(1)  # ⟨P_h, S_δ⟩
-    coefficients = product @ torch.linalg.pinv(gram, hermitian=True)
-    return probs.scatter_add(2, place, -coefficients[:, None] * inside)
+    return probs.scatter_add(2, place, -fit_shifts(probs, target)[:, None] * (target >= 0).T)
 
 
 def value_products(layer: nn.Module) -> Tensor:

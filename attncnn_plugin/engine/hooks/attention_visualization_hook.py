@@ -9,14 +9,13 @@ from mmpretrain.registry import HOOKS
 from torch import Tensor, nn
 
 from ...layers.heads import PrunableHeads
+from ...utils.config_model import HEAD_NUMBERS
 from ...utils.images import evenly_spread
 from ...visualization.attention_maps import (attention_layers, depends_on_content, grid_of,
                                              mean_attention_probs_of)
 from ...visualization.centers import head_centers, query_maps
 from .random_numbers import random_numbers_kept
 from .structure import unwrapped
-
-NUMBERS = 'attention_heads'  # of runtime_info: the numbers of the heads that are left, by layer
 
 
 @HOOKS.register_module()
@@ -126,7 +125,7 @@ class AttentionVisualizationHook(Hook):
     def _numbers(self, runner) -> Dict[str, List[int]]:
         """What the heads of each layer were called when it had all of them; the numbers go into checkpoints."""
         info = runner.message_hub.runtime_info
-        known, numbers, rows = info.get(NUMBERS, {}), {}, {}
+        known, numbers, rows = info.get(HEAD_NUMBERS, {}), {}, {}
         for name, layer in attention_layers(unwrapped(runner.model)).items():
             rows[name] = _rows_of(layer)
             numbers[name] = list(known.get(name, range(layer.num_heads)))
@@ -134,7 +133,7 @@ class AttentionVisualizationHook(Hook):
                 kept = _kept(self._rows.get(name), rows[name])
                 numbers[name] = list(range(layer.num_heads)) if kept is None else [numbers[name][i] for i in kept]
         self._rows = rows
-        runner.message_hub.update_info(NUMBERS, numbers)
+        runner.message_hub.update_info(HEAD_NUMBERS, numbers)
         return numbers
 
 

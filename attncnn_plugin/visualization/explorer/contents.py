@@ -6,6 +6,7 @@ from typing import Dict, List, Sequence
 
 import numpy as np
 
+from ..attention_maps import layer_label
 from .factors import Record
 from .records import ImageScores, LayerRecords
 from .score_codec import compressor_of_arrays
@@ -60,7 +61,7 @@ class Contents:
     def packed(self) -> bytes:
         """The header and the stream."""
         layers = [
-            dict(label=layer.label, name=name, heads=layer.num_heads, centers=layer.centers, errors=layer.errors,
+            dict(label=layer_label(name), name=name, heads=layer.num_heads, centers=layer.centers, errors=layer.errors,
                  parts=self._parts[name]) for name, layer in self._layers.items()]
         header = json.dumps({**self._about, 'layers': layers}, separators=(',', ':'))
         header = zlib.compress(header.encode(), 9)

@@ -1,5 +1,4 @@
 """What the page knows of each layer: records of its probabilities by position, by content and by both."""
-import re
 from dataclasses import dataclass, field
 from typing import Dict, List, Optional, Tuple
 
@@ -31,12 +30,6 @@ class LayerRecords:
     centers: Optional[List[List[float]]]
     position: Optional[Record] = None
     errors: Dict[str, List[float]] = field(default_factory=dict)
-
-    @property
-    def label(self) -> str:
-        """``'block 2'`` for ``'backbone.blocks.2.attn'``, as in figures."""
-        block = re.search(r'(?:^|\.)blocks\.(\d+)\.', self.name)
-        return f'block {block[1]}' if block else self.name
 
     def note_errors(self, part: str, errors: Tensor) -> None:
         """Keeps the larger ones of the errors of an image and of those before, two digits of them, rounded up."""
