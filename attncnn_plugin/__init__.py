@@ -3,6 +3,7 @@
 Importing the package registers its models with timm and, where mmpretrain is installed, its backbones, hooks, datasets
 and model index with mmpretrain; it also makes mmengine's checkpoints load on today's PyTorch.
 """
+
 import warnings
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def _register_with_mmpretrain() -> None:
     from mmpretrain.apis.model import ModelHub
 
     from . import datasets  # noqa: F401
-    from .engine import hooks  # noqa: F401
+    from .engine import hooks, reliability  # noqa: F401
     from .models import backbones  # noqa: F401
     from .utils.config_paths import register_config_paths
     from .utils.safe_globals import register_safe_globals

@@ -1,4 +1,5 @@
 """What adapters put in the place of a linear layer."""
+
 from torch import nn
 
 

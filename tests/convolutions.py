@@ -1,4 +1,5 @@
 """Random convolutions of every kind, for the tests."""
+
 import torch
 from hypothesis import strategies as st
 from torch import nn
@@ -18,7 +19,7 @@ def convolutions(draw, ndims=(1, 2, 3)):
     groups = draw(st.integers(1, 3))
     kernel_size, dilation = per_axis(1, 4 if ndim < 3 else 3), per_axis(1, 3 if ndim < 3 else 2)
     kind = draw(st.sampled_from(['valid', 'same', 'numbers', 'number']))
-    stride = (1, ) * ndim if kind == 'same' else per_axis(1, 3)
+    stride = (1,) * ndim if kind == 'same' else per_axis(1, 3)
     padding = {'numbers': per_axis(0, 4), 'number': draw(st.integers(0, 3))}.get(kind, kind)
     # The image must hold the window, and reflection and wrapping no more than the image.
     extent = [d * (k - 1) + 1 for d, k in zip(dilation, kernel_size)]
@@ -33,8 +34,9 @@ def convolutions(draw, ndims=(1, 2, 3)):
         groups=groups,
         bias=draw(st.booleans()),
         padding_mode=draw(st.sampled_from(['zeros', 'replicate', 'reflect', 'circular'])),
-        dtype=torch.float64)
-    torch.manual_seed(draw(st.integers(0, 2 ** 16)))
+        dtype=torch.float64,
+    )
+    torch.manual_seed(draw(st.integers(0, 2**16)))
     conv.reset_parameters()
     return conv, (draw(st.integers(1, 2)), conv.in_channels, *size)
 

@@ -1,4 +1,5 @@
 """The paper's count of floating-point operations."""
+
 import torch
 from torch import nn
 

@@ -1,4 +1,5 @@
 """Trainings in processes of their own, for the tests: killed, distributed, compared."""
+
 import json
 import os
 import subprocess
@@ -40,8 +41,12 @@ def run(*command, folder, expected=0, **variables):
 
 def rates(work_dir):
     """The learning rate of every iteration, from the logs."""
-    lines = [json.loads(line) for path in sorted(work_dir.glob('*/vis_data/*.json')) if path.stem != 'config'
-             and path.name != 'scalars.json' for line in path.read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for path in sorted(work_dir.glob('*/vis_data/*.json'))
+        if path.stem != 'config' and path.name != 'scalars.json'
+        for line in path.read_text().splitlines()
+    ]
     return {line['iter']: line['lr'] for line in lines if 'lr' in line}
 
 

@@ -1,11 +1,15 @@
 """Small models of every kind, for the tests."""
+
 import timm
 
 import attncnn_plugin  # noqa: F401
 
 TIMM_KINDS = [
-    'sa_quadratic_cifar', 'sa_quadratic16_cifar', 'sa_generalized_cifar', 'sa_learned_cifar',
-    'sa_learned_content_cifar'
+    'sa_quadratic_cifar',
+    'sa_quadratic16_cifar',
+    'sa_generalized_cifar',
+    'sa_learned_cifar',
+    'sa_learned_content_cifar',
 ]
 SMALL = dict(embed_dim=16, depth=2, num_heads=3, mlp_dim=24)
 SMALL_ARCH = dict(embed_dims=16, num_layers=2, num_heads=3, feedforward_channels=24)
@@ -17,4 +21,5 @@ def small_timm(name, **kwargs):
 
 def small_cmhsa(phase, name='cmhsa3_patch16_224', **kwargs):
     return timm.create_model(
-        name, phase=phase, **{**dict(patch_size=2, img_size=16, depth=2, mlp_dim=24, num_classes=10), **kwargs})
+        name, phase=phase, **{**dict(patch_size=2, img_size=16, depth=2, mlp_dim=24, num_classes=10), **kwargs}
+    )

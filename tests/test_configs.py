@@ -1,4 +1,5 @@
 """Every config parses, builds, trains, validates and resumes, with a small model and a few images."""
+
 from pathlib import Path
 
 import numpy as np
@@ -119,8 +120,9 @@ def test_model_index(name):
     image = torch.randn(1, 1 if 'digits' in name else 3, size, size)
     assert metainfo.metadata.flops == paper_flops(model, image)
     assert name in list_models(name, task='Image Classification')
-    assert metainfo.in_collection == ('Self-Attention CNN' if name.endswith('cifar10') or name.startswith('sa_') else
-                                      'CMHSA')
+    assert metainfo.in_collection == (
+        'Self-Attention CNN' if name.endswith('cifar10') or name.startswith('sa_') else 'CMHSA'
+    )
 
 
 def test_resnet18_has_the_numbers_of_the_paper():
@@ -145,12 +147,16 @@ def test_recipe_of_the_paper(name):
         assert (config.model.backbone.drop_rate, config.model.backbone.attn_drop_rate) == (0.1, 0.1)
 
     from mmengine.registry import PARAM_SCHEDULERS
+
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak)
     per_epoch = 20
     schedulers = [
         PARAM_SCHEDULERS.get(cfg.type).build_iter_from_epoch(
-            optimizer, **{k: v for k, v in cfg.items() if k not in ('type', 'convert_to_iter_based')},
-            epoch_length=per_epoch) for cfg in config.param_scheduler
+            optimizer,
+            **{k: v for k, v in cfg.items() if k not in ('type', 'convert_to_iter_based')},
+            epoch_length=per_epoch,
+        )
+        for cfg in config.param_scheduler
     ]
     rates = []
     for _ in range(per_epoch * epochs):
@@ -167,7 +173,8 @@ def test_recipe_of_the_paper(name):
 def rates(config, per_epoch):
     """The learning rate at every iteration of both phases, by mmengine's own schedulers."""
     from mmengine.registry import PARAM_SCHEDULERS
-    (hook, ) = config.get('custom_hooks') or [dict(epoch=config.train_cfg.max_epochs)]
+
+    (hook,) = config.get('custom_hooks') or [dict(epoch=config.train_cfg.max_epochs)]
     phases = [(config.optim_wrapper.optimizer.lr, config.param_scheduler, hook['epoch'])]
     if hook['epoch'] < config.train_cfg.max_epochs:
         schedulers = hook.param_scheduler if isinstance(hook.param_scheduler, list) else [hook.param_scheduler]
@@ -197,26 +204,29 @@ def test_two_phases_of_the_paper(name):
     assert 1e-4 <= first.max() <= 5e-4 and 1e-5 <= second.max() <= 7e-5
     warm_up, total = 5 * per_epoch, 200 * per_epoch
     cosine = (1 + np.cos(np.pi * np.arange(total - warm_up) / (total - warm_up))) / 2
-    for phase in (first, second) if 'nowarmup' not in name else (first, ):
+    for phase in (first, second) if 'nowarmup' not in name else (first,):
         assert phase[0] < 2e-3 * phase.max() and np.all(np.diff(phase[:warm_up]) > 0)
         assert np.allclose(phase[warm_up:], phase.max() * cosine, atol=1e-6)
     if 'nowarmup' in name:
         assert np.allclose(second, second.max() * (1 + np.cos(np.pi * np.arange(total) / total)) / 2)
 
 
-@pytest.mark.parametrize('name, phase', [('cmhsa3_conv_cifar100', 'conv'), ('cmhsa5_conv_cifar100', 'conv'),
-                                         ('cmhsa_attn_cifar100', 'attn')])
+@pytest.mark.parametrize(
+    'name, phase', [('cmhsa3_conv_cifar100', 'conv'), ('cmhsa5_conv_cifar100', 'conv'), ('cmhsa_attn_cifar100', 'attn')]
+)
 def test_one_phase_as_long_as_two(name, phase):
     config = ModelHub.get(name).config
     assert config.train_cfg.max_epochs == 400 and config.model.backbone.phase == phase
     assert len(list(rates(config, 1))) == 400 and 'custom_hooks' not in config
 
 
-@pytest.mark.parametrize('name', ['cmhsa3_cifar100', 'cmhsa_attn_cifar100', 'deit_small_cifar100',
-                                  'deit_base_cifar100'])
+@pytest.mark.parametrize(
+    'name', ['cmhsa3_cifar100', 'cmhsa_attn_cifar100', 'deit_small_cifar100', 'deit_base_cifar100']
+)
 def test_augmentation_of_deit(name):
     """As mmpretrain's own DeiT configs have it."""
     from mmengine.hub import get_config
+
     ours, deit = ModelHub.get(name).config, get_config('mmpretrain::deit/deit-base_16xb64_in1k.py')
     assert ours.model.train_cfg == deit.model.train_cfg and ours.model.head.loss == deit.model.head.loss
     pipeline, expected = ours.train_dataloader.dataset.pipeline, deit.train_dataloader.dataset.pipeline[1:]

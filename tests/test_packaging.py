@@ -1,4 +1,5 @@
 """The package as a wheel and as an editable install, with and without mmpretrain."""
+
 import os
 import subprocess
 import sys
@@ -75,14 +76,30 @@ def environment(tmp_path):
 
 
 def install(environment, *what):
-    run(sys.executable, '-m', 'pip', '--python', environment / 'bin/python', 'install', '--no-deps',
-        '--no-build-isolation', '--force-reinstall', *what)
+    run(
+        sys.executable,
+        '-m',
+        'pip',
+        '--python',
+        environment / 'bin/python',
+        'install',
+        '--no-deps',
+        '--no-build-isolation',
+        '--force-reinstall',
+        *what,
+    )
 
 
 def test_wheel_carries_configs_tools_and_index(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    for name in ('model-index.yml', 'configs/metafile.yml', 'configs/sa_quadratic_cifar10.py',
-                 'configs/_base_/models/sa_quadratic_cifar.py', 'tools/train.py', 'tools/dist_train.sh'):
+    for name in (
+        'model-index.yml',
+        'configs/metafile.yml',
+        'configs/sa_quadratic_cifar10.py',
+        'configs/_base_/models/sa_quadratic_cifar.py',
+        'tools/train.py',
+        'tools/dist_train.sh',
+    ):
         assert f'attncnn_plugin/.mim/{name}' in names
     assert not [name for name in names if name.startswith(('tests', 'configs', 'tools'))]
 
@@ -110,12 +127,18 @@ def python_without(modules, code, **kwargs):
         find_spec = importlib.util.find_spec
         importlib.util.find_spec = lambda name, *args: None if name in {set(modules)!r} else find_spec(name, *args)
     """)
-    return subprocess.run([sys.executable, '-c', 'import importlib.util\n' + hide + textwrap.dedent(code)],
-                          capture_output=True, text=True, **kwargs)
+    return subprocess.run(
+        [sys.executable, '-c', 'import importlib.util\n' + hide + textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        **kwargs,
+    )
 
 
 def test_timm_users_need_no_mmpretrain():
-    result = python_without(['mmpretrain', 'mmengine', 'mmcv'], """
+    result = python_without(
+        ['mmpretrain', 'mmengine', 'mmcv'],
+        """
         import warnings
         warnings.simplefilter('error')
         import timm, attncnn_plugin
@@ -125,7 +148,8 @@ def test_timm_users_need_no_mmpretrain():
             from attncnn_plugin.models.backbones import SAQuadratic
         except ImportError as error:
             print(error)
-    """)
+    """,
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith('mmpretrain is not installed: pip install mmpretrain')
     assert result.stdout.count('\n') == 1
@@ -133,21 +157,33 @@ def test_timm_users_need_no_mmpretrain():
 
 def test_tools_without_mmpretrain(repository):
     tool = repository / 'tools/train.py'
-    result = python_without(['mmpretrain'], f"""
+    result = python_without(
+        ['mmpretrain'],
+        f"""
         import runpy
         runpy.run_path({str(tool)!r}, run_name='__main__')
-    """)
+    """,
+    )
     assert result.returncode == 1
     assert result.stderr.strip().startswith('mmpretrain is not installed: pip install') and '\n' not in (
-        result.stderr.strip())
+        result.stderr.strip()
+    )
 
 
-@pytest.mark.parametrize('sabotage, reason', [
-    ("import mmcv; mmcv.__version__ = '99.0.0'", 'MMCV==99.0.0 is used but incompatible'),
-    ("import sys; sys.modules['mmpretrain.models.heads'] = None", 'mmpretrain.models.heads'),
-])
+@pytest.mark.parametrize(
+    'sabotage, reason',
+    [
+        ("import mmcv; mmcv.__version__ = '99.0.0'", 'MMCV==99.0.0 is used but incompatible'),
+        ("import sys; sys.modules['mmpretrain.models.heads'] = None", 'mmpretrain.models.heads'),
+    ],
+)
 def test_versions_that_mmpretrain_refuses(sabotage, reason):
-    result = subprocess.run([sys.executable, '-c', sabotage + textwrap.dedent("""
+    result = subprocess.run(
+        [
+            sys.executable,
+            '-c',
+            sabotage
+            + textwrap.dedent("""
         import warnings
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter('always')
@@ -155,7 +191,11 @@ def test_versions_that_mmpretrain_refuses(sabotage, reason):
         print([str(w.message) for w in caught if 'mmpretrain' in str(w.message)])
         import timm
         timm.create_model('sa_quadratic_cifar', embed_dim=8, depth=1, num_heads=2, mlp_dim=8)
-    """)], capture_output=True, text=True)
+    """),
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert result.returncode == 0, result.stderr
     (sentence,) = eval(result.stdout)
     assert reason in sentence and 'mmcv-lite>=2.0,<2.4' in sentence
@@ -163,7 +203,9 @@ def test_versions_that_mmpretrain_refuses(sabotage, reason):
 
 
 def test_setuptools_without_pkg_resources():
-    result = python_without(['pkg_resources'], """
+    result = python_without(
+        ['pkg_resources'],
+        """
         import warnings
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter('always')
@@ -171,7 +213,8 @@ def test_setuptools_without_pkg_resources():
         print([str(w.message) for w in caught if 'mmengine' in str(w.message)])
         from mmpretrain.registry import MODELS
         assert 'SAQuadratic' in MODELS  # what does not need it goes on
-    """)
+    """,
+    )
     assert result.returncode == 0, result.stderr
     (sentence,) = eval(result.stdout)
     assert 'pip install "setuptools<82"' in sentence and '\n' not in sentence

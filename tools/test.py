@@ -1,5 +1,6 @@
 #!/usr/bin/env python
 """mmpretrain's own tools/test.py with the plugin imported: its options are listed by --help."""
+
 import attncnn_plugin  # noqa: F401
 from attncnn_plugin.utils.frameworks import run_mmpretrain_tool
 

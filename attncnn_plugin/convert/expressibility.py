@@ -1,4 +1,5 @@
 """Which shifts the heads of a layer can express (C20, Lemma 3)."""
+
 from dataclasses import dataclass
 from typing import List, Sequence, Tuple, Union
 
@@ -10,7 +11,7 @@ from ..layers.image_attention import ImageAttention
 from ..layers.window import Window, per_axis
 from .to_conv import check_position_only, interior_queries, position_probs, targets
 
-CHUNK_ELEMENTS = 2 ** 21  # entries of the attention maps and shifts that are held at once, 16 MiB of float64
+CHUNK_ELEMENTS = 2**21  # entries of the attention maps and shifts that are held at once, 16 MiB of float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +54,12 @@ class Expressibility:
 
 @torch.no_grad()
 def expressible_shifts(
-        layer: nn.Module,
-        kernel_size: Union[int, Sequence[int]],
-        height: int,
-        width: int,
-        queries: str = 'all',
-        tolerance: float = 1e-6,
+    layer: nn.Module,
+    kernel_size: Union[int, Sequence[int]],
+    height: int,
+    width: int,
+    queries: str = 'all',
+    tolerance: float = 1e-6,
 ) -> Expressibility:
     """Finds the shifts of a kernel that a layer can express, whatever its value matrix (C20, Lemma 3 and appendix D).
 
@@ -119,7 +120,8 @@ def expressible_shifts(
         rank.append(some_rank.min())
     joint_residual, joint_rank = _outside_span(triangle[:, num_heads:], triangle[:, :num_heads], tolerance)
     return Expressibility(
-        window.shifts(), joint_residual, torch.stack(residual).amax(0), int(joint_rank), int(min(rank)), tolerance)
+        window.shifts(), joint_residual, torch.stack(residual).amax(0), int(joint_rank), int(min(rank)), tolerance
+    )
 
 
 def _check_queries(layer: nn.Module, size: Tuple[int, int]) -> None:
@@ -131,7 +133,8 @@ def _check_queries(layer: nn.Module, size: Tuple[int, int]) -> None:
     if any(not torch.equal(window.queries(axis, n), torch.arange(n)) for axis, n in enumerate(size)):
         raise ValueError(
             f'the queries of layer, window={window}, are not the pixels of a grid of {size[0]}x{size[1]}, one each: '
-            "convert a convolution with stride 1 and padding='same'")
+            "convert a convolution with stride 1 and padding='same'"
+        )
 
 
 def _choose(window: Window, size: Tuple[int, int], queries: str) -> Tensor:
@@ -145,14 +148,15 @@ def _choose(window: Window, size: Tuple[int, int], queries: str) -> Tensor:
     if any(n < m for n, m in zip(size, least)):
         raise ValueError(
             f'a grid of {size[0]}x{size[1]} tokens is too small for kernel_size={window.kernel_size} and '
-            f'queries={queries!r}: at least {least[0]}x{least[1]}')
+            f'queries={queries!r}: at least {least[0]}x{least[1]}'
+        )
     return chosen
 
 
 def _unit_vectors(target: Tensor, pixels: int) -> Tensor:
     """Unit vectors of the target pixels ``(K, Q)``, ``(Q, pixels, K)``; 0 where the target is −1."""
     vectors = torch.zeros(target.shape[1], pixels + 1, len(target), dtype=torch.float64)
-    return vectors.scatter_(1, target.T[:, None] + 1, 1.)[:, 1:]
+    return vectors.scatter_(1, target.T[:, None] + 1, 1.0)[:, 1:]
 
 
 def _outside_span(vectors: Tensor, maps: Tensor, tolerance: float) -> Tuple[Tensor, Tensor]:
@@ -166,4 +170,3 @@ def _outside_span(vectors: Tensor, maps: Tensor, tolerance: float) -> Tuple[Tens
     basis = left * kept[..., None, :]
     vectors = F.normalize(vectors, dim=-2)
     return (vectors - basis @ (basis.mT @ vectors)).norm(dim=-2), kept.sum(-1)
-

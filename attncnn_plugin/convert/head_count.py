@@ -1,4 +1,5 @@
 """How many heads a convolution takes (L21, Theorems 1, 5 and 6)."""
+
 import math
 from typing import Sequence, Union
 

@@ -1,4 +1,5 @@
 """A convolution on the image as attention over patches (L21, Theorem 1)."""
+
 import itertools
 from dataclasses import dataclass
 from typing import List, Tuple, Union
@@ -6,13 +7,14 @@ from typing import List, Tuple, Union
 import torch
 from torch import Tensor, nn
 
-from ..layers.merged_attention import MergedPatchAttention
-from ..layers.patch_attention import PatchAttention, WindowBias
+from ..layers.merged_patch_attention import MergedPatchAttention
+from ..layers.patch_attention import PatchAttention
 from ..layers.patches import image_to_patches, patches_to_image
+from ..layers.position_bias import WindowBias
 from ..layers.window import Window, per_axis
 from .pixels import kernel_matrix
 
-ATTN_BIAS = 40.  # M: e^−40 is nothing beside 1 in float64 and float32 alike
+ATTN_BIAS = 40.0  # M: e^−40 is nothing beside 1 in float64 and float32 alike
 
 
 class PatchConvolutionAttention(nn.Module):
@@ -24,10 +26,10 @@ class PatchConvolutionAttention(nn.Module):
     """
 
     def __init__(
-            self,
-            attention: PatchAttention,
-            patch_size: Tuple[int, int],
-            out_patch_size: Tuple[int, int],
+        self,
+        attention: PatchAttention,
+        patch_size: Tuple[int, int],
+        out_patch_size: Tuple[int, int],
     ) -> None:
         super().__init__()
         self.attention = attention
@@ -43,7 +45,8 @@ class PatchConvolutionAttention(nn.Module):
         channels = self.attention.dim // (self.patch_size[0] * self.patch_size[1])
         if x.ndim not in (3, 4) or x.shape[-3] != channels:
             raise ValueError(
-                f'the input has shape {tuple(x.shape)}, but (B, {channels}, H, W) or ({channels}, H, W) is expected')
+                f'the input has shape {tuple(x.shape)}, but (B, {channels}, H, W) or ({channels}, H, W) is expected'
+            )
         if x.ndim == 3:
             return self.forward(x[None])[0]
         return patches_to_image(self.attention(image_to_patches(x, self.patch_size)), self.out_patch_size)
@@ -71,12 +74,14 @@ class PatchWindow:
         """
         if not isinstance(conv, nn.Conv2d):
             raise TypeError(
-                f'conv is a {type(conv).__name__}, but only nn.Conv2d can become attention over patches of an image')
+                f'conv is a {type(conv).__name__}, but only nn.Conv2d can become attention over patches of an image'
+            )
         window = Window.of(conv)
         if window.padding_mode != 'zeros' and any(n for pair in window.padding for n in pair):
             raise ValueError(
                 f"padding_mode={window.padding_mode!r} of conv: at the image's border attention over patches can only "
-                "stand for padding_mode='zeros' (the null key); pad the image yourself and use padding=0")
+                "stand for padding_mode='zeros' (the null key); pad the image yourself and use padding=0"
+            )
         first, size = [], []
         for axis, patch in enumerate(patch_size):
             kernel, stride, dilation = window.kernel_size[axis], window.stride[axis], window.dilation[axis]
@@ -85,13 +90,15 @@ class PatchWindow:
             if patch % stride:
                 raise ValueError(
                     f'stride={stride} of conv does not divide patch_size={patch}: then an output patch is not a whole '
-                    f'number of pixels; choose a patch size that is a multiple of {stride}')
+                    f'number of pixels; choose a patch size that is a multiple of {stride}'
+                )
             # n pixels to n/stride: 0 <= before + after − extent + stride < stride
             if not extent - stride <= before + after < extent or before > extent - 1:
                 raise ValueError(
                     f'padding of {before} and {after} pixels around a window of {extent} with stride {stride} does '
                     'not give one output patch for each patch: choose the padding so that n pixels become '
-                    f'n/{stride} ({(extent - 1) // 2} on both sides of an odd window)')
+                    f'n/{stride} ({(extent - 1) // 2} on both sides of an odd window)'
+                )
             # Pixel offsets of a patch's outputs, from its first pixel: −before … patch − stride − before + extent − 1
             first.append(-before // patch)
             size.append((patch - stride - before + extent - 1) // patch - first[-1] + 1)
@@ -134,17 +141,18 @@ def conv_to_patch_mhsa(conv: nn.Conv2d, patch_size: Union[int, Tuple[int, int]])
         WindowBias(len(window.shifts), window.first, window.size, **dd),
         out_dim=conv.out_channels * out_pixels,
         bias=conv.bias is not None,
-        **dd)
+        **dd,
+    )
     attend_like_convolution(attention, conv, patch_size)
     return PatchConvolutionAttention(attention, patch_size, out_patch_size).train(conv.training)
 
 
 @torch.no_grad()
 def attend_like_convolution(
-        attention: Union[PatchAttention, MergedPatchAttention],
-        conv: nn.Conv2d,
-        patch_size: Tuple[int, int],
-        attn_bias: float = ATTN_BIAS,
+    attention: Union[PatchAttention, MergedPatchAttention],
+    conv: nn.Conv2d,
+    patch_size: Tuple[int, int],
+    attn_bias: float = ATTN_BIAS,
 ) -> None:
     """Sets the parameters of an attention over patches to those of L21's Theorem 1.
 
@@ -166,7 +174,8 @@ def attend_like_convolution(
     if attention.num_heads < len(shifts):
         raise ValueError(
             f'num_heads={attention.num_heads} is too few for a kernel of {conv.kernel_size} on patches of '
-            f'{patch_size}: it needs {len(shifts)} (L21, Theorems 1 and 6)')
+            f'{patch_size}: it needs {len(shifts)} (L21, Theorems 1 and 6)'
+        )
     first, table = attention.position.first, attention.position.table
     if isinstance(attention, MergedPatchAttention):
         query, out = attention.query_key, attention.value_out

@@ -1,4 +1,5 @@
 """A convolution as attention over pixels (C20, Theorem 1)."""
+
 import math
 from numbers import Integral
 from typing import Optional
@@ -8,10 +9,10 @@ from torch import Tensor, nn
 
 from ..layers.image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
 from ..layers.window import Window
-from .low_rank import HeadReport, best_probs, best_weight, log_scores, relative_error, truncation_errors
+from .fewer_heads import HeadReport, best_probs, best_weight, log_scores, relative_error, truncation_errors
 
 # α = 800: e^−800 is 0 in float64 and float32 alike, so that a head sees one pixel and nothing of its neighbours.
-HARD_SQRT_PRECISION = 40.
+HARD_SQRT_PRECISION = 40.0
 
 
 @torch.no_grad()
@@ -21,8 +22,7 @@ def conv_to_mhsa(conv: nn.Module, num_heads: Optional[int] = None) -> ImageAtten
     With one head for each kernel position the attention is the convolution, exactly (C20, Theorem 1): head h is a
     hard quadratic head with its centre at the h-th shift, and its slice of the value matrix is the kernel's h-th slice.
     With fewer heads each one has a distribution over the shifts, and the attention is the nearest convolution that was
-    found, see :func:`~attncnn_plugin.convert.low_rank.best_probs`. The image is padded first, as the convolution does
-    it.
+    found, see :func:`~attncnn_plugin.convert.fewer_heads.best_probs`. The image is padded first, as by the convolution.
 
     Args:
         conv (nn.Module): ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d`` with any options. Its device, dtype and mode are
@@ -30,8 +30,8 @@ def conv_to_mhsa(conv: nn.Module, num_heads: Optional[int] = None) -> ImageAtten
         num_heads (int, optional): Number of heads. Defaults to one for each kernel position.
 
     Returns:
-        ImageAttention: The attention. Its ``report``, a :class:`~attncnn_plugin.convert.low_rank.HeadReport`, says how
-        near it comes to the convolution.
+        ImageAttention: The attention. Its ``report``, a :class:`~attncnn_plugin.convert.fewer_heads.HeadReport`, says
+        how near it comes to the convolution.
 
     Raises:
         TypeError: ``conv`` is not one of the three, has no weights yet, or not real ones; ``num_heads`` is no integer.
@@ -45,7 +45,8 @@ def conv_to_mhsa(conv: nn.Module, num_heads: Optional[int] = None) -> ImageAtten
         raise TypeError(f'num_heads is {num_heads!r}, but an integer from 1 to {positions} or None is expected')
     if not 1 <= num_heads <= positions:
         raise ValueError(
-            f'num_heads is {num_heads}, but a kernel with {positions} positions can have from 1 to {positions} heads')
+            f'num_heads is {num_heads}, but a kernel with {positions} positions can have from 1 to {positions} heads'
+        )
     attention = hard_attention(conv, window) if num_heads == positions else soft_attention(conv, window, int(num_heads))
     if conv.bias is not None:
         attention.value.bias.copy_(conv.bias)
@@ -61,7 +62,7 @@ def hard_attention(conv: nn.Module, window: Window) -> QuadraticImageAttention:
     attention.encoding.sqrt_precision.fill_(HARD_SQRT_PRECISION)
     attention.value.weight.copy_(kernel_matrix(conv).transpose(0, 1).flatten(1))  # W^(h): the kernel's slice at f(h)
     errors = truncation_errors(flat_kernel(conv))
-    attention.report = HeadReport(num_heads, 0., 0., errors[num_heads - 1].item())
+    attention.report = HeadReport(num_heads, 0.0, 0.0, errors[num_heads - 1].item())
     return attention
 
 
@@ -77,7 +78,8 @@ def soft_attention(conv: nn.Module, window: Window, num_heads: int) -> WindowIma
     attention.value.weight.copy_(block_diagonal(slices, conv.groups).transpose(0, 1).flatten(1))
     errors = truncation_errors(matrix)
     attention.report = HeadReport(
-        num_heads, relative_error(matrix, probs, weight), errors[num_heads].item(), errors[num_heads - 1].item())
+        num_heads, relative_error(matrix, probs, weight), errors[num_heads].item(), errors[num_heads - 1].item()
+    )
     return attention
 
 

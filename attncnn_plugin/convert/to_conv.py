@@ -1,4 +1,5 @@
 """Position-only attention as a convolution: the converse of C20, Theorem 1."""
+
 import copy
 import math
 from dataclasses import dataclass
@@ -42,10 +43,10 @@ class ConvFit:
 
 @torch.no_grad()
 def mhsa_to_conv(
-        layer: nn.Module,
-        kernel_size: Union[int, Sequence[int]],
-        size: Union[int, Sequence[int], None] = None,
-        padding_mode: Optional[str] = None,
+    layer: nn.Module,
+    kernel_size: Union[int, Sequence[int]],
+    size: Union[int, Sequence[int], None] = None,
+    padding_mode: Optional[str] = None,
 ) -> Tuple[nn.Module, ConvFit]:
     """Turns attention that depends on positions alone into the convolution that is nearest to it.
 
@@ -98,8 +99,13 @@ def mhsa_to_conv(
     bound = torch.linalg.matrix_norm(value, ord=2) @ torch.stack(row_error)  # Σ_h ‖V_h‖₂ ‖E_h[q, :]‖₁
     interior = bound[interior_queries(window, size)]
     return conv.train(layer.training), ConvFit(
-        size, window.shifts(), coefficients, residual, bound.max().item(),
-        interior.max().item() if len(interior) else None)
+        size,
+        window.shifts(),
+        coefficients,
+        residual,
+        bound.max().item(),
+        interior.max().item() if len(interior) else None,
+    )
 
 
 def targets(window: Window, size: Tuple[int, ...]) -> Tensor:
@@ -116,9 +122,10 @@ def targets(window: Window, size: Tuple[int, ...]) -> Tensor:
         if n < least:
             raise ValueError(
                 f'size={size} is too small for padding_mode={window.padding_mode!r} with {max(padding)} pixels of '
-                f'padding: axis {axis} needs {least} pixels at least')
+                f'padding: axis {axis} needs {least} pixels at least'
+            )
     queries = [window.queries(axis, n) for axis, n in enumerate(size)]
-    pixel = torch.arange(1., 1 + math.prod(size), dtype=torch.float64)  # from 1: 0 is padding
+    pixel = torch.arange(1.0, 1 + math.prod(size), dtype=torch.float64)  # from 1: 0 is padding
     padded = window.pad(pixel.reshape(1, 1, *size))[0, 0].long() - 1
     query = torch.cartesian_prod(*queries).reshape(-1, window.ndim)
     before = torch.tensor([before for before, _ in window.padding])
@@ -142,11 +149,13 @@ def check_position_only(layer: nn.Module) -> None:
     if not hasattr(layer, 'attention_probs') or not isinstance(getattr(layer, 'value', None), nn.Linear):
         raise TypeError(
             f'layer is a {type(layer).__name__}, but only attention over a grid of pixels is compared with a '
-            'convolution, with attention_probs(height, width) and a linear layer value')
+            'convolution, with attention_probs(height, width) and a linear layer value'
+        )
     if not getattr(layer, 'position_only', True):
         raise ValueError(
             f'the scores of layer, terms={layer.terms}, depend on the input, and no convolution does: only attention '
-            "by positions alone can be compared with one, terms=('vr',)")
+            "by positions alone can be compared with one, terms=('vr',)"
+        )
 
 
 def position_probs(layer: nn.Module, size: Tuple[int, ...]) -> Tensor:
@@ -157,9 +166,15 @@ def position_probs(layer: nn.Module, size: Tuple[int, ...]) -> Tensor:
 def _conv_of_grid(layer: nn.Module, kernel_size, padding_mode: Optional[str]) -> nn.Conv2d:
     weight = layer.value.weight
     return nn.Conv2d(
-        weight.shape[1] // layer.num_heads, weight.shape[0], per_axis('kernel_size', kernel_size, 2), padding='same',
-        padding_mode='replicate' if padding_mode is None else padding_mode, bias=layer.value.bias is not None,
-        device=weight.device, dtype=weight.dtype)
+        weight.shape[1] // layer.num_heads,
+        weight.shape[0],
+        per_axis('kernel_size', kernel_size, 2),
+        padding='same',
+        padding_mode='replicate' if padding_mode is None else padding_mode,
+        bias=layer.value.bias is not None,
+        device=weight.device,
+        dtype=weight.dtype,
+    )
 
 
 def _conv_of_image(layer: ImageAttention, kernel_size, padding_mode: Optional[str]) -> nn.Module:
@@ -172,13 +187,22 @@ def _conv_of_image(layer: ImageAttention, kernel_size, padding_mode: Optional[st
     padding = tuple(before for before, after in window.padding if before == after)
     padding = padding if len(padding) == window.ndim else 'same'
     conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[window.ndim - 1](
-        layer.in_channels, weight.shape[0], window.kernel_size, window.stride if padding != 'same' else 1, padding,
-        window.dilation, padding_mode=window.padding_mode, bias=layer.value.bias is not None, device=weight.device,
-        dtype=weight.dtype)
+        layer.in_channels,
+        weight.shape[0],
+        window.kernel_size,
+        window.stride if padding != 'same' else 1,
+        padding,
+        window.dilation,
+        padding_mode=window.padding_mode,
+        bias=layer.value.bias is not None,
+        device=weight.device,
+        dtype=weight.dtype,
+    )
     if Window.of(conv) != window:
         raise ValueError(
             f'the window of layer is padded by {window.padding} with stride {window.stride}, which no convolution has: '
-            "it pads both sides alike, or with stride 1 as padding='same'")
+            "it pads both sides alike, or with stride 1 as padding='same'"
+        )
     return conv
 
 

@@ -1,4 +1,5 @@
 """Datasets in mmpretrain's registry."""
+
 from ..utils.frameworks import require_mmpretrain
 
 require_mmpretrain()

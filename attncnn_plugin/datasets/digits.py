@@ -1,4 +1,5 @@
 """scikit-learn's handwritten digits as an mmpretrain dataset."""
+
 from typing import List, Optional
 
 import numpy as np

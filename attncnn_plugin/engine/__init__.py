@@ -1,1 +1,1 @@
-"""What runs beside mmengine's training loop."""
+"""Hooks of mmengine's runner."""

@@ -1,16 +1,32 @@
 """Attention layers in plain PyTorch. On grids ``(B, H, W, D)`` they give ``(B, H, W, D_out)``."""
-from .attention import GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
+
 from .content_attention import ContentAttention
-from .encodings import (AbsoluteEncoding, GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding,
-                        RelativeTables, WindowEncoding)
+from .encodings import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding, WindowEncoding
+from .grid_attention import GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from .image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
-from .merged_attention import MergedPatchAttention
-from .patch_attention import GridBias, PatchAttention, WindowBias
+from .merged_patch_attention import MergedPatchAttention
+from .patch_attention import PatchAttention
+from .position_bias import GridBias, WindowBias
+from .position_tables import AbsoluteEncoding, RelativeTables
 from .window import Window
 
 __all__ = [
-    'AbsoluteEncoding', 'ContentAttention', 'GeneralizedQuadraticAttention', 'GeneralizedQuadraticEncoding',
-    'GridBias', 'ImageAttention', 'LearnedAttention', 'LearnedEncoding', 'MergedPatchAttention', 'PatchAttention',
-    'QuadraticAttention', 'QuadraticEncoding', 'QuadraticImageAttention', 'RelativeTables', 'Window', 'WindowBias',
-    'WindowEncoding', 'WindowImageAttention'
+    'AbsoluteEncoding',
+    'ContentAttention',
+    'GeneralizedQuadraticAttention',
+    'GeneralizedQuadraticEncoding',
+    'GridBias',
+    'ImageAttention',
+    'LearnedAttention',
+    'LearnedEncoding',
+    'MergedPatchAttention',
+    'PatchAttention',
+    'QuadraticAttention',
+    'QuadraticEncoding',
+    'QuadraticImageAttention',
+    'RelativeTables',
+    'Window',
+    'WindowBias',
+    'WindowEncoding',
+    'WindowImageAttention',
 ]

@@ -1,15 +1,17 @@
 """Self-attention whose scores depend on content and on position (C20, eq. 3 and 8)."""
-import contextlib
+
 from typing import Dict, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import SeparableAttention
-from .encodings import AbsoluteEncoding, RelativeTables, at_least_float32, at_shifts
+from .grid_attention import SeparableAttention
 from .linear import is_plain_linear
+from .position_tables import AbsoluteEncoding, RelativeTables
+from .precision import at_least_float32, full_precision
 from .separable import is_exporting
+from .shifts import at_shifts
 
 TERMS = ('qk', 'qr', 'uk', 'vr')
 
@@ -51,15 +53,15 @@ class ContentAttention(SeparableAttention):
     """
 
     def __init__(
-            self,
-            dim: int,
-            num_heads: int,
-            max_size: Tuple[int, int] = (16, 16),
-            terms: Optional[Sequence[str]] = None,
-            position: str = 'relative_learned',
-            device=None,
-            dtype=None,
-            **kwargs,
+        self,
+        dim: int,
+        num_heads: int,
+        max_size: Tuple[int, int] = (16, 16),
+        terms: Optional[Sequence[str]] = None,
+        position: str = 'relative_learned',
+        device=None,
+        dtype=None,
+        **kwargs,
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         super().__init__(dim, num_heads, **dd, **kwargs)
@@ -67,12 +69,14 @@ class ContentAttention(SeparableAttention):
         if span not in ('relative', 'absolute') or kind not in ('learned', 'sinusoidal'):
             raise ValueError(
                 f"position={position!r} is unknown: choose 'relative_learned', 'relative_sinusoidal', "
-                "'absolute_learned' or 'absolute_sinusoidal'")
+                "'absolute_learned' or 'absolute_sinusoidal'"
+            )
         self.terms = _check_terms(terms, span)
         if self.attn_impl == 'separable' and not self.position_only:
             raise ValueError(
                 f"attn_impl='separable' is exact for terms=('vr',) alone, not for terms={self.terms}, whose scores "
-                "depend on content: use 'auto' or 'dense'")
+                "depend on content: use 'auto' or 'dense'"
+            )
         self.position = position
 
         has = {term: term in self.terms for term in TERMS}
@@ -88,7 +92,7 @@ class ContentAttention(SeparableAttention):
         if self.key_bias is not None:
             nn.init.normal_(self.key_bias, std=0.02)
         if self.position_bias is not None:
-            nn.init.kaiming_uniform_(self.position_bias, a=5 ** 0.5)
+            nn.init.kaiming_uniform_(self.position_bias, a=5**0.5)
 
     @property
     def position_only(self) -> bool:
@@ -120,7 +124,7 @@ class ContentAttention(SeparableAttention):
             query, key = self._query_key(x)
         tokens = at_least_float32(x).reshape(batch, 1, height * width, dim)
         with full_precision(x.device.type):
-            heads = attend(query, key, tokens, self.attn_drop.p if self.training else 0.)
+            heads = attend(query, key, tokens, self.attn_drop.p if self.training else 0.0)
         if query.shape[1] == self.num_heads:
             heads = heads.transpose(1, 2)
         return self._map(heads.to(x.dtype).reshape(batch, height, width, self.num_heads * dim), value)
@@ -150,13 +154,14 @@ class ContentAttention(SeparableAttention):
         positioned = x if self.absolute is None else self.absolute(x)
         query, key = (
             None if linear is None else at_least_float32(linear(positioned)).unflatten(-1, (self.num_heads, self.dim))
-            for linear in (self.query, self.key))  # (B, H, W, N_h, D)
+            for linear in (self.query, self.key)
+        )  # (B, H, W, N_h, D)
         queries, keys = [], []
         with full_precision(x.device.type):
             if 'qk' in self.terms:
-                queries.append(query / self.dim ** 0.5)
+                queries.append(query / self.dim**0.5)
             if 'uk' in self.terms:
-                bias = at_least_float32(self.key_bias) / self.dim ** 0.5
+                bias = at_least_float32(self.key_bias) / self.dim**0.5
                 queries = [sum(queries) + bias.expand_as(key)]  # (q + u)·k
             if queries:
                 keys.append(key.permute(0, 3, 1, 2, 4).flatten(2, 3))
@@ -164,7 +169,7 @@ class ContentAttention(SeparableAttention):
                 row = column = None
                 if 'qr' in self.terms:
                     # q·r_δ = q·R[δ1] + q·C[δ2], an axis at a time.
-                    row, column = (table.T / self.dim ** 0.5 for table in self.tables(height, width, like=query))
+                    row, column = (table.T / self.dim**0.5 for table in self.tables(height, width, like=query))
                     row = torch.einsum('bijhd,dik->bijhk', query, at_shifts(row, height))
                     column = torch.einsum('bijhd,djk->bijhk', query, at_shifts(column, width))
                 queries += self._with_position_bias(row, column, batch, height, width)
@@ -206,8 +211,9 @@ class ContentAttention(SeparableAttention):
         """
         query, key = (
             at_least_float32(linear.weight).unflatten(0, (self.num_heads, self.dim))
-            for linear in (self.query, self.key))
-        scale = self.dim ** -0.5
+            for linear in (self.query, self.key)
+        )
+        scale = self.dim**-0.5
         bias = row = column = None
         with full_precision(query.device.type):
             weight = torch.matmul(key.mT, query) * scale
@@ -215,17 +221,18 @@ class ContentAttention(SeparableAttention):
                 bias = torch.matmul(at_least_float32(self.key_bias)[:, None], key).flatten() * scale
             if 'qr' in self.terms:
                 row, column = (
-                    torch.matmul(query.mT, table.T) * scale for table in self.tables(height, width, like=query))
+                    torch.matmul(query.mT, table.T) * scale for table in self.tables(height, width, like=query)
+                )
         weight = weight.flatten(0, 1).to(self.query.weight.dtype)
         return weight, None if bias is None else bias.to(weight.dtype), row, column
 
     def _with_position_bias(
-            self,
-            row: Optional[Tensor],
-            column: Optional[Tensor],
-            batch: int,
-            height: int,
-            width: int,
+        self,
+        row: Optional[Tensor],
+        column: Optional[Tensor],
+        batch: int,
+        height: int,
+        width: int,
     ) -> List[Tensor]:
         """Adds vᵀr_δ, where it is one of the terms, to q·r_δ, where that is, ``(B, H, W, N_h, H)`` and ``(…, W)``."""
         if 'vr' not in self.terms:
@@ -254,7 +261,8 @@ class ContentAttention(SeparableAttention):
         """
         if not self.position_only:
             raise ValueError(
-                f'the probabilities of terms={self.terms} depend on the input x: use attention_scores(x).softmax(-1)')
+                f'the probabilities of terms={self.terms} depend on the input x: use attention_scores(x).softmax(-1)'
+            )
         return super().attention_probs(height, width)
 
 
@@ -281,22 +289,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
     key, value = key.expand(batch, heads, -1, -1), F.pad(value, (0, max(spare, 0))).expand(batch, heads, -1, -1)
     if spare < 0:
         query, key = F.pad(query, (0, -spare)), F.pad(key, (0, -spare))
-    return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=1.)[..., :dim]
+    return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=1.0)[..., :dim]
 
 
 def one_hot_pixels(height: int, width: int, like: Tensor) -> Tensor:
     """[e_k1; e_k2] of every pixel, ``(1, height*width, height + width)``."""
     row, column = (torch.eye(size, device=like.device, dtype=like.dtype) for size in (height, width))
-    pixels = torch.cat(
-        [row[:, None].expand(-1, width, -1), column[None].expand(height, -1, -1)], dim=-1)
+    pixels = torch.cat([row[:, None].expand(-1, width, -1), column[None].expand(height, -1, -1)], dim=-1)
     return pixels.reshape(1, height * width, -1)
-
-
-def full_precision(device_type: str):
-    """A context without autocast."""
-    if not torch.amp.is_autocast_available(device_type):  # the meta device, for one
-        return contextlib.nullcontext()
-    return torch.autocast(device_type, enabled=False)
 
 
 def _check_terms(terms: Optional[Sequence[str]], span: str) -> Tuple[str, ...]:
@@ -307,5 +307,6 @@ def _check_terms(terms: Optional[Sequence[str]], span: str) -> Tuple[str, ...]:
     unknown = [term for term in terms if term not in possible]
     if isinstance(terms, str) or unknown or not terms or len(set(terms)) < len(terms):
         raise ValueError(
-            f'terms={terms!r} must be one or more of {possible}, each once, for a position encoding that is {span}')
+            f'terms={terms!r} must be one or more of {possible}, each once, for a position encoding that is {span}'
+        )
     return tuple(term for term in TERMS if term in terms)

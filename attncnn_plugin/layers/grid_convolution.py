@@ -1,4 +1,5 @@
 """A convolution over a grid of tokens."""
+
 from torch import Tensor, nn
 
 

@@ -1,4 +1,5 @@
 """Position-only attention in the place of a convolution: images in, images out (C20, Theorem 1)."""
+
 import math
 from typing import Tuple
 
@@ -28,14 +29,14 @@ class ImageAttention(nn.Module):
     """
 
     def __init__(
-            self,
-            in_channels: int,
-            out_channels: int,
-            num_heads: int,
-            window: Window,
-            bias: bool = True,
-            device=None,
-            dtype=None,
+        self,
+        in_channels: int,
+        out_channels: int,
+        num_heads: int,
+        window: Window,
+        bias: bool = True,
+        device=None,
+        dtype=None,
     ) -> None:
         super().__init__()
         self.in_channels = in_channels
@@ -56,7 +57,8 @@ class ImageAttention(nn.Module):
         if x.ndim not in (ndim + 1, ndim + 2) or x.shape[-ndim - 1] != self.in_channels:
             raise ValueError(
                 f'the input has shape {tuple(x.shape)}, but {self.in_channels} channels and {ndim} axes of pixels are '
-                'expected, with or without a batch')
+                'expected, with or without a batch'
+            )
         if x.ndim == ndim + 1:
             return self.forward(x[None])[0]
         heads = self._attend(x)  # (B, N_h, C, *out)
@@ -153,5 +155,6 @@ class WindowImageAttention(ImageAttention):
         for axis, n in enumerate(padded):
             index = index * n + key[..., axis]
         probs = weight.new_zeros(self.num_heads, len(query), math.prod(padded))
-        return probs.scatter(2, index.expand(self.num_heads, -1, -1), weight.flatten(1)[:, None].expand(
-            -1, len(query), -1))
+        return probs.scatter(
+            2, index.expand(self.num_heads, -1, -1), weight.flatten(1)[:, None].expand(-1, len(query), -1)
+        )

@@ -1,4 +1,5 @@
 """When a linear layer may be replaced by products with its weight."""
+
 import torch
 from torch import nn
 
@@ -8,15 +9,24 @@ def is_plain_linear(linear: nn.Module) -> bool:
 
     Not so for an adapter in its place (LoRA), a parametrization, or a hook: then it must be called.
     """
-    return type(linear) is nn.Linear and not has_hooks(linear) and all(
-        tensor is None or type(tensor) in (torch.Tensor, nn.Parameter) for tensor in (linear.weight, linear.bias))
+    return (
+        type(linear) is nn.Linear
+        and not has_hooks(linear)
+        and all(
+            tensor is None or type(tensor) in (torch.Tensor, nn.Parameter) for tensor in (linear.weight, linear.bias)
+        )
+    )
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether something happens when a module is called that its class does not say."""
     return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-        or 'forward' in vars(module))
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or 'forward' in vars(module)
+    )
 
 
 def check_plain_linear(name: str, linear: nn.Module) -> None:
@@ -28,4 +38,5 @@ def check_plain_linear(name: str, linear: nn.Module) -> None:
     if not is_plain_linear(linear):
         raise RuntimeError(
             f'{name} is a {type(linear).__name__}, or has hooks: only the weight of a plain nn.Linear can be merged '
-            'with another; merge adapters and remove parametrizations and hooks first')
+            'with another; merge adapters and remove parametrizations and hooks first'
+        )

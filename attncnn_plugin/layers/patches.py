@@ -1,4 +1,5 @@
 """Images as grids of flattened patches, and back."""
+
 from typing import Tuple
 
 import torch
@@ -16,15 +17,16 @@ def image_to_patches(image: Tensor, patch_size: Tuple[int, int]) -> Tensor:
     if height % rows or width % columns:
         raise ValueError(
             f'the image of {height}x{width} pixels cannot be cut into patches of {rows}x{columns}: resize or pad it to '
-            'multiples of the patch size')
+            'multiples of the patch size'
+        )
     patches = image.reshape(batch, channels, height // rows, rows, width // columns, columns)
     return patches.permute(0, 2, 4, 1, 3, 5).flatten(3)
 
 
 def patches_to_image(
-        patches: Tensor,
-        patch_size: Tuple[int, int],
-        memory_format: torch.memory_format = torch.contiguous_format,
+    patches: Tensor,
+    patch_size: Tuple[int, int],
+    memory_format: torch.memory_format = torch.contiguous_format,
 ) -> Tensor:
     """The inverse of :func:`image_to_patches`.
 

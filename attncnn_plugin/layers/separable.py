@@ -6,11 +6,14 @@ computed again for H + W (at 16x16 tokens and D = 400 2% of a training step), wh
 would cost D, or N_h tensors of the size of X. Heads are in the outer loop, so that a head's tensors are still in the
 cache when they are used, and the map of all heads needs no transposed copy.
 """
+
 from typing import Iterable, Iterator, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .precision import matmul_dtype
 
 # New in torch 2.7; before it, nothing tells an export from a compilation.
 is_exporting = getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)
@@ -50,7 +53,7 @@ def map_heads(heads: Iterable[Tensor], weight: Tensor, bias: Optional[Tensor]) -
     """
     output, start = None, 0
     for head in heads:
-        value = weight[:, start:start + head.shape[3]]
+        value = weight[:, start : start + head.shape[3]]
         start += head.shape[3]
         tokens = head.flatten(0, 2)
         if output is None:
@@ -60,22 +63,12 @@ def map_heads(heads: Iterable[Tensor], weight: Tensor, bias: Optional[Tensor]) -
     return output.reshape(*head.shape[:3], weight.shape[0])
 
 
-def matmul_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which matrix products with x are made: its own, or that of autocast."""
-    device = x.device.type
-    if x.dtype == torch.float64:  # which autocast leaves as it is
-        return x.dtype
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # the meta device has none
-        return torch.get_autocast_dtype(device)
-    return x.dtype
-
-
 def attend_separable(
-        x: Tensor,
-        row_probs: Tensor,
-        column_probs: Tensor,
-        weight: Tensor,
-        bias: Optional[Tensor] = None,
+    x: Tensor,
+    row_probs: Tensor,
+    column_probs: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor] = None,
 ) -> Tensor:
     """Σ_h Σ_k1 Σ_k2 P1_h[q1, k1] P2_h[q2, k2] X[k1, k2] V_hᵀ + b.
 
@@ -100,7 +93,6 @@ def attend_separable(
 
 
 class _SeparableAttention(torch.autograd.Function):
-
     generate_vmap_rule = True
 
     @staticmethod
@@ -132,11 +124,13 @@ class _SeparableAttention(torch.autograd.Function):
                 grad_rows.append(_outer_sum(grad_mixed.flatten(2), x.flatten(2)))
             if needs_x:
                 grad_x = grad_x + mix_rows(rows.T, grad_mixed)
-        return (grad_x if needs_x else None,
-                torch.stack(grad_rows) if needs_rows else None,
-                torch.stack(grad_columns) if needs_columns else None,
-                torch.cat(grad_weight, dim=1) if needs_weight else None,
-                grad.sum(0) if needs_bias else None)
+        return (
+            grad_x if needs_x else None,
+            torch.stack(grad_rows) if needs_rows else None,
+            torch.stack(grad_columns) if needs_columns else None,
+            torch.cat(grad_weight, dim=1) if needs_weight else None,
+            grad.sum(0) if needs_bias else None,
+        )
 
 
 def _outer_sum(grad: Tensor, x: Tensor) -> Tensor:

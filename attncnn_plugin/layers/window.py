@@ -1,4 +1,5 @@
 """The window that a convolution moves over an image."""
+
 from dataclasses import dataclass
 from typing import Sequence, Tuple, Union
 
@@ -35,7 +36,8 @@ class Window:
         """
         if not isinstance(conv, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             raise TypeError(
-                f'conv is a {type(conv).__name__}, but only nn.Conv1d, nn.Conv2d and nn.Conv3d can be converted')
+                f'conv is a {type(conv).__name__}, but only nn.Conv1d, nn.Conv2d and nn.Conv3d can be converted'
+            )
         if isinstance(conv.weight, nn.parameter.UninitializedParameter):
             raise TypeError(f'conv is a {type(conv).__name__} without weights yet: run it once on an input first')
         for method in ('forward', '_conv_forward'):
@@ -43,11 +45,13 @@ class Window:
             if getattr(type(conv), method) is not own:
                 raise TypeError(
                     f'conv is a {type(conv).__name__}, whose own {method} can be anything: convert a plain convolution '
-                    'with the weights and the padding that it amounts to')
+                    'with the weights and the padding that it amounts to'
+                )
         if conv._forward_pre_hooks or conv._forward_hooks:
             raise TypeError(
                 f'conv is a {type(conv).__name__} with forward hooks, which change what it computes: remove them, '
-                'old-style spectral or weight normalization for instance, before it is converted')
+                'old-style spectral or weight normalization for instance, before it is converted'
+            )
         if not conv.weight.is_floating_point():
             raise TypeError(f'the weights of conv are {conv.weight.dtype}, but attention needs real floating numbers')
         if conv.padding == 'valid':
@@ -84,7 +88,8 @@ class Window:
         if last < 0:
             raise ValueError(
                 f'an image of {size} pixels along axis {axis}, padded by {before} and {after}, is smaller than the '
-                f'window of {self.kernel_size[axis]} with dilation {self.dilation[axis]}')
+                f'window of {self.kernel_size[axis]} with dilation {self.dilation[axis]}'
+            )
         return torch.arange(0, last + 1, self.stride[axis], device=device) + self.anchor[axis] - before
 
     def pad(self, x: Tensor) -> Tensor:

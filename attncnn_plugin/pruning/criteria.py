@@ -3,6 +3,7 @@
 A Gaussian head, quadratic or generalized quadratic, has the eigenvalues λ₁ ≥ λ₂ of Σ⁻¹ = MMᵀ, in 1/tokens². With λ₁
 near 0 it attends to all keys alike, with λ₁ ≫ λ₂ to a stripe. All but the penalty is computed in float64 on the CPU.
 """
+
 import copy
 import math
 from typing import Optional, Sequence, Union
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..convert.to_conv import position_probs
-from ..layers.encodings import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding, at_least_float32
+from ..layers.encodings import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding
+from ..layers.precision import at_least_float32
 from ..layers.window import per_axis
 
 
@@ -37,7 +39,7 @@ def condition_number(layer: nn.Module) -> Tensor:
     factor = _finite_factor(layer)
     largest = _largest_singular_value(factor).square()
     # s₁/s₂ = s₁²/|det M|. The products of float32 entries are exact in float64: a singular M has the determinant 0.
-    return torch.where(largest > 0, (largest / _determinant(factor).abs()).square(), 1.)
+    return torch.where(largest > 0, (largest / _determinant(factor).abs()).square(), 1.0)
 
 
 @torch.no_grad()
@@ -97,7 +99,7 @@ def map_distance(first: Tensor, second: Tensor) -> float:
     return (first - second).abs().sum(-1).mean().item() / 2
 
 
-def singular_penalty(layer: nn.Module, max_condition: float = 100., min_eigenvalue: float = 1e-3) -> Tensor:
+def singular_penalty(layer: nn.Module, max_condition: float = 100.0, min_eigenvalue: float = 1e-3) -> Tensor:
     """A penalty on Gaussian heads that come near a singular Σ⁻¹, uniform or a stripe.
 
         Σ_h max(0, 1 − u_h/u₀)²,    u = 2√(λ₁λ₂) / (λ₁ + λ₂ + 2ε) = 2|det M| / (‖M‖² + 2ε)
@@ -154,12 +156,14 @@ def reset_heads(layer: nn.Module, heads: Sequence[int], generator: Optional[torc
     """
     encoding = getattr(layer, 'encoding', None)
     if not isinstance(encoding, (QuadraticEncoding, GeneralizedQuadraticEncoding, LearnedEncoding)):
-        raise TypeError(f'layer is a {type(layer).__name__}, but only heads with a quadratic, a generalized quadratic '
-                        'or a learned encoding can be reset')
+        raise TypeError(
+            f'layer is a {type(layer).__name__}, but only heads with a quadratic, a generalized quadratic '
+            'or a learned encoding can be reset'
+        )
     heads = list(heads)
     if any(type(head) is not int or not 0 <= head < layer.num_heads for head in heads):
         raise ValueError(f'heads={heads} must be heads from 0 to {layer.num_heads - 1}')
-    seed = torch.randint(2 ** 63 - 1, (), generator=generator).item()
+    seed = torch.randint(2**63 - 1, (), generator=generator).item()
     fresh = copy.deepcopy(encoding).cpu()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the devices
@@ -171,11 +175,15 @@ def reset_heads(layer: nn.Module, heads: Sequence[int], generator: Optional[torc
 def check_position_only(layer: nn.Module) -> None:
     """Refuses a layer that is not attention by positions alone."""
     if not hasattr(layer, 'attention_probs') or not hasattr(layer, 'num_heads'):
-        raise TypeError(f'layer is a {type(layer).__name__}, but only attention with attention_probs(height, width) '
-                        'and num_heads has heads to judge by positions')
+        raise TypeError(
+            f'layer is a {type(layer).__name__}, but only attention with attention_probs(height, width) '
+            'and num_heads has heads to judge by positions'
+        )
     if not getattr(layer, 'position_only', True):
-        raise ValueError(f'the scores of layer, terms={layer.terms}, depend on the input: only attention by positions '
-                         "alone can be judged without one, terms=('vr',)")
+        raise ValueError(
+            f'the scores of layer, terms={layer.terms}, depend on the input: only attention by positions '
+            "alone can be judged without one, terms=('vr',)"
+        )
 
 
 def _factor(layer: nn.Module) -> Tensor:
@@ -185,8 +193,10 @@ def _factor(layer: nn.Module) -> Tensor:
         return torch.diag_embed(encoding.sqrt_precision[:, None].expand(-1, 2))  # I/σ
     if isinstance(encoding, GeneralizedQuadraticEncoding):
         return encoding.sqrt_precision
-    raise TypeError(f'layer is a {type(layer).__name__}, but only heads with a quadratic or a generalized quadratic '
-                    "encoding have a Σ⁻¹: for others use the criteria 'entropy' and 'duplicate'")
+    raise TypeError(
+        f'layer is a {type(layer).__name__}, but only heads with a quadratic or a generalized quadratic '
+        "encoding have a Σ⁻¹: for others use the criteria 'entropy' and 'duplicate'"
+    )
 
 
 def _finite_factor(layer: nn.Module) -> Tensor:

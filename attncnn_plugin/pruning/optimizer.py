@@ -1,10 +1,11 @@
 """An optimizer that goes on after parameters have lost some of their entries."""
+
 from typing import Dict
 
 import torch
 from torch import Tensor, nn
 
-from ..layers.heads import Replacement
+from ..layers.prunable_heads import Replacement
 
 
 def replace_parameters(optimizer: torch.optim.Optimizer, replaced: Dict[nn.Parameter, Replacement]) -> None:
@@ -15,8 +16,9 @@ def replace_parameters(optimizer: torch.optim.Optimizer, replaced: Dict[nn.Param
 
     Args:
         optimizer (Optimizer): Any optimizer whose state for a parameter has tensors of its shape, or none.
-        replaced (dict[Parameter, Replacement]): What :meth:`~attncnn_plugin.layers.heads.PrunableHeads.prune_heads`
-            returns. Parameters that the optimizer does not have are left out.
+        replaced (dict[Parameter, Replacement]): The result of
+            :meth:`~attncnn_plugin.layers.prunable_heads.PrunableHeads.prune_heads`.
+            Parameters that the optimizer does not have are left out.
     """
     for group in optimizer.param_groups:
         for position, old in enumerate(group['params']):
@@ -26,8 +28,7 @@ def replace_parameters(optimizer: torch.optim.Optimizer, replaced: Dict[nn.Param
         state = optimizer.state.pop(old, None)
         if state:
             optimizer.state[replacement.parameter] = {
-                name: _kept(value, old, replacement)
-                for name, value in state.items()
+                name: _kept(value, old, replacement) for name, value in state.items()
             }
 
 

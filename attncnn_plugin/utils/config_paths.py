@@ -3,6 +3,7 @@
 mmengine itself takes such names of OpenMMLab's own packages alone, only with a folder in them, and does not find the
 files of an editable install.
 """
+
 from pathlib import Path
 from typing import Optional, Tuple
 
@@ -23,7 +24,7 @@ def register_config_paths() -> None:
         if not cfg_path.startswith(PREFIX):
             return get_cfg_path(cfg_path, filename)
         configs = PACKAGE / '.mim' / 'configs'
-        path = configs / cfg_path[len(PREFIX):]
+        path = configs / cfg_path[len(PREFIX) :]
         if not path.is_file():
             known = sorted(config.name for config in configs.glob('*.py'))
             raise FileNotFoundError(f'{filename} inherits from {cfg_path}, but the configs are {known}')
@@ -31,7 +32,7 @@ def register_config_paths() -> None:
 
     def plugin_package_and_cfg_path(cfg_path: str) -> Tuple[str, str]:
         if cfg_path.startswith(PREFIX):
-            return PACKAGE.name, cfg_path[len(PREFIX):]
+            return PACKAGE.name, cfg_path[len(PREFIX) :]
         return get_package_and_cfg_path(cfg_path)
 
     def plugin_installed_path(package: str) -> str:

@@ -1,4 +1,5 @@
 """Errors in one line, for the end of a tool's output."""
+
 import difflib
 import re
 
@@ -25,8 +26,13 @@ def one_line(error: BaseException) -> str:
 def _unknown_type(name: str, kind: str) -> str:
     """What to say of a ``type`` that is not in mmpretrain's registry of a kind: 'model', 'hook', …"""
     import mmpretrain.registry as registries  # and mmengine's, which it inherits from
-    known = {known for registry in vars(registries).values() if isinstance(registry, Registry) and registry.name == kind
-             for known in registry.module_dict}
+
+    known = {
+        known
+        for registry in vars(registries).values()
+        if isinstance(registry, Registry) and registry.name == kind
+        for known in registry.module_dict
+    }
     similar = difflib.get_close_matches(name, known)
     advice = f'did you mean {" or ".join(similar)}?' if similar else 'is its module in custom_imports?'
     return f'type={name!r} is no {kind} of mmpretrain or this plugin: {advice}'

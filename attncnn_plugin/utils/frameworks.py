@@ -1,4 +1,5 @@
 """Whether mmpretrain is here, and its own tools."""
+
 import importlib
 import importlib.util
 import logging
@@ -35,11 +36,14 @@ def import_problem() -> Optional[str]:
 def config_problem() -> Optional[str]:
     """Why configs cannot inherit from mmpretrain's, although it can be imported; None if they can."""
     from mmengine.utils import get_installed_path
+
     try:
         get_installed_path('mmpretrain')
     except ModuleNotFoundError as error:
-        return (f'mmengine cannot find the configs of packages ({error}; setuptools has it up to version 81): '
-                'pip install "setuptools<82"')
+        return (
+            f'mmengine cannot find the configs of packages ({error}; setuptools has it up to version 81): '
+            'pip install "setuptools<82"'
+        )
     return None
 
 
@@ -69,6 +73,7 @@ def run_mmpretrain_tool(name: str) -> None:
     from mmengine.logging import print_log
 
     from .errors import one_line
+
     _join_process_group_without_gpu()
     try:
         runpy.run_path(str(Path(mmpretrain.__file__).parent / '.mim' / 'tools' / name), run_name='__main__')
@@ -80,5 +85,6 @@ def run_mmpretrain_tool(name: str) -> None:
 def _join_process_group_without_gpu() -> None:
     """Where torchrun started this process on a machine with CPUs alone: mmengine would select a GPU first, and fail."""
     from mmengine.device import get_device
+
     if 'TORCHELASTIC_RUN_ID' in os.environ and get_device() == 'cpu':
         torch.distributed.init_process_group('gloo')

@@ -1,4 +1,5 @@
 """mmengine's checkpoints on torch >= 2.6, which loads with ``weights_only=True``."""
+
 import pickle
 from typing import Any, Callable
 
@@ -22,10 +23,9 @@ def register_safe_globals() -> None:
         for function, name in ((reconstruct_array, '_reconstruct'), (reconstruct_scalar, 'scalar'))
     ]
     dtypes = {type(np.dtype(name)) for name in ('float32', 'float64', 'int32', 'int64')}
-    torch.serialization.add_safe_globals([
-        HistoryBuffer, np.ndarray, np.dtype, *arrays, *dtypes,
-        (_statistics_method, 'builtins.getattr')
-    ])
+    torch.serialization.add_safe_globals(
+        [HistoryBuffer, np.ndarray, np.dtype, *arrays, *dtypes, (_statistics_method, 'builtins.getattr')]
+    )
 
 
 def _statistics_method(owner: Any, name: str) -> Callable:

@@ -1,10 +1,11 @@
 """Regions that hold a given share of a head's attention."""
+
 import math
 from typing import List
 
 import numpy as np
 
-from .centers import MAX_WIDTH
+from ..analysis.head_centers import MAX_WIDTH
 
 
 def gaussian_contour(center: np.ndarray, precision: np.ndarray, mass: float, points: int = 181) -> np.ndarray:
@@ -27,7 +28,7 @@ def gaussian_contour(center: np.ndarray, precision: np.ndarray, mass: float, poi
     """
     check_mass(mass)
     eigenvalues, vectors = np.linalg.eigh(precision)
-    radii = np.sqrt(-2 * math.log1p(-mass) / eigenvalues.clip(min=MAX_WIDTH ** -2))
+    radii = np.sqrt(-2 * math.log1p(-mass) / eigenvalues.clip(min=MAX_WIDTH**-2))
     angle = np.linspace(0, 2 * np.pi, points)
     return center + np.stack([np.cos(angle), np.sin(angle)], axis=-1) * radii @ vectors.T
 
@@ -55,7 +56,7 @@ def region_of_mass(probs: np.ndarray, mass: float) -> np.ndarray:
     return region.reshape(probs.shape)
 
 
-def outline(region: np.ndarray, inset: float = 0.) -> List[np.ndarray]:
+def outline(region: np.ndarray, inset: float = 0.0) -> List[np.ndarray]:
     """The closed lines around the pixels of a region; pixel (i, j) reaches from i − ½ to i + ½ and j − ½ to j + ½.
 
     Args:
@@ -81,8 +82,9 @@ def outline(region: np.ndarray, inset: float = 0.) -> List[np.ndarray]:
             (row, column), (down, right) = line[-1]
             corner = row + down, column + right
             # First to the right: where two pixels touch at a corner alone, each keeps a line of its own.
-            following = next((corner, step) for step in ((right, -down), (down, right), (-right, down))
-                             if (corner, step) in sides)
+            following = next(
+                (corner, step) for step in ((right, -down), (down, right), (-right, down)) if (corner, step) in sides
+            )
             if following == line[0]:
                 break
             line.append(following)

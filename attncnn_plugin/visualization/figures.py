@@ -2,6 +2,7 @@
 
 Shifts are drawn as they lie in the image: the x axis is the column, the y axis is the row and points down.
 """
+
 from typing import Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
@@ -11,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
-from .attention_maps import layer_label, require_attention_layers
-from .centers import gaussian_heads, head_centers, middle, query_index, query_maps
+from ..analysis.attention_maps import layer_label, require_attention_layers
+from ..analysis.head_centers import gaussian_heads, head_centers, middle, query_index, query_maps
 from .contours import check_mass, gaussian_contour, outline, region_of_mass
 from .style import MAP_COLORS, color_of, draw_heads, styled
 
@@ -23,13 +24,13 @@ CONTOUR_STYLES = ('solid', (0, (1, 1.2)), (0, (4, 2)))
 
 @styled
 def plot_attention_centers(
-        model: nn.Module,
-        height: int,
-        width: int,
-        masses: Sequence[float] = (0.5, 0.9),
-        query: Query = None,
-        probs: Optional[Dict[str, Tensor]] = None,
-        numbers: Optional[Dict[str, Sequence[int]]] = None,
+    model: nn.Module,
+    height: int,
+    width: int,
+    masses: Sequence[float] = (0.5, 0.9),
+    query: Query = None,
+    probs: Optional[Dict[str, Tensor]] = None,
+    numbers: Optional[Dict[str, Sequence[int]]] = None,
 ) -> Figure:
     """The centre of every head and the contours of what it attends to, one panel a layer (C20, Figures 4, 12 and 14).
 
@@ -76,8 +77,15 @@ def plot_attention_centers(
         for head, (_, contours) in heads[name].items():
             for lines, style in zip(contours, CONTOUR_STYLES):
                 for line in lines:
-                    axes.plot(line[:, 1], line[:, 0], color=color_of(called[head]), linestyle=style, linewidth=1.1,
-                              solid_joinstyle='miter', zorder=3)
+                    axes.plot(
+                        line[:, 1],
+                        line[:, 0],
+                        color=color_of(called[head]),
+                        linestyle=style,
+                        linewidth=1.1,
+                        solid_joinstyle='miter',
+                        zorder=3,
+                    )
         draw_heads(axes, {called[head]: tuple(center.tolist()) for head, (center, _) in heads[name].items()}, reach)
     styles = ', '.join(f'{mass:.0%} {name}' for mass, name in zip(masses, ('solid', 'dotted', 'dashed')))
     figure.supxlabel(f'Black square: query. Contours: {styles}. Hollow: centre beyond the panel.', fontsize=8)
@@ -109,25 +117,36 @@ def plot_center_movement(centers: Dict[str, Dict[int, np.ndarray]]) -> Figure:
         for head, way in sorted(heads.items()):
             color = color_of(head)
             axes.plot(way[:, 2], way[:, 1], color=color, linewidth=1.1, zorder=3)
-            axes.plot(way[:1, 2], way[:1, 1], 'o', markersize=3.5, markeredgecolor=color, markerfacecolor='white',
-                      markeredgewidth=0.8, zorder=3.5)
+            axes.plot(
+                way[:1, 2],
+                way[:1, 1],
+                'o',
+                markersize=3.5,
+                markeredgecolor=color,
+                markerfacecolor='white',
+                markeredgewidth=0.8,
+                zorder=3.5,
+            )
             if way[-1, 0] < last:
                 axes.plot(way[-1:, 2], way[-1:, 1], 'x', color=color, markersize=5, zorder=3)
                 axes.annotate(str(head), (way[-1, 2], way[-1, 1]), (4, 0), textcoords='offset points', fontsize=6)
         left = {head: tuple(way[-1, 1:].tolist()) for head, way in heads.items() if way[-1, 0] == last}
         draw_heads(axes, left, reach, beside=True)
-    figure.supxlabel(f'Black square: query. Centres from epoch {first:g}, hollow, to epoch {last:g}, numbered; '
-                     'a cross where a head was pruned.', fontsize=8)
+    figure.supxlabel(
+        f'Black square: query. Centres from epoch {first:g}, hollow, to epoch {last:g}, numbered; '
+        'a cross where a head was pruned.',
+        fontsize=8,
+    )
     return figure
 
 
 @styled
 def plot_attention_probs(
-        maps: Dict[str, Tensor],
-        query: Query = None,
-        zoom: Optional[int] = 7,
-        image: Optional[np.ndarray] = None,
-        numbers: Optional[Dict[str, Sequence[int]]] = None,
+    maps: Dict[str, Tensor],
+    query: Query = None,
+    zoom: Optional[int] = 7,
+    image: Optional[np.ndarray] = None,
+    numbers: Optional[Dict[str, Sequence[int]]] = None,
 ) -> Figure:
     """The probabilities of a query, one row a layer, one column a head (C20, Figures 5 to 10).
 
@@ -136,7 +155,7 @@ def plot_attention_probs(
 
     Args:
         maps (dict[str, Tensor]): ``(N_h, H, W)`` by layer, the probabilities of the keys for the query, see
-            :func:`~attncnn_plugin.visualization.centers.query_maps`: of positions, the mean over images, or of one
+            :func:`~attncnn_plugin.analysis.head_centers.query_maps`: of positions, the mean over images, or of one
             image.
         query (tuple[int, int], optional): Row and column of the query. Defaults to the middle of the grid.
         zoom (int, optional): Rows and columns around the query that are drawn, odd; None for the whole grid. Defaults
@@ -177,29 +196,35 @@ def plot_attention_probs(
             shown = _draw_map(axes, layer[head], (row, column), zoom)
             axes.set_title(f'head {called[head]}: {layer[head].max():.2f}', fontsize=6.5, pad=2)
     if shown is not None:
-        bar = figure.colorbar(shown, ax=figure.axes[left // 2:], ticks=[0, 1], shrink=min(1, 2 / len(maps)), pad=0.01,
-                              aspect=15)
+        bar = figure.colorbar(
+            shown, ax=figure.axes[left // 2 :], ticks=[0, 1], shrink=min(1, 2 / len(maps)), pad=0.01, aspect=15
+        )
         bar.ax.set_yticklabels(['0', 'largest'])
         bar.outline.set_linewidth(0.6)
     return figure
 
 
 @torch.no_grad()
-def _head_lines(layer: nn.Module, height: int, width: int, masses: Sequence[float], query: Query,
-                probs: Optional[Tensor]) -> Dict[int, Tuple[np.ndarray, List[List[np.ndarray]]]]:
+def _head_lines(
+    layer: nn.Module, height: int, width: int, masses: Sequence[float], query: Query, probs: Optional[Tensor]
+) -> Dict[int, Tuple[np.ndarray, List[List[np.ndarray]]]]:
     """By head the centre and, for each mass, the lines of its contour, as shifts (row, column)."""
     centers, _ = head_centers(layer, height, width, query, probs)
     gaussian = gaussian_heads(layer)
     if gaussian is not None:
-        return {head: (center, [[gaussian_contour(center, precision, mass)] for mass in masses])
-                for head, (center, precision) in enumerate(zip(*(part.numpy() for part in gaussian)))}
+        return {
+            head: (center, [[gaussian_contour(center, precision, mass)] for mass in masses])
+            for head, (center, precision) in enumerate(zip(*(part.numpy() for part in gaussian)))
+        }
     origin = np.array(middle(height, width) if query is None else query)
     heads = {}
     for head, (center, keys) in enumerate(zip(centers.numpy(), query_maps(layer, height, width, query, probs).numpy())):
         if keys.sum() >= LEAST_MASS:
             inset = 0.03 + 0.25 * head / max(len(centers) - 1, 1)
-            heads[head] = center, [[line - origin for line in outline(region_of_mass(keys, mass), inset)]
-                                   for mass in masses]
+            heads[head] = (
+                center,
+                [[line - origin for line in outline(region_of_mass(keys, mass), inset)] for mass in masses],
+            )
     return heads
 
 
@@ -207,8 +232,7 @@ def _reach(layers: List[dict]) -> float:
     """How far the panels go from the query: to the centres and the inner contours, 3.5 tokens at least."""
     drawn = [head for heads in layers for head in heads.values()]
     lines = [line for _, contours in drawn for line in contours[0]]
-    points = [np.abs(center).max() + 0.5 for center, _ in drawn] + [
-        np.abs(line).max() + 0.5 for line in lines]
+    points = [np.abs(center).max() + 0.5 for center, _ in drawn] + [np.abs(line).max() + 0.5 for line in lines]
     return max([3.5, *points])
 
 
@@ -216,7 +240,7 @@ def _panels(names: Sequence[str]) -> Tuple[Figure, List[Axes]]:
     """A figure with one square panel a layer, four in a row at most."""
     columns = min(len(names), 3 if len(names) > 4 else 4)
     rows = -(-len(names) // columns)
-    figure = Figure(figsize=(max(2.6 * columns, 5.), 2.75 * rows + 0.4), layout='constrained')
+    figure = Figure(figsize=(max(2.6 * columns, 5.0), 2.75 * rows + 0.4), layout='constrained')
     panels = [figure.add_subplot(rows, columns, i + 1) for i in range(len(names))]
     for i, (name, axes) in enumerate(zip(names, panels)):
         axes.set_title(layer_label(name))
@@ -239,7 +263,7 @@ def _shift_axes(axes: Axes, reach: float) -> None:
 
 
 def _by_locality(maps: np.ndarray, row: int, column: int) -> List[int]:
-    rows, columns = np.ogrid[:maps.shape[1], :maps.shape[2]]
+    rows, columns = np.ogrid[: maps.shape[1], : maps.shape[2]]
     distance = np.hypot(rows - row, columns - column)
     return np.argsort((maps * distance).sum((1, 2)) / maps.sum((1, 2)).clip(min=1e-12), kind='stable').tolist()
 
@@ -251,13 +275,18 @@ def _draw_map(axes: Axes, keys: np.ndarray, query: Tuple[int, int], zoom: Option
     keys = keys / max(keys.max(), 1e-12)
     if zoom is not None:
         reach = zoom // 2
-        keys = np.pad(keys, reach, constant_values=np.nan)[row:row + zoom, column:column + zoom]
+        keys = np.pad(keys, reach, constant_values=np.nan)[row : row + zoom, column : column + zoom]
         top, left, row, column = -reach, -reach, 0, 0
     height, width = keys.shape
     axes.set_facecolor('#CCCCCC')
     shown = axes.imshow(
-        keys, cmap=MAP_COLORS, vmin=0, vmax=1, interpolation='nearest',
-        extent=(left - 0.5, left + width - 0.5, top + height - 0.5, top - 0.5))
+        keys,
+        cmap=MAP_COLORS,
+        vmin=0,
+        vmax=1,
+        interpolation='nearest',
+        extent=(left - 0.5, left + width - 0.5, top + height - 0.5, top - 0.5),
+    )
     axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor='none', edgecolor='black', linewidth=1.1))
     axes.set_xticks([])
     axes.set_yticks([])

@@ -1,4 +1,5 @@
 """The look that all figures share, and the files they go to."""
+
 import math
 from contextlib import contextmanager
 from functools import wraps
@@ -77,10 +78,10 @@ def line_style_of(index: int) -> Union[str, Tuple]:
 
 
 def draw_heads(
-        axes: Axes,
-        places: Dict[int, Tuple[float, float]],
-        reach: float,
-        beside: bool = False,
+    axes: Axes,
+    places: Dict[int, Tuple[float, float]],
+    reach: float,
+    beside: bool = False,
 ) -> None:
     """The centres of heads as dots, and discs with their numbers, in an axes from −reach to reach.
 
@@ -103,12 +104,39 @@ def draw_heads(
         if disc != inside:
             axes.plot([inside[1], disc[1]], [inside[0], disc[0]], color='#888888', linewidth=0.5, zorder=2.5)
         fill, edge = ('white', color) if hollow else (color, 'white')
-        axes.plot([inside[1]], [inside[0]], 'o', markersize=4, markerfacecolor=fill, markeredgecolor=edge,
-                  markeredgewidth=0.6, zorder=4 if disc == inside else 7, clip_on=False, label=f'head {head}')
-        axes.plot([disc[1]], [disc[0]], marker_of(head), markersize=8.5, markerfacecolor=fill, markeredgecolor=edge,
-                  markeredgewidth=0.8, zorder=5, clip_on=False)
-        axes.text(disc[1], disc[0], str(head), ha='center', va='center_baseline', fontsize=6, zorder=6,
-                  color='black' if hollow else text_color_on(color))
+        axes.plot(
+            [inside[1]],
+            [inside[0]],
+            'o',
+            markersize=4,
+            markerfacecolor=fill,
+            markeredgecolor=edge,
+            markeredgewidth=0.6,
+            zorder=4 if disc == inside else 7,
+            clip_on=False,
+            label=f'head {head}',
+        )
+        axes.plot(
+            [disc[1]],
+            [disc[0]],
+            marker_of(head),
+            markersize=8.5,
+            markerfacecolor=fill,
+            markeredgecolor=edge,
+            markeredgewidth=0.8,
+            zorder=5,
+            clip_on=False,
+        )
+        axes.text(
+            disc[1],
+            disc[0],
+            str(head),
+            ha='center',
+            va='center_baseline',
+            fontsize=6,
+            zorder=6,
+            color='black' if hollow else text_color_on(color),
+        )
 
 
 def text_color_on(color: str) -> str:
@@ -118,21 +146,28 @@ def text_color_on(color: str) -> str:
 
 
 def _free_place(
-        place: Tuple[float, float],
-        discs: Sequence[Tuple[float, float]],
-        dots: Sequence[Tuple[float, float]],
-        reach: float,
-        beside: bool,
+    place: Tuple[float, float],
+    discs: Sequence[Tuple[float, float]],
+    dots: Sequence[Tuple[float, float]],
+    reach: float,
+    beside: bool,
 ) -> Tuple[float, float]:
     """The place, or the next one at which a disc covers no other disc and no dot; where all is full, no other disc."""
     disc = 0.12 * reach  # the diameter of a disc in a panel of 2.6 inches
     near = [] if beside else [place]
     near += [
-        (place[0] + distance * disc * math.sin(turn * math.pi / 6),
-         place[1] + distance * disc * math.cos(turn * math.pi / 6))
-        for distance in (0.9, 1.3, 1.7, 2.2, 2.8, 3.5) for turn in range(12)]
-    free = [other for other in near if (other == place or max(map(abs, other)) < reach)
-            and all(math.dist(other, drawn) >= disc for drawn in discs)]
+        (
+            place[0] + distance * disc * math.sin(turn * math.pi / 6),
+            place[1] + distance * disc * math.cos(turn * math.pi / 6),
+        )
+        for distance in (0.9, 1.3, 1.7, 2.2, 2.8, 3.5)
+        for turn in range(12)
+    ]
+    free = [
+        other
+        for other in near
+        if (other == place or max(map(abs, other)) < reach) and all(math.dist(other, drawn) >= disc for drawn in discs)
+    ]
     clear = (other for other in free if all(math.dist(other, dot) >= 0.7 * disc for dot in dots))
     return next(clear, free[0] if free else place)
 

@@ -1,4 +1,5 @@
 """What mmengine's logs say about one or several runs: accuracy by epoch, and the centres of heads."""
+
 import json
 import math
 import re
@@ -41,13 +42,21 @@ def plot_metric(runs: Dict[str, Union[str, Path]], metric: str = 'accuracy/top1'
             raise ValueError(f'metric={metric!r} is not in the logs of {path}: they have {", ".join(known)}')
         values = scalars[metric]
         if values[-1, 0] == 0:
-            raise ValueError(f'all values of metric={metric!r} in the logs of {path} are of step 0: a training by '
-                             'iterations needs default_hooks=dict(logger=dict(log_metric_by_epoch=False))')
+            raise ValueError(
+                f'all values of metric={metric!r} in the logs of {path} are of step 0: a training by '
+                'iterations needs default_hooks=dict(logger=dict(log_metric_by_epoch=False))'
+            )
         # Only the logs of a training by epochs have the epoch.
         units.add('epoch' if 'epoch' in scalars and values[-1, 0] <= scalars['epoch'][-1, 1] else 'iteration')
         last = f'{values[-1, 1]:.1f}' if percent else f'{values[-1, 1]:.4g}'
-        axes.plot(values[:, 0], values[:, 1], color=color_of(i), linestyle=line_style_of(i), linewidth=1.3,
-                  label=f'{label}, {last} at the end')
+        axes.plot(
+            values[:, 0],
+            values[:, 1],
+            color=color_of(i),
+            linestyle=line_style_of(i),
+            linewidth=1.3,
+            label=f'{label}, {last} at the end',
+        )
     axes.set_xlabel(' or '.join(sorted(units)))
     axes.set_ylabel(f'{metric}, %' if percent else metric)
     axes.grid(color='#E5E5E5', linewidth=0.5)
@@ -98,11 +107,16 @@ def read_scalars(run: Union[str, Path]) -> Dict[str, np.ndarray]:
         FileNotFoundError: There is no such file, or none in the folder.
     """
     run = Path(run)
-    files = [run] if run.is_file() else sorted(run.glob('*/vis_data/scalars.json')) or sorted(
-        run.glob('vis_data/scalars.json'))
+    files = (
+        [run]
+        if run.is_file()
+        else sorted(run.glob('*/vis_data/scalars.json')) or sorted(run.glob('vis_data/scalars.json'))
+    )
     if not files:
-        raise FileNotFoundError(f'{run} has no */vis_data/scalars.json: give the work_dir of a run that was logged by '
-                                "dict(type='LocalVisBackend'), or the file itself")
+        raise FileNotFoundError(
+            f'{run} has no */vis_data/scalars.json: give the work_dir of a run that was logged by '
+            "dict(type='LocalVisBackend'), or the file itself"
+        )
     scalars = {}
     for path in files:
         later = {}

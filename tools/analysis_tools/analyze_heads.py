@@ -9,6 +9,7 @@ For a config of this plugin and its checkpoint, or for a vision transformer of t
 Where scores depend on content, attention is averaged over images: files of a folder, or the config's test dataset.
 Where they depend on position alone, a model of timm needs no images but the size of a grid: --size.
 """
+
 import argparse
 import json
 import sys
@@ -24,13 +25,12 @@ from timm.utils import ParseKwargs
 from torch import Tensor, nn
 
 import attncnn_plugin  # noqa: F401
+from attncnn_plugin.analysis.attention_maps import attention_layers, depends_on_content, require_attention_layers
+from attncnn_plugin.analysis.head_report.model import model_reports, reports_to_dict, reports_to_text
+from attncnn_plugin.analysis.head_report.report import LayerReport
+from attncnn_plugin.analysis.head_report.timm_models import timm_reports
+from attncnn_plugin.apis.images import image_files
 from attncnn_plugin.utils.frameworks import import_problem, require_mmpretrain
-from attncnn_plugin.utils.images import image_files
-from attncnn_plugin.visualization.attention_maps import (attention_layers, depends_on_content,
-                                                         require_attention_layers)
-from attncnn_plugin.visualization.head_report_model import model_reports, reports_to_dict, reports_to_text
-from attncnn_plugin.visualization.head_report_timm import timm_reports
-from attncnn_plugin.visualization.head_report_types import LayerReport
 
 
 def parse_args() -> argparse.Namespace:
@@ -38,23 +38,39 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('config', nargs='?', help='config of the model')
     parser.add_argument('weights', nargs='?', metavar='checkpoint', help='checkpoint of the model')
     parser.add_argument('--json', metavar='OUT', help='also write the report to this file')
-    parser.add_argument('--images', metavar='FOLDER', help='images to average over, with subfolders (default: the '
-                        'test dataset of the config)')
+    parser.add_argument(
+        '--images',
+        metavar='FOLDER',
+        help='images to average over, with subfolders (default: the test dataset of the config)',
+    )
     parser.add_argument('--num-images', type=int, default=100, help='images, evenly spread (default: 100)')
-    parser.add_argument('--size', nargs=2, type=int, metavar=('HEIGHT', 'WIDTH'), help='grid in tokens on which '
-                        'attention by position alone is judged; means over images are on the grid of the images '
-                        "(default: that of the images, or of the config's img_size)")
-    parser.add_argument('--tolerance', type=float, default=1e-6, help='residual up to which a shift is expressible, '
-                        'at least 1e-7 (default: 1e-6)')
+    parser.add_argument(
+        '--size',
+        nargs=2,
+        type=int,
+        metavar=('HEIGHT', 'WIDTH'),
+        help='grid in tokens on which '
+        'attention by position alone is judged; means over images are on the grid of the images '
+        "(default: that of the images, or of the config's img_size)",
+    )
+    parser.add_argument(
+        '--tolerance',
+        type=float,
+        default=1e-6,
+        help='residual up to which a shift is expressible, at least 1e-7 (default: 1e-6)',
+    )
     if import_problem() is None:
         from mmengine.config import DictAction
-        parser.add_argument('--cfg-options', nargs='+', default={}, action=DictAction,
-                            help='overrides settings of the config: k=v')
+
+        parser.add_argument(
+            '--cfg-options', nargs='+', default={}, action=DictAction, help='overrides settings of the config: k=v'
+        )
     parser.add_argument('--timm', metavar='NAME', help='a model of timm in the place of config and checkpoint')
     parser.add_argument('--checkpoint', metavar='FILE', help='with --timm: its checkpoint')
     parser.add_argument('--pretrained', action='store_true', help="with --timm: timm's pretrained weights")
-    parser.add_argument('--model-kwargs', nargs='+', default={}, action=ParseKwargs,
-                        help='with --timm: settings of the model: k=v')
+    parser.add_argument(
+        '--model-kwargs', nargs='+', default={}, action=ParseKwargs, help='with --timm: settings of the model: k=v'
+    )
     args = parser.parse_args()
     if args.timm is None:
         if args.config is None or args.weights is None:
@@ -75,6 +91,7 @@ def parse_args() -> argparse.Namespace:
 def reports_of_timm(args: argparse.Namespace) -> Tuple[List[LayerReport], int]:
     """The reports of a model of timm, and the number of images that they are means over."""
     import timm
+
     options = {'checkpoint_path': args.checkpoint} if args.checkpoint else {}
     model = timm.create_model(args.timm, pretrained=args.pretrained, **options, **args.model_kwargs).eval()
     if not args.pretrained and not args.checkpoint:
@@ -85,30 +102,35 @@ def reports_of_timm(args: argparse.Namespace) -> Tuple[List[LayerReport], int]:
     if attention_layers(model):
         return model_reports(model, images, size, args.tolerance), number
     if images is None or size is not None:
-        raise ValueError(f'--timm {args.timm} has attention that depends on images: give --images FOLDER, which say '
-                         'the grid, and no --size')
+        raise ValueError(
+            f'--timm {args.timm} has attention that depends on images: give --images FOLDER, which say '
+            'the grid, and no --size'
+        )
     return timm_reports(model, images, args.tolerance), number
 
 
 def images_of_timm(model: nn.Module, args: argparse.Namespace) -> Tensor:
     """Images as the model takes them, ``(B, C, H, W)``."""
     from timm.data import create_transform, resolve_model_data_config
+
     settings = resolve_model_data_config(model)
     channels, *size = settings['input_size']
     channels, size = args.model_kwargs.get('in_chans', channels), args.model_kwargs.get('img_size', size)
     settings['input_size'] = (channels, *to_2tuple(size))
     if channels == 1:
-        settings.update({name: (fmean(settings[name]), ) for name in ('mean', 'std')})
+        settings.update({name: (fmean(settings[name]),) for name in ('mean', 'std')})
     transform = create_transform(**settings, is_training=False)
     mode = 'L' if channels == 1 else 'RGB'
-    return torch.stack([
-        transform(Image.open(path).convert(mode)) for path in image_files(args.images, args.num_images)])
+    return torch.stack(
+        [transform(Image.open(path).convert(mode)) for path in image_files(args.images, args.num_images)]
+    )
 
 
 def reports_of_config(args: argparse.Namespace) -> Tuple[List[LayerReport], int]:
     """The reports of the model of a config, and the number of images that they are means over."""
     require_mmpretrain()
-    from attncnn_plugin.utils.config_model import ConfigModel
+    from attncnn_plugin.apis.config_model import ConfigModel
+
     loaded = ConfigModel(args.config, args.weights, args.cfg_options)
     size = tuple(args.size) if args.size else None
     if not any(map(depends_on_content, require_attention_layers(loaded.model).values())):
@@ -127,8 +149,11 @@ def main() -> None:
         sys.exit(str(error))
     print(reports_to_text(reports))
     if args.json:
-        origin = dict(model=args.config, checkpoint=args.weights) if args.timm is None else dict(
-            model=args.timm, checkpoint=args.checkpoint or ('pretrained' if args.pretrained else None))
+        origin = (
+            dict(model=args.config, checkpoint=args.weights)
+            if args.timm is None
+            else dict(model=args.timm, checkpoint=args.checkpoint or ('pretrained' if args.pretrained else None))
+        )
         content = reports_to_dict(reports, **origin, num_images=num_images)
         Path(args.json).write_text(json.dumps(content, indent=1, allow_nan=False) + '\n')
         print(f'Saved {args.json}')

@@ -3,6 +3,7 @@
 
 Prints a table for each group of measurements. See docs/benchmarks.md for what is measured and how.
 """
+
 import argparse
 import json
 from pathlib import Path
@@ -17,18 +18,38 @@ from timing import copy_rate, matrix_rate
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--only', nargs='+', choices=list(GROUPS), metavar='GROUP',
-                        help=f'some groups of {", ".join(GROUPS)} (default: all)')
-    parser.add_argument('--quick', action='store_true',
-                        help='small models and one repetition: to see that everything runs, not to measure')
+    parser.add_argument(
+        '--only',
+        nargs='+',
+        choices=list(GROUPS),
+        metavar='GROUP',
+        help=f'some groups of {", ".join(GROUPS)} (default: all)',
+    )
+    parser.add_argument(
+        '--quick',
+        action='store_true',
+        help='small models and one repetition: to see that everything runs, not to measure',
+    )
     parser.add_argument('--device', choices=['cpu', 'cuda'], default='cpu', help='default: cpu')
-    parser.add_argument('--dtype', choices=list(DTYPES), default='float32',
-                        help='bfloat16 is by autocast (default: float32)')
-    parser.add_argument('--from', nargs='+', type=Path, metavar='FILE.json', dest='runs', default=[],
-                        help='measures nothing: the tables are those of earlier runs')
+    parser.add_argument(
+        '--dtype', choices=list(DTYPES), default='float32', help='bfloat16 is by autocast (default: float32)'
+    )
+    parser.add_argument(
+        '--from',
+        nargs='+',
+        type=Path,
+        metavar='FILE.json',
+        dest='runs',
+        default=[],
+        help='measures nothing: the tables are those of earlier runs',
+    )
     parser.add_argument('--out', type=Path, metavar='FILE.json', help='where all figures go')
-    parser.add_argument('--markdown', type=Path, metavar='FILE.md',
-                        help='where a page with the tables goes, with its figure beside it in images/')
+    parser.add_argument(
+        '--markdown',
+        type=Path,
+        metavar='FILE.md',
+        help='where a page with the tables goes, with its figure beside it in images/',
+    )
     args = parser.parse_args()
     if args.runs and (args.only or args.out):
         parser.error('--from measures nothing: leave --only and --out away')
@@ -42,8 +63,10 @@ def measure(settings: Settings, names: Sequence[str]) -> Dict[str, Any]:
         dict: ``settings``, with the rates of the machine, and ``groups``, the rows by group.
     """
     settings.start()
-    rates = dict(matrix_rate=matrix_rate(settings.device, settings.dtype, settings.quick),
-                 copy_rate=copy_rate(settings.device, settings.quick))
+    rates = dict(
+        matrix_rate=matrix_rate(settings.device, settings.dtype, settings.quick),
+        copy_rate=copy_rate(settings.device, settings.quick),
+    )
     groups = {}
     for name in names:
         print(f'Measuring {name} …', flush=True)

@@ -4,6 +4,7 @@
 The cost of the attention alone is the time of the layer without that of its linear map of the heads, which is measured
 by itself. The exponent in the number of tokens is fitted by least squares in log-log.
 """
+
 import argparse
 import json
 import math
@@ -12,13 +13,13 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 import torch
-
-from attncnn_plugin.layers import QuadraticAttention
 from models import dense_original
 from settings import DTYPES, Settings
 from steps import forward_pass
 from tables import billions, number, table
 from timing import measure
+
+from attncnn_plugin.layers import QuadraticAttention
 
 FIGURE = Path(__file__).resolve().parents[2] / 'docs/images/attention_cost.svg'
 SIDES = (16, 24, 32, 48, 64, 96, 128)
@@ -40,8 +41,9 @@ def measure_curve(settings: Settings) -> List[Dict[str, Any]]:
     for side in sides:
         x = torch.randn(1, side, side, dim, device=settings.device)
         heads = torch.randn(1, side, side, num_heads * dim, device=settings.device)
-        functions = dict(ours=forward_pass(layer, x, settings.dtype),
-                         linear=forward_pass(layer.value, heads, settings.dtype))
+        functions = dict(
+            ours=forward_pass(layer, x, settings.dtype), linear=forward_pass(layer.value, heads, settings.dtype)
+        )
         if side <= largest_dense:
             functions['dense'] = forward_pass(dense_original(layer, side, side), x, settings.dtype)
         points.append(dict(side=side, **measure(functions, settings.device, settings.repetitions)))
@@ -80,26 +82,46 @@ def exponent(points: List[Dict[str, Any]], name: str, time=attention_time) -> Op
 def cost_table(points: List[Dict[str, Any]], device: str) -> str:
     """Times and multiply-adds of every grid; times are ratios, on a GPU in milliseconds too."""
     unit = layer_time(points[0], 'ours')
-    columns = [(layer_time, 'ours', 'ours, layer'), (attention_time, 'ours', 'ours, attention alone'),
-               (layer_time, 'dense', 'dense, layer'), (attention_time, 'dense', 'dense, attention alone')]
-    header = ['time in units of the first', *(title for _, _, title in columns), 'dense / ours, layer',
-              'multiply-adds of ours', 'of dense', *(['ms of ours, layer'] if device == 'cuda' else []), 'n']
+    columns = [
+        (layer_time, 'ours', 'ours, layer'),
+        (attention_time, 'ours', 'ours, attention alone'),
+        (layer_time, 'dense', 'dense, layer'),
+        (attention_time, 'dense', 'dense, attention alone'),
+    ]
+    header = [
+        'time in units of the first',
+        *(title for _, _, title in columns),
+        'dense / ours, layer',
+        'multiply-adds of ours',
+        'of dense',
+        *(['ms of ours, layer'] if device == 'cuda' else []),
+        'n',
+    ]
     rows = []
     for point in points:
         times = [time(point, name) for time, name, _ in columns]
         counts = point['multiply_adds']
-        rows.append([
-            f'{point["side"]}x{point["side"]} tokens', *(number(time and time / unit) for time in times),
-            number(times[2] and times[2] / times[0]), billions(counts['ours']),
-            billions(counts['dense']) if 'dense' in counts else '',
-            *([number(1000 * times[0])] if device == 'cuda' else []), str(len(point['seconds']['ours']))])
+        rows.append(
+            [
+                f'{point["side"]}x{point["side"]} tokens',
+                *(number(time and time / unit) for time in times),
+                number(times[2] and times[2] / times[0]),
+                billions(counts['ours']),
+                billions(counts['dense']) if 'dense' in counts else '',
+                *([number(1000 * times[0])] if device == 'cuda' else []),
+                str(len(point['seconds']['ours'])),
+            ]
+        )
     return table(header, rows)
 
 
 def exponents_text(points: List[Dict[str, Any]]) -> str:
     """The fitted exponents in a sentence."""
-    fitted = [f'{name}, {part}: {number(exponent(points, name, time)) or "unknown"}' for name in ('ours', 'dense')
-              for time, part in ((attention_time, 'attention alone'), (layer_time, 'whole layer'))]
+    fitted = [
+        f'{name}, {part}: {number(exponent(points, name, time)) or "unknown"}'
+        for name in ('ours', 'dense')
+        for time, part in ((attention_time, 'attention alone'), (layer_time, 'whole layer'))
+    ]
     return f'Fitted exponent in the number of tokens: {"; ".join(fitted)}.'
 
 
@@ -116,10 +138,20 @@ def draw(points: List[Dict[str, Any]], path: Path) -> None:
             known = [(point['side'] ** 2, time(point, name) / unit) for point in points if time(point, name)]
             power = exponent(points, name, time)
             if power is not None:
-                axes.plot(*zip(*known), style, marker='o', markersize=4, color=colour,
-                          label=f'{label}, {part}: tokens^{power:.2f}')
-    axes.set(xscale='log', yscale='log', xlabel='tokens',
-             ylabel=f'time / our layer at {points[0]["side"]}x{points[0]["side"]}')
+                axes.plot(
+                    *zip(*known),
+                    style,
+                    marker='o',
+                    markersize=4,
+                    color=colour,
+                    label=f'{label}, {part}: tokens^{power:.2f}',
+                )
+    axes.set(
+        xscale='log',
+        yscale='log',
+        xlabel='tokens',
+        ylabel=f'time / our layer at {points[0]["side"]}x{points[0]["side"]}',
+    )
     axes.set_xticks([point['side'] ** 2 for point in points], [f'{point["side"]}²' for point in points])
     axes.minorticks_off()
     axes.grid(alpha=0.3)

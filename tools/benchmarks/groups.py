@@ -1,11 +1,10 @@
 """What is measured, in groups, and the targets."""
+
 import copy
 import gc
 import statistics
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
-
-from torch import nn
 
 from cost_curve import exponent, layer_time, measure_curve
 from memory import in_new_process
@@ -13,17 +12,22 @@ from models import batch, cmhsa, draw_covariances, peer, resnet18, sa_model, wit
 from settings import Settings
 from steps import forward_pass, training_step
 from timing import measure
+from torch import nn
 
 Row = Dict[str, Any]
 Target = Optional[Tuple[str, float]]  # ('at least' or 'at most', the ratio)
 
 # Pixels: the batch, and by how much the dense original's time is to be divided in a forward pass and a training step.
-SA_TARGETS = {32: (8, 4.5, 3.), 64: (4, 8., 5.), 128: (1, 15., 8.)}
-GENERALIZED_TARGETS = {32: (8, 1.), 64: (4, 1.5), 128: (1, 3.)}
+SA_TARGETS = {32: (8, 4.5, 3.0), 64: (4, 8.0, 5.0), 128: (1, 15.0, 8.0)}
+GENERALIZED_TARGETS = {32: (8, 1.0), 64: (4, 1.5), 128: (1, 3.0)}
 DROPOUT_BATCHES = ((32, 8), (32, 1), (64, 4), (64, 1), (128, 1))  # pixels and batch
 MEMORY_TARGETS = {64: (4, 0.4), 128: (1, 0.125)}
-SA_NAMES = {'SA quadratic': 'sa_quadratic_cifar', 'SA generalized': 'sa_generalized_cifar',
-            'SA learned': 'sa_learned_cifar', 'SA learned + content': 'sa_learned_content_cifar'}
+SA_NAMES = {
+    'SA quadratic': 'sa_quadratic_cifar',
+    'SA generalized': 'sa_generalized_cifar',
+    'SA learned': 'sa_learned_cifar',
+    'SA learned + content': 'sa_learned_content_cifar',
+}
 SEPARABLE = ('SA quadratic', 'SA learned')
 PEERS = ('deit_small_patch16_224', 'convit_tiny', 'vit_base_patch16_224')
 
@@ -37,14 +41,14 @@ def at_most(ratio: float) -> Target:
 
 
 def row(
-        settings: Settings,
-        name: str,
-        measured: Dict[str, Any],
-        numerator: Sequence[str],
-        denominator: str,
-        ours: Optional[str] = None,
-        target: Target = None,
-        **more,
+    settings: Settings,
+    name: str,
+    measured: Dict[str, Any],
+    numerator: Sequence[str],
+    denominator: str,
+    ours: Optional[str] = None,
+    target: Target = None,
+    **more,
 ) -> Row:
     """A ratio of median times, with everything that it comes from.
 
@@ -71,37 +75,40 @@ def row(
         target=target if settings.has_targets else None,
         seconds=seconds,
         multiply_adds=counts,
-        **more)
+        **more,
+    )
 
 
 def run(
-        settings: Settings,
-        models: Dict[str, nn.Module],
-        training: bool,
-        batch_size: int,
-        pixels: int,
-        num_classes: int = 10,
+    settings: Settings,
+    models: Dict[str, nn.Module],
+    training: bool,
+    batch_size: int,
+    pixels: int,
+    num_classes: int = 10,
 ) -> Dict[str, Any]:
     """Forward passes or training steps of several models on the same images, in turns."""
     gc.collect()  # the models before: their hooks are reference cycles
     images, labels = batch(settings, batch_size, pixels, num_classes)
     functions = {
-        name: training_step(model, images, labels, settings.dtype) if training else forward_pass(
-            model, images, settings.dtype) for name, model in models.items()
+        name: training_step(model, images, labels, settings.dtype)
+        if training
+        else forward_pass(model, images, settings.dtype)
+        for name, model in models.items()
     }
     return measure(functions, settings.device, settings.repetitions)
 
 
 def against_original(
-        settings: Settings,
-        kind: str,
-        pixels: int,
-        batch_size: int,
-        training: bool,
-        target: Target,
-        note: str = '',
-        change: Callable[[nn.Module], None] = lambda model: None,
-        **kwargs,
+    settings: Settings,
+    kind: str,
+    pixels: int,
+    batch_size: int,
+    training: bool,
+    target: Target,
+    note: str = '',
+    change: Callable[[nn.Module], None] = lambda model: None,
+    **kwargs,
 ) -> Row:
     """One of the models of C20 and its dense original, with the same weights.
 
@@ -120,8 +127,15 @@ def against_original(
     change(ours)
     models = dict(ours=ours, original=with_original_attention(ours, pixels, pixels))
     what = 'training step' if training else 'forward'
-    return row(settings, f'{kind}, {what}{note}, {pixels} px, batch {batch_size}',
-               run(settings, models, training, batch_size, pixels), ['original'], 'ours', 'ours', target)
+    return row(
+        settings,
+        f'{kind}, {what}{note}, {pixels} px, batch {batch_size}',
+        run(settings, models, training, batch_size, pixels),
+        ['original'],
+        'ours',
+        'ours',
+        target,
+    )
 
 
 def separable(settings: Settings) -> List[Row]:
@@ -135,8 +149,18 @@ def separable(settings: Settings) -> List[Row]:
             rows.append(against_original(settings, kind, pixels, batch_size, True, at_least(training)))
         for pixels, batch_size in DROPOUT_BATCHES:
             if pixels in sizes:
-                rows.append(against_original(settings, kind, pixels, batch_size, True, at_least(1.),
-                                             ', attention dropout 0.1', attn_drop_rate=0.1))
+                rows.append(
+                    against_original(
+                        settings,
+                        kind,
+                        pixels,
+                        batch_size,
+                        True,
+                        at_least(1.0),
+                        ', attention dropout 0.1',
+                        attn_drop_rate=0.1,
+                    )
+                )
     return rows
 
 
@@ -146,54 +170,67 @@ def memory(settings: Settings) -> List[Row]:
     for kind in SEPARABLE[:1] if settings.quick else SEPARABLE:
         for pixels in [64] if settings.quick else list(MEMORY_TARGETS):
             batch_size, target = MEMORY_TARGETS[pixels]
-            figures = {side: in_new_process(settings, side, SA_NAMES[kind], pixels, batch_size)
-                       for side in ('ours', 'original')}
+            figures = {
+                side: in_new_process(settings, side, SA_NAMES[kind], pixels, batch_size)
+                for side in ('ours', 'original')
+            }
             added = {side: figure['peak'] - figure['before'] for side, figure in figures.items()}
             peak = {side: figure['peak'] for side, figure in figures.items()}
             for what, values in (('at most in the process', peak), ('added by the step', added)):
-                rows.append(dict(
-                    name=f'{kind}, {pixels} px, batch {batch_size}: {what}',
-                    ratio=values['ours'] / values['original'],
-                    target=at_most(target) if settings.has_targets else None,
-                    bytes=values))
+                rows.append(
+                    dict(
+                        name=f'{kind}, {pixels} px, batch {batch_size}: {what}',
+                        ratio=values['ours'] / values['original'],
+                        target=at_most(target) if settings.has_targets else None,
+                        bytes=values,
+                    )
+                )
     return rows
 
 
 def generalized(settings: Settings) -> List[Row]:
     """SA generalized, forward, against the dense original."""
     rows = []
-    for note, change in ((', initial heads', lambda model: None),
-                         (', condition numbers to 10', draw_covariances)):
+    for note, change in ((', initial heads', lambda model: None), (', condition numbers to 10', draw_covariances)):
         for pixels in [32] if settings.quick else list(GENERALIZED_TARGETS):
             batch_size, target = GENERALIZED_TARGETS[pixels]
-            rows.append(against_original(settings, 'SA generalized', pixels, batch_size, False, at_least(target), note,
-                                         change))
+            rows.append(
+                against_original(settings, 'SA generalized', pixels, batch_size, False, at_least(target), note, change)
+            )
     return rows
 
 
 def content(settings: Settings) -> List[Row]:
     """SA learned + content against the version by einsum."""
-    return [against_original(settings, 'SA learned + content', 32, 8, training, at_least(target))
-            for training, target in ((False, 1.5), (True, 1.3))]
+    return [
+        against_original(settings, 'SA learned + content', 32, 8, training, at_least(target))
+        for training, target in ((False, 1.5), (True, 1.3))
+    ]
 
 
 def cost(settings: Settings) -> List[Row]:
     """How the time of SA quadratic's attention grows: one row that holds the curve."""
     points = measure_curve(settings)
-    return [dict(
-        name='exponent in the number of tokens, attention alone',
-        ratio=exponent(points, 'ours'),
-        target=at_most(1.6) if settings.has_targets else None,
-        dense=exponent(points, 'dense'),
-        whole_layer=exponent(points, 'ours', layer_time),
-        dense_whole_layer=exponent(points, 'dense', layer_time),
-        points=points)]
+    return [
+        dict(
+            name='exponent in the number of tokens, attention alone',
+            ratio=exponent(points, 'ours'),
+            target=at_most(1.6) if settings.has_targets else None,
+            dense=exponent(points, 'dense'),
+            whole_layer=exponent(points, 'ours', layer_time),
+            dense_whole_layer=exponent(points, 'dense', layer_time),
+            points=points,
+        )
+    ]
 
 
 def cmhsa_models(settings: Settings) -> Dict[str, nn.Module]:
     """CMHSA-5 in its first phase, in its second one, and in its second one with merged heads."""
-    return {'convolution': cmhsa(settings, 'conv'), 'attention': cmhsa(settings, 'attn'),
-            'merged attention': cmhsa(settings, 'attn', merge_heads=True)}
+    return {
+        'convolution': cmhsa(settings, 'conv'),
+        'attention': cmhsa(settings, 'attn'),
+        'merged attention': cmhsa(settings, 'attn', merge_heads=True),
+    }
 
 
 def phases(settings: Settings) -> List[Row]:
@@ -201,11 +238,25 @@ def phases(settings: Settings) -> List[Row]:
     vit = PEERS[-1]
     models = {**cmhsa_models(settings), vit: peer(settings, vit)}
     measured = run(settings, models, True, *_large_images(settings), num_classes=100)
-    names = {('convolution',): ('convolution phase', 0.38, 0.49), ('attention',): ('attention phase', 1.75, 1.48),
-             ('merged attention',): ('attention phase, merged heads', 1.2, None),
-             ('convolution', 'merged attention'): ('both phases, half the epochs each, merged heads', 0.8, 0.98)}
-    return [row(settings, f'CMHSA-5, training step, {name}', measured, sides, vit, sides[0] if len(sides) == 1 else
-                None, at_most(target), paper=paper) for sides, (name, target, paper) in names.items()]
+    names = {
+        ('convolution',): ('convolution phase', 0.38, 0.49),
+        ('attention',): ('attention phase', 1.75, 1.48),
+        ('merged attention',): ('attention phase, merged heads', 1.2, None),
+        ('convolution', 'merged attention'): ('both phases, half the epochs each, merged heads', 0.8, 0.98),
+    }
+    return [
+        row(
+            settings,
+            f'CMHSA-5, training step, {name}',
+            measured,
+            sides,
+            vit,
+            sides[0] if len(sides) == 1 else None,
+            at_most(target),
+            paper=paper,
+        )
+        for sides, (name, target, paper) in names.items()
+    ]
 
 
 def deploy(settings: Settings) -> List[Row]:
@@ -222,8 +273,17 @@ def deploy(settings: Settings) -> List[Row]:
         after.switch_to_deploy()
         for batch_size in (1, 8):
             measured = run(settings, dict(before=before, after=after), False, batch_size, pixels)
-            rows.append(row(settings, f'{name}, forward, {pixels} px, batch {batch_size}', measured, ['before'],
-                            'after', 'after', target))
+            rows.append(
+                row(
+                    settings,
+                    f'{name}, forward, {pixels} px, batch {batch_size}',
+                    measured,
+                    ['before'],
+                    'after',
+                    'after',
+                    target,
+                )
+            )
     return rows
 
 
@@ -246,8 +306,17 @@ def recipe(settings: Settings) -> List[Row]:
     ours = sa_model(settings, SA_NAMES['SA quadratic'], pixels, attn_drop_rate=0.1, proj_drop_rate=0.1)
     models = dict(ours=ours, original=with_original_attention(ours, pixels, pixels))
     measured = run(settings, models, True, batch_size, pixels)
-    return [row(settings, f'SA quadratic, training step, {pixels} px, batch {batch_size}', measured, ['original'],
-                'ours', 'ours', images=batch_size)]
+    return [
+        row(
+            settings,
+            f'SA quadratic, training step, {pixels} px, batch {batch_size}',
+            measured,
+            ['original'],
+            'ours',
+            'ours',
+            images=batch_size,
+        )
+    ]
 
 
 def _large_images(settings: Settings) -> Tuple[int, int]:
@@ -260,8 +329,11 @@ def _over_peers(settings, ours, others, batch_size, pixels, num_classes) -> List
     for training in (False, True):
         measured = run(settings, {**ours, **others}, training, batch_size, pixels, num_classes)
         what = 'training step' if training else 'forward'
-        rows += [row(settings, f'{name} / {other}, {what}, {pixels} px, batch {batch_size}', measured, [name], other,
-                     name) for name in ours for other in others]
+        rows += [
+            row(settings, f'{name} / {other}, {what}, {pixels} px, batch {batch_size}', measured, [name], other, name)
+            for name in ours
+            for other in others
+        ]
     return rows
 
 

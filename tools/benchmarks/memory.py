@@ -6,6 +6,7 @@ freed back at once, so that it is what the tensors need, not the holes that mall
 what torch's allocator had at most. What was there before the step, with the libraries, the weights and the images, is
 given too.
 """
+
 import argparse
 import gc
 import json
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Dict
 
 import torch
-
 from models import batch, sa_model, with_original_attention
 from settings import DTYPES, Settings
 from steps import training_step
@@ -69,8 +69,19 @@ def in_new_process(settings: Settings, side: str, name: str, pixels: int, batch_
     Raises:
         RuntimeError: The process failed; its errors are the message.
     """
-    command = [sys.executable, __file__, side, name, str(pixels), str(batch_size), '--device', settings.device,
-               '--dtype', settings.dtype_name, *(['--quick'] if settings.quick else [])]
+    command = [
+        sys.executable,
+        __file__,
+        side,
+        name,
+        str(pixels),
+        str(batch_size),
+        '--device',
+        settings.device,
+        '--dtype',
+        settings.dtype_name,
+        *(['--quick'] if settings.quick else []),
+    ]
     result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **GIVE_BACK})
     if result.returncode:
         raise RuntimeError(f'{side} {name} at {pixels} px, batch {batch_size}, failed: {result.stderr}')

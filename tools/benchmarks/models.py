@@ -1,4 +1,5 @@
 """The models that are measured, and those that they are measured against."""
+
 import copy
 import math
 from pathlib import Path
@@ -6,14 +7,13 @@ from typing import Optional, Tuple
 
 import timm
 import torch
+from original import DenseAttention, DenseContent, DenseGeneralizedQuadratic, DenseLearned, DenseQuadratic
+from settings import Settings
 from torch import Tensor, nn
 
 import attncnn_plugin  # noqa: F401
-from attncnn_plugin.layers import (ContentAttention, GeneralizedQuadraticAttention, LearnedAttention,
-                                   QuadraticAttention)
+from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from attncnn_plugin.utils.frameworks import import_problem
-from original import DenseAttention, DenseContent, DenseGeneralizedQuadratic, DenseLearned, DenseQuadratic
-from settings import Settings
 
 CONFIGS = Path(__file__).resolve().parents[2] / 'configs'
 DENSE = {
@@ -54,7 +54,8 @@ def dense_original(attention: nn.Module, height: int, width: int) -> DenseAttent
         owner = attention if isinstance(attention, ContentAttention) else attention.encoding
         tables = dict(zip(('max_height', 'max_width'), owner.tables.max_size))
     dense = DENSE[type(attention)](
-        attention.dim, attention.num_heads, height, width, attn_drop=attention.attn_drop.p, **tables)
+        attention.dim, attention.num_heads, height, width, attn_drop=attention.attn_drop.p, **tables
+    )
     dense.to(attention.value.weight).train(attention.training)
     dense.load_state_dict({original_name(name): value for name, value in attention.state_dict().items()})
     return dense
@@ -79,7 +80,7 @@ def with_original_attention(model: nn.Module, height: int, width: int) -> nn.Mod
 
 
 @torch.no_grad()
-def draw_covariances(model: nn.Module, largest_condition: float = 10.) -> None:
+def draw_covariances(model: nn.Module, largest_condition: float = 10.0) -> None:
     """Gives the heads of a generalized quadratic network random covariances.
 
     Eigenvalues are log-uniform around 1, with a ratio of at most ``largest_condition``; orientations are uniform.

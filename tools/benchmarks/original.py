@@ -4,6 +4,7 @@ Scores, probabilities and values are einsums over all pairs of pixels, as in the
 from its equations, for the grid that a layer is built for. Queries have the indices i, j and keys k, l, row first.
 Parameters have the names of this package's, so that weights go from one to the other.
 """
+
 import math
 
 import torch
@@ -33,7 +34,7 @@ class DenseAttention(nn.Module):
         attn_drop (float): Dropout rate of the probabilities. Defaults to 0.
     """
 
-    def __init__(self, dim: int, num_heads: int, height: int, width: int, attn_drop: float = 0.) -> None:
+    def __init__(self, dim: int, num_heads: int, height: int, width: int, attn_drop: float = 0.0) -> None:
         super().__init__()
         self.dim, self.num_heads, self.height, self.width = dim, num_heads, height, width
         self.attn_drop = nn.Dropout(attn_drop)

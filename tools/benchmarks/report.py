@@ -1,4 +1,5 @@
 """The tables of a run, and the page that holds those of several."""
+
 import os
 import statistics
 from pathlib import Path
@@ -79,44 +80,76 @@ def page(runs: Sequence[Dict[str, Any]], figure: Path, path: Path) -> str:
     with_curve = next((run for run in runs if 'cost' in run['groups']), None)
     link = Path(os.path.relpath(figure, path.parent)).as_posix()
     link = f"![Time of SA quadratic's attention against the number of tokens]({link})"
-    return '\n'.join([INTRODUCTION, *(
-        tables(run, figure=link if run is with_curve else '') + '\n' for run in runs)])
+    return '\n'.join([INTRODUCTION, *(tables(run, figure=link if run is with_curve else '') + '\n' for run in runs)])
 
 
 def machine(settings: Dict[str, Any]) -> str:
     """What a run ran on, in a line."""
     device = settings['gpu'] or f'{settings["cores"]} CPU cores'
     quick = ', quick: small models, no measurement' if settings['quick'] else ''
-    return (f'{device}, {settings["threads"]} threads, {settings["dtype"]}, torch {settings["torch"]}, '
-            f'timm {settings["timm"]}{quick}')
+    return (
+        f'{device}, {settings["threads"]} threads, {settings["dtype"]}, torch {settings["torch"]}, '
+        f'timm {settings["timm"]}{quick}'
+    )
 
 
 def _rates(settings: Dict[str, Any]) -> str:
-    return (f'Matrix products: {billions(settings["matrix_rate"])} thousand million multiply-adds a second. '
-            f'Copying: {billions(settings["copy_rate"])} GB a second, read and written.')
+    return (
+        f'Matrix products: {billions(settings["matrix_rate"])} thousand million multiply-adds a second. '
+        f'Copying: {billions(settings["copy_rate"])} GB a second, read and written.'
+    )
 
 
 def _speed_table(rows: List[Dict[str, Any]], ratio: str, settings: Dict[str, Any]) -> str:
     cuda = settings['device'] == 'cuda'
     paper = any(row.get('paper') for row in rows)
     images = cuda and any(row.get('images') for row in rows)
-    header = ['', ratio, *_target_header(rows), *(['in L21'] if paper else []), 'by arithmetic',
-              'multiply-adds of these', 'of matrix rate', *(['ms of these'] if cuda else []),
-              *(['images/s of these'] if images else []), 'n']
-    return table(header, [[
-        row['name'], number(row['ratio']), *_target(row, rows), *([number(row.get('paper'))] if paper else []),
-        number(row['ratio_of_multiply_adds']), ' / '.join(billions(row['multiply_adds'][side]) for side in _sides(row)),
-        _of_matrix_rate(row, settings['matrix_rate']), *([_milliseconds(row)] if cuda else []),
-        *([_images(row)] if images else []), str(len(row['seconds'][row['denominator']]))
-    ] for row in rows])
+    header = [
+        '',
+        ratio,
+        *_target_header(rows),
+        *(['in L21'] if paper else []),
+        'by arithmetic',
+        'multiply-adds of these',
+        'of matrix rate',
+        *(['ms of these'] if cuda else []),
+        *(['images/s of these'] if images else []),
+        'n',
+    ]
+    return table(
+        header,
+        [
+            [
+                row['name'],
+                number(row['ratio']),
+                *_target(row, rows),
+                *([number(row.get('paper'))] if paper else []),
+                number(row['ratio_of_multiply_adds']),
+                ' / '.join(billions(row['multiply_adds'][side]) for side in _sides(row)),
+                _of_matrix_rate(row, settings['matrix_rate']),
+                *([_milliseconds(row)] if cuda else []),
+                *([_images(row)] if images else []),
+                str(len(row['seconds'][row['denominator']])),
+            ]
+            for row in rows
+        ],
+    )
 
 
 def _memory_table(rows: List[Dict[str, Any]]) -> str:
     header = ['', 'ours / original', *_target_header(rows), 'MB of ours', 'MB of the original']
-    return table(header, [[
-        row['name'], number(row['ratio']), *_target(row, rows), *(f'{row["bytes"][side] / 1e6:,.0f}'
-                                                                  for side in ('ours', 'original'))
-    ] for row in rows])
+    return table(
+        header,
+        [
+            [
+                row['name'],
+                number(row['ratio']),
+                *_target(row, rows),
+                *(f'{row["bytes"][side] / 1e6:,.0f}' for side in ('ours', 'original')),
+            ]
+            for row in rows
+        ],
+    )
 
 
 def _target_header(rows: List[Dict[str, Any]]) -> List[str]:

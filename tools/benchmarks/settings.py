@@ -1,4 +1,5 @@
 """Where and how a benchmark runs."""
+
 import os
 import platform
 from dataclasses import dataclass
@@ -6,7 +7,6 @@ from typing import Any, Dict
 
 import timm
 import torch
-
 from timing import Repetitions
 
 NUM_THREADS = 2
@@ -62,4 +62,5 @@ class Settings:
             cores=os.cpu_count(),
             torch=torch.__version__,
             timm=timm.__version__,
-            python=platform.python_version())
+            python=platform.python_version(),
+        )

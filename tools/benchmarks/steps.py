@@ -1,4 +1,5 @@
 """What is measured of a model: a forward pass, or a training step."""
+
 import contextlib
 from typing import Callable
 
@@ -27,10 +28,10 @@ def forward_pass(model: nn.Module, images: Tensor, dtype: torch.dtype = torch.fl
 
 
 def training_step(
-        model: nn.Module,
-        images: Tensor,
-        labels: Tensor,
-        dtype: torch.dtype = torch.float32,
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    dtype: torch.dtype = torch.float32,
 ) -> Callable[[], None]:
     """Forward and backward pass of the cross-entropy and a step of SGD with momentum and weight decay.
 

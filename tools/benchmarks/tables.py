@@ -1,4 +1,5 @@
 """Tables that read well as text and are Markdown."""
+
 from typing import List, Optional, Sequence
 
 

@@ -1,4 +1,5 @@
 """Times of several functions in turns, their multiply-adds, and what the machine can do at most."""
+
 import statistics
 import time
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ class Repetitions:
 
     least: int = 3
     most: int = 15
-    seconds: float = 20.
+    seconds: float = 20.0
 
 
 def synchronize(device: str) -> None:
@@ -33,9 +34,9 @@ def time_once(function: Callable[[], None], device: str) -> float:
 
 
 def in_turns(
-        functions: Dict[str, Callable[[], None]],
-        device: str,
-        repetitions: Repetitions = Repetitions(),
+    functions: Dict[str, Callable[[], None]],
+    device: str,
+    repetitions: Repetitions = Repetitions(),
 ) -> Dict[str, List[float]]:
     """Seconds of every call of each function: the first, the second, …, the first again, and so on.
 
@@ -49,8 +50,11 @@ def in_turns(
     """
     seconds = {name: [] for name in functions}
     start, rounds = time.perf_counter(), 0
-    while rounds < repetitions.least or rounds < repetitions.most and (
-            (time.perf_counter() - start) * (rounds + 1) / rounds < repetitions.seconds):
+    while (
+        rounds < repetitions.least
+        or rounds < repetitions.most
+        and ((time.perf_counter() - start) * (rounds + 1) / rounds < repetitions.seconds)
+    ):
         for name, function in functions.items():
             seconds[name].append(time_once(function, device))
         rounds += 1
@@ -65,9 +69,9 @@ def multiply_adds(function: Callable[[], None]) -> int:
 
 
 def measure(
-        functions: Dict[str, Callable[[], None]],
-        device: str,
-        repetitions: Repetitions = Repetitions(),
+    functions: Dict[str, Callable[[], None]],
+    device: str,
+    repetitions: Repetitions = Repetitions(),
 ) -> Dict[str, Dict[str, Any]]:
     """Multiply-adds of each function, counted in a call that is its warm-up, and the times of the calls after it.
 
@@ -91,7 +95,7 @@ def matrix_rate(device: str, dtype: torch.dtype, quick: bool = False) -> float:
 
 def copy_rate(device: str, quick: bool = False) -> float:
     """Bytes a second, those read and those written, of copying a tensor that fits no cache."""
-    source = torch.ones((1 if quick else 256) * 2 ** 20 // 4, device=device)
+    source = torch.ones((1 if quick else 256) * 2**20 // 4, device=device)
     target = torch.empty_like(source)
     measured = measure({'copy': lambda: target.copy_(source)}, device, Repetitions(5, 5))
     return 2 * source.numel() * source.element_size() / statistics.median(measured['seconds']['copy'])

@@ -3,6 +3,7 @@
 
 The result is for ``load_from`` in a config with phase='attn', and for testing and inference with either phase's config.
 """
+
 import argparse
 import sys
 from pathlib import Path

@@ -4,6 +4,7 @@
 The result loads with the same config, in training, testing and inference. Without a training no bias makes up for what
 the heads did: HeadPruningHook has that.
 """
+
 import argparse
 import ast
 import sys
@@ -14,9 +15,9 @@ from mmengine.config import DictAction
 from mmengine.runner import save_checkpoint
 
 import attncnn_plugin  # noqa: F401
+from attncnn_plugin.apis.config_model import ConfigModel
 from attncnn_plugin.models.networks import SelfAttentionNetwork
 from attncnn_plugin.pruning import find_degenerate_heads, least_uniform_head
-from attncnn_plugin.utils.config_model import ConfigModel
 
 
 def parse_args() -> argparse.Namespace:
@@ -26,10 +27,19 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('out', help='where the pruned checkpoint goes')
     which = parser.add_mutually_exclusive_group()
     which.add_argument('--heads', help="heads to remove of each block, for instance '{0: [1, 3]}'")
-    which.add_argument('--criterion', nargs='+', default=['uniform', 'stripe'],
-                       help='remove what is degenerate by any of these (default: uniform stripe)')
-    parser.add_argument('--size', nargs=2, type=int, metavar=('HEIGHT', 'WIDTH'),
-                        help="grid in tokens on which heads are judged (default: that of the config's img_size)")
+    which.add_argument(
+        '--criterion',
+        nargs='+',
+        default=['uniform', 'stripe'],
+        help='remove what is degenerate by any of these (default: uniform stripe)',
+    )
+    parser.add_argument(
+        '--size',
+        nargs=2,
+        type=int,
+        metavar=('HEIGHT', 'WIDTH'),
+        help="grid in tokens on which heads are judged (default: that of the config's img_size)",
+    )
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides settings of the config: k=v')
     return parser.parse_args()
 
@@ -68,8 +78,11 @@ def main() -> None:
         if len(networks) != 1:
             sys.exit(f'{args.config} has {len(networks)} self-attention networks: heads are removed from one')
         before = sum(parameter.numel() for parameter in model.parameters())
-        heads = named_heads(args.heads) if args.heads else degenerate_heads(
-            networks[0], args.criterion, tuple(args.size or loaded.grid))
+        heads = (
+            named_heads(args.heads)
+            if args.heads
+            else degenerate_heads(networks[0], args.criterion, tuple(args.size or loaded.grid))
+        )
         networks[0].prune_heads(heads)
     except (OSError, TypeError, ValueError, UnpicklingError) as error:
         sys.exit(str(error))

@@ -14,6 +14,7 @@ accuracy       the accuracy of several trainings, whose folders are --runs
 
 Where a layer has no term of position alone, centers and probabilities are those of the mean over images.
 """
+
 import argparse
 import sys
 from pathlib import Path
@@ -24,12 +25,16 @@ from mmengine.config import DictAction
 from torch import Tensor
 
 import attncnn_plugin  # noqa: F401
-from attncnn_plugin.utils.config_model import ConfigModel
-from attncnn_plugin.visualization.attention_maps import (depends_on_content, grid_of, has_position_scores,
-                                                         mean_attention_probs_of, require_attention_layers)
-from attncnn_plugin.visualization.centers import query_maps
-from attncnn_plugin.visualization.figures import (plot_attention_centers, plot_attention_probs,
-                                                  plot_center_movement)
+from attncnn_plugin.analysis.attention_maps import (
+    depends_on_content,
+    grid_of,
+    has_position_scores,
+    mean_attention_probs_of,
+    require_attention_layers,
+)
+from attncnn_plugin.analysis.head_centers import query_maps
+from attncnn_plugin.apis.config_model import ConfigModel
+from attncnn_plugin.visualization.figures import plot_attention_centers, plot_attention_probs, plot_center_movement
 from attncnn_plugin.visualization.style import save_figure
 from attncnn_plugin.visualization.training_curves import plot_metric, read_centers
 
@@ -42,26 +47,43 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('checkpoint', nargs='?', help='checkpoint of the model')
     parser.add_argument('--figure', choices=OF_MODELS + OF_RUNS, required=True)
     parser.add_argument('--out', required=True, help='the picture, *.png or *.svg')
-    parser.add_argument('--query', nargs=2, type=int, metavar=('ROW', 'COLUMN'),
-                        help='query in tokens, from 0 (default: the middle of the grid)')
-    parser.add_argument('--zoom', type=int, default=7,
-                        help='rows and columns around the query, for probabilities (default: 7)')
+    parser.add_argument(
+        '--query',
+        nargs=2,
+        type=int,
+        metavar=('ROW', 'COLUMN'),
+        help='query in tokens, from 0 (default: the middle of the grid)',
+    )
+    parser.add_argument(
+        '--zoom', type=int, default=7, help='rows and columns around the query, for probabilities (default: 7)'
+    )
     parser.add_argument('--image', help='one image in place of the mean: a file, or a number in the test set')
-    parser.add_argument('--images', metavar='FOLDER', help='images for the mean, with subfolders (default: the test '
-                        'dataset of the config)')
+    parser.add_argument(
+        '--images',
+        metavar='FOLDER',
+        help='images for the mean, with subfolders (default: the test dataset of the config)',
+    )
     parser.add_argument('--num-images', type=int, default=100, help='images for the mean, evenly spread (default: 100)')
-    parser.add_argument('--size', nargs=2, type=int, metavar=('HEIGHT', 'WIDTH'), help='grid in tokens, for attention '
-                        "by position alone (default: that of the config's img_size)")
-    parser.add_argument('--runs', nargs='+', default=[], metavar='[LABEL=]DIR',
-                        help='work_dirs of trainings, for movement and accuracy')
+    parser.add_argument(
+        '--size',
+        nargs=2,
+        type=int,
+        metavar=('HEIGHT', 'WIDTH'),
+        help="grid in tokens, for attention by position alone (default: that of the config's img_size)",
+    )
+    parser.add_argument(
+        '--runs', nargs='+', default=[], metavar='[LABEL=]DIR', help='work_dirs of trainings, for movement and accuracy'
+    )
     parser.add_argument('--metric', default='accuracy/top1', help='metric for accuracy (default: accuracy/top1)')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides settings of the config: k=v')
     args = parser.parse_args()
     if args.figure in OF_MODELS and not args.checkpoint:
         parser.error(f'--figure {args.figure} is of a model: give CONFIG and CHECKPOINT')
     if args.figure in OF_RUNS and not args.runs or args.figure == 'movement' and len(args.runs) > 1:
-        parser.error(f'--figure {args.figure} is of {"one training" if args.figure == "movement" else "trainings"}: '
-                     'give --runs DIR')
+        parser.error(
+            f'--figure {args.figure} is of {"one training" if args.figure == "movement" else "trainings"}: '
+            'give --runs DIR'
+        )
     if args.num_images < 1:
         parser.error(f'--num-images {args.num_images} must be at least 1')
     if Path(args.out).suffix not in ('.png', '.svg'):
@@ -72,8 +94,11 @@ def parse_args() -> argparse.Namespace:
 def draw_model(args: argparse.Namespace):
     loaded = ConfigModel(args.config, args.checkpoint, args.cfg_options)
     model, layers = loaded.model, require_attention_layers(loaded.model)
-    of_images = [name for name, layer in layers.items()
-                 if (depends_on_content(layer) if args.figure == 'content' else not has_position_scores(layer))]
+    of_images = [
+        name
+        for name, layer in layers.items()
+        if (depends_on_content(layer) if args.figure == 'content' else not has_position_scores(layer))
+    ]
     if args.figure == 'content' and not of_images:
         raise ValueError(f'{args.config} has attention by position alone: --figure probabilities draws it')
     if of_images:
@@ -111,8 +136,9 @@ def choose_images(args: argparse.Namespace, loaded: ConfigModel) -> List[Tensor]
 
 def labelled(runs: List[str]) -> dict:
     """``['a=work_dirs/x', 'work_dirs/y']`` as ``{'a': 'work_dirs/x', 'y': 'work_dirs/y'}``."""
-    pairs = [run.split('=', 1) if '=' in run and not Path(run).exists() else (Path(run).resolve().name, run)
-             for run in runs]
+    pairs = [
+        run.split('=', 1) if '=' in run and not Path(run).exists() else (Path(run).resolve().name, run) for run in runs
+    ]
     if len({label for label, _ in pairs}) < len(pairs):
         sys.exit(f'--runs {" ".join(runs)} have the same name: give LABEL=DIR')
     return dict(pairs)

@@ -1,4 +1,5 @@
 """Pictures and scalars of what the heads attend to, while a model is trained (C20, Figures 3 to 5)."""
+
 from typing import Dict, List, Optional
 
 import torch
@@ -8,14 +9,13 @@ from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
 from torch import Tensor, nn
 
-from ...layers.heads import PrunableHeads
-from ...utils.config_model import HEAD_NUMBERS
-from ...utils.images import evenly_spread
-from ...visualization.attention_maps import (attention_layers, depends_on_content, grid_of,
-                                             mean_attention_probs_of)
-from ...visualization.centers import head_centers, query_maps
-from .random_numbers import random_numbers_kept
-from .structure import unwrapped
+from ...analysis.attention_maps import attention_layers, depends_on_content, grid_of, mean_attention_probs_of
+from ...analysis.head_centers import head_centers, query_maps
+from ...apis.config_model import HEAD_NUMBERS
+from ...apis.images import evenly_spread
+from ...layers.prunable_heads import PrunableHeads
+from .random_state import random_numbers_kept
+from .rebuild import unwrapped
 
 
 @HOOKS.register_module()
@@ -59,9 +59,12 @@ class AttentionVisualizationHook(Hook):
             ModuleNotFoundError: matplotlib is not installed.
         """
         if not isinstance(runner.train_loop, EpochBasedTrainLoop):
-            raise TypeError('AttentionVisualizationHook counts epochs, but the loop is a '
-                            f'{type(runner.train_loop).__name__}: use train_cfg=dict(by_epoch=True, …)')
+            raise TypeError(
+                'AttentionVisualizationHook counts epochs, but the loop is a '
+                f'{type(runner.train_loop).__name__}: use train_cfg=dict(by_epoch=True, …)'
+            )
         from ...visualization import figures  # noqa: F401, to fail now rather than later
+
         with random_numbers_kept():
             self._images = self._some_images(runner)
         self._look(runner, runner.epoch, draw=True)
@@ -102,15 +105,20 @@ class AttentionVisualizationHook(Hook):
             if draw:
                 self._draw(runner, model, by_content, numbers, epochs)
 
-    def _draw(self, runner, model: nn.Module, by_content: Dict[str, Tensor], numbers: Dict[str, List[int]],
-              epochs: int) -> None:
+    def _draw(
+        self, runner, model: nn.Module, by_content: Dict[str, Tensor], numbers: Dict[str, List[int]], epochs: int
+    ) -> None:
         from ...visualization.figures import plot_attention_centers, plot_attention_probs
         from ...visualization.style import image_of
-        maps = {name: query_maps(layer, *self._size, probs=by_content.get(name))
-                for name, layer in attention_layers(model).items()}
+
+        maps = {
+            name: query_maps(layer, *self._size, probs=by_content.get(name))
+            for name, layer in attention_layers(model).items()
+        }
         figures = dict(
             attention_centers=plot_attention_centers(model, *self._size, probs=by_content, numbers=numbers),
-            attention_probs=plot_attention_probs(maps, numbers=numbers))
+            attention_probs=plot_attention_probs(maps, numbers=numbers),
+        )
         for name, figure in figures.items():
             runner.visualizer.add_image(name, image_of(figure), step=epochs)
         self._drawn = epochs

@@ -1,4 +1,5 @@
 """Degenerate heads removed, or begun anew, while a model is trained (C20, appendix E)."""
+
 import itertools
 from typing import Dict, Iterator, List, Optional, Sequence, Union
 
@@ -11,13 +12,21 @@ from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
 from torch import nn
 
-from ...layers.heads import PrunableHeads, Replacement
-from ...pruning import (LayerReport, find_degenerate_heads, fold_into_bias, head_means, least_uniform_head,
-                        merge_duplicate, replace_parameters, reset_heads, singular_penalty)
-from ...pruning.bias import HeadMeans
-from .random_numbers import random_numbers_kept
-from .structure import (averaged_models, build_schedulers, check_wrapper, refresh_average, unwrapped,
-                        wrap_again)
+from ...layers.prunable_heads import PrunableHeads, Replacement
+from ...pruning import (
+    LayerReport,
+    find_degenerate_heads,
+    fold_into_bias,
+    head_means,
+    least_uniform_head,
+    merge_duplicate,
+    replace_parameters,
+    reset_heads,
+    singular_penalty,
+)
+from ...pruning.bias_correction import HeadMeans
+from .random_state import random_numbers_kept
+from .rebuild import averaged_models, build_schedulers, check_wrapper, refresh_average, unwrapped, wrap_again
 
 
 @HOOKS.register_module()
@@ -55,26 +64,32 @@ class HeadPruningHook(Hook):
 
     priority = 'HIGHEST'  # before all that looks at parameters, and before EMAHook loads its copy
 
-    def __init__(self,
-                 epochs: Sequence[int] = (),
-                 begin: Optional[int] = None,
-                 interval: Optional[int] = None,
-                 criteria: Sequence = ('uniform', 'stripe'),
-                 allow_empty: bool = False,
-                 bias_correction: bool = True,
-                 num_batches: int = 8,
-                 reset: bool = False,
-                 lr_scale: float = 1.,
-                 param_scheduler: Optional[Union[dict, List[dict]]] = None,
-                 singular_penalty: float = 0.):
+    def __init__(
+        self,
+        epochs: Sequence[int] = (),
+        begin: Optional[int] = None,
+        interval: Optional[int] = None,
+        criteria: Sequence = ('uniform', 'stripe'),
+        allow_empty: bool = False,
+        bias_correction: bool = True,
+        num_batches: int = 8,
+        reset: bool = False,
+        lr_scale: float = 1.0,
+        param_scheduler: Optional[Union[dict, List[dict]]] = None,
+        singular_penalty: float = 0.0,
+    ):
         if any(not isinstance(epoch, int) or epoch < 0 for epoch in epochs):
             raise ValueError(f'epochs={epochs} of HeadPruningHook must be epochs, counted from 0')
         if (begin is None) != (interval is None) or interval is not None and (interval < 1 or begin < 0):
-            raise ValueError(f'begin={begin} and interval={interval} of HeadPruningHook go together, an epoch from 0 '
-                             'on and a number of epochs of at least 1')
+            raise ValueError(
+                f'begin={begin} and interval={interval} of HeadPruningHook go together, an epoch from 0 '
+                'on and a number of epochs of at least 1'
+            )
         if num_batches < 1 or lr_scale <= 0 or singular_penalty < 0:
-            raise ValueError(f'num_batches={num_batches} and lr_scale={lr_scale} of HeadPruningHook must be above 0, '
-                             f'singular_penalty={singular_penalty} at least 0')
+            raise ValueError(
+                f'num_batches={num_batches} and lr_scale={lr_scale} of HeadPruningHook must be above 0, '
+                f'singular_penalty={singular_penalty} at least 0'
+            )
         self.epochs = tuple(epochs)
         self.begin = begin
         self.interval = interval
@@ -95,14 +110,18 @@ class HeadPruningHook(Hook):
             ValueError: The model has no attention by positions alone; criteria that cannot judge it.
         """
         if not isinstance(runner.train_loop, EpochBasedTrainLoop):
-            raise TypeError(f'HeadPruningHook counts epochs, but the loop is a {type(runner.train_loop).__name__}: use '
-                            'train_cfg=dict(by_epoch=True, …)')
+            raise TypeError(
+                f'HeadPruningHook counts epochs, but the loop is a {type(runner.train_loop).__name__}: use '
+                'train_cfg=dict(by_epoch=True, …)'
+            )
         check_wrapper(runner)
         model = unwrapped(runner.model)
         layers = _layers(model)
         if not layers:
-            raise ValueError('HeadPruningHook finds no attention by positions alone in the model, such as SAQuadratic: '
-                             'there are no heads to judge')
+            raise ValueError(
+                'HeadPruningHook finds no attention by positions alone in the model, such as SAQuadratic: '
+                'there are no heads to judge'
+            )
         for layer in layers.values():  # a mistake in the criteria must not wait for the epoch of pruning
             find_degenerate_heads(layer, self.criteria, (2, 2))
         if self.singular_penalty > 0:
@@ -166,10 +185,9 @@ class HeadPruningHook(Hook):
 
     def _find(self, layers: Dict[str, nn.Module], means: Dict[str, HeadMeans]) -> Dict[str, LayerReport]:
         """The first rank's reports, on every rank."""
-        reports = [{
-            name: find_degenerate_heads(layer, self.criteria, means[name].size)
-            for name, layer in layers.items()
-        }]
+        reports = [
+            {name: find_degenerate_heads(layer, self.criteria, means[name].size) for name, layer in layers.items()}
+        ]
         broadcast_object_list(reports)
         return reports[0]
 
@@ -192,8 +210,14 @@ class HeadPruningHook(Hook):
                             value[indices] = 0
             runner.logger.info(f'{name}: heads {indices} begin anew')
 
-    def _remove(self, runner, model: nn.Module, heads: Dict[str, List[int]], reports: Dict[str, LayerReport],
-                means: Dict[str, HeadMeans]) -> None:
+    def _remove(
+        self,
+        runner,
+        model: nn.Module,
+        heads: Dict[str, List[int]],
+        reports: Dict[str, LayerReport],
+        means: Dict[str, HeadMeans],
+    ) -> None:
         before = sum(p.numel() for p in model.parameters())
         replaced = self._prune(model, heads, reports, means)
         for averaged in averaged_models(runner):
@@ -212,14 +236,22 @@ class HeadPruningHook(Hook):
                 self._replace_schedulers(runner, runner.max_epochs - runner.epoch)
         runner.message_hub.update_info('heads_pruned', True)
 
-    def _prune(self, model: nn.Module, heads: Dict[str, List[int]], reports: Dict[str, LayerReport],
-               means: Dict[str, HeadMeans]) -> Dict[nn.Parameter, Replacement]:
+    def _prune(
+        self,
+        model: nn.Module,
+        heads: Dict[str, List[int]],
+        reports: Dict[str, LayerReport],
+        means: Dict[str, HeadMeans],
+    ) -> Dict[nn.Parameter, Replacement]:
         replaced = {}
         for name, indices in heads.items():
             layer = model.get_submodule(name)
             if self.bias_correction:
-                duplicates = {entry.head: entry.duplicate_of for entry in reports[name].found
-                              if entry.duplicate_of is not None and entry.head in indices}
+                duplicates = {
+                    entry.head: entry.duplicate_of
+                    for entry in reports[name].found
+                    if entry.duplicate_of is not None and entry.head in indices
+                }
                 for head, kept in duplicates.items():
                     merge_duplicate(layer, head, kept)
                 fold_into_bias(layer, [head for head in indices if head not in duplicates], means[name].mean)
@@ -244,8 +276,11 @@ class HeadPruningHook(Hook):
     def _add_penalty(self, model: nn.Module, args, outputs):
         """Adds the penalty to the losses that a model returns in training."""
         if model.training and isinstance(outputs, dict):
-            penalties = [singular_penalty(layer) for layer in _layers(model).values() if hasattr(layer, 'encoding')
-                         and hasattr(layer.encoding, 'sqrt_precision')]
+            penalties = [
+                singular_penalty(layer)
+                for layer in _layers(model).values()
+                if hasattr(layer, 'encoding') and hasattr(layer.encoding, 'sqrt_precision')
+            ]
             if penalties:
                 outputs['loss_singular'] = self.singular_penalty * sum(penalties)
         return outputs

@@ -1,4 +1,5 @@
 """From convolution to attention in the middle of a training (L21, section 4)."""
+
 import copy
 from typing import Iterator, List, Optional, Union
 
@@ -12,8 +13,7 @@ from mmpretrain.registry import HOOKS
 from torch import Tensor, nn
 
 from ...models.networks import CMHSANetwork
-from .structure import (averaged_models, build_schedulers, check_wrapper, refresh_average, unwrapped,
-                        wrap_again)
+from .rebuild import averaged_models, build_schedulers, check_wrapper, refresh_average, unwrapped, wrap_again
 
 
 @HOOKS.register_module()
@@ -49,13 +49,16 @@ class PhaseTransitionHook(Hook):
 
     priority = 'HIGHEST'  # before all that looks at the optimizer, and before EMAHook loads its copy
 
-    def __init__(self,
-                 epoch: int,
-                 optim_wrapper: Optional[dict] = None,
-                 param_scheduler: Optional[Union[dict, List[dict]]] = None):
+    def __init__(
+        self,
+        epoch: int,
+        optim_wrapper: Optional[dict] = None,
+        param_scheduler: Optional[Union[dict, List[dict]]] = None,
+    ):
         if not isinstance(epoch, int) or epoch < 1:
-            raise ValueError(f'epoch={epoch!r} of PhaseTransitionHook must be the number of epochs of the first phase, '
-                             'at least 1')
+            raise ValueError(
+                f'epoch={epoch!r} of PhaseTransitionHook must be the number of epochs of the first phase, at least 1'
+            )
         self.epoch = epoch
         self.optim_wrapper = optim_wrapper
         self.param_scheduler = param_scheduler
@@ -68,8 +71,10 @@ class PhaseTransitionHook(Hook):
             ValueError: There is nothing to convert.
         """
         if not isinstance(runner.train_loop, EpochBasedTrainLoop):
-            raise TypeError(f'PhaseTransitionHook counts epochs, but the loop is a {type(runner.train_loop).__name__}: '
-                            'use train_cfg=dict(by_epoch=True, …)')
+            raise TypeError(
+                f'PhaseTransitionHook counts epochs, but the loop is a {type(runner.train_loop).__name__}: '
+                'use train_cfg=dict(by_epoch=True, …)'
+            )
         check_wrapper(runner)
         networks = _networks(unwrapped(runner.model))
         if not networks:
@@ -78,10 +83,13 @@ class PhaseTransitionHook(Hook):
             raise ValueError(
                 f"the model is in phase='attn' at epoch {runner.epoch}, before epoch={self.epoch} of "
                 "PhaseTransitionHook: start with phase='conv'; go on with a checkpoint of the second phase by "
-                "resume=True and the epoch that it was trained with; or train phase='attn' without this hook")
+                "resume=True and the epoch that it was trained with; or train phase='attn' without this hook"
+            )
         if runner.max_epochs <= self.epoch:
-            runner.logger.warning(f'The run ends after {runner.max_epochs} epochs, before the transition to attention '
-                                  f'after epoch {self.epoch} of PhaseTransitionHook')
+            runner.logger.warning(
+                f'The run ends after {runner.max_epochs} epochs, before the transition to attention '
+                f'after epoch {self.epoch} of PhaseTransitionHook'
+            )
         elif any(network.phase == 'conv' for network in networks):
             # A mistake in the second phase's settings must not wait for the end of the first.
             first_phase = runner.optim_wrapper, runner.param_schedulers
@@ -142,7 +150,8 @@ class PhaseTransitionHook(Hook):
         if not config.optim_wrapper.get('constructor') and 'type' not in config.optim_wrapper.get('optimizer', {}):
             raise ValueError(
                 f'optim_wrapper={self.optim_wrapper} of PhaseTransitionHook names no type of optimizer, and the config '
-                "of the run has none to inherit: optim_wrapper=dict(optimizer=dict(type='AdamW', lr=…))")
+                "of the run has none to inherit: optim_wrapper=dict(optimizer=dict(type='AdamW', lr=…))"
+            )
         runner.param_schedulers = None  # scale_lr wants it before them
         runner.optim_wrapper = runner.build_optim_wrapper(config.optim_wrapper)
         runner.scale_lr(runner.optim_wrapper, runner.auto_scale_lr)
@@ -158,8 +167,10 @@ class PhaseTransitionHook(Hook):
             data = model.data_preprocessor(data_batch, False)
             return torch.cat([tensor.flatten().float() for tensor in _tensors(model._run_forward(data, mode='tensor'))])
         except Exception as error:  # some models have no such mode; the training must not end for a line in the log
-            runner.logger.warning(f'The change of the output is not known: {type(model).__name__} has no output for a '
-                                  f"batch in mode='tensor' ({error})")
+            runner.logger.warning(
+                f'The change of the output is not known: {type(model).__name__} has no output for a '
+                f"batch in mode='tensor' ({error})"
+            )
             return None
         finally:
             model.train(training)
@@ -170,7 +181,8 @@ class PhaseTransitionHook(Hook):
         if runner.iter % counts:
             runner.logger.warning(
                 f'The first phase ends after {runner.iter} iterations, not a multiple of accumulative_counts={counts}: '
-                f'the gradients of the last {runner.iter % counts} are dropped')
+                f'the gradients of the last {runner.iter % counts} are dropped'
+            )
 
 
 def _networks(model: nn.Module) -> List[CMHSANetwork]:

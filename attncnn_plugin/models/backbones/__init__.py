@@ -1,4 +1,5 @@
 """Backbones in mmpretrain's registry."""
+
 from ...utils.frameworks import require_mmpretrain
 
 require_mmpretrain()

@@ -1,9 +1,10 @@
 """mmpretrain backbone of CMHSA, the vision transformer of Li et al. 2021 that begins as a convolutional network."""
+
 from mmpretrain.models.utils import to_2tuple
 from mmpretrain.registry import MODELS
 
 from ..networks import CMHSANetwork
-from .grid import GridBackbone
+from .grid_backbone import GridBackbone
 
 
 @MODELS.register_module()
@@ -66,26 +67,28 @@ class CMHSA(CMHSANetwork, GridBackbone):
         2 convolutions of 3x3 became attention of 9 heads with attn_bias_init=12; 37,800 parameters became 209,610
     """
 
-    def __init__(self,
-                 img_size=224,
-                 patch_size=16,
-                 in_channels=3,
-                 kernel_size=3,
-                 num_layers=6,
-                 feedforward_channels=None,
-                 phase='attn',
-                 attn_bias_init=12.,
-                 query_init=0.,
-                 key_init=0.02,
-                 merge_heads=False,
-                 out_indices=-1,
-                 out_type='featmap',
-                 frozen_stages=-1,
-                 drop_rate=0.,
-                 attn_drop_rate=0.,
-                 drop_path_rate=0.,
-                 with_cp=False,
-                 init_cfg=None):
+    def __init__(
+        self,
+        img_size=224,
+        patch_size=16,
+        in_channels=3,
+        kernel_size=3,
+        num_layers=6,
+        feedforward_channels=None,
+        phase='attn',
+        attn_bias_init=12.0,
+        query_init=0.0,
+        key_init=0.02,
+        merge_heads=False,
+        out_indices=-1,
+        out_type='featmap',
+        frozen_stages=-1,
+        drop_rate=0.0,
+        attn_drop_rate=0.0,
+        drop_path_rate=0.0,
+        with_cp=False,
+        init_cfg=None,
+    ):
         super().__init__(
             img_size=img_size,
             patch_size=patch_size,
@@ -100,7 +103,8 @@ class CMHSA(CMHSANetwork, GridBackbone):
             merge_heads=merge_heads,
             proj_drop_rate=drop_rate,
             attn_drop_rate=attn_drop_rate,
-            drop_path_rate=drop_path_rate)
+            drop_path_rate=drop_path_rate,
+        )
         self.embed_dims = len(self.norm.weight)
         self.img_size = to_2tuple(img_size)
         self._set_interface(out_indices, out_type, frozen_stages, with_cp, init_cfg)

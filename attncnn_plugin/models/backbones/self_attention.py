@@ -1,4 +1,5 @@
 """mmpretrain backbones of the self-attention networks of Cordonnier et al. 2020."""
+
 from functools import partial
 from typing import Optional, Sequence, Union
 
@@ -7,7 +8,7 @@ from mmpretrain.registry import MODELS
 
 from ...layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from ..networks import SelfAttentionNetwork, SpaceToDepthStem
-from .grid import GridBackbone
+from .grid_backbone import GridBackbone
 
 
 class SelfAttentionBackbone(SelfAttentionNetwork, GridBackbone):
@@ -20,41 +21,30 @@ class SelfAttentionBackbone(SelfAttentionNetwork, GridBackbone):
 
     arch_zoo = {
         **dict.fromkeys(
-            ['b', 'base'], {
-                'embed_dims': 400,
-                'num_layers': 6,
-                'num_heads': 9,
-                'feedforward_channels': 512
-            }),
-        'base-16heads': {
-            'embed_dims': 400,
-            'num_layers': 6,
-            'num_heads': 16,
-            'feedforward_channels': 512
-        },
+            ['b', 'base'], {'embed_dims': 400, 'num_layers': 6, 'num_heads': 9, 'feedforward_channels': 512}
+        ),
+        'base-16heads': {'embed_dims': 400, 'num_layers': 6, 'num_heads': 16, 'feedforward_channels': 512},
         **dict.fromkeys(
-            ['t', 'tiny'], {
-                'embed_dims': 64,
-                'num_layers': 3,
-                'num_heads': 9,
-                'feedforward_channels': 128
-            }),
+            ['t', 'tiny'], {'embed_dims': 64, 'num_layers': 3, 'num_heads': 9, 'feedforward_channels': 128}
+        ),
     }
 
-    def __init__(self,
-                 attn_layer,
-                 arch='base',
-                 img_size=32,
-                 in_channels=3,
-                 out_indices=-1,
-                 out_type='featmap',
-                 frozen_stages=-1,
-                 drop_rate=0.,
-                 attn_drop_rate=0.,
-                 drop_path_rate=0.,
-                 attn_impl='auto',
-                 with_cp=False,
-                 init_cfg=None):
+    def __init__(
+        self,
+        attn_layer,
+        arch='base',
+        img_size=32,
+        in_channels=3,
+        out_indices=-1,
+        out_type='featmap',
+        frozen_stages=-1,
+        drop_rate=0.0,
+        attn_drop_rate=0.0,
+        drop_path_rate=0.0,
+        attn_impl='auto',
+        with_cp=False,
+        init_cfg=None,
+    ):
         settings = self._arch_settings(arch)
         super().__init__(
             attn_layer,
@@ -66,7 +56,8 @@ class SelfAttentionBackbone(SelfAttentionNetwork, GridBackbone):
             proj_drop_rate=drop_rate,
             attn_drop_rate=attn_drop_rate,
             drop_path_rate=drop_path_rate,
-            attn_impl=attn_impl)
+            attn_impl=attn_impl,
+        )
         self.arch_settings = settings
         self.embed_dims = settings['embed_dims']
         self.img_size = to_2tuple(img_size)
@@ -126,7 +117,7 @@ class SAQuadratic(SelfAttentionBackbone):
             acts, attention is dense. Defaults to 0.
         drop_path_rate (float): Stochastic depth rate of the last block, rising linearly from 0. Defaults to 0.
         attn_impl (str): ``'auto'``, ``'dense'`` or ``'separable'``: how pixels are mixed, see
-            :class:`~attncnn_plugin.layers.attention.GridAttention`. Defaults to ``'auto'``.
+            :class:`~attncnn_plugin.layers.grid_attention.GridAttention`. Defaults to ``'auto'``.
         with_cp (bool): Whether to use gradient checkpointing, which saves memory and costs time. Defaults to False.
         init_cfg (dict, optional): Initialization config dict. Defaults to None.
 
@@ -180,13 +171,15 @@ class SALearned(SelfAttentionBackbone):
         kwargs: The other arguments of :class:`SAQuadratic`.
     """
 
-    def __init__(self,
-                 arch='base',
-                 img_size=32,
-                 content=False,
-                 terms: Optional[Sequence[str]] = None,
-                 position='relative_learned',
-                 **kwargs):
+    def __init__(
+        self,
+        arch='base',
+        img_size=32,
+        content=False,
+        terms: Optional[Sequence[str]] = None,
+        position='relative_learned',
+        **kwargs,
+    ):
         max_size = tuple(size // SpaceToDepthStem.reduction for size in to_2tuple(img_size))
         if content:
             attn_layer = partial(ContentAttention, max_size=max_size, terms=terms, position=position)

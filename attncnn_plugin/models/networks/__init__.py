@@ -1,9 +1,16 @@
 """Networks that serve mmpretrain and timm alike; they need timm alone."""
+
 from .cmhsa import CMHSABlock, CMHSANetwork, PatchConvolution, PatchStem
-from .grid import GridNetwork
+from .grid_network import GridNetwork
 from .self_attention import SelfAttentionBlock, SelfAttentionNetwork, SpaceToDepthStem
 
 __all__ = [
-    'CMHSABlock', 'CMHSANetwork', 'GridNetwork', 'PatchConvolution', 'PatchStem', 'SelfAttentionBlock',
-    'SelfAttentionNetwork', 'SpaceToDepthStem'
+    'CMHSABlock',
+    'CMHSANetwork',
+    'GridNetwork',
+    'PatchConvolution',
+    'PatchStem',
+    'SelfAttentionBlock',
+    'SelfAttentionNetwork',
+    'SpaceToDepthStem',
 ]

@@ -1,4 +1,5 @@
 """CMHSA: a vision transformer that begins as a convolutional network (L21, section 4)."""
+
 import math
 import warnings
 from dataclasses import dataclass
@@ -10,11 +11,12 @@ from torch import Tensor, nn
 
 from ...convert.head_count import min_heads
 from ...convert.patches import attend_like_convolution
-from ...layers.merged_attention import MergedPatchAttention
-from ...layers.patch_attention import GridBias, PatchAttention
+from ...layers.merged_patch_attention import MergedPatchAttention
+from ...layers.patch_attention import PatchAttention
 from ...layers.patches import image_to_patches, patches_to_image
+from ...layers.position_bias import GridBias
 from .deployment import Deployment
-from .grid import GridNetwork, check_drop_path_rate
+from .grid_network import GridNetwork, check_drop_path_rate
 
 PHASES = ('conv', 'attn')
 
@@ -81,14 +83,14 @@ class CMHSABlock(nn.Module):
     """
 
     def __init__(
-            self,
-            dim: int,
-            attn: nn.Module,
-            mlp_dim: int,
-            proj_drop: float = 0.,
-            drop_path: float = 0.,
-            device=None,
-            dtype=None,
+        self,
+        dim: int,
+        attn: nn.Module,
+        mlp_dim: int,
+        proj_drop: float = 0.0,
+        drop_path: float = 0.0,
+        device=None,
+        dtype=None,
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         super().__init__()
@@ -97,7 +99,7 @@ class CMHSABlock(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
         self.norm2 = nn.LayerNorm(dim, eps=1e-6, **dd)
         self.mlp = Mlp(dim, mlp_dim, drop=proj_drop, **dd)
-        self.drop_path = DropPath(drop_path) if drop_path > 0. else nn.Identity()
+        self.drop_path = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop_path(self.proj_drop(self.attn(self.norm1(x))))
@@ -132,9 +134,11 @@ class Transition:
     parameters_after: int
 
     def __str__(self) -> str:
-        return (f'{self.num_blocks} convolutions of {self.kernel_size}x{self.kernel_size} became attention of '
-                f'{self.num_heads} heads with attn_bias_init={self.attn_bias_init:g}; '
-                f'{self.parameters_before:,} parameters became {self.parameters_after:,}')
+        return (
+            f'{self.num_blocks} convolutions of {self.kernel_size}x{self.kernel_size} became attention of '
+            f'{self.num_heads} heads with attn_bias_init={self.attn_bias_init:g}; '
+            f'{self.parameters_before:,} parameters became {self.parameters_after:,}'
+        )
 
 
 class CMHSANetwork(GridNetwork):
@@ -175,33 +179,34 @@ class CMHSANetwork(GridNetwork):
     """
 
     def __init__(
-            self,
-            img_size=224,
-            patch_size: int = 16,
-            in_chans: int = 3,
-            kernel_size: int = 3,
-            depth: int = 6,
-            mlp_dim: Optional[int] = None,
-            phase: str = 'attn',
-            attn_bias_init: float = 12.,
-            query_init: float = 0.,
-            key_init: float = 0.02,
-            merge_heads: bool = False,
-            proj_drop_rate: float = 0.,
-            attn_drop_rate: float = 0.,
-            drop_path_rate: float = 0.,
-            device=None,
-            dtype=None,
+        self,
+        img_size=224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        kernel_size: int = 3,
+        depth: int = 6,
+        mlp_dim: Optional[int] = None,
+        phase: str = 'attn',
+        attn_bias_init: float = 12.0,
+        query_init: float = 0.0,
+        key_init: float = 0.02,
+        merge_heads: bool = False,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        device=None,
+        dtype=None,
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         super().__init__()
         height, width = to_2tuple(img_size)
-        dim = patch_size ** 2 * in_chans
+        dim = patch_size**2 * in_chans
         mlp_dim = 4 * dim if mlp_dim is None else mlp_dim
         if min(patch_size, in_chans, kernel_size, depth, mlp_dim) < 1:
             raise ValueError(
                 f'patch_size={patch_size}, in_chans={in_chans}, kernel_size={kernel_size}, depth={depth} and '
-                f'mlp_dim={mlp_dim} must be at least 1')
+                f'mlp_dim={mlp_dim} must be at least 1'
+            )
         if min(height, width) < patch_size or height % patch_size or width % patch_size:
             raise ValueError(f'img_size={img_size} must be a multiple of patch_size={patch_size}')
         if phase not in PHASES:
@@ -209,7 +214,8 @@ class CMHSANetwork(GridNetwork):
         if (query_init == 0) == (key_init == 0) or min(query_init, key_init) < 0:
             raise ValueError(
                 f'query_init={query_init} and key_init={key_init}: one of the two must be 0, so that attention begins '
-                'as the convolution, and the other above 0, so that both get gradients')
+                'as the convolution, and the other above 0, so that both get gradients'
+            )
         if not 0 < attn_bias_init < math.inf:
             raise ValueError(f'attn_bias_init={attn_bias_init} must be positive and finite: 40 is exact')
         check_drop_path_rate(drop_path_rate)
@@ -225,15 +231,19 @@ class CMHSANetwork(GridNetwork):
         self._turned_by_loading = None
 
         self.stem = PatchStem(patch_size, in_chans)
-        self.blocks = nn.Sequential(*[
-            CMHSABlock(
-                dim,
-                PatchConvolution(in_chans, kernel_size, patch_size, **dd),
-                mlp_dim,
-                proj_drop=proj_drop_rate,
-                drop_path=drop_path,
-                **dd) for drop_path in calculate_drop_path_rates(drop_path_rate, depth)
-        ])
+        self.blocks = nn.Sequential(
+            *[
+                CMHSABlock(
+                    dim,
+                    PatchConvolution(in_chans, kernel_size, patch_size, **dd),
+                    mlp_dim,
+                    proj_drop=proj_drop_rate,
+                    drop_path=drop_path,
+                    **dd,
+                )
+                for drop_path in calculate_drop_path_rates(drop_path_rate, depth)
+            ]
+        )
         self.norm = nn.LayerNorm(dim, eps=1e-6, **dd)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -294,7 +304,8 @@ class CMHSANetwork(GridNetwork):
             num_heads=self.num_heads,
             attn_bias_init=self.attn_bias_init,
             parameters_before=before,
-            parameters_after=sum(p.numel() for p in self.parameters()))
+            parameters_after=sum(p.numel() for p in self.parameters()),
+        )
 
     @torch.no_grad()
     def switch_to_deploy(self) -> Deployment:
@@ -319,7 +330,8 @@ class CMHSANetwork(GridNetwork):
             warnings.warn(
                 f'the network was built without {settings} and turned to it by the state dict that it loaded: an '
                 'optimizer that was built before does not have the parameters of the attention. Build the network '
-                f'with {settings} to train it further')
+                f'with {settings} to train it further'
+            )
         return super().train(mode)
 
     def _put_attention(self, merged: bool) -> None:
@@ -340,7 +352,7 @@ class CMHSANetwork(GridNetwork):
     def _new_attention(self, merged: bool, device, dtype) -> Union[PatchAttention, MergedPatchAttention]:
         dd = {'device': device, 'dtype': dtype}
         position = GridBias(self.num_heads, self.grid_size, **dd)
-        dim = self.patch_size ** 2 * self.stem.in_chans
+        dim = self.patch_size**2 * self.stem.in_chans
         kind = MergedPatchAttention if merged else PatchAttention
         return kind(dim, self.num_heads, position, attn_drop=self.attn_drop_rate, **dd)
 
@@ -372,9 +384,14 @@ class CMHSANetwork(GridNetwork):
     def _load_phase(self, state_dict: dict, prefix: str, *args) -> None:
         """Before a state dict is loaded: takes its structure, or converts it to that of the network."""
         phase, merged = self.phase_of(state_dict, prefix), self.merged_in(state_dict, prefix)
-        settings = [setting for setting, new in (
-            ("phase='attn'", phase == 'attn' and self.phase == 'conv'),
-            ('merge_heads=True', merged and not self.merged and not self.merge_heads)) if new]
+        settings = [
+            setting
+            for setting, new in (
+                ("phase='attn'", phase == 'attn' and self.phase == 'conv'),
+                ('merge_heads=True', merged and not self.merged and not self.merge_heads),
+            )
+            if new
+        ]
         if self.phase == 'attn' and phase == 'conv':
             self._convert(state_dict, prefix)
         elif phase == 'attn' and self.phase == 'conv':
@@ -393,12 +410,14 @@ class CMHSANetwork(GridNetwork):
             if not {name + 'conv.weight', name + 'conv.bias'} <= state_dict.keys():
                 continue  # missing keys, as for any other parameter
             weight, bias = state_dict.pop(name + 'conv.weight'), state_dict.pop(name + 'conv.bias')
-            if weight.shape[:2] != (self.stem.in_chans, ) * 2:
+            if weight.shape[:2] != (self.stem.in_chans,) * 2:
                 raise ValueError(
                     f'{name}conv.weight of the state dict has shape {tuple(weight.shape)}, but the network takes '
-                    f'images of in_chans={self.stem.in_chans} channels')
+                    f'images of in_chans={self.stem.in_chans} channels'
+                )
             conv = nn.Conv2d(
-                *weight.shape[:2], weight.shape[2:], padding='same', device=weight.device, dtype=weight.dtype)
+                *weight.shape[:2], weight.shape[2:], padding='same', device=weight.device, dtype=weight.dtype
+            )
             conv.weight.copy_(weight)
             conv.bias.copy_(bias)
             attention = self._new_attention(self.merged, weight.device, weight.dtype)

@@ -1,4 +1,5 @@
 """What a network was turned into for inference."""
+
 from dataclasses import dataclass, field
 from typing import Dict, Tuple
 
@@ -21,9 +22,13 @@ class Deployment:
     convolutions: Dict[int, ConvFit] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [f'Linear maps of {len(self.merged)} blocks merged; {self.parameters_before:,} parameters became '
-                 f'{self.parameters_after:,}']
+        lines = [
+            f'Linear maps of {len(self.merged)} blocks merged; {self.parameters_before:,} parameters became '
+            f'{self.parameters_after:,}'
+        ]
         for block, fit in self.convolutions.items():
-            lines.append(f'block {block}: attention became a convolution of {len(fit.shifts)} shifts, error at most '
-                         f'{fit.bound:.2g} for inputs of norm 1')
+            lines.append(
+                f'block {block}: attention became a convolution of {len(fit.shifts)} shifts, error at most '
+                f'{fit.bound:.2g} for inputs of norm 1'
+            )
         return '\n'.join(lines)

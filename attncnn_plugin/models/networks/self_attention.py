@@ -1,4 +1,5 @@
 """The self-attention network of Cordonnier et al. 2020, behind the mmpretrain backbones and the timm models."""
+
 import warnings
 from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -7,14 +8,14 @@ from timm.layers import DropPath, Mlp, calculate_drop_path_rates
 from torch import Tensor, nn
 
 from ...convert.to_conv import ConvFit, mhsa_to_conv
-from ...layers.attention import GridAttention, PositionAttention
-from ...layers.encodings import widest_float
+from ...layers.grid_attention import GridAttention, PositionAttention
 from ...layers.grid_convolution import GridConvolution
-from ...layers.heads import Replacement
 from ...layers.linear import check_plain_linear, has_hooks, is_plain_linear
+from ...layers.precision import widest_float
+from ...layers.prunable_heads import Replacement
 from ...layers.separable import is_exporting
 from .deployment import Deployment
-from .grid import GridNetwork, check_drop_path_rate
+from .grid_network import GridNetwork, check_drop_path_rate
 
 
 class SpaceToDepthStem(nn.Module):
@@ -29,7 +30,7 @@ class SpaceToDepthStem(nn.Module):
 
     def __init__(self, in_chans: int, embed_dim: int, device=None, dtype=None) -> None:
         super().__init__()
-        self.proj = nn.Linear(in_chans * self.reduction ** 2, embed_dim, device=device, dtype=dtype)
+        self.proj = nn.Linear(in_chans * self.reduction**2, embed_dim, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """``(B, C, H, W)`` to ``(B, H/2, W/2, D)``.
@@ -37,13 +38,14 @@ class SpaceToDepthStem(nn.Module):
         Raises:
             ValueError: The image does not have the stem's channels, or not an even height and width.
         """
-        channels = self.proj.in_features // self.reduction ** 2
+        channels = self.proj.in_features // self.reduction**2
         if x.ndim != 4 or x.shape[1] != channels:
             raise ValueError(f'the input has shape {tuple(x.shape)}, but (B, {channels}, H, W) is expected')
         if x.shape[2] % self.reduction or x.shape[3] % self.reduction:
             raise ValueError(
                 f'the image of {x.shape[2]}x{x.shape[3]} pixels cannot be cut into blocks of 2x2: '
-                'resize or pad it to an even height and width')
+                'resize or pad it to an even height and width'
+            )
         batch, _, height, width = x.shape
         grid = height // self.reduction, width // self.reduction
         x = x.reshape(batch, channels, grid[0], self.reduction, grid[1], self.reduction)
@@ -66,14 +68,14 @@ class SelfAttentionBlock(nn.Module):
     """
 
     def __init__(
-            self,
-            dim: int,
-            attn: nn.Module,
-            mlp_dim: int,
-            proj_drop: float = 0.,
-            drop_path: float = 0.,
-            device=None,
-            dtype=None,
+        self,
+        dim: int,
+        attn: nn.Module,
+        mlp_dim: int,
+        proj_drop: float = 0.0,
+        drop_path: float = 0.0,
+        device=None,
+        dtype=None,
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         super().__init__()
@@ -81,9 +83,9 @@ class SelfAttentionBlock(nn.Module):
         self.proj = nn.Linear(dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
         self.norm1 = nn.LayerNorm(dim, eps=1e-12, **dd)
-        self.mlp = Mlp(dim, mlp_dim, drop=(0., proj_drop), **dd)
+        self.mlp = Mlp(dim, mlp_dim, drop=(0.0, proj_drop), **dd)
         self.norm2 = nn.LayerNorm(dim, eps=1e-12, **dd)
-        self.drop_path = DropPath(drop_path) if drop_path > 0. else nn.Identity()
+        self.drop_path = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
         self.turned_by_loading = False
         self._register_load_state_dict_pre_hook(self._load_structure)
 
@@ -125,8 +127,10 @@ class SelfAttentionBlock(nn.Module):
         if self.is_deployed:
             return
         if not isinstance(self.attn, GridAttention):
-            raise TypeError(f'{name}attn is a {type(self.attn).__name__}, but only attention of attncnn_plugin.layers '
-                            'can be switched to inference')
+            raise TypeError(
+                f'{name}attn is a {type(self.attn).__name__}, but only attention of attncnn_plugin.layers '
+                'can be switched to inference'
+            )
         check_plain_linear(f'{name}attn.value', self.attn.value)
         check_plain_linear(f'{name}proj', self.proj)
 
@@ -173,14 +177,14 @@ class SelfAttentionBlock(nn.Module):
 
     @torch.no_grad()
     def _load_structure(
-            self,
-            state_dict: dict,
-            prefix: str,
-            metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs: List[str],
+        self,
+        state_dict: dict,
+        prefix: str,
+        metadata,
+        strict,
+        missing_keys,
+        unexpected_keys,
+        error_msgs: List[str],
     ) -> None:
         """Before a state dict is loaded: takes its structure, or merges it."""
         was_deployed = self.is_deployed
@@ -188,15 +192,23 @@ class SelfAttentionBlock(nn.Module):
         if conv is not None and conv.ndim == 4:
             like = self.norm1.weight
             layer = nn.Conv2d(
-                conv.shape[1], conv.shape[0], conv.shape[2:], padding='same', padding_mode='replicate',
-                device=like.device, dtype=like.dtype)
+                conv.shape[1],
+                conv.shape[0],
+                conv.shape[2:],
+                padding='same',
+                padding_mode='replicate',
+                device=like.device,
+                dtype=like.dtype,
+            )
             if not self.is_deployed:
                 self._put_deployed()
             self.attn = GridConvolution(layer)
             self.eval().requires_grad_(False)
         elif isinstance(self.attn, GridConvolution) and f'{prefix}attn.value.weight' in state_dict:
-            error_msgs.append(f'{prefix}attn is a convolution here, but attention in the state dict: load it into a '
-                              'model as it was built')
+            error_msgs.append(
+                f'{prefix}attn is a convolution here, but attention in the state dict: load it into a '
+                'model as it was built'
+            )
         elif f'{prefix}deployed' in state_dict and not self.is_deployed:
             self._put_deployed()
             self.switch_to_deploy()
@@ -208,7 +220,8 @@ class SelfAttentionBlock(nn.Module):
             elif weight.ndim != 2 or proj_weight.ndim != 2 or proj_weight.shape[1] != len(weight):
                 error_msgs.append(
                     f'{names[2]} of the state dict has shape {tuple(proj_weight.shape)} and {names[0]} '
-                    f'{tuple(weight.shape)}: the first cannot follow the second, so the state dict is damaged')
+                    f'{tuple(weight.shape)}: the first cannot follow the second, so the state dict is damaged'
+                )
             else:
                 del state_dict[names[2]], state_dict[names[3]]
                 state_dict[names[0]], state_dict[names[1]] = merge_exactly(weight, bias, proj_weight, proj_bias)
@@ -217,10 +230,10 @@ class SelfAttentionBlock(nn.Module):
 
 
 def merge_linear(
-        first_weight: Tensor,
-        first_bias: Optional[Tensor],
-        weight: Tensor,
-        bias: Tensor,
+    first_weight: Tensor,
+    first_bias: Optional[Tensor],
+    weight: Tensor,
+    bias: Tensor,
 ) -> Tuple[Tensor, Tensor]:
     """Weight and bias of two linear layers in a row, W (W₁ x + b₁) + b."""
     return weight @ first_weight, bias if first_bias is None else torch.addmv(bias, weight, first_bias)
@@ -247,56 +260,62 @@ class SelfAttentionNetwork(GridNetwork):
         attn_drop_rate (float): Dropout rate of attention probabilities. Defaults to 0.
         drop_path_rate (float): Stochastic depth rate of the last block, rising linearly from 0. Defaults to 0.
         attn_impl (str): ``'auto'``, ``'dense'`` or ``'separable'``, see
-            :class:`~attncnn_plugin.layers.attention.GridAttention`. Defaults to ``'auto'``.
+            :class:`~attncnn_plugin.layers.grid_attention.GridAttention`. Defaults to ``'auto'``.
     """
 
     def __init__(
-            self,
-            attn_layer: Callable[..., nn.Module],
-            embed_dim: int = 400,
-            depth: int = 6,
-            num_heads: int = 9,
-            mlp_dim: int = 512,
-            in_chans: int = 3,
-            proj_drop_rate: float = 0.,
-            attn_drop_rate: float = 0.,
-            drop_path_rate: float = 0.,
-            attn_impl: str = 'auto',
-            device=None,
-            dtype=None,
+        self,
+        attn_layer: Callable[..., nn.Module],
+        embed_dim: int = 400,
+        depth: int = 6,
+        num_heads: int = 9,
+        mlp_dim: int = 512,
+        in_chans: int = 3,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        attn_impl: str = 'auto',
+        device=None,
+        dtype=None,
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         super().__init__()
         if min(embed_dim, depth, mlp_dim, in_chans) < 1:
             raise ValueError(
-                f'embed_dim={embed_dim}, depth={depth}, mlp_dim={mlp_dim} and in_chans={in_chans} must be at least 1')
+                f'embed_dim={embed_dim}, depth={depth}, mlp_dim={mlp_dim} and in_chans={in_chans} must be at least 1'
+            )
         check_drop_path_rate(drop_path_rate)
         self.stem = SpaceToDepthStem(in_chans, embed_dim, **dd)
-        self.blocks = nn.Sequential(*[
-            SelfAttentionBlock(
-                embed_dim,
-                attn_layer(embed_dim, num_heads, attn_drop=attn_drop_rate, attn_impl=attn_impl, **dd),
-                mlp_dim,
-                proj_drop=proj_drop_rate,
-                drop_path=drop_path,
-                **dd) for drop_path in calculate_drop_path_rates(drop_path_rate, depth)
-        ])
+        self.blocks = nn.Sequential(
+            *[
+                SelfAttentionBlock(
+                    embed_dim,
+                    attn_layer(embed_dim, num_heads, attn_drop=attn_drop_rate, attn_impl=attn_impl, **dd),
+                    mlp_dim,
+                    proj_drop=proj_drop_rate,
+                    drop_path=drop_path,
+                    **dd,
+                )
+                for drop_path in calculate_drop_path_rates(drop_path_rate, depth)
+            ]
+        )
         self.norm = nn.Identity()  # every block ends in a norm
 
     def train(self, mode: bool = True) -> 'SelfAttentionNetwork':
         if mode and any(block.turned_by_loading for block in self.blocks):
             warnings.warn(
                 'the network took the structure for inference of the state dict that it loaded: its blocks do not '
-                'train. Load the checkpoint from before switch_to_deploy() to train it further')
+                'train. Load the checkpoint from before switch_to_deploy() to train it further'
+            )
             for block in self.blocks:
                 block.turned_by_loading = False
         return super().train(mode)
 
     def switch_to_deploy(
-            self,
-            to_conv: Optional[float] = None,
-            kernel_size: int = 3,
-            size: Optional[Tuple[int, int]] = None,
+        self,
+        to_conv: Optional[float] = None,
+        kernel_size: int = 3,
+        size: Optional[Tuple[int, int]] = None,
     ) -> Deployment:
         """For inference alone: merges linear maps and keeps what depends on the grid alone by its size, in place.
 
@@ -325,8 +344,9 @@ class SelfAttentionNetwork(GridNetwork):
             block.check_deployable(f'blocks.{i}.')
             largest = getattr(block.attn, 'max_size', None)
             if to_conv is not None and size is not None and largest and (size[0] > largest[0] or size[1] > largest[1]):
-                raise ValueError(f'size={size} is larger than the {largest} that the position tables of blocks.{i} '
-                                 'were built for')
+                raise ValueError(
+                    f'size={size} is larger than the {largest} that the position tables of blocks.{i} were built for'
+                )
         before = sum(p.numel() for p in self.parameters())
         merged = tuple(i for i, block in enumerate(self.blocks) if not block.is_deployed)
         for block in self.blocks:
@@ -340,11 +360,11 @@ class SelfAttentionNetwork(GridNetwork):
         return Deployment(merged, before, sum(p.numel() for p in self.parameters()), convolutions)
 
     def prune_heads(
-            self,
-            heads: Dict[int, Sequence[int]],
-            allow_empty: bool = False,
+        self,
+        heads: Dict[int, Sequence[int]],
+        allow_empty: bool = False,
     ) -> Dict[nn.Parameter, Replacement]:
-        """Removes heads of some blocks, see :meth:`~attncnn_plugin.layers.heads.PrunableHeads.prune_heads`.
+        """Removes heads of some blocks, see :meth:`~attncnn_plugin.layers.prunable_heads.PrunableHeads.prune_heads`.
 
         Args:
             heads (dict[int, Sequence[int]]): The heads to remove of each block, counted among those it has now.

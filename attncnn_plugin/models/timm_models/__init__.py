@@ -1,4 +1,5 @@
 """timm entry points, registered with timm as this package is imported."""
+
 from .cmhsa import CMHSAClassifier
 from .self_attention import SelfAttentionClassifier
 

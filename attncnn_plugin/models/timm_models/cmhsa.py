@@ -2,6 +2,7 @@
 
 Registered with timm as this module is imported: ``timm.create_model('cmhsa3_patch16_224')``.
 """
+
 from typing import Any, Dict, Set
 
 import torch
@@ -10,7 +11,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 
 from ...layers import MergedPatchAttention, PatchAttention
 from ..networks import CMHSANetwork, PatchConvolution, PatchStem
-from .classifier import GridClassifier
+from .grid_classifier import GridClassifier
 
 __all__ = ['CMHSAClassifier']
 
@@ -30,14 +31,14 @@ class CMHSAClassifier(GridClassifier, CMHSANetwork):
     """
 
     def __init__(
-            self,
-            num_classes: int = 1000,
-            in_chans: int = 3,
-            global_pool: str = 'avg',
-            drop_rate: float = 0.,
-            device=None,
-            dtype=None,
-            **kwargs,
+        self,
+        num_classes: int = 1000,
+        in_chans: int = 3,
+        global_pool: str = 'avg',
+        drop_rate: float = 0.0,
+        device=None,
+        dtype=None,
+        **kwargs,
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         super().__init__(in_chans=in_chans, **dd, **kwargs)
@@ -51,27 +52,35 @@ class CMHSAClassifier(GridClassifier, CMHSANetwork):
 
 def _cfg(**kwargs) -> Dict[str, Any]:
     return {
-        'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': (14, 14), 'crop_pct': 0.9,
-        'interpolation': 'bicubic', 'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
-        'first_conv': (), 'classifier': 'head.fc', 'license': 'apache-2.0', 'paper_ids': 'arXiv:2111.01353',
-        'paper_name': 'Can Vision Transformers Perform Convolution?', **kwargs
+        'num_classes': 1000,
+        'input_size': (3, 224, 224),
+        'pool_size': (14, 14),
+        'crop_pct': 0.9,
+        'interpolation': 'bicubic',
+        'mean': IMAGENET_DEFAULT_MEAN,
+        'std': IMAGENET_DEFAULT_STD,
+        'first_conv': (),
+        'classifier': 'head.fc',
+        'license': 'apache-2.0',
+        'paper_ids': 'arXiv:2111.01353',
+        'paper_name': 'Can Vision Transformers Perform Convolution?',
+        **kwargs,
     }
 
 
-default_cfgs = generate_default_cfgs({
-    'cmhsa3_patch16_224.untrained': _cfg(),
-    'cmhsa5_patch16_224.untrained': _cfg(),
-})
+default_cfgs = generate_default_cfgs(
+    {
+        'cmhsa3_patch16_224.untrained': _cfg(),
+        'cmhsa5_patch16_224.untrained': _cfg(),
+    }
+)
 
 
 def _create(variant: str, pretrained: bool, **kwargs) -> CMHSAClassifier:
     out_indices = kwargs.pop('out_indices', 3)
     return build_model_with_cfg(
-        CMHSAClassifier,
-        variant,
-        pretrained,
-        feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
-        **kwargs)
+        CMHSAClassifier, variant, pretrained, feature_cfg=dict(out_indices=out_indices, feature_cls='getter'), **kwargs
+    )
 
 
 @register_model

@@ -2,6 +2,7 @@
 
 Registered with timm as this module is imported: ``timm.create_model('sa_quadratic_cifar')``.
 """
+
 from functools import partial
 from typing import Any, Dict, Optional, Sequence, Set, Tuple, Union
 
@@ -11,13 +12,18 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 
 from ...layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from ..networks import SelfAttentionNetwork, SpaceToDepthStem
-from .classifier import GridClassifier
+from .grid_classifier import GridClassifier
 
 __all__ = ['SelfAttentionClassifier']
 
 # Their forward passes look at sizes, which a symbolic trace does not know.
-for _module in (ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention,
-                SpaceToDepthStem):
+for _module in (
+    ContentAttention,
+    GeneralizedQuadraticAttention,
+    LearnedAttention,
+    QuadraticAttention,
+    SpaceToDepthStem,
+):
     register_notrace_module(_module)
 
 
@@ -32,16 +38,16 @@ class SelfAttentionClassifier(GridClassifier, SelfAttentionNetwork):
     """
 
     def __init__(
-            self,
-            *args,
-            embed_dim: int = 400,
-            num_classes: int = 10,
-            in_chans: int = 3,
-            global_pool: str = 'avg',
-            drop_rate: float = 0.,
-            device=None,
-            dtype=None,
-            **kwargs,
+        self,
+        *args,
+        embed_dim: int = 400,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        global_pool: str = 'avg',
+        drop_rate: float = 0.0,
+        device=None,
+        dtype=None,
+        **kwargs,
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         super().__init__(*args, embed_dim=embed_dim, in_chans=in_chans, **dd, **kwargs)
@@ -51,28 +57,37 @@ class SelfAttentionClassifier(GridClassifier, SelfAttentionNetwork):
     def no_weight_decay(self) -> Set[str]:
         """The parameters without weight decay: centres and widths of the heads (C20, Table 2)."""
         return {
-            name for name, _ in self.named_parameters()
-            if name.endswith(('encoding.center', 'encoding.sqrt_precision'))
+            name for name, _ in self.named_parameters() if name.endswith(('encoding.center', 'encoding.sqrt_precision'))
         }
 
 
 def _cfg(**kwargs) -> Dict[str, Any]:
     return {
-        'num_classes': 10, 'input_size': (3, 32, 32), 'pool_size': (16, 16), 'crop_pct': 1.0,
-        'interpolation': 'bicubic', 'mean': (0.4914, 0.4822, 0.4465), 'std': (0.2023, 0.1994, 0.2010),
-        'first_conv': 'stem.proj', 'classifier': 'head.fc', 'license': 'apache-2.0',
+        'num_classes': 10,
+        'input_size': (3, 32, 32),
+        'pool_size': (16, 16),
+        'crop_pct': 1.0,
+        'interpolation': 'bicubic',
+        'mean': (0.4914, 0.4822, 0.4465),
+        'std': (0.2023, 0.1994, 0.2010),
+        'first_conv': 'stem.proj',
+        'classifier': 'head.fc',
+        'license': 'apache-2.0',
         'paper_ids': 'arXiv:1911.03584',
-        'paper_name': 'On the Relationship between Self-Attention and Convolutional Layers', **kwargs
+        'paper_name': 'On the Relationship between Self-Attention and Convolutional Layers',
+        **kwargs,
     }
 
 
-default_cfgs = generate_default_cfgs({
-    'sa_quadratic_cifar.untrained': _cfg(),
-    'sa_quadratic16_cifar.untrained': _cfg(),
-    'sa_generalized_cifar.untrained': _cfg(),
-    'sa_learned_cifar.untrained': _cfg(),
-    'sa_learned_content_cifar.untrained': _cfg(),
-})
+default_cfgs = generate_default_cfgs(
+    {
+        'sa_quadratic_cifar.untrained': _cfg(),
+        'sa_quadratic16_cifar.untrained': _cfg(),
+        'sa_generalized_cifar.untrained': _cfg(),
+        'sa_learned_cifar.untrained': _cfg(),
+        'sa_learned_content_cifar.untrained': _cfg(),
+    }
+)
 
 
 def _create(variant: str, pretrained: bool, **kwargs) -> SelfAttentionClassifier:
@@ -82,7 +97,8 @@ def _create(variant: str, pretrained: bool, **kwargs) -> SelfAttentionClassifier
         variant,
         pretrained,
         feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
-        **kwargs)
+        **kwargs,
+    )
 
 
 def _grid(img_size: Union[int, Tuple[int, int]]) -> Tuple[int, int]:
@@ -112,10 +128,10 @@ def sa_generalized_cifar(pretrained: bool = False, **kwargs) -> SelfAttentionCla
 
 @register_model
 def sa_learned_cifar(
-        pretrained: bool = False,
-        img_size: Union[int, Tuple[int, int]] = 32,
-        position: str = 'relative_learned',
-        **kwargs,
+    pretrained: bool = False,
+    img_size: Union[int, Tuple[int, int]] = 32,
+    position: str = 'relative_learned',
+    **kwargs,
 ) -> SelfAttentionClassifier:
     """Learned encoding, 9 heads: 12.28M parameters at 10 classes (C20, Table 1).
 
@@ -129,11 +145,11 @@ def sa_learned_cifar(
 
 @register_model
 def sa_learned_content_cifar(
-        pretrained: bool = False,
-        img_size: Union[int, Tuple[int, int]] = 32,
-        terms: Optional[Sequence[str]] = None,
-        position: str = 'relative_learned',
-        **kwargs,
+    pretrained: bool = False,
+    img_size: Union[int, Tuple[int, int]] = 32,
+    terms: Optional[Sequence[str]] = None,
+    position: str = 'relative_learned',
+    **kwargs,
 ) -> SelfAttentionClassifier:
     """Content and learned relative position, 9 heads: 29.52M parameters at 10 classes (C20, Table 1).
 

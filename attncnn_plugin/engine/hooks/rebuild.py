@@ -1,0 +1,61 @@
+"""What a hook that changes the parameters of a model in training has to set right."""
+
+import copy
+import gc
+from typing import Iterator, List, Union
+
+from mmengine.hooks import EMAHook
+from mmengine.model import BaseAveragedModel, is_model_wrapper
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model without its wrapper for distributed training."""
+    return model.module if is_model_wrapper(model) else model
+
+
+def check_wrapper(runner) -> None:
+    """Whether :func:`wrap_again` can do its work.
+
+    Raises:
+        TypeError: The model is wrapped by something else than DDP.
+    """
+    if is_model_wrapper(runner.model) and not isinstance(runner.model, DistributedDataParallel):
+        raise TypeError(
+            f'the parameters of a model in {type(runner.model).__name__} cannot be replaced in training: '
+            'use MMDistributedDataParallel'
+        )
+
+
+def wrap_again(runner) -> None:
+    """A new wrapper for distributed training, if there was one, after parameters were replaced."""
+    if is_model_wrapper(runner.model):
+        model = unwrapped(runner.model)
+        # DDP's reducer holds the parameters that it was built with, in the shapes that they had then, and listens to
+        # those that stay: it has to be gone, cycles of references included, before there is a new one.
+        runner.model._remove_autograd_hooks()
+        runner.model = model
+        gc.collect()
+        runner.model = runner.wrap_model(copy.deepcopy(runner.cfg.get('model_wrapper_cfg')), model)
+        runner.model.train()
+
+
+def build_schedulers(runner, schedulers: Union[dict, List[dict]], epochs: int) -> None:
+    """Gives the run new schedulers, counted from now; without an ``end`` they go on for ``epochs`` epochs."""
+    schedulers = copy.deepcopy(schedulers)
+    for scheduler in [schedulers] if isinstance(schedulers, dict) else schedulers:
+        by_epoch = scheduler.get('by_epoch', True)
+        scheduler.setdefault('end', epochs if by_epoch else epochs * len(runner.train_dataloader))
+    runner.param_schedulers = runner.build_param_scheduler(schedulers)
+
+
+def averaged_models(runner) -> Iterator[BaseAveragedModel]:
+    """The copies of the model that ``EMAHook`` keeps."""
+    return (hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook))
+
+
+def refresh_average(averaged: BaseAveragedModel) -> None:
+    """The averaged model's own list of its parameters, after some were replaced."""
+    module = averaged.module.requires_grad_(False)
+    averaged.avg_parameters = module.state_dict() if averaged.update_buffers else dict(module.named_parameters())

@@ -1,0 +1,11 @@
+"""Trainings that survive killed processes, full disks and damaged files: nothing here knows of attention."""
+
+from ...utils.frameworks import require_mmpretrain
+
+require_mmpretrain()
+
+from .atomic_checkpoint_hook import AtomicCheckpointHook  # noqa: E402
+from .invalid_loss_hook import InvalidLossHook  # noqa: E402
+from .preemption_hook import PreemptionHook  # noqa: E402
+
+__all__ = ['AtomicCheckpointHook', 'InvalidLossHook', 'PreemptionHook']

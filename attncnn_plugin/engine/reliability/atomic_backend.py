@@ -1,0 +1,44 @@
+"""Files that are whole or not there."""
+
+import os
+from pathlib import Path
+from typing import Union
+
+from mmengine.fileio import LocalBackend, register_backend
+
+
+@register_backend('atomic')
+class AtomicBackend(LocalBackend):
+    """mmengine's local files, written beside their place and moved there when they are on the disk.
+
+    A process that is killed while it writes, or a full disk, leaves the former file as it was.
+
+    Examples:
+        >>> default_hooks = dict(checkpoint=dict(type='CheckpointHook', backend_args=dict(backend='atomic')))
+    """
+
+    def put(self, obj: bytes, filepath: Union[str, Path]) -> None:
+        """Writes bytes to a file.
+
+        Args:
+            obj (bytes): The content.
+            filepath (str | Path): The file; its folder is made.
+
+        Raises:
+            OSError: The file could not be written.
+        """
+        path = Path(filepath)
+        part = path.with_name(f'{path.name}.part')  # one name: what a killed process left is written over
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(part, 'wb') as file:
+                file.write(obj)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise OSError(
+                f'{path} ({len(obj):,} bytes) could not be written ({error.strerror}), and the files written '
+                'before are as they were: make room, then go on from the last checkpoint'
+            ) from error

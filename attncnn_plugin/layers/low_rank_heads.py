@@ -1,0 +1,128 @@
+"""Heads whose probabilities depend on the shift alone, up to the normalization: P[q, k] = G[k − q] / z[q].
+
+z[q] is the sum of G over the keys of the grid. A table G of rank r, G[δ1, δ2] = Σ_i U_i[δ1] V_i[δ2], is mixed along
+rows, then along columns, for r·(H + W) multiply-adds a token and channel in place of H·W.
+"""
+
+from dataclasses import dataclass
+from typing import Optional, Sequence, Union
+
+import torch
+from torch import Tensor
+
+from .shifts import at_grid_shifts, at_shifts, over_windows
+
+# The largest error of a probability at which the factors count as exact.
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankHead:
+    """P[q, k] = Σ_i U_i[k1 − q1] V_i[k2 − q2] / z[q].
+
+    Attributes:
+        rows (Tensor): U of every query, term and key, ``(H·r, H)``.
+        columns (Tensor): V of every query, term and key, ``(W, r·W)``.
+        normalizer (Tensor): z, ``(H, W, 1)``.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    normalizer: Tensor
+
+    def mix(self, x: Tensor) -> Tensor:
+        """``(B, H, W, D)`` to the same."""
+        batch, height, width, dim = x.shape
+        mixed = torch.bmm(self.rows.expand(batch, -1, -1), x.reshape(batch, height, width * dim))  # (b, q1·i, k2·d)
+        mixed = mixed.reshape(batch * height, self.columns.shape[1], dim)  # (b·q1, i·k2, d)
+        mixed = torch.bmm(self.columns.expand(batch * height, -1, -1), mixed)
+        return mixed.reshape(x.shape) / self.normalizer
+
+
+@dataclass(frozen=True, eq=False)
+class DenseHead:
+    """P[q, k] = G[k − q] / z[q].
+
+    Attributes:
+        table (Tensor): G, ``(2·H − 1, 2·W − 1)``.
+        normalizer (Tensor): z, ``(H, W, 1)``.
+    """
+
+    table: Tensor
+    normalizer: Tensor
+
+    def mix(self, x: Tensor) -> Tensor:
+        """``(B, H, W, D)`` to the same."""
+        batch, height, width, dim = x.shape
+        probs = at_grid_shifts(self.table[None], height, width)
+        mixed = torch.bmm(probs.expand(batch, -1, -1), x.reshape(batch, height * width, dim))
+        return mixed.reshape(x.shape) / self.normalizer
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredHead:
+    """P[q, ·] = softmax_k S[k − q], for a head whose G would underflow for some query.
+
+    Attributes:
+        scores (Tensor): S, ``(2·H − 1, 2·W − 1)``, in the precision that it was computed in.
+    """
+
+    scores: Tensor
+
+    def mix(self, x: Tensor) -> Tensor:
+        """``(B, H, W, D)`` to the same."""
+        batch, height, width, dim = x.shape
+        best = over_windows(self.scores[None], height, width, torch.amax).reshape(1, -1, 1)
+        probs = (at_grid_shifts(self.scores[None], height, width) - best).to(x.dtype).softmax(dim=-1)
+        mixed = torch.bmm(probs.expand(batch, -1, -1), x.reshape(batch, height * width, dim))
+        return mixed.reshape(x.shape)
+
+
+ShiftHead = Union[LowRankHead, DenseHead, ScoredHead]
+
+
+@torch.no_grad()
+def shift_heads(scores: Tensor, height: int, width: int, dtype: torch.dtype) -> Sequence[ShiftHead]:
+    """The cheapest exact way of every head.
+
+    Args:
+        scores (Tensor): Scores of the shifts, the best of a head at 0, ``(N_h, 2·height − 1, 2·width − 1)``, float64
+            where the device has it.
+        height, width (int): Size of the grid.
+        dtype (torch.dtype): That of the tokens, float32 or float64.
+    """
+    tables = scores.exp()
+    normalizers = over_windows(tables, height, width, torch.sum)
+    # Where all of G that counts for a query is near the smallest number of the dtype, G is too coarse.
+    tame = (normalizers.flatten(1).amin(-1) > torch.finfo(dtype).tiny / torch.finfo(dtype).eps).tolist()
+    heads = []
+    for head in range(len(tables)):
+        if not tame[head]:  # or not a number
+            heads.append(ScoredHead(scores[head]))
+            continue
+        low_rank = _low_rank_head(tables[head], normalizers[head], dtype)
+        heads.append(low_rank or DenseHead(tables[head].to(dtype), normalizers[head, ..., None].to(dtype)))
+    return heads
+
+
+def _low_rank_head(table: Tensor, normalizer: Tensor, dtype: torch.dtype) -> Optional[LowRankHead]:
+    """The head by the first terms of its singular value decomposition that make P exact, if they are cheaper."""
+    height, width = normalizer.shape
+    limit = (height * width - 1) // (height + width)  # the largest rank that is cheaper than the matrix
+    if limit == 0:
+        return None
+    left, singular, right = torch.linalg.svd(table, full_matrices=False)
+    left, right = (left * singular).to(dtype), right.to(dtype)
+    error = table
+    for rank in range(1, min(limit, left.shape[1]) + 1):
+        # What the rounded factors leave of G; of P it is this, divided by z, at the worst key of each query.
+        error = error - torch.outer(left[:, rank - 1], right[rank - 1]).to(table.dtype)
+        if (over_windows(error.abs()[None], height, width, torch.amax)[0] / normalizer).max() <= TOLERANCE[dtype]:
+            rows = at_shifts(left[:, :rank].T, height)  # (r, q1, k1)
+            columns = at_shifts(right[:rank], width)  # (r, q2, k2)
+            return LowRankHead(
+                rows.transpose(0, 1).reshape(height * rank, height),
+                columns.transpose(0, 1).reshape(width, rank * width),
+                normalizer[..., None].to(dtype),
+            )
+    return None

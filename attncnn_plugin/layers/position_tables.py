@@ -1,0 +1,188 @@
+"""Tables of vectors for positions: of the shifts of a grid (C20, 4.3) and of its pixels (C20, eq. 3)."""
+
+import logging
+from typing import Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .precision import at_least_float32
+from .shifts import at_shifts, resize_shifts
+
+logger = logging.getLogger(__name__)
+
+
+class RelativeTables(nn.Module):
+    """A vector for every row shift and every column shift: r_δ = [R[δ1]; C[δ2]] or R[δ1] + C[δ2] (C20, 4.3).
+
+    ``learned`` tables hold the shifts of a grid of ``max_size`` and refuse a larger one; a checkpoint of another
+    size is resized while it loads, see :func:`resize_shifts`. ``sinusoidal`` tables have no parameters and no limit: R
+    has sines and cosines in its first half and zeros in the second, C the other way round, so that a row shift never
+    equals a column shift.
+
+    Args:
+        dim (int): Length D of a vector; a multiple of 4 for ``sinusoidal``.
+        max_size (tuple[int, int]): Height and width, in tokens, of the largest grid of ``learned`` tables.
+        kind (str): ``'learned'`` or ``'sinusoidal'``. Defaults to ``'learned'``.
+
+    Attributes:
+        row_table (Parameter | None): R, ``(2·max_height − 1, D)``, starts at N(0, 1).
+        column_table (Parameter | None): C, ``(2·max_width − 1, D)``, starts at N(0, 1).
+    """
+
+    def __init__(self, dim: int, max_size: Tuple[int, int], kind: str = 'learned', device=None, dtype=None) -> None:
+        super().__init__()
+        check_kind(kind, dim)
+        check_max_size(max_size)
+        self.dim = dim
+        self.kind = kind
+        if kind == 'learned':
+            height, width = max_size
+            self.row_table = nn.Parameter(torch.empty(2 * height - 1, dim, device=device, dtype=dtype))
+            self.column_table = nn.Parameter(torch.empty(2 * width - 1, dim, device=device, dtype=dtype))
+            self._register_load_state_dict_pre_hook(self._resize_tables)
+        else:
+            self.register_parameter('row_table', None)
+            self.register_parameter('column_table', None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for table in self.parameters(recurse=False):
+            nn.init.normal_(table)
+
+    @property
+    def max_size(self) -> Tuple[int, int]:
+        """Height and width of the largest grid of learned tables."""
+        return (self.row_table.shape[0] + 1) // 2, (self.column_table.shape[0] + 1) // 2
+
+    def forward(self, height: int, width: int, like: Tensor) -> Tuple[Tensor, Tensor]:
+        """R of the shifts 1 − height … height − 1 and C of 1 − width … width − 1, at least float32.
+
+        Args:
+            like (Tensor): Gives the device and the dtype of sinusoidal tables.
+
+        Returns:
+            tuple[Tensor, Tensor]: ``(2·height − 1, D)`` and ``(2·width − 1, D)``.
+
+        Raises:
+            ValueError: The grid is larger than the learned tables.
+        """
+        if self.kind == 'sinusoidal':
+            like = at_least_float32(like)
+            row, column = (sinusoid(2 * size - 1, self.dim // 2, like, first=1 - size) for size in (height, width))
+            return F.pad(row, (0, self.dim // 2)), F.pad(column, (self.dim // 2, 0))
+        max_height, max_width = self.max_size
+        check_grid(height, width, max_height, max_width)
+        row = self.row_table[max_height - height : max_height + height - 1]
+        column = self.column_table[max_width - width : max_width + width - 1]
+        return at_least_float32(row), at_least_float32(column)
+
+    def axis_scores(self, weight: Tensor, height: int, width: int) -> Tuple[Tensor, Tensor]:
+        """vᵀ[R[δ1]; C[δ2]] for the rows v of ``weight``, ``(N_h, 2·D)``, as its two terms.
+
+        Returns:
+            tuple[Tensor, Tensor]: ``(N_h, height, height)`` and ``(N_h, width, width)``, at least float32.
+        """
+        row, column = self(height, width, like=weight)
+        row_weight, column_weight = at_least_float32(weight)[:, None].chunk(2, dim=-1)
+        # v·R[δ] of every shift first, then one per query and key. Not matmul: autocast would round it.
+        return at_shifts((row_weight * row).sum(-1), height), at_shifts((column_weight * column).sum(-1), width)
+
+    def _resize_tables(self, state_dict, prefix, *args) -> None:
+        for name in ('row_table', 'column_table'):
+            own, loaded = getattr(self, name), state_dict.get(prefix + name)
+            if (
+                loaded is not None
+                and loaded.ndim == 2
+                and loaded.shape[1] == own.shape[1]
+                and loaded.shape[0] % 2
+                and loaded.shape[0] != own.shape[0]
+            ):
+                logger.info('Resize %s from %d to %d shifts.', prefix + name, loaded.shape[0], own.shape[0])
+                state_dict[prefix + name] = resize_shifts(loaded, own.shape[0])
+
+
+class AbsoluteEncoding(nn.Module):
+    """A vector for every pixel, added to the input of queries and keys (C20, eq. 3).
+
+    A ``learned`` encoding holds the pixels of a grid of ``max_size``: a smaller grid takes its upper left part, a
+    larger one is refused, a checkpoint of another size is resized while it loads.
+
+    Args:
+        dim (int): Length D of a vector; a multiple of 4 for ``sinusoidal``.
+        max_size (tuple[int, int]): Height and width, in tokens, of the largest grid of a ``learned`` encoding.
+        kind (str): ``'learned'`` or ``'sinusoidal'``. Defaults to ``'learned'``.
+
+    Attributes:
+        table (Parameter | None): ``(max_height, max_width, D)``, starts at N(0, 0.02²).
+    """
+
+    def __init__(self, dim: int, max_size: Tuple[int, int], kind: str = 'learned', device=None, dtype=None) -> None:
+        super().__init__()
+        check_kind(kind, dim)
+        check_max_size(max_size)
+        self.dim = dim
+        self.kind = kind
+        if kind == 'learned':
+            self.table = nn.Parameter(torch.empty(*max_size, dim, device=device, dtype=dtype))
+            self._register_load_state_dict_pre_hook(self._resize_table)
+        else:
+            self.register_parameter('table', None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.table is not None:
+            nn.init.normal_(self.table, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x + P`` for ``x`` of shape ``(B, H, W, D)``."""
+        height, width = x.shape[1], x.shape[2]
+        if self.kind == 'sinusoidal':
+            row, column = (sinusoid(size, self.dim // 2, at_least_float32(x)) for size in (height, width))
+            table = F.pad(row, (0, self.dim // 2))[:, None] + F.pad(column, (self.dim // 2, 0))
+        else:
+            check_grid(height, width, self.table.shape[0], self.table.shape[1])
+            table = self.table[:height, :width]
+        return x + table.to(x.dtype)
+
+    def _resize_table(self, state_dict, prefix, *args) -> None:
+        loaded = state_dict.get(prefix + 'table')
+        if loaded is not None and loaded.ndim == 3 and loaded.shape[2] == self.dim and loaded.shape != self.table.shape:
+            logger.info('Resize %stable from %s to %s.', prefix, tuple(loaded.shape), tuple(self.table.shape))
+            resized = F.interpolate(
+                loaded.float().permute(2, 0, 1)[None], self.table.shape[:2], mode='bicubic', align_corners=False
+            )
+            state_dict[prefix + 'table'] = resized[0].permute(1, 2, 0).to(loaded.dtype)
+
+
+def sinusoid(length: int, dim: int, like: Tensor, first: int = 0) -> Tensor:
+    """Sines, then cosines, of positions first … first + length − 1, ``(length, dim)`` (Vaswani et al. 2017, 3.5)."""
+    position = torch.arange(first, first + length, device=like.device, dtype=like.dtype)
+    frequency = 10000 ** (-torch.arange(0, dim, 2, device=like.device, dtype=like.dtype) / dim)
+    angle = position[:, None] * frequency
+    return torch.cat([angle.sin(), angle.cos()], dim=-1)
+
+
+def check_kind(kind: str, dim: int) -> None:
+    if kind not in ('learned', 'sinusoidal'):
+        raise ValueError(f"kind={kind!r} of a position encoding is unknown: choose 'learned' or 'sinusoidal'")
+    if kind == 'sinusoidal' and dim % 4:
+        raise ValueError(
+            f'dim={dim} must be a multiple of 4 for a sinusoidal position encoding, which has sines and cosines of '
+            'rows and of columns'
+        )
+
+
+def check_max_size(max_size: Tuple[int, int]) -> None:
+    if not isinstance(max_size, (tuple, list)) or len(max_size) != 2 or min(max_size) < 1:
+        raise ValueError(f'max_size={max_size!r} must be the height and the width of a grid, at least 1 each')
+
+
+def check_grid(height: int, width: int, max_height: int, max_width: int) -> None:
+    if height > max_height or width > max_width:
+        raise ValueError(
+            f'the grid of {height}x{width} tokens is larger than the {max_height}x{max_width} that the learned '
+            'position tables were built for: build the model for the larger size and load the checkpoint into it, '
+            'which resizes the tables'
+        )

@@ -1,0 +1,33 @@
+"""The precision that scores are computed in, whatever that of the model is."""
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """float16 and bfloat16 to float32, float32 and float64 as they are: the precision of all scores."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def widest_float(tensor: Tensor) -> torch.dtype:
+    """float64 where the tensor's device has it."""
+    return torch.float32 if tensor.device.type == 'mps' else torch.float64
+
+
+def full_precision(device_type: str):
+    """A context without autocast."""
+    if not torch.amp.is_autocast_available(device_type):  # the meta device, for one
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which matrix products with x are made: its own, or that of autocast."""
+    device = x.device.type
+    if x.dtype == torch.float64:  # which autocast leaves as it is
+        return x.dtype
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # the meta device has none
+        return torch.get_autocast_dtype(device)
+    return x.dtype

@@ -1,0 +1,165 @@
+"""Heads removed from an attention layer, and layers that take the number of heads of what they load."""
+
+import logging
+from dataclasses import dataclass
+from typing import Dict, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Replacement:
+    """What took the place of a parameter when heads were removed.
+
+    Attributes:
+        parameter (Parameter): The new parameter.
+        dim (int): The dimension along which entries were kept.
+        index (Tensor): The entries kept, ``(n,)``.
+    """
+
+    parameter: nn.Parameter
+    dim: int
+    index: Tensor
+
+
+class PrunableHeads(nn.Module):
+    """A layer whose heads can be removed one by one.
+
+    A state dict carries its number of heads: one with fewer heads than the layer was built with changes the layer as
+    it is loaded.
+
+    Attributes:
+        num_heads (int): Number of heads N_h there are now.
+    """
+
+    def _init_heads(self, num_heads: int) -> None:
+        self.num_heads = num_heads
+        self.built_heads = num_heads
+        self._register_load_state_dict_pre_hook(self._load_heads)
+
+    def head_parameters(self) -> Dict[str, Tuple[int, int]]:
+        """Of every parameter with entries for single heads: the dimension of heads, and the entries of a head."""
+        raise NotImplementedError
+
+    def check_heads(self, heads: Sequence[int], allow_empty: bool = False) -> None:
+        """Whether these heads can be removed.
+
+        Raises:
+            ValueError: A head that is not there, or all of them.
+        """
+        heads = list(heads)
+        if len(set(heads)) < len(heads) or any(
+            not isinstance(head, int) or not 0 <= head < self.num_heads for head in heads
+        ):
+            raise ValueError(f'heads={heads} must be different heads from 0 to {self.num_heads - 1}')
+        if len(heads) == self.num_heads and not allow_empty:
+            raise ValueError(
+                f'heads={heads} are all heads of the layer: keep one, or set allow_empty=True to leave '
+                'the layer its bias'
+            )
+
+    @torch.no_grad()
+    def prune_heads(self, heads: Sequence[int], allow_empty: bool = False) -> Dict[nn.Parameter, Replacement]:
+        """Removes heads; the layer computes what it did with their output at zero.
+
+        Parameters with entries for heads are replaced by smaller ones: an optimizer has to be given the new ones, see
+        :func:`~attncnn_plugin.pruning.replace_parameters`.
+
+        Args:
+            heads (Sequence[int]): Heads to remove, counted among those there are now.
+            allow_empty (bool): Whether all heads may go, which leaves the layer its bias. Defaults to False.
+
+        Returns:
+            dict[Parameter, Replacement]: What took the place of each old parameter.
+
+        Raises:
+            ValueError: A head that is not there, or all of them.
+        """
+        self.check_heads(heads, allow_empty)
+        kept = [head for head in range(self.num_heads) if head not in heads]
+        replaced = {}
+        for name, (dim, entries) in self.head_parameters().items():
+            old = self.get_parameter(name)
+            index = torch.tensor(kept, dtype=torch.long, device=old.device)[:, None] * entries
+            index = (index + torch.arange(entries, device=old.device)).flatten()
+            new = nn.Parameter(old.index_select(dim, index), requires_grad=old.requires_grad)
+            if old.grad is not None:
+                new.grad = old.grad.index_select(dim, index)
+            replaced[old] = Replacement(new, dim, index)
+            self._set_parameter(name, new)
+        self.num_heads = len(kept)
+        return replaced
+
+    def follow_heads(self, state_dict: dict, prefix: str = '') -> bool:
+        """Takes the number of heads of a state dict; its values are yet to be loaded.
+
+        The parameters stay the same objects, so that an optimizer that was built before, but has not made a step, goes
+        with them.
+
+        Args:
+            state_dict (dict): With the layer's names, each after ``prefix``.
+            prefix (str): Defaults to no prefix.
+
+        Returns:
+            bool: Whether the number of heads has changed.
+
+        Raises:
+            ValueError: The shapes are not those of this layer with any number of heads up to the one it was built with.
+        """
+        num_heads = self._heads_of(state_dict, prefix)
+        if num_heads in (None, self.num_heads):
+            return False
+        logger.info('%s has %d heads in place of %d.', prefix.rstrip('.'), num_heads, self.num_heads)
+        for name, (dim, entries) in self.head_parameters().items():
+            parameter = self.get_parameter(name)
+            shape = list(parameter.shape)
+            shape[dim] = num_heads * entries
+            parameter.data, parameter.grad = parameter.data.new_zeros(shape), None
+            self._set_parameter(name, parameter)
+        self.num_heads = num_heads
+        return True
+
+    def _heads_of(self, state_dict: dict, prefix: str) -> Optional[int]:
+        counts = {}
+        for name, (dim, entries) in self.head_parameters().items():
+            loaded, own = state_dict.get(prefix + name), self.get_parameter(name)
+            if loaded is None:
+                continue  # a missing key, as for any other parameter
+            others = [list(tensor.shape) for tensor in (loaded, own)]
+            if loaded.ndim == own.ndim:
+                heads, rest = divmod(others[0].pop(dim), entries)
+                others[1].pop(dim)
+            if loaded.ndim != own.ndim or others[0] != others[1] or rest:
+                raise ValueError(
+                    f'{prefix}{name} of the state dict has shape {tuple(loaded.shape)}, that of the model '
+                    f'{tuple(own.shape)}: no number of heads explains it, so the model has another width or another '
+                    'kind of attention; build it as the one that was saved'
+                )
+            counts[name] = heads
+        if len(set(counts.values())) > 1:
+            raise ValueError(
+                f'the parameters of {prefix.rstrip(".")} in the state dict have different numbers of '
+                f'heads, {counts}: it is damaged'
+            )
+        if counts and max(counts.values()) > self.built_heads:
+            raise ValueError(
+                f'{prefix.rstrip(".")} has {max(counts.values())} heads in the state dict, but num_heads='
+                f'{self.built_heads} in the model: build it with as many'
+            )
+        return next(iter(counts.values()), None)
+
+    def _load_heads(self, state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
+        try:
+            self.follow_heads(state_dict, prefix)
+        except ValueError as error:
+            error_msgs.append(str(error))
+
+    def _set_parameter(self, name: str, parameter: nn.Parameter) -> None:
+        owner, _, leaf = name.rpartition('.')
+        owner = self.get_submodule(owner)
+        setattr(owner, leaf, parameter)
+        if isinstance(owner, nn.Linear):
+            owner.out_features, owner.in_features = owner.weight.shape

@@ -1,0 +1,83 @@
+"""Tables with an entry for each shift δ = k − q from a query to a key."""
+
+from typing import Callable, Tuple
+
+import torch
+from torch import Tensor
+
+
+def axis_shifts(size: int, like: Tensor) -> Tensor:
+    """δ = k − q of every query (rows) and key (columns) of an axis with ``size`` pixels: ``(size, size)``."""
+    position = torch.arange(size, device=like.device, dtype=torch.promote_types(like.dtype, torch.float32))
+    return position[None, :] - position[:, None]
+
+
+def at_shifts(values: Tensor, size: int) -> Tensor:
+    """``(…, 2·size − 1)`` values of the shifts 1 − size … size − 1 to ``(…, size, size)`` of queries and keys."""
+    position = torch.arange(size, device=values.device)
+    return values[..., position[None, :] - position[:, None] + size - 1]
+
+
+def at_grid_shifts(table: Tensor, height: int, width: int) -> Tensor:
+    """Values of the shifts of a grid, ``(N, 2·height − 1, 2·width − 1)``, to those of all queries and keys.
+
+    Returns:
+        Tensor: ``(N, height*width, height*width)``, ``table[δ]`` at δ = k − q.
+    """
+    if torch.compiler.is_compiling():  # unfold would make the size a constant of the graph
+        rows = at_shifts(at_shifts(table, width).movedim(1, -1), height)  # (N, q2, k2, q1, k1)
+        return rows.permute(0, 3, 1, 4, 2).reshape(-1, height * width, height * width)
+    windows = table.unfold(1, height, 1).unfold(2, width, 1)  # of the last query, … of the first: (N, -q1, -q2, k1, k2)
+    return windows.flip(1, 2).reshape(-1, height * width, height * width)
+
+
+def over_windows(table: Tensor, height: int, width: int, reduce: Callable[..., Tensor]) -> Tensor:
+    """The sum or the largest of ``table[δ]`` over the keys of each query, an axis at a time.
+
+    Args:
+        table (Tensor): ``(N, 2·height − 1, 2·width − 1)``.
+        reduce (Callable): ``torch.sum`` or ``torch.amax``.
+
+    Returns:
+        Tensor: ``(N, height, width)``.
+    """
+    rows = reduce(at_shifts(table, width), dim=-1)  # (N, δ1, q2)
+    return reduce(at_shifts(rows.mT, height), dim=-1).mT
+
+
+def resize_shifts(table: Tensor, length: int) -> Tensor:
+    """A table of the vectors of shifts for another number of shifts, ``(2·source + 1, D)`` to ``(length, D)``.
+
+    Fewer shifts are the middle of the table. For more of them the old vectors are put at distances that grow
+    geometrically, 1, 1 + r, 1 + r + r², … up to the largest new shift, so that near shifts keep their vectors and
+    far ones are spread, as mmpretrain does it; in between they are interpolated.
+    """
+    source, target = table.shape[0] // 2, length // 2
+    if target <= source:
+        return table[source - target : source + target + 1]
+    if source == 0:  # shift 0 alone
+        return table.expand(length, -1)
+    steps = torch.arange(source, dtype=torch.float64)
+    low, high = 1.0, float(target)  # r is between: 1 + r + … + r^(source − 1) = target
+    for _ in range(60):
+        ratio = (low + high) / 2
+        low, high = (ratio, high) if (ratio**steps).sum() < target else (low, ratio)
+    distance = (low**steps).cumsum(0)
+    position = torch.cat([-distance.flip(0), distance.new_zeros(1), distance])
+    shift = torch.arange(-target, target + 1, dtype=torch.float64).clamp(position[0], position[-1])
+    right = torch.searchsorted(position, shift).clamp(min=1)
+    left = right - 1
+    weight = ((shift - position[left]) / (position[right] - position[left]))[:, None].to(table.device)
+    return torch.lerp(table[left].double(), table[right].double(), weight).to(table.dtype)
+
+
+def resize_grid_table(table: Tensor, size: Tuple[int, int]) -> Tensor:
+    """A table of biases ``(N_h, rows, columns)`` for other numbers of shifts."""
+    for axis, length in ((1, size[0]), (2, size[1])):
+        if table.shape[axis] != length:
+            table = (
+                resize_shifts(table.movedim(axis, 0).flatten(1), length)
+                .unflatten(1, table.movedim(axis, 0).shape[1:])
+                .movedim(0, axis)
+            )
+    return table

@@ -1,0 +1,69 @@
+"""What every network of this package is: a stem, blocks over a grid of tokens, and a norm."""
+
+from typing import List, Optional, Sequence, Tuple, Union
+
+from timm.models import checkpoint
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+
+class GridNetwork(nn.Module):
+    """Stem, blocks and norm: images ``(B, C, H, W)`` to features ``(B, H/r, W/r, D)``.
+
+    Attributes:
+        stem (nn.Module): Images to tokens ``(B, H/r, W/r, D)``; ``stem.reduction`` is r.
+        blocks (nn.Sequential): Tokens to tokens.
+        norm (nn.Module): After the last block.
+        grad_checkpointing (bool): Whether the blocks recompute their activations in the backward pass.
+    """
+
+    output_fmt = 'NHWC'  # of forward_features, as timm says it
+    grad_checkpointing = False
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Images ``(B, C, H, W)`` to the features of the last block, normed, ``(B, H/r, W/r, D)``."""
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
+        return self.norm(x)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: Optional[Union[int, Sequence[int]]] = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = 'NCHW',
+        intermediates_only: bool = False,
+    ) -> Union[List[Tensor], Tuple[Tensor, List[Tensor]]]:
+        """Features of several blocks.
+
+        Args:
+            x (Tensor): Images ``(B, C, H, W)``.
+            indices (int | Sequence[int], optional): The last n blocks for an int, the blocks of a sequence,
+                all of them for None, the default.
+            norm (bool): Whether to apply the final norm to all intermediates. Defaults to False.
+            stop_early (bool): Whether to leave out the blocks after the last wanted one. Defaults to False.
+            output_fmt (str): ``'NCHW'`` or ``'NHWC'`` intermediates. Defaults to ``'NCHW'``.
+            intermediates_only (bool): Whether to return the intermediates alone. Defaults to False.
+
+        Returns:
+            The features of the last block that ran, normed, ``(B, H/r, W/r, D)``, and the list of intermediates in the
+            order of the blocks; or the list alone.
+        """
+        if output_fmt not in ('NCHW', 'NHWC'):
+            raise ValueError(f"output_fmt={output_fmt!r} is unknown: choose 'NCHW' or 'NHWC'")
+        take_indices, last = feature_take_indices(len(self.blocks), indices)
+        intermediates = []
+        x = self.stem(x)
+        for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
+            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
+            if i in take_indices:
+                feature = self.norm(x) if norm else x
+                intermediates.append(feature.permute(0, 3, 1, 2) if output_fmt == 'NCHW' else feature)
+        return intermediates if intermediates_only else (self.norm(x), intermediates)
+
+
+def check_drop_path_rate(rate: float) -> None:
+    if not 0 <= rate < 1:
+        raise ValueError(f'drop_path_rate={rate} must be from 0 to below 1')

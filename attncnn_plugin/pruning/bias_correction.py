@@ -1,0 +1,88 @@
+"""What heads contribute on average, as a bias."""
+
+from contextlib import contextmanager
+from typing import Iterator, List, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class HeadMeans:
+    """The mean outputs P_h X of the heads of a layer, over queries and images.
+
+    Attributes:
+        total (Tensor): Their sum over all queries, ``(N_h·D,)`` in float64.
+        count (Tensor): The number of queries, a scalar in float64.
+        size (tuple[int, int]): Height and width of the last grid, in tokens.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        weight = layer.value.weight
+        self.total = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
+        self.count = torch.zeros((), dtype=torch.float64, device=weight.device)
+        self.size = None
+
+    def add(self, heads: Tensor) -> None:
+        """Counts the outputs of all heads, ``(B, H, W, N_h·D)``."""
+        self.total += heads.detach().double().sum((0, 1, 2))
+        self.count += heads.shape[:3].numel()
+        self.size = tuple(heads.shape[1:3])
+
+    @property
+    def mean(self) -> Tensor:
+        """``(N_h·D,)``"""
+        return self.total / self.count
+
+
+@contextmanager
+def head_means(layers: Sequence[nn.Module]) -> Iterator[List[HeadMeans]]:
+    """Collects the mean outputs of the layers' heads while the model runs.
+
+    Args:
+        layers (Sequence[nn.Module]): Attention layers whose ``value`` maps the concatenated heads,
+            ``(B, H, W, N_h·D)``.
+    """
+    means = [HeadMeans(layer) for layer in layers]
+    handles = [
+        layer.value.register_forward_pre_hook(lambda _, inputs, own=own: own.add(inputs[0]))
+        for layer, own in zip(layers, means)
+    ]
+    try:
+        yield means
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def fold_into_bias(layer: nn.Module, heads: Sequence[int], mean: Tensor) -> None:
+    """Adds what heads contribute on average, Σ_h V_h m_h, to the bias of their layer (C20, appendix E).
+
+    A head with the same output at every query, as one of uniform attention has, can then be removed without a change.
+
+    Args:
+        layer (nn.Module): The attention layer.
+        heads (Sequence[int]): The heads.
+        mean (Tensor): The mean outputs of all heads, ``(N_h·D,)``.
+
+    Raises:
+        ValueError: The layer has no bias.
+    """
+    if layer.value.bias is None:
+        raise ValueError('the layer has no bias that could take the mean output of its heads: build it with bias=True')
+    for head in heads:
+        entries = slice(head * layer.dim, (head + 1) * layer.dim)
+        layer.value.bias += (layer.value.weight[:, entries].double() @ mean[entries]).to(layer.value.bias)
+
+
+@torch.no_grad()
+def merge_duplicate(layer: nn.Module, head: int, kept: int) -> None:
+    """Adds a head's slice of the value matrix to that of a head with the same map: P V + P V' = P (V + V').
+
+    Args:
+        layer (nn.Module): The attention layer.
+        head (int): The head that is to go.
+        kept (int): The head that stays.
+    """
+    slices = layer.value.weight.unflatten(1, (layer.num_heads, layer.dim))
+    slices[:, kept] += slices[:, head]

@@ -1,0 +1,217 @@
+"""Attention probabilities of models: by position, by content, of images."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+from small import SMALL, TIMM_KINDS, small_cmhsa, small_timm
+
+from attncnn_plugin.analysis.attention_maps import (
+    attention_layers,
+    attention_probs_of,
+    content_only_probs_of,
+    depends_on_content,
+    grid_of,
+    mean_attention_probs_of,
+    position_only_probs_of,
+    position_probs,
+)
+from attncnn_plugin.layers import LearnedAttention
+
+IMAGES = (3, 3, 12, 8)  # a grid of 6 rows and 4 columns
+ALL_TERMS = [('qk',), ('qr',), ('uk',), ('qk', 'qr'), ('qk', 'vr'), ('uk', 'vr'), ('qk', 'qr', 'uk', 'vr')]
+
+
+def content_model(**kwargs):
+    model = small_timm('sa_learned_content_cifar', **kwargs)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) / 4)
+    return model.eval()
+
+
+def input_of(layer, model, images):
+    """What the layer gets when the model runs."""
+    inputs = []
+    handle = layer.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    model.eval()(images)
+    handle.remove()
+    return inputs[0].detach()
+
+
+def log(probs):
+    """Scores up to a constant of each query."""
+    scores = probs.double().log()
+    return scores - scores.mean(-1, keepdim=True)
+
+
+def test_it_needs_neither_mmengine_nor_matplotlib():
+    program = (
+        'import sys; sys.modules.update({name: None for name in ("mmengine", "mmpretrain", "mmcv", '
+        '"matplotlib")}); import attncnn_plugin.analysis.attention_maps'
+    )
+    subprocess.run([sys.executable, '-c', program], check=True)
+
+
+@pytest.mark.parametrize('name', TIMM_KINDS)
+def test_the_layers_of_every_kind_by_name(name):
+    model = small_timm(name, depth=12)
+    layers = attention_layers(model)
+    assert list(layers) == [f'blocks.{i}.attn' for i in range(12)]
+    assert all(model.get_submodule(name) is layer for name, layer in layers.items())
+    assert {depends_on_content(layer) for layer in layers.values()} == {'content' in name}
+
+
+@pytest.mark.parametrize('merge_heads', [False, True])
+def test_the_layers_of_cmhsa(merge_heads):
+    assert attention_layers(small_cmhsa('conv')) == {}
+    layers = attention_layers(small_cmhsa('attn', merge_heads=merge_heads))
+    assert list(layers) == ['blocks.0.attn', 'blocks.1.attn'] and all(map(depends_on_content, layers.values()))
+
+
+@pytest.mark.parametrize('name', TIMM_KINDS[:4])
+def test_probabilities_by_position(name):
+    layer = small_timm(name).blocks[0].attn.bfloat16()
+    probs = position_probs(layer, 6, 4)
+    assert probs.dtype == torch.float32 and not probs.requires_grad
+    assert torch.equal(probs, layer.attention_probs(6, 4))
+
+
+def test_probabilities_by_the_positional_term():
+    layer = content_model(terms=('qk', 'vr')).blocks[0].attn
+    alone = LearnedAttention(16, 3)
+    with torch.no_grad():
+        alone.encoding.weight.copy_(layer.position_bias)
+        alone.encoding.tables.load_state_dict(layer.tables.state_dict())
+    assert torch.allclose(position_probs(layer, 6, 4), alone.attention_probs(6, 4), atol=1e-6)
+    assert position_probs(content_model().blocks[0].attn, 6, 4) is None  # q·r_δ depends on the query
+    assert position_probs(content_model(position='absolute_learned').blocks[0].attn, 6, 4) is None
+
+
+def test_probabilities_by_the_bias_of_cmhsa():
+    layer = small_cmhsa('attn').blocks[0].attn
+    torch.nn.init.normal_(layer.position.table)
+    probs = position_probs(layer, 3, 4)
+    # Each shift of the table has its share, wherever the border is: the null key has those that lead out.
+    table = layer.position.table_of(3, 4)[0].flatten(1).softmax(-1).reshape(9, 5, 7)
+    for query, key in ((0, 0), (5, 11), (11, 2)):
+        shift = key // 4 - query // 4, key % 4 - query % 4
+        assert torch.allclose(probs[:, query, key], table[:, shift[0] + 2, shift[1] + 3], atol=1e-6)
+    assert (probs.sum(-1) < 1).all()
+
+
+@pytest.mark.parametrize('terms', ALL_TERMS)
+def test_probabilities_of_images_and_their_parts(terms):
+    model, images = content_model(terms=terms), torch.randn(IMAGES)
+    probs = attention_probs_of(model, images)
+    content, position = content_only_probs_of(model, images), position_only_probs_of(model, images)
+    assert bool(content) == bool({'qk', 'uk'} & set(terms)) and bool(position) == bool({'qr', 'vr'} & set(terms))
+    for name, layer in attention_layers(model).items():
+        expected = layer.attention_scores(input_of(layer, model, images)).softmax(-1)
+        assert probs[name].shape == (3, 3, 24, 24) and probs[name].dtype == torch.float32
+        assert torch.allclose(probs[name], expected, atol=1e-6)
+        # The scores are the sum of both parts.
+        parts = [part[name] for part in (content, position) if part]
+        assert torch.allclose(sum(map(log, parts)), log(expected), atol=1e-3)
+        assert all(torch.allclose(part.sum(-1), torch.ones(()), atol=1e-5) for part in parts)
+
+
+def test_content_alone_knows_nothing_of_positions():
+    """Tokens in another order have the same probabilities in that order; with all terms they have not."""
+    model = content_model(terms=('qk', 'qr', 'uk', 'vr'), depth=1)
+    images = torch.randn(2, 3, 4, 4)
+    # The blocks of 2x2 pixels in reverse order.
+    other = images.reshape(2, 3, 2, 2, 2, 2).flip(2, 4).reshape(images.shape)
+    for probs_of, equal in ((content_only_probs_of, True), (attention_probs_of, False)):
+        one, two = (probs_of(model, x)['blocks.0.attn'] for x in (images, other))
+        assert torch.allclose(one, two.flip(2, 3), atol=1e-5) == equal
+
+
+def test_content_alone_without_an_absolute_encoding():
+    model, images = content_model(position='absolute_learned', depth=1), torch.randn(IMAGES)
+    without = copy.deepcopy(model)
+    torch.nn.init.zeros_(without.blocks[0].attn.absolute.table)
+    content = content_only_probs_of(model, images)['blocks.0.attn']
+    assert torch.allclose(content, attention_probs_of(without, images)['blocks.0.attn'], atol=1e-6)
+    assert not torch.allclose(content, attention_probs_of(model, images)['blocks.0.attn'], atol=1e-3)
+    assert position_only_probs_of(model, images) == {}
+
+
+@pytest.mark.parametrize('merge_heads', [False, True])
+def test_probabilities_of_cmhsa_give_its_output(merge_heads):
+    model, images = small_cmhsa('attn', merge_heads=merge_heads), torch.randn(2, 3, 16, 12)
+    for parameter in model.blocks.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    layer = model.blocks[1].attn
+    x = input_of(layer, model, images)
+    probs = attention_probs_of(model, images)['blocks.1.attn']
+    assert probs.shape == (2, 9, 48, 48) and (probs.sum(-1) < 1 - 1e-6).any()
+    tokens = x.flatten(1, 2)[:, None]
+    if merge_heads:
+        heads, out = probs @ tokens, layer.value_out
+    else:
+        heads, out = probs @ layer.value(x).flatten(1, 2).unflatten(-1, (9, -1)).transpose(1, 2), layer.out
+    expected = out(heads.transpose(1, 2).reshape(2, 8, 6, -1))
+    assert torch.allclose(layer(x), expected, atol=1e-3)
+    content = content_only_probs_of(model, images)['blocks.1.attn']
+    assert torch.allclose(content.sum(-1), torch.ones(()), atol=1e-5)
+    position = position_only_probs_of(model, images)['blocks.1.attn']
+    assert torch.allclose(position[1], position_probs(layer, 8, 6), atol=1e-6)
+    product = content * position
+    assert torch.allclose(product / product.sum(-1, keepdim=True), probs / probs.sum(-1, keepdim=True), atol=1e-4)
+
+
+def test_the_mean_over_images():
+    model, images = content_model(), torch.randn(5, 3, 8, 8)
+    mean = mean_attention_probs_of(model, images, batch_size=2)
+    for name, probs in attention_probs_of(model, images).items():
+        assert torch.allclose(mean[name], probs.mean(0), atol=1e-6)
+    assert mean_attention_probs_of(small_timm('sa_quadratic_cifar'), images) == {}
+
+
+def test_the_model_stays_as_it_was():
+    model, images = content_model(proj_drop_rate=0.5, attn_drop_rate=0.5, drop_path_rate=0.5), torch.randn(IMAGES)
+    model.train()
+    model.blocks[0].eval()
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    first = attention_probs_of(model, images)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    second = attention_probs_of(model.eval(), images)
+    assert all(torch.equal(first[name], second[name]) and not first[name].requires_grad for name in first)
+
+
+def test_the_model_stays_as_it_was_after_an_error():
+    model = content_model().train()
+    with pytest.raises(ValueError, match='even'):
+        attention_probs_of(model, torch.randn(1, 3, 7, 7))
+    assert all(module.training for module in model.modules())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize('name', TIMM_KINDS)
+def test_the_grid(name):
+    assert grid_of(small_timm(name), torch.randn(IMAGES)) == (6, 4)
+
+
+def test_the_grid_of_cmhsa():
+    assert grid_of(small_cmhsa('attn'), torch.randn(2, 3, 16, 12)) == (8, 6)
+    with pytest.raises(ValueError, match='no attention layers.*convolution phase'):
+        grid_of(small_cmhsa('conv'), torch.randn(2, 3, 16, 12))
+
+
+def test_layers_without_heads():
+    model = content_model()
+    model.prune_heads({0: [0, 1, 2], 1: [1]}, allow_empty=True)
+    for probs_of in (attention_probs_of, content_only_probs_of, position_only_probs_of):
+        probs = probs_of(model, torch.randn(IMAGES))
+        assert [layer.shape for layer in probs.values()] == [(3, 0, 24, 24), (3, 2, 24, 24)]
+    model = timm.create_model('sa_quadratic_cifar', **SMALL)
+    model.prune_heads({0: [0, 1, 2]}, allow_empty=True)
+    assert position_probs(model.blocks[0].attn, 3, 3).shape == (0, 9, 9)

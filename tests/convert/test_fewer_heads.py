@@ -1,0 +1,465 @@
+"""Convolutions with fewer heads than kernel positions, against the singular value decomposition and brute force."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from sklearn.datasets import load_digits
+from torch import nn
+
+from attncnn_plugin.convert import conv_to_mhsa
+from attncnn_plugin.convert.fewer_heads import (
+    HeadReport,
+    amplification,
+    best_probs,
+    best_weight,
+    distributions,
+    inner_direction,
+    log_scores,
+    nonnegative_least_squares,
+    positive_direction,
+    truncation_errors,
+)
+from attncnn_plugin.layers.image_attention import QuadraticImageAttention, WindowImageAttention
+
+CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+seeds = st.integers(0, 2**32 - 1)
+
+
+def kernel(conv):
+    """M: a row for each kernel position, in float64."""
+    return conv.weight.detach().double().flatten(2).flatten(0, 1).T
+
+
+def eckart_young(matrix, terms):
+    """Relative error of the truncated singular value decomposition: no matrix of that rank is nearer."""
+    values = torch.linalg.svdvals(matrix)
+    return (values[terms:].norm() / values.norm()).item()
+
+
+def stored_kernel(attention, conv):
+    """M' as the kernel of a convolution, from the parameters of the attention: ``(C_out, C_in/groups, *kernel)``."""
+    probs = attention.encoding.weight.detach().double().flatten(1).softmax(-1)
+    weight = attention.value.weight.detach().double().unflatten(1, (attention.num_heads, -1))  # (C_out, N, C_in)
+    dense = torch.einsum('hk,ohi->oik', probs, weight).unflatten(2, conv.kernel_size)
+    of_group = dense.unflatten(0, (conv.groups, -1)).unflatten(2, (conv.groups, -1))
+    return torch.stack([of_group[g, :, g] for g in range(conv.groups)]).flatten(0, 1)
+
+
+def conv_with(matrix, out_channels, *kernel_size, **options):
+    """A convolution with the kernel M."""
+    in_channels = matrix.shape[1] // out_channels
+    conv = CONVS[len(kernel_size)](in_channels, out_channels, kernel_size, dtype=matrix.dtype, **options)
+    conv.weight.data = matrix.T.reshape(out_channels, in_channels, *kernel_size).contiguous()
+    return conv
+
+
+@st.composite
+def convs(draw):
+    """Convolutions in float64 with kernels from random to almost of low rank, and a number of heads for each."""
+    ndim = draw(st.integers(1, 2))
+    kernel_size = draw(st.lists(st.integers(1, 5 - ndim), min_size=ndim, max_size=ndim))
+    groups = draw(st.integers(1, 2))
+    channels = [groups * draw(st.integers(1, 3)) for _ in range(2)]
+    positions = math.prod(kernel_size)
+    assume(positions > 1)
+    torch.manual_seed(draw(seeds))
+    conv = CONVS[ndim](
+        *channels,
+        kernel_size,
+        groups=groups,
+        stride=draw(st.integers(1, 2)),
+        dilation=draw(st.integers(1, 2)),
+        padding=draw(st.integers(0, 2)),
+        padding_mode=draw(st.sampled_from(['zeros', 'replicate'])),
+        bias=draw(st.booleans()),
+        dtype=torch.float64,
+    )
+    nn.init.normal_(conv.weight)
+    decay = draw(st.floats(0.1, 1))  # from singular values that fall fast to those of noise
+    left, values, right = torch.linalg.svd(kernel(conv), full_matrices=False)
+    matrix = left * (values * decay ** torch.arange(len(values))) @ right + draw(st.sampled_from([0, 0.2, 1]))
+    conv.weight.data = (10.0 ** draw(st.integers(-3, 3)) * matrix).T.reshape(conv.weight.shape).contiguous()
+    return conv, draw(st.integers(1, positions - 1))
+
+
+@given(convs())
+def test_error_bounds(case):
+    conv, num_heads = case
+    attention = conv_to_mhsa(conv, num_heads)
+    report = attention.report
+    assert isinstance(attention, WindowImageAttention) and attention.num_heads == report.num_heads == num_heads
+    assert report.bound == pytest.approx(eckart_young(kernel(conv), num_heads), abs=1e-12)
+    assert report.guarantee == pytest.approx(eckart_young(kernel(conv), num_heads - 1), abs=1e-12)
+    assert report.bound - 1e-12 <= report.relative_error <= report.guarantee + 1e-12
+
+
+@given(convs(), st.sampled_from([torch.float64, torch.float32]))
+def test_layer_is_the_approximated_convolution(case, dtype):
+    conv, num_heads = case
+    attention = conv_to_mhsa(conv.to(dtype), num_heads).double()
+    conv = conv.double()
+    approximated = stored_kernel(attention, conv)
+    error = (approximated - conv.weight).norm() / conv.weight.norm()
+    assert attention.report.relative_error == pytest.approx(error.item(), abs=1e-12 if dtype == torch.float64 else 1e-5)
+
+    size = [9, 8][: conv.weight.ndim - 2]
+    x = torch.randn(3, conv.in_channels, *size, dtype=torch.float64)
+    # torch's own convolution, with its own padding; 'zeros' is what its functional form does.
+    amount = conv.padding[0]
+    padded = F.pad(x, [amount] * 2 * len(size), mode='constant' if conv.padding_mode == 'zeros' else 'replicate')
+    expected = CONVOLVE[len(size)](padded, approximated, conv.bias, conv.stride, 0, conv.dilation, conv.groups)
+    assert (attention(x) - expected).norm() <= 1e-11 * expected.norm()
+
+
+def test_error_on_noise_is_the_reported_one():
+    """White noise through M − M' has the norm ‖M − M'‖ in the mean."""
+    conv = nn.Conv2d(3, 8, 3, bias=False, dtype=torch.float64)
+    x = torch.randn(4, 3, 80, 80, dtype=torch.float64)
+    for num_heads in range(1, 9):
+        attention = conv_to_mhsa(conv, num_heads)
+        error = (attention(x) - conv(x)).norm() / conv(x).norm()
+        assert error.item() == pytest.approx(attention.report.relative_error, rel=0.05)
+
+
+@settings(max_examples=30)
+@given(convs(), st.sampled_from([(torch.float32, 1e-4), (torch.float16, 0.2), (torch.bfloat16, 0.5)]))
+def test_narrow_layers(case, precision):
+    """The heads do not amplify the rounding errors of a narrow dtype too much."""
+    (conv, num_heads), (dtype, tolerance) = case, precision
+    conv = conv.to(dtype)
+    attention = conv_to_mhsa(conv, num_heads)
+    assert attention.value.weight.dtype == dtype and attention.encoding.weight.dtype == torch.float32
+    assert attention.report.relative_error <= attention.report.guarantee + tolerance / 10
+    x = torch.randn(2, conv.in_channels, *[9, 8][: conv.weight.ndim - 2], dtype=torch.float64)
+    if conv.bias is not None:
+        attention.value.bias.data.zero_()
+    expected = attention.double()(x)
+    assert (attention.to(dtype)(x.to(dtype)).double() - expected).norm() <= tolerance * expected.norm()
+
+
+@given(seeds, st.integers(2, 9), st.integers(1, 8))
+def test_kernels_of_known_distributions_are_exact(seed, positions, num_heads):
+    """N distributions make the kernel, so that N heads find it, and every further head keeps it."""
+    assume(num_heads < positions)
+    torch.manual_seed(seed)
+    probs = torch.rand(num_heads, positions, dtype=torch.float64) ** 3
+    matrix = probs.T @ torch.randn(num_heads, 12, dtype=torch.float64)
+    for heads in range(num_heads, positions):
+        assert conv_to_mhsa(conv_with(matrix, 4, positions), heads).report.relative_error <= 1e-11
+
+
+@given(seeds, st.integers(3, 9), st.integers(1, 7))
+def test_rank_below_num_heads_is_exact(seed, positions, rank):
+    assume(rank + 1 < positions)
+    torch.manual_seed(seed)
+    matrix = torch.randn(positions, rank, dtype=torch.float64) @ torch.randn(rank, 12, dtype=torch.float64)
+    for heads in range(rank + 1, positions):
+        assert conv_to_mhsa(conv_with(matrix, 4, positions), heads).report.relative_error <= 1e-11
+
+
+def test_positions_without_weights():
+    """Causal kernels: a position that is never used gets no attention, and does not stand in the way."""
+    matrix = torch.randn(9, 2, dtype=torch.float64).abs() @ torch.randn(2, 12, dtype=torch.float64)
+    matrix[5:] = 0
+    attention = conv_to_mhsa(conv_with(matrix, 4, 3, 3), 2)
+    assert attention.report.relative_error <= 1e-14
+    assert (attention.encoding().flatten(1)[:, 5:] == 0).all()
+    assert attention.encoding.weight.isfinite().all()
+    assert (attention.float().encoding().flatten(1)[:, 5:] == 0).all()
+
+
+def test_gaussian_heads():
+    """The tails of the heads are tiny, but not on the border: the subspace is as small there."""
+    shifts = torch.arange(-4, 5, dtype=torch.float64)
+    probs = torch.softmax(-((shifts - torch.tensor([[-2.0], [0.0], [1.5]])) ** 2), dim=1)
+    matrix = probs.T @ torch.randn(3, 20, dtype=torch.float64)
+    assert conv_to_mhsa(conv_with(matrix, 4, 9), 3).report.relative_error <= 1e-12
+    assert conv_to_mhsa(conv_with(matrix.float(), 4, 9), 3).report.relative_error <= 1e-5
+
+
+def best_single_distribution(matrix):
+    """Least relative error of a ⊗ w with a ≥ 0, from the eigenvectors of all principal submatrices of MMᵀ.
+
+    On the support of the best a, a is an eigenvector of the submatrix: the conditions of first order.
+    """
+    gram = matrix @ matrix.T
+    best = 0.0
+    for size in range(1, len(gram) + 1):
+        for support in itertools.combinations(range(len(gram)), size):
+            values, vectors = torch.linalg.eigh(gram[list(support)][:, list(support)])
+            same_sign = (vectors > -1e-12).all(0) | (vectors < 1e-12).all(0)
+            best = max([best, *values[same_sign].tolist()])
+    return math.sqrt(max(1 - best / gram.trace().item(), 0))
+
+
+@settings(max_examples=15)
+@given(seeds, st.integers(2, 6))
+@example(2, 6)  # these have more than one local minimum
+@example(24, 6)
+@example(62, 6)
+def test_single_head(seed, positions):
+    torch.manual_seed(seed)
+    matrix = torch.randn(positions, 6, dtype=torch.float64)
+    report = conv_to_mhsa(conv_with(matrix, 2, positions), 1).report
+    assert report.relative_error == pytest.approx(best_single_distribution(matrix), abs=1e-6)
+
+
+@pytest.mark.parametrize('num_heads', [2, 3, 4])
+def test_search_is_not_beaten_by_chance(num_heads):
+    """Where the bound is out of reach: no random positive vector does better than the one that was found."""
+    matrix = torch.randn(9, 30, dtype=torch.float64)
+    for _ in range(20):  # until the best subspace has no positive vector
+        if distributions(torch.linalg.svd(matrix).U[:, :num_heads]) is None:
+            break
+        matrix = torch.randn(9, 30, dtype=torch.float64)
+    report = conv_to_mhsa(conv_with(matrix, 5, 9), num_heads).report
+    assert report.bound + 1e-5 < report.relative_error < report.guarantee
+    trials = torch.rand(2000, 9, dtype=torch.float64) ** torch.randint(1, 12, (2000, 1))
+    trials = trials / trials.norm(dim=1, keepdim=True)
+    projected = matrix - trials[:, :, None] * (trials @ matrix)[:, None]
+    rest = torch.linalg.svdvals(projected)[:, num_heads - 1 :].norm(dim=1) / matrix.norm()
+    assert report.relative_error <= rest.min() + 1e-3
+    # And it is near the border: some part of it is bought by moving into the cone.
+    left = torch.linalg.svd(matrix).U
+    p = positive_direction(matrix, left, num_heads)
+    p = p / p.norm()
+    ideal = torch.linalg.svdvals(matrix - torch.outer(p, p @ matrix))[num_heads - 1 :].norm() / matrix.norm()
+    assert (p >= 0).all() and p.min() < 1e-3
+    assert ideal - 1e-9 <= report.relative_error <= ideal + 5e-3
+
+
+@pytest.fixture(scope='module')
+def trained_convs():
+    """The convolutions of a small network, trained on digits for a few seconds."""
+    torch.manual_seed(0)
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
+    labels = torch.tensor(digits.target)
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 5, padding=2, groups=4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(256, 10),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(4):
+        for batch in torch.randperm(len(images)).split(64):
+            loss = F.cross_entropy(model(images[batch]), labels[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    accuracy = (model(images).argmax(1) == labels).float().mean()
+    assert accuracy > 0.95
+    return [module for module in model if isinstance(module, nn.Conv2d)]
+
+
+def test_trained_kernels(trained_convs):
+    for conv in trained_convs:
+        positions = math.prod(conv.kernel_size)
+        errors = []
+        for num_heads in range(1, positions + 1):
+            attention = conv_to_mhsa(conv, num_heads)
+            report = attention.report
+            errors.append(report.relative_error)
+            assert report.bound - 1e-6 <= report.relative_error <= report.guarantee + 1e-6
+
+            x = torch.randn(2, conv.in_channels, 8, 8)
+            with torch.no_grad():
+                narrow = attention(x)
+                wide = attention.double()(x.double())
+            assert (narrow - wide).norm() <= 1e-4 * wide.norm()
+        assert all(more <= fewer + 1e-3 for fewer, more in zip(errors, errors[1:]))
+        assert errors[-1] == 0
+
+
+@given(seeds, st.integers(1, 6), st.integers(1, 6))
+def test_nonnegative_least_squares(seed, rows, columns):
+    """Against every set of entries that may be positive."""
+    torch.manual_seed(seed)
+    matrix, target = torch.randn(rows, columns, dtype=torch.float64), torch.randn(rows, dtype=torch.float64)
+    best = target.norm()
+    for size in range(1, columns + 1):
+        for support in itertools.combinations(range(columns), size):
+            part = matrix[:, list(support)]
+            solution = torch.linalg.pinv(part) @ target
+            if (solution >= 0).all():
+                best = min(best, (part @ solution - target).norm())
+    y = nonnegative_least_squares(matrix, target)
+    assert (y >= 0).all()
+    assert (matrix @ y - target).norm().item() == pytest.approx(best.item(), abs=1e-10)
+
+
+@given(st.lists(st.integers(-180, 179), min_size=1, max_size=6))
+@example([0, 180])  # opposite
+@example([0, 120, -120])
+def test_inner_direction(degrees):
+    """In the plane: unit vectors within an arc of less than half a circle, and its middle."""
+    angles = torch.tensor(degrees, dtype=torch.float64) * math.pi / 180
+    rows = torch.stack([angles.cos(), angles.sin()], dim=1)
+    inner = inner_direction(rows)
+    degrees = sorted(set(degree % 360 for degree in degrees))
+    gap = max((b - a - 1) % 360 + 1 for a, b in zip(degrees, degrees[1:] + degrees[:1]))  # the largest free arc
+    if gap > 180:
+        margin = math.cos((360 - gap) / 2 * math.pi / 180)
+        assert (rows @ inner).min().item() == pytest.approx(margin, abs=1e-9)
+    else:
+        assert (rows @ inner).min() <= 1e-9
+
+
+@given(seeds, st.integers(1, 8), st.integers(1, 8))
+def test_distributions_span_the_subspace(seed, size, num_heads):
+    assume(num_heads <= size)
+    torch.manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(size, num_heads, dtype=torch.float64)).Q
+    probs = distributions(basis)
+    positive = torch.linalg.qr(torch.cat([torch.rand(size, 1, dtype=torch.float64) + 0.05, basis[:, 1:]], dim=1)).Q
+    assert distributions(positive) is not None  # its first column is positive
+    for probs, span in ((probs, basis), (distributions(positive), positive)):
+        if probs is None:
+            continue
+        assert (probs >= 0).all()
+        torch.testing.assert_close(probs.sum(1), torch.ones(num_heads, dtype=torch.float64))
+        assert (probs.T - span @ (span.T @ probs.T)).abs().max() <= 1e-12
+        assert torch.linalg.matrix_rank(probs) == num_heads
+
+
+def test_distributions_are_refused_without_a_positive_vector():
+    assert distributions(torch.tensor([[0.6], [-0.8]], dtype=torch.float64)) is None
+    assert distributions(torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 2**0.5]], dtype=torch.float64) / 2**0.5) is None
+    probs = distributions(torch.tensor([[-0.6], [-0.8]], dtype=torch.float64))
+    torch.testing.assert_close(probs, torch.tensor([[3 / 7, 4 / 7]], dtype=torch.float64))
+
+
+def test_amplification_is_moderate():
+    """Of random kernels, whether or not the bound is reached."""
+    for _ in range(3):
+        matrix = torch.randn(9, 30)
+        for num_heads in range(2, 9, 2):
+            probs = best_probs(matrix, num_heads)
+            assert amplification(matrix.double(), probs) <= 1e3
+            weight = best_weight(matrix, probs)
+            assert weight.norm(dim=1).max() <= 1e3 * matrix.norm()
+
+
+def test_amplification_fits_the_dtype():
+    """The wider the dtype, the nearer to linear dependence the heads may come for a smaller error."""
+    torch.manual_seed(1)
+    for _ in range(20):  # until the best subspace has no positive vector
+        matrix = torch.randn(9, 30, dtype=torch.float64)
+        if distributions(torch.linalg.svd(matrix).U[:, :3]) is None:
+            break
+    amplifications = [
+        amplification(matrix, best_probs(matrix.to(dtype), 3)) for dtype in (torch.bfloat16, torch.float32)
+    ]
+    assert amplifications[0] <= 20 < amplifications[1]
+
+
+def test_noise_is_not_amplified():
+    """The singular vectors beyond the rank of a kernel are noise: no reason for heads that are nearly dependent."""
+    for _ in range(10):
+        scales = torch.logspace(0, -30, 9, dtype=torch.float64)[torch.randperm(9)]
+        matrix = scales[:, None] * torch.randn(9, 3, dtype=torch.float64)
+        for num_heads in (4, 8):
+            probs = best_probs(matrix, num_heads)
+            assert amplification(matrix, probs) <= 1e3
+            assert conv_to_mhsa(conv_with(matrix, 1, 9), num_heads).report.relative_error <= 1e-12
+
+
+def test_log_scores():
+    scores = log_scores(torch.tensor([[0.5, 0.0, 0.25, 0.25], [0.0, 0.0, 1.0, 0.0]], dtype=torch.float64))
+    assert scores.isfinite().all()
+    for dtype in (torch.float64, torch.float32):
+        probs = scores.to(dtype).softmax(-1)
+        assert probs.tolist() == [[0.5, 0.0, 0.25, 0.25], [0.0, 0.0, 1.0, 0.0]]
+
+
+def test_truncation_errors():
+    """Neither a scale nor a wide matrix matters."""
+    matrix = torch.randn(4, 50, dtype=torch.float64)
+    expected = [eckart_young(matrix, terms) for terms in range(4)] + [0.0]
+    for scale in (1.0, 1e-200, 1e200):
+        assert truncation_errors(matrix * scale).tolist() == pytest.approx(expected, abs=1e-13)
+    narrow = torch.tensor([[3.0], [0.0], [4.0]])
+    assert truncation_errors(narrow).tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert truncation_errors(torch.zeros(3, 2)).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize('scale', [1e-200, 1e200])
+def test_any_scale(scale):
+    matrix = torch.randn(6, 8, dtype=torch.float64)
+    expected = conv_to_mhsa(conv_with(matrix, 2, 6), 3).report
+    report = conv_to_mhsa(conv_with(matrix * scale, 2, 6), 3).report
+    assert dataclasses.astuple(report) == pytest.approx(dataclasses.astuple(expected), abs=1e-9)
+
+
+def test_exact_conversion_has_a_report():
+    conv = nn.Conv2d(3, 4, 3)
+    for attention in (conv_to_mhsa(conv), conv_to_mhsa(conv, 9), conv_to_mhsa(conv, num_heads=9)):
+        assert isinstance(attention, QuadraticImageAttention)
+        assert dataclasses.astuple(attention.report) == (9, 0.0, 0.0, pytest.approx(eckart_young(kernel(conv), 8)))
+
+
+@pytest.mark.parametrize('num_heads', [1, 4, 9])
+def test_kernel_of_zeros(num_heads):
+    conv = nn.Conv2d(2, 3, 3)
+    nn.init.zeros_(conv.weight)
+    attention = conv_to_mhsa(conv, num_heads)
+    assert attention.report == HeadReport(num_heads, 0.0, 0.0, 0.0)
+    x = torch.randn(1, 2, 5, 5)
+    torch.testing.assert_close(attention(x), conv(x))
+
+
+def test_without_gradients():
+    conv = nn.Conv2d(2, 3, 3)
+    expected = conv_to_mhsa(conv, 2)
+    with torch.inference_mode():
+        attention = conv_to_mhsa(conv, 2)
+    assert attention.report == expected.report
+    assert all(parameter.grad is None for parameter in conv.parameters())
+    assert all(parameter.requires_grad for parameter in expected.parameters())
+    assert not conv_to_mhsa(conv.eval(), 2).training
+
+
+def test_three_axes():
+    conv = nn.Conv3d(2, 3, (2, 1, 3), padding=1, dtype=torch.float64)
+    attention = conv_to_mhsa(conv, 4)
+    x = torch.randn(1, 2, 4, 5, 6, dtype=torch.float64)
+    expected = F.conv3d(x, stored_kernel(attention, conv), conv.bias, padding=1)
+    torch.testing.assert_close(attention(x), expected)
+
+
+def test_report_is_readable():
+    text = str(HeadReport(num_heads=3, relative_error=0.123456, bound=0.1, guarantee=0.25))
+    assert text == 'num_heads=3: relative error 0.123, where at least 0.1 is necessary and at most 0.25 guaranteed'
+
+
+@pytest.mark.parametrize('num_heads', [0, -1, 7])
+def test_num_heads_out_of_range(num_heads):
+    with pytest.raises(ValueError, match=f'num_heads is {num_heads}, .* 6 positions .* from 1 to 6'):
+        conv_to_mhsa(nn.Conv2d(1, 1, (2, 3)), num_heads)
+
+
+@pytest.mark.parametrize('num_heads', [2.0, '2', True])
+def test_num_heads_is_no_integer(num_heads):
+    with pytest.raises(TypeError, match=f'num_heads is {num_heads!r}, .* from 1 to 6'):
+        conv_to_mhsa(nn.Conv2d(1, 1, (2, 3)), num_heads)
+
+
+@pytest.mark.parametrize('num_heads', [None, 2])
+@pytest.mark.parametrize('value', [math.nan, math.inf])
+def test_weights_that_are_not_finite(num_heads, value):
+    conv = nn.Conv2d(1, 1, 3)
+    conv.weight.data[0, 0, 1, 1] = value
+    with pytest.raises(ValueError, match='not finite'):
+        conv_to_mhsa(conv, num_heads)

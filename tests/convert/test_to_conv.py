@@ -1,0 +1,288 @@
+"""Attention to convolution: exact for hard heads, least squares for soft ones, and bounds that bound."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from attncnn_plugin.convert.pixels import conv_to_mhsa, kernel_matrix
+from attncnn_plugin.convert.to_conv import mhsa_to_conv
+from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
+from attncnn_plugin.layers.image_attention import QuadraticImageAttention, WindowImageAttention
+from attncnn_plugin.layers.window import Window
+
+LAYERS = {
+    'quadratic': QuadraticAttention,
+    'generalized': GeneralizedQuadraticAttention,
+    'learned': LearnedAttention,
+    'vr': lambda *args, **kwargs: ContentAttention(*args, terms=('vr',), **kwargs),
+}
+MODES = ['zeros', 'replicate', 'reflect', 'circular']
+
+
+def hard_layer(centers, dim, out_dim, **kwargs):
+    layer = QuadraticAttention(dim, len(centers), out_dim=out_dim, **kwargs)
+    with torch.no_grad():
+        layer.encoding.center.copy_(torch.tensor(centers))
+        layer.encoding.sqrt_precision.fill_(40.0)
+    return layer
+
+
+def on_grid(layer, x):
+    """A layer over ``(B, H, W, D)`` on an image ``(B, D, H, W)``."""
+    return layer(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def matrix(function, channels, size):
+    """The matrix of a linear map of images, ``(C_out, Q, C_in, pixels)``, from its values on basis images."""
+    dim = channels * math.prod(size)
+    basis = torch.eye(dim, dtype=torch.float64).reshape(dim, channels, *size)
+    with torch.no_grad():
+        values = function(basis) - function(torch.zeros_like(basis[:1]))
+    return values.flatten(2).permute(1, 2, 0).unflatten(2, (channels, -1))
+
+
+def shift_operators(conv, size):
+    """S_δ of a convolution's geometry: what it makes of an image with one-hot kernels, ``(K, Q, pixels)``."""
+    single = type(conv)(
+        1,
+        1,
+        conv.kernel_size,
+        conv.stride,
+        conv.padding,
+        conv.dilation,
+        padding_mode=conv.padding_mode,
+        bias=False,
+        dtype=torch.float64,
+    )
+    operators = []
+    for position in itertools.product(*map(range, conv.kernel_size)):
+        with torch.no_grad():
+            single.weight.zero_()
+            single.weight[(0, 0, *position)] = 1
+        operators.append(matrix(single, 1, size)[0, :, 0])
+    return torch.stack(operators)
+
+
+@given(
+    st.data(),
+    st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    st.integers(1, 5),
+    st.booleans(),
+    st.sampled_from([torch.float64, torch.float32]),
+    st.integers(0, 2**31),
+)
+def test_hard_heads_are_their_convolution(data, kernel_size, num_heads, bias, dtype, seed):
+    torch.manual_seed(seed)
+    reach = [((k - 1) // 2, k // 2) for k in kernel_size]  # pixels before and after
+    center = st.tuples(*(st.integers(-before, after) for before, after in reach))
+    centers = data.draw(st.lists(center, min_size=num_heads, max_size=num_heads))
+    layer = hard_layer(centers, 3, 2, bias=bias, dtype=dtype)
+    expected = torch.zeros(2, 3, *kernel_size, dtype=dtype)
+    for (row, column), value in zip(centers, layer.value.weight.detach().split(3, dim=1)):
+        expected[:, :, row + reach[0][0], column + reach[1][0]] += value
+
+    conv, fit = mhsa_to_conv(layer, kernel_size, size=data.draw(st.sampled_from([None, (6, 9)])))
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    assert conv.weight.dtype == dtype and (conv.bias is None) == (not bias)
+    assert (conv.weight - expected).abs().max() <= tolerance
+    assert fit.bound <= 1e-10 and fit.interior_bound <= 1e-10 and fit.residual.max() <= 1e-10
+    hits = (fit.shifts[None] == torch.tensor(centers)[:, None]).all(-1)  # fit.shifts is in the order of the kernel
+    assert (fit.coefficients - hits.double()).abs().max() <= 1e-10
+
+    x = torch.randn(2, 3, data.draw(st.integers(1, 8)), data.draw(st.integers(1, 8)), dtype=dtype)
+    padding = [n for pair in reversed(reach) for n in pair]
+    reference = F.conv2d(F.pad(x, padding, mode='replicate'), expected, layer.value.bias)
+    assert (conv(x) - reference).abs().max() <= tolerance
+    assert (conv(x) - on_grid(layer, x)).abs().max() <= tolerance
+
+
+@pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize('kind', LAYERS)
+@pytest.mark.parametrize('kernel_size, size', [((3, 3), (5, 6)), ((2, 4), (4, 5)), ((1, 5), (3, 3))])
+def test_least_squares_over_shifts(kind, kernel_size, size, mode):
+    layer = LAYERS[kind](4, 3, out_dim=2, dtype=torch.float64)
+    conv, fit = mhsa_to_conv(layer, kernel_size, size, mode)
+    assert_least_squares(layer, conv, fit, layer.attention_probs(*size).detach())
+    assert conv.padding == 'same' and conv.padding_mode == mode and fit.residual.min() > 1e-3
+
+
+@pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize(
+    'options, size',
+    [
+        (dict(kernel_size=3, padding=1, dtype=torch.float64), (7,)),
+        (dict(kernel_size=(2, 3), stride=(2, 1), padding=(1, 2), dilation=(1, 2), dtype=torch.float64), (5, 6)),
+        (dict(kernel_size=(2, 4), padding='same', dtype=torch.float64), (4, 5)),
+        (dict(kernel_size=2, padding=1, dtype=torch.float64), (3, 2, 2)),
+    ],
+)
+def test_least_squares_for_image_attention(options, size, mode):
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(size) - 1](4, 2, padding_mode=mode, **options)
+    layer = QuadraticImageAttention(4, 2, 3, Window.of(conv), dtype=torch.float64)
+    result, fit = mhsa_to_conv(layer, options['kernel_size'], size)
+    assert Window.of(result) == Window.of(conv) and type(result) is type(conv)
+    assert_least_squares(layer, result, fit, layer.attention_probs(*size).detach())
+
+
+def assert_least_squares(layer, conv, fit, probs):
+    operators = shift_operators(conv, fit.size)
+    # gelsd: the smallest solution where shifts coincide on a small grid
+    solution = torch.linalg.lstsq(operators.flatten(1).T, probs.flatten(1).T, driver='gelsd').solution.T
+    assert (fit.coefficients - solution).abs().max() <= 1e-10
+    error = (probs - torch.einsum('hk,kqp->hqp', solution, operators)).flatten(1).norm(dim=1)
+    assert (fit.residual - error / probs.flatten(1).norm(dim=1)).abs().max() <= 1e-10
+    value = layer.value.weight.unflatten(1, (layer.num_heads, -1))  # (C_out, N_h, C_in)
+    kernel = torch.einsum('hk,ohi->oik', solution, value)
+    assert (conv.weight.flatten(2) - kernel).abs().max() <= 1e-10
+
+
+@given(st.data(), st.integers(1, 3), st.booleans(), st.sampled_from(MODES), st.integers(0, 2**31))
+@settings(max_examples=40)
+def test_round_trip_of_convolutions(data, ndim, bias, mode, seed):
+    torch.manual_seed(seed)
+    largest = 4 if ndim < 3 else 2
+    sizes = st.tuples(*[st.integers(1, largest)] * ndim)
+    kernel_size, dilation = data.draw(sizes), data.draw(sizes)
+    padding = data.draw(st.one_of(st.sampled_from(['same', 'valid']), st.tuples(*[st.integers(0, 2)] * ndim)))
+    stride = (1,) * ndim if padding == 'same' else data.draw(sizes)
+    groups = data.draw(st.sampled_from([1, 2]))
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[ndim - 1](
+        4, 2, kernel_size, stride, padding, dilation, groups, bias, mode, dtype=torch.float64
+    )
+
+    size = None if ndim < 3 else tuple(2 + s + d * k for s, d, k in zip(stride, dilation, kernel_size))
+    result, fit = mhsa_to_conv(conv_to_mhsa(conv), kernel_size, size)
+    assert type(result) is type(conv) and result.groups == 1
+    dense = kernel_matrix(conv).permute(1, 2, 0).reshape(2, 4, *kernel_size)
+    assert (result.weight - dense).abs().max() <= 1e-10
+    assert max(fit.bound, fit.interior_bound) <= 1e-10
+    x = torch.randn(2, 4, *(n + 3 for n in fit.size), dtype=torch.float64)
+    expected = conv(x)
+    assert result(x).shape == expected.shape and (result(x) - expected).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize('options', [dict(stride=3, padding=1), dict(padding=(0, 1)), dict(padding=0, dilation=2)])
+def test_geometry_is_kept(options):
+    conv = nn.Conv2d(2, 2, 3, **options)
+    result, _ = mhsa_to_conv(conv_to_mhsa(conv), 3)
+    for name in ('kernel_size', 'stride', 'padding', 'dilation', 'padding_mode'):
+        assert getattr(result, name) == getattr(conv, name)
+
+
+def test_default_size_holds_a_window_at_any_stride():
+    conv = nn.Conv2d(1, 1, (3, 6), stride=(19, 20), padding=(1, 0), dtype=torch.float64)
+    result, fit = mhsa_to_conv(conv_to_mhsa(conv), (3, 6))
+    assert fit.interior_bound <= 1e-10 and (result.weight - conv.weight).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize('stride', [1, 2])
+def test_soft_heads_within_the_window_are_exact(mode, stride):
+    conv = nn.Conv2d(3, 2, (3, 2), stride, padding=1, padding_mode=mode, dtype=torch.float64)
+    layer = WindowImageAttention(3, 2, 4, Window.of(conv), dtype=torch.float64)
+    nn.init.normal_(layer.encoding.weight)
+    result, fit = mhsa_to_conv(layer, (3, 2), 6)
+    assert (fit.coefficients - layer.encoding().flatten(1)).abs().max() <= 1e-10 and fit.bound <= 1e-10
+    x = torch.randn(2, 3, 7, 9, dtype=torch.float64)
+    assert (result(x) - layer(x)).abs().max() <= 1e-10
+
+
+@given(
+    st.sampled_from(['quadratic', 'generalized', 'learned', 'image']),
+    st.sampled_from(MODES),
+    st.integers(1, 3),
+    st.integers(0, 2**31),
+)
+@settings(max_examples=40)
+def test_bounds_hold_and_are_reached_by_one_head(kind, mode, num_heads, seed):
+    torch.manual_seed(seed)
+    size = (6, 5)
+    if kind == 'image':
+        window = Window.of(nn.Conv2d(4, 3, 3, padding=1, padding_mode=mode))
+        layer = QuadraticImageAttention(4, 3, num_heads, window, dtype=torch.float64)
+        conv, fit = mhsa_to_conv(layer, 3, size)
+        error = matrix(layer, 4, size) - matrix(conv, 4, size)
+    else:
+        layer = LAYERS[kind](4, num_heads, out_dim=3, dtype=torch.float64)
+        conv, fit = mhsa_to_conv(layer, 3, size, mode)
+        error = matrix(lambda x: on_grid(layer, x), 4, size) - matrix(conv, 4, size)  # (C_out, Q, C_in, pixels)
+
+    # max ‖Σ_k M_k x_k‖₂ over ‖x_k‖₂ ≤ 1 for each query: the best x for a direction u of the output, and u again.
+    u = torch.randn(8, 3, error.shape[1], dtype=torch.float64)
+    for _ in range(50):
+        x = F.normalize(torch.einsum('noq,oqik->niqk', u, error), dim=1)
+        output = torch.einsum('oqik,niqk->noq', error, x)
+        u = F.normalize(output, dim=1)
+    reached = output.norm(dim=1).amax(0).reshape(size)  # the largest error of each query
+    assert reached.max() <= fit.bound * (1 + 1e-10) + 1e-12
+    assert reached[1:-1, 1:-1].max() <= fit.interior_bound * (1 + 1e-10) + 1e-12
+    # One head: the bound is the largest error. Several: it does not see that their errors can cancel, by any amount.
+    if num_heads == 1:
+        assert reached.max() >= 0.999 * fit.bound - 1e-12
+        assert reached[1:-1, 1:-1].max() >= 0.999 * fit.interior_bound - 1e-12
+    # ... and of a whole output, on random inputs
+    x = F.normalize(torch.randn(16, 4, *size, dtype=torch.float64), dim=1)
+    with torch.no_grad():
+        output = layer(x) if kind == 'image' else on_grid(layer, x)
+        assert (output - conv(x)).norm(dim=1).max() <= fit.bound + 1e-12
+
+
+def test_no_query_has_its_window_inside():
+    layer = hard_layer([(0, 0)], 2, 2, dtype=torch.float64)
+    conv, fit = mhsa_to_conv(layer, 5, (4, 9))
+    assert fit.interior_bound is None and fit.bound <= 1e-10
+    x = torch.randn(1, 2, 4, 9, dtype=torch.float64)
+    assert (conv(x) - on_grid(layer, x)).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float32])
+def test_dtype_and_mode_are_those_of_the_layer(dtype):
+    layer = hard_layer([(0, 1), (-1, 0)], 4, 4, attn_drop=0.5, dtype=dtype).eval()
+    conv, fit = mhsa_to_conv(layer, 3)
+    assert conv.weight.dtype == conv.bias.dtype == dtype and not conv.training and conv.weight.requires_grad
+    assert fit.coefficients.dtype == torch.float64 and fit.size == (16, 16) and layer.value.weight.dtype == dtype
+    x = torch.randn(1, 4, 6, 6, dtype=dtype)
+    assert (conv(x) - on_grid(layer, x)).float().abs().max() <= 8 * torch.finfo(dtype).eps
+    assert mhsa_to_conv(layer.train(), 3)[0].training
+
+
+quadratic = QuadraticAttention(4, 2)
+strided = conv_to_mhsa(nn.Conv2d(2, 2, 3, stride=2, padding=1))
+
+
+@pytest.mark.parametrize(
+    'arguments, error, message',
+    [
+        ((nn.Linear(2, 2), 3), TypeError, 'layer is a Linear'),
+        ((ContentAttention(4, 2), 3), ValueError, r"terms=\('qk', 'qr'\), depend on the input"),
+        ((quadratic, 0), ValueError, 'kernel_size=0'),
+        ((quadratic, 2.5), ValueError, 'kernel_size=2.5'),
+        ((quadratic, (3, 3, 3)), ValueError, r'kernel_size=\(3, 3, 3\)'),
+        ((quadratic, 3, (8,)), ValueError, r'size=\(8,\)'),
+        ((quadratic, 3, 8, 'mirror'), ValueError, "padding_mode='mirror'"),
+        (
+            (quadratic, 5, (8, 2), 'reflect'),
+            ValueError,
+            r"size=\(8, 2\) is too small .*'reflect'.* axis 1 needs 3 pixels",
+        ),
+        ((quadratic, 5, (1, 8), 'circular'), ValueError, r'size=\(1, 8\) is too small .*axis 0 needs 2 pixels'),
+        ((LearnedAttention(4, 2, max_size=(8, 8)), 3, 9), ValueError, '9x9 tokens is larger than the 8x8'),
+        ((strided, 5), ValueError, r'kernel_size=5 must be that of the window of layer, \(3, 3\)'),
+        ((strided, 3, 8, 'replicate'), ValueError, "padding_mode='replicate' must be .*'zeros'"),
+        ((conv_to_mhsa(nn.Conv2d(1, 1, 5)), 5, (8, 4)), ValueError, '4 pixels along axis 1.* smaller than the window'),
+        (
+            (WindowImageAttention(1, 1, 1, Window((2,), (2,), (1,), ((0, 1),), 'zeros')), 2),
+            ValueError,
+            r'padded by \(\(0, 1\),\) with stride \(2,\)',
+        ),
+    ],
+)
+def test_errors(arguments, error, message):
+    with pytest.raises(error, match=message):
+        mhsa_to_conv(*arguments)

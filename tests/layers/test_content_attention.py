@@ -1,0 +1,151 @@
+"""Attention by content and position against C20's eq. 3 and eq. 8, written out."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.func import functional_call
+
+from attncnn_plugin.layers import ContentAttention
+from attncnn_plugin.layers.content_attention import TERMS
+
+SUBSETS = [c for n in range(1, 5) for c in itertools.combinations(TERMS, n)]
+
+
+def scores_by_equation(layer, x):
+    """Eq. 8 (eq. 3 for an absolute encoding), one query and one key at a time, ``(B, N_h, H*W, H*W)``."""
+    batch, height, width, dim = x.shape
+    pixels = list(itertools.product(range(height), range(width)))
+    if layer.absolute is not None:
+        x = layer.absolute(torch.zeros_like(x)) + x
+    if layer.tables is not None:
+        row, column = layer.tables(height, width, like=x)
+    scores = x.new_zeros(batch, layer.num_heads, len(pixels), len(pixels))
+    for h in range(layer.num_heads):
+        part = slice(h * dim, (h + 1) * dim)
+        for (q, (q1, q2)), (k, (k1, k2)) in itertools.product(enumerate(pixels), repeat=2):
+            query = x[:, q1, q2] @ layer.query.weight[part].T if layer.query is not None else None
+            key = x[:, k1, k2] @ layer.key.weight[part].T if layer.key is not None else None
+            score = scores[:, h, q, k]
+            if layer.tables is not None:
+                r1, r2 = row[k1 - q1 + height - 1], column[k2 - q2 + width - 1]
+            if 'qk' in layer.terms:
+                score += (query * key).sum(-1) / dim**0.5
+            if 'qr' in layer.terms:
+                score += query @ (r1 + r2) / dim**0.5
+            if 'uk' in layer.terms:
+                score += key @ layer.key_bias[h] / dim**0.5
+            if 'vr' in layer.terms:
+                score += layer.position_bias[h] @ torch.cat([r1, r2])
+    return scores
+
+
+def assert_by_equation(layer, x):
+    with torch.no_grad():
+        expected = scores_by_equation(layer, x)
+        scores = layer.attention_scores(x)
+        tolerance = 1e-12 if x.dtype == torch.float64 else 1e-5
+        assert (scores - expected).abs().max() <= tolerance * max(1, expected.abs().max())
+        heads = expected.softmax(-1) @ x.flatten(1, 2)[:, None]
+        output = layer.value(heads.transpose(1, 2).flatten(2)).reshape(x.shape)
+        assert (layer(x) - output).abs().max() <= 10 * tolerance
+
+
+@pytest.mark.parametrize('terms', SUBSETS, ids='-'.join)
+def test_terms(terms):
+    if terms == ('vr',):
+        pytest.skip('see test_vr_alone_is_the_learned_encoding')
+    layer = ContentAttention(4, 2, (4, 5), terms=terms, dtype=torch.float64)
+    assert_by_equation(layer, torch.randn(2, 3, 4, 4, dtype=torch.float64))
+
+
+@given(
+    st.sampled_from([torch.float64, torch.float32]),
+    st.sampled_from([None, *SUBSETS[4:]]),
+    st.sampled_from(['relative_learned', 'relative_sinusoidal', 'absolute_learned', 'absolute_sinusoidal']),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(0, 2**31),
+)
+def test_any_position_and_grid(dtype, terms, position, height, width, seed):
+    torch.manual_seed(seed)
+    if position.startswith('absolute'):
+        terms = None
+    layer = ContentAttention(4, 2, (5, 4), terms=terms, position=position, dtype=dtype)
+    assert_by_equation(layer, torch.randn(1, height, width, 4, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    'position, terms',
+    [
+        *(('relative_learned', terms) for terms in SUBSETS),
+        ('relative_sinusoidal', ('qk', 'qr')),
+        ('absolute_learned', ('qk', 'uk')),
+        ('absolute_sinusoidal', ('qk',)),
+    ],
+)
+def test_gradients(position, terms):
+    layer = ContentAttention(4, 2, (3, 2), terms=terms, position=position, dtype=torch.float64)
+    x = torch.randn(1, 3, 2, 4, dtype=torch.float64, requires_grad=True)
+    names, parameters = zip(*layer.named_parameters())
+
+    def run(x, *values):
+        return functional_call(layer, dict(zip(names, values)), x)
+
+    assert torch.autograd.gradcheck(run, (x, *parameters))
+
+
+def test_only_the_parameters_of_the_terms_exist():
+    names = {
+        terms: {n.split('.')[0] for n, _ in ContentAttention(4, 2, terms=terms).named_parameters()} for terms in SUBSETS
+    }
+    assert names[('qk', 'qr')] == {'query', 'key', 'tables', 'value'}
+    assert names[('qr',)] == {'query', 'tables', 'value'}
+    assert names[('uk',)] == {'key', 'key_bias', 'value'}
+    assert names[('vr',)] == {'position_bias', 'tables', 'value'}
+    assert names[TERMS] == {'query', 'key', 'tables', 'key_bias', 'position_bias', 'value'}
+
+
+def test_scores_stay_float32_under_autocast():
+    layer = ContentAttention(16, 3, (6, 6), terms=TERMS)
+    x = torch.randn(2, 6, 6, 16)
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        scores = layer.attention_scores(x)
+        query = layer.query(x)
+        output = layer(x)
+    assert scores.dtype == torch.float32 and output.dtype == torch.bfloat16
+    # The projections are autocast's own; what is made of them is not rounded any further.
+    layer.query.weight.requires_grad_(False).zero_()
+    layer.query.bias = None
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        positions_and_keys = layer.attention_scores(x)
+        keys = layer.key(x).float().reshape(2, 36, 3, 16).permute(0, 2, 3, 1)
+    row, column = layer.axis_scores(6, 6)
+    exact = (row[:, :, None, :, None] + column[:, None, :, None, :]).reshape(3, 36, 36)
+    exact = exact + (layer.key_bias[:, None] @ keys) / 4
+    assert torch.allclose(positions_and_keys, exact, atol=1e-5)
+    assert query.dtype == torch.bfloat16
+
+
+def test_probabilities_of_content_need_the_input():
+    with pytest.raises(ValueError, match='depend on the input'):
+        ContentAttention(4, 2).attention_probs(3, 3)
+
+
+@pytest.mark.parametrize(
+    'kwargs, message',
+    [
+        (dict(terms=()), r'terms=\(\) must be'),
+        (dict(terms='qk'), "terms='qk' must be"),
+        (dict(terms=('qk', 'kq')), r"terms=\('qk', 'kq'\) must be"),
+        (dict(terms=('qk', 'qk')), 'each once'),
+        (dict(terms=('qk', 'qr'), position='absolute_learned'), r"one or more of \('qk', 'uk'\)"),
+        (dict(position='rotary'), "position='rotary' is unknown"),
+        (dict(attn_impl='separable'), r"exact for terms=\('vr',\) alone"),
+    ],
+)
+def test_errors(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        ContentAttention(4, 2, **kwargs)

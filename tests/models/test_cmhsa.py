@@ -1,0 +1,450 @@
+"""CMHSA in timm and mmpretrain: the same output in both phases, and checkpoints that carry their phase."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import timm
+import timm.optim
+import torch
+from convolutions import relative_error
+from mmengine.optim import build_optim_wrapper
+from mmpretrain.models import build_classifier
+from mmpretrain.registry import MODELS
+from small import small_cmhsa
+from torch import nn
+
+from attncnn_plugin.layers.patches import image_to_patches
+from attncnn_plugin.models.networks import PatchConvolution
+
+PHASES = ['conv', 'attn']
+SMALL = dict(type='CMHSA', patch_size=2, img_size=16, num_layers=2, feedforward_channels=24)
+
+
+def trained_like(model):
+    """Weights as after some training: no zeros, no ones."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-4), (torch.float64, 1e-10)])
+@pytest.mark.parametrize('kernel_size', [3, 5, 7])
+@pytest.mark.parametrize('patch_size, img_size', [(4, 20), (4, (12, 8)), (16, 48), (2, 8), (1, 7)])
+def test_output_does_not_move(kernel_size, patch_size, img_size, dtype, tolerance):
+    model = small_cmhsa('conv', kernel_size=kernel_size, patch_size=patch_size, img_size=img_size, attn_bias_init=40.0)
+    trained_like(model.to(dtype)).eval()
+    height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
+    x = torch.randn(2, 3, height, width, dtype=dtype)
+    before = model(x), model.forward_features(x)
+    transition = model.to_attention()
+    after = model(x), model.forward_features(x)
+    assert model.phase == 'attn' and not any(isinstance(m, nn.Conv2d) for m in model.modules())
+    for old, new in zip(before, after):
+        assert relative_error(new, old) < tolerance
+    assert transition.num_blocks == 2 and transition.kernel_size == kernel_size
+    assert transition.num_heads == (2 * -(-(kernel_size - 1) // (2 * patch_size)) + 1) ** 2
+    assert transition.parameters_after == sum(p.numel() for p in model.parameters())
+
+
+def test_without_the_null_key_it_moves():
+    """The test above sees the border: a null key that is never attended to makes it fail."""
+    model = trained_like(small_cmhsa('conv', attn_bias_init=40.0)).eval()
+    x = torch.randn(1, 3, 16, 16)
+    before = model(x)
+    model.to_attention()
+    for block in model.blocks:
+        forward = block.attn.position.forward
+
+        def without_null(*size, forward=forward):
+            bias = forward(*size).clone()
+            bias[..., -1] = -1e4
+            return bias
+
+        block.attn.position.forward = without_null
+    assert relative_error(model(x), before) > 1e-2
+
+
+@pytest.mark.parametrize('channels, kernel_size, patch_size', [(3, 5, 4), (1, 3, 2), (2, 4, 3)])
+def test_convolution_of_patches(channels, kernel_size, patch_size):
+    """That of the image, and its gradients, whatever the layout in memory."""
+    layer = PatchConvolution(channels, kernel_size, patch_size)
+    image = torch.randn(2, channels, 4 * patch_size, 3 * patch_size)
+    size = (patch_size, patch_size)
+    results = []
+    for function in (lambda x: image_to_patches(layer.conv(x), size), lambda x: layer(image_to_patches(x, size))):
+        x = image.clone().requires_grad_()
+        output = function(x)
+        (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
+        results.append([output, x.grad, layer.conv.weight.grad, layer.conv.bias.grad])
+        layer.zero_grad()
+    assert all(relative_error(a, b) < 1e-5 for a, b in zip(*results))
+
+
+@pytest.mark.parametrize('weight_decay, steps', [(0.05, 1), (0.0, 2)])
+def test_every_parameter_moves(weight_decay, steps):
+    """W^Q gets a gradient at once, W^K as soon as W^Q is not zero; b is not saturated by the default M."""
+    model = trained_like(small_cmhsa('conv'))
+    model.to_attention(torch.Generator().manual_seed(0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=weight_decay)
+    start = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, 16, 16)).square().sum().backward()
+        for name, parameter in model.named_parameters():
+            first_key = name.endswith('key.weight') and step == 0
+            assert first_key or parameter.grad.abs().max() > 1e-7, name
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert not torch.equal(parameter, start[name]), name
+
+
+@pytest.mark.parametrize('query_init, key_init', [(0.0, 0.0), (0.02, 0.02), (-1.0, 0.0)])
+def test_traps_of_the_projections(query_init, key_init):
+    with pytest.raises(ValueError, match='one of the two must be 0'):
+        small_cmhsa('conv', query_init=query_init, key_init=key_init)
+
+
+def test_queries_in_the_place_of_keys():
+    model = small_cmhsa('conv', query_init=0.1, key_init=0.0)
+    model.to_attention(torch.Generator().manual_seed(0))
+    attention = model.blocks[0].attn
+    assert attention.key.weight.abs().max() == 0 and abs(attention.query.weight.std() - 0.1) < 0.01
+    other = small_cmhsa('conv', query_init=0.1, key_init=0.0)
+    other.to_attention(torch.Generator().manual_seed(0))
+    assert torch.equal(other.blocks[1].attn.query.weight, model.blocks[1].attn.query.weight)
+    with pytest.raises(RuntimeError, match="in phase='attn' already"):
+        model.to_attention()
+
+
+@pytest.mark.parametrize(
+    'kwargs, message',
+    [
+        (dict(phase='vit'), "phase='vit' is unknown: choose one of"),
+        (dict(img_size=15), 'img_size=15 must be a multiple of patch_size=2'),
+        (dict(img_size=0), 'img_size=0 must be a multiple'),
+        (dict(kernel_size=0), 'kernel_size=0'),
+        (dict(drop_path_rate=1.0), 'drop_path_rate=1.0 must be from 0'),
+        (dict(attn_bias_init=0.0), 'attn_bias_init=0.0 must be positive and finite'),
+        (dict(attn_bias_init=float('inf')), 'attn_bias_init=inf must be positive and finite'),
+    ],
+)
+def test_errors(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        small_cmhsa(kwargs.pop('phase', 'conv'), **kwargs)
+
+
+def test_wrong_images():
+    model = small_cmhsa('conv')
+    with pytest.raises(ValueError, match='9x8 pixels cannot be cut into patches of 2x2'):
+        model(torch.randn(2, 3, 9, 8))
+    with pytest.raises(ValueError, match=r'\(B, 3, H, W\) is expected'):
+        model(torch.randn(2, 1, 8, 8))
+
+
+def test_sizes_of_the_paper():
+    """d = 16·16·3 = 768, 9 heads of 768, 6 layers; made without memory."""
+    for name, kernel in [('cmhsa3_patch16_224', 3), ('cmhsa5_patch16_224', 5)]:
+        with torch.device('meta'):
+            model, conv = timm.create_model(name), timm.create_model(name, phase='conv')
+        assert model.phase == 'attn' and len(model.blocks) == 6 and model.blocks[0].mlp.fc1.out_features == 3072
+        attention = model.blocks[0].attn
+        assert attention.query.weight.shape == (9 * 768, 768) and attention.out.weight.shape == (768, 9 * 768)
+        assert attention.position.table.shape == (9, 27, 27)
+        assert conv.blocks[0].attn.conv.weight.shape == (3, 3, kernel, kernel)
+        assert sum(p.numel() for p in conv.stem.parameters()) == 0  # the patch projection is the identity
+
+
+@pytest.mark.parametrize('name, phase', [('cmhsa3_patch16_224', 'conv'), ('cmhsa5_patch16_224', 'attn')])
+@pytest.mark.parametrize('into', PHASES)
+def test_state_dicts_carry_their_phase(name, phase, into):
+    model = trained_like(small_cmhsa(phase, name, attn_bias_init=40.0)).eval()
+    x = torch.randn(2, 3, 16, 16)
+    loaded = trained_like(small_cmhsa(into, name, attn_bias_init=40.0)).eval()  # nothing of it must be left
+    state = model.state_dict()
+    keys = set(state)
+    loaded.load_state_dict(state, strict=True)
+    assert loaded.phase == ('conv' if phase == into == 'conv' else 'attn')
+    assert relative_error(loaded(x), model(x)) < (1e-4 if phase != into else 1e-9)
+    assert set(state) == keys  # the caller's is not changed
+    assert not any(module.training for module in loaded.modules())
+
+
+def test_other_shapes_of_state_dicts():
+    with pytest.raises(RuntimeError, match='size mismatch for blocks.0.attn.conv.weight'):
+        small_cmhsa('conv').load_state_dict(small_cmhsa('conv', kernel_size=5).state_dict())
+    with pytest.raises(ValueError, match='num_heads=9 is too few for a kernel of'):
+        small_cmhsa('attn').load_state_dict(small_cmhsa('conv', kernel_size=7).state_dict())
+    with pytest.raises(ValueError, match=r'blocks.0.attn.conv.weight .* \(1, 1, 3, 3\), but .*in_chans=3'):
+        small_cmhsa('attn').load_state_dict(small_cmhsa('conv', in_chans=1).state_dict())
+    for missing in ('weight', 'bias'):
+        state = small_cmhsa('conv').state_dict()
+        del state[f'blocks.1.attn.conv.{missing}']
+        with pytest.raises(RuntimeError, match='Missing key.* "blocks.1.attn.position.table"'):
+            small_cmhsa('attn').load_state_dict(state)
+
+
+@pytest.mark.parametrize('phase', PHASES)
+@pytest.mark.parametrize('into', PHASES)
+def test_state_dicts_of_a_model_without_memory(phase, into):
+    model = trained_like(small_cmhsa(phase, attn_bias_init=40.0)).eval()
+    with torch.device('meta'):
+        loaded = small_cmhsa(into, attn_bias_init=40.0).eval()
+    loaded.load_state_dict(model.state_dict(), assign=True)
+    x = torch.randn(2, 3, 16, 16)
+    assert relative_error(loaded(x), model(x)) < 1e-4
+
+
+def test_converted_alike_on_every_rank():
+    """Whatever the state of the random number generator."""
+    state = small_cmhsa('conv').state_dict()
+    keys = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = small_cmhsa('attn')
+        model.load_state_dict(state)
+        keys.append([block.attn.key.weight for block in model.blocks])
+    assert torch.equal(keys[0][0], keys[1][0]) and torch.equal(keys[0][1], keys[1][1])
+    assert not torch.equal(keys[0][0], keys[0][1]) and abs(keys[0][0].std() - 0.02) < 0.002
+
+
+def test_training_on_after_a_turn_by_loading_warns():
+    """An optimizer may have been built before, as mmengine's runner does."""
+    model = small_cmhsa('conv')
+    model.load_state_dict(small_cmhsa('attn').state_dict())
+    model.eval()
+    with pytest.warns(UserWarning, match="Build the network with phase='attn' to train it further"):
+        model.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        model.train()
+        other = small_cmhsa('conv')
+        other.to_attention()
+        other.train()
+
+
+def test_frozen_stays_frozen():
+    model = small_cmhsa('conv').requires_grad_(False)
+    model.load_state_dict(small_cmhsa('attn').state_dict())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    model = small_cmhsa('conv')
+    model.blocks[0].requires_grad_(False)
+    model.to_attention()
+    assert not any(p.requires_grad for p in model.blocks[0].parameters())
+    assert all(p.requires_grad for p in model.blocks[1].parameters())
+
+
+@pytest.mark.parametrize('phase', PHASES)
+def test_empty_batch(phase):
+    assert small_cmhsa(phase)(torch.randn(0, 3, 16, 16)).shape == (0, 10)
+
+
+def test_loaded_for_another_image_size():
+    model = trained_like(small_cmhsa('attn'))
+    larger = small_cmhsa('attn', img_size=24).eval()
+    larger.load_state_dict(model.state_dict())
+    x = torch.randn(1, 3, 24, 24)
+    assert larger.blocks[0].attn.position.table.shape == (9, 23, 23)
+    assert torch.allclose(larger(x), model.eval()(x), atol=1e-5)
+
+
+@pytest.mark.parametrize('phase', PHASES)
+def test_timm_interface(phase):
+    model = small_cmhsa(phase, depth=4).eval()
+    x = torch.randn(2, 3, 16, 16)
+    features = model.forward_features(x)
+    assert features.shape == (2, 8, 8, 12) and torch.equal(model.forward_head(features), model(x))
+    assert model(torch.randn(2, 3, 8, 20)).shape == (2, 10) and model(torch.randn(2, 3, 2, 2)).shape == (2, 10)
+    last, intermediates = model.forward_intermediates(x, indices=[0, -1], norm=True)
+    assert torch.equal(last, features) and torch.equal(intermediates[1].permute(0, 2, 3, 1), features)
+    extractor = small_cmhsa(phase, depth=4, features_only=True, out_indices=(1, 3)).eval()
+    extractor.load_state_dict({f'model.{k}': v for k, v in model.state_dict().items() if k[:4] not in ('head', 'norm')})
+    expected = model.forward_intermediates(x, indices=[1, 3], intermediates_only=True)
+    assert all(torch.equal(a, b) for a, b in zip(extractor(x), expected))
+    assert extractor.feature_info.reduction() == [2, 2] and extractor.feature_info.channels() == [12, 12]
+    model.set_grad_checkpointing()
+    assert torch.allclose(model(x), model.forward_head(features), atol=1e-6)
+    model.reset_classifier(5)
+    assert model(x).shape == (2, 5)
+    model.prune_intermediate_layers([1], prune_norm=True)
+    assert model(x).shape == (2, 8, 8, 12) and len(model.blocks) == 2
+    assert model.phase == phase
+    if phase == 'conv':
+        model.to_attention()
+
+
+def test_weight_decay_is_left_off_position_biases():
+    model = small_cmhsa('attn')
+    assert model.no_weight_decay() == {f'blocks.{i}.attn.position.table' for i in range(2)}
+    assert small_cmhsa('conv').no_weight_decay() == set()
+    assert timm.optim.create_optimizer_v2(model, 'adamw', lr=0.1, weight_decay=0.1, layer_decay=0.5)
+
+
+@pytest.mark.parametrize('phase', PHASES)
+def test_mixed_and_half_precision(phase):
+    model = small_cmhsa(phase)
+    x = torch.randn(4, 3, 16, 16)
+    expected = model(x)
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        output = model(x)
+    assert torch.allclose(output.float(), expected, atol=0.1)
+    output.float().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert torch.allclose(copy.deepcopy(model).half()(x.half()).float(), expected, atol=0.1)
+    assert torch.allclose(model.to(torch.bfloat16)(x.bfloat16()).float(), expected, atol=0.1)
+
+
+@pytest.mark.parametrize('phase', PHASES)
+def test_copied_compiled_and_exported(phase):
+    model = small_cmhsa(phase, depth=1)
+    x = torch.randn(2, 3, 16, 16)
+    expected = model(x)
+    batch = torch.export.Dim('batch', min=2, max=64)
+    exported = torch.export.export(copy.deepcopy(model).eval(), (x,), dynamic_shapes=({0: batch},)).module()
+    for other in (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        exported,
+        torch.compile(model, fullgraph=True),
+    ):
+        assert torch.allclose(other(x), expected, atol=1e-5)
+    assert exported(torch.randn(5, 3, 16, 16)).shape == (5, 10)
+    # What is copied is turned by what it loads, not the original.
+    other = pickle.loads(pickle.dumps(small_cmhsa('conv', depth=1)))
+    twin = copy.deepcopy(other)
+    twin.load_state_dict(small_cmhsa('attn', depth=1).state_dict())
+    assert (twin.phase, other.phase) == ('attn', 'conv')
+
+
+def test_a_compiled_model_goes_on_after_the_transition():
+    model = trained_like(small_cmhsa('conv', depth=1, attn_bias_init=40.0)).eval()
+    compiled = torch.compile(model, backend='eager')
+    x = torch.randn(2, 3, 16, 16)
+    before = compiled(x)
+    model.to_attention()
+    assert relative_error(compiled(x), before) < 1e-4
+    with torch.no_grad():
+        model.blocks[0].attn.out.weight.zero_()
+    assert relative_error(compiled(x), before) > 1e-3
+
+
+def backbone(phase='conv', **kwargs):
+    return MODELS.build({**SMALL, 'phase': phase, **kwargs})
+
+
+def classifier(phase='conv', **kwargs):
+    return build_classifier(
+        dict(
+            type='ImageClassifier',
+            backbone={**SMALL, 'phase': phase, 'out_type': 'avg_featmap', **kwargs},
+            head=dict(type='LinearClsHead', num_classes=10, in_channels=12),
+        )
+    )
+
+
+@pytest.mark.parametrize('phase', PHASES)
+def test_backbone(phase):
+    x = torch.randn(2, 3, 16, 8)
+    model = trained_like(backbone(phase, out_indices=(0, -1))).eval()
+    features = model(x)
+    assert isinstance(features, tuple) and [f.shape for f in features] == [(2, 12, 8, 4)] * 2
+    last, intermediates = model.forward_intermediates(x, indices=[0, 1], output_fmt='NHWC')
+    assert torch.equal(features[0].permute(0, 2, 3, 1), intermediates[0])
+    assert torch.equal(features[1].permute(0, 2, 3, 1), last)  # normed
+    averages = backbone(phase, out_type='avg_featmap').eval()
+    averages.load_state_dict(model.state_dict())
+    assert torch.allclose(averages(x)[0], features[1].mean((2, 3)))
+    depth = [
+        model.get_layer_depth(f'backbone.{name}', 'backbone.')[0]
+        for name in ('stem.proj.weight', 'blocks.0.attn.conv.weight', 'blocks.1.norm2.bias', 'norm.weight')
+    ]
+    assert depth == [0, 1, 2, 3]
+    assert type(MODELS.build(dict(SMALL, type='mmpretrain.CMHSA'))).__name__ == 'CMHSA'
+
+
+@pytest.mark.parametrize('frozen_stages', [-1, 0, 1, 2])
+@pytest.mark.parametrize('phase', PHASES)
+def test_frozen_stages(phase, frozen_stages):
+    model = backbone(phase, frozen_stages=frozen_stages, drop_rate=0.1)
+    for _ in range(2):
+        for i, stage in enumerate([model.stem, *model.blocks]):
+            frozen = i <= frozen_stages
+            assert all(p.requires_grad != frozen for p in stage.parameters())
+            assert all(m.training != frozen for m in stage.modules())
+        assert all(p.requires_grad != (frozen_stages == 2) for p in model.norm.parameters())
+        if model.phase == 'conv':
+            model.to_attention()
+
+
+def test_weights_go_both_ways_between_the_frameworks(tmp_path):
+    """A checkpoint of mmpretrain's, of either phase, through timm's checkpoint_path."""
+    x = torch.randn(2, 3, 16, 16)
+    theirs = trained_like(classifier('conv', attn_bias_init=40.0)).eval()
+    for phase in PHASES:
+        torch.save(dict(state_dict=theirs.state_dict(), meta={}), tmp_path / f'{phase}.pth')
+        ours = small_cmhsa('conv', checkpoint_path=str(tmp_path / f'{phase}.pth')).eval()
+        assert ours.phase == phase and torch.equal(ours(x), theirs(x))
+        ours = small_cmhsa('attn', attn_bias_init=40.0, checkpoint_path=str(tmp_path / f'{phase}.pth')).eval()
+        assert ours.phase == 'attn' and relative_error(ours(x), theirs(x)) < 1e-4
+        if phase == 'conv':
+            theirs.backbone.to_attention()
+    names = {n if n.startswith('head.') else f'backbone.{n}': v for n, v in ours.state_dict().items()}
+    back = classifier('conv').eval()
+    back.load_state_dict(names, strict=True)
+    assert torch.equal(back(x), ours(x))
+
+
+@pytest.mark.parametrize('phase', PHASES)
+@pytest.mark.parametrize('into', PHASES)
+def test_pretrained(phase, into, tmp_path):
+    """By mmengine's init_cfg and by timm's pretrained weights."""
+    x = torch.randn(2, 3, 16, 16)
+    theirs = trained_like(classifier(phase, attn_bias_init=40.0)).eval()
+    path = str(tmp_path / 'pretrained.pth')
+    torch.save(dict(state_dict=theirs.state_dict()), path)
+    init_cfg = dict(type='Pretrained', checkpoint=path, prefix='backbone.')
+    model = classifier(into, attn_bias_init=40.0, init_cfg=init_cfg)
+    model.init_weights()
+    features, expected = model.eval().extract_feat(x)[0], theirs.extract_feat(x)[0]
+    assert relative_error(features, expected) < 1e-4
+    ours = timm.create_model(
+        'cmhsa3_patch16_224',
+        phase=into,
+        pretrained=True,
+        pretrained_cfg_overlay=dict(file=path, num_classes=10),
+        patch_size=2,
+        img_size=16,
+        depth=2,
+        mlp_dim=24,
+        num_classes=10,
+        attn_bias_init=40.0,
+    ).eval()
+    assert relative_error(ours(x), theirs(x)) < 1e-4
+
+
+def test_self_attention_models_take_mmpretrains_names_too():
+    from small import small_timm
+
+    model = small_timm('sa_quadratic_cifar')
+    names = {n if n.startswith('head.') else f'backbone.{n}': v for n, v in model.state_dict().items()}
+    other = small_timm('sa_quadratic_cifar')
+    other.load_state_dict(names)
+    assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), model.state_dict().values()))
+
+
+def test_layer_decay():
+    from mmengine.config import ConfigDict
+
+    wrapper = build_optim_wrapper(
+        classifier('attn'),
+        ConfigDict(
+            optimizer=dict(type='SGD', lr=1.0, weight_decay=1e-4),
+            constructor='mmpretrain.LearningRateDecayOptimWrapperConstructor',
+            paramwise_cfg=dict(layer_decay_rate=0.5),
+        ),
+    )
+    rate = {group['param_name']: group['lr'] for group in wrapper.optimizer.param_groups}
+    assert rate['backbone.stem.proj.weight'] == 0.125 and rate['backbone.blocks.1.attn.query.weight'] == 0.5
+    assert rate['head.fc.weight'] == rate['backbone.norm.weight'] == 1

@@ -1,0 +1,192 @@
+"""timm's interface, the paper's numbers, compilation and export."""
+
+import copy
+import pickle
+
+import pytest
+import timm
+import timm.optim
+import torch
+from flops import paper_flops
+from small import TIMM_KINDS, small_timm
+
+MILLION, BILLION = 1e6, 1e9
+
+
+@pytest.mark.parametrize(
+    'name, parameters, in_paper, flops',
+    [
+        ('sa_quadratic_cifar', 12_086_844, 12.1, 6.2),
+        ('sa_generalized_cifar', 12_087_006, 12.1, 6.2),
+        ('sa_learned_cifar', 12_278_682, 12.3, 6.2),
+        ('sa_learned_content_cifar', 29_515_482, 29.5, 15),
+    ],
+)
+def test_numbers_of_the_paper(name, parameters, in_paper, flops):
+    model = timm.create_model(name)
+    counted = sum(p.numel() for p in model.parameters())
+    assert counted == parameters
+    assert round(counted / MILLION, 1) == in_paper
+    operations = paper_flops(model, torch.randn(1, 3, 32, 32)) / BILLION
+    assert round(operations, 1 if flops < 10 else 0) == flops
+
+
+def test_sixteen_heads():
+    assert timm.create_model('sa_quadratic16_cifar').blocks[0].attn.num_heads == 16
+
+
+@pytest.mark.parametrize('name', TIMM_KINDS)
+def test_any_even_size_and_channels(name):
+    model = small_timm(name, in_chans=1, num_classes=7).eval()
+    for height, width in [(32, 32), (10, 14), (2, 6)]:
+        assert model(torch.randn(2, 1, height, width)).shape == (2, 7)
+    with pytest.raises(ValueError, match='9x8 pixels cannot be cut'):
+        model(torch.randn(2, 1, 9, 8))
+    with pytest.raises(ValueError, match=r'\(B, 1, H, W\) is expected'):
+        model(torch.randn(2, 3, 8, 8))
+
+
+@pytest.mark.parametrize('name', TIMM_KINDS)
+def test_empty_batch(name):
+    assert small_timm(name).eval()(torch.randn(0, 3, 8, 8)).shape == (0, 10)
+
+
+def test_stem_is_invertible():
+    """2x2 blocks to channels, as torch's own pixel_unshuffle has them."""
+    stem = small_timm('sa_quadratic_cifar', embed_dim=12).stem
+    with torch.no_grad():
+        stem.proj.weight.copy_(torch.eye(12))
+        stem.proj.bias.zero_()
+    x = torch.randn(2, 3, 6, 8)
+    assert torch.equal(stem(x).permute(0, 3, 1, 2), torch.nn.functional.pixel_unshuffle(x, 2))
+
+
+def test_learned_tables_follow_img_size():
+    model = small_timm('sa_learned_cifar', img_size=(48, 64)).eval()
+    assert model(torch.randn(1, 3, 48, 64)).shape == (1, 10)
+    with pytest.raises(ValueError, match='25x32 tokens is larger than the 24x32'):
+        model(torch.randn(1, 3, 50, 64))
+    small = small_timm('sa_learned_cifar', img_size=32)
+    model.load_state_dict(small.state_dict())  # resized
+
+
+@pytest.mark.parametrize('name', TIMM_KINDS)
+def test_features(name):
+    model = small_timm(name, depth=4).eval()
+    x = torch.randn(2, 3, 16, 8)
+    features = model.forward_features(x)
+    assert features.shape == (2, 8, 4, 16)
+    assert torch.equal(model.forward_head(features), model(x))
+    assert torch.equal(model.forward_head(features, pre_logits=True), features.mean((1, 2)))
+
+    last, intermediates = model.forward_intermediates(x, indices=[0, -1])
+    assert torch.equal(last, features)
+    assert [tuple(i.shape) for i in intermediates] == [(2, 16, 8, 4)] * 2
+    assert torch.equal(intermediates[1].permute(0, 2, 3, 1), features)
+
+    extractor = small_timm(name, depth=4, features_only=True, out_indices=(1, 3)).eval()
+    extractor.load_state_dict({f'model.{k}': v for k, v in model.state_dict().items() if 'head' not in k})
+    for ours, expected in zip(extractor(x), model.forward_intermediates(x, indices=[1, 3], intermediates_only=True)):
+        assert torch.equal(ours, expected)
+    assert extractor.feature_info.channels() == [16, 16]
+    assert extractor.feature_info.reduction() == [2, 2]
+    with pytest.raises(ValueError, match="output_fmt='NLC'"):
+        model.forward_intermediates(x, output_fmt='NLC')
+
+
+@pytest.mark.parametrize('name', TIMM_KINDS)
+def test_classifier(name):
+    model = small_timm(name, num_classes=0).eval()
+    x = torch.randn(2, 3, 8, 8)
+    assert model(x).shape == (2, 16)
+    model.reset_classifier(5)
+    assert model(x).shape == (2, 5) and model.get_classifier().out_features == 5
+    model.reset_classifier(0, '')
+    assert model(x).shape == (2, 4, 4, 16)
+    assert small_timm(name, num_classes=0, global_pool='').eval()(x).shape == (2, 4, 4, 16)
+
+
+@pytest.mark.parametrize('name', TIMM_KINDS)
+def test_weight_decay_is_left_off_centres_and_widths(name):
+    model = small_timm(name)
+    left_off = model.no_weight_decay()
+    assert left_off <= {n for n, _ in model.named_parameters()}
+    if 'learned' in name:
+        assert not left_off
+    else:
+        assert left_off == {f'blocks.{i}.attn.encoding.{p}' for i in range(2) for p in ('center', 'sqrt_precision')}
+    optimizer = timm.optim.create_optimizer_v2(model, 'sgd', lr=0.1, weight_decay=1e-4)
+    decays = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
+    for n, p in model.named_parameters():
+        if n in left_off:
+            assert decays[id(p)] == 0
+
+
+@pytest.mark.parametrize('name', TIMM_KINDS)
+def test_gradient_checkpointing_changes_nothing(name):
+    model = small_timm(name)
+    x = torch.randn(2, 3, 8, 8)
+    expected = torch.autograd.grad(model(x).sin().sum(), list(model.parameters()))
+    model.set_grad_checkpointing()
+    gradients = torch.autograd.grad(model(x).sin().sum(), list(model.parameters()))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(gradients, expected))
+
+
+@pytest.mark.parametrize('name', TIMM_KINDS)
+def test_round_trips(name, tmp_path):
+    model = small_timm(name).eval()
+    x = torch.randn(2, 3, 12, 8)
+    torch.save(model.state_dict(), tmp_path / 'model.pth')
+    loaded = small_timm(name, checkpoint_path=str(tmp_path / 'model.pth')).eval()
+    for other in (loaded, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(x), model(x))
+
+
+@pytest.mark.parametrize('name', TIMM_KINDS)
+def test_mixed_and_half_precision(name):
+    model = small_timm(name)
+    x = torch.randn(4, 3, 16, 16)
+    expected = model(x)
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        output = model(x)
+    assert torch.allclose(output.float(), expected, atol=0.1)
+    output.float().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    output = model.to(torch.bfloat16)(x.bfloat16())
+    assert output.dtype == torch.bfloat16 and torch.allclose(output.float(), expected, atol=0.1)
+
+
+@pytest.mark.parametrize('name', TIMM_KINDS)
+def test_compiled_is_eager(name):
+    model = small_timm(name, depth=1)
+    x = torch.randn(2, 3, 8, 8)
+    compiled = torch.compile(model, fullgraph=True)
+    expected, output = model(x), compiled(x)
+    assert torch.allclose(output, expected, atol=1e-5)
+    ours = torch.autograd.grad(output.sin().sum(), list(model.parameters()))
+    eager = torch.autograd.grad(expected.sin().sum(), list(model.parameters()))
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours, eager))
+
+
+@pytest.mark.parametrize('name', TIMM_KINDS)
+def test_exported_is_eager(name):
+    model = small_timm(name).eval()
+    batch = torch.export.Dim('batch', min=2, max=64)
+    program = torch.export.export(model, (torch.randn(2, 3, 8, 12),), dynamic_shapes=({0: batch},))
+    x = torch.randn(5, 3, 8, 12)
+    assert torch.allclose(program.module()(x), model(x), atol=1e-5)
+
+
+@pytest.mark.parametrize('name', TIMM_KINDS)
+def test_attn_impl(name):
+    x = torch.randn(2, 3, 8, 8)
+    model, dense = small_timm(name).eval(), small_timm(name, attn_impl='dense').eval()
+    dense.load_state_dict(model.state_dict())
+    assert torch.allclose(model(x), dense(x), atol=1e-5)
+
+
+def test_dropout_rates_reach_the_layers():
+    model = small_timm('sa_quadratic_cifar', drop_rate=0.3, proj_drop_rate=0.2, attn_drop_rate=0.1, drop_path_rate=0.4)
+    block = model.blocks[1]
+    assert (model.head.drop.p, block.proj_drop.p, block.mlp.drop2.p, block.attn.attn_drop.p) == (0.3, 0.2, 0.2, 0.1)
+    assert block.mlp.drop1.p == 0 and abs(block.drop_path.drop_prob - 0.4) < 1e-6

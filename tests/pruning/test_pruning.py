@@ -1,0 +1,282 @@
+"""Heads removed: the same function without them, the optimizer's state, the bias, and state dicts that carry them."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mmpretrain.registry import MODELS
+from small import SMALL_ARCH, TIMM_KINDS, small_timm
+from torch import nn
+
+from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
+from attncnn_plugin.pruning.bias_correction import fold_into_bias, head_means, merge_duplicate
+from attncnn_plugin.pruning.optimizer import replace_parameters
+
+LAYERS = {
+    'quadratic': QuadraticAttention,
+    'generalized': GeneralizedQuadraticAttention,
+    'learned': LearnedAttention,
+    'content': lambda *args, **kwargs: ContentAttention(*args, terms=('qk', 'qr', 'uk', 'vr'), **kwargs),
+    'position': lambda *args, **kwargs: ContentAttention(*args, terms=('vr',), **kwargs),
+    'absolute': lambda *args, **kwargs: ContentAttention(*args, position='absolute_learned', **kwargs),
+}
+
+
+def zeroed(layer, heads):
+    """The same layer with the values of some heads at zero."""
+    layer = copy.deepcopy(layer)
+    with torch.no_grad():
+        for head in heads:
+            layer.value.weight[:, head * layer.dim : (head + 1) * layer.dim] = 0
+    return layer
+
+
+@pytest.mark.parametrize('kind', LAYERS)
+@given(data=st.data())
+@settings(max_examples=15)
+def test_removed_is_zeroed(kind, data):
+    num_heads = data.draw(st.integers(1, 5))
+    heads = data.draw(st.lists(st.integers(0, num_heads - 1), unique=True))
+    layer = LAYERS[kind](4, num_heads, dtype=torch.float64)
+    x = torch.randn(2, 5, 4, 4, dtype=torch.float64)
+    expected = zeroed(layer, heads)(x)
+    layer.prune_heads(heads, allow_empty=True)
+    assert layer.num_heads == num_heads - len(heads)
+    assert torch.allclose(layer(x), expected, atol=1e-12, rtol=0)
+    if heads:
+        layer(x).sum().backward()
+        assert all(p.grad is not None for p in layer.parameters() if p.numel() and layer.num_heads)
+    assert str(layer.num_heads) in repr(layer)
+
+
+@pytest.mark.parametrize('name', TIMM_KINDS)
+def test_networks(name):
+    model = small_timm(name, depth=3).double().eval()
+    x = torch.randn(2, 3, 8, 8).double()
+    heads = {0: [1], 2: [0, 2]}
+    expected = copy.deepcopy(model)
+    for block, indices in heads.items():
+        expected.blocks[block].attn = zeroed(expected.blocks[block].attn, indices)
+    before = sum(p.numel() for p in model.parameters())
+    model.prune_heads(heads)
+    assert torch.allclose(model(x), expected(x), atol=1e-12, rtol=0)
+    assert [block.attn.num_heads for block in model.blocks] == [2, 3, 1]
+    assert sum(p.numel() for p in model.parameters()) <= before - 3 * 16 * 16
+
+
+def test_numbers_of_the_paper():
+    """C20, appendix E: [2, 4, 1, 2, 6, 0] heads pruned, 12.1M parameters to 9.7M."""
+    import timm
+
+    model = timm.create_model('sa_generalized_cifar')
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == 12.1
+    model.prune_heads({block: list(range(n)) for block, n in enumerate([2, 4, 1, 2, 6, 0])})
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == 9.7
+    assert [block.attn.num_heads for block in model.blocks] == [7, 5, 8, 7, 3, 9]
+    assert model(torch.randn(1, 3, 8, 8)).shape == (1, 10)
+
+
+@pytest.mark.parametrize(
+    'heads, message',
+    [
+        ({0: [3]}, r'heads=\[3\] must be different heads from 0 to 2'),
+        ({0: [0, 0]}, r'heads=\[0, 0\] must be different'),
+        ({0: [-1]}, r'heads=\[-1\] must be'),
+        ({2: [0]}, 'names block 2, but the blocks are 0 to 1'),
+        ({0: [1], 1: [0, 1, 2]}, r'heads=\[0, 1, 2\] are all heads of the layer'),
+    ],
+)
+def test_what_cannot_be_removed(heads, message):
+    model = small_timm('sa_quadratic_cifar')
+    with pytest.raises(ValueError, match=message):
+        model.prune_heads(heads)
+    assert [block.attn.num_heads for block in model.blocks] == [3, 3]
+
+
+OPTIMIZERS = {
+    'sgd': lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+    'sgd_foreach': lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, foreach=True),
+    'sgd_fused': lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, fused=True),
+    'adamw': lambda groups: torch.optim.AdamW(groups, lr=0.1),
+    'adamw_foreach': lambda groups: torch.optim.AdamW(groups, lr=0.1, foreach=True, amsgrad=True),
+    'adamw_fused': lambda groups: torch.optim.AdamW(groups, lr=0.1, fused=True),
+}
+
+
+@pytest.mark.parametrize('kind', OPTIMIZERS)
+@pytest.mark.parametrize('layer_kind', ['generalized', 'learned', 'content'])
+def test_optimizer_goes_on(kind, layer_kind):
+    """As an optimizer that only ever saw the kept entries: the gradients of both are given."""
+    layer = LAYERS[layer_kind](4, 5)
+    kept_from_the_start = copy.deepcopy(layer)
+    kept_from_the_start.prune_heads([0, 3])
+
+    def groups(layer):
+        named = dict(layer.named_parameters())
+        value = [named.pop('value.weight')]
+        return [dict(params=list(named.values())), dict(params=value, weight_decay=0.3, lr=0.05)]
+
+    optimizer, expected = OPTIMIZERS[kind](groups(layer)), OPTIMIZERS[kind](groups(kept_from_the_start))
+    kept = [1, 2, 4]
+
+    def step():
+        for name, parameter in layer.named_parameters():
+            other = kept_from_the_start.get_parameter(name)
+            gradient = torch.randn_like(parameter)
+            parameter.grad = gradient
+            if gradient.shape != other.shape:
+                dim, entries = layer.head_parameters()[name]
+                per_head = gradient.unflatten(dim, (5, entries)).index_select(dim, torch.tensor(kept))
+                gradient = per_head.flatten(dim, dim + 1)
+            other.grad = gradient.clone()
+        optimizer.step()
+        expected.step()
+
+    for _ in range(3):
+        step()
+    replace_parameters(optimizer, layer.prune_heads([0, 3]))
+    assert set(optimizer.state) == set(layer.parameters())
+    for _ in range(3):
+        for name, parameter in layer.named_parameters():
+            other = kept_from_the_start.get_parameter(name)
+            # Fused steps round the last entries of a tensor in another way.
+            assert torch.allclose(parameter, other, atol=1e-6), name
+            for key, value in expected.state[other].items():
+                assert torch.allclose(optimizer.state[parameter][key], value, atol=1e-6), (name, key)
+        step()
+    ours, theirs = optimizer.state_dict()['param_groups'], expected.state_dict()['param_groups']
+    assert ours == theirs
+    expected.load_state_dict(optimizer.state_dict())
+
+
+def test_gradients_go_along():
+    layer = GeneralizedQuadraticAttention(4, 3)
+    layer(torch.randn(1, 3, 3, 4)).sum().backward()
+    gradient, center = layer.value.weight.grad, layer.encoding.center.grad
+    layer.prune_heads([1])
+    assert torch.equal(layer.value.weight.grad, torch.cat([gradient[:, :4], gradient[:, 8:]], 1))
+    assert torch.equal(layer.encoding.center.grad, center[[0, 2]])
+    layer.value.requires_grad_(False)
+    layer.prune_heads([0])
+    assert not layer.value.weight.requires_grad and layer.encoding.center.requires_grad
+
+
+def test_uniform_heads_go_into_the_bias():
+    """Uniform attention has the same output at every query: its mean is all there is."""
+    layer = QuadraticAttention(4, 3, dtype=torch.float64)
+    with torch.no_grad():
+        layer.encoding.sqrt_precision[1] = 0
+    images = [torch.randn(2, 5, 4, 4, dtype=torch.float64) + 3 for _ in range(2)]
+    x = images[0][:1]
+    expected = layer(x)
+    pruned, corrected = copy.deepcopy(layer), copy.deepcopy(layer)
+    pruned.prune_heads([1])
+    with head_means([corrected]) as (means,):
+        corrected(x)
+    fold_into_bias(corrected, [1], means.mean)
+    corrected.prune_heads([1])
+    assert torch.allclose(corrected(x), expected, atol=1e-12)
+    assert (pruned(x) - expected).abs().max() > 0.1
+
+    with head_means([layer]) as (means,):
+        for image in images:
+            layer(image)
+    layer(images[0])  # no longer counted
+    heads = torch.einsum('hqk,bkc->bqhc', layer.attention_probs(5, 4), torch.cat(images).flatten(1, 2))
+    assert torch.allclose(means.mean, heads.mean((0, 1)).flatten()) and means.size == (5, 4)
+    with pytest.raises(ValueError, match='has no bias'):
+        fold_into_bias(QuadraticAttention(4, 3, bias=False), [1], means.mean)
+
+
+def test_duplicates_go_into_the_head_that_stays():
+    layer = QuadraticAttention(4, 3, dtype=torch.float64)
+    with torch.no_grad():
+        layer.encoding.center[2] = layer.encoding.center[0]
+    x = torch.randn(2, 5, 4, 4, dtype=torch.float64)
+    expected = layer(x)
+    merge_duplicate(layer, 2, 0)
+    layer.prune_heads([2])
+    assert torch.allclose(layer(x), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize('name', TIMM_KINDS)
+def test_state_dicts_carry_their_heads(name, tmp_path):
+    pruned = small_timm(name).eval()
+    pruned.prune_heads({0: [1], 1: [0, 1, 2]}, allow_empty=True)
+    x = torch.randn(2, 3, 8, 8)
+    original = small_timm(name).eval()
+    original.load_state_dict(pruned.state_dict(), strict=True)
+    assert torch.equal(original(x), pruned(x)) and original.blocks[1].attn.num_heads == 0
+    torch.save(pruned.state_dict(), tmp_path / 'pruned.pth')
+    loaded = small_timm(name, checkpoint_path=str(tmp_path / 'pruned.pth')).eval()
+    for other in (
+        loaded,
+        copy.deepcopy(loaded),
+        pickle.loads(pickle.dumps(loaded)),
+        torch.compile(loaded, fullgraph=True, backend='aot_eager'),
+    ):
+        assert torch.allclose(other(x), pruned(x), atol=1e-6)
+    whole = small_timm(name).eval()
+    parameters = list(pruned.parameters())
+    pruned.load_state_dict(whole.state_dict())  # back again
+    assert torch.equal(pruned(x), whole(x))
+    assert all(a is b for a, b in zip(parameters, pruned.parameters()))
+    theirs = (
+        MODELS.build(
+            dict(
+                type={'quadratic': 'SAQuadratic', 'generalized': 'SAGeneralized'}.get(name.split('_')[1], 'SALearned'),
+                arch=SMALL_ARCH,
+            )
+        )
+        if 'learned' not in name and '16' not in name
+        else None
+    )
+    if theirs is not None:
+        state = {k: v for k, v in original.state_dict().items() if 'head' not in k}
+        theirs.load_state_dict(state, strict=True)
+        assert theirs.blocks[0].attn.num_heads == 2
+
+
+@pytest.mark.parametrize(
+    'other, message',
+    [
+        (
+            dict(embed_dim=12),
+            r'blocks.0.attn.value.weight of the state dict has shape \(12, 36\), that of the model '
+            r'\(16, 48\): no number of heads explains it, so the model has another width',
+        ),
+        (dict(num_heads=4), 'blocks.0.attn has 4 heads in the state dict, but num_heads=3 in the model'),
+        (dict(depth=3), 'Unexpected key.* "blocks.2.attn.value.weight"'),
+    ],
+)
+def test_what_cannot_be_loaded(other, message):
+    with pytest.raises(RuntimeError, match=message):
+        small_timm('sa_quadratic_cifar').load_state_dict(small_timm('sa_quadratic_cifar', **other).state_dict())
+
+
+def test_damaged_state_dicts():
+    state = small_timm('sa_quadratic_cifar').state_dict()
+    state['blocks.0.attn.encoding.center'] = state['blocks.0.attn.encoding.center'][:2]
+    with pytest.raises(RuntimeError, match='blocks.0.attn in the state dict have different numbers of heads'):
+        small_timm('sa_quadratic_cifar').load_state_dict(state)
+    state = small_timm('sa_quadratic_cifar').state_dict()
+    state['blocks.0.attn.value.weight'] = state['blocks.0.attn.value.weight'].T
+    with pytest.raises(RuntimeError, match=r'value.weight of the state dict has shape \(48, 16\), that of the model'):
+        small_timm('sa_quadratic_cifar').load_state_dict(state)
+    del state['blocks.0.attn.value.weight']
+    with pytest.raises(RuntimeError, match='Missing key.* "blocks.0.attn.value.weight"'):
+        small_timm('sa_quadratic_cifar').load_state_dict(state)
+
+
+def test_a_network_of_plain_layers():
+    network = nn.Sequential(QuadraticAttention(4, 3), LearnedAttention(4, 3))
+    state = copy.deepcopy(network).state_dict()
+    network[1].prune_heads([2])
+    other = nn.Sequential(QuadraticAttention(4, 3), LearnedAttention(4, 3))
+    other.load_state_dict(network.state_dict())
+    assert [layer.num_heads for layer in other] == [3, 2]
+    other.load_state_dict(state)
+    assert [layer.num_heads for layer in other] == [3, 3]

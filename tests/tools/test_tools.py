@@ -1,0 +1,122 @@
+"""The framework's own tools run the experiments, from start to inference."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import mmpretrain
+import numpy as np
+import pytest
+import torch
+from mmpretrain import FeatureExtractor, ImageClassificationInferencer
+
+SHRINK = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_dataloader.dataset.indices=40', 'randomness.seed=0']
+
+
+def run(*command, **kwargs):
+    result = subprocess.run([str(c) for c in command], capture_output=True, text=True, **kwargs)
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output
+    return output
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory, repository):
+    """A work folder after one epoch of tools/train.py."""
+    work_dir = tmp_path_factory.mktemp('work')
+    config = repository / 'configs/sa_quadratic_digits.py'
+    output = run(sys.executable, repository / 'tools/train.py', config, '--work-dir', work_dir, *SHRINK)
+    assert 'Epoch(val) [1]' in output and 'accuracy/top1' in output
+    return work_dir
+
+
+def test_training_resumes(trained, repository):
+    config = repository / 'configs/sa_quadratic_digits.py'
+    options = [o.replace('max_epochs=1', 'max_epochs=2') for o in SHRINK]
+    output = run(sys.executable, repository / 'tools/train.py', config, '--work-dir', trained, '--resume', *options)
+    assert 'resumed epoch: 1, iter: 1' in output and 'Epoch(val) [2]' in output
+
+
+def test_testing(trained, repository, tmp_path):
+    config, checkpoint = repository / 'configs/sa_quadratic_digits.py', trained / 'epoch_1.pth'
+    output = run(sys.executable, repository / 'tools/test.py', config, checkpoint, '--work-dir', tmp_path)
+    assert 'Epoch(test)' in output and 'accuracy/top1' in output
+
+
+def test_mmpretrains_own_tool_runs_the_configs(repository, tmp_path):
+    tool = Path(mmpretrain.__file__).parent / '.mim/tools/train.py'
+    output = run(
+        sys.executable, tool, repository / 'configs/sa_learned_digits.py', '--work-dir', tmp_path, *SHRINK, cwd=tmp_path
+    )
+    assert 'Epoch(val) [1]' in output
+
+
+def test_two_processes(repository, tmp_path):
+    output = run(
+        'bash',
+        repository / 'tools/dist_train.sh',
+        repository / 'configs/sa_quadratic_digits.py',
+        2,
+        '--work-dir',
+        tmp_path,
+        *SHRINK,
+        env=environment(PORT='29611'),
+    )
+    assert 'Distributed training: True' in output and 'GPU number: 2' in output and 'Epoch(val) [1]' in output
+    output = run(
+        'bash',
+        repository / 'tools/dist_test.sh',
+        repository / 'configs/sa_quadratic_digits.py',
+        tmp_path / 'epoch_1.pth',
+        2,
+        '--work-dir',
+        tmp_path,
+        env=environment(PORT='29612'),
+    )
+    assert 'Epoch(test)' in output
+
+
+def test_slurm_command(repository, tmp_path):
+    srun = tmp_path / 'srun'
+    srun.write_text('#!/bin/sh\necho "$@"\n')
+    srun.chmod(0o755)
+    output = run(
+        'bash',
+        repository / 'tools/slurm_train.sh',
+        'gpus',
+        'job',
+        'a config.py',
+        'out',
+        '--amp',
+        env=environment(PATH=f'{tmp_path}:/usr/bin:/bin', GPUS='16', SRUN_ARGS='--quiet --time=1'),
+    )
+    assert output.startswith('-p gpus --job-name=job --gres=gpu:8 --ntasks=16')
+    assert output.strip().endswith(
+        f'--quiet --time=1 python -u {repository}/tools/train.py a config.py --work-dir=out --launcher=slurm --amp'
+    )
+
+
+def environment(**variables):
+    import os
+
+    path = f'{Path(sys.executable).parent}:{os.environ["PATH"]}'
+    return {**os.environ, 'PATH': path, **variables}
+
+
+def test_inferencers(trained, repository):
+    config, checkpoint = str(repository / 'configs/sa_quadratic_digits.py'), str(trained / 'epoch_1.pth')
+    image = np.random.default_rng(0).integers(0, 256, (8, 8), dtype=np.uint8)
+
+    model = mmpretrain.get_model(config, pretrained=checkpoint)
+    (result,) = ImageClassificationInferencer(model)([image])
+    logits = model(torch.from_numpy(resize(image))[None, None].float().sub(77.9).div(95.9))
+    assert result['pred_class'] in '0123456789'
+    assert np.allclose(result['pred_scores'], logits.softmax(-1).detach()[0], atol=1e-5)
+    (features,) = FeatureExtractor(model)([image])
+    assert features[-1].shape == (64,)
+
+
+def resize(image):
+    import mmcv
+
+    return mmcv.imresize(image, (16, 16), interpolation='bicubic')

@@ -1,0 +1,685 @@
+"""Figures of what heads attend to: where things are drawn, what the contours hold, and the tool."""
+
+import json
+import math
+import runpy
+import sys
+import xml.dom.minidom
+
+import mmcv
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib import pyplot
+from matplotlib.colors import to_hex
+from matplotlib.patches import Rectangle
+from matplotlib.path import Path as Line
+from mmengine.config import Config
+from mmpretrain import get_model
+from processes import run
+from small import small_cmhsa, small_timm
+
+from attncnn_plugin.analysis.attention_maps import (
+    attention_layers,
+    attention_probs_of,
+    mean_attention_probs_of,
+    position_probs,
+)
+from attncnn_plugin.analysis.head_centers import head_centers, query_index, query_maps
+from attncnn_plugin.visualization import figures, style
+from attncnn_plugin.visualization.contours import gaussian_contour, outline, region_of_mass
+from attncnn_plugin.visualization.figures import plot_attention_centers, plot_attention_probs, plot_center_movement
+from attncnn_plugin.visualization.style import COLORS, color_of, image_of, line_style_of, marker_of, save_figure
+from attncnn_plugin.visualization.training_curves import plot_metric, read_centers, read_scalars
+
+HARD = 40.0  # √(2α) of a head that attends to one pixel
+
+
+def gaussian_probs(center, precision, size):
+    """exp(−½(δ − Δ)ᵀΣ⁻¹(δ − Δ)) around the middle of a grid, by the definition."""
+    shift = np.stack(np.mgrid[:size, :size], axis=-1) - size // 2 - np.asarray(center)
+    probs = np.exp(-np.einsum('...i,ij,...j', shift, np.asarray(precision), shift) / 2)
+    return probs / probs.sum()
+
+
+def model_with_head(center, name='sa_quadratic_cifar', sqrt_precision=1.0):
+    """Its first head is as given in every layer."""
+    model = small_timm(name)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.encoding.center[0] = torch.tensor(center)
+            block.attn.encoding.sqrt_precision[0] = torch.tensor(sqrt_precision)
+    return model
+
+
+def maps_of(model, height, width, query=None):
+    return {name: query_maps(layer, height, width, query) for name, layer in attention_layers(model).items()}
+
+
+def head_marks(axes):
+    """Row and column of the dot of each head, from the lines that are drawn."""
+    return {
+        line.get_label(): (line.get_ydata()[0], line.get_xdata()[0])
+        for line in axes.get_lines()
+        if line.get_label().startswith('head')
+    }
+
+
+def contours_of(axes, head=0):
+    """Rows and columns of the lines of a head's contours, by line style."""
+    lines = [line for line in axes.get_lines() if line.get_zorder() == 3 and line.get_color() == color_of(head)]
+    return {line.get_linestyle(): np.stack([line.get_ydata(), line.get_xdata()], axis=-1) for line in lines}
+
+
+# Contours.
+
+
+@given(st.floats(0.05, 3), st.sampled_from([0.5, 0.9]), st.floats(-3, 3), st.floats(-3, 3))
+def test_circles_have_the_closed_form(alpha, mass, row, column):
+    line = gaussian_contour(np.array([row, column]), 2 * alpha * np.eye(2), mass)
+    radius = np.linalg.norm(line - [row, column], axis=1)
+    assert np.allclose(radius**2, math.log(1 / (1 - mass)) / alpha)
+
+
+@pytest.mark.parametrize('mass', [0.5, 0.9])
+@pytest.mark.parametrize('precision', [[[0.2, 0.0], [0.0, 0.2]], [[0.1, 0.0], [0.0, 0.6]], [[0.05, 0.05], [0.05, 0.3]]])
+def test_ellipses_hold_their_mass_and_agree_with_the_probabilities(precision, mass):
+    center, size = (1, -2), 41
+    probs = gaussian_probs(center, precision, size)
+    ellipse = gaussian_contour(np.array(center), np.array(precision), mass)
+    pixels = np.argwhere(np.ones((size, size))) - size // 2
+    inside = Line(ellipse).contains_points(pixels).reshape(size, size)
+    assert abs(probs[inside].sum() - mass) < 0.03
+    # The region of pixels is that of the closed form, but for pixels at its border.
+    region = region_of_mass(probs, mass)
+    wrong = pixels[(region != inside).flatten()]
+    assert all(np.linalg.norm(ellipse - pixel, axis=1).min() < 0.75 for pixel in wrong)
+
+
+@given(st.floats(0.03, 1), st.sampled_from([0.5, 0.9]))
+def test_regions_of_a_gaussian_have_the_radius_of_the_closed_form(alpha, mass):
+    region = region_of_mass(gaussian_probs((0, 0), 2 * alpha * np.eye(2), 41), mass)
+    radius = math.sqrt(math.log(1 / (1 - mass)) / alpha)
+    distance = np.hypot(*np.mgrid[-20:21, -20:21])
+    assert abs(distance[region].max() - radius) < 1 and abs(math.sqrt(region.sum() / math.pi) - radius) < 0.6
+
+
+@given(st.integers(0, 10**6), st.floats(0.05, 0.95))
+def test_regions_hold_their_mass_and_no_more_than_needed(seed, mass):
+    probs = np.random.default_rng(seed).dirichlet(np.full(30, 0.3)).reshape(5, 6) * 0.8  # the rest is outside
+    region = region_of_mass(probs, mass)
+    held = probs[region].sum() / probs.sum()
+    assert held >= mass - 1e-9 and held - probs[region].min() / probs.sum() < mass
+    assert probs[region].min() >= probs[~region].max(initial=0)
+
+
+def test_masses_out_of_range():
+    for mass in (0, 1, 1.5):
+        with pytest.raises(ValueError, match=f'mass={mass} must be above 0 and below 1'):
+            region_of_mass(np.ones((2, 2)), mass)
+        with pytest.raises(ValueError, match=f'mass={mass} must be'):
+            plot_attention_centers(small_timm('sa_quadratic_cifar'), 4, 4, masses=[mass])
+
+
+@given(st.integers(0, 10**6), st.sampled_from([0.0, 0.1, 0.3]))
+def test_outlines_surround_the_pixels_of_the_region_alone(seed, inset):
+    region = np.random.default_rng(seed).random((5, 7)) < 0.5
+    lines = outline(region, inset)
+    pixels = np.argwhere(np.ones_like(region))
+    inside = sum(Line(line, closed=True).contains_points(pixels).astype(int) for line in lines) if lines else 0
+    assert np.array_equal(np.broadcast_to(inside, region.size) % 2, region.flatten())
+    for line in lines:
+        assert np.array_equal(line[0], line[-1])
+        steps = np.diff(line, axis=0)
+        assert ((steps == 0).sum(1) == 1).all()  # along rows and columns
+        # As far inside of the pixels as it was asked for.
+        assert np.allclose(np.abs(line % 1 - 0.5), inset)
+
+
+def test_the_outline_of_a_pixel():
+    region = np.zeros((3, 4), dtype=bool)
+    region[1, 3] = True
+    (line,) = outline(region, 0.1)
+    assert sorted(map(tuple, np.round(line[:-1], 6))) == [(0.6, 2.6), (0.6, 3.4), (1.4, 2.6), (1.4, 3.4)]
+
+
+def test_pixels_that_touch_at_a_corner_have_lines_of_their_own():
+    for region in (np.eye(2, dtype=bool), ~np.eye(2, dtype=bool)):
+        lines = outline(region, 0.1)
+        assert sorted(tuple(np.round(line[:-1].mean(0), 6) + 0.0) for line in lines) == sorted(
+            map(tuple, np.argwhere(region).astype(float))
+        )
+
+
+# Centres.
+
+
+@pytest.mark.parametrize(
+    'name, factor, width',
+    [
+        ('sa_quadratic_cifar', 0.5, 2.0),
+        ('sa_generalized_cifar', [[0.5, 0.0], [0.0, 0.25]], math.sqrt((4 + 16) / 2)),
+        ('sa_quadratic_cifar', 0.0, 1000.0),
+        ('sa_generalized_cifar', [[1.0, 1.0], [1.0, 1.0]], math.sqrt((1e6 + 0.25) / 2)),
+    ],
+)
+def test_centres_and_widths_of_gaussian_heads(name, factor, width):
+    layer = model_with_head((1.0, -2.0), name, factor).blocks[0].attn
+    centers, widths = head_centers(layer, 6, 4)
+    assert centers[0].tolist() == [1, -2] and widths[0].item() == pytest.approx(width)
+    assert torch.allclose(centers, layer.encoding.center.double())
+
+
+def test_centres_and_widths_of_other_heads():
+    probs = torch.zeros(2, 15, 15)
+    probs[:, :, 0] = 1
+    probs[0, 7] = 0
+    probs[0, 7, 2 * 5 + 1], probs[0, 7, 2 * 5 + 3] = 0.1, 0.3  # of 0.4: the rest is outside of the grid
+    layer = small_timm('sa_learned_content_cifar').blocks[0].attn
+    centers, widths = head_centers(layer, 3, 5, probs=probs)  # of the query in row 1, column 2
+    assert torch.allclose(centers, torch.tensor([[1, 0.5], [-1, -2]], dtype=torch.float64), atol=1e-6)
+    assert torch.allclose(widths, torch.tensor([math.sqrt(0.75 / 2), 0], dtype=torch.float64), atol=1e-6)
+    centers, _ = head_centers(layer, 3, 5, query=(2, 4), probs=probs)
+    assert centers[0].tolist() == [-2, -4]
+    with pytest.raises(ValueError, match=r"terms=\('qk', 'qr'\), depends on position alone: give probs"):
+        head_centers(layer, 3, 5)
+
+
+def test_queries_outside_of_the_grid():
+    assert query_index((1, 2), 3, 5) == 7 and query_index(None, 3, 5) == 7
+    for query in ((3, 0), (0, 5), (-1, 0)):
+        with pytest.raises(ValueError, match='row from 0 to 2 and a column from 0 to 4'):
+            query_index(query, 3, 5)
+
+
+# What is drawn, and where.
+
+
+@pytest.mark.parametrize(
+    'name, factor', [('sa_quadratic_cifar', HARD), ('sa_generalized_cifar', [[HARD, 0.0], [0.0, HARD]])]
+)
+def test_a_head_one_row_down_and_two_columns_left(name, factor):
+    figure = plot_attention_centers(model_with_head((1.0, -2.0), name, factor), 8, 8)
+    for axes in figure.axes:
+        assert head_marks(axes)['head 0'] == (1, -2)
+        right, down = np.diff(axes.transData.transform([(0, 0), (-2, 1)]), axis=0)[0]
+        assert right < 0 and down < 0  # on the canvas, whose y axis points up
+        (query,) = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+        assert query.get_xy() == (-0.5, -0.5) and to_hex(query.get_facecolor()) == '#000000'
+        assert axes.get_aspect() == 1
+
+
+def test_a_head_one_row_down_and_two_columns_left_by_its_probabilities():
+    model = model_with_head((1.0, -2.0), sqrt_precision=HARD)
+    hard = {name: position_probs(layer, 8, 8) for name, layer in attention_layers(model).items()}
+    figure = plot_attention_centers(small_timm('sa_learned_content_cifar'), 8, 8, probs=hard)
+    for axes in figure.axes:
+        assert head_marks(axes)['head 0'] == pytest.approx((1, -2), abs=1e-6)
+        for line in contours_of(axes).values():
+            assert np.abs(line - [1, -2]).max() < 0.5
+    figure = plot_attention_probs(maps_of(model, 8, 8))
+    for axes in figure.axes[:-1]:
+        if axes.get_title().startswith('head 0:'):
+            (map_,) = axes.get_images()
+            row, column = np.argwhere(map_.get_array() == 1)[0]
+            left, right, bottom, top = map_.get_extent()
+            assert (top + row + 0.5, left + column + 0.5) == (1, -2) and bottom > top and right > left
+
+
+@pytest.mark.parametrize('mass', [0.5, 0.9])
+def test_circles_are_drawn_around_their_heads(mass):
+    figure = plot_attention_centers(model_with_head((1.0, -2.0), sqrt_precision=0.8), 8, 8, masses=(mass,))
+    for axes in figure.axes:
+        line = contours_of(axes)['-']
+        radius = math.sqrt(math.log(1 / (1 - mass)) / (0.8**2 / 2))
+        assert np.allclose(np.linalg.norm(line - [1, -2], axis=1), radius)
+
+
+def test_the_ellipse_of_a_head_is_longer_along_its_columns():
+    figure = plot_attention_centers(model_with_head((0.0, 0.0), 'sa_generalized_cifar', [[1.0, 0.0], [0.0, 0.5]]), 8, 8)
+    line = contours_of(figure.axes[0])['-']
+    assert np.allclose(np.ptp(line, axis=0), 2 * math.sqrt(2 * math.log(2)) * np.array([1, 2]), rtol=1e-3)
+
+
+def test_contours_of_learned_heads_hold_their_mass():
+    model = small_timm('sa_learned_cifar', num_heads=1)
+    for block in model.blocks:
+        torch.nn.init.normal_(block.attn.encoding.weight, std=0.3)
+    figure = plot_attention_centers(model, 6, 8)
+    for axes, layer in zip(figure.axes, attention_layers(model).values()):
+        probs = position_probs(layer, 6, 8)[0, 3 * 8 + 4].numpy()
+        pixels = np.argwhere(np.ones((6, 8))) - [3, 4]
+        lines = [line for line in axes.get_lines() if line.get_zorder() == 3]
+        for mass, solid in ((0.5, True), (0.9, False)):
+            chosen = [line for line in lines if (line.get_linestyle() == '-') == solid]
+            inside = (
+                sum(
+                    Line(line.get_xydata()[:, ::-1], closed=True).contains_points(pixels).astype(int) for line in chosen
+                )
+                % 2
+                == 1
+            )
+            assert mass <= probs[inside].sum() + 1e-6
+            assert probs[inside].sum() - probs[inside].min() < mass
+
+
+def test_a_centre_beyond_the_panel_is_hollow_on_its_border():
+    axes = plot_attention_centers(model_with_head((0.0, 30.0)), 8, 8).axes[0]
+    reach = axes.get_xlim()[1]
+    assert reach == 7.5 and head_marks(axes)['head 0'] == (0, reach)
+    marks = {line.get_label(): line for line in axes.get_lines()}
+    assert to_hex(marks['head 0'].get_markerfacecolor()) == '#ffffff'
+    assert to_hex(marks['head 1'].get_markerfacecolor()) != '#ffffff'
+
+
+def test_discs_do_not_cover_each_other():
+    model = small_timm('sa_quadratic16_cifar', num_heads=16, depth=1)
+    with torch.no_grad():
+        model.blocks[0].attn.encoding.center.mul_(0.2)
+    axes = plot_attention_centers(model, 8, 8).axes[0]
+    places = {text.get_text(): text.get_position() for text in axes.texts}
+    assert set(places) == set(map(str, range(16)))
+    least = min(math.dist(a, b) for name, a in places.items() for other, b in places.items() if name != other)
+    assert least >= 0.12 * axes.get_xlim()[1] - 1e-9
+    assert len(head_marks(axes)) == 16
+
+
+def test_sixteen_heads_can_be_told_apart():
+    assert len({(color_of(i), marker_of(i)) for i in range(16)}) == 16
+    assert len({(color_of(i), line_style_of(i)) for i in range(16)}) == 16
+    assert len(set(COLORS)) == 9
+
+
+def test_heads_keep_their_numbers():
+    model = small_timm('sa_quadratic_cifar')
+    model.prune_heads({0: [1]})
+    numbers = {'blocks.0.attn': [0, 2], 'blocks.1.attn': [0, 1, 2]}
+    axes = plot_attention_centers(model, 8, 8, numbers=numbers).axes[0]
+    assert head_marks(axes)['head 2'] == pytest.approx(tuple(model.blocks[0].attn.encoding.center[1].tolist()))
+    assert set(head_marks(axes)) == {'head 0', 'head 2'}
+    titles = [axes.get_title() for axes in plot_attention_probs(maps_of(model, 8, 8), numbers=numbers).axes[:2]]
+    assert sorted(title.split(':')[0] for title in titles) == ['head 0', 'head 2']
+
+
+def test_probabilities_are_ordered_by_locality_and_zoomed():
+    model = model_with_head((0.0, 3.0), sqrt_precision=HARD)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.encoding.center[1:] = torch.tensor([[-1.0, 0.0], [0.0, 0.0]])
+            block.attn.encoding.sqrt_precision.fill_(HARD)
+    figure = plot_attention_probs(maps_of(model, 10, 12))
+    assert [axes.get_title() for axes in figure.axes[:3]] == ['head 2: 1.00', 'head 1: 1.00', 'head 0: 1.00']
+    assert [axes.get_ylabel() for axes in figure.axes if axes.get_ylabel()] == ['block 0', 'block 1']
+    assert all(axes.get_images()[0].get_array().shape == (7, 7) for axes in figure.axes[:6])
+    (query,) = figure.axes[0].patches
+    assert query.get_xy() == (-0.5, -0.5) and to_hex(query.get_edgecolor()) == '#000000'
+    # Beyond the grid there is nothing to show.
+    corner = plot_attention_probs(maps_of(model, 10, 12, (0, 11)), (0, 11)).axes[0].get_images()[0].get_array()
+    assert np.array_equal(
+        np.ma.getmaskarray(np.ma.masked_invalid(corner)), np.add.outer(np.arange(7) < 3, np.arange(7) > 3)
+    )
+    whole = plot_attention_probs(maps_of(model, 10, 12, (2, 7)), (2, 7), zoom=None).axes[0]
+    assert whole.get_images()[0].get_array().shape == (10, 12) and whole.patches[0].get_xy() == (6.5, 1.5)
+
+
+def test_a_head_that_looks_beyond_the_zoomed_window_has_a_white_map():
+    maps = maps_of(model_with_head((0.0, 6.0), sqrt_precision=2.0), 16, 16)
+    (far,) = [axes for axes in plot_attention_probs(maps).axes[:3] if axes.get_title().startswith('head 0')]
+    assert far.get_title() == f'head 0: {maps["blocks.0.attn"][0].max():.2f}' > 'head 0: 0.5'
+    assert far.get_images()[0].get_array().max() < 1e-6
+    near = [axes for axes in plot_attention_probs(maps).axes[:3] if not axes.get_title().startswith('head 0')]
+    assert [axes.get_images()[0].get_array().max() for axes in near] == [1, 1]
+
+
+def test_an_image_beside_its_probabilities():
+    maps = {'blocks.0.attn': torch.full((3, 6, 4), 1 / 24)}
+    image = np.random.default_rng(0).integers(0, 255, (12, 8, 3), dtype=np.uint8)
+    axes = plot_attention_probs(maps, (1, 3), zoom=None, image=image).axes
+    assert np.array_equal(axes[0].get_images()[0].get_array(), image)
+    assert axes[0].get_images()[0].get_extent() == [-0.5, 3.5, 5.5, -0.5] and axes[0].patches[0].get_xy() == (2.5, 0.5)
+
+
+def test_wrong_arguments_of_figures():
+    with pytest.raises(ValueError, match='zoom=4 must be odd'):
+        plot_attention_probs({'a': torch.ones(1, 2, 2)}, zoom=4)
+    with pytest.raises(ValueError, match='maps is empty'):
+        plot_attention_probs({})
+    with pytest.raises(ValueError, match='no attention layers'):
+        plot_attention_centers(small_cmhsa('conv'), 2, 2)
+    with pytest.raises(ValueError, match='depends on position alone: give probs'):
+        plot_attention_centers(small_timm('sa_learned_content_cifar'), 2, 2)
+    with pytest.raises(ValueError, match='masses'):
+        plot_attention_centers(small_timm('sa_quadratic_cifar'), 2, 2, masses=())
+    with pytest.raises(ValueError, match='AttentionVisualizationHook'):
+        plot_center_movement({})
+
+
+def test_layers_without_heads_are_drawn_empty():
+    model = small_timm('sa_quadratic_cifar')
+    model.prune_heads({0: [0, 1, 2]}, allow_empty=True)
+    assert head_marks(plot_attention_centers(model, 4, 4).axes[0]) == {}
+    axes = plot_attention_probs(maps_of(model, 4, 4)).axes
+    assert len(axes) == 5  # one for the first layer, three maps and their colours
+    assert (axes[0].get_title(), axes[0].get_ylabel()) == ('no heads', 'block 0') and not axes[0].get_images()
+
+
+def test_heads_that_look_beyond_the_grid_are_named():
+    model = small_cmhsa('conv')
+    model.to_attention()  # a shift a head, the null key outside
+    axes = plot_attention_centers(model, 8, 8, query=(0, 0)).axes[0]
+    drawn = {int(name.split()[1]) for name in head_marks(axes)}
+    title, beyond = axes.get_title().split(', beyond the grid: ')
+    assert title == 'block 0' and drawn | set(map(int, beyond.split(', '))) == set(range(9)) and len(drawn) == 4
+    assert len(head_marks(plot_attention_centers(model, 8, 8).axes[0])) == 9
+
+
+def test_maps_of_a_query_are_rows_of_the_probabilities():
+    models = [small_timm(f'sa_{kind}_cifar') for kind in ('quadratic', 'generalized', 'learned')] + [
+        small_timm('sa_learned_content_cifar', terms=('qk', 'vr')),
+        small_cmhsa('attn'),
+    ]
+    for model in models:
+        for layer in attention_layers(model).values():
+            expected = position_probs(layer, 6, 5)[:, 2 * 5 + 4].unflatten(1, (6, 5))
+            assert torch.allclose(query_maps(layer, 6, 5, (2, 4)).float(), expected, atol=1e-6)
+
+
+def test_the_bias_of_cmhsa_and_means_over_images_are_drawn():
+    model, images = small_cmhsa('attn'), torch.randn(2, 3, 16, 16)
+    for probs in (None, mean_attention_probs_of(model, images)):
+        figure = plot_attention_centers(model, 8, 8, probs=probs)
+        assert [len(head_marks(axes)) for axes in figure.axes] == [9, 9]
+
+
+def test_figures_leave_no_trace():
+    before = dict(pyplot.rcParams)
+    figure = plot_attention_centers(small_timm('sa_quadratic_cifar'), 4, 4)
+    image = image_of(figure)
+    assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3 and image.std() > 10
+    assert pyplot.get_fignums() == [] and dict(pyplot.rcParams) == before
+
+
+def test_the_look_does_not_depend_on_settings_outside():
+    model = small_timm('sa_quadratic_cifar')
+    own = image_of(plot_attention_centers(model, 4, 4))
+    with pyplot.rc_context({'font.size': 20, 'axes.facecolor': 'red', 'lines.linewidth': 9}):
+        assert np.array_equal(image_of(plot_attention_centers(model, 4, 4)), own)
+
+
+def test_files_by_their_suffix(tmp_path):
+    model = small_timm('sa_quadratic_cifar')
+    figure = plot_attention_centers(model, 4, 4)
+    save_figure(figure, tmp_path / 'a.svg')
+    save_figure(figure, tmp_path / 'new' / 'a.png')
+    assert (tmp_path / 'new' / 'a.png').read_bytes()[:4] == b'\x89PNG'
+    assert xml.dom.minidom.parse(str(tmp_path / 'a.svg')).documentElement.tagName == 'svg'
+    save_figure(plot_attention_centers(model, 4, 4), tmp_path / 'b.svg')
+    assert (tmp_path / 'a.svg').read_bytes() == (tmp_path / 'b.svg').read_bytes()
+    with pytest.raises(ValueError, match=r'must end in .png or .svg'):
+        save_figure(figure, tmp_path / 'a.jpg')
+
+
+# Logs.
+
+
+def write_log(work_dir, name, lines):
+    path = work_dir / name / 'vis_data' / 'scalars.json'
+    path.parent.mkdir(parents=True)
+    path.write_text('\n'.join(line if isinstance(line, str) else json.dumps(line) for line in lines) + '\n')
+    return path
+
+
+def accuracy(*values, first=1):
+    return [{'accuracy/top1': value, 'step': step} for step, value in enumerate(values, start=first)]
+
+
+def test_logs_of_a_run_that_was_resumed_are_joined(tmp_path):
+    write_log(
+        tmp_path,
+        '20260101_000000',
+        [{'loss': 2.0, 'epoch': 1, 'iter': 10, 'step': 10}, *accuracy(10.0, 20.0, 30.0), '{"accuracy/top1": 4'],
+    )
+    write_log(tmp_path, '20260102_000000', accuracy(25.0, 35.0, first=3))
+    assert read_scalars(tmp_path)['accuracy/top1'].tolist() == [[1, 10], [2, 20], [3, 25], [4, 35]]
+    path = write_log(tmp_path, '20260103_000000', accuracy(1.0))  # begun anew
+    assert read_scalars(tmp_path)['accuracy/top1'].tolist() == [[1, 1]] == read_scalars(path)['accuracy/top1'].tolist()
+    assert read_scalars(tmp_path)['loss'].tolist() == [[10, 2]]
+
+
+def test_accuracy_of_several_runs(tmp_path):
+    for name in ('a', 'b'):
+        write_log(tmp_path / name, '1', accuracy(10.0, 20.0 if name == 'a' else 30.0))
+    figure = plot_metric({'first': tmp_path / 'a', 'second': tmp_path / 'b'})
+    lines = figure.axes[0].get_lines()
+    assert [line.get_xydata().tolist() for line in lines] == [[[1, 10], [2, 20]], [[1, 10], [2, 30]]]
+    labels = [text.get_text() for text in figure.legends[0].texts]
+    assert labels == ['first, 20.0 at the end', 'second, 30.0 at the end']
+    with pytest.raises(ValueError, match="metric='accuracy/top5' is not in the logs.*accuracy/top1"):
+        plot_metric({'a': tmp_path / 'a'}, 'accuracy/top5')
+    with pytest.raises(FileNotFoundError, match='LocalVisBackend'):
+        plot_metric({'a': tmp_path})
+    with pytest.raises(ValueError, match='runs is empty'):
+        plot_metric({})
+
+
+def test_the_movement_of_centres(tmp_path):
+    def line(step, heads):
+        return {
+            'step': step,
+            **{
+                f'attention/backbone.blocks.0.attn/head{head}/{key}': value
+                for head, place in heads.items()
+                for key, value in zip(('center_row', 'center_column', 'width'), (*place, 1.0))
+            },
+        }
+
+    write_log(
+        tmp_path, '1', [line(0, {0: (0, 0), 3: (1, 1)}), line(1, {0: (0.5, -1), 3: (2, 1)}), line(2, {0: (1, -2)})]
+    )
+    centers = read_centers(tmp_path)['backbone.blocks.0.attn']
+    assert centers[0].tolist() == [[0, 0, 0], [1, 0.5, -1], [2, 1, -2]]
+    assert centers[3].tolist() == [[0, 1, 1], [1, 2, 1]]
+    axes = plot_center_movement(read_centers(tmp_path)).axes[0]
+    assert axes.get_title() == 'block 0' and axes.yaxis_inverted() and not axes.xaxis_inverted()
+    assert head_marks(axes) == {'head 0': (1, -2)}
+    ways = [line.get_xydata().tolist() for line in axes.get_lines() if len(line.get_xdata()) > 2]
+    assert ways == [[[0, 0], [-1, 0.5], [-2, 1]]]
+    crosses = [line.get_xydata().tolist() for line in axes.get_lines() if line.get_marker() == 'x']
+    assert crosses == [[[1, 2]]]
+
+
+def test_a_layer_whose_heads_were_all_pruned_ends_in_crosses():
+    way = np.array([[0.0, 0.0, 1.0], [1.0, 0.0, 2.0], [2.0, 0.0, 3.0]])
+    axes = plot_center_movement({'blocks.0.attn': {0: way[:2]}, 'blocks.1.attn': {0: way}}).axes
+    assert head_marks(axes[0]) == {} and [line.get_marker() for line in axes[0].get_lines()].count('x') == 1
+    assert set(head_marks(axes[1])) == {'head 0'}
+
+
+def test_another_training_in_the_same_folder(tmp_path):
+    def line(step, heads):
+        return {
+            'step': step,
+            **{
+                f'attention/blocks.{layer}.attn/head{head}/center_{axis}': float(step)
+                for layer, head in heads
+                for axis in ('row', 'column')
+            },
+        }
+
+    write_log(tmp_path, '1', [line(step, [(0, 0), (0, 1), (1, 0)]) for step in range(3)])
+    write_log(tmp_path, '2', [line(step, [(0, 0)]) for step in range(2)])
+    assert {
+        layer: {head: len(way) for head, way in heads.items()} for layer, heads in read_centers(tmp_path).items()
+    } == {'blocks.0.attn': {0: 2}}
+    write_log(tmp_path, '3', [line(step, [(0, 0), (0, 1)]) for step in range(1, 3)])  # resumed
+    centers = read_centers(tmp_path)['blocks.0.attn']
+    assert centers[0][:, 0].tolist() == [0, 1, 2] and centers[1][:, 0].tolist() == [1, 2]
+
+
+def test_curves_of_trainings_by_iterations(tmp_path):
+    write_log(
+        tmp_path / 'a',
+        '1',
+        [{'loss': 1.0, 'iter': 2, 'step': 2}, {'accuracy/top1': 10.0, 'step': 2}, {'accuracy/top1': 15.0, 'step': 4}],
+    )
+    write_log(tmp_path / 'b', '1', [*accuracy(20.0, 30.0), {'loss': 1.0, 'epoch': 2, 'iter': 8, 'step': 8}])
+    assert plot_metric({'a': tmp_path / 'a'}).axes[0].get_xlabel() == 'iteration'
+    assert plot_metric({'b': tmp_path / 'b'}).axes[0].get_xlabel() == 'epoch'
+    assert plot_metric({name: tmp_path / name for name in 'ab'}).axes[0].get_xlabel() == 'epoch or iteration'
+    figure = plot_metric({'a': tmp_path / 'a'}, 'loss')
+    assert figure.legends[0].texts[0].get_text() == 'a, 1 at the end'
+    write_log(tmp_path / 'c', '1', [{'accuracy/top1': 10.0, 'step': 0}, {'accuracy/top1': 15.0, 'step': 0}])
+    with pytest.raises(ValueError, match='of step 0.*log_metric_by_epoch=False'):
+        plot_metric({'c': tmp_path / 'c'})
+
+
+# The tool.
+
+
+@pytest.fixture(scope='module')
+def checkpoints(tmp_path_factory, repository):
+    folder = tmp_path_factory.mktemp('checkpoints')
+    for kind in ('quadratic', 'learned_content'):
+        torch.manual_seed(0)
+        config = Config.fromfile(str(repository / f'configs/sa_{kind}_digits.py'))
+        config.model.backbone.arch = dict(embed_dims=16, num_layers=2, num_heads=3, feedforward_channels=24)
+        config.model.head.in_channels = 16
+        config.dump(str(folder / f'{kind}.py'))
+        torch.save(get_model(str(folder / f'{kind}.py')).state_dict(), folder / f'{kind}.pth')
+    write_log(
+        folder / 'run',
+        '1',
+        [
+            *accuracy(10.0, 20.0),
+            *(
+                {
+                    'step': step,
+                    'attention/blocks.0.attn/head0/center_row': 1.0,
+                    'attention/blocks.0.attn/head0/center_column': step,
+                }
+                for step in range(3)
+            ),
+        ],
+    )
+    mmcv.imwrite(np.random.default_rng(0).integers(0, 255, (16, 16, 3), dtype=np.uint8), str(folder / 'image.png'))
+    return folder
+
+
+def test_the_tool_in_a_process_of_its_own(checkpoints, repository, tmp_path):
+    output = run(
+        sys.executable,
+        repository / 'tools/visualization/plot_attention.py',
+        checkpoints / 'quadratic.py',
+        checkpoints / 'quadratic.pth',
+        '--figure',
+        'centers',
+        '--out',
+        tmp_path / 'a.svg',
+        folder=tmp_path,
+        DISPLAY='',
+    )
+    assert f'Saved {tmp_path / "a.svg"}' in output
+    assert xml.dom.minidom.parse(str(tmp_path / 'a.svg')).documentElement.tagName == 'svg'
+
+
+@pytest.fixture
+def tool(repository, monkeypatch):
+    """Runs the tool with some options in this process."""
+
+    def run_tool(*options):
+        path = repository / 'tools/visualization/plot_attention.py'
+        monkeypatch.setattr(sys, 'argv', [str(path), *map(str, options)])
+        return runpy.run_path(str(path), run_name='__main__')
+
+    return run_tool
+
+
+@pytest.mark.parametrize(
+    'kind, options',
+    [
+        ('quadratic', ['--figure', 'probabilities', '--query', 1, 5, '--zoom', 3]),
+        ('learned_content', ['--figure', 'centers', '--num-images', 5]),
+        ('learned_content', ['--figure', 'content', '--num-images', 5]),
+        ('learned_content', ['--figure', 'content', '--image', 7, '--query', 4, 2]),
+        ('learned_content', ['--figure', 'content', '--image', 'image.png']),
+        (None, ['--figure', 'movement', '--runs', 'run']),
+        (None, ['--figure', 'accuracy', '--runs', 'run', 'again=run']),
+    ],
+)
+def test_figures_of_the_tool(checkpoints, tool, monkeypatch, kind, options):
+    monkeypatch.chdir(checkpoints)
+    model = [] if kind is None else [f'{kind}.py', f'{kind}.pth']
+    (checkpoints / 'a.png').unlink(missing_ok=True)
+    tool(*model, *options, '--out', 'a.png')
+    assert mmcv.imread('a.png').std() > 10
+
+
+def test_what_the_tool_draws(checkpoints, tool, monkeypatch):
+    """The image that was named, and its attention."""
+    drawn = {}
+    monkeypatch.setattr(figures, 'plot_attention_probs', lambda *args, **options: drawn.update(options, args=args))
+    monkeypatch.setattr(style, 'save_figure', lambda figure, path: None)
+    monkeypatch.chdir(checkpoints)
+    tool(
+        'learned_content.py',
+        'learned_content.pth',
+        '--figure',
+        'content',
+        '--image',
+        'image.png',
+        '--query',
+        4,
+        2,
+        '--out',
+        'a.png',
+    )
+    maps, query = drawn['args']
+    assert (query, drawn['zoom'], drawn['numbers']) == ((4, 2), None, None)
+    grey = mmcv.imread('image.png', flag='grayscale')
+    assert np.array_equal(drawn['image'], np.repeat(grey[..., None], 3, axis=2))
+    model = get_model('learned_content.py', pretrained='learned_content.pth')
+    tensor = (torch.from_numpy(grey)[None, None].float() - 77.9) / 95.9
+    for name, expected in attention_probs_of(model, tensor).items():
+        assert torch.allclose(maps[name].float(), expected[0, :, 4 * 8 + 2].unflatten(1, (8, 8)), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    'options, message',
+    [
+        (['--figure', 'centers', '--out', 'a.png'], 'give CONFIG and CHECKPOINT'),
+        (['--figure', 'movement', '--out', 'a.png'], 'give --runs DIR'),
+        (['--figure', 'movement', '--runs', 'a', 'b', '--out', 'a.png'], 'one training'),
+        (['--figure', 'accuracy', '--runs', 'x', '--out', 'a.pdf'], 'must end in .png or .svg'),
+        (['a.py', 'a.pth', '--figure', 'content', '--num-images', '0', '--out', 'a.png'], '--num-images 0 must be at'),
+    ],
+)
+def test_wrong_options_of_the_tool(tool, capsys, options, message):
+    with pytest.raises(SystemExit):
+        tool(*options)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    'options, message',
+    [
+        (['quadratic.py', 'quadratic.pth', '--figure', 'content'], '--figure probabilities draws it'),
+        (['quadratic.py', 'quadratic.pth', '--figure', 'probabilities', '--query', '8', '0'], 'row from 0 to 7'),
+        (['learned_content.py', 'learned_content.pth', '--figure', 'content', '--image', '400'], 'below 364'),
+        (['learned_content.py', 'learned_content.pth', '--figure', 'content', '--size', '4', '4'], '--size is for'),
+        (
+            ['quadratic.py', 'quadratic.pth', '--figure', 'centers', '--image', '3'],
+            '--image is for attention that depends',
+        ),
+        (['learned_content.py', 'quadratic.pth', '--figure', 'content'], 'quadratic.pth does not fit the model'),
+        (['--figure', 'accuracy', '--runs', 'run', '--metric', 'top5'], "metric='top5' is not in the logs"),
+        (['--figure', 'accuracy', '--runs', 'run', 'run'], 'the same name'),
+        (['--figure', 'movement', '--runs', '.'], 'LocalVisBackend'),
+    ],
+)
+def test_what_the_tool_cannot_draw(checkpoints, tool, monkeypatch, options, message):
+    monkeypatch.chdir(checkpoints)
+    with pytest.raises(SystemExit, match=message):
+        tool(*options, '--out', 'none.png')
+    assert not (checkpoints / 'none.png').exists()
