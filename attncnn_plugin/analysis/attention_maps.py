@@ -57,7 +57,7 @@ def require_attention_layers(model: nn.Module) -> Dict[str, nn.Module]:
 def depends_on_content(layer: nn.Module) -> bool:
     """Whether the probabilities of a layer depend on its input."""
     if isinstance(layer, GridAttention):
-        return not getattr(layer, 'position_only', True)
+        return layer.depends_on_content
     return isinstance(layer, (PatchAttention, MergedPatchAttention))
 
 
@@ -84,10 +84,10 @@ def position_probs(layer: nn.Module, height: int, width: int) -> Optional[Tensor
     if not has_position_scores(layer):
         return None
     if not depends_on_content(layer):
-        return layer.attention_probs(height, width).float()
+        return layer.attention_probs((height, width)).float()
     if not isinstance(layer, ContentAttention):
-        return layer.position(height, width).float().softmax(-1)[..., :-1]
-    rows, columns = (scores.softmax(-1) for scores in layer.axis_scores(height, width))
+        return layer.position((height, width)).float().softmax(-1)[..., :-1]
+    rows, columns = (scores.softmax(-1) for scores in layer.axis_scores((height, width)))
     probs = rows[:, :, None, :, None] * columns[:, None, :, None, :]
     return probs.reshape(layer.num_heads, height * width, height * width).float()
 
@@ -271,7 +271,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def _all_scores(layer: nn.Module, x: Tensor) -> Tensor:
     if isinstance(layer, ContentAttention):
         return layer.attention_scores(x)
-    position = at_least_float32(layer.position(*x.shape[1:3]))  # the null key last
+    position = at_least_float32(layer.position(x.shape[1:3]))  # the null key last
     return nn.functional.pad(_content_scores(layer, x), (0, 1)) + position
 
 
@@ -299,7 +299,7 @@ def _content_scores(layer: nn.Module, x: Tensor) -> Optional[Tensor]:
 def _position_scores(layer: nn.Module, x: Tensor) -> Optional[Tensor]:
     batch, height, width, _ = x.shape
     if not isinstance(layer, ContentAttention):
-        return layer.position(height, width).expand(batch, -1, -1, -1)
+        return layer.position((height, width)).expand(batch, -1, -1, -1)
     if layer.tables is None:
         return None
     rows, columns = _position_axes(layer, x)
@@ -317,10 +317,10 @@ def _position_axes(layer: ContentAttention, x: Tensor) -> Tuple[Tensor, Tensor]:
     with full_precision(x.device.type):
         if 'qr' in layer.terms:
             query = at_least_float32(layer.query(x)).unflatten(-1, (layer.num_heads, layer.dim)) / layer.dim**0.5
-            row, column = layer.tables(height, width, like=layer.value.weight)
+            row, column = layer.tables((height, width), like=layer.value.weight)
             rows = torch.einsum('bijhd,dik->bhijk', query, at_shifts(row.T, height))
             columns = torch.einsum('bijhd,djk->bhijk', query, at_shifts(column.T, width))
         if 'vr' in layer.terms:
-            row, column = layer.axis_scores(height, width)
+            row, column = layer.axis_scores((height, width))
             rows, columns = rows + row[:, :, None], columns + column[:, None]
     return rows, columns

@@ -91,7 +91,7 @@ def query_maps(
             'for instance mean_attention_probs_of(model, images)[name]'
         )
     if probs is None and hasattr(layer, 'axis_scores'):  # P[q] = P1[q1] ⊗ P2[q2], without the whole of P
-        rows, columns = (scores.detach().cpu().double().softmax(-1) for scores in layer.axis_scores(height, width))
+        rows, columns = (scores.detach().cpu().double().softmax(-1) for scores in layer.axis_scores((height, width)))
         return rows[:, index // width, :, None] * columns[:, index % width, None, :]
     probs = position_probs(layer, height, width) if probs is None else probs
     return probs[:, index].detach().cpu().double().unflatten(1, (height, width))

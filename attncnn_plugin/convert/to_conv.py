@@ -151,7 +151,7 @@ def check_position_only(layer: nn.Module) -> None:
             f'layer is a {type(layer).__name__}, but only attention over a grid of pixels is compared with a '
             'convolution, with attention_probs(height, width) and a linear layer value'
         )
-    if not getattr(layer, 'position_only', True):
+    if getattr(layer, 'depends_on_content', False):
         raise ValueError(
             f'the scores of layer, terms={layer.terms}, depend on the input, and no convolution does: only attention '
             "by positions alone can be compared with one, terms=('vr',)"
@@ -159,8 +159,8 @@ def check_position_only(layer: nn.Module) -> None:
 
 
 def position_probs(layer: nn.Module, size: Tuple[int, ...]) -> Tensor:
-    """``layer.attention_probs(*size)`` in float64 throughout, on the CPU, ``(N_h, Q, pixels)``."""
-    return copy.deepcopy(layer).cpu().double().attention_probs(*size).detach()
+    """``layer.attention_probs(size)`` in float64 throughout, on the CPU, ``(N_h, Q, pixels)``."""
+    return copy.deepcopy(layer).cpu().double().attention_probs(size).detach()
 
 
 def _conv_of_grid(layer: nn.Module, kernel_size, padding_mode: Optional[str]) -> nn.Conv2d:

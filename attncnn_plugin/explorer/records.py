@@ -137,7 +137,7 @@ def layer_records(model: nn.Module, height: int, width: int) -> Dict[str, LayerR
         if probs is not None:
             probs = probs.cpu()
             check_finite(name, probs)
-            scores = encoding.shift_scores(height, width) if hasattr(encoding, 'shift_scores') else None
+            scores = encoding.shift_scores((height, width)) if hasattr(encoding, 'shift_scores') else None
             layers[name].position = encode_position(probs, height, width, scores)
             layers[name].note_errors('position', relative_errors(decode_probs(layers[name].position), probs))
     return layers

@@ -121,7 +121,7 @@ def decode_scores(record: Record) -> Tensor:
         return scores.flatten(3).flatten(1, 2)
     if record['type'] == 'shifts':
         table = torch.from_numpy(record['scores'])
-        return at_grid_shifts(table, *((size + 1) // 2 for size in table.shape[1:]))
+        return at_grid_shifts(table, [(size + 1) // 2 for size in table.shape[1:]])
     if record['type'] == 'query_axes':
         rows, columns = (joined(record, name).movedim(0, -1) * record['step'] for name in ('rows', 'columns'))
         return (rows[..., :, None] + columns[..., None, :]).flatten(2)

@@ -1,32 +1,45 @@
-"""Attention layers in plain PyTorch. On grids ``(B, H, W, D)`` they give ``(B, H, W, D_out)``."""
+"""Attention layers in plain PyTorch. Those over a grid take tokens ``(B, H, W, D)`` and give ``(B, H, W, D_out)``."""
 
+from .attention_layer import AttentionLayer, GaussianHeads
 from .content_attention import ContentAttention
 from .encodings import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding, WindowEncoding
-from .grid_attention import GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
+from .grid_attention import GeneralizedQuadraticAttention, GridAttention, LearnedAttention, QuadraticAttention
+from .grid_convolution import GridConvolution
 from .image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
 from .merged_patch_attention import MergedPatchAttention
 from .patch_attention import PatchAttention
 from .position_bias import GridBias, WindowBias
 from .position_tables import AbsoluteEncoding, RelativeTables
+from .prunable_heads import PrunableHeads, Replacement
+from .structure import Restructurable, StructureError, follow_state_dict
 from .window import Window
 
 __all__ = [
     'AbsoluteEncoding',
+    'AttentionLayer',
     'ContentAttention',
+    'GaussianHeads',
     'GeneralizedQuadraticAttention',
     'GeneralizedQuadraticEncoding',
+    'GridAttention',
     'GridBias',
+    'GridConvolution',
     'ImageAttention',
     'LearnedAttention',
     'LearnedEncoding',
     'MergedPatchAttention',
     'PatchAttention',
+    'PrunableHeads',
     'QuadraticAttention',
     'QuadraticEncoding',
     'QuadraticImageAttention',
     'RelativeTables',
+    'Replacement',
+    'Restructurable',
+    'StructureError',
     'Window',
     'WindowBias',
     'WindowEncoding',
     'WindowImageAttention',
+    'follow_state_dict',
 ]

@@ -1,48 +1,73 @@
-"""What a layer computes from its parameters and the size of a grid, kept for inference."""
+"""A cache of results that depend on a layer's parameters and on the size of a grid."""
 
-from typing import Any, Callable
+from typing import Any, Callable, Hashable, List, Tuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-MAX_SIZES = 8  # sizes
+MAX_SIZES = 8
+# Parameters with at most as many entries are compared by their values on CPUs, where it costs some microseconds.
+FEW_ENTRIES = 4096
 
 
 class GridCache:
-    """Results of a module's functions by the size of the grid, as long as the parameters are what they were.
+    """Results of functions of a module by the size of the grid, as long as its parameters are what they were.
 
-    Changes in place and other parameters are seen, changes through ``.data`` in place are not.
+    Small parameters on the CPU are compared by their values. Others count as changed if they are other tensors or were
+    changed in place; a change in place through ``.data`` is not seen. Nothing is kept while parameters learn.
     """
 
     def __init__(self) -> None:
         self._results = {}
 
-    def __call__(self, module: nn.Module, make: Callable[..., Any], *size: int) -> Any:
-        """``make(*size)``, computed once for a size.
+    def __call__(self, module: nn.Module, function: Callable[..., Any], *key: Hashable) -> Any:
+        """``function(*key)``, computed once for a key.
 
         Args:
-            module (nn.Module): Whose parameters ``make`` uses.
-            make (Callable): A function of the size.
-            size (int): The size, and whatever else the result depends on.
+            module (nn.Module): The module whose parameters the function uses.
+            function (Callable): A function of the key.
+            key (Hashable): The size of the grid, and whatever else the result depends on.
         """
-        if torch.compiler.is_compiling() or (
-            torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-        ):
-            return make(*size)
         parameters = list(module.parameters())
-        state = [(id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
-        kept = self._results.get(size)
-        if kept is None or kept[0] != state:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
+            return function(*key)
+        known = self._results.get(key)
+        if known is None or not known[0].matches(parameters):
             with torch.inference_mode(False), torch.no_grad():  # a result for calls outside of inference mode too
-                # The parameters stay alive with it, so that no other one can have their identity.
-                kept = state, make(*size), parameters
+                known = _Snapshot(parameters), function(*key)
             if len(self._results) >= MAX_SIZES:
                 self._results.clear()
-            self._results[size] = kept
-        return kept[1]
+            self._results[key] = known
+        return known[1]
 
     def __len__(self) -> int:
         return len(self._results)
 
     def __reduce__(self):
-        return GridCache, ()  # a copy begins anew
+        return GridCache, ()  # a copy begins empty
+
+
+class _Snapshot:
+    """The state of parameters. It keeps them alive, so that no other tensor can take their place in memory."""
+
+    def __init__(self, parameters: List[Tensor]) -> None:
+        self._parameters = parameters
+        self._versions = [_version(p) for p in parameters]
+        self._values = [p.detach().clone() if _is_cheap(p) else None for p in parameters]
+
+    def matches(self, parameters: List[Tensor]) -> bool:
+        """Whether the parameters are still the same, with the same values."""
+        return len(parameters) == len(self._parameters) and all(
+            torch.equal(p, value)
+            if value is not None and p.shape == value.shape and _is_cheap(p)
+            else p is known and _version(p) == version
+            for p, known, version, value in zip(parameters, self._parameters, self._versions, self._values)
+        )
+
+
+def _is_cheap(parameter: Tensor) -> bool:
+    return parameter.device.type == 'cpu' and parameter.numel() <= FEW_ENTRIES
+
+
+def _version(parameter: Tensor) -> Tuple[int, int]:
+    return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version

@@ -1,4 +1,4 @@
-"""Self-attention whose scores depend on content and on position (C20, eq. 3 and 8)."""
+"""Self-attention whose scores depend on content and on position (Cordonnier et al. 2020, eq. 3 and 8)."""
 
 from typing import Dict, List, Optional, Sequence, Tuple
 
@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .grid_attention import SeparableAttention
-from .linear import is_plain_linear
+from .attention_layer import head_products
+from .grid_attention import GridAttention, OutputMap, SeparableScores
+from .linear import is_exporting, product_is_cheaper
 from .position_tables import AbsoluteEncoding, RelativeTables
 from .precision import at_least_float32, full_precision
-from .separable import is_exporting
 from .shifts import at_shifts
 
 TERMS = ('qk', 'qr', 'uk', 'vr')
@@ -19,13 +19,14 @@ TERMS = ('qk', 'qr', 'uk', 'vr')
 FUSED_FROM = 1024
 
 
-class ContentAttention(SeparableAttention):
+class ContentAttention(SeparableScores, GridAttention):
     r"""Attention by content and relative position, any of the four terms of C20's eq. 8:
 
     - ``'qk'``: content and content, q·k/√D, with q = W_qry x_q and k = W_key x_k, D channels a head;
     - ``'qr'``: content and position, q·r_δ/√D, with r_δ = R[δ1] + C[δ2];
     - ``'uk'``: a bias of keys, u·k/√D;
-    - ``'vr'``: a bias of positions, vᵀ[R[δ1]; C[δ2]]. Alone it is :class:`LearnedAttention`, separable.
+    - ``'vr'``: a bias of positions, vᵀ[R[δ1]; C[δ2]]. Alone it makes the layer a
+      :class:`~attncnn_plugin.layers.LearnedAttention`, which is separable and does not depend on content.
 
     For comparison the position can instead be an absolute encoding P (C20, eq. 3): q and k are then maps of X + P, and
     the terms with r_δ do not exist.
@@ -39,7 +40,11 @@ class ContentAttention(SeparableAttention):
             to ``('qk',)`` for an absolute position encoding.
         position (str): ``'relative_learned'``, ``'relative_sinusoidal'``, ``'absolute_learned'`` or
             ``'absolute_sinusoidal'``. Defaults to ``'relative_learned'``.
-        kwargs: See :class:`GridAttention`; ``attn_impl='separable'`` is for ``terms=('vr',)`` alone.
+        out_dim (int, optional): Channels of the output. Defaults to ``dim``.
+        bias (bool): Whether the output has a bias. Defaults to True.
+        attn_drop (float): Dropout rate of the attention probabilities. Defaults to 0.
+        attn_impl (str): See :class:`~attncnn_plugin.layers.GridAttention`; ``'separable'`` is for ``terms=('vr',)``
+            alone. Defaults to ``'auto'``.
 
     Raises:
         ValueError: No, unknown or repeated terms; terms that do not go with ``position``; an unknown ``position``.
@@ -59,12 +64,15 @@ class ContentAttention(SeparableAttention):
         max_size: Tuple[int, int] = (16, 16),
         terms: Optional[Sequence[str]] = None,
         position: str = 'relative_learned',
+        out_dim: Optional[int] = None,
+        bias: bool = True,
+        attn_drop: float = 0.0,
+        attn_impl: str = 'auto',
         device=None,
         dtype=None,
-        **kwargs,
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
-        super().__init__(dim, num_heads, **dd, **kwargs)
+        super().__init__(dim, num_heads, out_dim, bias, attn_drop, attn_impl, **dd)
         span, _, kind = str(position).partition('_')
         if span not in ('relative', 'absolute') or kind not in ('learned', 'sinusoidal'):
             raise ValueError(
@@ -72,7 +80,7 @@ class ContentAttention(SeparableAttention):
                 "'absolute_learned' or 'absolute_sinusoidal'"
             )
         self.terms = _check_terms(terms, span)
-        if self.attn_impl == 'separable' and not self.position_only:
+        if self.attn_impl == 'separable' and self.depends_on_content:
             raise ValueError(
                 f"attn_impl='separable' is exact for terms=('vr',) alone, not for terms={self.terms}, whose scores "
                 "depend on content: use 'auto' or 'dense'"
@@ -95,9 +103,12 @@ class ContentAttention(SeparableAttention):
             nn.init.kaiming_uniform_(self.position_bias, a=5**0.5)
 
     @property
-    def position_only(self) -> bool:
-        """Whether the scores do not depend on the input."""
-        return self.terms == ('vr',)
+    def depends_on_content(self) -> bool:
+        return self.terms != ('vr',)
+
+    @property
+    def has_position_scores(self) -> bool:
+        return 'vr' in self.terms  # q·r_δ depends on the query too
 
     @property
     def max_size(self) -> Optional[Tuple[int, int]]:
@@ -111,14 +122,13 @@ class ContentAttention(SeparableAttention):
     def extra_repr(self) -> str:
         return f'{super().extra_repr()}, terms={self.terms}, position={self.position!r}'
 
-    def forward(self, x: Tensor, value: Optional[Tuple[Tensor, Tensor]] = None) -> Tensor:
-        """``(B, H, W, D)`` to ``(B, H, W, D_out)``, for any H and W that the position encoding covers."""
-        if self.position_only:
-            return super().forward(x, value)
-        if self.num_heads == 0:
-            return self._map(x[..., :0], value)
+    def _attend(self, x: Tensor, output_map: OutputMap) -> Tensor:
+        if not self.depends_on_content:
+            return self._attend_separable(x, output_map)
         batch, height, width, dim = x.shape
-        if self._merging_is_cheaper(batch * height * width):
+        if self.num_heads == 0:
+            return output_map(x[..., :0])
+        if self._merges(batch * height * width):
             query, key = self._merged_query_key(x)
         else:
             query, key = self._query_key(x)
@@ -127,10 +137,31 @@ class ContentAttention(SeparableAttention):
             heads = attend(query, key, tokens, self.attn_drop.p if self.training else 0.0)
         if query.shape[1] == self.num_heads:
             heads = heads.transpose(1, 2)
-        return self._map(heads.to(x.dtype).reshape(batch, height, width, self.num_heads * dim), value)
+        return output_map(heads.to(x.dtype).reshape(batch, height, width, self.num_heads * dim))
+
+    def _merges(self, tokens: int) -> bool:
+        """Whether the keys of T tokens, N_h·T·D² multiply-adds, cost more than W_qryᵀ W_key, N_h·D³."""
+        if 'qk' not in self.terms:
+            return False
+        product = 0 if self._deployed else self.num_heads * self.dim**3
+        return product_is_cheaper((self.query, self.key), tokens, self.num_heads * self.dim**2, product)
+
+    def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, Tensor]:
+        """The two terms of vᵀr_δ, ``(N_h, height, height)`` and ``(N_h, width, width)``."""
+        return self.tables.axis_scores(self.position_bias, size)
+
+    def attention_probs(self, size: Sequence[int]) -> Tensor:
+        if self.depends_on_content:
+            raise ValueError(
+                f'the probabilities of terms={self.terms} depend on the input x: use attention_scores(x).softmax(-1)'
+            )
+        return self._product_probs(size)
+
+    def position_probs(self, size: Sequence[int]) -> Optional[Tensor]:
+        return self._product_probs(size) if self.has_position_scores else None
 
     def attention_scores(self, x: Tensor) -> Tensor:
-        """The scores of an input, ``(B, N_h, H*W, H*W)``, at least float32.
+        """All scores of an input, ``(B, N_h, H*W, H*W)``, at least float32.
 
         Under autocast the projections to queries and keys are made in its precision, the scores of them in float32.
 
@@ -140,6 +171,49 @@ class ContentAttention(SeparableAttention):
         query, key = self._query_key(x)
         with full_precision(x.device.type):
             return torch.matmul(query, key.mT)
+
+    def content_scores(self, x: Tensor) -> Optional[Tensor]:
+        if self.key is None:
+            return None
+        tokens = x.flatten(1, 2)
+        key = self.key(tokens)
+        query = self.query(tokens) if 'qk' in self.terms else 0
+        if 'uk' in self.terms:
+            query = query + self.key_bias.flatten().expand_as(key)  # (q + u)·k
+        return head_products(query, key, self.num_heads)
+
+    def position_scores(self, x: Tensor) -> Optional[Tensor]:
+        if self.tables is None:
+            return None
+        batch, height, width, _ = x.shape
+        rows, columns = self._position_axis_scores(x)
+        scores = rows[..., :, None] + columns[..., None, :]  # (…, q1, q2, k1, k2)
+        return scores.expand(batch, *scores.shape[-5:]).reshape(batch, self.num_heads, height * width, -1)
+
+    def query_axis_scores(self, x: Tensor) -> Optional[Tuple[Tensor, Tensor]]:
+        if 'qr' not in self.terms:
+            return None
+        rows, columns = self._position_axis_scores(x)
+        return rows.flatten(2, 3), columns.flatten(2, 3)
+
+    def _position_axis_scores(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """The terms of rows and of columns, ``(B, N_h, H, W, H)`` and ``(B, N_h, H, W, W)``.
+
+        Without q·r_δ the axes that they do not depend on are of size 1, and there is no B.
+        """
+        height, width = size = x.shape[1:3]
+        rows = columns = 0
+        with full_precision(x.device.type):
+            if 'qr' in self.terms:
+                # q·r_δ = q·R[δ1] + q·C[δ2], an axis at a time.
+                query = at_least_float32(self.query(x)).unflatten(-1, (self.num_heads, self.dim)) / self.dim**0.5
+                row, column = self.tables(size, like=query)
+                rows = torch.einsum('bijhd,dik->bhijk', query, at_shifts(row.T, height))
+                columns = torch.einsum('bijhd,djk->bhijk', query, at_shifts(column.T, width))
+            if 'vr' in self.terms:
+                row, column = self.axis_scores(size)
+                rows, columns = rows + row[:, :, None], columns + column[:, None]
+        return rows, columns
 
     def _query_key(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Vectors of which the scores are the products, at least float32.
@@ -169,7 +243,7 @@ class ContentAttention(SeparableAttention):
                 row = column = None
                 if 'qr' in self.terms:
                     # q·r_δ = q·R[δ1] + q·C[δ2], an axis at a time.
-                    row, column = (table.T / self.dim**0.5 for table in self.tables(height, width, like=query))
+                    row, column = (table.T / self.dim**0.5 for table in self.tables((height, width), like=query))
                     row = torch.einsum('bijhd,dik->bijhk', query, at_shifts(row, height))
                     column = torch.einsum('bijhd,djk->bijhk', query, at_shifts(column, width))
                 queries += self._with_position_bias(row, column, batch, height, width)
@@ -188,7 +262,7 @@ class ContentAttention(SeparableAttention):
         """
         batch, height, width, dim = x.shape
         positioned = x if self.absolute is None else self.absolute(x)
-        weight, bias, row, column = self._by_grid(self._merged_maps, height, width)
+        weight, bias, row, column = self._cached(self._merged_maps, (height, width))
         query = at_least_float32(F.linear(positioned, weight, bias))
         with full_precision(x.device.type):
             queries = [query.unflatten(-1, (self.num_heads, dim))]
@@ -202,7 +276,7 @@ class ContentAttention(SeparableAttention):
                 keys.append(one_hot_pixels(height, width, query).expand(batch, -1, -1))
             return torch.cat(queries, dim=-1).flatten(1, 3)[:, None], torch.cat(keys, dim=-1)[:, None]
 
-    def _merged_maps(self, height: int, width: int) -> Tuple[Optional[Tensor], ...]:
+    def _merged_maps(self, size: Sequence[int]) -> Tuple[Optional[Tensor], ...]:
         """The maps from a pixel to its queries for pixels, rows and columns.
 
         Returns:
@@ -220,9 +294,7 @@ class ContentAttention(SeparableAttention):
             if 'uk' in self.terms:
                 bias = torch.matmul(at_least_float32(self.key_bias)[:, None], key).flatten() * scale
             if 'qr' in self.terms:
-                row, column = (
-                    torch.matmul(query.mT, table.T) * scale for table in self.tables(height, width, like=query)
-                )
+                row, column = (torch.matmul(query.mT, table.T) * scale for table in self.tables(size, like=query))
         weight = weight.flatten(0, 1).to(self.query.weight.dtype)
         return weight, None if bias is None else bias.to(weight.dtype), row, column
 
@@ -237,33 +309,10 @@ class ContentAttention(SeparableAttention):
         """Adds vᵀr_δ, where it is one of the terms, to q·r_δ, where that is, ``(B, H, W, N_h, H)`` and ``(…, W)``."""
         if 'vr' not in self.terms:
             return [row, column]
-        row_bias, column_bias = self.axis_scores(height, width)
+        row_bias, column_bias = self.axis_scores((height, width))
         row_bias = row_bias.transpose(0, 1)[:, None].expand(batch, height, width, -1, -1)  # of (q1, 1, N_h, k1)
         column_bias = column_bias.transpose(0, 1).expand(batch, height, width, -1, -1)  # of (q2, N_h, k2)
         return [row_bias, column_bias] if row is None else [row + row_bias, column + column_bias]
-
-    def _merging_is_cheaper(self, tokens: int) -> bool:
-        """Whether W_qryᵀ W_key, N_h·D³ multiply-adds, costs less than the keys of T tokens, N_h·T·D²."""
-        if 'qk' not in self.terms or not (is_plain_linear(self.query) and is_plain_linear(self.key)):
-            return False
-        # A size that an exported program is to take later cannot decide now.
-        return not is_exporting() and (tokens > self.dim or self._kept is not None)
-
-    def axis_scores(self, height: int, width: int) -> Tuple[Tensor, Tensor]:
-        """The two terms of vᵀr_δ, ``(N_h, height, height)`` and ``(N_h, width, width)``."""
-        return self.tables.axis_scores(self.position_bias, height, width)
-
-    def attention_probs(self, height: int, width: int) -> Tensor:
-        """The probabilities where they depend on positions alone, ``(N_h, height*width, height*width)``.
-
-        Raises:
-            ValueError: The terms are not ``('vr',)``.
-        """
-        if not self.position_only:
-            raise ValueError(
-                f'the probabilities of terms={self.terms} depend on the input x: use attention_scores(x).softmax(-1)'
-            )
-        return super().attention_probs(height, width)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:

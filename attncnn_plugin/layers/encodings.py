@@ -10,9 +10,10 @@ from typing import Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
+from .attention_layer import GaussianHeads
 from .position_tables import RelativeTables
 from .precision import at_least_float32, widest_float
-from .shifts import at_grid_shifts, axis_shifts, over_windows
+from .shifts import at_grid_shifts, axis_shifts, over_keys
 
 
 class QuadraticEncoding(nn.Module):
@@ -39,12 +40,18 @@ class QuadraticEncoding(nn.Module):
         nn.init.normal_(self.center, std=math.sqrt(2))
         nn.init.ones_(self.sqrt_precision)
 
+    def gaussian_heads(self) -> GaussianHeads:
+        """Δ and M = I/σ, at least float32."""
+        center = at_least_float32(self.center)
+        factor = torch.diag_embed(at_least_float32(self.sqrt_precision)[:, None].expand(center.shape))
+        return GaussianHeads(center, factor)
+
     @property
     def alpha(self) -> Tensor:
         """Width α = 1/(2σ²) of each head, ``(N_h,)``, at least float32."""
         return at_least_float32(self.sqrt_precision).square() / 2
 
-    def axis_scores(self, *size: int) -> Tuple[Tensor, ...]:
+    def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, ...]:
         """Scores along each axis of a grid of ``size``, ``(N_h, n, n)`` for an axis of n pixels, at most 0."""
         return tuple(self.scores_along(axis, axis_shifts(n, self.center)) for axis, n in enumerate(size))
 
@@ -92,19 +99,23 @@ class GeneralizedQuadraticEncoding(nn.Module):
         nn.init.normal_(self.sqrt_precision, std=0.01)
         self.sqrt_precision.diagonal(dim1=1, dim2=2).add_(1)
 
+    def gaussian_heads(self) -> GaussianHeads:
+        """Δ and M, at least float32."""
+        return GaussianHeads(at_least_float32(self.center), at_least_float32(self.sqrt_precision))
+
     @property
     def inverse_covariance(self) -> Tensor:
         """Σ⁻¹ = MMᵀ of each head, ``(N_h, 2, 2)``, at least float32."""
-        factor = at_least_float32(self.sqrt_precision)
-        return (factor[:, :, None, :] * factor[:, None, :, :]).sum(-1)  # not matmul: autocast would round it
+        return self.gaussian_heads().inverse_covariance
 
-    def shift_scores(self, height: int, width: int) -> Tensor:
-        """Scores of the shifts 1 − height … height − 1 and 1 − width … width − 1, the best of them at 0.
+    def shift_scores(self, size: Sequence[int]) -> Tensor:
+        """Scores of the shifts of a grid, 1 − height … height − 1 and 1 − width … width − 1, the best of them at 0.
 
         Returns:
             Tensor: ``(N_h, 2·height − 1, 2·width − 1)``, in float64 where the device has it: for a head that is far
             away, or thin and oblique, Mᵀ(δ − Δ) is a small difference of large numbers.
         """
+        height, width = size
         center = self.center.to(widest_float(self.center))
         row_center, column_center = center[:, 0, None, None], center[:, 1, None, None]
         row_shift, column_shift = (
@@ -125,12 +136,12 @@ class GeneralizedQuadraticEncoding(nn.Module):
         total = self._project(row_shift + row_best - 2 * row_center, column_shift + column_best - 2 * column_center)
         return -(difference[0] * total[0] + difference[1] * total[1]) / 2
 
-    def scores(self, height: int, width: int) -> Tensor:
-        """Scores of every query and key, ``(N_h, height*width, height*width)``, the best key of a query at 0."""
-        scores = self.shift_scores(height, width)
-        best = over_windows(scores.detach(), height, width, torch.amax).flatten(1)[..., None]
+    def scores(self, size: Sequence[int]) -> Tensor:
+        """Scores of all queries and keys of a grid, ``(N_h, H*W, H*W)``, the best key of each query at 0."""
+        scores = self.shift_scores(size)
+        best = over_keys(scores.detach(), size, torch.amax).flatten(1)[..., None]
         dtype = torch.promote_types(self.center.dtype, torch.float32)
-        return (at_grid_shifts(scores, height, width) - best).to(dtype)
+        return (at_grid_shifts(scores, size) - best).to(dtype)
 
     def _project(self, row: Tensor, column: Tensor) -> Tuple[Tensor, Tensor]:
         """The two entries of Mᵀ(row, column)ᵀ of every head."""
@@ -169,9 +180,9 @@ class LearnedEncoding(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
-    def axis_scores(self, height: int, width: int) -> Tuple[Tensor, Tensor]:
+    def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, Tensor]:
         """Scores along rows ``(N_h, height, height)`` and along columns ``(N_h, width, width)``."""
-        return self.tables.axis_scores(self.weight, height, width)
+        return self.tables.axis_scores(self.weight, size)
 
 
 class WindowEncoding(nn.Module):

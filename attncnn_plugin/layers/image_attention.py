@@ -1,17 +1,20 @@
-"""Position-only attention in the place of a convolution: images in, images out (C20, Theorem 1)."""
+"""Position-only attention in the place of a convolution: images in, images out (Cordonnier et al. 2020, Theorem 1)."""
 
 import math
-from typing import Tuple
+from typing import Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .attention_layer import AttentionLayer, GaussianHeads
 from .encodings import QuadraticEncoding, WindowEncoding
+from .linear import check_plain_linear
+from .precision import at_least_float32
 from .window import Window
 
 
-class ImageAttention(nn.Module):
+class ImageAttention(AttentionLayer):
     """Position-only attention with the inputs and outputs of a convolution: the base of the two classes below.
 
     The heads see the padded image; only the queries that the stride keeps are computed; the values of a head are the
@@ -64,7 +67,15 @@ class ImageAttention(nn.Module):
         heads = self._attend(x)  # (B, N_h, C, *out)
         return self.value(heads.flatten(1, 2).movedim(1, -1)).movedim(-1, 1)
 
-    def attention_probs(self, *size: int) -> Tensor:
+    @property
+    def padding_mode(self) -> str:
+        return self.window.padding_mode
+
+    def value_matrices(self) -> Tensor:
+        check_plain_linear('value', self.value)
+        return at_least_float32(self.value.weight.unflatten(1, (self.num_heads, self.in_channels)).transpose(0, 1))
+
+    def attention_probs(self, size: Sequence[int]) -> Tensor:
         """The probabilities of every kept query for every pixel of an image of ``size``.
 
         With zero padding what a query gives to the padding is lost, and its probabilities add up to less than 1.
@@ -94,7 +105,10 @@ class QuadraticImageAttention(ImageAttention):
         dtype = torch.promote_types(self.value.weight.dtype, torch.float32)
         self.encoding = QuadraticEncoding(num_heads, window.ndim, device=device, dtype=dtype)
 
-    def axis_probs(self, *size: int) -> Tuple[Tensor, ...]:
+    def gaussian_heads(self) -> GaussianHeads:
+        return self.encoding.gaussian_heads()
+
+    def axis_probs(self, size: Sequence[int]) -> Tuple[Tensor, ...]:
         """The factors of the probabilities, ``(N_h, Q, K)`` for each axis, K being the padded pixels."""
         probs = []
         for axis, pixels in enumerate(size):
@@ -106,15 +120,15 @@ class QuadraticImageAttention(ImageAttention):
         return tuple(probs)
 
     def _attend(self, x: Tensor) -> Tensor:
-        probs = self.axis_probs(*x.shape[2:])
+        probs = self.axis_probs(x.shape[2:])
         x = self.window.pad(x)[:, None]  # (B, 1, C, *padded)
         for axis, factor in enumerate(probs, start=3):
             x = torch.einsum('hqk,bhc...k->bhc...q', factor.to(x.dtype), x.movedim(axis, -1)).movedim(-1, axis)
         return x
 
-    def _padded_probs(self, size: Tuple[int, ...]) -> Tensor:
+    def _padded_probs(self, size: Sequence[int]) -> Tensor:
         probs = torch.ones(self.num_heads, 1, 1, device=self.encoding.center.device)
-        for factor in self.axis_probs(*size):  # the Kronecker product of the factors
+        for factor in self.axis_probs(size):  # the Kronecker product of the factors
             probs = torch.einsum('hqk,hrl->hqrkl', probs.to(factor.dtype), factor).flatten(3, 4).flatten(1, 2)
         return probs
 
@@ -143,7 +157,7 @@ class WindowImageAttention(ImageAttention):
         heads = convolve(x.flatten(0, 1)[:, None], probs, stride=self.window.stride, dilation=self.window.dilation)
         return heads.unflatten(0, (batch, channels)).transpose(1, 2)
 
-    def _padded_probs(self, size: Tuple[int, ...]) -> Tensor:
+    def _padded_probs(self, size: Sequence[int]) -> Tensor:
         weight = self.encoding()  # (N_h, *kernel)
         device = weight.device
         queries = [self.window.queries(axis, n, device) for axis, n in enumerate(size)]

@@ -1,7 +1,85 @@
-"""When a linear layer may be replaced by products with its weight."""
+"""Linear layers in a row as one: the one place that decides when matrices are multiplied before tokens go through."""
+
+from typing import NamedTuple, Optional, Sequence, Union
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .precision import widest_float
+
+# New in torch 2.7; before it, nothing tells an export from a compilation.
+is_exporting = getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)
+
+
+class LinearMap(NamedTuple):
+    """A weight and a bias.
+
+    Attributes:
+        weight (Tensor): W, ``(out, in)``.
+        bias (Tensor | None): b, ``(out,)``.
+    """
+
+    weight: Tensor
+    bias: Optional[Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """W x + b, ``(…, in)`` to ``(…, out)``."""
+        return F.linear(x, self.weight, self.bias)
+
+    def then(self, other: 'LinearMap') -> 'LinearMap':
+        """W' (W x + b) + b' as one map."""
+        bias = other.bias
+        if self.bias is not None:
+            bias = other.weight @ self.bias if bias is None else torch.addmv(bias, other.weight, self.bias)
+        return LinearMap(other.weight @ self.weight, bias)
+
+    def exactly_then(self, other: 'LinearMap') -> 'LinearMap':
+        """As :meth:`then`, in float64 (where the device has it), rounded once."""
+        wide = widest_float(self.weight)
+        return self.to(wide).then(other.to(wide)).to(self.weight.dtype)
+
+    def to(self, dtype: torch.dtype) -> 'LinearMap':
+        """The map in another dtype."""
+        return LinearMap(self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+
+
+def product_is_cheaper(layers: Sequence[nn.Module], tokens: int, saved: int, cost: int) -> bool:
+    """Whether the product of the matrices of linear layers costs less than it saves.
+
+    Args:
+        layers (Sequence[nn.Module]): The layers.
+        tokens (int): Tokens T that go through them.
+        saved (int): Multiply-adds that the product saves a token.
+        cost (int): Multiply-adds of the product.
+    """
+    # A size that an exported program takes later cannot decide now.
+    return not is_exporting() and all(map(is_plain_linear, layers)) and tokens * saved > cost
+
+
+def joined_maps(first: nn.Module, second: nn.Module, tokens: int) -> Optional[LinearMap]:
+    """Two linear layers in a row as one map.
+
+    Args:
+        first (nn.Module): From E to D channels.
+        second (nn.Module): From D to D' channels.
+        tokens (int): Tokens T that go through them.
+
+    Returns:
+        LinearMap | None: None where two maps are cheaper, or a layer is more than its weight and bias.
+    """
+    if not (is_plain_linear(first) and is_plain_linear(second)):
+        return None
+    # The product costs D'·D·E multiply-adds. It saves the second map, D'·D a token.
+    saved = second.weight.numel()
+    if not product_is_cheaper((first, second), tokens, saved, saved * first.in_features):
+        return None
+    return LinearMap(first.weight, first.bias).then(LinearMap(second.weight, second.bias))
+
+
+def as_map(linear: nn.Module) -> Union[LinearMap, nn.Module]:
+    """Weight and bias of a linear layer where they are all there is; the layer, to be called, otherwise."""
+    return LinearMap(linear.weight, linear.bias) if is_plain_linear(linear) else linear
 
 
 def is_plain_linear(linear: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Heads whose probabilities depend on the shift alone, up to the normalization: P[q, k] = G[k − q] / z[q].
+"""Generalized quadratic heads in their cheapest exact form (C20, eq. 19): P[q, k] = G[k − q] / z[q].
 
 z[q] is the sum of G over the keys of the grid. A table G of rank r, G[δ1, δ2] = Σ_i U_i[δ1] V_i[δ2], is mixed along
 rows, then along columns, for r·(H + W) multiply-adds a token and channel in place of H·W.
@@ -10,7 +10,7 @@ from typing import Optional, Sequence, Union
 import torch
 from torch import Tensor
 
-from .shifts import at_grid_shifts, at_shifts, over_windows
+from .shifts import at_grid_shifts, at_shifts, over_keys
 
 # The largest error of a probability at which the factors count as exact.
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
@@ -54,7 +54,7 @@ class DenseHead:
     def mix(self, x: Tensor) -> Tensor:
         """``(B, H, W, D)`` to the same."""
         batch, height, width, dim = x.shape
-        probs = at_grid_shifts(self.table[None], height, width)
+        probs = at_grid_shifts(self.table[None], (height, width))
         mixed = torch.bmm(probs.expand(batch, -1, -1), x.reshape(batch, height * width, dim))
         return mixed.reshape(x.shape) / self.normalizer
 
@@ -72,8 +72,8 @@ class ScoredHead:
     def mix(self, x: Tensor) -> Tensor:
         """``(B, H, W, D)`` to the same."""
         batch, height, width, dim = x.shape
-        best = over_windows(self.scores[None], height, width, torch.amax).reshape(1, -1, 1)
-        probs = (at_grid_shifts(self.scores[None], height, width) - best).to(x.dtype).softmax(dim=-1)
+        best = over_keys(self.scores[None], (height, width), torch.amax).reshape(1, -1, 1)
+        probs = (at_grid_shifts(self.scores[None], (height, width)) - best).to(x.dtype).softmax(dim=-1)
         mixed = torch.bmm(probs.expand(batch, -1, -1), x.reshape(batch, height * width, dim))
         return mixed.reshape(x.shape)
 
@@ -82,22 +82,22 @@ ShiftHead = Union[LowRankHead, DenseHead, ScoredHead]
 
 
 @torch.no_grad()
-def shift_heads(scores: Tensor, height: int, width: int, dtype: torch.dtype) -> Sequence[ShiftHead]:
-    """The cheapest exact way of every head.
+def cheapest_heads(scores: Tensor, size: Sequence[int], dtype: torch.dtype) -> Sequence[ShiftHead]:
+    """The cheapest exact form of every head. The choice depends on values, so they are read on the host.
 
     Args:
         scores (Tensor): Scores of the shifts, the best of a head at 0, ``(N_h, 2·height − 1, 2·width − 1)``, float64
             where the device has it.
-        height, width (int): Size of the grid.
+        size (Sequence[int]): Height and width of the grid.
         dtype (torch.dtype): That of the tokens, float32 or float64.
     """
     tables = scores.exp()
-    normalizers = over_windows(tables, height, width, torch.sum)
-    # Where all of G that counts for a query is near the smallest number of the dtype, G is too coarse.
-    tame = (normalizers.flatten(1).amin(-1) > torch.finfo(dtype).tiny / torch.finfo(dtype).eps).tolist()
+    normalizers = over_keys(tables, size, torch.sum)
+    # Where all of G that a query sees is near the smallest number of the dtype, its ratios are too coarse.
+    representable = (normalizers.flatten(1).amin(-1) > torch.finfo(dtype).tiny / torch.finfo(dtype).eps).tolist()
     heads = []
     for head in range(len(tables)):
-        if not tame[head]:  # or not a number
+        if not representable[head]:  # or not a number
             heads.append(ScoredHead(scores[head]))
             continue
         low_rank = _low_rank_head(tables[head], normalizers[head], dtype)
@@ -117,7 +117,7 @@ def _low_rank_head(table: Tensor, normalizer: Tensor, dtype: torch.dtype) -> Opt
     for rank in range(1, min(limit, left.shape[1]) + 1):
         # What the rounded factors leave of G; of P it is this, divided by z, at the worst key of each query.
         error = error - torch.outer(left[:, rank - 1], right[rank - 1]).to(table.dtype)
-        if (over_windows(error.abs()[None], height, width, torch.amax)[0] / normalizer).max() <= TOLERANCE[dtype]:
+        if (over_keys(error.abs()[None], (height, width), torch.amax)[0] / normalizer).max() <= TOLERANCE[dtype]:
             rows = at_shifts(left[:, :rank].T, height)  # (r, q1, k1)
             columns = at_shifts(right[:rank], width)  # (r, q2, k2)
             return LowRankHead(

@@ -1,16 +1,22 @@
-"""Self-attention over patches with one matrix for a head's scores and one for its output."""
+"""Self-attention over patches with one matrix for a head's scores and one for its output.
 
-from typing import Callable, Optional, Tuple
+The products of the matrices of Li et al. 2021 (L21, eq. 1 and 2), which are all that heads as wide as a token need.
+"""
 
-import torch
+from typing import Callable, Optional, Sequence, Tuple
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .attention_layer import head_products
 from .cache import GridCache
-from .precision import widest_float
+from .linear import check_plain_linear
+from .position_biased_attention import PositionBiasedAttention
+from .precision import at_least_float32, widest_float
+from .structure import Restructurable, StateDict, StructureError
 
 
-class MergedPatchAttention(nn.Module):
+class MergedPatchAttention(Restructurable, PositionBiasedAttention):
     """:class:`~attncnn_plugin.layers.PatchAttention` with the matrices of a head multiplied (C20, Lemma 1, remark).
 
     A head as wide as the token needs the products alone: A_h = W^Q_h W^K_hᵀ for its scores x_q A_h x_kᵀ/√D + b_δ, and
@@ -49,9 +55,9 @@ class MergedPatchAttention(nn.Module):
         self.position = position
         self.query_key = nn.Linear(dim, num_heads * dim, bias=False, **dd)
         self.value_out = nn.Linear(num_heads * dim, dim if out_dim is None else out_dim, bias, **dd)
-        self._kept = None
+        self._cache = None
         self.reset_parameters()
-        self._register_load_state_dict_pre_hook(self._load_matrices)
+        self._follow_state_dicts()
 
     def reset_parameters(self) -> None:
         for linear in (self.query_key, self.value_out):
@@ -61,46 +67,67 @@ class MergedPatchAttention(nn.Module):
             nn.init.zeros_(self.value_out.bias)
         self.position.reset_parameters()
 
-    def extra_repr(self) -> str:
-        return f'dim={self.dim}, num_heads={self.num_heads}'
-
     def forward(self, x: Tensor) -> Tensor:
         """``(B, H, W, D)`` to ``(B, H, W, D_out)``, for any H and W."""
-        return attend_merged(
-            x, self.query_key, self.value_out, self._bias(*x.shape[1:3]), self.attn_drop if self.training else 0.0
-        )
+        dropout = self.attn_drop if self.training else 0.0
+        return attend_merged(x, self.query_key, self.value_out, self._bias(x.shape[1:3]), dropout)
+
+    def content_scores(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(1, 2)
+        return head_products(self.query_key(tokens), tokens, self.num_heads)  # x_q A_h x_k
+
+    def value_matrices(self) -> Tensor:
+        check_plain_linear('value_out', self.value_out)
+        return at_least_float32(self.value_out.weight.unflatten(1, (self.num_heads, -1)).transpose(0, 1))
 
     def switch_to_deploy(self) -> None:
         """For inference: evaluation mode, no gradients, and position biases computed once for a grid size."""
         self.eval().requires_grad_(False)
-        self._kept = GridCache()
+        self._cache = GridCache()
 
-    def _bias(self, height: int, width: int) -> Tensor:
+    def _bias(self, size: Sequence[int]) -> Tensor:
         """The position biases in the order of the queries, ``(H·W·N_h, H·W + 1)``."""
-        if self._kept is None:
-            return self._token_major_bias(height, width)
-        return self._kept(self.position, self._token_major_bias, height, width)
+        if self._cache is None:
+            return self._token_major_bias(size)
+        return self._cache(self.position, self._token_major_bias, size)
 
-    def _token_major_bias(self, height: int, width: int) -> Tensor:
-        return token_major(self.position(height, width))
+    def _token_major_bias(self, size: Sequence[int]) -> Tensor:
+        return token_major(self.position(size))
 
-    @torch.no_grad()
-    def _load_matrices(self, state_dict: dict, prefix: str, *args) -> None:
-        """The state dict of a ``PatchAttention`` to one of this layer."""
-        names = [f'{prefix}{name}.weight' for name in ('query', 'key', 'value', 'out')]
-        if not set(names) <= state_dict.keys():
-            return  # this layer's own, or missing keys
+    @property
+    def structure(self) -> str:
+        """``'merged'``, always."""
+        return 'merged'
+
+    def structure_in(self, state_dict: StateDict, prefix: str) -> Optional[str]:
+        """``'separate'`` for the four matrices of a ``PatchAttention``."""
+        if not all(f'{prefix}{name}.weight' in state_dict for name in ('query', 'key', 'value', 'out')):
+            return None
+        return 'separate'
+
+    def can_take(self, structure: str) -> bool:
+        """Never: the layer multiplies the matrices that it loads."""
+        return False
+
+    def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
+        """The entries of a ``PatchAttention`` to those of this layer."""
         out_dim, heads_dim = self.value_out.weight.shape
-        for name, shape in zip(names, [(heads_dim, self.dim)] * 3 + [(out_dim, heads_dim)]):
-            if state_dict[name].shape != shape:
-                raise ValueError(
-                    f'{name} of the state dict has shape {tuple(state_dict[name].shape)}, but the attention of '
+        shapes = dict.fromkeys(('query', 'key', 'value'), (heads_dim, self.dim))
+        weights = []
+        for name, shape in {**shapes, 'out': (out_dim, heads_dim)}.items():
+            weight = state_dict[f'{prefix}{name}.weight']
+            if weight.shape != shape:
+                raise StructureError(
+                    f'{prefix}{name}.weight of the state dict has shape {tuple(weight.shape)}, but the attention of '
                     f'num_heads={self.num_heads} and dim={self.dim} has {shape}'
                 )
-        weights = (state_dict.pop(name) for name in names)
-        state_dict[f'{prefix}query_key.weight'], state_dict[f'{prefix}value_out.weight'] = merge_exactly(
-            *weights, self.num_heads
-        )
+            weights.append(weight)
+        for name in (*shapes, 'out'):
+            del state_dict[f'{prefix}{name}.weight']
+        # In float64, where the device has it, and rounded once.
+        wide = (weight.to(widest_float(weight)) for weight in weights)
+        products = (product.to(weights[0].dtype).contiguous() for product in merge_matrices(*wide, self.num_heads))
+        state_dict[f'{prefix}query_key.weight'], state_dict[f'{prefix}value_out.weight'] = products
         if f'{prefix}out.bias' in state_dict:
             state_dict[f'{prefix}value_out.bias'] = state_dict.pop(f'{prefix}out.bias')
 
@@ -121,12 +148,6 @@ def merge_matrices(query: Tensor, key: Tensor, value: Tensor, out: Tensor, num_h
     query_key = key.transpose(1, 2) @ query  # A_hᵀ, for a weight is the transposed matrix
     value_out = value.transpose(1, 2) @ out  # W^V_h W^O_h
     return query_key.flatten(0, 1), value_out.flatten(0, 1).t()
-
-
-def merge_exactly(query: Tensor, key: Tensor, value: Tensor, out: Tensor, num_heads: int) -> Tuple[Tensor, Tensor]:
-    """:func:`merge_matrices` in float64 (where the device has it), rounded once."""
-    weights = (weight.to(widest_float(weight)) for weight in (query, key, value, out))
-    return tuple(product.to(query.dtype).contiguous() for product in merge_matrices(*weights, num_heads))
 
 
 def token_major(bias: Tensor) -> Tensor:
@@ -153,11 +174,11 @@ def attend_merged(
     tokens = x.reshape(batch, 1, height * width, dim)
     # One head, whose queries are x_q A_h, head after head of a token: (B, 1, N·N_h, D) lies as the linear map puts it.
     queries = query_key(x).reshape(batch, 1, bias.shape[0], dim)
-    heads = attend(queries, tokens, tokens, bias[None], dropout)
+    heads = attend_with_null_key(queries, tokens, tokens, bias[None], dropout)
     return value_out(heads.reshape(batch, height, width, bias.shape[0] // (height * width) * dim))
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: float) -> Tensor:
+def attend_with_null_key(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: float) -> Tensor:
     """softmax(q·k/√D + b) v with a null key, whose q·k is 0 and whose value is 0.
 
     Args:

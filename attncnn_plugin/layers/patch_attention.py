@@ -1,4 +1,4 @@
-"""Self-attention over patches with a relative position bias and a null key (L21, sections 3 and 4)."""
+"""Self-attention over patches with a relative position bias and a null key (Li et al. 2021, sections 3 and 4)."""
 
 import copy
 from typing import Optional, Tuple
@@ -6,13 +6,21 @@ from typing import Optional, Tuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .linear import check_plain_linear, is_plain_linear
-from .merged_patch_attention import MergedPatchAttention, attend, attend_merged, merge_matrices, token_major
+from .attention_layer import head_products
+from .linear import check_plain_linear, product_is_cheaper
+from .merged_patch_attention import (
+    MergedPatchAttention,
+    attend_merged,
+    attend_with_null_key,
+    merge_matrices,
+    token_major,
+)
 from .position_bias import WindowBias
-from .separable import is_exporting
+from .position_biased_attention import PositionBiasedAttention
+from .precision import at_least_float32
 
 
-class PatchAttention(nn.Module):
+class PatchAttention(PositionBiasedAttention):
     """Multi-head self-attention over a grid of tokens (L21, eq. 1 and 2), heads as wide as the token: D_h = D.
 
     Scores are q·k/√D + b_δ; queries, keys and values have no biases, so that the null key can be zero.
@@ -60,15 +68,12 @@ class PatchAttention(nn.Module):
             nn.init.zeros_(self.out.bias)
         self.position.reset_parameters()
 
-    def extra_repr(self) -> str:
-        return f'dim={self.dim}, num_heads={self.num_heads}'
-
     def forward(self, x: Tensor) -> Tensor:
         """``(B, H, W, D)`` to ``(B, H, W, D_out)``, for any H and W."""
         batch, height, width, dim = x.shape
-        bias = self.position(height, width)
+        bias = self.position((height, width))
         dropout = self.attn_drop if self.training else 0.0
-        if self._merging_is_cheaper(batch * height * width):
+        if self._merges(batch * height * width):
             query_key, value_out = merge_matrices(*self._weights(), self.num_heads)
             return attend_merged(
                 x,
@@ -83,7 +88,7 @@ class PatchAttention(nn.Module):
             linear(tokens).unflatten(2, (self.num_heads, dim)).permute(1, 2, 0, 3)
             for linear in (self.query, self.key, self.value)
         )
-        heads = attend(query, key, value, bias, dropout)
+        heads = attend_with_null_key(query, key, value, bias, dropout)
         return self.out(heads.transpose(1, 2).reshape(batch, height, width, self.out.in_features))
 
     def merge(self) -> MergedPatchAttention:
@@ -107,15 +112,25 @@ class PatchAttention(nn.Module):
         merged.load_state_dict(self.state_dict())
         return merged.requires_grad_(self.out.weight.requires_grad).train(self.training)
 
+    def content_scores(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(1, 2)
+        return head_products(self.query(tokens), self.key(tokens), self.num_heads)
+
+    def value_matrices(self) -> Tensor:
+        for name in ('value', 'out'):
+            check_plain_linear(name, getattr(self, name))
+        value = at_least_float32(self.value.weight).unflatten(0, (self.num_heads, -1))  # (N_h, D, D)
+        out = at_least_float32(self.out.weight).unflatten(1, (self.num_heads, -1)).transpose(0, 1)  # (N_h, D_out, D)
+        return out @ value
+
     def _weights(self) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.query.weight, self.key.weight, self.value.weight, self.out.weight
 
-    def _merging_is_cheaper(self, tokens: int) -> bool:
+    def _merges(self, tokens: int) -> bool:
         """Whether the products of the matrices cost less than they save in a pass over T tokens.
 
         W^Q W^Kᵀ costs N_h·D³ multiply-adds and saves N_h·T·D², W^V W^O costs N_h·D²·D_out and saves N_h·T·D².
         """
-        if not all(map(is_plain_linear, (self.query, self.key, self.value, self.out))):
-            return False
-        # A size that an exported program is to take later cannot decide now.
-        return not is_exporting() and 2 * tokens > self.dim + self.out.out_features
+        square = self.num_heads * self.dim**2
+        layers = (self.query, self.key, self.value, self.out)
+        return product_is_cheaper(layers, tokens, 2 * square, square * (self.dim + self.out.out_features))

@@ -1,18 +1,16 @@
 """Relative position biases of attention over patches, with a null key (L21, sections 3 and 4)."""
 
-import logging
-from typing import Tuple
+from typing import Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from .precision import at_least_float32
-from .shifts import axis_shifts, resize_grid_table
-
-logger = logging.getLogger(__name__)
+from .resizable_tables import ResizableTables
+from .shifts import axis_shifts, resize_shift_table
 
 # In place of −∞, whose gradient is not a number: e^−10000 is 0 beside any score, and float16 has it.
-NEVER = -1e4
+MASK_VALUE = -1e4
 
 
 class WindowBias(nn.Module):
@@ -48,20 +46,21 @@ class WindowBias(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.table)
 
-    def table_of(self, height: int, width: int) -> Tuple[Tensor, Tuple[int, int]]:
+    def table_of(self, size: Sequence[int]) -> Tuple[Tensor, Tuple[int, int]]:
         """The biases to use for a grid, at least float32, and their first shift."""
         return at_least_float32(self.table), self.first
 
-    def forward(self, height: int, width: int) -> Tensor:
-        """The biases of every query and key, the null key last: ``(N_h, height·width, height·width + 1)``."""
-        table, first = self.table_of(height, width)
+    def forward(self, size: Sequence[int]) -> Tensor:
+        """The biases of every query and key of a grid, the null key last: ``(N_h, height·width, height·width + 1)``."""
+        height, width = size
+        table, first = self.table_of(size)
         num_heads, *window_size = table.shape
         # Entry of the table, from 0, for every query and key of an axis.
-        rows, columns = ((axis_shifts(size, table) - start).long() for size, start in zip((height, width), first))
+        rows, columns = ((axis_shifts(n, table) - start).long() for n, start in zip(size, first))
         seen = [(index >= 0) & (index < n) for index, n in zip((rows, columns), window_size)]
         rows, columns = (index.clamp(0, n - 1) for index, n in zip((rows, columns), window_size))
         keys = table[:, rows[:, None, :, None], columns[None, :, None, :]]  # (N_h, q1, q2, k1, k2)
-        keys = keys.masked_fill(~(seen[0][:, None, :, None] & seen[1][None, :, None, :]), NEVER)
+        keys = keys.masked_fill(~(seen[0][:, None, :, None] & seen[1][None, :, None, :]), MASK_VALUE)
         null = self._null(table, first, height, width)
         return torch.cat([keys.reshape(num_heads, height * width, -1), null.reshape(num_heads, -1, 1)], dim=-1)
 
@@ -76,7 +75,7 @@ class WindowBias(nn.Module):
             return (target < 0) | (target >= size)
 
         # A shift leads out by its column, whatever its row is …
-        by_column = table[:, :, None, :].masked_fill(~outside(width, first[1], column_shifts), NEVER).logsumexp(-1)
+        by_column = table[:, :, None, :].masked_fill(~outside(width, first[1], column_shifts), MASK_VALUE).logsumexp(-1)
         # … or by its row, whatever its column is.
         all_columns = table.logsumexp(-1)
         by_row = torch.where(
@@ -85,12 +84,12 @@ class WindowBias(nn.Module):
         return by_row.logsumexp(2)  # over δ1 of (N_h, q1, δ1, q2)
 
 
-class GridBias(WindowBias):
+class GridBias(ResizableTables, WindowBias):
     """Relative position bias b_δ for all shifts of a grid, and the null key of :class:`WindowBias`.
 
     On a smaller grid the shifts in the middle of the table are used; for a larger one, and for a checkpoint of another
     size, near shifts keep their biases and far ones are spread, see
-    :func:`~attncnn_plugin.layers.encodings.resize_shifts`.
+    :func:`~attncnn_plugin.layers.shifts.resize_shifts`.
 
     Args:
         num_heads (int): Number of heads N_h.
@@ -102,20 +101,17 @@ class GridBias(WindowBias):
         super().__init__(
             num_heads, (1 - height, 1 - width), (2 * height - 1, 2 * width - 1), device=device, dtype=dtype
         )
-        self._register_load_state_dict_pre_hook(self._resize_table)
+        self._follow_state_dicts()
 
-    def table_of(self, height: int, width: int) -> Tuple[Tensor, Tuple[int, int]]:
-        table = resize_grid_table(at_least_float32(self.table), (2 * height - 1, 2 * width - 1))
+    def table_of(self, size: Sequence[int]) -> Tuple[Tensor, Tuple[int, int]]:
+        height, width = size
+        table = resize_shift_table(at_least_float32(self.table), (2 * height - 1, 2 * width - 1))
         return table, (1 - height, 1 - width)
 
-    def _resize_table(self, state_dict, prefix, *args) -> None:
-        loaded, size = state_dict.get(prefix + 'table'), self.table.shape[1:]
-        if (
-            loaded is not None
-            and loaded.ndim == 3
-            and loaded.shape[1] % 2
-            and loaded.shape[2] % 2
-            and loaded.shape[1:] != size
-        ):
-            logger.info('Resize %stable from %s to %s shifts.', prefix, tuple(loaded.shape[1:]), tuple(size))
-            state_dict[prefix + 'table'] = resize_grid_table(loaded, size)
+    def resizes(self, table: Tensor) -> bool:
+        """Whether a loaded table is one of the shifts of a grid."""
+        return table.ndim == 3 and table.shape[1] % 2 == 1 and table.shape[2] % 2 == 1
+
+    def resize(self, table: Tensor, shape: Sequence[int]) -> Tensor:
+        """The table for another grid."""
+        return resize_shift_table(table, shape[1:])

@@ -1,19 +1,17 @@
 """Tables of vectors for positions: of the shifts of a grid (C20, 4.3) and of its pixels (C20, eq. 3)."""
 
-import logging
-from typing import Tuple
+from typing import Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .precision import at_least_float32
+from .resizable_tables import ResizableTables
 from .shifts import at_shifts, resize_shifts
 
-logger = logging.getLogger(__name__)
 
-
-class RelativeTables(nn.Module):
+class RelativeTables(ResizableTables):
     """A vector for every row shift and every column shift: r_δ = [R[δ1]; C[δ2]] or R[δ1] + C[δ2] (C20, 4.3).
 
     ``learned`` tables hold the shifts of a grid of ``max_size`` and refuse a larger one; a checkpoint of another
@@ -41,11 +39,11 @@ class RelativeTables(nn.Module):
             height, width = max_size
             self.row_table = nn.Parameter(torch.empty(2 * height - 1, dim, device=device, dtype=dtype))
             self.column_table = nn.Parameter(torch.empty(2 * width - 1, dim, device=device, dtype=dtype))
-            self._register_load_state_dict_pre_hook(self._resize_tables)
         else:
             self.register_parameter('row_table', None)
             self.register_parameter('column_table', None)
         self.reset_parameters()
+        self._follow_state_dicts()
 
     def reset_parameters(self) -> None:
         for table in self.parameters(recurse=False):
@@ -56,10 +54,11 @@ class RelativeTables(nn.Module):
         """Height and width of the largest grid of learned tables."""
         return (self.row_table.shape[0] + 1) // 2, (self.column_table.shape[0] + 1) // 2
 
-    def forward(self, height: int, width: int, like: Tensor) -> Tuple[Tensor, Tensor]:
+    def forward(self, size: Sequence[int], like: Tensor) -> Tuple[Tensor, Tensor]:
         """R of the shifts 1 − height … height − 1 and C of 1 − width … width − 1, at least float32.
 
         Args:
+            size (Sequence[int]): Height and width of the grid.
             like (Tensor): Gives the device and the dtype of sinusoidal tables.
 
         Returns:
@@ -70,40 +69,37 @@ class RelativeTables(nn.Module):
         """
         if self.kind == 'sinusoidal':
             like = at_least_float32(like)
-            row, column = (sinusoid(2 * size - 1, self.dim // 2, like, first=1 - size) for size in (height, width))
+            row, column = (sinusoid(2 * n - 1, self.dim // 2, like, first=1 - n) for n in size)
             return F.pad(row, (0, self.dim // 2)), F.pad(column, (self.dim // 2, 0))
         max_height, max_width = self.max_size
-        check_grid(height, width, max_height, max_width)
+        check_grid(size, self.max_size)
+        height, width = size
         row = self.row_table[max_height - height : max_height + height - 1]
         column = self.column_table[max_width - width : max_width + width - 1]
         return at_least_float32(row), at_least_float32(column)
 
-    def axis_scores(self, weight: Tensor, height: int, width: int) -> Tuple[Tensor, Tensor]:
+    def axis_scores(self, weight: Tensor, size: Sequence[int]) -> Tuple[Tensor, Tensor]:
         """vᵀ[R[δ1]; C[δ2]] for the rows v of ``weight``, ``(N_h, 2·D)``, as its two terms.
 
         Returns:
             tuple[Tensor, Tensor]: ``(N_h, height, height)`` and ``(N_h, width, width)``, at least float32.
         """
-        row, column = self(height, width, like=weight)
+        height, width = size
+        row, column = self(size, like=weight)
         row_weight, column_weight = at_least_float32(weight)[:, None].chunk(2, dim=-1)
         # v·R[δ] of every shift first, then one per query and key. Not matmul: autocast would round it.
         return at_shifts((row_weight * row).sum(-1), height), at_shifts((column_weight * column).sum(-1), width)
 
-    def _resize_tables(self, state_dict, prefix, *args) -> None:
-        for name in ('row_table', 'column_table'):
-            own, loaded = getattr(self, name), state_dict.get(prefix + name)
-            if (
-                loaded is not None
-                and loaded.ndim == 2
-                and loaded.shape[1] == own.shape[1]
-                and loaded.shape[0] % 2
-                and loaded.shape[0] != own.shape[0]
-            ):
-                logger.info('Resize %s from %d to %d shifts.', prefix + name, loaded.shape[0], own.shape[0])
-                state_dict[prefix + name] = resize_shifts(loaded, own.shape[0])
+    def resizes(self, table: Tensor) -> bool:
+        """Whether a loaded table has vectors of the same length, for an odd number of shifts."""
+        return table.ndim == 2 and table.shape[1] == self.dim and len(table) % 2 == 1
+
+    def resize(self, table: Tensor, shape: Sequence[int]) -> Tensor:
+        """The table for another number of shifts."""
+        return resize_shifts(table, shape[0])
 
 
-class AbsoluteEncoding(nn.Module):
+class AbsoluteEncoding(ResizableTables):
     """A vector for every pixel, added to the input of queries and keys (C20, eq. 3).
 
     A ``learned`` encoding holds the pixels of a grid of ``max_size``: a smaller grid takes its upper left part, a
@@ -126,10 +122,10 @@ class AbsoluteEncoding(nn.Module):
         self.kind = kind
         if kind == 'learned':
             self.table = nn.Parameter(torch.empty(*max_size, dim, device=device, dtype=dtype))
-            self._register_load_state_dict_pre_hook(self._resize_table)
         else:
             self.register_parameter('table', None)
         self.reset_parameters()
+        self._follow_state_dicts()
 
     def reset_parameters(self) -> None:
         if self.table is not None:
@@ -142,18 +138,19 @@ class AbsoluteEncoding(nn.Module):
             row, column = (sinusoid(size, self.dim // 2, at_least_float32(x)) for size in (height, width))
             table = F.pad(row, (0, self.dim // 2))[:, None] + F.pad(column, (self.dim // 2, 0))
         else:
-            check_grid(height, width, self.table.shape[0], self.table.shape[1])
+            check_grid((height, width), self.table.shape[:2])
             table = self.table[:height, :width]
         return x + table.to(x.dtype)
 
-    def _resize_table(self, state_dict, prefix, *args) -> None:
-        loaded = state_dict.get(prefix + 'table')
-        if loaded is not None and loaded.ndim == 3 and loaded.shape[2] == self.dim and loaded.shape != self.table.shape:
-            logger.info('Resize %stable from %s to %s.', prefix, tuple(loaded.shape), tuple(self.table.shape))
-            resized = F.interpolate(
-                loaded.float().permute(2, 0, 1)[None], self.table.shape[:2], mode='bicubic', align_corners=False
-            )
-            state_dict[prefix + 'table'] = resized[0].permute(1, 2, 0).to(loaded.dtype)
+    def resizes(self, table: Tensor) -> bool:
+        """Whether a loaded table has vectors of the same length."""
+        return table.ndim == 3 and table.shape[2] == self.dim
+
+    def resize(self, table: Tensor, shape: Sequence[int]) -> Tensor:
+        """The table for another grid, interpolated."""
+        image = table.float().permute(2, 0, 1)[None]
+        resized = F.interpolate(image, shape[:2], mode='bicubic', align_corners=False)
+        return resized[0].permute(1, 2, 0).to(table.dtype)
 
 
 def sinusoid(length: int, dim: int, like: Tensor, first: int = 0) -> Tensor:
@@ -179,10 +176,11 @@ def check_max_size(max_size: Tuple[int, int]) -> None:
         raise ValueError(f'max_size={max_size!r} must be the height and the width of a grid, at least 1 each')
 
 
-def check_grid(height: int, width: int, max_height: int, max_width: int) -> None:
-    if height > max_height or width > max_width:
+def check_grid(size: Sequence[int], max_size: Sequence[int]) -> None:
+    """Refuses a grid that is larger than learned tables."""
+    if size[0] > max_size[0] or size[1] > max_size[1]:
         raise ValueError(
-            f'the grid of {height}x{width} tokens is larger than the {max_height}x{max_width} that the learned '
+            f'the grid of {size[0]}x{size[1]} tokens is larger than the {max_size[0]}x{max_size[1]} that the learned '
             'position tables were built for: build the model for the larger size and load the checkpoint into it, '
             'which resizes the tables'
         )

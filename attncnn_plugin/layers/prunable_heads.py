@@ -1,4 +1,4 @@
-"""Heads removed from an attention layer, and layers that take the number of heads of what they load."""
+"""Heads that can be removed from an attention layer (C20, appendix E)."""
 
 import logging
 from dataclasses import dataclass
@@ -7,12 +7,15 @@ from typing import Dict, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
+from .attention_layer import AttentionLayer
+from .structure import Restructurable, StateDict, StructureError
+
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class Replacement:
-    """What took the place of a parameter when heads were removed.
+    """The parameter that took the place of another when heads were removed.
 
     Attributes:
         parameter (Parameter): The new parameter.
@@ -25,20 +28,21 @@ class Replacement:
     index: Tensor
 
 
-class PrunableHeads(nn.Module):
-    """A layer whose heads can be removed one by one.
+class PrunableHeads(Restructurable, AttentionLayer):
+    """An attention layer whose heads can be removed one by one.
 
     A state dict carries its number of heads: one with fewer heads than the layer was built with changes the layer as
     it is loaded.
 
     Attributes:
         num_heads (int): Number of heads N_h there are now.
+        built_heads (int): Number of heads that the layer was built with, the most that it can load.
     """
 
     def _init_heads(self, num_heads: int) -> None:
         self.num_heads = num_heads
         self.built_heads = num_heads
-        self._register_load_state_dict_pre_hook(self._load_heads)
+        self._follow_state_dicts()
 
     def head_parameters(self) -> Dict[str, Tuple[int, int]]:
         """Of every parameter with entries for single heads: the dimension of heads, and the entries of a head."""
@@ -93,69 +97,56 @@ class PrunableHeads(nn.Module):
         self.num_heads = len(kept)
         return replaced
 
-    def follow_heads(self, state_dict: dict, prefix: str = '') -> bool:
-        """Takes the number of heads of a state dict; its values are yet to be loaded.
+    @property
+    def structure(self) -> int:
+        """The number of heads."""
+        return self.num_heads
 
-        The parameters stay the same objects, so that an optimizer that was built before, but has not made a step, goes
-        with them.
-
-        Args:
-            state_dict (dict): With the layer's names, each after ``prefix``.
-            prefix (str): Defaults to no prefix.
-
-        Returns:
-            bool: Whether the number of heads has changed.
-
-        Raises:
-            ValueError: The shapes are not those of this layer with any number of heads up to the one it was built with.
-        """
-        num_heads = self._heads_of(state_dict, prefix)
-        if num_heads in (None, self.num_heads):
-            return False
-        logger.info('%s has %d heads in place of %d.', prefix.rstrip('.'), num_heads, self.num_heads)
-        for name, (dim, entries) in self.head_parameters().items():
-            parameter = self.get_parameter(name)
-            shape = list(parameter.shape)
-            shape[dim] = num_heads * entries
-            parameter.data, parameter.grad = parameter.data.new_zeros(shape), None
-            self._set_parameter(name, parameter)
-        self.num_heads = num_heads
-        return True
-
-    def _heads_of(self, state_dict: dict, prefix: str) -> Optional[int]:
+    def structure_in(self, state_dict: StateDict, prefix: str) -> Optional[int]:
+        """The number of heads in a state dict."""
         counts = {}
         for name, (dim, entries) in self.head_parameters().items():
             loaded, own = state_dict.get(prefix + name), self.get_parameter(name)
             if loaded is None:
-                continue  # a missing key, as for any other parameter
+                continue
             others = [list(tensor.shape) for tensor in (loaded, own)]
             if loaded.ndim == own.ndim:
                 heads, rest = divmod(others[0].pop(dim), entries)
                 others[1].pop(dim)
             if loaded.ndim != own.ndim or others[0] != others[1] or rest:
-                raise ValueError(
+                raise StructureError(
                     f'{prefix}{name} of the state dict has shape {tuple(loaded.shape)}, that of the model '
                     f'{tuple(own.shape)}: no number of heads explains it, so the model has another width or another '
                     'kind of attention; build it as the one that was saved'
                 )
             counts[name] = heads
         if len(set(counts.values())) > 1:
-            raise ValueError(
+            raise StructureError(
                 f'the parameters of {prefix.rstrip(".")} in the state dict have different numbers of '
                 f'heads, {counts}: it is damaged'
             )
         if counts and max(counts.values()) > self.built_heads:
-            raise ValueError(
+            raise StructureError(
                 f'{prefix.rstrip(".")} has {max(counts.values())} heads in the state dict, but num_heads='
                 f'{self.built_heads} in the model: build it with as many'
             )
         return next(iter(counts.values()), None)
 
-    def _load_heads(self, state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
-        try:
-            self.follow_heads(state_dict, prefix)
-        except ValueError as error:
-            error_msgs.append(str(error))
+    @torch.no_grad()
+    def take_structure(self, structure: int) -> None:
+        """Takes a number of heads; the values are yet to be loaded.
+
+        The parameters stay the same objects, so that an optimizer that was built before, but has not made a step, goes
+        with them.
+        """
+        logger.info('An attention layer takes %d heads in place of %d.', structure, self.num_heads)
+        for name, (dim, entries) in self.head_parameters().items():
+            parameter = self.get_parameter(name)
+            shape = list(parameter.shape)
+            shape[dim] = structure * entries
+            parameter.data, parameter.grad = parameter.data.new_zeros(shape), None
+            self._set_parameter(name, parameter)
+        self.num_heads = structure
 
     def _set_parameter(self, name: str, parameter: nn.Parameter) -> None:
         owner, _, leaf = name.rpartition('.')

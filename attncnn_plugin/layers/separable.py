@@ -7,16 +7,13 @@ would cost D, or N_h tensors of the size of X. Heads are in the outer loop, so t
 cache when they are used, and the map of all heads needs no transposed copy.
 """
 
-from typing import Iterable, Iterator, Optional, Tuple
+from typing import Iterable, Iterator, Optional, Tuple, Union
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from .linear import LinearMap, is_exporting
 from .precision import matmul_dtype
-
-# New in torch 2.7; before it, nothing tells an export from a compilation.
-is_exporting = getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)
 
 
 def mix_rows(probs: Tensor, x: Tensor) -> Tensor:
@@ -40,35 +37,36 @@ def separable_heads(x: Tensor, row_probs: Tensor, column_probs: Tensor) -> Itera
         yield mix_columns(columns, mix_rows(rows, x.to(dtype)))
 
 
-def map_heads(heads: Iterable[Tensor], weight: Tensor, bias: Optional[Tensor]) -> Tensor:
+def map_heads(heads: Iterable[Tensor], output_map: Union[LinearMap, nn.Module]) -> Tensor:
     """Σ_h Y_h V_hᵀ + b.
 
     Args:
         heads (Iterable[Tensor]): Y_h of one head at a time, ``(B, H, W, D)``, at least one.
-        weight (Tensor): V of all heads, ``(D_out, N_h·D)``.
-        bias (Tensor, optional): b, ``(D_out,)``.
+        output_map (LinearMap | nn.Module): V of all heads, ``(D_out, N_h·D)``, and b; or a module that maps the
+            concatenated heads.
 
     Returns:
         Tensor: ``(B, H, W, D_out)``.
     """
+    if not isinstance(output_map, LinearMap):
+        return output_map(torch.cat(list(heads), dim=-1))
     output, start = None, 0
     for head in heads:
-        value = weight[:, start : start + head.shape[3]]
+        value = output_map.weight[:, start : start + head.shape[3]]
         start += head.shape[3]
         tokens = head.flatten(0, 2)
         if output is None:
-            output = F.linear(tokens, value, bias)
+            output = LinearMap(value, output_map.bias)(tokens)
         else:
             output = torch.addmm(output, tokens, value.T)
-    return output.reshape(*head.shape[:3], weight.shape[0])
+    return output.reshape(*head.shape[:3], len(output_map.weight))
 
 
 def attend_separable(
     x: Tensor,
     row_probs: Tensor,
     column_probs: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor] = None,
+    output_map: Union[LinearMap, nn.Module],
 ) -> Tensor:
     """Σ_h Σ_k1 Σ_k2 P1_h[q1, k1] P2_h[q2, k2] X[k1, k2] V_hᵀ + b.
 
@@ -76,16 +74,15 @@ def attend_separable(
         x (Tensor): ``(B, H, W, D)``.
         row_probs (Tensor): P1, ``(N_h, H, H)``, at least one head.
         column_probs (Tensor): P2, ``(N_h, W, W)``.
-        weight (Tensor): V of all heads, ``(D_out, N_h·D)``.
-        bias (Tensor, optional): b, ``(D_out,)``.
+        output_map (LinearMap | nn.Module): See :func:`map_heads`.
 
     Returns:
         Tensor: ``(B, H, W, D_out)``, in the dtype of x, or that of autocast.
     """
+    if not isinstance(output_map, LinearMap):
+        return map_heads(separable_heads(x, row_probs, column_probs), output_map)
     dtype = matmul_dtype(x)
-    row_probs, column_probs, weight = row_probs.to(dtype), column_probs.to(dtype), weight.to(dtype)
-    bias = None if bias is None else bias.to(dtype)
-    tensors = x.to(dtype), row_probs, column_probs, weight, bias
+    tensors = x.to(dtype), row_probs.to(dtype), column_probs.to(dtype), *output_map.to(dtype)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if learns and not is_exporting() and not torch.jit.is_tracing():
         return _SeparableAttention.apply(*tensors)
@@ -97,7 +94,7 @@ class _SeparableAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, row_probs: Tensor, column_probs: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
-        return map_heads(separable_heads(x, row_probs, column_probs), weight, bias)
+        return map_heads(separable_heads(x, row_probs, column_probs), LinearMap(weight, bias))
 
     @staticmethod
     def setup_context(ctx, inputs: Tuple[Tensor, ...], output: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Tables with an entry for each shift δ = k − q from a query to a key."""
 
-from typing import Callable, Tuple
+from typing import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,12 +18,13 @@ def at_shifts(values: Tensor, size: int) -> Tensor:
     return values[..., position[None, :] - position[:, None] + size - 1]
 
 
-def at_grid_shifts(table: Tensor, height: int, width: int) -> Tensor:
+def at_grid_shifts(table: Tensor, size: Sequence[int]) -> Tensor:
     """Values of the shifts of a grid, ``(N, 2·height − 1, 2·width − 1)``, to those of all queries and keys.
 
     Returns:
         Tensor: ``(N, height*width, height*width)``, ``table[δ]`` at δ = k − q.
     """
+    height, width = size
     if torch.compiler.is_compiling():  # unfold would make the size a constant of the graph
         rows = at_shifts(at_shifts(table, width).movedim(1, -1), height)  # (N, q2, k2, q1, k1)
         return rows.permute(0, 3, 1, 4, 2).reshape(-1, height * width, height * width)
@@ -31,16 +32,18 @@ def at_grid_shifts(table: Tensor, height: int, width: int) -> Tensor:
     return windows.flip(1, 2).reshape(-1, height * width, height * width)
 
 
-def over_windows(table: Tensor, height: int, width: int, reduce: Callable[..., Tensor]) -> Tensor:
+def over_keys(table: Tensor, size: Sequence[int], reduce: Callable[..., Tensor]) -> Tensor:
     """The sum or the largest of ``table[δ]`` over the keys of each query, an axis at a time.
 
     Args:
         table (Tensor): ``(N, 2·height − 1, 2·width − 1)``.
+        size (Sequence[int]): Height and width of the grid.
         reduce (Callable): ``torch.sum`` or ``torch.amax``.
 
     Returns:
         Tensor: ``(N, height, width)``.
     """
+    height, width = size
     rows = reduce(at_shifts(table, width), dim=-1)  # (N, δ1, q2)
     return reduce(at_shifts(rows.mT, height), dim=-1).mT
 
@@ -71,9 +74,9 @@ def resize_shifts(table: Tensor, length: int) -> Tensor:
     return torch.lerp(table[left].double(), table[right].double(), weight).to(table.dtype)
 
 
-def resize_grid_table(table: Tensor, size: Tuple[int, int]) -> Tensor:
-    """A table of biases ``(N_h, rows, columns)`` for other numbers of shifts."""
-    for axis, length in ((1, size[0]), (2, size[1])):
+def resize_shift_table(table: Tensor, shape: Sequence[int]) -> Tensor:
+    """A table of biases ``(N_h, rows, columns)`` for ``shape`` shifts along rows and along columns."""
+    for axis, length in ((1, shape[0]), (2, shape[1])):
         if table.shape[axis] != length:
             table = (
                 resize_shifts(table.movedim(axis, 0).flatten(1), length)

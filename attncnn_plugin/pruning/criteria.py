@@ -179,7 +179,7 @@ def check_position_only(layer: nn.Module) -> None:
             f'layer is a {type(layer).__name__}, but only attention with attention_probs(height, width) '
             'and num_heads has heads to judge by positions'
         )
-    if not getattr(layer, 'position_only', True):
+    if getattr(layer, 'depends_on_content', False):
         raise ValueError(
             f'the scores of layer, terms={layer.terms}, depend on the input: only attention by positions '
             "alone can be judged without one, terms=('vr',)"

@@ -122,7 +122,7 @@ def test_scores_stay_float32_under_autocast():
     with torch.autocast('cpu', dtype=torch.bfloat16):
         positions_and_keys = layer.attention_scores(x)
         keys = layer.key(x).float().reshape(2, 36, 3, 16).permute(0, 2, 3, 1)
-    row, column = layer.axis_scores(6, 6)
+    row, column = layer.axis_scores((6, 6))
     exact = (row[:, :, None, :, None] + column[:, None, :, None, :]).reshape(3, 36, 36)
     exact = exact + (layer.key_bias[:, None] @ keys) / 4
     assert torch.allclose(positions_and_keys, exact, atol=1e-5)
@@ -131,7 +131,7 @@ def test_scores_stay_float32_under_autocast():
 
 def test_probabilities_of_content_need_the_input():
     with pytest.raises(ValueError, match='depend on the input'):
-        ContentAttention(4, 2).attention_probs(3, 3)
+        ContentAttention(4, 2).attention_probs((3, 3))
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def softmax_probs(score, height, width):
 
 
 def assert_probs(layer, scores, height, width):
-    probs = layer.attention_probs(height, width)
+    probs = layer.attention_probs((height, width))
     dtype = next(layer.parameters()).dtype
     assert probs.shape == (len(scores), height * width, height * width)
     assert probs.dtype == dtype
@@ -127,7 +127,7 @@ def test_vr_alone_is_the_learned_encoding():
         content.position_bias.copy_(learned.encoding.weight)
     content.tables.load_state_dict(learned.encoding.tables.state_dict())
     content.value.load_state_dict(learned.value.state_dict())
-    assert torch.equal(content.attention_probs(5, 3), learned.attention_probs(5, 3))
+    assert torch.equal(content.attention_probs((5, 3)), learned.attention_probs((5, 3)))
     x = torch.randn(2, 5, 3, 8, dtype=torch.float64)
     assert torch.equal(content(x), learned(x))
 
@@ -209,7 +209,7 @@ def test_a_larger_model_from_a_smaller_checkpoint_and_back():
     again.load_state_dict(large.state_dict())
     x = torch.randn(1, 4, 3, 4)
     assert torch.allclose(large(x), again(x), atol=1e-6)
-    assert torch.allclose(large.attention_probs(2, 2), small.attention_probs(2, 2), atol=1e-6)
+    assert torch.allclose(large.attention_probs((2, 2)), small.attention_probs((2, 2)), atol=1e-6)
 
 
 def test_absolute_table_of_a_checkpoint_is_resized():

@@ -28,7 +28,7 @@ sizes = st.integers(1, 9)
 def attention_by_equation(layer, x):
     """concat_h(P_h X) W + b (C20, eq. 1–3) head by head."""
     batch, height, width, _ = x.shape
-    probs = layer.attention_probs(height, width)
+    probs = layer.attention_probs((height, width))
     heads = [(p @ x.flatten(1, 2)) for p in probs]
     return (torch.cat(heads, dim=-1) @ layer.value.weight.T + layer.value.bias).reshape(batch, height, width, -1)
 
@@ -118,9 +118,9 @@ def test_attention_dropout_drops_probabilities():
 @pytest.mark.parametrize('kind', LAYERS)
 def test_scores_stay_float32_under_autocast(kind):
     layer = LAYERS[kind](8, 3)
-    expected = layer.attention_probs(6, 7)
+    expected = layer.attention_probs((6, 7))
     with torch.autocast('cpu', dtype=torch.bfloat16):
-        probs = layer.attention_probs(6, 7)
+        probs = layer.attention_probs((6, 7))
         output = layer(torch.randn(2, 6, 7, 8))
     assert probs.dtype == torch.float32 and torch.equal(probs, expected)
     assert output.dtype == torch.bfloat16
@@ -130,7 +130,7 @@ def test_scores_stay_float32_under_autocast(kind):
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
 def test_half_precision_layers(kind, dtype):
     layer = LAYERS[kind](8, 3).to(dtype)
-    assert layer.attention_probs(6, 7).dtype == torch.float32
+    assert layer.attention_probs((6, 7)).dtype == torch.float32
     x = torch.randn(2, 6, 7, 8)
     output = layer(x.to(dtype))
     assert output.dtype == dtype

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from attncnn_plugin.layers import GeneralizedQuadraticAttention
-from attncnn_plugin.layers.low_rank_heads import TOLERANCE, DenseHead, LowRankHead, ScoredHead, shift_heads
+from attncnn_plugin.layers.low_rank_heads import TOLERANCE, DenseHead, LowRankHead, ScoredHead, cheapest_heads
 
 
 def set_head(layer, head, center, widths, angle):
@@ -50,7 +50,7 @@ def test_probabilities(dtype, height, width, row, column, narrow, ratio, angle):
     layer = GeneralizedQuadraticAttention(1, 1, dtype=dtype).eval()
     set_head(layer, 0, (row, column), (narrow, narrow * ratio), angle)
     expected = reference(layer, height, width)
-    for head in shift_heads(layer.encoding.shift_scores(height, width), height, width, dtype):
+    for head in cheapest_heads(layer.encoding.shift_scores((height, width)), (height, width), dtype):
         error = (probs_of(head, height, width, dtype)[None] - expected).abs().max()
         # 10 ε for the sums of the mixing, on top of what was measured of the factors.
         assert error <= TOLERANCE[dtype] + 10 * torch.finfo(dtype).eps, type(head)
@@ -71,7 +71,7 @@ def test_probabilities(dtype, height, width, row, column, narrow, ratio, angle):
 def test_what_is_chosen(center, widths, kind):
     layer = GeneralizedQuadraticAttention(3, 1).eval()
     set_head(layer, 0, center, widths, 0.6)
-    (head,) = shift_heads(layer.encoding.shift_scores(24, 20), 24, 20, torch.float32)
+    (head,) = cheapest_heads(layer.encoding.shift_scores((24, 20)), (24, 20), torch.float32)
     assert type(head) is kind
     error = (probs_of(head, 24, 20, torch.float32)[None] - reference(layer, 24, 20)).abs().max()
     assert error <= 2e-6
@@ -102,7 +102,7 @@ def test_gradients_of_what_still_learns():
     layer = GeneralizedQuadraticAttention(5, 3, dtype=torch.float64).eval()
     layer.encoding.requires_grad_(False)
     x = torch.randn(2, 12, 11, 5, dtype=torch.float64, requires_grad=True)
-    assert any(isinstance(head, LowRankHead) for head in layer._shift_heads(12, 11, torch.float64))
+    assert any(isinstance(head, LowRankHead) for head in layer._cheapest_heads((12, 11), torch.float64))
     fast = torch.autograd.grad(layer(x).sin().sum(), [x, layer.value.weight, layer.value.bias])
     layer.attn_impl = 'dense'
     dense = torch.autograd.grad(layer(x).sin().sum(), [x, layer.value.weight, layer.value.bias])

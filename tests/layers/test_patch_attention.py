@@ -14,7 +14,7 @@ from torch import nn
 from attncnn_plugin.convert import conv_to_patch_mhsa, min_heads
 from attncnn_plugin.layers import GridBias, PatchAttention, WindowBias
 from attncnn_plugin.layers.patches import image_to_patches, patches_to_image
-from attncnn_plugin.layers.shifts import resize_grid_table
+from attncnn_plugin.layers.shifts import resize_shift_table
 
 
 @given(st.data())
@@ -24,7 +24,7 @@ def test_bias_by_the_equation(data):
     first = data.draw(st.integers(-5, 2)), data.draw(st.integers(-5, 2))
     position = WindowBias(2, first, (rows, columns), dtype=torch.float64)
     nn.init.normal_(position.table, std=3)
-    bias = position(height, width).reshape(2, height, width, -1)
+    bias = position((height, width)).reshape(2, height, width, -1)
     assert bias.shape[-1] == height * width + 1
     for head in range(2):
         for q1 in range(height):
@@ -45,7 +45,7 @@ def test_bias_by_the_equation(data):
 
 def test_bias_has_gradients_where_nothing_leads_out():
     position = WindowBias(1, (0, 0), (1, 1))
-    position(3, 3).softmax(-1)[..., 0].sum().backward()
+    position((3, 3)).softmax(-1)[..., 0].sum().backward()
     assert torch.isfinite(position.table.grad).all()
 
 
@@ -58,7 +58,7 @@ def test_attention_by_the_equation(dtype, tolerance):
     x = torch.randn(2, 3, 4, 6, dtype=dtype)
     tokens = x.flatten(1, 2)
     output = attention.out.bias
-    bias = attention.position(3, 4)
+    bias = attention.position((3, 4))
     for head in range(3):
         query, key, value = (
             tokens @ linear.weight[6 * head : 6 * head + 6].T
@@ -91,7 +91,7 @@ def test_other_grids(size):
     assert torch.allclose(resized.position.table[:, center[0], center[1]], own)
     near = resized.position.table[:, center[0], center[1] + 1]
     assert torch.allclose(near, attention.position.table[:, 3, 4])
-    assert resize_grid_table(attention.position.table, (7, 7)) is attention.position.table
+    assert resize_shift_table(attention.position.table, (7, 7)) is attention.position.table
 
 
 @given(st.data())
@@ -174,7 +174,7 @@ def test_construction_of_the_paper_fails_at_the_border():
     module = conv_to_patch_mhsa(conv, 4)
     x = torch.randn(1, 2, 16, 16).double()
     with torch.no_grad():
-        bias = module.attention.position(4, 4)[..., :-1]
+        bias = module.attention.position((4, 4))[..., :-1]
         tokens = image_to_patches(x, (4, 4)).flatten(1, 2)
         heads = bias.softmax(-1) @ module.attention.value(tokens).unflatten(2, (9, -1)).transpose(1, 2)
         literal = module.attention.out(heads.transpose(1, 2).flatten(2)).unflatten(1, (4, 4))

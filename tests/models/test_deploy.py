@@ -159,7 +159,7 @@ def test_hard_heads_become_a_convolution(dtype, tolerance):
     model = small_timm('sa_quadratic_cifar').to(dtype).eval()
     harden(model, [1], [(0.0, 1.0), (-1.0, 0.0), (1.0, -1.0)])
     other = copy.deepcopy(model)
-    report = other.switch_to_deploy(to_conv=1e-6)
+    report = other.switch_to_deploy(conv_tolerance=1e-6)
     assert list(report.convolutions) == [1] and report.convolutions[1].bound <= 1e-6
     assert 'block 1: attention became a convolution of 9 shifts' in str(report)
     assert isinstance(other.blocks[1].attn, GridConvolution) and not isinstance(other.blocks[0].attn, GridConvolution)
@@ -176,13 +176,13 @@ def test_hard_heads_become_a_convolution(dtype, tolerance):
 def test_what_is_too_far_from_a_convolution_stays():
     model = small_timm('sa_quadratic_cifar')
     harden(model, [0, 1], [(0.0, 1.0), (-1.0, 0.0), (2.0, -1.0)])  # (2, −1) is not in 3x3, but in 5x5
-    assert deployed(model, to_conv=1e-3).blocks[0].attn is not GridConvolution
-    assert model.switch_to_deploy(to_conv=1e-3).convolutions == {}
-    assert sorted(model.switch_to_deploy(to_conv=1e-3, kernel_size=5).convolutions) == [0, 1]
+    assert deployed(model, conv_tolerance=1e-3).blocks[0].attn is not GridConvolution
+    assert model.switch_to_deploy(conv_tolerance=1e-3).convolutions == {}
+    assert sorted(model.switch_to_deploy(conv_tolerance=1e-3, kernel_size=5).convolutions) == [0, 1]
     content = small_timm('sa_learned_content_cifar')
-    assert content.switch_to_deploy(to_conv=100.0).convolutions == {}
-    with pytest.raises(ValueError, match='to_conv=-1 must be at least 0'):
-        content.switch_to_deploy(to_conv=-1)
+    assert content.switch_to_deploy(conv_tolerance=100.0).convolutions == {}
+    with pytest.raises(ValueError, match='conv_tolerance=-1 must be at least 0'):
+        content.switch_to_deploy(conv_tolerance=-1)
 
 
 def test_error_of_a_soft_head_is_within_the_bound():
@@ -191,7 +191,7 @@ def test_error_of_a_soft_head_is_within_the_bound():
         model.blocks[0].attn.encoding.center.copy_(torch.tensor([(0.0, 1.0), (-1.0, 0.0), (1.0, -1.0)]))
         model.blocks[0].attn.encoding.sqrt_precision.fill_(3.0)
     soft, conv = deployed(model), copy.deepcopy(model)
-    fit = conv.switch_to_deploy(to_conv=10.0, size=(6, 7)).convolutions[0]
+    fit = conv.switch_to_deploy(conv_tolerance=10.0, size=(6, 7)).convolutions[0]
     x = nn.functional.normalize(torch.randn(8, 6, 7, 16), dim=-1)
     error = (soft.blocks[0].attn(x) - conv.blocks[0].attn(x)).norm(dim=-1).max()
     assert 0 < error <= fit.bound
@@ -202,7 +202,7 @@ def test_compiled_exported_and_in_onnx(name, tmp_path):
     model = small_timm(name)
     if name == 'sa_quadratic_cifar':
         harden(model, [1], [(0.0, 1.0), (-1.0, 0.0), (1.0, -1.0)])
-    model.switch_to_deploy(to_conv=1e-6)
+    model.switch_to_deploy(conv_tolerance=1e-6)
     x, smaller = torch.randn(2, 3, 32, 32), torch.randn(1, 3, 12, 20)
     expected, of_smaller = model(x), model(smaller)
     assert torch.allclose(torch.compile(model, fullgraph=True, backend='aot_eager')(x), expected, atol=1e-5)
@@ -312,14 +312,14 @@ def test_shared_by_threads():
 def test_nothing_is_changed_by_what_fails():
     model = small_timm('sa_learned_cifar', img_size=16)
     with pytest.raises(ValueError, match=r'size=\(16, 16\) is larger than the \(8, 8\)'):
-        model.switch_to_deploy(to_conv=1e-3, size=(16, 16))
+        model.switch_to_deploy(conv_tolerance=1e-3, size=(16, 16))
     model.blocks[1].proj = Adapter(model.blocks[1].proj)
     with pytest.raises(RuntimeError, match=r'blocks\.1\.proj is a Adapter'):
         model.switch_to_deploy()
     assert model.training and not any(block.is_deployed for block in model.blocks)
     assert all(p.requires_grad for p in model.parameters())
     model = small_timm('sa_learned_cifar', img_size=16)
-    assert model.switch_to_deploy(to_conv=1e9).convolutions[0].size == (8, 8)
+    assert model.switch_to_deploy(conv_tolerance=1e9).convolutions[0].size == (8, 8)
 
 
 def test_loading_what_does_not_train_warns():
@@ -336,7 +336,7 @@ def test_loading_what_does_not_train_warns():
 def test_state_dicts_that_cannot_be_followed():
     model = small_timm('sa_quadratic_cifar')
     harden(model, [1], [(0.0, 1.0), (-1.0, 0.0), (1.0, -1.0)])
-    conv = deployed(model, to_conv=1e-6)
+    conv = deployed(model, conv_tolerance=1e-6)
     with pytest.raises(RuntimeError, match=r'blocks\.1\.attn is a convolution here, but attention in the state dict'):
         conv.load_state_dict(deployed(model).state_dict())
     state = model.state_dict()

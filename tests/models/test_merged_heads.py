@@ -23,7 +23,7 @@ from test_phase_transition import run as train
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from attncnn_plugin.layers import GridBias, MergedPatchAttention, PatchAttention, WindowBias
+from attncnn_plugin.layers import GridBias, MergedPatchAttention, PatchAttention, WindowBias, follow_state_dict
 from attncnn_plugin.models.networks.deployment import Deployment
 
 KINDS = ['conv', 'separate', 'merged', 'deployed']
@@ -239,14 +239,14 @@ def test_a_convolutional_network_loads_what_its_setting_says(kind):
     x = torch.randn(2, 3, 16, 16)
     assert loaded.merged and relative_error(loaded(x), model(x)) < 1e-5
     followed = small_cmhsa('conv', merge_heads=True).eval()
-    followed.follow_phase(model.state_dict())  # an optimizer's state is of the same parameters
+    follow_state_dict(followed, model.state_dict())  # an optimizer's state is of the same parameters
     assert followed.merged == (kind == 'merged')
     followed.load_state_dict(model.state_dict())
     assert torch.equal(followed(x), model(x))
     attention = network('merged' if kind == 'separate' else 'separate')
-    attention.follow_phase(model.state_dict())
+    follow_state_dict(attention, model.state_dict())
     assert attention.merged == (kind == 'merged') and attention.state_dict().keys() == model.state_dict().keys()
-    attention.follow_phase(small_cmhsa('conv').state_dict())
+    follow_state_dict(attention, small_cmhsa('conv').state_dict())
     assert attention.phase == 'attn'
 
 
@@ -327,7 +327,7 @@ def test_position_biases_are_computed_once_for_a_grid_size():
         assert biases_computed(model, lambda: model(image))[0] == times
     for size in range(2, 22, 2):
         model(torch.randn(1, 3, size, 2))
-    assert all(len(block.attn._kept) <= 8 for block in model.blocks)  # not without a limit
+    assert all(len(block.attn._cache) <= 8 for block in model.blocks)  # not without a limit
     count, output = biases_computed(model, lambda: model(x.requires_grad_()))
     assert count == 2 and torch.equal(output, expected)
     output.sum().backward()  # to the image
@@ -445,7 +445,7 @@ def test_compiled(kind):
         for m in (model, compiled):
             m.zero_grad()
     if kind == 'deployed':
-        assert len(compiled.blocks[0].attn._kept) == 0
+        assert len(compiled.blocks[0].attn._cache) == 0
 
 
 @pytest.mark.parametrize('strict', [False, True])

@@ -41,7 +41,7 @@ def main() -> None:
     checkpoint = load_checkpoint(model, args.checkpoint, map_location='cpu', strict=True)
     state_dict = checkpoint.get('state_dict', checkpoint)
     for name, network in networks.items():
-        if network.phase_of(state_dict, f'{name}.') != 'conv':
+        if network.structure_in(state_dict, f'{name}.') != ('conv', False):
             sys.exit(f'{args.checkpoint} is not of the convolution phase: there is nothing to convert')
         if network.phase == 'conv':  # a network of the attention phase has converted what it loaded
             print(network.to_attention())

@@ -40,7 +40,7 @@ class FixedAttention(nn.Module):
         self.probs = probs
         self.encoding = encoding
 
-    def attention_probs(self, height: int, width: int) -> Tensor:
+    def attention_probs(self, size) -> Tensor:
         """The given probabilities."""
         return self.probs
 

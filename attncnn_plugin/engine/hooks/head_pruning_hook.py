@@ -13,6 +13,7 @@ from mmpretrain.registry import HOOKS
 from torch import nn
 
 from ...layers.prunable_heads import PrunableHeads, Replacement
+from ...layers.structure import follow_state_dict
 from ...pruning import (
     LayerReport,
     find_degenerate_heads,
@@ -150,11 +151,10 @@ class HeadPruningHook(Hook):
         """The structure of a checkpoint, and the schedulers that it was saved with."""
         if not isinstance(runner.optim_wrapper, OptimWrapper):
             return  # no training: the model follows its checkpoint by itself
-        changed = False
-        for model in (unwrapped(runner.model), *(averaged.module for averaged in averaged_models(runner))):
-            for name, layer in model.named_modules():
-                if isinstance(layer, PrunableHeads):
-                    changed |= layer.follow_heads(checkpoint['state_dict'], f'{name}.')
+        state_dict = checkpoint['state_dict']
+        changed = follow_state_dict(unwrapped(runner.model), state_dict)
+        for averaged in averaged_models(runner):
+            changed |= follow_state_dict(averaged.module, state_dict)
         if changed:
             wrap_again(runner)
         info = checkpoint.get('message_hub', {}).get('runtime_info', {})
@@ -291,7 +291,7 @@ def _layers(model: nn.Module) -> Dict[str, PrunableHeads]:
     return {
         name: layer
         for name, layer in model.named_modules()
-        if isinstance(layer, PrunableHeads) and getattr(layer, 'position_only', True)
+        if isinstance(layer, PrunableHeads) and not layer.depends_on_content
     }
 
 

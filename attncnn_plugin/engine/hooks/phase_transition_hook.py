@@ -12,6 +12,7 @@ from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
 from torch import Tensor, nn
 
+from ...layers.structure import follow_state_dict
 from ...models.networks import CMHSANetwork
 from .rebuild import averaged_models, build_schedulers, check_wrapper, refresh_average, unwrapped, wrap_again
 
@@ -129,11 +130,9 @@ class PhaseTransitionHook(Hook):
         if not (runner._resume and training):
             return  # the model follows its checkpoint by itself
         model = unwrapped(runner.model)
-        before = [(network.phase, network.merged) for network in _networks(model)]
-        _follow_phase(model, checkpoint['state_dict'])
-        if [(network.phase, network.merged) for network in _networks(model)] != before:
+        if follow_state_dict(model, checkpoint['state_dict']):
             for averaged in averaged_models(runner):
-                _follow_phase(averaged.module, checkpoint['state_dict'])
+                follow_state_dict(averaged.module, checkpoint['state_dict'])
                 refresh_average(averaged)
             runner.logger.info('The checkpoint is of the second phase: attention, and its optimizer and schedulers')
             self._begin_second_phase(runner, self.epoch)
@@ -187,13 +186,6 @@ class PhaseTransitionHook(Hook):
 
 def _networks(model: nn.Module) -> List[CMHSANetwork]:
     return [module for module in model.modules() if isinstance(module, CMHSANetwork)]
-
-
-def _follow_phase(model: nn.Module, state_dict: dict) -> None:
-    """Puts attention where the state dict has it; its weights are those of the state dict once it is loaded."""
-    for name, module in model.named_modules():
-        if isinstance(module, CMHSANetwork):
-            module.follow_phase(state_dict, prefix=f'{name}.' if name else '')
 
 
 def _average_attention(averaged: nn.Module, model: nn.Module) -> None:

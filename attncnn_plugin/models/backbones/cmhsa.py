@@ -8,7 +8,7 @@ from .grid_backbone import GridBackbone
 
 
 @MODELS.register_module()
-class CMHSA(CMHSANetwork, GridBackbone):
+class CMHSA(GridBackbone, CMHSANetwork):
     """Vision transformer whose attention begins as convolutions.
 
     A PyTorch implementation of `Can Vision Transformers Perform Convolution? <https://arxiv.org/abs/2111.01353>`_
@@ -108,13 +108,3 @@ class CMHSA(CMHSANetwork, GridBackbone):
         self.embed_dims = len(self.norm.weight)
         self.img_size = to_2tuple(img_size)
         self._set_interface(out_indices, out_type, frozen_stages, with_cp, init_cfg)
-
-    def _put_attention(self, merged):
-        super()._put_attention(merged)
-        # While mmengine initializes weights, by a checkpoint here, every module has its record of all parameters.
-        record = getattr(self, '_params_init_info', None)
-        if record is not None:
-            for module in self.modules():
-                module._params_init_info = record
-            for parameter in set(self.parameters()) - set(record):
-                record[parameter] = dict(init_info='Attention of CMHSA', tmp_mean_value=parameter.data.mean().cpu())

@@ -1,4 +1,4 @@
-"""What every backbone of this package has of mmpretrain's interface."""
+"""mmpretrain's interface of a backbone, for every network of this package."""
 
 import copy
 from typing import List, Sequence, Tuple, Union
@@ -6,12 +6,15 @@ from typing import List, Sequence, Tuple, Union
 from mmpretrain.models.backbones.base_backbone import BaseBackbone
 from torch import Tensor
 
+from ...utils.init_info import record_new_parameters
+from ..networks import GridNetwork
 
-class GridBackbone(BaseBackbone):
+
+class GridBackbone(GridNetwork, BaseBackbone):
     """Outputs, frozen stages and layer depths of a :class:`~attncnn_plugin.models.networks.GridNetwork`.
 
-    A backbone inherits from its network first and from this class second, and calls :meth:`_set_interface` when the
-    network is there.
+    A backbone inherits from this class first and from its network second, and calls :meth:`_set_interface` when the
+    network is built.
     """
 
     OUT_TYPES = {'featmap', 'avg_featmap'}
@@ -34,6 +37,7 @@ class GridBackbone(BaseBackbone):
             )
         self.frozen_stages = frozen_stages
         self._freeze_stages()
+        self.register_load_state_dict_post_hook(record_new_parameters)
 
     def forward(self, x: Tensor) -> Tuple[Tensor, ...]:
         """Images ``(B, C, H, W)`` to the outputs of the blocks in ``out_indices``, in the order of the blocks.

@@ -11,8 +11,8 @@ from ..networks import SelfAttentionNetwork, SpaceToDepthStem
 from .grid_backbone import GridBackbone
 
 
-class SelfAttentionBackbone(SelfAttentionNetwork, GridBackbone):
-    """What the three backbones below share.
+class SelfAttentionBackbone(GridBackbone, SelfAttentionNetwork):
+    """The base of the three backbones below.
 
     Args:
         attn_layer (Callable): See :class:`~attncnn_plugin.models.networks.SelfAttentionNetwork`.

@@ -1,9 +1,8 @@
-"""CMHSA: a vision transformer that begins as a convolutional network (L21, section 4)."""
+"""CMHSA: a vision transformer that begins as a convolutional network (Li et al. 2021, L21, section 4)."""
 
 import math
-import warnings
 from dataclasses import dataclass
-from typing import Optional, Union
+from typing import Optional, Tuple, Union
 
 import torch
 from timm.layers import DropPath, Mlp, calculate_drop_path_rates, to_2tuple
@@ -15,10 +14,12 @@ from ...layers.merged_patch_attention import MergedPatchAttention
 from ...layers.patch_attention import PatchAttention
 from ...layers.patches import image_to_patches, patches_to_image
 from ...layers.position_bias import GridBias
+from ...layers.structure import Restructurable, StateDict, StructureError
 from .deployment import Deployment
-from .grid_network import GridNetwork, check_drop_path_rate
+from .grid_network import GridNetwork, check_channels, check_drop_path_rate
 
 PHASES = ('conv', 'attn')
+Structure = Tuple[str, bool]  # the phase, and whether heads are merged
 
 
 class PatchStem(nn.Module):
@@ -44,8 +45,7 @@ class PatchStem(nn.Module):
         Raises:
             ValueError: The image does not have the stem's channels, or cannot be cut into patches.
         """
-        if x.ndim != 4 or x.shape[1] != self.in_chans:
-            raise ValueError(f'the input has shape {tuple(x.shape)}, but (B, {self.in_chans}, H, W) is expected')
+        check_channels(x, self.in_chans)
         return self.proj(image_to_patches(x, (self.reduction, self.reduction)))
 
 
@@ -141,7 +141,7 @@ class Transition:
         )
 
 
-class CMHSANetwork(GridNetwork):
+class CMHSANetwork(Restructurable, GridNetwork):
     """Pre-norm vision transformer without class token, whose attention can begin as a convolution.
 
     A token is a flattened patch, D = P²·C channels wide, and so is every head. In the phase ``'conv'`` the blocks mix
@@ -228,7 +228,6 @@ class CMHSANetwork(GridNetwork):
         self.key_init = key_init
         self.merge_heads = merge_heads
         self.attn_drop_rate = attn_drop_rate
-        self._turned_by_loading = None
 
         self.stem = PatchStem(patch_size, in_chans)
         self.blocks = nn.Sequential(
@@ -251,7 +250,7 @@ class CMHSANetwork(GridNetwork):
                 nn.init.zeros_(module.bias)
         if phase == 'attn':
             self._put_attention(merge_heads)
-        self._register_load_state_dict_pre_hook(self._load_phase)
+        self._follow_state_dicts()
 
     @property
     def phase(self) -> str:
@@ -262,19 +261,6 @@ class CMHSANetwork(GridNetwork):
     def merged(self) -> bool:
         """Whether the attention has merged heads."""
         return isinstance(self.blocks[0].attn, MergedPatchAttention)
-
-    @staticmethod
-    def phase_of(state_dict: dict, prefix: str = '') -> Optional[str]:
-        """The phase of a network's state dict, whose keys begin with ``prefix``; None if it has no blocks."""
-        if f'{prefix}blocks.0.attn.conv.weight' in state_dict:
-            return 'conv'
-        names = (f'{prefix}blocks.0.attn.{name}.weight' for name in ('query', 'query_key'))
-        return 'attn' if any(name in state_dict for name in names) else None
-
-    @staticmethod
-    def merged_in(state_dict: dict, prefix: str = '') -> bool:
-        """Whether the attention of a network's state dict, whose keys begin with ``prefix``, has merged heads."""
-        return f'{prefix}blocks.0.attn.query_key.weight' in state_dict
 
     @torch.no_grad()
     def to_attention(self, generator: Optional[torch.Generator] = None) -> Transition:
@@ -324,16 +310,6 @@ class CMHSANetwork(GridNetwork):
         self.eval().requires_grad_(False)
         return Deployment(merged, before, sum(p.numel() for p in self.parameters()))
 
-    def train(self, mode: bool = True) -> 'CMHSANetwork':
-        if mode and self._turned_by_loading:
-            settings, self._turned_by_loading = self._turned_by_loading, None
-            warnings.warn(
-                f'the network was built without {settings} and turned to it by the state dict that it loaded: an '
-                'optimizer that was built before does not have the parameters of the attention. Build the network '
-                f'with {settings} to train it further'
-            )
-        return super().train(mode)
-
     def _put_attention(self, merged: bool) -> None:
         """Attention in the place of convolutions, whose stem has no linear map yet, or of other attention."""
         like = self.blocks[0].norm1.weight
@@ -367,43 +343,54 @@ class CMHSANetwork(GridNetwork):
                 nn.init.normal_(weight, std=std, generator=generator)
             linear.weight.copy_(weight)
 
-    def follow_phase(self, state_dict: dict, prefix: str = '') -> None:
-        """Puts the attention of a state dict, heads merged or not, in the place of what there is, if that is another.
+    @property
+    def structure(self) -> Structure:
+        """The phase, and whether heads are merged."""
+        return self.phase, self.merged
 
-        Its weights are yet to be loaded.
+    def structure_in(self, state_dict: StateDict, prefix: str = '') -> Optional[Structure]:
+        """The same of a state dict, from the attention of its first block."""
+        attn = f'{prefix}blocks.0.attn'
+        if f'{attn}.conv.weight' in state_dict:
+            return 'conv', False
+        if f'{attn}.query_key.weight' in state_dict:
+            return 'attn', True
+        return ('attn', False) if f'{attn}.query.weight' in state_dict else None
 
-        Args:
-            state_dict (dict): With the network's names, each after ``prefix``.
-            prefix (str): Defaults to no prefix.
-        """
-        merged = self.merged_in(state_dict, prefix)
-        if self.phase_of(state_dict, prefix) == 'attn' and (self.phase, self.merged) != ('attn', merged):
-            self._put_attention(merged)
+    def can_take(self, structure: Structure) -> bool:
+        """Whether a state dict is of attention: a network of the second phase does not go back to convolutions."""
+        return structure[0] == 'attn'
 
-    @torch.no_grad()
-    def _load_phase(self, state_dict: dict, prefix: str, *args) -> None:
-        """Before a state dict is loaded: takes its structure, or converts it to that of the network."""
-        phase, merged = self.phase_of(state_dict, prefix), self.merged_in(state_dict, prefix)
+    def structure_to_load(self, loaded: Structure) -> Structure:
+        """The phase of the state dict if it is the second. Heads are merged if either has merged ones."""
+        if not self.can_take(loaded):
+            return self.structure
+        return 'attn', loaded[1] or (self.merge_heads if self.phase == 'conv' else self.merged)
+
+    def take_structure(self, structure: Structure) -> None:
+        """Puts attention in the place of convolutions, or heads of another kind in the place of heads."""
+        self._put_attention(structure[1])
+
+    def training_advice(self, structure: Structure) -> Optional[str]:
         settings = [
             setting
             for setting, new in (
-                ("phase='attn'", phase == 'attn' and self.phase == 'conv'),
-                ('merge_heads=True', merged and not self.merged and not self.merge_heads),
+                ("phase='attn'", self.phase == 'conv'),
+                ('merge_heads=True', structure[1] and not self.merge_heads and not self.merged),
             )
             if new
         ]
-        if self.phase == 'attn' and phase == 'conv':
-            self._convert(state_dict, prefix)
-        elif phase == 'attn' and self.phase == 'conv':
-            self._put_attention(merged or self.merge_heads)
-        elif merged and not self.merged:
-            self._put_attention(merged)
-        # Merged heads multiply the matrices of a state dict that has others by themselves.
-        if settings:
-            self._turned_by_loading = ' and '.join(settings)
+        if not settings:
+            return None
+        built = ' and '.join(settings)
+        return (
+            f'the network was built without {built} and turned to it by the state dict that it loaded: an '
+            'optimizer that was built before does not have the parameters of the attention. Build the network '
+            f'with {built} to train it further'
+        )
 
-    def _convert(self, state_dict: dict, prefix: str) -> None:
-        """The state dict of convolutions to one of attention, in place."""
+    def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
+        """Converts convolutions to attention, where the state dict has any; merged heads convert themselves."""
         generator = torch.Generator().manual_seed(0)  # the same on every rank
         for i in range(len(self.blocks)):
             name = f'{prefix}blocks.{i}.attn.'
@@ -411,7 +398,7 @@ class CMHSANetwork(GridNetwork):
                 continue  # missing keys, as for any other parameter
             weight, bias = state_dict.pop(name + 'conv.weight'), state_dict.pop(name + 'conv.bias')
             if weight.shape[:2] != (self.stem.in_chans,) * 2:
-                raise ValueError(
+                raise StructureError(
                     f'{name}conv.weight of the state dict has shape {tuple(weight.shape)}, but the network takes '
                     f'images of in_chans={self.stem.in_chans} channels'
                 )

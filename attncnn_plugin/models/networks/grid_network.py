@@ -1,4 +1,4 @@
-"""What every network of this package is: a stem, blocks over a grid of tokens, and a norm."""
+"""The base of all networks: a stem, blocks over a grid of tokens, and a norm."""
 
 from typing import List, Optional, Sequence, Tuple, Union
 
@@ -67,3 +67,9 @@ class GridNetwork(nn.Module):
 def check_drop_path_rate(rate: float) -> None:
     if not 0 <= rate < 1:
         raise ValueError(f'drop_path_rate={rate} must be from 0 to below 1')
+
+
+def check_channels(x: Tensor, channels: int) -> None:
+    """Refuses what is no batch of images with as many channels."""
+    if x.ndim != 4 or x.shape[1] != channels:
+        raise ValueError(f'the input has shape {tuple(x.shape)}, but (B, {channels}, H, W) is expected')

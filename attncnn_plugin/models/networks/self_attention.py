@@ -1,21 +1,22 @@
-"""The self-attention network of Cordonnier et al. 2020, behind the mmpretrain backbones and the timm models."""
+"""The self-attention network of Cordonnier et al. 2020 (C20), behind the mmpretrain backbones and the timm models."""
 
-import warnings
-from typing import Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, Optional, Sequence, Tuple, Union
 
 import torch
 from timm.layers import DropPath, Mlp, calculate_drop_path_rates
 from torch import Tensor, nn
 
 from ...convert.to_conv import ConvFit, mhsa_to_conv
-from ...layers.grid_attention import GridAttention, PositionAttention
+from ...layers.grid_attention import GridAttention
 from ...layers.grid_convolution import GridConvolution
-from ...layers.linear import check_plain_linear, has_hooks, is_plain_linear
-from ...layers.precision import widest_float
+from ...layers.linear import LinearMap, check_plain_linear, has_hooks
+from ...layers.patches import image_to_patches
 from ...layers.prunable_heads import Replacement
-from ...layers.separable import is_exporting
+from ...layers.structure import Restructurable, StateDict, StructureError
 from .deployment import Deployment
-from .grid_network import GridNetwork, check_drop_path_rate
+from .grid_network import GridNetwork, check_channels, check_drop_path_rate
+
+BlockStructure = Union[str, Tuple[int, ...]]
 
 
 class SpaceToDepthStem(nn.Module):
@@ -30,6 +31,7 @@ class SpaceToDepthStem(nn.Module):
 
     def __init__(self, in_chans: int, embed_dim: int, device=None, dtype=None) -> None:
         super().__init__()
+        self.in_chans = in_chans
         self.proj = nn.Linear(in_chans * self.reduction**2, embed_dim, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,22 +40,11 @@ class SpaceToDepthStem(nn.Module):
         Raises:
             ValueError: The image does not have the stem's channels, or not an even height and width.
         """
-        channels = self.proj.in_features // self.reduction**2
-        if x.ndim != 4 or x.shape[1] != channels:
-            raise ValueError(f'the input has shape {tuple(x.shape)}, but (B, {channels}, H, W) is expected')
-        if x.shape[2] % self.reduction or x.shape[3] % self.reduction:
-            raise ValueError(
-                f'the image of {x.shape[2]}x{x.shape[3]} pixels cannot be cut into blocks of 2x2: '
-                'resize or pad it to an even height and width'
-            )
-        batch, _, height, width = x.shape
-        grid = height // self.reduction, width // self.reduction
-        x = x.reshape(batch, channels, grid[0], self.reduction, grid[1], self.reduction)
-        x = x.permute(0, 2, 4, 1, 3, 5).reshape(batch, *grid, self.proj.in_features)
-        return self.proj(x)
+        check_channels(x, self.in_chans)
+        return self.proj(image_to_patches(x, (self.reduction, self.reduction)))
 
 
-class SelfAttentionBlock(nn.Module):
+class SelfAttentionBlock(Restructurable):
     """Attention, linear map, residual and norm, then feed-forward network, residual and norm (post-norm).
 
     A state dict carries its structure: that of a block for inference turns the block to one, and one of a block for
@@ -86,28 +77,18 @@ class SelfAttentionBlock(nn.Module):
         self.mlp = Mlp(dim, mlp_dim, drop=(0.0, proj_drop), **dd)
         self.norm2 = nn.LayerNorm(dim, eps=1e-12, **dd)
         self.drop_path = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
-        self.turned_by_loading = False
-        self._register_load_state_dict_pre_hook(self._load_structure)
+        self._follow_state_dicts()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm1(x + self.drop_path(self.proj_drop(self._attend(x))))
         return self.norm2(x + self.drop_path(self.mlp(x)))
 
     def _attend(self, x: Tensor) -> Tensor:
-        """The attention and the linear map after it; with that of the heads as one map where this is cheaper."""
-        if not self._merging_is_cheaper(x):
-            return self.proj(self.attn(x))
-        weight, bias = merge_linear(self.attn.value.weight, self.attn.value.bias, self.proj.weight, self.proj.bias)
-        return self.attn(x, (weight, bias))
-
-    def _merging_is_cheaper(self, x: Tensor) -> bool:
-        """Whether the product of the maps, N_h·D³ multiply-adds, costs less than the second map of T tokens, T·D²."""
-        if not isinstance(x, Tensor) or is_exporting() or not isinstance(self.attn, GridAttention):
-            return False
-        value = self.attn.value
-        if has_hooks(self.attn) or not is_plain_linear(self.proj) or not is_plain_linear(value) or value.bias is None:
-            return False
-        return x.shape[:3].numel() > value.in_features > 0
+        """The attention and the linear map after it."""
+        # Hooks want to see the attention's own output; a symbolic trace has no sizes.
+        if isinstance(self.attn, GridAttention) and isinstance(x, Tensor) and not has_hooks(self.attn):
+            return self.attn(x, following=self.proj)
+        return self.proj(self.attn(x))
 
     @property
     def is_deployed(self) -> bool:
@@ -143,106 +124,119 @@ class SelfAttentionBlock(nn.Module):
         """
         self.check_deployable()
         if not self.is_deployed:
-            merged = merge_exactly(self.attn.value.weight, self.attn.value.bias, self.proj.weight, self.proj.bias)
-            self._put_deployed()
-            self.attn.value.weight, self.attn.value.bias = map(nn.Parameter, merged)
+            value, proj = self.attn.value, self.proj
+            merged = LinearMap(value.weight, value.bias).exactly_then(LinearMap(proj.weight, proj.bias))
+            self._merge_maps()
+            value.weight, value.bias = map(nn.Parameter, merged)
         if isinstance(self.attn, GridAttention):
             self.attn.switch_to_deploy()
         self.eval().requires_grad_(False)
 
     @torch.no_grad()
-    def to_conv(self, kernel_size: int, size: Optional[Tuple[int, int]], tolerance: float) -> Optional[ConvFit]:
+    def replace_by_convolution(
+        self,
+        kernel_size: int,
+        size: Optional[Sequence[int]],
+        tolerance: float,
+    ) -> Optional[ConvFit]:
         """Replaces the attention of a block for inference by the convolution that is nearest to it, if it is near.
 
         Returns:
             ConvFit | None: How well it fits, None if the error could be larger than ``tolerance``.
         """
-        if not isinstance(self.attn, PositionAttention) or not self.attn.position_only or self.attn.num_heads == 0:
+        attn = self.attn
+        if not isinstance(attn, GridAttention) or attn.depends_on_content or attn.num_heads == 0:
             return None
         if size is None:
-            size = tuple(min(16, largest) for largest in self.attn.max_size or (16, 16))
-        conv, fit = mhsa_to_conv(self.attn, kernel_size, size)
+            size = tuple(min(16, largest) for largest in attn.max_size or (16, 16))
+        conv, fit = mhsa_to_conv(attn, kernel_size, size)
         if fit.bound > tolerance:
             return None
         self.attn = GridConvolution(conv).eval().requires_grad_(False)
         return fit
 
-    def _put_deployed(self) -> None:
-        """The structure for inference; a buffer marks it in state dicts."""
+    def _merge_maps(self) -> None:
+        """The modules of a block for inference; a buffer marks it in state dicts."""
         weight = self.proj.weight
         self.register_buffer('deployed', torch.ones((), dtype=torch.bool, device=weight.device))
         self.proj = nn.Identity()
         if self.attn.value.bias is None:
             self.attn.value.bias = nn.Parameter(weight.new_zeros(len(weight)))
 
-    @torch.no_grad()
-    def _load_structure(
-        self,
-        state_dict: dict,
-        prefix: str,
-        metadata,
-        strict,
-        missing_keys,
-        unexpected_keys,
-        error_msgs: List[str],
-    ) -> None:
-        """Before a state dict is loaded: takes its structure, or merges it."""
-        was_deployed = self.is_deployed
-        conv = state_dict.get(f'{prefix}attn.conv.weight')
-        if conv is not None and conv.ndim == 4:
-            like = self.norm1.weight
-            layer = nn.Conv2d(
-                conv.shape[1],
-                conv.shape[0],
-                conv.shape[2:],
-                padding='same',
-                padding_mode='replicate',
-                device=like.device,
-                dtype=like.dtype,
+    @property
+    def structure(self) -> BlockStructure:
+        """``'training'``, ``'deployed'``, or the shape of the kernel of the convolution that replaces the attention."""
+        if isinstance(self.attn, GridConvolution):
+            return tuple(self.attn.conv.weight.shape)
+        return 'deployed' if self.is_deployed else 'training'
+
+    def structure_in(self, state_dict: StateDict, prefix: str) -> Optional[BlockStructure]:
+        """The same of a state dict."""
+        kernel = state_dict.get(f'{prefix}attn.conv.weight')
+        if kernel is not None and kernel.ndim == 4:
+            return tuple(kernel.shape)
+        if f'{prefix}deployed' in state_dict:
+            return 'deployed'
+        return 'training' if f'{prefix}attn.value.weight' in state_dict else None
+
+    def can_take(self, structure: BlockStructure) -> bool:
+        """Whether a state dict is of a block for inference: what was merged cannot be separated."""
+        return structure != 'training'
+
+    def take_structure(self, structure: BlockStructure) -> None:
+        """Turns the block to one for inference, with a convolution or with attention."""
+        if structure == 'deployed':
+            self._check_attention()
+            self._merge_maps()
+            self.switch_to_deploy()
+            return
+        if not self.is_deployed:
+            self._merge_maps()
+        like, (out_channels, in_channels, *kernel_size) = self.norm1.weight, structure
+        conv = nn.Conv2d(
+            in_channels,
+            out_channels,
+            kernel_size,
+            padding='same',
+            padding_mode='replicate',
+            device=like.device,
+            dtype=like.dtype,
+        )
+        self.attn = GridConvolution(conv)
+        self.eval().requires_grad_(False)
+
+    def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
+        """Merges the linear maps of a block for training."""
+        self._check_attention()
+        value, proj = (
+            LinearMap(state_dict.get(f'{prefix}{name}.weight'), state_dict.get(f'{prefix}{name}.bias'))
+            for name in ('attn.value', 'proj')
+        )
+        if proj.weight is None or proj.bias is None:
+            return  # missing keys, as for any other parameter
+        if value.weight.ndim != 2 or proj.weight.ndim != 2 or proj.weight.shape[1] != len(value.weight):
+            raise StructureError(
+                f'{prefix}proj.weight of the state dict has shape {tuple(proj.weight.shape)} and '
+                f'{prefix}attn.value.weight {tuple(value.weight.shape)}: the first cannot follow the second, so the '
+                'state dict is damaged'
             )
-            if not self.is_deployed:
-                self._put_deployed()
-            self.attn = GridConvolution(layer)
-            self.eval().requires_grad_(False)
-        elif isinstance(self.attn, GridConvolution) and f'{prefix}attn.value.weight' in state_dict:
-            error_msgs.append(
-                f'{prefix}attn is a convolution here, but attention in the state dict: load it into a '
+        del state_dict[f'{prefix}proj.weight'], state_dict[f'{prefix}proj.bias']
+        merged = value.exactly_then(proj)
+        state_dict[f'{prefix}attn.value.weight'], state_dict[f'{prefix}attn.value.bias'] = merged
+        state_dict[f'{prefix}deployed'] = self.deployed
+
+    def training_advice(self, structure: BlockStructure) -> str:
+        return (
+            'the network took the structure for inference of the state dict that it loaded: its blocks do not '
+            'train. Load the checkpoint from before switch_to_deploy() to train it further'
+        )
+
+    def _check_attention(self) -> None:
+        if isinstance(self.attn, GridConvolution):
+            raise StructureError(
+                'the attention of a block is a convolution here, but attention in the state dict: load it into a '
                 'model as it was built'
             )
-        elif f'{prefix}deployed' in state_dict and not self.is_deployed:
-            self._put_deployed()
-            self.switch_to_deploy()
-        elif self.is_deployed and isinstance(self.attn, GridAttention) and f'{prefix}deployed' not in state_dict:
-            names = [f'{prefix}{name}' for name in ('attn.value.weight', 'attn.value.bias', 'proj.weight', 'proj.bias')]
-            weight, bias, proj_weight, proj_bias = map(state_dict.get, names)
-            if weight is None or proj_weight is None or proj_bias is None:
-                pass  # missing keys, as for any other parameter
-            elif weight.ndim != 2 or proj_weight.ndim != 2 or proj_weight.shape[1] != len(weight):
-                error_msgs.append(
-                    f'{names[2]} of the state dict has shape {tuple(proj_weight.shape)} and {names[0]} '
-                    f'{tuple(weight.shape)}: the first cannot follow the second, so the state dict is damaged'
-                )
-            else:
-                del state_dict[names[2]], state_dict[names[3]]
-                state_dict[names[0]], state_dict[names[1]] = merge_exactly(weight, bias, proj_weight, proj_bias)
-                state_dict[f'{prefix}deployed'] = self.deployed
-        self.turned_by_loading |= self.is_deployed and not was_deployed
-
-
-def merge_linear(
-    first_weight: Tensor,
-    first_bias: Optional[Tensor],
-    weight: Tensor,
-    bias: Tensor,
-) -> Tuple[Tensor, Tensor]:
-    """Weight and bias of two linear layers in a row, W (W₁ x + b₁) + b."""
-    return weight @ first_weight, bias if first_bias is None else torch.addmv(bias, weight, first_bias)
-
-
-def merge_exactly(*maps: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
-    """:func:`merge_linear` in float64 (where the device has it), rounded once."""
-    wide = (None if tensor is None else tensor.to(widest_float(tensor)) for tensor in maps)
-    return tuple(merged.to(maps[0].dtype) for merged in merge_linear(*wide))
 
 
 class SelfAttentionNetwork(GridNetwork):
@@ -301,19 +295,9 @@ class SelfAttentionNetwork(GridNetwork):
         )
         self.norm = nn.Identity()  # every block ends in a norm
 
-    def train(self, mode: bool = True) -> 'SelfAttentionNetwork':
-        if mode and any(block.turned_by_loading for block in self.blocks):
-            warnings.warn(
-                'the network took the structure for inference of the state dict that it loaded: its blocks do not '
-                'train. Load the checkpoint from before switch_to_deploy() to train it further'
-            )
-            for block in self.blocks:
-                block.turned_by_loading = False
-        return super().train(mode)
-
     def switch_to_deploy(
         self,
-        to_conv: Optional[float] = None,
+        conv_tolerance: Optional[float] = None,
         kernel_size: int = 3,
         size: Optional[Tuple[int, int]] = None,
     ) -> Deployment:
@@ -323,9 +307,10 @@ class SelfAttentionNetwork(GridNetwork):
         mmpretrain's ``reparameterize_model.py`` calls it by this name.
 
         Args:
-            to_conv (float, optional): Attention that depends on positions alone is replaced by its convolution where
-                that errs by no more than this, for inputs of norm 1, see :class:`~attncnn_plugin.convert.ConvFit`;
-                0 up to rounding is for heads that attend to a single pixel. Defaults to None, no replacement.
+            conv_tolerance (float, optional): Attention that depends on positions alone is replaced by its convolution
+                where that errs by no more than this, for inputs of norm 1, see
+                :class:`~attncnn_plugin.convert.ConvFit`; 0 up to rounding is for heads that attend to a single pixel.
+                Defaults to None, no replacement.
             kernel_size (int): Kernel size of these convolutions. Defaults to 3.
             size (tuple[int, int], optional): The grid, in tokens, on which they are fitted and for which the error
                 holds. Defaults to 16 pixels an axis, or what the position tables cover.
@@ -336,14 +321,19 @@ class SelfAttentionNetwork(GridNetwork):
         Raises:
             TypeError: The attention of a block is none of this package. Nothing is changed then, nor below.
             RuntimeError: A linear map is no plain linear layer any more.
-            ValueError: ``to_conv`` is negative, or ``size`` is larger than the position tables.
+            ValueError: ``conv_tolerance`` is negative, or ``size`` is larger than the position tables.
         """
-        if to_conv is not None and not to_conv >= 0:
-            raise ValueError(f'to_conv={to_conv} must be at least 0, or None for no convolution')
+        if conv_tolerance is not None and not conv_tolerance >= 0:
+            raise ValueError(f'conv_tolerance={conv_tolerance} must be at least 0, or None for no convolution')
         for i, block in enumerate(self.blocks):
             block.check_deployable(f'blocks.{i}.')
             largest = getattr(block.attn, 'max_size', None)
-            if to_conv is not None and size is not None and largest and (size[0] > largest[0] or size[1] > largest[1]):
+            if (
+                conv_tolerance is not None
+                and size is not None
+                and largest
+                and (size[0] > largest[0] or size[1] > largest[1])
+            ):
                 raise ValueError(
                     f'size={size} is larger than the {largest} that the position tables of blocks.{i} were built for'
                 )
@@ -353,7 +343,9 @@ class SelfAttentionNetwork(GridNetwork):
             block.switch_to_deploy()
         convolutions = {}
         for i, block in enumerate(self.blocks):
-            fit = None if to_conv is None else block.to_conv(kernel_size, size, to_conv)
+            fit = None
+            if conv_tolerance is not None:
+                fit = block.replace_by_convolution(kernel_size, size, conv_tolerance)
             if fit is not None:
                 convolutions[i] = fit
         self.eval().requires_grad_(False)

@@ -1,20 +1,22 @@
-"""What every timm model of this package has of timm's interface."""
+"""timm's interface of a model, for every network of this package."""
 
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Union
+from typing import Any, Dict, List, Optional, Sequence, Union
 
 import torch
 from timm.layers import ClassifierHead
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-BACKBONE = 'backbone.'  # what mmpretrain puts before the names of the network
+from ..networks import GridNetwork
+
+BACKBONE = 'backbone.'  # mmpretrain's prefix of the names of the network
 
 
-class GridClassifier(nn.Module):
+class GridClassifier(GridNetwork):
     """Classifier on top of a :class:`~attncnn_plugin.models.networks.GridNetwork`: mean over the grid, linear map.
 
     A model inherits from this class first and from its network second, and calls :meth:`_add_head` when the network is
-    there.
+    built. It loads state dicts with the names of mmpretrain's classifiers too.
     """
 
     def _add_head(self, embed_dim, num_classes, in_chans, global_pool, drop_rate, device=None, dtype=None) -> None:
@@ -35,6 +37,7 @@ class GridClassifier(nn.Module):
             dtype=dtype,
         )
         self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
+        self.register_load_state_dict_pre_hook(_strip_backbone)
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> Dict[str, Any]:
@@ -84,9 +87,8 @@ class GridClassifier(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args, **kwargs):
-        """As of any module; the names of mmpretrain's classifiers will do too."""
-        state_dict = {
-            name[len(BACKBONE) :] if name.startswith(BACKBONE) else name: value for name, value in state_dict.items()
-        }
-        return super().load_state_dict(state_dict, *args, **kwargs)
+
+def _strip_backbone(module: nn.Module, state_dict: Dict[str, Any], prefix: str, *args: Any) -> None:
+    """A pre-hook of ``load_state_dict``: the names of mmpretrain's classifiers become those of the model."""
+    for name in [name for name in state_dict if name.startswith(prefix + BACKBONE)]:
+        state_dict[prefix + name[len(prefix + BACKBONE) :]] = state_dict.pop(name)
