@@ -1,16 +1,68 @@
+"""The option ``--slow``, the profiles of Hypothesis, and what all tests share."""
+
 import os
 import pathlib
+import shutil
+import tempfile
 
 import hypothesis
 import pytest
 import torch
+from helpers import warm_python
 
-# Two processes run the tests, and some start others: more threads than cores would slow them all down.
+# Several processes run the tests, and some start others: more threads than cores would slow them all down.
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
 
-hypothesis.settings.register_profile('default', deadline=None, max_examples=60, print_blob=True)
-hypothesis.settings.load_profile('default')
+hypothesis.settings.register_profile('quick', deadline=None, max_examples=25, print_blob=True)
+hypothesis.settings.register_profile('slow', deadline=None, max_examples=200, print_blob=True)
+
+SERVER = pytest.StashKey()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        '--slow', action='store_true', help='run the tests marked slow too, and Hypothesis with more examples'
+    )
+
+
+def pytest_configure(config):
+    hypothesis.settings.load_profile('slow' if config.option.slow else 'quick')
+    if hasattr(config, 'workerinput'):  # one of several processes of xdist: the first one has the server
+        return
+    folder = pathlib.Path(tempfile.mkdtemp(prefix='warm_python-'))
+    config.stash[SERVER] = warm_python.start(folder), folder
+    os.environ['WARM_PYTHON'] = str(folder)
+
+
+def pytest_unconfigure(config):
+    server, folder = config.stash.get(SERVER, (None, None))
+    if server is not None:
+        server.stdin.close()
+        server.wait()
+        shutil.rmtree(folder)
+
+
+def pytest_itemcollected(item):
+    """With --slow, tests of random examples run with more of them: `--slow -m slow` selects them too."""
+    if item.config.option.slow and getattr(getattr(item, 'obj', None), 'is_hypothesis_test', False):
+        item.add_marker('slow')
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.option.slow:
+        return
+    slow = [item for item in items if item.get_closest_marker('slow')]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in slow]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With `-n 2`: the tests of a file stay together while they can, since they share what takes long to make."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.option.dist == 'load' else None
 
 
 @pytest.fixture(autouse=True)

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from flops import paper_flops
+from helpers.flops import paper_flops
+from helpers.small import SMALL_ARCH
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
 from mmpretrain import get_model, list_models
 from mmpretrain.apis.model import ModelHub
 from PIL import Image
-from small import SMALL_ARCH
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
 MODELS = [model['Name'] for model in yaml.safe_load((CONFIGS / 'metafile.yml').read_text())['Models']]

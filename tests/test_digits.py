@@ -3,6 +3,8 @@ import pytest
 from mmpretrain.registry import DATASETS
 from sklearn.datasets import load_digits
 
+import attncnn_plugin  # noqa: F401
+
 
 def build(split):
     return DATASETS.build(dict(type='Digits', split=split, pipeline=[]))

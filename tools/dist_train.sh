@@ -1,8 +1,14 @@
 #!/usr/bin/env bash
 # dist_train.sh CONFIG GPUS [options of train.py]; NNODES, NODE_RANK, MASTER_ADDR and PORT as in mmpretrain's own.
+# Without PORT, a training on one machine takes any free port, so that two of them do not meet.
 set -e
-exec python -m torch.distributed.run \
-    --nnodes="${NNODES:-1}" --node_rank="${NODE_RANK:-0}" \
-    --master_addr="${MASTER_ADDR:-127.0.0.1}" --master_port="${PORT:-29500}" \
-    --nproc_per_node="$2" \
+if [ "${NNODES:-1}" = 1 ] && [ -z "${PORT:-}" ]; then
+    where=(--standalone --local_addr=127.0.0.1)
+else
+    where=(
+        --nnodes="${NNODES:-1}" --node_rank="${NODE_RANK:-0}"
+        --master_addr="${MASTER_ADDR:-127.0.0.1}" --master_port="${PORT:-29500}"
+    )
+fi
+exec python -m torch.distributed.run "${where[@]}" --nproc_per_node="$2" \
     "$(dirname "$0")/train.py" "$1" --launcher pytorch "${@:3}"

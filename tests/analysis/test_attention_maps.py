@@ -7,7 +7,7 @@ import sys
 import pytest
 import timm
 import torch
-from small import SMALL, TIMM_KINDS, small_cmhsa, small_timm
+from helpers.small import SMALL, TIMM_KINDS, small_cmhsa, small_timm
 
 from attncnn_plugin.analysis.attention_maps import (
     attention_layers,

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import timm
 import torch
+from helpers.processes import run
+from helpers.small import SMALL, SMALL_ARCH, small_cmhsa, small_timm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mmengine.config import Config
 from PIL import Image
-from processes import run
-from small import SMALL, SMALL_ARCH, small_cmhsa, small_timm
 from torch import nn
 
 from attncnn_plugin.analysis.attention_maps import (
@@ -895,7 +895,7 @@ def tool(repository, monkeypatch, capsys):
 def test_tool_as_a_process(folder, repository):
     out = folder / 'new/quadratic.json'
     log = run(
-        sys.executable,
+        'python',
         repository / 'tools/analysis_tools/analyze_heads.py',
         folder / 'quadratic.py',
         folder / 'quadratic.pth',

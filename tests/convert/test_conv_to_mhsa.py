@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from convolutions import convolutions, relative_error
+from helpers.convolutions import convolutions, relative_error
 from hypothesis import given
 from timm.layers import Conv2dSame
 from torch import nn

@@ -11,13 +11,14 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from pathlib import Path
 
 import mmcv
 import mmpretrain
 import numpy as np
 import pytest
 import torch
+from helpers import processes
+from helpers.processes import environment, run
 from mmpretrain.registry import MODELS
 
 import attncnn_plugin  # noqa: F401
@@ -80,7 +81,7 @@ HOOKS = textwrap.dedent("""
             elif fault == 'group':
                 os.killpg(0, signal.SIGTERM)
             elif fault == 'launcher':
-                os.kill(os.getppid(), signal.SIGTERM)
+                os.kill(int(os.environ['PARENT']), signal.SIGTERM)
                 time.sleep(2)
             elif fault == 'nan':
                 self.break_weights(runner)
@@ -119,62 +120,22 @@ def folder(tmp_path_factory, repository):
     return folder
 
 
-def environment(folder, **variables):
-    path = f'{Path(sys.executable).parent}:{os.environ["PATH"]}'
-    modules = os.pathsep.join([str(folder), os.environ.get('PYTHONPATH', '')])
-    return {**os.environ, 'PATH': path, 'PYTHONPATH': modules, 'OMP_NUM_THREADS': '1', **variables}
-
-
-def run(*command, folder, expected=0, **variables):
-    # In a session of its own: some faults are for the whole process group.
-    result = subprocess.run(
-        [str(c) for c in command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(folder, **variables),
-        start_new_session=True,
-    )
-    assert result.returncode == expected, result.stdout
-    return result.stdout
-
-
 @pytest.fixture(scope='module')
-def train(folder, repository):
+def train(folder):
     """Runs tools/train.py."""
 
     def train(work_dir, *options, config='batch8.py', **kwargs):
-        return run(
-            sys.executable,
-            repository / 'tools/train.py',
-            folder / config,
-            '--work-dir',
-            folder / work_dir,
-            *options,
-            folder=folder,
-            **kwargs,
-        )
+        return processes.train(folder / config, folder / work_dir, *options, **kwargs)
 
     return train
 
 
 @pytest.fixture(scope='module')
-def train_two(folder, repository):
+def train_two(folder):
     """Runs tools/dist_train.sh with two processes."""
 
     def train_two(work_dir, *options, config='batch4.py', **kwargs):
-        return run(
-            'bash',
-            repository / 'tools/dist_train.sh',
-            folder / config,
-            2,
-            '--work-dir',
-            folder / work_dir,
-            *options,
-            folder=folder,
-            PORT='29641',
-            **kwargs,
-        )
+        return processes.train_two(folder / config, folder / work_dir, *options, **kwargs)
 
     return train_two
 
@@ -221,7 +182,7 @@ def test_killed_while_saving(folder, train, whole):
 
 def test_killed_at_a_random_moment(folder, train, whole, repository):
     work_dir = folder / 'random'
-    command = [sys.executable, repository / 'tools/train.py', folder / 'batch8.py', '--work-dir', work_dir]
+    command = ['python', repository / 'tools/train.py', folder / 'batch8.py', '--work-dir', work_dir]
     process = subprocess.Popen(
         [*map(str, command)], env=environment(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -421,7 +382,7 @@ def test_what_is_no_checkpoint(name, bad, folder):
 )
 def test_testing_a_bad_checkpoint(name, said, bad, folder, repository):
     log = run(
-        sys.executable,
+        'python',
         repository / 'tools/test.py',
         folder / 'batch8.py',
         bad / name,
@@ -435,9 +396,9 @@ def test_testing_a_bad_checkpoint(name, said, bad, folder, repository):
 
 
 def test_testing_a_checkpoint_that_fits_in_part(bad, folder, repository):
-    """mmengine names what does not fit."""
+    """Mmengine names what does not fit."""
     log = run(
-        sys.executable,
+        'python',
         repository / 'tools/test.py',
         folder / 'batch8.py',
         bad / 'some',
@@ -479,7 +440,7 @@ def test_damaged_image(folder, train):
 
 def test_mistaken_config(folder, repository):
     log = run(
-        sys.executable,
+        'python',
         repository / 'tools/train.py',
         folder / 'batch8.py',
         '--work-dir',

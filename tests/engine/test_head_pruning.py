@@ -5,11 +5,11 @@ import copy
 import numpy as np
 import pytest
 import torch
+from helpers.small import SMALL_ARCH
 from mmengine.config import Config
 from mmengine.hooks import EMAHook, Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
-from small import SMALL_ARCH
 
 EPOCHS, PRUNE_AT, ITERATIONS = 5, 2, 3  # epochs, the epoch of pruning, iterations of an epoch
 NAMES = [f'backbone.blocks.{i}.attn' for i in range(2)]

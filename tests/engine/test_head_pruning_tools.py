@@ -8,9 +8,9 @@ import mmpretrain
 import numpy as np
 import pytest
 import torch
+from helpers.processes import HOOKS, assert_equal, rates, run, train, train_two
+from helpers.small import SMALL_ARCH, small_timm
 from mmpretrain import FeatureExtractor, ImageClassificationInferencer
-from processes import HOOKS, assert_equal, rates, run
-from small import SMALL_ARCH, small_timm
 
 from attncnn_plugin.pruning import find_degenerate_heads
 
@@ -52,23 +52,10 @@ def folder(tmp_path_factory, repository):
     return folder
 
 
-def train(folder, name, *options, repository, **kwargs):
-    return run(
-        sys.executable,
-        repository / 'tools/train.py',
-        folder / 'batch8.py',
-        '--work-dir',
-        folder / name,
-        *options,
-        folder=folder,
-        **kwargs,
-    )
-
-
 @pytest.fixture(scope='module')
 def whole(folder, repository):
     """A run that prunes, never stopped."""
-    log = train(folder, 'whole', '--cfg-options', f'load_from={folder}/start.pth', repository=repository)
+    log = train(folder / 'batch8.py', folder / 'whole', '--cfg-options', f'load_from={folder}/start.pth')
     assert "Removed heads {'backbone.blocks.0.attn': [1], 'backbone.blocks.1.attn': [2]}" in log
     assert 'largest eigenvalue 0 < 1e-05' in log and 'condition number' in log
     return folder / 'whole'
@@ -79,15 +66,14 @@ def test_killed_and_resumed(kill_at, whole, folder, repository):
     """At each epoch boundary in turn; at the second, the heads are gone, and the last checkpoint still has them."""
     name = f'killed{kill_at}'
     train(
-        folder,
-        name,
+        folder / 'batch8.py',
+        folder / name,
         '--cfg-options',
         f'load_from={folder}/start.pth',
-        repository=repository,
         expected=-signal.SIGKILL,
         KILL_AT=str(kill_at),
     )
-    log = train(folder, name, '--resume', repository=repository)
+    log = train(folder / 'batch8.py', folder / name, '--resume')
     assert f'resumed epoch: {kill_at // ITERATIONS}' in log
     assert_equal(folder / name, whole)
     assert rates(folder / name) == rates(whole) and len(rates(whole)) == EPOCHS * ITERATIONS
@@ -95,10 +81,9 @@ def test_killed_and_resumed(kill_at, whole, folder, repository):
 
 def test_two_processes(whole, folder, repository):
     """Twelve iterations after the pruning: equal on both ranks, and to one process with the same batches."""
-    command = ['bash', repository / 'tools/dist_train.sh', folder / 'batch4.py', 2, '--work-dir']
-    log = run(*command, folder / 'two', '--cfg-options', f'load_from={folder}/start.pth', folder=folder, PORT='29651')
+    log = train_two(folder / 'batch4.py', folder / 'two', '--cfg-options', f'load_from={folder}/start.pth')
     assert 'GPU number: 2' in log and 'Removed heads' in log
-    run(*command, folder / 'again', '--resume', folder / 'two/epoch_3.pth', folder=folder, PORT='29652')
+    train_two(folder / 'batch4.py', folder / 'again', '--resume', folder / 'two/epoch_3.pth')
     for rank in (0, 1):
         assert_equal(folder / 'two', folder / 'two', rank, tolerance=0)
         assert_equal(folder / 'two', whole, rank, tolerance=1e-5)
@@ -108,12 +93,12 @@ def test_two_processes(whole, folder, repository):
 def test_loads_everywhere(whole, folder, repository, tmp_path):
     """A pruned checkpoint with the config that made it, and published."""
     config, checkpoint = str(folder / 'batch8.py'), str(whole / f'epoch_{EPOCHS}.pth')
-    log = run(sys.executable, repository / 'tools/test.py', config, checkpoint, '--work-dir', tmp_path, folder=folder)
+    log = run('python', repository / 'tools/test.py', config, checkpoint, '--work-dir', tmp_path, folder=folder)
     assert 'Epoch(test)' in log and 'accuracy/top1' in log and 'do not match' not in log
 
     tool = Path(mmpretrain.__file__).parent / '.mim/tools/model_converters/publish_model.py'
     run(
-        sys.executable,
+        'python',
         '-c',
         f'import attncnn_plugin, runpy, sys; sys.argv[0] = {str(tool)!r}; '
         f'runpy.run_path({str(tool)!r}, run_name="__main__")',
@@ -143,7 +128,7 @@ def test_loads_everywhere(whole, folder, repository, tmp_path):
 
 def tool(folder, repository, *options, **kwargs):
     return run(
-        sys.executable,
+        'python',
         repository / 'tools/model_converters/prune_heads.py',
         folder / 'batch8.py',
         folder / 'start.pth',

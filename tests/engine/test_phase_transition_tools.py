@@ -7,9 +7,9 @@ import mmpretrain
 import numpy as np
 import pytest
 import torch
+from helpers.processes import HOOKS, assert_equal, rates, run, train, train_two
+from helpers.small import small_cmhsa
 from mmpretrain import ImageClassificationInferencer
-from processes import HOOKS, assert_equal, rates, run
-from small import small_cmhsa
 
 EPOCHS, SWITCH, ITERATIONS = 4, 2, 3  # epochs, epochs of the first phase, iterations of an epoch
 
@@ -48,23 +48,10 @@ def folder(tmp_path_factory, repository):
     return folder
 
 
-def train(folder, name, *options, repository, **kwargs):
-    return run(
-        sys.executable,
-        repository / 'tools/train.py',
-        folder / 'batch8.py',
-        '--work-dir',
-        folder / name,
-        *options,
-        folder=folder,
-        **kwargs,
-    )
-
-
 @pytest.fixture(scope='module')
 def whole(folder, repository):
     """A run through both phases, never stopped."""
-    log = train(folder, 'whole', repository=repository)
+    log = train(folder / 'batch8.py', folder / 'whole')
     assert 'Transition at epoch 2: 2 convolutions of 3x3 became attention of 9 heads' in log
     return folder / 'whole'
 
@@ -73,9 +60,9 @@ def whole(folder, repository):
 def test_killed_and_resumed(kill_at, whole, folder, repository):
     """In the first phase, at the transition, and in the second phase."""
     name = f'killed{kill_at}'
-    log = train(folder, name, repository=repository, expected=-signal.SIGKILL, KILL_AT=str(kill_at))
+    log = train(folder / 'batch8.py', folder / name, expected=-signal.SIGKILL, KILL_AT=str(kill_at))
     assert ('Transition at epoch 2' in log) == (kill_at >= SWITCH * ITERATIONS)
-    log = train(folder, name, '--resume', repository=repository)
+    log = train(folder / 'batch8.py', folder / name, '--resume')
     assert f'resumed epoch: {kill_at // ITERATIONS}' in log
     assert_equal(folder / name, whole)
     assert rates(folder / name) == rates(whole) and len(rates(whole)) == EPOCHS * ITERATIONS
@@ -83,15 +70,14 @@ def test_killed_and_resumed(kill_at, whole, folder, repository):
 
 def test_two_processes(whole, folder, repository):
     """Equal weights on both ranks, those of one process with the same batches; resumed in each phase; compiled."""
-    command = ['bash', repository / 'tools/dist_train.sh', folder / 'batch4.py', 2, '--work-dir']
-    log = run(*command, folder / 'two', folder=folder, PORT='29631')
+    log = train_two(folder / 'batch4.py', folder / 'two')
     assert 'GPU number: 2' in log and 'Transition at epoch 2' in log and 'Epoch(val) [4]' in log
     for rank in (0, 1):
         assert_equal(folder / 'two', folder / 'two', rank, tolerance=0)
         assert_equal(folder / 'two', whole, rank, tolerance=1e-5)
     for epoch, options in [(1, ['--cfg-options', 'compile.backend=eager']), (3, [])]:
         again = folder / f'again{epoch}'
-        log = run(*command, again, '--resume', folder / f'two/epoch_{epoch}.pth', *options, folder=folder, PORT='29632')
+        log = train_two(folder / 'batch4.py', again, '--resume', folder / f'two/epoch_{epoch}.pth', *options)
         assert log.count('Model has been "compiled"') == len(options)  # at the start, and at the transition
         for rank in (0, 1):
             assert_equal(again, folder / 'two', rank, tolerance=1e-5 if options else 1e-6)
@@ -102,7 +88,7 @@ def test_checkpoints_of_both_phases_load_everywhere(epoch, whole, folder, reposi
     """With the config that made the run, and nothing said."""
     config, checkpoint = str(folder / 'batch8.py'), str(whole / f'epoch_{epoch}.pth')
     log = run(
-        sys.executable,
+        'python',
         repository / 'tools/test.py',
         config,
         checkpoint,
@@ -133,7 +119,7 @@ def test_converter(phase, whole, folder, repository):
     """A first-phase checkpoint as one of the second, for either phase's config; the output stays as it was."""
     config, first, out = folder / 'batch8.py', whole / f'epoch_{SWITCH}.pth', folder / f'converted/{phase}.pth'
     tool = repository / 'tools/model_converters/conv_to_attention.py'
-    log = run(sys.executable, tool, config, first, out, '--cfg-options', f'model.backbone.phase={phase}', folder=folder)
+    log = run('python', tool, config, first, out, '--cfg-options', f'model.backbone.phase={phase}', folder=folder)
     assert f'Saved {out}' in log
     kwargs = dict(img_size=32, patch_size=8, in_chans=1, mlp_dim=256)
     before = small_cmhsa('conv', **kwargs, checkpoint_path=str(first)).eval()
@@ -146,10 +132,10 @@ def test_converter(phase, whole, folder, repository):
 def test_converter_refuses(whole, folder, repository):
     tool = repository / 'tools/model_converters/conv_to_attention.py'
     second = whole / f'epoch_{EPOCHS}.pth'
-    log = run(sys.executable, tool, folder / 'batch8.py', second, folder / 'no.pth', folder=folder, expected=1)
+    log = run('python', tool, folder / 'batch8.py', second, folder / 'no.pth', folder=folder, expected=1)
     assert log.strip().endswith(f'{second} is not of the convolution phase: there is nothing to convert')
     log = run(
-        sys.executable,
+        'python',
         tool,
         repository / 'configs/sa_quadratic_digits.py',
         second,

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import time
 import urllib.request
 import zlib
@@ -14,9 +13,9 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from helpers.processes import run
+from helpers.small import SMALL, small_cmhsa, small_timm
 from PIL import Image
-from processes import run
-from small import SMALL, small_cmhsa, small_timm
 
 from attncnn_plugin.analysis.attention_maps import (
     attention_layers,
@@ -366,7 +365,7 @@ def test_tool(repository, tmp_path):
     init_default_scope('mmpretrain')
     torch.save(dict(state_dict=MODELS.build(Config.fromfile(config).model).state_dict()), tmp_path / 'model.pth')
     output = run(
-        sys.executable,
+        'python',
         repository / 'tools/visualization/attention_explorer.py',
         config,
         tmp_path / 'model.pth',
@@ -382,7 +381,7 @@ def test_tool(repository, tmp_path):
     assert [picture.shape for picture in content['pictures']] == [(16, 16, 3)] * 4
     assert (content['pictures'][0] == content['pictures'][1]).all()
     run(
-        sys.executable,
+        'python',
         repository / 'tools/visualization/attention_explorer.py',
         config,
         tmp_path / 'model.pth',

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from adapter import Adapter
-from convolutions import relative_error
+from helpers.adapter import Adapter
+from helpers.convolutions import relative_error
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from adapter import Adapter
+from helpers.adapter import Adapter
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils import parametrizations

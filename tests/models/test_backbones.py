@@ -5,10 +5,10 @@ import pickle
 
 import pytest
 import torch
+from helpers.small import SMALL_ARCH, small_timm
 from mmengine.optim import build_optim_wrapper
 from mmpretrain.models import build_classifier
 from mmpretrain.registry import MODELS
-from small import SMALL_ARCH, small_timm
 
 KINDS = {
     'quadratic': dict(type='SAQuadratic'),

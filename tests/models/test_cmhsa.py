@@ -8,26 +8,17 @@ import pytest
 import timm
 import timm.optim
 import torch
-from convolutions import relative_error
+from helpers.convolutions import relative_error
+from helpers.small import SMALL_CMHSA, small_cmhsa, trained_like
 from mmengine.optim import build_optim_wrapper
 from mmpretrain.models import build_classifier
 from mmpretrain.registry import MODELS
-from small import small_cmhsa
 from torch import nn
 
 from attncnn_plugin.layers.patches import image_to_patches
 from attncnn_plugin.models.networks import PatchConvolution
 
 PHASES = ['conv', 'attn']
-SMALL = dict(type='CMHSA', patch_size=2, img_size=16, num_layers=2, feedforward_channels=24)
-
-
-def trained_like(model):
-    """Weights as after some training: no zeros, no ones."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model
 
 
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-4), (torch.float64, 1e-10)])
@@ -145,7 +136,7 @@ def test_wrong_images():
 
 
 def test_sizes_of_the_paper():
-    """d = 16·16·3 = 768, 9 heads of 768, 6 layers; made without memory."""
+    """D = 16·16·3 = 768, 9 heads of 768, 6 layers; made without memory."""
     for name, kernel in [('cmhsa3_patch16_224', 3), ('cmhsa5_patch16_224', 5)]:
         with torch.device('meta'):
             model, conv = timm.create_model(name), timm.create_model(name, phase='conv')
@@ -331,14 +322,14 @@ def test_a_compiled_model_goes_on_after_the_transition():
 
 
 def backbone(phase='conv', **kwargs):
-    return MODELS.build({**SMALL, 'phase': phase, **kwargs})
+    return MODELS.build({**SMALL_CMHSA, 'phase': phase, **kwargs})
 
 
 def classifier(phase='conv', **kwargs):
     return build_classifier(
         dict(
             type='ImageClassifier',
-            backbone={**SMALL, 'phase': phase, 'out_type': 'avg_featmap', **kwargs},
+            backbone={**SMALL_CMHSA, 'phase': phase, 'out_type': 'avg_featmap', **kwargs},
             head=dict(type='LinearClsHead', num_classes=10, in_channels=12),
         )
     )
@@ -361,7 +352,7 @@ def test_backbone(phase):
         for name in ('stem.proj.weight', 'blocks.0.attn.conv.weight', 'blocks.1.norm2.bias', 'norm.weight')
     ]
     assert depth == [0, 1, 2, 3]
-    assert type(MODELS.build(dict(SMALL, type='mmpretrain.CMHSA'))).__name__ == 'CMHSA'
+    assert type(MODELS.build(dict(SMALL_CMHSA, type='mmpretrain.CMHSA'))).__name__ == 'CMHSA'
 
 
 @pytest.mark.parametrize('frozen_stages', [-1, 0, 1, 2])
@@ -425,7 +416,7 @@ def test_pretrained(phase, into, tmp_path):
 
 
 def test_self_attention_models_take_mmpretrains_names_too():
-    from small import small_timm
+    from helpers.small import small_timm
 
     model = small_timm('sa_quadratic_cifar')
     names = {n if n.startswith('head.') else f'backbone.{n}': v for n, v in model.state_dict().items()}

@@ -2,21 +2,20 @@
 
 import copy
 import pickle
-import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from adapter import Adapter
+from helpers.adapter import Adapter
+from helpers.processes import run
+from helpers.small import SMALL_ARCH, TIMM_KINDS, small_timm
 from hypothesis import given
 from hypothesis import strategies as st
 from mmengine import Config
 from mmengine.runner import save_checkpoint
 from mmpretrain import get_model
 from mmpretrain.models import build_backbone
-from processes import run
-from small import SMALL_ARCH, TIMM_KINDS, small_timm
 from timm.utils.model import reparameterize_model
 from torch import nn
 
@@ -244,7 +243,7 @@ def test_by_mmpretrains_tool(tmp_path, repository):
         ".parent / '.mim/tools/model_converters/reparameterize_model.py'), run_name='__main__')"
     )
     files = [tmp_path / name for name in ('config.py', 'model.pth', 'out.pth')]
-    run(sys.executable, '-c', code, *files, folder=tmp_path)
+    run('python', '-c', code, *files, folder=tmp_path)
     other = get_model(config, pretrained=str(tmp_path / 'out.pth')).eval()
     assert other.backbone.blocks[0].is_deployed
     x = torch.randn(2, 1, 8, 8)

@@ -3,23 +3,21 @@
 import copy
 import os
 import pickle
-import sys
 import warnings
 
 import mmpretrain
 import pytest
 import timm
 import torch
-from adapter import Adapter
-from convolutions import relative_error
+from helpers.adapter import Adapter
+from helpers.convolutions import relative_error
+from helpers.processes import run
+from helpers.small import SMALL_CMHSA, small_cmhsa, trained_like
+from helpers.two_phases import EPOCHS, SWITCH, small_config
+from helpers.two_phases import run as train
 from hypothesis import given
 from hypothesis import strategies as st
 from mmpretrain.models import build_classifier
-from processes import run
-from small import small_cmhsa
-from test_cmhsa import SMALL, trained_like
-from test_phase_transition import EPOCHS, SWITCH, small_config
-from test_phase_transition import run as train
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -485,7 +483,7 @@ def test_backbone(kind):
         dict(
             type='ImageClassifier',
             backbone={
-                **SMALL,
+                **SMALL_CMHSA,
                 'phase': 'conv' if kind == 'conv' else 'attn',
                 'out_type': 'avg_featmap',
                 'merge_heads': kind == 'merged',
@@ -573,7 +571,7 @@ def test_mmpretrains_converter(repository, tmp_path):
     config.custom_imports = dict(imports=['attncnn_plugin'], allow_failed_imports=False)
     config.dump(path)
     tool = os.path.join(os.path.dirname(mmpretrain.__file__), '.mim/tools/model_converters/reparameterize_model.py')
-    run(sys.executable, tool, path, checkpoint, out, folder=tmp_path)
+    run('python', tool, path, checkpoint, out, folder=tmp_path)
     saved = torch.load(out)['state_dict']
     assert 'backbone.blocks.0.attn.query_key.weight' in saved and 'backbone.blocks.0.attn.key.weight' not in saved
     before, after = (mmpretrain.get_model(str(path), pretrained=str(file)) for file in (checkpoint, out))

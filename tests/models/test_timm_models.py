@@ -7,8 +7,8 @@ import pytest
 import timm
 import timm.optim
 import torch
-from flops import paper_flops
-from small import TIMM_KINDS, small_timm
+from helpers.flops import paper_flops
+from helpers.small import TIMM_KINDS, small_timm
 
 MILLION, BILLION = 1e6, 1e9
 

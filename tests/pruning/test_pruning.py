@@ -5,10 +5,10 @@ import pickle
 
 import pytest
 import torch
+from helpers.small import SMALL_ARCH, TIMM_KINDS, small_timm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mmpretrain.registry import MODELS
-from small import SMALL_ARCH, TIMM_KINDS, small_timm
 from torch import nn
 
 from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from small import small_timm
+from helpers.small import small_timm
 
 sys.path.insert(0, str(Path(__file__).parents[2] / 'tools/benchmarks'))
 

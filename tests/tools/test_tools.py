@@ -1,6 +1,6 @@
 """The framework's own tools run the experiments, from start to inference."""
 
-import subprocess
+import socket
 import sys
 from pathlib import Path
 
@@ -8,70 +8,58 @@ import mmpretrain
 import numpy as np
 import pytest
 import torch
+from helpers.processes import run, train, train_two
 from mmpretrain import FeatureExtractor, ImageClassificationInferencer
 
 SHRINK = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_dataloader.dataset.indices=40', 'randomness.seed=0']
 
 
-def run(*command, **kwargs):
-    result = subprocess.run([str(c) for c in command], capture_output=True, text=True, **kwargs)
-    output = result.stdout + result.stderr
-    assert result.returncode == 0, output
-    return output
-
-
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory, repository):
-    """A work folder after one epoch of tools/train.py."""
+    """A work folder after one epoch of tools/train.py, in a new process as a user has it."""
     work_dir = tmp_path_factory.mktemp('work')
-    config = repository / 'configs/sa_quadratic_digits.py'
-    output = run(sys.executable, repository / 'tools/train.py', config, '--work-dir', work_dir, *SHRINK)
+    tool, config = repository / 'tools/train.py', repository / 'configs/sa_quadratic_digits.py'
+    output = run(sys.executable, tool, config, '--work-dir', work_dir, *SHRINK, folder=work_dir)
     assert 'Epoch(val) [1]' in output and 'accuracy/top1' in output
     return work_dir
 
 
 def test_training_resumes(trained, repository):
-    config = repository / 'configs/sa_quadratic_digits.py'
     options = [o.replace('max_epochs=1', 'max_epochs=2') for o in SHRINK]
-    output = run(sys.executable, repository / 'tools/train.py', config, '--work-dir', trained, '--resume', *options)
+    output = train(repository / 'configs/sa_quadratic_digits.py', trained, '--resume', *options)
     assert 'resumed epoch: 1, iter: 1' in output and 'Epoch(val) [2]' in output
 
 
 def test_testing(trained, repository, tmp_path):
     config, checkpoint = repository / 'configs/sa_quadratic_digits.py', trained / 'epoch_1.pth'
-    output = run(sys.executable, repository / 'tools/test.py', config, checkpoint, '--work-dir', tmp_path)
+    output = run(
+        sys.executable, repository / 'tools/test.py', config, checkpoint, '--work-dir', tmp_path, folder=tmp_path
+    )
     assert 'Epoch(test)' in output and 'accuracy/top1' in output
 
 
 def test_mmpretrains_own_tool_runs_the_configs(repository, tmp_path):
+    """In a process that has not imported the plugin: the config does it."""
     tool = Path(mmpretrain.__file__).parent / '.mim/tools/train.py'
-    output = run(
-        sys.executable, tool, repository / 'configs/sa_learned_digits.py', '--work-dir', tmp_path, *SHRINK, cwd=tmp_path
-    )
+    config = repository / 'configs/sa_learned_digits.py'
+    output = run(sys.executable, tool, config, '--work-dir', tmp_path, *SHRINK, folder=tmp_path)
     assert 'Epoch(val) [1]' in output
 
 
-def test_two_processes(repository, tmp_path):
-    output = run(
-        'bash',
-        repository / 'tools/dist_train.sh',
-        repository / 'configs/sa_quadratic_digits.py',
-        2,
-        '--work-dir',
-        tmp_path,
-        *SHRINK,
-        env=environment(PORT='29611'),
-    )
+@pytest.mark.parametrize('executable', ['warm', pytest.param('new', marks=pytest.mark.slow)])
+def test_two_processes(executable, repository, tmp_path):
+    """On a port that torchrun chooses, and on a given one."""
+    config = repository / 'configs/sa_quadratic_digits.py'
+    new = dict(PATH=f'{Path(sys.executable).parent}:/usr/bin:/bin', PYTHON_EXEC=sys.executable)
+    variables = new if executable == 'new' else {}
+    output = train_two(config, tmp_path, *SHRINK, **variables)
     assert 'Distributed training: True' in output and 'GPU number: 2' in output and 'Epoch(val) [1]' in output
+    tool, checkpoint = repository / 'tools/dist_test.sh', tmp_path / 'epoch_1.pth'
+    with socket.socket() as unused:
+        unused.bind(('127.0.0.1', 0))
+        port = unused.getsockname()[1]
     output = run(
-        'bash',
-        repository / 'tools/dist_test.sh',
-        repository / 'configs/sa_quadratic_digits.py',
-        tmp_path / 'epoch_1.pth',
-        2,
-        '--work-dir',
-        tmp_path,
-        env=environment(PORT='29612'),
+        'bash', tool, config, checkpoint, 2, '--work-dir', tmp_path, folder=tmp_path, PORT=str(port), **variables
     )
     assert 'Epoch(test)' in output
 
@@ -88,19 +76,15 @@ def test_slurm_command(repository, tmp_path):
         'a config.py',
         'out',
         '--amp',
-        env=environment(PATH=f'{tmp_path}:/usr/bin:/bin', GPUS='16', SRUN_ARGS='--quiet --time=1'),
+        folder=tmp_path,
+        PATH=f'{tmp_path}:/usr/bin:/bin',
+        GPUS='16',
+        SRUN_ARGS='--quiet --time=1',
     )
     assert output.startswith('-p gpus --job-name=job --gres=gpu:8 --ntasks=16')
     assert output.strip().endswith(
         f'--quiet --time=1 python -u {repository}/tools/train.py a config.py --work-dir=out --launcher=slurm --amp'
     )
-
-
-def environment(**variables):
-    import os
-
-    path = f'{Path(sys.executable).parent}:{os.environ["PATH"]}'
-    return {**os.environ, 'PATH': path, **variables}
 
 
 def test_inferencers(trained, repository):

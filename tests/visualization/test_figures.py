@@ -10,6 +10,8 @@ import mmcv
 import numpy as np
 import pytest
 import torch
+from helpers.processes import run
+from helpers.small import small_cmhsa, small_timm
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib import pyplot
@@ -18,8 +20,6 @@ from matplotlib.patches import Rectangle
 from matplotlib.path import Path as Line
 from mmengine.config import Config
 from mmpretrain import get_model
-from processes import run
-from small import small_cmhsa, small_timm
 
 from attncnn_plugin.analysis.attention_maps import (
     attention_layers,
@@ -569,7 +569,7 @@ def checkpoints(tmp_path_factory, repository):
 
 def test_the_tool_in_a_process_of_its_own(checkpoints, repository, tmp_path):
     output = run(
-        sys.executable,
+        'python',
         repository / 'tools/visualization/plot_attention.py',
         checkpoints / 'quadratic.py',
         checkpoints / 'quadratic.pth',

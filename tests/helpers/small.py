@@ -1,6 +1,7 @@
 """Small models of every kind, for the tests."""
 
 import timm
+import torch
 
 import attncnn_plugin  # noqa: F401
 
@@ -13,6 +14,7 @@ TIMM_KINDS = [
 ]
 SMALL = dict(embed_dim=16, depth=2, num_heads=3, mlp_dim=24)
 SMALL_ARCH = dict(embed_dims=16, num_layers=2, num_heads=3, feedforward_channels=24)
+SMALL_CMHSA = dict(type='CMHSA', patch_size=2, img_size=16, num_layers=2, feedforward_channels=24)
 
 
 def small_timm(name, **kwargs):
@@ -23,3 +25,11 @@ def small_cmhsa(phase, name='cmhsa3_patch16_224', **kwargs):
     return timm.create_model(
         name, phase=phase, **{**dict(patch_size=2, img_size=16, depth=2, mlp_dim=24, num_classes=10), **kwargs}
     )
+
+
+def trained_like(model):
+    """Weights as after some training: no zeros, no ones."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model

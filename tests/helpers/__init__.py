@@ -1,0 +1,1 @@
+"""Shared by the tests: small models, random convolutions, trainings in processes of their own."""
