@@ -58,11 +58,14 @@ class _Snapshot:
     def matches(self, parameters: List[Tensor]) -> bool:
         """Whether the parameters are still the same, with the same values."""
         return len(parameters) == len(self._parameters) and all(
-            torch.equal(p, value)
-            if value is not None and p.shape == value.shape and _is_cheap(p)
-            else p is known and _version(p) == version
+            _equal(p, value) if value is not None else p is known and _version(p) == version
             for p, known, version, value in zip(parameters, self._parameters, self._versions, self._values)
         )
+
+
+def _equal(parameter: Tensor, value: Tensor) -> bool:
+    same = parameter.device == value.device and parameter.dtype == value.dtype and parameter.shape == value.shape
+    return same and torch.equal(parameter, value)
 
 
 def _is_cheap(parameter: Tensor) -> bool:

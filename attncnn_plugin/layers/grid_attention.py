@@ -3,6 +3,7 @@
 The encodings of Cordonnier et al. 2020 (C20): quadratic (eq. 9), generalized quadratic (eq. 19) and learned (4.3).
 """
 
+import math
 from typing import Any, Callable, Dict, Hashable, Optional, Sequence, Tuple, Union
 
 import torch
@@ -86,7 +87,7 @@ class GridAttention(PrunableHeads):
             following (nn.Module, optional): A layer to apply to the output. A linear layer becomes one with the map of
                 the heads where that is cheaper. Defaults to none.
         """
-        joined = None if following is None else joined_maps(self.value, following, x.shape[:3].numel())
+        joined = None if following is None else joined_maps(self.value, following, math.prod(x.shape[:3]))
         if joined is not None:
             return self._attend(x, joined)
         output = self._attend(x, as_map(self.value))

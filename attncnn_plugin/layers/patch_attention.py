@@ -53,12 +53,13 @@ class PatchAttention(PositionBiasedAttention):
         super().__init__()
         self.dim = dim
         self.num_heads = num_heads
+        self.out_dim = dim if out_dim is None else out_dim
         self.attn_drop = attn_drop
         self.position = position
         self.query = nn.Linear(dim, num_heads * dim, bias=False, **dd)
         self.key = nn.Linear(dim, num_heads * dim, bias=False, **dd)
         self.value = nn.Linear(dim, num_heads * dim, bias=False, **dd)
-        self.out = nn.Linear(num_heads * dim, dim if out_dim is None else out_dim, bias, **dd)
+        self.out = nn.Linear(num_heads * dim, self.out_dim, bias, **dd)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -103,7 +104,7 @@ class PatchAttention(PositionBiasedAttention):
             self.dim,
             self.num_heads,
             copy.deepcopy(self.position),
-            out_dim=self.out.out_features,
+            out_dim=self.out_dim,
             bias=self.out.bias is not None,
             attn_drop=self.attn_drop,
             device='meta',  # no random numbers are drawn
@@ -133,4 +134,4 @@ class PatchAttention(PositionBiasedAttention):
         """
         square = self.num_heads * self.dim**2
         layers = (self.query, self.key, self.value, self.out)
-        return product_is_cheaper(layers, tokens, 2 * square, square * (self.dim + self.out.out_features))
+        return product_is_cheaper(layers, tokens, 2 * square, square * (self.dim + self.out_dim))

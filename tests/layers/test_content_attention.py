@@ -21,7 +21,7 @@ def scores_by_equation(layer, x):
     if layer.absolute is not None:
         x = layer.absolute(torch.zeros_like(x)) + x
     if layer.tables is not None:
-        row, column = layer.tables(height, width, like=x)
+        row, column = layer.tables((height, width), like=x)
     scores = x.new_zeros(batch, layer.num_heads, len(pixels), len(pixels))
     for h in range(layer.num_heads):
         part = slice(h * dim, (h + 1) * dim)

@@ -165,7 +165,7 @@ def test_sinusoidal_tables_have_no_limit_and_tell_rows_from_columns():
     layer = LearnedAttention(8, 2, position='relative_sinusoidal')
     assert not list(layer.encoding.tables.parameters())
     assert layer(torch.randn(1, 40, 3, 8)).shape == (1, 40, 3, 8)
-    row, column = layer.encoding.tables(3, 3, layer.encoding.weight)
+    row, column = layer.encoding.tables((3, 3), layer.encoding.weight)
     sums = (row[:, None] + column).reshape(25, 8)  # r_δ of all 25 shifts
     assert torch.cdist(sums, sums).add(torch.eye(25)).min() > 0.1
 

@@ -241,7 +241,7 @@ def test_what_stands_in_for_a_matrix_is_called(name):
     for parameter in attention.parameters():
         nn.init.normal_(parameter)
     x = torch.randn(1, 4, 4, 4)  # as many tokens as make products of the matrices cheaper
-    assert attention._merging_is_cheaper(16)
+    assert attention._merges(16)
     expected = attention(x)
     adapter = Adapter(getattr(attention, name))
     setattr(attention, name, adapter)

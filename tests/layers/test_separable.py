@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch.nn.utils import parametrizations
 
 from attncnn_plugin.layers import GeneralizedQuadraticAttention, QuadraticAttention
+from attncnn_plugin.layers.linear import LinearMap
 from attncnn_plugin.layers.separable import attend_separable
 
 
@@ -22,6 +23,10 @@ def inputs(batch=2, height=3, width=4, heads=2, dim=3, out_dim=2, dtype=torch.fl
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
+def attend(x, rows, columns, weight, bias=None):
+    return attend_separable(x, rows, columns, LinearMap(weight, bias))
+
+
 def by_einsum(x, rows, columns, weight, bias):
     """Σ_h Σ_k1 Σ_k2 P1 P2 X V + b at once."""
     value = weight.unflatten(1, (len(rows), -1))
@@ -33,11 +38,11 @@ def test_by_the_equation(dtype, batch, height, width, heads, dim, out_dim, seed)
     torch.manual_seed(seed)
     tensors = inputs(batch, height, width, heads, dim, out_dim, dtype)
     tolerance = 1e-10 if dtype == torch.float64 else 1e-5
-    output, expected = attend_separable(*tensors), by_einsum(*tensors)
+    output, expected = attend(*tensors), by_einsum(*tensors)
     scale = max(1, expected.abs().max())
     assert (output - expected).abs().max() <= tolerance * scale
     with torch.no_grad():
-        assert (attend_separable(*tensors) - expected).abs().max() <= tolerance * scale
+        assert (attend(*tensors) - expected).abs().max() <= tolerance * scale
     weight = torch.randn_like(expected)
     ours, theirs = (torch.autograd.grad((result * weight).sum(), tensors) for result in (output, expected))
     for gradient, reference in zip(ours, theirs):
@@ -46,15 +51,15 @@ def test_by_the_equation(dtype, batch, height, width, heads, dim, out_dim, seed)
 
 def test_second_derivatives():
     tensors = inputs()
-    assert torch.autograd.gradcheck(attend_separable, tensors)
-    assert torch.autograd.gradgradcheck(attend_separable, tensors)
+    assert torch.autograd.gradcheck(attend, tensors)
+    assert torch.autograd.gradgradcheck(attend, tensors)
 
 
 def test_without_a_bias_and_with_few_gradients():
     x, rows, columns, weight, bias = inputs()
     for needed in ([x], [rows], [weight], [x, columns]):
         tensors = [t if any(t is n for n in needed) else t.detach() for t in (x, rows, columns, weight)]
-        ours = torch.autograd.grad(attend_separable(*tensors).sin().sum(), needed)
+        ours = torch.autograd.grad(attend(*tensors).sin().sum(), needed)
         theirs = torch.autograd.grad(by_einsum(*tensors, 0 * bias.detach()).sin().sum(), needed)
         for gradient, reference in zip(ours, theirs):
             assert (gradient - reference).abs().max() <= 1e-12
@@ -63,7 +68,7 @@ def test_without_a_bias_and_with_few_gradients():
 def test_autocast():
     tensors = inputs(dim=32, dtype=torch.float32)
     with torch.autocast('cpu', dtype=torch.bfloat16):
-        output = attend_separable(*tensors)
+        output = attend(*tensors)
     assert output.dtype == torch.bfloat16
     assert torch.allclose(output.float(), by_einsum(*tensors), atol=0.05 * by_einsum(*tensors).abs().max().item())
     output.float().sum().backward()
@@ -107,12 +112,12 @@ def test_only_the_input_is_kept_for_the_backward_pass():
 def test_float64_stays_float64_under_autocast():
     tensors = inputs()
     with torch.autocast('cpu', dtype=torch.bfloat16):
-        assert (attend_separable(*tensors) - by_einsum(*tensors)).abs().max() <= 1e-10
+        assert (attend(*tensors) - by_einsum(*tensors)).abs().max() <= 1e-10
 
 
 def test_gradients_of_single_images():
     x, *others = inputs(batch=3)
-    gradient = torch.func.grad(lambda image: attend_separable(image[None], *others).sin().sum())
+    gradient = torch.func.grad(lambda image: attend(image[None], *others).sin().sum())
     expected = torch.autograd.grad(by_einsum(x, *others).sin().sum(), x)[0]
     assert (torch.func.vmap(gradient)(x) - expected).abs().max() <= 1e-10
 

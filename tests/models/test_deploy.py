@@ -21,6 +21,7 @@ from torch import nn
 
 from attncnn_plugin.layers import ContentAttention
 from attncnn_plugin.layers.grid_convolution import GridConvolution
+from attncnn_plugin.layers.linear import joined_maps
 
 SIZES = [(32, 32), (12, 20), (32, 32)]  # the last one from what is kept
 
@@ -250,6 +251,10 @@ def test_by_mmpretrains_tool(tmp_path, repository):
     assert relative_error(other(x), model(x)) <= 1e-5
 
 
+def joins(block, tokens):
+    return joined_maps(block.attn.value, block.proj, tokens.shape[:3].numel()) is not None
+
+
 @pytest.mark.parametrize('name', TIMM_KINDS)
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 def test_two_maps_as_one_for_many_tokens(name, dtype, tolerance):
@@ -261,8 +266,8 @@ def test_two_maps_as_one_for_many_tokens(name, dtype, tolerance):
         if not merged:
             for block in model.blocks:
                 block.proj.register_forward_hook(lambda *args: None)  # it has to be called
-        assert all(block._merging_is_cheaper(model.stem(many)) == merged for block in model.blocks)
-        assert not any(block._merging_is_cheaper(model.stem(few)) for block in model.blocks)
+        assert all(joins(block, model.stem(many)) == merged for block in model.blocks)
+        assert not any(joins(block, model.stem(few)) for block in model.blocks)
         outputs = model(many), model(few)
         results[merged] = [*outputs, *torch.autograd.grad(outputs[0].sin().sum(), list(model.parameters()))]
     for ours, expected in zip(results[True], results[False]):
@@ -272,7 +277,7 @@ def test_two_maps_as_one_for_many_tokens(name, dtype, tolerance):
 def test_hooks_of_the_attention_see_its_own_output():
     block = small_timm('sa_quadratic_cifar').blocks[0]
     x = torch.randn(2, 16, 16, 16)
-    assert block._merging_is_cheaper(x)
+    assert joins(block, x)
     block.attn.register_forward_hook(lambda module, args, output: output * 0)
     assert torch.equal(block._attend(x), block.proj(torch.zeros_like(x)))
 

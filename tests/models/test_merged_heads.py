@@ -41,7 +41,7 @@ def network(kind, name='cmhsa3_patch16_224', **kwargs):
 def separate_path(attention):
     """The same layer, which never multiplies its matrices."""
     attention = copy.deepcopy(attention)
-    attention._merging_is_cheaper = lambda tokens: False
+    attention._merges = lambda tokens: False
     return attention
 
 
@@ -78,7 +78,7 @@ def test_products_in_the_forward_pass(case):
     """Outputs, and gradients of every matrix by itself, whichever path a layer takes."""
     attention, x = case
     whole = copy.deepcopy(attention)
-    whole._merging_is_cheaper = lambda tokens: True
+    whole._merges = lambda tokens: True
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         expected = gradients(separate_path(attention), x)
         for actual, value in zip(gradients(copy.deepcopy(whole).to(dtype), x.to(dtype)), expected):
@@ -251,7 +251,7 @@ def test_a_convolutional_network_loads_what_its_setting_says(kind):
 def test_wrong_shapes_and_missing_keys():
     state = network('separate').state_dict()
     wrong = {**state, 'blocks.1.attn.key.weight': torch.zeros(108, 11)}
-    with pytest.raises(ValueError, match=r'blocks.1.attn.key.weight .* \(108, 11\), but .* num_heads=9 and dim=12'):
+    with pytest.raises(RuntimeError, match=r'blocks.1.attn.key.weight .* \(108, 11\), but .* num_heads=9 and dim=12'):
         network('merged').load_state_dict(wrong)
     with pytest.raises(RuntimeError, match='size mismatch for blocks.1.attn.key.weight'):
         network('conv').load_state_dict(wrong)
@@ -259,7 +259,7 @@ def test_wrong_shapes_and_missing_keys():
     merged['blocks.0.attn.value_out.weight'] = torch.zeros(12, 107)
     with pytest.raises(RuntimeError, match=r'blocks.0.attn.value_out.weight: .*\[12, 107\].*\[12, 108\]'):
         network('separate').load_state_dict(merged)
-    with pytest.raises(ValueError, match='num_heads=9 is too few for a kernel of'):
+    with pytest.raises(RuntimeError, match='num_heads=9 is too few for a kernel of'):
         network('merged').load_state_dict(small_cmhsa('conv', kernel_size=7).state_dict())
     for name in ('query.weight', 'out.weight', 'out.bias'):
         missing = {key: value for key, value in state.items() if key != f'blocks.1.attn.{name}'}

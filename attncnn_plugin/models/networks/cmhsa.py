@@ -408,7 +408,10 @@ class CMHSANetwork(Restructurable, GridNetwork):
             conv.weight.copy_(weight)
             conv.bias.copy_(bias)
             attention = self._new_attention(self.merged, weight.device, weight.dtype)
-            self._attend_like(attention, conv, generator)
+            try:
+                self._attend_like(attention, conv, generator)
+            except ValueError as error:
+                raise StructureError(f'{name}conv.weight of the state dict: {error}') from error
             state_dict.update({name + key: value for key, value in attention.state_dict().items()})
             state_dict[f'{prefix}stem.proj.weight'] = torch.eye(attention.dim, device=weight.device, dtype=weight.dtype)
             state_dict[f'{prefix}stem.proj.bias'] = weight.new_zeros(attention.dim)

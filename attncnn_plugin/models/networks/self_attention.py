@@ -180,13 +180,12 @@ class SelfAttentionBlock(Restructurable):
         return 'training' if f'{prefix}attn.value.weight' in state_dict else None
 
     def can_take(self, structure: BlockStructure) -> bool:
-        """Whether a state dict is of a block for inference: what was merged cannot be separated."""
-        return structure != 'training'
+        """Whether a block for inference can come of it: merged maps cannot be separated, convolutions not undone."""
+        return structure != 'training' and (structure != 'deployed' or not isinstance(self.attn, GridConvolution))
 
     def take_structure(self, structure: BlockStructure) -> None:
         """Turns the block to one for inference, with a convolution or with attention."""
         if structure == 'deployed':
-            self._check_attention()
             self._merge_maps()
             self.switch_to_deploy()
             return
@@ -207,7 +206,11 @@ class SelfAttentionBlock(Restructurable):
 
     def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
         """Merges the linear maps of a block for training."""
-        self._check_attention()
+        if isinstance(self.attn, GridConvolution):
+            raise StructureError(
+                f'{prefix}attn is a convolution here, but attention in the state dict: load it into a model as it was '
+                'built'
+            )
         value, proj = (
             LinearMap(state_dict.get(f'{prefix}{name}.weight'), state_dict.get(f'{prefix}{name}.bias'))
             for name in ('attn.value', 'proj')
@@ -230,13 +233,6 @@ class SelfAttentionBlock(Restructurable):
             'the network took the structure for inference of the state dict that it loaded: its blocks do not '
             'train. Load the checkpoint from before switch_to_deploy() to train it further'
         )
-
-    def _check_attention(self) -> None:
-        if isinstance(self.attn, GridConvolution):
-            raise StructureError(
-                'the attention of a block is a convolution here, but attention in the state dict: load it into a '
-                'model as it was built'
-            )
 
 
 class SelfAttentionNetwork(GridNetwork):

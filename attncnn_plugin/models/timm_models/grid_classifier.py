@@ -1,6 +1,6 @@
 """timm's interface of a model, for every network of this package."""
 
-from typing import Any, Dict, List, Optional, Sequence, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Union
 
 import torch
 from timm.layers import ClassifierHead
@@ -37,7 +37,6 @@ class GridClassifier(GridNetwork):
             dtype=dtype,
         )
         self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
-        self.register_load_state_dict_pre_hook(_strip_backbone)
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> Dict[str, Any]:
@@ -87,8 +86,8 @@ class GridClassifier(GridNetwork):
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))
 
-
-def _strip_backbone(module: nn.Module, state_dict: Dict[str, Any], prefix: str, *args: Any) -> None:
-    """A pre-hook of ``load_state_dict``: the names of mmpretrain's classifiers become those of the model."""
-    for name in [name for name in state_dict if name.startswith(prefix + BACKBONE)]:
-        state_dict[prefix + name[len(prefix + BACKBONE) :]] = state_dict.pop(name)
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args, **kwargs):
+        """As of any module; the names of mmpretrain's classifiers will do too."""
+        # Not in a pre-hook: the network's own hook comes first and wants its own names.
+        names = {name: name[len(BACKBONE) :] if name.startswith(BACKBONE) else name for name in state_dict}
+        return super().load_state_dict({names[name]: value for name, value in state_dict.items()}, *args, **kwargs)
