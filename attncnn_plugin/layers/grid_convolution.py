@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 
 class GridConvolution(nn.Module):
-    """What ``mhsa_to_conv`` makes of an attention layer, in the attention's place.
+    """The convolution of ``mhsa_to_conv`` in the place of an attention layer.
 
     Args:
         conv (nn.Conv2d): From D to D_out channels, one output for each pixel.

@@ -129,8 +129,36 @@ class SAQuadratic(SelfAttentionBackbone):
         [(1, 64, 16, 16), (1, 64, 16, 16)]
     """
 
-    def __init__(self, arch='base', **kwargs):
-        super().__init__(QuadraticAttention, arch=arch, **kwargs)
+    def __init__(
+        self,
+        arch='base',
+        img_size=32,
+        in_channels=3,
+        out_indices=-1,
+        out_type='featmap',
+        frozen_stages=-1,
+        drop_rate=0.0,
+        attn_drop_rate=0.0,
+        drop_path_rate=0.0,
+        attn_impl='auto',
+        with_cp=False,
+        init_cfg=None,
+    ):
+        super().__init__(
+            QuadraticAttention,
+            arch=arch,
+            img_size=img_size,
+            in_channels=in_channels,
+            out_indices=out_indices,
+            out_type=out_type,
+            frozen_stages=frozen_stages,
+            drop_rate=drop_rate,
+            attn_drop_rate=attn_drop_rate,
+            drop_path_rate=drop_path_rate,
+            attn_impl=attn_impl,
+            with_cp=with_cp,
+            init_cfg=init_cfg,
+        )
 
 
 @MODELS.register_module()
@@ -143,11 +171,39 @@ class SAGeneralized(SelfAttentionBackbone):
     Args:
         arch (str | dict): See :class:`SAQuadratic`. Defaults to 'base'.
         attn_impl (str): ``'auto'`` or ``'dense'``. Defaults to ``'auto'``.
-        kwargs: The other arguments of :class:`SAQuadratic`.
+        img_size, in_channels, …: The other arguments are those of :class:`SAQuadratic`.
     """
 
-    def __init__(self, arch='base', **kwargs):
-        super().__init__(GeneralizedQuadraticAttention, arch=arch, **kwargs)
+    def __init__(
+        self,
+        arch='base',
+        img_size=32,
+        in_channels=3,
+        out_indices=-1,
+        out_type='featmap',
+        frozen_stages=-1,
+        drop_rate=0.0,
+        attn_drop_rate=0.0,
+        drop_path_rate=0.0,
+        attn_impl='auto',
+        with_cp=False,
+        init_cfg=None,
+    ):
+        super().__init__(
+            GeneralizedQuadraticAttention,
+            arch=arch,
+            img_size=img_size,
+            in_channels=in_channels,
+            out_indices=out_indices,
+            out_type=out_type,
+            frozen_stages=frozen_stages,
+            drop_rate=drop_rate,
+            attn_drop_rate=attn_drop_rate,
+            drop_path_rate=drop_path_rate,
+            attn_impl=attn_impl,
+            with_cp=with_cp,
+            init_cfg=init_cfg,
+        )
 
 
 @MODELS.register_module()
@@ -168,7 +224,7 @@ class SALearned(SelfAttentionBackbone):
             relative and ``('qk', )`` for an absolute encoding.
         position (str): ``'relative_learned'`` or ``'relative_sinusoidal'``; with ``content`` also
             ``'absolute_learned'`` or ``'absolute_sinusoidal'``. Defaults to ``'relative_learned'``.
-        kwargs: The other arguments of :class:`SAQuadratic`.
+        in_channels, …: The other arguments are those of :class:`SAQuadratic`.
     """
 
     def __init__(
@@ -178,13 +234,36 @@ class SALearned(SelfAttentionBackbone):
         content=False,
         terms: Optional[Sequence[str]] = None,
         position='relative_learned',
-        **kwargs,
+        in_channels=3,
+        out_indices=-1,
+        out_type='featmap',
+        frozen_stages=-1,
+        drop_rate=0.0,
+        attn_drop_rate=0.0,
+        drop_path_rate=0.0,
+        attn_impl='auto',
+        with_cp=False,
+        init_cfg=None,
     ):
         max_size = tuple(size // SpaceToDepthStem.reduction for size in to_2tuple(img_size))
         if content:
             attn_layer = partial(ContentAttention, max_size=max_size, terms=terms, position=position)
+        elif terms is not None:
+            raise ValueError(f'terms={terms!r} are for content=True')
         else:
-            if terms is not None:
-                raise ValueError(f'terms={terms!r} are for content=True')
             attn_layer = partial(LearnedAttention, max_size=max_size, position=position)
-        super().__init__(attn_layer, arch=arch, img_size=img_size, **kwargs)
+        super().__init__(
+            attn_layer,
+            arch=arch,
+            img_size=img_size,
+            in_channels=in_channels,
+            out_indices=out_indices,
+            out_type=out_type,
+            frozen_stages=frozen_stages,
+            drop_rate=drop_rate,
+            attn_drop_rate=attn_drop_rate,
+            drop_path_rate=drop_path_rate,
+            attn_impl=attn_impl,
+            with_cp=with_cp,
+            init_cfg=init_cfg,
+        )

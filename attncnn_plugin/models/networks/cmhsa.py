@@ -116,7 +116,7 @@ class CMHSABlock(nn.Module):
 
 @dataclass(frozen=True)
 class Transition:
-    """What :meth:`CMHSANetwork.to_attention` did.
+    """The result of :meth:`CMHSANetwork.to_attention`.
 
     Attributes:
         num_blocks (int): Convolutions that became attention.

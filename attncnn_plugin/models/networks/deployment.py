@@ -1,4 +1,4 @@
-"""What a network was turned into for inference."""
+"""The report of a network that was switched to inference."""
 
 from dataclasses import dataclass, field
 from typing import Dict, Tuple
@@ -8,7 +8,7 @@ from ...convert.to_conv import ConvFit
 
 @dataclass(frozen=True, eq=False)
 class Deployment:
-    """What ``switch_to_deploy()`` did.
+    """The result of ``switch_to_deploy()``.
 
     Attributes:
         merged (tuple[int, ...]): The blocks whose linear maps became fewer.

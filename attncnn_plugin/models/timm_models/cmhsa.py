@@ -3,7 +3,7 @@
 Registered with timm as this module is imported: ``timm.create_model('cmhsa3_patch16_224')``.
 """
 
-from typing import Any, Dict, Set
+from typing import Any, Dict, Optional, Set, Tuple, Union
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -27,7 +27,7 @@ class CMHSAClassifier(GridClassifier, CMHSANetwork):
         num_classes (int): Number of classes, 0 for pooled features. Defaults to 1000.
         global_pool (str): timm's name of the pooling, ``''`` for none. Defaults to ``'avg'``.
         drop_rate (float): Dropout rate before the classifier. Defaults to 0.
-        kwargs: See :class:`~attncnn_plugin.models.networks.CMHSANetwork`.
+        img_size, patch_size, …: See :class:`~attncnn_plugin.models.networks.CMHSANetwork`.
     """
 
     def __init__(
@@ -36,12 +36,40 @@ class CMHSAClassifier(GridClassifier, CMHSANetwork):
         in_chans: int = 3,
         global_pool: str = 'avg',
         drop_rate: float = 0.0,
+        img_size: Union[int, Tuple[int, int]] = 224,
+        patch_size: int = 16,
+        kernel_size: int = 3,
+        depth: int = 6,
+        mlp_dim: Optional[int] = None,
+        phase: str = 'attn',
+        attn_bias_init: float = 12.0,
+        query_init: float = 0.0,
+        key_init: float = 0.02,
+        merge_heads: bool = False,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
         device=None,
         dtype=None,
-        **kwargs,
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
-        super().__init__(in_chans=in_chans, **dd, **kwargs)
+        super().__init__(
+            img_size=img_size,
+            patch_size=patch_size,
+            kernel_size=kernel_size,
+            depth=depth,
+            mlp_dim=mlp_dim,
+            phase=phase,
+            attn_bias_init=attn_bias_init,
+            query_init=query_init,
+            key_init=key_init,
+            merge_heads=merge_heads,
+            in_chans=in_chans,
+            proj_drop_rate=proj_drop_rate,
+            attn_drop_rate=attn_drop_rate,
+            drop_path_rate=drop_path_rate,
+            **dd,
+        )
         self._add_head(len(self.norm.weight), num_classes, in_chans, global_pool, drop_rate, **dd)
 
     @torch.jit.ignore

@@ -4,11 +4,12 @@ Registered with timm as this module is imported: ``timm.create_model('sa_quadrat
 """
 
 from functools import partial
-from typing import Any, Dict, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, Optional, Sequence, Set, Tuple, Union
 
 import torch
 from timm.layers import to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, register_notrace_module
+from torch import nn
 
 from ...layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from ..networks import SelfAttentionNetwork, SpaceToDepthStem
@@ -34,23 +35,41 @@ class SelfAttentionClassifier(GridClassifier, SelfAttentionNetwork):
         num_classes (int): Number of classes, 0 for pooled features. Defaults to 10.
         global_pool (str): timm's name of the pooling, ``''`` for none. Defaults to ``'avg'``.
         drop_rate (float): Dropout rate before the classifier. Defaults to 0.
-        kwargs: See :class:`~attncnn_plugin.models.networks.SelfAttentionNetwork`.
+        attn_layer, embed_dim, …: See :class:`~attncnn_plugin.models.networks.SelfAttentionNetwork`.
     """
 
     def __init__(
         self,
-        *args,
+        attn_layer: Callable[..., nn.Module],
         embed_dim: int = 400,
+        depth: int = 6,
+        num_heads: int = 9,
+        mlp_dim: int = 512,
         num_classes: int = 10,
         in_chans: int = 3,
         global_pool: str = 'avg',
         drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        attn_impl: str = 'auto',
         device=None,
         dtype=None,
-        **kwargs,
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
-        super().__init__(*args, embed_dim=embed_dim, in_chans=in_chans, **dd, **kwargs)
+        super().__init__(
+            attn_layer=attn_layer,
+            embed_dim=embed_dim,
+            depth=depth,
+            num_heads=num_heads,
+            mlp_dim=mlp_dim,
+            in_chans=in_chans,
+            proj_drop_rate=proj_drop_rate,
+            attn_drop_rate=attn_drop_rate,
+            drop_path_rate=drop_path_rate,
+            attn_impl=attn_impl,
+            **dd,
+        )
         self._add_head(embed_dim, num_classes, in_chans, global_pool, drop_rate, **dd)
 
     @torch.jit.ignore
