@@ -1,6 +1,7 @@
-"""A convolution on the image as attention over patches (L21, Theorem 1)."""
+"""A convolution on the image as attention over patches (Li et al. 2021 (L21), Theorem 1 and appendix A.2)."""
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import List, Tuple, Union
 
@@ -13,6 +14,7 @@ from ..layers.patches import image_to_patches, patches_to_image
 from ..layers.position_bias import WindowBias
 from ..layers.window import Window, per_axis
 from .pixels import kernel_matrix
+from .report import PatchConversionReport
 
 ATTN_BIAS = 40.0  # M: e^−40 is nothing beside 1 in float64 and float32 alike
 
@@ -102,7 +104,7 @@ class PatchWindow:
             # Pixel offsets of a patch's outputs, from its first pixel: −before … patch − stride − before + extent − 1
             first.append(-before // patch)
             size.append((patch - stride - before + extent - 1) // patch - first[-1] + 1)
-        return cls(tuple(first), tuple(size))
+        return cls((first[0], first[1]), (size[0], size[1]))
 
     @property
     def shifts(self) -> List[Tuple[int, int]]:
@@ -111,7 +113,9 @@ class PatchWindow:
         return list(itertools.product(rows, columns))
 
 
-def conv_to_patch_mhsa(conv: nn.Conv2d, patch_size: Union[int, Tuple[int, int]]) -> PatchConvolutionAttention:
+def conv_to_patch_mhsa(
+    conv: nn.Conv2d, patch_size: Union[int, Tuple[int, int]]
+) -> Tuple[PatchConvolutionAttention, PatchConversionReport]:
     """Turns a convolution on the image into multi-head self-attention over patches (L21, Theorem 1).
 
     Head r has the position bias M at its shift δ_r and 0 elsewhere, W^V = I, and in W^O the weights of the kernel
@@ -124,27 +128,39 @@ def conv_to_patch_mhsa(conv: nn.Conv2d, patch_size: Union[int, Tuple[int, int]])
         patch_size (int | tuple[int, int]): Patch size P.
 
     Returns:
-        PatchConvolutionAttention: The attention; images whose sides are multiples of P.
+        tuple[PatchConvolutionAttention, PatchConversionReport]: The attention, for images whose sides are multiples
+        of P, and the shifts and parameters that it takes.
 
     Raises:
         TypeError: ``conv`` is not an ``nn.Conv2d``.
         ValueError: A patch size below 1, or a convolution of another kind.
+
+    Examples:
+        >>> conv = nn.Conv2d(1, 2, kernel_size=3, padding=1)
+        >>> attention, report = conv_to_patch_mhsa(conv, patch_size=4)
+        >>> print(report)
+        num_heads=9: exact, a head for each shift from (-1, -1) to (1, 1); 20 parameters became 11,633
+        >>> images = torch.randn(1, 1, 8, 12)
+        >>> torch.allclose(attention(images), conv(images), atol=1e-5)
+        True
     """
-    patch_size = per_axis('patch_size', patch_size, 2)
-    window = PatchWindow.of(conv, patch_size)
-    out_patch_size = (patch_size[0] // conv.stride[0], patch_size[1] // conv.stride[1])
-    pixels, out_pixels = patch_size[0] * patch_size[1], out_patch_size[0] * out_patch_size[1]
+    rows, columns = per_axis('patch_size', patch_size, 2)
+    window = PatchWindow.of(conv, (rows, columns))
+    out_patch_size = (rows // conv.stride[0], columns // conv.stride[1])
+    num_heads = len(window.shifts)
     dd = {'device': conv.weight.device, 'dtype': conv.weight.dtype}
     attention = PatchAttention(
-        conv.in_channels * pixels,
-        len(window.shifts),
-        WindowBias(len(window.shifts), window.first, window.size, **dd),
-        out_dim=conv.out_channels * out_pixels,
+        conv.in_channels * rows * columns,
+        num_heads,
+        WindowBias(num_heads, window.first, window.size, **dd),
+        out_dim=conv.out_channels * math.prod(out_patch_size),
         bias=conv.bias is not None,
         **dd,
     )
-    attend_like_convolution(attention, conv, patch_size)
-    return PatchConvolutionAttention(attention, patch_size, out_patch_size).train(conv.training)
+    attend_like_convolution(attention, conv, (rows, columns))
+    module = PatchConvolutionAttention(attention, (rows, columns), out_patch_size).train(conv.training)
+    before, after = (sum(parameter.numel() for parameter in made.parameters()) for made in (conv, module))
+    return module, PatchConversionReport(num_heads, tuple(window.shifts), before, after)
 
 
 @torch.no_grad()

@@ -1,7 +1,5 @@
-"""Position-only attention as a convolution: the converse of C20, Theorem 1."""
+"""Attention by positions alone as a convolution: the converse of Cordonnier et al. 2020 (C20), Theorem 1."""
 
-import copy
-import math
 from dataclasses import dataclass
 from typing import Optional, Sequence, Tuple, Union
 
@@ -10,19 +8,21 @@ from torch import Tensor, nn
 
 from ..layers.image_attention import ImageAttention
 from ..layers.window import Window, per_axis
+from .position_only import check_position_only, exact_attention_probs
+from .shift_operators import fit_shifts, interior_queries, targets
 
 
 @dataclass(frozen=True, eq=False)
 class ConvFit:
     """How well a convolution replaces an attention layer on a grid of ``size``.
 
-    With E_h = P_h − Σ_δ c_{h,δ} S_δ, what the fit leaves of head h, and V_h, the slice of its value matrix, output
-    error and input of a query q satisfy
+    The fit leaves E_h = P_h − Σ_δ c_{h,δ} S_δ of head h. With V_h, its slice of the value matrix, the output error of a
+    query q satisfies
 
         ‖error_q‖₂ ≤ Σ_h ‖E_h[q, :]‖₁ ‖V_h‖₂ · max_k ‖x_k‖₂
 
-    for every input of this size; a bound is the largest such factor of max_k ‖x_k‖₂. It is for exact arithmetic: the
-    rounding of the layer's dtype comes on top.
+    for every input x of this size. A bound is the largest factor of max_k ‖x_k‖₂ over the queries. It is for exact
+    arithmetic: the rounding of the layer's dtype comes on top.
 
     Attributes:
         size (tuple[int, ...]): Size of the grid that the fit is for and that the bounds hold at.
@@ -65,8 +65,9 @@ def mhsa_to_conv(
             - an ``ImageAttention``, such as ``conv_to_mhsa`` returns. The result has its stride, dilation and padding.
         kernel_size (int | Sequence[int]): Size of the kernel along each axis, odd or even; for an ``ImageAttention``
             that of its window.
-        size (int | Sequence[int], optional): Size of the grid along each axis, on which the heads are compared with
-            shifts. Defaults to 16 pixels an axis, 8 for three axes, or more where a whole window needs them.
+        size (int | Sequence[int], optional): Height and width of the grid, or the size along each axis of an image, on
+            which the heads are compared with shifts. Defaults to 16 pixels an axis, 8 for three axes, or more where a
+            whole window needs them.
         padding_mode (str, optional): ``'zeros'``, ``'replicate'``, ``'reflect'`` or ``'circular'``. Defaults to
             ``'replicate'``; an ``ImageAttention`` has its own, the only one allowed.
 
@@ -78,6 +79,23 @@ def mhsa_to_conv(
         TypeError: ``layer`` has no probabilities of positions.
         ValueError: The scores of ``layer`` depend on content; a ``kernel_size``, a ``padding_mode`` or a padding that
             does not go with ``layer``; a ``size`` that is too small for the window or the padding mode.
+
+    Examples:
+        A convolution that became attention comes back:
+
+        >>> from attncnn_plugin.convert import conv_to_mhsa
+        >>> conv = nn.Conv2d(3, 8, kernel_size=3, padding=1)
+        >>> attention, _ = conv_to_mhsa(conv)
+        >>> back, fit = mhsa_to_conv(attention, kernel_size=3)
+        >>> torch.allclose(back.weight, conv.weight, atol=1e-6), fit.bound < 1e-6
+        (True, True)
+
+        Soft heads leave an error. The fit says how large it can be for pixels of norm 1:
+
+        >>> from attncnn_plugin.layers import QuadraticAttention
+        >>> conv, fit = mhsa_to_conv(QuadraticAttention(dim=8, num_heads=9), kernel_size=3, size=(10, 12))
+        >>> tuple(conv.weight.shape), fit.bound > 0.1
+        ((8, 8, 3, 3), True)
     """
     check_position_only(layer)
     make = _conv_of_image if isinstance(layer, ImageAttention) else _conv_of_grid
@@ -85,7 +103,7 @@ def mhsa_to_conv(
     window = Window.of(conv)
     size = per_axis('size', _default_size(window) if size is None else size, window.ndim)
     target = targets(window, size)
-    probs = position_probs(layer, size)
+    probs = exact_attention_probs(layer, size)
     value = layer.value.weight.cpu().double().unflatten(1, (len(probs), -1)).transpose(0, 1)  # V_h, (N_h, C_out, C_in)
 
     coefficients = fit_shifts(probs, target)
@@ -106,61 +124,6 @@ def mhsa_to_conv(
         bound.max().item(),
         interior.max().item() if len(interior) else None,
     )
-
-
-def targets(window: Window, size: Tuple[int, ...]) -> Tensor:
-    """Pixel that each query of an image of ``size`` sees at each kernel position: the shift operators S_δ.
-
-    Returns:
-        Tensor: Row-major indices, ``(K, Q)``, −1 in zero padding.
-
-    Raises:
-        ValueError: The image is too small for the window or for its padding mode.
-    """
-    for axis, (n, padding) in enumerate(zip(size, window.padding)):
-        least = {'reflect': max(padding) + 1, 'circular': max(padding)}.get(window.padding_mode, 1)
-        if n < least:
-            raise ValueError(
-                f'size={size} is too small for padding_mode={window.padding_mode!r} with {max(padding)} pixels of '
-                f'padding: axis {axis} needs {least} pixels at least'
-            )
-    queries = [window.queries(axis, n) for axis, n in enumerate(size)]
-    pixel = torch.arange(1.0, 1 + math.prod(size), dtype=torch.float64)  # from 1: 0 is padding
-    padded = window.pad(pixel.reshape(1, 1, *size))[0, 0].long() - 1
-    query = torch.cartesian_prod(*queries).reshape(-1, window.ndim)
-    before = torch.tensor([before for before, _ in window.padding])
-    place = window.shifts()[:, None] + query + before  # q + δ in the padded image, (K, Q, ndim)
-    return padded[place.unbind(-1)]
-
-
-def interior_queries(window: Window, size: Tuple[int, ...]) -> Tensor:
-    """Whether each query of an image of ``size`` has its whole window inside, ``(Q,)``."""
-    shifts = window.shifts()
-    first, last = shifts[0], shifts[-1]
-    inside = torch.ones(1, dtype=torch.bool)
-    for axis, n in enumerate(size):
-        query = window.queries(axis, n)
-        inside = (inside[:, None] & (query + first[axis] >= 0) & (query + last[axis] < n)).flatten()
-    return inside
-
-
-def check_position_only(layer: nn.Module) -> None:
-    """Refuses a layer that is not attention by positions alone."""
-    if not hasattr(layer, 'attention_probs') or not isinstance(getattr(layer, 'value', None), nn.Linear):
-        raise TypeError(
-            f'layer is a {type(layer).__name__}, but only attention over a grid of pixels is compared with a '
-            'convolution, with attention_probs(height, width) and a linear layer value'
-        )
-    if getattr(layer, 'depends_on_content', False):
-        raise ValueError(
-            f'the scores of layer, terms={layer.terms}, depend on the input, and no convolution does: only attention '
-            "by positions alone can be compared with one, terms=('vr',)"
-        )
-
-
-def position_probs(layer: nn.Module, size: Tuple[int, ...]) -> Tensor:
-    """``layer.attention_probs(size)`` in float64 throughout, on the CPU, ``(N_h, Q, pixels)``."""
-    return copy.deepcopy(layer).cpu().double().attention_probs(size).detach()
 
 
 def _conv_of_grid(layer: nn.Module, kernel_size, padding_mode: Optional[str]) -> nn.Conv2d:
@@ -210,16 +173,6 @@ def _default_size(window: Window) -> Tuple[int, ...]:
     usual = 8 if window.ndim == 3 else 16
     # The first query with nothing of its window before the image starts at a pixel below the stride.
     return tuple(max(usual, s + d * (k - 1)) for k, s, d in zip(window.kernel_size, window.stride, window.dilation))
-
-
-def fit_shifts(probs: Tensor, target: Tensor) -> Tensor:
-    """c that minimizes ‖P_h − Σ_δ c_{h,δ} S_δ‖_F for each head, ``(N_h, K)``."""
-    inside = target >= 0
-    # The normal equations. Both sides are sums over queries: ⟨S_δ, S_δ'⟩ counts those with the same target.
-    gram = torch.stack([((target == row) & (row >= 0)).sum(1) for row in target]).double()
-    index = target.clamp(min=0).expand(len(probs), -1, -1).mT
-    product = (probs.gather(2, index) * inside.T).sum(1)  # ⟨P_h, S_δ⟩, (N_h, K)
-    return product @ torch.linalg.pinv(gram, hermitian=True)
 
 
 def _error(probs: Tensor, coefficients: Tensor, target: Tensor) -> Tuple[Tensor, Tensor]:

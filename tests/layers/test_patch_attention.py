@@ -146,7 +146,7 @@ def patch_convolutions(draw):
 @given(patch_convolutions())
 def test_equals_the_convolution(case):
     conv, patch, shape = case
-    attention = conv_to_patch_mhsa(conv, patch)
+    attention = conv_to_patch_mhsa(conv, patch)[0]
     x = torch.randn(shape, dtype=torch.float64)
     if any(
         n + 2 * (p if conv.padding != 'same' else d * (k - 1)) < d * (k - 1) + 1
@@ -164,14 +164,14 @@ def test_equals_the_convolution(case):
 @pytest.mark.parametrize('kernel, patch', [(3, 4), (5, 16), (7, 4), (9, 4), (11, 4), (5, 1), (9, 2), (1, 4)])
 def test_number_of_heads(kernel, patch):
     conv = nn.Conv2d(1, 1, kernel, padding=kernel // 2)
-    heads = conv_to_patch_mhsa(conv, patch).attention.num_heads
+    heads = conv_to_patch_mhsa(conv, patch)[0].attention.num_heads
     assert heads == (2 * math.ceil((kernel - 1) / (2 * patch)) + 1) ** 2 == min_heads(kernel, patch)
 
 
 def test_construction_of_the_paper_fails_at_the_border():
     """Without the null key a head that finds no key at its shift spreads over the whole image."""
     conv = nn.Conv2d(2, 2, 3, padding=1).double()
-    module = conv_to_patch_mhsa(conv, 4)
+    module = conv_to_patch_mhsa(conv, 4)[0]
     x = torch.randn(1, 2, 16, 16).double()
     with torch.no_grad():
         bias = module.attention.position((4, 4))[..., :-1]
@@ -185,7 +185,7 @@ def test_construction_of_the_paper_fails_at_the_border():
 
 def test_small_bias_is_seen():
     conv = nn.Conv2d(2, 2, 3, padding=1).double()
-    module = conv_to_patch_mhsa(conv, 4)
+    module = conv_to_patch_mhsa(conv, 4)[0]
     x = torch.randn(1, 2, 16, 16).double()
     with torch.no_grad():
         module.attention.position.table.mul_(10 / 40)
@@ -194,7 +194,7 @@ def test_small_bias_is_seen():
 
 def test_both_projections_can_learn():
     """W^Q = 0 and W^K random: were both zero, neither gradient would ever be anything else."""
-    module = conv_to_patch_mhsa(nn.Conv2d(1, 1, 3, padding=1), 2)
+    module = conv_to_patch_mhsa(nn.Conv2d(1, 1, 3, padding=1), 2)[0]
     assert module.attention.query.weight.abs().max() == 0 < module.attention.key.weight.abs().min()
     with torch.no_grad():
         module.attention.position.table.mul_(0.1)
@@ -216,17 +216,17 @@ def test_both_projections_can_learn():
 )
 def test_what_cannot_be_converted(conv, patch, message):
     with pytest.raises(ValueError, match=message):
-        conv_to_patch_mhsa(conv, patch)
+        conv_to_patch_mhsa(conv, patch)[0]
 
 
 @pytest.mark.parametrize('conv', [nn.Conv1d(1, 1, 3), nn.ConvTranspose2d(1, 1, 3)])
 def test_other_modules(conv):
     with pytest.raises(TypeError, match='only nn.Conv2d can become attention over patches'):
-        conv_to_patch_mhsa(conv, 2)
+        conv_to_patch_mhsa(conv, 2)[0]
 
 
 def test_wrong_images():
-    module = conv_to_patch_mhsa(nn.Conv2d(3, 3, 3, padding=1), 4)
+    module = conv_to_patch_mhsa(nn.Conv2d(3, 3, 3, padding=1), 4)[0]
     with pytest.raises(ValueError, match=r'image of 6x8 pixels cannot be cut into patches of 4x4'):
         module(torch.zeros(1, 3, 6, 8))
     with pytest.raises(ValueError, match=r'\(B, 3, H, W\) or \(3, H, W\) is expected'):

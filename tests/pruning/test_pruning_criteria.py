@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from attncnn_plugin.pruning import (
     DegenerateHead,
-    LayerReport,
+    DegeneracyReport,
     condition_number,
     find_degenerate_heads,
     largest_eigenvalue,
@@ -235,7 +235,7 @@ def test_functions_as_criteria():
 
     layer = quadratic([1.0, 0.0, 1.0], centers=[[0.0, 9.0], [9.0, 0.0], [0.0, 0.0]])
     report = find_degenerate_heads(layer, (far, 'uniform'), (3, 4))
-    assert report == LayerReport(3, (DegenerateHead(0, 'far'), DegenerateHead(1, 'far')))
+    assert report == DegeneracyReport(3, (DegenerateHead(0, 'far'), DegenerateHead(1, 'far')))
     assert str(report) == '2 of 3 heads degenerate\nhead  criterion  why\n   0  far\n   1  far'
     for wrong in (torch.ones(3), torch.ones(2, dtype=torch.bool), [True] * 3):
         with pytest.raises(ValueError, match='<lambda> gave .* 3 bools'):
@@ -288,7 +288,7 @@ def test_a_search_reads_the_parameters_alone(make):
 def test_a_layer_without_heads():
     for layer in (quadratic([1.0]), generalized([[1, 0, 0, 1]]), learned(num_heads=1)):
         layer.prune_heads([0], allow_empty=True)
-        assert find_degenerate_heads(layer, ['entropy', 'duplicate', 'uniform'], 4) == LayerReport(0, ())
+        assert find_degenerate_heads(layer, ['entropy', 'duplicate', 'uniform'], 4) == DegeneracyReport(0, ())
         with pytest.raises(ValueError, match='num_heads=0'):
             least_uniform_head(layer, 4)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...convert.patches import PatchConvolutionAttention
-from ...convert.to_conv import position_probs as exact_probs
+from ...convert.position_only import exact_attention_probs
 from ...layers.encodings import GeneralizedQuadraticEncoding, QuadraticEncoding
 from ...layers.grid_attention import GridAttention
 from ...layers.image_attention import ImageAttention
@@ -69,7 +69,7 @@ def head_report(layer: nn.Module, height: int, width: int, tolerance: float = TO
             two axes; parameters that are not finite.
 
     Examples:
-        >>> print(head_report(conv_to_mhsa(nn.Conv2d(3, 8, 3, padding=1)), 8, 8).summary)
+        >>> print(head_report(conv_to_mhsa(nn.Conv2d(3, 8, 3, padding=1))[0], 8, 8).summary)
         one convolution, 3x3, error 0
     """
     size = per_axis('(height, width)', (height, width), 2)
@@ -86,7 +86,7 @@ def head_report(layer: nn.Module, height: int, width: int, tolerance: float = TO
         return empty_report(size)
     window = getattr(layer, 'window', None)
     if not depends_on_content(layer):
-        maps = ShiftMaps.of(exact_probs(layer, size), size, window)
+        maps = ShiftMaps.of(exact_attention_probs(layer, size), size, window)
         encoding = getattr(layer, 'encoding', None)
         degenerate = _degenerate(maps, encoding)
     else:

@@ -15,7 +15,8 @@ from torch import nn
 from ...layers.prunable_heads import PrunableHeads, Replacement
 from ...layers.structure import follow_state_dict
 from ...pruning import (
-    LayerReport,
+    DegeneracyReport,
+    HeadMeans,
     find_degenerate_heads,
     fold_into_bias,
     head_means,
@@ -25,7 +26,6 @@ from ...pruning import (
     reset_heads,
     singular_penalty,
 )
-from ...pruning.bias_correction import HeadMeans
 from .random_state import random_numbers_kept
 from .rebuild import averaged_models, build_schedulers, check_wrapper, refresh_average, unwrapped, wrap_again
 
@@ -183,7 +183,7 @@ class HeadPruningHook(Hook):
             all_reduce(own.count)
         return dict(zip(layers, means))
 
-    def _find(self, layers: Dict[str, nn.Module], means: Dict[str, HeadMeans]) -> Dict[str, LayerReport]:
+    def _find(self, layers: Dict[str, nn.Module], means: Dict[str, HeadMeans]) -> Dict[str, DegeneracyReport]:
         """The first rank's reports, on every rank."""
         reports = [
             {name: find_degenerate_heads(layer, self.criteria, means[name].size) for name, layer in layers.items()}
@@ -191,7 +191,7 @@ class HeadPruningHook(Hook):
         broadcast_object_list(reports)
         return reports[0]
 
-    def _to_remove(self, layer: nn.Module, report: LayerReport, means: HeadMeans) -> List[int]:
+    def _to_remove(self, layer: nn.Module, report: DegeneracyReport, means: HeadMeans) -> List[int]:
         heads = list(report.heads)
         if len(heads) == layer.num_heads and heads and not (self.allow_empty or self.reset):
             heads.remove(least_uniform_head(layer, means.size))
@@ -215,7 +215,7 @@ class HeadPruningHook(Hook):
         runner,
         model: nn.Module,
         heads: Dict[str, List[int]],
-        reports: Dict[str, LayerReport],
+        reports: Dict[str, DegeneracyReport],
         means: Dict[str, HeadMeans],
     ) -> None:
         before = sum(p.numel() for p in model.parameters())
@@ -240,7 +240,7 @@ class HeadPruningHook(Hook):
         self,
         model: nn.Module,
         heads: Dict[str, List[int]],
-        reports: Dict[str, LayerReport],
+        reports: Dict[str, DegeneracyReport],
         means: Dict[str, HeadMeans],
     ) -> Dict[nn.Parameter, Replacement]:
         replaced = {}
