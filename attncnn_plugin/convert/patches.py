@@ -13,7 +13,7 @@ from ..layers.patch_attention import PatchAttention
 from ..layers.patches import image_to_patches, patches_to_image
 from ..layers.position_bias import WindowBias
 from ..layers.window import Window, per_axis
-from .pixels import kernel_matrix
+from .kernels import kernel_matrix
 from .report import PatchConversionReport
 
 ATTN_BIAS = 40.0  # M: e^−40 is nothing beside 1 in float64 and float32 alike

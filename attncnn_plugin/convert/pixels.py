@@ -5,11 +5,12 @@ from numbers import Integral
 from typing import Any, Dict, Optional, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..layers.image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
 from ..layers.window import Window
 from .fewer_heads import best_probs, best_weight, log_scores, relative_error, truncation_errors
+from .kernels import Convolution, block_diagonal, flat_kernel, kernel_matrix
 from .report import ConversionReport
 
 # α = 800: e^−800 is 0 in float64 and float32 alike, so that a head sees one pixel and nothing of its neighbours.
@@ -17,7 +18,7 @@ HARD_SQRT_PRECISION = 40.0
 
 
 @torch.no_grad()
-def conv_to_mhsa(conv: nn.Module, num_heads: Optional[int] = None) -> Tuple[ImageAttention, ConversionReport]:
+def conv_to_mhsa(conv: Convolution, num_heads: Optional[int] = None) -> Tuple[ImageAttention, ConversionReport]:
     """Turns a convolution into multi-head self-attention with its inputs, its outputs and its values.
 
     With one head for each kernel position the attention is the convolution, exactly (C20, Theorem 1): head h is a
@@ -69,7 +70,7 @@ def conv_to_mhsa(conv: nn.Module, num_heads: Optional[int] = None) -> Tuple[Imag
     return attention.train(conv.training), report
 
 
-def hard_attention(conv: nn.Module, window: Window, num_heads: int) -> Tuple[ImageAttention, ConversionReport]:
+def hard_attention(conv: Convolution, window: Window, num_heads: int) -> Tuple[ImageAttention, ConversionReport]:
     """A head for each kernel position, exact; the bias is yet to be set."""
     attention = QuadraticImageAttention(conv.in_channels, conv.out_channels, num_heads, window, **options(conv))
     attention.encoding.center.copy_(window.shifts())  # Δ of head h: f(h) of the theorem
@@ -79,7 +80,7 @@ def hard_attention(conv: nn.Module, window: Window, num_heads: int) -> Tuple[Ima
     return attention, ConversionReport(num_heads, 0.0, 0.0, errors[num_heads - 1].item())
 
 
-def soft_attention(conv: nn.Module, window: Window, num_heads: int) -> Tuple[ImageAttention, ConversionReport]:
+def soft_attention(conv: Convolution, window: Window, num_heads: int) -> Tuple[ImageAttention, ConversionReport]:
     """Fewer heads than kernel positions, each with a distribution over them; the bias is yet to be set."""
     matrix = flat_kernel(conv)
     attention = WindowImageAttention(conv.in_channels, conv.out_channels, num_heads, window, **options(conv))
@@ -95,30 +96,6 @@ def soft_attention(conv: nn.Module, window: Window, num_heads: int) -> Tuple[Ima
     )
 
 
-def options(conv: nn.Module) -> Dict[str, Any]:
+def options(conv: Convolution) -> Dict[str, Any]:
     """The bias, device and dtype of a convolution, as arguments of an attention layer."""
     return {'bias': conv.bias is not None, 'device': conv.weight.device, 'dtype': conv.weight.dtype}
-
-
-def flat_kernel(conv: nn.Module) -> Tensor:
-    """The kernel of a convolution as a matrix M, ``(K, C_out·C_in/groups)``: without the zeros between groups."""
-    return conv.weight.detach().flatten(2).flatten(0, 1).T
-
-
-def kernel_matrix(conv: nn.Module) -> Tensor:
-    """The kernel of a convolution, groups as blocks, ``(K, C_out, C_in)`` for its K positions.
-
-    Examples:
-        >>> kernel_matrix(nn.Conv2d(4, 2, 3, groups=2)).shape
-        torch.Size([9, 2, 4])
-    """
-    return block_diagonal(conv.weight.detach().flatten(2), conv.groups)
-
-
-def block_diagonal(slices: Tensor, groups: int) -> Tensor:
-    """Slices of a kernel with groups, ``(C_out, C_in/groups, N)``, as slices of one without, ``(N, C_out, C_in)``."""
-    out_channels, per_group, number = slices.shape
-    dense = slices.new_zeros(groups, out_channels // groups, groups, per_group, number)
-    group = torch.arange(groups, device=slices.device)
-    dense[group, :, group] = slices.unflatten(0, (groups, -1))
-    return dense.reshape(out_channels, groups * per_group, number).permute(2, 0, 1)

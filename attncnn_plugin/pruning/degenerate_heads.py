@@ -135,7 +135,7 @@ def find_degenerate_heads(
         2 of 3 heads degenerate
         head  criterion  why
            1  uniform    largest eigenvalue 1e-08 < 1e-05
-           2  duplicate  distance 0.0388 < 0.05 from head 0
+           2  duplicate  distance 0.0352 < 0.05 from head 0
         >>> report.heads
         [1, 2]
     """

@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from attncnn_plugin.convert import expressible_shifts, expressible_shifts_of_maps
-from attncnn_plugin.convert.head_count import min_heads
-from attncnn_plugin.convert.pixels import conv_to_mhsa
+from attncnn_plugin.convert import conv_to_mhsa, expressible_shifts, expressible_shifts_of_maps, min_heads
 from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from attncnn_plugin.layers.image_attention import WindowImageAttention
 from attncnn_plugin.layers.window import Window

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from attncnn_plugin.convert.pixels import conv_to_mhsa, kernel_matrix
-from attncnn_plugin.convert.to_conv import mhsa_to_conv
+from attncnn_plugin.convert import conv_to_mhsa, mhsa_to_conv
+from attncnn_plugin.convert.kernels import kernel_matrix
 from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from attncnn_plugin.layers.image_attention import QuadraticImageAttention, WindowImageAttention
 from attncnn_plugin.layers.window import Window
