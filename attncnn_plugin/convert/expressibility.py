@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..layers.attention_layer import AttentionLayer
 from ..layers.image_attention import ImageAttention
 from ..layers.window import Window, per_axis
-from .position_only import check_position_only, exact_attention_probs
+from .position_only import check_position_only
 from .shift_operators import interior_queries, targets
 
 CHUNK_ELEMENTS = 2**21  # entries of the attention maps that are copied at once, 16 MiB of float64
@@ -55,7 +56,7 @@ class Expressibility:
 
 @torch.no_grad()
 def expressible_shifts(
-    layer: nn.Module,
+    layer: AttentionLayer,
     kernel_size: Union[int, Sequence[int]],
     size: Union[int, Sequence[int]],
     queries: str = 'all',
@@ -69,7 +70,7 @@ def expressible_shifts(
     span of the rows P_h[q, :], with coefficients that may change from query to query: necessary, not sufficient.
 
     Args:
-        layer (nn.Module): ``QuadraticAttention``, ``GeneralizedQuadraticAttention``, ``LearnedAttention``,
+        layer (AttentionLayer): ``QuadraticAttention``, ``GeneralizedQuadraticAttention``, ``LearnedAttention``,
             ``ContentAttention`` with ``terms=('vr',)``, or an ``ImageAttention`` over two axes whose outputs are those
             of the pixels, one each.
         kernel_size (int | Sequence[int]): Size of the kernel, stride 1, ``padding='same'``.
@@ -89,7 +90,7 @@ def expressible_shifts(
         Expressibility: The residuals, the ranks and the missing shifts.
 
     Raises:
-        TypeError: ``layer`` has no probabilities of positions.
+        TypeError: ``layer`` is no attention of this package.
         ValueError: The scores of ``layer`` depend on content; it has other queries than the pixels; ``queries`` is
             unknown; ``tolerance`` is not between 0 and 1; the grid is too small for the kernel.
 
@@ -106,7 +107,7 @@ def expressible_shifts(
     check_position_only(layer)
     size = per_axis('size', size, 2)
     _check_queries(layer, size)
-    return expressible_shifts_of_maps(exact_attention_probs(layer, size), kernel_size, size, queries, tolerance)
+    return expressible_shifts_of_maps(layer.exact_attention_probs(size), kernel_size, size, queries, tolerance)
 
 
 @torch.no_grad()
@@ -142,7 +143,8 @@ def expressible_shifts_of_maps(
             f'probs have shape {tuple(probs.shape)}, but (N_h, {pixels}, {pixels}) are those of a grid of '
             f'{height}x{width}'
         )
-    window = Window.of(nn.Conv2d(1, 1, per_axis('kernel_size', kernel_size, 2), padding='same', device='meta'))
+    rows, columns = per_axis('kernel_size', kernel_size, 2)
+    window = Window.of(nn.Conv2d(1, 1, (rows, columns), padding='same', device='meta'))
     chosen = _choose(window, (height, width), queries)
     target = targets(window, (height, width))[:, chosen].T  # (Q, K), −1 outside
     inside = (target >= 0)[..., None]
@@ -173,7 +175,7 @@ def expressible_shifts_of_maps(
     )
 
 
-def _check_queries(layer: nn.Module, size: Tuple[int, ...]) -> None:
+def _check_queries(layer: AttentionLayer, size: Tuple[int, ...]) -> None:
     if not isinstance(layer, ImageAttention):
         return
     window = layer.window

@@ -3,7 +3,7 @@
 import itertools
 import math
 from dataclasses import dataclass
-from typing import List, Tuple, Union
+from typing import Any, Dict, List, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -148,7 +148,7 @@ def conv_to_patch_mhsa(
     window = PatchWindow.of(conv, (rows, columns))
     out_patch_size = (rows // conv.stride[0], columns // conv.stride[1])
     num_heads = len(window.shifts)
-    dd = {'device': conv.weight.device, 'dtype': conv.weight.dtype}
+    dd: Dict[str, Any] = {'device': conv.weight.device, 'dtype': conv.weight.dtype}
     attention = PatchAttention(
         conv.in_channels * rows * columns,
         num_heads,

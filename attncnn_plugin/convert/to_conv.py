@@ -1,15 +1,19 @@
 """Attention by positions alone as a convolution: the converse of Cordonnier et al. 2020 (C20), Theorem 1."""
 
 from dataclasses import dataclass
-from typing import Optional, Sequence, Tuple, Union
+from typing import Callable, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
+from ..layers.grid_attention import GridAttention
 from ..layers.image_attention import ImageAttention
 from ..layers.window import Window, per_axis
-from .position_only import check_position_only, exact_attention_probs
+from .kernels import Convolution
+from .position_only import check_position_only
 from .shift_operators import fit_shifts, interior_queries, targets
+
+CONVOLUTIONS: Tuple[Callable[..., Convolution], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,11 +47,11 @@ class ConvFit:
 
 @torch.no_grad()
 def mhsa_to_conv(
-    layer: nn.Module,
+    layer: Union[GridAttention, ImageAttention],
     kernel_size: Union[int, Sequence[int]],
     size: Union[int, Sequence[int], None] = None,
     padding_mode: Optional[str] = None,
-) -> Tuple[nn.Module, ConvFit]:
+) -> Tuple[Convolution, ConvFit]:
     """Turns attention that depends on positions alone into the convolution that is nearest to it.
 
     Each head's probabilities P_h are fitted by shifts, min_c ‖P_h − Σ_δ c_{h,δ} S_δ‖_F with (S_δ x)_q = x_{q+δ}, and
@@ -57,7 +61,7 @@ def mhsa_to_conv(
     is left out.
 
     Args:
-        layer (nn.Module): One of
+        layer (GridAttention | ImageAttention): One of
 
             - position-only attention over a grid: ``QuadraticAttention``, ``GeneralizedQuadraticAttention``,
               ``LearnedAttention``, or ``ContentAttention`` with ``terms=('vr',)``. The result maps ``(B, D, H, W)`` to
@@ -72,13 +76,15 @@ def mhsa_to_conv(
             ``'replicate'``; an ``ImageAttention`` has its own, the only one allowed.
 
     Returns:
-        tuple[nn.Module, ConvFit]: The ``nn.Conv2d`` (``nn.Conv1d``, ``nn.Conv3d`` for an ``ImageAttention`` with as
+        tuple[Convolution, ConvFit]: The ``nn.Conv2d`` (``nn.Conv1d``, ``nn.Conv3d`` for an ``ImageAttention`` with as
         many axes), groups 1, in the layer's dtype, device and mode, and how well it fits.
 
     Raises:
-        TypeError: ``layer`` has no probabilities of positions.
-        ValueError: The scores of ``layer`` depend on content; a ``kernel_size``, a ``padding_mode`` or a padding that
-            does not go with ``layer``; a ``size`` that is too small for the window or the padding mode.
+        TypeError: ``layer`` is no attention of this package.
+        ValueError: The probabilities of ``layer`` depend on content; it has no heads; a ``kernel_size``, a
+            ``padding_mode`` or a padding that does not go with ``layer``; a ``size`` that is too small for the window
+            or the padding mode.
+        RuntimeError: The linear map of ``layer`` is more than its weight and bias, for instance an adapter.
 
     Examples:
         A convolution that became attention comes back:
@@ -98,13 +104,17 @@ def mhsa_to_conv(
         ((8, 8, 3, 3), True)
     """
     check_position_only(layer)
-    make = _conv_of_image if isinstance(layer, ImageAttention) else _conv_of_grid
-    conv = make(layer, kernel_size, padding_mode)
+    if layer.num_heads == 0:
+        raise ValueError('layer has num_heads=0: what is left of it is its bias, and no convolution is needed')
+    if isinstance(layer, ImageAttention):
+        conv = _conv_of_image(layer, kernel_size, padding_mode)
+    else:
+        conv = _conv_of_grid(layer, kernel_size, padding_mode)
     window = Window.of(conv)
     size = per_axis('size', _default_size(window) if size is None else size, window.ndim)
     target = targets(window, size)
-    probs = exact_attention_probs(layer, size)
-    value = layer.value.weight.cpu().double().unflatten(1, (len(probs), -1)).transpose(0, 1)  # V_h, (N_h, C_out, C_in)
+    probs = layer.exact_attention_probs(size)
+    value = layer.value_matrices().cpu().double()  # V_h, (N_h, C_out, C_in)
 
     coefficients = fit_shifts(probs, target)
     kernel = torch.einsum('hk,hoi->oik', coefficients, value)  # W_δ = Σ_h c_{h,δ} V_h
@@ -126,10 +136,12 @@ def mhsa_to_conv(
     )
 
 
-def _conv_of_grid(layer: nn.Module, kernel_size, padding_mode: Optional[str]) -> nn.Conv2d:
+def _conv_of_grid(
+    layer: GridAttention, kernel_size: Union[int, Sequence[int]], padding_mode: Optional[str]
+) -> Convolution:
     weight = layer.value.weight
-    return nn.Conv2d(
-        weight.shape[1] // layer.num_heads,
+    return CONVOLUTIONS[1](
+        layer.dim,
         weight.shape[0],
         per_axis('kernel_size', kernel_size, 2),
         padding='same',
@@ -140,16 +152,18 @@ def _conv_of_grid(layer: nn.Module, kernel_size, padding_mode: Optional[str]) ->
     )
 
 
-def _conv_of_image(layer: ImageAttention, kernel_size, padding_mode: Optional[str]) -> nn.Module:
+def _conv_of_image(
+    layer: ImageAttention, kernel_size: Union[int, Sequence[int]], padding_mode: Optional[str]
+) -> Convolution:
     window, weight = layer.window, layer.value.weight
     if per_axis('kernel_size', kernel_size, window.ndim) != window.kernel_size:
         raise ValueError(f'kernel_size={kernel_size} must be that of the window of layer, {window.kernel_size}')
     if padding_mode not in (None, window.padding_mode):
         raise ValueError(f'padding_mode={padding_mode!r} must be that of the window of layer, {window.padding_mode!r}')
     # As numbers where both sides are padded alike, as nn.Conv2d has it; its 'same' puts the odd pixel after.
-    padding = tuple(before for before, after in window.padding if before == after)
-    padding = padding if len(padding) == window.ndim else 'same'
-    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[window.ndim - 1](
+    alike = tuple(before for before, after in window.padding if before == after)
+    padding = alike if len(alike) == window.ndim else 'same'
+    conv = CONVOLUTIONS[window.ndim - 1](
         layer.in_channels,
         weight.shape[0],
         window.kernel_size,

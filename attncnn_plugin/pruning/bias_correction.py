@@ -4,14 +4,16 @@ from contextlib import contextmanager
 from typing import Iterator, List, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from ..layers.grid_attention import GridAttention
 
 
 class HeadMeans:
     """The mean outputs P_h X of the heads of a layer, over queries and images.
 
     Args:
-        layer (nn.Module): The attention layer.
+        layer (GridAttention): The attention layer.
 
     Attributes:
         total (Tensor): Their sum over all queries, ``(N_h·D,)`` in float64.
@@ -19,7 +21,7 @@ class HeadMeans:
         size (tuple[int, int] | None): Height and width of the last grid, in tokens; None before the first.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: GridAttention) -> None:
         weight = layer.value.weight
         self.total = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
         self.count = torch.zeros((), dtype=torch.float64, device=weight.device)
@@ -38,11 +40,11 @@ class HeadMeans:
 
 
 @contextmanager
-def head_means(layers: Sequence[nn.Module]) -> Iterator[List[HeadMeans]]:
+def head_means(layers: Sequence[GridAttention]) -> Iterator[List[HeadMeans]]:
     """Collects the mean outputs of the layers' heads while the model runs.
 
     Args:
-        layers (Sequence[nn.Module]): Attention layers whose ``value`` maps the concatenated heads,
+        layers (Sequence[GridAttention]): Attention layers whose ``value`` maps the concatenated heads,
             ``(B, H, W, N_h·D)``.
 
     Yields:
@@ -69,13 +71,13 @@ def head_means(layers: Sequence[nn.Module]) -> Iterator[List[HeadMeans]]:
 
 
 @torch.no_grad()
-def fold_into_bias(layer: nn.Module, heads: Sequence[int], mean: Tensor) -> None:
+def fold_into_bias(layer: GridAttention, heads: Sequence[int], mean: Tensor) -> None:
     """Adds what heads contribute on average, Σ_h V_h m_h, to the bias of their layer (C20, appendix E).
 
     A head with the same output at every query, as one of uniform attention has, can then be removed without a change.
 
     Args:
-        layer (nn.Module): The attention layer.
+        layer (GridAttention): The attention layer.
         heads (Sequence[int]): The heads.
         mean (Tensor): The mean outputs of all heads, ``(N_h·D,)``.
 
@@ -98,15 +100,15 @@ def fold_into_bias(layer: nn.Module, heads: Sequence[int], mean: Tensor) -> None
         raise ValueError('the layer has no bias that could take the mean output of its heads: build it with bias=True')
     for head in heads:
         entries = slice(head * layer.dim, (head + 1) * layer.dim)
-        layer.value.bias += (layer.value.weight[:, entries].double() @ mean[entries]).to(layer.value.bias)
+        layer.value.bias.add_((layer.value.weight[:, entries].double() @ mean[entries]).to(layer.value.bias))
 
 
 @torch.no_grad()
-def merge_duplicate(layer: nn.Module, head: int, kept: int) -> None:
+def merge_duplicate(layer: GridAttention, head: int, kept: int) -> None:
     """Adds a head's slice of the value matrix to that of a head with the same map, P V + P V' = P (V + V').
 
     Args:
-        layer (nn.Module): The attention layer.
+        layer (GridAttention): The attention layer.
         head (int): The head that is to go.
         kept (int): The head that stays.
 

@@ -5,18 +5,18 @@ near 0 it attends to all keys alike, with λ₁ ≫ λ₂ to a stripe. All is co
 """
 
 import math
-from typing import Sequence, Union
+from typing import Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
-from ..convert.position_only import check_position_only, exact_attention_probs
-from ..layers.encodings import GeneralizedQuadraticEncoding, QuadraticEncoding
+from ..convert.position_only import check_position_only
+from ..layers.attention_layer import AttentionLayer
 from ..layers.window import per_axis
 
 
 @torch.no_grad()
-def largest_eigenvalue(layer: nn.Module) -> Tensor:
+def largest_eigenvalue(layer: AttentionLayer) -> Tensor:
     """λ₁ of each Gaussian head, ``(N_h,)`` in 1/tokens², float64; 2α for the quadratic encoding.
 
     Raises:
@@ -32,7 +32,7 @@ def largest_eigenvalue(layer: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def condition_number(layer: nn.Module) -> Tensor:
+def condition_number(layer: AttentionLayer) -> Tensor:
     """λ₁/λ₂ of each Gaussian head, ``(N_h,)``, float64; 1 for the quadratic encoding and for Σ⁻¹ = 0.
 
     Raises:
@@ -49,19 +49,19 @@ def condition_number(layer: nn.Module) -> Tensor:
     return condition_number_of_factor(gaussian_factor(layer))
 
 
-def relative_entropy(layer: nn.Module, size: Union[int, Sequence[int]]) -> Tensor:
+def relative_entropy(layer: AttentionLayer, size: Union[int, Sequence[int]]) -> Tensor:
     """Entropy of each head, mean over queries, relative to that of uniform attention on a grid.
 
     Args:
-        layer (nn.Module): Attention by positions alone.
+        layer (AttentionLayer): Attention by positions alone.
         size (int | Sequence[int]): Height and width of the grid in tokens.
 
     Returns:
         Tensor: ``(N_h,)``, from 0, one key for each query, to 1, all keys alike; float64.
 
     Raises:
-        TypeError: ``layer`` has no probabilities of positions.
-        ValueError: The scores of ``layer`` depend on content; ``size`` is no size of a grid, or that of a single token;
+        TypeError: ``layer`` is no attention of this package.
+        ValueError: The probabilities of ``layer`` depend on content; ``size`` is no size of a grid, or that of a single token;
             the parameters give probabilities that are not finite.
 
     Examples:
@@ -96,15 +96,15 @@ def relative_entropy_of_maps(maps: Tensor) -> Tensor:
     return (entropy / math.log(maps.shape[-1])).clamp(max=1)
 
 
-def least_uniform_head(layer: nn.Module, size: Union[int, Sequence[int]]) -> int:
+def least_uniform_head(layer: AttentionLayer, size: Union[int, Sequence[int]]) -> int:
     """The head with the lowest :func:`relative_entropy`, the first of equal ones: the one to keep if one has to be.
 
     Args:
-        layer (nn.Module): Attention by positions alone.
+        layer (AttentionLayer): Attention by positions alone.
         size (int | Sequence[int]): Height and width of the grid in tokens.
 
     Raises:
-        TypeError: ``layer`` has no probabilities of positions.
+        TypeError: ``layer`` is no attention of this package.
         ValueError: ``layer`` has no heads, or as :func:`relative_entropy`.
 
     Examples:
@@ -120,18 +120,18 @@ def least_uniform_head(layer: nn.Module, size: Union[int, Sequence[int]]) -> int
     return int(relative_entropy(layer, size).argmin())
 
 
-def exact_maps(layer: nn.Module, size: Union[int, Sequence[int], None]) -> Tensor:
+def exact_maps(layer: AttentionLayer, size: Union[int, Sequence[int], None]) -> Tensor:
     """The probabilities of every query for every key of a grid, ``(N_h, H*W, H*W)``, float64 on the CPU.
 
     Raises:
-        TypeError: ``layer`` has no probabilities of positions.
-        ValueError: The scores of ``layer`` depend on content; ``size`` is no size of a grid; the parameters give
+        TypeError: ``layer`` is no attention of this package.
+        ValueError: The probabilities of ``layer`` depend on content; ``size`` is no size of a grid; the parameters give
             probabilities that are not finite.
     """
     check_position_only(layer)
     if size is None:
         raise ValueError('size=None, but attention maps are those of a grid: give its height and width in tokens')
-    return check_finite_maps(exact_attention_probs(layer, per_axis('size', size, 2)))
+    return check_finite_maps(layer.exact_attention_probs(per_axis('size', size, 2)))
 
 
 def check_finite_maps(maps: Tensor) -> Tensor:
@@ -152,49 +152,48 @@ def map_distance(first: Tensor, second: Tensor) -> float:
 
 
 def gaussian_factor(layer: nn.Module) -> Tensor:
-    """M with Σ⁻¹ = MMᵀ of each head, ``(N_h, 2, 2)``, differentiable.
+    """M with Σ⁻¹ = MMᵀ of each head, ``(N_h, ndim, ndim)``, at least float32, differentiable.
 
     Raises:
         TypeError: The heads of ``layer`` are not Gaussian.
     """
-    encoding = getattr(layer, 'encoding', None)
-    if isinstance(encoding, QuadraticEncoding):
-        return torch.diag_embed(encoding.sqrt_precision[:, None].expand(-1, 2))  # I/σ
-    if isinstance(encoding, GeneralizedQuadraticEncoding):
-        return encoding.sqrt_precision
-    raise TypeError(
-        f'layer is a {type(layer).__name__}, but only heads with a quadratic or a generalized quadratic '
-        "encoding have a Σ⁻¹: for others use the criteria 'entropy' and 'duplicate'"
-    )
+    heads = layer.gaussian_heads() if isinstance(layer, AttentionLayer) else None
+    if heads is None:
+        raise TypeError(
+            f'layer is a {type(layer).__name__}, but only heads with a quadratic or a generalized quadratic '
+            "encoding have a Σ⁻¹: for others use the criteria 'entropy' and 'duplicate'"
+        )
+    return heads.factor
 
 
 def largest_eigenvalue_of_factor(factor: Tensor) -> Tensor:
-    """λ₁ of Σ⁻¹ = MMᵀ for given M, ``(N_h, 2, 2)``."""
-    return _largest_singular_value(_exact(factor)).square()
+    """λ₁ of Σ⁻¹ = MMᵀ, ``(N_h,)`` in float64, for given M, ``(N_h, ndim, ndim)``."""
+    largest, _ = _singular_values(factor)
+    return largest.square()
 
 
 def condition_number_of_factor(factor: Tensor) -> Tensor:
-    """λ₁/λ₂ of Σ⁻¹ = MMᵀ for given M, ``(N_h, 2, 2)``."""
-    factor = _exact(factor)
-    largest = _largest_singular_value(factor).square()
-    # s₁/s₂ = s₁²/|det M|. The products of float32 entries are exact in float64: a singular M has the determinant 0.
-    return torch.where(largest > 0, (largest / determinant(factor).abs()).square(), 1.0)
+    """The largest eigenvalue of Σ⁻¹ = MMᵀ over the smallest, 1 for 0, for given M, ``(N_h, ndim, ndim)``."""
+    largest, smallest = _singular_values(factor)
+    return torch.where(largest > 0, (largest / smallest).square(), 1.0)
 
 
 def determinant(factor: Tensor) -> Tensor:
-    """det M of each head, ``(N_h,)``."""
+    """det M of each head, ``(N_h,)``, for M of two axes."""
     (a, b), (c, d) = (row.unbind(-1) for row in factor.unbind(1))
     return a * d - b * c
 
 
-def _exact(factor: Tensor) -> Tensor:
-    """M in float64 on the CPU."""
+def _singular_values(factor: Tensor) -> Tuple[Tensor, Tensor]:
+    """The largest and the smallest singular value of M, in float64 on the CPU."""
     if not factor.isfinite().all():
-        raise ValueError('layer.encoding.sqrt_precision holds values that are not finite, but a width must be finite')
-    return factor.detach().cpu().double()
-
-
-def _largest_singular_value(factor: Tensor) -> Tensor:
-    """s₁ of M, ``(N_h,)``: (s₁ ± s₂)² = (a ± d)² + (b ∓ c)² for det M ≥ 0, with the signs exchanged otherwise."""
+        raise ValueError('the widths of the heads hold values that are not finite, but a width must be finite')
+    factor = factor.detach().cpu().double()
+    if factor.shape[-1] != 2:
+        values = torch.linalg.svdvals(factor)
+        return values[:, 0], values[:, -1]
+    # (s₁ ± s₂)² = (a ± d)² + (b ∓ c)² for det M ≥ 0, with the signs exchanged otherwise.
     (a, b), (c, d) = (row.unbind(-1) for row in factor.unbind(1))
-    return (torch.hypot(a + d, b - c) + torch.hypot(a - d, b + c)) / 2
+    largest = (torch.hypot(a + d, b - c) + torch.hypot(a - d, b + c)) / 2
+    # s₁ s₂ = |det M|. The products of float32 entries are exact in float64: a singular M has the determinant 0.
+    return largest, determinant(factor).abs() / largest

@@ -6,9 +6,10 @@ from functools import lru_cache
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..convert.position_only import check_position_only
+from ..layers.attention_layer import AttentionLayer, GaussianHeads
 from ..layers.window import per_axis
 from .criteria import (
     check_finite_maps,
@@ -21,7 +22,7 @@ from .criteria import (
 )
 
 Size = Optional[Tuple[int, ...]]
-Function = Callable[[nn.Module, Size], Tensor]
+Function = Callable[[AttentionLayer, Size], Tensor]
 Criterion = Union[str, Dict[str, Any], Function]
 
 THRESHOLDS = {'uniform': 1e-5, 'stripe': 1e5, 'entropy': 0.99, 'duplicate': 0.01}
@@ -86,7 +87,7 @@ class DegeneracyReport:
 
 @torch.no_grad()
 def find_degenerate_heads(
-    layer: nn.Module,
+    layer: AttentionLayer,
     criteria: Sequence[Criterion] = ('uniform', 'stripe'),
     size: Union[int, Sequence[int], None] = None,
 ) -> DegeneracyReport:
@@ -95,7 +96,7 @@ def find_degenerate_heads(
     It reads the parameters alone and computes in float64 on the CPU: equal layers have equal reports on every rank.
 
     Args:
-        layer (nn.Module): ``QuadraticAttention``, ``GeneralizedQuadraticAttention``, ``LearnedAttention``, or
+        layer (AttentionLayer): ``QuadraticAttention``, ``GeneralizedQuadraticAttention``, ``LearnedAttention``, or
             ``ContentAttention`` with ``terms=('vr',)``.
         criteria (Sequence): Each a name, a ``dict(type=name, threshold=number)``, or a function. A head is degenerate
             if any of them says so; the report has the first.
@@ -120,8 +121,8 @@ def find_degenerate_heads(
         DegeneracyReport: The degenerate heads, with criterion and value.
 
     Raises:
-        TypeError: ``layer`` has no probabilities of positions, or no Σ⁻¹ for a criterion of Gaussian heads.
-        ValueError: The scores of ``layer`` depend on content; a criterion that is unknown, has other settings or gives
+        TypeError: ``layer`` is no attention of this package, or has no Σ⁻¹ for a criterion of Gaussian heads.
+        ValueError: The probabilities of ``layer`` depend on content; a criterion that is unknown, has other settings or gives
             something else than a bool for each head; no ``size`` for a criterion that needs one; parameters that
             are not finite.
 
@@ -155,7 +156,7 @@ def find_degenerate_heads(
 def degenerate_heads_of_maps(
     maps: Tensor,
     criteria: Sequence[Criterion] = ('entropy', 'duplicate'),
-    factor: Optional[Tensor] = None,
+    gaussian: Optional[GaussianHeads] = None,
 ) -> DegeneracyReport:
     """Finds the degenerate heads by given attention maps, see :func:`find_degenerate_heads`.
 
@@ -163,14 +164,14 @@ def degenerate_heads_of_maps(
         maps (Tensor): The probabilities of the heads, ``(N_h, Q, K)``.
         criteria (Sequence): As for :func:`find_degenerate_heads`, without functions. Defaults to
             ``('entropy', 'duplicate')``.
-        factor (Tensor, optional): M with Σ⁻¹ = MMᵀ of Gaussian heads, ``(N_h, 2, 2)`` in 1/tokens, for ``'uniform'``
-            and ``'stripe'``. Defaults to None.
+        gaussian (GaussianHeads, optional): Centres and widths of Gaussian heads, for ``'uniform'`` and ``'stripe'``.
+            Defaults to None.
 
     Returns:
         DegeneracyReport: The degenerate heads, with criterion and value.
 
     Raises:
-        TypeError: A criterion of Gaussian heads without ``factor``.
+        TypeError: A criterion of Gaussian heads without ``gaussian``.
         ValueError: A criterion that is unknown or a function, or has other settings; values that are not finite.
 
     Examples:
@@ -181,20 +182,19 @@ def degenerate_heads_of_maps(
            1  entropy    relative entropy 1 > 0.99
            2  duplicate  distance 0 < 0.01 from head 0
     """
-    rules = _rules(criteria)
-    functions = [name for name, rule in rules if callable(rule)]
-    if functions:
-        raise ValueError(f'criterion {functions[0]} is a function(layer, size), but given maps have no layer')
 
-    def given_factor() -> Tensor:
-        if factor is None:
+    def factor() -> Tensor:
+        if gaussian is None:
             raise TypeError(
-                "the criteria 'uniform' and 'stripe' are for Gaussian heads: give their factor, or use the criteria "
-                "'entropy' and 'duplicate'"
+                "the criteria 'uniform' and 'stripe' are for Gaussian heads: give their centres and widths as "
+                "gaussian, or use the criteria 'entropy' and 'duplicate'"
             )
-        return factor
+        return gaussian.factor
 
-    return _find(len(maps), rules, given_factor, lambda: check_finite_maps(maps.cpu().double()))
+    def flags(function: Function) -> Tensor:
+        raise ValueError(f'criterion {function!r} is a function(layer, size), but given maps have no layer')
+
+    return _find(len(maps), _rules(criteria), factor, lambda: check_finite_maps(maps.cpu().double()), flags)
 
 
 def _rules(criteria: Sequence[Criterion]) -> List[Tuple[str, Union[float, Function]]]:
@@ -225,7 +225,7 @@ def _find(
     rules: List[Tuple[str, Union[float, Function]]],
     factor: Callable[[], Tensor],
     maps: Callable[[], Tensor],
-    flags: Optional[Callable[[Function], Tensor]] = None,
+    flags: Callable[[Function], Tensor],
 ) -> DegeneracyReport:
     """The heads that the rules find, each under the first; duplicates are those of the heads that are left.
 

@@ -9,14 +9,14 @@ import math
 from typing import Optional, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..layers.attention_layer import AttentionLayer
 from ..layers.encodings import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding
-from ..layers.precision import at_least_float32
 from .criteria import determinant, gaussian_factor
 
 
-def singular_penalty(layer: nn.Module, max_condition: float = 100.0, min_eigenvalue: float = 1e-3) -> Tensor:
+def singular_penalty(layer: AttentionLayer, max_condition: float = 100.0, min_eigenvalue: float = 1e-3) -> Tensor:
     """A penalty on Gaussian heads that come near a singular Σ⁻¹, uniform or a stripe.
 
         Σ_h max(0, 1 − u_h/u₀)²,    u = 2√(λ₁λ₂) / (λ₁ + λ₂ + 2ε) = 2|det M| / (‖M‖² + 2ε)
@@ -29,7 +29,7 @@ def singular_penalty(layer: nn.Module, max_condition: float = 100.0, min_eigenva
     At a learning rate of 0.1 a weight of 0.01 repairs a head within some tens of steps of SGD.
 
     Args:
-        layer (nn.Module): ``QuadraticAttention``, whose heads have κ = 1, or ``GeneralizedQuadraticAttention``.
+        layer (AttentionLayer): ``QuadraticAttention``, whose heads have κ = 1, or ``GeneralizedQuadraticAttention``.
         max_condition (float): κ up to which a head is free of it, above 1. Defaults to 100.
         min_eigenvalue (float): λ in 1/tokens² from which on a round head is free of it. Defaults to 1e-3, a
             standard deviation of 32 tokens.
@@ -39,7 +39,7 @@ def singular_penalty(layer: nn.Module, max_condition: float = 100.0, min_eigenva
 
     Raises:
         TypeError: The heads of ``layer`` are not Gaussian.
-        ValueError: A setting out of range.
+        ValueError: A setting out of range; heads that do not have two axes.
 
     Examples:
         >>> from attncnn_plugin.layers import QuadraticAttention
@@ -52,7 +52,9 @@ def singular_penalty(layer: nn.Module, max_condition: float = 100.0, min_eigenva
         raise ValueError(f'max_condition={max_condition} must be a number above 1')
     if not 0 < min_eigenvalue < math.inf:
         raise ValueError(f'min_eigenvalue={min_eigenvalue} must be a number above 0')
-    factor = at_least_float32(gaussian_factor(layer))
+    factor = gaussian_factor(layer)
+    if factor.shape[-1] != 2:
+        raise ValueError(f'the heads of layer have {factor.shape[-1]} axes, but the penalty is for two')
     least = 2 * math.sqrt(max_condition) / (max_condition + 1)  # u₀
     epsilon = min_eigenvalue * (1 / least - 1)  # λ/(λ + ε) = u₀
     det = determinant(factor)
@@ -63,14 +65,14 @@ def singular_penalty(layer: nn.Module, max_condition: float = 100.0, min_eigenva
 
 
 @torch.no_grad()
-def reset_heads(layer: nn.Module, heads: Sequence[int], generator: Optional[torch.Generator] = None) -> None:
+def reset_heads(layer: AttentionLayer, heads: Sequence[int], generator: Optional[torch.Generator] = None) -> None:
     """Draws the centres and widths of some heads, or v for the learned encoding, anew, as when the layer was built.
 
     In place, and nothing else changes: not the other heads, not the value matrix, not an optimizer's momentum. The
     numbers are drawn on the CPU: equal generators give equal heads on every rank and device.
 
     Args:
-        layer (nn.Module): ``QuadraticAttention``, ``GeneralizedQuadraticAttention`` or ``LearnedAttention``.
+        layer (AttentionLayer): ``QuadraticAttention``, ``GeneralizedQuadraticAttention`` or ``LearnedAttention``.
         heads (Sequence[int]): The heads, from 0 to N_h − 1.
         generator (torch.Generator, optional): Of the CPU; one number is drawn from it. Defaults to PyTorch's own.
 
@@ -95,7 +97,7 @@ def reset_heads(layer: nn.Module, heads: Sequence[int], generator: Optional[torc
     heads = list(heads)
     if any(type(head) is not int or not 0 <= head < layer.num_heads for head in heads):
         raise ValueError(f'heads={heads} must be heads from 0 to {layer.num_heads - 1}')
-    seed = torch.randint(2**63 - 1, (), generator=generator).item()
+    seed = int(torch.randint(2**63 - 1, (), generator=generator))
     fresh = copy.deepcopy(encoding).cpu()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the devices

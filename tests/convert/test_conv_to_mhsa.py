@@ -31,7 +31,7 @@ def test_is_attention(case):
     conv, shape = case
     x = torch.randn(shape, dtype=torch.float64)
     attention = conv_to_mhsa(conv)[0]
-    probs = attention.attention_probs(*shape[2:])
+    probs = attention.attention_probs(shape[2:])
     assert probs.min() >= 0 and probs.sum(-1).max() <= 1 + 1e-12
     if conv.padding_mode != 'zeros':
         assert torch.allclose(probs.sum(-1), probs.new_ones(()))

@@ -121,9 +121,36 @@ def test_faint_maps_count_like_strong_ones():
     layer = WindowImageAttention(1, 1, 2, Window.of(nn.Conv2d(1, 1, (1, 2), padding='same')), dtype=torch.float64)
     with torch.no_grad():
         layer.encoding.weight.copy_(torch.tensor([[[0.0, -800.0]], [[-800.0, 0.0]]]))
-    probs = layer.attention_probs(3, 4)
+    probs = layer.attention_probs((3, 4))
     scaled = probs * torch.tensor([1.0, 1e-8])[:, None, None]
     assert expressible_shifts_of_maps(scaled, (1, 2), (3, 4)).all_expressible
+
+
+@pytest.mark.parametrize('leak', [1e-3, 1e-9, 1e-12])
+def test_a_small_residual_is_exact(leak):
+    """A hard head that gives a little to one far key: ‖S_δ − ⟨S_δ, P⟩P/‖P‖²‖ = leak·‖S_δ‖, not its root."""
+    identity = torch.eye(30, dtype=torch.float64)
+    probs = identity + leak * identity.roll(7, dims=1)
+    report = expressible_shifts_of_maps(probs[None], 1, (5, 6), tolerance=1e-10)
+    assert report.residual.item() == pytest.approx(leak / math.hypot(1, leak), rel=1e-3)
+    assert report.query_residual.item() == pytest.approx(leak / math.hypot(1, leak), rel=1e-3)
+    assert report.all_expressible == (leak < 1e-10)
+
+
+def test_given_maps():
+    """The maps of a layer, as they are in float32, by a grid given as a list; maps of images too."""
+    layer = GeneralizedQuadraticAttention(4, 5)
+    expected = expressible_shifts(layer, 3, (5, 6))
+    report = expressible_shifts_of_maps(layer.attention_probs((5, 6)).detach(), 3, [5, 6])
+    assert (report.residual - expected.residual).abs().max() <= 1e-5 and report.residual.dtype == torch.float64
+    assert torch.equal(
+        expressible_shifts_of_maps(layer.exact_attention_probs((5, 6)), 3, [5, 6]).residual, expected.residual
+    )
+    nothing = expressible_shifts_of_maps(torch.zeros(0, 30, 30), 3, (5, 6))
+    assert len(nothing.missing) == 9 and nothing.residual.tolist() == [1.0] * 9 and nothing.rank == 0
+    for shape in ((30, 30), (2, 30, 31), (2, 20, 30)):
+        with pytest.raises(ValueError, match=r'probs have shape .*, but \(N_h, 30, 30\) are those of a grid of 5x6'):
+            expressible_shifts_of_maps(torch.zeros(shape), 3, (5, 6))
 
 
 @given(
@@ -140,7 +167,7 @@ def test_residuals_by_least_squares(kind, num_heads, kernel_size, height, width,
     torch.manual_seed(seed)
     layer = kind(4, num_heads, dtype=torch.float64)
     report = expressible_shifts(layer, kernel_size, (height, width), queries, tolerance=1e-9)
-    probs = layer.attention_probs(height, width).detach()
+    probs = layer.attention_probs((height, width)).detach()
     pixels = list(itertools.product(range(height), range(width)))
     before, after = [(k - 1) // 2 for k in kernel_size], [k // 2 for k in kernel_size]
     chosen = [

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.adapter import Adapter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -108,7 +109,7 @@ def test_hard_heads_are_their_convolution(data, kernel_size, num_heads, bias, dt
 def test_least_squares_over_shifts(kind, kernel_size, size, mode):
     layer = LAYERS[kind](4, 3, out_dim=2, dtype=torch.float64)
     conv, fit = mhsa_to_conv(layer, kernel_size, size, mode)
-    assert_least_squares(layer, conv, fit, layer.attention_probs(*size).detach())
+    assert_least_squares(layer, conv, fit, layer.attention_probs(size).detach())
     assert conv.padding == 'same' and conv.padding_mode == mode and fit.residual.min() > 1e-3
 
 
@@ -127,7 +128,7 @@ def test_least_squares_for_image_attention(options, size, mode):
     layer = QuadraticImageAttention(4, 2, 3, Window.of(conv), dtype=torch.float64)
     result, fit = mhsa_to_conv(layer, options['kernel_size'], size)
     assert Window.of(result) == Window.of(conv) and type(result) is type(conv)
-    assert_least_squares(layer, result, fit, layer.attention_probs(*size).detach())
+    assert_least_squares(layer, result, fit, layer.attention_probs(size).detach())
 
 
 def assert_least_squares(layer, conv, fit, probs):
@@ -254,6 +255,10 @@ def test_dtype_and_mode_are_those_of_the_layer(dtype):
 
 quadratic = QuadraticAttention(4, 2)
 strided = conv_to_mhsa(nn.Conv2d(2, 2, 3, stride=2, padding=1))[0]
+without_heads = QuadraticAttention(4, 1)
+without_heads.prune_heads([0], allow_empty=True)
+adapted = QuadraticAttention(4, 2)
+adapted.value = Adapter(adapted.value)
 
 
 @pytest.mark.parametrize(
@@ -285,6 +290,8 @@ strided = conv_to_mhsa(nn.Conv2d(2, 2, 3, stride=2, padding=1))[0]
             ValueError,
             r'padded by \(\(0, 1\),\) with stride \(2,\)',
         ),
+        ((without_heads, 3), ValueError, 'num_heads=0'),
+        ((adapted, 3), RuntimeError, 'value is a Adapter'),
     ],
 )
 def test_errors(arguments, error, message):

@@ -185,7 +185,7 @@ def test_uniform_heads_go_into_the_bias():
         for image in images:
             layer(image)
     layer(images[0])  # no longer counted
-    heads = torch.einsum('hqk,bkc->bqhc', layer.attention_probs(5, 4), torch.cat(images).flatten(1, 2))
+    heads = torch.einsum('hqk,bkc->bqhc', layer.attention_probs((5, 4)), torch.cat(images).flatten(1, 2))
     assert torch.allclose(means.mean, heads.mean((0, 1)).flatten()) and means.size == (5, 4)
     with pytest.raises(ValueError, match='has no bias'):
         fold_into_bias(QuadraticAttention(4, 3, bias=False), [1], means.mean)

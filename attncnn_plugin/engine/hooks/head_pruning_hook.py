@@ -279,7 +279,7 @@ class HeadPruningHook(Hook):
             penalties = [
                 singular_penalty(layer)
                 for layer in _layers(model).values()
-                if hasattr(layer, 'encoding') and hasattr(layer.encoding, 'sqrt_precision')
+                if layer.gaussian_heads() is not None
             ]
             if penalties:
                 outputs['loss_singular'] = self.singular_penalty * sum(penalties)
