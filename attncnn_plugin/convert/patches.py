@@ -24,7 +24,8 @@ class PatchConvolutionAttention(nn.Module):
 
     Args:
         attention (PatchAttention): Attention over the flattened patches.
-        patch_size, out_patch_size (tuple[int, int]): Patches of the image and of the output.
+        patch_size (tuple[int, int]): Height and width of a patch of the image.
+        out_patch_size (tuple[int, int]): Height and width of a patch of the output.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class PatchConvolutionAttention(nn.Module):
 
 @dataclass(frozen=True)
 class PatchWindow:
-    """Which patches a convolution on the image connects.
+    """The shifts between the patches that a convolution on the image connects.
 
     Attributes:
         first (tuple[int, int]): The first shift δ from a patch to one that it reads, (row, column).
@@ -68,7 +69,7 @@ class PatchWindow:
 
     @classmethod
     def of(cls, conv: nn.Conv2d, patch_size: Tuple[int, int]) -> 'PatchWindow':
-        """The patches that ``conv`` connects.
+        """The shifts of the patches that ``conv`` connects.
 
         Raises:
             TypeError: ``conv`` is not an ``nn.Conv2d``.
@@ -176,14 +177,20 @@ def attend_like_convolution(
     zero, for the scores are linear in it.
 
     Args:
-        attention (PatchAttention | MergedPatchAttention): With at least one head for each shift of the convolution;
-            others get no weight.
+        attention (PatchAttention | MergedPatchAttention): With at least one head for each shift of the convolution.
+            Further heads get no weight, nor do shifts that lead out of the grid of its position bias from every patch.
         conv (nn.Conv2d): The convolution.
         patch_size (tuple[int, int]): Patch size P.
         attn_bias (float): M. Defaults to 40, exact in float32.
 
     Raises:
-        ValueError: The attention has too few heads, or its position bias too few shifts.
+        ValueError: The attention has too few heads; the convolution is of another kind, see :meth:`PatchWindow.of`.
+
+    Examples:
+        >>> attention = PatchAttention(dim=16, num_heads=9, position=WindowBias(9, (-1, -1), (3, 3)))
+        >>> attend_like_convolution(attention, nn.Conv2d(1, 1, 3, padding=1), patch_size=(4, 4))
+        >>> attention.position.table[0].tolist()
+        [[40.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     """
     window = PatchWindow.of(conv, patch_size)
     shifts = window.shifts
@@ -204,7 +211,7 @@ def attend_like_convolution(
     heads = out.weight.unflatten(1, (attention.num_heads, -1))  # (D_out, N_h, D)
     for head, shift in enumerate(shifts):
         entry = shift[0] - first[0], shift[1] - first[1]
-        # A shift that the table does not have leads out of the grid from every patch: to padding.
+        # A shift that the table does not have leads to padding from every patch.
         if 0 <= entry[0] < table.shape[1] and 0 <= entry[1] < table.shape[2]:
             table[head, entry[0], entry[1]] = attn_bias
             heads[:, head] = patch_to_patch(conv, patch_size, shift)

@@ -37,7 +37,7 @@ class ConversionReport:
 
 @dataclass(frozen=True)
 class PatchConversionReport:
-    """What attention over patches needs to be its convolution. It has no error but that of rounding (L21, Theorem 1).
+    """The size of attention over patches that is its convolution, with no error but that of rounding (L21, Theorem 1).
 
     Attributes:
         num_heads (int): Number of heads, one for each shift.

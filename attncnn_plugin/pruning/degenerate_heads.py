@@ -36,15 +36,16 @@ REASONS = {
 
 @dataclass(frozen=True)
 class DegenerateHead:
-    """A head and why it is degenerate.
+    """A degenerate head and the criterion that found it.
 
     Attributes:
         head (int): Index of the head.
         criterion (str): Name of the criterion, that of the function for a function.
-        value (float | None): What was compared with the threshold; None for a function.
+        value (float | None): The value compared with the threshold; None for a function.
         threshold (float | None): The threshold; None for a function.
-        duplicate_of (int | None): The kept head that a duplicate is nearest to: adding the duplicate's slice of the
-            value matrix to that of this head makes up for its removal.
+        duplicate_of (int | None): Of a duplicate, the kept head that it is nearest to. Adding the duplicate's slice of
+            the value matrix to that of this head makes up for its removal, see
+            :func:`~attncnn_plugin.pruning.merge_duplicate`.
     """
 
     head: int

@@ -326,7 +326,7 @@ def test_a_layer_without_heads():
             least_uniform_head(layer, 4)
 
 
-def test_what_cannot_be_judged():
+def test_criteria_that_are_refused():
     layer = quadratic([1.0, 1.0])
     for wrong in ('Uniform', dict(type='uniform', limit=1), dict(threshold=1), dict(type=3), 5):
         with pytest.raises(ValueError, match='unknown: choose one of'):
