@@ -1,19 +1,26 @@
-"""Convolutions to attention and back, in plain PyTorch."""
+"""Convolutions to attention and back, in plain PyTorch.
 
-from .expressibility import Expressibility, expressible_shifts
-from .fewer_heads import HeadReport
+Over pixels and back as in Cordonnier et al. 2020 (Theorem 1, Lemma 3), over patches as in Li et al. 2021 (Theorems 1, 5
+and 6).
+"""
+
+from .expressibility import Expressibility, expressible_shifts, expressible_shifts_of_maps
 from .head_count import min_heads
-from .patches import conv_to_patch_mhsa
+from .patches import PatchConvolutionAttention, conv_to_patch_mhsa
 from .pixels import conv_to_mhsa
+from .report import ConversionReport, PatchConversionReport
 from .to_conv import ConvFit, mhsa_to_conv
 
 __all__ = [
     'ConvFit',
+    'ConversionReport',
     'Expressibility',
-    'HeadReport',
+    'PatchConversionReport',
+    'PatchConvolutionAttention',
     'conv_to_mhsa',
     'conv_to_patch_mhsa',
     'expressible_shifts',
+    'expressible_shifts_of_maps',
     'mhsa_to_conv',
     'min_heads',
 ]

@@ -1,4 +1,4 @@
-"""Which shifts the heads of a layer can express (C20, Lemma 3)."""
+"""Which shifts the heads of a layer can express (Cordonnier et al. 2020 (C20), Lemma 3 and appendix D)."""
 
 from dataclasses import dataclass
 from typing import List, Sequence, Tuple, Union
@@ -7,11 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..layers.attention_layer import AttentionLayer
 from ..layers.image_attention import ImageAttention
 from ..layers.window import Window, per_axis
-from .to_conv import check_position_only, interior_queries, position_probs, targets
+from .position_only import check_position_only
+from .shift_operators import interior_queries, targets
 
-CHUNK_ELEMENTS = 2**21  # entries of the attention maps and shifts that are held at once, 16 MiB of float64
+CHUNK_ELEMENTS = 2**21  # entries of the attention maps that are copied at once, 16 MiB of float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +46,7 @@ class Expressibility:
     @property
     def missing(self) -> List[Tuple[int, int]]:
         """The (row, column) shifts that cannot be expressed."""
-        return [tuple(shift) for shift in self.shifts[~self.expressible].tolist()]
+        return [(row, column) for row, column in self.shifts[~self.expressible].tolist()]
 
     @property
     def all_expressible(self) -> bool:
@@ -54,10 +56,9 @@ class Expressibility:
 
 @torch.no_grad()
 def expressible_shifts(
-    layer: nn.Module,
+    layer: AttentionLayer,
     kernel_size: Union[int, Sequence[int]],
-    height: int,
-    width: int,
+    size: Union[int, Sequence[int]],
     queries: str = 'all',
     tolerance: float = 1e-6,
 ) -> Expressibility:
@@ -69,11 +70,11 @@ def expressible_shifts(
     span of the rows P_h[q, :], with coefficients that may change from query to query: necessary, not sufficient.
 
     Args:
-        layer (nn.Module): ``QuadraticAttention``, ``GeneralizedQuadraticAttention``, ``LearnedAttention``,
+        layer (AttentionLayer): ``QuadraticAttention``, ``GeneralizedQuadraticAttention``, ``LearnedAttention``,
             ``ContentAttention`` with ``terms=('vr',)``, or an ``ImageAttention`` over two axes whose outputs are those
             of the pixels, one each.
         kernel_size (int | Sequence[int]): Size of the kernel, stride 1, ``padding='same'``.
-        height, width (int): Size of the grid in tokens.
+        size (int | Sequence[int]): Height and width of the grid in tokens.
         queries (str): The queries at which the layer has to be the convolution.
 
             - ``'all'``: all of them, the convolution with zero padding: S_δ is 0 where q + δ is outside. A hard
@@ -89,42 +90,92 @@ def expressible_shifts(
         Expressibility: The residuals, the ranks and the missing shifts.
 
     Raises:
-        TypeError: ``layer`` has no probabilities of positions.
+        TypeError: ``layer`` is no attention of this package.
         ValueError: The scores of ``layer`` depend on content; it has other queries than the pixels; ``queries`` is
             unknown; ``tolerance`` is not between 0 and 1; the grid is too small for the kernel.
+
+    Examples:
+        Heads at five of the nine shifts of a 3x3 kernel cannot express the other four:
+
+        >>> from attncnn_plugin.layers import QuadraticAttention
+        >>> layer = QuadraticAttention(dim=2, num_heads=5)
+        >>> layer.encoding.center.data = torch.tensor([[-1.0, 0.0], [0.0, -1.0], [0.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+        >>> layer.encoding.sqrt_precision.data = torch.full((5,), 40.0)  # hard heads
+        >>> expressible_shifts(layer, 3, size=(6, 8), queries='interior').missing
+        [(-1, -1), (-1, 1), (1, -1), (1, 1)]
     """
     check_position_only(layer)
+    size = per_axis('size', size, 2)
+    _check_queries(layer, size)
+    return expressible_shifts_of_maps(layer.exact_attention_probs(size), kernel_size, size, queries, tolerance)
+
+
+@torch.no_grad()
+def expressible_shifts_of_maps(
+    probs: Tensor,
+    kernel_size: Union[int, Sequence[int]],
+    size: Union[int, Sequence[int]],
+    queries: str = 'all',
+    tolerance: float = 1e-6,
+) -> Expressibility:
+    """Finds the shifts that given attention maps span, see :func:`expressible_shifts`.
+
+    Args:
+        probs (Tensor): P, ``(N_h, height*width, height*width)``, on the CPU; computed with in float64.
+        For the others see :func:`expressible_shifts`.
+
+    Raises:
+        ValueError: ``probs`` are not those of such a grid; see :func:`expressible_shifts` for the others.
+
+    Examples:
+        >>> identity = torch.eye(4 * 5)[None]  # one head, each query attends to itself
+        >>> expressible_shifts_of_maps(identity, 1, size=(4, 5)).all_expressible
+        True
+    """
     if queries not in ('all', 'interior'):
         raise ValueError(f"queries={queries!r} is unknown: choose 'all' or 'interior'")
     if not 0 < tolerance < 1:
         raise ValueError(f'tolerance={tolerance} must be between 0 and 1')
-    size = per_axis('(height, width)', (height, width), 2)
-    kernel_size = per_axis('kernel_size', kernel_size, 2)
-    _check_queries(layer, size)
-    window = Window.of(nn.Conv2d(1, 1, kernel_size, padding='same', device='meta'))
-    chosen = _choose(window, size, queries)
+    height, width = per_axis('size', size, 2)
+    pixels = height * width
+    if probs.ndim != 3 or probs.shape[1:] != (pixels, pixels):
+        raise ValueError(
+            f'probs have shape {tuple(probs.shape)}, but (N_h, {pixels}, {pixels}) are those of a grid of '
+            f'{height}x{width}'
+        )
+    rows, columns = per_axis('kernel_size', kernel_size, 2)
+    window = Window.of(nn.Conv2d(1, 1, (rows, columns), padding='same', device='meta'))
+    chosen = _choose(window, (height, width), queries)
+    target = targets(window, (height, width))[:, chosen].T  # (Q, K), −1 outside
+    inside = (target >= 0)[..., None]
 
-    target = targets(window, size)
-    probs = position_probs(layer, size)
-    num_heads, pixels, positions = len(probs), height * width, len(target)
-    # Never the Gram matrix of [P | S], which would square the condition number: R of its QR, some queries at a time.
-    triangle = probs.new_zeros(0, num_heads + positions)
-    residual, rank = [], []
-    for some in chosen.split(max(1, CHUNK_ELEMENTS // (pixels * (num_heads + positions)))):
-        maps = probs[:, some].permute(1, 2, 0)  # P_h[q, k], (q, k, N_h)
-        shifted = _unit_vectors(target[:, some], pixels)  # S_δ[q, k], (q, k, K)
-        stacked = torch.cat([maps, shifted], dim=-1).flatten(0, 1)
-        triangle = torch.linalg.qr(torch.cat([triangle, stacked]), mode='r').R
-        some_residual, some_rank = _outside_span(shifted, maps, tolerance)
-        residual.append(some_residual.amax(0))
-        rank.append(some_rank.min())
-    joint_residual, joint_rank = _outside_span(triangle[:, num_heads:], triangle[:, :num_heads], tolerance)
+    # A query sees no pixel at two positions, so that the S_δ are orthogonal, and so are the e_{q+δ} of a query. In a
+    # basis that begins with them, maps of pixels×N_h take no more than K + N_h rows: those at the targets, and R of the
+    # QR decomposition of the rest. (Not the Gram matrix ⟨P_h, P_g⟩, which would square the condition number.)
+    chunk = max(1, CHUNK_ELEMENTS // (pixels * max(1, len(probs))))
+    parts = [
+        _at_targets(probs[:, some].double().permute(1, 2, 0), own)
+        for some, own in zip(chosen.split(chunk), target.split(chunk))
+    ]
+    at_targets, rest = (torch.cat(tensors) for tensors in zip(*parts))  # (Q, K, N_h), (Q, ≤ N_h, N_h)
+    query_residual, query_rank = _outside_span(torch.cat([at_targets, rest], dim=1), target.shape[1], tolerance)
+
+    count = inside.sum(0)  # ‖S_δ‖², (K, 1)
+    coefficients = at_targets.sum(0) / count  # ⟨S_δ, P_h⟩/‖S_δ‖²
+    rest = torch.cat([at_targets - coefficients * inside, rest], dim=1).flatten(0, 1)
+    rest = torch.linalg.qr(rest, mode='r').R
+    residual, rank = _outside_span(torch.cat([coefficients * count.sqrt(), rest]), target.shape[1], tolerance)
     return Expressibility(
-        window.shifts(), joint_residual, torch.stack(residual).amax(0), int(joint_rank), int(min(rank)), tolerance
+        window.shifts(),
+        residual,
+        (query_residual * inside[..., 0]).amax(0),
+        int(rank),
+        int(query_rank.min()),
+        tolerance,
     )
 
 
-def _check_queries(layer: nn.Module, size: Tuple[int, int]) -> None:
+def _check_queries(layer: AttentionLayer, size: Tuple[int, ...]) -> None:
     if not isinstance(layer, ImageAttention):
         return
     window = layer.window
@@ -153,20 +204,30 @@ def _choose(window: Window, size: Tuple[int, int], queries: str) -> Tensor:
     return chosen
 
 
-def _unit_vectors(target: Tensor, pixels: int) -> Tensor:
-    """Unit vectors of the target pixels ``(K, Q)``, ``(Q, pixels, K)``; 0 where the target is −1."""
-    vectors = torch.zeros(target.shape[1], pixels + 1, len(target), dtype=torch.float64)
-    return vectors.scatter_(1, target.T[:, None] + 1, 1.0)[:, 1:]
+def _at_targets(maps: Tensor, target: Tensor) -> Tuple[Tensor, Tensor]:
+    """The maps of some queries at their targets, and R of what they are elsewhere.
 
-
-def _outside_span(vectors: Tensor, maps: Tensor, tolerance: float) -> Tuple[Tensor, Tensor]:
-    """Relative distance of ``vectors``, ``(…, M, K)``, from the span of ``maps``, ``(…, M, N_h)``, and its rank.
+    Args:
+        maps (Tensor): P[q, k], ``(Q, pixels, N_h)``.
+        target (Tensor): ``(Q, K)``, −1 outside of the grid, where the maps are 0.
 
     Returns:
-        tuple[Tensor, Tensor]: ``(…, K)``, 0 for a vector that is 0, and ``(…,)``.
+        tuple[Tensor, Tensor]: ``(Q, K, N_h)``, ``(Q, min(pixels, N_h), N_h)``.
+    """
+    index = target.clamp(min=0)[..., None].expand(-1, -1, maps.shape[-1])
+    at_targets = maps.gather(1, index) * (target >= 0)[..., None]
+    rest = maps.scatter_add(1, index, -at_targets)  # exactly 0 at the targets
+    return at_targets, torch.linalg.qr(rest, mode='r').R
+
+
+def _outside_span(maps: Tensor, number: int, tolerance: float) -> Tuple[Tensor, Tensor]:
+    """Distances of the first unit vectors from the span of ``maps``, ``(…, M, N_h)``, and its rank.
+
+    Returns:
+        tuple[Tensor, Tensor]: ``(…, number)`` and ``(…,)``.
     """
     left, singular, _ = torch.linalg.svd(F.normalize(maps, dim=-2), full_matrices=False)
     kept = singular > tolerance * singular[..., :1]  # heads can coincide
     basis = left * kept[..., None, :]
-    vectors = F.normalize(vectors, dim=-2)
-    return (vectors - basis @ (basis.mT @ vectors)).norm(dim=-2), kept.sum(-1)
+    vectors = torch.eye(maps.shape[-2], number, dtype=maps.dtype)
+    return (vectors - basis @ basis[..., :number, :].mT).norm(dim=-2), kept.sum(-1)

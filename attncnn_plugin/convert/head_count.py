@@ -1,4 +1,4 @@
-"""How many heads a convolution takes (L21, Theorems 1, 5 and 6)."""
+"""How many heads a convolution takes (Li et al. 2021 (L21), Theorems 1, 5 and 6)."""
 
 import math
 from typing import Sequence, Union
@@ -10,14 +10,15 @@ def min_heads(kernel_size: Union[int, Sequence[int]], patch_size: Union[int, Seq
     """Number of heads that are needed and enough for a generic convolution with stride 1 and ``padding='same'``.
 
     It is the number of shifts between tokens that the kernel covers. From a pixel the kernel reaches ⌊(K − 1)/2⌋ pixels
-    before and the others after; the pixels of a patch together reach ⌈before/P⌉ patches before, ⌈after/P⌉ after and
+    before and the others after. The pixels of a patch together reach ⌈before/P⌉ patches before, ⌈after/P⌉ after and
     their own. Pixels, P = 1, take one head for each kernel position (L21, Theorem 5). For an odd K an axis has
-    2⌈(K − 1)/2P⌉ + 1 shifts (L21, Theorem 1), 3 if P ≥ K > 1, thus 9 heads (Theorem 6); for an even K, not covered by
-    L21, the same or fewer.
+    2⌈(K − 1)/2P⌉ + 1 shifts (L21, Theorem 1). That is 3 if P ≥ K > 1, thus 9 heads (Theorem 6). For an even K, which
+    L21 does not treat, it is the same number or one less.
 
-    Enough is one head for each shift, with nothing attended to outside the image. Fewer can only do where the
-    token-to-token matrices of the shifts are linearly dependent, since N_h heads give a sum of N_h terms, attention map
-    times matrix. Those of a random kernel are independent if it has at least as many pairs of channels as shifts.
+    One head for each shift is enough, with nothing attended to outside the image. N_h heads give a sum of N_h terms,
+    attention map times matrix. So fewer heads are enough only where the matrices that the shifts have from token to
+    token are linearly dependent. Those of a random kernel are independent if it has at least as many pairs of channels
+    as shifts.
 
     Args:
         kernel_size (int | Sequence[int]): Size K of the kernel, along each of one to three axes; an integer is a square
@@ -30,6 +31,10 @@ def min_heads(kernel_size: Union[int, Sequence[int]], patch_size: Union[int, Seq
 
     Raises:
         ValueError: A size that is not a positive integer, or not one for each axis.
+
+    Examples:
+        >>> min_heads(kernel_size=3), min_heads(kernel_size=5, patch_size=16), min_heads((1, 7), patch_size=(1, 2))
+        (9, 9, 5)
     """
     ndim = len(kernel_size) if isinstance(kernel_size, (tuple, list)) else 2
     if not 1 <= ndim <= 3:

@@ -1,8 +1,9 @@
-"""A convolution on the image as attention over patches (L21, Theorem 1)."""
+"""A convolution on the image as attention over patches (Li et al. 2021 (L21), Theorem 1 and appendix A.2)."""
 
 import itertools
+import math
 from dataclasses import dataclass
-from typing import List, Tuple, Union
+from typing import Any, Dict, List, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,8 @@ from ..layers.patch_attention import PatchAttention
 from ..layers.patches import image_to_patches, patches_to_image
 from ..layers.position_bias import WindowBias
 from ..layers.window import Window, per_axis
-from .pixels import kernel_matrix
+from .kernels import kernel_matrix
+from .report import PatchConversionReport
 
 ATTN_BIAS = 40.0  # M: e^−40 is nothing beside 1 in float64 and float32 alike
 
@@ -22,7 +24,8 @@ class PatchConvolutionAttention(nn.Module):
 
     Args:
         attention (PatchAttention): Attention over the flattened patches.
-        patch_size, out_patch_size (tuple[int, int]): Patches of the image and of the output.
+        patch_size (tuple[int, int]): Height and width of a patch of the image.
+        out_patch_size (tuple[int, int]): Height and width of a patch of the output.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class PatchConvolutionAttention(nn.Module):
 
 @dataclass(frozen=True)
 class PatchWindow:
-    """Which patches a convolution on the image connects.
+    """The shifts between the patches that a convolution on the image connects.
 
     Attributes:
         first (tuple[int, int]): The first shift δ from a patch to one that it reads, (row, column).
@@ -66,7 +69,7 @@ class PatchWindow:
 
     @classmethod
     def of(cls, conv: nn.Conv2d, patch_size: Tuple[int, int]) -> 'PatchWindow':
-        """The patches that ``conv`` connects.
+        """The shifts of the patches that ``conv`` connects.
 
         Raises:
             TypeError: ``conv`` is not an ``nn.Conv2d``.
@@ -102,7 +105,7 @@ class PatchWindow:
             # Pixel offsets of a patch's outputs, from its first pixel: −before … patch − stride − before + extent − 1
             first.append(-before // patch)
             size.append((patch - stride - before + extent - 1) // patch - first[-1] + 1)
-        return cls(tuple(first), tuple(size))
+        return cls((first[0], first[1]), (size[0], size[1]))
 
     @property
     def shifts(self) -> List[Tuple[int, int]]:
@@ -111,7 +114,9 @@ class PatchWindow:
         return list(itertools.product(rows, columns))
 
 
-def conv_to_patch_mhsa(conv: nn.Conv2d, patch_size: Union[int, Tuple[int, int]]) -> PatchConvolutionAttention:
+def conv_to_patch_mhsa(
+    conv: nn.Conv2d, patch_size: Union[int, Tuple[int, int]]
+) -> Tuple[PatchConvolutionAttention, PatchConversionReport]:
     """Turns a convolution on the image into multi-head self-attention over patches (L21, Theorem 1).
 
     Head r has the position bias M at its shift δ_r and 0 elsewhere, W^V = I, and in W^O the weights of the kernel
@@ -124,27 +129,39 @@ def conv_to_patch_mhsa(conv: nn.Conv2d, patch_size: Union[int, Tuple[int, int]])
         patch_size (int | tuple[int, int]): Patch size P.
 
     Returns:
-        PatchConvolutionAttention: The attention; images whose sides are multiples of P.
+        tuple[PatchConvolutionAttention, PatchConversionReport]: The attention, for images whose sides are multiples
+        of P, and the shifts and parameters that it takes.
 
     Raises:
         TypeError: ``conv`` is not an ``nn.Conv2d``.
         ValueError: A patch size below 1, or a convolution of another kind.
+
+    Examples:
+        >>> conv = nn.Conv2d(1, 2, kernel_size=3, padding=1)
+        >>> attention, report = conv_to_patch_mhsa(conv, patch_size=4)
+        >>> print(report)
+        num_heads=9: exact, a head for each shift from (-1, -1) to (1, 1); 20 parameters became 11,633
+        >>> images = torch.randn(1, 1, 8, 12)
+        >>> torch.allclose(attention(images), conv(images), atol=1e-5)
+        True
     """
-    patch_size = per_axis('patch_size', patch_size, 2)
-    window = PatchWindow.of(conv, patch_size)
-    out_patch_size = (patch_size[0] // conv.stride[0], patch_size[1] // conv.stride[1])
-    pixels, out_pixels = patch_size[0] * patch_size[1], out_patch_size[0] * out_patch_size[1]
-    dd = {'device': conv.weight.device, 'dtype': conv.weight.dtype}
+    rows, columns = per_axis('patch_size', patch_size, 2)
+    window = PatchWindow.of(conv, (rows, columns))
+    out_patch_size = (rows // conv.stride[0], columns // conv.stride[1])
+    num_heads = len(window.shifts)
+    dd: Dict[str, Any] = {'device': conv.weight.device, 'dtype': conv.weight.dtype}
     attention = PatchAttention(
-        conv.in_channels * pixels,
-        len(window.shifts),
-        WindowBias(len(window.shifts), window.first, window.size, **dd),
-        out_dim=conv.out_channels * out_pixels,
+        conv.in_channels * rows * columns,
+        num_heads,
+        WindowBias(num_heads, window.first, window.size, **dd),
+        out_dim=conv.out_channels * math.prod(out_patch_size),
         bias=conv.bias is not None,
         **dd,
     )
-    attend_like_convolution(attention, conv, patch_size)
-    return PatchConvolutionAttention(attention, patch_size, out_patch_size).train(conv.training)
+    attend_like_convolution(attention, conv, (rows, columns))
+    module = PatchConvolutionAttention(attention, (rows, columns), out_patch_size).train(conv.training)
+    before, after = (sum(parameter.numel() for parameter in made.parameters()) for made in (conv, module))
+    return module, PatchConversionReport(num_heads, tuple(window.shifts), before, after)
 
 
 @torch.no_grad()
@@ -160,14 +177,20 @@ def attend_like_convolution(
     zero, for the scores are linear in it.
 
     Args:
-        attention (PatchAttention | MergedPatchAttention): With at least one head for each shift of the convolution;
-            others get no weight.
+        attention (PatchAttention | MergedPatchAttention): With at least one head for each shift of the convolution.
+            Further heads get no weight, nor do shifts that lead out of the grid of its position bias from every patch.
         conv (nn.Conv2d): The convolution.
         patch_size (tuple[int, int]): Patch size P.
         attn_bias (float): M. Defaults to 40, exact in float32.
 
     Raises:
-        ValueError: The attention has too few heads, or its position bias too few shifts.
+        ValueError: The attention has too few heads; the convolution is of another kind, see :meth:`PatchWindow.of`.
+
+    Examples:
+        >>> attention = PatchAttention(dim=16, num_heads=9, position=WindowBias(9, (-1, -1), (3, 3)))
+        >>> attend_like_convolution(attention, nn.Conv2d(1, 1, 3, padding=1), patch_size=(4, 4))
+        >>> attention.position.table[0].tolist()
+        [[40.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     """
     window = PatchWindow.of(conv, patch_size)
     shifts = window.shifts
@@ -188,7 +211,7 @@ def attend_like_convolution(
     heads = out.weight.unflatten(1, (attention.num_heads, -1))  # (D_out, N_h, D)
     for head, shift in enumerate(shifts):
         entry = shift[0] - first[0], shift[1] - first[1]
-        # A shift that the table does not have leads out of the grid from every patch: to padding.
+        # A shift that the table does not have leads to padding from every patch.
         if 0 <= entry[0] < table.shape[1] and 0 <= entry[1] < table.shape[2]:
             table[head, entry[0], entry[1]] = attn_bias
             heads[:, head] = patch_to_patch(conv, patch_size, shift)

@@ -1,28 +1,32 @@
-"""Position-only attention as a convolution: the converse of C20, Theorem 1."""
+"""Attention by positions alone as a convolution: the converse of Cordonnier et al. 2020 (C20), Theorem 1."""
 
-import copy
-import math
 from dataclasses import dataclass
-from typing import Optional, Sequence, Tuple, Union
+from typing import Callable, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
+from ..layers.grid_attention import GridAttention
 from ..layers.image_attention import ImageAttention
 from ..layers.window import Window, per_axis
+from .kernels import Convolution
+from .position_only import check_position_only
+from .shift_operators import fit_shifts, interior_queries, targets
+
+CONVOLUTIONS: Tuple[Callable[..., Convolution], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True, eq=False)
 class ConvFit:
     """How well a convolution replaces an attention layer on a grid of ``size``.
 
-    With E_h = P_h − Σ_δ c_{h,δ} S_δ, what the fit leaves of head h, and V_h, the slice of its value matrix, output
-    error and input of a query q satisfy
+    The fit leaves E_h = P_h − Σ_δ c_{h,δ} S_δ of head h. With V_h, its slice of the value matrix, the output error of a
+    query q satisfies
 
         ‖error_q‖₂ ≤ Σ_h ‖E_h[q, :]‖₁ ‖V_h‖₂ · max_k ‖x_k‖₂
 
-    for every input of this size; a bound is the largest such factor of max_k ‖x_k‖₂. It is for exact arithmetic: the
-    rounding of the layer's dtype comes on top.
+    for every input x of this size. A bound is the largest factor of max_k ‖x_k‖₂ over the queries. It is for exact
+    arithmetic: the rounding of the layer's dtype comes on top.
 
     Attributes:
         size (tuple[int, ...]): Size of the grid that the fit is for and that the bounds hold at.
@@ -43,11 +47,11 @@ class ConvFit:
 
 @torch.no_grad()
 def mhsa_to_conv(
-    layer: nn.Module,
+    layer: Union[GridAttention, ImageAttention],
     kernel_size: Union[int, Sequence[int]],
     size: Union[int, Sequence[int], None] = None,
     padding_mode: Optional[str] = None,
-) -> Tuple[nn.Module, ConvFit]:
+) -> Tuple[Convolution, ConvFit]:
     """Turns attention that depends on positions alone into the convolution that is nearest to it.
 
     Each head's probabilities P_h are fitted by shifts, min_c ‖P_h − Σ_δ c_{h,δ} S_δ‖_F with (S_δ x)_q = x_{q+δ}, and
@@ -57,7 +61,7 @@ def mhsa_to_conv(
     is left out.
 
     Args:
-        layer (nn.Module): One of
+        layer (GridAttention | ImageAttention): One of
 
             - position-only attention over a grid: ``QuadraticAttention``, ``GeneralizedQuadraticAttention``,
               ``LearnedAttention``, or ``ContentAttention`` with ``terms=('vr',)``. The result maps ``(B, D, H, W)`` to
@@ -65,28 +69,52 @@ def mhsa_to_conv(
             - an ``ImageAttention``, such as ``conv_to_mhsa`` returns. The result has its stride, dilation and padding.
         kernel_size (int | Sequence[int]): Size of the kernel along each axis, odd or even; for an ``ImageAttention``
             that of its window.
-        size (int | Sequence[int], optional): Size of the grid along each axis, on which the heads are compared with
-            shifts. Defaults to 16 pixels an axis, 8 for three axes, or more where a whole window needs them.
+        size (int | Sequence[int], optional): Height and width of the grid, or the size along each axis of an image, on
+            which the heads are compared with shifts. Defaults to 16 pixels an axis, 8 for three axes, or more where a
+            whole window needs them.
         padding_mode (str, optional): ``'zeros'``, ``'replicate'``, ``'reflect'`` or ``'circular'``. Defaults to
             ``'replicate'``; an ``ImageAttention`` has its own, the only one allowed.
 
     Returns:
-        tuple[nn.Module, ConvFit]: The ``nn.Conv2d`` (``nn.Conv1d``, ``nn.Conv3d`` for an ``ImageAttention`` with as
+        tuple[Convolution, ConvFit]: The ``nn.Conv2d`` (``nn.Conv1d``, ``nn.Conv3d`` for an ``ImageAttention`` with as
         many axes), groups 1, in the layer's dtype, device and mode, and how well it fits.
 
     Raises:
-        TypeError: ``layer`` has no probabilities of positions.
-        ValueError: The scores of ``layer`` depend on content; a ``kernel_size``, a ``padding_mode`` or a padding that
-            does not go with ``layer``; a ``size`` that is too small for the window or the padding mode.
+        TypeError: ``layer`` is no attention of this package.
+        ValueError: The probabilities of ``layer`` depend on content; it has no heads; a ``kernel_size``, a
+            ``padding_mode`` or a padding that does not go with ``layer``; a ``size`` that is too small for the window
+            or the padding mode.
+        RuntimeError: The linear map of ``layer`` is more than its weight and bias, for instance an adapter.
+
+    Examples:
+        A convolution that became attention comes back:
+
+        >>> from attncnn_plugin.convert import conv_to_mhsa
+        >>> conv = nn.Conv2d(3, 8, kernel_size=3, padding=1)
+        >>> attention, _ = conv_to_mhsa(conv)
+        >>> back, fit = mhsa_to_conv(attention, kernel_size=3)
+        >>> torch.allclose(back.weight, conv.weight, atol=1e-6), fit.bound < 1e-6
+        (True, True)
+
+        Soft heads leave an error. The fit says how large it can be for pixels of norm 1:
+
+        >>> from attncnn_plugin.layers import QuadraticAttention
+        >>> conv, fit = mhsa_to_conv(QuadraticAttention(dim=8, num_heads=9), kernel_size=3, size=(10, 12))
+        >>> tuple(conv.weight.shape), fit.bound > 0.1
+        ((8, 8, 3, 3), True)
     """
     check_position_only(layer)
-    make = _conv_of_image if isinstance(layer, ImageAttention) else _conv_of_grid
-    conv = make(layer, kernel_size, padding_mode)
+    if layer.num_heads == 0:
+        raise ValueError('layer has num_heads=0: what is left of it is its bias, and no convolution is needed')
+    if isinstance(layer, ImageAttention):
+        conv = _conv_of_image(layer, kernel_size, padding_mode)
+    else:
+        conv = _conv_of_grid(layer, kernel_size, padding_mode)
     window = Window.of(conv)
     size = per_axis('size', _default_size(window) if size is None else size, window.ndim)
     target = targets(window, size)
-    probs = position_probs(layer, size)
-    value = layer.value.weight.cpu().double().unflatten(1, (len(probs), -1)).transpose(0, 1)  # V_h, (N_h, C_out, C_in)
+    probs = layer.exact_attention_probs(size)
+    value = layer.value_matrices().cpu().double()  # V_h, (N_h, C_out, C_in)
 
     coefficients = fit_shifts(probs, target)
     kernel = torch.einsum('hk,hoi->oik', coefficients, value)  # W_δ = Σ_h c_{h,δ} V_h
@@ -108,65 +136,12 @@ def mhsa_to_conv(
     )
 
 
-def targets(window: Window, size: Tuple[int, ...]) -> Tensor:
-    """Pixel that each query of an image of ``size`` sees at each kernel position: the shift operators S_δ.
-
-    Returns:
-        Tensor: Row-major indices, ``(K, Q)``, −1 in zero padding.
-
-    Raises:
-        ValueError: The image is too small for the window or for its padding mode.
-    """
-    for axis, (n, padding) in enumerate(zip(size, window.padding)):
-        least = {'reflect': max(padding) + 1, 'circular': max(padding)}.get(window.padding_mode, 1)
-        if n < least:
-            raise ValueError(
-                f'size={size} is too small for padding_mode={window.padding_mode!r} with {max(padding)} pixels of '
-                f'padding: axis {axis} needs {least} pixels at least'
-            )
-    queries = [window.queries(axis, n) for axis, n in enumerate(size)]
-    pixel = torch.arange(1.0, 1 + math.prod(size), dtype=torch.float64)  # from 1: 0 is padding
-    padded = window.pad(pixel.reshape(1, 1, *size))[0, 0].long() - 1
-    query = torch.cartesian_prod(*queries).reshape(-1, window.ndim)
-    before = torch.tensor([before for before, _ in window.padding])
-    place = window.shifts()[:, None] + query + before  # q + δ in the padded image, (K, Q, ndim)
-    return padded[place.unbind(-1)]
-
-
-def interior_queries(window: Window, size: Tuple[int, ...]) -> Tensor:
-    """Whether each query of an image of ``size`` has its whole window inside, ``(Q,)``."""
-    shifts = window.shifts()
-    first, last = shifts[0], shifts[-1]
-    inside = torch.ones(1, dtype=torch.bool)
-    for axis, n in enumerate(size):
-        query = window.queries(axis, n)
-        inside = (inside[:, None] & (query + first[axis] >= 0) & (query + last[axis] < n)).flatten()
-    return inside
-
-
-def check_position_only(layer: nn.Module) -> None:
-    """Refuses a layer that is not attention by positions alone."""
-    if not hasattr(layer, 'attention_probs') or not isinstance(getattr(layer, 'value', None), nn.Linear):
-        raise TypeError(
-            f'layer is a {type(layer).__name__}, but only attention over a grid of pixels is compared with a '
-            'convolution, with attention_probs(height, width) and a linear layer value'
-        )
-    if getattr(layer, 'depends_on_content', False):
-        raise ValueError(
-            f'the scores of layer, terms={layer.terms}, depend on the input, and no convolution does: only attention '
-            "by positions alone can be compared with one, terms=('vr',)"
-        )
-
-
-def position_probs(layer: nn.Module, size: Tuple[int, ...]) -> Tensor:
-    """``layer.attention_probs(size)`` in float64 throughout, on the CPU, ``(N_h, Q, pixels)``."""
-    return copy.deepcopy(layer).cpu().double().attention_probs(size).detach()
-
-
-def _conv_of_grid(layer: nn.Module, kernel_size, padding_mode: Optional[str]) -> nn.Conv2d:
+def _conv_of_grid(
+    layer: GridAttention, kernel_size: Union[int, Sequence[int]], padding_mode: Optional[str]
+) -> Convolution:
     weight = layer.value.weight
-    return nn.Conv2d(
-        weight.shape[1] // layer.num_heads,
+    return CONVOLUTIONS[1](
+        layer.dim,
         weight.shape[0],
         per_axis('kernel_size', kernel_size, 2),
         padding='same',
@@ -177,16 +152,18 @@ def _conv_of_grid(layer: nn.Module, kernel_size, padding_mode: Optional[str]) ->
     )
 
 
-def _conv_of_image(layer: ImageAttention, kernel_size, padding_mode: Optional[str]) -> nn.Module:
+def _conv_of_image(
+    layer: ImageAttention, kernel_size: Union[int, Sequence[int]], padding_mode: Optional[str]
+) -> Convolution:
     window, weight = layer.window, layer.value.weight
     if per_axis('kernel_size', kernel_size, window.ndim) != window.kernel_size:
         raise ValueError(f'kernel_size={kernel_size} must be that of the window of layer, {window.kernel_size}')
     if padding_mode not in (None, window.padding_mode):
         raise ValueError(f'padding_mode={padding_mode!r} must be that of the window of layer, {window.padding_mode!r}')
     # As numbers where both sides are padded alike, as nn.Conv2d has it; its 'same' puts the odd pixel after.
-    padding = tuple(before for before, after in window.padding if before == after)
-    padding = padding if len(padding) == window.ndim else 'same'
-    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[window.ndim - 1](
+    alike = tuple(before for before, after in window.padding if before == after)
+    padding = alike if len(alike) == window.ndim else 'same'
+    conv = CONVOLUTIONS[window.ndim - 1](
         layer.in_channels,
         weight.shape[0],
         window.kernel_size,
@@ -210,16 +187,6 @@ def _default_size(window: Window) -> Tuple[int, ...]:
     usual = 8 if window.ndim == 3 else 16
     # The first query with nothing of its window before the image starts at a pixel below the stride.
     return tuple(max(usual, s + d * (k - 1)) for k, s, d in zip(window.kernel_size, window.stride, window.dilation))
-
-
-def fit_shifts(probs: Tensor, target: Tensor) -> Tensor:
-    """c that minimizes ‖P_h − Σ_δ c_{h,δ} S_δ‖_F for each head, ``(N_h, K)``."""
-    inside = target >= 0
-    # The normal equations. Both sides are sums over queries: ⟨S_δ, S_δ'⟩ counts those with the same target.
-    gram = torch.stack([((target == row) & (row >= 0)).sum(1) for row in target]).double()
-    index = target.clamp(min=0).expand(len(probs), -1, -1).mT
-    product = (probs.gather(2, index) * inside.T).sum(1)  # ⟨P_h, S_δ⟩, (N_h, K)
-    return product @ torch.linalg.pinv(gram, hermitian=True)
 
 
 def _error(probs: Tensor, coefficients: Tensor, target: Tensor) -> Tuple[Tensor, Tensor]:

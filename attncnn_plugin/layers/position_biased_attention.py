@@ -3,9 +3,10 @@
 from typing import Optional, Sequence
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from .attention_layer import AttentionLayer
+from .position_bias import WindowBias
 from .precision import at_least_float32
 
 
@@ -14,15 +15,14 @@ class PositionBiasedAttention(AttentionLayer):
 
     Attributes:
         dim (int): Channels D of a token and of a head.
-        position (nn.Module): The biases b_δ of every query and key, see
-            :class:`~attncnn_plugin.layers.position_bias.WindowBias`.
+        position (WindowBias): The biases b_δ of every query and key.
     """
 
     depends_on_content = True
     padding_mode = 'zeros'  # by the null key
 
     dim: int
-    position: nn.Module
+    position: WindowBias
 
     def extra_repr(self) -> str:
         return f'dim={self.dim}, num_heads={self.num_heads}'

@@ -1,31 +1,30 @@
-"""Which heads of a position-only attention layer are degenerate."""
+"""Which heads of a position-only attention layer are degenerate (Cordonnier et al. 2020 (C20), 4.3 and appendix E)."""
 
 import operator
 from dataclasses import dataclass
-from typing import Callable, Iterator, List, Optional, Sequence, Tuple, Union
+from functools import lru_cache
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..convert.position_only import check_position_only
+from ..layers.attention_layer import AttentionLayer, GaussianHeads
 from ..layers.window import per_axis
 from .criteria import (
-    attention_maps,
-    check_position_only,
-    condition_number,
-    largest_eigenvalue,
+    check_finite_maps,
+    condition_number_of_factor,
+    exact_maps,
+    gaussian_factor,
+    largest_eigenvalue_of_factor,
     map_distance,
-    relative_entropy,
+    relative_entropy_of_maps,
 )
 
-Size = Optional[Tuple[int, int]]
-Criterion = Union[str, dict, Callable[[nn.Module, Size], Tensor]]
+Size = Optional[Tuple[int, ...]]
+Function = Callable[[AttentionLayer, Size], Tensor]
+Criterion = Union[str, Dict[str, Any], Function]
 
-# A value of each head, the comparison with the threshold that makes a head degenerate.
-MEASURES = {
-    'uniform': (lambda layer, size: largest_eigenvalue(layer), operator.lt),
-    'stripe': (lambda layer, size: condition_number(layer), operator.gt),
-    'entropy': (relative_entropy, operator.gt),
-}
 THRESHOLDS = {'uniform': 1e-5, 'stripe': 1e5, 'entropy': 0.99, 'duplicate': 0.01}
 REASONS = {
     'uniform': 'largest eigenvalue {0.value:.3g} < {0.threshold:.3g}',
@@ -37,15 +36,16 @@ REASONS = {
 
 @dataclass(frozen=True)
 class DegenerateHead:
-    """A head and why it is degenerate.
+    """A degenerate head and the criterion that found it.
 
     Attributes:
         head (int): Index of the head.
         criterion (str): Name of the criterion, that of the function for a function.
-        value (float | None): What was compared with the threshold; None for a function.
+        value (float | None): The value compared with the threshold; None for a function.
         threshold (float | None): The threshold; None for a function.
-        duplicate_of (int | None): The kept head that a duplicate is nearest to: adding the duplicate's slice of the
-            value matrix to that of this head makes up for its removal.
+        duplicate_of (int | None): Of a duplicate, the kept head that it is nearest to. Adding the duplicate's slice of
+            the value matrix to that of this head makes up for its removal, see
+            :func:`~attncnn_plugin.pruning.merge_duplicate`.
     """
 
     head: int
@@ -61,7 +61,7 @@ class DegenerateHead:
 
 
 @dataclass(frozen=True)
-class LayerReport:
+class DegeneracyReport:
     """The degenerate heads of a layer; as a string, a table.
 
     Attributes:
@@ -88,16 +88,16 @@ class LayerReport:
 
 @torch.no_grad()
 def find_degenerate_heads(
-    layer: nn.Module,
+    layer: AttentionLayer,
     criteria: Sequence[Criterion] = ('uniform', 'stripe'),
     size: Union[int, Sequence[int], None] = None,
-) -> LayerReport:
-    """Finds the heads of a layer that do nothing which its other heads, or a mean over the grid, do not do.
+) -> DegeneracyReport:
+    """Finds the heads that a layer can do without: those that take a mean over the grid, or repeat another head.
 
-    A function of the parameters alone, computed in float64 on the CPU: equal layers have equal reports on every rank.
+    It reads the parameters alone and computes in float64 on the CPU: equal layers have equal reports on every rank.
 
     Args:
-        layer (nn.Module): ``QuadraticAttention``, ``GeneralizedQuadraticAttention``, ``LearnedAttention``, or
+        layer (AttentionLayer): ``QuadraticAttention``, ``GeneralizedQuadraticAttention``, ``LearnedAttention``, or
             ``ContentAttention`` with ``terms=('vr',)``.
         criteria (Sequence): Each a name, a ``dict(type=name, threshold=number)``, or a function. A head is degenerate
             if any of them says so; the report has the first.
@@ -110,8 +110,8 @@ def find_degenerate_heads(
               the grid are attended to almost alike.
             - ``'duplicate'``: the map of an earlier head is nearer than 0.01 in total variation, mean over queries
               (C20, 4.3, has such heads with the learned encoding). Only heads that no other criterion finds are
-              compared, wherever it stands among the criteria; the first of a group is kept, and each head is compared
-              with kept ones, so that no chain of small steps leads away from them.
+              compared, wherever it stands among the criteria. The first of a group is kept. Each head is compared
+              with kept ones, so that a chain of small steps does not lead away from them.
             - ``function(layer, size)``: gives a bool for each head, ``(N_h,)``.
 
             Defaults to ``('uniform', 'stripe')``.
@@ -119,43 +119,93 @@ def find_degenerate_heads(
             and functions. Defaults to None.
 
     Returns:
-        LayerReport: The degenerate heads, with criterion and value.
+        DegeneracyReport: The degenerate heads, with criterion and value.
 
     Raises:
-        TypeError: ``layer`` has no probabilities of positions, or no Σ⁻¹ for a criterion of Gaussian heads.
-        ValueError: The scores of ``layer`` depend on content; a criterion that is unknown, has other settings or gives
+        TypeError: ``layer`` is no attention of this package, or has no Σ⁻¹ for a criterion of Gaussian heads.
+        ValueError: The probabilities of ``layer`` depend on content; a criterion that is unknown, has other settings or gives
             something else than a bool for each head; no ``size`` for a criterion that needs one; parameters that
             are not finite.
 
     Examples:
+        >>> from attncnn_plugin.layers import QuadraticAttention
+        >>> layer = QuadraticAttention(dim=8, num_heads=3)
+        >>> layer.encoding.center.data = torch.tensor([[0.0, 1.0], [2.0, 0.0], [0.0, 0.9]])
+        >>> layer.encoding.sqrt_precision.data = torch.tensor([1.0, 1e-4, 1.0])
         >>> report = find_degenerate_heads(layer, ['uniform', dict(type='duplicate', threshold=0.05)], size=(16, 16))
         >>> print(report)
-        2 of 9 heads degenerate
+        2 of 3 heads degenerate
         head  criterion  why
-           3  uniform    largest eigenvalue 2.1e-07 < 1e-05
-           7  duplicate  distance 0.0312 < 0.05 from head 2
+           1  uniform    largest eigenvalue 1e-08 < 1e-05
+           2  duplicate  distance 0.0352 < 0.05 from head 0
+        >>> report.heads
+        [1, 2]
     """
     check_position_only(layer)
+    rules = _rules(criteria)
+    grid = None if size is None else per_axis('size', size, 2)
+    return _find(
+        layer.num_heads,
+        rules,
+        factor=lambda: gaussian_factor(layer),
+        maps=lambda: exact_maps(layer, grid),
+        flags=lambda function: function(layer, grid),
+    )
+
+
+@torch.no_grad()
+def degenerate_heads_of_maps(
+    maps: Tensor,
+    criteria: Sequence[Criterion] = ('entropy', 'duplicate'),
+    gaussian: Optional[GaussianHeads] = None,
+) -> DegeneracyReport:
+    """Finds the degenerate heads by given attention maps, see :func:`find_degenerate_heads`.
+
+    Args:
+        maps (Tensor): The probabilities of the heads, ``(N_h, Q, K)``.
+        criteria (Sequence): As for :func:`find_degenerate_heads`, without functions. Defaults to
+            ``('entropy', 'duplicate')``.
+        gaussian (GaussianHeads, optional): Centres and widths of Gaussian heads, for ``'uniform'`` and ``'stripe'``.
+            Defaults to None.
+
+    Returns:
+        DegeneracyReport: The degenerate heads, with criterion and value.
+
+    Raises:
+        TypeError: A criterion of Gaussian heads without ``gaussian``.
+        ValueError: A criterion that is unknown or a function, or has other settings; values that are not finite.
+
+    Examples:
+        >>> uniform, identity = torch.full((9, 9), 1 / 9), torch.eye(9)
+        >>> print(degenerate_heads_of_maps(torch.stack([identity, uniform, identity])))
+        2 of 3 heads degenerate
+        head  criterion  why
+           1  entropy    relative entropy 1 > 0.99
+           2  duplicate  distance 0 < 0.01 from head 0
+    """
+
+    def factor() -> Tensor:
+        if gaussian is None:
+            raise TypeError(
+                "the criteria 'uniform' and 'stripe' are for Gaussian heads: give their centres and widths as "
+                "gaussian, or use the criteria 'entropy' and 'duplicate'"
+            )
+        return gaussian.factor
+
+    def flags(function: Function) -> Tensor:
+        raise ValueError(f'criterion {function!r} is a function(layer, size), but given maps have no layer')
+
+    return _find(len(maps), _rules(criteria), factor, lambda: check_finite_maps(maps.cpu().double()), flags)
+
+
+def _rules(criteria: Sequence[Criterion]) -> List[Tuple[str, Union[float, Function]]]:
+    """The name of each criterion, and its threshold or function."""
     if not isinstance(criteria, (list, tuple)) or not criteria:
         raise ValueError(f"criteria={criteria!r} must be a list of at least one criterion, such as ['uniform']")
-    rules = [_name_and_rule(criterion) for criterion in criteria]
-    size = None if size is None else per_axis('size', size, 2)
-    found = {}
-    for name, rule in sorted(rules, key=lambda entry: entry[0] == 'duplicate') if layer.num_heads else ():
-        if callable(rule):
-            some = _of_function(layer, size, name, rule)
-        elif name == 'duplicate':
-            left = [head for head in range(layer.num_heads) if head not in found]
-            some = _duplicates(attention_maps(layer, size), left, rule)
-        else:
-            some = _beyond_threshold(layer, size, name, rule)
-        for entry in some:
-            found.setdefault(entry.head, entry)
-    return LayerReport(layer.num_heads, tuple(found[head] for head in sorted(found)))
+    return [_rule(criterion) for criterion in criteria]
 
 
-def _name_and_rule(criterion: Criterion) -> Tuple[str, Union[float, Callable]]:
-    """The name of a criterion, and its threshold or function."""
+def _rule(criterion: Criterion) -> Tuple[str, Union[float, Function]]:
     if callable(criterion):
         return getattr(criterion, '__name__', type(criterion).__name__), criterion
     settings = dict(criterion) if isinstance(criterion, dict) else dict(type=criterion)
@@ -171,15 +221,44 @@ def _name_and_rule(criterion: Criterion) -> Tuple[str, Union[float, Callable]]:
     return name, threshold
 
 
-def _beyond_threshold(layer: nn.Module, size: Size, name: str, threshold: float) -> Iterator[DegenerateHead]:
-    measure, compare = MEASURES[name]
-    for head, value in enumerate(measure(layer, size).tolist()):
-        if compare(value, threshold):
-            yield DegenerateHead(head, name, value, threshold)
+def _find(
+    num_heads: int,
+    rules: List[Tuple[str, Union[float, Function]]],
+    factor: Callable[[], Tensor],
+    maps: Callable[[], Tensor],
+    flags: Callable[[Function], Tensor],
+) -> DegeneracyReport:
+    """The heads that the rules find, each under the first; duplicates are those of the heads that are left.
+
+    ``factor`` and ``maps`` are called where a rule needs them; ``flags`` calls a function.
+    """
+    maps = lru_cache(maxsize=None)(maps)
+    measures = {
+        'uniform': (lambda: largest_eigenvalue_of_factor(factor()), operator.lt),
+        'stripe': (lambda: condition_number_of_factor(factor()), operator.gt),
+        'entropy': (lambda: relative_entropy_of_maps(maps()), operator.gt),
+    }
+    found: Dict[int, DegenerateHead] = {}
+    for name, rule in sorted(rules, key=lambda rule: rule[0] == 'duplicate') if num_heads else ():
+        if callable(rule):
+            some = _of_flags(name, flags(rule), num_heads)
+        elif name == 'duplicate':
+            some = _duplicates(maps(), [head for head in range(num_heads) if head not in found], rule)
+        else:
+            measure, compare = measures[name]
+            some = (
+                DegenerateHead(head, name, value, rule)
+                for head, value in enumerate(measure().tolist())
+                if compare(value, rule)
+            )
+        for entry in some:
+            found.setdefault(entry.head, entry)
+    return DegeneracyReport(num_heads, tuple(found[head] for head in sorted(found)))
 
 
 def _duplicates(maps: Tensor, heads: List[int], threshold: float) -> Iterator[DegenerateHead]:
-    kept = []
+    """The heads that are near an earlier one of them which is kept."""
+    kept: List[int] = []
     for head in heads:
         distance, nearest = min(((map_distance(maps[head], maps[other]), other) for other in kept), default=(1.0, None))
         if nearest is not None and distance < threshold:
@@ -188,11 +267,9 @@ def _duplicates(maps: Tensor, heads: List[int], threshold: float) -> Iterator[De
             kept.append(head)
 
 
-def _of_function(layer: nn.Module, size: Size, name: str, function: Callable) -> Iterator[DegenerateHead]:
-    degenerate = function(layer, size)
-    if not isinstance(degenerate, Tensor) or degenerate.dtype != torch.bool or degenerate.shape != (layer.num_heads,):
+def _of_flags(name: str, degenerate: Tensor, num_heads: int) -> Iterator[DegenerateHead]:
+    if not isinstance(degenerate, Tensor) or degenerate.dtype != torch.bool or degenerate.shape != (num_heads,):
         raise ValueError(
-            f'criterion {name} gave {degenerate!r}, but a tensor of {layer.num_heads} bools is needed, '
-            'one for each head'
+            f'criterion {name} gave {degenerate!r}, but a tensor of {num_heads} bools is needed, one for each head'
         )
     return (DegenerateHead(head, name) for head in degenerate.nonzero()[:, 0].tolist())

@@ -284,7 +284,7 @@ def test_heads_of_equal_weight_by_default():
     ],
 )
 def test_convolutions_are_called_convolutions(conv, summary):
-    report = head_report(conv_to_mhsa(conv), 10, 14)
+    report = head_report(conv_to_mhsa(conv)[0], 10, 14)
     assert report.summary == summary and summary in str(report)
     assert report.kind.kind == ('dilated' if 'dilated' in summary else 'convolution')
     assert report.kind.hard == report.num_heads == math.prod(conv.kernel_size)
@@ -300,14 +300,14 @@ def test_convolutions_are_called_convolutions(conv, summary):
 def test_soft_heads_of_a_convolution(dilation, words):
     """A head a kernel position is not needed: with fewer the layer still is a convolution."""
     conv = nn.Conv2d(3, 4, 3, padding='same', dilation=dilation)
-    report = head_report(conv_to_mhsa(conv, num_heads=4), 8, 8)
+    report = head_report(conv_to_mhsa(conv, num_heads=4)[0], 8, 8)
     assert report.summary == f'one convolution, 3x3, error 0{words}, by 0 hard, 4 soft and 0 uniform heads'
     assert report.kind.kind == ('dilated' if dilation > 1 else 'convolution')
 
 
 def test_hard_heads_whose_rest_counts():
     """Heads on one shift whose matrices cancel leave what they give to others: no 1x1 convolution."""
-    attention = conv_to_mhsa(nn.Conv2d(3, 4, 3, padding=1), num_heads=2)
+    attention = conv_to_mhsa(nn.Conv2d(3, 4, 3, padding=1), num_heads=2)[0]
     probs = torch.full((2, 9), 0.01).index_fill_(1, torch.tensor(4), 0.92)
     probs[1, :2] += torch.tensor([0.005, -0.005])
     with torch.no_grad():
@@ -333,7 +333,7 @@ def test_grids_without_an_interior(size):
 @pytest.mark.parametrize('padding_mode', ['zeros', 'reflect', 'circular'])
 def test_padding_is_no_part_of_a_head(padding_mode):
     """What a soft head reads from the padding does not count: its shares are the probabilities of its window."""
-    attention = conv_to_mhsa(nn.Conv2d(3, 4, 5, padding=2, padding_mode=padding_mode), num_heads=3)
+    attention = conv_to_mhsa(nn.Conv2d(3, 4, 5, padding=2, padding_mode=padding_mode), num_heads=3)[0]
     for head, probs in zip(head_report(attention, 7, 8).heads, attention.encoding()):
         assert np.allclose([line[1:6] for line in head.shares[1:6]], probs.detach(), atol=1e-6)
         assert head.mass_5x5 == pytest.approx(1) and head.mass_3x3 == pytest.approx(probs[1:4, 1:4].sum().item())
@@ -474,7 +474,7 @@ def test_degenerate_and_expressible_are_those_of_their_modules(kind):
         head = report.heads[entry.head]
         assert (head.criterion, head.why) == (entry.criterion, entry.reason) and entry.reason in str(report)
     for entry in report.expressible:
-        found = expressible_shifts(layer, entry.kernel_size, 7, 6, queries='interior', tolerance=0.7)
+        found = expressible_shifts(layer, entry.kernel_size, (7, 6), queries='interior', tolerance=0.7)
         assert list(entry.missing) == found.missing and set(entry.expressible).isdisjoint(found.missing)
         assert entry.residual == pytest.approx(found.residual.tolist(), abs=1e-7)
         assert entry.tolerance == 0.7 and len(entry.expressible) + len(entry.missing) == entry.kernel_size[0] ** 2
@@ -514,7 +514,7 @@ def test_a_little_softer_than_expressible():
 
 
 def test_patches_of_a_convolution():
-    report = head_report(conv_to_patch_mhsa(nn.Conv2d(2, 3, 3, padding=1), 4), 5, 6)
+    report = head_report(conv_to_patch_mhsa(nn.Conv2d(2, 3, 3, padding=1), 4)[0], 5, 6)
     assert report.summary == 'one convolution, 3x3, error 0' and report.grid == (5, 6)
 
 
@@ -645,9 +645,9 @@ def test_zero_values():
     'call, error, message',
     [
         (lambda: head_report(nn.MultiheadAttention(4, 2), 5, 5), TypeError, 'layer is a MultiheadAttention, but only'),
-        (lambda: head_report(conv_to_mhsa(nn.Conv1d(2, 2, 3)), 5, 5), ValueError, 'layer has 1 axes of pixels'),
+        (lambda: head_report(conv_to_mhsa(nn.Conv1d(2, 2, 3))[0], 5, 5), ValueError, 'layer has 1 axes of pixels'),
         (
-            lambda: head_report(conv_to_mhsa(nn.Conv2d(2, 2, 7, padding=3)), 5, 5),
+            lambda: head_report(conv_to_mhsa(nn.Conv2d(2, 2, 7, padding=3))[0], 5, 5),
             ValueError,
             'the image of 5x5 pixels is',
         ),

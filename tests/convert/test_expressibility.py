@@ -10,26 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from attncnn_plugin.convert.expressibility import expressible_shifts
-from attncnn_plugin.convert.head_count import min_heads
-from attncnn_plugin.convert.pixels import conv_to_mhsa
+from attncnn_plugin.convert import conv_to_mhsa, expressible_shifts, expressible_shifts_of_maps, min_heads
 from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from attncnn_plugin.layers.image_attention import WindowImageAttention
 from attncnn_plugin.layers.window import Window
 
 SHIFTS = list(itertools.product((-1, 0, 1), repeat=2))
-
-
-class Maps(nn.Module):
-    """Attention with given probabilities, ``(N_h, H*W, H*W)``."""
-
-    def __init__(self, probs):
-        super().__init__()
-        self.probs = nn.Parameter(probs)
-        self.value = nn.Linear(len(probs), 1)
-
-    def attention_probs(self, height, width):
-        return self.probs
 
 
 def hard_layer(centers, sqrt_precision=40.0):
@@ -57,12 +43,12 @@ def mixing_layer(num_heads):
 
 def test_hard_heads_are_expressible_in_the_interior_and_not_at_the_border():
     layer = hard_layer(SHIFTS)
-    report = expressible_shifts(layer, 3, 6, 7, queries='interior')
+    report = expressible_shifts(layer, 3, (6, 7), queries='interior')
     assert report.all_expressible and report.missing == [] and report.rank == report.query_rank == 9
     assert report.shifts.tolist() == [list(shift) for shift in SHIFTS]
     assert report.residual.max() <= 1e-12 and report.query_residual.max() <= 1e-12
 
-    report = expressible_shifts(layer, 3, 6, 7)
+    report = expressible_shifts(layer, 3, (6, 7))
     assert report.missing == [shift for shift in SHIFTS if shift != (0, 0)]
     assert not report.all_expressible and report.expressible.sum() == 1
     # Query by query nothing is missing: the unit vectors are there, for other heads than elsewhere.
@@ -74,25 +60,25 @@ def test_hard_heads_are_expressible_in_the_interior_and_not_at_the_border():
 def test_without_one_head_its_shift_is_missing(removed):
     shift, others = SHIFTS[removed], SHIFTS[:removed] + SHIFTS[removed + 1 :]
     for centers in (others, others + [others[removed - 1]]):  # removed; replaced by a second copy of another
-        report = expressible_shifts(hard_layer(centers), 3, 5, 6, queries='interior')
+        report = expressible_shifts(hard_layer(centers), 3, (5, 6), queries='interior')
         assert report.missing == [shift] and report.rank == report.query_rank == 8
         assert report.residual[removed] == pytest.approx(1) and report.query_residual[removed] == pytest.approx(1)
         assert report.residual.sum() == pytest.approx(1)
 
 
 def test_center_is_row_then_column():
-    report = expressible_shifts(hard_layer([(1, -2)]), 5, 6, 7, queries='interior')
+    report = expressible_shifts(hard_layer([(1, -2)]), 5, (6, 7), queries='interior')
     assert [tuple(shift) for shift in report.shifts[report.expressible].tolist()] == [(1, -2)]
     # One row down and two columns left: the map that takes pixel (q1 + 1, q2 - 2).
     probs = torch.zeros(6, 7, 6, 7, dtype=torch.float64)
     for row, column in itertools.product(range(6), range(7)):
         probs[row, column, min(row + 1, 5), max(column - 2, 0)] = 1
-    expected = expressible_shifts(Maps(probs.reshape(1, 42, 42)), 5, 6, 7, queries='interior')
+    expected = expressible_shifts_of_maps(probs.reshape(1, 42, 42), 5, (6, 7), queries='interior')
     assert torch.equal(expected.expressible, report.expressible)
 
 
 def test_even_and_oblong_kernels():
-    report = expressible_shifts(hard_layer([(0, 0), (0, 1), (1, 1)]), (2, 4), 4, 5, queries='interior')
+    report = expressible_shifts(hard_layer([(0, 0), (0, 1), (1, 1)]), (2, 4), (4, 5), queries='interior')
     assert report.missing == [(0, -1), (0, 2), (1, -1), (1, 0), (1, 2)]
     assert report.shifts.tolist() == [[row, column] for row in (0, 1) for column in (-1, 0, 1, 2)]
 
@@ -100,7 +86,7 @@ def test_even_and_oblong_kernels():
 @pytest.mark.parametrize('num_heads', [9, 8, 10])
 def test_soft_heads_within_the_window(num_heads):
     layer = mixing_layer(num_heads)
-    report = expressible_shifts(layer, 3, 6, 6, queries='interior')
+    report = expressible_shifts(layer, 3, (6, 6), queries='interior')
     assert report.rank == report.query_rank == min(num_heads, 9)
     assert report.all_expressible == (num_heads >= 9)
     if num_heads == 8:  # the one direction that is lost has a part in every shift
@@ -108,11 +94,11 @@ def test_soft_heads_within_the_window(num_heads):
 
 
 def test_gaussian_heads_leave_the_window_unless_nearly_hard():
-    assert len(expressible_shifts(hard_layer(SHIFTS, 1.0), 3, 7, 7, queries='interior').missing) == 9
+    assert len(expressible_shifts(hard_layer(SHIFTS, 1.0), 3, (7, 7), queries='interior').missing) == 9
     nearly = hard_layer(SHIFTS, 4.0)  # e^-8 goes to a neighbour
-    report = expressible_shifts(nearly, 3, 7, 7, queries='interior')
+    report = expressible_shifts(nearly, 3, (7, 7), queries='interior')
     assert 1e-5 < report.residual.max() < 1e-3 and not report.all_expressible
-    assert expressible_shifts(nearly, 3, 7, 7, queries='interior', tolerance=1e-2).all_expressible
+    assert expressible_shifts(nearly, 3, (7, 7), queries='interior', tolerance=1e-2).all_expressible
 
 
 def test_query_by_query_is_not_enough():
@@ -122,20 +108,49 @@ def test_query_by_query_is_not_enough():
     for query in range(12):
         right[query, query + 1 if query % 4 < 3 else query] = 1
     odd = (torch.arange(12) % 2 == 1)[:, None]
-    swapped = Maps(torch.stack([torch.where(odd, identity, right), torch.where(odd, right, identity)]))
-    report = expressible_shifts(swapped, (1, 2), 3, 4, queries='interior')
+    swapped = torch.stack([torch.where(odd, identity, right), torch.where(odd, right, identity)])
+    report = expressible_shifts_of_maps(swapped, (1, 2), (3, 4), queries='interior')
     assert report.query_residual.max() <= 1e-12 and report.query_rank == 2
     assert report.missing == [(0, 0), (0, 1)] and report.rank == 2 and report.residual.min() > 0.5
-    assert expressible_shifts(Maps(torch.stack([identity, right])), (1, 2), 3, 4, queries='interior').all_expressible
+    assert expressible_shifts_of_maps(
+        torch.stack([identity, right]), (1, 2), (3, 4), queries='interior'
+    ).all_expressible
 
 
 def test_faint_maps_count_like_strong_ones():
     layer = WindowImageAttention(1, 1, 2, Window.of(nn.Conv2d(1, 1, (1, 2), padding='same')), dtype=torch.float64)
     with torch.no_grad():
         layer.encoding.weight.copy_(torch.tensor([[[0.0, -800.0]], [[-800.0, 0.0]]]))
-    probs = layer.attention_probs(3, 4)
-    scaled = Maps((probs * torch.tensor([1.0, 1e-8])[:, None, None]).detach())
-    assert expressible_shifts(scaled, (1, 2), 3, 4).all_expressible
+    probs = layer.attention_probs((3, 4))
+    scaled = probs * torch.tensor([1.0, 1e-8])[:, None, None]
+    assert expressible_shifts_of_maps(scaled, (1, 2), (3, 4)).all_expressible
+
+
+@pytest.mark.parametrize('leak', [1e-3, 1e-9, 1e-12])
+def test_a_small_residual_is_exact(leak):
+    """A hard head that gives a little to one far key: ‖S_δ − ⟨S_δ, P⟩P/‖P‖²‖ = leak·‖S_δ‖, not its root."""
+    identity = torch.eye(30, dtype=torch.float64)
+    probs = identity + leak * identity.roll(7, dims=1)
+    report = expressible_shifts_of_maps(probs[None], 1, (5, 6), tolerance=1e-10)
+    assert report.residual.item() == pytest.approx(leak / math.hypot(1, leak), rel=1e-3)
+    assert report.query_residual.item() == pytest.approx(leak / math.hypot(1, leak), rel=1e-3)
+    assert report.all_expressible == (leak < 1e-10)
+
+
+def test_given_maps():
+    """The maps of a layer, as they are in float32, by a grid given as a list; maps of images too."""
+    layer = GeneralizedQuadraticAttention(4, 5)
+    expected = expressible_shifts(layer, 3, (5, 6))
+    report = expressible_shifts_of_maps(layer.attention_probs((5, 6)).detach(), 3, [5, 6])
+    assert (report.residual - expected.residual).abs().max() <= 1e-5 and report.residual.dtype == torch.float64
+    assert torch.equal(
+        expressible_shifts_of_maps(layer.exact_attention_probs((5, 6)), 3, [5, 6]).residual, expected.residual
+    )
+    nothing = expressible_shifts_of_maps(torch.zeros(0, 30, 30), 3, (5, 6))
+    assert len(nothing.missing) == 9 and nothing.residual.tolist() == [1.0] * 9 and nothing.rank == 0
+    for shape in ((30, 30), (2, 30, 31), (2, 20, 30)):
+        with pytest.raises(ValueError, match=r'probs have shape .*, but \(N_h, 30, 30\) are those of a grid of 5x6'):
+            expressible_shifts_of_maps(torch.zeros(shape), 3, (5, 6))
 
 
 @given(
@@ -151,8 +166,8 @@ def test_faint_maps_count_like_strong_ones():
 def test_residuals_by_least_squares(kind, num_heads, kernel_size, height, width, queries, seed):
     torch.manual_seed(seed)
     layer = kind(4, num_heads, dtype=torch.float64)
-    report = expressible_shifts(layer, kernel_size, height, width, queries, tolerance=1e-9)
-    probs = layer.attention_probs(height, width).detach()
+    report = expressible_shifts(layer, kernel_size, (height, width), queries, tolerance=1e-9)
+    probs = layer.attention_probs((height, width)).detach()
     pixels = list(itertools.product(range(height), range(width)))
     before, after = [(k - 1) // 2 for k in kernel_size], [k // 2 for k in kernel_size]
     chosen = [
@@ -181,9 +196,9 @@ def distance(vector, maps):
 
 @pytest.mark.parametrize('layer', [hard_layer(SHIFTS), GeneralizedQuadraticAttention(4, 6)])
 def test_chunks_of_queries(layer, monkeypatch):
-    whole = expressible_shifts(layer, 3, 6, 5)
+    whole = expressible_shifts(layer, 3, (6, 5))
     monkeypatch.setattr('attncnn_plugin.convert.expressibility.CHUNK_ELEMENTS', 1)
-    single = expressible_shifts(layer, 3, 6, 5)
+    single = expressible_shifts(layer, 3, (6, 5))
     assert (whole.residual - single.residual).abs().max() <= 1e-10
     assert (whole.query_residual - single.query_residual).abs().max() <= 1e-10
     assert (whole.rank, whole.query_rank) == (single.rank, single.query_rank)
@@ -198,43 +213,43 @@ def test_chunks_of_queries(layer, monkeypatch):
     ],
 )
 def test_attention_made_of_convolutions(options, interior, everywhere):
-    layer = conv_to_mhsa(nn.Conv2d(2, 2, 3, **options))
-    assert expressible_shifts(layer, 3, 6, 6, queries='interior').missing == interior
+    layer = conv_to_mhsa(nn.Conv2d(2, 2, 3, **options))[0]
+    assert expressible_shifts(layer, 3, (6, 6), queries='interior').missing == interior
     if everywhere is not None:
-        assert expressible_shifts(layer, 3, 6, 6).missing == everywhere
+        assert expressible_shifts(layer, 3, (6, 6)).missing == everywhere
 
 
 def test_dilated_shifts_are_in_a_larger_kernel():
-    layer = conv_to_mhsa(nn.Conv2d(2, 2, 3, padding=2, dilation=2))
-    report = expressible_shifts(layer, 5, 6, 6)
+    layer = conv_to_mhsa(nn.Conv2d(2, 2, 3, padding=2, dilation=2))[0]
+    report = expressible_shifts(layer, 5, (6, 6))
     assert report.shifts[report.expressible].tolist() == [[2 * row, 2 * column] for row, column in SHIFTS]
 
 
 def test_window_heads_with_zero_padding_at_the_border():
     layer = WindowImageAttention(2, 2, 6, Window.of(nn.Conv2d(2, 2, (2, 3), padding='same')))
-    assert expressible_shifts(layer, (2, 3), 5, 5).rank == 1  # all start uniform
+    assert expressible_shifts(layer, (2, 3), (5, 5)).rank == 1  # all start uniform
     nn.init.normal_(layer.encoding.weight)
-    assert expressible_shifts(layer, (2, 3), 5, 5).all_expressible
+    assert expressible_shifts(layer, (2, 3), (5, 5)).all_expressible
 
 
 @pytest.mark.parametrize(
     'arguments, error, message',
     [
-        ((nn.Linear(2, 2), 3, 5, 5), TypeError, 'layer is a Linear'),
-        ((ContentAttention(4, 2), 3, 5, 5), ValueError, 'depend on the input'),
-        ((hard_layer(SHIFTS), 3, 5, 5, 'some'), ValueError, "queries='some' is unknown"),
-        ((hard_layer(SHIFTS), 3, 5, 5, 'all', 0.0), ValueError, 'tolerance=0.0'),
-        ((hard_layer(SHIFTS), 3, 0, 5), ValueError, r'\(height, width\)=\(0, 5\)'),
-        ((hard_layer(SHIFTS), (3, 0), 5, 5), ValueError, r'kernel_size=\(3, 0\)'),
-        ((hard_layer(SHIFTS), (3, 6), 5, 3), ValueError, "5x3 tokens is too small .*queries='all': at least 2x4"),
-        ((hard_layer(SHIFTS), (3, 6), 5, 5, 'interior'), ValueError, "queries='interior': at least 3x6"),
-        ((conv_to_mhsa(nn.Conv2d(2, 2, 3)), 3, 5, 5), ValueError, 'not the pixels of a grid of 5x5'),
+        ((nn.Linear(2, 2), 3, (5, 5)), TypeError, 'layer is a Linear'),
+        ((ContentAttention(4, 2), 3, (5, 5)), ValueError, 'depend on the input'),
+        ((hard_layer(SHIFTS), 3, (5, 5), 'some'), ValueError, "queries='some' is unknown"),
+        ((hard_layer(SHIFTS), 3, (5, 5), 'all', 0.0), ValueError, 'tolerance=0.0'),
+        ((hard_layer(SHIFTS), 3, (0, 5)), ValueError, r'size=\(0, 5\)'),
+        ((hard_layer(SHIFTS), (3, 0), (5, 5)), ValueError, r'kernel_size=\(3, 0\)'),
+        ((hard_layer(SHIFTS), (3, 6), (5, 3)), ValueError, "5x3 tokens is too small .*queries='all': at least 2x4"),
+        ((hard_layer(SHIFTS), (3, 6), (5, 5), 'interior'), ValueError, "queries='interior': at least 3x6"),
+        ((conv_to_mhsa(nn.Conv2d(2, 2, 3))[0], 3, (5, 5)), ValueError, 'not the pixels of a grid of 5x5'),
         (
-            (conv_to_mhsa(nn.Conv2d(2, 2, 3, stride=2, padding=4)), 3, 6, 6),
+            (conv_to_mhsa(nn.Conv2d(2, 2, 3, stride=2, padding=4))[0], 3, (6, 6)),
             ValueError,
             'not the pixels of a grid of 6x6',
         ),
-        ((conv_to_mhsa(nn.Conv1d(2, 2, 3, padding=1)), 3, 5, 5), ValueError, '1 axes of pixels'),
+        ((conv_to_mhsa(nn.Conv1d(2, 2, 3, padding=1))[0], 3, (5, 5)), ValueError, '1 axes of pixels'),
     ],
 )
 def test_errors(arguments, error, message):

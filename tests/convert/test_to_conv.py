@@ -6,12 +6,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.adapter import Adapter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from attncnn_plugin.convert.pixels import conv_to_mhsa, kernel_matrix
-from attncnn_plugin.convert.to_conv import mhsa_to_conv
+from attncnn_plugin.convert import conv_to_mhsa, mhsa_to_conv
+from attncnn_plugin.convert.kernels import kernel_matrix
 from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from attncnn_plugin.layers.image_attention import QuadraticImageAttention, WindowImageAttention
 from attncnn_plugin.layers.window import Window
@@ -108,7 +109,7 @@ def test_hard_heads_are_their_convolution(data, kernel_size, num_heads, bias, dt
 def test_least_squares_over_shifts(kind, kernel_size, size, mode):
     layer = LAYERS[kind](4, 3, out_dim=2, dtype=torch.float64)
     conv, fit = mhsa_to_conv(layer, kernel_size, size, mode)
-    assert_least_squares(layer, conv, fit, layer.attention_probs(*size).detach())
+    assert_least_squares(layer, conv, fit, layer.attention_probs(size).detach())
     assert conv.padding == 'same' and conv.padding_mode == mode and fit.residual.min() > 1e-3
 
 
@@ -127,7 +128,7 @@ def test_least_squares_for_image_attention(options, size, mode):
     layer = QuadraticImageAttention(4, 2, 3, Window.of(conv), dtype=torch.float64)
     result, fit = mhsa_to_conv(layer, options['kernel_size'], size)
     assert Window.of(result) == Window.of(conv) and type(result) is type(conv)
-    assert_least_squares(layer, result, fit, layer.attention_probs(*size).detach())
+    assert_least_squares(layer, result, fit, layer.attention_probs(size).detach())
 
 
 def assert_least_squares(layer, conv, fit, probs):
@@ -157,7 +158,7 @@ def test_round_trip_of_convolutions(data, ndim, bias, mode, seed):
     )
 
     size = None if ndim < 3 else tuple(2 + s + d * k for s, d, k in zip(stride, dilation, kernel_size))
-    result, fit = mhsa_to_conv(conv_to_mhsa(conv), kernel_size, size)
+    result, fit = mhsa_to_conv(conv_to_mhsa(conv)[0], kernel_size, size)
     assert type(result) is type(conv) and result.groups == 1
     dense = kernel_matrix(conv).permute(1, 2, 0).reshape(2, 4, *kernel_size)
     assert (result.weight - dense).abs().max() <= 1e-10
@@ -170,14 +171,14 @@ def test_round_trip_of_convolutions(data, ndim, bias, mode, seed):
 @pytest.mark.parametrize('options', [dict(stride=3, padding=1), dict(padding=(0, 1)), dict(padding=0, dilation=2)])
 def test_geometry_is_kept(options):
     conv = nn.Conv2d(2, 2, 3, **options)
-    result, _ = mhsa_to_conv(conv_to_mhsa(conv), 3)
+    result, _ = mhsa_to_conv(conv_to_mhsa(conv)[0], 3)
     for name in ('kernel_size', 'stride', 'padding', 'dilation', 'padding_mode'):
         assert getattr(result, name) == getattr(conv, name)
 
 
 def test_default_size_holds_a_window_at_any_stride():
     conv = nn.Conv2d(1, 1, (3, 6), stride=(19, 20), padding=(1, 0), dtype=torch.float64)
-    result, fit = mhsa_to_conv(conv_to_mhsa(conv), (3, 6))
+    result, fit = mhsa_to_conv(conv_to_mhsa(conv)[0], (3, 6))
     assert fit.interior_bound <= 1e-10 and (result.weight - conv.weight).abs().max() <= 1e-10
 
 
@@ -253,14 +254,18 @@ def test_dtype_and_mode_are_those_of_the_layer(dtype):
 
 
 quadratic = QuadraticAttention(4, 2)
-strided = conv_to_mhsa(nn.Conv2d(2, 2, 3, stride=2, padding=1))
+strided = conv_to_mhsa(nn.Conv2d(2, 2, 3, stride=2, padding=1))[0]
+without_heads = QuadraticAttention(4, 1)
+without_heads.prune_heads([0], allow_empty=True)
+adapted = QuadraticAttention(4, 2)
+adapted.value = Adapter(adapted.value)
 
 
 @pytest.mark.parametrize(
     'arguments, error, message',
     [
         ((nn.Linear(2, 2), 3), TypeError, 'layer is a Linear'),
-        ((ContentAttention(4, 2), 3), ValueError, r"terms=\('qk', 'qr'\), depend on the input"),
+        ((ContentAttention(4, 2), 3), ValueError, r"terms=\('qk', 'qr'\).*depend on the input"),
         ((quadratic, 0), ValueError, 'kernel_size=0'),
         ((quadratic, 2.5), ValueError, 'kernel_size=2.5'),
         ((quadratic, (3, 3, 3)), ValueError, r'kernel_size=\(3, 3, 3\)'),
@@ -275,12 +280,18 @@ strided = conv_to_mhsa(nn.Conv2d(2, 2, 3, stride=2, padding=1))
         ((LearnedAttention(4, 2, max_size=(8, 8)), 3, 9), ValueError, '9x9 tokens is larger than the 8x8'),
         ((strided, 5), ValueError, r'kernel_size=5 must be that of the window of layer, \(3, 3\)'),
         ((strided, 3, 8, 'replicate'), ValueError, "padding_mode='replicate' must be .*'zeros'"),
-        ((conv_to_mhsa(nn.Conv2d(1, 1, 5)), 5, (8, 4)), ValueError, '4 pixels along axis 1.* smaller than the window'),
+        (
+            (conv_to_mhsa(nn.Conv2d(1, 1, 5))[0], 5, (8, 4)),
+            ValueError,
+            '4 pixels along axis 1.* smaller than the window',
+        ),
         (
             (WindowImageAttention(1, 1, 1, Window((2,), (2,), (1,), ((0, 1),), 'zeros')), 2),
             ValueError,
             r'padded by \(\(0, 1\),\) with stride \(2,\)',
         ),
+        ((without_heads, 3), ValueError, 'num_heads=0'),
+        ((adapted, 3), RuntimeError, 'value is a Adapter'),
     ],
 )
 def test_errors(arguments, error, message):

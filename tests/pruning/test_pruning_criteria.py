@@ -8,15 +8,18 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from attncnn_plugin.pruning import (
     DegenerateHead,
-    LayerReport,
+    DegeneracyReport,
     condition_number,
+    degenerate_heads_of_maps,
     find_degenerate_heads,
     largest_eigenvalue,
     least_uniform_head,
     relative_entropy,
+    relative_entropy_of_maps,
     reset_heads,
     singular_penalty,
 )
@@ -57,7 +60,7 @@ def eigenvalues(layer):
 
 def distance(layer, first, second, size):
     """Total variation of two heads, mean over queries."""
-    maps = copy.deepcopy(layer).double().attention_probs(*size).tolist()
+    maps = copy.deepcopy(layer).double().attention_probs(size).tolist()
     queries = list(zip(maps[first], maps[second]))
     return sum(sum(abs(p - q) for p, q in zip(*rows)) / 2 for rows in queries) / len(queries)
 
@@ -153,7 +156,8 @@ def test_relative_entropy(height, width):
     with torch.no_grad():
         layer.encoding.center.mul_(0.1)
     value = relative_entropy(layer, (height, width))
-    for head, probs in enumerate(copy.deepcopy(layer).double().attention_probs(height, width).tolist()):
+    assert torch.equal(relative_entropy_of_maps(layer.exact_attention_probs((height, width))), value)
+    for head, probs in enumerate(copy.deepcopy(layer).double().attention_probs((height, width)).tolist()):
         entropy = [-sum(p * math.log(p) for p in row if p > 0) for row in probs]
         assert value[head].item() == pytest.approx(sum(entropy) / len(entropy) / math.log(height * width), abs=1e-12)
     assert value[1] == pytest.approx(1) and value[1] <= 1 and value[2] <= 1e-6
@@ -235,7 +239,7 @@ def test_functions_as_criteria():
 
     layer = quadratic([1.0, 0.0, 1.0], centers=[[0.0, 9.0], [9.0, 0.0], [0.0, 0.0]])
     report = find_degenerate_heads(layer, (far, 'uniform'), (3, 4))
-    assert report == LayerReport(3, (DegenerateHead(0, 'far'), DegenerateHead(1, 'far')))
+    assert report == DegeneracyReport(3, (DegenerateHead(0, 'far'), DegenerateHead(1, 'far')))
     assert str(report) == '2 of 3 heads degenerate\nhead  criterion  why\n   0  far\n   1  far'
     for wrong in (torch.ones(3), torch.ones(2, dtype=torch.bool), [True] * 3):
         with pytest.raises(ValueError, match='<lambda> gave .* 3 bools'):
@@ -285,15 +289,44 @@ def test_a_search_reads_the_parameters_alone(make):
     assert all(p.requires_grad and p.grad is None for p in layer.parameters())
 
 
+def test_given_maps():
+    """The same heads as those of the layer that the maps are of."""
+    layer = generalized([[1, 0, 0, 1], [0, 0, 0, 2**-9], [1, 0, 0, 2**-9], [0.01, 0, 0, 0.01], [1, 0, 0, 1]])
+    with torch.no_grad():
+        layer.encoding.center.zero_()
+    maps, gaussian = layer.exact_attention_probs((5, 4)), layer.gaussian_heads()
+    for criteria in (['uniform', 'stripe', 'entropy', 'duplicate'], ['duplicate', dict(type='entropy', threshold=0.5)]):
+        expected = find_degenerate_heads(layer, criteria, (5, 4))
+        assert degenerate_heads_of_maps(maps, criteria, gaussian) == expected and len(expected.found) >= 3
+    assert degenerate_heads_of_maps(maps).heads == find_degenerate_heads(layer, ['entropy', 'duplicate'], (5, 4)).heads
+    assert degenerate_heads_of_maps(maps[:0]) == DegeneracyReport(0, ())
+    with pytest.raises(TypeError, match='give their centres and widths as gaussian'):
+        degenerate_heads_of_maps(maps, ['uniform'])
+    with pytest.raises(ValueError, match='given maps have no layer'):
+        degenerate_heads_of_maps(maps, [lambda layer, size: None])
+    with pytest.raises(ValueError, match='not finite'):
+        degenerate_heads_of_maps(maps * math.nan)
+    with pytest.raises(ValueError, match='single token'):
+        degenerate_heads_of_maps(torch.ones(2, 1, 1))
+
+
+@pytest.mark.parametrize('kind', [torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d])
+def test_heads_made_of_a_convolution(kind):
+    """Round heads over any number of axes, with α = 800."""
+    layer, _ = conv_to_mhsa(kind(1, 1, 2))
+    assert set(largest_eigenvalue(layer).tolist()) == {1600.0} and set(condition_number(layer).tolist()) == {1.0}
+    assert find_degenerate_heads(layer).heads == []
+
+
 def test_a_layer_without_heads():
     for layer in (quadratic([1.0]), generalized([[1, 0, 0, 1]]), learned(num_heads=1)):
         layer.prune_heads([0], allow_empty=True)
-        assert find_degenerate_heads(layer, ['entropy', 'duplicate', 'uniform'], 4) == LayerReport(0, ())
+        assert find_degenerate_heads(layer, ['entropy', 'duplicate', 'uniform'], 4) == DegeneracyReport(0, ())
         with pytest.raises(ValueError, match='num_heads=0'):
             least_uniform_head(layer, 4)
 
 
-def test_what_cannot_be_judged():
+def test_criteria_that_are_refused():
     layer = quadratic([1.0, 1.0])
     for wrong in ('Uniform', dict(type='uniform', limit=1), dict(threshold=1), dict(type=3), 5):
         with pytest.raises(ValueError, match='unknown: choose one of'):

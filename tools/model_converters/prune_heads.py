@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Removes heads from a checkpoint of a self-attention network, those that are named or those that are degenerate.
 
-The result loads with the same config, in training, testing and inference. Without a training no bias makes up for what
-the heads did: HeadPruningHook has that.
+The result loads with the same config, in training, testing and inference. The mean output of the removed heads is lost:
+HeadPruningHook, which sees training images, adds it to the bias of the layer.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def parse_args() -> argparse.Namespace:
         nargs=2,
         type=int,
         metavar=('HEIGHT', 'WIDTH'),
-        help="grid in tokens on which heads are judged (default: that of the config's img_size)",
+        help="grid in tokens for the criteria entropy and duplicate (default: that of the config's img_size)",
     )
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides settings of the config: k=v')
     return parser.parse_args()

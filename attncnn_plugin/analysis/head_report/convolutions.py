@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...convert.to_conv import fit_shifts, interior_queries, targets
+from ...convert.shift_operators import fit_shifts, interior_queries, targets
 from ...layers.linear import check_plain_linear
 from ...layers.merged_patch_attention import MergedPatchAttention
 from ...layers.patch_attention import PatchAttention

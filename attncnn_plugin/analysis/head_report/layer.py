@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from ...convert.patches import PatchConvolutionAttention
-from ...convert.to_conv import position_probs as exact_probs
+from ...layers.attention_layer import GaussianHeads
 from ...layers.encodings import GeneralizedQuadraticEncoding, QuadraticEncoding
 from ...layers.grid_attention import GridAttention
 from ...layers.image_attention import ImageAttention
 from ...layers.merged_patch_attention import MergedPatchAttention
 from ...layers.patch_attention import PatchAttention
 from ...layers.window import per_axis
-from ...pruning.degenerate_heads import DegenerateHead, find_degenerate_heads
+from ...pruning.degenerate_heads import DegenerateHead, degenerate_heads_of_maps
 from ..attention_maps import depends_on_content, position_probs, relative_entropy_of
 from .convolutions import KERNEL_SIZES, ConvolutionErrors, expressible_shifts_of, value_products
 from .kinds import EXACT, Lattice, LayerKind, count_kinds, head_kind
@@ -24,25 +24,6 @@ from .shift_maps import ShiftMaps, moments, nearest_shifts, shift_shares, window
 
 ZOOM = 3  # shares of the shifts −3 … 3, as C20's Figure 5
 TOLERANCE = 1e-6
-
-
-class FixedAttention(nn.Module):
-    """Given probabilities in the place of a layer's, to be judged as such.
-
-    Args:
-        probs (Tensor): ``(N_h, Q, height*width)``.
-        encoding (nn.Module, optional): Of Gaussian heads.
-    """
-
-    def __init__(self, probs: Tensor, encoding: Optional[nn.Module] = None) -> None:
-        super().__init__()
-        self.num_heads = len(probs)
-        self.probs = probs
-        self.encoding = encoding
-
-    def attention_probs(self, size) -> Tensor:
-        """The given probabilities."""
-        return self.probs
 
 
 @torch.no_grad()
@@ -69,7 +50,7 @@ def head_report(layer: nn.Module, height: int, width: int, tolerance: float = TO
             two axes; parameters that are not finite.
 
     Examples:
-        >>> print(head_report(conv_to_mhsa(nn.Conv2d(3, 8, 3, padding=1)), 8, 8).summary)
+        >>> print(head_report(conv_to_mhsa(nn.Conv2d(3, 8, 3, padding=1))[0], 8, 8).summary)
         one convolution, 3x3, error 0
     """
     size = per_axis('(height, width)', (height, width), 2)
@@ -86,9 +67,9 @@ def head_report(layer: nn.Module, height: int, width: int, tolerance: float = TO
         return empty_report(size)
     window = getattr(layer, 'window', None)
     if not depends_on_content(layer):
-        maps = ShiftMaps.of(exact_probs(layer, size), size, window)
+        maps = ShiftMaps.of(layer.exact_attention_probs(size), size, window)
         encoding = getattr(layer, 'encoding', None)
-        degenerate = _degenerate(maps, encoding)
+        degenerate = _degenerate(maps, layer.gaussian_heads())
     else:
         probs = position_probs(layer, *size)
         if probs is None:
@@ -153,12 +134,10 @@ def _padding_mode(layer: Optional[nn.Module]) -> str:
     return 'zeros' if isinstance(layer, (PatchAttention, MergedPatchAttention)) else 'replicate'
 
 
-def _degenerate(maps: ShiftMaps, encoding: Optional[nn.Module]) -> Dict[int, DegenerateHead]:
+def _degenerate(maps: ShiftMaps, gaussian: Optional[GaussianHeads]) -> Dict[int, DegenerateHead]:
     """The degenerate heads by index."""
-    gaussian = isinstance(encoding, (QuadraticEncoding, GeneralizedQuadraticEncoding))
     criteria = (['uniform', 'stripe'] if gaussian else []) + ['entropy', 'duplicate']
-    found = find_degenerate_heads(FixedAttention(maps.probs, encoding), criteria, maps.size).found
-    return {entry.head: entry for entry in found}
+    return {entry.head: entry for entry in degenerate_heads_of_maps(maps.probs, criteria, gaussian).found}
 
 
 def _report(

@@ -1,4 +1,4 @@
-"""Degenerate heads removed, or begun anew, while a model is trained (C20, appendix E)."""
+"""Degenerate heads removed, or drawn anew, while a model is trained (Cordonnier et al. 2020 (C20), appendix E)."""
 
 import itertools
 from typing import Dict, Iterator, List, Optional, Sequence, Union
@@ -15,7 +15,8 @@ from torch import nn
 from ...layers.prunable_heads import PrunableHeads, Replacement
 from ...layers.structure import follow_state_dict
 from ...pruning import (
-    LayerReport,
+    DegeneracyReport,
+    HeadMeans,
     find_degenerate_heads,
     fold_into_bias,
     head_means,
@@ -25,7 +26,6 @@ from ...pruning import (
     reset_heads,
     singular_penalty,
 )
-from ...pruning.bias_correction import HeadMeans
 from .random_state import random_numbers_kept
 from .rebuild import averaged_models, build_schedulers, check_wrapper, refresh_average, unwrapped, wrap_again
 
@@ -35,8 +35,9 @@ class HeadPruningHook(Hook):
     """Finds degenerate heads at the beginning of some epochs, removes them, and lets the training go on.
 
     It works on every layer of a self-attention backbone whose heads depend on positions alone. Parameters really
-    shrink; the optimizer keeps its groups and the state of what is left; schedulers go on; an ``EMAHook``'s copy loses
-    the same heads; a model that is trained on several ranks is wrapped anew. The decision is that of the first rank.
+    shrink. The optimizer keeps its groups, and the state of the entries that are left. Schedulers go on. The copy of an
+    ``EMAHook`` loses the same heads. A model that is trained on several ranks is wrapped anew, and all ranks remove the
+    heads that the first one finds.
 
     A pruned checkpoint loads with the config that made it. In distributed training its ``load_from`` needs this hook
     too, with no epochs if nothing more is to be pruned.
@@ -46,19 +47,19 @@ class HeadPruningHook(Hook):
             Defaults to none.
         begin (int, optional): With ``interval``, the first of further such epochs. Defaults to None.
         interval (int, optional): Number of epochs from one to the next. Defaults to None.
-        criteria (Sequence[str | dict | Callable]): What makes a head degenerate, see
+        criteria (Sequence[str | dict | Callable]): The criteria of degenerate heads, see
             :func:`~attncnn_plugin.pruning.find_degenerate_heads`. Defaults to C20's, ``('uniform', 'stripe')``.
         allow_empty (bool): Whether a layer of degenerate heads alone becomes its bias; otherwise it keeps the least
             uniform one. Defaults to False.
         bias_correction (bool): Whether the mean output of a removed head, over some training batches, is added to the
             bias of its layer, and a duplicate's values to those of the head that it repeats. Defaults to True.
         num_batches (int): Number of these batches, on each rank. Defaults to 8.
-        reset (bool): Whether degenerate heads begin anew, with centre and width drawn as for a new layer and their
-            momentum at zero, instead of being removed. Defaults to False.
+        reset (bool): Whether degenerate heads are drawn anew instead of being removed: centre and width as of a new
+            layer, momentum at zero. Defaults to False.
         lr_scale (float): Factor of the learning rate from the first pruning on; C20 has 0.1. Defaults to 1.
         param_scheduler (dict | list[dict], optional): Schedulers that replace those of the run at the first pruning:
             they begin with the rate that the run began with, times ``lr_scale``, and their ``begin`` and ``end`` are
-            counted from there. Defaults to None, means that the run's own go on.
+            counted from there. Defaults to None: those of the run go on.
         singular_penalty (float): Weight of :func:`~attncnn_plugin.pruning.singular_penalty` in the loss. Defaults
             to 0.
     """
@@ -104,11 +105,11 @@ class HeadPruningHook(Hook):
         self.singular_penalty = singular_penalty
 
     def before_train(self, runner) -> None:
-        """Whether the run has heads to prune, and epochs; adds the penalty to the loss.
+        """Checks that the run has heads to prune and counts epochs; adds the penalty to the loss.
 
         Raises:
             TypeError: The loop does not count epochs, or the model is wrapped by something else than DDP.
-            ValueError: The model has no attention by positions alone; criteria that cannot judge it.
+            ValueError: The model has no attention by positions alone; criteria that are not for it.
         """
         if not isinstance(runner.train_loop, EpochBasedTrainLoop):
             raise TypeError(
@@ -121,7 +122,7 @@ class HeadPruningHook(Hook):
         if not layers:
             raise ValueError(
                 'HeadPruningHook finds no attention by positions alone in the model, such as SAQuadratic: '
-                'there are no heads to judge'
+                'there are no heads to prune'
             )
         for layer in layers.values():  # a mistake in the criteria must not wait for the epoch of pruning
             find_degenerate_heads(layer, self.criteria, (2, 2))
@@ -129,10 +130,10 @@ class HeadPruningHook(Hook):
             model.register_forward_hook(self._add_penalty)
 
     def before_train_epoch(self, runner) -> None:
-        """Prunes, if the epoch is one of those."""
+        """Removes the degenerate heads, or draws them anew, at the epochs of pruning."""
         info = runner.message_hub.runtime_info  # goes into checkpoints
         if not self._is_due(runner.epoch) or info.get('heads_judged_at_epoch') == runner.epoch:
-            return  # judged before the run was stopped in the middle of this epoch
+            return  # done before the run was stopped in the middle of this epoch
         runner.message_hub.update_info('heads_judged_at_epoch', runner.epoch)
         model = unwrapped(runner.model)
         layers = _layers(model)
@@ -148,7 +149,7 @@ class HeadPruningHook(Hook):
             self._remove(runner, model, heads, reports, means)
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
-        """The structure of a checkpoint, and the schedulers that it was saved with."""
+        """Takes the structure of a checkpoint, and the schedulers that it was saved with."""
         if not isinstance(runner.optim_wrapper, OptimWrapper):
             return  # no training: the model follows its checkpoint by itself
         state_dict = checkpoint['state_dict']
@@ -183,7 +184,7 @@ class HeadPruningHook(Hook):
             all_reduce(own.count)
         return dict(zip(layers, means))
 
-    def _find(self, layers: Dict[str, nn.Module], means: Dict[str, HeadMeans]) -> Dict[str, LayerReport]:
+    def _find(self, layers: Dict[str, nn.Module], means: Dict[str, HeadMeans]) -> Dict[str, DegeneracyReport]:
         """The first rank's reports, on every rank."""
         reports = [
             {name: find_degenerate_heads(layer, self.criteria, means[name].size) for name, layer in layers.items()}
@@ -191,7 +192,7 @@ class HeadPruningHook(Hook):
         broadcast_object_list(reports)
         return reports[0]
 
-    def _to_remove(self, layer: nn.Module, report: LayerReport, means: HeadMeans) -> List[int]:
+    def _to_remove(self, layer: nn.Module, report: DegeneracyReport, means: HeadMeans) -> List[int]:
         heads = list(report.heads)
         if len(heads) == layer.num_heads and heads and not (self.allow_empty or self.reset):
             heads.remove(least_uniform_head(layer, means.size))
@@ -215,7 +216,7 @@ class HeadPruningHook(Hook):
         runner,
         model: nn.Module,
         heads: Dict[str, List[int]],
-        reports: Dict[str, LayerReport],
+        reports: Dict[str, DegeneracyReport],
         means: Dict[str, HeadMeans],
     ) -> None:
         before = sum(p.numel() for p in model.parameters())
@@ -240,7 +241,7 @@ class HeadPruningHook(Hook):
         self,
         model: nn.Module,
         heads: Dict[str, List[int]],
-        reports: Dict[str, LayerReport],
+        reports: Dict[str, DegeneracyReport],
         means: Dict[str, HeadMeans],
     ) -> Dict[nn.Parameter, Replacement]:
         replaced = {}
@@ -277,9 +278,7 @@ class HeadPruningHook(Hook):
         """Adds the penalty to the losses that a model returns in training."""
         if model.training and isinstance(outputs, dict):
             penalties = [
-                singular_penalty(layer)
-                for layer in _layers(model).values()
-                if hasattr(layer, 'encoding') and hasattr(layer.encoding, 'sqrt_precision')
+                singular_penalty(layer) for layer in _layers(model).values() if layer.gaussian_heads() is not None
             ]
             if penalties:
                 outputs['loss_singular'] = self.singular_penalty * sum(penalties)

@@ -1,0 +1,43 @@
+"""The kernel of a convolution as matrices, with and without the zeros between its groups."""
+
+from typing import Union
+
+import torch
+from torch import Tensor, nn
+
+Convolution = Union[nn.Conv1d, nn.Conv2d, nn.Conv3d]
+
+
+def flat_kernel(conv: Convolution) -> Tensor:
+    """The kernel as a matrix M with a row for each position, ``(K, C_out·C_in/groups)``: no zeros between groups.
+
+    Examples:
+        >>> flat_kernel(nn.Conv2d(4, 2, 3, groups=2)).shape
+        torch.Size([9, 4])
+    """
+    return conv.weight.detach().flatten(2).flatten(0, 1).T
+
+
+def kernel_matrix(conv: Convolution) -> Tensor:
+    """The matrix of each kernel position, ``(K, C_out, C_in)``: groups as blocks, with zeros between them.
+
+    Examples:
+        >>> kernel_matrix(nn.Conv2d(4, 2, 3, groups=2)).shape
+        torch.Size([9, 2, 4])
+    """
+    return block_diagonal(conv.weight.detach().flatten(2), conv.groups)
+
+
+def block_diagonal(slices: Tensor, groups: int) -> Tensor:
+    """Slices of a kernel with groups, ``(C_out, C_in/groups, N)``, as slices of one without, ``(N, C_out, C_in)``.
+
+    Examples:
+        >>> block_diagonal(torch.ones(2, 1, 1), groups=2)
+        tensor([[[1., 0.],
+                 [0., 1.]]])
+    """
+    out_channels, per_group, number = slices.shape
+    dense = slices.new_zeros(groups, out_channels // groups, groups, per_group, number)
+    group = torch.arange(groups, device=slices.device)
+    dense[group, :, group] = slices.unflatten(0, (groups, -1))
+    return dense.reshape(out_channels, groups * per_group, number).permute(2, 0, 1)
