@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from ...layers.structure import follow_state_dict
 from ...models.networks import CMHSANetwork
-from .rebuild import averaged_models, build_schedulers, check_wrapper, refresh_average, unwrapped, wrap_again
+from .rebuild import (
+    averaged_models,
+    build_schedulers,
+    check_wrapper,
+    make_groups_plain,
+    refresh_average,
+    unwrapped,
+    wrap_again,
+)
 
 
 @HOOKS.register_module()
@@ -26,6 +34,9 @@ class PhaseTransitionHook(Hook):
     an ``EMAHook``. It logs what it did and how far the output on the current batch moved.
 
     A checkpoint of either phase resumes with the structure, the optimizer and the schedule that it was saved with.
+
+    ``compile=True`` compiles the training steps of both phases. Runs without this hook that have ``compile=True`` and a
+    ``paramwise_cfg`` fail with PyTorch 2.13 and 2.14, which cannot compile mmengine's parameter groups; 2.15 can.
 
     Args:
         epoch (int): Number of epochs of the first phase.
@@ -77,6 +88,7 @@ class PhaseTransitionHook(Hook):
                 'use train_cfg=dict(by_epoch=True, …)'
             )
         check_wrapper(runner)
+        make_groups_plain(runner.optim_wrapper)
         networks = _networks(unwrapped(runner.model))
         if not networks:
             raise ValueError('PhaseTransitionHook finds no CMHSA in the model: there is nothing to convert')
@@ -153,6 +165,7 @@ class PhaseTransitionHook(Hook):
             )
         runner.param_schedulers = None  # scale_lr wants it before them
         runner.optim_wrapper = runner.build_optim_wrapper(config.optim_wrapper)
+        make_groups_plain(runner.optim_wrapper)
         runner.scale_lr(runner.optim_wrapper, runner.auto_scale_lr)
         build_schedulers(runner, self.param_scheduler or [], runner.max_epochs - epoch)
 

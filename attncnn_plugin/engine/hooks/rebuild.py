@@ -6,6 +6,7 @@ from typing import Iterator, List, Union
 
 from mmengine.hooks import EMAHook
 from mmengine.model import BaseAveragedModel, is_model_wrapper
+from mmengine.optim import OptimWrapper
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,6 +40,16 @@ def wrap_again(runner) -> None:
         gc.collect()
         runner.model = runner.wrap_model(copy.deepcopy(runner.cfg.get('model_wrapper_cfg')), model)
         runner.model.train()
+
+
+def make_groups_plain(optim_wrapper: OptimWrapper) -> None:
+    """Turns the optimizer's parameter groups into plain dicts, so that ``compile=True`` works.
+
+    With a ``paramwise_cfg`` mmengine makes them of its ``ConfigDict``. PyTorch 2.13 and 2.14 cannot compile the step
+    of such an optimizer (``'UserDefinedDictVariable' object has no attribute 'items'``); 2.15 can.
+    """
+    groups = optim_wrapper.optimizer.param_groups
+    groups[:] = [dict(group) for group in groups]
 
 
 def build_schedulers(runner, schedulers: Union[dict, List[dict]], epochs: int) -> None:
