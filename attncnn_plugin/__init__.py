@@ -1,32 +1,51 @@
 """Self-attention as convolution, for mmpretrain and timm.
 
-Importing the package registers its models with timm and, where mmpretrain is installed, its backbones, hooks, datasets
-and model index with mmpretrain; it also makes mmengine's checkpoints load on today's PyTorch.
+Cordonnier et al. 2020 (C20), "On the Relationship between Self-Attention and Convolutional Layers", and Li et al. 2021
+(L21), "Can Vision Transformers Perform Convolution?".
+
+Importing the package has these side effects:
+
+- timm has its models: ``timm.create_model('sa_quadratic_cifar')``.
+
+Where mmpretrain is installed, too:
+
+- mmpretrain's registries have its backbones, hooks and datasets; its model index has the shipped configs:
+  ``mmpretrain.get_model('sa_quadratic_cifar10')``; mmengine has the file backend ``'atomic'``.
+- PyTorch's list of names that are safe to load has the classes of the logs in mmengine's checkpoints.
+- mmengine's loader of local checkpoint files is :func:`~attncnn_plugin.utils.checkpoint_files.load_from_local`, which
+  runs nothing that is in them and refuses damaged ones. The function of onedl-mmengine that would run them all the same
+  is replaced.
+
+All but the entries in registries is in :mod:`attncnn_plugin.utils.mmengine_patches`, and does no harm when done twice.
 """
 
+import importlib
 import warnings
-from pathlib import Path
 
-from . import models
+from . import convert, layers, models, pruning
+from .utils.config_paths import config_path
 from .utils.frameworks import config_problem, has_mmpretrain, import_problem
 from .version import __version__
 
-__all__ = ['__version__', 'models']
+__all__ = ['__version__', 'analysis', 'config_path', 'convert', 'layers', 'models', 'pruning', 'visualization']
+
+
+def __getattr__(name: str):
+    """Imports ``analysis`` and ``visualization``, which needs matplotlib, when they are asked for."""
+    if name in ('analysis', 'visualization'):
+        return importlib.import_module(f'.{name}', __name__)
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
 def _register_with_mmpretrain() -> None:
-    from mmpretrain.apis.model import ModelHub
-
     from . import datasets  # noqa: F401
     from .engine import hooks, reliability  # noqa: F401
     from .models import backbones  # noqa: F401
-    from .utils.config_paths import register_config_paths
-    from .utils.safe_globals import register_safe_globals
+    from .utils.mmengine_patches import patch_mmengine
 
-    register_safe_globals()
-    register_config_paths()
-    mim = Path(__file__).parent / '.mim'
-    ModelHub.register_model_index(mim / 'model-index.yml', config_prefix=mim)
+    problem = patch_mmengine()
+    if problem is not None:
+        warnings.warn(problem)
 
 
 if has_mmpretrain():

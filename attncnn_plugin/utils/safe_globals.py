@@ -1,4 +1,4 @@
-"""mmengine's checkpoints on torch >= 2.6, which loads with ``weights_only=True``."""
+"""The names that a checkpoint of mmengine may refer to and that PyTorch does not know as safe by itself."""
 
 import pickle
 from typing import Any, Callable
@@ -9,11 +9,11 @@ from mmengine.logging import HistoryBuffer
 
 
 def register_safe_globals() -> None:
-    """Tells torch that what the logs in mmengine's checkpoints are made of is safe to load, and nothing else.
+    """Adds what the logs in mmengine's checkpoints are made of to PyTorch's list of safe names.
 
-    A training checkpoint holds, in its message hub, ``HistoryBuffer`` objects, which are arrays of numbers and
-    references to methods of their own class, and numpy scalars. Anything else that is not a tensor or plain data
-    stays refused.
+    A training checkpoint holds, in its message hub, ``HistoryBuffer`` objects and numpy scalars. A ``HistoryBuffer``
+    is made of arrays of numbers and of references to methods of its own class. Anything else that is not a tensor or
+    plain data stays refused. The list is a set: adding the names again changes nothing.
     """
     numbers = np.zeros(1)
     reconstruct_array, reconstruct_scalar = numbers.__reduce__()[0], numbers[0].__reduce__()[0]
@@ -29,8 +29,8 @@ def register_safe_globals() -> None:
 
 
 def _statistics_method(owner: Any, name: str) -> Callable:
-    """What ``getattr`` means in a checkpoint: a statistics method of ``HistoryBuffer``, such as ``min``."""
+    """A statistics method of ``HistoryBuffer`` such as ``min``: all that ``getattr`` may fetch in a checkpoint."""
     methods = HistoryBuffer()._statistics_methods  # of the class, filled in by its first instance
     if owner is HistoryBuffer and name in methods:
         return methods[name]
-    raise pickle.UnpicklingError(f'the checkpoint asks for the attribute {name!r} of {owner!r}, which is refused')
+    raise pickle.UnpicklingError(f'the checkpoint asks for the attribute {name!r} of {owner!r}')

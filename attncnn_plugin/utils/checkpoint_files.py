@@ -1,0 +1,102 @@
+"""Local checkpoint files: read as tensors and plain data alone, and compared with the checksums that they carry."""
+
+import logging
+import os
+import pickle
+import re
+import zipfile
+from typing import Optional
+
+import torch
+from mmengine.logging import print_log
+
+from .safe_globals import register_safe_globals
+
+CHECK_VARIABLE = 'ATTNCNN_CHECK_CHECKPOINTS'
+
+
+def load_from_local(filename: str, map_location=None, *, mmap: bool = False, check: Optional[bool] = None) -> dict:
+    """Loads a local checkpoint file; nothing in it is run.
+
+    Importing the plugin makes this function mmengine's loader of local files. Every file is read with PyTorch's
+    unpickler for tensors and plain data, whatever mmengine or the environment say. A zip file, as ``torch.save``
+    writes them, is first compared with its CRC-32 checksums, which ``torch.load`` does not look at.
+
+    Args:
+        filename (str): The file; ``~`` is the home folder.
+        map_location: As in :func:`torch.load`. Defaults to None.
+        mmap (bool): Whether tensors stay in the file until they are used. Defaults to False.
+        check (bool, optional): Whether checksums are compared, which costs about what reading the file costs.
+            Defaults to None, means that the environment variable ``ATTNCNN_CHECK_CHECKPOINTS`` is not ``0``.
+
+    Returns:
+        dict: The checkpoint.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        pickle.UnpicklingError: It is damaged, of another kind, or asks for something that is not safe to load.
+        TypeError: It holds something else than a dictionary.
+    """
+    path = os.path.expanduser(filename)
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f'{filename} can not be found.')
+    if check is None:
+        check = os.environ.get(CHECK_VARIABLE, '1') != '0'
+    with open(path, 'rb') as file:  # a file without permission is no damaged one
+        is_zip = file.read(4) == b'PK\x03\x04'
+    register_safe_globals()  # again: another library's ``torch.serialization.safe_globals`` may have removed them
+    is_whole = False
+    try:
+        is_whole = check and is_zip and _compare_checksums(path)
+        loaded = torch.load(path, map_location, weights_only=True, mmap=mmap and is_zip)
+    except Exception as error:  # damage makes PyTorch raise anything
+        raise pickle.UnpicklingError(f'{filename} {_reason(error, is_whole)}') from error
+    if not isinstance(loaded, dict):
+        raise TypeError(
+            f'{filename} holds a {type(loaded).__name__}, but a checkpoint is a dictionary of weights, or '
+            "one that has them as its 'state_dict'"
+        )
+    if check and not is_whole:
+        print_log(f'{filename} has no checksums: damage to its weights is not noticed', 'current', logging.WARNING)
+    return loaded
+
+
+def _compare_checksums(path: str) -> bool:
+    """Compares every record of a zip file with its CRC-32.
+
+    Returns:
+        bool: Whether there are any; ``torch.serialization.set_crc32_options(False)`` writes zeros instead.
+
+    Raises:
+        zipfile.BadZipFile: The file is damaged.
+    """
+    try:
+        with zipfile.ZipFile(path) as file:
+            records = file.infolist()
+            if not any(record.CRC for record in records):
+                return False
+            damaged = file.testzip()
+    except Exception as error:  # damage to the structure makes zipfile raise anything
+        raise zipfile.BadZipFile(str(error)) from error
+    if damaged is not None:
+        raise zipfile.BadZipFile(f'{damaged} has another checksum than the one that was saved with it')
+    if any(record.external_attr & 0x10 for record in records):  # the bit of a folder: PyTorch reads no byte of it
+        raise zipfile.BadZipFile('it has folders, which torch.save does not write')
+    return True
+
+
+def _reason(error: Exception, is_whole: bool) -> str:
+    """The end of a sentence that begins with the name of a file: why it was not loaded."""
+    message = str(error)
+    unsafe_name = re.search(r'GLOBAL (\S+)', message)
+    if unsafe_name:
+        return (
+            f'was refused and nothing in it was run: it asks for {unsafe_name[1]}, '
+            'but a checkpoint may hold tensors and plain data alone'
+        )
+    if is_whole and isinstance(error, pickle.UnpicklingError):
+        reason = message.split('WeightsUnpickler error:')[-1].strip().splitlines()[0]
+        return f'was refused and nothing in it was run: {reason}'
+    if isinstance(error, (MemoryError, RuntimeError)) and 'PytorchStreamReader' not in message:
+        return f'cannot be loaded: {message.splitlines()[0] if message else type(error).__name__}'  # no memory, no GPU
+    return 'is damaged or no checkpoint at all: give a whole file that torch.save has written'

@@ -1,0 +1,41 @@
+"""All that importing the plugin changes in mmengine, mmpretrain and PyTorch, beside entries in their registries.
+
+Each change may be made twice, by another plugin too, without harm.
+"""
+
+from typing import Any, Optional
+
+import torch
+from mmengine.runner import CheckpointLoader, checkpoint
+from mmpretrain import ModelHub
+
+from .checkpoint_files import load_from_local
+from .config_paths import MIM
+from .safe_globals import register_safe_globals
+
+
+def patch_mmengine() -> Optional[str]:
+    """Makes the changes that the docstring of :mod:`attncnn_plugin` lists.
+
+    Returns:
+        str | None: Why a malicious checkpoint could still be run, in one sentence; None if nothing in it is.
+    """
+    register_safe_globals()
+    CheckpointLoader.register_scheme(prefixes='', loader=load_from_local, force=True)
+    if hasattr(checkpoint, '_safe_torch_load'):  # onedl-mmengine: it would load what PyTorch refuses all the same
+        checkpoint._safe_torch_load = _load_plain_data
+    if not ModelHub.has('sa_quadratic_cifar10'):  # it takes no name twice
+        ModelHub.register_model_index(MIM / 'model-index.yml', config_prefix=MIM)
+    loader = CheckpointLoader._get_checkpoint_loader('epoch_1.pth')
+    if loader is load_from_local:
+        return None
+    return (
+        f'local checkpoints are loaded by {loader.__module__}.{loader.__qualname__} and not by attncnn_plugin, '
+        'which cannot promise that nothing in them is run: load none that you do not trust'
+    )
+
+
+def _load_plain_data(file, map_location=None, weights_only: Optional[bool] = None) -> Any:
+    """``torch.load`` of tensors and plain data alone, whatever ``weights_only`` says."""
+    register_safe_globals()
+    return torch.load(file, map_location=map_location, weights_only=True)
