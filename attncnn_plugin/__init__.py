@@ -45,7 +45,7 @@ def _register_with_mmpretrain() -> None:
 
     problem = patch_mmengine()
     if problem is not None:
-        warnings.warn(problem)
+        warnings.warn(problem, stacklevel=3)
 
 
 if has_mmpretrain():
@@ -54,4 +54,4 @@ if has_mmpretrain():
         _register_with_mmpretrain()
         _problem = config_problem()
     if _problem is not None:
-        warnings.warn(_problem)
+        warnings.warn(_problem, stacklevel=2)

@@ -1,4 +1,4 @@
-"""A model as its config and its checkpoint say, and images as it takes them: what the tools begin with."""
+"""A model as its config and its checkpoint say, and images as it takes them."""
 
 import sys
 from functools import cached_property
@@ -8,22 +8,27 @@ from typing import List, Optional, Sequence, Tuple, Union
 
 import mmcv
 import numpy as np
+from mmcv.transforms import LoadImageFromFile
 from mmengine.config import Config
 from mmengine.dataset import Compose
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import load_checkpoint
-from mmpretrain.registry import DATASETS, TRANSFORMS
+from mmpretrain.registry import DATASETS
 from PIL import Image, ImageOps
 from torch import Tensor
 
 from ..models.networks.grid_network import GridNetwork
-from .images import evenly_spread, image_files
-
-HEAD_NUMBERS = 'attention_heads'  # of runtime_info in a checkpoint, see ``ConfigModel.head_numbers``
+from ..utils.runner import HEAD_NUMBERS
+from ..utils.sampling import evenly_spread
+from .images import image_files
 
 
 class ConfigModel:
     """A model in evaluation mode, its config, and images after the config's test pipeline.
+
+    mmpretrain's ``ImageClassificationInferencer`` reads every file in colour and blue first, whatever the pipeline
+    says: that is wrong for models of grey images, and for datasets in memory, whose images are red first. It takes
+    no arrays of uint8 from files, and its images have the sizes that the pipeline leaves them. So images are read here.
 
     Args:
         path (str): The config.
@@ -33,7 +38,7 @@ class ConfigModel:
     Attributes:
         config (Config): The config.
         model (nn.Module): The model.
-        meta (dict): What the checkpoint says of its training.
+        meta (dict): The information about its training that the checkpoint holds.
         head_numbers (dict[str, list[int]] | None): By layer, what its heads were called when the training began, where
             an ``AttentionVisualizationHook`` followed them.
 
@@ -59,32 +64,25 @@ class ConfigModel:
 
     @property
     def in_channels(self) -> int:
-        """Number of channels of an image: 1 are grey ones."""
+        """Number of channels of an image: 1 for grey ones."""
         return self.config.model.get('backbone', {}).get('in_channels', 3)
 
     @property
     def img_size(self) -> Optional[Tuple[int, int]]:
-        """Height and width of the images that the model is for, in pixels; None if it does not say."""
-        return next(
-            (
-                tuple(module.img_size)
-                for module in self.model.modules()
-                if isinstance(module, GridNetwork) and hasattr(module, 'img_size')
-            ),
-            None,
-        )
+        """Height and width in pixels of the images that the model is for; None if it does not say."""
+        return getattr(self._network, 'img_size', None)
 
     @property
     def grid(self) -> Tuple[int, int]:
-        """Height and width in tokens of the grid that the network is for.
+        """Height and width in tokens of the grid that the model is for.
 
         Raises:
             ValueError: The model does not say.
         """
         if self.img_size is None:
             raise ValueError(f'the model of {self.path} has no img_size: give the size of its grid in tokens')
-        stem = next(module.stem for module in self.model.modules() if isinstance(module, GridNetwork))
-        return tuple(size // stem.reduction for size in self.img_size)
+        height, width = self.img_size
+        return height // self._network.stem.reduction, width // self._network.stem.reduction
 
     @cached_property
     def test_set(self):
@@ -124,8 +122,8 @@ class ConfigModel:
     def read(self, path: Union[str, Path]) -> Tensor:
         """An image from a file after the test pipeline, not normalized yet.
 
-        Where the pipeline leaves it in another size than the model's, as that of a dataset with a single size does, it
-        is scaled and cropped around its middle, which is said on the standard error stream.
+        An image whose size is not the model's after the pipeline, as with the pipelines of datasets of a single size,
+        is scaled and cropped around its middle. A line on the standard error stream says so.
 
         Args:
             path (str | Path): An image file, or an ``.npy`` array of uint8, ``(H, W)`` or ``(H, W, 3)``, red first.
@@ -138,19 +136,20 @@ class ConfigModel:
             ValueError: The file holds no image; the config has no test pipeline.
         """
         image = self._load(path)
-        inputs, size = self._transformed(image), self.img_size
-        if size is not None and tuple(inputs.shape[1:]) != size:
+        inputs = self._transform(image)
+        size = tuple(inputs.shape[1:])
+        if self.img_size not in (None, size):
             print(
-                f'{path}: {by(inputs.shape[1:])} pixels after the test pipeline are scaled and cropped to '
-                f'{by(size)}, the size of the model',
+                f'{path}: {_size_text(size)} pixels after the test pipeline are scaled and cropped to '
+                f'{_size_text(self.img_size)}, the size of the model',
                 file=sys.stderr,
             )
-            fitted = ImageOps.fit(Image.fromarray(image), size[::-1], Image.Resampling.BICUBIC)
-            inputs = self._transformed(np.array(fitted))
+            fitted = ImageOps.fit(Image.fromarray(image), self.img_size[::-1], Image.Resampling.BICUBIC)
+            inputs = self._transform(np.array(fitted))
         return inputs
 
     def inputs(self, images: Sequence[Tensor]) -> Tensor:
-        """Images that :meth:`read` or the test set gave, normalized, as the forward pass takes them, ``(B, C, H, W)``.
+        """Images of :meth:`read` or of the test set, normalized, as the forward pass takes them, ``(B, C, H, W)``.
 
         Raises:
             ValueError: They have different sizes.
@@ -159,16 +158,20 @@ class ConfigModel:
         if len(sizes) > 1:
             raise ValueError(
                 f'the images have {len(sizes)} different sizes after the test pipeline, such as '
-                f'{by(sizes[0])} and {by(sizes[-1])}, but one is needed: give images of the same size'
+                f'{_size_text(sizes[0])} and {_size_text(sizes[-1])}, but one is needed: give images of the same size'
             )
         return self.model.data_preprocessor(dict(inputs=list(images)), False)['inputs']
 
     def picture(self, image: Tensor) -> np.ndarray:
-        """An image that :meth:`read` or the test set gave, for the eye, ``(H, W, 3)``, uint8, red first."""
+        """An image of :meth:`read` or of the test set to look at, ``(H, W, 3)``, uint8, red first."""
         picture = image.clamp(0, 255).byte().permute(1, 2, 0).numpy()
         if self._blue_first:
             picture = picture[..., ::-1]
         return np.ascontiguousarray(np.broadcast_to(picture, (*picture.shape[:2], 3)))
+
+    @cached_property
+    def _network(self) -> Optional[GridNetwork]:
+        return next((module for module in self.model.modules() if isinstance(module, GridNetwork)), None)
 
     @property
     def _test_settings(self) -> dict:
@@ -177,45 +180,49 @@ class ConfigModel:
         return self.config.test_dataloader.dataset
 
     @cached_property
-    def _steps(self) -> Tuple[List[dict], List[dict]]:
-        """The settings of the test pipeline: what loads a file, if anything does, and what comes after it."""
-        loading, others = [], []
-        for step in self._test_settings.pipeline:
-            name = step['type'] if isinstance(step['type'], str) else step['type'].__name__
-            (loading if name.split('.')[-1] == 'LoadImageFromFile' else others).append(step)
-        return loading, others
+    def _pipeline(self) -> Tuple[Optional[LoadImageFromFile], Compose]:
+        """The test pipeline: the transform that loads files, if there is one, and the others."""
+        transforms = Compose(self._test_settings.pipeline).transforms
+        loader = next((transform for transform in transforms if isinstance(transform, LoadImageFromFile)), None)
+        return loader, Compose([transform for transform in transforms if transform is not loader])
 
     @property
     def _blue_first(self) -> bool:
         """The order of colours in the pipeline: that of files, unless images are in memory already, red first."""
-        return bool(self._steps[0]) or self.model.data_preprocessor.to_rgb
+        return self._pipeline[0] is not None or self.model.data_preprocessor.to_rgb
 
     def _load(self, path: Union[str, Path]) -> np.ndarray:
         """A file as the pipeline loads it, ``(H, W, 3)``, in the pipeline's order of colours, or ``(H, W)`` if grey."""
-        grey = self.in_channels == 1
+        is_grey = self.in_channels == 1
         if Path(path).suffix == '.npy':
-            image = np.load(path)
-            if image.dtype != np.uint8 or image.ndim not in (2, 3) or image.ndim == 3 and image.shape[2] != 3:
-                raise ValueError(
-                    f'{path} is an array of {image.dtype} and shape {image.shape}, but an image is of '
-                    'uint8, (H, W) or (H, W, 3)'
-                )
-            image = np.array(Image.fromarray(image).convert('L' if grey else 'RGB'))
-            return np.ascontiguousarray(image[..., ::-1]) if self._blue_first and not grey else image
-        default = dict(type='LoadImageFromFile', color_type='grayscale' if grey else 'color')
+            image = _load_array(path, 'L' if is_grey else 'RGB')
+            return mmcv.rgb2bgr(image) if self._blue_first and not is_grey else image
+        loader = self._pipeline[0] or LoadImageFromFile(color_type='grayscale' if is_grey else 'color')
         try:
-            image = TRANSFORMS.build((self._steps[0] or [default])[0])(dict(img_path=str(path)))['img']
+            image = loader(dict(img_path=str(path)))['img']
         except FileNotFoundError:
             raise
         except Exception as error:  # of any decoder
             raise ValueError(f'{path} cannot be read as an image: {error}') from error
-        return image if grey or self._blue_first else mmcv.bgr2rgb(image)
+        return image if is_grey or self._blue_first else mmcv.bgr2rgb(image)
 
-    def _transformed(self, image: np.ndarray) -> Tensor:
-        pipeline = Compose([TRANSFORMS.build(step) for step in self._steps[1]])
-        return pipeline(dict(img=image, img_shape=image.shape[:2], ori_shape=image.shape[:2]))['inputs']
+    def _transform(self, image: np.ndarray) -> Tensor:
+        """An image after the rest of the pipeline."""
+        size = image.shape[:2]
+        return self._pipeline[1](dict(img=image, img_shape=size, ori_shape=size))['inputs']
 
 
-def by(size: Sequence[int]) -> str:
-    """``'32x48'``"""
+def _load_array(path: Union[str, Path], mode: str) -> np.ndarray:
+    """The image of an ``.npy`` file, grey or in colour as ``mode`` says: ``'L'`` or ``'RGB'``."""
+    image = np.load(path)
+    if image.dtype != np.uint8 or image.ndim not in (2, 3) or image.ndim == 3 and image.shape[2] != 3:
+        raise ValueError(
+            f'{path} is an array of {image.dtype} and shape {image.shape}, but an image is of '
+            'uint8, (H, W) or (H, W, 3)'
+        )
+    return np.array(Image.fromarray(image).convert(mode))
+
+
+def _size_text(size: Sequence[int]) -> str:
+    """Height and width as ``'32x48'``."""
     return 'x'.join(map(str, size))

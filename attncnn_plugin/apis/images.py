@@ -1,7 +1,9 @@
-"""Which images to average over."""
+"""Image files of a folder."""
 
 from pathlib import Path
 from typing import List, Union
+
+from ..utils.sampling import evenly_spread
 
 SUFFIXES = {'.bmp', '.jpeg', '.jpg', '.png', '.ppm', '.tif', '.tiff', '.webp'}
 
@@ -16,9 +18,3 @@ def image_files(folder: Union[str, Path], number: int) -> List[Path]:
     if not files:
         raise ValueError(f'{folder} holds no image files ({" ".join(sorted(SUFFIXES))})')
     return [files[i] for i in evenly_spread(len(files), number)]
-
-
-def evenly_spread(length: int, number: int) -> List[int]:
-    """Indices of a sequence, all of them at most: the first ones would be of one class in many data sets."""
-    number = min(length, number)
-    return [i * length // number for i in range(number)]

@@ -7,7 +7,7 @@ from mmengine.registry import Registry
 
 
 def one_line(error: BaseException) -> str:
-    """What Python says of an error last, in one line.
+    """The last line of Python's report of an error; of several lines of a message, the first.
 
     Args:
         error (BaseException): The error.
@@ -24,7 +24,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _unknown_type(name: str, kind: str) -> str:
-    """What to say of a ``type`` that is not in mmpretrain's registry of a kind: 'model', 'hook', …"""
+    """A sentence on a ``type`` that is in no registry of a kind, such as 'model', with names that may be meant."""
     import mmpretrain.registry as registries  # and mmengine's, which it inherits from
 
     known = {

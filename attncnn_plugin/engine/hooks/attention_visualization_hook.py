@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ...analysis.attention_maps import attention_layers, depends_on_content, grid_of, mean_attention_probs_of
 from ...analysis.head_centers import head_centers, query_maps
-from ...apis.config_model import HEAD_NUMBERS
-from ...apis.images import evenly_spread
 from ...layers.prunable_heads import PrunableHeads
+from ...utils.runner import HEAD_NUMBERS
+from ...utils.sampling import evenly_spread
 from .random_state import random_numbers_kept
 from .rebuild import unwrapped
 

@@ -26,6 +26,7 @@ from ...pruning import (
     reset_heads,
     singular_penalty,
 )
+from ...utils.runner import compile_train_step, forward_tensors, is_resumed
 from .random_state import random_numbers_kept
 from .rebuild import averaged_models, build_schedulers, check_wrapper, refresh_average, unwrapped, wrap_again
 
@@ -159,7 +160,7 @@ class HeadPruningHook(Hook):
         if changed:
             wrap_again(runner)
         info = checkpoint.get('message_hub', {}).get('runtime_info', {})
-        if runner._resume and info.get('heads_pruned') and self.param_scheduler is not None:
+        if is_resumed(runner) and info.get('heads_pruned') and self.param_scheduler is not None:
             self._replace_schedulers(runner, runner.max_epochs)
 
     def _is_due(self, epoch: int) -> bool:
@@ -177,7 +178,7 @@ class HeadPruningHook(Hook):
         model.eval()
         with head_means(layers.values()) as means, random_numbers_kept():
             for batch in itertools.islice(loader, self.num_batches):
-                model._run_forward(model.data_preprocessor(batch, False), mode='tensor')
+                forward_tensors(model, batch)
         model.train(training)
         for own in means:
             all_reduce(own.total)
@@ -228,7 +229,7 @@ class HeadPruningHook(Hook):
             replace_parameters(optimizer, replaced)
         wrap_again(runner)
         if is_model_wrapper(runner.model):
-            runner._maybe_compile('train_step')
+            compile_train_step(runner)
         after = sum(p.numel() for p in model.parameters())
         runner.logger.info(f'Removed heads {heads}: {before:,} parameters became {after:,}')
         if not runner.message_hub.runtime_info.get('heads_pruned'):

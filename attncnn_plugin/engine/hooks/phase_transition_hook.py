@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...layers.structure import follow_state_dict
 from ...models.networks import CMHSANetwork
+from ...utils.runner import accumulative_counts, compile_train_step, forward_tensors, is_resumed
 from .rebuild import (
     averaged_models,
     build_schedulers,
@@ -127,7 +128,7 @@ class PhaseTransitionHook(Hook):
         self._begin_second_phase(runner, runner.epoch)
         runner.optim_wrapper.initialize_count_status(runner.model, runner.iter, runner.max_iters)
         if is_model_wrapper(runner.model):  # a new one
-            runner._maybe_compile('train_step')
+            compile_train_step(runner)
         for averaged in averaged_models(runner):
             _average_attention(averaged, model)
         after = self._outputs(runner, model, data_batch)
@@ -139,7 +140,7 @@ class PhaseTransitionHook(Hook):
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Before a checkpoint of the second phase is resumed: the model, optimizer and schedulers of that phase."""
         training = isinstance(runner.optim_wrapper, OptimWrapper)
-        if not (runner._resume and training):
+        if not (is_resumed(runner) and training):
             return  # the model follows its checkpoint by itself
         model = unwrapped(runner.model)
         if follow_state_dict(model, checkpoint['state_dict']):
@@ -176,8 +177,8 @@ class PhaseTransitionHook(Hook):
         training = model.training
         model.eval()
         try:
-            data = model.data_preprocessor(data_batch, False)
-            return torch.cat([tensor.flatten().float() for tensor in _tensors(model._run_forward(data, mode='tensor'))])
+            outputs = _tensors(forward_tensors(model, data_batch))
+            return torch.cat([tensor.flatten().float() for tensor in outputs])
         except Exception as error:  # some models have no such mode; the training must not end for a line in the log
             runner.logger.warning(
                 f'The change of the output is not known: {type(model).__name__} has no output for a '
@@ -189,7 +190,7 @@ class PhaseTransitionHook(Hook):
 
     @staticmethod
     def _warn_of_lost_gradients(runner) -> None:
-        counts = getattr(runner.optim_wrapper, '_accumulative_counts', 1)
+        counts = accumulative_counts(runner.optim_wrapper)
         if runner.iter % counts:
             runner.logger.warning(
                 f'The first phase ends after {runner.iter} iterations, not a multiple of accumulative_counts={counts}: '

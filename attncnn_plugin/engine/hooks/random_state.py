@@ -1,4 +1,4 @@
-"""A hook that draws random numbers, and a training that does not notice."""
+"""Random numbers that a hook draws without changing those of the training."""
 
 import random
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def random_numbers_kept() -> Iterator[None]:
-    """What is drawn inside, by workers' seeds and augmentation, is drawn again outside."""
+    """Restores Python's, numpy's and PyTorch's random numbers at the end, those of the current GPU included."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):

@@ -1,4 +1,4 @@
-"""What a hook that changes the parameters of a model in training has to set right."""
+"""Steps of the hooks that replace parameters of a model in training: its wrapper, its schedulers, its average."""
 
 import copy
 import gc
@@ -10,6 +10,8 @@ from mmengine.optim import OptimWrapper
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ...utils.runner import release_parameters
+
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model without its wrapper for distributed training."""
@@ -17,7 +19,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def check_wrapper(runner) -> None:
-    """Whether :func:`wrap_again` can do its work.
+    """Checks that :func:`wrap_again` can wrap the model.
 
     Raises:
         TypeError: The model is wrapped by something else than DDP.
@@ -35,7 +37,7 @@ def wrap_again(runner) -> None:
         model = unwrapped(runner.model)
         # DDP's reducer holds the parameters that it was built with, in the shapes that they had then, and listens to
         # those that stay: it has to be gone, cycles of references included, before there is a new one.
-        runner.model._remove_autograd_hooks()
+        release_parameters(runner.model)
         runner.model = model
         gc.collect()
         runner.model = runner.wrap_model(copy.deepcopy(runner.cfg.get('model_wrapper_cfg')), model)

@@ -4,8 +4,10 @@ from ...utils.frameworks import require_mmpretrain
 
 require_mmpretrain()
 
+from .atomic_backend import AtomicBackend  # noqa: E402
 from .atomic_checkpoint_hook import AtomicCheckpointHook  # noqa: E402
 from .invalid_loss_hook import InvalidLossHook  # noqa: E402
 from .preemption_hook import PreemptionHook  # noqa: E402
+from .whole_checkpoint import find_whole_checkpoint  # noqa: E402
 
-__all__ = ['AtomicCheckpointHook', 'InvalidLossHook', 'PreemptionHook']
+__all__ = ['AtomicBackend', 'AtomicCheckpointHook', 'InvalidLossHook', 'PreemptionHook', 'find_whole_checkpoint']

@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Files that are either complete or not there."""
 
 import os
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import Union
 from mmengine.fileio import LocalBackend, register_backend
 
 
-@register_backend('atomic')
+@register_backend('atomic', force=True)  # again, by this plugin or by another one that has it
 class AtomicBackend(LocalBackend):
-    """mmengine's local files, written beside their place and moved there when they are on the disk.
+    """mmengine's local files, each written beside its place and moved there when it is on the disk.
 
     A process that is killed while it writes, or a full disk, leaves the former file as it was.
 
@@ -28,7 +28,7 @@ class AtomicBackend(LocalBackend):
             OSError: The file could not be written.
         """
         path = Path(filepath)
-        part = path.with_name(f'{path.name}.part')  # one name: what a killed process left is written over
+        part = path.with_name(f'{path.name}.part')  # always this name: the next write replaces what was left
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(part, 'wb') as file:

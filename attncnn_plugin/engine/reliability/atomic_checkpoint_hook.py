@@ -1,55 +1,59 @@
-"""Checkpoints that are whole, and fit."""
+"""Checkpoints that are complete, and that a run checks before it loads them."""
 
 import re
 from pathlib import Path
+from typing import Dict, Optional, Tuple
 
 from mmengine.dist import is_main_process
 from mmengine.hooks import CheckpointHook
 from mmengine.runner import find_latest_checkpoint
 from mmpretrain.registry import HOOKS
 
+from ...utils.runner import checkpoint_to_load, is_resumed, load_from
 from . import atomic_backend  # noqa: F401
-from .checkpoint_files import content_of, find_whole_checkpoint
+from .whole_checkpoint import find_whole_checkpoint, load_or_empty
 
 
 @HOOKS.register_module()
 class AtomicCheckpointHook(CheckpointHook):
-    """mmengine's ``CheckpointHook``, with files that are whole or not there.
+    """mmengine's ``CheckpointHook``, with files that are either complete or not there.
 
-    A killed process or a full disk damages no checkpoint. Where the last one is damaged all the same, ``--resume`` says
-    so and takes the one before. A checkpoint of another model, or one of weights alone to resume from, is an error.
+    A killed process or a full disk damages no checkpoint. Where the last one is damaged all the same, ``--resume``
+    names it in the log and takes the one before. A checkpoint of another model, or one of weights alone to resume
+    from, is an error.
 
     Args:
-        backend_args (dict, optional): Where the files go. Defaults to ``dict(backend='atomic')``, the local disk.
+        backend_args (dict, optional): Where the files go. Defaults to None, means ``dict(backend='atomic')``, the
+            local disk.
         **kwargs: As in :class:`mmengine.hooks.CheckpointHook`.
     """
 
-    def __init__(self, *args, backend_args: dict = dict(backend='atomic'), **kwargs):
-        super().__init__(*args, backend_args=backend_args, **kwargs)
+    def __init__(self, *args, backend_args: Optional[dict] = None, **kwargs):
+        super().__init__(*args, backend_args=backend_args or dict(backend='atomic'), **kwargs)
 
     def before_run(self, runner) -> None:
-        """Which checkpoint the run resumes from, where none is named, and whether it is one of this model.
+        """Finds the checkpoint to resume from, where none is named, and checks that it is one of this model.
 
         Raises:
             KeyError: There is nothing to resume but weights.
             ValueError: Hardly any weight has the name and the shape of one of the model; mmengine would only warn.
         """
-        name = runner._load_from
-        if runner._resume and name is None:
+        name = checkpoint_to_load(runner)
+        if is_resumed(runner) and name is None:
             name, last = find_whole_checkpoint(runner.work_dir), find_latest_checkpoint(runner.work_dir)
             if name != last:
                 damaged = last or 'last_checkpoint'
                 runner.logger.warning(f'{damaged} is damaged or missing: resuming from {name} instead')
-                runner._load_from = name
-        content = content_of(name) if name else {}
-        if not content:
-            return  # none, or one that mmengine will not load either
-        if runner._resume and not {'meta', 'message_hub'} <= content.keys():
+                load_from(runner, name)
+        checkpoint = load_or_empty(name) if name else {}
+        if not checkpoint:
+            return  # there is none, or it is elsewhere, or mmengine's attempt to load it will raise an error
+        if is_resumed(runner) and not {'meta', 'message_hub'} <= checkpoint.keys():
             raise KeyError(
                 f'{name} holds weights alone and cannot be resumed from: start from them with '
                 f'--cfg-options load_from={name}, without --resume'
             )
-        theirs, ours = _shapes(content.get('state_dict', content)), _shapes(runner.model.state_dict())
+        theirs, ours = _shapes(checkpoint.get('state_dict', checkpoint)), _shapes(runner.model.state_dict())
         fitting = ours.items() & theirs.items()
         if len(fitting) < len(ours) / 10:  # heads and statistics of the pixels fit many models
             raise ValueError(
@@ -58,14 +62,14 @@ class AtomicCheckpointHook(CheckpointHook):
             )
 
     def before_train(self, runner) -> None:
-        """Removes what a killed process has left."""
+        """Removes the incomplete files that a killed process has left."""
         super().before_train(runner)
         if is_main_process():
             for part in Path(self.out_dir).glob('*.pth.part'):
                 part.unlink()
 
 
-def _shapes(state_dict: dict) -> dict:
+def _shapes(state_dict: dict) -> Dict[str, Tuple[int, ...]]:
     """Shapes of tensors by their names, without the prefix of wrappers."""
     return {
         re.sub(r'^(module\.)+', '', name): tuple(value.shape)

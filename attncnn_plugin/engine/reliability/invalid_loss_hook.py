@@ -1,4 +1,4 @@
-"""The end of a training whose loss is no longer a number."""
+"""Ends a training whose loss or weights are no longer finite."""
 
 import math
 from typing import List, Optional
@@ -21,28 +21,29 @@ class InvalidLossHook(Hook):
     priority = 'HIGH'  # before EMAHook, and before anything is saved
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: Optional[dict] = None) -> None:
-        """Looks at the losses of the iteration.
+        """Checks the losses of the iteration, on every rank.
 
         Raises:
             FloatingPointError: One of them, on any rank, is NaN or infinite.
         """
-        logged = ((name, float(torch.as_tensor(value).detach())) for name, value in (outputs or {}).items())
-        invalid = {name: value for name, value in logged if 'loss' in name and not math.isfinite(value)}
-        anywhere = torch.tensor(float(bool(invalid)))
-        all_reduce(anywhere, op='max')
-        if not anywhere:
+        logged = {name: float(torch.as_tensor(value).detach()) for name, value in (outputs or {}).items()}
+        invalid = {name: value for name, value in logged.items() if 'loss' in name and not math.isfinite(value)}
+        invalid_anywhere = torch.tensor(float(bool(invalid)))
+        all_reduce(invalid_anywhere, op='max')
+        if not invalid_anywhere:
             return
-        found = all_gather_object((invalid, _images(data_batch) if invalid else []))
-        losses, images = next(losses for losses, _ in found if losses), [name for _, names in found for name in names]
+        ranks = all_gather_object((invalid, _images(data_batch) if invalid else []))
+        losses = next(losses for losses, _ in ranks if losses)
+        images = [name for _, names in ranks for name in names]
         runner.logger.error(f'The images of the batch: {", ".join(images)}')
         values = ', '.join(f'{name}={value}' for name, value in losses.items())
         raise FloatingPointError(
-            f'{values} at iteration {runner.iter + 1} (epoch {runner.epoch + 1}), for the batch of {_short(images)}; '
+            f'{values} at iteration {runner.iter + 1} (epoch {runner.epoch + 1}), for the batch of {_first(images)}; '
             f'nothing was saved since {_last_checkpoint(runner)}: look at these images, or resume with a lower rate'
         )
 
     def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
-        """Looks at the weights: a finite loss can leave broken ones behind.
+        """Checks the weights: a step of the optimizer after a finite loss can make them infinite.
 
         Raises:
             FloatingPointError: A learned weight is NaN or infinite.
@@ -61,9 +62,11 @@ def _images(data_batch) -> List[str]:
     return [str(sample.get('img_path') or f'number {sample.get("sample_idx")}') for sample in samples or []]
 
 
-def _short(images: List[str]) -> str:
+def _first(images: List[str]) -> str:
+    """The names of three images, and how many others there are."""
     return ', '.join(images[:3]) + (f' and {len(images) - 3} more, which are in the log' if len(images) > 3 else '')
 
 
 def _last_checkpoint(runner) -> str:
+    """The file that the run can go on from, in words where there is none."""
     return find_latest_checkpoint(runner.work_dir) or 'the start'

@@ -1,4 +1,4 @@
-"""A checkpoint, and the end of the run, when the cluster asks for it."""
+"""Ends a run with a checkpoint when the cluster asks for it, and goes on within the epoch."""
 
 import itertools
 import os
@@ -16,6 +16,7 @@ from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
 from torch.utils.data import DataLoader
 
+from ...utils.runner import is_resumed
 from . import atomic_backend  # noqa: F401
 
 
@@ -23,10 +24,10 @@ from . import atomic_backend  # noqa: F401
 class PreemptionHook(Hook):
     """Ends the training on SIGTERM with a checkpoint, ``preempted.pth``, from which ``--resume`` goes on.
 
-    Every rank finishes the iteration in which any of them got the signal, and those that gradients are still
-    accumulated for; the process ends with status 143, as one that SIGTERM has ended. A resumed run trains on the
-    batches of the epoch that were left, in the order that they had. As in any resumed run of mmengine, random numbers
-    (dropout, augmentation) are others than those of a run that was never stopped.
+    When one rank got the signal, all of them finish the iteration. Where gradients are accumulated, they go on until
+    the optimizer has made its step. The process ends with status 143, as SIGTERM itself would end it. A resumed run
+    trains on the remaining batches of the epoch, in the same order. Its random numbers (dropout, augmentation) are not
+    those of a run that was never stopped, as in any resumed run of mmengine.
 
     A signal during validation takes effect at the first iteration after it.
     """
@@ -34,52 +35,54 @@ class PreemptionHook(Hook):
     priority = 'LOWEST'  # after the schedulers, EMAHook, and what else belongs to the iteration
 
     def __init__(self) -> None:
-        self._asked = False
-        self._previous = None
-        self._rest: Optional[dict] = None
+        self._got_signal = False
+        self._previous_handler = None
+        self._interrupted: Optional[dict] = None  # of the epoch that the run was stopped in
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
-        """Whether an epoch has to be gone on with."""
-        if runner._resume:
-            self._rest = checkpoint['meta'].get('preempted')
+        """Reads where in an epoch the run was stopped."""
+        if is_resumed(runner):
+            self._interrupted = checkpoint['meta'].get('preempted')
 
     def before_train(self, runner) -> None:
-        """From here on, SIGTERM is a request."""
+        """Takes SIGTERM, from here on, as a request to stop."""
         if threading.current_thread() is not threading.main_thread():
-            runner.logger.warning('PreemptionHook does nothing: only the main thread of a process is told of signals')
+            runner.logger.warning('PreemptionHook does nothing: only the main thread of a process gets signals')
             return
-        self._asked = False
-        self._previous = signal.signal(signal.SIGTERM, self._ask)
+        self._got_signal = False
+        self._previous_handler = signal.signal(signal.SIGTERM, self._handle)
         for loop in (runner.train_loop, runner.val_loop):
             if loop is not None:
                 loop.dataloader.worker_init_fn = partial(_leave_process_group, loop.dataloader.worker_init_fn)
 
     def before_train_epoch(self, runner) -> None:
-        """In an epoch that was interrupted: leaves out the batches that it has had.
+        """Leaves out the batches that an interrupted epoch has had.
 
         Raises:
-            ValueError: An epoch is not what it was.
+            ValueError: An epoch has another number of batches than before.
         """
-        if self._rest is None:
+        if self._interrupted is None:
             return
-        loader, rest, self._rest = runner.train_dataloader, self._rest, None
-        if len(loader) != rest['num_batches']:
+        loader, interrupted, self._interrupted = runner.train_dataloader, self._interrupted, None
+        done, num_batches = interrupted['batches'], interrupted['num_batches']
+        if len(loader) != num_batches:
             raise ValueError(
-                f'the run was stopped after {rest["batches"]} of the {rest["num_batches"]} batches of epoch '
+                f'the run was stopped after {done} of the {num_batches} batches of epoch '
                 f'{runner.epoch + 1}, but an epoch now has {len(loader)}: resume with the batch size and the number of '
                 'processes that it had, or from the checkpoint of an epoch'
             )
         if hasattr(loader.sampler, 'seed'):  # a run without a seed of its own drew another one
-            loader.sampler.seed = rest['sampler_seed']
-        runner.logger.info(f'Leaving out the {rest["batches"]} batches that epoch {runner.epoch + 1} has had')
-        runner.train_loop.dataloader = _Rest(loader, rest['batches'])
+            loader.sampler.seed = interrupted['sampler_seed']
+        runner.logger.info(f'Leaving out the {done} batches that epoch {runner.epoch + 1} has had')
+        runner.train_loop.dataloader = RemainingBatches(loader, done)
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: Optional[dict] = None) -> None:
-        """Saves and ends the process, if any rank was asked to."""
-        asked = torch.tensor(float(self._asked))
-        all_reduce(asked, op='max')
-        complete = getattr(runner.optim_wrapper, 'should_update', lambda: True)()  # gradients are in no checkpoint
-        if not asked or not complete:
+        """Saves a checkpoint and ends the process, if any rank got the signal."""
+        got_signal = torch.tensor(float(self._got_signal))
+        all_reduce(got_signal, op='max')
+        # Accumulated gradients are in no checkpoint: the optimizer has to have made its step.
+        has_stepped = getattr(runner.optim_wrapper, 'should_update', lambda: True)()
+        if not got_signal or not has_stepped:
             return
         meta = dict(epoch=runner.epoch, iter=runner.iter + 1)
         if isinstance(runner.train_loop, EpochBasedTrainLoop):  # the others count iterations
@@ -101,22 +104,22 @@ class PreemptionHook(Hook):
         sys.exit(128 + signal.SIGTERM)
 
     def after_train_epoch(self, runner) -> None:
-        """The epochs after an interrupted one are whole."""
-        if isinstance(runner.train_dataloader, _Rest):
+        """Puts the whole data loader back for the epochs after an interrupted one."""
+        if isinstance(runner.train_dataloader, RemainingBatches):
             runner.train_loop.dataloader = runner.train_dataloader.loader
 
     def after_train(self, runner) -> None:
-        """SIGTERM is what it was before."""
-        if self._previous is not None:
-            signal.signal(signal.SIGTERM, self._previous)
-            self._previous = None
+        """Puts the former handler of SIGTERM back."""
+        if self._previous_handler is not None:
+            signal.signal(signal.SIGTERM, self._previous_handler)
+            self._previous_handler = None
 
-    def _ask(self, signum: int, frame) -> None:
-        self._asked = True
+    def _handle(self, signum: int, frame) -> None:
+        self._got_signal = True
 
 
-class _Rest:
-    """What is left of a data loader whose first ``done`` batches the epoch has had."""
+class RemainingBatches:
+    """A data loader without its first ``done`` batches, which the epoch has had."""
 
     def __init__(self, loader: DataLoader, done: int):
         self.loader = loader

@@ -1,0 +1,46 @@
+"""Glue to mmengine's runner for the hooks: all that it keeps in private attributes, and names of its information."""
+
+from typing import Any, Optional
+
+from mmengine.model import BaseModel
+from mmengine.optim import OptimWrapper
+from mmengine.runner import Runner
+from torch.nn.parallel import DistributedDataParallel
+
+HEAD_NUMBERS = 'attention_heads'  # in ``runtime_info``: by layer, what its heads were called when the training began
+
+
+def is_resumed(runner: Runner) -> bool:
+    """Whether the run goes on from a checkpoint with its optimizer and its schedule."""
+    return runner._resume
+
+
+def checkpoint_to_load(runner: Runner) -> Optional[str]:
+    """The checkpoint that the run is told to load or to resume from; None where none is named."""
+    return runner._load_from
+
+
+def load_from(runner: Runner, filename: Optional[str]) -> None:
+    """Names the checkpoint that the run will load or resume from."""
+    runner._load_from = filename
+
+
+def forward_tensors(model: BaseModel, batch) -> Any:
+    """The outputs of the model for a batch of a data loader, in its mode ``'tensor'``: no loss, no prediction."""
+    data = model.data_preprocessor(batch, False)
+    return model(**data, mode='tensor') if isinstance(data, dict) else model(*data, mode='tensor')
+
+
+def compile_train_step(runner: Runner) -> None:
+    """Compiles the training step of a model that is new, if the config says ``compile``."""
+    runner._maybe_compile('train_step')
+
+
+def accumulative_counts(optim_wrapper: OptimWrapper) -> int:
+    """Number of iterations whose gradients make one step of the optimizer."""
+    return getattr(optim_wrapper, '_accumulative_counts', 1)
+
+
+def release_parameters(wrapper: DistributedDataParallel) -> None:
+    """Ends what PyTorch's wrapper does with the gradients of its parameters, so that there can be another wrapper."""
+    wrapper._remove_autograd_hooks()
