@@ -22,17 +22,19 @@ All but the entries in registries is in :mod:`attncnn_plugin.utils.mmengine_patc
 import importlib
 import warnings
 
-from . import convert, layers, models, pruning
+from . import analysis, convert, layers, models, pruning
 from .utils.config_paths import config_path
 from .utils.frameworks import config_problem, has_mmpretrain, import_problem
 from .version import __version__
 
-__all__ = ['__version__', 'analysis', 'config_path', 'convert', 'layers', 'models', 'pruning', 'visualization']
+ON_DEMAND = ('apis', 'explorer', 'visualization')
+
+__all__ = ['__version__', 'analysis', 'config_path', 'convert', 'layers', 'models', 'pruning', *ON_DEMAND]
 
 
 def __getattr__(name: str):
-    """Imports ``analysis`` and ``visualization``, which needs matplotlib, when they are asked for."""
-    if name in ('analysis', 'visualization'):
+    """Imports a folder when it is asked for: figures need matplotlib, for instance."""
+    if name in ON_DEMAND:
         return importlib.import_module(f'.{name}', __name__)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 

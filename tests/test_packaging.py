@@ -9,25 +9,27 @@ import zipfile
 import pytest
 
 USER_CONFIG = """
-_base_ = 'attncnn_plugin::sa_quadratic_digits.py'
+_base_ = __import__('attncnn_plugin').config_path('sa_quadratic_digits.py')
 model = dict(backbone=dict(arch='base'))
 """
 
 CHECK = textwrap.dedent("""
     import pathlib, sys
-    import attncnn_plugin, mmpretrain
+    import mmpretrain
     from mmengine.config import Config
-    from mmengine.hub import get_config, get_model
+    from mmengine.hub import get_config
 
+    user = Config.fromfile(sys.argv[2])  # imports the plugin, whatever tool reads the config
+    assert user.model.backbone.type == 'SAQuadratic' and user.model.backbone.arch == 'base'
+    import attncnn_plugin
     where = pathlib.Path(attncnn_plugin.__file__)
     assert where.is_relative_to(sys.argv[1]), where
-    config = get_config('attncnn_plugin::sa_quadratic_cifar10.py')
+    config = mmpretrain.ModelHub.get('sa_quadratic_cifar10').config
     assert config.model.backbone.type == 'SAQuadratic' and config.train_cfg.max_epochs == 300
-    assert get_config('attncnn_plugin::_base_/default_runtime.py').default_scope == 'mmpretrain'
+    runtime = attncnn_plugin.config_path('_base_/default_runtime.py')
+    assert Config.fromfile(runtime).default_scope == 'mmpretrain'
     assert get_config('mmpretrain::resnet/resnet18_8xb16_cifar10.py').model.backbone.depth == 18
-    user = Config.fromfile(sys.argv[2])
-    assert user.model.backbone.type == 'SAQuadratic' and user.model.backbone.arch == 'base'
-    assert type(get_model('attncnn_plugin::sa_learned_digits.py').backbone).__name__ == 'SALearned'
+    assert type(mmpretrain.get_model('sa_learned_digits').backbone).__name__ == 'SALearned'
     assert 'sa_quadratic_cifar10' in mmpretrain.list_models('sa_*')
     assert mmpretrain.get_model('sa_quadratic_digits').backbone.embed_dims == 64
     tool = where.parent / '.mim/tools/train.py'
@@ -137,22 +139,28 @@ def python_without(modules, code, **kwargs):
 
 def test_timm_users_need_no_mmpretrain():
     result = python_without(
-        ['mmpretrain', 'mmengine', 'mmcv'],
+        ['mmpretrain', 'mmengine', 'mmcv', 'matplotlib'],
         """
         import warnings
         warnings.simplefilter('error')
         import timm, attncnn_plugin
         model = timm.create_model('sa_quadratic_cifar', embed_dim=8, depth=1, num_heads=2, mlp_dim=8)
-        assert not [name for name in sys.modules if name.startswith(('mmengine', 'mmcv', 'mmpretrain'))]
-        try:
-            from attncnn_plugin.models.backbones import SAQuadratic
-        except ImportError as error:
-            print(error)
+        assert attncnn_plugin.pruning.replace_parameters and attncnn_plugin.convert.conv_to_mhsa
+        assert attncnn_plugin.layers.QuadraticAttention and attncnn_plugin.analysis and attncnn_plugin.apis.image_files
+        assert not [name for name in sys.modules if name.startswith(('mmengine', 'mmcv', 'mmpretrain', 'matplotlib'))]
+        for ask in ('models.backbones', 'apis.ConfigModel', 'engine.hooks', 'visualization', 'nonsense'):
+            try:
+                exec(f'import attncnn_plugin.{ask}' if ask.islower() else 'from attncnn_plugin.apis import ConfigModel')
+            except ImportError as error:
+                print(error)
     """,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith('mmpretrain is not installed: pip install mmpretrain')
-    assert result.stdout.count('\n') == 1
+    *of_mmpretrain, of_figures, of_nonsense = result.stdout.splitlines()
+    assert len(of_mmpretrain) == 3 and len(set(of_mmpretrain)) == 1
+    assert of_mmpretrain[0].startswith('mmpretrain is not installed: pip install mmpretrain')
+    assert of_figures.endswith("matplotlib: pip install 'attncnn_plugin[vis]'")
+    assert 'nonsense' in of_nonsense
 
 
 def test_tools_without_mmpretrain(repository):

@@ -1,14 +1,13 @@
 """Local checkpoint files: read as tensors and plain data alone, and compared with the checksums that they carry."""
 
-import logging
 import os
 import pickle
 import re
+import warnings
 import zipfile
 from typing import Optional
 
 import torch
-from mmengine.logging import print_log
 
 from .safe_globals import register_safe_globals
 
@@ -57,7 +56,7 @@ def load_from_local(filename: str, map_location=None, *, mmap: bool = False, che
             "one that has them as its 'state_dict'"
         )
     if check and not is_whole:
-        print_log(f'{filename} has no checksums: damage to its weights is not noticed', 'current', logging.WARNING)
+        warnings.warn(f'{filename} has no checksums: damage to its weights is not noticed', stacklevel=2)
     return loaded
 
 

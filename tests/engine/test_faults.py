@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
+from pathlib import Path
 
 import mmcv
 import mmpretrain
@@ -22,7 +23,7 @@ from helpers.processes import environment, run
 from mmpretrain.registry import MODELS
 
 import attncnn_plugin  # noqa: F401
-from attncnn_plugin.engine.reliability.checkpoint_files import find_whole_checkpoint
+from attncnn_plugin.engine.reliability import find_whole_checkpoint
 from attncnn_plugin.utils.errors import one_line
 
 ITERATIONS = 3  # of an epoch
@@ -220,8 +221,14 @@ def test_which_checkpoint_is_whole(whole, tmp_path):
     for content in ('', newest[:-5], '/moved/epoch_2.pth', newest):
         last.write_text(content)
         assert find_whole_checkpoint(str(tmp_path)) == newest
-    os.truncate(newest, 100_000)
-    assert find_whole_checkpoint(str(tmp_path)) == str(tmp_path / 'epoch_1.pth')
+    content = Path(newest).read_bytes()
+    weights = torch.load(newest)['state_dict']['head.fc.weight'].numpy().tobytes()
+    flipped = bytearray(content)
+    flipped[content.index(weights)] ^= 1  # one bit of one weight
+    for damaged in (bytes(flipped), content[:5000] + content[5001:], content[:100_000]):
+        Path(newest).write_bytes(damaged)
+        os.utime(newest, (1, 1))
+        assert find_whole_checkpoint(str(tmp_path)) == str(tmp_path / 'epoch_1.pth')
     os.truncate(tmp_path / 'epoch_1.pth', 0)
     with pytest.raises(FileNotFoundError, match=f'{newest} is damaged or missing, and {tmp_path} holds no other '):
         find_whole_checkpoint(str(tmp_path))

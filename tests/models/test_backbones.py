@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import mmpretrain
 import pytest
 import torch
 from helpers.small import SMALL_ARCH, small_timm
@@ -115,9 +116,7 @@ def test_init_cfg(tmp_path):
 
 
 def test_weight_decay_of_the_configs():
-    from mmengine.hub import get_config
-
-    config = get_config('attncnn_plugin::sa_generalized_cifar10.py')
+    config = mmpretrain.ModelHub.get('sa_generalized_cifar10').config
     model = build_classifier(
         dict(
             type='ImageClassifier',

@@ -2,8 +2,6 @@
 
 import os
 import pickle
-import subprocess
-import sys
 from collections import OrderedDict
 
 import numpy as np
@@ -80,25 +78,6 @@ def test_a_payload_does_not_run(tmp_path, where, attack):
         victim.unlink()
     with pytest.raises(pickle.UnpicklingError):
         torch.load(path)
-    assert not victim.exists()
-
-
-def test_test_tool_refuses_a_malicious_checkpoint(tmp_path, repository):
-    victim = tmp_path / 'victim'
-    torch.save(dict(state_dict={}, meta=Payload(os.system, f'touch {victim}')), tmp_path / 'malicious.pth')
-    run = subprocess.run(
-        [
-            sys.executable,
-            repository / 'tools/test.py',
-            repository / 'configs/sa_quadratic_digits.py',
-            tmp_path / 'malicious.pth',
-            '--work-dir',
-            tmp_path,
-        ],
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode != 0 and 'UnpicklingError' in run.stderr
     assert not victim.exists()
 
 
