@@ -237,6 +237,7 @@ def test_which_checkpoint_is_whole(whole, tmp_path):
 # Preempted.
 
 
+@pytest.mark.slow  # in one process: test_reliability_hooks.py
 def test_preempted_within_an_epoch(folder, train, whole):
     """The same weights as if nothing had happened; the second time, the last batch of an epoch is left out too."""
     for iteration in (ITERATIONS, 2 * ITERATIONS - 1):
@@ -296,6 +297,7 @@ def test_invalid_loss_on_one_rank(folder, train_two):
     assert all(value.isfinite().all() for value in torch.load(work_dir / 'epoch_1.pth')['state_dict'].values())
 
 
+@pytest.mark.slow  # in one process: test_reliability_hooks.py
 def test_broken_weights_are_not_saved(folder, train):
     """The loss was finite to the end of the epoch."""
     log = train('weights', expected=1, FAULT=f'weights,{2 * ITERATIONS - 1},0')
@@ -421,6 +423,7 @@ def test_testing_a_checkpoint_that_fits_in_part(bad, folder, repository):
         assert said in log
 
 
+@pytest.mark.slow  # in one process: test_reliability_hooks.py
 def test_resuming_from_weights(bad, train):
     log = train('bare', '--resume', bad / 'weights', expected=1)
     assert last_line(log) == (
