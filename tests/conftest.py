@@ -1,8 +1,10 @@
 """The option ``--slow``, the profiles of Hypothesis, and what all tests share."""
 
+import gc
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
 
 import hypothesis
@@ -55,6 +57,12 @@ def pytest_collection_modifyitems(config, items):
     slow = [item for item in items if item.get_closest_marker('slow')]
     config.hook.pytest_deselected(items=slow)
     items[:] = [item for item in items if item not in slow]
+
+
+def pytest_collection_finish():
+    if 'mmengine' in sys.modules:
+        warm_python.leave_configs_unformatted()
+    gc.freeze()  # mmengine collects garbage for every dataset: not among all that was imported
 
 
 @pytest.hookimpl(optionalhook=True)
