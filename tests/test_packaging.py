@@ -90,6 +90,7 @@ def install(environment, *what):
     )
 
 
+@pytest.mark.slow
 def test_wheel_carries_configs_tools_and_index(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for name in (
@@ -104,6 +105,7 @@ def test_wheel_carries_configs_tools_and_index(wheel):
     assert not [name for name in names if name.startswith(('tests', 'configs', 'tools'))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', ['wheel', 'editable'])
 def test_installed(kind, environment, source, wheel, tmp_path):
     install(environment, *([wheel] if kind == 'wheel' else ['-e', source]))
@@ -170,6 +172,7 @@ def test_tools_without_mmpretrain(repository):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'sabotage, reason',
     [
@@ -202,6 +205,7 @@ def test_versions_that_mmpretrain_refuses(sabotage, reason):
     assert '\n' not in sentence
 
 
+@pytest.mark.slow
 def test_setuptools_without_pkg_resources():
     result = python_without(
         ['pkg_resources'],

@@ -460,7 +460,7 @@ def test_exported(kind, strict):
             assert torch.allclose(program.module()(x), model(x), atol=1e-5)
 
 
-@pytest.mark.parametrize('size', [(16, 16), (12, 8)])
+@pytest.mark.parametrize('size', [pytest.param((16, 16), marks=pytest.mark.slow), (12, 8)])
 def test_onnx(size, tmp_path):
     onnxruntime = pytest.importorskip('onnxruntime')
     pytest.importorskip('onnxscript')

@@ -8,7 +8,7 @@ import timm
 import timm.optim
 import torch
 from helpers.flops import paper_flops
-from helpers.small import TIMM_KINDS, small_timm
+from helpers.small import BACKENDS, TIMM_KINDS, small_timm
 
 MILLION, BILLION = 1e6, 1e9
 
@@ -157,11 +157,12 @@ def test_mixed_and_half_precision(name):
     assert output.dtype == torch.bfloat16 and torch.allclose(output.float(), expected, atol=0.1)
 
 
+@pytest.mark.parametrize('backend', BACKENDS)
 @pytest.mark.parametrize('name', TIMM_KINDS)
-def test_compiled_is_eager(name):
+def test_compiled_is_eager(name, backend):
     model = small_timm(name, depth=1)
     x = torch.randn(2, 3, 8, 8)
-    compiled = torch.compile(model, fullgraph=True)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     expected, output = model(x), compiled(x)
     assert torch.allclose(output, expected, atol=1e-5)
     ours = torch.autograd.grad(output.sin().sum(), list(model.parameters()))
