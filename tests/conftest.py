@@ -74,8 +74,11 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 @pytest.fixture(autouse=True)
-def seed():
+def fresh():
+    """The same random numbers for every test, and nothing compiled: another's sizes would make this one's dynamic."""
     torch.manual_seed(0)
+    if 'torch._dynamo' in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture(scope='session')

@@ -111,7 +111,8 @@ def test_installed(kind, environment, source, wheel, tmp_path):
     install(environment, *([wheel] if kind == 'wheel' else ['-e', source]))
     (tmp_path / 'user.py').write_text(USER_CONFIG)
     home = environment if kind == 'wheel' else source
-    output = run(environment / 'bin/python', '-c', CHECK, home, tmp_path / 'user.py', cwd=tmp_path)
+    variables = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
+    output = run(environment / 'bin/python', '-c', CHECK, home, tmp_path / 'user.py', cwd=tmp_path, env=variables)
     assert 'all is well' in output
 
 
