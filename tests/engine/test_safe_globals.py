@@ -2,13 +2,12 @@
 
 import os
 import pickle
-import subprocess
-import sys
 from collections import OrderedDict
 
 import numpy as np
 import pytest
 import torch
+from helpers.processes import run
 from mmengine.logging import HistoryBuffer
 
 import attncnn_plugin  # noqa: F401
@@ -86,19 +85,11 @@ def test_a_payload_does_not_run(tmp_path, where, attack):
 def test_test_tool_refuses_a_malicious_checkpoint(tmp_path, repository):
     victim = tmp_path / 'victim'
     torch.save(dict(state_dict={}, meta=Payload(os.system, f'touch {victim}')), tmp_path / 'malicious.pth')
-    run = subprocess.run(
-        [
-            sys.executable,
-            repository / 'tools/test.py',
-            repository / 'configs/sa_quadratic_digits.py',
-            tmp_path / 'malicious.pth',
-            '--work-dir',
-            tmp_path,
-        ],
-        capture_output=True,
-        text=True,
+    tool, config = repository / 'tools/test.py', repository / 'configs/sa_quadratic_digits.py'
+    output = run(
+        'python', tool, config, tmp_path / 'malicious.pth', '--work-dir', tmp_path, folder=tmp_path, expected=1
     )
-    assert run.returncode != 0 and 'UnpicklingError' in run.stderr
+    assert 'UnpicklingError' in output
     assert not victim.exists()
 
 
