@@ -1,8 +1,10 @@
 """The option ``--slow``, the profiles of Hypothesis, and what all tests share."""
 
+import gc
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
 
 import hypothesis
@@ -57,6 +59,12 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item not in slow]
 
 
+def pytest_collection_finish():
+    if 'mmengine' in sys.modules:
+        warm_python.leave_configs_unformatted()
+    gc.freeze()  # mmengine collects garbage for every dataset: not among all that was imported
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """With `-n 2`: the tests of a file stay together while they can, since they share what takes long to make."""
@@ -66,8 +74,11 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 @pytest.fixture(autouse=True)
-def seed():
+def fresh():
+    """The same random numbers for every test, and nothing compiled: another's sizes would make this one's dynamic."""
     torch.manual_seed(0)
+    if 'torch._dynamo' in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture(scope='session')

@@ -117,7 +117,8 @@ def test_installed(kind, environment, source, wheel, tmp_path):
     install(environment, *([wheel] if kind == 'wheel' else ['-e', source]))
     (tmp_path / 'user.py').write_text(USER_CONFIG)
     home = environment if kind == 'wheel' else source
-    output = run(environment / 'bin/python', '-c', CHECK, home, tmp_path / 'user.py', cwd=tmp_path)
+    variables = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
+    output = run(environment / 'bin/python', '-c', CHECK, home, tmp_path / 'user.py', cwd=tmp_path, env=variables)
     assert 'all is well' in output
 
 
@@ -188,6 +189,7 @@ for warning in caught:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'sabotage, reason',
     [
@@ -210,6 +212,7 @@ def test_versions_that_mmpretrain_refuses(sabotage, reason):
     assert reason in sentence and 'mmcv-lite>=2.0,<2.4' in sentence
 
 
+@pytest.mark.slow
 def test_setuptools_without_pkg_resources():
     package_utils = pytest.importorskip('mmengine.utils.package_utils')
     if 'pkg_resources' not in Path(package_utils.__file__).read_text():

@@ -61,7 +61,9 @@ def whole(folder, repository):
     return folder / 'whole'
 
 
-@pytest.mark.parametrize('kill_at', range(ITERATIONS, EPOCHS * ITERATIONS, ITERATIONS))
+@pytest.mark.parametrize(
+    'kill_at', [3, 6, pytest.param(9, marks=pytest.mark.slow), 12, pytest.param(15, marks=pytest.mark.slow)]
+)
 def test_killed_and_resumed(kill_at, whole, folder, repository):
     """At each epoch boundary in turn; at the second, the heads are gone, and the last checkpoint still has them."""
     name = f'killed{kill_at}'

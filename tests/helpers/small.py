@@ -1,5 +1,6 @@
 """Small models of every kind, for the tests."""
 
+import pytest
 import timm
 import torch
 
@@ -15,6 +16,8 @@ TIMM_KINDS = [
 SMALL = dict(embed_dim=16, depth=2, num_heads=3, mlp_dim=24)
 SMALL_ARCH = dict(embed_dims=16, num_layers=2, num_heads=3, feedforward_channels=24)
 SMALL_CMHSA = dict(type='CMHSA', patch_size=2, img_size=16, num_layers=2, feedforward_channels=24)
+# Of torch.compile: what shows that a model is one graph, and what users have.
+BACKENDS = ['aot_eager', pytest.param('inductor', marks=pytest.mark.slow)]
 
 
 def small_timm(name, **kwargs):

@@ -196,6 +196,7 @@ def test_layer_decay():
     assert rate['head.fc.weight'] == 1
 
 
+@torch.no_grad()  # compiled for training: the same networks in test_timm_models.py
 @pytest.mark.parametrize('kind', KINDS)
 def test_copied_compiled_and_exported(kind):
     model = backbone(kind, out_indices=(0, 1)).eval()

@@ -197,20 +197,31 @@ def test_error_of_a_soft_head_is_within_the_bound():
     assert 0 < error <= fit.bound
 
 
-@pytest.mark.parametrize('name', TIMM_KINDS[:1] + TIMM_KINDS[2:])
-def test_compiled_exported_and_in_onnx(name, tmp_path):
-    model = small_timm(name)
+def deployed_with_shapes(name, depth):
+    """A network as deployed, with a convolution where there is one; two images; what may change in the first's shape."""
+    model = small_timm(name, depth=depth)
     if name == 'sa_quadratic_cifar':
-        harden(model, [1], [(0.0, 1.0), (-1.0, 0.0), (1.0, -1.0)])
+        harden(model, [depth - 1], [(0.0, 1.0), (-1.0, 0.0), (1.0, -1.0)])
     model.switch_to_deploy(conv_tolerance=1e-6)
-    x, smaller = torch.randn(2, 3, 32, 32), torch.randn(1, 3, 12, 20)
+    batch, rows, columns = (torch.export.Dim(n, min=1 if n == 'batch' else 2, max=16) for n in ('batch', 'r', 'c'))
+    return model, torch.randn(2, 3, 32, 32), torch.randn(1, 3, 12, 20), {0: batch, 2: 2 * rows, 3: 2 * columns}
+
+
+@pytest.mark.parametrize('depth', [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('name', [*TIMM_KINDS[:1], *TIMM_KINDS[2:]])
+def test_compiled_and_exported(name, depth):
+    model, x, smaller, shapes = deployed_with_shapes(name, depth)
     expected, of_smaller = model(x), model(smaller)
     assert torch.allclose(torch.compile(model, fullgraph=True, backend='aot_eager')(x), expected, atol=1e-5)
-    batch, rows, columns = (torch.export.Dim(n, min=1 if n == 'batch' else 2, max=16) for n in ('batch', 'r', 'c'))
-    shapes = {0: batch, 2: 2 * rows, 3: 2 * columns}
     program = torch.export.export(model, (x,), dynamic_shapes=(shapes,))
     assert torch.allclose(program.module()(smaller), of_smaller, atol=1e-5)
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', TIMM_KINDS[:1] + TIMM_KINDS[2:])
+def test_in_onnx(name, tmp_path):
+    model, x, smaller, shapes = deployed_with_shapes(name, depth=2)
+    expected, of_smaller = model(x), model(smaller)
     pytest.importorskip('onnxscript')
     onnxruntime = pytest.importorskip('onnxruntime')
     torch.onnx.export(model, (x,), str(tmp_path / 'model.onnx'), dynamo=True, dynamic_shapes=(shapes,), verbose=False)

@@ -431,22 +431,24 @@ def test_timm_interface(kind):
     assert network(kind)(torch.randn(0, 3, 16, 16)).shape == (0, 10)
 
 
+@pytest.mark.parametrize('dynamic', [False, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('kind', ['separate', 'merged', 'deployed'])
-def test_compiled(kind):
+def test_compiled(kind, dynamic):
     """Forward and backward, of more and of fewer tokens than channels; kept biases are neither read nor written."""
     model = network(kind, depth=1)
-    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend='aot_eager')
-    for x in (torch.randn(1, 3, 4, 4), torch.randn(2, 3, 16, 16), torch.randn(3, 3, 16, 16)):
-        expected, actual = (gradients(m, x) for m in (model, compiled))
-        for value, other in zip(expected, actual):
-            assert value is other is None or torch.allclose(value, other, atol=1e-5)
-        for m in (model, compiled):
-            m.zero_grad()
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend='aot_eager', dynamic=dynamic)
+    for x in (torch.randn(1, 3, 4, 4), torch.randn(2, 3, 16, 16)):
+        for batch in (x, torch.cat([x, x])) if dynamic is None else (x,):
+            expected, actual = (gradients(m, batch) for m in (model, compiled))
+            for value, other in zip(expected, actual):
+                assert value is other is None or torch.allclose(value, other, atol=1e-5)
+            for m in (model, compiled):
+                m.zero_grad()
     if kind == 'deployed':
         assert len(compiled.blocks[0].attn._cache) == 0
 
 
-@pytest.mark.parametrize('strict', [False, True])
+@pytest.mark.parametrize('strict', [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('kind', ['separate', 'merged', 'deployed'])
 def test_exported(kind, strict):
     model = network(kind, depth=1)
@@ -460,7 +462,7 @@ def test_exported(kind, strict):
             assert torch.allclose(program.module()(x), model(x), atol=1e-5)
 
 
-@pytest.mark.parametrize('size', [(16, 16), (12, 8)])
+@pytest.mark.parametrize('size', [pytest.param((16, 16), marks=pytest.mark.slow), (12, 8)])
 def test_onnx(size, tmp_path):
     onnxruntime = pytest.importorskip('onnxruntime')
     pytest.importorskip('onnxscript')

@@ -142,6 +142,7 @@ def test_exponent():
     assert cost_curve.exponent(unmeasurable, 'ours') == pytest.approx(1.5)
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_step():
     large = bytearray(15 * 10**8)  # what this process has had must not count
     figure = memory.in_new_process(QUICK, 'original', 'sa_quadratic_cifar', 64, 4)
@@ -157,6 +158,7 @@ def test_memory_that_cannot_be_measured(tmp_path, monkeypatch):
         memory.in_new_process(QUICK, 'ours', 'sa_learned_cifar', 64, 4)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, monkeypatch):
     out, page = tmp_path / 'all.json', tmp_path / 'docs/benchmarks.md'
     command = [sys.executable, benchmark.__file__, '--quick', '--out', str(out), '--markdown', str(page)]
