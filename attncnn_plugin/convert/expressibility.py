@@ -160,7 +160,7 @@ def expressible_shifts_of_maps(
     at_targets, rest = (torch.cat(tensors) for tensors in zip(*parts))  # (Q, K, N_h), (Q, ≤ N_h, N_h)
     query_residual, query_rank = _outside_span(torch.cat([at_targets, rest], dim=1), target.shape[1], tolerance)
 
-    count = inside.sum(0)  # ‖S_δ‖², (K, 1)
+    count = inside.sum(0).double()  # ‖S_δ‖², (K, 1)
     coefficients = at_targets.sum(0) / count  # ⟨S_δ, P_h⟩/‖S_δ‖²
     rest = torch.cat([at_targets - coefficients * inside, rest], dim=1).flatten(0, 1)
     rest = torch.linalg.qr(rest, mode='r').R

@@ -182,7 +182,7 @@ def test_residuals_by_least_squares(kind, num_heads, kernel_size, height, width,
                 shifted[n, pixels.index((row + row_shift, column + column_shift))] = 1
         joint = distance(shifted[chosen].flatten(), probs[:, chosen].flatten(1)) / shifted[chosen].norm()
         each = torch.stack([distance(shifted[n], probs[:, n]) for n in chosen])
-        assert report.residual[index] == pytest.approx(joint.item(), abs=1e-7)
+        assert report.residual[index] == pytest.approx(joint.item(), abs=1e-9)
         assert report.query_residual[index] == pytest.approx(each.max().item(), abs=1e-6)
         # The joint coefficients are one choice at every query.
         assert each.norm() <= report.residual[index] * shifted[chosen].norm() + 1e-6
