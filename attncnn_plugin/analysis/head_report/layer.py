@@ -1,34 +1,34 @@
-"""What the heads of an attention layer do: where they look, whether they do anything, what convolution they form."""
+"""The head report of one layer: where its heads look, whether they do anything, what convolution they form.
+
+It answers the questions of Cordonnier et al. 2020, section 4, about a layer: which heads are convolutional, and which
+of the shifts of a kernel they cover.
+"""
 
 import dataclasses
-import math
-from typing import Dict, Iterator, Optional, Sequence, Tuple
+from typing import Dict, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ...convert.patches import PatchConvolutionAttention
-from ...layers.attention_layer import GaussianHeads
-from ...layers.encodings import GeneralizedQuadraticEncoding, QuadraticEncoding
-from ...layers.grid_attention import GridAttention
-from ...layers.image_attention import ImageAttention
-from ...layers.merged_patch_attention import MergedPatchAttention
-from ...layers.patch_attention import PatchAttention
+from ...layers import AttentionLayer, GaussianHeads, ImageAttention
 from ...layers.window import per_axis
+from ...pruning.criteria import relative_entropy_of_maps
 from ...pruning.degenerate_heads import DegenerateHead, degenerate_heads_of_maps
-from ..attention_maps import depends_on_content, position_probs, relative_entropy_of
-from .convolutions import KERNEL_SIZES, ConvolutionErrors, expressible_shifts_of, value_products
-from .kinds import EXACT, Lattice, LayerKind, count_kinds, head_kind
+from .convolutions import ConvolutionErrors, expressible_kernels
+from .head_statistics import head_statistics
+from .kinds import EXACT, Lattice, LayerKind
 from .report import BestConvolution, HeadStatistics, LayerReport
-from .shift_maps import ShiftMaps, moments, nearest_shifts, shift_shares, window_mass
+from .shift_maps import ShiftMaps, same_window
 
-ZOOM = 3  # shares of the shifts −3 … 3, as C20's Figure 5
 TOLERANCE = 1e-6
+
+Size = Tuple[int, int]
 
 
 @torch.no_grad()
-def head_report(layer: nn.Module, height: int, width: int, tolerance: float = TOLERANCE) -> LayerReport:
-    """What the heads of a layer do on a grid, as far as it depends on position alone.
+def head_report(layer: nn.Module, size: Sequence[int], tolerance: float = TOLERANCE) -> LayerReport:
+    """Reports what the heads of a layer do on a grid, as far as it depends on position alone.
 
     Centre and width of Gaussian heads are their parameters, those of others the moments of their probabilities at
     interior queries. For attention with content the probabilities are those of the positional part, vᵀr_δ (C20, eq. 8)
@@ -38,7 +38,7 @@ def head_report(layer: nn.Module, height: int, width: int, tolerance: float = TO
         layer (nn.Module): Attention of this package: over a grid of tokens, of CMHSA, or what
             :func:`~attncnn_plugin.convert.conv_to_mhsa` and :func:`~attncnn_plugin.convert.conv_to_patch_mhsa` return
             for an ``nn.Conv2d``.
-        height, width (int): Size of the grid in tokens, pixels for ``conv_to_mhsa``; at least two of them.
+        size (Sequence[int]): Height and width of the grid in tokens, at least two of them; pixels for ``conv_to_mhsa``.
         tolerance (float): Residual up to which a shift is expressible, 1e-7 or more. Defaults to 1e-6.
 
     Returns:
@@ -50,184 +50,145 @@ def head_report(layer: nn.Module, height: int, width: int, tolerance: float = TO
             two axes; parameters that are not finite.
 
     Examples:
-        >>> print(head_report(conv_to_mhsa(nn.Conv2d(3, 8, 3, padding=1))[0], 8, 8).summary)
+        >>> from attncnn_plugin.convert import conv_to_mhsa
+        >>> attention, _ = conv_to_mhsa(nn.Conv2d(3, 8, 3, padding=1))
+        >>> report = head_report(attention, size=(8, 8))
+        >>> print(report.summary)
         one convolution, 3x3, error 0
+        >>> report.heads[0].nearest_shift, report.heads[0].share
+        ((-1, -1), 1.0)
     """
-    size = per_axis('(height, width)', (height, width), 2)
+    grid = pair('size', size)
     if isinstance(layer, PatchConvolutionAttention):
         layer = layer.attention
-    if not isinstance(layer, (GridAttention, ImageAttention, PatchAttention, MergedPatchAttention)):
+    if not isinstance(layer, AttentionLayer):
         raise TypeError(
             f'layer is a {type(layer).__name__}, but only attention layers of this package have heads to '
             'report; for the probabilities of another one there is maps_report'
         )
-    if isinstance(layer, ImageAttention) and layer.window.ndim != 2:
-        raise ValueError(f'layer has {layer.window.ndim} axes of pixels, but heads are reported for two')
+    window = layer.window if isinstance(layer, ImageAttention) else None
+    if window is not None and window.ndim != 2:
+        raise ValueError(f'layer has {window.ndim} axes of pixels, but heads are reported for two')
     if layer.num_heads == 0:
-        return empty_report(size)
-    window = getattr(layer, 'window', None)
-    if not depends_on_content(layer):
-        maps = ShiftMaps.of(layer.exact_attention_probs(size), size, window)
-        encoding = getattr(layer, 'encoding', None)
-        degenerate = _degenerate(maps, layer.gaussian_heads())
+        return empty_report(grid)
+    gaussian, degenerate = None, None
+    if not layer.depends_on_content:
+        maps = ShiftMaps.of(layer.exact_attention_probs(grid), grid, window)
+        gaussian = layer.gaussian_heads()
+        degenerate = _degenerate_heads(maps, gaussian)
     else:
-        probs = position_probs(layer, *size)
+        probs = layer.position_probs(grid)
         if probs is None:
             raise ValueError(
-                f'the scores of layer, terms={layer.terms}, have no part that depends on position alone: '
+                f'the scores of layer, {layer.extra_repr()}, have no part that depends on position alone: '
                 "report the mean attention over images with maps_report, or add the term 'vr'"
             )
-        maps, encoding, degenerate = ShiftMaps.of(probs, size), None, None
-    return _report(maps, value_products(layer), _padding_mode(layer), tolerance, degenerate, encoding)
+        maps = ShiftMaps.of(probs, grid)
+    errors = ConvolutionErrors(maps, layer.padding_mode, layer.value_matrices())
+    relative_entropy = relative_entropy_of_maps(maps.probs)
+    heads = tuple(head_statistics(maps, relative_entropy, gaussian, degenerate))
+    return _report(maps, heads, errors, tolerance)
 
 
 @torch.no_grad()
 def maps_report(
     probs: Tensor,
-    height: int,
-    width: int,
-    layer: Optional[nn.Module] = None,
+    size: Sequence[int],
+    layer: Optional[AttentionLayer] = None,
     num_images: int = 0,
     relative_entropy: Optional[Tensor] = None,
     tolerance: float = TOLERANCE,
 ) -> LayerReport:
-    """The report of given probabilities, a mean over images for instance; see :func:`head_report`.
+    """Reports what heads with given probabilities do, for instance with their mean over images.
 
     Args:
         probs (Tensor): ``(N_h, height*width, height*width)``, rows of at most 1.
-        height, width (int): Size of the grid in tokens.
-        layer (nn.Module, optional): Attention of this package whose value matrices weigh the heads in the errors of
-            convolutions. Defaults to heads of equal weight, each with an output of its own.
+        size (Sequence[int]): Height and width of the grid in tokens.
+        layer (AttentionLayer, optional): Attention of this package whose value matrices weigh the heads in the errors
+            of convolutions. Defaults to heads of equal weight, each with an output of its own.
         num_images (int): Number of images of the mean, 0 for none: with images no head is called degenerate. Defaults
             to 0.
-        relative_entropy (Tensor, optional): That of single images, mean over these, see
-            :func:`~.attention_maps.relative_entropy_of`, ``(N_h,)``. A mean of images has a larger one: a head can look
-            at one key in each image, and at all of them in the mean. Defaults to that of ``probs``.
+        relative_entropy (Tensor, optional): Relative entropy of single images, mean over these, see
+            :func:`~attncnn_plugin.pruning.criteria.relative_entropy_of_maps`, ``(N_h,)``. A mean over images has a
+            larger one: a head can look at one key in each image, and at all of them in the mean. Defaults to that of
+            ``probs``.
         tolerance (float): Residual up to which a shift is expressible, 1e-7 or more. Defaults to 1e-6.
+
+    Returns:
+        LayerReport: The report, see :func:`head_report`.
 
     Raises:
         ValueError: ``probs`` are not those of such a grid, or are not finite.
+
+    Examples:
+        >>> probs = torch.stack([torch.eye(36), torch.full((36, 36), 1 / 36)])
+        >>> report = maps_report(probs, size=(6, 6))
+        >>> print(report.summary)
+        mixture, 1 hard, 1 uniform
+        >>> print(report.heads[1].criterion, report.heads[1].why)
+        entropy relative entropy 1 > 0.99
     """
-    size = per_axis('(height, width)', (height, width), 2)
+    height, width = pair('size', size)
     if probs.ndim != 3 or probs.shape[1:] != (height * width, height * width):
         raise ValueError(
             f'probs have shape {tuple(probs.shape)}, but (N_h, {height * width}, {height * width}) are '
             f'those of a grid of {height}x{width}'
         )
     if len(probs) == 0:
-        report = empty_report(size)
+        report = empty_report((height, width))
     else:
-        maps = ShiftMaps.of(probs, size)
-        weights = torch.eye(len(probs), dtype=torch.float64) if layer is None else value_products(layer)
-        degenerate = None if num_images else _degenerate(maps, None)
-        report = _report(maps, weights, _padding_mode(layer), tolerance, degenerate, relative_entropy=relative_entropy)
+        maps = ShiftMaps.of(probs, (height, width))
+        if layer is None:
+            errors = ConvolutionErrors(maps, 'replicate')
+        else:
+            errors = ConvolutionErrors(maps, layer.padding_mode, layer.value_matrices())
+        if relative_entropy is None:
+            relative_entropy = relative_entropy_of_maps(maps.probs)
+        degenerate = None if num_images else _degenerate_heads(maps)
+        heads = tuple(head_statistics(maps, relative_entropy, degenerate=degenerate))
+        report = _report(maps, heads, errors, tolerance)
     return dataclasses.replace(report, attention='images' if num_images else 'position', num_images=num_images)
 
 
-def empty_report(size: Tuple[int, int], kind: str = 'empty', **window: Tuple[int, int]) -> LayerReport:
-    """The report of a layer without heads, or of the convolution in its place."""
-    return LayerReport(size, 0, LayerKind(kind, 0, 0, 0, **window), (), (), ())
+def pair(name: str, size: Sequence[int]) -> Size:
+    """Height and width, checked.
+
+    Raises:
+        ValueError: They are not two positive integers.
+    """
+    height, width = per_axis(name, size, 2)
+    return height, width
 
 
-def _padding_mode(layer: Optional[nn.Module]) -> str:
-    # The null key of CMHSA stands for zeros outside of the grid.
-    return 'zeros' if isinstance(layer, (PatchAttention, MergedPatchAttention)) else 'replicate'
+def empty_report(size: Size, kind: str = 'empty', kernel_size: Optional[Size] = None) -> LayerReport:
+    """The report of a layer without heads, or of the convolution in its place.
+
+    Examples:
+        >>> empty_report((8, 8)).summary
+        'no heads: the layer is its bias'
+    """
+    return LayerReport(size, 0, LayerKind(kind, 0, 0, 0, kernel_size=kernel_size), (), (), ())
 
 
-def _degenerate(maps: ShiftMaps, gaussian: Optional[GaussianHeads]) -> Dict[int, DegenerateHead]:
+def _degenerate_heads(maps: ShiftMaps, gaussian: Optional[GaussianHeads] = None) -> Dict[int, DegenerateHead]:
     """The degenerate heads by index."""
-    criteria = (['uniform', 'stripe'] if gaussian else []) + ['entropy', 'duplicate']
-    return {entry.head: entry for entry in degenerate_heads_of_maps(maps.probs, criteria, gaussian).found}
+    criteria = ['entropy', 'duplicate'] if gaussian is None else ['uniform', 'stripe', 'entropy', 'duplicate']
+    report = degenerate_heads_of_maps(maps.probs, criteria, None if gaussian is None else gaussian.factor)
+    return {entry.head: entry for entry in report.found}
 
 
 def _report(
-    maps: ShiftMaps,
-    weights: Tensor,
-    padding_mode: str,
-    tolerance: float,
-    degenerate: Optional[Dict[int, DegenerateHead]],
-    encoding: Optional[nn.Module] = None,
-    relative_entropy: Optional[Tensor] = None,
+    maps: ShiftMaps, heads: Tuple[HeadStatistics, ...], errors: ConvolutionErrors, tolerance: float
 ) -> LayerReport:
-    if relative_entropy is None:
-        relative_entropy = relative_entropy_of(maps.probs)
-    heads = tuple(_heads(maps, encoding, relative_entropy, degenerate))
-    errors = ConvolutionErrors(maps, weights, padding_mode)
     convolutions = tuple(errors.of_kernels())
     return LayerReport(
-        maps.size,
-        len(heads),
-        _kind(maps, heads, convolutions, errors),
-        convolutions,
-        tuple(expressible_shifts_of(maps, tolerance)),
-        heads,
+        grid=maps.size,
+        num_heads=len(heads),
+        kind=_kind(maps, heads, convolutions, errors),
+        convolutions=convolutions,
+        expressible=tuple(expressible_kernels(maps, tolerance)),
+        heads=heads,
     )
-
-
-def _heads(
-    maps: ShiftMaps,
-    encoding: Optional[nn.Module],
-    relative_entropy: Tensor,
-    degenerate: Optional[Dict[int, DegenerateHead]],
-) -> Iterator[HeadStatistics]:
-    source, center, alpha, covariance = _center_and_width(maps, encoding)
-    masses = [window_mass(maps, kernel_size).tolist() for kernel_size in KERNEL_SIZES]
-    shares = shift_shares(maps)
-    nearest = nearest_shifts(maps, shares)
-    nats = math.log(maps.probs.shape[-1])
-    for head, relative in enumerate(relative_entropy.tolist()):
-        shift, share = nearest[head]
-        found = None if degenerate is None else degenerate.get(head)
-        yield HeadStatistics(
-            head,
-            source,
-            _finite(center[head]),
-            None if alpha is None else alpha[head].item(),
-            _finite(covariance[head]),
-            relative * nats,
-            relative,
-            masses[0][head],
-            masses[1][head],
-            shift,
-            share,
-            head_kind(share, relative),
-            None if degenerate is None else found is not None,
-            found and found.criterion,
-            found and found.reason,
-            _zoom(shares[head]),
-        )
-
-
-def _center_and_width(
-    maps: ShiftMaps,
-    encoding: Optional[nn.Module],
-) -> Tuple[str, Tensor, Optional[Tensor], Tensor]:
-    """Where they come from, the centres ``(N_h, 2)``, α ``(N_h,)`` and the covariances ``(N_h, 2, 2)``."""
-    if isinstance(encoding, QuadraticEncoding):
-        alpha = encoding.alpha.cpu().double()
-        variance = 1 / (2 * alpha)
-        return 'parameters', encoding.center.cpu().double(), alpha, torch.diag_embed(variance[:, None].expand(-1, 2))
-    if isinstance(encoding, GeneralizedQuadraticEncoding):
-        inverse, info = torch.linalg.inv_ex(encoding.sqrt_precision.cpu().double())  # Σ = M⁻ᵀ M⁻¹
-        covariance = torch.where(info[:, None, None] == 0, inverse.mT @ inverse, float('inf'))
-        return 'parameters', encoding.center.cpu().double(), None, covariance
-    center, covariance = moments(maps)
-    return 'moments', center, None, covariance
-
-
-def _finite(values: Tensor) -> Optional[tuple]:
-    """As tuples; None if a value is not finite."""
-    if not values.isfinite().all():
-        return None
-    return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in values.tolist())
-
-
-def _zoom(share: Tensor) -> Tuple[Tuple[Optional[float], ...], ...]:
-    """Shares of the shifts −3 … 3."""
-    padded = nn.functional.pad(share, (ZOOM,) * 4, value=float('nan'))
-    row, column = (n // 2 for n in padded.shape)
-    zoomed = padded[row - ZOOM : row + ZOOM + 1, column - ZOOM : column + ZOOM + 1]
-    return tuple(tuple(None if value != value else value for value in line) for line in zoomed.tolist())
 
 
 def _kind(
@@ -236,35 +197,35 @@ def _kind(
     convolutions: Sequence[BestConvolution],
     errors: ConvolutionErrors,
 ) -> LayerKind:
-    counts = count_kinds([head.kind for head in heads])
-    stride, dilation = ((1, 1), (1, 1)) if maps.window is None else (maps.window.stride, maps.window.dilation)
+    """What the heads form together, see :class:`.kinds.LayerKind`."""
+    kinds = [head.kind for head in heads]
+    hard, soft, uniform = (kinds.count(kind) for kind in ('hard', 'soft', 'uniform'))
+    window = same_window((1, 1)) if maps.window is None else maps.window
+    mixture = LayerKind('mixture', hard, soft, uniform, stride=(window.stride[0], window.stride[1]))
     exact = next((entry for entry in convolutions if entry.error < EXACT and entry.interior_error is not None), None)
-    if counts['hard'] == len(heads):
+    if hard == len(heads):
         shifts = [head.nearest_shift for head in heads]
         error = errors.of_shifts(shifts)
-        # What leaks within the window of an ImageAttention is a part of its kernel.
+        # The small rest of the heads of an ImageAttention lies in its window: it is a part of the kernel.
         if error is not None and (error < EXACT or exact is None or maps.window is None):
             lattice = Lattice.of(shifts)
-            kind = ('dilated' if lattice.dilated else 'convolution') if lattice.full else 'sparse'
-            return LayerKind(
-                kind,
-                **counts,
+            return dataclasses.replace(
+                mixture,
+                kind=('dilated' if lattice.dilated else 'convolution') if lattice.full else 'sparse',
                 num_shifts=len(set(shifts)),
                 kernel_size=lattice.kernel_size,
                 dilation=lattice.dilation,
                 offset=lattice.offset,
-                stride=stride,
                 error=error,
             )
-    if exact is not None:
-        dilation = tuple(step if n > 1 else 1 for step, n in zip(dilation, exact.kernel_size))
-        return LayerKind(
-            'dilated' if max(dilation) > 1 else 'convolution',
-            **counts,
-            kernel_size=exact.kernel_size,
-            dilation=dilation,
-            offset=(0, 0),
-            stride=stride,
-            error=exact.error,
-        )
-    return LayerKind('mixture', **counts, stride=stride)
+    if exact is None:
+        return mixture
+    rows, columns = (step if n > 1 else 1 for step, n in zip(window.dilation, exact.kernel_size))
+    return dataclasses.replace(
+        mixture,
+        kind='dilated' if max(rows, columns) > 1 else 'convolution',
+        kernel_size=exact.kernel_size,
+        dilation=(rows, columns),
+        offset=(0, 0),
+        error=exact.error,
+    )
