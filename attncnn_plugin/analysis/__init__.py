@@ -15,7 +15,7 @@ from .attention_maps import (
     visit_layers,
 )
 from .head_centers import head_centers, query_maps
-from .head_report import (
+from .head_reports import (
     BestConvolution,
     ExpressibleShifts,
     HeadStatistics,

@@ -71,7 +71,10 @@ def query_maps(
     """The probabilities of the keys for one query.
 
     Args:
-        layer, size, query, probs: See :func:`head_centers`; with ``probs`` those of Gaussian heads are not used either.
+        layer (AttentionLayer): An attention layer.
+        size (Sequence[int]): Height and width of the grid in tokens.
+        query (tuple[int, int], optional): Row and column of the query. Defaults to the middle of the grid.
+        probs (Tensor, optional): Probabilities to use in place of those by position, ``(N_h, H*W, H*W)``.
 
     Returns:
         Tensor: ``(N_h, height, width)``, float64 on the CPU.
@@ -98,8 +101,8 @@ def query_maps(
         probs = layer.position_probs(size)
     if probs is None:
         raise ValueError(
-            f'no term of the scores of layer, {layer.extra_repr()}, depends on position alone: give probs, for instance '
-            'mean_attention_probs_of(model, images)[name]'
+            f'no term of the scores of layer, {layer.extra_repr()}, depends on position alone: give probs, '
+            'for instance mean_attention_probs_of(model, images)[name]'
         )
     return probs[:, index].detach().cpu().double().unflatten(1, (height, width))
 

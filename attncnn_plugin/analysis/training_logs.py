@@ -1,6 +1,6 @@
-"""The logs of trainings as numbers: any scalar by its step, and the centres of heads (Cordonnier et al. 2020, Figure 3).
+"""Logs of trainings as numbers: scalars by step, and the centres of heads (Cordonnier et al. 2020, Figure 3).
 
-They are those of mmengine's local backend, ``dict(type='LocalVisBackend')``, which every config has by default.
+The logs are those of mmengine's local backend, ``dict(type='LocalVisBackend')``, which every config has by default.
 """
 
 import json
@@ -31,10 +31,10 @@ def read_centers(run: Union[str, Path]) -> Dict[str, Dict[int, np.ndarray]]:
     Examples:
         >>> import tempfile
         >>> log = Path(tempfile.mkdtemp()) / 'scalars.json'
-        >>> scalars = {'attention/blocks.0.attn/head2/center_row': 1.5, 'attention/blocks.0.attn/head2/center_column': 0}
-        >>> _ = log.write_text(json.dumps({**scalars, 'step': 7}))
+        >>> center = {'attention/blocks.0/head2/center_row': 1.5, 'attention/blocks.0/head2/center_column': 0}
+        >>> _ = log.write_text(json.dumps({**center, 'step': 7}))
         >>> read_centers(log)
-        {'blocks.0.attn': {2: array([[7. , 1.5, 0. ]])}}
+        {'blocks.0': {2: array([[7. , 1.5, 0. ]])}}
     """
     axes: Dict[str, Dict[int, Dict[str, np.ndarray]]] = {}
     for name, values in read_scalars(run).items():
@@ -65,8 +65,9 @@ def read_scalars(run: Union[str, Path]) -> Dict[str, np.ndarray]:
     Examples:
         >>> import tempfile
         >>> log = Path(tempfile.mkdtemp()) / 'scalars.json'
-        >>> lines = ['{"accuracy/top1": 50.0, "step": 1}', '{"accuracy/top1": 60.0, "step": 2}']
-        >>> _ = log.write_text('\\n'.join(lines))
+        >>> with log.open('w') as file:
+        ...     for step, accuracy in ((1, 50.0), (2, 60.0)):
+        ...         print(json.dumps({'accuracy/top1': accuracy, 'step': step}), file=file)
         >>> read_scalars(log)
         {'accuracy/top1': array([[ 1., 50.],
                [ 2., 60.]])}

@@ -67,7 +67,9 @@ def test_the_layers_of_every_kind_by_name(name):
 def test_the_layers_of_cmhsa(merge_heads):
     assert attention_layers(small_cmhsa('conv')) == {}
     layers = attention_layers(small_cmhsa('attn', merge_heads=merge_heads))
-    assert list(layers) == ['blocks.0.attn', 'blocks.1.attn'] and all(layer.depends_on_content for layer in layers.values())
+    assert list(layers) == ['blocks.0.attn', 'blocks.1.attn'] and all(
+        layer.depends_on_content for layer in layers.values()
+    )
 
 
 @pytest.mark.parametrize('name', TIMM_KINDS[:4])

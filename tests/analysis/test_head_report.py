@@ -32,9 +32,9 @@ from attncnn_plugin.analysis import (
     timm_attention,
     timm_reports,
 )
-from attncnn_plugin.analysis.head_report.kinds import Lattice
-from attncnn_plugin.analysis.head_report.report import json_ready
-from attncnn_plugin.analysis.head_report.shift_maps import ShiftMaps, moments
+from attncnn_plugin.analysis.head_reports.kinds import Lattice
+from attncnn_plugin.analysis.head_reports.report import json_ready
+from attncnn_plugin.analysis.head_reports.shift_maps import ShiftMaps, moments
 from attncnn_plugin.convert import conv_to_mhsa, conv_to_patch_mhsa, expressible_shifts
 from attncnn_plugin.layers import (
     ContentAttention,
@@ -624,7 +624,9 @@ def test_json(kind, width):
 
 
 def test_json_of_numbers_that_are_not_finite():
-    assert json_ready({'a': (math.inf, [math.nan, 1.5], 'x', None, True)}) == {'a': [None, [None, 1.5], 'x', None, True]}
+    assert json_ready({'a': (math.inf, [math.nan, 1.5], 'x', None, True)}) == {
+        'a': [None, [None, 1.5], 'x', None, True]
+    }
 
 
 def test_no_heads():
@@ -647,7 +649,11 @@ def test_zero_values():
 @pytest.mark.parametrize(
     'call, error, message',
     [
-        (lambda: head_report(nn.MultiheadAttention(4, 2), (5, 5)), TypeError, 'layer is a MultiheadAttention, but only'),
+        (
+            lambda: head_report(nn.MultiheadAttention(4, 2), (5, 5)),
+            TypeError,
+            'layer is a MultiheadAttention, but only',
+        ),
         (lambda: head_report(conv_to_mhsa(nn.Conv1d(2, 2, 3))[0], (5, 5)), ValueError, 'layer has 1 axes of pixels'),
         (
             lambda: head_report(conv_to_mhsa(nn.Conv2d(2, 2, 7, padding=3))[0], (5, 5)),

@@ -202,9 +202,8 @@ class LayerReport:
     def __str__(self) -> str:
         part = ['by position'] if self.attention == 'position' else []
         part += [f'mean over {self.num_images} images'] if self.num_images else []
-        lines = [
-            f'{self.name or "layer"}: {", ".join(part)}, {size_text(self.grid)} tokens, {self.num_heads} heads: {self.summary}'
-        ]
+        grid = f'{size_text(self.grid)} tokens, {self.num_heads} heads'
+        lines = [f'{self.name or "layer"}: {", ".join(part)}, {grid}: {self.summary}']
         for entry in self.convolutions:
             inside = '' if entry.interior_error is None else f', {error_text(entry.interior_error)} inside'
             best = ' (best)' if entry is self.best and len(self.convolutions) > 1 else ''

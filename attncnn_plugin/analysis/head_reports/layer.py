@@ -173,7 +173,7 @@ def empty_report(size: Size, kind: str = 'empty', kernel_size: Optional[Size] = 
 def _degenerate_heads(maps: ShiftMaps, gaussian: Optional[GaussianHeads] = None) -> Dict[int, DegenerateHead]:
     """The degenerate heads by index."""
     criteria = ['entropy', 'duplicate'] if gaussian is None else ['uniform', 'stripe', 'entropy', 'duplicate']
-    report = degenerate_heads_of_maps(maps.probs, criteria, None if gaussian is None else gaussian.factor)
+    report = degenerate_heads_of_maps(maps.probs, criteria, gaussian)
     return {entry.head: entry for entry in report.found}
 
 

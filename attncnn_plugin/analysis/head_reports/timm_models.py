@@ -62,7 +62,8 @@ def timm_reports(model: nn.Module, images: Tensor, tolerance: float = TOLERANCE)
     heads do not count.
 
     Args:
-        model (nn.Module), images (Tensor): See :func:`timm_attention`; at least one image.
+        model (nn.Module): See :func:`timm_attention`.
+        images (Tensor): ``(B, C, H, W)``, normalized as for the model, at least one.
         tolerance (float): Residual up to which a shift is expressible. Defaults to 1e-6.
 
     Returns:
