@@ -1,1 +1,58 @@
-"""What the heads of a model attend to, as numbers: nothing is drawn here. Plain PyTorch."""
+"""The heads of a model in numbers, no figures: attention maps, centres, head reports, logs of trainings.
+
+Plain PyTorch and NumPy. The numbers are those of Cordonnier et al. 2020, section 4.
+"""
+
+from .attention_maps import (
+    attention_layers,
+    attention_probs_of,
+    content_only_probs_of,
+    grid_of,
+    layer_label,
+    mean_attention_probs_of,
+    position_only_probs_of,
+    require_attention_layers,
+    visit_layers,
+)
+from .head_centers import head_centers, query_maps
+from .head_reports import (
+    BestConvolution,
+    ExpressibleShifts,
+    HeadStatistics,
+    LayerReport,
+    head_report,
+    maps_report,
+    model_reports,
+    reports_to_dict,
+    reports_to_text,
+    timm_attention,
+    timm_reports,
+)
+from .training_logs import read_centers, read_scalars
+
+__all__ = [
+    'BestConvolution',
+    'ExpressibleShifts',
+    'HeadStatistics',
+    'LayerReport',
+    'attention_layers',
+    'attention_probs_of',
+    'content_only_probs_of',
+    'grid_of',
+    'head_centers',
+    'head_report',
+    'layer_label',
+    'maps_report',
+    'mean_attention_probs_of',
+    'model_reports',
+    'position_only_probs_of',
+    'query_maps',
+    'read_centers',
+    'read_scalars',
+    'reports_to_dict',
+    'reports_to_text',
+    'require_attention_layers',
+    'timm_attention',
+    'timm_reports',
+    'visit_layers',
+]

@@ -1,208 +1,70 @@
-"""Attention probabilities of every layer of a model, of the positions alone and of images.
+"""Attention probabilities of every layer of a model on images (Cordonnier et al. 2020 (C20), eq. 1 and 8).
 
 A model is any module with the attention of this package inside: a network, a timm model, a classifier or a backbone of
 mmpretrain. Images are what its forward pass takes, normalized as in training.
 """
 
-import math
 import re
-from contextlib import contextmanager
-from typing import Callable, Dict, Iterator, Optional, Sequence, Tuple
+from contextlib import ExitStack, contextmanager
+from typing import Any, Callable, Dict, Hashable, Iterable, Iterator, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from ..layers.content_attention import ContentAttention
-from ..layers.grid_attention import GridAttention
-from ..layers.merged_patch_attention import MergedPatchAttention
-from ..layers.patch_attention import PatchAttention
-from ..layers.precision import at_least_float32, full_precision
-from ..layers.shifts import at_shifts
-from ..models.networks.grid_network import GridNetwork
+from ..layers import AttentionLayer
 
-Scores = Callable[[nn.Module, Tensor], Optional[Tensor]]
+CHUNK_ELEMENTS = 2**24  # scores that a layer computes at once for means, 64 MiB of float32
+
+Scores = Callable[[AttentionLayer, Tensor], Optional[Tensor]]
 
 
-def attention_layers(model: nn.Module) -> Dict[str, nn.Module]:
+def attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
     """The attention layers of a model by name, in the order of its blocks.
 
     The names are those of ``model.named_modules()``. A CMHSA in the convolution phase has none.
+
+    Examples:
+        >>> import timm, attncnn_plugin
+        >>> list(attention_layers(timm.create_model('sa_quadratic_cifar', depth=2)))
+        ['blocks.0.attn', 'blocks.1.attn']
     """
-    kinds = (GridAttention, PatchAttention, MergedPatchAttention)
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, kinds)}
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, AttentionLayer)}
 
 
-def layer_label(name: str) -> str:
-    """What a layer is called for the eye: ``'block 2'`` for ``'backbone.blocks.2.attn'``, otherwise its name."""
-    block = re.search(r'(?:^|\.)blocks\.(\d+)\.', name)
-    return f'block {block[1]}' if block else name
-
-
-def require_attention_layers(model: nn.Module) -> Dict[str, nn.Module]:
+def require_attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
     """As :func:`attention_layers`, at least one.
 
     Raises:
         ValueError: The model has none, as a CMHSA in the convolution phase.
+
+    Examples:
+        >>> require_attention_layers(nn.Linear(2, 2))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ValueError: the model, of type Linear, has no attention layers of this package ...
     """
     layers = attention_layers(model)
     if not layers:
         raise ValueError(
             f'the model, of type {type(model).__name__}, has no attention layers of this package (a CMHSA '
-            'in the convolution phase gets them with its transition; switch_to_deploy with to_conv puts '
+            'in the convolution phase gets them with its transition; switch_to_deploy with conv_tolerance puts '
             'convolutions in their place)'
         )
     return layers
 
 
-def depends_on_content(layer: nn.Module) -> bool:
-    """Whether the probabilities of a layer depend on its input."""
-    if isinstance(layer, GridAttention):
-        return layer.depends_on_content
-    return isinstance(layer, (PatchAttention, MergedPatchAttention))
-
-
-def has_position_scores(layer: nn.Module) -> bool:
-    """Whether a term of the scores depends on position alone: q·r_δ depends on the query too."""
-    return not isinstance(layer, ContentAttention) or 'vr' in layer.terms
-
-
-@torch.no_grad()
-def position_probs(layer: nn.Module, height: int, width: int) -> Optional[Tensor]:
-    """The probabilities by what depends on position alone.
-
-    For position-only attention these are its probabilities; for attention with content the softmax of vᵀr_δ (C20, eq.
-    8), or of the relative position bias of CMHSA. With the null key of CMHSA, which takes what lies outside of the
-    grid, the rows add up to less than 1.
+def layer_label(name: str) -> str:
+    """A short name of a layer for figures.
 
     Args:
-        layer (nn.Module): One of :func:`attention_layers`.
-        height, width (int): Size of the grid in tokens.
+        name (str): Its name in the model.
 
-    Returns:
-        Tensor | None: ``(N_h, height*width, height*width)``, float32; None without :func:`has_position_scores`.
+    Examples:
+        >>> layer_label('backbone.blocks.2.attn'), layer_label('attention')
+        ('block 2', 'attention')
     """
-    if not has_position_scores(layer):
-        return None
-    if not depends_on_content(layer):
-        return layer.attention_probs((height, width)).float()
-    if not isinstance(layer, ContentAttention):
-        return layer.position((height, width)).float().softmax(-1)[..., :-1]
-    rows, columns = (scores.softmax(-1) for scores in layer.axis_scores((height, width)))
-    probs = rows[:, :, None, :, None] * columns[:, None, :, None, :]
-    return probs.reshape(layer.num_heads, height * width, height * width).float()
-
-
-def attention_probs_of(model: nn.Module, images: Tensor) -> Dict[str, Tensor]:
-    """The probabilities of every layer whose scores depend on content, by content and position, on some images.
-
-    The model runs once, in evaluation mode, without gradients; afterwards its modules are in the modes they were in.
-
-    Args:
-        model (nn.Module): The model.
-        images (Tensor): ``(B, C, H, W)``.
-
-    Returns:
-        dict[str, Tensor]: ``(B, N_h, H*W, H*W)`` by the layer's name, H and W in tokens, float32. With the null key of
-        CMHSA the rows add up to less than 1. Empty for a model of position-only attention.
-    """
-    return _probs_of(model, images, _all_scores)
-
-
-def content_only_probs_of(model: nn.Module, images: Tensor) -> Dict[str, Tensor]:
-    """As :func:`attention_probs_of`, by the terms without position, q·k and u·k of C20's eq. 8.
-
-    An absolute encoding, the position bias of CMHSA and its null key are left out too. A layer without such a term is
-    not in the result.
-    """
-    return _probs_of(model, images, _content_scores)
-
-
-def position_only_probs_of(model: nn.Module, images: Tensor) -> Dict[str, Tensor]:
-    """As :func:`attention_probs_of`, by the terms with relative position, q·r_δ and v·r_δ of C20's eq. 8.
-
-    The former depends on the content of the query, not on that of the keys. For CMHSA this is the position bias. A
-    layer without such a term is not in the result.
-    """
-    return _probs_of(model, images, _position_scores)
-
-
-def look_at_scores(
-    model: nn.Module,
-    images: Tensor,
-    look: Callable[[str, Tensor, Optional[Tensor], Optional[Tuple[Tensor, Tensor]]], None],
-) -> None:
-    """Calls ``look(name, scores, content, axes)`` for every layer whose scores depend on content, in one pass.
-
-    Layers without heads are left out.
-
-    Args:
-        model (nn.Module): The model.
-        images (Tensor): ``(B, C, H, W)``.
-        look (Callable): Takes the layer's name; all of its scores, ``(B, N_h, H*W, H*W)``, for CMHSA with those of the
-            null key last; those of :func:`content_only_probs_of` or None; and, where the scores of the position depend
-            on the query's content, their terms of rows and of columns, ``(B, N_h, H*W, H)`` and ``(B, N_h, H*W, W)``,
-            else None. In evaluation mode, without gradients.
-    """
-    layers = {
-        layer: name for name, layer in attention_layers(model).items() if depends_on_content(layer) and layer.num_heads
-    }
-
-    def scores_of(layer: nn.Module, x: Tensor) -> None:
-        axes = None
-        if 'qr' in getattr(layer, 'terms', ()):
-            axes = tuple(scores.flatten(2, 3) for scores in _position_axes(layer, x))
-        look(layers[layer], _all_scores(layer, x), _content_scores(layer, x), axes)
-
-    if layers:
-        _run(model, images, layers, scores_of)
-
-
-def mean_attention_probs_of(model: nn.Module, images: Tensor, batch_size: int = 10) -> Dict[str, Tensor]:
-    """The mean over images of :func:`attention_probs_of`, a few images at a time.
-
-    Args:
-        model (nn.Module): The model.
-        images (Tensor): ``(B, C, H, W)``, at least one.
-        batch_size (int): Images in a pass. Defaults to 10.
-
-    Returns:
-        dict[str, Tensor]: ``(N_h, H*W, H*W)`` by the layer's name, float32.
-    """
-    means = mean_over_images(
-        lambda batch: {name: (probs,) for name, probs in attention_probs_of(model, batch).items()}, images, batch_size
-    )
-    return {name: probs for name, (probs,) in means.items()}
-
-
-def mean_over_images(
-    of_images: Callable[[Tensor], Dict[str, Tuple[Tensor, ...]]],
-    images: Tensor,
-    batch_size: int = 10,
-) -> Dict[str, Tuple[Tensor, ...]]:
-    """The means over images of tensors by name, a few images at a time.
-
-    Args:
-        of_images (Callable): Gives for images ``(B, C, H, W)`` tensors ``(B, …)``.
-        images (Tensor): ``(B, C, H, W)``, at least one.
-        batch_size (int): Images in a call. Defaults to 10.
-    """
-    sums = {}
-    for batch in images.split(batch_size):
-        for name, values in of_images(batch).items():
-            own = [value.sum(0) for value in values]
-            sums[name] = [a + b for a, b in zip(sums[name], own)] if name in sums else own
-    return {name: tuple(value / len(images) for value in own) for name, own in sums.items()}
-
-
-def relative_entropy_of(probs: Tensor) -> Tensor:
-    """Entropy of maps ``(…, Q, K)``, mean over queries, relative to that of uniform attention, ``(…,)``, 0 to 1.
-
-    Raises:
-        ValueError: There is a single key, to which every head is uniform.
-    """
-    if probs.shape[-1] < 2:
-        raise ValueError('the grid is a single token, on which every head is uniform: at least two are needed')
-    return (torch.special.entr(probs).sum(-1).mean(-1) / math.log(probs.shape[-1])).clamp(max=1)
+    block = re.search(r'(?:^|\.)blocks\.(\d+)\.', name)
+    return f'block {block[1]}' if block else name
 
 
 def grid_of(model: nn.Module, images: Tensor) -> Tuple[int, int]:
@@ -214,50 +76,73 @@ def grid_of(model: nn.Module, images: Tensor) -> Tuple[int, int]:
 
     Raises:
         ValueError: The model has no attention layers, as a CMHSA in the convolution phase.
+
+    Examples:
+        >>> import timm, attncnn_plugin
+        >>> grid_of(timm.create_model('sa_quadratic_cifar', depth=1), torch.rand(1, 3, 32, 32))
+        (16, 16)
     """
-    layers = list(require_attention_layers(model).values())
-    sizes = []
-    _run(model, images[:1], layers[:1], lambda layer, x: sizes.append(tuple(x.shape[1:3])))
+    name = next(iter(require_attention_layers(model)))
+    sizes: List[Tuple[int, int]] = []
+    visit_layers(model, images[:1], [name], lambda _, layer, x: sizes.append((x.shape[1], x.shape[2])))
     return sizes[0]
 
 
-def _probs_of(model: nn.Module, images: Tensor, scores_of: Scores) -> Dict[str, Tensor]:
-    layers = {layer: name for name, layer in attention_layers(model).items() if depends_on_content(layer)}
-    probs = {}
-
-    def keep(layer: nn.Module, x: Tensor) -> None:
-        keys = x.shape[1] * x.shape[2]  # the null key comes after them
-        scores = scores_of(layer, x) if layer.num_heads else x.new_zeros(len(x), 0, keys, keys)
-        if scores is not None:
-            probs[layers[layer]] = scores.float().softmax(-1)[..., :keys]
-
-    if layers:
-        _run(model, images, layers, keep)
-    return probs
-
-
 @torch.no_grad()
-def _run(
-    model: nn.Module,
-    images: Tensor,
-    layers: Sequence[nn.Module],
-    look: Callable[[nn.Module, Tensor], None],
+def visit_layers(
+    model: nn.Module, images: Tensor, names: Iterable[str], visit: Callable[[str, AttentionLayer, Tensor], None]
 ) -> None:
-    """Calls ``look(layer, x)`` with the input of each layer in one pass of the images."""
-    networks = [module for module in model.modules() if isinstance(module, GridNetwork)]
-    handles = [layer.register_forward_pre_hook(lambda layer, args: look(layer, args[0])) for layer in layers]
-    try:
-        with evaluating(model):
-            # Without what comes after it: a detector's heads ask for more than images.
-            (networks[0] if len(networks) == 1 else model)(images)
-    finally:
-        for handle in handles:
-            handle.remove()
+    """Calls ``visit(name, layer, x)`` with the input of each layer in one pass of the images.
+
+    The model runs in evaluation mode, without gradients; afterwards its modules are in the modes they were in. Of a
+    detector, or another model whose forward pass asks for more than images, only the ``forward_features`` of its
+    network runs.
+
+    Args:
+        model (nn.Module): The model.
+        images (Tensor): ``(B, C, H, W)``.
+        names (Iterable[str]): The layers to visit, some of :func:`attention_layers`. Without any the model does not
+            run.
+        visit (Callable): Takes a layer's name, the layer, and its tokens ``(B, H, W, D)``.
+
+    Examples:
+        >>> import timm, attncnn_plugin
+        >>> model = timm.create_model('sa_quadratic_cifar', embed_dim=12, depth=2, num_heads=3)
+        >>> visit_layers(model, torch.rand(1, 3, 8, 8), ['blocks.1.attn'], lambda name, layer, x: print(name, x.shape))
+        blocks.1.attn torch.Size([1, 4, 4, 12])
+    """
+    layers = {name: model.get_submodule(name) for name in names}
+    if not layers:
+        return
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            handle = layer.register_forward_pre_hook(lambda layer, args, name=name: visit(name, layer, args[0]))
+            stack.callback(handle.remove)
+        stack.enter_context(evaluating(model))
+        _features_of(model, layers.values())(images)
+
+
+def _features_of(model: nn.Module, layers: Iterable[nn.Module]) -> Callable[[Tensor], Any]:
+    """The ``forward_features`` of the network that holds all of these layers; the model itself without a network."""
+    for module in model.modules():
+        forward_features = getattr(module, 'forward_features', None)
+        if callable(forward_features) and set(layers) <= set(module.modules()):
+            return forward_features
+    return model
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, the mode of each single module as it was outside."""
+    """Evaluation mode inside, the mode of each single module as it was outside.
+
+    Examples:
+        >>> model = nn.Dropout()
+        >>> with evaluating(model):
+        ...     model.training
+        False
+        >>> model.training
+        True
+    """
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -268,59 +153,157 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _all_scores(layer: nn.Module, x: Tensor) -> Tensor:
-    if isinstance(layer, ContentAttention):
-        return layer.attention_scores(x)
-    position = at_least_float32(layer.position(x.shape[1:3]))  # the null key last
-    return nn.functional.pad(_content_scores(layer, x), (0, 1)) + position
+def attention_probs_of(model: nn.Module, images: Tensor) -> Dict[str, Tensor]:
+    """The probabilities of every layer whose scores depend on content, by content and position, on some images.
 
+    Args:
+        model (nn.Module): The model; see :func:`visit_layers` for how it runs.
+        images (Tensor): ``(B, C, H, W)``.
 
-def _content_scores(layer: nn.Module, x: Tensor) -> Optional[Tensor]:
-    """``(B, N_h, H*W, H*W)``."""
-    tokens = x.flatten(1, 2)
-    if isinstance(layer, MergedPatchAttention):
-        query, key = layer.query_key(tokens), tokens[:, :, None]  # x_q A_h x_k
-    elif isinstance(layer, PatchAttention):
-        query, key = layer.query(tokens), layer.key(tokens)
-    elif layer.key is None:
-        return None
-    else:
-        query, key = layer.query(tokens) if 'qk' in layer.terms else 0, layer.key(tokens)
-        if 'uk' in layer.terms:
-            query = query + layer.key_bias.flatten().expand_as(key)
-    with full_precision(x.device.type):
-        query, key = (
-            at_least_float32(vectors).reshape(*tokens.shape[:2], -1, layer.dim).transpose(1, 2)
-            for vectors in (query, key)
-        )
-        return torch.matmul(query, key.mT) / layer.dim**0.5
+    Returns:
+        dict[str, Tensor]: ``(B, N_h, H*W, H*W)`` by the layer's name, H and W in tokens, float32. With the null key of
+        CMHSA the rows add up to less than 1. Empty for a model of position-only attention.
 
-
-def _position_scores(layer: nn.Module, x: Tensor) -> Optional[Tensor]:
-    batch, height, width, _ = x.shape
-    if not isinstance(layer, ContentAttention):
-        return layer.position((height, width)).expand(batch, -1, -1, -1)
-    if layer.tables is None:
-        return None
-    rows, columns = _position_axes(layer, x)
-    scores = rows[..., :, None] + columns[..., None, :]  # (…, q1, q2, k1, k2)
-    return scores.expand(batch, *scores.shape[-5:]).reshape(batch, layer.num_heads, height * width, -1)
-
-
-def _position_axes(layer: ContentAttention, x: Tensor) -> Tuple[Tensor, Tensor]:
-    """The terms of rows and of columns, ``(B, N_h, H, W, H)`` and ``(B, N_h, H, W, W)``.
-
-    Without q·r_δ what they do not depend on is of size 1, and there is no B.
+    Examples:
+        >>> import timm, attncnn_plugin
+        >>> model = timm.create_model('sa_learned_content_cifar', embed_dim=12, depth=1, num_heads=3)
+        >>> {name: tuple(probs.shape) for name, probs in attention_probs_of(model, torch.rand(2, 3, 8, 8)).items()}
+        {'blocks.0.attn': (2, 3, 16, 16)}
     """
-    _, height, width, _ = x.shape
-    rows = columns = 0
-    with full_precision(x.device.type):
-        if 'qr' in layer.terms:
-            query = at_least_float32(layer.query(x)).unflatten(-1, (layer.num_heads, layer.dim)) / layer.dim**0.5
-            row, column = layer.tables((height, width), like=layer.value.weight)
-            rows = torch.einsum('bijhd,dik->bhijk', query, at_shifts(row.T, height))
-            columns = torch.einsum('bijhd,djk->bhijk', query, at_shifts(column.T, width))
-        if 'vr' in layer.terms:
-            row, column = layer.axis_scores((height, width))
-            rows, columns = rows + row[:, :, None], columns + column[:, None]
-    return rows, columns
+    return _probs_of(model, images, lambda layer, x: layer.attention_scores(x))
+
+
+def content_only_probs_of(model: nn.Module, images: Tensor) -> Dict[str, Tensor]:
+    """As :func:`attention_probs_of`, by the terms without position, q·k and u·k of C20's eq. 8.
+
+    An absolute encoding, the position bias of CMHSA and its null key are left out too. A layer without such a term is
+    not in the result.
+
+    Examples:
+        >>> import timm, attncnn_plugin
+        >>> model = timm.create_model('sa_learned_content_cifar', embed_dim=12, depth=1, num_heads=3, terms=('qr',))
+        >>> content_only_probs_of(model, torch.rand(2, 3, 8, 8))
+        {}
+    """
+    return _probs_of(model, images, lambda layer, x: layer.content_scores(x))
+
+
+def position_only_probs_of(model: nn.Module, images: Tensor) -> Dict[str, Tensor]:
+    """As :func:`attention_probs_of`, by the terms with relative position, q·r_δ and v·r_δ of C20's eq. 8.
+
+    The former depends on the content of the query, not on that of the keys. For CMHSA this is the position bias. A
+    layer without such a term is not in the result.
+
+    Examples:
+        >>> import timm, attncnn_plugin
+        >>> model = timm.create_model('sa_learned_content_cifar', embed_dim=12, depth=1, num_heads=3)
+        >>> {name: tuple(probs.shape) for name, probs in position_only_probs_of(model, torch.rand(2, 3, 8, 8)).items()}
+        {'blocks.0.attn': (2, 3, 16, 16)}
+    """
+    return _probs_of(model, images, lambda layer, x: layer.position_scores(x))
+
+
+def mean_attention_probs_of(model: nn.Module, images: Tensor, batch_size: int = 10) -> Dict[str, Tensor]:
+    """The mean over images of :func:`attention_probs_of`, without all of them in memory.
+
+    Args:
+        model (nn.Module): The model.
+        images (Tensor): ``(B, C, H, W)``, at least one.
+        batch_size (int): Images in a pass. Defaults to 10.
+
+    Returns:
+        dict[str, Tensor]: ``(N_h, H*W, H*W)`` by the layer's name, float32.
+
+    Examples:
+        >>> import timm, attncnn_plugin
+        >>> model = timm.create_model('sa_learned_content_cifar', embed_dim=12, depth=1, num_heads=3)
+        >>> {name: tuple(probs.shape) for name, probs in mean_attention_probs_of(model, torch.rand(9, 3, 8, 8)).items()}
+        {'blocks.0.attn': (3, 16, 16)}
+    """
+    means = ImageMeans()
+
+    def add(name: str, layer: AttentionLayer, x: Tensor) -> None:
+        for part in few_images(layer, x):
+            means.add(name, probs_of_scores(layer.attention_scores(part), part))
+
+    for batch in images.split(batch_size):
+        visit_layers(model, batch, _content_layers(model), add)
+    return {name: probs for name, (probs,) in means.items()}
+
+
+class ImageMeans:
+    """Means over images of tensors that come a few images at a time.
+
+    Examples:
+        >>> means = ImageMeans()
+        >>> for batch in torch.arange(6.0).reshape(3, 2).split(2):
+        ...     means.add('pixels', batch)
+        >>> means.items()
+        [('pixels', (tensor([2., 3.]),))]
+    """
+
+    def __init__(self) -> None:
+        self._sums: Dict[Hashable, Tuple[Tensor, ...]] = {}
+        self._counts: Dict[Hashable, int] = {}
+
+    def add(self, key: Hashable, *values: Tensor) -> None:
+        """Adds some images.
+
+        Args:
+            key (Hashable): Names the values.
+            values (Tensor): Tensors ``(B, …)``, of the same shapes but for B at every call with this key.
+        """
+        sums = tuple(value.sum(0) for value in values)
+        if key in self._sums:
+            sums = tuple(a + b for a, b in zip(self._sums[key], sums))
+        self._sums[key] = sums
+        self._counts[key] = self._counts.get(key, 0) + len(values[0])
+
+    def items(self) -> List[Tuple[Any, Tuple[Tensor, ...]]]:
+        """The means of the values by key, in the order of the first images."""
+        return [(key, tuple(value / self._counts[key] for value in sums)) for key, sums in self._sums.items()]
+
+
+def few_images(layer: AttentionLayer, x: Tensor) -> Tuple[Tensor, ...]:
+    """Inputs of a layer in parts of a few images, whose scores take 64 MiB at most, or of one image.
+
+    Args:
+        layer (AttentionLayer): The layer.
+        x (Tensor): Tokens, ``(B, H, W, D)``.
+    """
+    return x.split(max(1, CHUNK_ELEMENTS // (max(layer.num_heads, 1) * (x.shape[1] * x.shape[2]) ** 2)))
+
+
+def probs_of_scores(scores: Tensor, x: Tensor) -> Tensor:
+    """The softmax of the scores of an input, without the null key, float32.
+
+    Args:
+        scores (Tensor): ``(B, N_h, H*W, H*W)``, with a null key ``(B, N_h, H*W, H*W + 1)``.
+        x (Tensor): Tokens, ``(B, H, W, D)``.
+
+    Returns:
+        Tensor: ``(B, N_h, H*W, H*W)``.
+
+    Examples:
+        >>> probs_of_scores(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 5))
+        tensor([[[[0.5000]]]])
+    """
+    return scores.float().softmax(-1)[..., : x.shape[1] * x.shape[2]]
+
+
+def _probs_of(model: nn.Module, images: Tensor, scores_of: Scores) -> Dict[str, Tensor]:
+    """The probabilities by some scores, of the layers that depend on content and have such scores."""
+    probs = {}
+
+    def keep(name: str, layer: AttentionLayer, x: Tensor) -> None:
+        scores = scores_of(layer, x)
+        if scores is not None:
+            probs[name] = probs_of_scores(scores, x)
+
+    visit_layers(model, images, _content_layers(model), keep)
+    return probs
+
+
+def _content_layers(model: nn.Module) -> List[str]:
+    """Names of the layers whose probabilities depend on their input."""
+    return [name for name, layer in attention_layers(model).items() if layer.depends_on_content]

@@ -7,7 +7,7 @@ from typing import Dict, List, Sequence
 
 import numpy as np
 
-from ..analysis.attention_maps import layer_label
+from ..analysis import layer_label
 from .factors import Record
 from .records import ImageScores, LayerRecords
 from .score_codec import compressor_of_arrays

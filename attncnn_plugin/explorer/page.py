@@ -10,7 +10,7 @@ from typing import Optional, Sequence
 import numpy as np
 from torch import Tensor, nn
 
-from ..analysis.attention_maps import attention_layers, depends_on_content, grid_of
+from ..analysis import attention_layers, grid_of
 from .contents import Contents
 from .records import image_scores, layer_records
 
@@ -56,7 +56,7 @@ def explorer_page(
             'many of each, at least one'
         )
     height, width = grid_of(model, images)
-    by_image = any(map(depends_on_content, attention_layers(model).values()))
+    by_image = any(layer.depends_on_content for layer in attention_layers(model).values())
     most = MAX_CONTENT_TOKENS if by_image else MAX_TOKENS
     if height * width > most:
         kind = 'attention by content' if by_image else 'attention by position'

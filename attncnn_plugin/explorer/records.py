@@ -6,7 +6,8 @@ from typing import Dict, List, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from ..analysis.attention_maps import attention_layers, depends_on_content, look_at_scores, position_probs
+from ..analysis import attention_layers, visit_layers
+from ..layers import AttentionLayer
 from .factors import Factors, Record
 from .score_codec import (
     centered,
@@ -132,10 +133,10 @@ def layer_records(model: nn.Module, height: int, width: int) -> Dict[str, LayerR
         layers[name] = LayerRecords(
             name, layer.num_heads, None if centers is None else centers.detach().double().cpu().tolist()
         )
-        by_query = depends_on_content(layer) and 'qr' in getattr(layer, 'terms', ())
-        probs = None if by_query else position_probs(layer, height, width)
+        by_query = layer.depends_on_content and 'qr' in getattr(layer, 'terms', ())
+        probs = None if by_query else layer.position_probs((height, width))
         if probs is not None:
-            probs = probs.cpu()
+            probs = probs.float().cpu()
             check_finite(name, probs)
             scores = encoding.shift_scores((height, width)) if hasattr(encoding, 'shift_scores') else None
             layers[name].position = encode_position(probs, height, width, scores)
@@ -156,13 +157,17 @@ def image_scores(layers: Dict[str, LayerRecords], model: nn.Module, image: Tenso
     """
     seen = {}
 
-    def look(name: str, *parts) -> None:
+    def keep(name: str, layer: AttentionLayer, x: Tensor) -> None:
+        scores, content, axes = layer.attention_scores(x), layer.content_scores(x), layer.query_axis_scores(x)
         scores, content, rows, columns = (
-            part if part is None else part[0].float().cpu() for part in (*parts[:2], *(parts[2] or (None, None)))
+            part if part is None else part[0].float().cpu() for part in (scores, content, *(axes or (None, None)))
         )
         seen[name] = ImageScores(layers[name], scores, content, None if rows is None else (rows, columns))
 
-    look_at_scores(model, image, look)
+    names = [
+        name for name, layer in attention_layers(model).items() if layer.depends_on_content and layer.num_heads
+    ]
+    visit_layers(model, image, names, keep)
     return seen
 
 

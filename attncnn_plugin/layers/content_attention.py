@@ -188,7 +188,7 @@ class ContentAttention(SeparableScores, GridAttention):
         batch, height, width, _ = x.shape
         rows, columns = self._position_axis_scores(x)
         scores = rows[..., :, None] + columns[..., None, :]  # (…, q1, q2, k1, k2)
-        return scores.expand(batch, *scores.shape[-5:]).reshape(batch, self.num_heads, height * width, -1)
+        return scores.expand(batch, *scores.shape[-5:]).reshape(batch, self.num_heads, height * width, height * width)
 
     def query_axis_scores(self, x: Tensor) -> Optional[Tuple[Tensor, Tensor]]:
         if 'qr' not in self.terms:

@@ -84,10 +84,12 @@ class ImageAttention(AttentionLayer):
             Tensor: ``(N_h, Q, K)``, queries and pixels row-major, at least float32.
         """
         probs = self._padded_probs(size)
-        # The padding is a linear map; its matrix is what it makes of each pixel.
+        # Padding holds copies of pixels: the number of the pixel at each place of the padded image, 0 for zeros.
         pixels = math.prod(size)
-        pad = self.window.pad(torch.eye(pixels, dtype=probs.dtype, device=probs.device).reshape(pixels, 1, *size))
-        return probs @ pad.reshape(pixels, -1).T
+        number = torch.arange(1, pixels + 1, dtype=probs.dtype, device=probs.device)
+        source = self.window.pad(number.reshape(1, 1, *size)).long().flatten()
+        with_zeros = probs.new_zeros(*probs.shape[:2], pixels + 1)
+        return with_zeros.scatter_add(2, source.expand_as(probs), probs)[..., 1:]
 
 
 class QuadraticImageAttention(ImageAttention):

@@ -8,6 +8,7 @@ import math
 from typing import Sequence, Tuple, Union
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..convert.position_only import check_position_only
@@ -141,14 +142,24 @@ def check_finite_maps(maps: Tensor) -> Tensor:
     return maps
 
 
-def map_distance(first: Tensor, second: Tensor) -> float:
-    """Total-variation distance ½ Σ_k |P[q, k] − P'[q, k]| of two maps, ``(Q, K)``, mean over queries, 0 to 1.
+def map_distances(maps: Tensor) -> Tensor:
+    """Total-variation distances ½ Σ_k |P_h[q, k] − P_g[q, k]| of all pairs of maps, mean over queries.
+
+    Args:
+        maps (Tensor): ``(N_h, Q, K)``.
+
+    Returns:
+        Tensor: ``(N_h, N_h)``, 0 to 1.
 
     Examples:
-        >>> map_distance(torch.eye(4), torch.full((4, 4), 0.25))
-        0.75
+        >>> map_distances(torch.stack([torch.eye(4), torch.full((4, 4), 0.25)]))
+        tensor([[0.0000, 0.7500],
+                [0.7500, 0.0000]])
     """
-    return (first - second).abs().sum(-1).mean().item() / 2
+    distances = maps.new_zeros(len(maps), len(maps))
+    first, second = torch.triu_indices(len(maps), len(maps), offset=1)
+    distances[first, second] = F.pdist(maps.flatten(1), p=1) / (2 * maps.shape[1])
+    return distances + distances.T
 
 
 def gaussian_factor(layer: nn.Module) -> Tensor:

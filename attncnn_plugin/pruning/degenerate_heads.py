@@ -17,7 +17,7 @@ from .criteria import (
     exact_maps,
     gaussian_factor,
     largest_eigenvalue_of_factor,
-    map_distance,
+    map_distances,
     relative_entropy_of_maps,
 )
 
@@ -258,9 +258,10 @@ def _find(
 
 def _duplicates(maps: Tensor, heads: List[int], threshold: float) -> Iterator[DegenerateHead]:
     """The heads that are near an earlier one of them which is kept."""
+    distances = map_distances(maps).tolist()
     kept: List[int] = []
     for head in heads:
-        distance, nearest = min(((map_distance(maps[head], maps[other]), other) for other in kept), default=(1.0, None))
+        distance, nearest = min(((distances[head][other], other) for other in kept), default=(1.0, None))
         if nearest is not None and distance < threshold:
             yield DegenerateHead(head, 'duplicate', distance, threshold, nearest)
         else:

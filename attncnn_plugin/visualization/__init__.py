@@ -1,1 +1,20 @@
-"""What the heads of a model attend to. Plain PyTorch; the figures also need matplotlib."""
+"""Figures of the heads of a model (Cordonnier et al. 2020, Figures 2 to 14); they need matplotlib."""
+
+try:
+    import matplotlib  # noqa: F401
+except ImportError as error:
+    raise ImportError("the figures need matplotlib: pip install 'attncnn_plugin[vis]'") from error
+
+from .center_figures import plot_attention_centers, plot_center_movement
+from .metric_curves import plot_metric
+from .probability_figures import plot_attention_probs
+from .style import image_of, save_figure
+
+__all__ = [
+    'image_of',
+    'plot_attention_centers',
+    'plot_attention_probs',
+    'plot_center_movement',
+    'plot_metric',
+    'save_figure',
+]

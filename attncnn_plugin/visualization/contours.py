@@ -1,4 +1,4 @@
-"""Regions that hold a given share of a head's attention."""
+"""Contours around a given share of a head's attention (Cordonnier et al. 2020 (C20), Figure 4)."""
 
 import math
 from typing import List
@@ -102,5 +102,6 @@ def _inset(corners: np.ndarray, steps: np.ndarray, inset: float) -> np.ndarray:
 
 
 def check_mass(mass: float) -> None:
+    """Raises ValueError if a mass is not above 0 and below 1."""
     if not 0 < mass < 1:
         raise ValueError(f'mass={mass} must be above 0 and below 1, for instance 0.5')

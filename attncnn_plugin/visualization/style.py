@@ -1,4 +1,4 @@
-"""The look that all figures share, and the files they go to."""
+"""The common look of all figures, and the files they are written to."""
 
 import math
 from contextlib import contextmanager

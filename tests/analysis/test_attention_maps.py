@@ -9,15 +9,13 @@ import timm
 import torch
 from helpers.small import SMALL, TIMM_KINDS, small_cmhsa, small_timm
 
-from attncnn_plugin.analysis.attention_maps import (
+from attncnn_plugin.analysis import (
     attention_layers,
     attention_probs_of,
     content_only_probs_of,
-    depends_on_content,
     grid_of,
     mean_attention_probs_of,
     position_only_probs_of,
-    position_probs,
 )
 from attncnn_plugin.layers import LearnedAttention
 
@@ -51,7 +49,7 @@ def log(probs):
 def test_it_needs_neither_mmengine_nor_matplotlib():
     program = (
         'import sys; sys.modules.update({name: None for name in ("mmengine", "mmpretrain", "mmcv", '
-        '"matplotlib")}); import attncnn_plugin.analysis.attention_maps'
+        '"matplotlib")}); import attncnn_plugin.analysis'
     )
     subprocess.run([sys.executable, '-c', program], check=True)
 
@@ -62,22 +60,24 @@ def test_the_layers_of_every_kind_by_name(name):
     layers = attention_layers(model)
     assert list(layers) == [f'blocks.{i}.attn' for i in range(12)]
     assert all(model.get_submodule(name) is layer for name, layer in layers.items())
-    assert {depends_on_content(layer) for layer in layers.values()} == {'content' in name}
+    assert {layer.depends_on_content for layer in layers.values()} == {'content' in name}
 
 
 @pytest.mark.parametrize('merge_heads', [False, True])
 def test_the_layers_of_cmhsa(merge_heads):
     assert attention_layers(small_cmhsa('conv')) == {}
     layers = attention_layers(small_cmhsa('attn', merge_heads=merge_heads))
-    assert list(layers) == ['blocks.0.attn', 'blocks.1.attn'] and all(map(depends_on_content, layers.values()))
+    assert list(layers) == ['blocks.0.attn', 'blocks.1.attn'] and all(
+        layer.depends_on_content for layer in layers.values()
+    )
 
 
 @pytest.mark.parametrize('name', TIMM_KINDS[:4])
 def test_probabilities_by_position(name):
     layer = small_timm(name).blocks[0].attn.bfloat16()
-    probs = position_probs(layer, 6, 4)
-    assert probs.dtype == torch.float32 and not probs.requires_grad
-    assert torch.equal(probs, layer.attention_probs(6, 4))
+    probs = layer.position_probs((6, 4))
+    assert probs.dtype == torch.float32
+    assert torch.equal(probs, layer.attention_probs((6, 4)))
 
 
 def test_probabilities_by_the_positional_term():
@@ -86,17 +86,17 @@ def test_probabilities_by_the_positional_term():
     with torch.no_grad():
         alone.encoding.weight.copy_(layer.position_bias)
         alone.encoding.tables.load_state_dict(layer.tables.state_dict())
-    assert torch.allclose(position_probs(layer, 6, 4), alone.attention_probs(6, 4), atol=1e-6)
-    assert position_probs(content_model().blocks[0].attn, 6, 4) is None  # q·r_δ depends on the query
-    assert position_probs(content_model(position='absolute_learned').blocks[0].attn, 6, 4) is None
+    assert torch.allclose(layer.position_probs((6, 4)), alone.attention_probs((6, 4)), atol=1e-6)
+    assert content_model().blocks[0].attn.position_probs((6, 4)) is None  # q·r_δ depends on the query
+    assert content_model(position='absolute_learned').blocks[0].attn.position_probs((6, 4)) is None
 
 
 def test_probabilities_by_the_bias_of_cmhsa():
     layer = small_cmhsa('attn').blocks[0].attn
     torch.nn.init.normal_(layer.position.table)
-    probs = position_probs(layer, 3, 4)
+    probs = layer.position_probs((3, 4))
     # Each shift of the table has its share, wherever the border is: the null key has those that lead out.
-    table = layer.position.table_of(3, 4)[0].flatten(1).softmax(-1).reshape(9, 5, 7)
+    table = layer.position.table_of((3, 4))[0].flatten(1).softmax(-1).reshape(9, 5, 7)
     for query, key in ((0, 0), (5, 11), (11, 2)):
         shift = key // 4 - query // 4, key % 4 - query % 4
         assert torch.allclose(probs[:, query, key], table[:, shift[0] + 2, shift[1] + 3], atol=1e-6)
@@ -159,7 +159,7 @@ def test_probabilities_of_cmhsa_give_its_output(merge_heads):
     content = content_only_probs_of(model, images)['blocks.1.attn']
     assert torch.allclose(content.sum(-1), torch.ones(()), atol=1e-5)
     position = position_only_probs_of(model, images)['blocks.1.attn']
-    assert torch.allclose(position[1], position_probs(layer, 8, 6), atol=1e-6)
+    assert torch.allclose(position[1], layer.position_probs((8, 6)), atol=1e-6)
     product = content * position
     assert torch.allclose(product / product.sum(-1, keepdim=True), probs / probs.sum(-1, keepdim=True), atol=1e-4)
 
@@ -189,7 +189,7 @@ def test_the_model_stays_as_it_was():
 
 def test_the_model_stays_as_it_was_after_an_error():
     model = content_model().train()
-    with pytest.raises(ValueError, match='even'):
+    with pytest.raises(ValueError, match='cannot be cut into patches'):
         attention_probs_of(model, torch.randn(1, 3, 7, 7))
     assert all(module.training for module in model.modules())
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -214,4 +214,4 @@ def test_layers_without_heads():
         assert [layer.shape for layer in probs.values()] == [(3, 0, 24, 24), (3, 2, 24, 24)]
     model = timm.create_model('sa_quadratic_cifar', **SMALL)
     model.prune_heads({0: [0, 1, 2]}, allow_empty=True)
-    assert position_probs(model.blocks[0].attn, 3, 3).shape == (0, 9, 9)
+    assert model.blocks[0].attn.position_probs((3, 3)).shape == (0, 9, 9)

@@ -20,18 +20,21 @@ from mmengine.config import Config
 from PIL import Image
 from torch import nn
 
-from attncnn_plugin.analysis.attention_maps import (
+from attncnn_plugin.analysis import (
     attention_layers,
     attention_probs_of,
+    head_report,
+    maps_report,
+    model_reports,
     position_only_probs_of,
-    position_probs,
+    reports_to_dict,
+    reports_to_text,
+    timm_attention,
+    timm_reports,
 )
-from attncnn_plugin.analysis.head_report.kinds import Lattice
-from attncnn_plugin.analysis.head_report.layer import head_report, maps_report
-from attncnn_plugin.analysis.head_report.model import model_reports, reports_to_dict, reports_to_text
-from attncnn_plugin.analysis.head_report.report import plain
-from attncnn_plugin.analysis.head_report.shift_maps import ShiftMaps, moments
-from attncnn_plugin.analysis.head_report.timm_models import timm_attention, timm_reports
+from attncnn_plugin.analysis.head_reports.kinds import Lattice
+from attncnn_plugin.analysis.head_reports.report import json_ready
+from attncnn_plugin.analysis.head_reports.shift_maps import ShiftMaps, moments
 from attncnn_plugin.convert import conv_to_mhsa, conv_to_patch_mhsa, expressible_shifts
 from attncnn_plugin.layers import (
     ContentAttention,
@@ -85,7 +88,7 @@ def test_moments_of_known_gaussians():
     with torch.no_grad():
         layer.encoding.center.copy_(torch.tensor([[1.0, -2.0], [-0.3, 0.4]]))
         layer.encoding.sqrt_precision.copy_(torch.linalg.cholesky(torch.linalg.inv(covariance)).expand(2, -1, -1))
-    probs = layer.attention_probs(25, 27).double().detach()
+    probs = layer.attention_probs((25, 27)).double().detach()
     maps = ShiftMaps.of(probs, (25, 27))
     middle = tuple(axis == n for axis, n in zip(maps.queries, (12, 13)))
     center, spread = moments(dataclasses.replace(maps, interior=middle))
@@ -103,7 +106,7 @@ def test_the_covariance_of_a_nearly_hard_head():
 
 
 def test_parameters_of_gaussians():
-    report = head_report(hard_layer([[1.5, -2.0], [9.0, 0.0]], torch.tensor([0.5, 2.0])), 6, 6)
+    report = head_report(hard_layer([[1.5, -2.0], [9.0, 0.0]], torch.tensor([0.5, 2.0])), (6, 6))
     assert [head.source for head in report.heads] == ['parameters'] * 2
     assert [head.center for head in report.heads] == [(1.5, -2.0), (9.0, 0.0)]
     assert [head.alpha for head in report.heads] == [0.125, 2.0]
@@ -121,7 +124,7 @@ def test_parameters_of_gaussians():
         layer.encoding.sqrt_precision[0] = torch.tensor([[1.0, 0.5], [0.0, 2.0]])
         layer.encoding.sqrt_precision[1] = torch.diag(torch.tensor([0.5, 0.25]))
         layer.encoding.sqrt_precision[2] = 0
-    heads = head_report(layer, 6, 6).heads
+    heads = head_report(layer, (6, 6)).heads
     expected = torch.linalg.inv(layer.encoding.inverse_covariance[0].double())
     assert torch.allclose(torch.tensor(heads[0].covariance, dtype=torch.float64), expected)
     assert heads[1].width_text == '4 x 2 at 90°'  # wide along columns: to the right
@@ -186,8 +189,8 @@ def brute_force(probs, height, width):
 def test_statistics(kind, size, seed):
     torch.manual_seed(seed)
     layer = LAYERS[kind]()
-    report = head_report(layer, *size)
-    probs = position_probs(layer, *size)
+    report = head_report(layer, size)
+    probs = layer.position_probs(size).detach()
     assert report.num_heads == len(report.heads) == 4 and report.attention == 'position'
     for head, maps in zip(report.heads, probs):
         expected = brute_force(maps, *size)
@@ -238,8 +241,8 @@ def shift_operators(shifts, size, padding_mode):
 def test_best_convolution(kind):
     """The error is that of the best of all convolutions, in the linear map from input to output."""
     layer, size = LAYERS[kind](), (6, 5)
-    report = head_report(layer, *size)
-    probs = position_probs(layer, *size).double()
+    report = head_report(layer, size)
+    probs = layer.position_probs(size).detach().double()
     whole = sum(torch.einsum('qk,oi->oiqk', p, v.double()) for p, v in zip(probs, values(layer))).flatten(2)
     assert [entry.kernel_size for entry in report.convolutions] == [(3, 3), (5, 5)]
     for entry in report.convolutions:
@@ -258,8 +261,8 @@ def test_best_convolution(kind):
 
 
 def test_heads_of_equal_weight_by_default():
-    probs = LAYERS['learned']().attention_probs(5, 5)
-    report = maps_report(probs, 5, 5, num_images=7)
+    probs = LAYERS['learned']().attention_probs((5, 5))
+    report = maps_report(probs, (5, 5), num_images=7)
     operators = shift_operators(window_shifts((3, 3)), (5, 5), 'replicate').flatten(1)
     maps = probs.detach().double().flatten(1).T
     left = maps - operators.T @ torch.linalg.lstsq(operators.T, maps, driver='gelsd').solution
@@ -284,7 +287,7 @@ def test_heads_of_equal_weight_by_default():
     ],
 )
 def test_convolutions_are_called_convolutions(conv, summary):
-    report = head_report(conv_to_mhsa(conv)[0], 10, 14)
+    report = head_report(conv_to_mhsa(conv)[0], (10, 14))
     assert report.summary == summary and summary in str(report)
     assert report.kind.kind == ('dilated' if 'dilated' in summary else 'convolution')
     assert report.kind.hard == report.num_heads == math.prod(conv.kernel_size)
@@ -300,47 +303,47 @@ def test_convolutions_are_called_convolutions(conv, summary):
 def test_soft_heads_of_a_convolution(dilation, words):
     """A head a kernel position is not needed: with fewer the layer still is a convolution."""
     conv = nn.Conv2d(3, 4, 3, padding='same', dilation=dilation)
-    report = head_report(conv_to_mhsa(conv, num_heads=4)[0], 8, 8)
+    report = head_report(conv_to_mhsa(conv, num_heads=4)[0], (8, 8))
     assert report.summary == f'one convolution, 3x3, error 0{words}, by 0 hard, 4 soft and 0 uniform heads'
     assert report.kind.kind == ('dilated' if dilation > 1 else 'convolution')
 
 
 def test_hard_heads_whose_rest_counts():
     """Heads on one shift whose matrices cancel leave what they give to others: no 1x1 convolution."""
-    attention = conv_to_mhsa(nn.Conv2d(3, 4, 3, padding=1), num_heads=2)[0]
+    attention, _ = conv_to_mhsa(nn.Conv2d(3, 4, 3, padding=1), num_heads=2)
     probs = torch.full((2, 9), 0.01).index_fill_(1, torch.tensor(4), 0.92)
     probs[1, :2] += torch.tensor([0.005, -0.005])
     with torch.no_grad():
         attention.encoding.weight.copy_(probs.log().unflatten(1, (3, 3)))
         attention.value.weight[:, 3:] = -attention.value.weight[:, :3]
-    report = head_report(attention, 8, 8)
+    report = head_report(attention, (8, 8))
     assert report.kind.hard == 2 and {head.nearest_shift for head in report.heads} == {(0, 0)}
     assert report.summary == 'one convolution, 3x3, error 0'
 
     layer = hard_layer([[0.0, 0.0], [0.0, 0.0]], torch.tensor([3.0, 3.2]))
     with torch.no_grad():
         layer.value.weight[:, 3:] = -layer.value.weight[:, :3]
-    report = head_report(layer, 8, 8)
+    report = head_report(layer, (8, 8))
     assert report.kind.hard == 2 and report.kind.kernel_size == (1, 1) and report.kind.error > 0.3
 
 
 @pytest.mark.parametrize('size', [(1, 2), (2, 2), (3, 3)])
 def test_grids_without_an_interior(size):
     """Where no query has its window inside, shifts that coincide express anything: that is no convolution."""
-    assert head_report(LAYERS['quadratic'](), *size).summary == 'mixture, 4 soft'
+    assert head_report(LAYERS['quadratic'](), size).summary == 'mixture, 4 soft'
 
 
 @pytest.mark.parametrize('padding_mode', ['zeros', 'reflect', 'circular'])
 def test_padding_is_no_part_of_a_head(padding_mode):
     """What a soft head reads from the padding does not count: its shares are the probabilities of its window."""
-    attention = conv_to_mhsa(nn.Conv2d(3, 4, 5, padding=2, padding_mode=padding_mode), num_heads=3)[0]
-    for head, probs in zip(head_report(attention, 7, 8).heads, attention.encoding()):
+    attention, _ = conv_to_mhsa(nn.Conv2d(3, 4, 5, padding=2, padding_mode=padding_mode), num_heads=3)
+    for head, probs in zip(head_report(attention, (7, 8)).heads, attention.encoding()):
         assert np.allclose([line[1:6] for line in head.shares[1:6]], probs.detach(), atol=1e-6)
         assert head.mass_5x5 == pytest.approx(1) and head.mass_3x3 == pytest.approx(probs[1:4, 1:4].sum().item())
 
 
 def test_uniform_with_noise():
-    report = maps_report(torch.full((1, 36, 36), 1 / 36) + 1e-9 * torch.rand(1, 36, 36), 6, 6)
+    report = maps_report(torch.full((1, 36, 36), 1 / 36) + 1e-9 * torch.rand(1, 36, 36), (6, 6))
     assert report.heads[0].nearest_shift == (0, 0) and report.summary == 'mixture, 1 uniform'
 
 
@@ -359,7 +362,7 @@ def test_uniform_with_noise():
     ],
 )
 def test_hard_heads(centers, kind, summary):
-    report = head_report(hard_layer([list(map(float, center)) for center in centers]), 9, 10)
+    report = head_report(hard_layer([list(map(float, center)) for center in centers]), (9, 10))
     assert report.kind.kind == kind and report.summary == summary
     assert [head.nearest_shift for head in report.heads] == centers
     assert [head.relative_entropy for head in report.heads] == [0.0] * len(centers)
@@ -385,12 +388,12 @@ def test_hard_heads(centers, kind, summary):
 def test_hard_but_not_exact(centers, words, sqrt_precision):
     """Hard heads that leak a little are a convolution by their shifts, and no others, with an error."""
     layer, size = hard_layer([list(map(float, center)) for center in centers], sqrt_precision), (8, 9)
-    report = head_report(layer, *size)
+    report = head_report(layer, size)
     operators = shift_operators(centers, size, 'replicate').flatten(1)
     whole = (
         sum(
             torch.einsum('qk,oi->qkoi', p, v.double())
-            for p, v in zip(layer.double().attention_probs(*size), values(layer))
+            for p, v in zip(layer.double().attention_probs(size), values(layer))
         )
         .flatten(0, 1)
         .flatten(1)
@@ -415,13 +418,13 @@ def test_hard_but_not_exact(centers, words, sqrt_precision):
 )
 def test_nearest_shift_is_not_drawn_to_the_query(center, precision, nearest, kind):
     """At the border what is left is renormalized: short shifts, which stay in the grid there, must not gain by it."""
-    (head,) = head_report(hard_layer([list(center)], precision), 8, 8).heads
+    (head,) = head_report(hard_layer([list(center)], precision), (8, 8)).heads
     assert head.nearest_shift == nearest and head.kind == kind
 
 
 def test_mixture():
     layer = hard_layer([[0.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]], torch.tensor([40.0, 40.0, 1.0, 0.0]))
-    report = head_report(layer, 8, 8)
+    report = head_report(layer, (8, 8))
     assert report.summary == 'mixture, 2 hard, 1 soft, 1 uniform' and report.kind.error is None
     assert [head.kind for head in report.heads] == ['hard', 'hard', 'soft', 'uniform']
     uniform = report.heads[3]
@@ -434,9 +437,9 @@ def test_one_fixed_key_is_no_hard_head():
     """All queries attend to the same token: no shift, but for a corner, which is replicate padding."""
     probs = torch.zeros(1, 36, 36)
     probs[:, :, 14] = 1
-    report = maps_report(probs, 6, 6)
+    report = maps_report(probs, (6, 6))
     assert report.summary == 'mixture, 1 soft' and report.heads[0].entropy == 0
-    report = maps_report(probs.roll(-14, dims=2), 6, 6)
+    report = maps_report(probs.roll(-14, dims=2), (6, 6))
     assert report.summary == 'one convolution, 1x1, error 0, centred at (-5, -5)'
 
 
@@ -466,7 +469,7 @@ def test_degenerate_and_expressible_are_those_of_their_modules(kind):
         weight = layer.position_bias if kind == 'vr' else layer.encoding.weight if kind == 'learned' else None
         for tensor in [weight] if weight is not None else list(layer.encoding.parameters()):
             tensor[3] = tensor[1]
-    report = head_report(layer, 7, 6, tolerance=0.7)
+    report = head_report(layer, (7, 6), tolerance=0.7)
     criteria = ['entropy', 'duplicate'] + (['uniform', 'stripe'] if kind in ('quadratic', 'generalized') else [])
     expected = find_degenerate_heads(layer, criteria, (7, 6))
     assert [head.head for head in report.heads if head.degenerate] == expected.heads and 3 in expected.heads
@@ -484,7 +487,7 @@ def test_stripe():
     layer = GeneralizedQuadraticAttention(3, 1)
     with torch.no_grad():
         layer.encoding.sqrt_precision[0] = torch.diag(torch.tensor([3.0, 1e-4]))
-    (head,) = head_report(layer, 6, 6).heads
+    (head,) = head_report(layer, (6, 6)).heads
     assert head.criterion == 'stripe' and 'condition number' in head.why and head.width_text == '1e+04 x 0.333 at 90°'
 
 
@@ -507,14 +510,14 @@ def test_a_little_softer_than_expressible():
     """A residual above the tolerance, beside a small error: how large it is is said."""
     model = small_cmhsa('conv', attn_bias_init=12.0)
     model.to_attention()
-    report = head_report(model.blocks[0].attn, 8, 8)
+    report = head_report(model.blocks[0].attn, (8, 8))
     least, largest = min(report.expressible[0].residual), max(report.expressible[0].residual)
     assert report.expressible[0].expressible == () and 1e-6 < largest < 1e-3
     assert f'3x3 shifts expressible: 0 of 9, residuals {least:.3g} to {largest:.3g}' in str(report)
 
 
 def test_patches_of_a_convolution():
-    report = head_report(conv_to_patch_mhsa(nn.Conv2d(2, 3, 3, padding=1), 4)[0], 5, 6)
+    report = head_report(conv_to_patch_mhsa(nn.Conv2d(2, 3, 3, padding=1), 4)[0], (5, 6))
     assert report.summary == 'one convolution, 3x3, error 0' and report.grid == (5, 6)
 
 
@@ -525,14 +528,14 @@ def test_layers_that_became_convolutions():
         with torch.no_grad():
             block.attn.encoding.center.copy_(torch.tensor(window_shifts((3, 3))))
             block.attn.encoding.sqrt_precision.fill_(40.0)
-    model.switch_to_deploy(to_conv=1e-3)
+    model.switch_to_deploy(conv_tolerance=1e-3)
     reports = model_reports(model, size=(5, 6))
     assert [(report.name, report.num_heads) for report in reports] == [('blocks.0.attn', 9), ('blocks.1.attn', 0)]
     assert reports[1].summary == 'a convolution of 3x3 shifts' and reports[1].grid == (5, 6)
     assert 'blocks.1.attn: by position, 5x6 tokens, 0 heads: a convolution of 3x3 shifts' in reports_to_text(reports)
     check_schema(json.dumps(reports_to_dict(reports)))
     del model.blocks[0]
-    with pytest.raises(ValueError, match='switch_to_deploy with to_conv puts convolutions in their place'):
+    with pytest.raises(ValueError, match='switch_to_deploy with conv_tolerance puts convolutions in their place'):
         model_reports(model, size=(5, 6))
 
 
@@ -613,55 +616,61 @@ def test_json(kind, width):
                 width, 100.0
             )
     for size in [(3, 4), (1, 2), (8, 8)]:
-        report = head_report(layer, *size)
+        report = head_report(layer, size)
         content = reports_to_dict([report], model='m', checkpoint=None)
         loaded = check_schema(json.dumps(content, allow_nan=False))
         assert loaded['layers'][0] == report.to_dict() and loaded['model'] == 'm'
         assert str(report) and reports_to_text([report])
 
 
-def test_plain():
-    assert plain({'a': (math.inf, [math.nan, 1.5], 'x', None, True)}) == {'a': [None, [None, 1.5], 'x', None, True]}
+def test_json_of_numbers_that_are_not_finite():
+    assert json_ready({'a': (math.inf, [math.nan, 1.5], 'x', None, True)}) == {
+        'a': [None, [None, 1.5], 'x', None, True]
+    }
 
 
 def test_no_heads():
     layer = LAYERS['quadratic']()
     layer.prune_heads([0, 1, 2, 3], allow_empty=True)
-    report = head_report(layer, 5, 5)
+    report = head_report(layer, (5, 5))
     assert report.summary == 'no heads: the layer is its bias' and report.best is None
     check_schema(json.dumps(reports_to_dict([report])))
     assert 'no heads' in reports_to_text([report])
-    assert maps_report(torch.zeros(0, 25, 25), 5, 5, num_images=2).num_heads == 0
+    assert maps_report(torch.zeros(0, 25, 25), (5, 5), num_images=2).num_heads == 0
 
 
 def test_zero_values():
     """A layer that is 0 is a convolution with the kernel 0."""
     layer = LAYERS['learned']()
     nn.init.zeros_(layer.value.weight)
-    assert [entry.error for entry in head_report(layer, 5, 5).convolutions] == [0, 0]
+    assert [entry.error for entry in head_report(layer, (5, 5)).convolutions] == [0, 0]
 
 
 @pytest.mark.parametrize(
     'call, error, message',
     [
-        (lambda: head_report(nn.MultiheadAttention(4, 2), 5, 5), TypeError, 'layer is a MultiheadAttention, but only'),
-        (lambda: head_report(conv_to_mhsa(nn.Conv1d(2, 2, 3))[0], 5, 5), ValueError, 'layer has 1 axes of pixels'),
         (
-            lambda: head_report(conv_to_mhsa(nn.Conv2d(2, 2, 7, padding=3))[0], 5, 5),
+            lambda: head_report(nn.MultiheadAttention(4, 2), (5, 5)),
+            TypeError,
+            'layer is a MultiheadAttention, but only',
+        ),
+        (lambda: head_report(conv_to_mhsa(nn.Conv1d(2, 2, 3))[0], (5, 5)), ValueError, 'layer has 1 axes of pixels'),
+        (
+            lambda: head_report(conv_to_mhsa(nn.Conv2d(2, 2, 7, padding=3))[0], (5, 5)),
             ValueError,
             'the image of 5x5 pixels is',
         ),
-        (lambda: head_report(ContentAttention(4, 2), 5, 5), ValueError, r"terms=\('qk', 'qr'\), have no part"),
-        (lambda: head_report(LAYERS['learned'](), 1, 1), ValueError, 'is a single token'),
-        (lambda: head_report(LAYERS['learned'](), 0, 5), ValueError, r'\(height, width\)=\(0, 5\)'),
-        (lambda: maps_report(torch.rand(2, 9, 9), 3, 4), ValueError, r'probs have shape \(2, 9, 9\)'),
+        (lambda: head_report(ContentAttention(4, 2), (5, 5)), ValueError, r"terms=\('qk', 'qr'\), .*have no part"),
+        (lambda: head_report(LAYERS['learned'](), (1, 1)), ValueError, 'is a single token'),
+        (lambda: head_report(LAYERS['learned'](), (0, 5)), ValueError, r'size=\(0, 5\)'),
+        (lambda: maps_report(torch.rand(2, 9, 9), (3, 4)), ValueError, r'probs have shape \(2, 9, 9\)'),
         (
             lambda: model_reports(small_timm('sa_learned_content_cifar'), torch.rand(1, 3, 8, 8), (4, 4)),
             ValueError,
             r'size=\(4, 4\) is that of a grid for scores by position alone',
         ),
         (
-            lambda: head_report(LAYERS['learned'](), 5, 5, tolerance=1e-9),
+            lambda: head_report(LAYERS['learned'](), (5, 5), tolerance=1e-9),
             ValueError,
             'tolerance=1e-09 must be at least',
         ),
@@ -683,7 +692,7 @@ def test_not_finite():
     layer = LAYERS['quadratic']()
     nn.init.constant_(layer.encoding.center, math.nan)
     with pytest.raises(ValueError, match='not finite'):
-        head_report(layer, 5, 5)
+        head_report(layer, (5, 5))
 
 
 @pytest.mark.parametrize('name', ['sa_quadratic_cifar', 'sa_learned_cifar', 'sa_learned_content_cifar'])
@@ -699,7 +708,7 @@ def test_models(name):
         (name, part, heads) for name, heads in zip(attention_layers(model), (3, 2)) for part in parts
     ]
     if name != 'sa_learned_content_cifar':
-        assert reports[1].heads == head_report(model.blocks[1].attn, 6, 5).heads
+        assert reports[1].heads == head_report(model.blocks[1].attn, (6, 5)).heads
         assert [report.attention for report in model_reports(model, size=(4, 4))] == ['position'] * 2
         return
     probs = dict(position=position_only_probs_of(model, images), images=attention_probs_of(model, images))
@@ -908,7 +917,7 @@ def test_tool_as_a_process(folder, repository):
     assert loaded['model'] == str(folder / 'quadratic.py') and loaded['num_images'] == 0
     model = small_timm('sa_quadratic_cifar', in_chans=1, checkpoint_path=str(folder / 'quadratic.pth'))
     for layer, block in zip(loaded['layers'], model.blocks):
-        expected = head_report(block.attn, 8, 8).to_dict()
+        expected = head_report(block.attn, (8, 8)).to_dict()
         assert layer == {**expected, 'name': layer['name']}
 
 

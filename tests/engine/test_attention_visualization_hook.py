@@ -15,12 +15,10 @@ from mmengine.runner import Runner
 from mmengine.visualization import LocalVisBackend
 from mmpretrain.registry import HOOKS, VISBACKENDS
 
-from attncnn_plugin.analysis.attention_maps import mean_attention_probs_of
-from attncnn_plugin.analysis.head_centers import head_centers
+from attncnn_plugin.analysis import head_centers, mean_attention_probs_of, read_centers, read_scalars
 from attncnn_plugin.apis.config_model import ConfigModel
 from attncnn_plugin.engine.hooks import AttentionVisualizationHook
-from attncnn_plugin.engine.hooks.attention_visualization_hook import _kept
-from attncnn_plugin.visualization.training_curves import read_centers, read_scalars
+from attncnn_plugin.engine.hooks.attention_visualization_hook import heads_left
 
 LAYERS = ['backbone.blocks.0.attn', 'backbone.blocks.1.attn']
 TINY = dict(embed_dims=16, num_layers=2, num_heads=3, feedforward_channels=24)
@@ -125,7 +123,7 @@ def test_attention_by_content_is_a_mean_over_images(repository, tmp_path):
     images = runner.model.data_preprocessor(inputs, False)['inputs']
     probs = mean_attention_probs_of(runner.model, images)
     for i, layer in enumerate(LAYERS):
-        centers, _ = head_centers(runner.model.backbone.blocks[i].attn, 8, 8, probs=probs[layer])
+        centers, _ = head_centers(runner.model.backbone.blocks[i].attn, (8, 8), probs=probs[layer])
         recorded = read_centers(tmp_path)[layer]
         assert np.allclose([recorded[head][-1, 1:] for head in range(3)], centers.numpy(), atol=1e-5)
 
@@ -208,9 +206,9 @@ def test_a_resumed_run_goes_on_with_the_numbers(pruned, repository, tmp_path):
 
 def test_which_heads_are_left():
     before = torch.tensor([[1.0], [2.0], [2.0], [3.0]])
-    assert _kept(before, before[[1, 3]]) == [1, 3] and _kept(before, before[[1, 2]]) == [1, 2]
-    assert _kept(before, before[:0]) == [] and _kept(before, before[[3, 1]]) is None
-    assert _kept(None, before) is None and _kept(before, torch.tensor([[5.0]])) is None
+    assert heads_left(before, before[[1, 3]]) == [1, 3] and heads_left(before, before[[1, 2]]) == [1, 2]
+    assert heads_left(before, before[:0]) == [] and heads_left(before, before[[3, 1]]) is None
+    assert heads_left(None, before) is None and heads_left(before, torch.tensor([[5.0]])) is None
 
 
 def test_cmhsa_is_shown_from_its_transition_on(repository, tmp_path):
@@ -295,7 +293,7 @@ def test_a_model_in_a_wrapper(repository, tmp_path):
     with torch.no_grad():
         runner.model.backbone.blocks[0].attn.encoding.center[0] = torch.tensor([1.0, -2.0])
     runner.model = Wrapper(runner.model)
-    hook._look(runner, 7, draw=False)
+    hook._show(runner, 7, draw=False)
     runner.visualizer.close()
     assert read_centers(tmp_path)[LAYERS[0]][0][-1].tolist() == [7, 1, -2]
 

@@ -22,7 +22,6 @@ from attncnn_plugin.analysis.attention_maps import (
     attention_probs_of,
     content_only_probs_of,
     position_only_probs_of,
-    position_probs,
 )
 from attncnn_plugin.explorer import explorer_page
 from attncnn_plugin.explorer.factors import Factors
@@ -313,7 +312,7 @@ def test_heads_that_were_pruned():
     model.prune_heads({0: [1], 1: [0, 1, 2]}, allow_empty=True)
     content = unpack(page_of(model, images_of()))
     assert [layer['heads'] for layer in content['layers']] == [2, 0]
-    assert (probs_in(content, 0, 'position') - position_probs(model.blocks[0].attn, 8, 8)).abs().max() <= 1e-6
+    assert (probs_in(content, 0, 'position') - model.blocks[0].attn.position_probs((8, 8))).abs().max() <= 1e-6
 
 
 def test_errors():

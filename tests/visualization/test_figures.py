@@ -21,18 +21,27 @@ from matplotlib.path import Path as Line
 from mmengine.config import Config
 from mmpretrain import get_model
 
-from attncnn_plugin.analysis.attention_maps import (
+from attncnn_plugin import visualization
+from attncnn_plugin.analysis import (
     attention_layers,
     attention_probs_of,
+    head_centers,
     mean_attention_probs_of,
-    position_probs,
+    query_maps,
+    read_centers,
+    read_scalars,
 )
-from attncnn_plugin.analysis.head_centers import head_centers, query_index, query_maps
-from attncnn_plugin.visualization import figures, style
+from attncnn_plugin.analysis.head_centers import query_index
+from attncnn_plugin.visualization import (
+    image_of,
+    plot_attention_centers,
+    plot_attention_probs,
+    plot_center_movement,
+    plot_metric,
+    save_figure,
+)
 from attncnn_plugin.visualization.contours import gaussian_contour, outline, region_of_mass
-from attncnn_plugin.visualization.figures import plot_attention_centers, plot_attention_probs, plot_center_movement
-from attncnn_plugin.visualization.style import COLORS, color_of, image_of, line_style_of, marker_of, save_figure
-from attncnn_plugin.visualization.training_curves import plot_metric, read_centers, read_scalars
+from attncnn_plugin.visualization.style import COLORS, color_of, line_style_of, marker_of
 
 HARD = 40.0  # √(2α) of a head that attends to one pixel
 
@@ -54,8 +63,8 @@ def model_with_head(center, name='sa_quadratic_cifar', sqrt_precision=1.0):
     return model
 
 
-def maps_of(model, height, width, query=None):
-    return {name: query_maps(layer, height, width, query) for name, layer in attention_layers(model).items()}
+def maps_of(model, size, query=None):
+    return {name: query_maps(layer, size, query) for name, layer in attention_layers(model).items()}
 
 
 def head_marks(axes):
@@ -120,7 +129,7 @@ def test_masses_out_of_range():
         with pytest.raises(ValueError, match=f'mass={mass} must be above 0 and below 1'):
             region_of_mass(np.ones((2, 2)), mass)
         with pytest.raises(ValueError, match=f'mass={mass} must be'):
-            plot_attention_centers(small_timm('sa_quadratic_cifar'), 4, 4, masses=[mass])
+            plot_attention_centers(small_timm('sa_quadratic_cifar'), (4, 4), masses=[mass])
 
 
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 0.1, 0.3]))
@@ -167,7 +176,7 @@ def test_pixels_that_touch_at_a_corner_have_lines_of_their_own():
 )
 def test_centres_and_widths_of_gaussian_heads(name, factor, width):
     layer = model_with_head((1.0, -2.0), name, factor).blocks[0].attn
-    centers, widths = head_centers(layer, 6, 4)
+    centers, widths = head_centers(layer, (6, 4))
     assert centers[0].tolist() == [1, -2] and widths[0].item() == pytest.approx(width)
     assert torch.allclose(centers, layer.encoding.center.double())
 
@@ -178,20 +187,20 @@ def test_centres_and_widths_of_other_heads():
     probs[0, 7] = 0
     probs[0, 7, 2 * 5 + 1], probs[0, 7, 2 * 5 + 3] = 0.1, 0.3  # of 0.4: the rest is outside of the grid
     layer = small_timm('sa_learned_content_cifar').blocks[0].attn
-    centers, widths = head_centers(layer, 3, 5, probs=probs)  # of the query in row 1, column 2
+    centers, widths = head_centers(layer, (3, 5), probs=probs)  # of the query in row 1, column 2
     assert torch.allclose(centers, torch.tensor([[1, 0.5], [-1, -2]], dtype=torch.float64), atol=1e-6)
     assert torch.allclose(widths, torch.tensor([math.sqrt(0.75 / 2), 0], dtype=torch.float64), atol=1e-6)
-    centers, _ = head_centers(layer, 3, 5, query=(2, 4), probs=probs)
+    centers, _ = head_centers(layer, (3, 5), query=(2, 4), probs=probs)
     assert centers[0].tolist() == [-2, -4]
-    with pytest.raises(ValueError, match=r"terms=\('qk', 'qr'\), depends on position alone: give probs"):
-        head_centers(layer, 3, 5)
+    with pytest.raises(ValueError, match=r"terms=\('qk', 'qr'\), .*depends on position alone: give probs"):
+        head_centers(layer, (3, 5))
 
 
 def test_queries_outside_of_the_grid():
-    assert query_index((1, 2), 3, 5) == 7 and query_index(None, 3, 5) == 7
+    assert query_index((1, 2), (3, 5)) == 7 and query_index(None, (3, 5)) == 7
     for query in ((3, 0), (0, 5), (-1, 0)):
         with pytest.raises(ValueError, match='row from 0 to 2 and a column from 0 to 4'):
-            query_index(query, 3, 5)
+            query_index(query, (3, 5))
 
 
 # What is drawn, and where.
@@ -201,7 +210,7 @@ def test_queries_outside_of_the_grid():
     'name, factor', [('sa_quadratic_cifar', HARD), ('sa_generalized_cifar', [[HARD, 0.0], [0.0, HARD]])]
 )
 def test_a_head_one_row_down_and_two_columns_left(name, factor):
-    figure = plot_attention_centers(model_with_head((1.0, -2.0), name, factor), 8, 8)
+    figure = plot_attention_centers(model_with_head((1.0, -2.0), name, factor), (8, 8))
     for axes in figure.axes:
         assert head_marks(axes)['head 0'] == (1, -2)
         right, down = np.diff(axes.transData.transform([(0, 0), (-2, 1)]), axis=0)[0]
@@ -213,13 +222,13 @@ def test_a_head_one_row_down_and_two_columns_left(name, factor):
 
 def test_a_head_one_row_down_and_two_columns_left_by_its_probabilities():
     model = model_with_head((1.0, -2.0), sqrt_precision=HARD)
-    hard = {name: position_probs(layer, 8, 8) for name, layer in attention_layers(model).items()}
-    figure = plot_attention_centers(small_timm('sa_learned_content_cifar'), 8, 8, probs=hard)
+    hard = {name: layer.position_probs((8, 8)).detach() for name, layer in attention_layers(model).items()}
+    figure = plot_attention_centers(small_timm('sa_learned_content_cifar'), (8, 8), probs=hard)
     for axes in figure.axes:
         assert head_marks(axes)['head 0'] == pytest.approx((1, -2), abs=1e-6)
         for line in contours_of(axes).values():
             assert np.abs(line - [1, -2]).max() < 0.5
-    figure = plot_attention_probs(maps_of(model, 8, 8))
+    figure = plot_attention_probs(maps_of(model, (8, 8)))
     for axes in figure.axes[:-1]:
         if axes.get_title().startswith('head 0:'):
             (map_,) = axes.get_images()
@@ -230,7 +239,7 @@ def test_a_head_one_row_down_and_two_columns_left_by_its_probabilities():
 
 @pytest.mark.parametrize('mass', [0.5, 0.9])
 def test_circles_are_drawn_around_their_heads(mass):
-    figure = plot_attention_centers(model_with_head((1.0, -2.0), sqrt_precision=0.8), 8, 8, masses=(mass,))
+    figure = plot_attention_centers(model_with_head((1.0, -2.0), sqrt_precision=0.8), (8, 8), masses=(mass,))
     for axes in figure.axes:
         line = contours_of(axes)['-']
         radius = math.sqrt(math.log(1 / (1 - mass)) / (0.8**2 / 2))
@@ -238,7 +247,9 @@ def test_circles_are_drawn_around_their_heads(mass):
 
 
 def test_the_ellipse_of_a_head_is_longer_along_its_columns():
-    figure = plot_attention_centers(model_with_head((0.0, 0.0), 'sa_generalized_cifar', [[1.0, 0.0], [0.0, 0.5]]), 8, 8)
+    figure = plot_attention_centers(
+        model_with_head((0.0, 0.0), 'sa_generalized_cifar', [[1.0, 0.0], [0.0, 0.5]]), (8, 8)
+    )
     line = contours_of(figure.axes[0])['-']
     assert np.allclose(np.ptp(line, axis=0), 2 * math.sqrt(2 * math.log(2)) * np.array([1, 2]), rtol=1e-3)
 
@@ -247,9 +258,9 @@ def test_contours_of_learned_heads_hold_their_mass():
     model = small_timm('sa_learned_cifar', num_heads=1)
     for block in model.blocks:
         torch.nn.init.normal_(block.attn.encoding.weight, std=0.3)
-    figure = plot_attention_centers(model, 6, 8)
+    figure = plot_attention_centers(model, (6, 8))
     for axes, layer in zip(figure.axes, attention_layers(model).values()):
-        probs = position_probs(layer, 6, 8)[0, 3 * 8 + 4].numpy()
+        probs = layer.position_probs((6, 8)).detach()[0, 3 * 8 + 4].numpy()
         pixels = np.argwhere(np.ones((6, 8))) - [3, 4]
         lines = [line for line in axes.get_lines() if line.get_zorder() == 3]
         for mass, solid in ((0.5, True), (0.9, False)):
@@ -266,7 +277,7 @@ def test_contours_of_learned_heads_hold_their_mass():
 
 
 def test_a_centre_beyond_the_panel_is_hollow_on_its_border():
-    axes = plot_attention_centers(model_with_head((0.0, 30.0)), 8, 8).axes[0]
+    axes = plot_attention_centers(model_with_head((0.0, 30.0)), (8, 8)).axes[0]
     reach = axes.get_xlim()[1]
     assert reach == 7.5 and head_marks(axes)['head 0'] == (0, reach)
     marks = {line.get_label(): line for line in axes.get_lines()}
@@ -278,7 +289,7 @@ def test_discs_do_not_cover_each_other():
     model = small_timm('sa_quadratic16_cifar', num_heads=16, depth=1)
     with torch.no_grad():
         model.blocks[0].attn.encoding.center.mul_(0.2)
-    axes = plot_attention_centers(model, 8, 8).axes[0]
+    axes = plot_attention_centers(model, (8, 8)).axes[0]
     places = {text.get_text(): text.get_position() for text in axes.texts}
     assert set(places) == set(map(str, range(16)))
     least = min(math.dist(a, b) for name, a in places.items() for other, b in places.items() if name != other)
@@ -296,10 +307,10 @@ def test_heads_keep_their_numbers():
     model = small_timm('sa_quadratic_cifar')
     model.prune_heads({0: [1]})
     numbers = {'blocks.0.attn': [0, 2], 'blocks.1.attn': [0, 1, 2]}
-    axes = plot_attention_centers(model, 8, 8, numbers=numbers).axes[0]
+    axes = plot_attention_centers(model, (8, 8), numbers=numbers).axes[0]
     assert head_marks(axes)['head 2'] == pytest.approx(tuple(model.blocks[0].attn.encoding.center[1].tolist()))
     assert set(head_marks(axes)) == {'head 0', 'head 2'}
-    titles = [axes.get_title() for axes in plot_attention_probs(maps_of(model, 8, 8), numbers=numbers).axes[:2]]
+    titles = [axes.get_title() for axes in plot_attention_probs(maps_of(model, (8, 8)), numbers=numbers).axes[:2]]
     assert sorted(title.split(':')[0] for title in titles) == ['head 0', 'head 2']
 
 
@@ -309,23 +320,23 @@ def test_probabilities_are_ordered_by_locality_and_zoomed():
         for block in model.blocks:
             block.attn.encoding.center[1:] = torch.tensor([[-1.0, 0.0], [0.0, 0.0]])
             block.attn.encoding.sqrt_precision.fill_(HARD)
-    figure = plot_attention_probs(maps_of(model, 10, 12))
+    figure = plot_attention_probs(maps_of(model, (10, 12)))
     assert [axes.get_title() for axes in figure.axes[:3]] == ['head 2: 1.00', 'head 1: 1.00', 'head 0: 1.00']
     assert [axes.get_ylabel() for axes in figure.axes if axes.get_ylabel()] == ['block 0', 'block 1']
     assert all(axes.get_images()[0].get_array().shape == (7, 7) for axes in figure.axes[:6])
     (query,) = figure.axes[0].patches
     assert query.get_xy() == (-0.5, -0.5) and to_hex(query.get_edgecolor()) == '#000000'
     # Beyond the grid there is nothing to show.
-    corner = plot_attention_probs(maps_of(model, 10, 12, (0, 11)), (0, 11)).axes[0].get_images()[0].get_array()
+    corner = plot_attention_probs(maps_of(model, (10, 12), (0, 11)), (0, 11)).axes[0].get_images()[0].get_array()
     assert np.array_equal(
         np.ma.getmaskarray(np.ma.masked_invalid(corner)), np.add.outer(np.arange(7) < 3, np.arange(7) > 3)
     )
-    whole = plot_attention_probs(maps_of(model, 10, 12, (2, 7)), (2, 7), zoom=None).axes[0]
+    whole = plot_attention_probs(maps_of(model, (10, 12), (2, 7)), (2, 7), zoom=None).axes[0]
     assert whole.get_images()[0].get_array().shape == (10, 12) and whole.patches[0].get_xy() == (6.5, 1.5)
 
 
 def test_a_head_that_looks_beyond_the_zoomed_window_has_a_white_map():
-    maps = maps_of(model_with_head((0.0, 6.0), sqrt_precision=2.0), 16, 16)
+    maps = maps_of(model_with_head((0.0, 6.0), sqrt_precision=2.0), (16, 16))
     (far,) = [axes for axes in plot_attention_probs(maps).axes[:3] if axes.get_title().startswith('head 0')]
     assert far.get_title() == f'head 0: {maps["blocks.0.attn"][0].max():.2f}' > 'head 0: 0.5'
     assert far.get_images()[0].get_array().max() < 1e-6
@@ -347,11 +358,11 @@ def test_wrong_arguments_of_figures():
     with pytest.raises(ValueError, match='maps is empty'):
         plot_attention_probs({})
     with pytest.raises(ValueError, match='no attention layers'):
-        plot_attention_centers(small_cmhsa('conv'), 2, 2)
+        plot_attention_centers(small_cmhsa('conv'), (2, 2))
     with pytest.raises(ValueError, match='depends on position alone: give probs'):
-        plot_attention_centers(small_timm('sa_learned_content_cifar'), 2, 2)
+        plot_attention_centers(small_timm('sa_learned_content_cifar'), (2, 2))
     with pytest.raises(ValueError, match='masses'):
-        plot_attention_centers(small_timm('sa_quadratic_cifar'), 2, 2, masses=())
+        plot_attention_centers(small_timm('sa_quadratic_cifar'), (2, 2), masses=())
     with pytest.raises(ValueError, match='AttentionVisualizationHook'):
         plot_center_movement({})
 
@@ -359,8 +370,8 @@ def test_wrong_arguments_of_figures():
 def test_layers_without_heads_are_drawn_empty():
     model = small_timm('sa_quadratic_cifar')
     model.prune_heads({0: [0, 1, 2]}, allow_empty=True)
-    assert head_marks(plot_attention_centers(model, 4, 4).axes[0]) == {}
-    axes = plot_attention_probs(maps_of(model, 4, 4)).axes
+    assert head_marks(plot_attention_centers(model, (4, 4)).axes[0]) == {}
+    axes = plot_attention_probs(maps_of(model, (4, 4))).axes
     assert len(axes) == 5  # one for the first layer, three maps and their colours
     assert (axes[0].get_title(), axes[0].get_ylabel()) == ('no heads', 'block 0') and not axes[0].get_images()
 
@@ -368,11 +379,11 @@ def test_layers_without_heads_are_drawn_empty():
 def test_heads_that_look_beyond_the_grid_are_named():
     model = small_cmhsa('conv')
     model.to_attention()  # a shift a head, the null key outside
-    axes = plot_attention_centers(model, 8, 8, query=(0, 0)).axes[0]
+    axes = plot_attention_centers(model, (8, 8), query=(0, 0)).axes[0]
     drawn = {int(name.split()[1]) for name in head_marks(axes)}
     title, beyond = axes.get_title().split(', beyond the grid: ')
     assert title == 'block 0' and drawn | set(map(int, beyond.split(', '))) == set(range(9)) and len(drawn) == 4
-    assert len(head_marks(plot_attention_centers(model, 8, 8).axes[0])) == 9
+    assert len(head_marks(plot_attention_centers(model, (8, 8)).axes[0])) == 9
 
 
 def test_maps_of_a_query_are_rows_of_the_probabilities():
@@ -382,20 +393,20 @@ def test_maps_of_a_query_are_rows_of_the_probabilities():
     ]
     for model in models:
         for layer in attention_layers(model).values():
-            expected = position_probs(layer, 6, 5)[:, 2 * 5 + 4].unflatten(1, (6, 5))
-            assert torch.allclose(query_maps(layer, 6, 5, (2, 4)).float(), expected, atol=1e-6)
+            expected = layer.position_probs((6, 5)).detach()[:, 2 * 5 + 4].unflatten(1, (6, 5))
+            assert torch.allclose(query_maps(layer, (6, 5), (2, 4)).float(), expected, atol=1e-6)
 
 
 def test_the_bias_of_cmhsa_and_means_over_images_are_drawn():
     model, images = small_cmhsa('attn'), torch.randn(2, 3, 16, 16)
     for probs in (None, mean_attention_probs_of(model, images)):
-        figure = plot_attention_centers(model, 8, 8, probs=probs)
+        figure = plot_attention_centers(model, (8, 8), probs=probs)
         assert [len(head_marks(axes)) for axes in figure.axes] == [9, 9]
 
 
 def test_figures_leave_no_trace():
     before = dict(pyplot.rcParams)
-    figure = plot_attention_centers(small_timm('sa_quadratic_cifar'), 4, 4)
+    figure = plot_attention_centers(small_timm('sa_quadratic_cifar'), (4, 4))
     image = image_of(figure)
     assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3 and image.std() > 10
     assert pyplot.get_fignums() == [] and dict(pyplot.rcParams) == before
@@ -403,19 +414,19 @@ def test_figures_leave_no_trace():
 
 def test_the_look_does_not_depend_on_settings_outside():
     model = small_timm('sa_quadratic_cifar')
-    own = image_of(plot_attention_centers(model, 4, 4))
+    own = image_of(plot_attention_centers(model, (4, 4)))
     with pyplot.rc_context({'font.size': 20, 'axes.facecolor': 'red', 'lines.linewidth': 9}):
-        assert np.array_equal(image_of(plot_attention_centers(model, 4, 4)), own)
+        assert np.array_equal(image_of(plot_attention_centers(model, (4, 4))), own)
 
 
 def test_files_by_their_suffix(tmp_path):
     model = small_timm('sa_quadratic_cifar')
-    figure = plot_attention_centers(model, 4, 4)
+    figure = plot_attention_centers(model, (4, 4))
     save_figure(figure, tmp_path / 'a.svg')
     save_figure(figure, tmp_path / 'new' / 'a.png')
     assert (tmp_path / 'new' / 'a.png').read_bytes()[:4] == b'\x89PNG'
     assert xml.dom.minidom.parse(str(tmp_path / 'a.svg')).documentElement.tagName == 'svg'
-    save_figure(plot_attention_centers(model, 4, 4), tmp_path / 'b.svg')
+    save_figure(plot_attention_centers(model, (4, 4)), tmp_path / 'b.svg')
     assert (tmp_path / 'a.svg').read_bytes() == (tmp_path / 'b.svg').read_bytes()
     with pytest.raises(ValueError, match=r'must end in .png or .svg'):
         save_figure(figure, tmp_path / 'a.jpg')
@@ -619,8 +630,10 @@ def test_figures_of_the_tool(checkpoints, tool, monkeypatch, kind, options):
 def test_what_the_tool_draws(checkpoints, tool, monkeypatch):
     """The image that was named, and its attention."""
     drawn = {}
-    monkeypatch.setattr(figures, 'plot_attention_probs', lambda *args, **options: drawn.update(options, args=args))
-    monkeypatch.setattr(style, 'save_figure', lambda figure, path: None)
+    monkeypatch.setattr(
+        visualization, 'plot_attention_probs', lambda *args, **options: drawn.update(options, args=args)
+    )
+    monkeypatch.setattr(visualization, 'save_figure', lambda figure, path: None)
     monkeypatch.chdir(checkpoints)
     tool(
         'learned_content.py',

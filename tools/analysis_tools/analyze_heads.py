@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Prints what the heads of a checkpoint do, layer by layer: where they look, whether they do anything, what they form.
+"""Prints a report of the heads of a checkpoint, layer by layer: where they look, and what convolution they form.
 
 For a config of this plugin and its checkpoint, or for a vision transformer of timm by name:
 
@@ -25,10 +25,15 @@ from timm.utils import ParseKwargs
 from torch import Tensor, nn
 
 import attncnn_plugin  # noqa: F401
-from attncnn_plugin.analysis.attention_maps import attention_layers, depends_on_content, require_attention_layers
-from attncnn_plugin.analysis.head_report.model import model_reports, reports_to_dict, reports_to_text
-from attncnn_plugin.analysis.head_report.report import LayerReport
-from attncnn_plugin.analysis.head_report.timm_models import timm_reports
+from attncnn_plugin.analysis import (
+    LayerReport,
+    attention_layers,
+    model_reports,
+    reports_to_dict,
+    reports_to_text,
+    require_attention_layers,
+    timm_reports,
+)
 from attncnn_plugin.apis.images import image_files
 from attncnn_plugin.utils.frameworks import import_problem, require_mmpretrain
 
@@ -49,8 +54,7 @@ def parse_args() -> argparse.Namespace:
         nargs=2,
         type=int,
         metavar=('HEIGHT', 'WIDTH'),
-        help='grid in tokens on which '
-        'attention by position alone is judged; means over images are on the grid of the images '
+        help='grid in tokens for attention by position alone; means over images are on the grid of the images '
         "(default: that of the images, or of the config's img_size)",
     )
     parser.add_argument(
@@ -133,7 +137,7 @@ def reports_of_config(args: argparse.Namespace) -> Tuple[List[LayerReport], int]
 
     loaded = ConfigModel(args.config, args.weights, args.cfg_options)
     size = tuple(args.size) if args.size else None
-    if not any(map(depends_on_content, require_attention_layers(loaded.model).values())):
+    if not any(layer.depends_on_content for layer in require_attention_layers(loaded.model).values()):
         return model_reports(loaded.model, None, size or loaded.grid, args.tolerance), 0
     images = loaded.read_folder(args.images, args.num_images) if args.images else loaded.test_images(args.num_images)
     return model_reports(loaded.model, loaded.inputs(images), size, args.tolerance), len(images)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Draws what the heads of a model attend to (C20, Figures 2 to 14), as a PNG or an SVG.
+"""Draws the attention of a model's heads, as Cordonnier et al. 2020 do in Figures 2 to 14, as a PNG or an SVG.
 
   plot_attention.py CONFIG CHECKPOINT --figure centers --out centers.png
   plot_attention.py CONFIG CHECKPOINT --figure content --image 3 --query 4 2 --out image.svg
@@ -25,18 +25,21 @@ from mmengine.config import DictAction
 from torch import Tensor
 
 import attncnn_plugin  # noqa: F401
-from attncnn_plugin.analysis.attention_maps import (
-    depends_on_content,
+from attncnn_plugin.analysis import (
     grid_of,
-    has_position_scores,
     mean_attention_probs_of,
+    query_maps,
+    read_centers,
     require_attention_layers,
 )
-from attncnn_plugin.analysis.head_centers import query_maps
 from attncnn_plugin.apis.config_model import ConfigModel
-from attncnn_plugin.visualization.figures import plot_attention_centers, plot_attention_probs, plot_center_movement
-from attncnn_plugin.visualization.style import save_figure
-from attncnn_plugin.visualization.training_curves import plot_metric, read_centers
+from attncnn_plugin.visualization import (
+    plot_attention_centers,
+    plot_attention_probs,
+    plot_center_movement,
+    plot_metric,
+    save_figure,
+)
 
 OF_MODELS, OF_RUNS = ('centers', 'probabilities', 'content'), ('movement', 'accuracy')
 
@@ -97,7 +100,7 @@ def draw_model(args: argparse.Namespace):
     of_images = [
         name
         for name, layer in layers.items()
-        if (depends_on_content(layer) if args.figure == 'content' else not has_position_scores(layer))
+        if (layer.depends_on_content if args.figure == 'content' else not layer.has_position_scores)
     ]
     if args.figure == 'content' and not of_images:
         raise ValueError(f'{args.config} has attention by position alone: --figure probabilities draws it')
@@ -113,9 +116,9 @@ def draw_model(args: argparse.Namespace):
     query = args.query and tuple(args.query)
     probs = {name: by_content[name] for name in of_images}
     if args.figure == 'centers':
-        return plot_attention_centers(model, *size, query=query, probs=probs, numbers=loaded.head_numbers)
+        return plot_attention_centers(model, size, query=query, probs=probs, numbers=loaded.head_numbers)
     names = of_images if args.figure == 'content' else layers
-    maps = {name: query_maps(layers[name], *size, query, probs.get(name)) for name in names}
+    maps = {name: query_maps(layers[name], size, query, probs.get(name)) for name in names}
     if args.figure == 'probabilities':
         return plot_attention_probs(maps, query, args.zoom, numbers=loaded.head_numbers)
     picture = None if args.image is None else loaded.picture(chosen[0])

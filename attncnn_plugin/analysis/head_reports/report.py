@@ -1,43 +1,46 @@
-"""What a head report holds, as data, as JSON and as text."""
+"""The numbers of a head report as data, as JSON and as text.
+
+They say of a head where it looks and how widely, as figures 3 to 10 of Cordonnier et al. 2020 (C20) show it, and of a
+layer how near it is to a convolution (C20, Theorem 1 and Lemma 3).
+"""
 
 import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Tuple
 
-from .kinds import EXACT, HARD, UNIFORM, LayerKind, by, error_text
+from .kinds import EXACT, HARD, UNIFORM, LayerKind, error_text, size_text
 from .shift_maps import LEAST_QUERIES, Shift
 
 
 @dataclass(frozen=True)
 class HeadStatistics:
-    """What a head attends to; shifts δ = k − q are (row, column) in tokens.
+    """The numbers of a head; shifts δ = k − q are (row, column) in tokens.
 
     Attributes:
         head (int): Index of the head.
         source (str): Where centre and width come from: ``'parameters'`` of Gaussian heads, or ``'moments'`` of the
             probabilities at interior queries.
         center (tuple[float, float] | None): Δ, or the mean shift; None without any probability in the grid.
-        alpha (float | None): Width α of a quadratic head (C20, eq. 9), None for others.
+        alpha (float | None): α of round Gaussian heads, Σ⁻¹ = 2α·I (C20, eq. 9); None for others.
         covariance (tuple[tuple[float, float], ...] | None): Σ, or that of the shift; None where it is infinite.
-        entropy (float): Entropy in nats, mean over queries; of attention to images, mean over these too: not that of
-            the mean attention, which is larger.
-        relative_entropy (float): The same relative to that of uniform attention on the grid, 0 to 1.
+        entropy (float): Entropy in nats, mean over queries. For attention to images it is the mean over these too, and
+            not the entropy of the mean attention, which is larger.
+        relative_entropy (float): The entropy relative to that of uniform attention on the grid, 0 to 1.
         mass_3x3, mass_5x5 (float): Probability of the 3x3 and 5x5 keys around the query, mean over interior queries.
-        nearest_shift (tuple[int, int]): The δ that gets most, all compared over the same queries, see
-            :func:`.head_report_shifts.nearest_shifts`.
-        share (float): P[q, q + δ] of it, mean over interior queries; where it leaves the grid from one of these, over
-            all from which it stays; where these are less than a quarter, over all, with the key of the grid that is
-            nearest to q + δ.
+        nearest_shift (tuple[int, int]): The δ that gets most, see :func:`.shift_maps.nearest_shifts`.
+        share (float): P[q, q + δ] of the nearest shift, mean over interior queries. If the shift leaves the grid from
+            one of these, the mean is over all queries from which it stays. If these are less than a quarter of the
+            queries, it is over all queries, with the nearest key of the grid in the place of a q + δ outside.
         kind (str): ``'hard'``, ``'soft'`` or ``'uniform'``, see
-            :func:`~attncnn_plugin.analysis.head_report.kinds.head_kind`.
-        degenerate (bool | None): Whether a criterion of :func:`~attncnn_plugin.pruning.find_degenerate_heads` finds it,
-            of attention by position alone; None where scores depend on content.
-        criterion, why (str | None): The first criterion that does, and value and threshold in words.
+            :func:`.kinds.head_kind`.
+        degenerate (bool | None): Whether a criterion of :func:`~attncnn_plugin.pruning.find_degenerate_heads` finds the
+            head; None where scores depend on content.
+        criterion, why (str | None): The first criterion that finds it, and its value and threshold in words.
         shares (tuple[tuple[float | None, ...], ...]): Shares of the 7x7 shifts −3 … 3, row by row; None for those that
             stay in the grid from less than a quarter of the queries.
-        prefix_mass (float | None): Of a timm model, the probability that patches give to tokens that are none, mean
-            over patches and images; the rest was renormalized.
+        prefix_mass (float | None): For a timm model, the probability that patches give to tokens that are no patches,
+            mean over patches and images. What they give to patches was renormalized. None for other models.
     """
 
     head: int
@@ -62,8 +65,8 @@ class HeadStatistics:
     def width_text(self) -> str:
         """Standard deviation in tokens.
 
-        Along both principal axes for heads that are not round, to 1e-6, with the angle of the longer one: 0° is down,
-        90° to the right.
+        A head that is not round, to 1e-6, has one along each principal axis, and the angle of the longer axis: 0° is
+        down, 90° to the right.
         """
         if self.covariance is None:
             return 'inf'
@@ -102,14 +105,15 @@ COLUMNS = ['head', 'centre', 'std', 'entropy', '3x3', '5x5', 'nearest shift', 's
 class BestConvolution:
     """The convolution nearest to a layer, that of :func:`~attncnn_plugin.convert.mhsa_to_conv`.
 
-    With the linear maps A of the attention and C of the convolution, bias apart, the error is ‖A − C‖_F / ‖A‖_F: the
-    root mean square error of its output for white noise, relative to the output.
+    The attention without its bias is a linear map A, and the convolution a linear map C. The error is
+    ‖A − C‖_F / ‖A‖_F: for white noise, the root mean square of the difference of the outputs relative to that of the
+    attention's output.
 
     Attributes:
         kernel_size (tuple[int, int]): Its kernel size.
         padding_mode (str): Its padding mode.
         error (float): The error over all queries.
-        interior_error (float | None): That over the queries whose window is in the grid; None without any.
+        interior_error (float | None): The error over the queries whose window is in the grid; None without any.
     """
 
     kernel_size: Shift
@@ -140,7 +144,7 @@ class ExpressibleShifts:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What the heads of a layer do; as a string, sentences and a table.
+    """The numbers of a layer and its heads; as a string, sentences and a table.
 
     Attributes:
         grid (tuple[int, int]): Height and width of the grid in tokens.
@@ -148,8 +152,8 @@ class LayerReport:
         kind (LayerKind): What the heads form together.
         convolutions (tuple[BestConvolution, ...]): The best 3x3 and 5x5 convolution; for an ``ImageAttention`` that of
             its window alone. Empty without heads.
-        expressible (tuple[ExpressibleShifts, ...]): Of 3x3 and 5x5 kernels; without those that the grid is too small
-            for, and empty for an ``ImageAttention`` whose queries are not the pixels.
+        expressible (tuple[ExpressibleShifts, ...]): The shifts of 3x3 and 5x5 kernels, without a kernel that is larger
+            than the grid. Empty for an ``ImageAttention`` whose queries are not the pixels.
         heads (tuple[HeadStatistics, ...]): The heads.
         name (str): Name of the layer in its model, empty for a layer by itself.
         attention (str): ``'position'`` for the positional part, ``'images'`` for the whole attention to images.
@@ -168,7 +172,7 @@ class LayerReport:
 
     @property
     def summary(self) -> str:
-        """What the heads form together, such as ``'one convolution, 3x3, error 0'``."""
+        """The heads' common work in words, such as ``'one convolution, 3x3, error 0'``."""
         return str(self.kind)
 
     @property
@@ -179,15 +183,15 @@ class LayerReport:
 
     @property
     def best_text(self) -> str:
-        """What comes nearest to the layer: the shifts of its hard heads, or the best convolution."""
+        """The nearest convolution in words: that of the shifts of the hard heads, or the best one."""
         best = self.best
         if best is None or self.kind.error is not None and self.kind.error < best.error - EXACT:
             return self.summary
-        return f'{by(best.kernel_size)}, error {error_text(best.error)}'
+        return f'{size_text(best.kernel_size)}, error {error_text(best.error)}'
 
     def to_dict(self) -> Dict[str, Any]:
-        """Plain data for JSON, None in the place of what is not finite."""
-        return plain(
+        """Data for JSON, None in the place of a number that is not finite."""
+        return json_ready(
             {
                 **dataclasses.asdict(self),
                 'summary': self.summary,
@@ -198,18 +202,17 @@ class LayerReport:
     def __str__(self) -> str:
         part = ['by position'] if self.attention == 'position' else []
         part += [f'mean over {self.num_images} images'] if self.num_images else []
-        lines = [
-            f'{self.name or "layer"}: {", ".join(part)}, {by(self.grid)} tokens, {self.num_heads} heads: {self.summary}'
-        ]
+        grid = f'{size_text(self.grid)} tokens, {self.num_heads} heads'
+        lines = [f'{self.name or "layer"}: {", ".join(part)}, {grid}: {self.summary}']
         for entry in self.convolutions:
             inside = '' if entry.interior_error is None else f', {error_text(entry.interior_error)} inside'
             best = ' (best)' if entry is self.best and len(self.convolutions) > 1 else ''
-            lines.append(f'  {by(entry.kernel_size)} convolution{best}: error {error_text(entry.error)}{inside}')
-        for entry in self.expressible:
-            count, total = len(entry.expressible), len(entry.residual)
-            named = ': ' + ' '.join(map(str, entry.expressible)) if 0 < count < total else ''
-            left = f', residuals {min(entry.residual):.3g} to {max(entry.residual):.3g}' if count < total else ''
-            lines.append(f'  {by(entry.kernel_size)} shifts expressible: {count} of {total}{named}{left}')
+            lines.append(f'  {size_text(entry.kernel_size)} convolution{best}: error {error_text(entry.error)}{inside}')
+        for kernel in self.expressible:
+            count, total = len(kernel.expressible), len(kernel.residual)
+            named = ': ' + ' '.join(map(str, kernel.expressible)) if 0 < count < total else ''
+            left = f', residuals {min(kernel.residual):.3g} to {max(kernel.residual):.3g}' if count < total else ''
+            lines.append(f'  {size_text(kernel.kernel_size)} shifts expressible: {count} of {total}{named}{left}')
         return '\n'.join(lines + self._table())
 
     def _table(self) -> List[str]:
@@ -222,7 +225,7 @@ class LayerReport:
         return ['  ' + '  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
-# What the words of a report mean, for its JSON.
+# The numbers behind the words of a report, for its JSON.
 THRESHOLDS_OF_KINDS = {
     'hard_share': HARD,
     'uniform_relative_entropy': UNIFORM,
@@ -231,10 +234,15 @@ THRESHOLDS_OF_KINDS = {
 }
 
 
-def plain(value: Any) -> Any:
-    """Tuples as lists, None in the place of numbers that are not finite."""
+def json_ready(value: Any) -> Any:
+    """Data for JSON: tuples as lists, None in the place of a number that is not finite.
+
+    Examples:
+        >>> json_ready({'center': (0.5, float('inf'))})
+        {'center': [0.5, None]}
+    """
     if isinstance(value, dict):
-        return {name: plain(entry) for name, entry in value.items()}
+        return {name: json_ready(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(entry) for entry in value]
+        return [json_ready(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,7 +1,10 @@
-"""What the heads of a layer form together: one convolution, a dilated or sparse one, or a mixture."""
+"""Kinds of heads, and of layers by what their heads form together: a convolution, a dilated or sparse one, a mixture.
+
+Nine hard heads on the shifts of a 3x3 kernel are a convolution (Cordonnier et al. 2020, Theorem 1).
+"""
 
 from dataclasses import dataclass
-from typing import List, Optional, Sequence, Tuple
+from typing import Optional, Sequence, Tuple
 
 from ...pruning.degenerate_heads import THRESHOLDS
 
@@ -13,12 +16,19 @@ Shift = Tuple[int, int]
 
 
 def head_kind(share: float, relative_entropy: float) -> str:
-    """``'hard'`` if the nearest shift gets 0.9 or more, else ``'uniform'`` if the entropy is above 0.99 of that of
-    uniform attention, else ``'soft'``.
+    """The kind of a head.
 
     Args:
-        share (float): That of the nearest shift, see :class:`.head_report_types.HeadStatistics`.
-        relative_entropy (float): The same.
+        share (float): Probability of the nearest shift, see :class:`.report.HeadStatistics`.
+        relative_entropy (float): Entropy relative to that of uniform attention, 0 to 1.
+
+    Returns:
+        str: ``'hard'`` if the share is 0.9 or more, else ``'uniform'`` if the relative entropy is above 0.99, else
+        ``'soft'``.
+
+    Examples:
+        >>> head_kind(0.95, 0.1), head_kind(0.02, 0.995), head_kind(0.3, 0.5)
+        ('hard', 'uniform', 'soft')
     """
     if share >= HARD:
         return 'hard'
@@ -27,12 +37,18 @@ def head_kind(share: float, relative_entropy: float) -> str:
 
 @dataclass(frozen=True)
 class Lattice:
-    """Shifts first + i·dilation, i from 0 to kernel_size − 1, along rows and along columns.
+    """The window that holds some shifts: first + i·dilation, i from 0 to kernel_size − 1, along rows and columns.
 
     Attributes:
         kernel_size, dilation (tuple[int, int]): Of (rows, columns); the dilation of an axis with one entry is 1.
         offset (tuple[int, int]): Shift of the window's place from that of ``nn.Conv2d`` with ``padding='same'``.
-        full (bool): Whether each of its shifts is there.
+        full (bool): Whether each shift of the window is one of them.
+
+    Examples:
+        >>> Lattice.of([(0, -2), (0, 0), (0, 2)])
+        Lattice(kernel_size=(1, 3), dilation=(1, 2), offset=(0, 0), full=True)
+        >>> Lattice.of([(0, 0), (1, 1)]).full
+        False
     """
 
     kernel_size: Shift
@@ -50,12 +66,13 @@ class Lattice:
         )
         if not full:
             steps = [1, 1]
-        kernel_size = tuple((values[-1] - values[0]) // step + 1 for values, step in zip(axes, steps))
-        offset = tuple(values[0] + step * (n - 1) // 2 for values, step, n in zip(axes, steps, kernel_size))
-        return cls(kernel_size, tuple(steps), offset, full)
+        sizes = [(values[-1] - values[0]) // step + 1 for values, step in zip(axes, steps)]
+        offsets = [values[0] + step * (n - 1) // 2 for values, step, n in zip(axes, steps, sizes)]
+        return cls((sizes[0], sizes[1]), (steps[0], steps[1]), (offsets[0], offsets[1]), full)
 
     @property
     def dilated(self) -> bool:
+        """Whether there are holes between the shifts."""
         return max(self.dilation) > 1
 
 
@@ -66,21 +83,22 @@ class LayerKind:
     Attributes:
         kind (str): One of
 
-            - ``'convolution'``: all heads are hard and their shifts fill a rectangular window; or one of the best
-              convolutions leaves a relative error below 1e-6, whatever the heads are, on a grid with a query whose
-              whole window is inside. Where both are so with different windows, the former is named, of an
-              ``ImageAttention`` the latter.
-            - ``'dilated'``: the same with a regular lattice with holes.
+            - ``'convolution'``: the layer is one convolution. Either all heads are hard and their shifts fill a
+              rectangular window. Or one of the best convolutions leaves a relative error below 1e-6, whatever the heads
+              are, on a grid with a query whose whole window is inside. If both are true, the window of the hard heads
+              is named. An exception is an ``ImageAttention`` which needs more than the shifts of its hard heads to be a
+              convolution: then its own window is named.
+            - ``'dilated'``: the same, but there are holes between the shifts, all of the same size.
             - ``'sparse'``: all heads are hard, on some shifts of a window only.
             - ``'mixture'``: anything else.
             - ``'empty'``: there are no heads.
             - ``'converted'``: a convolution of ``switch_to_deploy`` has taken the place of the heads.
         hard, soft, uniform (int): Number of heads of each kind, see :func:`head_kind`.
-        num_shifts (int | None): Number of different shifts of the hard heads that it names, None without.
+        num_shifts (int | None): Number of different shifts of the hard heads; None where they are not named.
         kernel_size, dilation, offset (tuple[int, int] | None): The window, see :class:`Lattice`; None for a mixture.
         stride (tuple[int, int]): Of the queries.
-        error (float | None): Relative error of the best convolution by these shifts and no others, see
-            :class:`.head_report_types.BestConvolution`; None for a mixture.
+        error (float | None): Relative error of the best convolution with the shifts of the hard heads alone, or with
+            the named window, see :class:`.report.BestConvolution`; None for a mixture.
     """
 
     kind: str
@@ -97,21 +115,21 @@ class LayerKind:
     def __str__(self) -> str:
         if self.kind == 'empty':
             return 'no heads: the layer is its bias'
-        if self.kind == 'converted':
-            return f'a convolution of {by(self.kernel_size)} shifts'
-        if self.kind == 'mixture':
+        if self.kernel_size is None:
             counts = [(self.hard, 'hard'), (self.soft, 'soft'), (self.uniform, 'uniform')]
             return f'mixture, {", ".join(f"{n} {name}" for n, name in counts if n)}'
+        if self.dilation is None or self.error is None:
+            return f'a convolution of {size_text(self.kernel_size)} shifts'
         error = f'error {error_text(self.error)}'
         if self.kind == 'sparse':
-            words = [f'sparse convolution, {self.num_shifts} shifts of {by(self.kernel_size)}', error]
+            words = [f'sparse convolution, {self.num_shifts} shifts of {size_text(self.kernel_size)}', error]
         else:
-            words = [f'one convolution, {by(self.kernel_size)}', error]
+            words = [f'one convolution, {size_text(self.kernel_size)}', error]
         if max(self.dilation) > 1:
             steps = {step for step, n in zip(self.dilation, self.kernel_size) if n > 1}
-            words.append(f'dilated by {steps.pop() if len(steps) == 1 else by(self.dilation)}')
+            words.append(f'dilated by {steps.pop() if len(steps) == 1 else size_text(self.dilation)}')
         if max(self.stride) > 1:
-            words.append(f'stride {self.stride[0] if len(set(self.stride)) == 1 else by(self.stride)}')
+            words.append(f'stride {self.stride[0] if len(set(self.stride)) == 1 else size_text(self.stride)}')
         if self.offset != (0, 0):
             words.append(f'centred at {self.offset}')
         if self.soft + self.uniform:
@@ -119,15 +137,21 @@ class LayerKind:
         return ', '.join(words)
 
 
-def by(size: Sequence[int]) -> str:
-    """``'3x5'``"""
+def size_text(size: Sequence[int]) -> str:
+    """A size in words.
+
+    Examples:
+        >>> size_text((3, 5))
+        '3x5'
+    """
     return 'x'.join(map(str, size))
 
 
 def error_text(error: float) -> str:
-    """A relative error in words: 0 below 1e-6."""
+    """A relative error in words: 0 below 1e-6.
+
+    Examples:
+        >>> error_text(1e-7), error_text(0.12345)
+        ('0', '0.123')
+    """
     return '0' if error < EXACT else f'{error:.3g}'
-
-
-def count_kinds(kinds: List[str]) -> dict:
-    return {kind: kinds.count(kind) for kind in ('hard', 'soft', 'uniform')}

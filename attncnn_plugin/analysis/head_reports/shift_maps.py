@@ -1,17 +1,21 @@
-"""Attention maps as distributions over the shift δ = k − q: what each shift gets, moments and masses."""
+"""Attention maps as distributions over the shift δ = k − q from a query q to its key k (Cordonnier et al. 2020, 3.1).
+
+A head that is a convolution's gives all of its attention to one shift. Here is how much each shift gets, which one gets
+most, and the mean and the covariance of the shift.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
 from typing import List, Optional, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...layers.window import Window
 
 INTERIOR = 5  # pixels; the window that an interior query of a grid has inside
 LEAST_QUERIES = 0.25  # part of the queries from which a shift must stay in the grid to have a share by these
-EQUAL = 1e-6  # difference of probabilities up to which two shifts are equally near
+EQUAL = 1e-6  # difference of probabilities up to which two shifts get equally much
 
 Shift = Tuple[int, int]
 Axes = Tuple[Tensor, Tensor]  # a tensor for rows, and one for columns
@@ -29,8 +33,13 @@ class ShiftMaps:
         queries (tuple[Tensor, Tensor]): Pixels of the queries along rows and along columns.
         interior (tuple[Tensor, Tensor]): Whether each of these is in the interior: the whole 5x5 window around it is in
             the grid (on a smaller grid as large a window as fits), or the whole window of an ``ImageAttention``.
-        judged (tuple[Tensor, Tensor]): Whether each counts where interior ones are not enough: all those of a grid,
-            the interior ones of an ``ImageAttention``, whose others see padding.
+        valid (tuple[Tensor, Tensor]): Whether each of these sees no padding: every query of a grid, the interior ones
+            of an ``ImageAttention``.
+
+    Examples:
+        >>> maps = ShiftMaps.of(torch.eye(36).roll(1, dims=1)[None], (6, 6))  # every query to the next key
+        >>> maps.interior_sums.nonzero().tolist(), maps.interior_sums.sum().item()  # shift (0, 0) has the index (5, 5)
+        ([[0, 5, 6]], 4.0)
     """
 
     probs: Tensor
@@ -38,11 +47,16 @@ class ShiftMaps:
     window: Optional[Window]
     queries: Axes
     interior: Axes
-    judged: Axes
+    valid: Axes
 
     @classmethod
     def of(cls, probs: Tensor, size: Tuple[int, int], window: Optional[Window] = None) -> 'ShiftMaps':
         """The maps of a grid, or of an ``ImageAttention`` with this window.
+
+        Args:
+            probs (Tensor): ``(N_h, Q, height*width)``.
+            size (tuple[int, int]): Height and width of the grid.
+            window (Window, optional): The window of an ``ImageAttention``. Defaults to None.
 
         Raises:
             ValueError: Probabilities that are not finite; no query has its window in an image of ``size``.
@@ -50,17 +64,22 @@ class ShiftMaps:
         probs = probs.detach().cpu().double()
         if not probs.sum().isfinite():  # rows add up to 1
             raise ValueError('the probabilities of the heads are not finite: the parameters of layer must be finite')
-        inner = same_window([min(INTERIOR, n - 1 + n % 2) for n in size]) if window is None else window  # odd
+        # The window that a query in the interior of a grid has inside reaches as far on both sides of it.
+        odd = [min(INTERIOR, n - 1 + n % 2) for n in size]
+        inner = same_window((odd[0], odd[1])) if window is None else window
         first, last = inner.shifts()[[0, -1]].tolist()
-        queries = tuple(inner.queries(axis, n) for axis, n in enumerate(size))
-        interior = tuple((q + a >= 0) & (q + b < n) for q, a, b, n in zip(queries, first, last, size))
+        rows, columns = (inner.queries(axis, n) for axis, n in enumerate(size))
+        interior = (
+            (rows + first[0] >= 0) & (rows + last[0] < size[0]),
+            (columns + first[1] >= 0) & (columns + last[1] < size[1]),
+        )
         if not all(some.any() for some in interior):
             raise ValueError(
                 f'the image of {size[0]}x{size[1]} pixels is too small for the window of layer, '
                 f'{window}: no query has the whole of it inside'
             )
-        judged = tuple(map(torch.ones_like, interior)) if window is None else interior
-        return cls(probs, size, window, queries, interior, judged)
+        valid = (torch.ones_like(interior[0]), torch.ones_like(interior[1])) if window is None else interior
+        return cls(probs, size, window, (rows, columns), interior, valid)
 
     @cached_property
     def interior_sums(self) -> Tensor:
@@ -77,12 +96,13 @@ class ShiftMaps:
         Returns:
             Tensor: ``(N_h, 2·height − 1, 2·width − 1)``, shift 0 in the middle.
         """
-        sums = self.probs.unflatten(1, [len(axis) for axis in self.queries]).unflatten(-1, self.size)
+        rows, columns = self.queries
+        sums = self.probs.unflatten(1, (len(rows), len(columns))).unflatten(-1, self.size)
         sums = sums.transpose(2, 3)  # (N_h, q1, k1, q2, k2)
         for size, pixels, some in zip(self.size, self.queries, chosen):
             by_shift = sums.new_zeros(len(sums), 2 * size - 1, *sums.shape[3:])
             for query in some.nonzero()[:, 0].tolist():
-                keys, first = sums[:, query], size - 1 - pixels[query].item()  # the place of key 0 by its shift
+                keys, first = sums[:, query], size - 1 - int(pixels[query])  # the place of key 0 by its shift
                 by_shift[:, first : first + size] += keys
                 if replicate:
                     by_shift[:, :first] += keys[:, :1]
@@ -99,9 +119,16 @@ class ShiftMaps:
         return axes[0][:, None] * axes[1]
 
 
-def same_window(kernel_size, padding_mode: str = 'zeros') -> Window:
-    """The window of a convolution with ``padding='same'``."""
-    return Window.of(nn.Conv2d(1, 1, kernel_size, padding='same', padding_mode=padding_mode, device='meta'))
+def same_window(kernel_size: Shift, padding_mode: str = 'zeros', dilation: Shift = (1, 1)) -> Window:
+    """The window of an ``nn.Conv2d`` with ``padding='same'``.
+
+    Examples:
+        >>> same_window((1, 3), dilation=(1, 2)).shifts().tolist()
+        [[0, -2], [0, 0], [0, 2]]
+    """
+    added = [d * (k - 1) for d, k in zip(dilation, kernel_size)]
+    padding = tuple((n // 2, n - n // 2) for n in added)  # the odd pixel comes after
+    return Window(kernel_size, (1, 1), dilation, padding, padding_mode)
 
 
 def moments(maps: ShiftMaps) -> Tuple[Tensor, Tensor]:
@@ -110,17 +137,27 @@ def moments(maps: ShiftMaps) -> Tuple[Tensor, Tensor]:
     Returns:
         tuple[Tensor, Tensor]: ``(N_h, 2)``, (row, column) in tokens, and ``(N_h, 2, 2)``; not a number for a head that
         gives nothing to the grid.
+
+    Examples:
+        >>> center, covariance = moments(ShiftMaps.of(torch.eye(36).roll(1, dims=1)[None], (6, 6)))
+        >>> center.tolist(), covariance.tolist()
+        ([[0.0, 1.0]], [[[0.0, 0.0], [0.0, 0.0]]])
     """
     weight = maps.interior_sums.flatten(1)
     weight = weight / weight.sum(1, keepdim=True)
-    shifts = torch.cartesian_prod(*(torch.arange(1.0 - n, n, dtype=torch.float64) for n in maps.size))
+    shifts = _all_shifts(maps.size).double()
     center = weight @ shifts
     apart = shifts - center[:, None]  # not E[δδᵀ] − E[δ]E[δ]ᵀ, which cancels for hard heads
     return center, torch.einsum('hs,hsi,hsj->hij', weight, apart, apart)
 
 
 def window_mass(maps: ShiftMaps, kernel_size: int) -> Tensor:
-    """Probability of the K×K keys around an interior query, mean over these, ``(N_h,)``; K is odd."""
+    """Probability of the K×K keys around an interior query, mean over these, ``(N_h,)``; K is odd.
+
+    Examples:
+        >>> round(window_mass(ShiftMaps.of(torch.full((1, 36, 36), 1 / 36), (6, 6)), 3).item(), 6)
+        0.25
+    """
     reach = kernel_size // 2
     rows, columns = (slice(max(0, n - 1 - reach), n + reach) for n in maps.size)
     return maps.interior_sums[:, rows, columns].sum((1, 2)) / maps.counts(maps.interior).max()
@@ -134,33 +171,52 @@ def shift_shares(maps: ShiftMaps) -> Tensor:
     Returns:
         Tensor: ``(N_h, 2·height − 1, 2·width − 1)``, shift 0 in the middle; not a number for shifts that stay in the
         grid from less than a quarter of the queries.
+
+    Examples:
+        >>> shares = shift_shares(ShiftMaps.of(torch.eye(36).roll(1, dims=1)[None], (6, 6)))
+        >>> shares[0, 5, 4:8].tolist(), shares[0, 0, 0].item()
+        ([0.0, 0.0, 1.0, 0.0], nan)
     """
-    inner, count = maps.counts(maps.interior), maps.counts(maps.judged)
-    shares = torch.where(inner == inner.max(), maps.interior_sums / inner, maps.sums(maps.judged) / count)
+    inner, count = maps.counts(maps.interior), maps.counts(maps.valid)
+    shares = torch.where(inner == inner.max(), maps.interior_sums / inner, maps.sums(maps.valid) / count)
     return shares.masked_fill(count < LEAST_QUERIES * count.max(), float('nan'))
 
 
 def nearest_shifts(maps: ShiftMaps, shares: Tensor) -> List[Tuple[Shift, float]]:
-    """The shift δ of each head whose keys get most, mean over interior queries, and its share.
+    """The shift δ to which each head gives most, and its share.
 
-    All shifts are compared over the same queries, with the key of the grid that is nearest to q + δ: at the border the
-    probabilities are renormalized, and means over the queries from which each shift stays in the grid would favour
-    short ones. Of shifts that are equal, to 1e-6, as far ones can be, it is the one whose keys get most from all
-    queries, then the shortest.
+    What a shift gets is P[q, q + δ], mean over the interior queries, with the nearest key of the grid in the place of a
+    q + δ outside. So all shifts are compared over the same queries. (A mean over the queries from which a shift stays
+    in the grid would favour short shifts: near the border the probabilities of the keys left are larger.)
+
+    Far shifts can get equally much, to 1e-6. Of these it is the one that gets most over all queries, then the shortest.
 
     Args:
         maps (ShiftMaps): The maps.
-        shares (Tensor): See :func:`shift_shares`. Where it is not a number, the share is what the keys of the nearest
-            shift get from all queries.
+        shares (Tensor): See :func:`shift_shares`. Where it is not a number, the share is what the shift gets over all
+            queries.
+
+    Returns:
+        list[tuple[tuple[int, int], float]]: For each head the shift (row, column) in tokens, and its share.
+
+    Examples:
+        >>> maps = ShiftMaps.of(torch.eye(36).roll(1, dims=1)[None], (6, 6))
+        >>> nearest_shifts(maps, shift_shares(maps))
+        [((0, 1), 1.0)]
     """
-    share = maps.sums(maps.interior, replicate=True)
-    nearest = share >= share.amax((1, 2), keepdim=True) - EQUAL * maps.counts(maps.interior).max()
+    inner = maps.sums(maps.interior, replicate=True)
+    nearest = inner >= inner.amax((1, 2), keepdim=True) - EQUAL * maps.counts(maps.interior).max()
     if (nearest & shares.isnan()).any() or nearest.sum() > len(nearest):
-        whole = maps.sums(maps.judged, replicate=True) / maps.counts(maps.judged).max()
+        whole = maps.sums(maps.valid, replicate=True) / maps.counts(maps.valid).max()
         nearest &= whole >= whole.where(nearest, -1.0).amax((1, 2), keepdim=True) - EQUAL
         shares = shares.where(~shares.isnan(), whole)
-    middle, found = torch.tensor(maps.size) - 1, []
-    for places, own in zip(nearest, shares):
-        place = min(places.nonzero(), key=lambda place: ((place - middle).square().sum().item(), place.tolist()))
-        found.append((tuple((place - middle).tolist()), own[tuple(place)].item()))
-    return found
+    shifts = _all_shifts(maps.size)
+    length = shifts.square().sum(1).where(nearest.flatten(1), torch.iinfo(torch.int64).max)
+    places = length.argmin(1)  # the first of the shortest ones
+    share = shares.flatten(1).gather(1, places[:, None])[:, 0]
+    return [((row, column), value) for (row, column), value in zip(shifts[places].tolist(), share.tolist())]
+
+
+def _all_shifts(size: Tuple[int, int]) -> Tensor:
+    """All (row, column) shifts between two tokens of a grid, row by row, int64."""
+    return torch.cartesian_prod(*(torch.arange(1 - n, n) for n in size))

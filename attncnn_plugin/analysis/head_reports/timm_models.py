@@ -1,17 +1,23 @@
-"""Head reports of timm's vision transformers: how convolutional is their attention?"""
+"""Head reports of timm's vision transformers: how convolutional is their attention?
+
+Cordonnier et al. 2020, section 4, asks it of attention layers trained on images; L21 (Li et al. 2021) of transformers.
+"""
 
 import dataclasses
 from contextlib import ExitStack, contextmanager
-from typing import Dict, Iterator, List, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from ..attention_maps import evaluating, mean_over_images, relative_entropy_of
+from ...pruning.criteria import relative_entropy_of_maps
+from ..attention_maps import ImageMeans, evaluating
 from .layer import TOLERANCE, maps_report
 from .report import LayerReport
 
-BATCH_SIZE = 4
+BATCH_SIZE = 4  # images in a pass
+
+Visit = Callable[[str, Tensor, Tensor], None]
 
 
 def timm_attention(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], Dict[str, Tensor]]:
@@ -32,35 +38,32 @@ def timm_attention(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor],
 
     Raises:
         ValueError: The model is built in another way: windows, pooled keys, attention over channels, mixed heads.
+
+    Examples:
+        >>> import timm
+        >>> model = timm.create_model('vit_tiny_patch16_224', img_size=32, embed_dim=12, num_heads=3, depth=1)
+        >>> probs, prefix_mass = timm_attention(model, torch.rand(2, 3, 32, 32))
+        >>> probs['blocks.0.attn'].shape, prefix_mass['blocks.0.attn'].shape
+        (torch.Size([2, 3, 4, 4]), torch.Size([2, 3]))
     """
-    height, width = patch_grid(model, images)
-    seen = {}
-    with torch.no_grad(), evaluating(model), ExitStack() as stack:
-        for name, module in _attention_modules(model).items():
-            stack.enter_context(_unfused(module))
-            handle = module.attn_drop.register_forward_pre_hook(
-                lambda _, args, name=name: seen.setdefault(name, []).append(args[0])
-            )
-            stack.callback(handle.remove)
-        model(images)
     probs, prefix_mass = {}, {}
-    for name, module in _attention_modules(model).items():
-        times = len(seen.get(name, ()))
-        if times != 1:
-            raise _other_structure(model, f'{name} hands its probabilities to attn_drop {times} times')
-        expected = len(images), module.num_heads, height * width
-        probs[name], prefix_mass[name] = _of_patches(model, name, seen[name][0].float(), *expected)
+
+    def keep(name: str, own: Tensor, mass: Tensor) -> None:
+        probs[name], prefix_mass[name] = own, mass
+
+    _visit_attention(model, images, keep)
     return probs, prefix_mass
 
 
 def timm_reports(model: nn.Module, images: Tensor, tolerance: float = TOLERANCE) -> List[LayerReport]:
-    """The reports of the attention of each layer, averaged over images.
+    """Reports the attention of each layer of a timm vision transformer, averaged over images.
 
     The errors of convolutions are those of the attention maps, each head with an output of its own: the values of the
     heads do not count.
 
     Args:
-        model (nn.Module), images (Tensor): See :func:`timm_attention`; at least one image.
+        model (nn.Module): See :func:`timm_attention`.
+        images (Tensor): ``(B, C, H, W)``, normalized as for the model, at least one.
         tolerance (float): Residual up to which a shift is expressible. Defaults to 1e-6.
 
     Returns:
@@ -68,30 +71,70 @@ def timm_reports(model: nn.Module, images: Tensor, tolerance: float = TOLERANCE)
 
     Raises:
         ValueError: See :func:`timm_attention`.
+
+    Examples:
+        >>> import timm
+        >>> model = timm.create_model('vit_tiny_patch16_224', img_size=96, embed_dim=12, num_heads=3, depth=1)
+        >>> (report,) = timm_reports(model, torch.rand(2, 3, 96, 96))
+        >>> report.name, report.grid, report.num_heads, report.num_images
+        ('blocks.0.attn', (6, 6), 3, 2)
     """
     size = patch_grid(model, images)
+    means = ImageMeans()
+
+    def add(name: str, probs: Tensor, prefix_mass: Tensor) -> None:
+        means.add(name, probs, relative_entropy_of_maps(probs), prefix_mass)
+
+    for batch in images.split(BATCH_SIZE):
+        _visit_attention(model, batch, add)
     reports = []
-    for name, (probs, entropy, prefix_mass) in mean_over_images(
-        lambda batch: _with_entropy(*timm_attention(model, batch)), images, BATCH_SIZE
-    ).items():
-        report = maps_report(probs, *size, num_images=len(images), relative_entropy=entropy, tolerance=tolerance)
-        left_out = prefix_mass.tolist()
-        heads = tuple(dataclasses.replace(head, prefix_mass=left_out[head.head]) for head in report.heads)
+    for name, (probs, entropy, prefix_mass) in means.items():
+        report = maps_report(probs, size, num_images=len(images), relative_entropy=entropy, tolerance=tolerance)
+        heads = tuple(
+            dataclasses.replace(head, prefix_mass=mass) for head, mass in zip(report.heads, prefix_mass.tolist())
+        )
         reports.append(dataclasses.replace(report, name=name, heads=heads))
     return reports
 
 
-def _with_entropy(probs: Dict[str, Tensor], prefix_mass: Dict[str, Tensor]) -> Dict[str, Tuple[Tensor, ...]]:
-    return {name: (maps, relative_entropy_of(maps), prefix_mass[name]) for name, maps in probs.items()}
+@torch.no_grad()
+def _visit_attention(model: nn.Module, images: Tensor, visit: Visit) -> None:
+    """Calls ``visit(name, probs, prefix_mass)`` for each attention in one pass, see :func:`timm_attention`."""
+    height, width = patch_grid(model, images)
+    modules = _attention_modules(model)
+    times = dict.fromkeys(modules, 0)
+
+    def visit_probs(name: str, probs: Tensor) -> None:
+        times[name] += 1
+        visit(name, *_of_patches(model, name, probs.float(), len(images), modules[name].num_heads, height * width))
+
+    with evaluating(model), ExitStack() as stack:
+        for name, module in modules.items():
+            stack.enter_context(_unfused(module))
+            handle = module.attn_drop.register_forward_pre_hook(lambda _, args, name=name: visit_probs(name, args[0]))
+            stack.callback(handle.remove)
+        model(images)
+    for name, count in times.items():
+        if count != 1:
+            raise _other_structure(model, f'{name} hands its probabilities to attn_drop {count} times')
 
 
 def patch_grid(model: nn.Module, images: Tensor) -> Tuple[int, int]:
     """Height and width of the grid of patches.
 
+    Args:
+        model (nn.Module): A vision transformer of timm.
+        images (Tensor): ``(B, C, H, W)``.
+
     Raises:
         ValueError: The model does not cut images into a grid of patches, or the grid has a single one.
+
+    Examples:
+        >>> import timm
+        >>> patch_grid(timm.create_model('vit_tiny_patch16_224', depth=1), torch.rand(1, 3, 224, 224))
+        (14, 14)
     """
-    embed = getattr(model, 'patch_embed', None)
+    embed: Any = getattr(model, 'patch_embed', None)
     if not hasattr(embed, 'grid_size') or not hasattr(model, 'blocks'):
         raise _other_structure(model, 'it has no patch_embed with a grid, or no blocks')
     size = embed.grid_size
@@ -102,10 +145,10 @@ def patch_grid(model: nn.Module, images: Tensor) -> Tuple[int, int]:
     return tuple(size)
 
 
-def _attention_modules(model: nn.Module) -> Dict[str, nn.Module]:
+def _attention_modules(model: nn.Module) -> Dict[str, Any]:
     modules = {
         f'blocks.{name}': module
-        for name, module in model.blocks.named_modules()
+        for name, module in model.get_submodule('blocks').named_modules()
         if hasattr(module, 'num_heads') and isinstance(getattr(module, 'attn_drop', None), nn.Module)
     }
     if not modules:
@@ -114,8 +157,8 @@ def _attention_modules(model: nn.Module) -> Dict[str, nn.Module]:
 
 
 @contextmanager
-def _unfused(module: nn.Module) -> Iterator[None]:
-    """The path that has the probabilities."""
+def _unfused(module: Any) -> Iterator[None]:
+    """Fused attention is off inside: the other path has the probabilities."""
     fused = getattr(module, 'fused_attn', False)
     if fused:
         module.fused_attn = False

@@ -1,0 +1,65 @@
+"""Curves of a metric over one or several trainings (Cordonnier et al. 2020, Figures 2 and 13).
+
+mmpretrain's ``tools/analysis_tools/analyze_logs.py`` draws such curves too. But it refuses logs with centres of heads,
+and does not join those of a run that was resumed.
+"""
+
+from pathlib import Path
+from typing import Dict, Union
+
+from matplotlib.figure import Figure
+
+from ..analysis.training_logs import ATTENTION, read_scalars
+from .style import color_of, line_style_of, styled
+
+
+@styled
+def plot_metric(runs: Dict[str, Union[str, Path]], metric: str = 'accuracy/top1') -> Figure:
+    """Draws a metric of several runs by epoch (C20, Figures 2 and 13; Li et al. 2021, Figure 2).
+
+    Args:
+        runs (dict[str, str | Path]): The runs by the names that they have in the figure, see
+            :func:`~attncnn_plugin.analysis.read_scalars`.
+        metric (str): The name of the metric in the logs. Defaults to ``'accuracy/top1'``.
+
+    Returns:
+        Figure: One axes with a line for each run.
+
+    Raises:
+        FileNotFoundError: A run without a log.
+        ValueError: No runs; a run without the metric, or with validations that are not told apart.
+    """
+    if not runs:
+        raise ValueError('runs is empty: give at least one')
+    figure = Figure(figsize=(5.6, 3.6), layout='constrained')
+    axes = figure.add_subplot()
+    units, percent = set(), metric.startswith('accuracy/')
+    for i, (label, path) in enumerate(runs.items()):
+        scalars = read_scalars(path)
+        if metric not in scalars:
+            known = sorted(name for name in scalars if not name.startswith(ATTENTION))
+            raise ValueError(f'metric={metric!r} is not in the logs of {path}: they have {", ".join(known)}')
+        values = scalars[metric]
+        if values[-1, 0] == 0:
+            raise ValueError(
+                f'all values of metric={metric!r} in the logs of {path} are of step 0: a training by '
+                'iterations needs default_hooks=dict(logger=dict(log_metric_by_epoch=False))'
+            )
+        # Only the logs of a training by epochs have the epoch.
+        units.add('epoch' if 'epoch' in scalars and values[-1, 0] <= scalars['epoch'][-1, 1] else 'iteration')
+        last = f'{values[-1, 1]:.1f}' if percent else f'{values[-1, 1]:.4g}'
+        axes.plot(
+            values[:, 0],
+            values[:, 1],
+            color=color_of(i),
+            linestyle=line_style_of(i),
+            linewidth=1.3,
+            label=f'{label}, {last} at the end',
+        )
+    axes.set_xlabel(' or '.join(sorted(units)))
+    axes.set_ylabel(f'{metric}, %' if percent else metric)
+    axes.grid(color='#E5E5E5', linewidth=0.5)
+    axes.set_axisbelow(True)
+    axes.spines[['top', 'right']].set_visible(False)
+    figure.legend(loc='outside lower center', ncols=1 if len(runs) < 3 else 2)
+    return figure

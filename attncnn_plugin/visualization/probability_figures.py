@@ -1,0 +1,117 @@
+"""Figures of attention probabilities around a query (Cordonnier et al. 2020 (C20), Figures 5 to 10)."""
+
+from typing import Dict, List, Optional, Sequence, Tuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.patches import Rectangle
+from torch import Tensor
+
+from ..analysis.attention_maps import layer_label
+from ..analysis.head_centers import query_index
+from .style import MAP_COLORS, styled
+
+
+@styled
+def plot_attention_probs(
+    maps: Dict[str, Tensor],
+    query: Optional[Tuple[int, int]] = None,
+    zoom: Optional[int] = 7,
+    image: Optional[np.ndarray] = None,
+    numbers: Optional[Dict[str, Sequence[int]]] = None,
+) -> Figure:
+    """Draws the probabilities of a query, one row a layer, one column a head (C20, Figures 5 to 10).
+
+    The heads of a layer are ordered by locality, the mean distance from the query to the pixels that they attend to,
+    and have their numbers and their largest probability above their maps, which are coloured from 0 to it.
+
+    Args:
+        maps (dict[str, Tensor]): ``(N_h, H, W)`` by layer, the probabilities of the keys for the query, see
+            :func:`~attncnn_plugin.analysis.query_maps`: of positions, the mean over images, or of one image.
+        query (tuple[int, int], optional): Row and column of the query. Defaults to the middle of the grid.
+        zoom (int, optional): Rows and columns around the query that are drawn, odd; None for the whole grid. Defaults
+            to 7. Outside of the grid it is grey.
+        image (ndarray, optional): The image that the probabilities are of, shown at the left with the query,
+            ``(rows, columns, 3)``, uint8. Defaults to none.
+        numbers (dict[str, Sequence[int]], optional): By layer, the numbers of its heads, for those that are left after
+            others were pruned. Defaults to 0, 1, 2, ….
+
+    Returns:
+        Figure: One axes a map, after that of the image if there is one; its data is in tokens, x the column and y the
+        row, counted from the query's with ``zoom`` and from the grid's corner without. A layer whose heads were all
+        pruned has one axes that says so.
+
+    Raises:
+        ValueError: No maps; an even ``zoom``; a query outside of the grid.
+    """
+    if not maps:
+        raise ValueError('maps is empty: the model has no attention, or none that depends on content')
+    if zoom is not None and (zoom < 1 or zoom % 2 == 0):
+        raise ValueError(f'zoom={zoom} must be odd and at least 1, so that the query is in the middle; None shows all')
+    maps = {name: layer.detach().cpu().numpy() for name, layer in maps.items()}
+    height, width = next(iter(maps.values())).shape[1:]
+    row, column = divmod(query_index(query, (height, width)), width)
+    columns = max(max(len(layer) for layer in maps.values()), 1)
+    left = 0 if image is None else 2
+    figure = Figure(figsize=(0.95 * (columns + left) + 0.7, 1.05 * len(maps) + 0.2), layout='constrained')
+    grid = figure.add_gridspec(len(maps), columns + left)
+    if image is not None:
+        _draw_image(figure.add_subplot(grid[:, :2]), image, row, column, height, width)
+    shown = None
+    for line, (name, layer) in enumerate(maps.items()):
+        number_of = (numbers or {}).get(name, range(len(layer)))
+        panels = [figure.add_subplot(grid[line, place + left]) for place in range(max(len(layer), 1))]
+        panels[0].set_ylabel(layer_label(name))
+        if not len(layer):
+            panels[0].set(xticks=[], yticks=[], title='no heads')
+        for axes, head in zip(panels, _by_locality(layer, row, column)):
+            shown = _draw_map(axes, layer[head], (row, column), zoom)
+            axes.set_title(f'head {number_of[head]}: {layer[head].max():.2f}', fontsize=6.5, pad=2)
+    if shown is not None:
+        bar = figure.colorbar(
+            shown, ax=figure.axes[left // 2 :], ticks=[0, 1], shrink=min(1, 2 / len(maps)), pad=0.01, aspect=15
+        )
+        bar.ax.set_yticklabels(['0', 'largest'])
+        bar.outline.set_linewidth(0.6)
+    return figure
+
+
+def _by_locality(maps: np.ndarray, row: int, column: int) -> List[int]:
+    rows, columns = np.ogrid[: maps.shape[1], : maps.shape[2]]
+    distance = np.hypot(rows - row, columns - column)
+    return np.argsort((maps * distance).sum((1, 2)) / maps.sum((1, 2)).clip(min=1e-12), kind='stable').tolist()
+
+
+def _draw_map(axes: Axes, keys: np.ndarray, query: Tuple[int, int], zoom: Optional[int]) -> AxesImage:
+    """One map, from 0 to its largest value on the whole grid, with a black square around the query."""
+    row, column = query
+    top, left = 0, 0
+    keys = keys / max(keys.max(), 1e-12)
+    if zoom is not None:
+        reach = zoom // 2
+        keys = np.pad(keys, reach, constant_values=np.nan)[row : row + zoom, column : column + zoom]
+        top, left, row, column = -reach, -reach, 0, 0
+    height, width = keys.shape
+    axes.set_facecolor('#CCCCCC')
+    shown = axes.imshow(
+        keys,
+        cmap=MAP_COLORS,
+        vmin=0,
+        vmax=1,
+        interpolation='nearest',
+        extent=(left - 0.5, left + width - 0.5, top + height - 0.5, top - 0.5),
+    )
+    axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor='none', edgecolor='black', linewidth=1.1))
+    axes.set_xticks([])
+    axes.set_yticks([])
+    return shown
+
+
+def _draw_image(axes: Axes, image: np.ndarray, row: int, column: int, height: int, width: int) -> None:
+    axes.imshow(image, interpolation='nearest', extent=(-0.5, width - 0.5, height - 0.5, -0.5), cmap='gray')
+    axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor='black', edgecolor='white', linewidth=0.8))
+    axes.set_title(f'query at row {row}, column {column}')
+    axes.set_xticks([])
+    axes.set_yticks([])
