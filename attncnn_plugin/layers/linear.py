@@ -1,6 +1,7 @@
 """Linear layers in a row as one: the one place that decides when matrices are multiplied before tokens go through."""
 
-from typing import NamedTuple, Optional, Sequence, Union
+from dataclasses import dataclass
+from typing import Optional, Sequence, Union
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,8 @@ from .precision import widest_float
 is_exporting = getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)
 
 
-class LinearMap(NamedTuple):
+@dataclass(frozen=True, eq=False)  # torch 2.6 cannot trace a call of a named tuple
+class LinearMap:
     """A weight and a bias.
 
     Attributes:
@@ -103,7 +105,7 @@ def has_hooks(module: nn.Module) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or 'forward' in vars(module)
+        or 'forward' in module.__dict__  # torch 2.6 cannot trace vars()
     )
 
 

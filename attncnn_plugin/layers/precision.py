@@ -16,9 +16,15 @@ def widest_float(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.device.type == 'mps' else torch.float64
 
 
+@torch.compiler.assume_constant_result  # torch 2.6 cannot trace it
+def has_autocast(device_type: str) -> bool:
+    """Whether autocast is there for a kind of device: the meta device, for one, has none."""
+    return torch.amp.is_autocast_available(device_type)
+
+
 def full_precision(device_type: str):
     """A context without autocast."""
-    if not torch.amp.is_autocast_available(device_type):  # the meta device, for one
+    if not has_autocast(device_type):
         return contextlib.nullcontext()
     return torch.autocast(device_type, enabled=False)
 
@@ -28,6 +34,6 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
     device = x.device.type
     if x.dtype == torch.float64:  # which autocast leaves as it is
         return x.dtype
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # the meta device has none
+    if has_autocast(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype

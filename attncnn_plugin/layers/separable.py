@@ -82,7 +82,8 @@ def attend_separable(
     if not isinstance(output_map, LinearMap):
         return map_heads(separable_heads(x, row_probs, column_probs), output_map)
     dtype = matmul_dtype(x)
-    tensors = x.to(dtype), row_probs.to(dtype), column_probs.to(dtype), *output_map.to(dtype)
+    output_map = output_map.to(dtype)
+    tensors = x.to(dtype), row_probs.to(dtype), column_probs.to(dtype), output_map.weight, output_map.bias
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if learns and not is_exporting() and not torch.jit.is_tracing():
         return _SeparableAttention.apply(*tensors)

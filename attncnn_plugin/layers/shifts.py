@@ -26,8 +26,10 @@ def at_grid_shifts(table: Tensor, size: Sequence[int]) -> Tensor:
     """
     height, width = size
     if torch.compiler.is_compiling():  # unfold would make the size a constant of the graph
-        rows = at_shifts(at_shifts(table, width).movedim(1, -1), height)  # (N, q2, k2, q1, k1)
-        return rows.permute(0, 3, 1, 4, 2).reshape(-1, height * width, height * width)
+        row, column = (torch.arange(n, device=table.device) for n in (height, width))
+        row, column = (n[None, :] - n[:, None] + len(n) - 1 for n in (row, column))  # (q, k)
+        index = row[:, None, :, None] * (2 * width - 1) + column[None, :, None, :]
+        return table.flatten(1)[:, index.reshape(height * width, height * width)]
     windows = table.unfold(1, height, 1).unfold(2, width, 1)  # of the last query, … of the first: (N, -q1, -q2, k1, k2)
     return windows.flip(1, 2).reshape(-1, height * width, height * width)
 

@@ -127,7 +127,7 @@ class SelfAttentionBlock(Restructurable):
             value, proj = self.attn.value, self.proj
             merged = LinearMap(value.weight, value.bias).exactly_then(LinearMap(proj.weight, proj.bias))
             self._merge_maps()
-            value.weight, value.bias = map(nn.Parameter, merged)
+            value.weight, value.bias = nn.Parameter(merged.weight), nn.Parameter(merged.bias)
         if isinstance(self.attn, GridAttention):
             self.attn.switch_to_deploy()
         self.eval().requires_grad_(False)
@@ -225,7 +225,8 @@ class SelfAttentionBlock(Restructurable):
             )
         del state_dict[f'{prefix}proj.weight'], state_dict[f'{prefix}proj.bias']
         merged = value.exactly_then(proj)
-        state_dict[f'{prefix}attn.value.weight'], state_dict[f'{prefix}attn.value.bias'] = merged
+        state_dict[f'{prefix}attn.value.weight'] = merged.weight
+        state_dict[f'{prefix}attn.value.bias'] = merged.bias
         state_dict[f'{prefix}deployed'] = self.deployed
 
     def training_advice(self, structure: BlockStructure) -> str:
