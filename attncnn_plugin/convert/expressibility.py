@@ -118,11 +118,12 @@ def expressible_shifts_of_maps(
     queries: str = 'all',
     tolerance: float = 1e-6,
 ) -> Expressibility:
-    """Finds the shifts that given attention maps span, see :func:`expressible_shifts`.
+    """Finds the shifts that given attention maps span.
+
+    The other arguments are those of :func:`expressible_shifts`.
 
     Args:
         probs (Tensor): P, ``(N_h, height*width, height*width)``, on the CPU; computed with in float64.
-        For the others see :func:`expressible_shifts`.
 
     Raises:
         ValueError: ``probs`` are not those of such a grid; see :func:`expressible_shifts` for the others.

@@ -17,7 +17,7 @@ class Digits(BaseDataset):
     Args:
         split (str): The dataset split, supports "train" and "test". Defaults to "train".
         metainfo (dict, optional): Meta information for dataset, such as categories information. Defaults to None.
-        **kwargs: Other keyword arguments in :class:`BaseDataset`.
+        **kwargs: Other keyword arguments in ``BaseDataset``.
 
     Raises:
         ValueError: There is no such split.

@@ -95,8 +95,7 @@ class ImageAttention(AttentionLayer):
 class QuadraticImageAttention(ImageAttention):
     """Hard or soft heads with the quadratic encoding, −α‖δ − Δ‖² (C20, eq. 9), one axis after the other.
 
-    Args:
-        See :class:`ImageAttention`.
+    The arguments are those of :class:`ImageAttention`.
 
     Attributes:
         encoding (QuadraticEncoding): Centres and widths, at least float32: bfloat16 has no integer 257.
@@ -138,8 +137,7 @@ class QuadraticImageAttention(ImageAttention):
 class WindowImageAttention(ImageAttention):
     """Heads with any distribution over the pixels of the window.
 
-    Args:
-        See :class:`ImageAttention`.
+    The arguments are those of :class:`ImageAttention`.
 
     Attributes:
         encoding (WindowEncoding): A score for each pixel of the window, at least float32.

@@ -155,7 +155,7 @@ class CMHSANetwork(Restructurable, GridNetwork):
 
     Args:
         img_size (int | tuple[int, int]): Height and width of the image for which position biases are made; other
-            sizes will do, see :class:`~attncnn_plugin.layers.patch_attention.GridBias`. For larger ones to see what a
+            sizes will do, see :class:`~attncnn_plugin.layers.GridBias`. For larger ones to see what a
             convolution saw, the grid must be larger than the shifts of the heads: 3 patches or more for 9 heads.
             Defaults to 224.
         patch_size (int): Patch size P. Defaults to 16.

@@ -1,0 +1,109 @@
+"""The documentation: its Python runs, its configs build, its commands and links name what exists."""
+
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob('*.md'), *ROOT.glob('docs/*.md')])
+CONFIG = re.compile(r'(_base_|model|custom_hooks|default_hooks) = ')
+
+
+def blocks(page, language):
+    """The blocks of code in a language."""
+    return re.findall(rf'^```{language}$\n(.*?)^```$', page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def pages_with(language, is_wanted=lambda block: True):
+    pages = [page for page in PAGES if any(map(is_wanted, blocks(page, language)))]
+    return pytest.mark.parametrize('page', pages, ids=[page.stem for page in pages])
+
+
+def is_config(block):
+    return CONFIG.match(block) is not None
+
+
+def is_program(block):
+    return not is_config(block)
+
+
+@pages_with('python', is_program)
+def test_python_runs(page, monkeypatch, tmp_path, request):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in filter(is_program, blocks(page, 'python')):
+        if 'torch.onnx' in block and not request.config.option.slow:
+            continue
+        exec(compile(block, page.name, 'exec'), names)
+
+
+@pages_with('python', is_config)
+def test_configs_build(page, tmp_path):
+    mmpretrain = pytest.importorskip('mmpretrain', reason='mmpretrain cannot be imported')
+    from mmengine.config import Config
+
+    for block in filter(is_config, blocks(page, 'python')):
+        file = tmp_path / 'config.py'
+        file.write_text(block)
+        config = Config.fromfile(file)
+        if 'model' in config:
+            mmpretrain.registry.MODELS.build(config.model)
+        own = {}  # without what it inherits: other hooks want a whole run
+        exec(block, own)
+        for hook in [*own.get('custom_hooks', []), *own.get('default_hooks', {}).values()]:
+            mmpretrain.registry.HOOKS.build(hook)
+
+
+def commands(page):
+    for block in blocks(page, 'bash'):
+        for line in block.replace('\\\n', ' ').splitlines():
+            for command in line.split('&&'):
+                yield shlex.split(command, comments=True)
+
+
+@pages_with('bash')
+def test_commands_name_what_exists(page):
+    for words in commands(page):
+        script = next((word for word in words if re.fullmatch(r'tools/.+\.(py|sh)', word)), None)
+        if script is None:
+            continue
+        for word in words:
+            if word.startswith(('tools/', 'configs/')):
+                assert (ROOT / word).is_file(), words
+        if (ROOT / script).parent == ROOT / 'tools':
+            continue  # mmpretrain's own
+        source = (ROOT / script).read_text()
+        for option in (word for word in words if word.startswith('--')):
+            assert f"'{option}'" in source, words
+
+
+def anchors(page):
+    """The anchors of a page, as GitHub and mkdocs make them of headings."""
+    text = re.sub(r'^```.*?^```$', '', page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = (re.sub(r'[^\w\- ]', '', heading.lower()) for heading in re.findall(r'^#+ (.+)$', text, re.MULTILINE))
+    return {heading.strip().replace(' ', '-') for heading in headings} | set(re.findall(r'<a id="(.+?)">', text))
+
+
+@pytest.mark.parametrize('page', PAGES, ids=[page.stem for page in PAGES])
+def test_links_lead_somewhere(page):
+    for link in re.findall(r'\]\(([^)\s]+)\)', page.read_text()):
+        if '://' in link:
+            continue
+        path, _, anchor = link.partition('#')
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+@pytest.mark.slow
+def test_site_builds(tmp_path):
+    pytest.importorskip('mkdocstrings', reason="pip install -e '.[docs]'")
+    build = [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--site-dir', str(tmp_path)]
+    result = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / 'api/layers/index.html').is_file()
