@@ -5,7 +5,6 @@ from numbers import Integral
 from typing import Any, Dict, Optional, Tuple
 
 import torch
-from torch import nn
 
 from ..layers.image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
 from ..layers.window import Window

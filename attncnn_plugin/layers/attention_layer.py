@@ -42,9 +42,18 @@ class AttentionLayer(nn.Module):
     """
 
     num_heads: int
-    depends_on_content = False
-    has_position_scores = True
-    padding_mode = 'replicate'
+
+    @property
+    def depends_on_content(self) -> bool:
+        return False
+
+    @property
+    def has_position_scores(self) -> bool:
+        return True
+
+    @property
+    def padding_mode(self) -> str:
+        return 'replicate'
 
     def gaussian_heads(self) -> Optional[GaussianHeads]:
         """Centres and shapes of the heads, at least float32 and differentiable; None for heads of another kind."""

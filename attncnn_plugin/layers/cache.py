@@ -1,6 +1,6 @@
 """A cache of results that depend on a layer's parameters and on the size of a grid."""
 
-from typing import Any, Callable, Hashable, List, Tuple
+from typing import Any, Callable, Dict, Hashable, List, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ class GridCache:
     """
 
     def __init__(self) -> None:
-        self._results = {}
+        self._results: Dict[Tuple[Hashable, ...], Tuple[_Snapshot, Any]] = {}
 
     def __call__(self, module: nn.Module, function: Callable[..., Any], *key: Hashable) -> Any:
         """``function(*key)``, computed once for a key.
@@ -28,7 +28,7 @@ class GridCache:
             function (Callable): A function of the key.
             key (Hashable): The size of the grid, and whatever else the result depends on.
         """
-        parameters = list(module.parameters())
+        parameters: List[Tensor] = list(module.parameters())
         if torch.compiler.is_compiling() or torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
             return function(*key)
         known = self._results.get(key)
@@ -43,7 +43,7 @@ class GridCache:
     def __len__(self) -> int:
         return len(self._results)
 
-    def __reduce__(self):
+    def __reduce__(self) -> Tuple[Any, ...]:
         return GridCache, ()  # a copy begins empty
 
 

@@ -1,16 +1,16 @@
 """Self-attention whose scores depend on content and on position (Cordonnier et al. 2020, eq. 3 and 8)."""
 
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention_layer import head_products
-from .grid_attention import GridAttention, OutputMap, SeparableScores
+from .grid_attention import OutputMap, SeparableScores
 from .linear import is_exporting, product_is_cheaper
 from .position_tables import AbsoluteEncoding, RelativeTables
-from .precision import at_least_float32, full_precision
+from .precision import Device, Dtype, at_least_float32, full_precision
 from .shifts import at_shifts
 
 TERMS = ('qk', 'qr', 'uk', 'vr')
@@ -19,8 +19,8 @@ TERMS = ('qk', 'qr', 'uk', 'vr')
 FUSED_FROM = 1024
 
 
-class ContentAttention(SeparableScores, GridAttention):
-    r"""Attention by content and relative position, any of the four terms of C20's eq. 8:
+class ContentAttention(SeparableScores):
+    r"""Attention by content and relative position, by any of the four terms of C20's eq. 8.
 
     - ``'qk'``: content and content, q·k/√D, with q = W_qry x_q and k = W_key x_k, D channels a head;
     - ``'qr'``: content and position, q·r_δ/√D, with r_δ = R[δ1] + C[δ2];
@@ -57,6 +57,14 @@ class ContentAttention(SeparableScores, GridAttention):
         absolute (AbsoluteEncoding | None): P.
     """
 
+    # Each is None without its terms.
+    query: Any
+    key: Any
+    tables: Any
+    key_bias: Any
+    position_bias: Any
+    absolute: Any
+
     def __init__(
         self,
         dim: int,
@@ -68,10 +76,10 @@ class ContentAttention(SeparableScores, GridAttention):
         bias: bool = True,
         attn_drop: float = 0.0,
         attn_impl: str = 'auto',
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
-        dd = {'device': device, 'dtype': dtype}
+        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         super().__init__(dim, num_heads, out_dim, bias, attn_drop, attn_impl, **dd)
         span, _, kind = str(position).partition('_')
         if span not in ('relative', 'absolute') or kind not in ('learned', 'sinusoidal'):
@@ -177,7 +185,7 @@ class ContentAttention(SeparableScores, GridAttention):
             return None
         tokens = x.flatten(1, 2)
         key = self.key(tokens)
-        query = self.query(tokens) if 'qk' in self.terms else 0
+        query = self.query(tokens) if 'qk' in self.terms else torch.zeros_like(key)
         if 'uk' in self.terms:
             query = query + self.key_bias.flatten().expand_as(key)  # (q + u)·k
         return head_products(query, key, self.num_heads)
@@ -202,7 +210,7 @@ class ContentAttention(SeparableScores, GridAttention):
         Without q·r_δ the axes that they do not depend on are of size 1, and there is no B.
         """
         height, width = size = x.shape[1:3]
-        rows = columns = 0
+        rows = columns = torch.zeros((), device=x.device)
         with full_precision(x.device.type):
             if 'qr' in self.terms:
                 # q·r_δ = q·R[δ1] + q·C[δ2], an axis at a time.
@@ -226,6 +234,8 @@ class ContentAttention(SeparableScores, GridAttention):
         """
         batch, height, width, _ = x.shape
         positioned = x if self.absolute is None else self.absolute(x)
+        query: Any
+        key: Any
         query, key = (
             None if linear is None else at_least_float32(linear(positioned)).unflatten(-1, (self.num_heads, self.dim))
             for linear in (self.query, self.key)
@@ -307,12 +317,14 @@ class ContentAttention(SeparableScores, GridAttention):
         width: int,
     ) -> List[Tensor]:
         """Adds vᵀr_δ, where it is one of the terms, to q·r_δ, where that is, ``(B, H, W, N_h, H)`` and ``(…, W)``."""
-        if 'vr' not in self.terms:
+        if row is not None and column is not None and 'vr' not in self.terms:
             return [row, column]
         row_bias, column_bias = self.axis_scores((height, width))
         row_bias = row_bias.transpose(0, 1)[:, None].expand(batch, height, width, -1, -1)  # of (q1, 1, N_h, k1)
         column_bias = column_bias.transpose(0, 1).expand(batch, height, width, -1, -1)  # of (q2, N_h, k2)
-        return [row_bias, column_bias] if row is None else [row + row_bias, column + column_bias]
+        if row is None or column is None:
+            return [row_bias, column_bias]
+        return [row + row_bias, column + column_bias]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .attention_layer import GaussianHeads
 from .position_tables import RelativeTables
-from .precision import at_least_float32, widest_float
+from .precision import Device, Dtype, at_least_float32, widest_float
 from .shifts import at_grid_shifts, axis_shifts, over_keys
 
 
@@ -30,7 +30,7 @@ class QuadraticEncoding(nn.Module):
         sqrt_precision (Parameter): 1/σ in 1/tokens, ``(N_h,)``. Starts at 1, that is α = 1/2.
     """
 
-    def __init__(self, num_heads: int, ndim: int = 2, device=None, dtype=None) -> None:
+    def __init__(self, num_heads: int, ndim: int = 2, device: Device = None, dtype: Dtype = None) -> None:
         super().__init__()
         self.center = nn.Parameter(torch.empty(num_heads, ndim, device=device, dtype=dtype))
         self.sqrt_precision = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
@@ -87,7 +87,7 @@ class GeneralizedQuadraticEncoding(nn.Module):
         sqrt_precision (Parameter): M = Σ^(−1/2) in 1/tokens, ``(N_h, 2, 2)``. Starts at I plus noise of std 0.01.
     """
 
-    def __init__(self, num_heads: int, device=None, dtype=None) -> None:
+    def __init__(self, num_heads: int, device: Device = None, dtype: Dtype = None) -> None:
         super().__init__()
         self.center = nn.Parameter(torch.empty(num_heads, 2, device=device, dtype=dtype))
         self.sqrt_precision = nn.Parameter(torch.empty(num_heads, 2, 2, device=device, dtype=dtype))
@@ -169,8 +169,8 @@ class LearnedEncoding(nn.Module):
         dim: int,
         max_size: Tuple[int, int],
         kind: str = 'learned',
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_heads, 2 * dim, device=device, dtype=dtype))
@@ -196,7 +196,7 @@ class WindowEncoding(nn.Module):
         weight (Parameter): The scores, ``(N_h, *window_size)``. Starts at 0, uniform attention.
     """
 
-    def __init__(self, num_heads: int, window_size: Sequence[int], device=None, dtype=None) -> None:
+    def __init__(self, num_heads: int, window_size: Sequence[int], device: Device = None, dtype: Dtype = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_heads, *window_size, device=device, dtype=dtype))
         self.reset_parameters()

@@ -13,8 +13,8 @@ from .attention_layer import GaussianHeads
 from .cache import GridCache
 from .encodings import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding
 from .linear import LinearMap, as_map, check_plain_linear, joined_maps
-from .low_rank_heads import TOLERANCE, cheapest_heads
-from .precision import at_least_float32, matmul_dtype
+from .low_rank_heads import TOLERANCE, ShiftHead, cheapest_heads
+from .precision import Device, Dtype, at_least_float32, matmul_dtype
 from .prunable_heads import PrunableHeads
 from .separable import attend_separable, map_heads
 
@@ -60,8 +60,8 @@ class GridAttention(PrunableHeads):
         bias: bool = True,
         attn_drop: float = 0.0,
         attn_impl: str = 'auto',
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
         super().__init__()
         if num_heads < 1:
@@ -142,11 +142,11 @@ class GridAttention(PrunableHeads):
         return output_map(heads.reshape(batch, height, width, self.num_heads * dim))
 
 
-class SeparableScores:
-    """A part of attention layers: scores that are a sum of a row and a column term.
+class SeparableScores(GridAttention):
+    """Attention with scores by position that are a sum of a row and a column term.
 
     Softmax over a product grid of a sum is the product of the softmaxes along the axes, boundaries included:
-    P[(q1, q2), (k1, k2)] = P1[q1, k1] · P2[q2, k2]. A layer that inherits from this class defines :meth:`axis_scores`.
+    P[(q1, q2), (k1, k2)] = P1[q1, k1] · P2[q2, k2]. Subclasses define :meth:`axis_scores`.
     """
 
     def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, Tensor]:
@@ -178,15 +178,19 @@ class SeparableScores:
             )
         cheaper = self.attn_impl == 'auto' and not self._drops and height + width < height * width
         if self.num_heads and (cheaper or self.attn_impl == 'separable'):
-            return attend_separable(x, *self._cached(self.axis_probs, size), output_map)
+            row_probs, column_probs = self._cached(self.axis_probs, size)
+            return attend_separable(x, row_probs, column_probs, output_map)
         return self._attend_dense(x, self._product_probs(size), output_map)
 
 
-class SeparableAttention(SeparableScores, GridAttention):
+class SeparableAttention(SeparableScores):
     """Attention by position alone whose score is a sum of a row and a column term: quadratic and learned heads."""
 
+    encoding: Union[QuadraticEncoding, LearnedEncoding]
+
     def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, Tensor]:
-        return self.encoding.axis_scores(size)
+        rows, columns = self.encoding.axis_scores(size)
+        return rows, columns
 
     def attention_probs(self, size: Sequence[int]) -> Tensor:
         return self._product_probs(size)
@@ -210,6 +214,8 @@ class QuadraticAttention(SeparableAttention):
         ValueError: See :class:`GridAttention`.
     """
 
+    encoding: QuadraticEncoding
+
     def __init__(
         self,
         dim: int,
@@ -218,8 +224,8 @@ class QuadraticAttention(SeparableAttention):
         bias: bool = True,
         attn_drop: float = 0.0,
         attn_impl: str = 'auto',
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
         super().__init__(dim, num_heads, out_dim, bias, attn_drop, attn_impl, device, dtype)
         self.encoding = QuadraticEncoding(num_heads, device=device, dtype=dtype)
@@ -251,6 +257,8 @@ class GeneralizedQuadraticAttention(GridAttention):
         ValueError: ``attn_impl='separable'``; see :class:`GridAttention`.
     """
 
+    encoding: GeneralizedQuadraticEncoding
+
     def __init__(
         self,
         dim: int,
@@ -259,8 +267,8 @@ class GeneralizedQuadraticAttention(GridAttention):
         bias: bool = True,
         attn_drop: float = 0.0,
         attn_impl: str = 'auto',
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
         super().__init__(dim, num_heads, out_dim, bias, attn_drop, attn_impl, device, dtype)
         if self.attn_impl == 'separable':
@@ -286,7 +294,7 @@ class GeneralizedQuadraticAttention(GridAttention):
         heads = self._cache(self.encoding, self._cheapest_heads, size, dtype)
         return map_heads((head.mix(x) for head in heads), output_map)
 
-    def _cheapest_heads(self, size: Sequence[int], dtype: torch.dtype):
+    def _cheapest_heads(self, size: Sequence[int], dtype: torch.dtype) -> Sequence[ShiftHead]:
         return cheapest_heads(self.encoding.shift_scores(size), size, dtype)
 
     def _uses_low_rank(self, device: torch.device, dtype: torch.dtype) -> bool:
@@ -316,6 +324,8 @@ class LearnedAttention(SeparableAttention):
         ValueError: An unknown ``position``; see :class:`GridAttention`.
     """
 
+    encoding: LearnedEncoding
+
     def __init__(
         self,
         dim: int,
@@ -326,8 +336,8 @@ class LearnedAttention(SeparableAttention):
         bias: bool = True,
         attn_drop: float = 0.0,
         attn_impl: str = 'auto',
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
         super().__init__(dim, num_heads, out_dim, bias, attn_drop, attn_impl, device, dtype)
         span, _, kind = str(position).partition('_')

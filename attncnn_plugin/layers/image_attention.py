@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .attention_layer import AttentionLayer, GaussianHeads
 from .encodings import QuadraticEncoding, WindowEncoding
 from .linear import check_plain_linear
-from .precision import at_least_float32
+from .precision import Device, Dtype, at_least_float32
 from .window import Window
 
 
@@ -38,8 +38,8 @@ class ImageAttention(AttentionLayer):
         num_heads: int,
         window: Window,
         bias: bool = True,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
         super().__init__()
         self.in_channels = in_channels
@@ -75,6 +75,14 @@ class ImageAttention(AttentionLayer):
         check_plain_linear('value', self.value)
         return at_least_float32(self.value.weight.unflatten(1, (self.num_heads, self.in_channels)).transpose(0, 1))
 
+    def _attend(self, x: Tensor) -> Tensor:
+        """The heads of an image ``(B, C, *size)``, ``(B, N_h, C, *out)``."""
+        raise NotImplementedError
+
+    def _padded_probs(self, size: Sequence[int]) -> Tensor:
+        """The probabilities of every query for every pixel of the padded image, ``(N_h, Q, K)``."""
+        raise NotImplementedError
+
     def attention_probs(self, size: Sequence[int]) -> Tensor:
         """The probabilities of every kept query for every pixel of an image of ``size``.
 
@@ -101,7 +109,16 @@ class QuadraticImageAttention(ImageAttention):
         encoding (QuadraticEncoding): Centres and widths, at least float32: bfloat16 has no integer 257.
     """
 
-    def __init__(self, in_channels, out_channels, num_heads, window, bias=True, device=None, dtype=None) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        num_heads: int,
+        window: Window,
+        bias: bool = True,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
         super().__init__(in_channels, out_channels, num_heads, window, bias, device=device, dtype=dtype)
         dtype = torch.promote_types(self.value.weight.dtype, torch.float32)
         self.encoding = QuadraticEncoding(num_heads, window.ndim, device=device, dtype=dtype)
@@ -143,7 +160,16 @@ class WindowImageAttention(ImageAttention):
         encoding (WindowEncoding): A score for each pixel of the window, at least float32.
     """
 
-    def __init__(self, in_channels, out_channels, num_heads, window, bias=True, device=None, dtype=None) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        num_heads: int,
+        window: Window,
+        bias: bool = True,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
         super().__init__(in_channels, out_channels, num_heads, window, bias, device=device, dtype=dtype)
         dtype = torch.promote_types(self.value.weight.dtype, torch.float32)
         self.encoding = WindowEncoding(num_heads, window.kernel_size, device=device, dtype=dtype)

@@ -1,7 +1,7 @@
 """Linear layers in a row as one: the one place that decides when matrices are multiplied before tokens go through."""
 
 from dataclasses import dataclass
-from typing import Optional, Sequence, Union
+from typing import Any, Optional, Sequence, Union
 
 import torch
 import torch.nn.functional as F
@@ -73,15 +73,20 @@ def joined_maps(first: nn.Module, second: nn.Module, tokens: int) -> Optional[Li
     if not (is_plain_linear(first) and is_plain_linear(second)):
         return None
     # The product costs D'·D·E multiply-adds. It saves the second map, D'·D a token.
-    saved = second.weight.numel()
-    if not product_is_cheaper((first, second), tokens, saved, saved * first.in_features):
+    inner, outer = _weights_of(first), _weights_of(second)
+    saved = outer.weight.numel()
+    if not product_is_cheaper((first, second), tokens, saved, saved * inner.weight.shape[1]):
         return None
-    return LinearMap(first.weight, first.bias).then(LinearMap(second.weight, second.bias))
+    return inner.then(outer)
 
 
 def as_map(linear: nn.Module) -> Union[LinearMap, nn.Module]:
     """Weight and bias of a linear layer where they are all there is; the layer, to be called, otherwise."""
-    return LinearMap(linear.weight, linear.bias) if is_plain_linear(linear) else linear
+    return _weights_of(linear) if is_plain_linear(linear) else linear
+
+
+def _weights_of(linear: Any) -> LinearMap:
+    return LinearMap(linear.weight, linear.bias)
 
 
 def is_plain_linear(linear: nn.Module) -> bool:

@@ -5,7 +5,7 @@ rows, then along columns, for r·(H + W) multiply-adds a token and channel in pl
 """
 
 from dataclasses import dataclass
-from typing import Optional, Sequence, Union
+from typing import List, Optional, Sequence, Union
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ def cheapest_heads(scores: Tensor, size: Sequence[int], dtype: torch.dtype) -> S
     normalizers = over_keys(tables, size, torch.sum)
     # Where all of G that a query sees is near the smallest number of the dtype, its ratios are too coarse.
     representable = (normalizers.flatten(1).amin(-1) > torch.finfo(dtype).tiny / torch.finfo(dtype).eps).tolist()
-    heads = []
+    heads: List[ShiftHead] = []
     for head in range(len(tables)):
         if not representable[head]:  # or not a number
             heads.append(ScoredHead(scores[head]))

@@ -3,7 +3,7 @@
 The products of the matrices of Li et al. 2021 (L21, eq. 1 and 2), which are all that heads as wide as a token need.
 """
 
-from typing import Callable, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from .attention_layer import head_products
 from .cache import GridCache
 from .linear import check_plain_linear
+from .position_bias import WindowBias
 from .position_biased_attention import PositionBiasedAttention
-from .precision import at_least_float32, widest_float
+from .precision import Device, Dtype, at_least_float32, widest_float
 from .structure import Restructurable, StateDict, StructureError
 
 
@@ -40,14 +41,14 @@ class MergedPatchAttention(Restructurable, PositionBiasedAttention):
         self,
         dim: int,
         num_heads: int,
-        position: nn.Module,
+        position: WindowBias,
         out_dim: Optional[int] = None,
         bias: bool = True,
         attn_drop: float = 0.0,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
-        dd = {'device': device, 'dtype': dtype}
+        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         super().__init__()
         self.dim = dim
         self.num_heads = num_heads
@@ -55,7 +56,7 @@ class MergedPatchAttention(Restructurable, PositionBiasedAttention):
         self.position = position
         self.query_key = nn.Linear(dim, num_heads * dim, bias=False, **dd)
         self.value_out = nn.Linear(num_heads * dim, dim if out_dim is None else out_dim, bias, **dd)
-        self._cache = None
+        self._cache: Optional[GridCache] = None
         self.reset_parameters()
         self._follow_state_dicts()
 
@@ -126,7 +127,9 @@ class MergedPatchAttention(Restructurable, PositionBiasedAttention):
             del state_dict[f'{prefix}{name}.weight']
         # In float64, where the device has it, and rounded once.
         wide = (weight.to(widest_float(weight)) for weight in weights)
-        products = (product.to(weights[0].dtype).contiguous() for product in merge_matrices(*wide, self.num_heads))
+        query, key, value, out = wide
+        merged = merge_matrices(query, key, value, out, self.num_heads)
+        products = (product.to(weights[0].dtype).contiguous() for product in merged)
         state_dict[f'{prefix}query_key.weight'], state_dict[f'{prefix}value_out.weight'] = products
         if f'{prefix}out.bias' in state_dict:
             state_dict[f'{prefix}value_out.bias'] = state_dict.pop(f'{prefix}out.bias')

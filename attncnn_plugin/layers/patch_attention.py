@@ -1,7 +1,7 @@
 """Self-attention over patches with a relative position bias and a null key (Li et al. 2021, sections 3 and 4)."""
 
 import copy
-from typing import Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from .merged_patch_attention import (
 )
 from .position_bias import WindowBias
 from .position_biased_attention import PositionBiasedAttention
-from .precision import at_least_float32
+from .precision import Device, Dtype, at_least_float32
 
 
 class PatchAttention(PositionBiasedAttention):
@@ -46,10 +46,10 @@ class PatchAttention(PositionBiasedAttention):
         out_dim: Optional[int] = None,
         bias: bool = True,
         attn_drop: float = 0.0,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
-        dd = {'device': device, 'dtype': dtype}
+        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         super().__init__()
         self.dim = dim
         self.num_heads = num_heads
@@ -111,7 +111,8 @@ class PatchAttention(PositionBiasedAttention):
             dtype=self.out.weight.dtype,
         ).to_empty(device=self.out.weight.device)
         merged.load_state_dict(self.state_dict())
-        return merged.requires_grad_(self.out.weight.requires_grad).train(self.training)
+        merged.requires_grad_(self.out.weight.requires_grad).train(self.training)
+        return merged
 
     def content_scores(self, x: Tensor) -> Tensor:
         tokens = x.flatten(1, 2)

@@ -5,7 +5,7 @@ from typing import Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from .precision import at_least_float32
+from .precision import Device, Dtype, at_least_float32
 from .resizable_tables import ResizableTables
 from .shifts import axis_shifts, resize_shift_table
 
@@ -35,11 +35,11 @@ class WindowBias(nn.Module):
         num_heads: int,
         first: Tuple[int, int],
         window_size: Tuple[int, int],
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
         super().__init__()
-        self.first = tuple(first)
+        self.first = first[0], first[1]
         self.table = nn.Parameter(torch.empty(num_heads, *window_size, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -96,7 +96,7 @@ class GridBias(ResizableTables, WindowBias):
         grid_size (tuple[int, int]): Height and width of the grid, in tokens.
     """
 
-    def __init__(self, num_heads: int, grid_size: Tuple[int, int], device=None, dtype=None) -> None:
+    def __init__(self, num_heads: int, grid_size: Tuple[int, int], device: Device = None, dtype: Dtype = None) -> None:
         height, width = grid_size
         super().__init__(
             num_heads, (1 - height, 1 - width), (2 * height - 1, 2 * width - 1), device=device, dtype=dtype

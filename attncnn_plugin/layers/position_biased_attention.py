@@ -1,6 +1,6 @@
 """Attention over patches by content and a relative position bias, with a null key (Li et al. 2021, section 3)."""
 
-from typing import Optional, Sequence
+from typing import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,11 +18,16 @@ class PositionBiasedAttention(AttentionLayer):
         position (WindowBias): The biases b_δ of every query and key.
     """
 
-    depends_on_content = True
-    padding_mode = 'zeros'  # by the null key
-
     dim: int
     position: WindowBias
+
+    @property
+    def depends_on_content(self) -> bool:
+        return True
+
+    @property
+    def padding_mode(self) -> str:
+        return 'zeros'  # by the null key
 
     def extra_repr(self) -> str:
         return f'dim={self.dim}, num_heads={self.num_heads}'
@@ -33,7 +38,10 @@ class PositionBiasedAttention(AttentionLayer):
     def position_probs(self, size: Sequence[int]) -> Tensor:
         return at_least_float32(self.position(size)).softmax(-1)[..., :-1]
 
-    def position_scores(self, x: Tensor) -> Optional[Tensor]:
+    def content_scores(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def position_scores(self, x: Tensor) -> Tensor:
         return self.position(x.shape[1:3]).expand(len(x), -1, -1, -1)
 
     def attention_scores(self, x: Tensor) -> Tensor:

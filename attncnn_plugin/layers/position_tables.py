@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .precision import at_least_float32
+from .precision import Device, Dtype, at_least_float32
 from .resizable_tables import ResizableTables
 from .shifts import at_shifts, resize_shifts
 
@@ -29,7 +29,9 @@ class RelativeTables(ResizableTables):
         column_table (Parameter | None): C, ``(2·max_width − 1, D)``, starts at N(0, 1).
     """
 
-    def __init__(self, dim: int, max_size: Tuple[int, int], kind: str = 'learned', device=None, dtype=None) -> None:
+    def __init__(
+        self, dim: int, max_size: Tuple[int, int], kind: str = 'learned', device: Device = None, dtype: Dtype = None
+    ) -> None:
         super().__init__()
         check_kind(kind, dim)
         check_max_size(max_size)
@@ -114,7 +116,9 @@ class AbsoluteEncoding(ResizableTables):
         table (Parameter | None): ``(max_height, max_width, D)``, starts at N(0, 0.02²).
     """
 
-    def __init__(self, dim: int, max_size: Tuple[int, int], kind: str = 'learned', device=None, dtype=None) -> None:
+    def __init__(
+        self, dim: int, max_size: Tuple[int, int], kind: str = 'learned', device: Device = None, dtype: Dtype = None
+    ) -> None:
         super().__init__()
         check_kind(kind, dim)
         check_max_size(max_size)
@@ -162,6 +166,7 @@ def sinusoid(length: int, dim: int, like: Tensor, first: int = 0) -> Tensor:
 
 
 def check_kind(kind: str, dim: int) -> None:
+    """Refuses an unknown kind of tables, and a length that sines and cosines of two axes cannot have."""
     if kind not in ('learned', 'sinusoidal'):
         raise ValueError(f"kind={kind!r} of a position encoding is unknown: choose 'learned' or 'sinusoidal'")
     if kind == 'sinusoidal' and dim % 4:
@@ -172,6 +177,7 @@ def check_kind(kind: str, dim: int) -> None:
 
 
 def check_max_size(max_size: Tuple[int, int]) -> None:
+    """Refuses what is no size of a grid."""
     if not isinstance(max_size, (tuple, list)) or len(max_size) != 2 or min(max_size) < 1:
         raise ValueError(f'max_size={max_size!r} must be the height and the width of a grid, at least 1 each')
 

@@ -1,9 +1,13 @@
 """The precision that scores are computed in, whatever that of the model is."""
 
 import contextlib
+from typing import ContextManager, Optional, Union
 
 import torch
 from torch import Tensor
+
+Device = Union[str, torch.device, None]
+Dtype = Optional[torch.dtype]
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -22,7 +26,7 @@ def has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
 
 
-def full_precision(device_type: str):
+def full_precision(device_type: str) -> ContextManager:
     """A context without autocast."""
     if not has_autocast(device_type):
         return contextlib.nullcontext()

@@ -149,8 +149,8 @@ class PrunableHeads(Restructurable, AttentionLayer):
         self.num_heads = structure
 
     def _set_parameter(self, name: str, parameter: nn.Parameter) -> None:
-        owner, _, leaf = name.rpartition('.')
-        owner = self.get_submodule(owner)
+        path, _, leaf = name.rpartition('.')
+        owner = self.get_submodule(path)
         setattr(owner, leaf, parameter)
         if isinstance(owner, nn.Linear):
             owner.out_features, owner.in_features = owner.weight.shape

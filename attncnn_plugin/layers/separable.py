@@ -7,7 +7,7 @@ would cost D, or N_h tensors of the size of X. Heads are in the outer loop, so t
 cache when they are used, and the map of all heads needs no transposed copy.
 """
 
-from typing import Iterable, Iterator, Optional, Tuple, Union
+from typing import Any, Iterable, Iterator, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -50,15 +50,14 @@ def map_heads(heads: Iterable[Tensor], output_map: Union[LinearMap, nn.Module]) 
     """
     if not isinstance(output_map, LinearMap):
         return output_map(torch.cat(list(heads), dim=-1))
-    output, start = None, 0
+    output: Any = None
+    start = 0
     for head in heads:
         value = output_map.weight[:, start : start + head.shape[3]]
         start += head.shape[3]
         tokens = head.flatten(0, 2)
-        if output is None:
-            output = LinearMap(value, output_map.bias)(tokens)
-        else:
-            output = torch.addmm(output, tokens, value.T)
+        first = output is None
+        output = LinearMap(value, output_map.bias)(tokens) if first else torch.addmm(output, tokens, value.T)
     return output.reshape(*head.shape[:3], len(output_map.weight))
 
 
@@ -98,18 +97,18 @@ class _SeparableAttention(torch.autograd.Function):
         return map_heads(separable_heads(x, row_probs, column_probs), LinearMap(weight, bias))
 
     @staticmethod
-    def setup_context(ctx, inputs: Tuple[Tensor, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: Tuple[Tensor, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[:4])
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tuple[Tensor, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
         x, row_probs, column_probs, weight = ctx.saved_tensors
         needs_x, needs_rows, needs_columns, needs_weight, needs_bias = ctx.needs_input_grad
         grad = grad.flatten(0, 2)
         grad_x, grad_rows, grad_columns, grad_weight = torch.zeros_like(x), [], [], []
         for rows, columns, value in zip(row_probs, column_probs, weight.split(x.shape[3], dim=1)):
             # Y = P1 X, Z = P2 Y, output += Z Vᵀ.
-            mixed = mix_rows(rows, x) if needs_columns or needs_weight else None
+            mixed: Any = mix_rows(rows, x) if needs_columns or needs_weight else None
             if needs_weight:
                 grad_weight.append(grad.T @ mix_columns(columns, mixed).flatten(0, 2))
             if not (needs_x or needs_rows or needs_columns):

@@ -54,15 +54,15 @@ class Restructurable(nn.Module):
         """
         raise NotImplementedError
 
-    def can_take(self, structure: Hashable) -> bool:
+    def can_take(self, structure: Any) -> bool:
         """Whether the module can have the structure of a state dict."""
         return True
 
-    def structure_to_load(self, loaded: Hashable) -> Hashable:
+    def structure_to_load(self, loaded: Any) -> Hashable:
         """The structure to have while a state dict of another structure is loaded: that one, or the module's own."""
         return loaded if self.can_take(loaded) else self.structure
 
-    def take_structure(self, structure: Hashable) -> None:
+    def take_structure(self, structure: Any) -> None:
         """Gives the module another structure, with values that are yet to be loaded.
 
         Raises:
@@ -78,11 +78,11 @@ class Restructurable(nn.Module):
         """
         raise NotImplementedError
 
-    def training_advice(self, structure: Hashable) -> Optional[str]:
+    def training_advice(self, structure: Any) -> Optional[str]:
         """The warning for someone who trains the module after loading has given it this structure; None for none."""
         return None
 
-    def train(self, mode: bool = True):
+    def train(self, mode: bool = True) -> 'Restructurable':
         if mode and self._training_advice is not None:
             advice, self._training_advice = self._training_advice, None
             warnings.warn(advice, stacklevel=2)

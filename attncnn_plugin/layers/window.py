@@ -1,11 +1,13 @@
 """The window that a convolution moves over an image."""
 
 from dataclasses import dataclass
-from typing import Sequence, Tuple, Union
+from typing import Any, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .precision import Device
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Window:
             total = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size)]
             padding = [(n // 2, n - n // 2) for n in total]
         else:
-            padding = [(n, n) for n in conv.padding]
+            padding = [(int(n), int(n)) for n in conv.padding]
         return cls(conv.kernel_size, conv.stride, conv.dilation, tuple(padding), conv.padding_mode)
 
     @property
@@ -77,7 +79,7 @@ class Window:
         axes = [torch.arange(k) * d - a for k, d, a in zip(self.kernel_size, self.dilation, self.anchor)]
         return torch.cartesian_prod(*axes).reshape(-1, self.ndim)
 
-    def queries(self, axis: int, size: int, device=None) -> Tensor:
+    def queries(self, axis: int, size: int, device: Device = None) -> Tensor:
         """Pixel q of every output along an axis of ``size`` pixels; it can lie in the padding.
 
         Raises:
@@ -104,7 +106,7 @@ def per_axis(name: str, value: Union[int, Sequence[int]], ndim: int) -> Tuple[in
     Raises:
         ValueError: ``value`` is not a positive integer, or ``ndim`` of them.
     """
-    values = tuple(value) if isinstance(value, (tuple, list)) else (value,) * ndim
+    values: Tuple[Any, ...] = tuple(value) if isinstance(value, (tuple, list)) else (value,) * ndim
     if len(values) != ndim or not all(type(n) is int and n >= 1 for n in values):
         raise ValueError(f'{name}={value!r} must be a positive integer, or one for each of {ndim} axes')
     return values
