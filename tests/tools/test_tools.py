@@ -32,9 +32,8 @@ def test_training_resumes(trained, repository):
 
 def test_testing(trained, repository, tmp_path):
     config, checkpoint = repository / 'configs/sa_quadratic_digits.py', trained / 'epoch_1.pth'
-    output = run(
-        sys.executable, repository / 'tools/test.py', config, checkpoint, '--work-dir', tmp_path, folder=tmp_path
-    )
+    tool = repository / 'tools/test.py'
+    output = run('python', tool, config, checkpoint, '--work-dir', tmp_path, folder=tmp_path)
     assert 'Epoch(test)' in output and 'accuracy/top1' in output
 
 
@@ -44,6 +43,27 @@ def test_mmpretrains_own_tool_runs_the_configs(repository, tmp_path):
     config = repository / 'configs/sa_learned_digits.py'
     output = run(sys.executable, tool, config, '--work-dir', tmp_path, *SHRINK, folder=tmp_path)
     assert 'Epoch(val) [1]' in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'tool, config, arguments',
+    [
+        ('test.py', 'sa_quadratic_digits', ['--work-dir', 'out']),
+        ('analysis_tools/analyze_heads.py', 'sa_quadratic_digits', []),
+        ('visualization/plot_attention.py', 'sa_quadratic_digits', ['--figure', 'centers', '--out', 'out.svg']),
+        ('visualization/attention_explorer.py', 'sa_quadratic_digits', ['3', '--out', 'out.html']),
+        ('model_converters/prune_heads.py', 'sa_quadratic_digits', ['out.pth', '--heads', '{0: [1]}']),
+        ('model_converters/conv_to_attention.py', 'cmhsa3_digits', ['out.pth']),
+    ],
+)
+def test_tools_import_what_they_need(tool, config, arguments, repository, tmp_path):
+    """In a process that has not imported the plugin."""
+    config = repository / f'configs/{config}.py'
+    torch.save(dict(state_dict=mmpretrain.get_model(str(config)).state_dict(), meta={}), tmp_path / 'model.pth')
+    arguments = [tmp_path / word if word.startswith('out') else word for word in arguments]
+    run(sys.executable, repository / 'tools' / tool, config, tmp_path / 'model.pth', *arguments, folder=tmp_path)
+    assert list(tmp_path.glob('out*')) or tool == 'analysis_tools/analyze_heads.py'
 
 
 @pytest.mark.parametrize('executable', ['warm', pytest.param('new', marks=pytest.mark.slow)])
