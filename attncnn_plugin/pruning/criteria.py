@@ -62,8 +62,8 @@ def relative_entropy(layer: AttentionLayer, size: Union[int, Sequence[int]]) -> 
 
     Raises:
         TypeError: ``layer`` is no attention of this package.
-        ValueError: The probabilities of ``layer`` depend on content; ``size`` is no size of a grid, or that of a single token;
-            the parameters give probabilities that are not finite.
+        ValueError: The probabilities of ``layer`` depend on content; ``size`` is no size of a grid, or that of a single
+            token; the parameters give probabilities that are not finite.
 
     Examples:
         >>> from attncnn_plugin.layers import QuadraticAttention
@@ -190,7 +190,7 @@ def condition_number_of_factor(factor: Tensor) -> Tensor:
 
 
 def determinant(factor: Tensor) -> Tensor:
-    """det M of each head, ``(N_h,)``, for M of two axes."""
+    """The determinant of M of each head over two axes, ``(N_h,)``."""
     (a, b), (c, d) = (row.unbind(-1) for row in factor.unbind(1))
     return a * d - b * c
 

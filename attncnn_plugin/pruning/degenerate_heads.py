@@ -123,8 +123,8 @@ def find_degenerate_heads(
 
     Raises:
         TypeError: ``layer`` is no attention of this package, or has no Σ⁻¹ for a criterion of Gaussian heads.
-        ValueError: The probabilities of ``layer`` depend on content; a criterion that is unknown, has other settings or gives
-            something else than a bool for each head; no ``size`` for a criterion that needs one; parameters that
+        ValueError: The probabilities of ``layer`` depend on content; a criterion that is unknown, has other settings or
+            gives something else than a bool for each head; no ``size`` for a criterion that needs one; parameters that
             are not finite.
 
     Examples:
@@ -208,7 +208,7 @@ def _rules(criteria: Sequence[Criterion]) -> List[Tuple[str, Union[float, Functi
 def _rule(criterion: Criterion) -> Tuple[str, Union[float, Function]]:
     if callable(criterion):
         return getattr(criterion, '__name__', type(criterion).__name__), criterion
-    settings = dict(criterion) if isinstance(criterion, dict) else dict(type=criterion)
+    settings = dict(criterion) if isinstance(criterion, dict) else {'type': criterion}
     name = settings.pop('type', None)
     if not isinstance(name, str) or name not in THRESHOLDS or settings.keys() - {'threshold'}:
         raise ValueError(
