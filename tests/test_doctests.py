@@ -18,9 +18,11 @@ def modules_of(folder):
 
 @pytest.mark.parametrize('name', [name for folder in FOLDERS for name in modules_of(folder)])
 def test_examples(name):
-    torch.manual_seed(0)
-    failed, _ = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
-    assert failed == 0
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    for examples in doctest.DocTestFinder().find(importlib.import_module(name)):
+        torch.manual_seed(0)  # each docstring by itself
+        runner.run(examples)
+    assert runner.failures == 0
 
 
 @pytest.mark.parametrize('folder', FOLDERS)

@@ -118,12 +118,17 @@ def expressible_shifts_of_maps(
     queries: str = 'all',
     tolerance: float = 1e-6,
 ) -> Expressibility:
-    """Finds the shifts that given attention maps span.
-
-    The other arguments are those of :func:`expressible_shifts`.
+    """Finds the shifts that given attention maps span, see :func:`expressible_shifts`.
 
     Args:
-        probs (Tensor): P, ``(N_h, height*width, height*width)``, on the CPU; computed with in float64.
+        probs (Tensor): P, ``(N_h, height*width, height*width)``, on the CPU.
+        kernel_size (int | Sequence[int]): Size of the kernel.
+        size (int | Sequence[int]): Height and width of the grid in tokens.
+        queries (str): ``'all'`` or ``'interior'``. Defaults to ``'all'``.
+        tolerance (float): Relative residual up to which a shift is expressible. Defaults to 1e-6.
+
+    Returns:
+        Expressibility: The residuals, the ranks and the missing shifts, computed in float64.
 
     Raises:
         ValueError: ``probs`` are not those of such a grid; see :func:`expressible_shifts` for the others.

@@ -26,8 +26,8 @@ def conv_to_mhsa(conv: Convolution, num_heads: Optional[int] = None) -> Tuple[Im
     found, see :func:`~attncnn_plugin.convert.fewer_heads.best_probs`. The image is padded first, as by the convolution.
 
     Args:
-        conv (nn.Module): ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d`` with any options. Its device, dtype and mode are
-            those of the result; float16 and bfloat16 layers compute their scores in float32.
+        conv (nn.Conv1d | nn.Conv2d | nn.Conv3d): A convolution with any options. Its device, dtype and mode are those
+            of the result; float16 and bfloat16 layers compute their scores in float32.
         num_heads (int, optional): Number of heads. Defaults to one for each kernel position.
 
     Returns:
@@ -38,7 +38,7 @@ def conv_to_mhsa(conv: Convolution, num_heads: Optional[int] = None) -> Tuple[Im
         ValueError: ``num_heads`` is not from 1 to the number of kernel positions, or a weight is not finite.
 
     Examples:
-        >>> conv = nn.Conv2d(3, 8, kernel_size=3, padding=1)
+        >>> conv = torch.nn.Conv2d(3, 8, kernel_size=3, padding=1)
         >>> attention, report = conv_to_mhsa(conv)
         >>> report.num_heads, report.relative_error
         (9, 0.0)

@@ -190,7 +190,7 @@ def condition_number_of_factor(factor: Tensor) -> Tensor:
 
 
 def determinant(factor: Tensor) -> Tensor:
-    """det M of each head, ``(N_h,)``, for M of two axes."""
+    """The determinant of M of each head over two axes, ``(N_h,)``."""
     (a, b), (c, d) = (row.unbind(-1) for row in factor.unbind(1))
     return a * d - b * c
 

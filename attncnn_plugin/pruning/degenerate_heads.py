@@ -208,7 +208,7 @@ def _rules(criteria: Sequence[Criterion]) -> List[Tuple[str, Union[float, Functi
 def _rule(criterion: Criterion) -> Tuple[str, Union[float, Function]]:
     if callable(criterion):
         return getattr(criterion, '__name__', type(criterion).__name__), criterion
-    settings = dict(criterion) if isinstance(criterion, dict) else dict(type=criterion)
+    settings = dict(criterion) if isinstance(criterion, dict) else {'type': criterion}
     name = settings.pop('type', None)
     if not isinstance(name, str) or name not in THRESHOLDS or settings.keys() - {'threshold'}:
         raise ValueError(

@@ -305,7 +305,7 @@ def test_inner_direction(degrees):
     angles = torch.tensor(degrees, dtype=torch.float64) * math.pi / 180
     rows = torch.stack([angles.cos(), angles.sin()], dim=1)
     inner = inner_direction(rows)
-    degrees = sorted(set(degree % 360 for degree in degrees))
+    degrees = sorted({degree % 360 for degree in degrees})
     gap = max((b - a - 1) % 360 + 1 for a, b in zip(degrees, degrees[1:] + degrees[:1]))  # the largest free arc
     if gap > 180:
         margin = math.cos((360 - gap) / 2 * math.pi / 180)
@@ -322,13 +322,13 @@ def test_distributions_span_the_subspace(seed, size, num_heads):
     probs = distributions(basis)
     positive = torch.linalg.qr(torch.cat([torch.rand(size, 1, dtype=torch.float64) + 0.05, basis[:, 1:]], dim=1)).Q
     assert distributions(positive) is not None  # its first column is positive
-    for probs, span in ((probs, basis), (distributions(positive), positive)):
-        if probs is None:
+    for found, span in ((probs, basis), (distributions(positive), positive)):
+        if found is None:
             continue
-        assert (probs >= 0).all()
-        torch.testing.assert_close(probs.sum(1), torch.ones(num_heads, dtype=torch.float64))
-        assert (probs.T - span @ (span.T @ probs.T)).abs().max() <= 1e-12
-        assert torch.linalg.matrix_rank(probs) == num_heads
+        assert (found >= 0).all()
+        torch.testing.assert_close(found.sum(1), torch.ones(num_heads, dtype=torch.float64))
+        assert (found.T - span @ (span.T @ found.T)).abs().max() <= 1e-12
+        assert torch.linalg.matrix_rank(found) == num_heads
 
 
 def test_distributions_are_refused_without_a_positive_vector():

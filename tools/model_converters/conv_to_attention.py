@@ -46,7 +46,7 @@ def main() -> None:
         if network.phase == 'conv':  # a network of the attention phase has converted what it loaded
             print(network.to_attention())
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    save_checkpoint(dict(state_dict=model.state_dict(), meta=checkpoint.get('meta', {})), args.out)
+    save_checkpoint({'state_dict': model.state_dict(), 'meta': checkpoint.get('meta', {})}, args.out)
     print(f'Saved {args.out}')
 
 

@@ -89,7 +89,7 @@ def main() -> None:
     after = sum(parameter.numel() for parameter in model.parameters())
     print(f'Removed heads {heads}: {before:,} parameters became {after:,}')
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    save_checkpoint(dict(state_dict=model.state_dict(), meta=loaded.meta), args.out)
+    save_checkpoint({'state_dict': model.state_dict(), 'meta': loaded.meta}, args.out)
     print(f'Saved {args.out}')
 
 
