@@ -2,10 +2,10 @@
 
 A convolution is a matrix M with a row for each of its K kernel positions. With N heads that look at positions alone,
 attention has the kernel M' = Σ_h a_h ⊗ W^(h): a_h is the distribution of head h over the K shifts, W^(h) its slice of
-the value matrix (Cordonnier et al. 2020, section 3). If the a_h could be any vectors, the best M' would be the truncated
-singular value decomposition of M (Eckart-Young). It is still the best M' if the N best left singular vectors span N
-distributions, see :mod:`.positive_subspace`. Otherwise a distribution p and the N − 1 best directions beside it leave
-at most the error of N − 1 singular values, and a search finds a good p.
+the value matrix (Cordonnier et al. 2020, section 3). If the a_h could be any vectors, the best M' would be the
+truncated singular value decomposition of M (Eckart-Young). It is still the best M' if the N best left singular vectors
+span N distributions, see :mod:`~attncnn_plugin.convert.positive_subspace`. Otherwise a distribution p and the N − 1
+best directions beside it leave at most the error of N − 1 singular values, and a search finds a good p.
 
 All of it is computed in float64 on the CPU. After a QR decomposition the matrices are K×K.
 """

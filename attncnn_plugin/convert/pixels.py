@@ -5,7 +5,6 @@ from numbers import Integral
 from typing import Any, Dict, Optional, Tuple
 
 import torch
-from torch import nn
 
 from ..layers.image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
 from ..layers.window import Window
@@ -39,6 +38,7 @@ def conv_to_mhsa(conv: Convolution, num_heads: Optional[int] = None) -> Tuple[Im
         ValueError: ``num_heads`` is not from 1 to the number of kernel positions, or a weight is not finite.
 
     Examples:
+        >>> from torch import nn
         >>> conv = nn.Conv2d(3, 8, kernel_size=3, padding=1)
         >>> attention, report = conv_to_mhsa(conv)
         >>> report.num_heads, report.relative_error

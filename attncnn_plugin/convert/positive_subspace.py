@@ -1,8 +1,8 @@
 """Distributions that span a given subspace, where there are any.
 
 Heads that look at positions alone are distributions over the shifts of a window. N distributions span a subspace of
-dimension N if and only if some vector of it is positive at every shift at which the subspace is not zero. The theorem of
-Cordonnier et al. 2020 (section 3) has a head for each shift; this is what fewer heads can do.
+dimension N if and only if some vector of it is positive at every shift at which the subspace is not zero. The theorem
+of Cordonnier et al. 2020 (section 3) has a head for each shift; this is what fewer heads can do.
 """
 
 import math

@@ -20,7 +20,9 @@ FUSED_FROM = 1024
 
 
 class ContentAttention(SeparableScores, GridAttention):
-    r"""Attention by content and relative position, any of the four terms of C20's eq. 8:
+    r"""Attention by content and relative position (C20, eq. 8).
+
+    Scores are the sum of one or more of four terms:
 
     - ``'qk'``: content and content, q·k/√D, with q = W_qry x_q and k = W_key x_k, D channels a head;
     - ``'qr'``: content and position, q·r_δ/√D, with r_δ = R[δ1] + C[δ2];

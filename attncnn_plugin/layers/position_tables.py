@@ -162,6 +162,7 @@ def sinusoid(length: int, dim: int, like: Tensor, first: int = 0) -> Tensor:
 
 
 def check_kind(kind: str, dim: int) -> None:
+    """Refuses unknown kinds of position encodings, and widths that sines and cosines do not fill."""
     if kind not in ('learned', 'sinusoidal'):
         raise ValueError(f"kind={kind!r} of a position encoding is unknown: choose 'learned' or 'sinusoidal'")
     if kind == 'sinusoidal' and dim % 4:
@@ -172,6 +173,7 @@ def check_kind(kind: str, dim: int) -> None:
 
 
 def check_max_size(max_size: Tuple[int, int]) -> None:
+    """Refuses what is no height and width of a grid."""
     if not isinstance(max_size, (tuple, list)) or len(max_size) != 2 or min(max_size) < 1:
         raise ValueError(f'max_size={max_size!r} must be the height and the width of a grid, at least 1 each')
 

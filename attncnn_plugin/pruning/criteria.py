@@ -62,8 +62,8 @@ def relative_entropy(layer: AttentionLayer, size: Union[int, Sequence[int]]) -> 
 
     Raises:
         TypeError: ``layer`` is no attention of this package.
-        ValueError: The probabilities of ``layer`` depend on content; ``size`` is no size of a grid, or that of a single token;
-            the parameters give probabilities that are not finite.
+        ValueError: The probabilities of ``layer`` depend on content; ``size`` is no size of a grid, or that of a single
+            token; the parameters give probabilities that are not finite.
 
     Examples:
         >>> from attncnn_plugin.layers import QuadraticAttention

@@ -123,8 +123,8 @@ def find_degenerate_heads(
 
     Raises:
         TypeError: ``layer`` is no attention of this package, or has no Σ⁻¹ for a criterion of Gaussian heads.
-        ValueError: The probabilities of ``layer`` depend on content; a criterion that is unknown, has other settings or gives
-            something else than a bool for each head; no ``size`` for a criterion that needs one; parameters that
+        ValueError: The probabilities of ``layer`` depend on content; a criterion that is unknown, has other settings or
+            gives something else than a bool for each head; no ``size`` for a criterion that needs one; parameters that
             are not finite.
 
     Examples:

@@ -305,7 +305,7 @@ def test_inner_direction(degrees):
     angles = torch.tensor(degrees, dtype=torch.float64) * math.pi / 180
     rows = torch.stack([angles.cos(), angles.sin()], dim=1)
     inner = inner_direction(rows)
-    degrees = sorted(set(degree % 360 for degree in degrees))
+    degrees = sorted({degree % 360 for degree in degrees})
     gap = max((b - a - 1) % 360 + 1 for a, b in zip(degrees, degrees[1:] + degrees[:1]))  # the largest free arc
     if gap > 180:
         margin = math.cos((360 - gap) / 2 * math.pi / 180)
@@ -319,10 +319,9 @@ def test_distributions_span_the_subspace(seed, size, num_heads):
     assume(num_heads <= size)
     torch.manual_seed(seed)
     basis = torch.linalg.qr(torch.randn(size, num_heads, dtype=torch.float64)).Q
-    probs = distributions(basis)
     positive = torch.linalg.qr(torch.cat([torch.rand(size, 1, dtype=torch.float64) + 0.05, basis[:, 1:]], dim=1)).Q
     assert distributions(positive) is not None  # its first column is positive
-    for probs, span in ((probs, basis), (distributions(positive), positive)):
+    for probs, span in ((distributions(basis), basis), (distributions(positive), positive)):
         if probs is None:
             continue
         assert (probs >= 0).all()

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from attncnn_plugin.pruning import (
-    DegenerateHead,
     DegeneracyReport,
+    DegenerateHead,
     condition_number,
     degenerate_heads_of_maps,
     find_degenerate_heads,
@@ -445,7 +445,7 @@ def test_the_gradient_is_finite(dtype, factor):
     gradient = layer.encoding.sqrt_precision.grad
     assert gradient.isfinite().all()
     if dtype == torch.float32:
-        singular = 0 < layer.encoding.sqrt_precision.abs().max() and value > 0
+        singular = layer.encoding.sqrt_precision.abs().max() > 0 and value > 0
         assert bool(gradient.any()) == bool(singular) or factor[0] < 1e-20  # only nothing at all has no way out
     layer = quadratic(factor[:1], dtype=dtype)
     singular_penalty(layer).backward()

@@ -65,6 +65,7 @@ class GridNetwork(nn.Module):
 
 
 def check_drop_path_rate(rate: float) -> None:
+    """Refuses what is no rate of stochastic depth."""
     if not 0 <= rate < 1:
         raise ValueError(f'drop_path_rate={rate} must be from 0 to below 1')
 
