@@ -42,6 +42,8 @@ def _link(role: re.Match, place: griffe.Object, package: griffe.Module) -> str:
 
 def _find(target: str, place: Optional[griffe.Object], package: griffe.Module) -> Optional[str]:
     """The path of the object that a name stands for at a place in the package; None if there is none."""
+    if target == package.name:
+        return target
     if target.startswith(f'{package.name}.'):
         place, target = package, target[len(package.name) + 1 :]
     while place is not None:

@@ -82,9 +82,8 @@ def test_content_with_merged_matrices(terms, wide, height, width, batch, seed):
     }
     output = layer(x)
     assert (output - expected).abs().max() <= 1e-10
-    for (name, parameter), ours in zip(
-        layer.named_parameters(), torch.autograd.grad(output.sin().sum(), list(layer.parameters()))
-    ):
+    names, parameters = zip(*layer.named_parameters())
+    for name, ours in zip(names, torch.autograd.grad(output.sin().sum(), parameters)):
         assert (ours - gradients[name]).abs().max() <= 1e-9, name
     layer.switch_to_deploy()
     for _ in range(2):
@@ -198,7 +197,7 @@ def test_error_of_a_soft_head_is_within_the_bound():
 
 
 def deployed_with_shapes(name, depth):
-    """A network as deployed, with a convolution where there is one; two images; what may change in the first's shape."""
+    """A network as deployed, with a convolution where there is one; two images; what may change of a shape."""
     model = small_timm(name, depth=depth)
     if name == 'sa_quadratic_cifar':
         harden(model, [depth - 1], [(0.0, 1.0), (-1.0, 0.0), (1.0, -1.0)])
