@@ -164,9 +164,7 @@ def image_scores(layers: Dict[str, LayerRecords], model: nn.Module, image: Tenso
         )
         seen[name] = ImageScores(layers[name], scores, content, None if rows is None else (rows, columns))
 
-    names = [
-        name for name, layer in attention_layers(model).items() if layer.depends_on_content and layer.num_heads
-    ]
+    names = [name for name, layer in attention_layers(model).items() if layer.depends_on_content and layer.num_heads]
     visit_layers(model, image, names, keep)
     return seen
 
