@@ -5,7 +5,6 @@ from typing import Any, Callable
 
 import numpy as np
 import torch
-from mmengine.logging import HistoryBuffer
 
 
 def register_safe_globals() -> None:
@@ -13,8 +12,13 @@ def register_safe_globals() -> None:
 
     A training checkpoint holds, in its message hub, ``HistoryBuffer`` objects and numpy scalars. A ``HistoryBuffer``
     is made of arrays of numbers and of references to methods of its own class. Anything else that is not a tensor or
-    plain data stays refused. The list is a set: adding the names again changes nothing.
+    plain data stays refused. The list is a set: adding the names again changes nothing. Without mmengine it stays as
+    it is.
     """
+    try:
+        from mmengine.logging import HistoryBuffer
+    except ImportError:
+        return
     numbers = np.zeros(1)
     reconstruct_array, reconstruct_scalar = numbers.__reduce__()[0], numbers[0].__reduce__()[0]
     arrays = [
@@ -30,6 +34,8 @@ def register_safe_globals() -> None:
 
 def _statistics_method(owner: Any, name: str) -> Callable:
     """A statistics method of ``HistoryBuffer`` such as ``min``: all that ``getattr`` may fetch in a checkpoint."""
+    from mmengine.logging import HistoryBuffer
+
     methods = HistoryBuffer()._statistics_methods  # of the class, filled in by its first instance
     if owner is HistoryBuffer and name in methods:
         return methods[name]

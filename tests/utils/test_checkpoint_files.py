@@ -1,8 +1,11 @@
 """Damaged checkpoint files are refused in one sentence that names them, or read as they were."""
 
 import io
+import os
 import pickle
 import random
+import runpy
+import sys
 import zipfile
 from collections import Counter
 from functools import partial
@@ -10,12 +13,23 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from helpers.small import SMALL, small_timm
 from mmengine.logging import HistoryBuffer
 
 import attncnn_plugin  # noqa: F401
 from attncnn_plugin.utils.checkpoint_files import load_from_local
 
 DAMAGED = 'is damaged or no checkpoint at all: give a whole file that torch.save has written'
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, victim):
+        self.victim = victim
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.victim),)
 
 
 @pytest.fixture(scope='module')
@@ -181,3 +195,35 @@ def test_whole_files_that_cannot_be_loaded(tmp_path, checkpoint):
 
     path = tmp_path / 'run.pth'
     assert refusal(path, saved(checkpoint), map_location=out_of_memory) == 'cannot be loaded: no room for'
+
+
+@pytest.mark.parametrize(
+    'fault, reason',
+    [('damaged', DAMAGED), ('malicious', 'was refused and nothing in it was run: it asks for posix.mkdir, but a ')],
+)
+def test_a_tool_for_models_of_timm(tmp_path, repository, monkeypatch, fault, reason):
+    """Older versions of timm run malicious files."""
+    victim, path = tmp_path / 'victim', tmp_path / 'model.pth'
+    weights = small_timm('sa_quadratic_cifar').state_dict()
+    matrix = next(weight for weight in weights.values() if weight.ndim == 2)
+    if fault == 'malicious':
+        torch.save(dict(state_dict=weights, meta=Payload(victim)), path)
+    else:
+        content = saved(dict(state_dict=weights))
+        path.write_bytes(flipped(content, content.index(matrix.numpy().tobytes()), bit=0))
+    sizes = [f'{name}={value}' for name, value in SMALL.items()]
+    command = [
+        'analyze_heads.py',
+        '--timm',
+        'sa_quadratic_cifar',
+        '--size',
+        '4',
+        '4',
+        '--checkpoint',
+        path,
+        '--model-kwargs',
+    ]
+    monkeypatch.setattr(sys, 'argv', [*map(str, command), *sizes])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(repository / 'tools/analysis_tools/analyze_heads.py'), run_name='__main__')
+    assert str(end.value).startswith(f'{path} {reason}') and not victim.exists()

@@ -35,6 +35,7 @@ from attncnn_plugin.analysis import (
     timm_reports,
 )
 from attncnn_plugin.apis.images import image_files
+from attncnn_plugin.utils.checkpoint_files import load_from_local
 from attncnn_plugin.utils.frameworks import import_problem, require_mmpretrain
 
 
@@ -96,9 +97,12 @@ def reports_of_timm(args: argparse.Namespace) -> Tuple[List[LayerReport], int]:
     """The reports of a model of timm, and the number of images that they are means over."""
     import timm
 
-    options = {'checkpoint_path': args.checkpoint} if args.checkpoint else {}
-    model = timm.create_model(args.timm, pretrained=args.pretrained, **options, **args.model_kwargs).eval()
-    if not args.pretrained and not args.checkpoint:
+    model = timm.create_model(args.timm, pretrained=args.pretrained, **args.model_kwargs).eval()
+    if args.checkpoint:
+        if Path(args.checkpoint).suffix not in ('.safetensors', '.npz', '.npy'):  # timm's other formats
+            load_from_local(args.checkpoint, mmap=True)  # refuses damaged and malicious files
+        timm.models.load_checkpoint(model, args.checkpoint, weights_only=True)
+    elif not args.pretrained:
         print(f'The weights of {args.timm} are random: give --pretrained or --checkpoint', file=sys.stderr)
     images = None if args.images is None else images_of_timm(model, args)
     number = 0 if images is None else len(images)
