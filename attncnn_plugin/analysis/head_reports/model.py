@@ -6,7 +6,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 from torch import Tensor, nn
 
 from ...layers import AttentionLayer, GridConvolution
-from ...pruning.criteria import relative_entropy_of_maps
+from ...pruning import relative_entropy_of_maps
 from ..attention_maps import (
     ImageMeans,
     few_images,

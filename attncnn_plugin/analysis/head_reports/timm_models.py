@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, Iterator, List, Tuple
 import torch
 from torch import Tensor, nn
 
-from ...pruning.criteria import relative_entropy_of_maps
+from ...pruning import relative_entropy_of_maps
 from ..attention_maps import ImageMeans, evaluating
 from .layer import TOLERANCE, maps_report
 from .report import LayerReport
