@@ -16,6 +16,7 @@ from attncnn_plugin.analysis import (
     attention_probs_of,
     content_only_probs_of,
     grid_of,
+    image_means,
     mean_attention_probs_of,
     position_only_probs_of,
 )
@@ -179,7 +180,7 @@ def test_the_mean_over_images_is_the_same_in_parts(monkeypatch):
     model, images = content_model(), torch.randn(3, 3, 8, 8)
     whole, seen = mean_attention_probs_of(model, images), []
     few_images = attention_maps.few_images
-    monkeypatch.setattr(attention_maps, 'CHUNK_ELEMENTS', 3 * 16**2)
+    monkeypatch.setattr(image_means, 'CHUNK_ELEMENTS', 3 * 16**2)
     monkeypatch.setattr(attention_maps, 'few_images', lambda *args: seen.append(few_images(*args)) or seen[-1])
     for name, probs in mean_attention_probs_of(model, images).items():
         assert torch.allclose(probs, whole[name], atol=1e-6)

@@ -196,7 +196,7 @@ def _kind(
     convolutions: Sequence[BestConvolution],
     errors: ConvolutionErrors,
 ) -> LayerKind:
-    """What the heads form together, see :class:`.kinds.LayerKind`."""
+    """The kind of the layer by what its heads form together."""
     kinds = [head.kind for head in heads]
     hard, soft, uniform = (kinds.count(kind) for kind in ('hard', 'soft', 'uniform'))
     window = same_window((1, 1)) if maps.window is None else maps.window
