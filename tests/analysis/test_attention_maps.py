@@ -8,12 +8,15 @@ import pytest
 import timm
 import torch
 from helpers.small import SMALL, TIMM_KINDS, small_cmhsa, small_timm
+from torch import nn
 
 from attncnn_plugin.analysis import (
     attention_layers,
+    attention_maps,
     attention_probs_of,
     content_only_probs_of,
     grid_of,
+    image_means,
     mean_attention_probs_of,
     position_only_probs_of,
 )
@@ -170,6 +173,36 @@ def test_the_mean_over_images():
     for name, probs in attention_probs_of(model, images).items():
         assert torch.allclose(mean[name], probs.mean(0), atol=1e-6)
     assert mean_attention_probs_of(small_timm('sa_quadratic_cifar'), images) == {}
+
+
+def test_the_mean_over_images_is_the_same_in_parts(monkeypatch):
+    """Where the scores of two images do not fit at once, they come one by one."""
+    model, images = content_model(), torch.randn(3, 3, 8, 8)
+    whole, seen = mean_attention_probs_of(model, images), []
+    few_images = attention_maps.few_images
+    monkeypatch.setattr(image_means, 'CHUNK_ELEMENTS', 3 * 16**2)
+    monkeypatch.setattr(attention_maps, 'few_images', lambda *args: seen.append(few_images(*args)) or seen[-1])
+    for name, probs in mean_attention_probs_of(model, images).items():
+        assert torch.allclose(probs, whole[name], atol=1e-6)
+    assert [[len(part) for part in parts] for parts in seen] == [[1, 1, 1]] * 2
+
+
+def test_a_detector_asks_for_more_than_images():
+    """Of a model whose forward pass takes boxes too, the network alone runs, by a module that has its layers."""
+
+    class Detector(nn.Module):
+        def __init__(self, backbone):
+            super().__init__()
+            self.neck, self.backbone = timm.create_model('resnet18'), backbone  # another one with forward_features
+
+        def forward(self, images, boxes):
+            raise AssertionError('the whole detector ran')
+
+    model, images = content_model(), torch.randn(IMAGES)
+    expected = attention_probs_of(model, images)
+    probs = attention_probs_of(Detector(model), images)
+    assert list(probs) == [f'backbone.{name}' for name in expected]
+    assert all(torch.equal(probs[f'backbone.{name}'], own) for name, own in expected.items())
 
 
 def test_the_model_stays_as_it_was():

@@ -638,6 +638,13 @@ def test_no_heads():
     assert 'no heads' in reports_to_text([report])
     assert maps_report(torch.zeros(0, 25, 25), (5, 5), num_images=2).num_heads == 0
 
+    model = small_timm('sa_learned_content_cifar')
+    model.prune_heads({0: [0, 1, 2]}, allow_empty=True)
+    reports = model_reports(model, torch.randn(2, 3, 8, 8))
+    assert [(report.attention, report.num_heads) for report in reports] == [
+        (part, heads) for heads in (0, 3) for part in ('position', 'images')
+    ]
+
 
 def test_zero_values():
     """A layer that is 0 is a convolution with the kernel 0."""

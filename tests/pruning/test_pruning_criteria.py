@@ -1,6 +1,7 @@
 """Which heads are degenerate, the penalty on singular ones, and heads drawn anew."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -23,6 +24,7 @@ from attncnn_plugin.pruning import (
     reset_heads,
     singular_penalty,
 )
+from attncnn_plugin.pruning.criteria import map_distances
 
 entries = st.floats(-4, 4, width=32) | st.floats(-(2**-10), 2**-10, width=32) | st.sampled_from([0.0, 1.0, -2.0])
 matrices = st.lists(entries, min_size=4, max_size=4)
@@ -148,6 +150,16 @@ def test_a_value_at_the_threshold_is_not_beyond_it(name, value, beyond):
         assert (DegenerateHead(head, name, value, threshold, kept) in report.found) == found
         assert (head in report.heads) == found
         assert criterion == dict(type=name, threshold=max(threshold, 0))
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(2, 6))
+def test_distances_of_maps(heads, queries, keys):
+    maps = torch.rand(heads, queries, keys, dtype=torch.float64).softmax(-1)
+    distances = map_distances(maps).tolist()
+    for first, second in itertools.product(range(heads), repeat=2):
+        rows = zip(maps[first].tolist(), maps[second].tolist())
+        expected = sum(abs(p - other) for row, others in rows for p, other in zip(row, others)) / 2 / queries
+        assert distances[first][second] == pytest.approx(expected, abs=1e-12)
 
 
 @given(st.integers(1, 5), st.integers(2, 5))

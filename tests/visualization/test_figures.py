@@ -3,6 +3,7 @@
 import json
 import math
 import runpy
+import subprocess
 import sys
 import xml.dom.minidom
 
@@ -80,6 +81,14 @@ def contours_of(axes, head=0):
     """Rows and columns of the lines of a head's contours, by line style."""
     lines = [line for line in axes.get_lines() if line.get_zorder() == 3 and line.get_color() == color_of(head)]
     return {line.get_linestyle(): np.stack([line.get_ydata(), line.get_xdata()], axis=-1) for line in lines}
+
+
+def test_without_matplotlib_it_says_what_to_install():
+    program = "import sys; sys.modules['matplotlib'] = None; import attncnn_plugin.visualization"
+    result = subprocess.run([sys.executable, '-W', 'ignore', '-c', program], capture_output=True, text=True)
+    assert result.returncode and "ImportError: the figures need matplotlib: pip install 'attncnn_plugin[vis]'" in (
+        result.stderr
+    )
 
 
 # Contours.

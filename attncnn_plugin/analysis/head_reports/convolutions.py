@@ -26,8 +26,8 @@ class ConvolutionErrors:
 
     Args:
         maps (ShiftMaps): P.
-        padding_mode (str): What S_δ finds outside of a grid, a padding mode of ``nn.Conv2d``; an ``ImageAttention``
-            has that of its window.
+        padding_mode (str): Padding mode of ``nn.Conv2d``, for the shifts that leave a grid; an ``ImageAttention`` has
+            that of its window.
         values (Tensor, optional): V_h, ``(N_h, D_out, D)``. Defaults to heads with an output each, of equal weight.
 
     Examples:
@@ -36,7 +36,7 @@ class ConvolutionErrors:
         >>> [(best.kernel_size, round(best.error, 3)) for best in errors.of_kernels()]
         [((3, 3), 0.911), ((5, 5), 0.838)]
         >>> round(errors.of_shifts([(0, 0), (0, 1)]), 3)
-        0.972
+        0.976
     """
 
     def __init__(self, maps: ShiftMaps, padding_mode: str, values: Optional[Tensor] = None) -> None:
@@ -107,7 +107,7 @@ def _targets_of_shift(shift: Shift, size: Shift, padding_mode: str) -> Tensor:
 
 
 def expressible_kernels(maps: ShiftMaps, tolerance: float) -> Iterator[ExpressibleShifts]:
-    """Which shifts of 3x3 and 5x5 kernels lie in the span of the maps over the interior queries (C20, Lemma 3).
+    """Finds the shifts of 3x3 and 5x5 kernels in the span of the maps over the interior queries (C20, Lemma 3).
 
     Kernels larger than the grid are left out, and both where the queries are not the pixels: with a stride no shift is
     expressed at every pixel.

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...layers import GaussianHeads
-from ...pruning.degenerate_heads import DegenerateHead
+from ...pruning import DegenerateHead
 from .kinds import head_kind
 from .report import HeadStatistics
 from .shift_maps import ShiftMaps, moments, nearest_shifts, shift_shares, window_mass

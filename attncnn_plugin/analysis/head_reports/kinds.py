@@ -78,7 +78,7 @@ class Lattice:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What the heads of a layer form, in words as a string.
+    """The kind of a layer by what its heads form together; as a string, in words.
 
     Attributes:
         kind (str): One of

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from ...convert.patches import PatchConvolutionAttention
 from ...layers import AttentionLayer, GaussianHeads, ImageAttention
 from ...layers.window import per_axis
-from ...pruning.criteria import relative_entropy_of_maps
-from ...pruning.degenerate_heads import DegenerateHead, degenerate_heads_of_maps
+from ...pruning import DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
 from .convolutions import ConvolutionErrors, expressible_kernels
 from .head_statistics import head_statistics
 from .kinds import EXACT, Lattice, LayerKind
@@ -109,7 +108,7 @@ def maps_report(
         num_images (int): Number of images of the mean, 0 for none: with images no head is called degenerate. Defaults
             to 0.
         relative_entropy (Tensor, optional): Relative entropy of single images, mean over these, see
-            :func:`~attncnn_plugin.pruning.criteria.relative_entropy_of_maps`, ``(N_h,)``. A mean over images has a
+            :func:`~attncnn_plugin.pruning.relative_entropy_of_maps`, ``(N_h,)``. A mean over images has a
             larger one: a head can look at one key in each image, and at all of them in the mean. Defaults to that of
             ``probs``.
         tolerance (float): Residual up to which a shift is expressible, 1e-7 or more. Defaults to 1e-6.
@@ -197,7 +196,7 @@ def _kind(
     convolutions: Sequence[BestConvolution],
     errors: ConvolutionErrors,
 ) -> LayerKind:
-    """What the heads form together, see :class:`.kinds.LayerKind`."""
+    """The kind of the layer by what its heads form together."""
     kinds = [head.kind for head in heads]
     hard, soft, uniform = (kinds.count(kind) for kind in ('hard', 'soft', 'uniform'))
     window = same_window((1, 1)) if maps.window is None else maps.window

@@ -6,15 +6,9 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 from torch import Tensor, nn
 
 from ...layers import AttentionLayer, GridConvolution
-from ...pruning.criteria import relative_entropy_of_maps
-from ..attention_maps import (
-    ImageMeans,
-    few_images,
-    grid_of,
-    probs_of_scores,
-    require_attention_layers,
-    visit_layers,
-)
+from ...pruning import relative_entropy_of_maps
+from ..attention_maps import grid_of, probs_of_scores, require_attention_layers, visit_layers
+from ..image_means import ImageMeans, few_images
 from .layer import TOLERANCE, empty_report, head_report, maps_report, pair
 from .report import THRESHOLDS_OF_KINDS, LayerReport
 

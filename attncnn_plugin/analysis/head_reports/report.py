@@ -40,7 +40,7 @@ class HeadStatistics:
         shares (tuple[tuple[float | None, ...], ...]): Shares of the 7x7 shifts −3 … 3, row by row; None for those that
             stay in the grid from less than a quarter of the queries.
         prefix_mass (float | None): For a timm model, the probability that patches give to tokens that are no patches,
-            mean over patches and images. What they give to patches was renormalized. None for other models.
+            mean over patches and images. Those that they give to patches were renormalized. None for other models.
     """
 
     head: int
@@ -124,7 +124,7 @@ class BestConvolution:
 
 @dataclass(frozen=True)
 class ExpressibleShifts:
-    """Which shifts of a kernel the layer can express at interior queries (C20, Lemma 3).
+    """The shifts of a kernel that the layer can express at interior queries (C20, Lemma 3).
 
     See :func:`~attncnn_plugin.convert.expressible_shifts`.
 
@@ -149,7 +149,7 @@ class LayerReport:
     Attributes:
         grid (tuple[int, int]): Height and width of the grid in tokens.
         num_heads (int): Number of heads N_h.
-        kind (LayerKind): What the heads form together.
+        kind (LayerKind): The kind of the layer by what its heads form together.
         convolutions (tuple[BestConvolution, ...]): The best 3x3 and 5x5 convolution; for an ``ImageAttention`` that of
             its window alone. Empty without heads.
         expressible (tuple[ExpressibleShifts, ...]): The shifts of 3x3 and 5x5 kernels, without a kernel that is larger

@@ -185,8 +185,8 @@ def shift_shares(maps: ShiftMaps) -> Tensor:
 def nearest_shifts(maps: ShiftMaps, shares: Tensor) -> List[Tuple[Shift, float]]:
     """The shift δ to which each head gives most, and its share.
 
-    What a shift gets is P[q, q + δ], mean over the interior queries, with the nearest key of the grid in the place of a
-    q + δ outside. So all shifts are compared over the same queries. (A mean over the queries from which a shift stays
+    A shift gets P[q, q + δ], mean over the interior queries, with the nearest key of the grid in the place of a q + δ
+    outside. So all shifts are compared over the same queries. (A mean over the queries from which a shift stays
     in the grid would favour short shifts: near the border the probabilities of the keys left are larger.)
 
     Far shifts can get equally much, to 1e-6. Of these it is the one that gets most over all queries, then the shortest.

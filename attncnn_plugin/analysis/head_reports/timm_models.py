@@ -10,8 +10,9 @@ from typing import Any, Callable, Dict, Iterator, List, Tuple
 import torch
 from torch import Tensor, nn
 
-from ...pruning.criteria import relative_entropy_of_maps
-from ..attention_maps import ImageMeans, evaluating
+from ...pruning import relative_entropy_of_maps
+from ..attention_maps import evaluating
+from ..image_means import ImageMeans
 from .layer import TOLERANCE, maps_report
 from .report import LayerReport
 
@@ -24,8 +25,8 @@ def timm_attention(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor],
     """The attention of patches to patches in every layer of a timm vision transformer.
 
     Class, distillation and register tokens come before the patches in timm's models: as many tokens as a layer has
-    beyond the patches of the image are left out at the front, as queries and as keys. What a patch gives to the other
-    patches is renormalized to 1.
+    beyond the patches of the image are left out at the front, as queries and as keys. The probabilities that a patch
+    gives to patches are renormalized to 1.
 
     Args:
         model (nn.Module): A model with ``patch_embed`` and ``blocks``, whose attention has its probabilities pass
@@ -202,6 +203,6 @@ def _of_patches(
 
 def _other_structure(model: nn.Module, reason: str) -> ValueError:
     return ValueError(
-        f'model is a {type(model).__name__}, whose attention cannot be reported: {reason}. What works is a plain '
+        f'model is a {type(model).__name__}, whose attention cannot be reported: {reason}. Give a plain '
         'vision transformer of timm (ViT, DeiT, BEiT, EVA, ConViT), with attention of all patches to all patches'
     )
