@@ -26,8 +26,7 @@ def at_grid_shifts(table: Tensor, size: Sequence[int]) -> Tensor:
     """
     height, width = size
     if torch.compiler.is_compiling():  # unfold would make the size a constant of the graph
-        row, column = (torch.arange(n, device=table.device) for n in (height, width))
-        row, column = (n[None, :] - n[:, None] + len(n) - 1 for n in (row, column))  # (q, k)
+        row, column = (axis_shifts(n, table).long() + n - 1 for n in (height, width))  # of every query and key
         index = row[:, None, :, None] * (2 * width - 1) + column[None, :, None, :]
         return table.flatten(1)[:, index.reshape(height * width, height * width)]
     windows = table.unfold(1, height, 1).unfold(2, width, 1)  # of the last query, … of the first: (N, -q1, -q2, k1, k2)
@@ -62,12 +61,11 @@ def resize_shifts(table: Tensor, length: int) -> Tensor:
         return table[source - target : source + target + 1]
     if source == 0:  # shift 0 alone
         return table.expand(length, -1)
-    steps = torch.arange(source, dtype=torch.float64)
-    low, high = 1.0, float(target)  # r is between: 1 + r + … + r^(source − 1) = target
+    low, high = 1.0, target ** (1 / max(source - 1, 1))  # r is between: 1 + r + … + r^(source − 1) = target
     for _ in range(60):
         ratio = (low + high) / 2
-        low, high = (ratio, high) if (ratio**steps).sum() < target else (low, ratio)
-    distance = (low**steps).cumsum(0)
+        low, high = (ratio, high) if sum(ratio**step for step in range(source)) < target else (low, ratio)
+    distance = torch.tensor([low**step for step in range(source)], dtype=torch.float64).cumsum(0)
     position = torch.cat([-distance.flip(0), distance.new_zeros(1), distance])
     shift = torch.arange(-target, target + 1, dtype=torch.float64).clamp(position[0], position[-1])
     right = torch.searchsorted(position, shift).clamp(min=1)

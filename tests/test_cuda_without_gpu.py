@@ -1,0 +1,186 @@
+"""Models and layers on 'cuda:0' on a machine without a GPU, by PyTorch's fake tensors.
+
+A fake tensor has a device, a shape and a dtype, and no values. Whatever was left on the CPU meets a tensor of another
+device and fails; so does whatever asks for a value, for which a GPU would have to be waited for.
+"""
+
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from helpers.small import TIMM_KINDS, small_cmhsa, small_timm
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attncnn_plugin import layers
+from attncnn_plugin.convert import conv_to_mhsa, conv_to_patch_mhsa, mhsa_to_conv
+from attncnn_plugin.layers import linear
+
+CUDA = torch.device('cuda:0')
+CONV = nn.Conv2d(4, 6, 3, padding=1)
+WINDOW = layers.Window.of(CONV)
+
+SA_KINDS = [kind for kind in TIMM_KINDS if kind != 'sa_quadratic16_cifar']  # sa_quadratic_cifar with more heads
+MODELS = {
+    **{kind: lambda kind=kind: small_timm(kind, depth=1) for kind in SA_KINDS},
+    'sinusoidal': lambda: small_timm('sa_learned_cifar', depth=1, position='relative_sinusoidal'),
+    'content_all_terms': lambda: small_timm('sa_learned_content_cifar', depth=1, terms=('qk', 'qr', 'uk', 'vr')),
+    'content_absolute': lambda: small_timm('sa_learned_content_cifar', depth=1, position='absolute_sinusoidal'),
+    'cmhsa_conv': lambda: small_cmhsa('conv', depth=1),
+    'cmhsa_attn': lambda: small_cmhsa('attn', depth=1),
+    'cmhsa_merged': lambda: small_cmhsa('attn', depth=1, merge_heads=True),
+}
+
+# For a grid of 3x4 tokens; images have 4 channels.
+LAYERS = {
+    'quadratic': lambda: layers.QuadraticAttention(4, 3),
+    'generalized': lambda: layers.GeneralizedQuadraticAttention(4, 3),
+    'learned': lambda: layers.LearnedAttention(4, 3),
+    'learned_sinusoidal': lambda: layers.LearnedAttention(4, 3, position='relative_sinusoidal'),
+    'content': lambda: layers.ContentAttention(4, 3),
+    'content_all_terms': lambda: layers.ContentAttention(4, 3, terms=('qk', 'qr', 'uk', 'vr')),
+    'content_position_only': lambda: layers.ContentAttention(4, 3, terms=('vr',)),
+    'content_absolute': lambda: layers.ContentAttention(4, 3, position='absolute_learned'),
+    'patches_window': lambda: layers.PatchAttention(4, 9, layers.WindowBias(9, (-1, -1), (3, 3))),
+    'patches_grid': lambda: layers.PatchAttention(4, 9, layers.GridBias(9, (2, 2))),
+    'merged_patches': lambda: layers.MergedPatchAttention(4, 9, layers.GridBias(9, (2, 2))),
+    'hard_image': lambda: layers.QuadraticImageAttention(4, 6, 9, WINDOW),
+    'soft_image': lambda: layers.WindowImageAttention(4, 6, 5, WINDOW),
+    'converted_hard': lambda: conv_to_mhsa(CONV)[0],
+    'converted_soft': lambda: conv_to_mhsa(CONV, 5)[0],
+    'converted_patches': lambda: conv_to_patch_mhsa(CONV, 2)[0],
+    'converted_back': lambda: mhsa_to_conv(conv_to_mhsa(CONV)[0], 3)[0],
+    'grid_convolution': lambda: layers.GridConvolution(nn.Conv2d(4, 4, 3, padding='same', padding_mode='replicate')),
+}
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch._C, '_ensureCUDADeviceGuardSet'), reason='fake tensors of a GPU need its driver in this torch'
+)
+
+
+class FakeMode(FakeTensorMode):
+    """The mode, of which a module that is copied with its tensors wants no copy."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+class NoCopiesToHost(TorchDispatchMode):
+    """Fails where a tensor is copied to the CPU, which fake tensors allow."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor) and output.device.type == 'cpu':
+            assert not any(isinstance(arg, torch.Tensor) and arg.device == CUDA for arg in args), function
+        return output
+
+
+@contextmanager
+def on_fake_cuda(module):
+    """Parameters and buffers of a module on ``CUDA``, and so whatever is made there in the block."""
+
+    def fake_like(tensor):
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CUDA)
+
+    with ExitStack() as stack:
+        # Autocast would turn itself off.
+        stack.enter_context(mock.patch('torch.cuda.amp.common.amp_definitely_not_available', lambda: False))
+        stack.enter_context(mock.patch('torch.cuda.is_bf16_supported', lambda *args, **kwargs: True))
+        # A fake weight is as plain as a real one, so that matrices are multiplied here too.
+        stack.enter_context(mock.patch.object(linear, 'is_plain_linear', lambda layer: type(layer) is nn.Linear))
+        stack.enter_context(FakeMode())
+        stack.enter_context(NoCopiesToHost())
+        for part in module.modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                setattr(part, name, nn.Parameter(fake_like(parameter), parameter.requires_grad))
+            for name, buffer in part.named_buffers(recurse=False):
+                setattr(part, name, fake_like(buffer))
+        yield module
+
+
+def run(model, autocast=None):
+    with torch.autocast('cuda', autocast, enabled=autocast is not None):
+        output = model(torch.rand(2, 3, 16, 16, device=CUDA))
+    assert output.device == CUDA and output.dtype == (autocast or torch.float32)
+
+
+def assert_on_cuda(*tensors):
+    assert {tensor.device for tensor in tensors} == {CUDA}
+
+
+@pytest.mark.parametrize('autocast', [None, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('training', [True, False], ids=['training', 'evaluation'])
+@pytest.mark.parametrize('name', MODELS)
+def test_model(name, training, autocast):
+    with on_fake_cuda(MODELS[name]().train(training)) as model, torch.set_grad_enabled(training):
+        run(model, autocast)
+
+
+@pytest.mark.parametrize('name', SA_KINDS)
+def test_pruned_model(name):
+    with on_fake_cuda(small_timm(name)) as model:
+        model.prune_heads({0: [1], 1: [0, 2]})
+        assert_on_cuda(*model.parameters(), *model.buffers())
+        run(model)
+        with torch.no_grad():
+            run(model.eval())
+
+
+# Not these: generalized heads look at values once for a size then, to choose their terms; and PyTorch cannot make room
+# for the merged heads of CMHSA with fake tensors.
+@pytest.mark.filterwarnings('ignore:Accessing the data pointer')  # of a cache, to see whether parameters have changed
+@pytest.mark.parametrize('name', sorted(MODELS.keys() - {'sa_generalized_cifar', 'cmhsa_attn'}))
+def test_model_for_inference(name):
+    with on_fake_cuda(MODELS[name]()) as model:
+        model.switch_to_deploy()
+        assert_on_cuda(*model.parameters(), *model.buffers())
+        for autocast in (None, None, torch.float16):  # the second time with what the first one keeps
+            run(model, autocast)
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_layer(name):
+    """The output, and whatever the layer says of its heads."""
+    with on_fake_cuda(LAYERS[name]()) as layer, torch.no_grad():
+        on_images = 'image' in name or 'converted' in name
+        x = torch.rand((2, 4, 6, 8) if on_images else (2, 6, 8, 4), device=CUDA)
+        assert_on_cuda(layer(x), layer.eval()(x))
+        if not isinstance(layer, layers.AttentionLayer):
+            return
+        size = (6, 8)
+        heads = layer.gaussian_heads()
+        said = [layer.value_matrices(), layer.position_probs(size), *(heads or ())]
+        if layer.depends_on_content:
+            said += [layer.attention_scores(x), layer.content_scores(x), layer.position_scores(x)]
+            said += layer.query_axis_scores(x) or ()
+        else:
+            said.append(layer.attention_probs(size))
+        assert_on_cuda(*(tensor for tensor in said if tensor is not None))
+
+
+def test_every_layer_is_here():
+    kinds = {type(make()) for make in LAYERS.values()}
+    attention = {
+        kind
+        for kind in vars(layers).values()
+        if isinstance(kind, type) and issubclass(kind, layers.AttentionLayer) and not kind.__subclasses__()
+    }
+    assert attention <= kinds
+
+
+@pytest.mark.parametrize(
+    'forget, error',
+    [
+        (lambda layer, x: x + torch.ones(4), RuntimeError),  # on the CPU
+        (lambda layer, x: x / x.sum().item(), RuntimeError),
+        (lambda layer, x: x if x.sum() > 0 else -x, RuntimeError),
+        (lambda layer, x: x.cpu(), AssertionError),
+    ],
+)
+def test_what_is_forgotten_is_found(forget, error):
+    with on_fake_cuda(LAYERS['quadratic']()) as layer:
+        layer.forward = lambda x: forget(layer, x)
+        with pytest.raises(error):
+            layer(torch.rand(2, 6, 8, 4, device=CUDA))
