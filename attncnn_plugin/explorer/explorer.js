@@ -3,10 +3,13 @@
 const PART_NAMES = {position: 'Position', content: 'Content', both: 'Both'};
 const ARRAYS = {uint8: Uint8Array, int16: Int16Array, float32: Float32Array, float64: Float64Array};
 const EXACT = 1e-6;  // error of a probability up to which it counts as exact
+const EXACT_PAGE = 1e-5;  // the same, relative to the largest probability of a query
 const ARROWS = {ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1]};  // rows, columns
 const byId = (id) => document.getElementById(id);
+const rowOf = (pixel) => Math.floor(pixel / width);
+const columnOf = (pixel) => pixel % width;
 
-let page;  // what the header says, with arrays in place of their descriptions
+let page;  // the header of stream.py, with arrays in place of their descriptions
 let height, width, pixels;
 const state = {image: 0, query: 0, locked: false, layer: 0, head: 0, part: null, key: null, theme: null};
 
@@ -26,9 +29,19 @@ async function unpack(text) {
       const count = value.shape.reduce((product, n) => product * n, 1);
       return {shape: value.shape, values: new ARRAYS[value.dtype](data, value.at, count)};
     }
-    return Object.fromEntries(Object.entries(value).map(([name, inner]) => [name, withArrays(inner)]));
+    const inner = Object.fromEntries(Object.entries(value).map(([name, item]) => [name, withArrays(item)]));
+    return inner.step ? quantized(inner) : inner;
   };
   return withArrays(header);
+}
+
+/** Numbers that are stored as whole multiples of a step, one for each index of the first axis. */
+function quantized({low, high, step}) {
+  const values = new Float32Array(low.values.length), inner = values.length / step.values.length;
+  for (let i = 0; i < values.length; i++) {
+    values[i] = (low.values[i] + 256 * high.values[i] - 128) * step.values[Math.floor(i / inner)];
+  }
+  return {shape: low.shape, values};
 }
 
 async function inflate(bytes) {
@@ -38,97 +51,74 @@ async function inflate(bytes) {
 
 // ---- Probabilities ----
 
-/** The record of a part for the chosen image, or undefined. */
-function recordOf(layer, part) {
-  const records = page.layers[layer].parts[part];
-  return Array.isArray(records) ? records[state.image] : records;
-}
-
-/** Adds the scores of a query, up to a constant, to those of all keys. */
-function addScores(record, layer, head, query, scores) {
-  const row = Math.floor(query / width), column = query % width;
-  if (record.type === 'product') {
-    for (const part of ['position', 'content']) {
-      const inner = recordOf(layer, part);
-      if (inner) addScores(inner, layer, head, query, scores);
-    }
-  } else if (record.type === 'axes') {
-    const rows = (head * height + row) * height, columns = (head * width + column) * width;
+/** Adds the scores of a query by one term, up to a constant, to those of all keys. */
+const ADD_TERM = {
+  axes({rows, columns}, head, query, scores) {
+    const atRow = (head * height + rowOf(query)) * height, atColumn = (head * width + columnOf(query)) * width;
+    for (let k = 0; k < pixels; k++) scores[k] += rows.values[atRow + rowOf(k)] + columns.values[atColumn + columnOf(k)];
+  },
+  shifts({shifts}, head, query, scores) {
+    const [, tall, wide] = shifts.shape;
     for (let k = 0; k < pixels; k++) {
-      scores[k] += record.rows.values[rows + Math.floor(k / width)] + record.columns.values[columns + k % width];
+      const down = rowOf(k) - rowOf(query) + height - 1, right = columnOf(k) - columnOf(query) + width - 1;
+      scores[k] += shifts.values[(head * tall + down) * wide + right];
     }
-  } else if (record.type === 'shifts') {
-    const [, tall, wide] = record.scores.shape;
-    for (let k = 0; k < pixels; k++) {
-      const down = Math.floor(k / width) - row + height - 1, right = k % width - column + width - 1;
-      scores[k] += record.scores.values[(head * tall + down) * wide + right];
+  },
+  query_axes({tokens, image, row_shifts: rows, column_shifts: columns}, head, query, scores) {
+    const byRow = coefficients(rows, head, tokens, image, query);
+    const byColumn = coefficients(columns, head, tokens, image, query);
+    const up = height - 1 - rowOf(query), left = width - 1 - columnOf(query);
+    for (let k = 0; k < pixels; k++) scores[k] += byRow[rowOf(k) + up] + byColumn[columnOf(k) + left];
+  },
+  products({tokens, image, matrices}, head, query, scores) {
+    const weights = coefficients(matrices, head, tokens, image, query), [, images] = tokens.shape;
+    for (let j = 0; j < weights.length; j++) {
+      const weight = weights[j], start = (j * images + image) * pixels;
+      if (weight !== 0) for (let k = 0; k < pixels; k++) scores[k] += weight * tokens.values[start + k];
     }
-  } else if (record.type === 'query_axes') {
-    const rows = joined(record, 'rows'), columns = joined(record, 'columns');
-    const heads = record.rows_low.shape[1], at = (key) => (key * heads + head) * pixels + query;
-    for (let k = 0; k < pixels; k++) {
-      scores[k] += record.step * (rows[at(Math.floor(k / width))] + columns[at(k % width)]);
-    }
-  } else {
-    addFactors(record, head, query, scores);
+  },
+  encoded_products({tokens, image, ...others}, head, query, scores) {
+    ADD_TERM.products({tokens, image: image + tokens.shape[1] / 2, ...others}, head, query, scores);
+  },
+};
+
+/** Σ_i c_i table[i, head], with the coordinates c of a query's token after a first one that is 1. */
+function coefficients(table, head, tokens, image, query) {
+  const [rank, heads, length] = table.shape, [, images] = tokens.shape;
+  const sum = new Float64Array(length);
+  for (let i = 0; i < rank; i++) {
+    const c = i === 0 ? 1 : tokens.values[((i - 1) * images + image) * pixels + query];
+    const start = (i * heads + head) * length;
+    if (c !== 0) for (let j = 0; j < length; j++) sum[j] += c * table.values[start + j];
   }
+  return sum;
 }
 
-/** Scores U G Vᵀ; where there is no U, G has the queries themselves. */
-function addFactors(record, head, query, scores) {
-  const [axes, heads, inner] = record.core_low.shape;
-  const core = joined(record, 'core'), right = joined(record, 'right');
-  let left = null;
-  if (record.left_low) {
-    const basis = joined(record, 'left');
-    left = new Float64Array(inner);
-    for (let u = 0; u < inner; u++) left[u] = basis[u * pixels + query] * record.left_step.values[u];
-  }
-  for (let v = 0; v < axes; v++) {
-    const start = (v * heads + head) * inner;
-    let weight = 0;
-    if (left) {
-      for (let u = 0; u < inner; u++) weight += left[u] * core[start + u];
-    } else {
-      weight = core[start + query];
-    }
-    if (weight === 0) continue;
-    weight *= record.step * record.right_step.values[v];
-    for (let k = 0, at = v * pixels; k < pixels; k++, at++) scores[k] += weight * right[at];
-  }
+/** The arrays of all terms of a layer, and the place of the chosen image among those of the tokens. */
+function arraysOf({arrays, token_arrays: groups}) {
+  const shared = groups.length === 1;
+  return {...arrays, ...groups[shared ? 0 : state.image], image: shared ? state.image : 0};
 }
 
-const whole = new Map();  // what follows, of the chosen image, by the array of the low bytes
-
-/** The numbers that a record has as low and high bytes. */
-function joined(record, name) {
-  const low = record[name + '_low'].values, high = record[name + '_high'].values;
-  if (!whole.has(low)) whole.set(low, Float32Array.from(low, (value, i) => value + 256 * high[i] - 128));
-  return whole.get(low);
-}
-
-/** The probabilities of all keys for a query, or null where the layer has no such part. */
+/** The probabilities of all keys for a query, or null where the layer has not the part that is chosen. */
 function probabilities(layer, head, query) {
-  const record = recordOf(layer, partOf(layer));
-  if (!record) return null;
-  const probs = new Float64Array(pixels);
-  if (record.type === 'maps') {
-    const unit = record.largest.values[head * pixels + query] / record.steps;
-    return probs.map((_, k) => record.levels.values[(head * pixels + query) * pixels + k] * unit);
-  }
-  addScores(record, layer, head, query, probs);
+  const part = page.layers[layer].parts[partOf(layer)];
+  if (!part) return null;
+  const probs = new Float64Array(pixels), arrays = arraysOf(page.layers[layer]);
+  for (const term of part.terms) ADD_TERM[term](arrays, head, query, probs);
   let largest = -Infinity, total = 0;
   for (let k = 0; k < pixels; k++) largest = Math.max(largest, probs[k]);
-  if (largest === -Infinity) return probs.fill(0);
   for (let k = 0; k < pixels; k++) total += probs[k] = Math.exp(probs[k] - largest);
-  const mass = massOf(record, head, query) ?? 1;
+  const mass = massOf(part, head, query) ?? 1;
   for (let k = 0; k < pixels; k++) probs[k] *= mass / total;
   return probs;
 }
 
-/** What the probabilities add up to where it is not 1, as with the null key of CMHSA; else undefined. */
-function massOf(record, head, query) {
-  return record.mass && record.mass.values[head * pixels + query];
+/** The sum of the probabilities of a query where it is not 1, as with the null key of CMHSA; else undefined. */
+function massOf({mass}, head, query) {
+  if (!mass) return undefined;
+  const [images, heads] = mass.shape, image = images === 1 ? 0 : state.image;
+  return mass.values[(image * heads + head) * pixels + query];
 }
 
 /** The part that is shown of a layer: the chosen one, or the only one that it has. */
@@ -138,10 +128,10 @@ function partOf(layer) {
 }
 
 function summary(probs, query) {
-  const row = Math.floor(query / width), column = query % width;
+  const row = rowOf(query), column = columnOf(query);
   let total = 0, near = 0, down = 0, right = 0, largest = 0;
   for (let k = 0; k < pixels; k++) {
-    const dr = Math.floor(k / width) - row, dc = k % width - column;
+    const dr = rowOf(k) - row, dc = columnOf(k) - column;
     total += probs[k];
     down += probs[k] * dr;
     right += probs[k] * dc;
@@ -153,8 +143,8 @@ function summary(probs, query) {
 
 // ---- Text ----
 
-const place = (pixel) => `(${Math.floor(pixel / width)}, ${pixel % width})`;
-const spoken = (pixel) => `row ${Math.floor(pixel / width)}, column ${pixel % width}`;
+const place = (pixel) => `(${rowOf(pixel)}, ${columnOf(pixel)})`;
+const spoken = (pixel) => `row ${rowOf(pixel)}, column ${columnOf(pixel)}`;
 const labelOf = (layer) => page.layers[layer].label;
 const nameOf = (layer, head) => `${labelOf(layer).replace(/^block/, 'Block')}, head ${head}`;
 
@@ -243,7 +233,7 @@ function drawMap(context, probs, rgb) {
 function drawPixel(context, pixel, dash = []) {
   const {width: w, height: h} = context.canvas;
   const edges = (at, size, count) => [Math.round(at * size / count), Math.round((at + 1) * size / count)];
-  const [left, right] = edges(pixel % width, w, width), [top, bottom] = edges(Math.floor(pixel / width), h, height);
+  const [left, right] = edges(columnOf(pixel), w, width), [top, bottom] = edges(rowOf(pixel), h, height);
   const size = Math.min(right - left, bottom - top);
   const line = Math.min(Math.max(Math.round(size / 10), 1), 2 * devicePixelRatio);
   const strokes = [[color('--halo'), 2 * line, []], [color('--query'), line, dash]];
@@ -258,7 +248,7 @@ function drawPixel(context, pixel, dash = []) {
 
 function drawCenter(context, query, center) {
   const w = context.canvas.width / width, h = context.canvas.height / height, dot = devicePixelRatio;
-  const x = (query % width + center[1] + 0.5) * w, y = (Math.floor(query / width) + center[0] + 0.5) * h;
+  const x = (columnOf(query) + center[1] + 0.5) * w, y = (rowOf(query) + center[0] + 0.5) * h;
   const radius = Math.min(Math.max(4 * dot, Math.min(w, h) * 0.3), 7 * dot);
   for (const [style, line] of [[color('--halo'), 4 * dot], [color('--center'), 2 * dot]]) {
     context.strokeStyle = style;
@@ -357,8 +347,16 @@ function render() {
 
 /** The largest error of a probability of the query that is shown, 0 for those that are exact. */
 function errorOf(layer, head, shown) {
-  const error = page.layers[layer].errors[partOf(layer)][head] * shown.probs[shown.largest];
+  const error = page.layers[layer].parts[partOf(layer)].errors[head] * shown.probs[shown.largest];
   return error <= EXACT ? 0 : error;
+}
+
+/** The largest error of all probabilities of the page, as a sentence. */
+function accuracy() {
+  const errors = page.layers.flatMap((layer) => Object.values(layer.parts).flatMap((part) => part.errors));
+  const largest = Math.max(0, ...errors);
+  return largest <= EXACT_PAGE ? 'All probabilities are exact.' :
+    `All probabilities err by at most ${upwards(100 * largest)}% of the largest one of their query.`;
 }
 
 /** Names an element that has not the focus: of one that has it, the live region tells what changes. */
@@ -372,7 +370,7 @@ function renderQuery(center) {
   drawPicture(context, pictures[state.image]);
   drawPixel(context, state.query);
   if (center) drawCenter(context, state.query, center);
-  byId('query-place').textContent = `Row ${Math.floor(state.query / width)}, column ${state.query % width}`;
+  byId('query-place').textContent = `Row ${rowOf(state.query)}, column ${columnOf(state.query)}`;
   byId('lock').setAttribute('aria-pressed', String(state.locked));
   byId('image-name').textContent = page.names[state.image];
   name(canvas, `${page.names[state.image]}, query pixel at ${spoken(state.query)}${state.locked ? ', locked' : ''}`);
@@ -396,7 +394,7 @@ function renderMap(shown, rgb) {
 
 function renderNumbers(shown) {
   const error = errorOf(state.layer, state.head, shown), largest = shown.probs[shown.largest];
-  const mass = massOf(recordOf(state.layer, partOf(state.layer)), state.head, state.query);
+  const mass = massOf(page.layers[state.layer].parts[partOf(state.layer)], state.head, state.query);
   const {centers} = page.layers[state.layer], encoded = centers && centers[state.head];
   const texts = {
     'largest-place': place(shown.largest), 'largest': number(largest, error),
@@ -462,7 +460,6 @@ function renderCenters(heads) {
 let frame = null;
 
 function change(changes) {
-  if ('image' in changes) whole.clear();
   Object.assign(state, changes);
   const layer = page.layers[state.layer];
   if (layer.heads) state.head = Math.min(state.head, layer.heads - 1);
@@ -493,7 +490,7 @@ function settle() {
 }
 
 function toAddress() {
-  const pair = (pixel) => `${Math.floor(pixel / width)},${pixel % width}`;
+  const pair = (pixel) => `${rowOf(pixel)},${columnOf(pixel)}`;
   const parts = [
     `image=${state.image}`, `query=${pair(state.query)}`, `layer=${state.layer}`, `head=${state.head}`,
     `part=${state.part}`];
@@ -550,7 +547,7 @@ function moved(pixel, event) {
   const arrow = ARROWS[event.key];
   if (!arrow) return null;
   event.preventDefault();
-  const row = Math.floor(pixel / width) + arrow[0], column = pixel % width + arrow[1];
+  const row = rowOf(pixel) + arrow[0], column = columnOf(pixel) + arrow[1];
   return Math.min(Math.max(row, 0), height - 1) * width + Math.min(Math.max(column, 0), width - 1);
 }
 
@@ -648,6 +645,7 @@ async function start() {
     byId(id).style.aspectRatio = width / height;
     byId(id).style.maxWidth = `${26 * width / height}rem`;  // at most 26rem high
   }
+  byId('accuracy').textContent = accuracy();
   buildTable();
   listen();
   fromAddress();

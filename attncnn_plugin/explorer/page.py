@@ -5,19 +5,22 @@ import hashlib
 import html
 import re
 from pathlib import Path
-from typing import Optional, Sequence
+from typing import Dict, List, Optional, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
-from ..analysis import attention_layers, grid_of
-from .contents import Contents
-from .records import image_scores, layer_records
+from ..analysis import require_attention_layers, visit_layers
+from ..layers import AttentionLayer
+from .layer_scores import LayerScores
+from .stream import pack
 
 FOLDER = Path(__file__).parent
 
 MAX_TOKENS = 1024
-MAX_CONTENT_TOKENS = 576  # where scores depend on content: 9 seconds and 6 MB for an image of 6 layers and 9 heads
+SCORE_ERRORS = [5e-4 * 1.1**i for i in range(55)]  # root mean square; the last one is 9%
+ERROR_BYTES = 12  # of the error of a head in the header, at most
 
 
 def explorer_page(
@@ -30,24 +33,24 @@ def explorer_page(
 ) -> str:
     """A page that shows where every head attends to from a pixel that is chosen.
 
-    What depends on position alone is exact in it, up to 1e-6. What depends on images is quantized, as finely as fits:
-    the page says how large the error of a probability is at most.
+    Probabilities that depend on position alone are exact up to 1e-6. Those that depend on an image are as fine as fits:
+    the page says how large their errors are.
 
     Args:
-        model (nn.Module): A model with attention of this package: of positions, of content, or of patches.
-        images (Tensor): ``(B, C, H, W)``, what the forward pass of ``model`` takes.
-        pictures (Sequence[ndarray]): What is shown of each image, uint8, ``(h, w)`` or ``(h, w, 3)`` RGB.
+        model (nn.Module): A model with attention of this package: by position, by content, or of patches.
+        images (Tensor): ``(B, C, H, W)``, the input of ``model``.
+        pictures (Sequence[ndarray]): The pictures to show of the images, uint8, ``(h, w)`` or ``(h, w, 3)`` RGB.
         names (Sequence[str], optional): A name of each image. Defaults to ``'Image 0'``, ….
         title (str): Title of the page. Defaults to ``'Attention explorer'``.
-        max_bytes (int): What the page may take. Defaults to 10 MB.
+        max_bytes (int): Largest size of the page. Defaults to 10 MB.
 
     Returns:
         str: HTML, to be written as UTF-8.
 
     Raises:
         ValueError: A model without attention layers, such as a CMHSA in the convolution phase; no images, or other
-            numbers of pictures or names; more than 1024 tokens, or than 576 where scores depend on content;
-            probabilities that are not finite; a page that cannot be made small enough.
+            numbers of pictures or names; pictures of another kind; more than 1024 tokens; parameters that are not
+            finite; a page that cannot be made small enough.
     """
     names = [f'Image {i}' for i in range(len(images))] if names is None else list(names)
     if not len(images) == len(pictures) == len(names) > 0:
@@ -55,33 +58,52 @@ def explorer_page(
             f'images, pictures and names are {len(images)}, {len(pictures)} and {len(names)}: give as '
             'many of each, at least one'
         )
-    height, width = grid_of(model, images)
-    by_image = any(layer.depends_on_content for layer in attention_layers(model).values())
-    most = MAX_CONTENT_TOKENS if by_image else MAX_TOKENS
-    if height * width > most:
-        kind = 'attention by content' if by_image else 'attention by position'
-        raise ValueError(
-            f'images of {images.shape[2]}x{images.shape[3]} pixels have {height}x{width} tokens, more '
-            f'than the {most} that a page can show of {kind}: give smaller images'
-        )
+    pictures = [_rgb(picture) for picture in pictures]
+    layers = _layer_scores(model, images)
+    about = {'title': title, 'grid': layers[0].size, 'names': names, 'pictures': pictures}
     shell = _shell(title)
-    budget = (max_bytes - len(shell.encode())) // 4 * 3  # in base64
-    layers = layer_records(model, height, width)
-    contents = Contents(dict(title=title, grid=[height, width], names=names), layers, [_rgb(p) for p in pictures])
-    too_large = ValueError(
-        f'the page takes more than max_bytes={max_bytes:,} with {len(images)} images of '
-        f'{height}x{width} tokens, as coarsely as they can be quantized: give fewer images, smaller '
-        'ones, or a larger max_bytes'
-    )
-    for done in range(len(images) if by_image else 0):
-        seen = image_scores(layers, model, images[done : done + 1])
-        size = len(contents.packed())
-        if not contents.add_image(seen, size + (budget - size) // (len(images) - done)):
-            raise too_large
-    packed = contents.packed()
-    if len(packed) > budget:
-        raise too_large
-    return base64.b64encode(packed).decode().join(shell.rsplit('{{data}}', 1))
+    data = _finest_data(about, layers, (max_bytes - len(shell.encode())) // 4 * 3)  # base64 takes 4 bytes for 3
+    if data is None:
+        raise ValueError(
+            f'the page takes more than max_bytes={max_bytes:,} with {len(images)} images of {images.shape[2]}x'
+            f'{images.shape[3]} pixels, as coarsely as they can be quantized: give fewer images, smaller ones, or a '
+            'larger max_bytes'
+        )
+    return base64.b64encode(data).decode().join(shell.rsplit('{{data}}', 1))
+
+
+def _layer_scores(model: nn.Module, images: Tensor) -> List[LayerScores]:
+    """The scores of all layers on some images, of which as few run through the model as matter."""
+    layers = require_attention_layers(model)
+    inputs: Dict[str, List[Tensor]] = {name: [] for name in layers}
+
+    def visit(name: str, layer: AttentionLayer, x: Tensor) -> None:
+        if x.shape[1:3].numel() > MAX_TOKENS:
+            raise ValueError(
+                f'images of {images.shape[2]}x{images.shape[3]} pixels have {x.shape[1]}x{x.shape[2]} tokens, more '
+                f'than the {MAX_TOKENS} that a page can show: give smaller images'
+            )
+        inputs[name].append(x)
+
+    some = images if any(layer.depends_on_content for layer in layers.values()) else images[:1]
+    for image in some.split(1):
+        visit_layers(model, image, layers, visit)
+    return [LayerScores(name, layer, torch.cat(inputs[name])) for name, layer in layers.items()]
+
+
+def _finest_data(about: dict, layers: List[LayerScores], max_bytes: int) -> Optional[bytes]:
+    """The data of the page with the smallest of :const:`SCORE_ERRORS` that fits; None if none does."""
+
+    def data(score_error: float, with_errors: bool) -> bytes:
+        return pack({**about, 'layers': [layer.header(score_error, with_errors) for layer in layers]})
+
+    max_bytes -= sum(ERROR_BYTES * layer.num_heads * len(layer.parts) for layer in layers)
+    first, end, index = 0, len(SCORE_ERRORS), 0  # most pages fit with the first one
+    while first < end:
+        fits = len(data(SCORE_ERRORS[index], with_errors=False)) <= max_bytes
+        first, end = (first, index) if fits else (index + 1, end)
+        index = (first + end) // 2
+    return data(SCORE_ERRORS[first], with_errors=True) if first < len(SCORE_ERRORS) else None
 
 
 def _rgb(picture: np.ndarray) -> np.ndarray:

@@ -86,6 +86,10 @@ class AttentionLayer(nn.Module):
         """
         return self.attention_probs(size)
 
+    def encoded(self, x: Tensor) -> Tensor:
+        """The tokens that queries and keys are made of, ``(B, H, W, D)``: x with its absolute position encoding, if any."""
+        return x
+
     def attention_scores(self, x: Tensor) -> Tensor:
         """All scores of an input, ``(B, N_h, Q, K)``, at least float32, those of a null key last.
 
@@ -108,12 +112,16 @@ class AttentionLayer(nn.Module):
         """
         return None
 
-    def query_axis_scores(self, x: Tensor) -> Optional[Tuple[Tensor, Tensor]]:
-        """:meth:`position_scores` as a sum of terms of rows and of columns, where they depend on the query's content.
+    def query_shift_scores(self, tokens: Tensor, size: Sequence[int]) -> Optional[Tuple[Tensor, Tensor]]:
+        """:meth:`position_scores` of some queries for every shift, where they depend on the query's content.
+
+        Args:
+            tokens (Tensor): Tokens of the queries, ``(T, D)``.
+            size (Sequence[int]): Height H and width W of the grid.
 
         Returns:
-            tuple[Tensor, Tensor] | None: ``(B, N_h, H*W, H)`` and ``(B, N_h, H*W, W)``; None where no position score
-            depends on content.
+            tuple[Tensor, Tensor] | None: Terms of the row shifts ``(T, N_h, 2·H − 1)`` and of the column shifts
+            ``(T, N_h, 2·W − 1)``, whose sum is the score; None where no position score depends on content.
         """
         return None
 

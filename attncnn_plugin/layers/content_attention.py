@@ -168,6 +168,9 @@ class ContentAttention(SeparableScores):
     def position_probs(self, size: Sequence[int]) -> Optional[Tensor]:
         return self._product_probs(size) if self.has_position_scores else None
 
+    def encoded(self, x: Tensor) -> Tensor:
+        return x if self.absolute is None else self.absolute(x)
+
     def attention_scores(self, x: Tensor) -> Tensor:
         """All scores of an input, ``(B, N_h, H*W, H*W)``, at least float32.
 
@@ -198,11 +201,16 @@ class ContentAttention(SeparableScores):
         scores = rows[..., :, None] + columns[..., None, :]  # (…, q1, q2, k1, k2)
         return scores.expand(batch, *scores.shape[-5:]).reshape(batch, self.num_heads, height * width, height * width)
 
-    def query_axis_scores(self, x: Tensor) -> Optional[Tuple[Tensor, Tensor]]:
+    def query_shift_scores(self, tokens: Tensor, size: Sequence[int]) -> Optional[Tuple[Tensor, Tensor]]:
         if 'qr' not in self.terms:
             return None
-        rows, columns = self._position_axis_scores(x)
-        return rows.flatten(2, 3), columns.flatten(2, 3)
+        query = at_least_float32(self.query(tokens)).unflatten(1, (self.num_heads, self.dim)) / self.dim**0.5
+        with full_precision(tokens.device.type):
+            rows, columns = (query @ table.T for table in self.tables(size, like=query))
+        if 'vr' in self.terms:
+            row_bias, column_bias = self.tables.shift_scores(self.position_bias, size)
+            rows, columns = rows + row_bias, columns + column_bias
+        return rows, columns
 
     def _position_axis_scores(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """The terms of rows and of columns, ``(B, N_h, H, W, H)`` and ``(B, N_h, H, W, W)``.
@@ -233,7 +241,7 @@ class ContentAttention(SeparableScores):
             tuple[Tensor, Tensor]: ``(B, N_h, H*W, E)``, and ``(B, N_h, H*W, E)`` or ``(B, 1, H*W, E)``.
         """
         batch, height, width, _ = x.shape
-        positioned = x if self.absolute is None else self.absolute(x)
+        positioned = self.encoded(x)
         query: Any
         key: Any
         query, key = (
@@ -271,7 +279,7 @@ class ContentAttention(SeparableScores):
             tuple[Tensor, Tensor]: ``(B, 1, H*W*N_h, E)`` and ``(B, 1, H*W, E)``.
         """
         batch, height, width, dim = x.shape
-        positioned = x if self.absolute is None else self.absolute(x)
+        positioned = self.encoded(x)
         weight, bias, row, column = self._cached(self._merged_maps, (height, width))
         query = at_least_float32(F.linear(positioned, weight, bias))
         with full_precision(x.device.type):

@@ -80,17 +80,22 @@ class RelativeTables(ResizableTables):
         column = self.column_table[max_width - width : max_width + width - 1]
         return at_least_float32(row), at_least_float32(column)
 
-    def axis_scores(self, weight: Tensor, size: Sequence[int]) -> Tuple[Tensor, Tensor]:
+    def shift_scores(self, weight: Tensor, size: Sequence[int]) -> Tuple[Tensor, Tensor]:
         """vᵀ[R[δ1]; C[δ2]] for the rows v of ``weight``, ``(N_h, 2·D)``, as its two terms.
 
         Returns:
-            tuple[Tensor, Tensor]: ``(N_h, height, height)`` and ``(N_h, width, width)``, at least float32.
+            tuple[Tensor, Tensor]: ``(N_h, 2·height − 1)`` and ``(N_h, 2·width − 1)``, at least float32.
         """
-        height, width = size
         row, column = self(size, like=weight)
         row_weight, column_weight = at_least_float32(weight)[:, None].chunk(2, dim=-1)
-        # v·R[δ] of every shift first, then one per query and key. Not matmul: autocast would round it.
-        return at_shifts((row_weight * row).sum(-1), height), at_shifts((column_weight * column).sum(-1), width)
+        # Not matmul: autocast would round it.
+        return (row_weight * row).sum(-1), (column_weight * column).sum(-1)
+
+    def axis_scores(self, weight: Tensor, size: Sequence[int]) -> Tuple[Tensor, Tensor]:
+        """:meth:`shift_scores` of every query and key, ``(N_h, height, height)`` and ``(N_h, width, width)``."""
+        rows, columns = self.shift_scores(weight, size)
+        height, width = size
+        return at_shifts(rows, height), at_shifts(columns, width)
 
     def resizes(self, table: Tensor) -> bool:
         """Whether a loaded table has vectors of the same length, for an odd number of shifts."""

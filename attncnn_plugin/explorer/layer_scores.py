@@ -1,0 +1,135 @@
+"""What the page holds of one layer: the terms of its scores, and how far its probabilities are from the model's."""
+
+from typing import Dict, List, Optional
+
+import torch
+from torch import Tensor
+
+from ..analysis import layer_label
+from ..layers import AttentionLayer
+from .position_terms import PositionTerm, position_term
+from .stream import Quantized
+from .token_terms import TokenTerms, token_scores, token_terms
+
+
+class LayerScores:
+    """The scores of a layer by position, by content and by both.
+
+    Args:
+        name (str): The name of the layer in the model.
+        layer (AttentionLayer): The layer.
+        inputs (Tensor): Its input for the images, ``(B, H, W, D)``.
+
+    Attributes:
+        size (tuple[int, int]): Height H and width W of the grid in tokens.
+        num_heads (int): Number of heads N_h.
+        parts (dict[str, list[str]]): The terms of each part that the layer has, see :mod:`.stream`.
+
+    Raises:
+        ValueError: Scores are not finite.
+    """
+
+    @torch.no_grad()
+    def __init__(self, name: str, layer: AttentionLayer, inputs: Tensor) -> None:
+        self.size, self.num_heads = tuple(inputs.shape[1:3]), layer.num_heads
+        self.parts: Dict[str, List[str]] = {}
+        self._name, self._layer, self._inputs = name, layer, inputs
+        self._position: Optional[PositionTerm] = None
+        self._tokens: List[TokenTerms] = []
+        self._has_null_key = False
+        self._masses: Dict[str, Tensor] = {}  # what a null key leaves to the others
+        if layer.num_heads == 0:
+            return
+        if layer.depends_on_content:
+            self._check_finite(inputs)
+            self._tokens = token_terms(layer, inputs)
+            self._check_finite(*(array for terms in self._tokens for array in terms.arrays.values()))
+        arrays = self._tokens[0].arrays if self._tokens else {}
+        if 'row_shifts' in arrays:
+            self.parts['position'] = ['query_axes']
+        elif layer.has_position_scores:
+            self._add_position_term()
+        if 'matrices' in arrays:
+            self.parts['content'] = ['products']
+        if self._tokens:
+            terms = [term for part in self.parts.values() for term in part]
+            self.parts['both'] = ['encoded_products'] if self._tokens[0].encodes else terms
+        if self._has_null_key:
+            self._masses = {part: self._sums_of_probs(part) for part in self.parts if part != 'content'}
+
+    @torch.no_grad()
+    def header(self, score_error: float, with_errors: bool) -> dict:
+        """The layer in the header of :mod:`.stream`.
+
+        Args:
+            score_error (float): Error of scores that depend on an image, root mean square.
+            with_errors (bool): Whether to measure the errors of the probabilities, which are 0 otherwise.
+        """
+        tokens = [terms.quantized(score_error) for terms in self._tokens]
+        parts = {}
+        for part, terms in self.parts.items():
+            errors = self._errors(part, tokens) if with_errors else [0.0] * self.num_heads
+            mass = {'mass': self._masses[part].numpy()} if part in self._masses else {}
+            parts[part] = {'terms': terms, 'errors': errors, **mass}
+        heads = self._layer.gaussian_heads()
+        return {
+            'label': layer_label(self._name),
+            'name': self._name,
+            'heads': self.num_heads,
+            'centers': None if heads is None else heads.center.tolist(),
+            'parts': parts,
+            'arrays': {name: array.numpy() for name, array in self._position.arrays.items()} if self._position else {},
+            'token_arrays': tokens,
+        }
+
+    def _add_position_term(self) -> None:
+        scores = self._own_scores('position')
+        self._check_finite(scores.softmax(-1))
+        self._has_null_key = scores.shape[2] > scores.shape[1]
+        self._position = position_term(scores[..., : scores.shape[1]], self.size, self._layer.gaussian_heads())
+        self.parts['position'] = [self._position.name]
+
+    def _own_scores(self, part: str, image: int = 0) -> Tensor:
+        """The scores of the layer itself, ``(N_h, N, N)``, those of a null key last."""
+        layer, x = self._layer, self._inputs[image : image + 1]
+        if not layer.depends_on_content:
+            return layer.position_probs(self.size).log().cpu()
+        scores = {'position': layer.position_scores, 'content': layer.content_scores, 'both': layer.attention_scores}
+        return scores[part](x)[0].cpu()
+
+    def _page_scores(self, part: str, image: int, head: int, arrays: List[Dict[str, Tensor]]) -> Tensor:
+        """The scores of a head as the page computes them, ``(N, N)``."""
+        shared = len(arrays) == 1
+        return sum(
+            self._position.scores(head, self.size)
+            if term in ('axes', 'shifts')
+            else token_scores(term, arrays[0 if shared else image], head, image if shared else 0, self.size)
+            for term in self.parts[part]
+        )
+
+    def _images(self, part: str) -> range:
+        """The images of a part; the first one stands for all if they do not differ."""
+        return range(1 if self.parts[part] in (['axes'], ['shifts']) else len(self._inputs))
+
+    def _sums_of_probs(self, part: str) -> Tensor:
+        """What the probabilities add up to without the null key, ``(images, N_h, N)``."""
+        scores = (self._own_scores(part, image) for image in self._images(part))
+        return torch.stack([own.softmax(-1)[..., :-1].sum(-1) for own in scores])
+
+    def _errors(self, part: str, tokens: List[Dict[str, Quantized]]) -> List[float]:
+        """For each head the largest error of a probability, relative to the largest one of its query, rounded up."""
+        arrays = [{name: torch.from_numpy(array.rounded) for name, array in group.items()} for group in tokens]
+        errors = torch.zeros(self.num_heads)
+        for image in self._images(part):
+            for head, own_scores in enumerate(self._own_scores(part, image)):
+                own = own_scores.softmax(-1)[:, : len(own_scores)]
+                probs = self._page_scores(part, image, head, arrays).softmax(-1)
+                if part in self._masses:
+                    probs = probs * self._masses[part][image, head, :, None]
+                largest = probs.amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
+                errors[head] = errors[head].maximum(((probs - own).abs().amax(-1) / largest).amax())
+        return [float(f'{1.05 * error:.1e}') for error in errors.tolist()]
+
+    def _check_finite(self, *values: Tensor) -> None:
+        if not all(tensor.isfinite().all() for tensor in values):
+            raise ValueError(f'the probabilities of {self._name} are not finite: the parameters of the model must be')

@@ -1,0 +1,515 @@
+# ---- In a browser ----
+
+
+class Browser:
+    """Chromium without a window, by the WebDriver protocol."""
+
+    def __init__(self):
+        self.driver = subprocess.Popen(['chromedriver', '--port=0'], stdout=subprocess.PIPE, text=True)
+        self.address = None
+        for line in self.driver.stdout:
+            if 'successfully on port' in line:
+                self.address = f'http://127.0.0.1:{re.search(r"port ([0-9]+)", line)[1]}/session'
+                break
+        options = dict(
+            args=[
+                '--headless=new',
+                '--no-sandbox',
+                '--disable-gpu',
+                '--disable-dev-shm-usage',
+                '--window-size=1280,1400',
+            ]
+        )
+        session = self.call(
+            'POST',
+            '',
+            dict(
+                capabilities=dict(
+                    alwaysMatch={
+                        'goog:chromeOptions': options,
+                        'goog:loggingPrefs': dict(browser='ALL', performance='ALL'),
+                    }
+                )
+            ),
+        )
+        self.address += f'/{session["sessionId"]}'
+
+    def call(self, method, path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.address + path, data, {'Content-Type': 'application/json'}, method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)['value']
+
+    def close(self):
+        self.call('DELETE', '')
+        self.driver.terminate()
+        self.driver.wait()
+
+    def script(self, script, *args):
+        return self.call('POST', '/execute/sync', dict(script=script, args=list(args)))
+
+    def command(self, name, **params):
+        return self.call('POST', '/goog/cdp/execute', dict(cmd=name, params=params))
+
+    def open(self, path, state=''):
+        """Opens a page anew and waits until it shows something."""
+        self.call('POST', '/url', dict(url='about:blank'))
+        self.logs()
+        self.call('POST', '/url', dict(url=f'{path.as_uri()}{state}'))
+        self.wait("!document.getElementById('main').hidden")
+
+    def logs(self):
+        """The console's entries, and the addresses that were asked for."""
+        console = self.call('POST', '/se/log', dict(type='browser'))
+        events = [
+            json.loads(entry['message'])['message'] for entry in self.call('POST', '/se/log', dict(type='performance'))
+        ]
+        return console, [
+            event['params']['request']['url'] for event in events if event['method'] == 'Network.requestWillBeSent'
+        ]
+
+    def wait(self, condition):
+        end = time.time() + 20
+        while not self.script(f'return {condition}'):
+            assert time.time() < end, f'{condition} does not come true'
+            time.sleep(0.02)
+
+    def settle(self):
+        """Waits until the page has shown what was asked for, told it and put it into the address."""
+        self.call(
+            'POST',
+            '/execute/async',
+            dict(script='const done = arguments[0]; requestAnimationFrame(() => setTimeout(done))', args=[]),
+        )
+        self.wait('frame === null && settling === null')
+
+    def state(self, state):
+        self.script('location.hash = arguments[0]', state)
+        self.settle()
+
+    def text(self, name):
+        return self.script('return document.getElementById(arguments[0]).textContent', name).replace('−', '-')
+
+    def number(self, name):
+        return float(self.text(name))
+
+    def image(self, selector):
+        """The pixels of a canvas, ``(h, w, 4)``."""
+        url = self.script('return document.querySelector(arguments[0]).toDataURL()', selector)
+        return np.array(Image.open(io.BytesIO(base64.b64decode(url.split(',')[1]))))
+
+    def place(self, name, row, column):
+        """Where the middle of a token of a canvas is in the window."""
+        return self.script(
+            'const [name, row, column] = arguments, box = document.getElementById(name).getBoundingClientRect(); '
+            'return [box.left + (column + 0.5) * box.width / width, box.top + (row + 0.5) * box.height / height]',
+            name,
+            row,
+            column,
+        )
+
+    def at(self, name, row, column, click=False):
+        """Moves the pointer to a token of a canvas."""
+        x, y = self.place(name, row, column)
+        move = dict(type='pointerMove', duration=0, origin='viewport', x=round(x), y=round(y))
+        press = [dict(type='pointerDown', button=0), dict(type='pointerUp', button=0)] if click else []
+        self.call('POST', '/actions', dict(actions=[dict(type='pointer', id='mouse', actions=[move, *press])]))
+        self.settle()
+
+    def touch(self, *places):
+        """A finger that comes down at the first place and goes to the others."""
+        points = [[dict(x=x, y=y)] for x, y in places]
+        kinds = ['touchStart', *['touchMove'] * (len(places) - 1), 'touchEnd']
+        for kind, point in zip(kinds, [*points, []]):
+            self.command('Input.dispatchTouchEvent', type=kind, touchPoints=point)
+        self.settle()
+
+    def press(self, selector, *keys):
+        """Presses keys while an element has the focus."""
+        self.script('document.querySelector(arguments[0]).focus()', selector)
+        codes = dict(up='\ue013', down='\ue015', left='\ue012', right='\ue014', escape='\ue00c')
+        actions = [dict(type=kind, value=codes[key]) for key in keys for kind in ('keyDown', 'keyUp')]
+        self.call('POST', '/actions', dict(actions=[dict(type='key', id='keys', actions=actions)]))
+        self.settle()
+
+
+@pytest.fixture(scope='module')
+def browser():
+    if not (shutil.which('chromium') and shutil.which('chromedriver')):
+        pytest.skip('chromium or chromedriver is not installed')
+    browser = Browser()
+    yield browser
+    browser.close()
+
+
+TALL = dict(size=12, width=20)  # 6x10 tokens
+PAGES = dict(
+    quadratic=(quadratic_model, TALL),
+    content=(content_model, {}),
+    patches=(patch_model, {}),
+    generalized=(lambda: small_timm('sa_generalized_cifar').eval(), TALL),
+    hard=(hard_model, TALL),
+)
+
+
+@pytest.fixture(scope='module')
+def pages(tmp_path_factory):
+    """Models, images and files of pages by name."""
+    torch.manual_seed(0)
+    folder, pages = tmp_path_factory.mktemp('pages'), {}
+    for name, (make, size) in PAGES.items():
+        model, images = make(), images_of(**size)
+        (folder / f'{name}.html').write_text(page_of(model, images), encoding='utf-8')
+        pages[name] = model, images, folder / f'{name}.html'
+    return pages
+
+
+@pytest.fixture
+def phone(browser):
+    browser.command('Emulation.setDeviceMetricsOverride', width=360, height=740, deviceScaleFactor=2, mobile=True)
+    browser.command('Emulation.setTouchEmulationEnabled', enabled=True)
+    yield browser
+    browser.command('Emulation.clearDeviceMetricsOverride')
+    browser.command('Emulation.setTouchEmulationEnabled', enabled=False)
+
+
+@pytest.mark.parametrize('name', PAGES)
+def test_loads_without_errors_and_requests(name, browser, pages):
+    browser.open(pages[name][2])
+    browser.at('query', 2, 3)
+    browser.at('map', 1, 1)
+    console, addresses = browser.logs()
+    assert console == []
+    assert [address for address in addresses if address != 'about:blank'] == [pages[name][2].as_uri()]
+    with_name = browser.script(
+        "return [...document.querySelectorAll('button, canvas.view, input, svg')].every("
+        "(e) => e.getAttribute('aria-label') || e.textContent.trim())"
+    )
+    assert with_name
+
+
+def test_loads_in_a_frame(browser, pages):
+    """As notebooks show a page: its document has no address."""
+    browser.call('POST', '/url', dict(url='about:blank'))
+    browser.logs()
+    browser.script(
+        "const frame = document.createElement('iframe'); frame.srcdoc = arguments[0]; document.body.append(frame)",
+        pages['quadratic'][2].read_text(encoding='utf-8'),
+    )
+    browser.wait("document.querySelector('iframe').contentDocument.getElementById('live')?.textContent")
+    assert browser.logs()[0] == []
+
+
+def test_policy_forbids_requests(browser, pages):
+    browser.open(pages['quadratic'][2])
+    refused = browser.call(
+        'POST',
+        '/execute/async',
+        dict(script="fetch('http://127.0.0.1:9/').catch((e) => arguments[0](String(e)))", args=[]),
+    )
+    assert 'TypeError' in refused
+    console, _ = browser.logs()
+    assert any('Content Security Policy' in entry['message'] for entry in console)
+
+
+@pytest.mark.parametrize('name', PAGES)
+def test_numbers_are_the_probabilities(name, browser, pages):
+    model, images, path = pages[name]
+    browser.open(path)
+    content = unpack(path.read_text(encoding='utf-8'))
+    height, width = content['grid']
+    parts = list(content['layers'][0]['parts'])
+    by_image = name not in ('quadratic', 'generalized')
+    assert parts == (['position', 'content', 'both'] if by_image else ['position'])
+    rng = np.random.default_rng(0)
+    for i, (layer_name, layer) in enumerate(attention_layers(model).items()):
+        for part in parts:
+            image, head, row, column, key_row, key_column = (
+                int(rng.integers(n)) for n in (2, layer.num_heads, height, width, height, width)
+            )
+            probs = (
+                EXPECTED[part](model, images)[layer_name][image] if by_image else layer.attention_probs(height, width)
+            )
+            probs = probs[head, row * width + column].detach().double().unflatten(0, (height, width))
+            if probs[key_row, key_column] < 1e-4:  # a key with something to see
+                key_row, key_column = divmod(int(probs.argmax()), width)
+            browser.state(
+                f'#image={image}&layer={i}&head={head}&part={part}&query={row},{column}&key={key_row},{key_column}'
+            )
+            relative = content['layers'][i]['errors'][part][head]
+            error = relative * float(probs.max())
+
+            def check(place, expected, keys=1):
+                text = browser.text(place)
+                if text.startswith('<'):
+                    assert expected <= 2 * float(text[1:])
+                elif error <= 1e-6:
+                    rel = 5e-3 if expected < 1e-3 else 5e-4
+                    assert float(text) == pytest.approx(float(expected), abs=1e-9, rel=rel)
+                else:  # a digit is left out where it says less than the error
+                    assert float(text) == pytest.approx(float(expected), abs=1.6 * keys * error + 1e-9, rel=2e-4)
+                    assert len(text.split('.')[-1]) <= 1 - np.log10(keys * error)
+
+            assert browser.text('map-title') == f'Block {i}, head {head}'
+            assert browser.text('query-place') == f'Row {row}, column {column}'
+            assert browser.text('key-place') == f'({key_row}, {key_column})'
+            check('key-probability', probs[key_row, key_column])
+            check('largest', probs.max())
+            window = probs[max(row - 1, 0) : row + 2, max(column - 1, 0) : column + 2]
+            check('near', window.sum(), 3)
+            if name == 'patches' and part != 'content':
+                assert browser.number('total') == pytest.approx(float(probs.sum()), rel=2e-4)
+            else:
+                assert browser.text('total') == ''
+            down, right = (float(x) for x in browser.text('center').strip('()').split(','))
+            rows, columns = torch.arange(height) - row, torch.arange(width) - column
+            mass = probs.sum()
+            assert down == pytest.approx(float(probs.sum(1) @ rows.double() / mass), abs=0.006 + 300 * error)
+            assert right == pytest.approx(float(probs.sum(0) @ columns.double() / mass), abs=0.006 + 300 * error)
+            shown = browser.text('error')
+            if error <= 1e-6:
+                assert shown == 'exact'
+            else:
+                said, percent = (float(x) for x in re.fullmatch(r'(\S+) \((\S+)%\)', shown).groups())
+                assert 0.98 * error <= said <= 2.1 * error and relative <= percent / 100 + 1e-9 <= 2.1 * relative
+
+
+def coloured(image, grid=(6, 10)):
+    """How strongly each token of a drawing is coloured, at its middle."""
+    rows, columns = ((np.arange(count) + 0.5) * size // count for size, count in zip(image.shape, grid))
+    pixels = image[rows.astype(int)][:, columns.astype(int)].astype(int)
+    return pixels[..., 0] - pixels[..., 2]  # red without blue
+
+
+def test_drawn_one_row_down_and_two_columns_left(browser, pages):
+    browser.open(pages['quadratic'][2], '#query=3,5&layer=0&head=0&theme=light')
+    for selector in ('#map', '#maps tbody tr:first-of-type td:nth-of-type(1) canvas'):
+        image = browser.image(selector)
+        assert np.unravel_index(coloured(image).argmax(), (6, 10)) == (4, 3)
+        # The outline of the query lies inside of it, the ring around the middle of the head.
+        black = np.argwhere(image[..., :3].max(-1) < 30)
+        start, end = np.array([[3, 5], [4, 6]]) * image.shape[:2] / (6, 10)
+        assert np.abs(black.min(0) - start).max() <= 1 and np.abs(black.max(0) + 1 - end).max() <= 1
+        inside = image[int(3.5 * image.shape[0] / 6), int(5.5 * image.shape[1] / 10), :3]
+        assert inside.min() >= 195  # the picture
+    for selector in ('#map', '#query'):
+        image = browser.image(selector)
+        ring = np.argwhere(np.abs(image[..., :3].astype(int) - (0, 98, 184)).sum(-1) < 30)
+        middle = (ring.min(0) + ring.max(0) + 1) / 2
+        assert np.abs(middle - np.array([4.5, 3.5]) * image.shape[:2] / (6, 10)).max() <= 1.5
+    assert browser.text('largest-place') == '(4, 3)'
+    assert browser.text('encoded-center') == '(+1.00, -2.00)'
+    assert (
+        browser.script("return document.querySelector('#centers .chosen').getAttribute('transform')")
+        == 'translate(-2 1)'
+    )
+
+
+def locked(browser):
+    return browser.script("return document.getElementById('lock').getAttribute('aria-pressed')") == 'true'
+
+
+def test_pointer_moves_and_locks(browser, pages):
+    browser.open(pages['quadratic'][2])
+    cell = '#maps tbody tr:last-of-type td:last-of-type canvas'
+    browser.at('query', 1, 8)
+    first = browser.image(cell)
+    assert browser.text('query-place') == 'Row 1, column 8'
+    browser.at('query', 5, 2)
+    assert browser.text('query-place') == 'Row 5, column 2'
+    assert (browser.image(cell) != first).any() and 'query=5,2' in browser.script('return location.hash')
+    browser.at('query', 4, 3, click=True)
+    browser.at('query', 0, 0)
+    assert browser.text('query-place') == 'Row 4, column 3' and locked(browser)
+    browser.at('query', 4, 3, click=True)
+    browser.at('query', 0, 0)
+    assert browser.text('query-place') == 'Row 0, column 0' and not locked(browser)
+    assert browser.text('lock') == 'Lock'
+    browser.at('map', 5, 9)
+    assert browser.text('key-place') == '(5, 9)'
+
+
+def test_keyboard(browser, pages):
+    browser.open(pages['quadratic'][2], '#query=2,3')
+    first = browser.image('#map')
+    browser.press('#query', 'down', 'down', 'right')
+    assert browser.text('query-place') == 'Row 4, column 4' and (browser.image('#map') != first).any()
+    browser.press('#query', *['up'] * 9, 'left')
+    assert browser.text('query-place') == 'Row 0, column 3'
+    assert 'row 0, column 3, locked' in browser.text('live')
+    browser.press('#query', 'escape')
+    assert not locked(browser)
+    browser.press('#maps button[aria-pressed=true]', 'down', 'right', 'right', 'left')
+    assert browser.text('map-title') == 'Block 1, head 1'
+    assert browser.script("return document.activeElement.getAttribute('aria-pressed')") == 'true'
+    browser.press('#map', 'down', 'left')
+    assert browser.text('key-place') == '(1, 2)'
+    assert 'probability of key (1, 2)' in browser.text('live')
+    browser.press('#centers', 'left')
+    assert browser.text('map-title') == 'Block 1, head 0'
+
+
+def test_read_aloud_once(browser, pages):
+    """What changes is told by one live region, when it has changed, and not by the name of what has the focus too."""
+    browser.open(pages['quadratic'][2], '#query=2,3')
+    browser.settle()
+    assert browser.script(
+        "return [...document.querySelectorAll('output, [role=status], [aria-live]')].map((e) => e.id)"
+    ) == ['status', 'live']
+    told = browser.script(
+        'const waiting = new Map(), own = [setTimeout, clearTimeout]; window.clearTimeout = (id) => waiting.delete(id);'
+        'window.setTimeout = (tell) => { waiting.set(waiting.size + 1, tell); return waiting.size; };'
+        'for (let i = 0; i < 10; i++) { state.query = i; render(); }'
+        '[window.setTimeout, window.clearTimeout] = own; for (const tell of waiting.values()) tell();'
+        'return waiting.size'
+    )
+    assert told == 1 and 'row 0, column 9' in browser.text('live')
+    label = "return document.getElementById('query').getAttribute('aria-label')"
+    browser.press('#query', 'down')
+    assert browser.script(label) == 'Image 0, query pixel at row 0, column 9'
+    browser.script("document.getElementById('map').focus()")
+    browser.settle()
+    assert browser.script(label) == 'Image 0, query pixel at row 1, column 9, locked'
+
+
+def test_state_is_in_the_address(browser, pages):
+    browser.open(pages['content'][2])
+    state = '#image=1&query=2,7&layer=1&head=2&part=content&locked=1&key=4,0&theme=dark'
+    browser.script(
+        "document.querySelectorAll('input[name=image]')[1].click();"
+        "document.querySelector('input[value=content]').click();"
+        "document.getElementById('theme').click();"
+        "document.querySelectorAll('#maps button')[5].click();"
+    )
+    browser.at('query', 2, 7, click=True)
+    browser.at('map', 4, 0)
+    assert browser.script('return location.hash') == state
+    drawn, shown = browser.image('#map'), browser.text('key-probability')
+    browser.open(pages['content'][2], state)
+    browser.settle()
+    assert browser.script('return location.hash') == state
+    assert (browser.image('#map') == drawn).all() and browser.text('key-probability') == shown
+    assert browser.script("return [...document.querySelectorAll('input:checked')].map((e) => e.value)") == [
+        '1',
+        'content',
+    ]
+    browser.open(pages['content'][2], '#image=9&query=99,1&layer=-1&head=x&part=else&theme=red')
+    assert browser.text('query-place') == 'Row 4, column 4' and browser.text('map-title') == 'Block 0, head 0'
+    browser.state(state)
+    browser.state('#query=1,1')  # an address says all: what it does not name is not chosen
+    assert browser.script('return location.hash') == '#image=1&query=1,1&layer=1&head=2&part=content&theme=dark'
+    assert browser.logs()[0] == []
+
+
+def test_image_and_part_change_the_maps(browser, pages):
+    browser.open(pages['content'][2], '#part=position')
+    maps = [browser.image('#map')]
+    for state in ('#part=content', '#part=both', '#part=both&image=1'):
+        browser.state(state)
+        maps.append(browser.image('#map'))
+    assert all((a != b).any() for i, a in enumerate(maps) for b in maps[:i])
+
+
+def test_picture_is_that_of_the_image(browser, pages):
+    _, images, path = pages['quadratic']
+    for i, picture in enumerate(pictures_of(images)):
+        browser.open(path, f'#image={i}&query=3,3&theme=light')
+        assert browser.text('image-name') == f'Image {i}'
+        for selector, expected in (('#query', picture), ('#map', picture @ [0.299, 0.587, 0.114] * 0.2 + 200)):
+            image = browser.image(selector)
+            corner = image[image.shape[0] // 24, -image.shape[1] // 40, :3]  # the middle of a pixel
+            assert np.abs(corner - expected[0, -1]).max() <= 1.5
+    browser.open(pages['content'][2])
+    first = browser.script('return whole.size')
+    browser.script("document.querySelectorAll('input[name=image]')[1].click()")
+    browser.settle()
+    assert browser.script('return whole.size') == first > 0  # nothing is kept of the other image
+
+
+def test_phone(phone, pages):
+    phone.open(pages['content'][2])
+    phone.settle()
+    assert phone.script('return [document.documentElement.scrollWidth, innerWidth]') == [360, 360]
+    assert phone.script(
+        "return ['query', 'map'].every((id) => byId(id).width === Math.round(byId(id).clientWidth * devicePixelRatio))"
+    )
+    phone.touch(phone.place('query', 1, 6))
+    assert phone.text('query-place') == 'Row 1, column 6' and locked(phone)
+    phone.touch(*(phone.place('query', *place) for place in ((2, 2), (4, 3), (7, 5))))
+    assert phone.text('query-place') == 'Row 7, column 5' and locked(phone)
+    phone.touch(phone.place('query', 7, 5))
+    assert not locked(phone)
+    phone.touch(phone.place('map', 3, 0))
+    assert phone.text('key-place') == '(3, 0)'
+    below = "byId('key-probability').getBoundingClientRect().top - byId('map').getBoundingClientRect().bottom"
+    assert 0 <= phone.script(f'return {below}') <= 20
+
+
+def test_labels_of_many_heads_stay_in_sight(phone, tmp_path):
+    (tmp_path / 'page.html').write_text(
+        page_of(small_timm('sa_quadratic16_cifar', num_heads=16).eval(), images_of()), encoding='utf-8'
+    )
+    phone.open(tmp_path / 'page.html')
+    left = "document.querySelector('.scroll').scrollLeft = 1000; const place = document.querySelector('tbody th')"
+    assert phone.script(
+        f'{left}; return [place.getBoundingClientRect().left >= 0, place.parentNode.parentNode'
+        '.parentNode.parentNode.scrollLeft > 100]'
+    ) == [True, True]
+
+
+def test_few_heads_of_a_tall_grid(browser, tmp_path):
+    (tmp_path / 'page.html').write_text(page_of(one_block_model(), images_of(size=40, width=12)), encoding='utf-8')
+    browser.open(tmp_path / 'page.html')
+    assert browser.text('map-title') == 'Block 1, head 0' and browser.text('centers-title') == 'Centres of block 1'
+    assert browser.script("return document.querySelector('tbody th').textContent") == 'Block 1'
+    for selector, most in (('#map', 420), ('#query', 420), ('#maps canvas', 180)):
+        width, height = browser.script(
+            'const b = document.querySelector(arguments[0]).getBoundingClientRect(); return [b.width, b.height]',
+            selector,
+        )
+        assert height <= most and height / width == pytest.approx(20 / 6, rel=0.01)
+
+
+def test_forced_colours(browser, pages):
+    browser.command('Emulation.setEmulatedMedia', features=[dict(name='forced-colors', value='active')])
+    try:
+        browser.open(pages['content'][2])
+        style = 'getComputedStyle(document.querySelector(arguments[0]))'
+        for chosen, other, what in (
+            ('label:has(:checked)', 'label:not(:has(:checked))', 'backgroundColor'),
+            ('#maps [aria-pressed=true]', '#maps [aria-pressed=false]', 'borderTopColor'),
+        ):
+            colours = [browser.script(f'return {style}.{what}', selector) for selector in (chosen, other)]
+            assert colours[0] != colours[1]
+        assert colours[1] == 'rgba(0, 0, 0, 0)'  # no frame around the others
+        assert 'gradient' in browser.script(f'return {style}.backgroundImage', '#ramp')
+        assert browser.script(f'return {style}.forcedColorAdjust', '#centers') == 'none'
+    finally:
+        browser.command('Emulation.setEmulatedMedia', features=[])
+
+
+def test_dark(browser, pages):
+    colour = 'return getComputedStyle(document.body).backgroundColor'
+    for scheme, expected in (('dark', 'rgb(20, 20, 20)'), ('light', 'rgb(255, 255, 255)')):
+        browser.command('Emulation.setEmulatedMedia', features=[dict(name='prefers-color-scheme', value=scheme)])
+        browser.open(pages['quadratic'][2])
+        assert browser.script(colour) == expected
+    assert browser.text('theme') == 'Dark theme'
+    browser.script("document.getElementById('theme').click()")
+    assert browser.script(colour) == 'rgb(20, 20, 20)' and browser.text('theme') == 'Light theme'
+    browser.command('Emulation.setEmulatedMedia', features=[])
+
+
+def test_pruned_heads_are_left_out(browser, tmp_path):
+    model = quadratic_model()
+    model.prune_heads({0: [0, 1, 2], 1: [1]}, allow_empty=True)
+    (tmp_path / 'pruned.html').write_text(page_of(model, images_of()), encoding='utf-8')
+    browser.open(tmp_path / 'pruned.html')
+    browser.press('#maps button[aria-pressed=true]', 'up', 'right')
+    assert browser.text('map-title') == 'Block 1, head 1'
+    assert browser.script("return document.querySelectorAll('#maps button').length") == 2
+    model.prune_heads({1: [0, 1]}, allow_empty=True)
+    (tmp_path / 'empty.html').write_text(page_of(model, images_of()), encoding='utf-8')
+    browser.open(tmp_path / 'empty.html')
+    assert browser.text('query-place') == 'Row 4, column 4'
+    assert browser.logs()[0] == []
