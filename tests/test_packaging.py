@@ -40,10 +40,7 @@ CHECK = textwrap.dedent("""
 
 
 def run(*command, **kwargs):
-    without_path = {
-        name: value for name, value in os.environ.items() if name != 'PYTHONPATH'
-    }  # this checkout may be in it
-    result = subprocess.run([str(c) for c in command], capture_output=True, text=True, env=without_path, **kwargs)
+    result = subprocess.run([str(c) for c in command], capture_output=True, text=True, **kwargs)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
