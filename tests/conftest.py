@@ -1,6 +1,7 @@
 """The option ``--slow``, the profiles of Hypothesis, and what all tests share."""
 
 import gc
+import importlib.util
 import os
 import pathlib
 import shutil
@@ -20,6 +21,19 @@ hypothesis.settings.register_profile('quick', deadline=None, max_examples=25, pr
 hypothesis.settings.register_profile('slow', deadline=None, max_examples=200, print_blob=True)
 
 SERVER = pytest.StashKey()
+
+if importlib.util.find_spec('mmpretrain') is None:  # with timm alone
+    collect_ignore = [
+        'analysis/test_head_report.py',
+        'apis',
+        'engine',
+        'models/test_backbones.py',
+        'test_configs.py',
+        'test_digits.py',
+        'tools/test_tools.py',
+        'utils',
+        'visualization',
+    ]
 
 
 def pytest_addoption(parser):

@@ -13,6 +13,7 @@ from helpers.small import TIMM_KINDS, small_cmhsa, small_timm
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from attncnn_plugin import layers
 from attncnn_plugin.convert import conv_to_mhsa, conv_to_patch_mhsa, mhsa_to_conv
@@ -67,13 +68,15 @@ class FakeMode(FakeTensorMode):
         return self
 
 
-class NoCopiesToHost(TorchDispatchMode):
-    """Fails where a tensor is copied to the CPU, which fake tensors allow."""
+class OneDevice(TorchDispatchMode):
+    """Fails at what fake tensors allow: copies to the CPU, and indices that are there."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
-        if isinstance(output, torch.Tensor) and output.device.type == 'cpu':
-            assert not any(isinstance(arg, torch.Tensor) and arg.device == CUDA for arg in args), function
+        tensors = [leaf for leaf in tree_leaves((args, output)) if isinstance(leaf, torch.Tensor)]
+        to_gpu = function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default) and output.is_cuda
+        if any(tensor.is_cuda for tensor in tensors) and not to_gpu:
+            assert all(tensor.is_cuda or tensor.ndim == 0 for tensor in tensors), function
         return output
 
 
@@ -91,7 +94,7 @@ def on_fake_cuda(module):
         # A fake weight is as plain as a real one, so that matrices are multiplied here too.
         stack.enter_context(mock.patch.object(linear, 'is_plain_linear', lambda layer: type(layer) is nn.Linear))
         stack.enter_context(FakeMode())
-        stack.enter_context(NoCopiesToHost())
+        stack.enter_context(OneDevice())
         for part in module.modules():
             for name, parameter in part.named_parameters(recurse=False):
                 setattr(part, name, nn.Parameter(fake_like(parameter), parameter.requires_grad))
@@ -177,6 +180,7 @@ def test_every_layer_is_here():
         (lambda layer, x: x / x.sum().item(), RuntimeError),
         (lambda layer, x: x if x.sum() > 0 else -x, RuntimeError),
         (lambda layer, x: x.cpu(), AssertionError),
+        (lambda layer, x: x[torch.arange(2)], AssertionError),
     ],
 )
 def test_what_is_forgotten_is_found(forget, error):

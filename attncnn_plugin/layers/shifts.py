@@ -68,10 +68,10 @@ def resize_shifts(table: Tensor, length: int) -> Tensor:
     distance = torch.tensor([low**step for step in range(source)], dtype=torch.float64).cumsum(0)
     position = torch.cat([-distance.flip(0), distance.new_zeros(1), distance])
     shift = torch.arange(-target, target + 1, dtype=torch.float64).clamp(position[0], position[-1])
-    right = torch.searchsorted(position, shift).clamp(min=1)
-    left = right - 1
-    weight = ((shift - position[left]) / (position[right] - position[left]))[:, None].to(table.device)
-    return torch.lerp(table[left].double(), table[right].double(), weight).to(table.dtype)
+    left = torch.searchsorted(position, shift).clamp(min=1) - 1
+    weight = ((shift - position[left]) / (position[left + 1] - position[left]))[:, None].to(table.device)
+    left = left.to(table.device)
+    return torch.lerp(table[left].double(), table[left + 1].double(), weight).to(table.dtype)
 
 
 def resize_shift_table(table: Tensor, shape: Sequence[int]) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from sklearn.datasets import load_digits
 from torch import nn
 
 from attncnn_plugin.convert import ConversionReport, conv_to_mhsa
@@ -235,8 +234,8 @@ def test_search_is_not_beaten_by_chance(num_heads):
 @pytest.fixture(scope='module')
 def trained_convs():
     """The convolutions of a small network, trained on digits for a few seconds."""
+    digits = pytest.importorskip('sklearn.datasets').load_digits()
     torch.manual_seed(0)
-    digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
     labels = torch.tensor(digits.target)
     model = nn.Sequential(

@@ -10,9 +10,6 @@ import timm.optim
 import torch
 from helpers.convolutions import relative_error
 from helpers.small import BACKENDS, SMALL_CMHSA, small_cmhsa, trained_like
-from mmengine.optim import build_optim_wrapper
-from mmpretrain.models import build_classifier
-from mmpretrain.registry import MODELS
 from torch import nn
 
 from attncnn_plugin.layers.patches import image_to_patches
@@ -328,11 +325,13 @@ def test_a_compiled_model_goes_on_after_the_transition():
 
 
 def backbone(phase='conv', **kwargs):
-    return MODELS.build({**SMALL_CMHSA, 'phase': phase, **kwargs})
+    registry = pytest.importorskip('mmpretrain.registry')
+    return registry.MODELS.build({**SMALL_CMHSA, 'phase': phase, **kwargs})
 
 
 def classifier(phase='conv', **kwargs):
-    return build_classifier(
+    models = pytest.importorskip('mmpretrain.models')
+    return models.build_classifier(
         dict(
             type='ImageClassifier',
             backbone={**SMALL_CMHSA, 'phase': phase, 'out_type': 'avg_featmap', **kwargs},
@@ -358,7 +357,7 @@ def test_backbone(phase):
         for name in ('stem.proj.weight', 'blocks.0.attn.conv.weight', 'blocks.1.norm2.bias', 'norm.weight')
     ]
     assert depth == [0, 1, 2, 3]
-    assert type(MODELS.build(dict(SMALL_CMHSA, type='mmpretrain.CMHSA'))).__name__ == 'CMHSA'
+    assert type(backbone(type='mmpretrain.CMHSA')).__name__ == 'CMHSA'
 
 
 @pytest.mark.parametrize('frozen_stages', [-1, 0, 1, 2])
@@ -432,10 +431,12 @@ def test_self_attention_models_take_mmpretrains_names_too():
 
 
 def test_layer_decay():
+    model = classifier('attn')
     from mmengine.config import ConfigDict
+    from mmengine.optim import build_optim_wrapper
 
     wrapper = build_optim_wrapper(
-        classifier('attn'),
+        model,
         ConfigDict(
             optimizer=dict(type='SGD', lr=1.0, weight_decay=1e-4),
             constructor='mmpretrain.LearningRateDecayOptimWrapperConstructor',

@@ -12,10 +12,6 @@ from helpers.processes import run
 from helpers.small import SMALL_ARCH, TIMM_KINDS, small_timm
 from hypothesis import given
 from hypothesis import strategies as st
-from mmengine import Config
-from mmengine.runner import save_checkpoint
-from mmpretrain import get_model
-from mmpretrain.models import build_backbone
 from timm.utils.model import reparameterize_model
 from torch import nn
 
@@ -234,7 +230,8 @@ def test_in_onnx(name, tmp_path):
     'kind', [dict(type='SAQuadratic'), dict(type='SAGeneralized'), dict(type='SALearned', content=True)]
 )
 def test_backbones(kind):
-    backbone = build_backbone(dict(kind, arch=SMALL_ARCH, out_indices=(0, 1), frozen_stages=1)).eval()
+    models = pytest.importorskip('mmpretrain.models')
+    backbone = models.build_backbone(dict(kind, arch=SMALL_ARCH, out_indices=(0, 1), frozen_stages=1)).eval()
     x = torch.randn(2, 3, 16, 16)
     expected = backbone(x)
     backbone.switch_to_deploy()
@@ -243,11 +240,15 @@ def test_backbones(kind):
 
 
 def test_by_mmpretrains_tool(tmp_path, repository):
+    mmpretrain = pytest.importorskip('mmpretrain')
+    from mmengine.config import Config
+    from mmengine.runner import save_checkpoint
+
     config = Config.fromfile(repository / 'configs/sa_learned_digits.py')
     config.model.backbone.arch = SMALL_ARCH
     config.model.head.in_channels = 16
     config.dump(tmp_path / 'config.py')
-    model = get_model(config, pretrained=False).eval()
+    model = mmpretrain.get_model(config, pretrained=False).eval()
     save_checkpoint(dict(state_dict=model.state_dict(), meta={}), str(tmp_path / 'model.pth'))
     code = (
         'import attncnn_plugin, mmpretrain, pathlib, runpy; runpy.run_path(str(pathlib.Path(mmpretrain.__file__)'
@@ -255,7 +256,7 @@ def test_by_mmpretrains_tool(tmp_path, repository):
     )
     files = [tmp_path / name for name in ('config.py', 'model.pth', 'out.pth')]
     run('python', '-c', code, *files, folder=tmp_path)
-    other = get_model(config, pretrained=str(tmp_path / 'out.pth')).eval()
+    other = mmpretrain.get_model(config, pretrained=str(tmp_path / 'out.pth')).eval()
     assert other.backbone.blocks[0].is_deployed
     x = torch.randn(2, 1, 8, 8)
     assert relative_error(other(x), model(x)) <= 1e-5

@@ -1,23 +1,17 @@
 """Heads with one matrix for their scores and one for their output: the same functions, trained, loaded and deployed."""
 
 import copy
-import os
 import pickle
 import warnings
 
-import mmpretrain
 import pytest
 import timm
 import torch
 from helpers.adapter import Adapter
 from helpers.convolutions import relative_error
-from helpers.processes import run
 from helpers.small import SMALL_CMHSA, small_cmhsa, trained_like
-from helpers.two_phases import EPOCHS, SWITCH, small_config
-from helpers.two_phases import run as train
 from hypothesis import given
 from hypothesis import strategies as st
-from mmpretrain.models import build_classifier
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -481,7 +475,8 @@ def test_onnx(size, tmp_path):
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_backbone(kind):
-    model = build_classifier(
+    models = pytest.importorskip('mmpretrain.models')
+    model = models.build_classifier(
         dict(
             type='ImageClassifier',
             backbone={
@@ -510,77 +505,6 @@ def test_backbone(kind):
     name = 'blocks.1.attn.' + ('conv.weight' if kind == 'conv' else 'query_key.weight')
     assert model.backbone.get_layer_depth(f'backbone.{name}', 'backbone.')[0] == 2
     assert name in dict(model.backbone.named_parameters())
-
-
-def merged_config(repository, work_dir, **changes):
-    config = small_config(repository, work_dir, **changes)
-    config.model.backbone.update(merge_heads=True, attn_bias_init=40.0)
-    config.custom_hooks.append(dict(type='EMAHook', momentum=0.2))
-    return config
-
-
-def test_both_phases_in_one_run(repository, tmp_path):
-    """The transition, the average, and resuming from before and after it."""
-    runner, recorder = train(merged_config(repository, tmp_path))
-    assert recorder.phases[-1] == 'attn' and runner.model.backbone.merged
-    assert runner.message_hub.get_info('transition_drift') < 1e-5
-    trained = {id(p) for group in runner.optim_wrapper.optimizer.param_groups for p in group['params']}
-    assert trained == {id(p) for p in runner.model.parameters()}
-    name = 'backbone.blocks.1.attn.query_key.weight'
-    assert name not in recorder.weights[SWITCH] and recorder.weights[EPOCHS][name].abs().max() > 0
-    saved = torch.load(tmp_path / f'epoch_{EPOCHS}.pth')['ema_state_dict']
-    for epoch in (SWITCH, SWITCH + 1):
-        work_dir = tmp_path / f'resumed{epoch}'
-        again = train(merged_config(repository, work_dir, load_from=str(tmp_path / f'epoch_{epoch}.pth'), resume=True))[
-            1
-        ]
-        for key, value in recorder.weights[EPOCHS].items():
-            assert torch.allclose(again.weights[EPOCHS][key], value, atol=1e-6), key
-        averaged = torch.load(work_dir / f'epoch_{EPOCHS}.pth')['ema_state_dict']
-        for key, value in saved.items():
-            assert torch.allclose(averaged[key].float(), value.float(), atol=1e-6), key
-
-
-@pytest.mark.parametrize('merge_heads, phase', [(False, 'conv'), (True, 'attn')])
-def test_a_checkpoint_resumes_with_the_heads_that_it_was_saved_with(merge_heads, phase, repository, tmp_path):
-    """Whatever the config says by now: the optimizer's state is of those parameters."""
-
-    def config(work_dir, merge, **changes):
-        config = small_config(repository, work_dir, **changes)
-        config.train_cfg.max_epochs = SWITCH + 2
-        config.model.backbone.merge_heads = merge
-        return config
-
-    recorder = train(config(tmp_path, merge_heads))[1]
-    resumed = config(
-        tmp_path / 'resumed', not merge_heads, load_from=str(tmp_path / f'epoch_{SWITCH + 1}.pth'), resume=True
-    )
-    resumed.model.backbone.phase = phase
-    runner, again = train(resumed)
-    assert runner.model.backbone.merged == merge_heads
-    for name, value in recorder.weights[SWITCH + 2].items():
-        assert torch.allclose(again.weights[SWITCH + 2][name], value, atol=1e-6), name
-
-
-def test_mmpretrains_converter(repository, tmp_path):
-    """A trained checkpoint becomes one of two matrices a head, for the config that made it."""
-    config = small_config(repository, tmp_path)
-    config.custom_hooks = []
-    config.model.backbone.update(phase='attn')
-    config.train_cfg.max_epochs = 1
-    train(config)
-    path, checkpoint, out = tmp_path / 'config.py', tmp_path / 'epoch_1.pth', tmp_path / 'deployed/model.pth'
-    config.custom_imports = dict(imports=['attncnn_plugin'], allow_failed_imports=False)
-    config.dump(path)
-    tool = os.path.join(os.path.dirname(mmpretrain.__file__), '.mim/tools/model_converters/reparameterize_model.py')
-    run('python', tool, path, checkpoint, out, folder=tmp_path)
-    saved = torch.load(out)['state_dict']
-    assert 'backbone.blocks.0.attn.query_key.weight' in saved and 'backbone.blocks.0.attn.key.weight' not in saved
-    before, after = (mmpretrain.get_model(str(path), pretrained=str(file)) for file in (checkpoint, out))
-    x = torch.randn(2, 1, 32, 32)
-    assert after.backbone.merged and not before.backbone.merged
-    assert relative_error(after(x), before(x)) < 1e-5
-    assert all(torch.equal(value, saved[name]) for name, value in after.state_dict().items())
 
 
 @pytest.mark.parametrize('name', ['query_key', 'value_out'])
