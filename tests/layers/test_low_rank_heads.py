@@ -8,8 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from attncnn_plugin.layers import GeneralizedQuadraticAttention
-from attncnn_plugin.layers.low_rank_heads import TOLERANCE, DenseHead, LowRankHead, ScoredHead, cheapest_heads
+from attncnn_plugin.layers import GeneralizedQuadraticAttention, grid_attention
+from attncnn_plugin.layers.low_rank_heads import (
+    COST_OF_SMALL,
+    TOLERANCE,
+    DenseHead,
+    LowRankHead,
+    ScoredHead,
+    cheapest_heads,
+)
 
 
 def set_head(layer, head, center, widths, angle):
@@ -56,14 +63,34 @@ def test_probabilities(dtype, height, width, row, column, narrow, ratio, angle):
         assert error <= TOLERANCE[dtype] + 10 * torch.finfo(dtype).eps, type(head)
         if isinstance(head, LowRankHead):
             rank = len(head.rows) // height
-            assert rank * (height + width) < height * width
+            assert COST_OF_SMALL * rank * (height + width) <= height * width
+
+
+@given(st.integers(3, 14), st.integers(3, 14), st.floats(0.4, 8), st.floats(1, 10), st.floats(0, math.pi))
+def test_fewer_terms_are_not_exact_or_more_not_cheaper(height, width, narrow, ratio, angle):
+    layer = GeneralizedQuadraticAttention(1, 1)
+    set_head(layer, 0, (0.5, -1.0), (narrow, narrow * ratio), angle)
+    scores = layer.encoding.shift_scores((height, width)).detach()
+    (head,) = cheapest_heads(scores, (height, width), torch.float32)
+    is_dense = isinstance(head, DenseHead)
+    rest = int(height * width / (COST_OF_SMALL * (height + width))) if is_dense else len(head.rows) // height - 1
+
+    def seen(table):  # by every query, (q, k)
+        queries = [(height - 1 - i, width - 1 - j) for i in range(height) for j in range(width)]
+        return torch.stack([table[i : i + height, j : j + width].flatten() for i, j in queries])
+
+    full = scores[0].exp()
+    left, singular, right = torch.linalg.svd(full)
+    for rank in range(1, rest + 1):
+        error = seen(full - (left[:, :rank] * singular[:rank]) @ right[:rank]).abs() / seen(full).sum(1, keepdim=True)
+        assert error.max() > 0.9 * TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize(
     'center, widths, kind',
     [
         ((1.0, -2.0), (1.0, 1.0), LowRankHead),
-        ((0.0, 0.0), (1.5, 3.0), LowRankHead),
+        ((0.0, 0.0), (2.0, 2.5), LowRankHead),
         ((60.0, 0.0), (2.0, 2.5), ScoredHead),  # so far outside that G is 0 in float32 for every key of some queries
         ((0.0, 0.0), (0.05, 300.0), DenseHead),  # a stripe one pixel wide: as many terms as pixels
     ],
@@ -97,17 +124,29 @@ def test_layer_is_the_dense_one(dtype, height, width, batch, seed):
     assert (fast - layer(x)).abs().max() <= tolerance * max(1, fast.abs().max())
 
 
-def test_gradients_of_what_still_learns():
-    """With the heads frozen, gradients of the input and of the map go through the fast path."""
+@pytest.mark.parametrize('tokens_at_once', [1, 1024])
+def test_gradients_of_what_still_learns(tokens_at_once, monkeypatch):
+    """With the heads frozen, gradients of the input and of the map go through the fast path, image by image or not."""
+    monkeypatch.setattr(grid_attention, 'TOKENS_AT_ONCE', tokens_at_once)
     layer = GeneralizedQuadraticAttention(5, 3, dtype=torch.float64).eval()
     layer.encoding.requires_grad_(False)
-    x = torch.randn(2, 12, 11, 5, dtype=torch.float64, requires_grad=True)
-    assert any(isinstance(head, LowRankHead) for head in layer._cheapest_heads((12, 11), torch.float64))
+    x = torch.randn(2, 24, 20, 5, dtype=torch.float64, requires_grad=True)
+    assert any(isinstance(head, LowRankHead) for head in layer._cheapest_heads((24, 20), torch.float64))
     fast = torch.autograd.grad(layer(x).sin().sum(), [x, layer.value.weight, layer.value.bias])
     layer.attn_impl = 'dense'
     dense = torch.autograd.grad(layer(x).sin().sum(), [x, layer.value.weight, layer.value.bias])
     for ours, expected in zip(fast, dense):
         assert (ours - expected).abs().max() <= 1e-10
+
+
+def test_a_module_in_place_of_the_map_sees_all_images(monkeypatch):
+    monkeypatch.setattr(grid_attention, 'TOKENS_AT_ONCE', 1)
+    layer = GeneralizedQuadraticAttention(5, 3).eval().requires_grad_(False)
+    x, seen = torch.randn(2, 12, 11, 5), []
+    expected = layer(x)
+    layer.value.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape))
+    assert torch.allclose(layer(x), expected, atol=1e-6)
+    assert seen == [(2, 12, 11, 15)]
 
 
 def test_heads_that_learn_have_gradients():
