@@ -49,6 +49,7 @@ def log(probs):
     return scores - scores.mean(-1, keepdim=True)
 
 
+@pytest.mark.slow
 def test_it_needs_neither_mmengine_nor_matplotlib():
     program = (
         'import sys; sys.modules.update({name: None for name in ("mmengine", "mmpretrain", "mmcv", '

@@ -197,7 +197,9 @@ def test_layer_decay():
 
 
 @torch.no_grad()  # compiled for training: the same networks in test_timm_models.py
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize(
+    'kind', [kind if kind == 'learned_content' else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_copied_compiled_and_exported(kind):
     model = backbone(kind, out_indices=(0, 1)).eval()
     x = torch.randn(2, 3, 8, 8)
