@@ -87,7 +87,7 @@ class AttentionLayer(nn.Module):
         return self.attention_probs(size)
 
     def encoded(self, x: Tensor) -> Tensor:
-        """The tokens that queries and keys are made of, ``(B, H, W, D)``: x with its absolute position encoding, if any."""
+        """The tokens of queries and keys, ``(B, H, W, D)``: x with its absolute position encoding, if it has one."""
         return x
 
     def attention_scores(self, x: Tensor) -> Tensor:

@@ -72,6 +72,7 @@ def tool(repository, monkeypatch, capsys):
     return call
 
 
+@pytest.mark.slow
 def test_tool_as_a_process(folder, repository):
     out = folder / 'new/quadratic.json'
     log = run(

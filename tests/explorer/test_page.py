@@ -158,19 +158,19 @@ def test_coarser_where_it_must_be():
     finest, coarsest = (unpack(page)['layers'][0]['parts']['both']['errors'] for page in (fine, coarse))
     assert max(finest) <= 0.005 < min(coarsest)
     shell = len(page_of(quadratic_model(), images).encode())
-    for model, most in ((model, shell), (quadratic_model(), 20_000)):
+    for other, most in ((model, shell), (quadratic_model(), 20_000)):
         with pytest.raises(ValueError, match=f'max_bytes={most:,} with 2 images of 16x16 pixels'):
-            page_of(model, images, max_bytes=most)
+            page_of(other, images, max_bytes=most)
 
 
 def test_one_pass_of_each_image():
     model, images, passes = content_model(), images_of(3), []
-    model.register_forward_pre_hook(lambda module, args: passes.append(len(args[0])))
+    model.stem.register_forward_pre_hook(lambda module, args: passes.append(len(args[0])))
     page_of(model, images)
     assert passes == [1] * 3
     passes.clear()
     model = quadratic_model()
-    model.register_forward_pre_hook(lambda module, args: passes.append(len(args[0])))
+    model.stem.register_forward_pre_hook(lambda module, args: passes.append(len(args[0])))
     page_of(model, images)
     assert passes == [1]  # images do not matter
 
