@@ -10,6 +10,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob('*.md'), *ROOT.glob('docs/*.md')])
+NEEDS = {'attncnn_plugin.visualization': 'matplotlib', 'torch.onnx': 'onnxscript'}
 CONFIG = re.compile(r'(_base_|model|custom_hooks|default_hooks) = ')
 
 
@@ -38,6 +39,9 @@ def test_python_runs(page, monkeypatch, tmp_path, request):
     for block in filter(is_program, blocks(page, 'python')):
         if 'torch.onnx' in block and not request.config.option.slow:
             continue
+        for word, library in NEEDS.items():
+            if word in block:
+                pytest.importorskip(library)
         exec(compile(block, page.name, 'exec'), names)
 
 
