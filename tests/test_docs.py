@@ -104,6 +104,13 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(target), link
 
 
+def test_tests_that_are_named_exist():
+    named = set(re.findall(r'`(test_\w+)`', (ROOT / 'docs/faults.md').read_text()))
+    sources = ''.join(path.read_text() for path in ROOT.glob('tests/**/*.py'))
+    assert named
+    assert [name for name in named if f'def {name}(' not in sources] == []
+
+
 @pytest.mark.slow
 def test_site_builds(tmp_path):
     pytest.importorskip('mkdocstrings', reason="pip install -e '.[docs]'")
