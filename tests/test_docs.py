@@ -10,6 +10,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob('*.md'), *ROOT.glob('docs/*.md')])
+NEEDS = {'attncnn_plugin.visualization': 'matplotlib', 'torch.onnx': 'onnxscript'}
 CONFIG = re.compile(r'(_base_|model|custom_hooks|default_hooks) = ')
 
 
@@ -38,6 +39,9 @@ def test_python_runs(page, monkeypatch, tmp_path, request):
     for block in filter(is_program, blocks(page, 'python')):
         if 'torch.onnx' in block and not request.config.option.slow:
             continue
+        for word, library in NEEDS.items():
+            if word in block:
+                pytest.importorskip(library)
         exec(compile(block, page.name, 'exec'), names)
 
 
@@ -98,6 +102,13 @@ def test_links_lead_somewhere(page):
         assert target.exists(), link
         if anchor:
             assert anchor in anchors(target), link
+
+
+def test_tests_that_are_named_exist():
+    named = set(re.findall(r'`(test_\w+)`', (ROOT / 'docs/faults.md').read_text()))
+    sources = ''.join(path.read_text() for path in ROOT.glob('tests/**/*.py'))
+    assert named
+    assert [name for name in named if f'def {name}(' not in sources] == []
 
 
 @pytest.mark.slow
