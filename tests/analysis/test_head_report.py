@@ -1,84 +1,42 @@
-"""Head reports: every claim against a computation by brute force, exact sentences for convolutions, timm, the tool."""
+"""Head reports of single layers: every claim against a computation by brute force, exact sentences for convolutions."""
 
 import dataclasses
 import itertools
 import json
 import math
-import runpy
-import sys
 
-import cv2
 import numpy as np
 import pytest
-import timm
 import torch
-from helpers.processes import run
-from helpers.small import SMALL, SMALL_ARCH, small_cmhsa, small_timm
+from helpers.head_reports import (
+    LAYERS,
+    brute_force,
+    check_schema,
+    hard_layer,
+    shift_operators,
+    values,
+    window_shifts,
+)
+from helpers.small import small_cmhsa, small_timm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mmengine.config import Config
-from PIL import Image
 from torch import nn
 
 from attncnn_plugin.analysis import (
-    attention_layers,
-    attention_probs_of,
     head_report,
     maps_report,
     model_reports,
-    position_only_probs_of,
     reports_to_dict,
     reports_to_text,
-    timm_attention,
-    timm_reports,
 )
 from attncnn_plugin.analysis.head_reports.kinds import Lattice
-from attncnn_plugin.analysis.head_reports.report import json_ready
 from attncnn_plugin.analysis.head_reports.shift_maps import ShiftMaps, moments
 from attncnn_plugin.convert import conv_to_mhsa, conv_to_patch_mhsa, expressible_shifts
 from attncnn_plugin.layers import (
     ContentAttention,
     GeneralizedQuadraticAttention,
-    GridBias,
-    LearnedAttention,
-    PatchAttention,
-    QuadraticAttention,
 )
 from attncnn_plugin.pruning import find_degenerate_heads
-
-LAYERS = {
-    'quadratic': lambda: QuadraticAttention(3, 4, out_dim=2),
-    'generalized': lambda: GeneralizedQuadraticAttention(3, 4, out_dim=2),
-    'learned': lambda: LearnedAttention(3, 4, max_size=(9, 9), out_dim=2),
-    'vr': lambda: ContentAttention(3, 4, max_size=(9, 9), terms=('vr',), out_dim=2),
-    'content': lambda: ContentAttention(3, 4, max_size=(9, 9), terms=('qk', 'vr'), out_dim=2),
-    'patch': lambda: random_patches(),
-    'merged': lambda: random_patches().merge(),
-}
-
-
-def random_patches():
-    layer = PatchAttention(3, 4, GridBias(4, (9, 9)), out_dim=2)
-    nn.init.normal_(layer.position.table, std=2.0)
-    nn.init.normal_(layer.value.weight)
-    return layer
-
-
-def hard_layer(centers, sqrt_precision=40.0):
-    layer = QuadraticAttention(3, len(centers), out_dim=2)
-    with torch.no_grad():
-        layer.encoding.center.copy_(torch.tensor(centers))
-        layer.encoding.sqrt_precision.copy_(torch.as_tensor(sqrt_precision).expand(len(centers)))
-    return layer
-
-
-def values(layer):
-    """V_h of each head, from the layer's own matrices."""
-    if isinstance(layer, PatchAttention):
-        into, out = layer.value.weight.chunk(layer.num_heads), layer.out.weight.chunk(layer.num_heads, dim=1)
-        return [o @ i for o, i in zip(out, into)]
-    weight = layer.value_out.weight if hasattr(layer, 'value_out') else layer.value.weight
-    return weight.chunk(layer.num_heads, dim=1)
 
 
 def test_moments_of_known_gaussians():
@@ -133,56 +91,6 @@ def test_parameters_of_gaussians():
     assert heads[2].kind == 'uniform' and heads[2].criterion == 'uniform' and '< 1e-05' in heads[2].why
 
 
-def brute_force(probs, height, width):
-    """Entropy, masses, shares, the nearest shift and moments of one head, by loops."""
-    pixels = list(itertools.product(range(height), range(width)))
-    margins = [min(2, (n - 1) // 2) for n in (height, width)]
-    rows = probs.tolist()
-    entropies, mass3, mass5, moved, inner = [], [], [], [], []
-    for q, (q1, q2) in enumerate(pixels):
-        entropies.append(-sum(p * math.log(p) for p in rows[q] if p > 0))
-        if not (margins[0] <= q1 < height - margins[0] and margins[1] <= q2 < width - margins[1]):
-            continue
-        inner.append((q1, q2))
-        moved += [(p, k1 - q1, k2 - q2) for p, (k1, k2) in zip(rows[q], pixels)]
-        for masses, reach in ((mass3, 1), (mass5, 2)):
-            masses.append(sum(p for p, (k1, k2) in zip(rows[q], pixels) if max(abs(k1 - q1), abs(k2 - q2)) <= reach))
-    total = sum(p for p, _, _ in moved)
-    center = [sum(m[0] * m[i] for m in moved) / total for i in (1, 2)]
-    covariance = [
-        [sum(m[0] * (m[i] - center[i - 1]) * (m[j] - center[j - 1]) for m in moved) / total for j in (1, 2)]
-        for i in (1, 2)
-    ]
-
-    def mean(numbers):
-        return sum(numbers) / len(numbers)
-
-    def given(query, shift):
-        """P[q, q + δ], and whether δ stays in the grid; the nearest key where it does not."""
-        key = [q + d for q, d in zip(query, shift)]
-        inside = [min(max(k, 0), n - 1) for k, n in zip(key, (height, width))]
-        return rows[query[0] * width + query[1]][inside[0] * width + inside[1]], key == inside
-
-    shares, wholes = {}, {}
-    for shift in itertools.product(range(1 - height, height), range(1 - width, width)):
-        by_inner, by_all = ([given(query, shift) for query in queries] for queries in (inner, pixels))
-        wholes[shift] = tuple(mean([p for p, _ in values]) for values in (by_inner, by_all))
-        values = by_inner if all(stays for _, stays in by_inner) else [entry for entry in by_all if entry[1]]
-        if sum(stays for _, stays in by_all) >= len(pixels) / 4:
-            shares[shift] = mean([p for p, _ in values])
-    nearest = max(wholes, key=lambda shift: ([round(p, 6) for p in wholes[shift]], -math.hypot(*shift)))
-    return dict(
-        entropy=mean(entropies),
-        mass_3x3=mean(mass3),
-        mass_5x5=mean(mass5),
-        center=center,
-        covariance=covariance,
-        shares=shares,
-        wholes=wholes,
-        share=shares.get(nearest, wholes[nearest][1]),
-    )
-
-
 @pytest.mark.parametrize('kind', LAYERS)
 @settings(max_examples=6)
 @given(size=st.tuples(st.integers(3, 7), st.integers(3, 7)), seed=st.integers(0, 999))
@@ -215,26 +123,6 @@ def test_statistics(kind, size, seed):
         else:
             assert head.source == 'moments' and head.center == pytest.approx(expected['center'], abs=1e-4)
             assert np.allclose(head.covariance, expected['covariance'], atol=1e-4)
-
-
-def window_shifts(kernel_size):
-    return list(itertools.product(*(range(-(n // 2), n // 2 + 1) for n in kernel_size)))
-
-
-def shift_operators(shifts, size, padding_mode):
-    """S_δ as matrices, by loops."""
-    height, width = size
-    operators = []
-    for row, column in shifts:
-        operator = torch.zeros(height * width, height * width, dtype=torch.float64)
-        for q1, q2 in itertools.product(range(height), range(width)):
-            k1, k2 = q1 + row, q2 + column
-            if padding_mode == 'replicate':
-                k1, k2 = min(max(k1, 0), height - 1), min(max(k2, 0), width - 1)
-            if 0 <= k1 < height and 0 <= k2 < width:
-                operator[q1 * width + q2, k1 * width + k2] = 1
-        operators.append(operator)
-    return torch.stack(operators)
 
 
 @pytest.mark.parametrize('kind', LAYERS)
@@ -491,21 +379,6 @@ def test_stripe():
     assert head.criterion == 'stripe' and 'condition number' in head.why and head.width_text == '1e+04 x 0.333 at 90°'
 
 
-def test_transition_of_cmhsa():
-    """Convolutions that became attention over patches are reported as hard heads on the nine patches."""
-    model = small_cmhsa('conv', attn_bias_init=40.0)
-    model.to_attention()
-    for report in model_reports(model, torch.randn(2, 3, 16, 16)):
-        assert report.summary == 'one convolution, 3x3, error 0' and report.grid == (8, 8)
-        assert sorted(head.nearest_shift for head in report.heads) == sorted(itertools.product((-1, 0, 1), repeat=2))
-        assert report.convolutions[0].padding_mode == 'zeros'
-        assert {head.width_text for head in report.heads} == {'0'}
-        assert {head.degenerate for head in report.heads} == {None} and 'degenerate' not in str(report)
-    assert report.attention == 'images' and report.num_images == 2
-    model.switch_to_deploy()
-    assert {report.summary for report in model_reports(model, torch.randn(2, 3, 16, 16))} == {report.summary}
-
-
 def test_a_little_softer_than_expressible():
     """A residual above the tolerance, beside a small error: how large it is is said."""
     model = small_cmhsa('conv', attn_bias_init=12.0)
@@ -519,114 +392,6 @@ def test_a_little_softer_than_expressible():
 def test_patches_of_a_convolution():
     report = head_report(conv_to_patch_mhsa(nn.Conv2d(2, 3, 3, padding=1), 4)[0], (5, 6))
     assert report.summary == 'one convolution, 3x3, error 0' and report.grid == (5, 6)
-
-
-def test_layers_that_became_convolutions():
-    """They have a line in the place of their heads; with nothing else left the error names what took them."""
-    model = small_timm('sa_quadratic_cifar', num_heads=9)
-    for block in model.blocks[1:]:
-        with torch.no_grad():
-            block.attn.encoding.center.copy_(torch.tensor(window_shifts((3, 3))))
-            block.attn.encoding.sqrt_precision.fill_(40.0)
-    model.switch_to_deploy(conv_tolerance=1e-3)
-    reports = model_reports(model, size=(5, 6))
-    assert [(report.name, report.num_heads) for report in reports] == [('blocks.0.attn', 9), ('blocks.1.attn', 0)]
-    assert reports[1].summary == 'a convolution of 3x3 shifts' and reports[1].grid == (5, 6)
-    assert 'blocks.1.attn: by position, 5x6 tokens, 0 heads: a convolution of 3x3 shifts' in reports_to_text(reports)
-    check_schema(json.dumps(reports_to_dict(reports)))
-    del model.blocks[0]
-    with pytest.raises(ValueError, match='switch_to_deploy with conv_tolerance puts convolutions in their place'):
-        model_reports(model, size=(5, 6))
-
-
-SCHEMA = {
-    'layer': {
-        'grid',
-        'num_heads',
-        'kind',
-        'convolutions',
-        'expressible',
-        'heads',
-        'name',
-        'attention',
-        'num_images',
-        'summary',
-        'best',
-    },
-    'kind': {'kind', 'hard', 'soft', 'uniform', 'num_shifts', 'kernel_size', 'dilation', 'offset', 'stride', 'error'},
-    'head': {
-        'head',
-        'source',
-        'center',
-        'alpha',
-        'covariance',
-        'entropy',
-        'relative_entropy',
-        'mass_3x3',
-        'mass_5x5',
-        'nearest_shift',
-        'share',
-        'kind',
-        'degenerate',
-        'criterion',
-        'why',
-        'shares',
-        'prefix_mass',
-    },
-    'convolutions': {'kernel_size', 'padding_mode', 'error', 'interior_error'},
-    'expressible': {'kernel_size', 'expressible', 'missing', 'residual', 'tolerance'},
-}
-
-
-def check_schema(content):
-    """What a JSON file holds, whatever the model."""
-
-    def fail(token):
-        raise AssertionError(f'{token} is no JSON')
-
-    loaded = json.loads(content, parse_constant=fail)
-    assert loaded['schema_version'] == 1
-    assert loaded['thresholds'] == {
-        'hard_share': 0.9,
-        'uniform_relative_entropy': 0.99,
-        'exact_error': 1e-6,
-        'least_queries': 0.25,
-    }
-    assert loaded['layers']
-    for layer in loaded['layers']:
-        assert layer.keys() == SCHEMA['layer'] and layer['kind'].keys() == SCHEMA['kind']
-        assert len(layer['heads']) == layer['num_heads']
-        for head in layer['heads']:
-            assert head.keys() == SCHEMA['head'] and len(head['shares']) == 7 == len(head['shares'][0])
-        for part in ('convolutions', 'expressible'):
-            assert all(entry.keys() == SCHEMA[part] for entry in layer[part])
-    return loaded
-
-
-@pytest.mark.parametrize('kind', ['quadratic', 'generalized', 'learned', 'patch'])
-@pytest.mark.parametrize('width', [0.0, 1e-30, 1.0, 1e15])
-def test_json(kind, width):
-    """Widths of 0, and hardly more, give infinite covariances: null, never a word that JSON does not have."""
-    layer = LAYERS[kind]()
-    with torch.no_grad():
-        if hasattr(layer, 'encoding') and hasattr(layer.encoding, 'sqrt_precision'):
-            layer.encoding.sqrt_precision[1] *= width
-        else:
-            next(layer.position.parameters() if kind == 'patch' else layer.encoding.parameters())[1] *= min(
-                width, 100.0
-            )
-    for size in [(3, 4), (1, 2), (8, 8)]:
-        report = head_report(layer, size)
-        content = reports_to_dict([report], model='m', checkpoint=None)
-        loaded = check_schema(json.dumps(content, allow_nan=False))
-        assert loaded['layers'][0] == report.to_dict() and loaded['model'] == 'm'
-        assert str(report) and reports_to_text([report])
-
-
-def test_json_of_numbers_that_are_not_finite():
-    assert json_ready({'a': (math.inf, [math.nan, 1.5], 'x', None, True)}) == {
-        'a': [None, [None, 1.5], 'x', None, True]
-    }
 
 
 def test_no_heads():
@@ -700,329 +465,3 @@ def test_not_finite():
     nn.init.constant_(layer.encoding.center, math.nan)
     with pytest.raises(ValueError, match='not finite'):
         head_report(layer, (5, 5))
-
-
-@pytest.mark.parametrize('name', ['sa_quadratic_cifar', 'sa_learned_cifar', 'sa_learned_content_cifar'])
-def test_models(name):
-    model, images = small_timm(name), torch.randn(3, 3, 12, 10)
-    if name == 'sa_learned_content_cifar':
-        images = images.mul(3)  # so that images differ
-    model.prune_heads({1: [0]})
-    reports = model_reports(model, images)
-    assert {report.grid for report in reports} == {(6, 5)}
-    parts = ['position', 'images'] if name == 'sa_learned_content_cifar' else ['position']
-    assert [(report.name, report.attention, report.num_heads) for report in reports] == [
-        (name, part, heads) for name, heads in zip(attention_layers(model), (3, 2)) for part in parts
-    ]
-    if name != 'sa_learned_content_cifar':
-        assert reports[1].heads == head_report(model.blocks[1].attn, (6, 5)).heads
-        assert [report.attention for report in model_reports(model, size=(4, 4))] == ['position'] * 2
-        return
-    probs = dict(position=position_only_probs_of(model, images), images=attention_probs_of(model, images))
-    for report in reports:
-        assert report.num_images == 3 and 'mean over 3 images' in str(report)
-        for head, maps in zip(report.heads, probs[report.attention][report.name].transpose(0, 1)):
-            expected = brute_force(maps.mean(0), 6, 5)
-            entropies = torch.special.entr(maps).sum(-1).mean().item()  # of each image
-            assert head.entropy == pytest.approx(entropies, abs=1e-5) and entropies < expected['entropy'] - 0.1
-            assert head.degenerate is head.criterion is head.why is None
-            assert head.mass_3x3 == pytest.approx(expected['mass_3x3'], abs=1e-5)
-
-
-def test_content_with_positions_has_both():
-    model = small_timm('sa_learned_content_cifar', terms=('qk', 'vr'))
-    reports = model_reports(model, torch.randn(2, 3, 8, 8), size=(5, 6))
-    assert [(report.name, report.attention, report.grid) for report in reports] == [
-        (f'blocks.{i}.attn', *part) for i in range(2) for part in (('position', (5, 6)), ('images', (4, 4)))
-    ]
-
-
-TINY = dict(embed_dim=12, num_heads=3, depth=2, img_size=32, num_classes=4, pos_drop_rate=0.5)
-
-
-def tiny_timm(name, **kwargs):
-    return timm.create_model(name, pretrained=False, **{**TINY, **kwargs})
-
-
-@pytest.mark.parametrize(
-    'name, kwargs, prefix',
-    [
-        ('vit_tiny_patch16_224', dict(patch_size=8), 1),
-        ('vit_tiny_patch16_224', dict(patch_size=8, reg_tokens=3), 4),
-        ('vit_tiny_patch16_224', dict(patch_size=8, class_token=False, global_pool='avg'), 0),
-        ('deit_tiny_distilled_patch16_224', dict(patch_size=8), 2),
-    ],
-)
-def test_timm_attention(name, kwargs, prefix):
-    """Against q and k computed here."""
-    model, images = tiny_timm(name, **kwargs).train(), torch.randn(5, 3, 32, 32)
-    inputs = {}
-    for i, block in enumerate(model.blocks):
-        block.attn.fused_attn = i == 0
-        nn.init.normal_(block.attn.qkv.weight, std=0.5)
-        block.attn.register_forward_pre_hook(lambda _, args, i=i: inputs.update({i: args[0].detach()}))
-    probs, left_out = timm_attention(model, images)
-    assert all(module.training for module in model.modules())
-    assert [block.attn.fused_attn for block in model.blocks] == [True, False]
-    assert not any(block.attn.attn_drop._forward_pre_hooks for block in model.blocks)
-    assert list(probs) == ['blocks.0.attn', 'blocks.1.attn']
-    for i, block in enumerate(model.blocks):
-        qkv = block.attn.qkv(inputs[i]).reshape(5, -1, 3, 3, 4)  # (B, N, 3, heads, D_h)
-        for head in range(3):
-            whole = (qkv[:, :, 0, head] @ qkv[:, :, 1, head].mT / 2).softmax(-1)
-            patches = whole[:, prefix:, prefix:] / whole[:, prefix:, prefix:].sum(-1, keepdim=True)
-            assert torch.allclose(probs[f'blocks.{i}.attn'][:, head], patches, atol=1e-5)
-            mass = whole[:, prefix:, :prefix].sum(-1).mean(-1)
-            assert torch.allclose(left_out[f'blocks.{i}.attn'][:, head], mass, atol=1e-5)
-    reports = timm_reports(model, images)
-    assert [report.grid for report in reports] == [(4, 4)] * 2 and {report.num_images for report in reports} == {5}
-    for report in reports:
-        for head, maps in zip(report.heads, probs[report.name].transpose(0, 1)):
-            expected = brute_force(maps.mean(0), 4, 4)
-            assert head.entropy == pytest.approx(torch.special.entr(maps).sum(-1).mean().item(), abs=1e-5)
-            assert head.degenerate is None
-            assert head.center == pytest.approx(expected['center'], abs=1e-5)
-            assert head.prefix_mass == pytest.approx(left_out[report.name][:, head.head].mean().item(), abs=1e-5)
-        assert 'no patch' in str(report)
-    check_schema(json.dumps(reports_to_dict(reports), allow_nan=False))
-
-
-def test_patches_that_look_at_no_patch():
-    """All of the attention to the class token: nothing is left to be renormalized, and nothing is divided by it."""
-    model = tiny_timm('vit_tiny_patch16_224', patch_size=8)
-    with torch.no_grad():
-        for tensor in (
-            model.pos_embed,
-            model.cls_token,
-            model.patch_embed.proj.weight,
-            model.patch_embed.proj.bias,
-            *model.blocks[0].attn.qkv.parameters(),
-        ):
-            tensor.zero_()
-        model.cls_token[..., 0], model.patch_embed.proj.bias[0] = 1, -1
-        model.blocks[0].attn.qkv.bias[:12] = 1
-        model.blocks[0].attn.qkv.weight[12:24, 0] = 100
-    report = timm_reports(model, torch.randn(1, 3, 32, 32))[0]
-    assert all(head.prefix_mass == 1 and head.center is None and head.entropy == 0 for head in report.heads)
-
-
-def test_convit_that_is_a_convolution():
-    """Its positional heads, begun hard and with the content shut off, are the nine shifts; rows are not columns."""
-    model = timm.create_model(
-        'convit_tiny',
-        embed_dim=4,
-        num_heads=9,
-        depth=3,
-        local_up_to_layer=2,
-        img_size=32,
-        patch_size=4,
-        locality_strength=40.0,
-        num_classes=4,
-    )
-    for block in model.blocks[:2]:
-        nn.init.constant_(block.attn.gating_param, 30.0)
-    reports = timm_reports(model, torch.randn(2, 3, 32, 32))
-    for report in reports[:2]:
-        assert report.summary == 'one convolution, 3x3, error 0'
-        assert report.heads[1].nearest_shift == (0, -1) and report.heads[3].nearest_shift == (-1, 0)
-        assert [head.prefix_mass for head in report.heads] == pytest.approx([0.0] * 9, abs=1e-6)
-    assert reports[2].heads[0].prefix_mass > 0  # the class token has come
-
-
-@pytest.mark.parametrize(
-    'name, kwargs, reason',
-    [
-        ('swin_tiny_patch4_window7_224', dict(embed_dim=12, depths=(1,) * 4, num_heads=(1,) * 4), 'no blocks'),
-        ('cait_xxs24_224', dict(embed_dim=12, depth=1, num_heads=3), 'do not add up to 1'),
-        ('samvit_base_patch16', dict(embed_dim=12, depth=1, num_heads=3, img_size=64, global_attn_indexes=()), 'shape'),
-        ('vit_dwee_patch16_reg1_gap_256', dict(embed_dim=16, depth=1, num_heads=2, img_size=224), 'with N_h = 2'),
-        ('resnet18', {}, 'no patch_embed with a grid'),
-    ],
-)
-def test_other_timm_models(name, kwargs, reason):
-    model = timm.create_model(name, pretrained=False, **kwargs)
-    size = 64 if name.startswith('sam') else 224
-    with pytest.raises(ValueError, match=f'{type(model).__name__}, whose attention cannot be reported: .*{reason}'):
-        timm_reports(model, torch.randn(1, 3, size, size))
-
-
-def test_timm_model_without_attention():
-    model = tiny_timm('vit_tiny_patch16_224')
-    for block in model.blocks:
-        block.attn = nn.Identity()
-    with pytest.raises(ValueError, match='its blocks have no attention with num_heads'):
-        timm_attention(model, torch.randn(1, 3, 32, 32))
-
-
-CONFIG = """
-_base_ = '{base}'
-custom_imports = dict(imports=['attncnn_plugin'], allow_failed_imports=False)
-model = dict(backbone=dict(arch=dict(_delete_=True, **{arch})), head=dict(in_channels=16))
-"""
-
-
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory, repository):
-    """Configs of small models, their checkpoints, and images of another size."""
-    from mmengine.registry import MODELS, init_default_scope
-
-    folder = tmp_path_factory.mktemp('reports')
-    torch.manual_seed(0)
-    for name in ('quadratic', 'learned_content', 'generalized'):
-        config = folder / f'{name}.py'
-        config.write_text(CONFIG.format(base=repository / f'configs/sa_{name}_digits.py', arch=SMALL_ARCH))
-        init_default_scope('mmpretrain')
-        model = MODELS.build(Config.fromfile(config).model)
-        torch.save(dict(state_dict=model.state_dict(), meta={}), folder / f'{name}.pth')
-        if name == 'generalized':
-            model.backbone.prune_heads({0: [1], 1: [0, 2]})
-            torch.save(dict(state_dict=model.state_dict(), meta={}), folder / 'pruned.pth')
-    cmhsa = Config.fromfile(repository / 'configs/cmhsa3_digits.py').model
-    model = MODELS.build(cmhsa)
-    torch.save(dict(state_dict=model.state_dict(), meta={}), folder / 'conv.pth')
-    model.backbone.to_attention()
-    torch.save(dict(state_dict=model.state_dict(), meta={}), folder / 'attn.pth')
-    torch.save(small_timm('sa_quadratic_cifar', num_classes=3).state_dict(), folder / 'timm.pth')
-    (folder / 'images/a').mkdir(parents=True)
-    for i in range(4):
-        pixels = np.random.default_rng(i).integers(0, 256, (20, 20, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f'images/a/{i}.png')
-    return folder
-
-
-@pytest.fixture
-def tool(repository, monkeypatch, capsys):
-    """The tool in this process."""
-
-    def call(*arguments):
-        path = str(repository / 'tools/analysis_tools/analyze_heads.py')
-        monkeypatch.setattr(sys, 'argv', [path, *map(str, arguments)])
-        status = 0
-        try:
-            runpy.run_path(path, run_name='__main__')
-        except SystemExit as end:
-            status = end.code
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
-
-
-@pytest.mark.slow
-def test_tool_as_a_process(folder, repository):
-    out = folder / 'new/quadratic.json'
-    log = run(
-        'python',
-        repository / 'tools/analysis_tools/analyze_heads.py',
-        folder / 'quadratic.py',
-        folder / 'quadratic.pth',
-        '--json',
-        out,
-        folder=folder,
-    )
-    assert 'backbone.blocks.1.attn: by position, 8x8 tokens, 3 heads: ' in log and f'Saved {out}' in log
-    loaded = check_schema(out.read_text())
-    assert loaded['model'] == str(folder / 'quadratic.py') and loaded['num_images'] == 0
-    model = small_timm('sa_quadratic_cifar', in_chans=1, checkpoint_path=str(folder / 'quadratic.pth'))
-    for layer, block in zip(loaded['layers'], model.blocks):
-        expected = head_report(block.attn, (8, 8)).to_dict()
-        assert layer == {**expected, 'name': layer['name']}
-
-
-def test_tool_content(folder, tool):
-    status, text, _ = tool(
-        folder / 'learned_content.py',
-        folder / 'learned_content.pth',
-        '--num-images',
-        5,
-        '--json',
-        folder / 'content.json',
-    )
-    assert not status and 'mean over 5 images' in text
-    loaded = check_schema((folder / 'content.json').read_text())
-    assert [layer['attention'] for layer in loaded['layers']] == ['position', 'images'] * 2
-    assert loaded['num_images'] == 5
-    # The same as by hand.
-    from attncnn_plugin.datasets import Digits
-
-    model = small_timm(
-        'sa_learned_content_cifar', in_chans=1, img_size=16, checkpoint_path=str(folder / 'learned_content.pth')
-    )
-    digits = Digits(split='test')
-    images = [
-        cv2.resize(digits[i * len(digits) // 5]['img'], (16, 16), interpolation=cv2.INTER_CUBIC) for i in range(5)
-    ]
-    expected = model_reports(model, (torch.tensor(np.array(images))[:, None].float() - 77.9) / 95.9)
-    for layer, report in zip(loaded['layers'], expected):
-        for head, other in zip(layer['heads'], report.heads):
-            assert head['center'] == pytest.approx(other.center, abs=1e-4)
-
-    status, text, _ = tool(
-        folder / 'learned_content.py', folder / 'learned_content.pth', '--images', folder / 'images', '--num-images', 3
-    )
-    assert not status and 'mean over 3 images, 8x8 tokens' in text
-
-
-def test_tool_cmhsa(folder, tool, repository):
-    config = repository / 'configs/cmhsa3_digits.py'
-    status, text, _ = tool(config, folder / 'attn.pth', '--num-images', 2, '--json', folder / 'cmhsa.json')
-    assert not status
-    loaded = check_schema((folder / 'cmhsa.json').read_text())
-    assert [layer['attention'] for layer in loaded['layers']] == ['position', 'images'] * 4
-    assert all(layer['summary'].startswith('one convolution, 3x3, error ') for layer in loaded['layers'])
-    status, _, _ = tool(config, folder / 'conv.pth')
-    assert 'no attention layers' in status and 'in the convolution phase' in status
-
-
-def test_tool_pruned(folder, tool):
-    status, text, _ = tool(folder / 'generalized.py', folder / 'pruned.pth', '--size', 5, 6, '--tolerance', 0.9)
-    assert not status and '0.attn: by position, 5x6 tokens, 2 heads' in text and '5x6 tokens, 1 heads' in text
-
-
-def test_tool_timm(folder, tool):
-    arguments = ['embed_dim=12', 'num_heads=3', 'depth=2', 'img_size=(24,32)', 'patch_size=8', 'in_chans=1']
-    status, text, error = tool(
-        '--timm',
-        'vit_tiny_patch16_224',
-        '--images',
-        folder / 'images',
-        '--json',
-        folder / 'timm.json',
-        '--model-kwargs',
-        *arguments,
-    )
-    assert not status and 'mean over 4 images, 3x4 tokens, 3 heads' in text
-    assert 'The weights of vit_tiny_patch16_224 are random' in error
-    loaded = check_schema((folder / 'timm.json').read_text())
-    assert loaded['model'] == 'vit_tiny_patch16_224' and loaded['num_images'] == 4 and loaded['checkpoint'] is None
-    assert all(head['prefix_mass'] > 0 for layer in loaded['layers'] for head in layer['heads'])
-    small = [f'{name}={value}' for name, value in {**SMALL, 'num_classes': 3}.items()]
-    for grid, source in (('16x16', ['--images', folder / 'images']), ('5x6', ['--size', '5', '6'])):
-        status, text, error = tool(
-            '--timm', 'sa_quadratic_cifar', *source, '--checkpoint', folder / 'timm.pth', '--model-kwargs', *small
-        )
-        assert not status and f'blocks.1.attn: by position, {grid} tokens, 3 heads' in text and 'random' not in error
-
-
-@pytest.mark.parametrize(
-    'arguments, message',
-    [
-        ([], 'a config and a checkpoint are needed, or --timm NAME'),
-        (['quadratic.py', 'quadratic.pth', '--pretrained'], 'are for --timm'),
-        (['--timm', 'vit_tiny_patch16_224'], '--timm needs --images FOLDER, or --size'),
-        (['--timm', 'vit_tiny_patch16_224', '--size', '4', '4', '--model-kwargs', 'depth=1'], 'give --images FOLDER'),
-        (['quadratic.py', 'quadratic.pth', '--json', 'images'], '--json images is a folder'),
-        (['quadratic.py', '--timm', 'vit_tiny_patch16_224'], '--timm takes the place of the config'),
-        (['quadratic.py', 'quadratic.pth', '--num-images', '0'], '--num-images 0 must be at least 1'),
-        (['quadratic.py', 'nothing.pth'], 'nothing.pth can not be found'),
-        (['quadratic.py', 'quadratic.pth', '--size', '1', '1'], 'is a single token'),
-        (['quadratic.py', 'quadratic.pth', '--tolerance', '2'], 'tolerance=2.0 must be at least 1e-07'),
-        (['learned_content.py', 'learned_content.pth', '--images', 'nowhere'], 'holds no image files'),
-        (['--timm', 'no_such_model', '--images', 'images'], 'Unknown model'),
-        (['--timm', 'resnet18', '--images', 'images'], 'ResNet, whose attention cannot be reported'),
-    ],
-)
-def test_tool_errors(arguments, message, folder, tool, monkeypatch):
-    monkeypatch.chdir(folder)
-    status, _, error = tool(*arguments)
-    assert message in (error if status == 2 else status)

@@ -36,3 +36,13 @@ def trained_like(model):
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model
+
+
+def model_with_head(center, name='sa_quadratic_cifar', sqrt_precision=1.0):
+    """Its first head is as given in every layer."""
+    model = small_timm(name)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.encoding.center[0] = torch.tensor(center)
+            block.attn.encoding.sqrt_precision[0] = torch.tensor(sqrt_precision)
+    return model

@@ -1,38 +1,26 @@
-"""Figures of what heads attend to: where things are drawn, what the contours hold, and the tool."""
+"""Figures of heads: where things are drawn."""
 
-import json
+import importlib
 import math
-import runpy
-import subprocess
 import sys
 import xml.dom.minidom
 
-import mmcv
 import numpy as np
 import pytest
 import torch
-from helpers.processes import run
-from helpers.small import small_cmhsa, small_timm
-from hypothesis import given
-from hypothesis import strategies as st
+from helpers.logs import accuracy, write_log
+from helpers.small import model_with_head, small_cmhsa, small_timm
 from matplotlib import pyplot
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 from matplotlib.path import Path as Line
-from mmengine.config import Config
-from mmpretrain import get_model
 
-from attncnn_plugin import visualization
 from attncnn_plugin.analysis import (
     attention_layers,
-    attention_probs_of,
-    head_centers,
     mean_attention_probs_of,
     query_maps,
     read_centers,
-    read_scalars,
 )
-from attncnn_plugin.analysis.head_centers import query_index
 from attncnn_plugin.visualization import (
     image_of,
     plot_attention_centers,
@@ -41,27 +29,9 @@ from attncnn_plugin.visualization import (
     plot_metric,
     save_figure,
 )
-from attncnn_plugin.visualization.contours import gaussian_contour, outline, region_of_mass
 from attncnn_plugin.visualization.style import COLORS, color_of, line_style_of, marker_of
 
 HARD = 40.0  # √(2α) of a head that attends to one pixel
-
-
-def gaussian_probs(center, precision, size):
-    """exp(−½(δ − Δ)ᵀΣ⁻¹(δ − Δ)) around the middle of a grid, by the definition."""
-    shift = np.stack(np.mgrid[:size, :size], axis=-1) - size // 2 - np.asarray(center)
-    probs = np.exp(-np.einsum('...i,ij,...j', shift, np.asarray(precision), shift) / 2)
-    return probs / probs.sum()
-
-
-def model_with_head(center, name='sa_quadratic_cifar', sqrt_precision=1.0):
-    """Its first head is as given in every layer."""
-    model = small_timm(name)
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attn.encoding.center[0] = torch.tensor(center)
-            block.attn.encoding.sqrt_precision[0] = torch.tensor(sqrt_precision)
-    return model
 
 
 def maps_of(model, size, query=None):
@@ -83,136 +53,12 @@ def contours_of(axes, head=0):
     return {line.get_linestyle(): np.stack([line.get_ydata(), line.get_xdata()], axis=-1) for line in lines}
 
 
-def test_without_matplotlib_it_says_what_to_install():
-    program = "import sys; sys.modules['matplotlib'] = None; import attncnn_plugin.visualization"
-    result = subprocess.run([sys.executable, '-W', 'ignore', '-c', program], capture_output=True, text=True)
-    assert result.returncode and "ImportError: the figures need matplotlib: pip install 'attncnn_plugin[vis]'" in (
-        result.stderr
-    )
-
-
-# Contours.
-
-
-@given(st.floats(0.05, 3), st.sampled_from([0.5, 0.9]), st.floats(-3, 3), st.floats(-3, 3))
-def test_circles_have_the_closed_form(alpha, mass, row, column):
-    line = gaussian_contour(np.array([row, column]), 2 * alpha * np.eye(2), mass)
-    radius = np.linalg.norm(line - [row, column], axis=1)
-    assert np.allclose(radius**2, math.log(1 / (1 - mass)) / alpha)
-
-
-@pytest.mark.parametrize('mass', [0.5, 0.9])
-@pytest.mark.parametrize('precision', [[[0.2, 0.0], [0.0, 0.2]], [[0.1, 0.0], [0.0, 0.6]], [[0.05, 0.05], [0.05, 0.3]]])
-def test_ellipses_hold_their_mass_and_agree_with_the_probabilities(precision, mass):
-    center, size = (1, -2), 41
-    probs = gaussian_probs(center, precision, size)
-    ellipse = gaussian_contour(np.array(center), np.array(precision), mass)
-    pixels = np.argwhere(np.ones((size, size))) - size // 2
-    inside = Line(ellipse).contains_points(pixels).reshape(size, size)
-    assert abs(probs[inside].sum() - mass) < 0.03
-    # The region of pixels is that of the closed form, but for pixels at its border.
-    region = region_of_mass(probs, mass)
-    wrong = pixels[(region != inside).flatten()]
-    assert all(np.linalg.norm(ellipse - pixel, axis=1).min() < 0.75 for pixel in wrong)
-
-
-@given(st.floats(0.03, 1), st.sampled_from([0.5, 0.9]))
-def test_regions_of_a_gaussian_have_the_radius_of_the_closed_form(alpha, mass):
-    region = region_of_mass(gaussian_probs((0, 0), 2 * alpha * np.eye(2), 41), mass)
-    radius = math.sqrt(math.log(1 / (1 - mass)) / alpha)
-    distance = np.hypot(*np.mgrid[-20:21, -20:21])
-    assert abs(distance[region].max() - radius) < 1 and abs(math.sqrt(region.sum() / math.pi) - radius) < 0.6
-
-
-@given(st.integers(0, 10**6), st.floats(0.05, 0.95))
-def test_regions_hold_their_mass_and_no_more_than_needed(seed, mass):
-    probs = np.random.default_rng(seed).dirichlet(np.full(30, 0.3)).reshape(5, 6) * 0.8  # the rest is outside
-    region = region_of_mass(probs, mass)
-    held = probs[region].sum() / probs.sum()
-    assert held >= mass - 1e-9 and held - probs[region].min() / probs.sum() < mass
-    assert probs[region].min() >= probs[~region].max(initial=0)
-
-
-def test_masses_out_of_range():
-    for mass in (0, 1, 1.5):
-        with pytest.raises(ValueError, match=f'mass={mass} must be above 0 and below 1'):
-            region_of_mass(np.ones((2, 2)), mass)
-        with pytest.raises(ValueError, match=f'mass={mass} must be'):
-            plot_attention_centers(small_timm('sa_quadratic_cifar'), (4, 4), masses=[mass])
-
-
-@given(st.integers(0, 10**6), st.sampled_from([0.0, 0.1, 0.3]))
-def test_outlines_surround_the_pixels_of_the_region_alone(seed, inset):
-    region = np.random.default_rng(seed).random((5, 7)) < 0.5
-    lines = outline(region, inset)
-    pixels = np.argwhere(np.ones_like(region))
-    inside = sum(Line(line, closed=True).contains_points(pixels).astype(int) for line in lines) if lines else 0
-    assert np.array_equal(np.broadcast_to(inside, region.size) % 2, region.flatten())
-    for line in lines:
-        assert np.array_equal(line[0], line[-1])
-        steps = np.diff(line, axis=0)
-        assert ((steps == 0).sum(1) == 1).all()  # along rows and columns
-        # As far inside of the pixels as it was asked for.
-        assert np.allclose(np.abs(line % 1 - 0.5), inset)
-
-
-def test_the_outline_of_a_pixel():
-    region = np.zeros((3, 4), dtype=bool)
-    region[1, 3] = True
-    (line,) = outline(region, 0.1)
-    assert sorted(map(tuple, np.round(line[:-1], 6))) == [(0.6, 2.6), (0.6, 3.4), (1.4, 2.6), (1.4, 3.4)]
-
-
-def test_pixels_that_touch_at_a_corner_have_lines_of_their_own():
-    for region in (np.eye(2, dtype=bool), ~np.eye(2, dtype=bool)):
-        lines = outline(region, 0.1)
-        assert sorted(tuple(np.round(line[:-1].mean(0), 6) + 0.0) for line in lines) == sorted(
-            map(tuple, np.argwhere(region).astype(float))
-        )
-
-
-# Centres.
-
-
-@pytest.mark.parametrize(
-    'name, factor, width',
-    [
-        ('sa_quadratic_cifar', 0.5, 2.0),
-        ('sa_generalized_cifar', [[0.5, 0.0], [0.0, 0.25]], math.sqrt((4 + 16) / 2)),
-        ('sa_quadratic_cifar', 0.0, 1000.0),
-        ('sa_generalized_cifar', [[1.0, 1.0], [1.0, 1.0]], math.sqrt((1e6 + 0.25) / 2)),
-    ],
-)
-def test_centres_and_widths_of_gaussian_heads(name, factor, width):
-    layer = model_with_head((1.0, -2.0), name, factor).blocks[0].attn
-    centers, widths = head_centers(layer, (6, 4))
-    assert centers[0].tolist() == [1, -2] and widths[0].item() == pytest.approx(width)
-    assert torch.allclose(centers, layer.encoding.center.double())
-
-
-def test_centres_and_widths_of_other_heads():
-    probs = torch.zeros(2, 15, 15)
-    probs[:, :, 0] = 1
-    probs[0, 7] = 0
-    probs[0, 7, 2 * 5 + 1], probs[0, 7, 2 * 5 + 3] = 0.1, 0.3  # of 0.4: the rest is outside of the grid
-    layer = small_timm('sa_learned_content_cifar').blocks[0].attn
-    centers, widths = head_centers(layer, (3, 5), probs=probs)  # of the query in row 1, column 2
-    assert torch.allclose(centers, torch.tensor([[1, 0.5], [-1, -2]], dtype=torch.float64), atol=1e-6)
-    assert torch.allclose(widths, torch.tensor([math.sqrt(0.75 / 2), 0], dtype=torch.float64), atol=1e-6)
-    centers, _ = head_centers(layer, (3, 5), query=(2, 4), probs=probs)
-    assert centers[0].tolist() == [-2, -4]
-    with pytest.raises(ValueError, match=r"terms=\('qk', 'qr'\), .*depends on position alone: give probs"):
-        head_centers(layer, (3, 5))
-
-
-def test_queries_outside_of_the_grid():
-    assert query_index((1, 2), (3, 5)) == 7 and query_index(None, (3, 5)) == 7
-    for query in ((3, 0), (0, 5), (-1, 0)):
-        with pytest.raises(ValueError, match='row from 0 to 2 and a column from 0 to 4'):
-            query_index(query, (3, 5))
-
-
-# What is drawn, and where.
+def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+    for name in [name for name in sys.modules if f'{name}.'.startswith('attncnn_plugin.visualization.')]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, 'matplotlib', None)
+    with pytest.raises(ImportError, match=r"the figures need matplotlib: pip install 'attncnn_plugin\[vis\]'"):
+        importlib.import_module('attncnn_plugin.visualization')
 
 
 @pytest.mark.parametrize(
@@ -395,17 +241,6 @@ def test_heads_that_look_beyond_the_grid_are_named():
     assert len(head_marks(plot_attention_centers(model, (8, 8)).axes[0])) == 9
 
 
-def test_maps_of_a_query_are_rows_of_the_probabilities():
-    models = [small_timm(f'sa_{kind}_cifar') for kind in ('quadratic', 'generalized', 'learned')] + [
-        small_timm('sa_learned_content_cifar', terms=('qk', 'vr')),
-        small_cmhsa('attn'),
-    ]
-    for model in models:
-        for layer in attention_layers(model).values():
-            expected = layer.position_probs((6, 5)).detach()[:, 2 * 5 + 4].unflatten(1, (6, 5))
-            assert torch.allclose(query_maps(layer, (6, 5), (2, 4)).float(), expected, atol=1e-6)
-
-
 def test_the_bias_of_cmhsa_and_means_over_images_are_drawn():
     model, images = small_cmhsa('attn'), torch.randn(2, 3, 16, 16)
     for probs in (None, mean_attention_probs_of(model, images)):
@@ -439,33 +274,6 @@ def test_files_by_their_suffix(tmp_path):
     assert (tmp_path / 'a.svg').read_bytes() == (tmp_path / 'b.svg').read_bytes()
     with pytest.raises(ValueError, match=r'must end in .png or .svg'):
         save_figure(figure, tmp_path / 'a.jpg')
-
-
-# Logs.
-
-
-def write_log(work_dir, name, lines):
-    path = work_dir / name / 'vis_data' / 'scalars.json'
-    path.parent.mkdir(parents=True)
-    path.write_text('\n'.join(line if isinstance(line, str) else json.dumps(line) for line in lines) + '\n')
-    return path
-
-
-def accuracy(*values, first=1):
-    return [{'accuracy/top1': value, 'step': step} for step, value in enumerate(values, start=first)]
-
-
-def test_logs_of_a_run_that_was_resumed_are_joined(tmp_path):
-    write_log(
-        tmp_path,
-        '20260101_000000',
-        [{'loss': 2.0, 'epoch': 1, 'iter': 10, 'step': 10}, *accuracy(10.0, 20.0, 30.0), '{"accuracy/top1": 4'],
-    )
-    write_log(tmp_path, '20260102_000000', accuracy(25.0, 35.0, first=3))
-    assert read_scalars(tmp_path)['accuracy/top1'].tolist() == [[1, 10], [2, 20], [3, 25], [4, 35]]
-    path = write_log(tmp_path, '20260103_000000', accuracy(1.0))  # begun anew
-    assert read_scalars(tmp_path)['accuracy/top1'].tolist() == [[1, 1]] == read_scalars(path)['accuracy/top1'].tolist()
-    assert read_scalars(tmp_path)['loss'].tolist() == [[10, 2]]
 
 
 def test_accuracy_of_several_runs(tmp_path):
@@ -517,27 +325,6 @@ def test_a_layer_whose_heads_were_all_pruned_ends_in_crosses():
     assert set(head_marks(axes[1])) == {'head 0'}
 
 
-def test_another_training_in_the_same_folder(tmp_path):
-    def line(step, heads):
-        return {
-            'step': step,
-            **{
-                f'attention/blocks.{layer}.attn/head{head}/center_{axis}': float(step)
-                for layer, head in heads
-                for axis in ('row', 'column')
-            },
-        }
-
-    write_log(tmp_path, '1', [line(step, [(0, 0), (0, 1), (1, 0)]) for step in range(3)])
-    write_log(tmp_path, '2', [line(step, [(0, 0)]) for step in range(2)])
-    assert {
-        layer: {head: len(way) for head, way in heads.items()} for layer, heads in read_centers(tmp_path).items()
-    } == {'blocks.0.attn': {0: 2}}
-    write_log(tmp_path, '3', [line(step, [(0, 0), (0, 1)]) for step in range(1, 3)])  # resumed
-    centers = read_centers(tmp_path)['blocks.0.attn']
-    assert centers[0][:, 0].tolist() == [0, 1, 2] and centers[1][:, 0].tolist() == [1, 2]
-
-
 def test_curves_of_trainings_by_iterations(tmp_path):
     write_log(
         tmp_path / 'a',
@@ -553,155 +340,3 @@ def test_curves_of_trainings_by_iterations(tmp_path):
     write_log(tmp_path / 'c', '1', [{'accuracy/top1': 10.0, 'step': 0}, {'accuracy/top1': 15.0, 'step': 0}])
     with pytest.raises(ValueError, match='of step 0.*log_metric_by_epoch=False'):
         plot_metric({'c': tmp_path / 'c'})
-
-
-# The tool.
-
-
-@pytest.fixture(scope='module')
-def checkpoints(tmp_path_factory, repository):
-    folder = tmp_path_factory.mktemp('checkpoints')
-    for kind in ('quadratic', 'learned_content'):
-        torch.manual_seed(0)
-        config = Config.fromfile(str(repository / f'configs/sa_{kind}_digits.py'))
-        config.model.backbone.arch = dict(embed_dims=16, num_layers=2, num_heads=3, feedforward_channels=24)
-        config.model.head.in_channels = 16
-        config.dump(str(folder / f'{kind}.py'))
-        torch.save(get_model(str(folder / f'{kind}.py')).state_dict(), folder / f'{kind}.pth')
-    write_log(
-        folder / 'run',
-        '1',
-        [
-            *accuracy(10.0, 20.0),
-            *(
-                {
-                    'step': step,
-                    'attention/blocks.0.attn/head0/center_row': 1.0,
-                    'attention/blocks.0.attn/head0/center_column': step,
-                }
-                for step in range(3)
-            ),
-        ],
-    )
-    mmcv.imwrite(np.random.default_rng(0).integers(0, 255, (16, 16, 3), dtype=np.uint8), str(folder / 'image.png'))
-    return folder
-
-
-def test_the_tool_in_a_process_of_its_own(checkpoints, repository, tmp_path):
-    output = run(
-        'python',
-        repository / 'tools/visualization/plot_attention.py',
-        checkpoints / 'quadratic.py',
-        checkpoints / 'quadratic.pth',
-        '--figure',
-        'centers',
-        '--out',
-        tmp_path / 'a.svg',
-        folder=tmp_path,
-        DISPLAY='',
-    )
-    assert f'Saved {tmp_path / "a.svg"}' in output
-    assert xml.dom.minidom.parse(str(tmp_path / 'a.svg')).documentElement.tagName == 'svg'
-
-
-@pytest.fixture
-def tool(repository, monkeypatch):
-    """Runs the tool with some options in this process."""
-
-    def run_tool(*options):
-        path = repository / 'tools/visualization/plot_attention.py'
-        monkeypatch.setattr(sys, 'argv', [str(path), *map(str, options)])
-        return runpy.run_path(str(path), run_name='__main__')
-
-    return run_tool
-
-
-@pytest.mark.parametrize(
-    'kind, options',
-    [
-        ('quadratic', ['--figure', 'probabilities', '--query', 1, 5, '--zoom', 3]),
-        ('learned_content', ['--figure', 'centers', '--num-images', 5]),
-        ('learned_content', ['--figure', 'content', '--num-images', 5]),
-        ('learned_content', ['--figure', 'content', '--image', 7, '--query', 4, 2]),
-        ('learned_content', ['--figure', 'content', '--image', 'image.png']),
-        (None, ['--figure', 'movement', '--runs', 'run']),
-        (None, ['--figure', 'accuracy', '--runs', 'run', 'again=run']),
-    ],
-)
-def test_figures_of_the_tool(checkpoints, tool, monkeypatch, kind, options):
-    monkeypatch.chdir(checkpoints)
-    model = [] if kind is None else [f'{kind}.py', f'{kind}.pth']
-    (checkpoints / 'a.png').unlink(missing_ok=True)
-    tool(*model, *options, '--out', 'a.png')
-    assert mmcv.imread('a.png').std() > 10
-
-
-def test_what_the_tool_draws(checkpoints, tool, monkeypatch):
-    """The image that was named, and its attention."""
-    drawn = {}
-    monkeypatch.setattr(
-        visualization, 'plot_attention_probs', lambda *args, **options: drawn.update(options, args=args)
-    )
-    monkeypatch.setattr(visualization, 'save_figure', lambda figure, path: None)
-    monkeypatch.chdir(checkpoints)
-    tool(
-        'learned_content.py',
-        'learned_content.pth',
-        '--figure',
-        'content',
-        '--image',
-        'image.png',
-        '--query',
-        4,
-        2,
-        '--out',
-        'a.png',
-    )
-    maps, query = drawn['args']
-    assert (query, drawn['zoom'], drawn['numbers']) == ((4, 2), None, None)
-    grey = mmcv.imread('image.png', flag='grayscale')
-    assert np.array_equal(drawn['image'], np.repeat(grey[..., None], 3, axis=2))
-    model = get_model('learned_content.py', pretrained='learned_content.pth')
-    tensor = (torch.from_numpy(grey)[None, None].float() - 77.9) / 95.9
-    for name, expected in attention_probs_of(model, tensor).items():
-        assert torch.allclose(maps[name].float(), expected[0, :, 4 * 8 + 2].unflatten(1, (8, 8)), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    'options, message',
-    [
-        (['--figure', 'centers', '--out', 'a.png'], 'give CONFIG and CHECKPOINT'),
-        (['--figure', 'movement', '--out', 'a.png'], 'give --runs DIR'),
-        (['--figure', 'movement', '--runs', 'a', 'b', '--out', 'a.png'], 'one training'),
-        (['--figure', 'accuracy', '--runs', 'x', '--out', 'a.pdf'], 'must end in .png or .svg'),
-        (['a.py', 'a.pth', '--figure', 'content', '--num-images', '0', '--out', 'a.png'], '--num-images 0 must be at'),
-    ],
-)
-def test_wrong_options_of_the_tool(tool, capsys, options, message):
-    with pytest.raises(SystemExit):
-        tool(*options)
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    'options, message',
-    [
-        (['quadratic.py', 'quadratic.pth', '--figure', 'content'], '--figure probabilities draws it'),
-        (['quadratic.py', 'quadratic.pth', '--figure', 'probabilities', '--query', '8', '0'], 'row from 0 to 7'),
-        (['learned_content.py', 'learned_content.pth', '--figure', 'content', '--image', '400'], 'below 364'),
-        (['learned_content.py', 'learned_content.pth', '--figure', 'content', '--size', '4', '4'], '--size is for'),
-        (
-            ['quadratic.py', 'quadratic.pth', '--figure', 'centers', '--image', '3'],
-            '--image is for attention that depends',
-        ),
-        (['learned_content.py', 'quadratic.pth', '--figure', 'content'], 'quadratic.pth does not fit the model'),
-        (['--figure', 'accuracy', '--runs', 'run', '--metric', 'top5'], "metric='top5' is not in the logs"),
-        (['--figure', 'accuracy', '--runs', 'run', 'run'], 'the same name'),
-        (['--figure', 'movement', '--runs', '.'], 'LocalVisBackend'),
-    ],
-)
-def test_what_the_tool_cannot_draw(checkpoints, tool, monkeypatch, options, message):
-    monkeypatch.chdir(checkpoints)
-    with pytest.raises(SystemExit, match=message):
-        tool(*options, '--out', 'none.png')
-    assert not (checkpoints / 'none.png').exists()

@@ -55,7 +55,7 @@ def model_reports(
         blocks.1.attn images (6, 6) 2
     """
     layers = require_attention_layers(model)
-    if size is not None and not any(layer.has_position_scores for layer in layers.values()):
+    if images is not None and size is not None and not any(layer.has_position_scores for layer in layers.values()):
         raise ValueError(
             f'size={size!r} is that of a grid for scores by position alone, but model has none: what it '
             'has is averaged over images, on their own grid'

@@ -1,0 +1,115 @@
+"""Head reports of models, as text and as JSON."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from helpers.head_reports import LAYERS, brute_force, check_schema, window_shifts
+from helpers.small import small_cmhsa, small_timm
+
+from attncnn_plugin.analysis import (
+    attention_layers,
+    attention_probs_of,
+    head_report,
+    model_reports,
+    position_only_probs_of,
+    reports_to_dict,
+    reports_to_text,
+)
+from attncnn_plugin.analysis.head_reports.report import json_ready
+
+
+def test_transition_of_cmhsa():
+    """Convolutions that became attention over patches are reported as hard heads on the nine patches."""
+    model = small_cmhsa('conv', attn_bias_init=40.0)
+    model.to_attention()
+    for report in model_reports(model, torch.randn(2, 3, 16, 16)):
+        assert report.summary == 'one convolution, 3x3, error 0' and report.grid == (8, 8)
+        assert sorted(head.nearest_shift for head in report.heads) == sorted(itertools.product((-1, 0, 1), repeat=2))
+        assert report.convolutions[0].padding_mode == 'zeros'
+        assert {head.width_text for head in report.heads} == {'0'}
+        assert {head.degenerate for head in report.heads} == {None} and 'degenerate' not in str(report)
+    assert report.attention == 'images' and report.num_images == 2
+    model.switch_to_deploy()
+    assert {report.summary for report in model_reports(model, torch.randn(2, 3, 16, 16))} == {report.summary}
+
+
+def test_layers_that_became_convolutions():
+    """They have a line in the place of their heads; with nothing else left the error names what took them."""
+    model = small_timm('sa_quadratic_cifar', num_heads=9)
+    for block in model.blocks[1:]:
+        with torch.no_grad():
+            block.attn.encoding.center.copy_(torch.tensor(window_shifts((3, 3))))
+            block.attn.encoding.sqrt_precision.fill_(40.0)
+    model.switch_to_deploy(conv_tolerance=1e-3)
+    reports = model_reports(model, size=(5, 6))
+    assert [(report.name, report.num_heads) for report in reports] == [('blocks.0.attn', 9), ('blocks.1.attn', 0)]
+    assert reports[1].summary == 'a convolution of 3x3 shifts' and reports[1].grid == (5, 6)
+    assert 'blocks.1.attn: by position, 5x6 tokens, 0 heads: a convolution of 3x3 shifts' in reports_to_text(reports)
+    check_schema(json.dumps(reports_to_dict(reports)))
+    del model.blocks[0]
+    with pytest.raises(ValueError, match='switch_to_deploy with conv_tolerance puts convolutions in their place'):
+        model_reports(model, size=(5, 6))
+
+
+@pytest.mark.parametrize('kind', ['quadratic', 'generalized', 'learned', 'patch'])
+@pytest.mark.parametrize('width', [0.0, 1e-30, 1.0, 1e15])
+def test_json(kind, width):
+    """Widths of 0, and hardly more, give infinite covariances: null, never a word that JSON does not have."""
+    layer = LAYERS[kind]()
+    with torch.no_grad():
+        if hasattr(layer, 'encoding') and hasattr(layer.encoding, 'sqrt_precision'):
+            layer.encoding.sqrt_precision[1] *= width
+        else:
+            next(layer.position.parameters() if kind == 'patch' else layer.encoding.parameters())[1] *= min(
+                width, 100.0
+            )
+    for size in [(3, 4), (1, 2), (8, 8)]:
+        report = head_report(layer, size)
+        content = reports_to_dict([report], model='m', checkpoint=None)
+        loaded = check_schema(json.dumps(content, allow_nan=False))
+        assert loaded['layers'][0] == report.to_dict() and loaded['model'] == 'm'
+        assert str(report) and reports_to_text([report])
+
+
+def test_json_of_numbers_that_are_not_finite():
+    assert json_ready({'a': (math.inf, [math.nan, 1.5], 'x', None, True)}) == {
+        'a': [None, [None, 1.5], 'x', None, True]
+    }
+
+
+@pytest.mark.parametrize('name', ['sa_quadratic_cifar', 'sa_learned_cifar', 'sa_learned_content_cifar'])
+def test_models(name):
+    model, images = small_timm(name), torch.randn(3, 3, 12, 10)
+    if name == 'sa_learned_content_cifar':
+        images = images.mul(3)  # so that images differ
+    model.prune_heads({1: [0]})
+    reports = model_reports(model, images)
+    assert {report.grid for report in reports} == {(6, 5)}
+    parts = ['position', 'images'] if name == 'sa_learned_content_cifar' else ['position']
+    assert [(report.name, report.attention, report.num_heads) for report in reports] == [
+        (name, part, heads) for name, heads in zip(attention_layers(model), (3, 2)) for part in parts
+    ]
+    if name != 'sa_learned_content_cifar':
+        assert reports[1].heads == head_report(model.blocks[1].attn, (6, 5)).heads
+        assert [report.attention for report in model_reports(model, size=(4, 4))] == ['position'] * 2
+        return
+    probs = dict(position=position_only_probs_of(model, images), images=attention_probs_of(model, images))
+    for report in reports:
+        assert report.num_images == 3 and 'mean over 3 images' in str(report)
+        for head, maps in zip(report.heads, probs[report.attention][report.name].transpose(0, 1)):
+            expected = brute_force(maps.mean(0), 6, 5)
+            entropies = torch.special.entr(maps).sum(-1).mean().item()  # of each image
+            assert head.entropy == pytest.approx(entropies, abs=1e-5) and entropies < expected['entropy'] - 0.1
+            assert head.degenerate is head.criterion is head.why is None
+            assert head.mass_3x3 == pytest.approx(expected['mass_3x3'], abs=1e-5)
+
+
+def test_content_with_positions_has_both():
+    model = small_timm('sa_learned_content_cifar', terms=('qk', 'vr'))
+    reports = model_reports(model, torch.randn(2, 3, 8, 8), size=(5, 6))
+    assert [(report.name, report.attention, report.grid) for report in reports] == [
+        (f'blocks.{i}.attn', *part) for i in range(2) for part in (('position', (5, 6)), ('images', (4, 4)))
+    ]

@@ -1,0 +1,131 @@
+"""Head reports of timm's vision transformers."""
+
+import json
+
+import pytest
+import timm
+import torch
+from helpers.head_reports import brute_force, check_schema
+from torch import nn
+
+from attncnn_plugin.analysis import (
+    reports_to_dict,
+    timm_attention,
+    timm_reports,
+)
+
+TINY = dict(embed_dim=12, num_heads=3, depth=2, img_size=32, num_classes=4, pos_drop_rate=0.5)
+
+
+def tiny_timm(name, **kwargs):
+    return timm.create_model(name, pretrained=False, **{**TINY, **kwargs})
+
+
+@pytest.mark.parametrize(
+    'name, kwargs, prefix',
+    [
+        ('vit_tiny_patch16_224', dict(patch_size=8), 1),
+        ('vit_tiny_patch16_224', dict(patch_size=8, reg_tokens=3), 4),
+        ('vit_tiny_patch16_224', dict(patch_size=8, class_token=False, global_pool='avg'), 0),
+        ('deit_tiny_distilled_patch16_224', dict(patch_size=8), 2),
+    ],
+)
+def test_timm_attention(name, kwargs, prefix):
+    """Against q and k computed here."""
+    model, images = tiny_timm(name, **kwargs).train(), torch.randn(5, 3, 32, 32)
+    inputs = {}
+    for i, block in enumerate(model.blocks):
+        block.attn.fused_attn = i == 0
+        nn.init.normal_(block.attn.qkv.weight, std=0.5)
+        block.attn.register_forward_pre_hook(lambda _, args, i=i: inputs.update({i: args[0].detach()}))
+    probs, left_out = timm_attention(model, images)
+    assert all(module.training for module in model.modules())
+    assert [block.attn.fused_attn for block in model.blocks] == [True, False]
+    assert not any(block.attn.attn_drop._forward_pre_hooks for block in model.blocks)
+    assert list(probs) == ['blocks.0.attn', 'blocks.1.attn']
+    for i, block in enumerate(model.blocks):
+        qkv = block.attn.qkv(inputs[i]).reshape(5, -1, 3, 3, 4)  # (B, N, 3, heads, D_h)
+        for head in range(3):
+            whole = (qkv[:, :, 0, head] @ qkv[:, :, 1, head].mT / 2).softmax(-1)
+            patches = whole[:, prefix:, prefix:] / whole[:, prefix:, prefix:].sum(-1, keepdim=True)
+            assert torch.allclose(probs[f'blocks.{i}.attn'][:, head], patches, atol=1e-5)
+            mass = whole[:, prefix:, :prefix].sum(-1).mean(-1)
+            assert torch.allclose(left_out[f'blocks.{i}.attn'][:, head], mass, atol=1e-5)
+    reports = timm_reports(model, images)
+    assert [report.grid for report in reports] == [(4, 4)] * 2 and {report.num_images for report in reports} == {5}
+    for report in reports:
+        for head, maps in zip(report.heads, probs[report.name].transpose(0, 1)):
+            expected = brute_force(maps.mean(0), 4, 4)
+            assert head.entropy == pytest.approx(torch.special.entr(maps).sum(-1).mean().item(), abs=1e-5)
+            assert head.degenerate is None
+            assert head.center == pytest.approx(expected['center'], abs=1e-5)
+            assert head.prefix_mass == pytest.approx(left_out[report.name][:, head.head].mean().item(), abs=1e-5)
+        assert 'no patch' in str(report)
+    check_schema(json.dumps(reports_to_dict(reports), allow_nan=False))
+
+
+def test_patches_that_look_at_no_patch():
+    """All of the attention to the class token: nothing is left to be renormalized, and nothing is divided by it."""
+    model = tiny_timm('vit_tiny_patch16_224', patch_size=8)
+    with torch.no_grad():
+        for tensor in (
+            model.pos_embed,
+            model.cls_token,
+            model.patch_embed.proj.weight,
+            model.patch_embed.proj.bias,
+            *model.blocks[0].attn.qkv.parameters(),
+        ):
+            tensor.zero_()
+        model.cls_token[..., 0], model.patch_embed.proj.bias[0] = 1, -1
+        model.blocks[0].attn.qkv.bias[:12] = 1
+        model.blocks[0].attn.qkv.weight[12:24, 0] = 100
+    report = timm_reports(model, torch.randn(1, 3, 32, 32))[0]
+    assert all(head.prefix_mass == 1 and head.center is None and head.entropy == 0 for head in report.heads)
+
+
+def test_convit_that_is_a_convolution():
+    """Its positional heads, begun hard and with the content shut off, are the nine shifts; rows are not columns."""
+    model = timm.create_model(
+        'convit_tiny',
+        embed_dim=4,
+        num_heads=9,
+        depth=3,
+        local_up_to_layer=2,
+        img_size=32,
+        patch_size=4,
+        locality_strength=40.0,
+        num_classes=4,
+    )
+    for block in model.blocks[:2]:
+        nn.init.constant_(block.attn.gating_param, 30.0)
+    reports = timm_reports(model, torch.randn(2, 3, 32, 32))
+    for report in reports[:2]:
+        assert report.summary == 'one convolution, 3x3, error 0'
+        assert report.heads[1].nearest_shift == (0, -1) and report.heads[3].nearest_shift == (-1, 0)
+        assert [head.prefix_mass for head in report.heads] == pytest.approx([0.0] * 9, abs=1e-6)
+    assert reports[2].heads[0].prefix_mass > 0  # the class token has come
+
+
+@pytest.mark.parametrize(
+    'name, kwargs, reason',
+    [
+        ('swin_tiny_patch4_window7_224', dict(embed_dim=12, depths=(1,) * 4, num_heads=(1,) * 4), 'no blocks'),
+        ('cait_xxs24_224', dict(embed_dim=12, depth=1, num_heads=3), 'do not add up to 1'),
+        ('samvit_base_patch16', dict(embed_dim=12, depth=1, num_heads=3, img_size=64, global_attn_indexes=()), 'shape'),
+        ('vit_dwee_patch16_reg1_gap_256', dict(embed_dim=16, depth=1, num_heads=2, img_size=224), 'with N_h = 2'),
+        ('resnet18', {}, 'no patch_embed with a grid'),
+    ],
+)
+def test_other_timm_models(name, kwargs, reason):
+    model = timm.create_model(name, pretrained=False, **kwargs)
+    size = 64 if name.startswith('sam') else 224
+    with pytest.raises(ValueError, match=f'{type(model).__name__}, whose attention cannot be reported: .*{reason}'):
+        timm_reports(model, torch.randn(1, 3, size, size))
+
+
+def test_timm_model_without_attention():
+    model = tiny_timm('vit_tiny_patch16_224')
+    for block in model.blocks:
+        block.attn = nn.Identity()
+    with pytest.raises(ValueError, match='its blocks have no attention with num_heads'):
+        timm_attention(model, torch.randn(1, 3, 32, 32))

@@ -1,0 +1,168 @@
+"""The tool that draws figures."""
+
+import runpy
+import sys
+import xml.dom.minidom
+
+import mmcv
+import numpy as np
+import pytest
+import torch
+from helpers.logs import accuracy, write_log
+from helpers.processes import run
+from mmengine.config import Config
+from mmpretrain import get_model
+
+from attncnn_plugin import visualization
+from attncnn_plugin.analysis import (
+    attention_probs_of,
+)
+
+
+@pytest.fixture(scope='module')
+def checkpoints(tmp_path_factory, repository):
+    folder = tmp_path_factory.mktemp('checkpoints')
+    for kind in ('quadratic', 'learned_content'):
+        torch.manual_seed(0)
+        config = Config.fromfile(str(repository / f'configs/sa_{kind}_digits.py'))
+        config.model.backbone.arch = dict(embed_dims=16, num_layers=2, num_heads=3, feedforward_channels=24)
+        config.model.head.in_channels = 16
+        config.dump(str(folder / f'{kind}.py'))
+        torch.save(get_model(str(folder / f'{kind}.py')).state_dict(), folder / f'{kind}.pth')
+    write_log(
+        folder / 'run',
+        '1',
+        [
+            *accuracy(10.0, 20.0),
+            *(
+                {
+                    'step': step,
+                    'attention/blocks.0.attn/head0/center_row': 1.0,
+                    'attention/blocks.0.attn/head0/center_column': step,
+                }
+                for step in range(3)
+            ),
+        ],
+    )
+    mmcv.imwrite(np.random.default_rng(0).integers(0, 255, (16, 16, 3), dtype=np.uint8), str(folder / 'image.png'))
+    return folder
+
+
+def test_the_tool_in_a_process_of_its_own(checkpoints, repository, tmp_path):
+    output = run(
+        'python',
+        repository / 'tools/visualization/plot_attention.py',
+        checkpoints / 'quadratic.py',
+        checkpoints / 'quadratic.pth',
+        '--figure',
+        'centers',
+        '--out',
+        tmp_path / 'a.svg',
+        folder=tmp_path,
+        DISPLAY='',
+    )
+    assert f'Saved {tmp_path / "a.svg"}' in output
+    assert xml.dom.minidom.parse(str(tmp_path / 'a.svg')).documentElement.tagName == 'svg'
+
+
+@pytest.fixture
+def tool(repository, monkeypatch):
+    """Runs the tool with some options in this process."""
+
+    def run_tool(*options):
+        path = repository / 'tools/visualization/plot_attention.py'
+        monkeypatch.setattr(sys, 'argv', [str(path), *map(str, options)])
+        return runpy.run_path(str(path), run_name='__main__')
+
+    return run_tool
+
+
+@pytest.mark.parametrize(
+    'kind, options',
+    [
+        ('quadratic', ['--figure', 'probabilities', '--query', 1, 5, '--zoom', 3]),
+        ('learned_content', ['--figure', 'centers', '--num-images', 5]),
+        ('learned_content', ['--figure', 'content', '--num-images', 5]),
+        ('learned_content', ['--figure', 'content', '--image', 7, '--query', 4, 2]),
+        ('learned_content', ['--figure', 'content', '--image', 'image.png']),
+        (None, ['--figure', 'movement', '--runs', 'run']),
+        (None, ['--figure', 'accuracy', '--runs', 'run', 'again=run']),
+    ],
+)
+def test_figures_of_the_tool(checkpoints, tool, monkeypatch, kind, options):
+    monkeypatch.chdir(checkpoints)
+    model = [] if kind is None else [f'{kind}.py', f'{kind}.pth']
+    (checkpoints / 'a.png').unlink(missing_ok=True)
+    tool(*model, *options, '--out', 'a.png')
+    assert mmcv.imread('a.png').std() > 10
+
+
+def test_what_the_tool_draws(checkpoints, tool, monkeypatch):
+    """The image that was named, and its attention."""
+    drawn = {}
+    monkeypatch.setattr(
+        visualization, 'plot_attention_probs', lambda *args, **options: drawn.update(options, args=args)
+    )
+    monkeypatch.setattr(visualization, 'save_figure', lambda figure, path: None)
+    monkeypatch.chdir(checkpoints)
+    tool(
+        'learned_content.py',
+        'learned_content.pth',
+        '--figure',
+        'content',
+        '--image',
+        'image.png',
+        '--query',
+        4,
+        2,
+        '--out',
+        'a.png',
+    )
+    maps, query = drawn['args']
+    assert (query, drawn['zoom'], drawn['numbers']) == ((4, 2), None, None)
+    grey = mmcv.imread('image.png', flag='grayscale')
+    assert np.array_equal(drawn['image'], np.repeat(grey[..., None], 3, axis=2))
+    model = get_model('learned_content.py', pretrained='learned_content.pth')
+    tensor = (torch.from_numpy(grey)[None, None].float() - 77.9) / 95.9
+    for name, expected in attention_probs_of(model, tensor).items():
+        assert torch.allclose(maps[name].float(), expected[0, :, 4 * 8 + 2].unflatten(1, (8, 8)), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    'options, message',
+    [
+        (['--figure', 'centers', '--out', 'a.png'], 'give CONFIG and CHECKPOINT'),
+        (['--figure', 'movement', '--out', 'a.png'], 'give --runs DIR'),
+        (['--figure', 'movement', '--runs', 'a', 'b', '--out', 'a.png'], 'one training'),
+        (['--figure', 'accuracy', '--runs', 'x', '--out', 'a.pdf'], 'must end in .png or .svg'),
+        (['a.py', 'a.pth', '--figure', 'content', '--num-images', '0', '--out', 'a.png'], '--num-images 0 must be at'),
+    ],
+)
+def test_wrong_options_of_the_tool(tool, capsys, options, message):
+    with pytest.raises(SystemExit):
+        tool(*options)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    'options, message',
+    [
+        (['quadratic.py', 'quadratic.pth', '--figure', 'content'], '--figure probabilities draws it'),
+        (['quadratic.py', 'quadratic.pth', '--figure', 'probabilities', '--query', '8', '0'], 'row from 0 to 7'),
+        (['learned_content.py', 'learned_content.pth', '--figure', 'content', '--image', '400'], 'below 364'),
+        (['learned_content.py', 'learned_content.pth', '--figure', 'content', '--size', '4', '4'], '--size is for'),
+        (
+            ['quadratic.py', 'quadratic.pth', '--figure', 'centers', '--image', '3'],
+            '--image is for attention that depends',
+        ),
+        (['learned_content.py', 'quadratic.pth', '--figure', 'content'], 'quadratic.pth does not fit the model'),
+        (['--figure', 'accuracy', '--runs', 'run', '--metric', 'top5'], "metric='top5' is not in the logs"),
+        (['--figure', 'accuracy', '--runs', 'run', 'run'], 'the same name'),
+        (['--figure', 'movement', '--runs', '.'], 'LocalVisBackend'),
+    ],
+)
+def test_what_the_tool_cannot_draw(checkpoints, tool, monkeypatch, options, message):
+    monkeypatch.chdir(checkpoints)
+    with pytest.raises(SystemExit, match=message):
+        tool(*options, '--out', 'none.png')
+    assert not (checkpoints / 'none.png').exists()
