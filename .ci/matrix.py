@@ -1,0 +1,203 @@
+#!/usr/bin/env python3
+"""Runs the tests with the oldest and the newest versions that the package is for, and prints a table of the results.
+
+    python3 .ci/matrix.py                           # all rows
+    python3 .ci/matrix.py lowest newest --slow      # some of them, with the slow tests
+    python3 .ci/matrix.py --folder ~/matrix         # keeps the environments and the logs
+
+A row is a virtual environment of its own, of 6 GB or so, with the checkout that this file lies in. It takes Python 3.11
+or newer, and the Pythons of the rows as python3.9 … in the PATH or from pyenv.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ['torch', 'torchvision', 'timm', 'numpy', 'mmengine', 'mmcv', 'mmpretrain']
+
+
+@dataclass(frozen=True)
+class Row:
+    """An environment.
+
+    Attributes:
+        python (str): Version of Python.
+        extras (str): Extras of the package.
+        packages (tuple[str, ...]): What is installed besides it.
+        versions (tuple[str, ...]): What the versions of packages are held at.
+        readme (str): The heading of the README whose commands and programs are run first; none for ''.
+    """
+
+    python: str
+    extras: str = '[mm,vis,test]'
+    packages: tuple[str, ...] = ()
+    versions: tuple[str, ...] = ()
+    readme: str = ''
+
+
+def lowest_versions() -> tuple[str, ...]:
+    """The bounds of pyproject.toml, ``'torch>=2.6'``, as versions, ``'torch==2.6'``."""
+    project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
+    requirements = [*project['dependencies'], *sum(project['optional-dependencies'].values(), [])]
+    bounds = (re.match(r'([\w-]+)>=([\w.]+)', requirement) for requirement in requirements)
+    return tuple(f'{bound[1]}=={bound[2]}' for bound in bounds if bound)
+
+
+ROWS = {
+    'lowest': Row('3.9', versions=lowest_versions()),
+    'torch 2.14': Row('3.11', versions=('torch==2.14.1',)),
+    'newest': Row('3.13'),  # mmengine needs pkgutil.find_loader, which 3.14 does not have
+    'timm only': Row('3.12', extras='', packages=('pytest', 'pytest-xdist', 'hypothesis'), readme='With timm'),
+    'onedl': Row(
+        '3.11',
+        extras='[vis,test]',
+        packages=(
+            'onedl-mmengine==0.10.12',
+            'onedl-mmcv==2.3.6',
+            'onedl-mmpretrain==1.3.6',
+            'scikit-learn',
+        ),
+        versions=('torch==2.14.1',),
+    ),
+}
+
+
+def main() -> None:
+    """Runs the rows; exits with 1 if a test failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('rows', nargs='*', metavar='row', help=f'of {", ".join(ROWS)}; default all')
+    parser.add_argument('--slow', action='store_true', help='run the slow tests too')
+    parser.add_argument('--processes', default='1', help='number of processes that run tests; default 1')
+    parser.add_argument('--folder', type=Path, help='for environments and logs; default a temporary one')
+    args = parser.parse_args()
+    if unknown := set(args.rows) - ROWS.keys():
+        parser.error(f'no rows: {", ".join(sorted(unknown))}; choose of {", ".join(ROWS)}')
+    folder = args.folder or Path(tempfile.mkdtemp(prefix='matrix-'))
+    folder.mkdir(parents=True, exist_ok=True)
+    options = ['--numprocesses', args.processes] + ['--slow'] * args.slow
+    table, failed = [], False
+    for name in args.rows or ROWS:
+        venv = folder / name.replace(' ', '-')
+        with open(f'{venv}.log', 'w') as log:
+            print(f'{name}: {log.name}', flush=True)
+            cells, failures = run(ROWS[name], venv.resolve(), options, log)
+        table.append([name, *cells])
+        for failure in failures:
+            print(f'  {failure}', flush=True)
+        failed |= bool(failures)
+        if args.folder is None:
+            shutil.rmtree(venv)  # there may be no room for all of them
+    print_table(['environment', 'Python', *PACKAGES, 'passed', 'failed', 'skipped', 'minutes'], table)
+    sys.exit(failed)
+
+
+def run(row: Row, venv: Path, options: list[str], log) -> tuple[list, list[str]]:
+    """Makes an environment and runs the tests in it.
+
+    Returns:
+        tuple[list, list[str]]: The cells of the table, and the names of what failed.
+    """
+
+    def call(*command, **kwargs) -> int:
+        print('+', *command, file=log, flush=True)
+        return subprocess.run(command, env=environment, stdout=log, stderr=log, **kwargs).returncode
+
+    versions = Path(f'{venv}.txt')
+    versions.write_text('\n'.join(row.versions))
+    environment = {
+        **os.environ,
+        'PATH': f'{venv / "bin"}:{os.environ["PATH"]}',
+        'PIP_CONSTRAINT': str(versions),  # and none of the machine's
+        'TORCHINDUCTOR_CACHE_DIR': f'{venv}/inductor',  # what one release of PyTorch compiled another cannot read
+        'OMP_NUM_THREADS': '1',
+        'CI': 'true',
+    }
+    environment.pop('PYTHONPATH', None)
+    if call(find_python(row.python), '-m', 'venv', venv) or call(
+        'python', '-m', 'pip', 'install', '--editable', f'{ROOT}{row.extras}', *row.packages
+    ):
+        return [row.python, *[''] * len(PACKAGES), '', '', '', ''], ['installation']
+    failures = []
+    if row.readme:
+        with tempfile.TemporaryDirectory() as folder:
+            for language, program in readme_programs(row.readme):
+                command = {'bash': ['bash', '-euc'], 'python': ['python', '-c']}[language]
+                place = ROOT if language == 'bash' else folder
+                if call(*command, program, cwd=place):
+                    failures.append(f'README: {program}')
+    start = time.monotonic()
+    report = Path(f'{venv}.xml')
+    report.unlink(missing_ok=True)
+    call('python', '-m', 'pytest', '-p', 'no:cacheprovider', f'--junitxml={report}', *options, cwd=ROOT)
+    minutes = f'{(time.monotonic() - start) / 60:.0f}'
+    counts, tests = read_report(report)
+    return [*installed(venv), *counts, minutes], failures + tests
+
+
+def find_python(version: str) -> str:
+    """The interpreter of a version, such as ``'3.9'``.
+
+    Raises:
+        SystemExit: There is none.
+    """
+    pyenv = Path(os.environ.get('PYENV_ROOT', Path.home() / '.pyenv'))
+    candidates = [f'python{version}', *sorted(map(str, pyenv.glob(f'versions/{version}.*/bin/python')))]
+    for python in candidates:
+        # pyenv puts commands in the PATH that only say that there is no such version.
+        if shutil.which(python) and subprocess.run([python, '--version'], capture_output=True).returncode == 0:
+            return python
+    sys.exit(f'no Python {version} is in the PATH or of pyenv')
+
+
+def readme_programs(heading: str) -> list[tuple[str, str]]:
+    """What the README has under a heading: the bash blocks, and all Python blocks as one program."""
+    section = re.search(rf'^## {heading}\n(.*?)(?=^## |\Z)', (ROOT / 'README.md').read_text(), re.M | re.S)
+    if section is None:
+        sys.exit(f'the README has no heading {heading!r}')
+    blocks = re.findall(r'^```(bash|python)\n(.*?)^```', section[1], re.M | re.S)
+    programs = [(language, block) for language, block in blocks if language == 'bash']
+    return [*programs, ('python', '\n'.join(block for language, block in blocks if language == 'python'))]
+
+
+def read_report(report: Path) -> tuple[list[int], list[str]]:
+    """Numbers of tests that passed, failed and were skipped, and the names of those that failed."""
+    if not report.exists():
+        return ['', '', ''], ['pytest itself']
+    cases = ElementTree.parse(report).getroot().findall('.//testcase')
+    failed = [case for case in cases if case.find('failure') is not None or case.find('error') is not None]
+    skipped = sum(case.find('skipped') is not None for case in cases)
+    names = [f'{case.get("classname")}::{case.get("name")}' for case in failed]
+    return [len(cases) - len(failed) - skipped, len(failed), skipped], names
+
+
+def installed(venv: Path) -> list[str]:
+    """The versions of Python and of :data:`PACKAGES` in an environment."""
+    python = venv / 'bin/python'
+    version = subprocess.run([python, '--version'], capture_output=True, text=True).stdout.split()[1]
+    command = [python, '-m', 'pip', 'list', '--format=json', '--disable-pip-version-check']
+    packages = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)
+    versions = {
+        package['name'].removeprefix('onedl-').removesuffix('-lite'): package['version'] for package in packages
+    }
+    return [version, *(versions.get(name, '') for name in PACKAGES)]
+
+
+def print_table(header: list[str], rows: list[list]) -> None:
+    """Prints a table in Markdown."""
+    for row in [header, ['---'] * len(header), *rows]:
+        print('|', ' | '.join(map(str, row)), '|')
+
+
+if __name__ == '__main__':
+    main()
