@@ -6,10 +6,10 @@ The bytes are
 2. the header, n bytes: JSON in UTF-8, compressed by zlib;
 3. the arrays one after another, each from a multiple of 8 bytes on, compressed by zlib as one stream.
 
-**Arrays.** In the header, ``{"at", "dtype", "shape"}`` stands for an array: it begins at byte ``at`` of the third part, is
-row-major and little-endian. ``{"low", "high", "step"}`` stands for quantized numbers v·step, with an entry of ``step``
-for each index of their first axis. The whole number v is ``low + 256·high − 128``: of small numbers all high bytes are
-0, which compress to nothing.
+**Arrays.** In the header, ``{"at", "dtype", "shape"}`` stands for an array: from byte ``at`` of the third part on,
+row-major, little-endian. ``{"low", "high", "step"}`` stands for quantized numbers v·step, with an entry of ``step`` for
+each index of their first axis. The whole number v is ``low + 256·high − 128``: all high bytes of small numbers are 0,
+which compress to nothing.
 
 **Header.** ``title``; ``grid``, height H and width W in tokens; ``names`` and ``pictures`` ``(h, w, 3)`` of the images;
 and ``layers``, each of them with
@@ -98,7 +98,7 @@ class _Arrays:
         if isinstance(value, np.ndarray):
             return self._add(value)
         if isinstance(value, Quantized):
-            shifted = value.whole + 128  # of small numbers the high byte is 0
+            shifted = value.whole + 128
             halves = {'low': (shifted & 255).astype(np.uint8), 'high': (shifted >> 8).astype(np.int16)}
             return self.placed({**halves, 'step': value.step})
         if isinstance(value, dict):

@@ -21,9 +21,9 @@ RANK_TOLERANCE = 1e-6  # axes along which tokens deviate less, relative to the f
 class TokenTerms:
     """The terms by tokens of a layer for some images, before they are quantized.
 
-    A token is t = m + Σ_i c_i b_i, with the mean m, r principal axes b_i, and coordinates c_i that are uncorrelated, of
-    mean 0 and mean square 1. A function that is linear in t up to a constant follows from its values at m and at all
-    m + b_i.
+    A token is t = m + Σ_i c_i b_i, with the mean m of all tokens, r principal axes b_i, and uncorrelated coordinates
+    c_i of mean 0 and mean square 1. A function of t that is linear up to a constant is known from its values at m and
+    at all m + b_i.
 
     Args:
         layer (AttentionLayer): The layer; its scores depend on content.
@@ -65,9 +65,9 @@ class TokenTerms:
     def quantized(self, error: float) -> Dict[str, Quantized]:
         """The arrays for scores with an error of about ``error``, root mean square.
 
-        The squared errors of all scores add up to Σ w s²/12 over the numbers, with their steps s and the sums w of the
-        squared derivatives of the scores. Of all steps with that sum, those with the same w s² for all numbers take the
-        fewest bits.
+        The squared errors of all scores add up to Σ w s²/12 over all numbers, with the step s of a number and the sum w
+        of the squared derivatives of all scores with respect to it. At a given sum the fewest bits are taken by steps
+        with the same w s² for all numbers.
         """
         scale = error * (12 * self._scores / self.numbers) ** 0.5
         weights = self._weights()
@@ -75,24 +75,26 @@ class TokenTerms:
 
     def _weights(self) -> Dict[str, Tensor]:
         """The sums w for each index of the first axis of each array."""
-        rank, sets, tokens = self.arrays['tokens'].shape
-        of_token, weights = torch.zeros(rank, dtype=torch.float64), {}
+        rank, images, tokens = self.arrays['tokens'].shape
+        # Coordinates are uncorrelated and of mean square 1. Each one is part of as many queries and keys as there are.
+        weights = {'tokens': torch.zeros(rank, dtype=torch.float64)}
         for name in self.arrays.keys() - {'tokens'}:
-            squares, pairs = self.arrays[name].square(), float(sets * tokens**2)
+            squares, pairs = self.arrays[name].double().square(), float(images * tokens**2)
             if name == 'matrices':
-                of_token += squares[1:].sum((1, 2)) + squares.sum((0, 1))  # as a query, as a key
+                squared_derivatives = squares[1:].sum((1, 2)) + squares.sum((0, 1))  # as a query, as a key
             else:
-                of_token += squares[1:].mean(2).sum(1)
-                pairs /= squares.shape[2]  # of a query and a key with the same shift
+                squared_derivatives = squares[1:].mean(2).sum(1)
+                pairs /= squares.shape[2]  # those with the same shift
+            weights['tokens'] += tokens * squared_derivatives
             weights[name] = torch.full((rank + 1,), pairs, dtype=torch.float64)
-        return {'tokens': tokens * of_token, **weights}
+        return weights
 
 
 def token_terms(layer: AttentionLayer, inputs: Tensor) -> List[TokenTerms]:
-    """The terms for all images at once, or for each of them, whichever are fewer numbers.
+    """The terms for all images together, or for each of them, whichever are fewer numbers.
 
-    Matrices have as many entries as there are pairs of axes. Few tokens span fewer axes, and some images together have
-    the matrices once.
+    Together they have the matrices once. But these have an entry for each pair of axes, and the few tokens of one image
+    may have fewer axes than channels.
 
     Args:
         layer (AttentionLayer): The layer.

@@ -46,6 +46,9 @@ PAGES = dict(
     patches=(patch_model, {}),
     generalized=(lambda: small_timm('sa_generalized_cifar').eval(), TALL),
     hard=(hard_model, TALL),
+    absolute=(lambda: content_model(position='absolute_learned'), TALL),
+    separable=(lambda: content_model(terms=('uk', 'vr')), TALL),
+    wide=(lambda: content_model(embed_dim=96), TALL),  # so wide that images do not share the matrices
 )
 
 
@@ -112,7 +115,9 @@ def test_numbers_are_the_probabilities(name, browser, pages):
     height, width = content['grid']
     parts = list(content['layers'][0]['parts'])
     by_image = name not in ('quadratic', 'generalized')
-    assert parts == (['position', 'content', 'both'] if by_image else ['position'])
+    position, content_parts = ['position'] * (name != 'absolute'), ['content', 'both'] * by_image
+    assert parts == position + content_parts
+    assert len(content['layers'][0]['token_arrays']) == (2 if name == 'wide' else int(by_image))
     rng = np.random.default_rng(0)
     for i, (layer_name, layer) in enumerate(attention_layers(model).items()):
         for part in parts:
@@ -291,6 +296,18 @@ def test_state_is_in_the_address(browser, pages):
     browser.state('#query=1,1')  # an address says all: what it does not name is not chosen
     assert browser.script('return location.hash') == '#image=1&query=1,1&layer=1&head=2&part=content&theme=dark'
     assert browser.logs()[0] == []
+
+
+def test_accuracy_is_said(browser, pages):
+    browser.open(pages['quadratic'][2])
+    assert browser.text('accuracy') == 'All probabilities are exact.'
+    browser.open(pages['content'][2])
+    content = unpack(pages['content'][2].read_text(encoding='utf-8'))
+    largest = max(max(part['errors']) for layer in content['layers'] for part in layer['parts'].values())
+    said = re.fullmatch(
+        r'All probabilities err by at most (\S+)% of the largest one of their query.', browser.text('accuracy')
+    )
+    assert largest <= float(said[1]) / 100 + 1e-9 <= 2.1 * largest
 
 
 def test_image_and_part_change_the_maps(browser, pages):

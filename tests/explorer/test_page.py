@@ -1,6 +1,7 @@
 """What is in a page of the explorer."""
 
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -149,6 +150,29 @@ def test_many_tokens():
         assert relative_errors(probs_in(content, 0, part), probs_of(model, images)['blocks.0.attn'][0]).max() <= 0.005
 
 
+MEMORY = """
+import resource, numpy, timm, torch
+import attncnn_plugin
+from attncnn_plugin.explorer import explorer_page
+
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model, images = timm.create_model('sa_learned_content_cifar', img_size=64).eval(), torch.randn(1, 3, 64, 64)
+with torch.no_grad():
+    model(images)
+before = peak()
+page = explorer_page(model, images, [numpy.zeros((64, 64), numpy.uint8)])
+print(len(page.encode()), peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_full_size_model_with_many_tokens(tmp_path):
+    """6 layers of 9 heads and 400 channels on 32x32 tokens: the page, and the memory besides that of a forward pass."""
+    size, kilobytes = run(sys.executable, '-c', MEMORY, folder=tmp_path).split()[-2:]
+    assert int(size) <= 10_000_000
+    assert int(kilobytes) <= 500_000
+
+
 def test_coarser_where_it_must_be():
     model, images = content_model(embed_dim=64), images_of(2)
     fine = page_of(model, images)
@@ -173,6 +197,18 @@ def test_one_pass_of_each_image():
     model.stem.register_forward_pre_hook(lambda module, args: passes.append(len(args[0])))
     page_of(model, images)
     assert passes == [1]  # images do not matter
+
+
+def test_positions_without_a_rule_err_as_is_said(monkeypatch):
+    model = quadratic_model()
+    probs = torch.randn(3, 64, 64).softmax(-1)
+    monkeypatch.setattr(model.blocks[0].attn, 'position_probs', lambda size: probs)
+    monkeypatch.setattr(model.blocks[0].attn, 'gaussian_heads', lambda: None)
+    content = unpack(page_of(model, images_of()))
+    errors = relative_errors(probs_in(content, 0, 'position'), probs)
+    said = torch.tensor(content['layers'][0]['parts']['position']['errors'])
+    assert said.min() > 0.01 and (errors <= said + 1e-5).all() and (errors >= said * 0.7).all()
+    assert max(content['layers'][1]['parts']['position']['errors']) <= 1e-5
 
 
 def test_blocks_are_called_as_in_figures():
