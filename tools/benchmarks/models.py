@@ -2,43 +2,82 @@
 
 import copy
 import math
-from pathlib import Path
-from typing import Optional, Tuple
+from typing import Any, NamedTuple, Tuple
 
 import timm
 import torch
 from original import DenseAttention, DenseContent, DenseGeneralizedQuadratic, DenseLearned, DenseQuadratic
-from settings import Settings
 from torch import Tensor, nn
 
 import attncnn_plugin  # noqa: F401
 from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
-from attncnn_plugin.utils.frameworks import import_problem
 
-CONFIGS = Path(__file__).resolve().parents[2] / 'configs'
 DENSE = {
     ContentAttention: DenseContent,
     GeneralizedQuadraticAttention: DenseGeneralizedQuadratic,
     LearnedAttention: DenseLearned,
     QuadraticAttention: DenseQuadratic,
 }
-QUICK_SA = dict(embed_dim=16, depth=2, num_heads=3, mlp_dim=24)
+QUICK_SA = dict(embed_dim=16, num_heads=3, mlp_dim=24)
 QUICK_CMHSA = dict(patch_size=4, img_size=32, depth=2, mlp_dim=24)
 QUICK_PEER = dict(patch_size=8, img_size=32, depth=2, num_heads=2, embed_dim=16)
 
 
-def sa_model(settings: Settings, name: str, pixels: int, **kwargs) -> nn.Module:
-    """One of the self-attention networks of C20, 10 classes, for square images.
+class Settings(NamedTuple):
+    """What is the same for all measurements of a run.
+
+    Attributes:
+        device (str): ``'cpu'`` or ``'cuda'``. Defaults to ``'cpu'``.
+        quick (bool): Whether models and images are as small as possible: to see that everything runs, not to measure.
+            Defaults to False.
+    """
+
+    device: str = 'cpu'
+    quick: bool = False
+
+
+def sa_model(settings: Settings, name: str, side: int, depth: int = 2, **kwargs: Any) -> nn.Module:
+    """One of the self-attention networks of C20, 10 classes.
 
     Args:
-        settings (Settings): The device, and whether the model is a small one.
+        settings (Settings): Of the run.
         name (str): Its name in timm.
-        pixels (int): Height and width of the largest image.
+        side (int): Height and width of the largest grid in tokens.
+        depth (int): Number of blocks. They all take as long, so that two will do in comparisons. Defaults to 2.
         kwargs: Of ``timm.create_model``.
     """
-    size = dict(img_size=pixels) if 'learned' in name else {}
-    model = timm.create_model(name, **size, **(QUICK_SA if settings.quick else {}), **kwargs)
-    return model.to(settings.device)
+    size = dict(img_size=2 * side) if 'learned' in name else {}
+    small = QUICK_SA if settings.quick else {}
+    return timm.create_model(name, depth=depth, **size, **small, **kwargs).to(settings.device)
+
+
+@torch.no_grad()
+def draw_covariances(model: nn.Module, largest_condition: float = 10.0) -> None:
+    """Gives generalized quadratic heads random covariances, as they have after some training.
+
+    Eigenvalues are log-uniform around 1, with a ratio of at most ``largest_condition``; orientations are uniform.
+    """
+    for block in model.blocks:
+        factor = block.attn.encoding.sqrt_precision  # Σ^(−1/2) = R diag(λ^(−1/2))
+        limit = math.log(largest_condition) / 2
+        eigenvalues = torch.empty(len(factor), 2).uniform_(-limit, limit).exp()
+        angle = torch.empty(len(factor)).uniform_(0, math.pi)
+        cosine, sine = angle.cos(), angle.sin()
+        rotation = torch.stack([torch.stack([cosine, -sine], -1), torch.stack([sine, cosine], -1)], dim=-2)
+        factor.copy_(rotation * eigenvalues.rsqrt()[:, None, :])
+
+
+def with_dense_original(model: nn.Module, side: int) -> nn.Module:
+    """A copy of a self-attention network with the same weights and the dense original's attention.
+
+    Args:
+        model (nn.Module): A network of this package, in timm's or mmpretrain's form.
+        side (int | tuple[int, int]): Height and width of the grid in tokens.
+    """
+    model = copy.deepcopy(model)
+    for block in model.blocks:
+        block.attn = dense_original(block.attn, *((side, side) if isinstance(side, int) else side))
+    return model
 
 
 def dense_original(attention: nn.Module, height: int, width: int) -> DenseAttention:
@@ -66,60 +105,25 @@ def original_name(name: str) -> str:
     return name.replace('encoding.', '').replace('tables.', '')
 
 
-def with_original_attention(model: nn.Module, height: int, width: int) -> nn.Module:
-    """A copy of a self-attention network with the same weights and the dense original's attention.
-
-    Args:
-        model (nn.Module): A network of this package, in timm's or mmpretrain's form.
-        height, width (int): Size of the images in pixels.
-    """
-    model = copy.deepcopy(model)
-    for block in model.blocks:
-        block.attn = dense_original(block.attn, height // model.stem.reduction, width // model.stem.reduction)
-    return model
-
-
-@torch.no_grad()
-def draw_covariances(model: nn.Module, largest_condition: float = 10.0) -> None:
-    """Gives the heads of a generalized quadratic network random covariances.
-
-    Eigenvalues are log-uniform around 1, with a ratio of at most ``largest_condition``; orientations are uniform.
-    """
-    for block in model.blocks:
-        factor = block.attn.encoding.sqrt_precision  # Σ^(−1/2) = R diag(λ^(−1/2))
-        limit = math.log(largest_condition) / 2
-        eigenvalues = torch.empty(len(factor), 2).uniform_(-limit, limit).exp()
-        angle = torch.empty(len(factor)).uniform_(0, math.pi)
-        cosine, sine = angle.cos(), angle.sin()
-        rotation = torch.stack([torch.stack([cosine, -sine], -1), torch.stack([sine, cosine], -1)], dim=-2)
-        factor.copy_(rotation * eigenvalues.rsqrt()[:, None, :])
-
-
-def cmhsa(settings: Settings, phase: str, **kwargs) -> nn.Module:
+def cmhsa(settings: Settings, phase: str, **kwargs: Any) -> nn.Module:
     """CMHSA-5, 100 classes."""
-    size = QUICK_CMHSA if settings.quick else {}
-    model = timm.create_model('cmhsa5_patch16_224', phase=phase, num_classes=100, **size, **kwargs)
-    return model.to(settings.device)
+    small = QUICK_CMHSA if settings.quick else {}
+    return timm.create_model('cmhsa5_patch16_224', phase=phase, num_classes=100, **small, **kwargs).to(settings.device)
 
 
-def peer(settings: Settings, name: str) -> nn.Module:
+def vision_transformer(settings: Settings, name: str) -> nn.Module:
     """A vision transformer of timm, 100 classes."""
     return timm.create_model(name, num_classes=100, **(QUICK_PEER if settings.quick else {})).to(settings.device)
 
 
-def resnet18(settings: Settings) -> Optional[nn.Module]:
-    """mmpretrain's ResNet18 for images of 32x32, as the config has it; None where mmpretrain cannot be imported."""
-    if import_problem() is not None:
-        return None
-    from mmengine.config import Config
-    from mmengine.registry import init_default_scope
-    from mmpretrain.registry import MODELS
-
-    init_default_scope('mmpretrain')
-    return MODELS.build(Config.fromfile(CONFIGS / 'resnet18_cifar10.py').model).to(settings.device)
+def resnet18(settings: Settings) -> nn.Module:
+    """ResNet-18 for images of 32x32: timm's, with the stem that CIFAR's have."""
+    model = timm.create_model('resnet18', num_classes=10)
+    model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+    return model.to(settings.device)
 
 
-def batch(settings: Settings, size: int, pixels: int, num_classes: int) -> Tuple[Tensor, Tensor]:
+def batch(settings: Settings, size: int, pixels: int, num_classes: int = 10) -> Tuple[Tensor, Tensor]:
     """Random images ``(size, 3, pixels, pixels)`` and labels ``(size,)``."""
     images = torch.randn(size, 3, pixels, pixels, device=settings.device)
     return images, torch.randint(num_classes, (size,), device=settings.device)
