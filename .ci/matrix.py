@@ -18,10 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
+
+import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ['torch', 'torchvision', 'timm', 'numpy', 'mmengine', 'mmcv', 'mmpretrain']

@@ -157,7 +157,7 @@ def test_layer(name):
         said = [layer.value_matrices(), layer.position_probs(size), *(heads or ())]
         if layer.depends_on_content:
             said += [layer.attention_scores(x), layer.content_scores(x), layer.position_scores(x)]
-            said += layer.query_axis_scores(x) or ()
+            said += [layer.encoded(x), *(layer.query_shift_scores(x[0, 0], size) or ())]
         else:
             said.append(layer.attention_probs(size))
         assert_on_cuda(*(tensor for tensor in said if tensor is not None))

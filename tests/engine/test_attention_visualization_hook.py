@@ -2,6 +2,7 @@
 
 import json
 import random
+import uuid
 
 import cv2
 import numpy as np
@@ -49,6 +50,8 @@ def config_of(repository, work_dir, name='sa_quadratic_digits', hooks=(), epochs
     config.merge_from_dict(
         {
             'work_dir': str(work_dir),
+            # One of its own: runs of the same second share their visualizer otherwise.
+            'experiment_name': f'{work_dir.name}-{uuid.uuid4().hex}',
             'train_cfg.max_epochs': epochs,
             'train_dataloader.dataset.indices': 60,
             'train_dataloader.batch_size': 20,
