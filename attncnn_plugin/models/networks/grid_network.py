@@ -21,7 +21,10 @@ class GridNetwork(nn.Module):
     grad_checkpointing = False
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Images ``(B, C, H, W)`` to the features of the last block, normed, ``(B, H/r, W/r, D)``."""
+        """Images ``(B, C, H, W)`` to the features of the last block, normed, ``(B, H/r, W/r, D)``.
+
+        :func:`~attncnn_plugin.analysis.visit_layers` finds the network of any model by this method, and runs it alone.
+        """
         x = self.stem(x)
         for block in self.blocks:
             x = checkpoint(block, x) if self.grad_checkpointing else block(x)
