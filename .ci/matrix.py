@@ -59,7 +59,9 @@ ROWS = {
     'lowest': Row('3.9', versions=lowest_versions()),
     'torch 2.14': Row('3.11', versions=('torch==2.14.1',)),
     'newest': Row('3.13'),  # mmengine needs pkgutil.find_loader, which 3.14 does not have
-    'timm only': Row('3.12', extras='', packages=('pytest', 'pytest-xdist', 'hypothesis'), readme='With timm'),
+    'timm only': Row(
+        '3.12', extras='', packages=('pytest', 'pytest-xdist', 'hypothesis', 'selenium'), readme='With timm'
+    ),
     'onedl': Row(
         '3.11',
         extras='[vis,test]',

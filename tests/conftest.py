@@ -24,7 +24,7 @@ SERVER = pytest.StashKey()
 
 if importlib.util.find_spec('mmpretrain') is None:  # with timm alone
     collect_ignore = [
-        'analysis/test_head_report.py',
+        'analysis/test_analyze_heads.py',
         'apis',
         'engine',
         'models/test_backbones.py',

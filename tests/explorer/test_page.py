@@ -271,6 +271,7 @@ def test_page_asks_for_nothing():
 
 
 def test_tool(repository, tmp_path):
+    pytest.importorskip('mmpretrain')
     from mmengine.config import Config
     from mmengine.registry import init_default_scope
     from mmpretrain.registry import MODELS
