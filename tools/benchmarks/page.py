@@ -34,6 +34,8 @@ python tools/benchmarks/benchmark.py --page docs/benchmarks.md
   and gradients of the models of this package.
 - Memory is the largest resident set of a process of its own during one training step, less what was there before.
 - Li et al. 2021 is L21.
+
+Groups without a table here were last measured for [an earlier page](earlier_benchmarks.md).
 """
 
 
