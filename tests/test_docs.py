@@ -48,8 +48,9 @@ def test_python_runs(page, monkeypatch, tmp_path, request):
 @pages_with('python', is_config)
 def test_configs_build(page, tmp_path):
     mmpretrain = pytest.importorskip('mmpretrain', reason='mmpretrain cannot be imported')
-    import attncnn_plugin  # noqa: F401
     from mmengine.config import Config
+
+    import attncnn_plugin  # noqa: F401
 
     for block in filter(is_config, blocks(page, 'python')):
         file = tmp_path / 'config.py'
