@@ -31,8 +31,8 @@ and ``layers``, each of them with
 - ``shifts``: ``shifts[h, k1 − q1 + H − 1, k2 − q2 + W − 1]``;
 
 … and by ``token_arrays``. There ``tokens[i, s, n]`` is coordinate i of the token n of an image, in the principal axes
-of the layer's tokens; s counts the images that share the arrays. With c_q the coordinates of the query after a first one
-that is 1, and c_k those of the key, it is
+of the layer's tokens; s counts the images that share the arrays. With c_q the coordinates of the query after a first
+one that is 1, and c_k those of the key, it is
 
 - ``products``: ``Σ_ij c_q[i] · matrices[i, h, j] · c_k[j]``;
 - ``encoded_products``: the same with the tokens to which the position encoding is added. They come after the others, at
