@@ -3,7 +3,7 @@
 
     python3 .ci/matrix.py                           # all rows
     python3 .ci/matrix.py lowest newest --slow      # some of them, with the slow tests
-    python3 .ci/matrix.py --folder ~/matrix         # keeps the environments and the logs
+    python3 .ci/matrix.py --folder ~/matrix         # keeps the environments and the logs, and takes them up again
 
 A row is a virtual environment of its own, of 6 GB or so, with the checkout that this file lies in. It takes Python 3.11
 or newer, and the Pythons of the rows as python3.9 … in the PATH or from pyenv.
@@ -82,13 +82,14 @@ def main() -> None:
     parser.add_argument('rows', nargs='*', metavar='row', help=f'of {", ".join(ROWS)}; default all')
     parser.add_argument('--slow', action='store_true', help='run the slow tests too')
     parser.add_argument('--processes', default='1', help='number of processes that run tests; default 1')
+    parser.add_argument('--tests', nargs='+', default=[], help='files of tests; default all')
     parser.add_argument('--folder', type=Path, help='for environments and logs; default a temporary one')
     args = parser.parse_args()
     if unknown := set(args.rows) - ROWS.keys():
         parser.error(f'no rows: {", ".join(sorted(unknown))}; choose of {", ".join(ROWS)}')
     folder = args.folder or Path(tempfile.mkdtemp(prefix='matrix-'))
     folder.mkdir(parents=True, exist_ok=True)
-    options = ['--numprocesses', args.processes] + ['--slow'] * args.slow
+    options = ['--numprocesses', args.processes] + ['--slow'] * args.slow + args.tests
     table, failed = [], False
     for name in args.rows or ROWS:
         venv = folder / name.replace(' ', '-')
