@@ -6,6 +6,7 @@ and 6).
 
 from .expressibility import Expressibility, expressible_shifts, expressible_shifts_of_maps
 from .head_count import min_heads
+from .head_widths import exact_head_dims
 from .patches import PatchConvolutionAttention, conv_to_patch_mhsa
 from .pixels import conv_to_mhsa
 from .report import ConversionReport, PatchConversionReport
@@ -19,6 +20,7 @@ __all__ = [
     'PatchConvolutionAttention',
     'conv_to_mhsa',
     'conv_to_patch_mhsa',
+    'exact_head_dims',
     'expressible_shifts',
     'expressible_shifts_of_maps',
     'mhsa_to_conv',

@@ -1,41 +1,53 @@
-"""Self-attention over patches with a relative position bias and a null key (Li et al. 2021, sections 3 and 4)."""
+"""Self-attention over patches with a relative position bias (Li et al. 2021 (L21), sections 3 and 4)."""
 
 import copy
-from typing import Any, Dict, Optional, Tuple
+import logging
+from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention_layer import head_products
+from .biased_attention import attend_biased, attend_biased_of_widths
 from .linear import check_plain_linear, product_is_cheaper
-from .merged_patch_attention import (
-    MergedPatchAttention,
-    attend_merged,
-    attend_with_null_key,
-    merge_matrices,
-    token_major,
-)
+from .merged_patch_attention import MergedPatchAttention, merge_matrices
+from .patch_head_widths import Widths, widths_in
 from .position_bias import WindowBias
-from .position_biased_attention import PositionBiasedAttention
+from .position_biased_attention import PositionBiasedAttention, attend_merged, token_major
 from .precision import Device, Dtype, at_least_float32
+from .prunable_heads import HeadParameters
+from .structure import StateDict
+
+logger = logging.getLogger(__name__)
 
 
 class PatchAttention(PositionBiasedAttention):
-    """Multi-head self-attention over a grid of tokens (L21, eq. 1 and 2), heads as wide as the token: D_h = D.
+    """Multi-head self-attention over a grid of tokens (L21, eq. 1 and 2).
 
-    Scores are q·k/√D + b_δ; queries, keys and values have no biases, so that the null key can be zero.
+    Scores are q·k/√D_k + b_δ; queries, keys and values have no biases, so that a null key can be zero. A state dict
+    carries the widths of its heads: those of other widths, and of fewer heads, change the layer as it is loaded.
 
     Args:
-        dim (int): Channels D of a token and of a head.
+        dim (int): Channels D of a token.
         num_heads (int): Number of heads N_h.
         position (WindowBias): The relative position bias.
         out_dim (int, optional): Channels of the output. Defaults to ``dim``.
         bias (bool): Whether the output has a bias. Defaults to True.
         attn_drop (float): Dropout rate of the attention probabilities. Defaults to 0.
+        head_dim (int | Sequence[int], optional): Channels D_h of a head's values, for all heads or for each. Defaults
+            to ``dim``, as L21's heads.
+        qk_dim (int, optional): Channels D_k of a head's queries and keys. Defaults to ``dim``.
+
+    Raises:
+        ValueError: A width below 1, or a number of them that is not the number of heads.
 
     Attributes:
-        query, key, value (nn.Linear): W^Q, W^K and W^V, D to N_h·D.
-        out (nn.Linear): W^O, N_h·D to ``out_dim``.
+        query, key (nn.Linear): W^Q and W^K, D to N_h·D_k.
+        value (nn.Linear): W^V, D to Σ D_h, head after head.
+        out (nn.Linear): W^O, Σ D_h to ``out_dim``.
+        head_dims (tuple[int, ...]): D_h of each head.
+        value_channels (Tensor): The same for state dicts, ``(N_h,)``, where heads differ; no such buffer otherwise.
     """
 
     def __init__(
@@ -46,20 +58,34 @@ class PatchAttention(PositionBiasedAttention):
         out_dim: Optional[int] = None,
         bias: bool = True,
         attn_drop: float = 0.0,
+        head_dim: Union[int, Sequence[int], None] = None,
+        qk_dim: Optional[int] = None,
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
         dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         super().__init__()
+        if head_dim is None or isinstance(head_dim, int):
+            head_dims: Sequence[int] = [dim if head_dim is None else head_dim] * num_heads
+        else:
+            head_dims = head_dim
+        if len(head_dims) != num_heads or min(head_dims, default=1) < 1:
+            raise ValueError(
+                f'head_dim={head_dim} must be at least 1, one for all heads or one for each of the {num_heads}'
+            )
+        if qk_dim is not None and qk_dim < 1:
+            raise ValueError(f'qk_dim={qk_dim} must be at least 1')
         self.dim = dim
-        self.num_heads = num_heads
+        self.qk_dim = dim if qk_dim is None else qk_dim
         self.out_dim = dim if out_dim is None else out_dim
         self.attn_drop = attn_drop
         self.position = position
-        self.query = nn.Linear(dim, num_heads * dim, bias=False, **dd)
-        self.key = nn.Linear(dim, num_heads * dim, bias=False, **dd)
-        self.value = nn.Linear(dim, num_heads * dim, bias=False, **dd)
-        self.out = nn.Linear(num_heads * dim, self.out_dim, bias, **dd)
+        self.query = nn.Linear(dim, num_heads * self.qk_dim, bias=False, **dd)
+        self.key = nn.Linear(dim, num_heads * self.qk_dim, bias=False, **dd)
+        self.value = nn.Linear(dim, sum(head_dims), bias=False, **dd)
+        self.out = nn.Linear(sum(head_dims), self.out_dim, bias, **dd)
+        self._init_heads(num_heads)
+        self._set_head_dims(head_dims)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -69,13 +95,19 @@ class PatchAttention(PositionBiasedAttention):
             nn.init.zeros_(self.out.bias)
         self.position.reset_parameters()
 
+    def extra_repr(self) -> str:
+        widths = self.head_dims[0] if len(set(self.head_dims)) == 1 else self.head_dims
+        return f'{super().extra_repr()}, head_dim={widths}, qk_dim={self.qk_dim}'
+
     def forward(self, x: Tensor) -> Tensor:
         """``(B, H, W, D)`` to ``(B, H, W, D_out)``, for any H and W."""
         batch, height, width, dim = x.shape
-        bias = self.position((height, width))
+        if self.num_heads == 0:
+            return self.out(x[..., :0])
+        bias = self._bias(self.position, (height, width))
         dropout = self.attn_drop if self.training else 0.0
         if self._merges(batch * height * width):
-            query_key, value_out = merge_matrices(*self._weights(), self.num_heads)
+            query_key, value_out = merge_matrices(*self._weights(), self.head_dims)
             return attend_merged(
                 x,
                 lambda tokens: F.linear(tokens, query_key),
@@ -83,14 +115,19 @@ class PatchAttention(PositionBiasedAttention):
                 token_major(bias),
                 dropout,
             )
-        # (N, B, D), so that the heads of all images, (B·N_h, N, D), are a view of what the linear maps put out.
+        # (N, B, D), so that the heads of all images, (B·N_h, N, D_k), are a view of what the linear maps put out.
         tokens = x.reshape(batch, height * width, dim).transpose(0, 1).contiguous()
-        query, key, value = (
-            linear(tokens).unflatten(2, (self.num_heads, dim)).permute(1, 2, 0, 3)
-            for linear in (self.query, self.key, self.value)
+        query, key = (
+            linear(tokens).unflatten(2, (self.num_heads, self.qk_dim)).permute(1, 2, 0, 3)
+            for linear in (self.query, self.key)
         )
-        heads = attend_with_null_key(query, key, value, bias, dropout)
-        return self.out(heads.transpose(1, 2).reshape(batch, height, width, self.out.in_features))
+        if len(set(self.head_dims)) == 1:
+            value = self.value(tokens).unflatten(2, (self.num_heads, -1)).permute(1, 2, 0, 3)
+            heads = attend_biased(query, key, value, bias, dropout).transpose(1, 2)
+        else:
+            values = self.value(tokens).transpose(0, 1).split(self.head_dims, dim=2)
+            heads = attend_biased_of_widths(query, key, values, bias, dropout)
+        return self.out(heads.reshape(batch, height, width, self.out.in_features))
 
     def merge(self) -> MergedPatchAttention:
         """The same attention with the matrices of a head multiplied; this layer stays as it is.
@@ -114,6 +151,12 @@ class PatchAttention(PositionBiasedAttention):
         merged.requires_grad_(self.out.weight.requires_grad).train(self.training)
         return merged
 
+    @property
+    def merges_for_inference(self) -> bool:
+        """Whether merged heads take fewer multiply-adds a token: not so for narrow ones."""
+        separate = 2 * self.num_heads * self.dim * self.qk_dim + sum(self.head_dims) * (self.dim + self.out_dim)
+        return self.num_heads * self.dim * (self.dim + self.out_dim) < separate
+
     def content_scores(self, x: Tensor) -> Tensor:
         tokens = x.flatten(1, 2)
         return head_products(self.query(tokens), self.key(tokens), self.num_heads)
@@ -121,9 +164,56 @@ class PatchAttention(PositionBiasedAttention):
     def value_matrices(self) -> Tensor:
         for name in ('value', 'out'):
             check_plain_linear(name, getattr(self, name))
-        value = at_least_float32(self.value.weight).unflatten(0, (self.num_heads, -1))  # (N_h, D, D)
-        out = at_least_float32(self.out.weight).unflatten(1, (self.num_heads, -1)).transpose(0, 1)  # (N_h, D_out, D)
-        return out @ value
+        values = at_least_float32(self.value.weight).split(self.head_dims)  # (D_h, D)
+        outs = at_least_float32(self.out.weight).split(self.head_dims, dim=1)  # (D_out, D_h)
+        if not values:
+            return at_least_float32(self.value.weight).new_zeros(0, self.out_dim, self.dim)
+        return torch.stack([out @ value for value, out in zip(values, outs)])
+
+    def head_parameters(self) -> HeadParameters:
+        return {
+            'query.weight': (0, self.qk_dim),
+            'key.weight': (0, self.qk_dim),
+            'value.weight': (0, self.head_dims),
+            'out.weight': (1, self.head_dims),
+            'position.table': (0, 1),
+        }
+
+    @property
+    def structure(self) -> Widths:
+        """The widths of queries and of each head."""
+        return self.qk_dim, self.head_dims
+
+    def structure_in(self, state_dict: StateDict, prefix: str) -> Optional[Widths]:
+        """The same of a state dict."""
+        return widths_in(state_dict, prefix, self.built_heads, self.qk_dim)
+
+    @torch.no_grad()
+    def take_structure(self, structure: Widths) -> None:
+        """Takes heads of other widths; the values are yet to be loaded. The parameters stay the same objects."""
+        logger.info('An attention layer takes heads of widths %s in place of %s.', structure, self.structure)
+        qk_dim, head_dims = structure
+        for name in ('query', 'key'):
+            self._resize_parameter(f'{name}.weight', 0, len(head_dims) * qk_dim)
+        self._resize_parameter('value.weight', 0, sum(head_dims))
+        self._resize_parameter('out.weight', 1, sum(head_dims))
+        self._resize_parameter('position.table', 0, len(head_dims))
+        self.qk_dim, self.num_heads = qk_dim, len(head_dims)
+        self._set_head_dims(head_dims)
+
+    def _keep(self, heads: Sequence[int]) -> None:
+        super()._keep(heads)
+        self._set_head_dims([self.head_dims[head] for head in heads])
+
+    def _set_head_dims(self, head_dims: Sequence[int]) -> None:
+        self.head_dims = tuple(head_dims)
+        self._buffers.pop('value_channels', None)
+        if len(set(head_dims)) > 1:
+            device = self.value.weight.device
+            # Of a model without memory too it has its values: whoever loads a state dict reads them.
+            self.register_buffer(
+                'value_channels', torch.tensor(self.head_dims, device='cpu' if device.type == 'meta' else device)
+            )
 
     def _weights(self) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.query.weight, self.key.weight, self.value.weight, self.out.weight
@@ -131,8 +221,13 @@ class PatchAttention(PositionBiasedAttention):
     def _merges(self, tokens: int) -> bool:
         """Whether the products of the matrices cost less than they save in a pass over T tokens.
 
-        W^Q W^Kᵀ costs N_h·D³ multiply-adds and saves N_h·T·D², W^V W^O costs N_h·D²·D_out and saves N_h·T·D².
+        W^Q W^Kᵀ costs N_h·D²·D_k multiply-adds and leaves one map of N_h·D² of the two of N_h·D·D_k. W^V W^O costs
+        D·D_out·Σ D_h and leaves one of N_h·D·D_out of the two of D·Σ D_h and D_out·Σ D_h.
         """
-        square = self.num_heads * self.dim**2
+        square, values = self.num_heads * self.dim**2, sum(self.head_dims)
+        separate = 2 * self.num_heads * self.dim * self.qk_dim + values * (self.dim + self.out_dim)
+        # P X for values of D channels in the place of D_h costs nothing here, for it depends on the grid.
+        merged = square + self.num_heads * self.dim * self.out_dim
         layers = (self.query, self.key, self.value, self.out)
-        return product_is_cheaper(layers, tokens, 2 * square, square * (self.dim + self.out_dim))
+        cost = square * self.qk_dim + values * self.dim * self.out_dim
+        return product_is_cheaper(layers, tokens, separate - merged, cost)

@@ -1,16 +1,20 @@
 """Heads that can be removed from an attention layer (C20, appendix E)."""
 
+import itertools
 import logging
 from dataclasses import dataclass
-from typing import Dict, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from .attention_layer import AttentionLayer
-from .structure import Restructurable, StateDict, StructureError
+from .structure import Restructurable, StateDict, StructureError, too_many_heads
 
 logger = logging.getLogger(__name__)
+
+# Of each parameter by name: the dimension of heads, and the entries of a head, a number for all or one for each.
+HeadParameters = Dict[str, Tuple[int, Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +48,7 @@ class PrunableHeads(Restructurable, AttentionLayer):
         self.built_heads = num_heads
         self._follow_state_dicts()
 
-    def head_parameters(self) -> Dict[str, Tuple[int, int]]:
+    def head_parameters(self) -> HeadParameters:
         """Of every parameter with entries for single heads: the dimension of heads, and the entries of a head."""
         raise NotImplementedError
 
@@ -87,22 +91,26 @@ class PrunableHeads(Restructurable, AttentionLayer):
         replaced = {}
         for name, (dim, entries) in self.head_parameters().items():
             old = self.get_parameter(name)
-            index = torch.tensor(kept, dtype=torch.long, device=old.device)[:, None] * entries
-            index = (index + torch.arange(entries, device=old.device)).flatten()
+            widths = [entries] * self.num_heads if isinstance(entries, int) else entries
+            index = torch.tensor(_entries_of(kept, widths), dtype=torch.long, device=old.device)
             new = nn.Parameter(old.index_select(dim, index), requires_grad=old.requires_grad)
             if old.grad is not None:
                 new.grad = old.grad.index_select(dim, index)
             replaced[old] = Replacement(new, dim, index)
             self._set_parameter(name, new)
-        self.num_heads = len(kept)
+        self._keep(kept)
         return replaced
 
+    def _keep(self, heads: Sequence[int]) -> None:
+        """The layer has these of its heads from now on."""
+        self.num_heads = len(heads)
+
     @property
-    def structure(self) -> int:
+    def structure(self) -> Any:
         """The number of heads."""
         return self.num_heads
 
-    def structure_in(self, state_dict: StateDict, prefix: str) -> Optional[int]:
+    def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
         """The number of heads in a state dict."""
         counts = {}
         for name, (dim, entries) in self.head_parameters().items():
@@ -126,14 +134,11 @@ class PrunableHeads(Restructurable, AttentionLayer):
                 f'heads, {counts}: it is damaged'
             )
         if counts and max(counts.values()) > self.built_heads:
-            raise StructureError(
-                f'{prefix.rstrip(".")} has {max(counts.values())} heads in the state dict, but num_heads='
-                f'{self.built_heads} in the model: build it with as many'
-            )
+            raise too_many_heads(prefix, max(counts.values()), self.built_heads)
         return next(iter(counts.values()), None)
 
     @torch.no_grad()
-    def take_structure(self, structure: int) -> None:
+    def take_structure(self, structure: Any) -> None:
         """Takes a number of heads; the values are yet to be loaded.
 
         The parameters stay the same objects, so that an optimizer that was built before, but has not made a step, goes
@@ -141,12 +146,16 @@ class PrunableHeads(Restructurable, AttentionLayer):
         """
         logger.info('An attention layer takes %d heads in place of %d.', structure, self.num_heads)
         for name, (dim, entries) in self.head_parameters().items():
-            parameter = self.get_parameter(name)
-            shape = list(parameter.shape)
-            shape[dim] = structure * entries
-            parameter.data, parameter.grad = parameter.data.new_zeros(shape), None
-            self._set_parameter(name, parameter)
+            self._resize_parameter(name, dim, structure * entries)
         self.num_heads = structure
+
+    def _resize_parameter(self, name: str, dim: int, entries: int) -> None:
+        """Another number of entries, all 0, along a dimension of a parameter, which stays the same object."""
+        parameter = self.get_parameter(name)
+        shape = list(parameter.shape)
+        shape[dim] = entries
+        parameter.data, parameter.grad = parameter.data.new_zeros(shape), None
+        self._set_parameter(name, parameter)
 
     def _set_parameter(self, name: str, parameter: nn.Parameter) -> None:
         path, _, leaf = name.rpartition('.')
@@ -154,3 +163,9 @@ class PrunableHeads(Restructurable, AttentionLayer):
         setattr(owner, leaf, parameter)
         if isinstance(owner, nn.Linear):
             owner.out_features, owner.in_features = owner.weight.shape
+
+
+def _entries_of(heads: Sequence[int], widths: Sequence[int]) -> List[int]:
+    """The entries of some heads, where each has as many as ``widths`` says."""
+    starts = list(itertools.accumulate(widths, initial=0))
+    return [entry for head in heads for entry in range(starts[head], starts[head + 1])]

@@ -1,7 +1,7 @@
 """Parameters that are tables over a grid: a checkpoint for another grid is resized while it loads."""
 
 import logging
-from typing import Dict, Sequence, Tuple
+from typing import Any, Dict, Hashable, Optional, Sequence, Tuple
 
 from torch import Tensor
 
@@ -24,27 +24,36 @@ class ResizableTables(Restructurable):
         raise NotImplementedError
 
     @property
-    def structure(self) -> Shapes:
+    def shapes(self) -> Shapes:
         """The shapes of the tables by name."""
         return tuple((name, tuple(table.shape)) for name, table in self.named_parameters(recurse=False))
 
-    def structure_in(self, state_dict: StateDict, prefix: str) -> Shapes:
+    def shapes_in(self, state_dict: StateDict, prefix: str) -> Shapes:
         """The shapes of the tables in a state dict; the module's own for those that no grid explains."""
         loaded = self._loaded(state_dict, prefix)
-        return tuple((name, tuple(loaded[name].shape) if name in loaded else own) for name, own in self.structure)
+        return tuple((name, tuple(loaded[name].shape) if name in loaded else own) for name, own in self.shapes)
 
-    def can_take(self, structure: Shapes) -> bool:
+    @property
+    def structure(self) -> Hashable:
+        """:attr:`shapes`."""
+        return self.shapes
+
+    def structure_in(self, state_dict: StateDict, prefix: str) -> Optional[Hashable]:
+        """:meth:`shapes_in`."""
+        return self.shapes_in(state_dict, prefix)
+
+    def can_take(self, structure: Any) -> bool:
         """Never: the module keeps its size."""
         return False
 
     def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
         """Resizes the tables of a state dict."""
-        own = dict(self.structure)
+        own = dict(self.shapes)
         for name, table in self._loaded(state_dict, prefix).items():
             if tuple(table.shape) != own[name]:
                 logger.info('Resize %s%s from %s to %s.', prefix, name, tuple(table.shape), own[name])
                 state_dict[prefix + name] = self.resize(table, own[name])
 
     def _loaded(self, state_dict: StateDict, prefix: str) -> Dict[str, Tensor]:
-        tables = {name: state_dict.get(prefix + name) for name, _ in self.structure}
+        tables = {name: state_dict.get(prefix + name) for name, _ in self.shapes}
         return {name: table for name, table in tables.items() if table is not None and self.resizes(table)}

@@ -19,6 +19,14 @@ class StructureError(ValueError):
     """A state dict that no structure of a module explains."""
 
 
+def too_many_heads(prefix: str, loaded: int, built: int) -> StructureError:
+    """The refusal of a state dict that has more heads than the layer was built with."""
+    return StructureError(
+        f'{prefix.rstrip(".")} has {loaded} heads in the state dict, but num_heads={built} in the model: build it with '
+        'as many'
+    )
+
+
 class Restructurable(nn.Module):
     """A module that loads state dicts of several structures.
 

@@ -6,48 +6,12 @@ import math
 import pytest
 import torch
 from helpers.convolutions import relative_error
+from helpers.patch_convolutions import fits, patch_convolutions
 from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from attncnn_plugin.convert import PatchConversionReport, conv_to_patch_mhsa, min_heads
 from attncnn_plugin.layers.patches import image_to_patches, patches_to_image
-
-
-@st.composite
-def patch_convolutions(draw):
-    """A convolution of one output patch for each patch, the patch size, and the shape of an image."""
-    groups, patch, stride, kernel, dilation, padding = draw(st.integers(1, 2)), [], [], [], [], []
-    same = draw(st.booleans())
-    for _ in range(2):
-        stride.append(1 if same else draw(st.integers(1, 2)))
-        patch.append(stride[-1] * draw(st.integers(1, 3)))
-        dilation.append(draw(st.integers(1, 3)))
-        kernel.append(draw(st.integers(1, 7)))
-        extent = dilation[-1] * (kernel[-1] - 1) + 1
-        if not same and extent % 2 == 0 and stride[-1] == 1:
-            kernel[-1] += 1  # an even window cannot be padded alike on both sides
-            extent = dilation[-1] * (kernel[-1] - 1) + 1
-            if extent % 2 == 0:
-                dilation[-1] *= 2
-                extent = dilation[-1] * (kernel[-1] - 1) + 1
-        padding.append(-(-(extent - stride[-1]) // 2) if extent > stride[-1] else 0)
-        if extent < stride[-1]:
-            kernel[-1], dilation[-1] = stride[-1], 1
-    conv = nn.Conv2d(
-        groups * draw(st.integers(1, 2)),
-        groups * draw(st.integers(1, 2)),
-        kernel,
-        stride=stride,
-        dilation=dilation,
-        padding='same' if same else tuple(padding),
-        groups=groups,
-        bias=draw(st.booleans()),
-        dtype=torch.float64,
-    )
-    torch.manual_seed(draw(st.integers(0, 2**16)))
-    conv.reset_parameters()
-    return conv, tuple(patch), (1, conv.in_channels, *(p * draw(st.integers(1, 4)) for p in patch))
 
 
 @given(patch_convolutions())
@@ -55,12 +19,7 @@ def test_equals_the_convolution(case):
     conv, patch, shape = case
     attention = conv_to_patch_mhsa(conv, patch)[0]
     x = torch.randn(shape, dtype=torch.float64)
-    if any(
-        n + 2 * (p if conv.padding != 'same' else d * (k - 1)) < d * (k - 1) + 1
-        for n, p, d, k in zip(
-            shape[2:], conv.padding if conv.padding != 'same' else (0, 0), conv.dilation, conv.kernel_size
-        )
-    ):
+    if not fits(conv, shape):
         return  # torch refuses an image smaller than the window
     expected = conv(x)
     assert attention(x).shape == expected.shape
@@ -80,9 +39,9 @@ def test_report():
     """W^Q, W^K, W^V and W^O of 4 heads as wide as the 2·2·2 entries of a patch, 4 entries of b each, and 3·4 biases."""
     _, report = conv_to_patch_mhsa(nn.Conv2d(2, 3, 2, padding='same'), 2)
     after = 4 * 3 * 8 * 8 + 4 * 8 * 12 + 4 * 4 + 12
-    assert report == PatchConversionReport(4, ((0, 0), (0, 1), (1, 0), (1, 1)), 27, after)
+    assert report == PatchConversionReport(4, ((0, 0), (0, 1), (1, 0), (1, 1)), (8,) * 4, 0.0, 27, after)
     assert str(report) == (
-        'num_heads=4: exact, a head for each shift from (0, 0) to (1, 1); 27 parameters became 1,180'
+        'num_heads=4 of 8 channels: exact, a head for each shift from (0, 0) to (1, 1); 27 parameters became 1,180'
     )
 
 

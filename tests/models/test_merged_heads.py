@@ -262,8 +262,11 @@ def test_wrong_shapes_and_missing_keys():
 
 
 def test_default_state_dict_is_as_it_was():
-    names = {name.partition('attn.')[2] for name in small_cmhsa('attn').state_dict() if 'attn.' in name}
-    assert names == {'position.table', 'query.weight', 'key.weight', 'value.weight', 'out.weight', 'out.bias'}
+    from_convolutions, from_scratch = small_cmhsa('conv'), small_cmhsa('attn')
+    from_convolutions.to_attention()
+    names = {'position.table', 'query.weight', 'key.weight', 'value.weight', 'out.weight', 'out.bias'}
+    for model, expected in ((from_convolutions, names), (from_scratch, names | {'position.no_null_key'})):
+        assert {name.partition('attn.')[2] for name in model.state_dict() if 'attn.' in name} == expected
     deployed = network('deployed')
     deployed(torch.randn(1, 3, 16, 16))
     assert deployed.state_dict().keys() == network('merged').state_dict().keys()

@@ -130,7 +130,7 @@ class PhaseTransitionHook(Hook):
         if is_model_wrapper(runner.model):  # a new one
             compile_train_step(runner)
         for averaged in averaged_models(runner):
-            _average_attention(averaged, model)
+            _average_attention(averaged, runner.seed)
         after = self._outputs(runner, model, data_batch)
         if before is not None and after is not None:
             drift = ((after - before).norm() / before.norm()).item()
@@ -202,14 +202,10 @@ def _networks(model: nn.Module) -> List[CMHSANetwork]:
     return [module for module in model.modules() if isinstance(module, CMHSANetwork)]
 
 
-def _average_attention(averaged: nn.Module, model: nn.Module) -> None:
+def _average_attention(averaged: nn.Module, seed: int) -> None:
     """The average of the first phase, as attention: its function stays as it was too."""
-    for network, source in zip(_networks(averaged.module), _networks(model)):
-        network.to_attention()
-        # No average of two random draws; merged heads have none.
-        for block, source_block in zip(network.blocks, [] if network.merged else source.blocks):
-            for name in ('query', 'key'):
-                getattr(block.attn, name).load_state_dict(getattr(source_block.attn, name).state_dict())
+    for network in _networks(averaged.module):
+        network.to_attention(torch.Generator().manual_seed(seed))  # no average of two random draws
         network.requires_grad_(False)
     refresh_average(averaged)
 

@@ -12,7 +12,9 @@ class CMHSA(GridBackbone, CMHSANetwork):
     """Vision transformer whose attention begins as convolutions.
 
     A PyTorch implementation of `Can Vision Transformers Perform Convolution? <https://arxiv.org/abs/2111.01353>`_
-    (section 4). Tokens and heads are as wide as a flattened patch, ``patch_size² · in_channels`` (768 for 16 and 3).
+    (section 4). Tokens and heads are as wide as a flattened patch, ``patch_size² · in_channels`` (768 for 16 and 3),
+    if nothing else is said: ``head_dim='exact', qk_dim=64`` makes heads that begin as the same convolutions at a
+    quarter of the cost.
 
     With ``phase='conv'`` the blocks mix pixels by convolutions on the image; ``to_attention()`` turns these into
     attention and leaves the output as it was. :class:`~attncnn_plugin.engine.hooks.PhaseTransitionHook` does so in the
@@ -28,6 +30,19 @@ class CMHSA(GridBackbone, CMHSANetwork):
         in_channels (int): The num of input channels. Defaults to 3.
         kernel_size (int): The kernel size of the convolutions; it decides the number of heads too (9 up to
             ``2 * patch_size``). Defaults to 3.
+        embed_dims (int, optional): The dimensions of a token. Tokens are the patches for ``patch_size² ·
+            in_channels``, the default; wider ones have further channels, narrower ones the lowest frequencies of the
+            patches. Both phases are the same function either way.
+        num_heads (int, optional): The num of heads, at least as many as the convolutions need, which is the default.
+            Further ones begin with output weights of 0.
+        head_dim (int | str | Sequence[int], optional): The dimensions of a head's values: those of a token for
+            None, as in the paper; ``'exact'`` for what each head needs to be the convolution; or numbers, for all heads
+            or for each, with which heads that are too narrow begin as the best of their rank. Defaults to None.
+        min_head_dim (int): The least dimensions of a head with ``head_dim='exact'``. Defaults to 1.
+        qk_dim (int, optional): The dimensions of a head's queries and keys. Defaults to None, means those of a token.
+        null_key (bool, optional): Whether the attention has a null key, which stands for the zeros around the image
+            and without which attention is no convolution at the image's border. The paper has none. Defaults to None,
+            means True for attention that begins as a convolution and False otherwise.
         num_layers (int): The number of blocks. Defaults to 6.
         feedforward_channels (int, optional): The hidden dimensions of the feed-forward networks. Defaults to None,
             means four times the dimensions of a token.
@@ -73,6 +88,12 @@ class CMHSA(GridBackbone, CMHSANetwork):
         patch_size=16,
         in_channels=3,
         kernel_size=3,
+        embed_dims=None,
+        num_heads=None,
+        head_dim=None,
+        min_head_dim=1,
+        qk_dim=None,
+        null_key=None,
         num_layers=6,
         feedforward_channels=None,
         phase='attn',
@@ -94,6 +115,12 @@ class CMHSA(GridBackbone, CMHSANetwork):
             patch_size=patch_size,
             in_chans=in_channels,
             kernel_size=kernel_size,
+            embed_dim=embed_dims,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            min_head_dim=min_head_dim,
+            qk_dim=qk_dim,
+            null_key=null_key,
             depth=num_layers,
             mlp_dim=feedforward_channels,
             phase=phase,

@@ -2,18 +2,21 @@
 
 import math
 from dataclasses import dataclass
-from typing import Optional, Tuple, Union
+from typing import Optional, Tuple
 
 import torch
+import torch.nn.functional as F
 from timm.layers import DropPath, Mlp, calculate_drop_path_rates, to_2tuple
 from torch import Tensor, nn
 
-from ...convert.head_count import min_heads
+from ...convert.head_widths import HeadDim, choose_head_dims
+from ...convert.patch_embedding import patch_embedding
 from ...convert.patches import attend_like_convolution
 from ...layers.merged_patch_attention import MergedPatchAttention
 from ...layers.patch_attention import PatchAttention
 from ...layers.patches import image_to_patches, patches_to_image
 from ...layers.position_bias import GridBias
+from ...layers.position_biased_attention import PositionBiasedAttention
 from ...layers.structure import Restructurable, StateDict, StructureError
 from .deployment import Deployment
 from .grid_network import GridNetwork, check_channels, check_drop_path_rate
@@ -23,24 +26,29 @@ Structure = Tuple[str, bool]  # the phase, and whether heads are merged
 
 
 class PatchStem(nn.Module):
-    """Flattened patches, and a linear map that the convolution phase does without.
+    """Flattened patches, and a linear map to tokens, which the convolution phase of L21 does without.
 
     Args:
         patch_size (int): Patch size P.
         in_chans (int): Channels C of the image.
+        embed_dim (int): Channels D of a token.
 
     Attributes:
-        proj (nn.Module): Identity, in the attention phase ``nn.Linear(P²·C, P²·C)``.
+        proj (nn.Module): Identity in the convolution phase, if tokens are the patches; ``nn.Linear(P²·C, D)``
+            otherwise.
     """
 
-    def __init__(self, patch_size: int, in_chans: int) -> None:
+    def __init__(self, patch_size: int, in_chans: int, embed_dim: int, device=None, dtype=None) -> None:
         super().__init__()
         self.reduction = patch_size
         self.in_chans = in_chans
+        patch_dim = patch_size**2 * in_chans
         self.proj = nn.Identity()
+        if embed_dim != patch_dim:
+            self.proj = nn.Linear(patch_dim, embed_dim, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(B, C, H, W)`` to ``(B, H/P, W/P, P²·C)``.
+        """``(B, C, H, W)`` to ``(B, H/P, W/P, D)``.
 
         Raises:
             ValueError: The image does not have the stem's channels, or cannot be cut into patches.
@@ -56,19 +64,41 @@ class PatchConvolution(nn.Module):
         channels (int): Channels C of the image.
         kernel_size (int): Kernel size K.
         patch_size (int): Patch size P.
+        embedding (Tensor, optional): E from patches to tokens, ``(D, P²·C)``: the image has the patches Eᵀx. Defaults
+            to none: tokens are the patches.
     """
 
-    def __init__(self, channels: int, kernel_size: int, patch_size: int, device=None, dtype=None) -> None:
+    embedding: Optional[Tensor]
+
+    def __init__(
+        self,
+        channels: int,
+        kernel_size: int,
+        patch_size: int,
+        embedding: Optional[Tensor] = None,
+        device=None,
+        dtype=None,
+    ) -> None:
         super().__init__()
         self.patch_size = (patch_size, patch_size)
-        self.conv = nn.Conv2d(channels, channels, kernel_size, padding='same', device=device, dtype=dtype)
+        self.conv = new_convolution(channels, kernel_size, device, dtype)
+        self.register_buffer('embedding', embedding)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(B, H, W, P²·C)`` to the same."""
+        """``(B, H, W, D)`` to the same."""
         # The gradients of a convolution of few channels take a fraction of the time on CPUs with the channels last.
         memory_format = torch.channels_last if x.device.type == 'cpu' else torch.contiguous_format
-        image = patches_to_image(x, self.patch_size, memory_format)
-        return image_to_patches(self.conv(image), self.patch_size)
+        patches = x if self.embedding is None else F.linear(x, self.embedding.T)
+        image = patches_to_image(patches, self.patch_size, memory_format)
+        patches = image_to_patches(self.conv(image), self.patch_size)
+        return patches if self.embedding is None else F.linear(patches, self.embedding)
+
+
+def new_convolution(channels: int, kernel_size: int, device=None, dtype=None) -> nn.Conv2d:
+    """K×K, as large an image out as in."""
+    # fvcore, by which mmpretrain counts multiply-adds, does not know 'same', which even kernels need.
+    padding = kernel_size // 2 if kernel_size % 2 else 'same'
+    return nn.Conv2d(channels, channels, kernel_size, padding=padding, device=device, dtype=dtype)
 
 
 class CMHSABlock(nn.Module):
@@ -107,9 +137,9 @@ class CMHSABlock(nn.Module):
 
     def switch_to_deploy(self) -> None:
         """For inference alone: merged heads, position biases kept by grid size. timm calls it by this name too."""
-        if isinstance(self.attn, PatchAttention):
+        if isinstance(self.attn, PatchAttention) and self.attn.merges_for_inference:
             self.attn = self.attn.merge()
-        if isinstance(self.attn, MergedPatchAttention):
+        if isinstance(self.attn, PositionBiasedAttention):
             self.attn.switch_to_deploy()
         self.eval().requires_grad_(False)
 
@@ -122,6 +152,9 @@ class Transition:
         num_blocks (int): Convolutions that became attention.
         kernel_size (int): Kernel size K of each.
         num_heads (int): Heads N_h of each attention.
+        head_dims (tuple[int, ...]): Channels D_h of each head's values.
+        relative_error (float): The largest error of a block's matrices, 0 unless heads are narrower than the
+            convolutions need, see :class:`~attncnn_plugin.convert.PatchConversionReport`.
         attn_bias_init (float): M.
         parameters_before, parameters_after (int): Parameters of the network.
     """
@@ -129,6 +162,8 @@ class Transition:
     num_blocks: int
     kernel_size: int
     num_heads: int
+    head_dims: Tuple[int, ...]
+    relative_error: float
     attn_bias_init: float
     parameters_before: int
     parameters_after: int
@@ -136,22 +171,33 @@ class Transition:
     def __str__(self) -> str:
         return (
             f'{self.num_blocks} convolutions of {self.kernel_size}x{self.kernel_size} became attention of '
-            f'{self.num_heads} heads with attn_bias_init={self.attn_bias_init:g}; '
+            f'{self.num_heads} heads with attn_bias_init={self.attn_bias_init:g}{self._error}; '
             f'{self.parameters_before:,} parameters became {self.parameters_after:,}'
         )
+
+    @property
+    def _error(self) -> str:
+        if self.relative_error == 0:
+            return ''
+        return f' and a relative error of {self.relative_error:.3g}, for heads are narrower than the convolutions need'
 
 
 class CMHSANetwork(Restructurable, GridNetwork):
     """Pre-norm vision transformer without class token, whose attention can begin as a convolution.
 
-    A token is a flattened patch, D = P²·C channels wide, and so is every head. In the phase ``'conv'`` the blocks mix
-    pixels by K×K convolutions on the image; in the phase ``'attn'`` by attention over patches, with as many heads as
-    L21's Theorem 1 needs and a relative position bias. :meth:`to_attention` goes from the first to the second and
-    leaves the output of the network as it was.
+    In L21 a token is a flattened patch, D = P²·C channels wide, and so is every head. In the phase ``'conv'`` the
+    blocks mix pixels by K×K convolutions on the image; in the phase ``'attn'`` by attention over patches, with as many
+    heads as L21's Theorem 1 needs and a relative position bias. :meth:`to_attention` goes from the first to the second
+    and leaves the output of the network as it was.
+
+    Heads need not be as wide: from a patch that is one step away a convolution reads border pixels alone.
+    ``head_dim='exact'`` makes each head as wide as it needs to be the convolution, and ``qk_dim`` says how wide its
+    queries and keys are: with 3×3 kernels on patches of 16×16 pixels, 972 channels in the place of 9·768.
 
     A state dict carries its structure: one of the phase ``'attn'`` turns the network to that phase as it is loaded, one
     of merged heads merges those of the network; one of the phase ``'conv'``, and one of heads that are not merged, is
-    converted for a network that is further.
+    converted for a network that is further. The number and the widths of heads, and whether there is a null key, are
+    those of the state dict.
 
     Args:
         img_size (int | tuple[int, int]): Height and width of the image for which position biases are made; other
@@ -161,10 +207,25 @@ class CMHSANetwork(Restructurable, GridNetwork):
         patch_size (int): Patch size P. Defaults to 16.
         in_chans (int): Channels C of the image. Defaults to 3.
         kernel_size (int): Kernel size K. Defaults to 3.
+        embed_dim (int, optional): Channels D of a token. Other than P²·C, tokens are E x of the patches x by a linear
+            map that begins as E and learns; the blocks convolve the image of Eᵀ times their input and embed the result
+            by E, which is fixed and has orthonormal columns or rows. With D > P²·C further channels follow the pixels
+            and nothing is lost. With D < P²·C the rows of E are the patch's cosines of the lowest frequencies, and
+            higher ones are not seen. Both phases are the same function either way. Defaults to P²·C.
+        num_heads (int, optional): Number of heads N_h, at least as many as Theorem 1 needs, which is the default.
+            Further ones begin with output weights of 0.
+        head_dim (int | str | Sequence[int], optional): Channels D_h of a head's values: D for None, as in L21;
+            ``'exact'`` for what each head needs; or numbers, for all or for each, with which heads that are too narrow
+            begin as the best of their rank. Defaults to None.
+        min_head_dim (int): The least channels of a head with ``head_dim='exact'``. Defaults to 1.
+        qk_dim (int, optional): Channels D_k of a head's queries and keys. Defaults to D, as in L21.
+        null_key (bool, optional): Whether the attention has a null key, which stands for the zeros around the image,
+            see :class:`~attncnn_plugin.layers.WindowBias`. L21 has none, so that its attention is not the convolution
+            at the image's border. Defaults to True for attention that begins as a convolution, to False otherwise.
         depth (int): Number of blocks. Defaults to 6.
         mlp_dim (int, optional): Hidden channels of the feed-forward networks. Defaults to 4·D.
         phase (str): ``'conv'`` or ``'attn'``. Attention that does not come from a convolution begins with position
-            biases of 0 and weights from N(0, 0.02²). Defaults to ``'attn'``.
+            biases of 0 and weights from N(0, 0.02²), the patch projection too. Defaults to ``'attn'``.
         attn_bias_init (float): M, the bias of a head's shift when convolutions become attention. 40 is exact; a
             smaller one gives the biases a gradient to begin with. Defaults to 12.
         query_init, key_init (float): Standard deviation of W^Q and of W^K when convolutions become attention. One of
@@ -184,6 +245,12 @@ class CMHSANetwork(Restructurable, GridNetwork):
         patch_size: int = 16,
         in_chans: int = 3,
         kernel_size: int = 3,
+        embed_dim: Optional[int] = None,
+        num_heads: Optional[int] = None,
+        head_dim: HeadDim = None,
+        min_head_dim: int = 1,
+        qk_dim: Optional[int] = None,
+        null_key: Optional[bool] = None,
         depth: int = 6,
         mlp_dim: Optional[int] = None,
         phase: str = 'attn',
@@ -200,12 +267,12 @@ class CMHSANetwork(Restructurable, GridNetwork):
         dd = {'device': device, 'dtype': dtype}
         super().__init__()
         height, width = to_2tuple(img_size)
-        dim = patch_size**2 * in_chans
+        dim = patch_size**2 * in_chans if embed_dim is None else embed_dim
         mlp_dim = 4 * dim if mlp_dim is None else mlp_dim
-        if min(patch_size, in_chans, kernel_size, depth, mlp_dim) < 1:
+        if min(patch_size, in_chans, kernel_size, depth, mlp_dim, dim) < 1:
             raise ValueError(
-                f'patch_size={patch_size}, in_chans={in_chans}, kernel_size={kernel_size}, depth={depth} and '
-                f'mlp_dim={mlp_dim} must be at least 1'
+                f'patch_size={patch_size}, in_chans={in_chans}, kernel_size={kernel_size}, depth={depth}, '
+                f'mlp_dim={mlp_dim} and embed_dim={embed_dim} must be at least 1'
             )
         if min(height, width) < patch_size or height % patch_size or width % patch_size:
             raise ValueError(f'img_size={img_size} must be a multiple of patch_size={patch_size}')
@@ -222,19 +289,31 @@ class CMHSANetwork(Restructurable, GridNetwork):
         self.patch_size = patch_size
         self.kernel_size = kernel_size
         self.grid_size = (height // patch_size, width // patch_size)
-        self.num_heads = min_heads(kernel_size, patch_size)
+        conv = new_convolution(in_chans, kernel_size, device='meta')
+        self.head_dims = choose_head_dims(head_dim, conv, (patch_size, patch_size), dim, num_heads, min_head_dim)
+        self.num_heads = len(self.head_dims)
+        self.qk_dim = dim if qk_dim is None else qk_dim
+        if self.qk_dim < 1:
+            raise ValueError(f'qk_dim={qk_dim} must be at least 1')
+        if merge_heads and (head_dim is not None or qk_dim is not None):
+            raise ValueError(
+                f'merge_heads=True makes matrices of {dim}x{dim} for a head, for which head_dim={head_dim} and '
+                f'qk_dim={qk_dim} would do nothing: leave them out, or merge_heads'
+            )
+        self.null_key = null_key
         self.attn_bias_init = attn_bias_init
         self.query_init = query_init
         self.key_init = key_init
         self.merge_heads = merge_heads
         self.attn_drop_rate = attn_drop_rate
 
-        self.stem = PatchStem(patch_size, in_chans)
+        self.stem = PatchStem(patch_size, in_chans, dim, **dd)
+        embedding = patch_embedding(patch_size, in_chans, dim, **dd)
         self.blocks = nn.Sequential(
             *[
                 CMHSABlock(
                     dim,
-                    PatchConvolution(in_chans, kernel_size, patch_size, **dd),
+                    PatchConvolution(in_chans, kernel_size, patch_size, embedding, **dd),
                     mlp_dim,
                     proj_drop=proj_drop_rate,
                     drop_path=drop_path,
@@ -249,7 +328,11 @@ class CMHSANetwork(Restructurable, GridNetwork):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
         if phase == 'attn':
-            self._put_attention(merge_heads)
+            self._put_attention(merge_heads, null_key=bool(null_key))
+            nn.init.trunc_normal_(self.stem.proj.weight, std=0.02)
+        elif embedding is not None:
+            with torch.no_grad():
+                self.stem.proj.weight.copy_(embedding)
         self._follow_state_dicts()
 
     @property
@@ -281,13 +364,14 @@ class CMHSANetwork(Restructurable, GridNetwork):
             raise RuntimeError("the network is in phase='attn' already: there is no convolution to turn into attention")
         before = sum(p.numel() for p in self.parameters())
         convolutions = [block.attn.conv for block in self.blocks]
-        self._put_attention(self.merge_heads)
-        for block, conv in zip(self.blocks, convolutions):
-            self._attend_like(block.attn, conv, generator)
+        self._put_attention(self.merge_heads, self._null_key_of_convolutions)
+        errors = [self._attend_like(block.attn, conv, generator) for block, conv in zip(self.blocks, convolutions)]
         return Transition(
             num_blocks=len(self.blocks),
             kernel_size=self.kernel_size,
             num_heads=self.num_heads,
+            head_dims=self.head_dims,
+            relative_error=max(errors),
             attn_bias_init=self.attn_bias_init,
             parameters_before=before,
             parameters_after=sum(p.numel() for p in self.parameters()),
@@ -297,20 +381,25 @@ class CMHSANetwork(Restructurable, GridNetwork):
     def switch_to_deploy(self) -> Deployment:
         """For inference alone: merges the heads, in place, and keeps position biases by grid size.
 
-        The output stays as it was. No parameter trains any more. mmpretrain's ``reparameterize_model.py`` calls it by
-        this name.
+        Narrow heads stay as they are, for merged ones would cost more. The output stays as it was. No parameter trains
+        any more. mmpretrain's ``reparameterize_model.py`` calls it by this name.
 
         Returns:
             Deployment: What was done; nothing to merge in the phase ``'conv'``.
         """
         before = sum(p.numel() for p in self.parameters())
-        merged = tuple(i for i, block in enumerate(self.blocks) if isinstance(block.attn, PatchAttention))
+        separate = [i for i, block in enumerate(self.blocks) if isinstance(block.attn, PatchAttention)]
         for block in self.blocks:
             block.switch_to_deploy()
+        merged = tuple(i for i in separate if isinstance(self.blocks[i].attn, MergedPatchAttention))
         self.eval().requires_grad_(False)
         return Deployment(merged, before, sum(p.numel() for p in self.parameters()))
 
-    def _put_attention(self, merged: bool) -> None:
+    @property
+    def _null_key_of_convolutions(self) -> bool:
+        return self.null_key is None or self.null_key
+
+    def _put_attention(self, merged: bool, null_key: bool) -> None:
         """Attention in the place of convolutions, whose stem has no linear map yet, or of other attention."""
         like = self.blocks[0].norm1.weight
         dd = {'device': like.device, 'dtype': like.dtype}
@@ -318,30 +407,44 @@ class CMHSANetwork(Restructurable, GridNetwork):
         first = self.phase == 'conv'
         for block in self.blocks:
             requires_grad = any(parameter.requires_grad for parameter in block.attn.parameters())
-            block.attn = self._new_attention(merged, **dd).requires_grad_(requires_grad)
-        if first:
+            block.attn = self._new_attention(merged, null_key, **dd).requires_grad_(requires_grad)
+        if first and isinstance(self.stem.proj, nn.Identity):
             self.stem.proj = nn.Linear(len(like), len(like), **dd).requires_grad_(trainable)
             nn.init.eye_(self.stem.proj.weight)
             nn.init.zeros_(self.stem.proj.bias)
         self.train(self.training)  # the new modules too, and whatever a backbone freezes
 
-    def _new_attention(self, merged: bool, device, dtype) -> Union[PatchAttention, MergedPatchAttention]:
+    def _new_attention(self, merged: bool, null_key: bool, device, dtype) -> PositionBiasedAttention:
         dd = {'device': device, 'dtype': dtype}
-        position = GridBias(self.num_heads, self.grid_size, **dd)
-        dim = self.patch_size**2 * self.stem.in_chans
-        kind = MergedPatchAttention if merged else PatchAttention
-        return kind(dim, self.num_heads, position, attn_drop=self.attn_drop_rate, **dd)
+        position = GridBias(self.num_heads, self.grid_size, null_key, **dd)
+        dim = len(self.blocks[0].norm1.weight)  # the last norm can be gone
+        if merged:
+            return MergedPatchAttention(dim, self.num_heads, position, attn_drop=self.attn_drop_rate, **dd)
+        return PatchAttention(
+            dim,
+            self.num_heads,
+            position,
+            attn_drop=self.attn_drop_rate,
+            head_dim=self.head_dims,
+            qk_dim=self.qk_dim,
+            **dd,
+        )
 
-    def _attend_like(self, attention: nn.Module, conv: nn.Conv2d, generator=None) -> None:
-        attend_like_convolution(attention, conv, (self.patch_size, self.patch_size), self.attn_bias_init)
+    def _attend_like(self, attention: PositionBiasedAttention, conv: nn.Conv2d, generator=None) -> float:
+        embedding = patch_embedding(
+            self.patch_size, self.stem.in_chans, attention.dim, conv.weight.device, conv.weight.dtype
+        )
+        patch_size = (self.patch_size, self.patch_size)
+        error = attend_like_convolution(attention, conv, patch_size, self.attn_bias_init, embedding)
         if isinstance(attention, MergedPatchAttention):
-            return  # W^Q W^Kᵀ = 0
+            return error  # W^Q W^Kᵀ = 0
         for linear, std in ((attention.query, self.query_init), (attention.key, self.key_init)):
             # On the CPU, so that a seed draws the same everywhere.
             weight = torch.zeros(linear.weight.shape)
             if std > 0:
                 nn.init.normal_(weight, std=std, generator=generator)
             linear.weight.copy_(weight)
+        return error
 
     @property
     def structure(self) -> Structure:
@@ -369,7 +472,7 @@ class CMHSANetwork(Restructurable, GridNetwork):
 
     def take_structure(self, structure: Structure) -> None:
         """Puts attention in the place of convolutions, or heads of another kind in the place of heads."""
-        self._put_attention(structure[1])
+        self._put_attention(structure[1], self._null_key_of_convolutions)
 
     def training_advice(self, structure: Structure) -> Optional[str]:
         settings = [
@@ -402,16 +505,18 @@ class CMHSANetwork(Restructurable, GridNetwork):
                     f'{name}conv.weight of the state dict has shape {tuple(weight.shape)}, but the network takes '
                     f'images of in_chans={self.stem.in_chans} channels'
                 )
-            conv = nn.Conv2d(
-                *weight.shape[:2], weight.shape[2:], padding='same', device=weight.device, dtype=weight.dtype
-            )
+            conv = new_convolution(self.stem.in_chans, weight.shape[2], weight.device, weight.dtype)
             conv.weight.copy_(weight)
             conv.bias.copy_(bias)
-            attention = self._new_attention(self.merged, weight.device, weight.dtype)
+            state_dict.pop(name + 'embedding', None)
+            null_key = self._null_key_of_convolutions
+            attention = self._new_attention(self.merged, null_key, weight.device, weight.dtype)
             try:
                 self._attend_like(attention, conv, generator)
             except ValueError as error:
                 raise StructureError(f'{name}conv.weight of the state dict: {error}') from error
             state_dict.update({name + key: value for key, value in attention.state_dict().items()})
-            state_dict[f'{prefix}stem.proj.weight'] = torch.eye(attention.dim, device=weight.device, dtype=weight.dtype)
-            state_dict[f'{prefix}stem.proj.bias'] = weight.new_zeros(attention.dim)
+            if f'{prefix}stem.proj.weight' not in state_dict:  # tokens are the patches
+                identity = torch.eye(attention.dim, device=weight.device, dtype=weight.dtype)
+                state_dict[f'{prefix}stem.proj.weight'] = identity
+                state_dict[f'{prefix}stem.proj.bias'] = weight.new_zeros(attention.dim)

@@ -9,6 +9,7 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, register_notrace_module
 
+from ...convert.head_widths import HeadDim
 from ...layers import MergedPatchAttention, PatchAttention
 from ..networks import CMHSANetwork, PatchConvolution, PatchStem
 from .grid_classifier import GridClassifier
@@ -39,6 +40,12 @@ class CMHSAClassifier(GridClassifier, CMHSANetwork):
         img_size: Union[int, Tuple[int, int]] = 224,
         patch_size: int = 16,
         kernel_size: int = 3,
+        embed_dim: Optional[int] = None,
+        num_heads: Optional[int] = None,
+        head_dim: HeadDim = None,
+        min_head_dim: int = 1,
+        qk_dim: Optional[int] = None,
+        null_key: Optional[bool] = None,
         depth: int = 6,
         mlp_dim: Optional[int] = None,
         phase: str = 'attn',
@@ -57,6 +64,12 @@ class CMHSAClassifier(GridClassifier, CMHSANetwork):
             img_size=img_size,
             patch_size=patch_size,
             kernel_size=kernel_size,
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            min_head_dim=min_head_dim,
+            qk_dim=qk_dim,
+            null_key=null_key,
             depth=depth,
             mlp_dim=mlp_dim,
             phase=phase,
