@@ -32,6 +32,8 @@ MODELS = {
     'cmhsa_conv': lambda: small_cmhsa('conv', depth=1),
     'cmhsa_attn': lambda: small_cmhsa('attn', depth=1),
     'cmhsa_merged': lambda: small_cmhsa('attn', depth=1, merge_heads=True),
+    'cmhsa_narrow': lambda: small_cmhsa('attn', depth=1, head_dim='exact', qk_dim=4),
+    'cmhsa_embedded': lambda: small_cmhsa('conv', depth=1, embed_dim=7),
 }
 
 # For a grid of 3x4 tokens; images have 4 channels.
@@ -46,6 +48,9 @@ LAYERS = {
     'content_absolute': lambda: layers.ContentAttention(4, 3, position='absolute_learned'),
     'patches_window': lambda: layers.PatchAttention(4, 9, layers.WindowBias(9, (-1, -1), (3, 3))),
     'patches_grid': lambda: layers.PatchAttention(4, 9, layers.GridBias(9, (2, 2))),
+    'patches_narrow': lambda: layers.PatchAttention(
+        4, 2, layers.WindowBias(2, (0, 0), (1, 2), null_key=False), head_dim=(1, 3), qk_dim=2
+    ),
     'merged_patches': lambda: layers.MergedPatchAttention(4, 9, layers.GridBias(9, (2, 2))),
     'hard_image': lambda: layers.QuadraticImageAttention(4, 6, 9, WINDOW),
     'soft_image': lambda: layers.WindowImageAttention(4, 6, 5, WINDOW),

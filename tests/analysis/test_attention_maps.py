@@ -96,7 +96,7 @@ def test_probabilities_by_the_positional_term():
 
 
 def test_probabilities_by_the_bias_of_cmhsa():
-    layer = small_cmhsa('attn').blocks[0].attn
+    layer = small_cmhsa('attn', null_key=True).blocks[0].attn
     torch.nn.init.normal_(layer.position.table)
     probs = layer.position_probs((3, 4))
     # Each shift of the table has its share, wherever the border is: the null key has those that lead out.
@@ -146,7 +146,7 @@ def test_content_alone_without_an_absolute_encoding():
 
 @pytest.mark.parametrize('merge_heads', [False, True])
 def test_probabilities_of_cmhsa_give_its_output(merge_heads):
-    model, images = small_cmhsa('attn', merge_heads=merge_heads), torch.randn(2, 3, 16, 12)
+    model, images = small_cmhsa('attn', null_key=True, merge_heads=merge_heads), torch.randn(2, 3, 16, 12)
     for parameter in model.blocks.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     layer = model.blocks[1].attn
