@@ -40,9 +40,15 @@ KINDS = {
     'learned + content': ('sa_learned_content_cifar', {}, None),
     "content model, terms=('vr',)": ('sa_learned_content_cifar', dict(terms=('vr',)), None),
 }
-BATCHES = ((16, 1), (16, 8), (16, 32), (32, 1), (32, 4), (64, 1), (64, 2))  # side of the grid in tokens, and images
+BATCHES = ((16, 1), (16, 8), (32, 1), (64, 1))  # side of the grid in tokens, and images
 ORIGINAL_BATCHES = ((16, 8), (32, 4), (64, 1))
 SIDES = (16, 24, 32, 48, 64)
+HEADS = {
+    '': {},
+    ', merged heads': dict(merge_heads=True),
+    ', narrow heads': dict(head_dim='exact', qk_dim=64),
+    ', narrow heads of at least 64': dict(head_dim='exact', min_head_dim=64, qk_dim=64),
+}
 TRANSFORMERS = ('deit_small_patch16_224', 'convit_tiny', 'vit_base_patch16_224')
 
 
@@ -175,15 +181,38 @@ def deploy(settings: Settings) -> Cells:
 
 
 def cmhsa_peers(settings: Settings) -> Cells:
-    """CMHSA-5 in its first phase, in its second one, and in its second one with merged heads, against transformers."""
+    """CMHSA-5 in its first phase, and in its second one with heads of each kind, against transformers."""
     ours = {
         'convolution phase': cmhsa(settings, 'conv'),
-        'attention phase': cmhsa(settings, 'attn'),
-        'attention phase, merged heads': cmhsa(settings, 'attn', merge_heads=True),
+        **{f'attention phase{kind}': cmhsa(settings, 'attn', null_key=True, **HEADS[kind]) for kind in HEADS},
     }
     others = {name: vision_transformer(settings, name) for name in TRANSFORMERS}
     images, pixels = (2, 32) if settings.quick else (8, 224)
-    yield from over_peers(settings, ours, others, images, pixels, 100)
+    for training, what in ((False, 'forward'), (True, 'training')):
+        measured = run(settings, {**ours, **others}, training, images, pixels, 100)
+        for name in ours:
+            for other in others:
+                yield f'{name}, {what}', other, measured.ratio(name, other)
+            if training and name != 'convolution phase':
+                halves = measured.joined('convolution phase', name)
+                for other in others:
+                    yield f'half the epochs in each, {name}', other, halves.ratio('half', other)
+
+
+def cmhsa_memory(settings: Settings) -> Cells:
+    """Memory of a training step of CMHSA-5, against ViT-base."""
+    images, pixels = (2, 32) if settings.quick else (8, 224)
+    base = added_by(make_peer_step, settings, None, {}, images, pixels)
+    kinds = {'convolution phase': ('conv', {}), **{f'attention phase{kind}': ('attn', HEADS[kind]) for kind in HEADS}}
+    for name, (phase, kwargs) in kinds.items():
+        ours = added_by(make_peer_step, settings, phase, kwargs, images, pixels)
+        yield name, 'vit_base_patch16_224', f'{ours / base:.2f} ({ours / 1e6:,.0f} of {base / 1e6:,.0f} MB)'
+
+
+def make_peer_step(settings: Settings, phase, kwargs, images: int, pixels: int) -> Callable[[], None]:
+    """Of CMHSA-5 in a phase, or of ViT-base."""
+    model = vision_transformer(settings, 'vit_base_patch16_224') if phase is None else cmhsa(settings, phase, **kwargs)
+    return training_step(model, *batch(settings, images, pixels, 100))
 
 
 def sa_peers(settings: Settings) -> Cells:
@@ -252,6 +281,11 @@ GROUPS = {
         'CMHSA-5 against vision transformers',
         'Time of ours over that of the other model, 224x224 pixels, batch 8. In training over ViT-base L21 has '
         '0.49 for convolution, 1.48 for attention and 0.98 for half the epochs in each.',
+    ),
+    'cmhsa_memory': Group(
+        cmhsa_memory,
+        'Memory of a training step of CMHSA-5',
+        'What ours adds to the process over what ViT-base adds, 224x224 pixels, batch 8.',
     ),
     'sa': Group(
         sa_peers,

@@ -48,6 +48,12 @@ class Measured(NamedTuple):
     seconds: Dict[str, List[float]]
     multiply_adds: Dict[str, int]
 
+    def joined(self, first: str, second: str) -> 'Measured':
+        """With ``'half'``, a call of either in half of all calls, round by round."""
+        seconds = [(a + b) / 2 for a, b in zip(self.seconds[first], self.seconds[second])]
+        multiply_adds = (self.multiply_adds[first] + self.multiply_adds[second]) // 2
+        return Measured({**self.seconds, 'half': seconds}, {**self.multiply_adds, 'half': multiply_adds})
+
     def ratio(self, first: str, second: str) -> Ratio:
         """What the first takes over what the second takes. Times are divided round by round: they share a load."""
         low, median, high = np.percentile(np.divide(self.seconds[first], self.seconds[second]), [25, 50, 75])

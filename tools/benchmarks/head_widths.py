@@ -1,0 +1,216 @@
+#!/usr/bin/env python
+"""What the widths of CMHSA's heads cost in accuracy: convolutions are trained, then turned into attention of each kind.
+
+Images lie in DATA/train/CLASS/* and DATA/test/CLASS/*. Every kind of attention begins with the same convolutions, and
+trains for as many epochs as full heads, and for as many as take the time that full heads take. Results go to one JSON
+file a run in OUT; runs that are there are not repeated, so that the script can be stopped and called again.
+
+    python tools/benchmarks/head_widths.py DATA OUT            # all that is missing, then the table
+    python tools/benchmarks/head_widths.py DATA OUT --table    # the table of what is there
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Callable, Dict, List, Tuple
+
+import numpy as np
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.datasets import ImageFolder
+
+import attncnn_plugin  # noqa: F401
+
+FULL = 'full'
+# Arguments of the network, and what is done with its heads as they begin.
+KINDS: Dict[str, dict] = {
+    'convolution goes on': dict(phase='conv'),
+    FULL: dict(),
+    'full, merged': dict(merge_heads=True),
+    'narrow': dict(head_dim='exact', qk_dim=16),
+    'narrow, at least 16': dict(head_dim='exact', min_head_dim=16, qk_dim=16),
+    'narrow, queries of 48': dict(head_dim='exact', qk_dim=48),
+    'full, queries of 16': dict(qk_dim=16),
+    'full, factors of equal norm': dict(balanced=True),
+    'narrow, factors of equal norm': dict(head_dim='exact', qk_dim=16, balanced=True),
+}
+SMALL = dict(img_size=32, patch_size=4, depth=4, num_classes=10)
+BATCH_SIZE, WARM_UP = 100, 2
+FIRST_RATE, SECOND_RATE, WEIGHT_DECAY = 2e-3, 5e-4, 0.05
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('data', type=Path)
+    parser.add_argument('out', type=Path)
+    parser.add_argument('--images', type=int, default=10000, help='for training; default 10000')
+    parser.add_argument('--test-images', type=int, help='default all')
+    parser.add_argument('--epochs', type=int, nargs=2, default=(15, 10), help='of the two phases; default 15 10')
+    parser.add_argument('--seeds', type=int, nargs='+', default=(0, 1, 2))
+    parser.add_argument('--kinds', nargs='+', default=list(KINDS), choices=list(KINDS), metavar='KIND')
+    parser.add_argument('--threads', type=int, default=2)
+    parser.add_argument('--table', action='store_true', help='print the table of the runs that are there')
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not args.table:
+        torch.set_num_threads(args.threads)
+        train_all(args)
+    print(table(args.out))
+
+
+def train_all(args: argparse.Namespace) -> None:
+    """The runs that are missing, seed by seed."""
+    train, test = load_images(args.data / 'train'), load_images(args.data / 'test')
+    some = torch.randperm(len(test[1]), generator=torch.Generator().manual_seed(0))[: args.test_images]
+    test = test[0][some], test[1][some]
+    first, second = args.epochs
+    for seed in args.seeds:
+        chosen = torch.randperm(len(train[1]), generator=torch.Generator().manual_seed(seed))[: args.images]
+        images = train[0][chosen], train[1][chosen]
+        start = args.out / f'convolution-{seed}.pth'
+        if not start.exists():
+            torch.manual_seed(seed)
+            model = timm.create_model('cmhsa3_patch16_224', phase='conv', **SMALL)
+            fit(model, images, first, FIRST_RATE, seed)
+            save(start, lambda path, model=model: torch.save(model.state_dict(), path))
+        seconds = step_seconds(args.kinds, start, images)
+        for kind in args.kinds:
+            for equal, epochs in (('epochs', second), ('time', round(second * seconds[FULL] / seconds[kind]))):
+                result = args.out / f'{kind}-{equal}-{seed}.json'.replace(' ', '_')
+                if result.exists() or equal == 'time' and kind == FULL:
+                    continue
+                model = begin(kind, start, seed)
+                report = dict(kind=kind, equal=equal, seed=seed, epochs=epochs, step=seconds[kind] / seconds[FULL])
+                report['before'] = accuracy(model, test)
+                fit(model, images, epochs, SECOND_RATE, seed)
+                report['top1'] = accuracy(model, test)
+                report['parameters'] = sum(p.numel() for p in model.parameters())
+                report['machine'] = f'torch {torch.__version__}, {os.cpu_count()} cores, {args.threads} threads'
+                save(result, lambda path, report=report: path.write_text(json.dumps(report)))
+                print(json.dumps(report), flush=True)
+
+
+def load_images(folder: Path) -> Tuple[Tensor, Tensor]:
+    """All images of a folder, normalized, ``(N, 3, H, W)``, and their labels."""
+    samples = ImageFolder(str(folder))
+    images = torch.stack([torch.from_numpy(np.array(image)) for image, _ in samples]).permute(0, 3, 1, 2).float()
+    mean, std = images.mean((0, 2, 3), keepdim=True), images.std((0, 2, 3), keepdim=True)
+    return (images - mean) / std, torch.tensor(samples.targets)
+
+
+def begin(kind: str, start: Path, seed: int) -> nn.Module:
+    """The network with attention of a kind in the place of the trained convolutions."""
+    settings = dict(phase='attn', **KINDS[kind]) if 'phase' not in KINDS[kind] else dict(KINDS[kind])
+    balanced = settings.pop('balanced', False)
+    torch.manual_seed(seed)
+    model = timm.create_model('cmhsa3_patch16_224', **SMALL, **settings)
+    model.load_state_dict(torch.load(start, weights_only=True))
+    if balanced:
+        for block in model.blocks:
+            balance(block.attn)
+    return model
+
+
+@torch.no_grad()
+def balance(attention: nn.Module) -> None:
+    """W^V and W^O of each head as U√S and √S Vᵀ of their product, in the place of pixels and weights."""
+    start = 0
+    for width, matrix in zip(attention.head_dims, attention.value_matrices()):
+        left, singular, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+        root = singular[:width].sqrt()
+        attention.value.weight[start : start + width] = root[:, None] * right[:width]
+        attention.out.weight[:, start : start + width] = left[:, :width] * root
+        start += width
+
+
+def fit(model: nn.Module, train: Tuple[Tensor, Tensor], epochs: int, rate: float, seed: int) -> None:
+    """Trains with AdamW, a warm-up and a cosine, on flipped and shifted images."""
+    images, labels = train
+    steps = math.ceil(len(labels) / BATCH_SIZE)
+    decay = [p for name, p in model.named_parameters() if 'position.table' not in name]
+    tables = [p for name, p in model.named_parameters() if 'position.table' in name]
+    groups = [dict(params=decay), dict(params=tables, weight_decay=0.0)] if tables else decay
+    optimizer = torch.optim.AdamW(groups, lr=rate, weight_decay=WEIGHT_DECAY)
+    warm_up = min(WARM_UP, epochs) * steps
+
+    def factor(step: int) -> float:
+        cosine = (step - warm_up) / max(1, epochs * steps - warm_up)
+        return (step + 1) / warm_up if step < warm_up else (1 + math.cos(math.pi * cosine)) / 2
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    generator = torch.Generator().manual_seed(seed)
+    model.train()
+    for _ in range(epochs):
+        for batch in torch.randperm(len(labels), generator=generator).split(BATCH_SIZE):
+            loss = F.cross_entropy(model(augment(images[batch], generator)), labels[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+
+
+def augment(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Flips each image, and shifts it by up to 4 pixels each way."""
+    size = images.shape[-1]
+    padded = F.pad(images, (4, 4, 4, 4))
+    rows, columns = torch.randint(9, (2, len(images)), generator=generator)[..., None] + torch.arange(size)
+    flipped = torch.rand(len(images), generator=generator) < 0.5
+    columns = torch.where(flipped[:, None], columns.flip(1), columns)
+    index = torch.arange(len(images))[:, None, None]
+    return padded.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, test: Tuple[Tensor, Tensor]) -> float:
+    """Top-1 in per cent."""
+    model.eval()
+    right = [(model(x).argmax(1) == y).sum() for x, y in zip(test[0].split(500), test[1].split(500))]
+    return 100 * float(torch.stack(right).sum()) / len(test[1])
+
+
+def step_seconds(kinds: List[str], start: Path, images: Tuple[Tensor, Tensor]) -> Dict[str, float]:
+    """Time of a training step of each kind, in turns; the median of seven."""
+    x, y = images[0][:BATCH_SIZE], images[1][:BATCH_SIZE]
+    models = {kind: begin(kind, start, 0).train() for kind in dict.fromkeys([*kinds, FULL])}
+    seconds: Dict[str, List[float]] = {kind: [] for kind in models}
+    for _ in range(8):
+        for kind, model in models.items():
+            begun = time.perf_counter()
+            F.cross_entropy(model(x), y).backward()
+            seconds[kind].append(time.perf_counter() - begun)
+    return {kind: float(np.median(times[1:])) for kind, times in seconds.items()}
+
+
+def save(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes a file as a whole or not at all."""
+    part = path.with_suffix('.part')
+    write(part)
+    part.replace(path)
+
+
+def table(out: Path) -> str:
+    """Means and ranges over the seeds, in Markdown."""
+    runs = [json.loads(path.read_text()) for path in sorted(out.glob('*.json'))]
+    columns = 'heads | parameters | time of a step | at equal epochs | at equal time | seeds'
+    lines = [f'| {columns} |', '| --- ' * 6 + '|']
+    for kind in KINDS:
+        of_kind = [run for run in runs if run['kind'] == kind]
+        if not of_kind:
+            continue
+        cells = [kind, f'{of_kind[0]["parameters"]:,}', f'{np.mean([run["step"] for run in of_kind]):.2f}']
+        for equal in ('epochs', 'time'):
+            last = [run['top1'] for run in of_kind if run['equal'] == equal]
+            epochs = {run['epochs'] for run in of_kind if run['equal'] == equal}
+            which = f' ({min(epochs)} to {max(epochs)} epochs)' if equal == 'time' and epochs else ''
+            cells.append(f'{np.mean(last):.2f} ({min(last):.2f} to {max(last):.2f}){which}' if last else '')
+        lines.append(f'| {" | ".join(cells)} | {len({run["seed"] for run in of_kind})} |')
+    return '\n'.join(lines)
+
+
+if __name__ == '__main__':
+    main()
