@@ -463,6 +463,7 @@ def test_exported(kind, strict):
 def test_onnx(size, tmp_path):
     onnxruntime = pytest.importorskip('onnxruntime')
     pytest.importorskip('onnxscript')
+    pytest.importorskip('torch', minversion='2.7', reason='torch 2.6 cannot export a batch of any size to ONNX')
     model = network('deployed')
     path, batch = str(tmp_path / 'model.onnx'), torch.export.Dim('batch', min=1, max=64)
     torch.onnx.export(
