@@ -30,7 +30,7 @@ class PositionBiasedAttention(PrunableHeads):
 
     @property
     def padding_mode(self) -> str:
-        return 'zeros'  # by the null key
+        return 'zeros' if self.position.null_key else 'replicate'
 
     def extra_repr(self) -> str:
         return f'dim={self.dim}, num_heads={self.num_heads}'

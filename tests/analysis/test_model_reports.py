@@ -21,9 +21,10 @@ from attncnn_plugin.analysis import (
 from attncnn_plugin.analysis.head_reports.report import json_ready
 
 
-def test_transition_of_cmhsa():
+@pytest.mark.parametrize('heads', [dict(), dict(head_dim='exact', qk_dim=4), dict(head_dim='exact', embed_dim=20)])
+def test_transition_of_cmhsa(heads):
     """Convolutions that became attention over patches are reported as hard heads on the nine patches."""
-    model = small_cmhsa('conv', attn_bias_init=40.0)
+    model = small_cmhsa('conv', attn_bias_init=40.0, **heads)
     model.to_attention()
     for report in model_reports(model, torch.randn(2, 3, 16, 16)):
         assert report.summary == 'one convolution, 3x3, error 0' and report.grid == (8, 8)

@@ -62,9 +62,9 @@ def one_block_model():
     return model
 
 
-def patch_model():
+def patch_model(**kwargs):
     """A model with a null key."""
-    model = small_cmhsa('attn').eval()
+    model = small_cmhsa('attn', null_key=True, **kwargs).eval()
     with torch.no_grad():
         for layer in attention_layers(model).values():
             layer.position.table.normal_()
