@@ -97,7 +97,7 @@ def conv_to_patch_mhsa(
         num_heads=9 of 16 channels: exact, a head for each shift from (-1, -1) to (1, 1); 20 parameters became 11,633
         >>> narrow, report = conv_to_patch_mhsa(conv, patch_size=4, head_dim='exact', qk_dim=4)
         >>> print(report)
-        num_heads=9 of 1 to 16 channels: exact, a head for each shift from (-1, -1) to (1, 1); 20 parameters became 2,513
+        num_heads=9 of 1 to 16 channels: exact, a head for each shift from (-1, -1) to (1, 1); 20 parameters became 2,993
         >>> images = torch.randn(1, 1, 8, 12)
         >>> all(torch.allclose(module(images), conv(images), atol=1e-5) for module in (attention, narrow))
         True
