@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.attention_layer import AttentionLayer
-from ..layers.image_attention import ImageAttention
 from ..layers.window import Window, per_axis
 from .position_only import check_position_only
 from .shift_operators import interior_queries, targets
@@ -182,9 +181,9 @@ def expressible_shifts_of_maps(
 
 
 def _check_queries(layer: AttentionLayer, size: Tuple[int, ...]) -> None:
-    if not isinstance(layer, ImageAttention):
-        return
     window = layer.window
+    if window is None:
+        return
     if window.ndim != 2:
         raise ValueError(f'layer has {window.ndim} axes of pixels, but shifts are found for two')
     if any(not torch.equal(window.queries(axis, n), torch.arange(n)) for axis, n in enumerate(size)):
