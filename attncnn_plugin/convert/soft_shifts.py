@@ -52,8 +52,8 @@ def relative_difference(matrix: Tensor, differences: Tensor) -> float:
         differences (Tensor): P_h − e_h, ``(K, pixels)``.
 
     Examples:
-        >>> relative_difference(torch.tensor([[2.0]]), torch.tensor([[-0.3, 0.4]]).double())
-        0.5
+        >>> relative_difference(torch.ones(1, 7), torch.tensor([[-0.75, 1.0]], dtype=torch.float64))
+        1.25
     """
     matrix = reduce_columns(matrix)
     total = matrix.norm()
