@@ -71,17 +71,14 @@ class ValueFit:
         return self.relative_error <= self.tolerance
 
     def __str__(self) -> str:
-        num_heads = len(self.coefficients)
+        layer = 'the convolution' if self.exact else 'nearest to the convolution'
         where = 'queries whose window is inside' if self.queries == 'interior' else 'all queries'
-        words = [
-            f'{"the convolution" if self.exact else "nearest to the convolution"} at {where} of '
-            f'{"x".join(map(str, self.size))}: relative error {self.relative_error:.3g}'
-        ]
-        if self.queries == 'interior':
-            words.append(f'{self.error:.3g} with the border')
-        words.append(f'{num_heads} heads of rank {self.rank}, condition number {self.condition:.3g}')
-        words.append(f'rounding errors up to {self.amplification:.3g} times')
-        return ', '.join(words)
+        border = f' ({self.error:.3g} with the border)' if self.queries == 'interior' else ''
+        return (
+            f'{layer} on a grid of {"x".join(map(str, self.size))}, at {where}: relative error '
+            f'{self.relative_error:.3g}{border}; {len(self.coefficients)} heads of rank {self.rank}, condition number '
+            f'{self.condition:.3g}, rounding errors times {self.amplification:.3g} at most'
+        )
 
 
 @torch.no_grad()

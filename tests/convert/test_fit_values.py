@@ -168,9 +168,7 @@ def test_fewer_heads_than_shifts(num_heads):
     assert report.interior_error == pytest.approx(lost.item()) and not report.exact
     assert report.residual.tolist() == pytest.approx([0] * num_heads + [1] * (9 - num_heads), abs=1e-12)
     assert report.condition == pytest.approx(1) and report.rank == num_heads
-    assert str(report).startswith(
-        'nearest to the convolution at queries whose window is inside of 6x8: relative error 0.'
-    )
+    assert str(report).startswith('nearest to the convolution on a grid of 6x8, at queries whose window is inside: ')
     kept = copy.deepcopy(conv)
     kept.weight.data.flatten(2)[..., num_heads:] = 0
     x = torch.randn(2, 3, 6, 8).double()
@@ -235,7 +233,7 @@ def test_dtype_mode_and_deployed_layers():
     assert not fitted.value.weight.requires_grad
     assert torch.allclose(on_images(fitted)(x), conv(x), atol=1e-5)
     assert 0 < report.error < 1e-6 and report.size == (6, 6)  # of the stored values
-    assert 'the convolution at all queries of 6x6' in str(report)
+    assert 'the convolution on a grid of 6x6, at all queries: relative error' in str(report)
 
 
 def test_compromise_at_the_border():
