@@ -122,9 +122,10 @@ def fit_values(
 
     Raises:
         TypeError: ``attention`` is no attention of this package, ``conv`` is not one of the three.
-        ValueError: The probabilities of ``attention`` depend on content; it has no heads; its axes, channels or queries
-            are not those of ``conv``; ``queries`` is unknown; ``tolerance`` is not between 0 and 1; a ``size`` that is
-            too small; weights or probabilities that are not finite.
+        ValueError: The probabilities of ``attention`` depend on content; it has no heads, or heads with a value
+            projection of their own; its axes, channels or queries are not those of ``conv``; ``queries`` is unknown;
+            ``tolerance`` is not between 0 and 1; a ``size`` that is too small; weights or probabilities that are not
+            finite.
 
     Examples:
         Nine soft heads, nearly as wide as a token:
@@ -190,6 +191,8 @@ def fit_values(
 def _check_fit(attention: Union[GridAttention, ImageAttention], conv: Convolution, window: Window) -> None:
     if attention.num_heads == 0:
         raise ValueError('attention has num_heads=0: no values make it a convolution')
+    if getattr(attention, 'value_proj', None) is not None:
+        raise ValueError('attention has heads with a value_proj of their own, but values are fitted for whole tokens')
     ndim = 2 if attention.window is None else attention.window.ndim
     if window.ndim != ndim:
         raise ValueError(f'conv is a {type(conv).__name__}, but attention has {ndim} axes')

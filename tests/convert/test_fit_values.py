@@ -279,7 +279,7 @@ def test_errors(arguments, error, message):
         fit_values(*arguments)
 
 
-def test_weights_that_are_not_finite_and_layers_without_heads():
+def test_weights_that_are_not_finite_and_layers_whose_values_do_not_fit():
     conv = nn.Conv2d(2, 2, 3, padding=1)
     conv.weight.data[0, 0, 0, 0] = math.nan
     with pytest.raises(ValueError, match='not finite'):
@@ -288,6 +288,10 @@ def test_weights_that_are_not_finite_and_layers_without_heads():
     empty.prune_heads(range(9), allow_empty=True)
     with pytest.raises(ValueError, match='attention has num_heads=0'):
         fit_values(empty, nn.Conv2d(2, 2, 3, padding=1), 6)
+    narrow = copy.deepcopy(ATTENTION)
+    narrow.value_proj = nn.Linear(2, 9)
+    with pytest.raises(ValueError, match='heads with a value_proj of their own'):
+        fit_values(narrow, nn.Conv2d(2, 2, 3, padding=1), 6)
 
 
 def test_kernel_of_zeros():
