@@ -4,25 +4,29 @@ Over pixels and back as in Cordonnier et al. 2020 (Theorem 1, Lemma 3), over pat
 and 6).
 """
 
-from .expressibility import Expressibility, expressible_shifts, expressible_shifts_of_maps
+from .expressibility import Expressibility, Kernel, expressible_shifts, expressible_shifts_of_maps
 from .head_count import min_heads
 from .head_widths import exact_head_dims
 from .patches import PatchConvolutionAttention, conv_to_patch_mhsa
 from .pixels import conv_to_mhsa
 from .report import ConversionReport, PatchConversionReport
 from .to_conv import ConvFit, mhsa_to_conv
+from .values import ValueFit, fit_values
 
 __all__ = [
     'ConvFit',
     'ConversionReport',
     'Expressibility',
+    'Kernel',
     'PatchConversionReport',
     'PatchConvolutionAttention',
+    'ValueFit',
     'conv_to_mhsa',
     'conv_to_patch_mhsa',
     'exact_head_dims',
     'expressible_shifts',
     'expressible_shifts_of_maps',
+    'fit_values',
     'mhsa_to_conv',
     'min_heads',
 ]

@@ -1,14 +1,14 @@
-"""Which shifts the heads of a layer can express (Cordonnier et al. 2020 (C20), Lemma 3 and appendix D)."""
+"""Which shifts, and so which convolutions, heads can express (Cordonnier et al. 2020 (C20), Lemma 3, appendix D)."""
 
+import itertools
 from dataclasses import dataclass
-from typing import List, Sequence, Tuple, Union
+from typing import FrozenSet, List, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.attention_layer import AttentionLayer
-from ..layers.image_attention import ImageAttention
 from ..layers.window import Window, per_axis
 from .position_only import check_position_only
 from .shift_operators import interior_queries, targets
@@ -16,9 +16,39 @@ from .shift_operators import interior_queries, targets
 CHUNK_ELEMENTS = 2**21  # entries of the attention maps that are copied at once, 16 MiB of float64
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of ``nn.Conv2d`` with stride 1 and ``padding='same'``.
+
+    Attributes:
+        kernel_size (tuple[int, int]): Its size.
+        dilation (tuple[int, int]): Its dilation, 1 along an axis with a single row or column.
+
+    Examples:
+        >>> print(Kernel((1, 3), (1, 2)), sorted(Kernel((1, 3), (1, 2)).shifts))
+        1x3 dilated by 1x2 [(0, -2), (0, 0), (0, 2)]
+    """
+
+    kernel_size: Tuple[int, int]
+    dilation: Tuple[int, int] = (1, 1)
+
+    @property
+    def shifts(self) -> FrozenSet[Tuple[int, int]]:
+        """Its (row, column) shifts δ = k − q."""
+        conv = nn.Conv2d(1, 1, self.kernel_size, padding='same', dilation=self.dilation, device='meta')
+        return frozenset((row, column) for row, column in Window.of(conv).shifts().tolist())
+
+    def __str__(self) -> str:
+        size = 'x'.join(map(str, self.kernel_size))
+        return size if max(self.dilation) == 1 else f'{size} dilated by {"x".join(map(str, self.dilation))}'
+
+
 @dataclass(frozen=True, eq=False)
 class Expressibility:
     """Which shifts of a kernel lie in the span of a layer's attention maps.
+
+    The layer can be every convolution whose weights are 0 at the missing shifts. A single one whose weights are not can
+    be in the span all the same: :func:`~attncnn_plugin.convert.fit_values` finds that out.
 
     Attributes:
         shifts (Tensor): δ = k − q of every kernel position, (row, column), ``(K, 2)``.
@@ -52,6 +82,27 @@ class Expressibility:
     def all_expressible(self) -> bool:
         """Whether the layer can express every convolution of the kernel size."""
         return bool(self.expressible.all())
+
+    @property
+    def kernels(self) -> List[Kernel]:
+        """The kernels whose shifts can all be expressed, none within another one, the most shifts first."""
+        expressible = set(map(tuple, self.shifts[self.expressible].tolist()))
+        extents = [len(set(axis)) for axis in self.shifts.T.tolist()]
+        axes = [
+            [(1, 1)] + [(size, step) for size in range(2, n + 1) for step in range(1, (n - 1) // (size - 1) + 1)]
+            for n in extents
+        ]
+        found = [(kernel, kernel.shifts) for kernel in (Kernel(*zip(*pair)) for pair in itertools.product(*axes))]
+        found = [(kernel, shifts) for kernel, shifts in found if shifts <= expressible]
+        largest = [kernel for kernel, shifts in found if not any(shifts < others for _, others in found)]
+        return sorted(largest, key=lambda kernel: -len(kernel.shifts))
+
+    def __str__(self) -> str:
+        rows, columns = (len(set(axis)) for axis in self.shifts.T.tolist())
+        count = f'{int(self.expressible.sum())} of {len(self.shifts)} shifts of {rows}x{columns} can be expressed'
+        kernels = ', '.join(map(str, self.kernels)) or 'none'
+        missing = f'; missing: {", ".join(map(str, self.missing))}' if self.missing else ''
+        return f'{count}; convolutions: {kernels}{missing}'
 
 
 @torch.no_grad()
@@ -103,6 +154,11 @@ def expressible_shifts(
         >>> layer.encoding.sqrt_precision.data = torch.full((5,), 40.0)  # hard heads
         >>> expressible_shifts(layer, 3, size=(6, 8), queries='interior').missing
         [(-1, -1), (-1, 1), (1, -1), (1, 1)]
+
+        So it is any convolution of a row or of a column of the kernel, but none of 2x2:
+
+        >>> print(', '.join(map(str, expressible_shifts(layer, 3, size=(6, 8), queries='interior').kernels)))
+        1x3, 3x1
     """
     check_position_only(layer)
     size = per_axis('size', size, 2)
@@ -182,9 +238,9 @@ def expressible_shifts_of_maps(
 
 
 def _check_queries(layer: AttentionLayer, size: Tuple[int, ...]) -> None:
-    if not isinstance(layer, ImageAttention):
-        return
     window = layer.window
+    if window is None:
+        return
     if window.ndim != 2:
         raise ValueError(f'layer has {window.ndim} axes of pixels, but shifts are found for two')
     if any(not torch.equal(window.queries(axis, n), torch.arange(n)) for axis, n in enumerate(size)):

@@ -5,30 +5,46 @@ Attention over pixels is that of Cordonnier et al. 2020 (C20), Theorem 1, attent
 """
 
 from dataclasses import dataclass
-from typing import Tuple
+from typing import Optional, Tuple
 
 
 @dataclass(frozen=True)
 class ConversionReport:
     """How near attention over pixels comes to its convolution.
 
-    All errors are ‖M − M'‖/‖M‖ in the Frobenius norm, and 0 for a kernel of zeros. M is the kernel of the convolution,
-    a row for each of its K positions, and M' that of the attention.
+    Relative errors are ‖M − M'‖/‖M‖ in the Frobenius norm, and 0 for a kernel of zeros. M is the kernel of the
+    convolution, a row for each of its K positions. M' is that of the attention, with a row for each pixel that a head
+    sees in an image without end.
 
     Attributes:
         num_heads (int): Number of heads N.
         relative_error (float): The error of the layer, as its parameters are stored.
         bound (float): The error of the best matrix of rank N (Eckart-Young): no layer with N heads that look at
             positions alone has less.
-        guarantee (float): The error of the best matrix of rank N − 1: the layer never has more, but for rounding.
+        guarantee (float): The error of the best matrix of rank N − 1: fewer heads than positions never have more, but
+            for rounding. With a head for each position the error is that of ``alpha`` alone.
+        alpha (float | None): Width α of heads that each see one position, as stored; None for heads that see several.
+        deviation (float): With an ``alpha``, the largest share of a head that goes to other pixels than its own, which
+            is the largest difference of a probability from that of the hard shift: at no pixel of any image is it
+            exceeded.
+        output_bound (float): With an ``alpha``, the largest error of an output for an image of pixels of norm 1, at no
+            pixel of any image exceeded, but for rounding.
     """
 
     num_heads: int
     relative_error: float
     bound: float
     guarantee: float
+    alpha: Optional[float] = None
+    deviation: float = 0.0
+    output_bound: float = 0.0
 
     def __str__(self) -> str:
+        if self.alpha is not None:
+            return (
+                f'num_heads={self.num_heads}, alpha={self.alpha:.6g}: relative error {self.relative_error:.3g}; a head '
+                f'gives at most {self.deviation:.3g} to other pixels than its own'
+            )
         return (
             f'num_heads={self.num_heads}: relative error {self.relative_error:.3g}, where at least '
             f'{self.bound:.3g} is necessary and at most {self.guarantee:.3g} guaranteed'

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .precision import at_least_float32, full_precision
+from .window import Window
 
 
 class GaussianHeads(NamedTuple):
@@ -37,11 +38,14 @@ class AttentionLayer(nn.Module):
         num_heads (int): Number of heads N_h.
         depends_on_content (bool): Whether the probabilities depend on the input.
         has_position_scores (bool): Whether a term of the scores depends on position alone.
+        window (Window | None): Where the queries are and how the image is padded, for attention in the place of a
+            convolution; None for attention over a grid, whose queries are its tokens.
         padding_mode (str): How a convolution pads the image to see what a head sees at a shift that leaves the grid: a
             hard Gaussian head sees the nearest pixel inside, ``'replicate'``, a null key means ``'zeros'``.
     """
 
     num_heads: int
+    window: Optional[Window] = None
 
     @property
     def depends_on_content(self) -> bool:

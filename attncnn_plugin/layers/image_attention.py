@@ -31,6 +31,8 @@ class ImageAttention(AttentionLayer):
         value (nn.Linear): N_h·C to ``out_channels``.
     """
 
+    window: Window
+
     def __init__(
         self,
         in_channels: int,

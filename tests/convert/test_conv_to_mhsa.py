@@ -1,11 +1,15 @@
 """Convolutions as attention over pixels, against torch's own convolutions."""
 
 import copy
+import itertools
+import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.convolutions import convolutions, relative_error
 from hypothesis import given
+from hypothesis import strategies as st
 from timm.layers import Conv2dSame
 from torch import nn
 
@@ -87,6 +91,97 @@ def test_soft_heads_are_seen():
     with torch.no_grad():
         attention.encoding.sqrt_precision.fill_((2 * 10.0) ** 0.5)  # α = 10
     assert 1e-6 < relative_error(attention(x), conv(x)) < 1e-3
+
+
+def eq_9(conv, size, alpha):
+    """C20's eq. 9 for a head at each position of an unpadded convolution: its probabilities, and the hard shifts."""
+    pixels = torch.tensor(list(itertools.product(*map(range, size))))
+    extents = [d * (k - 1) + 1 for d, k in zip(conv.dilation, conv.kernel_size)]
+    first = torch.tensor(
+        list(itertools.product(*[range(0, n - e + 1, s) for n, e, s in zip(size, extents, conv.stride)]))
+    )
+    probs = []
+    for position in itertools.product(*map(range, conv.kernel_size)):
+        target = first + torch.tensor(position) * torch.tensor(conv.dilation)
+        distance = (pixels - target[:, None]).square().sum(-1).double()
+        probs.append(torch.stack([torch.exp(-alpha * distance), (distance == 0).double()]))
+    probs, shifts = torch.stack(probs, dim=1)
+    return probs / probs.sum(-1, keepdim=True), shifts
+
+
+@given(convolutions(ndims=(1, 2)), st.sampled_from([0.2, 1.0, 6.0, 46.0]))
+def test_heads_of_a_given_width(case, alpha):
+    """The layer is eq. 9's, and no probability and no output is further from the convolution's than the report says."""
+    conv, shape = case
+    x = torch.randn(shape, dtype=torch.float64)
+    attention, report = conv_to_mhsa(conv, alpha=alpha)
+    assert report.alpha == pytest.approx(alpha) and torch.allclose(
+        attention.encoding.alpha, torch.tensor(alpha).double()
+    )
+    amounts = [n for pair in reversed(attention.window.padding) for n in pair]
+    padded = F.pad(x, amounts, mode={'zeros': 'constant'}.get(conv.padding_mode, conv.padding_mode))
+    probs, shifts = eq_9(conv, padded.shape[2:], alpha)
+    dense = torch.zeros(len(probs), conv.out_channels, conv.in_channels, dtype=torch.float64)
+    each = conv.in_channels // conv.groups
+    for o in range(conv.out_channels):
+        group = o // (conv.out_channels // conv.groups)
+        dense[:, o, group * each : (group + 1) * each] = conv.weight[o].detach().flatten(1).T
+    output = torch.einsum('hqk,hoi,bik->boq', probs, dense, padded.flatten(2))
+    if conv.bias is not None:
+        output = output + conv.bias[:, None]
+    expected = conv(x)
+    assert relative_error(attention(x).flatten(2), output) <= 1e-10
+    assert (probs - shifts).abs().max() <= report.deviation * (1 + 1e-9)
+    error = (output - expected.flatten(2)).norm(dim=1).max()
+    assert error <= report.output_bound * padded.flatten(2).norm(dim=1).max() + 1e-12
+
+
+@pytest.mark.parametrize('alpha', [0.5, 6.0, 46.0])
+@pytest.mark.parametrize('options', [{}, dict(groups=2), dict(dilation=(1, 2), kernel_size=(2, 3))])
+def test_reported_errors_are_reached(alpha, options):
+    """In the middle of a large image, and not exceeded at its border, where fewer pixels share the attention."""
+    options = {'kernel_size': 3, **options}
+    conv = nn.Conv2d(2, 4, padding='same', bias=False, dtype=torch.float64, **options)
+    attention, report = conv_to_mhsa(conv, alpha=alpha)
+    impulses = torch.zeros(2, 2, 31, 31, dtype=torch.float64)
+    impulses[[0, 1], [0, 1], 15, 15] = 1  # the answers are the kernels
+    error = relative_error(attention(impulses), conv(impulses)).item()
+    assert error == pytest.approx(report.relative_error, rel=1e-6, abs=1e-15)
+    probs, shifts = eq_9(conv, (21, 21), alpha)
+    others = (probs * (1 - shifts)).sum(-1)  # 1 − P[q, q + Δ], which would cancel
+    assert others.max().item() == pytest.approx(report.deviation, rel=1e-6)
+    if alpha == 46:
+        assert math.exp(-46) < report.deviation < 5 * math.exp(-46)
+    assert others[:, 0].max() <= report.deviation
+
+
+def test_soft_heads_learn_where_to_look_and_hard_ones_do_not():
+    conv = nn.Conv2d(2, 2, 3, padding=1)
+    x = torch.randn(1, 2, 8, 8)
+    for alpha, learns in ((None, False), (6, True)):
+        attention, report = conv_to_mhsa(conv, alpha=alpha)
+        loss = attention(x).square().sum()
+        center, width = torch.autograd.grad(loss, [attention.encoding.center, attention.encoding.sqrt_precision])
+        for gradient in (center, width):
+            assert (gradient != 0).all() if learns else (gradient == 0).all()
+        assert (report.relative_error > 1e-3) == learns == ('alpha=6' in str(report))
+
+
+@pytest.mark.parametrize(
+    'arguments, error, message',
+    [
+        (dict(alpha='hard'), TypeError, "alpha is 'hard', but a number or None"),
+        (dict(alpha=True), TypeError, 'alpha is True'),
+        (dict(alpha=0), ValueError, 'alpha=0 must be from 0.1 to 1e\\+06'),
+        (dict(alpha=-6.0), ValueError, 'alpha=-6.0 must be'),
+        (dict(alpha=math.nan), ValueError, 'alpha=nan must be'),
+        (dict(alpha=math.inf), ValueError, 'alpha=inf must be'),
+        (dict(alpha=6, num_heads=8), ValueError, 'alpha=6 is the width .* num_heads=8 heads see several'),
+    ],
+)
+def test_wrong_widths(arguments, error, message):
+    with pytest.raises(error, match=message):
+        conv_to_mhsa(nn.Conv2d(2, 2, 3), **arguments)
 
 
 def test_construction_of_the_paper_fails_at_the_border():

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from attncnn_plugin.convert import conv_to_mhsa, expressible_shifts, expressible_shifts_of_maps, min_heads
+from attncnn_plugin.convert import (
+    Expressibility,
+    conv_to_mhsa,
+    expressible_shifts,
+    expressible_shifts_of_maps,
+    fit_values,
+    min_heads,
+)
 from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from attncnn_plugin.layers.image_attention import WindowImageAttention
 from attncnn_plugin.layers.window import Window
@@ -99,6 +106,45 @@ def test_gaussian_heads_leave_the_window_unless_nearly_hard():
     report = expressible_shifts(nearly, 3, (7, 7), queries='interior')
     assert 1e-5 < report.residual.max() < 1e-3 and not report.all_expressible
     assert expressible_shifts(nearly, 3, (7, 7), queries='interior', tolerance=1e-2).all_expressible
+
+
+def test_kernels_that_a_layer_can_be():
+    """Hard heads at some shifts, and the kernels of nn.Conv2d whose shifts are among them."""
+    cases = [
+        (SHIFTS, 3, '3x3'),
+        ([(0, 0), (0, 1), (1, 0), (1, 1), (-1, 0)], 3, '2x2, 3x1'),
+        (list(itertools.product((-2, 0, 2), repeat=2)), 5, '3x3 dilated by 2x2'),
+        ([(0, -2), (0, 0), (0, 2), (0, 1)], (1, 5), '1x3 dilated by 1x2, 1x2'),
+        ([(1, 1), (-1, -1)], 3, 'none'),
+        ([(0, 0)], 1, '1x1'),
+    ]
+    for centers, kernel_size, kernels in cases:
+        report = expressible_shifts(hard_layer(centers), kernel_size, (7, 8), queries='interior')
+        assert ', '.join(map(str, report.kernels)) == kernels.replace('none', '')
+        assert f'convolutions: {kernels}' in str(report)
+        assert ('missing: ' in str(report)) == (not report.all_expressible)
+        for kernel in report.kernels:  # and the layer is each of them
+            conv = nn.Conv2d(2, 2, kernel.kernel_size, padding='same', dilation=kernel.dilation)
+            assert fit_values(hard_layer(centers), conv, (7, 8))[1].exact
+    assert '5 of 9 shifts of 3x3 can be expressed' in str(
+        expressible_shifts(hard_layer(cases[1][0]), 3, (7, 8), queries='interior')
+    )
+
+
+@given(st.sets(st.tuples(st.integers(-2, 2), st.integers(-1, 2))))
+def test_kernels_by_brute_force(shifts):
+    """Every kernel whose shifts are there is in one of those found, and these are not in one another."""
+    rows, columns = 5, 4
+    wanted = torch.tensor([[row, column] for row in range(-2, 3) for column in range(-1, 3)])
+    residual = torch.tensor([0.0 if tuple(shift) in shifts else 1.0 for shift in wanted.tolist()])
+    found = [kernel.shifts for kernel in Expressibility(wanted, residual, residual, 0, 0, 1e-6).kernels]
+    assert all(kernel <= shifts for kernel in found)
+    assert not any(one < other for one in found for other in found)
+    for size in itertools.product(range(1, rows + 1), range(1, columns + 1)):
+        for step in itertools.product((1, 2, 3, 4), repeat=2):
+            axes = [[d * i - d * (n - 1) // 2 for i in range(n)] for n, d in zip(size, step)]
+            kernel = set(itertools.product(*axes))
+            assert not kernel <= shifts or any(kernel <= other for other in found)
 
 
 def test_query_by_query_is_not_enough():

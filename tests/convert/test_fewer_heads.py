@@ -403,7 +403,8 @@ def test_exact_conversion_has_a_report():
     conv = nn.Conv2d(3, 4, 3)
     for attention, report in (conv_to_mhsa(conv), conv_to_mhsa(conv, 9), conv_to_mhsa(conv, num_heads=9)):
         assert isinstance(attention, QuadraticImageAttention)
-        assert dataclasses.astuple(report) == (9, 0.0, 0.0, pytest.approx(eckart_young(kernel(conv), 8)))
+        guarantee = pytest.approx(eckart_young(kernel(conv), 8))
+        assert dataclasses.astuple(report) == (9, 0.0, 0.0, guarantee, pytest.approx(800), 0.0, 0.0)
 
 
 @pytest.mark.parametrize('num_heads', [1, 4, 9])
@@ -411,7 +412,7 @@ def test_kernel_of_zeros(num_heads):
     conv = nn.Conv2d(2, 3, 3)
     nn.init.zeros_(conv.weight)
     attention, report = conv_to_mhsa(conv, num_heads)
-    assert report == ConversionReport(num_heads, 0.0, 0.0, 0.0)
+    assert report == ConversionReport(num_heads, 0.0, 0.0, 0.0, alpha=800.0 if num_heads == 9 else None)
     x = torch.randn(1, 2, 5, 5)
     torch.testing.assert_close(attention(x), conv(x))
 

@@ -1,5 +1,6 @@
 """Both phases of CMHSA with the framework's tools, as processes: killed, distributed, tested, converted."""
 
+import re
 import signal
 import sys
 
@@ -145,3 +146,31 @@ def test_converter_refuses(whole, folder, repository):
     )
     assert 'sa_quadratic_digits.py has no CMHSA: there is nothing to convert' in log
     assert not (folder / 'no.pth').exists()
+
+
+class RunsAtLoading:
+    def __reduce__(self):
+        return print, ('run',)
+
+
+@pytest.mark.parametrize(
+    'content, message',
+    [
+        (None, r'.*/bad\.pth can not be found\.'),
+        (b'PK\x03\x04 cut', r'.*/bad\.pth is damaged or no checkpoint at all: give a whole file .*'),
+        (RunsAtLoading(), r'.*/bad\.pth was refused and nothing in it was run: it asks for .*print, but a .* alone'),
+        ([1], r'.*/bad\.pth holds a list, but a checkpoint is a dictionary of weights, .*'),
+        ({'state_dict': {}}, r'.*/bad\.pth does not fit the model of .*/batch8\.py: .*backbone.*'),
+    ],
+    ids=['missing', 'damaged', 'malicious', 'list', 'other'],
+)
+def test_converter_refuses_a_file_in_one_sentence(content, message, folder, tmp_path, repository):
+    path = tmp_path / 'bad.pth'
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    tool = repository / 'tools/model_converters/conv_to_attention.py'
+    log = run('python', tool, folder / 'batch8.py', path, tmp_path / 'no.pth', folder=folder, expected=1)
+    assert 'Traceback' not in log and re.fullmatch(message, log.strip().splitlines()[-1])
+    assert not (tmp_path / 'no.pth').exists()

@@ -2,11 +2,14 @@
 """Turns a checkpoint of CMHSA's convolution phase into one of its attention phase (L21, section 4).
 
 The result is for ``load_from`` in a config with phase='attn', and for testing and inference with either phase's config.
+How hard the heads begin is attn_bias_init of the config, for instance --cfg-options model.backbone.attn_bias_init=40.
 """
 
 import argparse
 import sys
 from pathlib import Path
+from pickle import UnpicklingError
+from textwrap import shorten
 
 import torch
 from mmengine.config import Config, DictAction
@@ -38,7 +41,13 @@ def main() -> None:
         sys.exit(f'{args.config} has no CMHSA: there is nothing to convert')
 
     torch.manual_seed(args.seed)
-    checkpoint = load_checkpoint(model, args.checkpoint, map_location='cpu', strict=True)
+    try:
+        checkpoint = load_checkpoint(model, args.checkpoint, map_location='cpu', strict=True)
+    except (OSError, TypeError, UnpicklingError) as error:
+        sys.exit(str(error))
+    except RuntimeError as error:
+        reason = shorten(str(error), 500, placeholder=' …')
+        sys.exit(f'{args.checkpoint} does not fit the model of {args.config}: {reason}')
     state_dict = checkpoint.get('state_dict', checkpoint)
     for name, network in networks.items():
         if network.structure_in(state_dict, f'{name}.') != ('conv', False):

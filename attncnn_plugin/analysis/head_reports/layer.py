@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...convert.patches import PatchConvolutionAttention
-from ...layers import AttentionLayer, GaussianHeads, ImageAttention
+from ...layers import AttentionLayer, GaussianHeads
 from ...layers.window import per_axis
 from ...pruning import DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
 from .convolutions import ConvolutionErrors, expressible_kernels
@@ -65,7 +65,7 @@ def head_report(layer: nn.Module, size: Sequence[int], tolerance: float = TOLERA
             f'layer is a {type(layer).__name__}, but only attention layers of this package have heads to '
             'report; for the probabilities of another one there is maps_report'
         )
-    window = layer.window if isinstance(layer, ImageAttention) else None
+    window = layer.window
     if window is not None and window.ndim != 2:
         raise ValueError(f'layer has {window.ndim} axes of pixels, but heads are reported for two')
     if layer.num_heads == 0:

@@ -133,7 +133,7 @@ def sa_quadratic_cifar(pretrained: bool = False, **kwargs) -> SelfAttentionClass
 
 @register_model
 def sa_quadratic16_cifar(pretrained: bool = False, **kwargs) -> SelfAttentionClassifier:
-    """Quadratic encoding, 16 heads (C20, figure 9)."""
+    """Quadratic encoding, 16 heads (C20, appendix F, Figure 14)."""
     model_args = dict(attn_layer=QuadraticAttention, num_heads=16)
     return _create('sa_quadratic16_cifar', pretrained, **dict(model_args, **kwargs))
 

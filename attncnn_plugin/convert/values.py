@@ -1,0 +1,267 @@
+"""The values with which given heads are a convolution (Cordonnier et al. 2020 (C20), Lemma 3 and appendix D).
+
+Heads with maps P_h and matrices V_h are Σ_h P_h ⊗ V_h, a convolution is Σ_δ S_δ ⊗ W_δ with (S_δ x)_q = x_{q+δ}. Where
+each S_δ is a combination Σ_h Φ_hδ P_h of the maps, V_h = Σ_δ Φ_hδ W_δ makes them equal: C20's W^SA = W^conv Φ.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Optional, Sequence, Tuple, TypeVar, Union
+
+import torch
+from torch import Tensor, nn
+
+from ..layers.grid_attention import GridAttention
+from ..layers.image_attention import ImageAttention
+from ..layers.window import Window, per_axis
+from .kernels import Convolution, block_diagonal, flat_kernel
+from .position_only import check_position_only
+from .shift_operators import interior_queries, targets
+
+CHUNK_ELEMENTS = 2**21  # entries of the maps that are copied at once, 16 MiB of float64
+
+Attention = TypeVar('Attention', bound=Union[GridAttention, ImageAttention])
+
+
+@dataclass(frozen=True, eq=False)
+class ValueFit:
+    """How near heads with fitted values come to a convolution on a grid of ``size``.
+
+    Relative errors are ‖Σ_h P_h ⊗ V_h − Σ_δ S_δ ⊗ W_δ‖/‖Σ_δ S_δ ⊗ W_δ‖ in the Frobenius norm, with V_h as stored: for
+    white noise, the root mean square of the error of the outputs, relative to that of the outputs without bias.
+
+    Attributes:
+        size (tuple[int, ...]): Size of the grid that the fit is for.
+        queries (str): The queries that the values were fitted at, ``'interior'`` or ``'all'``.
+        shifts (Tensor): δ of every kernel position, ``(K, ndim)``.
+        coefficients (Tensor): Φ, ``(N_h, K)``, float64.
+        residual (Tensor): ‖S_δ − Σ_h Φ_hδ P_h‖/‖S_δ‖ at these queries, ``(K,)``, float64: what is lost of each shift.
+        error (float): Relative error over all queries, border included.
+        interior_error (float | None): Relative error over the queries whose window lies inside; None without any.
+        rank (int): Number of directions of the maps' span that were used.
+        condition (float): Condition number of the heads' matrix, whose columns are the maps at these queries, each
+            scaled to norm 1: 1 for hard heads at different shifts, ``inf`` for heads that are linearly dependent.
+        amplification (float): Σ_h ‖P_h‖‖V_h‖/‖Σ_δ S_δ ⊗ W_δ‖: the output can have a relative rounding error as many
+            times that of the layer's dtype.
+        tolerance (float): Relative error up to which the layer is called the convolution.
+    """
+
+    size: Tuple[int, ...]
+    queries: str
+    shifts: Tensor
+    coefficients: Tensor
+    residual: Tensor
+    error: float
+    interior_error: Optional[float]
+    rank: int
+    condition: float
+    amplification: float
+    tolerance: float
+
+    @property
+    def relative_error(self) -> float:
+        """The relative error over the queries of the fit."""
+        if self.queries == 'all' or self.interior_error is None:
+            return self.error
+        return self.interior_error
+
+    @property
+    def exact(self) -> bool:
+        """Whether the layer is the convolution at the queries of the fit, to ``tolerance``."""
+        return self.relative_error <= self.tolerance
+
+    def __str__(self) -> str:
+        layer = 'the convolution' if self.exact else 'nearest to the convolution'
+        where = 'queries whose window is inside' if self.queries == 'interior' else 'all queries'
+        border = f' ({self.error:.3g} with the border)' if self.queries == 'interior' else ''
+        return (
+            f'{layer} on a grid of {"x".join(map(str, self.size))}, at {where}: relative error '
+            f'{self.relative_error:.3g}{border}; {len(self.coefficients)} heads of rank {self.rank}, condition number '
+            f'{self.condition:.3g}, rounding errors times {self.amplification:.3g} at most'
+        )
+
+
+@torch.no_grad()
+def fit_values(
+    attention: Attention,
+    conv: Convolution,
+    size: Union[int, Sequence[int]],
+    queries: str = 'interior',
+    tolerance: float = 1e-6,
+) -> Tuple[Attention, ValueFit]:
+    """Gives heads, as they are, the values with which their layer is a convolution, or nearest to it (C20, Lemma 3).
+
+    Trained, soft or learned heads keep where they look. V_h = Σ_δ Φ_hδ W_δ, where Φ is that of least squares, min
+    ‖S_δ − Σ_h Φ_hδ P_h‖_F over the chosen queries. All V_h together are then those of the least relative error. It is 0
+    for every kernel if each shift is in the span of the heads, see
+    :func:`~attncnn_plugin.convert.expressible_shifts`, and for some kernels otherwise.
+
+    Args:
+        attention (GridAttention | ImageAttention): Attention by position alone: ``QuadraticAttention``,
+            ``GeneralizedQuadraticAttention``, ``LearnedAttention``, ``ContentAttention`` with ``terms=('vr',)``, or an
+            ``ImageAttention``. It is not changed. Attention dropout is left out.
+        conv (nn.Conv1d | nn.Conv2d | nn.Conv3d): The convolution, with any dilation, groups and padding mode. Its
+            outputs have to be at the queries of ``attention``: for attention over a grid stride 1 and an output of the
+            size of the input.
+        size (int | Sequence[int]): Height and width of the grid in tokens; the size of the image along each axis for an
+            ``ImageAttention``. Soft heads differ from grid to grid, near the border at least.
+        queries (str): The queries at which the layer has to be the convolution.
+
+            - ``'interior'``: those whose whole window lies inside. Whatever happens at the border is left out.
+            - ``'all'``: all of them, with the padding of ``conv``. Hard heads over a grid see the nearest token
+              there, ``padding_mode='replicate'``; for another one the values are a compromise.
+
+            Defaults to ``'interior'``.
+        tolerance (float): Singular value of the maps, scaled to norm 1 and relative to the largest one, up to which a
+            direction of their span is not used: it would take values larger by the inverse. Relative error, too, up to
+            which the layer is called the convolution. Defaults to 1e-6.
+
+    Returns:
+        tuple[Attention, ValueFit]: A copy of ``attention`` with the fitted values and the bias of ``conv``, in the
+        dtype, device and mode of ``attention``, and how near it comes.
+
+    Raises:
+        TypeError: ``attention`` is no attention of this package, ``conv`` is not one of the three.
+        ValueError: The probabilities of ``attention`` depend on content; it has no heads, or heads with a value
+            projection of their own; its axes, channels or queries are not those of ``conv``; ``queries`` is unknown;
+            ``tolerance`` is not between 0 and 1; a ``size`` that is too small; weights or probabilities that are not
+            finite.
+
+    Examples:
+        Nine soft heads, nearly as wide as a token:
+
+        >>> from attncnn_plugin.layers import QuadraticAttention
+        >>> layer = QuadraticAttention(dim=4, num_heads=9)
+        >>> layer.encoding.center.data = torch.cartesian_prod(*[torch.tensor([-1.0, 0.0, 1.0])] * 2)
+        >>> layer.encoding.sqrt_precision.data = torch.full((9,), 1.5)
+        >>> fitted, report = fit_values(layer, nn.Conv2d(4, 8, 3, padding=1), size=(12, 12))
+        >>> fitted(torch.rand(1, 12, 12, 4)).shape, report.exact, 2 < report.condition < 10
+        (torch.Size([1, 12, 12, 8]), False, True)
+    """
+    check_position_only(attention)
+    window = Window.of(conv)
+    _check_fit(attention, conv, window)
+    if queries not in ('interior', 'all'):
+        raise ValueError(f"queries={queries!r} is unknown: choose 'interior' or 'all'")
+    if not 0 < tolerance < 1:
+        raise ValueError(f'tolerance={tolerance} must be between 0 and 1')
+    size = per_axis('size', size, window.ndim)
+    _check_queries(attention, window, size)
+    interior = interior_queries(window, size)
+    if queries == 'interior' and not interior.any():
+        raise ValueError(
+            f'size={size} has no query with the whole window of conv inside, kernel_size={window.kernel_size} and '
+            f"dilation={window.dilation}: give a larger size, or queries='all'"
+        )
+    probs = attention.exact_attention_probs(size)
+    kernel = flat_kernel(conv).cpu().double()  # W, (K, F)
+    if not probs.isfinite().all() or not kernel.isfinite().all():
+        raise ValueError('the probabilities of attention or the weights of conv are not finite')
+
+    target = targets(window, size)
+    inside = _triangle(probs, target, interior.nonzero()[:, 0])
+    everywhere = _triangle(probs, target, (~interior).nonzero()[:, 0], inside)
+    maps, shifts = (inside if queries == 'interior' else everywhere).split(probs.shape[:1] + target.shape[:1], dim=1)
+    coefficients, rank, condition = _least_squares(maps, shifts, tolerance)
+
+    dtype = attention.value.weight.dtype
+    values = (coefficients @ kernel).to(dtype)  # W^SA = W^conv Φ, (N_h, F)
+    layer = copy.deepcopy(attention)
+    layer.value = _value_map(attention, conv, values)
+
+    stored = values.double()
+    lost = (shifts - maps @ coefficients).norm(dim=0)
+    scale = (shifts @ kernel).norm()
+    largest = (maps.norm(dim=0) * stored.norm(dim=1)).sum()
+    return layer, ValueFit(
+        size,
+        queries,
+        window.shifts(),
+        coefficients,
+        lost / shifts.norm(dim=0).clamp_min(1),  # ‖S_δ‖² counts queries: 0 for a shift that leaves the grid from all
+        _relative_error(everywhere, stored, kernel),
+        _relative_error(inside, stored, kernel) if interior.any() else None,
+        rank,
+        condition,
+        (largest / scale).item() if scale > 0 else 0.0,
+        tolerance,
+    )
+
+
+def _check_fit(attention: Union[GridAttention, ImageAttention], conv: Convolution, window: Window) -> None:
+    if attention.num_heads == 0:
+        raise ValueError('attention has num_heads=0: no values make it a convolution')
+    if getattr(attention, 'value_proj', None) is not None:
+        raise ValueError('attention has heads with a value_proj of their own, but values are fitted for whole tokens')
+    ndim = 2 if attention.window is None else attention.window.ndim
+    if window.ndim != ndim:
+        raise ValueError(f'conv is a {type(conv).__name__}, but attention has {ndim} axes')
+    channels = attention.value.weight.shape[1] // attention.num_heads
+    if conv.in_channels != channels:
+        raise ValueError(f'conv has in_channels={conv.in_channels}, but heads of attention read {channels} channels')
+
+
+def _check_queries(attention: Union[GridAttention, ImageAttention], window: Window, size: Tuple[int, ...]) -> None:
+    for axis, n in enumerate(size):
+        own = torch.arange(n) if attention.window is None else attention.window.queries(axis, n)
+        wanted = window.queries(axis, n)
+        if not torch.equal(own, wanted):
+            raise ValueError(
+                f'attention has {len(own)} queries from pixel {own[0]} on along axis {axis} of {n} pixels, but conv, '
+                f'{window}, has {len(wanted)} from pixel {wanted[0]} on: one output for each query is needed, for '
+                "attention over a grid with stride 1 and padding='same'"
+            )
+
+
+def _triangle(probs: Tensor, target: Tensor, queries: Tensor, above: Optional[Tensor] = None) -> Tensor:
+    """R of the QR decomposition of [P_h | S_δ] at some queries: the same inner products in few rows, without squares.
+
+    Args:
+        probs (Tensor): P, ``(N_h, Q, pixels)``.
+        target (Tensor): S, see :func:`.shift_operators.targets`, ``(K, Q)``.
+        queries (Tensor): Indices of the queries.
+        above (Tensor, optional): R of other queries, for all of them together.
+
+    Returns:
+        Tensor: ``(at most N_h + K, N_h + K)``.
+    """
+    num_heads, _, pixels = probs.shape
+    columns = num_heads + len(target)
+    triangle = probs.new_zeros(0, columns) if above is None else above
+    for some in queries.split(max(1, CHUNK_ELEMENTS // (pixels * columns))):
+        shifts = probs.new_zeros(len(some), pixels + 1, len(target))  # pixel 0 is the padding
+        shifts.scatter_(1, target[:, some].T[:, None] + 1, 1.0)
+        rows = torch.cat([probs[:, some].permute(1, 2, 0), shifts[:, 1:]], dim=2).flatten(0, 1)
+        triangle = torch.linalg.qr(torch.cat([triangle, rows]), mode='r').R
+    return triangle
+
+
+def _least_squares(maps: Tensor, shifts: Tensor, tolerance: float) -> Tuple[Tensor, int, float]:
+    """Φ of the least ‖S − PΦ‖, the number of directions that it uses, and the condition number of P."""
+    norms = maps.norm(dim=0)
+    norms = torch.where(norms > 0, norms, 1.0)  # a head can see padding alone
+    left, singular, right = torch.linalg.svd(maps / norms, full_matrices=False)
+    kept = singular > tolerance * singular[0]
+    coefficients = right[kept].T @ ((left[:, kept].T @ shifts) / singular[kept, None]) / norms[:, None]
+    least = singular[-1].item() if len(singular) == maps.shape[1] else 0.0
+    return coefficients, int(kept.sum()), singular[0].item() / least if least > 0 else float('inf')
+
+
+def _relative_error(triangle: Tensor, values: Tensor, kernel: Tensor) -> float:
+    """‖P V − S W‖/‖S W‖, 0 for a kernel of zeros."""
+    maps, shifts = triangle.split([len(values), len(kernel)], dim=1)
+    wanted = shifts @ kernel
+    return ((maps @ values - wanted).norm() / wanted.norm()).item() if wanted.any() else 0.0
+
+
+def _value_map(attention: Union[GridAttention, ImageAttention], conv: Convolution, values: Tensor) -> nn.Linear:
+    """The linear map of the heads with given values, ``(N_h, C_out·C_in/groups)``, and the bias of ``conv``."""
+    old = attention.value.weight
+    slices = block_diagonal(values.T.unflatten(0, (conv.out_channels, -1)), conv.groups)  # V_h, (N_h, C_out, C_in)
+    value = nn.Linear(
+        old.shape[1], conv.out_channels, bias=conv.bias is not None, device=old.device, dtype=old.dtype
+    ).requires_grad_(old.requires_grad)
+    value.weight.copy_(slices.transpose(0, 1).flatten(1))
+    if conv.bias is not None:
+        value.bias.copy_(conv.bias)
+    return value.train(attention.training)

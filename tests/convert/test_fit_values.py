@@ -1,0 +1,302 @@
+"""The values of given heads for a convolution, against least squares by numpy on dense matrices and convolutions."""
+
+import copy
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers.convolutions import convolutions, relative_error
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from attncnn_plugin.convert import conv_to_mhsa, expressible_shifts, fit_values
+from attncnn_plugin.layers import (
+    ContentAttention,
+    GeneralizedQuadraticAttention,
+    LearnedAttention,
+    QuadraticAttention,
+    WindowImageAttention,
+)
+from attncnn_plugin.layers.window import Window
+
+KINDS = [
+    QuadraticAttention,
+    GeneralizedQuadraticAttention,
+    LearnedAttention,
+    lambda *args, **kwargs: ContentAttention(*args, terms=('vr',), **kwargs),
+]
+SHIFTS = list(itertools.product((-1, 0, 1), repeat=2))
+
+
+def gaussian_layer(dim, centers, alpha, dtype=torch.float64):
+    layer = QuadraticAttention(dim, len(centers), dtype=dtype)
+    with torch.no_grad():
+        layer.encoding.center.copy_(torch.tensor(centers))
+        layer.encoding.sqrt_precision.fill_(math.sqrt(2 * alpha))
+    return layer
+
+
+def matrix_of(module, channels, size):
+    """A linear module on images as a dense matrix without its bias, from images of one pixel: ``(outputs, inputs)``."""
+    zero = torch.zeros(1, channels, *size, dtype=torch.float64)
+    impulses = torch.eye(zero.numel(), dtype=torch.float64).reshape(-1, *zero.shape[1:])
+    with torch.no_grad():
+        return (module(impulses) - module(zero)).flatten(1).T
+
+
+def on_images(layer):
+    """Attention over a grid, ``(B, H, W, D)``, as a function of images, ``(B, D, H, W)``."""
+    return lambda x: layer(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def interior(conv, size):
+    """Whether the whole window of each output is inside, as nested loops for odd and even kernels with stride 1."""
+    before = [d * (k - 1) // 2 for k, d in zip(conv.kernel_size, conv.dilation)]
+    after = [d * (k - 1) - b for k, d, b in zip(conv.kernel_size, conv.dilation, before)]
+    pixels = itertools.product(*map(range, size))
+    return [all(b <= n < m - a for n, m, b, a in zip(pixel, size, before, after)) for pixel in pixels]
+
+
+def reference(probs, conv, size, rows):
+    """numpy's least squares: the matrix of the heads, those of the shifts, both at some queries, and the solution."""
+    shifts = []
+    for position in itertools.product(*map(range, conv.kernel_size)):
+        one = nn.Conv2d(
+            1, 1, conv.kernel_size, padding='same', dilation=conv.dilation, bias=False, padding_mode=conv.padding_mode
+        ).double()
+        one.weight.data.zero_()
+        one.weight.data[(0, 0, *position)] = 1
+        shifts.append(matrix_of(one, 1, size)[rows].flatten().numpy())
+    shifts = np.stack(shifts, axis=1)
+    heads = probs[:, rows].flatten(1).T.numpy()
+    return heads, shifts, np.linalg.lstsq(heads, shifts, rcond=1e-12)[0]
+
+
+@given(convolutions(), st.randoms(use_true_random=False))
+def test_hard_heads_in_any_order_are_the_convolution(case, random):
+    """Borders included: the layer pads the image as the convolution does."""
+    conv, shape = case
+    attention = conv_to_mhsa(conv)[0]
+    order = list(range(attention.num_heads))
+    random.shuffle(order)
+    with torch.no_grad():
+        attention.encoding.center.copy_(attention.encoding.center[order])
+        nn.init.normal_(attention.value.weight)  # what it was does not matter
+    before = copy.deepcopy(attention.state_dict())
+    fitted, report = fit_values(attention, conv, shape[2:], queries='all')
+    x = torch.randn(shape, dtype=torch.float64)
+    assert relative_error(fitted(x), conv(x)) <= 1e-10
+    assert report.exact and report.error <= 1e-12
+    assert all(torch.equal(value, before[name]) for name, value in attention.state_dict().items())
+
+
+@given(convolutions(ndims=(1, 2)), st.integers(0, 2))
+def test_mixtures_of_shifts_are_the_convolution(case, more):
+    """Soft heads whose distributions over the window are independent, at least as many as positions."""
+    conv, shape = case
+    positions = math.prod(conv.kernel_size)
+    attention = WindowImageAttention(
+        conv.in_channels, 5, positions + more, Window.of(conv), dtype=torch.float64, bias=False
+    )
+    nn.init.normal_(attention.encoding.weight)
+    assume(np.linalg.cond(attention.encoding().detach().flatten(1).numpy()) < 1e4)
+    # In an image larger than its padding, every pixel of the window is a pixel of its own somewhere.
+    size = [n + 2 * max(map(max, attention.window.padding)) for n in shape[2:]]
+    fitted, report = fit_values(attention, conv, size, queries='all', tolerance=1e-9)
+    x = torch.randn(*shape[:2], *size, dtype=torch.float64)
+    assert relative_error(fitted(x), conv(x)) <= 1e-10
+    assert report.exact and report.rank == positions
+    assert (report.condition < 1e6) == (more == 0)
+
+
+@given(
+    st.sampled_from(KINDS),
+    st.integers(1, 10),
+    st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    st.integers(1, 2),
+    st.sampled_from(['zeros', 'replicate', 'reflect', 'circular']),
+    st.sampled_from(['interior', 'all']),
+    st.integers(0, 2**16),
+)
+@settings(max_examples=40)
+def test_values_by_least_squares(kind, num_heads, kernel_size, dilation, groups, padding_mode, queries, seed):
+    torch.manual_seed(seed)
+    layer = kind(2, num_heads, dtype=torch.float64)
+    conv = nn.Conv2d(
+        2, 4, kernel_size, padding='same', dilation=dilation, groups=groups, padding_mode=padding_mode
+    ).double()
+    size = (6, 7)
+    inside = interior(conv, size)
+    rows = [n for n, yes in enumerate(inside) if yes or queries == 'all']
+    heads, shifts, solution = reference(layer.attention_probs(size).detach(), conv, size, rows)
+    scaled = heads / np.linalg.norm(heads, axis=0)
+    condition = np.linalg.cond(scaled)
+    assume(condition < 1e6)
+    fitted, report = fit_values(layer, conv, size, queries, tolerance=1e-10)
+
+    assert report.rank == num_heads and report.condition == pytest.approx(condition, rel=1e-6)
+    assert np.abs(report.coefficients.numpy() - solution).max() <= 1e-8 * max(1, np.abs(solution).max())
+    residual = np.linalg.norm(heads @ solution - shifts, axis=0) / np.linalg.norm(shifts, axis=0)
+    assert report.residual.numpy() == pytest.approx(residual, abs=1e-9)
+
+    # The layers as dense matrices, from what they answer to single pixels.
+    wanted = matrix_of(conv, 2, size).reshape(4, len(inside), -1)
+    got = matrix_of(on_images(fitted), 2, size).reshape(4, len(inside), -1)
+    assert report.error == pytest.approx(((got - wanted).norm() / wanted.norm()).item(), abs=1e-9)
+    error = ((got - wanted)[:, inside].norm() / wanted[:, inside].norm()).item()
+    assert report.interior_error == pytest.approx(error, abs=1e-9)
+    assert report.relative_error == (report.error if queries == 'all' else report.interior_error)
+    zero = torch.zeros(1, *size, 2, dtype=torch.float64)
+    assert torch.allclose(fitted(zero), conv.bias.expand(1, *size, 4))
+
+    if padding_mode == 'zeros':
+        spanned = expressible_shifts(layer, kernel_size, size, queries, tolerance=1e-10) if dilation == (1, 1) else None
+        assert spanned is None or (spanned.residual - report.residual).abs().max() <= 1e-9
+
+
+@pytest.mark.parametrize('num_heads', [1, 4, 8])
+def test_fewer_heads_than_shifts(num_heads):
+    """Hard heads at some of the shifts: these are the convolution's, the others are lost."""
+    layer = gaussian_layer(3, SHIFTS[:num_heads], alpha=800)
+    conv = nn.Conv2d(3, 5, 3, padding=1).double()
+    fitted, report = fit_values(layer, conv, (6, 8))
+    lost = conv.weight.detach().flatten(2)[..., num_heads:].norm() / conv.weight.detach().norm()
+    assert report.interior_error == pytest.approx(lost.item()) and not report.exact
+    assert report.residual.tolist() == pytest.approx([0] * num_heads + [1] * (9 - num_heads), abs=1e-12)
+    assert report.condition == pytest.approx(1) and report.rank == num_heads
+    assert str(report).startswith('nearest to the convolution on a grid of 6x8, at queries whose window is inside: ')
+    kept = copy.deepcopy(conv)
+    kept.weight.data.flatten(2)[..., num_heads:] = 0
+    x = torch.randn(2, 3, 6, 8).double()
+    assert (on_images(fitted)(x) - kept(x))[..., 1:-1, 1:-1].abs().max() <= 1e-12
+
+
+def test_some_kernels_are_exact_where_their_shifts_are_not():
+    """Two heads and three positions, but a kernel in their span: (1, 2, 1) by one head, its shift by another."""
+    window = Window.of(nn.Conv1d(1, 1, 4, padding='same'))
+    attention = WindowImageAttention(1, 1, 2, window, dtype=torch.float64)
+    with torch.no_grad():
+        blur = torch.tensor([0.25, 0.5, 0.25, 0.0]).double()
+        attention.encoding.weight.copy_(torch.stack([blur, blur.roll(1)]).log().clamp(min=-800))
+    conv = nn.Conv1d(1, 1, 4, padding='same').double()
+    conv.weight.data = torch.tensor([[[1.0, 0.0, -3.0, -2.0]]]).double()  # (1, 2, 1, 0) − 2·(0, 1, 2, 1)
+    fitted, report = fit_values(attention, conv, 12, queries='all')
+    assert report.exact and report.error <= 1e-14 and report.residual.min() > 0.1
+    assert fitted.value.weight.flatten().tolist() == pytest.approx([4, -8])
+
+
+@pytest.mark.parametrize('distance', [1e-2, 1e-4, 0.0])
+def test_nearly_identical_heads_are_reported(distance):
+    """The maps of two heads differ by about their distance; the condition number is at least its inverse."""
+    centers = [*SHIFTS, (distance, 0.0)]
+    layer = gaussian_layer(2, centers, alpha=2)
+    conv = nn.Conv2d(2, 2, 3, padding=1).double()
+    _, report = fit_values(layer, conv, (7, 7))
+    assert report.rank == (10 if distance else 9)
+    if distance:
+        maps = layer.attention_probs((7, 7))[:, interior(conv, (7, 7))].detach().flatten(1).numpy()
+        condition = np.linalg.cond(maps.T / np.linalg.norm(maps, axis=1))
+        assert report.condition == pytest.approx(condition, rel=1e-4) and condition > 1 / distance
+        others = fit_values(gaussian_layer(2, SHIFTS, alpha=2), conv, (7, 7))[1]
+        assert report.interior_error <= others.interior_error + 1e-12
+        assert report.amplification > others.amplification > 1
+    else:
+        assert report.condition > 1e12
+    assert f'10 heads of rank {report.rank}, condition number {report.condition:.3g}' in str(report)
+
+
+def test_tolerance_bounds_the_values():
+    layer = gaussian_layer(2, [*SHIFTS, (1e-4, 0.0)], alpha=2)
+    conv = nn.Conv2d(2, 2, 3, padding=1).double()
+    exact, bounded = (fit_values(layer, conv, (7, 7), tolerance=tolerance) for tolerance in (1e-9, 1e-3))
+    assert (exact[1].rank, bounded[1].rank) == (10, 9)
+    assert exact[1].amplification > 10 * bounded[1].amplification
+    assert bounded[1].interior_error >= exact[1].interior_error
+    x = torch.randn(2, 2, 7, 7)
+    for layer, report in (exact, bounded):  # what is reported is what happens in float32
+        rounding = relative_error(on_images(copy.deepcopy(layer).float())(x), on_images(layer)(x.double()).float())
+        assert rounding <= 1e-6 * report.amplification
+
+
+def test_dtype_mode_and_deployed_layers():
+    layer = gaussian_layer(4, SHIFTS, alpha=800, dtype=torch.float32).eval()
+    layer.switch_to_deploy()
+    x = torch.randn(1, 4, 6, 6)
+    on_images(layer)(x)  # fills its cache
+    conv = nn.Conv2d(4, 6, 3, padding=1, padding_mode='replicate', bias=False)
+    fitted, report = fit_values(layer, conv, 6, queries='all')
+    assert fitted.value.weight.dtype == torch.float32 and not fitted.training and fitted.value.bias is None
+    assert not fitted.value.weight.requires_grad
+    assert torch.allclose(on_images(fitted)(x), conv(x), atol=1e-5)
+    assert 0 < report.error < 1e-6 and report.size == (6, 6)  # of the stored values
+    assert 'the convolution on a grid of 6x6, at all queries: relative error' in str(report)
+
+
+def test_compromise_at_the_border():
+    """Hard heads see copies of the border's tokens, the convolution zeros: the interior is exact, or nothing is."""
+    layer = gaussian_layer(2, SHIFTS, alpha=800)
+    conv = nn.Conv2d(2, 2, 3, padding=1).double()
+    inside, everywhere = (fit_values(layer, conv, (6, 6), queries)[1] for queries in ('interior', 'all'))
+    assert inside.interior_error <= 1e-12 < everywhere.error < inside.error
+    assert everywhere.interior_error > 1e-3
+    assert inside.exact and not everywhere.exact
+
+
+ATTENTION = gaussian_layer(2, SHIFTS, alpha=800)
+
+
+@pytest.mark.parametrize(
+    'arguments, error, message',
+    [
+        ((nn.Linear(2, 2), nn.Conv2d(2, 2, 3), 6), TypeError, 'layer is a Linear'),
+        ((ATTENTION, nn.Linear(2, 2), 6), TypeError, 'conv is a Linear'),
+        ((ContentAttention(2, 2), nn.Conv2d(2, 2, 3), 6), ValueError, 'depend on the input'),
+        ((ATTENTION, nn.Conv1d(2, 2, 3, padding=1), 6), ValueError, 'conv is a Conv1d, but attention has 2 axes'),
+        ((ATTENTION, nn.Conv2d(3, 2, 3, padding=1), 6), ValueError, 'in_channels=3, but heads of attention read 2'),
+        (
+            (ATTENTION, nn.Conv2d(2, 2, 3), 6),
+            ValueError,
+            '6 queries from pixel 0 on along axis 0 of 6 pixels, but conv',
+        ),
+        ((ATTENTION, nn.Conv2d(2, 2, 3, padding=1, stride=2), 6), ValueError, 'one output for each query'),
+        ((ATTENTION, nn.Conv2d(2, 2, 7, padding=3), 6), ValueError, 'no query with the whole window of conv inside'),
+        ((ATTENTION, nn.Conv2d(2, 2, 3, padding=1), 6, 'some'), ValueError, "queries='some' is unknown"),
+        ((ATTENTION, nn.Conv2d(2, 2, 3, padding=1), 6, 'all', 0), ValueError, 'tolerance=0 must be'),
+        ((ATTENTION, nn.Conv2d(2, 2, 3, padding=1), (6, 0)), ValueError, r'size=\(6, 0\)'),
+        (
+            (conv_to_mhsa(nn.Conv2d(2, 2, 3, stride=2))[0], nn.Conv2d(2, 2, 3), 9),
+            ValueError,
+            '4 queries from pixel 1 on along axis 0 of 9 pixels, but conv, .*, has 7 from pixel 1 on',
+        ),
+    ],
+)
+def test_errors(arguments, error, message):
+    with pytest.raises(error, match=message):
+        fit_values(*arguments)
+
+
+def test_weights_that_are_not_finite_and_layers_whose_values_do_not_fit():
+    conv = nn.Conv2d(2, 2, 3, padding=1)
+    conv.weight.data[0, 0, 0, 0] = math.nan
+    with pytest.raises(ValueError, match='not finite'):
+        fit_values(ATTENTION, conv, 6)
+    empty = copy.deepcopy(ATTENTION)
+    empty.prune_heads(range(9), allow_empty=True)
+    with pytest.raises(ValueError, match='attention has num_heads=0'):
+        fit_values(empty, nn.Conv2d(2, 2, 3, padding=1), 6)
+    narrow = copy.deepcopy(ATTENTION)
+    narrow.value_proj = nn.Linear(2, 9)
+    with pytest.raises(ValueError, match='heads with a value_proj of their own'):
+        fit_values(narrow, nn.Conv2d(2, 2, 3, padding=1), 6)
+
+
+def test_kernel_of_zeros():
+    conv = nn.Conv2d(2, 2, 3, padding=1)
+    conv.weight.data.zero_()
+    fitted, report = fit_values(ATTENTION, conv, 6)
+    assert (report.error, report.interior_error, report.amplification) == (0, 0, 0) and report.exact
+    assert (fitted.value.weight == 0).all()
