@@ -44,8 +44,9 @@ def attend_biased_of_widths(
         Tensor: The heads side by side, ``(B, Q, Σ D_h)``.
     """
     if query.device.type == 'cpu':
-        probs = _probabilities(query, key, bias, dropout).to(values[0].dtype)
-        return torch.cat([probs[:, head] @ value for head, value in enumerate(values)], dim=-1)
+        # Not by index: the gradient of an index is as large as what it was taken from.
+        probs = _probabilities(query, key, bias, dropout).to(values[0].dtype).unbind(1)
+        return torch.cat([of_head @ value for of_head, value in zip(probs, values)], dim=-1)
     same_width: Dict[int, List[int]] = {}
     for head, value in enumerate(values):
         same_width.setdefault(value.shape[-1], []).append(head)
