@@ -21,12 +21,13 @@ from .head_reports import (
     HeadStatistics,
     LayerReport,
     head_report,
+    is_vit,
     maps_report,
     model_reports,
     reports_to_dict,
     reports_to_text,
-    timm_attention,
-    timm_reports,
+    vit_attention,
+    vit_reports,
 )
 from .training_logs import read_centers, read_scalars
 
@@ -41,6 +42,7 @@ __all__ = [
     'grid_of',
     'head_centers',
     'head_report',
+    'is_vit',
     'layer_label',
     'maps_report',
     'mean_attention_probs_of',
@@ -52,7 +54,7 @@ __all__ = [
     'reports_to_dict',
     'reports_to_text',
     'require_attention_layers',
-    'timm_attention',
-    'timm_reports',
+    'vit_attention',
+    'vit_reports',
     'visit_layers',
 ]
