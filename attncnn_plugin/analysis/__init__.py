@@ -14,7 +14,7 @@ from .attention_maps import (
     require_attention_layers,
     visit_layers,
 )
-from .head_centers import head_centers, query_maps
+from .head_centers import head_centers, maps_of_query, query_maps
 from .head_reports import (
     BestConvolution,
     ExpressibleShifts,
@@ -23,7 +23,9 @@ from .head_reports import (
     head_report,
     is_vit,
     maps_report,
+    mean_vit_attention,
     model_reports,
+    patch_grid,
     reports_to_dict,
     reports_to_text,
     vit_attention,
@@ -44,9 +46,12 @@ __all__ = [
     'head_report',
     'is_vit',
     'layer_label',
+    'maps_of_query',
     'maps_report',
+    'mean_vit_attention',
     'mean_attention_probs_of',
     'model_reports',
+    'patch_grid',
     'position_only_probs_of',
     'query_maps',
     'read_centers',

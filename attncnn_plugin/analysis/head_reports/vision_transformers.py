@@ -8,6 +8,7 @@ They are told by their parts: timm's have ``patch_embed`` and ``blocks``, mmpret
 
 import dataclasses
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
@@ -71,6 +72,28 @@ def vit_attention(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], 
     return probs, prefix_mass
 
 
+def mean_vit_attention(model: nn.Module, images: Tensor) -> Dict[str, Tensor]:
+    """The mean over images of :func:`vit_attention`, without all of them in memory.
+
+    Args:
+        model (nn.Module): See :func:`vit_attention`.
+        images (Tensor): ``(B, C, H, W)``, normalized as for the model, at least one.
+
+    Returns:
+        dict[str, Tensor]: ``(N_h, patches, patches)`` by the name of the attention, float32.
+
+    Raises:
+        ValueError: See :func:`vit_attention`.
+
+    Examples:
+        >>> import timm
+        >>> model = timm.create_model('vit_tiny_patch16_224', img_size=32, embed_dim=12, num_heads=3, depth=1)
+        >>> mean_vit_attention(model, torch.rand(9, 3, 32, 32))['blocks.0.attn'].shape
+        torch.Size([3, 4, 4])
+    """
+    return {name: probs for name, (probs, _, _) in _means(model, images).items()}
+
+
 def vit_reports(model: nn.Module, images: Tensor, tolerance: float = TOLERANCE) -> List[LayerReport]:
     """Reports the attention of each layer of a vision transformer, averaged over images.
 
@@ -96,6 +119,18 @@ def vit_reports(model: nn.Module, images: Tensor, tolerance: float = TOLERANCE) 
         ('blocks.0.attn', (6, 6), 3, 2)
     """
     size = patch_grid(model, images)
+    reports = []
+    for name, (probs, entropy, prefix_mass) in _means(model, images).items():
+        report = maps_report(probs, size, num_images=len(images), relative_entropy=entropy, tolerance=tolerance)
+        heads = tuple(
+            dataclasses.replace(head, prefix_mass=mass) for head, mass in zip(report.heads, prefix_mass.tolist())
+        )
+        reports.append(dataclasses.replace(report, name=name, heads=heads))
+    return reports
+
+
+def _means(model: nn.Module, images: Tensor) -> Dict[str, Tuple[Tensor, ...]]:
+    """By the name of the attention: probabilities, relative entropies and what is left out, means over images."""
     means = ImageMeans()
 
     def add(name: str, probs: Tensor, prefix_mass: Tensor) -> None:
@@ -103,14 +138,7 @@ def vit_reports(model: nn.Module, images: Tensor, tolerance: float = TOLERANCE) 
 
     for batch in images.split(BATCH_SIZE):
         _visit_attention(model, batch, add)
-    reports = []
-    for name, (probs, entropy, prefix_mass) in means.items():
-        report = maps_report(probs, size, num_images=len(images), relative_entropy=entropy, tolerance=tolerance)
-        heads = tuple(
-            dataclasses.replace(head, prefix_mass=mass) for head, mass in zip(report.heads, prefix_mass.tolist())
-        )
-        reports.append(dataclasses.replace(report, name=name, heads=heads))
-    return reports
+    return dict(means.items())
 
 
 @torch.no_grad()
@@ -127,11 +155,11 @@ def _visit_attention(model: nn.Module, images: Tensor, visit: Visit) -> None:
 
     with evaluating(network), ExitStack() as stack:
         for name, module in modules.items():
-            stack.enter_context(_visited(module, lambda probs, name=name: visit_probs(name, probs)))
+            stack.enter_context(_visited(module, partial(visit_probs, name)))
         network(images)
     for name, count in times.items():
         if count != 1:
-            raise _other_structure(network, f'{name} hands its probabilities to attn_drop {count} times')
+            raise _other_structure(network, f'{name} has its probabilities computed {count} times')
 
 
 def patch_grid(model: nn.Module, images: Tensor) -> Tuple[int, int]:

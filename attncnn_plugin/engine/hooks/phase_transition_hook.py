@@ -92,7 +92,7 @@ class PhaseTransitionHook(Hook):
                 'use train_cfg=dict(by_epoch=True, …)'
             )
         if is_rehearsal(runner):
-            warn_of_rehearsal(runner, 'PhaseTransitionHook', "The second phase's rates follow, without a conversion")
+            warn_of_rehearsal(runner, 'PhaseTransitionHook', 'The rates of the second phase follow all the same')
             return
         check_wrapper(runner)
         make_groups_plain(runner.optim_wrapper)

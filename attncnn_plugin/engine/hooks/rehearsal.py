@@ -18,7 +18,7 @@ def is_rehearsal(runner) -> bool:
 
 def warn_of_rehearsal(runner, hook: str, consequence: str) -> None:
     """Says that a hook stands aside, and what that means for the schedule that the run shows."""
+    stand_in = type(unwrapped(runner.model)).__name__
     runner.logger.warning(
-        f'{hook} stands aside: {type(unwrapped(runner.model)).__name__} is no model but a stand-in, as of tools that '
-        f'show a schedule. {consequence}'
+        f'{hook} stands aside: {stand_in} only stands in for a model, in a tool that shows a schedule. {consequence}'
     )
