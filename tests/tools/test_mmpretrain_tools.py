@@ -73,6 +73,7 @@ FAMILIES = dict(
     vit_base_cifar100=FILES + f'model = dict(backbone=dict({VIT}), head=dict(in_channels=16, hidden_dim=8))',
 )
 QUICK = ('cmhsa3_digits', 'sa_generalized_pruned_digits')  # whose rates the hooks of this package change
+PARAMETERS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 # For tools that open image files.
 READING = """
 _base_ = './{name}.py'
@@ -114,10 +115,7 @@ def call(repository, folder):
     plt.close('all')
 
 
-@pytest.fixture(
-    scope='module',
-    params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
-)
+@pytest.fixture(scope='module', params=PARAMETERS)
 def trained(request, folder, call):
     """A family after a training with tools/train.py: its config, its last checkpoint, the file of its log."""
     name = request.param
@@ -143,14 +141,22 @@ def numbers(text, key):
     return [float(value) for value in re.findall(re.escape(key) + r"'?: ([0-9.]+)", text)]
 
 
-def test_vis_scheduler(trained, call):
+def test_vis_scheduler(trained, call, capsys):
     """The rates of the whole training, although the tool trains no model: both phases, and those after a pruning."""
     out = trained.work_dir / 'rates.png'
     call('visualization/vis_scheduler.py', trained.config, '--not-show', '--save-path', out)
+    assert ('Hook stands aside: SimpleModel only stands in' in capsys.readouterr().out) == (trained.name in QUICK)
     expected = list(rates(trained.work_dir).values())
     assert len(expected) == EPOCHS * ITERATIONS and len(set(expected)) > ITERATIONS
     assert np.allclose(plt.gca().lines[0].get_ydata(), expected, rtol=1e-6, atol=0)
     assert out.stat().st_size
+
+
+def test_vis_scheduler_with_the_hook_of_pictures(call, folder, capsys):
+    path = folder / 'pictures.py'
+    path.write_text("_base_ = './sa_quadratic_digits.py'\ncustom_hooks = [dict(type='AttentionVisualizationHook')]\n")
+    call('visualization/vis_scheduler.py', path, '--not-show')
+    assert 'AttentionVisualizationHook stands aside' in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -243,9 +249,7 @@ def test_one_image_by_the_runner(trained, folder):
     assert result.pred_score.sum() == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    'name', [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize('name', PARAMETERS)
 def test_browse_dataset(name, call, folder):
     modes = ['original']
     if 'renderer' not in inspect.signature(_tight_bbox.adjust_bbox).parameters:  # the tool gives none
