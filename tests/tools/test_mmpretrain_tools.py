@@ -35,6 +35,7 @@ val_dataloader = dict(dataset=dict(indices=20))
 test_dataloader = dict(dataset=dict(indices=20))
 """
 FILES = """
+data_preprocessor = dict(num_classes=10)
 train_dataloader = dict(
     batch_size=10, num_workers=0, persistent_workers=False,
     sampler=dict(_delete_=True, type='DefaultSampler', shuffle=True),
@@ -69,8 +70,9 @@ FAMILIES = dict(
     sa_generalized_pruned_digits=DIGITS + SA + PRUNED,
     cmhsa3_digits=DIGITS + TWO_PHASES,
     resnet18_cifar10=FILES + 'model = dict(backbone=dict(base_channels=4, stem_channels=4), head=dict(in_channels=32))',
-    deit_small_cifar100=FILES + f'model = dict(backbone=dict({VIT}), head=dict(in_channels=16))',
-    vit_base_cifar100=FILES + f'model = dict(backbone=dict({VIT}), head=dict(in_channels=16, hidden_dim=8))',
+    deit_small_cifar100=FILES + f'model = dict(backbone=dict({VIT}), head=dict(num_classes=10, in_channels=16))',
+    vit_base_cifar100=FILES
+    + f'model = dict(backbone=dict({VIT}), head=dict(num_classes=10, in_channels=16, hidden_dim=8))',
 )
 QUICK = ('cmhsa3_digits', 'sa_generalized_pruned_digits')  # whose rates the hooks of this package change
 PARAMETERS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
@@ -168,6 +170,7 @@ def test_testing(trained, call, capsys):
     call('test.py', trained.config, trained.checkpoint, *options)
     (log,) = trained.work_dir.glob('test/*/2*.json')
     assert load_json_log(log)['val'][0]['accuracy/top1'] == pytest.approx(expected, abs=1e-3)
+    capsys.readouterr()
     call('analysis_tools/eval_metric.py', results, '--metric', 'type=Accuracy', 'topk=1,5')
     assert numbers(capsys.readouterr().out, 'accuracy/top1') == pytest.approx([expected], abs=1e-3)
     for source in (results, trained.checkpoint):
@@ -220,7 +223,7 @@ def test_reparameterize_model(trained, call):
     )
     x = torch.randn(2, 1, *before.backbone.img_size)
     assert torch.allclose(before.eval()(x), after.eval()(x), atol=1e-5)
-    assert not any(parameter.requires_grad for parameter in after.backbone.blocks.parameters())
+    assert before.state_dict().keys() != after.state_dict().keys()
 
 
 @pytest.mark.slow
@@ -274,9 +277,10 @@ def test_get_flops(name, call, folder, capsys):
     """All linear layers and convolutions are counted; the tool has images of three channels alone."""
     path = folder / f'{name}_colour.py'
     path.write_text(f"_base_ = './{name}.py'\nmodel = dict(backbone=dict(in_channels=3))\n")
-    size = 224 if 'it_' in name else 32
     backbone = mmpretrain.get_model(str(path)).backbone
-    assert flops(call, capsys, path, size) >= paper_flops(backbone, torch.zeros(1, 3, size, size)) / 2 * 0.999
+    size, _ = getattr(backbone, 'img_size', (32, 32))
+    expected = paper_flops(torch.nn.Sequential(backbone), torch.zeros(1, 3, size, size)) / 2
+    assert flops(call, capsys, path, size) >= 0.999 * expected > 0
 
 
 def test_get_flops_counts_the_convolutions_of_cmhsa(call, folder, capsys):
