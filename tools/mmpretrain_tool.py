@@ -10,7 +10,7 @@ import attncnn_plugin  # noqa: F401
 from attncnn_plugin.utils.frameworks import run_mmpretrain_tool
 
 if __name__ == '__main__':
-    if len(sys.argv) < 2:
+    if len(sys.argv) < 2 or sys.argv[1] in ('-h', '--help'):
         sys.exit(__doc__)
     del sys.argv[0]  # the tool's own arguments are left
     run_mmpretrain_tool(sys.argv[0])
