@@ -1,6 +1,7 @@
 """The tool that draws figures."""
 
 import runpy
+import shutil
 import sys
 import xml.dom.minidom
 
@@ -139,8 +140,10 @@ def test_transformers_of_mmpretrain(checkpoints, tool, monkeypatch, repository):
     monkeypatch.setattr(visualization, 'save_figure', lambda figure, path: None)
     monkeypatch.chdir(checkpoints)
     options = ['deit.py', 'deit.pth', '--out', 'a.png', '--query', 4, 2, '--figure']
+    (checkpoints / 'one').mkdir()
+    shutil.copy('image.png', 'one')
     tool(*options, 'content', '--image', 'image.png')
-    tool(*options, 'probabilities', '--images', '.')  # of which there is one
+    tool(*options, 'probabilities', '--images', 'one')
     ((maps, query, zoom), kwargs), ((mean, _, zoom_of_mean), _) = drawn
     assert (query, zoom, zoom_of_mean) == ((4, 2), None, 7) and kwargs['image'].shape == (224, 224, 3)
     loaded = ConfigModel('deit.py', 'deit.pth')
