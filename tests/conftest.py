@@ -25,11 +25,13 @@ SERVER = pytest.StashKey()
 if importlib.util.find_spec('mmpretrain') is None:  # with timm alone
     collect_ignore = [
         'analysis/test_analyze_heads.py',
+        'analysis/test_mmpretrain_vits.py',
         'apis',
         'engine',
         'models/test_backbones.py',
         'test_configs.py',
         'test_digits.py',
+        'tools/test_mmpretrain_tools.py',
         'tools/test_tools.py',
         'utils',
         'visualization',

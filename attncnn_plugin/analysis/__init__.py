@@ -14,19 +14,22 @@ from .attention_maps import (
     require_attention_layers,
     visit_layers,
 )
-from .head_centers import head_centers, query_maps
+from .head_centers import head_centers, maps_of_query, query_maps
 from .head_reports import (
     BestConvolution,
     ExpressibleShifts,
     HeadStatistics,
     LayerReport,
     head_report,
+    is_vit,
     maps_report,
+    mean_vit_attention,
     model_reports,
+    patch_grid,
     reports_to_dict,
     reports_to_text,
-    timm_attention,
-    timm_reports,
+    vit_attention,
+    vit_reports,
 )
 from .training_logs import read_centers, read_scalars
 
@@ -41,10 +44,14 @@ __all__ = [
     'grid_of',
     'head_centers',
     'head_report',
+    'is_vit',
     'layer_label',
+    'maps_of_query',
     'maps_report',
+    'mean_vit_attention',
     'mean_attention_probs_of',
     'model_reports',
+    'patch_grid',
     'position_only_probs_of',
     'query_maps',
     'read_centers',
@@ -52,7 +59,7 @@ __all__ = [
     'reports_to_dict',
     'reports_to_text',
     'require_attention_layers',
-    'timm_attention',
-    'timm_reports',
+    'vit_attention',
+    'vit_reports',
     'visit_layers',
 ]

@@ -62,7 +62,7 @@ def layer_label(name: str) -> str:
         >>> layer_label('backbone.blocks.2.attn'), layer_label('attention')
         ('block 2', 'attention')
     """
-    block = re.search(r'(?:^|\.)blocks\.(\d+)\.', name)
+    block = re.search(r'(?:^|\.)(?:blocks|layers)\.(\d+)\.', name)  # mmpretrain calls them layers
     return f'block {block[1]}' if block else name
 
 

@@ -104,7 +104,30 @@ def query_maps(
             f'no term of the scores of layer, {layer.extra_repr()}, depends on position alone: give probs, '
             'for instance mean_attention_probs_of(model, images)[name]'
         )
-    return probs[:, index].detach().cpu().double().unflatten(1, (height, width))
+    return maps_of_query(probs, size, query)
+
+
+def maps_of_query(probs: Tensor, size: Sequence[int], query: Optional[Tuple[int, int]] = None) -> Tensor:
+    """One query's probabilities of the keys, out of those of all queries.
+
+    Args:
+        probs (Tensor): ``(N_h, H*W, H*W)``.
+        size (Sequence[int]): Height and width of the grid in tokens.
+        query (tuple[int, int], optional): Row and column of the query. Defaults to the middle of the grid.
+
+    Returns:
+        Tensor: ``(N_h, height, width)``, float64 on the CPU.
+
+    Raises:
+        ValueError: The query is outside of the grid.
+
+    Examples:
+        >>> maps_of_query(torch.eye(6)[None], size=(2, 3), query=(1, 2))
+        tensor([[[0., 0., 0.],
+                 [0., 0., 1.]]], dtype=torch.float64)
+    """
+    height, width = per_axis('size', size, 2)
+    return probs[:, query_index(query, size)].detach().cpu().double().unflatten(1, (height, width))
 
 
 def query_index(query: Optional[Tuple[int, int]], size: Sequence[int]) -> int:

@@ -2,12 +2,19 @@
 
 import difflib
 import re
+import traceback
+from typing import Optional
 
 from mmengine.registry import Registry
+from mmpretrain.datasets.utils import download_and_extract_archive
+
+PHASES = ('train', 'val', 'test')
 
 
 def one_line(error: BaseException) -> str:
     """The last line of Python's report of an error; of several lines of a message, the first.
+
+    Of a data set that could not be downloaded it is a sentence that says which, and what to do.
 
     Args:
         error (BaseException): The error.
@@ -20,7 +27,22 @@ def one_line(error: BaseException) -> str:
     if lines[0].startswith('Caught ') and ' in DataLoader worker process ' in lines[0]:
         return lines[-1]  # of a traceback in the message
     unknown = re.match(r'(\S+) is not in the \S+::(.+) registry', lines[0])
-    return f'{type(error).__name__}: {_unknown_type(*unknown.groups()) if unknown else lines[0]}'
+    reason = f'{type(error).__name__}: {_unknown_type(*unknown.groups()) if unknown else lines[0]}'
+    return _missing_data(error, reason) or reason
+
+
+def _missing_data(error: BaseException, reason: str) -> Optional[str]:
+    """A sentence on a data set whose files were to be downloaded when an error came; None for other errors."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for caller, called in zip(frames, frames[1:]):
+        if called.f_code is download_and_extract_archive.__code__ and 'self' in caller.f_locals:
+            name, download = type(caller.f_locals['self']).__name__, called.f_locals
+            options = ' '.join(f'{phase}_dataloader.dataset.data_root=FOLDER' for phase in PHASES)
+            return (
+                f'{name} is not in {download["download_root"]} and cannot be downloaded ({reason}): put '
+                f'{download["filename"]} there, from {download["url"]}, or name another folder: --cfg-options {options}'
+            )
+    return None
 
 
 def _unknown_type(name: str, kind: str) -> str:

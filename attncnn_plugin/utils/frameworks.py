@@ -62,6 +62,7 @@ def run_mmpretrain_tool(name: str) -> None:
     """Runs one of mmpretrain's own tools with this process's arguments.
 
     An error ends the process with status 1, its traceback in the log and, as the last line of the output, its sentence.
+    So does the name of no tool.
 
     Args:
         name (str): Path of the tool below mmpretrain's ``tools`` folder, for instance ``'train.py'``.
@@ -74,9 +75,12 @@ def run_mmpretrain_tool(name: str) -> None:
 
     from .errors import one_line
 
+    tools = Path(mmpretrain.__file__).parent / '.mim' / 'tools'
+    if not (tools / name).is_file():
+        sys.exit(f'{name} is no tool of mmpretrain, which are in {tools}')
     _join_process_group_without_gpu()
     try:
-        runpy.run_path(str(Path(mmpretrain.__file__).parent / '.mim' / 'tools' / name), run_name='__main__')
+        runpy.run_path(str(tools / name), run_name='__main__')
     except Exception as error:
         print_log(traceback.format_exc(), logger='current', level=logging.ERROR)
         sys.exit(one_line(error))

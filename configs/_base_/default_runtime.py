@@ -6,3 +6,7 @@ default_hooks = dict(
     checkpoint=dict(type='AtomicCheckpointHook', interval=1, max_keep_ckpts=3, save_best='auto'),
     invalid_loss=dict(type='InvalidLossHook'),
     preemption=dict(type='PreemptionHook'))
+
+# As it is inherited, but without the _scope_ that mmengine adds, which mmpretrain's browse_dataset.py hands on.
+vis_backends = [dict(type='LocalVisBackend')]
+visualizer = dict(_delete_=True, type='UniversalVisualizer', vis_backends=vis_backends)

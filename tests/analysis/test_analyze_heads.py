@@ -24,6 +24,14 @@ custom_imports = dict(imports=['attncnn_plugin'], allow_failed_imports=False)
 model = dict(backbone=dict(arch=dict(_delete_=True, **{arch})), head=dict(in_channels=16))
 """
 
+VIT = """
+_base_ = '{base}'
+custom_imports = dict(imports=['attncnn_plugin'], allow_failed_imports=False)
+model = dict(
+    backbone=dict(arch=dict(_delete_=True, embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=24)),
+    head=dict(in_channels=16))
+"""
+
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory, repository):
@@ -41,6 +49,12 @@ def folder(tmp_path_factory, repository):
         if name == 'generalized':
             model.backbone.prune_heads({0: [1], 1: [0, 2]})
             torch.save(dict(state_dict=model.state_dict(), meta={}), folder / 'pruned.pth')
+    for name in ('deit_small', 'vit_base', 'resnet18'):
+        config, of = folder / f'{name}.py', 10 if name == 'resnet18' else 100
+        base = repository / f'configs/{name}_cifar{of}.py'
+        config.write_text(VIT.format(base=base) if of == 100 else f"_base_ = '{base}'")
+        model = MODELS.build(Config.fromfile(config).model)
+        torch.save(dict(state_dict=model.state_dict(), meta={}), folder / f'{name}.pth')
     cmhsa = Config.fromfile(repository / 'configs/cmhsa3_digits.py').model
     model = MODELS.build(cmhsa)
     torch.save(dict(state_dict=model.state_dict(), meta={}), folder / 'conv.pth')
@@ -138,6 +152,17 @@ def test_tool_cmhsa(folder, tool, repository):
     assert 'no attention layers' in status and 'in the convolution phase' in status
 
 
+@pytest.mark.parametrize('name', ['deit_small', 'vit_base'])
+def test_tool_on_transformers_of_mmpretrain(name, folder, tool):
+    """L21's rivals: patches to patches, without the class token."""
+    config, checkpoint, out = folder / f'{name}.py', folder / f'{name}.pth', folder / f'{name}.json'
+    status, text, _ = tool(config, checkpoint, '--images', folder / 'images', '--json', out)
+    assert not status and 'backbone.layers.1.attn: mean over 4 images, 14x14 tokens, 2 heads: ' in text
+    loaded = check_schema(out.read_text())
+    assert [layer['attention'] for layer in loaded['layers']] == ['images'] * 2 and loaded['num_images'] == 4
+    assert all(0 < head['prefix_mass'] < 1 for layer in loaded['layers'] for head in layer['heads'])
+
+
 def test_tool_pruned(folder, tool):
     status, text, _ = tool(folder / 'generalized.py', folder / 'pruned.pth', '--size', 5, 6, '--tolerance', 0.9)
     assert not status and '0.attn: by position, 5x6 tokens, 2 heads' in text and '5x6 tokens, 1 heads' in text
@@ -182,6 +207,8 @@ def test_tool_timm(folder, tool):
         (['quadratic.py', 'quadratic.pth', '--size', '1', '1'], 'is a single token'),
         (['quadratic.py', 'quadratic.pth', '--tolerance', '2'], 'tolerance=2.0 must be at least 1e-07'),
         (['learned_content.py', 'learned_content.pth', '--images', 'nowhere'], 'holds no image files'),
+        (['deit_small.py', 'deit_small.pth', '--size', '4', '4'], 'on images, which say the grid: give no --size'),
+        (['resnet18.py', 'resnet18.pth'], 'has no attention layers of this package'),
         (['--timm', 'no_such_model', '--images', 'images'], 'Unknown model'),
         (['--timm', 'resnet18', '--images', 'images'], 'ResNet, whose attention cannot be reported'),
     ],

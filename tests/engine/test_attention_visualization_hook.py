@@ -225,6 +225,18 @@ def test_cmhsa_is_shown_from_its_transition_on(repository, tmp_path):
     assert centers and all(head[:, 0].tolist() == [2, 3] for layer in centers.values() for head in layer.values())
 
 
+def test_model_without_attention_layers(repository, tmp_path):
+    """A line in the log, and a training as without the hook."""
+    config = config_of(repository, tmp_path, hooks=[HOOK], epochs=1)
+    backbone = dict(type='ResNet_CIFAR', depth=18, in_channels=1, base_channels=4, stem_channels=4)
+    head = dict(type='LinearClsHead', num_classes=10, in_channels=32)
+    config.model = dict(type='ImageClassifier', backbone=backbone, neck=dict(type='GlobalAveragePooling'), head=head)
+    train(config)
+    (log,) = tmp_path.glob('*/*.log')
+    assert 'attention layers of this package, but the model, of type ImageClassifier, has none' in log.read_text()
+    assert not list(tmp_path.glob('*/vis_data/vis_image/*')) and (tmp_path / 'epoch_1.pth').exists()
+
+
 def test_self_supervised_learning_with_several_views(repository, tmp_path):
     config = config_of(repository, tmp_path, hooks=[HOOK], epochs=1)
     backbone = dict(config.model.backbone, out_type='avg_featmap')

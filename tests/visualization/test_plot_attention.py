@@ -1,6 +1,7 @@
 """The tool that draws figures."""
 
 import runpy
+import shutil
 import sys
 import xml.dom.minidom
 
@@ -14,9 +15,8 @@ from mmengine.config import Config
 from mmpretrain import get_model
 
 from attncnn_plugin import visualization
-from attncnn_plugin.analysis import (
-    attention_probs_of,
-)
+from attncnn_plugin.analysis import attention_probs_of, vit_attention
+from attncnn_plugin.apis import ConfigModel
 
 
 @pytest.fixture(scope='module')
@@ -126,6 +126,35 @@ def test_what_the_tool_draws(checkpoints, tool, monkeypatch):
     tensor = (torch.from_numpy(grey)[None, None].float() - 77.9) / 95.9
     for name, expected in attention_probs_of(model, tensor).items():
         assert torch.allclose(maps[name].float(), expected[0, :, 4 * 8 + 2].unflatten(1, (8, 8)), atol=1e-5)
+
+
+def test_transformers_of_mmpretrain(checkpoints, tool, monkeypatch, repository):
+    """Patches to patches, mean over images or of one; no centres."""
+    arch = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=24)
+    config = Config.fromfile(repository / 'configs/deit_small_cifar100.py')
+    config.model.backbone.arch, config.model.head.in_channels = arch, 16
+    config.dump(str(checkpoints / 'deit.py'))
+    torch.save(get_model(str(checkpoints / 'deit.py')).state_dict(), checkpoints / 'deit.pth')
+    drawn = []
+    monkeypatch.setattr(visualization, 'plot_attention_probs', lambda *args, **options: drawn.append((args, options)))
+    monkeypatch.setattr(visualization, 'save_figure', lambda figure, path: None)
+    monkeypatch.chdir(checkpoints)
+    options = ['deit.py', 'deit.pth', '--out', 'a.png', '--query', 4, 2, '--figure']
+    (checkpoints / 'one').mkdir()
+    shutil.copy('image.png', 'one')
+    tool(*options, 'content', '--image', 'image.png')
+    tool(*options, 'probabilities', '--images', 'one')
+    ((maps, query, zoom), kwargs), ((mean, _, zoom_of_mean), _) = drawn
+    assert (query, zoom, zoom_of_mean) == ((4, 2), None, 7) and kwargs['image'].shape == (224, 224, 3)
+    loaded = ConfigModel('deit.py', 'deit.pth')
+    probs, _ = vit_attention(loaded.model, loaded.inputs([loaded.image('image.png')]))
+    assert maps.keys() == mean.keys() == probs.keys() and len(probs) == 2
+    for name, expected in probs.items():
+        assert torch.allclose(maps[name].float(), expected[0, :, 4 * 14 + 2].unflatten(1, (14, 14)), atol=1e-6)
+        assert torch.allclose(maps[name], mean[name])
+    for arguments, message in [(['centers'], 'probabilities or content'), (['content', '--size', 4, 4], '--size is')]:
+        with pytest.raises(SystemExit, match=message):
+            tool(*options, *arguments)
 
 
 @pytest.mark.parametrize(

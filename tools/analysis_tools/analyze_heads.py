@@ -1,9 +1,11 @@
 #!/usr/bin/env python
 """Prints a report of the heads of a checkpoint, layer by layer: where they look, and what convolution they form.
 
-For a config of this plugin and its checkpoint, or for a vision transformer of timm by name:
+For a config and its checkpoint, of a model of this plugin or a vision transformer of mmpretrain, or for a vision
+transformer of timm by name:
 
     analyze_heads.py configs/sa_quadratic_digits.py work_dirs/sa_quadratic_digits/epoch_30.pth --json heads.json
+    analyze_heads.py configs/deit_small_cifar100.py work_dirs/deit_small_cifar100/epoch_400.pth
     analyze_heads.py --timm vit_base_patch16_224 --pretrained --images folder
 
 Where scores depend on content, attention is averaged over images: files of a folder, or the config's test dataset.
@@ -28,11 +30,12 @@ import attncnn_plugin  # noqa: F401
 from attncnn_plugin.analysis import (
     LayerReport,
     attention_layers,
+    is_vit,
     model_reports,
     reports_to_dict,
     reports_to_text,
     require_attention_layers,
-    timm_reports,
+    vit_reports,
 )
 from attncnn_plugin.apis.images import image_files
 from attncnn_plugin.utils.checkpoint_files import load_from_local
@@ -114,7 +117,7 @@ def reports_of_timm(args: argparse.Namespace) -> Tuple[List[LayerReport], int]:
             f'--timm {args.timm} has attention that depends on images: give --images FOLDER, which say '
             'the grid, and no --size'
         )
-    return timm_reports(model, images, args.tolerance), number
+    return vit_reports(model, images, args.tolerance), number
 
 
 def images_of_timm(model: nn.Module, args: argparse.Namespace) -> Tensor:
@@ -141,10 +144,23 @@ def reports_of_config(args: argparse.Namespace) -> Tuple[List[LayerReport], int]
 
     loaded = ConfigModel(args.config, args.weights, args.cfg_options)
     size = tuple(args.size) if args.size else None
-    if not any(layer.depends_on_content for layer in require_attention_layers(loaded.model).values()):
+    layers = attention_layers(loaded.model)
+    if not layers and is_vit(loaded.model):
+        if size is not None:
+            raise ValueError(f'{args.config} has attention that depends on images, which say the grid: give no --size')
+        images = images_of_config(loaded, args)
+        return vit_reports(loaded.model, images, args.tolerance), len(images)
+    if layers and not any(layer.depends_on_content for layer in layers.values()):
         return model_reports(loaded.model, None, size or loaded.grid, args.tolerance), 0
-    images = loaded.read_folder(args.images, args.num_images) if args.images else loaded.test_images(args.num_images)
-    return model_reports(loaded.model, loaded.inputs(images), size, args.tolerance), len(images)
+    require_attention_layers(loaded.model)  # before images are looked for
+    images = images_of_config(loaded, args)
+    return model_reports(loaded.model, images, size, args.tolerance), len(images)
+
+
+def images_of_config(loaded, args: argparse.Namespace) -> Tensor:
+    """Images of a folder or of the test set, as the model of a ``ConfigModel`` takes them, ``(B, C, H, W)``."""
+    number = args.num_images
+    return loaded.inputs(loaded.read_folder(args.images, number) if args.images else loaded.test_images(number))
 
 
 def main() -> None:

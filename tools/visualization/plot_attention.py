@@ -12,7 +12,8 @@ content        attention by content on the whole grid, mean over images or, with
 movement       the centres over a training with AttentionVisualizationHook, whose folder is --runs
 accuracy       the accuracy of several trainings, whose folders are --runs
 
-Where a layer has no term of position alone, centers and probabilities are those of the mean over images.
+Where a layer has no term of position alone, centers and probabilities are those of the mean over images. Of a vision
+transformer of mmpretrain there are probabilities and content, of patches to patches.
 """
 
 import argparse
@@ -26,8 +27,13 @@ from torch import Tensor
 
 import attncnn_plugin  # noqa: F401
 from attncnn_plugin.analysis import (
+    attention_layers,
     grid_of,
+    is_vit,
+    maps_of_query,
     mean_attention_probs_of,
+    mean_vit_attention,
+    patch_grid,
     query_maps,
     read_centers,
     require_attention_layers,
@@ -96,6 +102,8 @@ def parse_args() -> argparse.Namespace:
 
 def draw_model(args: argparse.Namespace):
     loaded = ConfigModel(args.config, args.checkpoint, args.cfg_options)
+    if not attention_layers(loaded.model) and is_vit(loaded.model):
+        return draw_vit(args, loaded)
     model, layers = loaded.model, require_attention_layers(loaded.model)
     of_images = [
         name
@@ -123,6 +131,23 @@ def draw_model(args: argparse.Namespace):
         return plot_attention_probs(maps, query, args.zoom, numbers=loaded.head_numbers)
     picture = None if args.image is None else loaded.picture(chosen[0])
     return plot_attention_probs(maps, query, zoom=None, image=picture, numbers=loaded.head_numbers)
+
+
+def draw_vit(args: argparse.Namespace, loaded: ConfigModel):
+    """The attention of patches to patches of a vision transformer of mmpretrain."""
+    if args.figure == 'centers':
+        raise ValueError(
+            f"--figure centers is for this plugin's attention; that of {args.config} is by content: "
+            '--figure probabilities or content draws it'
+        )
+    check_unused(args, 'size', 'is for attention by position alone')
+    chosen = choose_images(args, loaded)
+    images = loaded.inputs(chosen)
+    size, query = patch_grid(loaded.model, images), args.query and tuple(args.query)
+    probs = mean_vit_attention(loaded.model, images)
+    maps = {name: maps_of_query(probs[name], size, query) for name in probs}
+    picture = None if args.image is None else loaded.picture(chosen[0])
+    return plot_attention_probs(maps, query, args.zoom if args.figure == 'probabilities' else None, image=picture)
 
 
 def check_unused(args: argparse.Namespace, name: str, purpose: str) -> None:

@@ -39,8 +39,9 @@ class HeadStatistics:
         criterion, why (str | None): The first criterion that finds it, and its value and threshold in words.
         shares (tuple[tuple[float | None, ...], ...]): Shares of the 7x7 shifts −3 … 3, row by row; None for those that
             stay in the grid from less than a quarter of the queries.
-        prefix_mass (float | None): For a timm model, the probability that patches give to tokens that are no patches,
-            mean over patches and images. Those that they give to patches were renormalized. None for other models.
+        prefix_mass (float | None): For a vision transformer of timm or mmpretrain, the probability that patches give to
+            tokens that are no patches, mean over patches and images. Those that they give to patches were renormalized.
+            None for other models.
     """
 
     head: int

@@ -29,6 +29,7 @@ from ...pruning import (
 from ...utils.runner import compile_train_step, forward_tensors, is_resumed
 from .random_state import random_numbers_kept
 from .rebuild import averaged_models, build_schedulers, check_wrapper, refresh_average, unwrapped, wrap_again
+from .rehearsal import is_rehearsal, warn_of_rehearsal
 
 
 @HOOKS.register_module()
@@ -39,6 +40,9 @@ class HeadPruningHook(Hook):
     shrink. The optimizer keeps its groups, and the state of the entries that are left. Schedulers go on. The copy of an
     ``EMAHook`` loses the same heads. A model that is trained on several ranks is wrapped anew, and all ranks remove the
     heads that the first one finds.
+
+    For mmpretrain's ``vis_scheduler.py``, which shows a schedule without the model, the rates change at the first of
+    these epochs, as where heads are found.
 
     A pruned checkpoint loads with the config that made it. In distributed training its ``load_from`` needs this hook
     too, with no epochs if nothing more is to be pruned.
@@ -117,6 +121,9 @@ class HeadPruningHook(Hook):
                 f'HeadPruningHook counts epochs, but the loop is a {type(runner.train_loop).__name__}: use '
                 'train_cfg=dict(by_epoch=True, …)'
             )
+        if is_rehearsal(runner):
+            warn_of_rehearsal(runner, 'HeadPruningHook', 'The rates change as where it finds heads')
+            return
         check_wrapper(runner)
         model = unwrapped(runner.model)
         layers = _layers(model)
@@ -136,6 +143,10 @@ class HeadPruningHook(Hook):
         if not self._is_due(runner.epoch) or info.get('heads_judged_at_epoch') == runner.epoch:
             return  # done before the run was stopped in the middle of this epoch
         runner.message_hub.update_info('heads_judged_at_epoch', runner.epoch)
+        if is_rehearsal(runner):
+            if not self.reset:
+                self._change_rates(runner)
+            return
         model = unwrapped(runner.model)
         layers = _layers(model)
         means = self._observe(runner, model, layers)
@@ -232,11 +243,7 @@ class HeadPruningHook(Hook):
             compile_train_step(runner)
         after = sum(p.numel() for p in model.parameters())
         runner.logger.info(f'Removed heads {heads}: {before:,} parameters became {after:,}')
-        if not runner.message_hub.runtime_info.get('heads_pruned'):
-            self._scale_learning_rate(runner)
-            if self.param_scheduler is not None:
-                self._replace_schedulers(runner, runner.max_epochs - runner.epoch)
-        runner.message_hub.update_info('heads_pruned', True)
+        self._change_rates(runner)
 
     def _prune(
         self,
@@ -259,6 +266,14 @@ class HeadPruningHook(Hook):
                 fold_into_bias(layer, [head for head in indices if head not in duplicates], means[name].mean)
             replaced.update(layer.prune_heads(indices, self.allow_empty))
         return replaced
+
+    def _change_rates(self, runner) -> None:
+        """The rates and the schedulers from the first pruning on."""
+        if not runner.message_hub.runtime_info.get('heads_pruned'):
+            self._scale_learning_rate(runner)
+            if self.param_scheduler is not None:
+                self._replace_schedulers(runner, runner.max_epochs - runner.epoch)
+        runner.message_hub.update_info('heads_pruned', True)
 
     def _scale_learning_rate(self, runner) -> None:
         for optimizer in _optimizers(runner):

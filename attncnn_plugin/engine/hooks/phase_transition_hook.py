@@ -24,6 +24,7 @@ from .rebuild import (
     unwrapped,
     wrap_again,
 )
+from .rehearsal import is_rehearsal, warn_of_rehearsal
 
 
 @HOOKS.register_module()
@@ -35,6 +36,8 @@ class PhaseTransitionHook(Hook):
     an ``EMAHook``. It logs what it did and how far the output on the current batch moved.
 
     A checkpoint of either phase resumes with the structure, the optimizer and the schedule that it was saved with.
+
+    For mmpretrain's ``vis_scheduler.py``, which shows a schedule without the model, there are the rates of both phases.
 
     ``compile=True`` compiles the training steps of both phases. Runs without this hook that have ``compile=True`` and a
     ``paramwise_cfg`` fail with PyTorch 2.13 and 2.14, which cannot compile mmengine's parameter groups; 2.15 can.
@@ -88,6 +91,9 @@ class PhaseTransitionHook(Hook):
                 f'PhaseTransitionHook counts epochs, but the loop is a {type(runner.train_loop).__name__}: '
                 'use train_cfg=dict(by_epoch=True, …)'
             )
+        if is_rehearsal(runner):
+            warn_of_rehearsal(runner, 'PhaseTransitionHook', 'The rates of the second phase follow all the same')
+            return
         check_wrapper(runner)
         make_groups_plain(runner.optim_wrapper)
         networks = _networks(unwrapped(runner.model))
@@ -109,6 +115,11 @@ class PhaseTransitionHook(Hook):
             first_phase = runner.optim_wrapper, runner.param_schedulers
             self._build_optimization(runner, max(self.epoch, runner.epoch))
             runner.optim_wrapper, runner.param_schedulers = first_phase
+
+    def before_train_epoch(self, runner) -> None:
+        """The rates of the second phase, where only the schedule is shown."""
+        if runner.epoch == self.epoch and is_rehearsal(runner):
+            self._rehearse_second_phase(runner)
 
     def before_train_iter(self, runner, batch_idx: int, data_batch=None) -> None:
         """The transition, when its epoch has come."""
@@ -169,6 +180,15 @@ class PhaseTransitionHook(Hook):
         make_groups_plain(runner.optim_wrapper)
         runner.scale_lr(runner.optim_wrapper, runner.auto_scale_lr)
         build_schedulers(runner, self.param_scheduler or [], runner.max_epochs - epoch)
+
+    def _rehearse_second_phase(self, runner) -> None:
+        """The second phase's settings and schedulers for the optimizer of the first: a tool has told no config."""
+        settings = (self.optim_wrapper or {}).get('optimizer', {})
+        for group in runner.optim_wrapper.param_groups:
+            for key in [key for key in group if key.startswith('initial_')]:  # as before the first phase's schedulers
+                group[key[len('initial_') :]] = group.pop(key)
+            group.update({key: value for key, value in settings.items() if key in group})
+        build_schedulers(runner, self.param_scheduler or [], runner.max_epochs - self.epoch)
 
     @staticmethod
     @torch.no_grad()

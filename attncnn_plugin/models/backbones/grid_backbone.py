@@ -4,10 +4,17 @@ import copy
 from typing import List, Sequence, Tuple, Union
 
 from mmpretrain.models.backbones.base_backbone import BaseBackbone
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...utils.init_info import record_new_parameters
 from ..networks import GridNetwork
+
+
+class ChannelsFirst(nn.Module):
+    """Features ``(B, H, W, D)`` to ``(B, D, H, W)``, as a module, so that tools can look at what it gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(0, 3, 1, 2)
 
 
 class GridBackbone(GridNetwork, BaseBackbone):
@@ -15,6 +22,10 @@ class GridBackbone(GridNetwork, BaseBackbone):
 
     A backbone inherits from this class first and from its network second, and calls :meth:`_set_interface` when the
     network is built.
+
+    Attributes:
+        featmap (nn.Module): What all outputs pass through, as ``(B, D, H, W)``: the target layer for class activation
+            maps.
     """
 
     OUT_TYPES = {'featmap', 'avg_featmap'}
@@ -23,6 +34,7 @@ class GridBackbone(GridNetwork, BaseBackbone):
     def _set_interface(self, out_indices, out_type, frozen_stages, with_cp, init_cfg) -> None:
         self.init_cfg = copy.deepcopy(init_cfg)
         self.num_layers = len(self.blocks)
+        self.featmap = ChannelsFirst()
         self.out_indices = self._resolve_out_indices(out_indices)
         self.grad_checkpointing = with_cp
 
@@ -44,9 +56,10 @@ class GridBackbone(GridNetwork, BaseBackbone):
 
         That of the last block is normed.
         """
-        last, features = self.forward_intermediates(x, self.out_indices, stop_early=True, output_fmt='NCHW')
+        last, features = self.forward_intermediates(x, self.out_indices, stop_early=True, output_fmt='NHWC')
         if self.num_layers - 1 in self.out_indices:
-            features[-1] = last.permute(0, 3, 1, 2)
+            features[-1] = last
+        features = [self.featmap(feature) for feature in features]
         if self.out_type == 'avg_featmap':
             return tuple(feature.mean(dim=(2, 3)) for feature in features)
         return tuple(features)

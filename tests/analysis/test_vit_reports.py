@@ -10,8 +10,8 @@ from torch import nn
 
 from attncnn_plugin.analysis import (
     reports_to_dict,
-    timm_attention,
-    timm_reports,
+    vit_attention,
+    vit_reports,
 )
 
 TINY = dict(embed_dim=12, num_heads=3, depth=2, img_size=32, num_classes=4, pos_drop_rate=0.5)
@@ -30,7 +30,7 @@ def tiny_timm(name, **kwargs):
         ('deit_tiny_distilled_patch16_224', dict(patch_size=8), 2),
     ],
 )
-def test_timm_attention(name, kwargs, prefix):
+def test_vit_attention(name, kwargs, prefix):
     """Against q and k computed here."""
     model, images = tiny_timm(name, **kwargs).train(), torch.randn(5, 3, 32, 32)
     inputs = {}
@@ -38,7 +38,7 @@ def test_timm_attention(name, kwargs, prefix):
         block.attn.fused_attn = i == 0
         nn.init.normal_(block.attn.qkv.weight, std=0.5)
         block.attn.register_forward_pre_hook(lambda _, args, i=i: inputs.update({i: args[0].detach()}))
-    probs, left_out = timm_attention(model, images)
+    probs, left_out = vit_attention(model, images)
     assert all(module.training for module in model.modules())
     assert [block.attn.fused_attn for block in model.blocks] == [True, False]
     assert not any(block.attn.attn_drop._forward_pre_hooks for block in model.blocks)
@@ -51,7 +51,7 @@ def test_timm_attention(name, kwargs, prefix):
             assert torch.allclose(probs[f'blocks.{i}.attn'][:, head], patches, atol=1e-5)
             mass = whole[:, prefix:, :prefix].sum(-1).mean(-1)
             assert torch.allclose(left_out[f'blocks.{i}.attn'][:, head], mass, atol=1e-5)
-    reports = timm_reports(model, images)
+    reports = vit_reports(model, images)
     assert [report.grid for report in reports] == [(4, 4)] * 2 and {report.num_images for report in reports} == {5}
     for report in reports:
         for head, maps in zip(report.heads, probs[report.name].transpose(0, 1)):
@@ -79,7 +79,7 @@ def test_patches_that_look_at_no_patch():
         model.cls_token[..., 0], model.patch_embed.proj.bias[0] = 1, -1
         model.blocks[0].attn.qkv.bias[:12] = 1
         model.blocks[0].attn.qkv.weight[12:24, 0] = 100
-    report = timm_reports(model, torch.randn(1, 3, 32, 32))[0]
+    report = vit_reports(model, torch.randn(1, 3, 32, 32))[0]
     assert all(head.prefix_mass == 1 and head.center is None and head.entropy == 0 for head in report.heads)
 
 
@@ -98,7 +98,7 @@ def test_convit_that_is_a_convolution():
     )
     for block in model.blocks[:2]:
         nn.init.constant_(block.attn.gating_param, 30.0)
-    reports = timm_reports(model, torch.randn(2, 3, 32, 32))
+    reports = vit_reports(model, torch.randn(2, 3, 32, 32))
     for report in reports[:2]:
         assert report.summary == 'one convolution, 3x3, error 0'
         assert report.heads[1].nearest_shift == (0, -1) and report.heads[3].nearest_shift == (-1, 0)
@@ -122,7 +122,7 @@ def test_other_timm_models(name, kwargs, reason):
     model = timm.create_model(name, pretrained=False, **kwargs)
     size = 64 if name.startswith('sam') else 224
     with pytest.raises(ValueError, match=f'{type(model).__name__}, whose attention cannot be reported: .*{reason}'):
-        timm_reports(model, torch.randn(1, 3, size, size))
+        vit_reports(model, torch.randn(1, 3, size, size))
 
 
 def test_timm_model_without_attention():
@@ -130,4 +130,4 @@ def test_timm_model_without_attention():
     for block in model.blocks:
         block.attn = nn.Identity()
     with pytest.raises(ValueError, match='its blocks have no attention with num_heads'):
-        timm_attention(model, torch.randn(1, 3, 32, 32))
+        vit_attention(model, torch.randn(1, 3, 32, 32))

@@ -1,0 +1,299 @@
+"""mmpretrain's own tools on a config of each family; docs/mmpretrain.md has the table of what works."""
+
+import inspect
+import pickle
+import re
+import runpy
+import sys
+from types import SimpleNamespace
+
+import matplotlib.pyplot as plt
+import mmpretrain
+import numpy as np
+import pytest
+import torch
+from helpers.flops import paper_flops
+from helpers.processes import rates
+from helpers.small import SMALL_ARCH
+from matplotlib import _tight_bbox
+from mmengine.config import Config
+from mmengine.dataset import Compose, default_collate
+from mmengine.runner import Runner
+from mmpretrain.utils import load_json_log
+from PIL import Image
+
+EPOCHS, ITERATIONS = 3, 2  # epochs, iterations of an epoch
+SMALL = """
+_base_ = '{base}'
+train_cfg = dict(max_epochs=3)
+default_hooks = dict(logger=dict(interval=1))
+load_from = None
+"""
+DIGITS = """
+train_dataloader = dict(batch_size=10, dataset=dict(indices=20))
+val_dataloader = dict(dataset=dict(indices=20))
+test_dataloader = dict(dataset=dict(indices=20))
+"""
+FILES = """
+data_preprocessor = dict(num_classes=10)
+train_dataloader = dict(
+    batch_size=10, num_workers=0, persistent_workers=False,
+    sampler=dict(_delete_=True, type='DefaultSampler', shuffle=True),
+    dataset=dict(_delete_=True, type='CustomDataset', data_root='{images}',
+                 pipeline=[dict(type='LoadImageFromFile'), *_base_.train_pipeline]))
+val_dataloader = dict(
+    batch_size=10, num_workers=0, persistent_workers=False,
+    dataset=dict(_delete_=True, type='CustomDataset', data_root='{images}',
+                 pipeline=[dict(type='LoadImageFromFile'), *_base_.test_pipeline]))
+test_dataloader = val_dataloader
+"""
+SA = f'model = dict(backbone=dict(arch=dict(_delete_=True, **{SMALL_ARCH})), head=dict(in_channels=16))'
+VIT = 'arch=dict(_delete_=True, embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=24)'
+TWO_PHASES = """
+model = dict(backbone=dict(num_layers=2))
+param_scheduler = [dict(type='CosineAnnealingLR', end=1, convert_to_iter_based=True)]
+custom_hooks = [dict(type='PhaseTransitionHook', epoch=1, optim_wrapper=dict(optimizer=dict(lr=5e-4)), param_scheduler=[
+    dict(type='LinearLR', start_factor=0.1, end=1, convert_to_iter_based=True),
+    dict(type='CosineAnnealingLR', begin=1, convert_to_iter_based=True)])]
+"""
+# At a relative entropy above 0 every head is degenerate: all but one a layer are pruned.
+PRUNED = """
+custom_hooks = [dict(
+    type='HeadPruningHook', epochs=[1], criteria=[dict(type='entropy', threshold=0.)], lr_scale=0.5,
+    param_scheduler=dict(type='CosineAnnealingLR', convert_to_iter_based=True))]
+"""
+FAMILIES = dict(
+    sa_quadratic_digits=DIGITS + SA,
+    sa_generalized_digits=DIGITS + SA,
+    sa_learned_digits=DIGITS + SA,
+    sa_learned_content_digits=DIGITS + SA,
+    sa_generalized_pruned_digits=DIGITS + SA + PRUNED,
+    cmhsa3_digits=DIGITS + TWO_PHASES,
+    resnet18_cifar10=FILES + 'model = dict(backbone=dict(base_channels=4, stem_channels=4), head=dict(in_channels=32))',
+    deit_small_cifar100=FILES + f'model = dict(backbone=dict({VIT}), head=dict(num_classes=10, in_channels=16))',
+    vit_base_cifar100=FILES
+    + f'model = dict(backbone=dict({VIT}), head=dict(num_classes=10, in_channels=16, hidden_dim=8))',
+)
+QUICK = ('cmhsa3_digits', 'sa_generalized_pruned_digits')  # whose rates the hooks of this package change
+PARAMETERS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+# For tools that open image files.
+READING = """
+_base_ = './{name}.py'
+test_dataloader = dict(dataset=dict(pipeline=[
+    dict(type='LoadImageFromFile', color_type='grayscale'), *_base_.test_dataloader.dataset.pipeline]))
+"""
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory, repository):
+    """A small config of each family, and images."""
+    folder = tmp_path_factory.mktemp('families')
+    generator = np.random.default_rng(0)
+    for label in range(10):
+        (folder / f'images/{label}').mkdir(parents=True)
+        for i in range(2):
+            pixels = generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f'images/{label}/{i}.png')
+    for name, text in FAMILIES.items():
+        small = (SMALL + text).replace('{base}', str(repository / f'configs/{name}.py'))
+        (folder / f'{name}.py').write_text(small.replace('{images}', str(folder / 'images')))
+    return folder
+
+
+@pytest.fixture(scope='module')
+def call(repository, folder):
+    """Runs a tool in this process: mmpretrain's by their paths, from the folder of the configs."""
+
+    def call(name, *arguments):
+        path = str(repository / 'tools' / name)
+        if not (repository / 'tools' / name).exists():
+            path, arguments = str(repository / 'tools/mmpretrain_tool.py'), (name, *arguments)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, 'argv', [path, *map(str, arguments)])
+            patch.chdir(folder)
+            runpy.run_path(path, run_name='__main__')
+
+    yield call
+    plt.close('all')
+
+
+@pytest.fixture(scope='module', params=PARAMETERS)
+def trained(request, folder, call):
+    """A family after a training with tools/train.py: its config, its last checkpoint, the file of its log."""
+    name = request.param
+    config, work_dir = folder / f'{name}.py', folder / name
+    call('train.py', config, '--work-dir', work_dir)
+    (log,) = (path for path in work_dir.glob('*/vis_data/*.json') if path.name[0].isdigit())
+    return SimpleNamespace(
+        name=name, config=config, work_dir=work_dir, checkpoint=work_dir / f'epoch_{EPOCHS}.pth', log=log
+    )
+
+
+def reading(trained):
+    """The config with a test pipeline that opens files, which images in memory do without."""
+    if not trained.name.endswith('digits'):
+        return trained.config
+    path = trained.config.with_name(f'{trained.name}_reading.py')
+    path.write_text(READING.replace('{name}', trained.name))
+    return path
+
+
+def numbers(text, key):
+    """The values that a tool prints, such as ``'accuracy/top1': 12.5``."""
+    return [float(value) for value in re.findall(re.escape(key) + r"'?: ([0-9.]+)", text)]
+
+
+def test_vis_scheduler(trained, call, capsys):
+    """The rates of the whole training, although the tool trains no model: both phases, and those after a pruning."""
+    out = trained.work_dir / 'rates.png'
+    call('visualization/vis_scheduler.py', trained.config, '--not-show', '--save-path', out)
+    assert ('Hook stands aside: SimpleModel only stands in' in capsys.readouterr().out) == (trained.name in QUICK)
+    expected = list(rates(trained.work_dir).values())
+    assert len(expected) == EPOCHS * ITERATIONS and len(set(expected)) > ITERATIONS
+    assert np.allclose(plt.gca().lines[0].get_ydata(), expected, rtol=1e-6, atol=0)
+    assert out.stat().st_size
+
+
+def test_vis_scheduler_with_the_hook_of_pictures(call, folder, capsys):
+    path = folder / 'pictures.py'
+    path.write_text("_base_ = './sa_quadratic_digits.py'\ncustom_hooks = [dict(type='AttentionVisualizationHook')]\n")
+    call('visualization/vis_scheduler.py', path, '--not-show')
+    assert 'AttentionVisualizationHook stands aside' in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_testing(trained, call, capsys):
+    """test.py, eval_metric.py and confusion_matrix.py agree with the last validation of the training."""
+    expected = load_json_log(trained.log)['val'][-1]['accuracy/top1']
+    results, matrix = trained.work_dir / 'results.pkl', trained.work_dir / 'matrix.pkl'
+    options = ['--work-dir', trained.work_dir / 'test', '--out', results, '--out-item', 'pred']
+    call('test.py', trained.config, trained.checkpoint, *options)
+    (log,) = trained.work_dir.glob('test/*/2*.json')
+    assert load_json_log(log)['val'][0]['accuracy/top1'] == pytest.approx(expected, abs=1e-3)
+    capsys.readouterr()
+    call('analysis_tools/eval_metric.py', results, '--metric', 'type=Accuracy', 'topk=1,5')
+    assert numbers(capsys.readouterr().out, 'accuracy/top1') == pytest.approx([expected], abs=1e-3)
+    for source in (results, trained.checkpoint):
+        picture = trained.work_dir / 'matrix.png'
+        call('analysis_tools/confusion_matrix.py', trained.config, source, '--out', matrix, '--show-path', picture)
+        counts = pickle.loads(matrix.read_bytes())
+        assert counts.sum() == 20 and 100 * counts.trace() / counts.sum() == pytest.approx(expected, abs=1e-3)
+        assert picture.stat().st_size
+
+
+@pytest.mark.slow
+def test_analyze_logs(trained, call, capsys):
+    call('analysis_tools/analyze_logs.py', 'cal_train_time', trained.log)
+    assert 'average iter time' in capsys.readouterr().out
+    out = trained.work_dir / 'curves.png'
+    plt.close('all')
+    call('analysis_tools/analyze_logs.py', 'plot_curve', trained.log, '--keys', 'accuracy/top1', 'loss', '--out', out)
+    assert out.stat().st_size
+
+
+@pytest.mark.slow
+def test_print_config(trained, call, capsys):
+    call('misc/print_config.py', trained.config, '--cfg-options', 'train_cfg.max_epochs=7')
+    printed = capsys.readouterr().out
+    config = Config.fromfile(trained.config)
+    assert f"type='{config.model.backbone.type}'" in printed and 'max_epochs=7' in printed
+
+
+@pytest.mark.slow
+def test_publish_model(trained, call):
+    call('model_converters/publish_model.py', trained.checkpoint, trained.work_dir / 'published.pth')
+    (published,) = trained.work_dir.glob('published*.pth')
+    assert torch.load(published).keys() == {'meta', 'state_dict'}
+    expected = torch.load(trained.checkpoint)['state_dict']
+    model = mmpretrain.get_model(str(trained.config), pretrained=str(published))
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.slow
+def test_reparameterize_model(trained, call):
+    out = trained.work_dir / 'deployed.pth'
+    arguments = 'model_converters/reparameterize_model.py', trained.config, trained.checkpoint, out
+    if not trained.name.endswith('digits'):
+        with pytest.raises(SystemExit, match='switch_to_deploy'):
+            call(*arguments)
+        return
+    call(*arguments)
+    before, after = (
+        mmpretrain.get_model(str(trained.config), pretrained=str(path)) for path in (trained.checkpoint, out)
+    )
+    x = torch.randn(2, 1, *before.backbone.img_size)
+    assert torch.allclose(before.eval()(x), after.eval()(x), atol=1e-5)
+    assert before.state_dict().keys() != after.state_dict().keys()
+
+
+@pytest.mark.slow
+def test_vis_cam(trained, call):
+    """Needs grad-cam below 1.5; the networks of this package say which layer has the channels first."""
+    pytest.importorskip('pytorch_grad_cam')
+    layers = ['--target-layers', 'backbone.featmap'] if trained.name.endswith('digits') else []
+    vit = ['--vit-like'] if 'it_' in trained.name else []
+    out = trained.work_dir / 'cam.png'
+    image = trained.config.parent / 'images/0/0.png'
+    call('visualization/vis_cam.py', image, reading(trained), trained.checkpoint, '--save-path', out, *layers, *vit)
+    assert Image.open(out).size[0] in (16, 32, 224)
+
+
+@pytest.mark.slow
+def test_one_image_by_the_runner(trained, folder):
+    """As mmpretrain's benchmark of all models in an index: one image from a file through a step of the validation."""
+    config = Config.fromfile(reading(trained))
+    config.work_dir, config.experiment_name = str(trained.work_dir), f'{trained.name}-one'
+    data = default_collate(
+        [Compose(config.test_dataloader.dataset.pipeline)({'img_path': str(folder / 'images/0/0.png')})]
+    )
+    model = Runner.from_cfg(config).model.eval()
+    with torch.no_grad():
+        (result,) = model.val_step(data)
+    assert result.pred_score.sum() == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize('name', PARAMETERS)
+def test_browse_dataset(name, call, folder):
+    modes = ['original']
+    if 'renderer' not in inspect.signature(_tight_bbox.adjust_bbox).parameters:  # the tool gives none
+        modes += ['transformed', 'concat', 'pipeline']
+    for mode in modes:
+        out = folder / f'browsed/{name}/{mode}'
+        options = ['--output-dir', out, '--not-show', '--show-number', 2, '--mode', mode, '--channel-order', 'RGB']
+        call('visualization/browse_dataset.py', f'{name}.py', *options)
+        assert len(list(out.iterdir())) == 2
+
+
+def flops(call, capsys, config, size):
+    """Multiply-adds of a backbone, as get_flops.py prints them."""
+    call('analysis_tools/get_flops.py', config, '--shape', size)
+    number, unit = re.search(r'Flops: ([0-9.]+)([KMG])', capsys.readouterr().out).groups()
+    return float(number) * dict(K=1e3, M=1e6, G=1e9)[unit]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', FAMILIES)
+def test_get_flops(name, call, folder, capsys):
+    """All linear layers and convolutions are counted; the tool has images of three channels alone."""
+    path = folder / f'{name}_colour.py'
+    path.write_text(f"_base_ = './{name}.py'\nmodel = dict(backbone=dict(in_channels=3))\n")
+    backbone = mmpretrain.get_model(str(path)).backbone
+    size, _ = getattr(backbone, 'img_size', (32, 32))
+    expected = paper_flops(torch.nn.Sequential(backbone), torch.zeros(1, 3, size, size)) / 2
+    assert flops(call, capsys, path, size) >= 0.999 * expected > 0
+
+
+def test_get_flops_counts_the_convolutions_of_cmhsa(call, folder, capsys):
+    found = []
+    for kernel_size in (3, 5):
+        path = folder / f'cmhsa{kernel_size}.py'
+        options = f'in_channels=3, kernel_size={kernel_size}'
+        path.write_text(f"_base_ = './cmhsa3_digits.py'\nmodel = dict(backbone=dict({options}))\n")
+        found.append(flops(call, capsys, path, 32))
+    blocks, channels = 2, 3
+    assert found[1] - found[0] == pytest.approx(blocks * channels**2 * (5**2 - 3**2) * 32**2, abs=1.1e3)
+
+
+def test_no_such_tool(call):
+    with pytest.raises(SystemExit, match='get_flop.py is no tool of mmpretrain, which are in .*tools'):
+        call('analysis_tools/get_flop.py')

@@ -1,0 +1,16 @@
+#!/usr/bin/env python
+"""Runs any of mmpretrain's own tools with the plugin imported, by its path below mmpretrain's tools.
+
+mmpretrain_tool.py visualization/vis_scheduler.py configs/cmhsa5_cifar100.py --not-show --save-path rates.png
+"""
+
+import sys
+
+import attncnn_plugin  # noqa: F401
+from attncnn_plugin.utils.frameworks import run_mmpretrain_tool
+
+if __name__ == '__main__':
+    if len(sys.argv) < 2 or sys.argv[1] in ('-h', '--help'):
+        sys.exit(__doc__)
+    del sys.argv[0]  # the tool's own arguments are left
+    run_mmpretrain_tool(sys.argv[0])
