@@ -82,7 +82,7 @@ def train_all(args: argparse.Namespace) -> None:
         for kind in args.kinds:
             for equal, epochs in (('epochs', second), ('time', round(second * seconds[FULL] / seconds[kind]))):
                 result = args.out / f'{kind}-{equal}-{seed}.json'.replace(' ', '_')
-                if result.exists() or equal == 'time' and kind == FULL:
+                if result.exists() or equal == 'time' and epochs == second:
                     continue
                 model = begin(kind, start, seed)
                 report = dict(kind=kind, equal=equal, seed=seed, epochs=epochs, step=seconds[kind] / seconds[FULL])
@@ -204,10 +204,11 @@ def table(out: Path) -> str:
             continue
         cells = [kind, f'{of_kind[0]["parameters"]:,}', f'{np.mean([run["step"] for run in of_kind]):.2f}']
         for equal in ('epochs', 'time'):
-            last = [run['top1'] for run in of_kind if run['equal'] == equal]
-            epochs = {run['epochs'] for run in of_kind if run['equal'] == equal}
-            which = f' ({min(epochs)} to {max(epochs)} epochs)' if equal == 'time' and epochs else ''
-            cells.append(f'{np.mean(last):.2f} ({min(last):.2f} to {max(last):.2f}){which}' if last else '')
+            chosen = {run['seed']: run for run in of_kind if run['equal'] == 'epochs'}  # and as many take the time
+            chosen.update({run['seed']: run for run in of_kind if run['equal'] == equal})
+            last, epochs = zip(*[(run['top1'], run['epochs']) for run in chosen.values()])
+            which = f' in {min(epochs)} to {max(epochs)} epochs' if equal == 'time' else ''
+            cells.append(f'{np.mean(last):.2f} ({min(last):.2f} to {max(last):.2f}){which}')
         lines.append(f'| {" | ".join(cells)} | {len({run["seed"] for run in of_kind})} |')
     return '\n'.join(lines)
 
