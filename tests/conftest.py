@@ -28,6 +28,7 @@ if importlib.util.find_spec('mmpretrain') is None:  # with timm alone
         'analysis/test_mmpretrain_vits.py',
         'apis',
         'engine',
+        'evaluation',
         'models/test_backbones.py',
         'test_configs.py',
         'test_digits.py',

@@ -216,6 +216,10 @@ def test_heads_begin_anew(repository, tmp_path, start):
     assert recorder.heads == [[3, 3]] * ITERATIONS
     encoding = runner.model.backbone.blocks[0].attn.encoding
     assert torch.linalg.matrix_norm(encoding.sqrt_precision[1] - torch.eye(2)) < 0.2
+    values = runner.model.backbone.blocks[0].attn.value.weight
+    loaded = torch.load(start)['state_dict']['backbone.blocks.0.attn.value.weight']
+    moved = (values - loaded).unflatten(1, (3, 16)).abs().amax((0, 2))
+    assert moved[1] > 3 * moved[[0, 2]].max()
     again = run(
         small_config(
             repository,
