@@ -32,6 +32,7 @@ if importlib.util.find_spec('mmpretrain') is None:  # with timm alone
         'models/test_backbones.py',
         'test_configs.py',
         'test_digits.py',
+        'tools/test_learning_rates.py',
         'tools/test_mmpretrain_tools.py',
         'tools/test_tools.py',
         'utils',

@@ -1,4 +1,4 @@
-"""Every config parses, builds, trains, validates and resumes with a small model; the recipes are those of the papers."""
+"""Every config builds, trains, validates and resumes with a small model. The recipes are those of the papers."""
 
 import copy
 import logging
@@ -174,7 +174,7 @@ def rates(config, per_epoch):
 
 
 def warm_up_and_cosine(first, peak, least, warm_up, total):
-    """From ``first`` up to ``peak``, which iteration ``warm_up - 1`` has, then down to ``least``, which would be next."""
+    """From ``first`` up to ``peak`` at iteration ``warm_up - 1``, then down to ``least``, which would be next."""
     linear = first + (peak - first) * np.arange(warm_up) / max(warm_up - 1, 1)
     cosine = (1 + np.cos(np.pi * np.arange(total - warm_up) / (total - warm_up))) / 2
     return np.concatenate([linear, least + (peak - least) * cosine])
@@ -223,13 +223,8 @@ def test_schedule_of_resnet18():
 
 def test_heads_are_pruned_as_in_the_released_code():
     """C20, Figure 13: κ > 1000, λ₁ < 1e-5, nothing makes up for removed heads; and with their means as biases."""
-    hooks = [
-        HOOKS.build(config.custom_hooks[0])
-        for config in map(
-            lambda name: ModelHub.get(name).config,
-            ['sa_generalized_pruned_cifar10', 'sa_generalized_pruned_corrected_cifar10'],
-        )
-    ]
+    names = ('sa_generalized_pruned_cifar10', 'sa_generalized_pruned_corrected_cifar10')
+    hooks = [HOOKS.build(ModelHub.get(name).config.custom_hooks[0]) for name in names]
     assert [hook.bias_correction for hook in hooks] == [False, True]
     layer = GeneralizedQuadraticAttention(2, 5)
     with torch.no_grad():
@@ -322,7 +317,7 @@ def test_optimizer_of_deit(name):
 
 @pytest.mark.parametrize('name', OF_DEIT)
 def test_regularization_of_deit(name):
-    """main.py of facebookresearch/deit: drop path 0.1, no dropout, label smoothing 0.1, Mixup or CutMix for each batch."""
+    """main.py of facebookresearch/deit: drop path 0.1, no dropout, label smoothing 0.1, Mixup or CutMix."""
     config = ModelHub.get(name).config
     with torch.device('meta'):
         model = MODELS_OF_MMPRETRAIN.build(config.model)

@@ -4,8 +4,8 @@
   learning_rates.py CONFIG --lr 1e-4 3e-4 5e-4
   learning_rates.py CONFIG --lr 1e-4 3e-4 5e-4 --second-lr 1e-5 3e-5 5e-5 7e-5 --gpus 4
 
-The rates are within the ranges of Li et al. 2021, appendix B. --second-lr is for configs with a PhaseTransitionHook, the
-rate of the second phase: every first rate goes with every second one.
+The rates are within the ranges of Li et al. 2021, appendix B. --second-lr is the rate of the second phase, for configs
+with a PhaseTransitionHook: every first rate goes with every second one.
 
 Each training is one of tools/train.py, in a folder of its own. Run the command again after a stop: what is finished is
 left alone, and the rest is resumed. Options that are not listed here, such as --amp, are those of train.py.
