@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..layers.attention_layer import AttentionLayer
 from ..layers.encodings import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding
+from ..layers.grid_attention import GridAttention
 from .criteria import determinant, gaussian_factor
 
 
@@ -93,7 +94,8 @@ def reset_heads(layer: AttentionLayer, heads: Sequence[int], generator: Optional
         [0.0, 1.0]
     """
     encoding = getattr(layer, 'encoding', None)
-    if not isinstance(encoding, (QuadraticEncoding, GeneralizedQuadraticEncoding, LearnedEncoding)):
+    encodings = (QuadraticEncoding, GeneralizedQuadraticEncoding, LearnedEncoding)
+    if not isinstance(layer, GridAttention) or not isinstance(encoding, encodings):
         raise TypeError(
             f'layer is a {type(layer).__name__}, but only heads with a quadratic, a generalized quadratic '
             'or a learned encoding can be reset'
@@ -102,11 +104,12 @@ def reset_heads(layer: AttentionLayer, heads: Sequence[int], generator: Optional
     if any(type(head) is not int or not 0 <= head < layer.num_heads for head in heads):
         raise ValueError(f'heads={heads} must be heads from 0 to {layer.num_heads - 1}')
     seed = int(torch.randint(2**63 - 1, (), generator=generator))
-    fresh = nn.ModuleDict({name: copy.deepcopy(getattr(layer, name)).cpu() for name in ('encoding', 'value')})
+    new_encoding, new_value = copy.deepcopy(encoding).cpu(), copy.deepcopy(layer.value).cpu()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the devices
-        for module in fresh.values():
-            module.reset_parameters()
+        new_encoding.reset_parameters()
+        new_value.reset_parameters()
+    fresh = nn.ModuleDict({'encoding': new_encoding, 'value': new_value})
     for name, (dim, index) in layer.head_entries(heads).items():
         own, new = layer.get_parameter(name), fresh.get_parameter(name)
         own.index_copy_(dim, index, new.index_select(dim, index.cpu()).to(own.device))

@@ -25,16 +25,16 @@ def digits_config(repository, work_dir):
 def test_it_is_the_loss_of_the_classifier(repository, tmp_path):
     """Against torch's cross entropy of all test images at once; the batches of the loader are not of one size."""
     config = digits_config(repository, tmp_path)
-    config.val_dataloader.batch_size = 50
+    config.test_dataloader.batch_size = 50
     config.experiment_name = 'cross_entropy'
     runner = Runner.from_cfg(config)
-    dataset = runner.build_dataloader(config.val_dataloader).dataset
+    dataset = runner.build_dataloader(config.test_dataloader).dataset
     images = torch.stack([sample['inputs'] for sample in dataset]).float()
     labels = torch.cat([sample['data_samples'].gt_label for sample in dataset])
     model = runner.model.eval()
     with torch.no_grad():
         logits = model((images - 77.9) / 95.9)
-    found = runner.val()
+    found = runner.test()
     assert found['loss/cross_entropy'] == pytest.approx(F.cross_entropy(logits.double(), labels).item(), rel=1e-5)
     assert list(found) == ['accuracy/top1', 'loss/cross_entropy']  # save_best='auto' goes by the first
 

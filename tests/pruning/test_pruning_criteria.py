@@ -272,7 +272,7 @@ def test_the_report_as_a_table():
             '4 of 5 heads degenerate',
             'head  criterion  why',
             '   1  uniform    largest eigenvalue 3.81e-06 < 1e-05',
-            '   2  stripe     condition number 2.62e+05 > 1e+05',
+            '   2  stripe     condition number 2.62e+05 > 1e+03',
             '   3  entropy    relative entropy 1 > 0.99',
             '   4  duplicate  distance 0 < 0.01 from head 0',
         ]
