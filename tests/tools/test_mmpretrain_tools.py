@@ -159,7 +159,10 @@ def test_vis_scheduler(trained, call, capsys):
 
 def test_vis_scheduler_with_the_hook_of_pictures(call, folder, capsys):
     path = folder / 'pictures.py'
-    path.write_text("_base_ = './sa_quadratic_digits.py'\ncustom_hooks = [dict(type='AttentionVisualizationHook')]\n")
+    path.write_text(
+        "_base_ = './sa_quadratic_digits.py'\ncustom_hooks = [dict(type='AttentionVisualizationHook')]\n"
+        "experiment_name = 'pictures'\n"  # loggers have the names of experiments, else of the second of their start
+    )
     call('visualization/vis_scheduler.py', path, '--not-show')
     assert 'AttentionVisualizationHook stands aside' in capsys.readouterr().out
 
