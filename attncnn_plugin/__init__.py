@@ -9,7 +9,7 @@ Importing the package has these side effects:
 
 Where mmpretrain is installed, too:
 
-- mmpretrain's registries have its backbones, hooks and datasets; its model index has the shipped configs:
+- mmpretrain's registries have its backbones, hooks, datasets and metrics; its model index has the shipped configs:
   ``mmpretrain.get_model('sa_quadratic_cifar10')``; mmengine has the file backend ``'atomic'``.
 - PyTorch's list of names that are safe to load has the classes of the logs in mmengine's checkpoints.
 - mmengine's loader of local checkpoint files is :func:`~attncnn_plugin.utils.checkpoint_files.load_from_local`, which
@@ -40,7 +40,7 @@ def __getattr__(name: str):
 
 
 def _register_with_mmpretrain() -> None:
-    from . import datasets  # noqa: F401
+    from . import datasets, evaluation  # noqa: F401
     from .engine import hooks, reliability  # noqa: F401
     from .models import backbones  # noqa: F401
     from .utils.mmengine_patches import patch_mmengine

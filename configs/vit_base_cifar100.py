@@ -1,4 +1,5 @@
-# The recipe of mmpretrain's ViT: AutoAugment, Mixup, dropout, strong weight decay.
+# Vision transformers were trained with other recipes before DeiT: this is mmpretrain's for ViT (AutoAugment, Mixup,
+# dropout, strong weight decay, clipping). Batch, epochs and the shape of the schedule are those of the other networks.
 _base_ = [
     'mmpretrain::_base_/models/vit-base-p16.py',
     './_base_/datasets/cifar100_bs128_deit_224.py',
@@ -19,7 +20,8 @@ train_pipeline = [
         hparams=dict(pad_val=[129, 124, 112], interpolation='bicubic')),
     dict(type='PackInputs'),
 ]
-train_dataloader = dict(dataset=dict(pipeline=train_pipeline))
+train_dataloader = dict(
+    dataset=dict(pipeline=train_pipeline), sampler=dict(_delete_=True, type='DefaultSampler', shuffle=True))
 
 optim_wrapper = dict(
     optimizer=dict(lr=1e-4, weight_decay=0.3),  # 0.003 for a batch of 4096

@@ -1,6 +1,9 @@
-"""Every config parses, builds, trains, validates and resumes, with a small model and a few images."""
+"""Every config builds, trains, validates and resumes with a small model. The recipes are those of the papers."""
 
+import copy
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,15 +12,30 @@ import yaml
 from helpers.flops import paper_flops
 from helpers.small import SMALL_ARCH
 from mmengine.config import Config
+from mmengine.evaluator import Evaluator
 from mmengine.hooks import Hook
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import HOOKS, PARAM_SCHEDULERS, DefaultScope
 from mmengine.runner import Runner
 from mmpretrain import get_model, list_models
 from mmpretrain.apis.model import ModelHub
+from mmpretrain.registry import MODELS as MODELS_OF_MMPRETRAIN
+from mmpretrain.registry import TRANSFORMS
 from PIL import Image
+
+from attncnn_plugin.layers import GeneralizedQuadraticAttention
+from attncnn_plugin.pruning import find_degenerate_heads
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
 MODELS = [model['Name'] for model in yaml.safe_load((CONFIGS / 'metafile.yml').read_text())['Models']]
 SMALL_VIT = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=24)
+
+
+@pytest.fixture(autouse=True)
+def scope():
+    """What configs name is mmpretrain's, as in a run."""
+    with DefaultScope.overwrite_default_scope('mmpretrain'):
+        yield
 
 
 def test_every_config_is_in_the_index():
@@ -94,6 +112,9 @@ def test_config_trains_validates_and_resumes(name, images, tmp_path, repository)
     whole, rates = runner.model.state_dict(), runner.message_hub.get_scalar('train/lr').data[0]
     assert (runner.epoch, runner.iter) == (2, 4)
     assert 0 <= runner.message_hub.get_info('best_score') <= 100
+    if name.endswith('cifar100'):
+        assert len(list(tmp_path.glob('best_accuracy_top1_epoch_*.pth'))) == 1
+        assert 0 < runner.message_hub.get_scalar('val/loss/cross_entropy').current() < 50
 
     config = shrink(Config.fromfile(path), images, tmp_path)
     config.experiment_name = f'{name}-resumed'
@@ -132,93 +153,272 @@ def test_resnet18_has_the_numbers_of_the_paper():
     assert round(metadata.flops / 1e9, 1) == 1.1
 
 
-@pytest.mark.parametrize('name', [name for name in MODELS if name.endswith('cifar10')])
+def rates(config, per_epoch):
+    """The learning rate at every iteration of all phases, ``(T,)``, by mmengine's own optimizers and schedulers."""
+    hooks = [hook for hook in config.get('custom_hooks', []) if hook.type == 'PhaseTransitionHook']
+    phases = [(config.optim_wrapper, config.param_scheduler, config.train_cfg.max_epochs)]
+    if hooks:
+        second = Config(dict(optim_wrapper=copy.deepcopy(config.optim_wrapper)))
+        second.merge_from_dict(dict(optim_wrapper=hooks[0].optim_wrapper))
+        phases = [
+            (config.optim_wrapper, config.param_scheduler, hooks[0].epoch),
+            (second.optim_wrapper, hooks[0].param_scheduler, config.train_cfg.max_epochs - hooks[0].epoch),
+        ]
+    found = []
+    for optim_wrapper, param_scheduler, epochs in phases:
+        optimizer = build_optim_wrapper(torch.nn.Linear(1, 1), copy.deepcopy(optim_wrapper)).optimizer
+        schedulers = [
+            PARAM_SCHEDULERS.build(dict(cfg), default_args=dict(optimizer=optimizer, epoch_length=per_epoch))
+            for cfg in ([param_scheduler] if isinstance(param_scheduler, dict) else param_scheduler)
+        ]
+        for i in range(epochs * per_epoch):
+            found.append(optimizer.param_groups[0]['lr'])
+            optimizer.step()
+            for scheduler in schedulers:
+                if not scheduler.by_epoch or (i + 1) % per_epoch == 0:
+                    scheduler.step()
+    return np.array(found)
+
+
+def warm_up_and_cosine(first, peak, least, warm_up, total):
+    """From ``first`` up to ``peak`` at iteration ``warm_up - 1``, then down to ``least``, which would be next."""
+    linear = first + (peak - first) * np.arange(warm_up) / max(warm_up - 1, 1)
+    cosine = (1 + np.cos(np.pi * np.arange(total - warm_up) / (total - warm_up))) / 2
+    return np.concatenate([linear, least + (peak - least) * cosine])
+
+
+@pytest.mark.parametrize('name', [name for name in MODELS if name.startswith('sa_') and name.endswith('cifar10')])
 def test_recipe_of_the_paper(name):
     """C20, Table 2: the learning rate at every iteration, batch size, epochs, augmentation."""
     config = ModelHub.get(name).config
     pruned = 'pruned' in name  # C20, appendix E
     epochs, peak = (100, 0.01) if pruned else (300, 0.1)
     assert config.train_cfg.max_epochs == epochs and ('load_from' in config and config.load_from is not None) == pruned
-    assert config.train_dataloader.batch_size == 100
-    assert config.optim_wrapper.optimizer == dict(type='SGD', lr=peak, momentum=0.9, weight_decay=1e-4)
-    pipeline = config.train_dataloader.dataset.pipeline
-    assert [step.type for step in pipeline] == ['RandomCrop', 'RandomFlip', 'PackInputs']
-    assert pipeline[0].padding == 4
-    if name.startswith('sa_'):
-        assert (config.model.backbone.drop_rate, config.model.backbone.attn_drop_rate) == (0.1, 0.1)
+    assert (config.model.backbone.drop_rate, config.model.backbone.attn_drop_rate) == (0.1, 0.1)
 
-    from mmengine.registry import PARAM_SCHEDULERS
-
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak)
     per_epoch = 20
-    schedulers = [
-        PARAM_SCHEDULERS.get(cfg.type).build_iter_from_epoch(
-            optimizer,
-            **{k: v for k, v in cfg.items() if k not in ('type', 'convert_to_iter_based')},
-            epoch_length=per_epoch,
-        )
-        for cfg in config.param_scheduler
-    ]
-    rates = []
-    for _ in range(per_epoch * epochs):
-        rates.append(optimizer.param_groups[0]['lr'])
-        for scheduler in schedulers:
-            scheduler.step()
+    found = rates(config, per_epoch)
     total, warm_up = per_epoch * epochs, per_epoch * epochs // 20
-    step = np.arange(total)
-    linear = peak * step[:warm_up] / (warm_up - 1)
-    cosine = peak / 2 * (1 + np.cos(np.pi * (step[warm_up:] - warm_up) / (total - warm_up)))
-    assert np.allclose(rates, np.concatenate([linear, cosine]), atol=2e-3 * peak)
+    assert np.allclose(found, warm_up_and_cosine(0, peak, 0, warm_up, total), atol=2e-6 * peak)
+    middle = warm_up + (total - warm_up) // 2
+    assert found[[0, warm_up - 1, warm_up, middle, -1]] == pytest.approx(
+        [1e-6 * peak, peak, peak, peak / 2, 0], abs=1e-6 * peak
+    )
 
 
-def rates(config, per_epoch):
-    """The learning rate at every iteration of both phases, by mmengine's own schedulers."""
-    from mmengine.registry import PARAM_SCHEDULERS
+@pytest.mark.parametrize('name', [name for name in MODELS if name.endswith('cifar10')])
+def test_what_all_networks_on_cifar10_share(name):
+    """C20, Table 2 and the released code."""
+    config = ModelHub.get(name).config
+    peak = 0.01 if 'pruned' in name else 0.1
+    assert config.optim_wrapper.optimizer == dict(type='SGD', lr=peak, momentum=0.9, weight_decay=1e-4)
+    loader = built_loader(config)
+    assert (loader.batch_size, len(loader), type(loader.sampler).__name__) == (100, 500, 'DefaultSampler')
+    indices = np.array(list(loader.sampler))
+    assert np.array_equal(np.sort(indices), np.arange(50_000)) and not np.array_equal(indices, np.arange(50_000))
+    crop, flip, pack = built_pipeline(config)
+    assert (crop.crop_size, crop.padding, crop.pad_val, crop.padding_mode) == ((32, 32), 4, 0, 'constant')
+    assert (flip.prob, flip.direction) == (0.5, 'horizontal')
+    assert sample_of(config)['inputs'].shape == (3, 32, 32)
 
-    (hook,) = config.get('custom_hooks') or [dict(epoch=config.train_cfg.max_epochs)]
-    phases = [(config.optim_wrapper.optimizer.lr, config.param_scheduler, hook['epoch'])]
-    if hook['epoch'] < config.train_cfg.max_epochs:
-        schedulers = hook.param_scheduler if isinstance(hook.param_scheduler, list) else [hook.param_scheduler]
-        phases.append((hook.optim_wrapper.optimizer.lr, schedulers, config.train_cfg.max_epochs - hook['epoch']))
-    for lr, param_scheduler, epochs in phases:
-        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
-        schedulers = [
-            PARAM_SCHEDULERS.build(dict(cfg), default_args=dict(optimizer=optimizer, epoch_length=per_epoch))
-            for cfg in param_scheduler
-        ]
-        for _ in range(epochs * per_epoch):
-            yield optimizer.param_groups[0]['lr']
-            for scheduler in schedulers:
-                scheduler.step()
+
+def test_schedule_of_resnet18():
+    """The released code of C20: no warm-up, no cosine."""
+    found = rates(ModelHub.get('resnet18_cifar10').config, 5).reshape(300, 5)
+    expected = np.repeat([0.1, 0.01, 0.001, 0.0001], [80, 70, 100, 50])
+    assert np.allclose(found, expected[:, None], rtol=1e-12)
+
+
+def test_heads_are_pruned_as_in_the_released_code():
+    """C20, Figure 13: κ > 1000, λ₁ < 1e-5, nothing makes up for removed heads; and with their means as biases."""
+    names = ('sa_generalized_pruned_cifar10', 'sa_generalized_pruned_corrected_cifar10')
+    hooks = [HOOKS.build(ModelHub.get(name).config.custom_hooks[0]) for name in names]
+    assert [hook.bias_correction for hook in hooks] == [False, True]
+    layer = GeneralizedQuadraticAttention(2, 5)
+    with torch.no_grad():
+        for head, (first, second) in enumerate([(1, 1), (3, 3 / 990), (3, 3 / 1010), (1.1e-5, 1e-5), (0.9e-5, 0.8e-5)]):
+            layer.encoding.sqrt_precision[head] = torch.tensor([first, second]).sqrt().diag()
+    for hook in hooks:
+        assert hook.epochs == (0,) and not hook.reset and hook.lr_scale == 1
+        assert find_degenerate_heads(layer, hook.criteria, (16, 16)).heads == [2, 4]
+
+
+FIRST_RATE, SECOND_RATE, WARM_UP_RATE, LEAST_RATE = 3e-4, 5e-5, 1e-6, 1e-5  # the last two are DeiT's
 
 
 @pytest.mark.parametrize('name', ['cmhsa3_cifar100', 'cmhsa5_cifar100', 'cmhsa5_nowarmup_cifar100'])
 def test_two_phases_of_the_paper(name):
     """L21, appendix B: 200 epochs a phase, 5 of warm-up, then cosine; batch 128; AdamW; the ranges of the rates."""
     config = ModelHub.get(name).config
-    assert config.train_cfg.max_epochs == 400 and config.train_dataloader.batch_size == 128
-    optimizer = config.optim_wrapper.optimizer
-    assert (optimizer.type, optimizer.eps, optimizer.betas) == ('AdamW', 1e-8, (0.9, 0.999))
-    assert config.model.backbone.kernel_size == int(name[len('cmhsa')])
+    assert config.train_cfg.max_epochs == 400
+    assert config.model.backbone.kernel_size == int(name[len('cmhsa')]) and config.model.backbone.phase == 'conv'
+    assert 1e-4 <= FIRST_RATE <= 5e-4 and 1e-5 <= SECOND_RATE <= 7e-5
     per_epoch = 4
-    first, second = np.split(np.array(list(rates(config, per_epoch))), 2)
-    assert 1e-4 <= first.max() <= 5e-4 and 1e-5 <= second.max() <= 7e-5
+    first, second = np.split(rates(config, per_epoch), 2)
     warm_up, total = 5 * per_epoch, 200 * per_epoch
-    cosine = (1 + np.cos(np.pi * np.arange(total - warm_up) / (total - warm_up))) / 2
-    for phase in (first, second) if 'nowarmup' not in name else (first,):
-        assert phase[0] < 2e-3 * phase.max() and np.all(np.diff(phase[:warm_up]) > 0)
-        assert np.allclose(phase[warm_up:], phase.max() * cosine, atol=1e-6)
+    middle = warm_up + (total - warm_up) // 2
+    assert np.allclose(first, warm_up_and_cosine(WARM_UP_RATE, FIRST_RATE, LEAST_RATE, warm_up, total), rtol=1e-9)
+    assert first[[0, warm_up - 1, warm_up, middle, -1]] == pytest.approx([1e-6, 3e-4, 3e-4, 1.55e-4, 1e-5], rel=1e-3)
     if 'nowarmup' in name:
-        assert np.allclose(second, second.max() * (1 + np.cos(np.pi * np.arange(total) / total)) / 2)
+        assert np.allclose(second, warm_up_and_cosine(0, SECOND_RATE, LEAST_RATE, 0, total), rtol=1e-9)
+        assert second[[0, total // 2, -1]] == pytest.approx([5e-5, 3e-5, 1e-5], rel=1e-3)
+    else:
+        assert np.allclose(second, warm_up_and_cosine(WARM_UP_RATE, SECOND_RATE, LEAST_RATE, warm_up, total), rtol=1e-9)
+        assert second[[0, warm_up - 1, warm_up, middle, -1]] == pytest.approx([1e-6, 5e-5, 5e-5, 3e-5, 1e-5], rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    'name, phase', [('cmhsa3_conv_cifar100', 'conv'), ('cmhsa5_conv_cifar100', 'conv'), ('cmhsa_attn_cifar100', 'attn')]
+    'name, phase',
+    [
+        ('cmhsa3_conv_cifar100', 'conv'),
+        ('cmhsa5_conv_cifar100', 'conv'),
+        ('cmhsa_attn_cifar100', 'attn'),
+        ('deit_small_cifar100', None),
+        ('deit_base_cifar100', None),
+        ('vit_base_cifar100', None),
+    ],
 )
 def test_one_phase_as_long_as_two(name, phase):
     config = ModelHub.get(name).config
-    assert config.train_cfg.max_epochs == 400 and config.model.backbone.phase == phase
-    assert len(list(rates(config, 1))) == 400 and 'custom_hooks' not in config
+    assert config.model.backbone.get('phase') == phase and 'custom_hooks' not in config
+    per_epoch, peak = 4, 1e-4 if name.startswith('vit') else FIRST_RATE
+    first = WARM_UP_RATE * peak / FIRST_RATE
+    found, warm_up, total = rates(config, per_epoch), 5 * per_epoch, 400 * per_epoch
+    assert np.allclose(found, warm_up_and_cosine(first, peak, LEAST_RATE, warm_up, total), rtol=1e-9)
+    if not name.startswith('vit'):
+        middle = warm_up + (total - warm_up) // 2
+        assert found[[0, warm_up - 1, warm_up, middle, -1]] == pytest.approx(
+            [1e-6, 3e-4, 3e-4, 1.55e-4, 1e-5], rel=1e-3
+        )
+
+
+def test_attention_from_a_random_start_as_long_as_a_second_phase():
+    """L21, Figure 2: rates and epochs of the second phase, with warm-up and without."""
+    for suffix, two_phases in (('', 'cmhsa5_cifar100'), ('_nowarmup', 'cmhsa5_nowarmup_cifar100')):
+        config = ModelHub.get(f'cmhsa_attn_200e{suffix}_cifar100').config
+        assert config.model.backbone.phase == 'attn' and 'custom_hooks' not in config
+        assert config.train_cfg.max_epochs == 200
+        assert np.array_equal(rates(config, 4), rates(ModelHub.get(two_phases).config, 4)[800:])
+
+
+OF_DEIT = [
+    name for name in MODELS if name.startswith(('cmhsa', 'deit')) and name.endswith('cifar100')
+]  # with its hyper-parameters: L21, section 5
+
+
+@pytest.mark.parametrize('name', OF_DEIT)
+def test_optimizer_of_deit(name):
+    """main.py of facebookresearch/deit: AdamW, which parameters decay, no clipping, no average that is validated."""
+    config = ModelHub.get(name).config
+    assert not any(hook.type == 'EMAHook' for hook in config.get('custom_hooks', []))
+    with torch.device('meta'):
+        model = MODELS_OF_MMPRETRAIN.build(config.model)
+    wrapper = build_optim_wrapper(model, config.optim_wrapper)
+    assert type(wrapper.optimizer) is torch.optim.AdamW and not wrapper.clip_grad_kwargs
+    (settings,) = {(group['eps'], group['betas'], group['lr']) for group in wrapper.optimizer.param_groups}
+    assert settings == (1e-8, (0.9, 0.999), SECOND_RATE if '200e' in name else FIRST_RATE)
+    decays = {id(p): group['weight_decay'] for group in wrapper.optimizer.param_groups for p in group['params']}
+    for parameter_name, parameter in model.named_parameters():
+        left_off = parameter.ndim == 1 or parameter_name.endswith(('pos_embed', 'cls_token', 'position.table'))
+        assert decays[id(parameter)] == (0 if left_off else 0.05), parameter_name
+
+
+@pytest.mark.parametrize('name', OF_DEIT)
+def test_regularization_of_deit(name):
+    """main.py of facebookresearch/deit: drop path 0.1, no dropout, label smoothing 0.1, Mixup or CutMix."""
+    config = ModelHub.get(name).config
+    with torch.device('meta'):
+        model = MODELS_OF_MMPRETRAIN.build(config.model)
+    drops = [m.drop_prob for m in model.backbone.modules() if type(m).__name__ == 'DropPath']
+    assert max(drops) == pytest.approx(0.1) and drops == sorted(drops) and min(drops) <= 0.02
+    assert not any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout))
+    assert (model.head.loss_module.label_smooth_val, model.head.loss_module.mode) == (0.1, 'original')
+    preprocessor = MODELS_OF_MMPRETRAIN.build(
+        dict(type='ClsDataPreprocessor', num_classes=100, batch_augments=config.model.train_cfg)
+    )
+    mixes = preprocessor.batch_augments
+    assert [(type(mix).__name__, mix.alpha) for mix in mixes.augments] == [('Mixup', 0.8), ('CutMix', 1.0)]
+    assert mixes.probs is None  # one of them for each batch, both as often
+
+
+@pytest.mark.parametrize('name', OF_DEIT)
+def test_images_of_deit(name):
+    """Repeated augmentation, and the transforms as built: rand-m9-mstd0.5-inc1, erasing 0.25, bicubic."""
+    config = ModelHub.get(name).config
+    loader = built_loader(config)
+    assert (loader.batch_size, len(loader), loader.drop_last) == (128, 390, True)  # DeiT: 50,000 // 256 * 256 images
+    indices = np.array(list(loader.sampler))
+    assert np.array_equal(indices[:49_998], np.repeat(indices[:49_998:3], 3)) and len(np.unique(indices)) == 16_667
+    loader.sampler.set_epoch(1)
+    assert not np.array_equal(list(loader.sampler), indices)
+    crop, flip, augment, erase, pack = built_pipeline(config)
+    assert (crop.scale, crop.crop_ratio_range, crop.interpolation) == ((224, 224), (0.08, 1.0), 'bicubic')
+    assert (flip.prob, flip.direction) == (0.5, 'horizontal')
+    assert (augment.num_policies, augment.magnitude_level, augment.magnitude_std, augment.total_level) == (
+        2,
+        9,
+        0.5,
+        10,
+    )
+    assert len(augment.policies) == 15  # timm's, whose magnitudes all increase
+    assert (erase.erase_prob, erase.mode, erase.min_area_ratio, erase.max_area_ratio) == (0.25, 'rand', 0.02, 1 / 3)
+    assert sample_of(config)['inputs'].shape == (3, 224, 224)
+    edge, center, pack = built_pipeline(config, 'test_dataloader')
+    assert (edge.scale, edge.edge, edge.interpolation, center.crop_size) == (256, 'short', 'bicubic', (224, 224))
+
+
+def test_repeated_augmentation_on_four_gpus(monkeypatch):
+    """The batch of all GPUs is that of one: 128 images, of which three in a row are the same, in 390 iterations."""
+    config = ModelHub.get('cmhsa5_cifar100').config
+    alone = list(built_loader(config).sampler)
+    parts = []
+    for rank in range(4):
+        monkeypatch.setattr('mmpretrain.datasets.samplers.repeat_aug.get_dist_info', lambda: (rank, 4))
+        loader = built_loader(config, batch_size=32)
+        assert len(loader) == 390
+        parts.append(list(loader.sampler)[:32])
+    assert [index for four in zip(*parts) for index in four] == alone[:128]
+
+
+@pytest.mark.parametrize(
+    'gpus, batch_size, expected', [(1, 128, 3e-4), (4, 32, 3e-4), (4, 128, 1.2e-3), (1, 64, 1.5e-4)]
+)
+def test_the_rate_goes_with_the_batch_of_all_gpus(gpus, batch_size, expected):
+    config = ModelHub.get('cmhsa5_cifar100').config
+    wrapper = build_optim_wrapper(torch.nn.Linear(1, 1), config.optim_wrapper)
+    runner = SimpleNamespace(
+        _train_dataloader=dict(batch_size=batch_size),
+        world_size=gpus,
+        logger=logging.getLogger(),
+        param_schedulers=None,
+    )
+    Runner.scale_lr(runner, wrapper, config.auto_scale_lr)
+    assert [group['lr'] for group in wrapper.optimizer.param_groups] == pytest.approx([expected] * 2)
+
+
+def test_vit_has_the_recipe_of_mmpretrains_vit():
+    from mmengine.hub import get_config
+
+    ours, vit = (
+        ModelHub.get('vit_base_cifar100').config,
+        get_config('mmpretrain::vision_transformer/vit-base-p16_64xb64_in1k.py'),
+    )
+    assert ours.model.train_cfg == vit.model.train_cfg and ours.model.head.loss == vit.model.head.loss
+    assert ours.optim_wrapper.clip_grad == vit.optim_wrapper.clip_grad
+    assert ours.optim_wrapper.optimizer.weight_decay == vit.optim_wrapper.optimizer.weight_decay
+    loader = built_loader(ours)
+    assert len(loader) == 390 and np.array_equal(np.sort(list(loader.sampler)), np.arange(50_000))
+    crop, flip, augment, pack = built_pipeline(ours)
+    assert type(augment).__name__ == 'AutoAugment' and sample_of(ours)['inputs'].shape == (3, 224, 224)
+
+
+@pytest.mark.parametrize('name', [name for name in MODELS if name.endswith('cifar100')])
+def test_accuracy_and_validation_loss(name):
+    """L21: top-1 and top-5; Figure 2. The best checkpoint goes by the first of the metrics."""
+    config = ModelHub.get(name).config
+    for metrics in (config.val_evaluator, config.test_evaluator):
+        accuracy, loss = Evaluator(metrics).metrics
+        assert (accuracy.topk, type(loss).__name__) == ((1, 5), 'CrossEntropy')
 
 
 @pytest.mark.parametrize(
@@ -238,5 +438,22 @@ def test_augmentation_of_deit(name):
 
     assert settings(pipeline) == settings(expected)
     assert ours.test_dataloader.dataset.pipeline == deit.test_dataloader.dataset.pipeline[1:]
-    assert ours.optim_wrapper.clip_grad == deit.optim_wrapper.clip_grad
     assert ours.optim_wrapper.optimizer.weight_decay == deit.optim_wrapper.optimizer.weight_decay
+
+
+def built_loader(config, **settings):
+    """The loader of a training set of 50,000 numbers."""
+    loader = {**config.train_dataloader, 'dataset': list(range(50_000)), 'num_workers': 0, 'persistent_workers': False}
+    return Runner.build_dataloader({**loader, **settings}, seed=0)
+
+
+def built_pipeline(config, loader='train_dataloader'):
+    return [TRANSFORMS.build(step) for step in config[loader].dataset.pipeline]
+
+
+def sample_of(config):
+    """A random image of 32x32 pixels as the network gets it in training."""
+    sample = dict(img=np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8), gt_label=3)
+    for step in built_pipeline(config):
+        sample = step(sample)
+    return sample

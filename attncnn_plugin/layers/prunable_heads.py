@@ -52,6 +52,15 @@ class PrunableHeads(Restructurable, AttentionLayer):
         """Of every parameter with entries for single heads: the dimension of heads, and the entries of a head."""
         raise NotImplementedError
 
+    def head_entries(self, heads: Sequence[int]) -> Dict[str, Tuple[int, Tensor]]:
+        """Of every parameter with entries for single heads: the dimension of heads, and the entries of these heads."""
+        found = {}
+        for name, (dim, entries) in self.head_parameters().items():
+            widths = [entries] * self.num_heads if isinstance(entries, int) else entries
+            index = torch.tensor(_entries_of(heads, widths), dtype=torch.long, device=self.get_parameter(name).device)
+            found[name] = dim, index
+        return found
+
     def check_heads(self, heads: Sequence[int], allow_empty: bool = False) -> None:
         """Whether these heads can be removed.
 
@@ -89,10 +98,8 @@ class PrunableHeads(Restructurable, AttentionLayer):
         self.check_heads(heads, allow_empty)
         kept = [head for head in range(self.num_heads) if head not in heads]
         replaced = {}
-        for name, (dim, entries) in self.head_parameters().items():
+        for name, (dim, index) in self.head_entries(kept).items():
             old = self.get_parameter(name)
-            widths = [entries] * self.num_heads if isinstance(entries, int) else entries
-            index = torch.tensor(_entries_of(kept, widths), dtype=torch.long, device=old.device)
             new = nn.Parameter(old.index_select(dim, index), requires_grad=old.requires_grad)
             if old.grad is not None:
                 new.grad = old.grad.index_select(dim, index)

@@ -25,7 +25,7 @@ Size = Optional[Tuple[int, ...]]
 Function = Callable[[AttentionLayer, Size], Tensor]
 Criterion = Union[str, Dict[str, Any], Function]
 
-THRESHOLDS = {'uniform': 1e-5, 'stripe': 1e5, 'entropy': 0.99, 'duplicate': 0.01}
+THRESHOLDS = {'uniform': 1e-5, 'stripe': 1e3, 'entropy': 0.99, 'duplicate': 0.01}
 REASONS = {
     'uniform': 'largest eigenvalue {0.value:.3g} < {0.threshold:.3g}',
     'stripe': 'condition number {0.value:.3g} > {0.threshold:.3g}',
@@ -104,8 +104,8 @@ def find_degenerate_heads(
 
             - ``'uniform'``: the largest eigenvalue of Σ⁻¹, 2α for the quadratic encoding, is below 1e-5 (C20, appendix
               E): all keys are attended to alike. For Gaussian heads alone.
-            - ``'stripe'``: the condition number of Σ⁻¹ is above 1e5 (C20, appendix E). It is 1 for a quadratic head and
-              for Σ⁻¹ = 0. For Gaussian heads alone.
+            - ``'stripe'``: the condition number of Σ⁻¹ is above 1000 (released code of C20; appendix E has 1e5). It is
+              1 for a quadratic head and for Σ⁻¹ = 0. For Gaussian heads alone.
             - ``'entropy'``: the entropy, mean over queries, is above 0.99 of that of uniform attention: all keys of
               the grid are attended to almost alike.
             - ``'duplicate'``: the map of an earlier head is nearer than 0.01 in total variation, mean over queries

@@ -9,10 +9,11 @@ import math
 from typing import Optional, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..layers.attention_layer import AttentionLayer
 from ..layers.encodings import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding
+from ..layers.grid_attention import GridAttention
 from .criteria import determinant, gaussian_factor
 
 
@@ -66,10 +67,14 @@ def singular_penalty(layer: AttentionLayer, max_condition: float = 100.0, min_ei
 
 @torch.no_grad()
 def reset_heads(layer: AttentionLayer, heads: Sequence[int], generator: Optional[torch.Generator] = None) -> None:
-    """Draws the centres and widths of some heads, or v for the learned encoding, anew, as when the layer was built.
+    """Draws some heads anew, as when the layer was built: centre and width, or v for the learned encoding, and values.
 
-    In place, and nothing else changes: not the other heads, not the value matrix, not an optimizer's momentum. The
-    numbers are drawn on the CPU: equal generators give equal heads on every rank and device.
+    The values are the head's slice of the value matrix, which learned to go with the old map. The released code of C20
+    (``reset_heads``) means to redraw the same, but writes centres and values into copies, which changes nothing, and
+    redraws the widths of all heads; no run of the paper has it.
+
+    In place, and nothing else changes: not the other heads, not the bias, not an optimizer's momentum. The numbers are
+    drawn on the CPU: equal generators give equal heads on every rank and device.
 
     Args:
         layer (AttentionLayer): ``QuadraticAttention``, ``GeneralizedQuadraticAttention`` or ``LearnedAttention``.
@@ -89,7 +94,8 @@ def reset_heads(layer: AttentionLayer, heads: Sequence[int], generator: Optional
         [0.0, 1.0]
     """
     encoding = getattr(layer, 'encoding', None)
-    if not isinstance(encoding, (QuadraticEncoding, GeneralizedQuadraticEncoding, LearnedEncoding)):
+    encodings = (QuadraticEncoding, GeneralizedQuadraticEncoding, LearnedEncoding)
+    if not isinstance(layer, GridAttention) or not isinstance(encoding, encodings):
         raise TypeError(
             f'layer is a {type(layer).__name__}, but only heads with a quadratic, a generalized quadratic '
             'or a learned encoding can be reset'
@@ -98,9 +104,12 @@ def reset_heads(layer: AttentionLayer, heads: Sequence[int], generator: Optional
     if any(type(head) is not int or not 0 <= head < layer.num_heads for head in heads):
         raise ValueError(f'heads={heads} must be heads from 0 to {layer.num_heads - 1}')
     seed = int(torch.randint(2**63 - 1, (), generator=generator))
-    fresh = copy.deepcopy(encoding).cpu()
+    new_encoding, new_value = copy.deepcopy(encoding).cpu(), copy.deepcopy(layer.value).cpu()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the devices
-        fresh.reset_parameters()
-    for own, new in zip(encoding.parameters(recurse=False), fresh.parameters(recurse=False)):
-        own[heads] = new[heads].to(own.device)
+        new_encoding.reset_parameters()
+        new_value.reset_parameters()
+    fresh = nn.ModuleDict({'encoding': new_encoding, 'value': new_value})
+    for name, (dim, index) in layer.head_entries(heads).items():
+        own, new = layer.get_parameter(name), fresh.get_parameter(name)
+        own.index_copy_(dim, index, new.index_select(dim, index.cpu()).to(own.device))

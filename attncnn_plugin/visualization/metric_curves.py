@@ -1,11 +1,13 @@
-"""Curves of a metric over one or several trainings (Cordonnier et al. 2020, Figures 2 and 13).
+"""Curves of a metric over one or several trainings.
+
+Figures 2 and 13 of Cordonnier et al. 2020 (C20), and Figure 2 of Li et al. 2021 (L21).
 
 mmpretrain's ``tools/analysis_tools/analyze_logs.py`` draws such curves too. But it refuses logs with centres of heads,
 and does not join those of a run that was resumed.
 """
 
 from pathlib import Path
-from typing import Dict, Union
+from typing import Dict, Optional, Union
 
 from matplotlib.figure import Figure
 
@@ -14,23 +16,32 @@ from .style import color_of, line_style_of, styled
 
 
 @styled
-def plot_metric(runs: Dict[str, Union[str, Path]], metric: str = 'accuracy/top1') -> Figure:
-    """Draws a metric of several runs by epoch (C20, Figures 2 and 13; Li et al. 2021, Figure 2).
+def plot_metric(
+    runs: Dict[str, Union[str, Path]], metric: str = 'accuracy/top1', offsets: Optional[Dict[str, float]] = None
+) -> Figure:
+    """Draws a metric of several runs by epoch (C20, Figures 2 and 13; L21, Figure 2, with ``'loss/cross_entropy'``).
 
     Args:
         runs (dict[str, str | Path]): The runs by the names that they have in the figure, see
             :func:`~attncnn_plugin.analysis.read_scalars`.
         metric (str): The name of the metric in the logs. Defaults to ``'accuracy/top1'``.
+        offsets (dict[str, float], optional): By the names of runs, the epoch, or iteration, at which they begin in the
+            figure, such as the last one of the run that they go on from: 300 for the pruned network of C20, Figure 13.
+            Defaults to None, means 0 for all.
 
     Returns:
         Figure: One axes with a line for each run.
 
     Raises:
         FileNotFoundError: A run without a log.
-        ValueError: No runs; a run without the metric, or with validations that are not told apart.
+        ValueError: No runs; an offset of none of them; a run without the metric, or with validations that are not told
+            apart.
     """
     if not runs:
         raise ValueError('runs is empty: give at least one')
+    offsets = offsets or {}
+    if offsets.keys() - runs.keys():
+        raise ValueError(f'offsets={offsets} must be of some of the runs, which are {", ".join(runs)}')
     figure = Figure(figsize=(5.6, 3.6), layout='constrained')
     axes = figure.add_subplot()
     units, percent = set(), metric.startswith('accuracy/')
@@ -49,7 +60,7 @@ def plot_metric(runs: Dict[str, Union[str, Path]], metric: str = 'accuracy/top1'
         units.add('epoch' if 'epoch' in scalars and values[-1, 0] <= scalars['epoch'][-1, 1] else 'iteration')
         last = f'{values[-1, 1]:.1f}' if percent else f'{values[-1, 1]:.4g}'
         axes.plot(
-            values[:, 0],
+            values[:, 0] + offsets.get(label, 0),
             values[:, 1],
             color=color_of(i),
             linestyle=line_style_of(i),

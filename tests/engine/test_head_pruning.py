@@ -216,6 +216,10 @@ def test_heads_begin_anew(repository, tmp_path, start):
     assert recorder.heads == [[3, 3]] * ITERATIONS
     encoding = runner.model.backbone.blocks[0].attn.encoding
     assert torch.linalg.matrix_norm(encoding.sqrt_precision[1] - torch.eye(2)) < 0.2
+    values = runner.model.backbone.blocks[0].attn.value.weight
+    loaded = torch.load(start)['state_dict']['backbone.blocks.0.attn.value.weight']
+    moved = (values - loaded).unflatten(1, (3, 16)).abs().amax((0, 2))
+    assert moved[1] > 3 * moved[[0, 2]].max()
     again = run(
         small_config(
             repository,
@@ -226,6 +230,32 @@ def test_heads_begin_anew(repository, tmp_path, start):
         )
     )[0]
     assert torch.equal(again.model.backbone.blocks[0].attn.encoding.center, encoding.center)
+
+
+def test_heads_begin_anew_without_momentum(repository, tmp_path, start):
+    config = small_config(repository, tmp_path, load_from=start, hook=dict(epochs=[1], reset=True))
+    config.train_cfg.max_epochs = 2
+    config.optim_wrapper.optimizer.update(lr=0.0, weight_decay=0.0)  # the degenerate heads stay so until then
+    config.param_scheduler = None
+    runner = Runner.from_cfg(config)
+    found = {}
+
+    class AfterReset(Hook):
+        priority = 'LOWEST'
+
+        def before_train_epoch(self, runner):
+            if runner.epoch == 1:
+                layer = runner.model.backbone.blocks[0].attn
+                for name, parameter in layer.named_parameters():
+                    if name in layer.head_parameters():
+                        state = runner.optim_wrapper.optimizer.state[parameter]['exp_avg_sq'].clone()
+                        found[name] = state.unflatten(1, (3, 16)).transpose(0, 1) if name == 'value.weight' else state
+
+    runner.register_hook(AfterReset())
+    runner.train()
+    assert found.keys() == {'encoding.center', 'encoding.sqrt_precision', 'value.weight'}
+    for state in found.values():
+        assert not state[1].any() and state[0].all() and state[2].all()
 
 
 def test_penalty(repository, tmp_path):

@@ -36,6 +36,7 @@ test_dataloader = dict(dataset=dict(indices=20))
 """
 FILES = """
 data_preprocessor = dict(num_classes=10)
+auto_scale_lr = dict(base_batch_size=10)  # vis_scheduler.py shows the rates as they stand in the config
 train_dataloader = dict(
     batch_size=10, num_workers=0, persistent_workers=False,
     sampler=dict(_delete_=True, type='DefaultSampler', shuffle=True),
@@ -69,7 +70,9 @@ FAMILIES = dict(
     sa_learned_content_digits=DIGITS + SA,
     sa_generalized_pruned_digits=DIGITS + SA + PRUNED,
     cmhsa3_digits=DIGITS + TWO_PHASES,
-    resnet18_cifar10=FILES + 'model = dict(backbone=dict(base_channels=4, stem_channels=4), head=dict(in_channels=32))',
+    resnet18_cifar10=FILES
+    + 'model = dict(backbone=dict(base_channels=4, stem_channels=4), head=dict(in_channels=32))\n'
+    + 'param_scheduler = dict(milestones=[1, 2])',
     deit_small_cifar100=FILES + f'model = dict(backbone=dict({VIT}), head=dict(num_classes=10, in_channels=16))',
     vit_base_cifar100=FILES
     + f'model = dict(backbone=dict({VIT}), head=dict(num_classes=10, in_channels=16, hidden_dim=8))',
@@ -156,7 +159,10 @@ def test_vis_scheduler(trained, call, capsys):
 
 def test_vis_scheduler_with_the_hook_of_pictures(call, folder, capsys):
     path = folder / 'pictures.py'
-    path.write_text("_base_ = './sa_quadratic_digits.py'\ncustom_hooks = [dict(type='AttentionVisualizationHook')]\n")
+    path.write_text(
+        "_base_ = './sa_quadratic_digits.py'\ncustom_hooks = [dict(type='AttentionVisualizationHook')]\n"
+        "experiment_name = 'pictures'\n"  # loggers have the names of experiments, else of the second of their start
+    )
     call('visualization/vis_scheduler.py', path, '--not-show')
     assert 'AttentionVisualizationHook stands aside' in capsys.readouterr().out
 

@@ -292,6 +292,19 @@ def test_accuracy_of_several_runs(tmp_path):
         plot_metric({})
 
 
+def test_a_training_that_goes_on_from_another(tmp_path):
+    """C20, Figure 13: the curve of the pruned network begins where the other one ends."""
+    write_log(tmp_path / 'whole', '1', accuracy(10.0, 20.0))
+    write_log(tmp_path / 'pruned', '1', accuracy(15.0, 25.0))
+    runs = {'whole': tmp_path / 'whole', 'pruned': tmp_path / 'pruned'}
+    axes = plot_metric(runs, offsets={'pruned': 2}).axes[0]
+    assert [line.get_xdata().tolist() for line in axes.get_lines()] == [[1, 2], [3, 4]]
+    assert [line.get_ydata().tolist() for line in axes.get_lines()] == [[10, 20], [15, 25]]
+    assert axes.get_xlabel() == 'iteration'  # as without an offset: these logs have no epochs
+    with pytest.raises(ValueError, match="offsets={'prnued': 2} must be of some of the runs, which are whole, pruned"):
+        plot_metric(runs, offsets={'prnued': 2})
+
+
 def test_the_movement_of_centres(tmp_path):
     def line(step, heads):
         return {

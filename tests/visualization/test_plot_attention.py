@@ -34,6 +34,7 @@ def checkpoints(tmp_path_factory, repository):
         '1',
         [
             *accuracy(10.0, 20.0),
+            *({'step': step, 'loss/cross_entropy': loss} for step, loss in ((1, 2.5), (2, 1.5))),
             *(
                 {
                     'step': step,
@@ -86,7 +87,8 @@ def tool(repository, monkeypatch):
         ('learned_content', ['--figure', 'content', '--image', 7, '--query', 4, 2]),
         ('learned_content', ['--figure', 'content', '--image', 'image.png']),
         (None, ['--figure', 'movement', '--runs', 'run']),
-        (None, ['--figure', 'accuracy', '--runs', 'run', 'again=run']),
+        (None, ['--figure', 'accuracy', '--runs', 'run', 'again=run', '--offsets', 'again=2']),
+        (None, ['--figure', 'loss', '--runs', 'run']),
     ],
 )
 def test_figures_of_the_tool(checkpoints, tool, monkeypatch, kind, options):
@@ -95,6 +97,22 @@ def test_figures_of_the_tool(checkpoints, tool, monkeypatch, kind, options):
     (checkpoints / 'a.png').unlink(missing_ok=True)
     tool(*model, *options, '--out', 'a.png')
     assert mmcv.imread('a.png').std() > 10
+
+
+def test_curves_that_the_tool_draws(checkpoints, tool, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(visualization, 'plot_metric', lambda *args: drawn.append(args))
+    monkeypatch.setattr(visualization, 'save_figure', lambda figure, path: None)
+    runs = ['--runs', 'a=x', 'b=c=y', '--out', 'a.png']
+    tool('--figure', 'accuracy', *runs, '--offsets', 'b=300')
+    tool('--figure', 'loss', *runs)
+    tool('--figure', 'loss', *runs, '--metric', 'loss')
+    labelled = {'a': 'x', 'b': 'c=y'}
+    assert drawn == [
+        (labelled, 'accuracy/top1', {'b': 300.0}),
+        (labelled, 'loss/cross_entropy', {}),
+        (labelled, 'loss', {}),
+    ]
 
 
 def test_what_the_tool_draws(checkpoints, tool, monkeypatch):
@@ -187,6 +205,8 @@ def test_wrong_options_of_the_tool(tool, capsys, options, message):
         (['learned_content.py', 'quadratic.pth', '--figure', 'content'], 'quadratic.pth does not fit the model'),
         (['--figure', 'accuracy', '--runs', 'run', '--metric', 'top5'], "metric='top5' is not in the logs"),
         (['--figure', 'accuracy', '--runs', 'run', 'run'], 'the same name'),
+        (['--figure', 'accuracy', '--runs', 'run', '--offsets', 'run'], 'run must be LABEL=EPOCH'),
+        (['--figure', 'accuracy', '--runs', 'run', '--offsets', 'a=1'], 'must be of some of the runs'),
         (['--figure', 'movement', '--runs', '.'], 'LocalVisBackend'),
     ],
 )

@@ -1,16 +1,20 @@
 #!/usr/bin/env python
 """Draws the attention of a model's heads, as Cordonnier et al. 2020 do in Figures 2 to 14, as a PNG or an SVG.
 
+Curves of trainings too, as there in Figures 2 and 13, and in Figure 2 of Li et al. 2021.
+
   plot_attention.py CONFIG CHECKPOINT --figure centers --out centers.png
   plot_attention.py CONFIG CHECKPOINT --figure content --image 3 --query 4 2 --out image.svg
   plot_attention.py --figure movement --runs work_dirs/sa_quadratic_digits --out movement.png
   plot_attention.py --figure accuracy --runs quadratic=work_dirs/q learned=work_dirs/l --out accuracy.png
+  plot_attention.py --figure accuracy --runs whole=work_dirs/g pruned=work_dirs/p --offsets pruned=300 --out pruned.png
 
 centers        the centres of the heads with their 50% and 90% contours, one panel a layer
 probabilities  the probabilities around a query, layers x heads
 content        attention by content on the whole grid, mean over images or, with --image, of one image
 movement       the centres over a training with AttentionVisualizationHook, whose folder is --runs
 accuracy       the accuracy of several trainings, whose folders are --runs
+loss           their validation loss
 
 Where a layer has no term of position alone, centers and probabilities are those of the mean over images. Of a vision
 transformer of mmpretrain there are probabilities and content, of patches to patches.
@@ -20,7 +24,7 @@ import argparse
 import sys
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import List
+from typing import Dict, List
 
 from mmengine.config import DictAction
 from torch import Tensor
@@ -47,7 +51,8 @@ from attncnn_plugin.visualization import (
     save_figure,
 )
 
-OF_MODELS, OF_RUNS = ('centers', 'probabilities', 'content'), ('movement', 'accuracy')
+METRICS = {'accuracy': 'accuracy/top1', 'loss': 'loss/cross_entropy'}
+OF_MODELS, OF_RUNS = ('centers', 'probabilities', 'content'), ('movement', *METRICS)
 
 
 def parse_args() -> argparse.Namespace:
@@ -81,9 +86,18 @@ def parse_args() -> argparse.Namespace:
         help="grid in tokens, for attention by position alone (default: that of the config's img_size)",
     )
     parser.add_argument(
-        '--runs', nargs='+', default=[], metavar='[LABEL=]DIR', help='work_dirs of trainings, for movement and accuracy'
+        '--runs', nargs='+', default=[], metavar='[LABEL=]DIR', help='work_dirs of trainings, for figures of these'
     )
-    parser.add_argument('--metric', default='accuracy/top1', help='metric for accuracy (default: accuracy/top1)')
+    parser.add_argument(
+        '--offsets',
+        nargs='+',
+        default=[],
+        metavar='LABEL=EPOCH',
+        help='where the curves of trainings that go on from another begin, for accuracy and loss (default: 0)',
+    )
+    parser.add_argument(
+        '--metric', help='another metric of the logs (default: accuracy/top1 for accuracy, loss/cross_entropy for loss)'
+    )
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides settings of the config: k=v')
     args = parser.parse_args()
     if args.figure in OF_MODELS and not args.checkpoint:
@@ -162,7 +176,15 @@ def choose_images(args: argparse.Namespace, loaded: ConfigModel) -> List[Tensor]
     return loaded.test_images(args.num_images) if args.image is None else [loaded.image(args.image)]
 
 
-def labelled(runs: List[str]) -> dict:
+def numbers_of(offsets: List[str]) -> Dict[str, float]:
+    """``['a=300']`` as ``{'a': 300.0}``."""
+    try:
+        return {label: float(epoch) for label, epoch in (offset.rsplit('=', 1) for offset in offsets)}
+    except ValueError:
+        sys.exit(f'--offsets {" ".join(offsets)} must be LABEL=EPOCH')
+
+
+def labelled(runs: List[str]) -> Dict[str, str]:
     """``['a=work_dirs/x', 'work_dirs/y']`` as ``{'a': 'work_dirs/x', 'y': 'work_dirs/y'}``."""
     pairs = [
         run.split('=', 1) if '=' in run and not Path(run).exists() else (Path(run).resolve().name, run) for run in runs
@@ -177,8 +199,9 @@ def main() -> None:
     try:
         if args.figure == 'movement':
             figure = plot_center_movement(read_centers(args.runs[0]))
-        elif args.figure == 'accuracy':
-            figure = plot_metric(labelled(args.runs), args.metric)
+        elif args.figure in METRICS:
+            metric = args.metric or METRICS[args.figure]
+            figure = plot_metric(labelled(args.runs), metric, numbers_of(args.offsets))
         else:
             figure = draw_model(args)
     except (OSError, ValueError, UnpicklingError) as error:

@@ -57,10 +57,11 @@ class HeadPruningHook(Hook):
         allow_empty (bool): Whether a layer of degenerate heads alone becomes its bias; otherwise it keeps the least
             uniform one. Defaults to False.
         bias_correction (bool): Whether the mean output of a removed head, over some training batches, is added to the
-            bias of its layer, and a duplicate's values to those of the head that it repeats. Defaults to True.
+            bias of its layer, and a duplicate's values to those of the head that it repeats. C20 does without, so that
+            the accuracy falls at first (appendix E, Figure 13). Defaults to True.
         num_batches (int): Number of these batches, on each rank. Defaults to 8.
-        reset (bool): Whether degenerate heads are drawn anew instead of being removed: centre and width as of a new
-            layer, momentum at zero. Defaults to False.
+        reset (bool): Whether degenerate heads are drawn anew instead of being removed: centre, width and values as of
+            a new layer, momentum at zero. Defaults to False.
         lr_scale (float): Factor of the learning rate from the first pruning on; C20 has 0.1. Defaults to 1.
         param_scheduler (dict | list[dict], optional): Schedulers that replace those of the run at the first pruning:
             they begin with the rate that the run began with, times ``lr_scale``, and their ``begin`` and ``end`` are
@@ -216,11 +217,12 @@ class HeadPruningHook(Hook):
         for name, indices in heads.items():
             layer = layers[name]
             reset_heads(layer, indices, generator)
-            for parameter in layer.encoding.parameters(recurse=False):
+            for parameter_name, (dim, index) in layer.head_entries(indices).items():
+                parameter = layer.get_parameter(parameter_name)
                 for optimizer in _optimizers(runner):
                     for value in optimizer.state.get(parameter, {}).values():
                         if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                            value[indices] = 0
+                            value.index_fill_(dim, index, 0)
             runner.logger.info(f'{name}: heads {indices} begin anew')
 
     def _remove(

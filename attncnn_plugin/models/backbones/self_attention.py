@@ -83,7 +83,7 @@ class SAQuadratic(SelfAttentionBackbone):
     <https://arxiv.org/abs/1911.03584>`_ (eq. 9). The input is cut into 2x2 blocks, so its height and width must be
     even; any even size will do.
 
-    Weight decay is to be left off the centres and widths of the heads, as in the paper::
+    Weight decay is to be left off the centres and widths of the heads, as in the released code of C20::
 
         optim_wrapper = dict(paramwise_cfg=dict(custom_keys={
             'encoding.center': dict(decay_mult=0.),

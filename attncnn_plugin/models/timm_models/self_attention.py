@@ -74,7 +74,7 @@ class SelfAttentionClassifier(GridClassifier, SelfAttentionNetwork):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> Set[str]:
-        """The parameters without weight decay: centres and widths of the heads (C20, Table 2)."""
+        """The parameters without weight decay: centres and widths of the heads (released code of C20)."""
         return {
             name for name, _ in self.named_parameters() if name.endswith(('encoding.center', 'encoding.sqrt_precision'))
         }

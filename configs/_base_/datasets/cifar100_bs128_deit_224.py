@@ -1,4 +1,6 @@
-# CIFAR-100 at 224x224 with the augmentation of mmpretrain's DeiT configs.
+# CIFAR-100 at 224x224 with DeiT's augmentation, as mmpretrain's DeiT configs have it, and DeiT's repeated augmentation:
+# three augmentations of an image follow each other, and an epoch has as many images as the training set, 390 full
+# batches of 128. Different from DeiT: mean and standard deviation are those of CIFAR-100, not of ImageNet.
 data_preprocessor = dict(
     num_classes=100,
     mean=[129.304, 124.070, 112.434],
@@ -37,17 +39,21 @@ test_pipeline = [
 ]
 
 train_dataloader = dict(
-    batch_size=128,
+    batch_size=128,  # of a GPU: with four of them, 32 is the batch of the paper
     num_workers=8,
     dataset=dict(type='CIFAR100', data_root='data/cifar100', split='train', pipeline=train_pipeline),
-    sampler=dict(type='DefaultSampler', shuffle=True))
+    sampler=dict(type='RepeatAugSampler', num_repeats=3, shuffle=True),
+    drop_last=True)
 
 val_dataloader = dict(
     batch_size=128,
     num_workers=8,
     dataset=dict(type='CIFAR100', data_root='data/cifar100', split='test', pipeline=test_pipeline),
     sampler=dict(type='DefaultSampler', shuffle=False))
-val_evaluator = dict(type='Accuracy', topk=(1, 5))
+val_evaluator = [
+    dict(type='Accuracy', topk=(1, 5)),
+    dict(type='CrossEntropy'),  # the validation loss
+]
 
 test_dataloader = val_dataloader
 test_evaluator = val_evaluator

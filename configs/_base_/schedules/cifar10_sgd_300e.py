@@ -1,7 +1,8 @@
-# Cordonnier et al. 2020, Table 2: warm-up over the first 5% of the iterations, then cosine to 0, per iteration.
+# Cordonnier et al. 2020, Table 2: warm-up over the first 5% of the iterations, then cosine to 0, per iteration. (The
+# released code sets the rate once an epoch, from the same curve: it is 0 for the whole of the first one.)
 optim_wrapper = dict(
     optimizer=dict(type='SGD', lr=0.1, momentum=0.9, weight_decay=1e-4),
-    # No weight decay on the centres and widths of the heads.
+    # No weight decay on the centres and widths of the heads, as in the released code; the paper does not say.
     paramwise_cfg=dict(
         custom_keys={
             'encoding.center': dict(decay_mult=0.),
