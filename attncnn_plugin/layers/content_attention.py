@@ -7,11 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention_layer import head_products
+from .encodings import init_position_weight
 from .grid_attention import OutputMap, SeparableScores
 from .linear import is_exporting, product_is_cheaper
 from .position_tables import AbsoluteEncoding, RelativeTables
 from .precision import Device, Dtype, at_least_float32, full_precision
 from .shifts import at_shifts
+from .structure import StateDict, StructureError
 
 TERMS = ('qk', 'qr', 'uk', 'vr')
 
@@ -22,11 +24,15 @@ FUSED_FROM = 1024
 class ContentAttention(SeparableScores):
     r"""Attention by content and relative position, by any of the four terms of C20's eq. 8.
 
-    - ``'qk'``: content and content, q·k/√D, with q = W_qry x_q and k = W_key x_k, D channels a head;
-    - ``'qr'``: content and position, q·r_δ/√D, with r_δ = R[δ1] + C[δ2];
+    - ``'qk'``: content and content, q·k/√D, with q = W_qry x_q + b_q and k = W_key x_k + b_k, D channels a head;
+    - ``'qr'``: content and position, q·r_δ/√D;
     - ``'uk'``: a bias of keys, u·k/√D;
-    - ``'vr'``: a bias of positions, vᵀ[R[δ1]; C[δ2]]. Alone it makes the layer a
+    - ``'vr'``: a bias of positions, v·r_δ. Alone it makes the layer a
       :class:`~attncnn_plugin.layers.LearnedAttention`, which is separable and does not depend on content.
+
+    All terms share r_δ = [R[δ1]; C[δ2]], a vector for the row shift after one for the column shift (C20, 4.3). The
+    default, q·k + q·r_δ with biases of q and k, is that of C20's results. b_q makes all four terms of it, for
+    (W_qry x + b_q)·k has u·k, and b_q·r_δ is v·r_δ; b_k adds the same to all keys, and changes nothing.
 
     For comparison the position can instead be an absolute encoding P (C20, eq. 3): q and k are then maps of X + P, and
     the terms with r_δ do not exist.
@@ -40,6 +46,7 @@ class ContentAttention(SeparableScores):
             to ``('qk',)`` for an absolute position encoding.
         position (str): ``'relative_learned'``, ``'relative_sinusoidal'``, ``'absolute_learned'`` or
             ``'absolute_sinusoidal'``. Defaults to ``'relative_learned'``.
+        qk_bias (bool): Whether queries and keys have the biases b_q and b_k, as in the released code. Defaults to True.
         out_dim (int, optional): Channels of the output. Defaults to ``dim``.
         bias (bool): Whether the output has a bias. Defaults to True.
         attn_drop (float): Dropout rate of the attention probabilities. Defaults to 0.
@@ -47,13 +54,16 @@ class ContentAttention(SeparableScores):
             alone. Defaults to ``'auto'``.
 
     Raises:
-        ValueError: No, unknown or repeated terms; terms that do not go with ``position``; an unknown ``position``.
+        ValueError: No, unknown or repeated terms; terms that do not go with ``position``; an unknown ``position``;
+            an odd ``dim`` with q·r_δ.
 
     Attributes:
-        query, key (nn.Linear | None): W_qry and W_key, ``(N_h·D, D)``, no bias.
-        tables (RelativeTables | None): R and C.
+        query, key (nn.Linear | None): W_qry and b_q, W_key and b_k, D to N_h·D.
+        tables (RelativeTables | None): R and C: D/2 channels each with q·r_δ; without it as those of
+            :class:`~attncnn_plugin.layers.LearnedAttention`.
         key_bias (Parameter | None): u, ``(N_h, D)``, starts at N(0, 0.02²).
-        position_bias (Parameter | None): v, ``(N_h, 2·D)``, starts as that of ``nn.Linear(2·D, N_h)``.
+        position_bias (Parameter | None): v, as long as r_δ, ``(N_h, D_p)``; starts as that of
+            :class:`~attncnn_plugin.layers.LearnedEncoding`.
         absolute (AbsoluteEncoding | None): P.
     """
 
@@ -72,6 +82,7 @@ class ContentAttention(SeparableScores):
         max_size: Tuple[int, int] = (16, 16),
         terms: Optional[Sequence[str]] = None,
         position: str = 'relative_learned',
+        qk_bias: bool = True,
         out_dim: Optional[int] = None,
         bias: bool = True,
         attn_drop: float = 0.0,
@@ -96,11 +107,12 @@ class ContentAttention(SeparableScores):
         self.position = position
 
         has = {term: term in self.terms for term in TERMS}
-        self.query = nn.Linear(dim, num_heads * dim, bias=False, **dd) if has['qk'] or has['qr'] else None
-        self.key = nn.Linear(dim, num_heads * dim, bias=False, **dd) if has['qk'] or has['uk'] else None
-        self.tables = RelativeTables(dim, max_size, kind, **dd) if has['qr'] or has['vr'] else None
+        position_dim = dim if has['qr'] or kind == 'sinusoidal' else 2 * dim
+        self.query = nn.Linear(dim, num_heads * dim, qk_bias, **dd) if has['qk'] or has['qr'] else None
+        self.key = nn.Linear(dim, num_heads * dim, qk_bias, **dd) if has['qk'] or has['uk'] else None
+        self.tables = RelativeTables(position_dim, max_size, kind, **dd) if has['qr'] or has['vr'] else None
         self.key_bias = nn.Parameter(torch.empty(num_heads, dim, **dd)) if has['uk'] else None
-        self.position_bias = nn.Parameter(torch.empty(num_heads, 2 * dim, **dd)) if has['vr'] else None
+        self.position_bias = nn.Parameter(torch.empty(num_heads, position_dim, **dd)) if has['vr'] else None
         self.absolute = AbsoluteEncoding(dim, max_size, kind, **dd) if span == 'absolute' else None
         self.reset_parameters()
 
@@ -108,7 +120,7 @@ class ContentAttention(SeparableScores):
         if self.key_bias is not None:
             nn.init.normal_(self.key_bias, std=0.02)
         if self.position_bias is not None:
-            nn.init.kaiming_uniform_(self.position_bias, a=5**0.5)
+            init_position_weight(self.position_bias)
 
     @property
     def depends_on_content(self) -> bool:
@@ -123,9 +135,23 @@ class ContentAttention(SeparableScores):
         return self.tables.max_size if self.tables is not None and self.tables.kind == 'learned' else None
 
     def head_parameters(self) -> Dict[str, Tuple[int, int]]:
-        entries = {'query.weight': self.dim, 'key.weight': self.dim, 'key_bias': 1, 'position_bias': 1}
+        entries = {f'{linear}.{name}': self.dim for linear in ('query', 'key') for name in ('weight', 'bias')}
+        entries.update(key_bias=1, position_bias=1)
         own = {name for name, _ in self.named_parameters()}
         return {**super().head_parameters(), **{name: (0, n) for name, n in entries.items() if name in own}}
+
+    def structure_in(self, state_dict: StateDict, prefix: str) -> Optional[int]:
+        for name in ('query', 'key'):
+            linear = getattr(self, name)
+            if not isinstance(linear, nn.Linear) or f'{prefix}{name}.weight' not in state_dict:
+                continue
+            saved = f'{prefix}{name}.bias' in state_dict
+            if saved != (linear.bias is not None):
+                raise StructureError(
+                    f'{prefix}{name} has {"a" if saved else "no"} bias in the state dict: build the layer with '
+                    f'qk_bias={saved}'
+                )
+        return super().structure_in(state_dict, prefix)
 
     def extra_repr(self) -> str:
         return f'{super().extra_repr()}, terms={self.terms}, position={self.position!r}'
@@ -155,7 +181,7 @@ class ContentAttention(SeparableScores):
         return product_is_cheaper((self.query, self.key), tokens, self.num_heads * self.dim**2, product)
 
     def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, Tensor]:
-        """The two terms of vᵀr_δ, ``(N_h, height, height)`` and ``(N_h, width, width)``."""
+        """The two terms of v·r_δ, ``(N_h, height, height)`` and ``(N_h, width, width)``."""
         return self.tables.axis_scores(self.position_bias, size)
 
     def attention_probs(self, size: Sequence[int]) -> Tensor:
@@ -206,7 +232,9 @@ class ContentAttention(SeparableScores):
             return None
         query = at_least_float32(self.query(tokens)).unflatten(1, (self.num_heads, self.dim)) / self.dim**0.5
         with full_precision(tokens.device.type):
-            rows, columns = (query @ table.T for table in self.tables(size, like=query))
+            row, column = self.tables(size, like=query)
+            of_rows, of_columns = query.chunk(2, dim=-1)
+            rows, columns = of_rows @ row.T, of_columns @ column.T
         if 'vr' in self.terms:
             row_bias, column_bias = self.tables.shift_scores(self.position_bias, size)
             rows, columns = rows + row_bias, columns + column_bias
@@ -217,19 +245,31 @@ class ContentAttention(SeparableScores):
 
         Without q·r_δ the axes that they do not depend on are of size 1, and there is no B.
         """
-        height, width = size = x.shape[1:3]
+        size = x.shape[1:3]
         rows = columns = torch.zeros((), device=x.device)
         with full_precision(x.device.type):
             if 'qr' in self.terms:
-                # q·r_δ = q·R[δ1] + q·C[δ2], an axis at a time.
-                query = at_least_float32(self.query(x)).unflatten(-1, (self.num_heads, self.dim)) / self.dim**0.5
-                row, column = self.tables(size, like=query)
-                rows = torch.einsum('bijhd,dik->bhijk', query, at_shifts(row.T, height))
-                columns = torch.einsum('bijhd,djk->bhijk', query, at_shifts(column.T, width))
+                query = at_least_float32(self.query(x)).unflatten(-1, (self.num_heads, self.dim))
+                rows, columns = (part.permute(0, 3, 1, 2, 4) for part in self._query_axis_scores(query))
             if 'vr' in self.terms:
                 row, column = self.axis_scores(size)
                 rows, columns = rows + row[:, :, None], columns + column[:, None]
         return rows, columns
+
+    def _query_axis_scores(self, query: Tensor) -> Tuple[Tensor, Tensor]:
+        """q·r_δ/√D = (q₁·R[δ1] + q₂·C[δ2])/√D with the two halves of q, for the rows and for the columns of keys.
+
+        Args:
+            query (Tensor): ``(B, H, W, N_h, D)``.
+
+        Returns:
+            tuple[Tensor, Tensor]: ``(B, H, W, N_h, H)`` and ``(B, H, W, N_h, W)``.
+        """
+        height, width = query.shape[1:3]
+        row, column = (table.T / self.dim**0.5 for table in self.tables((height, width), like=query))
+        of_rows, of_columns = query.chunk(2, dim=-1)
+        rows = torch.einsum('bijhd,dik->bijhk', of_rows, at_shifts(row, height))
+        return rows, torch.einsum('bijhd,djk->bijhk', of_columns, at_shifts(column, width))
 
     def _query_key(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Vectors of which the scores are the products, at least float32.
@@ -258,13 +298,8 @@ class ContentAttention(SeparableScores):
             if queries:
                 keys.append(key.permute(0, 3, 1, 2, 4).flatten(2, 3))
             if self.tables is not None:
-                row = column = None
-                if 'qr' in self.terms:
-                    # q·r_δ = q·R[δ1] + q·C[δ2], an axis at a time.
-                    row, column = (table.T / self.dim**0.5 for table in self.tables((height, width), like=query))
-                    row = torch.einsum('bijhd,dik->bijhk', query, at_shifts(row, height))
-                    column = torch.einsum('bijhd,djk->bijhk', query, at_shifts(column, width))
-                queries += self._with_position_bias(row, column, batch, height, width)
+                by_axis = self._query_axis_scores(query) if 'qr' in self.terms else None
+                queries += self._with_position_bias(by_axis, batch, height, width)
                 pixels = one_hot_pixels(height, width, queries[-1])
                 keys.append(pixels.expand(*(keys[0].shape[:2] if keys else (1, 1)), -1, -1))
             query = torch.cat([part.permute(0, 3, 1, 2, 4) for part in queries], dim=-1)
@@ -280,59 +315,66 @@ class ContentAttention(SeparableScores):
         """
         batch, height, width, dim = x.shape
         positioned = self.encoded(x)
-        weight, bias, row, column = self._cached(self._merged_maps, (height, width))
+        weight, bias, row, row_bias, column, column_bias = self._cached(self._merged_maps, (height, width))
         query = at_least_float32(F.linear(positioned, weight, bias))
         with full_precision(x.device.type):
+            tokens = at_least_float32(positioned)
             queries = [query.unflatten(-1, (self.num_heads, dim))]
-            keys = [at_least_float32(positioned).flatten(1, 2)]
+            keys = [tokens.flatten(1, 2)]
             if self.tables is not None:
+                by_axis: Any = None
                 if row is not None:
-                    tokens = at_least_float32(positioned)
-                    row = torch.einsum('bijd,hdik->bijhk', tokens, at_shifts(row, height))
-                    column = torch.einsum('bijd,hdjk->bijhk', tokens, at_shifts(column, width))
-                queries += self._with_position_bias(row, column, batch, height, width)
+                    rows = torch.einsum('bijd,hdik->bijhk', tokens, at_shifts(row, height))
+                    columns = torch.einsum('bijd,hdjk->bijhk', tokens, at_shifts(column, width))
+                    by_axis = (
+                        rows + at_shifts(row_bias, height).transpose(0, 1)[:, None],
+                        columns + at_shifts(column_bias, width).transpose(0, 1),
+                    )
+                queries += self._with_position_bias(by_axis, batch, height, width)
                 keys.append(one_hot_pixels(height, width, query).expand(batch, -1, -1))
             return torch.cat(queries, dim=-1).flatten(1, 3)[:, None], torch.cat(keys, dim=-1)[:, None]
 
     def _merged_maps(self, size: Sequence[int]) -> Tuple[Optional[Tensor], ...]:
-        """The maps from a pixel to its queries for pixels, rows and columns.
+        """The affine maps from a pixel to its queries for pixels, rows and columns.
 
         Returns:
-            tuple: W_qryᵀ W_key/√D as a weight ``(N_h·D, D)``; u W_key/√D, ``(N_h·D,)``; R W_qry/√D and C W_qry/√D of
-            every shift, ``(N_h, D, 2·H − 1)`` and ``(N_h, D, 2·W − 1)``; None for those without a term.
+            tuple: W_qryᵀ W_key/√D as a weight ``(N_h·D, D)``, and (b_q + u) W_key/√D, ``(N_h·D,)``; R W_qry/√D of every
+            shift, ``(N_h, D, 2·H − 1)``, and R b_q/√D, ``(N_h, 2·H − 1)``; the same of C. None without a term q·r_δ.
         """
-        query, key = (
-            at_least_float32(linear.weight).unflatten(0, (self.num_heads, self.dim))
-            for linear in (self.query, self.key)
-        )
+        shape = self.num_heads, self.dim
+        query, key = (at_least_float32(linear.weight).unflatten(0, shape) for linear in (self.query, self.key))
         scale = self.dim**-0.5
-        bias = row = column = None
+        maps: List[Optional[Tensor]] = [None] * 4
         with full_precision(query.device.type):
-            weight = torch.matmul(key.mT, query) * scale
+            query_bias = key_bias = query.new_zeros(shape)
+            if self.query.bias is not None:
+                query_bias, key_bias = (at_least_float32(linear.bias).view(shape) for linear in (self.query, self.key))
+            # q·b_k is the same for all keys, so that b_k has the gradient 0. It must have one: training on several
+            # devices waits for it.
+            bias = query_bias + 0 * key_bias
             if 'uk' in self.terms:
-                bias = torch.matmul(at_least_float32(self.key_bias)[:, None], key).flatten() * scale
+                bias = bias + at_least_float32(self.key_bias)
+            weight = torch.matmul(key.mT, query) * scale
+            bias = torch.matmul(bias[:, None], key).flatten() * scale
             if 'qr' in self.terms:
-                row, column = (torch.matmul(query.mT, table.T) * scale for table in self.tables(size, like=query))
-        weight = weight.flatten(0, 1).to(self.query.weight.dtype)
-        return weight, None if bias is None else bias.to(weight.dtype), row, column
+                halves = zip(self.tables(size, like=query), query.chunk(2, dim=1), query_bias.chunk(2, dim=1))
+                for axis, (table, own, own_bias) in enumerate(halves):
+                    maps[2 * axis] = torch.matmul(own.mT, table.T) * scale
+                    maps[2 * axis + 1] = torch.matmul(own_bias, table.T) * scale
+        dtype = self.query.weight.dtype
+        return (weight.flatten(0, 1).to(dtype), bias.to(dtype), *maps)
 
     def _with_position_bias(
-        self,
-        row: Optional[Tensor],
-        column: Optional[Tensor],
-        batch: int,
-        height: int,
-        width: int,
+        self, by_axis: Optional[Tuple[Tensor, Tensor]], batch: int, height: int, width: int
     ) -> List[Tensor]:
-        """Adds vᵀr_δ, where it is one of the terms, to q·r_δ, where that is, ``(B, H, W, N_h, H)`` and ``(…, W)``."""
-        if row is not None and column is not None and 'vr' not in self.terms:
-            return [row, column]
-        row_bias, column_bias = self.axis_scores((height, width))
-        row_bias = row_bias.transpose(0, 1)[:, None].expand(batch, height, width, -1, -1)  # of (q1, 1, N_h, k1)
-        column_bias = column_bias.transpose(0, 1).expand(batch, height, width, -1, -1)  # of (q2, N_h, k2)
-        if row is None or column is None:
-            return [row_bias, column_bias]
-        return [row + row_bias, column + column_bias]
+        """Adds v·r_δ, where it is one of the terms, to q·r_δ, where that is, ``(B, H, W, N_h, H)`` and ``(…, W)``."""
+        if by_axis is not None and 'vr' not in self.terms:
+            return list(by_axis)
+        rows, columns = self.axis_scores((height, width))
+        rows, columns = rows.transpose(0, 1)[:, None], columns.transpose(0, 1)  # (q1, 1, N_h, k1) and (q2, N_h, k2)
+        if by_axis is None:
+            return [scores.expand(batch, height, width, -1, -1) for scores in (rows, columns)]
+        return [by_axis[0] + rows, by_axis[1] + columns]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:

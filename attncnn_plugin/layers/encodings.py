@@ -154,12 +154,13 @@ class LearnedEncoding(nn.Module):
 
     Args:
         num_heads (int): Number of heads N_h.
-        dim (int): Length D of a row's or a column's vector.
+        dim (int): Length D_p of r_δ, half of it for rows and half for columns.
         max_size (tuple[int, int]): Height and width, in tokens, of the largest grid of learned tables.
         kind (str): ``'learned'`` or ``'sinusoidal'`` tables R and C. Defaults to ``'learned'``.
 
     Attributes:
-        weight (Parameter): v of each head, for R then for C, ``(N_h, 2·D)``, starts as that of ``nn.Linear(2·D, N_h)``.
+        weight (Parameter): v of each head, for R then for C, ``(N_h, D_p)``. Each half starts as the weight of
+            ``nn.Linear(D_p/2, N_h)`` (released code of C20).
         tables (RelativeTables): R and C.
     """
 
@@ -173,16 +174,22 @@ class LearnedEncoding(nn.Module):
         dtype: Dtype = None,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_heads, 2 * dim, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(num_heads, dim, device=device, dtype=dtype))
         self.tables = RelativeTables(dim, max_size, kind, device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        init_position_weight(self.weight)
 
     def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, Tensor]:
         """Scores along rows ``(N_h, height, height)`` and along columns ``(N_h, width, width)``."""
         return self.tables.axis_scores(self.weight, size)
+
+
+def init_position_weight(weight: Tensor) -> None:
+    """Draws v, ``(N_h, D_p)``, as the weights of two ``nn.Linear(D_p/2, N_h)``, for R and for C (released code)."""
+    limit = (weight.shape[1] / 2) ** -0.5
+    nn.init.uniform_(weight, -limit, limit)
 
 
 class WindowEncoding(nn.Module):

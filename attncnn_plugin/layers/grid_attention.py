@@ -313,7 +313,7 @@ class GeneralizedQuadraticAttention(GridAttention):
 
 
 class LearnedAttention(SeparableAttention):
-    """Attention with the learned encoding, vᵀr_δ (C20, 4.3).
+    """Attention with the learned encoding, vᵀr_δ with r_δ = [R[δ1]; C[δ2]] (C20, 4.3).
 
     Args:
         dim (int): Channels D of the input.
@@ -352,7 +352,8 @@ class LearnedAttention(SeparableAttention):
                 f"position={position!r} is not for attention without content: choose 'relative_learned' or "
                 "'relative_sinusoidal'"
             )
-        self.encoding = LearnedEncoding(num_heads, dim, max_size, kind, device=device, dtype=dtype)
+        position_dim = 2 * dim if kind == 'learned' else dim
+        self.encoding = LearnedEncoding(num_heads, position_dim, max_size, kind, device=device, dtype=dtype)
 
     @property
     def max_size(self) -> Optional[Tuple[int, int]]:

@@ -7,40 +7,49 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .precision import Device, Dtype, at_least_float32
-from .resizable_tables import ResizableTables
+from .resizable_tables import ResizableTables, Shapes
 from .shifts import at_shifts, resize_shifts
+from .structure import StateDict, StructureError
 
 
 class RelativeTables(ResizableTables):
-    """A vector for every row shift and every column shift: r_δ = [R[δ1]; C[δ2]] or R[δ1] + C[δ2] (C20, 4.3).
+    """A vector for every row shift and every column shift, one after the other: r_δ = [R[δ1]; C[δ2]] (C20, 4.3).
 
     ``learned`` tables hold the shifts of a grid of ``max_size`` and refuse a larger one; a checkpoint of another
-    size is resized while it loads, see :func:`resize_shifts`. ``sinusoidal`` tables have no parameters and no limit: R
-    has sines and cosines in its first half and zeros in the second, C the other way round, so that a row shift never
-    equals a column shift.
+    size is resized while it loads, see :func:`resize_shifts`. ``sinusoidal`` tables have no parameters and no limit.
 
     Args:
-        dim (int): Length D of a vector; a multiple of 4 for ``sinusoidal``.
+        dim (int): Length D_p of r_δ, half of it for rows and half for columns; even, for ``sinusoidal`` a multiple of
+            4.
         max_size (tuple[int, int]): Height and width, in tokens, of the largest grid of ``learned`` tables.
         kind (str): ``'learned'`` or ``'sinusoidal'``. Defaults to ``'learned'``.
 
+    Raises:
+        ValueError: ``dim`` cannot be cut in half, or not into sines and cosines; an unknown ``kind``; a ``max_size``
+            that is none.
+
     Attributes:
-        row_table (Parameter | None): R, ``(2·max_height − 1, D)``, starts at N(0, 1).
-        column_table (Parameter | None): C, ``(2·max_width − 1, D)``, starts at N(0, 1).
+        row_table (Parameter | None): R, ``(2·max_height − 1, D_p/2)``, starts at N(0, 1).
+        column_table (Parameter | None): C, ``(2·max_width − 1, D_p/2)``, starts at N(0, 1).
     """
 
     def __init__(
         self, dim: int, max_size: Tuple[int, int], kind: str = 'learned', device: Device = None, dtype: Dtype = None
     ) -> None:
         super().__init__()
-        check_kind(kind, dim)
+        check_kind(kind, dim, 'position_dim')
+        if dim < 2 or dim % 2:
+            raise ValueError(
+                f'position_dim={dim} must be even, at least 2: r_δ = [R[δ1]; C[δ2]] has half of its entries for rows '
+                'and half for columns'
+            )
         check_max_size(max_size)
         self.dim = dim
         self.kind = kind
         if kind == 'learned':
             height, width = max_size
-            self.row_table = nn.Parameter(torch.empty(2 * height - 1, dim, device=device, dtype=dtype))
-            self.column_table = nn.Parameter(torch.empty(2 * width - 1, dim, device=device, dtype=dtype))
+            self.row_table = nn.Parameter(torch.empty(2 * height - 1, dim // 2, device=device, dtype=dtype))
+            self.column_table = nn.Parameter(torch.empty(2 * width - 1, dim // 2, device=device, dtype=dtype))
         else:
             self.register_parameter('row_table', None)
             self.register_parameter('column_table', None)
@@ -64,7 +73,7 @@ class RelativeTables(ResizableTables):
             like (Tensor): Gives the device and the dtype of sinusoidal tables.
 
         Returns:
-            tuple[Tensor, Tensor]: ``(2·height − 1, D)`` and ``(2·width − 1, D)``.
+            tuple[Tensor, Tensor]: ``(2·height − 1, D_p/2)`` and ``(2·width − 1, D_p/2)``.
 
         Raises:
             ValueError: The grid is larger than the learned tables.
@@ -72,7 +81,7 @@ class RelativeTables(ResizableTables):
         if self.kind == 'sinusoidal':
             like = at_least_float32(like)
             row, column = (sinusoid(2 * n - 1, self.dim // 2, like, first=1 - n) for n in size)
-            return F.pad(row, (0, self.dim // 2)), F.pad(column, (self.dim // 2, 0))
+            return row, column
         max_height, max_width = self.max_size
         check_grid(size, self.max_size)
         height, width = size
@@ -81,7 +90,7 @@ class RelativeTables(ResizableTables):
         return at_least_float32(row), at_least_float32(column)
 
     def shift_scores(self, weight: Tensor, size: Sequence[int]) -> Tuple[Tensor, Tensor]:
-        """vᵀ[R[δ1]; C[δ2]] for the rows v of ``weight``, ``(N_h, 2·D)``, as its two terms.
+        """vᵀr_δ for the rows v of ``weight``, ``(N_h, D_p)``, as its two terms.
 
         Returns:
             tuple[Tensor, Tensor]: ``(N_h, 2·height − 1)`` and ``(N_h, 2·width − 1)``, at least float32.
@@ -97,9 +106,21 @@ class RelativeTables(ResizableTables):
         height, width = size
         return at_shifts(rows, height), at_shifts(columns, width)
 
+    def structure_in(self, state_dict: StateDict, prefix: str) -> Shapes:
+        for name, own in self.structure:
+            loaded = state_dict.get(prefix + name)
+            if loaded is not None and loaded.ndim == 2 and loaded.shape[1] != own[1]:
+                raise StructureError(
+                    f'{prefix}{name} of the state dict has vectors of {loaded.shape[1]} channels, the model, with '
+                    f'position_dim={self.dim}, of {own[1]}: build it as the one that was saved, with '
+                    f'position_dim={2 * loaded.shape[1]}. If it is of a version of this package that added the two, '
+                    'r_δ = the sum R[δ1] + C[δ2], it is another function: train it again'
+                )
+        return super().structure_in(state_dict, prefix)
+
     def resizes(self, table: Tensor) -> bool:
         """Whether a loaded table has vectors of the same length, for an odd number of shifts."""
-        return table.ndim == 2 and table.shape[1] == self.dim and len(table) % 2 == 1
+        return table.ndim == 2 and table.shape[1] == self.dim // 2 and len(table) % 2 == 1
 
     def resize(self, table: Tensor, shape: Sequence[int]) -> Tensor:
         """The table for another number of shifts."""
@@ -170,13 +191,13 @@ def sinusoid(length: int, dim: int, like: Tensor, first: int = 0) -> Tensor:
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
 
 
-def check_kind(kind: str, dim: int) -> None:
+def check_kind(kind: str, dim: int, name: str = 'dim') -> None:
     """Refuses an unknown kind of tables, and a length that sines and cosines of two axes cannot have."""
     if kind not in ('learned', 'sinusoidal'):
         raise ValueError(f"kind={kind!r} of a position encoding is unknown: choose 'learned' or 'sinusoidal'")
     if kind == 'sinusoidal' and dim % 4:
         raise ValueError(
-            f'dim={dim} must be a multiple of 4 for a sinusoidal position encoding, which has sines and cosines of '
+            f'{name}={dim} must be a multiple of 4 for a sinusoidal position encoding, which has sines and cosines of '
             'rows and of columns'
         )
 

@@ -14,6 +14,7 @@ from attncnn_plugin.layers import (
     GeneralizedQuadraticAttention,
     LearnedAttention,
     QuadraticAttention,
+    RelativeTables,
 )
 from attncnn_plugin.layers.shifts import resize_shifts
 
@@ -146,7 +147,7 @@ def test_initial_values():
     learned = LearnedAttention(400, 9).encoding
     assert learned.tables.row_table.shape == (31, 400)
     assert abs(learned.tables.row_table.std() - 1) < 0.05
-    assert learned.weight.abs().max() <= 800**-0.5
+    assert 800**-0.5 < learned.weight.abs().max() <= 400**-0.5  # of two nn.Linear(400, 9)
 
 
 @pytest.mark.parametrize('kind', ['learned', 'content', 'absolute'])
@@ -166,8 +167,8 @@ def test_sinusoidal_tables_have_no_limit_and_tell_rows_from_columns():
     assert not list(layer.encoding.tables.parameters())
     assert layer(torch.randn(1, 40, 3, 8)).shape == (1, 40, 3, 8)
     row, column = layer.encoding.tables((3, 3), layer.encoding.weight)
-    sums = (row[:, None] + column).reshape(25, 8)  # r_δ of all 25 shifts
-    assert torch.cdist(sums, sums).add(torch.eye(25)).min() > 0.1
+    vectors = torch.cat([row[:, None].expand(-1, 5, -1), column.expand(5, -1, -1)], dim=-1).reshape(25, 8)  # all r_δ
+    assert torch.cdist(vectors, vectors).add(torch.eye(25)).min() > 0.1
 
 
 def test_tables_of_a_checkpoint_are_resized():
@@ -224,7 +225,9 @@ def test_absolute_table_of_a_checkpoint_is_resized():
 @pytest.mark.parametrize(
     'make, message',
     [
-        (lambda: LearnedAttention(6, 2, position='relative_sinusoidal'), 'dim=6 must be a multiple of 4'),
+        (lambda: LearnedAttention(6, 2, position='relative_sinusoidal'), 'position_dim=6 must be a multiple of 4'),
+        (lambda: RelativeTables(7, (2, 2)), 'position_dim=7 must be even'),
+        (lambda: RelativeTables(0, (2, 2)), 'position_dim=0 must be even'),
         (lambda: AbsoluteEncoding(6, (2, 2), 'sinusoidal'), 'dim=6 must be a multiple of 4'),
         (lambda: AbsoluteEncoding(6, (2, 2), 'fixed'), "kind='fixed'"),
         (lambda: LearnedAttention(4, 2, position='absolute_learned'), "position='absolute_learned'"),

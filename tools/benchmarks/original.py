@@ -112,13 +112,13 @@ class DenseLearned(DenseAttention):
 
     def __init__(self, *args, max_height: int, max_width: int, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self._add_tables(max_height, max_width)
-        self.weight = nn.Parameter(torch.empty(self.num_heads, 2 * self.dim))
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        self._add_tables(max_height, max_width, self.dim)
+        limit = self.dim**-0.5
+        self.weight = nn.Parameter(torch.empty(self.num_heads, 2 * self.dim).uniform_(-limit, limit))
 
-    def _add_tables(self, max_height: int, max_width: int) -> None:
-        self.row_table = nn.Parameter(torch.randn(2 * max_height - 1, self.dim))
-        self.column_table = nn.Parameter(torch.randn(2 * max_width - 1, self.dim))
+    def _add_tables(self, max_height: int, max_width: int, dim: int) -> None:
+        self.row_table = nn.Parameter(torch.randn(2 * max_height - 1, dim))
+        self.column_table = nn.Parameter(torch.randn(2 * max_width - 1, dim))
         self.register_buffer('row_index', axis_shifts(self.height) + max_height - 1, persistent=False)
         self.register_buffer('column_index', axis_shifts(self.width) + max_width - 1, persistent=False)
 
@@ -135,7 +135,7 @@ class DenseLearned(DenseAttention):
 
 
 class DenseContent(DenseLearned):
-    """(q·k + q·r_δ)/√D with r_δ = R[δ1] + C[δ2], and q and k linear maps of the input (C20, 4.3).
+    """(q·k + q·r_δ)/√D with r_δ = [R[δ1]; C[δ2]], and q and k linear maps of the input with biases (C20, 4.3).
 
     Args:
         See :class:`DenseLearned`.
@@ -143,9 +143,9 @@ class DenseContent(DenseLearned):
 
     def __init__(self, *args, max_height: int, max_width: int, **kwargs) -> None:
         DenseAttention.__init__(self, *args, **kwargs)
-        self._add_tables(max_height, max_width)
-        self.query = nn.Linear(self.dim, self.num_heads * self.dim, bias=False)
-        self.key = nn.Linear(self.dim, self.num_heads * self.dim, bias=False)
+        self._add_tables(max_height, max_width, self.dim // 2)
+        self.query = nn.Linear(self.dim, self.num_heads * self.dim)
+        self.key = nn.Linear(self.dim, self.num_heads * self.dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """``(B, H, W, D)`` to the same."""
@@ -154,7 +154,8 @@ class DenseContent(DenseLearned):
         scale = math.sqrt(self.dim)
         rows, columns = F.embedding(self.row_index, self.row_table), F.embedding(self.column_index, self.column_table)
         content = torch.einsum('bijhd,bklhd->bijhkl', query, key) / scale
-        row_scores = torch.einsum('bijhd,ikd->bijhk', query, rows) / scale
-        column_scores = torch.einsum('bijhd,jld->bijhl', query, columns) / scale
+        of_rows, of_columns = query.chunk(2, dim=-1)
+        row_scores = torch.einsum('bijhd,ikd->bijhk', of_rows, rows) / scale
+        column_scores = torch.einsum('bijhd,jld->bijhl', of_columns, columns) / scale
         probs = self.softmax(content + row_scores[..., :, None] + column_scores[..., None, :])
         return self.map_heads(torch.einsum('bijhkl,bkld->bijhd', self.attn_drop(probs), x))

@@ -170,7 +170,7 @@ def sa_learned_content_cifar(
     position: str = 'relative_learned',
     **kwargs,
 ) -> SelfAttentionClassifier:
-    """Content and learned relative position, 9 heads: 29.52M parameters at 10 classes (C20, Table 1).
+    """Content and learned relative position, 9 heads: 29.48M parameters at 10 classes (C20, Table 1).
 
     Args:
         img_size (int | tuple[int, int]): Height and width of the largest image. Defaults to 32.
