@@ -46,6 +46,9 @@ LAYERS = {
     'content_all_terms': lambda: layers.ContentAttention(4, 3, terms=('qk', 'qr', 'uk', 'vr')),
     'content_position_only': lambda: layers.ContentAttention(4, 3, terms=('vr',)),
     'content_absolute': lambda: layers.ContentAttention(4, 3, position='absolute_learned'),
+    'content_narrow': lambda: layers.ContentAttention(4, 3, qk_dim=2, head_dim=3),
+    'quadratic_narrow': lambda: layers.QuadraticAttention(4, 3, head_dim=2),
+    'generalized_narrow': lambda: layers.GeneralizedQuadraticAttention(4, 3, head_dim=2),
     'patches_window': lambda: layers.PatchAttention(4, 9, layers.WindowBias(9, (-1, -1), (3, 3))),
     'patches_grid': lambda: layers.PatchAttention(4, 9, layers.GridBias(9, (2, 2))),
     'patches_narrow': lambda: layers.PatchAttention(

@@ -24,9 +24,9 @@ FUSED_FROM = 1024
 class ContentAttention(SeparableScores):
     r"""Attention by content and relative position, by any of the four terms of C20's eq. 8.
 
-    - ``'qk'``: content and content, q·k/√D, with q = W_qry x_q + b_q and k = W_key x_k + b_k, D channels a head;
-    - ``'qr'``: content and position, q·r_δ/√D;
-    - ``'uk'``: a bias of keys, u·k/√D;
+    - ``'qk'``: content and content, q·k/√D_k, with q = W_qry x_q + b_q and k = W_key x_k + b_k, D_k channels a head;
+    - ``'qr'``: content and position, q·r_δ/√D_k;
+    - ``'uk'``: a bias of keys, u·k/√D_k;
     - ``'vr'``: a bias of positions, v·r_δ. Alone it makes the layer a
       :class:`~attncnn_plugin.layers.LearnedAttention`, which is separable and does not depend on content.
 
@@ -38,7 +38,7 @@ class ContentAttention(SeparableScores):
     the terms with r_δ do not exist.
 
     Args:
-        dim (int): Channels D of the input and of a head's queries and keys.
+        dim (int): Channels D of the input.
         num_heads (int): Number of heads N_h.
         max_size (tuple[int, int]): Height and width, in tokens, of the largest grid of a learned position encoding.
             Defaults to (16, 16).
@@ -46,22 +46,26 @@ class ContentAttention(SeparableScores):
             to ``('qk',)`` for an absolute position encoding.
         position (str): ``'relative_learned'``, ``'relative_sinusoidal'``, ``'absolute_learned'`` or
             ``'absolute_sinusoidal'``. Defaults to ``'relative_learned'``.
+        qk_dim (int, optional): Channels D_k of a head's queries and keys. Defaults to ``dim``, as in the released code.
         qk_bias (bool): Whether queries and keys have the biases b_q and b_k, as in the released code. Defaults to True.
+        position_dim (int, optional): Length D_p of r_δ, half of it for rows and half for columns. It is ``qk_dim``
+            with q·r_δ, the default then. Without, it defaults as in :class:`~attncnn_plugin.layers.LearnedAttention`.
         out_dim (int, optional): Channels of the output. Defaults to ``dim``.
         bias (bool): Whether the output has a bias. Defaults to True.
         attn_drop (float): Dropout rate of the attention probabilities. Defaults to 0.
         attn_impl (str): See :class:`~attncnn_plugin.layers.GridAttention`; ``'separable'`` is for ``terms=('vr',)``
             alone. Defaults to ``'auto'``.
+        head_dim (int, optional): Channels of a head's values, see :class:`~attncnn_plugin.layers.GridAttention`.
+            Defaults to None, values that are the input itself.
 
     Raises:
         ValueError: No, unknown or repeated terms; terms that do not go with ``position``; an unknown ``position``;
-            an odd ``dim`` with q·r_δ.
+            a ``qk_dim`` below 1; a ``position_dim`` that is odd, not ``qk_dim`` with q·r_δ, or without a use.
 
     Attributes:
-        query, key (nn.Linear | None): W_qry and b_q, W_key and b_k, D to N_h·D.
-        tables (RelativeTables | None): R and C: D/2 channels each with q·r_δ; without it as those of
-            :class:`~attncnn_plugin.layers.LearnedAttention`.
-        key_bias (Parameter | None): u, ``(N_h, D)``, starts at N(0, 0.02²).
+        query, key (nn.Linear | None): W_qry and b_q, W_key and b_k, D to N_h·D_k.
+        tables (RelativeTables | None): R and C, D_p/2 channels each.
+        key_bias (Parameter | None): u, ``(N_h, D_k)``, starts at N(0, 0.02²).
         position_bias (Parameter | None): v, as long as r_δ, ``(N_h, D_p)``; starts as that of
             :class:`~attncnn_plugin.layers.LearnedEncoding`.
         absolute (AbsoluteEncoding | None): P.
@@ -82,16 +86,19 @@ class ContentAttention(SeparableScores):
         max_size: Tuple[int, int] = (16, 16),
         terms: Optional[Sequence[str]] = None,
         position: str = 'relative_learned',
+        qk_dim: Optional[int] = None,
         qk_bias: bool = True,
+        position_dim: Optional[int] = None,
         out_dim: Optional[int] = None,
         bias: bool = True,
         attn_drop: float = 0.0,
         attn_impl: str = 'auto',
+        head_dim: Optional[int] = None,
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
         dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
-        super().__init__(dim, num_heads, out_dim, bias, attn_drop, attn_impl, **dd)
+        super().__init__(dim, num_heads, out_dim, bias, attn_drop, attn_impl, head_dim, **dd)
         span, _, kind = str(position).partition('_')
         if span not in ('relative', 'absolute') or kind not in ('learned', 'sinusoidal'):
             raise ValueError(
@@ -107,12 +114,24 @@ class ContentAttention(SeparableScores):
         self.position = position
 
         has = {term: term in self.terms for term in TERMS}
-        position_dim = dim if has['qr'] or kind == 'sinusoidal' else 2 * dim
-        self.query = nn.Linear(dim, num_heads * dim, qk_bias, **dd) if has['qk'] or has['qr'] else None
-        self.key = nn.Linear(dim, num_heads * dim, qk_bias, **dd) if has['qk'] or has['uk'] else None
-        self.tables = RelativeTables(position_dim, max_size, kind, **dd) if has['qr'] or has['vr'] else None
-        self.key_bias = nn.Parameter(torch.empty(num_heads, dim, **dd)) if has['uk'] else None
-        self.position_bias = nn.Parameter(torch.empty(num_heads, position_dim, **dd)) if has['vr'] else None
+        self.qk_dim = dim if qk_dim is None else qk_dim
+        if self.qk_dim < 1:
+            raise ValueError(f'qk_dim={qk_dim} must be at least 1')
+        heads_dim = num_heads * self.qk_dim
+        self.query = nn.Linear(dim, heads_dim, qk_bias, **dd) if has['qk'] or has['qr'] else None
+        self.key = nn.Linear(dim, heads_dim, qk_bias, **dd) if has['qk'] or has['uk'] else None
+        self.key_bias = nn.Parameter(torch.empty(num_heads, self.qk_dim, **dd)) if has['uk'] else None
+        self.tables = self.position_bias = None
+        if has['qr'] or has['vr']:
+            position_dim = self._position_dim(position_dim, kind)
+            self.tables = RelativeTables(position_dim, max_size, kind, **dd)
+            if has['vr']:
+                self.position_bias = nn.Parameter(torch.empty(num_heads, position_dim, **dd))
+        elif position_dim is not None:
+            raise ValueError(
+                f'position_dim={position_dim} is the length of r_δ, which terms={self.terms} and position={position!r} '
+                'do not have'
+            )
         self.absolute = AbsoluteEncoding(dim, max_size, kind, **dd) if span == 'absolute' else None
         self.reset_parameters()
 
@@ -121,6 +140,18 @@ class ContentAttention(SeparableScores):
             nn.init.normal_(self.key_bias, std=0.02)
         if self.position_bias is not None:
             init_position_weight(self.position_bias)
+
+    def _position_dim(self, position_dim: Optional[int], kind: str) -> int:
+        """Length of r_δ, checked."""
+        if 'qr' in self.terms:
+            if position_dim not in (None, self.qk_dim):
+                raise ValueError(
+                    f'position_dim={position_dim} must be qk_dim={self.qk_dim}, or None, for the term q·r_δ'
+                )
+            return self.qk_dim
+        if position_dim is None:
+            return 2 * self.dim if kind == 'learned' else self.dim
+        return position_dim
 
     @property
     def depends_on_content(self) -> bool:
@@ -134,8 +165,15 @@ class ContentAttention(SeparableScores):
     def max_size(self) -> Optional[Tuple[int, int]]:
         return self.tables.max_size if self.tables is not None and self.tables.kind == 'learned' else None
 
+    @property
+    def position_tables(self) -> Optional[RelativeTables]:
+        return self.tables
+
+    def share_position_tables(self, tables: RelativeTables) -> None:
+        self.tables = tables
+
     def head_parameters(self) -> Dict[str, Tuple[int, int]]:
-        entries = {f'{linear}.{name}': self.dim for linear in ('query', 'key') for name in ('weight', 'bias')}
+        entries = {f'{linear}.{name}': self.qk_dim for linear in ('query', 'key') for name in ('weight', 'bias')}
         entries.update(key_bias=1, position_bias=1)
         own = {name for name, _ in self.named_parameters()}
         return {**super().head_parameters(), **{name: (0, n) for name, n in entries.items() if name in own}}
@@ -154,7 +192,8 @@ class ContentAttention(SeparableScores):
         return super().structure_in(state_dict, prefix)
 
     def extra_repr(self) -> str:
-        return f'{super().extra_repr()}, terms={self.terms}, position={self.position!r}'
+        qk_dim = '' if self.qk_dim == self.dim else f', qk_dim={self.qk_dim}'
+        return f'{super().extra_repr()}{qk_dim}, terms={self.terms}, position={self.position!r}'
 
     def _attend(self, x: Tensor, output_map: OutputMap) -> Tensor:
         if not self.depends_on_content:
@@ -162,23 +201,29 @@ class ContentAttention(SeparableScores):
         batch, height, width, dim = x.shape
         if self.num_heads == 0:
             return output_map(x[..., :0])
-        if self._merges(batch * height * width):
-            query, key = self._merged_query_key(x)
+        query, key = self._merged_query_key(x) if self._merges(x.shape[:3]) else self._query_key(x)
+        if self.value_proj is None:
+            values = at_least_float32(x).reshape(batch, 1, height * width, dim)
         else:
-            query, key = self._query_key(x)
-        tokens = at_least_float32(x).reshape(batch, 1, height * width, dim)
+            values = at_least_float32(self._values(x)).flatten(1, 2).transpose(1, 2)
         with full_precision(x.device.type):
-            heads = attend(query, key, tokens, self.attn_drop.p if self.training else 0.0)
+            heads = attend(query, key, values, self.attn_drop.p if self.training else 0.0)
         if query.shape[1] == self.num_heads:
             heads = heads.transpose(1, 2)
-        return output_map(heads.to(x.dtype).reshape(batch, height, width, self.num_heads * dim))
+        return output_map(heads.to(x.dtype).reshape(batch, height, width, -1))
 
-    def _merges(self, tokens: int) -> bool:
-        """Whether the keys of T tokens, N_h·T·D² multiply-adds, cost more than W_qryᵀ W_key, N_h·D³."""
+    def _merges(self, shape: Sequence[int]) -> bool:
+        """Whether it is cheaper to multiply q by W_key once for each query than by all keys of all tokens.
+
+        That is N_h·D_k·D multiply-adds a token less for the keys, and N_h·D·D in place of N_h·D_k·D for the queries;
+        but a score is of D channels then, not of D_k. W_qryᵀ W_key costs N_h·D_k·D².
+        """
         if 'qk' not in self.terms:
             return False
-        product = 0 if self._deployed else self.num_heads * self.dim**3
-        return product_is_cheaper((self.query, self.key), tokens, self.num_heads * self.dim**2, product)
+        batch, height, width = shape
+        saved = 2 * self.qk_dim * self.dim - self.dim**2 - height * width * (self.dim - self.qk_dim)
+        product = 0 if self._deployed else self.num_heads * self.qk_dim * self.dim**2
+        return product_is_cheaper((self.query, self.key), batch * height * width, self.num_heads * saved, product)
 
     def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, Tensor]:
         """The two terms of v·r_δ, ``(N_h, height, height)`` and ``(N_h, width, width)``."""
@@ -230,7 +275,7 @@ class ContentAttention(SeparableScores):
     def query_shift_scores(self, tokens: Tensor, size: Sequence[int]) -> Optional[Tuple[Tensor, Tensor]]:
         if 'qr' not in self.terms:
             return None
-        query = at_least_float32(self.query(tokens)).unflatten(1, (self.num_heads, self.dim)) / self.dim**0.5
+        query = at_least_float32(self.query(tokens)).unflatten(1, (self.num_heads, self.qk_dim)) / self.qk_dim**0.5
         with full_precision(tokens.device.type):
             row, column = self.tables(size, like=query)
             of_rows, of_columns = query.chunk(2, dim=-1)
@@ -249,7 +294,7 @@ class ContentAttention(SeparableScores):
         rows = columns = torch.zeros((), device=x.device)
         with full_precision(x.device.type):
             if 'qr' in self.terms:
-                query = at_least_float32(self.query(x)).unflatten(-1, (self.num_heads, self.dim))
+                query = at_least_float32(self.query(x)).unflatten(-1, (self.num_heads, self.qk_dim))
                 rows, columns = (part.permute(0, 3, 1, 2, 4) for part in self._query_axis_scores(query))
             if 'vr' in self.terms:
                 row, column = self.axis_scores(size)
@@ -257,16 +302,16 @@ class ContentAttention(SeparableScores):
         return rows, columns
 
     def _query_axis_scores(self, query: Tensor) -> Tuple[Tensor, Tensor]:
-        """q·r_δ/√D = (q₁·R[δ1] + q₂·C[δ2])/√D with the two halves of q, for the rows and for the columns of keys.
+        """q·r_δ/√D_k = (q₁·R[δ1] + q₂·C[δ2])/√D_k with the two halves of q, for the rows and for the columns of keys.
 
         Args:
-            query (Tensor): ``(B, H, W, N_h, D)``.
+            query (Tensor): ``(B, H, W, N_h, D_k)``.
 
         Returns:
             tuple[Tensor, Tensor]: ``(B, H, W, N_h, H)`` and ``(B, H, W, N_h, W)``.
         """
         height, width = query.shape[1:3]
-        row, column = (table.T / self.dim**0.5 for table in self.tables((height, width), like=query))
+        row, column = (table.T / self.qk_dim**0.5 for table in self.tables((height, width), like=query))
         of_rows, of_columns = query.chunk(2, dim=-1)
         rows = torch.einsum('bijhd,dik->bijhk', of_rows, at_shifts(row, height))
         return rows, torch.einsum('bijhd,djk->bijhk', of_columns, at_shifts(column, width))
@@ -275,25 +320,26 @@ class ContentAttention(SeparableScores):
         """Vectors of which the scores are the products, at least float32.
 
         Row and column terms are entries of the query, for each row and each column of the grid, and the key of a pixel
-        picks those of its own: q·k/√D + f[k1] + g[k2] = [q/√D; f; g]·[k; e_k1; e_k2].
+        picks those of its own: q·k/√D_k + f[k1] + g[k2] = [q/√D_k; f; g]·[k; e_k1; e_k2].
 
         Returns:
             tuple[Tensor, Tensor]: ``(B, N_h, H*W, E)``, and ``(B, N_h, H*W, E)`` or ``(B, 1, H*W, E)``.
         """
         batch, height, width, _ = x.shape
         positioned = self.encoded(x)
+        shape = self.num_heads, self.qk_dim
         query: Any
         key: Any
         query, key = (
-            None if linear is None else at_least_float32(linear(positioned)).unflatten(-1, (self.num_heads, self.dim))
+            None if linear is None else at_least_float32(linear(positioned)).unflatten(-1, shape)
             for linear in (self.query, self.key)
-        )  # (B, H, W, N_h, D)
+        )  # (B, H, W, N_h, D_k)
         queries, keys = [], []
         with full_precision(x.device.type):
             if 'qk' in self.terms:
-                queries.append(query / self.dim**0.5)
+                queries.append(query / self.qk_dim**0.5)
             if 'uk' in self.terms:
-                bias = at_least_float32(self.key_bias) / self.dim**0.5
+                bias = at_least_float32(self.key_bias) / self.qk_dim**0.5
                 queries = [sum(queries) + bias.expand_as(key)]  # (q + u)·k
             if queries:
                 keys.append(key.permute(0, 3, 1, 2, 4).flatten(2, 3))
@@ -308,10 +354,12 @@ class ContentAttention(SeparableScores):
     def _merged_query_key(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """As :meth:`_query_key`, with the matrices of a head multiplied: q·k = x_q (W_qryᵀ W_key) x_k.
 
-        The keys are the pixels themselves, the same for all heads, so that heads are no more than further queries.
+        The keys are the pixels themselves, the same for all heads. Where the values are too, heads are no more than
+        further queries.
 
         Returns:
-            tuple[Tensor, Tensor]: ``(B, 1, H*W*N_h, E)`` and ``(B, 1, H*W, E)``.
+            tuple[Tensor, Tensor]: ``(B, 1, H*W*N_h, E)``, or with values of each head ``(B, N_h, H*W, E)``; and
+            ``(B, 1, H*W, E)``.
         """
         batch, height, width, dim = x.shape
         positioned = self.encoded(x)
@@ -332,18 +380,21 @@ class ContentAttention(SeparableScores):
                     )
                 queries += self._with_position_bias(by_axis, batch, height, width)
                 keys.append(one_hot_pixels(height, width, query).expand(batch, -1, -1))
-            return torch.cat(queries, dim=-1).flatten(1, 3)[:, None], torch.cat(keys, dim=-1)[:, None]
+            query, key = torch.cat(queries, dim=-1), torch.cat(keys, dim=-1)[:, None]
+            if self.value_proj is None:
+                return query.flatten(1, 3)[:, None], key
+            return query.flatten(1, 2).transpose(1, 2), key
 
     def _merged_maps(self, size: Sequence[int]) -> Tuple[Optional[Tensor], ...]:
         """The affine maps from a pixel to its queries for pixels, rows and columns.
 
         Returns:
-            tuple: W_qryᵀ W_key/√D as a weight ``(N_h·D, D)``, and (b_q + u) W_key/√D, ``(N_h·D,)``; R W_qry/√D of every
-            shift, ``(N_h, D, 2·H − 1)``, and R b_q/√D, ``(N_h, 2·H − 1)``; the same of C. None without a term q·r_δ.
+            tuple: W_qryᵀ W_key/√D_k as a weight ``(N_h·D, D)``, and (b_q + u) W_key/√D_k, ``(N_h·D,)``; R W_qry/√D_k of
+            every shift, ``(N_h, D, 2·H − 1)``, and R b_q/√D_k, ``(N_h, 2·H − 1)``; the same of C. None without q·r_δ.
         """
-        shape = self.num_heads, self.dim
+        shape = self.num_heads, self.qk_dim
         query, key = (at_least_float32(linear.weight).unflatten(0, shape) for linear in (self.query, self.key))
-        scale = self.dim**-0.5
+        scale = self.qk_dim**-0.5
         maps: List[Optional[Tensor]] = [None] * 4
         with full_precision(query.device.type):
             query_bias = key_bias = query.new_zeros(shape)

@@ -4,7 +4,6 @@ Every encoding gives scores up to a constant per query, which softmax does not s
 scores f(q1, k1) + g(q2, k2) and hands out its two terms as ``axis_scores``; any other hands out ``scores``.
 """
 
-import math
 from typing import Sequence, Tuple
 
 import torch
@@ -15,6 +14,9 @@ from .position_tables import RelativeTables
 from .precision import Device, Dtype, at_least_float32, widest_float
 from .shifts import at_grid_shifts, axis_shifts, over_keys
 
+# Of the released code of C20: gaussian_init_mu_std and gaussian_init_sigma_std.
+CENTER_STD, SPREAD_STD = 2.0, 0.01
+
 
 class QuadraticEncoding(nn.Module):
     """Quadratic encoding, −α‖δ − Δ‖² (C20, eq. 9). Separable.
@@ -24,21 +26,34 @@ class QuadraticEncoding(nn.Module):
     Args:
         num_heads (int): Number of heads N_h.
         ndim (int): Number of axes of the grid. Defaults to 2.
+        center_std (float): Standard deviation of the initial centres, in tokens. Defaults to 2, that of the released
+            code of C20; the paper's N(0, 2·I) reads as √2.
+        spread_std (float): Standard deviation of the noise in the initial 1/σ. Defaults to 0.01, that of the released
+            code; the paper's 0.01 reads as a variance, 0.1².
 
     Attributes:
-        center (Parameter): Δ in tokens, (row, column), ``(N_h, ndim)``. Starts at N(0, 2·I).
-        sqrt_precision (Parameter): 1/σ in 1/tokens, ``(N_h,)``. Starts at 1, that is α = 1/2.
+        center (Parameter): Δ in tokens, (row, column), ``(N_h, ndim)``. Starts at 0 plus noise.
+        sqrt_precision (Parameter): 1/σ in 1/tokens, ``(N_h,)``. Starts at 1 plus noise, α near 1/2.
     """
 
-    def __init__(self, num_heads: int, ndim: int = 2, device: Device = None, dtype: Dtype = None) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        ndim: int = 2,
+        center_std: float = CENTER_STD,
+        spread_std: float = SPREAD_STD,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
         super().__init__()
+        self.center_std, self.spread_std = check_stds(center_std, spread_std)
         self.center = nn.Parameter(torch.empty(num_heads, ndim, device=device, dtype=dtype))
         self.sqrt_precision = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.center, std=math.sqrt(2))
-        nn.init.ones_(self.sqrt_precision)
+        nn.init.normal_(self.center, std=self.center_std)
+        nn.init.normal_(self.sqrt_precision, mean=1.0, std=self.spread_std)
 
     def gaussian_heads(self) -> GaussianHeads:
         """Δ and M = I/σ, at least float32."""
@@ -81,22 +96,32 @@ class GeneralizedQuadraticEncoding(nn.Module):
 
     Args:
         num_heads (int): Number of heads N_h.
+        center_std, spread_std (float): Standard deviations of the initial centres and of the noise in the initial M, as
+            of :class:`QuadraticEncoding`. Default to 2 and 0.01.
 
     Attributes:
-        center (Parameter): Δ in tokens, (row, column), ``(N_h, 2)``. Starts at N(0, 2·I).
-        sqrt_precision (Parameter): M = Σ^(−1/2) in 1/tokens, ``(N_h, 2, 2)``. Starts at I plus noise of std 0.01.
+        center (Parameter): Δ in tokens, (row, column), ``(N_h, 2)``. Starts at 0 plus noise.
+        sqrt_precision (Parameter): M = Σ^(−1/2) in 1/tokens, ``(N_h, 2, 2)``. Starts at I plus noise.
     """
 
-    def __init__(self, num_heads: int, device: Device = None, dtype: Dtype = None) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        center_std: float = CENTER_STD,
+        spread_std: float = SPREAD_STD,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
         super().__init__()
+        self.center_std, self.spread_std = check_stds(center_std, spread_std)
         self.center = nn.Parameter(torch.empty(num_heads, 2, device=device, dtype=dtype))
         self.sqrt_precision = nn.Parameter(torch.empty(num_heads, 2, 2, device=device, dtype=dtype))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.center, std=math.sqrt(2))
-        nn.init.normal_(self.sqrt_precision, std=0.01)
+        nn.init.normal_(self.center, std=self.center_std)
+        nn.init.normal_(self.sqrt_precision, std=self.spread_std)
         self.sqrt_precision.diagonal(dim1=1, dim2=2).add_(1)
 
     def gaussian_heads(self) -> GaussianHeads:
@@ -184,6 +209,14 @@ class LearnedEncoding(nn.Module):
     def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, Tensor]:
         """Scores along rows ``(N_h, height, height)`` and along columns ``(N_h, width, width)``."""
         return self.tables.axis_scores(self.weight, size)
+
+
+def check_stds(center_std: float, spread_std: float) -> Tuple[float, float]:
+    """Refuses what is no standard deviation."""
+    for name, std in (('center_std', center_std), ('spread_std', spread_std)):
+        if not 0 <= std < float('inf'):
+            raise ValueError(f'{name}={std} must be a standard deviation, at least 0')
+    return center_std, spread_std
 
 
 def init_position_weight(weight: Tensor) -> None:

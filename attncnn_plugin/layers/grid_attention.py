@@ -4,19 +4,27 @@ The encodings of Cordonnier et al. 2020 (C20): quadratic (eq. 9), generalized qu
 """
 
 import math
-from typing import Any, Callable, Dict, Hashable, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Hashable, Iterator, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
 from .attention_layer import GaussianHeads
 from .cache import GridCache
-from .encodings import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding
+from .encodings import (
+    CENTER_STD,
+    SPREAD_STD,
+    GeneralizedQuadraticEncoding,
+    LearnedEncoding,
+    QuadraticEncoding,
+)
 from .linear import LinearMap, as_map, check_plain_linear, joined_maps
 from .low_rank_heads import TOLERANCE, ShiftHead, cheapest_heads
-from .precision import Device, Dtype, at_least_float32, matmul_dtype
+from .position_tables import RelativeTables
+from .precision import Device, Dtype, at_least_float32, full_precision, matmul_dtype
 from .prunable_heads import PrunableHeads
-from .separable import attend_separable, map_heads
+from .separable import attend_separable, map_heads, mix_values
+from .structure import StateDict, StructureError
 
 ATTN_IMPLS = ('auto', 'dense', 'separable')
 # On CPUs low-rank heads mix so many tokens at a time (one image at least): what is between rows and columns then stays
@@ -29,9 +37,10 @@ OutputMap = Union[LinearMap, nn.Module]
 class GridAttention(PrunableHeads):
     """Attention over a grid of tokens: the base of all layers that mix pixels by their probabilities.
 
-    A head has no value projection of its own, D_h = D: the heads' outputs P_h X are concatenated to N_h·D channels
-    and mapped by one linear layer (C20, section 2 and appendix E). Subclasses say how pixels are mixed, in
-    :meth:`_attend`.
+    The values of a head are the input itself, D_h = D: the heads' outputs P_h X are concatenated to N_h·D channels
+    and mapped by one linear layer (C20, section 2 and appendix E). With a ``head_dim`` they are W_val X, D_h channels a
+    head, N_h·D_h in all. C20 (remark after Theorem 1) advises D_h = D, for with fewer channels a head cannot be every
+    slice of a kernel. Subclasses say how pixels are mixed, in :meth:`_attend`.
 
     Args:
         dim (int): Channels D of the input.
@@ -47,13 +56,20 @@ class GridAttention(PrunableHeads):
               score is a sum of a row and a column term; no dropout of single probabilities is possible.
 
             Defaults to ``'auto'``.
+        head_dim (int, optional): Channels D_h of a head's values, for instance D/N_h. Defaults to None, values that are
+            the input itself.
 
     Raises:
-        ValueError: A number of heads or a rate out of range, an unknown ``attn_impl``.
+        ValueError: A number of heads or of channels or a rate out of range, an unknown ``attn_impl``.
 
     Attributes:
-        value (nn.Linear): The map of the concatenated heads, N_h·D to ``out_dim``.
+        head_dim (int): Channels of a head's values.
+        value_proj (nn.Linear | None): W_val, D to N_h·D_h, no bias: probabilities add up to 1, so that it would be one
+            of the output. None for values that are the input.
+        value (nn.Linear): W_out, the map of the concatenated heads, N_h·D_h to ``out_dim``.
     """
+
+    value_proj: Any
 
     def __init__(
         self,
@@ -63,24 +79,31 @@ class GridAttention(PrunableHeads):
         bias: bool = True,
         attn_drop: float = 0.0,
         attn_impl: str = 'auto',
+        head_dim: Optional[int] = None,
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
+        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         super().__init__()
         if num_heads < 1:
             raise ValueError(f'num_heads={num_heads} must be at least 1')
         if attn_impl not in ATTN_IMPLS:
             raise ValueError(f'attn_impl={attn_impl!r} is unknown: choose one of {ATTN_IMPLS}')
+        if head_dim is not None and head_dim < 1:
+            raise ValueError(f'head_dim={head_dim} must be at least 1, or None for values that are the input itself')
         self.dim = dim
+        self.head_dim = dim if head_dim is None else head_dim
         self._init_heads(num_heads)
         self.attn_impl = attn_impl
         self.attn_drop = nn.Dropout(attn_drop)
-        self.value = nn.Linear(num_heads * dim, dim if out_dim is None else out_dim, bias, device=device, dtype=dtype)
+        self.value_proj = None if head_dim is None else nn.Linear(dim, num_heads * head_dim, bias=False, **dd)
+        self.value = nn.Linear(num_heads * self.head_dim, dim if out_dim is None else out_dim, bias, **dd)
         self._cache = GridCache()
         self._deployed = False
 
     def extra_repr(self) -> str:
-        return f'dim={self.dim}, num_heads={self.num_heads}, attn_impl={self.attn_impl!r}'
+        head_dim = '' if self.value_proj is None else f', head_dim={self.head_dim}'
+        return f'dim={self.dim}, num_heads={self.num_heads}{head_dim}, attn_impl={self.attn_impl!r}'
 
     def forward(self, x: Tensor, following: Optional[nn.Module] = None) -> Tensor:
         """``(B, H, W, D)`` to ``(B, H, W, D_out)``, for any H and W that the position encoding covers.
@@ -97,15 +120,32 @@ class GridAttention(PrunableHeads):
         return output if following is None else following(output)
 
     def _attend(self, x: Tensor, output_map: OutputMap) -> Tensor:
-        """``(B, H, W, D)`` to ``(B, H, W, D_out)``, the heads mapped by ``output_map``, ``(…, N_h·D)`` to D_out."""
+        """``(B, H, W, D)`` to ``(B, H, W, D_out)``, the heads mapped by ``output_map``, ``(…, N_h·D_h)`` to D_out."""
         raise NotImplementedError
 
     def head_parameters(self) -> Dict[str, Tuple[int, int]]:
-        return {'value.weight': (1, self.dim)}
+        of_values = {} if self.value_proj is None else {'value_proj.weight': (0, self.head_dim)}
+        return {**of_values, 'value.weight': (1, self.head_dim)}
+
+    def structure_in(self, state_dict: StateDict, prefix: str) -> Optional[int]:
+        projection, value = (state_dict.get(f'{prefix}{name}.weight') for name in ('value_proj', 'value'))
+        if value is not None and (projection is None) != (self.value_proj is None):
+            head_dim = None if projection is None else len(projection) // max(self.num_heads, 1)
+            raise StructureError(
+                f'{prefix}value_proj.weight is {"not " if projection is None else ""}in the state dict, but '
+                f'{"not " if projection is not None else ""}in the model: build it with head_dim={head_dim}'
+            )
+        return super().structure_in(state_dict, prefix)
 
     def value_matrices(self) -> Tensor:
         check_plain_linear('value', self.value)
-        return at_least_float32(self.value.weight.unflatten(1, (self.num_heads, self.dim)).transpose(0, 1))
+        shape = self.num_heads, self.head_dim
+        output = at_least_float32(self.value.weight.unflatten(1, shape).transpose(0, 1))
+        if self.value_proj is None:
+            return output
+        check_plain_linear('value_proj', self.value_proj)
+        with full_precision(output.device.type):
+            return torch.matmul(output, at_least_float32(self.value_proj.weight.unflatten(0, shape)))
 
     def switch_to_deploy(self) -> None:
         """For inference: evaluation mode, no gradients; what depends on the grid alone is computed once for a size.
@@ -120,6 +160,15 @@ class GridAttention(PrunableHeads):
     def max_size(self) -> Optional[Tuple[int, int]]:
         """Height and width, in tokens, of the largest grid; None without a limit."""
         return None
+
+    @property
+    def position_tables(self) -> Optional[RelativeTables]:
+        """R and C; None for a layer without relative position vectors."""
+        return None
+
+    def share_position_tables(self, tables: RelativeTables) -> None:
+        """Takes R and C of another layer in place of its own."""
+        raise NotImplementedError
 
     @property
     def _drops(self) -> bool:
@@ -139,10 +188,19 @@ class GridAttention(PrunableHeads):
             output_map (LinearMap | nn.Module): The map of the heads.
         """
         batch, height, width, dim = x.shape
-        probs = self.attn_drop(probs).to(x.dtype).flatten(0, 1)
-        heads = torch.matmul(probs, x.permute(1, 2, 0, 3).reshape(height * width, batch * dim))  # (h·q, b·d)
-        heads = heads.reshape(self.num_heads, height, width, batch, dim).permute(3, 1, 2, 0, 4)
-        return output_map(heads.reshape(batch, height, width, self.num_heads * dim))
+        probs = self.attn_drop(probs).to(x.dtype)
+        if self.value_proj is None:
+            tokens = x.permute(1, 2, 0, 3).reshape(height * width, batch * dim)
+            heads = torch.matmul(probs.flatten(0, 1), tokens)  # (h·q, b·d)
+        else:
+            values = self._values(x).permute(3, 1, 2, 0, 4)  # (h, k1, k2, b, d)
+            heads = torch.bmm(probs, values.reshape(self.num_heads, height * width, batch * self.head_dim))
+        heads = heads.reshape(self.num_heads, height, width, batch, self.head_dim).permute(3, 1, 2, 0, 4)
+        return output_map(heads.flatten(3))
+
+    def _values(self, x: Tensor) -> Tensor:
+        """W_val X of each head, ``(B, H, W, N_h, D_h)``; not for values that are the input."""
+        return self.value_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
 
 
 class SeparableScores(GridAttention):
@@ -182,7 +240,9 @@ class SeparableScores(GridAttention):
         cheaper = self.attn_impl == 'auto' and not self._drops and height + width < height * width
         if self.num_heads and (cheaper or self.attn_impl == 'separable'):
             row_probs, column_probs = self._cached(self.axis_probs, size)
-            return attend_separable(x, row_probs, column_probs, output_map)
+            if self.value_proj is None:
+                return attend_separable(x, row_probs, column_probs, output_map)
+            return output_map(mix_values(self._values(x), row_probs, column_probs).flatten(3))
         return self._attend_dense(x, self._product_probs(size), output_map)
 
 
@@ -212,9 +272,12 @@ class QuadraticAttention(SeparableAttention):
         bias (bool): Whether the output has a bias. Defaults to True.
         attn_drop (float): Dropout rate of the attention probabilities. Defaults to 0.
         attn_impl (str): See :class:`GridAttention`. Defaults to ``'auto'``.
+        head_dim (int, optional): See :class:`GridAttention`. Defaults to None.
+        center_std, spread_std (float): Of the initial centres and widths, see
+            :class:`~attncnn_plugin.layers.QuadraticEncoding`. Default to 2 and 0.01.
 
     Raises:
-        ValueError: See :class:`GridAttention`.
+        ValueError: See :class:`GridAttention`; a standard deviation below 0.
     """
 
     encoding: QuadraticEncoding
@@ -227,11 +290,15 @@ class QuadraticAttention(SeparableAttention):
         bias: bool = True,
         attn_drop: float = 0.0,
         attn_impl: str = 'auto',
+        head_dim: Optional[int] = None,
+        center_std: float = CENTER_STD,
+        spread_std: float = SPREAD_STD,
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
-        super().__init__(dim, num_heads, out_dim, bias, attn_drop, attn_impl, device, dtype)
-        self.encoding = QuadraticEncoding(num_heads, device=device, dtype=dtype)
+        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
+        super().__init__(dim, num_heads, out_dim, bias, attn_drop, attn_impl, head_dim, **dd)
+        self.encoding = QuadraticEncoding(num_heads, center_std=center_std, spread_std=spread_std, **dd)
 
     def gaussian_heads(self) -> GaussianHeads:
         return self.encoding.gaussian_heads()
@@ -255,9 +322,12 @@ class GeneralizedQuadraticAttention(GridAttention):
         bias (bool): Whether the output has a bias. Defaults to True.
         attn_drop (float): Dropout rate of the attention probabilities. Defaults to 0.
         attn_impl (str): ``'auto'`` or ``'dense'``, see :class:`GridAttention`. Defaults to ``'auto'``.
+        head_dim (int, optional): See :class:`GridAttention`. Defaults to None.
+        center_std, spread_std (float): Of the initial centres and factors M, see
+            :class:`~attncnn_plugin.layers.GeneralizedQuadraticEncoding`. Default to 2 and 0.01.
 
     Raises:
-        ValueError: ``attn_impl='separable'``; see :class:`GridAttention`.
+        ValueError: ``attn_impl='separable'``; a standard deviation below 0; see :class:`GridAttention`.
     """
 
     encoding: GeneralizedQuadraticEncoding
@@ -270,16 +340,20 @@ class GeneralizedQuadraticAttention(GridAttention):
         bias: bool = True,
         attn_drop: float = 0.0,
         attn_impl: str = 'auto',
+        head_dim: Optional[int] = None,
+        center_std: float = CENTER_STD,
+        spread_std: float = SPREAD_STD,
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
-        super().__init__(dim, num_heads, out_dim, bias, attn_drop, attn_impl, device, dtype)
+        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
+        super().__init__(dim, num_heads, out_dim, bias, attn_drop, attn_impl, head_dim, **dd)
         if self.attn_impl == 'separable':
             raise ValueError(
                 "attn_impl='separable' is not exact for the generalized quadratic encoding, whose score has a cross "
                 "term of rows and columns: use 'auto' or 'dense'"
             )
-        self.encoding = GeneralizedQuadraticEncoding(num_heads, device=device, dtype=dtype)
+        self.encoding = GeneralizedQuadraticEncoding(num_heads, center_std, spread_std, **dd)
 
     def gaussian_heads(self) -> GaussianHeads:
         return self.encoding.gaussian_heads()
@@ -298,7 +372,12 @@ class GeneralizedQuadraticAttention(GridAttention):
         images = len(x)
         if x.device.type == 'cpu' and isinstance(output_map, LinearMap):  # another module may want to see all images
             images = max(1, TOKENS_AT_ONCE // math.prod(size))
-        return torch.cat([map_heads((head.mix(part) for head in heads), output_map) for part in x.split(images)])
+        return torch.cat([map_heads(self._mixed(heads, part), output_map) for part in x.split(images)])
+
+    def _mixed(self, heads: Sequence[ShiftHead], x: Tensor) -> Iterator[Tensor]:
+        """P_h of the values of one head after the other."""
+        values = [x] * len(heads) if self.value_proj is None else self._values(x).unbind(3)
+        return (head.mix(own) for head, own in zip(heads, values))
 
     def _cheapest_heads(self, size: Sequence[int], dtype: torch.dtype) -> Sequence[ShiftHead]:
         return cheapest_heads(self.encoding.shift_scores(size), size, dtype)
@@ -321,13 +400,18 @@ class LearnedAttention(SeparableAttention):
         max_size (tuple[int, int]): Height and width, in tokens, of the largest grid. Defaults to (16, 16).
         position (str): ``'relative_learned'`` or ``'relative_sinusoidal'``: R and C. Defaults to
             ``'relative_learned'``.
+        position_dim (int, optional): Length D_p of r_δ = [R[δ1]; C[δ2]], half of it for rows and half for columns.
+            Defaults to 2·D for learned vectors, D channels an axis, as in the released code of C20, whose 12.3M
+            parameters need it; the text has D_p = D. Defaults to D for sinusoidal vectors.
         out_dim (int, optional): Channels of the output. Defaults to ``dim``.
         bias (bool): Whether the output has a bias. Defaults to True.
         attn_drop (float): Dropout rate of the attention probabilities. Defaults to 0.
         attn_impl (str): See :class:`GridAttention`. Defaults to ``'auto'``.
+        head_dim (int, optional): See :class:`GridAttention`. Defaults to None.
 
     Raises:
-        ValueError: An unknown ``position``; see :class:`GridAttention`.
+        ValueError: An unknown ``position``; a ``position_dim`` that is odd, or no multiple of 4 for sinusoidal vectors;
+            see :class:`GridAttention`.
     """
 
     encoding: LearnedEncoding
@@ -338,26 +422,37 @@ class LearnedAttention(SeparableAttention):
         num_heads: int,
         max_size: Tuple[int, int] = (16, 16),
         position: str = 'relative_learned',
+        position_dim: Optional[int] = None,
         out_dim: Optional[int] = None,
         bias: bool = True,
         attn_drop: float = 0.0,
         attn_impl: str = 'auto',
+        head_dim: Optional[int] = None,
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
-        super().__init__(dim, num_heads, out_dim, bias, attn_drop, attn_impl, device, dtype)
+        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
+        super().__init__(dim, num_heads, out_dim, bias, attn_drop, attn_impl, head_dim, **dd)
         span, _, kind = str(position).partition('_')
         if span != 'relative' or kind not in ('learned', 'sinusoidal'):
             raise ValueError(
                 f"position={position!r} is not for attention without content: choose 'relative_learned' or "
                 "'relative_sinusoidal'"
             )
-        position_dim = 2 * dim if kind == 'learned' else dim
-        self.encoding = LearnedEncoding(num_heads, position_dim, max_size, kind, device=device, dtype=dtype)
+        if position_dim is None:
+            position_dim = 2 * dim if kind == 'learned' else dim
+        self.encoding = LearnedEncoding(num_heads, position_dim, max_size, kind, **dd)
 
     @property
     def max_size(self) -> Optional[Tuple[int, int]]:
         return self.encoding.tables.max_size if self.encoding.tables.kind == 'learned' else None
+
+    @property
+    def position_tables(self) -> Optional[RelativeTables]:
+        return self.encoding.tables
+
+    def share_position_tables(self, tables: RelativeTables) -> None:
+        self.encoding.tables = tables
 
     def head_parameters(self) -> Dict[str, Tuple[int, int]]:
         return {**super().head_parameters(), 'encoding.weight': (0, 1)}

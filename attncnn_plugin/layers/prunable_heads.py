@@ -138,7 +138,7 @@ class PrunableHeads(Restructurable, AttentionLayer):
         if len(set(counts.values())) > 1:
             raise StructureError(
                 f'the parameters of {prefix.rstrip(".")} in the state dict have different numbers of '
-                f'heads, {counts}: it is damaged'
+                f'heads, {counts}: it is damaged, or its heads have other widths than those of the model'
             )
         if counts and max(counts.values()) > self.built_heads:
             raise too_many_heads(prefix, max(counts.values()), self.built_heads)

@@ -30,6 +30,23 @@ def mix_columns(probs: Tensor, x: Tensor) -> Tensor:
     return mixed.reshape(x.shape)
 
 
+def mix_values(values: Tensor, row_probs: Tensor, column_probs: Tensor) -> Tensor:
+    """(P1_h ⊗ P2_h) V_h, for heads with values of their own.
+
+    Args:
+        values (Tensor): V of all heads, ``(B, H, W, N_h, D_h)``.
+        row_probs (Tensor): P1, ``(N_h, H, H)``.
+        column_probs (Tensor): P2, ``(N_h, W, W)``.
+
+    Returns:
+        Tensor: As ``values``, in their dtype, or that of autocast.
+    """
+    dtype = matmul_dtype(values)
+    mixed = values.to(dtype).permute(0, 3, 1, 2, 4)  # (B, N_h, H, W, D_h)
+    mixed = torch.matmul(row_probs.to(dtype), mixed.flatten(3)).unflatten(3, mixed.shape[3:])
+    return torch.matmul(column_probs.to(dtype)[:, None], mixed).permute(0, 2, 3, 1, 4)
+
+
 def separable_heads(x: Tensor, row_probs: Tensor, column_probs: Tensor) -> Iterator[Tensor]:
     """(P1_h ⊗ P2_h) X of one head after the other, ``(B, H, W, D)``; arguments as of :func:`attend_separable`."""
     dtype = matmul_dtype(x)

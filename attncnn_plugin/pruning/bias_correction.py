@@ -16,7 +16,7 @@ class HeadMeans:
         layer (GridAttention): The attention layer.
 
     Attributes:
-        total (Tensor): Their sum over all queries, ``(N_h·D,)`` in float64.
+        total (Tensor): Their sum over all queries, ``(N_h·D_h,)`` in float64.
         count (Tensor): The number of queries, a scalar in float64.
         size (tuple[int, int] | None): Height and width of the last grid, in tokens; None before the first.
     """
@@ -28,14 +28,14 @@ class HeadMeans:
         self.size: Optional[Tuple[int, int]] = None
 
     def add(self, heads: Tensor) -> None:
-        """Adds the outputs of all heads, ``(B, H, W, N_h·D)``."""
+        """Adds the outputs of all heads, ``(B, H, W, N_h·D_h)``."""
         self.total += heads.detach().double().sum((0, 1, 2))
         self.count += heads.shape[:3].numel()
         self.size = (heads.shape[1], heads.shape[2])
 
     @property
     def mean(self) -> Tensor:
-        """The mean output of all heads, ``(N_h·D,)``."""
+        """The mean output of all heads, ``(N_h·D_h,)``."""
         return self.total / self.count
 
 
@@ -45,7 +45,7 @@ def head_means(layers: Sequence[GridAttention]) -> Iterator[List[HeadMeans]]:
 
     Args:
         layers (Sequence[GridAttention]): Attention layers whose ``value`` maps the concatenated heads,
-            ``(B, H, W, N_h·D)``.
+            ``(B, H, W, N_h·D_h)``.
 
     Yields:
         list[HeadMeans]: The mean outputs of each layer.
@@ -79,7 +79,7 @@ def fold_into_bias(layer: GridAttention, heads: Sequence[int], mean: Tensor) -> 
     Args:
         layer (GridAttention): The attention layer.
         heads (Sequence[int]): The heads.
-        mean (Tensor): The mean outputs of all heads, ``(N_h·D,)``.
+        mean (Tensor): The mean outputs of all heads, ``(N_h·D_h,)``.
 
     Raises:
         ValueError: The layer has no bias.
@@ -99,7 +99,7 @@ def fold_into_bias(layer: GridAttention, heads: Sequence[int], mean: Tensor) -> 
     if layer.value.bias is None:
         raise ValueError('the layer has no bias that could take the mean output of its heads: build it with bias=True')
     for head in heads:
-        entries = slice(head * layer.dim, (head + 1) * layer.dim)
+        entries = slice(head * layer.head_dim, (head + 1) * layer.head_dim)
         layer.value.bias.add_((layer.value.weight[:, entries].double() @ mean[entries]).to(layer.value.bias))
 
 
@@ -112,9 +112,12 @@ def merge_duplicate(layer: GridAttention, head: int, kept: int) -> None:
         head (int): The head that is to go.
         kept (int): The head that stays.
 
+    Raises:
+        ValueError: The layer has a ``head_dim``: the sum of two matrices V with D_h channels inside needs 2·D_h.
+
     Examples:
         >>> from attncnn_plugin.layers import QuadraticAttention
-        >>> layer = QuadraticAttention(dim=8, num_heads=3)
+        >>> layer = QuadraticAttention(dim=8, num_heads=3, spread_std=0)
         >>> layer.encoding.center.data[2] = layer.encoding.center.data[0]
         >>> image = torch.randn(1, 5, 6, 8)
         >>> expected = layer(image)
@@ -123,5 +126,10 @@ def merge_duplicate(layer: GridAttention, head: int, kept: int) -> None:
         >>> torch.allclose(layer(image), expected, atol=1e-5)
         True
     """
+    if layer.value_proj is not None:
+        raise ValueError(
+            f'the heads of layer have values of head_dim={layer.head_dim} channels, so that one head cannot take the '
+            'values of two: use fold_into_bias for the duplicate'
+        )
     slices = layer.value.weight.unflatten(1, (layer.num_heads, layer.dim))
     slices[:, kept] += slices[:, head]

@@ -87,7 +87,7 @@ def reset_heads(layer: AttentionLayer, heads: Sequence[int], generator: Optional
 
     Examples:
         >>> from attncnn_plugin.layers import QuadraticAttention
-        >>> layer = QuadraticAttention(dim=8, num_heads=2)
+        >>> layer = QuadraticAttention(dim=8, num_heads=2, spread_std=0)
         >>> layer.encoding.sqrt_precision.data = torch.zeros(2)
         >>> reset_heads(layer, [1])
         >>> layer.encoding.sqrt_precision.tolist()

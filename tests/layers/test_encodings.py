@@ -136,18 +136,39 @@ def test_vr_alone_is_the_learned_encoding():
 def test_initial_values():
     torch.manual_seed(0)
     quadratic = QuadraticAttention(2, 4000).encoding
-    assert torch.all(quadratic.alpha == 0.5)
-    assert abs(quadratic.center.var() - 2) < 0.1
+    assert abs(quadratic.sqrt_precision.mean() - 1) < 1e-3 and abs(quadratic.sqrt_precision.std() - 0.01) < 1e-3
+    assert torch.allclose(quadratic.alpha, quadratic.sqrt_precision**2 / 2)
+    assert abs(quadratic.center.std() - 2) < 0.05 and quadratic.center.mean().abs() < 0.1
     generalized = GeneralizedQuadraticAttention(2, 4000).encoding
+    assert abs(generalized.center.std() - 2) < 0.05
     assert torch.allclose(generalized.sqrt_precision.mean(0), torch.eye(2), atol=1e-3)
     assert abs(generalized.sqrt_precision.std(0).mean() - 0.01) < 1e-3
     assert torch.allclose(
         generalized.inverse_covariance, generalized.sqrt_precision @ generalized.sqrt_precision.mT, atol=1e-6
     )
+    for kind in (QuadraticAttention, GeneralizedQuadraticAttention):  # the paper's text, read as variances
+        text = kind(2, 4000, center_std=2**0.5, spread_std=0.1).encoding
+        assert abs(text.center.var() - 2) < 0.1 and abs(text.sqrt_precision.std(0).mean() - 0.1) < 0.01
+    exact = QuadraticAttention(2, 3, center_std=0, spread_std=0).encoding
+    assert torch.all(exact.alpha == 0.5) and torch.all(exact.center == 0)
     learned = LearnedAttention(400, 9).encoding
     assert learned.tables.row_table.shape == (31, 400)
     assert abs(learned.tables.row_table.std() - 1) < 0.05
     assert 800**-0.5 < learned.weight.abs().max() <= 400**-0.5  # of two nn.Linear(400, 9)
+
+
+@pytest.mark.parametrize('position, axis_dim', [('relative_learned', 6), ('relative_sinusoidal', 4)])
+def test_length_of_position_vectors(position, axis_dim):
+    layer = LearnedAttention(4, 2, (3, 5), position=position, position_dim=2 * axis_dim)
+    row, column = layer.encoding.tables((3, 5), layer.encoding.weight)
+    assert row.shape == (5, axis_dim) and column.shape == (9, axis_dim)
+    rows, columns = layer.encoding.weight.detach().split(axis_dim, dim=1)
+    scores = (rows @ row.T)[:, :, None] + (columns @ column.T)[:, None]  # (N_h, δ1, δ2)
+    probs = layer.attention_probs((3, 5))[:, 7]  # of the query in the middle, (1, 2)
+    assert torch.allclose(probs, scores[:, 1:4, 2:7].flatten(1).softmax(-1), atol=1e-6)
+    content = ContentAttention(4, 2, (3, 5), ('qk', 'vr'), position, position_dim=2 * axis_dim)
+    assert content.position_bias.shape == layer.encoding.weight.shape
+    assert LearnedAttention(4, 2, position=position).encoding.weight.shape == (2, 8 if 'learned' in position else 4)
 
 
 @pytest.mark.parametrize('kind', ['learned', 'content', 'absolute'])

@@ -61,10 +61,21 @@ def test_named_architectures():
         (dict(frozen_stages=0.5), '`frozen_stages` 0.5 must be'),
         (dict(drop_path_rate=1.5), 'drop_path_rate=1.5 must be from 0'),
         (dict(arch=dict(SMALL_ARCH, num_layers=0)), 'depth=0'),
-        (dict(kind='learned', img_size=1), r'max_size=\(0, 0\)'),
+        (dict(kind='learned', img_size=1), 'img_size=1 must be a multiple of reduction=2'),
+        (dict(kind='learned', img_size=(8, 9)), r'img_size=\(8, 9\) must be a multiple of reduction=2'),
+        (dict(reduction=0), 'reduction=0 must be at least 1'),
+        (dict(head_dim=0), 'head_dim=0 must be at least 1'),
+        (dict(center_std=-1), 'center_std=-1 must be a standard deviation'),
+        (dict(kind='generalized', spread_std=float('nan')), 'spread_std=nan must be a standard deviation'),
+        (dict(kind='learned', position_dim=7), 'position_dim=7 must be even'),
+        (dict(kind='learned', qk_dim=4), "'qk_dim': 4} are for content=True"),
+        (dict(kind='learned_content', qk_dim=0), 'qk_dim=0 must be at least 1'),
+        (dict(kind='learned_content', position_dim=8), 'position_dim=8 must be qk_dim=16'),
+        (dict(kind='learned_content', position='absolute_learned', position_dim=8), 'position_dim=8 is the length'),
+        (dict(kind='learned', position='relative_sinusoidal', share_position=True), 'is for learned position tables'),
         (dict(frozen_stages=3), '`frozen_stages` 3 must be'),
         (dict(attn_impl='fast'), "attn_impl='fast' is unknown"),
-        (dict(kind='learned', terms=('qk',)), 'are for content=True'),
+        (dict(kind='learned', terms=('qk',)), r"'terms': \('qk',\)} are for content=True"),
         (dict(kind='learned', position='absolute_learned'), "position='absolute_learned' is not for"),
         (dict(kind='learned', position='fixed'), "position='fixed' is not for"),
     ],
@@ -134,16 +145,27 @@ def test_weight_decay_of_the_configs():
     assert all(value == 1e-4 for n, value in decay.items() if n not in left_off)
 
 
-@pytest.mark.parametrize('kind', KINDS)
-def test_weights_go_both_ways_between_the_frameworks(kind):
+OPTIONS = {
+    'quadratic': dict(head_dim=5, center_std=1.5, spread_std=0.1, reduction=4),
+    'learned': dict(position_dim=12, share_position=True, head_dim=5),
+    'learned_content': dict(qk_dim=8, qk_bias=False, head_dim=5, share_position=True),
+}
+
+
+@pytest.mark.parametrize(
+    'kind, options',
+    [*((kind, {}) for kind in KINDS), *OPTIONS.items()],
+    ids=[*KINDS, *(f'{kind}, options' for kind in OPTIONS)],
+)
+def test_weights_go_both_ways_between_the_frameworks(kind, options):
     theirs = build_classifier(
         dict(
             type='ImageClassifier',
-            backbone=dict(**KINDS[kind], arch=SMALL_ARCH, out_type='avg_featmap'),
+            backbone=dict(**KINDS[kind], arch=SMALL_ARCH, out_type='avg_featmap', **options),
             head=dict(type='LinearClsHead', num_classes=10, in_channels=16),
         )
     ).eval()
-    ours = small_timm(f'sa_{kind}_cifar').eval()
+    ours = small_timm(f'sa_{kind}_cifar', **options).eval()
     x = torch.randn(2, 3, 32, 32)
 
     def to_mmpretrain(state):
@@ -154,7 +176,7 @@ def test_weights_go_both_ways_between_the_frameworks(kind):
 
     theirs.load_state_dict(to_mmpretrain(ours.state_dict()), strict=True)
     assert torch.equal(theirs(x), ours(x))
-    other = small_timm(f'sa_{kind}_cifar').eval()
+    other = small_timm(f'sa_{kind}_cifar', **options).eval()
     assert not torch.equal(other(x), theirs(x))
     other.load_state_dict(to_timm(theirs.state_dict()), strict=True)
     assert torch.equal(other(x), theirs(x))
@@ -171,6 +193,14 @@ def test_weights_go_both_ways_between_the_frameworks(kind):
 def test_positions_of_content(position, terms):
     model = backbone('learned_content', position=position, terms=terms)
     assert model(torch.randn(2, 3, 8, 8))[0].shape == (2, 16, 4, 4)
+
+
+def test_optimizer_of_shared_position_tables():
+    """The configs leave out a parameter that comes a second time."""
+    config = mmpretrain.ModelHub.get('sa_learned_cifar10').config
+    model = backbone('learned', share_position=True)
+    groups = build_optim_wrapper(model, config.optim_wrapper).optimizer.param_groups
+    assert sum(len(group['params']) for group in groups) == len(list(model.parameters()))
 
 
 def test_layer_decay():

@@ -193,7 +193,8 @@ def test_uniform_heads_go_into_the_bias():
 def test_duplicates_go_into_the_head_that_stays():
     layer = QuadraticAttention(4, 3, dtype=torch.float64)
     with torch.no_grad():
-        layer.encoding.center[2] = layer.encoding.center[0]
+        for parameter in layer.encoding.parameters():
+            parameter[2] = parameter[0]
     x = torch.randn(2, 5, 4, 4, dtype=torch.float64)
     expected = layer(x)
     merge_duplicate(layer, 2, 0)

@@ -68,8 +68,8 @@ class DenseQuadratic(DenseGaussian):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.center = nn.Parameter(torch.randn(self.num_heads, 2) * math.sqrt(2))
-        self.sqrt_precision = nn.Parameter(torch.ones(self.num_heads))
+        self.center = nn.Parameter(2 * torch.randn(self.num_heads, 2))
+        self.sqrt_precision = nn.Parameter(1 + 0.01 * torch.randn(self.num_heads))
         shifts = grid_shifts(self.height, self.width)
         squared_norm = shifts.square().sum(-1, keepdim=True)
         self.register_buffer('shifts', torch.cat([shifts, squared_norm], dim=-1), persistent=False)
@@ -89,7 +89,7 @@ class DenseGeneralizedQuadratic(DenseGaussian):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.center = nn.Parameter(torch.randn(self.num_heads, 2) * math.sqrt(2))
+        self.center = nn.Parameter(2 * torch.randn(self.num_heads, 2))
         self.sqrt_precision = nn.Parameter(torch.eye(2) + 0.01 * torch.randn(self.num_heads, 2, 2))
         shifts = grid_shifts(self.height, self.width)
         product = shifts.prod(-1, keepdim=True)

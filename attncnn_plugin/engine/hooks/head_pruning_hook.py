@@ -261,7 +261,7 @@ class HeadPruningHook(Hook):
                 duplicates = {
                     entry.head: entry.duplicate_of
                     for entry in reports[name].found
-                    if entry.duplicate_of is not None and entry.head in indices
+                    if entry.duplicate_of is not None and entry.head in indices and layer.value_proj is None
                 }
                 for head, kept in duplicates.items():
                     merge_duplicate(layer, head, kept)

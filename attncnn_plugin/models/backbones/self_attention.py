@@ -7,7 +7,8 @@ from mmpretrain.models.utils import to_2tuple
 from mmpretrain.registry import MODELS
 
 from ...layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
-from ..networks import SelfAttentionNetwork, SpaceToDepthStem
+from ...layers.encodings import CENTER_STD, SPREAD_STD
+from ..networks import SelfAttentionNetwork, token_grid
 from .grid_backbone import GridBackbone
 
 
@@ -35,6 +36,8 @@ class SelfAttentionBackbone(GridBackbone, SelfAttentionNetwork):
         arch='base',
         img_size=32,
         in_channels=3,
+        reduction=2,
+        share_position=False,
         out_indices=-1,
         out_type='featmap',
         frozen_stages=-1,
@@ -57,6 +60,8 @@ class SelfAttentionBackbone(GridBackbone, SelfAttentionNetwork):
             attn_drop_rate=attn_drop_rate,
             drop_path_rate=drop_path_rate,
             attn_impl=attn_impl,
+            reduction=reduction,
+            share_position=share_position,
         )
         self.arch_settings = settings
         self.embed_dims = settings['embed_dims']
@@ -102,6 +107,13 @@ class SAQuadratic(SelfAttentionBackbone):
         img_size (int | tuple): The expected input image shape, height first. Because dynamic input shapes are
             supported, just set it to the most common one. Defaults to 32.
         in_channels (int): The num of input channels. Defaults to 3.
+        head_dim (int, optional): The channels of a head's values, for instance ``embed_dims // num_heads``. Defaults to
+            None, means that the values are the input itself, as in the paper.
+        center_std (float): Standard deviation of the initial centres of the heads, in tokens. Defaults to 2, as in the
+            released code; the paper's text reads as √2.
+        spread_std (float): Standard deviation of the noise in the initial widths. Defaults to 0.01, as in the released
+            code; the paper's text reads as 0.1.
+        reduction (int): The side of the squares of pixels that become tokens. Defaults to 2.
         out_indices (Sequence | int): Output from which blocks, counted from the end if negative.
             Defaults to -1, means the last block.
         out_type (str): The type of output features. Please choose from
@@ -134,6 +146,10 @@ class SAQuadratic(SelfAttentionBackbone):
         arch='base',
         img_size=32,
         in_channels=3,
+        head_dim=None,
+        center_std=CENTER_STD,
+        spread_std=SPREAD_STD,
+        reduction=2,
         out_indices=-1,
         out_type='featmap',
         frozen_stages=-1,
@@ -145,10 +161,11 @@ class SAQuadratic(SelfAttentionBackbone):
         init_cfg=None,
     ):
         super().__init__(
-            QuadraticAttention,
+            partial(QuadraticAttention, head_dim=head_dim, center_std=center_std, spread_std=spread_std),
             arch=arch,
             img_size=img_size,
             in_channels=in_channels,
+            reduction=reduction,
             out_indices=out_indices,
             out_type=out_type,
             frozen_stages=frozen_stages,
@@ -179,6 +196,10 @@ class SAGeneralized(SelfAttentionBackbone):
         arch='base',
         img_size=32,
         in_channels=3,
+        head_dim=None,
+        center_std=CENTER_STD,
+        spread_std=SPREAD_STD,
+        reduction=2,
         out_indices=-1,
         out_type='featmap',
         frozen_stages=-1,
@@ -190,10 +211,11 @@ class SAGeneralized(SelfAttentionBackbone):
         init_cfg=None,
     ):
         super().__init__(
-            GeneralizedQuadraticAttention,
+            partial(GeneralizedQuadraticAttention, head_dim=head_dim, center_std=center_std, spread_std=spread_std),
             arch=arch,
             img_size=img_size,
             in_channels=in_channels,
+            reduction=reduction,
             out_indices=out_indices,
             out_type=out_type,
             frozen_stages=frozen_stages,
@@ -224,7 +246,15 @@ class SALearned(SelfAttentionBackbone):
             relative and ``('qk', )`` for an absolute encoding.
         position (str): ``'relative_learned'`` or ``'relative_sinusoidal'``; with ``content`` also
             ``'absolute_learned'`` or ``'absolute_sinusoidal'``. Defaults to ``'relative_learned'``.
-        in_channels, …: The other arguments are those of :class:`SAQuadratic`.
+        position_dim (int, optional): The length of the vector of a shift, half of it for its row and half for its
+            column. Defaults to None, means twice ``embed_dims``, and the length of a query where queries are multiplied
+            by it ('qr'), as in the released code.
+        share_position (bool): Whether all blocks have the same vectors of shifts. Defaults to False, as in the released
+            code; the paper's text shares them.
+        qk_dim (int, optional): With ``content``, the channels of a head's queries and keys. Defaults to None, means
+            ``embed_dims``.
+        qk_bias (bool, optional): With ``content``, whether queries and keys have biases. Defaults to None, means True.
+        in_channels, head_dim, …: The other arguments are those of :class:`SAQuadratic`.
     """
 
     def __init__(
@@ -234,7 +264,13 @@ class SALearned(SelfAttentionBackbone):
         content=False,
         terms: Optional[Sequence[str]] = None,
         position='relative_learned',
+        position_dim=None,
+        share_position=False,
+        qk_dim=None,
+        qk_bias=None,
         in_channels=3,
+        head_dim=None,
+        reduction=2,
         out_indices=-1,
         out_type='featmap',
         frozen_stages=-1,
@@ -245,18 +281,25 @@ class SALearned(SelfAttentionBackbone):
         with_cp=False,
         init_cfg=None,
     ):
-        max_size = tuple(size // SpaceToDepthStem.reduction for size in to_2tuple(img_size))
-        if content:
-            attn_layer = partial(ContentAttention, max_size=max_size, terms=terms, position=position)
-        elif terms is not None:
-            raise ValueError(f'terms={terms!r} are for content=True')
-        else:
-            attn_layer = partial(LearnedAttention, max_size=max_size, position=position)
+        of_content = dict(terms=terms, qk_dim=qk_dim, qk_bias=qk_bias)
+        of_content = {name: value for name, value in of_content.items() if value is not None}
+        if of_content and not content:
+            raise ValueError(f'{of_content} are for content=True')
+        attn_layer = partial(
+            ContentAttention if content else LearnedAttention,
+            max_size=token_grid(img_size, reduction),
+            position=position,
+            position_dim=position_dim,
+            head_dim=head_dim,
+            **of_content,
+        )
         super().__init__(
             attn_layer,
             arch=arch,
             img_size=img_size,
             in_channels=in_channels,
+            reduction=reduction,
+            share_position=share_position,
             out_indices=out_indices,
             out_type=out_type,
             frozen_stages=frozen_stages,

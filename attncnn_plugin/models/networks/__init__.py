@@ -2,7 +2,7 @@
 
 from .cmhsa import CMHSABlock, CMHSANetwork, PatchConvolution, PatchStem
 from .grid_network import GridNetwork
-from .self_attention import SelfAttentionBlock, SelfAttentionNetwork, SpaceToDepthStem
+from .self_attention import SelfAttentionBlock, SelfAttentionNetwork, SpaceToDepthStem, token_grid
 
 __all__ = [
     'CMHSABlock',
@@ -13,4 +13,5 @@ __all__ = [
     'SelfAttentionBlock',
     'SelfAttentionNetwork',
     'SpaceToDepthStem',
+    'token_grid',
 ]

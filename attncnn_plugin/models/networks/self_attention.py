@@ -3,7 +3,7 @@
 from typing import Callable, Dict, Optional, Sequence, Tuple, Union
 
 import torch
-from timm.layers import DropPath, Mlp, calculate_drop_path_rates
+from timm.layers import DropPath, Mlp, calculate_drop_path_rates, to_2tuple
 from torch import Tensor, nn
 
 from ...convert.to_conv import ConvFit, mhsa_to_conv
@@ -20,28 +20,44 @@ BlockStructure = Union[str, Tuple[int, ...]]
 
 
 class SpaceToDepthStem(nn.Module):
-    """Invertible 2x2 downsampling, C to 4·C channels, and a linear map to D channels (C20, 4.1).
+    """Invertible downsampling, r x r pixels to r²·C channels, and a linear map to D channels (C20, 4.1).
 
     Args:
         in_chans (int): Channels C of the image.
         embed_dim (int): Channels D of a token.
+        reduction (int): Side r of the square of pixels that becomes a token, C20's invertible pooling width (Table 2).
+            Defaults to 2.
     """
 
-    reduction = 2
-
-    def __init__(self, in_chans: int, embed_dim: int, device=None, dtype=None) -> None:
+    def __init__(self, in_chans: int, embed_dim: int, reduction: int = 2, device=None, dtype=None) -> None:
         super().__init__()
         self.in_chans = in_chans
-        self.proj = nn.Linear(in_chans * self.reduction**2, embed_dim, device=device, dtype=dtype)
+        self.reduction = reduction
+        self.proj = nn.Linear(in_chans * reduction**2, embed_dim, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(B, C, H, W)`` to ``(B, H/2, W/2, D)``.
+        """``(B, C, H, W)`` to ``(B, H/r, W/r, D)``.
 
         Raises:
-            ValueError: The image does not have the stem's channels, or not an even height and width.
+            ValueError: The image does not have the stem's channels, or its height and width are no multiples of r.
         """
         check_channels(x, self.in_chans)
         return self.proj(image_to_patches(x, (self.reduction, self.reduction)))
+
+
+def token_grid(img_size: Union[int, Tuple[int, int]], reduction: int) -> Tuple[int, int]:
+    """Height and width in tokens of an image, for position tables.
+
+    Raises:
+        ValueError: The image cannot be cut into tokens.
+    """
+    height, width = to_2tuple(img_size)
+    if reduction < 1 or min(height, width) < reduction or height % reduction or width % reduction:
+        raise ValueError(
+            f'img_size={img_size} must be a multiple of reduction={reduction}, the side of the squares of pixels that '
+            'become tokens'
+        )
+    return height // reduction, width // reduction
 
 
 class SelfAttentionBlock(Restructurable):
@@ -236,8 +252,8 @@ class SelfAttentionBlock(Restructurable):
         )
 
 
-class SelfAttentionNetwork(GridNetwork):
-    """Stem and blocks: images ``(B, C, H, W)`` to features ``(B, H/2, W/2, D)``.
+class SelfAttentionNetwork(Restructurable, GridNetwork):
+    """Stem and blocks: images ``(B, C, H, W)`` to features ``(B, H/r, W/r, D)``.
 
     Args:
         attn_layer (Callable): Makes the attention of a block: called as ``attn_layer(dim, num_heads, attn_drop=…,
@@ -252,6 +268,13 @@ class SelfAttentionNetwork(GridNetwork):
         drop_path_rate (float): Stochastic depth rate of the last block, rising linearly from 0. Defaults to 0.
         attn_impl (str): ``'auto'``, ``'dense'`` or ``'separable'``, see
             :class:`~attncnn_plugin.layers.grid_attention.GridAttention`. Defaults to ``'auto'``.
+        reduction (int): Side r of the square of pixels that becomes a token. Defaults to 2.
+        share_position (bool): Whether all blocks have the same position tables R and C, as the text of C20 has it (at
+            eq. 8), or each its own, as the released code has for its results. A state dict has them once a block all
+            the same. Defaults to False.
+
+    Raises:
+        ValueError: A size below 1, a rate out of range, or ``share_position`` without learned position tables.
     """
 
     def __init__(
@@ -266,17 +289,20 @@ class SelfAttentionNetwork(GridNetwork):
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         attn_impl: str = 'auto',
+        reduction: int = 2,
+        share_position: bool = False,
         device=None,
         dtype=None,
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         super().__init__()
-        if min(embed_dim, depth, mlp_dim, in_chans) < 1:
+        if min(embed_dim, depth, mlp_dim, in_chans, reduction) < 1:
             raise ValueError(
-                f'embed_dim={embed_dim}, depth={depth}, mlp_dim={mlp_dim} and in_chans={in_chans} must be at least 1'
+                f'embed_dim={embed_dim}, depth={depth}, mlp_dim={mlp_dim}, in_chans={in_chans} and '
+                f'reduction={reduction} must be at least 1'
             )
         check_drop_path_rate(drop_path_rate)
-        self.stem = SpaceToDepthStem(in_chans, embed_dim, **dd)
+        self.stem = SpaceToDepthStem(in_chans, embed_dim, reduction, **dd)
         self.blocks = nn.Sequential(
             *[
                 SelfAttentionBlock(
@@ -291,6 +317,44 @@ class SelfAttentionNetwork(GridNetwork):
             ]
         )
         self.norm = nn.Identity()  # every block ends in a norm
+        self.share_position = share_position
+        if share_position:
+            self._share_position_tables()
+        self._follow_state_dicts()
+
+    def _share_position_tables(self) -> None:
+        layers = [block.attn for block in self.blocks]
+        tables = getattr(layers[0], 'position_tables', None)
+        if tables is None or not list(tables.parameters()):
+            raise ValueError(
+                'share_position=True is for learned position tables, which the attention of the blocks does not have: '
+                f'{layers[0]}'
+            )
+        for layer in layers[1:]:
+            layer.share_position_tables(tables)
+
+    @property
+    def structure(self) -> bool:
+        """Whether the blocks share their position tables."""
+        return self.share_position
+
+    def structure_in(self, state_dict: StateDict, prefix: str) -> bool:
+        """That of the network, which loads shared tables either way.
+
+        Raises:
+            StructureError: The tables of the blocks differ, but the network has one for all of them.
+        """
+        if self.share_position:
+            first = {id(p): name for name, p in self.blocks.named_parameters()}
+            for name, parameter in self.blocks.named_parameters(remove_duplicate=False):
+                pair = name, first[id(parameter)]
+                tables = [state_dict.get(f'{prefix}blocks.{own}') for own in pair]
+                if None not in tables and name not in first.values() and not torch.equal(*tables):
+                    raise StructureError(
+                        f'{prefix}blocks.{pair[0]} and {prefix}blocks.{pair[1]} of the state dict differ: its blocks '
+                        'have position tables of their own, so build the network with share_position=False'
+                    )
+        return self.share_position
 
     def switch_to_deploy(
         self,

@@ -4,15 +4,14 @@ Registered with timm as this module is imported: ``timm.create_model('sa_quadrat
 """
 
 from functools import partial
-from typing import Any, Callable, Dict, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, Set, Tuple, Union
 
 import torch
-from timm.layers import to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, register_notrace_module
 from torch import nn
 
 from ...layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
-from ..networks import SelfAttentionNetwork, SpaceToDepthStem
+from ..networks import SelfAttentionNetwork, SpaceToDepthStem, token_grid
 from .grid_classifier import GridClassifier
 
 __all__ = ['SelfAttentionClassifier']
@@ -53,6 +52,8 @@ class SelfAttentionClassifier(GridClassifier, SelfAttentionNetwork):
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         attn_impl: str = 'auto',
+        reduction: int = 2,
+        share_position: bool = False,
         device=None,
         dtype=None,
     ) -> None:
@@ -68,6 +69,8 @@ class SelfAttentionClassifier(GridClassifier, SelfAttentionNetwork):
             attn_drop_rate=attn_drop_rate,
             drop_path_rate=drop_path_rate,
             attn_impl=attn_impl,
+            reduction=reduction,
+            share_position=share_position,
             **dd,
         )
         self._add_head(embed_dim, num_classes, in_chans, global_pool, drop_rate, **dd)
@@ -109,74 +112,89 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-def _create(variant: str, pretrained: bool, **kwargs) -> SelfAttentionClassifier:
-    out_indices = kwargs.pop('out_indices', 3)
-    return build_model_with_cfg(
-        SelfAttentionClassifier,
-        variant,
-        pretrained,
-        feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
-        **kwargs,
-    )
-
-
-def _grid(img_size: Union[int, Tuple[int, int]]) -> Tuple[int, int]:
-    height, width = to_2tuple(img_size)
-    return height // SpaceToDepthStem.reduction, width // SpaceToDepthStem.reduction
-
-
 @register_model
 def sa_quadratic_cifar(pretrained: bool = False, **kwargs) -> SelfAttentionClassifier:
-    """Quadratic encoding, 9 heads: 12.09M parameters at 10 classes (C20, Table 1)."""
-    return _create('sa_quadratic_cifar', pretrained, **dict(dict(attn_layer=QuadraticAttention), **kwargs))
+    """Quadratic encoding, 9 heads: 12.09M parameters at 10 classes (C20, Table 1).
+
+    Args:
+        head_dim (int, optional): Channels of a head's values. Defaults to None, values that are the input itself.
+        center_std, spread_std (float): Standard deviations of the initial centres and of the noise in the initial
+            widths, see :class:`~attncnn_plugin.layers.QuadraticEncoding`. Default to 2 and 0.01.
+        reduction (int): Side of the square of pixels that becomes a token, for all models here. Defaults to 2.
+    """
+    return _create('sa_quadratic_cifar', pretrained, QuadraticAttention, **kwargs)
 
 
 @register_model
 def sa_quadratic16_cifar(pretrained: bool = False, **kwargs) -> SelfAttentionClassifier:
-    """Quadratic encoding, 16 heads (C20, appendix F, Figure 14)."""
-    model_args = dict(attn_layer=QuadraticAttention, num_heads=16)
-    return _create('sa_quadratic16_cifar', pretrained, **dict(model_args, **kwargs))
+    """Quadratic encoding, 16 heads (C20, appendix F, Figure 14); arguments as of :func:`sa_quadratic_cifar`."""
+    return _create('sa_quadratic16_cifar', pretrained, QuadraticAttention, **dict(dict(num_heads=16), **kwargs))
 
 
 @register_model
 def sa_generalized_cifar(pretrained: bool = False, **kwargs) -> SelfAttentionClassifier:
-    """Generalized quadratic encoding, 9 heads: 12.09M parameters at 10 classes (C20, appendix E)."""
-    model_args = dict(attn_layer=GeneralizedQuadraticAttention)
-    return _create('sa_generalized_cifar', pretrained, **dict(model_args, **kwargs))
+    """Generalized quadratic encoding, 9 heads: 12.09M parameters at 10 classes (C20, appendix E).
+
+    The arguments are those of :func:`sa_quadratic_cifar`.
+    """
+    return _create('sa_generalized_cifar', pretrained, GeneralizedQuadraticAttention, **kwargs)
 
 
 @register_model
 def sa_learned_cifar(
-    pretrained: bool = False,
-    img_size: Union[int, Tuple[int, int]] = 32,
-    position: str = 'relative_learned',
-    **kwargs,
+    pretrained: bool = False, img_size: Union[int, Tuple[int, int]] = 32, **kwargs
 ) -> SelfAttentionClassifier:
     """Learned encoding, 9 heads: 12.28M parameters at 10 classes (C20, Table 1).
 
     Args:
         img_size (int | tuple[int, int]): Height and width of the largest image. Defaults to 32.
         position (str): ``'relative_learned'`` or ``'relative_sinusoidal'``. Defaults to ``'relative_learned'``.
+        position_dim (int, optional): Length of r_δ, half for rows and half for columns, see
+            :class:`~attncnn_plugin.layers.LearnedAttention`. Defaults to twice ``embed_dim``.
+        share_position (bool): Whether all blocks have the same position tables, 12.15M parameters. Defaults to False.
+        head_dim (int, optional): Channels of a head's values. Defaults to None, values that are the input itself.
     """
-    model_args = dict(attn_layer=partial(LearnedAttention, max_size=_grid(img_size), position=position))
-    return _create('sa_learned_cifar', pretrained, **dict(model_args, **kwargs))
+    max_size = token_grid(img_size, kwargs.get('reduction', 2))
+    return _create('sa_learned_cifar', pretrained, LearnedAttention, max_size=max_size, **kwargs)
 
 
 @register_model
 def sa_learned_content_cifar(
-    pretrained: bool = False,
-    img_size: Union[int, Tuple[int, int]] = 32,
-    terms: Optional[Sequence[str]] = None,
-    position: str = 'relative_learned',
-    **kwargs,
+    pretrained: bool = False, img_size: Union[int, Tuple[int, int]] = 32, **kwargs
 ) -> SelfAttentionClassifier:
     """Content and learned relative position, 9 heads: 29.48M parameters at 10 classes (C20, Table 1).
 
     Args:
         img_size (int | tuple[int, int]): Height and width of the largest image. Defaults to 32.
-        terms (Sequence[str], optional): Terms of the score, see
-            :class:`~attncnn_plugin.layers.ContentAttention`. Defaults to ``('qk', 'qr')``.
-        position (str): Position encoding, see the same class. Defaults to ``'relative_learned'``.
+        terms, position, position_dim, qk_dim, qk_bias, head_dim: Of the scores and values, see
+            :class:`~attncnn_plugin.layers.ContentAttention`. Default to q·k + q·r_δ of the paper.
+        share_position (bool): Whether all blocks have the same position tables. Defaults to False.
     """
-    attn_layer = partial(ContentAttention, max_size=_grid(img_size), terms=terms, position=position)
-    return _create('sa_learned_content_cifar', pretrained, **dict(dict(attn_layer=attn_layer), **kwargs))
+    max_size = token_grid(img_size, kwargs.get('reduction', 2))
+    return _create('sa_learned_content_cifar', pretrained, ContentAttention, max_size=max_size, **kwargs)
+
+
+# Arguments of the layers; the others are those of the model.
+LAYER_ARGS = (
+    'center_std',
+    'head_dim',
+    'max_size',
+    'position',
+    'position_dim',
+    'qk_bias',
+    'qk_dim',
+    'spread_std',
+    'terms',
+)
+
+
+def _create(variant: str, pretrained: bool, attention: Callable[..., nn.Module], **kwargs) -> SelfAttentionClassifier:
+    out_indices = kwargs.pop('out_indices', 3)
+    of_layers = {name: kwargs.pop(name) for name in LAYER_ARGS if name in kwargs}
+    return build_model_with_cfg(
+        SelfAttentionClassifier,
+        variant,
+        pretrained,
+        feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
+        **dict(dict(attn_layer=partial(attention, **of_layers)), **kwargs),
+    )

@@ -4,6 +4,7 @@ optim_wrapper = dict(
     optimizer=dict(type='SGD', lr=0.1, momentum=0.9, weight_decay=1e-4),
     # No weight decay on the centres and widths of the heads, as in the released code; the paper does not say.
     paramwise_cfg=dict(
+        bypass_duplicate=True,  # position tables that blocks share
         custom_keys={
             'encoding.center': dict(decay_mult=0.),
             'encoding.sqrt_precision': dict(decay_mult=0.),
