@@ -29,6 +29,10 @@ MODELS = {
     'sinusoidal': lambda: small_timm('sa_learned_cifar', depth=1, position='relative_sinusoidal'),
     'content_all_terms': lambda: small_timm('sa_learned_content_cifar', depth=1, terms=('qk', 'qr', 'uk', 'vr')),
     'content_absolute': lambda: small_timm('sa_learned_content_cifar', depth=1, position='absolute_sinusoidal'),
+    'content_generalized': lambda: small_timm('sa_learned_content_cifar', depth=1, position='relative_generalized'),
+    'content_gated': lambda: small_timm(
+        'sa_learned_content_cifar', depth=1, position='relative_free_quadratic', gated=True, head_dim=5
+    ),
     'cmhsa_conv': lambda: small_cmhsa('conv', depth=1),
     'cmhsa_attn': lambda: small_cmhsa('attn', depth=1),
     'cmhsa_merged': lambda: small_cmhsa('attn', depth=1, merge_heads=True),
@@ -46,6 +50,9 @@ LAYERS = {
     'content_all_terms': lambda: layers.ContentAttention(4, 3, terms=('qk', 'qr', 'uk', 'vr')),
     'content_position_only': lambda: layers.ContentAttention(4, 3, terms=('vr',)),
     'content_absolute': lambda: layers.ContentAttention(4, 3, position='absolute_learned'),
+    'content_quadratic': lambda: layers.ContentAttention(4, 3, position='relative_quadratic'),
+    'content_generalized': lambda: layers.ContentAttention(4, 3, position='relative_generalized'),
+    'content_gated': lambda: layers.ContentAttention(4, 3, position='relative_free_quadratic', gated=True),
     'content_narrow': lambda: layers.ContentAttention(4, 3, qk_dim=2, head_dim=3),
     'quadratic_narrow': lambda: layers.QuadraticAttention(4, 3, head_dim=2),
     'generalized_narrow': lambda: layers.GeneralizedQuadraticAttention(4, 3, head_dim=2),
@@ -162,7 +169,7 @@ def test_layer(name):
             return
         size = (6, 8)
         heads = layer.gaussian_heads()
-        said = [layer.value_matrices(), layer.position_probs(size), *(heads or ())]
+        said = [layer.value_matrices(), layer.position_probs(size), layer.position_share(), *(heads or ())]
         if layer.depends_on_content:
             said += [layer.attention_scores(x), layer.content_scores(x), layer.position_scores(x)]
             said += [layer.encoded(x), *(layer.query_shift_scores(x[0, 0], size) or ())]

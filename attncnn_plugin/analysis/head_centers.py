@@ -22,14 +22,15 @@ def head_centers(
     """The centre of each head and its width, the standard deviation along an axis, √(tr Σ/2).
 
     For Gaussian heads (C20, eq. 9 and 19) these are their parameters: the centre Δ, and for quadratic heads the width
-    1/√(2α). For others they are the mean and the standard deviation of the shifts that a query attends to.
+    1/√(2α). For others, and for given ``probs``, they are the mean and the standard deviation of the shifts that a
+    query attends to.
 
     Args:
         layer (AttentionLayer): An attention layer.
         size (Sequence[int]): Height and width of the grid in tokens.
         query (tuple[int, int], optional): Row and column of the query. Defaults to the middle of the grid.
         probs (Tensor, optional): Probabilities to use in place of those by position, ``(N_h, H*W, H*W)``: of a layer
-            whose scores depend on content, for instance their mean over images. Not for Gaussian heads.
+            whose scores depend on content, for instance their mean over images. Defaults to none.
 
     Returns:
         tuple[Tensor, Tensor]: Centres ``(N_h, 2)`` in tokens, (row, column), and widths ``(N_h,)``, 1000 at most,
@@ -47,7 +48,7 @@ def head_centers(
         >>> head_centers(layer, size=(8, 8))
         (tensor([[ 1., -2.]], dtype=torch.float64), tensor([2.], dtype=torch.float64))
     """
-    gaussian = layer.gaussian_heads()
+    gaussian = layer.gaussian_heads() if probs is None else None
     if gaussian is not None:
         center, factor = (part.detach().cpu().double() for part in gaussian)
         variance = 1 / torch.linalg.svdvals(factor).square().clamp(min=MAX_WIDTH**-2)  # Σ⁻¹ = MMᵀ
@@ -93,7 +94,7 @@ def query_maps(
     """
     height, width = per_axis('size', size, 2)
     index = query_index(query, size)
-    if probs is None and isinstance(layer, SeparableScores) and layer.has_position_scores:
+    if probs is None and isinstance(layer, SeparableScores) and layer.has_axis_scores:
         # P[q] = P1[q1] ⊗ P2[q2], without the whole of P.
         rows, columns = (scores.detach().cpu().double().softmax(-1) for scores in layer.axis_scores(size))
         return rows[:, index // width, :, None] * columns[:, index % width, None, :]

@@ -1,15 +1,16 @@
 """Convolutions to attention and back, in plain PyTorch.
 
 Over pixels and back as in Cordonnier et al. 2020 (Theorem 1, Lemma 3), over patches as in Li et al. 2021 (Theorems 1, 5
-and 6).
+and 6); and gated positional attention of ConViT (d'Ascoli et al. 2021).
 """
 
 from .expressibility import Expressibility, Kernel, expressible_shifts, expressible_shifts_of_maps
+from .gpsa import gpsa_to_attention
 from .head_count import min_heads
 from .head_widths import exact_head_dims
 from .patches import PatchConvolutionAttention, conv_to_patch_mhsa
 from .pixels import conv_to_mhsa
-from .report import ConversionReport, PatchConversionReport
+from .report import ConversionReport, GatedHead, GatedReport, PatchConversionReport
 from .to_conv import ConvFit, mhsa_to_conv
 from .values import ValueFit, fit_values
 
@@ -17,6 +18,8 @@ __all__ = [
     'ConvFit',
     'ConversionReport',
     'Expressibility',
+    'GatedHead',
+    'GatedReport',
     'Kernel',
     'PatchConversionReport',
     'PatchConvolutionAttention',
@@ -27,6 +30,7 @@ __all__ = [
     'expressible_shifts',
     'expressible_shifts_of_maps',
     'fit_values',
+    'gpsa_to_attention',
     'mhsa_to_conv',
     'min_heads',
 ]

@@ -102,14 +102,22 @@ function arraysOf({arrays, token_arrays: groups}) {
 
 /** The probabilities of all keys for a query, or null where the layer has not the part that is chosen. */
 function probabilities(layer, head, query) {
-  const part = page.layers[layer].parts[partOf(layer)];
+  const {parts} = page.layers[layer], part = parts[partOf(layer)];
   if (!part) return null;
+  if (!part.shares) return softmax(layer, part.terms, head, query, massOf(part, head, query) ?? 1);
+  const share = part.shares[head], probs = softmax(layer, parts.content.terms, head, query, 1 - share);
+  const position = softmax(layer, parts.position.terms, head, query, share);
+  for (let k = 0; k < pixels; k++) probs[k] += position[k];
+  return probs;
+}
+
+/** The softmax over the keys of the sum of some terms, times a number. */
+function softmax(layer, terms, head, query, mass) {
   const probs = new Float64Array(pixels), arrays = arraysOf(page.layers[layer]);
-  for (const term of part.terms) ADD_TERM[term](arrays, head, query, probs);
+  for (const term of terms) ADD_TERM[term](arrays, head, query, probs);
   let largest = -Infinity, total = 0;
   for (let k = 0; k < pixels; k++) largest = Math.max(largest, probs[k]);
   for (let k = 0; k < pixels; k++) total += probs[k] = Math.exp(probs[k] - largest);
-  const mass = massOf(part, head, query) ?? 1;
   for (let k = 0; k < pixels; k++) probs[k] *= mass / total;
   return probs;
 }

@@ -38,6 +38,8 @@ class LayerScores:
         self._tokens: List[TokenTerms] = []
         self._has_null_key = False
         self._masses: Dict[str, Tensor] = {}  # what a null key leaves to the others
+        shares = layer.position_share()  # of a gate
+        self._shares = None if shares is None else shares.cpu()
         if layer.num_heads == 0:
             return
         if layer.depends_on_content:
@@ -70,8 +72,9 @@ class LayerScores:
         for part, terms in self.parts.items():
             errors = self._errors(part, tokens) if with_errors else [0.0] * self.num_heads
             mass = {'mass': self._masses[part].numpy()} if part in self._masses else {}
-            parts[part] = {'terms': terms, 'errors': errors, **mass}
-        heads = self._layer.gaussian_heads()
+            shares = {'shares': self._shares.tolist()} if part == 'both' and self._shares is not None else {}
+            parts[part] = {'terms': terms, 'errors': errors, **mass, **shares}
+        heads = None if self._layer.depends_on_content else self._layer.gaussian_heads()
         return {
             'label': layer_label(self._name),
             'name': self._name,
@@ -96,6 +99,13 @@ class LayerScores:
             return layer.position_probs(self.size).log().cpu()
         scores = {'position': layer.position_scores, 'content': layer.content_scores, 'both': layer.attention_scores}
         return scores[part](x)[0].cpu()
+
+    def _page_probs(self, part: str, image: int, head: int, arrays: List[Dict[str, Tensor]]) -> Tensor:
+        """The probabilities of a head as the page computes them, but for a null key, ``(N, N)``."""
+        if part == 'both' and self._shares is not None:
+            content, position = (self._page_probs(own, image, head, arrays) for own in ('content', 'position'))
+            return torch.lerp(content, position.to(content.dtype), self._shares[head].to(content.dtype))
+        return self._page_scores(part, image, head, arrays).softmax(-1)
 
     def _page_scores(self, part: str, image: int, head: int, arrays: List[Dict[str, Tensor]]) -> Tensor:
         """The scores of a head as the page computes them, ``(N, N)``."""
@@ -123,7 +133,7 @@ class LayerScores:
         for image in self._images(part):
             for head, own_scores in enumerate(self._own_scores(part, image)):
                 own = own_scores.softmax(-1)[:, : len(own_scores)]
-                probs = self._page_scores(part, image, head, arrays).softmax(-1)
+                probs = self._page_probs(part, image, head, arrays)
                 if part in self._masses:
                     probs = probs * self._masses[part][image, head, :, None]
                 largest = probs.amax(-1).clamp(min=torch.finfo(torch.float32).tiny)

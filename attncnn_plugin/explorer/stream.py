@@ -14,12 +14,15 @@ which compress to nothing.
 **Header.** ``title``; ``grid``, height H and width W in tokens; ``names`` and ``pictures`` ``(h, w, 3)`` of the images;
 and ``layers``, each of them with
 
-- ``label``, ``name``, ``heads`` (N_h), and ``centers``, Δ of the heads ``(N_h, 2)`` where they are Gaussian;
+- ``label``, ``name``, ``heads`` (N_h), and ``centers``, Δ of the heads ``(N_h, 2)`` where they are Gaussian and do not
+  depend on an image;
 - ``parts``: by ``position``, ``content`` and ``both``, as far as the layer has them,
     - ``terms``: the names of the terms whose sum are the scores, up to a constant for each query. The probabilities are
       their softmax over the keys;
     - ``mass``: what the probabilities of a query add up to where that is not 1, ``(N_h, H·W)``, for ``both``
       ``(images, N_h, H·W)``. They are the softmax times it;
+    - ``shares``: of ``both``, where a gate mixes probabilities, for each head the share s of those by position. They
+      are s times those by ``position`` and 1 − s times those by ``content``, not a softmax of all terms;
     - ``errors``: for each head the largest error of a probability of all queries, keys and images, relative to the
       largest probability of the query;
 - ``arrays`` of the terms that do not depend on an image;

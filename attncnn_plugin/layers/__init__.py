@@ -2,7 +2,13 @@
 
 from .attention_layer import AttentionLayer, GaussianHeads
 from .content_attention import ContentAttention
-from .encodings import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding, WindowEncoding
+from .encodings import (
+    FreeQuadraticEncoding,
+    GeneralizedQuadraticEncoding,
+    LearnedEncoding,
+    QuadraticEncoding,
+    WindowEncoding,
+)
 from .grid_attention import GeneralizedQuadraticAttention, GridAttention, LearnedAttention, QuadraticAttention
 from .grid_convolution import GridConvolution
 from .image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
@@ -18,6 +24,7 @@ __all__ = [
     'AbsoluteEncoding',
     'AttentionLayer',
     'ContentAttention',
+    'FreeQuadraticEncoding',
     'GaussianHeads',
     'GeneralizedQuadraticAttention',
     'GeneralizedQuadraticEncoding',

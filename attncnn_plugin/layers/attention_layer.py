@@ -60,7 +60,17 @@ class AttentionLayer(nn.Module):
         return 'replicate'
 
     def gaussian_heads(self) -> Optional[GaussianHeads]:
-        """Centres and shapes of the heads, at least float32 and differentiable; None for heads of another kind."""
+        """Centres and shapes of the heads, at least float32 and differentiable; None for heads of another kind.
+
+        Where the probabilities depend on content, those of the scores that depend on position alone.
+        """
+        return None
+
+    def position_share(self) -> Optional[Tensor]:
+        """The share σ(λ) of each head's probabilities that is by position, ``(N_h,)``, the rest being by content.
+
+        None where there is no such gate, but the scores by position and by content are added.
+        """
         return None
 
     def attention_probs(self, size: Sequence[int]) -> Tensor:
@@ -96,6 +106,8 @@ class AttentionLayer(nn.Module):
 
     def attention_scores(self, x: Tensor) -> Tensor:
         """All scores of an input, ``(B, N_h, Q, K)``, at least float32, those of a null key last.
+
+        Their softmax are the probabilities. With a gate they are the logarithms of these.
 
         Args:
             x (Tensor): Tokens, ``(B, H, W, D)``.

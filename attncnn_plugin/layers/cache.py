@@ -21,23 +21,24 @@ class GridCache:
         self._results: Dict[Tuple[Hashable, ...], Tuple[_Snapshot, Any]] = {}
 
     def __call__(self, module: nn.Module, function: Callable[..., Any], *key: Hashable) -> Any:
-        """``function(*key)``, computed once for a key.
+        """``function(*key)``, computed once for a function and a key.
 
         Args:
             module (nn.Module): The module whose parameters the function uses.
-            function (Callable): A function of the key.
+            function (Callable): A function of the key, by its name.
             key (Hashable): The size of the grid, and whatever else the result depends on.
         """
         parameters: List[Tensor] = list(module.parameters())
         if torch.compiler.is_compiling() or torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
             return function(*key)
-        known = self._results.get(key)
+        name = function.__name__, *key
+        known = self._results.get(name)
         if known is None or not known[0].matches(parameters):
             with torch.inference_mode(False), torch.no_grad():  # a result for calls outside of inference mode too
                 known = _Snapshot(parameters), function(*key)
             if len(self._results) >= MAX_SIZES:
                 self._results.clear()
-            self._results[key] = known
+            self._results[name] = known
         return known[1]
 
     def __len__(self) -> int:

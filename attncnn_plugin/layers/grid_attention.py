@@ -210,6 +210,11 @@ class SeparableScores(GridAttention):
     P[(q1, q2), (k1, k2)] = P1[q1, k1] · P2[q2, k2]. Subclasses define :meth:`axis_scores`.
     """
 
+    @property
+    def has_axis_scores(self) -> bool:
+        """Whether the scores that depend on position alone are such a sum."""
+        return self.has_position_scores
+
     def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, Tensor]:
         """The two terms of the score, ``(N_h, height, height)`` and ``(N_h, width, width)``."""
         raise NotImplementedError

@@ -46,7 +46,7 @@ def plot_attention_centers(
             (0.5, 0.9).
         query (tuple[int, int], optional): Row and column of the query, for heads that are not Gaussian. Defaults to the
             middle of the grid.
-        probs (dict[str, Tensor], optional): By layer, the probabilities to use for heads that are not Gaussian,
+        probs (dict[str, Tensor], optional): By layer, the probabilities to use in place of those by position,
             ``(N_h, H*W, H*W)``: for layers whose scores depend on content, for instance their mean over images.
         numbers (dict[str, Sequence[int]], optional): By layer, the numbers of its heads, for those that are left after
             others were pruned. Defaults to 0, 1, 2, ….
@@ -145,7 +145,7 @@ def _head_lines(
 ) -> HeadLines:
     """By head the centre and, for each mass, the lines of its contour, as shifts (row, column)."""
     centers, _ = head_centers(layer, size, query, probs)
-    gaussian = layer.gaussian_heads()
+    gaussian = layer.gaussian_heads() if probs is None else None
     if gaussian is not None:
         factor = gaussian.factor.cpu().double()
         precisions = (factor @ factor.mT).numpy()  # Σ⁻¹ = MMᵀ

@@ -8,6 +8,7 @@ import torch
 from helpers.browser import Browser, missing_programs
 from helpers.explorer_pages import (
     content_model,
+    gated_model,
     hard_model,
     images_of,
     one_block_model,
@@ -47,6 +48,7 @@ PAGES = dict(
     generalized=(lambda: small_timm('sa_generalized_cifar').eval(), TALL),
     hard=(hard_model, TALL),
     absolute=(lambda: content_model(position='absolute_learned'), TALL),
+    gated=(gated_model, TALL),
     separable=(lambda: content_model(terms=('uk', 'vr')), TALL),
     wide=(lambda: content_model(embed_dim=96), TALL),  # so wide that images do not share the matrices
 )

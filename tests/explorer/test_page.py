@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.explorer_pages import (
     content_model,
+    gated_model,
     hard_model,
     images_of,
     one_block_model,
@@ -31,6 +32,7 @@ from attncnn_plugin.analysis import (
 )
 from attncnn_plugin.explorer import explorer_page
 
+QUADRATIC = ['quadratic', 'generalized']
 EXPECTED = dict(both=attention_probs_of, content=content_only_probs_of, position=position_only_probs_of)
 
 
@@ -87,8 +89,22 @@ PATCHES = (patch_model, narrow_patch_model)
         lambda: content_model(terms=('qk', 'qr', 'vr')),
         lambda: content_model(position='absolute_learned'),
         hard_model,
+        lambda: content_model(position='relative_quadratic'),
+        lambda: content_model(position='relative_generalized'),
+        gated_model,
     ],
-    ids=['qk and qr', 'patches', 'narrow heads of patches', 'qk, uk and vr', 'qr', 'qk, qr and vr', 'absolute', 'hard'],
+    ids=[
+        'qk and qr',
+        'patches',
+        'narrow heads of patches',
+        'qk, uk and vr',
+        'qr',
+        'qk, qr and vr',
+        'absolute',
+        'hard',
+        *QUADRATIC,
+        'gated',
+    ],
 )
 def test_content_within_the_error_that_is_said(make):
     torch.manual_seed(1)
@@ -118,8 +134,10 @@ def test_content_within_the_error_that_is_said(make):
         (lambda: content_model(terms=('qr',)), ['query_axes']),
         (lambda: content_model(terms=('uk', 'vr')), ['axes', 'products']),
         (lambda: content_model(position='absolute_learned'), ['encoded_products']),
+        (lambda: content_model(position='relative_quadratic'), ['axes', 'products']),
+        (lambda: content_model(position='relative_generalized'), ['shifts', 'products']),
     ],
-    ids=['qk and qr', 'patches', 'qr', 'uk and vr', 'absolute'],
+    ids=['qk and qr', 'patches', 'qr', 'uk and vr', 'absolute', *QUADRATIC],
 )
 def test_parts_share_their_arrays(make, terms):
     for layer in unpack(page_of(make(), images_of()))['layers']:

@@ -47,6 +47,15 @@ def content_model(sharpness=6, **kwargs):
     return model
 
 
+def gated_model(**kwargs):
+    """A model whose gates stand differently."""
+    model = content_model(position='relative_free_quadratic', gated=True, **kwargs)
+    with torch.no_grad():
+        for layer in attention_layers(model).values():
+            layer.gate.copy_(torch.linspace(-2, 2, len(layer.gate)))
+    return model
+
+
 def hard_model():
     """A model whose second layer attends to single pixels."""
     return content_model(sharpness=20)
@@ -132,10 +141,16 @@ def probs_in(content, layer, part, image=0):
         query, key = token(place + (images if shared else 1) * (name == 'encoded_products'))
         return np.einsum('iq,ihj,jk->hqk', query, arrays['matrices'], key, optimize=True)
 
-    part = layer['parts'][part]
-    scores = sum(term(name) for name in part['terms'])
-    probs = np.exp(scores - scores.max(-1, keepdims=True))
-    probs /= probs.sum(-1, keepdims=True)
+    def softmax(part):
+        scores = sum(term(name) for name in part['terms'])
+        probs = np.exp(scores - scores.max(-1, keepdims=True))
+        return probs / probs.sum(-1, keepdims=True)
+
+    parts, part = layer['parts'], layer['parts'][part]
+    if 'shares' in part:
+        share = np.array(part['shares'])[:, None, None]
+        return torch.from_numpy((1 - share) * softmax(parts['content']) + share * softmax(parts['position']))
+    probs = softmax(part)
     if 'mass' in part:
         probs = probs * part['mass'][image if len(part['mass']) > 1 else 0][..., None]
     return torch.from_numpy(probs)

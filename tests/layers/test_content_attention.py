@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.func import functional_call
 
 from attncnn_plugin.layers import ContentAttention
-from attncnn_plugin.layers.content_attention import TERMS
+from attncnn_plugin.layers.content_scores import TERMS
 
 SUBSETS = [c for n in range(1, 5) for c in itertools.combinations(TERMS, n)]
 

@@ -69,6 +69,13 @@ def test_named_architectures():
         (dict(kind='generalized', spread_std=float('nan')), 'spread_std=nan must be a standard deviation'),
         (dict(kind='learned', position_dim=7), 'position_dim=7 must be even'),
         (dict(kind='learned', qk_dim=4), "'qk_dim': 4} are for content=True"),
+        (dict(kind='learned', gated=True, spread_std=0.1), "'gated': True, 'spread_std': 0.1} are for content=True"),
+        (
+            dict(kind='learned', position='relative_quadratic'),
+            "position='relative_quadratic' is not for attention with",
+        ),
+        (dict(kind='learned_content', gated=True, terms=('qk', 'qr')), 'cannot be gated'),
+        (dict(kind='learned_content', center_std=1.0), r"{'center_std': 1\.0} are of quadratic positions"),
         (dict(kind='learned_content', qk_dim=0), 'qk_dim=0 must be at least 1'),
         (dict(kind='learned_content', position_dim=8), 'position_dim=8 must be qk_dim=16'),
         (dict(kind='learned_content', position='absolute_learned', position_dim=8), 'position_dim=8 is the length'),
@@ -145,17 +152,16 @@ def test_weight_decay_of_the_configs():
     assert all(value == 1e-4 for n, value in decay.items() if n not in left_off)
 
 
-OPTIONS = {
-    'quadratic': dict(head_dim=5, center_std=1.5, spread_std=0.1, reduction=4),
-    'learned': dict(position_dim=12, share_position=True, head_dim=5),
-    'learned_content': dict(qk_dim=8, qk_bias=False, head_dim=5, share_position=True),
-}
-
-
 @pytest.mark.parametrize(
     'kind, options',
-    [*((kind, {}) for kind in KINDS), *OPTIONS.items()],
-    ids=[*KINDS, *(f'{kind}, options' for kind in OPTIONS)],
+    [
+        *((kind, {}) for kind in KINDS),
+        ('quadratic', dict(head_dim=5, center_std=1.5, spread_std=0.1, reduction=4)),
+        ('learned', dict(position_dim=12, share_position=True, head_dim=5)),
+        ('learned_content', dict(qk_dim=8, qk_bias=False, head_dim=5, share_position=True)),
+        ('learned_content', dict(position='relative_generalized', gated=True, center_std=1.0)),
+    ],
+    ids=str,
 )
 def test_weights_go_both_ways_between_the_frameworks(kind, options):
     theirs = build_classifier(
@@ -188,6 +194,8 @@ def test_weights_go_both_ways_between_the_frameworks(kind, options):
         ('absolute_learned', None),
         ('absolute_sinusoidal', ['qk', 'uk']),
         ('relative_sinusoidal', ['qk', 'qr', 'uk', 'vr']),
+        ('relative_quadratic', None),
+        ('relative_generalized', ['uk', 'vr']),
     ],
 )
 def test_positions_of_content(position, terms):

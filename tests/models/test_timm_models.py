@@ -213,6 +213,28 @@ def test_compiled_is_eager(name, backend):
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours, eager))
 
 
+OPTIONS = [
+    dict(position='relative_generalized', qk_dim=6),
+    dict(position='relative_free_quadratic', gated=True, head_dim=5),
+]
+
+
+@pytest.mark.parametrize('options', OPTIONS, ids=str)
+def test_options_compiled_and_exported(options):
+    model = small_timm('sa_learned_content_cifar', depth=1, **options)
+    x = torch.randn(2, 3, 8, 12)
+    expected, output = model(x), torch.compile(model, fullgraph=True, backend='aot_eager')(x)
+    assert torch.allclose(output, expected, atol=1e-5)
+    ours = torch.autograd.grad(output.sin().sum(), list(model.parameters()))
+    eager = torch.autograd.grad(expected.sin().sum(), list(model.parameters()))
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours, eager))
+    model.eval()
+    batch, rows, columns = (torch.export.Dim(n, min=1 if n == 'batch' else 2, max=16) for n in ('batch', 'r', 'c'))
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: batch, 2: 2 * rows, 3: 2 * columns},))
+    x = torch.randn(5, 3, 10, 6)
+    assert torch.allclose(program.module()(x), model(x), atol=1e-5)
+
+
 @pytest.mark.parametrize('name', TIMM_KINDS)
 def test_exported_is_eager(name):
     model = small_timm(name).eval()

@@ -191,7 +191,9 @@ def test_probabilities_are_ordered_by_locality_and_zoomed():
 
 
 def test_a_head_that_looks_beyond_the_zoomed_window_has_a_white_map():
-    maps = maps_of(model_with_head((0.0, 6.0), sqrt_precision=2.0), (16, 16))
+    model = model_with_head((0.0, 6.0), sqrt_precision=2.0)
+    model.blocks[0].attn.encoding.center.data[1:] /= 4  # near
+    maps = maps_of(model, (16, 16))
     (far,) = [axes for axes in plot_attention_probs(maps).axes[:3] if axes.get_title().startswith('head 0')]
     assert far.get_title() == f'head 0: {maps["blocks.0.attn"][0].max():.2f}' > 'head 0: 0.5'
     assert far.get_images()[0].get_array().max() < 1e-6

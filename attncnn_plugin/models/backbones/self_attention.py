@@ -242,10 +242,13 @@ class SALearned(SelfAttentionBackbone):
             Defaults to 32.
         content (bool): Whether scores depend on content too. Defaults to False.
         terms (Sequence[str], optional): With ``content``, the terms of the score, from 'qk', 'qr', 'uk' and 'vr',
-            see :class:`~attncnn_plugin.layers.ContentAttention`. Defaults to None, means ``('qk', 'qr')`` for a
-            relative and ``('qk', )`` for an absolute encoding.
+            see :class:`~attncnn_plugin.layers.ContentAttention`. Defaults to None, means ``('qk', 'qr')``; for a
+            quadratic encoding and with a gate ``('qk', 'vr')``, for an absolute encoding ``('qk', )``.
         position (str): ``'relative_learned'`` or ``'relative_sinusoidal'``; with ``content`` also
+            ``'relative_quadratic'``, ``'relative_generalized'`` or ``'relative_free_quadratic'``, and
             ``'absolute_learned'`` or ``'absolute_sinusoidal'``. Defaults to ``'relative_learned'``.
+        gated (bool): With ``content``, whether a gate of each head mixes the attention by content and that by position,
+            as in ConViT, in place of adding scores. Defaults to False.
         position_dim (int, optional): The length of the vector of a shift, half of it for its row and half for its
             column. Defaults to None, means twice ``embed_dims``, and the length of a query where queries are multiplied
             by it ('qr'), as in the released code.
@@ -254,6 +257,7 @@ class SALearned(SelfAttentionBackbone):
         qk_dim (int, optional): With ``content``, the channels of a head's queries and keys. Defaults to None, means
             ``embed_dims``.
         qk_bias (bool, optional): With ``content``, whether queries and keys have biases. Defaults to None, means True.
+        center_std, spread_std (float, optional): With ``content`` and a quadratic encoding, see :class:`SAQuadratic`.
         in_channels, head_dim, …: The other arguments are those of :class:`SAQuadratic`.
     """
 
@@ -264,10 +268,13 @@ class SALearned(SelfAttentionBackbone):
         content=False,
         terms: Optional[Sequence[str]] = None,
         position='relative_learned',
+        gated=False,
         position_dim=None,
         share_position=False,
         qk_dim=None,
         qk_bias=None,
+        center_std=None,
+        spread_std=None,
         in_channels=3,
         head_dim=None,
         reduction=2,
@@ -281,7 +288,14 @@ class SALearned(SelfAttentionBackbone):
         with_cp=False,
         init_cfg=None,
     ):
-        of_content = dict(terms=terms, qk_dim=qk_dim, qk_bias=qk_bias)
+        of_content = dict(
+            terms=terms,
+            gated=gated or None,
+            qk_dim=qk_dim,
+            qk_bias=qk_bias,
+            center_std=center_std,
+            spread_std=spread_std,
+        )
         of_content = {name: value for name, value in of_content.items() if value is not None}
         if of_content and not content:
             raise ValueError(f'{of_content} are for content=True')

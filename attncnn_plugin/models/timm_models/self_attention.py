@@ -166,8 +166,8 @@ def sa_learned_content_cifar(
 
     Args:
         img_size (int | tuple[int, int]): Height and width of the largest image. Defaults to 32.
-        terms, position, position_dim, qk_dim, qk_bias, head_dim: Of the scores and values, see
-            :class:`~attncnn_plugin.layers.ContentAttention`. Default to q·k + q·r_δ of the paper.
+        terms, position, gated, position_dim, qk_dim, qk_bias, center_std, spread_std, head_dim: Of the scores and
+            values, see :class:`~attncnn_plugin.layers.ContentAttention`. Default to q·k + q·r_δ of the paper.
         share_position (bool): Whether all blocks have the same position tables. Defaults to False.
     """
     max_size = token_grid(img_size, kwargs.get('reduction', 2))
@@ -177,6 +177,7 @@ def sa_learned_content_cifar(
 # Arguments of the layers; the others are those of the model.
 LAYER_ARGS = (
     'center_std',
+    'gated',
     'head_dim',
     'max_size',
     'position',
