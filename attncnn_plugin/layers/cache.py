@@ -25,13 +25,13 @@ class GridCache:
 
         Args:
             module (nn.Module): The module whose parameters the function uses.
-            function (Callable): A function of the key, by its name.
+            function (Callable): A method or a part of the module, or another function of the key, known by its name.
             key (Hashable): The size of the grid, and whatever else the result depends on.
         """
         parameters: List[Tensor] = list(module.parameters())
         if torch.compiler.is_compiling() or torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
             return function(*key)
-        name = function.__name__, *key
+        name = getattr(function, '__name__', type(function).__name__), *key  # a module has no name of its own
         known = self._results.get(name)
         if known is None or not known[0].matches(parameters):
             with torch.inference_mode(False), torch.no_grad():  # a result for calls outside of inference mode too

@@ -381,9 +381,8 @@ def check_terms(terms: Optional[Sequence[str]], position: str, gated: bool = Fal
     terms = tuple(term for term in TERMS if term in terms)
     if position in ENCODINGS and ('qr' in terms or 'vr' not in terms):
         raise ValueError(
-            f"terms={terms} must have 'vr' and not 'qr' for position={position!r}: its r_δ is fixed and has no more "
-            'entries than are needed for v·r_δ, and q·r_δ would be a quadratic function of δ that content can turn '
-            'from a peak to a pit'
+            f"terms={terms} must have 'vr' and not 'qr' for position={position!r}: v·r_δ are its Gaussian heads, and "
+            'in q·r_δ content would choose the sign of ‖δ‖² too'
         )
     if terms == ('vr',) and position == 'relative_generalized':
         raise ValueError(

@@ -106,8 +106,8 @@ class RelativeTables(ResizableTables):
         height, width = size
         return at_shifts(rows, height), at_shifts(columns, width)
 
-    def structure_in(self, state_dict: StateDict, prefix: str) -> Shapes:
-        for name, own in self.structure:
+    def shapes_in(self, state_dict: StateDict, prefix: str) -> Shapes:
+        for name, own in self.shapes:
             loaded = state_dict.get(prefix + name)
             if loaded is not None and loaded.ndim == 2 and loaded.shape[1] != own[1]:
                 raise StructureError(
@@ -116,7 +116,7 @@ class RelativeTables(ResizableTables):
                     f'position_dim={2 * loaded.shape[1]}. If it is of a version of this package that added the two, '
                     'r_δ = the sum R[δ1] + C[δ2], it is another function: train it again'
                 )
-        return super().structure_in(state_dict, prefix)
+        return super().shapes_in(state_dict, prefix)
 
     def resizes(self, table: Tensor) -> bool:
         """Whether a loaded table has vectors of the same length, for an odd number of shifts."""
