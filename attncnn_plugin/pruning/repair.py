@@ -6,13 +6,18 @@ the loss in their code, which has no bound and is largest for heads that are not
 
 import copy
 import math
-from typing import Optional, Sequence
+from typing import Any, Optional, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..layers.attention_layer import AttentionLayer
-from ..layers.encodings import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding
+from ..layers.encodings import (
+    FreeQuadraticEncoding,
+    GeneralizedQuadraticEncoding,
+    LearnedEncoding,
+    QuadraticEncoding,
+)
 from ..layers.grid_attention import GridAttention
 from .criteria import determinant, gaussian_factor
 
@@ -69,15 +74,17 @@ def singular_penalty(layer: AttentionLayer, max_condition: float = 100.0, min_ei
 def reset_heads(layer: AttentionLayer, heads: Sequence[int], generator: Optional[torch.Generator] = None) -> None:
     """Draws some heads anew, as when the layer was built: centre and width, or v for the learned encoding, and values.
 
-    The values are the head's slice of the value matrix, which learned to go with the old map. The released code of C20
-    (``reset_heads``) means to redraw the same, but writes centres and values into copies, which changes nothing, and
-    redraws the widths of all heads; no run of the paper has it.
+    The values are the head's slice of the value matrices, which learned to go with the old map; with scores of content,
+    its queries and keys are drawn too. The released code of C20 (``reset_heads``) means to redraw centres, widths and
+    values, but writes centres and values into copies, which changes nothing, and redraws the widths of all heads; no
+    run of the paper has it.
 
     In place, and nothing else changes: not the other heads, not the bias, not an optimizer's momentum. The numbers are
     drawn on the CPU: equal generators give equal heads on every rank and device.
 
     Args:
-        layer (AttentionLayer): ``QuadraticAttention``, ``GeneralizedQuadraticAttention`` or ``LearnedAttention``.
+        layer (AttentionLayer): ``QuadraticAttention``, ``GeneralizedQuadraticAttention`` or ``LearnedAttention``, or
+            ``ContentAttention`` with quadratic positions.
         heads (Sequence[int]): The heads, from 0 to N_h − 1.
         generator (torch.Generator, optional): Of the CPU; one number is drawn from it. Defaults to PyTorch's own.
 
@@ -94,7 +101,7 @@ def reset_heads(layer: AttentionLayer, heads: Sequence[int], generator: Optional
         [0.0, 1.0]
     """
     encoding = getattr(layer, 'encoding', None)
-    encodings = (QuadraticEncoding, GeneralizedQuadraticEncoding, LearnedEncoding)
+    encodings = (QuadraticEncoding, GeneralizedQuadraticEncoding, FreeQuadraticEncoding, LearnedEncoding)
     if not isinstance(layer, GridAttention) or not isinstance(encoding, encodings):
         raise TypeError(
             f'layer is a {type(layer).__name__}, but only heads with a quadratic, a generalized quadratic '
@@ -104,12 +111,12 @@ def reset_heads(layer: AttentionLayer, heads: Sequence[int], generator: Optional
     if any(type(head) is not int or not 0 <= head < layer.num_heads for head in heads):
         raise ValueError(f'heads={heads} must be heads from 0 to {layer.num_heads - 1}')
     seed = int(torch.randint(2**63 - 1, (), generator=generator))
-    new_encoding, new_value = copy.deepcopy(encoding).cpu(), copy.deepcopy(layer.value).cpu()
+    fresh, entries = copy.deepcopy(layer).cpu(), layer.head_entries(heads)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the devices
-        new_encoding.reset_parameters()
-        new_value.reset_parameters()
-    fresh = nn.ModuleDict({'encoding': new_encoding, 'value': new_value})
-    for name, (dim, index) in layer.head_entries(heads).items():
+        for owner in dict.fromkeys(name.rpartition('.')[0] for name in entries):
+            reset: Any = fresh.get_submodule(owner)
+            reset.reset_parameters()
+    for name, (dim, index) in entries.items():
         own, new = layer.get_parameter(name), fresh.get_parameter(name)
         own.index_copy_(dim, index, new.index_select(dim, index.cpu()).to(own.device))

@@ -10,7 +10,7 @@ from torch import nn
 
 from attncnn_plugin.convert import mhsa_to_conv
 from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
-from attncnn_plugin.pruning import fold_into_bias, head_means, merge_duplicate
+from attncnn_plugin.pruning import fold_into_bias, head_means, merge_duplicate, reset_heads
 
 LAYERS = {
     'quadratic': QuadraticAttention,
@@ -164,3 +164,19 @@ def test_network_for_inference():
     fresh.load_state_dict(model.state_dict())
     with torch.no_grad():
         assert torch.equal(fresh(x), model(x))
+
+
+@pytest.mark.parametrize('position', [None, 'relative_generalized', 'relative_free_quadratic'])
+def test_reset_heads(position):
+    """All of a head is drawn anew, and nothing of the others."""
+    layer = QuadraticAttention(8, 3, head_dim=2)
+    if position is not None:
+        layer = ContentAttention(8, 3, position=position, gated=True, terms=('qk', 'uk', 'vr'), head_dim=2)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(7)
+    reset_heads(layer, [1])
+    for name, (dim, entries) in layer.head_parameters().items():
+        heads = layer.get_parameter(name).unflatten(dim, (3, entries)).movedim(dim, 0)
+        assert (heads[[0, 2]] == 7).all() and (heads[1] != 7).all(), name
+    assert (layer.value.bias == 7).all()
