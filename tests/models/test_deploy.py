@@ -164,7 +164,7 @@ def test_hard_heads_become_a_convolution(dtype, tolerance):
     fresh = small_timm('sa_quadratic_cifar').to(dtype).eval()
     fresh.load_state_dict(other.state_dict())
     assert torch.equal(fresh(x), other(x))
-    with pytest.raises(ValueError, match='block 1, whose attention was replaced by a convolution'):
+    with pytest.raises(ValueError, match='block 1, which has a convolution in the place of attention'):
         other.prune_heads({1: [0]})
 
 

@@ -167,6 +167,28 @@ def test_sizes_of_narrow_heads():
         assert counter.get_total_flops() / 2e9 == pytest.approx(multiply_adds, abs=0.1)
 
 
+@pytest.mark.parametrize('kind', ['full', 'wider', 'embedded'])
+def test_heads_are_removed(kind):
+    """As if their output weights were 0; a network as it was built loads what is left."""
+    model = trained_like(network(kind)).eval()
+    x = torch.randn(2, 3, 16, 12)
+    with torch.no_grad():
+        kept = model.blocks[1].attn.out.weight.clone()
+        parts = model.blocks[1].attn.out.weight.split(model.blocks[1].attn.head_dims, dim=1)
+        parts[0].zero_(), parts[4].zero_()
+        expected = model(x)
+        model.blocks[1].attn.out.weight.copy_(kept)
+    model.prune_heads({1: [0, 4]})
+    assert relative_error(model(x), expected) < 1e-5
+    loaded = network(kind).eval()
+    loaded.load_state_dict(model.state_dict())
+    assert torch.equal(loaded(x), model(x)) and loaded.blocks[0].attn.num_heads == loaded.blocks[1].attn.num_heads + 2
+    model.switch_to_deploy()
+    assert relative_error(model(x), expected) < 1e-4
+    with pytest.raises(ValueError, match='names block 0, which has a convolution in the place of attention'):
+        network(kind, 'conv').prune_heads({0: [1]})
+
+
 @pytest.mark.parametrize('kind', KINDS)
 def test_deployed(kind):
     """Heads narrower than half a token stay, for merged ones would cost more; biases are computed once for a size."""

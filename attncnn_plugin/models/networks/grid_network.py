@@ -1,10 +1,12 @@
 """The base of all networks: a stem, blocks over a grid of tokens, and a norm."""
 
-from typing import List, Optional, Sequence, Tuple, Union
+from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
+
+from ...layers.prunable_heads import PrunableHeads, Replacement
 
 
 class GridNetwork(nn.Module):
@@ -65,6 +67,37 @@ class GridNetwork(nn.Module):
                 feature = self.norm(x) if norm else x
                 intermediates.append(feature.permute(0, 3, 1, 2) if output_fmt == 'NCHW' else feature)
         return intermediates if intermediates_only else (self.norm(x), intermediates)
+
+    def prune_heads(
+        self,
+        heads: Dict[int, Sequence[int]],
+        allow_empty: bool = False,
+    ) -> Dict[nn.Parameter, Replacement]:
+        """Removes heads of some blocks, see :meth:`~attncnn_plugin.layers.prunable_heads.PrunableHeads.prune_heads`.
+
+        Args:
+            heads (dict[int, Sequence[int]]): The heads to remove of each block, counted among those it has now.
+            allow_empty (bool): Whether a block may lose all heads, which leaves its attention the bias. Defaults to
+                False.
+
+        Returns:
+            dict[Parameter, Replacement]: What took the place of each old parameter.
+
+        Raises:
+            ValueError: A block or a head that is not there, or all heads of a block; nothing is removed then.
+        """
+        for block, indices in heads.items():
+            if not isinstance(block, int) or not 0 <= block < len(self.blocks):
+                raise ValueError(f'heads={heads} names block {block!r}, but the blocks are 0 to {len(self.blocks) - 1}')
+            if not isinstance(self.blocks[block].attn, PrunableHeads):
+                raise ValueError(
+                    f'heads={heads} names block {block}, which has a convolution in the place of attention'
+                )
+            self.blocks[block].attn.check_heads(indices, allow_empty)
+        replaced = {}
+        for block, indices in heads.items():
+            replaced.update(self.blocks[block].attn.prune_heads(indices, allow_empty))
+        return replaced
 
 
 def check_drop_path_rate(rate: float) -> None:

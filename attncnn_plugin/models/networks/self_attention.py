@@ -1,6 +1,6 @@
 """The self-attention network of Cordonnier et al. 2020 (C20), behind the mmpretrain backbones and the timm models."""
 
-from typing import Callable, Dict, Optional, Sequence, Tuple, Union
+from typing import Callable, Optional, Sequence, Tuple, Union
 
 import torch
 from timm.layers import DropPath, Mlp, calculate_drop_path_rates, to_2tuple
@@ -11,7 +11,6 @@ from ...layers.grid_attention import GridAttention
 from ...layers.grid_convolution import GridConvolution
 from ...layers.linear import LinearMap, check_plain_linear, has_hooks
 from ...layers.patches import image_to_patches
-from ...layers.prunable_heads import Replacement
 from ...layers.structure import Restructurable, StateDict, StructureError
 from .deployment import Deployment
 from .grid_network import GridNetwork, check_channels, check_drop_path_rate
@@ -411,32 +410,3 @@ class SelfAttentionNetwork(Restructurable, GridNetwork):
                 convolutions[i] = fit
         self.eval().requires_grad_(False)
         return Deployment(merged, before, sum(p.numel() for p in self.parameters()), convolutions)
-
-    def prune_heads(
-        self,
-        heads: Dict[int, Sequence[int]],
-        allow_empty: bool = False,
-    ) -> Dict[nn.Parameter, Replacement]:
-        """Removes heads of some blocks, see :meth:`~attncnn_plugin.layers.prunable_heads.PrunableHeads.prune_heads`.
-
-        Args:
-            heads (dict[int, Sequence[int]]): The heads to remove of each block, counted among those it has now.
-            allow_empty (bool): Whether a block may lose all heads, which leaves its attention the bias. Defaults to
-                False.
-
-        Returns:
-            dict[Parameter, Replacement]: What took the place of each old parameter.
-
-        Raises:
-            ValueError: A block or a head that is not there, or all heads of a block; nothing is removed then.
-        """
-        for block, indices in heads.items():
-            if not isinstance(block, int) or not 0 <= block < len(self.blocks):
-                raise ValueError(f'heads={heads} names block {block!r}, but the blocks are 0 to {len(self.blocks) - 1}')
-            if isinstance(self.blocks[block].attn, GridConvolution):
-                raise ValueError(f'heads={heads} names block {block}, whose attention was replaced by a convolution')
-            self.blocks[block].attn.check_heads(indices, allow_empty)
-        replaced = {}
-        for block, indices in heads.items():
-            replaced.update(self.blocks[block].attn.prune_heads(indices, allow_empty))
-        return replaced
