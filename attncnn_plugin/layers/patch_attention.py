@@ -154,8 +154,7 @@ class PatchAttention(PositionBiasedAttention):
     @property
     def merges_for_inference(self) -> bool:
         """Whether merged heads take fewer multiply-adds a token: not so for narrow ones."""
-        separate = 2 * self.num_heads * self.dim * self.qk_dim + sum(self.head_dims) * (self.dim + self.out_dim)
-        return self.num_heads * self.dim * (self.dim + self.out_dim) < separate
+        return self._saved_by_merging > 0
 
     def content_scores(self, x: Tensor) -> Tensor:
         tokens = x.flatten(1, 2)
@@ -221,13 +220,17 @@ class PatchAttention(PositionBiasedAttention):
     def _merges(self, tokens: int) -> bool:
         """Whether the products of the matrices cost less than they save in a pass over T tokens.
 
-        W^Q W^Kᵀ costs N_h·D²·D_k multiply-adds and leaves one map of N_h·D² of the two of N_h·D·D_k. W^V W^O costs
-        D·D_out·Σ D_h and leaves one of N_h·D·D_out of the two of D·Σ D_h and D_out·Σ D_h.
+        W^Q W^Kᵀ costs N_h·D²·D_k multiply-adds, W^V W^O costs D·D_out·Σ D_h.
         """
-        square, values = self.num_heads * self.dim**2, sum(self.head_dims)
-        separate = 2 * self.num_heads * self.dim * self.qk_dim + values * (self.dim + self.out_dim)
-        # P X for values of D channels in the place of D_h costs nothing here, for it depends on the grid.
-        merged = square + self.num_heads * self.dim * self.out_dim
         layers = (self.query, self.key, self.value, self.out)
-        cost = square * self.qk_dim + values * self.dim * self.out_dim
-        return product_is_cheaper(layers, tokens, separate - merged, cost)
+        cost = self.num_heads * self.dim**2 * self.qk_dim + sum(self.head_dims) * self.dim * self.out_dim
+        return product_is_cheaper(layers, tokens, self._saved_by_merging, cost)
+
+    @property
+    def _saved_by_merging(self) -> int:
+        """Multiply-adds that merged maps save a token; those of the probabilities, which depend on the grid, aside.
+
+        One map of N_h·D² takes the place of two of N_h·D·D_k, one of N_h·D·D_out that of D·Σ D_h and D_out·Σ D_h.
+        """
+        separate = 2 * self.num_heads * self.dim * self.qk_dim + sum(self.head_dims) * (self.dim + self.out_dim)
+        return separate - self.num_heads * self.dim * (self.dim + self.out_dim)
