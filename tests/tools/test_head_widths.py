@@ -36,6 +36,6 @@ def test_runs_and_table(images, tmp_path, monkeypatch, capsys):
     assert all(f'| {kind} | ' in table for kind in kinds)
 
     monkeypatch.setattr(head_widths, 'fit', None)  # not to be called
-    monkeypatch.setattr(head_widths, 'step_seconds', lambda kinds, *_: dict.fromkeys(kinds, 1.0))
+    monkeypatch.setattr(head_widths, 'step_seconds', None)
     head_widths.main()
     assert capsys.readouterr().out.strip() == table.strip().split('}\n')[-1].strip()

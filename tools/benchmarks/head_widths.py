@@ -3,7 +3,8 @@
 
 Images lie in DATA/train/CLASS/* and DATA/test/CLASS/*. Every kind of attention begins with the same convolutions, and
 trains for as many epochs as full heads, and for as many as take the time that full heads take. Results go to one JSON
-file a run in OUT; runs that are there are not repeated, so that the script can be stopped and called again.
+file a run in OUT; runs that are there are not repeated, so that the script can be stopped and called again. The time of
+a step is measured once, when OUT is new: begin on a quiet machine.
 
     python tools/benchmarks/head_widths.py DATA OUT            # all that is missing, then the table
     python tools/benchmarks/head_widths.py DATA OUT --table    # the table of what is there
@@ -40,6 +41,7 @@ KINDS: Dict[str, dict] = {
     'narrow, factors of equal norm': dict(head_dim='exact', qk_dim=16, balanced=True),
 }
 SMALL = dict(img_size=32, patch_size=4, depth=4, num_classes=10)
+EQUAL = ('epochs', 'time')
 BATCH_SIZE, WARM_UP = 100, 2
 FIRST_RATE, SECOND_RATE, WEIGHT_DECAY = 2e-3, 5e-4, 0.05
 
@@ -53,6 +55,7 @@ def main() -> None:
     parser.add_argument('--epochs', type=int, nargs=2, default=(15, 10), help='of the two phases; default 15 10')
     parser.add_argument('--seeds', type=int, nargs='+', default=(0, 1, 2))
     parser.add_argument('--kinds', nargs='+', default=list(KINDS), choices=list(KINDS), metavar='KIND')
+    parser.add_argument('--equal', nargs='+', default=EQUAL, choices=EQUAL, help='default both')
     parser.add_argument('--threads', type=int, default=2)
     parser.add_argument('--table', action='store_true', help='print the table of the runs that are there')
     args = parser.parse_args()
@@ -78,9 +81,14 @@ def train_all(args: argparse.Namespace) -> None:
             model = timm.create_model('cmhsa3_patch16_224', phase='conv', **SMALL)
             fit(model, images, first, FIRST_RATE, seed)
             save(start, lambda path, model=model: torch.save(model.state_dict(), path))
-        seconds = step_seconds(args.kinds, start, images)
+        measured = args.out / 'step_seconds.json'
+        if not measured.exists():
+            seconds = step_seconds(start, images)
+            save(measured, lambda path, seconds=seconds: path.write_text(json.dumps(seconds)))
+        seconds = json.loads(measured.read_text())
         for kind in args.kinds:
-            for equal, epochs in (('epochs', second), ('time', round(second * seconds[FULL] / seconds[kind]))):
+            for equal in args.equal:
+                epochs = second if equal == 'epochs' else round(second * seconds[FULL] / seconds[kind])
                 result = args.out / f'{kind}-{equal}-{seed}.json'.replace(' ', '_')
                 if result.exists() or equal == 'time' and epochs == second:
                     continue
@@ -173,12 +181,12 @@ def accuracy(model: nn.Module, test: Tuple[Tensor, Tensor]) -> float:
     return 100 * float(torch.stack(right).sum()) / len(test[1])
 
 
-def step_seconds(kinds: List[str], start: Path, images: Tuple[Tensor, Tensor]) -> Dict[str, float]:
-    """Time of a training step of each kind, in turns; the median of seven."""
+def step_seconds(start: Path, images: Tuple[Tensor, Tensor]) -> Dict[str, float]:
+    """Time of a training step of each kind, in turns; the median of fifteen."""
     x, y = images[0][:BATCH_SIZE], images[1][:BATCH_SIZE]
-    models = {kind: begin(kind, start, 0).train() for kind in dict.fromkeys([*kinds, FULL])}
+    models = {kind: begin(kind, start, 0).train() for kind in KINDS}
     seconds: Dict[str, List[float]] = {kind: [] for kind in models}
-    for _ in range(8):
+    for _ in range(16):
         for kind, model in models.items():
             begun = time.perf_counter()
             F.cross_entropy(model(x), y).backward()
@@ -195,7 +203,7 @@ def save(path: Path, write: Callable[[Path], object]) -> None:
 
 def table(out: Path) -> str:
     """Means and ranges over the seeds, in Markdown."""
-    runs = [json.loads(path.read_text()) for path in sorted(out.glob('*.json'))]
+    runs = [json.loads(path.read_text()) for equal in EQUAL for path in sorted(out.glob(f'*-{equal}-*.json'))]
     columns = 'heads | parameters | time of a step | at equal epochs | at equal time | seeds'
     lines = [f'| {columns} |', '| --- ' * 6 + '|']
     for kind in KINDS:
@@ -203,7 +211,7 @@ def table(out: Path) -> str:
         if not of_kind:
             continue
         cells = [kind, f'{of_kind[0]["parameters"]:,}', f'{np.mean([run["step"] for run in of_kind]):.2f}']
-        for equal in ('epochs', 'time'):
+        for equal in EQUAL:
             chosen = {run['seed']: run for run in of_kind if run['equal'] == 'epochs'}  # and as many take the time
             chosen.update({run['seed']: run for run in of_kind if run['equal'] == equal})
             last, epochs = zip(*[(run['top1'], run['epochs']) for run in chosen.values()])
