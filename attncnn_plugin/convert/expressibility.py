@@ -256,7 +256,9 @@ def _choose(window: Window, size: Tuple[int, int], queries: str) -> Tensor:
         least = window.kernel_size
         chosen = interior_queries(window, size).nonzero()[:, 0]
     else:
-        least = tuple(after + 1 for _, after in window.padding)  # or a shift leaves the grid from every query
+        least = tuple(
+            window.padding_of(axis, n)[1] + 1 for axis, n in enumerate(size)
+        )  # or a shift leaves the grid from every query
         chosen = torch.arange(size[0] * size[1])
     if any(n < m for n, m in zip(size, least)):
         raise ValueError(

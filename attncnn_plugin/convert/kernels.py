@@ -28,6 +28,36 @@ def kernel_matrix(conv: Convolution) -> Tensor:
     return block_diagonal(conv.weight.detach().flatten(2), conv.groups)
 
 
+def spectral_norms(conv: Convolution) -> Tensor:
+    """‖W_δ‖₂ of each kernel position, the largest of its groups, ``(K,)``, float64.
+
+    Examples:
+        >>> conv = nn.Conv2d(2, 2, 1, groups=2)
+        >>> torch.allclose(spectral_norms(conv), conv.weight.abs().max().double())
+        True
+    """
+    blocks = conv.weight.detach().double().flatten(2).unflatten(0, (conv.groups, -1))  # (group, out, in, K)
+    return torch.linalg.matrix_norm(blocks, ord=2, dim=(1, 2)).amax(0)
+
+
+def group_blocks(matrices: Tensor, groups: int) -> Tensor:
+    """The blocks of a convolution's groups, without the zeros between them: the inverse of :func:`block_diagonal`.
+
+    Args:
+        matrices (Tensor): ``(N, C_out, C_in)``.
+        groups (int): Number of groups.
+
+    Returns:
+        Tensor: ``(C_out, C_in/groups, N)``.
+
+    Examples:
+        >>> group_blocks(torch.eye(2)[None], groups=2).flatten()
+        tensor([1., 1.])
+    """
+    blocks = matrices.unflatten(1, (groups, -1)).unflatten(3, (groups, -1))  # (N, group, out, group, in)
+    return blocks.diagonal(dim1=1, dim2=3).permute(3, 1, 2, 0).flatten(0, 1)
+
+
 def block_diagonal(slices: Tensor, groups: int) -> Tensor:
     """Slices of a kernel with groups, ``(C_out, C_in/groups, N)``, as slices of one without, ``(N, C_out, C_in)``.
 

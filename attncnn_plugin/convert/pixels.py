@@ -2,17 +2,19 @@
 
 import math
 from numbers import Integral, Real
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Optional, Sequence, Tuple, Union
 
 import torch
 
-from ..layers.image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
-from ..layers.window import Window
-from .fewer_heads import best_probs, best_weight, log_scores, relative_error, truncation_errors
-from .kernels import Convolution, block_diagonal, flat_kernel, kernel_matrix
+from ..layers.content_image_attention import POSITIONS
+from ..layers.image_attention import ImageAttention
+from .content_heads import content_heads
+from .kernels import Convolution
+from .position_heads import gaussian_heads, table_heads
 from .report import ConversionReport
-from .soft_shifts import differences_from_shifts, relative_difference
+from .timm_convolutions import plain_convolution, window_of
 
+CONTENTS = (None, 'additive', 'gated')
 # e^−800 is 0 in float64 and float32 alike, so that a head sees one pixel and nothing of its neighbours.
 HARD_ALPHA = 800.0
 # A wider head sees more of every other pixel than a shift can, and a larger α than HARD_ALPHA changes nothing.
@@ -21,7 +23,14 @@ ALPHA_RANGE = (0.1, 1e6)
 
 @torch.no_grad()
 def conv_to_mhsa(
-    conv: Convolution, num_heads: Optional[int] = None, alpha: Optional[float] = None
+    conv: Convolution,
+    num_heads: Optional[int] = None,
+    alpha: Optional[float] = None,
+    content: Optional[str] = None,
+    position: Optional[str] = None,
+    window_size: Union[int, Sequence[int], None] = None,
+    qk_dim: Optional[int] = None,
+    generator: Optional[torch.Generator] = None,
 ) -> Tuple[ImageAttention, ConversionReport]:
     """Turns a convolution into multi-head self-attention with its inputs, its outputs and its values.
 
@@ -31,25 +40,44 @@ def conv_to_mhsa(
     found, see :func:`~attncnn_plugin.convert.fewer_heads.best_probs`. The image is padded first, as C20 advises, in the
     way of the convolution.
 
-    With the default ``alpha`` the gradients of centres and widths are exactly 0: such heads stay where they are. For
-    attention that goes on learning, give a smaller one. Its heads see a little of their neighbours, which the report
-    states.
+    With ``content`` the probabilities depend on the image too, see
+    :class:`~attncnn_plugin.layers.ContentImageAttention`; W^Q starts at 0, so that the attention begins as the
+    convolution all the same (Li et al. 2021).
+
+    With the default ``alpha`` the gradients of centres, widths and scores by content are exactly 0: such heads stay
+    where they are. For attention that goes on learning, give a smaller one, about 6. Its heads see a little of their
+    neighbours, which the report states.
 
     Args:
-        conv (nn.Conv1d | nn.Conv2d | nn.Conv3d): A convolution with any options. Its device, dtype and mode are those
-            of the result; float16 and bfloat16 layers compute their scores in float32.
+        conv (nn.Conv1d | nn.Conv2d | nn.Conv3d): A convolution with any options, or one of timm's with ``'SAME'``
+            padding or weight standardization. Its device, dtype, mode and ``requires_grad`` are those of the result;
+            float16 and bfloat16 layers compute their scores in float32.
         num_heads (int, optional): Number of heads. Defaults to one for each kernel position.
         alpha (float, optional): Width α of the heads (C20, eq. 9), from 0.1 to 1e6, with one for each kernel position.
             Defaults to 800, no error at all; 46 is below the rounding error of float64 (C20's remark on Lemma 2).
+        content (str, optional): How scores by content come in: ``'additive'``, softmax(q·k/√D_k + b_δ), or ``'gated'``,
+            (1 − σ(λ))·softmax(q·k/√D_k) + σ(λ)·softmax(b_δ) as in ConViT. λ starts at 40, no content at all, with the
+            default ``alpha``, and at 4, 2% of the probabilities, with another. Defaults to None, positions alone.
+        position (str, optional): ``'gaussian'``, heads −α‖δ − Δ‖², or ``'table'``, a score for each shift of the
+            kernel, with content of the neighbourhood. Defaults to ``'gaussian'`` with a head for each kernel position,
+            and to ``'table'`` with fewer.
+        window_size (int | Sequence[int], optional): With content, the size of the neighbourhood of a query that its
+            keys are in, odd, for all axes or for each: time and memory then grow linearly with the number of pixels.
+            Defaults to None, the whole image, and for a table to the least that holds the kernel.
+        qk_dim (int, optional): With content, channels D_k of a head's queries and keys. Defaults to the channels
+            divided by the heads, at least 8.
+        generator (torch.Generator, optional): With content, for the random W^K, on the CPU. Defaults to PyTorch's own.
 
     Returns:
         tuple[ImageAttention, ConversionReport]: The attention, and how near it comes to the convolution.
 
     Raises:
-        TypeError: ``conv`` is not one of the three, has no weights yet, or not real ones; ``num_heads`` is no integer,
-            or ``alpha`` no number.
+        TypeError: ``conv`` is not one of these, has no weights yet, or not real ones; ``num_heads`` is no integer, or
+            ``alpha`` no number.
         ValueError: ``num_heads`` is not from 1 to the number of kernel positions; ``alpha`` is not from 0.1 to 1e6, or
-            given for fewer heads than kernel positions; a weight is not finite.
+            given for fewer heads than kernel positions; a weight is not finite; an unknown ``content`` or ``position``;
+            Gaussian heads, but fewer than kernel positions; a ``window_size`` that is not odd or does not hold the
+            kernel; an argument of content without it.
 
     Examples:
         >>> conv = torch.nn.Conv2d(3, 8, kernel_size=3, padding=1)
@@ -66,13 +94,18 @@ def conv_to_mhsa(
         >>> round(report.deviation, 4), bool(report.relative_error < 0.02)
         (0.0098, True)
 
+        >>> attention, report = conv_to_mhsa(conv, alpha=6, content='additive')
+        >>> type(attention).__name__, attention.query.weight.abs().max().item()
+        ('ContentImageAttention', 0.0)
+
         With 6 heads the error is between that of 6 and that of 5 singular values of the kernel:
 
         >>> attention, report = conv_to_mhsa(conv, num_heads=6)
         >>> report.bound - 1e-6 <= report.relative_error <= report.guarantee + 1e-6
         True
     """
-    window = Window.of(conv)
+    conv = plain_convolution(conv)
+    window = window_of(conv)
     positions = math.prod(window.kernel_size)
     if num_heads is None:
         num_heads = positions
@@ -82,18 +115,52 @@ def conv_to_mhsa(
         raise ValueError(
             f'num_heads is {num_heads}, but a kernel with {positions} positions can have from 1 to {positions} heads'
         )
-    if num_heads < positions:
-        if alpha is not None:
-            raise ValueError(
-                f'alpha={alpha} is the width of heads that each see one of {positions} positions, but with '
-                f'num_heads={num_heads} heads see several: leave out alpha or num_heads'
-            )
-        attention, report = soft_attention(conv, window, int(num_heads))
+    heads = int(num_heads)
+    if heads < positions and alpha is not None:
+        raise ValueError(
+            f'alpha={alpha} is the width of heads that each see one of {positions} positions, but with '
+            f'num_heads={heads} heads see several: leave out alpha or num_heads'
+        )
+    position = _checked_position(position, heads, positions)
+    width = HARD_ALPHA if alpha is None else _checked_alpha(alpha)
+    attention: ImageAttention
+    if content not in CONTENTS:
+        raise ValueError(f'content={content!r} is unknown: choose one of {CONTENTS}')
+    if content is not None:
+        gated, hard = content == 'gated', alpha is None
+        attention, report = content_heads(
+            conv, window, heads, width, gated, hard, position, window_size, qk_dim, generator
+        )
     else:
-        attention, report = hard_attention(conv, window, HARD_ALPHA if alpha is None else _checked_alpha(alpha))
+        _refuse_without_content(window_size=window_size, qk_dim=qk_dim, generator=generator)
+        if position == 'gaussian':
+            attention, report = gaussian_heads(conv, window, width)
+        else:
+            attention, report = table_heads(conv, window, heads, width)
     if conv.bias is not None:
         attention.value.bias.copy_(conv.bias)
-    return attention.train(conv.training), report
+    return attention.requires_grad_(conv.weight.requires_grad).train(conv.training), report
+
+
+def _checked_position(position: Optional[str], num_heads: int, positions: int) -> str:
+    if position is None:
+        return 'gaussian' if num_heads == positions else 'table'
+    if position not in POSITIONS:
+        raise ValueError(f'position={position!r} is unknown: choose one of {POSITIONS}')
+    if position == 'gaussian' and num_heads < positions:
+        raise ValueError(
+            f"position='gaussian' has a head for each of {positions} kernel positions, but num_heads={num_heads}: use "
+            "position='table'"
+        )
+    return position
+
+
+def _refuse_without_content(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}={value} is for attention by content: add content='additive' or 'gated', or leave it out"
+            )
 
 
 def _checked_alpha(alpha: float) -> float:
@@ -106,50 +173,3 @@ def _checked_alpha(alpha: float) -> float:
             'heads that learn'
         )
     return float(alpha)
-
-
-def hard_attention(conv: Convolution, window: Window, alpha: float) -> Tuple[ImageAttention, ConversionReport]:
-    """A head of width α for each kernel position; the bias is yet to be set."""
-    matrix = kernel_matrix(conv)  # (K, C_out, C_in)
-    num_heads = len(matrix)
-    attention = QuadraticImageAttention(conv.in_channels, conv.out_channels, num_heads, window, **options(conv))
-    attention.encoding.center.copy_(window.shifts())  # Δ of head h: f(h) of the theorem
-    attention.encoding.sqrt_precision.fill_(math.sqrt(2 * alpha))
-    attention.value.weight.copy_(matrix.transpose(0, 1).flatten(1))  # W^(h): the kernel's slice at f(h)
-
-    flat = flat_kernel(conv)
-    guarantee = truncation_errors(flat)[num_heads - 1].item()
-    stored = attention.encoding.sqrt_precision[0].double().square().item() / 2
-    differences, deviation = differences_from_shifts(window, stored)
-    # ‖error_q‖ ≤ Σ_h ‖P_h[q, :] − e_h‖₁ ‖W^(h)‖₂, and what other pixels get the own one lacks: ‖·‖₁ ≤ 2·deviation.
-    norms = torch.linalg.matrix_norm(matrix.double(), ord=2)
-    return attention, ConversionReport(
-        num_heads,
-        relative_difference(flat, differences),
-        0.0,
-        guarantee,
-        alpha=stored,
-        deviation=deviation,
-        output_bound=2 * deviation * norms.sum().item(),
-    )
-
-
-def soft_attention(conv: Convolution, window: Window, num_heads: int) -> Tuple[ImageAttention, ConversionReport]:
-    """Fewer heads than kernel positions, each with a distribution over them; the bias is yet to be set."""
-    matrix = flat_kernel(conv)
-    attention = WindowImageAttention(conv.in_channels, conv.out_channels, num_heads, window, **options(conv))
-    scores = log_scores(best_probs(matrix, num_heads))
-    attention.encoding.weight.copy_(scores.reshape(attention.encoding.weight.shape))
-    probs = attention.encoding().flatten(1)  # as stored, so that W makes up for their rounding
-    weight = best_weight(matrix, probs).to(matrix)
-    slices = weight.T.unflatten(0, (conv.out_channels, -1))  # (C_out, C_in/groups, N), as of a kernel with N positions
-    attention.value.weight.copy_(block_diagonal(slices, conv.groups).transpose(0, 1).flatten(1))
-    errors = truncation_errors(matrix)
-    return attention, ConversionReport(
-        num_heads, relative_error(matrix, probs, weight), errors[num_heads].item(), errors[num_heads - 1].item()
-    )
-
-
-def options(conv: Convolution) -> Dict[str, Any]:
-    """The bias, device and dtype of a convolution, as arguments of an attention layer."""
-    return {'bias': conv.bias is not None, 'device': conv.weight.device, 'dtype': conv.weight.dtype}

@@ -31,7 +31,8 @@ def targets(window: Window, size: Tuple[int, ...]) -> Tensor:
         >>> targets(window, (4,)).tolist()
         [[-1, 0, 1, 2], [0, 1, 2, 3], [1, 2, 3, -1]]
     """
-    for axis, (n, padding) in enumerate(zip(size, window.padding)):
+    paddings = [window.padding_of(axis, n) for axis, n in enumerate(size)]
+    for axis, (n, padding) in enumerate(zip(size, paddings)):
         least = {'reflect': max(padding) + 1, 'circular': max(padding)}.get(window.padding_mode, 1)
         if n < least:
             raise ValueError(
@@ -42,7 +43,7 @@ def targets(window: Window, size: Tuple[int, ...]) -> Tensor:
     pixel = torch.arange(1.0, 1 + math.prod(size), dtype=torch.float64)  # from 1: 0 is padding
     padded = window.pad(pixel.reshape(1, 1, *size))[0, 0].long() - 1
     query = torch.cartesian_prod(*queries).reshape(-1, window.ndim)
-    before = torch.tensor([before for before, _ in window.padding])
+    before = torch.tensor([before for before, _ in paddings])
     place = window.shifts()[:, None] + query + before  # q + δ in the padded image, (K, Q, ndim)
     return padded[place.unbind(-1)]
 

@@ -16,32 +16,44 @@ from .fewer_heads import reduce_columns
 NEGLIGIBLE = 40.0  # e^−40 is below the rounding error of float64
 
 
-def differences_from_shifts(window: Window, alpha: float) -> Tuple[Tensor, float]:
-    """What a head at each shift of a window gives to the pixels of an image without end, less the shift itself.
+def pixels_around(window: Window, alpha: float) -> Tensor:
+    """δ of all pixels of an image without end that heads of width α at the shifts of a window see, ``(S, ndim)``.
 
     Args:
         window (Window): The window; its shifts are the centres Δ of the heads.
-        alpha (float): α, at least 0.1: the table has √(40/α) pixels around the window.
-
-    Returns:
-        tuple[Tensor, float]: P_h − e_Δ, a row for each head, ``(K, pixels)``, and the largest share of a head that goes
-        to other pixels than its own. Both in float64, each entry to its own relative precision.
-
-    Examples:
-        >>> window = Window.of(torch.nn.Conv1d(1, 1, 1))
-        >>> differences, share = differences_from_shifts(window, alpha=46)  # C20: the largest deviation is about 1e-20
-        >>> f'{share:.2e}'  # both neighbours together
-        '2.11e-20'
+        alpha (float): α, at least 0.1: there are √(40/α) pixels around the window.
     """
     shifts = window.shifts()
     reach = math.ceil(math.sqrt(NEGLIGIBLE / alpha))
     axes = [torch.arange(low - reach, high + reach + 1) for low, high in zip(shifts[0].tolist(), shifts[-1].tolist())]
-    pixels = torch.cartesian_prod(*axes).reshape(-1, window.ndim)
-    distance = (pixels - shifts[:, None]).square().sum(-1)  # ‖δ − Δ‖², (K, pixels)
+    return torch.cartesian_prod(*axes).reshape(-1, window.ndim)
+
+
+def differences_from_shifts(shifts: Tensor, pixels: Tensor, alpha: float, share: float = 1.0) -> Tuple[Tensor, float]:
+    """The difference between what a head at each shift gives to the pixels and the shift itself.
+
+    Args:
+        shifts (Tensor): The centres Δ of the heads, ``(K, ndim)``.
+        pixels (Tensor): δ of the pixels, ``(S, ndim)``.
+        alpha (float): α.
+        share (float): The heads' share of the probabilities; the rest is lost. Defaults to 1.
+
+    Returns:
+        tuple[Tensor, float]: P_h − e_Δ, a row for each head, ``(K, S)``, and the largest part of a head that goes to
+        other pixels than its own, or is lost. Both in float64, each entry to its own relative precision.
+
+    Examples:
+        >>> window = Window.of(torch.nn.Conv1d(1, 1, 1))
+        >>> pixels = pixels_around(window, alpha=46)
+        >>> differences, deviation = differences_from_shifts(window.shifts(), pixels, alpha=46)
+        >>> f'{deviation:.2e}'  # both neighbours together; C20: the largest deviation is about 1e-20
+        '2.11e-20'
+    """
+    distance = (pixels - shifts[:, None]).square().sum(-1)  # ‖δ − Δ‖², (K, S)
     probs = (-alpha * distance.double()).softmax(-1)
-    others = probs.masked_fill(distance == 0, 0)
-    share = others.sum(-1, keepdim=True)
-    return torch.where(distance == 0, -share, others), share.max().item()  # not 1/Z − 1, which would cancel
+    others = share * probs.masked_fill(distance == 0, 0)
+    deviation = others.sum(-1, keepdim=True) + (1 - share)
+    return torch.where(distance == 0, -deviation, others), deviation.max().item()  # not 1/Z − 1, which would cancel
 
 
 def relative_difference(matrix: Tensor, differences: Tensor) -> float:

@@ -1,17 +1,18 @@
 """Attention by positions alone as a convolution: the converse of Cordonnier et al. 2020 (C20), Theorem 1."""
 
 from dataclasses import dataclass
-from typing import Callable, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
 from ..layers.grid_attention import GridAttention
 from ..layers.image_attention import ImageAttention
-from ..layers.window import Window, per_axis
-from .kernels import Convolution
+from ..layers.window import SameWindow, Window, per_axis
+from .kernels import Convolution, group_blocks
 from .position_only import check_position_only
 from .shift_operators import fit_shifts, interior_queries, targets
+from .timm_convolutions import Conv2dSame, window_of
 
 CONVOLUTIONS: Tuple[Callable[..., Convolution], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -77,7 +78,7 @@ def mhsa_to_conv(
 
     Returns:
         tuple[Convolution, ConvFit]: The ``nn.Conv2d`` (``nn.Conv1d``, ``nn.Conv3d`` for an ``ImageAttention`` with as
-        many axes), groups 1, in the layer's dtype, device and mode, and how well it fits.
+        many axes, and its groups), in the layer's dtype, device and mode, and how well it fits.
 
     Raises:
         TypeError: ``layer`` is no attention of this package.
@@ -110,16 +111,17 @@ def mhsa_to_conv(
         conv = _conv_of_image(layer, kernel_size, padding_mode)
     else:
         conv = _conv_of_grid(layer, kernel_size, padding_mode)
-    window = Window.of(conv)
+    window = window_of(conv)
     size = per_axis('size', _default_size(window) if size is None else size, window.ndim)
     target = targets(window, size)
     probs = layer.exact_attention_probs(size)
     value = layer.value_matrices().cpu().double()  # V_h, (N_h, C_out, C_in)
 
     coefficients = fit_shifts(probs, target)
-    kernel = torch.einsum('hk,hoi->oik', coefficients, value)  # W_δ = Σ_h c_{h,δ} V_h
-    conv.weight.copy_(kernel.reshape(conv.weight.shape).to(conv.weight.dtype))
-    if conv.bias is not None:
+    kernel = torch.einsum('hk,hoi->koi', coefficients, value)  # W_δ = Σ_h c_{h,δ} V_h
+    slices = group_blocks(kernel, conv.groups)  # (C_out, C_in/groups, K)
+    conv.weight.data.copy_(slices.reshape(conv.weight.shape).to(conv.weight.dtype))
+    if conv.bias is not None and layer.value.bias is not None:
         conv.bias.copy_(layer.value.bias)
 
     norm, row_error = zip(*(_error(p, c, target) for p, c in zip(probs, coefficients)))
@@ -160,22 +162,29 @@ def _conv_of_image(
         raise ValueError(f'kernel_size={kernel_size} must be that of the window of layer, {window.kernel_size}')
     if padding_mode not in (None, window.padding_mode):
         raise ValueError(f'padding_mode={padding_mode!r} must be that of the window of layer, {window.padding_mode!r}')
+    options: Dict[str, Any] = {
+        'dilation': window.dilation,
+        'groups': layer.groups,
+        'bias': layer.value.bias is not None,
+        'device': weight.device,
+        'dtype': weight.dtype,
+    }
+    channels = layer.in_channels, weight.shape[0]
+    if isinstance(window, SameWindow):
+        height, width = window.kernel_size
+        return Conv2dSame(*channels, (height, width), (window.stride[0], window.stride[1]), **options)
     # As numbers where both sides are padded alike, as nn.Conv2d has it; its 'same' puts the odd pixel after.
     alike = tuple(before for before, after in window.padding if before == after)
     padding = alike if len(alike) == window.ndim else 'same'
     conv = CONVOLUTIONS[window.ndim - 1](
-        layer.in_channels,
-        weight.shape[0],
+        *channels,
         window.kernel_size,
         window.stride if padding != 'same' else 1,
         padding,
-        window.dilation,
         padding_mode=window.padding_mode,
-        bias=layer.value.bias is not None,
-        device=weight.device,
-        dtype=weight.dtype,
+        **options,
     )
-    if Window.of(conv) != window:
+    if window_of(conv) != window:
         raise ValueError(
             f'the window of layer is padded by {window.padding} with stride {window.stride}, which no convolution has: '
             "it pads both sides alike, or with stride 1 as padding='same'"

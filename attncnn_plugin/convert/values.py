@@ -17,6 +17,7 @@ from ..layers.window import Window, per_axis
 from .kernels import Convolution, block_diagonal, flat_kernel
 from .position_only import check_position_only
 from .shift_operators import interior_queries, targets
+from .timm_convolutions import window_of
 
 CHUNK_ELEMENTS = 2**21  # entries of the maps that are copied at once, 16 MiB of float64
 
@@ -139,7 +140,7 @@ def fit_values(
         (torch.Size([1, 12, 12, 8]), False, True)
     """
     check_position_only(attention)
-    window = Window.of(conv)
+    window = window_of(conv)
     _check_fit(attention, conv, window)
     if queries not in ('interior', 'all'):
         raise ValueError(f"queries={queries!r} is unknown: choose 'interior' or 'all'")
@@ -196,7 +197,7 @@ def _check_fit(attention: Union[GridAttention, ImageAttention], conv: Convolutio
     ndim = 2 if attention.window is None else attention.window.ndim
     if window.ndim != ndim:
         raise ValueError(f'conv is a {type(conv).__name__}, but attention has {ndim} axes')
-    channels = attention.value.weight.shape[1] // attention.num_heads
+    channels = attention.value_matrices().shape[-1]
     if conv.in_channels != channels:
         raise ValueError(f'conv has in_channels={conv.in_channels}, but heads of attention read {channels} channels')
 
@@ -259,7 +260,11 @@ def _value_map(attention: Union[GridAttention, ImageAttention], conv: Convolutio
     old = attention.value.weight
     slices = block_diagonal(values.T.unflatten(0, (conv.out_channels, -1)), conv.groups)  # V_h, (N_h, C_out, C_in)
     value = nn.Linear(
-        old.shape[1], conv.out_channels, bias=conv.bias is not None, device=old.device, dtype=old.dtype
+        attention.num_heads * conv.in_channels,
+        conv.out_channels,
+        bias=conv.bias is not None,
+        device=old.device,
+        dtype=old.dtype,
     ).requires_grad_(old.requires_grad)
     value.weight.copy_(slices.transpose(0, 1).flatten(1))
     if conv.bias is not None:

@@ -2,6 +2,7 @@
 
 from .attention_layer import AttentionLayer, GaussianHeads
 from .content_attention import ContentAttention
+from .content_image_attention import ContentImageAttention
 from .encodings import (
     FreeQuadraticEncoding,
     GeneralizedQuadraticEncoding,
@@ -24,6 +25,7 @@ __all__ = [
     'AbsoluteEncoding',
     'AttentionLayer',
     'ContentAttention',
+    'ContentImageAttention',
     'FreeQuadraticEncoding',
     'GaussianHeads',
     'GeneralizedQuadraticAttention',

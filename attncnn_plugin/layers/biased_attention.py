@@ -21,11 +21,31 @@ def attend_biased(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropo
         Tensor: ``(B, N_h, Q, D_h)``.
     """
     if query.device.type == 'cpu':
-        return _probabilities(query, key, bias, dropout).to(value.dtype) @ value
+        return probabilities(query, key, bias, dropout).to(value.dtype) @ value
     null = (0, 0, 0, bias.shape[-1] - key.shape[-2])  # one more key and value, of zeros
     return F.scaled_dot_product_attention(
         query, F.pad(key, null), F.pad(value, null), attn_mask=bias.to(query.dtype)[None], dropout_p=dropout
     )
+
+
+def attend_shared(query: Tensor, key: Tensor, tokens: Tensor, bias: Tensor) -> Tensor:
+    """As :func:`attend_biased` for heads that share their values.
+
+    Args:
+        query (Tensor): ``(…, N_h, Q, D_k)``.
+        key (Tensor): ``(…, N_h, K, D_k)``.
+        tokens (Tensor): The values of all heads, ``(…, K, D)``.
+        bias (Tensor): b, at least float32, ``(N_h, Q, K)`` or ``(…, N_h, Q, K)``, with a null key K + 1.
+
+    Returns:
+        Tensor: ``(…, N_h, Q, D)``.
+    """
+    if query.device.type == 'cpu':
+        probs = probabilities(query, key, bias).to(tokens.dtype)
+        return (probs.flatten(-3, -2) @ tokens).unflatten(-2, probs.shape[-3:-1])
+    values = tokens.unsqueeze(-3).expand(*key.shape[:-1], -1)
+    null = (0, 0, 0, bias.shape[-1] - key.shape[-2])
+    return F.scaled_dot_product_attention(query, F.pad(key, null), F.pad(values, null), attn_mask=bias.to(query.dtype))
 
 
 def attend_biased_of_widths(
@@ -45,7 +65,7 @@ def attend_biased_of_widths(
     """
     if query.device.type == 'cpu':
         # Not by index: the gradient of an index is as large as what it was taken from.
-        probs = _probabilities(query, key, bias, dropout).to(values[0].dtype).unbind(1)
+        probs = probabilities(query, key, bias, dropout).to(values[0].dtype).unbind(1)
         return torch.cat([of_head @ value for of_head, value in zip(probs, values)], dim=-1)
     same_width: Dict[int, List[int]] = {}
     for head, value in enumerate(values):
@@ -58,8 +78,8 @@ def attend_biased_of_widths(
     return torch.cat([outputs[head] for head in range(len(values))], dim=-1)
 
 
-def _probabilities(query: Tensor, key: Tensor, bias: Tensor, dropout: float) -> Tensor:
-    """Those of the keys of the grid, ``(B, N_h, Q, K)``, at least float32.
+def probabilities(query: Tensor, key: Tensor, bias: Tensor, dropout: float = 0.0) -> Tensor:
+    """Those of the keys of the grid, ``(…, N_h, Q, K)``, at least float32.
 
     On CPUs the fused kernel has no gradient of the biases; without one more key there are fewer copies to train.
     """

@@ -1,21 +1,23 @@
 """Position-only attention in the place of a convolution: images in, images out (Cordonnier et al. 2020, Theorem 1)."""
 
 import math
-from typing import Sequence, Tuple
+from typing import Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention_layer import AttentionLayer, GaussianHeads
+from .attention_layer import GaussianHeads
 from .encodings import QuadraticEncoding, WindowEncoding
+from .grouped_linear import GroupedLinear
 from .linear import check_plain_linear
 from .precision import Device, Dtype, at_least_float32
+from .prunable_heads import HeadParameters, PrunableHeads
 from .window import Window
 
 
-class ImageAttention(AttentionLayer):
-    """Position-only attention with the inputs and outputs of a convolution: the base of the two classes below.
+class ImageAttention(PrunableHeads):
+    """Attention with the inputs and outputs of a convolution: the base of that by positions and of that by content.
 
     The heads see the padded image; only the queries that the stride keeps are computed; the values of a head are the
     pixels themselves, and one linear layer maps the heads, as in C20, eq. 1 to 3.
@@ -26,9 +28,10 @@ class ImageAttention(AttentionLayer):
         num_heads (int): Number of heads N_h.
         window (Window): Where the queries are, and how the image is padded.
         bias (bool): Whether the output has a bias. Defaults to True.
+        groups (int): Groups of channels: an output reads the channels of its group alone. Defaults to 1.
 
     Attributes:
-        value (nn.Linear): N_h·C to ``out_channels``.
+        value (nn.Linear | GroupedLinear): N_h·C to ``out_channels``, by groups.
     """
 
     window: Window
@@ -40,17 +43,28 @@ class ImageAttention(AttentionLayer):
         num_heads: int,
         window: Window,
         bias: bool = True,
+        groups: int = 1,
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
         super().__init__()
         self.in_channels = in_channels
-        self.num_heads = num_heads
         self.window = window
-        self.value = nn.Linear(num_heads * in_channels, out_channels, bias, device=device, dtype=dtype)
+        self.value: Union[nn.Linear, GroupedLinear]
+        if groups == 1:
+            self.value = nn.Linear(num_heads * in_channels, out_channels, bias, device=device, dtype=dtype)
+        else:
+            self.value = GroupedLinear(in_channels, out_channels, num_heads, groups, bias, device=device, dtype=dtype)
+        self._init_heads(num_heads)
 
     def extra_repr(self) -> str:
-        return f'num_heads={self.num_heads}, window={self.window}'
+        groups = '' if self.groups == 1 else f', groups={self.groups}'
+        return f'num_heads={self.num_heads}{groups}, window={self.window}'
+
+    @property
+    def groups(self) -> int:
+        """Groups of channels."""
+        return self.value.groups if isinstance(self.value, GroupedLinear) else 1
 
     def forward(self, x: Tensor) -> Tensor:
         """``(B, C, *size)`` or ``(C, *size)`` to the convolution's output.
@@ -66,16 +80,49 @@ class ImageAttention(AttentionLayer):
             )
         if x.ndim == ndim + 1:
             return self.forward(x[None])[0]
-        heads = self._attend(x)  # (B, N_h, C, *out)
-        return self.value(heads.flatten(1, 2).movedim(1, -1)).movedim(-1, 1)
+        return self._outputs(x)
 
     @property
     def padding_mode(self) -> str:
         return self.window.padding_mode
 
     def value_matrices(self) -> Tensor:
+        if isinstance(self.value, GroupedLinear):
+            return at_least_float32(self.value.head_matrices())
         check_plain_linear('value', self.value)
         return at_least_float32(self.value.weight.unflatten(1, (self.num_heads, self.in_channels)).transpose(0, 1))
+
+    def head_parameters(self) -> HeadParameters:
+        return {'value.weight': (1, self.in_channels // self.groups)}
+
+    def _outputs(self, x: Tensor) -> Tensor:
+        """``(B, C, *size)`` to the convolution's output."""
+        raise NotImplementedError
+
+    def _unpadded(self, probs: Tensor, size: Sequence[int]) -> Tensor:
+        """Probabilities for the padded image as those for its pixels.
+
+        Args:
+            probs (Tensor): ``(…, Q, padded)``.
+            size (Sequence[int]): Size of the image.
+
+        Returns:
+            Tensor: ``(…, Q, 1 + pixels)``, first what is given to the zeros of a padding.
+        """
+        # Padding holds copies of pixels: the number of the pixel at each place of the padded image, 0 for zeros.
+        pixels = math.prod(size)
+        number = torch.arange(1, pixels + 1, dtype=probs.dtype, device=probs.device)
+        source = self.window.pad(number.reshape(1, 1, *size)).long().flatten()
+        with_zeros = probs.new_zeros(*probs.shape[:-1], pixels + 1)
+        return with_zeros.scatter_add(-1, source.expand_as(probs), probs)
+
+
+class PositionImageAttention(ImageAttention):
+    """The base of attention in the place of a convolution that depends on position alone."""
+
+    def _outputs(self, x: Tensor) -> Tensor:
+        heads = self._attend(x)  # (B, N_h, C, *out)
+        return self.value(heads.flatten(1, 2).movedim(1, -1)).movedim(-1, 1)
 
     def _attend(self, x: Tensor) -> Tensor:
         """The heads of an image ``(B, C, *size)``, ``(B, N_h, C, *out)``."""
@@ -93,16 +140,10 @@ class ImageAttention(AttentionLayer):
         Returns:
             Tensor: ``(N_h, Q, K)``, queries and pixels row-major, at least float32.
         """
-        probs = self._padded_probs(size)
-        # Padding holds copies of pixels: the number of the pixel at each place of the padded image, 0 for zeros.
-        pixels = math.prod(size)
-        number = torch.arange(1, pixels + 1, dtype=probs.dtype, device=probs.device)
-        source = self.window.pad(number.reshape(1, 1, *size)).long().flatten()
-        with_zeros = probs.new_zeros(*probs.shape[:2], pixels + 1)
-        return with_zeros.scatter_add(2, source.expand_as(probs), probs)[..., 1:]
+        return self._unpadded(self._padded_probs(size), size)[..., 1:]
 
 
-class QuadraticImageAttention(ImageAttention):
+class QuadraticImageAttention(PositionImageAttention):
     """Hard or soft heads with the quadratic encoding, −α‖δ − Δ‖² (C20, eq. 9), one axis after the other.
 
     The arguments are those of :class:`ImageAttention`.
@@ -118,21 +159,26 @@ class QuadraticImageAttention(ImageAttention):
         num_heads: int,
         window: Window,
         bias: bool = True,
+        groups: int = 1,
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
-        super().__init__(in_channels, out_channels, num_heads, window, bias, device=device, dtype=dtype)
+        super().__init__(in_channels, out_channels, num_heads, window, bias, groups, device=device, dtype=dtype)
         dtype = torch.promote_types(self.value.weight.dtype, torch.float32)
         self.encoding = QuadraticEncoding(num_heads, window.ndim, device=device, dtype=dtype)
 
     def gaussian_heads(self) -> GaussianHeads:
         return self.encoding.gaussian_heads()
 
+    def head_parameters(self) -> HeadParameters:
+        of_positions = {'encoding.center': (0, 1), 'encoding.sqrt_precision': (0, 1)}
+        return {**super().head_parameters(), **of_positions}
+
     def axis_probs(self, size: Sequence[int]) -> Tuple[Tensor, ...]:
         """The factors of the probabilities, ``(N_h, Q, K)`` for each axis, K being the padded pixels."""
         probs = []
         for axis, pixels in enumerate(size):
-            before, after = self.window.padding[axis]
+            before, after = self.window.padding_of(axis, pixels)
             device = self.encoding.center.device
             queries = self.window.queries(axis, pixels, device)
             keys = torch.arange(-before, pixels + after, device=device)
@@ -153,7 +199,7 @@ class QuadraticImageAttention(ImageAttention):
         return probs
 
 
-class WindowImageAttention(ImageAttention):
+class WindowImageAttention(PositionImageAttention):
     """Heads with any distribution over the pixels of the window.
 
     The arguments are those of :class:`ImageAttention`.
@@ -169,12 +215,16 @@ class WindowImageAttention(ImageAttention):
         num_heads: int,
         window: Window,
         bias: bool = True,
+        groups: int = 1,
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
-        super().__init__(in_channels, out_channels, num_heads, window, bias, device=device, dtype=dtype)
+        super().__init__(in_channels, out_channels, num_heads, window, bias, groups, device=device, dtype=dtype)
         dtype = torch.promote_types(self.value.weight.dtype, torch.float32)
         self.encoding = WindowEncoding(num_heads, window.kernel_size, device=device, dtype=dtype)
+
+    def head_parameters(self) -> HeadParameters:
+        return {**super().head_parameters(), 'encoding.weight': (0, 1)}
 
     def _attend(self, x: Tensor) -> Tensor:
         # A head looks at its window alone, with the same probabilities everywhere.
@@ -189,8 +239,9 @@ class WindowImageAttention(ImageAttention):
         weight = self.encoding()  # (N_h, *kernel)
         device = weight.device
         queries = [self.window.queries(axis, n, device) for axis, n in enumerate(size)]
-        padded = [n + before + after for n, (before, after) in zip(size, self.window.padding)]
-        before = torch.tensor([before for before, _ in self.window.padding], device=device)
+        paddings = [self.window.padding_of(axis, n) for axis, n in enumerate(size)]
+        padded = [n + before + after for n, (before, after) in zip(size, paddings)]
+        before = torch.tensor([before for before, _ in paddings], device=device)
         query = torch.cartesian_prod(*queries).reshape(-1, self.window.ndim)
         key = query[:, None] + self.window.shifts().to(device) + before  # (Q, K, ndim), in the padded image
         index = torch.zeros_like(key[..., 0])

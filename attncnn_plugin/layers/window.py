@@ -1,13 +1,16 @@
 """The window that a convolution moves over an image."""
 
+import math
 from dataclasses import dataclass
-from typing import Any, Sequence, Tuple, Union
+from typing import Any, Sequence, Tuple, Type, Union
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .precision import Device
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -30,30 +33,34 @@ class Window:
     padding_mode: str
 
     @classmethod
-    def of(cls, conv: nn.Module) -> 'Window':
+    def of(cls, conv: nn.Module, kinds: Sequence[Type[nn.Module]] = CONVOLUTIONS) -> 'Window':
         """The window of an ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d``.
+
+        Args:
+            conv (nn.Module): The convolution.
+            kinds (Sequence[type]): The classes whose forward passes are known. Defaults to these three.
 
         Raises:
             TypeError: ``conv`` is something else.
         """
-        if not isinstance(conv, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        if not isinstance(conv, CONVOLUTIONS):
             raise TypeError(
                 f'conv is a {type(conv).__name__}, but only nn.Conv1d, nn.Conv2d and nn.Conv3d can be converted'
             )
         if isinstance(conv.weight, nn.parameter.UninitializedParameter):
             raise TypeError(f'conv is a {type(conv).__name__} without weights yet: run it once on an input first')
-        for method in ('forward', '_conv_forward'):
-            own = next(getattr(kind, method) for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(conv, kind))
-            if getattr(type(conv), method) is not own:
-                raise TypeError(
-                    f'conv is a {type(conv).__name__}, whose own {method} can be anything: convert a plain convolution '
-                    'with the weights and the padding that it amounts to'
-                )
         if conv._forward_pre_hooks or conv._forward_hooks:
             raise TypeError(
                 f'conv is a {type(conv).__name__} with forward hooks, which change what it computes: remove them, '
                 'old-style spectral or weight normalization for instance, before it is converted'
             )
+        for method in ('forward', '_conv_forward'):
+            own = next(getattr(kind, method) for kind in kinds if isinstance(conv, kind))
+            if getattr(type(conv), method) is not own:
+                raise TypeError(
+                    f'conv is a {type(conv).__name__}, whose own {method} can be anything: convert a plain convolution '
+                    'with the weights and the padding that it amounts to'
+                )
         if not conv.weight.is_floating_point():
             raise TypeError(f'the weights of conv are {conv.weight.dtype}, but attention needs real floating numbers')
         if conv.padding == 'valid':
@@ -79,25 +86,55 @@ class Window:
         axes = [torch.arange(k) * d - a for k, d, a in zip(self.kernel_size, self.dilation, self.anchor)]
         return torch.cartesian_prod(*axes).reshape(-1, self.ndim)
 
+    def padding_of(self, axis: int, size: int) -> Tuple[int, int]:
+        """Pixels added before and after an axis of ``size`` pixels."""
+        return self.padding[axis]
+
+    def num_queries(self, axis: int, size: int) -> int:
+        """Number of outputs along an axis of ``size`` pixels.
+
+        Raises:
+            ValueError: The padded image is smaller than the window.
+        """
+        before, after = self.padding_of(axis, size)
+        room = size + before + after - self.dilation[axis] * (self.kernel_size[axis] - 1) - 1
+        if room < 0:
+            raise ValueError(
+                f'an image of {size} pixels along axis {axis}, padded by {before} and {after}, is smaller than the '
+                f'window of {self.kernel_size[axis]} with dilation {self.dilation[axis]}'
+            )
+        return room // self.stride[axis] + 1
+
     def queries(self, axis: int, size: int, device: Device = None) -> Tensor:
         """Pixel q of every output along an axis of ``size`` pixels; it can lie in the padding.
 
         Raises:
             ValueError: The padded image is smaller than the window.
         """
-        before, after = self.padding[axis]
-        last = size + before + after - self.dilation[axis] * (self.kernel_size[axis] - 1) - 1
-        if last < 0:
-            raise ValueError(
-                f'an image of {size} pixels along axis {axis}, padded by {before} and {after}, is smaller than the '
-                f'window of {self.kernel_size[axis]} with dilation {self.dilation[axis]}'
-            )
-        return torch.arange(0, last + 1, self.stride[axis], device=device) + self.anchor[axis] - before
+        number = torch.arange(self.num_queries(axis, size), device=device)
+        return number * self.stride[axis] + self.anchor[axis] - self.padding_of(axis, size)[0]
 
     def pad(self, x: Tensor) -> Tensor:
         """``x`` of shape ``(B, C, *size)``, padded."""
-        amounts = [n for pair in reversed(self.padding) for n in pair]
+        pairs = [self.padding_of(axis, n) for axis, n in enumerate(x.shape[2:])]
+        amounts = [n for pair in reversed(pairs) for n in pair]
+        if not any(amounts):
+            return x
         return F.pad(x, amounts, mode='constant' if self.padding_mode == 'zeros' else self.padding_mode)
+
+
+@dataclass(frozen=True)
+class SameWindow(Window):
+    """A window with as much padding as gives ⌈size/stride⌉ outputs, the odd pixel after (TensorFlow's ``'SAME'``).
+
+    It depends on the image: ``padding`` is not used.
+    """
+
+    def padding_of(self, axis: int, size: int) -> Tuple[int, int]:
+        extent = self.dilation[axis] * (self.kernel_size[axis] - 1) + 1
+        outputs = math.ceil(size / self.stride[axis])
+        total = max((outputs - 1) * self.stride[axis] + extent - size, 0)
+        return total // 2, total - total // 2
 
 
 def per_axis(name: str, value: Union[int, Sequence[int]], ndim: int) -> Tuple[int, ...]:

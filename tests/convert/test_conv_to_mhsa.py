@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from helpers.convolutions import convolutions, relative_error
 from hypothesis import given
 from hypothesis import strategies as st
-from timm.layers import Conv2dSame
+from timm.layers import Conv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d
+from timm.layers.std_conv import StdConv2dSame
 from torch import nn
 
 from attncnn_plugin.convert import conv_to_mhsa
@@ -220,6 +221,67 @@ class StandardizedConv2d(nn.Conv2d):
         return super()._conv_forward(x, weight / weight.std(), bias)
 
 
+class WithOwnForward(Conv2dSame):
+    def forward(self, x):
+        return super().forward(x) + x
+
+
+@pytest.mark.parametrize('kind', [StdConv2d, StdConv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, Conv2dSame])
+@pytest.mark.parametrize('stride, groups, bias', [(1, 1, True), (2, 2, False), (3, 4, True)])
+@pytest.mark.parametrize('content', [None, 'additive', 'gated'])
+def test_convolutions_of_timm(kind, stride, groups, bias, content):
+    """Padding by the image's size, and standardized weights."""
+    conv = kind(4, 8, 3, stride=stride, dilation=2, groups=groups, bias=bias).double()
+    if hasattr(conv, 'gain'):
+        nn.init.normal_(conv.gain)
+    attention, report = conv_to_mhsa(conv, content=content)
+    assert report.relative_error == 0
+    for size in ((9, 12), (10, 11)):
+        x = torch.randn(2, 4, *size).double()
+        assert relative_error(attention(x), conv(x)) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    'options, message',
+    [
+        (dict(content='both'), r"content='both' is unknown: choose one of \(None, 'additive', 'gated'\)"),
+        (dict(position='learned'), r"position='learned' is unknown: choose one of \('gaussian', 'table'\)"),
+        (dict(num_heads=5, position='gaussian'), "position='gaussian' has a head for each of 9 kernel positions"),
+        (dict(window_size=3), "window_size=3 is for attention by content: add content='additive'"),
+        (dict(qk_dim=3), 'qk_dim=3 is for attention by content'),
+        (dict(content='gated', qk_dim=0), 'qk_dim=0 must be at least 1'),
+        (dict(content='gated', window_size=4), r'window_size=4 must be odd, and at least \(5, 5\) for the shifts'),
+        (dict(content='gated', window_size=3), r'window_size=3 must be odd, and at least \(5, 5\) for the shifts'),
+        (dict(content='gated', window_size=(5, 5, 5)), r'window_size=\(5, 5, 5\) must be a positive integer, or one'),
+        (dict(content='additive', num_heads=3, alpha=6), 'leave out alpha or num_heads'),
+    ],
+)
+def test_wrong_arguments_of_content(options, message):
+    with pytest.raises(ValueError, match=message):
+        conv_to_mhsa(nn.Conv2d(1, 1, 3, dilation=2), **options)
+
+
+def test_a_table_for_each_position():
+    """With a head for each kernel position, a table is those of heads of the same width."""
+    conv, x = nn.Conv2d(3, 4, 3, padding=1).double(), torch.randn(1, 3, 8, 8).double()
+    attention, report = conv_to_mhsa(conv, position='table')
+    assert report.relative_error == 0 and relative_error(attention(x), conv(x)) <= 1e-10
+    soft, report = conv_to_mhsa(conv, position='table', alpha=2)
+    assert 0.3 < report.deviation < 0.4 and relative_error(soft(x), conv(x)) > 1e-3
+    neighbours = conv_to_mhsa(conv, content='additive', alpha=2, window_size=3)[0]
+    inside = (..., slice(1, -1), slice(1, -1))  # a head of the table sees the 3x3 window alone
+    assert torch.allclose(soft(x)[inside], neighbours(x)[inside])
+
+
+def test_what_is_kept():
+    """Frozen layers stay frozen, and W^K is drawn from the generator that is given."""
+    conv = nn.Conv2d(2, 2, 3).requires_grad_(False).eval()
+    attention = conv_to_mhsa(conv, content='gated', generator=torch.Generator().manual_seed(3))[0]
+    assert not attention.training and not any(parameter.requires_grad for parameter in attention.parameters())
+    again = conv_to_mhsa(conv, content='gated', generator=torch.Generator().manual_seed(3))[0]
+    assert torch.equal(attention.key.weight, again.key.weight) and attention.key.weight.std() > 0.1
+
+
 @pytest.mark.parametrize(
     'conv, message',
     [
@@ -227,7 +289,8 @@ class StandardizedConv2d(nn.Conv2d):
         (nn.Linear(1, 1), 'conv is a Linear'),
         (nn.LazyConv2d(1, 3), 'without weights yet'),
         (StandardizedConv2d(1, 1, 3), 'conv is a StandardizedConv2d, whose own _conv_forward can be anything'),
-        (Conv2dSame(1, 1, 3, stride=2), 'conv is a Conv2dSame, whose own forward can be anything'),
+        (WithOwnForward(1, 1, 3), 'conv is a WithOwnForward, whose own forward can be anything'),
+        (nn.utils.spectral_norm(StdConv2d(2, 2, 3)), 'forward hooks, which change what it computes'),
         (nn.utils.spectral_norm(nn.Conv2d(2, 2, 3)), 'forward hooks, which change what it computes'),
         (nn.Conv2d(1, 1, 3, dtype=torch.complex64), 'torch.complex64, but attention needs real'),
     ],

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from helpers.adapter import Adapter
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from timm.layers import Conv2dSame
 from torch import nn
 
 from attncnn_plugin.convert import conv_to_mhsa, mhsa_to_conv
-from attncnn_plugin.convert.kernels import kernel_matrix
 from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from attncnn_plugin.layers.image_attention import QuadraticImageAttention, WindowImageAttention
 from attncnn_plugin.layers.window import Window
@@ -159,13 +159,22 @@ def test_round_trip_of_convolutions(data, ndim, bias, mode, seed):
 
     size = None if ndim < 3 else tuple(2 + s + d * k for s, d, k in zip(stride, dilation, kernel_size))
     result, fit = mhsa_to_conv(conv_to_mhsa(conv)[0], kernel_size, size)
-    assert type(result) is type(conv) and result.groups == 1
-    dense = kernel_matrix(conv).permute(1, 2, 0).reshape(2, 4, *kernel_size)
-    assert (result.weight - dense).abs().max() <= 1e-10
+    assert type(result) is type(conv) and result.groups == groups
+    assert (result.weight - conv.weight).abs().max() <= 1e-10
     assert max(fit.bound, fit.interior_bound) <= 1e-10
     x = torch.randn(2, 4, *(n + 3 for n in fit.size), dtype=torch.float64)
     expected = conv(x)
     assert result(x).shape == expected.shape and (result(x) - expected).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize('stride', [1, 2, 3])
+def test_padding_that_depends_on_the_image(stride):
+    conv = Conv2dSame(2, 4, (3, 4), stride, dilation=2, groups=2).double()
+    result, fit = mhsa_to_conv(conv_to_mhsa(conv)[0], (3, 4), size=(14, 13))
+    assert type(result) is Conv2dSame and (result.weight - conv.weight).abs().max() <= 1e-10 and fit.bound <= 1e-10
+    for size in ((14, 13), (9, 8)):
+        x = torch.randn(1, 2, *size).double()
+        assert (result(x) - conv(x)).abs().max() <= 1e-10
 
 
 @pytest.mark.parametrize('options', [dict(stride=3, padding=1), dict(padding=(0, 1)), dict(padding=0, dilation=2)])

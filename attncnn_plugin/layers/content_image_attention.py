@@ -1,0 +1,278 @@
+"""Attention by content and position in the place of a convolution (d'Ascoli et al. 2021, "Transformed CNNs")."""
+
+import math
+from typing import Optional, Sequence, Union
+
+import torch
+from torch import Tensor, nn
+
+from .attention_layer import GaussianHeads, head_products
+from .biased_attention import attend_shared, probabilities
+from .encodings import QuadraticEncoding, WindowEncoding
+from .image_attention import ImageAttention
+from .neighbourhoods import AxisTiles, join_tiles, tile_keys, tile_queries
+from .precision import Device, Dtype, at_least_float32
+from .prunable_heads import HeadParameters
+from .window import Window
+
+POSITIONS = ('gaussian', 'table')
+SHARED_GATE = 4.0  # λ of new heads: σ(λ) is 0.98
+
+
+class ContentImageAttention(ImageAttention):
+    """Attention with the inputs and outputs of a convolution whose probabilities depend on content and position.
+
+    Queries are the output pixels, keys the pixels of the padded image. The scores are q·k/√D_k + b_δ; with a gate the
+    probabilities are (1 − σ(λ))·softmax(q·k/√D_k) + σ(λ)·softmax(b_δ), as those of ConViT. Queries and keys have no
+    biases, so that the zeros of a padding are keys without content and without value. W^Q starts at 0: then heads look
+    at their shifts whatever the image is, as those of Li et al. 2021.
+
+    Args:
+        in_channels (int): Channels C of the image.
+        out_channels (int): Channels of the output.
+        num_heads (int): Number of heads N_h.
+        window (Window): Where the queries are, and how the image is padded.
+        qk_dim (int): Channels D_k of a head's queries and keys.
+        position (str): ``'gaussian'``, b_δ = −α‖δ − Δ‖² (C20, eq. 9), or ``'table'``, a b_δ for each shift of the
+            neighbourhood. Defaults to ``'gaussian'``.
+        gated (bool): Whether there is a gate. Defaults to False.
+        window_size (Sequence[int], optional): Size of the neighbourhood of a query that its keys are in, an odd number
+            of pixels for each axis (Ramachandran et al. 2019). Time and memory then grow linearly with the number of
+            pixels. Defaults to None, the whole image; ``'table'`` needs one.
+        bias (bool): Whether the output has a bias. Defaults to True.
+        groups (int): Groups of channels of the values. Defaults to 1.
+
+    Raises:
+        ValueError: An unknown ``position``, or a table without a ``window_size``.
+
+    Attributes:
+        query, key (nn.Linear): W^Q and W^K, C to N_h·D_k.
+        encoding (QuadraticEncoding | WindowEncoding): Centres and widths, or the table; at least float32.
+        gate (Parameter | None): λ, ``(N_h,)``, at least float32.
+        value (nn.Linear | GroupedLinear): N_h·C to ``out_channels``.
+    """
+
+    encoding: Union[QuadraticEncoding, WindowEncoding]
+    gate: Optional[nn.Parameter]
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        num_heads: int,
+        window: Window,
+        qk_dim: int,
+        position: str = 'gaussian',
+        gated: bool = False,
+        window_size: Optional[Sequence[int]] = None,
+        bias: bool = True,
+        groups: int = 1,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
+        super().__init__(in_channels, out_channels, num_heads, window, bias, groups, device=device, dtype=dtype)
+        if position not in POSITIONS:
+            raise ValueError(f'position={position!r} is unknown: choose one of {POSITIONS}')
+        if position == 'table' and window_size is None:
+            raise ValueError("position='table' has an entry for each shift of a window: give its window_size")
+        self.qk_dim = qk_dim
+        self.window_size = None if window_size is None else tuple(window_size)
+        self.query = nn.Linear(in_channels, num_heads * qk_dim, bias=False, device=device, dtype=dtype)
+        self.key = nn.Linear(in_channels, num_heads * qk_dim, bias=False, device=device, dtype=dtype)
+        nn.init.zeros_(self.query.weight)
+        dtype = torch.promote_types(self.value.weight.dtype, torch.float32)
+        if window_size is None or position == 'gaussian':
+            self.encoding = QuadraticEncoding(num_heads, window.ndim, device=device, dtype=dtype)
+        else:
+            self.encoding = WindowEncoding(num_heads, window_size, device=device, dtype=dtype)
+        gate = torch.full((num_heads,), SHARED_GATE, device=device, dtype=dtype)
+        self.register_parameter('gate', nn.Parameter(gate) if gated else None)
+        if self.window_size is not None:
+            self.register_buffer('neighbourhood', torch.tensor(self.window_size, device=device))
+
+    @property
+    def depends_on_content(self) -> bool:
+        return True
+
+    def extra_repr(self) -> str:
+        gated = '' if self.gate is None else ', gated=True'
+        near = '' if self.window_size is None else f', window_size={self.window_size}'
+        return f'{super().extra_repr()}, qk_dim={self.qk_dim}{gated}{near}'
+
+    def gaussian_heads(self) -> Optional[GaussianHeads]:
+        return self.encoding.gaussian_heads() if isinstance(self.encoding, QuadraticEncoding) else None
+
+    def position_share(self) -> Optional[Tensor]:
+        return None if self.gate is None else at_least_float32(self.gate).sigmoid()
+
+    def head_parameters(self) -> HeadParameters:
+        found = {**super().head_parameters(), 'query.weight': (0, self.qk_dim), 'key.weight': (0, self.qk_dim)}
+        if self.gate is not None:
+            found['gate'] = (0, 1)
+        if isinstance(self.encoding, WindowEncoding):
+            return {**found, 'encoding.weight': (0, 1)}
+        return {**found, 'encoding.center': (0, 1), 'encoding.sqrt_precision': (0, 1)}
+
+    def _outputs(self, x: Tensor) -> Tensor:
+        sizes = [self.window.num_queries(axis, n) for axis, n in enumerate(x.shape[2:])]
+        if self.num_heads == 0:
+            return self.value(x.new_zeros(len(x), *sizes, 0)).movedim(-1, 1)
+        if self.window_size is None:
+            return self._whole_image(x, sizes)
+        return self._neighbourhoods(x, sizes, self.window_size)
+
+    def _whole_image(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        padded = self.window.pad(x)
+        queries = _tokens(self._query_pixels(padded, sizes))
+        bias = self._position_bias(x.shape[2:])
+        content = None if self.gate is None else torch.zeros_like(bias[:1])
+        tokens = _tokens(padded)
+        if self.window.padding_mode == 'zeros' and tokens.shape[1] != math.prod(x.shape[2:]):
+            tokens = _tokens(x)
+            bias = self._with_null_key(bias, x.shape[2:])
+            content = None if content is None else self._with_null_key(content, x.shape[2:])
+        heads = self._attend(self._heads(self.query(queries)), self._heads(self.key(tokens)), tokens, bias, content)
+        return self.value(heads.transpose(1, 2).flatten(2)).transpose(1, 2).unflatten(2, list(sizes))
+
+    def _neighbourhoods(self, x: Tensor, sizes: Sequence[int], window_size: Sequence[int]) -> Tensor:
+        padded = self.window.pad(x)
+        axes = [
+            AxisTiles(pixels, queries, stride, first, size)
+            for pixels, queries, stride, first, size in zip(
+                padded.shape[2:], sizes, self.window.stride, self.window.anchor, window_size
+            )
+        ]
+        queries = tile_queries(self._query_pixels(padded, sizes), axes)
+        keys = self.key(_tokens(padded)).transpose(1, 2).unflatten(2, padded.shape[2:])  # once for all tiles
+        keys, tokens = tile_keys(torch.cat([keys, padded.to(keys.dtype)], dim=1), axes).split(
+            [self.num_heads * self.qk_dim, self.in_channels], dim=-1
+        )
+        shifts = [tiles.shifts(x.device) for tiles in axes]
+        seen = _all_axes([tiles.seen(x.device) for tiles in axes])
+        seen = seen | ~seen.any(-1, keepdim=True)  # queries that fill up the last tile see all: no 0/0
+        hidden = ~seen[:, None]  # (tiles, 1, t, keys)
+        bias = self._position_scores(shifts).masked_fill(hidden, -math.inf)
+        content = None if self.gate is None else torch.zeros_like(bias[:, :1]).masked_fill(hidden, -math.inf)
+        heads = self._attend(self._heads(self.query(queries)), self._heads(keys), tokens, bias, content)
+        return join_tiles(self.value(heads.transpose(-3, -2).flatten(-2)), axes)
+
+    def _attend(self, query: Tensor, key: Tensor, tokens: Tensor, bias: Tensor, content: Optional[Tensor]) -> Tensor:
+        """The heads, ``(…, N_h, Q, C)``, of the tokens ``(…, K, C)`` that they share as values."""
+        share = self._gate()
+        if share is None or content is None:
+            return attend_shared(query, key, tokens, bias)
+        by_position = share * bias.softmax(-1)[..., : tokens.shape[-2]]
+        probs = (1 - share) * probabilities(query, key, content) + by_position
+        return (probs.to(tokens.dtype).flatten(-3, -2) @ tokens).unflatten(-2, probs.shape[-3:-1])
+
+    def _gate(self) -> Optional[Tensor]:
+        """σ(λ), ``(N_h, 1, 1)``; None without a gate."""
+        share = self.position_share()
+        return None if share is None else share[:, None, None]
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """``(…, N, N_h·D_k)`` to ``(…, N_h, N, D_k)``."""
+        return x.unflatten(-1, (self.num_heads, self.qk_dim)).transpose(-3, -2)
+
+    def _query_pixels(self, padded: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The pixels of the padded image that queries are at, ``(B, C, *sizes)``."""
+        for axis, (first, stride, queries) in enumerate(zip(self.window.anchor, self.window.stride, sizes), start=2):
+            padded = padded.narrow(axis, first, (queries - 1) * stride + 1)
+            padded = padded[(slice(None),) * axis + (slice(None, None, stride),)]
+        return padded
+
+    def _position_scores(self, shifts: Sequence[Tensor]) -> Tensor:
+        """b_δ, given the shifts ``(Q, K)`` from queries to keys along each axis, ``(N_h, Q, K)``."""
+        if isinstance(self.encoding, QuadraticEncoding):
+            scores = [self.encoding.scores_along(axis, shift) for axis, shift in enumerate(shifts)]
+            total = scores[0]
+            for along in scores[1:]:
+                total = total[:, :, None, :, None] + along[:, None, :, None, :]
+                total = total.flatten(3, 4).flatten(1, 2)
+            return total
+        table = at_least_float32(self.encoding.weight)
+        index = torch.zeros(1, 1, dtype=torch.long, device=table.device)
+        for shift, size in zip(shifts, table.shape[1:]):
+            along = (shift + size // 2).clamp(0, size - 1)
+            index = (index[:, None, :, None] * size + along[None, :, None, :]).flatten(2, 3).flatten(0, 1)
+        return table.flatten(1)[:, index]
+
+    def _position_bias(self, size: Sequence[int]) -> Tensor:
+        """b_δ of every query for every pixel of the padded image, −∞ outside the neighbourhood, ``(N_h, Q, K)``."""
+        device, shifts = self.value.weight.device, []
+        for axis, pixels in enumerate(size):
+            before, after = self.window.padding_of(axis, pixels)
+            queries = self.window.queries(axis, pixels, device)
+            shifts.append(torch.arange(-before, pixels + after, device=device) - queries[:, None])
+        bias = self._position_scores(shifts)
+        if self.window_size is None:
+            return bias
+        near = [(shift.abs() <= size // 2)[None] for shift, size in zip(shifts, self.window_size)]
+        return bias.masked_fill(~_all_axes(near), -math.inf)
+
+    def _with_null_key(self, bias: Tensor, size: Sequence[int]) -> Tensor:
+        """Scores of all pixels of the padded image as those of the image's and of one null key for the others.
+
+        Zeros have neither content nor value, so the null key's score is log Σ exp(b_δ) over them.
+        """
+        outside = self.window.pad(torch.ones(1, 1, *size, device=bias.device)).flatten() == 0
+        null = bias.masked_fill(~outside, -math.inf).logsumexp(-1, keepdim=True)
+        paddings = [self.window.padding_of(axis, n) for axis, n in enumerate(size)]
+        inside = bias.unflatten(-1, [before + n + after for n, (before, after) in zip(size, paddings)])
+        for axis, (n, (before, _)) in enumerate(zip(size, paddings), start=bias.ndim - 1):
+            inside = inside.narrow(axis, before, n)
+        return torch.cat([inside.flatten(bias.ndim - 1), null], dim=-1)
+
+    def attention_probs(self, size: Sequence[int]) -> Tensor:
+        raise ValueError('the probabilities depend on the input x: use attention_scores(x).softmax(-1)')
+
+    def position_probs(self, size: Sequence[int]) -> Tensor:
+        return self._on_pixels(self._position_bias(size).softmax(-1), size)[..., :-1]
+
+    def attention_scores(self, x: Tensor) -> Tensor:
+        """The logarithms of the probabilities, ``(B, N_h, Q, K + 1)``, at least float32.
+
+        Pixels that the padding repeats are one key, and its zeros are the null key, the last.
+
+        Args:
+            x (Tensor): An image, ``(B, C, *size)``.
+        """
+        padded = self.window.pad(x)
+        sizes = [self.window.num_queries(axis, n) for axis, n in enumerate(x.shape[2:])]
+        query = self.query(_tokens(self._query_pixels(padded, sizes)))
+        content = head_products(query, self.key(_tokens(padded)), self.num_heads)
+        bias = self._position_bias(x.shape[2:])
+        share = self._gate()
+        if share is None:
+            probs = (content + bias).softmax(-1)
+        else:
+            near = torch.zeros_like(bias).masked_fill(bias == -math.inf, -math.inf)
+            probs = (1 - share) * (content + near).softmax(-1) + share * bias.softmax(-1)
+        return self._on_pixels(probs, x.shape[2:]).log()
+
+    def content_scores(self, x: Tensor) -> Tensor:
+        sizes = [self.window.num_queries(axis, n) for axis, n in enumerate(x.shape[2:])]
+        query = self.query(_tokens(self._query_pixels(self.window.pad(x), sizes)))
+        return head_products(query, self.key(_tokens(x)), self.num_heads)
+
+    def position_scores(self, x: Tensor) -> Tensor:
+        scores = self._on_pixels(self._position_bias(x.shape[2:]).softmax(-1), x.shape[2:]).log()
+        return scores.expand(len(x), -1, -1, -1)
+
+    def _on_pixels(self, probs: Tensor, size: Sequence[int]) -> Tensor:
+        """Probabilities for the padded image, ``(…, Q, padded)``, as those for its pixels and the null key."""
+        return self._unpadded(probs, size).roll(-1, -1)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """``(B, C, *size)`` to ``(B, N, C)``."""
+    return x.flatten(2).transpose(1, 2)
+
+
+def _all_axes(parts: Sequence[Tensor]) -> Tensor:
+    """Where all axes are true: ``(T_a, Q_a, K_a)`` of each axis to ``(T, Q, K)``, row-major."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total[:, None, :, None, :, None] & part[None, :, None, :, None, :]
+        total = total.flatten(4, 5).flatten(2, 3).flatten(0, 1)
+    return total

@@ -1,0 +1,110 @@
+"""Neighbourhoods of queries in an image, in tiles of queries that share their keys.
+
+A neighbourhood has w keys along an axis, at shifts −(w − 1)/2 … (w − 1)/2 from its query. A tile is t queries in a row
+along each axis, and the (t − 1)·stride + w pixels that their neighbourhoods cover: time and memory grow linearly with
+the number of queries.
+"""
+
+from dataclasses import dataclass
+from typing import Sequence, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .precision import Device
+
+
+@dataclass(frozen=True)
+class AxisTiles:
+    """The tiles along one axis of a padded image.
+
+    Attributes:
+        pixels (int): Pixels of the padded image.
+        queries (int): Number of queries; query o is at pixel o·stride + first.
+        stride (int): Pixels from a query to the next.
+        first (int): Pixel of the first query.
+        window_size (int): Keys w of a neighbourhood, an odd number.
+    """
+
+    pixels: int
+    queries: int
+    stride: int
+    first: int
+    window_size: int
+
+    @property
+    def length(self) -> int:
+        """Queries t of a tile: as many pixels as a neighbourhood, so that the keys are about four times these."""
+        return min(self.queries, max(1, self.window_size // self.stride))
+
+    @property
+    def number(self) -> int:
+        """Number of tiles; the last one can be longer than the image."""
+        return -(-self.queries // self.length)
+
+    @property
+    def keys(self) -> int:
+        """Keys of a tile."""
+        return (self.length - 1) * self.stride + self.window_size
+
+    @property
+    def step(self) -> int:
+        """Pixels from a tile to the next."""
+        return self.length * self.stride
+
+    @property
+    def start(self) -> int:
+        """First key of the first tile, a pixel of the padded image or one before it."""
+        return self.first - self.window_size // 2
+
+    @property
+    def margins(self) -> Tuple[int, int]:
+        """Pixels to add before and after the padded image, so that all tiles lie in it; fewer than 0 are cut off."""
+        end = self.start + (self.number - 1) * self.step + self.keys
+        return -self.start, end - self.pixels
+
+    def shifts(self, device: Device = None) -> Tensor:
+        """δ from each query of a tile to each of its keys, ``(t, keys)``."""
+        query = torch.arange(self.length, device=device) * self.stride
+        return torch.arange(self.keys, device=device) - self.window_size // 2 - query[:, None]
+
+    def seen(self, device: Device = None) -> Tensor:
+        """Whether a key is a pixel of the padded image and in the neighbourhood, ``(tiles, t, keys)``."""
+        near = self.shifts(device).abs() <= self.window_size // 2
+        tile = torch.arange(self.number, device=device) * self.step
+        place = self.start + tile[:, None] + torch.arange(self.keys, device=device)
+        return near & ((place >= 0) & (place < self.pixels))[:, None]
+
+
+def tile_keys(x: Tensor, axes: Sequence[AxisTiles]) -> Tensor:
+    """The keys of every tile of a padded image, ``(B, C, *padded)`` to ``(B, tiles, keys, C)``; zeros outside."""
+    ndim = len(axes)
+    x = F.pad(x, [n for tiles in reversed(axes) for n in tiles.margins])
+    for axis, tiles in enumerate(axes, start=2):
+        x = x.unfold(axis, tiles.keys, tiles.step)  # tiles stay in the axis, keys come last
+    order = [0, *range(2, 2 + 2 * ndim), 1]
+    return x.permute(order).flatten(1 + ndim, 2 * ndim).flatten(1, ndim)
+
+
+def tile_queries(x: Tensor, axes: Sequence[AxisTiles]) -> Tensor:
+    """The queries of every tile, ``(B, C, *queries)`` to ``(B, tiles, t, C)``; zeros in the last tile's rest."""
+    ndim = len(axes)
+    x = F.pad(x, [n for tiles in reversed(axes) for n in (0, tiles.number * tiles.length - tiles.queries)])
+    for axis, tiles in enumerate(axes):
+        x = x.unflatten(2 + 2 * axis, (tiles.number, tiles.length))
+    order = [0, *range(2, 2 + 2 * ndim, 2), *range(3, 3 + 2 * ndim, 2), 1]
+    return x.permute(order).flatten(1 + ndim, 2 * ndim).flatten(1, ndim)
+
+
+def join_tiles(x: Tensor, axes: Sequence[AxisTiles]) -> Tensor:
+    """The inverse of :func:`tile_queries`, ``(B, tiles, t, C)`` to ``(B, C, *queries)``."""
+    ndim = len(axes)
+    x = x.unflatten(2, [tiles.length for tiles in axes]).unflatten(1, [tiles.number for tiles in axes])
+    order = [0, 1 + 2 * ndim]
+    for axis in range(ndim):
+        order += [1 + axis, 1 + ndim + axis]
+    x = x.permute(order)
+    for axis, tiles in enumerate(axes, start=2):
+        x = x.flatten(axis, axis + 1).narrow(axis, 0, tiles.queries)
+    return x
