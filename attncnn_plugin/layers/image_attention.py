@@ -15,6 +15,9 @@ from .precision import Device, Dtype, at_least_float32
 from .prunable_heads import HeadParameters, PrunableHeads
 from .window import Window
 
+# Up to so many pairs of a query and a key one product of matrices is faster than one along each axis.
+DENSE_PAIRS = 128**2
+
 
 class ImageAttention(PrunableHeads):
     """Attention with the inputs and outputs of a convolution: the base of that by positions and of that by content.
@@ -122,7 +125,7 @@ class PositionImageAttention(ImageAttention):
 
     def _outputs(self, x: Tensor) -> Tensor:
         heads = self._attend(x)  # (B, N_h, C, *out)
-        return self.value(heads.flatten(1, 2).movedim(1, -1)).movedim(-1, 1)
+        return self.value(heads.movedim((1, 2), (-2, -1)).flatten(-2)).movedim(-1, 1)
 
     def _attend(self, x: Tensor) -> Tensor:
         """The heads of an image ``(B, C, *size)``, ``(B, N_h, C, *out)``."""
@@ -187,16 +190,31 @@ class QuadraticImageAttention(PositionImageAttention):
 
     def _attend(self, x: Tensor) -> Tensor:
         probs = self.axis_probs(x.shape[2:])
-        x = self.window.pad(x)[:, None]  # (B, 1, C, *padded)
+        if self.window.padding_mode == 'zeros':  # they have no value
+            starts = [self.window.padding_of(axis, n)[0] for axis, n in enumerate(x.shape[2:])]
+            probs = tuple(factor.narrow(2, start, n) for factor, start, n in zip(probs, starts, x.shape[2:]))
+        else:
+            x = self.window.pad(x)
+        queries = [factor.shape[1] for factor in probs]
+        if math.prod(queries) * math.prod(x.shape[2:]) <= DENSE_PAIRS:
+            dense = _kronecker(probs).to(x.dtype).transpose(0, 1).flatten(0, 1)  # (Q·N_h, K)
+            heads = torch.matmul(dense, x.flatten(2).transpose(1, 2))  # (B, Q·N_h, C)
+            return heads.unflatten(1, (*queries, self.num_heads)).movedim((-2, -1), (1, 2))
+        x = x[:, None]  # (B, 1, C, *padded)
         for axis, factor in enumerate(probs, start=3):
             x = torch.einsum('hqk,bhc...k->bhc...q', factor.to(x.dtype), x.movedim(axis, -1)).movedim(-1, axis)
         return x
 
     def _padded_probs(self, size: Sequence[int]) -> Tensor:
-        probs = torch.ones(self.num_heads, 1, 1, device=self.encoding.center.device)
-        for factor in self.axis_probs(size):  # the Kronecker product of the factors
-            probs = torch.einsum('hqk,hrl->hqrkl', probs.to(factor.dtype), factor).flatten(3, 4).flatten(1, 2)
-        return probs
+        return _kronecker(self.axis_probs(size))
+
+
+def _kronecker(factors: Sequence[Tensor]) -> Tensor:
+    """The Kronecker product of probabilities ``(N_h, Q, K)`` along each axis."""
+    product = factors[0]
+    for factor in factors[1:]:
+        product = torch.einsum('hqk,hrl->hqrkl', product, factor).flatten(3, 4).flatten(1, 2)
+    return product
 
 
 class WindowImageAttention(PositionImageAttention):
