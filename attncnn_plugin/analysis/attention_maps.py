@@ -67,7 +67,7 @@ def layer_label(name: str) -> str:
 
 
 def grid_of(model: nn.Module, images: Tensor) -> Tuple[int, int]:
-    """Height and width of the grid of tokens that the attention of a model works on.
+    """Height and width of the grid of tokens that the first attention layer of a model works on.
 
     Args:
         model (nn.Module): The model.
@@ -81,10 +81,24 @@ def grid_of(model: nn.Module, images: Tensor) -> Tuple[int, int]:
         >>> grid_of(timm.create_model('sa_quadratic_cifar', depth=1), torch.rand(1, 3, 32, 32))
         (16, 16)
     """
-    name = next(iter(require_attention_layers(model)))
-    sizes: List[Tuple[int, int]] = []
-    visit_layers(model, images[:1], [name], lambda _, layer, x: sizes.append((x.shape[1], x.shape[2])))
-    return sizes[0]
+    return next(iter(grids_of(model, images).values()))
+
+
+def grids_of(model: nn.Module, images: Tensor) -> Dict[str, Tuple[int, int]]:
+    """Height and width of the grid of keys of every attention layer by name, as :func:`grid_of`.
+
+    Examples:
+        >>> import timm, attncnn_plugin
+        >>> grids_of(timm.create_model('sa_quadratic_cifar', depth=2), torch.rand(1, 3, 32, 32))
+        {'blocks.0.attn': (16, 16), 'blocks.1.attn': (16, 16)}
+    """
+    grids: Dict[str, Tuple[int, int]] = {}
+
+    def keep(name: str, layer: AttentionLayer, x: Tensor) -> None:
+        grids[name] = layer.grid_of(x)
+
+    visit_layers(model, images[:1], require_attention_layers(model), keep)
+    return grids
 
 
 @torch.no_grad()
@@ -102,7 +116,8 @@ def visit_layers(
         images (Tensor): ``(B, C, H, W)``.
         names (Iterable[str]): The layers to visit, some of :func:`attention_layers`. Without any the model does not
             run.
-        visit (Callable): Takes a layer's name, the layer, and its tokens ``(B, H, W, D)``.
+        visit (Callable): Takes a layer's name, the layer, and its tokens ``(B, H, W, D)``, or image ``(B, C, H, W)`` in
+            the place of a convolution.
 
     Examples:
         >>> import timm, attncnn_plugin
@@ -160,8 +175,9 @@ def attention_probs_of(model: nn.Module, images: Tensor) -> Dict[str, Tensor]:
         images (Tensor): ``(B, C, H, W)``.
 
     Returns:
-        dict[str, Tensor]: ``(B, N_h, H*W, H*W)`` by the layer's name, H and W in tokens, float32. With the null key of
-        CMHSA the rows add up to less than 1. Empty for a model of position-only attention.
+        dict[str, Tensor]: ``(B, N_h, H*W, H*W)`` by the layer's name, H and W in tokens, float32, in the place of a
+        convolution ``(B, N_h, Q, H*W)`` with its Q outputs. With a null key, as of CMHSA, the rows add up to less than
+        1. Empty for a model of position-only attention.
 
     Examples:
         >>> import timm, attncnn_plugin
@@ -223,28 +239,28 @@ def mean_attention_probs_of(model: nn.Module, images: Tensor, batch_size: int = 
 
     def add(name: str, layer: AttentionLayer, x: Tensor) -> None:
         for part in few_images(layer, x):
-            means.add(name, probs_of_scores(layer.attention_scores(part), part))
+            means.add(name, probs_of_scores(layer.attention_scores(part), layer.grid_of(part)))
 
     for batch in images.split(batch_size):
         visit_layers(model, batch, _content_layers(model), add)
     return {name: probs for name, (probs,) in means.items()}
 
 
-def probs_of_scores(scores: Tensor, x: Tensor) -> Tensor:
+def probs_of_scores(scores: Tensor, size: Tuple[int, int]) -> Tensor:
     """The softmax of the scores of an input, without the null key, float32.
 
     Args:
-        scores (Tensor): ``(B, N_h, H*W, H*W)``, with a null key ``(B, N_h, H*W, H*W + 1)``.
-        x (Tensor): Tokens, ``(B, H, W, D)``.
+        scores (Tensor): ``(B, N_h, Q, H*W)``, with a null key ``(B, N_h, Q, H*W + 1)``.
+        size (tuple[int, int]): Height and width of the grid of keys.
 
     Returns:
-        Tensor: ``(B, N_h, H*W, H*W)``.
+        Tensor: ``(B, N_h, Q, H*W)``.
 
     Examples:
-        >>> probs_of_scores(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 5))
+        >>> probs_of_scores(torch.zeros(1, 1, 1, 2), size=(1, 1))
         tensor([[[[0.5000]]]])
     """
-    return scores.float().softmax(-1)[..., : x.shape[1] * x.shape[2]]
+    return scores.float().softmax(-1)[..., : size[0] * size[1]]
 
 
 def _probs_of(model: nn.Module, images: Tensor, scores_of: Scores) -> Dict[str, Tensor]:
@@ -254,7 +270,7 @@ def _probs_of(model: nn.Module, images: Tensor, scores_of: Scores) -> Dict[str, 
     def keep(name: str, layer: AttentionLayer, x: Tensor) -> None:
         scores = scores_of(layer, x)
         if scores is not None:
-            probs[name] = probs_of_scores(scores, x)
+            probs[name] = probs_of_scores(scores, layer.grid_of(x))
 
     visit_layers(model, images, _content_layers(model), keep)
     return probs

@@ -1,5 +1,6 @@
 """Means over images, a few images at a time, so that the attention maps of all of them need not fit into memory."""
 
+import math
 from typing import Any, Dict, Hashable, List, Tuple
 
 from torch import Tensor
@@ -48,9 +49,10 @@ def few_images(layer: AttentionLayer, x: Tensor) -> Tuple[Tensor, ...]:
 
     Args:
         layer (AttentionLayer): The layer.
-        x (Tensor): Tokens, ``(B, H, W, D)``.
+        x (Tensor): Inputs of the layer, for instance tokens ``(B, H, W, D)``.
 
     Returns:
         tuple[Tensor, ...]: Parts of ``x``, in order.
     """
-    return x.split(max(1, CHUNK_ELEMENTS // (max(layer.num_heads, 1) * (x.shape[1] * x.shape[2]) ** 2)))
+    keys = math.prod(layer.grid_of(x))
+    return x.split(max(1, CHUNK_ELEMENTS // (max(layer.num_heads, 1) * keys**2)))

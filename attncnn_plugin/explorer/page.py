@@ -48,9 +48,9 @@ def explorer_page(
         str: HTML, to be written as UTF-8.
 
     Raises:
-        ValueError: A model without attention layers, such as a CMHSA in the convolution phase; no images, or other
-            numbers of pictures or names; pictures of another kind; more than 1024 tokens; parameters that are not
-            finite; a page that cannot be made small enough.
+        ValueError: A model without attention layers, such as a CMHSA in the convolution phase, or with attention in the
+            place of convolutions; no images, or other numbers of pictures or names; pictures of another kind; more
+            than 1024 tokens; parameters that are not finite; a page that cannot be made small enough.
     """
     names = [f'Image {i}' for i in range(len(images))] if names is None else list(names)
     if not len(images) == len(pictures) == len(names) > 0:
@@ -75,6 +75,12 @@ def explorer_page(
 def _layer_scores(model: nn.Module, images: Tensor) -> List[LayerScores]:
     """The scores of all layers on some images, of which as few run through the model as matter."""
     layers = require_attention_layers(model)
+    for name, layer in layers.items():
+        if layer.window is not None:
+            raise ValueError(
+                f'{name} is attention in the place of a convolution, but the page shows grids whose queries are '
+                'tokens: see its heads with model_reports(model, images)'
+            )
     inputs: Dict[str, List[Tensor]] = {name: [] for name in layers}
 
     def visit(name: str, layer: AttentionLayer, x: Tensor) -> None:

@@ -100,6 +100,10 @@ class AttentionLayer(nn.Module):
         """
         return self.attention_probs(size)
 
+    def grid_of(self, x: Tensor) -> Tuple[int, int]:
+        """Height and width of the grid of keys of an input, tokens ``(B, H, W, D)``."""
+        return x.shape[1], x.shape[2]
+
     def encoded(self, x: Tensor) -> Tensor:
         """The tokens of queries and keys, ``(B, H, W, D)``: x with its absolute position encoding, if it has one."""
         return x

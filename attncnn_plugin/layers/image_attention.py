@@ -89,6 +89,10 @@ class ImageAttention(PrunableHeads):
     def padding_mode(self) -> str:
         return self.window.padding_mode
 
+    def grid_of(self, x: Tensor) -> Tuple[int, int]:
+        """Height and width of images, ``(B, C, H, W)``."""
+        return x.shape[2], x.shape[3]
+
     def value_matrices(self) -> Tensor:
         if isinstance(self.value, GroupedLinear):
             return at_least_float32(self.value.head_matrices())

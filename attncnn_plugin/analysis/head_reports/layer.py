@@ -82,7 +82,7 @@ def head_report(layer: nn.Module, size: Sequence[int], tolerance: float = TOLERA
                 f'the scores of layer, {layer.extra_repr()}, have no part that depends on position alone: '
                 "report the mean attention over images with maps_report, or add the term 'vr'"
             )
-        maps = ShiftMaps.of(probs, grid)
+        maps = ShiftMaps.of(probs, grid, window)
     errors = ConvolutionErrors(maps, layer.padding_mode, layer.value_matrices())
     relative_entropy = relative_entropy_of_maps(maps.probs)
     heads = tuple(head_statistics(maps, relative_entropy, gaussian, degenerate))
@@ -128,15 +128,19 @@ def maps_report(
         entropy relative entropy 1 > 0.99
     """
     height, width = pair('size', size)
-    if probs.ndim != 3 or probs.shape[1:] != (height * width, height * width):
+    window = None if layer is None else layer.window
+    queries = height * width
+    if window is not None:
+        queries = window.num_queries(0, height) * window.num_queries(1, width)
+    if probs.ndim != 3 or probs.shape[1:] != (queries, height * width):
         raise ValueError(
-            f'probs have shape {tuple(probs.shape)}, but (N_h, {height * width}, {height * width}) are '
+            f'probs have shape {tuple(probs.shape)}, but (N_h, {queries}, {height * width}) are '
             f'those of a grid of {height}x{width}'
         )
     if len(probs) == 0:
         report = empty_report((height, width))
     else:
-        maps = ShiftMaps.of(probs, (height, width))
+        maps = ShiftMaps.of(probs, (height, width), window)
         if layer is None:
             errors = ConvolutionErrors(maps, 'replicate')
         else:

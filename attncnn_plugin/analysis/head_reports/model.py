@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ...layers import AttentionLayer, GridConvolution
 from ...pruning import relative_entropy_of_maps
-from ..attention_maps import grid_of, probs_of_scores, require_attention_layers, visit_layers
+from ..attention_maps import grids_of, probs_of_scores, require_attention_layers, visit_layers
 from ..image_means import ImageMeans, few_images
 from .layer import TOLERANCE, empty_report, head_report, maps_report, pair
 from .report import THRESHOLDS_OF_KINDS, LayerReport
@@ -62,27 +62,28 @@ def model_reports(
         )
     means: Dict[Tuple[str, str], Tuple[Tensor, ...]] = {}
     if images is not None:
-        grid, means, num_images = grid_of(model, images), _means(model, images), len(images)
+        grids, means, num_images = grids_of(model, images), _means(model, images), len(images)
     elif size is not None and not any(layer.depends_on_content for layer in layers.values()):
-        grid, num_images = pair('size', size), 0
+        grids, num_images = dict.fromkeys(layers, pair('size', size)), 0
     else:
         raise ValueError(
             f'images=None and size={size!r}, but the {len(layers)} attention layers of model need images '
             'where scores depend on content, and otherwise a size of the grid'
         )
-    position_size = grid if size is None else pair('size', size)
+    given = None if size is None else pair('size', size)
     reports = []
     for name, module in model.named_modules():
         own = []
         if isinstance(module, GridConvolution):
-            own.append(empty_report(position_size, 'converted', pair('kernel_size', module.conv.kernel_size)))
+            grid = next(iter(grids.values())) if given is None else given  # all layers of such a network have the same
+            own.append(empty_report(grid, 'converted', pair('kernel_size', module.conv.kernel_size)))
         elif isinstance(module, AttentionLayer):
             if module.has_position_scores:
-                own.append(head_report(module, position_size, tolerance))
+                own.append(head_report(module, grids[name] if given is None else given, tolerance))
             for attention in ('position', 'images'):
                 if (name, attention) in means:
                     probs, entropy = means[name, attention]
-                    report = maps_report(probs, grid, module, num_images, entropy, tolerance)
+                    report = maps_report(probs, grids[name], module, num_images, entropy, tolerance)
                     own.append(dataclasses.replace(report, attention=attention))
         reports += [dataclasses.replace(report, name=name) for report in own]
     return reports
@@ -99,7 +100,7 @@ def _means(model: nn.Module, images: Tensor) -> Dict[Tuple[str, str], Tuple[Tens
     def add(name: str, layer: AttentionLayer, x: Tensor) -> None:
         for part in few_images(layer, x):
             for attention, scores in _scores(layer, part):
-                probs = probs_of_scores(scores, part)
+                probs = probs_of_scores(scores, layer.grid_of(part))
                 means.add((name, attention), probs, relative_entropy_of_maps(probs))
 
     names = [name for name, layer in require_attention_layers(model).items() if layer.depends_on_content]

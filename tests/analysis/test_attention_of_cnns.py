@@ -1,0 +1,60 @@
+"""Heads of CNNs whose convolutions became attention: layers of different grids, with fewer queries than keys."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from attncnn_plugin.analysis import attention_probs_of, grids_of, mean_attention_probs_of, model_reports
+from attncnn_plugin.convert import conv_to_mhsa
+from attncnn_plugin.explorer import explorer_page
+
+SIZES = [(8, 10), (8, 10), (4, 5)]
+
+
+def hybrid(content, **options):
+    """Three layers at 8x10, 8x10 to 4x5, and 4x5 pixels."""
+    convs = [nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 6, 3, padding=1, stride=2), nn.Conv2d(6, 6, 3, padding=1)]
+    layers = [conv_to_mhsa(conv, content=content, **options)[0] for conv in convs]
+    return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2]).eval()
+
+
+@pytest.fixture
+def images():
+    return torch.randn(3, 3, 8, 10)
+
+
+@pytest.mark.parametrize('content', [None, 'additive', 'gated'])
+def test_reports_of_hard_heads(content, images):
+    """Each layer on its own grid: a 3x3 convolution, head h at the h-th shift."""
+    reports = model_reports(hybrid(content), images)
+    expected = SIZES if content is None else [size for size in SIZES for _ in range(2)]
+    assert [report.grid for report in reports] == expected
+    for report in reports:
+        shifts = [(row, column) for row in (-1, 0, 1) for column in (-1, 0, 1)]
+        assert [head.nearest_shift for head in report.heads] == shifts and report.kind.kind == 'convolution'
+        assert report.attention == ('images' if report.num_images and reports.index(report) % 2 else 'position')
+
+
+@pytest.mark.parametrize('window_size', [None, 3])
+@pytest.mark.parametrize('content', ['additive', 'gated'])
+def test_maps_of_images(content, window_size, images):
+    """The maps times the pixels are the heads that the layer puts out; means are means."""
+    model = hybrid(content, alpha=2, window_size=window_size)
+    for layer in (model[0], model[2], model[4]):
+        nn.init.normal_(layer.query.weight)
+    assert list(grids_of(model, images).values()) == SIZES
+    probs = attention_probs_of(model, images)
+    x = images
+    for name, layer in model.named_children():
+        if name in probs:
+            heads = torch.einsum('bhqk,bck->bqhc', probs[name], x.flatten(2)).flatten(2)
+            assert torch.allclose(layer.value(heads).transpose(1, 2), layer(x).flatten(2), atol=1e-4)
+        x = layer(x)
+    for name, mean in mean_attention_probs_of(model, images, batch_size=2).items():
+        assert torch.allclose(mean, probs[name].mean(0), atol=1e-6)
+
+
+def test_the_explorer_shows_grids_of_tokens_alone(images):
+    with pytest.raises(ValueError, match='0 is attention in the place of a convolution'):
+        explorer_page(hybrid('additive'), images, [np.zeros((8, 10, 3), np.uint8)] * 3)
