@@ -85,5 +85,6 @@ def probabilities(query: Tensor, key: Tensor, bias: Tensor, dropout: float = 0.0
     """
     keys = key.shape[-2]
     scores = query @ (key * key.shape[-1] ** -0.5).transpose(-2, -1)
-    probs = (F.pad(scores, (0, bias.shape[-1] - keys)) + bias).softmax(-1)
-    return F.dropout(probs, dropout)[..., :keys]
+    if bias.shape[-1] > keys:  # a pad of nothing is a copy too
+        scores = F.pad(scores, (0, bias.shape[-1] - keys))
+    return F.dropout((scores + bias).softmax(-1), dropout)[..., :keys]
