@@ -5,6 +5,7 @@ import gc
 from typing import Callable, Dict, Iterator, NamedTuple, Tuple, Union
 
 import torch
+from cnns import cnns, neighbourhood_growth, neighbourhoods
 from measure import Measured, Ratio, forward_pass, side_by_side, training_step
 from memory import added_by
 from models import (
@@ -291,5 +292,22 @@ GROUPS = {
         sa_peers,
         'SA against ResNet-18',
         'Time of ours over that of ResNet-18, 32x32 pixels, batch 8.',
+    ),
+    'cnns': Group(
+        cnns,
+        'CNNs with a last stage of attention',
+        'Time of the CNN whose last stage became attention (heads of α = 6) over that of the CNN, 224x224 pixels, '
+        'batch 8.',
+    ),
+    'neighbourhoods': Group(
+        neighbourhoods,
+        'Attention over neighbourhoods',
+        'A 3x3 convolution of 64 channels, and what became of it with content: over neighbourhoods of 7x7 pixels, and '
+        'over the whole image. One image.',
+    ),
+    'neighbourhood_growth': Group(
+        neighbourhood_growth,
+        'Growth of attention over neighbourhoods',
+        'The exponent by which the time of the layer above grows with the number of pixels: 1 is linear.',
     ),
 }

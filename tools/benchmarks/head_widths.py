@@ -12,18 +12,17 @@ a step is measured once, when OUT is new: begin on a quiet machine.
 
 import argparse
 import json
-import math
 import os
 import time
 from pathlib import Path
-from typing import Callable, Dict, List, Tuple
+from typing import Dict, List, Tuple
 
 import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
+from small_images import BATCH_SIZE, accuracy, fit, load_images, normalized, save, save_report, some_of
 from torch import Tensor, nn
-from torchvision.datasets import ImageFolder
 
 import attncnn_plugin  # noqa: F401
 
@@ -42,8 +41,7 @@ KINDS: Dict[str, dict] = {
 }
 SMALL = dict(img_size=32, patch_size=4, depth=4, num_classes=10)
 EQUAL = ('epochs', 'time')
-BATCH_SIZE, WARM_UP = 100, 2
-FIRST_RATE, SECOND_RATE, WEIGHT_DECAY = 2e-3, 5e-4, 0.05
+FIRST_RATE, SECOND_RATE = 2e-3, 5e-4
 
 
 def main() -> None:
@@ -68,13 +66,11 @@ def main() -> None:
 
 def train_all(args: argparse.Namespace) -> None:
     """The runs that are missing, seed by seed."""
-    train, test = load_images(args.data / 'train'), load_images(args.data / 'test')
-    some = torch.randperm(len(test[1]), generator=torch.Generator().manual_seed(0))[: args.test_images]
-    test = test[0][some], test[1][some]
+    (train, labels), (test, targets) = (load_images(args.data / split) for split in ('train', 'test'))
+    train, test = (normalized(train), labels), some_of((normalized(test), targets), args.test_images, seed=0)
     first, second = args.epochs
     for seed in args.seeds:
-        chosen = torch.randperm(len(train[1]), generator=torch.Generator().manual_seed(seed))[: args.images]
-        images = train[0][chosen], train[1][chosen]
+        images = some_of(train, args.images, seed)
         start = args.out / f'convolution-{seed}.pth'
         if not start.exists():
             torch.manual_seed(seed)
@@ -99,16 +95,7 @@ def train_all(args: argparse.Namespace) -> None:
                 report['top1'] = accuracy(model, test)
                 report['parameters'] = sum(p.numel() for p in model.parameters())
                 report['machine'] = f'torch {torch.__version__}, {os.cpu_count()} cores, {args.threads} threads'
-                save(result, lambda path, report=report: path.write_text(json.dumps(report)))
-                print(json.dumps(report), flush=True)
-
-
-def load_images(folder: Path) -> Tuple[Tensor, Tensor]:
-    """All images of a folder, normalized, ``(N, 3, H, W)``, and their labels."""
-    samples = ImageFolder(str(folder))
-    images = torch.stack([torch.from_numpy(np.array(image)) for image, _ in samples]).permute(0, 3, 1, 2).float()
-    mean, std = images.mean((0, 2, 3), keepdim=True), images.std((0, 2, 3), keepdim=True)
-    return (images - mean) / std, torch.tensor(samples.targets)
+                save_report(result, report)
 
 
 def begin(kind: str, start: Path, seed: int) -> nn.Module:
@@ -136,51 +123,6 @@ def balance(attention: nn.Module) -> None:
         start += width
 
 
-def fit(model: nn.Module, train: Tuple[Tensor, Tensor], epochs: int, rate: float, seed: int) -> None:
-    """Trains with AdamW, a warm-up and a cosine, on flipped and shifted images."""
-    images, labels = train
-    steps = math.ceil(len(labels) / BATCH_SIZE)
-    decay = [p for name, p in model.named_parameters() if 'position.table' not in name]
-    tables = [p for name, p in model.named_parameters() if 'position.table' in name]
-    groups = [dict(params=decay), dict(params=tables, weight_decay=0.0)] if tables else decay
-    optimizer = torch.optim.AdamW(groups, lr=rate, weight_decay=WEIGHT_DECAY)
-    warm_up = min(WARM_UP, epochs) * steps
-
-    def factor(step: int) -> float:
-        cosine = (step - warm_up) / max(1, epochs * steps - warm_up)
-        return (step + 1) / warm_up if step < warm_up else (1 + math.cos(math.pi * cosine)) / 2
-
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    generator = torch.Generator().manual_seed(seed)
-    model.train()
-    for _ in range(epochs):
-        for batch in torch.randperm(len(labels), generator=generator).split(BATCH_SIZE):
-            loss = F.cross_entropy(model(augment(images[batch], generator)), labels[batch])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-
-
-def augment(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Flips each image, and shifts it by up to 4 pixels each way."""
-    size = images.shape[-1]
-    padded = F.pad(images, (4, 4, 4, 4))
-    rows, columns = torch.randint(9, (2, len(images)), generator=generator)[..., None] + torch.arange(size)
-    flipped = torch.rand(len(images), generator=generator) < 0.5
-    columns = torch.where(flipped[:, None], columns.flip(1), columns)
-    index = torch.arange(len(images))[:, None, None]
-    return padded.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, test: Tuple[Tensor, Tensor]) -> float:
-    """Top-1 in per cent."""
-    model.eval()
-    right = [(model(x).argmax(1) == y).sum() for x, y in zip(test[0].split(500), test[1].split(500))]
-    return 100 * float(torch.stack(right).sum()) / len(test[1])
-
-
 def step_seconds(start: Path, images: Tuple[Tensor, Tensor]) -> Dict[str, float]:
     """Time of a training step of each kind, in turns; the median of fifteen."""
     x, y = images[0][:BATCH_SIZE], images[1][:BATCH_SIZE]
@@ -192,13 +134,6 @@ def step_seconds(start: Path, images: Tuple[Tensor, Tensor]) -> Dict[str, float]
             F.cross_entropy(model(x), y).backward()
             seconds[kind].append(time.perf_counter() - begun)
     return {kind: float(np.median(times[1:])) for kind, times in seconds.items()}
-
-
-def save(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file as a whole or not at all."""
-    part = path.with_suffix('.part')
-    write(part)
-    part.replace(path)
 
 
 def table(out: Path) -> str:
