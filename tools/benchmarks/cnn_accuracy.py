@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Whether attention in the place of a CNN's last convolutions helps: accuracy on clean and on corrupted images.
 
-Images lie in DATA/train/CLASS/* and DATA/test/CLASS/*. A small ResNet is trained; from the same weights the CNN goes on,
-and so do hybrids whose last stage became attention; a hybrid from scratch trains for all epochs. Results go to one
-JSON file a run in OUT, weights beside them; runs that are there are not repeated, so that the script can be stopped and
-called again.
+Images lie in DATA/train/CLASS/* and DATA/test/CLASS/*. A small ResNet is trained; from the same weights the CNN goes
+on, and so do hybrids whose last stage became attention; a hybrid from scratch trains for all epochs. Results go to one
+JSON file a run in OUT, weights beside them; runs that are there are not repeated, so that the script can be stopped
+and called again.
 
     python tools/benchmarks/cnn_accuracy.py DATA OUT            # all that is missing, then the table
     python tools/benchmarks/cnn_accuracy.py DATA OUT --table    # the table of what is there

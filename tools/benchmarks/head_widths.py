@@ -34,6 +34,7 @@ KINDS: Dict[str, dict] = {
     'full, merged': dict(merge_heads=True),
     'narrow': dict(head_dim='exact', qk_dim=16),
     'narrow, at least 16': dict(head_dim='exact', min_head_dim=16, qk_dim=16),
+    'narrow, at least 32': dict(head_dim='exact', min_head_dim=32, qk_dim=16),
     'narrow, queries of 48': dict(head_dim='exact', qk_dim=48),
     'full, queries of 16': dict(qk_dim=16),
     'full, factors of equal norm': dict(balanced=True),
