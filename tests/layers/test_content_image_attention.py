@@ -242,6 +242,29 @@ class TestUses:
         exported = torch.export.export(attention, (x,)).module()
         assert torch.allclose(exported(x), expected, atol=1e-5)
 
+    @pytest.mark.slow
+    def test_compiled_by_inductor(self, attention, x):
+        expected = attention(x)
+        assert torch.allclose(torch.compile(attention, fullgraph=True)(x), expected, atol=1e-4)
+
+    @pytest.mark.slow
+    def test_onnx_and_other_batches(self, attention, x, tmp_path):
+        """Exported once for any number of images."""
+        onnxruntime = pytest.importorskip('onnxruntime')
+        pytest.importorskip('onnxscript')
+        pytest.importorskip('torch', minversion='2.7', reason='torch 2.6 cannot export a batch of any size to ONNX')
+        attention.eval()
+        path, batch = str(tmp_path / 'model.onnx'), torch.export.Dim('batch', min=1, max=64)
+        exported = torch.export.export(attention, (x,), dynamic_shapes=({0: batch},)).module()
+        torch.onnx.export(attention, (x,), path, dynamo=True, dynamic_shapes=({0: batch},), verbose=False)
+        session = onnxruntime.InferenceSession(path)
+        (name,) = (value.name for value in session.get_inputs())
+        for n in (1, 2, 5):
+            images = torch.randn(n, *x.shape[1:])
+            (output,) = session.run(None, {name: images.numpy()})
+            assert relative_error(torch.from_numpy(output), attention(images)) < 1e-4
+            assert relative_error(exported(images), attention(images)) < 1e-4
+
     def test_checkpointed(self, attention, x):
         attention(x).square().sum().backward()
         expected = [parameter.grad.clone() for parameter in attention.parameters()]
