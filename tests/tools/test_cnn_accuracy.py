@@ -1,0 +1,52 @@
+"""The script that compares CNNs with attention in them: kinds begin as the same CNN, and nothing is trained twice."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+pytest.importorskip('mmpretrain')
+sys.path.insert(0, str(Path(__file__).parents[2] / 'tools/benchmarks'))
+import cnn_accuracy  # noqa: E402
+
+
+@pytest.fixture
+def images(tmp_path):
+    generator = np.random.default_rng(0)
+    for split in ('train', 'test'):
+        for label in range(10):
+            folder = tmp_path / split / str(label)
+            folder.mkdir(parents=True)
+            Image.fromarray(generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(folder / '0.png')
+    return tmp_path
+
+
+def test_runs_and_table(images, tmp_path, monkeypatch, capsys):
+    out, kinds = tmp_path / 'out', ['CNN goes on', 'additive', 'gated', cnn_accuracy.FROM_SCRATCH]
+    command = ['cnn_accuracy.py', str(images), str(out), '--epochs', '1', '1', '--seeds', '0', '--threads', '1']
+    monkeypatch.setattr(sys, 'argv', [*command, '--kinds', *kinds])
+    cnn_accuracy.main()
+    runs = {run['kind']: run for run in (json.loads(path.read_text()) for path in out.glob('*.json'))}
+    assert sorted(runs) == sorted(kinds)
+    assert runs['CNN goes on']['parameters'] < runs['additive']['parameters'] < runs['gated']['parameters']
+    for run in runs.values():
+        assert list(run['before']) == list(run['after']) == list(cnn_accuracy.CORRUPTIONS)
+    table = capsys.readouterr().out
+    assert all(f'| {kind} | ' in table for kind in kinds)
+
+    monkeypatch.setattr(cnn_accuracy, 'fit', None)  # not to be called
+    cnn_accuracy.main()
+    assert capsys.readouterr().out.strip() == table.strip().split('}\n')[-1].strip()
+
+
+def test_corruptions():
+    """Each changes the images, the same way every time, and leaves them images."""
+    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    for name, corrupt in cnn_accuracy.CORRUPTIONS.items():
+        corrupted = corrupt(images)
+        assert corrupted.dtype == torch.uint8 and corrupted.shape == images.shape
+        assert torch.equal(corrupted, corrupt(images)) and torch.equal(corrupted, images) == (name == 'clean')
