@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     if 'mmengine' in sys.modules:
-        warm_python.leave_configs_unformatted()
+        warm_python.hasten_mmengine()
     gc.freeze()  # mmengine collects garbage for every dataset: not among all that was imported
 
 
