@@ -124,7 +124,6 @@ def test_error_on_noise_is_the_reported_one():
         assert error.item() == pytest.approx(report.relative_error, rel=0.05)
 
 
-@settings(max_examples=30)
 @given(convs(), st.sampled_from([(torch.float32, 1e-4), (torch.float16, 0.2), (torch.bfloat16, 0.5)]))
 def test_narrow_layers(case, precision):
     """The heads do not amplify the rounding errors of a narrow dtype too much."""
