@@ -17,7 +17,7 @@ from helpers import warm_python
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
 
-hypothesis.settings.register_profile('quick', deadline=None, max_examples=25, print_blob=True)
+hypothesis.settings.register_profile('quick', deadline=None, max_examples=15, print_blob=True)
 hypothesis.settings.register_profile('slow', deadline=None, max_examples=200, print_blob=True)
 
 SERVER = pytest.StashKey()
@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     if 'mmengine' in sys.modules:
-        warm_python.leave_configs_unformatted()
+        warm_python.hasten_mmengine()
     gc.freeze()  # mmengine collects garbage for every dataset: not among all that was imported
 
 

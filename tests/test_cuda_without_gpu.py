@@ -131,8 +131,18 @@ def assert_on_cuda(*tensors):
     assert {tensor.device for tensor in tensors} == {CUDA}
 
 
-@pytest.mark.parametrize('autocast', [None, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize('training', [True, False], ids=['training', 'evaluation'])
+@pytest.mark.parametrize(
+    'training, autocast',
+    [
+        (True, None),
+        (True, torch.float16),
+        (False, torch.bfloat16),
+        pytest.param(True, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(False, None, marks=pytest.mark.slow),
+        pytest.param(False, torch.float16, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize('name', MODELS)
 def test_model(name, training, autocast):
     with on_fake_cuda(MODELS[name]().train(training)) as model, torch.set_grad_enabled(training):

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -208,7 +208,6 @@ def test_given_maps():
     st.sampled_from(['all', 'interior']),
     st.integers(0, 2**31),
 )
-@settings(max_examples=40)
 def test_residuals_by_least_squares(kind, num_heads, kernel_size, height, width, queries, seed):
     torch.manual_seed(seed)
     layer = kind(4, num_heads, dtype=torch.float64)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.convolutions import convolutions, relative_error
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -122,7 +122,6 @@ def test_mixtures_of_shifts_are_the_convolution(case, more):
     st.sampled_from(['interior', 'all']),
     st.integers(0, 2**16),
 )
-@settings(max_examples=40)
 def test_values_by_least_squares(kind, num_heads, kernel_size, dilation, groups, padding_mode, queries, seed):
     torch.manual_seed(seed)
     layer = kind(2, num_heads, dtype=torch.float64)

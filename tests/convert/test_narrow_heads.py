@@ -32,7 +32,9 @@ def test_exact_heads_are_the_convolution(case, qk_dim):
     assert relative_error(module.float()(x.float()).double(), conv(x)) <= 1e-4
 
 
-@pytest.mark.parametrize('kernel, total', [(3, 972), (5, 1200), (7, 1452)])
+@pytest.mark.parametrize(
+    'kernel, total', [(3, 972), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(5, 1200), (7, 1452)])]
+)
 def test_widths_are_the_ranks(kernel, total):
     """The ranks of L21's matrices W^V W^O for 3 channels and patches of 16 pixels, by numpy."""
     conv = nn.Conv2d(3, 3, kernel, padding=kernel // 2, dtype=torch.float64)

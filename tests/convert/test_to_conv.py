@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.adapter import Adapter
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from timm.layers import Conv2dSame
 from torch import nn
@@ -144,7 +144,6 @@ def assert_least_squares(layer, conv, fit, probs):
 
 
 @given(st.data(), st.integers(1, 3), st.booleans(), st.sampled_from(MODES), st.integers(0, 2**31))
-@settings(max_examples=40)
 def test_round_trip_of_convolutions(data, ndim, bias, mode, seed):
     torch.manual_seed(seed)
     largest = 4 if ndim < 3 else 2
@@ -209,7 +208,6 @@ def test_soft_heads_within_the_window_are_exact(mode, stride):
     st.integers(1, 3),
     st.integers(0, 2**31),
 )
-@settings(max_examples=40)
 def test_bounds_hold_and_are_reached_by_one_head(kind, mode, num_heads, seed):
     torch.manual_seed(seed)
     size = (6, 5)

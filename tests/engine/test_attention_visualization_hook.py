@@ -216,6 +216,7 @@ def test_which_heads_are_left():
 
 def test_cmhsa_is_shown_from_its_transition_on(repository, tmp_path):
     config = config_of(repository, tmp_path, 'cmhsa3_digits', epochs=3)
+    config.model.backbone.num_layers = 2
     config.param_scheduler = []
     config.custom_hooks = [dict(type='PhaseTransitionHook', epoch=1), dict(HOOK, interval=1)]
     train(config)

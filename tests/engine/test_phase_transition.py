@@ -185,12 +185,19 @@ def test_gradient_accumulation(repository, tmp_path, caplog):
     assert 'Relative change of the output on the current batch: ' in log
 
 
-def test_compiled_training(repository, tmp_path):
-    config = small_config(repository, tmp_path, compile=dict(backend='eager'))
-    runner, recorder = run(config)
+@pytest.mark.parametrize('layers, changing_rates', [(1, False), pytest.param(2, True, marks=pytest.mark.slow)])
+def test_compiled_training(layers, changing_rates, repository, tmp_path):
+    """Each phase compiles its own optimizer, twice where learning rates change."""
+
+    def config(work_dir, **changes):
+        config = small_config(repository, work_dir, **{'model.backbone.num_layers': layers, **changes})
+        if not changing_rates:
+            config.param_scheduler = config.custom_hooks[0].param_scheduler = []
+        return config
+
+    runner, recorder = run(config(tmp_path, compile=dict(backend='eager')))
     assert {type(group) for group in runner.optim_wrapper.optimizer.param_groups} == {dict}  # others fail to compile
-    eager = small_config(repository, tmp_path / 'eager')
-    _, expected = run(eager)
+    _, expected = run(config(tmp_path / 'eager'))
     for name, weight in expected.weights[EPOCHS].items():
         if not name.endswith('attn.out.bias'):  # the norm that follows takes it out: its gradient is rounding
             assert torch.allclose(recorder.weights[EPOCHS][name], weight, atol=1e-4), name

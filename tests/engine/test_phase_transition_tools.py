@@ -69,19 +69,26 @@ def test_killed_and_resumed(kill_at, whole, folder, repository):
     assert rates(folder / name) == rates(whole) and len(rates(whole)) == EPOCHS * ITERATIONS
 
 
-def test_two_processes(whole, folder, repository):
-    """Equal weights on both ranks, those of one process with the same batches; resumed in each phase; compiled."""
+@pytest.fixture(scope='module')
+def two(folder):
+    """The same run by two processes."""
     log = train_two(folder / 'batch4.py', folder / 'two')
     assert 'GPU number: 2' in log and 'Transition at epoch 2' in log and 'Epoch(val) [4]' in log
+    return folder / 'two'
+
+
+@pytest.mark.parametrize(
+    'epoch, options', [(3, []), pytest.param(1, ['--cfg-options', 'compile.backend=eager'], marks=pytest.mark.slow)]
+)
+def test_two_processes(epoch, options, two, whole, folder):
+    """Equal weights on both ranks, those of one process with the same batches; resumed in each phase; compiled."""
+    again = folder / f'again{epoch}'
+    log = train_two(folder / 'batch4.py', again, '--resume', two / f'epoch_{epoch}.pth', *options)
+    assert log.count('Model has been "compiled"') == len(options)  # at the start, and at the transition
     for rank in (0, 1):
-        assert_equal(folder / 'two', folder / 'two', rank, tolerance=0)
-        assert_equal(folder / 'two', whole, rank, tolerance=1e-5)
-    for epoch, options in [(1, ['--cfg-options', 'compile.backend=eager']), (3, [])]:
-        again = folder / f'again{epoch}'
-        log = train_two(folder / 'batch4.py', again, '--resume', folder / f'two/epoch_{epoch}.pth', *options)
-        assert log.count('Model has been "compiled"') == len(options)  # at the start, and at the transition
-        for rank in (0, 1):
-            assert_equal(again, folder / 'two', rank, tolerance=1e-5 if options else 1e-6)
+        assert_equal(two, two, rank, tolerance=0)
+        assert_equal(two, whole, rank, tolerance=1e-5)
+        assert_equal(again, two, rank, tolerance=1e-5 if options else 1e-6)
 
 
 @pytest.mark.parametrize('epoch', [SWITCH, EPOCHS])

@@ -203,7 +203,15 @@ def deployed_with_shapes(name, depth):
 
 
 @pytest.mark.parametrize('depth', [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize('name', [*TIMM_KINDS[:1], *TIMM_KINDS[2:]])
+@pytest.mark.parametrize(
+    'name',
+    [
+        'sa_quadratic_cifar',
+        'sa_generalized_cifar',
+        pytest.param('sa_learned_cifar', marks=pytest.mark.slow),
+        'sa_learned_content_cifar',
+    ],
+)
 def test_compiled_and_exported(name, depth):
     model, x, smaller, shapes = deployed_with_shapes(name, depth)
     expected, of_smaller = model(x), model(smaller)

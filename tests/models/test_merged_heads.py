@@ -429,7 +429,7 @@ def test_timm_interface(kind):
 
 
 @pytest.mark.parametrize('dynamic', [False, pytest.param(None, marks=pytest.mark.slow)])
-@pytest.mark.parametrize('kind', ['separate', 'merged', 'deployed'])
+@pytest.mark.parametrize('kind', ['separate', pytest.param('merged', marks=pytest.mark.slow), 'deployed'])
 def test_compiled(kind, dynamic):
     """Forward and backward, of more and of fewer tokens than channels; kept biases are neither read nor written."""
     model = network(kind, depth=1)
@@ -446,7 +446,7 @@ def test_compiled(kind, dynamic):
 
 
 @pytest.mark.parametrize('strict', [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize('kind', ['separate', 'merged', 'deployed'])
+@pytest.mark.parametrize('kind', ['separate', pytest.param('merged', marks=pytest.mark.slow), 'deployed'])
 def test_exported(kind, strict):
     model = network(kind, depth=1)
     model(torch.randn(2, 3, 4, 4))  # kept, but not in the program

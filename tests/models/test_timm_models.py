@@ -11,6 +11,10 @@ from helpers.flops import paper_flops
 from helpers.small import BACKENDS, TIMM_KINDS, small_timm
 
 MILLION, BILLION = 1e6, 1e9
+# The networks of 9 and of 16 quadratic heads differ in their defaults alone.
+ONCE_A_KIND = [
+    pytest.param(name, marks=pytest.mark.slow) if name == 'sa_quadratic16_cifar' else name for name in TIMM_KINDS
+]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +205,7 @@ def test_mixed_and_half_precision(name):
 
 
 @pytest.mark.parametrize('backend', BACKENDS)
-@pytest.mark.parametrize('name', TIMM_KINDS)
+@pytest.mark.parametrize('name', ONCE_A_KIND)
 def test_compiled_is_eager(name, backend):
     model = small_timm(name, depth=1)
     x = torch.randn(2, 3, 8, 8)
@@ -219,7 +223,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize('options', OPTIONS, ids=str)
+@pytest.mark.parametrize('options', [pytest.param(OPTIONS[0], marks=pytest.mark.slow), OPTIONS[1]], ids=str)
 def test_options_compiled_and_exported(options):
     model = small_timm('sa_learned_content_cifar', depth=1, **options)
     x = torch.randn(2, 3, 8, 12)
@@ -235,7 +239,7 @@ def test_options_compiled_and_exported(options):
     assert torch.allclose(program.module()(x), model(x), atol=1e-5)
 
 
-@pytest.mark.parametrize('name', TIMM_KINDS)
+@pytest.mark.parametrize('name', ONCE_A_KIND)
 def test_exported_is_eager(name):
     model = small_timm(name).eval()
     batch = torch.export.Dim('batch', min=2, max=64)

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from helpers.small import SMALL_ARCH, TIMM_KINDS, small_timm
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -35,7 +35,6 @@ def zeroed(layer, heads):
 
 @pytest.mark.parametrize('kind', LAYERS)
 @given(data=st.data())
-@settings(max_examples=15)
 def test_removed_is_zeroed(kind, data):
     num_heads = data.draw(st.integers(1, 5))
     heads = data.draw(st.lists(st.integers(0, num_heads - 1), unique=True))

@@ -27,6 +27,7 @@ def test_runs_and_table(images, tmp_path, monkeypatch, capsys):
     """Every kind begins where the convolutions ended, and is a row; a second call trains nothing."""
     out, kinds = tmp_path / 'out', ['full', 'narrow', 'narrow, factors of equal norm']
     command = ['head_widths.py', str(images), str(out), '--epochs', '1', '1', '--seeds', '0', '--threads', '1']
+    monkeypatch.setitem(head_widths.SMALL, 'depth', 1)
     monkeypatch.setattr(sys, 'argv', [*command, '--kinds', *kinds])
     head_widths.main()
     runs = [json.loads(path.read_text()) for path in out.glob('*-epochs-0.json')]

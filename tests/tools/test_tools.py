@@ -11,7 +11,13 @@ import torch
 from helpers.processes import run, train, train_two
 from mmpretrain import FeatureExtractor, ImageClassificationInferencer
 
-SHRINK = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_dataloader.dataset.indices=40', 'randomness.seed=0']
+SHRINK = [
+    '--cfg-options',
+    'train_cfg.max_epochs=1',
+    'train_dataloader.dataset.indices=40',
+    'val_dataloader.dataset.indices=40',
+    'randomness.seed=0',
+]
 
 
 @pytest.fixture(scope='module')
