@@ -187,6 +187,21 @@ def test_depthwise_layers_have_values_a_channel(options):
     assert relative_error(attention(x), conv(x)) < 1e-5
 
 
+def compile_and_export(attention, x):
+    expected = attention(x)
+    compiled = torch.compile(attention, backend='aot_eager', fullgraph=True)
+    assert torch.allclose(compiled(x), expected, atol=1e-5)
+    compiled(x).sum().backward()
+    exported = torch.export.export(attention, (x,)).module()
+    assert torch.allclose(exported(x), expected, atol=1e-5)
+
+
+def test_compiled_and_exported():
+    attention = conv_to_mhsa(nn.Conv2d(4, 6, 3, padding=1, groups=2), content='gated', window_size=5)[0]
+    randomize(attention)
+    compile_and_export(attention, torch.randn(2, 4, 9, 8))
+
+
 @pytest.mark.parametrize(
     'options',
     [
@@ -234,13 +249,9 @@ class TestUses:
         ):
             assert torch.equal(copied(x), expected)
 
+    @pytest.mark.slow
     def test_compiled_and_exported(self, attention, x):
-        expected = attention(x)
-        compiled = torch.compile(attention, backend='aot_eager', fullgraph=True)
-        assert torch.allclose(compiled(x), expected, atol=1e-5)
-        compiled(x).sum().backward()
-        exported = torch.export.export(attention, (x,)).module()
-        assert torch.allclose(exported(x), expected, atol=1e-5)
+        compile_and_export(attention, x)
 
     @pytest.mark.slow
     def test_compiled_by_inductor(self, attention, x):
