@@ -1,0 +1,241 @@
+"""A model on an example input, before and after some of its layers were replaced; it stays as it was."""
+
+import contextlib
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..layers.image_attention import ImageAttention
+from ..layers.precision import widest_float
+from .attention_memory import attention_memory
+from .model_layers import replace_layers
+from .model_report import LayerRun, short
+
+
+@dataclass
+class _Calls:
+    """What the calls of a layer were, and how far its attention was from it."""
+
+    inputs: List[Tuple[torch.Size, torch.Size, torch.dtype]] = field(default_factory=list)
+    error: float = 0.0  # ‖Y − Y'‖²
+    norm: float = 0.0  # ‖Y‖²
+    was_run: bool = True
+
+
+def compare_runs(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    replacements: Mapping[str, ImageAttention],
+    inputs: Any,
+    memory_limit: Optional[int],
+) -> Tuple[Dict[str, LayerRun], Optional[float]]:
+    """Runs a model in evaluation mode with and without attention in the place of convolutions.
+
+    Training modes, buffers and random numbers are as before at the end, in an error too.
+
+    Args:
+        model (nn.Module): Any model.
+        layers (Mapping[str, nn.Module]): Some of its convolutions by name.
+        replacements (Mapping[str, ImageAttention]): The attention of each.
+        inputs (Any): What the model is called with.
+        memory_limit (int, optional): Bytes of probabilities beyond which attention is not run, but warned of.
+
+    Returns:
+        tuple[dict[str, LayerRun], float | None]: Of the layers that were called; and the relative change of the
+        model's outputs, None where attention was not run or the outputs have no floating numbers.
+
+    Raises:
+        ValueError: A convolution is still called when there is attention in its place.
+    """
+    calls: Dict[str, _Calls] = {}
+    with untouched(model), contextlib.ExitStack() as stack:
+        for replacement in replacements.values():
+            replacement.eval()
+        hooks = [
+            layer.register_forward_hook(_compare(calls.setdefault(name, _Calls()), name, replacements[name], memory_limit))
+            for name, layer in layers.items()
+        ]
+        stack.callback(lambda: [hook.remove() for hook in hooks])
+        before = list(_tensors(model(inputs)))
+        stack.close()
+        drift = None
+        if all(own.was_run for own in calls.values()):
+            with _replaced(model, layers, replacements):
+                after = list(_tensors(model(inputs)))
+            drift = _drift(*_difference(before, after)) if before else None
+    return {name: _layer_run(layers[name], replacements[name], own) for name, own in calls.items() if own.inputs}, drift
+
+
+def _compare(calls: _Calls, name: str, attention: ImageAttention, memory_limit: Optional[int]) -> Any:
+    """A forward hook of a convolution that runs its attention on the same input."""
+
+    def hook(module: nn.Module, inputs: Tuple[Tensor], output: Tensor) -> None:
+        (x,) = inputs
+        calls.inputs.append((x.shape, output.shape, x.dtype))
+        needed = attention_memory(attention, x)
+        if memory_limit is not None and needed > memory_limit:
+            if calls.was_run:
+                warnings.warn(
+                    f'the attention of {name} needs {short(needed)}B for the probabilities of an input of shape '
+                    f'{tuple(x.shape)}, more than memory_limit={memory_limit}, and was not run: with window_size it '
+                    'grows linearly with the number of pixels',
+                    stacklevel=2,
+                )
+            calls.was_run = False
+            return
+        error, norm = _difference([output], [attention(x)])
+        calls.error += error
+        calls.norm += norm
+
+    return hook
+
+
+@contextlib.contextmanager
+def _replaced(
+    model: nn.Module, layers: Mapping[str, nn.Module], replacements: Mapping[str, nn.Module]
+) -> Iterator[None]:
+    """The model with other layers for a while."""
+
+    def refuse(name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            raise ValueError(
+                f'{name} is still called when there is attention in its place: the model holds it in another way than '
+                'as a submodule, in a plain list for instance, so it cannot be converted'
+            )
+
+        return hook
+
+    hooks = [layer.register_forward_pre_hook(refuse(name)) for name, layer in layers.items()]
+    replace_layers(model, replacements)
+    try:
+        yield
+    finally:
+        replace_layers(model, layers)
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients, at the end of which modes, buffers and random numbers are as before.
+
+    ``model.eval()`` can do more than it says, merge layers for instance: the modes are set one by one.
+    """
+    modules = list(model.modules())
+    modes = [module.training for module in modules]
+    buffers = [dict(module._buffers) for module in modules]
+    values = [(buffer, buffer.clone(), buffer._version) for own in buffers for buffer in own.values() if buffer is not None]
+    with torch.random.fork_rng(_cuda_devices(model)), torch.no_grad():
+        try:
+            for module in modules:
+                module.training = False
+            yield
+        finally:
+            for module, mode, own in zip(modules, modes, buffers):
+                module.training = mode
+                module._buffers.update(own)
+            for buffer, value, version in values:
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
+@contextlib.contextmanager
+def random_numbers_on_failure(
+    model: nn.Module, generator: Optional[torch.Generator], always: bool
+) -> Iterator[None]:
+    """Restores PyTorch's random numbers and those of a generator after an error, or always."""
+    devices = _cuda_devices(model)
+    states = torch.random.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
+    own = None if generator is None else generator.get_state()
+    succeeded = False
+    try:
+        yield
+        succeeded = True
+    finally:
+        if always or not succeeded:
+            torch.random.set_rng_state(states[0])
+            for device, state in zip(devices, states[1]):
+                torch.cuda.set_rng_state(state, device)
+            if generator is not None and own is not None:
+                generator.set_state(own)
+
+
+def _cuda_devices(model: nn.Module) -> List[int]:
+    tensors = (*model.parameters(), *model.buffers())
+    return sorted({tensor.device.index for tensor in tensors if tensor.device.type == 'cuda'})
+
+
+def _layer_run(conv: nn.Module, attention: ImageAttention, calls: _Calls) -> LayerRun:
+    before, after = [0, 0], [0, 0]
+    probabilities = 0
+    for shape, _, dtype in calls.inputs:
+        x = torch.empty(shape, dtype=dtype, device='meta')
+        for totals, layer in ((before, conv), (after, attention)):
+            for i, cost in enumerate(_costs(layer, x)):
+                totals[i] += cost
+        probabilities = max(probabilities, attention_memory(attention, x))
+    ndim = attention.window.ndim
+    largest = max(calls.inputs, key=lambda call: call[0].numel())
+    return LayerRun(
+        tuple(largest[0][-ndim:]),
+        tuple(largest[1][-ndim:]),
+        before[0],
+        after[0],
+        before[1],
+        after[1],
+        probabilities,
+        _drift(calls.error, calls.norm) if calls.was_run else None,
+    )
+
+
+def _costs(layer: nn.Module, x: Tensor) -> Tuple[int, int]:
+    """Multiply-adds, and the bytes that are kept for gradients, of a layer on the meta device: nothing is computed."""
+    tensors = {name: tensor.detach().to('meta') for name, tensor in (*layer.named_parameters(), *layer.named_buffers())}
+    parameters = {_storage(tensor) for tensor in tensors.values()}
+    saved: Dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[_storage(tensor)] = tensor  # held, so that no other storage gets its address
+        return tensor
+
+    kept = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with torch.enable_grad(), FlopCounterMode(display=False) as counter, kept:
+        for tensor in tensors.values():
+            if tensor.is_floating_point():
+                tensor.requires_grad_()
+        torch.func.functional_call(layer, tensors, (x.requires_grad_(),))
+    memory = sum(tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in parameters)
+    return counter.get_total_flops() // 2, memory
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _difference(before: List[Tensor], after: List[Tensor]) -> Tuple[float, float]:
+    """‖Y − Y'‖² and ‖Y‖²."""
+    error = norm = 0.0
+    for old, new in zip(before, after):
+        old, new = old.to(widest_float(old)), new.to(widest_float(new))
+        error += (old - new).square().sum().item()
+        norm += old.square().sum().item()
+    return error, norm
+
+
+def _drift(error: float, norm: float) -> float:
+    return (error / norm) ** 0.5 if norm else float(error > 0)
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, Mapping):
+        yield from _tensors(list(output.values()))
+    elif isinstance(output, (list, tuple)):
+        for item in output:
+            yield from _tensors(item)
