@@ -26,7 +26,7 @@ import importlib
 import warnings
 
 from . import analysis, convert, layers, models, pruning
-from .layers.structure_loading import patch_load_state_dict
+from .layers import structure_loading
 from .utils.config_paths import config_path
 from .utils.frameworks import config_problem, has_mmpretrain, import_problem
 from .version import __version__
@@ -43,15 +43,16 @@ def __getattr__(name: str):
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
-patch_load_state_dict()
+structure_loading.patch_load_state_dict()
 
 
 def _register_with_mmpretrain() -> None:
     from . import datasets, evaluation  # noqa: F401
     from .engine import hooks, reliability  # noqa: F401
     from .models import backbones  # noqa: F401
-    from .utils.mmengine_patches import patch_mmengine
+    from .utils.mmengine_patches import patch_load_state_dict, patch_mmengine
 
+    patch_load_state_dict(structure_loading.replace_before_loading)
     problem = patch_mmengine()
     if problem is not None:
         warnings.warn(problem, stacklevel=3)

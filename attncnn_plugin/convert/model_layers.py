@@ -1,19 +1,21 @@
 """Layers of a model by name: which ones are meant, whether they can be replaced, and their replacement."""
 
 from fnmatch import fnmatchcase
-from typing import Callable, Dict, Iterable, List, Mapping, Union
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Union, cast
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
+from .kernels import Convolution
+
 Layers = Union[str, Iterable[str], Callable[[str, nn.Module], bool]]
 
 HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')
 
 
-def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, nn.Module]:
+def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, Convolution]:
     """The convolutions of a model, transposed ones included, that names, globs or a predicate choose.
 
     Args:
@@ -21,7 +23,7 @@ def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, nn.Module]:
         layers (str | Iterable[str] | callable): See :func:`~attncnn_plugin.convert.convs_to_attention`.
 
     Returns:
-        dict[str, nn.Module]: By name, in the order of the model.
+        dict[str, Convolution]: By name, in the order of the model.
 
     Raises:
         TypeError: ``layers`` is none of these, or ``model`` itself is a convolution.
@@ -42,19 +44,18 @@ def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, nn.Module]:
             raise ValueError(f'layers={layers!r} chooses none of the convolutions of the model, {_some(convolutions)}')
     else:
         chosen = set().union(*(_matching(pattern, modules, convolutions) for pattern in _patterns(layers)))
-    return {name: modules[name] for name in convolutions if name in chosen}
+    return {name: cast(Convolution, modules[name]) for name in convolutions if name in chosen}
 
 
-def _patterns(layers: Layers) -> List[str]:
+def _patterns(layers: Any) -> List[str]:
     patterns = [layers] if isinstance(layers, str) else list(layers) if isinstance(layers, Iterable) else [layers]
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise TypeError(
-                f'layers={layers!r} must be names or globs such as "layer4.*.conv*", or a function of a name and a '
-                'module that says whether to convert it'
-            )
     if not patterns:
         raise ValueError(f'layers={layers!r} names no layer: give at least one name or glob')
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(
+            f'layers={layers!r} must be names or globs such as "layer4.*.conv*", or a function of a name and a module '
+            'that says whether to convert it'
+        )
     return patterns
 
 

@@ -1,12 +1,9 @@
 """What the conversion of a model's layers did, as a table."""
 
 from dataclasses import dataclass, field
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
-from torch import nn
-
-# What took the place of each old parameter, by its name in the model.
-Replaced = Dict[nn.Parameter, Dict[str, nn.Parameter]]
+from .succession import Replaced
 
 
 @dataclass(frozen=True)
@@ -68,8 +65,8 @@ class ModelConversionReport:
         layers (tuple[LayerConversion, ...]): The layers, in the order of the model.
         parameters_before, parameters_after (int): Number of parameters of the whole model.
         drift (float | None): ‖Y − Y'‖/‖Y‖ of the model's outputs for the example input; None where it was not run.
-        replaced (dict[Parameter, dict[str, Parameter]]): What took the place of each old parameter, by its name in the
-            model, for :func:`~attncnn_plugin.pruning.replace_parameters`. Empty where nothing was changed.
+        replaced (dict[Parameter, Succession]): What took the place of each old parameter, for
+            :func:`~attncnn_plugin.pruning.replace_parameters`. Empty where nothing was changed.
     """
 
     layers: Tuple[LayerConversion, ...]
@@ -95,18 +92,28 @@ class ModelConversionReport:
             )
             if has_runs:
                 rows[-1] += _run_cells(layer.run)
-        total = ['model', '', '', '', _change(self.parameters_before, self.parameters_after)]
         if has_runs:
-            runs = [layer.run for layer in self.layers if layer.run is not None]
-            total += [
-                '',
-                '',
-                _change(sum(r.multiply_adds_before for r in runs), sum(r.multiply_adds_after for r in runs)),
-                _change(sum(r.memory_before for r in runs), sum(r.memory_after for r in runs), 'B'),
-                short(sum(r.attention_memory for r in runs)) + 'B',
-                _drift(self.drift),
-            ]
-        return _table([*rows, total])
+            rows.append(self._totals())
+        rows.append(['model', '', '', '', _change(self.parameters_before, self.parameters_after)])
+        if has_runs:
+            rows[-1] += ['', '', '', '', '', _drift(self.drift)]
+        return _table(rows)
+
+    def _totals(self) -> List[str]:
+        """The cells of all these layers together."""
+        runs = [layer.run for layer in self.layers if layer.run is not None]
+        return [
+            'together',
+            '',
+            '',
+            '',
+            _change(sum(x.parameters_before for x in self.layers), sum(x.parameters_after for x in self.layers)),
+            '',
+            '',
+            _change(sum(run.multiply_adds_before for run in runs), sum(run.multiply_adds_after for run in runs)),
+            _change(sum(run.memory_before for run in runs), sum(run.memory_after for run in runs), 'B'),
+            short(sum(run.attention_memory for run in runs)) + 'B',
+        ]
 
 
 def _run_cells(run: Optional[LayerRun]) -> List[str]:

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..layers.image_attention import ImageAttention
 from ..layers.precision import widest_float
 from .attention_memory import attention_memory
+from .kernels import Convolution
 from .model_layers import replace_layers
 from .model_report import LayerRun, short
 
@@ -28,7 +29,7 @@ class _Calls:
 
 def compare_runs(
     model: nn.Module,
-    layers: Mapping[str, nn.Module],
+    layers: Mapping[str, Convolution],
     replacements: Mapping[str, ImageAttention],
     inputs: Any,
     memory_limit: Optional[int],
@@ -55,11 +56,10 @@ def compare_runs(
     with untouched(model), contextlib.ExitStack() as stack:
         for replacement in replacements.values():
             replacement.eval()
-        hooks = [
-            layer.register_forward_hook(_compare(calls.setdefault(name, _Calls()), name, replacements[name], memory_limit))
-            for name, layer in layers.items()
-        ]
-        stack.callback(lambda: [hook.remove() for hook in hooks])
+        for name, layer in layers.items():
+            calls[name] = _Calls()
+            compare = _compare(calls[name], name, replacements[name], memory_limit)
+            stack.callback(layer.register_forward_hook(compare).remove)
         before = list(_tensors(model(inputs)))
         stack.close()
         drift = None
@@ -128,7 +128,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     modes = [module.training for module in modules]
     buffers = [dict(module._buffers) for module in modules]
-    values = [(buffer, buffer.clone(), buffer._version) for own in buffers for buffer in own.values() if buffer is not None]
+    values = [(buffer, buffer.clone(), buffer._version) for buffer in model.buffers()]
     with torch.random.fork_rng(_cuda_devices(model)), torch.no_grad():
         try:
             for module in modules:
@@ -144,9 +144,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def random_numbers_on_failure(
-    model: nn.Module, generator: Optional[torch.Generator], always: bool
-) -> Iterator[None]:
+def random_numbers_on_failure(model: nn.Module, generator: Optional[torch.Generator], always: bool) -> Iterator[None]:
     """Restores PyTorch's random numbers and those of a generator after an error, or always."""
     devices = _cuda_devices(model)
     states = torch.random.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]

@@ -1,19 +1,19 @@
 """A CNN's convolutions as attention (C20, Theorem 1; d'Ascoli et al. 2021, arXiv 2106.05795), any model's."""
 
-import functools
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 from torch import nn
 
 from ..layers.image_attention import ImageAttention
+from .kernels import Convolution
 from .model_layers import Layers, check_replaceable, find_convolutions, number_of_parameters, replace_layers
-from .model_report import LayerConversion, LayerRun, ModelConversionReport, Replaced
+from .model_report import LayerConversion, LayerRun, ModelConversionReport
 from .model_runs import compare_runs, random_numbers_on_failure
+from .origins import Origin
 from .pixels import conv_to_mhsa
 from .report import ConversionReport
-
-Convert = Callable[..., Tuple[ImageAttention, ConversionReport]]
+from .succession import Replaced, to_attention
 
 MEMORY_LIMIT = 2**30
 DEFAULTS = {'position': 'gaussian'}  # of conv_to_mhsa, None for all others
@@ -78,16 +78,14 @@ def convs_to_attention(
     arguments = dict(
         num_heads=num_heads, alpha=alpha, content=content, position=position, window_size=window_size, qk_dim=qk_dim
     )
-    convert = functools.partial(
-        conv_to_mhsa, **{name: value for name, value in arguments.items() if value != DEFAULTS.get(name)}
-    )
+    settings = {name: value for name, value in arguments.items() if value != DEFAULTS.get(name)}
     attention: Dict[str, ImageAttention] = {}
     reports: Dict[str, ConversionReport] = {}
     runs: Dict[str, LayerRun] = {}
     drift = None
     with random_numbers_on_failure(model, generator, always=dry_run):
         for name, conv in chosen.items():
-            attention[name], reports[name] = _converted(name, conv, convert, generator)
+            attention[name], reports[name] = _converted(name, conv, settings, generator)
         if inputs is not None:
             runs, drift = compare_runs(model, chosen, attention, inputs, memory_limit)
     changes = tuple(
@@ -109,31 +107,21 @@ def convs_to_attention(
         return ModelConversionReport(changes, before, after, drift)
     replaced: Replaced = {}
     for name, conv in chosen.items():
-        replaced.update(_successors(name, conv, attention[name]))
+        replaced.update(to_attention(name, conv, attention[name]))
     replace_layers(model, attention)
     return ModelConversionReport(changes, before, after, drift, replaced)
 
 
 def _converted(
-    name: str, conv: nn.Module, convert: Convert, generator: Optional[torch.Generator]
+    name: str, conv: Convolution, settings: Dict[str, Any], generator: Optional[torch.Generator]
 ) -> Tuple[ImageAttention, ConversionReport]:
+    seeded: Dict[str, Any] = {} if generator is None else {'generator': generator}
     try:
-        attention, report = convert(conv) if generator is None else convert(conv, generator=generator)
+        attention, report = conv_to_mhsa(conv, **settings, **seeded)
     except (TypeError, ValueError) as error:
         raise type(error)(f'{name} cannot be converted: {error}') from error
-    for key, parameter in attention.named_parameters():
-        parameter.requires_grad_(_predecessor(key, conv).requires_grad)
-    attention.from_conv = convert
+    attention.requires_grad_(conv.weight.requires_grad)
+    if conv.bias is not None:
+        attention.value.bias.requires_grad_(conv.bias.requires_grad)
+    attention.from_conv = Origin.of(conv, settings)
     return attention, report
-
-
-def _predecessor(key: str, conv: nn.Module) -> nn.Parameter:
-    """The parameter of a convolution whose place one of attention takes."""
-    return conv.bias if key == 'value.bias' else conv.weight
-
-
-def _successors(name: str, conv: nn.Module, attention: ImageAttention) -> Replaced:
-    successors: Replaced = {parameter: {} for parameter in conv.parameters()}
-    for key, parameter in attention.named_parameters():
-        successors[_predecessor(key, conv)][f'{name}.{key}'] = parameter
-    return successors

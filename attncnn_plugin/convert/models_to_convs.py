@@ -7,7 +7,8 @@ from torch import nn
 from ..layers.image_attention import ImageAttention
 from .kernels import Convolution
 from .model_layers import check_replaceable, number_of_parameters, replace_layers
-from .model_report import LayerConversion, ModelConversionReport, Replaced
+from .model_report import LayerConversion, ModelConversionReport
+from .succession import Replaced, to_convolution
 from .to_conv import mhsa_to_conv
 
 
@@ -85,7 +86,7 @@ def attention_to_convs(model: nn.Module, tolerance: float = 1e-6) -> ModelConver
     after = before + sum(change.parameters_after - change.parameters_before for change in changes)
     replaced: Replaced = {}
     for name, layer in layers.items():
-        replaced.update(_successors(name, layer, convs[name]))
+        replaced.update(to_convolution(name, layer, convs[name]))
     replace_layers(model, convs)
     return ModelConversionReport(changes, before, after, replaced=replaced)
 
@@ -98,10 +99,3 @@ def _converted(name: str, layer: ImageAttention) -> Tuple[Convolution, float]:
     for key, parameter in conv.named_parameters():
         parameter.requires_grad_(layer.get_parameter(f'value.{key}').requires_grad)
     return conv, fit.bound
-
-
-def _successors(name: str, layer: ImageAttention, conv: Convolution) -> Replaced:
-    successors: Replaced = {parameter: {} for parameter in layer.parameters()}
-    for key, parameter in conv.named_parameters():
-        successors[layer.get_parameter(f'value.{key}')] = {f'{name}.{key}': parameter}
-    return successors

@@ -4,7 +4,7 @@ Each change may be made twice, by another plugin too, without harm.
 """
 
 import functools
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import torch
 from mmengine import runner
@@ -13,7 +13,6 @@ from mmengine.runner import CheckpointLoader, checkpoint
 from mmpretrain import ModelHub
 from torch import nn
 
-from ..layers.structure_loading import replace_before_loading
 from .checkpoint_files import load_from_local
 from .config_paths import MIM
 from .safe_globals import register_safe_globals
@@ -29,8 +28,6 @@ def patch_mmengine() -> Optional[str]:
     CheckpointLoader.register_scheme(prefixes='', loader=load_from_local, force=True)
     if hasattr(checkpoint, '_safe_torch_load'):  # onedl-mmengine: it would load what PyTorch refuses all the same
         checkpoint._safe_torch_load = _load_plain_data
-    if not hasattr(checkpoint.load_state_dict, 'replaces_modules'):
-        runner.load_state_dict = checkpoint.load_state_dict = _replacing(checkpoint.load_state_dict)
     if not ModelHub.has('sa_quadratic_cifar10'):  # it takes no name twice
         ModelHub.register_model_index(MIM / 'model-index.yml', config_prefix=MIM)
     loader = CheckpointLoader._get_checkpoint_loader('epoch_1.pth')
@@ -48,16 +45,24 @@ def _load_plain_data(file, map_location=None, weights_only: Optional[bool] = Non
     return torch.load(file, map_location=map_location, weights_only=True)
 
 
-def _replacing(load):
-    """mmengine's own ``load_state_dict``, which does not call PyTorch's, with the replacements of state dicts first."""
+def patch_load_state_dict(prepare: Callable[[nn.Module, Any], None]) -> None:
+    """Has mmengine's own ``load_state_dict``, which does not call PyTorch's, prepare the model first.
+
+    Args:
+        prepare (callable): Prepares a module for a state dict,
+            :func:`~attncnn_plugin.layers.structure_loading.replace_before_loading`.
+    """
+    load = checkpoint.load_state_dict
+    if hasattr(load, 'replaces_modules'):
+        return
 
     @functools.wraps(load)
     def load_state_dict(module: nn.Module, state_dict: dict, *args, **kwargs) -> None:
         inner = module
-        while is_model_wrapper(inner) or isinstance(inner, BaseTTAModel):  # their names have no prefix
+        while is_model_wrapper(inner) or isinstance(inner, BaseTTAModel):  # which mmengine's names leave out
             inner = inner.module
-        replace_before_loading(inner, state_dict)
+        prepare(inner, state_dict)
         return load(module, state_dict, *args, **kwargs)
 
     load_state_dict.replaces_modules = True
-    return load_state_dict
+    runner.load_state_dict = checkpoint.load_state_dict = load_state_dict
