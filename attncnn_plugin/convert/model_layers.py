@@ -6,6 +6,7 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, Union, cast
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from .kernels import Convolution
@@ -121,6 +122,10 @@ def check_replaceable(model: nn.Module, layers: Mapping[str, nn.Module]) -> None
 
 def _check_plain(name: str, layer: nn.Module) -> None:
     """Refuses what would be lost with a layer, or changes what it computes."""
+    if any(map(is_lazy, layer.parameters(recurse=False))):
+        raise ValueError(
+            f'{name} is a {type(layer).__name__} without weights yet: run the model once on an input first'
+        )
     if is_parametrized(layer):
         raise ValueError(
             f'{name} has parametrizations, weight norm for instance: '

@@ -8,6 +8,7 @@ from ..layers.image_attention import ImageAttention
 from .kernels import Convolution
 from .model_layers import check_replaceable, number_of_parameters, replace_layers
 from .model_report import LayerConversion, ModelConversionReport
+from .origins import Origin
 from .succession import Replaced, to_convolution
 from .to_conv import mhsa_to_conv
 
@@ -96,6 +97,8 @@ def _converted(name: str, layer: ImageAttention) -> Tuple[Convolution, float]:
         conv, fit = mhsa_to_conv(layer, layer.window.kernel_size)
     except (TypeError, ValueError, RuntimeError) as error:
         raise type(error)(f'{name} cannot be converted: {error}') from error
+    if isinstance(layer.from_conv, Origin):
+        conv = layer.from_conv.as_it_was(conv)
     for key, parameter in conv.named_parameters():
         parameter.requires_grad_(layer.get_parameter(f'value.{key}').requires_grad)
     return conv, fit.bound

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..layers.structure import StateDict
+from ..layers.window import Window
 from .kernels import Convolution
 from .pixels import conv_to_mhsa
 
@@ -42,6 +43,12 @@ class Origin:
         except RuntimeError as error:
             raise ValueError(str(error)) from error
         return conv
+
+    def as_it_was(self, conv: Convolution) -> Convolution:
+        """A convolution with the options as those of the original, where these mean the same, ``'valid'`` for 0."""
+        if type(self.conv) is not type(conv) or Window.of(self.conv) != Window.of(conv):
+            return conv
+        return self.conv_with(conv.state_dict()).train(conv.training)
 
     def __call__(self, entries: StateDict) -> StateDict:
         """Converts a state dict of the convolution to one of its attention.
