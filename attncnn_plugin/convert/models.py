@@ -1,6 +1,6 @@
 """A CNN's convolutions as attention (C20, Theorem 1; d'Ascoli et al. 2021, arXiv 2106.05795), any model's."""
 
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import nn
@@ -16,7 +16,6 @@ from .report import ConversionReport
 from .succession import Replaced, to_attention
 
 MEMORY_LIMIT = 2**30
-DEFAULTS = {'position': 'gaussian'}  # of conv_to_mhsa, None for all others
 
 
 def convs_to_attention(
@@ -25,8 +24,8 @@ def convs_to_attention(
     num_heads: Optional[int] = None,
     alpha: Optional[float] = None,
     content: Optional[str] = None,
-    position: str = 'gaussian',
-    window_size: Optional[int] = None,
+    position: Optional[str] = None,
+    window_size: Union[int, Sequence[int], None] = None,
     qk_dim: Optional[int] = None,
     generator: Optional[torch.Generator] = None,
     inputs: Any = None,
@@ -75,10 +74,14 @@ def convs_to_attention(
     """
     chosen = find_convolutions(model, layers)
     check_replaceable(model, chosen)
-    arguments = dict(
-        num_heads=num_heads, alpha=alpha, content=content, position=position, window_size=window_size, qk_dim=qk_dim
-    )
-    settings = {name: value for name, value in arguments.items() if value != DEFAULTS.get(name)}
+    settings = {
+        'num_heads': num_heads,
+        'alpha': alpha,
+        'content': content,
+        'position': position,
+        'window_size': window_size,
+        'qk_dim': qk_dim,
+    }
     attention: Dict[str, ImageAttention] = {}
     reports: Dict[str, ConversionReport] = {}
     runs: Dict[str, LayerRun] = {}
@@ -115,13 +118,11 @@ def convs_to_attention(
 def _converted(
     name: str, conv: Convolution, settings: Dict[str, Any], generator: Optional[torch.Generator]
 ) -> Tuple[ImageAttention, ConversionReport]:
-    seeded: Dict[str, Any] = {} if generator is None else {'generator': generator}
     try:
-        attention, report = conv_to_mhsa(conv, **settings, **seeded)
+        attention, report = conv_to_mhsa(conv, **settings, generator=generator)
     except (TypeError, ValueError) as error:
         raise type(error)(f'{name} cannot be converted: {error}') from error
-    attention.requires_grad_(conv.weight.requires_grad)
-    if conv.bias is not None:
+    if conv.bias is not None and attention.value.bias is not None:
         attention.value.bias.requires_grad_(conv.bias.requires_grad)
     attention.from_conv = Origin.of(conv, settings)
     return attention, report

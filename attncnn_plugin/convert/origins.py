@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..layers.structure import StateDict
-from ..layers.window import Window
 from .kernels import Convolution
 from .pixels import conv_to_mhsa
+from .timm_convolutions import window_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class Origin:
     settings: Optional[Dict[str, Any]]
 
     @classmethod
-    def of(cls, conv: Convolution, settings: Optional[Dict[str, Any]]) -> 'Origin':
+    def of(cls, conv: Convolution, settings: Optional[Dict[str, Any]] = None) -> 'Origin':
         """The origin of a layer that is about to be made from a convolution."""
         return cls(copy.deepcopy(conv).to('meta'), settings)
 
@@ -46,7 +46,7 @@ class Origin:
 
     def as_it_was(self, conv: Convolution) -> Convolution:
         """A convolution with the options as those of the original, where these mean the same, ``'valid'`` for 0."""
-        if type(self.conv) is not type(conv) or Window.of(self.conv) != Window.of(conv):
+        if type(self.conv) is not type(conv) or window_of(self.conv) != window_of(conv):
             return conv
         return self.conv_with(conv.state_dict()).train(conv.training)
 
@@ -61,9 +61,8 @@ class Origin:
                 'the attention in its place was taken from a state dict, which does not say how it was converted: '
                 'load the convolution into a model of convolutions, and convert that with convs_to_attention'
             )
-        seeded: Dict[str, Any] = {}
-        if self.settings.get('content') is not None:
-            seeded['generator'] = torch.Generator().manual_seed(0)  # W^K, the same on every rank
+        # W^K, the same on every rank
+        generator = None if self.settings['content'] is None else torch.Generator().manual_seed(0)
         with torch.random.fork_rng(devices=[]):  # layers draw weights, which are then set
-            attention, _ = conv_to_mhsa(self.conv_with(entries), **self.settings, **seeded)
+            attention, _ = conv_to_mhsa(self.conv_with(entries), **self.settings, generator=generator)
         return attention.state_dict()
