@@ -106,8 +106,13 @@ def _new_attention(origin: Origin, kind: Kind, num_heads: int, like: nn.Module, 
         window = window_of(conv)
     except TypeError as error:
         raise StructureError(f'attention of the state dict cannot be in its place: {error}') from error
-    # Of heads at the kernel's positions some can be gone.
-    most = max(num_heads, math.prod(window.kernel_size)) if kind.position == 'gaussian' else num_heads
+    # Of Gaussian heads, one for each kernel position, some can be gone.
+    most = math.prod(window.kernel_size) if kind.position == 'gaussian' else num_heads
+    if num_heads > most:
+        raise StructureError(
+            f'the state dict has attention of {num_heads} heads in the place of a convolution whose kernel of '
+            f'{window.kernel_size} has {most} positions'
+        )
     arguments = conv.in_channels, conv.out_channels, most, window
     settings = {**options(conv), 'device': like.weight.device, 'dtype': like.weight.dtype}
     attention: ImageAttention
