@@ -50,12 +50,11 @@ def compare_runs(
         model's outputs, None where attention was not run or the outputs have no floating numbers.
 
     Raises:
-        ValueError: A convolution is still called when there is attention in its place.
+        ValueError: A convolution is still called when there is attention in its place, or something of it is read that
+            attention does not have.
     """
     calls: Dict[str, _Calls] = {}
-    with untouched(model), contextlib.ExitStack() as stack:
-        for replacement in replacements.values():
-            replacement.eval()
+    with untouched(nn.ModuleList([model, *replacements.values()])), contextlib.ExitStack() as stack:
         for name, layer in layers.items():
             calls[name] = _Calls()
             compare = _compare(calls[name], name, replacements[name], memory_limit)
@@ -65,9 +64,20 @@ def compare_runs(
         drift = None
         if all(own.was_run for own in calls.values()):
             with _replaced(model, layers, replacements):
-                after = list(_tensors(model(inputs)))
+                after = list(_tensors(_output(model, inputs, replacements)))
             drift = _drift(*_difference(before, after)) if before else None
     return {name: _layer_run(layers[name], replacements[name], own) for name, own in calls.items() if own.inputs}, drift
+
+
+def _output(model: nn.Module, inputs: Any, replacements: Mapping[str, ImageAttention]) -> Any:
+    try:
+        return model(inputs)
+    except AttributeError as error:
+        layers = [name for name, layer in replacements.items() if layer is getattr(error, 'obj', None)]
+        raise ValueError(
+            f'the model reads what attention in the place of {layers[0] if layers else "a convolution"} does not have: '
+            f'{error}; leave that layer out'
+        ) from error
 
 
 def _compare(calls: _Calls, name: str, attention: ImageAttention, memory_limit: Optional[int]) -> Any:
