@@ -153,9 +153,7 @@ def replace_modules(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: 
         StructureError: A module of the state dict does not fit in the place that it has.
     """
     wanted = [
-        replace
-        for replace, suffixes in _replacements.items()
-        if any(key.endswith(suffixes) for key in state_dict if isinstance(key, str))
+        replace for replace, suffixes in _replacements.items() if any(key.endswith(suffixes) for key in state_dict)
     ]
     return _replace_children(model, state_dict, prefix, wanted) if wanted else []
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from .checkpoint_files import load_from_local
 from .config_paths import MIM
+from .init_info import record_new_parameters
 from .safe_globals import register_safe_globals
 
 
@@ -62,7 +63,8 @@ def patch_load_state_dict(prepare: Callable[[nn.Module, Any], None]) -> None:
         while is_model_wrapper(inner) or isinstance(inner, BaseTTAModel):  # which mmengine's names leave out
             inner = inner.module
         prepare(inner, state_dict)
-        return load(module, state_dict, *args, **kwargs)
+        load(module, state_dict, *args, **kwargs)
+        record_new_parameters(inner)  # while it initializes weights by a checkpoint
 
     load_state_dict.replaces_modules = True
     runner.load_state_dict = checkpoint.load_state_dict = load_state_dict
