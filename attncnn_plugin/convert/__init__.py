@@ -4,6 +4,7 @@ Over pixels and back as in Cordonnier et al. 2020 (Theorem 1, Lemma 3), over pat
 and 6); and gated positional attention of ConViT (d'Ascoli et al. 2021).
 """
 
+from . import structures  # noqa: F401, state dicts can have attention
 from .expressibility import Expressibility, Kernel, expressible_shifts, expressible_shifts_of_maps
 from .gpsa import gpsa_to_attention
 from .head_count import min_heads
@@ -14,7 +15,7 @@ from .models_to_convs import attention_to_convs
 from .patches import PatchConvolutionAttention, conv_to_patch_mhsa
 from .pixels import conv_to_mhsa
 from .report import ConversionReport, GatedHead, GatedReport, PatchConversionReport
-from .structures import attention_in
+from .succession import Succession
 from .to_conv import ConvFit, mhsa_to_conv
 from .values import ValueFit, fit_values
 
@@ -30,8 +31,8 @@ __all__ = [
     'ModelConversionReport',
     'PatchConversionReport',
     'PatchConvolutionAttention',
+    'Succession',
     'ValueFit',
-    'attention_in',
     'attention_to_convs',
     'conv_to_mhsa',
     'conv_to_patch_mhsa',
