@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from ..layers.content_image_attention import ContentImageAttention
-from ..layers.image_attention import ImageAttention, WindowImageAttention
+from ..layers.image_attention import DENSE_PAIRS, ImageAttention, WindowImageAttention
 from ..layers.neighbourhoods import AxisTiles
 
 
 def attention_memory(layer: ImageAttention, x: Tensor) -> int:
     """Bytes of the probabilities of a layer for an input.
 
-    Heads that see positions alone have the same probabilities for all images: Gaussian ones a factor for each axis,
-    (queries × pixels), others a window. With content each image has its own, (queries × pixels), of which a
-    neighbourhood leaves a part that does not grow with the image.
+    Heads that see positions alone have the same probabilities for all images: tables have one for each pixel of the
+    window, Gaussian heads (queries × pixels), or on large grids as many along each axis. With content each image has
+    its own, (queries × pixels), of which a neighbourhood leaves a part that does not grow with the image.
 
     Args:
         layer (ImageAttention): The layer.
@@ -24,16 +24,18 @@ def attention_memory(layer: ImageAttention, x: Tensor) -> int:
     window = layer.window
     size = x.shape[-window.ndim :]
     queries = [window.num_queries(axis, n) for axis, n in enumerate(size)]
-    keys = [n + sum(window.padding_of(axis, n)) for axis, n in enumerate(size)]
-    if isinstance(layer, ContentImageAttention):
-        images = math.prod(x.shape[: -window.ndim - 1])
-        if layer.window_size is not None:
-            tiles = [AxisTiles(*sizes) for sizes in zip(keys, queries, window.stride, window.anchor, layer.window_size)]
-            number = images * math.prod(axis.number * axis.length * axis.keys for axis in tiles)
-        else:
-            number = images * math.prod(queries) * math.prod(keys)
-    elif isinstance(layer, WindowImageAttention):
+    padded = [n + sum(window.padding_of(axis, n)) for axis, n in enumerate(size)]
+    keys = list(size) if window.padding_mode == 'zeros' else padded  # zeros have no value
+    if isinstance(layer, WindowImageAttention):
         number = math.prod(window.kernel_size)
+    elif not isinstance(layer, ContentImageAttention):
+        number = math.prod(queries) * math.prod(keys)
+        if number > DENSE_PAIRS:
+            number = sum(q * k for q, k in zip(queries, keys))
     else:
-        number = sum(q * k for q, k in zip(queries, keys))
+        number = math.prod(queries) * math.prod(keys)
+        if layer.window_size is not None:
+            sizes = zip(padded, queries, window.stride, window.anchor, layer.window_size)
+            number = math.prod(tiles.number * tiles.length * tiles.keys for tiles in (AxisTiles(*own) for own in sizes))
+        number *= math.prod(x.shape[: -window.ndim - 1])
     return layer.num_heads * number * torch.promote_types(x.dtype, torch.float32).itemsize

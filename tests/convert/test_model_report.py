@@ -60,19 +60,26 @@ def test_drifts_and_grids(arguments):
 
 
 def test_costs():
-    """Counted by hand for one layer of each kind."""
+    """Counted by hand: a small image is one product of matrices, a large one a product along each axis."""
     conv = nn.Conv2d(4, 6, 3, padding=1, bias=False)
-    x = torch.randn(2, 4, 7, 8)
-    (run,) = (layer.run for layer in convs_to_attention(nn.Sequential(copy.deepcopy(conv)), '0', inputs=x).layers)
-    queries, keys = 2 * 7 * 8, (9, 10)
-    assert run.multiply_adds_before == queries * 4 * 6 * 9
-    rows, columns = 2 * 4 * 9 * 7 * 9 * keys[1], 2 * 4 * 9 * 7 * 8 * 10
-    assert run.multiply_adds_after == rows + columns + queries * 9 * 4 * 6
-    assert run.attention_memory == 4 * 9 * (7 * 9 + 8 * 10)
-    assert run.memory_before == 4 * x.numel()  # its input
-    assert run.memory_after > run.memory_before + 4 * 9 * queries * 4  # the heads
-    gated = convs_to_attention(nn.Sequential(copy.deepcopy(conv)), '0', content='gated', qk_dim=5, inputs=x)
-    assert gated.layers[0].run.attention_memory == 4 * 2 * 9 * 7 * 8 * 9 * 10
+
+    def cost(*size, **arguments):
+        x = torch.randn(2, 4, *size)
+        report = convs_to_attention(nn.Sequential(copy.deepcopy(conv)), '0', inputs=x, **arguments)
+        return report.layers[0].run
+
+    small, queries = cost(7, 8), 7 * 8
+    assert small.multiply_adds_before == 2 * queries * 4 * 6 * 9
+    assert small.multiply_adds_after >= 2 * 9 * 4 * queries * queries + 2 * queries * 9 * 4 * 6
+    assert small.attention_memory == 4 * 9 * queries * queries
+    assert small.memory_before == 4 * 2 * 4 * queries  # its input
+    assert small.memory_after > small.memory_before + 4 * 2 * 9 * 4 * queries  # the heads
+    large, queries = cost(20, 30), 20 * 30
+    rows, columns = 2 * 4 * 9 * 20 * 20 * 30, 2 * 4 * 9 * 20 * 30 * 30
+    assert large.multiply_adds_after == rows + columns + 2 * queries * 9 * 4 * 6
+    assert large.attention_memory == 4 * 9 * (20 * 20 + 30 * 30)
+    assert cost(7, 8, content='gated', qk_dim=5).attention_memory == 4 * 2 * 9 * 56 * 56
+    assert cost(7, 8, position='table').attention_memory == 4 * 9 * 9
 
 
 def test_memory_of_neighbourhoods_grows_with_the_pixels():
