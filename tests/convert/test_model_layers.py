@@ -204,6 +204,13 @@ def no_longer(model):
     return model
 
 
+def by_content(model):
+    attention_to_convs(model)
+    convs_to_attention(model, '*', content='additive')
+    torch.nn.init.normal_(model.stem.query.weight)
+    return model
+
+
 def without_heads(model):
     layer = model.stem
     layer.num_heads = 0
@@ -218,6 +225,12 @@ BACK = {
     'moved': (no_longer, {}, ValueError, r'1 of 6 layers are no convolution .*tolerance=1e-06: stage\.0\.conv1; the'),
     'shared': (shared, {}, ValueError, r'stage\.0\.conv1 is the same module as stage\.1\.conv1'),
     'hooks': (hooked('register_forward_hook'), {}, ValueError, r'stage\.1\.conv1 has hooks'),
+    'content': (
+        by_content,
+        {},
+        ValueError,
+        'stem cannot be converted: the probabilities of layer.*depend on the input',
+    ),
     'no heads': (without_heads, {}, ValueError, 'stem cannot be converted: layer has num_heads=0'),
 }
 

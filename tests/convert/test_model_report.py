@@ -126,6 +126,15 @@ def test_the_model_stays_as_it_was(dry_run):
         assert isinstance(model[0].conv, ImageAttention)
 
 
+def test_random_numbers_are_those_of_the_conversion_alone():
+    states = []
+    for x in (None, torch.ones(1, 3, 8, 8)):
+        torch.manual_seed(0)
+        convs_to_attention(nn.Sequential(Stateful()), '0.conv', content='additive', inputs=x)
+        states.append(torch.random.get_rng_state())
+    assert torch.equal(*states)
+
+
 def test_a_dry_run_says_what_the_run_would():
     x = images()
     model = small_cnn()

@@ -87,12 +87,22 @@ def test_copies_and_pickles():
         assert torch.equal(other(x), model(x))
 
 
-def test_a_round_trip_is_exact():
+@pytest.mark.parametrize(
+    'arguments',
+    [
+        {},
+        dict(position='table'),
+        dict(content='additive'),
+        dict(content='gated', window_size=5),
+        dict(content='gated', position='table'),
+    ],
+)
+def test_a_round_trip_is_exact(arguments):
     model = small_cnn().train()
     model.stage[0].conv1.eval()
     model.stem.weight.requires_grad_(False)
     before = copy.deepcopy(model)
-    there = convs_to_attention(model, '*')
+    there = convs_to_attention(model, '*', **arguments)
     back = attention_to_convs(model)
     assert (there.parameters_before, there.parameters_after) == (back.parameters_after, back.parameters_before)
     state, expected = model.state_dict(), before.state_dict()
