@@ -7,6 +7,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..layers.image_attention import ImageAttention
@@ -181,11 +182,10 @@ def _layer_run(conv: nn.Module, attention: ImageAttention, calls: _Calls) -> Lay
     before, after = [0, 0], [0, 0]
     probabilities = 0
     for shape, _, dtype in calls.inputs:
-        x = torch.empty(shape, dtype=dtype, device='meta')
         for totals, layer in ((before, conv), (after, attention)):
-            for i, cost in enumerate(_costs(layer, x)):
+            for i, cost in enumerate(_costs(layer, shape, dtype)):
                 totals[i] += cost
-        probabilities = max(probabilities, attention_memory(attention, x))
+        probabilities = max(probabilities, attention_memory(attention, torch.empty(shape, dtype=dtype, device='meta')))
     ndim = attention.window.ndim
     largest = max(calls.inputs, key=lambda call: call[0].numel())
     return LayerRun(
@@ -200,10 +200,8 @@ def _layer_run(conv: nn.Module, attention: ImageAttention, calls: _Calls) -> Lay
     )
 
 
-def _costs(layer: nn.Module, x: Tensor) -> Tuple[int, int]:
-    """Multiply-adds, and the bytes that are kept for gradients, of a layer on the meta device: nothing is computed."""
-    tensors = {name: tensor.detach().to('meta') for name, tensor in (*layer.named_parameters(), *layer.named_buffers())}
-    parameters = {_storage(tensor) for tensor in tensors.values()}
+def _costs(layer: nn.Module, shape: torch.Size, dtype: torch.dtype) -> Tuple[int, int]:
+    """Multiply-adds of a layer, and the bytes that it keeps for gradients, on its device; nothing is computed."""
     saved: Dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -211,11 +209,15 @@ def _costs(layer: nn.Module, x: Tensor) -> Tuple[int, int]:
         return tensor
 
     kept = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with torch.enable_grad(), FlopCounterMode(display=False) as counter, kept:
+    fake = FakeTensorMode()
+    named = (*layer.named_parameters(), *layer.named_buffers())
+    tensors: Dict[str, Tensor] = {name: fake.from_tensor(tensor.detach()) for name, tensor in named}
+    parameters = {_storage(tensor) for tensor in tensors.values()}
+    with fake, torch.enable_grad(), FlopCounterMode(display=False) as counter, kept:
         for tensor in tensors.values():
-            if tensor.is_floating_point():
-                tensor.requires_grad_()
-        torch.func.functional_call(layer, tensors, (x.requires_grad_(),))
+            tensor.requires_grad_(tensor.is_floating_point())
+        x = torch.empty(shape, dtype=dtype, device=named[0][1].device, requires_grad=True)
+        torch.func.functional_call(layer, tensors, (x,))
     memory = sum(tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in parameters)
     return counter.get_total_flops() // 2, memory
 

@@ -82,6 +82,32 @@ def test_costs():
     assert cost(7, 8, position='table').attention_memory == 4 * 9 * 9
 
 
+@pytest.mark.parametrize('size', [8, 30])
+@pytest.mark.parametrize(
+    'arguments',
+    [{}, dict(position='table'), dict(content='additive'), dict(content='gated'), dict(content='gated', window_size=5)],
+)
+def test_memory_is_what_a_training_step_keeps(size, arguments):
+    """The figure is made without computing anything; this is a real pass."""
+    model, x = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1)), torch.randn(2, 4, size, size)
+
+    def kept(layer):
+        own, saved = {parameter.data_ptr() for parameter in layer.parameters()}, {}
+
+        def pack(tensor):
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = layer(x.clone().requires_grad_())
+        assert output.requires_grad
+        return sum(tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in own)
+
+    before = kept(model[0])
+    run = convs_to_attention(model, '0', inputs=x, **arguments).layers[0].run
+    assert (run.memory_before, run.memory_after) == (before, kept(model[0]))
+
+
 def test_memory_of_neighbourhoods_grows_with_the_pixels():
     def memory(size):
         model = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1))
