@@ -7,15 +7,15 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..layers.image_attention import ImageAttention
 from ..layers.precision import widest_float
 from .attention_memory import attention_memory
 from .kernels import Convolution
+from .layer_costs import layer_costs
 from .model_layers import replace_layers
 from .model_report import LayerRun, short
+from .untouched import untouched
 
 
 @dataclass
@@ -130,60 +130,12 @@ def _replaced(
             hook.remove()
 
 
-@contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, at the end of which modes, buffers and random numbers are as before.
-
-    ``model.eval()`` can do more than it says, merge layers for instance: the modes are set one by one.
-    """
-    modules = list(model.modules())
-    modes = [module.training for module in modules]
-    buffers = [dict(module._buffers) for module in modules]
-    values = [(buffer, buffer.clone(), buffer._version) for buffer in model.buffers()]
-    with torch.random.fork_rng(_cuda_devices(model)), torch.no_grad():
-        try:
-            for module in modules:
-                module.training = False
-            yield
-        finally:
-            for module, mode, own in zip(modules, modes, buffers):
-                module.training = mode
-                module._buffers.update(own)
-            for buffer, value, version in values:
-                if buffer._version != version:
-                    buffer.copy_(value)
-
-
-@contextlib.contextmanager
-def random_numbers_on_failure(model: nn.Module, generator: Optional[torch.Generator], always: bool) -> Iterator[None]:
-    """Restores PyTorch's random numbers and those of a generator after an error, or always."""
-    devices = _cuda_devices(model)
-    states = torch.random.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
-    own = None if generator is None else generator.get_state()
-    succeeded = False
-    try:
-        yield
-        succeeded = True
-    finally:
-        if always or not succeeded:
-            torch.random.set_rng_state(states[0])
-            for device, state in zip(devices, states[1]):
-                torch.cuda.set_rng_state(state, device)
-            if generator is not None and own is not None:
-                generator.set_state(own)
-
-
-def _cuda_devices(model: nn.Module) -> List[int]:
-    tensors = (*model.parameters(), *model.buffers())
-    return sorted({tensor.device.index for tensor in tensors if tensor.device.type == 'cuda'})
-
-
 def _layer_run(conv: nn.Module, attention: ImageAttention, calls: _Calls) -> LayerRun:
     before, after = [0, 0], [0, 0]
     probabilities = 0
     for shape, _, dtype in calls.inputs:
         for totals, layer in ((before, conv), (after, attention)):
-            for i, cost in enumerate(_costs(layer, shape, dtype)):
+            for i, cost in enumerate(layer_costs(layer, shape, dtype)):
                 totals[i] += cost
         probabilities = max(probabilities, attention_memory(attention, torch.empty(shape, dtype=dtype, device='meta')))
     ndim = attention.window.ndim
@@ -198,32 +150,6 @@ def _layer_run(conv: nn.Module, attention: ImageAttention, calls: _Calls) -> Lay
         probabilities,
         _drift(calls.error, calls.norm) if calls.was_run else None,
     )
-
-
-def _costs(layer: nn.Module, shape: torch.Size, dtype: torch.dtype) -> Tuple[int, int]:
-    """Multiply-adds of a layer, and the bytes that it keeps for gradients, on its device; nothing is computed."""
-    saved: Dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved[_storage(tensor)] = tensor  # held, so that no other storage gets its address
-        return tensor
-
-    kept = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    fake = FakeTensorMode()
-    named = (*layer.named_parameters(), *layer.named_buffers())
-    tensors: Dict[str, Tensor] = {name: fake.from_tensor(tensor.detach()) for name, tensor in named}
-    parameters = {_storage(tensor) for tensor in tensors.values()}
-    with fake, torch.enable_grad(), FlopCounterMode(display=False) as counter, kept:
-        for tensor in tensors.values():
-            tensor.requires_grad_(tensor.is_floating_point())
-        x = torch.empty(shape, dtype=dtype, device=named[0][1].device, requires_grad=True)
-        torch.func.functional_call(layer, tensors, (x,))
-    memory = sum(tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in parameters)
-    return counter.get_total_flops() // 2, memory
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _difference(before: List[Tensor], after: List[Tensor]) -> Tuple[float, float]:

@@ -9,11 +9,12 @@ from ..layers.image_attention import ImageAttention
 from .kernels import Convolution
 from .model_layers import Layers, check_replaceable, find_convolutions, number_of_parameters, replace_layers
 from .model_report import LayerConversion, LayerRun, ModelConversionReport
-from .model_runs import compare_runs, random_numbers_on_failure
+from .model_runs import compare_runs
 from .origins import Origin
 from .pixels import conv_to_mhsa
 from .report import ConversionReport
 from .succession import Replaced, to_attention
+from .untouched import random_numbers_on_failure
 
 MEMORY_LIMIT = 2**30
 
