@@ -6,11 +6,14 @@ Cordonnier et al. 2020 (C20), "On the Relationship between Self-Attention and Co
 Importing the package has these side effects:
 
 - timm has its models: ``timm.create_model('sa_quadratic_cifar')``.
+- ``load_state_dict`` of every module puts the attention that a state dict has in the place of convolutions first, see
+  :mod:`~attncnn_plugin.layers.structure_loading`; other state dicts are loaded as ever.
 
 Where mmpretrain is installed, too:
 
 - mmpretrain's registries have its backbones, hooks, datasets and metrics; its model index has the shipped configs:
   ``mmpretrain.get_model('sa_quadratic_cifar10')``; mmengine has the file backend ``'atomic'``.
+- mmengine's function ``load_state_dict`` does so too.
 - PyTorch's list of names that are safe to load has the classes of the logs in mmengine's checkpoints.
 - mmengine's loader of local checkpoint files is :func:`~attncnn_plugin.utils.checkpoint_files.load_from_local`, which
   runs nothing that is in them and refuses damaged ones. The function of onedl-mmengine that would run them all the same
@@ -23,6 +26,7 @@ import importlib
 import warnings
 
 from . import analysis, convert, layers, models, pruning
+from .layers import structure_loading
 from .utils.config_paths import config_path
 from .utils.frameworks import config_problem, has_mmpretrain, import_problem
 from .version import __version__
@@ -39,12 +43,16 @@ def __getattr__(name: str):
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
+structure_loading.patch_load_state_dict()
+
+
 def _register_with_mmpretrain() -> None:
     from . import datasets, evaluation  # noqa: F401
     from .engine import hooks, reliability  # noqa: F401
     from .models import backbones  # noqa: F401
-    from .utils.mmengine_patches import patch_mmengine
+    from .utils.mmengine_patches import patch_load_state_dict, patch_mmengine
 
+    patch_load_state_dict(structure_loading.replace_before_loading)
     problem = patch_mmengine()
     if problem is not None:
         warnings.warn(problem, stacklevel=3)

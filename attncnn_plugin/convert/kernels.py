@@ -29,15 +29,19 @@ def kernel_matrix(conv: Convolution) -> Tensor:
 
 
 def spectral_norms(conv: Convolution) -> Tensor:
-    """‖W_δ‖₂ of each kernel position, the largest of its groups, ``(K,)``, float64.
+    """‖W_δ‖₂ of each kernel position, ``(K,)``, float64.
 
     Examples:
         >>> conv = nn.Conv2d(2, 2, 1, groups=2)
         >>> torch.allclose(spectral_norms(conv), conv.weight.abs().max().double())
         True
     """
-    blocks = conv.weight.detach().double().flatten(2).unflatten(0, (conv.groups, -1))  # (group, out, in, K)
-    return torch.linalg.matrix_norm(blocks, ord=2, dim=(1, 2)).amax(0)
+    return block_norms(conv.weight.detach().double().flatten(2), conv.groups)
+
+
+def block_norms(slices: Tensor, groups: int) -> Tensor:
+    """The spectral norm of each of N slices, ``(C_out, C_in/groups, N)``: the largest of its groups."""
+    return torch.linalg.matrix_norm(slices.unflatten(0, (groups, -1)), ord=2, dim=(1, 2)).amax(0)
 
 
 def group_blocks(matrices: Tensor, groups: int) -> Tensor:

@@ -110,7 +110,7 @@ def report_of_alpha(
         alpha=alpha,
         deviation=deviation,
         # ‖error_q‖ ≤ Σ_h ‖P_h[q, :] − e_h‖₁ ‖W^(h)‖₂, and what other pixels get the own one lacks: ‖·‖₁ ≤ 2·deviation.
-        output_bound=2 * deviation * spectral_norms(conv).sum().item(),
+        output_bound=2 * deviation * spectral_norms(conv).sum().item() if deviation > 0 else 0.0,
     )
 
 

@@ -1,8 +1,13 @@
 """Attention that depends on positions alone: the only kind that a convolution can replace."""
 
-from torch import nn
+import copy
+from typing import Sequence
+
+import torch
+from torch import Tensor, nn
 
 from ..layers.attention_layer import AttentionLayer
+from ..layers.content_image_attention import ContentImageAttention
 
 
 def check_position_only(layer: nn.Module) -> None:
@@ -22,3 +27,18 @@ def check_position_only(layer: nn.Module) -> None:
             f'the probabilities of layer, {type(layer).__name__}({layer.extra_repr()}), depend on the input: only '
             "those of attention by positions alone do not, of a ContentAttention with terms=('vr',)"
         )
+
+
+def ignores_content(layer: nn.Module) -> bool:
+    """Whether attention by content has no queries or no keys yet, so that all images have the same probabilities."""
+    return isinstance(layer, ContentImageAttention) and not (layer.query.weight.any() and layer.key.weight.any())
+
+
+@torch.no_grad()
+def exact_probs(layer: AttentionLayer, size: Sequence[int]) -> Tensor:
+    """The probabilities of attention that does not depend on content, or ignores it, ``(N_h, Q, pixels)``, float64."""
+    if not isinstance(layer, ContentImageAttention):
+        return layer.exact_attention_probs(size)
+    exact = copy.deepcopy(layer).cpu().double()
+    image = torch.zeros(1, layer.in_channels, *size, dtype=torch.float64)
+    return exact.attention_scores(image)[0, ..., :-1].exp()  # without the null key

@@ -9,12 +9,14 @@ from torch import Tensor, nn
 from ..layers.grid_attention import GridAttention
 from ..layers.image_attention import ImageAttention
 from ..layers.window import SameWindow, Window, per_axis
-from .kernels import Convolution, group_blocks
-from .position_only import check_position_only
+from .kernels import Convolution, block_norms, group_blocks
+from .position_only import check_position_only, exact_probs, ignores_content
 from .shift_operators import fit_shifts, interior_queries, targets
 from .timm_convolutions import Conv2dSame, window_of
 
 CONVOLUTIONS: Tuple[Callable[..., Convolution], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+ROUNDING = 1e-12  # of least squares: a head on one pixel has the coefficients 1 and 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +70,7 @@ def mhsa_to_conv(
               ``LearnedAttention``, or ``ContentAttention`` with ``terms=('vr',)``. The result maps ``(B, D, H, W)`` to
               ``(B, D_out, H, W)``, with stride 1 and ``padding='same'``.
             - an ``ImageAttention``, such as ``conv_to_mhsa`` returns. The result has its stride, dilation and padding.
+              One by content has no queries yet: it still is what it began as.
         kernel_size (int | Sequence[int]): Size of the kernel along each axis, odd or even; for an ``ImageAttention``
             that of its window.
         size (int | Sequence[int], optional): Height and width of the grid, or the size along each axis of an image, on
@@ -104,7 +107,8 @@ def mhsa_to_conv(
         >>> tuple(conv.weight.shape), fit.bound > 0.1
         ((8, 8, 3, 3), True)
     """
-    check_position_only(layer)
+    if not ignores_content(layer):
+        check_position_only(layer)
     if layer.num_heads == 0:
         raise ValueError('layer has num_heads=0: what is left of it is its bias, and no convolution is needed')
     if isinstance(layer, ImageAttention):
@@ -114,19 +118,24 @@ def mhsa_to_conv(
     window = window_of(conv)
     size = per_axis('size', _default_size(window) if size is None else size, window.ndim)
     target = targets(window, size)
-    probs = layer.exact_attention_probs(size)
-    value = layer.value_matrices().cpu().double()  # V_h, (N_h, C_out, C_in)
+    probs = exact_probs(layer, size)
+    # V_h, the blocks of its groups alone, (C_out, C_in/groups, N_h)
+    value = group_blocks(layer.value_matrices(), conv.groups).cpu().double()
 
     coefficients = fit_shifts(probs, target)
-    kernel = torch.einsum('hk,hoi->koi', coefficients, value)  # W_δ = Σ_h c_{h,δ} V_h
-    slices = group_blocks(kernel, conv.groups)  # (C_out, C_in/groups, K)
-    conv.weight.data.copy_(slices.reshape(conv.weight.shape).to(conv.weight.dtype))
+    whole = coefficients.round()
+    coefficients = torch.where((coefficients - whole).abs() < ROUNDING, whole, coefficients)
+    kernel = torch.einsum('hk,oih->oik', coefficients, value)  # W_δ = Σ_h c_{h,δ} V_h
+    conv.weight.data.copy_(kernel.reshape(conv.weight.shape).to(conv.weight.dtype))
     if conv.bias is not None and layer.value.bias is not None:
         conv.bias.copy_(layer.value.bias)
 
     norm, row_error = zip(*(_error(p, c, target) for p, c in zip(probs, coefficients)))
     residual = torch.stack(norm) / probs.flatten(1).norm(dim=1).clamp_min(1e-12)  # a head can see padding alone
-    bound = torch.linalg.matrix_norm(value, ord=2) @ torch.stack(row_error)  # Σ_h ‖V_h‖₂ ‖E_h[q, :]‖₁
+    bound = torch.stack(row_error)
+    if bound.any():  # the norms are most of the work
+        bound = block_norms(value, conv.groups)[:, None] * bound
+    bound = bound.sum(0)  # Σ_h ‖V_h‖₂ ‖E_h[q, :]‖₁
     interior = bound[interior_queries(window, size)]
     return conv.train(layer.training), ConvFit(
         size,

@@ -9,17 +9,18 @@ from torch import Tensor, nn
 
 from .attention_layer import GaussianHeads
 from .encodings import QuadraticEncoding, WindowEncoding
+from .from_convolution import FromConvolution
 from .grouped_linear import GroupedLinear
 from .linear import check_plain_linear
 from .precision import Device, Dtype, at_least_float32
-from .prunable_heads import HeadParameters, PrunableHeads
+from .prunable_heads import HeadParameters
 from .window import Window
 
 # Up to so many pairs of a query and a key one product of matrices is faster than one along each axis.
 DENSE_PAIRS = 128**2
 
 
-class ImageAttention(PrunableHeads):
+class ImageAttention(FromConvolution):
     """Attention with the inputs and outputs of a convolution: the base of that by positions and of that by content.
 
     The heads see the padded image; only the queries that the stride keeps are computed; the values of a head are the

@@ -4,15 +4,23 @@ A checkpoint carries its structure in its names and shapes: heads that were remo
 matrices that were multiplied, attention in the place of convolutions. A :class:`Restructurable` module reads the
 structure from the state dict, then either takes that structure or converts the entries to its own. This happens in one
 pre-hook of ``load_state_dict``, so checkpoints load everywhere with the config that they came from.
+
+Where a state dict has a module of another kind than the model, one that is not of this package, a *replacement* puts
+the other one in its place. No hook of a module can do that to itself, so ``load_state_dict`` itself asks for
+replacements first, see :mod:`~attncnn_plugin.layers.structure_loading`.
 """
 
 import warnings
-from typing import Any, Dict, Hashable, List, Optional
+from typing import Any, Callable, Dict, Hashable, List, Mapping, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
 StateDict = Dict[str, Tensor]
+# Of a module, a state dict and the module's prefix in it: what to have in its place, None to leave it.
+Replace = Callable[[nn.Module, Mapping[str, Tensor], str], Optional[nn.Module]]
+
+_replacements: Dict[Replace, Tuple[str, ...]] = {}
 
 
 class StructureError(ValueError):
@@ -114,6 +122,58 @@ def follow_state_dict(model: nn.Module, state_dict: StateDict, prefix: str = '')
     Raises:
         StructureError: No structure of a module explains its entries.
     """
+    changed = bool(replace_modules(model, state_dict, prefix))
+    return _take_structures(model, state_dict, prefix) or changed
+
+
+def register_replacement(replace: Replace, suffixes: Tuple[str, ...]) -> None:
+    """Lets state dicts that have another kind of module put it in the place of a model's.
+
+    Args:
+        replace (callable): Gives for a module, a state dict and the module's prefix in it what belongs in its place,
+            with values that are yet to be loaded; None where the module stays.
+        suffixes (tuple[str, ...]): Ends of the names that show that a state dict has such a module: for others nothing
+            is asked.
+    """
+    _replacements[replace] = suffixes
+
+
+def replace_modules(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: str = '') -> List[nn.Module]:
+    """Puts the modules that a state dict has in the place of those that a model has.
+
+    Args:
+        model (nn.Module): Any model; it stays itself, what it consists of can be replaced.
+        state_dict (Mapping[str, Tensor]): With the model's names, each after ``prefix``.
+        prefix (str): Defaults to no prefix.
+
+    Returns:
+        list[nn.Module]: The new modules; their values are yet to be loaded.
+
+    Raises:
+        StructureError: A module of the state dict does not fit in the place that it has.
+    """
+    wanted = [
+        replace for replace, suffixes in _replacements.items() if any(key.endswith(suffixes) for key in state_dict)
+    ]
+    return _replace_children(model, state_dict, prefix, wanted) if wanted else []
+
+
+def _replace_children(
+    parent: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, wanted: List[Replace]
+) -> List[nn.Module]:
+    replaced = []
+    for name, child in list(parent.named_children()):
+        path = f'{prefix}{name}.'
+        new = next((new for new in (replace(child, state_dict, path) for replace in wanted) if new is not None), None)
+        if new is None:
+            replaced += _replace_children(child, state_dict, path, wanted)
+        else:
+            setattr(parent, name, new)
+            replaced.append(new)
+    return replaced
+
+
+def _take_structures(model: nn.Module, state_dict: StateDict, prefix: str) -> bool:
     changed = False
     if isinstance(model, Restructurable):
         structure = model.structure_in(state_dict, prefix)
@@ -121,7 +181,7 @@ def follow_state_dict(model: nn.Module, state_dict: StateDict, prefix: str = '')
             model.take_structure(structure)
             changed = True
     for name, child in model.named_children():
-        changed |= follow_state_dict(child, state_dict, f'{prefix}{name}.')
+        changed |= _take_structures(child, state_dict, f'{prefix}{name}.')
     return changed
 
 

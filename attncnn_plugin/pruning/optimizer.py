@@ -1,23 +1,32 @@
-"""An optimizer that goes on after heads were removed (Cordonnier et al. 2020, appendix E, train on after pruning)."""
+"""An optimizer that goes on after parameters were replaced: heads removed, convolutions turned into attention.
 
-from typing import Any, Dict
+Cordonnier et al. 2020, appendix E, train on after pruning, d'Ascoli et al. 2021 after the conversion.
+"""
+
+from typing import Any, List, Mapping, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
+from ..convert.succession import Succession
 from ..layers.prunable_heads import Replacement
 
 
-def replace_parameters(optimizer: torch.optim.Optimizer, replaced: Dict[nn.Parameter, Replacement]) -> None:
+def replace_parameters(
+    optimizer: torch.optim.Optimizer, replaced: Mapping[nn.Parameter, Union[Replacement, Succession]]
+) -> None:
     """Gives an optimizer the parameters that took the place of others, with the state of the entries that were kept.
 
-    The groups, their order and their settings stay. State that has the parameter's shape, such as a momentum, loses the
-    same entries. State of another shape, such as a number of steps, stays.
+    The groups, their order and their settings stay: parameters join the group of the one whose place they took. State
+    that has the parameter's shape, such as a momentum, loses the same entries as the parameter, or takes their new
+    order. State of another shape, such as a number of steps, stays. Parameters that have no entries of old ones, such
+    as the centres of heads that were a convolution, begin without state.
 
     Args:
         optimizer (Optimizer): Any optimizer whose state for a parameter has tensors of its shape, or none.
-        replaced (dict[Parameter, Replacement]): The result of
-            :meth:`~attncnn_plugin.layers.prunable_heads.PrunableHeads.prune_heads`.
+        replaced (Mapping[Parameter, Replacement | Succession]): The result of
+            :meth:`~attncnn_plugin.layers.prunable_heads.PrunableHeads.prune_heads`, or ``report.replaced`` of
+            :func:`~attncnn_plugin.convert.convs_to_attention`.
             Parameters that the optimizer does not have are left out.
 
     Examples:
@@ -31,18 +40,34 @@ def replace_parameters(optimizer: torch.optim.Optimizer, replaced: Dict[nn.Param
         torch.Size([2, 2])
     """
     for group in optimizer.param_groups:
-        for position, old in enumerate(group['params']):
-            if old in replaced:
-                group['params'][position] = replaced[old].parameter
+        names = group.get('param_names', [None] * len(group['params']))
+        pairs = [pair for own in zip(names, group['params']) for pair in _in_its_place(*own, replaced)]
+        group['params'][:] = [parameter for _, parameter in pairs]
+        if 'param_names' in group:
+            group['param_names'][:] = [name for name, _ in pairs]
     for old, replacement in replaced.items():
         state = optimizer.state.pop(old, None)
-        if state:
-            optimizer.state[replacement.parameter] = {
-                name: _kept(value, old, replacement) for name, value in state.items()
-            }
+        heir = replacement.parameter if isinstance(replacement, Replacement) else replacement.heir
+        if state and heir is not None:
+            optimizer.state[heir] = {name: _kept(value, old, replacement) for name, value in state.items()}
 
 
-def _kept(value: Any, old: nn.Parameter, replacement: Replacement) -> Any:
-    if isinstance(value, Tensor) and value.shape == old.shape:
+def _in_its_place(
+    name: Any, old: nn.Parameter, replaced: Mapping[nn.Parameter, Union[Replacement, Succession]]
+) -> List[Tuple[Any, nn.Parameter]]:
+    """The parameters, with their names, that stand where one stood."""
+    replacement = replaced.get(old)
+    if replacement is None:
+        return [(name, old)]
+    if isinstance(replacement, Replacement):
+        return [(name, replacement.parameter)]
+    return list(replacement.parameters.items())
+
+
+def _kept(value: Any, old: nn.Parameter, replacement: Union[Replacement, Succession]) -> Any:
+    if not isinstance(value, Tensor) or value.shape != old.shape:
+        return value
+    if isinstance(replacement, Replacement):
         return value.index_select(replacement.dim, replacement.index.to(value.device))
-    return value
+    assert replacement.reorder is not None
+    return replacement.reorder(value).contiguous()

@@ -3,14 +3,19 @@
 Each change may be made twice, by another plugin too, without harm.
 """
 
-from typing import Any, Optional
+import functools
+from typing import Any, Callable, Optional
 
 import torch
+from mmengine import runner
+from mmengine.model import BaseTTAModel, is_model_wrapper
 from mmengine.runner import CheckpointLoader, checkpoint
 from mmpretrain import ModelHub
+from torch import nn
 
 from .checkpoint_files import load_from_local
 from .config_paths import MIM
+from .init_info import record_new_parameters
 from .safe_globals import register_safe_globals
 
 
@@ -39,3 +44,27 @@ def _load_plain_data(file, map_location=None, weights_only: Optional[bool] = Non
     """``torch.load`` of tensors and plain data alone, whatever ``weights_only`` says."""
     register_safe_globals()
     return torch.load(file, map_location=map_location, weights_only=True)
+
+
+def patch_load_state_dict(prepare: Callable[[nn.Module, Any], None]) -> None:
+    """Has mmengine's own ``load_state_dict``, which does not call PyTorch's, prepare the model first.
+
+    Args:
+        prepare (callable): Prepares a module for a state dict,
+            :func:`~attncnn_plugin.layers.structure_loading.replace_before_loading`.
+    """
+    load = checkpoint.load_state_dict
+    if hasattr(load, 'replaces_modules'):
+        return
+
+    @functools.wraps(load)
+    def load_state_dict(module: nn.Module, state_dict: dict, *args, **kwargs) -> None:
+        inner = module
+        while is_model_wrapper(inner) or isinstance(inner, BaseTTAModel):  # which mmengine's names leave out
+            inner = inner.module
+        prepare(inner, state_dict)
+        load(module, state_dict, *args, **kwargs)
+        record_new_parameters(inner)  # while it initializes weights by a checkpoint
+
+    load_state_dict.replaces_modules = True
+    runner.load_state_dict = checkpoint.load_state_dict = load_state_dict

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from attncnn_plugin.layers import QuadraticAttention, Restructurable, StructureError, follow_state_dict
+from attncnn_plugin.layers import QuadraticAttention, Restructurable, StructureError, follow_state_dict, structure
+from attncnn_plugin.layers.structure import register_replacement
+from attncnn_plugin.layers.structure_loading import patch_load_state_dict
 
 
 class Slot(Restructurable):
@@ -120,3 +122,78 @@ def test_heads_are_counted_by_every_parameter():
     state['encoding.center'] = torch.zeros(3, 2)
     with pytest.raises(RuntimeError, match='different numbers of heads'):
         QuadraticAttention(4, 3).load_state_dict(state)
+
+
+class Doubled(nn.Linear):
+    """What a state dict with entries ``P.twice`` has in the place of a linear layer."""
+
+    def __init__(self, features):
+        super().__init__(features, features)
+        self.register_buffer('twice', torch.zeros(()))
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def doubled(module, state_dict, prefix):
+    if type(module) is nn.Linear and f'{prefix}twice' in state_dict:
+        if state_dict[f'{prefix}weight'].shape != module.weight.shape:
+            raise StructureError(f'{prefix}weight is of another width')
+        return Doubled(module.in_features)
+    return None
+
+
+@pytest.fixture
+def replacement(monkeypatch):
+    monkeypatch.setattr(structure, '_replacements', {})
+    asked = []
+
+    def replace(module, state_dict, prefix):
+        asked.append(prefix)
+        return doubled(module, state_dict, prefix)
+
+    register_replacement(replace, ('.twice',))
+    return asked
+
+
+def linears(kind, width=4):
+    return nn.Sequential(nn.Linear(width, width), nn.Sequential(nn.ReLU(), kind(width)))
+
+
+def test_modules_of_another_kind_are_replaced(replacement):
+    theirs, x = linears(Doubled), torch.randn(5, 4)
+    for follow in (True, False):
+        ours = linears(lambda width: nn.Linear(width, width))
+        untouched = ours[0]
+        if follow:
+            assert follow_state_dict(ours, theirs.state_dict()) and not follow_state_dict(ours, theirs.state_dict())
+        ours.load_state_dict(theirs.state_dict())
+        assert torch.equal(ours(x), theirs(x)) and ours[0] is untouched and type(ours[1][1]) is Doubled
+
+
+def test_nothing_is_asked_for_other_state_dicts(replacement):
+    ours = linears(lambda width: nn.Linear(width, width))
+    modules = list(ours.modules())
+    ours.load_state_dict(copy.deepcopy(ours).state_dict())
+    follow_state_dict(ours, ours.state_dict())
+    assert not replacement and list(ours.modules()) == modules
+
+
+def test_a_replacement_that_does_not_fit_is_refused_like_a_wrong_shape(replacement):
+    ours = linears(lambda width: nn.Linear(width, width), width=3)
+    with pytest.raises(RuntimeError, match=r'loading state_dict for Sequential:\s+1\.1\.weight is of another width'):
+        ours.load_state_dict(linears(Doubled).state_dict())
+    with pytest.raises(StructureError, match=r'1\.1\.weight is of another width'):
+        follow_state_dict(ours, linears(Doubled).state_dict())
+    assert type(ours[1][1]) is nn.Linear
+
+
+def test_loading_is_as_pytorchs():
+    assert nn.Module.load_state_dict.__doc__ == nn.Module.load_state_dict.__wrapped__.__doc__
+    load = nn.Module.load_state_dict
+    patch_load_state_dict()
+    assert nn.Module.load_state_dict is load
+    with pytest.raises(TypeError, match='dict-like'):
+        nn.Linear(2, 2).load_state_dict([1])
+    with pytest.raises(RuntimeError, match='Missing key'):
+        nn.Linear(2, 2).load_state_dict({})

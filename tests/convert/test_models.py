@@ -1,0 +1,139 @@
+"""Whole models as attention, against the models that they were."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from helpers.cnns import CONVOLUTIONS, small_cnn
+from helpers.convolutions import relative_error
+from torch import nn
+
+from attncnn_plugin.convert import attention_to_convs, conv_to_mhsa, convs_to_attention
+from attncnn_plugin.layers import ImageAttention
+
+
+def images(dtype=torch.float64):
+    return torch.randn(2, 3, 12, 13, dtype=dtype)
+
+
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_computes_the_same(dtype, tolerance):
+    model, x = small_cnn(dtype), images(dtype)
+    expected = model(x)
+    report = convs_to_attention(model, '*')
+    assert relative_error(model(x), expected) < tolerance
+    assert [layer.name for layer in report.layers] == CONVOLUTIONS
+    assert not any(isinstance(module, nn.Conv2d) for module in model.modules())
+    assert all(parameter.dtype == dtype for parameter in model.parameters())
+
+
+def test_gradients_are_those_of_the_convolutions():
+    model, x = small_cnn().train(), images()
+    model.apply(lambda module: setattr(module, 'p', 0) if isinstance(module, nn.Dropout) else None)
+    attention = copy.deepcopy(model)
+    convs_to_attention(attention, '*')
+    for network in (model, attention):
+        network(x).square().sum().backward()
+    outside = [name for name, _ in model.named_parameters() if name in dict(attention.named_parameters())]
+    assert len(outside) == 8
+    for name in outside:
+        assert relative_error(attention.get_parameter(name).grad, model.get_parameter(name).grad) < 1e-9, name
+    for name in CONVOLUTIONS:
+        conv, layer = model.get_submodule(name), attention.get_submodule(name)
+        values = conv_to_mhsa(copy.deepcopy(conv).requires_grad_(False))[0]
+        with torch.no_grad():
+            conv.weight.copy_(conv.weight.grad)
+        gradient = conv_to_mhsa(conv)[0].value.weight  # the same places, with zeros between groups
+        inside = values.value.weight != 0
+        assert relative_error(layer.value.weight.grad[inside], gradient[inside]) < 1e-9, name
+
+
+def test_the_rest_stays_the_same_objects_in_the_same_modes():
+    model = small_cnn().train()
+    model.stage[0].conv1.eval()
+    model.stage[0].conv2.weight.requires_grad_(False)
+    model.down.bias.requires_grad_(False)
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    names = [name for name, _ in model.named_modules()]
+    convs_to_attention(model, '*')
+    after = dict(model.named_parameters())
+    kept = [name for name in parameters if name in after]
+    assert len(kept) == 8 and all(after[name] is parameters[name] for name in kept)
+    assert all(buffer is buffers[name] for name, buffer in model.named_buffers() if name in buffers)
+    assert [name for name, _ in model.named_modules() if name in names] == names
+    assert model.training and not model.stage[0].conv1.training and model.stage[0].conv2.training
+    frozen = {name for name, parameter in after.items() if not parameter.requires_grad}
+    of_layer = {f'stage.0.conv2.{key}' for key, _ in model.stage[0].conv2.named_parameters()}
+    assert frozen == of_layer - {'stage.0.conv2.value.bias'} | {'down.value.bias'}
+
+
+def test_arguments_are_those_of_the_layer():
+    model = small_cnn()
+    convs_to_attention(model, 'stem', alpha=6.0)
+    convs_to_attention(model, 'down', num_heads=4)
+    assert torch.allclose(model.stem.encoding.alpha, torch.tensor(6.0).double())
+    assert model.down.num_heads == 4
+    with pytest.raises(ValueError, match='stem'):
+        convs_to_attention(model, 'stem')  # no convolution any more
+    convs_to_attention(model, '*')
+    assert sum(isinstance(module, ImageAttention) for module in model.modules()) == 6
+
+
+def test_copies_and_pickles():
+    model, x = small_cnn(), images()
+    convs_to_attention(model, '*')
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(x), model(x))
+
+
+@pytest.mark.parametrize(
+    'arguments',
+    [
+        {},
+        dict(position='table'),
+        dict(content='additive'),
+        dict(content='gated', window_size=5),
+        dict(content='gated', position='table'),
+    ],
+)
+def test_a_round_trip_is_exact(arguments):
+    model = small_cnn().train()
+    model.stage[0].conv1.eval()
+    model.stem.weight.requires_grad_(False)
+    before = copy.deepcopy(model)
+    there = convs_to_attention(model, '*', **arguments)
+    back = attention_to_convs(model)
+    assert (there.parameters_before, there.parameters_after) == (back.parameters_after, back.parameters_before)
+    state, expected = model.state_dict(), before.state_dict()
+    assert list(state) == list(expected)
+    assert all(torch.equal(state[name], expected[name]) for name in state)
+    for (name, module), other in zip(model.named_modules(), before.modules()):
+        assert type(module) is type(other) and module.training == other.training, name
+        if isinstance(module, nn.Conv2d):
+            settings = ('kernel_size', 'stride', 'padding', 'dilation', 'groups', 'padding_mode')
+            assert [getattr(module, key) for key in settings] == [getattr(other, key) for key in settings], name
+    for parameter, other in zip(model.parameters(), before.parameters()):
+        assert parameter.requires_grad == other.requires_grad
+
+
+@pytest.mark.parametrize('padding', ['same', 'valid', 1])
+def test_a_round_trip_of_paddings_and_dtypes(padding):
+    for dtype in (torch.float32, torch.bfloat16):
+        model = nn.Sequential(nn.Conv2d(4, 6, (3, 4), padding=padding, dilation=(1, 2), bias=False, dtype=dtype))
+        weight = model[0].weight
+        convs_to_attention(model, '0')
+        attention_to_convs(model)
+        assert torch.equal(model[0].weight, weight) and model[0].weight.dtype == dtype
+        assert model[0].padding == nn.Conv2d(1, 1, 1, padding=padding).padding and model[0].bias is None
+
+
+def test_heads_that_look_elsewhere_are_a_convolution_within_a_tolerance():
+    model, x = small_cnn(), images()
+    convs_to_attention(model, 'stage.*.conv1', alpha=6.0)
+    soft = model(x)
+    with pytest.raises(ValueError, match='2 of 2 layers'):
+        attention_to_convs(model)
+    report = attention_to_convs(model, tolerance=1.0)
+    assert 1e-6 < max(layer.error for layer in report.layers) < 1
+    assert 0 < relative_error(model(x), soft) < 0.05

@@ -1,0 +1,253 @@
+"""State dicts both ways: a CNN takes the attention of one, and attention converts the kernels of one."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import timm
+import torch
+from helpers.cnns import CONVOLUTIONS, small_cnn
+from helpers.convolutions import relative_error
+from timm.layers import Conv2dSame, ScaledStdConv2d, StdConv2d
+from torch import nn
+
+from attncnn_plugin.convert import attention_to_convs, conv_to_mhsa, convs_to_attention
+from attncnn_plugin.layers import ImageAttention, StructureError, follow_state_dict
+
+KINDS = {
+    'positions': {},
+    'soft': dict(alpha=6.0),
+    'table': dict(position='table'),
+    'additive': dict(content='additive'),
+    'gated': dict(content='gated', alpha=6.0),
+    'windowed': dict(content='additive', window_size=5, qk_dim=3),
+    'content table': dict(content='gated', position='table'),
+}
+
+
+def images():
+    return torch.randn(2, 3, 12, 13, dtype=torch.float64)
+
+
+def attention(kind, seed=0):
+    """A CNN with attention in the place of some convolutions, trained on."""
+    model = small_cnn(seed=seed)
+    convs_to_attention(model, ['stem', 'stage.1.*', 'down'], **KINDS[kind])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def kinds(model):
+    return [(type(module), module.extra_repr()) for module in model.modules() if isinstance(module, ImageAttention)]
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_cnn_takes_the_attention_of_a_state_dict(kind):
+    theirs, ours, x = attention(kind), small_cnn(seed=1), images()
+    random = torch.random.get_rng_state()
+    assert not any(ours.load_state_dict(theirs.state_dict()))
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert torch.equal(ours(x), theirs(x)) and kinds(ours) == kinds(theirs)
+    assert isinstance(ours.stage[0].conv1, nn.Conv2d)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('other', ['positions', 'windowed', 'gated'])
+def test_attention_takes_another_kind(kind, other):
+    theirs, ours, x = attention(kind), attention(other, seed=1), images()
+    ours.load_state_dict(theirs.state_dict())
+    assert torch.equal(ours(x), theirs(x)) and kinds(ours) == kinds(theirs)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_attention_converts_the_kernels_of_a_state_dict(kind):
+    ours, cnn, x = attention(kind), small_cnn(seed=1), images()
+    for model in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        before = kinds(model)
+        model.load_state_dict(cnn.state_dict())
+        assert kinds(model) == before
+        expected = small_cnn(seed=1)
+        convs_to_attention(expected, ['stem', 'stage.1.*', 'down'], **KINDS[kind])
+        assert relative_error(model(x), expected(x)) < 1e-12
+        assert relative_error(model(x), cnn(x)) < (0.2 if 'alpha' in KINDS[kind] else 1e-12)
+    again = attention(kind, seed=2)
+    again.load_state_dict(cnn.state_dict())  # random keys are those of every rank
+    assert all(torch.equal(value, ours.state_dict()[name]) for name, value in again.state_dict().items())
+
+
+def test_fewer_heads_both_ways():
+    model, x = small_cnn(), images()
+    convs_to_attention(model, 'stage.*.conv1', num_heads=5)
+    ours = small_cnn(seed=1)
+    ours.load_state_dict(model.state_dict())
+    assert torch.equal(ours(x), model(x)) and ours.stage[0].conv1.num_heads == 5
+    model.load_state_dict(small_cnn(seed=1).state_dict())
+    expected = small_cnn(seed=1)
+    convs_to_attention(expected, 'stage.*.conv1', num_heads=5)
+    assert relative_error(model(x), expected(x)) < 1e-9
+
+
+@pytest.mark.parametrize('kind', ['soft', 'gated', 'content table'])
+def test_heads_that_were_removed(kind):
+    theirs, x = attention(kind), images()
+    theirs.stem.prune_heads([0, 4])
+    for ours in (small_cnn(seed=1), attention(kind, seed=1), attention('positions', seed=1)):
+        ours.load_state_dict(theirs.state_dict())
+        assert torch.equal(ours(x), theirs(x)) and ours.stem.num_heads == 7
+    theirs.load_state_dict(small_cnn().state_dict())  # all heads again
+    assert theirs.stem.num_heads == 9
+    assert relative_error(theirs(x), small_cnn()(x)) < 0.2
+
+
+def test_a_layer_of_its_own():
+    """Whatever made it: conv_to_mhsa alone, without a model around it."""
+    conv = nn.Conv2d(3, 4, 3)
+    model = nn.Sequential(conv_to_mhsa(conv)[0])
+    with pytest.raises(RuntimeError, match='0 is attention that was not made from a convolution'):
+        model.load_state_dict(nn.Sequential(conv).state_dict())
+    fresh = nn.Sequential(nn.Conv2d(3, 4, 3))
+    fresh.load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match='does not say how it was converted: load the convolution into'):
+        fresh.load_state_dict(nn.Sequential(conv).state_dict())
+    attention_to_convs(fresh)
+    assert torch.equal(fresh[0].weight, conv.weight)
+
+
+@pytest.mark.parametrize('kind', [Conv2dSame, StdConv2d, ScaledStdConv2d])
+def test_convolutions_of_timm(kind):
+    """By what they compute: a state dict has the weights before their standardization."""
+    models = [nn.Sequential(kind(3, 4, 3, stride=2, bias=True), nn.BatchNorm2d(4)).eval() for _ in range(3)]
+    x = torch.randn(2, 3, 9, 10)
+    with torch.no_grad():
+        for parameter in models[0].parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    expected, state = models[0](x), copy.deepcopy(models[0].state_dict())
+    for model in models[:2]:
+        convs_to_attention(model, '0')
+    models[1].load_state_dict(state)
+    models[2].load_state_dict(models[0].state_dict())
+    for model in models:
+        assert torch.allclose(model(x), expected, atol=1e-5)
+    attention_to_convs(models[0])
+    assert torch.allclose(models[0](x), expected, atol=1e-5)
+    assert type(models[0][0]) is (Conv2dSame if kind is Conv2dSame else nn.Conv2d)
+
+
+def test_on_the_way_modes_and_frozen_weights_stay():
+    theirs, ours = attention('additive'), small_cnn().train()
+    ours.stem.eval()
+    ours.stem.weight.requires_grad_(False)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.training and not ours.stem.training and ours.down.training
+    frozen = {name for name, parameter in ours.named_parameters() if not parameter.requires_grad}
+    assert frozen == {f'stem.{name}' for name, _ in ours.stem.named_parameters()} - {'stem.value.bias'}
+
+
+def test_followed_before_an_optimizer_is_built():
+    theirs, ours = attention('additive'), small_cnn()
+    theirs.stem.prune_heads([1])
+    assert follow_state_dict(ours, theirs.state_dict()) and not follow_state_dict(ours, theirs.state_dict())
+    parameters = list(ours.parameters())
+    ours.load_state_dict(theirs.state_dict())
+    assert all(one is other for one, other in zip(parameters, ours.parameters()))
+    ours.train()  # without a warning
+    averaged = torch.optim.swa_utils.AveragedModel(small_cnn())
+    averaged.load_state_dict(torch.optim.swa_utils.AveragedModel(theirs).state_dict())
+    assert isinstance(averaged.module.stem, ImageAttention)
+
+
+def test_whoever_trains_a_model_that_took_attention_is_warned_once(recwarn):
+    theirs, ours = attention('additive'), small_cnn()
+    theirs.stem.prune_heads([2])
+    ours.load_state_dict(theirs.state_dict())
+    ours.train().train()
+    (warning,) = (str(warning.message) for warning in recwarn if 'took attention' in str(warning.message))
+    assert 'follow_state_dict(model, state_dict) before' in warning
+
+
+@pytest.mark.parametrize('call', ['whole', 'keyword', 'submodule', 'assign', 'meta', 'compiled'])
+def test_every_way_to_load(call):
+    theirs, ours, x = attention('gated'), small_cnn(seed=1), images()
+    state = theirs.state_dict()
+    if call == 'whole':
+        ours.load_state_dict(state, False)
+    elif call == 'keyword':
+        ours.load_state_dict(strict=True, state_dict=state)
+    elif call == 'submodule':
+        for name, child in ours.named_children():
+            if name in ('stem', 'down'):
+                continue  # a convolution alone cannot become something else
+            child.load_state_dict({k[len(name) + 1 :]: v for k, v in state.items() if k.startswith(f'{name}.')})
+        ours.stem, ours.down = theirs.stem, theirs.down
+    elif call == 'assign':
+        ours.load_state_dict(state, assign=True)
+    elif call == 'meta':
+        ours = ours.to('meta')
+        ours.load_state_dict(state, assign=True)
+    else:
+        torch.compile(ours, backend='eager').load_state_dict({f'_orig_mod.{k}': v for k, v in state.items()})
+    assert torch.equal(ours(x), theirs(x))
+
+
+REFUSED = {
+    'another kernel': (
+        nn.Conv2d(3, 4, 1),
+        r'of 9 heads in the place .* kernel of \(1, 1\) has 1',
+    ),
+    'transposed': (nn.ConvTranspose2d(3, 4, 3), r'Unexpected key.*0\.value\.weight'),
+    'linear': (nn.Linear(3, 4), r'Unexpected key.*0\.value\.weight'),
+    'hooks': (nn.utils.spectral_norm(nn.Conv2d(3, 4, 3)), 'attention of the state dict cannot be in its place.*hooks'),
+}
+
+
+@pytest.mark.parametrize('case', REFUSED)
+def test_attention_that_does_not_fit(case):
+    layer, message = REFUSED[case]
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    convs_to_attention(model, '0')
+    with pytest.raises(RuntimeError, match=message):
+        nn.Sequential(layer).load_state_dict(model.state_dict())
+
+
+def test_kernels_that_do_not_fit():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    convs_to_attention(model, '0')
+    before = copy.deepcopy(model.state_dict())
+    for other, message in (
+        (nn.Conv2d(3, 4, 5), 'convolution 0 of the state dict cannot be converted: .*size mismatch'),
+        (nn.Conv2d(3, 4, 3, bias=False), 'cannot be converted: .*Missing key.*"bias"'),
+    ):
+        with pytest.raises(RuntimeError, match=f'(?s){message}'):
+            model.load_state_dict(nn.Sequential(other).state_dict())
+        with pytest.raises(StructureError):
+            model[0].convert_state_dict(dict(nn.Sequential(other).state_dict()), '0.')
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_timm_checkpoints(tmp_path):
+    model = timm.create_model('test_resnet', num_classes=4).eval()
+    convs_to_attention(model, 'layer4.*', content='additive')
+    torch.save(model.state_dict(), tmp_path / 'attention.pth')
+    ours = timm.create_model('test_resnet', num_classes=4, checkpoint_path=tmp_path / 'attention.pth').eval()
+    x = torch.randn(1, 3, 32, 32)
+    assert torch.equal(ours(x), model(x))
+    assert sum(isinstance(module, ImageAttention) for module in ours.modules()) == len(kinds(model)) > 1
+
+
+def test_files_and_their_names():
+    model = small_cnn()
+    convs_to_attention(model, CONVOLUTIONS, content='gated', window_size=5)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    names = {name[len('stem.') :] for name in state if name.startswith('stem.')}
+    assert names == {
+        *('value.weight', 'value.bias', 'query.weight', 'key.weight', 'gate', 'neighbourhood'),
+        *('encoding.center', 'encoding.sqrt_precision'),
+    }
+    assert state['stem.neighbourhood'].tolist() == [5, 5]

@@ -1,0 +1,104 @@
+"""Networks of timm, torchvision and mmpretrain, converted everywhere, against what they were."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from helpers.convolutions import relative_error
+from helpers.small import trained_like
+from torch import nn
+
+from attncnn_plugin.convert import attention_to_convs, convs_to_attention
+from attncnn_plugin.layers import ImageAttention
+
+
+def of_timm(name):
+    return lambda: timm.create_model(name, num_classes=7)
+
+
+def of_torchvision(name):
+    def build():
+        torchvision = pytest.importorskip('torchvision')
+        return getattr(torchvision.models, name)(num_classes=7)
+
+    return build
+
+
+def of_mmpretrain(**config):
+    def build():
+        mmpretrain = pytest.importorskip('mmpretrain', reason='mmpretrain cannot be imported')
+        return mmpretrain.registry.MODELS.build(config)
+
+    return build
+
+
+MODELS = {
+    'test_resnet': of_timm('test_resnet'),
+    'test_convnext': of_timm('test_convnext'),
+    'resnet18': of_timm('resnet18'),
+    'resnet50': of_timm('resnet50'),
+    'convnext_atto': of_timm('convnext_atto'),
+    'mobilenetv3_small_050': of_timm('mobilenetv3_small_050'),
+    'regnetx_002': of_timm('regnetx_002'),
+    'efficientnet_b0': of_timm('efficientnet_b0'),
+    'tf_efficientnet_b0': of_timm('tf_efficientnet_b0'),
+    'densenet121': of_timm('densenet121'),
+    'resnetv2_50 (standardized)': of_timm('resnetv2_50'),
+    'torchvision resnet18': of_torchvision('resnet18'),
+    'mmpretrain ResNet': of_mmpretrain(type='ResNet', depth=18),
+    'mmpretrain ConvNeXt': of_mmpretrain(type='ConvNeXt', arch='atto'),
+}
+QUICK = ['test_resnet', 'test_convnext']
+
+
+@pytest.mark.parametrize(
+    'name', [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
+def test_converted_everywhere(name):
+    model = trained_like_small(MODELS[name]()).double()
+    model.eval()
+    x = torch.randn(1, 3, 64, 64, dtype=torch.float64)
+    original = copy.deepcopy(model)
+    expected = outputs(model, x)
+    report = convs_to_attention(model, '*', inputs=x)
+    assert len(report.layers) == sum(isinstance(module, nn.Conv2d) for module in original.modules())
+    assert not any(isinstance(module, nn.Conv2d) for module in model.modules())
+    assert relative_error(outputs(model, x), expected) < 1e-12 and report.drift < 1e-12
+    assert all(layer.run is None or layer.run.drift < 1e-12 for layer in report.layers)
+
+    fresh = MODELS[name]().double()
+    fresh.load_state_dict(model.state_dict())
+    fresh.eval()
+    assert torch.equal(outputs(fresh, x), outputs(model, x))
+    attention_to_convs(model)
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in original.state_dict().items())
+
+
+@pytest.mark.parametrize('arguments', [dict(content='additive'), dict(content='gated', window_size=7)])
+def test_by_content(arguments):
+    model = trained_like_small(timm.create_model('test_resnet', num_classes=7)).double().eval()
+    x = torch.randn(1, 3, 64, 64, dtype=torch.float64)
+    expected = model(x)
+    convs_to_attention(model, 'layer*', **arguments)
+    assert relative_error(model(x), expected) < 1e-12
+    model.train()(x).sum().backward()
+    attention = [module for module in model.modules() if isinstance(module, ImageAttention)]
+    assert all(layer.query.weight.grad is not None for layer in attention)
+
+
+def trained_like_small(model):
+    """With statistics of images, so that deep networks neither die out nor overflow."""
+    trained_like(model)
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None
+    with torch.no_grad():
+        model(torch.randn(4, 3, 64, 64))
+    return model
+
+
+def outputs(model, x):
+    result = model(x)
+    return result if isinstance(result, torch.Tensor) else torch.cat([y.flatten() for y in result])
