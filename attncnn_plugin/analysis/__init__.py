@@ -15,7 +15,7 @@ from .attention_maps import (
     require_attention_layers,
     visit_layers,
 )
-from .head_centers import head_centers, maps_of_query, query_maps
+from .head_centers import head_centers, maps_of_query, query_maps, query_of
 from .head_reports import (
     BestConvolution,
     ExpressibleShifts,
@@ -56,6 +56,7 @@ __all__ = [
     'patch_grid',
     'position_only_probs_of',
     'query_maps',
+    'query_of',
     'read_centers',
     'read_scalars',
     'reports_to_dict',

@@ -28,8 +28,9 @@ def head_centers(
     Args:
         layer (AttentionLayer): An attention layer.
         size (Sequence[int]): Height and width of the grid in tokens.
-        query (tuple[int, int], optional): Row and column of the query. Defaults to the middle of the grid.
-        probs (Tensor, optional): Probabilities to use in place of those by position, ``(N_h, H*W, H*W)``: of a layer
+        query (tuple[int, int], optional): Row and column of the query; see :func:`query_of`. Defaults to the middle of
+            the grid.
+        probs (Tensor, optional): Probabilities to use in place of those by position, ``(N_h, Q, H*W)``: of a layer
             whose scores depend on content, for instance their mean over images. Defaults to none.
 
     Returns:
@@ -54,7 +55,7 @@ def head_centers(
         variance = 1 / torch.linalg.svdvals(factor).square().clamp(min=MAX_WIDTH**-2)  # Σ⁻¹ = MMᵀ
         return center, variance.mean(-1).sqrt()
     maps = query_maps(layer, size, query, probs)
-    row, column = middle(size) if query is None else query
+    _, (row, column) = query_of(layer, size, query)
     rows, columns = (torch.arange(n, dtype=torch.float64) - origin for n, origin in zip(maps.shape[1:], (row, column)))
     maps = maps / maps.sum((1, 2), keepdim=True).clamp(min=1e-12)
     center = torch.stack([maps.sum(2) @ rows, maps.sum(1) @ columns], dim=-1)
@@ -74,8 +75,9 @@ def query_maps(
     Args:
         layer (AttentionLayer): An attention layer.
         size (Sequence[int]): Height and width of the grid in tokens.
-        query (tuple[int, int], optional): Row and column of the query. Defaults to the middle of the grid.
-        probs (Tensor, optional): Probabilities to use in place of those by position, ``(N_h, H*W, H*W)``.
+        query (tuple[int, int], optional): Row and column of the query; see :func:`query_of`. Defaults to the middle of
+            the grid.
+        probs (Tensor, optional): Probabilities to use in place of those by position, ``(N_h, Q, H*W)``.
 
     Returns:
         Tensor: ``(N_h, height, width)``, float64 on the CPU.
@@ -93,7 +95,7 @@ def query_maps(
                  [0., 0., 1.]]], dtype=torch.float64)
     """
     height, width = per_axis('size', size, 2)
-    index = query_index(query, size)
+    index, _ = query_of(layer, size, query)
     if probs is None and isinstance(layer, SeparableScores) and layer.has_axis_scores:
         # P[q] = P1[q1] ⊗ P2[q2], without the whole of P.
         rows, columns = (scores.detach().cpu().double().softmax(-1) for scores in layer.axis_scores(size))
@@ -105,7 +107,7 @@ def query_maps(
             f'no term of the scores of layer, {layer.extra_repr()}, depends on position alone: give probs, '
             'for instance mean_attention_probs_of(model, images)[name]'
         )
-    return maps_of_query(probs, size, query)
+    return probs[:, index].detach().cpu().double().unflatten(1, (height, width))
 
 
 def maps_of_query(probs: Tensor, size: Sequence[int], query: Optional[Tuple[int, int]] = None) -> Tensor:
@@ -129,6 +131,36 @@ def maps_of_query(probs: Tensor, size: Sequence[int], query: Optional[Tuple[int,
     """
     height, width = per_axis('size', size, 2)
     return probs[:, query_index(query, size)].detach().cpu().double().unflatten(1, (height, width))
+
+
+def query_of(
+    layer: AttentionLayer, size: Sequence[int], query: Optional[Tuple[int, int]] = None
+) -> Tuple[int, Tuple[int, int]]:
+    """A query of a layer: its index among the queries, row by row, and its row and column.
+
+    In the place of a convolution with a stride or without padding not every pixel is a query: it is the nearest one.
+
+    Args:
+        layer (AttentionLayer): An attention layer.
+        size (Sequence[int]): Height and width of the grid in tokens.
+        query (tuple[int, int], optional): The row and the column. Defaults to the middle of the grid.
+
+    Raises:
+        ValueError: The query is outside of the grid.
+
+    Examples:
+        >>> from attncnn_plugin.convert import conv_to_mhsa
+        >>> attention, _ = conv_to_mhsa(torch.nn.Conv2d(1, 1, 3, stride=4, padding=1))
+        >>> query_of(attention, size=(8, 12), query=(5, 11))
+        (5, (4, 8))
+    """
+    index = query_index(query, size)
+    pixel = divmod(index, size[1])
+    if layer.window is None:
+        return index, pixel
+    queries = [layer.window.queries(axis, n) for axis, n in enumerate(size)]
+    row, column = (int((own - place).abs().argmin()) for own, place in zip(queries, pixel))
+    return row * len(queries[1]) + column, (int(queries[0][row]), int(queries[1][column]))
 
 
 def query_index(query: Optional[Tuple[int, int]], size: Sequence[int]) -> int:

@@ -3,7 +3,7 @@
 Shifts are drawn as they lie in the image: the x axis is the column, the y axis is the row and points down.
 """
 
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
 from ..analysis.attention_maps import layer_label, require_attention_layers
-from ..analysis.head_centers import head_centers, middle, query_maps
+from ..analysis.head_centers import head_centers, query_maps, query_of
 from ..layers import AttentionLayer
 from .contours import check_mass, gaussian_contour, outline, region_of_mass
 from .style import color_of, draw_heads, styled
@@ -22,13 +22,14 @@ LEAST_MASS = 0.1  # of a query's attention in the grid, for a centre to mean som
 CONTOUR_STYLES = ('solid', (0, (1, 1.2)), (0, (4, 2)))
 
 Query = Optional[Tuple[int, int]]
+Sizes = Union[Sequence[int], Mapping[str, Sequence[int]]]
 HeadLines = Dict[int, Tuple[np.ndarray, List[List[np.ndarray]]]]
 
 
 @styled
 def plot_attention_centers(
     model: nn.Module,
-    size: Sequence[int],
+    size: Sizes,
     masses: Sequence[float] = (0.5, 0.9),
     query: Query = None,
     probs: Optional[Dict[str, Tensor]] = None,
@@ -41,13 +42,14 @@ def plot_attention_centers(
 
     Args:
         model (nn.Module): A model with attention layers.
-        size (Sequence[int]): Height and width of the grid in tokens.
+        size (Sequence[int] | Mapping[str, Sequence[int]]): Height and width of the grid in tokens, or those of each
+            layer, see :func:`~attncnn_plugin.analysis.grids_of`.
         masses (Sequence[float]): The shares of a head's attention inside its contours, three at most. Defaults to
             (0.5, 0.9).
         query (tuple[int, int], optional): Row and column of the query, for heads that are not Gaussian. Defaults to the
             middle of the grid.
         probs (dict[str, Tensor], optional): By layer, the probabilities to use in place of those by position,
-            ``(N_h, H*W, H*W)``: for layers whose scores depend on content, for instance their mean over images.
+            ``(N_h, Q, H*W)``: for layers whose scores depend on content, for instance their mean over images.
         numbers (dict[str, Sequence[int]], optional): By layer, the numbers of its heads, for those that are left after
             others were pruned. Defaults to 0, 1, 2, ….
 
@@ -64,8 +66,11 @@ def plot_attention_centers(
         check_mass(mass)
     if not 1 <= len(masses) <= len(CONTOUR_STYLES):
         raise ValueError(f'masses={masses} must be one to {len(CONTOUR_STYLES)} shares')
-    heads = {name: _head_lines(layer, size, masses, query, (probs or {}).get(name)) for name, layer in layers.items()}
-    reach = min(_reach(list(heads.values())), max(size) - 0.5)
+    sizes = size if isinstance(size, Mapping) else dict.fromkeys(layers, size)
+    heads = {
+        name: _head_lines(layer, sizes[name], masses, query, (probs or {}).get(name)) for name, layer in layers.items()
+    }
+    reach = min(_reach(list(heads.values())), max(map(max, sizes.values())) - 0.5)
     figure, panels = _panels(list(layers))
     for name, axes in zip(layers, panels):
         _shift_axes(axes, reach)
@@ -153,7 +158,7 @@ def _head_lines(
             head: (center, [[gaussian_contour(center, precision, mass)] for mass in masses])
             for head, (center, precision) in enumerate(zip(centers.numpy(), precisions))
         }
-    origin = np.array(middle(size) if query is None else query)
+    origin = np.array(query_of(layer, size, query)[1])
     heads = {}
     for head, (center, keys) in enumerate(zip(centers.numpy(), query_maps(layer, size, query, probs).numpy())):
         if keys.sum() >= LEAST_MASS:

@@ -1,6 +1,6 @@
 """Figures of attention probabilities around a query (Cordonnier et al. 2020 (C20), Figures 5 to 10)."""
 
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,7 +17,7 @@ from .style import MAP_COLORS, styled
 @styled
 def plot_attention_probs(
     maps: Dict[str, Tensor],
-    query: Optional[Tuple[int, int]] = None,
+    query: Union[Tuple[int, int], Mapping[str, Tuple[int, int]], None] = None,
     zoom: Optional[int] = 7,
     image: Optional[np.ndarray] = None,
     numbers: Optional[Dict[str, Sequence[int]]] = None,
@@ -30,7 +30,8 @@ def plot_attention_probs(
     Args:
         maps (dict[str, Tensor]): ``(N_h, H, W)`` by layer, the probabilities of the keys for the query, see
             :func:`~attncnn_plugin.analysis.query_maps`: of positions, the mean over images, or of one image.
-        query (tuple[int, int], optional): Row and column of the query. Defaults to the middle of the grid.
+        query (tuple[int, int] | Mapping[str, tuple[int, int]], optional): Row and column of the query, for all layers
+            or by layer, see :func:`~attncnn_plugin.analysis.query_of`. Defaults to the middle of the grid.
         zoom (int, optional): Rows and columns around the query that are drawn, odd; None for the whole grid. Defaults
             to 7. Outside of the grid it is grey.
         image (ndarray, optional): The image that the probabilities are of, shown at the left with the query,
@@ -51,14 +52,15 @@ def plot_attention_probs(
     if zoom is not None and (zoom < 1 or zoom % 2 == 0):
         raise ValueError(f'zoom={zoom} must be odd and at least 1, so that the query is in the middle; None shows all')
     maps = {name: layer.detach().cpu().numpy() for name, layer in maps.items()}
-    height, width = next(iter(maps.values())).shape[1:]
-    row, column = divmod(query_index(query, (height, width)), width)
+    queries = query if isinstance(query, Mapping) else dict.fromkeys(maps, query)
+    places = {name: divmod(query_index(queries[name], of.shape[1:]), of.shape[2]) for name, of in maps.items()}
     columns = max(max(len(layer) for layer in maps.values()), 1)
     left = 0 if image is None else 2
     figure = Figure(figsize=(0.95 * (columns + left) + 0.7, 1.05 * len(maps) + 0.2), layout='constrained')
     grid = figure.add_gridspec(len(maps), columns + left)
     if image is not None:
-        _draw_image(figure.add_subplot(grid[:, :2]), image, row, column, height, width)
+        name, first = next(iter(maps.items()))
+        _draw_image(figure.add_subplot(grid[:, :2]), image, *places[name], *first.shape[1:])
     shown = None
     for line, (name, layer) in enumerate(maps.items()):
         number_of = (numbers or {}).get(name, range(len(layer)))
@@ -66,8 +68,8 @@ def plot_attention_probs(
         panels[0].set_ylabel(layer_label(name))
         if not len(layer):
             panels[0].set(xticks=[], yticks=[], title='no heads')
-        for axes, head in zip(panels, _by_locality(layer, row, column)):
-            shown = _draw_map(axes, layer[head], (row, column), zoom)
+        for axes, head in zip(panels, _by_locality(layer, *places[name])):
+            shown = _draw_map(axes, layer[head], places[name], zoom)
             axes.set_title(f'head {number_of[head]}: {layer[head].max():.2f}', fontsize=6.5, pad=2)
     if shown is not None:
         bar = figure.colorbar(

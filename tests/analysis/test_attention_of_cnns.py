@@ -5,7 +5,15 @@ import pytest
 import torch
 from torch import nn
 
-from attncnn_plugin.analysis import attention_probs_of, grids_of, mean_attention_probs_of, model_reports
+from attncnn_plugin.analysis import (
+    attention_probs_of,
+    grids_of,
+    head_centers,
+    mean_attention_probs_of,
+    model_reports,
+    query_maps,
+    query_of,
+)
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.explorer import explorer_page
 
@@ -58,3 +66,32 @@ def test_maps_of_images(content, window_size, images):
 def test_the_explorer_shows_grids_of_tokens_alone(images):
     with pytest.raises(ValueError, match='0 is attention in the place of a convolution'):
         explorer_page(hybrid('additive'), images, [np.zeros((8, 10, 3), np.uint8)] * 3)
+
+
+@pytest.mark.parametrize('content', [None, 'additive'])
+def test_centers_and_queries(content, images):
+    """Hard heads: the centre is the shift, from a query of the layer, and the map is the pixel there."""
+    model = hybrid(content)
+    means = {} if content is None else mean_attention_probs_of(model, images)
+    for (name, size), padded in zip(grids_of(model, images).items(), SIZES):
+        layer = model.get_submodule(name)
+        assert size == padded
+        for query in (None, (2, 2)):
+            _, (row, column) = query_of(layer, size, query)
+            maps = query_maps(layer, size, query, means.get(name))
+            centers, widths = head_centers(layer, size, query, means.get(name))
+            for head, (shift, keys) in enumerate(zip(layer.window.shifts().tolist(), maps)):
+                assert keys[row + shift[0], column + shift[1]] > 0.999
+                assert torch.allclose(centers[head], torch.tensor(shift).double(), atol=1e-3) and widths[head] < 0.05
+    assert query_of(model[2], (8, 10), (3, 4)) == (7, (2, 4))  # 0, 2, 4 … are queries
+
+
+def test_figures(images):
+    visualization = pytest.importorskip('attncnn_plugin.visualization')
+    model = hybrid('additive', alpha=2)
+    probs, sizes = mean_attention_probs_of(model, images), grids_of(model, images)
+    figure = visualization.plot_attention_centers(model, sizes, probs=probs)
+    assert [axes.get_title() for axes in figure.axes] == ['0', '2', '4']
+    maps = {name: query_maps(model.get_submodule(name), size, probs=probs[name]) for name, size in sizes.items()}
+    queries = {name: query_of(model.get_submodule(name), size)[1] for name, size in sizes.items()}
+    assert len(visualization.plot_attention_probs(maps, queries).axes) == 3 * 9 + 1

@@ -137,7 +137,7 @@ def test_what_the_tool_draws(checkpoints, tool, monkeypatch):
         'a.png',
     )
     maps, query = drawn['args']
-    assert (query, drawn['zoom'], drawn['numbers']) == ((4, 2), None, None)
+    assert (query, drawn['zoom'], drawn['numbers']) == (dict.fromkeys(maps, (4, 2)), None, None)
     grey = mmcv.imread('image.png', flag='grayscale')
     assert np.array_equal(drawn['image'], np.repeat(grey[..., None], 3, axis=2))
     model = get_model('learned_content.py', pretrained='learned_content.pth')

@@ -150,7 +150,8 @@ def reports_of_config(args: argparse.Namespace) -> Tuple[List[LayerReport], int]
             raise ValueError(f'{args.config} has attention that depends on images, which say the grid: give no --size')
         images = images_of_config(loaded, args)
         return vit_reports(loaded.model, images, args.tolerance), len(images)
-    if layers and not any(layer.depends_on_content for layer in layers.values()):
+    need_images = any(layer.depends_on_content or layer.window is not None for layer in layers.values())
+    if layers and not need_images:
         return model_reports(loaded.model, None, size or loaded.grid, args.tolerance), 0
     require_attention_layers(loaded.model)  # before images are looked for
     images = images_of_config(loaded, args)

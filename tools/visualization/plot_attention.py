@@ -32,13 +32,14 @@ from torch import Tensor
 import attncnn_plugin  # noqa: F401
 from attncnn_plugin.analysis import (
     attention_layers,
-    grid_of,
+    grids_of,
     is_vit,
     maps_of_query,
     mean_attention_probs_of,
     mean_vit_attention,
     patch_grid,
     query_maps,
+    query_of,
     read_centers,
     require_attention_layers,
 )
@@ -124,27 +125,32 @@ def draw_model(args: argparse.Namespace):
         for name, layer in layers.items()
         if (layer.depends_on_content if args.figure == 'content' else not layer.has_position_scores)
     ]
+    in_place_of_convolutions = any(layer.window is not None for layer in layers.values())
     if args.figure == 'content' and not of_images:
         raise ValueError(f'{args.config} has attention by position alone: --figure probabilities draws it')
-    if of_images:
-        check_unused(args, 'size', 'is for attention by position alone')
+    by_content = {}
+    if of_images or in_place_of_convolutions:
+        check_unused(args, 'size', 'is for attention by position alone over one grid')
         chosen = choose_images(args, loaded)
         images = loaded.inputs(chosen)
-        size, by_content = grid_of(model, images), mean_attention_probs_of(model, images)
+        sizes = grids_of(model, images)
+        if of_images:
+            by_content = mean_attention_probs_of(model, images)
     else:
         check_unused(args, 'image', 'is for attention that depends on images')
         check_unused(args, 'images', 'is for attention that depends on images')
-        size, by_content = tuple(args.size or loaded.grid), {}
+        sizes = dict.fromkeys(layers, tuple(args.size or loaded.grid))
     query = args.query and tuple(args.query)
     probs = {name: by_content[name] for name in of_images}
     if args.figure == 'centers':
-        return plot_attention_centers(model, size, query=query, probs=probs, numbers=loaded.head_numbers)
+        return plot_attention_centers(model, sizes, query=query, probs=probs, numbers=loaded.head_numbers)
     names = of_images if args.figure == 'content' else layers
-    maps = {name: query_maps(layers[name], size, query, probs.get(name)) for name in names}
+    maps = {name: query_maps(layers[name], sizes[name], query, probs.get(name)) for name in names}
+    queries = {name: query_of(layers[name], sizes[name], query)[1] for name in names}
     if args.figure == 'probabilities':
-        return plot_attention_probs(maps, query, args.zoom, numbers=loaded.head_numbers)
+        return plot_attention_probs(maps, queries, args.zoom, numbers=loaded.head_numbers)
     picture = None if args.image is None else loaded.picture(chosen[0])
-    return plot_attention_probs(maps, query, zoom=None, image=picture, numbers=loaded.head_numbers)
+    return plot_attention_probs(maps, queries, zoom=None, image=picture, numbers=loaded.head_numbers)
 
 
 def draw_vit(args: argparse.Namespace, loaded: ConfigModel):

@@ -1,6 +1,6 @@
 """Pictures and scalars of the heads' attention while a model is trained (Cordonnier et al. 2020, Figures 3 to 5)."""
 
-from typing import Dict, List, Optional
+from typing import Dict, List, Optional, Tuple
 
 import torch
 from mmengine.dist import master_only
@@ -9,7 +9,7 @@ from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
 from torch import Tensor, nn
 
-from ...analysis import attention_layers, grid_of, head_centers, mean_attention_probs_of, query_maps
+from ...analysis import attention_layers, grids_of, head_centers, mean_attention_probs_of, query_maps, query_of
 from ...layers import AttentionLayer, PrunableHeads
 from ...models.networks import CMHSANetwork
 from ...utils.runner import HEAD_NUMBERS
@@ -48,7 +48,6 @@ class AttentionVisualizationHook(Hook):
         self.interval = interval
         self.num_images = num_images
         self._images = None
-        self._size = None  # of the grid that the images are on
         self._drawn = None  # the epoch of the last pictures
         self._parameters = {}  # by layer, parameters of its heads when they were last numbered
 
@@ -106,30 +105,35 @@ class AttentionVisualizationHook(Hook):
             return
         numbers = self._number_heads(runner)
         with random_numbers_kept(), torch.no_grad():
-            self._size = self._size or grid_of(model, self._images)
+            sizes = grids_of(model, self._images)
             by_content = mean_attention_probs_of(model, self._images)
             scalars = {}
             for name, layer in layers.items():
-                centers, widths = head_centers(layer, self._size, probs=by_content.get(name))
+                centers, widths = head_centers(layer, sizes[name], probs=by_content.get(name))
                 for number, center, width in zip(numbers[name], centers.tolist(), widths.tolist()):
                     values = dict(center_row=center[0], center_column=center[1], width=width)
                     scalars.update({f'attention/{name}/head{number}/{key}': value for key, value in values.items()})
             runner.visualizer.add_scalars(scalars, step=epochs)
             if draw:
-                self._draw(runner, model, by_content, numbers, epochs)
+                self._draw(runner, model, sizes, by_content, numbers, epochs)
 
     def _draw(
-        self, runner, model: nn.Module, by_content: Dict[str, Tensor], numbers: Dict[str, List[int]], epochs: int
+        self,
+        runner,
+        model: nn.Module,
+        sizes: Dict[str, Tuple[int, int]],
+        by_content: Dict[str, Tensor],
+        numbers: Dict[str, List[int]],
+        epochs: int,
     ) -> None:
         from ...visualization import image_of, plot_attention_centers, plot_attention_probs
 
-        maps = {
-            name: query_maps(layer, self._size, probs=by_content.get(name))
-            for name, layer in attention_layers(model).items()
-        }
+        layers = attention_layers(model)
+        maps = {name: query_maps(layer, sizes[name], probs=by_content.get(name)) for name, layer in layers.items()}
+        queries = {name: query_of(layer, sizes[name])[1] for name, layer in layers.items()}
         figures = dict(
-            attention_centers=plot_attention_centers(model, self._size, probs=by_content, numbers=numbers),
-            attention_probs=plot_attention_probs(maps, numbers=numbers),
+            attention_centers=plot_attention_centers(model, sizes, probs=by_content, numbers=numbers),
+            attention_probs=plot_attention_probs(maps, queries, numbers=numbers),
         )
         for name, figure in figures.items():
             runner.visualizer.add_image(name, image_of(figure), step=epochs)
