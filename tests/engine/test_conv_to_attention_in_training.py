@@ -208,3 +208,78 @@ def test_a_layer_that_cannot_be_replaced_any_more(repository, tmp_path):
     runner.register_hook(Late())
     with pytest.raises(ValueError, match='layer4.0.conv1 has hooks'):
         runner.train()
+
+
+def degenerate(repository, work_dir, **changes):
+    """A second phase by positions alone, and the hook that prunes heads an epoch after the transition."""
+    config = config_of(repository, work_dir, log_level='INFO', **changes)
+    config.model.backbone.content = None
+    config.optim_wrapper.paramwise_cfg.custom_keys['encoding'] = dict(lr_mult=0.0, decay_mult=0.0)
+    config.custom_hooks.insert(0, dict(type='HeadPruningHook', epochs=[SWITCH + 1], criteria=['uniform', 'duplicate']))
+    return config
+
+
+class Degenerate(Hook):
+    """After the transition the second head is uniform, the third looks as the first."""
+
+    priority = 'LOWEST'
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        if runner.iter == SWITCH * ITERATIONS:
+            encoding = runner.model.get_submodule(LAYER).encoding
+            with torch.no_grad():
+                encoding.sqrt_precision[1] = 0
+                encoding.center[2] = encoding.center[0]
+
+
+def test_heads_are_pruned(repository, tmp_path):
+    """Really smaller, in the model, its average and its optimizer; resumed from there with both hooks."""
+
+    def train(work_dir, **changes):
+        config = degenerate(repository, work_dir, **changes)
+        config.custom_hooks.append(dict(type='EMAHook', momentum=0.2))
+        runner = Runner.from_cfg(config)
+        runner.register_hook(Degenerate())
+        runner.train()
+        return runner
+
+    runner = train(tmp_path / 'whole')
+    layer = runner.model.get_submodule(LAYER)
+    assert layer.num_heads == 7 and layer.value.weight.shape == (32, 7 * 16)
+    groups = runner.optim_wrapper.optimizer.param_groups
+    assert {id(p) for group in groups for p in group['params']} == {id(p) for p in runner.model.parameters()}
+    average = next(hook for hook in runner.hooks if isinstance(hook, EMAHook)).ema_model.module
+    assert average.get_submodule(LAYER).num_heads == 7
+    log = next((tmp_path / 'whole').glob('*/*.log')).read_text()
+    assert f'{LAYER} at epoch 3: 2 of 9 heads degenerate' in log and 'duplicate  distance 0 < 0.01 from head 0' in log
+    assert f'{LAYER} of the model have no bias: nothing makes up for their heads that go, besides duplicates' in log
+
+    again = train(tmp_path / 'again', resume=True, load_from=str(tmp_path / 'whole' / f'epoch_{SWITCH + 2}.pth'))
+    assert again.model.get_submodule(LAYER).num_heads == 7
+    for name, weight in runner.model.state_dict().items():
+        assert torch.allclose(again.model.state_dict()[name], weight, atol=1e-6), name
+
+
+def test_heads_by_content_are_not_pruned(whole, repository, tmp_path):
+    """The hook says which ones it leaves, and refuses a model of them alone."""
+    config = degenerate(repository, tmp_path / 'both')
+    config.model.backbone.content = 'gated'
+    runner, _ = run(config)
+    log = next((tmp_path / 'both').glob('*/*.log')).read_text()
+    assert 'HeadPruningHook finds, at epoch 3, no attention by positions alone' in log
+    assert f'what heads of {LAYER}, ' in log and 'see depends on the image' in log
+    config = config_of(repository, tmp_path)
+    config.model.backbone.phase = 'attn'
+    config.custom_hooks = [dict(type='HeadPruningHook', epochs=[1])]
+    with pytest.raises(ValueError, match=f'what heads of {LAYER}, .* see depends on the image'):
+        run(config)
+
+
+def test_heads_of_convolutions_do_not_begin_anew(repository, tmp_path):
+    config = config_of(repository, tmp_path)
+    config.model.backbone.update(phase='attn', content=None)
+    config.custom_hooks = [dict(type='HeadPruningHook', epochs=[1], reset=True)]
+    with pytest.raises(
+        TypeError, match=f'{LAYER} is attention in the place of a convolution, whose heads cannot begin'
+    ):
+        run(config)
