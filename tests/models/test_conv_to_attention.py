@@ -14,6 +14,7 @@ from mmengine.registry import DefaultScope
 from mmengine.runner import load_checkpoint
 from mmpretrain.models import ResNet
 from mmpretrain.registry import MODELS
+from test_cuda_without_gpu import CUDA, on_fake_cuda
 from torch import nn
 
 from attncnn_plugin.layers import ImageAttention, follow_state_dict
@@ -277,3 +278,11 @@ def test_a_second_transition_is_refused():
     model = build(phase='attn')
     with pytest.raises(RuntimeError, match="in phase='attn' already"):
         model.to_attention()
+
+
+@pytest.mark.parametrize('phase', ['conv', 'attn'])
+def test_on_another_device(phase):
+    """Without a GPU: whatever is left on the CPU fails."""
+    with on_fake_cuda(build(phase=phase, content='gated', alpha=6.0)) as model:
+        assert {tensor.device for tensor in model.state_dict().values()} == {CUDA}
+        assert {feature.device for feature in model(torch.rand(2, 3, 64, 64, device=CUDA))} == {CUDA}
