@@ -110,6 +110,8 @@ def fold_into_bias(layer: Layer, heads: Sequence[int], mean: Tensor) -> None:
     """
     if layer.value.bias is None:
         raise ValueError('the layer has no bias that could take the mean output of its heads: build it with bias=True')
+    if not heads:
+        return
     of_heads = torch.zeros_like(mean).view(layer.num_heads, -1)
     of_heads[heads] = mean.view(layer.num_heads, -1)[heads]
     value = copy.deepcopy(layer.value).to(mean.dtype)
