@@ -161,7 +161,7 @@ def test_right_after_loading(whole, repository, tmp_path):
     value = recorder.weights[2][f'{LAYER}.value.weight'].unflatten(1, (9, -1))
     assert torch.equal(value, kernel.flatten(2).transpose(1, 2))
     config = from_the_beginning(repository, tmp_path / 'attention', tmp_path / 'frozen/epoch_1.pth')
-    with pytest.raises(ValueError, match="in phase='attn' at epoch 0, before the transition at epoch=0"):
+    with pytest.raises(ValueError, match="in phase='attn' at epoch 0, before epoch=0 of PhaseTransitionHook turns it"):
         run(config)
 
 

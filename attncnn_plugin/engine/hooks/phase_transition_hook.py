@@ -110,8 +110,8 @@ class PhaseTransitionHook(Hook):
         begins = runner.epoch < self.epoch or not is_resumed(runner)  # a first phase, of no epochs for epoch=0
         if begins and any(part.phase == 'attn' for part in parts):
             raise ValueError(
-                f"the model is in phase='attn' at epoch {runner.epoch}, before the transition at epoch={self.epoch} of "
-                "PhaseTransitionHook: start with phase='conv'; go on with a checkpoint of the second phase by "
+                f"the model is in phase='attn' at epoch {runner.epoch}, before epoch={self.epoch} of "
+                "PhaseTransitionHook turns it: start with phase='conv'; go on with a checkpoint of the second phase by "
                 "resume=True and the epoch that it was trained with; or train phase='attn' without this hook"
             )
         if runner.max_epochs <= self.epoch:
