@@ -30,6 +30,7 @@ if importlib.util.find_spec('mmpretrain') is None:  # with timm alone
         'engine',
         'evaluation',
         'models/test_backbones.py',
+        'models/test_conv_to_attention.py',
         'test_configs.py',
         'test_digits.py',
         'tools/test_learning_rates.py',

@@ -59,7 +59,10 @@ def images(tmp_path_factory):
 def shrink(config: Config, images, work_dir) -> Config:
     """The config with a small model, 20 images, two epochs of two iterations."""
     backbone, head = config.model.backbone, config.model.head
-    if backbone.type == 'ResNet_CIFAR':
+    if backbone.type == 'ConvToAttention':
+        backbone.backbone.update(base_channels=4, stem_channels=4)
+        head.in_channels = 32 if backbone.backbone.depth == 18 else 128
+    elif backbone.type == 'ResNet_CIFAR':
         backbone.update(base_channels=4, stem_channels=4)
         head.in_channels = 32
     elif backbone.type == 'CMHSA':
@@ -85,8 +88,9 @@ def shrink(config: Config, images, work_dir) -> Config:
     config.load_from = None
     for hook in config.get('custom_hooks', []):
         if hook.type == 'PhaseTransitionHook':
-            hook.epoch = 1
-            for scheduler in [hook.param_scheduler] if isinstance(hook.param_scheduler, dict) else hook.param_scheduler:
+            hook.epoch = min(1, hook.epoch)
+            schedulers = hook.get('param_scheduler') or []
+            for scheduler in [schedulers] if isinstance(schedulers, dict) else schedulers:
                 scheduler.begin = 0
     config.randomness = dict(seed=0)
     config.work_dir = str(work_dir)
@@ -135,15 +139,16 @@ def test_config_trains_validates_and_resumes(name, images, tmp_path, repository)
 @pytest.mark.parametrize('name', MODELS)
 def test_model_index(name):
     metainfo = ModelHub.get(name)
-    size = metainfo.config.model.backbone.get('img_size', 32)
+    size = 224 if name.endswith('in1k') else metainfo.config.model.backbone.get('img_size', 32)
     with torch.device('cpu' if name.startswith('resnet') else 'meta'):  # counted without numbers, where that works
         model = get_model(name)
         image = torch.empty(1, 1 if 'digits' in name else 3, size, size)
     assert metainfo.metadata.parameters == sum(p.numel() for p in model.parameters())
     assert metainfo.metadata.flops == paper_flops(model, image)
     assert name in list_models(name, task='Image Classification')
+    of_cordonnier = name.endswith('cifar10') or name.startswith('sa_')
     assert metainfo.in_collection == (
-        'Self-Attention CNN' if name.endswith('cifar10') or name.startswith('sa_') else 'CMHSA'
+        'Transformed CNN' if 'to_attention' in name else 'Self-Attention CNN' if of_cordonnier else 'CMHSA'
     )
 
 
@@ -299,6 +304,44 @@ def test_attention_from_a_random_start_as_long_as_a_second_phase():
         assert config.model.backbone.phase == 'attn' and 'custom_hooks' not in config
         assert config.train_cfg.max_epochs == 200
         assert np.array_equal(rates(config, 4), rates(ModelHub.get(two_phases).config, 4)[800:])
+
+
+@pytest.mark.parametrize('name', [name for name in MODELS if 'to_attention' in name])
+def test_a_cnn_that_becomes_attention(name):
+    """The last stage, with heads that learn; positions without weight decay; d'Ascoli et al. 2021: 50 epochs."""
+    config = ModelHub.get(name).config
+    (hook,) = config.custom_hooks
+    epochs = config.train_cfg.max_epochs - hook.epoch
+    assert epochs == (15 if 'digits' in name else 50) and config.model.backbone.phase == 'conv'
+    model = MODELS_OF_MMPRETRAIN.build(config.model)
+    layers = model.backbone.conversion.layers
+    kernels = [module for part, module in model.backbone.named_modules() if part in layers]
+    assert all(part.startswith('layer4') for part in layers) and {conv.kernel_size for conv in kernels} == {(3, 3)}
+    model.backbone.to_attention()
+    assert all(layer.depends_on_content for layer in model.backbone.modules() if hasattr(layer, 'depends_on_content'))
+    optimizer = build_optim_wrapper(model, config.optim_wrapper).optimizer
+    decays = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
+    for parameter_name, parameter in model.named_parameters():
+        if 'encoding' in parameter_name or parameter_name.endswith('gate'):
+            assert decays[id(parameter)] == 0, parameter_name
+        elif parameter.ndim > 1:
+            assert decays[id(parameter)] > 0, parameter_name
+
+
+def test_schedule_of_a_cnn_that_becomes_attention():
+    found = rates(ModelHub.get('resnet18_to_attention_cifar10').config, 2)
+    first, second = found[:300], found[300:]
+    assert np.allclose(first, warm_up_and_cosine(0, 0.1, 0, 10, 300), atol=1e-6)
+    assert np.allclose(second, warm_up_and_cosine(0, 0.01, 0, 10, 100), atol=1e-6)
+
+
+def test_imagenet_recipe():
+    """From the weights of mmpretrain's ResNet-50, right after they are loaded, with the schedule of the run."""
+    config = ModelHub.get('resnet50_to_attention_in1k').config
+    assert config.load_from == ModelHub.get('resnet50_8xb32_in1k').weights
+    assert config.custom_hooks == [dict(type='PhaseTransitionHook', epoch=0)]
+    settings = config.model.backbone
+    assert settings.content == 'gated' and 'num_heads' not in settings  # one for each position of the kernel
 
 
 OF_DEIT = [

@@ -1,37 +1,47 @@
 """The mean output of a head as a bias, for a head that is removed (Cordonnier et al. 2020 (C20), appendix E)."""
 
+import copy
 from contextlib import contextmanager
-from typing import Iterator, List, Optional, Sequence, Tuple
+from typing import Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..layers.grid_attention import GridAttention
+from ..layers.image_attention import ImageAttention
+
+Layer = Union[GridAttention, ImageAttention]
 
 
 class HeadMeans:
     """The mean outputs P_h X of the heads of a layer, over queries and images.
 
     Args:
-        layer (GridAttention): The attention layer.
+        layer (GridAttention | ImageAttention): The attention layer.
 
     Attributes:
         total (Tensor): Their sum over all queries, ``(N_h·D_h,)`` in float64.
         count (Tensor): The number of queries, a scalar in float64.
-        size (tuple[int, int] | None): Height and width of the last grid, in tokens; None before the first.
+        size (tuple[int, ...] | None): Height and width of the last grid of tokens, or of the last image; None before
+            the first.
     """
 
-    def __init__(self, layer: GridAttention) -> None:
-        weight = layer.value.weight
-        self.total = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
-        self.count = torch.zeros((), dtype=torch.float64, device=weight.device)
-        self.size: Optional[Tuple[int, int]] = None
+    def __init__(self, layer: Layer) -> None:
+        device = layer.value.weight.device
+        channels = layer.in_channels if isinstance(layer, ImageAttention) else layer.head_dim
+        self.total = torch.zeros(layer.num_heads * channels, dtype=torch.float64, device=device)
+        self.count = torch.zeros((), dtype=torch.float64, device=device)
+        self.size: Optional[Tuple[int, ...]] = None
 
     def add(self, heads: Tensor) -> None:
         """Adds the outputs of all heads, ``(B, H, W, N_h·D_h)``."""
-        self.total += heads.detach().double().sum((0, 1, 2))
-        self.count += heads.shape[:3].numel()
-        self.size = (heads.shape[1], heads.shape[2])
+        heads = heads.detach().flatten(0, -2)
+        self.total += heads.double().sum(0)
+        self.count += len(heads)
+
+    def see(self, layer: nn.Module, x: Tensor) -> None:
+        """Keeps the size of the layer's input, tokens ``(B, H, W, D)`` or an image ``(B, C, H, W)``."""
+        self.size = tuple(x.shape[2:] if isinstance(layer, ImageAttention) else x.shape[1:3])
 
     @property
     def mean(self) -> Tensor:
@@ -40,11 +50,11 @@ class HeadMeans:
 
 
 @contextmanager
-def head_means(layers: Sequence[GridAttention]) -> Iterator[List[HeadMeans]]:
+def head_means(layers: Sequence[Layer]) -> Iterator[List[HeadMeans]]:
     """Collects the mean outputs of the layers' heads while the model runs.
 
     Args:
-        layers (Sequence[GridAttention]): Attention layers whose ``value`` maps the concatenated heads,
+        layers (Sequence[GridAttention | ImageAttention]): Attention layers whose ``value`` maps the concatenated heads,
             ``(B, H, W, N_h·D_h)``.
 
     Yields:
@@ -59,10 +69,12 @@ def head_means(layers: Sequence[GridAttention]) -> Iterator[List[HeadMeans]]:
         (torch.Size([24]), (5, 6))
     """
     means = [HeadMeans(layer) for layer in layers]
-    handles = [
-        layer.value.register_forward_pre_hook(lambda _, inputs, own=own: own.add(inputs[0]))
-        for layer, own in zip(layers, means)
-    ]
+    handles = []
+    for layer, own in zip(layers, means):
+        handles += [
+            layer.register_forward_pre_hook(lambda layer, inputs, own=own: own.see(layer, inputs[0])),
+            layer.value.register_forward_pre_hook(lambda _, inputs, own=own: own.add(inputs[0])),
+        ]
     try:
         yield means
     finally:
@@ -71,13 +83,13 @@ def head_means(layers: Sequence[GridAttention]) -> Iterator[List[HeadMeans]]:
 
 
 @torch.no_grad()
-def fold_into_bias(layer: GridAttention, heads: Sequence[int], mean: Tensor) -> None:
+def fold_into_bias(layer: Layer, heads: Sequence[int], mean: Tensor) -> None:
     """Adds what heads contribute on average, Σ_h V_h m_h, to the bias of their layer (C20, appendix E).
 
     A head with the same output at every query, as one of uniform attention has, can then be removed without a change.
 
     Args:
-        layer (GridAttention): The attention layer.
+        layer (GridAttention | ImageAttention): The attention layer.
         heads (Sequence[int]): The heads.
         mean (Tensor): The mean outputs of all heads, ``(N_h·D_h,)``.
 
@@ -98,17 +110,20 @@ def fold_into_bias(layer: GridAttention, heads: Sequence[int], mean: Tensor) -> 
     """
     if layer.value.bias is None:
         raise ValueError('the layer has no bias that could take the mean output of its heads: build it with bias=True')
-    for head in heads:
-        entries = slice(head * layer.head_dim, (head + 1) * layer.head_dim)
-        layer.value.bias.add_((layer.value.weight[:, entries].double() @ mean[entries]).to(layer.value.bias))
+    if not heads:
+        return
+    of_heads = torch.zeros_like(mean).view(layer.num_heads, -1)
+    of_heads[heads] = mean.view(layer.num_heads, -1)[heads]
+    value = copy.deepcopy(layer.value).to(mean.dtype)
+    layer.value.bias.add_((value(of_heads.flatten()) - value.bias).to(layer.value.bias))
 
 
 @torch.no_grad()
-def merge_duplicate(layer: GridAttention, head: int, kept: int) -> None:
+def merge_duplicate(layer: Layer, head: int, kept: int) -> None:
     """Adds a head's slice of the value matrix to that of a head with the same map, P V + P V' = P (V + V').
 
     Args:
-        layer (GridAttention): The attention layer.
+        layer (GridAttention | ImageAttention): The attention layer.
         head (int): The head that is to go.
         kept (int): The head that stays.
 
@@ -126,10 +141,10 @@ def merge_duplicate(layer: GridAttention, head: int, kept: int) -> None:
         >>> torch.allclose(layer(image), expected, atol=1e-5)
         True
     """
-    if layer.value_proj is not None:
+    if not isinstance(layer, ImageAttention) and layer.value_proj is not None:
         raise ValueError(
             f'the heads of layer have values of head_dim={layer.head_dim} channels, so that one head cannot take the '
             'values of two: use fold_into_bias for the duplicate'
         )
-    slices = layer.value.weight.unflatten(1, (layer.num_heads, layer.dim))
-    slices[:, kept] += slices[:, head]
+    columns, of_kept = (layer.head_entries([index])['value.weight'][1] for index in (head, kept))
+    layer.value.weight[:, of_kept] += layer.value.weight[:, columns]

@@ -340,7 +340,7 @@ def test_mistakes_in_the_second_phase_show_at_once(second_phase, message, reposi
     assert not list(tmp_path.glob('*.pth'))
 
 
-@pytest.mark.parametrize('epoch', [0, 1.5, '3'])
+@pytest.mark.parametrize('epoch', [-1, 1.5, '3'])
 def test_epoch_is_checked(epoch):
     with pytest.raises(ValueError, match=f'epoch={epoch!r} of PhaseTransitionHook'):
         HOOKS.build(dict(type='mmpretrain.PhaseTransitionHook', epoch=epoch))

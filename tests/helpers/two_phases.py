@@ -11,11 +11,12 @@ from mmengine.runner import Runner
 EPOCHS, SWITCH, ITERATIONS = 5, 2, 3  # epochs, epochs of the first phase, iterations of an epoch
 
 
-def small_config(repository, work_dir, **changes):
-    config = Config.fromfile(repository / 'configs/cmhsa3_digits.py')
+def small_config(repository, work_dir, name='cmhsa3_digits', **changes):
+    config = Config.fromfile(repository / f'configs/{name}.py')
+    if name.startswith('cmhsa'):
+        config.model.backbone.num_layers = 2
     config.merge_from_dict(
         {
-            'model.backbone.num_layers': 2,
             'train_dataloader.dataset.indices': 24,
             'train_dataloader.batch_size': 8,
             'val_dataloader.dataset.indices': 8,

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
+from attncnn_plugin.pruning import find_degenerate_heads
 from attncnn_plugin.pruning.bias_correction import fold_into_bias, head_means, merge_duplicate
 from attncnn_plugin.pruning.optimizer import replace_parameters
 
@@ -284,3 +286,27 @@ def test_a_network_of_plain_layers():
     assert [layer.num_heads for layer in other] == [3, 2]
     other.load_state_dict(state)
     assert [layer.num_heads for layer in other] == [3, 3]
+
+
+@pytest.mark.parametrize('groups', [1, 2, 4])
+@pytest.mark.parametrize('stride', [1, 2])
+def test_heads_in_the_place_of_a_convolution(groups, stride):
+    """A uniform head becomes a bias, a duplicate goes to the head that it repeats, and the function stays."""
+    conv = nn.Conv2d(4, 8, 3, padding=1, stride=stride, groups=groups, padding_mode='circular')
+    layer, _ = conv_to_mhsa(conv.double(), alpha=6)
+    with torch.no_grad():
+        layer.encoding.sqrt_precision[1] = 0
+        layer.encoding.center[2] = layer.encoding.center[0]
+    images = torch.randn(3, 4, 6, 8, dtype=torch.float64)
+    with head_means([layer]) as (means,):
+        expected = layer(images)
+    assert means.size == (6, 8) and int(means.count) == expected[:, 0].numel()
+    report = find_degenerate_heads(layer, ['uniform', 'duplicate'], means.size)
+    assert report.heads == [1, 2] and report.found[1].duplicate_of == 0
+    one = images[:1]  # a uniform head has the mean of its image
+    with head_means([layer]) as (of_one,):
+        expected = layer(one)
+    fold_into_bias(layer, [1], of_one.mean)
+    merge_duplicate(layer, 2, 0)
+    layer.prune_heads([1, 2])
+    assert torch.allclose(layer(one), expected, atol=1e-12)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ...analysis import attention_layers, grids_of, head_centers, mean_attention_probs_of, query_maps, query_of
 from ...layers import AttentionLayer, PrunableHeads
-from ...models.networks import CMHSANetwork
 from ...utils.runner import HEAD_NUMBERS
 from ...utils.sampling import evenly_spread
+from .phases import TwoPhases
 from .random_state import random_numbers_kept
 from .rebuild import unwrapped
 from .rehearsal import is_rehearsal, warn_of_rehearsal
@@ -68,7 +68,7 @@ class AttentionVisualizationHook(Hook):
             warn_of_rehearsal(runner, 'AttentionVisualizationHook', 'There is nothing to show')
             return
         model = unwrapped(runner.model)
-        if not any(isinstance(module, (AttentionLayer, CMHSANetwork)) for module in model.modules()):
+        if not any(isinstance(module, (AttentionLayer, TwoPhases)) for module in model.modules()):
             runner.logger.warning(
                 'AttentionVisualizationHook shows attention layers of this package, but the model, of type '
                 f'{type(model).__name__}, has none: there is nothing to show'

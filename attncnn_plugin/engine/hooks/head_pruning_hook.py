@@ -27,6 +27,7 @@ from ...pruning import (
     singular_penalty,
 )
 from ...utils.runner import compile_train_step, forward_tensors, is_resumed
+from .phases import parts_in_phases
 from .random_state import random_numbers_kept
 from .rebuild import averaged_models, build_schedulers, check_wrapper, refresh_average, unwrapped, wrap_again
 from .rehearsal import is_rehearsal, warn_of_rehearsal
@@ -36,7 +37,8 @@ from .rehearsal import is_rehearsal, warn_of_rehearsal
 class HeadPruningHook(Hook):
     """Finds degenerate heads at the beginning of some epochs, removes them, and lets the training go on.
 
-    It works on every layer of a self-attention backbone whose heads depend on positions alone. Parameters really
+    It works on every layer whose heads depend on positions alone, in a self-attention backbone or in the place of a
+    convolution; those of a :class:`PhaseTransitionHook` are pruned at epochs after its transition. Parameters really
     shrink. The optimizer keeps its groups, and the state of the entries that are left. Schedulers go on. The copy of an
     ``EMAHook`` loses the same heads. A model that is trained on several ranks is wrapped anew, and all ranks remove the
     heads that the first one finds.
@@ -58,10 +60,11 @@ class HeadPruningHook(Hook):
             uniform one. Defaults to False.
         bias_correction (bool): Whether the mean output of a removed head, over some training batches, is added to the
             bias of its layer, and a duplicate's values to those of the head that it repeats. C20 does without, so that
-            the accuracy falls at first (appendix E, Figure 13). Defaults to True.
+            the accuracy falls at first (appendix E, Figure 13). A layer without a bias, as in the place of most
+            convolutions before a batch norm, loses the mean output, and the log says so. Defaults to True.
         num_batches (int): Number of these batches, on each rank. Defaults to 8.
         reset (bool): Whether degenerate heads are drawn anew instead of being removed: centre, width and values as of
-            a new layer, momentum at zero. Defaults to False.
+            a new layer, momentum at zero. Not for attention in the place of convolutions. Defaults to False.
         lr_scale (float): Factor of the learning rate from the first pruning on; C20 has 0.1. Defaults to 1.
         param_scheduler (dict | list[dict], optional): Schedulers that replace those of the run at the first pruning:
             they begin with the rate that the run began with, times ``lr_scale``, and their ``begin`` and ``end`` are
@@ -70,7 +73,7 @@ class HeadPruningHook(Hook):
             to 0.
     """
 
-    priority = 'HIGHEST'  # before all that looks at parameters, and before EMAHook loads its copy
+    priority = 1  # after PhaseTransitionHook, before all that looks at parameters, and before EMAHook loads its copy
 
     def __init__(
         self,
@@ -128,13 +131,10 @@ class HeadPruningHook(Hook):
         check_wrapper(runner)
         model = unwrapped(runner.model)
         layers = _layers(model)
-        if not layers:
-            raise ValueError(
-                'HeadPruningHook finds no attention by positions alone in the model, such as SAQuadratic: '
-                'there are no heads to prune'
-            )
-        for layer in layers.values():  # a mistake in the criteria must not wait for the epoch of pruning
-            find_degenerate_heads(layer, self.criteria, (2, 2))
+        if not layers and not any(part.phase == 'conv' for part in parts_in_phases(model)):
+            raise ValueError(f'HeadPruningHook finds {_nothing(model)}')
+        for name, layer in layers.items():  # a mistake in the criteria must not wait for the epoch of pruning
+            self._check(name, layer)
         if self.singular_penalty > 0:
             model.register_forward_hook(self._add_penalty)
 
@@ -150,6 +150,9 @@ class HeadPruningHook(Hook):
             return
         model = unwrapped(runner.model)
         layers = _layers(model)
+        if not layers:
+            runner.logger.warning(f'HeadPruningHook finds, at epoch {runner.epoch}, {_nothing(model)}')
+            return
         means = self._observe(runner, model, layers)
         reports = self._find(layers, means)
         heads = {name: self._to_remove(layers[name], report, means[name]) for name, report in reports.items()}
@@ -174,6 +177,16 @@ class HeadPruningHook(Hook):
         info = checkpoint.get('message_hub', {}).get('runtime_info', {})
         if is_resumed(runner) and info.get('heads_pruned') and self.param_scheduler is not None:
             self._replace_schedulers(runner, runner.max_epochs)
+
+    def _check(self, name: str, layer: PrunableHeads) -> None:
+        """Refuses what cannot be done with a layer, whatever its weights are."""
+        if self.reset and layer.window is not None:
+            raise TypeError(
+                f'{name} is attention in the place of a convolution, whose heads cannot begin anew: leave out '
+                'reset=True of HeadPruningHook'
+            )
+        window = [] if layer.window is None else zip(layer.window.kernel_size, layer.window.dilation)
+        find_degenerate_heads(layer, self.criteria, [max(2, (k - 1) * d + 1) for k, d in window] or (2, 2))
 
     def _is_due(self, epoch: int) -> bool:
         regular = self.interval is not None and epoch >= self.begin and (epoch - self.begin) % self.interval == 0
@@ -234,6 +247,12 @@ class HeadPruningHook(Hook):
         means: Dict[str, HeadMeans],
     ) -> None:
         before = sum(p.numel() for p in model.parameters())
+        without_bias = [name for name in heads if model.get_submodule(name).value.bias is None]
+        if self.bias_correction and without_bias:
+            runner.logger.warning(
+                f'{", ".join(without_bias)} of the model have no bias: nothing makes up for their heads that go, '
+                'besides duplicates'
+            )
         replaced = self._prune(model, heads, reports, means)
         for averaged in averaged_models(runner):
             self._prune(averaged.module, heads, reports, means)
@@ -261,11 +280,14 @@ class HeadPruningHook(Hook):
                 duplicates = {
                     entry.head: entry.duplicate_of
                     for entry in reports[name].found
-                    if entry.duplicate_of is not None and entry.head in indices and layer.value_proj is None
+                    if entry.duplicate_of is not None
+                    and entry.head in indices
+                    and getattr(layer, 'value_proj', None) is None
                 }
                 for head, kept in duplicates.items():
                     merge_duplicate(layer, head, kept)
-                fold_into_bias(layer, [head for head in indices if head not in duplicates], means[name].mean)
+                if layer.value.bias is not None:
+                    fold_into_bias(layer, [head for head in indices if head not in duplicates], means[name].mean)
             replaced.update(layer.prune_heads(indices, self.allow_empty))
         return replaced
 
@@ -310,6 +332,13 @@ def _layers(model: nn.Module) -> Dict[str, PrunableHeads]:
         for name, layer in model.named_modules()
         if isinstance(layer, PrunableHeads) and not layer.depends_on_content
     }
+
+
+def _nothing(model: nn.Module) -> str:
+    """Why there is nothing to prune in a model without attention by positions alone."""
+    by_content = [name for name, module in model.named_modules() if isinstance(module, PrunableHeads)]
+    others = f'; what heads of {", ".join(by_content)} see depends on the image' if by_content else ''
+    return 'no attention by positions alone in the model, such as SAQuadratic: there are no heads to prune' + others
 
 
 def _optimizers(runner) -> Iterator[torch.optim.Optimizer]:

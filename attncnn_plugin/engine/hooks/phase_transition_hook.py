@@ -13,8 +13,8 @@ from mmpretrain.registry import HOOKS
 from torch import Tensor, nn
 
 from ...layers.structure import follow_state_dict
-from ...models.networks import CMHSANetwork
 from ...utils.runner import accumulative_counts, compile_train_step, forward_tensors, is_resumed
+from .phases import parts_in_phases
 from .rebuild import (
     averaged_models,
     build_schedulers,
@@ -29,7 +29,11 @@ from .rehearsal import is_rehearsal, warn_of_rehearsal
 
 @HOOKS.register_module()
 class PhaseTransitionHook(Hook):
-    """Turns the convolutions of a :class:`~attncnn_plugin.models.backbones.CMHSA` into attention after some epochs.
+    """Turns the convolutions of a model into attention after some epochs.
+
+    The model has a :class:`~attncnn_plugin.models.backbones.CMHSA`, a backbone of
+    :func:`~attncnn_plugin.models.backbones.conv_to_attention`, or any other module with a ``phase``, ``'conv'`` or
+    ``'attn'``, and a ``to_attention(generator)`` that returns something to print.
 
     At the first iteration of the second phase, on every rank, the hook converts the model, builds the optimizer wrapper
     and the schedulers of the second phase, wraps the model anew for distributed training and converts the copy of
@@ -43,12 +47,13 @@ class PhaseTransitionHook(Hook):
     ``paramwise_cfg`` fail with PyTorch 2.13 and 2.14, which cannot compile mmengine's parameter groups; 2.15 can.
 
     Args:
-        epoch (int): Number of epochs of the first phase.
+        epoch (int): Number of epochs of the first phase. 0 is right after the weights were loaded, by ``load_from``
+            for instance.
         optim_wrapper (dict, optional): The optimizer wrapper of the second phase: what it does not say is that of
             the first, as when configs inherit (``_delete_=True`` included). Defaults to None, means the same.
         param_scheduler (dict | list[dict], optional): The schedulers of the second phase; their ``begin`` and ``end``
             are counted from its beginning, and ``end`` is its end if not given. Defaults to None, means a constant
-            rate.
+            rate; with ``epoch=0`` it means those of the run.
 
     Examples:
         >>> custom_hooks = [
@@ -71,9 +76,9 @@ class PhaseTransitionHook(Hook):
         optim_wrapper: Optional[dict] = None,
         param_scheduler: Optional[Union[dict, List[dict]]] = None,
     ):
-        if not isinstance(epoch, int) or epoch < 1:
+        if not isinstance(epoch, int) or epoch < 0:
             raise ValueError(
-                f'epoch={epoch!r} of PhaseTransitionHook must be the number of epochs of the first phase, at least 1'
+                f'epoch={epoch!r} of PhaseTransitionHook must be the number of epochs of the first phase, 0 for none'
             )
         self.epoch = epoch
         self.optim_wrapper = optim_wrapper
@@ -96,13 +101,17 @@ class PhaseTransitionHook(Hook):
             return
         check_wrapper(runner)
         make_groups_plain(runner.optim_wrapper)
-        networks = _networks(unwrapped(runner.model))
-        if not networks:
-            raise ValueError('PhaseTransitionHook finds no CMHSA in the model: there is nothing to convert')
-        if runner.epoch < self.epoch and any(network.phase == 'attn' for network in networks):
+        parts = parts_in_phases(unwrapped(runner.model))
+        if not parts:
+            raise ValueError(
+                'PhaseTransitionHook finds no CMHSA in the model, nor a backbone of the type ConvToAttention: there '
+                'is nothing to convert'
+            )
+        begins = runner.epoch < self.epoch or not is_resumed(runner)  # a first phase, of no epochs for epoch=0
+        if begins and any(part.phase == 'attn' for part in parts):
             raise ValueError(
                 f"the model is in phase='attn' at epoch {runner.epoch}, before epoch={self.epoch} of "
-                "PhaseTransitionHook: start with phase='conv'; go on with a checkpoint of the second phase by "
+                "PhaseTransitionHook turns it: start with phase='conv'; go on with a checkpoint of the second phase by "
                 "resume=True and the epoch that it was trained with; or train phase='attn' without this hook"
             )
         if runner.max_epochs <= self.epoch:
@@ -110,7 +119,7 @@ class PhaseTransitionHook(Hook):
                 f'The run ends after {runner.max_epochs} epochs, before the transition to attention '
                 f'after epoch {self.epoch} of PhaseTransitionHook'
             )
-        elif any(network.phase == 'conv' for network in networks):
+        elif any(part.phase == 'conv' for part in parts):
             # A mistake in the second phase's settings must not wait for the end of the first.
             first_phase = runner.optim_wrapper, runner.param_schedulers
             self._build_optimization(runner, max(self.epoch, runner.epoch))
@@ -126,15 +135,16 @@ class PhaseTransitionHook(Hook):
         if runner.epoch < self.epoch:
             return
         model = unwrapped(runner.model)
-        networks = [network for network in _networks(model) if network.phase == 'conv']
-        if not networks:
+        parts = [part for part in parts_in_phases(model) if part.phase == 'conv']
+        if not parts:
             return
         self._warn_of_lost_gradients(runner)
         before = self._outputs(runner, model, data_batch)
-        for network in networks:
+        for part in parts:
             # From the run's own seed: the same on every rank, and in a run that was resumed before.
-            transition = network.to_attention(torch.Generator().manual_seed(runner.seed))
-            runner.logger.info(f'Transition at epoch {runner.epoch}: {transition}')
+            transition = str(part.to_attention(torch.Generator().manual_seed(runner.seed)))
+            separator = '\n' if '\n' in transition else ' '  # a table
+            runner.logger.info(f'Transition at epoch {runner.epoch}:{separator}{transition}')
         model.zero_grad(set_to_none=True)
         self._begin_second_phase(runner, runner.epoch)
         runner.optim_wrapper.initialize_count_status(runner.model, runner.iter, runner.max_iters)
@@ -179,7 +189,13 @@ class PhaseTransitionHook(Hook):
         runner.optim_wrapper = runner.build_optim_wrapper(config.optim_wrapper)
         make_groups_plain(runner.optim_wrapper)
         runner.scale_lr(runner.optim_wrapper, runner.auto_scale_lr)
-        build_schedulers(runner, self.param_scheduler or [], runner.max_epochs - epoch)
+        build_schedulers(runner, self._schedulers(runner), runner.max_epochs - epoch)
+
+    def _schedulers(self, runner) -> Union[dict, List[dict]]:
+        """The configs of the second phase's schedulers."""
+        if self.param_scheduler is None and self.epoch == 0:
+            return runner.cfg.get('param_scheduler') or []
+        return self.param_scheduler or []
 
     def _rehearse_second_phase(self, runner) -> None:
         """The second phase's settings and schedulers for the optimizer of the first: a tool has told no config."""
@@ -188,7 +204,7 @@ class PhaseTransitionHook(Hook):
             for key in [key for key in group if key.startswith('initial_')]:  # as before the first phase's schedulers
                 group[key[len('initial_') :]] = group.pop(key)
             group.update({key: value for key, value in settings.items() if key in group})
-        build_schedulers(runner, self.param_scheduler or [], runner.max_epochs - self.epoch)
+        build_schedulers(runner, self._schedulers(runner), runner.max_epochs - self.epoch)
 
     @staticmethod
     @torch.no_grad()
@@ -218,15 +234,10 @@ class PhaseTransitionHook(Hook):
             )
 
 
-def _networks(model: nn.Module) -> List[CMHSANetwork]:
-    return [module for module in model.modules() if isinstance(module, CMHSANetwork)]
-
-
 def _average_attention(averaged: nn.Module, seed: int) -> None:
     """The average of the first phase, as attention: its function stays as it was too."""
-    for network in _networks(averaged.module):
-        network.to_attention(torch.Generator().manual_seed(seed))  # no average of two random draws
-        network.requires_grad_(False)
+    for part in parts_in_phases(averaged.module):
+        part.to_attention(torch.Generator().manual_seed(seed))  # no average of two random draws
     refresh_average(averaged)
 
 

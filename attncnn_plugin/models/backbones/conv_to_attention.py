@@ -1,0 +1,211 @@
+"""Any backbone whose convolutions become attention (d'Ascoli et al. 2021, "Transformed CNNs", arXiv 2106.05795)."""
+
+import copy
+import functools
+import types
+from dataclasses import dataclass
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Type, Union
+
+import torch
+from mmpretrain.registry import MODELS
+from torch import nn
+
+from ...convert import conv_to_mhsa, convs_to_attention
+from ...convert.model_layers import check_replaceable, find_convolutions
+from ...convert.model_report import ModelConversionReport
+from ...convert.timm_convolutions import plain_convolution, window_of
+from ...layers.window import CONVOLUTIONS
+from ..networks.cmhsa import PHASES
+
+
+@dataclass(frozen=True, eq=False)
+class Conversion:
+    """What becomes attention, and how.
+
+    Attributes:
+        backbone (dict): The config of the backbone of convolutions.
+        layers (tuple[str, ...]): Names of the convolutions.
+        settings (dict[str, Any]): Arguments of :func:`~attncnn_plugin.convert.convs_to_attention`.
+    """
+
+    backbone: dict
+    layers: Tuple[str, ...]
+    settings: Dict[str, Any]
+
+
+class ConvToAttention:
+    """What :func:`conv_to_attention` adds to the class of a backbone.
+
+    Attributes:
+        conversion (Conversion): What becomes attention, and how.
+    """
+
+    conversion: Conversion
+
+    @property
+    def phase(self) -> str:
+        """``'conv'`` or ``'attn'``."""
+        return 'conv' if self._convolutions() else 'attn'
+
+    def to_attention(self, generator: Optional[torch.Generator] = None) -> ModelConversionReport:
+        """Turns the convolutions that were chosen into attention, in place.
+
+        The parameters of everything else stay the same objects; an optimizer has to be given the new ones.
+
+        Args:
+            generator (torch.Generator, optional): Of the CPU; draws W^K, where there is attention by content.
+
+        Returns:
+            ModelConversionReport: What was done; ``print`` shows a table.
+
+        Raises:
+            RuntimeError: The backbone is in the phase ``'attn'`` already.
+            ValueError: A layer that cannot be replaced any more, for instance because of a hook.
+        """
+        if self.phase == 'attn':
+            raise RuntimeError(
+                "the backbone is in phase='attn' already: there is no convolution to turn into attention"
+            )
+        settings = self.conversion.settings
+        return convs_to_attention(
+            self,  # type: ignore[arg-type]
+            self._convolutions(),
+            **settings,
+            generator=None if settings['content'] is None else generator,
+        )
+
+    def init_weights(self) -> None:
+        """As the backbone of convolutions: attention begins as what its convolutions begin as."""
+        if self.phase == 'conv':
+            super().init_weights()  # type: ignore[misc]
+            return
+        cnn = MODELS.build(copy.deepcopy(self.conversion.backbone))
+        cnn.init_weights()
+        self.load_state_dict(cnn.state_dict())  # type: ignore[attr-defined]
+        self.is_init = True
+
+    def __reduce_ex__(self, protocol: Any) -> Tuple[Any, ...]:
+        # pickle finds classes by their names, and this one was made for the backbone.
+        _, _, state, *_ = super().__reduce_ex__(max(protocol, 2))  # type: ignore[misc]
+        return _new_instance, (type(self).__mro__[2],), state
+
+    def _convolutions(self) -> List[str]:
+        """The layers to become attention that are convolutions."""
+        return [
+            name for name in self.conversion.layers if isinstance(nn.Module.get_submodule(self, name), CONVOLUTIONS)
+        ]
+
+
+@functools.cache
+def _extended(backbone: Type[nn.Module]) -> Type[nn.Module]:
+    """A backbone's class with :class:`ConvToAttention`."""
+
+    def body(namespace: Dict[str, Any]) -> None:
+        namespace.update(__module__=backbone.__module__, __doc__=backbone.__doc__)
+
+    return types.new_class(f'{backbone.__name__}ToAttention', (ConvToAttention, backbone), exec_body=body)
+
+
+def _new_instance(backbone: Type[nn.Module]) -> nn.Module:
+    """An instance without a state, for copies and pickles."""
+    extended = _extended(backbone)
+    return extended.__new__(extended)
+
+
+@MODELS.register_module('ConvToAttention')
+def conv_to_attention(
+    backbone: dict,
+    layers: Union[str, Sequence[str]],
+    phase: str = 'conv',
+    num_heads: Optional[int] = None,
+    alpha: Optional[float] = None,
+    content: Optional[str] = None,
+    position: Optional[str] = None,
+    window_size: Union[int, Sequence[int], None] = None,
+    qk_dim: Optional[int] = None,
+) -> nn.Module:
+    """Builds a backbone whose convolutions become attention that computes the same: ``type='ConvToAttention'``.
+
+    It is the backbone itself, of a class that inherits from its own: features, ``out_indices``, ``frozen_stages``,
+    ``init_cfg``, layer depths and names of parameters are its own, and checkpoints of it load as they are.
+
+    With ``phase='conv'`` it is the CNN until ``to_attention()``, which
+    :class:`~attncnn_plugin.engine.hooks.PhaseTransitionHook` calls at the beginning of an epoch. With ``phase='attn'``
+    it is attention at once, that of the CNN's initial weights or of a checkpoint of the CNN that is loaded. A
+    checkpoint of attention loads in either phase.
+
+    Args:
+        backbone (dict): The config of the backbone.
+        layers (str | Sequence[str]): The convolutions: names in the backbone, or globs, whose ``*`` stands for dots
+            too. ``'layer4.*.conv2'`` are the 3×3 convolutions of the last stage of a ResNet-50.
+        phase (str): ``'conv'`` or ``'attn'``. Defaults to ``'conv'``.
+        num_heads, alpha, content, position, window_size, qk_dim: As of
+            :func:`~attncnn_plugin.convert.conv_to_mhsa`. To train on, heads need ``alpha=6`` or so: the default's do
+            not learn.
+
+    Returns:
+        nn.Module: The backbone.
+
+    Raises:
+        TypeError: ``backbone`` is no config, or a layer cannot be converted.
+        ValueError: An unknown ``phase``; a backbone that turns to attention by itself; ``layers`` chooses no
+            convolution, or one that cannot be replaced; or an argument does not go with a layer.
+
+    Examples:
+        >>> from mmpretrain.registry import MODELS
+        >>> model = MODELS.build(
+        ...     dict(
+        ...         type='ConvToAttention',
+        ...         backbone=dict(type='mmpretrain.ResNet', depth=18),
+        ...         layers='layer4.*.conv2',
+        ...         content='additive',
+        ...         alpha=6,
+        ...     )
+        ... )
+        >>> model.phase, 'layer4.0.conv2.weight' in model.state_dict()
+        ('conv', True)
+        >>> print(model.to_attention())
+        layer           kernel  stride  heads  parameters     error
+        layer4.0.conv2  3×3     1×1     9      2.36M → 2.88M  0.011
+        layer4.1.conv2  3×3     1×1     9      2.36M → 2.88M  0.011
+        model                                  11.2M → 12.2M
+        >>> model.phase
+        'attn'
+    """
+    if not isinstance(backbone, dict):
+        raise TypeError(
+            f"backbone={backbone!r} of ConvToAttention must be a config, such as dict(type='ResNet', depth=50)"
+        )
+    if phase not in PHASES:
+        raise ValueError(f'phase={phase!r} of ConvToAttention is unknown: choose one of {PHASES}')
+    model: Any = MODELS.build(copy.deepcopy(backbone))
+    if hasattr(model, 'to_attention'):
+        raise ValueError(f'{backbone["type"]} turns to attention by itself: use it without ConvToAttention')
+    chosen = find_convolutions(model, layers)
+    check_replaceable(model, chosen)
+    settings = {
+        'num_heads': num_heads,
+        'alpha': alpha,
+        'content': content,
+        'position': position,
+        'window_size': window_size,
+        'qk_dim': qk_dim,
+    }
+    for name, conv in chosen.items():
+        _check_settings(name, conv, settings)
+    model.__class__ = _extended(type(model))
+    model.conversion = Conversion(copy.deepcopy(backbone), tuple(chosen), settings)
+    if phase == 'attn':
+        model.to_attention()
+    return model
+
+
+def _check_settings(name: str, conv: nn.Module, settings: Dict[str, Any]) -> None:
+    """Converts one channel of a convolution: a mistake in the settings must not wait for the end of the first phase."""
+    try:
+        window = window_of(plain_convolution(conv))
+        kind = CONVOLUTIONS[window.ndim - 1]
+        with torch.device('cpu'), torch.random.fork_rng(devices=[]):
+            conv_to_mhsa(kind(1, 1, window.kernel_size, dilation=window.dilation), **settings)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f'{name} of ConvToAttention cannot be converted: {error}') from error

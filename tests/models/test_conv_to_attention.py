@@ -1,0 +1,288 @@
+"""Any backbone whose convolutions become attention, in mmpretrain's registry: transparent to what is around it."""
+
+import copy
+import pickle
+
+import mmpretrain
+import pytest
+import torch
+from helpers.convolutions import relative_error
+from mmengine.config import Config
+from mmengine.model import ExponentialMovingAverage
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import DefaultScope
+from mmengine.runner import load_checkpoint
+from mmpretrain.models import ResNet
+from mmpretrain.registry import MODELS
+from test_cuda_without_gpu import CUDA, on_fake_cuda
+from torch import nn
+
+from attncnn_plugin.layers import ImageAttention, follow_state_dict
+
+RESNET = dict(type='ResNet', depth=50, base_channels=4, stem_channels=4, out_indices=(1, 3))
+CONVNEXT = dict(
+    type='ConvNeXt',
+    arch=dict(depths=[1, 1, 2, 1], channels=[4, 8, 12, 16]),
+    out_indices=(0, 1, 2, 3),
+    gap_before_final_norm=False,
+)
+STAGE = 'layer4.*.conv2'
+
+
+@pytest.fixture(autouse=True)
+def scope():
+    with DefaultScope.overwrite_default_scope('mmpretrain'):
+        yield
+
+
+def build(backbone=None, layers=STAGE, **settings):
+    backbone = RESNET if backbone is None else backbone
+    return MODELS.build(dict(type='ConvToAttention', backbone=backbone, layers=layers, **settings))
+
+
+def pair(backbone, layers, **settings):
+    """A backbone and the same as it comes, with equal weights, as after some training."""
+    plain, ours = MODELS.build(backbone), build(backbone, layers, **settings)
+    plain(torch.randn(4, 3, 64, 64))  # running statistics
+    ours.load_state_dict(plain.state_dict())
+    return plain, ours
+
+
+def images():
+    return torch.randn(2, 3, 64, 64)
+
+
+def attention_names(model):
+    return [name for name, module in model.named_modules() if isinstance(module, ImageAttention)]
+
+
+@pytest.mark.parametrize(
+    'backbone, layers',
+    [
+        (RESNET, STAGE),
+        (dict(RESNET, frozen_stages=4, norm_eval=True), ('layer1.*.conv2', STAGE)),
+        (CONVNEXT, 'stages.*.depthwise_conv'),
+    ],
+    ids=['ResNet', 'frozen', 'ConvNeXt'],
+)
+def test_transparent(backbone, layers):
+    """Features, modes, what is frozen and names are those of the backbone, in either phase."""
+    plain, ours = pair(backbone, layers, content='additive')
+    x = images()
+    assert isinstance(ours, type(plain)) and list(ours.state_dict()) == list(plain.state_dict())
+    for mode in (True, False):
+        plain.train(mode), ours.train(mode)
+        assert all(torch.equal(a, b) for a, b in zip(ours(x), plain(x)))
+        assert [m.training for m in ours.modules()] == [m.training for m in plain.modules()]
+        assert [p.requires_grad for p in ours.parameters()] == [p.requires_grad for p in plain.parameters()]
+    ours.to_attention()
+    expected, outputs = plain(x), ours(x)
+    assert len(outputs) == len(expected) == len(backbone['out_indices'])
+    assert all(relative_error(a, b) < 1e-4 for a, b in zip(outputs, expected))
+    for mode in (True, False):
+        plain.train(mode), ours.train(mode)
+        for name, module in plain.named_modules():
+            other = ours.get_submodule(name)
+            assert other.training == module.training, name
+            if isinstance(other, ImageAttention):
+                assert {p.requires_grad for p in other.parameters()} == {module.weight.requires_grad}
+            else:
+                assert [p.requires_grad for p in other.parameters(False)] == [
+                    p.requires_grad for p in module.parameters(False)
+                ]
+
+
+def test_chosen_layers_and_phases():
+    model = build(content='gated', alpha=6.0, qk_dim=4, window_size=5)
+    assert model.phase == 'conv' and attention_names(model) == []
+    others = {id(p) for name, p in model.named_parameters() if not (name.startswith('layer4') and 'conv2' in name)}
+    report = model.to_attention()
+    names = [f'layer4.{i}.conv2' for i in range(3)]
+    assert model.phase == 'attn' and attention_names(model) == names == [layer.name for layer in report.layers]
+    assert others <= {id(p) for p in model.parameters()}
+    layer = model.layer4[0].conv2
+    assert (layer.qk_dim, layer.window_size, layer.gate is not None) == (4, (5, 5), True)
+    assert all(line.split()[0] in ('layer', 'model', *names) for line in str(report).splitlines())
+
+
+def test_keys_are_drawn_by_the_generator():
+    model = build(content='additive')
+    models = [copy.deepcopy(model) for _ in range(3)]
+    for one, seed in zip(models, (0, 0, 1)):
+        one.to_attention(torch.Generator().manual_seed(seed))
+    keys = [one.layer4[0].conv2.key.weight for one in models]
+    assert torch.equal(keys[0], keys[1]) and not torch.equal(keys[0], keys[2])
+    assert build().to_attention(torch.Generator())  # nothing is drawn for positions alone
+
+
+@pytest.mark.parametrize('phase', ['conv', 'attn'])
+def test_copies_and_pickles(phase):
+    model, x = build(phase=phase, content='additive'), images()
+    model.eval()  # mmpretrain's ResNet does not return itself
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), ExponentialMovingAverage(model).module):
+        other.eval()
+        assert type(other) is type(model) and isinstance(other, ResNet) and other.phase == phase
+        assert all(torch.equal(a, b) for a, b in zip(other(x), model(x)))
+        if phase == 'conv':
+            other.to_attention()
+            assert (other.phase, model.phase) == ('attn', 'conv')
+
+
+@pytest.mark.parametrize('phase', ['conv', 'attn'])
+def test_checkpoints_of_the_cnn(phase, tmp_path):
+    """The model zoo's: ``init_cfg`` with a prefix, ``load_checkpoint``, ``get_model``."""
+    head = dict(type='LinearClsHead', num_classes=3, in_channels=128)
+    classifier = dict(type='ImageClassifier', backbone=RESNET, neck=dict(type='GlobalAveragePooling'), head=head)
+    cnn = MODELS.build(classifier).eval()
+    path = str(tmp_path / 'cnn.pth')
+    torch.save(dict(state_dict=cnn.state_dict()), path)
+    x = images()
+
+    pretrained = dict(type='Pretrained', checkpoint=path, prefix='backbone.')
+    model = build(dict(RESNET, init_cfg=pretrained), phase=phase)
+    model.eval()
+    before = list(model.parameters())
+    model.init_weights()
+    assert all(a is b for a, b in zip(before, model.parameters())) and model.phase == phase
+    assert relative_error(model(x)[1], cnn.backbone(x)[1]) < 1e-4
+
+    ours = dict(type='ConvToAttention', backbone=RESNET, layers=STAGE, phase=phase)
+    model = MODELS.build(dict(classifier, backbone=ours)).eval()
+    load_checkpoint(model, path, strict=True)
+    assert relative_error(model(x), cnn(x)) < 1e-4
+
+    config = Config(dict(model=dict(classifier, backbone=ours)))
+    model = mmpretrain.get_model(config, pretrained=path)
+    assert relative_error(model(x), cnn(x)) < 1e-4 and model.backbone.phase == phase
+
+
+def test_checkpoints_of_attention():
+    """They load into either phase, whatever was converted in the model before."""
+    theirs, x = build(content='additive', alpha=6.0), images()
+    theirs.to_attention()
+    theirs.eval()
+    for ours in (build(content='additive', alpha=6.0), build(phase='attn'), build(layers='layer4.0.conv1')):
+        ours.load_state_dict(theirs.state_dict())
+        ours.eval()
+        assert all(torch.equal(a, b) for a, b in zip(ours(x), theirs(x)))
+    model = build(content='additive')
+    assert follow_state_dict(model, theirs.state_dict()) and model.phase == 'attn'
+
+
+@pytest.mark.parametrize('phase', ['conv', 'attn'])
+def test_initial_weights(phase):
+    """Attention begins as the convolutions of the backbone's own initialization."""
+    classifier = dict(
+        type='ImageClassifier',
+        backbone=dict(
+            type='ConvToAttention', backbone=dict(RESNET, zero_init_residual=True), layers=STAGE, phase=phase
+        ),
+        head=dict(type='LinearClsHead', num_classes=3, in_channels=128),
+    )
+    model = MODELS.build(classifier)
+    before = {id(p) for p in model.parameters()}
+    with torch.no_grad():
+        for parameter in model.backbone.parameters():
+            parameter.fill_(7.0)
+    model.init_weights()
+    assert {id(p) for p in model.parameters()} == before and model.backbone.phase == phase
+    assert all((block.bn3.weight == 0).all() for block in model.backbone.layer4)
+    conv = model.backbone.layer4[0].conv2
+    values = conv.weight if phase == 'conv' else conv.value.weight
+    fan_out = 9 * 32
+    assert abs(values.std() / (2 / fan_out) ** 0.5 - 1) < 0.05  # Kaiming's
+    if phase == 'attn':
+        centers = {tuple(center) for center in conv.encoding.center.tolist()}
+        assert centers == {(float(i), float(j)) for i in (-1, 0, 1) for j in (-1, 0, 1)}
+
+
+def test_layer_wise_decay():
+    """``get_layer_depth`` is that of the backbone, for parameters of attention too."""
+    backbone = dict(RESNET, stem_channels=4)
+    model = MODELS.build(
+        dict(
+            type='ImageClassifier',
+            backbone=dict(type='ConvToAttention', backbone=backbone, layers=STAGE, phase='attn', content='additive'),
+            head=dict(type='LinearClsHead', num_classes=3, in_channels=128),
+        )
+    )
+    settings = dict(
+        optimizer=dict(type='SGD', lr=1.0, weight_decay=0.1),
+        constructor='LearningRateDecayOptimWrapperConstructor',
+        paramwise_cfg=dict(layer_decay_rate=0.5),
+    )
+    optimizer = build_optim_wrapper(model, settings).optimizer
+    rates = {id(p): group['lr'] for group in optimizer.param_groups for p in group['params']}
+    assert rates[id(model.backbone.layer4[0].conv2.key.weight)] == rates[id(model.backbone.layer4[0].conv1.weight)]
+    assert rates[id(model.backbone.conv1.weight)] < rates[id(model.head.fc.weight)]
+
+
+@pytest.mark.parametrize('phase', ['conv', 'attn'])
+def test_trains(phase):
+    model = build(phase=phase, content='gated', alpha=6.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    before = copy.deepcopy(model.state_dict())
+    sum(feature.square().mean() for feature in model(images())).backward()
+    optimizer.step()
+    names = ('weight',) if phase == 'conv' else ('value.weight', 'query.weight', 'encoding.center')
+    for name in names:
+        key = f'layer4.0.conv2.{name}'
+        assert not torch.equal(model.state_dict()[key], before[key]), key
+
+
+def test_building_draws_no_random_numbers():
+    torch.manual_seed(0)
+    MODELS.build(RESNET)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    build(content='additive')
+    assert torch.equal(torch.rand(1), expected)
+
+
+@MODELS.register_module(force=True)
+class Transposed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.ConvTranspose2d(3, 4, 2)
+        self.shared = self.again = nn.Conv2d(4, 4, 1)
+
+
+@pytest.mark.parametrize(
+    'settings, error, message',
+    [
+        (dict(backbone='ResNet'), TypeError, "backbone='ResNet' of ConvToAttention must be a config, such as"),
+        (dict(phase='attention'), ValueError, "phase='attention' of ConvToAttention is unknown: choose one of"),
+        (dict(layers='layer5.*'), ValueError, r"layers='layer5.\*' matches nothing in the model"),
+        (dict(layers='layer4'), ValueError, "layers='layer4' is a Res[^ ]* and no convolution"),
+        (dict(layers=[]), ValueError, 'names no layer'),
+        (dict(content='both'), ValueError, r"layer4.0.conv2 of ConvToAttention .* content='both' is unknown"),
+        (
+            dict(alpha=1e9),
+            ValueError,
+            r'layer4.0.conv2 of ConvToAttention cannot be converted: alpha=1000000000.0 must',
+        ),
+        (dict(num_heads=10), ValueError, r'layer4.0.conv2 of ConvToAttention .* from 1 to 9 heads'),
+        (dict(window_size=7), ValueError, r'window_size=7 is for attention by content'),
+        (dict(window_size=4, content='gated'), ValueError, r'layer4.0.conv2 of ConvToAttention cannot be .*4'),
+        (dict(backbone=dict(type='CMHSA', phase='conv'), layers='*'), ValueError, 'CMHSA turns to attention by itself'),
+        (dict(backbone=dict(type='Transposed'), layers='up'), TypeError, 'up of ConvToAttention cannot be converted'),
+        (dict(backbone=dict(type='Transposed'), layers='again'), ValueError, 'again is the same module as shared'),
+    ],
+)
+def test_what_is_refused(settings, error, message):
+    with pytest.raises(error, match=message):
+        build(**settings)
+
+
+def test_a_second_transition_is_refused():
+    model = build(phase='attn')
+    with pytest.raises(RuntimeError, match="in phase='attn' already"):
+        model.to_attention()
+
+
+@pytest.mark.parametrize('phase', ['conv', 'attn'])
+def test_on_another_device(phase):
+    """Without a GPU: whatever is left on the CPU fails."""
+    with on_fake_cuda(build(phase=phase, content='gated', alpha=6.0)) as model:
+        assert {tensor.device for tensor in model.state_dict().values()} == {CUDA}
+        assert {feature.device for feature in model(torch.rand(2, 3, 64, 64, device=CUDA))} == {CUDA}
