@@ -113,6 +113,23 @@ def test_checkpoints_of_both_phases_load_everywhere(epoch, whole, folder, reposi
     assert np.isclose(sum(result['pred_scores']), 1)
 
 
+@pytest.mark.parametrize('phase', ['conv', 'attn'])
+def test_converter(phase, whole, folder, repository, monkeypatch):
+    """A checkpoint of the CNN as one of attention, for either phase's config; the output stays as it was."""
+    config, first, out = folder / 'batch8.py', whole / f'epoch_{SWITCH}.pth', folder / f'converted/{phase}.pth'
+    tool = repository / 'tools/model_converters/conv_to_attention.py'
+    options = ('--cfg-options', f'model.backbone.phase={phase}')
+    monkeypatch.syspath_prepend(str(folder))  # for the config's own imports
+    assert f'Saved {out}' in run('python', tool, config, first, out, *options, folder=folder)
+    before, after = (mmpretrain.get_model(str(config), pretrained=str(path)).eval() for path in (first, out))
+    x = torch.randn(2, 1, 8, 8)
+    assert (before.backbone.phase, after.backbone.phase) == ('conv', 'attn')
+    with torch.no_grad():
+        assert torch.allclose(before(x), after(x), atol=0.02 * before(x).abs().max().item())
+    log = run('python', tool, config, out, folder / 'no.pth', *options, folder=folder, expected=1)
+    assert f'{out} is not of the convolution phase: there is nothing to convert' in log
+
+
 def test_the_config_of_two_minutes(repository, tmp_path):
     """As the documentation has it, from the beginning to the end."""
     log = train(repository / 'configs/resnet18_to_attention_digits.py', tmp_path)

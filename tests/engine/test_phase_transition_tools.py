@@ -151,7 +151,7 @@ def test_converter_refuses(whole, folder, repository):
         folder=folder,
         expected=1,
     )
-    assert 'sa_quadratic_digits.py has no CMHSA: there is nothing to convert' in log
+    assert 'sa_quadratic_digits.py has no CMHSA and no ConvToAttention: there is nothing to convert' in log
     assert not (folder / 'no.pth').exists()
 
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""Turns a checkpoint of CMHSA's convolution phase into one of its attention phase (L21, section 4).
+"""Turns a checkpoint of the convolution phase of CMHSA (L21, section 4) or ConvToAttention into one of attention.
 
 The result is for ``load_from`` in a config with phase='attn', and for testing and inference with either phase's config.
-How hard the heads begin is attn_bias_init of the config, for instance --cfg-options model.backbone.attn_bias_init=40.
+How hard the heads begin is in the config: attn_bias_init of CMHSA, for instance --cfg-options
+model.backbone.attn_bias_init=40, and alpha of ConvToAttention.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import load_checkpoint, save_checkpoint
 
 import attncnn_plugin  # noqa: F401
+from attncnn_plugin.engine.hooks.phases import TwoPhases, parts_in_phases
 from attncnn_plugin.models.networks import CMHSANetwork
 
 
@@ -36,9 +38,9 @@ def main() -> None:
     config.merge_from_dict(args.cfg_options or {})
     init_default_scope(config.get('default_scope', 'mmpretrain'))
     model = MODELS.build(config.model)
-    networks = {name: module for name, module in model.named_modules() if isinstance(module, CMHSANetwork)}
-    if not networks:
-        sys.exit(f'{args.config} has no CMHSA: there is nothing to convert')
+    parts = parts_in_phases(model)
+    if not parts:
+        sys.exit(f'{args.config} has no CMHSA and no ConvToAttention: there is nothing to convert')
 
     torch.manual_seed(args.seed)
     try:
@@ -49,14 +51,22 @@ def main() -> None:
         reason = shorten(str(error), 500, placeholder=' …')
         sys.exit(f'{args.checkpoint} does not fit the model of {args.config}: {reason}')
     state_dict = checkpoint.get('state_dict', checkpoint)
-    for name, network in networks.items():
-        if network.structure_in(state_dict, f'{name}.') != ('conv', False):
+    names = {module: name for name, module in model.named_modules()}
+    for part in parts:
+        if not is_of_convolutions(part, state_dict, f'{names[part]}.'):
             sys.exit(f'{args.checkpoint} is not of the convolution phase: there is nothing to convert')
-        if network.phase == 'conv':  # a network of the attention phase has converted what it loaded
-            print(network.to_attention())
+        if part.phase == 'conv':  # one of the attention phase has converted what it loaded
+            print(part.to_attention())
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     save_checkpoint({'state_dict': model.state_dict(), 'meta': checkpoint.get('meta', {})}, args.out)
     print(f'Saved {args.out}')
+
+
+def is_of_convolutions(part: TwoPhases, state_dict: dict, prefix: str) -> bool:
+    """Whether a state dict has the convolutions of a part of the model, and not what became of them."""
+    if isinstance(part, CMHSANetwork):
+        return part.structure_in(state_dict, prefix) == ('conv', False)
+    return all(f'{prefix}{name}.weight' in state_dict for name in part.conversion.layers)
 
 
 if __name__ == '__main__':
