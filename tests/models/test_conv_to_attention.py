@@ -15,6 +15,7 @@ from mmengine.runner import load_checkpoint
 from mmpretrain.models import ResNet
 from mmpretrain.registry import MODELS
 from test_cuda_without_gpu import CUDA, on_fake_cuda
+from test_cuda_without_gpu import pytestmark as needs_fake_cuda
 from torch import nn
 
 from attncnn_plugin.layers import ImageAttention, follow_state_dict
@@ -280,6 +281,7 @@ def test_a_second_transition_is_refused():
         model.to_attention()
 
 
+@needs_fake_cuda
 @pytest.mark.parametrize('phase', ['conv', 'attn'])
 def test_on_another_device(phase):
     """Without a GPU: whatever is left on the CPU fails."""
