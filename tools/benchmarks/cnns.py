@@ -29,7 +29,7 @@ LAYERS = {
 
 def cnns(settings: Settings) -> Cells:
     """CNNs with a converted last stage."""
-    images, pixels = (1, 32) if settings.quick else (8, 224)
+    images, pixels = (2, 32) if settings.quick else (8, 224)
     for name, layers in LAST_STAGES.items():
         models = {'CNN': timm.create_model(name, num_classes=100).to(settings.device)}
         for kind, content in CONTENTS.items():
