@@ -1,7 +1,7 @@
 """Attention by content and position in the place of a convolution (d'Ascoli et al. 2021, "Transformed CNNs")."""
 
 import math
-from typing import Optional, Sequence, Tuple, Union
+from typing import Any, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from .image_attention import ImageAttention
 from .neighbourhoods import AxisTiles, join_tiles, tile_keys, tile_queries
 from .precision import Device, Dtype, at_least_float32
 from .prunable_heads import HeadParameters
+from .structure import StateDict, StructureError
 from .window import Window
 
 POSITIONS = ('gaussian', 'table')
@@ -115,6 +116,18 @@ class ContentImageAttention(ImageAttention):
         if isinstance(self.encoding, WindowEncoding):
             return {**found, 'encoding.weight': (0, 1)}
         return {**found, 'encoding.center': (0, 1), 'encoding.sqrt_precision': (0, 1)}
+
+    def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
+        """The number of heads in a state dict, whose neighbourhood must be that of the layer."""
+        if f'{prefix}query.weight' in state_dict:
+            loaded = state_dict.get(f'{prefix}neighbourhood')
+            window_size = None if loaded is None else tuple(loaded.tolist())
+            if window_size != self.window_size:
+                raise StructureError(
+                    f'{prefix.rstrip(".")} has window_size={window_size} in the state dict, but '
+                    f'window_size={self.window_size} in the model: build it with the same'
+                )
+        return super().structure_in(state_dict, prefix)
 
     def _outputs(self, x: Tensor) -> Tensor:
         sizes = [self.window.num_queries(axis, n) for axis, n in enumerate(x.shape[2:])]

@@ -187,6 +187,15 @@ def test_depthwise_layers_have_values_a_channel(options):
     assert relative_error(attention(x), conv(x)) < 1e-5
 
 
+@pytest.mark.parametrize('own, other', [(None, 5), (5, None), (5, 7)])
+def test_another_neighbourhood_is_refused(own, other):
+    """A state dict of one would be another function: it is no silent change of a buffer."""
+    conv = nn.Conv2d(2, 2, 3, padding=1)
+    layer, loaded = (conv_to_mhsa(conv, content='additive', window_size=size)[0] for size in (own, other))
+    with pytest.raises(RuntimeError, match='window_size=.* in the state dict, but window_size='):
+        layer.load_state_dict(loaded.state_dict())
+
+
 def compile_and_export(attention, x):
     expected = attention(x)
     compiled = torch.compile(attention, backend='aot_eager', fullgraph=True)

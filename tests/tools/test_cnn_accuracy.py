@@ -4,25 +4,12 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 pytest.importorskip('mmpretrain')
 sys.path.insert(0, str(Path(__file__).parents[2] / 'tools/benchmarks'))
 import cnn_accuracy  # noqa: E402
-
-
-@pytest.fixture
-def images(tmp_path):
-    generator = np.random.default_rng(0)
-    for split in ('train', 'test'):
-        for label in range(10):
-            folder = tmp_path / split / str(label)
-            folder.mkdir(parents=True)
-            Image.fromarray(generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(folder / '0.png')
-    return tmp_path
 
 
 def test_runs_and_table(images, tmp_path, monkeypatch, capsys):
