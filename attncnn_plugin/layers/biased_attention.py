@@ -28,7 +28,7 @@ def attend_biased(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropo
     )
 
 
-def attend_shared(query: Tensor, key: Tensor, tokens: Tensor, bias: Tensor) -> Tensor:
+def attend_shared(query: Tensor, key: Tensor, tokens: Tensor, bias: Tensor, channels_first: bool = False) -> Tensor:
     """As :func:`attend_biased` for heads that share their values.
 
     Args:
@@ -36,16 +36,36 @@ def attend_shared(query: Tensor, key: Tensor, tokens: Tensor, bias: Tensor) -> T
         key (Tensor): ``(…, N_h, K, D_k)``.
         tokens (Tensor): The values of all heads, ``(…, K, D)``.
         bias (Tensor): b, at least float32, ``(N_h, Q, K)`` or ``(…, N_h, Q, K)``, with a null key K + 1.
+        channels_first (bool): As for :func:`shared_heads`; on CPUs alone. Defaults to False.
 
     Returns:
         Tensor: ``(…, N_h, Q, D)``.
     """
     if query.device.type == 'cpu':
-        probs = probabilities(query, key, bias).to(tokens.dtype)
-        return (probs.flatten(-3, -2) @ tokens).unflatten(-2, probs.shape[-3:-1])
+        return shared_heads(probabilities(query, key, bias), tokens, channels_first)
     values = tokens.unsqueeze(-3).expand(*key.shape[:-1], -1)
     null = (0, 0, 0, bias.shape[-1] - key.shape[-2])
     return F.scaled_dot_product_attention(query, F.pad(key, null), F.pad(values, null), attn_mask=bias.to(query.dtype))
+
+
+def shared_heads(probs: Tensor, tokens: Tensor, channels_first: bool = False) -> Tensor:
+    """Heads of probabilities ``(…, N_h, Q, K)`` that share their values ``(…, K, D)``, by one product.
+
+    Args:
+        probs (Tensor): Probabilities.
+        tokens (Tensor): Values.
+        channels_first (bool): Whether the heads lie in memory as ``(…, D, N_h, Q)``, not as ``(…, Q, N_h, D)``.
+
+    Returns:
+        Tensor: ``(…, N_h, Q, D)``.
+    """
+    num_heads, queries = probs.shape[-3:-1]
+    probs = probs.to(tokens.dtype)
+    if channels_first:
+        heads = tokens.transpose(-2, -1) @ probs.flatten(-3, -2).transpose(-2, -1)  # (…, D, N_h·Q)
+        return heads.unflatten(-1, (num_heads, queries)).movedim(-3, -1)
+    heads = probs.transpose(-3, -2).flatten(-3, -2) @ tokens  # (…, Q·N_h, D)
+    return heads.unflatten(-2, (queries, num_heads)).transpose(-3, -2)
 
 
 def attend_biased_of_widths(

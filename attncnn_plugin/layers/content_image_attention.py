@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention_layer import GaussianHeads, head_products
-from .biased_attention import attend_shared, probabilities
+from .biased_attention import attend_shared, probabilities, shared_heads
 from .encodings import QuadraticEncoding, WindowEncoding
 from .image_attention import ImageAttention
 from .neighbourhoods import AxisTiles, join_tiles, tile_keys, tile_queries
@@ -132,7 +132,8 @@ class ContentImageAttention(ImageAttention):
     def _outputs(self, x: Tensor) -> Tensor:
         sizes = [self.window.num_queries(axis, n) for axis, n in enumerate(x.shape[2:])]
         if self.num_heads == 0:
-            return self.value(x.new_zeros(len(x), *sizes, 0)).movedim(-1, 1)
+            none = x.new_zeros(len(x), 0, math.prod(sizes), self.in_channels)
+            return self._joined(none).unflatten(-1, sizes)
         if self.window_size is None:
             return self._whole_image(x, sizes)
         return self._neighbourhoods(x, sizes, self.window_size)
@@ -148,7 +149,7 @@ class ContentImageAttention(ImageAttention):
             bias = self._with_null_key(bias, x.shape[2:])
             content = None if content is None else self._with_null_key(content, x.shape[2:])
         heads = self._attend(self._heads(self.query(queries)), self._heads(self.key(tokens)), tokens, bias, content)
-        return self.value(heads.transpose(1, 2).flatten(2)).transpose(1, 2).unflatten(2, list(sizes))
+        return self._joined(heads).unflatten(-1, list(sizes))
 
     def _neighbourhoods(self, x: Tensor, sizes: Sequence[int], window_size: Sequence[int]) -> Tensor:
         padded = self.window.pad(x)
@@ -177,7 +178,7 @@ class ContentImageAttention(ImageAttention):
                 zip(query.split(some, 1), key.split(some, 1), tokens.split(some, 1)), hidden.split(some)
             )
         ]
-        return join_tiles(self.value(torch.cat(heads, dim=1).transpose(-3, -2).flatten(-2)), axes)
+        return join_tiles(self._joined(torch.cat(heads, dim=1)).transpose(-2, -1), axes)
 
     def _masked(self, bias: Tensor, hidden: Tensor) -> Tuple[Tensor, Optional[Tensor]]:
         """b_δ, and with a gate the 0 of content in its place, −∞ where a key is hidden."""
@@ -188,10 +189,10 @@ class ContentImageAttention(ImageAttention):
         """The heads, ``(…, N_h, Q, C)``, of the tokens ``(…, K, C)`` that they share as values."""
         share = self._gate()
         if share is None or content is None:
-            return attend_shared(query, key, tokens, bias)
+            return attend_shared(query, key, tokens, bias, channels_first=self.groups > 1)
         by_position = share * bias.softmax(-1)[..., : tokens.shape[-2]]
         probs = (1 - share) * probabilities(query, key, content) + by_position
-        return (probs.to(tokens.dtype).flatten(-3, -2) @ tokens).unflatten(-2, probs.shape[-3:-1])
+        return shared_heads(probs, tokens, channels_first=self.groups > 1)
 
     def _gate(self) -> Optional[Tensor]:
         """σ(λ), ``(N_h, 1, 1)``; None without a gate."""

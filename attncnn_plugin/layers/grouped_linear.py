@@ -10,7 +10,7 @@ from .precision import Device, Dtype
 
 
 class GroupedLinear(nn.Module):
-    """``nn.Linear`` from the heads' channels, N_h·C, where an output reads the channels of its group alone.
+    """A linear map of the channels of all heads, where an output reads the channels of its group alone.
 
     It has as many weights as the kernel of a convolution with N_h positions and as many groups.
 
@@ -59,9 +59,35 @@ class GroupedLinear(nn.Module):
         return f'{out_channels} outputs of {inputs} inputs each, groups={self.groups}, bias={self.bias is not None}'
 
     def forward(self, heads: Tensor) -> Tensor:
-        """``(…, N_h·C)``, head after head, to ``(…, out_channels)``."""
-        heads = heads.unflatten(-1, (-1, self.groups, self.in_channels // self.groups))
-        output = torch.einsum('...hgi,gohi->...go', heads, self._by_group()).flatten(-2)
+        """``(…, N_h, Q, C)`` to ``(…, Q, out_channels)``; nothing is copied if the heads lie as ``(…, C, N_h, Q)``."""
+        heads = heads.movedim(-1, -3).unflatten(-3, (self.groups, -1)).flatten(-3, -2)  # (…, groups, C/groups·N_h, Q)
+        weight = self._by_group().transpose(-2, -1).flatten(-2)  # (groups, out_channels/groups, C/groups·N_h)
+        return self._with_bias((weight.to(heads.dtype) @ heads).flatten(-3, -2).transpose(-2, -1))
+
+    @property
+    def is_depthwise(self) -> bool:
+        """Whether each output reads one channel, of all heads."""
+        return self.groups == self.in_channels
+
+    def of_shared_probs(self, probs: Tensor, x: Tensor) -> Tensor:
+        """The output for heads whose probabilities are those of every image, where each output reads one channel.
+
+        Σ_h w_h (P_h x) = (Σ_h w_h P_h) x: the matrix of a channel is the same for all images, and no head is computed.
+
+        Args:
+            probs (Tensor): ``(N_h, Q, K)``.
+            x (Tensor): ``(B, C, K)``.
+
+        Returns:
+            Tensor: ``(B, Q, out_channels)``.
+        """
+        queries = probs.shape[1]
+        matrices = (self.weight.to(x.dtype) @ probs.to(x.dtype).flatten(1)).unflatten(1, probs.shape[1:])
+        matrices = matrices.unflatten(0, (self.groups, -1)).flatten(1, 2)  # (C, out_channels/C·Q, K)
+        output = (matrices @ x.permute(1, 2, 0)).unflatten(1, (-1, queries)).permute(3, 2, 0, 1).flatten(2)
+        return self._with_bias(output)
+
+    def _with_bias(self, output: Tensor) -> Tensor:
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
     def head_matrices(self) -> Tensor:

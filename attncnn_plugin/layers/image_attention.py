@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention_layer import GaussianHeads
+from .biased_attention import shared_heads
 from .encodings import QuadraticEncoding, WindowEncoding
 from .from_convolution import FromConvolution
 from .grouped_linear import GroupedLinear
@@ -35,7 +36,7 @@ class ImageAttention(FromConvolution):
         groups (int): Groups of channels: an output reads the channels of its group alone. Defaults to 1.
 
     Attributes:
-        value (nn.Linear | GroupedLinear): N_h·C to ``out_channels``, by groups.
+        value (nn.Linear | GroupedLinear): The channels of all heads to ``out_channels``, by groups.
     """
 
     window: Window
@@ -107,6 +108,12 @@ class ImageAttention(FromConvolution):
         """``(B, C, *size)`` to the convolution's output."""
         raise NotImplementedError
 
+    def _joined(self, heads: Tensor) -> Tensor:
+        """W^O W^V of the heads ``(…, N_h, Q, C)``, ``(…, out_channels, Q)``."""
+        if not isinstance(self.value, GroupedLinear):
+            heads = heads.transpose(-3, -2).flatten(-2)
+        return self.value(heads).transpose(-2, -1)
+
     def _unpadded(self, probs: Tensor, size: Sequence[int]) -> Tensor:
         """Probabilities for the padded image as those for its pixels.
 
@@ -127,14 +134,6 @@ class ImageAttention(FromConvolution):
 
 class PositionImageAttention(ImageAttention):
     """The base of attention in the place of a convolution that depends on position alone."""
-
-    def _outputs(self, x: Tensor) -> Tensor:
-        heads = self._attend(x)  # (B, N_h, C, *out)
-        return self.value(heads.movedim((1, 2), (-2, -1)).flatten(-2)).movedim(-1, 1)
-
-    def _attend(self, x: Tensor) -> Tensor:
-        """The heads of an image ``(B, C, *size)``, ``(B, N_h, C, *out)``."""
-        raise NotImplementedError
 
     def _padded_probs(self, size: Sequence[int]) -> Tensor:
         """The probabilities of every query for every pixel of the padded image, ``(N_h, Q, K)``."""
@@ -193,22 +192,34 @@ class QuadraticImageAttention(PositionImageAttention):
             probs.append(self.encoding.scores_along(axis, keys[None, :] - queries[:, None]).softmax(-1))
         return tuple(probs)
 
-    def _attend(self, x: Tensor) -> Tensor:
+    def _outputs(self, x: Tensor) -> Tensor:
+        probs, x = self._of_values(x)
+        sizes = [factor.shape[1] for factor in probs]
+        if math.prod(sizes) * math.prod(x.shape[2:]) > DENSE_PAIRS:
+            output = self._joined(self._along_axes(probs, x))
+        elif isinstance(self.value, GroupedLinear) and self.value.is_depthwise:
+            output = self.value.of_shared_probs(_kronecker(probs), x.flatten(2)).transpose(1, 2)
+        else:
+            tokens = x.flatten(2).transpose(1, 2)
+            output = self._joined(shared_heads(_kronecker(probs), tokens, channels_first=self.groups > 1))
+        return output.unflatten(2, sizes)  # (B, out_channels, *out)
+
+    def _of_values(self, x: Tensor) -> Tuple[Tuple[Tensor, ...], Tensor]:
+        """The factors of the probabilities of the pixels that have a value, and these pixels."""
         probs = self.axis_probs(x.shape[2:])
         if self.window.padding_mode == 'zeros':  # they have no value
             starts = [self.window.padding_of(axis, n)[0] for axis, n in enumerate(x.shape[2:])]
             probs = tuple(factor.narrow(2, start, n) for factor, start, n in zip(probs, starts, x.shape[2:]))
         else:
             x = self.window.pad(x)
-        queries = [factor.shape[1] for factor in probs]
-        if math.prod(queries) * math.prod(x.shape[2:]) <= DENSE_PAIRS:
-            dense = _kronecker(probs).to(x.dtype).transpose(0, 1).flatten(0, 1)  # (Q·N_h, K)
-            heads = torch.matmul(dense, x.flatten(2).transpose(1, 2))  # (B, Q·N_h, C)
-            return heads.unflatten(1, (*queries, self.num_heads)).movedim((-2, -1), (1, 2))
+        return probs, x
+
+    def _along_axes(self, probs: Sequence[Tensor], x: Tensor) -> Tensor:
+        """The heads ``(B, N_h, Q, C)``, one axis after the other."""
         x = x[:, None]  # (B, 1, C, *padded)
         for axis, factor in enumerate(probs, start=3):
             x = torch.einsum('hqk,bhc...k->bhc...q', factor.to(x.dtype), x.movedim(axis, -1)).movedim(-1, axis)
-        return x
+        return x.flatten(3).transpose(2, 3)
 
     def _padded_probs(self, size: Sequence[int]) -> Tensor:
         return _kronecker(self.axis_probs(size))
@@ -249,14 +260,16 @@ class WindowImageAttention(PositionImageAttention):
     def head_parameters(self) -> HeadParameters:
         return {**super().head_parameters(), 'encoding.weight': (0, 1)}
 
-    def _attend(self, x: Tensor) -> Tensor:
+    def _outputs(self, x: Tensor) -> Tensor:
         # A head looks at its window alone, with the same probabilities everywhere.
         x = self.window.pad(x)
         batch, channels = x.shape[:2]
         convolve = (F.conv1d, F.conv2d, F.conv3d)[self.window.ndim - 1]
         probs = self.encoding().to(x.dtype)[:, None]
         heads = convolve(x.flatten(0, 1)[:, None], probs, stride=self.window.stride, dilation=self.window.dilation)
-        return heads.unflatten(0, (batch, channels)).transpose(1, 2)
+        sizes = heads.shape[2:]
+        heads = heads.flatten(2).unflatten(0, (batch, channels)).permute(0, 2, 3, 1)
+        return self._joined(heads).unflatten(2, sizes)
 
     def _padded_probs(self, size: Sequence[int]) -> Tensor:
         weight = self.encoding()  # (N_h, *kernel)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from helpers.convolutions import joined
 from torch import nn
 
 from attncnn_plugin.analysis import (
@@ -56,8 +57,7 @@ def test_maps_of_images(content, window_size, images):
     x = images
     for name, layer in model.named_children():
         if name in probs:
-            heads = torch.einsum('bhqk,bck->bqhc', probs[name], x.flatten(2)).flatten(2)
-            assert torch.allclose(layer.value(heads).transpose(1, 2), layer(x).flatten(2), atol=1e-4)
+            assert torch.allclose(joined(layer, probs[name], x), layer(x).flatten(2), atol=1e-4)
         x = layer(x)
     for name, mean in mean_attention_probs_of(model, images, batch_size=2).items():
         assert torch.allclose(mean, probs[name].mean(0), atol=1e-6)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.convolutions import convolutions, relative_error
+from helpers.convolutions import convolutions, joined, relative_error
 from hypothesis import given
 from hypothesis import strategies as st
 from timm.layers import Conv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d
@@ -40,9 +40,10 @@ def test_is_attention(case):
     assert probs.min() >= 0 and probs.sum(-1).max() <= 1 + 1e-12
     if conv.padding_mode != 'zeros':
         assert torch.allclose(probs.sum(-1), probs.new_ones(()))
-    heads = torch.einsum('hqk,bck->bqhc', probs, x.flatten(2)).flatten(2)
-    dense = attention.value(heads).transpose(1, 2).unflatten(2, conv(x).shape[2:])
-    assert relative_error(dense, conv(x)) <= 1e-10
+    assert relative_error(joined(attention, probs, x), conv(x).flatten(2)) <= 1e-10
+    soft = conv_to_mhsa(conv, alpha=0.5)[0]
+    dense = joined(soft, soft.attention_probs(shape[2:]), x)
+    assert relative_error(soft(x).flatten(2), dense) <= 1e-10
 
 
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float16, 5e-3), (torch.bfloat16, 4e-2)])

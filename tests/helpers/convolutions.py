@@ -43,3 +43,11 @@ def convolutions(draw, ndims=(1, 2, 3)):
 
 def relative_error(actual, expected):
     return (actual - expected).norm() / expected.norm().clamp(min=1e-6)
+
+
+def joined(layer, probs, x):
+    """Σ_h W_h (P_h x) + b, ``(B, out_channels, Q)``, of probabilities ``([B,] N_h, Q, K)`` and pixels."""
+    matrices = layer.value_matrices().to(x.dtype)
+    probs = probs.expand(len(x), *probs.shape[-3:])
+    output = torch.einsum('hoc,bhqk,bck->boq', matrices, probs, x.flatten(2))
+    return output if layer.value.bias is None else output + layer.value.bias[:, None]

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.convolutions import convolutions, relative_error
+from helpers.convolutions import convolutions, joined, relative_error
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -114,8 +114,7 @@ def test_is_the_equations(case, seed):
         assert relative_error(attention(x), output(attention, x)) <= 1e-10
         probs = attention.attention_scores(x).softmax(-1)
         pixels = torch.cat([x.flatten(2), torch.zeros_like(x.flatten(2)[..., :1])], dim=-1)  # the null key, the last
-        heads = torch.einsum('bhqk,bck->bqhc', probs, pixels).flatten(2)
-        assert relative_error(attention.value(heads).transpose(1, 2), attention(x).flatten(2)) <= 1e-10
+        assert relative_error(joined(attention, probs, pixels), attention(x).flatten(2)) <= 1e-10
         # Without content the probabilities are those of position.
         attention.query.weight.zero_()
         if attention.gate is None:
