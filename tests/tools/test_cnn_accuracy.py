@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip('mmpretrain')
 sys.path.insert(0, str(Path(__file__).parents[2] / 'tools/benchmarks'))
 import cnn_accuracy  # noqa: E402
+import cnn_heads  # noqa: E402
+
+from attncnn_plugin.convert import conv_to_mhsa  # noqa: E402
 
 
 def test_runs_and_table(images, tmp_path, monkeypatch, capsys):
@@ -28,6 +32,28 @@ def test_runs_and_table(images, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cnn_accuracy, 'fit', None)  # not to be called
     cnn_accuracy.main()
     assert capsys.readouterr().out.strip() == table.strip().split('}\n')[-1].strip()
+
+    figures = tmp_path / 'figures'
+    command = ['cnn_heads.py', str(images), str(out), '--images', '2', '--figures', str(figures)]
+    monkeypatch.setattr(sys, 'argv', [*command, '--kinds', 'additive', 'gated'])
+    cnn_heads.main()
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert [row.split(' | ')[:2] for row in rows] == [
+        [f'| {kind}', when] for kind in ('additive', 'gated') for when in ('before', 'after')
+    ]
+    assert len(list(figures.iterdir())) == 4
+
+
+@pytest.mark.parametrize('stride', [1, 2])
+def test_heads_at_their_positions(stride):
+    """Hard heads have all of their attention there; with α = 0 they have that of a random pixel."""
+    conv = nn.Conv2d(2, 2, 3, padding=1, stride=stride)
+    hard, soft = conv_to_mhsa(conv)[0], conv_to_mhsa(conv)[0]
+    with torch.no_grad():
+        soft.encoding.sqrt_precision.zero_()
+        assert cnn_heads.of_own_positions(hard, hard.attention_probs((5, 7)), (5, 7)) == (1, 0)
+        share, distance = cnn_heads.of_own_positions(soft, soft.attention_probs((5, 7)), (5, 7))
+    assert share == pytest.approx(1 / 35) and 2 < distance < 5
 
 
 def test_corruptions():
