@@ -149,9 +149,15 @@ def table(out: Path) -> str:
             continue
         cells = [kind, f'{of_kind[0]["parameters"]:,}', f'{seconds[kind] / seconds[FULL]:.2f}']
         for equal in EQUAL:
-            chosen = {run['seed']: run for run in of_kind if run['equal'] == 'epochs'}  # and as many take the time
-            chosen.update({run['seed']: run for run in of_kind if run['equal'] == equal})
-            last, epochs = zip(*[(run['top1'], run['epochs']) for run in chosen.values()])
+            chosen = [run for run in of_kind if run['equal'] == equal]
+            if equal == 'time':  # or as many epochs take the time
+                ratio = seconds[FULL] / seconds[kind]
+                same = [run for run in of_kind if run['equal'] == 'epochs']
+                chosen += [run for run in same if round(run['epochs'] * ratio) == run['epochs']]
+            if not chosen:
+                cells.append('')
+                continue
+            last, epochs = zip(*[(run['top1'], run['epochs']) for run in chosen])
             which = f' in {min(epochs)} to {max(epochs)} epochs' if equal == 'time' else ''
             cells.append(f'{np.mean(last):.2f} ({min(last):.2f} to {max(last):.2f}){which}')
         lines.append(f'| {" | ".join(cells)} | {len({run["seed"] for run in of_kind})} |')
