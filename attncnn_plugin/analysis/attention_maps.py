@@ -5,6 +5,7 @@ mmpretrain. Images are what its forward pass takes, normalized as in training.
 """
 
 import re
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
@@ -64,6 +65,21 @@ def layer_label(name: str) -> str:
     """
     block = re.search(r'(?:^|\.)(?:blocks|layers)\.(\d+)\.', name)  # mmpretrain calls them layers
     return f'block {block[1]}' if block else name
+
+
+def layer_labels(names: Iterable[str]) -> Dict[str, str]:
+    """The :func:`layer_label` of each layer, or its name where others have the same label.
+
+    Args:
+        names (Iterable[str]): The names of the layers in the model.
+
+    Examples:
+        >>> layer_labels(['blocks.0.attn', 'blocks.1.conv1', 'blocks.1.conv2'])
+        {'blocks.0.attn': 'block 0', 'blocks.1.conv1': 'blocks.1.conv1', 'blocks.1.conv2': 'blocks.1.conv2'}
+    """
+    labels = {name: layer_label(name) for name in names}
+    count = Counter(labels.values())
+    return {name: label if count[label] == 1 else name for name, label in labels.items()}
 
 
 def grid_of(model: nn.Module, images: Tensor) -> Tuple[int, int]:

@@ -125,5 +125,5 @@ def _converted(
         raise type(error)(f'{name} cannot be converted: {error}') from error
     if conv.bias is not None and attention.value.bias is not None:
         attention.value.bias.requires_grad_(conv.bias.requires_grad)
-    attention.from_conv = Origin.of(conv, settings)
+    Origin.of(conv, settings).attach(attention)
     return attention, report

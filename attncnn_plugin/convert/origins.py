@@ -1,16 +1,23 @@
-"""The convolution that attention was made from, without its weights: what it takes to convert others."""
+"""The convolution that attention was made from, without its weights: what it takes to convert others.
+
+The metadata of a state dict has the arguments of the conversion, which no name and no shape says.
+"""
 
 import copy
 from dataclasses import dataclass
-from typing import Any, Dict, Optional
+from numbers import Integral, Real
+from typing import Any, Dict, Mapping, Optional
 
 import torch
 from torch import Tensor
 
+from ..layers.image_attention import ImageAttention
 from ..layers.structure import StateDict
 from .kernels import Convolution
 from .pixels import conv_to_mhsa
 from .timm_convolutions import window_of
+
+METADATA = 'from_conv'
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +27,7 @@ class Origin:
     Attributes:
         conv (nn.Module): The convolution on the meta device, with all its options.
         settings (dict[str, Any] | None): The arguments of :func:`~attncnn_plugin.convert.conv_to_mhsa`; None where they
-            are not known, for a layer that was taken from a state dict: it does not say how wide heads were at first.
+            are not known, for a layer that was taken from a state dict without metadata.
     """
 
     conv: Convolution
@@ -29,7 +36,13 @@ class Origin:
     @classmethod
     def of(cls, conv: Convolution, settings: Optional[Dict[str, Any]] = None) -> 'Origin':
         """The origin of a layer that is about to be made from a convolution."""
-        return cls(copy.deepcopy(conv).to('meta'), settings)
+        plain = None if settings is None else {name: _plain(value) for name, value in settings.items()}
+        return cls(copy.deepcopy(conv).to('meta'), plain)
+
+    def attach(self, attention: ImageAttention) -> None:
+        """Makes this the origin of a layer, which its state dicts say from now on."""
+        attention.from_conv = self
+        attention.register_state_dict_post_hook(_write_settings)
 
     def conv_with(self, entries: Dict[str, Tensor]) -> Convolution:
         """The convolution with the entries of a state dict, on their device and of their dtype.
@@ -58,7 +71,7 @@ class Origin:
         """
         if self.settings is None:
             raise ValueError(
-                'the attention in its place was taken from a state dict, which does not say how it was converted: '
+                'the attention in its place was taken from a state dict that does not say how it was converted: '
                 'load the convolution into a model of convolutions, and convert that with convs_to_attention'
             )
         # W^K, the same on every rank
@@ -66,3 +79,28 @@ class Origin:
         with torch.random.fork_rng(devices=[]):  # layers draw weights, which are then set
             attention, _ = conv_to_mhsa(self.conv_with(entries), **self.settings, generator=generator)
         return attention.state_dict()
+
+
+def settings_in(state_dict: Mapping[str, Tensor], prefix: str) -> Optional[Dict[str, Any]]:
+    """The arguments of the conversion of a layer that a state dict has; None where its metadata is lost.
+
+    Args:
+        state_dict (Mapping[str, Tensor]): With the names of a model.
+        prefix (str): Name of the layer with a dot.
+    """
+    metadata = getattr(state_dict, '_metadata', None) or {}
+    return metadata.get(prefix[:-1], {}).get(METADATA)
+
+
+def _write_settings(module: Any, state_dict: StateDict, prefix: str, local_metadata: Dict[str, Any]) -> None:
+    if module.from_conv.settings is not None:
+        local_metadata[METADATA] = module.from_conv.settings
+
+
+def _plain(value: Any) -> Any:
+    """A setting of Python's own types: files that are loaded with ``weights_only`` have no others."""
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value

@@ -15,7 +15,7 @@ from ..layers.encodings import QuadraticEncoding
 from ..layers.image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
 from ..layers.structure import StructureError, register_replacement
 from ..layers.window import CONVOLUTIONS
-from .origins import Origin
+from .origins import Origin, settings_in
 from .position_heads import options
 from .timm_convolutions import plain_convolution, window_of
 
@@ -85,9 +85,11 @@ def attention_in(module: nn.Module, state_dict: Mapping[str, Tensor], prefix: st
     kind = Kind.of_entries(state_dict, prefix)
     if isinstance(module, ImageAttention):
         if isinstance(module.from_conv, Origin) and kind != Kind.of(module):
-            return _new_attention(module.from_conv, kind, heads_in(state_dict, prefix), module.value, module.training)
+            origin = Origin(module.from_conv.conv, settings_in(state_dict, prefix))
+            return _new_attention(origin, kind, heads_in(state_dict, prefix), module.value, module.training)
     elif isinstance(module, CONVOLUTIONS):
-        return _new_attention(Origin.of(module), kind, heads_in(state_dict, prefix), module, module.training)
+        origin = Origin.of(module, settings_in(state_dict, prefix))
+        return _new_attention(origin, kind, heads_in(state_dict, prefix), module, module.training)
     return None
 
 
@@ -106,8 +108,10 @@ def _new_attention(origin: Origin, kind: Kind, num_heads: int, like: nn.Module, 
         window = window_of(conv)
     except TypeError as error:
         raise StructureError(f'attention of the state dict cannot be in its place: {error}') from error
-    # Of Gaussian heads, one for each kernel position, some can be gone.
-    most = math.prod(window.kernel_size) if kind.position == 'gaussian' else num_heads
+    # Of the heads that there were at first, one for each kernel position if they are Gaussian, some can be gone.
+    most = math.prod(window.kernel_size)
+    if kind.position == 'table':
+        most = num_heads if origin.settings is None else origin.settings['num_heads'] or most
     if num_heads > most:
         raise StructureError(
             f'the state dict has attention of {num_heads} heads in the place of a convolution whose kernel of '
@@ -127,7 +131,7 @@ def _new_attention(origin: Origin, kind: Kind, num_heads: int, like: nn.Module, 
             attention = WindowImageAttention(*arguments, **settings)
     if num_heads < most:
         attention.take_structure(num_heads)
-    attention.from_conv = Origin(origin.conv, None)
+    origin.attach(attention)
     attention.requires_grad_(like.get_parameter('weight').requires_grad)
     if attention.value.bias is not None:
         attention.value.bias.requires_grad_(like.get_parameter('bias').requires_grad)

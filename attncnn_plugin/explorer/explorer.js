@@ -6,11 +6,8 @@ const EXACT = 1e-6;  // error of a probability up to which it counts as exact
 const EXACT_PAGE = 1e-5;  // the same, relative to the largest probability of a query
 const ARROWS = {ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1]};  // rows, columns
 const byId = (id) => document.getElementById(id);
-const rowOf = (pixel) => Math.floor(pixel / width);
-const columnOf = (pixel) => pixel % width;
-
 let page;  // the header of stream.py, with arrays in place of their descriptions
-let height, width, pixels;
+let height, width;  // of the page's grid, in whose pixels the state counts: the finest of all layers
 const state = {image: 0, query: 0, locked: false, layer: 0, head: 0, part: null, key: null, theme: null};
 
 // ---- Data ----
@@ -49,45 +46,76 @@ async function inflate(bytes) {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
+// ---- Grids ----
+
+const rowOf = (pixel) => Math.floor(pixel / width);
+const columnOf = (pixel) => pixel % width;
+const clamp = (at, count) => Math.min(Math.max(at, 0), count - 1);
+
+/** The query of a layer that is nearest to a pixel, the chosen one: its place, and its numbers among the queries. */
+function queryOf(layer, pixel = state.query) {
+  const {grid: [tall, wide], queries: {rows, columns}, keys: {start, source}} = page.layers[layer];
+  const i = nearest(rows, (rowOf(pixel) + 0.5) * tall / height - 0.5);
+  const j = nearest(columns, (columnOf(pixel) + 0.5) * wide / width - 0.5), row = rows[i], column = columns[j];
+  const token = source.values[(row - start[0]) * source.shape[1] + column - start[1]];
+  return {row, column, i, j, index: i * columns.length + j, token};
+}
+
+function nearest(places, at) {
+  return places.reduce((best, place, i) => Math.abs(place - at) < Math.abs(places[best] - at) ? i : best, 0);
+}
+
+/** The key of a layer that the chosen pixel lies in. */
+function keyOf(layer) {
+  const {grid: [tall, wide]} = page.layers[layer], key = state.key ?? onPage(queryOf(layer), [tall, wide]);
+  const row = Math.floor((rowOf(key) + 0.5) * tall / height), column = Math.floor((columnOf(key) + 0.5) * wide / width);
+  return {row, column, index: row * wide + column};
+}
+
+/** The pixel of the page's grid in the middle of a pixel of another one. */
+function onPage({row, column}, [tall, wide]) {
+  const inside = (at, size, count) => clamp(Math.floor((at + 0.5) / size * count), count);
+  return inside(row, tall, height) * width + inside(column, wide, width);
+}
+
 // ---- Probabilities ----
 
-/** Adds the scores of a query by one term, up to a constant, to those of all keys. */
-const ADD_TERM = {
-  axes({rows, columns}, head, query, scores) {
-    const atRow = (head * height + rowOf(query)) * height, atColumn = (head * width + columnOf(query)) * width;
-    for (let k = 0; k < pixels; k++) scores[k] += rows.values[atRow + rowOf(k)] + columns.values[atColumn + columnOf(k)];
+/** By term: a function that gives the score of a key by its numbers, its shift from the query and its token. */
+const TERMS = {
+  axes({rows, columns}, head, {i, j}) {
+    const [, ...row] = rows.shape, [, ...column] = columns.shape;
+    const atRow = (head * row[0] + i) * row[1], atColumn = (head * column[0] + j) * column[1];
+    return (k1, k2) => rows.values[atRow + k1] + columns.values[atColumn + k2];
   },
-  shifts({shifts}, head, query, scores) {
-    const [, tall, wide] = shifts.shape;
-    for (let k = 0; k < pixels; k++) {
-      const down = rowOf(k) - rowOf(query) + height - 1, right = columnOf(k) - columnOf(query) + width - 1;
-      scores[k] += shifts.values[(head * tall + down) * wide + right];
-    }
+  shifts({shifts}, head) {
+    const [, tall, wide] = shifts.shape, middle = (head * tall + (tall >> 1)) * wide + (wide >> 1);
+    return (k1, k2, down, right) => shifts.values[middle + down * wide + right];
   },
-  query_axes({tokens, image, row_shifts: rows, column_shifts: columns}, head, query, scores) {
-    const byRow = coefficients(rows, head, tokens, image, query);
-    const byColumn = coefficients(columns, head, tokens, image, query);
-    const up = height - 1 - rowOf(query), left = width - 1 - columnOf(query);
-    for (let k = 0; k < pixels; k++) scores[k] += byRow[rowOf(k) + up] + byColumn[columnOf(k) + left];
+  query_axes({tokens, image, row_shifts: rows, column_shifts: columns}, head, {token}) {
+    const byRow = coefficients(rows, head, tokens, image, token);
+    const byColumn = coefficients(columns, head, tokens, image, token);
+    return (k1, k2, down, right) => byRow[down + (byRow.length >> 1)] + byColumn[right + (byColumn.length >> 1)];
   },
-  products({tokens, image, matrices}, head, query, scores) {
-    const weights = coefficients(matrices, head, tokens, image, query), [, images] = tokens.shape;
+  products({tokens, image, matrices}, head, query) {
+    const weights = coefficients(matrices, head, tokens, image, query.token), [, images, count] = tokens.shape;
+    const scores = new Float64Array(count);
     for (let j = 0; j < weights.length; j++) {
-      const weight = weights[j], start = (j * images + image) * pixels;
-      if (weight !== 0) for (let k = 0; k < pixels; k++) scores[k] += weight * tokens.values[start + k];
+      const weight = weights[j], start = (j * images + image) * count;
+      if (weight !== 0) for (let n = 0; n < count; n++) scores[n] += weight * tokens.values[start + n];
     }
+    return (k1, k2, down, right, token) => scores[token];
   },
-  encoded_products({tokens, image, ...others}, head, query, scores) {
-    ADD_TERM.products({tokens, image: image + tokens.shape[1] / 2, ...others}, head, query, scores);
+  encoded_products({tokens, image, ...others}, head, query) {
+    return TERMS.products({tokens, image: image + tokens.shape[1] / 2, ...others}, head, query);
   },
 };
 
 /** Σ_i c_i table[i, head], with the coordinates c of a query's token after a first one that is 1. */
-function coefficients(table, head, tokens, image, query) {
-  const [rank, heads, length] = table.shape, [, images] = tokens.shape;
+function coefficients(table, head, tokens, image, token) {
+  const [rank, heads, length] = table.shape, [, images, count] = tokens.shape;
   const sum = new Float64Array(length);
   for (let i = 0; i < rank; i++) {
-    const c = i === 0 ? 1 : tokens.values[((i - 1) * images + image) * pixels + query];
+    const c = i === 0 ? 1 : tokens.values[((i - 1) * images + image) * count + token];
     const start = (i * heads + head) * length;
     if (c !== 0) for (let j = 0; j < length; j++) sum[j] += c * table.values[start + j];
   }
@@ -100,33 +128,56 @@ function arraysOf({arrays, token_arrays: groups}) {
   return {...arrays, ...groups[shared ? 0 : state.image], image: shared ? state.image : 0};
 }
 
-/** The probabilities of all keys for a query, or null where the layer has not the part that is chosen. */
+/** The probabilities of all pixels for a query, or null where the layer has not the part that is chosen. */
 function probabilities(layer, head, query) {
   const {parts} = page.layers[layer], part = parts[partOf(layer)];
   if (!part) return null;
   if (!part.shares) return softmax(layer, part.terms, head, query, massOf(part, head, query) ?? 1);
   const share = part.shares[head], probs = softmax(layer, parts.content.terms, head, query, 1 - share);
   const position = softmax(layer, parts.position.terms, head, query, share);
-  for (let k = 0; k < pixels; k++) probs[k] += position[k];
+  for (let k = 0; k < probs.length; k++) probs[k] += position[k];
   return probs;
 }
 
-/** The softmax over the keys of the sum of some terms, times a number. */
+/** The softmax over the keys of the sum of some terms, times a number, for the pixels that the keys are. */
 function softmax(layer, terms, head, query, mass) {
-  const probs = new Float64Array(pixels), arrays = arraysOf(page.layers[layer]);
-  for (const term of terms) ADD_TERM[term](arrays, head, query, probs);
+  const {grid: [tall, wide], keys: {start, reach, source}} = page.layers[layer], arrays = arraysOf(page.layers[layer]);
+  const functions = terms.map((term) => TERMS[term](arrays, head, query));
+  const probs = new Float64Array(tall * wide + 1), scores = [], seen = [];  // zeros, which no pixel is, come last
+  const [first, last] = [-1, 1].map((sign) => [query.row, query.column].map((at, axis) =>
+    clamp(at - start[axis] + sign * reach[axis], source.shape[axis])));
+  for (let k1 = first[0]; k1 <= last[0]; k1++) {
+    for (let k2 = first[1]; k2 <= last[1]; k2++) {
+      const down = k1 + start[0] - query.row, right = k2 + start[1] - query.column;
+      const token = source.values[k1 * source.shape[1] + k2];
+      let score = 0;
+      for (const term of functions) score += term(k1, k2, down, right, token);
+      scores.push(score);
+      seen.push(token);
+    }
+  }
   let largest = -Infinity, total = 0;
-  for (let k = 0; k < pixels; k++) largest = Math.max(largest, probs[k]);
-  for (let k = 0; k < pixels; k++) total += probs[k] = Math.exp(probs[k] - largest);
-  for (let k = 0; k < pixels; k++) probs[k] *= mass / total;
-  return probs;
+  for (const score of scores) largest = Math.max(largest, score);
+  for (let k = 0; k < seen.length; k++) {
+    const weight = Math.exp(scores[k] - largest);
+    total += weight;
+    probs[seen[k]] += weight;
+  }
+  for (let k = 0; k < probs.length; k++) probs[k] *= mass / total;
+  return probs.subarray(0, tall * wide);
 }
 
-/** The sum of the probabilities of a query where it is not 1, as with the null key of CMHSA; else undefined. */
+/** What the null key of CMHSA leaves to the others; undefined without one. */
 function massOf({mass}, head, query) {
   if (!mass) return undefined;
-  const [images, heads] = mass.shape, image = images === 1 ? 0 : state.image;
-  return mass.values[(image * heads + head) * pixels + query];
+  const [images, heads, queries] = mass.shape, image = images === 1 ? 0 : state.image;
+  return mass.values[(image * heads + head) * queries + query.index];
+}
+
+/** Whether probabilities lie outside of the image: with a null key, or with zeros as keys. */
+function looksOutside(layer) {
+  const {grid: [tall, wide], keys: {source}, parts} = page.layers[layer];
+  return 'mass' in parts[partOf(layer)] || source.values.includes(tall * wide);
 }
 
 /** The part that is shown of a layer: the chosen one, or the only one that it has. */
@@ -135,26 +186,27 @@ function partOf(layer) {
   return parts.length === 1 ? parts[0] : state.part;
 }
 
-function summary(probs, query) {
-  const row = rowOf(query), column = columnOf(query);
+function summary(probs, query, [, wide]) {
   let total = 0, near = 0, down = 0, right = 0, largest = 0;
-  for (let k = 0; k < pixels; k++) {
-    const dr = rowOf(k) - row, dc = columnOf(k) - column;
+  for (let k = 0; k < probs.length; k++) {
+    const dr = Math.floor(k / wide) - query.row, dc = k % wide - query.column;
     total += probs[k];
     down += probs[k] * dr;
     right += probs[k] * dc;
     if (Math.abs(dr) <= 1 && Math.abs(dc) <= 1) near += probs[k];
     if (probs[k] > probs[largest]) largest = k;
   }
-  return {near, largest, center: total > 0 ? [down / total, right / total] : null};
+  return {
+    probs, query, near, total, center: total > 0 ? [down / total, right / total] : null,
+    largest: {row: Math.floor(largest / wide), column: largest % wide}, most: probs[largest]};
 }
 
 // ---- Text ----
 
-const place = (pixel) => `(${rowOf(pixel)}, ${columnOf(pixel)})`;
-const spoken = (pixel) => `row ${rowOf(pixel)}, column ${columnOf(pixel)}`;
+const place = ({row, column}) => `(${row}, ${column})`;
+const spoken = ({row, column}) => `row ${row}, column ${column}`;
 const labelOf = (layer) => page.layers[layer].label;
-const nameOf = (layer, head) => `${labelOf(layer).replace(/^block/, 'Block')}, head ${head}`;
+const nameOf = (layer, head) => `${labelOf(layer).replace(/^block /, 'Block ')}, head ${head}`;
 
 /** A number with as many digits as its error leaves, four at most. */
 function number(value, error = 0) {
@@ -223,40 +275,40 @@ function drawPicture(context, picture) {
   context.drawImage(picture, 0, 0, w, h);
 }
 
-function drawMap(context, probs, rgb) {
+function drawMap(context, probs, rgb, [tall, wide]) {
   const {width: w, height: h} = context.canvas;
   drawPicture(context, faded[state.image]);
-  const image = new ImageData(width, height);
+  const image = new ImageData(wide, tall);
   let largest = 0;
-  for (let k = 0; k < pixels; k++) largest = Math.max(largest, probs[k]);
-  for (let k = 0; k < pixels && largest > 0; k++) image.data.set([...rgb, 255 * probs[k] / largest], 4 * k);
-  scratch.width = width;
-  scratch.height = height;
+  for (let k = 0; k < probs.length; k++) largest = Math.max(largest, probs[k]);
+  for (let k = 0; k < probs.length && largest > 0; k++) image.data.set([...rgb, 255 * probs[k] / largest], 4 * k);
+  scratch.width = wide;
+  scratch.height = tall;
   scratch.getContext('2d').putImageData(image, 0, 0);
   context.imageSmoothingEnabled = false;
   context.drawImage(scratch, 0, 0, w, h);
 }
 
 /** The outline of a pixel inside of it, with a halo inside of that so that it stands out of every picture. */
-function drawPixel(context, pixel, dash = []) {
+function drawPixel(context, {row, column}, [tall, wide], dash = []) {
   const {width: w, height: h} = context.canvas;
   const edges = (at, size, count) => [Math.round(at * size / count), Math.round((at + 1) * size / count)];
-  const [left, right] = edges(columnOf(pixel), w, width), [top, bottom] = edges(rowOf(pixel), h, height);
+  const [left, right] = edges(column, w, wide), [top, bottom] = edges(row, h, tall);
   const size = Math.min(right - left, bottom - top);
   const line = Math.min(Math.max(Math.round(size / 10), 1), 2 * devicePixelRatio);
   const strokes = [[color('--halo'), 2 * line, []], [color('--query'), line, dash]];
-  for (const [style, wide, pattern] of size < 8 * line ? strokes.slice(1) : strokes) {
+  for (const [style, thick, pattern] of size < 8 * line ? strokes.slice(1) : strokes) {
     context.strokeStyle = style;
-    context.lineWidth = wide;
+    context.lineWidth = thick;
     context.setLineDash(pattern.map((length) => length * devicePixelRatio));
-    context.strokeRect(left + wide / 2, top + wide / 2, right - left - wide, bottom - top - wide);
+    context.strokeRect(left + thick / 2, top + thick / 2, right - left - thick, bottom - top - thick);
   }
   context.setLineDash([]);
 }
 
-function drawCenter(context, query, center) {
-  const w = context.canvas.width / width, h = context.canvas.height / height, dot = devicePixelRatio;
-  const x = (columnOf(query) + center[1] + 0.5) * w, y = (rowOf(query) + center[0] + 0.5) * h;
+function drawCenter(context, query, center, [tall, wide]) {
+  const w = context.canvas.width / wide, h = context.canvas.height / tall, dot = devicePixelRatio;
+  const x = (query.column + center[1] + 0.5) * w, y = (query.row + center[0] + 0.5) * h;
   const radius = Math.min(Math.max(4 * dot, Math.min(w, h) * 0.3), 7 * dot);
   for (const [style, line] of [[color('--halo'), 4 * dot], [color('--center'), 2 * dot]]) {
     context.strokeStyle = style;
@@ -279,6 +331,7 @@ function buildTable() {
     th.append(textOf('span', 'Head ', 'wide'), String(h));
     head.append(th);
   }
+  table.classList.toggle('named', page.layers.some((layer) => !/^block \d+$/.test(layer.label)));
   table.style.minWidth = `${heads * 32 + 24}px`;
   table.style.maxWidth = `calc(4.2rem + ${heads * Math.max(160 * Math.min(width / height, 1) + 12, 56)}px)`;
   const body = table.createTBody();
@@ -321,23 +374,27 @@ function textOf(tag, text, className) {
 
 function render() {
   fadePictures();
-  const rgb = color('--attention').split(' ').map(Number), {query} = state;
+  const rgb = color('--attention').split(' ').map(Number);
   const wide = cells.flat()[0]?.canvas.clientWidth;  // all are as wide
-  const shownOf = page.layers.map((layer, l) => Array.from({length: layer.heads}, (_, h) => {
-    const probs = probabilities(l, h, query);
-    return probs && {probs, ...summary(probs, query)};
-  }));
+  const shownOf = page.layers.map((layer, l) => {
+    const query = queryOf(l);
+    return Array.from({length: layer.heads}, (_, h) => {
+      const probs = probabilities(l, h, query);
+      return probs && summary(probs, query, layer.grid);
+    });
+  });
   shownOf.forEach((heads, l) => heads.forEach((shown, h) => {
     const {canvas, context, button, caption} = cells[l][h], chosen = l === state.layer && h === state.head;
+    const {grid} = page.layers[l];
     button.setAttribute('aria-pressed', String(chosen));
     button.tabIndex = chosen ? 0 : -1;
     if (shown) {
       fit(canvas, wide);
-      drawMap(context, shown.probs, rgb);
-      drawPixel(context, query);
-      caption.textContent = Number(shown.probs[shown.largest].toPrecision(2));
+      drawMap(context, shown.probs, rgb, grid);
+      drawPixel(context, shown.query, grid);
+      caption.textContent = Number(shown.most.toPrecision(2));
       button.setAttribute('aria-label', `${nameOf(l, h)}: largest probability ` +
-        `${number(shown.probs[shown.largest], errorOf(l, h, shown))} at ${spoken(shown.largest)}`);
+        `${number(shown.most, errorOf(l, h, shown))} at ${spoken(shown.largest)}`);
     }
   }));
   const heads = shownOf[state.layer], shown = heads[state.head];
@@ -355,7 +412,7 @@ function render() {
 
 /** The largest error of a probability of the query that is shown, 0 for those that are exact. */
 function errorOf(layer, head, shown) {
-  const error = page.layers[layer].parts[partOf(layer)].errors[head] * shown.probs[shown.largest];
+  const error = page.layers[layer].parts[partOf(layer)].errors[head] * shown.most;
   return error <= EXACT ? 0 : error;
 }
 
@@ -374,46 +431,48 @@ function name(element, label) {
 
 function renderQuery(center) {
   const canvas = byId('query'), context = canvas.getContext('2d');
+  const query = queryOf(state.layer), {grid} = page.layers[state.layer];
   fit(canvas);
   drawPicture(context, pictures[state.image]);
-  drawPixel(context, state.query);
-  if (center) drawCenter(context, state.query, center);
-  byId('query-place').textContent = `Row ${rowOf(state.query)}, column ${columnOf(state.query)}`;
+  drawPixel(context, query, grid);
+  if (center) drawCenter(context, query, center, grid);
+  byId('query-place').textContent = `Row ${query.row}, column ${query.column}`;
   byId('lock').setAttribute('aria-pressed', String(state.locked));
   byId('image-name').textContent = page.names[state.image];
-  name(canvas, `${page.names[state.image]}, query pixel at ${spoken(state.query)}${state.locked ? ', locked' : ''}`);
+  name(canvas, `${page.names[state.image]}, query pixel at ${spoken(query)}${state.locked ? ', locked' : ''}`);
 }
 
 function renderMap(shown, rgb) {
   const canvas = byId('map'), context = canvas.getContext('2d'), title = nameOf(state.layer, state.head);
-  const error = errorOf(state.layer, state.head, shown), key = state.key ?? state.query;
+  const error = errorOf(state.layer, state.head, shown), key = keyOf(state.layer), {query} = shown;
+  const {grid, queries: {rows, columns}} = page.layers[state.layer];
+  const probability = number(shown.probs[key.index], error);
   fit(canvas);
-  drawMap(context, shown.probs, rgb);
-  drawPixel(context, state.query);
-  if (state.key !== null) drawPixel(context, state.key, [4, 3]);
-  if (shown.center) drawCenter(context, state.query, shown.center);
+  drawMap(context, shown.probs, rgb, grid);
+  drawPixel(context, query, grid);
+  if (state.key !== null) drawPixel(context, key, grid, [4, 3]);
+  if (shown.center) drawCenter(context, query, shown.center, grid);
   byId('map-title').textContent = title;
-  byId('ramp-end').textContent = number(shown.probs[shown.largest], error);
+  byId('grid').textContent = `${grid.join('×')} pixels, ${rows.length}×${columns.length} queries.`;
+  byId('ramp-end').textContent = number(shown.most, error);
   byId('key-place').textContent = place(key);
-  byId('key-probability').textContent = number(shown.probs[key], error);
-  name(canvas, `${title}: where ${spoken(state.query)} attends, key at ${spoken(key)}: ` +
-    number(shown.probs[key], error));
+  byId('key-probability').textContent = probability;
+  name(canvas, `${title}: where ${spoken(query)} attends, key at ${spoken(key)}: ${probability}`);
 }
 
 function renderNumbers(shown) {
-  const error = errorOf(state.layer, state.head, shown), largest = shown.probs[shown.largest];
-  const mass = massOf(page.layers[state.layer].parts[partOf(state.layer)], state.head, state.query);
+  const error = errorOf(state.layer, state.head, shown), outside = looksOutside(state.layer);
   const {centers} = page.layers[state.layer], encoded = centers && centers[state.head];
   const texts = {
-    'largest-place': place(shown.largest), 'largest': number(largest, error),
+    'largest-place': place(shown.largest), 'largest': number(shown.most, error),
     'near': number(shown.near, 3 * error),  // √9 times that of one: their errors are not alike
-    'total': mass === undefined ? '' : number(mass), 'center': shift(shown.center),
+    'total': outside ? number(shown.total) : '', 'center': shift(shown.center),
     'encoded-center': shift(encoded),
-    'error': error === 0 ? 'exact' : `${upwards(error)} (${upwards(100 * error / largest)}%)`,
+    'error': error === 0 ? 'exact' : `${upwards(error)} (${upwards(100 * error / shown.most)}%)`,
   };
   for (const [id, text] of Object.entries(texts)) byId(id).textContent = text;
   for (const element of document.querySelectorAll('.encoded')) element.hidden = !encoded;
-  for (const element of document.querySelectorAll('.total')) element.hidden = mass === undefined;
+  for (const element of document.querySelectorAll('.total')) element.hidden = !outside;
 }
 
 /** The centres of all heads of the chosen layer, as shifts from the query: rows down, columns right. */
@@ -421,7 +480,8 @@ function renderCenters(heads) {
   const svg = byId('centers'), encoded = page.layers[state.layer].centers;
   const centers = heads.map((shown, h) => encoded ? encoded[h] : shown && shown.center);
   const known = centers.filter(Boolean).flat().map(Math.abs);
-  const reach = Math.min(Math.max(3, Math.ceil(Math.max(0, ...known) + 0.6)), Math.max(height, width));
+  const {grid} = page.layers[state.layer];
+  const reach = Math.min(Math.max(3, Math.ceil(Math.max(0, ...known) + 0.6)), Math.max(...grid));
   const place = (x) => Math.min(Math.max(x, -reach), reach), edge = (reach + 0.5) * 1.12;
   const unit = edge / 10, grain = reach > 8 ? 4 : reach > 4 ? 2 : 1;
   svg.setAttribute('viewBox', `${-edge} ${-edge} ${2 * edge} ${2 * edge}`);
@@ -487,7 +547,7 @@ function settle() {
   settling = setTimeout(() => {
     settling = null;
     const [key, probability, center] = ['key-place', 'key-probability', 'center'].map((id) => byId(id).textContent);
-    byId('live').textContent = `Query ${spoken(state.query)}${state.locked ? ', locked' : ''}. ` +
+    byId('live').textContent = `Query ${spoken(queryOf(state.layer))}${state.locked ? ', locked' : ''}. ` +
       `${nameOf(state.layer, state.head)}: probability of key ${key} is ${probability}, centre ${center}.`;
     try {
       if (toAddress() !== location.hash) history.replaceState(null, '', toAddress());
@@ -547,16 +607,24 @@ function applyTheme() {
 
 function pixelAt(canvas, event) {
   const box = canvas.getBoundingClientRect();
-  const inside = (at, start, size, count) => Math.min(Math.max(Math.floor((at - start) / size * count), 0), count - 1);
+  const inside = (at, start, size, count) => clamp(Math.floor((at - start) / size * count), count);
   return inside(event.clientY, box.top, box.height, height) * width + inside(event.clientX, box.left, box.width, width);
 }
 
-function moved(pixel, event) {
-  const arrow = ARROWS[event.key];
-  if (!arrow) return null;
-  event.preventDefault();
-  const row = rowOf(pixel) + arrow[0], column = columnOf(pixel) + arrow[1];
-  return Math.min(Math.max(row, 0), height - 1) * width + Math.min(Math.max(column, 0), width - 1);
+function arrowOf(event) {
+  if (ARROWS[event.key]) event.preventDefault();
+  return ARROWS[event.key];
+}
+
+/** The next query of the chosen layer, and the next key, on the page's grid. */
+function movedQuery([down, right]) {
+  const {grid, queries: {rows, columns}} = page.layers[state.layer], {i, j} = queryOf(state.layer);
+  return onPage({row: rows[clamp(i + down, rows.length)], column: columns[clamp(j + right, columns.length)]}, grid);
+}
+
+function movedKey([down, right]) {
+  const {grid} = page.layers[state.layer], {row, column} = keyOf(state.layer);
+  return onPage({row: clamp(row + down, grid[0]), column: clamp(column + right, grid[1])}, grid);
 }
 
 function listen() {
@@ -572,12 +640,13 @@ function listen() {
   });
   query.addEventListener('click', (event) => {
     const pixel = pixelAt(query, event);
-    change({query: pixel, locked: pixel !== held});
+    const same = held !== null && queryOf(state.layer, held).index === queryOf(state.layer, pixel).index;
+    change({query: pixel, locked: !same});
   });
   query.addEventListener('keydown', (event) => {
-    const pixel = moved(state.query, event);
+    const arrow = arrowOf(event);
     // Locked, so that a pointer that rests on the image does not move it back.
-    if (pixel !== null) change({query: pixel, locked: true});
+    if (arrow) change({query: movedQuery(arrow), locked: true});
     else if (event.key === 'Escape') change({locked: false});
     else if (event.key === 'Enter' || event.key === ' ') {
       event.preventDefault();
@@ -590,20 +659,19 @@ function listen() {
   });
   map.addEventListener('click', (event) => change({key: pixelAt(map, event)}));
   map.addEventListener('keydown', (event) => {
-    const pixel = moved(state.key ?? state.query, event);
-    if (pixel !== null) change({key: pixel});
+    const arrow = arrowOf(event);
+    if (arrow) change({key: movedKey(arrow)});
     else if (event.key === 'Escape') change({key: null});
   });
   byId('maps').addEventListener('keydown', (event) => {
-    if (!ARROWS[event.key]) return;
-    event.preventDefault();
-    choose(...ARROWS[event.key]);
+    const arrow = arrowOf(event);
+    if (!arrow) return;
+    choose(...arrow);
     cells[state.layer][state.head].button.focus();
   });
   byId('centers').addEventListener('keydown', (event) => {
-    if (!ARROWS[event.key]) return;
-    event.preventDefault();
-    choose(0, ARROWS[event.key][0] + ARROWS[event.key][1]);
+    const arrow = arrowOf(event);
+    if (arrow) choose(0, arrow[0] + arrow[1]);
   });
   for (const id of ['query', 'map', 'centers']) byId(id).addEventListener('blur', () => change({}));
   for (const id of ['query', 'maps']) new ResizeObserver(() => change({})).observe(byId(id));
@@ -640,7 +708,6 @@ async function start() {
   page = await unpack(byId('data').textContent);
   byId('data').remove();
   [height, width] = page.grid;
-  pixels = height * width;
   pictures = page.pictures.map((picture) => pictureCanvas(picture));
   pictures.forEach((picture, i) => addChoice(byId('images'), 'image', i, page.names[i], picture));
   const parts = allParts();
@@ -654,6 +721,8 @@ async function start() {
     byId(id).style.maxWidth = `${26 * width / height}rem`;  // at most 26rem high
   }
   byId('accuracy').textContent = accuracy();
+  byId('grid').hidden = page.layers.every(({grid, queries: {rows, columns}}) =>
+    String([...grid, rows.length, columns.length]) === String([...page.grid, ...page.grid]));
   buildTable();
   listen();
   fromAddress();

@@ -1,13 +1,15 @@
 """What the page holds of one layer: the terms of its scores, and how far its probabilities are from the model's."""
 
+import math
 from typing import Dict, List, Optional
 
 import torch
 from torch import Tensor
 
-from ..analysis import layer_label
+from ..analysis.attention_maps import probs_of_scores
 from ..layers import AttentionLayer
-from .position_terms import PositionTerm, position_term
+from .layer_grid import LayerGrid
+from .position_terms import PositionTerm, padded_position_term, position_term
 from .stream import Quantized
 from .token_terms import TokenTerms, token_scores, token_terms
 
@@ -17,8 +19,10 @@ class LayerScores:
 
     Args:
         name (str): The name of the layer in the model.
+        label (str): What the page calls it.
         layer (AttentionLayer): The layer.
-        inputs (Tensor): Its input for the images, ``(B, H, W, D)``.
+        inputs (Tensor): Its tokens for the images, ``(B, H, W, D)``, or its images, ``(B, C, H, W)``, in the place of a
+            convolution.
 
     Attributes:
         size (tuple[int, int]): Height H and width W of the grid in tokens.
@@ -30,10 +34,11 @@ class LayerScores:
     """
 
     @torch.no_grad()
-    def __init__(self, name: str, layer: AttentionLayer, inputs: Tensor) -> None:
-        self.size, self.num_heads = tuple(inputs.shape[1:3]), layer.num_heads
+    def __init__(self, name: str, label: str, layer: AttentionLayer, inputs: Tensor) -> None:
+        self.size, self.num_heads = layer.grid_of(inputs), layer.num_heads
         self.parts: Dict[str, List[str]] = {}
-        self._name, self._layer, self._inputs = name, layer, inputs
+        self._name, self._label, self._layer, self._inputs = name, label, layer, inputs
+        self._grid = LayerGrid.of(layer, self.size)
         self._position: Optional[PositionTerm] = None
         self._tokens: List[TokenTerms] = []
         self._has_null_key = False
@@ -44,7 +49,8 @@ class LayerScores:
             return
         if layer.depends_on_content:
             self._check_finite(inputs)
-            self._tokens = token_terms(layer, inputs)
+            tokens = inputs if layer.window is None else inputs.movedim(1, -1)
+            self._tokens = token_terms(layer, tokens, self._grid)
             self._check_finite(*(array for terms in self._tokens for array in terms.arrays.values()))
         arrays = self._tokens[0].arrays if self._tokens else {}
         if 'row_shifts' in arrays:
@@ -76,8 +82,9 @@ class LayerScores:
             parts[part] = {'terms': terms, 'errors': errors, **mass, **shares}
         heads = None if self._layer.depends_on_content else self._layer.gaussian_heads()
         return {
-            'label': layer_label(self._name),
+            'label': self._label,
             'name': self._name,
+            **self._grid.header(),
             'heads': self.num_heads,
             'centers': None if heads is None else heads.center.tolist(),
             'parts': parts,
@@ -86,34 +93,45 @@ class LayerScores:
         }
 
     def _add_position_term(self) -> None:
-        scores = self._own_scores('position')
-        self._check_finite(scores.softmax(-1))
-        self._has_null_key = scores.shape[2] > scores.shape[1]
-        self._position = position_term(scores[..., : scores.shape[1]], self.size, self._layer.gaussian_heads())
+        self._check_finite(self._own_probs('position'))
+        if self._layer.window is not None:
+            self._position = padded_position_term(self._layer, self._grid)
+        else:
+            scores = self._own_position_scores()
+            self._has_null_key = scores.shape[2] > scores.shape[1]
+            self._position = position_term(scores[..., : scores.shape[1]], self.size, self._layer.gaussian_heads())
         self.parts['position'] = [self._position.name]
 
-    def _own_scores(self, part: str, image: int = 0) -> Tensor:
-        """The scores of the layer itself, ``(N_h, N, N)``, those of a null key last."""
-        layer, x = self._layer, self._inputs[image : image + 1]
+    def _own_position_scores(self) -> Tensor:
+        """The scores by position of the layer itself, ``(N_h, N, N)``, those of a null key last."""
+        layer = self._layer
         if not layer.depends_on_content:
             return layer.position_probs(self.size).log().cpu()
+        return layer.position_scores(self._inputs[:1])[0].cpu()
+
+    def _own_probs(self, part: str, image: int = 0) -> Tensor:
+        """The probabilities of the layer itself, ``(N_h, Q, N)``."""
+        layer, x = self._layer, self._inputs[image : image + 1]
+        if not layer.depends_on_content:
+            return layer.position_probs(self.size).cpu()
         scores = {'position': layer.position_scores, 'content': layer.content_scores, 'both': layer.attention_scores}
-        return scores[part](x)[0].cpu()
+        return probs_of_scores(scores[part](x), self.size)[0].cpu()
 
     def _page_probs(self, part: str, image: int, head: int, arrays: List[Dict[str, Tensor]]) -> Tensor:
-        """The probabilities of a head as the page computes them, but for a null key, ``(N, N)``."""
+        """The probabilities of a head as the page computes them, but for a null key, ``(Q, N)``."""
         if part == 'both' and self._shares is not None:
             content, position = (self._page_probs(own, image, head, arrays) for own in ('content', 'position'))
             return torch.lerp(content, position.to(content.dtype), self._shares[head].to(content.dtype))
-        return self._page_scores(part, image, head, arrays).softmax(-1)
+        scores = self._page_scores(part, image, head, arrays).masked_fill(self._grid.hidden, -math.inf)
+        return self._grid.on_pixels(scores.softmax(-1))
 
     def _page_scores(self, part: str, image: int, head: int, arrays: List[Dict[str, Tensor]]) -> Tensor:
-        """The scores of a head as the page computes them, ``(N, N)``."""
+        """The scores of a head as the page computes them, ``(Q, P)``."""
         shared = len(arrays) == 1
         return sum(
-            self._position.scores(head, self.size)
+            self._position.scores(head, self._grid)
             if term in ('axes', 'shifts')
-            else token_scores(term, arrays[0 if shared else image], head, image if shared else 0, self.size)
+            else token_scores(term, arrays[0 if shared else image], head, image if shared else 0, self._grid)
             for term in self.parts[part]
         )
 
@@ -123,16 +141,14 @@ class LayerScores:
 
     def _sums_of_probs(self, part: str) -> Tensor:
         """What the probabilities add up to without the null key, ``(images, N_h, N)``."""
-        scores = (self._own_scores(part, image) for image in self._images(part))
-        return torch.stack([own.softmax(-1)[..., :-1].sum(-1) for own in scores])
+        return torch.stack([self._own_probs(part, image).sum(-1) for image in self._images(part)])
 
     def _errors(self, part: str, tokens: List[Dict[str, Quantized]]) -> List[float]:
         """For each head the largest error of a probability, relative to the largest one of its query, rounded up."""
         arrays = [{name: torch.from_numpy(array.rounded) for name, array in group.items()} for group in tokens]
         errors = torch.zeros(self.num_heads)
         for image in self._images(part):
-            for head, own_scores in enumerate(self._own_scores(part, image)):
-                own = own_scores.softmax(-1)[:, : len(own_scores)]
+            for head, own in enumerate(self._own_probs(part, image)):
                 probs = self._page_probs(part, image, head, arrays)
                 if part in self._masses:
                     probs = probs * self._masses[part][image, head, :, None]

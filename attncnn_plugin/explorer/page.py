@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..analysis import require_attention_layers, visit_layers
+from ..analysis import layer_labels, require_attention_layers, visit_layers
 from ..layers import AttentionLayer
 from .layer_scores import LayerScores
 from .stream import pack
@@ -37,7 +37,8 @@ def explorer_page(
     the page says how large their errors are.
 
     Args:
-        model (nn.Module): A model with attention of this package: by position, by content, or of patches.
+        model (nn.Module): A model with attention of this package: by position, by content, of patches, or in the place
+            of convolutions.
         images (Tensor): ``(B, C, H, W)``, the input of ``model``.
         pictures (Sequence[ndarray]): The pictures to show of the images, uint8, ``(h, w)`` or ``(h, w, 3)`` RGB.
         names (Sequence[str], optional): A name of each image. Defaults to ``'Image 0'``, ….
@@ -48,9 +49,10 @@ def explorer_page(
         str: HTML, to be written as UTF-8.
 
     Raises:
-        ValueError: A model without attention layers, such as a CMHSA in the convolution phase, or with attention in the
-            place of convolutions; no images, or other numbers of pictures or names; pictures of another kind; more
-            than 1024 tokens; parameters that are not finite; a page that cannot be made small enough.
+        ValueError: A model without attention layers, such as a CMHSA in the convolution phase, with layers that the
+            images do not reach, or along one or three axes; no images, or other numbers of pictures or names; pictures
+            of another kind; more than 1024 tokens of a layer; parameters that are not finite; a page that cannot be
+            made small enough.
     """
     names = [f'Image {i}' for i in range(len(images))] if names is None else list(names)
     if not len(images) == len(pictures) == len(names) > 0:
@@ -60,7 +62,8 @@ def explorer_page(
         )
     pictures = [_rgb(picture) for picture in pictures]
     layers = _layer_scores(model, images)
-    about = {'title': title, 'grid': layers[0].size, 'names': names, 'pictures': pictures}
+    grid = [max(sizes) for sizes in zip(*(layer.size for layer in layers))]
+    about = {'title': title, 'grid': grid, 'names': names, 'pictures': pictures}
     shell = _shell(title)
     data = _finest_data(about, layers, (max_bytes - len(shell.encode())) // 4 * 3)  # base64 takes 4 bytes for 3
     if data is None:
@@ -76,17 +79,18 @@ def _layer_scores(model: nn.Module, images: Tensor) -> List[LayerScores]:
     """The scores of all layers on some images, of which as few run through the model as matter."""
     layers = require_attention_layers(model)
     for name, layer in layers.items():
-        if layer.window is not None:
+        if layer.window is not None and layer.window.ndim != 2:
             raise ValueError(
-                f'{name} is attention in the place of a convolution, but the page shows grids whose queries are '
-                'tokens: see its heads with model_reports(model, images)'
+                f'{name} is attention along {layer.window.ndim} axes, but a page shows the height and the width of '
+                'images'
             )
     inputs: Dict[str, List[Tensor]] = {name: [] for name in layers}
 
     def visit(name: str, layer: AttentionLayer, x: Tensor) -> None:
-        if x.shape[1:3].numel() > MAX_TOKENS:
+        height, width = layer.grid_of(x)
+        if height * width > MAX_TOKENS:
             raise ValueError(
-                f'images of {images.shape[2]}x{images.shape[3]} pixels have {x.shape[1]}x{x.shape[2]} tokens, more '
+                f'images of {images.shape[2]}x{images.shape[3]} pixels have {height}x{width} tokens in {name}, more '
                 f'than the {MAX_TOKENS} that a page can show: give smaller images'
             )
         inputs[name].append(x)
@@ -94,7 +98,11 @@ def _layer_scores(model: nn.Module, images: Tensor) -> List[LayerScores]:
     some = images if any(layer.depends_on_content for layer in layers.values()) else images[:1]
     for image in some.split(1):
         visit_layers(model, image, layers, visit)
-    return [LayerScores(name, layer, torch.cat(inputs[name])) for name, layer in layers.items()]
+    for name, own in inputs.items():
+        if not own:
+            raise ValueError(f'{name} is attention that the model does not run on images: there is nothing to show')
+    labels = layer_labels(layers)
+    return [LayerScores(name, labels[name], layer, torch.cat(inputs[name])) for name, layer in layers.items()]
 
 
 def _finest_data(about: dict, layers: List[LayerScores], max_bytes: int) -> Optional[bytes]:

@@ -11,16 +11,21 @@ row-major, little-endian. ``{"low", "high", "step"}`` stands for quantized numbe
 each index of their first axis. The whole number v is ``low + 256·high − 128``: all high bytes of small numbers are 0,
 which compress to nothing.
 
-**Header.** ``title``; ``grid``, height H and width W in tokens; ``names`` and ``pictures`` ``(h, w, 3)`` of the images;
-and ``layers``, each of them with
+**Header.** ``title``; ``grid``, the height and the width of the finest grid of a layer; ``names`` and ``pictures``
+``(h, w, 3)`` of the images; and ``layers``, each of them with
 
 - ``label``, ``name``, ``heads`` (N_h), and ``centers``, Δ of the heads ``(N_h, 2)`` where they are Gaussian and do not
   depend on an image;
+- ``grid``, its own height H and width W in tokens, or pixels in the place of a convolution;
+- ``queries``, their ``rows`` and ``columns``, Q1 and Q2 numbers: every row and column for tokens;
+- ``keys``, H×W tokens, or P1×P2 pixels of an image that is padded: ``start``, the row and the column of the first one;
+  ``source``, the number of the token that each of them is or repeats, ``(P1, P2)``, H·W for a zero; ``reach``, the
+  largest number of rows and of columns from a query to a key that it sees;
 - ``parts``: by ``position``, ``content`` and ``both``, as far as the layer has them,
     - ``terms``: the names of the terms whose sum are the scores, up to a constant for each query. The probabilities are
-      their softmax over the keys;
-    - ``mass``: what the probabilities of a query add up to where that is not 1, ``(N_h, H·W)``, for ``both``
-      ``(images, N_h, H·W)``. They are the softmax times it;
+      their softmax over the keys; keys that repeat a token are added to it, those of zeros are lost;
+    - ``mass``: what a null key leaves to the others, ``(N_h, Q)``, for ``both`` ``(images, N_h, Q)``: the probabilities
+      are the softmax times it;
     - ``shares``: of ``both``, where a gate mixes probabilities, for each head the share s of those by position. They
       are s times those by ``position`` and 1 − s times those by ``content``, not a softmax of all terms;
     - ``errors``: for each head the largest error of a probability of all queries, keys and images, relative to the
@@ -28,14 +33,16 @@ and ``layers``, each of them with
 - ``arrays`` of the terms that do not depend on an image;
 - ``token_arrays``: a list of those of the terms that do, one for all images, or one for each image.
 
-**Terms.** The score of head h for the query q = (q1, q2) and the key k = (k1, k2), by ``arrays`` …
+**Terms.** The score of head h for the query at row q1 and column q2 and the key at row k1 and column k2, by ``arrays``
+…
 
-- ``axes``: ``rows[h, q1, k1] + columns[h, q2, k2]``;
-- ``shifts``: ``shifts[h, k1 − q1 + H − 1, k2 − q2 + W − 1]``;
+- ``axes``: ``rows[h, q1, k1] + columns[h, q2, k2]``, where q1, q2, k1 and k2 count the queries and keys of an axis;
+- ``shifts``: ``shifts[h, k1 − q1 + S1, k2 − q2 + S2]`` with a table of ``2·S1 + 1`` rows and ``2·S2 + 1`` columns, S1 =
+  H − 1 for tokens;
 
 … and by ``token_arrays``. There ``tokens[i, s, n]`` is coordinate i of the token n of an image, in the principal axes
-of the layer's tokens; s counts the images that share the arrays. With c_q the coordinates of the query after a first
-one that is 1, and c_k those of the key, it is
+of the layer's tokens, the zero after the last one where zeros are keys; s counts the images that share the arrays. With
+c_q the coordinates of the query's token after a first one that is 1, and c_k those of the key's, it is
 
 - ``products``: ``Σ_ij c_q[i] · matrices[i, h, j] · c_k[j]``;
 - ``encoded_products``: the same with the tokens to which the position encoding is added. They come after the others, at

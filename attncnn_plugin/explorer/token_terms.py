@@ -6,12 +6,13 @@ than the scores of all queries and keys, and images can share the matrices.
 """
 
 import copy
-from typing import Dict, List, Sequence, Tuple
+from typing import Dict, List, Tuple
 
 import torch
 from torch import Tensor
 
 from ..layers import AttentionLayer
+from .layer_grid import LayerGrid
 from .stream import Quantized
 
 LARGEST = 2**22  # whole number of a quantized one
@@ -27,7 +28,8 @@ class TokenTerms:
 
     Args:
         layer (AttentionLayer): The layer; its scores depend on content.
-        inputs (Tensor): Its input for the images, ``(B, H, W, D)``.
+        inputs (Tensor): The tokens of the images, ``(B, H, W, D)``.
+        grid (LayerGrid): The grid of the layer. Where zeros are keys, they are one more token, the last.
 
     Attributes:
         images (int): Number of images B.
@@ -37,25 +39,27 @@ class TokenTerms:
     """
 
     @torch.no_grad()
-    def __init__(self, layer: AttentionLayer, inputs: Tensor) -> None:
+    def __init__(self, layer: AttentionLayer, inputs: Tensor, grid: LayerGrid) -> None:
         layer, inputs = copy.deepcopy(layer).cpu().double(), inputs.cpu().double()
-        self.images, height, width, _ = inputs.shape
+        self.images = len(inputs)
         encoded = layer.encoded(inputs)
         self.encodes = encoded is not inputs
-        tokens = torch.cat([inputs, encoded]) if self.encodes else inputs
-        coordinates, points = principal_axes(tokens.flatten(1, 2))
+        tokens = (torch.cat([inputs, encoded]) if self.encodes else inputs).flatten(1, 2)
+        if grid.has_zeros:
+            tokens = torch.cat([tokens, torch.zeros_like(tokens[:, :1])], dim=1)
+        coordinates, points = principal_axes(tokens)
         self.arrays = {'tokens': coordinates}
 
-        scores = layer.content_scores(points[None, :, None])  # all points in one image: (1, N_h, 1 + r, 1 + r)
+        scores = layer.product_scores(points)  # (N_h, 1 + r, 1 + r)
         if scores is not None:
-            differences = scores[0, :, :, 1:] - scores[0, :, :, :1]  # a constant for the query is left out
+            differences = scores[:, :, 1:] - scores[:, :, :1]  # a constant for the query is left out
             self.arrays['matrices'] = _coefficients(differences.transpose(0, 1))
 
-        scores = layer.query_shift_scores(points, (height, width))
+        scores = layer.query_shift_scores(points, grid.size)
         for name, shifts in zip(('row_shifts', 'column_shifts'), scores or ()):
             self.arrays[name] = _coefficients(shifts - shifts.mean(-1, keepdim=True))
         self.arrays = {name: array.float() for name, array in self.arrays.items()}
-        self._scores = coordinates[0].numel() * height * width * layer.num_heads
+        self._scores = coordinates[0].numel() * coordinates.shape[2] * layer.num_heads
 
     @property
     def numbers(self) -> int:
@@ -90,7 +94,7 @@ class TokenTerms:
         return weights
 
 
-def token_terms(layer: AttentionLayer, inputs: Tensor) -> List[TokenTerms]:
+def token_terms(layer: AttentionLayer, inputs: Tensor, grid: LayerGrid) -> List[TokenTerms]:
     """The terms for all images together, or for each of them, whichever are fewer numbers.
 
     Together they have the matrices once. But these have an entry for each pair of axes, and the few tokens of one image
@@ -98,7 +102,8 @@ def token_terms(layer: AttentionLayer, inputs: Tensor) -> List[TokenTerms]:
 
     Args:
         layer (AttentionLayer): The layer.
-        inputs (Tensor): Its input for all images, ``(B, H, W, D)``.
+        inputs (Tensor): The tokens of all images, ``(B, H, W, D)``.
+        grid (LayerGrid): The grid of the layer.
     """
     images, height, width, dim = inputs.shape
 
@@ -107,10 +112,10 @@ def token_terms(layer: AttentionLayer, inputs: Tensor) -> List[TokenTerms]:
         return rank * (rank * layer.num_heads + images * height * width)
 
     together = numbers(images) <= images * numbers(1)
-    return [TokenTerms(layer, group) for group in (inputs.split(images) if together else inputs.split(1))]
+    return [TokenTerms(layer, group, grid) for group in (inputs.split(images) if together else inputs.split(1))]
 
 
-def token_scores(term: str, arrays: Dict[str, Tensor], head: int, image: int, size: Sequence[int]) -> Tensor:
+def token_scores(term: str, arrays: Dict[str, Tensor], head: int, image: int, grid: LayerGrid) -> Tensor:
     """The scores of a term.
 
     Args:
@@ -118,21 +123,21 @@ def token_scores(term: str, arrays: Dict[str, Tensor], head: int, image: int, si
         arrays (dict[str, Tensor]): Those of :class:`TokenTerms`.
         head (int): The head.
         image (int): The image, counted among the images of the arrays.
-        size (Sequence[int]): Height H and width W of the grid in tokens.
+        grid (LayerGrid): The grid of the layer.
 
     Returns:
-        Tensor: ``(H·W, H·W)``, up to a constant for each query.
+        Tensor: ``(Q, P)``, up to a constant for each query.
     """
     tokens = arrays['tokens']
     key = tokens[:, image + (tokens.shape[1] // 2 if term == 'encoded_products' else 0)]  # (r, N)
-    query = torch.cat([torch.ones_like(key[:1]), key])
+    query = key[:, grid.query_tokens]
+    query = torch.cat([torch.ones_like(query[:1]), query])
     if term != 'query_axes':
-        return query.mT @ (arrays['matrices'][:, head] @ key)
-    grid = torch.cartesian_prod(*map(torch.arange, size))  # (N, 2)
+        return (query.mT @ (arrays['matrices'][:, head] @ key))[:, grid.source.flatten()]
     scores = 0
-    for axis, name in enumerate(('row_shifts', 'column_shifts')):
-        shifts = grid[None, :, axis] - grid[:, axis, None] + size[axis] - 1
-        scores = scores + (query.mT @ arrays[name][:, head]).gather(1, shifts)
+    for shifts, name in zip(grid.shifts, ('row_shifts', 'column_shifts')):
+        table = arrays[name][:, head]
+        scores = scores + (query.mT @ table).gather(1, shifts + table.shape[1] // 2)
     return scores
 
 

@@ -59,10 +59,22 @@ class AttentionLayer(nn.Module):
     def padding_mode(self) -> str:
         return 'replicate'
 
+    @property
+    def reach(self) -> Optional[Tuple[int, ...]]:
+        """The largest shift to a key that a query sees, along each axis; None where queries see all keys."""
+        return None
+
     def gaussian_heads(self) -> Optional[GaussianHeads]:
         """Centres and shapes of the heads, at least float32 and differentiable; None for heads of another kind.
 
         Where the probabilities depend on content, those of the scores that depend on position alone.
+        """
+        return None
+
+    def table_scores(self) -> Optional[Tensor]:
+        """The scores by position of the shifts −R … R within :attr:`reach` R, ``(N_h, 2·R1 + 1, 2·R2 + 1)``.
+
+        At least float32 and differentiable, −∞ where a head sees nothing. None for heads without such a table.
         """
         return None
 
@@ -121,9 +133,22 @@ class AttentionLayer(nn.Module):
     def content_scores(self, x: Tensor) -> Optional[Tensor]:
         """The scores without position, q·k and u·k of C20's eq. 8, ``(B, N_h, H*W, H*W)``; None without such a term.
 
-        An absolute position encoding, a position bias and a null key are left out.
+        An absolute position encoding, a position bias and a null key are left out. In the place of a convolution the
+        keys are those of :meth:`attention_scores`, the zeros of a padding included.
         """
         return None
+
+    def product_scores(self, tokens: Tensor) -> Optional[Tensor]:
+        """The scores without position of every pair of some tokens.
+
+        Args:
+            tokens (Tensor): ``(T, D)``.
+
+        Returns:
+            Tensor | None: ``(N_h, T, T)``, queries first; None without such a term.
+        """
+        scores = self.content_scores(tokens[None, :, None])  # all of them as one image
+        return None if scores is None else scores[0]
 
     def position_scores(self, x: Tensor) -> Optional[Tensor]:
         """The scores with relative position, q·r_δ and v·r_δ of C20's eq. 8, as :meth:`attention_scores`.

@@ -103,6 +103,13 @@ class ContentImageAttention(ImageAttention):
         near = '' if self.window_size is None else f', window_size={self.window_size}'
         return f'{super().extra_repr()}, qk_dim={self.qk_dim}{gated}{near}'
 
+    @property
+    def reach(self) -> Optional[Tuple[int, ...]]:
+        return None if self.window_size is None else tuple(n // 2 for n in self.window_size)
+
+    def table_scores(self) -> Optional[Tensor]:
+        return at_least_float32(self.encoding.weight) if isinstance(self.encoding, WindowEncoding) else None
+
     def gaussian_heads(self) -> Optional[GaussianHeads]:
         return self.encoding.gaussian_heads() if isinstance(self.encoding, QuadraticEncoding) else None
 
@@ -266,27 +273,36 @@ class ContentImageAttention(ImageAttention):
         Args:
             x (Tensor): An image, ``(B, C, *size)``.
         """
-        padded = self.window.pad(x)
-        sizes = [self.window.num_queries(axis, n) for axis, n in enumerate(x.shape[2:])]
-        query = self.query(_tokens(self._query_pixels(padded, sizes)))
-        content = head_products(query, self.key(_tokens(padded)), self.num_heads)
-        bias = self._position_bias(x.shape[2:])
+        products, bias = self._products(x), self._position_bias(x.shape[2:])
         share = self._gate()
         if share is None:
-            probs = (content + bias).softmax(-1)
+            probs = (products + bias).softmax(-1)
         else:
-            near = torch.zeros_like(bias).masked_fill(bias == -math.inf, -math.inf)
-            probs = (1 - share) * (content + near).softmax(-1) + share * bias.softmax(-1)
+            probs = (1 - share) * self._content_probs(products, bias) + share * bias.softmax(-1)
         return self._on_pixels(probs, x.shape[2:]).log()
 
     def content_scores(self, x: Tensor) -> Tensor:
-        sizes = [self.window.num_queries(axis, n) for axis, n in enumerate(x.shape[2:])]
-        query = self.query(_tokens(self._query_pixels(self.window.pad(x), sizes)))
-        return head_products(query, self.key(_tokens(x)), self.num_heads)
+        """As :meth:`attention_scores`, of softmax(q·k/√D_k) over the keys that a query sees."""
+        size = x.shape[2:]
+        return self._on_pixels(self._content_probs(self._products(x), self._position_bias(size)), size).log()
+
+    def product_scores(self, tokens: Tensor) -> Tensor:
+        return head_products(self.query(tokens)[None], self.key(tokens)[None], self.num_heads)[0]
 
     def position_scores(self, x: Tensor) -> Tensor:
         scores = self._on_pixels(self._position_bias(x.shape[2:]).softmax(-1), x.shape[2:]).log()
         return scores.expand(len(x), -1, -1, -1)
+
+    def _products(self, x: Tensor) -> Tensor:
+        """q·k/√D_k of every query and every pixel of the padded image, ``(B, N_h, Q, K)``."""
+        padded = self.window.pad(x)
+        sizes = [self.window.num_queries(axis, n) for axis, n in enumerate(x.shape[2:])]
+        query = self.query(_tokens(self._query_pixels(padded, sizes)))
+        return head_products(query, self.key(_tokens(padded)), self.num_heads)
+
+    def _content_probs(self, products: Tensor, bias: Tensor) -> Tensor:
+        """The probabilities by content alone, of the keys whose bias is not −∞."""
+        return products.masked_fill(bias == -math.inf, -math.inf).softmax(-1)
 
     def _on_pixels(self, probs: Tensor, size: Sequence[int]) -> Tensor:
         """Probabilities for the padded image, ``(…, Q, padded)``, as those for its pixels and the null key."""

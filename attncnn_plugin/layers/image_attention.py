@@ -260,6 +260,17 @@ class WindowImageAttention(PositionImageAttention):
     def head_parameters(self) -> HeadParameters:
         return {**super().head_parameters(), 'encoding.weight': (0, 1)}
 
+    @property
+    def reach(self) -> Tuple[int, ...]:
+        return tuple(self.window.shifts().abs().amax(0).tolist())
+
+    def table_scores(self) -> Tensor:
+        weight = at_least_float32(self.encoding.weight)
+        table = weight.new_full((self.num_heads, *(2 * n + 1 for n in self.reach)), -math.inf)
+        index = self.window.shifts() + torch.tensor(self.reach)  # between the positions of a dilated kernel is nothing
+        table[(slice(None), *index.to(weight.device).unbind(-1))] = weight.flatten(1)
+        return table
+
     def _outputs(self, x: Tensor) -> Tensor:
         # A head looks at its window alone, with the same probabilities everywhere.
         x = self.window.pad(x)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
-from ..analysis.attention_maps import layer_label, require_attention_layers
+from ..analysis.attention_maps import layer_labels, require_attention_layers
 from ..analysis.head_centers import head_centers, query_maps, query_of
 from ..layers import AttentionLayer
 from .contours import check_mass, gaussian_contour, outline, region_of_mass
@@ -77,7 +77,7 @@ def plot_attention_centers(
         number_of = (numbers or {}).get(name, range(layers[name].num_heads))
         beyond = [number_of[head] for head in range(layers[name].num_heads) if head not in heads[name]]
         if beyond:
-            axes.set_title(f'{layer_label(name)}, beyond the grid: {", ".join(map(str, beyond))}')
+            axes.set_title(f'{axes.get_title()}, beyond the grid: {", ".join(map(str, beyond))}')
         for head, (_, contours) in heads[name].items():
             for lines, style in zip(contours, CONTOUR_STYLES):
                 for line in lines:
@@ -184,8 +184,9 @@ def _panels(names: Sequence[str]) -> Tuple[Figure, List[Axes]]:
     rows = -(-len(names) // columns)
     figure = Figure(figsize=(max(2.6 * columns, 5.0), 2.75 * rows + 0.4), layout='constrained')
     panels = [figure.add_subplot(rows, columns, i + 1) for i in range(len(names))]
+    labels = layer_labels(names)
     for i, (name, axes) in enumerate(zip(names, panels)):
-        axes.set_title(layer_label(name))
+        axes.set_title(labels[name])
         if i + columns >= len(names):
             axes.set_xlabel('column shift')
         if i % columns == 0:

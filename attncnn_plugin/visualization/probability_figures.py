@@ -9,7 +9,7 @@ from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from ..analysis.attention_maps import layer_label
+from ..analysis.attention_maps import layer_labels
 from ..analysis.head_centers import query_index
 from .style import MAP_COLORS, styled
 
@@ -61,11 +61,12 @@ def plot_attention_probs(
     if image is not None:
         name, first = next(iter(maps.items()))
         _draw_image(figure.add_subplot(grid[:, :2]), image, *places[name], *first.shape[1:])
+    labels = layer_labels(maps)
     shown = None
     for line, (name, layer) in enumerate(maps.items()):
         number_of = (numbers or {}).get(name, range(len(layer)))
         panels = [figure.add_subplot(grid[line, place + left]) for place in range(max(len(layer), 1))]
-        panels[0].set_ylabel(layer_label(name))
+        panels[0].set_ylabel(labels[name])
         if not len(layer):
             panels[0].set(xticks=[], yticks=[], title='no heads')
         for axes, head in zip(panels, _by_locality(layer, *places[name])):

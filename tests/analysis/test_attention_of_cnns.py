@@ -1,6 +1,5 @@
 """Heads of CNNs whose convolutions became attention: layers of different grids, with fewer queries than keys."""
 
-import numpy as np
 import pytest
 import torch
 from helpers.convolutions import joined
@@ -16,7 +15,6 @@ from attncnn_plugin.analysis import (
     query_of,
 )
 from attncnn_plugin.convert import conv_to_mhsa
-from attncnn_plugin.explorer import explorer_page
 
 SIZES = [(8, 10), (8, 10), (4, 5)]
 
@@ -61,11 +59,6 @@ def test_maps_of_images(content, window_size, images):
         x = layer(x)
     for name, mean in mean_attention_probs_of(model, images, batch_size=2).items():
         assert torch.allclose(mean, probs[name].mean(0), atol=1e-6)
-
-
-def test_the_explorer_shows_grids_of_tokens_alone(images):
-    with pytest.raises(ValueError, match='0 is attention in the place of a convolution'):
-        explorer_page(hybrid('additive'), images, [np.zeros((8, 10, 3), np.uint8)] * 3)
 
 
 @pytest.mark.parametrize('content', [None, 'additive'])

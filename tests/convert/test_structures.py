@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -79,16 +80,48 @@ def test_attention_converts_the_kernels_of_a_state_dict(kind):
     assert all(torch.equal(value, ours.state_dict()[name]) for name, value in again.state_dict().items())
 
 
+@pytest.mark.parametrize('kind', KINDS)
+def test_attention_of_a_state_dict_converts_kernels_too(kind):
+    """The metadata of a state dict has the settings, in files too; where it is lost an error says so."""
+    theirs, cnn, file = attention(kind), small_cnn(seed=1), io.BytesIO()
+    torch.save(theirs.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    theirs.load_state_dict(cnn.state_dict())
+    for ours in (small_cnn(seed=2), attention('positions' if kind == 'windowed' else 'windowed')):
+        ours.load_state_dict(state)
+        ours.load_state_dict(cnn.state_dict())
+        assert kinds(ours) == kinds(theirs)
+        assert all(torch.equal(value, ours.state_dict()[name]) for name, value in theirs.state_dict().items())
+    lost = small_cnn(seed=2)
+    lost.load_state_dict(dict(state))
+    with pytest.raises(RuntimeError, match='does not say how it was converted: load the convolution into'):
+        lost.load_state_dict(cnn.state_dict())
+
+
+def test_settings_that_are_no_python_numbers():
+    model, fresh, file = small_cnn(), small_cnn(seed=1), io.BytesIO()
+    settings = dict(alpha=np.float64(6), content='additive', window_size=[5, 5], qk_dim=np.int64(3))
+    convs_to_attention(model, 'stage.1.conv1', **settings)
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    fresh.load_state_dict(small_cnn().state_dict())
+    assert relative_error(fresh(images()), model(images())) < 1e-12
+
+
 def test_fewer_heads_both_ways():
     model, x = small_cnn(), images()
     convs_to_attention(model, 'stage.*.conv1', num_heads=5)
+    model.stage[0].conv1.prune_heads([2])
     ours = small_cnn(seed=1)
     ours.load_state_dict(model.state_dict())
-    assert torch.equal(ours(x), model(x)) and ours.stage[0].conv1.num_heads == 5
-    model.load_state_dict(small_cnn(seed=1).state_dict())
+    assert torch.equal(ours(x), model(x)) and ours.stage[0].conv1.num_heads == 4
     expected = small_cnn(seed=1)
     convs_to_attention(expected, 'stage.*.conv1', num_heads=5)
-    assert relative_error(model(x), expected(x)) < 1e-9
+    for converted in (model, ours):
+        converted.load_state_dict(small_cnn(seed=1).state_dict())
+        assert relative_error(converted(x), expected(x)) < 1e-9 and converted.stage[0].conv1.num_heads == 5
 
 
 @pytest.mark.parametrize('kind', ['soft', 'gated', 'content table'])

@@ -7,6 +7,7 @@ from helpers.two_phases import EPOCHS, ITERATIONS, SWITCH, run, small_config
 from mmengine.hooks import EMAHook, Hook
 from mmengine.runner import Runner
 
+from attncnn_plugin.analysis import read_centers
 from attncnn_plugin.layers import ContentImageAttention, QuadraticImageAttention
 
 LAYER = 'backbone.layer4.0.conv1'
@@ -273,6 +274,34 @@ def test_heads_by_content_are_not_pruned(whole, repository, tmp_path):
     config.custom_hooks = [dict(type='HeadPruningHook', epochs=[1])]
     with pytest.raises(ValueError, match=f'what heads of {LAYER}, .* see depends on the image'):
         run(config)
+
+
+def test_pruning_refuses_attention_that_the_optimizer_does_not_have(whole, repository, tmp_path):
+    """A checkpoint of the second phase in a CNN, without the hook that turns it."""
+    for resume in (False, True):
+        changes = dict(load_from=str(whole[2] / f'epoch_{EPOCHS}.pth'), resume=resume)
+        config = config_of(repository, tmp_path / str(resume), **changes)
+        config.custom_hooks = [dict(type='HeadPruningHook')]
+        with pytest.raises(
+            ValueError, match=f"in the place of convolutions, {LAYER}, .*with phase='attn' of the backbone"
+        ):
+            run(config)
+
+
+def test_heads_are_shown_from_the_transition_on(repository, tmp_path):
+    """Before it there are no heads, which the log says once."""
+    config = one_epoch_of_attention(repository, tmp_path, log_level='INFO')
+    config.custom_hooks.append(dict(type='AttentionVisualizationHook', interval=1, num_images=2))
+    runner, _ = run(config)
+    pictures = sorted(path.stem for path in tmp_path.glob('*/vis_data/vis_image/*'))
+    assert pictures == [f'attention_{kind}_{SWITCH + 1}' for kind in ('centers', 'probs')]
+    centers = read_centers(tmp_path)
+    layers = [name for name, module in runner.model.named_modules() if isinstance(module, ContentImageAttention)]
+    assert LAYER in layers and list(centers) == layers
+    assert all(head[:, 0].tolist() == [SWITCH + 1] for layer in centers.values() for head in layer.values())
+    assert {len(layer) for layer in centers.values()} == {9}
+    log = next(tmp_path.glob('*/*.log')).read_text()
+    assert log.count('AttentionVisualizationHook has nothing to show before the convolutions turn into attention') == 1
 
 
 def test_heads_of_convolutions_do_not_begin_anew(repository, tmp_path):

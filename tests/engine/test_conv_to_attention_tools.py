@@ -82,18 +82,25 @@ def test_killed_and_resumed_right_after_loading(whole, folder):
     assert_equal(folder / 'zero_killed', folder / 'zero')
 
 
-def test_two_processes(whole, folder):
-    """Equal weights on both ranks, those of one process with the same batches; resumed in each phase."""
-    log = train_two(folder / 'batch4.py', folder / 'two')
+@pytest.mark.parametrize('norms', ['of a process', 'of all processes'])
+def test_two_processes(norms, whole, folder):
+    """Equal weights on both ranks, those of one process with the same batches; resumed in each phase.
+
+    The norms of all processes, ``sync_bn='torch'``, have fixed statistics here: on CPUs they have no others.
+    """
+    two = folder / f'two norms {norms}'
+    options = [] if norms == 'of a process' else ['--cfg-options', 'sync_bn=torch']
+    log = train_two(folder / 'batch4.py', two, *options)
     assert 'GPU number: 2' in log and TRANSITION in log and 'Epoch(val) [4]' in log
+    assert ('SyncBatchNorm(' in log) == bool(options)
     for rank in (0, 1):
-        assert_equal(folder / 'two', folder / 'two', rank, tolerance=0)
-        assert_equal(folder / 'two', whole, rank, tolerance=1e-5)
+        assert_equal(two, two, rank, tolerance=0)
+        assert_equal(two, whole, rank, tolerance=1e-5)
     for epoch in (1, 3):
-        again = folder / f'again{epoch}'
-        train_two(folder / 'batch4.py', again, '--resume', folder / f'two/epoch_{epoch}.pth')
+        again = folder / f'again{epoch} norms {norms}'
+        train_two(folder / 'batch4.py', again, '--resume', two / f'epoch_{epoch}.pth', *options)
         for rank in (0, 1):
-            assert_equal(again, folder / 'two', rank)
+            assert_equal(again, two, rank)
 
 
 @pytest.mark.parametrize('epoch', [SWITCH, EPOCHS])

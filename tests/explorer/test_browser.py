@@ -7,9 +7,11 @@ import pytest
 import torch
 from helpers.browser import Browser, missing_programs
 from helpers.explorer_pages import (
+    HYBRID_SIZE,
     content_model,
     gated_model,
     hard_model,
+    hybrid_model,
     images_of,
     one_block_model,
     page_of,
@@ -24,6 +26,7 @@ from attncnn_plugin.analysis import (
     attention_layers,
     attention_probs_of,
     content_only_probs_of,
+    grids_of,
     position_only_probs_of,
 )
 
@@ -171,6 +174,75 @@ def test_numbers_are_the_probabilities(name, browser, pages):
             else:
                 said, percent = (float(x) for x in re.fullmatch(r'(\S+) \((\S+)%\)', shown).groups())
                 assert 0.98 * error <= said <= 2.1 * error and relative <= percent / 100 + 1e-9 <= 2.1 * relative
+
+
+@pytest.fixture(scope='module', params=[dict(), dict(content='gated', alpha=0.5, window_size=5)])
+def hybrid(request, tmp_path_factory):
+    """Convolutions as attention by positions, and by content too."""
+    torch.manual_seed(0)
+    model, images = hybrid_model(**request.param), images_of(**HYBRID_SIZE)
+    path = tmp_path_factory.mktemp('hybrid') / 'page.html'
+    path.write_text(page_of(model, images), encoding='utf-8')
+    return model, images, path
+
+
+def test_layers_of_different_grids(hybrid, browser):
+    """Each of them shows its own query that is nearest to the chosen place, on its own grid."""
+    model, images, path = hybrid
+    browser.open(path)
+    layers = attention_layers(model)
+    sizes = grids_of(model, images)
+    assert browser.script('return [height, width]') == [12, 20]
+    for place in ((0, 0), (5, 13), (11, 19)):
+        for i, (name, layer) in enumerate(layers.items()):
+            browser.state(f'#image=1&layer={i}&head=3&part=both&query={place[0]},{place[1]}')
+            size = sizes[name]
+            # The middle of the pixel on the layer's grid, and the query nearest to it.
+            middle = [(at + 0.5) * n / whole - 0.5 for at, n, whole in zip(place, size, (12, 20))]
+            places = [layer.window.queries(axis, n) for axis, n in enumerate(size)]
+            row, column = (int((own - at).abs().argmin()) for own, at in zip(places, middle))
+            query = row * len(places[1]) + column
+            if layer.depends_on_content:
+                probs = attention_probs_of(model, images)[name][1, 3, query].double()
+            else:
+                probs = layer.attention_probs(size)[3, query].detach().double()
+            largest, error = divmod(int(probs.argmax()), size[1]), 0.02 * float(probs.max())
+            assert browser.text('query-place') == f'Row {places[0][row]}, column {places[1][column]}'
+            assert browser.text('map-title') == f'{name}, head 3'
+            assert browser.text('grid') == '{}×{} pixels, {}×{} queries.'.format(*size, *map(len, places))
+            tolerance = dict(abs=error if layer.depends_on_content else 1e-6, rel=5e-4)
+            assert browser.number('largest') == pytest.approx(float(probs.max()), **tolerance)
+            if float(probs.topk(2).values.diff().abs()) > 2 * error:
+                assert browser.text('largest-place') == f'({largest[0]}, {largest[1]})'
+            zeros = layer.window.padding_mode == 'zeros' and max(map(max, layer.window.padding)) > 0
+            assert (browser.text('total') != '') == zeros
+            if zeros:
+                assert browser.number('total') == pytest.approx(float(probs.sum()), **tolerance)
+    assert browser.logs()[0] == []
+
+
+def test_walk_over_different_grids(hybrid, browser):
+    """Arrow keys go from query to query of the layer; a pointer finds the nearest one; other layers follow."""
+    browser.open(hybrid[2], '#query=0,0&layer=0')
+    browser.press('#query', 'down', 'right', 'right')
+    assert browser.text('query-place') == 'Row 2, column 4'
+    browser.state('#query=2,4&layer=3')  # queries at rows 1 … 5 of 7, columns 1 … 4 of 6
+    assert browser.text('query-place') == 'Row 1, column 1'
+    browser.press('#query', *['down'] * 9, *['right'] * 9)
+    assert browser.text('query-place') == 'Row 5, column 4'
+    browser.press('#query', *['up'] * 2, 'left')
+    assert browser.text('query-place') == 'Row 3, column 3'
+    browser.press('#map', 'up')
+    assert browser.text('key-place') == '(2, 3)'
+    browser.at('map', 11, 19)
+    assert browser.text('key-place') == '(6, 5)'
+    browser.press('#query', 'escape')
+    browser.at('query', 0, 0, click=True)
+    assert browser.text('query-place') == 'Row 1, column 1' and locked(browser)
+    browser.at('query', 1, 1, click=True)  # the same query
+    assert not locked(browser)
+    images = [browser.image(f'#maps tbody tr:nth-of-type({row}) canvas') for row in (1, 2, 3, 4)]
+    assert len({image.shape for image in images}) == 1  # one picture in all of them
 
 
 def coloured(image, grid=(6, 10)):

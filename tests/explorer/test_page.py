@@ -5,11 +5,15 @@ import sys
 
 import numpy as np
 import pytest
+import timm
 import torch
+from helpers.convolutions import content_settings, convolutions, randomize
 from helpers.explorer_pages import (
+    HYBRID_SIZE,
     content_model,
     gated_model,
     hard_model,
+    hybrid_model,
     images_of,
     one_block_model,
     page_of,
@@ -22,7 +26,10 @@ from helpers.explorer_pages import (
 )
 from helpers.processes import run
 from helpers.small import SMALL, small_cmhsa, small_timm
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
+from torch import nn
 
 from attncnn_plugin.analysis import (
     attention_layers,
@@ -30,6 +37,7 @@ from attncnn_plugin.analysis import (
     content_only_probs_of,
     position_only_probs_of,
 )
+from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention
 from attncnn_plugin.explorer import explorer_page
 
 QUADRATIC = ['quadratic', 'generalized']
@@ -145,6 +153,93 @@ def test_parts_share_their_arrays(make, terms):
         assert len(layer['token_arrays']) == 1
 
 
+HYBRIDS = {
+    'position': dict(),
+    'tables': dict(num_heads=4),
+    'additive': dict(content='additive', alpha=0.5),
+    'gated': dict(content='gated', alpha=0.5),
+    'neighbourhoods': dict(content='gated', alpha=0.5, window_size=5),
+    'tables and content': dict(content='additive', num_heads=4),
+}
+
+
+@pytest.mark.parametrize('name', HYBRIDS)
+def test_each_layer_has_its_grid(name):
+    """Convolutions with strides, dilation, groups, even kernels and every padding, as attention."""
+    torch.manual_seed(0)
+    model, images = hybrid_model(**HYBRIDS[name]), images_of(2, **HYBRID_SIZE)
+    content = unpack(page_of(model, images))
+    assert content['grid'] == [12, 20]
+    assert [layer['grid'] for layer in content['layers']] == [[12, 20], [6, 10], [6, 10], [7, 6]]
+    assert [[len(layer['queries'][axis]) for axis in ('rows', 'columns')] for layer in content['layers']] == [
+        [6, 10],
+        [6, 10],
+        [7, 6],
+        [5, 4],
+    ]
+    assert [layer['label'] for layer in content['layers']] == ['0', '2', '4', '6']
+    for i, (key, layer) in enumerate(attention_layers(model).items()):
+        parts = content['layers'][i]['parts']
+        if 'content' not in HYBRIDS[name]:
+            assert list(parts) == ['position'] and max(parts['position']['errors']) <= 1e-5
+            expected = layer.attention_probs(content['layers'][i]['grid'])
+            assert (probs_in(content, i, 'position') - expected).abs().max() <= 1e-6
+            continue
+        assert list(parts) == ['position', 'content', 'both']
+        for part, probs_of in EXPECTED.items():
+            said = torch.tensor(parts[part]['errors'])
+            expected = probs_of(model, images)[key]
+            errors = torch.stack(
+                [relative_errors(probs_in(content, i, part, image), expected[image]) for image in range(2)]
+            ).amax(0)
+            assert said.max() <= (1e-5 if part == 'position' else 0.02)
+            assert (errors <= said + 1e-5).all() and (errors >= said * 0.7 - 1e-5).all()
+
+
+@st.composite
+def attention_for_images(draw):
+    """Any convolution of images as attention, with heads anywhere, and images."""
+    conv, shape = draw(convolutions((2,)))
+    settings = draw(st.none() | content_settings(conv)) or {}
+    heads = draw(st.none() | st.integers(1, conv.kernel_size[0] * conv.kernel_size[1]))
+    if settings.get('position') != 'gaussian':
+        settings['num_heads'] = heads
+    attention = conv_to_mhsa(conv, **settings)[0]
+    randomize(attention, draw(st.integers(0, 99)))
+    return attention, torch.randn(shape, dtype=torch.float64)
+
+
+@given(attention_for_images())
+def test_any_convolution(case):
+    layer, images = case
+    content = unpack(explorer_page(nn.Sequential(layer), images, [np.zeros((2, 2), np.uint8)] * len(images)))
+    for part, entry in content['layers'][0]['parts'].items():
+        for image in range(len(images)):
+            if layer.depends_on_content:
+                expected = EXPECTED[part](nn.Sequential(layer), images)['0'][image]
+            else:
+                expected = layer.attention_probs(images.shape[2:])
+            found = probs_in(content, 0, part, image)
+            assert (found - expected).abs().max() <= max(entry['errors']) + 1e-6 <= 0.05
+
+
+def test_layers_of_a_cnn(tmp_path):
+    """A fresh model that has loaded the state dict of one with attention; names where labels would be alike."""
+    model = timm.create_model('convnext_atto', num_classes=3, depths=(1, 1, 2, 2), dims=(4, 4, 8, 8)).eval()
+    convs_to_attention(model, 'stages.3.*conv_dw')
+    fresh = timm.create_model('convnext_atto', num_classes=3, depths=(1, 1, 2, 2), dims=(4, 4, 8, 8)).eval()
+    fresh.load_state_dict(model.state_dict())
+    images = images_of(1, size=96)
+    content = unpack(page_of(fresh, images))
+    assert [layer['label'] for layer in content['layers']] == ['block 0', 'block 1']
+    for i, layer in enumerate(attention_layers(fresh).values()):
+        assert content['layers'][i]['grid'] == [3, 3] and content['layers'][i]['heads'] == 49
+        assert (probs_in(content, i, 'position') - layer.attention_probs((3, 3))).abs().max() <= 1e-6
+    convs_to_attention(model, 'stages.2.*conv_dw')
+    labels = [layer['label'] for layer in unpack(page_of(model, images))['layers']]
+    assert labels == [f'stages.{stage}.blocks.{block}.conv_dw' for stage in (2, 3) for block in (0, 1)]
+
+
 def test_images_share_the_matrices():
     model = content_model(embed_dim=32)
     one, two, three = (len(page_of(model, images_of(count)).encode()) for count in (1, 2, 3))
@@ -180,6 +275,7 @@ def test_many_tokens():
 MEMORY = """
 import resource, numpy, timm, torch
 import attncnn_plugin
+from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention
 from attncnn_plugin.explorer import explorer_page
 
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -274,6 +370,15 @@ def test_errors():
         page_of(model, images_of(size=80))
     with pytest.raises(ValueError, match='33x33 tokens, more than the 1024'):
         page_of(content_model(img_size=66), images_of(size=66))
+    with pytest.raises(ValueError, match='34x34 tokens in 2, more than the 1024'):
+        page_of(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), conv_to_mhsa(nn.Conv2d(4, 4, 3))[0]), images_of(size=34))
+    along = nn.Sequential(nn.Flatten(2), conv_to_mhsa(nn.Conv1d(3, 4, 3))[0])
+    with pytest.raises(ValueError, match='1 is attention along 1 axes'):
+        page_of(along, images)
+    model.other = conv_to_mhsa(nn.Conv2d(4, 4, 3))[0]
+    with pytest.raises(ValueError, match='other is attention that the model does not run'):
+        page_of(model, images)
+    del model.other
     with pytest.raises(ValueError, match='blocks.0.attn are not finite'):
         page_of(content_model(), images * float('inf'))
     with torch.no_grad():

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
+from attncnn_plugin.explorer.layer_grid import LayerGrid
 from attncnn_plugin.explorer.position_terms import gaussian_shift_scores, position_term
 from attncnn_plugin.explorer.stream import Quantized, pack
 from attncnn_plugin.explorer.token_terms import quantize, token_scores, token_terms
@@ -21,6 +22,7 @@ from attncnn_plugin.layers import (
 from attncnn_plugin.layers.shifts import at_grid_shifts
 
 SIZE = (3, 5)
+GRID = LayerGrid.of_tokens(SIZE)
 
 
 def centered(scores):
@@ -46,14 +48,14 @@ def patch_layer(dim=8):
 def errors_of(layer, inputs, error):
     """The errors of all scores by tokens of a layer that are to have some error, ``(images, N_h, N, N)``."""
     errors = []
-    for group in token_terms(layer, inputs):
+    for group in token_terms(layer, inputs, GRID):
         arrays = {name: torch.from_numpy(array.rounded) for name, array in group.quantized(error).items()}
         terms = {'matrices': 'encoded_products' if group.encodes else 'products', 'row_shifts': 'query_axes'}
         for image in range(group.images):
             x = inputs[len(errors)][None]
             own = layer.content_scores(x) if isinstance(layer, PatchAttention) else layer.attention_scores(x)
             found = [
-                sum(token_scores(term, arrays, head, image, SIZE) for array, term in terms.items() if array in arrays)
+                sum(token_scores(term, arrays, head, image, GRID) for array, term in terms.items() if array in arrays)
                 for head in range(3)
             ]
             errors.append(centered(torch.stack(found)) - centered(own[0]))
@@ -75,7 +77,7 @@ LAYERS = {
 def test_scores_by_tokens(name, dim, images, groups):
     """They are those of the layer, whether images share the matrices or, being few tokens of many channels, do not."""
     layer, inputs = LAYERS[name](dim), torch.randn(images, *SIZE, dim) + 1
-    assert len(token_terms(layer, inputs)) == groups
+    assert len(token_terms(layer, inputs, GRID)) == groups
     scale = layer.attention_scores(inputs).abs().max()
     assert errors_of(layer, inputs, 1e-7).abs().max() <= 1e-5 * scale
 
@@ -126,7 +128,7 @@ def test_numbers_too_large_for_their_steps_take_larger_ones():
 def test_layer_without_scores_of_content_takes_no_bits():
     layer = patch_layer()
     torch.nn.init.zeros_(layer.query.weight)
-    arrays = token_terms(layer, torch.randn(2, *SIZE, 8))[0].quantized(1e-3)
+    arrays = token_terms(layer, torch.randn(2, *SIZE, 8), GRID)[0].quantized(1e-3)
     assert all((array.whole == 0).all() for array in arrays.values())
 
 
@@ -142,7 +144,7 @@ def test_scores_by_position(height, width, heads, by_shift):
     if not by_shift:
         assert term.name == 'axes'
     for head in range(heads):
-        assert (term.scores(head, size).softmax(-1) - scores[head].softmax(-1)).abs().max() <= 1e-6
+        assert (term.scores(head, LayerGrid.of_tokens(size)).softmax(-1) - scores[head].softmax(-1)).abs().max() <= 1e-6
 
 
 def test_scores_by_position_without_a_rule():

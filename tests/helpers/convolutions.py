@@ -51,3 +51,23 @@ def joined(layer, probs, x):
     probs = probs.expand(len(x), *probs.shape[-3:])
     output = torch.einsum('hoc,bhqk,bck->boq', matrices, probs, x.flatten(2))
     return output if layer.value.bias is None else output + layer.value.bias[:, None]
+
+
+@st.composite
+def content_settings(draw, conv):
+    """Content, position and a neighbourhood that holds the kernel of a convolution."""
+    content, position = draw(st.sampled_from(['additive', 'gated'])), draw(st.sampled_from(['gaussian', 'table']))
+    reach = [-(-d * (k - 1) // 2) for d, k in zip(conv.dilation, conv.kernel_size)]
+    window_size = draw(st.none() | st.just([2 * (n + draw(st.integers(0, 2))) + 1 for n in reach]))
+    return dict(content=content, position=position, window_size=window_size, qk_dim=draw(st.integers(1, 5)))
+
+
+def randomize(attention, seed=0):
+    """Heads anywhere, of any width, that look at content."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in attention.named_parameters():
+            if name == 'encoding.center':
+                parameter.add_(torch.randn(parameter.shape, generator=generator))
+            elif not name.startswith('value.'):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))

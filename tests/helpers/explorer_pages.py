@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from attncnn_plugin.analysis import attention_layers
+from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.explorer import explorer_page
 
 from .small import small_cmhsa, small_timm
@@ -81,6 +82,41 @@ def patch_model(**kwargs):
     return model
 
 
+HYBRID_SIZE = dict(size=12, width=20)
+HYBRID_CONVS = (
+    dict(in_channels=3, out_channels=6, kernel_size=3, stride=2, padding=1),
+    dict(
+        in_channels=6,
+        out_channels=6,
+        kernel_size=3,
+        padding=2,
+        dilation=2,
+        groups=3,
+        padding_mode='reflect',
+        bias=False,
+    ),
+    dict(in_channels=6, out_channels=8, kernel_size=(2, 4), stride=(1, 2), padding=(1, 2), padding_mode='circular'),
+    dict(in_channels=8, out_channels=4, kernel_size=3),
+)
+
+
+def hybrid_model(num_heads=None, sharpness=1.0, **settings):
+    """Convolutions of several kinds as attention: 12x20 pixels to 6x10, 7x6 and 5x4; heads as after training."""
+    layers = []
+    for options in HYBRID_CONVS:
+        layer, _ = conv_to_mhsa(torch.nn.Conv2d(**options), num_heads, **settings)
+        with torch.no_grad():
+            for name, parameter in layer.named_parameters():
+                if name.startswith(('query', 'key')):
+                    parameter.normal_(std=sharpness)
+                elif name in ('encoding.center', 'encoding.weight'):
+                    parameter.add_(torch.randn_like(parameter))
+                elif name == 'gate':
+                    parameter.copy_(torch.linspace(-2, 2, len(parameter)))
+        layers += [layer, torch.nn.Tanh()]
+    return torch.nn.Sequential(*layers).eval()
+
+
 def unpack(page):
     """The header of a page, with arrays in place of their descriptions."""
     return unpack_data(base64.b64decode(re.search(r'id="data">([^<]*)<', page)[1]))
@@ -110,12 +146,20 @@ def unpack_data(packed):
 
 
 def probs_in(content, layer, part, image=0):
-    """The probabilities of a layer in the header of a page, ``(N_h, H*W, H*W)``, float64."""
-    (height, width), images = content['grid'], len(content['names'])
-    layer = content['layers'][layer]
-    row, column = np.divmod(np.arange(height * width), width)
-    heads, down, right = np.ix_(range(layer['heads']), range(height * width), range(height * width))
-    rows, columns = row[right] - row[down], column[right] - column[down]  # δ = k − q
+    """The probabilities of a layer in the header of a page, ``(N_h, queries, H*W)``, float64."""
+    images, layer = len(content['names']), content['layers'][layer]
+    (height, width), source = layer['grid'], layer['keys']['source'].astype(int)
+    rows, columns = (np.array(layer['queries'][axis]) for axis in ('rows', 'columns'))
+    i, j = np.divmod(np.arange(len(rows) * len(columns)), len(columns))
+    k1, k2 = np.divmod(np.arange(source.size), source.shape[1])
+    # δ = k − q, and the pixels that queries and keys are
+    down, right = (
+        k[None] + start - at[n][:, None]
+        for k, start, at, n in zip((k1, k2), layer['keys']['start'], (rows, columns), (i, j))
+    )
+    at_queries = source[rows[i] - layer['keys']['start'][0], columns[j] - layer['keys']['start'][1]]
+    hidden = (abs(down) > layer['keys']['reach'][0]) | (abs(right) > layer['keys']['reach'][1])
+    heads = np.arange(layer['heads'])[:, None, None]
     arrays = {**layer['arrays']}
     if layer['token_arrays']:
         shared = len(layer['token_arrays']) == 1
@@ -124,27 +168,33 @@ def probs_in(content, layer, part, image=0):
 
         def token(place):
             tokens = arrays['tokens'][:, place]
-            return np.concatenate([np.ones_like(tokens[:1]), tokens]), tokens
+            queries = tokens[:, at_queries]
+            return np.concatenate([np.ones_like(queries[:1]), queries]), tokens
 
     def term(name):
         if name == 'axes':
-            return arrays['rows'][heads, row[down], row[right]] + arrays['columns'][heads, column[down], column[right]]
+            return arrays['rows'][heads, i[:, None], k1] + arrays['columns'][heads, j[:, None], k2]
         if name == 'shifts':
-            return arrays['shifts'][heads, rows + height - 1, columns + width - 1]
+            table = arrays['shifts']
+            row, column = (np.where(hidden, 0, shift + n // 2) for shift, n in zip((down, right), table.shape[1:]))
+            return table[heads, row, column]
         if name == 'query_axes':
             query, _ = token(place)
             by_row, by_column = (
                 np.einsum('iq,ihs->hqs', query, arrays[key]) for key in ('row_shifts', 'column_shifts')
             )
-            return by_row[heads, down, rows + height - 1] + by_column[heads, down, columns + width - 1]
+            number = np.arange(len(i))[:, None]
+            return by_row[heads, number, down + height - 1] + by_column[heads, number, right + width - 1]
         assert name in ('products', 'encoded_products')
         query, key = token(place + (images if shared else 1) * (name == 'encoded_products'))
-        return np.einsum('iq,ihj,jk->hqk', query, arrays['matrices'], key, optimize=True)
+        scores = np.einsum('iq,ihj,jk->hqk', query, arrays['matrices'], key, optimize=True)
+        return scores[:, :, source.flatten()]
 
     def softmax(part):
-        scores = sum(term(name) for name in part['terms'])
+        scores = np.where(hidden, -np.inf, sum(term(name) for name in part['terms']))
         probs = np.exp(scores - scores.max(-1, keepdims=True))
-        return probs / probs.sum(-1, keepdims=True)
+        probs /= probs.sum(-1, keepdims=True)
+        return np.stack([probs[..., source.flatten() == pixel].sum(-1) for pixel in range(height * width)], axis=-1)
 
     parts, part = layer['parts'], layer['parts'][part]
     if 'shares' in part:

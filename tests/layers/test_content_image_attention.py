@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.convolutions import convolutions, joined, relative_error
+from helpers.convolutions import content_settings, convolutions, joined, randomize, relative_error
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -19,29 +19,9 @@ from attncnn_plugin.layers import follow_state_dict
 
 
 @st.composite
-def settings(draw, conv, shape):
-    """Content, position and a neighbourhood that holds the kernel of a convolution."""
-    content, position = draw(st.sampled_from(['additive', 'gated'])), draw(st.sampled_from(['gaussian', 'table']))
-    reach = [-(-d * (k - 1) // 2) for d, k in zip(conv.dilation, conv.kernel_size)]
-    window_size = draw(st.none() | st.just([2 * (n + draw(st.integers(0, 2))) + 1 for n in reach]))
-    return dict(content=content, position=position, window_size=window_size, qk_dim=draw(st.integers(1, 5)))
-
-
-@st.composite
 def cases(draw):
     conv, shape = draw(convolutions())
-    return conv, shape, draw(settings(conv, shape))
-
-
-def randomize(attention, seed=0):
-    """Heads anywhere, of any width, that look at content."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in attention.named_parameters():
-            if name == 'encoding.center':
-                parameter.add_(torch.randn(parameter.shape, generator=generator))
-            elif not name.startswith('value.'):
-                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return conv, shape, draw(content_settings(conv))
 
 
 def probabilities(attention, x):
@@ -306,7 +286,7 @@ class TestUses:
 
     def test_parts_of_the_scores(self, attention, x):
         content, position = attention.content_scores(x), attention.position_scores(x)
-        assert content.shape == (2, attention.num_heads, 20, 72) and position.shape == (2, attention.num_heads, 20, 73)
+        assert content.shape == position.shape == (2, attention.num_heads, 20, 73)
         assert torch.allclose(position[0].exp()[..., :-1], attention.position_probs((9, 8)), atol=1e-6)
         with pytest.raises(ValueError, match='depend on the input x'):
             attention.attention_probs((9, 8))

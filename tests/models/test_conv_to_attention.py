@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.convolutions import relative_error
 from mmengine.config import Config
-from mmengine.model import ExponentialMovingAverage
+from mmengine.model import ExponentialMovingAverage, convert_sync_batchnorm, revert_sync_batchnorm
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DefaultScope
 from mmengine.runner import load_checkpoint
@@ -17,6 +17,7 @@ from mmpretrain.registry import MODELS
 from test_cuda_without_gpu import CUDA, on_fake_cuda
 from test_cuda_without_gpu import pytestmark as needs_fake_cuda
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from attncnn_plugin.layers import ImageAttention, follow_state_dict
 
@@ -229,6 +230,33 @@ def test_trains(phase):
     for name in names:
         key = f'layer4.0.conv2.{name}'
         assert not torch.equal(model.state_dict()[key], before[key]), key
+
+
+@pytest.mark.parametrize('content', [None, 'additive'])
+def test_batch_norms_of_several_processes(content, tmp_path):
+    """``sync_bn='torch'`` puts other norms in the place of those in the model, again at each new wrapper."""
+    _, model = pair(RESNET, STAGE, content=content)
+    model.eval()
+    x, keys = images(), list(model.state_dict())
+    with torch.no_grad():
+        expected = model(x)[-1]
+    model = convert_sync_batchnorm(model, 'torch')
+    assert list(model.state_dict()) == keys and model.phase == 'conv'
+    model.to_attention()
+    parameters = list(model.parameters())
+    model = convert_sync_batchnorm(model, 'torch')
+    assert model.phase == 'attn' and all(a is b for a, b in zip(model.parameters(), parameters))
+    assert {type(m) for m in model.modules() if isinstance(m, _BatchNorm)} == {nn.SyncBatchNorm}
+    torch.save(model.state_dict(), tmp_path / 'model.pth')
+    one_process = build(content=content).eval()
+    load_checkpoint(one_process, str(tmp_path / 'model.pth'), strict=True)
+    for other in (model, copy.deepcopy(model), one_process, revert_sync_batchnorm(model)):
+        with torch.no_grad():
+            assert attention_names(other) and relative_error(other(x)[-1], expected) < 1e-4
+    with pytest.raises(RuntimeError, match="in phase='attn' already"):
+        model.to_attention()
+    model.load_state_dict(build().state_dict())  # a CNN's
+    assert model.phase == 'attn'
 
 
 def test_building_draws_no_random_numbers():

@@ -30,7 +30,8 @@ class AttentionVisualizationHook(Hook):
     :func:`~attncnn_plugin.visualization.plot_center_movement` draws the way of the centres.
 
     A head keeps its number when others are pruned. Attention that depends on content is shown as its mean over some
-    images of the validation set, or of the training set if there is none. A CMHSA has attention from its transition on.
+    images of the validation set, or of the training set if there is none. A CMHSA and a
+    ConvToAttention have attention from their transition on.
     The weights shown are those in training, not their average by an ``EMAHook``.
 
     The training is the same with this hook and without it: it draws no random numbers, and all modules stay in their
@@ -78,6 +79,10 @@ class AttentionVisualizationHook(Hook):
 
         with random_numbers_kept():
             self._images = self._some_images(runner)
+        if not attention_layers(model):
+            runner.logger.info(
+                'AttentionVisualizationHook has nothing to show before the convolutions turn into attention'
+            )
         self._show(runner, runner.epoch, draw=True)
 
     @master_only

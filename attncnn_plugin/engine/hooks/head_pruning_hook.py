@@ -1,7 +1,7 @@
 """Degenerate heads removed, or drawn anew, while a model is trained (Cordonnier et al. 2020 (C20), appendix E)."""
 
 import itertools
-from typing import Dict, Iterator, List, Optional, Sequence, Union
+from typing import Dict, Iterator, List, Optional, Sequence, Set, Union
 
 import torch
 from mmengine.dist import all_reduce, broadcast_object_list
@@ -165,11 +165,17 @@ class HeadPruningHook(Hook):
             self._remove(runner, model, heads, reports, means)
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
-        """Takes the structure of a checkpoint, and the schedulers that it was saved with."""
+        """Takes the structure of a checkpoint, and the schedulers that it was saved with.
+
+        Raises:
+            ValueError: The checkpoint has attention where the model has convolutions.
+        """
         if not isinstance(runner.optim_wrapper, OptimWrapper):
             return  # no training: the model follows its checkpoint by itself
-        state_dict = checkpoint['state_dict']
-        changed = follow_state_dict(unwrapped(runner.model), state_dict)
+        state_dict, model = checkpoint['state_dict'], unwrapped(runner.model)
+        before = set(model.parameters())
+        changed = follow_state_dict(model, state_dict)
+        self._check_parameters(model, before)
         for averaged in averaged_models(runner):
             changed |= follow_state_dict(averaged.module, state_dict)
         if changed:
@@ -177,6 +183,21 @@ class HeadPruningHook(Hook):
         info = checkpoint.get('message_hub', {}).get('runtime_info', {})
         if is_resumed(runner) and info.get('heads_pruned') and self.param_scheduler is not None:
             self._replace_schedulers(runner, runner.max_epochs)
+
+    @staticmethod
+    def _check_parameters(model: nn.Module, known: Set[nn.Parameter]) -> None:
+        """Refuses a model that has other parameters than those that the optimizer was built with."""
+        new = [
+            name
+            for name, layer in model.named_modules()
+            if isinstance(layer, PrunableHeads) and not known.issuperset(layer.parameters())
+        ]
+        if new:
+            raise ValueError(
+                f'the checkpoint has attention in the place of convolutions, {", ".join(new)}, whose parameters the '
+                "optimizer does not have: build the model with it, with phase='attn' of the backbone ConvToAttention, "
+                'or resume the run with the PhaseTransitionHook that it had'
+            )
 
     def _check(self, name: str, layer: PrunableHeads) -> None:
         """Refuses what cannot be done with a layer, whatever its weights are."""
