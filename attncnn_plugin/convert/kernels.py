@@ -40,8 +40,14 @@ def spectral_norms(conv: Convolution) -> Tensor:
 
 
 def block_norms(slices: Tensor, groups: int) -> Tensor:
-    """The spectral norm of each of N slices, ``(C_out, C_in/groups, N)``: the largest of its groups."""
-    return torch.linalg.matrix_norm(slices.unflatten(0, (groups, -1)), ord=2, dim=(1, 2)).amax(0)
+    """The spectral norm of each of N slices, ``(C_out, C_in/groups, N)``: the largest of its groups.
+
+    ‖W‖₂² is the largest eigenvalue of WWᵀ and of WᵀW, which take less time than the singular values of W.
+    """
+    blocks = slices.unflatten(0, (groups, -1)).movedim(-1, 0)  # (N, group, out, in)
+    if blocks.shape[-2] > blocks.shape[-1]:
+        blocks = blocks.mT
+    return torch.linalg.eigvalsh(blocks @ blocks.mT)[..., -1].clamp(min=0).sqrt().amax(1)
 
 
 def group_blocks(matrices: Tensor, groups: int) -> Tensor:

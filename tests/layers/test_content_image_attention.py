@@ -290,3 +290,17 @@ class TestUses:
         assert torch.allclose(position[0].exp()[..., :-1], attention.position_probs((9, 8)), atol=1e-6)
         with pytest.raises(ValueError, match='depend on the input x'):
             attention.attention_probs((9, 8))
+
+    def test_content_alone(self, attention, x):
+        """The heads of a layer whose positions are all alike, the keys that it sees besides."""
+        expected = copy.deepcopy(attention)
+        nn.init.zeros_(getattr(expected.encoding, 'sqrt_precision', getattr(expected.encoding, 'weight', None)))
+        if expected.gate is not None:
+            nn.init.constant_(expected.gate, -100)  # no position
+        content = attention.content_scores(x).exp()
+        assert torch.allclose(content, expected.attention_scores(x).exp(), atol=1e-6)
+        assert torch.allclose(content.sum(-1), torch.ones(()))
+        tokens = torch.randn(3, x.shape[1])
+        query, key = (linear(tokens).unflatten(1, (attention.num_heads, -1)) for linear in (attention.query, attention.key))
+        products = torch.einsum('qhd,khd->hqk', query, key) / attention.qk_dim**0.5
+        assert torch.allclose(attention.product_scores(tokens), products, atol=1e-5)
