@@ -262,13 +262,15 @@ class WindowImageAttention(PositionImageAttention):
 
     @property
     def reach(self) -> Tuple[int, ...]:
-        return tuple(self.window.shifts().abs().amax(0).tolist())
+        window = self.window
+        return tuple(d * (k - 1) - a for k, d, a in zip(window.kernel_size, window.dilation, window.anchor))
 
     def table_scores(self) -> Tensor:
         weight = at_least_float32(self.encoding.weight)
         table = weight.new_full((self.num_heads, *(2 * n + 1 for n in self.reach)), -math.inf)
-        index = self.window.shifts() + torch.tensor(self.reach)  # between the positions of a dilated kernel is nothing
-        table[(slice(None), *index.to(weight.device).unbind(-1))] = weight.flatten(1)
+        # Between the positions of a dilated kernel there is nothing.
+        places = (slice(n - a, None, d) for n, a, d in zip(self.reach, self.window.anchor, self.window.dilation))
+        table[(slice(None), *places)] = weight
         return table
 
     def _outputs(self, x: Tensor) -> Tensor:

@@ -402,6 +402,41 @@ def test_page_asks_for_nothing():
     assert not re.search(r'\b(src|href)=', page)
 
 
+def test_tool_on_a_cnn(repository, tmp_path):
+    """The config of a training in two phases, and a checkpoint of its second phase."""
+    pytest.importorskip('mmpretrain')
+    from mmengine.config import Config
+    from mmengine.registry import init_default_scope
+    from mmpretrain.registry import MODELS
+
+    narrow = {
+        'model.backbone.backbone.stem_channels': 4,
+        'model.backbone.backbone.base_channels': 4,
+        'model.head.in_channels': 32,
+    }
+    config = Config.fromfile(repository / 'configs/resnet18_to_attention_digits.py')
+    config.merge_from_dict({**narrow, 'model.backbone.phase': 'attn'})
+    init_default_scope('mmpretrain')
+    model = MODELS.build(config.model).eval()
+    torch.save(dict(state_dict=model.state_dict()), tmp_path / 'model.pth')
+    options = [f'{name}={value}' for name, value in narrow.items()]
+    run(
+        'python',
+        repository / 'tools/visualization/attention_explorer.py',
+        repository / 'configs/resnet18_to_attention_digits.py',
+        tmp_path / 'model.pth',
+        *('5', '--out', tmp_path / 'explorer.html', '--cfg-options', *options),
+        folder=tmp_path,
+    )
+    content = unpack((tmp_path / 'explorer.html').read_text(encoding='utf-8'))
+    layers = attention_layers(model)
+    assert [layer['name'] for layer in content['layers']] == list(layers)
+    for i, (name, layer) in enumerate(layers.items()):
+        assert tuple(content['layers'][i]['parts']) == ('position', 'content', 'both')
+        expected = layer.position_probs(content['layers'][i]['grid'])
+        assert (probs_in(content, i, 'position') - expected).abs().max() <= 1e-6
+
+
 def test_tool(repository, tmp_path):
     pytest.importorskip('mmpretrain')
     from mmengine.config import Config
