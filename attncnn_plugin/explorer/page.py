@@ -90,7 +90,7 @@ def _layer_scores(model: nn.Module, images: Tensor) -> List[LayerScores]:
         height, width = layer.grid_of(x)
         if height * width > MAX_TOKENS:
             raise ValueError(
-                f'images of {images.shape[2]}x{images.shape[3]} pixels have {height}x{width} tokens in {name}, more '
+                f'images of {images.shape[2]}x{images.shape[3]} pixels are, for {name}, {height}x{width} tokens, more '
                 f'than the {MAX_TOKENS} that a page can show: give smaller images'
             )
         inputs[name].append(x)

@@ -370,7 +370,7 @@ def test_errors():
         page_of(model, images_of(size=80))
     with pytest.raises(ValueError, match='33x33 tokens, more than the 1024'):
         page_of(content_model(img_size=66), images_of(size=66))
-    with pytest.raises(ValueError, match='34x34 tokens in 2, more than the 1024'):
+    with pytest.raises(ValueError, match='for 2, 34x34 tokens, more than the 1024'):
         page_of(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), conv_to_mhsa(nn.Conv2d(4, 4, 3))[0]), images_of(size=34))
     along = nn.Sequential(nn.Flatten(2), conv_to_mhsa(nn.Conv1d(3, 4, 3))[0])
     with pytest.raises(ValueError, match='1 is attention along 1 axes'):
