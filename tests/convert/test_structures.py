@@ -100,14 +100,14 @@ def test_attention_of_a_state_dict_converts_kernels_too(kind):
 
 
 def test_settings_that_are_no_python_numbers():
-    model, fresh, file = small_cnn(), small_cnn(seed=1), io.BytesIO()
+    model, fresh, file, x = small_cnn(), small_cnn(seed=1), io.BytesIO(), images()
     settings = dict(alpha=np.float64(6), content='additive', window_size=[5, 5], qk_dim=np.int64(3))
     convs_to_attention(model, 'stage.1.conv1', **settings)
     torch.save(model.state_dict(), file)
     file.seek(0)
     fresh.load_state_dict(torch.load(file, weights_only=True))
     fresh.load_state_dict(small_cnn().state_dict())
-    assert relative_error(fresh(images()), model(images())) < 1e-12
+    assert relative_error(fresh(x), model(x)) < 1e-12
 
 
 def test_fewer_heads_both_ways():

@@ -248,9 +248,10 @@ def test_batch_norms_of_several_processes(content, tmp_path):
     assert model.phase == 'attn' and all(a is b for a, b in zip(model.parameters(), parameters))
     assert {type(m) for m in model.modules() if isinstance(m, _BatchNorm)} == {nn.SyncBatchNorm}
     torch.save(model.state_dict(), tmp_path / 'model.pth')
-    one_process = build(content=content).eval()
+    one_process = build(content=content)
     load_checkpoint(one_process, str(tmp_path / 'model.pth'), strict=True)
-    for other in (model, copy.deepcopy(model), one_process, revert_sync_batchnorm(model)):
+    for other in (model, revert_sync_batchnorm(copy.deepcopy(model)), one_process):
+        other.eval()  # new norms are in training mode
         with torch.no_grad():
             assert attention_names(other) and relative_error(other(x)[-1], expected) < 1e-4
     with pytest.raises(RuntimeError, match="in phase='attn' already"):
