@@ -1,5 +1,6 @@
 """Heads of attention over pixels that depend on position alone (Cordonnier et al. 2020 (C20), Theorem 1)."""
 
+import copy
 import math
 from typing import Any, Dict, Tuple
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from ..layers.image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
 from ..layers.window import Window
 from .fewer_heads import LOWEST_SCORE, best_probs, best_weight, log_scores, relative_error, truncation_errors
-from .kernels import Convolution, flat_kernel, spectral_norms
+from .kernels import Convolution, flat_kernel
 from .report import ConversionReport
 from .soft_shifts import differences_from_shifts, pixels_around, relative_difference
 
@@ -109,8 +110,7 @@ def report_of_alpha(
         truncation_errors(flat)[len(flat) - 1].item(),
         alpha=alpha,
         deviation=deviation,
-        # ‖error_q‖ ≤ Σ_h ‖P_h[q, :] − e_h‖₁ ‖W^(h)‖₂, and what other pixels get the own one lacks: ‖·‖₁ ≤ 2·deviation.
-        output_bound=2 * deviation * spectral_norms(conv).sum().item() if deviation > 0 else 0.0,
+        conv=copy.deepcopy(conv) if deviation > 0 else None,
     )
 
 

@@ -4,8 +4,11 @@ Attention over pixels is that of Cordonnier et al. 2020 (C20), Theorem 1, attent
 (L21), Theorem 1. Gated attention is that of ConViT (d'Ascoli et al. 2021).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Optional, Tuple
+
+from .kernels import Convolution, spectral_norms
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,7 @@ class ConversionReport:
         deviation (float): With an ``alpha``, the largest share of a head that goes to other pixels than its own, which
             is the largest difference of a probability from that of the hard shift: at no pixel of any image is it
             exceeded.
-        output_bound (float): With an ``alpha``, the largest error of an output for an image of pixels of norm 1, at no
-            pixel of any image exceeded, but for rounding.
+        conv (nn.Module | None): The convolution as it was, where ``deviation`` is not 0: for :attr:`output_bound`.
     """
 
     num_heads: int
@@ -37,7 +39,19 @@ class ConversionReport:
     guarantee: float
     alpha: Optional[float] = None
     deviation: float = 0.0
-    output_bound: float = 0.0
+    conv: Optional[Convolution] = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def output_bound(self) -> float:
+        """With an ``alpha``, the largest error of an output for an image of pixels of norm 1.
+
+        At no pixel of any image it is exceeded, but for rounding. It takes as long as the rest of the conversion, so it
+        is computed when it is first asked for.
+        """
+        if self.conv is None:
+            return 0.0
+        # ‖error_q‖ ≤ Σ_h ‖P_h[q, :] − e_h‖₁ ‖W^(h)‖₂, and what other pixels get the own one lacks: ‖·‖₁ ≤ 2·deviation.
+        return 2 * self.deviation * spectral_norms(self.conv).sum().item()
 
     def __str__(self) -> str:
         if self.alpha is not None:

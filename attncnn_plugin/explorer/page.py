@@ -34,7 +34,8 @@ def explorer_page(
     """A page that shows where every head attends to from a pixel that is chosen.
 
     Probabilities that depend on position alone are exact up to 1e-6. Those that depend on an image are as fine as fits:
-    the page says how large their errors are.
+    the page says how large their errors are. Each layer shows its query that is nearest to the pixel; queries in the
+    padding of an image, which even kernels have, cannot be chosen.
 
     Args:
         model (nn.Module): A model with attention of this package: by position, by content, of patches, or in the place

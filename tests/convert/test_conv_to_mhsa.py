@@ -15,6 +15,7 @@ from timm.layers.std_conv import StdConv2dSame
 from torch import nn
 
 from attncnn_plugin.convert import conv_to_mhsa
+from attncnn_plugin.convert.kernels import kernel_matrix
 from attncnn_plugin.layers import QuadraticAttention
 
 
@@ -136,6 +137,16 @@ def test_heads_of_a_given_width(case, alpha):
     assert (probs - shifts).abs().max() <= report.deviation * (1 + 1e-9)
     error = (output - expected.flatten(2)).norm(dim=1).max()
     assert error <= report.output_bound * padded.flatten(2).norm(dim=1).max() + 1e-12
+
+
+@pytest.mark.parametrize('groups', [1, 2])
+def test_bound_of_outputs_is_that_of_the_kernel_as_it_was(groups):
+    conv = nn.Conv2d(4, 6, (3, 2), groups=groups, dtype=torch.float64)
+    expected = kernel_matrix(conv).svd().S[:, 0].sum().item()
+    report = conv_to_mhsa(conv, alpha=3)[1]
+    nn.init.zeros_(conv.weight)
+    assert report.output_bound == pytest.approx(2 * report.deviation * expected, rel=1e-12)
+    assert conv_to_mhsa(conv)[1].output_bound == 0 == conv_to_mhsa(conv, alpha=3)[1].output_bound
 
 
 @pytest.mark.parametrize('alpha', [0.5, 6.0, 46.0])
