@@ -340,7 +340,7 @@ function buildTable() {
     th.scope = 'row';
     th.title = layer.name;
     const [, block, rest] = /^(block )?(.*)$/.exec(layer.label);
-    th.append(textOf('span', block ? 'Block ' : '', 'wide'), rest);
+    th.append(textOf('span', block ? 'Block ' : '', 'wide'), rest.replaceAll('.', '.\u200b'));  // where a line may end
     row.append(th);
     return Array.from({length: layer.heads}, (_, h) => {
       const button = document.createElement('button'), canvas = document.createElement('canvas');
