@@ -44,10 +44,11 @@ def block_norms(slices: Tensor, groups: int) -> Tensor:
 
     ‖W‖₂² is the largest eigenvalue of WWᵀ and of WᵀW, which take less time than the singular values of W.
     """
-    blocks = slices.unflatten(0, (groups, -1)).movedim(-1, 0)  # (N, group, out, in)
+    scale = slices.abs().amax().clamp(min=torch.finfo(slices.dtype).tiny)  # squares neither overflow nor vanish
+    blocks = (slices / scale).unflatten(0, (groups, -1)).movedim(-1, 0)  # (N, group, out, in)
     if blocks.shape[-2] > blocks.shape[-1]:
         blocks = blocks.mT
-    return torch.linalg.eigvalsh(blocks @ blocks.mT)[..., -1].clamp(min=0).sqrt().amax(1)
+    return scale * torch.linalg.eigvalsh(blocks @ blocks.mT)[..., -1].clamp(min=0).sqrt().amax(1)
 
 
 def group_blocks(matrices: Tensor, groups: int) -> Tensor:
