@@ -37,6 +37,21 @@ custom_hooks = [
     dict(type='TestHook'),
 ]
 """
+# PyTorch wants such norms on GPUs, whether or not their statistics are fixed.
+SYNCED = """
+_base_ = 'batch4.py'
+custom_imports = dict(imports=['attncnn_plugin', 'test_hooks', 'norms_on_cpus'], allow_failed_imports=False)
+sync_bn = 'torch'
+"""
+NORMS_ON_CPUS = """
+from torch.nn import SyncBatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+def say(self, module):
+    print(sum(isinstance(part, SyncBatchNorm) for part in module.modules()), 'norms of all processes')
+
+DistributedDataParallel._passing_sync_batchnorm_handle = say
+"""
 TRANSITION = 'Transition at epoch 2:\nlayer           kernel  stride  heads'
 
 
@@ -44,6 +59,8 @@ TRANSITION = 'Transition at epoch 2:\nlayer           kernel  stride  heads'
 def folder(tmp_path_factory, repository):
     folder = tmp_path_factory.mktemp('cnn')
     (folder / 'test_hooks.py').write_text(HOOKS)
+    (folder / 'norms_on_cpus.py').write_text(NORMS_ON_CPUS)
+    (folder / 'synced.py').write_text(SYNCED)
     for batch_size in (8, 4):
         (folder / f'batch{batch_size}.py').write_text(
             CONFIG.format(base=repository / 'configs/resnet18_to_attention_digits.py', batch_size=batch_size)
@@ -89,16 +106,17 @@ def test_two_processes(norms, whole, folder):
     The norms of all processes, ``sync_bn='torch'``, have fixed statistics here: on CPUs they have no others.
     """
     two = folder / f'two norms {norms}'
-    options = [] if norms == 'of a process' else ['--cfg-options', 'sync_bn=torch']
-    log = train_two(folder / 'batch4.py', two, *options)
+    config = folder / ('batch4.py' if norms == 'of a process' else 'synced.py')
+    log = train_two(config, two)
     assert 'GPU number: 2' in log and TRANSITION in log and 'Epoch(val) [4]' in log
-    assert ('SyncBatchNorm(' in log) == bool(options)
+    if norms == 'of all processes':  # on both ranks, in each phase
+        assert log.count('20 norms of all processes') == 4
     for rank in (0, 1):
         assert_equal(two, two, rank, tolerance=0)
         assert_equal(two, whole, rank, tolerance=1e-5)
     for epoch in (1, 3):
         again = folder / f'again{epoch} norms {norms}'
-        train_two(folder / 'batch4.py', again, '--resume', two / f'epoch_{epoch}.pth', *options)
+        train_two(config, again, '--resume', two / f'epoch_{epoch}.pth')
         for rank in (0, 1):
             assert_equal(again, two, rank)
 
