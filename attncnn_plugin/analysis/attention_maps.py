@@ -207,8 +207,9 @@ def attention_probs_of(model: nn.Module, images: Tensor) -> Dict[str, Tensor]:
 def content_only_probs_of(model: nn.Module, images: Tensor) -> Dict[str, Tensor]:
     """As :func:`attention_probs_of`, by the terms without position, q·k and u·k of C20's eq. 8.
 
-    An absolute encoding, the position bias of CMHSA and its null key are left out too. A layer without such a term is
-    not in the result.
+    An absolute encoding, the position bias of CMHSA and its null key are left out too. In the place of a convolution
+    the keys are those that a query sees, the zeros of a padding too, so that rows can add up to less than 1. A layer
+    without such a term is not in the result.
 
     Examples:
         >>> import timm, attncnn_plugin
