@@ -155,7 +155,7 @@ def _visit_attention(model: nn.Module, images: Tensor, visit: Visit) -> None:
 
     with evaluating(network), ExitStack() as stack:
         for name, module in modules.items():
-            stack.enter_context(_visited(module, partial(visit_probs, name)))
+            stack.enter_context(visited_attention(module, partial(visit_probs, name)))
         network(images)
     for name, count in times.items():
         if count != 1:
@@ -227,7 +227,7 @@ def _computes_by_function(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _visited(module: Any, visit: Callable[[Tensor], None]) -> Iterator[None]:
+def visited_attention(module: Any, visit: Callable[[Tensor], None]) -> Iterator[None]:
     """Calls ``visit(probs)`` inside, whenever the attention is computed."""
     if _computes_by_function(module):
         function = module.scaled_dot_product_attention

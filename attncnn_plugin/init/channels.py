@@ -1,0 +1,106 @@
+"""Channels of the tokens that hold functions of the position and nothing else, in every block, at the start.
+
+What attention gets is LayerNorm(content + position). If nothing writes into some directions U of the tokens' space but
+the position embedding, then Uᵀ of that is p(k)·g, with the wanted functions p of the position k and g = 1/σ, LayerNorm's
+factor of the token, for all directions in U that are orthogonal to the ones, so that LayerNorm's mean is not in them.
+Content changes g alone. So U is taken out of the outputs of the patch embedding, of attention and of the MLP: a random
+map without some of its D directions, which training may use again.
+"""
+
+import math
+from typing import Any, List
+
+import torch
+from torch import Tensor
+
+from .parts import PREFIX_PARAMETERS, Attention, patch_projection, position_embedding, writers
+
+# Root mean square of the position functions over all channels of a token. That of the content is about 0.6 after a
+# default patch embedding of images of deviation 1.
+AMPLITUDE = 1.0
+
+
+class PositionChannels:
+    """Directions U of the tokens' space, cleared of all that a network writes into them.
+
+    Args:
+        network: The vision transformer; its patch embedding, prefix tokens and position embedding are changed.
+        attentions (list[Attention]): All attention of it; the maps that write into the tokens are changed.
+        number (int): Of directions.
+        generator (torch.Generator): Draws them.
+
+    Raises:
+        ValueError: A token has too few channels, or the maps that write into it are not found.
+    """
+
+    def __init__(self, network: Any, attentions: List[Attention], number: int, generator: torch.Generator) -> None:
+        weight = attentions[0].weight('q')
+        width = weight.shape[-1]
+        if width < 2 * number:
+            raise ValueError(
+                f'tokens of {width} channels are too narrow: {number} of them are to hold the position, and at least as '
+                'many the content'
+            )
+        ones = torch.ones(width, 1, dtype=torch.float64)
+        drawn = torch.randn(width, number, generator=generator, dtype=torch.float64)
+        self.directions = torch.linalg.qr(torch.cat([ones, drawn], 1))[0][:, 1:].to(weight.device)  # (D, number), U ⊥ 1
+        self.norm = AMPLITUDE * math.sqrt(width)
+        self.network = network
+        for module in writers(network, attentions):
+            self._clear(module.weight.data)
+            if module.bias is not None:
+                self._clear(module.bias.data)
+        for name in PREFIX_PARAMETERS:
+            token = getattr(network, name, None)
+            if token is not None:
+                token.data.copy_(self.cleared(token.data))
+
+    def _clear(self, weight: Tensor) -> None:
+        """W ← (I − UUᵀ)W of a weight ``(D, …)``."""
+        rows = self.cleared(weight.flatten(1).T if weight.ndim > 1 else weight[None])
+        weight.copy_((rows.T if weight.ndim > 1 else rows[0]).reshape(weight.shape))
+
+    def cleared(self, tokens: Tensor) -> Tensor:
+        """Tokens ``(…, D)`` without their part in U."""
+        u = self.directions
+        return (tokens.double() - (tokens.double() @ u) @ u.T).to(tokens)
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """Uᵀ of tokens ``(…, D)``: ``(…, number)``, float64."""
+        return tokens.double() @ self.directions
+
+    def hold(self, patches: Tensor, prefix: Tensor) -> None:
+        """Puts functions of the position into the embedding of patches, and constants into the prefix tokens.
+
+        Args:
+            patches (Tensor): ``(patches, number)``.
+            prefix (Tensor): ``(number,)``, the same for all prefix tokens.
+        """
+        rows = position_embedding(self.network, len(patches))
+        number = len(rows) - len(patches)
+        rows.copy_(self.cleared(rows))
+        rows[number:] += (patches @ self.directions.T).to(rows)
+        if number:
+            rows[:number] += (prefix @ self.directions.T).to(rows)
+            return
+        for name in PREFIX_PARAMETERS:  # tokens that have no position
+            token = getattr(self.network, name, None)
+            if token is not None:
+                token.data += (prefix @ self.directions.T).to(token)
+
+    def hold_constant(self) -> None:
+        """Puts a constant of norm ``norm`` into the first direction of every patch, by the patch embedding's bias.
+
+        Raises:
+            ValueError: The patch embedding has no bias.
+        """
+        projection = patch_projection(self.network)
+        if projection.bias is None:
+            raise ValueError(
+                f'the patch embedding of {type(self.network).__name__} has no bias: queries and keys that are the same '
+                'for all patches need it'
+            )
+        projection.bias.data += (self.norm * self.directions[:, 0]).to(projection.bias)
+        embedding = getattr(self.network, 'pos_embed', None)
+        if isinstance(embedding, torch.nn.Parameter):
+            embedding.data.copy_(self.cleared(embedding.data))
