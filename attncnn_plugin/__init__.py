@@ -12,7 +12,8 @@ Importing the package has these side effects:
 Where mmpretrain is installed, too:
 
 - mmpretrain's registries have its backbones, hooks, datasets and metrics; its model index has the shipped configs:
-  ``mmpretrain.get_model('sa_quadratic_cifar10')``; mmengine has the file backend ``'atomic'``.
+  ``mmpretrain.get_model('sa_quadratic_cifar10')``; mmengine has the file backend ``'atomic'`` and the initializer
+  ``'ConvolutionalHeads'``.
 - mmengine's function ``load_state_dict`` does so too.
 - PyTorch's list of names that are safe to load has the classes of the logs in mmengine's checkpoints.
 - mmengine's loader of local checkpoint files is :func:`~attncnn_plugin.utils.checkpoint_files.load_from_local`, which
@@ -25,7 +26,7 @@ All but the entries in registries is in :mod:`attncnn_plugin.utils.mmengine_patc
 import importlib
 import warnings
 
-from . import analysis, convert, layers, models, pruning
+from . import analysis, convert, init, layers, models, pruning
 from .layers import structure_loading
 from .utils.config_paths import config_path
 from .utils.frameworks import config_problem, has_mmpretrain, import_problem
@@ -33,7 +34,7 @@ from .version import __version__
 
 ON_DEMAND = ('apis', 'explorer', 'visualization')
 
-__all__ = ['__version__', 'analysis', 'config_path', 'convert', 'layers', 'models', 'pruning', *ON_DEMAND]
+__all__ = ['__version__', 'analysis', 'config_path', 'convert', 'init', 'layers', 'models', 'pruning', *ON_DEMAND]
 
 
 def __getattr__(name: str):
@@ -48,7 +49,7 @@ structure_loading.patch_load_state_dict()
 
 def _register_with_mmpretrain() -> None:
     from . import datasets, evaluation  # noqa: F401
-    from .engine import hooks, reliability  # noqa: F401
+    from .engine import hooks, initializers, reliability  # noqa: F401
     from .models import backbones  # noqa: F401
     from .utils.mmengine_patches import patch_load_state_dict, patch_mmengine
 

@@ -1,10 +1,10 @@
 """Channels of the tokens that hold functions of the position and nothing else, in every block, at the start.
 
-What attention gets is LayerNorm(content + position). If nothing writes into some directions U of the tokens' space but
-the position embedding, then Uᵀ of that is p(k)·g, with the wanted functions p of the position k and g = 1/σ, LayerNorm's
-factor of the token, for all directions in U that are orthogonal to the ones, so that LayerNorm's mean is not in them.
-Content changes g alone. So U is taken out of the outputs of the patch embedding, of attention and of the MLP: a random
-map without some of its D directions, which training may use again.
+What attention gets is LayerNorm(content + position). If nothing but the position embedding writes into some directions
+U of the tokens' space, all orthogonal to the ones, so that LayerNorm's mean is not in them, then Uᵀ of it is p(k)·g:
+the wanted functions p of the position k times LayerNorm's factor of the token, g = 1/σ. Content changes g alone. So U
+is taken out of the outputs of the patch embedding, of attention and of the MLP. They stay random maps to the other
+directions, and training may use those of U again.
 """
 
 import math
@@ -38,8 +38,8 @@ class PositionChannels:
         width = weight.shape[-1]
         if width < 2 * number:
             raise ValueError(
-                f'tokens of {width} channels are too narrow: {number} of them are to hold the position, and at least as '
-                'many the content'
+                f'tokens of {width} channels are too narrow: {number} of them are to hold the position, and at least '
+                'as many the content'
             )
         ones = torch.ones(width, 1, dtype=torch.float64)
         drawn = torch.randn(width, number, generator=generator, dtype=torch.float64)

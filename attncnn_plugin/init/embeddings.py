@@ -70,5 +70,3 @@ def embedding_grid(network: Any) -> Tuple[int, int]:
             f'many patches an image of {image_size(network)} pixels has'
         )
     return int(grid[0]), int(grid[1])
-
-

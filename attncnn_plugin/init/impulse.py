@@ -19,9 +19,7 @@ FACTOR_NORM = 7.0
 IMPULSE, NOISE, NOISE_DEVIATION = 1000.0, 3.0, 0.6
 
 
-def start_impulse(
-    network: Any, chosen: List[Tuple[Attention, Tensor]], size: Size, generator: torch.Generator
-) -> None:
+def start_impulse(network: Any, chosen: List[Tuple[Attention, Tensor]], size: Size, generator: torch.Generator) -> None:
     """Sets the embedding, and queries and keys of layers with the heads' shifts ``(N_h, 2)``."""
     patches = size[0] * size[1]
     rows = position_embedding(network, patches)
@@ -47,7 +45,8 @@ def start_impulse(
 def _impulses(shift: Tensor, size: Size) -> Tensor:
     """H[q, k] = 1 at k = q + Δ, where that is in the grid, ``(patches, patches)``."""
     rows, columns = (
-        torch.diag(torch.ones(n - abs(int(d)), dtype=torch.float64), int(d)) if abs(int(d)) < n
+        torch.diag(torch.ones(n - abs(int(d)), dtype=torch.float64), int(d))
+        if abs(int(d)) < n
         else torch.zeros(n, n, dtype=torch.float64)
         for n, d in zip(size, shift)
     )

@@ -16,9 +16,7 @@ Means = Dict[str, Tuple[Tensor, float]]
 
 
 @torch.no_grad()
-def measure(
-    network: Any, images: Tensor, wanted: List[Tuple[Attention, Size, Optional[Tensor]]]
-) -> Means:
+def measure(network: Any, images: Tensor, wanted: List[Tuple[Attention, Size, Optional[Tensor]]]) -> Means:
     """Total variation of the attention of patches among patches to a wanted one, and what they give to other tokens.
 
     Args:
@@ -57,9 +55,7 @@ def measure(
         for attention, size, scores in wanted:
             visit = partial(compare, attention.name, size, scores)
             stack.enter_context(visited_attention(attention.module, visit))
-            handle = attention.module.register_forward_pre_hook(
-                partial(keep_mask, attention.name), with_kwargs=True
-            )
+            handle = attention.module.register_forward_pre_hook(partial(keep_mask, attention.name), with_kwargs=True)
             stack.callback(handle.remove)
         network(images)
     return {name: values[0] for name, values in found.items()}

@@ -1,8 +1,8 @@
 """The start of Trockman and Kolter 2023, "Mimetic Initialization of Self-Attention Layers" (arXiv 2305.09828).
 
-W^Q W^Kᵀ ≈ α₁Z₁ + β₁I and W^V W^O ≈ α₂Z₂ − β₂I, with entries of Z from N(0, 1/D), α₁ = β₁ = 0.7 and α₂ = β₂ = 0.4, both by
-their singular value decomposition, of which a head's queries and keys have the first d parts; with sinusoidal position
-embeddings (section 3 of the paper).
+W^Q W^Kᵀ ≈ α₁Z₁ + β₁I and W^V W^O ≈ α₂Z₂ − β₂I, with entries of Z from N(0, 1/D), α₁ = β₁ = 0.7 and α₂ = β₂ = 0.4, both
+by their singular value decomposition, of which a head's queries and keys have the first d parts; with sinusoidal
+position embeddings.
 """
 
 import torch

@@ -99,11 +99,17 @@ def find_attention(model: nn.Module) -> List[Attention]:
     if not found:
         raise ValueError(
             f'model has a {type(network).__name__}, in which no module has num_heads, a linear map qkv (or q_proj, '
-            'k_proj and v_proj) and a linear map proj: the start is for the attention of timm\'s ViT, DeiT, BEiT, EVA, '
-            'DINOv3 and Swin, and of mmpretrain\'s VisionTransformer, BEiT and SwinTransformer'
+            "k_proj and v_proj) and a linear map proj: the start is for the attention of timm's ViT, DeiT, BEiT, EVA, "
+            "DINOv3 and Swin, and of mmpretrain's VisionTransformer, BEiT and SwinTransformer"
         )
     for attention in found:
         _check(attention)
+    for name, module in modules.items():  # a pooling by attention at the end is no part of a block
+        if '.' in name and hasattr(module, 'num_heads') and hasattr(module, 'proj') and not _has_maps(module):
+            raise ValueError(
+                f'{name} of a {type(network).__name__} is a {type(module).__name__} without a linear map qkv (or '
+                'q_proj, k_proj and v_proj): some blocks have attention that cannot be read'
+            )
     return found
 
 

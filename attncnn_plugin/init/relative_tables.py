@@ -1,7 +1,9 @@
 """Gaussian heads of relative position biases: b_δ = −α‖δ − Δ‖² (C20, eq. 9), exact.
 
 Queries are 0, so that the scores are the biases alone. Keys are random, so that queries learn: with both at 0 neither
-would have a gradient. Entries of a table for class tokens stay as they are.
+would have a gradient. Entries of a table for class tokens stay as they are. Where there are some, a constant is added
+to those of the patches: it changes nothing among patches, and leaves class tokens the share of about 1/N that they have
+in uniform attention.
 """
 
 from typing import Any, Optional
@@ -9,8 +11,9 @@ from typing import Any, Optional
 import torch
 from torch import Tensor, nn
 
+from ..layers.shifts import at_grid_shifts
 from .parts import Attention
-from .shifts import gaussian_scores, squared_distances
+from .shifts import Size, log_share_of_peak, squared_distances
 
 SHARED = ('shared_rel_pos', 'rel_pos_bias')
 
@@ -46,14 +49,21 @@ def start_relative(bias: Any, attention: Attention, shifts: Tensor, alpha: float
     else:
         raise ValueError(
             f'the position bias of {attention.name}, a {type(bias).__name__}, has neither a table '
-            '(shifts, heads) nor an MLP with outputs of any size: it cannot be −α‖δ − Δ‖². A bounded one is that of Swin v2'
+            '(shifts, heads) nor an MLP whose outputs are not bounded: it cannot be −α‖δ − Δ‖²'
         )
     attention.set_queries_and_keys(torch.zeros_like(attention.weight('q')), attention.weight('k').clone())
 
 
-def window_of(bias: Any) -> Any:
+def window_of(bias: Any) -> Size:
     """Height and width of the window, or of the whole grid, for which a bias is."""
-    return tuple(int(n) for n in bias.window_size)
+    height, width = bias.window_size
+    return int(height), int(width)
+
+
+def _wanted(shifts: Tensor, alpha: float, size: Size, has_prefix: bool) -> Tensor:
+    """b_δ, ``(N_h, 2·height − 1, 2·width − 1)``, float64."""
+    constant = log_share_of_peak(alpha, size[0] * size[1]) if has_prefix else 0.0
+    return constant - alpha * squared_distances(shifts, size)
 
 
 def _set_table(bias: Any, table: Tensor, shifts: Tensor, alpha: float) -> None:
@@ -62,7 +72,8 @@ def _set_table(bias: Any, table: Tensor, shifts: Tensor, alpha: float) -> None:
     index = bias.relative_position_index
     tokens = round(index.numel() ** 0.5)
     index = index.reshape(tokens, tokens)[tokens - patches :, tokens - patches :]  # class tokens come first
-    table[index] = gaussian_scores(shifts.to(table.device), alpha, size).permute(1, 2, 0).to(table)
+    scores = at_grid_shifts(_wanted(shifts.to(table.device), alpha, size, tokens > patches), size)
+    table[index] = scores.permute(1, 2, 0).to(table)
 
 
 def _set_mlp(bias: Any, name: str, shifts: Tensor, alpha: float) -> None:
@@ -72,7 +83,7 @@ def _set_mlp(bias: Any, name: str, shifts: Tensor, alpha: float) -> None:
     """
     size = window_of(bias)
     coordinates = bias.rel_coords_log.double()  # (2·height − 1, 2·width − 1, 2), of q − k
-    wanted = -alpha * squared_distances(-shifts.to(coordinates.device), size)
+    wanted = _wanted(shifts.to(coordinates.device), alpha, size, bias.prefix_tokens > 0).flip(1, 2)
     fc1, fc2 = bias.mlp.fc1, bias.mlp.fc2
     knots = []  # (axis, sign, knot)
     for axis in (0, 1):

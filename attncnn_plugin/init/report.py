@@ -59,14 +59,15 @@ class ConvolutionalStart:
         rows = [['layer', 'encoding', 'grid', 'head', 'shift', 'total variation', 'to other tokens']]
         rows[0] += ['values'] * with_errors
         for layer in self.layers:
+            of_layer = [layer.name, layer.encoding, '×'.join(map(str, layer.grid))]
+            after = [f'{layer.prefix_share:.2g}']
+            if layer.value_error is not None:
+                after.append(f'{layer.value_error:.2g}')
             for number, head in enumerate(layer.heads):
-                of_layer = [layer.name, layer.encoding, '×'.join(map(str, layer.grid))] if number == 0 else [''] * 3
                 shift = 'none' if head.shift is None else '({:g}, {:g})'.format(*head.shift)
                 variation = 'none' if head.total_variation is None else f'{head.total_variation:.2g}'
-                rows.append([*of_layer, str(number), shift, variation, ''])
-                if number == 0:
-                    rows[-1][-1] = f'{layer.prefix_share:.2g}'
-                    rows[-1] += [f'{layer.value_error:.2g}'] * (layer.value_error is not None)
+                rows.append([*of_layer, str(number), shift, variation, *after])
+                of_layer, after = ['', '', ''], []
         rows = [row + [''] * (len(rows[0]) - len(row)) for row in rows]
         widths = [max(map(len, column)) for column in zip(*rows)]
         return '\n'.join('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)

@@ -1,9 +1,9 @@
 """Gaussian heads of rotary position embeddings (Su et al. 2021).
 
 With the same query and key for all patches the score is a function of the shift alone, Σ_j a_j cos(ω_j·δ) +
-b_j sin(ω_j·δ) over the frequencies ω_j of the model. The coefficients are those nearest to −α‖δ − Δ‖². A query and a key
-that are the same for all patches come from a constant in the tokens: keys of EVA02 and DINOv3 have no bias, and with
-biases class tokens would have them too, without a rotation.
+b_j sin(ω_j·δ) over the frequencies ω_j of the model. The coefficients are those nearest to −α‖δ − Δ‖². A query and a
+key that are the same for all patches come from a constant in the tokens: keys of EVA02 and DINOv3 have no bias, and
+with biases class tokens would have them too, without a rotation.
 """
 
 from functools import partial
@@ -104,7 +104,7 @@ def constant_queries_and_keys(
     ridge = RIDGE * torch.eye(waves.shape[-1], dtype=waves.dtype, device=waves.device)
     solution = torch.linalg.solve(design.mT @ design + ridge, design.mT @ (wanted * weights))[..., 0]
     cosines, sines = solution.chunk(2, -1)
-    # Re(conj(q e^{iθ_q}) k e^{iθ_k}) = Re(conj(q) k e^{iθ}) with θ = θ_k − θ_q; conj(q) k = a − ib gives a cos θ + b sin θ.
+    # Re(conj(q e^{iθ_q}) k e^{iθ_k}) = Re(conj(q) k e^{iθ}), θ = θ_k − θ_q: conj(q) k = a − ib makes a cos θ + b sin θ.
     product = torch.complex(cosines, -sines)
     keys = product.abs().sqrt()
     return (product.conj() / keys.where(keys > 0, 1)), keys.to(product)

@@ -1,7 +1,7 @@
 """A vision transformer that starts as a convolution."""
 
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 from fnmatch import fnmatchcase
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from .images import random_images
 from .impulse import start_impulse
 from .measure import measure
 from .mimetic import set_mimetic_queries_and_keys
-from .parts import Attention, find_attention, find_network, position_embedding
+from .parts import Attention, find_attention, find_network
 from .relative_tables import bias_of, start_relative, window_of
 from .report import ConvolutionalStart, HeadStart, LayerStart
 from .rotary import start_rotary
@@ -46,8 +46,8 @@ def init_as_convolution(
             of absolute positions (ViT, DeiT), relative position biases (``vit_relpos_*``, BEiT, Swin) or rotary
             embeddings (timm's EVA02, DINOv3 and their relatives).
         kernel_size (int | tuple[int, int]): Of the kernel, in patches. Defaults to 3.
-        method (str): ``'gaussian'``, a head is P[q, k] = softmax_k(−α‖k − q − Δ‖²) (C20, eq. 9); ``'impulse'``, Zheng et
-            al. 2025, for embeddings of absolute positions; ``'mimetic'``, Trockman and Kolter 2023, without shifts.
+        method (str): ``'gaussian'``, a head is P[q, k] = softmax_k(−α‖k − q − Δ‖²) (C20, eq. 9); ``'impulse'``, Zheng
+            et al. 2025, for embeddings of absolute positions; ``'mimetic'``, Trockman and Kolter 2023, without shifts.
             Defaults to ``'gaussian'``.
         alpha (float): α of Gaussian heads, in 1/patches². Defaults to 2: a head has 0.62 of its attention at Δ.
         shifts (str): ``'random'``, or ``'in turn'``, all positions of the kernel one after the other. Defaults to
@@ -153,8 +153,8 @@ def _encoding(network: Any, attention: Attention) -> str:
         return 'absolute'
     raise ValueError(
         f'{attention.name} of a {type(network).__name__} has no position encoding that is known: a relative position '
-        'bias of the attention (relative_position_bias_table, rel_pos) or of all layers (shared_rel_pos, rel_pos_bias), '
-        'rotations (rope) and an embedding of absolute positions (pos_embed) were looked for'
+        'bias of the attention (relative_position_bias_table, rel_pos) or of all layers (shared_rel_pos, '
+        'rel_pos_bias), rotations (rope) and an embedding of absolute positions (pos_embed) were looked for'
     )
 
 

@@ -82,9 +82,11 @@ def _set_from_convolution(attention: Attention, conv: nn.Conv2d, shifts: Optiona
     error = kernel.square().sum()
     for row, column in sorted({(row, column) for row, column in positions}):
         if not (0 <= row < kernel.shape[2] and 0 <= column < kernel.shape[3]):
-            raise ValueError(f'values={conv} has no matrix for a head of {attention.name} that looks at shift '
-                             f'({row - int(center[0])}, {column - int(center[1])}): give a kernel_size of '
-                             f'{tuple(kernel.shape[2:])} to the start')
+            raise ValueError(
+                f'values={conv} has no matrix for a head of {attention.name} that looks at shift '
+                f'({row - int(center[0])}, {column - int(center[1])}): give a kernel_size of '
+                f'{tuple(kernel.shape[2:])} to the start'
+            )
         of_shift = [head for head, position in enumerate(positions) if position == [row, column]]
         left, strengths, right = torch.linalg.svd(kernel[:, :, row, column].T)  # rows of tokens
         for number, head in enumerate(of_shift):

@@ -1,0 +1,69 @@
+"""A start of mmengine's ``init_cfg`` for the vision transformers of mmpretrain."""
+
+import inspect
+import logging
+
+from mmengine.logging import print_log
+from mmengine.model import BaseModule, update_init_info
+from mmengine.registry import WEIGHT_INITIALIZERS
+from torch import nn
+
+from ..init import init_as_convolution
+
+OPTIONS = list(inspect.signature(init_as_convolution).parameters)[1:]  # all but the model
+
+
+@WEIGHT_INITIALIZERS.register_module()
+class ConvolutionalHeads:
+    """Attention that starts as a convolution, :func:`~attncnn_plugin.init.init_as_convolution`.
+
+    It is for the ``init_cfg`` of a vision transformer, or of a classifier with one, and comes after all other
+    initializers, those of the layers inside too. A ``Pretrained`` one replaces what it sets.
+
+    Args:
+        **options: Those of ``init_as_convolution``.
+
+    Raises:
+        TypeError: An option is none of these.
+
+    Examples:
+        >>> from mmpretrain.models import VisionTransformer
+        >>> start = dict(type='ConvolutionalHeads', kernel_size=3)
+        >>> model = VisionTransformer(arch='deit-tiny', img_size=64, init_cfg=[start])
+        >>> model.init_weights()
+    """
+
+    def __init__(self, **options):
+        unknown = sorted(set(options) - set(OPTIONS))
+        if unknown:
+            raise TypeError(f'ConvolutionalHeads has no option {unknown[0]!r}: it has {", ".join(OPTIONS)}')
+        self.options = options
+
+    def __call__(self, module: nn.Module) -> None:
+        """Starts the attention in a module.
+
+        Raises:
+            ValueError: Other initializers follow, or see ``init_as_convolution``.
+        """
+        if hasattr(module, '_params_init_info'):  # in the middle of its init_weights
+            _initialize_the_rest(module)
+        report = init_as_convolution(module, **self.options)
+        print_log(f'{type(module).__name__} starts with the heads of a convolution:\n{report}', 'current', logging.INFO)
+        if hasattr(module, '_params_init_info'):
+            update_init_info(module, init_info=f'ConvolutionalHeads: {self.options}')
+
+
+def _initialize_the_rest(module: BaseModule) -> None:
+    """All that ``init_weights`` does after its initializers, but for a checkpoint.
+
+    ``BaseModule.init_weights`` initializes the modules inside, which have tables of position biases of their own, and
+    vision transformers draw their position embeddings after that, unless their ``init_cfg`` is a ``Pretrained`` one.
+    So it is made one when all that is done. What is left to the ``init_weights`` that runs is a checkpoint.
+    """
+    configs = [module.init_cfg] if isinstance(module.init_cfg, dict) else module.init_cfg
+    names = [config['type'] for config in configs if config['type'] != 'Pretrained']
+    if names[-1] not in ('ConvolutionalHeads', ConvolutionalHeads):
+        raise ValueError(f'init_cfg of {type(module).__name__} has {names[-1]} after ConvolutionalHeads: put that last')
+    module.init_cfg = None
+    module.init_weights()
+    module.init_cfg = dict(type='Pretrained', checkpoint='none: its heads are those of ConvolutionalHeads')
