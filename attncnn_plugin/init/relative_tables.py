@@ -77,32 +77,40 @@ def _set_table(bias: Any, table: Tensor, shifts: Tensor, alpha: float) -> None:
 
 
 def _set_mlp(bias: Any, name: str, shifts: Tensor, alpha: float) -> None:
-    """An MLP that is piecewise linear between the shifts, on each axis: Σ_i c_i relu(±u − u_i) at the shifts u_i.
+    """An MLP that is piecewise linear between the shifts, Σ_i c_i relu(±(u − u_i)) on each axis u.
 
-    −α‖δ − Δ‖² is a sum of two functions of one axis each. A hinge at each shift of an axis makes any function of it.
+    −α‖δ − Δ‖² is a sum of two functions of one axis each. Hinges at the shifts make any such function; those of a head
+    open away from its centre, so that all c_i have the same sign, and the dropout of the MLP changes scores near the
+    centre little.
     """
     size = window_of(bias)
     coordinates = bias.rel_coords_log.double()  # (2·height − 1, 2·width − 1, 2), of q − k
-    wanted = _wanted(shifts.to(coordinates.device), alpha, size, bias.prefix_tokens > 0).flip(1, 2)
-    fc1, fc2 = bias.mlp.fc1, bias.mlp.fc2
-    knots = []  # (axis, sign, knot)
-    for axis in (0, 1):
+    wanted = _wanted(shifts.to(coordinates.device), alpha, size, bias.prefix_tokens > 0).flip(1, 2).flatten(1)
+    hinges = []  # for each: axis, sign, knot, and which heads have it
+    for axis, n in enumerate(size):
         values = coordinates.select(1 - axis, 0)[:, axis]
-        knots += [(axis, 1.0, float(u)) for u in values if 0 <= u < values.max()]
-        knots += [(axis, -1.0, -float(u)) for u in values if values.min() < u <= 0]
-    if fc1.bias is None or fc2.bias is None or len(knots) > fc1.out_features:
+        center = values[(n - 1 - shifts[:, axis].long()).clamp(0, 2 * n - 2)]  # of each head
+        hinges += [(axis, 1.0, u, center <= u) for u in values[:-1] if u >= center.min()]
+        hinges += [(axis, -1.0, u, center >= u) for u in values[1:] if u <= center.max()]
+    fc1, fc2 = bias.mlp.fc1, bias.mlp.fc2
+    copies = fc1.out_features // max(len(hinges), 1)  # of each, for the dropout
+    if fc1.bias is None or fc2.bias is None or copies == 0:
         raise ValueError(
             f'the MLP of the position bias of {name} has {fc1.out_features} hidden channels, and biases: '
-            f'{fc1.bias is not None and fc2.bias is not None}; with biases and {len(knots)} of them it can be '
+            f'{fc1.bias is not None and fc2.bias is not None}; with biases and {len(hinges)} of them it can be '
             f'−α‖δ − Δ‖² on {size[0]}×{size[1]} patches'
         )
-    weight, offset = fc1.weight.data, fc1.bias.data
-    for row, (axis, sign, knot) in enumerate(knots):
-        weight[row] = 0
-        weight[row, axis], offset[row] = sign, -knot
-    hidden = torch.relu(coordinates.flatten(0, 1) @ weight.double().T + offset.double())[:, : len(knots)]
-    design = torch.nn.functional.pad(hidden, (0, 1), value=1.0)
-    solution = torch.linalg.lstsq(design, wanted.flatten(1).T).solution  # (knots + 1, N_h)
-    fc2.weight.data.zero_()  # hidden channels without a knot keep their random weights, and learn
-    fc2.weight.data[:, : len(knots)] = solution[:-1].T.to(weight)
-    fc2.bias.data.copy_(solution[-1])
+    weight, offset = torch.zeros(len(hinges), 2).to(coordinates), torch.zeros(len(hinges)).to(coordinates)
+    for row, (axis, sign, knot, _) in enumerate(hinges):
+        weight[row, axis], offset[row] = sign, -sign * knot
+    hidden = torch.relu(coordinates.flatten(0, 1) @ weight.T + offset)  # (shifts, hinges)
+    fc2.weight.data.zero_()  # hidden channels without a hinge keep their random weights, and learn
+    used = copies * len(hinges)
+    fc1.weight.data[:used].copy_(weight.repeat(copies, 1))
+    fc1.bias.data[:used].copy_(offset.repeat(copies))
+    for head, scores in enumerate(wanted):
+        own = torch.stack([heads[head] for *_, heads in hinges])
+        design = torch.nn.functional.pad(hidden[:, own], (0, 1), value=1.0)
+        solution = torch.linalg.lstsq(design, scores[:, None]).solution[:, 0]
+        fc2.weight.data[head, :used][own.repeat(copies)] = (solution[:-1] / copies).repeat(copies).to(fc2.weight)
+        fc2.bias.data[head] = solution[-1]

@@ -1,0 +1,159 @@
+"""Starts of vision transformers with embeddings of absolute positions."""
+
+import pytest
+import torch
+from helpers.starts import attention_of, gaussian, small_vit, total_variation
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from attncnn_plugin.init import (
+    init_as_convolution,
+    random_images,
+    set_sine_cosine_embedding,
+    sine_cosine_embedding,
+)
+from attncnn_plugin.init.absolute import gaussian_matrices
+
+SIZES = st.tuples(st.integers(1, 6), st.integers(2, 6))
+TOKENS = [
+    dict(class_token=False, global_pool='avg'),
+    dict(),
+    dict(reg_tokens=2),
+    dict(reg_tokens=2, no_embed_class=True),
+    dict(pre_norm=True),
+]
+
+
+@given(SIZES, st.sampled_from(TOKENS), st.sampled_from([1, 3, (2, 3), 5]), st.floats(0.3, 5), st.integers(0, 99))
+def test_heads_are_gaussian(size, tokens, kernel_size, alpha, seed):
+    """In the first and in the last layer; the report has the same numbers."""
+    torch.manual_seed(seed)
+    model = small_vit(size=size, num_heads=4, **tokens)
+    report = init_as_convolution(model, kernel_size, alpha=alpha, seed=seed)
+    probs = attention_of(model, random_images(model, seed=seed))
+    assert len(report.layers) == len(probs) == 3 and report.alpha == alpha
+    for layer, of_layer in zip(report.layers, probs):
+        assert (layer.encoding, layer.grid, layer.value_error) == ('absolute', size, None)
+        for number, head in enumerate(layer.heads):
+            wanted = gaussian(head.shift, alpha, size)
+            found = total_variation(of_layer[:, number], wanted)
+            assert found < 0.1
+            assert found == pytest.approx(head.total_variation, abs=1e-6)
+        share = 1 - of_layer[:, :, -size[0] * size[1] :, -size[0] * size[1] :].sum(-1).mean().item()
+        assert share == pytest.approx(layer.prefix_share, abs=1e-6)
+
+
+@given(SIZES, st.sampled_from(TOKENS), st.floats(0.3, 5), st.integers(0, 99))
+def test_content_changes_the_width_alone(size, tokens, alpha, seed):
+    """Scores are −α‖δ − Δ‖² times LayerNorm's factors of query and key over their mean, in every layer."""
+    torch.manual_seed(seed)
+    model, inputs, scores = small_vit(size=size, **tokens), [], []
+    images = random_images(model, number=2)
+    report = init_as_convolution(model, alpha=alpha, seed=seed, images=images)
+    for block in model.blocks:
+        block.norm1.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+        block.attn.qkv.register_forward_hook(
+            lambda module, args, output: scores.append(output.unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4))
+        )
+    model.eval()(images)
+    patches = size[0] * size[1]
+    for layer, tokens, (q, k, _) in zip(report.layers, inputs, scores):
+        factor = (tokens.var(-1, correction=0) + model.blocks[0].norm1.eps).rsqrt()[:, -patches:]
+        found = (q @ k.mT / 16**0.5)[:, :, -patches:, -patches:]
+        for number, head in enumerate(layer.heads):
+            distances = -gaussian(head.shift, 1.0, size).log()
+            distances = distances - distances.amin(1, keepdim=True)  # up to a constant of the query
+            own = -found[:, number] * factor.mean() ** 2 / factor[:, :, None] / factor[:, None] / alpha
+            own = own - own.amin(-1, keepdim=True)
+            assert torch.allclose(own, distances.expand_as(own), atol=1e-6)
+
+
+def test_largest_score_is_0():
+    """Else LayerNorm's factor of the key would move the centre."""
+    grid = torch.cartesian_prod(torch.arange(4.0), torch.arange(3.0)).double()
+    functions = torch.cat([torch.ones(12, 1), grid, grid.square().sum(1, keepdim=True)], 1)
+    shifts = torch.tensor([[0.0, 1.0], [-1.0, 2.0]]).double()
+    found = functions @ gaussian_matrices(shifts, 1.5) @ functions.T
+    expected = -1.5 * (grid[None, None] - grid[None, :, None] - shifts[:, None, None]).square().sum(-1)
+    assert torch.allclose(found, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize('tokens', TOKENS)
+def test_prefix_tokens_are_as_they_are(tokens):
+    """They look at all tokens, and a patch in the middle gives each the share of a patch in uniform attention."""
+    model = small_vit(size=(7, 7), **tokens)
+    init_as_convolution(model)
+    prefix = model.num_prefix_tokens
+    for probs in attention_of(model, random_images(model)):
+        assert torch.allclose(probs[:, :, :prefix], torch.tensor(1 / (49 + prefix)).double(), atol=1e-9)
+        middle = probs[:, :, prefix + 24, :prefix]
+        assert torch.allclose(middle, torch.tensor(1 / (49 + prefix)).double(), rtol=0.3)
+
+
+def test_queries_and_keys_learn():
+    """Content begins at 0 in the queries, and not in the keys."""
+    model = small_vit()
+    init_as_convolution(model)
+    images = torch.randn(4, 3, 12, 16).double()
+    before = [block.attn.qkv.weight.detach().clone() for block in model.blocks]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images), torch.arange(4)).backward()
+        optimizer.step()
+    for block, weight in zip(model.blocks, before):
+        queries, keys, _ = (block.attn.qkv.weight - weight).abs().amax(1).unflatten(0, (3, -1))
+        assert (queries > 0).all() and (keys > 0).all()
+
+
+def test_the_embedding():
+    size, model = (3, 4), small_vit()
+    rows, columns = torch.cartesian_prod(torch.arange(3), torch.arange(4)).double().T
+    waves = sine_cosine_embedding(size, 32)
+    assert torch.allclose(waves[:, 0], rows.sin()) and torch.allclose(waves[:, 8 + 1], (rows / 10000**0.125).cos())
+    assert torch.allclose(waves[:, 16], columns.sin()) and torch.allclose(waves.square().sum(1), waves.new_tensor(16))
+    prefix = model.pos_embed[0, :1].clone()
+    set_sine_cosine_embedding(model)
+    assert torch.equal(model.pos_embed[0, 1:], waves) and torch.equal(model.pos_embed[0, :1], prefix)
+
+
+@pytest.mark.parametrize('embedding', ['sine-cosine', 'own'])
+def test_what_the_other_channels_hold(embedding):
+    """All but six directions of the tokens' space are as they were, or sines and cosines."""
+    model = small_vit(size=(6, 6))
+    own = model.pos_embed[0, 1:].detach().clone()
+    init_as_convolution(model, embedding=embedding)
+    change = model.pos_embed[0, 1:] - (own if embedding == 'own' else sine_cosine_embedding((6, 6), 32))
+    assert torch.linalg.matrix_rank(change, rtol=1e-9) in (5, 6)
+    patches = model.patch_embed.proj.weight.flatten(1)
+    assert torch.linalg.matrix_rank(patches, rtol=1e-9) == 32 - 6
+
+
+def test_a_part_of_the_layers():
+    model = small_vit()
+    before = [block.attn.qkv.weight.clone() for block in model.blocks]
+    report = init_as_convolution(model, layers='blocks.[12].attn')
+    assert [layer.name for layer in report.layers] == ['blocks.1.attn', 'blocks.2.attn']
+    changed = [not torch.equal(block.attn.qkv.weight, old) for block, old in zip(model.blocks, before)]
+    assert changed == [False, True, True]
+    assert max(head.total_variation for layer in report.layers for head in layer.heads) < 0.1
+
+
+def test_the_same_seed_is_the_same_start():
+    states = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(0)
+        model = small_vit()
+        init_as_convolution(model, seed=seed)
+        states.append(model.state_dict())
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    assert any(not torch.equal(states[0][key], states[2][key]) for key in states[0])
+
+
+def test_a_checkpoint_wins():
+    trained, model = small_vit(), small_vit()
+    init_as_convolution(model)
+    model.load_state_dict(trained.state_dict())
+    images = random_images(model)
+    assert torch.equal(model.eval()(images), trained.eval()(images))

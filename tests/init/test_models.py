@@ -1,0 +1,73 @@
+"""Which models can be started, and what is said of the others."""
+
+import pytest
+import timm
+import torch
+from helpers.starts import NAMES, small_vit
+from torch import nn
+
+from attncnn_plugin.init import init_as_convolution, set_sine_cosine_embedding
+
+# Total variation on random images at most, in every head of every layer.
+BOUNDS = dict(absolute=0.05, relative=1e-6, rotary=0.08)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', NAMES)
+def test_start_and_a_step(name):
+    """The models as timm has them; the loss goes down, and every parameter gets a gradient but the biases of keys."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, pretrained=False, num_classes=4)
+    report = init_as_convolution(model)
+    depth = sum('attn.proj.weight' in parameter for parameter, _ in model.named_parameters())
+    assert len(report.layers) == depth
+    worst = max(head.total_variation for layer in report.layers for head in layer.heads)
+    assert worst < BOUNDS[report.layers[0].encoding]
+    images, labels = torch.randn(4, 3, 224, 224), torch.arange(4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    losses = []
+    for _ in range(2):
+        loss = nn.functional.cross_entropy(model(images), labels)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[1] < losses[0]
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name != 'mask_token':
+            assert torch.isfinite(parameter.grad).all(), parameter_name
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_small_ones(name):
+    settings = dict(depth=None, depths=(1, 1), num_heads=(2, 4), window_size=3) if 'swin' in name else {}
+    model = nn.Sequential(small_vit(name, (6, 6), embed_dim=64, double=False, **settings))  # one inside of another
+    report = init_as_convolution(model)
+    names = [name for name, _ in model.named_modules() if name.endswith('.attn')]
+    assert [layer.name for layer in report.layers] == names
+    assert all(head.total_variation < 0.1 for layer in report.layers for head in layer.heads)
+    nn.functional.cross_entropy(model(torch.randn(4, 3, 24, 24)), torch.arange(4)).backward()
+
+
+@pytest.mark.parametrize(
+    'name, settings, message',
+    [
+        ('resnet18', {}, 'model is a ResNet in which no module has a patch_embed'),
+        ('mixer_s32_224', {}, 'MlpMixer'),
+        ('swinv2_tiny_window8_256', {}, 'WindowAttention that cannot start as a convolution: it compares .* angle'),
+        ('convit_tiny', dict(depth=11), 'blocks.0.attn of a ConVit is a GPSA without a linear map qkv'),
+        ('xcit_nano_12_p16_224', {}, 'cls_attn_blocks.0.attn of a Xcit is a ClassAttn without a linear map qkv'),
+        ('vit_tiny_patch16_224', dict(depth=1, qk_norm=True), 'it normalizes queries and keys'),
+        ('vit_tiny_patch16_224', dict(depth=1, pos_embed='none'), 'blocks.0.attn .* has no position encoding'),
+        ('vit_tiny_patch16_224', dict(depth=1, embed_dim=16, num_heads=8), 'heads of blocks.0.attn have 2 channels'),
+        ('vit_tiny_patch16_224', dict(depth=1, embed_dim=8, num_heads=2), 'tokens of 8 channels are too narrow'),
+    ],
+)
+def test_others_are_refused(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        init_as_convolution(timm.create_model(name, pretrained=False, **settings))
+
+
+def test_nothing_to_embed():
+    with pytest.raises(ValueError, match='VisionTransformerRelPos without a learned pos_embed'):
+        set_sine_cosine_embedding(small_vit('vit_relpos_small_patch16_224'))
