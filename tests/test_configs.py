@@ -23,6 +23,8 @@ from mmpretrain.registry import MODELS as MODELS_OF_MMPRETRAIN
 from mmpretrain.registry import TRANSFORMS
 from PIL import Image
 
+from attncnn_plugin.analysis import vit_attention
+from attncnn_plugin.init import random_images
 from attncnn_plugin.layers import GeneralizedQuadraticAttention
 from attncnn_plugin.pruning import find_degenerate_heads
 
@@ -148,7 +150,13 @@ def test_model_index(name):
     assert name in list_models(name, task='Image Classification')
     of_cordonnier = name.endswith('cifar10') or name.startswith('sa_')
     assert metainfo.in_collection == (
-        'Transformed CNN' if 'to_attention' in name else 'Self-Attention CNN' if of_cordonnier else 'CMHSA'
+        'Transformed CNN'
+        if 'to_attention' in name
+        else 'Convolutional Start'
+        if 'convolutional' in name
+        else 'Self-Attention CNN'
+        if of_cordonnier
+        else 'CMHSA'
     )
 
 
@@ -216,7 +224,10 @@ def test_what_all_networks_on_cifar10_share(name):
     """C20, Table 2 and the released code."""
     config = ModelHub.get(name).config
     peak = 0.01 if 'pruned' in name else 0.1
-    assert config.optim_wrapper.optimizer == dict(type='SGD', lr=peak, momentum=0.9, weight_decay=1e-4)
+    optimizer = dict(type='SGD', lr=peak, momentum=0.9, weight_decay=1e-4)
+    if name.startswith('vit'):
+        optimizer = dict(type='AdamW', lr=1e-3, weight_decay=0.05)
+    assert config.optim_wrapper.optimizer == optimizer
     loader = built_loader(config)
     assert (loader.batch_size, len(loader), type(loader.sampler).__name__) == (100, 500, 'DefaultSampler')
     indices = np.array(list(loader.sampler))
@@ -326,6 +337,32 @@ def test_a_cnn_that_becomes_attention(name):
             assert decays[id(parameter)] == 0, parameter_name
         elif parameter.ndim > 1:
             assert decays[id(parameter)] > 0, parameter_name
+
+
+@pytest.mark.parametrize('name', [name for name in MODELS if 'convolutional' in name])
+def test_vits_that_start_as_a_convolution(name):
+    """Each head has most of its attention where a position of a kernel of 3x3 patches looks, and positions no decay."""
+    config = ModelHub.get(name).config
+    model = MODELS_OF_MMPRETRAIN.build(config.model)
+    model.init_weights()
+    probs, _ = vit_attention(model, random_images(model))
+    shifts = set()
+    for of_layer in probs.values():
+        middle = of_layer.mean(0).unflatten(-1, (8, 8)).unflatten(1, (8, 8))[:, 3, 3]  # (N_h, 8, 8)
+        for head in middle:
+            row, column = divmod(int(head.argmax()), 8)
+            assert head.amax() > 0.4 and max(abs(row - 3), abs(column - 3)) <= 1
+            shifts.add((row, column))
+    assert len(shifts) > 4
+    optimizer = build_optim_wrapper(model, config.optim_wrapper).optimizer
+    decays = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
+    assert decays[id(model.backbone.pos_embed)] == 0
+    assert decays[id(model.backbone.layers[0].attn.qkv.weight)] == 0.05
+
+
+def test_schedule_of_a_vit_that_starts_as_a_convolution():
+    found = rates(ModelHub.get('vit_tiny_convolutional_cifar10').config, 2)
+    assert np.allclose(found, warm_up_and_cosine(1e-6, 1e-3, 0, 30, 600), atol=1e-8)
 
 
 def test_schedule_of_a_cnn_that_becomes_attention():
