@@ -65,11 +65,7 @@ def start_absolute(
     if has_prefix:
         prefix[-1] = channels.norm  # only prefix tokens are there
     channels.hold(held, prefix)
-    of_functions = (
-        torch.linalg.lstsq(held, functions, driver='gelsd').solution
-        if held.device.type == 'cpu'
-        else (torch.linalg.pinv(held) @ functions)
-    )  # (channels, 4): held @ of_functions = functions
+    of_functions = torch.linalg.pinv(held) @ functions  # held @ of_functions = functions
     return [
         attention.module.register_forward_pre_hook(
             partial(_set_heads, attention, shifts, alpha, channels, held, of_functions)

@@ -52,8 +52,6 @@ def set_sine_cosine_embedding(model: nn.Module) -> None:
     _, network = find_network(model)
     size = embedding_grid(network)
     rows = position_embedding(network, size[0] * size[1])
-    if rows is None:
-        raise ValueError(f'model has a {type(network).__name__} without a learned pos_embed, which is to be set')
     rows[-size[0] * size[1] :] = sine_cosine_embedding(size, rows.shape[1]).to(rows)
 
 

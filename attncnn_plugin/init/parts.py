@@ -48,11 +48,11 @@ class Attention:
             if self.module.qkv.bias is not None:
                 return self.module.qkv.bias.data.unflatten(0, (3, self.num_heads, -1))['qkv'.index(which)]
             bias = getattr(self.module, f'{which}_bias', None)
-            is_learned = isinstance(bias, nn.Parameter)  # the keys' is a buffer of zeros
         else:
             bias = getattr(self.module, f'{which}_proj').bias
-            is_learned = bias is not None
-        return bias.data.unflatten(0, (self.num_heads, -1)) if is_learned else None
+        if not isinstance(bias, nn.Parameter):  # that of the keys can be a buffer of zeros
+            return None
+        return bias.data.unflatten(0, (self.num_heads, -1))
 
     def set_queries_and_keys(self, queries: Tensor, keys: Tensor) -> None:
         """Their weights, ``(N_h, d, D)``; their biases become 0."""
@@ -149,7 +149,7 @@ def patch_projection(network: Any) -> nn.Conv2d:
     return convolutions[-1]
 
 
-def writers(network: Any, attentions: List[Attention]) -> List[nn.Module]:
+def writers(network: Any, attentions: List[Attention]) -> List[Any]:
     """The linear maps whose outputs are added to the tokens: the patch embedding, and two in each block.
 
     Those of a block are the ``proj`` of its attention and its last linear map, that of the MLP.
@@ -157,7 +157,7 @@ def writers(network: Any, attentions: List[Attention]) -> List[nn.Module]:
     Raises:
         ValueError: One of them has another number of outputs than a token has channels.
     """
-    found: List[nn.Module] = [patch_projection(network)]
+    found: List[Any] = [patch_projection(network)]
     for attention in attentions:
         last = [module for module in attention.block.modules() if isinstance(module, nn.Linear)][-1]
         found += [attention.module.proj] + [last] * (last is not attention.module.proj)
@@ -170,15 +170,15 @@ def writers(network: Any, attentions: List[Attention]) -> List[nn.Module]:
     return found
 
 
-def position_embedding(network: Any, patches: int) -> Optional[Tensor]:
-    """The embedding of absolute positions, ``(prefix tokens or none + patches, D)``, a view; None without one.
+def position_embedding(network: Any, patches: int) -> Tensor:
+    """The embedding of absolute positions, a view, ``(N, D)``: of the patches, or of prefix tokens and the patches.
 
     Raises:
-        ValueError: It is for another number of patches.
+        ValueError: There is none that is learned, or it is for another number of patches.
     """
     embedding = getattr(network, 'pos_embed', None)
     if not isinstance(embedding, nn.Parameter):
-        return None
+        raise ValueError(f'model has a {type(network).__name__} without a learned pos_embed, which is to be set')
     rows = embedding.data.flatten(0, -2)
     if embedding.ndim != 3 or not patches <= len(rows) <= patches + num_prefix_tokens(network):
         raise ValueError(

@@ -1,7 +1,7 @@
 """A vision transformer that starts as a convolution."""
 
 from fnmatch import fnmatchcase
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,14 @@ from .values import Values, check_values, set_values
 
 METHODS = ('gaussian', 'impulse', 'mimetic')
 HARD = 1e3  # α of the attention that impulses are compared with
+
+
+class _Layer(NamedTuple):
+    attention: Attention
+    encoding: str
+    bias: Any  # the module with its relative position bias, or None
+    grid: Size
+    shifts: Tensor  # (N_h, 2)
 
 
 @torch.no_grad()
@@ -81,52 +89,38 @@ def init_as_convolution(
     values = _checked(method, alpha, values, embedding)
     _, network = find_network(model)
     attentions = find_attention(model)
-    chosen = [attention for attention in attentions if fnmatchcase(attention.name, layers)]
-    if not chosen:
-        raise ValueError(f'layers={layers!r} matches none of {", ".join(attention.name for attention in attentions)}')
-    encodings = {attention.name: _encoding(network, attention) for attention in chosen}
-    images = random_images(model, seed=seed) if images is None else images
     generator = torch.Generator().manual_seed(seed)
-
-    drawn: Dict[str, Optional[Tensor]] = dict.fromkeys(encodings)
-    if method != 'mimetic':
-        drawn.update(_shifts(network, chosen, kernel_size, shifts, generator))
-    errors = {x.name: set_values(x, values, drawn[x.name], generator) for x in chosen}
-    if method == 'gaussian':
-        _start_gaussian(network, attentions, chosen, drawn, encodings, alpha, embedding, images, generator)
-    elif method == 'impulse':
-        others = [name for name, encoding in encodings.items() if encoding != 'absolute']
-        if others:
-            raise ValueError(
-                f'method={method!r} needs an embedding of absolute positions, and {others[0]} has a '
-                f'{encodings[others[0]]} one: Gaussian heads with a large alpha are impulses there'
-            )
-        start_impulse(network, [(x, drawn[x.name]) for x in chosen], embedding_grid(network), generator)
-    else:
-        if embedding == 'sine-cosine' and 'absolute' in encodings.values():
-            set_sine_cosine_embedding(network)
-        for attention in chosen:
-            set_mimetic_queries_and_keys(attention, generator)
-
-    width = dict(gaussian=alpha, impulse=HARD).get(method)
-    wanted = []
-    for attention in chosen:
-        size, of_layer = _grid(network, attention), drawn[attention.name]
-        scores = None if of_layer is None else gaussian_scores(of_layer, width, size)
-        wanted.append((attention, size, scores))
-    measured = measure(network, images, wanted)
-    reports = []
-    for attention, size, _ in wanted:
-        variations, share = measured[attention.name]
-        of_layer = drawn[attention.name]
-        heads = [HeadStart()] * attention.num_heads
-        if of_layer is not None:
-            heads = [HeadStart(tuple(x), tv) for x, tv in zip(of_layer.tolist(), variations.tolist())]
-        reports.append(
-            LayerStart(
-                attention.name, encodings[attention.name], size, tuple(heads), max(share, 0.0), errors[attention.name]
-            )
+    chosen = _choose(network, attentions, layers, kernel_size, shifts, generator)
+    others = [layer for layer in chosen if layer.encoding != 'absolute']
+    if method == 'impulse' and others:
+        raise ValueError(
+            f'method={method!r} needs an embedding of absolute positions, and {others[0].attention.name} has a '
+            f'{others[0].encoding} one: Gaussian heads with a large alpha are impulses there'
         )
+    images = random_images(model, seed=seed) if images is None else images
+
+    wants_shifts = method != 'mimetic'
+    errors = [set_values(x.attention, values, x.shifts if wants_shifts else None, generator) for x in chosen]
+    if method == 'gaussian':
+        _start_gaussian(network, attentions, chosen, alpha, embedding, images, generator)
+    elif method == 'impulse':
+        start_impulse(network, [(x.attention, x.shifts) for x in chosen], chosen[0].grid, generator)
+    else:
+        if embedding == 'sine-cosine' and len(others) < len(chosen):
+            set_sine_cosine_embedding(network)
+        for layer in chosen:
+            set_mimetic_queries_and_keys(layer.attention, generator)
+
+    width = HARD if method == 'impulse' else alpha
+    wanted = [gaussian_scores(layer.shifts, width, layer.grid) for layer in chosen]
+    found = measure(network, images, [(x.attention, x.grid, scores) for x, scores in zip(chosen, wanted)])
+    reports = []
+    for layer, error in zip(chosen, errors):
+        variations, share = found[layer.attention.name]
+        heads = [HeadStart()] * len(variations)
+        if wants_shifts:
+            heads = [HeadStart((d[0], d[1]), tv) for d, tv in zip(layer.shifts.tolist(), variations.tolist())]
+        reports.append(LayerStart(layer.attention.name, layer.encoding, layer.grid, tuple(heads), share, error))
     return ConvolutionalStart(method, alpha if method == 'gaussian' else None, tuple(reports))
 
 
@@ -144,9 +138,31 @@ def _checked(method: str, alpha: float, values: Optional[Values], embedding: str
     return values
 
 
+def _choose(
+    network: Any,
+    attentions: List[Attention],
+    pattern: str,
+    kernel_size: Union[int, Sequence[int]],
+    shifts: str,
+    generator: torch.Generator,
+) -> List[_Layer]:
+    """The layers to be started, each with shifts; those that share their position bias have the same."""
+    chosen = [attention for attention in attentions if fnmatchcase(attention.name, pattern)]
+    if not chosen:
+        raise ValueError(f'layers={pattern!r} matches none of {", ".join(attention.name for attention in attentions)}')
+    drawn = draw_shifts([attention.num_heads for attention in chosen], kernel_size, shifts, generator)
+    of_bias: Dict[int, Tensor] = {}
+    layers = []
+    for attention, own in zip(chosen, drawn):
+        bias = bias_of(network, attention)
+        if bias is None:
+            layers.append(_Layer(attention, _encoding(network, attention), bias, embedding_grid(network), own))
+        else:
+            layers.append(_Layer(attention, 'relative', bias, window_of(bias), of_bias.setdefault(id(bias), own)))
+    return layers
+
+
 def _encoding(network: Any, attention: Attention) -> str:
-    if bias_of(network, attention) is not None:
-        return 'relative'
     if getattr(network, 'rope', None) is not None:
         return 'rotary'
     if isinstance(getattr(network, 'pos_embed', None), nn.Parameter):
@@ -158,55 +174,30 @@ def _encoding(network: Any, attention: Attention) -> str:
     )
 
 
-def _shifts(
-    network: Any,
-    chosen: List[Attention],
-    kernel_size: Union[int, Sequence[int]],
-    shifts: str,
-    generator: torch.Generator,
-) -> Dict[str, Tensor]:
-    """Shifts of each layer's heads. Layers that share their position bias have the same."""
-    drawn = draw_shifts([attention.num_heads for attention in chosen], kernel_size, shifts, generator)
-    first: Dict[int, Tensor] = {}
-    found = {}
-    for attention, of_layer in zip(chosen, drawn):
-        bias = bias_of(network, attention)
-        found[attention.name] = of_layer if bias is None else first.setdefault(id(bias), of_layer)
-    return found
-
-
 def _start_gaussian(
     network: Any,
     attentions: List[Attention],
-    chosen: List[Attention],
-    shifts: Dict[str, Any],
-    encodings: Dict[str, str],
+    layers: List[_Layer],
     alpha: float,
     embedding: str,
     images: Tensor,
     generator: torch.Generator,
 ) -> None:
-    groups: Dict[str, List[Tuple[Attention, Tensor]]] = dict(absolute=[], relative=[], rotary=[])
-    for attention in chosen:
-        groups[encodings[attention.name]].append((attention, shifts[attention.name]))
-    for attention, of_layer in groups['relative']:
-        start_relative(bias_of(network, attention), attention, of_layer, alpha)
-    handles = []
+    for layer in layers:
+        if layer.encoding == 'relative':
+            start_relative(layer.bias, layer.attention, layer.shifts, alpha)
+    # The others are of one kind, that of the network.
+    others = [layer for layer in layers if layer.encoding != 'relative']
+    if not others:
+        return
+    chosen, size = [(layer.attention, layer.shifts) for layer in others], others[0].grid
+    if others[0].encoding == 'rotary':
+        handles = start_rotary(network, attentions, chosen, alpha, size, generator)
+    else:
+        handles = start_absolute(network, attentions, chosen, alpha, size, embedding, generator)
     try:
-        if groups['rotary']:
-            size = embedding_grid(network)
-            handles += start_rotary(network, attentions, groups['rotary'], alpha, size, generator)
-        if groups['absolute']:
-            size = embedding_grid(network)
-            handles += start_absolute(network, attentions, groups['absolute'], alpha, size, embedding, generator)
-        if handles:
-            with evaluating(network):
-                network(images)
+        with evaluating(network):
+            network(images)
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _grid(network: Any, attention: Attention) -> Size:
-    bias = bias_of(network, attention)
-    return embedding_grid(network) if bias is None else window_of(bias)

@@ -84,3 +84,17 @@ def test_starts(kind):
         assert changed == {'pos_embed'}
     else:
         assert heads <= changed and not any(name.startswith(('head', 'blocks.0.norm')) for name in changed)
+
+
+def test_table_of_attention(monkeypatch, capsys):
+    """A row for each model."""
+    import start_attention
+
+    monkeypatch.setattr(sys, 'argv', ['start_attention.py', 'vit_tiny_patch16_224', '--threads', '1'])
+    model = vit_starts.new_network('default', 0)
+    monkeypatch.setattr(start_attention.timm, 'create_model', lambda name, **_: model)
+    start_attention.main()
+    row = capsys.readouterr().out.splitlines()[2]
+    name, encoding, grid, first, last, share = row.strip('| ').split(' | ')
+    assert (name, encoding, grid, share) == ('`vit_tiny_patch16_224`', 'absolute', '8×8', '0')
+    assert float(first) < 0.1 and float(last) < 0.1
