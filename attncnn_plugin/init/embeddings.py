@@ -21,8 +21,9 @@ def sine_cosine_embedding(size: Tuple[int, int], channels: int) -> Tensor:
         Tensor: ``(height*width, channels)``, float64.
 
     Examples:
-        >>> sine_cosine_embedding((2, 2), 6).shape
-        torch.Size([4, 6])
+        >>> sine_cosine_embedding((1, 2), 5)  # of rows: 0, of columns: 0 and 1
+        tensor([[0.0000, 1.0000, 0.0000, 1.0000, 0.0000],
+                [0.0000, 1.0000, 0.8415, 0.5403, 0.0000]], dtype=torch.float64)
     """
     quarter = channels // 4
     frequencies = TEMPERATURE ** (-torch.arange(quarter, dtype=torch.float64) / max(quarter, 1))
