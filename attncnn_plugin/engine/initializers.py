@@ -4,7 +4,7 @@ import inspect
 import logging
 
 from mmengine.logging import print_log
-from mmengine.model import BaseModule, update_init_info
+from mmengine.model import BaseModule, PretrainedInit, update_init_info
 from mmengine.registry import WEIGHT_INITIALIZERS
 from torch import nn
 
@@ -60,10 +60,10 @@ def _initialize_the_rest(module: BaseModule) -> None:
     vision transformers draw their position embeddings after that, unless their ``init_cfg`` is a ``Pretrained`` one.
     So it is made one when all that is done. What is left to the ``init_weights`` that runs is a checkpoint.
     """
-    configs = [module.init_cfg] if isinstance(module.init_cfg, dict) else module.init_cfg
-    names = [config['type'] for config in configs if config['type'] != 'Pretrained']
-    if names[-1] not in ('ConvolutionalHeads', ConvolutionalHeads):
-        raise ValueError(f'init_cfg of {type(module).__name__} has {names[-1]} after ConvolutionalHeads: put that last')
+    configs = [module.init_cfg] if isinstance(module.init_cfg, dict) else module.init_cfg or []
+    types = [config['type'] for config in configs if config['type'] not in ('Pretrained', PretrainedInit)]
+    if types and types[-1] not in ('ConvolutionalHeads', ConvolutionalHeads):
+        raise ValueError(f'init_cfg of {type(module).__name__} has {types[-1]} after ConvolutionalHeads: put that last')
     module.init_cfg = None
     module.init_weights()
     module.init_cfg = dict(type='Pretrained', checkpoint='none: its heads are those of ConvolutionalHeads')

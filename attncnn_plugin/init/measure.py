@@ -27,6 +27,9 @@ def measure(network: Any, images: Tensor, wanted: List[Tuple[Attention, Size, Te
 
     Returns:
         dict: By the name of the attention, total variations ``(N_h,)`` and the share of the other tokens.
+
+    Raises:
+        ValueError: The probabilities of a layer are no softmax for each head.
     """
     found: Dict[str, Tuple[Tensor, float]] = {}
     masks: Dict[str, Optional[Tensor]] = {}
@@ -36,6 +39,11 @@ def measure(network: Any, images: Tensor, wanted: List[Tuple[Attention, Size, Te
 
     def compare(name: str, size: Size, scores: Tensor, probs: Tensor) -> None:
         patches = size[0] * size[1]
+        if probs.ndim != 4 or probs.shape[1] != len(scores) or (probs.double().sum(-1) - 1).abs().max() > 1e-2:
+            raise ValueError(
+                f'the probabilities of {name} have shape {tuple(probs.shape)}, or do not add up to 1: softmax of the '
+                f'scores of {len(scores)} heads was looked for, with nothing after it'
+            )
         own = probs[:, :, -patches:, -patches:].double()  # class and register tokens come first
         total = own.sum(-1, keepdim=True)
         own = own / total.clamp(min=torch.finfo(own.dtype).tiny)

@@ -42,20 +42,27 @@ def start_relative(bias: Any, attention: Attention, shifts: Tensor, alpha: float
         ValueError: The bias is given by something else than a table or an MLP whose outputs are not bounded.
     """
     table = getattr(bias, 'relative_position_bias_table', None)
-    if isinstance(table, nn.Parameter) and table.ndim == 2:
+    has_index = isinstance(getattr(bias, 'relative_position_index', None), Tensor)
+    if isinstance(table, nn.Parameter) and table.ndim == 2 and has_index:
         _set_table(bias, table.data, shifts, alpha)
     elif isinstance(getattr(bias, 'bias_act', None), nn.Identity) and hasattr(bias, 'mlp'):
         _set_mlp(bias, attention.name, shifts, alpha)
     else:
         raise ValueError(
             f'the position bias of {attention.name}, a {type(bias).__name__}, has neither a table '
-            '(shifts, heads) nor an MLP whose outputs are not bounded: it cannot be −α‖δ − Δ‖²'
+            '(shifts, heads) with an index nor an MLP whose outputs are not bounded: it cannot be −α‖δ − Δ‖²'
         )
     attention.set_queries_and_keys(torch.zeros_like(attention.weight('q')), attention.weight('k').clone())
 
 
 def window_of(bias: Any) -> Size:
-    """Height and width of the window, or of the whole grid, for which a bias is."""
+    """Height and width of the window, or of the whole grid, for which a bias is.
+
+    Raises:
+        ValueError: It does not say.
+    """
+    if getattr(bias, 'window_size', None) is None:
+        raise ValueError(f'{type(bias).__name__} has a position bias, but no window_size that says for which grid')
     height, width = bias.window_size
     return int(height), int(width)
 

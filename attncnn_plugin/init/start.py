@@ -191,13 +191,13 @@ def _start_gaussian(
     if not others:
         return
     chosen, size = [(layer.attention, layer.shifts) for layer in others], others[0].grid
-    if others[0].encoding == 'rotary':
-        handles = start_rotary(network, attentions, chosen, alpha, size, generator)
-    else:
-        handles = start_absolute(network, attentions, chosen, alpha, size, embedding, generator)
-    try:
-        with evaluating(network):
+    with evaluating(network):
+        if others[0].encoding == 'rotary':
+            handles = start_rotary(network, attentions, chosen, alpha, size, generator)
+        else:
+            handles = start_absolute(network, attentions, chosen, alpha, size, embedding, generator)
+        try:
             network(images)
-    finally:
-        for handle in handles:
-            handle.remove()
+        finally:
+            for handle in handles:
+                handle.remove()

@@ -68,6 +68,30 @@ def test_others_are_refused(name, settings, message):
         init_as_convolution(timm.create_model(name, pretrained=False, **settings))
 
 
+class MixedHeads(nn.Module):
+    """Attention whose probabilities are mixed over heads after the softmax."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.num_heads, self.qkv, self.proj = attention.num_heads, attention.qkv, attention.proj
+        self.attn_drop = nn.Dropout(0.0)
+
+    def forward(self, x, **kwargs):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        probs = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        mixed = self.attn_drop(probs - 0.5 * probs.roll(1, dims=1))
+        return self.proj((mixed @ v).transpose(1, 2).flatten(2))
+
+
+def test_attention_that_is_no_softmax():
+    model = small_vit()
+    model.blocks[1].attn = MixedHeads(model.blocks[1].attn)
+    with pytest.raises(
+        ValueError, match=r'probabilities of blocks.1.attn have shape \(4, 2, 13, 13\), or do not add up'
+    ):
+        init_as_convolution(model)
+
+
 def test_nothing_to_embed():
     with pytest.raises(ValueError, match='VisionTransformerRelPos without a learned pos_embed'):
         set_sine_cosine_embedding(small_vit('vit_relpos_small_patch16_224'))
