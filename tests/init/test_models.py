@@ -87,7 +87,7 @@ def test_attention_that_is_no_softmax():
     model = small_vit()
     model.blocks[1].attn = MixedHeads(model.blocks[1].attn)
     with pytest.raises(
-        ValueError, match=r'probabilities of blocks.1.attn have shape \(4, 2, 13, 13\), or do not add up'
+        ValueError, match='probabilities of blocks.1.attn have shape .*, or do not add up'
     ):
         init_as_convolution(model)
 
