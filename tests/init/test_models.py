@@ -15,7 +15,7 @@ BOUNDS = dict(absolute=0.05, relative=1e-6, rotary=0.08)
 @pytest.mark.slow
 @pytest.mark.parametrize('name', NAMES)
 def test_start_and_a_step(name):
-    """The models as timm has them; the loss goes down, and every parameter gets a gradient but the biases of keys."""
+    """The models as timm has them; a step brings the loss down."""
     torch.manual_seed(0)
     model = timm.create_model(name, pretrained=False, num_classes=4)
     report = init_as_convolution(model)
