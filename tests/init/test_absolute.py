@@ -56,10 +56,15 @@ def test_content_changes_the_width_alone(size, tokens, alpha, seed):
         block.attn.qkv.register_forward_hook(
             lambda module, args, output: scores.append(output.unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4))
         )
+    before = []  # another LayerNorm, before the blocks
+    model.norm_pre.register_forward_pre_hook(lambda module, args: before.append(args[0]))
     model.eval()(images)
     patches = size[0] * size[1]
     for layer, tokens, (q, k, _) in zip(report.layers, inputs, scores):
-        factor = (tokens.var(-1, correction=0) + model.blocks[0].norm1.eps).rsqrt()[:, -patches:]
+        factor = (tokens.var(-1, correction=0) + model.blocks[0].norm1.eps).rsqrt()
+        if isinstance(model.norm_pre, nn.LayerNorm):
+            factor = factor * (before[0].var(-1, correction=0) + model.norm_pre.eps).rsqrt()
+        factor = factor[:, -patches:]
         found = (q @ k.mT / 16**0.5)[:, :, -patches:, -patches:]
         for number, head in enumerate(layer.heads):
             distances = -gaussian(head.shift, 1.0, size).log()

@@ -86,9 +86,7 @@ class MixedHeads(nn.Module):
 def test_attention_that_is_no_softmax():
     model = small_vit()
     model.blocks[1].attn = MixedHeads(model.blocks[1].attn)
-    with pytest.raises(
-        ValueError, match='probabilities of blocks.1.attn have shape .*, or do not add up'
-    ):
+    with pytest.raises(ValueError, match='probabilities of blocks.1.attn have shape .*, or do not add up'):
         init_as_convolution(model)
 
 

@@ -24,13 +24,14 @@ VITS = [
 def test_heads_are_near_gaussian(size, vit, alpha, seed):
     name, settings = vit
     torch.manual_seed(seed)
-    model = small_vit(name, size, embed_dim=128, **settings)
+    # timm 1.0.22 has no mixed frequencies in float64.
+    model = small_vit(name, size, embed_dim=128, double='mixed' not in name, **settings)
     report = init_as_convolution(model, alpha=alpha, seed=seed)
     for layer, probs in zip(report.layers, attention_of(model, random_images(model, seed=seed))):
         assert (layer.encoding, layer.grid) == ('rotary', size)
         for number, head in enumerate(layer.heads):
             wanted = gaussian(head.shift, alpha, size)
-            found = total_variation(probs[:, number], wanted)
+            found = total_variation(probs[:, number].double(), wanted)
             assert found < 0.15
             assert found == pytest.approx(head.total_variation, abs=1e-5)
 
