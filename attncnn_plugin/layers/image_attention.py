@@ -197,7 +197,7 @@ class QuadraticImageAttention(PositionImageAttention):
         sizes = [factor.shape[1] for factor in probs]
         if math.prod(sizes) * math.prod(x.shape[2:]) > DENSE_PAIRS:
             output = self._joined(self._along_axes(probs, x))
-        elif isinstance(self.value, GroupedLinear) and self.value.is_depthwise:
+        elif isinstance(self.value, GroupedLinear) and self.value.is_depthwise and not _has_hooks(self.value):
             output = self.value.of_shared_probs(_kronecker(probs), x.flatten(2)).transpose(1, 2)
         else:
             tokens = x.flatten(2).transpose(1, 2)
@@ -223,6 +223,11 @@ class QuadraticImageAttention(PositionImageAttention):
 
     def _padded_probs(self, size: Sequence[int]) -> Tensor:
         return _kronecker(self.axis_probs(size))
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether someone wants to see what a module takes or gives."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def _kronecker(factors: Sequence[Tensor]) -> Tensor:
