@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import mmengine
 import pytest
 import torch
 from helpers.convolutions import relative_error
@@ -177,7 +176,7 @@ def imagenet(tmp_path_factory):
 
 @pytest.mark.parametrize('name', [name for name in NAMES if 'resnet50' in name])
 def test_weights_of_the_model_zoo(name, imagenet, read):
-    """They are loaded by ``init_cfg`` as they are; what the config freezes is frozen, attention in the place of it too."""
+    """They are loaded by ``init_cfg`` as they are, and what the config freezes is frozen."""
     config = read(name)
     inner = config.model.backbone.backbone
     inner.update(stem_channels=4, base_channels=4)
@@ -187,9 +186,8 @@ def test_weights_of_the_model_zoo(name, imagenet, read):
     model.init_weights()
     cnn = MODELS.build(inner)
     cnn.init_weights()
-    assert torch.equal(
-        model.layer4[1].conv1.weight, torch.load(imagenet)['state_dict']['backbone.layer4.1.conv1.weight']
-    )
+    weights = torch.load(imagenet)['state_dict']
+    assert torch.equal(model.layer4[1].conv1.weight, weights['backbone.layer4.1.conv1.weight'])
     model.eval(), cnn.eval()
     images = torch.rand(1, 3, 96, 160)
     for feature, expected in zip(model(images), cnn(images)):
