@@ -7,7 +7,6 @@ model = dict(
         _delete_=True,
         type='mmpretrain.SAQuadratic',
         arch='base',
-        img_size=(800, 1344),
         reduction=8,
         head_dim=44,
         drop_path_rate=0.1),

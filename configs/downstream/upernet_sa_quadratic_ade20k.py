@@ -7,7 +7,6 @@ model = dict(
         _delete_=True,
         type='mmpretrain.SAQuadratic',
         arch='base',
-        img_size=512,
         reduction=8,
         head_dim=44,
         out_indices=(1, 2, 3, 5),

@@ -13,7 +13,7 @@ from mmpretrain.registry import HOOKS
 from torch import Tensor, nn
 
 from ...layers.structure import follow_state_dict
-from ...utils.runner import accumulative_counts, compile_train_step, forward_tensors, is_resumed
+from ...utils.runner import accumulative_counts, compile_train_step, forward_tensors, images_of_one_size, is_resumed
 from .phases import parts_in_phases
 from .rebuild import (
     averaged_models,
@@ -239,7 +239,7 @@ class PhaseTransitionHook(Hook):
     @staticmethod
     @torch.no_grad()
     def _outputs(runner, model: nn.Module, data_batch) -> Dict[str, Tensor]:
-        """What the parts that turn, and the model, put out for a batch. In evaluation mode: no random number is drawn."""
+        """What the parts that turn, and the model, put out for a batch, in evaluation mode: nothing random is drawn."""
         training = model.training
         model.eval()
         features: List[Tensor] = []
@@ -250,7 +250,7 @@ class PhaseTransitionHook(Hook):
         ]
         outputs: List[Tensor] = []
         try:
-            outputs += _tensors(forward_tensors(model, data_batch))
+            outputs += _tensors(forward_tensors(model, images_of_one_size(data_batch)))
         except Exception as error:  # some models have no such mode; the training must not end for a line in the log
             runner.logger.warning(
                 f'The change of the output is not known: {type(model).__name__} has no output for a '
