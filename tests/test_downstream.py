@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import pprint
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -200,36 +201,49 @@ def test_weights_of_the_model_zoo(name, imagenet, read):
     assert {norm.training for norm in norms} == {not inner.get('norm_eval', False)}
 
 
+PAGE = Path(__file__).parents[1] / 'docs/downstream.md'
 LOADERS = ('train_dataloader', 'val_dataloader', 'test_dataloader')
 
 
-def small(name, checkpoint):
-    """Options of the packages' tools: made-up images, four iterations, narrow ResNets with weights."""
+def small(package):
+    """Options of a package's tools for made-up images and four iterations."""
     options = ['train_dataloader.batch_size=2', 'default_hooks.logger.interval=1']
     for loader in LOADERS:
         options += [f'{loader}.num_workers=0', f'{loader}.persistent_workers=False']
-    if 'resnet50' in name:
-        inner = 'model.backbone.backbone'
-        options += [f'{inner}.stem_channels=4', f'{inner}.base_channels=4', f'{inner}.init_cfg.checkpoint={checkpoint}']
-    if package_of(name) == 'mmdet':
+    if package == 'mmdet':
         options += ['train_cfg.max_epochs=2', 'train_dataloader.dataset.pipeline.2.scale=(96,64)']
-        options += [f'{loader}.dataset.pipeline.1.scale=(96,64)' for loader in LOADERS[1:]]
-        if 'resnet50' in name:
-            options.append('model.neck.in_channels=[16,32,64,128]')
-        if 'cmhsa' in name:
-            options.append('custom_hooks.0.epoch=1')
-        return options
+        return options + [f'{loader}.dataset.pipeline.1.scale=(96,64)' for loader in LOADERS[1:]]
     options += ['train_cfg.max_iters=4', 'train_cfg.val_interval=2', 'default_hooks.checkpoint.interval=2']
     options += ['model.decode_head.channels=16', 'model.data_preprocessor.size=(64,64)']
     options += ['train_dataloader.dataset.pipeline.2.scale=(128,64)']
     options += ['train_dataloader.dataset.pipeline.3.crop_size=(64,64)']
-    options += [f'{loader}.dataset.pipeline.1.scale=(128,64)' for loader in LOADERS[1:]]
-    if 'resnet50' in name:
-        options += ['model.decode_head.in_channels=[16,32,64,128]', 'model.auxiliary_head.in_channels=64']
-    if 'cmhsa' in name:
-        schedulers = 'custom_hooks.0.param_scheduler'
-        options += ['custom_hooks.0.iter=2', f'{schedulers}.0.end=1', f'{schedulers}.1.begin=1']
-    return options
+    return options + [f'{loader}.dataset.pipeline.1.scale=(128,64)' for loader in LOADERS[1:]]
+
+
+def narrow_resnet(package, init_cfg):
+    """Options for a ResNet-50 of an eighth of the channels."""
+    inner, channels = 'model.backbone.backbone', '[16,32,64,128]'
+    options = [f'{inner}.base_channels=4', f'{inner}.stem_channels=4', f'{inner}.{init_cfg}']
+    if package == 'mmdet':
+        return [*options, f'model.neck.in_channels={channels}']
+    return [*options, f'model.decode_head.in_channels={channels}', 'model.auxiliary_head.in_channels=64']
+
+
+def early_transition(package):
+    """Options for a second phase of the last two iterations."""
+    if package == 'mmdet':
+        return ['custom_hooks.0.epoch=1']
+    schedulers = 'custom_hooks.0.param_scheduler'
+    return ['custom_hooks.0.iter=2', f'{schedulers}.0.end=1', f'{schedulers}.1.begin=1']
+
+
+def make_data(package, folder):
+    if package == 'mmdet':
+        from mmdet.datasets import CocoDataset
+
+        make_coco(folder / 'data/coco', CocoDataset.METAINFO['classes'])
+    else:
+        make_ade20k(folder / 'data/ade/ADEChallengeData2016')
 
 
 def tool(package, name, *words, folder):
@@ -254,41 +268,76 @@ def scalars(work_dir):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def weights_of(checkpoint):
+    return torch.load(checkpoint, weights_only=True)['state_dict']
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('name', NAMES)
 def test_trains_is_tested_and_resumes(name, imagenet, tmp_path):
     """By the tools of mmdetection and mmsegmentation, on data in the usual folders."""
     package = package_of(name)
     needs(package)
-    if package == 'mmdet':
-        from mmdet.datasets import CocoDataset
-
-        make_coco(tmp_path / 'data/coco', CocoDataset.METAINFO['classes'])
-    else:
-        make_ade20k(tmp_path / 'data/ade/ADEChallengeData2016')
-    options = ['--cfg-options', *small(name, imagenet)]
+    make_data(package, tmp_path)
+    options = ['--cfg-options', *small(package)]
+    if 'resnet50' in name:
+        options += narrow_resnet(package, f'init_cfg.checkpoint={imagenet}')
+    if 'cmhsa' in name:
+        options += early_transition(package)
     config, work_dir = CONFIGS / f'{name}.py', tmp_path / 'work'
     said = tool(package, 'train.py', config, '--work-dir', work_dir, *options, folder=tmp_path)
     lines = scalars(work_dir)
     assert [line['step'] for line in lines if 'loss' in line] == [1, 2, 3, 4]
-    assert all(abs(line['loss']) < 1e4 for line in lines if 'loss' in line)  # no NaN
+    assert all(abs(line['loss']) < 1e4 for line in lines if 'loss' in line)  # and no NaN
     assert any('coco/bbox_mAP' in line or 'mIoU' in line for line in lines)
     if 'cmhsa' in name:
         assert 'Transition at ' in said and 'Relative change of the features on the current batch' in said
 
-    checkpoints = sorted(work_dir.glob('*_[124].pth'))
-    assert len(checkpoints) == 2
-    state_dict = torch.load(checkpoints[-1], weights_only=True)['state_dict']
-    part = dict(resnet50='layer4.0.conv2.query.weight', cmhsa='blocks.0.attn.query.weight').get(
-        name.split('_')[1].rstrip('3'), 'blocks.0.attn.encoding.center'
-    )
-    assert f'backbone.{part}' in state_dict
-    for checkpoint in checkpoints:  # of both phases
+    first, last = sorted(work_dir.glob('*_[124].pth'))
+    attention = {'resnet50': 'layer4.0.conv2.query', 'cmhsa3': 'blocks.0.attn.query', 'sa': 'blocks.0.attn.encoding'}
+    part = attention[name.split('_')[1]]
+    assert [key for key in weights_of(last) if key.startswith(f'backbone.{part}')]
+    for checkpoint in (first, last):  # of both phases
         said = tool(package, 'test.py', config, checkpoint, '--work-dir', tmp_path / 'test', *options, folder=tmp_path)
         assert 'bbox_mAP' in said or 'mIoU' in said
 
     again = tmp_path / 'again'
     again.mkdir()
-    (again / 'last_checkpoint').write_text(str(checkpoints[0]))
+    (again / 'last_checkpoint').write_text(str(first))
     tool(package, 'train.py', config, '--work-dir', again, '--resume', *options, folder=tmp_path)
     assert [line['step'] for line in scalars(again) if 'loss' in line] == [3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'settings, frozen',
+    [
+        (['with_cp=True', 'frozen_stages=-1', 'norm_eval=False'], False),
+        (['frozen_stages=4'], True),
+    ],
+    ids=['all trained', 'all frozen'],
+)
+def test_a_detector_of_your_own(settings, frozen, tmp_path):
+    """The config of the page: mmdetection's ResNet in a Faster R-CNN, right after a checkpoint of it is loaded."""
+    needs('mmdet')
+    make_data('mmdet', tmp_path)
+    (block,) = re.findall('^```python\n(_base_ = .*?)^```$', PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    config = tmp_path / 'config.py'
+    config.write_text(block)
+    inner = [f'model.backbone.backbone.{setting}' for setting in settings]
+    options = ['--cfg-options', *small('mmdet'), *narrow_resnet('mmdet', 'init_cfg=None'), *inner]
+
+    first = ['train_cfg.max_epochs=1', 'custom_hooks=[]', 'load_from=None']
+    tool('mmdet', 'train.py', config, '--work-dir', tmp_path / 'cnn', *options, *first, folder=tmp_path)
+    cnn = tmp_path / 'cnn/epoch_1.pth'
+    work_dir = tmp_path / 'attention'
+    said = tool('mmdet', 'train.py', config, '--work-dir', work_dir, *options, f'load_from={cnn}', folder=tmp_path)
+    assert 'Transition at epoch 0' in said
+    (drift,) = re.findall('Relative change of the features on the current batch: (.*)', said)
+    assert float(drift) < 0.05
+    part = 'backbone.layer4.0.conv2.value.weight'
+    before, after = (weights_of(work_dir / f'epoch_{epoch}.pth')[part] for epoch in (1, 2))
+    assert torch.equal(before, after) == frozen
+    tool(
+        'mmdet', 'test.py', config, work_dir / 'epoch_2.pth', '--work-dir', tmp_path / 'test', *options, folder=tmp_path
+    )

@@ -81,7 +81,7 @@ def test_right_after_loading(repository, tmp_path):
         (
             dict(epoch=1),
             TypeError,
-            'epoch=1 of PhaseTransitionHook counts epochs, but the loop is a IterBasedTrainLoop',
+            'epoch=1 of PhaseTransitionHook counts epochs, but the loop is a IterBased',
         ),
     ],
 )
@@ -96,9 +96,7 @@ def test_mistakes_show_at_once(settings, error, message, repository, tmp_path):
 def test_iterations_of_a_loop_that_counts_epochs(repository, tmp_path):
     config = small_config(repository, tmp_path)
     config.custom_hooks[0] = dict(type='PhaseTransitionHook', iter=3)
-    with pytest.raises(
-        TypeError, match='iter=3 of PhaseTransitionHook counts iterations, but the loop is a EpochBased'
-    ):
+    with pytest.raises(TypeError, match='iter=3 of PhaseTransitionHook counts iterations, but the loop is a Epoch'):
         run(config)
 
 
