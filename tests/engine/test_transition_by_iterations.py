@@ -11,7 +11,7 @@ from mmpretrain.registry import MODELS
 from attncnn_plugin.utils.runner import images_of_one_size
 
 BEGIN, END = 2, 6  # of the second phase
-RATES = np.array([2e-3, 1e-3, 5e-4, 4e-4, 3e-4, 2e-4])
+RATES = np.array([2e-3, 0, *np.linspace(5e-4, 1e-4, END - BEGIN)])  # each phase to the end of its line
 
 
 def config_of(repository, work_dir, **changes):
