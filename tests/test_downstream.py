@@ -110,8 +110,10 @@ def test_feature_maps_fit(name, read):
         32 if package_of(name) == 'mmdet' else config.model.data_preprocessor.get('test_cfg', {}).get('size_divisor', 1)
     )
     height, width = (-(-n // divisor) * divisor for n in (90, 131))
+    backbone = backbone_of(config)
+    backbone.eval()  # mmpretrain's ResNet does not return itself
     with torch.no_grad():
-        features = backbone_of(config).eval()(torch.rand(1, 3, height, width))
+        features = backbone(torch.rand(1, 3, height, width))
     channels = [feature.shape[1] for feature in features]
     strides = [height / feature.shape[2] for feature in features]
     neck = config.model.get('neck')
@@ -145,6 +147,8 @@ def test_positions_have_no_weight_decay(name, read):
     found = {part for part, _ in model.named_parameters() if part.endswith(positions)}
     assert found
     for part, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue  # frozen, and not in the optimizer
         if part in found:
             assert decays[id(parameter)] == 0, part
         elif parameter.ndim > 1:

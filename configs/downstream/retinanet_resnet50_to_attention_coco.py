@@ -23,5 +23,6 @@ model = dict(
         phase='attn',
         content='additive',
         alpha=6.0,
-        # Images of 800x1333 pixels have 25x42 in the last stage, and 50x84 before its first 3x3 convolution.
+        # Images of 800x1333 pixels have 25x42 in the last stage, and 50x84 before its first 3x3 convolution. For heads
+        # that see all of them: None.
         window_size=7))
