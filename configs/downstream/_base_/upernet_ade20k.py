@@ -1,5 +1,6 @@
 # mmsegmentation's UPerNet with a ResNet-50, 160,000 iterations on ADE20K in data/ade, for the backbones of this package.
-_base_ = 'mmseg::upernet/upernet_r50_4xb4-160k_ade20k-512x512.py'
+# By its path: for 'mmseg::upernet/…' mmengine looks for a package of the name mmsegmentation, which the fork's is not.
+_base_ = __import__('mmseg').__path__[0] + '/.mim/configs/upernet/upernet_r50_4xb4-160k_ade20k-512x512.py'
 
 custom_imports = dict(imports=['attncnn_plugin'], allow_failed_imports=False)
 
