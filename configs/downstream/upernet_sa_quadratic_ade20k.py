@@ -18,3 +18,7 @@ model = dict(
 
 optim_wrapper = dict(
     optimizer=dict(_delete_=True, type='AdamW', lr=1e-4, weight_decay=0.05), paramwise_cfg=dict(norm_decay_mult=0.))
+param_scheduler = [
+    dict(type='LinearLR', start_factor=1e-6, by_epoch=False, begin=0, end=1500),
+    dict(type='PolyLR', eta_min=0., power=1., begin=1500, end=160000, by_epoch=False),
+]
