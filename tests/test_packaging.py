@@ -101,6 +101,8 @@ def test_wheel_carries_configs_tools_and_index(wheel):
         'configs/metafile.yml',
         'configs/sa_quadratic_cifar10.py',
         'configs/_base_/models/sa_quadratic_cifar.py',
+        'configs/downstream/retinanet_resnet50_to_attention_coco.py',
+        'configs/downstream/_base_/retinanet_coco.py',
         'tools/train.py',
         'tools/dist_train.sh',
     ):

@@ -24,6 +24,8 @@ def config_path(name: str) -> str:
     """
     path = MIM / 'configs' / name
     if not path.is_file():
-        known = sorted(config.name for config in (MIM / 'configs').glob('*.py'))
+        folder = MIM / 'configs'
+        paths = [path.relative_to(folder) for path in (*folder.glob('*.py'), *folder.glob('downstream/*.py'))]
+        known = sorted(path.as_posix() for path in paths)
         raise FileNotFoundError(f'name={name!r} is no config of attncnn_plugin, which are {known}')
     return str(path)

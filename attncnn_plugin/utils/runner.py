@@ -5,6 +5,7 @@ from typing import Any, Optional
 from mmengine.model import BaseModel
 from mmengine.optim import OptimWrapper
 from mmengine.runner import Runner
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 HEAD_NUMBERS = 'attention_heads'  # in ``runtime_info``: by layer, what its heads were called when the training began
@@ -29,6 +30,19 @@ def forward_tensors(model: BaseModel, batch) -> Any:
     """The outputs of the model for a batch of a data loader, in its mode ``'tensor'``: no loss, no prediction."""
     data = model.data_preprocessor(batch, False)
     return model(**data, mode='tensor') if isinstance(data, dict) else model(*data, mode='tensor')
+
+
+def images_of_one_size(batch: Any) -> Any:
+    """The images of a batch that are as large as the first: mmsegmentation pads the others in training alone.
+
+    Args:
+        batch: A batch of a data loader: what is no list of images by their samples stays as it is.
+    """
+    images = batch.get('inputs') if isinstance(batch, dict) else None
+    if not isinstance(images, list) or not all(isinstance(image, Tensor) for image in images):
+        return batch
+    kept = [i for i, image in enumerate(images) if image.shape == images[0].shape]
+    return {key: [values[i] for i in kept] for key, values in batch.items()}
 
 
 def compile_train_step(runner: Runner) -> None:

@@ -54,12 +54,29 @@ def make_groups_plain(optim_wrapper: OptimWrapper) -> None:
     groups[:] = [dict(group) for group in groups]
 
 
-def build_schedulers(runner, schedulers: Union[dict, List[dict]], epochs: int) -> None:
-    """Gives the run new schedulers, counted from now; without an ``end`` they go on for ``epochs`` epochs."""
+def build_schedulers(runner, schedulers: Union[dict, List[dict]], left: int, by_epoch: bool = True) -> None:
+    """Gives the run new schedulers, counted from now.
+
+    Args:
+        runner (Runner): The run.
+        schedulers (dict | list[dict]): Their configs.
+        left (int): How long they go on without an ``end``, in what the loop counts.
+        by_epoch (bool): Whether that is epochs, not iterations. Defaults to True.
+
+    Raises:
+        ValueError: A scheduler that counts epochs, which would never make a step, in a loop that does not.
+    """
     schedulers = copy.deepcopy(schedulers)
     for scheduler in [schedulers] if isinstance(schedulers, dict) else schedulers:
-        by_epoch = scheduler.get('by_epoch', True)
-        scheduler.setdefault('end', epochs if by_epoch else epochs * len(runner.train_dataloader))
+        if not scheduler.get('by_epoch', True):
+            scheduler.setdefault('end', left * len(runner.train_dataloader) if by_epoch else left)
+        elif by_epoch:
+            scheduler.setdefault('end', left)
+        else:
+            raise ValueError(
+                f'the scheduler {scheduler} counts epochs, but the loop counts iterations: give it by_epoch=False, and '
+                'begin and end in iterations'
+            )
     runner.param_schedulers = runner.build_param_scheduler(schedulers)
 
 

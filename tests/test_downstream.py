@@ -1,0 +1,354 @@
+"""Configs for mmdetection and mmsegmentation: with these packages they train, and without them they fit together."""
+
+import importlib.util
+import json
+import os
+import pprint
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.convolutions import relative_error
+from helpers.downstream import make_ade20k, make_coco
+from mmengine.config import Config
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import HOOKS, DefaultScope
+from mmpretrain.registry import MODELS
+
+from attncnn_plugin import config_path
+
+CONFIGS = Path(__file__).parents[1] / 'configs/downstream'
+NAMES = sorted(path.stem for path in CONFIGS.glob('*.py'))
+# What the configs inherit, as far as it has to fit.
+OPTIMIZATION = dict(
+    optim_wrapper=dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.01, momentum=0.9, weight_decay=1e-4)),
+    param_scheduler=[],
+)
+BASES = {
+    'mmdet': dict(
+        OPTIMIZATION,
+        model=dict(
+            backbone=dict(type='ResNet', depth=50),
+            neck=dict(type='FPN', in_channels=[256, 512, 1024, 2048], start_level=1, num_outs=5),
+            bbox_head=dict(
+                type='RetinaHead',
+                anchor_generator=dict(type='AnchorGenerator', octave_base_scale=4, strides=[8, 16, 32, 64, 128]),
+            ),
+        ),
+        train_cfg=dict(type='EpochBasedTrainLoop', max_epochs=12),
+    ),
+    'mmseg': dict(
+        OPTIMIZATION,
+        model=dict(
+            pretrained='open-mmlab://resnet50_v1c',
+            data_preprocessor=dict(type='SegDataPreProcessor'),
+            backbone=dict(type='ResNetV1c', depth=50),
+            decode_head=dict(type='UPerHead', in_channels=[256, 512, 1024, 2048], in_index=[0, 1, 2, 3]),
+            auxiliary_head=dict(type='FCNHead', in_channels=1024, in_index=2),
+        ),
+        train_cfg=dict(type='IterBasedTrainLoop', max_iters=160000),
+    ),
+}
+
+
+INSTALLED = {package: importlib.util.find_spec(package) is not None for package in BASES}
+
+
+def has_operators() -> bool:
+    """Whether mmcv has its compiled operators, which both packages need."""
+    return importlib.util.find_spec('mmcv._ext') is not None
+
+
+def package_of(name):
+    return 'mmdet' if name.startswith('retinanet') else 'mmseg'
+
+
+def needs(package):
+    if not has_operators() or not INSTALLED[package]:
+        pytest.skip(f'{package} and the operators of mmcv: see docs/downstream.md')
+
+
+@pytest.fixture
+def read(monkeypatch, tmp_path):
+    """Reads a config, with stand-ins for what it inherits where a package is not installed."""
+    find = Config._get_cfg_path
+
+    def find_or_stand_in(path, filename):
+        package = 'mmdet' if path.startswith('mmdet::') else 'mmseg' if '/mmseg/' in path else None
+        if package is None or INSTALLED[package]:
+            return find(path, filename)
+        stand_in = tmp_path / f'{package}.py'
+        stand_in.write_text('\n'.join(f'{key} = {pprint.pformat(value)}' for key, value in BASES[package].items()))
+        return str(stand_in), package
+
+    monkeypatch.setattr(Config, '_get_cfg_path', staticmethod(find_or_stand_in))
+    if not INSTALLED['mmseg']:
+        monkeypatch.setitem(sys.modules, 'mmseg', SimpleNamespace(__path__=['/mmseg']))
+    with DefaultScope.overwrite_default_scope('mmpretrain'):
+        yield lambda name: Config.fromfile(CONFIGS / f'{name}.py')
+
+
+def backbone_of(config):
+    """It as the config has it, but for the weights that would be downloaded."""
+    settings = config.model.backbone
+    if 'backbone' in settings:
+        settings.backbone.init_cfg = None
+    return MODELS.build(settings)
+
+
+def test_they_come_with_the_package():
+    assert len(NAMES) == 6
+    for name in NAMES:
+        assert Path(config_path(f'downstream/{name}.py')).samefile(CONFIGS / f'{name}.py')
+    with pytest.raises(FileNotFoundError, match='downstream/retinanet_cmhsa3_coco.py'):
+        config_path('downstream/retinanet.py')
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_feature_maps_fit(name, read):
+    """Channels and strides are those that neck and heads expect, for images of a size that the run makes."""
+    config = read(name)
+    divisor = (
+        32 if package_of(name) == 'mmdet' else config.model.data_preprocessor.get('test_cfg', {}).get('size_divisor', 1)
+    )
+    height, width = (-(-n // divisor) * divisor for n in (90, 131))
+    backbone = backbone_of(config)
+    backbone.eval()  # mmpretrain's ResNet does not return itself
+    with torch.no_grad():
+        features = backbone(torch.rand(1, 3, height, width))
+    channels = [feature.shape[1] for feature in features]
+    strides = [height / feature.shape[2] for feature in features]
+    neck = config.model.get('neck')
+    if package_of(name) == 'mmdet':
+        assert channels == neck.in_channels
+        levels = config.model.bbox_head.anchor_generator.strides
+        used = strides[neck.start_level :]
+        assert used == levels[: len(used)] and len(levels) == neck.num_outs
+        assert all(after == 2 * before for before, after in zip(levels, levels[1:]))
+        assert config.model.bbox_head.anchor_generator.octave_base_scale * levels[0] == 32  # the smallest anchor
+        return
+    if neck is not None:
+        assert set(channels) == {neck.embed_dim} and len(channels) == len(neck.rescales)
+        strides = [stride / scale for stride, scale in zip(strides, neck.rescales)]
+    assert channels == config.model.decode_head.in_channels
+    assert channels[config.model.auxiliary_head.in_index] == config.model.auxiliary_head.in_channels
+    assert all(abs(stride / expected - 1) < 0.15 for stride, expected in zip(strides, (4, 8, 16, 32)))
+    assert config.model.pretrained is None
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_positions_have_no_weight_decay(name, read):
+    config = read(name)
+    backbone = backbone_of(config)
+    if getattr(backbone, 'phase', None) == 'conv':
+        backbone.to_attention()
+    model = torch.nn.ModuleDict(dict(backbone=backbone))
+    optimizer = build_optim_wrapper(model, config.optim_wrapper).optimizer
+    decays = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
+    positions = ('encoding.center', 'encoding.sqrt_precision', 'position.table')
+    found = {part for part, _ in model.named_parameters() if part.endswith(positions)}
+    assert found
+    for part, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue  # frozen, and not in the optimizer
+        if part in found:
+            assert decays[id(parameter)] == 0, part
+        elif parameter.ndim > 1:
+            assert decays[id(parameter)] > 0, part
+
+
+@pytest.mark.parametrize('name', [name for name in NAMES if 'cmhsa' in name])
+def test_halves(name, read):
+    """The transition is in the middle, and the first phase's schedule ends there."""
+    config = read(name)
+    (settings,) = config.custom_hooks
+    hook = HOOKS.build(settings)
+    train_cfg, by_epoch = config.train_cfg, package_of(name) == 'mmdet'
+    assert hook.unit == ('epoch' if by_epoch else 'iter')
+    assert 2 * hook.begin == (train_cfg.max_epochs if by_epoch else train_cfg.max_iters)
+    assert config.param_scheduler[-1].end == hook.begin and 'end' not in hook.param_scheduler[-1]
+
+
+@pytest.fixture(scope='session')
+def imagenet(tmp_path_factory):
+    """A checkpoint as of mmpretrain's model zoo, of a narrow ResNet-50."""
+    backbone = dict(type='mmpretrain.ResNet', depth=50, stem_channels=4, base_channels=4, zero_init_residual=False)
+    head = dict(type='mmpretrain.LinearClsHead', num_classes=3, in_channels=128)
+    model = MODELS.build(dict(type='mmpretrain.ImageClassifier', backbone=backbone, head=head))
+    model.init_weights()
+    path = tmp_path_factory.mktemp('zoo') / 'resnet50.pth'
+    torch.save(dict(state_dict=model.state_dict()), path)
+    return path
+
+
+@pytest.mark.parametrize('name', [name for name in NAMES if 'resnet50' in name])
+def test_weights_of_the_model_zoo(name, imagenet, read):
+    """They are loaded by ``init_cfg`` as they are, and what the config freezes is frozen."""
+    config = read(name)
+    inner = config.model.backbone.backbone
+    inner.update(stem_channels=4, base_channels=4)
+    inner.init_cfg.checkpoint = str(imagenet)
+    model = MODELS.build(config.model.backbone)
+    assert model.phase == 'attn' and model.conversion.layers == tuple(f'layer4.{i}.conv2' for i in range(3))
+    model.init_weights()
+    cnn = MODELS.build(inner)
+    cnn.init_weights()
+    weights = torch.load(imagenet)['state_dict']
+    assert torch.equal(model.layer4[1].conv1.weight, weights['backbone.layer4.1.conv1.weight'])
+    model.eval(), cnn.eval()
+    images = torch.rand(1, 3, 96, 160)
+    for feature, expected in zip(model(images), cnn(images)):
+        assert relative_error(feature, expected) < 0.05  # alpha=6
+    model.train()
+    frozen = inner.get('frozen_stages', -1)
+    assert all(p.requires_grad != (frozen >= 1) for p in model.layer1.parameters())
+    assert all(p.requires_grad for p in model.layer4.parameters())
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
+    assert {norm.training for norm in norms} == {not inner.get('norm_eval', False)}
+
+
+PAGE = Path(__file__).parents[1] / 'docs/downstream.md'
+LOADERS = ('train_dataloader', 'val_dataloader', 'test_dataloader')
+
+
+def small(package, one_stage=True):
+    """Options of a package's tools for made-up images and four iterations."""
+    options = ['train_dataloader.batch_size=2', 'default_hooks.logger.interval=1']
+    for loader in LOADERS:
+        options += [f'{loader}.num_workers=0', f'{loader}.persistent_workers=False']
+    if package == 'mmdet':
+        options += ['model.test_cfg.score_thr=0.0'] if one_stage else []  # else untrained heads find nothing
+        options += ['train_cfg.max_epochs=2', 'train_dataloader.dataset.pipeline.2.scale=(96,64)']
+        return options + [f'{loader}.dataset.pipeline.1.scale=(96,64)' for loader in LOADERS[1:]]
+    options += ['train_cfg.max_iters=4', 'train_cfg.val_interval=2', 'default_hooks.checkpoint.interval=2']
+    options += ['model.decode_head.channels=16', 'model.data_preprocessor.size=(64,64)']
+    options += ['train_dataloader.dataset.pipeline.2.scale=(128,64)']
+    options += ['train_dataloader.dataset.pipeline.3.crop_size=(64,64)']
+    return options + [f'{loader}.dataset.pipeline.1.scale=(128,64)' for loader in LOADERS[1:]]
+
+
+def narrow_resnet(package, init_cfg):
+    """Options for a ResNet-50 of an eighth of the channels."""
+    inner, channels = 'model.backbone.backbone', '[16,32,64,128]'
+    options = [f'{inner}.base_channels=4', f'{inner}.stem_channels=4', f'{inner}.{init_cfg}']
+    if package == 'mmdet':
+        return [*options, f'model.neck.in_channels={channels}']
+    return [*options, f'model.decode_head.in_channels={channels}', 'model.auxiliary_head.in_channels=64']
+
+
+def early_transition(package):
+    """Options for a second phase of the last two iterations."""
+    if package == 'mmdet':
+        return ['custom_hooks.0.epoch=1']
+    schedulers = 'custom_hooks.0.param_scheduler'
+    return ['custom_hooks.0.iter=2', f'{schedulers}.0.end=1', f'{schedulers}.1.begin=1']
+
+
+def make_data(package, folder):
+    if package == 'mmdet':
+        from mmdet.datasets import CocoDataset
+
+        make_coco(folder / 'data/coco', CocoDataset.METAINFO['classes'])
+    else:
+        make_ade20k(folder / 'data/ade/ADEChallengeData2016')
+
+
+def tool(package, name, *words, folder):
+    """Runs a package's own tool in a folder that has ``data``, and returns what it says."""
+    path = Path(importlib.util.find_spec(package).origin).parent / '.mim/tools' / name
+    modules = os.pathsep.join([str(CONFIGS.parents[1]), os.environ.get('PYTHONPATH', '')])
+    result = subprocess.run(
+        [sys.executable, str(path), *map(str, words)],
+        cwd=folder,
+        env={**os.environ, 'PYTHONPATH': modules, 'OMP_NUM_THREADS': '1'},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
+def scalars(work_dir):
+    """What the run logged, line by line."""
+    (path,) = work_dir.glob('*/vis_data/scalars.json')
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def weights_of(checkpoint):
+    return torch.load(checkpoint, weights_only=True)['state_dict']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', NAMES)
+def test_trains_is_tested_and_resumes(name, imagenet, tmp_path):
+    """By the tools of mmdetection and mmsegmentation, on data in the usual folders."""
+    package = package_of(name)
+    needs(package)
+    make_data(package, tmp_path)
+    options = ['--cfg-options', *small(package)]
+    if 'resnet50' in name:
+        options += narrow_resnet(package, f'init_cfg.checkpoint={imagenet}')
+    if 'cmhsa' in name:
+        options += early_transition(package)
+    config, work_dir = CONFIGS / f'{name}.py', tmp_path / 'work'
+    said = tool(package, 'train.py', config, '--work-dir', work_dir, *options, folder=tmp_path)
+    lines = scalars(work_dir)
+    assert [line['step'] for line in lines if 'loss' in line] == [1, 2, 3, 4]
+    assert all(abs(line['loss']) < 1e4 for line in lines if 'loss' in line)  # and no NaN
+    assert any('coco/bbox_mAP' in line or 'mIoU' in line for line in lines)
+    if 'cmhsa' in name:
+        assert 'Transition at ' in said and 'Relative change of the features on the current batch' in said
+
+    first, last = sorted(work_dir.glob('*_[124].pth'))
+    attention = {'resnet50': 'layer4.0.conv2.query', 'cmhsa3': 'blocks.0.attn.query', 'sa': 'blocks.0.attn.encoding'}
+    part = attention[name.split('_')[1]]
+    assert [key for key in weights_of(last) if key.startswith(f'backbone.{part}')]
+    for checkpoint in (first, last):  # of both phases
+        said = tool(package, 'test.py', config, checkpoint, '--work-dir', tmp_path / 'test', *options, folder=tmp_path)
+        assert 'bbox_mAP' in said or 'mIoU' in said
+
+    again = tmp_path / 'again'
+    again.mkdir()
+    (again / 'last_checkpoint').write_text(str(first))
+    tool(package, 'train.py', config, '--work-dir', again, '--resume', *options, folder=tmp_path)
+    assert [line['step'] for line in scalars(again) if 'loss' in line] == [3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'settings, frozen',
+    [
+        (['with_cp=True', 'frozen_stages=-1', 'norm_eval=False'], False),
+        (['frozen_stages=4'], True),
+    ],
+    ids=['all trained', 'all frozen'],
+)
+def test_a_detector_of_your_own(settings, frozen, tmp_path):
+    """The config of the page: mmdetection's ResNet in a Faster R-CNN, right after a checkpoint of it is loaded."""
+    needs('mmdet')
+    make_data('mmdet', tmp_path)
+    (block,) = re.findall('^```python\n(_base_ = .*?)^```$', PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    config = tmp_path / 'config.py'
+    config.write_text(block)
+    inner = [f'model.backbone.backbone.{setting}' for setting in settings]
+    options = ['--cfg-options', *small('mmdet', one_stage=False), *narrow_resnet('mmdet', 'init_cfg=None'), *inner]
+
+    first = ['train_cfg.max_epochs=1', 'custom_hooks=[]', 'load_from=None']
+    tool('mmdet', 'train.py', config, '--work-dir', tmp_path / 'cnn', *options, *first, folder=tmp_path)
+    cnn = tmp_path / 'cnn/epoch_1.pth'
+    work_dir = tmp_path / 'attention'
+    said = tool('mmdet', 'train.py', config, '--work-dir', work_dir, *options, f'load_from={cnn}', folder=tmp_path)
+    assert 'Transition at epoch 0' in said
+    (drift,) = re.findall('Relative change of the features on the current batch: (.*)', said)
+    assert float(drift) < 0.05
+    part = 'backbone.layer4.0.conv2.value.weight'
+    before, after = (weights_of(work_dir / f'epoch_{epoch}.pth')[part] for epoch in (1, 2))
+    assert torch.equal(before, after) == frozen
+    tool(
+        'mmdet', 'test.py', config, work_dir / 'epoch_2.pth', '--work-dir', tmp_path / 'test', *options, folder=tmp_path
+    )
