@@ -80,7 +80,9 @@ def test_centers_and_queries(content, images):
 
 
 def test_figures(images):
-    visualization = pytest.importorskip('attncnn_plugin.visualization')
+    pytest.importorskip('matplotlib')
+    from attncnn_plugin import visualization
+
     model = hybrid('additive', alpha=2)
     probs, sizes = mean_attention_probs_of(model, images), grids_of(model, images)
     figure = visualization.plot_attention_centers(model, sizes, probs=probs)
