@@ -14,7 +14,7 @@ from .mixed_classes import Mixin
 
 
 class NarrowAttention(Mixin):
-    """Softmax attention of all tokens, by the parts of a module; :func:`~.mixed_classes.mixed` puts it before its class.
+    """Softmax attention of all tokens by the parts of a module, put before its class by :func:`~.mixed_classes.mixed`.
 
     The module has ``num_heads``, ``scale``, ``proj``, and ``qkv``, with biases of its own or ``q_bias`` and ``v_bias``,
     or three linear maps. Of the following it has some: ``q_norm`` and ``k_norm`` of each head; a

@@ -131,8 +131,8 @@ def register_replacement(replace: Replace, suffixes: Tuple[str, ...]) -> None:
 
     Args:
         replace (callable): Gives for a module, a state dict and the module's prefix in it what belongs in its place,
-            with values that are yet to be loaded, or the module itself, if it has taken the structure of the state dict;
-            None where the module stays as it is.
+            with values that are yet to be loaded, or the module itself, if it has taken the structure of the state
+            dict; None where the module stays as it is.
         suffixes (tuple[str, ...]): Ends of the names that show that a state dict has such a module: for others nothing
             is asked.
     """
