@@ -204,7 +204,8 @@ class TransformerHeads:
     @torch.no_grad()
     def _is_equal_in(self, cls: Type[nn.Module], kept: Sequence[int]) -> bool:
         """Whether a copy with random weights, of a class, computes the same without heads as with them at zero."""
-        whole = copy.deepcopy(self.module).eval()
+        whole = copy.deepcopy(self.module)
+        whole.eval()
         device = self.output.weight.device
         on_meta = device.type == 'meta'  # then the shapes are compared
         whole.to(device='meta' if on_meta else 'cpu', dtype=torch.float64)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Removes heads from a checkpoint, those that are named, those that are degenerate, or those that matter least.
 
-The model has attention of this package, or is a vision transformer of mmpretrain. The result loads with the same config,
+The model has attention of this package, or is a vision transformer of mmpretrain. The result loads with its config,
 in training, testing and inference. The mean output of the removed heads is lost: HeadPruningHook adds it to the bias of
 the layer. Attention that depends on content, and importance, are judged by batches of the config's train_dataloader.
 """
