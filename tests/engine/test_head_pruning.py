@@ -330,7 +330,7 @@ def test_criteria_are_checked_at_once(backbone, criteria, error, message, reposi
 def test_models_without_such_heads(repository, tmp_path):
     config = small_config(repository, tmp_path, hook=dict(epochs=[0]))
     config.model.backbone.update(type='SALearned', content=True)
-    with pytest.raises(ValueError, match='finds no attention by positions alone in the model'):
+    with pytest.raises(TypeError, match="blocks.0.attn: the criterion 'stripe' is for Gaussian heads"):
         run(config)
 
 
