@@ -139,8 +139,6 @@ class NarrowAttention(Mixin):
 class NarrowClassAttention(NarrowAttention):
     """As :class:`NarrowAttention`, of the class token alone, which is the first one: ``(B, N, D)`` to ``(B, 1, D)``."""
 
-    class_name = 'NarrowClass{}'
-
     def _queries_of(self, x: Tensor) -> Tensor:
         return x[:, :1]
 
