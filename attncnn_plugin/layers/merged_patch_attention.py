@@ -85,7 +85,7 @@ class MergedPatchAttention(PositionBiasedAttention):
         return at_least_float32(self.value_out.weight.unflatten(1, (self.num_heads, self.dim)).transpose(0, 1))
 
     @property
-    def output(self) -> nn.Module:
+    def output(self) -> Any:
         return self.value_out
 
     def head_parameters(self) -> HeadParameters:

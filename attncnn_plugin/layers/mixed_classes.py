@@ -18,13 +18,13 @@ class Mixin:
 
     def __reduce_ex__(self, protocol: Any) -> Tuple[Any, ...]:
         # pickle finds classes by their names, and this one was made for the module.
-        _, _, state, *_ = super().__reduce_ex__(max(protocol, 2))
-        return _new_instance, type(self).__bases__, state
+        reduced: Any = super().__reduce_ex__(max(protocol, 2))
+        return _new_instance, type(self).__bases__, reduced[2]
 
 
 @functools.cache
-def mixed(mixin: Type[Mixin], own: Type[nn.Module]) -> Type[nn.Module]:
-    """The class that inherits from a mixin, and then from the class of a module.
+def mixed(mixin: Any, own: Any) -> Type[nn.Module]:
+    """The class that inherits from a mixin, a subclass of :class:`Mixin`, and then from the class of a module.
 
     Examples:
         >>> class Loud(Mixin):
@@ -39,7 +39,7 @@ def mixed(mixin: Type[Mixin], own: Type[nn.Module]) -> Type[nn.Module]:
     return types.new_class(mixin.class_name.format(own.__name__), (mixin, own), exec_body=body)
 
 
-def _new_instance(mixin: Type[Mixin], own: Type[nn.Module]) -> nn.Module:
+def _new_instance(mixin: Any, own: Any) -> nn.Module:
     """An instance without a state, for copies and pickles."""
     extended = mixed(mixin, own)
     return extended.__new__(extended)

@@ -170,7 +170,7 @@ class PatchAttention(PositionBiasedAttention):
         return torch.stack([out @ value for value, out in zip(values, outs)])
 
     @property
-    def output(self) -> nn.Module:
+    def output(self) -> Any:
         return self.out
 
     def head_parameters(self) -> HeadParameters:

@@ -62,7 +62,7 @@ class PrunableHeads(Restructurable, AttentionLayer):
         return found
 
     @property
-    def output(self) -> nn.Module:
+    def output(self) -> Any:
         """The linear map that takes the outputs of all heads, which lie one after the other."""
         return self.get_submodule('value')
 

@@ -71,7 +71,7 @@ class TransformerHeads:
         return int(self.module.num_heads)
 
     @property
-    def output(self) -> nn.Module:
+    def output(self) -> Any:
         """The linear map that takes the outputs of all heads, which lie one after the other."""
         return self.module.proj
 
@@ -183,7 +183,7 @@ class TransformerHeads:
         Raises:
             TypeError: There is none.
         """
-        own = type(self.module)
+        own: Any = type(self.module)
         classes = [own]
         if not issubclass(own, NarrowAttention):
             classes += [mixed(NarrowAttention, own), mixed(NarrowClassAttention, own)]
@@ -279,6 +279,7 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
 
 def _num_tokens(module: Any) -> int:
     """The number of tokens that a module takes: that of its window, or any."""
+    owner: Any
     for owner in (module, getattr(module, 'rel_pos', None)):
         index = getattr(owner, 'relative_position_index', None)
         if isinstance(index, Tensor):

@@ -19,8 +19,7 @@ BACKBONES = {
         embed_dims=16,
         num_layers=2,
         feedforward_channels=24,
-        num_heads=4,
-        head_dim=[3, 4, 5, 6],
+        head_dim=[1, 2, 3, 4, 5, 6, 7, 8, 9],
         in_channels=1,
     ),
 }
@@ -30,6 +29,8 @@ KEEP_FIVE = dict(type='importance', keep=5)
 def config_of(name, repository, folder, hook=None, **changes):
     config = small_config(repository, folder, hook=hook, **changes)
     config.model.backbone = BACKBONES[name]
+    if name == 'CMHSA':
+        config.model.neck = dict(type='GlobalAveragePooling')
     config.custom_hooks.append(dict(type='EMAHook', momentum=0.2))
     return config
 
@@ -95,7 +96,7 @@ def test_pruned_checkpoint_in_a_config_that_never_prunes(repository, tmp_path):
 
 @pytest.mark.parametrize('name', ['VisionTransformer', 'CMHSA'])
 def test_by_what_heads_attend_to(name, repository, tmp_path):
-    """A head without queries is uniform, in means over training images; its mean output stays in the bias."""
+    """A head without queries is uniform, in means over training images; its output, here a constant, stays."""
     config = config_of(name, repository, tmp_path, dict(epochs=[0], criteria=['entropy'], num_batches=2))
     config.train_cfg.max_epochs = 1
     config.optim_wrapper.optimizer.update(lr=0.0, weight_decay=0.0)
@@ -107,14 +108,17 @@ def test_by_what_heads_attend_to(name, repository, tmp_path):
         if name == 'CMHSA':
             attention = runner.model.backbone.blocks[0].attn
             attention.query.weight[attention.qk_dim : 2 * attention.qk_dim] = 0
+            attention.value.weight[1:3] = 0
             attention.position.table[1] = 0
         else:
             attention = runner.model.backbone.layers[0].attn
-            attention.qkv.weight[4:8] = 0
+            attention.qkv.weight.view(3, 4, 4, 16)[[0, 2], 1] = 0  # queries and values of the second head
             attention.qkv.bias[4:8] = 0
-    expected = runner.model.eval()(images)
-    runner.train()
-    assert numbers(runner.model)[0] == 3
+    expected, before = runner.model.eval()(images), numbers(runner.model)[0]
+    torch.save(dict(state_dict=runner.model.state_dict(), meta={}), tmp_path / 'start.pth')
+    config.load_from = str(tmp_path / 'start.pth')
+    runner, _ = train(config)
+    assert numbers(runner.model)[0] == before - 1
     torch.testing.assert_close(runner.model.eval()(images), expected, rtol=1e-3, atol=1e-3)
 
 
