@@ -245,7 +245,7 @@ def degenerate_heads_of_observed(
 
 def _no_layer(function: Function) -> Tensor:
     raise ValueError(
-        f'criterion {function!r} is a function(layer, size) of attention by positions alone: it is given no layer here'
+        f'criterion {function!r} is a function(layer, size), for attention by positions alone: given maps have no layer'
     )
 
 
