@@ -61,6 +61,10 @@ class HeadJudge:
 
     Raises:
         ValueError: An importance criterion that does not say how many heads go, or several.
+
+    Attributes:
+        total (int | None): Multiply-adds of the model, of which ``multiply_adds`` is a share; None before they are
+            counted.
     """
 
     def __init__(self, criteria: Sequence, layers: str = '*', allow_empty: bool = False) -> None:
@@ -68,6 +72,7 @@ class HeadJudge:
         self.criteria = [criterion for criterion in criteria if _type_of(criterion) != IMPORTANCE]
         self.pattern = layers
         self.allow_empty = allow_empty
+        self.total: Optional[int] = None
         if len(self.of_importance) > 1:
             raise ValueError(f'criteria={list(criteria)!r} have {IMPORTANCE!r} {len(self.of_importance)} times')
 
@@ -80,9 +85,13 @@ class HeadJudge:
 
         Raises:
             TypeError: A criterion that is not for a layer, or a layer that cannot be without a head.
-            ValueError: A criterion that is unknown.
+            ValueError: A criterion that is unknown, or ``keep`` below the number of layers.
         """
-        for name, layer in self.layers(model).items():
+        layers = self.layers(model)
+        keep = self.of_importance[0].get('keep') if self.of_importance else None
+        if keep is not None and keep < len(layers) and not self.allow_empty:
+            raise ValueError(f'keep={keep} heads cannot be reached: one of each of the {len(layers)} layers stays')
+        for name, layer in layers.items():
             if layer.num_heads == 0:
                 continue
             check_prunable(model, name, layer)
@@ -96,6 +105,27 @@ class HeadJudge:
                     find_degenerate_heads(layer, self.criteria, _smallest_size(layer))
             except TypeError as error:
                 raise TypeError(f'{name}: {error}; layers={self.pattern!r} can leave it out') from error
+
+    @property
+    def counts_multiply_adds(self) -> bool:
+        """Whether heads go until a share of the multiply-adds is left."""
+        return bool(self.of_importance) and 'multiply_adds' in self.of_importance[0]
+
+    def check_multiply_adds(self, model: BaseModel, batch: Any) -> None:
+        """Counts the multiply-adds, and refuses a share of them that cannot be reached.
+
+        Args:
+            model (BaseModel): The model.
+            batch: Of a data loader.
+
+        Raises:
+            ValueError: The share is too small.
+        """
+        layers = self.layers(model)
+        with evaluating(model):
+            costs = self._costs(model, batch, layers)
+        any_rank = {name: torch.zeros(layer.num_heads) for name, layer in layers.items()}
+        self._least_important(any_rank, costs)
 
     def needs_images(self, model: BaseModel) -> bool:
         """Whether a layer depends on content, or the loss decides."""
@@ -117,12 +147,11 @@ class HeadJudge:
                 Defaults to that of the batches.
             reduce (Callable): Adds the sums of other ranks, in place. Defaults to none.
         """
-        layers = self.layers(model)
+        layers, batches = self.layers(model), list(batches)
         by_content = {name: layer for name, layer in layers.items() if _depends_on_content(layer)}
         gradients = {name: HeadGradients(layer) for name, layer in layers.items() if layer.num_heads > 0}
         costs = None
         with evaluating(model):
-            batches = list(batches)
             with ExitStack() as stack:
                 means = dict(zip(layers, stack.enter_context(head_means(list(layers.values())))))
                 observed = stack.enter_context(observed_attention(by_content if self.criteria else {}))
@@ -130,7 +159,7 @@ class HeadJudge:
                     with torch.no_grad():
                         forward_tensors(model, batch)
             if self.of_importance and batches:
-                costs = self._costs(model, batches[0], layers)
+                costs = self._costs(model, batches[0], layers) if self.counts_multiply_adds else None
                 for batch in batches:
                     add_gradients(gradients, model, batch, training_loss)
         for own in means.values():
@@ -164,14 +193,19 @@ class HeadJudge:
             found[name] = heads
         return {name: heads for name, heads in found.items() if heads}
 
-    def _costs(
-        self, model: BaseModel, batch: Any, layers: Mapping[str, Heads]
-    ) -> Optional[Tuple[int, Dict[str, Tensor]]]:
-        """Multiply-adds of the model and of the layers' heads, where the criterion asks for them."""
-        if 'multiply_adds' not in self.of_importance[0]:
-            return None
+    def _costs(self, model: BaseModel, batch: Any, layers: Mapping[str, Heads]) -> Tuple[int, Dict[str, Tensor]]:
+        """Multiply-adds of the model and of the layers' heads."""
         total, costs = head_costs(model, lambda: forward_tensors(model, batch))
+        self.total = self.total or total
         return total, {name: costs[name] for name in layers}
+
+    def _least_important(
+        self, importance: Mapping[str, Tensor], costs: Optional[Tuple[int, Mapping[str, Tensor]]]
+    ) -> Dict[str, List[int]]:
+        settings = {key: value for key, value in self.of_importance[0].items() if key != 'normalize'}
+        if costs is not None:  # a share of those that there were at first
+            settings['multiply_adds'] = min(1.0, settings['multiply_adds'] * self.total / costs[0])
+        return least_important(importance, **settings, costs=costs, allow_empty=self.allow_empty)
 
     def _report(
         self, name: str, layer: Heads, observed: Mapping[str, ObservedAttention], size: Optional[Tuple[int, ...]]
@@ -188,13 +222,11 @@ class HeadJudge:
         gradients: Mapping[str, HeadGradients],
         costs: Optional[Tuple[int, Mapping[str, Tensor]]],
     ) -> None:
-        settings = dict(self.of_importance[0])
-        normalize = settings.pop('normalize', True)
+        normalize = self.of_importance[0].get('normalize', True)
         importance = {name: own.mean(normalize).cpu() for name, own in gradients.items()}
         for name, own in importance.items():
             own[reports[name].heads] = -torch.inf  # those go first
-        chosen = least_important(importance, **settings, costs=costs, allow_empty=self.allow_empty)
-        for name, heads in chosen.items():
+        for name, heads in self._least_important(importance, costs).items():
             known = reports[name].found
             new = [
                 DegenerateHead(head, IMPORTANCE, float(importance[name][head]))

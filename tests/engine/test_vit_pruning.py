@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import two_phases
 from mmengine.runner import Runner
 from test_head_pruning import EPOCHS, ITERATIONS, PRUNE_AT, average_of, small_config
 
@@ -76,6 +77,37 @@ def test_by_importance(name, repository, tmp_path):
             assert torch.allclose(value.float(), average_of(runner).state_dict()[key].float(), atol=1e-6), key
 
 
+@pytest.mark.parametrize('criteria', [None, [dict(type='importance', multiply_adds=0.95)]])
+def test_after_a_transition(criteria, repository, tmp_path):
+    """Criteria that turn out not to be for the attention that convolutions became are left, with a warning."""
+    config = two_phases.small_config(repository, tmp_path)
+    hook = dict(type='HeadPruningHook', epochs=[two_phases.SWITCH + 1], num_batches=1)
+    config.custom_hooks.append(hook if criteria is None else dict(hook, criteria=criteria))
+    runner, _ = two_phases.run(config)
+    (log,) = tmp_path.glob('*/*.log')
+    heads = sum(numbers(runner.model))
+    if criteria is None:
+        assert f'removes no heads at epoch {two_phases.SWITCH + 1}: backbone.blocks.0.attn' in log.read_text()
+        assert heads == sum(layer.built_heads for layer in prunable_heads(runner.model).values())
+    else:
+        assert heads < sum(layer.built_heads for layer in prunable_heads(runner.model).values())
+        assert runner.message_hub.get_info('multiply_adds_before_pruning') > 0
+
+
+def test_a_share_of_the_multiply_adds(repository, tmp_path):
+    """Of those that there were at first: nothing more goes at the next epochs, nor in a run that is resumed."""
+    hook = dict(begin=1, interval=1, criteria=[dict(type='importance', multiply_adds=0.85)], num_batches=1)
+    runner, weights = train(config_of('VisionTransformer', repository, tmp_path, hook))
+    assert weights[1]['backbone.layers.0.attn.proj.weight'].shape[1] == 16
+    heads = numbers(runner.model)
+    for epoch in range(2, EPOCHS + 1):
+        widths = [weights[epoch][f'backbone.layers.{i}.attn.proj.weight'].shape[1] // 4 for i in range(2)]
+        assert widths == heads and sum(heads) < 8
+    start = str(tmp_path / 'epoch_3.pth')
+    again, _ = train(config_of('VisionTransformer', repository, tmp_path / 'on', hook, load_from=start, resume=True))
+    assert numbers(again.model) == heads
+
+
 def test_pruned_checkpoint_in_a_config_that_never_prunes(repository, tmp_path):
     hook = dict(epochs=[0], criteria=[KEEP_FIVE], num_batches=1)
     config = config_of('VisionTransformer', repository, tmp_path, hook)
@@ -129,6 +161,13 @@ def test_by_what_heads_attend_to(name, repository, tmp_path):
         ('CMHSA', dict(), TypeError, "layers='\\*' can leave it out"),
         ('VisionTransformer', dict(criteria=['entropy'], reset=True), TypeError, 'whose heads cannot begin anew'),
         ('VisionTransformer', dict(criteria=['entropy'], layers='x*'), ValueError, "no attention with layers='x\\*'"),
+        ('VisionTransformer', dict(criteria=[dict(type='importance', keep=1)]), ValueError, 'one of each of the 2'),
+        (
+            'VisionTransformer',
+            dict(criteria=[dict(type='importance', multiply_adds=0.5)]),
+            ValueError,
+            'multiply_adds=0.5 cannot be reached',
+        ),
         ('VisionTransformer', dict(criteria=['importance']), ValueError, 'nothing says how many heads go'),
         ('VisionTransformer', dict(criteria=[dict(type='importance', kept=3)]), ValueError, 'unknown settings'),
         ('VisionTransformer', dict(criteria=[KEEP_FIVE, KEEP_FIVE]), ValueError, "'importance' 2 times"),

@@ -224,6 +224,24 @@ def test_meta_device_takes_the_heads():
     assert [layer.num_heads for layer in prunable_heads(model).values()] == [2, 1]
 
 
+def test_other_image_sizes():
+    """Of timm's Swin, which resizes its tables."""
+    model = small_vit('swin_tiny_patch4_window7_224')
+    prune_heads(model, heads_to_remove(model))
+    model.set_input_size((64, 64), window_size=(8, 8))
+    assert model(torch.randn(1, 3, 64, 64)).shape == (1, 5)
+    assert model.layers[0].blocks[0].attn.relative_position_bias_table.shape == (15 * 15, 2)
+
+
+@pytest.mark.parametrize('name', ['vit_relpos_small_patch16_224', 'eva02_tiny_patch14_224', 'beit_base_patch16_224'])
+def test_compiled(name):
+    """In one graph, as before."""
+    model, images = small_vit(name), torch.randn(2, 3, SIZE, SIZE)
+    prune_heads(model, heads_to_remove(model))
+    compiled = torch.compile(model, backend='aot_eager', fullgraph=True)
+    torch.testing.assert_close(compiled(images), model(images), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize('half', [False, True])
 def test_rotations_are_those_of_timm(half):
     layers = pytest.importorskip('timm.layers')

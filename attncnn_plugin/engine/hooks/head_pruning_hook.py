@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from typing import Dict, Iterator, List, Optional, Sequence, Set, Union
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Union
 
 import torch
 from mmengine.dist import all_reduce, broadcast_object_list
@@ -33,6 +33,8 @@ from .random_state import random_numbers_kept
 from .rebuild import averaged_models, build_schedulers, check_wrapper, refresh_average, unwrapped, wrap_again
 from .rehearsal import is_rehearsal, warn_of_rehearsal
 
+MULTIPLY_ADDS = 'multiply_adds_before_pruning'  # in ``runtime_info``, for runs that are resumed
+
 
 @HOOKS.register_module()
 class HeadPruningHook(Hook):
@@ -59,8 +61,8 @@ class HeadPruningHook(Hook):
             :func:`~attncnn_plugin.pruning.find_degenerate_heads`. Where attention depends on content, they are means
             over training images, see :func:`~attncnn_plugin.pruning.degenerate_heads_of_observed`. One of them can be
             ``dict(type='importance', …)`` with one of ``threshold``, ``keep`` (heads of all layers) and
-            ``multiply_adds`` (a share of the model's), and with ``normalize=False``: the heads on which the loss
-            depends least, see :func:`~attncnn_plugin.pruning.head_importance`. Defaults to C20's,
+            ``multiply_adds`` (a share of those before any pruning), and with ``normalize=False``: the heads on
+            which the loss depends least, see :func:`~attncnn_plugin.pruning.head_importance`. Defaults to C20's,
             ``('uniform', 'stripe')``, which are for Gaussian heads.
         layers (str): Glob of the names of the layers. Defaults to ``'*'``, all.
         allow_empty (bool): Whether a layer of degenerate heads alone becomes its bias; otherwise it keeps the least
@@ -146,6 +148,10 @@ class HeadPruningHook(Hook):
         self.judge.check(model)  # a mistake in the criteria must not wait for the epoch of pruning
         for name, layer in layers.items():
             self._check(name, layer)
+        self.judge.total = runner.message_hub.runtime_info.get(MULTIPLY_ADDS)
+        if layers and self.judge.counts_multiply_adds:
+            self.judge.check_multiply_adds(model, self._batches(runner, 1)[0])
+            runner.message_hub.update_info(MULTIPLY_ADDS, self.judge.total)
         if self.singular_penalty > 0:
             model.register_forward_hook(self._add_penalty)
 
@@ -163,6 +169,11 @@ class HeadPruningHook(Hook):
         layers = self.judge.layers(model)
         if not layers:
             runner.logger.warning(f'HeadPruningHook finds, at epoch {runner.epoch}, {self._nothing}')
+            return
+        try:
+            self.judge.check(model)
+        except (TypeError, ValueError) as error:  # of layers that a transition has made since
+            runner.logger.warning(f'HeadPruningHook removes no heads at epoch {runner.epoch}: {error}')
             return
         judged = self._judged(runner, model)
         heads = {name: list(report.heads) for name, report in judged.reports.items() if report.heads}
@@ -230,20 +241,24 @@ class HeadPruningHook(Hook):
         return epoch in self.epochs or regular
 
     def _judged(self, runner, model: nn.Module) -> JudgedHeads:
-        """Judges heads by some training batches, the same ones whether or not the run was resumed.
+        """Judges heads by some training batches. All ranks have the first one's reports."""
+        batches = self._batches(runner, self.num_batches)
+        with random_numbers_kept():
+            judged = self.judge.judge(model, batches, reduce=lambda sums: _add_ranks(sums, runner))
+        if self.judge.counts_multiply_adds:
+            runner.message_hub.update_info(MULTIPLY_ADDS, self.judge.total)
+        reports = [judged.reports]
+        broadcast_object_list(reports)
+        return dataclasses.replace(judged, reports=reports[0])
 
-        No random number is drawn. All ranks have the first one's reports.
-        """
+    def _batches(self, runner, number: int) -> List[Any]:
+        """Training batches, the same ones whether or not the run was resumed; no random number is drawn."""
         loader = runner.train_dataloader
         for sampler in (loader.sampler, getattr(loader.batch_sampler, 'sampler', None)):
             if hasattr(sampler, 'set_epoch'):
                 sampler.set_epoch(runner.epoch)
         with random_numbers_kept():
-            batches = itertools.islice(loader, self.num_batches)
-            judged = self.judge.judge(model, batches, reduce=lambda sums: _add_ranks(sums, runner))
-        reports = [judged.reports]
-        broadcast_object_list(reports)
-        return dataclasses.replace(judged, reports=reports[0])
+            return list(itertools.islice(loader, number))
 
     def _begin_anew(self, runner, layers: Dict[str, nn.Module], heads: Dict[str, List[int]]) -> None:
         # From the run's own seed: the same on every rank, and in a run that was resumed before.
