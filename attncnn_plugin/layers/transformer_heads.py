@@ -34,6 +34,7 @@ MAPS: Dict[str, Tuple[Tuple[str, int], ...]] = {
 }
 BIASES = ('q_bias', 'k_bias', 'v_bias')  # of qkv, beside it
 TABLES = ('relative_position_bias_table', 'rel_pos.relative_position_bias_table')  # (shifts, N_h)
+SHARED_BIASES = ('shared_rel_pos', 'rel_pos_bias')  # modules of the whole transformer, for all its layers
 POSITION_MLP = 'rel_pos.mlp.fc2'  # from hidden channels to N_h
 NUMBERS = ('num_heads', 'num_kv_heads')  # attributes that are N_h,
 WIDTHS = ('attn_dim', 'kv_dim', 'embed_dims')  # … and those that are the channels of all heads

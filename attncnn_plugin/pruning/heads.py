@@ -6,12 +6,12 @@ from typing import Any, Dict, List, Mapping, Sequence, Union
 from torch import nn
 
 from ..layers.prunable_heads import PrunableHeads, Replacement
-from ..layers.transformer_heads import TransformerHeads, transformer_heads
+from ..layers.transformer_heads import SHARED_BIASES, TransformerHeads, transformer_heads
 
 Heads = Union[PrunableHeads, TransformerHeads]
 
-# Parts of a vision transformer that hold something for the heads of all its layers.
-SHARED = ('shared_rel_pos', 'rel_pos_bias', 'rope')
+# Parts of a vision transformer that hold something for the heads of all its layers: biases, and rotations.
+SHARED = (*SHARED_BIASES, 'rope')
 
 
 def prunable_heads(model: nn.Module) -> Dict[str, Heads]:
