@@ -60,7 +60,7 @@ class HeadJudge:
         allow_empty (bool): Whether all heads of a layer may go. Defaults to False.
 
     Raises:
-        ValueError: An importance criterion that does not say how many heads go, or several.
+        ValueError: No criteria; an importance criterion that does not say how many heads go, or several.
 
     Attributes:
         total (int | None): Multiply-adds of the model, of which ``multiply_adds`` is a share; None before they are
@@ -73,6 +73,8 @@ class HeadJudge:
         self.pattern = layers
         self.allow_empty = allow_empty
         self.total: Optional[int] = None
+        if not criteria:
+            raise ValueError(f"criteria={criteria!r} must be a list of at least one criterion, such as ['uniform']")
         if len(self.of_importance) > 1:
             raise ValueError(f'criteria={list(criteria)!r} have {IMPORTANCE!r} {len(self.of_importance)} times')
 
@@ -87,13 +89,11 @@ class HeadJudge:
             TypeError: A criterion that is not for a layer, or a layer that cannot be without a head.
             ValueError: A criterion that is unknown, or ``keep`` below the number of layers.
         """
-        layers = self.layers(model)
+        layers = {name: layer for name, layer in self.layers(model).items() if layer.num_heads > 0}
         keep = self.of_importance[0].get('keep') if self.of_importance else None
         if keep is not None and keep < len(layers) and not self.allow_empty:
             raise ValueError(f'keep={keep} heads cannot be reached: one of each of the {len(layers)} layers stays')
         for name, layer in layers.items():
-            if layer.num_heads == 0:
-                continue
             check_prunable(model, name, layer)
             try:
                 layer.check_heads([0], allow_empty=True)
