@@ -3,8 +3,8 @@
 import pytest
 import torch
 from helpers import two_phases
+from helpers.digits_training import EPOCHS, ITERATIONS, PRUNE_AT, average_of, small_config
 from mmengine.runner import Runner
-from test_head_pruning import EPOCHS, ITERATIONS, PRUNE_AT, average_of, small_config
 
 from attncnn_plugin.pruning import prunable_heads
 
