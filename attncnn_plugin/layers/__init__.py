@@ -19,6 +19,7 @@ from .position_bias import GridBias, WindowBias
 from .position_tables import AbsoluteEncoding, RelativeTables
 from .prunable_heads import PrunableHeads, Replacement
 from .structure import Restructurable, StructureError, follow_state_dict
+from .transformer_heads import TransformerHeads, transformer_heads
 from .window import Window
 
 __all__ = [
@@ -46,9 +47,11 @@ __all__ = [
     'Replacement',
     'Restructurable',
     'StructureError',
+    'TransformerHeads',
     'Window',
     'WindowBias',
     'WindowEncoding',
     'WindowImageAttention',
     'follow_state_dict',
+    'transformer_heads',
 ]

@@ -12,7 +12,7 @@ from .biased_attention import shared_heads
 from .encodings import QuadraticEncoding, WindowEncoding
 from .from_convolution import FromConvolution
 from .grouped_linear import GroupedLinear
-from .linear import check_plain_linear
+from .linear import check_plain_linear, has_hooks
 from .precision import Device, Dtype, at_least_float32
 from .prunable_heads import HeadParameters
 from .window import Window
@@ -197,7 +197,7 @@ class QuadraticImageAttention(PositionImageAttention):
         sizes = [factor.shape[1] for factor in probs]
         if math.prod(sizes) * math.prod(x.shape[2:]) > DENSE_PAIRS:
             output = self._joined(self._along_axes(probs, x))
-        elif isinstance(self.value, GroupedLinear) and self.value.is_depthwise and not _has_hooks(self.value):
+        elif isinstance(self.value, GroupedLinear) and self.value.is_depthwise and not has_hooks(self.value):
             output = self.value.of_shared_probs(_kronecker(probs), x.flatten(2)).transpose(1, 2)
         else:
             tokens = x.flatten(2).transpose(1, 2)
@@ -223,11 +223,6 @@ class QuadraticImageAttention(PositionImageAttention):
 
     def _padded_probs(self, size: Sequence[int]) -> Tensor:
         return _kronecker(self.axis_probs(size))
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether someone wants to see what a module takes or gives."""
-    return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def _kronecker(factors: Sequence[Tensor]) -> Tensor:

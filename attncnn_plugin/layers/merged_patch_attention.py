@@ -84,6 +84,10 @@ class MergedPatchAttention(PositionBiasedAttention):
         check_plain_linear('value_out', self.value_out)
         return at_least_float32(self.value_out.weight.unflatten(1, (self.num_heads, self.dim)).transpose(0, 1))
 
+    @property
+    def output(self) -> Any:
+        return self.value_out
+
     def head_parameters(self) -> HeadParameters:
         return {'query_key.weight': (0, self.dim), 'value_out.weight': (1, self.dim), 'position.table': (0, 1)}
 

@@ -16,7 +16,7 @@ from .patch_head_widths import Widths, widths_in
 from .position_bias import WindowBias
 from .position_biased_attention import PositionBiasedAttention, attend_merged, token_major
 from .precision import Device, Dtype, at_least_float32
-from .prunable_heads import HeadParameters
+from .prunable_heads import HeadParameters, resize_parameter
 from .structure import StateDict
 
 logger = logging.getLogger(__name__)
@@ -169,6 +169,10 @@ class PatchAttention(PositionBiasedAttention):
             return at_least_float32(self.value.weight).new_zeros(0, self.out_dim, self.dim)
         return torch.stack([out @ value for value, out in zip(values, outs)])
 
+    @property
+    def output(self) -> Any:
+        return self.out
+
     def head_parameters(self) -> HeadParameters:
         return {
             'query.weight': (0, self.qk_dim),
@@ -193,10 +197,10 @@ class PatchAttention(PositionBiasedAttention):
         logger.info('An attention layer takes heads of widths %s in place of %s.', structure, self.structure)
         qk_dim, head_dims = structure
         for name in ('query', 'key'):
-            self._resize_parameter(f'{name}.weight', 0, len(head_dims) * qk_dim)
-        self._resize_parameter('value.weight', 0, sum(head_dims))
-        self._resize_parameter('out.weight', 1, sum(head_dims))
-        self._resize_parameter('position.table', 0, len(head_dims))
+            resize_parameter(self, f'{name}.weight', 0, len(head_dims) * qk_dim)
+        resize_parameter(self, 'value.weight', 0, sum(head_dims))
+        resize_parameter(self, 'out.weight', 1, sum(head_dims))
+        resize_parameter(self, 'position.table', 0, len(head_dims))
         self.qk_dim, self.num_heads = qk_dim, len(head_dims)
         self._set_head_dims(head_dims)
 

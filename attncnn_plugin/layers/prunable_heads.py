@@ -61,22 +61,25 @@ class PrunableHeads(Restructurable, AttentionLayer):
             found[name] = dim, index
         return found
 
+    @property
+    def output(self) -> Any:
+        """The linear map that takes the outputs of all heads, which lie one after the other."""
+        return self.get_submodule('value')
+
+    def output_entries(self, heads: Sequence[int]) -> Tensor:
+        """The columns of the weight of :attr:`output` that take the outputs of some heads, ``(n,)``."""
+        weight = self.output.weight
+        return next(
+            index for name, (_, index) in self.head_entries(heads).items() if self.get_parameter(name) is weight
+        )
+
     def check_heads(self, heads: Sequence[int], allow_empty: bool = False) -> None:
         """Whether these heads can be removed.
 
         Raises:
             ValueError: A head that is not there, or all of them.
         """
-        heads = list(heads)
-        if len(set(heads)) < len(heads) or any(
-            not isinstance(head, int) or not 0 <= head < self.num_heads for head in heads
-        ):
-            raise ValueError(f'heads={heads} must be different heads from 0 to {self.num_heads - 1}')
-        if len(heads) == self.num_heads and not allow_empty:
-            raise ValueError(
-                f'heads={heads} are all heads of the layer: keep one, or set allow_empty=True to leave '
-                'the layer its bias'
-            )
+        check_heads(heads, self.num_heads, allow_empty)
 
     @torch.no_grad()
     def prune_heads(self, heads: Sequence[int], allow_empty: bool = False) -> Dict[nn.Parameter, Replacement]:
@@ -97,14 +100,7 @@ class PrunableHeads(Restructurable, AttentionLayer):
         """
         self.check_heads(heads, allow_empty)
         kept = [head for head in range(self.num_heads) if head not in heads]
-        replaced = {}
-        for name, (dim, index) in self.head_entries(kept).items():
-            old = self.get_parameter(name)
-            new = nn.Parameter(old.index_select(dim, index), requires_grad=old.requires_grad)
-            if old.grad is not None:
-                new.grad = old.grad.index_select(dim, index)
-            replaced[old] = Replacement(new, dim, index)
-            self._set_parameter(name, new)
+        replaced = keep_entries(self, self.head_entries(kept))
         self._keep(kept)
         return replaced
 
@@ -153,23 +149,61 @@ class PrunableHeads(Restructurable, AttentionLayer):
         """
         logger.info('An attention layer takes %d heads in place of %d.', structure, self.num_heads)
         for name, (dim, entries) in self.head_parameters().items():
-            self._resize_parameter(name, dim, structure * entries)
+            resize_parameter(self, name, dim, structure * entries)
         self.num_heads = structure
 
-    def _resize_parameter(self, name: str, dim: int, entries: int) -> None:
-        """Another number of entries, all 0, along a dimension of a parameter, which stays the same object."""
-        parameter = self.get_parameter(name)
-        shape = list(parameter.shape)
-        shape[dim] = entries
-        parameter.data, parameter.grad = parameter.data.new_zeros(shape), None
-        self._set_parameter(name, parameter)
 
-    def _set_parameter(self, name: str, parameter: nn.Parameter) -> None:
-        path, _, leaf = name.rpartition('.')
-        owner = self.get_submodule(path)
-        setattr(owner, leaf, parameter)
-        if isinstance(owner, nn.Linear):
-            owner.out_features, owner.in_features = owner.weight.shape
+def check_heads(heads: Sequence[int], num_heads: int, allow_empty: bool) -> None:
+    """Whether these heads can be removed from a layer of ``num_heads``.
+
+    Raises:
+        ValueError: A head that is not there, or all of them.
+    """
+    heads = list(heads)
+    if len(set(heads)) < len(heads) or any(not isinstance(head, int) or not 0 <= head < num_heads for head in heads):
+        raise ValueError(f'heads={heads} must be different heads from 0 to {num_heads - 1}')
+    if len(heads) == num_heads and not allow_empty:
+        raise ValueError(
+            f'heads={heads} are all heads of the layer: keep one, or set allow_empty=True to leave the layer its bias'
+        )
+
+
+def keep_entries(module: nn.Module, entries: Dict[str, Tuple[int, Tensor]]) -> Dict[nn.Parameter, Replacement]:
+    """Replaces parameters of a module by some of their entries.
+
+    Args:
+        module (nn.Module): The module.
+        entries (dict[str, tuple[int, Tensor]]): By the name of the parameter, a dimension and the entries along it.
+
+    Returns:
+        dict[Parameter, Replacement]: What took the place of each old parameter.
+    """
+    replaced = {}
+    for name, (dim, index) in entries.items():
+        old = module.get_parameter(name)
+        new = nn.Parameter(old.index_select(dim, index), requires_grad=old.requires_grad)
+        if old.grad is not None:
+            new.grad = old.grad.index_select(dim, index)
+        replaced[old] = Replacement(new, dim, index)
+        _set_parameter(module, name, new)
+    return replaced
+
+
+def resize_parameter(module: nn.Module, name: str, dim: int, entries: int) -> None:
+    """Another number of entries, all 0, along a dimension of a parameter, which stays the same object."""
+    parameter = module.get_parameter(name)
+    shape = list(parameter.shape)
+    shape[dim] = entries
+    parameter.data, parameter.grad = parameter.data.new_zeros(shape), None
+    _set_parameter(module, name, parameter)
+
+
+def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, leaf = name.rpartition('.')
+    owner = module.get_submodule(path)
+    setattr(owner, leaf, parameter)
+    if isinstance(owner, nn.Linear):
+        owner.out_features, owner.in_features = owner.weight.shape
 
 
 def _entries_of(heads: Sequence[int], widths: Sequence[int]) -> List[int]:

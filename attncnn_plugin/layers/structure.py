@@ -131,7 +131,8 @@ def register_replacement(replace: Replace, suffixes: Tuple[str, ...]) -> None:
 
     Args:
         replace (callable): Gives for a module, a state dict and the module's prefix in it what belongs in its place,
-            with values that are yet to be loaded; None where the module stays.
+            with values that are yet to be loaded, or the module itself, if it has taken the structure of the state
+            dict; None where the module stays as it is.
         suffixes (tuple[str, ...]): Ends of the names that show that a state dict has such a module: for others nothing
             is asked.
     """
@@ -147,7 +148,7 @@ def replace_modules(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: 
         prefix (str): Defaults to no prefix.
 
     Returns:
-        list[nn.Module]: The new modules; their values are yet to be loaded.
+        list[nn.Module]: The modules that are new, or of a new structure; their values are yet to be loaded.
 
     Raises:
         StructureError: A module of the state dict does not fit in the place that it has.

@@ -2,39 +2,42 @@
 
 import copy
 from contextlib import contextmanager
-from typing import Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ..layers.grid_attention import GridAttention
+from ..layers.grouped_linear import GroupedLinear
 from ..layers.image_attention import ImageAttention
-
-Layer = Union[GridAttention, ImageAttention]
+from ..layers.prunable_heads import PrunableHeads
+from .heads import Heads
 
 
 class HeadMeans:
-    """The mean outputs P_h X of the heads of a layer, over queries and images.
+    """The mean outputs P_h X W^V_h of the heads of a layer, over queries and images.
 
     Args:
-        layer (GridAttention | ImageAttention): The attention layer.
+        layer (PrunableHeads | TransformerHeads): The attention layer.
 
     Attributes:
-        total (Tensor): Their sum over all queries, ``(N_h·D_h,)`` in float64.
+        total (Tensor): Their sum over all queries, head after head, ``(Σ D_h,)`` in float64.
         count (Tensor): The number of queries, a scalar in float64.
         size (tuple[int, ...] | None): Height and width of the last grid of tokens, or of the last image; None before
-            the first.
+            the first, and for a vision transformer of another library.
     """
 
-    def __init__(self, layer: Layer) -> None:
-        device = layer.value.weight.device
-        channels = layer.in_channels if isinstance(layer, ImageAttention) else layer.head_dim
-        self.total = torch.zeros(layer.num_heads * channels, dtype=torch.float64, device=device)
-        self.count = torch.zeros((), dtype=torch.float64, device=device)
+    def __init__(self, layer: Heads) -> None:
+        self.groups = layer.output.groups if isinstance(layer.output, GroupedLinear) else 1
+        weight: Any = layer.output.weight
+        self.total = torch.zeros(weight.shape[1] * self.groups, dtype=torch.float64, device=weight.device)
+        self.count = torch.zeros((), dtype=torch.float64, device=weight.device)
         self.size: Optional[Tuple[int, ...]] = None
 
-    def add(self, heads: Tensor) -> None:
-        """Adds the outputs of all heads, ``(B, H, W, N_h·D_h)``."""
+    def add(self, output: nn.Module, heads: Tensor) -> None:
+        """Adds the outputs of all heads as the linear map takes them, ``(…, Σ D_h)``."""
+        if isinstance(output, GroupedLinear):  # (…, N_h, Q, C)
+            heads = heads.transpose(-3, -2).flatten(-2)
         heads = heads.detach().flatten(0, -2)
         self.total += heads.double().sum(0)
         self.count += len(heads)
@@ -45,17 +48,17 @@ class HeadMeans:
 
     @property
     def mean(self) -> Tensor:
-        """The mean output of all heads, ``(N_h·D_h,)``."""
+        """The mean output of all heads, ``(Σ D_h,)``."""
         return self.total / self.count
 
 
 @contextmanager
-def head_means(layers: Sequence[Layer]) -> Iterator[List[HeadMeans]]:
+def head_means(layers: Sequence[Heads]) -> Iterator[List[HeadMeans]]:
     """Collects the mean outputs of the layers' heads while the model runs.
 
     Args:
-        layers (Sequence[GridAttention | ImageAttention]): Attention layers whose ``value`` maps the concatenated heads,
-            ``(B, H, W, N_h·D_h)``.
+        layers (Sequence[PrunableHeads | TransformerHeads]): Attention layers, see
+            :func:`~attncnn_plugin.pruning.prunable_heads`.
 
     Yields:
         list[HeadMeans]: The mean outputs of each layer.
@@ -71,10 +74,9 @@ def head_means(layers: Sequence[Layer]) -> Iterator[List[HeadMeans]]:
     means = [HeadMeans(layer) for layer in layers]
     handles = []
     for layer, own in zip(layers, means):
-        handles += [
-            layer.register_forward_pre_hook(lambda layer, inputs, own=own: own.see(layer, inputs[0])),
-            layer.value.register_forward_pre_hook(lambda _, inputs, own=own: own.add(inputs[0])),
-        ]
+        handles.append(layer.output.register_forward_pre_hook(lambda output, inputs, own=own: own.add(output, *inputs)))
+        if isinstance(layer, PrunableHeads):
+            handles.append(layer.register_forward_pre_hook(lambda layer, inputs, own=own: own.see(layer, inputs[0])))
     try:
         yield means
     finally:
@@ -83,15 +85,15 @@ def head_means(layers: Sequence[Layer]) -> Iterator[List[HeadMeans]]:
 
 
 @torch.no_grad()
-def fold_into_bias(layer: Layer, heads: Sequence[int], mean: Tensor) -> None:
+def fold_into_bias(layer: Heads, heads: Sequence[int], mean: Tensor) -> None:
     """Adds what heads contribute on average, Σ_h V_h m_h, to the bias of their layer (C20, appendix E).
 
     A head with the same output at every query, as one of uniform attention has, can then be removed without a change.
 
     Args:
-        layer (GridAttention | ImageAttention): The attention layer.
+        layer (PrunableHeads | TransformerHeads): The attention layer.
         heads (Sequence[int]): The heads.
-        mean (Tensor): The mean outputs of all heads, ``(N_h·D_h,)``.
+        mean (Tensor): The mean outputs of all heads, ``(Σ D_h,)``.
 
     Raises:
         ValueError: The layer has no bias.
@@ -108,27 +110,38 @@ def fold_into_bias(layer: Layer, heads: Sequence[int], mean: Tensor) -> None:
         >>> torch.allclose(layer(image), expected, atol=1e-5)
         True
     """
-    if layer.value.bias is None:
+    output: Any = layer.output
+    if output.bias is None:
         raise ValueError('the layer has no bias that could take the mean output of its heads: build it with bias=True')
     if not heads:
         return
-    of_heads = torch.zeros_like(mean).view(layer.num_heads, -1)
-    of_heads[heads] = mean.view(layer.num_heads, -1)[heads]
-    value = copy.deepcopy(layer.value).to(mean.dtype)
-    layer.value.bias.add_((value(of_heads.flatten()) - value.bias).to(layer.value.bias))
+    of_heads = torch.zeros_like(mean)
+    exact = copy.deepcopy(output).to(mean.dtype)
+    if isinstance(output, GroupedLinear):
+        of_heads = of_heads.view(layer.num_heads, 1, -1)  # (N_h, Q = 1, C)
+        of_heads[list(heads)] = mean.view_as(of_heads)[list(heads)]
+    else:
+        columns = layer.output_entries(heads)
+        of_heads[columns] = mean[columns]
+    output.bias.add_((exact(of_heads).flatten() - exact.bias).to(output.bias))
+
+
+def takes_duplicates(layer: Heads) -> bool:
+    """Whether a head can take the values of another with the same map: where they are as wide as a token."""
+    return isinstance(layer, ImageAttention) or isinstance(layer, GridAttention) and layer.value_proj is None
 
 
 @torch.no_grad()
-def merge_duplicate(layer: Layer, head: int, kept: int) -> None:
+def merge_duplicate(layer: Heads, head: int, kept: int) -> None:
     """Adds a head's slice of the value matrix to that of a head with the same map, P V + P V' = P (V + V').
 
     Args:
-        layer (GridAttention | ImageAttention): The attention layer.
+        layer (PrunableHeads | TransformerHeads): The attention layer.
         head (int): The head that is to go.
         kept (int): The head that stays.
 
     Raises:
-        ValueError: The layer has a ``head_dim``: the sum of two matrices V with D_h channels inside needs 2·D_h.
+        ValueError: Its heads have fewer channels D_h than a token: the sum of two such matrices V needs 2·D_h.
 
     Examples:
         >>> from attncnn_plugin.layers import QuadraticAttention
@@ -141,10 +154,11 @@ def merge_duplicate(layer: Layer, head: int, kept: int) -> None:
         >>> torch.allclose(layer(image), expected, atol=1e-5)
         True
     """
-    if not isinstance(layer, ImageAttention) and layer.value_proj is not None:
+    if not takes_duplicates(layer):
         raise ValueError(
-            f'the heads of layer have values of head_dim={layer.head_dim} channels, so that one head cannot take the '
-            'values of two: use fold_into_bias for the duplicate'
+            'the heads of layer have values of fewer channels than a token (head_dim), so that one head cannot take '
+            'the values of two: use fold_into_bias for the duplicate'
         )
-    columns, of_kept = (layer.head_entries([index])['value.weight'][1] for index in (head, kept))
-    layer.value.weight[:, of_kept] += layer.value.weight[:, columns]
+    columns, of_kept = (layer.output_entries([index]) for index in (head, kept))
+    weight: Any = layer.output.weight
+    weight[:, of_kept] += weight[:, columns]

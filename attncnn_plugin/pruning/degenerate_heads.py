@@ -1,9 +1,9 @@
 """Which heads of a position-only attention layer are degenerate (Cordonnier et al. 2020 (C20), 4.3 and appendix E)."""
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -20,18 +20,23 @@ from .criteria import (
     map_distances,
     relative_entropy_of_maps,
 )
+from .observed import ObservedAttention
 
 Size = Optional[Tuple[int, ...]]
 Function = Callable[[AttentionLayer, Size], Tensor]
 Criterion = Union[str, Dict[str, Any], Function]
+Measures = Mapping[str, Callable[[], Tensor]]
 
 THRESHOLDS = {'uniform': 1e-5, 'stripe': 1e3, 'entropy': 0.99, 'duplicate': 0.01}
+THRESHOLDS_OF_OBSERVED = {'uniform': 0.01, 'entropy': 0.99, 'duplicate': 0.01}
 REASONS = {
     'uniform': 'largest eigenvalue {0.value:.3g} < {0.threshold:.3g}',
     'stripe': 'condition number {0.value:.3g} > {0.threshold:.3g}',
     'entropy': 'relative entropy {0.value:.4g} > {0.threshold:.4g}',
     'duplicate': 'distance {0.value:.3g} < {0.threshold:.3g} from head {0.duplicate_of}',
+    'importance': 'importance {0.value:.3g}',
 }
+REASONS_OF_OBSERVED = {**REASONS, 'uniform': 'distance {0.value:.3g} < {0.threshold:.3g} from uniform attention'}
 
 
 @dataclass(frozen=True)
@@ -42,10 +47,11 @@ class DegenerateHead:
         head (int): Index of the head.
         criterion (str): Name of the criterion, that of the function for a function.
         value (float | None): The value compared with the threshold; None for a function.
-        threshold (float | None): The threshold; None for a function.
+        threshold (float | None): The threshold; None for a function, and for the importance of a head.
         duplicate_of (int | None): Of a duplicate, the kept head that it is nearest to. Adding the duplicate's slice of
             the value matrix to that of this head makes up for its removal, see
             :func:`~attncnn_plugin.pruning.merge_duplicate`.
+        observed (bool): Whether the value is a mean over images.
     """
 
     head: int
@@ -53,11 +59,13 @@ class DegenerateHead:
     value: Optional[float] = None
     threshold: Optional[float] = None
     duplicate_of: Optional[int] = None
+    observed: bool = False
 
     @property
     def reason(self) -> str:
         """Value and threshold in words, empty for a function."""
-        return '' if self.threshold is None else REASONS[self.criterion].format(self)
+        reasons = REASONS_OF_OBSERVED if self.observed else REASONS
+        return '' if self.value is None else reasons[self.criterion].format(self)
 
 
 @dataclass(frozen=True)
@@ -142,15 +150,10 @@ def find_degenerate_heads(
         [1, 2]
     """
     check_position_only(layer)
-    rules = _rules(criteria)
+    rules = _rules(criteria, THRESHOLDS)
     grid = None if size is None else per_axis('size', size, 2)
-    return _find(
-        layer.num_heads,
-        rules,
-        factor=lambda: gaussian_factor(layer),
-        maps=lambda: exact_maps(layer, grid),
-        flags=lambda function: function(layer, grid),
-    )
+    measures = _measures(lambda: gaussian_factor(layer), lambda: exact_maps(layer, grid))
+    return _find(layer.num_heads, rules, measures, flags=lambda function: function(layer, grid))
 
 
 @torch.no_grad()
@@ -192,20 +195,79 @@ def degenerate_heads_of_maps(
             )
         return gaussian.factor
 
-    def flags(function: Function) -> Tensor:
-        raise ValueError(f'criterion {function!r} is a function(layer, size), but given maps have no layer')
-
-    return _find(len(maps), _rules(criteria), factor, lambda: check_finite_maps(maps.cpu().double()), flags)
+    measures = _measures(factor, lambda: check_finite_maps(maps.cpu().double()))
+    return _find(len(maps), _rules(criteria, THRESHOLDS), measures, _no_layer)
 
 
-def _rules(criteria: Sequence[Criterion]) -> List[Tuple[str, Union[float, Function]]]:
+@torch.no_grad()
+def degenerate_heads_of_observed(
+    observed: ObservedAttention, criteria: Sequence[Criterion] = ('entropy', 'duplicate')
+) -> DegeneracyReport:
+    """Finds the degenerate heads of attention that depends on content, by what it did on images.
+
+    Args:
+        observed (ObservedAttention): Means over images of what the layer attended to.
+        criteria (Sequence): As for :func:`find_degenerate_heads`, in means over images and without functions.
+            ``'uniform'`` is a distance from uniform attention below 0.01, in total variation; there is no ``'stripe'``.
+            Defaults to ``('entropy', 'duplicate')``.
+
+    Returns:
+        DegeneracyReport: The degenerate heads, with criterion and value.
+
+    Raises:
+        TypeError: The criterion ``'stripe'``, which is for Gaussian heads.
+        ValueError: No images were observed; a criterion that is unknown or a function, or has other settings; values
+            that are not finite.
+
+    Examples:
+        >>> uniform, identity = torch.full((9, 9), 1 / 9), torch.eye(9)
+        >>> observed = ObservedAttention(3)
+        >>> observed.add(torch.stack([identity, uniform, identity]).expand(2, -1, -1, -1))
+        >>> print(degenerate_heads_of_observed(observed, ['uniform', 'duplicate']))
+        2 of 3 heads degenerate
+        head  criterion  why
+           1  uniform    distance 0 < 0.01 from uniform attention
+           2  duplicate  distance 0 < 0.01 from head 0
+    """
+    rules = _rules(criteria, THRESHOLDS_OF_OBSERVED)
+    if not observed.count:
+        raise ValueError('no images were observed: attention that depends on content is judged by what it does on some')
+    if not observed.distances.isfinite().all():
+        raise ValueError('the attention of layer has values that are not finite: its parameters must be finite')
+    measures = {
+        'uniform': lambda: observed.mean('from_uniform'),
+        'entropy': lambda: observed.mean('entropy'),
+        'duplicate': lambda: observed.mean('distances'),
+    }
+    report = _find(len(observed.entropy), rules, measures, _no_layer)
+    return replace(report, found=tuple(replace(head, observed=True) for head in report.found))
+
+
+def _no_layer(function: Function) -> Tensor:
+    raise ValueError(
+        f'criterion {function!r} is a function(layer, size), for attention by positions alone: given maps have no layer'
+    )
+
+
+def _measures(factor: Callable[[], Tensor], maps: Callable[[], Tensor]) -> Measures:
+    """What the criteria compare, by Σ⁻¹ = MMᵀ of Gaussian heads and by attention maps."""
+    maps = lru_cache(maxsize=None)(maps)
+    return {
+        'uniform': lambda: largest_eigenvalue_of_factor(factor()),
+        'stripe': lambda: condition_number_of_factor(factor()),
+        'entropy': lambda: relative_entropy_of_maps(maps()),
+        'duplicate': lambda: map_distances(maps()),
+    }
+
+
+def _rules(criteria: Sequence[Criterion], thresholds: Dict[str, float]) -> List[Tuple[str, Union[float, Function]]]:
     """The name of each criterion, and its threshold or function."""
     if not isinstance(criteria, (list, tuple)) or not criteria:
         raise ValueError(f"criteria={criteria!r} must be a list of at least one criterion, such as ['uniform']")
-    return [_rule(criterion) for criterion in criteria]
+    return [_rule(criterion, thresholds) for criterion in criteria]
 
 
-def _rule(criterion: Criterion) -> Tuple[str, Union[float, Function]]:
+def _rule(criterion: Criterion, thresholds: Dict[str, float]) -> Tuple[str, Union[float, Function]]:
     if callable(criterion):
         return getattr(criterion, '__name__', type(criterion).__name__), criterion
     settings = dict(criterion) if isinstance(criterion, dict) else {'type': criterion}
@@ -215,7 +277,12 @@ def _rule(criterion: Criterion) -> Tuple[str, Union[float, Function]]:
             f'criterion {criterion!r} is unknown: choose one of {tuple(THRESHOLDS)}, '
             'dict(type=name, threshold=number) or a function(layer, size)'
         )
-    threshold = settings.get('threshold', THRESHOLDS[name])
+    if name not in thresholds:
+        raise TypeError(
+            f'the criterion {name!r} is for Gaussian heads, of attention by positions alone: for others use the '
+            f'criteria {tuple(thresholds)}'
+        )
+    threshold = settings.get('threshold', thresholds[name])
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not threshold >= 0:
         raise ValueError(f'threshold={threshold!r} of criterion {name!r} must be a number, 0 or more')
     return name, threshold
@@ -224,31 +291,24 @@ def _rule(criterion: Criterion) -> Tuple[str, Union[float, Function]]:
 def _find(
     num_heads: int,
     rules: List[Tuple[str, Union[float, Function]]],
-    factor: Callable[[], Tensor],
-    maps: Callable[[], Tensor],
+    measures: Measures,
     flags: Callable[[Function], Tensor],
 ) -> DegeneracyReport:
     """The heads that the rules find, each under the first; duplicates are those of the heads that are left.
 
-    ``factor`` and ``maps`` are called where a rule needs them; ``flags`` calls a function.
+    ``measures`` are called where a rule needs them; ``flags`` calls a function.
     """
-    maps = lru_cache(maxsize=None)(maps)
-    measures = {
-        'uniform': (lambda: largest_eigenvalue_of_factor(factor()), operator.lt),
-        'stripe': (lambda: condition_number_of_factor(factor()), operator.gt),
-        'entropy': (lambda: relative_entropy_of_maps(maps()), operator.gt),
-    }
     found: Dict[int, DegenerateHead] = {}
     for name, rule in sorted(rules, key=lambda rule: rule[0] == 'duplicate') if num_heads else ():
         if callable(rule):
             some = _of_flags(name, flags(rule), num_heads)
         elif name == 'duplicate':
-            some = _duplicates(maps(), [head for head in range(num_heads) if head not in found], rule)
+            some = _duplicates(measures[name](), [head for head in range(num_heads) if head not in found], rule)
         else:
-            measure, compare = measures[name]
+            compare = operator.lt if name == 'uniform' else operator.gt
             some = (
                 DegenerateHead(head, name, value, rule)
-                for head, value in enumerate(measure().tolist())
+                for head, value in enumerate(measures[name]().tolist())
                 if compare(value, rule)
             )
         for entry in some:
@@ -256,12 +316,12 @@ def _find(
     return DegeneracyReport(num_heads, tuple(found[head] for head in sorted(found)))
 
 
-def _duplicates(maps: Tensor, heads: List[int], threshold: float) -> Iterator[DegenerateHead]:
-    """The heads that are near an earlier one of them which is kept."""
-    distances = map_distances(maps).tolist()
+def _duplicates(distances: Tensor, heads: List[int], threshold: float) -> Iterator[DegenerateHead]:
+    """The heads that are near an earlier one of them which is kept, by their distances ``(N_h, N_h)``."""
     kept: List[int] = []
     for head in heads:
-        distance, nearest = min(((distances[head][other], other) for other in kept), default=(1.0, None))
+        of_head = distances[head].tolist()
+        distance, nearest = min(((of_head[other], other) for other in kept), default=(1.0, None))
         if nearest is not None and distance < threshold:
             yield DegenerateHead(head, 'duplicate', distance, threshold, nearest)
         else:

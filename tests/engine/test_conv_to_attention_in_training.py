@@ -9,6 +9,7 @@ from mmengine.runner import Runner
 
 from attncnn_plugin.analysis import read_centers
 from attncnn_plugin.layers import ContentImageAttention, QuadraticImageAttention
+from attncnn_plugin.pruning import prunable_heads
 
 LAYER = 'backbone.layer4.0.conv1'
 KEYS = [f'{LAYER}.{name}' for name in ('value.weight', 'query.weight', 'key.weight', 'encoding.center')]
@@ -261,18 +262,23 @@ def test_heads_are_pruned(repository, tmp_path):
         assert torch.allclose(again.model.state_dict()[name], weight, atol=1e-6), name
 
 
-def test_heads_by_content_are_not_pruned(whole, repository, tmp_path):
-    """The hook says which ones it leaves, and refuses a model of them alone."""
+def test_heads_by_content_are_pruned(repository, tmp_path):
+    """By importance, and by what they attend to on images; criteria of Gaussian heads alone are refused."""
     config = degenerate(repository, tmp_path / 'both')
     config.model.backbone.content = 'gated'
+    config.custom_hooks[0]['criteria'] = ['uniform', 'duplicate', dict(type='importance', keep=10)]
     runner, _ = run(config)
+    layers = prunable_heads(runner.model)
+    assert LAYER in layers and len(layers) > 1
+    assert sum(layer.num_heads for layer in layers.values()) == 10
     log = next((tmp_path / 'both').glob('*/*.log')).read_text()
-    assert 'HeadPruningHook finds, at epoch 3, no attention by positions alone' in log
-    assert f'what heads of {LAYER}, ' in log and 'see depends on the image' in log
+    assert f'{LAYER} at epoch 3: ' in log and 'importance  importance' in log
+    assert 'Removed heads' in log
+
     config = config_of(repository, tmp_path)
     config.model.backbone.phase = 'attn'
     config.custom_hooks = [dict(type='HeadPruningHook', epochs=[1])]
-    with pytest.raises(ValueError, match=f'what heads of {LAYER}, .* see depends on the image'):
+    with pytest.raises(TypeError, match=f"{LAYER}: the criterion 'stripe' is for Gaussian heads"):
         run(config)
 
 

@@ -5,13 +5,11 @@ import copy
 import numpy as np
 import pytest
 import torch
-from helpers.small import SMALL_ARCH
-from mmengine.config import Config
-from mmengine.hooks import EMAHook, Hook
+from helpers.digits_training import EPOCHS, ITERATIONS, PRUNE_AT, average_of, small_config
+from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
-EPOCHS, PRUNE_AT, ITERATIONS = 5, 2, 3  # epochs, the epoch of pruning, iterations of an epoch
 NAMES = [f'backbone.blocks.{i}.attn' for i in range(2)]
 
 
@@ -23,30 +21,6 @@ def degenerate_weights(repository):
         model.backbone.blocks[0].attn.encoding.sqrt_precision[1] = 0
         model.backbone.blocks[1].attn.encoding.sqrt_precision[2] = torch.tensor([[3.0, 0.0], [0.0, 1e-6]])
     return model.state_dict()
-
-
-def small_config(repository, folder, work_dir=None, hook=None, **changes):
-    config = Config.fromfile(repository / 'configs/sa_generalized_digits.py')
-    config.merge_from_dict(
-        {
-            'model.head.in_channels': 16,
-            'train_dataloader.dataset.indices': 24,
-            'train_dataloader.batch_size': 8,
-            'val_dataloader.dataset.indices': 8,
-            'train_cfg.max_epochs': EPOCHS,
-            'default_hooks.logger.interval': 1,
-            'default_hooks.checkpoint.max_keep_ckpts': -1,
-            'work_dir': str(work_dir or folder),
-            'log_level': 'WARNING',
-            'experiment_name': str(np.random.default_rng().integers(1 << 60)),
-            'custom_hooks': [] if hook is None else [dict(type='HeadPruningHook', **hook)],
-        }
-    )
-    config.model.backbone.arch = SMALL_ARCH
-    config.param_scheduler[0].end = config.param_scheduler[1].begin = 1
-    config.param_scheduler[1].end = EPOCHS
-    config.merge_from_dict(changes)
-    return config
 
 
 @HOOKS.register_module()
@@ -75,10 +49,6 @@ def run(config):
     runner.register_hook(recorder)
     runner.train()
     return runner, recorder
-
-
-def average_of(runner):
-    return next(hook for hook in runner.hooks if isinstance(hook, EMAHook)).ema_model
 
 
 @pytest.fixture(scope='module')
@@ -330,7 +300,7 @@ def test_criteria_are_checked_at_once(backbone, criteria, error, message, reposi
 def test_models_without_such_heads(repository, tmp_path):
     config = small_config(repository, tmp_path, hook=dict(epochs=[0]))
     config.model.backbone.update(type='SALearned', content=True)
-    with pytest.raises(ValueError, match='finds no attention by positions alone in the model'):
+    with pytest.raises(TypeError, match="blocks.0.attn: the criterion 'stripe' is for Gaussian heads"):
         run(config)
 
 

@@ -1,7 +1,8 @@
-"""Degenerate heads removed, or drawn anew, while a model is trained (Cordonnier et al. 2020 (C20), appendix E)."""
+"""Heads removed, or drawn anew, in training (Cordonnier et al. 2020 (C20), appendix E; Michel et al. 2019)."""
 
+import dataclasses
 import itertools
-from typing import Dict, Iterator, List, Optional, Sequence, Set, Union
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Union
 
 import torch
 from mmengine.dist import all_reduce, broadcast_object_list
@@ -12,36 +13,38 @@ from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
 from torch import nn
 
+from ...apis.judged_heads import HeadJudge, JudgedHeads
 from ...layers.prunable_heads import PrunableHeads, Replacement
 from ...layers.structure import follow_state_dict
 from ...pruning import (
-    DegeneracyReport,
-    HeadMeans,
-    find_degenerate_heads,
     fold_into_bias,
-    head_means,
-    least_uniform_head,
     merge_duplicate,
+    prunable_heads,
+    prune_heads,
     replace_parameters,
     reset_heads,
     singular_penalty,
 )
-from ...utils.runner import compile_train_step, forward_tensors, is_resumed
+from ...pruning.bias_correction import takes_duplicates
+from ...pruning.heads import Heads
+from ...utils.runner import compile_train_step, is_resumed
 from .phases import parts_in_phases
 from .random_state import random_numbers_kept
 from .rebuild import averaged_models, build_schedulers, check_wrapper, refresh_average, unwrapped, wrap_again
 from .rehearsal import is_rehearsal, warn_of_rehearsal
 
+MULTIPLY_ADDS = 'multiply_adds_before_pruning'  # in ``runtime_info``, for runs that are resumed
+
 
 @HOOKS.register_module()
 class HeadPruningHook(Hook):
-    """Finds degenerate heads at the beginning of some epochs, removes them, and lets the training go on.
+    """Finds heads to do without at the beginning of some epochs, removes them, and lets the training go on.
 
-    It works on every layer whose heads depend on positions alone, in a self-attention backbone or in the place of a
-    convolution; those of a :class:`PhaseTransitionHook` are pruned at epochs after its transition. Parameters really
-    shrink. The optimizer keeps its groups, and the state of the entries that are left. Schedulers go on. The copy of an
-    ``EMAHook`` loses the same heads. A model that is trained on several ranks is wrapped anew, and all ranks remove the
-    heads that the first one finds.
+    It works on every attention layer of this package, in a self-attention backbone, in a CMHSA or in the place of a
+    convolution, and on the vision transformers of mmpretrain and timm; layers of a :class:`PhaseTransitionHook` are
+    pruned at epochs after its transition. Parameters really shrink. The optimizer keeps its groups, and the state of
+    the entries that are left. Schedulers go on. The copy of an ``EMAHook`` loses the same heads. A model that is
+    trained on several ranks is wrapped anew, and all ranks remove the same heads, judged by the batches of all of them.
 
     For mmpretrain's ``vis_scheduler.py``, which shows a schedule without the model, the rates change at the first of
     these epochs, as where heads are found.
@@ -55,16 +58,23 @@ class HeadPruningHook(Hook):
         begin (int, optional): With ``interval``, the first of further such epochs. Defaults to None.
         interval (int, optional): Number of epochs from one to the next. Defaults to None.
         criteria (Sequence[str | dict | Callable]): The criteria of degenerate heads, see
-            :func:`~attncnn_plugin.pruning.find_degenerate_heads`. Defaults to C20's, ``('uniform', 'stripe')``.
+            :func:`~attncnn_plugin.pruning.find_degenerate_heads`. Where attention depends on content, they are means
+            over training images, see :func:`~attncnn_plugin.pruning.degenerate_heads_of_observed`. One of them can be
+            ``dict(type='importance', …)`` with one of ``threshold``, ``keep`` (heads of all layers) and
+            ``multiply_adds`` (a share of those before any pruning), and with ``normalize=False``: the heads on
+            which the loss depends least, see :func:`~attncnn_plugin.pruning.head_importance`. Defaults to C20's,
+            ``('uniform', 'stripe')``, which are for Gaussian heads.
+        layers (str): Glob of the names of the layers. Defaults to ``'*'``, all.
         allow_empty (bool): Whether a layer of degenerate heads alone becomes its bias; otherwise it keeps the least
             uniform one. Defaults to False.
         bias_correction (bool): Whether the mean output of a removed head, over some training batches, is added to the
             bias of its layer, and a duplicate's values to those of the head that it repeats. C20 does without, so that
             the accuracy falls at first (appendix E, Figure 13). A layer without a bias, as in the place of most
             convolutions before a batch norm, loses the mean output, and the log says so. Defaults to True.
-        num_batches (int): Number of these batches, on each rank. Defaults to 8.
+        num_batches (int): Number of the training batches that heads are judged by, on each rank, without random
+            augmentation of whole batches. Defaults to 8.
         reset (bool): Whether degenerate heads are drawn anew instead of being removed: centre, width and values as of
-            a new layer, momentum at zero. Not for attention in the place of convolutions. Defaults to False.
+            a new layer, momentum at zero. For attention over a grid by positions alone. Defaults to False.
         lr_scale (float): Factor of the learning rate from the first pruning on; C20 has 0.1. Defaults to 1.
         param_scheduler (dict | list[dict], optional): Schedulers that replace those of the run at the first pruning:
             they begin with the rate that the run began with, times ``lr_scale``, and their ``begin`` and ``end`` are
@@ -81,6 +91,7 @@ class HeadPruningHook(Hook):
         begin: Optional[int] = None,
         interval: Optional[int] = None,
         criteria: Sequence = ('uniform', 'stripe'),
+        layers: str = '*',
         allow_empty: bool = False,
         bias_correction: bool = True,
         num_batches: int = 8,
@@ -104,7 +115,7 @@ class HeadPruningHook(Hook):
         self.epochs = tuple(epochs)
         self.begin = begin
         self.interval = interval
-        self.criteria = list(criteria)
+        self.judge = HeadJudge(criteria, layers, allow_empty)
         self.allow_empty = allow_empty
         self.bias_correction = bias_correction
         self.num_batches = num_batches
@@ -117,8 +128,9 @@ class HeadPruningHook(Hook):
         """Checks that the run has heads to prune and counts epochs; adds the penalty to the loss.
 
         Raises:
-            TypeError: The loop does not count epochs, or the model is wrapped by something else than DDP.
-            ValueError: The model has no attention by positions alone; criteria that are not for it.
+            TypeError: The loop does not count epochs; the model is wrapped by something else than DDP; a criterion is
+                not for a layer; or a layer cannot lose heads.
+            ValueError: The model has no attention with heads to prune; criteria that are unknown.
         """
         if not isinstance(runner.train_loop, EpochBasedTrainLoop):
             raise TypeError(
@@ -130,11 +142,16 @@ class HeadPruningHook(Hook):
             return
         check_wrapper(runner)
         model = unwrapped(runner.model)
-        layers = _layers(model)
+        layers = self.judge.layers(model)
         if not layers and not any(part.phase == 'conv' for part in parts_in_phases(model)):
-            raise ValueError(f'HeadPruningHook finds {_nothing(model)}')
-        for name, layer in layers.items():  # a mistake in the criteria must not wait for the epoch of pruning
+            raise ValueError(f'HeadPruningHook finds {self._nothing}')
+        self.judge.check(model)  # a mistake in the criteria must not wait for the epoch of pruning
+        for name, layer in layers.items():
             self._check(name, layer)
+        self.judge.total = runner.message_hub.runtime_info.get(MULTIPLY_ADDS)
+        if layers and self.judge.counts_multiply_adds:
+            self.judge.check_multiply_adds(model, self._batches(runner, 1)[0])
+            runner.message_hub.update_info(MULTIPLY_ADDS, self.judge.total)
         if self.singular_penalty > 0:
             model.register_forward_hook(self._add_penalty)
 
@@ -149,20 +166,25 @@ class HeadPruningHook(Hook):
                 self._change_rates(runner)
             return
         model = unwrapped(runner.model)
-        layers = _layers(model)
+        layers = self.judge.layers(model)
         if not layers:
-            runner.logger.warning(f'HeadPruningHook finds, at epoch {runner.epoch}, {_nothing(model)}')
+            runner.logger.warning(f'HeadPruningHook finds, at epoch {runner.epoch}, {self._nothing}')
             return
-        means = self._observe(runner, model, layers)
-        reports = self._find(layers, means)
-        heads = {name: self._to_remove(layers[name], report, means[name]) for name, report in reports.items()}
-        for name in layers:
-            runner.logger.info(f'{name} at epoch {runner.epoch}: {reports[name]}')
-        heads = {name: indices for name, indices in heads.items() if indices}
+        try:
+            self.judge.check(model)
+        except (TypeError, ValueError) as error:  # of layers that a transition has made since
+            runner.logger.warning(f'HeadPruningHook removes no heads at epoch {runner.epoch}: {error}')
+            return
+        judged = self._judged(runner, model)
+        heads = {name: list(report.heads) for name, report in judged.reports.items() if report.heads}
+        if not self.reset:
+            heads = self.judge.to_remove(model, judged)
+        for name, report in judged.reports.items():
+            runner.logger.info(f'{name} at epoch {runner.epoch}: {report}')
         if heads and self.reset:
             self._begin_anew(runner, layers, heads)
         elif heads:
-            self._remove(runner, model, heads, reports, means)
+            self._remove(runner, model, heads, judged)
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Takes the structure of a checkpoint, and the schedulers that it was saved with.
@@ -199,51 +221,44 @@ class HeadPruningHook(Hook):
                 'or resume the run with the PhaseTransitionHook that it had'
             )
 
-    def _check(self, name: str, layer: PrunableHeads) -> None:
+    @property
+    def _nothing(self) -> str:
+        """What a model has that has nothing to prune."""
+        return (
+            f'no attention with layers={self.judge.pattern!r} in the model, such as SAQuadratic or VisionTransformer: '
+            'there are no heads to prune'
+        )
+
+    def _check(self, name: str, layer: Heads) -> None:
         """Refuses what cannot be done with a layer, whatever its weights are."""
-        if self.reset and layer.window is not None:
-            raise TypeError(
-                f'{name} is attention in the place of a convolution, whose heads cannot begin anew: leave out '
-                'reset=True of HeadPruningHook'
-            )
-        window = [] if layer.window is None else zip(layer.window.kernel_size, layer.window.dilation)
-        find_degenerate_heads(layer, self.criteria, [max(2, (k - 1) * d + 1) for k, d in window] or (2, 2))
+        by_positions = isinstance(layer, PrunableHeads) and not layer.depends_on_content
+        if self.reset and not (by_positions and layer.window is None):
+            kind = 'attention in the place of a convolution' if by_positions else 'attention that depends on content'
+            raise TypeError(f'{name} is {kind}, whose heads cannot begin anew: leave out reset=True of HeadPruningHook')
 
     def _is_due(self, epoch: int) -> bool:
         regular = self.interval is not None and epoch >= self.begin and (epoch - self.begin) % self.interval == 0
         return epoch in self.epochs or regular
 
-    @torch.no_grad()
-    def _observe(self, runner, model: nn.Module, layers: Dict[str, nn.Module]) -> Dict[str, HeadMeans]:
-        """Runs some training batches, the same ones whether or not the run was resumed, and draws no random number."""
+    def _judged(self, runner, model: nn.Module) -> JudgedHeads:
+        """Judges heads by some training batches. All ranks have the first one's reports."""
+        batches = self._batches(runner, self.num_batches)
+        with random_numbers_kept():
+            judged = self.judge.judge(model, batches, reduce=lambda sums: _add_ranks(sums, runner))
+        if self.judge.counts_multiply_adds:
+            runner.message_hub.update_info(MULTIPLY_ADDS, self.judge.total)
+        reports = [judged.reports]
+        broadcast_object_list(reports)
+        return dataclasses.replace(judged, reports=reports[0])
+
+    def _batches(self, runner, number: int) -> List[Any]:
+        """Training batches, the same ones whether or not the run was resumed; no random number is drawn."""
         loader = runner.train_dataloader
         for sampler in (loader.sampler, getattr(loader.batch_sampler, 'sampler', None)):
             if hasattr(sampler, 'set_epoch'):
                 sampler.set_epoch(runner.epoch)
-        training = model.training
-        model.eval()
-        with head_means(layers.values()) as means, random_numbers_kept():
-            for batch in itertools.islice(loader, self.num_batches):
-                forward_tensors(model, batch)
-        model.train(training)
-        for own in means:
-            all_reduce(own.total)
-            all_reduce(own.count)
-        return dict(zip(layers, means))
-
-    def _find(self, layers: Dict[str, nn.Module], means: Dict[str, HeadMeans]) -> Dict[str, DegeneracyReport]:
-        """The first rank's reports, on every rank."""
-        reports = [
-            {name: find_degenerate_heads(layer, self.criteria, means[name].size) for name, layer in layers.items()}
-        ]
-        broadcast_object_list(reports)
-        return reports[0]
-
-    def _to_remove(self, layer: nn.Module, report: DegeneracyReport, means: HeadMeans) -> List[int]:
-        heads = list(report.heads)
-        if len(heads) == layer.num_heads and heads and not (self.allow_empty or self.reset):
-            heads.remove(least_uniform_head(layer, means.size))
-        return heads
+        with random_numbers_kept():
+            return list(itertools.islice(loader, number))
 
     def _begin_anew(self, runner, layers: Dict[str, nn.Module], heads: Dict[str, List[int]]) -> None:
         # From the run's own seed: the same on every rank, and in a run that was resumed before.
@@ -264,19 +279,19 @@ class HeadPruningHook(Hook):
         runner,
         model: nn.Module,
         heads: Dict[str, List[int]],
-        reports: Dict[str, DegeneracyReport],
-        means: Dict[str, HeadMeans],
+        judged: JudgedHeads,
     ) -> None:
         before = sum(p.numel() for p in model.parameters())
-        without_bias = [name for name in heads if model.get_submodule(name).value.bias is None]
+        layers = prunable_heads(model)
+        without_bias = [name for name in heads if layers[name].output.bias is None]
         if self.bias_correction and without_bias:
             runner.logger.warning(
                 f'{", ".join(without_bias)} of the model have no bias: nothing makes up for their heads that go, '
                 'besides duplicates'
             )
-        replaced = self._prune(model, heads, reports, means)
+        replaced = self._prune(model, heads, judged)
         for averaged in averaged_models(runner):
-            self._prune(averaged.module, heads, reports, means)
+            self._prune(averaged.module, heads, judged)
             refresh_average(averaged)
         for optimizer in _optimizers(runner):
             replace_parameters(optimizer, replaced)
@@ -288,29 +303,22 @@ class HeadPruningHook(Hook):
         self._change_rates(runner)
 
     def _prune(
-        self,
-        model: nn.Module,
-        heads: Dict[str, List[int]],
-        reports: Dict[str, DegeneracyReport],
-        means: Dict[str, HeadMeans],
+        self, model: nn.Module, heads: Dict[str, List[int]], judged: JudgedHeads
     ) -> Dict[nn.Parameter, Replacement]:
-        replaced = {}
-        for name, indices in heads.items():
-            layer = model.get_submodule(name)
-            if self.bias_correction:
-                duplicates = {
-                    entry.head: entry.duplicate_of
-                    for entry in reports[name].found
-                    if entry.duplicate_of is not None
-                    and entry.head in indices
-                    and getattr(layer, 'value_proj', None) is None
-                }
-                for head, kept in duplicates.items():
-                    merge_duplicate(layer, head, kept)
-                if layer.value.bias is not None:
-                    fold_into_bias(layer, [head for head in indices if head not in duplicates], means[name].mean)
-            replaced.update(layer.prune_heads(indices, self.allow_empty))
-        return replaced
+        layers = prunable_heads(model)
+        for name, indices in heads.items() if self.bias_correction else ():
+            layer = layers[name]
+            duplicates = {
+                entry.head: entry.duplicate_of
+                for entry in judged.reports[name].found
+                if entry.duplicate_of is not None and entry.head in indices and takes_duplicates(layer)
+            }
+            for head, kept in duplicates.items():
+                merge_duplicate(layer, head, kept)
+            if layer.output.bias is not None:
+                others = [head for head in indices if head not in duplicates]
+                fold_into_bias(layer, others, judged.means[name].mean)
+        return prune_heads(model, heads, self.allow_empty)
 
     def _change_rates(self, runner) -> None:
         """The rates and the schedulers from the first pruning on."""
@@ -339,27 +347,22 @@ class HeadPruningHook(Hook):
         """Adds the penalty to the losses that a model returns in training."""
         if model.training and isinstance(outputs, dict):
             penalties = [
-                singular_penalty(layer) for layer in _layers(model).values() if layer.gaussian_heads() is not None
+                singular_penalty(layer)
+                for layer in model.modules()
+                if isinstance(layer, PrunableHeads)
+                and not layer.depends_on_content
+                and layer.gaussian_heads() is not None
             ]
             if penalties:
                 outputs['loss_singular'] = self.singular_penalty * sum(penalties)
         return outputs
 
 
-def _layers(model: nn.Module) -> Dict[str, PrunableHeads]:
-    """The attention layers whose heads depend on positions alone, by name."""
-    return {
-        name: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, PrunableHeads) and not layer.depends_on_content
-    }
-
-
-def _nothing(model: nn.Module) -> str:
-    """Why there is nothing to prune in a model without attention by positions alone."""
-    by_content = [name for name, module in model.named_modules() if isinstance(module, PrunableHeads)]
-    others = f'; what heads of {", ".join(by_content)} see depends on the image' if by_content else ''
-    return 'no attention by positions alone in the model, such as SAQuadratic: there are no heads to prune' + others
+def _add_ranks(sums: torch.Tensor, runner) -> None:
+    """Adds the sums of all ranks, in place; the backend of distributed training may need them on another device."""
+    of_ranks = sums.to(next(runner.model.parameters()).device)
+    all_reduce(of_ranks)
+    sums.copy_(of_ranks)
 
 
 def _optimizers(runner) -> Iterator[torch.optim.Optimizer]:

@@ -1,10 +1,8 @@
 """Any backbone whose convolutions become attention (d'Ascoli et al. 2021, "Transformed CNNs", arXiv 2106.05795)."""
 
 import copy
-import functools
-import types
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Type, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from mmpretrain.registry import MODELS
@@ -14,6 +12,7 @@ from ...convert import conv_to_mhsa, convs_to_attention
 from ...convert.model_layers import check_replaceable, find_convolutions
 from ...convert.model_report import ModelConversionReport
 from ...convert.timm_convolutions import plain_convolution, window_of
+from ...layers.mixed_classes import Mixin, mixed
 from ...layers.window import CONVOLUTIONS
 from ..networks.cmhsa import PHASES
 
@@ -33,13 +32,14 @@ class Conversion:
     settings: Dict[str, Any]
 
 
-class ConvToAttention:
+class ConvToAttention(Mixin):
     """What :func:`conv_to_attention` adds to the class of a backbone.
 
     Attributes:
         conversion (Conversion): What becomes attention, and how.
     """
 
+    class_name = '{}ToAttention'
     conversion: Conversion
 
     @property
@@ -84,32 +84,11 @@ class ConvToAttention:
         self.load_state_dict(cnn.state_dict())  # type: ignore[attr-defined]
         self.is_init = True
 
-    def __reduce_ex__(self, protocol: Any) -> Tuple[Any, ...]:
-        # pickle finds classes by their names, and this one was made for the backbone.
-        _, _, state, *_ = super().__reduce_ex__(max(protocol, 2))  # type: ignore[misc]
-        return _new_instance, (type(self).__mro__[2],), state
-
     def _convolutions(self) -> List[str]:
         """The layers to become attention that are convolutions."""
         return [
             name for name in self.conversion.layers if isinstance(nn.Module.get_submodule(self, name), CONVOLUTIONS)
         ]
-
-
-@functools.cache
-def _extended(backbone: Type[nn.Module]) -> Type[nn.Module]:
-    """A backbone's class with :class:`ConvToAttention`."""
-
-    def body(namespace: Dict[str, Any]) -> None:
-        namespace.update(__module__=backbone.__module__, __doc__=backbone.__doc__)
-
-    return types.new_class(f'{backbone.__name__}ToAttention', (ConvToAttention, backbone), exec_body=body)
-
-
-def _new_instance(backbone: Type[nn.Module]) -> nn.Module:
-    """An instance without a state, for copies and pickles."""
-    extended = _extended(backbone)
-    return extended.__new__(extended)
 
 
 @MODELS.register_module('ConvToAttention')
@@ -193,7 +172,7 @@ def conv_to_attention(
     }
     for name, conv in chosen.items():
         _check_settings(name, conv, settings)
-    model.__class__ = _extended(type(model))
+    model.__class__ = mixed(ConvToAttention, type(model))
     model.conversion = Conversion(copy.deepcopy(backbone), tuple(chosen), settings)
     if phase == 'attn':
         model.to_attention()

@@ -1,0 +1,63 @@
+"""What heads that depend on content attend to while a model runs, of this package and of other libraries."""
+
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Dict, Iterator, Mapping
+
+from torch import Tensor
+
+from ..layers.prunable_heads import PrunableHeads
+from ..pruning import ObservedAttention
+from ..pruning.heads import Heads
+from .head_reports.vision_transformers import visited_attention
+from .image_means import few_images
+
+
+@contextmanager
+def observed_attention(layers: Mapping[str, Heads]) -> Iterator[Dict[str, ObservedAttention]]:
+    """Collects the attention of layers in every pass inside.
+
+    Args:
+        layers (Mapping[str, PrunableHeads | TransformerHeads]): By name, some of
+            :func:`~attncnn_plugin.pruning.prunable_heads` that depend on content.
+
+    Yields:
+        dict[str, ObservedAttention]: By name. Keys are all tokens that the layer has, class tokens and null keys among
+        them; each window of an image counts.
+
+    Raises:
+        ValueError: A layer whose probabilities cannot be seen.
+
+    Examples:
+        >>> import timm, torch
+        >>> from attncnn_plugin.pruning import prunable_heads
+        >>> model = timm.create_model('vit_tiny_patch16_224', img_size=32, depth=1).eval()
+        >>> with torch.no_grad(), observed_attention(prunable_heads(model)) as observed:
+        ...     logits = model(torch.rand(2, 3, 32, 32))
+        >>> observed['blocks.0.attn'].mean('entropy').shape
+        torch.Size([3])
+    """
+    observed = {name: ObservedAttention(layer.num_heads) for name, layer in layers.items()}
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            if layer.num_heads == 0:
+                continue
+            if isinstance(layer, PrunableHeads):
+                handle = layer.register_forward_pre_hook(partial(_see_scores, observed[name]))
+                stack.callback(handle.remove)
+                continue
+            module = layer.module
+            if not hasattr(module, 'scaled_dot_product_attention') and not hasattr(module, 'attn_drop'):
+                raise ValueError(
+                    f'the attention of {name} cannot be seen: its {type(module).__name__} has no attn_drop that the '
+                    'probabilities go through'
+                )
+            stack.enter_context(visited_attention(module, observed[name].add))
+        yield observed
+
+
+def _see_scores(observed: ObservedAttention, layer: Any, args: Any) -> None:
+    """Adds the attention of a layer of this package to its input."""
+    x: Tensor = args[0]
+    for part in few_images(layer, x):
+        observed.add(layer.attention_scores(part).float().softmax(-1))

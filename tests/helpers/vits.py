@@ -1,0 +1,59 @@
+"""Small vision transformers of timm and mmpretrain, one for each kind of attention."""
+
+import pytest
+import timm
+import torch
+
+SIZE = 32
+SMALL = dict(img_size=SIZE, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
+OF_TIMM = {
+    'vit_tiny_patch16_224': SMALL,
+    'deit_tiny_distilled_patch16_224': {**SMALL, 'qk_norm': True},
+    'vit_relpos_small_patch16_224': SMALL,  # biases by an MLP
+    'vit_relpos_base_patch32_plus_rpn_256': {**SMALL, 'rel_pos_type': 'bias'},  # by a table
+    'beit_base_patch16_224': SMALL,
+    'swin_tiny_patch4_window7_224': dict(
+        img_size=SIZE, embed_dim=12, depths=(2, 2), num_heads=(3, 3), window_size=4, num_classes=5
+    ),
+    'eva02_tiny_patch14_224': SMALL,
+    'eva02_base_patch14_224': SMALL,  # queries, keys and values by three maps
+    'vit_small_patch16_dinov3': SMALL,
+}
+OF_MMPRETRAIN = {
+    'VisionTransformer': dict(
+        arch=dict(embed_dims=24, num_layers=2, num_heads=3, feedforward_channels=24), img_size=SIZE, patch_size=8
+    ),
+    'DeiT3': dict(
+        arch=dict(embed_dims=24, num_layers=2, num_heads=3, feedforward_channels=24), img_size=SIZE, patch_size=8
+    ),
+    'BEiTViT': dict(
+        arch=dict(embed_dims=24, num_layers=2, num_heads=3, feedforward_channels=24), img_size=SIZE, patch_size=8
+    ),
+    'SwinTransformer': dict(
+        arch=dict(embed_dims=12, depths=[2, 2], num_heads=[3, 3]),
+        img_size=SIZE,
+        patch_size=4,
+        window_size=4,
+        out_indices=(1,),
+    ),
+}
+
+
+def small_vit(name, **changes):
+    """One of ``OF_TIMM`` or ``OF_MMPRETRAIN``, with weights that are not small, in evaluation mode."""
+    if name in OF_TIMM:
+        model = timm.create_model(name, **{**OF_TIMM[name], **changes})
+    else:
+        registry = pytest.importorskip('mmpretrain').registry
+        model = registry.MODELS.build(dict(type=f'mmpretrain.{name}', **{**OF_MMPRETRAIN[name], **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    model.eval()  # some of mmpretrain's give None
+    return model
+
+
+def output_of(model, images):
+    """Logits, or the last feature map."""
+    output = model(images)
+    return output[-1] if isinstance(output, tuple) else output

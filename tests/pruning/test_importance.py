@@ -1,0 +1,209 @@
+"""Head importance against differences of the loss, the number of heads that go, and attention that was observed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.small import small_cmhsa, small_timm, trained_like
+from helpers.vits import SIZE, small_vit
+from torch.utils.flop_counter import FlopCounterMode
+
+from attncnn_plugin.analysis.observed_attention import observed_attention
+from attncnn_plugin.convert import conv_to_mhsa
+from attncnn_plugin.pruning import (
+    ObservedAttention,
+    degenerate_heads_of_observed,
+    fold_into_bias,
+    head_costs,
+    head_importance,
+    head_means,
+    least_important,
+    prunable_heads,
+    prune_heads,
+)
+
+
+def loss_of(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def by_differences(model, images, labels, step=1e-4):
+    """E_x |∂L(x)/∂ξ_h| by central differences, image by image, head by head."""
+    found = {}
+    for name, layer in prunable_heads(model).items():
+        columns = [layer.output_entries([head]) for head in range(layer.num_heads)]
+        found[name] = torch.zeros(layer.num_heads, dtype=torch.float64)
+        for head, of_head in enumerate(columns):
+            for image, label in zip(images, labels):
+                losses = []
+                for gate in (1 + step, 1 - step):
+                    gates = torch.ones(layer.output.weight.shape[1], dtype=images.dtype)
+                    gates[of_head] = gate
+                    handle = layer.output.register_forward_pre_hook(lambda _, args: args[0] * gates)
+                    losses.append(loss_of(model, (image[None], label[None])).item())
+                    handle.remove()
+                found[name][head] += abs(losses[0] - losses[1]) / (2 * step) / len(images)
+    return found
+
+
+@pytest.mark.parametrize(
+    'name', ['vit_tiny_patch16_224', 'swin_tiny_patch4_window7_224', 'sa_generalized_cifar', 'cmhsa', 'cmhsa, narrow']
+)
+def test_importance_is_the_derivative_of_the_loss(name):
+    """Windows of an image count together, and images apart."""
+    torch.manual_seed(0)
+    if name.startswith('sa_'):
+        model = trained_like(small_timm(name, num_classes=5))
+    elif name.startswith('cmhsa'):
+        head_dim = [1, 2, 3, 4, 5, 6, 7, 8, 9] if 'narrow' in name else None
+        model = trained_like(small_cmhsa('attn', num_classes=5, head_dim=head_dim))
+    else:
+        model = trained_like(small_vit(name))
+    model = model.double().eval()
+    size = 16 if name.startswith(('cmhsa', 'sa_')) else SIZE
+    images, labels = torch.randn(4, 3, size, size, dtype=torch.float64), torch.tensor([0, 2, 1, 4])
+    with torch.no_grad():
+        expected = by_differences(model, images, labels)
+    model.train()
+    batches = [(images[:3], labels[:3]), (images[3:], labels[3:])]
+    importance = head_importance(model, batches, loss_of, normalize=False)
+    assert all(module.training for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert list(importance) == list(expected)
+    for layer, values in importance.items():
+        torch.testing.assert_close(values, expected[layer], rtol=1e-5, atol=1e-9)
+    normalized = head_importance(model, batches, loss_of)
+    for layer, values in normalized.items():
+        torch.testing.assert_close(values, importance[layer] / importance[layer].norm())
+
+
+def test_refused_losses():
+    model = small_vit('vit_tiny_patch16_224')
+    batch = torch.randn(2, 3, SIZE, SIZE), torch.tensor([0, 1])
+    with pytest.raises(ValueError, match='batches are none'):
+        head_importance(model, [], loss_of)
+    with pytest.raises(ValueError, match='called the model 2 times'):
+        head_importance(model, [batch], lambda model, batch: loss_of(model, batch) + loss_of(model, batch))
+    with pytest.raises(ValueError, match='without attention whose heads can be removed'):
+        head_importance(torch.nn.Linear(2, 2), [batch], loss_of)
+
+
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'beit_base_patch16_224', 'swin_tiny_patch4_window7_224'])
+def test_costs_are_those_that_go(name):
+    model, images = small_vit(name), torch.randn(1, 3, SIZE, SIZE)
+
+    def measured():
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            for layer in prunable_heads(model).values():
+                layer.module.fused_attn = False
+            model(images)
+        return counter.get_total_flops() // 2
+
+    total, costs = head_costs(model, lambda: model(images))
+    assert total == measured()
+    first = next(iter(costs))
+    prune_heads(model, {first: [1]})
+    assert total - measured() == costs[first][1]
+
+
+def test_number_of_heads():
+    importance = {'a': torch.tensor([0.5, 0.1, 0.4]), 'b': torch.tensor([0.2, 0.3])}
+    costs = 100, {'a': torch.tensor([10.0, 10, 10]), 'b': torch.tensor([5.0, 5])}
+    for settings, expected in (
+        (dict(threshold=0.1), {}),
+        (dict(threshold=0.35), {'a': [1], 'b': [0]}),  # the last one of a layer stays
+        (dict(threshold=0.35, allow_empty=True), {'a': [1], 'b': [0, 1]}),
+        (dict(keep=5), {}),
+        (dict(keep=3), {'a': [1], 'b': [0]}),
+        (dict(keep=2), {'a': [1, 2], 'b': [0]}),
+        (dict(keep=0, allow_empty=True), {'a': [0, 1, 2], 'b': [0, 1]}),
+        (dict(multiply_adds=1.0, costs=costs), {}),
+        (dict(multiply_adds=0.9, costs=costs), {'a': [1]}),
+        (dict(multiply_adds=0.89, costs=costs), {'a': [1], 'b': [0]}),
+    ):
+        assert least_important(importance, **settings) == expected, settings
+    for settings, message in (
+        ({}, 'nothing says how many heads go'),
+        (dict(keep=1, threshold=0.1), 'says how many heads go: give one of'),
+        (dict(keep=1), 'keep=1 heads of 5 cannot be reached'),
+        (dict(keep=1.5), 'keep=1.5 must be a number of heads'),
+        (dict(threshold=-1), 'threshold=-1 must be'),
+        (dict(multiply_adds=0), 'multiply_adds=0 must be a share above 0'),
+        (dict(multiply_adds=0.5), 'needs costs'),
+        (dict(multiply_adds=0.5, costs=costs), 'cannot be reached: without the 3 heads that may go, 0.750'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            least_important(importance, **settings)
+
+
+def test_observed_attention_is_that_of_the_model():
+    """Against probabilities computed anew, one image at a time."""
+    torch.manual_seed(0)
+    model = small_vit('vit_tiny_patch16_224').double()
+    images = torch.randn(3, 3, SIZE, SIZE, dtype=torch.float64)
+    tokens = []
+    model.blocks[0].attn.register_forward_pre_hook(lambda _, args: tokens.append(args[0]))
+    with torch.no_grad(), observed_attention(prunable_heads(model)) as observed:
+        model(images[:2])
+        model(images[2:])
+        assert not model.blocks[0].attn.fused_attn
+    assert model.blocks[0].attn.fused_attn
+    query, key, _ = model.blocks[0].attn.qkv(torch.cat(tokens)).view(3, -1, 3, 3, 8).permute(2, 0, 3, 1, 4)
+    probs = (query @ key.mT / 8**0.5).softmax(-1)  # (images, heads, queries, keys)
+    own, keys = observed['blocks.0.attn'], probs.shape[-1]
+    entropy = -(probs * probs.log()).sum(-1).mean((0, 2)) / torch.tensor(float(keys)).log()
+    torch.testing.assert_close(own.mean('entropy'), entropy.double().detach())
+    uniform = (probs - 1 / keys).abs().sum(-1).mean((0, 2)) / 2
+    torch.testing.assert_close(own.mean('from_uniform'), uniform.detach())
+    between = (probs[:, :, None] - probs[:, None]).abs().sum(-1).mean((0, 3)) / 2
+    torch.testing.assert_close(own.mean('distances'), between.detach())
+
+
+def test_heads_that_look_at_other_things_in_each_image_are_no_duplicates():
+    """Though their mean maps are the same, and uniform."""
+    observed = ObservedAttention(3)
+    for shift in range(4):
+        maps = [torch.eye(4).roll(shift * sign, 1) for sign in (1, -1)]
+        observed.add(torch.stack([*maps, torch.full((4, 4), 0.25)])[None])
+    report = degenerate_heads_of_observed(observed, ['uniform', 'entropy', 'duplicate'])
+    assert report.heads == [2] and report.found[0].reason == 'distance 0 < 0.01 from uniform attention'
+    assert degenerate_heads_of_observed(observed, [dict(type='duplicate', threshold=0.6)]).heads == [1]
+    with pytest.raises(TypeError, match="'stripe' is for Gaussian heads"):
+        degenerate_heads_of_observed(observed, ['stripe'])
+    with pytest.raises(ValueError, match='no images were observed'):
+        degenerate_heads_of_observed(ObservedAttention(3), ['entropy'])
+
+
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'beit_base_patch16_224'])
+def test_uniform_heads_fold_into_the_bias(name):
+    """A head with the same output at every query goes without a change."""
+    torch.manual_seed(0)
+    model, images = small_vit(name), torch.randn(1, 3, SIZE, SIZE)
+    attention = model.blocks[0].attn
+    with torch.no_grad():
+        attention.qkv.weight[8:16] = 0  # queries of the second head
+        bias = attention.qkv.bias if attention.qkv.bias is not None else attention.q_bias
+        bias[8:16] = 0
+        if name.startswith('beit'):
+            attention.relative_position_bias_table[:, 1] = 0
+    layer = prunable_heads(model)['blocks.0.attn']
+    with torch.no_grad(), head_means([layer]) as (means,):
+        expected = model(images)
+    fold_into_bias(layer, [1], means.mean)
+    prune_heads(model, {'blocks.0.attn': [1]})
+    torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('groups', [2, 4])
+def test_means_of_heads_in_the_place_of_grouped_convolutions(groups):
+    """Whose values of a head are of a group's channels alone."""
+    torch.manual_seed(0)
+    conv = torch.nn.Conv2d(4, 8, 3, padding=1, groups=groups, padding_mode='replicate')
+    attention, _ = conv_to_mhsa(conv)
+    with torch.no_grad():
+        attention.encoding.sqrt_precision[4] = 0  # uniform
+    images = torch.randn(1, 4, 6, 6)
+    with torch.no_grad(), head_means([attention]) as (means,):
+        expected = attention(images)
+    fold_into_bias(attention, [4], means.mean)
+    attention.prune_heads([4])
+    torch.testing.assert_close(attention(images), expected, rtol=1e-4, atol=1e-4)
