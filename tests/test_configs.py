@@ -257,7 +257,7 @@ def test_heads_are_pruned_as_in_the_released_code():
             layer.encoding.sqrt_precision[head] = torch.tensor([first, second]).sqrt().diag()
     for hook in hooks:
         assert hook.epochs == (0,) and not hook.reset and hook.lr_scale == 1
-        assert find_degenerate_heads(layer, hook.criteria, (16, 16)).heads == [2, 4]
+        assert find_degenerate_heads(layer, hook.judge.criteria, (16, 16)).heads == [2, 4]
 
 
 FIRST_RATE, SECOND_RATE, WARM_UP_RATE, LEAST_RATE = 3e-4, 5e-5, 1e-6, 1e-5  # the last two are DeiT's

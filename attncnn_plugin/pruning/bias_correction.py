@@ -154,11 +154,11 @@ def merge_duplicate(layer: Heads, head: int, kept: int) -> None:
         >>> torch.allclose(layer(image), expected, atol=1e-5)
         True
     """
+    columns, of_kept = (layer.output_entries([index]) for index in (head, kept))
     if not takes_duplicates(layer):
         raise ValueError(
-            'the heads of layer have values of fewer channels than a token (head_dim), so that one head cannot take '
-            'the values of two: use fold_into_bias for the duplicate'
+            f'the heads of layer have values of head_dim={len(columns)} channels, so that one head cannot take the '
+            'values of two: use fold_into_bias for the duplicate'
         )
-    columns, of_kept = (layer.output_entries([index]) for index in (head, kept))
     weight: Any = layer.output.weight
     weight[:, of_kept] += weight[:, columns]
