@@ -251,11 +251,11 @@ def test_the_bias_of_cmhsa_and_means_over_images_are_drawn():
 
 
 def test_figures_leave_no_trace():
-    before = dict(pyplot.rcParams)
+    before, open_before = dict(pyplot.rcParams), pyplot.get_fignums()
     figure = plot_attention_centers(small_timm('sa_quadratic_cifar'), (4, 4))
     image = image_of(figure)
     assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3 and image.std() > 10
-    assert pyplot.get_fignums() == [] and dict(pyplot.rcParams) == before
+    assert pyplot.get_fignums() == open_before and dict(pyplot.rcParams) == before
 
 
 def test_the_look_does_not_depend_on_settings_outside():

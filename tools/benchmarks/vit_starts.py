@@ -172,14 +172,12 @@ def table(out: Path) -> str:
 
 def draw(out: Path, path: Path) -> None:
     """A panel for each number of images: accuracies after each epoch, mean and range over the seeds."""
-    import matplotlib
-
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     groups = grouped(runs_of(out))
     panels = sorted({images for _, images, _, _ in groups})
-    figure, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4.5), squeeze=False, layout='constrained')
+    figure = Figure(figsize=(6 * len(panels), 4.5), layout='constrained')
+    axes = figure.subplots(1, len(panels), squeeze=False)
     for axis, number in zip(axes[0], panels):
         for (kind, images, _, _), runs in groups.items():
             if images == number:
