@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.shifts import at_grid_shifts
+from ..layers.transformer_heads import SHARED_BIASES
 from .parts import Attention
 from .shifts import Size, log_share_of_peak, squared_distances
-
-SHARED = ('shared_rel_pos', 'rel_pos_bias')
 
 
 def bias_of(network: Any, attention: Attention) -> Optional[Any]:
@@ -25,7 +24,7 @@ def bias_of(network: Any, attention: Attention) -> Optional[Any]:
         return module
     if getattr(module, 'rel_pos', None) is not None:
         return module.rel_pos
-    shared = [getattr(network, name, None) for name in SHARED]
+    shared = [getattr(network, name, None) for name in SHARED_BIASES]
     return next((bias for bias in shared if isinstance(bias, nn.Module)), None)
 
 

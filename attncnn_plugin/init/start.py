@@ -1,7 +1,8 @@
 """A vision transformer that starts as a convolution."""
 
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +76,7 @@ def init_as_convolution(
 
     Raises:
         ValueError: An argument is not one of these, or the model's attention cannot be started: the message says what
-            was looked for.
+            was looked for, and the model stays as it was.
 
     Examples:
         >>> import timm
@@ -98,7 +99,35 @@ def init_as_convolution(
             f'{others[0].encoding} one: Gaussian heads with a large alpha are impulses there'
         )
     images = random_images(model, seed=seed) if images is None else images
+    with _all_or_nothing(model):
+        return _start(network, attentions, chosen, method, alpha, values, embedding, images, generator)
 
+
+@contextmanager
+def _all_or_nothing(model: nn.Module) -> Iterator[None]:
+    """An error inside leaves the parameters and buffers of the model as they were."""
+    tensors = [*model.parameters(), *model.buffers()]
+    before = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    except BaseException:
+        for tensor, own in zip(tensors, before):
+            tensor.data.copy_(own)
+        raise
+
+
+def _start(
+    network: Any,
+    attentions: List[Attention],
+    chosen: List[_Layer],
+    method: str,
+    alpha: float,
+    values: Values,
+    embedding: str,
+    images: Tensor,
+    generator: torch.Generator,
+) -> ConvolutionalStart:
+    """Sets the chosen layers, and measures them."""
     wants_shifts = method != 'mimetic'
     errors = [set_values(x.attention, values, x.shifts if wants_shifts else None, generator) for x in chosen]
     if method == 'gaussian':
@@ -106,7 +135,7 @@ def init_as_convolution(
     elif method == 'impulse':
         start_impulse(network, [(x.attention, x.shifts) for x in chosen], chosen[0].grid, generator)
     else:
-        if embedding == 'sine-cosine' and len(others) < len(chosen):
+        if embedding == 'sine-cosine' and any(layer.encoding == 'absolute' for layer in chosen):
             set_sine_cosine_embedding(network)
         for layer in chosen:
             set_mimetic_queries_and_keys(layer.attention, generator)

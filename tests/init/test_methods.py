@@ -184,3 +184,12 @@ def test_given_images():
     head = report.layers[0].heads[0]
     found = (own - gaussian(head.shift, 2.0, (3, 4))).abs().sum(-1).mean().item() / 2
     assert head.total_variation == pytest.approx(found, abs=1e-6) and found < 0.2
+
+
+@pytest.mark.parametrize('method', ['gaussian', 'impulse', 'mimetic'])
+def test_an_error_leaves_the_model_as_it_was(method):
+    model = small_vit()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(RuntimeError):  # patches have three channels
+        init_as_convolution(model, method=method, images=random_images(model)[:, :2])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -19,7 +19,18 @@ from typing import Callable, Dict, Optional
 import numpy as np
 import torch
 from mmpretrain.models import ResNet_CIFAR
-from small_images import Images, accuracy, fit, load_images, normalized, save, save_report, some_of
+from small_images import (
+    Images,
+    accuracy,
+    fit,
+    load_images,
+    normalized,
+    options,
+    save,
+    save_report,
+    some_of,
+    train_missing,
+)
 from torch import Tensor, nn
 from torchvision.transforms.v2 import functional as transforms
 
@@ -46,21 +57,12 @@ CORRUPTIONS: Dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('data', type=Path)
-    parser.add_argument('out', type=Path)
+    parser = options(__doc__)
     parser.add_argument('--images', type=int, default=5000, help='for training; default 5000')
-    parser.add_argument('--test-images', type=int, help='default all')
     parser.add_argument('--epochs', type=int, nargs=2, default=(12, 6), help='of the two phases; default 12 6')
-    parser.add_argument('--seeds', type=int, nargs='+', default=(0, 1, 2))
     parser.add_argument('--kinds', nargs='+', default=[*KINDS, FROM_SCRATCH], metavar='KIND')
-    parser.add_argument('--threads', type=int, default=2)
-    parser.add_argument('--table', action='store_true', help='print the table of the runs that are there')
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    if not args.table:
-        torch.set_num_threads(args.threads)
-        train_all(args)
+    train_missing(args, train_all)
     print(table(args.out))
 
 

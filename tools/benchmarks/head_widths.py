@@ -21,7 +21,18 @@ import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
-from small_images import BATCH_SIZE, accuracy, fit, load_images, normalized, save, save_report, some_of
+from small_images import (
+    BATCH_SIZE,
+    accuracy,
+    fit,
+    load_images,
+    normalized,
+    options,
+    save,
+    save_report,
+    some_of,
+    train_missing,
+)
 from torch import Tensor, nn
 
 import attncnn_plugin  # noqa: F401
@@ -46,22 +57,13 @@ FIRST_RATE, SECOND_RATE = 2e-3, 5e-4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('data', type=Path)
-    parser.add_argument('out', type=Path)
+    parser = options(__doc__)
     parser.add_argument('--images', type=int, default=10000, help='for training; default 10000')
-    parser.add_argument('--test-images', type=int, help='default all')
     parser.add_argument('--epochs', type=int, nargs=2, default=(15, 10), help='of the two phases; default 15 10')
-    parser.add_argument('--seeds', type=int, nargs='+', default=(0, 1, 2))
     parser.add_argument('--kinds', nargs='+', default=list(KINDS), choices=list(KINDS), metavar='KIND')
     parser.add_argument('--equal', nargs='+', default=EQUAL, choices=EQUAL, help='default both')
-    parser.add_argument('--threads', type=int, default=2)
-    parser.add_argument('--table', action='store_true', help='print the table of the runs that are there')
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    if not args.table:
-        torch.set_num_threads(args.threads)
-        train_all(args)
+    train_missing(args, train_all)
     print(table(args.out))
 
 

@@ -1,5 +1,6 @@
 """Trainings on small images that are all in memory, for comparisons of accuracy."""
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -15,6 +16,26 @@ BATCH_SIZE, WARM_UP = 100, 2
 WEIGHT_DECAY = 0.05
 
 Images = Tuple[Tensor, Tensor]
+
+
+def options(description: str) -> argparse.ArgumentParser:
+    """The options that all comparisons have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('data', type=Path)
+    parser.add_argument('out', type=Path)
+    parser.add_argument('--test-images', type=int, help='default all')
+    parser.add_argument('--seeds', type=int, nargs='+', default=(0, 1, 2))
+    parser.add_argument('--threads', type=int, default=2)
+    parser.add_argument('--table', action='store_true', help='print the table of the runs that are there')
+    return parser
+
+
+def train_missing(args: argparse.Namespace, train_all: Callable[[argparse.Namespace], None]) -> None:
+    """Trains what is missing in a folder, if not only the table is wanted."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not args.table:
+        torch.set_num_threads(args.threads)
+        train_all(args)
 
 
 def load_images(folder: Path) -> Images:

@@ -22,7 +22,19 @@ import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
-from small_images import BATCH_SIZE, Images, accuracy, fit, load_images, normalized, save, save_report, some_of
+from small_images import (
+    BATCH_SIZE,
+    Images,
+    accuracy,
+    fit,
+    load_images,
+    normalized,
+    options,
+    save,
+    save_report,
+    some_of,
+    train_missing,
+)
 from torch import Tensor, nn
 
 from attncnn_plugin.pruning import head_costs, head_importance, least_important, prunable_heads, prune_heads
@@ -34,11 +46,8 @@ TIMED_IMAGES, TIMES = 100, 15
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('data', type=Path)
-    parser.add_argument('out', type=Path)
+    parser = options(__doc__)
     parser.add_argument('--images', type=int, default=20000, help='for training; default 20000')
-    parser.add_argument('--test-images', type=int, help='default all')
     parser.add_argument('--epochs', type=int, nargs=2, default=(30, 5), help='before and after pruning; default 30 5')
     parser.add_argument('--batches', type=int, default=20, help='that importance is measured on; default 20')
     parser.add_argument(
@@ -48,14 +57,8 @@ def main() -> None:
         default=(0.9, 0.8, 0.7),
         help='of the multiply-adds that stay; default 0.9 0.8 0.7, and 0.67 has one head a layer',
     )
-    parser.add_argument('--seeds', type=int, nargs='+', default=(0, 1, 2))
-    parser.add_argument('--threads', type=int, default=2)
-    parser.add_argument('--table', action='store_true', help='print the table of the runs that are there')
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    if not args.table:
-        torch.set_num_threads(args.threads)
-        run_all(args)
+    train_missing(args, run_all)
     print(table(args.out))
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import timm
 import torch
 from mmpretrain.models import ResNet_CIFAR
-from small_images import accuracy, fit, load_images, normalized, save_report, some_of
+from small_images import accuracy, fit, load_images, normalized, options, save_report, some_of, train_missing
 from torch import nn
 
 from attncnn_plugin.init import init_as_convolution, set_sine_cosine_embedding
@@ -52,23 +52,15 @@ MAIN_KINDS = ['default', 'sine-cosine embedding', 'mimetic', 'impulse', 'Gaussia
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('data', type=Path)
-    parser.add_argument('out', type=Path)
+    parser = options(__doc__)
     parser.add_argument('--images', type=int, nargs='+', default=(5000,), help='for training; default 5000')
-    parser.add_argument('--test-images', type=int, help='default all')
     parser.add_argument('--epochs', type=int, default=30, help='default 30')
-    parser.add_argument('--seeds', type=int, nargs='+', default=(0, 1, 2))
     parser.add_argument('--kinds', nargs='+', default=MAIN_KINDS, choices=KINDS, metavar='KIND', help=', '.join(KINDS))
     parser.add_argument('--rate', type=float, help=f'the largest learning rate; default {RATE}, of others {RATES}')
-    parser.add_argument('--threads', type=int, default=2)
-    parser.add_argument('--table', action='store_true', help='print the table of the runs that are there')
     parser.add_argument('--curves', type=Path, help='draw the accuracies after each epoch, means over the seeds')
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    if not args.table and args.curves is None:
-        torch.set_num_threads(args.threads)
-        train_all(args)
+    args.table |= args.curves is not None
+    train_missing(args, train_all)
     if args.curves is not None:
         draw(args.out, args.curves)
     print(table(args.out))
