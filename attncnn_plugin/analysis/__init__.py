@@ -23,17 +23,15 @@ from .head_reports import (
     HeadStatistics,
     LayerReport,
     head_report,
-    is_vit,
     maps_report,
-    mean_vit_attention,
     model_reports,
-    patch_grid,
     reports_to_dict,
     reports_to_text,
-    vit_attention,
     vit_reports,
 )
 from .training_logs import read_centers, read_scalars
+from .transformer_attention import mean_vit_attention, vit_attention, vit_grids
+from .vision_transformer import is_vit, patch_grid
 
 __all__ = [
     'BestConvolution',
@@ -65,6 +63,7 @@ __all__ = [
     'reports_to_text',
     'require_attention_layers',
     'vit_attention',
+    'vit_grids',
     'vit_reports',
     'visit_layers',
 ]

@@ -9,8 +9,8 @@ from torch import Tensor
 from ..layers.prunable_heads import PrunableHeads
 from ..pruning import ObservedAttention
 from ..pruning.heads import Heads
-from .head_reports.vision_transformers import visited_attention
 from .image_means import few_images
+from .transformer_attention import visited_attention
 
 
 @contextmanager

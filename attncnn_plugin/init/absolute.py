@@ -12,9 +12,10 @@ from typing import Any, List, Tuple
 import torch
 from torch import Tensor
 
+from ..analysis.vision_transformer import num_prefix_tokens
 from .channels import PositionChannels
 from .embeddings import sine_cosine_embedding
-from .parts import Attention, num_prefix_tokens, position_embedding
+from .parts import Attention, position_embedding
 from .shifts import Size, log_share_of_peak
 
 RANK = 4

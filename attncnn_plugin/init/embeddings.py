@@ -5,8 +5,9 @@ from typing import Any, Tuple
 import torch
 from torch import Tensor, nn
 
+from ..analysis.vision_transformer import find_transformer
 from .images import image_size
-from .parts import find_network, position_embedding
+from .parts import position_embedding
 
 EMBEDDINGS = ('sine-cosine', 'own')
 TEMPERATURE = 10000.0
@@ -50,7 +51,7 @@ def set_sine_cosine_embedding(model: nn.Module) -> None:
         >>> round(model.pos_embed[0, 1:].square().mean().item(), 3)
         0.5
     """
-    _, network = find_network(model)
+    _, network = find_transformer(model)
     size = embedding_grid(network)
     rows = position_embedding(network, size[0] * size[1])
     rows[-size[0] * size[1] :] = sine_cosine_embedding(size, rows.shape[1]).to(rows)

@@ -5,7 +5,8 @@ from typing import Any, Tuple
 import torch
 from torch import Tensor, nn
 
-from .parts import find_network, patch_projection
+from ..analysis.vision_transformer import find_transformer
+from .parts import patch_projection
 
 NUM_IMAGES = 4
 
@@ -26,7 +27,7 @@ def random_images(model: nn.Module, number: int = NUM_IMAGES, seed: int = 0) -> 
         >>> random_images(timm.create_model('vit_tiny_patch16_224', img_size=64, depth=1)).shape
         torch.Size([4, 3, 64, 64])
     """
-    _, network = find_network(model)
+    _, network = find_transformer(model)
     height, width = image_size(network)
     weight = patch_projection(network).weight
     generator = torch.Generator().manual_seed(seed)

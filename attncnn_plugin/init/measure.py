@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..analysis.attention_maps import evaluating
-from ..analysis.head_reports.vision_transformers import visited_attention
+from ..analysis.transformer_attention import visited_attention
 from .parts import Attention
 from .shifts import Size
 

@@ -4,9 +4,11 @@ Models of timm and mmpretrain are told by what they have, not by their class.
 """
 
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional
 
 from torch import Tensor, nn
+
+from ..analysis.vision_transformer import find_transformer, num_prefix_tokens
 
 PREFIX_PARAMETERS = ('cls_token', 'dist_token', 'reg_token')
 
@@ -68,28 +70,13 @@ class Attention:
         return isinstance(getattr(self.module, 'qkv', None), nn.Linear)
 
 
-def find_network(model: nn.Module) -> Tuple[str, Any]:
-    """The vision transformer in a model, the first module with a ``patch_embed``, and its name.
-
-    Raises:
-        ValueError: There is none.
-    """
-    for name, module in model.named_modules():
-        if isinstance(getattr(module, 'patch_embed', None), nn.Module):
-            return name, module
-    raise ValueError(
-        f'model is a {type(model).__name__} in which no module has a patch_embed: give a vision transformer of timm or '
-        'mmpretrain, or a model with such a backbone'
-    )
-
-
 def find_attention(model: nn.Module) -> List[Attention]:
     """The attention layers of a vision transformer, in the order of its blocks.
 
     Raises:
         ValueError: There are none that can be read, or some cannot be started.
     """
-    prefix, network = find_network(model)
+    prefix, network = find_transformer(model)
     modules: Dict[str, nn.Module] = dict(network.named_modules())
     found = []
     for name, module in modules.items():
@@ -186,9 +173,3 @@ def position_embedding(network: Any, patches: int) -> Tensor:
             f'with N = {patches} patches and up to {num_prefix_tokens(network)} other tokens'
         )
     return rows
-
-
-def num_prefix_tokens(network: Any) -> int:
-    """Class, distillation and register tokens, which come before the patches."""
-    class_tokens = int(getattr(network, 'cls_token', None) is not None)
-    return int(getattr(network, 'num_prefix_tokens', getattr(network, 'num_extra_tokens', class_tokens)))

@@ -12,8 +12,9 @@ from typing import Any, List, Tuple
 import torch
 from torch import Tensor
 
+from ..analysis.vision_transformer import num_prefix_tokens
 from .channels import PositionChannels
-from .parts import Attention, num_prefix_tokens
+from .parts import Attention
 from .shifts import Size, log_share_of_peak, squared_distances
 
 # Scores below −FLOOR are not approached: with them the coefficients would be ten times as large.

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from ..analysis.attention_maps import evaluating
+from ..analysis.vision_transformer import find_transformer
 from .absolute import start_absolute
 from .embeddings import EMBEDDINGS, embedding_grid, set_sine_cosine_embedding
 from .images import random_images
 from .impulse import start_impulse
 from .measure import measure
 from .mimetic import set_mimetic_queries_and_keys
-from .parts import Attention, find_attention, find_network
+from .parts import Attention, find_attention
 from .relative_tables import bias_of, start_relative, window_of
 from .report import ConvolutionalStart, HeadStart, LayerStart
 from .rotary import start_rotary
@@ -88,7 +89,7 @@ def init_as_convolution(
         True
     """
     values = _checked(method, alpha, values, embedding)
-    _, network = find_network(model)
+    _, network = find_transformer(model)
     attentions = find_attention(model)
     generator = torch.Generator().manual_seed(seed)
     chosen = _choose(network, attentions, layers, kernel_size, shifts, generator)

@@ -210,7 +210,7 @@ def test_tool_timm(folder, tool):
         (['deit_small.py', 'deit_small.pth', '--size', '4', '4'], 'on images, which say the grid: give no --size'),
         (['resnet18.py', 'resnet18.pth'], 'has no attention layers of this package'),
         (['--timm', 'no_such_model', '--images', 'images'], 'Unknown model'),
-        (['--timm', 'resnet18', '--images', 'images'], 'ResNet, whose attention cannot be reported'),
+        (['--timm', 'resnet18', '--images', 'images'], 'model is a ResNet in which no module has a patch_embed'),
     ],
 )
 def test_tool_errors(arguments, message, folder, tool, monkeypatch):

@@ -6,7 +6,7 @@ They answer, for any layer, the questions of Cordonnier et al. 2020, section 4.
 from .layer import head_report, maps_report
 from .model import model_reports, reports_to_dict, reports_to_text
 from .report import BestConvolution, ExpressibleShifts, HeadStatistics, LayerReport
-from .vision_transformers import is_vit, mean_vit_attention, patch_grid, vit_attention, vit_reports
+from .vision_transformers import vit_reports
 
 __all__ = [
     'BestConvolution',
@@ -14,13 +14,9 @@ __all__ = [
     'HeadStatistics',
     'LayerReport',
     'head_report',
-    'is_vit',
     'maps_report',
-    'mean_vit_attention',
     'model_reports',
-    'patch_grid',
     'reports_to_dict',
     'reports_to_text',
-    'vit_attention',
     'vit_reports',
 ]

@@ -1,0 +1,315 @@
+"""The attention of vision transformers of timm and mmpretrain, as they compute it on images.
+
+Modules are told by what they have, and are not changed. Windows are found by the module that cuts the tokens itself.
+"""
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Callable, Dict, Iterator, Optional, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from .attention_maps import evaluating
+from .image_means import ImageMeans
+from .vision_transformer import BLOCKS, find_transformer, num_prefix_tokens, patch_grid
+
+BATCH_SIZE = 4  # images in a pass
+CUTS = ('_attn', '_shifted_window_attn')  # methods of timm's blocks that cut tokens into windows
+
+Visit = Callable[[str, Tensor, 'TokenPlaces'], None]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenPlaces:
+    """Where the tokens of an attention lie.
+
+    Attributes:
+        grid (tuple[int, int]): Height H and width W of the grid of patches.
+        prefix (int): Number of tokens beside the patches, which come before them: class tokens, registers.
+        windows (Tensor | None): The numbers of the patches in each window, ``(windows, M)``, row-major, H·W for
+            padding. None where all tokens attend to all.
+    """
+
+    grid: Tuple[int, int]
+    prefix: int = 0
+    windows: Optional[Tensor] = None
+
+    def between_patches(self, probs: Tensor) -> Tuple[Tensor, Tensor]:
+        """The attention of patches to patches, renormalized to 1.
+
+        Args:
+            probs (Tensor): As the model computes them, ``(B, N_h, N, N)``, of windows ``(B·windows, N_h, M, M)``.
+
+        Returns:
+            tuple[Tensor, Tensor]: The probabilities, ``(B, N_h, H·W, H·W)``, 0 between windows, and what patches give
+            to other tokens and to padding, mean over patches, ``(B, N_h)``.
+
+        Examples:
+            >>> places = TokenPlaces((1, 2), windows=torch.tensor([[0, 2], [1, 2]]))  # two windows, half of each padded
+            >>> probs, left_out = places.between_patches(torch.full((2, 1, 2, 2), 0.5))
+            >>> probs, left_out
+            (tensor([[[[1., 0.],
+                      [0., 1.]]]]), tensor([[0.5000]]))
+        """
+        if self.windows is None:
+            kept = probs[:, :, self.prefix :, self.prefix :]
+        else:
+            count, patches = len(self.windows), self.grid[0] * self.grid[1]
+            of_images = probs.unflatten(0, (-1, count)).transpose(1, 2)
+            whole = probs.new_zeros(*of_images.shape[:2], patches + 1, patches + 1)
+            whole[:, :, self.windows[:, :, None], self.windows[:, None]] = of_images
+            kept = whole[:, :, :patches, :patches]
+        total = kept.sum(-1, keepdim=True)
+        return kept / total.clamp(min=torch.finfo(kept.dtype).tiny), 1 - total.mean((2, 3))
+
+
+def vit_attention(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], Dict[str, Tensor]]:
+    """The attention of patches to patches in every layer of a vision transformer.
+
+    Class, distillation and register tokens come before the patches: as many tokens as a layer has beyond the patches
+    of the image are left out at the front, as queries and as keys. So is the padding of windows. The probabilities that
+    a patch gives to patches are renormalized to 1.
+
+    Args:
+        model (nn.Module): A model of timm or mmpretrain, or one with such a backbone, whose attention has its
+            probabilities pass through ``attn_drop``, or is computed by its ``scaled_dot_product_attention``: ViT,
+            DeiT, BEiT, EVA, DINOv3, ConViT, Swin and their relatives. timm's fused attention is off meanwhile.
+        images (Tensor): ``(B, C, H, W)``, normalized as for the model.
+
+    Returns:
+        tuple[dict, dict]: By the name of the attention, the probabilities ``(B, N_h, patches, patches)``, 0 between
+        windows, and what patches give to the tokens left out, mean over patches, ``(B, N_h)``.
+
+    Raises:
+        ValueError: The model is built in another way: pooled keys, attention over channels, mixed heads.
+
+    Examples:
+        >>> import timm
+        >>> model = timm.create_model('vit_tiny_patch16_224', img_size=32, embed_dim=12, num_heads=3, depth=1)
+        >>> probs, prefix_mass = vit_attention(model, torch.rand(2, 3, 32, 32))
+        >>> probs['blocks.0.attn'].shape, prefix_mass['blocks.0.attn'].shape
+        (torch.Size([2, 3, 4, 4]), torch.Size([2, 3]))
+    """
+    found, prefix_mass = {}, {}
+
+    def keep(name: str, probs: Tensor, places: TokenPlaces) -> None:
+        found[name], prefix_mass[name] = places.between_patches(probs)
+
+    visit_vit_attention(model, images, keep)
+    return found, prefix_mass
+
+
+def mean_vit_attention(model: nn.Module, images: Tensor) -> Dict[str, Tensor]:
+    """The mean over images of :func:`vit_attention`, without all of them in memory.
+
+    Args:
+        model (nn.Module): See :func:`vit_attention`.
+        images (Tensor): ``(B, C, H, W)``, normalized as for the model, at least one.
+
+    Returns:
+        dict[str, Tensor]: ``(N_h, patches, patches)`` by the name of the attention, float32.
+
+    Raises:
+        ValueError: See :func:`vit_attention`.
+
+    Examples:
+        >>> import timm
+        >>> model = timm.create_model('vit_tiny_patch16_224', img_size=32, embed_dim=12, num_heads=3, depth=1)
+        >>> mean_vit_attention(model, torch.rand(9, 3, 32, 32))['blocks.0.attn'].shape
+        torch.Size([3, 4, 4])
+    """
+    means = ImageMeans()
+
+    def add(name: str, probs: Tensor, places: TokenPlaces) -> None:
+        means.add(name, places.between_patches(probs)[0])
+
+    for batch in images.split(BATCH_SIZE):
+        visit_vit_attention(model, batch, add)
+    return {name: probs for name, (probs,) in means.items()}
+
+
+def vit_grids(model: nn.Module, images: Tensor) -> Dict[str, Tuple[int, int]]:
+    """Height and width of the grid of patches of every layer.
+
+    Args:
+        model (nn.Module): See :func:`vit_attention`.
+        images (Tensor): ``(B, C, H, W)``; the first one is run.
+
+    Raises:
+        ValueError: See :func:`vit_attention`.
+
+    Examples:
+        >>> import timm
+        >>> model = timm.create_model('vit_tiny_patch16_224', img_size=32, embed_dim=12, num_heads=3, depth=1)
+        >>> vit_grids(model, torch.rand(1, 3, 32, 32))
+        {'blocks.0.attn': (2, 2)}
+    """
+    grids = {}
+
+    def keep(name: str, probs: Tensor, places: TokenPlaces) -> None:
+        grids[name] = places.grid
+
+    visit_vit_attention(model, images[:1], keep)
+    return grids
+
+
+@torch.no_grad()
+def visit_vit_attention(model: nn.Module, images: Tensor, visit: Visit) -> None:
+    """Calls ``visit(name, probs, places)`` for each attention in one pass of the images, in evaluation mode.
+
+    Args:
+        model (nn.Module): See :func:`vit_attention`.
+        images (Tensor): ``(B, C, H, W)``, normalized as for the model.
+        visit (Callable): Takes the name of an attention, its probabilities as the model computes them, float32, and the
+            :class:`TokenPlaces` of their queries and keys.
+
+    Raises:
+        ValueError: See :func:`vit_attention`.
+    """
+    name, network = find_transformer(model)
+    grid = patch_grid(network, images)
+    modules = _attention_modules(network)
+    windows: Dict[str, TokenPlaces] = {}
+    seen = dict.fromkeys(modules, 0)
+
+    def visit_probs(own_name: str, probs: Tensor) -> None:
+        seen[own_name] += 1
+        places = windows.get(own_name) or TokenPlaces(grid, probs.shape[-1] - grid[0] * grid[1])
+        _check_probs(network, own_name, probs, len(images), modules[own_name].num_heads, places)
+        visit(f'{name}.{own_name}' if name else own_name, probs.float(), places)
+
+    with evaluating(network), ExitStack() as stack:
+        for own_name, module in modules.items():
+            owner = network.get_submodule(own_name.rpartition('.')[0])
+            if _cuts_windows(owner):
+                handle = owner.register_forward_pre_hook(partial(_keep_windows, windows, own_name, module))
+                stack.callback(handle.remove)
+            if module.num_heads > 0:
+                stack.enter_context(visited_attention(module, partial(visit_probs, own_name)))
+                continue
+            handle = module.register_forward_pre_hook(
+                lambda _, args, own_name=own_name: visit_probs(own_name, _no_heads(args[0]))
+            )
+            stack.callback(handle.remove)
+        network(images)
+    for own_name, count in seen.items():
+        if count != 1:
+            raise _other_structure(network, f'{own_name} has its probabilities computed {count} times')
+
+
+@contextmanager
+def visited_attention(module: Any, visit: Callable[[Tensor], None]) -> Iterator[None]:
+    """Calls ``visit(probs)`` inside, whenever the attention is computed."""
+    if _computes_by_function(module):
+        function = module.scaled_dot_product_attention
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+            every_key = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
+            visit(function(query, key, every_key, **kwargs))  # P·I = P
+            return function(query, key, value, **kwargs)
+
+        module.scaled_dot_product_attention = attend
+        try:
+            yield
+        finally:
+            module.scaled_dot_product_attention = function
+        return
+    fused = getattr(module, 'fused_attn', False)
+    if fused:
+        module.fused_attn = False  # the other path has the probabilities
+    handle = module.attn_drop.register_forward_pre_hook(lambda _, args: visit(args[0]))
+    try:
+        yield
+    finally:
+        handle.remove()
+        if fused:
+            module.fused_attn = fused
+
+
+def _no_heads(tokens: Tensor) -> Tensor:
+    """The probabilities of a layer whose heads were all pruned, ``(B, 0, N, N)``."""
+    return tokens.new_zeros(len(tokens), 0, tokens.shape[1], tokens.shape[1])
+
+
+def _computes_by_function(module: nn.Module) -> bool:
+    """Whether attention is computed by a function of its own, as mmpretrain's ``MultiheadAttention`` has it."""
+    return callable(getattr(module, 'scaled_dot_product_attention', None))
+
+
+def _attention_modules(network: Any) -> Dict[str, Any]:
+    """The attention in the blocks of a transformer, by its name there."""
+    modules = {
+        f'{blocks}.{name}': module
+        for blocks in BLOCKS
+        if isinstance(getattr(network, blocks, None), nn.Module)
+        for name, module in network.get_submodule(blocks).named_modules()
+        if hasattr(module, 'num_heads')
+        and (isinstance(getattr(module, 'attn_drop', None), nn.Module) or _computes_by_function(module))
+    }
+    if not modules:
+        raise _other_structure(network, 'its blocks have no attention with num_heads and attn_drop')
+    return modules
+
+
+def _cuts_windows(owner: nn.Module) -> bool:
+    """Whether a module cuts tokens into windows for the attention inside, as those of Swin transformers."""
+    return any(hasattr(owner, name) for name in CUTS) or hasattr(owner, 'window_partition')
+
+
+def _keep_windows(windows: Dict[str, TokenPlaces], name: str, attention: Any, owner: Any, args: Any) -> None:
+    """Finds the windows of an attention by running its owner on the numbers of the tokens, from 1 on; padding is 0."""
+    if hasattr(owner, 'window_partition'):  # of mmpretrain
+        _, (height, width) = args
+        cut = owner.forward
+    else:
+        _, height, width, _ = args[0].shape
+        cut = next(getattr(owner, method) for method in CUTS if hasattr(owner, method))
+    numbers = torch.arange(1, height * width + 1, dtype=args[0].dtype, device=args[0].device)
+    found = []
+
+    def keep(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found.append(x)
+        return x
+
+    attention.forward = keep
+    try:
+        if hasattr(owner, 'window_partition'):
+            cut(numbers[None, :, None], (height, width))
+        else:
+            cut(numbers.reshape(1, height, width, 1))
+    finally:
+        del attention.forward
+    number = found[0][..., 0].long()
+    windows[name] = TokenPlaces((height, width), 0, torch.where(number == 0, height * width, number - 1))
+
+
+def _check_probs(network: Any, name: str, probs: Tensor, batch: int, num_heads: int, places: TokenPlaces) -> None:
+    """Whether the probabilities are those of all tokens, or of windows, and add up to 1."""
+    allowed = num_prefix_tokens(network)
+    if places.windows is None:
+        # A layer may come before the class token is added, as in ConViT. Differential attention has two maps a head.
+        fits = places.prefix in (0, allowed)
+        leading, tokens = batch, f'the {places.grid[0] * places.grid[1]} patches and up to {allowed} other tokens'
+    else:
+        count, size = places.windows.shape
+        fits = probs.shape[-1] == size
+        leading, tokens = batch * count, f'the {size} tokens of a window'
+    square = probs.ndim == 4 and probs.shape[2] == probs.shape[3]
+    if not fits or not square or probs.shape[:2] != (leading, num_heads):
+        raise _other_structure(
+            network,
+            f'the probabilities of {name} have shape {tuple(probs.shape)}, but ({leading}, N_h, N, N) with '
+            f'N_h = {num_heads} and {tokens} are needed',
+        )
+    if (probs < 0).any() or not torch.allclose(probs.float().sum(-1), probs.new_ones((), dtype=torch.float), atol=1e-3):
+        raise _other_structure(network, f'the probabilities of {name} do not add up to 1')
+
+
+def _other_structure(network: nn.Module, reason: str) -> ValueError:
+    return ValueError(
+        f'model is a {type(network).__name__}, whose attention cannot be reported: {reason}. Give a vision transformer '
+        'of timm or mmpretrain (ViT, DeiT, BEiT, EVA, ConViT, Swin), with attention of all patches, or of all of a '
+        'window, to each other'
+    )

@@ -1,0 +1,83 @@
+"""The vision transformer in a model of timm or mmpretrain, told by its parts: patches and the tokens beside them."""
+
+from typing import Any, Optional, Tuple
+
+import torch
+from torch import Tensor, nn
+
+BLOCKS = ('blocks', 'layers', 'stages')  # modules that hold all blocks
+
+
+def is_vit(model: nn.Module) -> bool:
+    """Whether a vision transformer as those of timm or mmpretrain is in a model.
+
+    Examples:
+        >>> import timm
+        >>> is_vit(timm.create_model('vit_tiny_patch16_224', depth=1)), is_vit(timm.create_model('resnet18'))
+        (True, False)
+    """
+    return _find(model) is not None
+
+
+def find_transformer(model: nn.Module) -> Tuple[str, Any]:
+    """The vision transformer in a model, the first module with a ``patch_embed`` and blocks, and its name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    found = _find(model)
+    if found is None:
+        raise ValueError(
+            f'model is a {type(model).__name__} in which no module has a patch_embed, and blocks, layers or stages: '
+            'give a vision transformer of timm or mmpretrain, or a model with such a backbone'
+        )
+    return found
+
+
+def _find(model: nn.Module) -> Optional[Tuple[str, Any]]:
+    containers = nn.ModuleList, nn.Sequential
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, 'patch_embed', None), nn.Module) and any(
+            isinstance(getattr(module, blocks, None), containers) for blocks in BLOCKS
+        ):
+            return name, module
+    return None
+
+
+def num_prefix_tokens(network: Any) -> int:
+    """Class, distillation and register tokens, which come before the patches."""
+    class_tokens = int(getattr(network, 'cls_token', None) is not None)
+    return int(getattr(network, 'num_prefix_tokens', getattr(network, 'num_extra_tokens', class_tokens)))
+
+
+def patch_grid(model: nn.Module, images: Tensor) -> Tuple[int, int]:
+    """Height and width of the grid of patches.
+
+    Args:
+        model (nn.Module): See :func:`~attncnn_plugin.analysis.vit_attention`.
+        images (Tensor): ``(B, C, H, W)``.
+
+    Raises:
+        ValueError: The model does not cut images into a grid of patches, or the grid has a single one.
+
+    Examples:
+        >>> import timm
+        >>> patch_grid(timm.create_model('vit_tiny_patch16_224', depth=1), torch.rand(1, 3, 224, 224))
+        (14, 14)
+    """
+    _, network = find_transformer(model)
+    embed: Any = network.patch_embed
+    size = None
+    if hasattr(embed, 'dynamic_feat_size'):  # of timm; images of another size than the model's own
+        size = embed.dynamic_feat_size(tuple(images.shape[-2:]))
+    elif hasattr(embed, 'grid_size'):
+        size = embed.grid_size
+    elif hasattr(embed, 'init_out_size'):  # mmpretrain: what it returns beside the patches
+        with torch.no_grad():
+            size = embed(images[:1])[1]
+    if size is None or size[0] * size[1] < 2:
+        raise ValueError(
+            f'model has a {type(network).__name__}, whose patch_embed gives no grid of at least 2 patches for images '
+            f'of {images.shape[-2]}x{images.shape[-1]}: its grid is {size}'
+        )
+    return int(size[0]), int(size[1])
