@@ -4,7 +4,7 @@ Cordonnier et al. 2020, section 4, asks it of attention layers trained on images
 """
 
 import dataclasses
-from typing import List
+from typing import Dict, List, Tuple
 
 from torch import Tensor, nn
 
