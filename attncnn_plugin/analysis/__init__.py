@@ -7,16 +7,13 @@ from .attention_maps import (
     attention_layers,
     attention_probs_of,
     content_only_probs_of,
-    grid_of,
-    grids_of,
     layer_label,
     layer_labels,
-    mean_attention_probs_of,
     position_only_probs_of,
     require_attention_layers,
     visit_layers,
 )
-from .head_centers import head_centers, maps_of_query, query_maps, query_of
+from .head_centers import head_centers, query_maps, query_of
 from .head_reports import (
     BestConvolution,
     ExpressibleShifts,
@@ -29,8 +26,9 @@ from .head_reports import (
     reports_to_text,
     vit_reports,
 )
+from .model_attention import grid_of, grids_of, mean_attention_probs_of, shown_layers
 from .training_logs import read_centers, read_scalars
-from .transformer_attention import mean_vit_attention, vit_attention, vit_grids
+from .transformer_attention import mean_vit_attention, vit_attention, vit_grids, vit_layers
 from .vision_transformer import is_vit, patch_grid
 
 __all__ = [
@@ -48,7 +46,6 @@ __all__ = [
     'is_vit',
     'layer_label',
     'layer_labels',
-    'maps_of_query',
     'maps_report',
     'mean_vit_attention',
     'mean_attention_probs_of',
@@ -62,8 +59,10 @@ __all__ = [
     'reports_to_dict',
     'reports_to_text',
     'require_attention_layers',
+    'shown_layers',
     'vit_attention',
     'vit_grids',
+    'vit_layers',
     'vit_reports',
     'visit_layers',
 ]

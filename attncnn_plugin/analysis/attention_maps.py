@@ -6,14 +6,14 @@ mmpretrain. Images are what its forward pass takes, normalized as in training.
 
 import re
 from collections import Counter
-from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
+from contextlib import ExitStack
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ..layers import AttentionLayer
-from .image_means import ImageMeans, few_images
+from .evaluation_mode import evaluating
 
 Scores = Callable[[AttentionLayer, Tensor], Optional[Tensor]]
 
@@ -82,41 +82,6 @@ def layer_labels(names: Iterable[str]) -> Dict[str, str]:
     return {name: label if count[label] == 1 else name for name, label in labels.items()}
 
 
-def grid_of(model: nn.Module, images: Tensor) -> Tuple[int, int]:
-    """Height and width of the grid of tokens that the first attention layer of a model works on.
-
-    Args:
-        model (nn.Module): The model.
-        images (Tensor): ``(B, C, H, W)``; the first one is run.
-
-    Raises:
-        ValueError: The model has no attention layers, as a CMHSA in the convolution phase.
-
-    Examples:
-        >>> import timm, attncnn_plugin
-        >>> grid_of(timm.create_model('sa_quadratic_cifar', depth=1), torch.rand(1, 3, 32, 32))
-        (16, 16)
-    """
-    return next(iter(grids_of(model, images).values()))
-
-
-def grids_of(model: nn.Module, images: Tensor) -> Dict[str, Tuple[int, int]]:
-    """Height and width of the grid of keys of every attention layer by name, as :func:`grid_of`.
-
-    Examples:
-        >>> import timm, attncnn_plugin
-        >>> grids_of(timm.create_model('sa_quadratic_cifar', depth=2), torch.rand(1, 3, 32, 32))
-        {'blocks.0.attn': (16, 16), 'blocks.1.attn': (16, 16)}
-    """
-    grids: Dict[str, Tuple[int, int]] = {}
-
-    def keep(name: str, layer: AttentionLayer, x: Tensor) -> None:
-        grids[name] = layer.grid_of(x)
-
-    visit_layers(model, images[:1], require_attention_layers(model), keep)
-    return grids
-
-
 @torch.no_grad()
 def visit_layers(
     model: nn.Module, images: Tensor, names: Iterable[str], visit: Callable[[str, AttentionLayer, Tensor], None]
@@ -159,28 +124,6 @@ def _features_of(model: nn.Module, layers: Iterable[nn.Module]) -> Callable[[Ten
         if callable(forward_features) and set(layers) <= set(module.modules()):
             return forward_features
     return model
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, the mode of each single module as it was outside.
-
-    Examples:
-        >>> model = nn.Dropout()
-        >>> with evaluating(model):
-        ...     model.training
-        False
-        >>> model.training
-        True
-    """
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def attention_probs_of(model: nn.Module, images: Tensor) -> Dict[str, Tensor]:
@@ -235,34 +178,6 @@ def position_only_probs_of(model: nn.Module, images: Tensor) -> Dict[str, Tensor
     return _probs_of(model, images, lambda layer, x: layer.position_scores(x))
 
 
-def mean_attention_probs_of(model: nn.Module, images: Tensor, batch_size: int = 10) -> Dict[str, Tensor]:
-    """The mean over images of :func:`attention_probs_of`, without all of them in memory.
-
-    Args:
-        model (nn.Module): The model.
-        images (Tensor): ``(B, C, H, W)``, at least one.
-        batch_size (int): Images in a pass. Defaults to 10.
-
-    Returns:
-        dict[str, Tensor]: ``(N_h, H*W, H*W)`` by the layer's name, float32.
-
-    Examples:
-        >>> import timm, attncnn_plugin
-        >>> model = timm.create_model('sa_learned_content_cifar', embed_dim=12, depth=1, num_heads=3)
-        >>> {name: tuple(probs.shape) for name, probs in mean_attention_probs_of(model, torch.rand(9, 3, 8, 8)).items()}
-        {'blocks.0.attn': (3, 16, 16)}
-    """
-    means = ImageMeans()
-
-    def add(name: str, layer: AttentionLayer, x: Tensor) -> None:
-        for part in few_images(layer, x):
-            means.add(name, probs_of_scores(layer.attention_scores(part), layer.grid_of(part)))
-
-    for batch in images.split(batch_size):
-        visit_layers(model, batch, _content_layers(model), add)
-    return {name: probs for name, (probs,) in means.items()}
-
-
 def probs_of_scores(scores: Tensor, size: Tuple[int, int]) -> Tensor:
     """The softmax of the scores of an input, without the null key, float32.
 
@@ -289,10 +204,10 @@ def _probs_of(model: nn.Module, images: Tensor, scores_of: Scores) -> Dict[str, 
         if scores is not None:
             probs[name] = probs_of_scores(scores, layer.grid_of(x))
 
-    visit_layers(model, images, _content_layers(model), keep)
+    visit_layers(model, images, content_layers(model), keep)
     return probs
 
 
-def _content_layers(model: nn.Module) -> List[str]:
+def content_layers(model: nn.Module) -> List[str]:
     """Names of the layers whose probabilities depend on their input."""
     return [name for name, layer in attention_layers(model).items() if layer.depends_on_content]

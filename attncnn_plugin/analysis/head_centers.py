@@ -3,7 +3,7 @@
 from typing import Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..layers import AttentionLayer
 from ..layers.grid_attention import SeparableScores
@@ -14,7 +14,7 @@ MAX_WIDTH = 1e3  # tokens: the width of a head that attends to all keys alike
 
 @torch.no_grad()
 def head_centers(
-    layer: AttentionLayer,
+    layer: nn.Module,
     size: Sequence[int],
     query: Optional[Tuple[int, int]] = None,
     probs: Optional[Tensor] = None,
@@ -26,7 +26,7 @@ def head_centers(
     query attends to.
 
     Args:
-        layer (AttentionLayer): An attention layer.
+        layer (nn.Module): An attention layer of this package, or with ``probs`` one of another library.
         size (Sequence[int]): Height and width of the grid in tokens.
         query (tuple[int, int], optional): Row and column of the query; see :func:`query_of`. Defaults to the middle of
             the grid.
@@ -49,7 +49,7 @@ def head_centers(
         >>> head_centers(layer, size=(8, 8))
         (tensor([[ 1., -2.]], dtype=torch.float64), tensor([2.], dtype=torch.float64))
     """
-    gaussian = layer.gaussian_heads() if probs is None else None
+    gaussian = layer.gaussian_heads() if probs is None and isinstance(layer, AttentionLayer) else None
     if gaussian is not None:
         center, factor = (part.detach().cpu().double() for part in gaussian)
         variance = 1 / torch.linalg.svdvals(factor).square().clamp(min=MAX_WIDTH**-2)  # Σ⁻¹ = MMᵀ
@@ -65,7 +65,7 @@ def head_centers(
 
 @torch.no_grad()
 def query_maps(
-    layer: AttentionLayer,
+    layer: nn.Module,
     size: Sequence[int],
     query: Optional[Tuple[int, int]] = None,
     probs: Optional[Tensor] = None,
@@ -73,7 +73,7 @@ def query_maps(
     """The probabilities of the keys for one query.
 
     Args:
-        layer (AttentionLayer): An attention layer.
+        layer (nn.Module): An attention layer of this package, or with ``probs`` one of another library.
         size (Sequence[int]): Height and width of the grid in tokens.
         query (tuple[int, int], optional): Row and column of the query; see :func:`query_of`. Defaults to the middle of
             the grid.
@@ -100,48 +100,25 @@ def query_maps(
         # P[q] = P1[q1] ⊗ P2[q2], without the whole of P.
         rows, columns = (scores.detach().cpu().double().softmax(-1) for scores in layer.axis_scores(size))
         return rows[:, index // width, :, None] * columns[:, index % width, None, :]
-    if probs is None:
+    if probs is None and isinstance(layer, AttentionLayer):
         probs = layer.position_probs(size)
     if probs is None:
         raise ValueError(
-            f'no term of the scores of layer, {layer.extra_repr()}, depends on position alone: give probs, '
-            'for instance mean_attention_probs_of(model, images)[name]'
+            f'no term of the scores of layer, {layer.extra_repr() or type(layer).__name__}, depends on position alone: '
+            'give probs, for instance mean_attention_probs_of(model, images)[name]'
         )
     return probs[:, index].detach().cpu().double().unflatten(1, (height, width))
 
 
-def maps_of_query(probs: Tensor, size: Sequence[int], query: Optional[Tuple[int, int]] = None) -> Tensor:
-    """One query's probabilities of the keys, out of those of all queries.
-
-    Args:
-        probs (Tensor): ``(N_h, H*W, H*W)``.
-        size (Sequence[int]): Height and width of the grid in tokens.
-        query (tuple[int, int], optional): Row and column of the query. Defaults to the middle of the grid.
-
-    Returns:
-        Tensor: ``(N_h, height, width)``, float64 on the CPU.
-
-    Raises:
-        ValueError: The query is outside of the grid.
-
-    Examples:
-        >>> maps_of_query(torch.eye(6)[None], size=(2, 3), query=(1, 2))
-        tensor([[[0., 0., 0.],
-                 [0., 0., 1.]]], dtype=torch.float64)
-    """
-    height, width = per_axis('size', size, 2)
-    return probs[:, query_index(query, size)].detach().cpu().double().unflatten(1, (height, width))
-
-
 def query_of(
-    layer: AttentionLayer, size: Sequence[int], query: Optional[Tuple[int, int]] = None
+    layer: nn.Module, size: Sequence[int], query: Optional[Tuple[int, int]] = None
 ) -> Tuple[int, Tuple[int, int]]:
     """A query of a layer: its index among the queries, row by row, and its row and column.
 
     In the place of a convolution with a stride or without padding not every pixel is a query: it is the nearest one.
 
     Args:
-        layer (AttentionLayer): An attention layer.
+        layer (nn.Module): An attention layer, of this package or another library.
         size (Sequence[int]): Height and width of the grid in tokens.
         query (tuple[int, int], optional): The row and the column. Defaults to the middle of the grid.
 
@@ -156,9 +133,10 @@ def query_of(
     """
     index = query_index(query, size)
     pixel = divmod(index, size[1])
-    if layer.window is None:
+    window = layer.window if isinstance(layer, AttentionLayer) else None
+    if window is None:
         return index, pixel
-    queries = [layer.window.queries(axis, n) for axis, n in enumerate(size)]
+    queries = [window.queries(axis, n) for axis, n in enumerate(size)]
     row, column = (int((own - place).abs().argmin()) for own, place in zip(queries, pixel))
     return row * len(queries[1]) + column, (int(queries[0][row]), int(queries[1][column]))
 

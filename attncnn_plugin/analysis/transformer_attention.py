@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from .attention_maps import evaluating
+from .evaluation_mode import evaluating
 from .image_means import ImageMeans
 from .vision_transformer import BLOCKS, find_transformer, num_prefix_tokens, patch_grid
 
@@ -155,6 +155,24 @@ def vit_grids(model: nn.Module, images: Tensor) -> Dict[str, Tuple[int, int]]:
     return grids
 
 
+def vit_layers(model: nn.Module) -> Dict[str, Any]:
+    """The attention in the blocks of a vision transformer by name, each with ``num_heads``.
+
+    Args:
+        model (nn.Module): See :func:`vit_attention`.
+
+    Raises:
+        ValueError: There is none that can be seen.
+
+    Examples:
+        >>> import timm
+        >>> list(vit_layers(timm.create_model('vit_tiny_patch16_224', depth=1)))
+        ['blocks.0.attn']
+    """
+    prefix, network = find_transformer(model)
+    return {f'{prefix}.{name}' if prefix else name: module for name, module in _attention_modules(network).items()}
+
+
 @torch.no_grad()
 def visit_vit_attention(model: nn.Module, images: Tensor, visit: Visit) -> None:
     """Calls ``visit(name, probs, places)`` for each attention in one pass of the images, in evaluation mode.
@@ -180,19 +198,23 @@ def visit_vit_attention(model: nn.Module, images: Tensor, visit: Visit) -> None:
         _check_probs(network, own_name, probs, len(images), modules[own_name].num_heads, places)
         visit(f'{name}.{own_name}' if name else own_name, probs.float(), places)
 
+    def visit_no_heads(own_name: str, in_windows: bool, module: nn.Module, args: Any) -> None:
+        if in_windows == (own_name in windows):  # not while these are looked for
+            visit_probs(own_name, args[0].new_zeros(len(args[0]), 0, args[0].shape[1], args[0].shape[1]))
+
     with evaluating(network), ExitStack() as stack:
         for own_name, module in modules.items():
             owner = network.get_submodule(own_name.rpartition('.')[0])
-            if _cuts_windows(owner):
-                handle = owner.register_forward_pre_hook(partial(_keep_windows, windows, own_name, module))
-                stack.callback(handle.remove)
-            if module.num_heads > 0:
+            in_windows = _cuts_windows(owner)
+            handles = []
+            if in_windows:
+                handles.append(owner.register_forward_pre_hook(partial(_keep_windows, windows, own_name, module)))
+            if module.num_heads == 0:
+                handles.append(module.register_forward_pre_hook(partial(visit_no_heads, own_name, in_windows)))
+            else:
                 stack.enter_context(visited_attention(module, partial(visit_probs, own_name)))
-                continue
-            handle = module.register_forward_pre_hook(
-                lambda _, args, own_name=own_name: visit_probs(own_name, _no_heads(args[0]))
-            )
-            stack.callback(handle.remove)
+            for handle in handles:
+                stack.callback(handle.remove)
         network(images)
     for own_name, count in seen.items():
         if count != 1:
@@ -226,11 +248,6 @@ def visited_attention(module: Any, visit: Callable[[Tensor], None]) -> Iterator[
         handle.remove()
         if fused:
             module.fused_attn = fused
-
-
-def _no_heads(tokens: Tensor) -> Tensor:
-    """The probabilities of a layer whose heads were all pruned, ``(B, 0, N, N)``."""
-    return tokens.new_zeros(len(tokens), 0, tokens.shape[1], tokens.shape[1])
 
 
 def _computes_by_function(module: nn.Module) -> bool:

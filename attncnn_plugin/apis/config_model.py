@@ -17,13 +17,12 @@ from mmpretrain.registry import DATASETS
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from ..models.networks.grid_network import GridNetwork
 from ..utils.runner import HEAD_NUMBERS
 from ..utils.sampling import evenly_spread
-from .images import image_files
+from .loaded_model import LoadedModel, rgb_picture
 
 
-class ConfigModel:
+class ConfigModel(LoadedModel):
     """A model in evaluation mode, its config, and images after the config's test pipeline.
 
     mmpretrain's ``ImageClassificationInferencer`` reads every file in colour and blue first, whatever the pipeline
@@ -37,10 +36,6 @@ class ConfigModel:
 
     Attributes:
         config (Config): The config.
-        model (nn.Module): The model.
-        meta (dict): The information about its training that the checkpoint holds.
-        head_numbers (dict[str, list[int]] | None): By layer, what its heads were called when the training began, where
-            an ``AttentionVisualizationHook`` followed them.
 
     Raises:
         FileNotFoundError: No such config or checkpoint.
@@ -48,7 +43,7 @@ class ConfigModel:
     """
 
     def __init__(self, path: str, checkpoint: str, options: Optional[dict] = None) -> None:
-        self.path = path
+        self.name = path
         self.config = Config.fromfile(path)
         self.config.merge_from_dict(options or {})
         init_default_scope(self.config.get('default_scope', 'mmpretrain'))
@@ -67,23 +62,6 @@ class ConfigModel:
         """Number of channels of an image: 1 for grey ones."""
         return self.config.model.get('backbone', {}).get('in_channels', 3)
 
-    @property
-    def img_size(self) -> Optional[Tuple[int, int]]:
-        """Height and width in pixels of the images that the model is for; None if it does not say."""
-        return getattr(self._network, 'img_size', None)
-
-    @property
-    def grid(self) -> Tuple[int, int]:
-        """Height and width in tokens of the grid that the model is for.
-
-        Raises:
-            ValueError: The model does not say.
-        """
-        if self.img_size is None:
-            raise ValueError(f'the model of {self.path} has no img_size: give the size of its grid in tokens')
-        height, width = self.img_size
-        return height // self._network.stem.reduction, width // self._network.stem.reduction
-
     @cached_property
     def test_set(self):
         """The dataset of the config's tests.
@@ -96,7 +74,7 @@ class ConfigModel:
             return DATASETS.build(settings)
         except Exception as error:  # of any dataset
             raise ValueError(
-                f'the test dataset of {self.path} cannot be read ({error}): give images of your own'
+                f'the test dataset of {self.name} cannot be read ({error}): give images of your own'
             ) from error
 
     def test_images(self, number: int) -> List[Tensor]:
@@ -114,10 +92,6 @@ class ConfigModel:
         if int(which) >= len(self.test_set):
             raise ValueError(f'image {which} must be a file, or below {len(self.test_set)}, the size of the test set')
         return self.test_set[int(which)]['inputs']
-
-    def read_folder(self, folder: str, number: int) -> List[Tensor]:
-        """Images of a folder and its subfolders, evenly spread, as those of :meth:`read`."""
-        return [self.read(path) for path in image_files(folder, number)]
 
     def read(self, path: Union[str, Path]) -> Tensor:
         """An image from a file after the test pipeline, not normalized yet.
@@ -164,19 +138,12 @@ class ConfigModel:
 
     def picture(self, image: Tensor) -> np.ndarray:
         """An image of :meth:`read` or of the test set to look at, ``(H, W, 3)``, uint8, red first."""
-        picture = image.clamp(0, 255).byte().permute(1, 2, 0).numpy()
-        if self._blue_first:
-            picture = picture[..., ::-1]
-        return np.ascontiguousarray(np.broadcast_to(picture, (*picture.shape[:2], 3)))
-
-    @cached_property
-    def _network(self) -> Optional[GridNetwork]:
-        return next((module for module in self.model.modules() if isinstance(module, GridNetwork)), None)
+        return rgb_picture(image.flip(0) if self._blue_first else image)
 
     @property
     def _test_settings(self) -> dict:
         if self.config.get('test_dataloader') is None:
-            raise ValueError(f'{self.path} has no test_dataloader: its pipeline says how images become inputs')
+            raise ValueError(f'{self.name} has no test_dataloader: its pipeline says how images become inputs')
         return self.config.test_dataloader.dataset
 
     @cached_property

@@ -9,7 +9,7 @@ import torch
 from mmengine.model import BaseModel
 from torch import Tensor
 
-from ..analysis.attention_maps import evaluating
+from ..analysis.evaluation_mode import evaluating
 from ..analysis.observed_attention import observed_attention
 from ..layers.prunable_heads import PrunableHeads
 from ..pruning import (

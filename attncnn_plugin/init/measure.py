@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..analysis.attention_maps import evaluating
+from ..analysis.evaluation_mode import evaluating
 from ..analysis.transformer_attention import visited_attention
 from .parts import Attention
 from .shifts import Size

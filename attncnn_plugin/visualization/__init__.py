@@ -6,6 +6,7 @@ except ImportError as error:
     raise ImportError("the figures need matplotlib: pip install 'attncnn_plugin[vis]'") from error
 
 from .center_figures import plot_attention_centers, plot_center_movement
+from .distance_figures import plot_attention_distance
 from .metric_curves import plot_metric
 from .probability_figures import plot_attention_probs
 from .style import image_of, save_figure
@@ -13,6 +14,7 @@ from .style import image_of, save_figure
 __all__ = [
     'image_of',
     'plot_attention_centers',
+    'plot_attention_distance',
     'plot_attention_probs',
     'plot_center_movement',
     'plot_metric',

@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
-from ..analysis.attention_maps import layer_labels, require_attention_layers
+from ..analysis.attention_maps import layer_labels
 from ..analysis.head_centers import head_centers, query_maps, query_of
+from ..analysis.model_attention import shown_layers
 from ..layers import AttentionLayer
 from .contours import check_mass, gaussian_contour, outline, region_of_mass
 from .style import color_of, draw_heads, styled
@@ -41,7 +42,8 @@ def plot_attention_centers(
     drawn a little inside of them so that the heads can be told apart.
 
     Args:
-        model (nn.Module): A model with attention layers.
+        model (nn.Module): A model with attention layers, or a vision transformer of timm or mmpretrain with ``probs``
+            of all its layers.
         size (Sequence[int] | Mapping[str, Sequence[int]]): Height and width of the grid in tokens, or those of each
             layer, see :func:`~attncnn_plugin.analysis.grids_of`.
         masses (Sequence[float]): The shares of a head's attention inside its contours, three at most. Defaults to
@@ -61,7 +63,7 @@ def plot_attention_centers(
         ValueError: A model without attention layers; a layer without a term of position alone and not in ``probs``; a
             mass or a query out of range.
     """
-    layers = require_attention_layers(model)
+    layers = shown_layers(model)
     for mass in masses:
         check_mass(mass)
     if not 1 <= len(masses) <= len(CONTOUR_STYLES):
@@ -146,11 +148,11 @@ def plot_center_movement(centers: Dict[str, Dict[int, np.ndarray]]) -> Figure:
 
 @torch.no_grad()
 def _head_lines(
-    layer: AttentionLayer, size: Sequence[int], masses: Sequence[float], query: Query, probs: Optional[Tensor]
+    layer: nn.Module, size: Sequence[int], masses: Sequence[float], query: Query, probs: Optional[Tensor]
 ) -> HeadLines:
     """By head the centre and, for each mass, the lines of its contour, as shifts (row, column)."""
     centers, _ = head_centers(layer, size, query, probs)
-    gaussian = layer.gaussian_heads() if probs is None else None
+    gaussian = layer.gaussian_heads() if probs is None and isinstance(layer, AttentionLayer) else None
     if gaussian is not None:
         factor = gaussian.factor.cpu().double()
         precisions = (factor @ factor.mT).numpy()  # Σ⁻¹ = MMᵀ

@@ -199,7 +199,10 @@ def test_tool_timm(folder, tool):
         ([], 'a config and a checkpoint are needed, or --timm NAME'),
         (['quadratic.py', 'quadratic.pth', '--pretrained'], 'are for --timm'),
         (['--timm', 'vit_tiny_patch16_224'], '--timm needs --images FOLDER, or --size'),
-        (['--timm', 'vit_tiny_patch16_224', '--size', '4', '4', '--model-kwargs', 'depth=1'], 'give --images FOLDER'),
+        (
+            ['--timm', 'vit_tiny_patch16_224', '--size', '4', '4', '--model-kwargs', 'depth=1'],
+            'give no --size, and --images FOLDER',
+        ),
         (['quadratic.py', 'quadratic.pth', '--json', 'images'], '--json images is a folder'),
         (['quadratic.py', '--timm', 'vit_tiny_patch16_224'], '--timm takes the place of the config'),
         (['quadratic.py', 'quadratic.pth', '--num-images', '0'], '--num-images 0 must be at least 1'),
@@ -210,7 +213,7 @@ def test_tool_timm(folder, tool):
         (['deit_small.py', 'deit_small.pth', '--size', '4', '4'], 'on images, which say the grid: give no --size'),
         (['resnet18.py', 'resnet18.pth'], 'has no attention layers of this package'),
         (['--timm', 'no_such_model', '--images', 'images'], 'Unknown model'),
-        (['--timm', 'resnet18', '--images', 'images'], 'model is a ResNet in which no module has a patch_embed'),
+        (['--timm', 'resnet18', '--images', 'images'], 'of type ResNet, has no attention layers of this package'),
     ],
 )
 def test_tool_errors(arguments, message, folder, tool, monkeypatch):

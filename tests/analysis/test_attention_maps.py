@@ -12,12 +12,12 @@ from torch import nn
 
 from attncnn_plugin.analysis import (
     attention_layers,
-    attention_maps,
     attention_probs_of,
     content_only_probs_of,
     grid_of,
     image_means,
     mean_attention_probs_of,
+    model_attention,
     position_only_probs_of,
 )
 from attncnn_plugin.layers import LearnedAttention
@@ -180,9 +180,9 @@ def test_the_mean_over_images_is_the_same_in_parts(monkeypatch):
     """Where the scores of two images do not fit at once, they come one by one."""
     model, images = content_model(), torch.randn(3, 3, 8, 8)
     whole, seen = mean_attention_probs_of(model, images), []
-    few_images = attention_maps.few_images
+    few_images = model_attention.few_images
     monkeypatch.setattr(image_means, 'CHUNK_ELEMENTS', 3 * 16**2)
-    monkeypatch.setattr(attention_maps, 'few_images', lambda *args: seen.append(few_images(*args)) or seen[-1])
+    monkeypatch.setattr(model_attention, 'few_images', lambda *args: seen.append(few_images(*args)) or seen[-1])
     for name, probs in mean_attention_probs_of(model, images).items():
         assert torch.allclose(probs, whole[name], atol=1e-6)
     assert [[len(part) for part in parts] for parts in seen] == [[1, 1, 1]] * 2

@@ -102,7 +102,7 @@ def test_statistics(kind, size, seed):
     assert report.num_heads == len(report.heads) == 4 and report.attention == 'position'
     for head, maps in zip(report.heads, probs):
         expected = brute_force(maps, *size)
-        for name in ('entropy', 'mass_3x3', 'mass_5x5'):
+        for name in ('entropy', 'distance', 'mass_3x3', 'mass_5x5'):
             assert getattr(head, name) == pytest.approx(expected[name], abs=1e-5)
         assert head.relative_entropy == pytest.approx(expected['entropy'] / math.log(math.prod(size)), abs=1e-5)
         assert head.share == pytest.approx(expected['share'], abs=1e-5)

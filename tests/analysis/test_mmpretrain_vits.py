@@ -71,11 +71,15 @@ def test_outputs_are_as_without_a_report():
 
 
 @pytest.mark.parametrize(
-    'settings', [dict(type='ResNet', depth=18), dict(type='SwinTransformer', arch='tiny', img_size=32, window_size=4)]
+    'settings, reason',
+    [
+        (dict(type='ResNet', depth=18), 'in which no module has a patch_embed'),
+        (dict(type='MViT', arch='tiny'), 'its blocks have no attention with num_heads and attn_drop'),
+    ],
 )
-def test_other_models(settings):
+def test_other_models(settings, reason):
     init_default_scope('mmpretrain')
     model = MODELS.build(settings)
-    assert not is_vit(model) and not attention_layers(model)
-    with pytest.raises(ValueError, match=f'{settings["type"]}, whose attention cannot be reported: it has no patch'):
+    assert is_vit(model) == (settings['type'] == 'MViT') and not attention_layers(model)
+    with pytest.raises(ValueError, match=f'{settings["type"]}.* {reason}'):
         vit_reports(model, torch.randn(1, 3, 32, 32))

@@ -72,6 +72,10 @@ def brute_force(probs, height, width):
         for i in (1, 2)
     ]
 
+    distances = [
+        [p * math.hypot(k1 - q1, k2 - q2) for p, (k1, k2) in zip(row, pixels)] for row, (q1, q2) in zip(rows, pixels)
+    ]
+
     def mean(numbers):
         return sum(numbers) / len(numbers)
 
@@ -91,6 +95,7 @@ def brute_force(probs, height, width):
     nearest = max(wholes, key=lambda shift: ([round(p, 6) for p in wholes[shift]], -math.hypot(*shift)))
     return dict(
         entropy=mean(entropies),
+        distance=sum(map(sum, distances)) / sum(map(sum, rows)),
         mass_3x3=mean(mass3),
         mass_5x5=mean(mass5),
         center=center,
@@ -144,6 +149,7 @@ SCHEMA = {
         'covariance',
         'entropy',
         'relative_entropy',
+        'distance',
         'mass_3x3',
         'mass_5x5',
         'nearest_shift',

@@ -147,7 +147,7 @@ def test_what_the_tool_draws(checkpoints, tool, monkeypatch):
 
 
 def test_transformers_of_mmpretrain(checkpoints, tool, monkeypatch, repository):
-    """Patches to patches, mean over images or of one; no centres."""
+    """Patches to patches, mean over images or of one."""
     arch = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=24)
     config = Config.fromfile(repository / 'configs/deit_small_cifar100.py')
     config.model.backbone.arch, config.model.head.in_channels = arch, 16
@@ -162,23 +162,23 @@ def test_transformers_of_mmpretrain(checkpoints, tool, monkeypatch, repository):
     shutil.copy('image.png', 'one')
     tool(*options, 'content', '--image', 'image.png')
     tool(*options, 'probabilities', '--images', 'one')
-    ((maps, query, zoom), kwargs), ((mean, _, zoom_of_mean), _) = drawn
-    assert (query, zoom, zoom_of_mean) == ((4, 2), None, 7) and kwargs['image'].shape == (224, 224, 3)
+    ((maps, queries), kwargs), ((mean, _, zoom_of_mean), _) = drawn
+    assert queries == dict.fromkeys(maps, (4, 2)) and (kwargs['zoom'], zoom_of_mean) == (None, 7)
+    assert kwargs['image'].shape == (224, 224, 3)
     loaded = ConfigModel('deit.py', 'deit.pth')
     probs, _ = vit_attention(loaded.model, loaded.inputs([loaded.image('image.png')]))
     assert maps.keys() == mean.keys() == probs.keys() and len(probs) == 2
     for name, expected in probs.items():
         assert torch.allclose(maps[name].float(), expected[0, :, 4 * 14 + 2].unflatten(1, (14, 14)), atol=1e-6)
         assert torch.allclose(maps[name], mean[name])
-    for arguments, message in [(['centers'], 'probabilities or content'), (['content', '--size', 4, 4], '--size is')]:
-        with pytest.raises(SystemExit, match=message):
-            tool(*options, *arguments)
+    with pytest.raises(SystemExit, match='--size is'):
+        tool(*options, 'content', '--size', 4, 4)
 
 
 @pytest.mark.parametrize(
     'options, message',
     [
-        (['--figure', 'centers', '--out', 'a.png'], 'give CONFIG and CHECKPOINT'),
+        (['--figure', 'centers', '--out', 'a.png'], 'a config and a checkpoint are needed, or --timm'),
         (['--figure', 'movement', '--out', 'a.png'], 'give --runs DIR'),
         (['--figure', 'movement', '--runs', 'a', 'b', '--out', 'a.png'], 'one training'),
         (['--figure', 'accuracy', '--runs', 'x', '--out', 'a.pdf'], 'must end in .png or .svg'),

@@ -6,27 +6,32 @@ import sys
 from pathlib import Path
 from pickle import UnpicklingError
 
-from mmengine.config import DictAction
-
 import attncnn_plugin  # noqa: F401
-from attncnn_plugin.apis.config_model import ConfigModel
+from attncnn_plugin.apis.model_options import add_model_options, check_model_options, load_model
 from attncnn_plugin.explorer import explorer_page
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('config', help='config of the model')
-    parser.add_argument('checkpoint', help='checkpoint of the model')
-    parser.add_argument(
-        'images',
-        nargs='+',
-        metavar='image',
-        help='image files, .npy arrays of uint8, or numbers of images in the test set',
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        usage='%(prog)s CONFIG CHECKPOINT IMAGE ... [options]\n       %(prog)s --timm NAME [options] IMAGE ...',
     )
+    parser.add_argument(
+        'words',
+        nargs='+',
+        metavar='CONFIG CHECKPOINT IMAGE',
+        help='config and checkpoint of the model, unless it is of timm, then image files; with a config also .npy '
+        'arrays of uint8 or numbers of images in the test set',
+    )
+    add_model_options(parser)
     parser.add_argument('--out', default='explorer.html', help='where the page goes (default: explorer.html)')
     parser.add_argument('--max-size', type=float, default=10.0, help='what the page may take, in MB (default: 10)')
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides settings of the config: k=v')
     args = parser.parse_args()
+    args.config, args.weights = None, None
+    args.images = args.words
+    if args.timm is None and len(args.words) > 2:
+        args.config, args.weights, *args.images = args.words
+    check_model_options(parser, args, args.config, args.weights)
     if args.max_size <= 0:
         parser.error(f'--max-size {args.max_size} must be above 0')
     if Path(args.out).is_dir():
@@ -37,17 +42,17 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     try:
-        loaded = ConfigModel(args.config, args.checkpoint, args.cfg_options)
+        loaded = load_model(args, args.config, args.weights)
         images = [loaded.image(which) for which in args.images]
         page = explorer_page(
             loaded.model,
             loaded.inputs(images),
             [loaded.picture(image) for image in images],
             [f'test image {which}' if which.isdecimal() else Path(which).name for which in args.images],
-            title=f'{Path(args.config).stem}: what its heads attend to',
+            title=f'{Path(loaded.name).stem}: what its heads attend to',
             max_bytes=int(args.max_size * 1e6),
         )
-    except (OSError, ValueError, UnpicklingError) as error:
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
         sys.exit(str(error))
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)

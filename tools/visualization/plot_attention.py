@@ -5,6 +5,8 @@ Curves of trainings too, as there in Figures 2 and 13, and in Figure 2 of Li et 
 
   plot_attention.py CONFIG CHECKPOINT --figure centers --out centers.png
   plot_attention.py CONFIG CHECKPOINT --figure content --image 3 --query 4 2 --out image.svg
+  plot_attention.py --timm vit_tiny_patch16_224 --pretrained --figure content --image photo.jpg --out photo.png
+  plot_attention.py --figure distance --reports scratch=a.json convolution=b.json --out distance.png
   plot_attention.py --figure movement --runs work_dirs/sa_quadratic_digits --out movement.png
   plot_attention.py --figure accuracy --runs quadratic=work_dirs/q learned=work_dirs/l --out accuracy.png
   plot_attention.py --figure accuracy --runs whole=work_dirs/g pruned=work_dirs/p --offsets pruned=300 --out pruned.png
@@ -12,40 +14,40 @@ Curves of trainings too, as there in Figures 2 and 13, and in Figure 2 of Li et 
 centers        the centres of the heads with their 50% and 90% contours, one panel a layer
 probabilities  the probabilities around a query, layers x heads
 content        attention by content on the whole grid, mean over images or, with --image, of one image
+distance       how far and how locally the heads of each layer look, of one model or several, whose reports by
+               analyze_heads.py --json are --reports
 movement       the centres over a training with AttentionVisualizationHook, whose folder is --runs
 accuracy       the accuracy of several trainings, whose folders are --runs
 loss           their validation loss
 
-Where a layer has no term of position alone, centers and probabilities are those of the mean over images. Of a vision
-transformer of mmpretrain there are probabilities and content, of patches to patches.
+Models are of this plugin, or vision transformers of mmpretrain or timm, whose attention is that of patches to patches.
+Where a layer has no term of position alone, centers and probabilities are those of the mean over images.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Dict, List
 
-from mmengine.config import DictAction
 from torch import Tensor
 
 import attncnn_plugin  # noqa: F401
 from attncnn_plugin.analysis import (
-    attention_layers,
     grids_of,
-    is_vit,
-    maps_of_query,
     mean_attention_probs_of,
-    mean_vit_attention,
-    patch_grid,
     query_maps,
     query_of,
     read_centers,
-    require_attention_layers,
+    shown_layers,
 )
-from attncnn_plugin.apis.config_model import ConfigModel
+from attncnn_plugin.apis import LoadedModel
+from attncnn_plugin.apis.model_options import add_model_options, check_model_options, load_model
+from attncnn_plugin.layers import AttentionLayer
 from attncnn_plugin.visualization import (
     plot_attention_centers,
+    plot_attention_distance,
     plot_attention_probs,
     plot_center_movement,
     plot_metric,
@@ -53,14 +55,15 @@ from attncnn_plugin.visualization import (
 )
 
 METRICS = {'accuracy': 'accuracy/top1', 'loss': 'loss/cross_entropy'}
-OF_MODELS, OF_RUNS = ('centers', 'probabilities', 'content'), ('movement', *METRICS)
+OF_MODELS, OF_REPORTS, OF_RUNS = ('centers', 'probabilities', 'content'), ('distance',), ('movement', *METRICS)
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('config', nargs='?', help='config of the model')
-    parser.add_argument('checkpoint', nargs='?', help='checkpoint of the model')
-    parser.add_argument('--figure', choices=OF_MODELS + OF_RUNS, required=True)
+    parser.add_argument('weights', nargs='?', metavar='checkpoint', help='checkpoint of the model')
+    add_model_options(parser)
+    parser.add_argument('--figure', choices=OF_MODELS + OF_REPORTS + OF_RUNS, required=True)
     parser.add_argument('--out', required=True, help='the picture, *.png or *.svg')
     parser.add_argument(
         '--query',
@@ -87,6 +90,9 @@ def parse_args() -> argparse.Namespace:
         help="grid in tokens, for attention by position alone (default: that of the config's img_size)",
     )
     parser.add_argument(
+        '--reports', nargs='+', default=[], metavar='[LABEL=]JSON', help='reports of models, for distance'
+    )
+    parser.add_argument(
         '--runs', nargs='+', default=[], metavar='[LABEL=]DIR', help='work_dirs of trainings, for figures of these'
     )
     parser.add_argument(
@@ -99,10 +105,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--metric', help='another metric of the logs (default: accuracy/top1 for accuracy, loss/cross_entropy for loss)'
     )
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides settings of the config: k=v')
     args = parser.parse_args()
-    if args.figure in OF_MODELS and not args.checkpoint:
-        parser.error(f'--figure {args.figure} is of a model: give CONFIG and CHECKPOINT')
+    if args.figure in OF_MODELS:
+        check_model_options(parser, args, args.config, args.weights)
+    if args.figure in OF_REPORTS and not args.reports:
+        parser.error(f'--figure {args.figure} is of reports: give --reports JSON, of analyze_heads.py --json')
     if args.figure in OF_RUNS and not args.runs or args.figure == 'movement' and len(args.runs) > 1:
         parser.error(
             f'--figure {args.figure} is of {"one training" if args.figure == "movement" else "trainings"}: '
@@ -116,18 +123,17 @@ def parse_args() -> argparse.Namespace:
 
 
 def draw_model(args: argparse.Namespace):
-    loaded = ConfigModel(args.config, args.checkpoint, args.cfg_options)
-    if not attention_layers(loaded.model) and is_vit(loaded.model):
-        return draw_vit(args, loaded)
-    model, layers = loaded.model, require_attention_layers(loaded.model)
+    loaded = load_model(args, args.config, args.weights)
+    model, layers = loaded.model, shown_layers(loaded.model)
+    own = {name: layer for name, layer in layers.items() if isinstance(layer, AttentionLayer)}
     of_images = [
         name
         for name, layer in layers.items()
-        if (layer.depends_on_content if args.figure == 'content' else not layer.has_position_scores)
+        if name not in own or (layer.depends_on_content if args.figure == 'content' else not layer.has_position_scores)
     ]
-    in_place_of_convolutions = any(layer.window is not None for layer in layers.values())
+    in_place_of_convolutions = any(layer.window is not None for layer in own.values())
     if args.figure == 'content' and not of_images:
-        raise ValueError(f'{args.config} has attention by position alone: --figure probabilities draws it')
+        raise ValueError(f'{loaded.name} has attention by position alone: --figure probabilities draws it')
     by_content = {}
     if of_images or in_place_of_convolutions:
         check_unused(args, 'size', 'is for attention by position alone over one grid')
@@ -153,29 +159,14 @@ def draw_model(args: argparse.Namespace):
     return plot_attention_probs(maps, queries, zoom=None, image=picture, numbers=loaded.head_numbers)
 
 
-def draw_vit(args: argparse.Namespace, loaded: ConfigModel):
-    """The attention of patches to patches of a vision transformer of mmpretrain."""
-    if args.figure == 'centers':
-        raise ValueError(
-            f"--figure centers is for this plugin's attention; that of {args.config} is by content: "
-            '--figure probabilities or content draws it'
-        )
-    check_unused(args, 'size', 'is for attention by position alone')
-    chosen = choose_images(args, loaded)
-    images = loaded.inputs(chosen)
-    size, query = patch_grid(loaded.model, images), args.query and tuple(args.query)
-    probs = mean_vit_attention(loaded.model, images)
-    maps = {name: maps_of_query(probs[name], size, query) for name in probs}
-    picture = None if args.image is None else loaded.picture(chosen[0])
-    return plot_attention_probs(maps, query, args.zoom if args.figure == 'probabilities' else None, image=picture)
-
-
 def check_unused(args: argparse.Namespace, name: str, purpose: str) -> None:
     if getattr(args, name) is not None:
-        raise ValueError(f'--{name} {purpose}, which --figure {args.figure} of {args.config} does not show')
+        raise ValueError(
+            f'--{name} {purpose}, which --figure {args.figure} of {args.config or args.timm} does not show'
+        )
 
 
-def choose_images(args: argparse.Namespace, loaded: ConfigModel) -> List[Tensor]:
+def choose_images(args: argparse.Namespace, loaded: LoadedModel) -> List[Tensor]:
     """The image that was chosen, or those that the mean is over."""
     if args.images is not None:
         return loaded.read_folder(args.images, args.num_images)
@@ -190,14 +181,17 @@ def numbers_of(offsets: List[str]) -> Dict[str, float]:
         sys.exit(f'--offsets {" ".join(offsets)} must be LABEL=EPOCH')
 
 
-def labelled(runs: List[str]) -> Dict[str, str]:
+def labelled(option: str, runs: List[str]) -> Dict[str, str]:
     """``['a=work_dirs/x', 'work_dirs/y']`` as ``{'a': 'work_dirs/x', 'y': 'work_dirs/y'}``."""
-    pairs = [
-        run.split('=', 1) if '=' in run and not Path(run).exists() else (Path(run).resolve().name, run) for run in runs
-    ]
+    pairs = [run.split('=', 1) if '=' in run and not Path(run).exists() else (_name(run), run) for run in runs]
     if len({label for label, _ in pairs}) < len(pairs):
-        sys.exit(f'--runs {" ".join(runs)} have the same name: give LABEL=DIR')
+        sys.exit(f'--{option} {" ".join(runs)} have the same name: give LABEL=DIR')
     return dict(pairs)
+
+
+def _name(path: str) -> str:
+    """What a folder or a report is called."""
+    return Path(path).resolve().name.removesuffix('.json')
 
 
 def main() -> None:
@@ -205,12 +199,17 @@ def main() -> None:
     try:
         if args.figure == 'movement':
             figure = plot_center_movement(read_centers(args.runs[0]))
+        elif args.figure == 'distance':
+            reports = {
+                label: json.loads(Path(path).read_text()) for label, path in labelled('reports', args.reports).items()
+            }
+            figure = plot_attention_distance(reports)
         elif args.figure in METRICS:
             metric = args.metric or METRICS[args.figure]
-            figure = plot_metric(labelled(args.runs), metric, numbers_of(args.offsets))
+            figure = plot_metric(labelled('runs', args.runs), metric, numbers_of(args.offsets))
         else:
             figure = draw_model(args)
-    except (OSError, ValueError, UnpicklingError) as error:
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
         sys.exit(str(error))
     save_figure(figure, args.out)
     print(f'Saved {args.out}')

@@ -11,7 +11,7 @@ from ...layers import GaussianHeads
 from ...pruning import DegenerateHead
 from .kinds import head_kind
 from .report import HeadStatistics
-from .shift_maps import ShiftMaps, moments, nearest_shifts, shift_shares, window_mass
+from .shift_maps import ShiftMaps, mean_distance, moments, nearest_shifts, shift_shares, window_mass
 
 ZOOM = 3  # shares of the shifts −3 … 3, as C20's Figure 5
 
@@ -39,6 +39,7 @@ def head_statistics(
     """
     center, covariance, alpha = _parameters(gaussian) if gaussian else (*moments(maps), None)
     mass_3x3, mass_5x5 = (window_mass(maps, kernel_size).tolist() for kernel_size in (3, 5))
+    distance = mean_distance(maps).tolist()
     shares = shift_shares(maps)
     nearest = nearest_shifts(maps, shares)
     for head, relative in enumerate(relative_entropy.tolist()):
@@ -52,6 +53,7 @@ def head_statistics(
             covariance=_finite(covariance[head]),
             entropy=relative * math.log(maps.probs.shape[-1]),
             relative_entropy=relative,
+            distance=None if math.isnan(distance[head]) else distance[head],
             mass_3x3=mass_3x3[head],
             mass_5x5=mass_5x5[head],
             nearest_shift=shift,

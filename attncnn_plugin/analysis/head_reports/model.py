@@ -7,10 +7,12 @@ from torch import Tensor, nn
 
 from ...layers import AttentionLayer, GridConvolution
 from ...pruning import relative_entropy_of_maps
-from ..attention_maps import grids_of, probs_of_scores, require_attention_layers, visit_layers
+from ..attention_maps import probs_of_scores, require_attention_layers, visit_layers
 from ..image_means import ImageMeans, few_images
+from ..model_attention import grids_of, is_other_vit
 from .layer import TOLERANCE, empty_report, head_report, maps_report, pair
 from .report import THRESHOLDS_OF_KINDS, LayerReport
+from .vision_transformers import vit_reports
 
 SCHEMA_VERSION = 1
 BATCH_SIZE = 10  # images in a pass
@@ -29,6 +31,8 @@ def model_reports(
       positional term is q·r_δ, which depends on the query too, it also has one of attention by that term, averaged over
       the images, before the other.
     - A convolution that ``switch_to_deploy`` put in the place of a layer has a report without heads.
+    - A vision transformer of timm or mmpretrain has the reports of
+      :func:`~attncnn_plugin.analysis.vit_reports`.
 
     Args:
         model (nn.Module): The model.
@@ -54,6 +58,13 @@ def model_reports(
         blocks.1.attn position (6, 6) 2
         blocks.1.attn images (6, 6) 2
     """
+    if is_other_vit(model):
+        if images is None or size is not None:
+            raise ValueError(
+                f'size={size!r} and images={None if images is None else tuple(images.shape)}, but the attention of '
+                f'model, a {type(model).__name__}, depends on images, which say the grid: give images and no size'
+            )
+        return vit_reports(model, images, tolerance)
     layers = require_attention_layers(model)
     if images is not None and size is not None and not any(layer.has_position_scores for layer in layers.values()):
         raise ValueError(

@@ -27,6 +27,8 @@ class HeadStatistics:
         entropy (float): Entropy in nats, mean over queries. For attention to images it is the mean over these too, and
             not the entropy of the mean attention, which is larger.
         relative_entropy (float): The entropy relative to that of uniform attention on the grid, 0 to 1.
+        distance (float | None): Distance to the keys in tokens, by their probabilities, mean over all queries that see
+            no zero padding; None without any probability in the grid.
         mass_3x3, mass_5x5 (float): Probability of the 3x3 and 5x5 keys around the query, mean over interior queries.
         nearest_shift (tuple[int, int]): The δ that gets most, see :func:`.shift_maps.nearest_shifts`.
         share (float): P[q, q + δ] of the nearest shift, mean over interior queries. If the shift leaves the grid from
@@ -51,6 +53,7 @@ class HeadStatistics:
     covariance: Optional[Tuple[Tuple[float, float], ...]]
     entropy: float
     relative_entropy: float
+    distance: Optional[float]
     mass_3x3: float
     mass_5x5: float
     nearest_shift: Shift

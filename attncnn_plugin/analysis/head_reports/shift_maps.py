@@ -163,6 +163,20 @@ def window_mass(maps: ShiftMaps, kernel_size: int) -> Tensor:
     return maps.interior_sums[:, rows, columns].sum((1, 2)) / maps.counts(maps.interior).max()
 
 
+def mean_distance(maps: ShiftMaps) -> Tensor:
+    """Distance from a query to its keys, each of which counts by its probability in the grid, mean over all queries.
+
+    Returns:
+        Tensor: ``(N_h,)``, in tokens; not a number for a head that gives nothing to the grid.
+
+    Examples:
+        >>> round(mean_distance(ShiftMaps.of(torch.eye(36)[:, torch.arange(36) ^ 1][None], (6, 6))).item(), 6)
+        1.0
+    """
+    weight = maps.sums(maps.valid).flatten(1)
+    return weight @ _all_shifts(maps.size).double().norm(dim=1) / weight.sum(1)
+
+
 def shift_shares(maps: ShiftMaps) -> Tensor:
     """P[q, q + δ] of each shift, mean over the interior queries.
 

@@ -9,8 +9,18 @@ from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
 from torch import Tensor, nn
 
-from ...analysis import attention_layers, grids_of, head_centers, mean_attention_probs_of, query_maps, query_of
-from ...layers import AttentionLayer, PrunableHeads
+from ...analysis import (
+    attention_layers,
+    grids_of,
+    head_centers,
+    is_vit,
+    mean_attention_probs_of,
+    query_maps,
+    query_of,
+    shown_layers,
+)
+from ...layers import PrunableHeads
+from ...layers.transformer_heads import transformer_heads
 from ...utils.runner import HEAD_NUMBERS
 from ...utils.sampling import evenly_spread
 from .phases import TwoPhases
@@ -22,6 +32,8 @@ from .rehearsal import is_rehearsal, warn_of_rehearsal
 @HOOKS.register_module()
 class AttentionVisualizationHook(Hook):
     """Shows where the heads of a model attend to, by the visualizer of the run: on the disk, in TensorBoard, in WandB.
+
+    The model has attention of this package, or is a vision transformer of mmpretrain or timm: ViT, DeiT, BEiT, Swin.
 
     At the start, every ``interval`` epochs and at the end there are two pictures, ``attention_centers``, one panel a
     layer, and ``attention_probs``, one map a head. At the start and after every epoch each head's centre and width are
@@ -69,17 +81,18 @@ class AttentionVisualizationHook(Hook):
             warn_of_rehearsal(runner, 'AttentionVisualizationHook', 'There is nothing to show')
             return
         model = unwrapped(runner.model)
-        if not any(isinstance(module, (AttentionLayer, TwoPhases)) for module in model.modules()):
+        waits = not attention_layers(model) and any(isinstance(module, TwoPhases) for module in model.modules())
+        if not (attention_layers(model) or waits or is_vit(model)):
             runner.logger.warning(
-                'AttentionVisualizationHook shows attention layers of this package, but the model, of type '
-                f'{type(model).__name__}, has none: there is nothing to show'
+                'AttentionVisualizationHook shows attention of this package and of vision transformers, but the model, '
+                f'of type {type(model).__name__}, has none: there is nothing to show'
             )
             return
         from ... import visualization  # noqa: F401, to fail now rather than later
 
         with random_numbers_kept():
             self._images = self._some_images(runner)
-        if not attention_layers(model):
+        if waits:
             runner.logger.info(
                 'AttentionVisualizationHook has nothing to show before the convolutions turn into attention'
             )
@@ -105,9 +118,9 @@ class AttentionVisualizationHook(Hook):
     def _show(self, runner, epochs: int, draw: bool) -> None:
         """Records the scalars after some epochs, and draws the pictures."""
         model = unwrapped(runner.model)
-        layers = attention_layers(model)
-        if not layers:
+        if not _has_heads(model):
             return
+        layers = shown_layers(model)
         numbers = self._number_heads(runner)
         with random_numbers_kept(), torch.no_grad():
             sizes = grids_of(model, self._images)
@@ -133,7 +146,7 @@ class AttentionVisualizationHook(Hook):
     ) -> None:
         from ...visualization import image_of, plot_attention_centers, plot_attention_probs
 
-        layers = attention_layers(model)
+        layers = shown_layers(model)
         maps = {name: query_maps(layer, sizes[name], probs=by_content.get(name)) for name, layer in layers.items()}
         queries = {name: query_of(layer, sizes[name])[1] for name, layer in layers.items()}
         figures = dict(
@@ -156,9 +169,9 @@ class AttentionVisualizationHook(Hook):
 
         Checkpoints hold them, as the entry ``HEAD_NUMBERS`` of the message hub.
         """
-        info = runner.message_hub.runtime_info
+        info, model = runner.message_hub.runtime_info, unwrapped(runner.model)
         known, numbers, parameters = info.get(HEAD_NUMBERS, {}), {}, {}
-        for name, layer in attention_layers(unwrapped(runner.model)).items():
+        for name, layer in (shown_layers(model) if _has_heads(model) else {}).items():
             parameters[name] = head_parameter(layer)
             numbers[name] = list(known.get(name, range(layer.num_heads)))
             if len(numbers[name]) != layer.num_heads:
@@ -169,18 +182,31 @@ class AttentionVisualizationHook(Hook):
         return numbers
 
 
-def head_parameter(layer: AttentionLayer) -> Optional[Tensor]:
+def _has_heads(model: nn.Module) -> bool:
+    """Whether there are heads to show: not before the convolutions of a network turn into attention."""
+    return bool(attention_layers(model)) or is_vit(model)
+
+
+def head_parameter(layer: nn.Module) -> Optional[Tensor]:
     """A parameter with an entry for each head, by which heads can be recognized after others were pruned.
 
     Returns:
         Tensor | None: ``(N_h, n)``, the first parameter of heads that pruning only shortens: ``value.weight`` changes,
-        as what a pruned head did is added to others. None for a layer whose heads are not pruned in training.
+        as what a pruned head did is added to others. None for a layer whose heads cannot be pruned.
     """
-    if not isinstance(layer, PrunableHeads) or layer.depends_on_content:
+    if not isinstance(layer, PrunableHeads):
+        heads = transformer_heads(layer)
+        if heads is None:
+            return None
+        name, (dim, maps, width) = next(iter(heads.layout.entries.items()))  # queries come first
+        entries = layer.get_parameter(name).detach().clone().movedim(dim, 0)
+        return entries.unflatten(0, (maps, heads.num_heads, width))[0].flatten(1)
+    places = layer.head_parameters().items()
+    name, (dim, width) = next((name, place) for name, place in places if name != 'value.weight')
+    if not isinstance(width, int):
         return None
-    name, (dim, _) = next((name, place) for name, place in layer.head_parameters().items() if name != 'value.weight')
     entries = layer.get_parameter(name).detach().clone().movedim(dim, 0)
-    return entries.flatten(1) if entries.ndim > 1 else entries[:, None]
+    return entries.unflatten(0, (layer.num_heads, width)).flatten(1)
 
 
 def heads_left(before: Optional[Tensor], after: Optional[Tensor]) -> Optional[List[int]]:

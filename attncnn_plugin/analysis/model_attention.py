@@ -1,0 +1,116 @@
+"""The attention of any model: of this package, or a vision transformer of timm or mmpretrain."""
+
+from typing import Any, Dict, Tuple
+
+from torch import Tensor, nn
+
+from ..layers import AttentionLayer
+from .attention_maps import attention_layers, content_layers, probs_of_scores, require_attention_layers, visit_layers
+from .image_means import ImageMeans, few_images
+from .transformer_attention import mean_vit_attention, vit_grids, vit_layers
+from .vision_transformer import is_vit
+
+
+def shown_layers(model: nn.Module) -> Dict[str, Any]:
+    """The attention whose heads can be shown, by name, in the order of the blocks; each has ``num_heads``.
+
+    Args:
+        model (nn.Module): A model with attention of this package, which are its layers, or a vision transformer of timm
+            or mmpretrain, whose modules are seen while they run on images.
+
+    Raises:
+        ValueError: The model has neither.
+
+    Examples:
+        >>> import timm, attncnn_plugin
+        >>> list(shown_layers(timm.create_model('sa_quadratic_cifar', depth=1)))
+        ['blocks.0.attn']
+        >>> shown_layers(timm.create_model('vit_tiny_patch16_224', depth=1))['blocks.0.attn'].num_heads
+        3
+    """
+    if is_other_vit(model):
+        return vit_layers(model)
+    layers: Dict[str, Any] = dict(attention_layers(model))
+    if not layers:
+        raise ValueError(
+            f'the model, of type {type(model).__name__}, has no attention layers of this package (a CMHSA in the '
+            'convolution phase gets them with its transition), and is no vision transformer of timm or mmpretrain, '
+            'with a patch_embed and blocks, layers or stages'
+        )
+    return layers
+
+
+def grid_of(model: nn.Module, images: Tensor) -> Tuple[int, int]:
+    """Height and width of the grid of tokens that the first attention layer of a model works on.
+
+    Args:
+        model (nn.Module): See :func:`shown_layers`.
+        images (Tensor): ``(B, C, H, W)``; the first one is run.
+
+    Raises:
+        ValueError: The model has no attention layers, as a CMHSA in the convolution phase.
+
+    Examples:
+        >>> import timm, attncnn_plugin
+        >>> grid_of(timm.create_model('sa_quadratic_cifar', depth=1), torch.rand(1, 3, 32, 32))
+        (16, 16)
+    """
+    return next(iter(grids_of(model, images).values()))
+
+
+def grids_of(model: nn.Module, images: Tensor) -> Dict[str, Tuple[int, int]]:
+    """Height and width of the grid of keys of every attention layer by name, as :func:`grid_of`.
+
+    Examples:
+        >>> import timm, attncnn_plugin
+        >>> grids_of(timm.create_model('sa_quadratic_cifar', depth=2), torch.rand(1, 3, 32, 32))
+        {'blocks.0.attn': (16, 16), 'blocks.1.attn': (16, 16)}
+    """
+    if is_other_vit(model):
+        return vit_grids(model, images)
+    grids: Dict[str, Tuple[int, int]] = {}
+
+    def keep(name: str, layer: AttentionLayer, x: Tensor) -> None:
+        grids[name] = layer.grid_of(x)
+
+    visit_layers(model, images[:1], require_attention_layers(model), keep)
+    return grids
+
+
+def mean_attention_probs_of(model: nn.Module, images: Tensor, batch_size: int = 10) -> Dict[str, Tensor]:
+    """The attention of every layer whose scores depend on content, mean over images, without all of them in memory.
+
+    Of a vision transformer of timm or mmpretrain it is that of patches to patches, see
+    :func:`~attncnn_plugin.analysis.vit_attention`; of other models, the mean of
+    :func:`~attncnn_plugin.analysis.attention_probs_of`.
+
+    Args:
+        model (nn.Module): See :func:`shown_layers`.
+        images (Tensor): ``(B, C, H, W)``, at least one.
+        batch_size (int): Images in a pass. Defaults to 10.
+
+    Returns:
+        dict[str, Tensor]: ``(N_h, H*W, H*W)`` by the layer's name, float32.
+
+    Examples:
+        >>> import timm, attncnn_plugin
+        >>> model = timm.create_model('sa_learned_content_cifar', embed_dim=12, depth=1, num_heads=3)
+        >>> {name: tuple(probs.shape) for name, probs in mean_attention_probs_of(model, torch.rand(9, 3, 8, 8)).items()}
+        {'blocks.0.attn': (3, 16, 16)}
+    """
+    if is_other_vit(model):
+        return mean_vit_attention(model, images)
+    means = ImageMeans()
+
+    def add(name: str, layer: AttentionLayer, x: Tensor) -> None:
+        for part in few_images(layer, x):
+            means.add(name, probs_of_scores(layer.attention_scores(part), layer.grid_of(part)))
+
+    for batch in images.split(batch_size):
+        visit_layers(model, batch, content_layers(model), add)
+    return {name: probs for name, (probs,) in means.items()}
+
+
+def is_other_vit(model: nn.Module) -> bool:
+    """Whether a model has the attention of a vision transformer of timm or mmpretrain, and none of this package."""
+    return not attention_layers(model) and is_vit(model)

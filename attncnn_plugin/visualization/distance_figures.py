@@ -1,0 +1,85 @@
+"""Figures of how far heads look by depth (Dosovitskiy et al. 2021, Figure 7; Raghu et al. 2021, Figure 3)."""
+
+import math
+from typing import Any, Dict, List, Mapping
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from .style import color_of, styled
+
+PANELS = ('mean distance, % of the side', 'attention within 3x3, %')
+
+
+@styled
+def plot_attention_distance(reports: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """Draws how far, and how locally, the heads of each layer look, one column a model.
+
+    Above is the mean distance from a query to its keys, each of which counts by its probability, as a share of the side
+    of the grid, √(H·W): so grids of several sizes can be compared. Below is the attention that lies within the 3x3
+    tokens around the query. A dot is a head, the line the mean of the heads of a layer.
+
+    Args:
+        reports (Mapping[str, Mapping]): By the names of models in the figure, their head reports as data, see
+            :func:`~attncnn_plugin.analysis.reports_to_dict`. Where a layer has a report of its attention to images
+            beside one by position, it is the former that is drawn.
+
+    Returns:
+        Figure: Two axes a model; x is the number of the layer, from 0.
+
+    Raises:
+        ValueError: No reports; one without layers that have heads, or from before distances were in them.
+
+    Examples:
+        >>> import torch
+        >>> from attncnn_plugin.analysis import maps_report, reports_to_dict
+        >>> report = reports_to_dict([maps_report(torch.full((2, 36, 36), 1 / 36), size=(6, 6))])
+        >>> len(plot_attention_distance({'uniform': report}).axes)
+        2
+    """
+    if not reports:
+        raise ValueError('reports is empty: give at least one, of analyze_heads.py --json')
+    layers = {label: _layers(label, report) for label, report in reports.items()}
+    figure = Figure(figsize=(max(2.7 * len(reports), 3.6), 4.6), layout='constrained')
+    panels = figure.subplots(2, len(reports), sharex='col', sharey='row', squeeze=False)
+    for column, (label, own) in enumerate(layers.items()):
+        far = [
+            [_share(head['distance'], math.sqrt(math.prod(layer['grid']))) for head in layer['heads']] for layer in own
+        ]
+        near = [[_share(head['mass_3x3'], 1) for head in layer['heads']] for layer in own]
+        for axes, values, name in zip(panels[:, column], (far, near), PANELS):
+            _draw(axes, values, color_of(column))
+            if column == 0:
+                axes.set_ylabel(name)
+        panels[0, column].set_title(label)
+        panels[1, column].set_xlabel('layer')
+    return figure
+
+
+def _layers(label: str, report: Mapping[str, Any]) -> List[Mapping[str, Any]]:
+    """One report a layer: the last one, that of its attention to images where there is one."""
+    last: Dict[str, Mapping[str, Any]] = {layer['name']: layer for layer in report.get('layers', ()) if layer['heads']}
+    if not last:
+        raise ValueError(f'the report of {label} has no layers with heads')
+    if any('distance' not in head for layer in last.values() for head in layer['heads']):
+        raise ValueError(f'the report of {label} has no distances: write it again by analyze_heads.py --json')
+    return list(last.values())
+
+
+def _share(value: Any, whole: float) -> float:
+    """In per cent; not a number for heads that give nothing to the grid."""
+    return math.nan if value is None else 100 * value / whole
+
+
+def _draw(axes: Axes, values: List[List[float]], color: str) -> None:
+    """The heads of each layer as dots, and their mean as a line."""
+    for layer, heads in enumerate(values):
+        axes.plot([layer] * len(heads), heads, 'o', color=color, alpha=0.45, markersize=3.5, markeredgewidth=0)
+    means = [np.nanmean(heads) if np.isfinite(heads).any() else math.nan for heads in values]
+    axes.plot(range(len(values)), means, color=color, linewidth=1.3)
+    axes.set_ylim(bottom=0)
+    axes.locator_params(axis='x', integer=True, nbins=7)
+    axes.grid(color='#E5E5E5', linewidth=0.5)
+    axes.set_axisbelow(True)
+    axes.spines[['top', 'right']].set_visible(False)
