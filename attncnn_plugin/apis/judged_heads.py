@@ -1,4 +1,4 @@
-"""Which heads of a model of mmengine go, by all criteria: for the hook that prunes in training, and for the tool."""
+"""Which heads of a model go, by all criteria: for the hook that prunes in training, and for the tool."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -6,8 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import torch
-from mmengine.model import BaseModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..analysis.evaluation_mode import evaluating
 from ..analysis.observed_attention import observed_attention
@@ -28,9 +27,10 @@ from ..pruning.amount import check_amount
 from ..pruning.degenerate_heads import degenerate_heads_of_observed
 from ..pruning.heads import Heads, check_prunable
 from ..pruning.importance import HeadGradients, add_gradients
-from ..utils.runner import forward_tensors
 
 IMPORTANCE = 'importance'
+
+Run = Callable[[nn.Module, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class HeadJudge:
     """Judges the heads of a model by criteria.
 
     Args:
+        forward (Callable): ``forward(model, batch)`` runs the model on a batch, without a loss.
+        loss (Callable): ``loss(model, batch)`` is the mean loss of a batch; it calls the model once.
         criteria (Sequence): Those of :func:`~attncnn_plugin.pruning.find_degenerate_heads`, and
             ``dict(type='importance', …)`` with one of ``threshold``, ``keep`` and ``multiply_adds``, see
             :func:`~attncnn_plugin.pruning.least_important`, and ``normalize``, by default True, see
@@ -67,7 +69,10 @@ class HeadJudge:
             counted.
     """
 
-    def __init__(self, criteria: Sequence, layers: str = '*', allow_empty: bool = False) -> None:
+    def __init__(
+        self, forward: Run, loss: Run, criteria: Sequence, layers: str = '*', allow_empty: bool = False
+    ) -> None:
+        self._forward, self._loss = forward, loss
         self.of_importance = [_settings(criterion) for criterion in criteria if _type_of(criterion) == IMPORTANCE]
         self.criteria = [criterion for criterion in criteria if _type_of(criterion) != IMPORTANCE]
         self.pattern = layers
@@ -78,11 +83,11 @@ class HeadJudge:
         if len(self.of_importance) > 1:
             raise ValueError(f'criteria={list(criteria)!r} have {IMPORTANCE!r} {len(self.of_importance)} times')
 
-    def layers(self, model: BaseModel) -> Dict[str, Heads]:
+    def layers(self, model: nn.Module) -> Dict[str, Heads]:
         """The layers to judge, by name."""
         return {name: layer for name, layer in prunable_heads(model).items() if fnmatchcase(name, self.pattern)}
 
-    def check(self, model: BaseModel) -> None:
+    def check(self, model: nn.Module) -> None:
         """Refuses criteria and layers that do not go together, whatever the weights are.
 
         Raises:
@@ -111,12 +116,12 @@ class HeadJudge:
         """Whether heads go until a share of the multiply-adds is left."""
         return bool(self.of_importance) and 'multiply_adds' in self.of_importance[0]
 
-    def check_multiply_adds(self, model: BaseModel, batch: Any) -> None:
+    def check_multiply_adds(self, model: nn.Module, batch: Any) -> None:
         """Counts the multiply-adds, and refuses a share of them that cannot be reached.
 
         Args:
-            model (BaseModel): The model.
-            batch: Of a data loader.
+            model (nn.Module): The model.
+            batch: As ``forward`` takes it.
 
         Raises:
             ValueError: The share is too small.
@@ -127,13 +132,13 @@ class HeadJudge:
         any_rank = {name: torch.zeros(layer.num_heads) for name, layer in layers.items()}
         self._least_important(any_rank, costs)
 
-    def needs_images(self, model: BaseModel) -> bool:
+    def needs_images(self, model: nn.Module) -> bool:
         """Whether a layer depends on content, or the loss decides."""
         return bool(self.of_importance) or any(_depends_on_content(layer) for layer in self.layers(model).values())
 
     def judge(
         self,
-        model: BaseModel,
+        model: nn.Module,
         batches: Iterable[Any] = (),
         size: Optional[Tuple[int, ...]] = None,
         reduce: Callable[[Tensor], Any] = lambda sums: None,
@@ -141,8 +146,8 @@ class HeadJudge:
         """Judges the heads of the layers.
 
         Args:
-            model (BaseModel): The model; it runs in evaluation mode.
-            batches (Iterable): Of a data loader. Defaults to none.
+            model (nn.Module): The model; it runs in evaluation mode.
+            batches (Iterable): As ``forward`` and ``loss`` take them. Defaults to none.
             size (tuple[int, ...], optional): Height and width of the grid in tokens, for attention by position alone.
                 Defaults to that of the batches.
             reduce (Callable): Adds the sums of other ranks, in place. Defaults to none.
@@ -157,11 +162,11 @@ class HeadJudge:
                 observed = stack.enter_context(observed_attention(by_content if self.criteria else {}))
                 for batch in batches:
                     with torch.no_grad():
-                        forward_tensors(model, batch)
+                        self._forward(model, batch)
             if self.of_importance and batches:
                 costs = self._costs(model, batches[0], layers) if self.counts_multiply_adds else None
                 for batch in batches:
-                    add_gradients(gradients, model, batch, training_loss)
+                    add_gradients(gradients, model, batch, self._loss)
         for own in means.values():
             _reduce(reduce, own, 'total', 'count')
         for seen in observed.values():
@@ -177,7 +182,7 @@ class HeadJudge:
         return JudgedHeads(reports, means if batches else {}, entropies)
 
     def to_remove(
-        self, model: BaseModel, judged: JudgedHeads, size: Optional[Tuple[int, ...]] = None
+        self, model: nn.Module, judged: JudgedHeads, size: Optional[Tuple[int, ...]] = None
     ) -> Dict[str, List[int]]:
         """The heads that go, by the name of the layer; without ``allow_empty`` the least uniform of a layer stays."""
         layers, found = self.layers(model), {}
@@ -193,9 +198,9 @@ class HeadJudge:
             found[name] = heads
         return {name: heads for name, heads in found.items() if heads}
 
-    def _costs(self, model: BaseModel, batch: Any, layers: Mapping[str, Heads]) -> Tuple[int, Dict[str, Tensor]]:
+    def _costs(self, model: nn.Module, batch: Any, layers: Mapping[str, Heads]) -> Tuple[int, Dict[str, Tensor]]:
         """Multiply-adds of the model and of the layers' heads."""
-        total, costs = head_costs(model, lambda: forward_tensors(model, batch))
+        total, costs = head_costs(model, lambda: self._forward(model, batch))
         self.total = self.total or total
         return total, {name: costs[name] for name in layers}
 
@@ -234,13 +239,6 @@ class HeadJudge:
                 if head not in reports[name].heads
             ]
             reports[name] = replace(reports[name], found=tuple(sorted([*known, *new], key=lambda entry: entry.head)))
-
-
-def training_loss(model: BaseModel, batch: Any) -> Tensor:
-    """The loss that a model is trained with, on a batch of a data loader as it is for tests: no mixing of images."""
-    data = model.data_preprocessor(batch, False)
-    losses = model(**data, mode='loss') if isinstance(data, dict) else model(*data, mode='loss')
-    return model.parse_losses(losses)[0]
 
 
 def _type_of(criterion: Any) -> Any:

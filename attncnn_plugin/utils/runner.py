@@ -32,6 +32,13 @@ def forward_tensors(model: BaseModel, batch) -> Any:
     return model(**data, mode='tensor') if isinstance(data, dict) else model(*data, mode='tensor')
 
 
+def training_loss(model: BaseModel, batch: Any) -> Tensor:
+    """The loss that a model is trained with, on a batch of a data loader as it is for tests: no mixing of images."""
+    data = model.data_preprocessor(batch, False)
+    losses = model(**data, mode='loss') if isinstance(data, dict) else model(*data, mode='loss')
+    return model.parse_losses(losses)[0]
+
+
 def images_of_one_size(batch: Any) -> Any:
     """The images of a batch that are as large as the first: mmsegmentation pads the others in training alone.
 

@@ -1,9 +1,16 @@
 #!/usr/bin/env python
 """Removes heads from a checkpoint, those that are named, those that are degenerate, or those that matter least.
 
-The model has attention of this package, or is a vision transformer of mmpretrain. The result loads with its config,
-in training, testing and inference. The mean output of the removed heads is lost: HeadPruningHook adds it to the bias of
-the layer. Attention that depends on content, and importance, are judged by batches of the config's train_dataloader.
+The model has attention of this package, or is a vision transformer of mmpretrain or timm:
+
+    prune_heads.py CONFIG CHECKPOINT OUT --criterion importance --keep 20
+    prune_heads.py OUT --timm deit_tiny_patch16_224 --pretrained --images FOLDER --criterion importance --keep 20
+    prune_heads.py OUT --timm vit_tiny_patch16_224 --checkpoint FILE --heads '{0: [1, 2]}'
+
+The result loads with its config, in training, testing and inference, or by checkpoint_path of timm.create_model. The
+mean output of the removed heads is lost: HeadPruningHook adds it to the bias of the layer. Attention that depends on
+content, and importance, are judged by batches of the config's train_dataloader, or by the images of a folder; for
+importance it has a subfolder for each class, in the order of the model's classes.
 """
 
 import argparse
@@ -12,21 +19,36 @@ import itertools
 import sys
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any, Iterable, Tuple
 
-from mmengine.config import DictAction
-from mmengine.runner import Runner, save_checkpoint
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.datasets import ImageFolder
 
 import attncnn_plugin  # noqa: F401
-from attncnn_plugin.apis.config_model import ConfigModel
-from attncnn_plugin.apis.judged_heads import IMPORTANCE, HeadJudge
+from attncnn_plugin.apis import LoadedModel
+from attncnn_plugin.apis.judged_heads import IMPORTANCE, HeadJudge, Run
+from attncnn_plugin.apis.model_options import add_model_options, check_model_options, load_model
 from attncnn_plugin.pruning import prunable_heads, prune_heads
+from attncnn_plugin.utils.sampling import evenly_spread
+
+BATCH_SIZE = 32  # of images of a folder
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('config', help='config of the model')
-    parser.add_argument('checkpoint', help='checkpoint of the model')
-    parser.add_argument('out', help='where the pruned checkpoint goes')
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage='%(prog)s CONFIG CHECKPOINT OUT [options]\n       %(prog)s OUT --timm NAME [options]',
+    )
+    parser.add_argument(
+        'words',
+        nargs='+',
+        metavar='CONFIG CHECKPOINT OUT',
+        help='config and checkpoint of the model, unless it is of timm, and where the pruned checkpoint goes',
+    )
+    add_model_options(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         '--heads',
@@ -44,7 +66,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--keep', type=int, help='of importance: the number of heads of the model that stay')
     parser.add_argument('--multiply-adds', type=float, help="of importance: the share of the model's that stays")
     parser.add_argument('--layers', default='*', help='glob of the names of the layers to judge (default: all)')
-    parser.add_argument('--num-batches', type=int, default=8, help='training batches to judge by (default: 8)')
+    parser.add_argument('--images', metavar='FOLDER', help='images to judge by, with --timm')
+    parser.add_argument(
+        '--num-batches',
+        type=int,
+        default=8,
+        help=f'training batches to judge by, of {BATCH_SIZE} images where they are of a folder (default: 8)',
+    )
     parser.add_argument(
         '--size',
         nargs=2,
@@ -52,8 +80,16 @@ def parse_args() -> argparse.Namespace:
         metavar=('HEIGHT', 'WIDTH'),
         help="grid in tokens for the criteria entropy and duplicate (default: that of the config's img_size)",
     )
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides settings of the config: k=v')
-    return parser.parse_args()
+    args = parser.parse_args()
+    places = 3 if args.timm is None else 1
+    if len(args.words) != places:
+        parser.error(f'{" ".join(args.words)} must be ' + ('OUT alone' if args.timm else 'CONFIG CHECKPOINT OUT'))
+    args.config, args.weights = args.words[:2] if args.timm is None else (None, None)
+    args.out = args.words[-1]
+    check_model_options(parser, args, args.config, args.weights)
+    if args.images is not None and args.timm is None:
+        parser.error("--images is for --timm: of a config it is the train_dataloader's images that heads are judged by")
+    return args
 
 
 def named_heads(text: str) -> dict:
@@ -67,23 +103,19 @@ def named_heads(text: str) -> dict:
     return heads
 
 
-def judged_heads(loaded: ConfigModel, args: argparse.Namespace) -> dict:
+def judged_heads(loaded: LoadedModel, args: argparse.Namespace) -> dict:
     """The heads that go by the criteria, all but one of a layer at most."""
     amount = dict(threshold=args.threshold, keep=args.keep, multiply_adds=args.multiply_adds)
     amount = {name: value for name, value in amount.items() if value is not None}
     if amount and IMPORTANCE not in args.criterion:
         raise ValueError(f'{amount} say how many heads go by importance: add it to --criterion')
-    judge = HeadJudge(
-        [dict(type=name, **amount) if name == IMPORTANCE else name for name in args.criterion], args.layers
-    )
-    model = loaded.model
+    criteria = [dict(type=name, **amount) if name == IMPORTANCE else name for name in args.criterion]
+    model, (forward, loss) = loaded.model, runs_of(args)
+    judge = HeadJudge(forward, loss, criteria, args.layers)
     judge.check(model)
     batches, size = [], None
     if judge.needs_images(model):
-        if loaded.config.get('train_dataloader') is None:
-            raise ValueError(f'{args.config} has no train_dataloader, whose images heads are judged by')
-        loader = Runner.build_dataloader(loaded.config.train_dataloader, seed=0)
-        batches = itertools.islice(loader, args.num_batches)
+        batches = itertools.islice(batches_of(loaded, args), args.num_batches)
     else:
         size = tuple(args.size or loaded.grid)
     judged = judge.judge(model, batches, size)
@@ -96,22 +128,62 @@ def judged_heads(loaded: ConfigModel, args: argparse.Namespace) -> dict:
     return heads
 
 
+def runs_of(args: argparse.Namespace) -> Tuple[Run, Run]:
+    """How the model runs on a batch, without a loss and with it."""
+    if args.timm is None:
+        from attncnn_plugin.utils.runner import forward_tensors, training_loss
+
+        return forward_tensors, training_loss
+    return lambda model, batch: model(batch[0]), _cross_entropy
+
+
+def _cross_entropy(model: nn.Module, batch: Tuple[Tensor, Tensor]) -> Tensor:
+    images, labels = batch
+    logits = model(images)
+    if int(labels.max()) >= logits.shape[1]:
+        raise ValueError(
+            f'--images has more than the {logits.shape[1]} classes of the model, one of which each of its subfolders is'
+        )
+    return F.cross_entropy(logits, labels)
+
+
+def batches_of(loaded: LoadedModel, args: argparse.Namespace) -> Iterable[Any]:
+    """Batches of the config's training images, or of the images of a folder."""
+    if args.timm is None:
+        from mmengine.runner import Runner
+
+        if loaded.config.get('train_dataloader') is None:
+            raise ValueError(f'{args.config} has no train_dataloader, whose images heads are judged by')
+        return Runner.build_dataloader(loaded.config.train_dataloader, seed=0)
+    if args.images is None:
+        raise ValueError(f'the heads of {args.timm} are judged by images: give --images FOLDER, or --heads')
+    number = BATCH_SIZE * args.num_batches
+    if IMPORTANCE in args.criterion:
+        files = ImageFolder(args.images).samples
+        chosen = [files[i] for i in evenly_spread(len(files), number)]
+        images, labels = [loaded.read(path) for path, _ in chosen], [label for _, label in chosen]
+    else:
+        images = loaded.read_folder(args.images, number)
+        labels = [0] * len(images)
+    return zip(loaded.inputs(images).split(BATCH_SIZE), torch.tensor(labels).split(BATCH_SIZE))
+
+
 def main() -> None:
     args = parse_args()
     try:
-        loaded = ConfigModel(args.config, args.checkpoint, args.cfg_options)
+        loaded = load_model(args, args.config, args.weights)
         model = loaded.model
         if not prunable_heads(model):
-            sys.exit(f'the model of {args.config} has no attention with heads that can be removed')
+            sys.exit(f'the model of {loaded.name} has no attention with heads that can be removed')
         before = sum(parameter.numel() for parameter in model.parameters())
         heads = named_heads(args.heads) if args.heads else judged_heads(loaded, args)
         prune_heads(model, heads)
-    except (OSError, TypeError, ValueError, UnpicklingError) as error:
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
         sys.exit(str(error))
     after = sum(parameter.numel() for parameter in model.parameters())
     print(f'Removed heads {heads}: {before:,} parameters became {after:,}')
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    save_checkpoint({'state_dict': model.state_dict(), 'meta': loaded.meta}, args.out)
+    torch.save({'state_dict': model.state_dict(), 'meta': loaded.meta}, args.out)
     print(f'Saved {args.out}')
 
 

@@ -14,7 +14,7 @@ from attncnn_plugin.explorer import explorer_page
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
-        usage='%(prog)s CONFIG CHECKPOINT IMAGE ... [options]\n       %(prog)s --timm NAME [options] IMAGE ...',
+        usage='%(prog)s CONFIG CHECKPOINT IMAGE ... [options]\n       %(prog)s IMAGE ... --timm NAME [options]',
     )
     parser.add_argument(
         'words',

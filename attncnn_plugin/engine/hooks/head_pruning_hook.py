@@ -27,7 +27,7 @@ from ...pruning import (
 )
 from ...pruning.bias_correction import takes_duplicates
 from ...pruning.heads import Heads
-from ...utils.runner import compile_train_step, is_resumed
+from ...utils.runner import compile_train_step, forward_tensors, is_resumed, training_loss
 from .phases import parts_in_phases
 from .random_state import random_numbers_kept
 from .rebuild import averaged_models, build_schedulers, check_wrapper, refresh_average, unwrapped, wrap_again
@@ -115,7 +115,7 @@ class HeadPruningHook(Hook):
         self.epochs = tuple(epochs)
         self.begin = begin
         self.interval = interval
-        self.judge = HeadJudge(criteria, layers, allow_empty)
+        self.judge = HeadJudge(forward_tensors, training_loss, criteria, layers, allow_empty)
         self.allow_empty = allow_empty
         self.bias_correction = bias_correction
         self.num_batches = num_batches

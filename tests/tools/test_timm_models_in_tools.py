@@ -1,0 +1,206 @@
+"""The tools with models of timm: ``--timm NAME``, for figures, reports and pruning."""
+
+import json
+import runpy
+import sys
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from attncnn_plugin import visualization
+from attncnn_plugin.analysis import vit_attention
+from attncnn_plugin.apis import TimmModel
+from attncnn_plugin.pruning import head_importance, prunable_heads
+
+SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=2)
+OPTIONS = ['--model-kwargs', *(f'{name}={value}' for name, value in SMALL.items())]
+MODEL = ['--timm', 'vit_tiny_patch16_224', '--checkpoint', 'vit.pth', *OPTIONS]
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    """A checkpoint, and images of two classes."""
+    folder = tmp_path_factory.mktemp('timm')
+    torch.manual_seed(0)
+    model = timm.create_model('vit_tiny_patch16_224', **SMALL)
+    for block in model.blocks:
+        torch.nn.init.normal_(block.attn.qkv.weight, std=0.5)
+    torch.save(model.state_dict(), folder / 'vit.pth')
+    random = np.random.default_rng(0)
+    for label in ('cat', 'dog'):
+        (folder / 'images' / label).mkdir(parents=True)
+        for i in range(3):
+            pixels = random.integers(0, 256, (40, 40, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / 'images' / label / f'{i}.png')
+    return folder
+
+
+@pytest.fixture
+def tool(folder, repository, monkeypatch):
+    """Runs a tool in this process, in the folder."""
+    monkeypatch.chdir(folder)
+
+    def run_tool(path, *options):
+        monkeypatch.setattr(sys, 'argv', [path, *map(str, options)])
+        return runpy.run_path(str(repository / 'tools' / path), run_name='__main__')
+
+    return run_tool
+
+
+def loaded_model():
+    return TimmModel('vit_tiny_patch16_224', 'vit.pth', settings=SMALL)
+
+
+def test_images(folder, monkeypatch):
+    """As timm's transforms give them; the picture is the image before it was normalized."""
+    monkeypatch.chdir(folder)
+    loaded = loaded_model()
+    image = loaded.image('images/cat/0.png')
+    assert image.shape == (3, 32, 32) and not loaded.model.training
+    picture = loaded.picture(image)
+    assert picture.dtype == np.uint8 and picture.shape == (32, 32, 3)
+    assert torch.allclose(torch.from_numpy(picture).permute(2, 0, 1) / 255 * 2 - 1, image, atol=1e-5)  # mean, std 0.5
+    assert loaded.some_inputs('images', 4).shape == (4, 3, 32, 32)
+    for which, message in [('7', 'image 7 must be a file'), ('vit.pth', 'cannot be read as an image')]:
+        with pytest.raises(ValueError, match=message):
+            loaded.image(which)
+    with pytest.raises(ValueError, match='no test dataset: give images'):
+        loaded.test_images(3)
+
+
+def test_grey_images(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    loaded = TimmModel('vit_tiny_patch16_224', settings=dict(SMALL, in_chans=1))
+    image = loaded.image('images/cat/0.png')
+    assert image.shape == (1, 32, 32) and loaded.picture(image).shape == (32, 32, 3)
+
+
+@pytest.mark.parametrize(
+    'options',
+    [
+        ['centers', '--images', 'images'],
+        ['probabilities', '--images', 'images', '--zoom', 3, '--query', 1, 2],
+        ['content', '--image', 'images/dog/1.png'],
+    ],
+)
+def test_figures(options, tool, monkeypatch):
+    """Drawn of the attention of patches to patches."""
+    drawn = []
+    name = 'plot_attention_centers' if options[0] == 'centers' else 'plot_attention_probs'
+    draw = getattr(visualization, name)
+    monkeypatch.setattr(
+        visualization, name, lambda *args, **kwargs: drawn.append((args, kwargs)) or draw(*args, **kwargs)
+    )
+    tool('visualization/plot_attention.py', *MODEL, '--figure', *options, '--out', 'figure.png')
+    ((args, kwargs),) = drawn
+    loaded = loaded_model()
+    images = loaded.inputs([loaded.image(options[2])]) if options[1] == '--image' else loaded.some_inputs('images', 9)
+    expected, _ = vit_attention(loaded.model, images)
+    shown = kwargs['probs'] if options[0] == 'centers' else args[0]
+    for layer, probs in expected.items():
+        mean = probs.mean(0)
+        if options[0] != 'centers':
+            row, column = args[1][layer]
+            mean = mean[:, 4 * row + column].unflatten(1, (4, 4)).double()
+        assert torch.allclose(shown[layer], mean, atol=1e-6)
+
+
+def test_distance(tool, folder, monkeypatch):
+    """By the reports of two models."""
+    for name in ('vit', 'other'):
+        model = MODEL if name == 'vit' else ['--timm', 'vit_tiny_patch16_224', *OPTIONS]
+        tool('analysis_tools/analyze_heads.py', *model, '--images', 'images', '--json', f'{name}.json')
+    figures = []
+    monkeypatch.setattr(visualization, 'save_figure', lambda figure, path: figures.append(figure))
+    tool(
+        'visualization/plot_attention.py',
+        '--figure',
+        'distance',
+        '--reports',
+        'vit.json',
+        'b=other.json',
+        '--out',
+        'a.png',
+    )
+    far, other, near, _ = figures[0].axes
+    assert (far.get_title(), other.get_title()) == ('vit', 'b')
+    layers = json.loads((folder / 'vit.json').read_text())['layers']
+    for axes, heads in ((far, lambda head: head['distance'] / 4), (near, lambda head: head['mass_3x3'])):
+        dots, mean = axes.get_lines()[:-1], axes.get_lines()[-1]
+        expected = [[100 * heads(head) for head in layer['heads']] for layer in layers]
+        assert [list(line.get_ydata()) for line in dots] == [pytest.approx(heads) for heads in expected]
+        assert list(mean.get_ydata()) == pytest.approx([np.mean(heads) for heads in expected])
+
+
+@pytest.mark.parametrize(
+    'reports, message',
+    [
+        ({}, 'reports is empty'),
+        ({'a': {'layers': []}}, 'the report of a has no layers with heads'),
+        ({'a': {'layers': [{'name': 'x', 'heads': [{'mass_3x3': 1}]}]}}, 'the report of a has no distances'),
+    ],
+)
+def test_reports_that_cannot_be_drawn(reports, message):
+    with pytest.raises(ValueError, match=message):
+        visualization.plot_attention_distance(reports)
+
+
+@pytest.mark.parametrize(
+    'options, left',
+    [
+        (['--heads', '{1: [0, 2]}'], [3, 1]),
+        (['--criterion', 'importance', '--keep', '4', '--images', 'images'], None),
+        (['--criterion', 'entropy', '--images', 'images'], [3, 3]),
+    ],
+)
+def test_pruning(options, left, tool, folder, monkeypatch, capsys):
+    """The pruned checkpoint loads in timm as it is."""
+    tool('model_converters/prune_heads.py', *MODEL, *options, 'pruned.pth')
+    assert 'Saved pruned.pth' in capsys.readouterr().out
+    model = timm.create_model('vit_tiny_patch16_224', **SMALL, checkpoint_path='pruned.pth')
+    numbers = [layer.num_heads for layer in prunable_heads(model).values()]
+    if left is None:
+        loaded = loaded_model()
+        files = [f'images/{label}/{i}.png' for label in ('cat', 'dog') for i in range(3)]
+        batch = loaded.inputs([loaded.image(path) for path in files]), torch.tensor([0, 0, 0, 1, 1, 1])
+        importance = head_importance(
+            loaded.model, [batch], lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
+        )
+        threshold = torch.cat(list(importance.values())).topk(4).values.min()
+        left = [int((own >= threshold).sum()) for own in importance.values()]
+    assert numbers == left
+
+
+@pytest.mark.parametrize(
+    'path, options, message',
+    [
+        ('model_converters/prune_heads.py', ['--criterion', 'entropy', 'x.pth'], 'give --images FOLDER, or --heads'),
+        ('model_converters/prune_heads.py', ['a.py', 'b.pth', 'x.pth'], 'must be OUT alone'),
+        ('visualization/plot_attention.py', ['--figure', 'centers', '--out', 'a.png'], 'give images of your own'),
+        ('visualization/plot_attention.py', ['--figure', 'centers', '--out', 'a.png', '--pretrained'], 'not allowed'),
+        ('visualization/plot_attention.py', ['--figure', 'distance', '--out', 'a.png'], 'give --reports JSON'),
+    ],
+)
+def test_mistakes(path, options, message, tool, capsys):
+    with pytest.raises(SystemExit) as stop:
+        tool(path, *MODEL, *options)
+    assert message in (str(stop.value) if stop.value.code != 2 else capsys.readouterr().err)
+
+
+def test_pretrained_weights_are_asked_for(tool, monkeypatch):
+    """Up to the download."""
+    asked = []
+
+    def create(name, pretrained=False, **kwargs):
+        asked.append((name, pretrained))
+        raise RuntimeError('no network')
+
+    monkeypatch.setattr(timm, 'create_model', create)
+    options = ['--timm', 'vit_tiny_patch16_224', '--pretrained', '--figure', 'content', '--image', 'images/cat/0.png']
+    with pytest.raises(SystemExit, match='no network'):
+        tool('visualization/plot_attention.py', *options, '--out', 'a.png')
+    assert asked == [('vit_tiny_patch16_224', True)]
