@@ -159,7 +159,7 @@ def test_reports_that_cannot_be_drawn(reports, message):
 )
 def test_pruning(options, left, tool, folder, monkeypatch, capsys):
     """The pruned checkpoint loads in timm as it is."""
-    tool('model_converters/prune_heads.py', *MODEL, *options, 'pruned.pth')
+    tool('model_converters/prune_heads.py', 'pruned.pth', *options, *MODEL)
     assert 'Saved pruned.pth' in capsys.readouterr().out
     model = timm.create_model('vit_tiny_patch16_224', **SMALL, checkpoint_path='pruned.pth')
     numbers = [layer.num_heads for layer in prunable_heads(model).values()]
@@ -178,7 +178,7 @@ def test_pruning(options, left, tool, folder, monkeypatch, capsys):
 @pytest.mark.parametrize(
     'path, options, message',
     [
-        ('model_converters/prune_heads.py', ['--criterion', 'entropy', 'x.pth'], 'give --images FOLDER, or --heads'),
+        ('model_converters/prune_heads.py', ['x.pth', '--criterion', 'entropy'], 'give --images FOLDER, or --heads'),
         ('model_converters/prune_heads.py', ['a.py', 'b.pth', 'x.pth'], 'must be OUT alone'),
         ('visualization/plot_attention.py', ['--figure', 'centers', '--out', 'a.png'], 'give images of your own'),
         ('visualization/plot_attention.py', ['--figure', 'centers', '--out', 'a.png', '--pretrained'], 'not allowed'),
@@ -187,7 +187,7 @@ def test_pruning(options, left, tool, folder, monkeypatch, capsys):
 )
 def test_mistakes(path, options, message, tool, capsys):
     with pytest.raises(SystemExit) as stop:
-        tool(path, *MODEL, *options)
+        tool(path, *options, *MODEL)
     assert message in (str(stop.value) if stop.value.code != 2 else capsys.readouterr().err)
 
 
