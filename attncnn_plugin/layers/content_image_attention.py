@@ -1,7 +1,7 @@
 """Attention by content and position in the place of a convolution (d'Ascoli et al. 2021, "Transformed CNNs")."""
 
 import math
-from typing import Any, Optional, Sequence, Tuple, Union
+from typing import Any, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -143,13 +143,19 @@ class ContentImageAttention(ImageAttention):
             return self._joined(none).unflatten(-1, sizes)
         if self.window_size is None:
             return self._whole_image(x, sizes)
-        return self._neighbourhoods(x, sizes, self.window_size)
+        axes = self._tiles(x.shape[2:], sizes, self.window_size)
+        # Where neighbourhoods are about as large as the image, their tiles have more keys than it has pixels.
+        if math.prod(tiles.scores for tiles in axes) >= math.prod(tiles.queries * tiles.pixels for tiles in axes):
+            return self._whole_image(x, sizes)
+        return self._neighbourhoods(x, sizes, axes)
 
     def _whole_image(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         padded = self.window.pad(x)
         queries = _tokens(self._query_pixels(padded, sizes))
         bias = self._position_bias(x.shape[2:])
-        content = None if self.gate is None else torch.zeros_like(bias[:1])
+        content = None
+        if self.gate is not None:
+            content = torch.zeros_like(bias[:1]).masked_fill(bias[:1] == -math.inf, -math.inf)
         tokens = _tokens(padded)
         if self.window.padding_mode == 'zeros' and tokens.shape[1] != math.prod(x.shape[2:]):
             tokens = _tokens(x)
@@ -158,14 +164,14 @@ class ContentImageAttention(ImageAttention):
         heads = self._attend(self._heads(self.query(queries)), self._heads(self.key(tokens)), tokens, bias, content)
         return self._joined(heads).unflatten(-1, list(sizes))
 
-    def _neighbourhoods(self, x: Tensor, sizes: Sequence[int], window_size: Sequence[int]) -> Tensor:
+    def _tiles(self, size: Sequence[int], queries: Sequence[int], window_size: Sequence[int]) -> List[AxisTiles]:
+        """The tiles along each axis of an image of ``size``."""
+        padded = [sum(self.window.padding_of(axis, pixels), pixels) for axis, pixels in enumerate(size)]
+        settings = zip(padded, queries, self.window.stride, self.window.anchor, window_size)
+        return [AxisTiles(*of_axis) for of_axis in settings]
+
+    def _neighbourhoods(self, x: Tensor, sizes: Sequence[int], axes: Sequence[AxisTiles]) -> Tensor:
         padded = self.window.pad(x)
-        axes = [
-            AxisTiles(pixels, queries, stride, first, size)
-            for pixels, queries, stride, first, size in zip(
-                padded.shape[2:], sizes, self.window.stride, self.window.anchor, window_size
-            )
-        ]
         queries = tile_queries(self._query_pixels(padded, sizes), axes)
         keys = self.key(_tokens(padded)).transpose(1, 2).unflatten(2, padded.shape[2:])  # once for all tiles
         keys, tokens = tile_keys(torch.cat([keys, padded.to(keys.dtype)], dim=1), axes).split(

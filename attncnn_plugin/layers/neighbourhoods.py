@@ -49,6 +49,11 @@ class AxisTiles:
         return (self.length - 1) * self.stride + self.window_size
 
     @property
+    def scores(self) -> int:
+        """Scores of all queries, those that fill up the last tile too, with the keys of their tiles."""
+        return self.number * self.length * self.keys
+
+    @property
     def step(self) -> int:
         """Pixels from a tile to the next."""
         return self.length * self.stride

@@ -117,8 +117,10 @@ class First(nn.Module):
 
 def turn(model: nn.Module, kind: str, seed: int) -> None:
     """Makes attention of a kind of the convolutions of the last stage."""
-    if KINDS[kind] is not None:
-        convs_to_attention(model, LAYERS, generator=torch.Generator().manual_seed(seed), **KINDS[kind])
+    settings = KINDS[kind]
+    if settings is not None:
+        random = dict(generator=torch.Generator().manual_seed(seed)) if 'content' in settings else {}
+        convs_to_attention(model, LAYERS, **random, **settings)
 
 
 def noisy(images: Tensor, deviation: float) -> Tensor:
