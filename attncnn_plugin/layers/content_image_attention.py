@@ -145,7 +145,7 @@ class ContentImageAttention(ImageAttention):
             return self._whole_image(x, sizes)
         axes = self._tiles(x.shape[2:], sizes, self.window_size)
         # Where neighbourhoods are about as large as the image, their tiles have more keys than it has pixels.
-        if math.prod(tiles.scores for tiles in axes) >= math.prod(tiles.queries * tiles.pixels for tiles in axes):
+        if math.prod([tiles.scores for tiles in axes]) >= math.prod([tiles.queries * tiles.pixels for tiles in axes]):
             return self._whole_image(x, sizes)
         return self._neighbourhoods(x, sizes, axes)
 
