@@ -14,6 +14,8 @@ from ..analysis.transformer_attention import TokenPlaces
 from .layer_grid import LayerGrid
 from .stream import Quantized, rounded_up
 
+MASKED = 1e-20  # of the largest probability: Swin's masks take 100 off a score, e^−100 = 4e-44
+
 
 class ObservedLayer:
     """The probabilities of a layer for some images.
@@ -34,7 +36,9 @@ class ObservedLayer:
     def __init__(self, name: str, label: str, probs: Tensor, places: TokenPlaces, others: Sequence[str]) -> None:
         self.size, self.num_heads = places.grid, probs.shape[1]
         self.parts: Dict[str, List[str]] = {'attention': ['probabilities']} if self.num_heads else {}
-        self._name, self._label, self._others, self._windows = name, label, list(others), places.windows
+        self._name, self._label, self._others = name, label, list(others)
+        self._windows: Optional[np.ndarray] = None
+        self._masked: Optional[np.ndarray] = None
         if self.num_heads == 0:
             return
         patches, self._to_others = (
@@ -44,6 +48,9 @@ class ObservedLayer:
         )
         self._largest = patches.amax(-1)
         self._relative = patches / self._largest.clamp(min=torch.finfo(patches.dtype).tiny)[..., None]
+        if places.windows is not None:
+            self._windows = places.windows.cpu().numpy().astype(np.int16)
+            self._masked = (self._relative < MASKED).all(1).all(0).numpy().astype(np.uint8)
 
     def header(self, step: float, with_errors: bool) -> Dict[str, Any]:
         """The layer in the header of :mod:`.stream`.
@@ -59,7 +66,8 @@ class ObservedLayer:
             'heads': self.num_heads,
             'centers': None,
             'others': self._others,
-            'windows': self._windows_array(),
+            'windows': self._windows,
+            'masked': self._masked,
             'parts': {part: self._part(terms, step, with_errors) for part, terms in self.parts.items()},
             'arrays': {},
             'token_arrays': [],
@@ -77,9 +85,6 @@ class ObservedLayer:
             'largest': self._largest.numpy(),
             'to_others': self._to_others.numpy(),
         }
-
-    def _windows_array(self) -> Optional[np.ndarray]:
-        return None if self._windows is None else self._windows.cpu().numpy().astype(np.int16)
 
 
 def by_token(probs: Tensor, prefix: int) -> Tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ which compress to nothing.
 - ``keys``, H×W tokens, or P1×P2 pixels of an image that is padded: ``start``, the row and the column of the first one;
   ``source``, the number of the token that each of them is or repeats, ``(P1, P2)``, H·W for a zero; ``reach``, the
   largest number of rows and of columns from a query to a key that it sees;
-- ``others`` and ``windows``, of the attention of other libraries alone, whose one part is ``attention``: see below;
+- ``others``, ``windows`` and ``masked`` of attention of other libraries, whose one part is ``attention``, see below;
 - ``parts``: by ``position``, ``content`` and ``both``, as far as the layer has them,
     - ``terms``: the names of the terms whose sum are the scores, up to a constant for each query. The probabilities are
       their softmax over the keys; keys that repeat a token are added to it, those of zeros are lost;
@@ -54,8 +54,9 @@ c_q the coordinates of the query's token after a first one that is 1, and c_k th
 beside the patches, such as class tokens and registers, whose names are ``others``, then the H·W patches, row-major: N =
 T + H·W. Where attention is in windows of M tokens, T = 0, and ``windows`` has the numbers of the patches in each of
 them, ``(windows, M)``, H·W for padding: the keys of a patch are those of the one window that it lies in. Otherwise
-``windows`` is null, and all patches are keys, M = H·W. The part ``attention`` has the ``terms`` ``probabilities``,
-``errors`` as above, and
+``windows`` and ``masked`` are null, and all patches are keys, M = H·W. ``masked``, ``(H·W, M)``, is 1 for keys of its
+window to which a patch gives nothing with any head on any image: padding, and what the mask of a shifted window hides.
+The part ``attention`` has the ``terms`` ``probabilities``, ``errors`` as above, and
 
 - ``largest``: the largest probability that a query gives to a patch, ``(images, N_h, N)``;
 - ``relative``: the probabilities of the patches as parts of it, ``(images, N_h, N, M)``, 0 for padding;
