@@ -15,6 +15,7 @@ from torch import nn
 
 from attncnn_plugin.analysis import vit_attention
 from attncnn_plugin.analysis.transformer_attention import TokenPlaces, visit_vit_attention
+from attncnn_plugin.explorer import page as page_module
 from attncnn_plugin.explorer.observed_layer import ObservedLayer
 from attncnn_plugin.explorer.stream import pack
 from attncnn_plugin.pruning import prune_heads
@@ -65,15 +66,13 @@ def check(layer, probs, places, image=0):
     return errors
 
 
-@pytest.mark.parametrize('precision', ['16 bits', 'fewer'])
+@pytest.mark.parametrize('bits', [16, 8])
 @pytest.mark.parametrize('name', [*OF_TIMM, *OF_MMPRETRAIN])
-def test_every_kind(name, precision):
+def test_every_kind(name, bits, monkeypatch):
+    if bits < 16:  # as where more does not fit
+        monkeypatch.setattr(page_module, 'PROBABILITY_STEPS', [2**-bits])
     model, images = small_vit(name), images_of(2, size=SIZE)
-    page = page_of(model, images)
-    if precision == 'fewer':
-        shell = len(page) - len(page.split('id="data">')[1].split('<')[0])
-        page = page_of(model, images, max_bytes=shell + (len(page) - shell) * 17 // 20)
-    content = unpack(page)
+    content = unpack(page_of(model, images))
     layers, expected = content['layers'], visited(model, images)
     assert [layer['name'] for layer in layers] == list(expected)
     between, _ = vit_attention(model, images)  # of patches alone
@@ -83,7 +82,7 @@ def test_every_kind(name, precision):
         said = torch.tensor(layer['parts']['attention']['errors'])
         largest = torch.stack([check(layer, probs, places, image) for image in range(2)]).amax(0)
         assert (largest >= 0.7 * said).all()  # no more is said than needed
-        assert said.max() <= 1e-5 if precision == '16 bits' else 2e-5 < said.max() < 0.02
+        assert said.max() <= 0.55 * 2**-bits
         found = stored_in(layer, 1)[0][:, places.prefix :]
         found = (found / found.sum(-1, keepdim=True)).float()
         assert torch.allclose(found, between[key][1], atol=10 * float(said.max()))
@@ -209,6 +208,16 @@ def test_tokens_of_windows():
         window, slot = (int(index) for index in where.nonzero()[0])
         found = stored_in(layer)[0][:, 56 * 28 + 27, places.windows[window]]
         assert (found - probs[window, :, slot]).abs().max() <= 1e-5
+
+
+def test_coarser_where_it_must_be():
+    model, images = timm.create_model('vit_tiny_patch16_224', img_size=112, depth=1), images_of(2, size=112)
+    fine = page_of(model, images)
+    limit = len(fine) * 9 // 10
+    coarse = page_of(model, images, max_bytes=limit)
+    assert limit * 0.9 < len(coarse.encode()) <= limit
+    finest, coarsest = (unpack(page)['layers'][0]['parts']['attention']['errors'] for page in (fine, coarse))
+    assert max(finest) <= 1e-5 < min(coarsest) <= max(coarsest) <= 0.02
 
 
 @pytest.mark.slow
