@@ -41,11 +41,12 @@ class ObservedLayer:
         self._masked: Optional[np.ndarray] = None
         if self.num_heads == 0:
             return
-        patches, self._to_others = (
+        patches, to_others = (
             by_token(probs.float(), places.prefix)
             if places.windows is None
             else by_windows(probs.float(), places.windows.cpu(), places.grid[0] * places.grid[1])
         )
+        self._to_others = to_others.clone()  # no view of all probabilities
         self._largest = patches.amax(-1)
         self._relative = patches / self._largest.clamp(min=torch.finfo(patches.dtype).tiny)[..., None]
         if places.windows is not None:

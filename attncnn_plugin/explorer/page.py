@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..analysis import attention_layers, is_vit, layer_label, layer_labels, require_attention_layers, visit_layers
+from ..analysis import layer_label, layer_labels, shown_layers, visit_layers
+from ..analysis.model_attention import is_other_vit
 from ..analysis.transformer_attention import TokenPlaces, visit_vit_attention
 from ..analysis.vision_transformer import find_transformer, prefix_names
 from ..layers import AttentionLayer
@@ -55,8 +56,8 @@ def explorer_page(
         str: HTML, to be written as UTF-8.
 
     Raises:
-        ValueError: A model without attention layers, such as a CMHSA in the convolution phase, with layers that the
-            images do not reach, or along one or three axes; no images, or other numbers of pictures or names; pictures
+        ValueError: A model without attention, such as a CMHSA in the convolution phase, with layers that the images
+            do not reach, or along one or three axes; no images, or other numbers of pictures or names; pictures
             of another kind; more than 1024 tokens of a layer, or 16,384 of one with windows; parameters that are not
             finite; a page that cannot be made small enough; a vision transformer that is built in another way.
     """
@@ -67,7 +68,7 @@ def explorer_page(
             'many of each, at least one'
         )
     pictures = [_rgb(picture) for picture in pictures]
-    if not attention_layers(model) and is_vit(model):
+    if is_other_vit(model):
         layers, precisions = _observed_layers(model, images), PROBABILITY_STEPS
     else:
         layers, precisions = _layer_scores(model, images), SCORE_ERRORS
@@ -87,7 +88,7 @@ def explorer_page(
 
 def _layer_scores(model: nn.Module, images: Tensor) -> List[LayerScores]:
     """The scores of all layers on some images, of which as few run through the model as matter."""
-    layers = require_attention_layers(model)
+    layers = shown_layers(model)
     for name, layer in layers.items():
         if layer.window is not None and layer.window.ndim != 2:
             raise ValueError(
@@ -125,10 +126,11 @@ def _observed_layers(model: nn.Module, images: Tensor) -> List[ObservedLayer]:
     if len({*labels}) < len(labels):
         labels = list(found)  # the blocks of several stages
     others = prefix_names(find_transformer(model)[1])
-    return [
-        ObservedLayer(name, label, torch.cat(probs), places, others[: places.prefix])
-        for label, (name, (places, probs)) in zip(labels, found.items())
-    ]
+    layers = []
+    for label, name in zip(labels, list(found)):
+        places, probs = found.pop(name)  # large: not to be kept twice
+        layers.append(ObservedLayer(name, label, torch.cat(probs), places, others[: places.prefix]))
+    return layers
 
 
 def _check_tokens(name: str, images: Tensor, size: Sequence[int], limit: int) -> None:
