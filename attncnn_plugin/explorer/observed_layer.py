@@ -39,8 +39,6 @@ class ObservedLayer:
         self._name, self._label, self._others = name, label, list(others)
         self._windows: Optional[np.ndarray] = None
         self._masked: Optional[np.ndarray] = None
-        if self.num_heads == 0:
-            return
         patches, to_others = (
             by_token(probs.float(), places.prefix)
             if places.windows is None
