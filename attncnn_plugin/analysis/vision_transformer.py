@@ -1,6 +1,6 @@
 """The vision transformer in a model of timm or mmpretrain, told by its parts: patches and the tokens beside them."""
 
-from typing import Any, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,19 @@ def num_prefix_tokens(network: Any) -> int:
     """Class, distillation and register tokens, which come before the patches."""
     class_tokens = int(getattr(network, 'cls_token', None) is not None)
     return int(getattr(network, 'num_prefix_tokens', getattr(network, 'num_extra_tokens', class_tokens)))
+
+
+def prefix_names(network: Any) -> List[str]:
+    """Short names of the tokens before the patches, in their order: ``cls``, ``dist``, ``reg 1``, ….
+
+    Examples:
+        >>> import timm
+        >>> prefix_names(timm.create_model('vit_tiny_patch16_224', depth=1, reg_tokens=2))
+        ['cls', 'reg 1', 'reg 2']
+    """
+    names = [name for name in ('cls', 'dist') if getattr(network, f'{name}_token', None) is not None]
+    count = num_prefix_tokens(network)
+    return [*names, *(f'reg {i + 1}' for i in range(count - len(names)))][:count]
 
 
 def patch_grid(model: nn.Module, images: Tensor) -> Tuple[int, int]:

@@ -1,6 +1,6 @@
 'use strict';
 
-const PART_NAMES = {position: 'Position', content: 'Content', both: 'Both'};
+const PART_NAMES = {position: 'Position', content: 'Content', both: 'Both', attention: 'Attention'};
 const ARRAYS = {uint8: Uint8Array, int16: Int16Array, float32: Float32Array, float64: Float64Array};
 const EXACT = 1e-6;  // error of a probability up to which it counts as exact
 const EXACT_PAGE = 1e-5;  // the same, relative to the largest probability of a query
@@ -8,7 +8,8 @@ const ARROWS = {ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRi
 const byId = (id) => document.getElementById(id);
 let page;  // the header of stream.py, with arrays in place of their descriptions
 let height, width;  // of the page's grid, in whose pixels the state counts: the finest of all layers
-const state = {image: 0, query: 0, locked: false, layer: 0, head: 0, part: null, key: null, theme: null};
+const state = {
+  image: 0, query: 0, token: null, locked: false, layer: 0, head: 0, part: null, key: null, theme: null};
 
 // ---- Data ----
 
@@ -51,6 +52,15 @@ async function inflate(bytes) {
 const rowOf = (pixel) => Math.floor(pixel / width);
 const columnOf = (pixel) => pixel % width;
 const clamp = (at, count) => Math.min(Math.max(at, 0), count - 1);
+
+/** The names of the tokens of a layer that lie beside its grid: class tokens, registers. */
+const othersOf = (layer) => page.layers[layer].others ?? [];
+
+/** The query of a layer: the chosen token beside the grid, where the layer has it, or the one at the chosen pixel. */
+function shownQuery(layer) {
+  const name = othersOf(layer)[state.token];
+  return name === undefined ? queryOf(layer) : {other: state.token, name};
+}
 
 /** The query of a layer that is nearest to a pixel, the chosen one: its place, and its numbers among the queries. */
 function queryOf(layer, pixel = state.query) {
@@ -132,11 +142,41 @@ function arraysOf({arrays, token_arrays: groups}) {
 function probabilities(layer, head, query) {
   const {parts} = page.layers[layer], part = parts[partOf(layer)];
   if (!part) return null;
+  if (part.relative) return stored(layer, head, query).probs;
   if (!part.shares) return softmax(layer, part.terms, head, query, massOf(part, head, query) ?? 1);
   const share = part.shares[head], probs = softmax(layer, parts.content.terms, head, query, 1 - share);
   const position = softmax(layer, parts.position.terms, head, query, share);
   for (let k = 0; k < probs.length; k++) probs[k] += position[k];
   return probs;
+}
+
+/** The probabilities that the page holds itself: of the patches, and of the tokens beside them or of padding. */
+function stored(layer, head, query) {
+  const {grid: [tall, wide], parts} = page.layers[layer];
+  const {relative, largest, to_others: others} = parts[partOf(layer)], [, heads, queries, count] = relative.shape;
+  const row = (state.image * heads + head) * queries + (query.other ?? othersOf(layer).length + query.index);
+  const probs = new Float64Array(tall * wide + 1), keys = windowOf(layer, query);  // padding, which is 0, comes last
+  for (let k = 0; k < count; k++) {
+    probs[keys ? keys[k] : k] = relative.values[row * count + k] * largest.values[row];
+  }
+  const length = others.shape[3];
+  return {
+    probs: probs.subarray(0, tall * wide),
+    others: [...others.values.subarray(row * length, (row + 1) * length)]};
+}
+
+/** The numbers of the patches in the window of a query, those of padding among them; undefined without windows. */
+function windowOf(layer, query) {
+  const {windows} = page.layers[layer];
+  if (!windows) return undefined;
+  const [, count] = windows.shape, start = Math.floor(windows.values.indexOf(query.index) / count) * count;
+  return windows.values.subarray(start, start + count);
+}
+
+/** Those of them that the query sees: a shifted window goes around the border, but its mask does not. */
+function seenOf(layer, query) {
+  const keys = windowOf(layer, query), {masked} = page.layers[layer];
+  return keys && keys.filter((_, k) => !masked.values[query.index * keys.length + k]);
 }
 
 /** The softmax over the keys of the sum of some terms, times a number, for the pixels that the keys are. */
@@ -174,16 +214,28 @@ function massOf({mass}, head, query) {
   return mass.values[(image * heads + head) * queries + query.index];
 }
 
-/** Whether probabilities lie outside of the image: with a null key, or with zeros as keys. */
+/** Whether probabilities lie outside of the image: with a null key, with zeros as keys, or with padded windows. */
 function looksOutside(layer) {
-  const {grid: [tall, wide], keys: {source}, parts} = page.layers[layer];
-  return 'mass' in parts[partOf(layer)] || source.values.includes(tall * wide);
+  const {grid: [tall, wide], keys: {source}, parts} = page.layers[layer], part = parts[partOf(layer)];
+  return 'mass' in part || source.values.includes(tall * wide) ||
+    Boolean(part.relative) && part.to_others.shape[3] > othersOf(layer).length;
 }
 
 /** The part that is shown of a layer: the chosen one, or the only one that it has. */
 function partOf(layer) {
   const parts = Object.keys(page.layers[layer].parts);
   return parts.length === 1 ? parts[0] : state.part;
+}
+
+/** What the page shows of a head: its probabilities, their sums and their centre, which needs a query with a place. */
+function shownOf(layer, head, query) {
+  const probs = probabilities(layer, head, query);
+  if (!probs) return null;
+  const shown = summary(probs, query, page.layers[layer].grid);
+  if (!page.layers[layer].parts[partOf(layer)].relative) return shown;
+  const {others} = stored(layer, head, query), rest = others.reduce((sum, p) => sum + p, 0);
+  const placed = query.other === undefined ? {} : {near: null, center: null};
+  return {...shown, ...placed, others, rest, total: Math.max(1 - rest, 0)};  // exact, unlike a sum of rounded ones
 }
 
 function summary(probs, query, [, wide]) {
@@ -204,7 +256,8 @@ function summary(probs, query, [, wide]) {
 // ---- Text ----
 
 const place = ({row, column}) => `(${row}, ${column})`;
-const spoken = ({row, column}) => `row ${row}, column ${column}`;
+const spoken = ({row, column, name}) => name ? `token ${name}` : `row ${row}, column ${column}`;
+const listed = (names) => names.length < 3 ? names.join(' and ') : `${names[0]} … ${names[names.length - 1]}`;
 const labelOf = (layer) => page.layers[layer].label;
 const nameOf = (layer, head) => `${labelOf(layer).replace(/^block /, 'Block ')}, head ${head}`;
 
@@ -289,6 +342,27 @@ function drawMap(context, probs, rgb, [tall, wide]) {
   context.drawImage(scratch, 0, 0, w, h);
 }
 
+/** The outline of the patches of a window. */
+function drawWindow(context, keys, [tall, wide]) {
+  const w = context.canvas.width / wide, h = context.canvas.height / tall, inside = new Set(keys);
+  const has = (row, column) => row >= 0 && row < tall && column >= 0 && column < wide && inside.has(row * wide + column);
+  const path = new Path2D(), line = 2 * devicePixelRatio, half = line / 2;  // on the inner side of the edges
+  for (const key of inside) {
+    const row = Math.floor(key / wide), column = key % wide;
+    const [left, right, top, bottom] = [column * w, (column + 1) * w, row * h, (row + 1) * h];
+    for (const [down, across, x1, y1, x2, y2] of [
+      [-1, 0, left, top + half, right, top + half], [1, 0, left, bottom - half, right, bottom - half],
+      [0, -1, left + half, top, left + half, bottom], [0, 1, right - half, top, right - half, bottom]]) {
+      if (has(row + down, column + across)) continue;
+      path.moveTo(x1, y1);
+      path.lineTo(x2, y2);
+    }
+  }
+  context.strokeStyle = color('--accent');
+  context.lineWidth = line;
+  context.stroke(path);
+}
+
 /** The outline of a pixel inside of it, with a halo inside of that so that it stands out of every picture. */
 function drawPixel(context, {row, column}, [tall, wide], dash = []) {
   const {width: w, height: h} = context.canvas;
@@ -304,6 +378,13 @@ function drawPixel(context, {row, column}, [tall, wide], dash = []) {
     context.strokeRect(left + thick / 2, top + thick / 2, right - left - thick, bottom - top - thick);
   }
   context.setLineDash([]);
+}
+
+/** The outline of a query that has a place, and that of the keys in its window. */
+function drawQuery(context, layer, query) {
+  const {grid} = page.layers[layer], keys = seenOf(layer, query);
+  if (keys) drawWindow(context, keys, grid);
+  if (query.other === undefined) drawPixel(context, query, grid);
 }
 
 function drawCenter(context, query, center, [tall, wide]) {
@@ -356,6 +437,39 @@ function buildTable() {
   });
 }
 
+/** Buttons and swatches of the tokens beside the grid, of the layer that has most of them. */
+function buildTokens() {
+  const names = page.layers.map((_, l) => othersOf(l)).reduce((a, b) => b.length > a.length ? b : a);
+  names.forEach((name, i) => {
+    const button = textOf('button', name), item = document.createElement('li'), swatch = textOf('i', '', 'swatch');
+    button.type = 'button';
+    button.setAttribute('aria-label', `Query: token ${name}`);
+    // A second click goes back to the pixel, as one on a pixel frees it.
+    button.addEventListener('click', () => change(
+      state.token === i ? {token: null, locked: false} : {token: i, locked: true}));
+    byId('query-tokens').append(button);
+    item.append(swatch, textOf('span', name), textOf('strong', ''));
+    byId('map-tokens').append(item);
+  });
+  for (const element of document.querySelectorAll('.beside')) element.classList.toggle('has-tokens', names.length > 0);
+  for (const id of ['query-tokens', 'map-tokens']) byId(id).hidden = names.length === 0;
+}
+
+function renderTokens(shown, rgb) {
+  const others = othersOf(state.layer);
+  [...byId('query-tokens').children].forEach((button, i) => {
+    button.disabled = i >= others.length;
+    button.setAttribute('aria-pressed', String(i === state.token && !button.disabled));
+  });
+  [...byId('map-tokens').children].forEach((item, i) => {
+    const [swatch, , text] = item.children, p = shown?.others?.[i] ?? 0;
+    item.hidden = i >= others.length;
+    item.classList.toggle('query', i === shown?.query.other);
+    swatch.style.backgroundColor = `rgb(${rgb.join(' ')} / ${shown?.most > 0 ? Math.min(p / shown.most, 1) : 0})`;
+    text.textContent = number(p);
+  });
+}
+
 /** Goes some layers down and some heads to the right, and past layers all of whose heads were pruned. */
 function choose(down, right) {
   let layer = state.layer + down;
@@ -376,14 +490,11 @@ function render() {
   fadePictures();
   const rgb = color('--attention').split(' ').map(Number);
   const wide = cells.flat()[0]?.canvas.clientWidth;  // all are as wide
-  const shownOf = page.layers.map((layer, l) => {
-    const query = queryOf(l);
-    return Array.from({length: layer.heads}, (_, h) => {
-      const probs = probabilities(l, h, query);
-      return probs && summary(probs, query, layer.grid);
-    });
+  const all = page.layers.map((layer, l) => {
+    const query = shownQuery(l);
+    return Array.from({length: layer.heads}, (_, h) => shownOf(l, h, query));
   });
-  shownOf.forEach((heads, l) => heads.forEach((shown, h) => {
+  all.forEach((heads, l) => heads.forEach((shown, h) => {
     const {canvas, context, button, caption} = cells[l][h], chosen = l === state.layer && h === state.head;
     const {grid} = page.layers[l];
     button.setAttribute('aria-pressed', String(chosen));
@@ -391,14 +502,15 @@ function render() {
     if (shown) {
       fit(canvas, wide);
       drawMap(context, shown.probs, rgb, grid);
-      drawPixel(context, shown.query, grid);
+      drawQuery(context, l, shown.query);
       caption.textContent = Number(shown.most.toPrecision(2));
       button.setAttribute('aria-label', `${nameOf(l, h)}: largest probability ` +
         `${number(shown.most, errorOf(l, h, shown))} at ${spoken(shown.largest)}`);
     }
   }));
-  const heads = shownOf[state.layer], shown = heads[state.head];
+  const heads = all[state.layer], shown = heads[state.head];
   renderQuery(shown && shown.center);
+  renderTokens(shown, rgb);
   if (shown) {
     renderMap(shown, rgb);
     renderNumbers(shown);
@@ -419,8 +531,8 @@ function errorOf(layer, head, shown) {
 /** The largest error of all probabilities of the page, as a sentence. */
 function accuracy() {
   const errors = page.layers.flatMap((layer) => Object.values(layer.parts).flatMap((part) => part.errors));
-  const largest = Math.max(0, ...errors);
-  return largest <= EXACT_PAGE ? 'All probabilities are exact.' :
+  const largest = Math.max(0, ...errors), stored = page.layers.some((layer) => layer.others);  // rounded, however little
+  return largest <= (stored ? EXACT : EXACT_PAGE) ? 'All probabilities are exact.' :
     `All probabilities err by at most ${upwards(100 * largest)}% of the largest one of their query.`;
 }
 
@@ -431,29 +543,30 @@ function name(element, label) {
 
 function renderQuery(center) {
   const canvas = byId('query'), context = canvas.getContext('2d');
-  const query = queryOf(state.layer), {grid} = page.layers[state.layer];
+  const query = shownQuery(state.layer), {grid} = page.layers[state.layer];
   fit(canvas);
   drawPicture(context, pictures[state.image]);
-  drawPixel(context, query, grid);
+  drawQuery(context, state.layer, query);
   if (center) drawCenter(context, query, center, grid);
-  byId('query-place').textContent = `Row ${query.row}, column ${query.column}`;
+  byId('query-place').textContent = query.name ? `Token ${query.name}` : `Row ${query.row}, column ${query.column}`;
   byId('lock').setAttribute('aria-pressed', String(state.locked));
   byId('image-name').textContent = page.names[state.image];
-  name(canvas, `${page.names[state.image]}, query pixel at ${spoken(query)}${state.locked ? ', locked' : ''}`);
+  name(canvas, `${page.names[state.image]}, query ${query.name ? '' : 'pixel at '}${spoken(query)}${state.locked ? ', locked' : ''}`);
 }
 
 function renderMap(shown, rgb) {
   const canvas = byId('map'), context = canvas.getContext('2d'), title = nameOf(state.layer, state.head);
   const error = errorOf(state.layer, state.head, shown), key = keyOf(state.layer), {query} = shown;
-  const {grid, queries: {rows, columns}} = page.layers[state.layer];
+  const {grid, queries: {rows, columns}, windows} = page.layers[state.layer];
   const probability = number(shown.probs[key.index], error);
   fit(canvas);
   drawMap(context, shown.probs, rgb, grid);
-  drawPixel(context, query, grid);
-  if (state.key !== null) drawPixel(context, key, grid, [4, 3]);
+  drawQuery(context, state.layer, query);
+  if (state.key !== null || query.name) drawPixel(context, key, grid, [4, 3]);
   if (shown.center) drawCenter(context, query, shown.center, grid);
   byId('map-title').textContent = title;
-  byId('grid').textContent = `${grid.join('×')} pixels, ${rows.length}×${columns.length} queries.`;
+  byId('grid').textContent = `${grid.join('×')} pixels, ${rows.length}×${columns.length} queries` +
+    (windows ? `, in windows of ${windows.shape[1]}. What the query sees is outlined.` : '.');
   byId('ramp-end').textContent = number(shown.most, error);
   byId('key-place').textContent = place(key);
   byId('key-probability').textContent = probability;
@@ -463,16 +576,17 @@ function renderMap(shown, rgb) {
 function renderNumbers(shown) {
   const error = errorOf(state.layer, state.head, shown), outside = looksOutside(state.layer);
   const {centers} = page.layers[state.layer], encoded = centers && centers[state.head];
+  const others = othersOf(state.layer), beside = others.length ? `${number(shown.rest)} lies on ${listed(others)}` : '';
   const texts = {
     'largest-place': place(shown.largest), 'largest': number(shown.most, error),
-    'near': number(shown.near, 3 * error),  // √9 times that of one: their errors are not alike
-    'total': outside ? number(shown.total) : '', 'center': shift(shown.center),
+    'near': shown.near === null ? '–' : number(shown.near, 3 * error),  // √9 times that of one: they are not alike
+    'total': outside || beside ? number(shown.total) : '', 'total-rest': beside || 'the rest lies outside', 'center': shift(shown.center),
     'encoded-center': shift(encoded),
     'error': error === 0 ? 'exact' : `${upwards(error)} (${upwards(100 * error / shown.most)}%)`,
   };
   for (const [id, text] of Object.entries(texts)) byId(id).textContent = text;
   for (const element of document.querySelectorAll('.encoded')) element.hidden = !encoded;
-  for (const element of document.querySelectorAll('.total')) element.hidden = !outside;
+  for (const element of document.querySelectorAll('.total')) element.hidden = !outside && !beside;
 }
 
 /** The centres of all heads of the chosen layer, as shifts from the query: rows down, columns right. */
@@ -516,7 +630,7 @@ function renderCenters(heads) {
     group.addEventListener('click', () => change({head: h}));
   }
   byId('centers-title').textContent = `Centres of ${labelOf(state.layer)}`;
-  byId('centers-help').textContent = (encoded ? 'Δ of the encoding' : 'Mean shift of the attention from this query') +
+  byId('centers-help').textContent = heads[0]?.query.name ? `The ${heads[0].query.name} token has no place.` : (encoded ? 'Δ of the encoding' : 'Mean shift of the attention from this query') +
     ' in tokens, rows down and columns right.' +
     (known.some((x) => x > reach) ? ' Those at the edge lie beyond it.' : '');
   name(svg, `Centres of ${labelOf(state.layer)}, rows down and columns right: ` +
@@ -547,7 +661,7 @@ function settle() {
   settling = setTimeout(() => {
     settling = null;
     const [key, probability, center] = ['key-place', 'key-probability', 'center'].map((id) => byId(id).textContent);
-    byId('live').textContent = `Query ${spoken(queryOf(state.layer))}${state.locked ? ', locked' : ''}. ` +
+    byId('live').textContent = `Query ${spoken(shownQuery(state.layer))}${state.locked ? ', locked' : ''}. ` +
       `${nameOf(state.layer, state.head)}: probability of key ${key} is ${probability}, centre ${center}.`;
     try {
       if (toAddress() !== location.hash) history.replaceState(null, '', toAddress());
@@ -562,6 +676,7 @@ function toAddress() {
   const parts = [
     `image=${state.image}`, `query=${pair(state.query)}`, `layer=${state.layer}`, `head=${state.head}`,
     `part=${state.part}`];
+  if (state.token !== null) parts.push(`token=${state.token}`);
   if (state.locked) parts.push('locked=1');
   if (state.key !== null) parts.push(`key=${pair(state.key)}`);
   if (state.theme) parts.push(`theme=${state.theme}`);
@@ -570,7 +685,8 @@ function toAddress() {
 
 /** The state in the address; what does not fit this page is passed over. */
 function fromAddress() {
-  const given = new URLSearchParams(location.hash.slice(1)), changes = {key: null, locked: given.get('locked') === '1'};
+  const given = new URLSearchParams(location.hash.slice(1));
+  const changes = {key: null, token: null, locked: given.get('locked') === '1'};
   const index = (name, end) => {
     const value = given.get(name);
     if (value !== null && /^\d+$/.test(value) && Number(value) < end) changes[name] = Number(value);
@@ -579,6 +695,7 @@ function fromAddress() {
     const match = /^(\d+),(\d+)$/.exec(given.get(name) || '');
     if (match && match[1] < height && match[2] < width) changes[name] = match[1] * width + Number(match[2]);
   };
+  index('token', Math.max(...page.layers.map((_, l) => othersOf(l).length)));
   index('image', page.names.length);
   index('layer', page.layers.length);
   if (changes.layer !== undefined && !page.layers[changes.layer].heads) delete changes.layer;
@@ -631,22 +748,22 @@ function listen() {
   const query = byId('query'), map = byId('map');
   let held = null;  // the pixel that was locked when the pointer came down
   query.addEventListener('pointerdown', () => {
-    held = state.locked ? state.query : null;
+    held = state.locked && state.token === null ? state.query : null;
   });
   query.addEventListener('pointermove', (event) => {
     // What a finger is drawn to stays.
-    if (event.pointerType === 'touch') change({query: pixelAt(query, event), locked: true});
-    else if (!state.locked) change({query: pixelAt(query, event)});
+    if (event.pointerType === 'touch') change({query: pixelAt(query, event), token: null, locked: true});
+    else if (!state.locked) change({query: pixelAt(query, event), token: null});
   });
   query.addEventListener('click', (event) => {
     const pixel = pixelAt(query, event);
     const same = held !== null && queryOf(state.layer, held).index === queryOf(state.layer, pixel).index;
-    change({query: pixel, locked: !same});
+    change({query: pixel, token: null, locked: !same});
   });
   query.addEventListener('keydown', (event) => {
     const arrow = arrowOf(event);
     // Locked, so that a pointer that rests on the image does not move it back.
-    if (arrow) change({query: movedQuery(arrow), locked: true});
+    if (arrow) change({query: movedQuery(arrow), token: null, locked: true});
     else if (event.key === 'Escape') change({locked: false});
     else if (event.key === 'Enter' || event.key === ' ') {
       event.preventDefault();
@@ -721,9 +838,10 @@ async function start() {
     byId(id).style.maxWidth = `${26 * width / height}rem`;  // at most 26rem high
   }
   byId('accuracy').textContent = accuracy();
-  byId('grid').hidden = page.layers.every(({grid, queries: {rows, columns}}) =>
+  byId('grid').hidden = page.layers.every(({grid, queries: {rows, columns}, windows}) => !windows &&
     String([...grid, rows.length, columns.length]) === String([...page.grid, ...page.grid]));
   buildTable();
+  buildTokens();
   listen();
   fromAddress();
   byId('status').hidden = true;

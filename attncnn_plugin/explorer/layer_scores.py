@@ -10,7 +10,7 @@ from ..analysis.attention_maps import probs_of_scores
 from ..layers import AttentionLayer
 from .layer_grid import LayerGrid
 from .position_terms import PositionTerm, padded_position_term, position_term
-from .stream import Quantized
+from .stream import Quantized, rounded_up
 from .token_terms import TokenTerms, token_scores, token_terms
 
 
@@ -154,7 +154,7 @@ class LayerScores:
                     probs = probs * self._masses[part][image, head, :, None]
                 largest = probs.amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
                 errors[head] = errors[head].maximum(((probs - own).abs().amax(-1) / largest).amax())
-        return [float(f'{1.05 * error:.1e}') for error in errors.tolist()]
+        return [rounded_up(error) for error in errors.tolist()]
 
     def _check_finite(self, *values: Tensor) -> None:
         if not all(tensor.isfinite().all() for tensor in values):

@@ -5,21 +5,27 @@ import hashlib
 import html
 import re
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence
+from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..analysis import layer_labels, require_attention_layers, visit_layers
+from ..analysis import layer_label, layer_labels, shown_layers, visit_layers
+from ..analysis.model_attention import is_other_vit
+from ..analysis.transformer_attention import TokenPlaces, visit_vit_attention
+from ..analysis.vision_transformer import find_transformer, prefix_names
 from ..layers import AttentionLayer
 from .layer_scores import LayerScores
+from .observed_layer import ObservedLayer
 from .stream import pack
 
 FOLDER = Path(__file__).parent
 
 MAX_TOKENS = 1024
+MAX_TOKENS_IN_WINDOWS = 16_384  # their keys are those of a window
 SCORE_ERRORS = [5e-4 * 1.1**i for i in range(55)]  # root mean square; the last one is 9%
+PROBABILITY_STEPS = [2 ** (i / 2 - 16) for i in range(23)]  # from 16 bits to 5 bits, relative to the largest one
 ERROR_BYTES = 12  # of the error of a head in the header, at most
 
 
@@ -50,10 +56,10 @@ def explorer_page(
         str: HTML, to be written as UTF-8.
 
     Raises:
-        ValueError: A model without attention layers, such as a CMHSA in the convolution phase, with layers that the
-            images do not reach, or along one or three axes; no images, or other numbers of pictures or names; pictures
-            of another kind; more than 1024 tokens of a layer; parameters that are not finite; a page that cannot be
-            made small enough.
+        ValueError: A model without attention, such as a CMHSA in the convolution phase, with layers that the images
+            do not reach, or along one or three axes; no images, or other numbers of pictures or names; pictures
+            of another kind; more than 1024 tokens of a layer, or 16,384 of one with windows; parameters that are not
+            finite; a page that cannot be made small enough; a vision transformer that is built in another way.
     """
     names = [f'Image {i}' for i in range(len(images))] if names is None else list(names)
     if not len(images) == len(pictures) == len(names) > 0:
@@ -62,11 +68,15 @@ def explorer_page(
             'many of each, at least one'
         )
     pictures = [_rgb(picture) for picture in pictures]
-    layers = _layer_scores(model, images)
+    if is_other_vit(model):
+        layers, precisions = _observed_layers(model, images), PROBABILITY_STEPS
+    else:
+        layers, precisions = _layer_scores(model, images), SCORE_ERRORS
     grid = [max(sizes) for sizes in zip(*(layer.size for layer in layers))]
     about = {'title': title, 'grid': grid, 'names': names, 'pictures': pictures}
     shell = _shell(title)
-    data = _finest_data(about, layers, (max_bytes - len(shell.encode())) // 4 * 3)  # base64 takes 4 bytes for 3
+    room = (max_bytes - len(shell.encode())) // 4 * 3  # base64 takes 4 bytes for 3
+    data = _finest_data(about, layers, precisions, room)
     if data is None:
         raise ValueError(
             f'the page takes more than max_bytes={max_bytes:,} with {len(images)} images of {images.shape[2]}x'
@@ -78,7 +88,7 @@ def explorer_page(
 
 def _layer_scores(model: nn.Module, images: Tensor) -> List[LayerScores]:
     """The scores of all layers on some images, of which as few run through the model as matter."""
-    layers = require_attention_layers(model)
+    layers = shown_layers(model)
     for name, layer in layers.items():
         if layer.window is not None and layer.window.ndim != 2:
             raise ValueError(
@@ -88,12 +98,7 @@ def _layer_scores(model: nn.Module, images: Tensor) -> List[LayerScores]:
     inputs: Dict[str, List[Tensor]] = {name: [] for name in layers}
 
     def visit(name: str, layer: AttentionLayer, x: Tensor) -> None:
-        height, width = layer.grid_of(x)
-        if height * width > MAX_TOKENS:
-            raise ValueError(
-                f'images of {images.shape[2]}x{images.shape[3]} pixels are, for {name}, {height}x{width} tokens, more '
-                f'than the {MAX_TOKENS} that a page can show: give smaller images'
-            )
+        _check_tokens(name, images, layer.grid_of(x), MAX_TOKENS)
         inputs[name].append(x)
 
     some = images if any(layer.depends_on_content for layer in layers.values()) else images[:1]
@@ -106,19 +111,55 @@ def _layer_scores(model: nn.Module, images: Tensor) -> List[LayerScores]:
     return [LayerScores(name, labels[name], layer, torch.cat(inputs[name])) for name, layer in layers.items()]
 
 
-def _finest_data(about: dict, layers: List[LayerScores], max_bytes: int) -> Optional[bytes]:
-    """The data of the page with the smallest of :const:`SCORE_ERRORS` that fits; None if none does."""
+def _observed_layers(model: nn.Module, images: Tensor) -> List[ObservedLayer]:
+    """The attention of all layers of a vision transformer on some images."""
+    found: Dict[str, Tuple[TokenPlaces, List[Tensor]]] = {}
 
-    def data(score_error: float, with_errors: bool) -> bytes:
-        return pack({**about, 'layers': [layer.header(score_error, with_errors) for layer in layers]})
+    def visit(name: str, probs: Tensor, places: TokenPlaces) -> None:
+        limit = MAX_TOKENS if places.windows is None else MAX_TOKENS_IN_WINDOWS
+        _check_tokens(name, images, places.grid, limit)
+        found.setdefault(name, (places, []))[1].append(probs.cpu())
+
+    for image in images.split(1):
+        visit_vit_attention(model, image, visit)
+    labels = [layer_label(name) for name in found]
+    if len({*labels}) < len(labels):
+        labels = list(found)  # the blocks of several stages
+    others = prefix_names(find_transformer(model)[1])
+    layers = []
+    for label, name in zip(labels, list(found)):
+        places, probs = found.pop(name)  # large: not to be kept twice
+        layers.append(ObservedLayer(name, label, torch.cat(probs), places, others[: places.prefix]))
+    return layers
+
+
+def _check_tokens(name: str, images: Tensor, size: Sequence[int], limit: int) -> None:
+    height, width = size
+    if height * width > limit:
+        raise ValueError(
+            f'images of {images.shape[2]}x{images.shape[3]} pixels are, for {name}, {height}x{width} tokens, more '
+            f'than the {limit} that a page can show: give smaller images'
+        )
+
+
+def _finest_data(
+    about: dict,
+    layers: Sequence[Union[LayerScores, ObservedLayer]],
+    precisions: Sequence[float],
+    max_bytes: int,
+) -> Optional[bytes]:
+    """The data of the page with the first of the precisions that fits, from fine to coarse; None if none does."""
+
+    def data(precision: float, with_errors: bool) -> bytes:
+        return pack({**about, 'layers': [layer.header(precision, with_errors) for layer in layers]})
 
     max_bytes -= sum(ERROR_BYTES * layer.num_heads * len(layer.parts) for layer in layers)
-    first, end, index = 0, len(SCORE_ERRORS), 0  # most pages fit with the first one
+    first, end, index = 0, len(precisions), 0  # most pages fit with the first one
     while first < end:
-        fits = len(data(SCORE_ERRORS[index], with_errors=False)) <= max_bytes
+        fits = len(data(precisions[index], with_errors=False)) <= max_bytes
         first, end = (first, index) if fits else (index + 1, end)
         index = (first + end) // 2
-    return data(SCORE_ERRORS[first], with_errors=True) if first < len(SCORE_ERRORS) else None
+    return data(precisions[first], with_errors=True) if first < len(precisions) else None
 
 
 def _rgb(picture: np.ndarray) -> np.ndarray:

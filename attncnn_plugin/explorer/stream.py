@@ -21,6 +21,7 @@ which compress to nothing.
 - ``keys``, H×W tokens, or P1×P2 pixels of an image that is padded: ``start``, the row and the column of the first one;
   ``source``, the number of the token that each of them is or repeats, ``(P1, P2)``, H·W for a zero; ``reach``, the
   largest number of rows and of columns from a query to a key that it sees;
+- ``others``, ``windows`` and ``masked`` of attention of other libraries, whose one part is ``attention``, see below;
 - ``parts``: by ``position``, ``content`` and ``both``, as far as the layer has them,
     - ``terms``: the names of the terms whose sum are the scores, up to a constant for each query. The probabilities are
       their softmax over the keys; keys that repeat a token are added to it, those of zeros are lost;
@@ -48,6 +49,20 @@ c_q the coordinates of the query's token after a first one that is 1, and c_k th
 - ``encoded_products``: the same with the tokens to which the position encoding is added. They come after the others, at
   s + the number of images;
 - ``query_axes``: ``Σ_i c_q[i] · (row_shifts[i, h, k1 − q1 + H − 1] + column_shifts[i, h, k2 − q2 + W − 1])``.
+
+**Attention of other libraries.** The probabilities themselves are there, not terms of scores. The queries are T tokens
+beside the patches, such as class tokens and registers, whose names are ``others``, then the H·W patches, row-major: N =
+T + H·W. Where attention is in windows of M tokens, T = 0, and ``windows`` has the numbers of the patches in each of
+them, ``(windows, M)``, H·W for padding: the keys of a patch are those of the one window that it lies in. Otherwise
+``windows`` and ``masked`` are null, and all patches are keys, M = H·W. ``masked``, ``(H·W, M)``, is 1 for keys of its
+window to which a patch gives nothing with any head on any image: padding, and what the mask of a shifted window hides.
+The part ``attention`` has the ``terms`` ``probabilities``, ``errors`` as above, and
+
+- ``largest``: the largest probability that a query gives to a patch, ``(images, N_h, N)``;
+- ``relative``: the probabilities of the patches as parts of it, ``(images, N_h, N, M)``, 0 for padding;
+- ``to_others``: the probabilities of the tokens beside the patches, ``(images, N_h, N, T)``; with windows that are
+  padded the sum of those of the padding, ``(images, N_h, N, 1)``. What a query gives to patches and to these adds up to
+  1.
 """
 
 import json
@@ -81,6 +96,11 @@ class Quantized(NamedTuple):
     @property
     def _steps(self) -> np.ndarray:
         return self.step.reshape(-1, *[1] * (self.values.ndim - 1))
+
+
+def rounded_up(error: float) -> float:
+    """A measured error with two digits, no smaller than it is."""
+    return float(f'{1.05 * error:.1e}')
 
 
 def pack(header: dict) -> bytes:

@@ -21,6 +21,7 @@ from helpers.explorer_pages import (
     unpack,
 )
 from helpers.small import small_timm
+from helpers.vits import small_vit
 
 from attncnn_plugin.analysis import (
     attention_layers,
@@ -29,6 +30,8 @@ from attncnn_plugin.analysis import (
     grids_of,
     position_only_probs_of,
 )
+from attncnn_plugin.analysis.transformer_attention import visit_vit_attention
+from attncnn_plugin.pruning import prunable_heads, prune_heads
 
 pytestmark = pytest.mark.slow
 
@@ -491,3 +494,174 @@ def test_pruned_heads_are_left_out(browser, tmp_path):
     browser.open(tmp_path / 'empty.html')
     assert browser.text('query-place') == 'Row 4, column 4'
     assert browser.logs()[0] == []
+
+
+VITS = dict(
+    vit_small_patch16_dinov3=dict(img_size=(32, 48)),  # class token and registers, 4x6 patches
+    swin_tiny_patch4_window7_224=dict(img_size=40),  # 10x10 patches in windows of 4x4: padded, shifted
+)
+
+
+@pytest.fixture(scope='module')
+def vits(tmp_path_factory):
+    """Models, the probabilities of their layers by name, and files of pages."""
+    torch.manual_seed(0)
+    folder, pages = tmp_path_factory.mktemp('vits'), {}
+    for name, settings in VITS.items():
+        model, found = small_vit(name, **settings), {}
+        images = images_of(2, size=32, width=48) if 'dino' in name else images_of(2, size=40)
+        visit_vit_attention(model, images, lambda name, probs, places: found.update({name: (probs, places)}))
+        (folder / f'{name}.html').write_text(page_of(model, images), encoding='utf-8')
+        pages[name] = model, found, folder / f'{name}.html'
+    return pages
+
+
+def tokens_shown(browser):
+    """What the page says that the query gives to each token beside the image."""
+    items = "[...document.querySelectorAll('#map-tokens li')].filter((e) => !e.hidden)"
+    return browser.script(
+        f"return {items}.map((e) => [e.querySelector('span').textContent, e.querySelector('strong').textContent])"
+    )
+
+
+def check_numbers(browser, probs, to_others, query=None):
+    """Whether the page shows the probabilities of patches ``(H, W)`` and of other tokens, for a query at a place."""
+    row, column = np.unravel_index(int(probs.argmax()), probs.shape)
+    assert browser.number('largest') == pytest.approx(float(probs.max()), rel=5e-4)
+    assert browser.text('largest-place') == f'({row}, {column})'
+    assert len(tokens_shown(browser)) == len(to_others)
+    for (_, shown), expected in zip(tokens_shown(browser), to_others):
+        assert float(shown.replace('−', '-')) == pytest.approx(float(expected), rel=5e-3)
+    if query is None:
+        assert browser.text('near') == browser.text('center') == '–'
+        return
+    row, column = query
+    near = probs[max(row - 1, 0) : row + 2, max(column - 1, 0) : column + 2].sum()
+    assert browser.number('near') == pytest.approx(float(near), rel=5e-4)
+    down, right = (float(x) for x in browser.text('center').strip('()').split(','))
+    rows, columns = (torch.arange(n) - at for n, at in zip(probs.shape, query))
+    assert down == pytest.approx(float(probs.sum(1) @ rows.float() / probs.sum()), abs=0.006)
+    assert right == pytest.approx(float(probs.sum(0) @ columns.float() / probs.sum()), abs=0.006)
+
+
+OTHERS = ['cls', 'reg 1', 'reg 2', 'reg 3', 'reg 4']
+
+
+def test_class_token_as_query(browser, vits):
+    """Chosen by the mouse and by the keyboard, it is shown as the model computes it; so is what lies on it."""
+    _, found, path = vits['vit_small_patch16_dinov3']
+    browser.open(path, '#image=1&layer=1&head=2&query=2,3')
+    probs = found['blocks.1.attn'][0][1, 2]  # (N, N), class token and registers first
+
+    def of_query(query):
+        return probs[query, 5:].unflatten(0, (4, 6)), probs[query, :5]
+
+    check_numbers(browser, *of_query(5 + 2 * 6 + 3), (2, 3))
+    assert [name for name, _ in tokens_shown(browser)] == OTHERS
+    others = float(probs[5 + 2 * 6 + 3, :5].sum())
+    assert browser.number('total') == pytest.approx(1 - others, rel=5e-4)
+    beside, where = re.fullmatch(r'(\S+) lies on (.*)', browser.text('total-rest')).groups()
+    assert float(beside) == pytest.approx(others, rel=5e-3) and where == 'cls … reg 4'
+    drawn = browser.image('#map')
+
+    browser.click('#query-tokens button')
+    assert browser.text('query-place') == 'Token cls' and locked(browser)
+    assert 'token=0' in browser.script('return location.hash') and 'Query token cls, locked' in browser.text('live')
+    check_numbers(browser, *of_query(0))
+    assert (browser.image('#map') != drawn).any()
+    browser.state('#image=1&layer=1&head=2&query=2,3&token=0&key=3,5')
+    assert browser.number('key-probability') == pytest.approx(float(of_query(0)[0][3, 5]), rel=5e-3)
+    assert browser.text('centers-help') == 'The cls token has no place.'
+
+    browser.press('#query-tokens button:nth-of-type(3)', 'enter')
+    assert browser.text('query-place') == 'Token reg 2'
+    check_numbers(browser, *of_query(2))
+    pressed = "return [...document.querySelectorAll('#query-tokens button')].map((e) => e.getAttribute('aria-pressed'))"
+    assert browser.script(pressed) == ['false', 'false', 'true', 'false', 'false']
+    browser.press('#query-tokens button:nth-of-type(3)', 'tab', 'space')  # the next one
+    assert browser.text('query-place') == 'Token reg 3'
+    check_numbers(browser, *of_query(3))
+    browser.press('#query-tokens button:nth-of-type(4)', 'space')  # back to the pixel
+    assert browser.text('query-place') == 'Row 2, column 3' and not locked(browser)
+    check_numbers(browser, *of_query(5 + 2 * 6 + 3), (2, 3))
+    assert browser.logs()[0] == []
+
+
+def test_pixel_after_a_class_token(browser, vits):
+    """A pointer over the image leaves a token that is locked; a click and arrow keys choose pixels again."""
+    browser.open(vits['vit_small_patch16_dinov3'][2])
+    browser.click('#query-tokens button')
+    browser.at('query', 1, 1)
+    assert browser.text('query-place') == 'Token cls'
+    browser.at('query', 1, 1, click=True)
+    assert browser.text('query-place') == 'Row 1, column 1' and locked(browser)
+    browser.click('#query-tokens button')
+    browser.press('#query', 'down')
+    assert browser.text('query-place') == 'Row 2, column 1' and locked(browser)
+    browser.click('#query-tokens button')
+    browser.press('#query', 'escape')
+    browser.at('query', 3, 5)
+    assert browser.text('query-place') == 'Row 3, column 5' and not locked(browser)
+    assert 'token' not in browser.script('return location.hash')
+
+
+def test_windows(browser, vits):
+    """A query sees the keys of its window, which are outlined; what lies on padding lies outside."""
+    _, found, path = vits['swin_tiny_patch4_window7_224']
+    browser.open(path)
+    assert tokens_shown(browser) == [] and browser.script('return [height, width]') == [10, 10]
+    for i, (probs, places) in enumerate(found.values()):
+        height, width = places.grid
+        for image, head, row, column in ((0, 0, 0, 0), (1, 2, height - 1, width // 2), (1, 1, height // 2, 1)):
+            # In the middle of a patch of the layer on the page's grid of 10x10.
+            at = [int((place + 0.5) * 10 / n) for place, n in zip((row, column), places.grid)]
+            browser.state(f'#image={image}&layer={i}&head={head}&query={at[0]},{at[1]}&theme=light')
+            assert browser.text('query-place') == f'Row {row}, column {column}'
+            window, slot = (places.windows == row * width + column).nonzero()[0].tolist()
+            given = probs[image * len(places.windows) + window, head, slot]
+            dense = torch.zeros(height * width + 1).index_add(0, places.windows[window], given)
+            check_numbers(browser, dense[:-1].unflatten(0, (height, width)), [], (row, column))
+            padded = bool((places.windows == height * width).any())
+            assert (browser.text('total') != '') == padded
+            if padded:
+                assert browser.number('total') == pytest.approx(1 - float(dense[-1]), rel=5e-4)
+                assert browser.text('total-rest') == 'the rest lies outside'
+            assert f'in windows of {places.windows.shape[1]}' in browser.text('grid')
+    assert browser.logs()[0] == []
+
+
+def test_outline_of_a_window(browser, vits):
+    browser.open(vits['swin_tiny_patch4_window7_224'][2], '#layer=0&query=5,6&theme=light')  # rows and columns 4 … 7
+    for selector in ('#query', '#map'):
+        image = browser.image(selector)
+        blue = np.argwhere(np.abs(image[..., :3].astype(int) - (0, 90, 156)).sum(-1) < 12)
+        unit = np.array(image.shape[:2]) / 10
+        assert np.abs(blue.min(0) / unit - 4).max() < 0.1 and np.abs((blue.max(0) + 1) / unit - 8).max() < 0.1
+    # Shifted by two, the window of the first row goes around the border; what it masks is not outlined.
+    browser.state('#layer=1&query=0,0&theme=light')
+    image = browser.image('#map')
+    blue = np.argwhere(np.abs(image[..., :3].astype(int) - (0, 90, 156)).sum(-1) < 12)
+    assert np.abs((blue.max(0) + 1) / (np.array(image.shape[:2]) / 10) - 2).max() < 0.1
+
+
+@pytest.mark.parametrize('name', VITS)
+def test_vits_on_a_phone(name, phone, vits):
+    phone.open(vits[name][2])
+    phone.settle()
+    assert phone.script('return [document.documentElement.scrollWidth, innerWidth]') == [360, 360]
+
+
+def test_vit_without_heads(browser, tmp_path):
+    for name in VITS:
+        model, images = small_vit(name), images_of(1, size=32)
+        heads = dict.fromkeys(prunable_heads(model), [0, 1, 2])
+        kept = heads.popitem()[0]
+        prune_heads(model, heads, allow_empty=True)
+        for pruned, count in (([0], 2), ([0, 1], 0)):
+            prune_heads(model, {kept: pruned}, allow_empty=True)
+            (tmp_path / 'page.html').write_text(page_of(model, images), encoding='utf-8')
+            browser.open(tmp_path / 'page.html')
+            browser.at('query', 0, 3)
+            assert re.fullmatch('Row 0, column [13]', browser.text('query-place'))  # on a grid half as wide, or not
+            assert browser.script("return document.querySelectorAll('#maps button').length") == count
+            assert browser.logs()[0] == []

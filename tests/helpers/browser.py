@@ -27,7 +27,16 @@ FLAGS = (
     'disable-sync',
     'window-size=1280,1400',
 )
-KEYS = dict(up=Keys.ARROW_UP, down=Keys.ARROW_DOWN, left=Keys.ARROW_LEFT, right=Keys.ARROW_RIGHT, escape=Keys.ESCAPE)
+KEYS = dict(
+    up=Keys.ARROW_UP,
+    down=Keys.ARROW_DOWN,
+    left=Keys.ARROW_LEFT,
+    right=Keys.ARROW_RIGHT,
+    escape=Keys.ESCAPE,
+    enter=Keys.ENTER,
+    space=Keys.SPACE,
+    tab=Keys.TAB,
+)
 
 
 def missing_programs():
@@ -120,6 +129,11 @@ class Browser:
         if click:
             actions.pointer_action.click()
         actions.perform()
+        self.settle()
+
+    def click(self, selector):
+        """Clicks on the first element of a kind with the mouse."""
+        self.driver.find_element(By.CSS_SELECTOR, selector).click()
         self.settle()
 
     def touch(self, *places):

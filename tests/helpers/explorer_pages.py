@@ -206,6 +206,28 @@ def probs_in(content, layer, part, image=0):
     return torch.from_numpy(probs)
 
 
+def stored_in(layer, image=0):
+    """The probabilities of another library's layer in a page, of the patches and beside them, float64.
+
+    Returns:
+        tuple[Tensor, Tensor]: ``(N_h, N, H*W)``, N = tokens beside the patches + H*W; and ``(N_h, N, T)``, or what lies
+        on padding, ``(N_h, N, 1)``.
+    """
+    part, patches = layer['parts']['attention'], layer['grid'][0] * layer['grid'][1]
+    relative, largest, to_others = (part[name][image].astype(float) for name in ('relative', 'largest', 'to_others'))
+    values = relative * largest[..., None]  # (N_h, N, M)
+    if layer['windows'] is not None:
+        probs = np.zeros((layer['heads'], patches, patches))
+        for window in layer['windows'].astype(int):
+            inside = window < patches
+            for query in window[inside]:
+                assert not probs[:, query].any() and (values[:, query, ~inside] == 0).all()
+                probs[:, query, window[inside]] = values[:, query, inside]
+        values = probs
+    assert values.shape == (layer['heads'], len(layer['others']) + patches, patches)
+    return torch.from_numpy(values), torch.from_numpy(to_others)
+
+
 def relative_errors(found, probs):
     """The largest error of a probability of each head, relative to the largest one of its query, ``(N_h,)``."""
     return ((found - probs).abs().amax(-1) / found.amax(-1)).amax(-1)

@@ -1,0 +1,291 @@
+"""Pages of other libraries' vision transformers: what is in them is the attention that the model computes."""
+
+import math
+
+import numpy as np
+import pytest
+import timm
+import torch
+from helpers.explorer_pages import images_of, page_of, stored_in, unpack, unpack_data
+from helpers.processes import run
+from helpers.vits import OF_MMPRETRAIN, OF_TIMM, SIZE, small_vit
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from attncnn_plugin.analysis import vit_attention
+from attncnn_plugin.analysis.transformer_attention import TokenPlaces, visit_vit_attention
+from attncnn_plugin.explorer import page as page_module
+from attncnn_plugin.explorer.observed_layer import ObservedLayer
+from attncnn_plugin.explorer.stream import pack
+from attncnn_plugin.pruning import prune_heads
+
+OTHERS = {
+    **dict.fromkeys([*OF_TIMM, *OF_MMPRETRAIN], ['cls']),
+    **dict.fromkeys([name for name in [*OF_TIMM, *OF_MMPRETRAIN] if name.lower().startswith('swin')], []),
+    'deit_tiny_distilled_patch16_224': ['cls', 'dist'],
+    'vit_relpos_small_patch16_224': [],
+    'vit_relpos_base_patch32_plus_rpn_256': [],
+    'vit_small_patch16_dinov3': ['cls', 'reg 1', 'reg 2', 'reg 3', 'reg 4'],
+}
+SWIN = 'swin_tiny_patch4_window7_224'
+
+
+def visited(model, images):
+    """The probabilities of all layers as the model computes them, and their places."""
+    found = {}
+    visit_vit_attention(model, images, lambda name, probs, places: found.update({name: (probs, places)}))
+    return found
+
+
+def dense(probs, places, image):
+    """The probabilities of an image between all patches and the tokens before them, ``(N_h, N, N)``, float64."""
+    if places.windows is None:
+        return probs[image].double()
+    patches, count = places.grid[0] * places.grid[1], len(places.windows)
+    whole = torch.zeros(probs.shape[1], patches, patches, dtype=torch.float64)
+    for w, window in enumerate(places.windows.tolist()):
+        for q, query in enumerate(window):
+            for k, key in enumerate(window):
+                if query < patches and key < patches:
+                    whole[:, query, key] = probs[image * count + w, :, q, k]
+    return whole
+
+
+def check(layer, probs, places, image=0):
+    """Whether a layer of a page is the attention of an image within the error that it says; the largest error."""
+    expected, said = dense(probs, places, image), torch.tensor(layer['parts']['attention']['errors'])
+    found, to_others = stored_in(layer, image)
+    patches = expected[..., places.prefix :]
+    errors = ((found - patches).abs().amax(-1) / patches.amax(-1).clamp(min=1e-30)).amax(-1)
+    assert (errors <= said + 1e-6).all()
+    if places.windows is None:
+        assert torch.equal(to_others, expected[..., : places.prefix])
+    of_sums = said.max() * found.amax(-1) * found.shape[-1]
+    assert ((found.sum(-1) + to_others.sum(-1) - 1).abs() <= of_sums + 1e-5).all()
+    return errors
+
+
+@pytest.mark.parametrize('bits', [16, 8])
+@pytest.mark.parametrize('name', [*OF_TIMM, *OF_MMPRETRAIN])
+def test_every_kind(name, bits, monkeypatch):
+    if bits < 16:  # as where more does not fit
+        monkeypatch.setattr(page_module, 'PROBABILITY_STEPS', [2**-bits])
+    model, images = small_vit(name), images_of(2, size=SIZE)
+    content = unpack(page_of(model, images))
+    layers, expected = content['layers'], visited(model, images)
+    assert [layer['name'] for layer in layers] == list(expected)
+    between, _ = vit_attention(model, images)  # of patches alone
+    for layer, (key, (probs, places)) in zip(layers, expected.items()):
+        assert list(layer['parts']) == ['attention'] and layer['heads'] == 3 and layer['others'] == OTHERS[name]
+        assert tuple(layer['grid']) == places.grid and layer['centers'] is None
+        said = torch.tensor(layer['parts']['attention']['errors'])
+        largest = torch.stack([check(layer, probs, places, image) for image in range(2)]).amax(0)
+        assert (largest >= 0.7 * said).all()  # no more is said than needed
+        assert said.max() <= 0.55 * 2**-bits
+        found = stored_in(layer, 1)[0][:, places.prefix :]
+        found = (found / found.sum(-1, keepdim=True)).float()
+        assert torch.allclose(found, between[key][1], atol=10 * float(said.max()))
+
+
+@st.composite
+def attention(draw):
+    """Probabilities between tokens on a grid, and where these lie: all of them, or any patches in each window."""
+    height, width = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    images, heads, count = draw(st.integers(1, 2)), draw(st.integers(1, 3)), height * width
+    torch.manual_seed(draw(st.integers(0, 99)))
+    prefix, windows = draw(st.integers(0, 3)), None
+    if draw(st.booleans()):
+        size, prefix = draw(st.integers(1, count)), 0
+        number = math.ceil(count / size) + draw(st.integers(0, 1))  # the rest is padding
+        windows = torch.randperm(number * size).clamp(max=count).reshape(number, size)
+        images, count = images * number, size
+    scores = torch.randn(images, heads, prefix + count, prefix + count) * draw(st.sampled_from([0.1, 3, 300]))
+    return scores.softmax(-1), TokenPlaces((height, width), prefix, windows)
+
+
+@given(attention(), st.sampled_from([2**-16, 2**-8, 0.1]))
+def test_any_grid(case, step):
+    probs, places = case
+    layer = ObservedLayer('attn', 'attention', probs, places, [f'token {i}' for i in range(places.prefix)])
+    header = unpack_data(pack(layer.header(step, with_errors=True)))
+    assert max(header['parts']['attention']['errors']) <= step / 2 * 1.1 + 1e-6
+    count = 1 if places.windows is None else len(places.windows)
+    for image in range(len(probs) // count):
+        check(header, probs, places, image)
+    if places.windows is None:
+        assert header['windows'] is header['masked'] is None
+    else:
+        whole = torch.cat([dense(probs, places, image) for image in range(len(probs) // count)])
+        given = whole / whole.amax(-1, keepdim=True).clamp(min=1e-30)
+        given = nn.functional.pad(given.amax(0), (0, 1))  # nothing to padding
+        windows = {query: window for window in places.windows.tolist() for query in window}
+        for query in range(len(whole[0])):
+            assert (given[query, windows[query]] < 1e-20).tolist() == header['masked'][query].tolist()
+
+
+def test_padded_windows():
+    """What lies on padding is not lost: it is said to lie outside."""
+    model, images = small_vit(SWIN, img_size=40), images_of(2, size=40)  # 10x10 in windows of 4x4
+    layers = unpack(page_of(model, images))['layers']
+    outside = []
+    for layer, (probs, places) in zip(layers, visited(model, images).values()):
+        check(layer, probs, places, 1)
+        found, on_padding = stored_in(layer, 1)
+        outside.append(on_padding.sum().item())
+        lost = 1 - dense(probs, places, 1).sum(-1)
+        assert on_padding.shape[-1] == int((places.windows == places.grid[0] * places.grid[1]).any())
+        assert (on_padding.sum(-1) - lost).abs().max() <= 1e-5
+    assert outside[0] > 1
+
+
+def test_masks_of_shifted_windows():
+    """The keys that a query sees are a piece of the image, though the window goes around its border."""
+    layers = unpack(page_of(small_vit(SWIN), images_of(2, size=SIZE)))['layers']
+    assert not layers[0]['masked'].any()
+    of_corner = next(i for i, window in enumerate(layers[1]['windows']) if 0 in window)  # shifted by 2 of 4
+    assert sorted(layers[1]['windows'][of_corner]) == sorted(8 * r + c for r in (0, 1, 6, 7) for c in (0, 1, 6, 7))
+    seen = layers[1]['windows'][of_corner][layers[1]['masked'][0] == 0]
+    assert sorted(seen) == [0, 1, 8, 9]
+
+
+def test_class_token_comes_later():
+    """ConViT: the first layers have no class token."""
+    model = timm.create_model(
+        'convit_tiny', img_size=32, patch_size=8, embed_dim=12, num_heads=3, depth=3, local_up_to_layer=2
+    )
+    layers = unpack(page_of(model, images_of(1, size=32)))['layers']
+    assert [layer['others'] for layer in layers] == [[], [], ['cls']]
+
+
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', SWIN, 'VisionTransformer', 'SwinTransformer'])
+def test_heads_that_were_pruned(name):
+    model, images = small_vit(name), images_of(1, size=SIZE)
+    first, second = list(visited(model, images))[:2]
+    prune_heads(model, {first: [1], second: [0, 1, 2]}, allow_empty=True)
+    layers = unpack(page_of(model, images))['layers']
+    assert [layer['heads'] for layer in layers[:2]] == [2, 0] and layers[1]['parts'] == {}
+    check(layers[0], *visited(model, images)[first])
+
+
+def test_inside_of_a_classifier():
+    model, images = small_vit('vit_tiny_patch16_224'), images_of(1, size=SIZE)
+    layers = unpack(page_of(nn.ModuleDict(dict(backbone=model)), images))['layers']
+    assert [(layer['name'], layer['label']) for layer in layers] == [
+        (f'backbone.blocks.{i}.attn', f'block {i}') for i in range(2)
+    ]
+    layers = unpack(page_of(small_vit(SWIN), images))['layers']  # two blocks of the same number
+    assert all(layer['label'] == layer['name'] for layer in layers)
+
+
+def test_nothing_is_changed():
+    model, images, passes = small_vit('vit_tiny_patch16_224').train(), images_of(3, size=SIZE), []
+    model.patch_embed.register_forward_pre_hook(lambda module, args: passes.append(len(args[0])))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fused = model.blocks[0].attn.fused_attn
+    page_of(model, images)
+    assert passes == [1] * 3 and model.training and model.blocks[0].attn.fused_attn == fused
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def tiny(name, **settings):
+    return timm.create_model(name, embed_dim=6, num_classes=2, **settings).eval()
+
+
+def test_tokens_of_windows():
+    """56x56 of them, which would be ten million probabilities a head."""
+    model = tiny(SWIN, depths=(2,), num_heads=(2,))
+    images = images_of(1, size=224)
+    page = page_of(model, images)
+    assert len(page) <= 2_000_000
+    content = unpack(page)
+    assert content['grid'] == [56, 56] and content['layers'][0]['parts']['attention']['relative'].shape[2:] == (
+        3136,
+        49,
+    )
+    for layer, (probs, places) in zip(content['layers'], visited(model, images).values()):
+        where = places.windows == 56 * 28 + 27
+        window, slot = (int(index) for index in where.nonzero()[0])
+        found = stored_in(layer)[0][:, 56 * 28 + 27, places.windows[window]]
+        assert (found - probs[window, :, slot]).abs().max() <= 1e-5
+
+
+def test_coarser_where_it_must_be():
+    model, images = timm.create_model('vit_tiny_patch16_224', img_size=112, depth=1), images_of(2, size=112)
+    fine = page_of(model, images)
+    limit = len(fine) * 9 // 10
+    coarse = page_of(model, images, max_bytes=limit)
+    assert limit * 0.9 < len(coarse.encode()) <= limit
+    finest, coarsest = (unpack(page)['layers'][0]['parts']['attention']['errors'] for page in (fine, coarse))
+    assert max(finest) <= 1e-5 < min(coarsest) <= max(coarsest) <= 0.02
+
+
+@pytest.mark.slow
+def test_swin_in_ten_megabytes():
+    model, images = timm.create_model(SWIN).eval(), images_of(4, size=224)
+    page = page_of(model, images)
+    assert len(page.encode()) <= 10_000_000
+    errors = [error for layer in unpack(page)['layers'] for error in layer['parts']['attention']['errors']]
+    assert len(errors) == 138 and max(errors) <= 0.005
+
+
+def test_errors():
+    with pytest.raises(ValueError, match='blocks.0.attn, 33x33 tokens, more than the 1024'):
+        page_of(tiny('vit_tiny_patch16_224', img_size=66, patch_size=2, depth=1, num_heads=1), images_of(1, size=66))
+    with pytest.raises(ValueError, match='blocks.0.attn, 129x129 tokens, more than the 16384'):
+        page_of(tiny(SWIN, img_size=516, depths=(1,), num_heads=(1,)), images_of(1, size=516))
+    with pytest.raises(ValueError, match='no attention layers of this package'):
+        page_of(timm.create_model('resnet18', num_classes=2), images_of())
+    model, images = small_vit('vit_tiny_patch16_224'), images_of(size=SIZE)
+    with pytest.raises(ValueError, match='max_bytes=20,000 with 2 images of 32x32'):
+        page_of(model, images, max_bytes=20_000)
+    with torch.no_grad():
+        model.blocks[1].attn.qkv.weight.fill_(float('nan'))
+    with pytest.raises(ValueError, match='blocks.1.attn do not add up to 1'):
+        page_of(model, images)
+
+
+CONFIG = """
+model = dict(
+    type='ImageClassifier',
+    backbone=dict(
+        type='VisionTransformer', img_size=32, patch_size=8,
+        arch=dict(embed_dims=12, num_layers=2, num_heads=3, feedforward_channels=12)),
+    head=dict(type='VisionTransformerClsHead', num_classes=2, in_channels=12))
+data_preprocessor = dict(num_classes=2, mean=[128] * 3, std=[64] * 3, to_rgb=True)
+test_dataloader = dict(dataset=dict(pipeline=[
+    dict(type='LoadImageFromFile'), dict(type='Resize', scale=(32, 32)), dict(type='PackInputs')]))
+"""
+
+
+def test_tool(repository, tmp_path):
+    """A config of mmpretrain and a checkpoint."""
+    pytest.importorskip('mmpretrain')
+    from mmengine.config import Config
+    from mmengine.registry import init_default_scope
+    from mmpretrain.registry import MODELS
+
+    config = tmp_path / 'vit.py'
+    config.write_text(CONFIG)
+    init_default_scope('mmpretrain')
+    model = MODELS.build(Config.fromfile(config).model).eval()
+    torch.save(dict(state_dict=model.state_dict()), tmp_path / 'model.pth')
+    photo = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    np.save(tmp_path / 'photo.npy', photo)
+    run(
+        'python',
+        repository / 'tools/visualization/attention_explorer.py',
+        *(config, tmp_path / 'model.pth', tmp_path / 'photo.npy', '--out', tmp_path / 'explorer.html'),
+        folder=tmp_path,
+    )
+    content = unpack((tmp_path / 'explorer.html').read_text(encoding='utf-8'))
+    assert (content['pictures'][0] == photo).all()
+    inputs = (torch.from_numpy(photo).permute(2, 0, 1)[None].float() - 128) / 64
+    expected = visited(model, inputs)
+    assert (
+        [layer['name'] for layer in content['layers']]
+        == list(expected)
+        == [f'backbone.layers.{i}.attn' for i in range(2)]
+    )
+    for layer, (probs, places) in zip(content['layers'], expected.values()):
+        check(layer, probs, places)
