@@ -204,3 +204,16 @@ def test_pretrained_weights_are_asked_for(tool, monkeypatch):
     with pytest.raises(SystemExit, match='no network'):
         tool('visualization/plot_attention.py', *options, '--out', 'a.png')
     assert asked == [('vit_tiny_patch16_224', True)]
+
+
+def test_explorer(tool, folder, capsys):
+    """A page of images of a folder, by the name of the model."""
+    tool('visualization/attention_explorer.py', 'images/cat/0.png', 'images/dog/1.png', '--out', 'page.html', *MODEL)
+    assert 'Saved page.html' in capsys.readouterr().out
+    page = (folder / 'page.html').read_text()
+    assert 'vit_tiny_patch16_224: what its heads attend to' in page
+    with pytest.raises(SystemExit, match='image 7 must be a file'):
+        tool('visualization/attention_explorer.py', '7', *MODEL)
+    with pytest.raises(SystemExit):
+        tool('visualization/attention_explorer.py', 'a.py', 'b.pth')
+    assert 'a config and a checkpoint are needed, or --timm NAME' in capsys.readouterr().err
