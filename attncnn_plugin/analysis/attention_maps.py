@@ -62,7 +62,12 @@ def layer_label(name: str) -> str:
     Examples:
         >>> layer_label('backbone.blocks.2.attn'), layer_label('attention')
         ('block 2', 'attention')
+        >>> layer_label('stages.0.blocks.1.attn.w_msa')  # of a Swin transformer
+        'stage 0 block 1'
     """
+    staged = re.search(r'(?:^|\.)(?:stages|layers)\.(\d+)\.blocks\.(\d+)\.', name)
+    if staged:
+        return f'stage {staged[1]} block {staged[2]}'
     block = re.search(r'(?:^|\.)(?:blocks|layers)\.(\d+)\.', name)  # mmpretrain calls them layers
     return f'block {block[1]}' if block else name
 

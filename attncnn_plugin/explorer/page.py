@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..analysis import layer_label, layer_labels, shown_layers, visit_layers
+from ..analysis import layer_labels, shown_layers, visit_layers
 from ..analysis.model_attention import is_other_vit
 from ..analysis.transformer_attention import TokenPlaces, visit_vit_attention
 from ..analysis.vision_transformer import find_transformer, prefix_names
@@ -122,12 +122,10 @@ def _observed_layers(model: nn.Module, images: Tensor) -> List[ObservedLayer]:
 
     for image in images.split(1):
         visit_vit_attention(model, image, visit)
-    labels = [layer_label(name) for name in found]
-    if len({*labels}) < len(labels):
-        labels = list(found)  # the blocks of several stages
+    labels = layer_labels(found)
     others = prefix_names(find_transformer(model)[1])
     layers = []
-    for label, name in zip(labels, list(found)):
+    for name, label in labels.items():
         places, probs = found.pop(name)  # large: not to be kept twice
         layers.append(ObservedLayer(name, label, torch.cat(probs), places, others[: places.prefix]))
     return layers

@@ -175,7 +175,7 @@ def test_inside_of_a_classifier():
         (f'backbone.blocks.{i}.attn', f'block {i}') for i in range(2)
     ]
     layers = unpack(page_of(small_vit(SWIN), images))['layers']  # two blocks of the same number
-    assert all(layer['label'] == layer['name'] for layer in layers)
+    assert [layer['label'] for layer in layers] == [f'stage {i} block {j}' for i in range(2) for j in range(2)]
 
 
 def test_nothing_is_changed():
