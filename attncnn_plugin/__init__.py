@@ -12,8 +12,8 @@ Importing the package has these side effects:
 Where mmpretrain is installed, too:
 
 - mmpretrain's registries have its backbones, hooks, datasets, metrics and optimizer wrapper; its model index has the
-  shipped configs: ``mmpretrain.get_model('sa_quadratic_cifar10')``; mmengine has the file backend ``'atomic'`` and the initializers
-  ``'ConvolutionalHeads'`` and ``'SineCosineEmbedding'``.
+  shipped configs: ``mmpretrain.get_model('sa_quadratic_cifar10')``; mmengine has the file backend ``'atomic'`` and the
+  initializers ``'ConvolutionalHeads'`` and ``'SineCosineEmbedding'``.
 - mmengine's function ``load_state_dict`` does so too.
 - PyTorch's list of names that are safe to load has the classes of the logs in mmengine's checkpoints.
 - mmengine's loader of local checkpoint files is :func:`~attncnn_plugin.utils.checkpoint_files.load_from_local`, which

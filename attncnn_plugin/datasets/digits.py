@@ -28,9 +28,7 @@ class Digits(BaseDataset):
 
     METAINFO = {'classes': tuple('0123456789')}
 
-    def __init__(
-        self, split: str = 'train', color_type: str = 'grayscale', metainfo: Optional[dict] = None, **kwargs
-    ):
+    def __init__(self, split: str = 'train', color_type: str = 'grayscale', metainfo: Optional[dict] = None, **kwargs):
         if split not in ('train', 'test'):
             raise ValueError(f"The split must be one of ['train', 'test'], but got {split!r}")
         if color_type not in ('grayscale', 'color'):

@@ -14,7 +14,7 @@ from torch import nn
 class BFloat16OptimWrapper(OptimWrapper):
     """mmengine's ``OptimWrapper`` with bfloat16 autocast in the forward pass, on CPUs too.
 
-    mmengine's ``AmpOptimWrapper`` refuses CPUs. bfloat16 has the range of float32, so that no gradient has to be scaled.
+    mmengine's ``AmpOptimWrapper`` refuses CPUs. bfloat16 has the range of float32, so no gradient is scaled.
     Parameters, gradients and validation stay in float32. A CPU is faster with it where it computes with bfloat16
     (``avx512_bf16`` or ``amx_bf16`` among the flags of ``lscpu``), and slower elsewhere. In the terminal:
     ``tools/train.py CONFIG --cfg-options optim_wrapper.type=BFloat16OptimWrapper``.
