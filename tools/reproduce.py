@@ -19,7 +19,7 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import Dict, List, Sequence
+from typing import Dict, List, Optional, Sequence
 
 import torch
 from mmengine.config import DictAction
@@ -79,7 +79,7 @@ def chosen(args: argparse.Namespace) -> Table:
 
 
 def runs_of(table: Table, args: argparse.Namespace) -> List[Run]:
-    """All trainings of the table, the first seed first; with ``--models`` those of some rows, and what they need."""
+    """All trainings of the table, the first seed first."""
     runs: Dict[tuple, Run] = {}
     for seed in sorted({seed for row in table.rows for seed in row.seeds}):
         for images, epochs in table.epochs.items():
@@ -97,9 +97,14 @@ def runs_of(table: Table, args: argparse.Namespace) -> List[Run]:
                 name = re.sub(r'\W+', '_', f'{row.label} {images} {of_row} {seed}')
                 folder = args.out.resolve() / 'runs' / name
                 runs[row.label, images, seed] = Run(folder, row.label, images, of_row, seed, config, start)
-    wanted = [run for run in runs.values() if args.models is None or run.label in args.models]
-    needed = {run.start for run in wanted if run.start}
-    return [run for run in runs.values() if run in wanted or run in needed]
+    return list(runs.values())
+
+
+def with_starts(runs: Sequence[Run], models: Optional[Sequence[str]]) -> List[Run]:
+    """The trainings of some rows, None for all, and those that they begin with."""
+    wanted = [run for run in runs if models is None or run.label in models]
+    needed = {run.start for run in wanted}
+    return [run for run in runs if run in wanted or run in needed]
 
 
 def seconds_left(runs: Sequence[Run], jobs: int) -> float:
@@ -134,27 +139,41 @@ def main() -> None:
     args = parse_args()
     torch.set_num_threads(args.threads)
     table = chosen(args)
-    runs = runs_of(table, args)
-    print(progress(runs, args.jobs), flush=True)
-    failed: List[Run] = []
-    if not args.list:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and end the trainings
-
-        def tell(run: Run, sentence: str) -> None:
-            print(f'{run}: {sentence}; {progress(runs, args.jobs)}', flush=True)
-
-        with locked(args.out) as lock:
-            failed = train(runs, args.jobs, args.threads, lock, tell)
-    else:
+    try:
+        runs = runs_of(table, args)
         for run in runs:
+            run.check_folder()
+    except ValueError as error:
+        sys.exit(str(error))
+    wanted = with_starts(runs, args.models)
+    print(progress(wanted, args.jobs), flush=True)
+    failed: List[Run] = []
+    if args.list:
+        for run in wanted:
             state = 'done' if run.result else f'{run.epochs_done} epochs done' if run.epochs_done else 'not begun'
             print(f'  {run}: {state}')
+    else:
+        failed = train_wanted(wanted, args)
     args.out.mkdir(parents=True, exist_ok=True)
     results = [run.result for run in runs if run.result is not None]
     (args.out / f'{args.table}.json').write_text(json.dumps(results, indent=1))
     print(write_page(args.out, args.table, table, runs, WORDS[args.data]))
     if failed:
         sys.exit(f'{len(failed)} trainings failed or could not begin: ' + '; '.join(map(str, failed)))
+
+
+def train_wanted(runs: Sequence[Run], args: argparse.Namespace) -> List[Run]:
+    """Trains what is left, and says how far it is; a SIGTERM ends the trainings too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+    def tell(run: Run, sentence: str) -> None:
+        print(f'{run}: {sentence}; {progress(runs, args.jobs)}', flush=True)
+
+    try:
+        with locked(args.out) as lock:
+            return train(runs, args.jobs, args.threads, lock, tell)
+    except BlockingIOError as error:
+        sys.exit(str(error))
 
 
 if __name__ == '__main__':

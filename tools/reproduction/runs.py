@@ -63,13 +63,13 @@ class Run:
         match = re.search(r'epoch_(\d+)\.pth', path.read_text()) if path.exists() else None
         return int(match[1]) if match else 0
 
-    def write_config(self) -> None:
-        """Writes the config into the folder.
+    def check_folder(self) -> None:
+        """Compares the config with that in the folder, if there is one.
 
         Raises:
             ValueError: The folder has a training with other settings.
         """
-        path, text = self.folder / 'config.json', json.dumps(self.config.to_dict(), indent=1, default=str)
+        path, text = self.folder / 'config.json', self._text
         if path.exists() and path.read_text() != text:
             changed = difflib.unified_diff(path.read_text().splitlines(), text.splitlines(), n=0, lineterm='')
             lines = [' '.join(line.split()) for line in changed if not line.startswith(('---', '+++', '@@'))]
@@ -77,8 +77,15 @@ class Run:
                 f'{self.folder} has a training with other settings ({"; ".join(lines)}): give '
                 'another folder by --out, or remove this one'
             )
+
+    def write_config(self) -> None:
+        """Writes the config into the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        (self.folder / 'config.json').write_text(self._text)
+
+    @property
+    def _text(self) -> str:
+        return json.dumps(self.config.to_dict(), indent=1, default=str)
 
 
 @contextmanager
@@ -89,14 +96,14 @@ def locked(folder: Path) -> Iterator[int]:
         int: The file descriptor that trainings inherit.
 
     Raises:
-        RuntimeError: Another call, or one of its trainings, still works there.
+        BlockingIOError: Another call, or one of its trainings, still works there.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / 'lock').open('w') as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RuntimeError(
+            raise BlockingIOError(
                 f'{folder} is in use by another call, or by a training that one has left: wait for its end, or end it'
             ) from None
         yield file.fileno()
