@@ -9,6 +9,7 @@ from mmengine.config import Config
 from attncnn_plugin import config_path
 
 DATA = ('cifar10', 'cifar100', 'folder', 'digits')
+WARM_UP = 2  # iterations of a warm-up, at least
 VALIDATED = 5000  # training images from one validation to the next, at least
 
 
@@ -62,7 +63,7 @@ def set_epochs(config: Config, epochs: int, images: int) -> None:
         images (int): Those of an epoch.
 
     Raises:
-        ValueError: There are too few epochs for two phases.
+        ValueError: There are too few epochs for two phases, or too few iterations for a warm-up.
     """
     per_epoch = math.ceil(images / config.train_dataloader.batch_size)
     hooks = [hook for hook in config.get('custom_hooks') or [] if hook.type == 'PhaseTransitionHook']
@@ -80,10 +81,15 @@ def set_epochs(config: Config, epochs: int, images: int) -> None:
 
 
 def _stretch(schedulers: Union[dict, List[dict]], epochs: int, per_epoch: int) -> None:
-    """Brings schedulers to a number of epochs; a warm-up has two iterations at least."""
+    """Brings schedulers to a number of epochs."""
     schedulers = [schedulers] if isinstance(schedulers, dict) else schedulers
+    if len(schedulers) > 1 and epochs * per_epoch <= WARM_UP:
+        raise ValueError(
+            f'{epochs} epochs of {per_epoch} batches are too few for a warm-up of {WARM_UP} iterations and a cosine: '
+            'give more epochs, or more images'
+        )
     factor = epochs / max(scheduler.end for scheduler in schedulers)
     for scheduler in schedulers:
         for key in ('begin', 'end'):
             if scheduler[key] > 0:
-                scheduler[key] = min(max(scheduler[key] * factor, 2 / per_epoch), epochs)
+                scheduler[key] = min(max(scheduler[key] * factor, WARM_UP / per_epoch), epochs)

@@ -1,5 +1,6 @@
 """What came of a training, as plain data."""
 
+import copy
 import json
 import os
 import platform
@@ -54,7 +55,8 @@ def collect(run, threads: int) -> None:
 def build(config: Config) -> nn.Module:
     """The classifier of a config."""
     with DefaultScope.overwrite_default_scope('mmpretrain'):
-        return MODELS.build({'data_preprocessor': config.data_preprocessor, **config.model})
+        # A copy: mmpretrain adds settings of the model to those of the preprocessor.
+        return MODELS.build(copy.deepcopy({'data_preprocessor': config.data_preprocessor, **config.model}))
 
 
 def trained_model(config: Config, checkpoint: Path) -> nn.Module:

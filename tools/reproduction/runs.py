@@ -64,12 +64,12 @@ class Run:
         return int(match[1]) if match else 0
 
     def check_folder(self) -> None:
-        """Compares the config with that in the folder, if there is one.
+        """Compares the config with that of the training in the folder, if there is one.
 
         Raises:
             ValueError: The folder has a training with other settings.
         """
-        path, text = self.folder / 'config.json', self._text
+        path, text = self.config_file, self._text
         if path.exists() and path.read_text() != text:
             changed = difflib.unified_diff(path.read_text().splitlines(), text.splitlines(), n=0, lineterm='')
             lines = [' '.join(line.split()) for line in changed if not line.startswith(('---', '+++', '@@'))]
@@ -79,9 +79,14 @@ class Run:
             )
 
     def write_config(self) -> None:
-        """Writes the config into the folder."""
+        """Writes the config, and makes the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / 'config.json').write_text(self._text)
+        self.config_file.write_text(self._text)
+
+    @property
+    def config_file(self) -> Path:
+        """Where the config is: beside the folder, into which mmengine writes its own copy."""
+        return self.folder.with_suffix('.json')
 
     @property
     def _text(self) -> str:
@@ -111,7 +116,7 @@ def locked(folder: Path) -> Iterator[int]:
 
 def start_training(run: Run, threads: int, lock: int) -> subprocess.Popen:
     """Starts a training in a process of its own, from its last checkpoint where there is one."""
-    command = [sys.executable, TRAIN, run.folder / 'config.json', '--work-dir', run.folder]
+    command = [sys.executable, TRAIN, run.config_file, '--work-dir', run.folder]
     if (run.folder / 'last_checkpoint').exists():
         command.append('--resume')
     with (run.folder / 'output.txt').open('a') as output:
