@@ -48,7 +48,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--data-root', type=Path, help='folder of the images (default: data/cifar10 and the like)')
     parser.add_argument('--test-images', type=int, help='how many are validated with (default: all)')
     parser.add_argument('--out', type=Path, help='folder of the results (default: work_dirs/reproduce/DATA)')
-    jobs = 1 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    jobs = 1 if torch.cuda.is_available() else cores
     parser.add_argument('--jobs', type=int, default=jobs, help=f'trainings at a time (default here: {jobs})')
     parser.add_argument('--threads', type=int, default=1, help='of each training (default: 1)')
     parser.add_argument('--list', action='store_true', help='train nothing')
@@ -59,8 +60,6 @@ def parse_args() -> argparse.Namespace:
     if args.smoke and args.test_images is None:
         args.test_images = SMOKE_TEST_IMAGES
     args.out = args.out or Path('work_dirs/reproduce') / (f'{args.data}_smoke' if args.smoke else args.data)
-    if args.data_root is not None:
-        args.data_root = args.data_root.resolve()
     return args
 
 
@@ -95,7 +94,7 @@ def runs_of(table: Table, args: argparse.Namespace) -> List[Run]:
                 config.load_from = str(start.last_checkpoint) if start else None
                 config.merge_from_dict(args.cfg_options)
                 name = re.sub(r'\W+', '_', f'{row.label} {images} {of_row} {seed}')
-                folder = args.out.resolve() / 'runs' / name
+                folder = args.out / 'runs' / name
                 runs[row.label, images, seed] = Run(folder, row.label, images, of_row, seed, config, start)
     return list(runs.values())
 
@@ -131,7 +130,7 @@ def in_words(seconds: float) -> str:
 
 def progress(runs: Sequence[Run], jobs: int) -> str:
     left = sum(run.result is None for run in runs)
-    about = f'; {left} are left, about {in_words(seconds_left(runs, jobs))}' if left else ''
+    about = f'; the others take about {in_words(seconds_left(runs, jobs))}' if left else ''
     return f'{len(runs) - left} of {len(runs)} trainings are done{about}'
 
 
@@ -174,6 +173,8 @@ def train_wanted(runs: Sequence[Run], args: argparse.Namespace) -> List[Run]:
             return train(runs, args.jobs, args.threads, lock, tell)
     except BlockingIOError as error:
         sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == '__main__':

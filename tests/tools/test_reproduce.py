@@ -181,7 +181,7 @@ def page_of(folder):
 def test_a_table(tool, tmp_path, monkeypatch):
     """Trained, shown, left alone; results as data, and the page."""
     trained, output, status = tool('--list')
-    assert not trained and '0 of 5 trainings are done; 5 are left, about 1 min' in output
+    assert not trained and '0 of 5 trainings are done; the others take about 1 min' in output
     assert page_of(tmp_path)[1]['first'][2:] == ['missing', 'missing', 'missing', '0 of 2']
 
     trained, output, status = tool('--seeds', 0, '--jobs', 1)
@@ -206,10 +206,10 @@ def test_a_table(tool, tmp_path, monkeypatch):
     assert tool('--seeds', 0)[0] == []
     trained, output, status = tool('--list')
     text, rows = page_of(tmp_path)
-    assert '3 of 5 trainings are done' in output and 'first, 20 images, 2 epochs, seed 1: not begun' in output
+    assert '3 of 5 trainings are done' in output and 'first, 20 images, epochs: 2, seed 1: not begun' in output
     assert rows['first'][-1] == '1 of 2' and rows['first'][2] == f'{first["top1"]:.1f}'
     assert rows['goes on'][2:4] == ['', f'{goes_on["top1"]:.1f}']
-    assert 'Missing, 2 of 5 trainings:' in text and '- first, 40 images, 3 epochs, seed 1' in text
+    assert 'Missing, 2 of 5 trainings:' in text and '- first, 40 images, epochs: 3, seed 1' in text
     assert (tmp_path / 'small.svg').exists()
 
     tool()
@@ -236,7 +236,7 @@ def test_a_training_that_fails(tool, tmp_path, monkeypatch):
 
     monkeypatch.setattr(runs_module, 'start_training', training)
     trained, output, status = tool('--seeds', 0)
-    assert [run.images for run in trained] == [20] and 'first, 40 images, 3 epochs, seed 0: failed, see' in output
+    assert [run.images for run in trained] == [20] and 'first, 40 images, epochs: 3, seed 0: failed, see' in output
     assert '2 trainings failed or could not begin: first, 40 images' in status and 'goes on, 40' in status
     assert 'Missing, 2 of 3' in page_of(tmp_path)[0]
 
@@ -263,6 +263,22 @@ def test_a_folder_of_other_settings(tool, tmp_path):
     assert tool(*options)[2] == 0
 
 
+def test_what_is_left(monkeypatch):
+    """By the trainings of the row that are done, the other seeds'; by a step, of batches of 50, where there is none."""
+    monkeypatch.setattr(reproduce, 'step_seconds', lambda config: 5.0)
+    config = network_config('vit', {})
+    done = dict(label='a', images=100, epochs=4, config=config)
+    runs = [
+        SimpleNamespace(**done, epochs_done=4, result=dict(seconds=200.0)),
+        SimpleNamespace(**done, epochs_done=4, result=dict(seconds=600.0)),
+        SimpleNamespace(**done, epochs_done=1, result=None),  # 1 second an image
+        SimpleNamespace(label='b', images=1000, epochs=2, config=config, epochs_done=0, result=None),  # 0.1
+    ]
+    assert reproduce.seconds_left(runs, jobs=1) == pytest.approx(300 + 200)
+    assert reproduce.progress(runs, jobs=2) == '2 of 4 trainings are done; the others take about 4 min'
+    assert [reproduce.in_words(seconds) for seconds in (1, 3599, 3700)] == ['1 min', '1 h 0 min', '1 h 2 min']
+
+
 def test_a_folder_in_use(tool, tmp_path):
     with runs_module.locked(tmp_path):
         assert 'is in use by another call, or by a training that one has left' in tool()[2]
@@ -270,7 +286,7 @@ def test_a_folder_in_use(tool, tmp_path):
 
 
 def command(out, *options):
-    words = ['python', TOOL, 'T-CNN', '--smoke', '--out', out, '--models', 'additive', '--jobs', 1, *options]
+    words = [sys.executable, TOOL, 'T-CNN', '--smoke', '--out', out, '--models', 'additive', '--jobs', 1, *options]
     return [str(word) for word in words]
 
 
@@ -304,7 +320,7 @@ def test_killed_twice(repository, tmp_path):
 @pytest.mark.parametrize('name', ['C20-E', 'L21-1'])
 def test_smoke(name, tmp_path):
     """The whole of a table on the digits."""
-    words = ['python', TOOL, name, '--smoke', '--out', tmp_path]
+    words = [sys.executable, TOOL, name, '--smoke', '--out', tmp_path]
     subprocess.run([str(word) for word in words], env=environment(tmp_path), check=True, cwd=tmp_path)
     text = (tmp_path / f'{name}.md').read_text()
     assert 'issing' not in text and all(f'| {row.label} | ' in text for row in TABLES[name].rows)

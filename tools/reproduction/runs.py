@@ -43,7 +43,7 @@ class Run:
     start: Optional['Run'] = None
 
     def __str__(self) -> str:
-        return f'{self.label}, {self.images:,} images, {self.epochs} epochs, seed {self.seed}'
+        return f'{self.label}, {self.images:,} images, epochs: {self.epochs}, seed {self.seed}'
 
     @property
     def result(self) -> Optional[dict]:
