@@ -60,12 +60,12 @@ def test_resnet_has_the_multiply_adds_of_the_quadratic_network():
 
 
 def trained(name, work_dir, epochs, resume=False, seed=3):
-    """The weights of a config after two iterations an epoch on the digits."""
+    """The weights of a config after three iterations an epoch on the digits."""
     config = network_config(name, {})
     set_data(config, 'digits', None, test_images=10)
-    set_images(config, 20, seed)
+    set_images(config, 30, seed)
     config.train_dataloader.batch_size = 10
-    set_epochs(config, 3, 20)
+    set_epochs(config, 3, 30)
     config.merge_from_dict(
         {
             'train_cfg.max_epochs': epochs,

@@ -30,7 +30,7 @@ class Formats(Hook):
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         state = runner.optim_wrapper.optimizer.state
         weights = [p for p in runner.model.parameters() if p.ndim == 4]
-        tensors = [t for p in weights for t in (p, state[p]['exp_avg'])]
+        tensors = [t for p in weights for t in (p, state[p]['momentum_buffer'])]
         self.last = [t.is_contiguous(memory_format=torch.channels_last) for t in tensors]
 
 
@@ -51,6 +51,7 @@ def test_channels_last_in_a_training(repository, tmp_path):
                         base_channels=4,
                     ),
                     'model.head.in_channels': 32,
+                    'optim_wrapper.optimizer': dict(_delete_=True, type='SGD', lr=0.01, momentum=0.9, weight_decay=0.0),
                     'train_dataloader.dataset.indices': 24,
                     'train_dataloader.batch_size': 8,
                     'val_dataloader.dataset.indices': 8,
