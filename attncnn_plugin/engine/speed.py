@@ -39,6 +39,6 @@ class ChannelsLastHook(Hook):
     terminal: ``tools/train.py CONFIG --cfg-options default_hooks.channels_last.type=ChannelsLastHook``.
     """
 
-    def before_run(self, runner) -> None:
-        """Before weights are drawn or loaded, and before the optimizer has a state."""
+    def before_train(self, runner) -> None:
+        """After weights were drawn, which come in the order of the memory, and before the optimizer has a state."""
         runner.model.to(memory_format=torch.channels_last)

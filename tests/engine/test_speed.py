@@ -69,4 +69,5 @@ def test_channels_last_in_a_training(repository, tmp_path):
             runner.train()
             assert all(formats.last) == (name == 'last')
         outcomes[name] = runner.model.state_dict()
-    assert all(torch.allclose(value, outcomes['first'][key], atol=1e-4) for key, value in outcomes['last'].items())
+    for key, value in outcomes['last'].items():  # rounding grows in batch norms of few images
+        assert torch.allclose(value, outcomes['first'][key], atol=0.01, rtol=0.01), key

@@ -8,7 +8,7 @@ second one, which all configs of configs/small have:
   batch            flips and shifts of the whole batch (FlipAndShift)
   channels last    ChannelsLastHook
   bfloat16         BFloat16OptimWrapper
-  compiled         torch.compile
+  compiled         torch.compile of the backbone
   both             channels last, bfloat16
 
     python tools/benchmarks/training_speed.py --data folder --data-root data/images
@@ -86,7 +86,7 @@ def trainer(name: str, side: str, args: argparse.Namespace) -> Callable[[], int]
         config.optim_wrapper.type = 'BFloat16OptimWrapper'
     wrapper = build_optim_wrapper(model, config.optim_wrapper)
     if side == 'compiled':
-        model.forward = torch.compile(model.forward)
+        model.backbone.compile(backend='eager' if args.quick else 'inductor')
     loader = Runner.build_dataloader(dict(config.train_dataloader, collate_fn=dict(type='default_collate')), seed=0)
     batches = endless(loader)
 
