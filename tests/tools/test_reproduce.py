@@ -286,18 +286,18 @@ def test_a_folder_in_use(tool, tmp_path):
 
 
 def command(out, *options):
-    words = [sys.executable, TOOL, 'T-CNN', '--smoke', '--out', out, '--models', 'additive', '--jobs', 1, *options]
+    words = [sys.executable, TOOL, 'ViT-starts', '--smoke', '--out', out, '--models', 'ViT', '--jobs', 1, *options]
     return [str(word) for word in words]
 
 
 @pytest.mark.slow
 def test_killed_twice(repository, tmp_path):
     """The tool and its training, killed in the middle of epochs: the results are those of a run that was not."""
-    options = ['--epochs', 4, '--cfg-options', 'train_cfg.val_interval=1']
+    options = ['--epochs', 3, '--cfg-options', 'train_cfg.val_interval=1']
     variables = environment(tmp_path)
     subprocess.run(command(tmp_path / 'whole', *options), env=variables, check=True, cwd=tmp_path)
     stopped, kills = tmp_path / 'stopped', []
-    folder = stopped / 'runs/ResNet_200_4_0'
+    folder = stopped / 'runs/ViT_200_3_0'
     for epoch in (1, 2):
         process = subprocess.Popen(command(stopped, *options), env=variables, start_new_session=True, cwd=tmp_path)
         while not (folder / f'epoch_{epoch}.pth').exists():
@@ -307,13 +307,13 @@ def test_killed_twice(repository, tmp_path):
         kills.append(process.wait())
     subprocess.run(command(stopped, *options), env=variables, check=True, cwd=tmp_path)
     assert kills == [-signal.SIGKILL] * 2
-    whole, again = (json.loads((tmp_path / name / 'T-CNN.json').read_text()) for name in ('whole', 'stopped'))
-    assert len(whole) == 2 and len(list(folder.glob('*/vis_data'))) == 3
-    for one, other in zip(whole, again):
-        assert one['curves'] == other['curves'] and one['top1'] == other['top1']
-    for name in ('ResNet_200_4_0/epoch_4.pth', 'additive_200_2_0/epoch_2.pth'):
-        one, other = (torch.load(tmp_path / of / 'runs' / name)['state_dict'] for of in ('whole', 'stopped'))
-        assert one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
+    whole, again = (json.loads((tmp_path / name / 'ViT-starts.json').read_text()) for name in ('whole', 'stopped'))
+    assert len(whole) == 1 and len(list(folder.glob('*/vis_data'))) == 3
+    assert whole[0]['curves'] == again[0]['curves'] and len(whole[0]['curves']['accuracy/top1']) == 3
+    one, other = (
+        torch.load(tmp_path / of / 'runs/ViT_200_3_0/epoch_3.pth')['state_dict'] for of in ('whole', 'stopped')
+    )
+    assert one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
 
 
 @pytest.mark.slow
