@@ -23,6 +23,7 @@ from typing import Dict, List, Optional, Sequence
 
 import torch
 from mmengine.config import DictAction
+from mmengine.logging import MMLogger
 
 import attncnn_plugin  # noqa: F401
 
@@ -178,4 +179,5 @@ def train_wanted(runs: Sequence[Run], args: argparse.Namespace) -> List[Run]:
 
 
 if __name__ == '__main__':
+    MMLogger.get_instance('mmengine', log_level='ERROR')  # its progress alone
     main()

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Callable, Dict, Iterator, List
 
 import torch
+from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
@@ -117,4 +118,5 @@ def in_turns(functions: Dict[str, Callable[[], int]], rounds: int, steps: int) -
 
 
 if __name__ == '__main__':
+    MMLogger.get_instance('mmengine', log_level='ERROR')  # not how each layer was initialized
     main()
