@@ -11,9 +11,9 @@ Importing the package has these side effects:
 
 Where mmpretrain is installed, too:
 
-- mmpretrain's registries have its backbones, hooks, datasets and metrics; its model index has the shipped configs:
-  ``mmpretrain.get_model('sa_quadratic_cifar10')``; mmengine has the file backend ``'atomic'`` and the initializer
-  ``'ConvolutionalHeads'``.
+- mmpretrain's registries have its backbones, hooks, datasets, metrics and optimizer wrapper; its model index has the
+  shipped configs: ``mmpretrain.get_model('sa_quadratic_cifar10')``; mmengine has the file backend ``'atomic'`` and the
+  initializers ``'ConvolutionalHeads'`` and ``'SineCosineEmbedding'``.
 - mmengine's function ``load_state_dict`` does so too.
 - PyTorch's list of names that are safe to load has the classes of the logs in mmengine's checkpoints.
 - mmengine's loader of local checkpoint files is :func:`~attncnn_plugin.utils.checkpoint_files.load_from_local`, which
@@ -49,7 +49,7 @@ structure_loading.patch_load_state_dict()
 
 def _register_with_mmpretrain() -> None:
     from . import datasets, evaluation  # noqa: F401
-    from .engine import hooks, initializers, reliability  # noqa: F401
+    from .engine import hooks, initializers, reliability, speed  # noqa: F401
     from .models import backbones  # noqa: F401
     from .utils.mmengine_patches import patch_load_state_dict, patch_mmengine
 

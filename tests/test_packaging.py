@@ -103,7 +103,10 @@ def test_wheel_carries_configs_tools_and_index(wheel):
         'configs/_base_/models/sa_quadratic_cifar.py',
         'configs/downstream/retinanet_resnet50_to_attention_coco.py',
         'configs/downstream/_base_/retinanet_coco.py',
+        'configs/small/_base_/data_cifar10.py',
+        'configs/small/sa_quadratic.py',
         'tools/train.py',
+        'tools/reproduction/tables.py',
         'tools/dist_train.sh',
     ):
         assert f'attncnn_plugin/.mim/{name}' in names

@@ -1,4 +1,4 @@
-"""A start of mmengine's ``init_cfg`` for the vision transformers of mmpretrain."""
+"""Starts of mmengine's ``init_cfg`` for the vision transformers of mmpretrain."""
 
 import inspect
 import logging
@@ -8,7 +8,7 @@ from mmengine.model import BaseModule, PretrainedInit, update_init_info
 from mmengine.registry import WEIGHT_INITIALIZERS
 from torch import nn
 
-from ..init import init_as_convolution
+from ..init import init_as_convolution, set_sine_cosine_embedding
 
 OPTIONS = list(inspect.signature(init_as_convolution).parameters)[1:]  # all but the model
 
@@ -46,14 +46,35 @@ class ConvolutionalHeads:
             ValueError: Other initializers follow, or see ``init_as_convolution``.
         """
         if hasattr(module, '_params_init_info'):  # in the middle of its init_weights
-            _initialize_the_rest(module)
+            _initialize_the_rest(module, type(self))
         report = init_as_convolution(module, **self.options)
         print_log(f'{type(module).__name__} starts with the heads of a convolution:\n{report}', 'current', logging.INFO)
         if hasattr(module, '_params_init_info'):
             update_init_info(module, init_info=f'ConvolutionalHeads: {self.options}')
 
 
-def _initialize_the_rest(module: BaseModule) -> None:
+@WEIGHT_INITIALIZERS.register_module()
+class SineCosineEmbedding:
+    """Sines and cosines as the position embedding, :func:`~attncnn_plugin.init.set_sine_cosine_embedding`.
+
+    It is what ``ConvolutionalHeads`` begins with, without its heads: the control in comparisons with it. It comes last
+    too.
+    """
+
+    def __call__(self, module: nn.Module) -> None:
+        """Sets the position embedding of a module.
+
+        Raises:
+            ValueError: Other initializers follow, or the module has no position embedding.
+        """
+        if hasattr(module, '_params_init_info'):
+            _initialize_the_rest(module, type(self))
+        set_sine_cosine_embedding(module)
+        if hasattr(module, '_params_init_info'):
+            update_init_info(module, init_info='SineCosineEmbedding')
+
+
+def _initialize_the_rest(module: BaseModule, last: type) -> None:
     """All that ``init_weights`` does after its initializers, but for a checkpoint.
 
     ``BaseModule.init_weights`` initializes the modules inside, which have tables of position biases of their own, and
@@ -62,8 +83,9 @@ def _initialize_the_rest(module: BaseModule) -> None:
     """
     configs = [module.init_cfg] if isinstance(module.init_cfg, dict) else module.init_cfg or []
     types = [config['type'] for config in configs if config['type'] not in ('Pretrained', PretrainedInit)]
-    if types and types[-1] not in ('ConvolutionalHeads', ConvolutionalHeads):
-        raise ValueError(f'init_cfg of {type(module).__name__} has {types[-1]} after ConvolutionalHeads: put that last')
+    name = last.__name__
+    if types and types[-1] not in (name, last):
+        raise ValueError(f'init_cfg of {type(module).__name__} has {types[-1]} after {name}: put that last')
     module.init_cfg = None
     module.init_weights()
-    module.init_cfg = dict(type='Pretrained', checkpoint='none: its heads are those of ConvolutionalHeads')
+    module.init_cfg = dict(type='Pretrained', checkpoint=f'none: its start is that of {name}')

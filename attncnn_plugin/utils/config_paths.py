@@ -25,7 +25,8 @@ def config_path(name: str) -> str:
     path = MIM / 'configs' / name
     if not path.is_file():
         folder = MIM / 'configs'
-        paths = [path.relative_to(folder) for path in (*folder.glob('*.py'), *folder.glob('downstream/*.py'))]
+        found = [path for pattern in ('*.py', 'downstream/*.py', 'small/*.py') for path in folder.glob(pattern)]
+        paths = [path.relative_to(folder) for path in found]
         known = sorted(path.as_posix() for path in paths)
         raise FileNotFoundError(f'name={name!r} is no config of attncnn_plugin, which are {known}')
     return str(path)

@@ -9,6 +9,7 @@ from mmpretrain.registry import MODELS
 import attncnn_plugin  # noqa: F401
 from attncnn_plugin.analysis import vit_attention
 from attncnn_plugin.init import init_as_convolution, random_images
+from attncnn_plugin.init.embeddings import sine_cosine_embedding
 from attncnn_plugin.init.parts import find_attention
 
 ARCH = dict(embed_dims=32, num_layers=2, num_heads=2, feedforward_channels=48)
@@ -112,6 +113,22 @@ def test_without_init_weights():
     init_as_convolution(other, alpha=1.0, seed=3)
     assert all(torch.equal(value, other.state_dict()[key]) for key, value in model.state_dict().items())
     assert model.init_cfg == other.init_cfg
+
+
+def test_sines_and_cosines_alone():
+    """The embedding of the start, and all else as drawn."""
+    embedding = dict(type='SineCosineEmbedding')
+    model, started, plain = (built(VIT, init_cfg=config) for config in (embedding, START, None))
+    for network in (model, started, plain):
+        torch.manual_seed(0)
+        network.init_weights()
+    assert torch.allclose(model.pos_embed[0, 1:], sine_cosine_embedding((6, 6), 32).float())
+    changed = [name for name, value in model.named_parameters() if not torch.equal(value, plain.get_parameter(name))]
+    assert changed == ['pos_embed'] and not torch.equal(
+        started.layers[0].attn.qkv.weight, plain.layers[0].attn.qkv.weight
+    )
+    with pytest.raises(ValueError, match='has TruncNormal after SineCosineEmbedding: put that last'):
+        built(VIT, init_cfg=[embedding, dict(type='TruncNormal', layer='Linear', std=0.02)]).init_weights()
 
 
 def test_refusals():

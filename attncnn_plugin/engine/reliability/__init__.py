@@ -6,8 +6,16 @@ require_mmpretrain()
 
 from .atomic_backend import AtomicBackend  # noqa: E402
 from .atomic_checkpoint_hook import AtomicCheckpointHook  # noqa: E402
+from .epoch_seed_hook import EpochSeedHook  # noqa: E402
 from .invalid_loss_hook import InvalidLossHook  # noqa: E402
 from .preemption_hook import PreemptionHook  # noqa: E402
 from .whole_checkpoint import find_whole_checkpoint  # noqa: E402
 
-__all__ = ['AtomicBackend', 'AtomicCheckpointHook', 'InvalidLossHook', 'PreemptionHook', 'find_whole_checkpoint']
+__all__ = [
+    'AtomicBackend',
+    'AtomicCheckpointHook',
+    'EpochSeedHook',
+    'InvalidLossHook',
+    'PreemptionHook',
+    'find_whole_checkpoint',
+]

@@ -26,6 +26,13 @@ def test_every_digit_is_in_one_split():
     assert 'Split: \ttest' in repr(test)
 
 
+def test_in_colour():
+    grey, colour = build('test'), DATASETS.build(dict(type='Digits', split='test', color_type='color', pipeline=[]))
+    assert colour[5]['img'].shape == (8, 8, 3) and (colour[5]['img'] == grey[5]['img'][..., None]).all()
+
+
 def test_wrong_split():
     with pytest.raises(ValueError, match="must be one of .* but got 'val'"):
         build('val')
+    with pytest.raises(ValueError, match="must be one of .* but got 'RGB'"):
+        DATASETS.build(dict(type='Digits', color_type='RGB', pipeline=[]))

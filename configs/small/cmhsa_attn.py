@@ -1,0 +1,5 @@
+# The second phase alone: attention from a random start.
+_base_ = './cmhsa_conv.py'
+
+model = dict(backbone=dict(phase='attn'))
+optim_wrapper = dict(optimizer=dict(lr=1e-3))

@@ -1,0 +1,3 @@
+_base_ = './sa_quadratic.py'
+
+model = dict(backbone=dict(type='SAGeneralized'))

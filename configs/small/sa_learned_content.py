@@ -1,0 +1,3 @@
+_base_ = './sa_learned.py'
+
+model = dict(backbone=dict(content=True))

@@ -1,0 +1,326 @@
+"""tools/reproduce.py: the trainings of a table, stopped and going on, and its page."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip('mmpretrain')
+from helpers.processes import environment  # noqa: E402
+from mmengine.config import Config  # noqa: E402
+from mmengine.runner import Runner  # noqa: E402
+from mmpretrain.registry import DATASETS, PARAM_SCHEDULERS  # noqa: E402
+
+TOOL = Path(__file__).parents[2] / 'tools/reproduce.py'
+sys.path.insert(0, str(TOOL.parent))
+import reproduce  # noqa: E402
+from reproduction import runs as runs_module  # noqa: E402
+from reproduction.configs import network_config, set_data, set_epochs, set_images  # noqa: E402
+from reproduction.tables import TABLES, Row, Table  # noqa: E402
+
+# Two rows, the second one from the weights of the first, and networks that train in a second.
+SMALL = {
+    'train_dataloader.batch_size': 5,
+    'model.backbone.arch': dict(embed_dims=16, num_layers=1, num_heads=2, feedforward_channels=16),
+    'model.head.in_channels': 16,
+}
+TABLE = Table(
+    'A table',
+    'Whether it is written.',
+    {20: 2, 40: 3},
+    (
+        Row('first', 'sa_quadratic', seeds=(0, 1), options=SMALL),
+        Row('goes on', 'sa_quadratic', seeds=(0,), share=0.5, start='first', images=(40,), options=SMALL),
+    ),
+    ('accuracy/top1', 'loss/cross_entropy'),
+)
+
+
+@pytest.mark.parametrize('name', list(TABLES))
+def test_tables(name):
+    """Rows begin with rows before them, of the same seeds; rows of several tables are the same there."""
+    seen = {}
+    for row in TABLES[name].rows:
+        assert row.label not in seen
+        if row.start:
+            assert set(row.seeds) <= set(seen[row.start].seeds)
+        seen[row.label] = row
+        assert all(other == row for table in TABLES.values() for other in table.rows if other.label == row.label)
+
+
+def rates(config, per_epoch):
+    """The learning rate at each iteration of a phase, as a share of the largest one."""
+    schedulers = config if isinstance(config, list) else [config]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
+    built = [
+        PARAM_SCHEDULERS.build(dict(cfg), default_args=dict(optimizer=optimizer, epoch_length=per_epoch))
+        for cfg in schedulers
+    ]
+    found = []
+    for _ in range(round(max(cfg['end'] for cfg in schedulers) * per_epoch)):
+        found.append(optimizer.param_groups[0]['lr'])
+        optimizer.step()
+        for scheduler in built:
+            scheduler.step()
+    return np.array(found)
+
+
+def expected(warm_up, total):
+    linear = 1e-3 + (1 - 1e-3) * np.arange(warm_up) / max(warm_up - 1, 1)
+    return np.concatenate([linear, (1 + np.cos(np.pi * np.arange(total - warm_up) / (total - warm_up))) / 2])
+
+
+@pytest.mark.parametrize(
+    'name, epochs, images, phases',
+    [
+        ('vit', 100, 500, [(50, 1000)]),  # 10 iterations an epoch; iterations of warm-up, and all
+        ('vit', 1, 200, [(2, 4)]),
+        ('sa_generalized_pruned', 7, 20000, [(140, 2800)]),
+        ('cmhsa', 100, 500, [(33, 600), (33, 400)]),
+        ('cmhsa', 2, 200, [(2, 4), (2, 4)]),
+        ('cmhsa_narrow_nowarmup', 5, 500, [(2, 30), (0, 20)]),
+    ],
+)
+def test_a_schedule_of_other_epochs(name, epochs, images, phases):
+    config = network_config(name, {})
+    set_epochs(config, epochs, images)
+    per_epoch, hooks = images // 50, [h for h in config.get('custom_hooks', []) if h.type == 'PhaseTransitionHook']
+    schedulers = [config.param_scheduler, *(hook.param_scheduler for hook in hooks)]
+    assert config.train_cfg.max_epochs == epochs and sum(total for _, total in phases) == epochs * per_epoch
+    assert [hook.epoch * per_epoch for hook in hooks] == [total for _, total in phases[:-1]]
+    for scheduler, (warm_up, total) in zip(schedulers, phases):
+        found = rates(scheduler, per_epoch)
+        assert len(found) == total and np.allclose(found, expected(warm_up, total), atol=1e-6)
+
+
+def test_too_few_epochs_for_two_phases():
+    with pytest.raises(ValueError, match='epochs=1 must be at least 2 for a training in two phases'):
+        set_epochs(network_config('cmhsa', {}), 1, 100)
+
+
+def test_too_few_iterations_for_a_warm_up():
+    with pytest.raises(ValueError, match='2 epochs of 1 batches are too few for a warm-up of 2 iterations'):
+        set_epochs(network_config('vit', {}), 2, 50)
+
+
+def test_a_folder_of_images(images):
+    """What the network does with CIFAR's images follows what loads those of the folder; the subset is balanced."""
+    config = network_config('deit', {})
+    set_data(config, 'folder', images, test_images=10)
+    set_images(config, 10, seed=1)
+    steps = [step.type for step in config.train_dataloader.dataset.dataset.pipeline]
+    assert steps == ['LoadImageFromFile', 'RandAugment', 'RandomErasing', 'PackInputs']
+    for loader in (config.train_dataloader, config.val_dataloader):
+        dataset = DATASETS.build(loader.dataset)
+        assert sorted(dataset.get_gt_labels()) == list(range(10)) and dataset[0]['inputs'].shape == (3, 32, 32)
+    assert config.data_preprocessor.to_rgb and config.data_preprocessor.type == 'FlipAndShift'
+
+
+def test_cifar100():
+    config = network_config('sa_quadratic', {})
+    set_data(config, 'cifar100', Path('elsewhere'))
+    assert config.model.head.num_classes == config.data_preprocessor.num_classes == 100
+    dataset = config.val_dataloader.dataset
+    assert (dataset.type, dataset.data_root, dataset.split) == ('CIFAR100', 'elsewhere', 'test')
+
+
+def test_the_seed_draws_the_start():
+    config = network_config('vit_convolutional', {})
+    set_images(config, 10, seed=5)
+    assert config.model.backbone.init_cfg[1].seed == config.randomness.seed == 5
+
+
+@pytest.fixture
+def tool(monkeypatch, tmp_path, capsys):
+    """Runs the tool in this process, its trainings too; gives what it prints and its exit status."""
+    monkeypatch.setitem(TABLES, 'small', TABLE)
+    trained = []
+
+    def training(run, threads, lock):
+        trained.append(run)
+        config = Config.fromfile(run.config_file)
+        config.work_dir, config.resume = str(run.folder), run.epochs_done > 0
+        config.log_level, config.experiment_name = 'ERROR', f'{run.folder}-{len(trained)}'
+        Runner.from_cfg(config).train()
+        return SimpleNamespace(poll=lambda: 0, terminate=lambda: None, wait=lambda: None)
+
+    monkeypatch.setattr(runs_module, 'start_training', training)
+
+    def run_tool(*options):
+        del trained[:]
+        command = ['reproduce.py', 'small', '--data', 'digits', '--test-images', '20', '--out', tmp_path, *options]
+        monkeypatch.setattr(sys, 'argv', list(map(str, command)))
+        status = 0
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            reproduce.main()
+        except SystemExit as error:
+            status = error.code
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+        return list(trained), capsys.readouterr().out, status
+
+    return run_tool
+
+
+def page_of(folder):
+    text = (folder / 'small.md').read_text()
+    rows = [line.strip('| ').split(' | ') for line in text.splitlines() if line.startswith('| ')]
+    return text, {row[0]: row[1:] for row in rows[2:]}
+
+
+def test_a_table(tool, tmp_path, monkeypatch):
+    """Trained, shown, left alone; results as data, and the page."""
+    trained, output, status = tool('--list')
+    assert not trained and '0 of 5 trainings are done; the others take about 1 min' in output
+    assert page_of(tmp_path)[1]['first'][2:] == ['missing', 'missing', 'missing', '0 of 2']
+
+    trained, output, status = tool('--seeds', 0, '--jobs', 1)
+    assert [(run.label, run.images, run.epochs) for run in trained] == [
+        ('first', 20, 2),
+        ('first', 40, 3),
+        ('goes on', 40, 2),
+    ]
+    assert status == 0 and '3 of 3 trainings are done\n' in output
+    results = json.loads((tmp_path / 'small.json').read_text())
+    first, start, goes_on = results
+    assert (first['seed'], first['images'], first['epochs'], first['start']) == (0, 20, 2, None)
+    assert goes_on['start'] == 'first_40_3_0' and trained[2].start is trained[1]
+    weights = [torch.load(run.last_checkpoint, weights_only=True)['state_dict'] for run in trained]
+    assert first['parameters'] == sum(value.numel() for value in weights[0].values())
+    assert first['seconds'] > 0 and first['multiply_adds'] > 0
+    assert first['versions']['torch'] == torch.__version__ and first['machine']['threads'] == 1
+    assert first['config']['randomness']['seed'] == 0 and first['config']['train_dataloader']['batch_size'] == 5
+    curve = start['curves']['accuracy/top1']
+    assert [step for step, _ in curve] == [3] and curve[-1][1] == start['top1'] == 100 * round(start['top1']) / 100
+
+    assert tool('--seeds', 0)[0] == []
+    trained, output, status = tool('--list')
+    text, rows = page_of(tmp_path)
+    assert '3 of 5 trainings are done' in output and 'first, 20 images, epochs: 2, seed 1: not begun' in output
+    assert rows['first'][-1] == '1 of 2' and rows['first'][2] == f'{first["top1"]:.1f}'
+    assert rows['goes on'][2:4] == ['', f'{goes_on["top1"]:.1f}']
+    assert 'Missing, 2 of 5 trainings:' in text and '- first, 40 images, epochs: 3, seed 1' in text
+    assert (tmp_path / 'small.svg').exists()
+
+    tool()
+    text, rows = page_of(tmp_path)
+    assert rows['first'][-1] == '2' and ' to ' in rows['first'][2] and 'issing' not in text
+
+
+def test_what_a_training_begins_with(tool, tmp_path):
+    """``--models`` trains the rows that are named, and those that they begin with, whose weights they load."""
+    trained, _, _ = tool('--models', 'goes on', '--images', 40, '--cfg-options', 'optim_wrapper.optimizer.lr=0.0')
+    assert [run.label for run in trained] == ['first', 'goes on']
+    first, goes_on = (torch.load(run.last_checkpoint, weights_only=True)['state_dict'] for run in trained)
+    assert all(torch.equal(goes_on[key], value) for key, value in first.items())
+
+
+def test_a_training_that_fails(tool, tmp_path, monkeypatch):
+    """The others train; what begins with it does not; the status says so, and the page."""
+    good = runs_module.start_training
+
+    def training(run, threads, lock):
+        if run.images == 40:
+            return SimpleNamespace(poll=lambda: 1)
+        return good(run, threads, lock)
+
+    monkeypatch.setattr(runs_module, 'start_training', training)
+    trained, output, status = tool('--seeds', 0)
+    assert [run.images for run in trained] == [20] and 'first, 40 images, epochs: 3, seed 0: failed, see' in output
+    assert '2 trainings failed or could not begin: first, 40 images' in status and 'goes on, 40' in status
+    assert 'Missing, 2 of 3' in page_of(tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    'options, message',
+    [
+        (['--models', 'third'], "'third' is no row of small, which has: 'first', 'goes on'"),
+        (['--images', 30], r'--images \[30\] needs --epochs: small has epochs for \[20, 40\] images'),
+    ],
+)
+def test_errors(tool, options, message):
+    assert re.search(message, tool(*options)[2])
+
+
+def test_a_folder_of_other_settings(tool, tmp_path):
+    """What is there already is not taken for what is asked for."""
+    options = ['--images', 20, '--seeds', 0]
+    tool(*options)
+    lines = r'first_20_2_0 has a training with other settings \(.*- "lr": 0.002,; .*\+ "lr": 0.5.*\): give another'
+    for further in ([], ['--list']):
+        trained, _, status = tool(*options, *further, '--cfg-options', 'optim_wrapper.optimizer.lr=0.5')
+        assert not trained and re.search(lines, status)
+    assert tool(*options)[2] == 0
+
+
+def test_what_is_left(monkeypatch):
+    """By the trainings of the row that are done, the other seeds'; by a step, of batches of 50, where there is none."""
+    monkeypatch.setattr(reproduce, 'step_seconds', lambda config: 5.0)
+    config = network_config('vit', {})
+    done = dict(label='a', images=100, epochs=4, config=config)
+    runs = [
+        SimpleNamespace(**done, epochs_done=4, result=dict(seconds=200.0)),
+        SimpleNamespace(**done, epochs_done=4, result=dict(seconds=600.0)),
+        SimpleNamespace(**done, epochs_done=1, result=None),  # 1 second an image
+        SimpleNamespace(label='b', images=1000, epochs=2, config=config, epochs_done=0, result=None),  # 0.1
+    ]
+    assert reproduce.seconds_left(runs, jobs=1) == pytest.approx(300 + 200)
+    assert reproduce.progress(runs, jobs=2) == '2 of 4 trainings are done; the others take about 4 min'
+    assert [reproduce.in_words(seconds) for seconds in (1, 3599, 3700)] == ['1 min', '1 h 0 min', '1 h 2 min']
+
+
+def test_a_folder_in_use(tool, tmp_path):
+    with runs_module.locked(tmp_path):
+        assert 'is in use by another call, or by a training that one has left' in tool()[2]
+    assert tool('--images', 20, '--seeds', 0)[2] == 0
+
+
+def command(out, *options):
+    words = [sys.executable, TOOL, 'ViT-starts', '--smoke', '--out', out, '--models', 'ViT', '--jobs', 1, *options]
+    return [str(word) for word in words]
+
+
+@pytest.mark.slow
+def test_killed_twice(repository, tmp_path):
+    """The tool and its training, killed in the middle of epochs: the results are those of a run that was not."""
+    options = ['--epochs', 3, '--cfg-options', 'train_cfg.val_interval=1']
+    variables = environment(tmp_path)
+    subprocess.run(command(tmp_path / 'whole', *options), env=variables, check=True, cwd=tmp_path)
+    stopped, kills = tmp_path / 'stopped', []
+    folder = stopped / 'runs/ViT_200_3_0'
+    for epoch in (1, 2):
+        process = subprocess.Popen(command(stopped, *options), env=variables, start_new_session=True, cwd=tmp_path)
+        while not (folder / f'epoch_{epoch}.pth').exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+        kills.append(process.wait())
+    subprocess.run(command(stopped, *options), env=variables, check=True, cwd=tmp_path)
+    assert kills == [-signal.SIGKILL] * 2
+    whole, again = (json.loads((tmp_path / name / 'ViT-starts.json').read_text()) for name in ('whole', 'stopped'))
+    assert len(whole) == 1 and len(list(folder.glob('*/vis_data'))) == 3
+    assert whole[0]['curves'] == again[0]['curves'] and len(whole[0]['curves']['accuracy/top1']) == 3
+    one, other = (
+        torch.load(tmp_path / of / 'runs/ViT_200_3_0/epoch_3.pth')['state_dict'] for of in ('whole', 'stopped')
+    )
+    assert one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['C20-E', 'L21-1'])
+def test_smoke(name, tmp_path):
+    """The whole of a table on the digits."""
+    words = [sys.executable, TOOL, name, '--smoke', '--out', tmp_path]
+    subprocess.run([str(word) for word in words], env=environment(tmp_path), check=True, cwd=tmp_path)
+    text = (tmp_path / f'{name}.md').read_text()
+    assert 'issing' not in text and all(f'| {row.label} | ' in text for row in TABLES[name].rows)

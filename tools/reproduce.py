@@ -1,0 +1,183 @@
+#!/usr/bin/env python
+"""Trains what a table of the documentation needs, and writes its page.
+
+  reproduce.py C20-1 --data cifar10 --data-root data/cifar10
+  reproduce.py L21-1 --data folder --data-root data/images --models ViT 'two phases' --seeds 0 --images 500 2000
+  reproduce.py C20-1 --list       # what is done, what is left, and about how long it takes; trains nothing
+  reproduce.py T-CNN --smoke      # the whole table on scikit-learn's digits, in a few minutes
+
+Every training has a folder of its own below OUT/runs. Run the command again after a stop: what is done is left alone,
+and the rest goes on from the last epoch, to the same weights as without the stop. Results are in OUT/TABLE.json, the
+page is OUT/TABLE.md, its figure OUT/TABLE.svg.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Dict, List, Optional, Sequence
+
+import torch
+from mmengine.config import DictAction
+from mmengine.logging import MMLogger
+
+import attncnn_plugin  # noqa: F401
+
+sys.path.insert(0, str(Path(__file__).parent))  # for those who import this file
+from reproduction.configs import DATA, network_config, set_data, set_epochs, set_images  # noqa: E402
+from reproduction.page import write_page  # noqa: E402
+from reproduction.results import step_seconds  # noqa: E402
+from reproduction.runs import Run, locked, train  # noqa: E402
+from reproduction.tables import TABLES, Table, smoke  # noqa: E402
+
+WORDS = dict(cifar10='CIFAR-10', cifar100='CIFAR-100', folder='images of a folder', digits="scikit-learn's digits")
+SMOKE_TEST_IMAGES = 100
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('table', choices=list(TABLES), metavar='TABLE', help=', '.join(TABLES))
+    parser.add_argument('--models', nargs='+', metavar='ROW', help='rows of the table (default: all)')
+    parser.add_argument('--seeds', nargs='+', type=int, help='of each training (default: those of the table)')
+    parser.add_argument('--images', nargs='+', type=int, help='numbers of training images (default: the table’s)')
+    parser.add_argument('--epochs', type=int, help='of a training (default: those of the table)')
+    parser.add_argument('--data', choices=DATA, default='cifar10', help='default: cifar10')
+    parser.add_argument('--data-root', type=Path, help='folder of the images (default: data/cifar10 and the like)')
+    parser.add_argument('--test-images', type=int, help='how many are validated with (default: all)')
+    parser.add_argument('--out', type=Path, help='folder of the results (default: work_dirs/reproduce/DATA)')
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    jobs = 1 if torch.cuda.is_available() else cores
+    parser.add_argument('--jobs', type=int, default=jobs, help=f'trainings at a time (default here: {jobs})')
+    parser.add_argument('--threads', type=int, default=1, help='of each training (default: 1)')
+    parser.add_argument('--list', action='store_true', help='train nothing')
+    parser.add_argument('--smoke', action='store_true', help='few digits, two epochs, one seed')
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, default={}, help='settings of all configs: k=v')
+    args = parser.parse_args()
+    args.data = 'digits' if args.smoke else args.data
+    if args.smoke and args.test_images is None:
+        args.test_images = SMOKE_TEST_IMAGES
+    args.out = args.out or Path('work_dirs/reproduce') / (f'{args.data}_smoke' if args.smoke else args.data)
+    return args
+
+
+def chosen(args: argparse.Namespace) -> Table:
+    """The table with what the options say."""
+    table = smoke(TABLES[args.table]) if args.smoke else TABLES[args.table]
+    labels = [row.label for row in table.rows]
+    unknown = sorted(set(args.models or []) - set(labels))
+    if unknown:
+        sys.exit(f'--models {unknown[0]!r} is no row of {args.table}, which has: {", ".join(map(repr, labels))}')
+    epochs = {number: args.epochs or table.epochs.get(number) for number in args.images or table.epochs}
+    if None in epochs.values():
+        sys.exit(f'--images {args.images} needs --epochs: {args.table} has epochs for {list(table.epochs)} images')
+    rows = [dataclasses.replace(row, seeds=tuple(args.seeds or row.seeds)) for row in table.rows]
+    return dataclasses.replace(table, epochs=epochs, rows=tuple(rows))
+
+
+def runs_of(table: Table, args: argparse.Namespace) -> List[Run]:
+    """All trainings of the table, the first seed first."""
+    runs: Dict[tuple, Run] = {}
+    for seed in sorted({seed for row in table.rows for seed in row.seeds}):
+        for images, epochs in table.epochs.items():
+            for row in table.rows:
+                if seed not in row.seeds or row.images is not None and images not in row.images:
+                    continue
+                start = runs[row.start, images, seed] if row.start else None
+                of_row = max(round(row.share * epochs), 1)
+                config = network_config(row.config, row.options)
+                set_data(config, args.data, args.data_root, args.test_images)
+                set_images(config, images, seed)
+                set_epochs(config, of_row, images)
+                config.load_from = str(start.last_checkpoint) if start else None
+                config.merge_from_dict(args.cfg_options)
+                name = re.sub(r'\W+', '_', f'{row.label} {images} {of_row} {seed}')
+                folder = args.out / 'runs' / name
+                runs[row.label, images, seed] = Run(folder, row.label, images, of_row, seed, config, start)
+    return list(runs.values())
+
+
+def with_starts(runs: Sequence[Run], models: Optional[Sequence[str]]) -> List[Run]:
+    """The trainings of some rows, None for all, and those that they begin with."""
+    wanted = [run for run in runs if models is None or run.label in models]
+    needed = {run.start for run in wanted}
+    return [run for run in runs if run in wanted or run in needed]
+
+
+def seconds_left(runs: Sequence[Run], jobs: int) -> float:
+    """About how long what is left takes: by the trainings of a row that are done, or by one step."""
+    of_image: Dict[str, List[float]] = {}
+    for run in runs:
+        if run.result is not None:
+            seconds = run.result['seconds'] / (run.images * run.epochs)
+            of_image.setdefault(run.label, []).append(seconds)
+    total = 0.0
+    for run in runs:
+        if run.result is None:
+            if run.label not in of_image:
+                of_image[run.label] = [step_seconds(run.config) / run.config.train_dataloader.batch_size]
+            seconds = sum(of_image[run.label]) / len(of_image[run.label])
+            total += seconds * run.images * (run.epochs - run.epochs_done)
+    return total / jobs
+
+
+def in_words(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f'{minutes // 60} h {minutes % 60} min' if minutes >= 60 else f'{max(minutes, 1)} min'
+
+
+def progress(runs: Sequence[Run], jobs: int) -> str:
+    left = sum(run.result is None for run in runs)
+    about = f'; the others take about {in_words(seconds_left(runs, jobs))}' if left else ''
+    return f'{len(runs) - left} of {len(runs)} trainings are done{about}'
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(args.threads)
+    table = chosen(args)
+    try:
+        runs = runs_of(table, args)
+        for run in runs:
+            run.check_folder()
+    except ValueError as error:
+        sys.exit(str(error))
+    wanted = with_starts(runs, args.models)
+    print(progress(wanted, args.jobs), flush=True)
+    failed: List[Run] = []
+    if args.list:
+        for run in wanted:
+            state = 'done' if run.result else f'{run.epochs_done} epochs done' if run.epochs_done else 'not begun'
+            print(f'  {run}: {state}')
+    else:
+        failed = train_wanted(wanted, args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    results = [run.result for run in runs if run.result is not None]
+    (args.out / f'{args.table}.json').write_text(json.dumps(results, indent=1))
+    print(write_page(args.out, args.table, table, runs, WORDS[args.data]))
+    if failed:
+        sys.exit(f'{len(failed)} trainings failed or could not begin: ' + '; '.join(map(str, failed)))
+
+
+def train_wanted(runs: Sequence[Run], args: argparse.Namespace) -> List[Run]:
+    """Trains what is left, and says how far it is; a SIGTERM ends the trainings too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+    def tell(run: Run, sentence: str) -> None:
+        print(f'{run}: {sentence}; {progress(runs, args.jobs)}', flush=True)
+
+    try:
+        with locked(args.out) as lock:
+            return train(runs, args.jobs, args.threads, lock, tell)
+    except BlockingIOError as error:
+        sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+if __name__ == '__main__':
+    MMLogger.get_instance('mmengine', log_level='ERROR')  # its progress alone
+    main()

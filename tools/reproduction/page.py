@@ -1,0 +1,126 @@
+"""The page of a table: its rows in Markdown, and its curves."""
+
+from pathlib import Path
+from typing import Dict, List, Optional, Sequence
+
+import numpy as np
+
+from .tables import Table
+
+LABELS = {'accuracy/top1': 'top-1, %', 'loss/cross_entropy': 'validation loss'}
+
+
+def write_page(folder: Path, name: str, table: Table, runs: Sequence, data: str) -> Path:
+    """Writes the page and the figure of a table.
+
+    Args:
+        folder (Path): Where they go.
+        name (str): Of the table.
+        table (Table): The table.
+        runs (Sequence[Run]): All of its trainings, those that are missing too.
+        data (str): What the images are, in words.
+
+    Returns:
+        Path: The page.
+    """
+    images = sorted({run.images for run in runs})
+    results = [run.result for run in runs if run.result is not None]
+    lines = [f'# {table.title}', '', table.about, '', _conditions(runs, results, data), '']
+    sizes = [f'top-1 of {number:,} images, %' for number in images]
+    columns = ['network', 'parameters', 'multiply-adds', *sizes, 'minutes of a training', 'seeds']
+    lines += [f'| {" | ".join(columns)} |', '| --- ' * len(columns) + '|']
+    for row in table.rows:
+        of_row = [run for run in runs if run.label == row.label]
+        if of_row:
+            lines.append(f'| {" | ".join(_cells(row.label, of_row, images))} |')
+    missing = [str(run) for run in runs if run.result is None]
+    if missing:
+        lines += ['', f'Missing, {len(missing)} of {len(runs)} trainings:', '', *(f'- {run}' for run in missing)]
+    figure = folder / f'{name}.svg'
+    if results and draw(figure, table, results):
+        lines += ['', f'![{" and ".join(LABELS[metric] for metric in table.curves)} by epoch]({figure.name})']
+    page = folder / f'{name}.md'
+    page.write_text('\n'.join([*lines, '']))
+    return page
+
+
+def _conditions(runs: Sequence, results: List[dict], data: str) -> str:
+    """A sentence on the images and the epochs, and one on where it was trained."""
+    epochs = {number: max(run.epochs for run in runs if run.images == number) for number in {r.images for r in runs}}
+    lengths = ', '.join(f'{number:,} images up to {epochs[number]} epochs' for number in sorted(epochs))
+    text = f'Trained on {data}: {lengths}. Means over the seeds, and ranges in brackets.'
+    machines = {_machine(result) for result in results}
+    return f'{text} {" ".join(sorted(machines))}'.rstrip()
+
+
+def _machine(result: dict) -> str:
+    machine, versions = result['machine'], result['versions']
+    threads = f'{machine["threads"]} thread{"s" * (machine["threads"] > 1)} a training'
+    return f'{machine["gpu"] or machine["processor"]}, {threads}, PyTorch {versions["torch"]}.'
+
+
+def _cells(label: str, runs: Sequence, images: Sequence[int]) -> List[str]:
+    """One row; what the first size has stands for the parameters, and the last one for the time."""
+    results = [run.result for run in runs if run.result is not None]
+    cells = [label, *(f'{results[0][key]:,}' if results else 'missing' for key in ('parameters', 'multiply_adds'))]
+    for number in images:
+        of_size = [run for run in runs if run.images == number]
+        values = [run.result['top1'] for run in of_size if run.result is not None]
+        cells.append(_mean_and_range(values, '.1f') if of_size else '')
+    largest = [result['seconds'] / 60 for result in results if result['images'] == max(run.images for run in runs)]
+    cells.append(_mean_and_range(largest, '.1f'))
+    seeds = {run.seed for run in runs}
+    done = {seed for seed in seeds if all(run.result is not None for run in runs if run.seed == seed)}
+    cells.append(str(len(seeds)) if done == seeds else f'{len(done)} of {len(seeds)}')
+    return cells
+
+
+def _mean_and_range(values: Sequence[float], form: str) -> str:
+    if not values:
+        return 'missing'
+    mean, low, high = (format(value, form) for value in (np.mean(values), min(values), max(values)))
+    return mean if len(values) == 1 else f'{mean} ({low} to {high})'
+
+
+def draw(path: Path, table: Table, results: List[dict]) -> bool:
+    """Draws the curves of a table: a panel for each metric and number of images, means and ranges over the seeds.
+
+    Returns:
+        bool: Whether there is matplotlib to draw with.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    images = sorted({result['images'] for result in results})
+    size = (5.5 * len(images), 3.8 * len(table.curves))
+    figure = Figure(figsize=size, layout='constrained')
+    axes = figure.subplots(len(table.curves), len(images), squeeze=False)
+    ends = {row.label: row.start for row in table.rows}
+    for metric, row_of_axes in zip(table.curves, axes):
+        for axis, number in zip(row_of_axes, images):
+            groups: Dict[str, List[dict]] = {}
+            for result in results:
+                if result['images'] == number:
+                    groups.setdefault(result['label'], []).append(result)
+            for label, group in groups.items():
+                steps, values = _common(group, metric)
+                offset = _last_epoch(groups.get(ends[label] or ''), metric)
+                (line,) = axis.plot(steps + offset, values.mean(0), label=label)
+                low, high = values.min(0), values.max(0)
+                axis.fill_between(steps + offset, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+            axis.set(title=f'{number:,} images', xlabel='epochs', ylabel=LABELS[metric])
+    axes[0, -1].legend(fontsize='small')
+    figure.savefig(path, metadata=dict(Date=None))
+    return True
+
+
+def _common(group: List[dict], metric: str):
+    """Epochs that all seeds have, and the values there, ``(seeds, T)``."""
+    curves = [dict(map(tuple, result['curves'][metric])) for result in group]
+    steps = sorted(set.intersection(*map(set, curves)))
+    return np.array(steps), np.array([[curve[step] for step in steps] for curve in curves])
+
+
+def _last_epoch(group: Optional[List[dict]], metric: str) -> float:
+    return group[0]['curves'][metric][-1][0] if group else 0

@@ -1,0 +1,190 @@
+"""The tables: their rows, as configs of configs/small and what is changed in them."""
+
+import dataclasses
+from typing import Any, Dict, Mapping, Optional, Tuple
+
+SEEDS = (0, 1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One network, trained in one way.
+
+    Attributes:
+        label (str): Its name, the same in all tables that share its trainings.
+        config (str): The file in ``configs/small``, without ``.py``.
+        seeds (tuple[int, ...]): Those of its trainings. Defaults to 0, 1 and 2.
+        share (float): Its epochs in those of the table. Defaults to 1.
+        start (str, optional): The row of the table with whose weights it begins, of the same images and seed.
+        images (tuple[int, ...], optional): The numbers of images that it is trained with. Defaults to None, means all
+            of the table.
+        options (Mapping[str, Any]): Settings of the config to change.
+    """
+
+    label: str
+    config: str
+    seeds: Tuple[int, ...] = SEEDS
+    share: float = 1
+    start: Optional[str] = None
+    images: Optional[Tuple[int, ...]] = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows that can be compared.
+
+    Attributes:
+        title (str): The heading of its page.
+        about (str): What it is to show.
+        epochs (dict[int, int]): Of a training, by its number of images.
+        rows (tuple[Row, ...]): The rows.
+        curves (tuple[str, ...]): The metrics that its figures show by epoch.
+    """
+
+    title: str
+    about: str
+    epochs: Dict[int, int]
+    rows: Tuple[Row, ...]
+    curves: Tuple[str, ...] = ('accuracy/top1',)
+
+
+GENERALIZED = Row('generalized', 'sa_generalized', seeds=(0,))
+RESNET = Row('ResNet', 'resnet')
+# The rates of a second phase, in a training of their own.
+SECOND_RATE = {'optim_wrapper.optimizer.lr': 5e-4}
+NO_WARM_UP = {
+    'param_scheduler': [dict(type='CosineAnnealingLR', eta_min=0.0, begin=0, end=20, convert_to_iter_based=True)]
+}
+# A trained CNN becomes attention at once, and trains for the epochs of a second phase.
+AT_ONCE = {'custom_hooks.0.epoch': 0, 'train_cfg.max_epochs': 12}
+FROM_CNN = dict(config='resnet_to_attention', share=0.5, start='ResNet')
+# The start of a vision transformer is drawn by the seed of the training.
+HEADS = 'model.backbone.init_cfg.1'
+
+TABLES: Dict[str, Table] = {
+    'C20-1': Table(
+        'Five networks in equal epochs',
+        'Whether attention by positions alone learns as well as a CNN of as many multiply-adds, and whether attention '
+        'by content costs accuracy (Cordonnier et al. 2020, Table 1 and Figure 2).',
+        {20000: 20},
+        (
+            Row('quadratic', 'sa_quadratic'),
+            GENERALIZED,
+            Row('learned', 'sa_learned', seeds=(0,)),
+            Row('learned with content', 'sa_learned_content', seeds=(0,)),
+            RESNET,
+        ),
+    ),
+    'C20-E': Table(
+        'Heads removed during training',
+        'Whether degenerate heads can go: removed from the trained network, which is trained on, with and without a '
+        'correction of the biases (Cordonnier et al. 2020, appendix E and Figure 13).',
+        {20000: 20},
+        (
+            GENERALIZED,
+            Row(
+                'trained on with all heads',
+                'sa_generalized_pruned',
+                seeds=(0,),
+                share=0.35,
+                start='generalized',
+                options=dict(custom_hooks=[]),
+            ),
+            Row('pruned', 'sa_generalized_pruned', seeds=(0,), share=0.35, start='generalized'),
+            Row(
+                'pruned, biases corrected',
+                'sa_generalized_pruned_corrected',
+                seeds=(0,),
+                share=0.35,
+                start='generalized',
+            ),
+        ),
+    ),
+    'L21-1': Table(
+        'Two phases and their rivals in little data',
+        'Whether a vision transformer that begins as a convolutional network learns more than its rivals (Li et al. '
+        '2021, Table 1), and the validation loss of attention that begins as a convolution or at random, with warm-up '
+        'and without (Figure 2). All but the ViT have the augmentation and the regularization of DeiT.',
+        {500: 100, 2000: 60, 10000: 30},
+        (
+            Row('ViT', 'vit'),
+            Row('ViT, DeiT recipe', 'deit'),
+            Row('convolution only', 'cmhsa_conv'),
+            Row('attention only', 'cmhsa_attn'),
+            Row('two phases', 'cmhsa'),
+            Row('two phases, narrow', 'cmhsa_narrow'),
+            Row('two phases, narrow, no warm-up', 'cmhsa_narrow_nowarmup'),
+            Row(
+                'second phase from a random start',
+                'cmhsa_attn',
+                seeds=(0,),
+                share=0.4,
+                images=(10000,),
+                options=SECOND_RATE,
+            ),
+            Row(
+                'second phase from a random start, no warm-up',
+                'cmhsa_attn',
+                seeds=(0,),
+                share=0.4,
+                images=(10000,),
+                options={**SECOND_RATE, **NO_WARM_UP},
+            ),
+        ),
+        ('accuracy/top1', 'loss/cross_entropy'),
+    ),
+    'T-CNN': Table(
+        'A trained CNN whose last stage becomes attention',
+        'Whether attention in the place of the last convolutions of a trained CNN helps (d’Ascoli et al. 2021), '
+        'against the CNN that trains on, and against attention from the beginning.',
+        {10000: 20},
+        (
+            RESNET,
+            Row(
+                'ResNet goes on',
+                'resnet',
+                share=0.5,
+                start='ResNet',
+                options={'optim_wrapper.optimizer.lr': 1e-3},
+            ),
+            Row('additive', **FROM_CNN, options=AT_ONCE),
+            Row('gated', **FROM_CNN, options={**AT_ONCE, 'model.backbone.content': 'gated'}),
+            Row('positions alone', **FROM_CNN, options={**AT_ONCE, 'model.backbone.content': None}),
+            Row(
+                'additive, from scratch',
+                'resnet_to_attention',
+                share=1.5,
+                options={'model.backbone.phase': 'attn', 'custom_hooks': []},
+            ),
+        ),
+    ),
+    'ViT-starts': Table(
+        'Vision transformers that start as a convolution',
+        'Whether a start as a convolution helps a vision transformer in little data; sines and cosines as the position '
+        'embedding, which these starts set too, are the control.',
+        {5000: 30},
+        (
+            Row('ViT', 'vit'),
+            Row(
+                'sines and cosines',
+                'vit_convolutional',
+                options={HEADS: dict(_delete_=True, type='SineCosineEmbedding')},
+            ),
+            Row('Gaussian heads', 'vit_convolutional'),
+            Row('impulse', 'vit_convolutional', options={f'{HEADS}.method': 'impulse'}),
+            Row('mimetic', 'vit_convolutional', options={f'{HEADS}.method': 'mimetic'}),
+            RESNET,
+        ),
+    ),
+}
+
+
+def smoke(table: Table) -> Table:
+    """The table in minutes: few images, two epochs, one seed."""
+    sizes = {number: 200 * (i + 1) for i, number in enumerate(table.epochs)}
+    rows = tuple(
+        dataclasses.replace(row, seeds=(0,), images=row.images and tuple(sizes[number] for number in row.images))
+        for row in table.rows
+    )
+    return dataclasses.replace(table, epochs=dict.fromkeys(sizes.values(), 2), rows=rows)
