@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+
+pytest.importorskip('matplotlib')
 from helpers.vits import OF_MMPRETRAIN, OF_TIMM, output_of, small_vit
 
 from attncnn_plugin.analysis import (

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+pytest.importorskip('matplotlib')
+
 from attncnn_plugin import visualization
 from attncnn_plugin.analysis import vit_attention
 from attncnn_plugin.apis import TimmModel
