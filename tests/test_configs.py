@@ -121,7 +121,7 @@ def test_config_trains_validates_and_resumes(name, images, tmp_path, repository)
     assert 0 <= runner.message_hub.get_info('best_score') <= 100
     if name.endswith('cifar100'):
         assert len(list(tmp_path.glob('best_accuracy_top1_epoch_*.pth'))) == 1
-        assert 0 < runner.message_hub.get_scalar('val/loss/cross_entropy').current() < 50
+        assert 0 < runner.message_hub.get_scalar('val/cross_entropy/mean').current() < 50
 
     config = shrink(Config.fromfile(path), images, tmp_path)
     config.experiment_name = f'{name}-resumed'

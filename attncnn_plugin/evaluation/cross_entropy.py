@@ -9,7 +9,7 @@ from mmpretrain.registry import METRICS
 
 @METRICS.register_module()
 class CrossEntropy(BaseMetric):
-    """The mean of −log p over images, with p the predicted probability of the true class: ``'loss/cross_entropy'``.
+    """The mean of −log p over images, with p the predicted probability of the true class: ``'cross_entropy/mean'``.
 
     It is the loss on images that are not for training, without label smoothing or mixed images, as DeiT's evaluation
     has it. Put it after ``Accuracy`` in the list of evaluators: ``save_best='auto'`` goes by the first metric.
@@ -20,7 +20,8 @@ class CrossEntropy(BaseMetric):
     Args:
         collect_device (str): Where the losses of several processes are collected, ``'cpu'`` or ``'gpu'``. Defaults to
             ``'cpu'``.
-        prefix (str, optional): The first part of the metric's name. Defaults to None, means ``'loss'``.
+        prefix (str, optional): The first part of the metric's name. Defaults to None, means
+            ``'cross_entropy'``. One with ``'loss'`` in it is smoothed by mmengine's logs.
 
     Raises:
         ValueError: An image has several classes, or none.
@@ -30,10 +31,11 @@ class CrossEntropy(BaseMetric):
         >>> metric = CrossEntropy()
         >>> metric.process({}, [dict(pred_score=torch.tensor([0.25, 0.75]), gt_label=torch.tensor([1]))])
         >>> {name: round(value, 4) for name, value in metric.evaluate(1).items()}
-        {'loss/cross_entropy': 0.2877}
+        {'cross_entropy/mean': 0.2877}
     """
 
-    default_prefix = 'loss'
+    # Not 'loss': of each value with 'loss' in its name mmengine logs the mean over the last ten validations.
+    default_prefix = 'cross_entropy'
 
     def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
         """Keeps −log p of each image of a batch.
@@ -52,4 +54,4 @@ class CrossEntropy(BaseMetric):
 
     def compute_metrics(self, results: List[float]) -> dict:
         """The mean over all images."""
-        return {'cross_entropy': sum(results) / len(results)}
+        return {'mean': sum(results) / len(results)}

@@ -19,7 +19,7 @@ from .style import color_of, line_style_of, styled
 def plot_metric(
     runs: Dict[str, Union[str, Path]], metric: str = 'accuracy/top1', offsets: Optional[Dict[str, float]] = None
 ) -> Figure:
-    """Draws a metric of several runs by epoch (C20, Figures 2 and 13; L21, Figure 2, with ``'loss/cross_entropy'``).
+    """Draws a metric of several runs by epoch (C20, Figures 2 and 13; L21, Figure 2, with ``'cross_entropy/mean'``).
 
     Args:
         runs (dict[str, str | Path]): The runs by the names that they have in the figure, see

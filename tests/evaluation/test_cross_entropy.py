@@ -1,6 +1,7 @@
 """The validation loss."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from helpers.processes import run
 from mmengine.config import Config
-from mmengine.runner import Runner
+from mmengine.runner import LogProcessor, Runner
 from mmpretrain.registry import METRICS
 from mmpretrain.structures import DataSample
 
@@ -20,6 +21,14 @@ def digits_config(repository, work_dir):
     config.val_evaluator = config.test_evaluator = METRIC_LIST
     config.work_dir, config.log_level = str(work_dir), 'WARNING'
     return config
+
+
+def test_logs_have_the_value_of_each_validation():
+    """And not the mean of the last ten, as those of losses and times."""
+    metric = METRICS.build(dict(type='CrossEntropy'))
+    metric.process({}, [dict(pred_score=torch.tensor([0.25, 0.75]), gt_label=torch.tensor([1]))])
+    (name,) = metric.evaluate(1)
+    assert not re.search(LogProcessor().mean_pattern, f'val/{name}')
 
 
 def test_it_is_the_loss_of_the_classifier(repository, tmp_path):
@@ -35,8 +44,8 @@ def test_it_is_the_loss_of_the_classifier(repository, tmp_path):
     with torch.no_grad():
         logits = model((images - 77.9) / 95.9)
     found = runner.test()
-    assert found['loss/cross_entropy'] == pytest.approx(F.cross_entropy(logits.double(), labels).item(), rel=1e-5)
-    assert list(found) == ['accuracy/top1', 'loss/cross_entropy']  # save_best='auto' goes by the first
+    assert found['cross_entropy/mean'] == pytest.approx(F.cross_entropy(logits.double(), labels).item(), rel=1e-5)
+    assert list(found) == ['accuracy/top1', 'cross_entropy/mean']  # save_best='auto' goes by the first
 
 
 def test_certain_and_wrong():
@@ -44,9 +53,9 @@ def test_certain_and_wrong():
     metric = METRICS.build(dict(type='CrossEntropy'))
     scores = torch.tensor([1000.0, 0.0]).softmax(0)
     metric.process({}, [dict(pred_score=scores, gt_label=torch.tensor([label])) for label in (0, 1)])
-    assert metric.evaluate(2) == {'loss/cross_entropy': pytest.approx(-math.log(2**-126) / 2, rel=1e-6)}
+    assert metric.evaluate(2) == {'cross_entropy/mean': pytest.approx(-math.log(2**-126) / 2, rel=1e-6)}
     metric.process({}, [dict(pred_score=torch.full((2,), math.nan), gt_label=torch.tensor([0]))])
-    assert math.isnan(metric.evaluate(1)['loss/cross_entropy'])
+    assert math.isnan(metric.evaluate(1)['cross_entropy/mean'])
 
 
 def test_several_classes_are_refused():
@@ -69,5 +78,5 @@ def test_two_processes_have_the_loss_of_one(repository, tmp_path):
         command = [tool, repository / 'tools' / name, tmp_path / 'config.py', tmp_path / 'model.pth', *processes]
         run(*command, '--work-dir', tmp_path, '--out', out, '--out-item', 'metrics', folder=tmp_path)
         found.append(Config.fromfile(out))
-    assert found[0]['loss/cross_entropy'] == pytest.approx(found[1]['loss/cross_entropy'], rel=1e-6)
-    assert np.isfinite(found[0]['loss/cross_entropy'])
+    assert found[0]['cross_entropy/mean'] == pytest.approx(found[1]['cross_entropy/mean'], rel=1e-6)
+    assert np.isfinite(found[0]['cross_entropy/mean'])

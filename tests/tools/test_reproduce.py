@@ -41,7 +41,7 @@ TABLE = Table(
         Row('first', 'sa_quadratic', seeds=(0, 1), options=SMALL),
         Row('goes on', 'sa_quadratic', seeds=(0,), share=0.5, start='first', images=(40,), options=SMALL),
     ),
-    ('accuracy/top1', 'loss/cross_entropy'),
+    ('accuracy/top1', 'cross_entropy/mean'),
 )
 
 

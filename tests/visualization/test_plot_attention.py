@@ -34,7 +34,7 @@ def checkpoints(tmp_path_factory, repository):
         '1',
         [
             *accuracy(10.0, 20.0),
-            *({'step': step, 'loss/cross_entropy': loss} for step, loss in ((1, 2.5), (2, 1.5))),
+            *({'step': step, 'cross_entropy/mean': loss} for step, loss in ((1, 2.5), (2, 1.5))),
             *(
                 {
                     'step': step,
@@ -110,7 +110,7 @@ def test_curves_that_the_tool_draws(checkpoints, tool, monkeypatch):
     labelled = {'a': 'x', 'b': 'c=y'}
     assert drawn == [
         (labelled, 'accuracy/top1', {'b': 300.0}),
-        (labelled, 'loss/cross_entropy', {}),
+        (labelled, 'cross_entropy/mean', {}),
         (labelled, 'loss', {}),
     ]
 

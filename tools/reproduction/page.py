@@ -7,7 +7,7 @@ import numpy as np
 
 from .tables import Table
 
-LABELS = {'accuracy/top1': 'top-1, %', 'loss/cross_entropy': 'validation loss'}
+LABELS = {'accuracy/top1': 'top-1, %', 'cross_entropy/mean': 'validation loss'}
 
 
 def write_page(folder: Path, name: str, table: Table, runs: Sequence, data: str) -> Path:

@@ -22,7 +22,7 @@ import attncnn_plugin
 from attncnn_plugin.analysis import read_scalars
 from attncnn_plugin.utils.checkpoint_files import load_from_local
 
-METRICS = ('accuracy/top1', 'accuracy/top5', 'loss/cross_entropy')
+METRICS = ('accuracy/top1', 'accuracy/top5', 'cross_entropy/mean')
 IMAGE = (3, 32, 32)
 
 

@@ -132,7 +132,7 @@ TABLES: Dict[str, Table] = {
                 options={**SECOND_RATE, **NO_WARM_UP},
             ),
         ),
-        ('accuracy/top1', 'loss/cross_entropy'),
+        ('accuracy/top1', 'cross_entropy/mean'),
     ),
     'T-CNN': Table(
         'A trained CNN whose last stage becomes attention',

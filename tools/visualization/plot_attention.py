@@ -54,7 +54,7 @@ from attncnn_plugin.visualization import (
     save_figure,
 )
 
-METRICS = {'accuracy': 'accuracy/top1', 'loss': 'loss/cross_entropy'}
+METRICS = {'accuracy': 'accuracy/top1', 'loss': 'cross_entropy/mean'}
 OF_MODELS, OF_REPORTS, OF_RUNS = ('centers', 'probabilities', 'content'), ('distance',), ('movement', *METRICS)
 
 
@@ -103,7 +103,7 @@ def parse_args() -> argparse.Namespace:
         help='where the curves of trainings that go on from another begin, for accuracy and loss (default: 0)',
     )
     parser.add_argument(
-        '--metric', help='another metric of the logs (default: accuracy/top1 for accuracy, loss/cross_entropy for loss)'
+        '--metric', help='another metric of the logs (default: accuracy/top1 for accuracy, cross_entropy/mean for loss)'
     )
     args = parser.parse_args()
     if args.figure in OF_MODELS:

@@ -7,5 +7,6 @@ default_hooks = dict(
     checkpoint=dict(type='AtomicCheckpointHook', interval=1, max_keep_ckpts=1),
     invalid_loss=dict(type='InvalidLossHook'),
     logger=dict(type='LoggerHook', interval=50),
-    epoch_seed=dict(type='EpochSeedHook'))
+    epoch_seed=dict(type='EpochSeedHook'),
+    resumed_validation=dict(type='ResumedValidationHook'))
 randomness = dict(seed=0)
