@@ -54,6 +54,10 @@ def plot_attention_distance(reports: Mapping[str, Mapping[str, Any]]) -> Figure:
                 axes.set_ylabel(name)
         panels[0, column].set_title(label)
         panels[1, column].set_xlabel('layer')
+    for row in panels:  # which share their axis
+        row[0].set_ylim(
+            0, 1.05 * max(np.nanmax(line.get_ydata(), initial=1) for axes in row for line in axes.get_lines())
+        )
     return figure
 
 
@@ -75,10 +79,11 @@ def _share(value: Any, whole: float) -> float:
 def _draw(axes: Axes, values: List[List[float]], color: str) -> None:
     """The heads of each layer as dots, and their mean as a line."""
     for layer, heads in enumerate(values):
-        axes.plot([layer] * len(heads), heads, 'o', color=color, alpha=0.45, markersize=3.5, markeredgewidth=0)
+        axes.plot(
+            [layer] * len(heads), heads, 'o', color=color, alpha=0.45, markersize=3.5, markeredgewidth=0, clip_on=False
+        )
     means = [np.nanmean(heads) if np.isfinite(heads).any() else math.nan for heads in values]
     axes.plot(range(len(values)), means, color=color, linewidth=1.3)
-    axes.set_ylim(bottom=0)
     axes.locator_params(axis='x', integer=True, nbins=7)
     axes.grid(color='#E5E5E5', linewidth=0.5)
     axes.set_axisbelow(True)

@@ -138,6 +138,19 @@ def test_distance(tool, folder, monkeypatch):
         assert list(mean.get_ydata()) == pytest.approx([np.mean(heads) for heads in expected])
 
 
+def test_heads_of_all_models_are_in_sight():
+    """However far those of the first one look."""
+
+    def report(distance):
+        heads = [dict(distance=distance, mass_3x3=1 / (1 + distance))]
+        return {'layers': [{'name': 'a', 'grid': [4, 4], 'heads': heads}]}
+
+    figure = visualization.plot_attention_distance({'near': report(0.0), 'far': report(3.0)})
+    for axes in figure.axes:
+        bottom, top = axes.get_ylim()
+        assert bottom == 0 and all((line.get_ydata() <= top).all() for line in axes.get_lines())
+
+
 @pytest.mark.parametrize(
     'reports, message',
     [
