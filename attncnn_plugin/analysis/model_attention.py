@@ -22,7 +22,7 @@ def shown_layers(model: nn.Module) -> Dict[str, Any]:
         ValueError: The model has neither.
 
     Examples:
-        >>> import timm, attncnn_plugin
+        >>> import timm, torch, attncnn_plugin
         >>> list(shown_layers(timm.create_model('sa_quadratic_cifar', depth=1)))
         ['blocks.0.attn']
         >>> shown_layers(timm.create_model('vit_tiny_patch16_224', depth=1))['blocks.0.attn'].num_heads
@@ -51,7 +51,7 @@ def grid_of(model: nn.Module, images: Tensor) -> Tuple[int, int]:
         ValueError: The model has no attention layers, as a CMHSA in the convolution phase.
 
     Examples:
-        >>> import timm, attncnn_plugin
+        >>> import timm, torch, attncnn_plugin
         >>> grid_of(timm.create_model('sa_quadratic_cifar', depth=1), torch.rand(1, 3, 32, 32))
         (16, 16)
     """
@@ -62,7 +62,7 @@ def grids_of(model: nn.Module, images: Tensor) -> Dict[str, Tuple[int, int]]:
     """Height and width of the grid of keys of every attention layer by name, as :func:`grid_of`.
 
     Examples:
-        >>> import timm, attncnn_plugin
+        >>> import timm, torch, attncnn_plugin
         >>> grids_of(timm.create_model('sa_quadratic_cifar', depth=2), torch.rand(1, 3, 32, 32))
         {'blocks.0.attn': (16, 16), 'blocks.1.attn': (16, 16)}
     """
@@ -93,7 +93,7 @@ def mean_attention_probs_of(model: nn.Module, images: Tensor, batch_size: int = 
         dict[str, Tensor]: ``(N_h, H*W, H*W)`` by the layer's name, float32.
 
     Examples:
-        >>> import timm, attncnn_plugin
+        >>> import timm, torch, attncnn_plugin
         >>> model = timm.create_model('sa_learned_content_cifar', embed_dim=12, depth=1, num_heads=3)
         >>> {name: tuple(probs.shape) for name, probs in mean_attention_probs_of(model, torch.rand(9, 3, 8, 8)).items()}
         {'blocks.0.attn': (3, 16, 16)}

@@ -231,7 +231,7 @@ def test_layers_of_a_cnn(tmp_path):
     fresh.load_state_dict(model.state_dict())
     images = images_of(1, size=96)
     content = unpack(page_of(fresh, images))
-    assert [layer['label'] for layer in content['layers']] == ['block 0', 'block 1']
+    assert [layer['label'] for layer in content['layers']] == ['stage 3 block 0', 'stage 3 block 1']
     for i, layer in enumerate(attention_layers(fresh).values()):
         assert content['layers'][i]['grid'] == [3, 3] and content['layers'][i]['heads'] == 49
         assert (probs_in(content, i, 'position') - layer.attention_probs((3, 3))).abs().max() <= 1e-6
