@@ -224,7 +224,7 @@ def test_any_convolution(case):
 
 
 def test_layers_of_a_cnn(tmp_path):
-    """A fresh model that has loaded the state dict of one with attention; names where labels would be alike."""
+    """A fresh model that has loaded the state dict of one with attention; labels tell the blocks of stages apart."""
     model = timm.create_model('convnext_atto', num_classes=3, depths=(1, 1, 2, 2), dims=(4, 4, 8, 8)).eval()
     convs_to_attention(model, 'stages.3.*conv_dw')
     fresh = timm.create_model('convnext_atto', num_classes=3, depths=(1, 1, 2, 2), dims=(4, 4, 8, 8)).eval()
@@ -237,7 +237,7 @@ def test_layers_of_a_cnn(tmp_path):
         assert (probs_in(content, i, 'position') - layer.attention_probs((3, 3))).abs().max() <= 1e-6
     convs_to_attention(model, 'stages.2.*conv_dw')
     labels = [layer['label'] for layer in unpack(page_of(model, images))['layers']]
-    assert labels == [f'stages.{stage}.blocks.{block}.conv_dw' for stage in (2, 3) for block in (0, 1)]
+    assert labels == [f'stage {stage} block {block}' for stage in (2, 3) for block in (0, 1)]
 
 
 def test_images_share_the_matrices():
