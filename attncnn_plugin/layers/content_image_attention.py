@@ -162,9 +162,12 @@ class ContentImageAttention(ImageAttention):
             bias = self._with_null_key(bias, x.shape[2:])
             content = None if content is None else self._with_null_key(content, x.shape[2:])
         query, key = self._heads(self.query(queries)), self._heads(self.key(tokens))
-        some = self._at_once(x, bias.numel(), len(x))
-        parts = zip(query.split(some), key.split(some), tokens.split(some))
-        heads = torch.cat([self._attend(*part, bias, content) for part in parts])
+        some = self._at_once(x, bias.numel())
+        if some is None:
+            heads = self._attend(query, key, tokens, bias, content)
+        else:
+            parts = zip(query.split(some), key.split(some), tokens.split(some))
+            heads = torch.cat([self._attend(*part, bias, content) for part in parts])
         return self._joined(heads).unflatten(-1, list(sizes))
 
     def _tiles(self, size: Sequence[int], queries: Sequence[int], window_size: Sequence[int]) -> List[AxisTiles]:
@@ -184,7 +187,9 @@ class ContentImageAttention(ImageAttention):
         seen = _all_axes([tiles.seen(x.device) for tiles in axes])
         seen = seen | ~seen.any(-1, keepdim=True)  # queries that fill up the last tile see all: no 0/0
         hidden = ~seen[:, None]  # (tiles, 1, t, keys)
-        some = self._at_once(x, len(x) * bias.numel(), len(hidden))
+        some = len(hidden)
+        if x.device.type == 'cpu' and not torch.compiler.is_compiling():
+            some = max(1, SCORES_AT_ONCE // (len(x) * bias.numel() + 1))
         query, key = self._heads(self.query(queries)), self._heads(keys)
         heads = [
             self._attend(*parts, *self._masked(bias, outside))
@@ -195,10 +200,10 @@ class ContentImageAttention(ImageAttention):
         return join_tiles(self._joined(torch.cat(heads, dim=1)).transpose(-2, -1), axes)
 
     @staticmethod
-    def _at_once(x: Tensor, scores: int, parts: int) -> int:
-        """How many of some parts are computed at a time, of which each has so many scores."""
+    def _at_once(x: Tensor, scores: int) -> Optional[int]:
+        """How many parts with so many scores each are computed at a time; None for all, as in what is compiled."""
         if x.device.type != 'cpu' or torch.compiler.is_compiling() or torch.jit.is_tracing():
-            return parts
+            return None
         return max(1, SCORES_AT_ONCE // (scores + 1))
 
     def _masked(self, bias: Tensor, hidden: Tensor) -> Tuple[Tensor, Optional[Tensor]]:
