@@ -226,12 +226,18 @@ def test_cmhsa_is_shown_from_its_transition_on(repository, tmp_path):
     assert centers and all(head[:, 0].tolist() == [2, 3] for layer in centers.values() for head in layer.values())
 
 
-def test_model_without_attention_layers(repository, tmp_path):
+@pytest.mark.parametrize('kind', ['ResNet_CIFAR', 'MlpMixer'])  # which has patches and blocks
+def test_model_without_attention_layers(kind, repository, tmp_path):
     """A line in the log, and a training as without the hook."""
     config = config_of(repository, tmp_path, hooks=[HOOK], epochs=1)
     backbone = dict(type='ResNet_CIFAR', depth=18, in_channels=1, base_channels=4, stem_channels=4)
-    head = dict(type='LinearClsHead', num_classes=10, in_channels=32)
-    config.model = dict(type='ImageClassifier', backbone=backbone, neck=dict(type='GlobalAveragePooling'), head=head)
+    channels = 32
+    if kind == 'MlpMixer':
+        arch = dict(embed_dims=16, num_layers=1, tokens_mlp_dims=8, channels_mlp_dims=16)
+        backbone, channels = dict(type=kind, arch=arch, img_size=16, patch_size=4, patch_cfg=dict(in_channels=1)), 16
+    head = dict(type='LinearClsHead', num_classes=10, in_channels=channels)
+    neck = dict(type='GlobalAveragePooling', dim=1 if kind == 'MlpMixer' else 2)
+    config.model = dict(type='ImageClassifier', backbone=backbone, neck=neck, head=head)
     train(config)
     (log,) = tmp_path.glob('*/*.log')
     assert 'and of vision transformers, but the model, of type ImageClassifier, has none' in log.read_text()

@@ -1,6 +1,6 @@
 """Pictures and scalars of the heads' attention while a model is trained (Cordonnier et al. 2020, Figures 3 to 5)."""
 
-from typing import Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from mmengine.dist import master_only
@@ -13,7 +13,6 @@ from ...analysis import (
     attention_layers,
     grids_of,
     head_centers,
-    is_vit,
     mean_attention_probs_of,
     query_maps,
     query_of,
@@ -82,7 +81,7 @@ class AttentionVisualizationHook(Hook):
             return
         model = unwrapped(runner.model)
         waits = not attention_layers(model) and any(isinstance(module, TwoPhases) for module in model.modules())
-        if not (attention_layers(model) or waits or is_vit(model)):
+        if not waits and not _layers(model):
             runner.logger.warning(
                 'AttentionVisualizationHook shows attention of this package and of vision transformers, but the model, '
                 f'of type {type(model).__name__}, has none: there is nothing to show'
@@ -118,9 +117,9 @@ class AttentionVisualizationHook(Hook):
     def _show(self, runner, epochs: int, draw: bool) -> None:
         """Records the scalars after some epochs, and draws the pictures."""
         model = unwrapped(runner.model)
-        if not _has_heads(model):
+        layers = _layers(model)
+        if not layers:
             return
-        layers = shown_layers(model)
         numbers = self._number_heads(runner)
         with random_numbers_kept(), torch.no_grad():
             sizes = grids_of(model, self._images)
@@ -171,7 +170,7 @@ class AttentionVisualizationHook(Hook):
         """
         info, model = runner.message_hub.runtime_info, unwrapped(runner.model)
         known, numbers, parameters = info.get(HEAD_NUMBERS, {}), {}, {}
-        for name, layer in (shown_layers(model) if _has_heads(model) else {}).items():
+        for name, layer in _layers(model).items():
             parameters[name] = head_parameter(layer)
             numbers[name] = list(known.get(name, range(layer.num_heads)))
             if len(numbers[name]) != layer.num_heads:
@@ -182,9 +181,12 @@ class AttentionVisualizationHook(Hook):
         return numbers
 
 
-def _has_heads(model: nn.Module) -> bool:
-    """Whether there are heads to show: not before the convolutions of a network turn into attention."""
-    return bool(attention_layers(model)) or is_vit(model)
+def _layers(model: nn.Module) -> Dict[str, Any]:
+    """The layers whose heads can be shown: none before the convolutions of a network turn into attention."""
+    try:
+        return shown_layers(model)
+    except ValueError:  # there are none
+        return {}
 
 
 def head_parameter(layer: nn.Module) -> Optional[Tensor]:
