@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 from pathlib import Path
-from typing import Callable, Dict, List, Optional, Tuple
+from typing import Callable, Dict, Optional, Tuple
 
 import numpy as np
 import torch
@@ -57,15 +57,7 @@ def some_of(images: Images, number: Optional[int], seed: int) -> Images:
     return images[0][chosen], images[1][chosen]
 
 
-def fit(
-    model: nn.Module,
-    train: Images,
-    epochs: int,
-    rate: float,
-    seed: int,
-    test: Optional[Images] = None,
-    checkpoint: Optional[Path] = None,
-) -> List[float]:
+def fit(model: nn.Module, train: Images, epochs: int, rate: float, seed: int) -> None:
     """Trains with AdamW, a warm-up and a cosine, on flipped and shifted images; positions do not decay.
 
     Args:
@@ -74,12 +66,6 @@ def fit(
         epochs (int): Number of epochs.
         rate (float): The largest learning rate.
         seed (int): Of the order of the images and of their augmentation.
-        test (Images | None): On which the accuracy after each epoch is measured. Defaults to None.
-        checkpoint (Path | None): A file with the state after each epoch, from which a training that was stopped goes
-            on; gone when it is done. Defaults to None.
-
-    Returns:
-        list[float]: Top-1 in per cent after each epoch; empty without ``test``.
     """
     images, labels = train
     steps = math.ceil(len(labels) / BATCH_SIZE)
@@ -99,30 +85,14 @@ def fit(
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     generator = torch.Generator().manual_seed(seed)
-    states, first, curve = dict(model=model, optimizer=optimizer, scheduler=scheduler), 0, []
-    if checkpoint is not None and checkpoint.exists():
-        kept = torch.load(checkpoint, weights_only=True)
-        for name, state in states.items():
-            state.load_state_dict(kept[name])
-        generator.set_state(kept['generator'])
-        first, curve = kept['epochs'], kept['curve']
-    for epoch in range(first, epochs):
-        model.train()
+    model.train()
+    for _ in range(epochs):
         for batch in torch.randperm(len(labels), generator=generator).split(BATCH_SIZE):
             loss = F.cross_entropy(model(augment(images[batch], generator)), labels[batch])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             scheduler.step()
-        if test is not None:
-            curve.append(accuracy(model, test))
-        if checkpoint is not None:
-            kept = {name: state.state_dict() for name, state in states.items()}
-            kept.update(generator=generator.get_state(), epochs=epoch + 1, curve=curve)
-            save(checkpoint, lambda path, kept=kept: torch.save(kept, path))
-    if checkpoint is not None:
-        checkpoint.unlink(missing_ok=True)
-    return curve
 
 
 def augment(images: Tensor, generator: torch.Generator) -> Tensor:

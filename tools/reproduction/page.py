@@ -49,7 +49,7 @@ def _conditions(runs: Sequence, results: List[dict], data: str) -> str:
     epochs = {number: max(run.epochs for run in runs if run.images == number) for number in {r.images for r in runs}}
     lengths = ', '.join(f'{number:,} images up to {epochs[number]} epochs' for number in sorted(epochs))
     text = f'Trained on {data}: {lengths}. Means over the seeds, and ranges in brackets.'
-    machines = {_machine(result) for result in results}
+    machines = {f'{_machine(result)} {_recipe(result["config"])}' for result in results}
     return f'{text} {" ".join(sorted(machines))}'.rstrip()
 
 
@@ -57,6 +57,15 @@ def _machine(result: dict) -> str:
     machine, versions = result['machine'], result['versions']
     threads = f'{machine["threads"]} thread{"s" * (machine["threads"] > 1)} a training'
     return f'{machine["gpu"] or machine["processor"]}, {threads}, PyTorch {versions["torch"]}.'
+
+
+def _recipe(config: dict) -> str:
+    """What of the config can be set for all trainings of a table."""
+    validated = config['val_dataloader']['dataset'].get('num_images')
+    precision = (
+        'Trained in bfloat16, validated' if 'BFloat16' in config['optim_wrapper'].get('type', '') else 'Validated'
+    )
+    return f'{precision} with {f"{validated:,}" if validated else "all"} test images.'
 
 
 def _cells(label: str, runs: Sequence, images: Sequence[int]) -> List[str]:
