@@ -41,16 +41,20 @@ OF_MMPRETRAIN = {
 
 def small_vit(name, **changes):
     """One of ``OF_TIMM`` or ``OF_MMPRETRAIN``, with weights that are not small, in evaluation mode."""
-    if name in OF_TIMM:
-        model = timm.create_model(name, **{**OF_TIMM[name], **changes})
-    else:
-        registry = pytest.importorskip('mmpretrain').registry
-        model = registry.MODELS.build(dict(type=f'mmpretrain.{name}', **{**OF_MMPRETRAIN[name], **changes}))
+    model = new_vit(name, **{**{**OF_TIMM, **OF_MMPRETRAIN}[name], **changes})
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
     model.eval()  # some of mmpretrain's give None
     return model
+
+
+def new_vit(name, **settings):
+    """A model of timm, or a backbone of mmpretrain, as it begins."""
+    if timm.is_model(name):
+        return timm.create_model(name, **settings)
+    registry = pytest.importorskip('mmpretrain').registry
+    return registry.MODELS.build(dict(type=f'mmpretrain.{name}', **settings))
 
 
 def output_of(model, images):

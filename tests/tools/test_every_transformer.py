@@ -1,10 +1,11 @@
-"""Each kind of vision transformer: starts as a convolution, trains, is reported, drawn, and pruned."""
+"""Each kind of vision transformer: starts as a convolution, trains, is reported, drawn, explored, and pruned."""
 
 import pytest
 import torch
 
 pytest.importorskip('matplotlib')
-from helpers.vits import OF_MMPRETRAIN, OF_TIMM, output_of, small_vit
+from helpers.explorer_pages import page_of, unpack
+from helpers.vits import OF_MMPRETRAIN, OF_TIMM, new_vit, output_of, small_vit
 
 from attncnn_plugin.analysis import (
     grids_of,
@@ -24,18 +25,48 @@ from attncnn_plugin.visualization import (
 )
 
 MODELS = [*OF_TIMM, *OF_MMPRETRAIN]
+FULL_SIZE = {
+    **dict.fromkeys(
+        [
+            'vit_tiny_patch16_224',
+            'deit_tiny_patch16_224',
+            'vit_relpos_small_patch16_224',
+            'beit_base_patch16_224',
+            'swin_tiny_patch4_window7_224',
+            'eva02_tiny_patch14_224',
+            'vit_small_patch16_dinov3',
+        ],
+        dict(img_size=224),
+    ),
+    'VisionTransformer': dict(arch='deit-tiny'),
+    'BEiTViT': dict(arch='base'),
+    'SwinTransformer': dict(arch='tiny'),
+}
 
 
 @pytest.mark.parametrize('name', MODELS)
 def test_everything(name):
     changes = {'qk_norm': False} if name == 'deit_tiny_distilled_patch16_224' else {}  # which has no scale to set
-    model, images = small_vit(name, **changes), torch.randn(2, 3, 32, 32)
+    check_everything(small_vit(name, **changes), torch.randn(2, 3, 32, 32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', FULL_SIZE)
+def test_full_size(name):
+    """The models that people have, as they come, at 224 x 224 pixels."""
+    model = new_vit(name, **FULL_SIZE[name])
+    model.eval()  # some of mmpretrain's give None
+    check_everything(model, torch.randn(1, 3, 224, 224))
+
+
+def check_everything(model, images):
     init_as_convolution(model, seed=0)
     before = mean_attention_probs_of(model, images)
     model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     output_of(model, images).square().mean().backward()
     optimizer.step()
+    model.eval()
     after = mean_attention_probs_of(model, images)
     assert any(not torch.equal(before[layer], after[layer]) for layer in before)
 
@@ -46,12 +77,13 @@ def test_everything(name):
     for figure in (
         plot_attention_centers(model, grids, probs=after),
         plot_attention_probs(maps, zoom=3),
-        plot_attention_distance({name: reports_to_dict(reports)}),
+        plot_attention_distance({'model': reports_to_dict(reports)}),
     ):
         assert image_of(figure).std() > 5
+    assert [layer['name'] for layer in unpack(page_of(model, images))['layers']] == list(layers)
 
     last = list(prunable_heads(model))[-1]
+    heads = reports[-1].num_heads
     prune_heads(model, {last: [1]})
-    assert [report.num_heads for report in model_reports(model, images)] == [3] * (len(layers) - 1) + [2]
-    model.eval()  # some of mmpretrain's give None
+    assert [report.num_heads for report in model_reports(model, images)][-1] == heads - 1
     assert output_of(model, images).isfinite().all()
