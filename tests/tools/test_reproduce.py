@@ -26,6 +26,7 @@ sys.path.insert(0, str(TOOL.parent))
 import reproduce  # noqa: E402
 from reproduction import runs as runs_module  # noqa: E402
 from reproduction.configs import network_config, set_data, set_epochs, set_images  # noqa: E402
+from reproduction.results import build  # noqa: E402
 from reproduction.tables import TABLES, Row, Table  # noqa: E402
 
 # Two rows, the second one from the weights of the first, and networks that train in a second.
@@ -57,6 +58,18 @@ def test_tables(name):
         seen[row.label] = row
         namesakes = [other for table in TABLES.values() for other in table.rows if other.label == row.label]
         assert all(dataclasses.replace(other, seeds=row.seeds) == row for other in namesakes)
+
+
+@pytest.mark.parametrize('name', list(TABLES))
+def test_networks(name):
+    """All that the rows of a table train can be built, and begins."""
+    for row in TABLES[name].rows:
+        config = network_config(row.config, row.options)
+        set_data(config, 'digits', None)
+        set_images(config, 20, seed=1)
+        model = build(config)
+        model.init_weights()
+        assert model.extract_feat(torch.randn(2, 3, 32, 32))[0].isfinite().all(), row.label
 
 
 def rates(config, per_epoch):

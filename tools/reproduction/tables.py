@@ -168,11 +168,7 @@ TABLES: Dict[str, Table] = {
         {5000: 20},
         (
             Row('ViT', 'vit'),
-            Row(
-                'sines and cosines',
-                'vit_convolutional',
-                options={HEADS: dict(_delete_=True, type='SineCosineEmbedding')},
-            ),
+            Row('sines and cosines', 'vit_sine_cosine'),
             Row('Gaussian heads', 'vit_convolutional'),
             Row('impulse', 'vit_convolutional', options={f'{HEADS}.method': 'impulse'}),
             Row('mimetic', 'vit_convolutional', options={f'{HEADS}.method': 'mimetic'}),
