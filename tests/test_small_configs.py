@@ -1,5 +1,6 @@
 """The configs of small networks: their sizes, and that a training goes on as if it had not been stopped."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -38,6 +39,23 @@ def test_size(name):
             module.to_attention()
             counts.append(sum(parameter.numel() for parameter in model.parameters()))
     assert all(2e5 <= count <= 1e6 for count in counts), counts
+
+
+def test_the_table_of_the_documentation():
+    """Parameters and multiply-adds of every config, in its second phase where its name does not say another."""
+    page = (Path(__file__).parents[1] / 'docs/reproduce.md').read_text()
+    rows = re.findall(r'^\| (`.*) \| ([\d,]+) \| ([\d.]+)M \|$', page, re.MULTILINE)
+    found = {}
+    for names, parameters, multiply_adds in rows:
+        for name in re.findall('`(.*?)`', names):
+            model = built(name)
+            for module in list(model.modules()):
+                if getattr(module, 'phase', None) == 'conv' and name != 'cmhsa_conv':
+                    module.to_attention()
+            found[name] = f'{parameters}, {multiply_adds}'
+            own = cost(model)
+            assert found[name] == f'{own[0]:,}, {own[1] / 1e6:.1f}', name
+    assert sorted(found) == NAMES
 
 
 def test_resnet_has_the_multiply_adds_of_the_quadratic_network():

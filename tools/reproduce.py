@@ -19,7 +19,7 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence
+from typing import Dict, List, Sequence
 
 import torch
 from mmengine.config import DictAction
@@ -36,6 +36,14 @@ from reproduction.tables import TABLES, Table, smoke  # noqa: E402
 
 WORDS = dict(cifar10='CIFAR-10', cifar100='CIFAR-100', folder='images of a folder', digits="scikit-learn's digits")
 SMOKE_TEST_IMAGES = 100
+SEEDS_OF_STARTED = 1000
+
+
+def positive(text: str) -> int:
+    """An option that is a positive integer."""
+    if not (text.isascii() and text.isdigit()) or int(text) == 0:
+        raise argparse.ArgumentTypeError(f'{text!r} must be a positive integer')
+    return int(text)
 
 
 def parse_args() -> argparse.Namespace:
@@ -43,43 +51,47 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('table', choices=list(TABLES), metavar='TABLE', help=', '.join(TABLES))
     parser.add_argument('--models', nargs='+', metavar='ROW', help='rows of the table (default: all)')
     parser.add_argument('--seeds', nargs='+', type=int, help='of each training (default: those of the table)')
-    parser.add_argument('--images', nargs='+', type=int, help='numbers of training images (default: the table’s)')
-    parser.add_argument('--epochs', type=int, help='of a training (default: those of the table)')
-    parser.add_argument('--data', choices=DATA, default='cifar10', help='default: cifar10')
+    parser.add_argument('--images', nargs='+', type=positive, help='numbers of training images (default: the table’s)')
+    parser.add_argument('--epochs', type=positive, help='of a training (default: those of the table)')
+    parser.add_argument('--data', choices=DATA, help='default: cifar10, with --smoke the digits')
     parser.add_argument('--data-root', type=Path, help='folder of the images (default: data/cifar10 and the like)')
-    parser.add_argument('--test-images', type=int, help='how many are validated with (default: all)')
+    parser.add_argument('--test-images', type=positive, help='how many are validated with (default: all)')
     parser.add_argument('--out', type=Path, help='folder of the results (default: work_dirs/reproduce/DATA)')
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     jobs = 1 if torch.cuda.is_available() else cores
-    parser.add_argument('--jobs', type=int, default=jobs, help=f'trainings at a time (default here: {jobs})')
-    parser.add_argument('--threads', type=int, default=1, help='of each training (default: 1)')
+    parser.add_argument('--jobs', type=positive, default=jobs, help=f'trainings at a time (default here: {jobs})')
+    parser.add_argument('--threads', type=positive, default=1, help='of each training (default: 1)')
     parser.add_argument('--list', action='store_true', help='train nothing')
     parser.add_argument('--smoke', action='store_true', help='few digits, two epochs, one seed')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, default={}, help='settings of all configs: k=v')
     args = parser.parse_args()
-    args.data = 'digits' if args.smoke else args.data
+    args.data = args.data or ('digits' if args.smoke else 'cifar10')
+    if args.smoke and args.data != 'digits':
+        parser.error(f'--smoke is for the digits, not for --data {args.data}')
+    if args.data == 'digits' and args.data_root is not None:
+        parser.error(f'--data-root {args.data_root} is for images in a folder: the digits come with scikit-learn')
     if args.smoke and args.test_images is None:
         args.test_images = SMOKE_TEST_IMAGES
     args.out = args.out or Path('work_dirs/reproduce') / (f'{args.data}_smoke' if args.smoke else args.data)
     return args
 
 
-def chosen(args: argparse.Namespace) -> Table:
-    """The table with what the options say."""
+def table_of(args: argparse.Namespace) -> Table:
+    """The whole table, with the sizes and seeds that the options add."""
     table = smoke(TABLES[args.table]) if args.smoke else TABLES[args.table]
     labels = [row.label for row in table.rows]
     unknown = sorted(set(args.models or []) - set(labels))
     if unknown:
         sys.exit(f'--models {unknown[0]!r} is no row of {args.table}, which has: {", ".join(map(repr, labels))}')
-    epochs = {number: args.epochs or table.epochs.get(number) for number in args.images or table.epochs}
+    epochs = {number: args.epochs or table.epochs.get(number) for number in [*table.epochs, *(args.images or [])]}
     if None in epochs.values():
         sys.exit(f'--images {args.images} needs --epochs: {args.table} has epochs for {list(table.epochs)} images')
-    rows = [dataclasses.replace(row, seeds=tuple(args.seeds or row.seeds)) for row in table.rows]
+    rows = [dataclasses.replace(row, seeds=tuple(sorted({*row.seeds, *(args.seeds or ())}))) for row in table.rows]
     return dataclasses.replace(table, epochs=epochs, rows=tuple(rows))
 
 
 def runs_of(table: Table, args: argparse.Namespace) -> List[Run]:
-    """All trainings of the table, the first seed first."""
+    """All trainings of a table, the first seed first."""
     runs: Dict[tuple, Run] = {}
     for seed in sorted({seed for row in table.rows for seed in row.seeds}):
         for images, epochs in table.epochs.items():
@@ -92,6 +104,8 @@ def runs_of(table: Table, args: argparse.Namespace) -> List[Run]:
                 set_data(config, args.data, args.data_root, args.test_images)
                 set_images(config, images, seed)
                 set_epochs(config, of_row, images)
+                if start:  # with other random numbers than those that it has seen
+                    config.randomness.seed += SEEDS_OF_STARTED
                 config.load_from = str(start.last_checkpoint) if start else None
                 config.merge_from_dict(args.cfg_options)
                 name = re.sub(r'\W+', '_', f'{row.label} {images} {of_row} {seed}')
@@ -100,9 +114,10 @@ def runs_of(table: Table, args: argparse.Namespace) -> List[Run]:
     return list(runs.values())
 
 
-def with_starts(runs: Sequence[Run], models: Optional[Sequence[str]]) -> List[Run]:
-    """The trainings of some rows, None for all, and those that they begin with."""
-    wanted = [run for run in runs if models is None or run.label in models]
+def chosen(runs: Sequence[Run], args: argparse.Namespace) -> List[Run]:
+    """The trainings that the options name, and those that they begin with."""
+    choices = (('label', args.models), ('images', args.images), ('seed', args.seeds))
+    wanted = [run for run in runs if all(names is None or getattr(run, key) in names for key, names in choices)]
     needed = {run.start for run in wanted}
     return [run for run in runs if run in wanted or run in needed]
 
@@ -138,44 +153,37 @@ def progress(runs: Sequence[Run], jobs: int) -> str:
 def main() -> None:
     args = parse_args()
     torch.set_num_threads(args.threads)
-    table = chosen(args)
+    table = table_of(args)
     try:
         runs = runs_of(table, args)
         for run in runs:
             run.check_folder()
     except ValueError as error:
         sys.exit(str(error))
-    wanted = with_starts(runs, args.models)
+    wanted = chosen(runs, args)
     print(progress(wanted, args.jobs), flush=True)
-    failed: List[Run] = []
     if args.list:
         for run in wanted:
             state = 'done' if run.result else f'{run.epochs_done} epochs done' if run.epochs_done else 'not begun'
             print(f'  {run}: {state}')
-    else:
-        failed = train_wanted(wanted, args)
-    args.out.mkdir(parents=True, exist_ok=True)
-    results = [run.result for run in runs if run.result is not None]
-    (args.out / f'{args.table}.json').write_text(json.dumps(results, indent=1))
-    print(write_page(args.out, args.table, table, runs, WORDS[args.data]))
-    if failed:
-        sys.exit(f'{len(failed)} trainings failed or could not begin: ' + '; '.join(map(str, failed)))
-
-
-def train_wanted(runs: Sequence[Run], args: argparse.Namespace) -> List[Run]:
-    """Trains what is left, and says how far it is; a SIGTERM ends the trainings too."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the trainings too
 
     def tell(run: Run, sentence: str) -> None:
-        print(f'{run}: {sentence}; {progress(runs, args.jobs)}', flush=True)
+        print(f'{run}: {sentence}; {progress(wanted, args.jobs)}', flush=True)
 
     try:
         with locked(args.out) as lock:
-            return train(runs, args.jobs, args.threads, lock, tell)
+            failed = train(wanted, args.jobs, args.threads, lock, tell)
+            results = [run.result for run in runs if run.result is not None]
+            (args.out / f'{args.table}.json').write_text(json.dumps(results, indent=1))
+            print(write_page(args.out, args.table, table, runs, WORDS[args.data]))
     except BlockingIOError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+    if failed:
+        sys.exit(f'{len(failed)} trainings failed or could not begin: ' + '; '.join(map(str, failed)))
 
 
 if __name__ == '__main__':

@@ -1,5 +1,7 @@
 """Augmentation of small images a batch at a time: a loader that does so image by image takes much of a CPU's time."""
 
+from typing import Optional
+
 import torch
 import torch.nn.functional as F
 from mmpretrain.models import ClsDataPreprocessor
@@ -52,21 +54,22 @@ class FlipAndShift(ClsDataPreprocessor):
         return super().forward({**data, 'inputs': images}, training)
 
 
-def flip_and_shift(images: Tensor, flip: float, shift: int) -> Tensor:
+def flip_and_shift(images: Tensor, flip: float, shift: int, generator: Optional[torch.Generator] = None) -> Tensor:
     """Flips and shifts each image of a batch.
 
     Args:
         images (Tensor): ``(B, C, H, W)``.
         flip (float): Probability that an image is flipped horizontally.
         shift (int): The most pixels by which it is shifted along each axis; zeros come in.
+        generator (torch.Generator, optional): Of the random numbers. Defaults to None, means PyTorch's own of the CPU.
 
     Returns:
-        Tensor: ``(B, C, H, W)``, with the random numbers of PyTorch's generator of the CPU.
+        Tensor: ``(B, C, H, W)``.
     """
     number, _, height, width = images.shape
-    first_row, first_column = torch.randint(2 * shift + 1, (2, number, 1))
+    first_row, first_column = torch.randint(2 * shift + 1, (2, number, 1), generator=generator)
     rows, columns = first_row + torch.arange(height), first_column + torch.arange(width)  # (B, H), (B, W)
-    columns = torch.where(torch.rand(number, 1) < flip, columns.flip(1), columns)
+    columns = torch.where(torch.rand(number, 1, generator=generator) < flip, columns.flip(1), columns)
     image, rows, columns = (
         index.to(images.device) for index in (torch.arange(number)[:, None, None], rows[:, :, None], columns[:, None])
     )

@@ -188,3 +188,54 @@ def test_files_are_complete_or_not_there(tmp_path):
     assert path.read_bytes() == b'before' and os.listdir(path.parent) == ['file']
     put(b'after', str(path), backend_args=atomic)
     assert path.read_bytes() == b'after' and os.listdir(path.parent) == ['file']
+
+
+def fail(*args, **kwargs):
+    raise OSError('no space left on device')
+
+
+def test_the_only_checkpoint_stays_until_the_next_is_written(repository, tmp_path, monkeypatch, whole):
+    """Neither a full disk nor a kill leaves nothing to resume from."""
+    only = {'default_hooks.checkpoint.max_keep_ckpts': 1}
+    runner = build(
+        repository, tmp_path, (ITERATIONS, lambda runner: monkeypatch.setattr(AtomicBackend, 'put', fail)), **only
+    )
+    with pytest.raises(OSError, match='no space left'):
+        runner.train()
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.glob('epoch*')] == ['epoch_1.pth']
+    resumed = build(repository, tmp_path, resume=True, **only)
+    resumed.train()
+    assert_weights(resumed, whole[1])
+    assert [path.name for path in tmp_path.glob('epoch*')] == ['epoch_2.pth']
+
+
+class Stop(Hook):
+    """Stops a run in the validation after an epoch."""
+
+    def __init__(self, epoch):
+        self.epoch = epoch
+
+    def before_val(self, runner):
+        if runner.epoch == self.epoch:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize('stop', range(1, EPOCHS + 1))
+@pytest.mark.parametrize('interval', [1, 5])
+def test_a_validation_that_was_left_out(interval, stop, repository, tmp_path):
+    """After the last epoch too, which is validated whatever the interval is."""
+    changes = {'train_cfg.val_interval': interval, 'custom_hooks': [dict(type='ResumedValidationHook')]}
+    wanted = [epoch for epoch in range(1, EPOCHS + 1) if epoch % interval == 0 or epoch == EPOCHS]
+    runner = build(repository, tmp_path, **changes)
+    runner.register_hook(Stop(stop))
+    if stop in wanted:
+        with pytest.raises(KeyboardInterrupt):
+            runner.train()
+    else:
+        runner.train()
+    resumed = build(repository, tmp_path, resume=True, **changes)
+    validated = []
+    resumed.val_loop.run = lambda: validated.append(resumed.epoch)
+    resumed.train()
+    assert validated == [epoch for epoch in wanted if epoch >= stop]

@@ -32,6 +32,9 @@ def test_runs_and_table(images, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cnn_accuracy, 'fit', None)  # not to be called
     cnn_accuracy.main()
     assert capsys.readouterr().out.strip() == table.strip().split('}\n')[-1].strip()
+    monkeypatch.setattr(sys, 'argv', [*command, '--images', '5'])
+    with pytest.raises(SystemExit, match='has runs with .*"images": 5000.*, not with .*"images": 5,.*: give another'):
+        cnn_accuracy.main()
 
     figures = tmp_path / 'figures'
     command = ['cnn_heads.py', str(images), str(out), '--images', '2', '--figures', str(figures)]

@@ -72,6 +72,26 @@ def test_networks(name):
         assert model.extract_feat(torch.randn(2, 3, 32, 32))[0].isfinite().all(), row.label
 
 
+def test_equal_schedules():
+    """Rows that are compared begin their second phases in the same way."""
+    rows = {row.label: row for name in ('L21-1', 'T-CNN') for row in TABLES[name].rows}
+
+    def second_phase(label):
+        row = rows[label]
+        config = network_config(row.config, row.options)
+        set_epochs(config, round(row.share * 30), 10000)
+        hooks = config.get('custom_hooks') or []
+        found = hooks[0] if hooks else config
+        return found.optim_wrapper.optimizer.lr, [dict(scheduler) for scheduler in found.param_scheduler]
+
+    assert second_phase('two phases') == second_phase('second phase from a random start')
+    without = second_phase('two phases, no warm-up')
+    assert without == second_phase('second phase from a random start, no warm-up')
+    assert len(without[1]) == 1 and without[0] == second_phase('two phases')[0]
+    for label in ('additive', 'gated', 'positions alone'):
+        assert second_phase(label) == second_phase('ResNet goes on')
+
+
 def rates(config, per_epoch):
     """The learning rate at each iteration of a phase, as a share of the largest one."""
     schedulers = config if isinstance(config, list) else [config]
@@ -140,6 +160,16 @@ def test_a_folder_of_images(images):
     assert config.data_preprocessor.to_rgb and config.data_preprocessor.type == 'FlipAndShift'
 
 
+def test_classes_of_a_folder(images):
+    (images / 'train/10').mkdir()
+    with pytest.raises(ValueError, match='must have a folder for each class in train, and the same in test'):
+        set_data(network_config('vit', {}), 'folder', images)
+    (images / 'test/10').mkdir()
+    config = network_config('vit', {})
+    set_data(config, 'folder', images)
+    assert config.model.head.num_classes == config.data_preprocessor.num_classes == 11
+
+
 def test_cifar100():
     config = network_config('sa_quadratic', {})
     set_data(config, 'cifar100', Path('elsewhere'))
@@ -197,7 +227,7 @@ def test_a_table(tool, tmp_path, monkeypatch):
     """Trained, shown, left alone; results as data, and the page."""
     trained, output, status = tool('--list')
     assert not trained and '0 of 5 trainings are done; the others take about 1 min' in output
-    assert page_of(tmp_path)[1]['first'][2:] == ['missing', 'missing', 'missing', '0 of 2']
+    assert not list(tmp_path.iterdir())
 
     trained, output, status = tool('--seeds', 0, '--jobs', 1)
     assert [(run.label, run.images, run.epochs) for run in trained] == [
@@ -214,13 +244,18 @@ def test_a_table(tool, tmp_path, monkeypatch):
     assert first['parameters'] == sum(value.numel() for value in weights[0].values())
     assert first['seconds'] > 0 and first['multiply_adds'] > 0
     assert first['versions']['torch'] == torch.__version__ and first['machine']['threads'] == 1
-    assert first['config']['randomness']['seed'] == 0 and first['config']['train_dataloader']['batch_size'] == 5
+    assert first['config']['randomness']['seed'] == 0 and goes_on['config']['randomness']['seed'] == 1000
+    assert goes_on['config']['train_dataloader']['dataset']['seed'] == 0
+    assert first['config']['train_dataloader']['batch_size'] == 5
     curve = start['curves']['accuracy/top1']
     assert [step for step, _ in curve] == [3] and curve[-1][1] == start['top1'] == 100 * round(start['top1']) / 100
 
     assert tool('--seeds', 0)[0] == []
-    trained, output, status = tool('--list')
     text, rows = page_of(tmp_path)
+    assert (
+        tool('--seeds', 0, '--models', 'first', '--images', 20)[0] == [] and page_of(tmp_path)[0] == text
+    )  # all of it
+    trained, output, status = tool('--list')
     assert '3 of 5 trainings are done' in output and 'first, 20 images, epochs: 2, seed 1: not begun' in output
     assert rows['first'][-1] == '1 of 2' and rows['first'][2] == f'{first["top1"]:.1f}'
     assert rows['goes on'][2:4] == ['', f'{goes_on["top1"]:.1f}']
@@ -254,7 +289,7 @@ def test_a_training_that_fails(tool, tmp_path, monkeypatch):
     trained, output, status = tool('--seeds', 0)
     assert [run.images for run in trained] == [20] and 'first, 40 images, epochs: 3, seed 0: failed, see' in output
     assert '2 trainings failed or could not begin: first, 40 images' in status and 'goes on, 40' in status
-    assert 'Missing, 2 of 3' in page_of(tmp_path)[0]
+    assert 'Missing, 4 of 5' in page_of(tmp_path)[0]
 
 
 @pytest.mark.parametrize(
@@ -266,6 +301,23 @@ def test_a_training_that_fails(tool, tmp_path, monkeypatch):
 )
 def test_errors(tool, options, message):
     assert re.search(message, tool(*options)[2])
+
+
+@pytest.mark.parametrize(
+    'options, message',
+    [
+        (['--epochs', 0], "argument --epochs: '0' must be a positive integer"),
+        (['--jobs', -1], "argument --jobs: '-1' must be a positive integer"),
+        (['--images', 20, '1e3'], "argument --images: '1e3' must be a positive integer"),
+        (['--smoke', '--data', 'folder'], '--smoke is for the digits, not for --data folder'),
+        (['--data-root', 'images'], '--data-root images is for images in a folder'),
+    ],
+)
+def test_options_that_are_refused(options, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', ['reproduce.py', 'C20-1', '--data', 'digits', *map(str, options)])
+    with pytest.raises(SystemExit):
+        reproduce.main()
+    assert message in capsys.readouterr().err
 
 
 def test_a_folder_of_other_settings(tool, tmp_path):

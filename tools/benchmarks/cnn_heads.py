@@ -71,7 +71,7 @@ def table(out: Path, kinds: Tuple[str, ...], images: Tensor) -> str:
     lines = []
     for kind in kinds:
         for when in TIMES:
-            paths = sorted(out.glob(f'{kind}-?.{when}.pth'.replace(' ', '_')))
+            paths = sorted(out.glob(f'{kind}-*.{when}.pth'.replace(' ', '_')))
             cells: Dict[str, list] = {}
             for path in paths:
                 model = load(path, kind)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Callable, Dict, Optional, Tuple
 
@@ -12,8 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.datasets import ImageFolder
 
+from attncnn_plugin.datasets.flip_and_shift import flip_and_shift
+
 BATCH_SIZE, WARM_UP = 100, 2
 WEIGHT_DECAY = 0.05
+CHOICES = ('data', 'out', 'seeds', 'threads', 'table', 'kinds', 'equal', 'shares')  # which runs, and how they are run
 
 Images = Tuple[Tensor, Tensor]
 
@@ -34,8 +38,18 @@ def train_missing(args: argparse.Namespace, train_all: Callable[[argparse.Namesp
     """Trains what is missing in a folder, if not only the table is wanted."""
     args.out.mkdir(parents=True, exist_ok=True)
     if not args.table:
+        check_settings(args)
         torch.set_num_threads(args.threads)
         train_all(args)
+
+
+def check_settings(args: argparse.Namespace) -> None:
+    """Ends the script where the folder has runs of other settings, which would be taken for what is asked for."""
+    settings = {name: value for name, value in vars(args).items() if name not in CHOICES}
+    text, path = json.dumps(settings), args.out / 'settings'
+    if path.exists() and path.read_text() != text:
+        sys.exit(f'{args.out} has runs with {path.read_text()}, not with {text}: give another folder')
+    path.write_text(text)
 
 
 def load_images(folder: Path) -> Images:
@@ -88,22 +102,11 @@ def fit(model: nn.Module, train: Images, epochs: int, rate: float, seed: int) ->
     model.train()
     for _ in range(epochs):
         for batch in torch.randperm(len(labels), generator=generator).split(BATCH_SIZE):
-            loss = F.cross_entropy(model(augment(images[batch], generator)), labels[batch])
+            loss = F.cross_entropy(model(flip_and_shift(images[batch], 0.5, 4, generator)), labels[batch])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             scheduler.step()
-
-
-def augment(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Flips each image, and shifts it by up to 4 pixels each way."""
-    size = images.shape[-1]
-    padded = F.pad(images, (4, 4, 4, 4))
-    rows, columns = torch.randint(9, (2, len(images)), generator=generator)[..., None] + torch.arange(size)
-    flipped = torch.rand(len(images), generator=generator) < 0.5
-    columns = torch.where(flipped[:, None], columns.flip(1), columns)
-    index = torch.arange(len(images))[:, None, None]
-    return padded.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
 @torch.no_grad()

@@ -28,6 +28,9 @@ def set_data(config: Config, data: str, data_root: Optional[Path], test_images: 
         data (str): One of ``DATA``.
         data_root (Path | None): The folder of the images, None for that of the config.
         test_images (int | None): How many images it is validated with, as many of each class. Defaults to None, all.
+
+    Raises:
+        ValueError: A folder of images has no classes, or others for testing than for training.
     """
     other = Config.fromfile(config_path(f'small/_base_/data_{data}.py'))
     for name in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
@@ -38,8 +41,20 @@ def set_data(config: Config, data: str, data_root: Optional[Path], test_images: 
         if test_images is not None and name != 'train_dataloader':
             dataset = dict(type='BalancedSubset', dataset=dataset, num_images=test_images)
         config[name].dataset = dataset
+    if data == 'folder':
+        other.data_preprocessor.num_classes = _number_of_classes(Path(other.train_dataloader.dataset.data_root))
     config.data_preprocessor = other.data_preprocessor
     config.model.head.num_classes = other.data_preprocessor.num_classes
+
+
+def _number_of_classes(root: Path) -> int:
+    """Those of a folder of images."""
+    train, test = (
+        sorted(path.name for path in root.glob(f'{split}/*') if path.is_dir()) for split in ('train', 'test')
+    )
+    if not train or train != test:
+        raise ValueError(f'{root} must have a folder for each class in train, and the same in test: {train}, {test}')
+    return len(train)
 
 
 def set_images(config: Config, number: int, seed: int) -> None:

@@ -30,6 +30,9 @@ def collect(run, threads: int) -> None:
     """Writes the result of a training that has ended into its folder, as a whole or not at all."""
     scalars = read_scalars(run.folder)
     curves = {name: scalars[name].tolist() for name in METRICS}
+    last = curves['accuracy/top1'][-1][0]
+    if last != run.epochs:
+        raise RuntimeError(f'{run.folder} has its last accuracy after epoch {last:g}, not {run.epochs}: remove it')
     parameters, multiply_adds = cost(trained_model(run.config, run.last_checkpoint))
     result = dict(
         label=run.label,

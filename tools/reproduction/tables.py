@@ -52,11 +52,13 @@ class Table:
 GENERALIZED = Row('generalized', 'sa_generalized', seeds=(0,))
 RESNET = Row('ResNet', 'resnet')
 TWO_PHASES = Row('two phases', 'cmhsa')
-# The rates of a second phase, in a training of their own.
-SECOND_RATE = {'optim_wrapper.optimizer.lr': 5e-4}
-NO_WARM_UP = {
-    'param_scheduler': [dict(type='CosineAnnealingLR', eta_min=0.0, begin=0, end=20, convert_to_iter_based=True)]
+# The schedule of a second phase, in a training of its own.
+COSINE = dict(type='CosineAnnealingLR', eta_min=0.0, begin=1, end=12, convert_to_iter_based=True)
+SECOND_PHASE = {
+    'optim_wrapper.optimizer.lr': 5e-4,
+    'param_scheduler': [dict(type='LinearLR', start_factor=1e-3, begin=0, end=1, convert_to_iter_based=True), COSINE],
 }
+NO_WARM_UP = [dict(COSINE, begin=0)]
 # A trained CNN becomes attention at once, and trains for the epochs of a second phase.
 AT_ONCE = {'custom_hooks.0.epoch': 0, 'train_cfg.max_epochs': 12}
 FROM_CNN = dict(config='resnet_to_attention', share=0.5, start='ResNet')
@@ -117,12 +119,19 @@ TABLES: Dict[str, Table] = {
             Row('two phases, narrow', 'cmhsa_narrow'),
             Row('two phases, narrow, no warm-up', 'cmhsa_narrow_nowarmup'),
             Row(
+                'two phases, no warm-up',
+                'cmhsa',
+                seeds=(0,),
+                images=(10000,),
+                options={'custom_hooks.0.param_scheduler': NO_WARM_UP},
+            ),
+            Row(
                 'second phase from a random start',
                 'cmhsa_attn',
                 seeds=(0,),
                 share=0.4,
                 images=(10000,),
-                options=SECOND_RATE,
+                options=SECOND_PHASE,
             ),
             Row(
                 'second phase from a random start, no warm-up',
@@ -130,7 +139,7 @@ TABLES: Dict[str, Table] = {
                 seeds=(0,),
                 share=0.4,
                 images=(10000,),
-                options={**SECOND_RATE, **NO_WARM_UP},
+                options={**SECOND_PHASE, 'param_scheduler': NO_WARM_UP},
             ),
         ),
         ('accuracy/top1', 'cross_entropy/mean'),
@@ -147,7 +156,7 @@ TABLES: Dict[str, Table] = {
                 'resnet',
                 share=0.5,
                 start='ResNet',
-                options={'optim_wrapper.optimizer.lr': 1e-3},
+                options={**SECOND_PHASE, 'optim_wrapper.optimizer.lr': 1e-3},
             ),
             Row('additive', **FROM_CNN, options=AT_ONCE),
             Row('gated', **FROM_CNN, options={**AT_ONCE, 'model.backbone.content': 'gated'}),
@@ -163,8 +172,8 @@ TABLES: Dict[str, Table] = {
     'ViT-starts': Table(
         'Vision transformers that start as a convolution',
         'Whether a start as a convolution helps a vision transformer in little data; sines and cosines as the position '
-        'embedding, which these starts set too, are the control. A ResNet and a CMHSA in two phases, with the '
-        'augmentation and the regularization of DeiT, are what a user could choose in its place.',
+        'embedding, which these starts set too, are the control. What a user could choose in their place is a ResNet, '
+        'or a CMHSA in two phases, which has the augmentation and the regularization of DeiT.',
         {5000: 20},
         (
             Row('ViT', 'vit'),

@@ -18,9 +18,9 @@ from .whole_checkpoint import find_whole_checkpoint, load_or_empty
 class AtomicCheckpointHook(CheckpointHook):
     """mmengine's ``CheckpointHook``, with files that are either complete or not there.
 
-    A killed process or a full disk damages no checkpoint. Where the last one is damaged all the same, ``--resume``
-    names it in the log and takes the one before. A checkpoint of another model, or one of weights alone to resume
-    from, is an error.
+    A killed process or a full disk damages no checkpoint, and ``max_keep_ckpts`` removes an old one when the new one is
+    there. Where the last one is damaged all the same, ``--resume`` names it in the log and takes the one before. A
+    checkpoint of another model, or one of weights alone to resume from, is an error.
 
     Args:
         backend_args (dict, optional): Where the files go. Defaults to None, means ``dict(backend='atomic')``, the
@@ -67,6 +67,17 @@ class AtomicCheckpointHook(CheckpointHook):
         if is_main_process():
             for part in Path(self.out_dir).glob('*.pth.part'):
                 part.unlink()
+
+    def _save_checkpoint_with_step(self, runner, step: int, meta: dict) -> None:
+        """Removes the oldest checkpoint after the new one is written; mmengine does so before."""
+        kept, oldest = self.keep_ckpt_ids if self.max_keep_ckpts > 0 else (), None
+        if len(kept) == self.max_keep_ckpts and step not in kept:
+            oldest = kept.popleft()
+        super()._save_checkpoint_with_step(runner, step, meta)
+        if oldest is not None and is_main_process():
+            path = self.file_backend.join_path(self.out_dir, self.filename_tmpl.format(oldest))
+            if self.file_backend.isfile(path):
+                self.file_backend.remove(path)
 
 
 def _shapes(state_dict: dict) -> Dict[str, Tuple[int, ...]]:

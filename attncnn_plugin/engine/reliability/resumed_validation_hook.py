@@ -1,6 +1,7 @@
 """The validation that a run was stopped before."""
 
 from mmengine.hooks import Hook
+from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
 
 from ...utils.runner import is_resumed
@@ -20,7 +21,9 @@ class ResumedValidationHook(Hook):
 
     def before_train(self, runner) -> None:
         """Runs the validation if the last epoch had one."""
-        interval = getattr(runner.train_loop, 'val_interval', None)
-        is_due = is_resumed(runner) and runner.epoch > 0 and interval and runner.epoch % interval == 0
-        if is_due and runner.val_loop is not None and runner.epoch < runner.max_epochs:
+        loop, epoch = runner.train_loop, runner.epoch
+        if not isinstance(loop, EpochBasedTrainLoop) or runner.val_loop is None or not is_resumed(runner):
+            return
+        is_last = epoch == loop.max_epochs  # the loop has nothing left to do, and does not validate
+        if epoch >= max(loop.val_begin, 1) and (epoch % loop.val_interval == 0 or is_last):
             runner.val_loop.run()

@@ -7,6 +7,7 @@ optim_wrapper = dict(
         custom_keys={
             'encoding.': dict(decay_mult=0.),
             'position.table': dict(decay_mult=0.),
+            '.tables.': dict(decay_mult=0.),
             '.pos_embed': dict(decay_mult=0.),
             '.gate': dict(decay_mult=0.),
         }))

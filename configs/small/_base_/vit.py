@@ -1,4 +1,5 @@
-# 8x8 patches of 4x4 pixels, the mean over the patches in the place of a class token. Linear layers begin as in timm.
+# 8x8 patches of 4x4 pixels, the mean over the patches in the place of a class token. Queries, keys, values and their
+# output begin as in timm, the MLPs as in mmpretrain.
 model = dict(
     type='ImageClassifier',
     backbone=dict(
