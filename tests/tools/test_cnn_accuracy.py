@@ -17,7 +17,7 @@ from attncnn_plugin.convert import conv_to_mhsa  # noqa: E402
 
 
 def test_runs_and_table(images, tmp_path, monkeypatch, capsys):
-    out, kinds = tmp_path / 'out', ['CNN goes on', 'additive', 'gated', cnn_accuracy.FROM_SCRATCH]
+    out, kinds = tmp_path / 'out', ['CNN goes on', 'additive', 'gated', 'positions alone', cnn_accuracy.FROM_SCRATCH]
     command = ['cnn_accuracy.py', str(images), str(out), '--epochs', '1', '1', '--seeds', '0', '--threads', '1']
     monkeypatch.setattr(sys, 'argv', [*command, '--kinds', *kinds])
     cnn_accuracy.main()
@@ -38,12 +38,13 @@ def test_runs_and_table(images, tmp_path, monkeypatch, capsys):
 
     figures = tmp_path / 'figures'
     command = ['cnn_heads.py', str(images), str(out), '--images', '2', '--figures', str(figures)]
-    monkeypatch.setattr(sys, 'argv', [*command, '--kinds', 'additive', 'gated'])
+    monkeypatch.setattr(sys, 'argv', [*command, '--kinds', 'additive', 'positions alone'])
     cnn_heads.main()
     rows = capsys.readouterr().out.splitlines()[2:]
     assert [row.split(' | ')[:2] for row in rows] == [
-        [f'| {kind}', when] for kind in ('additive', 'gated') for when in ('before', 'after')
+        [f'| {kind}', when] for kind in ('additive', 'positions alone') for when in ('before', 'after')
     ]
+    assert all(row.count('%, ') == 4 for row in rows)
     assert len(list(figures.iterdir())) == 4
 
 

@@ -18,7 +18,7 @@ from cnn_accuracy import FROM_SCRATCH, new_cnn, turn
 from small_images import load_images, normalized, some_of
 from torch import Tensor, nn
 
-from attncnn_plugin.analysis import attention_layers, grids_of, mean_attention_probs_of, position_only_probs_of
+from attncnn_plugin.analysis import attention_layers, grids_of, mean_attention_probs_of
 
 TIMES = ('before', 'after')
 
@@ -47,8 +47,9 @@ def load(path: Path, kind: str) -> nn.Module:
 
 def mean_probs(model: nn.Module, images: Tensor) -> Dict[str, Tensor]:
     """The probabilities of each layer, mean over images, ``(N_h, Q, K)``."""
-    if all(not layer.depends_on_content for layer in attention_layers(model).values()):
-        return {name: probs[0] for name, probs in position_only_probs_of(model, images[:1]).items()}
+    layers = attention_layers(model)
+    if not any(layer.depends_on_content for layer in layers.values()):
+        return {name: layers[name].attention_probs(size).detach() for name, size in grids_of(model, images[:1]).items()}
     return mean_attention_probs_of(model, images, batch_size=50)
 
 
