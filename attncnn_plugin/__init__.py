@@ -19,6 +19,7 @@ Where mmpretrain is installed, too:
 - mmengine's loader of local checkpoint files is :func:`~attncnn_plugin.utils.checkpoint_files.load_from_local`, which
   runs nothing that is in them and refuses damaged ones. The function of onedl-mmengine that would run them all the same
   is replaced.
+- mmengine loads :mod:`~attncnn_plugin.weights` by names such as ``attncnn://sa_quadratic_small``.
 
 All but the entries in registries is in :mod:`attncnn_plugin.utils.mmengine_patches`, and does no harm when done twice.
 """
@@ -26,7 +27,7 @@ All but the entries in registries is in :mod:`attncnn_plugin.utils.mmengine_patc
 import importlib
 import warnings
 
-from . import analysis, convert, init, layers, models, pruning
+from . import analysis, convert, init, layers, models, pruning, weights
 from .layers import structure_loading
 from .utils.config_paths import config_path
 from .utils.frameworks import config_problem, has_mmpretrain, import_problem
@@ -34,7 +35,18 @@ from .version import __version__
 
 ON_DEMAND = ('apis', 'explorer', 'visualization')
 
-__all__ = ['__version__', 'analysis', 'config_path', 'convert', 'init', 'layers', 'models', 'pruning', *ON_DEMAND]
+__all__ = [
+    '__version__',
+    'analysis',
+    'config_path',
+    'convert',
+    'init',
+    'layers',
+    'models',
+    'pruning',
+    'weights',
+    *ON_DEMAND,
+]
 
 
 def __getattr__(name: str):

@@ -14,7 +14,7 @@ import torch
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob('*.md'), *ROOT.glob('docs/*.md')])
-NEEDS = {'attncnn_plugin.visualization': 'matplotlib', 'torch.onnx': 'onnxscript'}
+NEEDS = {'attncnn_plugin.visualization': 'matplotlib', 'torch.onnx': 'onnxscript', 'from mmpretrain': 'mmpretrain'}
 CONFIG = re.compile(r'(_base_|model|custom_hooks|default_hooks) = ')
 
 

@@ -56,6 +56,10 @@ def source(tmp_path_factory, repository):
             (clone / name).symlink_to(os.readlink(repository / name))
         elif (repository / name).exists():
             (clone / name).write_bytes((repository / name).read_bytes())
+    if not list(clone.glob('attncnn_plugin/weights/*.safetensors')):
+        from helpers.packing import pack_untrained
+
+        pack_untrained(clone, tmp_path_factory.mktemp('runs'), {'sa_quadratic_small': 'sa_quadratic'})
     return clone
 
 
@@ -105,11 +109,16 @@ def test_wheel_carries_configs_tools_and_index(wheel):
         'configs/downstream/_base_/retinanet_coco.py',
         'configs/small/_base_/data_cifar10.py',
         'configs/small/sa_quadratic.py',
+        'configs/pretrained/sa_quadratic_small.py',
+        'configs/pretrained/metafile.yml',
         'tools/train.py',
         'tools/reproduction/tables.py',
         'tools/dist_train.sh',
     ):
         assert f'attncnn_plugin/.mim/{name}' in names
+    assert 'attncnn_plugin/weights/images/frog.png' in names
+    assert 'attncnn_plugin/weights/sa_quadratic_small.safetensors' in names
+    assert 'attncnn_plugin/weights/sa_quadratic_small.md' in names
     assert not [name for name in names if name.startswith(('tests', 'configs', 'tools'))]
 
 
@@ -122,6 +131,50 @@ def test_installed(kind, environment, source, wheel, tmp_path):
     variables = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
     output = run(environment / 'bin/python', '-c', CHECK, home, tmp_path / 'user.py', cwd=tmp_path, env=variables)
     assert 'all is well' in output
+
+
+WEIGHTS = textwrap.dedent("""
+    import json, pathlib, runpy, sys
+    import timm, torch
+    import attncnn_plugin
+    from attncnn_plugin.weights import example_images
+    from PIL import Image
+
+    where = pathlib.Path(attncnn_plugin.__file__).parent
+    assert where.is_relative_to(sys.argv[1]), where
+    name = 'sa_quadratic_small'
+    files = list(example_images().values())
+    model = timm.create_model(name, pretrained=True).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    found = model(torch.stack([transform(Image.open(file)) for file in files])).argmax(1).tolist()
+    from mmpretrain import ImageClassificationInferencer
+
+    results = ImageClassificationInferencer('sa-quadratic-small_cifar10', pretrained=True)(files)
+    assert [result['pred_label'] for result in results] == found
+
+    def run(tool, *words):
+        sys.argv = [tool, *words]
+        runpy.run_path(str(where / '.mim/tools' / tool), run_name='__main__')
+
+    config = [str(where / '.mim/configs/pretrained/sa_quadratic_small.py'), 'attncnn://' + name]
+    for out, words in (('timm', ['--timm', name, '--pretrained']), ('mm', config)):
+        images = [*files[:2], *words] if out == 'timm' else [*words, *files[:2]]
+        run('visualization/attention_explorer.py', *images, '--out', out + '.html')
+        of = ['--size', '16', '16'] if out == 'timm' else []
+        run('analysis_tools/analyze_heads.py', *words, *of, '--json', out + '.json')
+    of_timm, of_mm = (json.loads(pathlib.Path(out + '.json').read_text())['layers'] for out in ('timm', 'mm'))
+    assert len(of_timm) == len(of_mm) == 4
+    print('all is well')
+""")
+
+
+@pytest.mark.slow
+def test_weights_explorer_and_report_from_the_wheel_alone(environment, wheel, tmp_path):
+    install(environment, wheel)
+    variables = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
+    output = run(environment / 'bin/python', '-c', WEIGHTS, environment, cwd=tmp_path, env=variables)
+    assert 'all is well' in output
+    assert all((tmp_path / f'{name}.html').stat().st_size > 1e5 for name in ('timm', 'mm'))
 
 
 def python(code):

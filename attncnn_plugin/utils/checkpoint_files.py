@@ -1,4 +1,7 @@
-"""Local checkpoint files: read as tensors and plain data alone, and compared with the checksums that they carry."""
+"""Local checkpoint files: read as tensors and plain data alone, and compared with the checksums that they carry.
+
+The weights in the package too, by names of their own.
+"""
 
 import os
 import pickle
@@ -8,10 +11,13 @@ import zipfile
 from typing import Optional
 
 import torch
+from safetensors.torch import load_file
 
+from .. import weights
 from .safe_globals import register_safe_globals
 
 CHECK_VARIABLE = 'ATTNCNN_CHECK_CHECKPOINTS'
+PACKAGE_SCHEME = 'attncnn://'
 
 
 def load_from_local(filename: str, map_location=None, *, mmap: bool = False, check: Optional[bool] = None) -> dict:
@@ -58,6 +64,36 @@ def load_from_local(filename: str, map_location=None, *, mmap: bool = False, che
     if check and not is_whole:
         warnings.warn(f'{filename} has no checksums: damage to its weights is not noticed', stacklevel=2)
     return loaded
+
+
+def load_from_package(filename: str, map_location='cpu') -> dict:
+    """Loads the weights in the package, as a checkpoint of mmpretrain's classifier.
+
+    Importing the plugin makes this function mmengine's loader of ``attncnn://``.
+
+    Args:
+        filename (str): ``'attncnn://'`` and the network's name in timm.
+        map_location (str | torch.device): Where the tensors go. Defaults to ``'cpu'``.
+
+    Returns:
+        dict: ``'state_dict'`` in single precision, and ``'meta'`` with the names of the classes.
+
+    Raises:
+        FileNotFoundError: The package has no weights of this network.
+    """
+    name = filename[len(PACKAGE_SCHEME) :]
+    path = weights.weights_file(name)
+    if path is None:
+        known = sorted(path.stem for path in weights.FOLDER.glob('*.safetensors'))
+        raise FileNotFoundError(
+            f'attncnn_plugin has no weights of {name}, but of {", ".join(known) or "no network yet"}'
+        )
+    loaded = load_file(path, device=str(map_location or 'cpu'))
+    state_dict = {
+        key if key.startswith('head.') else f'backbone.{key}': value.float() if value.dtype == torch.half else value
+        for key, value in loaded.items()
+    }
+    return dict(state_dict=state_dict, meta=dict(dataset_meta=dict(classes=weights.CLASSES)))
 
 
 def _compare_checksums(path: str) -> bool:

@@ -25,7 +25,8 @@ def config_path(name: str) -> str:
     path = MIM / 'configs' / name
     if not path.is_file():
         folder = MIM / 'configs'
-        found = [path for pattern in ('*.py', 'downstream/*.py', 'small/*.py') for path in folder.glob(pattern)]
+        patterns = ('*.py', 'downstream/*.py', 'pretrained/*.py', 'small/*.py')
+        found = [path for pattern in patterns for path in folder.glob(pattern)]
         paths = [path.relative_to(folder) for path in found]
         known = sorted(path.as_posix() for path in paths)
         raise FileNotFoundError(f'name={name!r} is no config of attncnn_plugin, which are {known}')

@@ -13,7 +13,7 @@ from mmengine.runner import CheckpointLoader, checkpoint
 from mmpretrain import ModelHub
 from torch import nn
 
-from .checkpoint_files import load_from_local
+from .checkpoint_files import PACKAGE_SCHEME, load_from_local, load_from_package
 from .config_paths import MIM
 from .init_info import record_new_parameters
 from .safe_globals import register_safe_globals
@@ -27,6 +27,7 @@ def patch_mmengine() -> Optional[str]:
     """
     register_safe_globals()
     CheckpointLoader.register_scheme(prefixes='', loader=load_from_local, force=True)
+    CheckpointLoader.register_scheme(prefixes=PACKAGE_SCHEME, loader=load_from_package, force=True)
     if hasattr(checkpoint, '_safe_torch_load'):  # onedl-mmengine: it would load what PyTorch refuses all the same
         checkpoint._safe_torch_load = _load_plain_data
     if not ModelHub.has('sa_quadratic_cifar10'):  # it takes no name twice

@@ -11,8 +11,9 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 
 from ...convert.head_widths import HeadDim
 from ...layers import MergedPatchAttention, PatchAttention
+from ...weights import CLASSES, weights_file
 from ..networks import CMHSANetwork, PatchConvolution, PatchStem
-from .grid_classifier import GridClassifier
+from .grid_classifier import GridClassifier, checkpoint_filter_fn
 
 __all__ = ['CMHSAClassifier']
 
@@ -113,6 +114,16 @@ default_cfgs = generate_default_cfgs(
     {
         'cmhsa3_patch16_224.untrained': _cfg(),
         'cmhsa5_patch16_224.untrained': _cfg(),
+        'cmhsa3_small_patch4_32.cifar10': _cfg(
+            file=weights_file('cmhsa3_small_patch4_32'),
+            label_names=CLASSES,
+            num_classes=10,
+            input_size=(3, 32, 32),
+            pool_size=(8, 8),
+            crop_pct=1.0,
+            mean=(0.4914, 0.4822, 0.4465),
+            std=(0.2023, 0.1994, 0.2010),
+        ),
     }
 )
 
@@ -120,7 +131,12 @@ default_cfgs = generate_default_cfgs(
 def _create(variant: str, pretrained: bool, **kwargs) -> CMHSAClassifier:
     out_indices = kwargs.pop('out_indices', 3)
     return build_model_with_cfg(
-        CMHSAClassifier, variant, pretrained, feature_cfg=dict(out_indices=out_indices, feature_cls='getter'), **kwargs
+        CMHSAClassifier,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
+        **kwargs,
     )
 
 
@@ -150,3 +166,13 @@ def cmhsa5_patch16_224(pretrained: bool = False, **kwargs) -> CMHSAClassifier:
         qk_dim (int, optional): Channels of a head's queries and keys. Defaults to those of a token.
     """
     return _create('cmhsa5_patch16_224', pretrained, **dict(dict(kernel_size=5), **kwargs))
+
+
+@register_model
+def cmhsa3_small_patch4_32(pretrained: bool = False, **kwargs) -> CMHSAClassifier:
+    """CMHSA-3 for images of 32x32 pixels: 8x8 patches, 6 blocks of 48 channels, 737,968 parameters at 10 classes.
+
+    The arguments are those of :func:`cmhsa3_patch16_224`. Weights of narrow heads make the heads narrow.
+    """
+    small = dict(kernel_size=3, img_size=32, patch_size=4, mlp_dim=384)
+    return _create('cmhsa3_small_patch4_32', pretrained, **dict(small, **kwargs))

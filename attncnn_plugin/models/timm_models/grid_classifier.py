@@ -12,6 +12,11 @@ from ..networks import GridNetwork
 BACKBONE = 'backbone.'  # mmpretrain's prefix of the names of the network
 
 
+def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: nn.Module) -> Dict[str, Any]:
+    """timm's filter of pretrained weights: from half precision to single, in which they are converted and resized."""
+    return {name: value.float() if value.dtype == torch.half else value for name, value in state_dict.items()}
+
+
 class GridClassifier(GridNetwork):
     """Classifier on top of a :class:`~attncnn_plugin.models.networks.GridNetwork`: mean over the grid, linear map.
 

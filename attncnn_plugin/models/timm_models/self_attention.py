@@ -11,8 +11,9 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from torch import nn
 
 from ...layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
+from ...weights import CLASSES, weights_file
 from ..networks import SelfAttentionNetwork, SpaceToDepthStem, token_grid
-from .grid_classifier import GridClassifier
+from .grid_classifier import GridClassifier, checkpoint_filter_fn
 
 __all__ = ['SelfAttentionClassifier']
 
@@ -101,6 +102,11 @@ def _cfg(**kwargs) -> Dict[str, Any]:
     }
 
 
+def _small_cfg(name: str) -> Dict[str, Any]:
+    """Of a small network, whose weights can be in the package."""
+    return _cfg(file=weights_file(name), label_names=CLASSES, first_conv=())
+
+
 default_cfgs = generate_default_cfgs(
     {
         'sa_quadratic_cifar.untrained': _cfg(),
@@ -108,6 +114,10 @@ default_cfgs = generate_default_cfgs(
         'sa_generalized_cifar.untrained': _cfg(),
         'sa_learned_cifar.untrained': _cfg(),
         'sa_learned_content_cifar.untrained': _cfg(),
+        **{
+            f'{name}.cifar10': _small_cfg(name)
+            for name in ('sa_quadratic_small', 'sa_generalized_small', 'sa_learned_small', 'sa_learned_content_small')
+        },
     }
 )
 
@@ -174,6 +184,51 @@ def sa_learned_content_cifar(
     return _create('sa_learned_content_cifar', pretrained, ContentAttention, max_size=max_size, **kwargs)
 
 
+SMALL = dict(embed_dim=64, depth=4, mlp_dim=128)
+
+
+@register_model
+def sa_quadratic_small(pretrained: bool = False, **kwargs) -> SelfAttentionClassifier:
+    """Quadratic encoding, 9 heads, 4 blocks of 64 channels: 233,270 parameters at 10 classes.
+
+    The arguments are those of :func:`sa_quadratic_cifar`.
+    """
+    return _create('sa_quadratic_small', pretrained, QuadraticAttention, **dict(SMALL, **kwargs))
+
+
+@register_model
+def sa_generalized_small(pretrained: bool = False, **kwargs) -> SelfAttentionClassifier:
+    """Generalized quadratic encoding, 9 heads, 4 blocks of 64 channels: 233,378 parameters at 10 classes.
+
+    The arguments are those of :func:`sa_quadratic_cifar`.
+    """
+    return _create('sa_generalized_small', pretrained, GeneralizedQuadraticAttention, **dict(SMALL, **kwargs))
+
+
+@register_model
+def sa_learned_small(
+    pretrained: bool = False, img_size: Union[int, Tuple[int, int]] = 32, **kwargs
+) -> SelfAttentionClassifier:
+    """Learned encoding, 9 heads, 4 blocks of 64 channels: 253,642 parameters at 10 classes.
+
+    The arguments are those of :func:`sa_learned_cifar`.
+    """
+    max_size = token_grid(img_size, kwargs.get('reduction', 2))
+    return _create('sa_learned_small', pretrained, LearnedAttention, max_size=max_size, **dict(SMALL, **kwargs))
+
+
+@register_model
+def sa_learned_content_small(
+    pretrained: bool = False, img_size: Union[int, Tuple[int, int]] = 32, **kwargs
+) -> SelfAttentionClassifier:
+    """Content and learned relative position, 9 heads, 4 blocks of 64 channels: 540,618 parameters at 10 classes.
+
+    The arguments are those of :func:`sa_learned_content_cifar`.
+    """
+    max_size = token_grid(img_size, kwargs.get('reduction', 2))
+    return _create('sa_learned_content_small', pretrained, ContentAttention, max_size=max_size, **dict(SMALL, **kwargs))
+
+
 # Arguments of the layers; the others are those of the model.
 LAYER_ARGS = (
     'center_std',
@@ -196,6 +251,7 @@ def _create(variant: str, pretrained: bool, attention: Callable[..., nn.Module],
         SelfAttentionClassifier,
         variant,
         pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
         **dict(dict(attn_layer=partial(attention, **of_layers)), **kwargs),
     )
