@@ -193,6 +193,8 @@ def test_tool(untrained, tmp_path, monkeypatch, capsys):
     pack_weights.main()
     assert 'sa_quadratic_small.safetensors: logits up to' in capsys.readouterr().out
     assert '| data | some images, 32x32 pixels' in (root / 'attncnn_plugin/weights/sa_quadratic_small.md').read_text()
+    file, other = (root / f'attncnn_plugin/weights/sa_quadratic_small.{suffix}' for suffix in ('safetensors', 'md'))
+    assert file.stat().st_mode == other.stat().st_mode  # not readable by its owner alone
     assert 'Weights: attncnn://sa_quadratic_small' in (root / 'configs/pretrained/metafile.yml').read_text()
     (root / 'attncnn_plugin/weights/sa_quadratic_small.safetensors').unlink()
     monkeypatch.setattr(sys, 'argv', ['pack_weights.py', '--root', str(root)])

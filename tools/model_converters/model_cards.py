@@ -121,7 +121,7 @@ def table(folder: Path) -> str:
             f'`{mmpretrain_name(name)}`',
             f'{card.parameters:,}',
             f'{card.multiply_adds / 1e6:.1f}M',
-            card.trained_with,
+            f'{card.trained_with}; {card.eval_results[0].dataset_name}',
             f'{card.eval_results[0].metric_value:.2f}',
             card.tested_with,
             f'{card.ten_images_right} right',
@@ -142,12 +142,12 @@ def metafile(folder: Path) -> List[dict]:
     return [
         {
             'Name': mmpretrain_name(name),
-            'Metadata': {'Training Data': 'CIFAR-10', 'Parameters': card.parameters},
+            'Metadata': {'Training Data': card.eval_results[0].dataset_name, 'Parameters': card.parameters},
             'In Collection': 'CMHSA' if name.startswith('cmhsa') else 'Self-Attention CNN',
             'Results': [
                 {
                     'Task': 'Image Classification',
-                    'Dataset': 'CIFAR-10',
+                    'Dataset': card.eval_results[0].dataset_name,
                     'Metrics': {'Top 1 Accuracy': card.eval_results[0].metric_value},
                 }
             ],

@@ -11,7 +11,7 @@ Logits of the ten images in the package may change by 0.1 at most, and all weigh
 
 import argparse
 import json
-import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -92,7 +92,7 @@ def pack(run: Path, name: str, data: str, folder: Path) -> str:
             raise ValueError(f'{name} makes all weights {size:.2f} MB, more than {MEGABYTES:g}')
         right = int((after.argmax(1) == torch.arange(len(images))).sum())
         card = model_card(name, result, data, drift, right)
-        os.replace(file, folder / file.name)
+        shutil.copyfile(file, folder / file.name)  # moved, it would stay readable by its owner alone
     card.save(folder / f'{name}.md')
     return (
         f'{folder / file.name}: logits up to {float(before.abs().max()):.2f} change by {drift:.4f} at most, {right} of '
