@@ -17,7 +17,7 @@ from reproduction.results import build, cost, machine, versions  # noqa: E402
 from .small import trained_like  # noqa: E402
 
 
-def untrained_run(folder, config_name, data='folder'):
+def untrained_run(folder, config_name, data='cifar10'):
     """A folder as tools/reproduce.py leaves it, of a network with any weights, in its second phase if it has two."""
     torch.manual_seed(0)
     config = network_config(config_name, {})
