@@ -46,9 +46,22 @@ class HeadGradients:
         return heads * of_channels.view(len(heads), *[1] * (heads.ndim - 2), -1)
 
     def add(self, gradients: List[Tensor], images: int) -> None:
-        """Adds the gradients of the mean loss over some images, for :attr:`gates`."""
-        of_rows = torch.cat(gradients).double()
-        of_images = images * of_rows.unflatten(0, (images, -1)).sum(1)  # windows of an image lie one after the other
+        """Adds the gradients of the mean loss over some images, for :attr:`gates`.
+
+        A call of the layer has rows for all images, and windows of an image lie one after the other. It can compute
+        some images at a time; a layer can be called several times in one pass.
+        """
+        of_images = torch.zeros(images, len(self.total), dtype=torch.float64, device=self.total.device)
+        of_call: List[Tensor] = []
+        for gradient in gradients:
+            of_call.append(gradient.double())
+            if sum(map(len, of_call)) % images == 0:
+                of_images += images * torch.cat(of_call).unflatten(0, (images, -1)).sum(1)
+                of_call = []
+        if of_call:
+            raise ValueError(
+                f'a layer got {sum(map(len, gradients))} rows for {images} images: as many rows of each were expected'
+            )
         self.total += of_images.abs().sum(0)
         self.count += images
 
@@ -75,13 +88,14 @@ def add_gradients(gradients: Dict[str, HeadGradients], model: nn.Module, batch: 
     images: List[int] = []
     with _gated(gradients), _counting(model, images):
         value = loss(model, batch)
-        gates = [gate for own in gradients.values() for gate in own.gates]
+        gates_of = {name: list(own.gates) for name, own in gradients.items()}
+        gates = [gate for own in gates_of.values() for gate in own]
+        # Checkpointing computes blocks again here, with gates that the loss does not depend on.
         found = dict(zip(map(id, gates), torch.autograd.grad(value, gates, allow_unused=True)))
     if len(images) != 1:
         raise ValueError(f'loss(model, batch) called the model {len(images)} times, but once with images was expected')
     for name, own in gradients.items():
-        # Gates of a pass that is computed again for the gradients (checkpointing) have none.
-        of_layer = [gradient for gradient in (found[id(gate)] for gate in own.gates) if gradient is not None]
+        of_layer = [gradient for gradient in (found[id(gate)] for gate in gates_of[name]) if gradient is not None]
         own.gates = []
         if not of_layer:
             raise ValueError(f'the loss does not depend on the heads of {name}: they have no importance')

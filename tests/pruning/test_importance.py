@@ -76,6 +76,32 @@ def test_importance_is_the_derivative_of_the_loss(name):
         torch.testing.assert_close(values, importance[layer] / importance[layer].norm())
 
 
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'sa_generalized_cifar'])
+def test_importance_with_checkpointing(name):
+    """Blocks that are computed again for the gradients have no gates of their own."""
+    torch.manual_seed(0)
+    model = small_vit(name) if name.startswith('vit') else trained_like(small_timm(name, num_classes=5))
+    size = SIZE if name.startswith('vit') else 16
+    batch = torch.randn(3, 3, size, size), torch.tensor([0, 2, 1])
+    expected = head_importance(model, [batch], loss_of)
+    model.set_grad_checkpointing()
+    importance = head_importance(model, [batch, batch], loss_of)
+    for layer, values in importance.items():
+        torch.testing.assert_close(values, expected[layer])
+
+
+def test_importance_of_a_layer_that_is_used_twice():
+    """What it does for an image counts together, whichever call it is of."""
+    torch.manual_seed(0)
+    model = small_vit('vit_tiny_patch16_224').double()
+    model.blocks[1].attn = model.blocks[0].attn
+    images, labels = torch.randn(3, 3, SIZE, SIZE, dtype=torch.float64), torch.tensor([0, 2, 1])
+    with torch.no_grad():
+        expected = by_differences(model, images, labels)
+    importance = head_importance(model, [(images, labels)], loss_of, normalize=False)
+    torch.testing.assert_close(importance['blocks.0.attn'], expected['blocks.0.attn'], rtol=1e-5, atol=1e-9)
+
+
 def test_refused_losses():
     model = small_vit('vit_tiny_patch16_224')
     batch = torch.randn(2, 3, SIZE, SIZE), torch.tensor([0, 1])
