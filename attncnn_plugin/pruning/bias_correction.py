@@ -96,7 +96,7 @@ def fold_into_bias(layer: Heads, heads: Sequence[int], mean: Tensor) -> None:
         mean (Tensor): The mean outputs of all heads, ``(Σ D_h,)``.
 
     Raises:
-        ValueError: The layer has no bias.
+        ValueError: The layer has no bias; the mean is not finite, as that of no images.
 
     Examples:
         >>> from attncnn_plugin.layers import QuadraticAttention
@@ -115,6 +115,10 @@ def fold_into_bias(layer: Heads, heads: Sequence[int], mean: Tensor) -> None:
         raise ValueError('the layer has no bias that could take the mean output of its heads: build it with bias=True')
     if not heads:
         return
+    if not mean.isfinite().all():
+        raise ValueError(
+            'the mean output of the heads is not finite: the model ran on no images, or on some for which it is not'
+        )
     of_heads = torch.zeros_like(mean)
     exact = copy.deepcopy(output).to(mean.dtype)
     if isinstance(output, GroupedLinear):

@@ -19,15 +19,20 @@ def replace_parameters(
 
     The groups, their order and their settings stay: parameters join the group of the one whose place they took. State
     that has the parameter's shape, such as a momentum, loses the same entries as the parameter, or takes their new
-    order. State of another shape, such as a number of steps, stays. Parameters that have no entries of old ones, such
+    order. A single number, such as that of the steps, stays. Parameters that have no entries of old ones, such
     as the centres of heads that were a convolution, begin without state.
 
     Args:
-        optimizer (Optimizer): Any optimizer whose state for a parameter has tensors of its shape, or none.
+        optimizer (Optimizer): Any optimizer whose state for a parameter has tensors of its shape, single numbers, or
+            none.
         replaced (Mapping[Parameter, Replacement | Succession]): The result of
             :meth:`~attncnn_plugin.layers.prunable_heads.PrunableHeads.prune_heads`, or ``report.replaced`` of
             :func:`~attncnn_plugin.convert.convs_to_attention`.
             Parameters that the optimizer does not have are left out.
+
+    Raises:
+        ValueError: State of another shape, such as that of Adafactor, a row and a column for each matrix. The optimizer
+            is as it was.
 
     Examples:
         >>> from attncnn_plugin.layers import QuadraticAttention
@@ -39,6 +44,14 @@ def replace_parameters(
         >>> optimizer.state[layer.encoding.center]['momentum_buffer'].shape
         torch.Size([2, 2])
     """
+    for old in replaced:
+        for name, value in optimizer.state.get(old, {}).items():
+            if isinstance(value, Tensor) and value.numel() != 1 and value.shape != old.shape:
+                raise ValueError(
+                    f'{name} of a {type(optimizer).__name__} has shape {tuple(value.shape)} for a parameter of '
+                    f'{tuple(old.shape)}: state of another shape cannot lose entries of the parameter; use an optimizer '
+                    'such as AdamW'
+                )
     for group in optimizer.param_groups:
         names = group.get('param_names', [None] * len(group['params']))
         pairs = [pair for own in zip(names, group['params']) for pair in _in_its_place(*own, replaced)]
