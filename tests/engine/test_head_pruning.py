@@ -190,11 +190,12 @@ def test_heads_begin_anew(repository, tmp_path, start):
     loaded = torch.load(start)['state_dict']['backbone.blocks.0.attn.value.weight']
     moved = (values - loaded).unflatten(1, (3, 16)).abs().amax((0, 2))
     assert moved[1] > 3 * moved[[0, 2]].max()
+    torch.save(torch.load(start)['state_dict'], tmp_path / 'bare.pth')  # without a dict around
     again = run(
         small_config(
             repository,
             tmp_path / 'again',
-            load_from=start,
+            load_from=str(tmp_path / 'bare.pth'),
             hook=dict(epochs=[0], reset=True),
             **{'train_cfg.max_epochs': 1},
         )
@@ -207,6 +208,7 @@ def test_heads_begin_anew_without_momentum(repository, tmp_path, start):
     config.train_cfg.max_epochs = 2
     config.optim_wrapper.optimizer.update(lr=0.0, weight_decay=0.0)  # the degenerate heads stay so until then
     config.param_scheduler = None
+    config.custom_hooks.append(dict(type='EMAHook', momentum=0.2))
     runner = Runner.from_cfg(config)
     found = {}
 
@@ -216,8 +218,10 @@ def test_heads_begin_anew_without_momentum(repository, tmp_path, start):
         def before_train_epoch(self, runner):
             if runner.epoch == 1:
                 layer = runner.model.backbone.blocks[0].attn
+                averaged = average_of(runner).module.backbone.blocks[0].attn
                 for name, parameter in layer.named_parameters():
                     if name in layer.head_parameters():
+                        assert torch.allclose(averaged.get_parameter(name), parameter, atol=1e-5), name
                         state = runner.optim_wrapper.optimizer.state[parameter]['exp_avg_sq'].clone()
                         found[name] = state.unflatten(1, (3, 16)).transpose(0, 1) if name == 'value.weight' else state
 
@@ -274,6 +278,9 @@ def test_gradient_accumulation(repository, tmp_path, start):
         (dict(begin=1, interval=0), 'begin=1 and interval=0'),
         (dict(lr_scale=0), 'lr_scale=0 of HeadPruningHook must be above 0'),
         (dict(num_batches=0), 'num_batches=0'),
+        (dict(reset=True, lr_scale=0.1), 'lr_scale=0.1, .* leave them out with reset=True'),
+        (dict(reset=True, param_scheduler=[]), 'leave them out with reset=True'),
+        (dict(reset=True, allow_empty=True), 'leave them out with reset=True'),
         (dict(singular_penalty=-1.0), 'singular_penalty=-1.0 at least 0'),
     ],
 )

@@ -74,7 +74,8 @@ class HeadPruningHook(Hook):
         num_batches (int): Number of the training batches that heads are judged by, on each rank, without random
             augmentation of whole batches. Defaults to 8.
         reset (bool): Whether degenerate heads are drawn anew instead of being removed: centre, width and values as of
-            a new layer, momentum at zero. For attention over a grid by positions alone. Defaults to False.
+            a new layer, momentum at zero; the copy of an ``EMAHook`` has the same new heads. For attention over a grid
+            by positions alone, without ``lr_scale``, ``param_scheduler`` and ``allow_empty``. Defaults to False.
         lr_scale (float): Factor of the learning rate from the first pruning on; C20 has 0.1. Defaults to 1.
         param_scheduler (dict | list[dict], optional): Schedulers that replace those of the run at the first pruning:
             they begin with the rate that the run began with, times ``lr_scale``, and their ``begin`` and ``end`` are
@@ -111,6 +112,11 @@ class HeadPruningHook(Hook):
             raise ValueError(
                 f'num_batches={num_batches} and lr_scale={lr_scale} of HeadPruningHook must be above 0, '
                 f'singular_penalty={singular_penalty} at least 0'
+            )
+        if reset and (lr_scale != 1 or param_scheduler is not None or allow_empty):
+            raise ValueError(
+                f'lr_scale={lr_scale}, param_scheduler={param_scheduler} and allow_empty={allow_empty} of '
+                'HeadPruningHook are for heads that are removed: leave them out with reset=True'
             )
         self.epochs = tuple(epochs)
         self.begin = begin
@@ -194,7 +200,7 @@ class HeadPruningHook(Hook):
         """
         if not isinstance(runner.optim_wrapper, OptimWrapper):
             return  # no training: the model follows its checkpoint by itself
-        state_dict, model = checkpoint['state_dict'], unwrapped(runner.model)
+        state_dict, model = checkpoint.get('state_dict', checkpoint), unwrapped(runner.model)
         before = set(model.parameters())
         changed = follow_state_dict(model, state_dict)
         self._check_parameters(model, before)
@@ -268,6 +274,9 @@ class HeadPruningHook(Hook):
             reset_heads(layer, indices, generator)
             for parameter_name, (dim, index) in layer.head_entries(indices).items():
                 parameter = layer.get_parameter(parameter_name)
+                for averaged in averaged_models(runner):
+                    copied = averaged.module.get_submodule(name).get_parameter(parameter_name)
+                    copied.data.index_copy_(dim, index, parameter.data.index_select(dim, index))
                 for optimizer in _optimizers(runner):
                     for value in optimizer.state.get(parameter, {}).values():
                         if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
