@@ -26,7 +26,7 @@ from ..pruning import (
 from ..pruning.amount import check_amount
 from ..pruning.degenerate_heads import degenerate_heads_of_observed
 from ..pruning.heads import Heads, check_prunable
-from ..pruning.importance import HeadGradients, add_gradients
+from ..pruning.importance import HeadGradients, add_gradients, counting
 
 IMPORTANCE = 'importance'
 
@@ -65,8 +65,8 @@ class HeadJudge:
         ValueError: No criteria; an importance criterion that does not say how many heads go, or several.
 
     Attributes:
-        total (int | None): Multiply-adds of the model, of which ``multiply_adds`` is a share; None before they are
-            counted.
+        total (float | None): Multiply-adds of the model for an image, of which ``multiply_adds`` is a share; None
+            before they are counted.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class HeadJudge:
         self.criteria = [criterion for criterion in criteria if _type_of(criterion) != IMPORTANCE]
         self.pattern = layers
         self.allow_empty = allow_empty
-        self.total: Optional[int] = None
+        self.total: Optional[float] = None
         if not criteria:
             raise ValueError(f"criteria={criteria!r} must be a list of at least one criterion, such as ['uniform']")
         if len(self.of_importance) > 1:
@@ -92,12 +92,16 @@ class HeadJudge:
 
         Raises:
             TypeError: A criterion that is not for a layer, or a layer that cannot be without a head.
-            ValueError: A criterion that is unknown, or ``keep`` below the number of layers.
+            ValueError: A criterion that is unknown, or ``keep`` below the number of layers, or above that
+                of their heads.
         """
         layers = {name: layer for name, layer in self.layers(model).items() if layer.num_heads > 0}
         keep = self.of_importance[0].get('keep') if self.of_importance else None
         if keep is not None and keep < len(layers) and not self.allow_empty:
             raise ValueError(f'keep={keep} heads cannot be reached: one of each of the {len(layers)} layers stays')
+        built = sum(_built_heads(layer) for layer in self.layers(model).values())
+        if keep is not None and layers and keep > built:
+            raise ValueError(f'keep={keep} must be at most {built}, the number of heads of the {len(layers)} layers')
         for name, layer in layers.items():
             check_prunable(model, name, layer)
             try:
@@ -198,16 +202,20 @@ class HeadJudge:
             found[name] = heads
         return {name: heads for name, heads in found.items() if heads}
 
-    def _costs(self, model: nn.Module, batch: Any, layers: Mapping[str, Heads]) -> Tuple[int, Dict[str, Tensor]]:
-        """Multiply-adds of the model and of the layers' heads."""
-        total, costs = head_costs(model, lambda: self._forward(model, batch))
-        self.total = self.total or total
-        return total, {name: costs[name] for name in layers}
+    def _costs(self, model: nn.Module, batch: Any, layers: Mapping[str, Heads]) -> Tuple[float, Dict[str, Tensor]]:
+        """Multiply-adds of the model and of the layers' heads for an image."""
+        images: List[int] = []
+        with counting(model, images):
+            total, costs = head_costs(model, lambda: self._forward(model, batch))
+        self.total = self.total or total / sum(images)
+        return total / sum(images), {name: costs[name] / sum(images) for name in layers}
 
     def _least_important(
-        self, importance: Mapping[str, Tensor], costs: Optional[Tuple[int, Mapping[str, Tensor]]]
+        self, importance: Mapping[str, Tensor], costs: Optional[Tuple[float, Mapping[str, Tensor]]]
     ) -> Dict[str, List[int]]:
         settings = {key: value for key, value in self.of_importance[0].items() if key != 'normalize'}
+        if 'keep' in settings:  # other criteria can have removed more
+            settings['keep'] = min(settings['keep'], sum(map(len, importance.values())))
         if costs is not None:  # a share of those that there were at first
             settings['multiply_adds'] = min(1.0, settings['multiply_adds'] * self.total / costs[0])
         return least_important(importance, **settings, costs=costs, allow_empty=self.allow_empty)
@@ -225,7 +233,7 @@ class HeadJudge:
         self,
         reports: Dict[str, DegeneracyReport],
         gradients: Mapping[str, HeadGradients],
-        costs: Optional[Tuple[int, Mapping[str, Tensor]]],
+        costs: Optional[Tuple[float, Mapping[str, Tensor]]],
     ) -> None:
         normalize = self.of_importance[0].get('normalize', True)
         importance = {name: own.mean(normalize).cpu() for name, own in gradients.items()}
@@ -259,6 +267,10 @@ def _settings(criterion: Any) -> Dict[str, Any]:
 
 def _depends_on_content(layer: Heads) -> bool:
     return not isinstance(layer, PrunableHeads) or layer.depends_on_content
+
+
+def _built_heads(layer: Heads) -> int:
+    return layer.built_heads if isinstance(layer, PrunableHeads) else layer.layout.num_heads
 
 
 def _smallest_size(layer: PrunableHeads) -> Sequence[int]:

@@ -1,5 +1,6 @@
 """How many heads go: by a threshold of their importance, a number to keep, or a share of the multiply-adds."""
 
+from contextlib import ExitStack
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 import torch
@@ -25,7 +26,7 @@ def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str,
 
     Args:
         model (nn.Module): The model, in evaluation mode.
-        run (Callable): Calls it, for instance ``lambda: model(images)``.
+        run (Callable): Calls it or a part of it, for instance ``lambda: model(images)``.
 
     Returns:
         tuple[int, dict[str, Tensor]]: Those of the whole model, and by the name of the layer those of its heads,
@@ -39,16 +40,26 @@ def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str,
         >>> costs['blocks.0.attn'][0].item() == tokens * width * (4 * 192 + 2 * tokens)
         True
     """
-    # Fused kernels on the CPU are not counted by every version of PyTorch; the plain products are.
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        run()
+    layers, counter = prunable_heads(model), FlopCounterMode(display=False)
+    flops = dict.fromkeys(layers, 0)
+
+    def count(name: str, sign: int) -> None:
+        flops[name] += sign * counter.get_total_flops()
+
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            module = _module_of(layer)
+            before = module.register_forward_pre_hook(lambda *_, name=name: count(name, -1))
+            after = module.register_forward_hook(lambda *_, name=name: count(name, 1))
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        # Fused kernels on the CPU are not counted by every version of PyTorch; the plain products are.
+        with counter, sdpa_kernel(SDPBackend.MATH):
+            run()
     costs = {}
-    counts = counter.get_flop_counts()
-    for name, layer in prunable_heads(model).items():
-        # A module's path begins with the class of the model.
-        flops = sum(sum(own.values()) for path, own in counts.items() if path.partition('.')[2] == name)
+    for name, layer in layers.items():
         weights = torch.tensor([_weights_of(layer, head) for head in range(layer.num_heads)], dtype=torch.float64)
-        costs[name] = flops / 2 * weights / weights.sum()
+        costs[name] = flops[name] / 2 * weights / weights.sum()
     return counter.get_total_flops() // 2, costs
 
 
@@ -57,7 +68,7 @@ def least_important(
     threshold: Optional[float] = None,
     keep: Optional[int] = None,
     multiply_adds: Optional[float] = None,
-    costs: Optional[Tuple[int, Mapping[str, Tensor]]] = None,
+    costs: Optional[Tuple[float, Mapping[str, Tensor]]] = None,
     allow_empty: bool = False,
 ) -> Dict[str, List[int]]:
     """The heads to remove, the least important first, over all layers (Michel et al. 2019, section 4).
@@ -77,7 +88,7 @@ def least_important(
         dict[str, list[int]]: By the name of the layer, rising; layers that lose none are left out.
 
     Raises:
-        ValueError: Not one of the three is given, or it cannot be reached.
+        ValueError: Not one of the three is given, or it cannot be reached; an importance that is not finite.
 
     Examples:
         >>> importance = {'a': torch.tensor([0.1, 0.9, 0.2]), 'b': torch.tensor([0.4, 0.3])}
@@ -87,6 +98,12 @@ def least_important(
         {'a': [0]}
     """
     check_amount(threshold, keep, multiply_adds)
+    for name, own in importance.items():
+        if not (own < torch.inf).all():
+            raise ValueError(
+                f'the importance of the heads of {name} is {own.tolist()}, which has no order: there were no images, '
+                'or the loss of some is not a finite number'
+            )
     ranked = sorted((value, name, head) for name, own in importance.items() for head, value in enumerate(own.tolist()))
     if not allow_empty:
         best = {(name, int(own.argmax())) for name, own in importance.items() if len(own)}
@@ -95,11 +112,13 @@ def least_important(
     if threshold is not None:
         chosen = [entry for entry in ranked if entry[0] < threshold]
     elif keep is not None:
+        if keep > heads:
+            raise ValueError(f'keep={keep} must be at most {heads}, the number of heads')
         if not heads - len(ranked) <= keep:
             raise ValueError(
                 f'keep={keep} heads of {heads} cannot be reached: one of each of the {len(importance)} layers stays'
             )
-        chosen = ranked[: max(0, heads - keep)]
+        chosen = ranked[: heads - keep]
     else:
         assert multiply_adds is not None
         if costs is None:
@@ -126,12 +145,12 @@ def check_amount(threshold: Optional[float], keep: Optional[int], multiply_adds:
         raise ValueError(f'{given or "nothing"} says how many heads go: give one of threshold, keep and multiply_adds')
     ((name, value),) = given.items()
     is_number = isinstance(value, int if name == 'keep' else (int, float)) and not isinstance(value, bool)
-    if not is_number or value < 0 or name == 'multiply_adds' and not 0 < value <= 1:
+    if not is_number or not value >= 0 or name == 'multiply_adds' and not 0 < value <= 1:
         raise ValueError(f'{name}={value!r} must be {AMOUNTS[name]}')
 
 
 def _until(
-    ranked: List[Tuple[float, str, int]], share: float, costs: Tuple[int, Mapping[str, Tensor]]
+    ranked: List[Tuple[float, str, int]], share: float, costs: Tuple[float, Mapping[str, Tensor]]
 ) -> List[Tuple[float, str, int]]:
     """As many of the ranked heads as bring the multiply-adds down to a share."""
     total, of_heads = costs
@@ -149,10 +168,13 @@ def _until(
     return chosen
 
 
+def _module_of(layer: Heads) -> nn.Module:
+    return layer.module if isinstance(layer, TransformerHeads) else layer
+
+
 def _weights_of(layer: Heads, head: int) -> int:
     """The number of entries of a head in all parameters."""
-    module = layer.module if isinstance(layer, TransformerHeads) else layer
-    parameters = dict(module.named_parameters())
+    parameters = dict(_module_of(layer).named_parameters())
     return sum(
         len(index) * (parameters[name].numel() // max(1, parameters[name].shape[dim]))
         for name, (dim, index) in layer.head_entries([head]).items()

@@ -86,7 +86,7 @@ def add_gradients(gradients: Dict[str, HeadGradients], model: nn.Module, batch: 
         ValueError: ``loss`` does not call the model with images, or not all layers are used.
     """
     images: List[int] = []
-    with _gated(gradients), _counting(model, images):
+    with _gated(gradients), counting(model, images):
         value = loss(model, batch)
         gates_of = {name: list(own.gates) for name, own in gradients.items()}
         gates = [gate for own in gates_of.values() for gate in own]
@@ -159,7 +159,7 @@ def _gated(gradients: Dict[str, HeadGradients]) -> Iterator[None]:
 
 
 @contextmanager
-def _counting(model: nn.Module, images: List[int]) -> Iterator[None]:
+def counting(model: nn.Module, images: List[int]) -> Iterator[None]:
     """Appends the number of images of each call of the model."""
 
     def count(module: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from helpers.vits import SIZE, small_vit
 from torch.utils.flop_counter import FlopCounterMode
 
 from attncnn_plugin.analysis.observed_attention import observed_attention
+from attncnn_plugin.apis.judged_heads import HeadJudge
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.pruning import (
     ObservedAttention,
@@ -131,6 +132,52 @@ def test_costs_are_those_that_go(name):
     assert total - measured() == costs[first][1]
 
 
+def test_costs_of_a_part_and_inside_of_another_module():
+    """The model need not be what is called."""
+    model, images = small_vit('vit_tiny_patch16_224'), torch.randn(1, 3, SIZE, SIZE)
+    _, expected = head_costs(model, lambda: model(images))
+    wrapper = torch.nn.Sequential(model)
+    for run in (lambda: model.forward_features(images), lambda: wrapper(images)):
+        _, costs = head_costs(model, run)
+        for name, own in costs.items():
+            assert torch.equal(own, expected[name]) and (own > 0).all()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize('multiply_adds', [0.8, 0.9])
+def test_a_share_of_the_multiply_adds_is_of_an_image(multiply_adds):
+    """It was counted on a batch of another size."""
+    model = small_vit('vit_tiny_patch16_224')
+    found = []
+    for counted in (4, 2, 5):
+        judge = HeadJudge(
+            lambda model, batch: model(batch[0]), loss_of, [dict(type='importance', multiply_adds=multiply_adds)]
+        )
+        judge.check_multiply_adds(model, (torch.randn(counted, 3, SIZE, SIZE),))
+        batch = torch.ones(2, 3, SIZE, SIZE), torch.tensor([0, 1])
+        found.append(judge.to_remove(model, judge.judge(model, [batch])))
+    assert found[0] and found[0] == found[1] == found[2]
+
+
+def test_no_order_without_finite_numbers():
+    model = small_vit('vit_tiny_patch16_224')
+    images, labels = torch.randn(2, 3, SIZE, SIZE), torch.tensor([0, 1])
+    images[0, 0, 0, 0] = torch.nan
+    importance = head_importance(model, [(images, labels)], loss_of)
+    with pytest.raises(ValueError, match='importance of the heads of blocks.0.attn is .*nan.* has no order'):
+        least_important(importance, keep=4)
+    judge = HeadJudge(lambda model, batch: model(batch[0]), loss_of, [dict(type='importance', keep=4)])
+    with pytest.raises(ValueError, match='there were no images'):
+        judge.judge(model, [])
+
+
+def test_more_heads_than_there_are():
+    model = small_vit('vit_tiny_patch16_224')
+    judge = HeadJudge(None, None, [dict(type='importance', keep=7)])
+    with pytest.raises(ValueError, match='keep=7 must be at most 6, the number of heads of the 2 layers'):
+        judge.check(model)
+
+
 def test_number_of_heads():
     importance = {'a': torch.tensor([0.5, 0.1, 0.4]), 'b': torch.tensor([0.2, 0.3])}
     costs = 100, {'a': torch.tensor([10.0, 10, 10]), 'b': torch.tensor([5.0, 5])}
@@ -151,6 +198,8 @@ def test_number_of_heads():
         ({}, 'nothing says how many heads go'),
         (dict(keep=1, threshold=0.1), 'says how many heads go: give one of'),
         (dict(keep=1), 'keep=1 heads of 5 cannot be reached'),
+        (dict(keep=6), 'keep=6 must be at most 5'),
+        (dict(threshold=float('nan')), 'threshold=nan must be'),
         (dict(keep=1.5), 'keep=1.5 must be a number of heads'),
         (dict(threshold=-1), 'threshold=-1 must be'),
         (dict(multiply_adds=0), 'multiply_adds=0 must be a share above 0'),
@@ -215,6 +264,8 @@ def test_uniform_heads_fold_into_the_bias(name):
     with torch.no_grad(), head_means([layer]) as (means,):
         expected = model(images)
     fold_into_bias(layer, [1], means.mean)
+    with head_means([layer]) as (means,), pytest.raises(ValueError, match='mean output of the heads is not finite'):
+        fold_into_bias(layer, [1], means.mean)
     prune_heads(model, {'blocks.0.attn': [1]})
     torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)
 

@@ -195,6 +195,8 @@ def test_pruning(options, left, tool, folder, monkeypatch, capsys):
     [
         ('model_converters/prune_heads.py', ['x.pth', '--criterion', 'entropy'], 'give --images FOLDER, or --heads'),
         ('model_converters/prune_heads.py', ['a.py', 'b.pth', 'x.pth'], 'must be OUT alone'),
+        ('model_converters/prune_heads.py', ['x.pth', '--heads', '{0: [1]}', '--keep', '3'], '--keep: so many heads'),
+        ('model_converters/prune_heads.py', ['x.pth', '--num-batches', '0'], '--num-batches=0 must be at least 1'),
         ('visualization/plot_attention.py', ['--figure', 'centers', '--out', 'a.png'], 'give images of your own'),
         ('visualization/plot_attention.py', ['--figure', 'centers', '--out', 'a.png', '--pretrained'], 'not allowed'),
         ('visualization/plot_attention.py', ['--figure', 'distance', '--out', 'a.png'], 'give --reports JSON'),

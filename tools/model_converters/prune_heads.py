@@ -87,6 +87,12 @@ def parse_args() -> argparse.Namespace:
     args.config, args.weights = args.words[:2] if args.timm is None else (None, None)
     args.out = args.words[-1]
     check_model_options(parser, args, args.config, args.weights)
+    amount = {'--threshold': args.threshold, '--keep': args.keep, '--multiply-adds': args.multiply_adds}
+    given = [option for option, value in amount.items() if value is not None]
+    if args.heads is not None and given:
+        parser.error(f'{", ".join(given)}: so many heads go by importance, but --heads names those that go')
+    if args.num_batches < 1:
+        parser.error(f'--num-batches={args.num_batches} must be at least 1')
     if args.images is not None and args.timm is None:
         parser.error("--images is for --timm: of a config it is the train_dataloader's images that heads are judged by")
     return args
