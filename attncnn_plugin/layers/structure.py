@@ -156,7 +156,9 @@ def replace_modules(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: 
     wanted = [
         replace for replace, suffixes in _replacements.items() if any(key.endswith(suffixes) for key in state_dict)
     ]
-    return _replace_children(model, state_dict, prefix, wanted) if wanted else []
+    if any(replace(model, state_dict, prefix) is model for replace in wanted):
+        return [model]
+    return _replace_children(model, state_dict, prefix, wanted)
 
 
 def _replace_children(

@@ -11,6 +11,7 @@ A state dict carries the number of heads in its shapes, as that of
 import copy
 import logging
 import math
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type
 
@@ -65,6 +66,7 @@ class TransformerHeads:
     def __init__(self, module: Any, layout: Layout) -> None:
         self.module = module
         self.layout = layout
+        self._tried: Dict[Tuple[int, ...], Type[nn.Module]] = {}  # the classes by the heads there are and are to be
 
     @property
     def num_heads(self) -> int:
@@ -118,9 +120,9 @@ class TransformerHeads:
         counts = set()
         for name, (dim, maps, width) in self.layout.entries.items():
             loaded, own = state_dict.get(prefix + name), _tensor(self.module, name)
-            if loaded is None or not isinstance(own, nn.Parameter):
+            if not isinstance(own, nn.Parameter):
                 continue
-            if loaded.ndim != own.ndim:
+            if loaded is None or loaded.ndim != own.ndim:  # without all entries some would be lost
                 return None
             shapes = [list(tensor.shape) for tensor in (loaded, own)]
             heads, rest = divmod(shapes[0].pop(dim), maps * width)
@@ -184,6 +186,9 @@ class TransformerHeads:
         Raises:
             TypeError: There is none.
         """
+        key = self.num_heads, *kept
+        if key in self._tried:  # by check_heads
+            return self._tried[key]
         own: Any = type(self.module)
         classes = [own]
         if not issubclass(own, NarrowAttention):
@@ -192,6 +197,7 @@ class TransformerHeads:
         for cls in classes:
             try:
                 if self._is_equal_in(cls, kept):
+                    self._tried[key] = cls
                     return cls
                 reasons.append('it computes something else')
             except Exception as error:  # of any module
@@ -205,7 +211,9 @@ class TransformerHeads:
     @torch.no_grad()
     def _is_equal_in(self, cls: Type[nn.Module], kept: Sequence[int]) -> bool:
         """Whether a copy with random weights, of a class, computes the same without heads as with them at zero."""
-        whole = copy.deepcopy(self.module)
+        modules = self.module.modules()
+        hooks = [getattr(module, name) for module in modules for name in ('_forward_pre_hooks', '_forward_hooks')]
+        whole = copy.deepcopy(self.module, {id(own): OrderedDict() for own in hooks})  # hooks see no trials
         whole.eval()
         device = self.output.weight.device
         on_meta = device.type == 'meta'  # then the shapes are compared
@@ -304,4 +312,4 @@ def _take_heads(module: nn.Module, state_dict: Mapping[str, Tensor], prefix: str
     return module
 
 
-register_replacement(_take_heads, ('.proj.weight',))
+register_replacement(_take_heads, ('proj.weight',))

@@ -11,7 +11,7 @@ from torch import nn
 
 from attncnn_plugin.layers import follow_state_dict
 from attncnn_plugin.layers.narrow_attention import rotated
-from attncnn_plugin.layers.transformer_heads import transformer_heads
+from attncnn_plugin.layers.transformer_heads import TransformerHeads, transformer_heads
 from attncnn_plugin.pruning import prunable_heads, prune_heads, replace_parameters
 
 VITS = [*OF_TIMM, *OF_MMPRETRAIN]
@@ -134,6 +134,43 @@ def test_optimizer_goes_on(name):
     optimizer.zero_grad()
     output_of(model, images).square().mean().backward()
     optimizer.step()
+
+
+def test_hooks_see_no_trials(monkeypatch):
+    """Whether heads can go is tried on copies, once, without the hooks of the module."""
+    model, seen, trials = small_vit('vit_tiny_patch16_224'), [], []
+    attention = model.blocks[0].attn
+    for module in (attention, attention.qkv):
+        module.register_forward_hook(lambda module, *_: seen.append(module))
+        module.register_forward_pre_hook(lambda module, *_, **__: seen.append(module), with_kwargs=True)
+    is_equal = TransformerHeads._is_equal_in
+    monkeypatch.setattr(TransformerHeads, '_is_equal_in', lambda *args: trials.append(args) or is_equal(*args))
+    prune_heads(model, {'blocks.1.attn': [0]})
+    own, trials[:] = len(trials), []
+    prune_heads(model, {'blocks.0.attn': [0]})
+    assert not seen and len(trials) == own == len({cls for _, cls, _ in trials})
+    model(torch.randn(1, 3, SIZE, SIZE))
+    assert seen == [attention, attention.qkv, attention.qkv, attention]
+    assert len(attention._forward_hooks) == 1
+
+
+def test_a_state_dict_without_some_of_the_parameters():
+    """Heads follow where all are there; else the others would be 0."""
+    model, pruned = small_vit('vit_tiny_patch16_224'), small_vit('vit_tiny_patch16_224')
+    prune_heads(pruned, {0: [1]})
+    before, name = copy.deepcopy(model.state_dict()), 'blocks.0.attn.proj.weight'
+    with pytest.raises(RuntimeError, match='size mismatch'):
+        model.load_state_dict({name: pruned.state_dict()[name]}, strict=False)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'beit_base_patch16_224'])
+def test_state_dict_of_an_attention_alone(name):
+    model, pruned = small_vit(name), small_vit(name)
+    prune_heads(pruned, {0: [1]})
+    attention, x = model.blocks[0].attn, torch.randn(2, 17, 24)
+    attention.load_state_dict(pruned.blocks[0].attn.state_dict())
+    assert attention.num_heads == 2 and torch.equal(attention(x), pruned.blocks[0].attn(x))
 
 
 def test_class_attention():
