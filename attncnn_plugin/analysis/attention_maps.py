@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import AttentionLayer
-from .evaluation_mode import evaluating
+from ..layers.evaluation_mode import evaluating
 
 Scores = Callable[[AttentionLayer, Tensor], Optional[Tensor]]
 

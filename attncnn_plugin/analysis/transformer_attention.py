@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from .evaluation_mode import evaluating
+from ..layers.evaluation_mode import evaluating
 from .image_means import ImageMeans
 from .vision_transformer import BLOCKS, find_transformer, num_prefix_tokens, patch_grid
 

@@ -8,8 +8,8 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Seque
 import torch
 from torch import Tensor, nn
 
-from ..analysis.evaluation_mode import evaluating
 from ..analysis.observed_attention import observed_attention
+from ..layers.evaluation_mode import evaluating
 from ..layers.prunable_heads import PrunableHeads
 from ..pruning import (
     DegeneracyReport,

@@ -7,8 +7,8 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..analysis.evaluation_mode import evaluating
 from ..analysis.transformer_attention import visited_attention
+from ..layers.evaluation_mode import evaluating
 from .parts import Attention
 from .shifts import Size
 

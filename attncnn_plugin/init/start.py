@@ -7,8 +7,8 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Un
 import torch
 from torch import Tensor, nn
 
-from ..analysis.evaluation_mode import evaluating
 from ..analysis.vision_transformer import find_transformer
+from ..layers.evaluation_mode import evaluating
 from .absolute import start_absolute
 from .embeddings import EMBEDDINGS, embedding_grid, set_sine_cosine_embedding
 from .images import random_images

@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Tuple
 import torch
 from torch import Tensor, nn
 
+from ..layers.evaluation_mode import evaluating
 from ..layers.grouped_linear import GroupedLinear
 from .heads import Heads, prunable_heads
 
@@ -135,14 +136,9 @@ def head_importance(model: nn.Module, batches: Iterable[Any], loss: Loss, normal
     if not layers:
         raise ValueError(f'model is a {type(model).__name__} without attention whose heads can be removed')
     gradients = {name: HeadGradients(layer) for name, layer in layers.items()}
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with evaluating(model):
         for batch in batches:
             add_gradients(gradients, model, batch, loss)
-    finally:
-        for module, mode in modes:
-            module.training = mode
     if not all(own.count for own in gradients.values()):
         raise ValueError('batches are none, but at least one is needed')
     return {name: own.mean(normalize) for name, own in gradients.items()}

@@ -49,7 +49,7 @@ def replace_parameters(
             if isinstance(value, Tensor) and value.numel() != 1 and value.shape != old.shape:
                 raise ValueError(
                     f'{name} of a {type(optimizer).__name__} has shape {tuple(value.shape)} for a parameter of '
-                    f'{tuple(old.shape)}: state of another shape cannot lose entries of the parameter; use an optimizer '
+                    f'{tuple(old.shape)}: state of another shape cannot lose its entries; use an optimizer '
                     'such as AdamW'
                 )
     for group in optimizer.param_groups:
