@@ -13,7 +13,7 @@ from typing import Any, List
 import torch
 from torch import Tensor
 
-from .parts import PREFIX_PARAMETERS, Attention, patch_projection, position_embedding, writers
+from .parts import PREFIX_PARAMETERS, Attention, patch_convolutions, position_embedding, writers
 
 # Root mean square of the position functions over all channels of a token. That of the content is about 0.6 after a
 # default patch embedding of images of deviation 1.
@@ -94,7 +94,7 @@ class PositionChannels:
         Raises:
             ValueError: The patch embedding has no bias.
         """
-        projection = patch_projection(self.network)
+        projection = patch_convolutions(self.network)[-1]
         if projection.bias is None:
             raise ValueError(
                 f'the patch embedding of {type(self.network).__name__} has no bias: queries and keys that are the same '

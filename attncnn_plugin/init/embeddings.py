@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from ..analysis.vision_transformer import find_transformer
-from .images import image_size
 from .parts import position_embedding
 
 EMBEDDINGS = ('sine-cosine', 'own')
@@ -66,7 +65,7 @@ def embedding_grid(network: Any) -> Tuple[int, int]:
     grid = getattr(network.patch_embed, 'grid_size', None) or getattr(network.patch_embed, 'init_out_size', None)
     if grid is None:
         raise ValueError(
-            f'the patch_embed of {type(network).__name__} has neither grid_size nor init_out_size: it does not say how '
-            f'many patches an image of {image_size(network)} pixels has'
+            f'the patch_embed of {type(network).__name__} has neither grid_size nor init_out_size: it does not say for '
+            'how many patches the model was built'
         )
     return int(grid[0]), int(grid[1])

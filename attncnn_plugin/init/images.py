@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..analysis.vision_transformer import find_transformer
-from .parts import patch_projection
+from .parts import patch_convolutions
 
 NUM_IMAGES = 4
 
@@ -29,7 +29,7 @@ def random_images(model: nn.Module, number: int = NUM_IMAGES, seed: int = 0) -> 
     """
     _, network = find_transformer(model)
     height, width = image_size(network)
-    weight = patch_projection(network).weight
+    weight = patch_convolutions(network)[0].weight
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(number, weight.shape[1], height, width, generator=generator, dtype=torch.float64)
     rows, columns = torch.fft.fftfreq(height), torch.fft.fftfreq(width)
@@ -51,5 +51,5 @@ def image_size(network: Any) -> Tuple[int, int]:
             return (int(size[0]), int(size[1]))
     raise ValueError(
         f'the patch_embed of {type(network).__name__} has neither img_size nor init_input_size: give images of the '
-        'size for which the model is to be started'
+        'size for which the model was built'
     )

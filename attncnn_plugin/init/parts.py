@@ -124,8 +124,8 @@ def _check(attention: Attention) -> None:
         raise ValueError(f'{attention.name} is a {type(module).__name__} that cannot start as a convolution: {reason}')
 
 
-def patch_projection(network: Any) -> nn.Conv2d:
-    """The convolution that makes tokens of patches.
+def patch_convolutions(network: Any) -> List[nn.Conv2d]:
+    """The convolutions of the patch embedding: the first takes the images, the last one makes tokens of patches.
 
     Raises:
         ValueError: There is none.
@@ -133,7 +133,7 @@ def patch_projection(network: Any) -> nn.Conv2d:
     convolutions = [module for module in network.patch_embed.modules() if isinstance(module, nn.Conv2d)]
     if not convolutions:
         raise ValueError(f'the patch_embed of {type(network).__name__} has no convolution that makes tokens of patches')
-    return convolutions[-1]
+    return convolutions
 
 
 def writers(network: Any, attentions: List[Attention]) -> List[Any]:
@@ -142,12 +142,18 @@ def writers(network: Any, attentions: List[Attention]) -> List[Any]:
     Those of a block are the ``proj`` of its attention and its last linear map, that of the MLP.
 
     Raises:
-        ValueError: One of them has another number of outputs than a token has channels.
+        ValueError: One of them has another number of outputs than a token has channels, or the MLP is not beside its
+            attention.
     """
-    found: List[Any] = [patch_projection(network)]
+    found: List[Any] = [patch_convolutions(network)[-1]]
     for attention in attentions:
         last = [module for module in attention.block.modules() if isinstance(module, nn.Linear)][-1]
-        found += [attention.module.proj] + [last] * (last is not attention.module.proj)
+        if last is attention.module.proj:
+            raise ValueError(
+                f'{attention.name} has no MLP beside it in its {type(attention.block).__name__}: a block of attention '
+                'and then an MLP was looked for, both of which write into the tokens'
+            )
+        found += [attention.module.proj, last]
         width = attention.weight('q').shape[-1]
         if last.out_features != width or attention.module.proj.out_features != width:
             raise ValueError(

@@ -38,16 +38,12 @@ def start_rotary(
     channels = PositionChannels(network, attentions, 1, generator)
     channels.hold_constant()
     peak = log_share_of_peak(alpha, size[0] * size[1]) if num_prefix_tokens(network) else 0.0
-    handles = []
+    setters = []
     for attention, shifts in chosen:
         angles = rotation_angles(network, attentions.index(attention), attention, size)
         queries, keys = constant_queries_and_keys(angles, shifts.to(angles), alpha, size, peak)
-        handles.append(
-            attention.module.register_forward_pre_hook(
-                partial(_set_heads, attention, queries, keys, channels, size[0] * size[1])
-            )
-        )
-    return handles
+        setters.append(partial(_set_heads, attention, queries, keys, channels, size[0] * size[1]))
+    return [attention.module.register_forward_pre_hook(setter) for (attention, _), setter in zip(chosen, setters)]
 
 
 def rotation_angles(network: Any, layer: int, attention: Attention, size: Size) -> Tensor:

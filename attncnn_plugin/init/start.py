@@ -7,7 +7,7 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Un
 import torch
 from torch import Tensor, nn
 
-from ..analysis.vision_transformer import find_transformer
+from ..analysis.vision_transformer import find_transformer, patch_grid
 from ..layers.evaluation_mode import evaluating
 from .absolute import start_absolute
 from .embeddings import EMBEDDINGS, embedding_grid, set_sine_cosine_embedding
@@ -20,7 +20,7 @@ from .relative_tables import bias_of, start_relative, window_of
 from .report import ConvolutionalStart, HeadStart, LayerStart
 from .rotary import start_rotary
 from .shifts import Size, draw_shifts, gaussian_scores
-from .values import Values, check_values, set_values
+from .values import Values, check_values, set_values, value_error
 
 METHODS = ('gaussian', 'impulse', 'mimetic')
 HARD = 1e3  # α of the attention that impulses are compared with
@@ -69,8 +69,8 @@ def init_as_convolution(
         embedding (str): What a learned embedding of absolute positions holds beside the functions that Gaussian heads
             need: ``'sine-cosine'``, or its ``'own'``. Defaults to ``'sine-cosine'``.
         seed (int): Of all that is random. Defaults to 0.
-        images (Tensor | None): ``(B, C, H, W)``, normalized as for the model, on which the start is calibrated and
-            measured. Defaults to :func:`random_images`.
+        images (Tensor | None): ``(B, C, H, W)``, normalized as for the model and of the size that it was built for, on
+            which the start is calibrated and measured. Defaults to :func:`random_images`.
 
     Returns:
         ConvolutionalStart: The shift of each head, and how near its attention is to the wanted one.
@@ -99,7 +99,11 @@ def init_as_convolution(
             f'method={method!r} needs an embedding of absolute positions, and {others[0].attention.name} has a '
             f'{others[0].encoding} one: Gaussian heads with a large alpha are impulses there'
         )
+    if method == 'gaussian':
+        _check_shared(network, attentions, chosen, layers)
     images = random_images(model, seed=seed) if images is None else images
+    if any(layer.encoding != 'relative' for layer in chosen):
+        _check_size(network, images)
     with _all_or_nothing(model):
         return _start(network, attentions, chosen, method, alpha, values, embedding, images, generator)
 
@@ -130,7 +134,8 @@ def _start(
 ) -> ConvolutionalStart:
     """Sets the chosen layers, and measures them."""
     wants_shifts = method != 'mimetic'
-    errors = [set_values(x.attention, values, x.shifts if wants_shifts else None, generator) for x in chosen]
+    for layer in chosen:
+        set_values(layer.attention, values, layer.shifts if wants_shifts else None, generator)
     if method == 'gaussian':
         _start_gaussian(network, attentions, chosen, alpha, embedding, images, generator)
     elif method == 'impulse':
@@ -145,11 +150,12 @@ def _start(
     wanted = [gaussian_scores(layer.shifts, width, layer.grid) for layer in chosen]
     found = measure(network, images, [(x.attention, x.grid, scores) for x, scores in zip(chosen, wanted)])
     reports = []
-    for layer, error in zip(chosen, errors):
+    for layer in chosen:
         variations, share = found[layer.attention.name]
         heads = [HeadStart()] * len(variations)
         if wants_shifts:
             heads = [HeadStart((d[0], d[1]), tv) for d, tv in zip(layer.shifts.tolist(), variations.tolist())]
+        error = value_error(layer.attention, values, layer.shifts)
         reports.append(LayerStart(layer.attention.name, layer.encoding, layer.grid, tuple(heads), share, error))
     return ConvolutionalStart(method, alpha if method == 'gaussian' else None, tuple(reports))
 
@@ -190,6 +196,29 @@ def _choose(
         else:
             layers.append(_Layer(attention, 'relative', bias, window_of(bias), of_bias.setdefault(id(bias), own)))
     return layers
+
+
+def _check_shared(network: Any, attentions: List[Attention], chosen: List[_Layer], pattern: str) -> None:
+    """Refuses a part of the layers that share their position bias."""
+    names = {layer.attention.name for layer in chosen}
+    biases = {id(layer.bias) for layer in chosen if layer.bias is not None}
+    left = [x.name for x in attentions if x.name not in names and id(bias_of(network, x)) in biases]
+    if left:
+        raise ValueError(
+            f'layers={pattern!r} leaves out {", ".join(left)}, which share their position bias with those that are to '
+            'be started: it can be set for all of them alone'
+        )
+
+
+def _check_size(network: Any, images: Tensor) -> None:
+    """Refuses images that have another grid than that for which positions are set."""
+    wanted, found = embedding_grid(network), patch_grid(network, images)
+    if found != wanted:
+        raise ValueError(
+            f'images of shape {tuple(images.shape)} have {found[0]}×{found[1]} patches, but the '
+            f'{type(network).__name__} was built for {wanted[0]}×{wanted[1]}: give images of that size, or build the '
+            'model with the img_size of these'
+        )
 
 
 def _encoding(network: Any, attention: Attention) -> str:

@@ -1,6 +1,6 @@
 """Values and outputs of attention at the start."""
 
-from typing import Optional, Union
+from typing import List, Optional, Union
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,7 @@ def check_values(values: Values) -> None:
         raise ValueError(f'values={values!r} must be one of {VALUES}, or a Conv2d over the patches')
 
 
-def set_values(
-    attention: Attention, values: Values, shifts: Optional[Tensor], generator: torch.Generator
-) -> Optional[float]:
+def set_values(attention: Attention, values: Values, shifts: Optional[Tensor], generator: torch.Generator) -> None:
     """Sets W^V and W^O of a layer; biases become 0.
 
     Args:
@@ -31,16 +29,14 @@ def set_values(
         shifts (Tensor | None): ``(N_h, 2)``, which a convolution needs.
         generator (torch.Generator): Draws those that are random.
 
-    Returns:
-        float | None: ‖W − W'‖/‖W‖ of the convolution's matrices and those of the heads; None without one.
-
     Raises:
         ValueError: Sizes do not fit.
     """
     if isinstance(values, str) and values == 'default':
-        return None
+        return
     if isinstance(values, nn.Conv2d):
-        return _set_from_convolution(attention, values, shifts)
+        _set_from_convolution(attention, values, shifts)
+        return
     weight = attention.weight('v')  # (N_h, d, D)
     width = weight.shape[-1]
     if weight.shape[0] * weight.shape[1] != width:
@@ -54,7 +50,31 @@ def set_values(
         left, strengths, right = torch.linalg.svd(mimetic_values(attention, generator))
         value, output = left * strengths.sqrt(), strengths.sqrt()[:, None] * right
     _set(attention, value, output)
-    return None
+
+
+def value_error(attention: Attention, values: Values, shifts: Tensor) -> Optional[float]:
+    """‖W − W'‖/‖W‖ of a convolution's matrices and those that the heads have now; None without a convolution.
+
+    Args:
+        attention (Attention): The layer.
+        values (str | nn.Conv2d): As of :func:`set_values`.
+        shifts (Tensor): ``(N_h, 2)``.
+    """
+    if not isinstance(values, nn.Conv2d):
+        return None
+    weight = attention.weight('v').double()  # (N_h, d, D)
+    outputs = attention.module.proj.weight.data.double().T.reshape_as(weight)
+    kernel = values.weight.detach().to(weight)
+    left = kernel.permute(2, 3, 1, 0).clone()  # (height, width, D, D), of rows of tokens
+    for (row, column), value, output in zip(_positions(kernel, shifts), weight, outputs):
+        left[row, column] -= value.T @ output
+    return float(left.norm() / kernel.norm().clamp(min=torch.finfo(kernel.dtype).tiny))
+
+
+def _positions(kernel: Tensor, shifts: Tensor) -> List[List[int]]:
+    """Row and column of each head's shift in a kernel ``(…, height, width)``."""
+    center = torch.tensor([(n - 1) // 2 for n in kernel.shape[2:]], device=shifts.device)
+    return (shifts + center).long().tolist()
 
 
 def _set(attention: Attention, value: Tensor, output: Tensor) -> None:
@@ -67,7 +87,7 @@ def _set(attention: Attention, value: Tensor, output: Tensor) -> None:
             bias.data.zero_()
 
 
-def _set_from_convolution(attention: Attention, conv: nn.Conv2d, shifts: Optional[Tensor]) -> float:
+def _set_from_convolution(attention: Attention, conv: nn.Conv2d, shifts: Optional[Tensor]) -> None:
     weight = attention.weight('v')
     heads, head_dim, width = weight.shape
     kernel = conv.weight.detach().double()
@@ -76,15 +96,13 @@ def _set_from_convolution(attention: Attention, conv: nn.Conv2d, shifts: Optiona
             f'values={conv} must be a convolution from {width} to {width} channels, those of a token of '
             f'{attention.name}, with stride, dilation and groups of 1, for heads with shifts'
         )
-    center = torch.tensor([(n - 1) // 2 for n in kernel.shape[2:]], device=shifts.device)
     value, output = kernel.new_zeros(width, heads, head_dim), kernel.new_zeros(heads, head_dim, width)
-    positions = (shifts + center).long().tolist()
-    error = kernel.square().sum()
+    positions = _positions(kernel, shifts)
     for row, column in sorted({(row, column) for row, column in positions}):
         if not (0 <= row < kernel.shape[2] and 0 <= column < kernel.shape[3]):
             raise ValueError(
                 f'values={conv} has no matrix for a head of {attention.name} that looks at shift '
-                f'({row - int(center[0])}, {column - int(center[1])}): give a kernel_size of '
+                f'({row - (kernel.shape[2] - 1) // 2}, {column - (kernel.shape[3] - 1) // 2}): give a kernel_size of '
                 f'{tuple(kernel.shape[2:])} to the start'
             )
         of_shift = [head for head, position in enumerate(positions) if position == [row, column]]
@@ -94,8 +112,6 @@ def _set_from_convolution(attention: Attention, conv: nn.Conv2d, shifts: Optiona
             roots = strengths[part].sqrt()
             value[:, head, : len(roots)] = left[:, part] * roots
             output[head, : len(roots)] = roots[:, None] * right[part]
-            error = error - strengths[part].square().sum()
     _set(attention, value.flatten(1), output.flatten(0, 1))
     if conv.bias is not None and attention.module.proj.bias is not None:
         attention.module.proj.bias.data.copy_(conv.bias.data)
-    return float((error.clamp(min=0) / kernel.square().sum().clamp(min=torch.finfo(kernel.dtype).tiny)).sqrt())

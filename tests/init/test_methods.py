@@ -98,12 +98,30 @@ def test_values_of_a_convolution(kernel_size, seed):
 
 def test_values_of_a_convolution_of_full_rank():
     """‖W − W'‖/‖W‖ by Eckart-Young, for the positions that heads look at and those that they do not."""
-    model = small_vit(depth=1)
+    model = small_vit('vit_relpos_small_patch16_224', depth=1)
     conv = nn.Conv2d(32, 32, 3).double()
     report = init_as_convolution(model, shifts='in turn', values=conv)
     parts = torch.linalg.svdvals(conv.weight.detach().permute(2, 3, 0, 1)).flatten(0, 1).square()
     left = parts.sum() - parts[:2, :16].sum()  # heads 0 and 1 look at the first two positions
     assert report.layers[0].value_error == pytest.approx((left / parts.sum()).sqrt().item())
+
+
+@pytest.mark.parametrize(
+    'name, directions',
+    [('vit_tiny_patch16_224', 6), ('vit_small_patch16_dinov3', 1), ('vit_relpos_small_patch16_224', 0)],
+)
+def test_the_error_is_that_of_the_weights_at_the_end(name, directions):
+    """Of a convolution that the values could be, the directions of the positions are taken out of the outputs."""
+    torch.manual_seed(0)
+    model = small_vit(name, embed_dim=96, depth=1)
+    conv = nn.Conv2d(96, 96, 1).double()
+    with torch.no_grad():
+        conv.weight.copy_(nn.init.orthogonal_(torch.empty(96, 96)).view(96, 96, 1, 1))
+    report = init_as_convolution(model, kernel_size=1, values=conv)
+    value, output = model.blocks[0].attn.qkv.weight[-96:], model.blocks[0].attn.proj.weight
+    error = (output @ value - conv.weight[:, :, 0, 0]).norm() / conv.weight.norm()
+    assert report.layers[0].value_error == pytest.approx(error.item(), abs=1e-6)
+    assert error.item() == pytest.approx((directions / 96) ** 0.5, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +202,18 @@ def test_given_images():
     head = report.layers[0].heads[0]
     found = (own - gaussian(head.shift, 2.0, (3, 4))).abs().sum(-1).mean().item() / 2
     assert head.total_variation == pytest.approx(found, abs=1e-6) and found < 0.2
+
+
+@pytest.mark.parametrize('pixels', [12, 24])
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'eva02_tiny_patch14_224'])
+def test_images_of_another_size(name, pixels):
+    """Their grid is not that of the positions that are set, even if the model takes them."""
+    model = small_vit(name, (4, 4), dynamic_img_size=True)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    message = rf'images of shape \(2, 3, {pixels}, {pixels}\) have {pixels // 4}×{pixels // 4} patches, but .* 4×4'
+    with pytest.raises(ValueError, match=message):
+        init_as_convolution(model, images=torch.randn(2, 3, pixels, pixels).double())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize('method', ['gaussian', 'impulse', 'mimetic'])

@@ -6,8 +6,8 @@ from helpers.starts import attention_of, gaussian, small_vit, total_variation
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncnn_plugin.init import init_as_convolution, random_images
-from attncnn_plugin.init.rotary import constant_queries_and_keys
+from attncnn_plugin.init import init_as_convolution, random_images, rotary
+from attncnn_plugin.init.rotary import constant_queries_and_keys, rotation_angles
 
 SIZES = st.tuples(st.integers(3, 8), st.integers(3, 8))
 VITS = [
@@ -76,3 +76,19 @@ def test_queries_and_keys_learn():
     for block in model.blocks:
         queries, keys, _ = block.attn.qkv.weight.grad.abs().amax(1).unflatten(0, (3, -1))
         assert (queries > 0).any() and (keys > 0).any()
+
+
+def test_an_error_leaves_no_hooks(monkeypatch):
+    """At the second layer."""
+    model, calls = small_vit('eva02_tiny_patch14_224', (4, 4)), []
+
+    def angles(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise ValueError('no angles')
+        return rotation_angles(*args)
+
+    monkeypatch.setattr(rotary, 'rotation_angles', angles)
+    with pytest.raises(ValueError, match='no angles'):
+        init_as_convolution(model)
+    assert not any(module._forward_pre_hooks for module in model.modules())

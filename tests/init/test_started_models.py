@@ -61,11 +61,27 @@ def test_small_ones(name):
         ('vit_tiny_patch16_224', dict(depth=1, pos_embed='none'), 'blocks.0.attn .* has no position encoding'),
         ('vit_tiny_patch16_224', dict(depth=1, embed_dim=16, num_heads=8), 'heads of blocks.0.attn have 2 channels'),
         ('vit_tiny_patch16_224', dict(depth=1, embed_dim=8, num_heads=2), 'tokens of 8 channels are too narrow'),
+        ('vit_small_patch16_18x2_224', dict(depth=1), 'blocks.0.attns.0.attn has no MLP beside it in its Sequential'),
     ],
 )
 def test_others_are_refused(name, settings, message):
     with pytest.raises(ValueError, match=message):
         init_as_convolution(timm.create_model(name, pretrained=False, **settings))
+
+
+def test_patches_of_a_cnn():
+    """Of a hybrid model, whose images go through other convolutions first."""
+    model = timm.create_model('vit_tiny_r_s16_p8_224', pretrained=False, img_size=64, depth=1)
+    report = init_as_convolution(model)
+    assert all(head.total_variation < 0.1 for head in report.layers[0].heads)
+
+
+def test_a_part_of_the_layers_that_share_their_bias():
+    settings = dict(embed_dim=32, num_heads=2, depth=3)
+    model = timm.create_model('vit_srelpos_small_patch16_224', patch_size=4, img_size=12, **settings)
+    with pytest.raises(ValueError, match=r"layers='blocks.0.\*' leaves out blocks.1.attn, blocks.2.attn, which share"):
+        init_as_convolution(model, layers='blocks.0.*')
+    init_as_convolution(model, layers='blocks.0.*', method='mimetic')  # without the bias
 
 
 class MixedHeads(nn.Module):
