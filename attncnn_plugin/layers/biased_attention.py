@@ -54,7 +54,8 @@ def shared_heads(probs: Tensor, tokens: Tensor, channels_first: bool = False) ->
     Args:
         probs (Tensor): Probabilities.
         tokens (Tensor): Values.
-        channels_first (bool): Whether the heads lie in memory as ``(…, D, N_h, Q)``, not as ``(…, Q, N_h, D)``.
+        channels_first (bool): Whether the heads lie in memory as ``(…, D, N_h, Q)``. Otherwise they lie as
+            ``(…, Q, N_h, D)``, or, so that no copy of many probabilities is kept, as ``(…, N_h, Q, D)``.
 
     Returns:
         Tensor: ``(…, N_h, Q, D)``.
@@ -64,6 +65,10 @@ def shared_heads(probs: Tensor, tokens: Tensor, channels_first: bool = False) ->
     if channels_first:
         heads = tokens.transpose(-2, -1) @ probs.flatten(-3, -2).transpose(-2, -1)  # (…, D, N_h·Q)
         return heads.unflatten(-1, (num_heads, queries)).movedim(-3, -1)
+    keys, channels = tokens.shape[-2:]
+    if probs.ndim > tokens.ndim and keys > channels:  # the heads are smaller than their probabilities
+        heads = probs.flatten(-3, -2) @ tokens  # (…, N_h·Q, D)
+        return heads.unflatten(-2, (num_heads, queries))
     heads = probs.transpose(-3, -2).flatten(-3, -2) @ tokens  # (…, Q·N_h, D)
     return heads.unflatten(-2, (queries, num_heads)).transpose(-3, -2)
 

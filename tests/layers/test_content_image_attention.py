@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.layers import follow_state_dict
+from attncnn_plugin.layers.biased_attention import shared_heads
 from attncnn_plugin.layers.neighbourhoods import AxisTiles
 
 
@@ -309,3 +310,18 @@ class TestUses:
         query, key = (linear.weight.unflatten(0, (-1, 3)) @ tokens.T for linear in (attention.query, attention.key))
         products = query.mT @ key / 3**0.5
         assert torch.allclose(attention.product_scores(tokens), products, atol=1e-5)
+
+
+@pytest.mark.parametrize('null_key', [0, 1])
+@pytest.mark.parametrize('keys, channels', [(12, 5), (5, 12)])
+def test_many_probabilities_are_not_copied(keys, channels, null_key):
+    """Of more keys than channels the heads are copied, of others the probabilities: the linear map reads them so."""
+    probs = torch.rand(2, 3, 7, keys + null_key, dtype=torch.float64, requires_grad=True)
+    tokens = torch.randn(2, keys, channels, dtype=torch.float64, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        heads = shared_heads(probs[..., :keys], tokens)
+    assert torch.allclose(heads, torch.einsum('bhqk,bkc->bhqc', probs[..., :keys], tokens))
+    own = {tensor.untyped_storage().data_ptr() for tensor in (probs, tokens)}
+    assert all(tensor.untyped_storage().data_ptr() in own for tensor in saved) == (keys > channels)
+    assert heads.transpose(1, 2).is_contiguous() == (keys < channels)
