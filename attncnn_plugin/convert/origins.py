@@ -4,6 +4,7 @@ The metadata of a state dict has the arguments of the conversion, which no name 
 """
 
 import copy
+import zlib
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Dict, Mapping, Optional
@@ -63,8 +64,12 @@ class Origin:
             return conv
         return self.conv_with(conv.state_dict()).train(conv.training)
 
-    def __call__(self, entries: StateDict) -> StateDict:
+    def __call__(self, entries: StateDict, name: str) -> StateDict:
         """Converts a state dict of the convolution to one of its attention.
+
+        Args:
+            entries (dict[str, Tensor]): ``'weight'`` and, where there is one, ``'bias'``.
+            name (str): Name of the layer in its model: the seed of W^K, which is the same on every rank.
 
         Raises:
             ValueError: The entries are of another convolution, or the settings are not known.
@@ -74,8 +79,8 @@ class Origin:
                 'the attention in its place was taken from a state dict that does not say how it was converted: '
                 'load the convolution into a model of convolutions, and convert that with convs_to_attention'
             )
-        # W^K, the same on every rank
-        generator = None if self.settings['content'] is None else torch.Generator().manual_seed(0)
+        seed = zlib.crc32(name.encode())
+        generator = None if self.settings['content'] is None else torch.Generator().manual_seed(seed)
         with torch.random.fork_rng(devices=[]):  # layers draw weights, which are then set
             attention, _ = conv_to_mhsa(self.conv_with(entries), **self.settings, generator=generator)
         return attention.state_dict()

@@ -13,11 +13,11 @@ class FromConvolution(PrunableHeads):
 
     Attributes:
         from_conv (callable | None): Converts the state dict of the convolution that the layer was made from,
-            ``{'weight': …, 'bias': …}``, to one of the layer; it raises ``ValueError`` for one that is of another
-            convolution. None where the layer was not made from one.
+            ``{'weight': …, 'bias': …}``, to one of the layer, given the layer's name in its model besides; it raises
+            ``ValueError`` for one that is of another convolution. None where the layer was not made from one.
     """
 
-    from_conv: Optional[Callable[[StateDict], StateDict]] = None
+    from_conv: Optional[Callable[[StateDict, str], StateDict]] = None
 
     def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
         """The number of heads in a state dict, or that it has a convolution."""
@@ -43,7 +43,7 @@ class FromConvolution(PrunableHeads):
             )
         entries = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
         try:
-            converted = self.from_conv(entries)
+            converted = self.from_conv(entries, name)
         except ValueError as error:
             raise StructureError(f'the convolution {name} of the state dict cannot be converted: {error}') from error
         for key in entries:

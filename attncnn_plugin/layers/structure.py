@@ -11,14 +11,15 @@ replacements first, see :mod:`~attncnn_plugin.layers.structure_loading`.
 """
 
 import warnings
-from typing import Any, Callable, Dict, Hashable, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Hashable, Iterator, List, Mapping, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
 StateDict = Dict[str, Tensor]
-# Of a module, a state dict and the module's prefix in it: what to have in its place, None to leave it.
-Replace = Callable[[nn.Module, Mapping[str, Tensor], str], Optional[nn.Module]]
+# Of a module, a state dict and the module's prefix in it: what to have in its place, or how it changes itself; None to
+# leave it.
+Replace = Callable[[nn.Module, Mapping[str, Tensor], str], Union[nn.Module, Callable[[], None], None]]
 
 _replacements: Dict[Replace, Tuple[str, ...]] = {}
 
@@ -131,8 +132,9 @@ def register_replacement(replace: Replace, suffixes: Tuple[str, ...]) -> None:
 
     Args:
         replace (callable): Gives for a module, a state dict and the module's prefix in it what belongs in its place,
-            with values that are yet to be loaded, or the module itself, if it has taken the structure of the state
-            dict; None where the module stays as it is.
+            with values that are yet to be loaded, or a function that gives the module itself the structure of the state
+            dict; None where the module stays as it is. It changes nothing: that is done once all modules are known
+            to fit.
         suffixes (tuple[str, ...]): Ends of the names that show that a state dict has such a module: for others nothing
             is asked.
     """
@@ -151,29 +153,44 @@ def replace_modules(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: 
         list[nn.Module]: The modules that are new, or of a new structure; their values are yet to be loaded.
 
     Raises:
-        StructureError: A module of the state dict does not fit in the place that it has.
+        StructureError: A module of the state dict does not fit in the place that it has; nothing has changed.
     """
     wanted = [
         replace for replace, suffixes in _replacements.items() if any(key.endswith(suffixes) for key in state_dict)
     ]
-    if any(replace(model, state_dict, prefix) is model for replace in wanted):
-        return [model]
-    return _replace_children(model, state_dict, prefix, wanted)
-
-
-def _replace_children(
-    parent: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, wanted: List[Replace]
-) -> List[nn.Module]:
+    for replace in wanted:
+        change = replace(model, state_dict, prefix)
+        if change is not None and not isinstance(change, nn.Module):  # the model stays itself
+            change()
+            return [model]
     replaced = []
-    for name, child in list(parent.named_children()):
+    for place in list(_places(model, state_dict, prefix, wanted)):  # all are found before the first changes
+        if isinstance(place.new, nn.Module):
+            setattr(place.parent, place.name, place.new)
+        else:
+            place.new()
+        replaced.append(getattr(place.parent, place.name))
+    return replaced
+
+
+class _Place(NamedTuple):
+    """A module that a state dict has another one for, or another structure of it."""
+
+    parent: nn.Module
+    name: str
+    new: Union[nn.Module, Callable[[], None]]
+
+
+def _places(
+    parent: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, wanted: List[Replace]
+) -> Iterator[_Place]:
+    for name, child in parent.named_children():
         path = f'{prefix}{name}.'
         new = next((new for new in (replace(child, state_dict, path) for replace in wanted) if new is not None), None)
         if new is None:
-            replaced += _replace_children(child, state_dict, path, wanted)
+            yield from _places(child, state_dict, path, wanted)
         else:
-            setattr(parent, name, new)
-            replaced.append(new)
-    return replaced
+            yield _Place(parent, name, new)
 
 
 def _take_structures(model: nn.Module, state_dict: StateDict, prefix: str) -> bool:

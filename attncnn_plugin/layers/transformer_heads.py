@@ -13,7 +13,8 @@ import logging
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type
+from functools import partial
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type
 
 import torch
 from torch import Tensor, nn
@@ -134,16 +135,21 @@ class TransformerHeads:
             return None
         return counts.pop()
 
-    @torch.no_grad()
-    def take_structure(self, num_heads: int) -> None:
-        """Takes a number of heads; the values are yet to be loaded. The parameters stay the same objects.
+    def taking(self, num_heads: int) -> Callable[[], None]:
+        """What gives the module a number of heads, whose values are then yet to be loaded.
+
+        The parameters stay the same objects.
 
         Raises:
             TypeError: The module cannot have fewer heads.
         """
-        logger.info('An attention module takes %d heads in place of %d.', num_heads, self.num_heads)
         fewer = num_heads < self.num_heads
         own = self._class_with(range(num_heads)) if fewer else type(self.module)
+        return partial(self._take, num_heads, own)
+
+    @torch.no_grad()
+    def _take(self, num_heads: int, own: Type[nn.Module]) -> None:
+        logger.info('An attention module takes %d heads in place of %d.', num_heads, self.num_heads)
         self.module.head_layout = self.layout
         for name, (dim, maps, width) in self.layout.entries.items():
             if isinstance(_tensor(self.module, name), nn.Parameter):
@@ -297,8 +303,8 @@ def _num_tokens(module: Any) -> int:
     return 3
 
 
-def _take_heads(module: nn.Module, state_dict: Mapping[str, Tensor], prefix: str) -> Optional[nn.Module]:
-    """The module itself, once it has as many heads as a state dict has for it; None where it has."""
+def _take_heads(module: nn.Module, state_dict: Mapping[str, Tensor], prefix: str) -> Optional[Callable[[], None]]:
+    """What gives the module as many heads as a state dict has for it; None where it has."""
     if f'{prefix}proj.weight' not in state_dict:
         return None
     heads = transformer_heads(module)
@@ -306,10 +312,9 @@ def _take_heads(module: nn.Module, state_dict: Mapping[str, Tensor], prefix: str
     if heads is None or number is None or number == heads.num_heads:
         return None
     try:
-        heads.take_structure(number)
+        return heads.taking(number)
     except TypeError as error:
         raise StructureError(f'{prefix.rstrip(".")} has {number} heads in the state dict: {error}') from error
-    return module
 
 
 register_replacement(_take_heads, ('proj.weight',))

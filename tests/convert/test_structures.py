@@ -10,11 +10,12 @@ import timm
 import torch
 from helpers.cnns import CONVOLUTIONS, small_cnn
 from helpers.convolutions import relative_error
-from timm.layers import Conv2dSame, ScaledStdConv2d, StdConv2d
+from timm.layers import Attention, Conv2dSame, ScaledStdConv2d, StdConv2d
 from torch import nn
 
 from attncnn_plugin.convert import attention_to_convs, conv_to_mhsa, convs_to_attention
 from attncnn_plugin.layers import ImageAttention, StructureError, follow_state_dict
+from attncnn_plugin.pruning import prune_heads
 
 KINDS = {
     'positions': {},
@@ -244,6 +245,39 @@ def test_attention_that_does_not_fit(case):
     convs_to_attention(model, '0')
     with pytest.raises(RuntimeError, match=message):
         nn.Sequential(layer).load_state_dict(model.state_dict())
+
+
+def test_a_refused_state_dict_leaves_the_model_as_it_was():
+    """The first convolution and the heads of the transformer could take what the state dict has; the last cannot."""
+
+    def model(kernel_size):
+        return nn.Sequential(nn.Conv2d(3, 4, 3), Attention(8, num_heads=2), nn.Conv2d(4, 4, kernel_size))
+
+    theirs, ours, follows = model(5), model(3), model(5)
+    convs_to_attention(theirs, '*')
+    prune_heads(theirs, {'1': [0]})
+    modules, before = list(ours), copy.deepcopy(ours.state_dict())
+    for load, error in ((ours.load_state_dict, RuntimeError), (lambda s: follow_state_dict(ours, s), StructureError)):
+        with pytest.raises(error, match=r'of 25 heads in the place .* kernel of \(3, 3\) has 9'):
+            load(theirs.state_dict())
+        assert list(ours) == modules and ours[1].num_heads == 2
+        assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
+    follows.load_state_dict(theirs.state_dict())
+    assert isinstance(follows[0], ImageAttention) and follows[1].num_heads == 1
+
+
+@pytest.mark.parametrize('route', ['converted', 'loaded', 'taken'])
+def test_layers_have_keys_of_their_own(route):
+    cnn = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3))
+    model = copy.deepcopy(cnn)
+    convs_to_attention(model, '*', content='additive')
+    if route == 'taken':
+        attention, model = model, copy.deepcopy(cnn)
+        model.load_state_dict(attention.state_dict())
+    if route != 'converted':
+        model.load_state_dict(cnn.state_dict())
+    first, second = model[0].key.weight, model[1].key.weight
+    assert first.any() and second.any() and not torch.equal(first, second)
 
 
 def test_kernels_that_do_not_fit():

@@ -1,6 +1,7 @@
 """The one mechanism for state dicts of another structure, with modules that are none of the package's networks."""
 
 import copy
+import functools
 import pickle
 import warnings
 
@@ -186,6 +187,30 @@ def test_a_replacement_that_does_not_fit_is_refused_like_a_wrong_shape(replaceme
     with pytest.raises(StructureError, match=r'1\.1\.weight is of another width'):
         follow_state_dict(ours, linears(Doubled).state_dict())
     assert type(ours[1][1]) is nn.Linear
+
+
+def test_a_refused_state_dict_leaves_the_model_as_it_was(monkeypatch):
+    """The first place fits, with a new module and with a module that changes itself; a later one does not."""
+    monkeypatch.setattr(structure, '_replacements', {})
+
+    def replace(module, state_dict, prefix):
+        new = doubled(module, state_dict, prefix)
+        return functools.partial(setattr, module, 'changed', True) if prefix == '0.' else new
+
+    register_replacement(replace, ('.twice',))
+    theirs = nn.Sequential(Doubled(4), Doubled(4), Doubled(4)).state_dict()
+    ours = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(3, 3))
+    modules = list(ours)
+    for load, error in (
+        (ours.load_state_dict, RuntimeError),
+        (lambda s: follow_state_dict(ours, s), StructureError),
+    ):
+        with pytest.raises(error, match=r'2\.weight is of another width'):
+            load(theirs)
+        assert list(ours) == modules and not hasattr(ours[0], 'changed')
+    ours[2] = nn.Linear(4, 4)
+    assert follow_state_dict(ours, theirs)
+    assert [type(module) for module in ours] == [nn.Linear, Doubled, Doubled] and ours[0].changed
 
 
 def test_loading_is_as_pytorchs():
