@@ -7,6 +7,7 @@ model.backbone.attn_bias_init=40, and alpha of ConvToAttention.
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from pickle import UnpicklingError
@@ -50,10 +51,14 @@ def main() -> None:
     except RuntimeError as error:
         reason = shorten(str(error), 500, placeholder=' …')
         sys.exit(f'{args.checkpoint} does not fit the model of {args.config}: {reason}')
-    state_dict = checkpoint.get('state_dict', checkpoint)
+    # As load_checkpoint does with names of a wrapper for distributed training.
+    state_dict = {
+        re.sub(r'^module\.', '', key): value for key, value in checkpoint.get('state_dict', checkpoint).items()
+    }
     names = {module: name for name, module in model.named_modules()}
     for part in parts:
-        if not is_of_convolutions(part, state_dict, f'{names[part]}.'):
+        prefix = f'{names[part]}.' if names[part] else ''
+        if not is_of_convolutions(part, state_dict, prefix):
             sys.exit(f'{args.checkpoint} is not of the convolution phase: there is nothing to convert')
         if part.phase == 'conv':  # one of the attention phase has converted what it loaded
             print(part.to_attention())
