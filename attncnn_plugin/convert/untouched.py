@@ -15,7 +15,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """
     modules = list(model.modules())
     modes = [module.training for module in modules]
-    buffers = [dict(module._buffers) for module in modules]
+    buffers = [(dict(module._buffers), set(module._non_persistent_buffers_set)) for module in modules]
     values = [(buffer, buffer.clone(), buffer._version) for buffer in model.buffers()]
     with torch.random.fork_rng(_cuda_devices(model)), torch.no_grad():
         try:
@@ -23,9 +23,11 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 module.training = False
             yield
         finally:
-            for module, mode, own in zip(modules, modes, buffers):
+            for module, mode, (own, not_saved) in zip(modules, modes, buffers):
                 module.training = mode
+                module._buffers.clear()  # of those that a forward pass has registered
                 module._buffers.update(own)
+                module._non_persistent_buffers_set = not_saved
             for buffer, value, version in values:
                 if buffer._version != version:
                     buffer.copy_(value)
