@@ -1,20 +1,18 @@
 """Attention by positions alone as a convolution: the converse of Cordonnier et al. 2020 (C20), Theorem 1."""
 
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..layers.grid_attention import GridAttention
 from ..layers.image_attention import ImageAttention
-from ..layers.window import SameWindow, Window, per_axis
+from ..layers.window import CONVOLUTIONS, SameWindow, Window, per_axis
 from .kernels import Convolution, block_norms, group_blocks
 from .position_only import check_position_only, exact_probs, ignores_content
 from .shift_operators import fit_shifts, interior_queries, targets
 from .timm_convolutions import Conv2dSame, window_of
-
-CONVOLUTIONS: Tuple[Callable[..., Convolution], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 ROUNDING = 1e-12  # of least squares: a head on one pixel has the coefficients 1 and 0
 
@@ -151,10 +149,11 @@ def _conv_of_grid(
     layer: GridAttention, kernel_size: Union[int, Sequence[int]], padding_mode: Optional[str]
 ) -> Convolution:
     weight = layer.value.weight
-    return CONVOLUTIONS[1](
+    height, width = per_axis('kernel_size', kernel_size, 2)
+    return nn.Conv2d(
         layer.dim,
         weight.shape[0],
-        per_axis('kernel_size', kernel_size, 2),
+        (height, width),
         padding='same',
         padding_mode='replicate' if padding_mode is None else padding_mode,
         bias=layer.value.bias is not None,
@@ -185,7 +184,8 @@ def _conv_of_image(
     # As numbers where both sides are padded alike, as nn.Conv2d has it; its 'same' puts the odd pixel after.
     alike = tuple(before for before, after in window.padding if before == after)
     padding = alike if len(alike) == window.ndim else 'same'
-    conv = CONVOLUTIONS[window.ndim - 1](
+    kind = cast(Callable[..., Convolution], CONVOLUTIONS[window.ndim - 1])
+    conv = kind(
         *channels,
         window.kernel_size,
         window.stride if padding != 'same' else 1,
