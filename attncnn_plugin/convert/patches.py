@@ -40,20 +40,20 @@ class PatchConvolutionAttention(nn.Module):
         self.patch_size = patch_size
         self.out_patch_size = out_patch_size
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # the name of nn.Conv2d's
         """``(B, C, H, W)`` or ``(C, H, W)`` to the convolution's output.
 
         Raises:
             ValueError: The image cannot be cut into patches, or does not have the convolution's channels.
         """
         channels = self.attention.dim // (self.patch_size[0] * self.patch_size[1])
-        if x.ndim not in (3, 4) or x.shape[-3] != channels:
+        if input.ndim not in (3, 4) or input.shape[-3] != channels:
             raise ValueError(
-                f'the input has shape {tuple(x.shape)}, but (B, {channels}, H, W) or ({channels}, H, W) is expected'
+                f'the input has shape {tuple(input.shape)}, but (B, {channels}, H, W) or ({channels}, H, W) is expected'
             )
-        if x.ndim == 3:
-            return self.forward(x[None])[0]
-        return patches_to_image(self.attention(image_to_patches(x, self.patch_size)), self.out_patch_size)
+        if input.ndim == 3:
+            return self.forward(input[None])[0]
+        return patches_to_image(self.attention(image_to_patches(input, self.patch_size)), self.out_patch_size)
 
 
 def conv_to_patch_mhsa(

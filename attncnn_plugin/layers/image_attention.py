@@ -71,21 +71,21 @@ class ImageAttention(FromConvolution):
         """Groups of channels."""
         return self.value.groups if isinstance(self.value, GroupedLinear) else 1
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # the name of nn.Conv2d's
         """``(B, C, *size)`` or ``(C, *size)`` to the convolution's output.
 
         Raises:
             ValueError: The image does not have the convolution's axes and channels, or is smaller than its window.
         """
         ndim = self.window.ndim
-        if x.ndim not in (ndim + 1, ndim + 2) or x.shape[-ndim - 1] != self.in_channels:
+        if input.ndim not in (ndim + 1, ndim + 2) or input.shape[-ndim - 1] != self.in_channels:
             raise ValueError(
-                f'the input has shape {tuple(x.shape)}, but {self.in_channels} channels and {ndim} axes of pixels are '
-                'expected, with or without a batch'
+                f'the input has shape {tuple(input.shape)}, but {self.in_channels} channels and {ndim} axes of pixels '
+                'are expected, with or without a batch'
             )
-        if x.ndim == ndim + 1:
-            return self.forward(x[None])[0]
-        return self._outputs(x)
+        if input.ndim == ndim + 1:
+            return self.forward(input[None])[0]
+        return self._outputs(input)
 
     @property
     def padding_mode(self) -> str:
