@@ -141,13 +141,8 @@ class ContentImageAttention(ImageAttention):
         if self.num_heads == 0:
             none = x.new_zeros(len(x), 0, math.prod(sizes), self.in_channels)
             return self._joined(none).unflatten(-1, sizes)
-        if self.window_size is None:
-            return self._whole_image(x, sizes)
-        axes = self._tiles(x.shape[2:], sizes, self.window_size)
-        # Where neighbourhoods are about as large as the image, their tiles have more keys than it has pixels.
-        if math.prod([tiles.scores for tiles in axes]) >= math.prod([tiles.queries * tiles.pixels for tiles in axes]):
-            return self._whole_image(x, sizes)
-        return self._neighbourhoods(x, sizes, axes)
+        axes = self.tiles(x.shape[2:])
+        return self._whole_image(x, sizes) if axes is None else self._neighbourhoods(x, axes)
 
     def _whole_image(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         padded = self.window.pad(x)
@@ -170,15 +165,22 @@ class ContentImageAttention(ImageAttention):
             heads = torch.cat([self._attend(*part, bias, content) for part in parts])
         return self._joined(heads).unflatten(-1, list(sizes))
 
-    def _tiles(self, size: Sequence[int], queries: Sequence[int], window_size: Sequence[int]) -> List[AxisTiles]:
-        """The tiles along each axis of an image of ``size``."""
+    def tiles(self, size: Sequence[int]) -> Optional[List[AxisTiles]]:
+        """The tiles along each axis of an image of ``size``; None where the whole image is computed at once."""
+        if self.window_size is None:
+            return None
+        queries = [self.window.num_queries(axis, pixels) for axis, pixels in enumerate(size)]
         padded = [sum(self.window.padding_of(axis, pixels), pixels) for axis, pixels in enumerate(size)]
-        settings = zip(padded, queries, self.window.stride, self.window.anchor, window_size)
-        return [AxisTiles(*of_axis) for of_axis in settings]
+        settings = zip(padded, queries, self.window.stride, self.window.anchor, self.window_size)
+        axes = [AxisTiles(*of_axis) for of_axis in settings]
+        # Where neighbourhoods are about as large as the image, their tiles have more keys than it has pixels.
+        if math.prod([tiles.scores for tiles in axes]) >= math.prod([tiles.queries * tiles.pixels for tiles in axes]):
+            return None
+        return axes
 
-    def _neighbourhoods(self, x: Tensor, sizes: Sequence[int], axes: Sequence[AxisTiles]) -> Tensor:
+    def _neighbourhoods(self, x: Tensor, axes: Sequence[AxisTiles]) -> Tensor:
         padded = self.window.pad(x)
-        queries = tile_queries(self._query_pixels(padded, sizes), axes)
+        queries = tile_queries(self._query_pixels(padded, [tiles.queries for tiles in axes]), axes)
         keys = self.key(_tokens(padded)).transpose(1, 2).unflatten(2, padded.shape[2:])  # once for all tiles
         keys, tokens = tile_keys(torch.cat([keys, padded.to(keys.dtype)], dim=1), axes).split(
             [self.num_heads * self.qk_dim, self.in_channels], dim=-1
@@ -187,9 +189,7 @@ class ContentImageAttention(ImageAttention):
         seen = _all_axes([tiles.seen(x.device) for tiles in axes])
         seen = seen | ~seen.any(-1, keepdim=True)  # queries that fill up the last tile see all: no 0/0
         hidden = ~seen[:, None]  # (tiles, 1, t, keys)
-        some = len(hidden)
-        if x.device.type == 'cpu' and not torch.compiler.is_compiling():
-            some = max(1, SCORES_AT_ONCE // (len(x) * bias.numel() + 1))
+        some = self._at_once(x, len(x) * bias.numel()) or len(hidden)
         query, key = self._heads(self.query(queries)), self._heads(keys)
         heads = [
             self._attend(*parts, *self._masked(bias, outside))
