@@ -64,7 +64,8 @@ class ModelConversionReport:
     Attributes:
         layers (tuple[LayerConversion, ...]): The layers, in the order of the model.
         parameters_before, parameters_after (int): Number of parameters of the whole model.
-        drift (float | None): ‖Y − Y'‖/‖Y‖ of the model's outputs for the example input; None where it was not run.
+        drift (float | None): ‖Y − Y'‖/‖Y‖ of the model's outputs for the example input; None where it was not run,
+            or the outputs cannot be compared, for instance where their sizes depend on values.
         replaced (dict[Parameter, Succession]): What took the place of each old parameter, for
             :func:`~attncnn_plugin.pruning.replace_parameters`. Empty where nothing was changed.
     """
@@ -96,7 +97,8 @@ class ModelConversionReport:
             rows.append(self._totals())
         rows.append(['model', '', '', '', _change(self.parameters_before, self.parameters_after)])
         if has_runs:
-            rows[-1] += ['', '', '', '', '', _drift(self.drift)]
+            was_run = all(layer.run is None or layer.run.drift is not None for layer in self.layers)
+            rows[-1] += ['', '', '', '', '', _drift(self.drift, 'not known' if was_run else 'not run')]
         return _table(rows)
 
     def _totals(self) -> List[str]:
@@ -150,8 +152,8 @@ def _change(before: int, after: int, unit: str = '') -> str:
     return f'{short(before)}{unit} → {short(after)}{unit}'
 
 
-def _drift(drift: Optional[float]) -> str:
-    return 'not run' if drift is None else f'{drift:.2g}'
+def _drift(drift: Optional[float], otherwise: str = 'not run') -> str:
+    return otherwise if drift is None else f'{drift:.2g}'
 
 
 def _table(rows: List[List[str]]) -> str:

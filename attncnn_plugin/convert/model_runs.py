@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.image_attention import ImageAttention
-from ..layers.precision import widest_float
-from .attention_memory import attention_memory
+from .attention_memory import advice_on_memory, attention_memory
 from .kernels import Convolution
 from .layer_costs import layer_costs
 from .model_layers import replace_layers
 from .model_report import LayerRun, short
+from .outputs import Change, relative_change, tensors_in
 from .untouched import untouched
 
 
@@ -23,8 +23,7 @@ class _Calls:
     """What the calls of a layer were, and how far its attention was from it."""
 
     inputs: List[Tuple[torch.Size, torch.Size, torch.dtype]] = field(default_factory=list)
-    error: float = 0.0  # ‖Y − Y'‖²
-    norm: float = 0.0  # ‖Y‖²
+    change: Change = field(default_factory=Change)
     was_run: bool = True
 
 
@@ -48,7 +47,8 @@ def compare_runs(
 
     Returns:
         tuple[dict[str, LayerRun], float | None]: Of the layers that were called; and the relative change of the
-        model's outputs, None where attention was not run or the outputs have no floating numbers.
+        model's outputs, None where attention was not run, or, with a warning, where the outputs have no floating
+        numbers or other shapes than before.
 
     Raises:
         ValueError: A convolution is still called when there is attention in its place, or something of it is read that
@@ -59,14 +59,14 @@ def compare_runs(
         for name, layer in layers.items():
             calls[name] = _Calls()
             compare = _compare(calls[name], name, replacements[name], memory_limit)
-            stack.callback(layer.register_forward_hook(compare).remove)
-        before = list(_tensors(model(inputs)))
+            stack.callback(layer.register_forward_hook(compare, with_kwargs=True).remove)
+        before = list(tensors_in(model(inputs)))
         stack.close()
         drift = None
         if all(own.was_run for own in calls.values()):
             with _replaced(model, layers, replacements):
-                after = list(_tensors(_output(model, inputs, replacements)))
-            drift = _drift(*_difference(before, after)) if before else None
+                after = list(tensors_in(_output(model, inputs, replacements)))
+            drift = _drift_of_model(before, after)
     return {name: _layer_run(layers[name], replacements[name], own) for name, own in calls.items() if own.inputs}, drift
 
 
@@ -81,26 +81,37 @@ def _output(model: nn.Module, inputs: Any, replacements: Mapping[str, ImageAtten
         ) from error
 
 
+def _drift_of_model(before: List[Tensor], after: List[Tensor]) -> Optional[float]:
+    drift = relative_change(before, after) if before else None
+    if drift is None:
+        reason = (
+            'its outputs before and after have other shapes: where their sizes depend on values, as the number of a '
+            "detector's boxes does, the drifts of the layers alone say something"
+            if before
+            else 'no floating numbers were found in its output'
+        )
+        warnings.warn(f'the drift of the model is not known: {reason}', stacklevel=2)
+    return drift
+
+
 def _compare(calls: _Calls, name: str, attention: ImageAttention, memory_limit: Optional[int]) -> Any:
     """A forward hook of a convolution that runs its attention on the same input."""
 
-    def hook(module: nn.Module, inputs: Tuple[Tensor], output: Tensor) -> None:
-        (x,) = inputs
+    def hook(module: nn.Module, args: Tuple[Tensor, ...], kwargs: Dict[str, Tensor], output: Tensor) -> None:
+        (x,) = (*args, *kwargs.values())  # conv(x) or conv(input=x)
         calls.inputs.append((x.shape, output.shape, x.dtype))
         needed = attention_memory(attention, x)
         if memory_limit is not None and needed > memory_limit:
             if calls.was_run:
                 warnings.warn(
                     f'the attention of {name} needs {short(needed)}B for the probabilities of an input of shape '
-                    f'{tuple(x.shape)}, more than memory_limit={memory_limit}, and was not run: with window_size it '
-                    'grows linearly with the number of pixels',
+                    f'{tuple(x.shape)}, more than memory_limit={memory_limit}, and was not run: '
+                    f'{advice_on_memory(attention)}',
                     stacklevel=2,
                 )
             calls.was_run = False
             return
-        error, norm = _difference([output], [attention(x)])
-        calls.error += error
-        calls.norm += norm
+        calls.change.add(output, attention(x))
 
     return hook
 
@@ -148,30 +159,5 @@ def _layer_run(conv: nn.Module, attention: ImageAttention, calls: _Calls) -> Lay
         before[1],
         after[1],
         probabilities,
-        _drift(calls.error, calls.norm) if calls.was_run else None,
+        calls.change.relative if calls.was_run else None,
     )
-
-
-def _difference(before: List[Tensor], after: List[Tensor]) -> Tuple[float, float]:
-    """‖Y − Y'‖² and ‖Y‖²."""
-    error = norm = 0.0
-    for old, new in zip(before, after):
-        old, new = old.to(widest_float(old)), new.to(widest_float(new))
-        error += (old - new).square().sum().item()
-        norm += old.square().sum().item()
-    return error, norm
-
-
-def _drift(error: float, norm: float) -> float:
-    return (error / norm) ** 0.5 if norm else float(error > 0)
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output
-    elif isinstance(output, Mapping):
-        yield from _tensors(list(output.values()))
-    elif isinstance(output, (list, tuple)):
-        for item in output:
-            yield from _tensors(item)

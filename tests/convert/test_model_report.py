@@ -1,6 +1,8 @@
 """The table of a conversion, and what running the model on an example says; the model stays as it was."""
 
 import copy
+import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -217,3 +219,115 @@ def test_an_error_in_a_run_leaves_the_model_as_it_was(model, x, error, message):
         convs_to_attention(model.train(), 'conv', inputs=x)
     assert model.conv is conv and model.training and conv.training and not conv._forward_pre_hooks
     assert torch.equal(torch.random.get_rng_state(), random)
+
+
+class Choosing(nn.Module):
+    """A convolution whose outputs are chosen otherwise in each pass, as a detector chooses boxes by their scores."""
+
+    def __init__(self, *choices):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.choices = list(choices)
+
+    def forward(self, x):
+        return (self.choices.pop(0) if self.choices else lambda y: y)(self.conv(x))
+
+
+@pytest.mark.parametrize(
+    'before, after',
+    [
+        (lambda y: y.flatten()[:5], lambda y: y.flatten()[:7]),
+        (lambda y: y.flatten()[:1], lambda y: y.flatten()[:7]),
+        (lambda y: [y, y], lambda y: [y]),
+    ],
+    ids=['more', 'more than one', 'fewer tensors'],
+)
+def test_outputs_that_depend_on_values_have_no_drift(before, after):
+    with pytest.warns(UserWarning, match='drift of the model is not known: .* sizes depend on values'):
+        report = convs_to_attention(Choosing(before, after), 'conv', inputs=torch.randn(1, 3, 8, 8), alpha=6.0)
+    assert report.drift is None and 1e-3 < report.layers[0].run.drift < 0.1
+    assert str(report).splitlines()[-1].endswith('not known') and 'not run' not in str(report)
+
+
+@dataclass
+class Outputs:
+    features: torch.Tensor
+    labels: torch.Tensor
+
+
+def test_outputs_in_a_dataclass():
+    model = Choosing(*[lambda y: {'all': [Outputs(y, y.argmax(1))]}] * 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        report = convs_to_attention(model, 'conv', inputs=torch.randn(1, 3, 8, 8), alpha=6.0)
+    assert report.drift == pytest.approx(report.layers[0].run.drift)
+
+
+def test_outputs_without_numbers_have_no_drift():
+    model = Choosing(*[lambda y: y.argmax(1)] * 2)
+    with pytest.warns(UserWarning, match='drift of the model is not known: no floating numbers'):
+        report = convs_to_attention(model, 'conv', inputs=torch.randn(1, 3, 8, 8))
+    assert report.drift is None and str(report).splitlines()[-1].endswith('not known')
+
+
+@pytest.mark.parametrize('x', [None, torch.randn(1, 3, 8, 8)])
+def test_a_layer_that_is_called_by_name(x):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x):
+            return self.conv(input=x)
+
+    model, image = Named(), torch.randn(2, 3, 8, 8)
+    expected = model(image)
+    report = convs_to_attention(model, 'conv', inputs=x)
+    assert relative_error(model(image), expected) < 1e-5
+    assert x is None or max(report.drift, report.layers[0].run.drift) < 1e-5
+
+
+@pytest.mark.parametrize('persistent', [True, False])
+def test_buffers_that_a_pass_registers_do_not_stay(persistent):
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x):
+            if not hasattr(self, 'grid'):
+                self.register_buffer('grid', torch.ones(x.shape[-1] - 2), persistent)
+            return self.grid * self.conv(x)
+
+    model = Lazy()
+    names = list(model.state_dict())
+    convs_to_attention(model, 'conv', inputs=torch.randn(1, 3, 8, 8), dry_run=True)
+    assert list(model.state_dict()) == names and not hasattr(model, 'grid')
+    assert not model._non_persistent_buffers_set
+
+
+@pytest.mark.parametrize('size', [7, 8, 20])
+def test_the_probabilities_of_neighbourhoods_are_those_that_run(size):
+    """7×7 pixels and neighbourhoods of as many are computed as the whole image: their tiles have more scores."""
+    model, x = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1)), torch.randn(2, 4, size, size)
+    run = convs_to_attention(model, '0', content='additive', window_size=7, inputs=x).layers[0].run
+    tiles, queries, keys = -(-size // 7), 7**2, 13**2
+    scores = size**4 if size < 20 else tiles**2 * queries * keys
+    assert run.attention_memory == 4 * 2 * 9 * scores < run.memory_after
+
+
+@pytest.mark.parametrize(
+    'arguments, advice',
+    [
+        (dict(content='gated'), 'with window_size it grows linearly'),
+        (dict(content='gated', window_size=5), 'a smaller window_size needs less'),
+        (dict(content='gated', window_size=3), 'fewer or smaller images need less'),
+        (dict(), "position='table' has one for each pixel of the window"),
+    ],
+)
+def test_the_advice_is_one_that_the_layer_can_follow(arguments, advice):
+    model, x = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1)), torch.zeros(1, 2, 12, 12)
+    with pytest.warns(UserWarning, match='memory_limit') as caught:
+        convs_to_attention(model, '0', inputs=x, memory_limit=10, **arguments)
+    (message,) = (str(warning.message) for warning in caught if 'memory_limit' in str(warning.message))
+    assert advice in message

@@ -7,9 +7,12 @@ import pytest
 import torch
 from helpers.two_phases import EPOCHS, ITERATIONS, SWITCH, run, small_config
 from mmengine.hooks import EMAHook, Hook
+from mmengine.model import BaseModel
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from torch import nn
+
+from attncnn_plugin.engine.hooks import PhaseTransitionHook
 
 
 def hook_of(runner, kind):
@@ -295,6 +298,28 @@ def test_models_without_an_output(repository, tmp_path):
     assert "LossOnly has no output for a batch in mode='tensor' (no such mode)" in (
         next(tmp_path.glob('*/*.log')).read_text()
     )
+
+
+def test_measuring_the_output_leaves_the_model_as_it_was():
+    """A norm that is kept in evaluation mode in training, a buffer that every pass changes, a random number."""
+
+    class Model(BaseModel):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+            self.register_buffer('calls', torch.zeros(()))
+
+        def forward(self, inputs, mode='tensor'):
+            self.calls += 1
+            return {'scores': [self.norm(inputs) + torch.rand(3)], 'labels': torch.arange(3)}
+
+    model = Model().train()
+    model.norm.eval()
+    batch, random = {'inputs': torch.randn(4, 3)}, torch.random.get_rng_state()
+    found = PhaseTransitionHook._outputs(None, model, batch)
+    assert model.training and not model.norm.training and model.calls == 0
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert [tensor.shape for tensor in found['output']] == [(4, 3)]
 
 
 def test_resumed_without_the_state_of_the_schedulers(repository, tmp_path):

@@ -1,7 +1,7 @@
 """From convolution to attention in the middle of a training (L21, section 4)."""
 
 import copy
-from typing import Dict, Iterator, List, Optional, Union
+from typing import Dict, List, Optional, Union
 
 import torch
 from mmengine.config import Config
@@ -12,6 +12,8 @@ from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from mmpretrain.registry import HOOKS
 from torch import Tensor, nn
 
+from ...convert.outputs import relative_change, tensors_in
+from ...convert.untouched import untouched
 from ...layers.structure import follow_state_dict
 from ...utils.runner import accumulative_counts, compile_train_step, forward_tensors, images_of_one_size, is_resumed
 from .phases import parts_in_phases
@@ -237,46 +239,44 @@ class PhaseTransitionHook(Hook):
         self._build_schedulers(runner, self.begin)
 
     @staticmethod
-    @torch.no_grad()
-    def _outputs(runner, model: nn.Module, data_batch) -> Dict[str, Tensor]:
-        """What the parts that turn, and the model, put out for a batch, in evaluation mode: nothing random is drawn."""
-        training = model.training
-        model.eval()
+    def _outputs(runner, model: nn.Module, data_batch) -> Dict[str, List[Tensor]]:
+        """The tensors that the parts that turn, and the model, put out for a batch in evaluation mode."""
         features: List[Tensor] = []
         hooks = [
-            part.register_forward_hook(lambda _module, _inputs, output: features.extend(_tensors(output)))
+            part.register_forward_hook(lambda _module, _inputs, output: features.extend(tensors_in(output)))
             for part in parts_in_phases(model)
             if part is not model
         ]
         outputs: List[Tensor] = []
         try:
-            outputs += _tensors(forward_tensors(model, images_of_one_size(data_batch)))
+            with untouched(model):
+                outputs += tensors_in(forward_tensors(model, images_of_one_size(data_batch)))
         except Exception as error:  # some models have no such mode; the training must not end for a line in the log
             runner.logger.warning(
                 f'The change of the output is not known: {type(model).__name__} has no output for a '
                 f"batch in mode='tensor' ({error})"
             )
         finally:
-            model.train(training)
             for hook in hooks:
                 hook.remove()
         found = {'features': features, 'output': outputs}
-        return {what: torch.cat([t.flatten().float() for t in tensors]) for what, tensors in found.items() if tensors}
+        return {what: tensors for what, tensors in found.items() if tensors}
 
     @staticmethod
-    def _log_drift(runner, before: Dict[str, Tensor], after: Dict[str, Tensor]) -> None:
+    def _log_drift(runner, before: Dict[str, List[Tensor]], after: Dict[str, List[Tensor]]) -> None:
         """Logs how far the features and the output moved.
 
         A detector that chooses boxes by their scores may choose others: then its features alone can be compared.
         """
         for what in [what for what in before if what in after]:
-            if len(before[what]) != len(after[what]):
+            drift = relative_change(before[what], after[what])
+            if drift is None:
+                numbers, were = (sum(tensor.numel() for tensor in tensors[what]) for tensors in (after, before))
                 runner.logger.info(
-                    f'The {what} on the current batch has {len(after[what])} numbers, and had {len(before[what])}: its '
-                    'relative change is not known'
+                    f'The {what} on the current batch has {numbers} numbers, and had {were}: its relative change is '
+                    'not known'
                 )
                 continue
-            drift = ((after[what] - before[what]).norm() / before[what].norm()).item()
             runner.message_hub.update_info(DRIFT[what], drift)
             runner.logger.info(f'Relative change of the {what} on the current batch: {drift:.3g}')
 
@@ -295,13 +295,3 @@ def _average_attention(averaged: nn.Module, seed: int) -> None:
     for part in parts_in_phases(averaged.module):
         part.to_attention(torch.Generator().manual_seed(seed))  # no average of two random draws
     refresh_average(averaged)
-
-
-def _tensors(output) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, dict):
-        yield from _tensors(list(output.values()))
-    elif isinstance(output, (list, tuple)):
-        for item in output:
-            yield from _tensors(item)
