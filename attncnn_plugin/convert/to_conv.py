@@ -149,11 +149,10 @@ def _conv_of_grid(
     layer: GridAttention, kernel_size: Union[int, Sequence[int]], padding_mode: Optional[str]
 ) -> Convolution:
     weight = layer.value.weight
-    height, width = per_axis('kernel_size', kernel_size, 2)
-    return nn.Conv2d(
+    return _kind(2)(
         layer.dim,
         weight.shape[0],
-        (height, width),
+        per_axis('kernel_size', kernel_size, 2),
         padding='same',
         padding_mode='replicate' if padding_mode is None else padding_mode,
         bias=layer.value.bias is not None,
@@ -184,8 +183,7 @@ def _conv_of_image(
     # As numbers where both sides are padded alike, as nn.Conv2d has it; its 'same' puts the odd pixel after.
     alike = tuple(before for before, after in window.padding if before == after)
     padding = alike if len(alike) == window.ndim else 'same'
-    kind = cast(Callable[..., Convolution], CONVOLUTIONS[window.ndim - 1])
-    conv = kind(
+    conv = _kind(window.ndim)(
         *channels,
         window.kernel_size,
         window.stride if padding != 'same' else 1,
@@ -199,6 +197,10 @@ def _conv_of_image(
             "it pads both sides alike, or with stride 1 as padding='same'"
         )
     return conv
+
+
+def _kind(ndim: int) -> Callable[..., Convolution]:
+    return cast(Callable[..., Convolution], CONVOLUTIONS[ndim - 1])
 
 
 def _default_size(window: Window) -> Tuple[int, ...]:
