@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..layers.grid_attention import GridAttention
 from ..layers.image_attention import ImageAttention
