@@ -3,10 +3,11 @@
 Modules are told by what they have, and are not changed. Windows are found by the module that cuts the tokens itself.
 """
 
+import math
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable, Dict, Iterator, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +31,53 @@ class TokenPlaces:
         prefix (int): Number of tokens beside the patches, which come before them: class tokens, registers.
         windows (Tensor | None): The numbers of the patches in each window, ``(windows, M)``, row-major, H·W for
             padding. None where all tokens attend to all.
+        masked (Tensor | None): Whether a query does not see a key of its window, ``(windows, M, M)``, bool, as of
+            shifted windows. None where it sees all.
     """
 
     grid: Tuple[int, int]
     prefix: int = 0
     windows: Optional[Tensor] = None
+    masked: Optional[Tensor] = None
+
+    def of_patches(self, probs: Tensor) -> Tuple[Tensor, Tensor]:
+        """What patches give to patches, renormalized to 1, where it lies: no larger than the model's probabilities.
+
+        Args:
+            probs (Tensor): As the model computes them, ``(B, N_h, N, N)``, of windows ``(B·windows, N_h, M, M)``.
+
+        Returns:
+            tuple[Tensor, Tensor]: The probabilities, ``(B, N_h, H·W, H·W)``, of windows ``(B, N_h, windows, M, M)``
+            with 0 for padding, and what patches give to other tokens and to padding, mean over patches, ``(B, N_h)``.
+        """
+        if self.windows is None:
+            kept = probs[:, :, self.prefix :, self.prefix :]
+        else:
+            kept = probs.unflatten(0, (-1, len(self.windows))).transpose(1, 2) * self._of_patches
+        total = kept.sum(-1, keepdim=True)
+        left_out = 1 - total.flatten(2).sum(-1) / (self.grid[0] * self.grid[1])
+        return kept / total.clamp(min=torch.finfo(kept.dtype).tiny), left_out
+
+    def on_grid(self, own: Tensor) -> Tensor:
+        """The probabilities of :meth:`of_patches` between all patches.
+
+        Args:
+            own (Tensor): ``(…, H·W, H·W)``, of windows ``(…, windows, M, M)``.
+
+        Returns:
+            Tensor: ``(…, H·W, H·W)``, 0 between windows.
+        """
+        if self.windows is None:
+            return own
+        windows, among = self.windows.to(own.device), self._of_patches.to(own.device)
+        query, key = windows[:, :, None].expand_as(among), windows[:, None].expand_as(among)
+        patches = self.grid[0] * self.grid[1]
+        whole = own.new_zeros(*own.shape[:-3], patches, patches)
+        whole[..., query[among], key[among]] = own[..., among]
+        return whole
 
     def between_patches(self, probs: Tensor) -> Tuple[Tensor, Tensor]:
-        """The attention of patches to patches, renormalized to 1.
+        """:meth:`of_patches`, between all patches.
 
         Args:
             probs (Tensor): As the model computes them, ``(B, N_h, N, N)``, of windows ``(B·windows, N_h, M, M)``.
@@ -53,16 +93,36 @@ class TokenPlaces:
             (tensor([[[[1., 0.],
                       [0., 1.]]]]), tensor([[0.5000]]))
         """
+        own, left_out = self.of_patches(probs)
+        return self.on_grid(own), left_out
+
+    def entropies(self, own: Tensor) -> Tuple[Tensor, float]:
+        """The entropy of each head, and that of attention to all patches alike that a query sees.
+
+        Args:
+            own (Tensor): Probabilities, ``(B, N_h, H·W, H·W)``, of windows ``(B, N_h, windows, M, M)``.
+
+        Returns:
+            tuple[Tensor, float]: ``(B, N_h)`` and the largest that it can be, in nats, means over patches.
+
+        Examples:
+            >>> places = TokenPlaces((1, 4), windows=torch.tensor([[0, 1], [2, 3]]))
+            >>> places.entropies(torch.full((1, 1, 2, 2, 2), 0.5))  # log 2
+            (tensor([[0.6931]]), 0.6931471824645996)
+        """
+        patches = self.grid[0] * self.grid[1]
+        entropy = torch.special.entr(own).flatten(2).sum(-1) / patches  # −Σ_k P[q, k] log P[q, k]
         if self.windows is None:
-            kept = probs[:, :, self.prefix :, self.prefix :]
-        else:
-            count, patches = len(self.windows), self.grid[0] * self.grid[1]
-            of_images = probs.unflatten(0, (-1, count)).transpose(1, 2)
-            whole = probs.new_zeros(*of_images.shape[:2], patches + 1, patches + 1)
-            whole[:, :, self.windows[:, :, None], self.windows[:, None]] = of_images
-            kept = whole[:, :, :patches, :patches]
-        total = kept.sum(-1, keepdim=True)
-        return kept / total.clamp(min=torch.finfo(kept.dtype).tiny), 1 - total.mean((2, 3))
+            return entropy, math.log(patches)
+        seen = self._of_patches if self.masked is None else self._of_patches & ~self.masked
+        return entropy, (seen.sum(-1).clamp(min=1).float().log().sum() / patches).item()
+
+    @property
+    def _of_patches(self) -> Tensor:
+        """Whether the query and the key of a window are patches and not padding, ``(windows, M, M)``."""
+        assert self.windows is not None
+        patches = self.windows < self.grid[0] * self.grid[1]
+        return patches[:, :, None] & patches[:, None]
 
 
 def vit_attention(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], Dict[str, Tensor]]:
@@ -101,15 +161,16 @@ def vit_attention(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], 
     return found, prefix_mass
 
 
-def mean_vit_attention(model: nn.Module, images: Tensor) -> Dict[str, Tensor]:
+def mean_vit_attention(model: nn.Module, images: Tensor, batch_size: int = BATCH_SIZE) -> Dict[str, Tensor]:
     """The mean over images of :func:`vit_attention`, without all of them in memory.
 
     Args:
         model (nn.Module): See :func:`vit_attention`.
         images (Tensor): ``(B, C, H, W)``, normalized as for the model, at least one.
+        batch_size (int): Images in a pass. Defaults to 4.
 
     Returns:
-        dict[str, Tensor]: ``(N_h, patches, patches)`` by the name of the attention, float32.
+        dict[str, Tensor]: ``(N_h, patches, patches)`` by the name of the attention, float32, on the CPU.
 
     Raises:
         ValueError: See :func:`vit_attention`.
@@ -121,13 +182,16 @@ def mean_vit_attention(model: nn.Module, images: Tensor) -> Dict[str, Tensor]:
         torch.Size([3, 4, 4])
     """
     means = ImageMeans()
+    places: Dict[str, TokenPlaces] = {}
 
-    def add(name: str, probs: Tensor, places: TokenPlaces) -> None:
-        means.add(name, places.between_patches(probs)[0])
+    def add(name: str, probs: Tensor, where: TokenPlaces) -> None:
+        means.add(name, where.of_patches(probs)[0])
+        places[name] = where
 
-    for batch in images.split(BATCH_SIZE):
+    for batch in images.split(batch_size):
         visit_vit_attention(model, batch, add)
-    return {name: probs for name, (probs,) in means.items()}
+    # Of windows it is large: (H·W)² entries a head, of which few are not 0.
+    return {name: places[name].on_grid(probs.cpu()) for name, (probs,) in means.items()}
 
 
 def vit_grids(model: nn.Module, images: Tensor) -> Dict[str, Tuple[int, int]]:
@@ -171,6 +235,18 @@ def vit_layers(model: nn.Module) -> Dict[str, Any]:
     """
     prefix, network = find_transformer(model)
     return {f'{prefix}.{name}' if prefix else name: module for name, module in _attention_modules(network).items()}
+
+
+def vit_layers_in_windows(model: nn.Module) -> List[str]:
+    """Names of the attention of a vision transformer that is computed in windows, as that of Swin transformers.
+
+    Args:
+        model (nn.Module): See :func:`vit_attention`.
+
+    Raises:
+        ValueError: See :func:`vit_layers`.
+    """
+    return [name for name in vit_layers(model) if _cuts_windows(model.get_submodule(name.rpartition('.')[0]))]
 
 
 @torch.no_grad()
@@ -276,20 +352,21 @@ def _cuts_windows(owner: nn.Module) -> bool:
 
 
 def _keep_windows(windows: Dict[str, TokenPlaces], name: str, attention: Any, owner: Any, args: Any) -> None:
-    """Finds the windows of an attention by running its owner on the numbers of the tokens, from 1 on; padding is 0."""
+    """Finds the windows and their mask by running their owner on the numbers of the tokens, from 1 on; padding is 0."""
     if hasattr(owner, 'window_partition'):  # of mmpretrain
         _, (height, width) = args
         cut = owner.forward
     else:
         _, height, width, _ = args[0].shape
         cut = next(getattr(owner, method) for method in CUTS if hasattr(owner, method))
-    numbers = torch.arange(1, height * width + 1, dtype=args[0].dtype, device=args[0].device)
-    found = []
+    numbers = torch.arange(1, height * width + 1, dtype=torch.float, device=args[0].device)  # half has no 2049
+    found: List[Tuple[Tensor, Optional[Tensor]]] = []
 
-    def keep(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        found.append(x)
+    def keep(x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
+        found.append((x, mask))
         return x
 
+    own = attention.__dict__.get('forward')  # that another library has set
     attention.forward = keep
     try:
         if hasattr(owner, 'window_partition'):
@@ -298,8 +375,12 @@ def _keep_windows(windows: Dict[str, TokenPlaces], name: str, attention: Any, ow
             cut(numbers.reshape(1, height, width, 1))
     finally:
         del attention.forward
-    number = found[0][..., 0].long()
-    windows[name] = TokenPlaces((height, width), 0, torch.where(number == 0, height * width, number - 1))
+        if own is not None:
+            attention.forward = own
+    ((x, mask),) = found
+    number = x[..., 0].long()
+    numbers = torch.where(number == 0, height * width, number - 1)
+    windows[name] = TokenPlaces((height, width), 0, numbers, None if mask is None else mask < 0)
 
 
 def _check_probs(network: Any, name: str, probs: Tensor, batch: int, num_heads: int, places: TokenPlaces) -> None:
@@ -320,7 +401,10 @@ def _check_probs(network: Any, name: str, probs: Tensor, batch: int, num_heads: 
             f'the probabilities of {name} have shape {tuple(probs.shape)}, but ({leading}, N_h, N, N) with '
             f'N_h = {num_heads} and {tokens} are needed',
         )
-    if (probs < 0).any() or not torch.allclose(probs.float().sum(-1), probs.new_ones((), dtype=torch.float), atol=1e-3):
+    if not probs.isfinite().all():
+        raise ValueError(f'the probabilities of {name} are not finite: the parameters of model must be finite')
+    tolerance = max(1e-3, 4 * torch.finfo(probs.dtype).eps)  # bfloat16 rounds each of them by up to 2⁻⁹ of it
+    if (probs < 0).any() or (probs.float().sum(-1) - 1).abs().gt(tolerance).any():
         raise _other_structure(network, f'the probabilities of {name} do not add up to 1')
 
 

@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from helpers.head_reports import brute_force, check_schema
+from helpers.vits import small_vit
 from torch import nn
 
 from attncnn_plugin.analysis import (
@@ -131,3 +132,41 @@ def test_timm_model_without_attention():
         block.attn = nn.Identity()
     with pytest.raises(ValueError, match='its blocks have no attention with num_heads'):
         vit_attention(model, torch.randn(1, 3, 32, 32))
+
+
+SWIN = dict(embed_dim=4, depths=(2,), num_heads=(2,), window_size=4, num_classes=3)
+
+
+@pytest.mark.parametrize('tokens', [8, 10])  # in windows of 4, the latter with padding
+@pytest.mark.parametrize('name', ['swin_tiny_patch4_window7_224', 'swinv2_tiny_window8_256'])
+def test_uniform_heads_in_windows(name, tokens):
+    """Uniform among the keys that a query sees, of which shifted windows hide some."""
+    model = timm.create_model(name, img_size=4 * tokens, **SWIN)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if 'mlp' not in parameter_name or 'cpb' in parameter_name:  # v2's bias
+                parameter.zero_()
+    images = torch.randn(3, 3, 4 * tokens, 4 * tokens)
+    probs, _ = vit_attention(model, images)
+    for report in vit_reports(model, images):
+        seen = (probs[report.name][0] > 1e-20).sum(-1)
+        assert (report.kind.uniform, report.num_heads) == (2, 2)
+        for head in report.heads:
+            assert head.relative_entropy == pytest.approx(1, abs=1e-5)
+            assert head.entropy == pytest.approx(seen.float().log().mean().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize('name', ['swin_tiny_patch4_window7_224', 'SwinTransformer'])
+def test_entropies_in_windows(name):
+    """Against those between all patches."""
+    model, images = small_vit(name), torch.randn(3, 3, 32, 32)
+    uniform = small_vit(name)
+    with torch.no_grad():
+        for parameter in uniform.parameters():
+            parameter.zero_()
+    probs, (seen, _) = vit_attention(model, images)[0], vit_attention(uniform, images)
+    for report in vit_reports(model, images):
+        entropy = torch.special.entr(probs[report.name].double()).sum(-1).mean((0, 2))
+        largest = (seen[report.name][0, 0] > 1e-20).sum(-1).double().log().mean()
+        assert [head.entropy for head in report.heads] == pytest.approx(entropy.tolist(), abs=1e-5)
+        assert [head.relative_entropy for head in report.heads] == pytest.approx((entropy / largest).tolist(), abs=1e-5)

@@ -26,7 +26,8 @@ class HeadStatistics:
         covariance (tuple[tuple[float, float], ...] | None): Σ, or that of the shift; None where it is infinite.
         entropy (float): Entropy in nats, mean over queries. For attention to images it is the mean over these too, and
             not the entropy of the mean attention, which is larger.
-        relative_entropy (float): The entropy relative to that of uniform attention on the grid, 0 to 1.
+        relative_entropy (float): The entropy relative to that of uniform attention on the grid, 0 to 1; of windows, to
+            that of uniform attention to the keys that each query sees.
         distance (float | None): Distance to the keys in tokens, by their probabilities, mean over all queries that see
             no zero padding; None without any probability in the grid.
         mass_3x3, mass_5x5 (float): Probability of the 3x3 and 5x5 keys around the query, mean over interior queries.

@@ -4,11 +4,11 @@ Cordonnier et al. 2020, section 4, asks it of attention layers trained on images
 """
 
 import dataclasses
-from typing import Dict, List, Tuple
+from typing import Dict, List
 
+import torch
 from torch import Tensor, nn
 
-from ...pruning import relative_entropy_of_maps
 from ..image_means import ImageMeans
 from ..transformer_attention import BATCH_SIZE, TokenPlaces, visit_vit_attention
 from .layer import TOLERANCE, maps_report
@@ -19,7 +19,8 @@ def vit_reports(model: nn.Module, images: Tensor, tolerance: float = TOLERANCE) 
     """Reports the attention of each layer of a vision transformer, averaged over images.
 
     The errors of convolutions are those of the attention maps, each head with an output of its own: the values of the
-    heads do not count. Windows are on the grid of the image: keys outside of a query's window have 0.
+    heads do not count. Windows are on the grid of the image: keys outside of a query's window have 0, and the relative
+    entropy is that to attention to all keys alike that a query sees.
 
     Args:
         model (nn.Module): See :func:`~attncnn_plugin.analysis.vit_attention`.
@@ -40,20 +41,29 @@ def vit_reports(model: nn.Module, images: Tensor, tolerance: float = TOLERANCE) 
         ('blocks.0.attn', (6, 6), 3, 2)
     """
     means = ImageMeans()
-    grids: Dict[str, Tuple[int, int]] = {}
+    places: Dict[str, TokenPlaces] = {}
+    largest: Dict[str, float] = {}  # entropy
 
-    def add(name: str, probs: Tensor, places: TokenPlaces) -> None:
-        own, prefix_mass = places.between_patches(probs)
-        means.add(name, own, relative_entropy_of_maps(own), prefix_mass)
-        grids[name] = places.grid
+    def add(name: str, probs: Tensor, where: TokenPlaces) -> None:
+        own, prefix_mass = where.of_patches(probs)
+        entropy, largest[name] = where.entropies(own)
+        means.add(name, own, entropy, prefix_mass)
+        places[name] = where
 
     for batch in images.split(BATCH_SIZE):
         visit_vit_attention(model, batch, add)
     reports = []
-    for name, (probs, entropy, prefix_mass) in means.items():
-        report = maps_report(probs, grids[name], num_images=len(images), relative_entropy=entropy, tolerance=tolerance)
+    for name, (own, entropy, prefix_mass) in means.items():
+        report = maps_report(
+            places[name].on_grid(own.cpu()),
+            places[name].grid,
+            num_images=len(images),
+            relative_entropy=(entropy / max(largest[name], torch.finfo(torch.float).tiny)).clamp(max=1),
+            tolerance=tolerance,
+        )
         heads = tuple(
-            dataclasses.replace(head, prefix_mass=mass) for head, mass in zip(report.heads, prefix_mass.tolist())
+            dataclasses.replace(head, entropy=nats, prefix_mass=mass)
+            for head, nats, mass in zip(report.heads, entropy.tolist(), prefix_mass.tolist())
         )
         reports.append(dataclasses.replace(report, name=name, heads=heads))
     return reports
