@@ -7,6 +7,7 @@ mmpretrain. Images are what its forward pass takes, normalized as in training.
 import re
 from collections import Counter
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from ..layers import AttentionLayer
 from ..layers.evaluation_mode import evaluating
+from .vision_transformer import is_vit
 
 Scores = Callable[[AttentionLayer, Tensor], Optional[Tensor]]
 
@@ -32,7 +34,7 @@ def attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
 
 
 def require_attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
-    """As :func:`attention_layers`, at least one.
+    """As :func:`attention_layers`, at least one, of a model that is no vision transformer of timm or mmpretrain.
 
     Raises:
         ValueError: The model has none, as a CMHSA in the convolution phase.
@@ -48,7 +50,8 @@ def require_attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
         raise ValueError(
             f'the model, of type {type(model).__name__}, has no attention layers of this package (a CMHSA '
             'in the convolution phase gets them with its transition; switch_to_deploy with conv_tolerance puts '
-            'convolutions in their place)'
+            'convolutions in their place), and is no vision transformer of timm or mmpretrain, with a patch_embed and '
+            'blocks, layers or stages'
         )
     return layers
 
@@ -105,6 +108,9 @@ def visit_layers(
         visit (Callable): Takes a layer's name, the layer, and its tokens ``(B, H, W, D)``, or image ``(B, C, H, W)`` in
             the place of a convolution.
 
+    Raises:
+        ValueError: A layer that the model does not run on images.
+
     Examples:
         >>> import timm, attncnn_plugin
         >>> model = timm.create_model('sa_quadratic_cifar', embed_dim=12, depth=2, num_heads=3)
@@ -114,12 +120,21 @@ def visit_layers(
     layers = {name: model.get_submodule(name) for name in names}
     if not layers:
         return
+    seen = set()
+
+    def see(name: str, layer: Any, args: Any) -> None:
+        seen.add(name)
+        visit(name, layer, args[0])
+
     with ExitStack() as stack:
         for name, layer in layers.items():
-            handle = layer.register_forward_pre_hook(lambda layer, args, name=name: visit(name, layer, args[0]))
+            handle = layer.register_forward_pre_hook(partial(see, name))
             stack.callback(handle.remove)
         stack.enter_context(evaluating(model))
         _features_of(model, layers.values())(images)
+    for name in layers:
+        if name not in seen:
+            raise ValueError(f'{name} is attention that the model does not run on images: there is nothing to show')
 
 
 def _features_of(model: nn.Module, layers: Iterable[nn.Module]) -> Callable[[Tensor], Any]:
@@ -142,6 +157,9 @@ def attention_probs_of(model: nn.Module, images: Tensor) -> Dict[str, Tensor]:
         dict[str, Tensor]: ``(B, N_h, H*W, H*W)`` by the layer's name, H and W in tokens, float32, in the place of a
         convolution ``(B, N_h, Q, H*W)`` with its Q outputs. With a null key, as of CMHSA, the rows add up to less than
         1. Empty for a model of position-only attention.
+
+    Raises:
+        ValueError: The attention is that of a vision transformer of timm or mmpretrain.
 
     Examples:
         >>> import timm, attncnn_plugin
@@ -202,6 +220,11 @@ def probs_of_scores(scores: Tensor, size: Tuple[int, int]) -> Tensor:
 
 def _probs_of(model: nn.Module, images: Tensor, scores_of: Scores) -> Dict[str, Tensor]:
     """The probabilities by some scores, of the layers that depend on content and have such scores."""
+    if not attention_layers(model) and is_vit(model):
+        raise ValueError(
+            f'the model, of type {type(model).__name__}, has no attention of this package: that of a vision '
+            'transformer of timm or mmpretrain is given by vit_attention, which cannot part content from position'
+        )
     probs = {}
 
     def keep(name: str, layer: AttentionLayer, x: Tensor) -> None:

@@ -1,13 +1,13 @@
 """The attention of any model: of this package, or a vision transformer of timm or mmpretrain."""
 
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, List, Tuple
 
 from torch import Tensor, nn
 
 from ..layers import AttentionLayer
 from .attention_maps import attention_layers, content_layers, probs_of_scores, require_attention_layers, visit_layers
 from .image_means import ImageMeans, few_images
-from .transformer_attention import mean_vit_attention, vit_grids, vit_layers
+from .transformer_attention import mean_vit_attention, vit_grids, vit_layers, vit_layers_in_windows
 from .vision_transformer import is_vit
 
 
@@ -30,14 +30,7 @@ def shown_layers(model: nn.Module) -> Dict[str, Any]:
     """
     if is_other_vit(model):
         return vit_layers(model)
-    layers: Dict[str, Any] = dict(attention_layers(model))
-    if not layers:
-        raise ValueError(
-            f'the model, of type {type(model).__name__}, has no attention layers of this package (a CMHSA in the '
-            'convolution phase gets them with its transition), and is no vision transformer of timm or mmpretrain, '
-            'with a patch_embed and blocks, layers or stages'
-        )
-    return layers
+    return dict(require_attention_layers(model))
 
 
 def grid_of(model: nn.Module, images: Tensor) -> Tuple[int, int]:
@@ -61,6 +54,9 @@ def grid_of(model: nn.Module, images: Tensor) -> Tuple[int, int]:
 def grids_of(model: nn.Module, images: Tensor) -> Dict[str, Tuple[int, int]]:
     """Height and width of the grid of keys of every attention layer by name, as :func:`grid_of`.
 
+    Raises:
+        ValueError: There is no such layer, or one that the model does not run on images.
+
     Examples:
         >>> import timm, torch, attncnn_plugin
         >>> grids_of(timm.create_model('sa_quadratic_cifar', depth=2), torch.rand(1, 3, 32, 32))
@@ -75,6 +71,20 @@ def grids_of(model: nn.Module, images: Tensor) -> Dict[str, Tuple[int, int]]:
 
     visit_layers(model, images[:1], require_attention_layers(model), keep)
     return grids
+
+
+def layers_in_windows(model: nn.Module) -> List[str]:
+    """Names of the attention of a model that is computed in windows; none is in this package's own models.
+
+    Args:
+        model (nn.Module): See :func:`shown_layers`.
+
+    Examples:
+        >>> import timm
+        >>> layers_in_windows(timm.create_model('vit_tiny_patch16_224', depth=1))
+        []
+    """
+    return vit_layers_in_windows(model) if is_other_vit(model) else []
 
 
 def mean_attention_probs_of(model: nn.Module, images: Tensor, batch_size: int = 10) -> Dict[str, Tensor]:
@@ -99,7 +109,7 @@ def mean_attention_probs_of(model: nn.Module, images: Tensor, batch_size: int = 
         {'blocks.0.attn': (3, 16, 16)}
     """
     if is_other_vit(model):
-        return mean_vit_attention(model, images)
+        return mean_vit_attention(model, images, batch_size)
     means = ImageMeans()
 
     def add(name: str, layer: AttentionLayer, x: Tensor) -> None:

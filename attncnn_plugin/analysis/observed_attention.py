@@ -52,8 +52,12 @@ def observed_attention(layers: Mapping[str, Heads]) -> Iterator[Dict[str, Observ
                     f'the attention of {name} cannot be seen: its {type(module).__name__} has no attn_drop that the '
                     'probabilities go through'
                 )
-            stack.enter_context(visited_attention(module, observed[name].add))
+            stack.enter_context(visited_attention(module, partial(_see_probs, observed[name])))
         yield observed
+
+
+def _see_probs(observed: ObservedAttention, probs: Tensor) -> None:
+    observed.add(probs.float())
 
 
 def _see_scores(observed: ObservedAttention, layer: Any, args: Any) -> None:

@@ -249,3 +249,11 @@ def test_layers_without_heads():
     model = timm.create_model('sa_quadratic_cifar', **SMALL)
     model.prune_heads({0: [0, 1, 2]}, allow_empty=True)
     assert model.blocks[0].attn.position_probs((3, 3)).shape == (0, 9, 9)
+
+
+def test_layers_that_the_model_does_not_run():
+    for model in (content_model(), small_timm('sa_quadratic_cifar')):
+        model.extra = small_timm('sa_learned_content_cifar').blocks[0].attn
+        for function in (grid_of, mean_attention_probs_of):
+            with pytest.raises(ValueError, match='extra is attention that the model does not run on images'):
+                function(model, torch.randn(IMAGES))

@@ -8,19 +8,25 @@ import torch
 from helpers.vits import OF_MMPRETRAIN, OF_TIMM, output_of, small_vit
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from attncnn_plugin.analysis import (
+    attention_probs_of,
+    content_only_probs_of,
     grid_of,
     grids_of,
     mean_attention_probs_of,
     model_reports,
+    position_only_probs_of,
     shown_layers,
     vit_attention,
     vit_reports,
 )
+from attncnn_plugin.analysis.observed_attention import observed_attention
 from attncnn_plugin.analysis.transformer_attention import TokenPlaces, visit_vit_attention
 from attncnn_plugin.init.parts import Attention
-from attncnn_plugin.pruning import prune_heads
+from attncnn_plugin.pruning import prunable_heads, prune_heads
 
 
 def run_attention(model, images):
@@ -175,3 +181,103 @@ def test_one_way_for_all_models(name):
             model_reports(model, some, size)
     with pytest.raises(ValueError, match='of type ResNet, has no attention layers .* and is no vision transformer'):
         shown_layers(timm.create_model('resnet18'))
+
+
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'swin_tiny_patch4_window7_224', 'VisionTransformer'])
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+def test_models_in_half_precision(name, dtype):
+    """Their rows add up to 1 as well as they can; tokens are counted exactly, however many there are."""
+    model, images = small_vit(name), torch.randn(1, 3, 32, 32)
+    expected = mean_attention_probs_of(model, images)
+    found = mean_attention_probs_of(model.to(dtype), images.to(dtype))
+    for layer, probs in found.items():
+        assert probs.dtype == torch.float and torch.allclose(probs.sum(-1), torch.ones(()), atol=1e-5)
+        assert (probs - expected[layer]).abs().max() < 0.3  # the weights are rounded
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+def test_windows_in_half_precision(dtype):
+    """56x56 tokens, more than half precision counts."""
+    model = timm.create_model(
+        'swin_tiny_patch4_window7_224', img_size=224, embed_dim=4, depths=(2,), num_heads=(1,), window_size=7
+    )
+    windows = []
+    for model_dtype in (torch.float, dtype):
+        own = []
+        images = torch.zeros(1, 3, 224, 224, dtype=model_dtype)
+        visit_vit_attention(model.to(model_dtype), images, lambda name, probs, places: own.append(places.windows))
+        windows.append(torch.stack(own))
+    assert torch.equal(*windows)
+    assert all(torch.equal(one.flatten().sort()[0], torch.arange(56 * 56)) for one in windows[1])
+
+
+def test_weights_that_are_not_finite():
+    model = small_vit('vit_tiny_patch16_224')
+    torch.nn.init.constant_(model.blocks[1].attn.qkv.weight, float('nan'))
+    with pytest.raises(ValueError, match='the probabilities of blocks.1.attn are not finite: the parameters of model'):
+        vit_attention(model, torch.randn(1, 3, 32, 32))
+
+
+def test_forward_that_another_set_stays():
+    """On the attention of windows, as some libraries do that compute it in their own way."""
+    model, images = small_vit('swin_tiny_patch4_window7_224'), torch.randn(1, 3, 32, 32)
+    attention = model.layers[0].blocks[0].attn
+    own, calls = attention.forward, []
+    attention.forward = replaced = lambda *args, **kwargs: calls.append(args) or own(*args, **kwargs)
+    vit_attention(model, images)
+    assert attention.__dict__.get('forward') is replaced and len(calls) == 1
+    assert 'forward' not in model.layers[0].blocks[1].attn.__dict__
+
+
+class LargestTensor(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation gives."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.largest = max(self.largest, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize('function', [mean_attention_probs_of, vit_reports])
+def test_memory_of_windows(function):
+    """Nothing between all patches is there for several images at once: of 16x16 in windows of 4."""
+    model = timm.create_model(
+        'swin_tiny_patch4_window7_224', img_size=64, embed_dim=4, depths=(2,), num_heads=(4,), window_size=4
+    )
+    with LargestTensor() as mode:
+        function(model, torch.randn(4, 3, 64, 64))
+    assert mode.largest == 4 * 256**2
+
+
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'swin_tiny_patch4_window7_224'])
+def test_images_in_a_pass(name):
+    model, images, passes = small_vit(name), torch.randn(5, 3, 32, 32), []
+    model.patch_embed.register_forward_pre_hook(lambda _, args: passes.append(len(args[0])))
+    expected = mean_attention_probs_of(model, images)
+    found = mean_attention_probs_of(model, images, batch_size=2)
+    assert passes == [5, 2, 2, 1]
+    for layer, probs in expected.items():
+        assert torch.allclose(found[layer], probs, atol=1e-6)
+
+
+def test_criteria_of_pruning_in_half_precision():
+    """They ask for distances, which PyTorch has not in bfloat16."""
+    model, images, means = small_vit('swin_tiny_patch4_window7_224'), torch.randn(2, 3, 32, 32), []
+    for dtype in (torch.float, torch.bfloat16):
+        model, images = model.to(dtype), images.to(dtype)
+        with torch.no_grad(), observed_attention(prunable_heads(model)) as observed:
+            model(images)
+        means.append(observed['layers.0.blocks.0.attn'].mean('distances'))
+    assert torch.allclose(*means, atol=0.1) and means[1].max() > 0.1
+
+
+def test_parts_of_the_attention_of_other_libraries():
+    """They were an empty dict, as of a model of this package whose attention is by position alone."""
+    model, images = small_vit('vit_tiny_patch16_224'), torch.randn(1, 3, 32, 32)
+    for probs_of in (attention_probs_of, content_only_probs_of, position_only_probs_of):
+        with pytest.raises(ValueError, match='type VisionTransformer, has no attention of this package: .* by vit_att'):
+            probs_of(model, images)
