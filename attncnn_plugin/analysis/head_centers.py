@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ..layers import AttentionLayer
 from ..layers.grid_attention import SeparableScores
 from ..layers.window import per_axis
+from .head_reports.shift_maps import ShiftMaps
 
 MAX_WIDTH = 1e3  # tokens: the width of a head that attends to all keys alike
 
@@ -35,7 +36,7 @@ def head_centers(
 
     Returns:
         tuple[Tensor, Tensor]: Centres ``(N_h, 2)`` in tokens, (row, column), and widths ``(N_h,)``, 1000 at most,
-        float64 on the CPU.
+        float64 on the CPU; not a number for a query that gives nothing to the grid.
 
     Raises:
         ValueError: No term of the scores depends on position alone, and there are no ``probs``; a query outside of the
@@ -55,12 +56,48 @@ def head_centers(
         variance = 1 / torch.linalg.svdvals(factor).square().clamp(min=MAX_WIDTH**-2)  # Σ⁻¹ = MMᵀ
         return center, variance.mean(-1).sqrt()
     maps = query_maps(layer, size, query, probs)
-    _, (row, column) = query_of(layer, size, query)
-    rows, columns = (torch.arange(n, dtype=torch.float64) - origin for n, origin in zip(maps.shape[1:], (row, column)))
-    maps = maps / maps.sum((1, 2), keepdim=True).clamp(min=1e-12)
+    return centers_of_maps(maps, query_of(layer, size, query)[1])
+
+
+def centers_of_maps(maps: Tensor, origin: Tuple[int, int]) -> Tuple[Tensor, Tensor]:
+    """The centres and the widths of :func:`head_centers`, of the maps of one query.
+
+    Args:
+        maps (Tensor): ``(N_h, height, width)``, float64.
+        origin (tuple[int, int]): Row and column of the query.
+
+    Returns:
+        tuple[Tensor, Tensor]: ``(N_h, 2)`` and ``(N_h,)``.
+    """
+    rows, columns = (torch.arange(n, dtype=torch.float64) - place for n, place in zip(maps.shape[1:], origin))
+    maps = maps / maps.sum((1, 2), keepdim=True)
     center = torch.stack([maps.sum(2) @ rows, maps.sum(1) @ columns], dim=-1)
     second = maps.sum(2) @ rows.square() + maps.sum(1) @ columns.square()
     return center, ((second - center.square().sum(-1)).clamp(min=0) / 2).sqrt()
+
+
+@torch.no_grad()
+def mean_shifts(probs: Tensor, size: Sequence[int]) -> Tuple[Tensor, Tuple[int, int]]:
+    """The probabilities by shift, mean over the interior queries, as in head reports, on a grid of shifts.
+
+    That of windows: a single query would show its place in its window rather than what the head does.
+
+    Args:
+        probs (Tensor): ``(N_h, H*W, H*W)``.
+        size (Sequence[int]): Height and width of the grid in tokens.
+
+    Returns:
+        tuple[Tensor, tuple[int, int]]: ``(N_h, 2·height − 1, 2·width − 1)``, float64 on the CPU, and the place of the
+        shift 0.
+
+    Examples:
+        >>> maps, (row, column) = mean_shifts(torch.eye(36).roll(1, dims=1)[None], (6, 6))
+        >>> maps[0, row, column + 1].item()
+        1.0
+    """
+    height, width = per_axis('size', size, 2)
+    maps = ShiftMaps.of(probs, (height, width))
+    return maps.interior_sums / maps.counts(maps.interior).max(), (height - 1, width - 1)
 
 
 @torch.no_grad()

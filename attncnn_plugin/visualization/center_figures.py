@@ -13,8 +13,8 @@ from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
 from ..analysis.attention_maps import layer_labels
-from ..analysis.head_centers import head_centers, query_maps, query_of
-from ..analysis.model_attention import shown_layers
+from ..analysis.head_centers import centers_of_maps, head_centers, mean_shifts, query_maps, query_of
+from ..analysis.model_attention import layers_in_windows, shown_layers
 from ..layers import AttentionLayer
 from .contours import check_mass, gaussian_contour, outline, region_of_mass
 from .style import color_of, draw_heads, styled
@@ -49,7 +49,8 @@ def plot_attention_centers(
         masses (Sequence[float]): The shares of a head's attention inside its contours, three at most. Defaults to
             (0.5, 0.9).
         query (tuple[int, int], optional): Row and column of the query, for heads that are not Gaussian. Defaults to the
-            middle of the grid.
+            middle of the grid; in windows, where a single query would show its place in its window, to the mean over
+            queries, as in head reports.
         probs (dict[str, Tensor], optional): By layer, the probabilities to use in place of those by position,
             ``(N_h, Q, H*W)``: for layers whose scores depend on content, for instance their mean over images.
         numbers (dict[str, Sequence[int]], optional): By layer, the numbers of its heads, for those that are left after
@@ -69,8 +70,10 @@ def plot_attention_centers(
     if not 1 <= len(masses) <= len(CONTOUR_STYLES):
         raise ValueError(f'masses={masses} must be one to {len(CONTOUR_STYLES)} shares')
     sizes = size if isinstance(size, Mapping) else dict.fromkeys(layers, size)
+    in_windows = layers_in_windows(model)
     heads = {
-        name: _head_lines(layer, sizes[name], masses, query, (probs or {}).get(name)) for name, layer in layers.items()
+        name: _head_lines(layer, sizes[name], masses, query, (probs or {}).get(name), name in in_windows)
+        for name, layer in layers.items()
     }
     reach = min(_reach(list(heads.values())), max(map(max, sizes.values())) - 0.5)
     figure, panels = _panels(list(layers))
@@ -107,7 +110,8 @@ def plot_center_movement(centers: Dict[str, Dict[int, np.ndarray]]) -> Figure:
             :func:`~attncnn_plugin.analysis.read_centers` reads them.
 
     Returns:
-        Figure: One axes a layer; a head's way ends at its disc, that of a head that was pruned at a cross.
+        Figure: One axes a layer; a head's way ends at its disc, that of a head that was pruned, or that came to give
+        nothing to the grid, at a cross.
 
     Raises:
         ValueError: There are no centres.
@@ -140,7 +144,7 @@ def plot_center_movement(centers: Dict[str, Dict[int, np.ndarray]]) -> Figure:
         draw_heads(axes, left, reach, beside=True)
     figure.supxlabel(
         f'Black square: query. Centres from epoch {first:g}, hollow, to epoch {last:g}, numbered; '
-        'a cross where a head was pruned.',
+        'a cross where a head was pruned, or left the grid.',
         fontsize=8,
     )
     return figure
@@ -148,21 +152,30 @@ def plot_center_movement(centers: Dict[str, Dict[int, np.ndarray]]) -> Figure:
 
 @torch.no_grad()
 def _head_lines(
-    layer: nn.Module, size: Sequence[int], masses: Sequence[float], query: Query, probs: Optional[Tensor]
+    layer: nn.Module,
+    size: Sequence[int],
+    masses: Sequence[float],
+    query: Query,
+    probs: Optional[Tensor],
+    in_windows: bool,
 ) -> HeadLines:
     """By head the centre and, for each mass, the lines of its contour, as shifts (row, column)."""
-    centers, _ = head_centers(layer, size, query, probs)
     gaussian = layer.gaussian_heads() if probs is None and isinstance(layer, AttentionLayer) else None
     if gaussian is not None:
+        centers, _ = head_centers(layer, size)
         factor = gaussian.factor.cpu().double()
         precisions = (factor @ factor.mT).numpy()  # Σ⁻¹ = MMᵀ
         return {
             head: (center, [[gaussian_contour(center, precision, mass)] for mass in masses])
             for head, (center, precision) in enumerate(zip(centers.numpy(), precisions))
         }
-    origin = np.array(query_of(layer, size, query)[1])
+    if in_windows and query is None and probs is not None:
+        maps, origin = mean_shifts(probs, size)
+    else:
+        maps, origin = query_maps(layer, size, query, probs), query_of(layer, size, query)[1]
+    centers, _ = centers_of_maps(maps, origin)
     heads = {}
-    for head, (center, keys) in enumerate(zip(centers.numpy(), query_maps(layer, size, query, probs).numpy())):
+    for head, (center, keys) in enumerate(zip(centers.numpy(), maps.numpy())):
         if keys.sum() >= LEAST_MASS:
             inset = 0.03 + 0.25 * head / max(len(centers) - 1, 1)
             heads[head] = (

@@ -61,3 +61,13 @@ def test_maps_of_a_query_are_rows_of_the_probabilities():
         for layer in attention_layers(model).values():
             expected = layer.position_probs((6, 5)).detach()[:, 2 * 5 + 4].unflatten(1, (6, 5))
             assert torch.allclose(query_maps(layer, (6, 5), (2, 4)).float(), expected, atol=1e-6)
+
+
+def test_queries_that_give_nothing_to_the_grid():
+    """They have no centre, which (0, 0) would be."""
+    probs = torch.full((2, 15, 15), 1 / 15)
+    probs[0, 7] = 0
+    layer = small_timm('sa_learned_content_cifar').blocks[0].attn
+    centers, widths = head_centers(layer, (3, 5), probs=probs)
+    assert centers[0].isnan().all() and widths[0].isnan()
+    assert centers[1].abs().max() < 1e-6 and widths[1] > 1

@@ -3,11 +3,13 @@
 import json
 import random
 import uuid
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
 import pytest
 import torch
+from helpers.small import small_timm
 from mmengine.config import Config
 from mmengine.dist import master_only
 from mmengine.hooks import Hook
@@ -16,9 +18,9 @@ from mmengine.runner import Runner
 from mmengine.visualization import LocalVisBackend
 from mmpretrain.registry import HOOKS, VISBACKENDS
 
-from attncnn_plugin.analysis import head_centers, mean_attention_probs_of, read_centers, read_scalars
+from attncnn_plugin.analysis import head_centers, mean_attention_probs_of, read_centers, read_scalars, shown_layers
 from attncnn_plugin.apis.config_model import ConfigModel
-from attncnn_plugin.engine.hooks import AttentionVisualizationHook
+from attncnn_plugin.engine.hooks import AttentionVisualizationHook, attention_visualization_hook
 from attncnn_plugin.engine.hooks.attention_visualization_hook import heads_left
 
 LAYERS = ['backbone.blocks.0.attn', 'backbone.blocks.1.attn']
@@ -342,3 +344,22 @@ def test_scalars_are_strict_json(repository, tmp_path):
         raise ValueError(constant)
 
     assert all(json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines())
+
+
+def test_heads_that_give_nothing_to_the_grid(monkeypatch):
+    """They have no centre to record."""
+    model, recorded = small_timm('sa_learned_content_cifar'), {}
+
+    def probs_of(model, images):
+        probs = torch.full((3, 16, 16), 1 / 16)
+        probs[1] = 0
+        return dict.fromkeys(shown_layers(model), probs)
+
+    monkeypatch.setattr(attention_visualization_hook, 'mean_attention_probs_of', probs_of)
+    hook = AttentionVisualizationHook()
+    hook._images = torch.randn(1, 3, 8, 8)
+    visualizer = SimpleNamespace(add_scalars=lambda scalars, step: recorded.update(scalars))
+    hub = SimpleNamespace(runtime_info={}, update_info=lambda name, value: None)
+    hook._show(SimpleNamespace(model=model, visualizer=visualizer, message_hub=hub), 0, draw=False)
+    heads = {name.split('/')[2] for name in recorded}
+    assert heads == {'head0', 'head2'} and len(recorded) == 2 * 2 * 3

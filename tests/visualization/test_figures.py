@@ -7,6 +7,7 @@ import xml.dom.minidom
 
 import numpy as np
 import pytest
+import timm
 import torch
 from helpers.logs import accuracy, write_log
 from helpers.small import model_with_head, small_cmhsa, small_timm
@@ -17,6 +18,7 @@ from matplotlib.path import Path as Line
 
 from attncnn_plugin.analysis import (
     attention_layers,
+    grids_of,
     mean_attention_probs_of,
     query_maps,
     read_centers,
@@ -355,3 +357,19 @@ def test_curves_of_trainings_by_iterations(tmp_path):
     write_log(tmp_path / 'c', '1', [{'accuracy/top1': 10.0, 'step': 0}, {'accuracy/top1': 15.0, 'step': 0}])
     with pytest.raises(ValueError, match='of step 0.*log_metric_by_epoch=False'):
         plot_metric({'c': tmp_path / 'c'})
+
+
+def test_centres_of_windows_are_means_over_queries():
+    """Uniform heads look nowhere in particular; a single query would show its place in its window."""
+    model = timm.create_model(
+        'swin_tiny_patch4_window7_224', img_size=64, embed_dim=4, depths=(2,), num_heads=(1,), window_size=4
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    images = torch.randn(1, 3, 64, 64)
+    options = dict(size=grids_of(model, images), probs=mean_attention_probs_of(model, images))
+    figure = plot_attention_centers(model, **options)
+    assert [head_marks(axes) for axes in figure.axes] == [{'head 0': pytest.approx((0, 0), abs=1e-5)}] * 2
+    figure = plot_attention_centers(model, query=(8, 9), **options)  # one that is asked for is shown
+    assert head_marks(figure.axes[0]) == {'head 0': pytest.approx((1.5, 0.5), abs=1e-5)}

@@ -1,5 +1,6 @@
 """Pictures and scalars of the heads' attention while a model is trained (Cordonnier et al. 2020, Figures 3 to 5)."""
 
+import math
 from typing import Any, Dict, List, Optional, Tuple
 
 import torch
@@ -18,6 +19,8 @@ from ...analysis import (
     query_of,
     shown_layers,
 )
+from ...analysis.head_centers import centers_of_maps, mean_shifts
+from ...analysis.model_attention import layers_in_windows
 from ...layers import PrunableHeads
 from ...layers.transformer_heads import transformer_heads
 from ...utils.runner import HEAD_NUMBERS
@@ -38,7 +41,8 @@ class AttentionVisualizationHook(Hook):
     layer, and ``attention_probs``, one map a head. At the start and after every epoch each head's centre and width are
     recorded as scalars, ``attention/{layer}/head{number}/center_row``, ``…/center_column`` and ``…/width``, in tokens;
     their step is the number of epochs that are done. From them
-    :func:`~attncnn_plugin.visualization.plot_center_movement` draws the way of the centres.
+    :func:`~attncnn_plugin.visualization.plot_center_movement` draws the way of the centres. Those of windows are means
+    over queries, as in head reports. A head that gives nothing to the grid, but all to a null key, has none.
 
     A head keeps its number when others are pruned. Attention that depends on content is shown as its mean over some
     images of the validation set, or of the training set if there is none. A CMHSA and a
@@ -124,10 +128,15 @@ class AttentionVisualizationHook(Hook):
         with random_numbers_kept(), torch.no_grad():
             sizes = grids_of(model, self._images)
             by_content = mean_attention_probs_of(model, self._images)
-            scalars = {}
+            scalars, in_windows = {}, layers_in_windows(model)
             for name, layer in layers.items():
-                centers, widths = head_centers(layer, sizes[name], probs=by_content.get(name))
+                if name in in_windows:
+                    centers, widths = centers_of_maps(*mean_shifts(by_content[name], sizes[name]))
+                else:
+                    centers, widths = head_centers(layer, sizes[name], probs=by_content.get(name))
                 for number, center, width in zip(numbers[name], centers.tolist(), widths.tolist()):
+                    if math.isnan(width):  # the head looks at nothing in the grid
+                        continue
                     values = dict(center_row=center[0], center_column=center[1], width=width)
                     scalars.update({f'attention/{name}/head{number}/{key}': value for key, value in values.items()})
             runner.visualizer.add_scalars(scalars, step=epochs)
