@@ -557,7 +557,7 @@ function renderQuery(center) {
 function renderMap(shown, rgb) {
   const canvas = byId('map'), context = canvas.getContext('2d'), title = nameOf(state.layer, state.head);
   const error = errorOf(state.layer, state.head, shown), key = keyOf(state.layer), {query} = shown;
-  const {grid, queries: {rows, columns}, windows} = page.layers[state.layer];
+  const {grid, queries: {rows, columns}, windows, others} = page.layers[state.layer];
   const probability = number(shown.probs[key.index], error);
   fit(canvas);
   drawMap(context, shown.probs, rgb, grid);
@@ -565,7 +565,7 @@ function renderMap(shown, rgb) {
   if (state.key !== null || query.name) drawPixel(context, key, grid, [4, 3]);
   if (shown.center) drawCenter(context, query, shown.center, grid);
   byId('map-title').textContent = title;
-  byId('grid').textContent = `${grid.join('×')} pixels, ${rows.length}×${columns.length} queries` +
+  byId('grid').textContent = `${grid.join('×')} ${others ? 'patches' : 'pixels'}, ${rows.length}×${columns.length} queries` +
     (windows ? `, in windows of ${windows.shape[1]}. What the query sees is outlined.` : '.');
   byId('ramp-end').textContent = number(shown.most, error);
   byId('key-place').textContent = place(key);

@@ -45,7 +45,8 @@ def explorer_page(
 
     Args:
         model (nn.Module): A model with attention of this package: by position, by content, of patches, or in the place
-            of convolutions.
+            of convolutions. Or a vision transformer of timm or mmpretrain, see
+            :func:`~attncnn_plugin.analysis.vit_attention`.
         images (Tensor): ``(B, C, H, W)``, the input of ``model``.
         pictures (Sequence[ndarray]): The pictures to show of the images, uint8, ``(h, w)`` or ``(h, w, 3)`` RGB.
         names (Sequence[str], optional): A name of each image. Defaults to ``'Image 0'``, ….
@@ -104,9 +105,6 @@ def _layer_scores(model: nn.Module, images: Tensor) -> List[LayerScores]:
     some = images if any(layer.depends_on_content for layer in layers.values()) else images[:1]
     for image in some.split(1):
         visit_layers(model, image, layers, visit)
-    for name, own in inputs.items():
-        if not own:
-            raise ValueError(f'{name} is attention that the model does not run on images: there is nothing to show')
     labels = layer_labels(layers)
     return [LayerScores(name, labels[name], layer, torch.cat(inputs[name])) for name, layer in layers.items()]
 
@@ -136,7 +134,8 @@ def _check_tokens(name: str, images: Tensor, size: Sequence[int], limit: int) ->
     if height * width > limit:
         raise ValueError(
             f'images of {images.shape[2]}x{images.shape[3]} pixels are, for {name}, {height}x{width} tokens, more '
-            f'than the {limit} that a page can show: give smaller images'
+            f'than the {limit} that a page can show: give smaller images, or a model that takes smaller ones '
+            '(--model-kwargs img_size=224)'
         )
 
 

@@ -627,6 +627,7 @@ def test_windows(browser, vits):
                 assert browser.number('total') == pytest.approx(1 - float(dense[-1]), rel=5e-4)
                 assert browser.text('total-rest') == 'the rest lies outside'
             assert f'in windows of {places.windows.shape[1]}' in browser.text('grid')
+            assert browser.text('grid').startswith(f'{height}×{width} patches, {height}×{width} queries')
     assert browser.logs()[0] == []
 
 

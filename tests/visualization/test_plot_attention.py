@@ -182,6 +182,10 @@ def test_transformers_of_mmpretrain(checkpoints, tool, monkeypatch, repository):
         (['--figure', 'movement', '--out', 'a.png'], 'give --runs DIR'),
         (['--figure', 'movement', '--runs', 'a', 'b', '--out', 'a.png'], 'one training'),
         (['--figure', 'accuracy', '--runs', 'x', '--out', 'a.pdf'], 'must end in .png or .svg'),
+        (
+            ['a.py', 'a.pth', '--figure', 'content', '--image', '3', '--images', 'x', '--out', 'a.png'],
+            '--images: not allowed with argument --image',
+        ),
         (['a.py', 'a.pth', '--figure', 'content', '--num-images', '0', '--out', 'a.png'], '--num-images 0 must be at'),
     ],
 )
@@ -195,7 +199,10 @@ def test_wrong_options_of_the_tool(tool, capsys, options, message):
     'options, message',
     [
         (['quadratic.py', 'quadratic.pth', '--figure', 'content'], '--figure probabilities draws it'),
-        (['quadratic.py', 'quadratic.pth', '--figure', 'probabilities', '--query', '8', '0'], 'row from 0 to 7'),
+        (
+            ['quadratic.py', 'quadratic.pth', '--figure', 'probabilities', '--query', '8', '0'],
+            r'blocks.0.attn has rows from 0 to 7',
+        ),
         (['learned_content.py', 'learned_content.pth', '--figure', 'content', '--image', '400'], 'below 364'),
         (['learned_content.py', 'learned_content.pth', '--figure', 'content', '--size', '4', '4'], '--size is for'),
         (

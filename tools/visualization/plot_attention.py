@@ -75,8 +75,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--zoom', type=int, default=7, help='rows and columns around the query, for probabilities (default: 7)'
     )
-    parser.add_argument('--image', help='one image in place of the mean: a file, or a number in the test set')
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument('--image', help='one image in place of the mean: a file, or a number in the test set')
+    which.add_argument(
         '--images',
         metavar='FOLDER',
         help='images for the mean, with subfolders (default: the test dataset of the config)',
@@ -147,10 +148,17 @@ def draw_model(args: argparse.Namespace):
         check_unused(args, 'images', 'is for attention that depends on images')
         sizes = dict.fromkeys(layers, tuple(args.size or loaded.grid))
     query = args.query and tuple(args.query)
+    names = of_images if args.figure == 'content' else list(layers)
+    for name in names:
+        height, width = sizes[name]
+        if query is not None and not (0 <= query[0] < height and 0 <= query[1] < width):
+            raise ValueError(
+                f'--query {query[0]} {query[1]} must be in the grid of each layer: that of {name} has rows from 0 to '
+                f'{height - 1} and columns from 0 to {width - 1}'
+            )
     probs = {name: by_content[name] for name in of_images}
     if args.figure == 'centers':
         return plot_attention_centers(model, sizes, query=query, probs=probs, numbers=loaded.head_numbers)
-    names = of_images if args.figure == 'content' else layers
     maps = {name: query_maps(layers[name], sizes[name], query, probs.get(name)) for name in names}
     queries = {name: query_of(layers[name], sizes[name], query)[1] for name in names}
     if args.figure == 'probabilities':
