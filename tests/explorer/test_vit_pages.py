@@ -243,7 +243,7 @@ def test_errors():
         page_of(model, images, max_bytes=20_000)
     with torch.no_grad():
         model.blocks[1].attn.qkv.weight.fill_(float('nan'))
-    with pytest.raises(ValueError, match='blocks.1.attn do not add up to 1'):
+    with pytest.raises(ValueError, match='blocks.1.attn are not finite'):
         page_of(model, images)
 
 
