@@ -91,6 +91,7 @@ def mhsa_to_conv(
     Examples:
         A convolution that became attention comes back:
 
+        >>> from torch import nn
         >>> from attncnn_plugin.convert import conv_to_mhsa
         >>> conv = nn.Conv2d(3, 8, kernel_size=3, padding=1)
         >>> attention, _ = conv_to_mhsa(conv)

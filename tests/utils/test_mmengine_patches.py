@@ -156,6 +156,7 @@ def test_another_plugin_that_does_the_same(tmp_path, monkeypatch):
     package = Path(mmengine_patches.__file__).parent
     (tmp_path / 'other_plugin').mkdir()
     shutil.copytree(package, tmp_path / 'other_plugin/utils')
+    shutil.copytree(package.parent / 'weights', tmp_path / 'other_plugin/weights')
     (tmp_path / 'other_plugin/__init__.py').touch()
     monkeypatch.syspath_prepend(tmp_path)
     other = importlib.import_module('other_plugin.utils.mmengine_patches')
