@@ -30,6 +30,7 @@ def start_absolute(
     alpha: float,
     size: Size,
     embedding: str,
+    scale_values: bool,
     generator: torch.Generator,
 ) -> List[Any]:
     """Sets the embedding now, and queries and keys of each layer when it gets its tokens.
@@ -41,6 +42,7 @@ def start_absolute(
         alpha (float): α.
         size (tuple[int, int]): Of the grid of patches.
         embedding (str): What the other channels of the embedding hold: ``'sine-cosine'``, or their ``'own'``.
+        scale_values (bool): Whether values make up for content that the position makes smaller.
         generator (torch.Generator): Draws the channels that hold the position.
 
     Returns:
@@ -67,7 +69,7 @@ def start_absolute(
         prefix[-1] = channels.norm  # only prefix tokens are there
     channels.hold(held, prefix)
     of_functions = torch.linalg.pinv(held) @ functions  # held @ of_functions = functions
-    return [
+    return channels.keep_content(attentions, scale_values) + [
         attention.module.register_forward_pre_hook(
             partial(_set_heads, attention, shifts, alpha, channels, held, of_functions)
         )

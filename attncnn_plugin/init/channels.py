@@ -5,19 +5,25 @@ U of the tokens' space, all orthogonal to the ones, so that LayerNorm's mean is 
 the wanted functions p of the position k times LayerNorm's factor of the token, g = 1/σ. Content changes g alone. So U
 is taken out of the outputs of the patch embedding, of attention and of the MLP. They stay random maps to the other
 directions, and training may use those of U again.
+
+With the position in the tokens LayerNorm makes their content smaller, by √(1 − s) where s is the position's share of
+the squares. So values and MLPs read the content alone, 1/√(1 − s) times as strongly: W(I − UUᵀ)/√(1 − s). They begin as
+without the position.
 """
 
 import math
-from typing import Any, List
+from functools import partial
+from typing import Any, List, Tuple
 
 import torch
 from torch import Tensor
 
-from .parts import PREFIX_PARAMETERS, Attention, patch_convolutions, position_embedding, writers
+from .parts import PREFIX_PARAMETERS, Attention, mlp_readers, patch_convolutions, position_embedding, writers
 
 # Root mean square of the position functions over all channels of a token. That of the content is about 0.6 after a
-# default patch embedding of images of deviation 1.
-AMPLITUDE = 1.0
+# default patch embedding of images of deviation 1. The larger it is, the smaller are the weights that read it, and the
+# less do steps of Adam, which are as large for all weights, change the heads.
+AMPLITUDE = 2.0
 
 
 class PositionChannels:
@@ -68,6 +74,25 @@ class PositionChannels:
     def read(self, tokens: Tensor) -> Tensor:
         """Uᵀ of tokens ``(…, D)``: ``(…, number)``, float64."""
         return tokens.double() @ self.directions
+
+    def keep_content(self, attentions: List[Attention], values: bool) -> List[Any]:
+        """Lets what reads the tokens read their content as strongly as without the position, when it gets them.
+
+        Args:
+            attentions (list[Attention]): All attention of the network.
+            values (bool): Whether values do too, not the MLPs alone.
+
+        Returns:
+            list: Handles of hooks, to be removed after a forward pass.
+        """
+        read = [(module, module.weight.data) for attention in attentions for module in mlp_readers(attention)]
+        if values:
+            read += [(attention.module, attention.weight('v')) for attention in attentions]
+        return [module.register_forward_pre_hook(partial(self._keep_content, weight)) for module, weight in read]
+
+    def _keep_content(self, weight: Tensor, module: Any, args: Tuple[Tensor, ...]) -> None:
+        share = self.read(args[0]).square().sum() / args[0].double().square().sum()  # s
+        weight.copy_(self.cleared(weight) / (1 - share).sqrt())
 
     def hold(self, patches: Tensor, prefix: Tensor) -> None:
         """Puts functions of the position into the embedding of patches, and constants into the prefix tokens.

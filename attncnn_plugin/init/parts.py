@@ -163,6 +163,16 @@ def writers(network: Any, attentions: List[Attention]) -> List[Any]:
     return found
 
 
+def mlp_readers(attention: Attention) -> List[nn.Linear]:
+    """The linear maps in the block of an attention that read the tokens beside it: the MLP's first ones."""
+    of_attention = set(attention.module.modules())
+    width = attention.weight('q').shape[-1]
+    mlp = [
+        module for module in attention.block.modules() if isinstance(module, nn.Linear) and module not in of_attention
+    ]
+    return [module for module in mlp[:-1] if module.in_features == width]
+
+
 def position_embedding(network: Any, patches: int) -> Tensor:
     """The embedding of absolute positions, a view, ``(N, D)``: of the patches, or of prefix tokens and the patches.
 

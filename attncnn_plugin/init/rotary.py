@@ -29,6 +29,7 @@ def start_rotary(
     chosen: List[Tuple[Attention, Tensor]],
     alpha: float,
     size: Size,
+    scale_values: bool,
     generator: torch.Generator,
 ) -> List[Any]:
     """Puts a constant into the tokens now, and sets queries and keys of each layer when it gets them.
@@ -43,7 +44,10 @@ def start_rotary(
         angles = rotation_angles(network, attentions.index(attention), attention, size)
         queries, keys = constant_queries_and_keys(angles, shifts.to(angles), alpha, size, peak)
         setters.append(partial(_set_heads, attention, queries, keys, channels, size[0] * size[1]))
-    return [attention.module.register_forward_pre_hook(setter) for (attention, _), setter in zip(chosen, setters)]
+    handles = channels.keep_content(attentions, scale_values)
+    return handles + [
+        attention.module.register_forward_pre_hook(setter) for (attention, _), setter in zip(chosen, setters)
+    ]
 
 
 def rotation_angles(network: Any, layer: int, attention: Attention, size: Size) -> Tensor:

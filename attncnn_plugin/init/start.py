@@ -137,7 +137,8 @@ def _start(
     for layer in chosen:
         set_values(layer.attention, values, layer.shifts if wants_shifts else None, generator)
     if method == 'gaussian':
-        _start_gaussian(network, attentions, chosen, alpha, embedding, images, generator)
+        scale_values = values in ('default', 'mimetic')  # not those that are given
+        _start_gaussian(network, attentions, chosen, alpha, embedding, scale_values, images, generator)
     elif method == 'impulse':
         start_impulse(network, [(x.attention, x.shifts) for x in chosen], chosen[0].grid, generator)
     else:
@@ -239,6 +240,7 @@ def _start_gaussian(
     layers: List[_Layer],
     alpha: float,
     embedding: str,
+    scale_values: bool,
     images: Tensor,
     generator: torch.Generator,
 ) -> None:
@@ -252,9 +254,9 @@ def _start_gaussian(
     chosen, size = [(layer.attention, layer.shifts) for layer in others], others[0].grid
     with evaluating(network):
         if others[0].encoding == 'rotary':
-            handles = start_rotary(network, attentions, chosen, alpha, size, generator)
+            handles = start_rotary(network, attentions, chosen, alpha, size, scale_values, generator)
         else:
-            handles = start_absolute(network, attentions, chosen, alpha, size, embedding, generator)
+            handles = start_absolute(network, attentions, chosen, alpha, size, embedding, scale_values, generator)
         try:
             network(images)
         finally:

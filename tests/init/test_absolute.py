@@ -135,12 +135,38 @@ def test_what_the_other_channels_hold(embedding):
     assert torch.linalg.matrix_rank(patches, rtol=1e-9) == 32 - 6
 
 
+@torch.no_grad()
+def test_content_is_read_as_without_the_position():
+    """Values and MLPs of LayerNorm(content + position) are in the mean those of LayerNorm(content) before."""
+    model, found = small_vit(size=(6, 5), class_token=False, global_pool='avg'), []
+    before = [(block.attn.qkv.weight.chunk(3)[2].clone(), block.mlp.fc1.weight.clone()) for block in model.blocks]
+    init_as_convolution(model)
+    writers = [module.weight for block in model.blocks for module in (block.attn.proj, block.mlp.fc2)]
+    writers = torch.cat([*writers, model.patch_embed.proj.weight.flatten(1)], 1).double()
+    left, singular, _ = torch.linalg.svd(writers)
+    held = left[:, singular < 1e-5 * singular[0]]  # directions into which nothing else writes
+    assert held.shape[1] == 5
+    for block in model.blocks:
+        for norm in (block.norm1, block.norm2):
+            norm.register_forward_hook(lambda module, args, output: found.append((args[0].double(), output.double())))
+    model(random_images(model))
+    for layer, (block, weights) in enumerate(zip(model.blocks, before)):
+        for number, weight in enumerate((block.attn.qkv.weight.chunk(3)[2], block.mlp.fc1.weight)):
+            x, normalized = found[2 * layer + number]
+            content = nn.functional.layer_norm(x - x @ held @ held.T, x.shape[-1:])
+            wanted = content @ weights[number].double().T
+            own = normalized @ weight.double().T
+            assert (own * wanted).sum() / wanted.square().sum() == pytest.approx(1, abs=0.05)
+            assert nn.functional.cosine_similarity(own, wanted, dim=-1).min() > 0.9999
+
+
 def test_a_part_of_the_layers():
+    """Queries and keys of the others stay; values make up for the position in the tokens of all."""
     model = small_vit()
-    before = [block.attn.qkv.weight.clone() for block in model.blocks]
+    before = [block.attn.qkv.weight.chunk(3)[0].clone() for block in model.blocks]
     report = init_as_convolution(model, layers='blocks.[12].attn')
     assert [layer.name for layer in report.layers] == ['blocks.1.attn', 'blocks.2.attn']
-    changed = [not torch.equal(block.attn.qkv.weight, old) for block, old in zip(model.blocks, before)]
+    changed = [not torch.equal(block.attn.qkv.weight.chunk(3)[0], old) for block, old in zip(model.blocks, before)]
     assert changed == [False, True, True]
     assert max(head.total_variation for layer in report.layers for head in layer.heads) < 0.1
 
