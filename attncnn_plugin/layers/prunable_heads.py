@@ -114,7 +114,7 @@ class PrunableHeads(Restructurable, AttentionLayer):
         return self.num_heads
 
     def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
-        """The number of heads in a state dict."""
+        """The number of heads in a state dict; None where it has not all that there is of them: the rest would be 0."""
         counts = {}
         for name, (dim, entries) in self.head_parameters().items():
             loaded, own = state_dict.get(prefix + name), self.get_parameter(name)
@@ -138,7 +138,7 @@ class PrunableHeads(Restructurable, AttentionLayer):
             )
         if counts and max(counts.values()) > self.built_heads:
             raise too_many_heads(prefix, max(counts.values()), self.built_heads)
-        return next(iter(counts.values()), None)
+        return next(iter(counts.values()), None) if len(counts) == len(self.head_parameters()) else None
 
     @torch.no_grad()
     def take_structure(self, structure: Any) -> None:

@@ -263,6 +263,16 @@ def test_what_cannot_be_loaded(other, message):
         small_timm('sa_quadratic_cifar').load_state_dict(small_timm('sa_quadratic_cifar', **other).state_dict())
 
 
+def test_a_state_dict_without_some_of_the_parameters():
+    """Heads follow where all that there is of them is there; else the rest would be 0."""
+    model, pruned = small_timm('sa_quadratic_cifar'), small_timm('sa_quadratic_cifar')
+    pruned.prune_heads({0: [1]})
+    before, name = copy.deepcopy(model.state_dict()), 'blocks.0.attn.encoding.center'
+    with pytest.raises(RuntimeError, match='size mismatch'):
+        model.load_state_dict({name: pruned.state_dict()[name]}, strict=False)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
 def test_damaged_state_dicts():
     state = small_timm('sa_quadratic_cifar').state_dict()
     state['blocks.0.attn.encoding.center'] = state['blocks.0.attn.encoding.center'][:2]
