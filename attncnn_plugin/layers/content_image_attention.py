@@ -157,7 +157,7 @@ class ContentImageAttention(ImageAttention):
             bias = self._with_null_key(bias, x.shape[2:])
             content = None if content is None else self._with_null_key(content, x.shape[2:])
         query, key = self._heads(self.query(queries)), self._heads(self.key(tokens))
-        some = self._at_once(x, bias.numel())
+        some = self._at_once(x, bias)
         if some is None:
             heads = self._attend(query, key, tokens, bias, content)
         else:
@@ -189,7 +189,7 @@ class ContentImageAttention(ImageAttention):
         seen = _all_axes([tiles.seen(x.device) for tiles in axes])
         seen = seen | ~seen.any(-1, keepdim=True)  # queries that fill up the last tile see all: no 0/0
         hidden = ~seen[:, None]  # (tiles, 1, t, keys)
-        some = self._at_once(x, len(x) * bias.numel()) or len(hidden)
+        some = self._at_once(x, bias, of_all_images=True) or len(hidden)
         query, key = self._heads(self.query(queries)), self._heads(keys)
         heads = [
             self._attend(*parts, *self._masked(bias, outside))
@@ -200,10 +200,11 @@ class ContentImageAttention(ImageAttention):
         return join_tiles(self._joined(torch.cat(heads, dim=1)).transpose(-2, -1), axes)
 
     @staticmethod
-    def _at_once(x: Tensor, scores: int) -> Optional[int]:
-        """How many parts with so many scores each are computed at a time; None for all, as in what is compiled."""
+    def _at_once(x: Tensor, bias: Tensor, of_all_images: bool = False) -> Optional[int]:
+        """How many parts, with scores for each bias, are computed at a time; None for all, as in what is compiled."""
         if x.device.type != 'cpu' or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return None
+        scores = bias.numel() * (len(x) if of_all_images else 1)  # len(x) would fix the batch of an exported program
         return max(1, SCORES_AT_ONCE // (scores + 1))
 
     def _masked(self, bias: Tensor, hidden: Tensor) -> Tuple[Tensor, Optional[Tensor]]:
