@@ -6,6 +6,7 @@ import pickle
 import pytest
 import timm
 import torch
+from helpers.starts import NAMES
 from helpers.vits import OF_MMPRETRAIN, OF_TIMM, SIZE, output_of, small_vit
 from torch import nn
 
@@ -287,18 +288,7 @@ def test_rotations_are_those_of_timm(half):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    'name',
-    [
-        'vit_tiny_patch16_224',
-        'deit_tiny_patch16_224',
-        'vit_relpos_small_patch16_224',
-        'beit_base_patch16_224',
-        'swin_tiny_patch4_window7_224',
-        'eva02_tiny_patch14_224',
-        'vit_small_patch16_dinov3',
-    ],
-)
+@pytest.mark.parametrize('name', NAMES)
 def test_whole_models_of_timm(name):
     """Pruned, trained a step, saved and loaded, as they are."""
     model = timm.create_model(name, num_classes=5)

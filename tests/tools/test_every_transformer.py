@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip('matplotlib')
 from helpers.explorer_pages import page_of, unpack
+from helpers.starts import NAMES
 from helpers.vits import OF_MMPRETRAIN, OF_TIMM, new_vit, output_of, small_vit
 
 from attncnn_plugin.analysis import (
@@ -26,18 +27,7 @@ from attncnn_plugin.visualization import (
 
 MODELS = [*OF_TIMM, *OF_MMPRETRAIN]
 FULL_SIZE = {
-    **dict.fromkeys(
-        [
-            'vit_tiny_patch16_224',
-            'deit_tiny_patch16_224',
-            'vit_relpos_small_patch16_224',
-            'beit_base_patch16_224',
-            'swin_tiny_patch4_window7_224',
-            'eva02_tiny_patch14_224',
-            'vit_small_patch16_dinov3',
-        ],
-        dict(img_size=224),
-    ),
+    **dict.fromkeys(NAMES, dict(img_size=224)),
     'VisionTransformer': dict(arch='deit-tiny'),
     'BEiTViT': dict(arch='base'),
     'SwinTransformer': dict(arch='tiny'),

@@ -78,6 +78,8 @@ class AtomicCheckpointHook(CheckpointHook):
             path = self.file_backend.join_path(self.out_dir, self.filename_tmpl.format(oldest))
             if self.file_backend.isfile(path):
                 self.file_backend.remove(path)
+            elif self.file_backend.isdir(path):  # of DeepSpeed
+                self.file_backend.rmtree(path)
 
 
 def _shapes(state_dict: dict) -> Dict[str, Tuple[int, ...]]:
