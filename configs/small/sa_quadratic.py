@@ -4,3 +4,5 @@ _base_ = [
     './_base_/schedule.py',
     './_base_/runtime.py',
 ]
+
+default_hooks = dict(heads=dict(type='AttentionVisualizationHook'))  # the centres by epoch, and pictures
