@@ -1,11 +1,18 @@
 """Gaussian heads of absolute position embeddings.
 
-−α‖k − q − Δ‖² = [1, q₁, q₂, ‖q‖²] M [1, k₁, k₂, ‖k‖²]ᵀ with a matrix M of rank 4 (C20, eq. 9, multiplied out). It has
-rank 3 up to a constant of the query, but then the score of the key that a head looks at is a large number that
-LayerNorm's factor of the key multiplies. As it stands the largest score is 0 whatever that factor is, and content
-changes the width α alone.
+Tokens hold a constant and waves of their position, cos(ω_f k) and sin(ω_f k) of row and column. A score is a product of
+such functions of the query and of the key,
+
+    Σ_f a_f (cos(ω_f (k − q − Δ)) − 1), summed over the two axes,
+
+whose softmax is nearly that of −α‖k − q − Δ‖² (C20, eq. 9; :mod:`~attncnn_plugin.init.waves`). As it stands the largest
+score is 0: else LayerNorm's factor of a key would multiply a large number, and content would move the centre.
+
+The parabola itself is a product too, of [1, q₁, q₂, ‖q‖²] and [1, k₁, k₂, ‖k‖²]. But its queries and keys would have to
+be several times as large, and steps of Adam, which are as large for all weights, would soon lead such heads away.
 """
 
+import math
 from functools import partial
 from typing import Any, List, Tuple
 
@@ -17,10 +24,9 @@ from .channels import PositionChannels
 from .embeddings import sine_cosine_embedding
 from .parts import Attention, position_embedding
 from .shifts import Size, log_share_of_peak
+from .waves import frequencies, nearest_waves, number_of_waves, wave_matrix
 
-RANK = 4
-# How much of the embedding each function has: a constant, row and column, squared distance from the centre.
-WEIGHTS = (0.5, 1.0, 1.0, 0.5)
+FEWEST = 5  # functions of the position: a constant, and a cosine and a sine of each axis
 
 
 def start_absolute(
@@ -51,91 +57,91 @@ def start_absolute(
     Raises:
         ValueError: Heads or tokens are too narrow.
     """
-    for attention, _ in chosen:
-        if attention.head_dim < RANK:
-            raise ValueError(
-                f'the heads of {attention.name} have {attention.head_dim} channels: a Gaussian head of absolute '
-                f'positions needs {RANK}'
-            )
+    narrowest = min((attention for attention, _ in chosen), key=lambda attention: attention.head_dim)
+    if narrowest.head_dim < FEWEST:
+        raise ValueError(
+            f'the heads of {narrowest.name} have {narrowest.head_dim} channels: a Gaussian head of absolute '
+            f'positions needs {FEWEST}'
+        )
     patches = size[0] * size[1]
     if embedding == 'sine-cosine':
         rows = position_embedding(network, patches)
         rows[-patches:] = sine_cosine_embedding(size, rows.shape[1]).to(rows)
     has_prefix = num_prefix_tokens(network) > 0
-    channels = PositionChannels(network, attentions, 5 + has_prefix, generator)
-    held, functions = _held(size, channels, has_prefix)
+    omega = _frequencies(size, chosen, narrowest)
+    functions = _functions(size, omega)
+    number = functions.shape[1]
+    channels = PositionChannels(network, attentions, number + has_prefix, generator)
+    functions = functions.to(channels.directions)
+    scale = channels.norm / functions.norm(dim=1)[0]  # cos² + sin² = 1: the norm is the same everywhere
+    held = torch.nn.functional.pad(scale * functions, (0, int(has_prefix)))
     prefix = torch.zeros_like(held[0])
     if has_prefix:
         prefix[-1] = channels.norm  # only prefix tokens are there
     channels.hold(held, prefix)
-    of_functions = torch.linalg.pinv(held) @ functions  # held @ of_functions = functions
+    log_share = log_share_of_peak(alpha, patches)
     return channels.keep_content(attentions, scale_values) + [
         attention.module.register_forward_pre_hook(
-            partial(_set_heads, attention, shifts, alpha, channels, held, of_functions)
+            partial(_set_heads, attention, score_matrices(shifts, alpha, size, omega), channels, held, log_share)
         )
         for attention, shifts in chosen
     ]
 
 
-def _held(size: Size, channels: PositionChannels, has_prefix: bool) -> Tuple[Tensor, Tensor]:
-    """What the channels hold, ``(patches, channels)``, of the same norm everywhere, and [1, k₁, k₂, ‖k‖²]."""
-    grid = torch.cartesian_prod(*(torch.arange(n, dtype=torch.float64) - (n - 1) / 2 for n in size))
-    grid = grid.to(channels.directions.device)
-    squares = grid.square().sum(1)
-    functions = torch.stack([torch.ones_like(squares), *grid.T, squares], 1)
-    held = torch.stack([torch.ones_like(squares), *grid.T, squares - squares.mean()], 1)
-    scale = held.square().mean(0).sqrt()
-    held = held / scale.where(scale > 0, 1) * torch.tensor(WEIGHTS, dtype=held.dtype, device=held.device)
-    rest = (held.square().sum(1).amax() - held.square().sum(1)).clamp(min=0).sqrt()  # makes the norm constant
-    held = torch.cat([held, rest[:, None]], 1)
-    held = channels.norm * held / held.norm(dim=1, keepdim=True)
-    return torch.nn.functional.pad(held, (0, int(has_prefix))), functions
+def _frequencies(size: Size, chosen: List[Tuple[Attention, Tensor]], narrowest: Attention) -> List[Tensor]:
+    """ω of each axis, as many as a grid of this size needs, and no more than heads and tokens have room for."""
+    largest = torch.cat([shifts for _, shifts in chosen]).abs().amax(0).tolist()
+    reaches = [max(1, math.ceil(length - 1 + shift)) for length, shift in zip(size, largest)]
+    numbers = [number_of_waves(reach) if length > 1 else 0 for reach, length in zip(reaches, size)]
+    room = min(narrowest.head_dim, narrowest.weight('q').shape[-1] // 2 - 1)
+    while 1 + 2 * sum(numbers) > max(room, FEWEST):
+        numbers[numbers.index(max(numbers))] -= 1
+    return [frequencies(reach, number) for reach, number in zip(reaches, numbers)]
+
+
+def _functions(size: Size, omega: List[Tensor]) -> Tensor:
+    """[1, cos ωk₁, sin ωk₁, …, cos ωk₂, sin ωk₂, …] of each patch k, ``(patches, 1 + 2F)``, F waves on both axes."""
+    grid = torch.cartesian_prod(*(torch.arange(n, dtype=torch.float64) for n in size))  # (patches, 2)
+    angles = torch.cat([position[:, None] * own for position, own in zip(grid.T, omega)], 1)  # (patches, F)
+    waves = torch.stack([angles.cos(), angles.sin()], -1).flatten(1)
+    return torch.nn.functional.pad(waves, (1, 0), value=1.0)
+
+
+def score_matrices(shifts: Tensor, alpha: float, size: Size, omega: List[Tensor]) -> Tensor:
+    """M of each head: the scores are functions(q) M functions(k)ᵀ, ``(N_h, 1 + 2F, 1 + 2F)``, float64."""
+    matrices = []
+    for shift in shifts.tolist():
+        axes = [nearest_waves(alpha, *axis) for axis in zip(shift, size, omega)]
+        peak = sum(a.sum() for a in axes)
+        blocks = [wave_matrix(*axis) for axis in zip(axes, omega, shift)]
+        matrices.append(torch.block_diag(-peak, *blocks))
+    return torch.stack(matrices)
 
 
 def _set_heads(
     attention: Attention,
-    shifts: Tensor,
-    alpha: float,
+    matrices: Tensor,
     channels: PositionChannels,
     held: Tensor,
-    of_functions: Tensor,
+    log_share: float,
     module: Any,
     args: Tuple[Tensor, ...],
 ) -> None:
     """Queries and keys of a layer for the tokens that it gets, ``(B, N, D)``."""
     read = channels.read(args[0])
-    prefix = read.shape[1] - len(held)
+    prefix, rank = read.shape[1] - len(held), matrices.shape[-1]
+    scale = held[0, 0]  # of the functions in what is held: the first one is 1
     # LayerNorm's factor g, mean over the patches of all images.
     factor = (read[:, prefix:] * held).sum(-1).mean() / held.square().sum(-1).mean()
-    matrices = of_functions @ gaussian_matrices(shifts.to(read), alpha) @ of_functions.T  # of what the channels hold
+    of_held = read.new_zeros(len(matrices), read.shape[-1], read.shape[-1])
+    of_held[:, :rank, :rank] = matrices.to(read) / scale**2
     if prefix:
         factor_of_prefix = read[:, :prefix, -1].mean() / channels.norm
-        log_share = log_share_of_peak(alpha, len(held))
-        matrices[:, :, -1] = -log_share * of_functions[:, 0] / channels.norm * factor / factor_of_prefix
-    head_dim = attention.head_dim
-    matrices = matrices * head_dim**0.5 / factor**2
-    left, values, right = torch.linalg.svd(matrices)
-    roots = values[:, :RANK, None].sqrt()
+        of_held[:, 0, -1] = -log_share / (scale * channels.norm) * factor / factor_of_prefix
+    left, values, right = torch.linalg.svd(of_held * attention.head_dim**0.5 / factor**2)
+    roots = values[:, :rank, None].sqrt()
     queries = torch.zeros_like(attention.weight('q'))  # content begins at 0 and learns, since keys are not 0
     keys = attention.weight('k').clone()
-    queries[:, :RANK] = (roots * left.mT[:, :RANK] @ channels.directions.T).to(queries)
-    keys[:, :RANK] = (roots * right[:, :RANK] @ channels.directions.T).to(keys)
+    queries[:, :rank] = (roots * left.mT[:, :rank] @ channels.directions.T).to(queries)
+    keys[:, :rank] = (roots * right[:, :rank] @ channels.directions.T).to(keys)
     attention.set_queries_and_keys(queries, keys)
-
-
-def gaussian_matrices(shifts: Tensor, alpha: float) -> Tensor:
-    """M of each head: [1, q₁, q₂, ‖q‖²] M [1, k₁, k₂, ‖k‖²]ᵀ = −α‖k − q − Δ‖², ``(N_h, 4, 4)``.
-
-    Examples:
-        >>> M = gaussian_matrices(torch.tensor([[0.0, 1.0]]), 2.0)[0]
-        >>> query, key = torch.tensor([1.0, 3, 4, 25]), torch.tensor([1.0, 3, 6, 45])  # at (3, 4) and (3, 6)
-        >>> (query @ M @ key).item()
-        -2.0
-    """
-    matrices = shifts.new_zeros(len(shifts), 4, 4)
-    matrices[:, 0, 0] = -shifts.square().sum(1)
-    matrices[:, 0, 1:3] = 2 * shifts
-    matrices[:, 1:3, 0] = -2 * shifts
-    matrices[:, 1, 1] = matrices[:, 2, 2] = 2
-    matrices[:, 0, 3] = matrices[:, 3, 0] = -1
-    return alpha * matrices

@@ -60,7 +60,7 @@ def test_small_ones(name):
         ('vit_tiny_patch16_224', dict(depth=1, qk_norm=True), 'it normalizes queries and keys'),
         ('vit_tiny_patch16_224', dict(depth=1, pos_embed='none'), 'blocks.0.attn .* has no position encoding'),
         ('vit_tiny_patch16_224', dict(depth=1, embed_dim=16, num_heads=8), 'heads of blocks.0.attn have 2 channels'),
-        ('vit_tiny_patch16_224', dict(depth=1, embed_dim=8, num_heads=2), 'tokens of 8 channels are too narrow'),
+        ('vit_tiny_patch16_224', dict(depth=1, embed_dim=10, num_heads=2), 'tokens of 10 channels are too narrow'),
         ('vit_small_patch16_18x2_224', dict(depth=1), 'blocks.0.attns.0.attn has no MLP beside it in its Sequential'),
     ],
 )
