@@ -18,6 +18,7 @@ import os
 import re
 import signal
 import sys
+import warnings
 from pathlib import Path
 from typing import Dict, List, Sequence
 
@@ -188,4 +189,5 @@ def main() -> None:
 
 if __name__ == '__main__':
     MMLogger.get_instance('mmengine', log_level='ERROR')  # its progress alone
+    warnings.filterwarnings('ignore', 'pkg_resources is deprecated')  # mmengine imports it again for every config
     main()

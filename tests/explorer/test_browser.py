@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers.browser import Browser, missing_programs
 from helpers.explorer_pages import (
     HYBRID_SIZE,
     content_model,
@@ -38,14 +37,6 @@ pytestmark = pytest.mark.slow
 EXPECTED = dict(both=attention_probs_of, content=content_only_probs_of, position=position_only_probs_of)
 
 
-@pytest.fixture(scope='module')
-def browser(tmp_path_factory):
-    if missing_programs():
-        pytest.skip(f'{" and ".join(missing_programs())} not installed: apt-get install chromium chromium-driver')
-    with Browser(tmp_path_factory.mktemp('browser')) as browser:
-        yield browser
-
-
 TALL = dict(size=12, width=20)  # 6x10 tokens
 PAGES = dict(
     quadratic=(quadratic_model, TALL),
@@ -70,15 +61,6 @@ def pages(tmp_path_factory):
         (folder / f'{name}.html').write_text(page_of(model, images), encoding='utf-8')
         pages[name] = model, images, folder / f'{name}.html'
     return pages
-
-
-@pytest.fixture
-def phone(browser):
-    browser.command('Emulation.setDeviceMetricsOverride', dict(width=360, height=740, deviceScaleFactor=2, mobile=True))
-    browser.command('Emulation.setTouchEmulationEnabled', dict(enabled=True))
-    yield browser
-    browser.command('Emulation.clearDeviceMetricsOverride', {})
-    browser.command('Emulation.setTouchEmulationEnabled', dict(enabled=False))
 
 
 @pytest.mark.parametrize('name', PAGES)
