@@ -54,7 +54,8 @@ def measure(network: Any, images: Tensor, wanted: List[Tuple[Attention, Size, Te
             expected = expected.masked_fill(mask[:, None] < 0, -torch.inf)
         variation = (own - expected.softmax(-1)).abs().sum(-1) / 2
         heads = variation.transpose(-2, 0).flatten(1).mean(1)
-        found[name] = heads, max(0.0, float(1 - total.mean()))
+        share = max(0.0, float(1 - total.mean())) if probs.shape[-1] > patches else 0.0  # and no rounding error
+        found[name] = heads, share
 
     with evaluating(network), ExitStack() as stack:
         for attention, size, scores in wanted:

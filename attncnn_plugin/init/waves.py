@@ -47,7 +47,7 @@ def nearest_waves(alpha: float, shift: float, length: int, omega: Tensor) -> Ten
         >>> a = nearest_waves(2.0, 1.0, 8, omega)
         >>> k = torch.arange(8.0).double()
         >>> (torch.cos((k[:, None] - 3 - 1) * omega) @ a).softmax(0)[3:6]  # of the query 3
-        tensor([0.1074, 0.7850, 0.1074], dtype=torch.float64)
+        tensor([0.1048, 0.7891, 0.1048], dtype=torch.float64)
         >>> (-2 * (k - 3 - 1) ** 2).softmax(0)[3:6]
         tensor([0.1065, 0.7866, 0.1065], dtype=torch.float64)
     """
