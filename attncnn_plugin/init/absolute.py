@@ -70,8 +70,7 @@ def start_absolute(
     has_prefix = num_prefix_tokens(network) > 0
     omega = _frequencies(size, chosen, narrowest)
     functions = _functions(size, omega)
-    number = functions.shape[1]
-    channels = PositionChannels(network, attentions, number + has_prefix, generator)
+    channels = PositionChannels(network, attentions, functions.shape[1] + has_prefix, generator)
     functions = functions.to(channels.directions)
     scale = channels.norm / functions.norm(dim=1)[0]  # cos² + sin² = 1: the norm is the same everywhere
     held = torch.nn.functional.pad(scale * functions, (0, int(has_prefix)))
