@@ -44,6 +44,16 @@ def test_heads_are_gaussian(size, tokens, kernel_size, alpha, seed):
         assert share == pytest.approx(layer.prefix_share, abs=1e-6)
 
 
+@given(
+    st.tuples(st.integers(3, 9), st.integers(3, 9)), st.sampled_from([1, 3, 5]), st.floats(0.3, 5), st.integers(0, 99)
+)
+def test_heads_of_eight_channels(size, kernel_size, alpha, seed):
+    """They have room for three waves."""
+    torch.manual_seed(seed)
+    report = init_as_convolution(small_vit(size=size, num_heads=4, depth=1), kernel_size, alpha=alpha, seed=seed)
+    assert max(head.total_variation for head in report.layers[0].heads) < 0.1
+
+
 @given(st.tuples(st.integers(5, 9), st.integers(5, 9)), st.floats(1, 3), st.integers(0, 99))
 def test_heads_of_few_channels(size, alpha, seed):
     """Eight have room for three waves, five for two."""
