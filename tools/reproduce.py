@@ -56,6 +56,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--epochs', type=positive, help='of a training (default: those of the table)')
     parser.add_argument('--data', choices=DATA, help='default: cifar10, with --smoke the digits')
     parser.add_argument('--data-root', type=Path, help='folder of the images (default: data/cifar10 and the like)')
+    parser.add_argument('--data-name', metavar='WORDS', help='what the page calls the images, such as Flowers-102')
     parser.add_argument('--test-images', type=positive, help='how many are validated with (default: all)')
     parser.add_argument('--out', type=Path, help='folder of the results (default: work_dirs/reproduce/DATA)')
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
@@ -178,7 +179,7 @@ def main() -> None:
             failed = train(wanted, args.jobs, args.threads, lock, tell)
             results = [run.result for run in runs if run.result is not None]
             (args.out / f'{args.table}.json').write_text(json.dumps(results, indent=1))
-            print(write_page(args.out, args.table, table, runs, WORDS[args.data]))
+            print(write_page(args.out, args.table, table, runs, args.data_name or WORDS[args.data]))
     except BlockingIOError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:

@@ -250,6 +250,8 @@ def test_a_table(tool, tmp_path, monkeypatch):
     curve = start['curves']['accuracy/top1']
     assert [step for step, _ in curve] == [3] and curve[-1][1] == start['top1'] == 100 * round(start['top1']) / 100
 
+    assert tool('--seeds', 0, '--data-name', 'a few digits')[0] == []
+    assert 'Trained on a few digits: 20 images up to 2 epochs' in page_of(tmp_path)[0]
     assert tool('--seeds', 0)[0] == []
     text, rows = page_of(tmp_path)
     assert (

@@ -105,8 +105,8 @@ TABLES: Dict[str, Table] = {
         ),
     ),
     'L21-1': Table(
-        'Two phases and their rivals in little data',
-        'Whether a vision transformer that begins as a convolutional network learns more than its rivals (Li et al. '
+        'Two phases and their baselines in little data',
+        'Whether a vision transformer that begins as a convolutional network learns more than its baselines (Li et al. '
         '2021, Table 1), and the validation loss of attention that begins as a convolution or at random, with warm-up '
         'and without (Figure 2). All but the ViT have the augmentation and the regularization of DeiT.',
         {500: 100, 2000: 60, 10000: 30},
