@@ -12,6 +12,7 @@ page is OUT/TABLE.md, its figure OUT/TABLE.svg.
 """
 
 import argparse
+import copy
 import dataclasses
 import json
 import os
@@ -19,12 +20,15 @@ import re
 import signal
 import sys
 import warnings
+from functools import cache, partial
 from pathlib import Path
-from typing import Dict, List, Sequence
+from typing import Dict, List, Optional, Sequence
 
 import torch
-from mmengine.config import DictAction
+from mmengine.config import Config, DictAction
 from mmengine.logging import MMLogger
+from mmengine.registry import DefaultScope
+from mmpretrain.registry import DATASETS
 
 import attncnn_plugin  # noqa: F401
 
@@ -33,7 +37,7 @@ from reproduction.configs import DATA, network_config, set_data, set_epochs, set
 from reproduction.page import write_page  # noqa: E402
 from reproduction.results import step_seconds  # noqa: E402
 from reproduction.runs import Run, locked, train  # noqa: E402
-from reproduction.tables import TABLES, Table, smoke  # noqa: E402
+from reproduction.tables import TABLES, Row, Table, smoke  # noqa: E402
 
 WORDS = dict(cifar10='CIFAR-10', cifar100='CIFAR-100', folder='images of a folder', digits="scikit-learn's digits")
 SMOKE_TEST_IMAGES = 100
@@ -72,6 +76,8 @@ def parse_args() -> argparse.Namespace:
         parser.error(f'--smoke is for the digits, not for --data {args.data}')
     if args.data == 'digits' and args.data_root is not None:
         parser.error(f'--data-root {args.data_root} is for images in a folder: the digits come with scikit-learn')
+    if args.cfg_options.get('train_cfg.max_epochs') is not None:
+        parser.error('--cfg-options train_cfg.max_epochs leaves the schedules as they are: give --epochs')
     if args.smoke and args.test_images is None:
         args.test_images = SMOKE_TEST_IMAGES
     args.out = args.out or Path('work_dirs/reproduce') / (f'{args.data}_smoke' if args.smoke else args.data)
@@ -89,7 +95,36 @@ def table_of(args: argparse.Namespace) -> Table:
     if None in epochs.values():
         sys.exit(f'--images {args.images} needs --epochs: {args.table} has epochs for {list(table.epochs)} images')
     rows = [dataclasses.replace(row, seeds=tuple(sorted({*row.seeds, *(args.seeds or ())}))) for row in table.rows]
-    return dataclasses.replace(table, epochs=epochs, rows=tuple(rows))
+    return with_results(dataclasses.replace(table, epochs=epochs, rows=tuple(rows)), args.out)
+
+
+def with_results(table: Table, out: Path) -> Table:
+    """The table with the seeds of all its trainings that are done.
+
+    Raises:
+        ValueError: One of them has another number of epochs.
+    """
+    results = [json.loads(path.read_text()) for path in sorted(out.glob('runs/*/result.json'))]
+    rows = []
+    for row in table.rows:
+        seeds = set(row.seeds)
+        for result in results:
+            if result['label'] != row.label or result['images'] not in table.epochs:
+                continue
+            epochs = epochs_of(row, table.epochs[result['images']])
+            if result['epochs'] != epochs:
+                raise ValueError(
+                    f'{out} has a training of {row.label!r} with {result["images"]:,} images and {result["epochs"]} '
+                    f'epochs, not {epochs}, which is for another table: give another folder by --out'
+                )
+            seeds.add(result['seed'])
+        rows.append(dataclasses.replace(row, seeds=tuple(sorted(seeds))))
+    return dataclasses.replace(table, rows=tuple(rows))
+
+
+def epochs_of(row: Row, epochs: int) -> int:
+    """The epochs of a row in a table of so many."""
+    return max(round(row.share * epochs), 1)
 
 
 def runs_of(table: Table, args: argparse.Namespace) -> List[Run]:
@@ -100,20 +135,27 @@ def runs_of(table: Table, args: argparse.Namespace) -> List[Run]:
             for row in table.rows:
                 if seed not in row.seeds or row.images is not None and images not in row.images:
                     continue
-                start = runs[row.start, images, seed] if row.start else None
-                of_row = max(round(row.share * epochs), 1)
-                config = network_config(row.config, row.options)
-                set_data(config, args.data, args.data_root, args.test_images)
-                set_images(config, images, seed)
-                set_epochs(config, of_row, images)
-                if start:  # with other random numbers than those that it has seen
-                    config.randomness.seed += SEEDS_OF_STARTED
-                config.load_from = str(start.last_checkpoint) if start else None
-                config.merge_from_dict(args.cfg_options)
-                name = re.sub(r'\W+', '_', f'{row.label} {images} {of_row} {seed}')
-                folder = args.out / 'runs' / name
+                start = runs.get((row.start, images, seed)) if row.start else None
+                if row.start and start is None:
+                    continue  # of a seed that the row which it begins with does not have
+                of_row = epochs_of(row, epochs)
+                folder = args.out / 'runs' / re.sub(r'\W+', '_', f'{row.label} {images} {of_row} {seed}')
+                config = partial(run_config, row, images, of_row, seed, start, args)
                 runs[row.label, images, seed] = Run(folder, row.label, images, of_row, seed, config, start)
     return list(runs.values())
+
+
+def run_config(row: Row, images: int, epochs: int, seed: int, start: Optional[Run], args: argparse.Namespace) -> Config:
+    """The config of a training."""
+    config = network_config(row.config, row.options)
+    set_data(config, args.data, args.data_root, args.test_images)
+    set_images(config, images, seed)
+    set_epochs(config, epochs, images)
+    if start:  # with other random numbers than those that it has seen
+        config.randomness.seed += SEEDS_OF_STARTED
+    config.load_from = str(start.last_checkpoint) if start else None
+    config.merge_from_dict(args.cfg_options)
+    return config
 
 
 def chosen(runs: Sequence[Run], args: argparse.Namespace) -> List[Run]:
@@ -121,24 +163,49 @@ def chosen(runs: Sequence[Run], args: argparse.Namespace) -> List[Run]:
     choices = (('label', args.models), ('images', args.images), ('seed', args.seeds))
     wanted = [run for run in runs if all(names is None or getattr(run, key) in names for key, names in choices)]
     needed = {run.start for run in wanted}
+    if not wanted:
+        raise ValueError(f'no training has --models {args.models}, --images {args.images} and --seeds {args.seeds}')
     return [run for run in runs if run in wanted or run in needed]
 
 
+def check_images(runs: Sequence[Run]) -> None:
+    """Loads the images of the largest training once, before several processes do so or download them.
+
+    Raises:
+        ValueError: There are fewer of them.
+    """
+    largest = max(runs, key=lambda run: run.images).config
+    with DefaultScope.overwrite_default_scope('mmpretrain'):
+        for loader in (largest.train_dataloader, largest.val_dataloader):
+            DATASETS.build(copy.deepcopy(loader.dataset)).full_init()
+
+
 def seconds_left(runs: Sequence[Run], jobs: int) -> float:
-    """About how long what is left takes: by the trainings of a row that are done, or by one step."""
+    """About how long what is left takes: by the trainings of a row that are done, or by one step.
+
+    No less than the longest training that is left, after that which it begins with.
+    """
     of_image: Dict[str, List[float]] = {}
     for run in runs:
         if run.result is not None:
             seconds = run.result['seconds'] / (run.images * run.epochs)
             of_image.setdefault(run.label, []).append(seconds)
-    total = 0.0
-    for run in runs:
+    left: Dict[Optional[Run], float] = {}
+    ends: Dict[Optional[Run], float] = {}
+    for run in runs:  # those that others begin with come first
         if run.result is None:
             if run.label not in of_image:
-                of_image[run.label] = [step_seconds(run.config) / run.config.train_dataloader.batch_size]
+                of_image[run.label] = [seconds_of_image(run)]
             seconds = sum(of_image[run.label]) / len(of_image[run.label])
-            total += seconds * run.images * (run.epochs - run.epochs_done)
-    return total / jobs
+            left[run] = seconds * run.images * (run.epochs - run.epochs_done)
+            ends[run] = ends.get(run.start, 0.0) + left[run]
+    return max([sum(left.values()) / jobs, *ends.values()])
+
+
+@cache
+def seconds_of_image(run: Run) -> float:
+    """By one step of the training, measured once."""
+    return step_seconds(run.config) / run.config.train_dataloader.batch_size
 
 
 def in_words(seconds: float) -> str:
@@ -155,14 +222,15 @@ def progress(runs: Sequence[Run], jobs: int) -> str:
 def main() -> None:
     args = parse_args()
     torch.set_num_threads(args.threads)
-    table = table_of(args)
     try:
+        table = table_of(args)
         runs = runs_of(table, args)
+        wanted = chosen(runs, args)
         for run in runs:
-            run.check_folder()
+            if run in wanted or run.result is not None:
+                run.check_folder()
     except ValueError as error:
         sys.exit(str(error))
-    wanted = chosen(runs, args)
     print(progress(wanted, args.jobs), flush=True)
     if args.list:
         for run in wanted:
@@ -176,11 +244,14 @@ def main() -> None:
 
     try:
         with locked(args.out) as lock:
+            waiting = [run for run in wanted if run.result is None]
+            if waiting:
+                check_images(waiting)
             failed = train(wanted, args.jobs, args.threads, lock, tell)
             results = [run.result for run in runs if run.result is not None]
             (args.out / f'{args.table}.json').write_text(json.dumps(results, indent=1))
             print(write_page(args.out, args.table, table, runs, args.data_name or WORDS[args.data]))
-    except BlockingIOError as error:
+    except (BlockingIOError, ValueError) as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

@@ -64,7 +64,7 @@ def flip_and_shift(images: Tensor, flip: float, shift: int, generator: Optional[
         generator (torch.Generator, optional): Of the random numbers. Defaults to None, means PyTorch's own of the CPU.
 
     Returns:
-        Tensor: ``(B, C, H, W)``.
+        Tensor: ``(B, C, H, W)``, with the channels last in memory, as convolutions on CPUs want them.
     """
     number, _, height, width = images.shape
     first_row, first_column = torch.randint(2 * shift + 1, (2, number, 1), generator=generator)

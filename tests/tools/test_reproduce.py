@@ -4,10 +4,12 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ import torch
 
 pytest.importorskip('mmpretrain')
 from helpers.processes import environment  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 from mmengine.config import Config  # noqa: E402
 from mmengine.runner import Runner  # noqa: E402
 from mmpretrain.registry import DATASETS, PARAM_SCHEDULERS  # noqa: E402
@@ -26,6 +29,7 @@ sys.path.insert(0, str(TOOL.parent))
 import reproduce  # noqa: E402
 from reproduction import runs as runs_module  # noqa: E402
 from reproduction.configs import network_config, set_data, set_epochs, set_images  # noqa: E402
+from reproduction.page import draw  # noqa: E402
 from reproduction.results import build  # noqa: E402
 from reproduction.tables import TABLES, Row, Table  # noqa: E402
 
@@ -158,6 +162,18 @@ def test_a_folder_of_images(images):
         dataset = DATASETS.build(loader.dataset)
         assert sorted(dataset.get_gt_labels()) == list(range(10)) and dataset[0]['inputs'].shape == (3, 32, 32)
     assert config.data_preprocessor.to_rgb and config.data_preprocessor.type == 'FlipAndShift'
+    augment, erase = config.train_dataloader.dataset.dataset.pipeline[1:3]  # of images that are blue first
+    assert augment.hparams.pad_val == [114, 123, 125] and erase.fill_color == [113.8575, 122.961, 125.307]
+    assert erase.fill_std == [51.255, 50.847, 51.5865]
+
+
+def test_a_folder_of_few_classes(images):
+    for label in range(3, 10):
+        for split in ('train', 'test'):
+            shutil.rmtree(images / split / str(label))
+    config = network_config('vit', {})
+    set_data(config, 'folder', images)
+    assert config.model.head.num_classes == 3 and config.val_evaluator[0].topk == config.test_evaluator[0].topk == (1,)
 
 
 def test_classes_of_a_folder(images):
@@ -299,6 +315,12 @@ def test_a_training_that_fails(tool, tmp_path, monkeypatch):
     [
         (['--models', 'third'], "'third' is no row of small, which has: 'first', 'goes on'"),
         (['--images', 30], r'--images \[30\] needs --epochs: small has epochs for \[20, 40\] images'),
+        (['--models', 'goes on', '--images', 20], r"no training has --models \['goes on'\], --images \[20\]"),
+        (
+            ['--images', 2, '--epochs', 1, '--models', 'first'],
+            'first, 2 images, epochs: 1, seed 0: 1 epochs of 1 batch',
+        ),
+        (['--images', 1400, '--epochs', 1], 'num_images=1400 of BalancedSubset must be at most'),
     ],
 )
 def test_errors(tool, options, message):
@@ -313,6 +335,7 @@ def test_errors(tool, options, message):
         (['--images', 20, '1e3'], "argument --images: '1e3' must be a positive integer"),
         (['--smoke', '--data', 'folder'], '--smoke is for the digits, not for --data folder'),
         (['--data-root', 'images'], '--data-root images is for images in a folder'),
+        (['--cfg-options', 'train_cfg.max_epochs=3'], 'leaves the schedules as they are: give --epochs'),
     ],
 )
 def test_options_that_are_refused(options, message, monkeypatch, capsys):
@@ -331,22 +354,83 @@ def test_a_folder_of_other_settings(tool, tmp_path):
         trained, _, status = tool(*options, *further, '--cfg-options', 'optim_wrapper.optimizer.lr=0.5')
         assert not trained and re.search(lines, status)
     assert tool(*options)[2] == 0
+    trained, _, status = tool(*options, '--epochs', 3)
+    assert not trained and "a training of 'first' with 20 images and 2 epochs, not 3" in status
+
+
+def test_a_mistake_that_trained_nothing(tool, tmp_path, monkeypatch):
+    """Settings of a call that ended before its first checkpoint are no training."""
+    good = runs_module.start_training
+    with monkeypatch.context() as patch:
+        patch.setattr(runs_module, 'start_training', lambda *args: SimpleNamespace(poll=lambda: 1))
+        status = tool('--images', 20, '--cfg-options', 'optim_wrapper.optimizer.lr=0.5')[2]
+    assert '2 trainings failed' in status and runs_module.start_training is good
+    trained, _, status = tool('--images', 20)
+    assert len(trained) == 2 and status == 0
+
+
+def test_a_part_of_a_table(tool, tmp_path):
+    """The page of a call for a part has all that is there, of seeds that the table does not have too."""
+    tool('--images', 20, '--seeds', 0, 7)
+    tool('--images', 40, '--seeds', 0, '--models', 'first')
+    text, rows = page_of(tmp_path)
+    assert rows['first'][-1] == '1 of 3' and ' to ' in rows['first'][2] and rows['first'][3] != 'missing'
+    results = json.loads((tmp_path / 'small.json').read_text())
+    assert sorted((result['images'], result['seed']) for result in results) == [(20, 0), (20, 7), (40, 0)]
+
+
+def test_a_training_without_a_result(tool, tmp_path, monkeypatch):
+    """What ends well and says nothing does not stop the others."""
+    good = runs_module.start_training
+
+    def training(run, threads, lock):
+        return SimpleNamespace(poll=lambda: 0) if run.seed == 1 else good(run, threads, lock)
+
+    monkeypatch.setattr(runs_module, 'start_training', training)
+    trained, output, status = tool('--images', 20)
+    assert len(trained) == 1 and 'seed 1: has ended, but has no result (' in output
+    assert '1 trainings failed or could not begin: first, 20 images, epochs: 2, seed 1' in status
+    assert page_of(tmp_path)[1]['first'][2] != 'missing' and '20 images, epochs: 2, seed 1' in page_of(tmp_path)[0]
 
 
 def test_what_is_left(monkeypatch):
     """By the trainings of the row that are done, the other seeds'; by a step, of batches of 50, where there is none."""
-    monkeypatch.setattr(reproduce, 'step_seconds', lambda config: 5.0)
-    config = network_config('vit', {})
-    done = dict(label='a', images=100, epochs=4, config=config)
+    measured = []
+    monkeypatch.setattr(reproduce, 'step_seconds', lambda config: measured.append(config) or 5.0)
+
+    class State(runs_module.Run):
+        def __init__(self, label, images, epochs, epochs_done=0, seconds=None, start=None):
+            super().__init__(Path(), label, images, epochs, 0, partial(network_config, 'vit', {}), start)
+            self.__dict__.update(done=epochs_done, of_result=seconds and dict(seconds=seconds))
+
+        epochs_done = property(lambda self: self.done)
+        result = property(lambda self: self.of_result)
+
     runs = [
-        SimpleNamespace(**done, epochs_done=4, result=dict(seconds=200.0)),
-        SimpleNamespace(**done, epochs_done=4, result=dict(seconds=600.0)),
-        SimpleNamespace(**done, epochs_done=1, result=None),  # 1 second an image
-        SimpleNamespace(label='b', images=1000, epochs=2, config=config, epochs_done=0, result=None),  # 0.1
+        State('a', 100, 4, 4, 200.0),
+        State('a', 100, 4, 4, 600.0),
+        State('a', 100, 4, 1),  # 1 second an image
+        State('b', 1000, 2),  # 0.1
     ]
     assert reproduce.seconds_left(runs, jobs=1) == pytest.approx(300 + 200)
-    assert reproduce.progress(runs, jobs=2) == '2 of 4 trainings are done; the others take about 4 min'
+    assert reproduce.seconds_left(runs, jobs=2) == pytest.approx(300)  # one of them is no shorter with two processes
+    assert reproduce.progress(runs, jobs=2) == '2 of 4 trainings are done; the others take about 5 min'
+    runs.append(State('a', 100, 1, start=runs[2]))
+    assert reproduce.seconds_left(runs, jobs=2) == pytest.approx(300 + 100)  # one after the other
+    assert len(measured) == 1
     assert [reproduce.in_words(seconds) for seconds in (1, 3599, 3700)] == ['1 min', '1 h 0 min', '1 h 2 min']
+
+
+def test_where_curves_begin(tmp_path, monkeypatch):
+    """At the end of the training that a row begins with, or at the share of the epochs that it names."""
+    rows = (Row('first', 'vit'), Row('goes on', 'vit', start='first'), Row('at random', 'vit', begins=0.6))
+    table = Table('A table', '', {100: 10}, rows)
+    curve = {'accuracy/top1': [[1, 10.0], [2, 20.0]]}
+    figures = []
+    monkeypatch.setattr(Figure, 'savefig', lambda figure, *args, **kwargs: figures.append(figure))
+    assert draw(tmp_path, table, [dict(label=row.label, images=100, curves=curve) for row in rows])
+    lines = {line.get_label(): list(line.get_xdata()) for line in figures[0].axes[0].lines}
+    assert lines == {'first': [1, 2], 'goes on': [3, 4], 'at random': [7, 8]}
 
 
 def test_a_folder_in_use(tool, tmp_path):
@@ -363,16 +447,16 @@ def command(out, *options):
 @pytest.mark.slow
 def test_killed_twice(repository, tmp_path):
     """The tool and its training, killed in the middle of epochs: the results are those of a run that was not."""
-    options = ['--epochs', 3, '--cfg-options', 'train_cfg.val_interval=1']
+    options = ['--epochs', 3, '--cfg-options', 'train_cfg.val_interval=1', 'default_hooks.logger.interval=1']
     variables = environment(tmp_path)
     subprocess.run(command(tmp_path / 'whole', *options), env=variables, check=True, cwd=tmp_path)
     stopped, kills = tmp_path / 'stopped', []
     folder = stopped / 'runs/ViT_200_3_0'
     for epoch in (1, 2):
         process = subprocess.Popen(command(stopped, *options), env=variables, start_new_session=True, cwd=tmp_path)
-        while not (folder / f'epoch_{epoch}.pth').exists():
+        while not any(f'Epoch(train) [{epoch + 1}][2/4]' in log.read_text() for log in folder.glob('*/*.log')):
             assert process.poll() is None
-            time.sleep(0.05)
+            time.sleep(0.02)
         os.killpg(process.pid, signal.SIGKILL)
         kills.append(process.wait())
     subprocess.run(command(stopped, *options), env=variables, check=True, cwd=tmp_path)
@@ -387,7 +471,7 @@ def test_killed_twice(repository, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['C20-E', 'L21-1'])
+@pytest.mark.parametrize('name', ['C20-E', 'L21-1', 'T-CNN'])
 def test_smoke(name, tmp_path):
     """The whole of a table on the digits."""
     words = [sys.executable, TOOL, name, '--smoke', '--out', tmp_path]

@@ -185,7 +185,25 @@ def test_what_is_not_packed(untrained, tmp_path, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(ValueError, match='makes all weights 1.8. MB, more than 1'):
         patched.setattr(pack_weights, 'MEGABYTES', 1.0)
         pack_weights.pack(run, 'sa_quadratic_small', 'no data', folder)
+    with pytest.raises(ValueError, match='has learned images of a Digits: say by --data what they are'):
+        pack_weights.pack(digits, 'sa_quadratic_small', None, folder)
+    checkpoint = torch.load(run / 'epoch_20.pth', weights_only=True)
+    checkpoint['state_dict']['backbone.stem.proj.weight'][0, 0] = 1e5  # more than half precision has
+    torch.save(checkpoint, run / 'epoch_20.pth')
+    with pytest.raises(ValueError, match='in half precision changes logits by (nan|inf)'):
+        pack_weights.pack(run, 'sa_quadratic_small', 'no data', folder)
     assert before == {path: path.read_bytes() for path in folder.rglob('*') if path.is_file()}
+
+
+def test_recipe():
+    """All that a config says of the training, of the second phase too."""
+    assert model_cards.recipe(network_config('cmhsa', {'optim_wrapper.optimizer.betas': (0.9, 0.95)})) == (
+        'AdamW, lr 0.002, weight_decay 0.05, betas (0.9, 0.95), LinearLR to epoch 1 and CosineAnnealingLR to epoch 18, '
+        'batches of 50; FlipAndShift, RandAugment, RandomErasing, Mixup, CutMix; label smoothing 0.1; drop path 0.1; '
+        'PhaseTransitionHook at epoch 18, then lr 0.0005, LinearLR to epoch 1 and CosineAnnealingLR to epoch 12'
+    )
+    config = network_config('sa_generalized_pruned', dict(load_from='runs/generalized_20000_20_0/epoch_20.pth'))
+    assert '; from the weights of generalized_20000_20_0; HeadPruningHook' in model_cards.recipe(config)
 
 
 def test_tool(untrained, tmp_path, monkeypatch, capsys):

@@ -5,11 +5,11 @@ All sides of a network train in turns in this process, with the loading of their
 second one, which all configs of configs/small have:
 
   image by image   flips and shifts in the pipeline of the loader, as in mmpretrain's configs
-  batch            flips and shifts of the whole batch (FlipAndShift)
-  channels last    ChannelsLastHook
+  batch            flips and shifts of the whole batch (FlipAndShift), which leave the channels last
+  channels first   the same, with the images made contiguous after it
+  two workers      images loaded by two processes
   bfloat16         BFloat16OptimWrapper
   compiled         torch.compile of the backbone
-  both             channels last, bfloat16
 
     python tools/benchmarks/training_speed.py --data folder --data-root data/images
     python tools/benchmarks/training_speed.py --quick    # the digits, one step a turn: to see that it runs
@@ -35,9 +35,19 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from reproduction.configs import DATA, network_config, set_data  # noqa: E402
 from reproduction.results import build  # noqa: E402
 
-MODELS = ['sa_quadratic', 'sa_learned_content', 'resnet', 'vit', 'deit', 'cmhsa_conv', 'cmhsa_attn']
+MODELS = [
+    'sa_quadratic',
+    'sa_generalized',
+    'sa_learned',
+    'sa_learned_content',
+    'resnet',
+    'vit',
+    'deit',
+    'cmhsa_conv',
+    'cmhsa_attn',
+]
 ONE_BY_ONE = [dict(type='RandomCrop', crop_size=32, padding=4), dict(type='RandomFlip', prob=0.5)]
-SIDES = ('image by image', 'batch', 'channels last', 'bfloat16', 'both', 'compiled')
+SIDES = ('image by image', 'batch', 'channels first', 'two workers', 'bfloat16', 'compiled')
 BASE = 'batch'
 
 
@@ -78,12 +88,16 @@ def trainer(name: str, side: str, args: argparse.Namespace) -> Callable[[], int]
         pipeline[packing:packing] = ONE_BY_ONE
         preprocessor = {key: config.data_preprocessor[key] for key in ('num_classes', 'mean', 'std', 'to_rgb')}
         config.data_preprocessor = dict(type='ClsDataPreprocessor', **preprocessor)
+    if side == 'two workers':
+        config.train_dataloader.update(num_workers=2, persistent_workers=True)
     torch.manual_seed(0)
     model = build(config).train()
     model.init_weights()
-    if side in ('channels last', 'both'):
-        model.to(memory_format=torch.channels_last)
-    if side in ('bfloat16', 'both'):
+    if side == 'channels first':
+        model.data_preprocessor.register_forward_hook(
+            lambda module, args, data: {**data, 'inputs': data['inputs'].contiguous()}
+        )
+    if side == 'bfloat16':
         config.optim_wrapper.type = 'BFloat16OptimWrapper'
     wrapper = build_optim_wrapper(model, config.optim_wrapper)
     if side == 'compiled':

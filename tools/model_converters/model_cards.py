@@ -84,20 +84,39 @@ def model_card(name: str, result: dict, data: str, drift: float, right: int) -> 
 def recipe(config: Config) -> str:
     """How a network was trained, as its config says."""
     settings = dict(config.optim_wrapper.optimizer)
-    optimizer = ', '.join([settings.pop('type'), *(f'{key} {value:g}' for key, value in settings.items())])
-    parts = [f'{optimizer}, batches of {config.train_dataloader.batch_size}']
+    optimizer = ', '.join([settings.pop('type'), *(f'{key} {value}' for key, value in settings.items())])
+    parts = [f'{optimizer}, {schedule(config)}, batches of {config.train_dataloader.batch_size}']
     if config.optim_wrapper.get('type', 'OptimWrapper') != 'OptimWrapper':
         parts.append(config.optim_wrapper.type)
-    dataset = config.train_dataloader.dataset
-    while 'dataset' in dataset:
-        dataset = dataset.dataset
-    steps = [step.type for step in dataset.pipeline if step.type not in ('LoadImageFromFile', 'PackInputs')]
+    pipeline = whole_dataset(config.train_dataloader.dataset).pipeline
+    steps = [step.type for step in pipeline if step.type not in ('LoadImageFromFile', 'PackInputs')]
     augments = (config.model.get('train_cfg') or {}).get('augments') or []
     parts.append(', '.join([config.data_preprocessor.type, *steps, *(augment.type for augment in augments)]))
+    regularization = {'label smoothing': config.model.head.get('loss', {}).get('label_smooth_val')}
+    regularization['drop path'] = config.model.backbone.get('drop_path_rate')
+    parts += [f'{key} {value}' for key, value in regularization.items() if value]
+    if config.get('load_from'):
+        parts.append(f'from the weights of {Path(config.load_from).parent.name}')
     for hook in config.get('custom_hooks') or []:
         at = f' at epoch {hook.epoch}' if 'epoch' in hook else ''
-        parts.append(f'{hook.type}{at}')
+        rate = hook.get('optim_wrapper', {}).get('optimizer', {}).get('lr')
+        then = f', then lr {rate}, {schedule(hook)}' if rate else ''
+        parts.append(f'{hook.type}{at}{then}')
     return '; '.join(parts)
+
+
+def whole_dataset(dataset: dict) -> dict:
+    """The config of a dataset of which another one is a part."""
+    while 'dataset' in dataset:
+        dataset = dataset['dataset']
+    return dataset
+
+
+def schedule(config: dict) -> str:
+    """The schedulers of a config or a hook, in words."""
+    schedulers = config['param_scheduler']
+    schedulers = [schedulers] if isinstance(schedulers, dict) else schedulers
+    return ' and '.join(f'{each["type"]} to epoch {each["end"]:g}' for each in schedulers)
 
 
 def machine(found: dict) -> str:

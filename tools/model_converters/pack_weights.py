@@ -16,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Optional
 
 import timm
 import torch
@@ -30,7 +31,7 @@ from attncnn_plugin.weights import example_images
 
 TOOLS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TOOLS))  # for those who import this file
-from model_converters.model_cards import model_card, write_metafile, write_table  # noqa: E402
+from model_converters.model_cards import model_card, whole_dataset, write_metafile, write_table  # noqa: E402
 from reproduction.results import trained_model  # noqa: E402
 
 DRIFT = 0.1  # of a logit: no probability changes by more than 0.025
@@ -41,7 +42,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('run', nargs='?', type=Path, metavar='RUN', help='folder of the training')
     parser.add_argument('name', nargs='?', metavar='NAME', help='the network in timm')
-    parser.add_argument('--data', default='CIFAR-10', help='what the images are, in words (default: CIFAR-10)')
+    parser.add_argument('--data', help='what the images are, in words (needed where they are not CIFAR10 itself)')
     parser.add_argument('--root', type=Path, default=TOOLS.parent, help='the checkout (default: that of this file)')
     args = parser.parse_args()
     if (args.run is None) != (args.name is None):
@@ -51,13 +52,13 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def pack(run: Path, name: str, data: str, folder: Path) -> str:
+def pack(run: Path, name: str, data: Optional[str], folder: Path) -> str:
     """Writes the weights and the model card of a training.
 
     Args:
         run (Path): Its folder.
         name (str): The network in timm.
-        data (str): What its images are, in words.
+        data (str | None): What its images are, in words; None for CIFAR-10 itself.
         folder (Path): Where the files go. They stay as they are if anything is wrong.
 
     Returns:
@@ -70,6 +71,11 @@ def pack(run: Path, name: str, data: str, folder: Path) -> str:
     """
     result = json.loads((run / 'result.json').read_text())
     config = Config(result['config'])
+    if data is None:
+        images = whole_dataset(config.train_dataloader.dataset).type
+        if images != 'CIFAR10':
+            raise ValueError(f'{run} has learned images of a {images}: say by --data what they are')
+        data = 'CIFAR-10'
     trained = trained_model(config, run / f'epoch_{result["epochs"]}.pth').eval()
     weights = {
         key[len(BACKBONE) :] if key.startswith(BACKBONE) else key: value.half() if value.is_floating_point() else value
@@ -84,7 +90,7 @@ def pack(run: Path, name: str, data: str, folder: Path) -> str:
         with torch.no_grad():
             before, after = trained(images), packed(images)
         drift = float((before - after).abs().max())
-        if drift > DRIFT:
+        if not drift <= DRIFT:  # not a number is no small change
             raise ValueError(f'{name} in half precision changes logits by {drift:.3f}, more than {DRIFT}')
         others = [path for path in folder.glob('*.safetensors') if path.stem != name]
         size = sum(path.stat().st_size for path in [*others, file]) / 1e6

@@ -35,6 +35,8 @@ def set_data(config: Config, data: str, data_root: Optional[Path], test_images: 
     other = Config.fromfile(config_path(f'small/_base_/data_{data}.py'))
     for name in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
         dataset, own = other[name].dataset, config[name].dataset.pipeline
+        if data == 'folder':
+            _turn_colours(own)
         dataset.pipeline = [*dataset.pipeline[:-1], *own]  # both end in PackInputs
         if data_root is not None and data != 'digits':
             dataset.data_root = str(data_root)
@@ -44,7 +46,18 @@ def set_data(config: Config, data: str, data_root: Optional[Path], test_images: 
     if data == 'folder':
         other.data_preprocessor.num_classes = _number_of_classes(Path(other.train_dataloader.dataset.data_root))
     config.data_preprocessor = other.data_preprocessor
-    config.model.head.num_classes = other.data_preprocessor.num_classes
+    config.model.head.num_classes = classes = other.data_preprocessor.num_classes
+    if classes < 5:
+        for evaluator in (config.val_evaluator, config.test_evaluator):
+            next(metric for metric in evaluator if metric.type == 'Accuracy').topk = (1,)
+
+
+def _turn_colours(pipeline: List[dict]) -> None:
+    """Turns the colours of an augmentation, red first, for images that are read from files blue first."""
+    for step in pipeline:
+        for colours in (step.get('fill_color'), step.get('fill_std'), step.get('hparams', {}).get('pad_val')):
+            if colours is not None:
+                colours.reverse()
 
 
 def _number_of_classes(root: Path) -> int:

@@ -105,7 +105,7 @@ def draw(path: Path, table: Table, results: List[dict]) -> bool:
     size = (5.5 * len(images), 3.8 * len(table.curves))
     figure = Figure(figsize=size, layout='constrained')
     axes = figure.subplots(len(table.curves), len(images), squeeze=False)
-    ends = {row.label: row.start for row in table.rows}
+    rows = {row.label: row for row in table.rows}
     for metric, row_of_axes in zip(table.curves, axes):
         for axis, number in zip(row_of_axes, images):
             groups: Dict[str, List[dict]] = {}
@@ -114,7 +114,8 @@ def draw(path: Path, table: Table, results: List[dict]) -> bool:
                     groups.setdefault(result['label'], []).append(result)
             for label, group in groups.items():
                 steps, values = _common(group, metric)
-                offset = _last_epoch(groups.get(ends[label] or ''), metric)
+                row = rows[label]
+                offset = _last_epoch(groups.get(row.start or ''), metric) or row.begins * table.epochs[number]
                 (line,) = axis.plot(steps + offset, values.mean(0), label=label)
                 low, high = values.min(0), values.max(0)
                 axis.fill_between(steps + offset, low, high, color=line.get_color(), alpha=0.2, linewidth=0)

@@ -11,10 +11,12 @@ from typing import Dict, Tuple
 
 import torch
 from mmengine.config import Config
+from mmengine.device import get_device
+from mmengine.optim import OptimWrapper, build_optim_wrapper
 from mmengine.registry import DefaultScope
 from mmengine.runner import load_checkpoint
 from mmpretrain.registry import MODELS
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,7 +31,7 @@ IMAGE = (3, 32, 32)
 def collect(run, threads: int) -> None:
     """Writes the result of a training that has ended into its folder, as a whole or not at all."""
     scalars = read_scalars(run.folder)
-    curves = {name: scalars[name].tolist() for name in METRICS}
+    curves = {name: scalars[name].tolist() for name in METRICS if name in scalars}
     last = curves['accuracy/top1'][-1][0]
     if last != run.epochs:
         raise RuntimeError(f'{run.folder} has its last accuracy after epoch {last:g}, not {run.epochs}: remove it')
@@ -93,20 +95,26 @@ def step_seconds(config: Config) -> float:
     if hook is not None and turning:
         first = hook.epoch / config.train_cfg.max_epochs
         shares = [first, 1 - first]
+    device = get_device()
     seconds = 0.0
     for phase, share in enumerate(shares):
         if phase == 1:
             turning[0].to_attention()
-        seconds += share * _seconds(model.train(), config.train_dataloader.batch_size)
+        wrapper = build_optim_wrapper(model.to(device), config.optim_wrapper)
+        images = torch.randn(config.train_dataloader.batch_size, *IMAGE, device=device)
+        seconds += share * _seconds(model.train(), images, wrapper)
     return seconds
 
 
-def _seconds(model: nn.Module, batch: int) -> float:
+def _seconds(model: nn.Module, images: Tensor, wrapper: OptimWrapper) -> float:
     """The shorter of two steps: the first one makes room."""
-    images, times = torch.randn(batch, *IMAGE), []
+    times = []
     for _ in range(2):
         begun = time.perf_counter()
-        model.extract_feat(images)[0].sum().backward()
+        with wrapper.optim_context(model):
+            loss = model.extract_feat(images)[0].sum()
+        loss.backward()
+        loss.item()  # a GPU has come to the end
         times.append(time.perf_counter() - begun)
     return min(times)
 

@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Callable, Dict, Iterator, List, Optional, Sequence
 
@@ -30,7 +31,7 @@ class Run:
         images (int): Number of training images.
         epochs (int): Number of epochs.
         seed (int): Its seed.
-        config (Config): Its config.
+        make_config (Callable): Gives its config.
         start (Run, optional): The training whose last weights it begins with.
     """
 
@@ -39,11 +40,23 @@ class Run:
     images: int
     epochs: int
     seed: int
-    config: Config
+    make_config: Callable[[], Config]
     start: Optional['Run'] = None
 
     def __str__(self) -> str:
         return f'{self.label}, {self.images:,} images, epochs: {self.epochs}, seed {self.seed}'
+
+    @cached_property
+    def config(self) -> Config:
+        """Its config.
+
+        Raises:
+            ValueError: The training cannot be of so many epochs or images.
+        """
+        try:
+            return self.make_config()
+        except ValueError as error:
+            raise ValueError(f'{self}: {error}') from None
 
     @property
     def result(self) -> Optional[dict]:
@@ -70,12 +83,13 @@ class Run:
             ValueError: The folder has a training with other settings.
         """
         path, text = self.config_file, self._text
-        if path.exists() and path.read_text() != text:
+        begun = self.result is not None or self.epochs_done > 0
+        if begun and path.exists() and path.read_text() != text:
             changed = difflib.unified_diff(path.read_text().splitlines(), text.splitlines(), n=0, lineterm='')
             lines = [' '.join(line.split()) for line in changed if not line.startswith(('---', '+++', '@@'))]
             raise ValueError(
                 f'{self.folder} has a training with other settings ({"; ".join(lines)}): give '
-                'another folder by --out, or remove this one'
+                f'another folder by --out, or remove this one and {path.name} beside it'
             )
 
     def write_config(self) -> None:
@@ -143,8 +157,6 @@ def train(runs: Sequence[Run], jobs: int, threads: int, lock: int, tell: Callabl
         list[Run]: The trainings that failed, or could not begin.
     """
     waiting = [run for run in runs if run.result is None]
-    for run in waiting:
-        run.write_config()
     working: Dict[Run, subprocess.Popen] = {}
     failed: List[Run] = []
     try:
@@ -152,6 +164,7 @@ def train(runs: Sequence[Run], jobs: int, threads: int, lock: int, tell: Callabl
             ready = [run for run in waiting if run.start is None or run.start.result is not None]
             for run in ready[: jobs - len(working)]:
                 waiting.remove(run)
+                run.write_config()
                 working[run] = start_training(run, threads, lock)
             if not working:  # what is left begins with trainings that failed
                 return failed + waiting
@@ -160,15 +173,24 @@ def train(runs: Sequence[Run], jobs: int, threads: int, lock: int, tell: Callabl
                 status = process.poll()
                 if status is not None:
                     del working[run]
-                    if status == 0:
-                        collect(run, threads)
-                        tell(run, f'{run.result["top1"]:.2f} %')
-                    else:
+                    sentence = _end(run, status, threads)
+                    if run.result is None:
                         failed.append(run)
-                        tell(run, f'failed, see {run.folder / "output.txt"}')
+                    tell(run, sentence)
     finally:
         for process in working.values():
             process.terminate()
         for process in working.values():
             process.wait()
     return failed
+
+
+def _end(run: Run, status: int, threads: int) -> str:
+    """Collects the result of a training that has ended, and says what came of it."""
+    if status != 0:
+        return f'failed, see {run.folder / "output.txt"}'
+    try:
+        collect(run, threads)
+    except Exception as error:  # whatever is wrong with it, the other trainings go on
+        return f'has ended, but has no result ({type(error).__name__}: {error})'
+    return f'{run.result["top1"]:.2f} %'

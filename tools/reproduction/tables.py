@@ -16,6 +16,8 @@ class Row:
         seeds (tuple[int, ...]): Those of its trainings. Defaults to 0, 1 and 2.
         share (float): Its epochs in those of the table. Defaults to 1.
         start (str, optional): The row of the table with whose weights it begins, of the same images and seed.
+        begins (float): Where its curve begins in figures, as a share of the epochs of the table. Defaults to 0; with
+            ``start`` it begins where that ends.
         images (tuple[int, ...], optional): The numbers of images that it is trained with. Defaults to None, means all
             of the table.
         options (Mapping[str, Any]): Settings of the config to change.
@@ -26,6 +28,7 @@ class Row:
     seeds: Tuple[int, ...] = SEEDS
     share: float = 1
     start: Optional[str] = None
+    begins: float = 0
     images: Optional[Tuple[int, ...]] = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -130,6 +133,7 @@ TABLES: Dict[str, Table] = {
                 'cmhsa_attn',
                 seeds=(0,),
                 share=0.4,
+                begins=0.6,
                 images=(10000,),
                 options=SECOND_PHASE,
             ),
@@ -138,6 +142,7 @@ TABLES: Dict[str, Table] = {
                 'cmhsa_attn',
                 seeds=(0,),
                 share=0.4,
+                begins=0.6,
                 images=(10000,),
                 options={**SECOND_PHASE, 'param_scheduler': NO_WARM_UP},
             ),
