@@ -30,7 +30,7 @@ import reproduce  # noqa: E402
 from reproduction import runs as runs_module  # noqa: E402
 from reproduction.configs import network_config, set_data, set_epochs, set_images  # noqa: E402
 from reproduction.page import draw  # noqa: E402
-from reproduction.results import build  # noqa: E402
+from reproduction.results import build, step_seconds  # noqa: E402
 from reproduction.tables import TABLES, Row, Table  # noqa: E402
 
 # Two rows, the second one from the weights of the first, and networks that train in a second.
@@ -431,6 +431,11 @@ def test_where_curves_begin(tmp_path, monkeypatch):
     assert draw(tmp_path, table, [dict(label=row.label, images=100, curves=curve) for row in rows])
     lines = {line.get_label(): list(line.get_xdata()) for line in figures[0].axes[0].lines}
     assert lines == {'first': [1, 2], 'goes on': [3, 4], 'at random': [7, 8]}
+
+
+@pytest.mark.parametrize('options', [{}, {'optim_wrapper.type': 'BFloat16OptimWrapper'}])
+def test_the_time_of_a_step(options):
+    assert step_seconds(network_config('cmhsa', options)) > 0
 
 
 def test_a_folder_in_use(tool, tmp_path):

@@ -100,7 +100,8 @@ def step_seconds(config: Config) -> float:
     for phase, share in enumerate(shares):
         if phase == 1:
             turning[0].to_attention()
-        wrapper = build_optim_wrapper(model.to(device), config.optim_wrapper)
+        with DefaultScope.overwrite_default_scope('mmpretrain'):
+            wrapper = build_optim_wrapper(model.to(device), config.optim_wrapper)
         images = torch.randn(config.train_dataloader.batch_size, *IMAGE, device=device)
         seconds += share * _seconds(model.train(), images, wrapper)
     return seconds
