@@ -99,7 +99,7 @@ def table_of(args: argparse.Namespace) -> Table:
 
 
 def with_results(table: Table, out: Path) -> Table:
-    """The table with the seeds of all its trainings that are done.
+    """The table with the seeds of all its trainings that are done, and of what they begin with.
 
     Raises:
         ValueError: One of them has another number of epochs.
@@ -108,11 +108,12 @@ def with_results(table: Table, out: Path) -> Table:
     rows = []
     for row in table.rows:
         seeds = set(row.seeds)
+        labels = {row.label, *(other.label for other in table.rows if other.start == row.label)}
         for result in results:
-            if result['label'] != row.label or result['images'] not in table.epochs:
+            if result['label'] not in labels or result['images'] not in table.epochs:
                 continue
             epochs = epochs_of(row, table.epochs[result['images']])
-            if result['epochs'] != epochs:
+            if result['label'] == row.label and result['epochs'] != epochs:
                 raise ValueError(
                     f'{out} has a training of {row.label!r} with {result["images"]:,} images and {result["epochs"]} '
                     f'epochs, not {epochs}, which is for another table: give another folder by --out'
@@ -135,9 +136,7 @@ def runs_of(table: Table, args: argparse.Namespace) -> List[Run]:
             for row in table.rows:
                 if seed not in row.seeds or row.images is not None and images not in row.images:
                     continue
-                start = runs.get((row.start, images, seed)) if row.start else None
-                if row.start and start is None:
-                    continue  # of a seed that the row which it begins with does not have
+                start = runs[row.start, images, seed] if row.start else None
                 of_row = epochs_of(row, epochs)
                 folder = args.out / 'runs' / re.sub(r'\W+', '_', f'{row.label} {images} {of_row} {seed}')
                 config = partial(run_config, row, images, of_row, seed, start, args)
@@ -174,6 +173,8 @@ def check_images(runs: Sequence[Run]) -> None:
     Raises:
         ValueError: There are fewer of them.
     """
+    if not runs:
+        return
     largest = max(runs, key=lambda run: run.images).config
     with DefaultScope.overwrite_default_scope('mmpretrain'):
         for loader in (largest.train_dataloader, largest.val_dataloader):
@@ -244,14 +245,15 @@ def main() -> None:
 
     try:
         with locked(args.out) as lock:
-            waiting = [run for run in wanted if run.result is None]
-            if waiting:
-                check_images(waiting)
+            try:
+                check_images([run for run in wanted if run.result is None])
+            except ValueError as error:
+                sys.exit(str(error))
             failed = train(wanted, args.jobs, args.threads, lock, tell)
             results = [run.result for run in runs if run.result is not None]
             (args.out / f'{args.table}.json').write_text(json.dumps(results, indent=1))
             print(write_page(args.out, args.table, table, runs, args.data_name or WORDS[args.data]))
-    except (BlockingIOError, ValueError) as error:
+    except BlockingIOError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

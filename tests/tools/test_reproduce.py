@@ -379,6 +379,15 @@ def test_a_part_of_a_table(tool, tmp_path):
     assert sorted((result['images'], result['seed']) for result in results) == [(20, 0), (20, 7), (40, 0)]
 
 
+def test_what_another_training_began_with_is_gone(tool, tmp_path):
+    """It is missing on the page; what began with it stays there."""
+    tool('--images', 40, '--seeds', 7)
+    shutil.rmtree(tmp_path / 'runs/first_40_3_7')
+    _, output, status = tool('--list')
+    assert 'goes on, 40 images, epochs: 2, seed 7: done' in output and status == 0
+    assert 'first, 40 images, epochs: 3, seed 7: not begun' in output
+
+
 def test_a_training_without_a_result(tool, tmp_path, monkeypatch):
     """What ends well and says nothing does not stop the others."""
     good = runs_module.start_training

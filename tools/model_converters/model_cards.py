@@ -114,7 +114,9 @@ def whole_dataset(dataset: dict) -> dict:
 
 def schedule(config: dict) -> str:
     """The schedulers of a config or a hook, in words."""
-    schedulers = config['param_scheduler']
+    schedulers = config.get('param_scheduler')
+    if not schedulers:
+        return 'no schedule'
     schedulers = [schedulers] if isinstance(schedulers, dict) else schedulers
     return ' and '.join(f'{each["type"]} to epoch {each["end"]:g}' for each in schedulers)
 
