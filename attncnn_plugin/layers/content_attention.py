@@ -9,6 +9,7 @@ from torch import Tensor
 from .content_scores import ContentScores, one_hot_pixels
 from .grid_attention import OutputMap
 from .linear import is_exporting, product_is_cheaper
+from .parts import parts_at_once
 from .precision import at_least_float32, full_precision
 from .shifts import at_shifts
 
@@ -216,9 +217,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, bias
     learns = torch.is_grad_enabled() and query.requires_grad
     # The fused kernel's choices would become conditions on the sizes of an exported program.
     if is_exporting() or (learns and query.device.type == 'cpu' and key.shape[2] < FUSED_FROM):
-        scores = torch.matmul(query, key.mT)
-        probs = F.dropout((scores if bias is None else scores + bias).softmax(dim=-1), dropout)
-        return torch.matmul(probs, value)
+        some = parts_at_once(query.device, query.shape[1] * query.shape[2] * key.shape[2])
+        if some is None:
+            return attend_dense(query, key, value, dropout, bias)
+        parts = zip(query.split(some), key.split(some), value.split(some))
+        return torch.cat([attend_dense(*part, dropout, bias) for part in parts])
     batch, heads = query.shape[:2]
     dim, spare = value.shape[-1], query.shape[-1] - value.shape[-1]
     # The fused kernels want values as wide as keys.
@@ -227,3 +230,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, bias
         query, key = F.pad(query, (0, -spare)), F.pad(key, (0, -spare))
     mask = None if bias is None else bias.to(query.dtype)
     return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, scale=1.0)[..., :dim]
+
+
+def attend_dense(query: Tensor, key: Tensor, value: Tensor, dropout: float, bias: Optional[Tensor]) -> Tensor:
+    """As :func:`attend`, by all the probabilities at once."""
+    scores = torch.matmul(query, key.mT)
+    probs = F.dropout((scores if bias is None else scores + bias).softmax(dim=-1), dropout)
+    return torch.matmul(probs, value)

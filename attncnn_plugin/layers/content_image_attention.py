@@ -11,15 +11,13 @@ from .biased_attention import attend_shared, probabilities, shared_heads
 from .encodings import QuadraticEncoding, WindowEncoding
 from .image_attention import ImageAttention
 from .neighbourhoods import AxisTiles, join_tiles, tile_keys, tile_queries
+from .parts import parts_at_once
 from .precision import Device, Dtype, at_least_float32
 from .prunable_heads import HeadParameters
 from .structure import StateDict, StructureError
 from .window import Window
 
 POSITIONS = ('gaussian', 'table')
-# On CPUs so many scores are computed at a time: they then stay in the cache. With those of an image of 56x56 pixels at
-# once the heads take 2.3 times as long.
-SCORES_AT_ONCE = 2**19
 SHARED_GATE = 4.0  # λ of new heads: σ(λ) is 0.98
 
 
@@ -157,7 +155,7 @@ class ContentImageAttention(ImageAttention):
             bias = self._with_null_key(bias, x.shape[2:])
             content = None if content is None else self._with_null_key(content, x.shape[2:])
         query, key = self._heads(self.query(queries)), self._heads(self.key(tokens))
-        some = self._at_once(x, bias)
+        some = parts_at_once(x.device, bias.numel())
         if some is None:
             heads = self._attend(query, key, tokens, bias, content)
         else:
@@ -189,7 +187,7 @@ class ContentImageAttention(ImageAttention):
         seen = _all_axes([tiles.seen(x.device) for tiles in axes])
         seen = seen | ~seen.any(-1, keepdim=True)  # queries that fill up the last tile see all: no 0/0
         hidden = ~seen[:, None]  # (tiles, 1, t, keys)
-        some = self._at_once(x, bias, of_all_images=True) or len(hidden)
+        some = parts_at_once(x.device, x.shape[0] * bias.numel()) or len(hidden)  # len(x) would fix the batch
         query, key = self._heads(self.query(queries)), self._heads(keys)
         heads = [
             self._attend(*parts, *self._masked(bias, outside))
@@ -198,14 +196,6 @@ class ContentImageAttention(ImageAttention):
             )
         ]
         return join_tiles(self._joined(torch.cat(heads, dim=1)).transpose(-2, -1), axes)
-
-    @staticmethod
-    def _at_once(x: Tensor, bias: Tensor, of_all_images: bool = False) -> Optional[int]:
-        """How many parts, with scores for each bias, are computed at a time; None for all, as in what is compiled."""
-        if x.device.type != 'cpu' or torch.compiler.is_compiling() or torch.jit.is_tracing():
-            return None
-        scores = bias.numel() * (len(x) if of_all_images else 1)  # len(x) would fix the batch of an exported program
-        return max(1, SCORES_AT_ONCE // (scores + 1))
 
     def _masked(self, bias: Tensor, hidden: Tensor) -> Tuple[Tensor, Optional[Tensor]]:
         """b_δ, and with a gate the 0 of content in its place, −∞ where a key is hidden."""

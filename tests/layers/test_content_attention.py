@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import functional_call
 
-from attncnn_plugin.layers import ContentAttention
+from attncnn_plugin.layers import ContentAttention, content_attention, parts
 from attncnn_plugin.layers.content_scores import TERMS
 
 SUBSETS = [c for n in range(1, 5) for c in itertools.combinations(TERMS, n)]
@@ -125,6 +125,34 @@ def test_gradients(position, terms):
         return functional_call(layer, dict(zip(names, values)), x)
 
     assert torch.autograd.gradcheck(run, (x, *parameters))
+
+
+@pytest.mark.parametrize('images', [1, 2, 5])
+@pytest.mark.parametrize('position, terms', [('relative_learned', None), ('relative_generalized', ('qk', 'vr'))])
+@pytest.mark.parametrize('head_dim', [None, 3])
+def test_images_of_a_part(images, position, terms, head_dim, monkeypatch):
+    """Outputs and gradients do not depend on how many images are computed at a time."""
+    layer = ContentAttention(4, 2, (4, 5), terms, position, head_dim=head_dim, dtype=torch.float64)
+    x = torch.randn(5, 3, 4, 4, dtype=torch.float64, requires_grad=True)
+    monkeypatch.setattr(parts, 'SCORES_AT_ONCE', images * 2 * 12**2)
+    calls = []
+    monkeypatch.setattr(
+        content_attention,
+        'attend_dense',
+        lambda *args, dense=content_attention.attend_dense: calls.append(len(args[0])) or dense(*args),
+    )
+    output = layer(x)
+    assert calls == {1: [1] * 5, 2: [2, 2, 1], 5: [5]}[images]
+    values = x.flatten(1, 2)[:, None]
+    if head_dim is not None:
+        values = layer.value_proj(x.flatten(1, 2)).unflatten(-1, (2, 3)).transpose(1, 2)
+    heads = layer.attention_scores(x).softmax(-1) @ values
+    expected = layer.value(heads.transpose(1, 2).flatten(2)).reshape(x.shape)
+    assert (output - expected).abs().max() <= 1e-12
+    learned = [x, *layer.parameters()]
+    gradients = (torch.autograd.grad(y.sin().sum(), learned, allow_unused=True) for y in (output, expected))
+    for ours, dense in zip(*gradients):
+        assert ours is dense is None or (ours - (0 if dense is None else dense)).abs().max() <= 1e-11
 
 
 def test_shapes_of_the_released_code():

@@ -10,7 +10,7 @@ from attncnn_plugin import config_path
 
 DATA = ('cifar10', 'cifar100', 'folder', 'digits')
 WARM_UP = 2  # iterations of a warm-up, at least
-VALIDATED = 5000  # training images from one validation to the next, at least
+VALIDATED = 10000  # training images from one validation to the next, at least
 
 
 def network_config(name: str, options: Dict[str, Any]) -> Config:
