@@ -4,6 +4,7 @@
   reproduce.py C20-1 --data cifar10 --data-root data/cifar10
   reproduce.py L21-1 --data folder --data-root data/images --models ViT 'two phases' --seeds 0 --images 500 2000
   reproduce.py C20-1 --list       # what is done, what is left, and about how long it takes; trains nothing
+  reproduce.py C20-1 --results docs/tables/C20-1.json  # goes on with what was trained on another machine
   reproduce.py T-CNN --smoke      # the whole table on scikit-learn's digits, in a few minutes
 
 Every training has a folder of its own below OUT/runs. Run the command again after a stop: what is done is left alone,
@@ -12,36 +13,38 @@ page is OUT/TABLE.md, its figure OUT/TABLE.svg.
 """
 
 import argparse
-import copy
-import dataclasses
 import json
 import os
-import re
 import signal
 import sys
 import warnings
-from functools import cache, partial
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence
 
 import torch
-from mmengine.config import Config, DictAction
+from mmengine.config import DictAction
 from mmengine.logging import MMLogger
-from mmengine.registry import DefaultScope
-from mmpretrain.registry import DATASETS
 
 import attncnn_plugin  # noqa: F401
 
 sys.path.insert(0, str(Path(__file__).parent))  # for those who import this file
-from reproduction.configs import DATA, network_config, set_data, set_epochs, set_images  # noqa: E402
+from reproduction.configs import DATA  # noqa: E402
+from reproduction.estimate import progress  # noqa: E402
 from reproduction.page import write_page  # noqa: E402
-from reproduction.results import step_seconds  # noqa: E402
 from reproduction.runs import Run, locked, train  # noqa: E402
-from reproduction.tables import TABLES, Row, Table, smoke  # noqa: E402
+from reproduction.tables import TABLES  # noqa: E402
+from reproduction.trainings import (  # noqa: E402
+    check_images,
+    chosen,
+    results_in,
+    results_of_files,
+    runs_of,
+    table_of,
+    take_over,
+    with_results,
+)
 
 WORDS = dict(cifar10='CIFAR-10', cifar100='CIFAR-100', folder='images of a folder', digits="scikit-learn's digits")
 SMOKE_TEST_IMAGES = 100
-SEEDS_OF_STARTED = 1000
 
 
 def positive(text: str) -> int:
@@ -65,6 +68,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--out', type=Path, help='folder of the results (default: work_dirs/reproduce/DATA)')
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     jobs = 1 if torch.cuda.is_available() else cores
+    parser.add_argument(
+        '--results', nargs='+', type=Path, default=[], metavar='JSON', help='of other machines: TABLE.json to take over'
+    )
     parser.add_argument('--jobs', type=positive, default=jobs, help=f'trainings at a time (default here: {jobs})')
     parser.add_argument('--threads', type=positive, default=1, help='of each training (default: 1)')
     parser.add_argument('--list', action='store_true', help='train nothing')
@@ -84,153 +90,23 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def table_of(args: argparse.Namespace) -> Table:
-    """The whole table, with the sizes and seeds that the options add."""
-    table = smoke(TABLES[args.table]) if args.smoke else TABLES[args.table]
-    labels = [row.label for row in table.rows]
-    unknown = sorted(set(args.models or []) - set(labels))
-    if unknown:
-        sys.exit(f'--models {unknown[0]!r} is no row of {args.table}, which has: {", ".join(map(repr, labels))}')
-    epochs = {number: args.epochs or table.epochs.get(number) for number in [*table.epochs, *(args.images or [])]}
-    if None in epochs.values():
-        sys.exit(f'--images {args.images} needs --epochs: {args.table} has epochs for {list(table.epochs)} images')
-    rows = [dataclasses.replace(row, seeds=tuple(sorted({*row.seeds, *(args.seeds or ())}))) for row in table.rows]
-    return with_results(dataclasses.replace(table, epochs=epochs, rows=tuple(rows)), args.out)
-
-
-def with_results(table: Table, out: Path) -> Table:
-    """The table with the seeds of all its trainings that are done, and of what they begin with.
-
-    Raises:
-        ValueError: One of them has another number of epochs.
-    """
-    results = [json.loads(path.read_text()) for path in sorted(out.glob('runs/*/result.json'))]
-    rows = []
-    for row in table.rows:
-        seeds = set(row.seeds)
-        labels = {row.label, *(other.label for other in table.rows if other.start == row.label)}
-        for result in results:
-            if result['label'] not in labels or result['images'] not in table.epochs:
-                continue
-            epochs = epochs_of(row, table.epochs[result['images']])
-            if result['label'] == row.label and result['epochs'] != epochs:
-                raise ValueError(
-                    f'{out} has a training of {row.label!r} with {result["images"]:,} images and {result["epochs"]} '
-                    f'epochs, not {epochs}, which is for another table: give another folder by --out'
-                )
-            seeds.add(result['seed'])
-        rows.append(dataclasses.replace(row, seeds=tuple(sorted(seeds))))
-    return dataclasses.replace(table, rows=tuple(rows))
-
-
-def epochs_of(row: Row, epochs: int) -> int:
-    """The epochs of a row in a table of so many."""
-    return max(round(row.share * epochs), 1)
-
-
-def runs_of(table: Table, args: argparse.Namespace) -> List[Run]:
-    """All trainings of a table, the first seed first."""
-    runs: Dict[tuple, Run] = {}
-    for seed in sorted({seed for row in table.rows for seed in row.seeds}):
-        for images, epochs in table.epochs.items():
-            for row in table.rows:
-                if seed not in row.seeds or row.images is not None and images not in row.images:
-                    continue
-                start = runs[row.start, images, seed] if row.start else None
-                of_row = epochs_of(row, epochs)
-                folder = args.out / 'runs' / re.sub(r'\W+', '_', f'{row.label} {images} {of_row} {seed}')
-                config = partial(run_config, row, images, of_row, seed, start, args)
-                runs[row.label, images, seed] = Run(folder, row.label, images, of_row, seed, config, start)
-    return list(runs.values())
-
-
-def run_config(row: Row, images: int, epochs: int, seed: int, start: Optional[Run], args: argparse.Namespace) -> Config:
-    """The config of a training."""
-    config = network_config(row.config, row.options)
-    set_data(config, args.data, args.data_root, args.test_images)
-    set_images(config, images, seed)
-    set_epochs(config, epochs, images)
-    if start:  # with other random numbers than those that it has seen
-        config.randomness.seed += SEEDS_OF_STARTED
-    config.load_from = str(start.last_checkpoint) if start else None
-    config.merge_from_dict(args.cfg_options)
-    return config
-
-
-def chosen(runs: Sequence[Run], args: argparse.Namespace) -> List[Run]:
-    """The trainings that the options name, and those that they begin with."""
-    choices = (('label', args.models), ('images', args.images), ('seed', args.seeds))
-    wanted = [run for run in runs if all(names is None or getattr(run, key) in names for key, names in choices)]
-    needed = {run.start for run in wanted}
-    if not wanted:
-        raise ValueError(f'no training has --models {args.models}, --images {args.images} and --seeds {args.seeds}')
-    return [run for run in runs if run in wanted or run in needed]
-
-
-def check_images(runs: Sequence[Run]) -> None:
-    """Loads the images of the largest training once, before several processes do so or download them.
-
-    Raises:
-        ValueError: There are fewer of them.
-    """
-    if not runs:
-        return
-    largest = max(runs, key=lambda run: run.images).config
-    with DefaultScope.overwrite_default_scope('mmpretrain'):
-        for loader in (largest.train_dataloader, largest.val_dataloader):
-            DATASETS.build(copy.deepcopy(loader.dataset)).full_init()
-
-
-def seconds_left(runs: Sequence[Run], jobs: int) -> float:
-    """About how long what is left takes: by the trainings of a row that are done, or by one step.
-
-    No less than the longest training that is left, after that which it begins with.
-    """
-    of_image: Dict[str, List[float]] = {}
-    for run in runs:
-        if run.result is not None:
-            seconds = run.result['seconds'] / (run.images * run.epochs)
-            of_image.setdefault(run.label, []).append(seconds)
-    left: Dict[Optional[Run], float] = {}
-    ends: Dict[Optional[Run], float] = {}
-    for run in runs:  # those that others begin with come first
-        if run.result is None:
-            if run.label not in of_image:
-                of_image[run.label] = [seconds_of_image(run)]
-            seconds = sum(of_image[run.label]) / len(of_image[run.label])
-            left[run] = seconds * run.images * (run.epochs - run.epochs_done)
-            ends[run] = ends.get(run.start, 0.0) + left[run]
-    return max([sum(left.values()) / jobs, *ends.values()])
-
-
-@cache
-def seconds_of_image(run: Run) -> float:
-    """By one step of the training, measured once."""
-    return step_seconds(run.config) / run.config.train_dataloader.batch_size
-
-
-def in_words(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    return f'{minutes // 60} h {minutes % 60} min' if minutes >= 60 else f'{max(minutes, 1)} min'
-
-
-def progress(runs: Sequence[Run], jobs: int) -> str:
-    left = sum(run.result is None for run in runs)
-    about = f'; the others take about {in_words(seconds_left(runs, jobs))}' if left else ''
-    return f'{len(runs) - left} of {len(runs)} trainings are done{about}'
-
-
 def main() -> None:
     args = parse_args()
     torch.set_num_threads(args.threads)
     try:
-        table = table_of(args)
+        others = results_of_files(args.results)
+        table = with_results(table_of(args), [*results_in(args.out), *others], args.out)
         runs = runs_of(table, args)
         wanted = chosen(runs, args)
+        if others:
+            with locked(args.out):
+                take_over(runs, others)
         for run in runs:
             if run in wanted or run.result is not None:
                 run.check_folder()
-    except ValueError as error:
+        for run in wanted:
+            run.check_start()
+    except (BlockingIOError, OSError, ValueError) as error:
         sys.exit(str(error))
     print(progress(wanted, args.jobs), flush=True)
     if args.list:

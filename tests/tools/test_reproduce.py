@@ -27,6 +27,7 @@ from mmpretrain.registry import DATASETS, PARAM_SCHEDULERS  # noqa: E402
 TOOL = Path(__file__).parents[2] / 'tools/reproduce.py'
 sys.path.insert(0, str(TOOL.parent))
 import reproduce  # noqa: E402
+from reproduction import estimate  # noqa: E402
 from reproduction import runs as runs_module  # noqa: E402
 from reproduction.configs import network_config, set_data, set_epochs, set_images  # noqa: E402
 from reproduction.page import draw  # noqa: E402
@@ -388,6 +389,62 @@ def test_what_another_training_began_with_is_gone(tool, tmp_path):
     assert 'first, 40 images, epochs: 3, seed 7: not begun' in output
 
 
+def test_results_of_another_machine(tool, tmp_path):
+    """They are taken over, with other paths of the images; what begins with their weights is refused without these."""
+    tool('--seeds', 0, '--cfg-options', 'train_dataloader.dataset.dataset.data_root=elsewhere')
+    shutil.move(tmp_path / 'small.json', tmp_path / 'theirs.json')
+    theirs = json.loads((tmp_path / 'theirs.json').read_text())
+    shutil.rmtree(tmp_path / 'runs')
+    trained, output, status = tool('--seeds', 0, 1, '--models', 'first', '--results', tmp_path / 'theirs.json')
+    assert [(run.label, run.images, run.seed) for run in trained] == [('first', 20, 1), ('first', 40, 1)]
+    ours = json.loads((tmp_path / 'small.json').read_text())
+    assert [result for result in ours if result['seed'] == 0] == theirs and len(ours) == 5 and status == 0
+    assert page_of(tmp_path)[1]['goes on'][-1] == '1 of 2'
+    assert tool('--seeds', 0)[0] == []  # without the file too
+
+    shutil.rmtree(tmp_path / 'runs/goes_on_40_2_0')
+    trained, _, status = tool('--seeds', 0)
+    assert not trained and re.search(r'goes on.* begins with .*first_40_3_0/epoch_3.pth, which is not there', status)
+    assert "first_40_3_0/result.json, and 'first' is trained again" in status
+
+
+@pytest.mark.parametrize(
+    'change, message',
+    [
+        (dict(top1=None, seed=3), None),
+        (dict(label='third'), "--results has a training of 'third' with 20 images, 2 epochs and seed 0, which is none"),
+        (dict(images=30), 'with 30 images, 2 epochs and seed 0, which is none of this table with these options'),
+        (dict(epochs=5), "a training of 'first' with 20 images and 5 epochs, not 2"),
+        (dict(config=None), r'first, 20 images, epochs: 2, seed 0 with other settings \(-null; '),
+    ],
+)
+def test_results_of_another_table(tool, tmp_path, change, message):
+    tool('--seeds', 0, '--images', 20)
+    results = json.loads((tmp_path / 'small.json').read_text())
+    (tmp_path / 'theirs.json').write_text(json.dumps([{**results[0], **change}]))
+    shutil.rmtree(tmp_path / 'runs')
+    trained, _, status = tool('--list', '--results', tmp_path / 'theirs.json')
+    assert not trained
+    if message is None:  # a seed that is not the table's; its config is that of another
+        message = r'seed 3 with other settings \(- "seed": 0; '
+    assert re.search(message, status)
+    assert not list(tmp_path.glob('runs/*/result.json'))
+
+
+@pytest.mark.parametrize(
+    'text, message',
+    [
+        ('{', 'is no list of results: Expecting'),
+        ('3', 'is no list of results'),
+        ('[{}]', "has a result without 'label'"),
+    ],
+)
+def test_no_results(tool, tmp_path, text, message):
+    (tmp_path / 'theirs.json').write_text(text)
+    assert re.search(message, tool('--list', '--results', tmp_path / 'theirs.json')[2])
+    assert 'No such file' in tool('--list', '--results', tmp_path / 'none.json')[2]
+
+
 def test_a_training_without_a_result(tool, tmp_path, monkeypatch):
     """What ends well and says nothing does not stop the others."""
     good = runs_module.start_training
@@ -405,7 +462,7 @@ def test_a_training_without_a_result(tool, tmp_path, monkeypatch):
 def test_what_is_left(monkeypatch):
     """By the trainings of the row that are done, the other seeds'; by a step, of batches of 50, where there is none."""
     measured = []
-    monkeypatch.setattr(reproduce, 'step_seconds', lambda config: measured.append(config) or 5.0)
+    monkeypatch.setattr(estimate, 'step_seconds', lambda config: measured.append(config) or 5.0)
 
     class State(runs_module.Run):
         def __init__(self, label, images, epochs, epochs_done=0, seconds=None, start=None):
@@ -421,13 +478,13 @@ def test_what_is_left(monkeypatch):
         State('a', 100, 4, 1),  # 1 second an image
         State('b', 1000, 2),  # 0.1
     ]
-    assert reproduce.seconds_left(runs, jobs=1) == pytest.approx(300 + 200)
-    assert reproduce.seconds_left(runs, jobs=2) == pytest.approx(300)  # one of them is no shorter with two processes
-    assert reproduce.progress(runs, jobs=2) == '2 of 4 trainings are done; the others take about 5 min'
+    assert estimate.seconds_left(runs, jobs=1) == pytest.approx(300 + 200)
+    assert estimate.seconds_left(runs, jobs=2) == pytest.approx(300)  # one of them is no shorter with two processes
+    assert estimate.progress(runs, jobs=2) == '2 of 4 trainings are done; the others take about 5 min'
     runs.append(State('a', 100, 1, start=runs[2]))
-    assert reproduce.seconds_left(runs, jobs=2) == pytest.approx(300 + 100)  # one after the other
+    assert estimate.seconds_left(runs, jobs=2) == pytest.approx(300 + 100)  # one after the other
     assert len(measured) == 1
-    assert [reproduce.in_words(seconds) for seconds in (1, 3599, 3700)] == ['1 min', '1 h 0 min', '1 h 2 min']
+    assert [estimate.in_words(seconds) for seconds in (1, 3599, 3700)] == ['1 min', '1 h 0 min', '1 h 2 min']
 
 
 def test_where_curves_begin(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """What came of a training, as plain data."""
 
 import copy
-import json
 import os
 import platform
 import sys
@@ -29,7 +28,7 @@ IMAGE = (3, 32, 32)
 
 
 def collect(run, threads: int) -> None:
-    """Writes the result of a training that has ended into its folder, as a whole or not at all."""
+    """Writes the result of a training that has ended into its folder."""
     scalars = read_scalars(run.folder)
     curves = {name: scalars[name].tolist() for name in METRICS if name in scalars}
     last = curves['accuracy/top1'][-1][0]
@@ -51,10 +50,7 @@ def collect(run, threads: int) -> None:
         machine=dict(machine(), threads=threads),
         config=run.config.to_dict(),
     )
-    path = run.folder / 'result.json'
-    part = path.with_suffix('.part')
-    part.write_text(json.dumps(result, default=str))
-    part.replace(path)
+    run.write_result(result)
 
 
 def build(config: Config) -> nn.Module:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Callable, Dict, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 
 from mmengine.config import Config
 
@@ -84,13 +84,46 @@ class Run:
         """
         path, text = self.config_file, self._text
         begun = self.result is not None or self.epochs_done > 0
-        if begun and path.exists() and path.read_text() != text:
-            changed = difflib.unified_diff(path.read_text().splitlines(), text.splitlines(), n=0, lineterm='')
-            lines = [' '.join(line.split()) for line in changed if not line.startswith(('---', '+++', '@@'))]
+        difference = _difference(path.read_text(), text) if begun and path.exists() else ''
+        if difference:
             raise ValueError(
-                f'{self.folder} has a training with other settings ({"; ".join(lines)}): give '
+                f'{self.folder} has a training with other settings ({difference}): give '
                 f'another folder by --out, or remove this one and {path.name} beside it'
             )
+
+    def check_settings(self, config: dict, source: str) -> None:
+        """Compares the config with that of a training elsewhere, but for the paths of images and weights.
+
+        Args:
+            config (dict): That of the other training.
+            source (str): Where that is, in words.
+
+        Raises:
+            ValueError: It has other settings.
+        """
+        difference = _difference(_dump(_without_paths(config)), _dump(_without_paths(json.loads(self._text))))
+        if difference:
+            raise ValueError(f'{source} has {self} with other settings ({difference}): leave it out')
+
+    def check_start(self) -> None:
+        """Looks for the weights that the training begins with, if it has to begin.
+
+        Raises:
+            ValueError: They are gone, or were trained elsewhere.
+        """
+        start = self.start
+        if self.result is None and start and start.result is not None and not start.last_checkpoint.exists():
+            raise ValueError(
+                f'{self} begins with {start.last_checkpoint}, which is not there: put it there, or remove '
+                f'{start.folder / "result.json"}, and {start.label!r} is trained again'
+            )
+
+    def write_result(self, result: dict) -> None:
+        """Writes what came of the training, as a whole or not at all."""
+        path = self.folder / 'result.json'
+        part = path.with_suffix('.part')
+        part.write_text(json.dumps(result, default=str))
+        part.replace(path)
 
     def write_config(self) -> None:
         """Writes the config, and makes the folder."""
@@ -104,7 +137,31 @@ class Run:
 
     @property
     def _text(self) -> str:
-        return json.dumps(self.config.to_dict(), indent=1, default=str)
+        return _dump(self.config.to_dict())
+
+
+def _dump(config: dict) -> str:
+    return json.dumps(config, indent=1, default=str)
+
+
+def _difference(theirs: str, ours: str) -> str:
+    """The lines that differ, in one; '' for none."""
+    changed = difflib.unified_diff(theirs.splitlines(), ours.splitlines(), n=0, lineterm='')
+    return '; '.join(' '.join(line.split()) for line in changed if not line.startswith(('---', '+++', '@@')))
+
+
+def _without_paths(config: Any) -> Any:
+    """Configs are the same wherever the images and the weights are."""
+    if isinstance(config, list):
+        return [_without_paths(value) for value in config]
+    if isinstance(config, dict):
+        return {key: _without_paths(value) for key, value in config.items() if key not in ('data_root', 'load_from')}
+    return config
+
+
+def folder_name(label: str, images: int, epochs: int, seed: int) -> str:
+    """That of a training."""
+    return re.sub(r'\W+', '_', f'{label} {images} {epochs} {seed}')
 
 
 @contextmanager
