@@ -128,8 +128,11 @@ def run(row: Row, venv: Path, options: list[str], log) -> tuple[list, list[str]]
         'CI': 'true',
     }
     environment.pop('PYTHONPATH', None)
-    if call(find_python(row.python), '-m', 'venv', venv) or call(
-        'python', '-m', 'pip', 'install', '--editable', f'{ROOT}{row.extras}', *row.packages
+    install = ['python', '-m', 'pip', 'install']
+    if (
+        call(find_python(row.python), '-m', 'venv', venv)
+        or call(*install, '--upgrade', 'pip')  # that of Python 3.9 tries versions for an hour
+        or call(*install, '--editable', f'{ROOT}{row.extras}', *row.packages)
     ):
         return [row.python, *[''] * len(PACKAGES), '', '', '', ''], ['installation']
     failures = []

@@ -169,6 +169,8 @@ def become(streams: List[int], arguments: List[str], directory: str, environment
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
+    if 'WARM_CHILDREN' in environment:  # what it starts with its own interpreter begins warm, too
+        sys.executable = environment['PYTHON_EXEC']
     sys.path[1:1] = [path for path in environment.get('PYTHONPATH', '').split(os.pathsep) if path]
     np.random.seed()
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 pytest.importorskip('mmpretrain')
-from helpers.processes import environment  # noqa: E402
+from helpers.processes import environment, run  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from mmengine.config import Config  # noqa: E402
 from mmengine.runner import Runner  # noqa: E402
@@ -545,7 +545,6 @@ def test_killed_twice(repository, tmp_path):
 @pytest.mark.parametrize('name', ['C20-E', 'L21-1', 'T-CNN'])
 def test_smoke(name, tmp_path):
     """The whole of a table on the digits."""
-    words = [sys.executable, TOOL, name, '--smoke', '--out', tmp_path]
-    subprocess.run([str(word) for word in words], env=environment(tmp_path), check=True, cwd=tmp_path)
+    run('python', TOOL, name, '--smoke', '--out', tmp_path, folder=tmp_path, WARM_CHILDREN='1')
     text = (tmp_path / f'{name}.md').read_text()
     assert 'issing' not in text and all(f'| {row.label} | ' in text for row in TABLES[name].rows)
