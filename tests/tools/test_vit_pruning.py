@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip('torchvision')
+pytest.importorskip('mmpretrain')
 sys.path.insert(0, str(Path(__file__).parents[2] / 'tools/benchmarks'))
 import vit_pruning  # noqa: E402
 
