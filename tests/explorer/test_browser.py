@@ -396,13 +396,13 @@ def test_phone(phone, pages):
     assert phone.script(
         "return ['query', 'map'].every((id) => byId(id).width === Math.round(byId(id).clientWidth * devicePixelRatio))"
     )
-    phone.touch(phone.place('query', 1, 6))
+    phone.tap(*phone.place('query', 1, 6))
     assert phone.text('query-place') == 'Row 1, column 6' and locked(phone)
-    phone.touch(*(phone.place('query', *place) for place in ((2, 2), (4, 3), (7, 5))))
+    phone.drag(*(phone.place('query', *place) for place in ((2, 2), (4, 3), (7, 5))))
     assert phone.text('query-place') == 'Row 7, column 5' and locked(phone)
-    phone.touch(phone.place('query', 7, 5))
+    phone.tap(*phone.place('query', 7, 5))
     assert not locked(phone)
-    phone.touch(phone.place('map', 3, 0))
+    phone.tap(*phone.place('map', 3, 0))
     assert phone.text('key-place') == '(3, 0)'
     below = "byId('key-probability').getBoundingClientRect().top - byId('map').getBoundingClientRect().bottom"
     assert 0 <= phone.script(f'return {below}') <= 20
