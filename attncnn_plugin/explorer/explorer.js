@@ -747,19 +747,24 @@ function movedKey([down, right]) {
 function listen() {
   const query = byId('query'), map = byId('map');
   let held = null;  // the pixel that was locked when the pointer came down
+  const sameQuery = (pixel) => held !== null && queryOf(state.layer, held).index === queryOf(state.layer, pixel).index;
+  const chooseQuery = (event) => {
+    const pixel = pixelAt(query, event);
+    change({query: pixel, token: null, locked: !sameQuery(pixel)});
+  };
+  const chooseKey = (event) => change({key: pixelAt(map, event)});
   query.addEventListener('pointerdown', () => {
     held = state.locked && state.token === null ? state.query : null;
   });
   query.addEventListener('pointermove', (event) => {
-    // What a finger is drawn to stays.
-    if (event.pointerType === 'touch') change({query: pixelAt(query, event), token: null, locked: true});
-    else if (!state.locked) change({query: pixelAt(query, event), token: null});
-  });
-  query.addEventListener('click', (event) => {
     const pixel = pixelAt(query, event);
-    const same = held !== null && queryOf(state.layer, held).index === queryOf(state.layer, pixel).index;
-    change({query: pixel, token: null, locked: !same});
+    if (event.pointerType === 'touch') {
+      // What a finger is drawn to stays, though it comes back to where it was.
+      if (!sameQuery(pixel)) held = null;
+      change({query: pixel, token: null, locked: true});
+    } else if (!state.locked) change({query: pixel, token: null});
   });
+  query.addEventListener('click', chooseQuery);
   query.addEventListener('keydown', (event) => {
     const arrow = arrowOf(event);
     // Locked, so that a pointer that rests on the image does not move it back.
@@ -774,7 +779,13 @@ function listen() {
   map.addEventListener('pointermove', (event) => {
     if (event.pointerType !== 'touch') change({key: pixelAt(map, event)});
   });
-  map.addEventListener('click', (event) => change({key: pixelAt(map, event)}));
+  map.addEventListener('click', chooseKey);
+  // Chromium sends no click for some taps that come after a drawn finger. Where it does, it chooses the same once more.
+  for (const [canvas, choose] of [[query, chooseQuery], [map, chooseKey]]) {
+    canvas.addEventListener('pointerup', (event) => {
+      if (event.pointerType === 'touch') choose(event);
+    });
+  }
   map.addEventListener('keydown', (event) => {
     const arrow = arrowOf(event);
     if (arrow) change({key: movedKey(arrow)});

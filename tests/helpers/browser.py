@@ -136,14 +136,7 @@ class Browser:
         self.driver.find_element(By.CSS_SELECTOR, selector).click()
         self.settle()
 
-    def tap(self, *place):
-        """A finger that comes down and up; waits for the click, which the browser sends later."""
-        self.script("window.clicked = false; addEventListener('click', () => { clicked = true; }, {once: true})")
-        self.drag(place)
-        self.wait('clicked')
-        self.settle()
-
-    def drag(self, *places):
+    def touch(self, *places):
         """A finger that comes down at the first place and goes to the others."""
         points = [[dict(x=x, y=y)] for x, y in places]
         kinds = ['touchStart', *['touchMove'] * (len(places) - 1), 'touchEnd']
