@@ -276,7 +276,8 @@ def test_a_table(tool, tmp_path, monkeypatch):
     )  # all of it
     trained, output, status = tool('--list')
     assert '3 of 5 trainings are done' in output and 'first, 20 images, epochs: 2, seed 1: not begun' in output
-    assert rows['first'][-1] == '1 of 2' and rows['first'][2] == f'{first["top1"]:.1f}'
+    assert rows['first'][-1] == '2' and rows['first'][2] == f'{first["top1"]:.1f}, 1 of 2 seeds'
+    assert '| minutes with 40 images | seeds |' in text
     assert rows['goes on'][2:4] == ['', f'{goes_on["top1"]:.1f}']
     assert f'Validated with {goes_on["config"]["val_dataloader"]["dataset"]["num_images"]} test images.' in text
     assert 'Missing, 2 of 5 trainings:' in text and '- first, 40 images, epochs: 3, seed 1' in text
@@ -375,9 +376,35 @@ def test_a_part_of_a_table(tool, tmp_path):
     tool('--images', 20, '--seeds', 0, 7)
     tool('--images', 40, '--seeds', 0, '--models', 'first')
     text, rows = page_of(tmp_path)
-    assert rows['first'][-1] == '1 of 3' and ' to ' in rows['first'][2] and rows['first'][3] != 'missing'
+    assert re.fullmatch(r'.* \(.* to .*\), 2 of 3 seeds', rows['first'][2])
+    assert re.fullmatch(r'[\d.]+, 1 of 3 seeds', rows['first'][3]) and rows['first'][-1] == '3'
     results = json.loads((tmp_path / 'small.json').read_text())
     assert sorted((result['images'], result['seed']) for result in results) == [(20, 0), (20, 7), (40, 0)]
+
+
+@pytest.mark.parametrize('name', list(TABLES))
+def test_colours_of_curves(name, tmp_path, monkeypatch):
+    """A row has one colour in all panels, where others are missing too; the legend has all rows that are shown."""
+    figures = []
+    monkeypatch.setattr(Figure, 'savefig', lambda figure, *args, **options: figures.append(figure))
+    table = dataclasses.replace(TABLES[name], epochs={20: 2, 40: 2})
+    results = [
+        dict(label=row.label, images=images, curves={metric: [[1, i], [2, i]] for metric in table.curves})
+        for images in table.epochs
+        for i, row in enumerate(table.rows)
+        if not (images == 20 and i == 0)
+    ]
+    draw(tmp_path / 'figure.svg', table, results)
+    (figure,) = figures
+    colours = {}
+    for axis in figure.axes:
+        for line in axis.lines:
+            colours.setdefault(table.rows[int(line.get_ydata()[0])].label, set()).add(line.get_color())
+    assert all(len(of_row) == 1 for of_row in colours.values())
+    assert len(set.union(*colours.values())) == len(table.rows)
+    (legend,) = figure.legends
+    handles = {text.get_text(): line.get_color() for text, line in zip(legend.get_texts(), legend.get_lines())}
+    assert handles == {label: of_row for label, (of_row,) in colours.items()}
 
 
 def test_what_another_training_began_with_is_gone(tool, tmp_path):

@@ -1,7 +1,7 @@
 """The page of a table: its rows in Markdown, and its curves."""
 
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 import numpy as np
 
@@ -27,7 +27,8 @@ def write_page(folder: Path, name: str, table: Table, runs: Sequence, data: str)
     results = [run.result for run in runs if run.result is not None]
     lines = [f'# {table.title}', '', table.about, '', _conditions(runs, results, data), '']
     sizes = [f'top-1 of {number:,} images, %' for number in images]
-    columns = ['network', 'parameters', 'multiply-adds', *sizes, 'minutes of a training', 'seeds']
+    time = f'minutes with {images[-1]:,} images' if len(images) > 1 else 'minutes of a training'
+    columns = ['network', 'parameters', 'multiply-adds', *sizes, time, 'seeds']
     lines += [f'| {" | ".join(columns)} |', '| --- ' * len(columns) + '|']
     for row in table.rows:
         of_row = [run for run in runs if run.label == row.label]
@@ -69,19 +70,17 @@ def _recipe(config: dict) -> str:
 
 
 def _cells(label: str, runs: Sequence, images: Sequence[int]) -> List[str]:
-    """One row; what the first size has stands for the parameters, and the last one for the time."""
+    """One row; what the first result has stands for the parameters, and the largest size for the time."""
     results = [run.result for run in runs if run.result is not None]
     cells = [label, *(f'{results[0][key]:,}' if results else 'missing' for key in ('parameters', 'multiply_adds'))]
     for number in images:
         of_size = [run for run in runs if run.images == number]
         values = [run.result['top1'] for run in of_size if run.result is not None]
-        cells.append(_mean_and_range(values, '.1f') if of_size else '')
+        part = f', {len(values)} of {len(of_size)} seeds' if 0 < len(values) < len(of_size) else ''
+        cells.append(_mean_and_range(values, '.1f') + part if of_size else '')
     largest = [result['seconds'] / 60 for result in results if result['images'] == max(run.images for run in runs)]
     cells.append(_mean_and_range(largest, '.1f'))
-    seeds = {run.seed for run in runs}
-    done = {seed for seed in seeds if all(run.result is not None for run in runs if run.seed == seed)}
-    cells.append(str(len(seeds)) if done == seeds else f'{len(done)} of {len(seeds)}')
-    return cells
+    return [*cells, str(len({run.seed for run in runs}))]
 
 
 def _mean_and_range(values: Sequence[float], form: str) -> str:
@@ -102,10 +101,12 @@ def draw(path: Path, table: Table, results: List[dict]) -> bool:
     except ImportError:
         return False
     images = sorted({result['images'] for result in results})
-    size = (5.5 * len(images), 3.8 * len(table.curves))
+    size = (5.5 * len(images) + 2, 3.8 * len(table.curves))
     figure = Figure(figsize=size, layout='constrained')
     axes = figure.subplots(len(table.curves), len(images), squeeze=False)
     rows = {row.label: row for row in table.rows}
+    colours = {label: f'C{i}' for i, label in enumerate(rows)}  # the same in all panels
+    lines: Dict[str, Any] = {}
     for metric, row_of_axes in zip(table.curves, axes):
         for axis, number in zip(row_of_axes, images):
             groups: Dict[str, List[dict]] = {}
@@ -116,11 +117,12 @@ def draw(path: Path, table: Table, results: List[dict]) -> bool:
                 steps, values = _common(group, metric)
                 row = rows[label]
                 offset = _last_epoch(groups.get(row.start or ''), metric) or row.begins * table.epochs[number]
-                (line,) = axis.plot(steps + offset, values.mean(0), label=label)
+                (lines[label],) = axis.plot(steps + offset, values.mean(0), color=colours[label], label=label)
                 low, high = values.min(0), values.max(0)
-                axis.fill_between(steps + offset, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+                axis.fill_between(steps + offset, low, high, color=colours[label], alpha=0.2, linewidth=0)
             axis.set(title=f'{number:,} images', xlabel='epochs', ylabel=LABELS[metric])
-    axes[0, -1].legend(fontsize='small')
+    shown = [label for label in rows if label in lines]
+    figure.legend([lines[label] for label in shown], shown, loc='outside right upper', fontsize='small')
     figure.savefig(path, metadata=dict(Date=None))
     return True
 
