@@ -383,8 +383,8 @@ def test_a_part_of_a_table(tool, tmp_path):
 
 
 @pytest.mark.parametrize('name', list(TABLES))
-def test_colours_of_curves(name, tmp_path, monkeypatch):
-    """A row has one colour in all panels, where others are missing too; the legend has all rows that are shown."""
+def test_styles_of_curves(name, tmp_path, monkeypatch):
+    """A row has one style in all panels, where others are missing too; the legend has all rows that are shown."""
     figures = []
     monkeypatch.setattr(Figure, 'savefig', lambda figure, *args, **options: figures.append(figure))
     table = dataclasses.replace(TABLES[name], epochs={20: 2, 40: 2})
@@ -396,15 +396,19 @@ def test_colours_of_curves(name, tmp_path, monkeypatch):
     ]
     draw(tmp_path / 'figure.svg', table, results)
     (figure,) = figures
-    colours = {}
+    styles = {}
+
+    def style(line):
+        return line.get_color(), line.get_linestyle()
+
     for axis in figure.axes:
         for line in axis.lines:
-            colours.setdefault(table.rows[int(line.get_ydata()[0])].label, set()).add(line.get_color())
-    assert all(len(of_row) == 1 for of_row in colours.values())
-    assert len(set.union(*colours.values())) == len(table.rows)
+            styles.setdefault(table.rows[int(line.get_ydata()[0])].label, set()).add(style(line))
+    assert all(len(of_row) == 1 for of_row in styles.values())
+    assert len(set.union(*styles.values())) == len(table.rows)
     (legend,) = figure.legends
-    handles = {text.get_text(): line.get_color() for text, line in zip(legend.get_texts(), legend.get_lines())}
-    assert handles == {label: of_row for label, (of_row,) in colours.items()}
+    handles = {text.get_text(): style(line) for text, line in zip(legend.get_texts(), legend.get_lines())}
+    assert handles == {label: of_row for label, (of_row,) in styles.items()}
 
 
 def test_what_another_training_began_with_is_gone(tool, tmp_path):

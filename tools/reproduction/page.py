@@ -105,7 +105,10 @@ def draw(path: Path, table: Table, results: List[dict]) -> bool:
     figure = Figure(figsize=size, layout='constrained')
     axes = figure.subplots(len(table.curves), len(images), squeeze=False)
     rows = {row.label: row for row in table.rows}
-    colours = {label: f'C{i}' for i, label in enumerate(rows)}  # the same in all panels
+    # The same in all panels; matplotlib has ten colours.
+    styles = {
+        label: dict(color=f'C{i % 10}', linestyle='-' if i < 10 else '--', label=label) for i, label in enumerate(rows)
+    }
     lines: Dict[str, Any] = {}
     for metric, row_of_axes in zip(table.curves, axes):
         for axis, number in zip(row_of_axes, images):
@@ -117,9 +120,9 @@ def draw(path: Path, table: Table, results: List[dict]) -> bool:
                 steps, values = _common(group, metric)
                 row = rows[label]
                 offset = _last_epoch(groups.get(row.start or ''), metric) or row.begins * table.epochs[number]
-                (lines[label],) = axis.plot(steps + offset, values.mean(0), color=colours[label], label=label)
+                (lines[label],) = axis.plot(steps + offset, values.mean(0), **styles[label])
                 low, high = values.min(0), values.max(0)
-                axis.fill_between(steps + offset, low, high, color=colours[label], alpha=0.2, linewidth=0)
+                axis.fill_between(steps + offset, low, high, color=styles[label]['color'], alpha=0.2, linewidth=0)
             axis.set(title=f'{number:,} images', xlabel='epochs', ylabel=LABELS[metric])
     shown = [label for label in rows if label in lines]
     figure.legend([lines[label] for label in shown], shown, loc='outside right upper', fontsize='small')
