@@ -411,6 +411,24 @@ def test_styles_of_curves(name, tmp_path, monkeypatch):
     assert handles == {label: of_row for label, (of_row,) in styles.items()}
 
 
+def test_no_deit_recipe():
+    """These rows differ from those with the recipe in what the ViT of the table does without, and in nothing else."""
+    rows = {row.label: row for row in TABLES['L21-1'].rows}
+    vit = network_config('vit', {})
+    plain = [row for row in rows.values() if row.label.endswith(', no DeiT recipe')]
+    assert len(plain) == 3
+    for row in plain:
+        config, with_recipe = (network_config(r.config, r.options) for r in (row, rows[row.label.split(',')[0]]))
+        assert config.train_dataloader == vit.train_dataloader
+        assert config.model.head.loss.type == vit.model.head.loss.type and not config.model.train_cfg
+        assert config.model.backbone.pop('drop_path_rate') == 0 < with_recipe.model.backbone.pop('drop_path_rate')
+        for part in (config, with_recipe):
+            part.train_dataloader.dataset.pop('pipeline')
+            part.model.head.pop('loss')
+            part.model.pop('train_cfg')
+        assert config.to_dict() == with_recipe.to_dict()
+
+
 def test_what_another_training_began_with_is_gone(tool, tmp_path):
     """It is missing on the page; what began with it stays there."""
     tool('--images', 40, '--seeds', 7)
