@@ -448,7 +448,8 @@ def test_results_of_another_machine(tool, tmp_path):
     assert [(run.label, run.images, run.seed) for run in trained] == [('first', 20, 1), ('first', 40, 1)]
     ours = json.loads((tmp_path / 'small.json').read_text())
     assert [result for result in ours if result['seed'] == 0] == theirs and len(ours) == 5 and status == 0
-    assert page_of(tmp_path)[1]['goes on'][-1] == '1 of 2'
+    cells = page_of(tmp_path)[1]['goes on']
+    assert cells[3].endswith(', 1 of 2 seeds') and cells[-1] == '2'
     assert tool('--seeds', 0)[0] == []  # without the file too
 
     shutil.rmtree(tmp_path / 'runs/goes_on_40_2_0')
