@@ -77,7 +77,7 @@ class BalancedSubset:
 
     def _label(self, index: int) -> int:
         label = np.atleast_1d(self.dataset.get_data_info(index).get('gt_label', []))
-        if label.shape != (1,):
+        if label.shape != (1,) or label[0] < 0:
             raise ValueError(
                 f'image {index} of {type(self.dataset).__name__} has gt_label={label.tolist()}, but BalancedSubset is '
                 'for images of one class each'
@@ -85,14 +85,16 @@ class BalancedSubset:
         return int(label[0])
 
     def _check_classes(self, labels: List[int]) -> None:
-        names = self._metainfo.get('classes') or range(max(labels, default=-1) + 1)
-        counts = {name: labels.count(label) for label, name in enumerate(names)}
-        rarest = min(counts, key=counts.__getitem__, default=None)
-        most = len(counts) * counts.get(rarest, 0)
+        names = self._metainfo.get('classes') or ()
+        counts = np.bincount(np.array(labels, dtype=int), minlength=len(names))  # classes may have one name, as cranes
+        rarest = counts.argmin() if len(counts) else None
+        fewest = 0 if rarest is None else counts[rarest]
+        most = len(counts) * fewest
         if self.num_images > most:
+            name = names[rarest] if rarest is not None and rarest < len(names) else rarest
             raise ValueError(
                 f'num_images={self.num_images} of BalancedSubset must be at most {most}: the dataset has '
-                f'{len(labels)} images in {len(counts)} classes, and {counts.get(rarest, 0)} of the class {rarest}'
+                f'{len(labels)} images in {len(counts)} classes, and {fewest} of the class {name}'
             )
 
     @force_full_init

@@ -10,7 +10,7 @@ from mmengine.dataset import BaseDataset, ConcatDataset
 from mmengine.registry import DefaultScope
 from mmpretrain.registry import DATASETS
 
-import attncnn_plugin  # noqa: F401
+from attncnn_plugin.datasets import BalancedSubset
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +65,23 @@ def test_the_seed_decides():
     assert often.min() > 25 and often.max() < 75  # each image as likely as any other
 
 
+def test_classes_of_one_name():
+    """ImageNet has two cranes, the bird and the machine."""
+    dataset = LabelsAlone([0, 0, 0, 0, 1, 1, 1, 2, 2, 2])
+    dataset._metainfo['classes'] = ('crane', 'heron', 'crane')
+    assert np.bincount(BalancedSubset(dataset, 9).get_gt_labels()).tolist() == [3, 3, 3]
+    with pytest.raises(ValueError, match='at most 9: the dataset has 10 images in 3 classes, and 3 of the class heron'):
+        BalancedSubset(dataset, 10)
+
+
+def test_labels_without_a_name():
+    dataset = LabelsAlone([0, 1, 1, 2])
+    dataset._metainfo['classes'] = ('zero', 'one')
+    assert BalancedSubset(dataset, 3).get_gt_labels().tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match='at most 3: the dataset has 4 images in 3 classes'):
+        BalancedSubset(dataset, 4)
+
+
 def test_as_wrappers_of_mmengine():
     lazy = subset_of([0, 1, 0, 1], 2, lazy_init=True)
     assert lazy.metainfo == dict(classes=('class 0', 'class 1')) and 'not read yet' in repr(lazy)
@@ -98,6 +115,7 @@ def test_digits():
         ([0, 1], 0, 'num_images=0 of BalancedSubset must be'),
         ([0, 1], 1.5, 'num_images=1.5 of BalancedSubset must be'),
         ([[0, 1], [1, 1]], 1, r'image 0 of LabelsAlone has gt_label=\[0, 1\]'),
+        ([0, -1], 1, r'image 1 of LabelsAlone has gt_label=\[-1\]'),
     ],
 )
 def test_errors(labels, num_images, message):
