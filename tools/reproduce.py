@@ -13,7 +13,6 @@ page is OUT/TABLE.md, its figure OUT/TABLE.svg.
 """
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -24,15 +23,16 @@ import torch
 from mmengine.config import DictAction
 from mmengine.logging import MMLogger
 
-import attncnn_plugin  # noqa: F401
+from attncnn_plugin.utils.errors import one_line
 
 sys.path.insert(0, str(Path(__file__).parent))  # for those who import this file
 from reproduction.configs import DATA  # noqa: E402
 from reproduction.estimate import progress  # noqa: E402
 from reproduction.page import write_page  # noqa: E402
-from reproduction.runs import Run, locked, train  # noqa: E402
+from reproduction.runs import Run, locked, train, write_json  # noqa: E402
 from reproduction.tables import TABLES  # noqa: E402
 from reproduction.trainings import (  # noqa: E402
+    SEEDS_OF_STARTED,
     check_images,
     chosen,
     results_in,
@@ -54,11 +54,18 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def seed(text: str) -> int:
+    """An option that is a seed, as NumPy takes them."""
+    if not (text.isascii() and text.isdigit()) or int(text) >= 2**32 - SEEDS_OF_STARTED:
+        raise argparse.ArgumentTypeError(f'{text!r} must be an integer from 0 to {2**32 - SEEDS_OF_STARTED - 1}')
+    return int(text)
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('table', choices=list(TABLES), metavar='TABLE', help=', '.join(TABLES))
     parser.add_argument('--models', nargs='+', metavar='ROW', help='rows of the table (default: all)')
-    parser.add_argument('--seeds', nargs='+', type=int, help='of each training (default: those of the table)')
+    parser.add_argument('--seeds', nargs='+', type=seed, help='of each training (default: those of the table)')
     parser.add_argument('--images', nargs='+', type=positive, help='numbers of training images (default: the table’s)')
     parser.add_argument('--epochs', type=positive, help='of a training (default: those of the table)')
     parser.add_argument('--data', choices=DATA, help='default: cifar10, with --smoke the digits')
@@ -69,7 +76,12 @@ def parse_args() -> argparse.Namespace:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     jobs = 1 if torch.cuda.is_available() else cores
     parser.add_argument(
-        '--results', nargs='+', type=Path, default=[], metavar='JSON', help='of other machines: TABLE.json to take over'
+        '--results',
+        nargs='+',
+        type=Path,
+        default=[],
+        metavar='JSON',
+        help='of other machines: TABLE.json to take over, with --list too',
     )
     parser.add_argument('--jobs', type=positive, default=jobs, help=f'trainings at a time (default here: {jobs})')
     parser.add_argument('--threads', type=positive, default=1, help='of each training (default: 1)')
@@ -82,8 +94,6 @@ def parse_args() -> argparse.Namespace:
         parser.error(f'--smoke is for the digits, not for --data {args.data}')
     if args.data == 'digits' and args.data_root is not None:
         parser.error(f'--data-root {args.data_root} is for images in a folder: the digits come with scikit-learn')
-    if args.cfg_options.get('train_cfg.max_epochs') is not None:
-        parser.error('--cfg-options train_cfg.max_epochs leaves the schedules as they are: give --epochs')
     if args.smoke and args.test_images is None:
         args.test_images = SMOKE_TEST_IMAGES
     args.out = args.out or Path('work_dirs/reproduce') / (f'{args.data}_smoke' if args.smoke else args.data)
@@ -116,19 +126,23 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the trainings too
 
+    def write() -> Path:
+        results = [run.result for run in runs if run.result is not None]
+        write_json(args.out / f'{args.table}.json', results)
+        return write_page(args.out, args.table, table, runs, args.data_name or WORDS[args.data])
+
     def tell(run: Run, sentence: str) -> None:
+        write()
         print(f'{run}: {sentence}; {progress(wanted, args.jobs)}', flush=True)
 
     try:
         with locked(args.out) as lock:
             try:
                 check_images([run for run in wanted if run.result is None])
-            except ValueError as error:
-                sys.exit(str(error))
+            except (OSError, RuntimeError, ValueError) as error:
+                sys.exit(one_line(error, folder_option='--data-root FOLDER'))
             failed = train(wanted, args.jobs, args.threads, lock, tell)
-            results = [run.result for run in runs if run.result is not None]
-            (args.out / f'{args.table}.json').write_text(json.dumps(results, indent=1))
-            print(write_page(args.out, args.table, table, runs, args.data_name or WORDS[args.data]))
+            print(write())
     except BlockingIOError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:

@@ -40,5 +40,5 @@ class ChannelsLastHook(Hook):
     """
 
     def before_train(self, runner) -> None:
-        """After weights were drawn, which come in the order of the memory, and before the optimizer has a state."""
+        """After the weights were drawn or loaded, since the values that are drawn come in the order of the memory."""
         runner.model.to(memory_format=torch.channels_last)

@@ -8,16 +8,17 @@ from typing import Optional
 from mmengine.registry import Registry
 from mmpretrain.datasets.utils import download_and_extract_archive
 
-PHASES = ('train', 'val', 'test')
+FOLDERS = ' '.join(f'{phase}_dataloader.dataset.data_root=FOLDER' for phase in ('train', 'val', 'test'))
 
 
-def one_line(error: BaseException) -> str:
+def one_line(error: BaseException, folder_option: str = f'--cfg-options {FOLDERS}') -> str:
     """The last line of Python's report of an error; of several lines of a message, the first.
 
     Of a data set that could not be downloaded it is a sentence that says which, and what to do.
 
     Args:
         error (BaseException): The error.
+        folder_option (str): How the tool is told another folder of a data set. Defaults to that of mmpretrain's tools.
 
     Returns:
         str: Its type and its sentence.
@@ -28,19 +29,18 @@ def one_line(error: BaseException) -> str:
         return lines[-1]  # of a traceback in the message
     unknown = re.match(r'(\S+) is not in the \S+::(.+) registry', lines[0])
     reason = f'{type(error).__name__}: {_unknown_type(*unknown.groups()) if unknown else lines[0]}'
-    return _missing_data(error, reason) or reason
+    return _missing_data(error, reason, folder_option) or reason
 
 
-def _missing_data(error: BaseException, reason: str) -> Optional[str]:
+def _missing_data(error: BaseException, reason: str, folder_option: str) -> Optional[str]:
     """A sentence on a data set whose files were to be downloaded when an error came; None for other errors."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for caller, called in zip(frames, frames[1:]):
         if called.f_code is download_and_extract_archive.__code__ and 'self' in caller.f_locals:
             name, download = type(caller.f_locals['self']).__name__, called.f_locals
-            options = ' '.join(f'{phase}_dataloader.dataset.data_root=FOLDER' for phase in PHASES)
             return (
                 f'{name} is not in {download["download_root"]} and cannot be downloaded ({reason}): put '
-                f'{download["filename"]} there, from {download["url"]}, or name another folder: --cfg-options {options}'
+                f'{download["filename"]} there, from {download["url"]}, or name another folder: {folder_option}'
             )
     return None
 

@@ -12,12 +12,13 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.error import URLError
 
 import numpy as np
 import pytest
 import torch
 
-pytest.importorskip('mmpretrain')
+mmpretrain = pytest.importorskip('mmpretrain')
 from helpers.processes import environment, run  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from mmengine.config import Config  # noqa: E402
@@ -30,8 +31,8 @@ import reproduce  # noqa: E402
 from reproduction import estimate  # noqa: E402
 from reproduction import runs as runs_module  # noqa: E402
 from reproduction.configs import network_config, set_data, set_epochs, set_images  # noqa: E402
-from reproduction.page import draw  # noqa: E402
-from reproduction.results import build, step_seconds  # noqa: E402
+from reproduction.page import draw, write_page  # noqa: E402
+from reproduction.results import RESULT, build, machine, step_seconds, validation_seconds  # noqa: E402
 from reproduction.tables import TABLES, Row, Table  # noqa: E402
 
 # Two rows, the second one from the weights of the first, and networks that train in a second.
@@ -168,6 +169,16 @@ def test_a_folder_of_images(images):
     assert erase.fill_std == [51.255, 50.847, 51.5865]
 
 
+@pytest.mark.parametrize('data, pad_val', [('cifar10', [125, 123, 114]), ('cifar100', [129, 124, 112])])
+def test_colours_of_an_augmentation(data, pad_val):
+    """What it leaves empty has the mean of the images, as the preprocessor has it."""
+    config = network_config('deit', {})
+    set_data(config, data, None)
+    augment, erase, _ = config.train_dataloader.dataset.pipeline
+    assert augment.hparams.pad_val == pad_val and erase.fill_color == config.data_preprocessor.mean
+    assert erase.fill_std == config.data_preprocessor.std
+
+
 def test_a_folder_of_few_classes(images):
     for label in range(3, 10):
         for split in ('train', 'test'):
@@ -259,6 +270,7 @@ def test_a_table(tool, tmp_path, monkeypatch):
     assert goes_on['start'] == 'first_40_3_0' and trained[2].start is trained[1]
     weights = [torch.load(run.last_checkpoint, weights_only=True)['state_dict'] for run in trained]
     assert first['parameters'] == sum(value.numel() for value in weights[0].values())
+    assert tuple(first) == RESULT
     assert first['seconds'] > 0 and first['multiply_adds'] > 0
     assert first['versions']['torch'] == torch.__version__ and first['machine']['threads'] == 1
     assert first['config']['randomness']['seed'] == 0 and goes_on['config']['randomness']['seed'] == 1000
@@ -323,6 +335,15 @@ def test_a_training_that_fails(tool, tmp_path, monkeypatch):
             'first, 2 images, epochs: 1, seed 0: 1 epochs of 1 batch',
         ),
         (['--images', 1400, '--epochs', 1], 'num_images=1400 of BalancedSubset must be at most'),
+        (
+            ['--cfg-options', 'train_cfg.max_epochs=4'],
+            'first, 20 images, epochs: 2, seed 0: --cfg-options makes train_cfg.max_epochs 4, .* has 2: give --epochs',
+        ),
+        (['--cfg-options', 'randomness.seed=5'], 'makes randomness.seed 5, but the training has 0: give --seeds'),
+        (['--cfg-options', 'train_dataloader.dataset.seed=5'], 'makes train_dataloader.dataset.seed 5'),
+        (['--cfg-options', 'train_dataloader.dataset.num_images=5'], 'has 20: give --images'),
+        (['--cfg-options', 'load_from=weights.pth'], "makes load_from 'weights.pth', but the training has None"),
+        (['--cfg-options', 'randomness=None'], 'makes randomness.seed None'),
     ],
 )
 def test_errors(tool, options, message):
@@ -337,7 +358,8 @@ def test_errors(tool, options, message):
         (['--images', 20, '1e3'], "argument --images: '1e3' must be a positive integer"),
         (['--smoke', '--data', 'folder'], '--smoke is for the digits, not for --data folder'),
         (['--data-root', 'images'], '--data-root images is for images in a folder'),
-        (['--cfg-options', 'train_cfg.max_epochs=3'], 'leaves the schedules as they are: give --epochs'),
+        (['--seeds', -1], "argument --seeds: '-1' must be an integer from 0 to"),
+        (['--seeds', 2**32], "argument --seeds: '4294967296' must be an integer from 0 to 4294966295"),
     ],
 )
 def test_options_that_are_refused(options, message, monkeypatch, capsys):
@@ -356,6 +378,87 @@ def test_a_folder_of_other_settings(tool, tmp_path):
         trained, _, status = tool(*options, *further, '--cfg-options', 'optim_wrapper.optimizer.lr=0.5')
         assert not trained and re.search(lines, status)
     assert tool(*options)[2] == 0
+    (tmp_path / 'runs/first_20_2_0.json').unlink()  # the result has the settings too
+    assert re.search(lines, tool(*options, '--cfg-options', 'optim_wrapper.optimizer.lr=0.5')[2])
+    trained, _, status = tool(*options)
+    assert not trained and status == 0
+    (tmp_path / 'runs/first_20_2_0/result.json').unlink()
+    assert re.search(r'first_20_2_0 has a training .* \(its config is gone\): give another', tool(*options)[2])
+
+
+def test_a_folder_that_was_moved(tool, tmp_path, monkeypatch):
+    """And one that is named in another way: trainings that begin with others are the same, and go on."""
+    trained = tool('--images', 40, '--seeds', 0)[0]
+    assert len(trained) == 2
+    moved = tmp_path / 'moved'
+    moved.mkdir()
+    shutil.move(tmp_path / 'runs', moved / 'runs')
+    trained, _, status = tool('--images', 40, '--seeds', 0, '--out', moved)
+    assert not trained and status == 0
+    (moved / 'runs/goes_on_40_2_0/result.json').unlink()
+    monkeypatch.chdir(tmp_path)
+    trained, _, status = tool('--images', 40, '--seeds', 0, '--out', 'moved')
+    assert [run.label for run in trained] == ['goes on'] and status == 0
+    config = json.loads((moved / 'runs/goes_on_40_2_0.json').read_text())
+    assert config['load_from'] == str(Path('moved/runs/first_40_3_0/epoch_3.pth'))
+
+
+def test_the_page_of_a_stop(tool, tmp_path, monkeypatch):
+    """It has what was done before."""
+    good = runs_module.start_training
+
+    def training(run, threads, lock):
+        if run.images == 40:
+            raise KeyboardInterrupt
+        return good(run, threads, lock)
+
+    monkeypatch.setattr(runs_module, 'start_training', training)
+    assert tool('--seeds', 0, '--jobs', 1)[2] == 128 + signal.SIGINT
+    assert 'Missing, 4 of 5' in page_of(tmp_path)[0]
+    assert [result['images'] for result in json.loads((tmp_path / 'small.json').read_text())] == [20]
+
+
+def test_images_of_another_size(tool, tmp_path):
+    trained, _, status = tool('--cfg-options', 'train_dataloader.dataset.dataset.pipeline.0.scale=28')
+    assert not trained and 'the first image of BalancedSubset has the shape (3, 28, 28), but the networks' in status
+
+
+def test_data_that_cannot_be_downloaded(tool, tmp_path, monkeypatch):
+    def fail(url, *args, **kwargs):
+        raise URLError('Name or service not known')
+
+    monkeypatch.setattr(mmpretrain.datasets.utils, 'download_url_to_file', fail)
+    trained, _, status = tool('--data', 'cifar10', '--data-root', tmp_path / 'data')
+    assert not trained and status.startswith(f'CIFAR10 is not in {tmp_path}/data/ and cannot be downloaded (URLError')
+    assert status.endswith(', or name another folder: --data-root FOLDER')
+
+
+def test_files_that_are_cut_off(tool, tmp_path):
+    """They are named."""
+    options = ['--images', 20, '--seeds', 0]
+    tool(*options)
+    for name in ('first_20_2_0/result.json', 'first_20_2_0.json'):
+        path = tmp_path / 'runs' / name
+        text = path.read_text()
+        path.write_text(text[:100])
+        assert re.search(rf'runs/{name} is broken \(.*\): remove it', tool(*options)[2])
+        path.write_text(text)
+    (tmp_path / 'runs/first_20_2_0/last_checkpoint').write_text('')
+    assert tool(*options, '--list')[2] == 0
+
+
+def test_epochs_that_are_done(tmp_path):
+    """Whatever is in mmengine's ``last_checkpoint``."""
+    training = runs_module.Run(tmp_path, 'a', 10, 12, 0, Config)
+    assert training.epochs_done == 0
+    for name in ('epoch_9.pth', 'epoch_10.pth', 'epoch_11.pth.part', 'best_12.pth'):
+        (tmp_path / name).touch()
+    assert training.epochs_done == 10
+
+
+def test_a_folder_of_other_epochs(tool):
+    options = ['--images', 20, '--seeds', 0]
+    tool(*options)
     trained, _, status = tool(*options, '--epochs', 3)
     assert not trained and "a training of 'first' with 20 images and 2 epochs, not 3" in status
 
@@ -482,8 +585,9 @@ def test_results_of_another_table(tool, tmp_path, change, message):
 @pytest.mark.parametrize(
     'text, message',
     [
-        ('{', 'is no list of results: Expecting'),
+        ('{', r'theirs.json is broken \(Expecting'),
         ('3', 'is no list of results'),
+        ('{"label": 3}', 'is no list of results'),
         ('[{}]', "has a result without 'label'"),
     ],
 )
@@ -511,11 +615,15 @@ def test_what_is_left(monkeypatch):
     """By the trainings of the row that are done, the other seeds'; by a step, of batches of 50, where there is none."""
     measured = []
     monkeypatch.setattr(estimate, 'step_seconds', lambda config: measured.append(config) or 5.0)
+    monkeypatch.setattr(estimate, 'validation_seconds', lambda config: 2.5)  # for 50 images
+    monkeypatch.setattr(estimate, 'number_of_test_images', lambda config: 40)  # 2 seconds in all
+    here = dict(machine(), threads=torch.get_num_threads())
 
     class State(runs_module.Run):
-        def __init__(self, label, images, epochs, epochs_done=0, seconds=None, start=None):
-            super().__init__(Path(), label, images, epochs, 0, partial(network_config, 'vit', {}), start)
-            self.__dict__.update(done=epochs_done, of_result=seconds and dict(seconds=seconds))
+        def __init__(self, label, images, epochs, epochs_done=0, seconds=None, start=None, machine=here):
+            config = partial(network_config, 'vit', {'train_cfg.val_interval': 3})
+            super().__init__(Path(), label, images, epochs, 0, config, start)
+            self.__dict__.update(done=epochs_done, of_result=seconds and dict(seconds=seconds, machine=machine))
 
         epochs_done = property(lambda self: self.done)
         result = property(lambda self: self.of_result)
@@ -523,33 +631,66 @@ def test_what_is_left(monkeypatch):
     runs = [
         State('a', 100, 4, 4, 200.0),
         State('a', 100, 4, 4, 600.0),
-        State('a', 100, 4, 1),  # 1 second an image
-        State('b', 1000, 2),  # 0.1
+        State('a', 100, 4, 4, 9e9, machine=dict(here, processor='another')),
+        State('a', 100, 4, 1),  # 1 second an image; validations after epochs 3 and 4
+        State('b', 1000, 2),  # 0.1; one validation
     ]
-    assert estimate.seconds_left(runs, jobs=1) == pytest.approx(300 + 200)
-    assert estimate.seconds_left(runs, jobs=2) == pytest.approx(300)  # one of them is no shorter with two processes
-    assert estimate.progress(runs, jobs=2) == '2 of 4 trainings are done; the others take about 5 min'
-    runs.append(State('a', 100, 1, start=runs[2]))
-    assert estimate.seconds_left(runs, jobs=2) == pytest.approx(300 + 100)  # one after the other
+    assert estimate.seconds_left(runs, jobs=1) == pytest.approx(300 + 4 + 200 + 2)
+    assert estimate.seconds_left(runs, jobs=2) == pytest.approx(304)  # one of them is no shorter with two processes
+    assert estimate.progress(runs, jobs=2) == '3 of 5 trainings are done; the others take about 5 min'
+    runs.append(State('a', 100, 1, start=runs[3]))
+    assert estimate.seconds_left(runs, jobs=2) == pytest.approx(304 + 102)  # one after the other
     assert len(measured) == 1
     assert [estimate.in_words(seconds) for seconds in (1, 3599, 3700)] == ['1 min', '1 h 0 min', '1 h 2 min']
 
 
+def test_costs_and_times_of_a_page(tmp_path):
+    """Pruned networks differ by the seed; the time is that of the table's largest size alone."""
+    runs = [
+        SimpleNamespace(label=label, images=images, epochs=2, seed=seed, result=result)
+        for label, images, seed, result in [
+            ('pruned', 20, 0, dict(parameters=1000, multiply_adds=7, top1=30.0, seconds=6.0)),
+            ('pruned', 40, 0, dict(parameters=1200, multiply_adds=7, top1=40.0, seconds=60.0)),
+            ('pruned', 40, 1, dict(parameters=1400, multiply_adds=7, top1=50.0, seconds=120.0)),
+            ('small alone', 20, 0, dict(parameters=5, multiply_adds=7, top1=10.0, seconds=6.0)),
+            ('none yet', 40, 0, None),
+        ]
+    ]
+    recipe = dict(val_dataloader=dict(dataset={}), optim_wrapper={})
+    for training in runs:
+        if training.result:
+            where = dict(machine=dict(gpu='a GPU', threads=1), versions=dict(torch='2'), config=recipe)
+            curves = {'accuracy/top1': [[2, 10.0]]}
+            training.result.update(where, label=training.label, images=training.images, curves=curves)
+    table = Table(
+        'A table', '', {20: 2, 40: 2}, tuple(Row(label, 'vit') for label in ('pruned', 'small alone', 'none yet'))
+    )
+    write_page(tmp_path, 'small', table, runs, 'digits')
+    rows = page_of(tmp_path)[1]
+    assert rows['pruned'] == ['1,200 (1,000 to 1,400)', '7', '30.0', '45.0 (40.0 to 50.0)', '1.5 (1.0 to 2.0)', '2']
+    assert rows['small alone'] == ['5', '7', '10.0', '', '', '1']
+    assert rows['none yet'] == ['missing', 'missing', '', 'missing', 'missing', '1']
+
+
 def test_where_curves_begin(tmp_path, monkeypatch):
-    """At the end of the training that a row begins with, or at the share of the epochs that it names."""
-    rows = (Row('first', 'vit'), Row('goes on', 'vit', start='first'), Row('at random', 'vit', begins=0.6))
-    table = Table('A table', '', {100: 10}, rows)
+    """At the end of the training that a row begins with, there or not, or at the share of the epochs that it names."""
+    rows = (Row('first', 'vit'), Row('goes on', 'vit', start='first'), Row('at random', 'vit', begins=0.5))
+    table = Table('A table', '', {100: 2}, rows)
     curve = {'accuracy/top1': [[1, 10.0], [2, 20.0]]}
     figures = []
     monkeypatch.setattr(Figure, 'savefig', lambda figure, *args, **kwargs: figures.append(figure))
     assert draw(tmp_path, table, [dict(label=row.label, images=100, curves=curve) for row in rows])
-    lines = {line.get_label(): list(line.get_xdata()) for line in figures[0].axes[0].lines}
-    assert lines == {'first': [1, 2], 'goes on': [3, 4], 'at random': [7, 8]}
+    assert draw(tmp_path, table, [dict(label=row.label, images=100, curves=curve) for row in rows[1:]])
+    all_of_them, others = (
+        {line.get_label(): list(line.get_xdata()) for line in figure.axes[0].lines} for figure in figures
+    )
+    assert all_of_them == {'first': [1, 2], **others} and others == {'goes on': [3, 4], 'at random': [2, 3]}
 
 
 @pytest.mark.parametrize('options', [{}, {'optim_wrapper.type': 'BFloat16OptimWrapper'}])
 def test_the_time_of_a_step(options):
-    assert step_seconds(network_config('cmhsa', options)) > 0
+    config = network_config('cmhsa', options)
+    assert step_seconds(config) > validation_seconds(config) > 0
 
 
 def test_a_folder_in_use(tool, tmp_path):

@@ -138,6 +138,14 @@ def test_of_the_package(repository):
     assert sum(path.stat().st_size for path in weights.FOLDER.glob('*.safetensors')) < 6e6
 
 
+def test_page_without_marks(tmp_path):
+    page = tmp_path / 'page.md'
+    page.write_text('# Weights\n')
+    with pytest.raises(ValueError, match=r'page\.md must have the lines .* once each, for the table between them'):
+        model_cards.write_table(page, weights.FOLDER)
+    assert page.read_text() == '# Weights\n'
+
+
 def test_card_and_pages(untrained):
     folder = untrained / 'attncnn_plugin/weights'
     card = model_cards.cards(folder)['cmhsa3_small_patch4_32']

@@ -152,10 +152,17 @@ def table(folder: Path) -> str:
 
 
 def write_table(page: Path, folder: Path) -> None:
-    """Writes the table into a page, between its marks."""
+    """Writes the table into a page, between its marks.
+
+    Raises:
+        ValueError: The page has no marks.
+    """
     start, end = map(re.escape, MARKS)
     new = '\n\n'.join([MARKS[0], table(folder), MARKS[1]])
-    page.write_text(re.sub(f'{start}.*{end}', lambda _: new, page.read_text(), flags=re.DOTALL))
+    text, number = re.subn(f'{start}.*{end}', lambda _: new, page.read_text(), flags=re.DOTALL)
+    if number != 1:
+        raise ValueError(f'{page} must have the lines {" and ".join(MARKS)} once each, for the table between them')
+    page.write_text(text)
 
 
 def metafile(folder: Path) -> List[dict]:

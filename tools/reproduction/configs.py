@@ -35,8 +35,7 @@ def set_data(config: Config, data: str, data_root: Optional[Path], test_images: 
     other = Config.fromfile(config_path(f'small/_base_/data_{data}.py'))
     for name in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
         dataset, own = other[name].dataset, config[name].dataset.pipeline
-        if data == 'folder':
-            _turn_colours(own)
+        _set_colours(own, other.data_preprocessor, blue_first=data == 'folder')
         dataset.pipeline = [*dataset.pipeline[:-1], *own]  # both end in PackInputs
         if data_root is not None and data != 'digits':
             dataset.data_root = str(data_root)
@@ -52,12 +51,15 @@ def set_data(config: Config, data: str, data_root: Optional[Path], test_images: 
             next(metric for metric in evaluator if metric.type == 'Accuracy').topk = (1,)
 
 
-def _turn_colours(pipeline: List[dict]) -> None:
-    """Turns the colours of an augmentation, red first, for images that are read from files blue first."""
+def _set_colours(pipeline: List[dict], preprocessor: dict, blue_first: bool) -> None:
+    """Fills what an augmentation leaves empty with the mean of the images, which a preprocessor has red first."""
+    order = -1 if blue_first else 1  # files are read blue first, and turned by the preprocessor
+    mean, std = (list(preprocessor[name])[::order] for name in ('mean', 'std'))
     for step in pipeline:
-        for colours in (step.get('fill_color'), step.get('fill_std'), step.get('hparams', {}).get('pad_val')):
-            if colours is not None:
-                colours.reverse()
+        if 'fill_color' in step:
+            step.update(fill_color=mean, fill_std=std)
+        if 'pad_val' in step.get('hparams', {}):
+            step.hparams.pad_val = [round(value) for value in mean]
 
 
 def _number_of_classes(root: Path) -> int:

@@ -1,20 +1,26 @@
 """About how long the trainings that are left take."""
 
+import math
 from functools import cache
 from typing import Dict, List, Optional, Sequence
 
-from .results import step_seconds
+import torch
+
+from .results import machine, step_seconds, validation_seconds
 from .runs import Run
+from .trainings import number_of_test_images
 
 
 def seconds_left(runs: Sequence[Run], jobs: int) -> float:
-    """About how long what is left takes: by the trainings of a row that are done, or by one step.
+    """About how long what is left takes: by the trainings of a row that this machine has done, or by one step.
 
     No less than the longest training that is left, after that which it begins with.
     """
+    here = dict(machine(), threads=torch.get_num_threads())
     of_image: Dict[str, List[float]] = {}
+    of_validation: Dict[str, float] = {}
     for run in runs:
-        if run.result is not None:
+        if run.result is not None and run.result['machine'] == here:
             seconds = run.result['seconds'] / (run.images * run.epochs)
             of_image.setdefault(run.label, []).append(seconds)
     left: Dict[Optional[Run], float] = {}
@@ -23,8 +29,13 @@ def seconds_left(runs: Sequence[Run], jobs: int) -> float:
         if run.result is None:
             if run.label not in of_image:
                 of_image[run.label] = [seconds_of_image(run)]
+            if run.label not in of_validation:
+                of_validation[run.label] = seconds_of_validation(run)
             seconds = sum(of_image[run.label]) / len(of_image[run.label])
-            left[run] = seconds * run.images * (run.epochs - run.epochs_done)
+            interval = run.config.train_cfg.val_interval
+            validations = math.ceil(run.epochs / interval) - run.epochs_done // interval
+            epochs = run.epochs - run.epochs_done
+            left[run] = seconds * run.images * epochs + validations * of_validation[run.label]
             ends[run] = ends.get(run.start, 0.0) + left[run]
     return max([sum(left.values()) / jobs, *ends.values()])
 
@@ -33,6 +44,13 @@ def seconds_left(runs: Sequence[Run], jobs: int) -> float:
 def seconds_of_image(run: Run) -> float:
     """By one step of the training, measured once."""
     return step_seconds(run.config) / run.config.train_dataloader.batch_size
+
+
+@cache
+def seconds_of_validation(run: Run) -> float:
+    """By a part of a validation, measured once."""
+    of_image = validation_seconds(run.config) / run.config.train_dataloader.batch_size
+    return of_image * number_of_test_images(run.config)
 
 
 def in_words(seconds: float) -> str:

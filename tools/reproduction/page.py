@@ -1,12 +1,13 @@
 """The page of a table: its rows in Markdown, and its curves."""
 
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Sequence
 
 import numpy as np
 
-from .tables import Table
+from .tables import Table, epochs_of
 
+COSTS = ('parameters', 'multiply_adds')
 LABELS = {'accuracy/top1': 'top-1, %', 'cross_entropy/mean': 'validation loss'}
 
 
@@ -49,7 +50,10 @@ def _conditions(runs: Sequence, results: List[dict], data: str) -> str:
     """A sentence on the images and the epochs, and one on where it was trained."""
     epochs = {number: max(run.epochs for run in runs if run.images == number) for number in {r.images for r in runs}}
     lengths = ', '.join(f'{number:,} images up to {epochs[number]} epochs' for number in sorted(epochs))
-    text = f'Trained on {data}: {lengths}. Means over the seeds, and ranges in brackets.'
+    text = (
+        f'Trained on {data}: {lengths}. Means over the seeds, and ranges in brackets. Minutes are without the '
+        'validations.'
+    )
     machines = {f'{_machine(result)} {_recipe(result["config"])}' for result in results}
     return f'{text} {" ".join(sorted(machines))}'.rstrip()
 
@@ -70,16 +74,19 @@ def _recipe(config: dict) -> str:
 
 
 def _cells(label: str, runs: Sequence, images: Sequence[int]) -> List[str]:
-    """One row; what the first result has stands for the parameters, and the largest size for the time."""
+    """One row; the time is that of the largest size of the table."""
     results = [run.result for run in runs if run.result is not None]
-    cells = [label, *(f'{results[0][key]:,}' if results else 'missing' for key in ('parameters', 'multiply_adds'))]
+    cells = [label]
+    for key in COSTS:
+        costs = [result[key] for result in results]
+        cells.append(_mean_and_range(costs if len(set(costs)) > 1 else costs[:1], ',.0f'))
     for number in images:
         of_size = [run for run in runs if run.images == number]
         values = [run.result['top1'] for run in of_size if run.result is not None]
         part = f', {len(values)} of {len(of_size)} seeds' if 0 < len(values) < len(of_size) else ''
         cells.append(_mean_and_range(values, '.1f') + part if of_size else '')
-    largest = [result['seconds'] / 60 for result in results if result['images'] == max(run.images for run in runs)]
-    cells.append(_mean_and_range(largest, '.1f'))
+    largest = [result['seconds'] / 60 for result in results if result['images'] == images[-1]]
+    cells.append(_mean_and_range(largest, '.1f') if images[-1] in {run.images for run in runs} else '')
     return [*cells, str(len({run.seed for run in runs}))]
 
 
@@ -119,7 +126,8 @@ def draw(path: Path, table: Table, results: List[dict]) -> bool:
             for label, group in groups.items():
                 steps, values = _common(group, metric)
                 row = rows[label]
-                offset = _last_epoch(groups.get(row.start or ''), metric) or row.begins * table.epochs[number]
+                begins = epochs_of(rows[row.start], table.epochs[number]) if row.start else 0
+                offset = begins or row.begins * table.epochs[number]
                 (lines[label],) = axis.plot(steps + offset, values.mean(0), **styles[label])
                 low, high = values.min(0), values.max(0)
                 axis.fill_between(steps + offset, low, high, color=styles[label]['color'], alpha=0.2, linewidth=0)
@@ -135,7 +143,3 @@ def _common(group: List[dict], metric: str):
     curves = [dict(map(tuple, result['curves'][metric])) for result in group]
     steps = sorted(set.intersection(*map(set, curves)))
     return np.array(steps), np.array([[curve[step] for step in steps] for curve in curves])
-
-
-def _last_epoch(group: Optional[List[dict]], metric: str) -> float:
-    return group[0]['curves'][metric][-1][0] if group else 0

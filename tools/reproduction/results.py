@@ -6,12 +6,12 @@ import platform
 import sys
 import time
 from pathlib import Path
-from typing import Dict, Tuple
+from typing import Callable, Dict, Tuple
 
 import torch
 from mmengine.config import Config
 from mmengine.device import get_device
-from mmengine.optim import OptimWrapper, build_optim_wrapper
+from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DefaultScope
 from mmengine.runner import load_checkpoint
 from mmpretrain.registry import MODELS
@@ -25,6 +25,13 @@ from attncnn_plugin.utils.checkpoint_files import load_from_local
 
 METRICS = ('accuracy/top1', 'accuracy/top5', 'cross_entropy/mean')
 IMAGE = (3, 32, 32)
+Step = Callable[[Tensor], None]
+# What a result has.
+RESULT = (
+    *('label', 'images', 'epochs', 'seed', 'start'),
+    *('top1', 'seconds', 'parameters', 'multiply_adds', 'curves'),
+    *('versions', 'machine', 'config'),
+)
 
 
 def collect(run, threads: int) -> None:
@@ -63,7 +70,7 @@ def build(config: Config) -> nn.Module:
 def trained_model(config: Config, checkpoint: Path) -> nn.Module:
     """The classifier of a config with the structure and the weights of a checkpoint."""
     model = build(config)
-    load_checkpoint(model, str(checkpoint), map_location='cpu', strict=True)
+    load_checkpoint(model, str(checkpoint), map_location='cpu', strict=True, logger='silent')
     return model
 
 
@@ -85,6 +92,39 @@ def training_seconds(checkpoint: Path) -> float:
 
 def step_seconds(config: Config) -> float:
     """The time of a training step of one batch, without its data; of two phases the mean over the epochs."""
+
+    def training(model: nn.Module) -> Step:
+        with DefaultScope.overwrite_default_scope('mmpretrain'):
+            wrapper = build_optim_wrapper(model.train(), config.optim_wrapper)
+
+        def step(images: Tensor) -> None:
+            with wrapper.optim_context(model):
+                loss = model.extract_feat(images)[0].sum()
+            loss.backward()
+            loss.item()  # a GPU has come to the end
+
+        return step
+
+    return _mean_over_phases(config, training)
+
+
+def validation_seconds(config: Config) -> float:
+    """The time of the validation of as many images as in a training batch; of two phases the mean over the epochs."""
+
+    def validation(model: nn.Module) -> Step:
+        model.eval()
+
+        @torch.no_grad()
+        def step(images: Tensor) -> None:
+            model.extract_feat(images)[0].sum().item()
+
+        return step
+
+    return _mean_over_phases(config, validation)
+
+
+def _mean_over_phases(config: Config, step_of: Callable[[nn.Module], Step]) -> float:
+    """The seconds of a step in each phase, weighted by its epochs."""
     hook = next((hook for hook in config.get('custom_hooks') or [] if hook.type == 'PhaseTransitionHook'), None)
     model, shares = build(config), [1.0]
     turning = [module for module in model.modules() if hasattr(module, 'to_attention')]
@@ -92,28 +132,18 @@ def step_seconds(config: Config) -> float:
         first = hook.epoch / config.train_cfg.max_epochs
         shares = [first, 1 - first]
     device = get_device()
+    images = torch.randn(config.train_dataloader.batch_size, *IMAGE, device=device)
     seconds = 0.0
     for phase, share in enumerate(shares):
         if phase == 1:
             turning[0].to_attention()
-        with DefaultScope.overwrite_default_scope('mmpretrain'):
-            wrapper = build_optim_wrapper(model.to(device), config.optim_wrapper)
-        images = torch.randn(config.train_dataloader.batch_size, *IMAGE, device=device)
-        seconds += share * _seconds(model.train(), images, wrapper)
+        step, times = step_of(model.to(device)), []
+        for _ in range(2):  # the first one makes room
+            begun = time.perf_counter()
+            step(images)
+            times.append(time.perf_counter() - begun)
+        seconds += share * min(times)
     return seconds
-
-
-def _seconds(model: nn.Module, images: Tensor, wrapper: OptimWrapper) -> float:
-    """The shorter of two steps: the first one makes room."""
-    times = []
-    for _ in range(2):
-        begun = time.perf_counter()
-        with wrapper.optim_context(model):
-            loss = model.extract_feat(images)[0].sum()
-        loss.backward()
-        loss.item()  # a GPU has come to the end
-        times.append(time.perf_counter() - begun)
-    return min(times)
 
 
 def versions() -> Dict[str, str]:

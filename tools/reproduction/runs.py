@@ -12,13 +12,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from mmengine.config import Config
+
+from attncnn_plugin.engine.reliability import AtomicBackend
 
 from .results import collect
 
 TRAIN = Path(__file__).parents[1] / 'train.py'
+# Settings of a config that are other ones on another machine: of the images, and of the weights to begin with.
+PATHS = ('data_root', 'load_from')
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +66,7 @@ class Run:
     def result(self) -> Optional[dict]:
         """What came of it; None before its end."""
         path = self.folder / 'result.json'
-        return json.loads(path.read_text()) if path.exists() else None
+        return read_json(path) if path.exists() else None
 
     @property
     def last_checkpoint(self) -> Path:
@@ -72,19 +76,23 @@ class Run:
     @property
     def epochs_done(self) -> int:
         """The epochs that need not be trained again."""
-        path = self.folder / 'last_checkpoint'
-        match = re.search(r'epoch_(\d+)\.pth', path.read_text()) if path.exists() else None
-        return int(match[1]) if match else 0
+        names = [re.fullmatch(r'epoch_(\d+)\.pth', path.name) for path in self.folder.glob('epoch_*.pth')]
+        return max((int(name[1]) for name in names if name), default=0)
 
     def check_folder(self) -> None:
-        """Compares the config with that of the training in the folder, if there is one.
+        """Compares the config with that of the training in the folder, if there is one, but for the path of weights.
 
         Raises:
-            ValueError: The folder has a training with other settings.
+            ValueError: The folder has a training with other settings, or one whose settings are not known; or the
+                training cannot be of so many epochs or images.
         """
-        path, text = self.config_file, self._text
-        begun = self.result is not None or self.epochs_done > 0
-        difference = _difference(path.read_text(), text) if begun and path.exists() else ''
+        ours, path, difference = self._data, self.config_file, 'its config is gone'
+        if self.result is None and self.epochs_done == 0:
+            return
+        if path.exists():
+            difference = _difference(read_json(path), ours, ('load_from',))
+        elif self.result is not None:
+            difference = _difference(self.result['config'], ours)
         if difference:
             raise ValueError(
                 f'{self.folder} has a training with other settings ({difference}): give '
@@ -101,7 +109,7 @@ class Run:
         Raises:
             ValueError: It has other settings.
         """
-        difference = _difference(_dump(_without_paths(config)), _dump(_without_paths(json.loads(self._text))))
+        difference = _difference(config, self._data)
         if difference:
             raise ValueError(f'{source} has {self} with other settings ({difference}): leave it out')
 
@@ -119,16 +127,13 @@ class Run:
             )
 
     def write_result(self, result: dict) -> None:
-        """Writes what came of the training, as a whole or not at all."""
-        path = self.folder / 'result.json'
-        part = path.with_suffix('.part')
-        part.write_text(json.dumps(result, default=str))
-        part.replace(path)
+        """Writes what came of the training."""
+        write_json(self.folder / 'result.json', result)
 
     def write_config(self) -> None:
         """Writes the config, and makes the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.config_file.write_text(self._text)
+        write_json(self.config_file, self._data)
 
     @property
     def config_file(self) -> Path:
@@ -136,26 +141,46 @@ class Run:
         return self.folder.with_suffix('.json')
 
     @property
-    def _text(self) -> str:
-        return _dump(self.config.to_dict())
+    def _data(self) -> dict:
+        """The config as a file has it."""
+        return json.loads(_dump(self.config.to_dict()))
 
 
-def _dump(config: dict) -> str:
-    return json.dumps(config, indent=1, default=str)
+def read_json(path: Path) -> Any:
+    """The data of a file.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is not JSON.
+    """
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f'{path} is broken ({error}): remove it') from None
 
 
-def _difference(theirs: str, ours: str) -> str:
-    """The lines that differ, in one; '' for none."""
-    changed = difflib.unified_diff(theirs.splitlines(), ours.splitlines(), n=0, lineterm='')
+def write_json(path: Path, data: Any) -> None:
+    """Writes data to a file, as a whole or not at all."""
+    AtomicBackend().put(_dump(data).encode(), path)
+
+
+def _dump(data: Any) -> str:
+    return json.dumps(data, indent=1, default=str)
+
+
+def _difference(theirs: Any, ours: Any, left_out: Tuple[str, ...] = PATHS) -> str:
+    """The lines of two configs that differ, in one; '' for none."""
+    lines = (_dump(_without(config, left_out)).splitlines() for config in (theirs, ours))
+    changed = difflib.unified_diff(*lines, n=0, lineterm='')
     return '; '.join(' '.join(line.split()) for line in changed if not line.startswith(('---', '+++', '@@')))
 
 
-def _without_paths(config: Any) -> Any:
-    """Configs are the same wherever the images and the weights are."""
+def _without(config: Any, names: Tuple[str, ...]) -> Any:
+    """A config without the settings of some names, in all that it contains."""
     if isinstance(config, list):
-        return [_without_paths(value) for value in config]
+        return [_without(value, names) for value in config]
     if isinstance(config, dict):
-        return {key: _without_paths(value) for key, value in config.items() if key not in ('data_root', 'load_from')}
+        return {key: _without(value, names) for key, value in config.items() if key not in names}
     return config
 
 
@@ -188,7 +213,7 @@ def locked(folder: Path) -> Iterator[int]:
 def start_training(run: Run, threads: int, lock: int) -> subprocess.Popen:
     """Starts a training in a process of its own, from its last checkpoint where there is one."""
     command = [sys.executable, TRAIN, run.config_file, '--work-dir', run.folder]
-    if (run.folder / 'last_checkpoint').exists():
+    if run.epochs_done:
         command.append('--resume')
     with (run.folder / 'output.txt').open('a') as output:
         return subprocess.Popen(

@@ -70,7 +70,7 @@ NO_DEIT_RECIPE = {
     'model.train_cfg': dict(_delete_=True),
 }
 # A trained CNN becomes attention at once, and trains for the epochs of a second phase.
-AT_ONCE = {'custom_hooks.0.epoch': 0, 'train_cfg.max_epochs': 12}
+AT_ONCE = {'custom_hooks.0.epoch': 0}
 FROM_CNN = dict(config='resnet_to_attention', share=0.5, start='ResNet')
 # The start of a vision transformer is drawn by the seed of the training.
 HEADS = 'model.backbone.init_cfg.1'
@@ -202,6 +202,11 @@ TABLES: Dict[str, Table] = {
         ),
     ),
 }
+
+
+def epochs_of(row: Row, epochs: int) -> int:
+    """The epochs of a row in a table of so many."""
+    return max(round(row.share * epochs), 1)
 
 
 def smoke(table: Table) -> Table:

@@ -3,22 +3,31 @@
 import argparse
 import copy
 import dataclasses
-import json
 import sys
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 from mmengine.config import Config
 from mmengine.registry import DefaultScope
 from mmpretrain.registry import DATASETS
 
 from .configs import network_config, set_data, set_epochs, set_images
-from .runs import Run, folder_name
-from .tables import TABLES, Row, Table, smoke
+from .results import IMAGE, RESULT
+from .runs import Run, folder_name, read_json
+from .tables import TABLES, Row, Table, epochs_of, smoke
 
 SEEDS_OF_STARTED = 1000
 KEY = ('label', 'images', 'epochs', 'seed')
+BATCH_SIZE = 'train_dataloader.batch_size'
+# Settings that make the training the one that its row says, and what changes them.
+OWN = {
+    'train_cfg.max_epochs': 'give --epochs, which stretches the schedule too',
+    'train_dataloader.dataset.num_images': 'give --images',
+    'train_dataloader.dataset.seed': 'give --seeds',
+    'randomness.seed': 'give --seeds',
+    'load_from': 'the table says what it begins with',
+}
 
 
 def table_of(args: argparse.Namespace) -> Table:
@@ -37,7 +46,7 @@ def table_of(args: argparse.Namespace) -> Table:
 
 def results_in(out: Path) -> List[dict]:
     """What came of all trainings in a folder, of other tables too."""
-    return [json.loads(path.read_text()) for path in sorted(out.glob('runs/*/result.json'))]
+    return [read_json(path) for path in sorted(out.glob('runs/*/result.json'))]
 
 
 def results_of_files(paths: Sequence[Path]) -> List[dict]:
@@ -49,13 +58,13 @@ def results_of_files(paths: Sequence[Path]) -> List[dict]:
     """
     results = []
     for path in paths:
-        try:
-            results += json.loads(path.read_text())
-            missing = [key for result in results for key in (*KEY, 'config', 'top1') if key not in result]
-        except (ValueError, TypeError) as error:
-            raise ValueError(f'--results {path} is no list of results: {error}') from None
+        of_file = read_json(path)
+        if not isinstance(of_file, list) or not all(isinstance(result, dict) for result in of_file):
+            raise ValueError(f'--results {path} is no list of results, as TABLE.json is')
+        missing = [name for result in of_file for name in RESULT if name not in result]
         if missing:
             raise ValueError(f'--results {path} has a result without {missing[0]!r}')
+        results += of_file
     return results
 
 
@@ -88,11 +97,6 @@ def with_results(table: Table, results: Sequence[dict], out: Path) -> Table:
     return dataclasses.replace(table, rows=tuple(rows))
 
 
-def epochs_of(row: Row, epochs: int) -> int:
-    """The epochs of a row in a table of so many."""
-    return max(round(row.share * epochs), 1)
-
-
 def runs_of(table: Table, args: argparse.Namespace) -> List[Run]:
     """All trainings of a table, the first seed first."""
     runs: Dict[tuple, Run] = {}
@@ -114,12 +118,34 @@ def run_config(row: Row, images: int, epochs: int, seed: int, start: Optional[Ru
     config = network_config(row.config, row.options)
     set_data(config, args.data, args.data_root, args.test_images)
     set_images(config, images, seed)
+    config.train_dataloader.batch_size = args.cfg_options.get(BATCH_SIZE, config.train_dataloader.batch_size)
     set_epochs(config, epochs, images)
     if start:  # with other random numbers than those that it has seen
         config.randomness.seed += SEEDS_OF_STARTED
     config.load_from = str(start.last_checkpoint) if start else None
+    own = _own_settings(config)
     config.merge_from_dict(args.cfg_options)
+    for name, value in _own_settings(config).items():
+        if value != own[name]:
+            raise ValueError(f'--cfg-options makes {name} {value!r}, but the training has {own[name]!r}: {OWN[name]}')
     return config
+
+
+def _own_settings(config: Config) -> Dict[str, Any]:
+    """What the table and the options make of a training, by the names of the settings."""
+    plain = config.to_dict()
+    return {name: reduce(lambda part, key: (part or {}).get(key), name.split('.'), plain) for name in OWN}
+
+
+def number_of_test_images(config: Config) -> int:
+    """How many images a training is validated with; nothing is downloaded."""
+    dataset = config.val_dataloader.dataset
+    if 'num_images' in dataset:
+        return dataset.num_images
+    if dataset.type in ('CIFAR10', 'CIFAR100'):
+        return 10000
+    with DefaultScope.overwrite_default_scope('mmpretrain'):
+        return len(DATASETS.build(copy.deepcopy(dataset)))
 
 
 def chosen(runs: Sequence[Run], args: argparse.Namespace) -> List[Run]:
@@ -159,11 +185,19 @@ def check_images(runs: Sequence[Run]) -> None:
     """Loads the images of the largest training once, before several processes do so or download them.
 
     Raises:
-        ValueError: There are fewer of them.
+        OSError: They cannot be downloaded, or one of them cannot be read.
+        RuntimeError: They are not there, and are not to be downloaded.
+        ValueError: There are fewer of them, or they have another size.
     """
     if not runs:
         return
     largest = max(runs, key=lambda run: run.images).config
     with DefaultScope.overwrite_default_scope('mmpretrain'):
         for loader in (largest.train_dataloader, largest.val_dataloader):
-            DATASETS.build(copy.deepcopy(loader.dataset)).full_init()
+            dataset = DATASETS.build(copy.deepcopy(loader.dataset))
+            shape = tuple(dataset[0]['inputs'].shape)
+            if shape != IMAGE:
+                raise ValueError(
+                    f'the first image of {type(dataset).__name__} has the shape {shape}, but the networks of the '
+                    f'tables are for {IMAGE}, colours, rows and columns: give a folder of such images'
+                )
