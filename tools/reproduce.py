@@ -17,7 +17,9 @@ import os
 import signal
 import sys
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Iterator, List
 
 import torch
 from mmengine.config import DictAction
@@ -104,26 +106,44 @@ def main() -> None:
     args = parse_args()
     torch.set_num_threads(args.threads)
     try:
-        others = results_of_files(args.results)
-        table = with_results(table_of(args), [*results_in(args.out), *others], args.out)
-        runs = runs_of(table, args)
-        wanted = chosen(runs, args)
-        if others:
-            with locked(args.out):
-                take_over(runs, others)
-        for run in runs:
-            if run in wanted or run.result is not None:
-                run.check_folder()
-        for run in wanted:
-            run.check_start()
-    except (BlockingIOError, OSError, ValueError) as error:
+        failed = reproduce(args)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except (OSError, ValueError) as error:
         sys.exit(str(error))
-    print(progress(wanted, args.jobs), flush=True)
+    if failed:
+        sys.exit(f'{len(failed)} trainings failed or could not begin: ' + '; '.join(map(str, failed)))
+
+
+def reproduce(args: argparse.Namespace) -> List[Run]:
+    """Does what the options say.
+
+    Returns:
+        list[Run]: The trainings that failed, or could not begin.
+
+    Raises:
+        OSError: Files cannot be read or written, or the folder is in use.
+        ValueError: The options, or what is in the folder, are not for the table.
+    """
+    others = results_of_files(args.results)
+    table = with_results(table_of(args), [*results_in(args.out), *others], args.out)
+    runs = runs_of(table, args)
+    wanted = chosen(runs, args)
+    if others:
+        with locked(args.out):
+            take_over(runs, others)
+    for run in runs:
+        if run in wanted or run.result is not None:
+            run.check_folder()
+    for run in wanted:
+        run.check_start()
+    with in_one_line():  # of networks and images that cannot be built
+        print(progress(wanted, args.jobs), flush=True)
     if args.list:
         for run in wanted:
             state = 'done' if run.result else f'{run.epochs_done} epochs done' if run.epochs_done else 'not begun'
             print(f'  {run}: {state}')
-        return
+        return []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the trainings too
 
     def write() -> Path:
@@ -132,23 +152,29 @@ def main() -> None:
         return write_page(args.out, args.table, table, runs, args.data_name or WORDS[args.data])
 
     def tell(run: Run, sentence: str) -> None:
-        write()
-        print(f'{run}: {sentence}; {progress(wanted, args.jobs)}', flush=True)
+        try:
+            write()
+            print(f'{run}: {sentence}; {progress(wanted, args.jobs)}', flush=True)
+        except Exception as error:  # the trainings go on, and the page is written again at the end
+            print(f'{run}: {sentence}; the page was not written ({one_line(error)})', flush=True)
 
+    with locked(args.out) as lock:
+        with in_one_line():
+            check_images([run for run in wanted if run.result is None])
+        failed = train(wanted, args.jobs, args.threads, lock, tell)
+        print(write())
+    return failed
+
+
+@contextmanager
+def in_one_line() -> Iterator[None]:
+    """Ends the tool with a sentence where something else than this package may fail."""
     try:
-        with locked(args.out) as lock:
-            try:
-                check_images([run for run in wanted if run.result is None])
-            except (OSError, RuntimeError, ValueError) as error:
-                sys.exit(one_line(error, folder_option='--data-root FOLDER'))
-            failed = train(wanted, args.jobs, args.threads, lock, tell)
-            print(write())
-    except BlockingIOError as error:
-        sys.exit(str(error))
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
-    if failed:
-        sys.exit(f'{len(failed)} trainings failed or could not begin: ' + '; '.join(map(str, failed)))
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        sys.exit(one_line(error, folder_option='--data-root FOLDER'))
 
 
 if __name__ == '__main__':

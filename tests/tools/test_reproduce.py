@@ -222,6 +222,8 @@ def tool(monkeypatch, tmp_path, capsys):
         trained.append(run)
         config = Config.fromfile(run.config_file)
         config.work_dir, config.resume = str(run.folder), run.epochs_done > 0
+        if config.resume:  # as mmpretrain's tool does
+            config.load_from = None
         config.log_level, config.experiment_name = 'ERROR', f'{run.folder}-{len(trained)}'
         Runner.from_cfg(config).train()
         return SimpleNamespace(poll=lambda: 0, terminate=lambda: None, wait=lambda: None)
@@ -270,7 +272,7 @@ def test_a_table(tool, tmp_path, monkeypatch):
     assert goes_on['start'] == 'first_40_3_0' and trained[2].start is trained[1]
     weights = [torch.load(run.last_checkpoint, weights_only=True)['state_dict'] for run in trained]
     assert first['parameters'] == sum(value.numel() for value in weights[0].values())
-    assert tuple(first) == RESULT
+    assert list(first) == list(RESULT)
     assert first['seconds'] > 0 and first['multiply_adds'] > 0
     assert first['versions']['torch'] == torch.__version__ and first['machine']['threads'] == 1
     assert first['config']['randomness']['seed'] == 0 and goes_on['config']['randomness']['seed'] == 1000
@@ -344,6 +346,16 @@ def test_a_training_that_fails(tool, tmp_path, monkeypatch):
         (['--cfg-options', 'train_dataloader.dataset.num_images=5'], 'has 20: give --images'),
         (['--cfg-options', 'load_from=weights.pth'], "makes load_from 'weights.pth', but the training has None"),
         (['--cfg-options', 'randomness=None'], 'makes randomness.seed None'),
+        (['--cfg-options', 'randomness=3'], 'makes randomness.seed None'),
+        (['--cfg-options', 'train_dataloader=3'], '^first, 20 images, epochs: 2, seed 0: '),
+        (
+            ['--cfg-options', 'train_dataloader.batch_size=0'],
+            'batch_size=0 must be a positive integer',
+        ),
+        (['--cfg-options', 'train_dataloader.batch_size=all'], "batch_size='all' must be a positive integer"),
+        (['--cfg-options', 'train_cfg.val_interval=0'], 'ZeroDivisionError'),
+        (['--cfg-options', 'val_dataloader=None'], '^[A-Za-z]+Error: '),
+        (['--cfg-options', 'optim_wrapper.type=None'], '^[^ ]'),
     ],
 )
 def test_errors(tool, options, message):
@@ -373,7 +385,10 @@ def test_a_folder_of_other_settings(tool, tmp_path):
     """What is there already is not taken for what is asked for."""
     options = ['--images', 20, '--seeds', 0]
     tool(*options)
-    lines = r'first_20_2_0 has a training with other settings \(.*- "lr": 0.002,; .*\+ "lr": 0.5.*\): give another'
+    lines = (
+        r'first_20_2_0 has a training with other settings \(optim_wrapper.optimizer.lr: 0.002 there, 0.5 here\): '
+        'give another'
+    )
     for further in ([], ['--list']):
         trained, _, status = tool(*options, *further, '--cfg-options', 'optim_wrapper.optimizer.lr=0.5')
         assert not trained and re.search(lines, status)
@@ -383,22 +398,35 @@ def test_a_folder_of_other_settings(tool, tmp_path):
     trained, _, status = tool(*options)
     assert not trained and status == 0
     (tmp_path / 'runs/first_20_2_0/result.json').unlink()
-    assert re.search(r'first_20_2_0 has a training .* \(its config is gone\): give another', tool(*options)[2])
+    assert re.search(
+        r'first_20_2_0 has a training whose settings are not known, for first_20_2_0.json beside', tool(*options)[2]
+    )
 
 
 def test_a_folder_that_was_moved(tool, tmp_path, monkeypatch):
     """And one that is named in another way: trainings that begin with others are the same, and go on."""
-    trained = tool('--images', 40, '--seeds', 0)[0]
+    options = ['--images', 40, '--seeds', 0, '--cfg-options', 'default_hooks.checkpoint.max_keep_ckpts=-1']
+    trained = tool(*options)[0]
     assert len(trained) == 2
     moved = tmp_path / 'moved'
     moved.mkdir()
     shutil.move(tmp_path / 'runs', moved / 'runs')
-    trained, _, status = tool('--images', 40, '--seeds', 0, '--out', moved)
+    trained, _, status = tool(*options, '--out', moved)
     assert not trained and status == 0
-    (moved / 'runs/goes_on_40_2_0/result.json').unlink()
+    folder = moved / 'runs/goes_on_40_2_0'
+    weights = torch.load(folder / 'epoch_2.pth', weights_only=True)['state_dict']
+    (folder / 'result.json').unlink()
+    (folder / 'epoch_2.pth').unlink()  # as if stopped after the first epoch
+    place = tmp_path / 'runs/goes_on_40_2_0'  # where it was; another training is there now
+    place.mkdir(parents=True)
+    shutil.copy(moved / 'runs/first_40_3_0/epoch_1.pth', place)
+    (folder / 'last_checkpoint').write_text(str(place / 'epoch_1.pth'))
     monkeypatch.chdir(tmp_path)
-    trained, _, status = tool('--images', 40, '--seeds', 0, '--out', 'moved')
+    trained, _, status = tool(*options, '--out', 'moved')
     assert [run.label for run in trained] == ['goes on'] and status == 0
+    again = torch.load(folder / 'epoch_2.pth', weights_only=True)['state_dict']
+    assert all(torch.equal(value, weights[name]) for name, value in again.items())
+    assert len(list(folder.glob('*/vis_data'))) == 2
     config = json.loads((moved / 'runs/goes_on_40_2_0.json').read_text())
     assert config['load_from'] == str(Path('moved/runs/first_40_3_0/epoch_3.pth'))
 
@@ -564,11 +592,14 @@ def test_results_of_another_machine(tool, tmp_path):
 @pytest.mark.parametrize(
     'change, message',
     [
-        (dict(seed=3), r'seed 3 with other settings \(- "seed": 0; '),  # its config is that of another seed
+        (
+            dict(seed=3),
+            r'seed 3 with other settings \(train_dataloader.dataset.seed: 0 there, 3 here; ',
+        ),  # its config is that of another seed
         (dict(label='third'), "--results has a training of 'third' with 20 images, 2 epochs and seed 0, which is none"),
         (dict(images=30), 'with 30 images, 2 epochs and seed 0, which is none of this table with these options'),
         (dict(epochs=5), "a training of 'first' with 20 images and 5 epochs, not 2"),
-        (dict(config=None), r'first, 20 images, epochs: 2, seed 0 with other settings \(-null; '),
+        (dict(config={}), r'seed 0 with other settings \(.*: not set there, .* here; .*; \d+ more\)'),
     ],
 )
 def test_results_of_another_table(tool, tmp_path, change, message):
@@ -588,13 +619,106 @@ def test_results_of_another_table(tool, tmp_path, change, message):
         ('{', r'theirs.json is broken \(Expecting'),
         ('3', 'is no list of results'),
         ('{"label": 3}', 'is no list of results'),
-        ('[{}]', "has a result without 'label'"),
+        ('[{}]', "--results .*theirs.json has a result without 'label'"),
     ],
 )
 def test_no_results(tool, tmp_path, text, message):
     (tmp_path / 'theirs.json').write_text(text)
     assert re.search(message, tool('--list', '--results', tmp_path / 'theirs.json')[2])
+    assert 'remove' not in tool('--list', '--results', tmp_path / 'theirs.json')[2]  # it is none of ours
     assert 'No such file' in tool('--list', '--results', tmp_path / 'none.json')[2]
+
+
+@pytest.mark.parametrize(
+    'change, message',
+    [
+        (dict(config=None), "has a result whose 'config' is None"),
+        (dict(top1='high'), "has a result whose 'top1' is high"),
+        (dict(seed=True), "has a result whose 'seed' is True"),
+        (dict(machine=dict(processor='a', gpu=None)), "has a result without machine: 'threads'"),
+        (dict(versions={}), "has a result without versions: 'torch'"),
+        (dict(curves={}), "has a result without curves: 'accuracy/top1'"),
+        (
+            dict(curves={'accuracy/top1': [], 'cross_entropy/mean': [[1, 2.0]]}),
+            "curves: 'accuracy/top1' is no list of epochs and values",
+        ),
+    ],
+)
+def test_results_of_other_types(tool, tmp_path, change, message):
+    curves = {'accuracy/top1': [[2, 10.0]], 'cross_entropy/mean': [[2, 2.0]]}
+    result = dict(label='first', images=20, epochs=2, seed=0, start=None, top1=10.0, seconds=1.0, parameters=1)
+    where = dict(versions=dict(torch='2'), machine=dict(processor='a', gpu=None, threads=1))
+    whole = dict(result, multiply_adds=1, curves=curves, **where, config={})
+    (tmp_path / 'theirs.json').write_text(json.dumps([{**whole, **change}]))
+    assert message in tool('--list', '--results', tmp_path / 'theirs.json')[2]
+
+
+def test_results_for_a_training_that_has_begun(tool, tmp_path):
+    """With other settings: its config stays, and so does what it has trained."""
+    options = ['--images', 20, '--seeds', 0]
+    tool(*options)
+    shutil.move(tmp_path / 'small.json', tmp_path / 'theirs.json')
+    shutil.rmtree(tmp_path / 'runs')
+    tool(*options, '--cfg-options', 'optim_wrapper.optimizer.lr=0.5')
+    (tmp_path / 'runs/first_20_2_0/result.json').unlink()
+    before = (tmp_path / 'runs/first_20_2_0.json').read_text()
+    for _ in range(2):
+        trained, _, status = tool(*options, '--results', tmp_path / 'theirs.json')
+        assert not trained and 'has a training with other settings (optim_wrapper.optimizer.lr: 0.5 there' in status
+    assert (tmp_path / 'runs/first_20_2_0.json').read_text() == before
+
+
+def test_a_folder_of_images_in_two_words(tool, tmp_path, monkeypatch, images):
+    """A relative path and the whole one are the same images; another folder has others."""
+    monkeypatch.chdir(images.parent)
+    shutil.copytree(images, tmp_path / 'others')
+    options = ['--images', 10, '--epochs', 2, '--seeds', 0, '--data', 'folder', '--test-images', 10]
+    options += ['--models', 'first', '--out', tmp_path / 'out']
+    assert len(tool(*options, '--data-root', images.name)[0]) == 1
+    assert tool(*options, '--data-root', images)[::2] == ([], 0)
+    assert 'dataset.dataset.data_root: ' in tool(*options, '--data-root', tmp_path / 'others')[2]
+
+
+def test_a_page_that_cannot_be_written(tool, tmp_path, monkeypatch):
+    """The trainings go on; that it is not there is said at the end."""
+    (tmp_path / 'small.md').mkdir()
+    trained, output, status = tool('--seeds', 0, '--jobs', 1)
+    assert len(trained) == 3 and output.count('the page was not written (') == 3
+    assert 'small.md' in status and 'could not be written' in status
+    assert len(json.loads((tmp_path / 'small.json').read_text())) == 3
+
+
+def test_a_stop_before_the_first_training(tool, monkeypatch):
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reproduce, 'progress', stop)
+    for options in ([], ['--list']):
+        assert tool(*options)[2] == 128 + signal.SIGINT
+
+
+def test_an_image_that_is_broken(tool, images):
+    for path in images.glob('t*/*/*'):
+        path.write_bytes(b'none')
+    options = ['--images', 10, '--epochs', 2, '--test-images', 10, '--data', 'folder', '--data-root', images]
+    trained, _, status = tool(*options)
+    assert not trained and status.startswith('the first image of BalancedSubset cannot be loaded (')
+
+
+def test_a_folder_that_is_a_file(tool, tmp_path):
+    (tmp_path / 'file').touch()
+    assert 'file' in tool('--out', tmp_path / 'file')[2]
+
+
+def test_start_weights_that_are_needed_no_more(tool, tmp_path):
+    """What has begun goes on without them."""
+    options = ['--images', 40, '--seeds', 0, '--cfg-options', 'default_hooks.checkpoint.max_keep_ckpts=-1']
+    tool(*options)
+    (tmp_path / 'runs/first_40_3_0/epoch_3.pth').unlink()
+    (tmp_path / 'runs/goes_on_40_2_0/result.json').unlink()
+    (tmp_path / 'runs/goes_on_40_2_0/epoch_2.pth').unlink()
+    trained, _, status = tool(*options)
+    assert [run.label for run in trained] == ['goes on'] and status == 0
 
 
 def test_a_training_without_a_result(tool, tmp_path, monkeypatch):
@@ -641,6 +765,8 @@ def test_what_is_left(monkeypatch):
     runs.append(State('a', 100, 1, start=runs[3]))
     assert estimate.seconds_left(runs, jobs=2) == pytest.approx(304 + 102)  # one after the other
     assert len(measured) == 1
+    runs[4] = State('b', 1000, 2)  # of another seed
+    assert estimate.seconds_left(runs, jobs=2) == pytest.approx(304 + 102) and len(measured) == 1
     assert [estimate.in_words(seconds) for seconds in (1, 3599, 3700)] == ['1 min', '1 h 0 min', '1 h 2 min']
 
 
@@ -679,8 +805,9 @@ def test_where_curves_begin(tmp_path, monkeypatch):
     curve = {'accuracy/top1': [[1, 10.0], [2, 20.0]]}
     figures = []
     monkeypatch.setattr(Figure, 'savefig', lambda figure, *args, **kwargs: figures.append(figure))
-    assert draw(tmp_path, table, [dict(label=row.label, images=100, curves=curve) for row in rows])
-    assert draw(tmp_path, table, [dict(label=row.label, images=100, curves=curve) for row in rows[1:]])
+    path = tmp_path / 'figure.svg'
+    assert draw(path, table, [dict(label=row.label, images=100, curves=curve) for row in rows])
+    assert draw(path, table, [dict(label=row.label, images=100, curves=curve) for row in rows[1:]])
     all_of_them, others = (
         {line.get_label(): list(line.get_xdata()) for line in figure.axes[0].lines} for figure in figures
     )

@@ -146,6 +146,15 @@ def test_page_without_marks(tmp_path):
     assert page.read_text() == '# Weights\n'
 
 
+def test_page_with_marks_twice(tmp_path):
+    """What is between two tables stays."""
+    page, marks = tmp_path / 'page.md', '\n'.join(model_cards.MARKS)
+    page.write_text(text := f'{marks}\nwords\n{marks}\n')
+    with pytest.raises(ValueError, match='once each'):
+        model_cards.write_table(page, weights.FOLDER)
+    assert page.read_text() == text
+
+
 def test_card_and_pages(untrained):
     folder = untrained / 'attncnn_plugin/weights'
     card = model_cards.cards(folder)['cmhsa3_small_patch4_32']

@@ -159,7 +159,7 @@ def write_table(page: Path, folder: Path) -> None:
     """
     start, end = map(re.escape, MARKS)
     new = '\n\n'.join([MARKS[0], table(folder), MARKS[1]])
-    text, number = re.subn(f'{start}.*{end}', lambda _: new, page.read_text(), flags=re.DOTALL)
+    text, number = re.subn(f'{start}.*?{end}', lambda _: new, page.read_text(), flags=re.DOTALL)
     if number != 1:
         raise ValueError(f'{page} must have the lines {" and ".join(MARKS)} once each, for the table between them')
     page.write_text(text)

@@ -1,14 +1,15 @@
 """About how long the trainings that are left take."""
 
 import math
-from functools import cache
-from typing import Dict, List, Optional, Sequence
+from typing import Callable, Dict, List, Optional, Sequence
 
 import torch
 
 from .results import machine, step_seconds, validation_seconds
 from .runs import Run
 from .trainings import number_of_test_images
+
+MEASURED: Dict[tuple, float] = {}  # rows are measured once, whichever of their trainings is the next one
 
 
 def seconds_left(runs: Sequence[Run], jobs: int) -> float:
@@ -28,9 +29,9 @@ def seconds_left(runs: Sequence[Run], jobs: int) -> float:
     for run in runs:  # those that others begin with come first
         if run.result is None:
             if run.label not in of_image:
-                of_image[run.label] = [seconds_of_image(run)]
+                of_image[run.label] = [measured(seconds_of_image, run)]
             if run.label not in of_validation:
-                of_validation[run.label] = seconds_of_validation(run)
+                of_validation[run.label] = measured(seconds_of_validation, run)
             seconds = sum(of_image[run.label]) / len(of_image[run.label])
             interval = run.config.train_cfg.val_interval
             validations = math.ceil(run.epochs / interval) - run.epochs_done // interval
@@ -40,17 +41,23 @@ def seconds_left(runs: Sequence[Run], jobs: int) -> float:
     return max([sum(left.values()) / jobs, *ends.values()])
 
 
-@cache
 def seconds_of_image(run: Run) -> float:
-    """By one step of the training, measured once."""
+    """By one step of the training."""
     return step_seconds(run.config) / run.config.train_dataloader.batch_size
 
 
-@cache
 def seconds_of_validation(run: Run) -> float:
-    """By a part of a validation, measured once."""
+    """By a part of a validation."""
     of_image = validation_seconds(run.config) / run.config.train_dataloader.batch_size
     return of_image * number_of_test_images(run.config)
+
+
+def measured(measure: Callable[[Run], float], run: Run) -> float:
+    """What a function gives for a training of a row; for others of the row and the folder it is the same."""
+    key = measure, run.folder.parent, run.label
+    if key not in MEASURED:
+        MEASURED[key] = measure(run)
+    return MEASURED[key]
 
 
 def in_words(seconds: float) -> str:

@@ -1,9 +1,12 @@
 """The page of a table: its rows in Markdown, and its curves."""
 
+import io
 from pathlib import Path
 from typing import Any, Dict, List, Sequence
 
 import numpy as np
+
+from attncnn_plugin.engine.reliability import AtomicBackend
 
 from .tables import Table, epochs_of
 
@@ -42,7 +45,7 @@ def write_page(folder: Path, name: str, table: Table, runs: Sequence, data: str)
     if results and draw(figure, table, results):
         lines += ['', f'![{" and ".join(LABELS[metric] for metric in table.curves)} by epoch]({figure.name})']
     page = folder / f'{name}.md'
-    page.write_text('\n'.join([*lines, '']))
+    AtomicBackend().put('\n'.join([*lines, '']).encode(), page)
     return page
 
 
@@ -134,7 +137,9 @@ def draw(path: Path, table: Table, results: List[dict]) -> bool:
             axis.set(title=f'{number:,} images', xlabel='epochs', ylabel=LABELS[metric])
     shown = [label for label in rows if label in lines]
     figure.legend([lines[label] for label in shown], shown, loc='outside right upper', fontsize='small')
-    figure.savefig(path, metadata=dict(Date=None))
+    picture = io.BytesIO()
+    figure.savefig(picture, format='svg', metadata=dict(Date=None))
+    AtomicBackend().put(picture.getvalue(), path)
     return True
 
 

@@ -6,7 +6,7 @@ import platform
 import sys
 import time
 from pathlib import Path
-from typing import Callable, Dict, Tuple
+from typing import Any, Callable, Dict, Tuple
 
 import torch
 from mmengine.config import Config
@@ -26,11 +26,22 @@ from attncnn_plugin.utils.checkpoint_files import load_from_local
 METRICS = ('accuracy/top1', 'accuracy/top5', 'cross_entropy/mean')
 IMAGE = (3, 32, 32)
 Step = Callable[[Tensor], None]
-# What a result has.
-RESULT = (
-    *('label', 'images', 'epochs', 'seed', 'start'),
-    *('top1', 'seconds', 'parameters', 'multiply_adds', 'curves'),
-    *('versions', 'machine', 'config'),
+# What a result has, and of which types.
+NUMBER = (int, float)
+RESULT = dict(
+    label=str,
+    images=int,
+    epochs=int,
+    seed=int,
+    start=(str, type(None)),
+    top1=NUMBER,
+    seconds=NUMBER,
+    parameters=int,
+    multiply_adds=int,
+    curves=dict,
+    versions=dict,
+    machine=dict,
+    config=dict,
 )
 
 
@@ -58,6 +69,34 @@ def collect(run, threads: int) -> None:
         config=run.config.to_dict(),
     )
     run.write_result(result)
+
+
+def check_result(result: dict, source: str) -> None:
+    """Looks at a result that may not be of :func:`collect`.
+
+    Args:
+        result (dict): The result.
+        source (str): Where it is, in words.
+
+    Raises:
+        ValueError: It lacks something, or has something of another type.
+    """
+
+    def check(of: dict, kinds: Dict[str, Any], where: str) -> None:
+        for name, kind in kinds.items():
+            if name not in of:
+                raise ValueError(f'{source} has a result without {where}{name!r}')
+            if not isinstance(of[name], kind) or isinstance(of[name], bool):
+                raise ValueError(f'{source} has a result whose {where}{name!r} is {str(of[name])[:40]}')
+
+    check(result, RESULT, '')
+    check(result['versions'], dict(torch=str), 'versions: ')
+    check(result['machine'], dict(processor=str, gpu=(str, type(None)), threads=int), 'machine: ')
+    check(result['curves'], {'accuracy/top1': list, 'cross_entropy/mean': list}, 'curves: ')
+    for name, curve in result['curves'].items():
+        pairs = isinstance(curve, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in curve)
+        if not (pairs and curve and all(isinstance(value, NUMBER) for pair in curve for value in pair)):
+            raise ValueError(f'{source} has a result whose curves: {name!r} is no list of epochs and values')
 
 
 def build(config: Config) -> nn.Module:

@@ -1,6 +1,5 @@
 """Trainings in folders of their own: what is done, what is left, and how they go on where they were stopped."""
 
-import difflib
 import fcntl
 import json
 import os
@@ -12,17 +11,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 from mmengine.config import Config
 
 from attncnn_plugin.engine.reliability import AtomicBackend
+from attncnn_plugin.utils.errors import one_line
 
 from .results import collect
 
 TRAIN = Path(__file__).parents[1] / 'train.py'
 # Settings of a config that are other ones on another machine: of the images, and of the weights to begin with.
 PATHS = ('data_root', 'load_from')
+SHOWN = 5  # settings that a message names
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +56,14 @@ class Run:
         """Its config.
 
         Raises:
-            ValueError: The training cannot be of so many epochs or images.
+            ValueError: The training cannot be of so many epochs or images, or a setting is none.
         """
         try:
             return self.make_config()
         except ValueError as error:
             raise ValueError(f'{self}: {error}') from None
+        except (AttributeError, KeyError, TypeError) as error:  # a setting of another kind than it must be
+            raise ValueError(f'{self}: {one_line(error)}') from None
 
     @property
     def result(self) -> Optional[dict]:
@@ -82,21 +85,28 @@ class Run:
     def check_folder(self) -> None:
         """Compares the config with that of the training in the folder, if there is one, but for the path of weights.
 
+        One folder of images may be named in two ways; results of another machine may be of a copy of it.
+
         Raises:
             ValueError: The folder has a training with other settings, or one whose settings are not known; or the
                 training cannot be of so many epochs or images.
         """
-        ours, path, difference = self._data, self.config_file, 'its config is gone'
+        ours, path = self._data, self.config_file
         if self.result is None and self.epochs_done == 0:
             return
         if path.exists():
             difference = _difference(read_json(path), ours, ('load_from',))
         elif self.result is not None:
             difference = _difference(self.result['config'], ours)
+        else:
+            raise ValueError(
+                f'{self.folder} has a training whose settings are not known, for {path.name} beside it is gone: give '
+                'another folder by --out, or remove this one'
+            )
         if difference:
             raise ValueError(
-                f'{self.folder} has a training with other settings ({difference}): give '
-                f'another folder by --out, or remove this one and {path.name} beside it'
+                f'{self.folder} has a training with other settings ({difference}): give another folder by --out, or '
+                f'remove this one and {path.name} beside it'
             )
 
     def check_settings(self, config: dict, source: str) -> None:
@@ -120,7 +130,9 @@ class Run:
             ValueError: They are gone, or were trained elsewhere.
         """
         start = self.start
-        if self.result is None and start and start.result is not None and not start.last_checkpoint.exists():
+        if self.result is not None or self.epochs_done or start is None:
+            return
+        if start.result is not None and not start.last_checkpoint.exists():
             raise ValueError(
                 f'{self} begins with {start.last_checkpoint}, which is not there: put it there, or remove '
                 f'{start.folder / "result.json"}, and {start.label!r} is trained again'
@@ -135,6 +147,13 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.config_file, self._data)
 
+    def prepare(self) -> None:
+        """Writes what a training begins with, or goes on from."""
+        self.write_config()
+        if self.epochs_done:  # mmengine's file has the path of a folder that may have been moved
+            checkpoint = self.folder / f'epoch_{self.epochs_done}.pth'
+            (self.folder / 'last_checkpoint').write_text(str(checkpoint.resolve()))
+
     @property
     def config_file(self) -> Path:
         """Where the config is: beside the folder, into which mmengine writes its own copy."""
@@ -146,8 +165,12 @@ class Run:
         return json.loads(_dump(self.config.to_dict()))
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, advice: str = ': remove it') -> Any:
     """The data of a file.
+
+    Args:
+        path (Path): The file.
+        advice (str): What to do with a broken one. Defaults to that of a file that is written again.
 
     Raises:
         OSError: It cannot be read.
@@ -156,7 +179,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f'{path} is broken ({error}): remove it') from None
+        raise ValueError(f'{path} is broken ({error}){advice}') from None
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -169,19 +192,32 @@ def _dump(data: Any) -> str:
 
 
 def _difference(theirs: Any, ours: Any, left_out: Tuple[str, ...] = PATHS) -> str:
-    """The lines of two configs that differ, in one; '' for none."""
-    lines = (_dump(_without(config, left_out)).splitlines() for config in (theirs, ours))
-    changed = difflib.unified_diff(*lines, n=0, lineterm='')
-    return '; '.join(' '.join(line.split()) for line in changed if not line.startswith(('---', '+++', '@@')))
+    """The settings of two configs that differ, in one line; '' for none."""
+    if not isinstance(theirs, dict):
+        return f'{json.dumps(theirs)[:40]} is no config'
+    of_theirs, of_ours = (dict(_settings(config, left_out)) for config in (theirs, ours))
+    different = [
+        f'{name}: {of_theirs.get(name, "not set")} there, {of_ours.get(name, "not set")} here'
+        for name in {**of_theirs, **of_ours}
+        if of_theirs.get(name) != of_ours.get(name)
+    ]
+    more = len(different) - SHOWN
+    return '; '.join([*different[:SHOWN], *([f'{more} more'] if more > 0 else [])])
 
 
-def _without(config: Any, names: Tuple[str, ...]) -> Any:
-    """A config without the settings of some names, in all that it contains."""
-    if isinstance(config, list):
-        return [_without(value, names) for value in config]
-    if isinstance(config, dict):
-        return {key: _without(value, names) for key, value in config.items() if key not in names}
-    return config
+def _settings(config: Any, left_out: Tuple[str, ...], name: str = '') -> Iterator[Tuple[str, str]]:
+    """Names and values of the settings of a config, as ``optim_wrapper.optimizer.lr`` and JSON."""
+    items: Union[Iterator, Any] = config.items() if isinstance(config, dict) else enumerate(config)
+    for key, value in items:
+        if key in left_out:
+            continue
+        own = f'{name}{key}'
+        if isinstance(value, (dict, list)) and value:
+            yield from _settings(value, left_out, f'{own}.')
+        elif key == 'data_root' and isinstance(value, str):
+            yield own, json.dumps(str(Path(value).resolve()))
+        else:
+            yield own, json.dumps(value)
 
 
 def folder_name(label: str, images: int, epochs: int, seed: int) -> str:
@@ -246,7 +282,7 @@ def train(runs: Sequence[Run], jobs: int, threads: int, lock: int, tell: Callabl
             ready = [run for run in waiting if run.start is None or run.start.result is not None]
             for run in ready[: jobs - len(working)]:
                 waiting.remove(run)
-                run.write_config()
+                run.prepare()
                 working[run] = start_training(run, threads, lock)
             if not working:  # what is left begins with trainings that failed
                 return failed + waiting

@@ -12,8 +12,10 @@ from mmengine.config import Config
 from mmengine.registry import DefaultScope
 from mmpretrain.registry import DATASETS
 
+from attncnn_plugin.utils.errors import one_line
+
 from .configs import network_config, set_data, set_epochs, set_images
-from .results import IMAGE, RESULT
+from .results import IMAGE, check_result
 from .runs import Run, folder_name, read_json
 from .tables import TABLES, Row, Table, epochs_of, smoke
 
@@ -58,12 +60,11 @@ def results_of_files(paths: Sequence[Path]) -> List[dict]:
     """
     results = []
     for path in paths:
-        of_file = read_json(path)
+        of_file = read_json(path, advice='')
         if not isinstance(of_file, list) or not all(isinstance(result, dict) for result in of_file):
             raise ValueError(f'--results {path} is no list of results, as TABLE.json is')
-        missing = [name for result in of_file for name in RESULT if name not in result]
-        if missing:
-            raise ValueError(f'--results {path} has a result without {missing[0]!r}')
+        for result in of_file:
+            check_result(result, f'--results {path}')
         results += of_file
     return results
 
@@ -118,7 +119,10 @@ def run_config(row: Row, images: int, epochs: int, seed: int, start: Optional[Ru
     config = network_config(row.config, row.options)
     set_data(config, args.data, args.data_root, args.test_images)
     set_images(config, images, seed)
-    config.train_dataloader.batch_size = args.cfg_options.get(BATCH_SIZE, config.train_dataloader.batch_size)
+    batch_size = args.cfg_options.get(BATCH_SIZE, config.train_dataloader.batch_size)
+    if type(batch_size) is not int or batch_size < 1:
+        raise ValueError(f'--cfg-options {BATCH_SIZE}={batch_size!r} must be a positive integer')
+    config.train_dataloader.batch_size = batch_size
     set_epochs(config, epochs, images)
     if start:  # with other random numbers than those that it has seen
         config.randomness.seed += SEEDS_OF_STARTED
@@ -134,7 +138,11 @@ def run_config(row: Row, images: int, epochs: int, seed: int, start: Optional[Ru
 def _own_settings(config: Config) -> Dict[str, Any]:
     """What the table and the options make of a training, by the names of the settings."""
     plain = config.to_dict()
-    return {name: reduce(lambda part, key: (part or {}).get(key), name.split('.'), plain) for name in OWN}
+
+    def value(part: Any, key: str) -> Any:
+        return part.get(key) if isinstance(part, dict) else None
+
+    return {name: reduce(value, name.split('.'), plain) for name in OWN}
 
 
 def number_of_test_images(config: Config) -> int:
@@ -177,6 +185,7 @@ def take_over(runs: Sequence[Run], results: Sequence[dict]) -> None:
     for result in results:
         run = by_key[tuple(result[name] for name in KEY)]
         if run.result is None:
+            run.check_folder()  # it may have begun here, with other settings
             run.write_config()
             run.write_result(result)
 
@@ -185,9 +194,9 @@ def check_images(runs: Sequence[Run]) -> None:
     """Loads the images of the largest training once, before several processes do so or download them.
 
     Raises:
-        OSError: They cannot be downloaded, or one of them cannot be read.
+        OSError: They cannot be downloaded.
         RuntimeError: They are not there, and are not to be downloaded.
-        ValueError: There are fewer of them, or they have another size.
+        ValueError: There are fewer of them, the first one cannot be loaded, or it has another size.
     """
     if not runs:
         return
@@ -195,7 +204,12 @@ def check_images(runs: Sequence[Run]) -> None:
     with DefaultScope.overwrite_default_scope('mmpretrain'):
         for loader in (largest.train_dataloader, largest.val_dataloader):
             dataset = DATASETS.build(copy.deepcopy(loader.dataset))
-            shape = tuple(dataset[0]['inputs'].shape)
+            try:
+                shape = tuple(dataset[0]['inputs'].shape)
+            except Exception as error:
+                raise ValueError(
+                    f'the first image of {type(dataset).__name__} cannot be loaded ({one_line(error)})'
+                ) from error
             if shape != IMAGE:
                 raise ValueError(
                     f'the first image of {type(dataset).__name__} has the shape {shape}, but the networks of the '
