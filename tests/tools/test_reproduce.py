@@ -792,6 +792,9 @@ def test_costs_and_times_of_a_page(tmp_path):
         'A table', '', {20: 2, 40: 2}, tuple(Row(label, 'vit') for label in ('pruned', 'small alone', 'none yet'))
     )
     write_page(tmp_path, 'small', table, runs, 'digits')
+    figure = (tmp_path / 'small.svg').read_bytes()
+    write_page(tmp_path, 'small', table, runs, 'digits')
+    assert (tmp_path / 'small.svg').read_bytes() == figure  # nothing in it is drawn at random
     rows = page_of(tmp_path)[1]
     assert rows['pruned'] == ['1,200 (1,000 to 1,400)', '7', '30.0', '45.0 (40.0 to 50.0)', '1.5 (1.0 to 2.0)', '2']
     assert rows['small alone'] == ['5', '7', '10.0', '', '', '1']

@@ -107,6 +107,7 @@ def draw(path: Path, table: Table, results: List[dict]) -> bool:
         bool: Whether there is matplotlib to draw with.
     """
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
         return False
@@ -138,7 +139,8 @@ def draw(path: Path, table: Table, results: List[dict]) -> bool:
     shown = [label for label in rows if label in lines]
     figure.legend([lines[label] for label in shown], shown, loc='outside right upper', fontsize='small')
     picture = io.BytesIO()
-    figure.savefig(picture, format='svg', metadata=dict(Date=None))
+    with rc_context({'svg.hashsalt': path.name}):  # the same figure is the same file
+        figure.savefig(picture, format='svg', metadata=dict(Date=None))
     AtomicBackend().put(picture.getvalue(), path)
     return True
 
