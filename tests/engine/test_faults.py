@@ -222,6 +222,14 @@ def test_which_checkpoint_is_whole(whole, tmp_path):
     for content in ('', newest[:-5], '/moved/epoch_2.pth', newest):
         last.write_text(content)
         assert find_whole_checkpoint(str(tmp_path)) == newest
+    other = tmp_path / 'other'  # the folder that was copied, which has trained on
+    other.mkdir()
+    shutil.copy(whole / 'epoch_3.pth', other / 'epoch_2.pth')
+    last.write_text(str(other / 'epoch_2.pth'))
+    assert find_whole_checkpoint(str(tmp_path)) == newest
+    assert find_whole_checkpoint(str(tmp_path), str(other)) == str(other / 'epoch_2.pth')  # where checkpoints go
+    shutil.rmtree(other)
+    last.write_text(newest)
     content = Path(newest).read_bytes()
     weights = torch.load(newest)['state_dict']['head.fc.weight'].numpy().tobytes()
     flipped = bytearray(content)

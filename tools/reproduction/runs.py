@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 from mmengine.config import Config
 
@@ -147,13 +147,6 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.config_file, self._data)
 
-    def prepare(self) -> None:
-        """Writes what a training begins with, or goes on from."""
-        self.write_config()
-        if self.epochs_done:  # mmengine's file has the path of a folder that may have been moved
-            checkpoint = self.folder / f'epoch_{self.epochs_done}.pth'
-            (self.folder / 'last_checkpoint').write_text(str(checkpoint.resolve()))
-
     @property
     def config_file(self) -> Path:
         """Where the config is: beside the folder, into which mmengine writes its own copy."""
@@ -207,7 +200,7 @@ def _difference(theirs: Any, ours: Any, left_out: Tuple[str, ...] = PATHS) -> st
 
 def _settings(config: Any, left_out: Tuple[str, ...], name: str = '') -> Iterator[Tuple[str, str]]:
     """Names and values of the settings of a config, as ``optim_wrapper.optimizer.lr`` and JSON."""
-    items: Union[Iterator, Any] = config.items() if isinstance(config, dict) else enumerate(config)
+    items: Iterable[Tuple[Any, Any]] = config.items() if isinstance(config, dict) else enumerate(config)
     for key, value in items:
         if key in left_out:
             continue
@@ -282,7 +275,7 @@ def train(runs: Sequence[Run], jobs: int, threads: int, lock: int, tell: Callabl
             ready = [run for run in waiting if run.start is None or run.start.result is not None]
             for run in ready[: jobs - len(working)]:
                 waiting.remove(run)
-                run.prepare()
+                run.write_config()
                 working[run] = start_training(run, threads, lock)
             if not working:  # what is left begins with trainings that failed
                 return failed + waiting

@@ -129,6 +129,11 @@ def run_config(row: Row, images: int, epochs: int, seed: int, start: Optional[Ru
     config.load_from = str(start.last_checkpoint) if start else None
     own = _own_settings(config)
     config.merge_from_dict(args.cfg_options)
+    interval = config.to_dict()['train_cfg']['val_interval']
+    if type(interval) is not int or interval < 1:
+        raise ValueError(f'--cfg-options train_cfg.val_interval={interval!r} must be a positive integer')
+    if not config.get('val_dataloader'):
+        raise ValueError('--cfg-options val_dataloader=None: a table has the accuracy of a validation')
     for name, value in _own_settings(config).items():
         if value != own[name]:
             raise ValueError(f'--cfg-options makes {name} {value!r}, but the training has {own[name]!r}: {OWN[name]}')

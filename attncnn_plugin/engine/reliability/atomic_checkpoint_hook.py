@@ -19,7 +19,8 @@ class AtomicCheckpointHook(CheckpointHook):
     """mmengine's ``CheckpointHook``, with files that are either complete or not there.
 
     A killed process or a full disk damages no checkpoint, and ``max_keep_ckpts`` removes an old one when the new one is
-    there. Where the last one is damaged all the same, ``--resume`` names it in the log and takes the one before. A
+    there. Where the last one is damaged all the same, ``--resume`` names it in the log and takes the one before. A run
+    whose folder was moved or copied goes on from the checkpoints in it. A
     checkpoint of another model, or one of weights alone to resume from, is an error.
 
     Args:
@@ -40,10 +41,12 @@ class AtomicCheckpointHook(CheckpointHook):
         """
         name = checkpoint_to_load(runner)
         if is_resumed(runner) and name is None:
-            name, last = find_whole_checkpoint(runner.work_dir), find_latest_checkpoint(runner.work_dir)
+            last = find_latest_checkpoint(runner.work_dir)
+            name = find_whole_checkpoint(runner.work_dir, self.out_dir)
             if name != last:
-                damaged = last or 'last_checkpoint'
-                runner.logger.warning(f'{damaged} is damaged or missing: resuming from {name} instead')
+                copied = last and Path(last).name == Path(name).name
+                why = 'of another folder' if copied else 'damaged or missing'
+                runner.logger.warning(f'{last or "last_checkpoint"} is {why}: resuming from {name} instead')
                 load_from(runner, name)
         checkpoint = load_or_empty(name) if name else {}
         if not checkpoint:

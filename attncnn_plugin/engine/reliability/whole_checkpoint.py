@@ -8,11 +8,15 @@ from mmengine.runner import find_latest_checkpoint
 from ...utils.checkpoint_files import load_from_local
 
 
-def find_whole_checkpoint(work_dir: str) -> Optional[str]:
+def find_whole_checkpoint(work_dir: str, out_dir: Optional[str] = None) -> Optional[str]:
     """The checkpoint to resume from: the one that ``last_checkpoint`` names, or the newest one where that is damaged.
+
+    ``last_checkpoint`` has a whole path. Of a folder that was moved or copied it is that of the old place, where
+    another run may be by now; the checkpoint of the same name in the folder itself is taken then.
 
     Args:
         work_dir (str): The folder of the run.
+        out_dir (str, optional): Of ``CheckpointHook``, where checkpoints go to another folder. Defaults to None.
 
     Returns:
         str | None: The file; None where the run has not saved anything.
@@ -21,6 +25,10 @@ def find_whole_checkpoint(work_dir: str) -> Optional[str]:
         FileNotFoundError: Something was saved, but nothing of it can be resumed from.
     """
     last = find_latest_checkpoint(work_dir)
+    if last and out_dir is None and '://' not in last:
+        own = Path(work_dir, Path(last).name)
+        if own.resolve() != Path(last).resolve() and load_or_empty(own):
+            return str(own)
     if last and ('://' in last or load_or_empty(last)):  # files elsewhere are mmengine's business
         return last
     folders = {Path(work_dir), Path(last).parent if last else Path(work_dir)}
