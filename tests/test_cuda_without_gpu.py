@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.layers import LAYERS, takes_images
 from helpers.small import TIMM_KINDS, small_cmhsa, small_timm
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,12 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attncnn_plugin import layers
-from attncnn_plugin.convert import conv_to_mhsa, conv_to_patch_mhsa, mhsa_to_conv
 from attncnn_plugin.layers import linear
 
 CUDA = torch.device('cuda:0')
-CONV = nn.Conv2d(4, 6, 3, padding=1)
-WINDOW = layers.Window.of(CONV)
 
 SA_KINDS = [kind for kind in TIMM_KINDS if kind != 'sa_quadratic16_cifar']  # sa_quadratic_cifar with more heads
 MODELS = {
@@ -35,43 +33,8 @@ MODELS = {
     ),
     'cmhsa_conv': lambda: small_cmhsa('conv', depth=1),
     'cmhsa_attn': lambda: small_cmhsa('attn', depth=1),
-    'cmhsa_merged': lambda: small_cmhsa('attn', depth=1, merge_heads=True),
     'cmhsa_narrow': lambda: small_cmhsa('attn', depth=1, head_dim='exact', qk_dim=4),
     'cmhsa_embedded': lambda: small_cmhsa('conv', depth=1, embed_dim=7),
-}
-
-# For a grid of 3x4 tokens; images have 4 channels.
-LAYERS = {
-    'quadratic': lambda: layers.QuadraticAttention(4, 3),
-    'generalized': lambda: layers.GeneralizedQuadraticAttention(4, 3),
-    'learned': lambda: layers.LearnedAttention(4, 3),
-    'learned_sinusoidal': lambda: layers.LearnedAttention(4, 3, position='relative_sinusoidal'),
-    'content': lambda: layers.ContentAttention(4, 3),
-    'content_all_terms': lambda: layers.ContentAttention(4, 3, terms=('qk', 'qr', 'uk', 'vr')),
-    'content_position_only': lambda: layers.ContentAttention(4, 3, terms=('vr',)),
-    'content_absolute': lambda: layers.ContentAttention(4, 3, position='absolute_learned'),
-    'content_quadratic': lambda: layers.ContentAttention(4, 3, position='relative_quadratic'),
-    'content_generalized': lambda: layers.ContentAttention(4, 3, position='relative_generalized'),
-    'content_gated': lambda: layers.ContentAttention(4, 3, position='relative_free_quadratic', gated=True),
-    'content_narrow': lambda: layers.ContentAttention(4, 3, qk_dim=2, head_dim=3),
-    'quadratic_narrow': lambda: layers.QuadraticAttention(4, 3, head_dim=2),
-    'generalized_narrow': lambda: layers.GeneralizedQuadraticAttention(4, 3, head_dim=2),
-    'patches_window': lambda: layers.PatchAttention(4, 9, layers.WindowBias(9, (-1, -1), (3, 3))),
-    'patches_grid': lambda: layers.PatchAttention(4, 9, layers.GridBias(9, (2, 2))),
-    'patches_narrow': lambda: layers.PatchAttention(
-        4, 2, layers.WindowBias(2, (0, 0), (1, 2), null_key=False), head_dim=(1, 3), qk_dim=2
-    ),
-    'merged_patches': lambda: layers.MergedPatchAttention(4, 9, layers.GridBias(9, (2, 2))),
-    'hard_image': lambda: layers.QuadraticImageAttention(4, 6, 9, WINDOW),
-    'soft_image': lambda: layers.WindowImageAttention(4, 6, 5, WINDOW),
-    'content_image': lambda: conv_to_mhsa(CONV, content='additive')[0],
-    'content_image_near': lambda: conv_to_mhsa(CONV, content='gated', window_size=3)[0],
-    'content_image_groups': lambda: conv_to_mhsa(nn.Conv2d(4, 6, 3, groups=2), 5, content='gated')[0],
-    'converted_hard': lambda: conv_to_mhsa(CONV)[0],
-    'converted_soft': lambda: conv_to_mhsa(CONV, 5)[0],
-    'converted_patches': lambda: conv_to_patch_mhsa(CONV, 2)[0],
-    'converted_back': lambda: mhsa_to_conv(conv_to_mhsa(CONV)[0], 3)[0],
-    'grid_convolution': lambda: layers.GridConvolution(nn.Conv2d(4, 4, 3, padding='same', padding_mode='replicate')),
 }
 
 pytestmark = pytest.mark.skipif(
@@ -159,24 +122,11 @@ def test_pruned_model(name):
             run(model.eval())
 
 
-# Not these: generalized heads look at values once for a size then, to choose their terms; and PyTorch cannot make room
-# for the merged heads of CMHSA with fake tensors.
-@pytest.mark.filterwarnings('ignore:Accessing the data pointer')  # of a cache, to see whether parameters have changed
-@pytest.mark.parametrize('name', sorted(MODELS.keys() - {'sa_generalized_cifar', 'cmhsa_attn'}))
-def test_model_for_inference(name):
-    with on_fake_cuda(MODELS[name]()) as model:
-        model.switch_to_deploy()
-        assert_on_cuda(*model.parameters(), *model.buffers())
-        for autocast in (None, None, torch.float16):  # the second time with what the first one keeps
-            run(model, autocast)
-
-
 @pytest.mark.parametrize('name', LAYERS)
 def test_layer(name):
     """The output, and whatever the layer says of its heads."""
     with on_fake_cuda(LAYERS[name]()) as layer, torch.no_grad():
-        on_images = 'image' in name or 'converted' in name
-        x = torch.rand((2, 4, 6, 8) if on_images else (2, 6, 8, 4), device=CUDA)
+        x = torch.rand((2, 4, 6, 8) if takes_images(name) else (2, 6, 8, 4), device=CUDA)
         assert_on_cuda(layer(x), layer.eval()(x))
         if not isinstance(layer, layers.AttentionLayer):
             return

@@ -2,12 +2,11 @@
 
 import itertools
 import math
-from typing import Any, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
-from ..layers.merged_patch_attention import MergedPatchAttention
 from ..layers.patch_attention import PatchAttention
 from ..layers.patches import image_to_patches, patches_to_image
 from ..layers.position_bias import WindowBias
@@ -126,7 +125,7 @@ def conv_to_patch_mhsa(
 
 @torch.no_grad()
 def attend_like_convolution(
-    attention: Union[PatchAttention, MergedPatchAttention],
+    attention: PatchAttention,
     conv: nn.Conv2d,
     patch_size: Tuple[int, int],
     attn_bias: float = ATTN_BIAS,
@@ -138,7 +137,7 @@ def attend_like_convolution(
     zero, for the scores are linear in it.
 
     Args:
-        attention (PatchAttention | MergedPatchAttention): With at least one head for each shift of the convolution.
+        attention (PatchAttention): With at least one head for each shift of the convolution.
             Further heads get no weight, nor do shifts that lead out of the grid of its position bias from every patch.
             A head that is narrower than the convolution needs is the best of its rank.
         conv (nn.Conv2d): The convolution.
@@ -169,13 +168,8 @@ def attend_like_convolution(
             f'{patch_size}: it needs {len(shifts)} (L21, Theorems 1 and 6)'
         )
     first, table = attention.position.first, attention.position.table
-    if isinstance(attention, MergedPatchAttention):
-        query, value, out = attention.query_key, None, attention.value_out
-        head_dims: Sequence[int] = [attention.dim] * attention.num_heads
-    else:
-        query, value, out = attention.query, attention.value, attention.out
-        head_dims = attention.head_dims
-    for weight in (query.weight, out.weight, table):
+    out, head_dims = attention.out, attention.head_dims
+    for weight in (attention.query.weight, out.weight, table):
         nn.init.zeros_(weight)
     cut = []
     for head, (width, end) in enumerate(zip(head_dims, itertools.accumulate(head_dims))):
@@ -190,8 +184,7 @@ def attend_like_convolution(
                 cut.append(factors.squared_error)
         else:  # without output weights to begin with; other entries for every head, so that they learn other things
             values = unit_rows([(head * width + n) % attention.dim for n in range(width)], attention.dim, table)
-        if value is not None:
-            value.weight[end - width : end] = values
+        attention.value.weight[end - width : end] = values
     if out.bias is not None:
         out.bias.zero_()
         if conv.bias is not None:

@@ -152,7 +152,7 @@ class LayerScores:
                 probs = self._page_probs(part, image, head, arrays)
                 if part in self._masses:
                     probs = probs * self._masses[part][image, head, :, None]
-                largest = probs.amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
+                largest = probs.amax(-1).clamp(min=1e-20)  # less where all of a head's attention is on the padding
                 errors[head] = errors[head].maximum(((probs - own).abs().amax(-1) / largest).amax())
         return [rounded_up(error) for error in errors.tolist()]
 

@@ -11,9 +11,7 @@ from .encodings import (
     WindowEncoding,
 )
 from .grid_attention import GeneralizedQuadraticAttention, GridAttention, LearnedAttention, QuadraticAttention
-from .grid_convolution import GridConvolution
 from .image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
-from .merged_patch_attention import MergedPatchAttention
 from .patch_attention import PatchAttention
 from .position_bias import GridBias, WindowBias
 from .position_tables import AbsoluteEncoding, RelativeTables
@@ -33,11 +31,9 @@ __all__ = [
     'GeneralizedQuadraticEncoding',
     'GridAttention',
     'GridBias',
-    'GridConvolution',
     'ImageAttention',
     'LearnedAttention',
     'LearnedEncoding',
-    'MergedPatchAttention',
     'PatchAttention',
     'PrunableHeads',
     'QuadraticAttention',

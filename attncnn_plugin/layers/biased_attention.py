@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .softmax import softmax
+
 
 def attend_biased(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: float) -> Tensor:
     """softmax(q·k/√D_k + b) v. The q·k of a null key is 0, and so is its value.
@@ -112,4 +114,4 @@ def probabilities(query: Tensor, key: Tensor, bias: Tensor, dropout: float = 0.0
     scores = query @ (key * key.shape[-1] ** -0.5).transpose(-2, -1)
     if bias.shape[-1] > keys:  # a pad of nothing is a copy too
         scores = F.pad(scores, (0, bias.shape[-1] - keys))
-    return F.dropout((scores + bias).softmax(-1), dropout)[..., :keys]
+    return F.dropout(softmax(scores + bias), dropout)[..., :keys]

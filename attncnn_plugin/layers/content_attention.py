@@ -1,20 +1,15 @@
 """Self-attention whose scores depend on content and on position (Cordonnier et al. 2020, C20, eq. 3 and 8)."""
 
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Optional
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .content_scores import ContentScores, one_hot_pixels
-from .grid_attention import OutputMap
-from .linear import is_exporting, product_is_cheaper
+from .content_scores import ContentScores
 from .parts import parts_at_once
 from .precision import at_least_float32, full_precision
-from .shifts import at_shifts
-
-# Keys from which on the fused kernel trains no slower on CPUs; at 256 its backward pass takes 1.5 times as long.
-FUSED_FROM = 1024
+from .softmax import softmax
 
 
 class ContentAttention(ContentScores):
@@ -59,8 +54,6 @@ class ContentAttention(ContentScores):
         out_dim (int, optional): Channels of the output. Defaults to ``dim``.
         bias (bool): Whether the output has a bias. Defaults to True.
         attn_drop (float): Dropout rate of the attention probabilities. Defaults to 0.
-        attn_impl (str): See :class:`~attncnn_plugin.layers.GridAttention`; ``'separable'`` is for ``terms=('vr',)``
-            alone. Defaults to ``'auto'``.
         head_dim (int, optional): Channels of a head's values, see :class:`~attncnn_plugin.layers.GridAttention`.
             Defaults to None, values that are the input itself.
 
@@ -80,125 +73,28 @@ class ContentAttention(ContentScores):
         absolute (AbsoluteEncoding | None): P.
     """
 
-    def _attend(self, x: Tensor, output_map: OutputMap) -> Tensor:
+    def heads(self, x: Tensor) -> Tensor:
         if not self.depends_on_content:
-            return self._attend_separable(x, output_map)
-        batch, height, width, dim = x.shape
-        if self.num_heads == 0:
-            return output_map(x[..., :0])
+            return self._mix_along_axes(x)
         if self.value_proj is None:
-            values = at_least_float32(x).reshape(batch, 1, height * width, dim)
+            values = at_least_float32(x).flatten(1, 2)[:, None]  # (B, 1, H*W, D), those of all heads
         else:
-            values = at_least_float32(self._values(x)).flatten(1, 2).transpose(1, 2)
-        heads = self._attend_added(x, values) if self.gate is None else self._attend_gated(x, values)
-        return output_map(heads.to(x.dtype).reshape(batch, height, width, self.num_heads * self.head_dim))
+            values = at_least_float32(self._values(x)).flatten(1, 2).transpose(1, 2)  # (B, N_h, H*W, D_h)
+        heads = self._add(x, values) if self.gate is None else self._mix_by_gate(x, values)
+        return heads.to(x.dtype).transpose(1, 2).flatten(2).unflatten(1, x.shape[1:3])
 
-    def _attend_added(self, x: Tensor, values: Tensor) -> Tensor:
-        """The heads' outputs for scores that are added up, ``(B, H*W, N_h, D_h)``.
-
-        Args:
-            x (Tensor): ``(B, H, W, D)``.
-            values (Tensor): ``(B, 1, H*W, D)`` for all heads, or ``(B, N_h, H*W, D_h)``.
-        """
-        query, key = self._merged_query_key(x) if self._merges(x.shape[:3]) else self._query_key(x)
-        bias = self._cached(self._bias, x.shape[1:3])
-        if bias is not None and query.shape[2] != bias.shape[1]:  # heads are further queries
-            bias = bias.transpose(0, 1).flatten(0, 1)[None]
+    def _add(self, x: Tensor, values: Tensor) -> Tensor:
+        """The heads' outputs for scores that are added up, ``(B, N_h, H*W, D_h)``."""
+        query, key = self._query_key(x)
+        bias = self._bias(x.shape[1:3])
         with full_precision(x.device.type):
-            heads = attend(query, key, values, self.attn_drop.p if self._drops else 0.0, bias)
-        if query.shape[1] == self.num_heads:
-            heads = heads.transpose(1, 2)
-        return heads
+            return attend(query, key, values, self.attn_drop.p if self._drops else 0.0, bias)
 
-    def _attend_gated(self, x: Tensor, values: Tensor) -> Tensor:
-        """As :meth:`_attend_added`, for probabilities by content and by position that a gate mixes."""
-        if self._drops or self.attn_impl == 'dense':
-            probs = self.attn_drop(self._gated_probs(x))
-            with full_precision(x.device.type):
-                return torch.matmul(probs, values).transpose(1, 2)
-        share: Any = self.position_share()
-        content = self._attend_added(x, values)
-        probs = self._cached(self.position_probs, x.shape[1:3])
+    def _mix_by_gate(self, x: Tensor, values: Tensor) -> Tensor:
+        """The heads' outputs for probabilities by content and by position that a gate mixes."""
+        probs = self.attn_drop(self._gated_probs(x))
         with full_precision(x.device.type):
-            position = torch.matmul(probs.to(values.dtype), values).transpose(1, 2)
-            return torch.lerp(content.reshape(position.shape), position, share[:, None].to(values.dtype))
-
-    def _merges(self, shape: Sequence[int]) -> bool:
-        """Whether it is cheaper to multiply q by W_key once for each query than by all keys of all tokens.
-
-        That is N_h·D_k·D multiply-adds a token less for the keys, and N_h·D·D in place of N_h·D_k·D for the queries;
-        but a score is of D channels then, not of D_k. W_qryᵀ W_key costs N_h·D_k·D².
-        """
-        if 'qk' not in self.terms:
-            return False
-        batch, height, width = shape
-        saved = 2 * self.qk_dim * self.dim - self.dim**2 - height * width * (self.dim - self.qk_dim)
-        product = 0 if self._deployed else self.num_heads * self.qk_dim * self.dim**2
-        return product_is_cheaper((self.query, self.key), batch * height * width, self.num_heads * saved, product)
-
-    def _merged_query_key(self, x: Tensor) -> Tuple[Tensor, Tensor]:
-        """As :meth:`_query_key`, with the matrices of a head multiplied: q·k = x_q (W_qryᵀ W_key) x_k.
-
-        The keys are the pixels themselves, the same for all heads. Where the values are too, heads are no more than
-        further queries.
-
-        Returns:
-            tuple[Tensor, Tensor]: ``(B, 1, H*W*N_h, E)``, or with values of each head ``(B, N_h, H*W, E)``; and
-            ``(B, 1, H*W, E)``.
-        """
-        batch, height, width, dim = x.shape
-        positioned = self.encoded(x)
-        weight, bias, row, row_bias, column, column_bias = self._cached(self._merged_maps, (height, width))
-        query = at_least_float32(F.linear(positioned, weight, bias))
-        with full_precision(x.device.type):
-            tokens = at_least_float32(positioned)
-            queries = [query.unflatten(-1, (self.num_heads, dim))]
-            keys = [tokens.flatten(1, 2)]
-            if self._adds_axes:
-                by_axis: Any = None
-                if row is not None:
-                    rows = torch.einsum('bijd,hdik->bijhk', tokens, at_shifts(row, height))
-                    columns = torch.einsum('bijd,hdjk->bijhk', tokens, at_shifts(column, width))
-                    by_axis = (
-                        rows + at_shifts(row_bias, height).transpose(0, 1)[:, None],
-                        columns + at_shifts(column_bias, width).transpose(0, 1),
-                    )
-                queries += self._with_position_bias(by_axis, batch, height, width)
-                keys.append(one_hot_pixels(height, width, query).expand(batch, -1, -1))
-            query, key = torch.cat(queries, dim=-1), torch.cat(keys, dim=-1)[:, None]
-            if self.value_proj is None:
-                return query.flatten(1, 3)[:, None], key
-            return query.flatten(1, 2).transpose(1, 2), key
-
-    def _merged_maps(self, size: Sequence[int]) -> Tuple[Optional[Tensor], ...]:
-        """The affine maps from a pixel to its queries for pixels, rows and columns.
-
-        Returns:
-            tuple: W_qryᵀ W_key/√D_k as a weight ``(N_h·D, D)``, and (b_q + u) W_key/√D_k, ``(N_h·D,)``; R W_qry/√D_k of
-            every shift, ``(N_h, D, 2·H − 1)``, and R b_q/√D_k, ``(N_h, 2·H − 1)``; the same of C. None without q·r_δ.
-        """
-        shape = self.num_heads, self.qk_dim
-        query, key = (at_least_float32(linear.weight).unflatten(0, shape) for linear in (self.query, self.key))
-        scale = self.qk_dim**-0.5
-        maps: List[Optional[Tensor]] = [None] * 4
-        with full_precision(query.device.type):
-            query_bias = key_bias = query.new_zeros(shape)
-            if self.query.bias is not None:
-                query_bias, key_bias = (at_least_float32(linear.bias).view(shape) for linear in (self.query, self.key))
-            # q·b_k is the same for all keys, so that b_k has the gradient 0. It must have one: training on several
-            # devices waits for it.
-            bias = query_bias + 0 * key_bias
-            if 'uk' in self.terms:
-                bias = bias + at_least_float32(self.key_bias)
-            weight = torch.matmul(key.mT, query) * scale
-            bias = torch.matmul(bias[:, None], key).flatten() * scale
-            if 'qr' in self.terms:
-                halves = zip(self.tables(size, like=query), query.chunk(2, dim=1), query_bias.chunk(2, dim=1))
-                for axis, (table, own, own_bias) in enumerate(halves):
-                    maps[2 * axis] = torch.matmul(own.mT, table.T) * scale
-                    maps[2 * axis + 1] = torch.matmul(own_bias, table.T) * scale
-        dtype = self.query.weight.dtype
-        return (weight.flatten(0, 1).to(dtype), bias.to(dtype), *maps)
+            return torch.matmul(probs, values)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, bias: Optional[Tensor] = None) -> Tensor:
@@ -214,9 +110,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, bias
     Returns:
         Tensor: ``(B, N, Q, D)``.
     """
-    learns = torch.is_grad_enabled() and query.requires_grad
-    # The fused kernel's choices would become conditions on the sizes of an exported program.
-    if is_exporting() or (learns and query.device.type == 'cpu' and key.shape[2] < FUSED_FROM):
+    if query.device.type == 'cpu':  # where the fused kernel trains more slowly, and meets subnormal probabilities
         some = parts_at_once(query.device, query.shape[1] * query.shape[2] * key.shape[2])
         if some is None:
             return attend_dense(query, key, value, dropout, bias)
@@ -235,5 +129,5 @@ def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, bias
 def attend_dense(query: Tensor, key: Tensor, value: Tensor, dropout: float, bias: Optional[Tensor]) -> Tensor:
     """As :func:`attend`, by all the probabilities at once."""
     scores = torch.matmul(query, key.mT)
-    probs = F.dropout((scores if bias is None else scores + bias).softmax(dim=-1), dropout)
+    probs = F.dropout(softmax(scores if bias is None else scores + bias), dropout)
     return torch.matmul(probs, value)

@@ -14,6 +14,7 @@ from .neighbourhoods import AxisTiles, join_tiles, tile_keys, tile_queries
 from .parts import parts_at_once
 from .precision import Device, Dtype, at_least_float32
 from .prunable_heads import HeadParameters
+from .softmax import softmax
 from .structure import StateDict, StructureError
 from .window import Window
 
@@ -207,7 +208,7 @@ class ContentImageAttention(ImageAttention):
         share = self._gate()
         if share is None or content is None:
             return attend_shared(query, key, tokens, bias, channels_first=self.groups > 1)
-        by_position = share * bias.softmax(-1)[..., : tokens.shape[-2]]
+        by_position = share * softmax(bias)[..., : tokens.shape[-2]]
         probs = (1 - share) * probabilities(query, key, content) + by_position
         return shared_heads(probs, tokens, channels_first=self.groups > 1)
 
@@ -273,7 +274,7 @@ class ContentImageAttention(ImageAttention):
         raise ValueError('the probabilities depend on the input x: use attention_scores(x).softmax(-1)')
 
     def position_probs(self, size: Sequence[int]) -> Tensor:
-        return self._on_pixels(self._position_bias(size).softmax(-1), size)[..., :-1]
+        return self._on_pixels(softmax(self._position_bias(size)), size)[..., :-1]
 
     def attention_scores(self, x: Tensor) -> Tensor:
         """The logarithms of the probabilities, ``(B, N_h, Q, K + 1)``, at least float32.
@@ -286,9 +287,9 @@ class ContentImageAttention(ImageAttention):
         products, bias = self._products(x), self._position_bias(x.shape[2:])
         share = self._gate()
         if share is None:
-            probs = (products + bias).softmax(-1)
+            probs = softmax(products + bias)
         else:
-            probs = (1 - share) * self._content_probs(products, bias) + share * bias.softmax(-1)
+            probs = (1 - share) * self._content_probs(products, bias) + share * softmax(bias)
         return self._on_pixels(probs, x.shape[2:]).log()
 
     def content_scores(self, x: Tensor) -> Tensor:
@@ -300,7 +301,7 @@ class ContentImageAttention(ImageAttention):
         return head_products(self.query(tokens)[None], self.key(tokens)[None], self.num_heads)[0]
 
     def position_scores(self, x: Tensor) -> Tensor:
-        scores = self._on_pixels(self._position_bias(x.shape[2:]).softmax(-1), x.shape[2:]).log()
+        scores = self._on_pixels(softmax(self._position_bias(x.shape[2:])), x.shape[2:]).log()
         return scores.expand(len(x), -1, -1, -1)
 
     def _products(self, x: Tensor) -> Tensor:
@@ -312,7 +313,7 @@ class ContentImageAttention(ImageAttention):
 
     def _content_probs(self, products: Tensor, bias: Tensor) -> Tensor:
         """The probabilities by content alone, of the keys whose bias is not −∞."""
-        return products.masked_fill(bias == -math.inf, -math.inf).softmax(-1)
+        return softmax(products.masked_fill(bias == -math.inf, -math.inf))
 
     def _on_pixels(self, probs: Tensor, size: Sequence[int]) -> Tensor:
         """Probabilities for the padded image, ``(…, Q, padded)``, as those for its pixels and the null key."""

@@ -16,6 +16,7 @@ from .grid_attention import SeparableScores
 from .position_tables import AbsoluteEncoding, RelativeTables
 from .precision import Device, Dtype, at_least_float32, full_precision
 from .shifts import at_shifts
+from .softmax import softmax
 from .structure import StateDict, StructureError
 
 TERMS = ('qk', 'qr', 'uk', 'vr')
@@ -56,19 +57,13 @@ class ContentScores(SeparableScores):
         out_dim: Optional[int] = None,
         bias: bool = True,
         attn_drop: float = 0.0,
-        attn_impl: str = 'auto',
         head_dim: Optional[int] = None,
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
         dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
-        super().__init__(dim, num_heads, out_dim, bias, attn_drop, attn_impl, head_dim, **dd)
+        super().__init__(dim, num_heads, out_dim, bias, attn_drop, head_dim, **dd)
         self.terms = check_terms(terms, position, gated)
-        if self.attn_impl == 'separable' and self.depends_on_content:
-            raise ValueError(
-                f"attn_impl='separable' is exact for terms=('vr',) alone, not for terms={self.terms}, whose scores "
-                "depend on content: use 'auto' or 'dense'"
-            )
         self.position = position
         self.qk_dim = dim if qk_dim is None else qk_dim
         if self.qk_dim < 1:
@@ -198,7 +193,7 @@ class ContentScores(SeparableScores):
     def position_probs(self, size: Sequence[int]) -> Optional[Tensor]:
         if self.has_axis_scores:
             return self._product_probs(size)
-        return self.encoding.scores(size).softmax(-1) if self.has_position_scores else None
+        return softmax(self.encoding.scores(size)) if self.has_position_scores else None
 
     def encoded(self, x: Tensor) -> Tensor:
         return x if self.absolute is None else self.absolute(x)
@@ -273,7 +268,7 @@ class ContentScores(SeparableScores):
         content: Any = self.content_scores(x)
         position: Any = self.position_probs(x.shape[1:3])
         share: Any = self.position_share()
-        return torch.lerp(content.softmax(-1), position.to(content.dtype), share[:, None, None].to(content.dtype))
+        return torch.lerp(softmax(content), position.to(content.dtype), share[:, None, None].to(content.dtype))
 
     @property
     def _adds_axes(self) -> bool:

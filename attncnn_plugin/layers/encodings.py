@@ -13,6 +13,7 @@ from .attention_layer import GaussianHeads
 from .position_tables import RelativeTables
 from .precision import Device, Dtype, at_least_float32, widest_float
 from .shifts import at_grid_shifts, axis_shifts, over_keys
+from .softmax import softmax
 
 # Of the released code of C20: gaussian_init_mu_std and gaussian_init_sigma_std.
 CENTER_STD, SPREAD_STD = 2.0, 0.01
@@ -295,4 +296,4 @@ class WindowEncoding(nn.Module):
 
     def forward(self) -> Tensor:
         """The probabilities of the shifts, ``(N_h, *window_size)``, at least float32."""
-        return at_least_float32(self.weight).flatten(1).softmax(dim=-1).reshape(self.weight.shape)
+        return softmax(at_least_float32(self.weight).flatten(1)).reshape(self.weight.shape)

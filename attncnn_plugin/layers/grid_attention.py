@@ -3,14 +3,12 @@
 The encodings of Cordonnier et al. 2020 (C20): quadratic (eq. 9), generalized quadratic (eq. 19) and learned (4.3).
 """
 
-import math
-from typing import Any, Callable, Dict, Hashable, Iterator, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
 from .attention_layer import GaussianHeads
-from .cache import GridCache
 from .encodings import (
     CENTER_STD,
     SPREAD_STD,
@@ -18,20 +16,12 @@ from .encodings import (
     LearnedEncoding,
     QuadraticEncoding,
 )
-from .linear import LinearMap, as_map, check_plain_linear, joined_maps
-from .low_rank_heads import TOLERANCE, ShiftHead, cheapest_heads
+from .linear import check_plain_linear
 from .position_tables import RelativeTables
-from .precision import Device, Dtype, at_least_float32, full_precision, matmul_dtype
+from .precision import Device, Dtype, at_least_float32, full_precision
 from .prunable_heads import PrunableHeads
-from .separable import attend_separable, map_heads, mix_values
+from .softmax import softmax, without_subnormals
 from .structure import StateDict, StructureError
-
-ATTN_IMPLS = ('auto', 'dense', 'separable')
-# On CPUs low-rank heads mix so many tokens at a time (one image at least): what is between rows and columns then stays
-# in the cache. With 32 images of 16x16 tokens at once heads of rank 5 take 1.8 times as long.
-TOKENS_AT_ONCE = 1024
-
-OutputMap = Union[LinearMap, nn.Module]
 
 
 class GridAttention(PrunableHeads):
@@ -40,7 +30,7 @@ class GridAttention(PrunableHeads):
     The values of a head are the input itself, D_h = D: the heads' outputs P_h X are concatenated to N_h·D channels
     and mapped by one linear layer (C20, section 2 and appendix E). With a ``head_dim`` they are W_val X, D_h channels a
     head, N_h·D_h in all. C20 (remark after Theorem 1) advises D_h = D, for with fewer channels a head cannot be every
-    slice of a kernel. Subclasses say how pixels are mixed, in :meth:`_attend`.
+    slice of a kernel. Subclasses say how pixels are mixed, in :meth:`heads`.
 
     Args:
         dim (int): Channels D of the input.
@@ -48,19 +38,11 @@ class GridAttention(PrunableHeads):
         out_dim (int, optional): Channels of the output. Defaults to ``dim``.
         bias (bool): Whether the output has a bias. Defaults to True.
         attn_drop (float): Dropout rate of the attention probabilities. Defaults to 0.
-        attn_impl (str): The way to mix pixels.
-
-            - ``'auto'``: the cheapest way that is exact in the mode the layer is in.
-            - ``'dense'``: by the whole matrix of probabilities, O((HW)²) a channel and head.
-            - ``'separable'``: along rows, then along columns, O(HW·(H + W)) a channel and head. Exact where the
-              score is a sum of a row and a column term; no dropout of single probabilities is possible.
-
-            Defaults to ``'auto'``.
         head_dim (int, optional): Channels D_h of a head's values, for instance D/N_h. Defaults to None, values that are
             the input itself.
 
     Raises:
-        ValueError: A number of heads or of channels or a rate out of range, an unknown ``attn_impl``.
+        ValueError: A number of heads or of channels or a rate out of range.
 
     Attributes:
         head_dim (int): Channels of a head's values.
@@ -78,7 +60,6 @@ class GridAttention(PrunableHeads):
         out_dim: Optional[int] = None,
         bias: bool = True,
         attn_drop: float = 0.0,
-        attn_impl: str = 'auto',
         head_dim: Optional[int] = None,
         device: Device = None,
         dtype: Dtype = None,
@@ -87,41 +68,26 @@ class GridAttention(PrunableHeads):
         super().__init__()
         if num_heads < 1:
             raise ValueError(f'num_heads={num_heads} must be at least 1')
-        if attn_impl not in ATTN_IMPLS:
-            raise ValueError(f'attn_impl={attn_impl!r} is unknown: choose one of {ATTN_IMPLS}')
         if head_dim is not None and head_dim < 1:
             raise ValueError(f'head_dim={head_dim} must be at least 1, or None for values that are the input itself')
         self.dim = dim
         self.head_dim = dim if head_dim is None else head_dim
         self._init_heads(num_heads)
-        self.attn_impl = attn_impl
         self.attn_drop = nn.Dropout(attn_drop)
         self.value_proj = None if head_dim is None else nn.Linear(dim, num_heads * head_dim, bias=False, **dd)
         self.value = nn.Linear(num_heads * self.head_dim, dim if out_dim is None else out_dim, bias, **dd)
-        self._cache = GridCache()
-        self._deployed = False
 
     def extra_repr(self) -> str:
         head_dim = '' if self.value_proj is None else f', head_dim={self.head_dim}'
-        return f'dim={self.dim}, num_heads={self.num_heads}{head_dim}, attn_impl={self.attn_impl!r}'
+        return f'dim={self.dim}, num_heads={self.num_heads}{head_dim}'
 
-    def forward(self, x: Tensor, following: Optional[nn.Module] = None) -> Tensor:
-        """``(B, H, W, D)`` to ``(B, H, W, D_out)``, for any H and W that the position encoding covers.
+    def forward(self, x: Tensor) -> Tensor:
+        """``(B, H, W, D)`` to ``(B, H, W, D_out)``, for any H and W that the position encoding covers."""
+        return self.value(self.heads(x) if self.num_heads else x[..., :0])
 
-        Args:
-            x (Tensor): Tokens, ``(B, H, W, D)``.
-            following (nn.Module, optional): A layer to apply to the output. A linear layer becomes one with the map of
-                the heads where that is cheaper. Defaults to none.
-        """
-        joined = None if following is None else joined_maps(self.value, following, math.prod(x.shape[:3]))
-        if joined is not None:
-            return self._attend(x, joined)
-        output = self._attend(x, as_map(self.value))
-        return output if following is None else following(output)
-
-    def _attend(self, x: Tensor, output_map: OutputMap) -> Tensor:
-        """``(B, H, W, D)`` to ``(B, H, W, D_out)``, the heads mapped by ``output_map``, ``(…, N_h·D_h)`` to D_out."""
-        raise NotImplementedError
+    def heads(self, x: Tensor) -> Tensor:
+        """Computes the outputs of all heads side by side, ``(B, H, W, N_h·D_h)``."""
+        return self._mix(self.attention_probs(x.shape[1:3]), x)
 
     def head_parameters(self) -> Dict[str, Tuple[int, int]]:
         of_values = {} if self.value_proj is None else {'value_proj.weight': (0, self.head_dim)}
@@ -147,15 +113,6 @@ class GridAttention(PrunableHeads):
         with full_precision(output.device.type):
             return torch.matmul(output, at_least_float32(self.value_proj.weight.unflatten(0, shape)))
 
-    def switch_to_deploy(self) -> None:
-        """For inference: evaluation mode, no gradients; what depends on the grid alone is computed once for a size.
-
-        After a change of large parameters through ``.data``, which nothing can see, call it again.
-        """
-        self.eval().requires_grad_(False)
-        self._cache = GridCache()
-        self._deployed = True
-
     @property
     def max_size(self) -> Optional[Tuple[int, int]]:
         """Height and width, in tokens, of the largest grid; None without a limit."""
@@ -167,36 +124,27 @@ class GridAttention(PrunableHeads):
         return None
 
     def share_position_tables(self, tables: RelativeTables) -> None:
-        """Takes R and C of another layer in place of its own."""
+        """Takes R and C of another layer instead of its own."""
         raise NotImplementedError
 
     @property
     def _drops(self) -> bool:
-        """Whether single probabilities are dropped, which only the dense way can do."""
+        """Whether single probabilities are dropped."""
         return self.training and self.attn_drop.p > 0
 
-    def _cached(self, function: Callable[..., Any], *key: Hashable) -> Any:
-        """``function(*key)``, which depends on the parameters alone; in a layer for inference, computed once."""
-        return self._cache(self, function, *key) if self._deployed else function(*key)
-
-    def _attend_dense(self, x: Tensor, probs: Tensor, output_map: OutputMap) -> Tensor:
-        """Σ_k P[q, k] X[k] by the matrix.
+    def _mix(self, probs: Tensor, x: Tensor) -> Tensor:
+        """Σ_k P[q, k] V[k] of every head, ``(B, H, W, N_h·D_h)``.
 
         Args:
+            probs (Tensor): P, ``(N_h, H*W, H*W)``. With dropout, the images of a batch have the same mask.
             x (Tensor): ``(B, H, W, D)``.
-            probs (Tensor): ``(N_h, H*W, H*W)``. With dropout, the images of a batch have the same mask.
-            output_map (LinearMap | nn.Module): The map of the heads.
         """
-        batch, height, width, dim = x.shape
         probs = self.attn_drop(probs).to(x.dtype)
         if self.value_proj is None:
-            tokens = x.permute(1, 2, 0, 3).reshape(height * width, batch * dim)
-            heads = torch.matmul(probs.flatten(0, 1), tokens)  # (h·q, b·d)
+            heads = torch.einsum('hqk,bkd->bqhd', probs, x.flatten(1, 2))
         else:
-            values = self._values(x).permute(3, 1, 2, 0, 4)  # (h, k1, k2, b, d)
-            heads = torch.bmm(probs, values.reshape(self.num_heads, height * width, batch * self.head_dim))
-        heads = heads.reshape(self.num_heads, height, width, batch, self.head_dim).permute(3, 1, 2, 0, 4)
-        return output_map(heads.flatten(3))
+            heads = torch.einsum('hqk,bkhd->bqhd', probs, self._values(x).flatten(1, 2))
+        return heads.flatten(2).unflatten(1, x.shape[1:3])
 
     def _values(self, x: Tensor) -> Tensor:
         """W_val X of each head, ``(B, H, W, N_h, D_h)``; not for values that are the input."""
@@ -207,7 +155,8 @@ class SeparableScores(GridAttention):
     """Attention with scores by position that are a sum of a row and a column term.
 
     Softmax over a product grid of a sum is the product of the softmaxes along the axes, boundaries included:
-    P[(q1, q2), (k1, k2)] = P1[q1, k1] · P2[q2, k2]. Subclasses define :meth:`axis_scores`.
+    P[(q1, q2), (k1, k2)] = P1[q1, k1] · P2[q2, k2]. So pixels are mixed along rows, then along columns, by
+    O(HW·(H + W)) multiply-adds a channel and head instead of O((HW)²). Subclasses define :meth:`axis_scores`.
     """
 
     @property
@@ -221,34 +170,24 @@ class SeparableScores(GridAttention):
 
     def axis_probs(self, size: Sequence[int]) -> Tuple[Tensor, Tensor]:
         """The factors P1 ``(N_h, height, height)`` and P2 ``(N_h, width, width)`` of the probabilities."""
-        row_scores, column_scores = self.axis_scores(size)
-        return row_scores.softmax(dim=-1), column_scores.softmax(dim=-1)
+        rows, columns = self.axis_scores(size)
+        return softmax(rows), softmax(columns)
 
     def _product_probs(self, size: Sequence[int]) -> Tensor:
         """P1 ⊗ P2, ``(N_h, height*width, height*width)``."""
-        row_probs, column_probs = self.axis_probs(size)
-        probs = row_probs[:, :, None, :, None] * column_probs[:, None, :, None, :]
-        return probs.flatten(3).flatten(1, 2)
+        rows, columns = self.axis_probs(size)
+        return without_subnormals(torch.einsum('hqk,hrl->hqrkl', rows, columns)).flatten(3).flatten(1, 2)
 
-    def _attend_separable(self, x: Tensor, output_map: OutputMap) -> Tensor:
-        """Along rows and columns where that is exact and cheaper, by the matrix otherwise.
-
-        Raises:
-            RuntimeError: ``attn_impl='separable'`` while attention dropout is active.
-        """
-        height, width = size = x.shape[1:3]
-        if self.attn_impl == 'separable' and self._drops:
-            raise RuntimeError(
-                f"attn_impl='separable' cannot drop single attention probabilities (attn_drop={self.attn_drop.p}, "
-                "training mode): set attn_drop=0, or attn_impl='auto', which is dense while dropout is active"
-            )
-        cheaper = self.attn_impl == 'auto' and not self._drops and height + width < height * width
-        if self.num_heads and (cheaper or self.attn_impl == 'separable'):
-            row_probs, column_probs = self._cached(self.axis_probs, size)
-            if self.value_proj is None:
-                return attend_separable(x, row_probs, column_probs, output_map)
-            return output_map(mix_values(self._values(x), row_probs, column_probs).flatten(3))
-        return self._attend_dense(x, self._product_probs(size), output_map)
+    def _mix_along_axes(self, x: Tensor) -> Tensor:
+        """(P1_h ⊗ P2_h) V_h of every head, ``(B, H, W, N_h·D_h)``."""
+        if self._drops:  # single probabilities, which the factors do not have
+            return self._mix(self._product_probs(x.shape[1:3]), x)
+        values = [x] * self.num_heads if self.value_proj is None else self._values(x).unbind(3)
+        heads: List[Tensor] = []
+        for rows, columns, value in zip(*self.axis_probs(x.shape[1:3]), values):
+            mixed = rows.to(x.dtype) @ value.flatten(2)  # Σ_k1 P1[q1, k1] V[k1, k2]
+            heads.append(columns.to(x.dtype) @ mixed.unflatten(2, value.shape[2:]))  # Σ_k2 P2[q2, k2] …
+        return torch.cat(heads, dim=-1)
 
 
 class SeparableAttention(SeparableScores):
@@ -263,8 +202,8 @@ class SeparableAttention(SeparableScores):
     def attention_probs(self, size: Sequence[int]) -> Tensor:
         return self._product_probs(size)
 
-    def _attend(self, x: Tensor, output_map: OutputMap) -> Tensor:
-        return self._attend_separable(x, output_map)
+    def heads(self, x: Tensor) -> Tensor:
+        return self._mix_along_axes(x)
 
 
 class QuadraticAttention(SeparableAttention):
@@ -276,7 +215,6 @@ class QuadraticAttention(SeparableAttention):
         out_dim (int, optional): Channels of the output. Defaults to ``dim``.
         bias (bool): Whether the output has a bias. Defaults to True.
         attn_drop (float): Dropout rate of the attention probabilities. Defaults to 0.
-        attn_impl (str): See :class:`GridAttention`. Defaults to ``'auto'``.
         head_dim (int, optional): See :class:`GridAttention`. Defaults to None.
         center_std, spread_std (float): Of the initial centres and widths, see
             :class:`~attncnn_plugin.layers.QuadraticEncoding`. Default to 2 and 0.01.
@@ -294,7 +232,6 @@ class QuadraticAttention(SeparableAttention):
         out_dim: Optional[int] = None,
         bias: bool = True,
         attn_drop: float = 0.0,
-        attn_impl: str = 'auto',
         head_dim: Optional[int] = None,
         center_std: float = CENTER_STD,
         spread_std: float = SPREAD_STD,
@@ -302,7 +239,7 @@ class QuadraticAttention(SeparableAttention):
         dtype: Dtype = None,
     ) -> None:
         dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
-        super().__init__(dim, num_heads, out_dim, bias, attn_drop, attn_impl, head_dim, **dd)
+        super().__init__(dim, num_heads, out_dim, bias, attn_drop, head_dim, **dd)
         self.encoding = QuadraticEncoding(num_heads, center_std=center_std, spread_std=spread_std, **dd)
 
     def gaussian_heads(self) -> GaussianHeads:
@@ -315,10 +252,7 @@ class QuadraticAttention(SeparableAttention):
 class GeneralizedQuadraticAttention(GridAttention):
     """Attention with the generalized quadratic encoding, −½(δ − Δ)ᵀΣ⁻¹(δ − Δ) (C20, eq. 19): Gaussian heads.
 
-    The score depends on the shift alone, but has a cross term of rows and columns. Where the parameters do not change,
-    ``attn_impl='auto'`` mixes pixels along rows and columns for the heads whose table of shifts is of low rank, see
-    :mod:`~attncnn_plugin.layers.low_rank_heads`: in evaluation on the CPU, and after :meth:`switch_to_deploy`
-    everywhere. The tables are decomposed once for a size.
+    The score has a cross term of rows and columns, so that pixels are mixed by the whole matrix of probabilities.
 
     Args:
         dim (int): Channels D of the input.
@@ -326,13 +260,12 @@ class GeneralizedQuadraticAttention(GridAttention):
         out_dim (int, optional): Channels of the output. Defaults to ``dim``.
         bias (bool): Whether the output has a bias. Defaults to True.
         attn_drop (float): Dropout rate of the attention probabilities. Defaults to 0.
-        attn_impl (str): ``'auto'`` or ``'dense'``, see :class:`GridAttention`. Defaults to ``'auto'``.
         head_dim (int, optional): See :class:`GridAttention`. Defaults to None.
         center_std, spread_std (float): Of the initial centres and factors M, see
             :class:`~attncnn_plugin.layers.GeneralizedQuadraticEncoding`. Default to 2 and 0.01.
 
     Raises:
-        ValueError: ``attn_impl='separable'``; a standard deviation below 0; see :class:`GridAttention`.
+        ValueError: See :class:`GridAttention`; a standard deviation below 0.
     """
 
     encoding: GeneralizedQuadraticEncoding
@@ -344,7 +277,6 @@ class GeneralizedQuadraticAttention(GridAttention):
         out_dim: Optional[int] = None,
         bias: bool = True,
         attn_drop: float = 0.0,
-        attn_impl: str = 'auto',
         head_dim: Optional[int] = None,
         center_std: float = CENTER_STD,
         spread_std: float = SPREAD_STD,
@@ -352,12 +284,7 @@ class GeneralizedQuadraticAttention(GridAttention):
         dtype: Dtype = None,
     ) -> None:
         dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
-        super().__init__(dim, num_heads, out_dim, bias, attn_drop, attn_impl, head_dim, **dd)
-        if self.attn_impl == 'separable':
-            raise ValueError(
-                "attn_impl='separable' is not exact for the generalized quadratic encoding, whose score has a cross "
-                "term of rows and columns: use 'auto' or 'dense'"
-            )
+        super().__init__(dim, num_heads, out_dim, bias, attn_drop, head_dim, **dd)
         self.encoding = GeneralizedQuadraticEncoding(num_heads, center_std, spread_std, **dd)
 
     def gaussian_heads(self) -> GaussianHeads:
@@ -367,33 +294,7 @@ class GeneralizedQuadraticAttention(GridAttention):
         return {**super().head_parameters(), 'encoding.center': (0, 1), 'encoding.sqrt_precision': (0, 1)}
 
     def attention_probs(self, size: Sequence[int]) -> Tensor:
-        return self.encoding.scores(size).softmax(dim=-1)
-
-    def _attend(self, x: Tensor, output_map: OutputMap) -> Tensor:
-        size, dtype = x.shape[1:3], matmul_dtype(x)
-        if not self._uses_low_rank(x.device, dtype):
-            return self._attend_dense(x, self.attention_probs(size), output_map)
-        heads = self._cache(self.encoding, self._cheapest_heads, size, dtype)
-        images = len(x)
-        if x.device.type == 'cpu' and isinstance(output_map, LinearMap):  # another module may want to see all images
-            images = max(1, TOKENS_AT_ONCE // math.prod(size))
-        return torch.cat([map_heads(self._mixed(heads, part), output_map) for part in x.split(images)])
-
-    def _mixed(self, heads: Sequence[ShiftHead], x: Tensor) -> Iterator[Tensor]:
-        """P_h of the values of one head after the other."""
-        values = [x] * len(heads) if self.value_proj is None else self._values(x).unbind(3)
-        return (head.mix(own) for head, own in zip(heads, values))
-
-    def _cheapest_heads(self, size: Sequence[int], dtype: torch.dtype) -> Sequence[ShiftHead]:
-        return cheapest_heads(self.encoding.shift_scores(size), size, dtype)
-
-    def _uses_low_rank(self, device: torch.device, dtype: torch.dtype) -> bool:
-        if self.attn_impl != 'auto' or self.num_heads == 0 or self._drops or dtype not in TOLERANCE:
-            return False
-        # The choice depends on values. A compiled graph does not know them, and to read them stops a GPU.
-        if torch.compiler.is_compiling() or device.type != 'cpu' and not self._deployed or device.type == 'meta':
-            return False
-        return not (torch.is_grad_enabled() and any(p.requires_grad for p in self.encoding.parameters()))
+        return softmax(self.encoding.scores(size))
 
 
 class LearnedAttention(SeparableAttention):
@@ -411,7 +312,6 @@ class LearnedAttention(SeparableAttention):
         out_dim (int, optional): Channels of the output. Defaults to ``dim``.
         bias (bool): Whether the output has a bias. Defaults to True.
         attn_drop (float): Dropout rate of the attention probabilities. Defaults to 0.
-        attn_impl (str): See :class:`GridAttention`. Defaults to ``'auto'``.
         head_dim (int, optional): See :class:`GridAttention`. Defaults to None.
 
     Raises:
@@ -431,13 +331,12 @@ class LearnedAttention(SeparableAttention):
         out_dim: Optional[int] = None,
         bias: bool = True,
         attn_drop: float = 0.0,
-        attn_impl: str = 'auto',
         head_dim: Optional[int] = None,
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
         dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
-        super().__init__(dim, num_heads, out_dim, bias, attn_drop, attn_impl, head_dim, **dd)
+        super().__init__(dim, num_heads, out_dim, bias, attn_drop, head_dim, **dd)
         span, _, kind = str(position).partition('_')
         if span != 'relative' or kind not in ('learned', 'sinusoidal'):
             raise ValueError(

@@ -15,6 +15,7 @@ from .grouped_linear import GroupedLinear
 from .linear import check_plain_linear, has_hooks
 from .precision import Device, Dtype, at_least_float32
 from .prunable_heads import HeadParameters
+from .softmax import softmax, without_subnormals
 from .window import Window
 
 # Up to so many pairs of a query and a key one product of matrices is faster than one along each axis.
@@ -189,7 +190,7 @@ class QuadraticImageAttention(PositionImageAttention):
             device = self.encoding.center.device
             queries = self.window.queries(axis, pixels, device)
             keys = torch.arange(-before, pixels + after, device=device)
-            probs.append(self.encoding.scores_along(axis, keys[None, :] - queries[:, None]).softmax(-1))
+            probs.append(softmax(self.encoding.scores_along(axis, keys[None, :] - queries[:, None])))
         return tuple(probs)
 
     def _outputs(self, x: Tensor) -> Tensor:
@@ -230,7 +231,7 @@ def _kronecker(factors: Sequence[Tensor]) -> Tensor:
     product = factors[0]
     for factor in factors[1:]:
         product = torch.einsum('hqk,hrl->hqrkl', product, factor).flatten(3, 4).flatten(1, 2)
-    return product
+    return without_subnormals(product)
 
 
 class WindowImageAttention(PositionImageAttention):

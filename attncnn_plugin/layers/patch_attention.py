@@ -1,8 +1,7 @@
 """Self-attention over patches with a relative position bias (Li et al. 2021 (L21), sections 3 and 4)."""
 
-import copy
 import logging
-from typing import Any, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Optional, Sequence, Union
 
 import torch
 import torch.nn.functional as F
@@ -10,19 +9,18 @@ from torch import Tensor, nn
 
 from .attention_layer import head_products
 from .biased_attention import attend_biased, attend_biased_of_widths
-from .linear import check_plain_linear, product_is_cheaper
-from .merged_patch_attention import MergedPatchAttention, merge_matrices
+from .linear import check_plain_linear
 from .patch_head_widths import Widths, widths_in
 from .position_bias import WindowBias
-from .position_biased_attention import PositionBiasedAttention, attend_merged, token_major
 from .precision import Device, Dtype, at_least_float32
-from .prunable_heads import HeadParameters, resize_parameter
+from .prunable_heads import HeadParameters, PrunableHeads, resize_parameter
+from .softmax import softmax
 from .structure import StateDict
 
 logger = logging.getLogger(__name__)
 
 
-class PatchAttention(PositionBiasedAttention):
+class PatchAttention(PrunableHeads):
     """Multi-head self-attention over a grid of tokens (L21, eq. 1 and 2).
 
     Scores are q·k/√D_k + b_δ; queries, keys and values have no biases, so that a null key can be zero. A state dict
@@ -97,24 +95,15 @@ class PatchAttention(PositionBiasedAttention):
 
     def extra_repr(self) -> str:
         widths = self.head_dims[0] if len(set(self.head_dims)) == 1 else self.head_dims
-        return f'{super().extra_repr()}, head_dim={widths}, qk_dim={self.qk_dim}'
+        return f'dim={self.dim}, num_heads={self.num_heads}, head_dim={widths}, qk_dim={self.qk_dim}'
 
     def forward(self, x: Tensor) -> Tensor:
         """``(B, H, W, D)`` to ``(B, H, W, D_out)``, for any H and W."""
         batch, height, width, dim = x.shape
         if self.num_heads == 0:
             return self.out(x[..., :0])
-        bias = self._bias(self.position, (height, width))
+        bias = self.position((height, width))
         dropout = self.attn_drop if self.training else 0.0
-        if self._merges(batch * height * width):
-            query_key, value_out = merge_matrices(*self._weights(), self.head_dims)
-            return attend_merged(
-                x,
-                lambda tokens: F.linear(tokens, query_key),
-                lambda heads: F.linear(heads, value_out, self.out.bias),
-                token_major(bias),
-                dropout,
-            )
         # (N, B, D), so that the heads of all images, (B·N_h, N, D_k), are a view of what the linear maps put out.
         tokens = x.reshape(batch, height * width, dim).transpose(0, 1).contiguous()
         query, key = (
@@ -129,32 +118,26 @@ class PatchAttention(PositionBiasedAttention):
             heads = attend_biased_of_widths(query, key, values, bias, dropout)
         return self.out(heads.reshape(batch, height, width, self.out.in_features))
 
-    def merge(self) -> MergedPatchAttention:
-        """The same attention with the matrices of a head multiplied; this layer stays as it is.
-
-        Raises:
-            RuntimeError: One of its linear maps is no plain linear layer any more.
-        """
-        for name in ('query', 'key', 'value', 'out'):
-            check_plain_linear(name, getattr(self, name))
-        merged = MergedPatchAttention(
-            self.dim,
-            self.num_heads,
-            copy.deepcopy(self.position),
-            out_dim=self.out_dim,
-            bias=self.out.bias is not None,
-            attn_drop=self.attn_drop,
-            device='meta',  # no random numbers are drawn
-            dtype=self.out.weight.dtype,
-        ).to_empty(device=self.out.weight.device)
-        merged.load_state_dict(self.state_dict())
-        merged.requires_grad_(self.out.weight.requires_grad).train(self.training)
-        return merged
+    @property
+    def depends_on_content(self) -> bool:
+        return True
 
     @property
-    def merges_for_inference(self) -> bool:
-        """Whether merged heads take fewer multiply-adds a token: not so for narrow ones."""
-        return self._saved_by_merging > 0
+    def padding_mode(self) -> str:
+        return 'zeros' if self.position.null_key else 'replicate'
+
+    def attention_probs(self, size: Sequence[int]) -> Tensor:
+        raise ValueError('the probabilities depend on the input x: use attention_scores(x).softmax(-1)')
+
+    def position_probs(self, size: Sequence[int]) -> Tensor:
+        return softmax(at_least_float32(self.position(size)))[..., : size[0] * size[1]]
+
+    def position_scores(self, x: Tensor) -> Tensor:
+        return self.position(x.shape[1:3]).expand(len(x), -1, -1, -1)
+
+    def attention_scores(self, x: Tensor) -> Tensor:
+        bias = at_least_float32(self.position(x.shape[1:3]))
+        return F.pad(self.content_scores(x), (0, bias.shape[-1] - bias.shape[-2])) + bias
 
     def content_scores(self, x: Tensor) -> Tensor:
         tokens = x.flatten(1, 2)
@@ -217,24 +200,3 @@ class PatchAttention(PositionBiasedAttention):
             self.register_buffer(
                 'value_channels', torch.tensor(self.head_dims, device='cpu' if device.type == 'meta' else device)
             )
-
-    def _weights(self) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.query.weight, self.key.weight, self.value.weight, self.out.weight
-
-    def _merges(self, tokens: int) -> bool:
-        """Whether the products of the matrices cost less than they save in a pass over T tokens.
-
-        W^Q W^Kᵀ costs N_h·D²·D_k multiply-adds, W^V W^O costs D·D_out·Σ D_h.
-        """
-        layers = (self.query, self.key, self.value, self.out)
-        cost = self.num_heads * self.dim**2 * self.qk_dim + sum(self.head_dims) * self.dim * self.out_dim
-        return product_is_cheaper(layers, tokens, self._saved_by_merging, cost)
-
-    @property
-    def _saved_by_merging(self) -> int:
-        """Multiply-adds that merged maps save a token; those of the probabilities, which depend on the grid, aside.
-
-        One map of N_h·D² takes the place of two of N_h·D·D_k, one of N_h·D·D_out that of D·Σ D_h and D_out·Σ D_h.
-        """
-        separate = 2 * self.num_heads * self.dim * self.qk_dim + sum(self.head_dims) * (self.dim + self.out_dim)
-        return separate - self.num_heads * self.dim * (self.dim + self.out_dim)

@@ -67,10 +67,9 @@ def test_the_layers_of_every_kind_by_name(name):
     assert {layer.depends_on_content for layer in layers.values()} == {'content' in name}
 
 
-@pytest.mark.parametrize('merge_heads', [False, True])
-def test_the_layers_of_cmhsa(merge_heads):
+def test_the_layers_of_cmhsa():
     assert attention_layers(small_cmhsa('conv')) == {}
-    layers = attention_layers(small_cmhsa('attn', merge_heads=merge_heads))
+    layers = attention_layers(small_cmhsa('attn'))
     assert list(layers) == ['blocks.0.attn', 'blocks.1.attn'] and all(
         layer.depends_on_content for layer in layers.values()
     )
@@ -144,21 +143,16 @@ def test_content_alone_without_an_absolute_encoding():
     assert position_only_probs_of(model, images) == {}
 
 
-@pytest.mark.parametrize('merge_heads', [False, True])
-def test_probabilities_of_cmhsa_give_its_output(merge_heads):
-    model, images = small_cmhsa('attn', null_key=True, merge_heads=merge_heads), torch.randn(2, 3, 16, 12)
+def test_probabilities_of_cmhsa_give_its_output():
+    model, images = small_cmhsa('attn', null_key=True), torch.randn(2, 3, 16, 12)
     for parameter in model.blocks.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     layer = model.blocks[1].attn
     x = input_of(layer, model, images)
     probs = attention_probs_of(model, images)['blocks.1.attn']
     assert probs.shape == (2, 9, 48, 48) and (probs.sum(-1) < 1 - 1e-6).any()
-    tokens = x.flatten(1, 2)[:, None]
-    if merge_heads:
-        heads, out = probs @ tokens, layer.value_out
-    else:
-        heads, out = probs @ layer.value(x).flatten(1, 2).unflatten(-1, (9, -1)).transpose(1, 2), layer.out
-    expected = out(heads.transpose(1, 2).reshape(2, 8, 6, -1))
+    heads = probs @ layer.value(x).flatten(1, 2).unflatten(-1, (9, -1)).transpose(1, 2)
+    expected = layer.out(heads.transpose(1, 2).reshape(2, 8, 6, -1))
     assert torch.allclose(layer(x), expected, atol=1e-3)
     content = content_only_probs_of(model, images)['blocks.1.attn']
     assert torch.allclose(content.sum(-1), torch.ones(()), atol=1e-5)

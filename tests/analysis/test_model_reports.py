@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers.head_reports import LAYERS, brute_force, check_schema, window_shifts
+from helpers.head_reports import LAYERS, brute_force, check_schema
 from helpers.small import small_cmhsa, small_timm
 
 from attncnn_plugin.analysis import (
@@ -33,26 +33,6 @@ def test_transition_of_cmhsa(heads):
         assert {head.width_text for head in report.heads} == {'0'}
         assert {head.degenerate for head in report.heads} == {None} and 'degenerate' not in str(report)
     assert report.attention == 'images' and report.num_images == 2
-    model.switch_to_deploy()
-    assert {report.summary for report in model_reports(model, torch.randn(2, 3, 16, 16))} == {report.summary}
-
-
-def test_layers_that_became_convolutions():
-    """They have a line in the place of their heads; with nothing else left the error names what took them."""
-    model = small_timm('sa_quadratic_cifar', num_heads=9)
-    for block in model.blocks[1:]:
-        with torch.no_grad():
-            block.attn.encoding.center.copy_(torch.tensor(window_shifts((3, 3))))
-            block.attn.encoding.sqrt_precision.fill_(40.0)
-    model.switch_to_deploy(conv_tolerance=1e-3)
-    reports = model_reports(model, size=(5, 6))
-    assert [(report.name, report.num_heads) for report in reports] == [('blocks.0.attn', 9), ('blocks.1.attn', 0)]
-    assert reports[1].summary == 'a convolution of 3x3 shifts' and reports[1].grid == (5, 6)
-    assert 'blocks.1.attn: by position, 5x6 tokens, 0 heads: a convolution of 3x3 shifts' in reports_to_text(reports)
-    check_schema(json.dumps(reports_to_dict(reports)))
-    del model.blocks[0]
-    with pytest.raises(ValueError, match='switch_to_deploy with conv_tolerance puts convolutions in their place'):
-        model_reports(model, size=(5, 6))
 
 
 @pytest.mark.parametrize('kind', ['quadratic', 'generalized', 'learned', 'patch'])

@@ -221,11 +221,9 @@ def test_tolerance_bounds_the_values():
         assert rounding <= 1e-6 * report.amplification
 
 
-def test_dtype_mode_and_deployed_layers():
-    layer = gaussian_layer(4, SHIFTS, alpha=800, dtype=torch.float32).eval()
-    layer.switch_to_deploy()
+def test_dtype_and_mode():
+    layer = gaussian_layer(4, SHIFTS, alpha=800, dtype=torch.float32).eval().requires_grad_(False)
     x = torch.randn(1, 4, 6, 6)
-    on_images(layer)(x)  # fills its cache
     conv = nn.Conv2d(4, 6, 3, padding=1, padding_mode='replicate', bias=False)
     fitted, report = fit_values(layer, conv, 6, queries='all')
     assert fitted.value.weight.dtype == torch.float32 and not fitted.training and fitted.value.bias is None

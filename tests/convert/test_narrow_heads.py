@@ -12,7 +12,7 @@ from torch import nn
 from attncnn_plugin.convert import conv_to_patch_mhsa, exact_head_dims
 from attncnn_plugin.convert.patch_embedding import patch_embedding
 from attncnn_plugin.convert.patches import attend_like_convolution
-from attncnn_plugin.layers import MergedPatchAttention, PatchAttention, WindowBias
+from attncnn_plugin.layers import PatchAttention, WindowBias
 from attncnn_plugin.layers.patches import image_to_patches, patches_to_image
 
 
@@ -127,7 +127,6 @@ def test_attention_by_the_equation(data):
         start += head_dim
     expected = output.unflatten(1, (height, width))
     assert relative_error(attention(x), expected) < 1e-12
-    assert relative_error(attention.merge()(x), expected) < 1e-12
     scores = attention.attention_scores(x)
     assert scores.shape[-1] == height * width + null_key
     matrices = attention.value_matrices()
@@ -171,7 +170,6 @@ def test_heads_are_removed(data):
     attention = _attention(5, len(widths), widths, 3)
     for parameter in attention.parameters():
         nn.init.normal_(parameter)
-    merged = attention.merge()
     x = torch.randn(2, 3, 2, 5, dtype=torch.float64)
     starts = np.cumsum([0, *widths])
     with torch.no_grad():
@@ -180,19 +178,13 @@ def test_heads_are_removed(data):
             attention.out.weight[:, starts[head] : starts[head + 1]] = 0
         expected = attention(x)
         attention.out.weight.copy_(kept)
-    for layer in (attention, merged):
-        layer.prune_heads(sorted(removed))
-        assert relative_error(layer(x), expected) < 1e-12
+    attention.prune_heads(sorted(removed))
+    assert relative_error(attention(x), expected) < 1e-12
     assert attention.head_dims == tuple(width for head, width in enumerate(widths) if head not in removed)
     for other_widths in (None, 2, widths):
         other = _attention(5, len(widths), other_widths)
         other.load_state_dict(attention.state_dict())
         assert other.head_dims == attention.head_dims and torch.equal(other(x), attention(x))
-    loaded = MergedPatchAttention(5, len(widths), WindowBias(len(widths), (-1, 0), (2, 2))).double()
-    loaded.load_state_dict(attention.state_dict())
-    assert relative_error(loaded(x), expected) < 1e-12
-    loaded.load_state_dict(merged.state_dict())
-    assert torch.equal(loaded(x), merged(x))
 
 
 def _attention(dim, num_heads, head_dim, qk_dim=None):

@@ -23,7 +23,6 @@ LAYERS = {
     'vr': lambda: ContentAttention(3, 4, max_size=(9, 9), terms=('vr',), out_dim=2),
     'content': lambda: ContentAttention(3, 4, max_size=(9, 9), terms=('qk', 'vr'), out_dim=2),
     'patch': lambda: random_patches(),
-    'merged': lambda: random_patches().merge(),
 }
 
 

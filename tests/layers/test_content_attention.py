@@ -170,7 +170,7 @@ def test_shapes_of_the_released_code():
     }
 
 
-@pytest.mark.parametrize('grid', [(4, 4), (2, 1)], ids=['merged', 'separate'])
+@pytest.mark.parametrize('grid', [(4, 4), (2, 1)])
 def test_all_parameters_have_gradients(grid):
     """Training on several devices waits for each of them, also for b_k, which changes nothing."""
     layer = ContentAttention(4, 2, (4, 4), terms=TERMS)
@@ -238,7 +238,6 @@ def test_probabilities_of_content_need_the_input():
         (dict(terms=('qk', 'qk')), 'each once'),
         (dict(terms=('qk', 'qr'), position='absolute_learned'), r"one or more of \('qk', 'uk'\)"),
         (dict(position='rotary'), "position='rotary' is unknown"),
-        (dict(attn_impl='separable'), r"exact for terms=\('vr',\) alone"),
         (dict(dim=5), 'position_dim=5 must be even'),
         (dict(dim=6, position='relative_sinusoidal'), 'position_dim=6 must be a multiple of 4'),
     ],

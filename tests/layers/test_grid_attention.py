@@ -1,4 +1,4 @@
-"""Position-only layers: the separable path, gradients, dropout, precision, errors."""
+"""Position-only layers: outputs and gradients by the equation, dropout, precision, hooks, errors."""
 
 import copy
 import pickle
@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch.func import functional_call
 
 from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
-from attncnn_plugin.layers import grid_attention as attention
 
 LAYERS = {
     'quadratic': QuadraticAttention,
@@ -19,9 +18,7 @@ LAYERS = {
     'sinusoidal': lambda *args, **kwargs: LearnedAttention(*args, position='relative_sinusoidal', **kwargs),
     'vr': lambda *args, **kwargs: ContentAttention(*args, terms=('vr',), **kwargs),
 }
-SEPARABLE = ['quadratic', 'learned', 'sinusoidal', 'vr']
 
-separable = st.sampled_from(SEPARABLE)
 sizes = st.integers(1, 9)
 
 
@@ -34,7 +31,7 @@ def attention_by_equation(layer, x):
 
 
 @given(
-    separable,
+    st.sampled_from(list(LAYERS)),
     st.sampled_from([torch.float64, torch.float32]),
     sizes,
     sizes,
@@ -44,7 +41,7 @@ def attention_by_equation(layer, x):
     st.floats(0, 40),
     st.integers(0, 2**31),
 )
-def test_separable_is_dense(kind, dtype, height, width, num_heads, batch, spread, sharpness, seed):
+def test_outputs_and_gradients(kind, dtype, height, width, num_heads, batch, spread, sharpness, seed):
     torch.manual_seed(seed)
     layer = LAYERS[kind](8, num_heads, out_dim=5, dtype=dtype)
     if kind == 'quadratic':
@@ -54,25 +51,17 @@ def test_separable_is_dense(kind, dtype, height, width, num_heads, batch, spread
     x = torch.randn(batch, height, width, 8, dtype=dtype, requires_grad=True)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
 
-    outputs, gradients = {}, {}
-    for impl in ('dense', 'separable', 'auto'):
-        layer.attn_impl = impl
-        outputs[impl] = layer(x)
-        gradients[impl] = torch.autograd.grad(outputs[impl].sin().sum(), [x, *layer.parameters()])
-    for impl in ('separable', 'auto'):
-        assert (outputs[impl] - outputs['dense']).abs().max() <= tolerance
-        for ours, dense in zip(gradients[impl], gradients['dense']):
-            assert (ours - dense).abs().max() <= 10 * tolerance * max(1, dense.abs().max())
-    assert (outputs['dense'] - attention_by_equation(layer, x)).abs().max() <= tolerance
+    output, expected = layer(x), attention_by_equation(layer, x)
+    assert (output - expected).abs().max() <= tolerance
+    gradients, references = (torch.autograd.grad(y.sin().sum(), [x, *layer.parameters()]) for y in (output, expected))
+    for gradient, reference in zip(gradients, references):
+        assert (gradient - reference).abs().max() <= 10 * tolerance * max(1, reference.abs().max())
 
 
 @pytest.mark.parametrize('kind', LAYERS)
-@pytest.mark.parametrize('impl', ['dense', 'separable'])
 @pytest.mark.parametrize('size', [(3, 2), (1, 4)])
-def test_gradients(kind, impl, size):
-    if impl == 'separable' and kind not in SEPARABLE:
-        pytest.skip('not separable')
-    layer = LAYERS[kind](4, 2, attn_impl=impl, dtype=torch.float64)
+def test_gradients(kind, size):
+    layer = LAYERS[kind](4, 2, dtype=torch.float64)
     x = torch.randn(2, *size, 4, dtype=torch.float64, requires_grad=True)
     names, parameters = zip(*layer.named_parameters())
 
@@ -80,31 +69,6 @@ def test_gradients(kind, impl, size):
         return functional_call(layer, dict(zip(names, values)), x)
 
     assert torch.autograd.gradcheck(run, (x, *parameters))
-
-
-def test_auto_chooses_the_cheapest_exact_path(monkeypatch):
-    layer = QuadraticAttention(4, 2, attn_drop=0.5)
-    taken = []
-    for owner, name in ((layer, '_attend_dense'), (attention, 'attend_separable')):
-        original = getattr(owner, name)
-        monkeypatch.setattr(
-            owner, name, lambda *args, name=name, original=original: taken.append(name) or original(*args)
-        )
-    x = torch.randn(1, 6, 5, 4)
-    layer.train()(x)
-    layer.eval()(x)
-    layer(x[:, :1])  # a single row: two small products are no cheaper than one
-    layer.attn_drop.p = 0.0
-    layer.train()(x)
-    assert taken == ['_attend_dense', 'attend_separable', '_attend_dense', 'attend_separable']
-
-
-def test_separable_refuses_active_attention_dropout():
-    layer = QuadraticAttention(4, 2, attn_drop=0.1, attn_impl='separable')
-    x = torch.randn(1, 4, 4, 4)
-    with pytest.raises(RuntimeError, match=r"attn_impl='separable' cannot drop .*attn_drop=0\.1"):
-        layer(x)
-    layer.eval()(x)
 
 
 def test_attention_dropout_drops_probabilities():
@@ -158,9 +122,7 @@ def test_meta_device(kind):
     'make, message',
     [
         (lambda: QuadraticAttention(4, 0), 'num_heads=0'),
-        (lambda: QuadraticAttention(4, 2, attn_impl='fast'), "attn_impl='fast' is unknown"),
         (lambda: QuadraticAttention(4, 2, attn_drop=1.5), '1.5'),
-        (lambda: GeneralizedQuadraticAttention(4, 2, attn_impl='separable'), 'not exact for the generalized'),
     ],
 )
 def test_errors(make, message):

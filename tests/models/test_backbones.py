@@ -81,7 +81,6 @@ def test_named_architectures():
         (dict(kind='learned_content', position='absolute_learned', position_dim=8), 'position_dim=8 is the length'),
         (dict(kind='learned', position='relative_sinusoidal', share_position=True), 'is for learned position tables'),
         (dict(frozen_stages=3), '`frozen_stages` 3 must be'),
-        (dict(attn_impl='fast'), "attn_impl='fast' is unknown"),
         (dict(kind='learned', terms=('qk',)), r"'terms': \('qk',\)} are for content=True"),
         (dict(kind='learned', position='absolute_learned'), "position='absolute_learned' is not for"),
         (dict(kind='learned', position='fixed'), "position='fixed' is not for"),

@@ -248,14 +248,6 @@ def test_exported_is_eager(name):
     assert torch.allclose(program.module()(x), model(x), atol=1e-5)
 
 
-@pytest.mark.parametrize('name', TIMM_KINDS)
-def test_attn_impl(name):
-    x = torch.randn(2, 3, 8, 8)
-    model, dense = small_timm(name).eval(), small_timm(name, attn_impl='dense').eval()
-    dense.load_state_dict(model.state_dict())
-    assert torch.allclose(model(x), dense(x), atol=1e-5)
-
-
 def test_dropout_rates_reach_the_layers():
     model = small_timm('sa_quadratic_cifar', drop_rate=0.3, proj_drop_rate=0.2, attn_drop_rate=0.1, drop_path_rate=0.4)
     block = model.blocks[1]

@@ -92,7 +92,6 @@ class LayerKind:
             - ``'sparse'``: all heads are hard, on some shifts of a window only.
             - ``'mixture'``: anything else.
             - ``'empty'``: there are no heads.
-            - ``'converted'``: a convolution of ``switch_to_deploy`` has taken the place of the heads.
         hard, soft, uniform (int): Number of heads of each kind, see :func:`head_kind`.
         num_shifts (int | None): Number of different shifts of the hard heads; None where they are not named.
         kernel_size, dilation, offset (tuple[int, int] | None): The window, see :class:`Lattice`; None for a mixture.
@@ -115,11 +114,9 @@ class LayerKind:
     def __str__(self) -> str:
         if self.kind == 'empty':
             return 'no heads: the layer is its bias'
-        if self.kernel_size is None:
+        if self.kernel_size is None or self.dilation is None or self.error is None:
             counts = [(self.hard, 'hard'), (self.soft, 'soft'), (self.uniform, 'uniform')]
             return f'mixture, {", ".join(f"{n} {name}" for n, name in counts if n)}'
-        if self.dilation is None or self.error is None:
-            return f'a convolution of {size_text(self.kernel_size)} shifts'
         error = f'error {error_text(self.error)}'
         if self.kind == 'sparse':
             words = [f'sparse convolution, {self.num_shifts} shifts of {size_text(self.kernel_size)}', error]

@@ -163,14 +163,14 @@ def pair(name: str, size: Sequence[int]) -> Size:
     return height, width
 
 
-def empty_report(size: Size, kind: str = 'empty', kernel_size: Optional[Size] = None) -> LayerReport:
-    """The report of a layer without heads, or of the convolution in its place.
+def empty_report(size: Size) -> LayerReport:
+    """Returns the report of a layer without heads.
 
     Examples:
         >>> empty_report((8, 8)).summary
         'no heads: the layer is its bias'
     """
-    return LayerReport(size, 0, LayerKind(kind, 0, 0, 0, kernel_size=kernel_size), (), (), ())
+    return LayerReport(size, 0, LayerKind('empty', 0, 0, 0), (), (), ())
 
 
 def _degenerate_heads(maps: ShiftMaps, gaussian: Optional[GaussianHeads] = None) -> Dict[int, DegenerateHead]:

@@ -5,12 +5,12 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from torch import Tensor, nn
 
-from ...layers import AttentionLayer, GridConvolution
+from ...layers import AttentionLayer
 from ...pruning import relative_entropy_of_maps
 from ..attention_maps import probs_of_scores, require_attention_layers, visit_layers
 from ..image_means import ImageMeans, few_images
 from ..model_attention import grids_of, is_other_vit
-from .layer import TOLERANCE, empty_report, head_report, maps_report, pair
+from .layer import TOLERANCE, head_report, maps_report, pair
 from .report import THRESHOLDS_OF_KINDS, LayerReport
 from .vision_transformers import vit_reports
 
@@ -30,7 +30,6 @@ def model_reports(
     - A layer whose scores depend on content has a report of its attention, averaged over the images. If its only
       positional term is q·r_δ, which depends on the query too, it also has one of attention by that term, averaged over
       the images, before the other.
-    - A convolution that ``switch_to_deploy`` put in the place of a layer has a report without heads.
     - A vision transformer of timm or mmpretrain has the reports of
       :func:`~attncnn_plugin.analysis.vit_reports`.
 
@@ -85,10 +84,7 @@ def model_reports(
     reports = []
     for name, module in model.named_modules():
         own = []
-        if isinstance(module, GridConvolution):
-            grid = next(iter(grids.values())) if given is None else given  # all layers of such a network have the same
-            own.append(empty_report(grid, 'converted', pair('kernel_size', module.conv.kernel_size)))
-        elif isinstance(module, AttentionLayer):
+        if isinstance(module, AttentionLayer):
             if module.has_position_scores:
                 own.append(head_report(module, grids[name] if given is None else given, tolerance))
             for attention in ('position', 'images'):

@@ -20,9 +20,6 @@ class CMHSA(GridBackbone, CMHSANetwork):
     attention and leaves the output as it was. :class:`~attncnn_plugin.engine.hooks.PhaseTransitionHook` does so in the
     middle of a training. Checkpoints carry their phase: one of the attention phase loads into either.
 
-    ``switch_to_deploy()`` is for inference: it merges the heads, and mmpretrain's ``reparameterize_model.py`` does so
-    with a checkpoint.
-
     Args:
         img_size (int | tuple): The expected input image shape, height first. Other shapes will do: the relative
             position biases are resized for them. Defaults to 224.
@@ -51,11 +48,7 @@ class CMHSA(GridBackbone, CMHSANetwork):
             attention. 40 is exact; a smaller one gives the biases a gradient to begin with. Defaults to 12.
         query_init (float): Standard deviation of the query weights at that moment. Defaults to 0.
         key_init (float): Standard deviation of the key weights at that moment. One of the two must be 0, so that the
-            output stays as it was, the other not, so that both get gradients. Defaults to 0.02. Merged heads have
-            the product of the two alone, which begins at 0.
-        merge_heads (bool): Whether to train a head of the attention with one matrix in the place of the query and key
-            weights, and one in the place of the value and output weights: the same functions at about 40% fewer
-            multiply-adds. Defaults to False.
+            output stays as it was, the other not, so that both get gradients. Defaults to 0.02.
         out_indices (Sequence | int): Output from which blocks, counted from the end if negative; the output of the
             last block is normed. Defaults to -1, means the last block.
         out_type (str): The type of output features. Please choose from
@@ -100,7 +93,6 @@ class CMHSA(GridBackbone, CMHSANetwork):
         attn_bias_init=12.0,
         query_init=0.0,
         key_init=0.02,
-        merge_heads=False,
         out_indices=-1,
         out_type='featmap',
         frozen_stages=-1,
@@ -127,7 +119,6 @@ class CMHSA(GridBackbone, CMHSANetwork):
             attn_bias_init=attn_bias_init,
             query_init=query_init,
             key_init=key_init,
-            merge_heads=merge_heads,
             proj_drop_rate=drop_rate,
             attn_drop_rate=attn_drop_rate,
             drop_path_rate=drop_path_rate,

@@ -44,7 +44,6 @@ class SelfAttentionBackbone(GridBackbone, SelfAttentionNetwork):
         drop_rate=0.0,
         attn_drop_rate=0.0,
         drop_path_rate=0.0,
-        attn_impl='auto',
         with_cp=False,
         init_cfg=None,
     ):
@@ -59,7 +58,6 @@ class SelfAttentionBackbone(GridBackbone, SelfAttentionNetwork):
             proj_drop_rate=drop_rate,
             attn_drop_rate=attn_drop_rate,
             drop_path_rate=drop_path_rate,
-            attn_impl=attn_impl,
             reduction=reduction,
             share_position=share_position,
         )
@@ -128,8 +126,6 @@ class SAQuadratic(SelfAttentionBackbone):
         attn_drop_rate (float): Probability of an attention probability to be zeroed; 0.1 in the paper. While it
             acts, attention is dense. Defaults to 0.
         drop_path_rate (float): Stochastic depth rate of the last block, rising linearly from 0. Defaults to 0.
-        attn_impl (str): ``'auto'``, ``'dense'`` or ``'separable'``: how pixels are mixed, see
-            :class:`~attncnn_plugin.layers.grid_attention.GridAttention`. Defaults to ``'auto'``.
         with_cp (bool): Whether to use gradient checkpointing, which saves memory and costs time. Defaults to False.
         init_cfg (dict, optional): Initialization config dict. Defaults to None.
 
@@ -156,7 +152,6 @@ class SAQuadratic(SelfAttentionBackbone):
         drop_rate=0.0,
         attn_drop_rate=0.0,
         drop_path_rate=0.0,
-        attn_impl='auto',
         with_cp=False,
         init_cfg=None,
     ):
@@ -172,7 +167,6 @@ class SAQuadratic(SelfAttentionBackbone):
             drop_rate=drop_rate,
             attn_drop_rate=attn_drop_rate,
             drop_path_rate=drop_path_rate,
-            attn_impl=attn_impl,
             with_cp=with_cp,
             init_cfg=init_cfg,
         )
@@ -187,7 +181,6 @@ class SAGeneralized(SelfAttentionBackbone):
 
     Args:
         arch (str | dict): See :class:`SAQuadratic`. Defaults to 'base'.
-        attn_impl (str): ``'auto'`` or ``'dense'``. Defaults to ``'auto'``.
         img_size, in_channels, …: The other arguments are those of :class:`SAQuadratic`.
     """
 
@@ -206,7 +199,6 @@ class SAGeneralized(SelfAttentionBackbone):
         drop_rate=0.0,
         attn_drop_rate=0.0,
         drop_path_rate=0.0,
-        attn_impl='auto',
         with_cp=False,
         init_cfg=None,
     ):
@@ -222,7 +214,6 @@ class SAGeneralized(SelfAttentionBackbone):
             drop_rate=drop_rate,
             attn_drop_rate=attn_drop_rate,
             drop_path_rate=drop_path_rate,
-            attn_impl=attn_impl,
             with_cp=with_cp,
             init_cfg=init_cfg,
         )
@@ -284,7 +275,6 @@ class SALearned(SelfAttentionBackbone):
         drop_rate=0.0,
         attn_drop_rate=0.0,
         drop_path_rate=0.0,
-        attn_impl='auto',
         with_cp=False,
         init_cfg=None,
     ):
@@ -320,7 +310,6 @@ class SALearned(SelfAttentionBackbone):
             drop_rate=drop_rate,
             attn_drop_rate=attn_drop_rate,
             drop_path_rate=drop_path_rate,
-            attn_impl=attn_impl,
             with_cp=with_cp,
             init_cfg=init_cfg,
         )

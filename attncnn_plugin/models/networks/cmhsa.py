@@ -12,17 +12,13 @@ from torch import Tensor, nn
 from ...convert.head_widths import HeadDim, choose_head_dims
 from ...convert.patch_embedding import patch_embedding
 from ...convert.patches import attend_like_convolution
-from ...layers.merged_patch_attention import MergedPatchAttention
 from ...layers.patch_attention import PatchAttention
 from ...layers.patches import image_to_patches, patches_to_image
 from ...layers.position_bias import GridBias
-from ...layers.position_biased_attention import PositionBiasedAttention
 from ...layers.structure import Restructurable, StateDict, StructureError
-from .deployment import Deployment
 from .grid_network import GridNetwork, check_channels, check_drop_path_rate
 
 PHASES = ('conv', 'attn')
-Structure = Tuple[str, bool]  # the phase, and whether heads are merged
 
 
 class PatchStem(nn.Module):
@@ -135,14 +131,6 @@ class CMHSABlock(nn.Module):
         x = x + self.drop_path(self.proj_drop(self.attn(self.norm1(x))))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
-    def switch_to_deploy(self) -> None:
-        """For inference alone: merged heads, position biases kept by grid size. timm calls it by this name too."""
-        if isinstance(self.attn, PatchAttention) and self.attn.merges_for_inference:
-            self.attn = self.attn.merge()
-        if isinstance(self.attn, PositionBiasedAttention):
-            self.attn.switch_to_deploy()
-        self.eval().requires_grad_(False)
-
 
 @dataclass(frozen=True)
 class Transition:
@@ -194,10 +182,9 @@ class CMHSANetwork(Restructurable, GridNetwork):
     ``head_dim='exact'`` makes each head as wide as it needs to be the convolution, and ``qk_dim`` says how wide its
     queries and keys are: with 3×3 kernels on patches of 16×16 pixels, 972 channels in the place of 9·768.
 
-    A state dict carries its structure: one of the phase ``'attn'`` turns the network to that phase as it is loaded, one
-    of merged heads merges those of the network; one of the phase ``'conv'``, and one of heads that are not merged, is
-    converted for a network that is further. The number and the widths of heads, and whether there is a null key, are
-    those of the state dict.
+    A state dict carries its structure: one of the phase ``'attn'`` turns the network to that phase as it is loaded; one
+    of the phase ``'conv'`` is converted for a network of the phase ``'attn'``. The number and the widths of heads, and
+    whether there is a null key, are those of the state dict.
 
     Args:
         img_size (int | tuple[int, int]): Height and width of the image for which position biases are made; other
@@ -230,10 +217,7 @@ class CMHSANetwork(Restructurable, GridNetwork):
             smaller one gives the biases a gradient to begin with. Defaults to 12.
         query_init, key_init (float): Standard deviation of W^Q and of W^K when convolutions become attention. One of
             them must be 0, or the output would change; both must not, or neither would ever get a gradient. Default
-            to 0 and 0.02. Merged heads have W^Q W^Kᵀ alone, which begins at 0 and gets a gradient at once.
-        merge_heads (bool): Whether a head of the attention is trained with one matrix in the place of W^Q and W^K, and
-            one in the place of W^V and W^O, see :class:`~attncnn_plugin.layers.MergedPatchAttention`: the same
-            functions at about 40% fewer multiply-adds. Defaults to False.
+            to 0 and 0.02.
         proj_drop_rate (float): Dropout rate of hidden states. Defaults to 0.
         attn_drop_rate (float): Dropout rate of attention probabilities. Defaults to 0.
         drop_path_rate (float): Stochastic depth rate of the last block, rising linearly from 0. Defaults to 0.
@@ -257,7 +241,6 @@ class CMHSANetwork(Restructurable, GridNetwork):
         attn_bias_init: float = 12.0,
         query_init: float = 0.0,
         key_init: float = 0.02,
-        merge_heads: bool = False,
         proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
@@ -295,16 +278,10 @@ class CMHSANetwork(Restructurable, GridNetwork):
         self.qk_dim = dim if qk_dim is None else qk_dim
         if self.qk_dim < 1:
             raise ValueError(f'qk_dim={qk_dim} must be at least 1')
-        if merge_heads and (head_dim is not None or qk_dim is not None):
-            raise ValueError(
-                f'merge_heads=True makes matrices of {dim}x{dim} for a head, for which head_dim={head_dim} and '
-                f'qk_dim={qk_dim} would do nothing: leave them out, or merge_heads'
-            )
         self.null_key = null_key
         self.attn_bias_init = attn_bias_init
         self.query_init = query_init
         self.key_init = key_init
-        self.merge_heads = merge_heads
         self.attn_drop_rate = attn_drop_rate
 
         self.stem = PatchStem(patch_size, in_chans, dim, **dd)
@@ -328,7 +305,7 @@ class CMHSANetwork(Restructurable, GridNetwork):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
         if phase == 'attn':
-            self._put_attention(merge_heads, null_key=bool(null_key))
+            self._put_attention(bool(null_key))
             nn.init.trunc_normal_(self.stem.proj.weight, std=0.02)
         elif embedding is not None:
             with torch.no_grad():
@@ -340,11 +317,6 @@ class CMHSANetwork(Restructurable, GridNetwork):
         """``'conv'`` or ``'attn'``."""
         return 'conv' if isinstance(self.blocks[0].attn, PatchConvolution) else 'attn'
 
-    @property
-    def merged(self) -> bool:
-        """Whether the attention has merged heads."""
-        return isinstance(self.blocks[0].attn, MergedPatchAttention)
-
     @torch.no_grad()
     def to_attention(self, generator: Optional[torch.Generator] = None) -> Transition:
         """Turns all convolutions into attention, in place; the output stays as it was (L21, section 4).
@@ -352,7 +324,7 @@ class CMHSANetwork(Restructurable, GridNetwork):
         The parameters of everything else stay the same objects; an optimizer has to be given the new ones.
 
         Args:
-            generator (torch.Generator, optional): Of the CPU; draws W^K (or W^Q), where heads are not merged.
+            generator (torch.Generator, optional): Of the CPU; draws W^K (or W^Q).
 
         Returns:
             Transition: What was done.
@@ -364,7 +336,7 @@ class CMHSANetwork(Restructurable, GridNetwork):
             raise RuntimeError("the network is in phase='attn' already: there is no convolution to turn into attention")
         before = sum(p.numel() for p in self.parameters())
         convolutions = [block.attn.conv for block in self.blocks]
-        self._put_attention(self.merge_heads, self._null_key_of_convolutions)
+        self._put_attention(self._null_key_of_convolutions)
         errors = [self._attend_like(block.attn, conv, generator) for block, conv in zip(self.blocks, convolutions)]
         return Transition(
             num_blocks=len(self.blocks),
@@ -377,29 +349,11 @@ class CMHSANetwork(Restructurable, GridNetwork):
             parameters_after=sum(p.numel() for p in self.parameters()),
         )
 
-    @torch.no_grad()
-    def switch_to_deploy(self) -> Deployment:
-        """For inference alone: merges the heads, in place, and keeps position biases by grid size.
-
-        Narrow heads stay as they are, for merged ones would cost more. The output stays as it was. No parameter trains
-        any more. mmpretrain's ``reparameterize_model.py`` calls it by this name.
-
-        Returns:
-            Deployment: What was done; nothing to merge in the phase ``'conv'``.
-        """
-        before = sum(p.numel() for p in self.parameters())
-        separate = [i for i, block in enumerate(self.blocks) if isinstance(block.attn, PatchAttention)]
-        for block in self.blocks:
-            block.switch_to_deploy()
-        merged = tuple(i for i in separate if isinstance(self.blocks[i].attn, MergedPatchAttention))
-        self.eval().requires_grad_(False)
-        return Deployment(merged, before, sum(p.numel() for p in self.parameters()))
-
     @property
     def _null_key_of_convolutions(self) -> bool:
         return self.null_key is None or self.null_key
 
-    def _put_attention(self, merged: bool, null_key: bool) -> None:
+    def _put_attention(self, null_key: bool) -> None:
         """Attention in the place of convolutions, whose stem has no linear map yet, or of other attention."""
         like = self.blocks[0].norm1.weight
         dd = {'device': like.device, 'dtype': like.dtype}
@@ -407,19 +361,17 @@ class CMHSANetwork(Restructurable, GridNetwork):
         first = self.phase == 'conv'
         for block in self.blocks:
             requires_grad = any(parameter.requires_grad for parameter in block.attn.parameters())
-            block.attn = self._new_attention(merged, null_key, **dd).requires_grad_(requires_grad)
+            block.attn = self._new_attention(null_key, **dd).requires_grad_(requires_grad)
         if first and isinstance(self.stem.proj, nn.Identity):
             self.stem.proj = nn.Linear(len(like), len(like), **dd).requires_grad_(trainable)
             nn.init.eye_(self.stem.proj.weight)
             nn.init.zeros_(self.stem.proj.bias)
         self.train(self.training)  # the new modules too, and whatever a backbone freezes
 
-    def _new_attention(self, merged: bool, null_key: bool, device, dtype) -> PositionBiasedAttention:
+    def _new_attention(self, null_key: bool, device, dtype) -> PatchAttention:
         dd = {'device': device, 'dtype': dtype}
         position = GridBias(self.num_heads, self.grid_size, null_key, **dd)
         dim = len(self.blocks[0].norm1.weight)  # the last norm can be gone
-        if merged:
-            return MergedPatchAttention(dim, self.num_heads, position, attn_drop=self.attn_drop_rate, **dd)
         return PatchAttention(
             dim,
             self.num_heads,
@@ -430,14 +382,12 @@ class CMHSANetwork(Restructurable, GridNetwork):
             **dd,
         )
 
-    def _attend_like(self, attention: PositionBiasedAttention, conv: nn.Conv2d, generator=None) -> float:
+    def _attend_like(self, attention: PatchAttention, conv: nn.Conv2d, generator=None) -> float:
         embedding = patch_embedding(
             self.patch_size, self.stem.in_chans, attention.dim, conv.weight.device, conv.weight.dtype
         )
         patch_size = (self.patch_size, self.patch_size)
         error = attend_like_convolution(attention, conv, patch_size, self.attn_bias_init, embedding)
-        if isinstance(attention, MergedPatchAttention):
-            return error  # W^Q W^Kᵀ = 0
         for linear, std in ((attention.query, self.query_init), (attention.key, self.key_init)):
             # On the CPU, so that a seed draws the same everywhere.
             weight = torch.zeros(linear.weight.shape)
@@ -447,53 +397,34 @@ class CMHSANetwork(Restructurable, GridNetwork):
         return error
 
     @property
-    def structure(self) -> Structure:
-        """The phase, and whether heads are merged."""
-        return self.phase, self.merged
+    def structure(self) -> str:
+        """The phase."""
+        return self.phase
 
-    def structure_in(self, state_dict: StateDict, prefix: str = '') -> Optional[Structure]:
-        """The same of a state dict, from the attention of its first block."""
+    def structure_in(self, state_dict: StateDict, prefix: str = '') -> Optional[str]:
+        """Returns the phase of a state dict, from its first block."""
         attn = f'{prefix}blocks.0.attn'
         if f'{attn}.conv.weight' in state_dict:
-            return 'conv', False
-        if f'{attn}.query_key.weight' in state_dict:
-            return 'attn', True
-        return ('attn', False) if f'{attn}.query.weight' in state_dict else None
+            return 'conv'
+        return 'attn' if f'{attn}.query.weight' in state_dict else None
 
-    def can_take(self, structure: Structure) -> bool:
+    def can_take(self, structure: str) -> bool:
         """Whether a state dict is of attention: a network of the second phase does not go back to convolutions."""
-        return structure[0] == 'attn'
+        return structure == 'attn'
 
-    def structure_to_load(self, loaded: Structure) -> Structure:
-        """The phase of the state dict if it is the second. Heads are merged if either has merged ones."""
-        if not self.can_take(loaded):
-            return self.structure
-        return 'attn', loaded[1] or (self.merge_heads if self.phase == 'conv' else self.merged)
+    def take_structure(self, structure: str) -> None:
+        """Puts attention in the place of convolutions."""
+        self._put_attention(self._null_key_of_convolutions)
 
-    def take_structure(self, structure: Structure) -> None:
-        """Puts attention in the place of convolutions, or heads of another kind in the place of heads."""
-        self._put_attention(structure[1], self._null_key_of_convolutions)
-
-    def training_advice(self, structure: Structure) -> Optional[str]:
-        settings = [
-            setting
-            for setting, new in (
-                ("phase='attn'", self.phase == 'conv'),
-                ('merge_heads=True', structure[1] and not self.merge_heads and not self.merged),
-            )
-            if new
-        ]
-        if not settings:
-            return None
-        built = ' and '.join(settings)
+    def training_advice(self, structure: str) -> Optional[str]:
         return (
-            f'the network was built without {built} and turned to it by the state dict that it loaded: an '
-            'optimizer that was built before does not have the parameters of the attention. Build the network '
-            f'with {built} to train it further'
+            "the network was built with phase='conv' and turned to attention by the state dict that it loaded: an "
+            "optimizer that was built before does not have the parameters of the attention. Build the network with "
+            "phase='attn' to train it further"
         )
 
     def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
-        """Converts convolutions to attention, where the state dict has any; merged heads convert themselves."""
+        """Converts convolutions to attention, where the state dict has any."""
         generator = torch.Generator().manual_seed(0)  # the same on every rank
         for i in range(len(self.blocks)):
             name = f'{prefix}blocks.{i}.attn.'
@@ -510,7 +441,7 @@ class CMHSANetwork(Restructurable, GridNetwork):
             conv.bias.copy_(bias)
             state_dict.pop(name + 'embedding', None)
             null_key = self._null_key_of_convolutions
-            attention = self._new_attention(self.merged, null_key, weight.device, weight.dtype)
+            attention = self._new_attention(null_key, weight.device, weight.dtype)
             try:
                 self._attend_like(attention, conv, generator)
             except ValueError as error:

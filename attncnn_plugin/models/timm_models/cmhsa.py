@@ -10,7 +10,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, register_notrace_module
 
 from ...convert.head_widths import HeadDim
-from ...layers import MergedPatchAttention, PatchAttention
+from ...layers import PatchAttention
 from ...weights import CLASSES, weights_file
 from ..networks import CMHSANetwork, PatchConvolution, PatchStem
 from .grid_classifier import GridClassifier, checkpoint_filter_fn
@@ -18,7 +18,7 @@ from .grid_classifier import GridClassifier, checkpoint_filter_fn
 __all__ = ['CMHSAClassifier']
 
 # Their forward passes look at sizes, which a symbolic trace does not know.
-for _module in (MergedPatchAttention, PatchAttention, PatchConvolution, PatchStem):
+for _module in (PatchAttention, PatchConvolution, PatchStem):
     register_notrace_module(_module)
 
 
@@ -53,7 +53,6 @@ class CMHSAClassifier(GridClassifier, CMHSANetwork):
         attn_bias_init: float = 12.0,
         query_init: float = 0.0,
         key_init: float = 0.02,
-        merge_heads: bool = False,
         proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
@@ -77,7 +76,6 @@ class CMHSAClassifier(GridClassifier, CMHSANetwork):
             attn_bias_init=attn_bias_init,
             query_init=query_init,
             key_init=key_init,
-            merge_heads=merge_heads,
             in_chans=in_chans,
             proj_drop_rate=proj_drop_rate,
             attn_drop_rate=attn_drop_rate,
@@ -146,7 +144,6 @@ def cmhsa3_patch16_224(pretrained: bool = False, **kwargs) -> CMHSAClassifier:
 
     Args:
         phase (str): ``'conv'`` or ``'attn'``. Defaults to ``'attn'``.
-        merge_heads (bool): Whether a head of the attention has two matrices in the place of four. Defaults to False.
         head_dim (int | str | Sequence[int], optional): Channels of a head's values, ``'exact'`` for as many as the
             convolution needs. Defaults to those of a token.
         qk_dim (int, optional): Channels of a head's queries and keys. Defaults to those of a token.
@@ -160,7 +157,6 @@ def cmhsa5_patch16_224(pretrained: bool = False, **kwargs) -> CMHSAClassifier:
 
     Args:
         phase (str): ``'conv'`` or ``'attn'``. Defaults to ``'attn'``.
-        merge_heads (bool): Whether a head of the attention has two matrices in the place of four. Defaults to False.
         head_dim (int | str | Sequence[int], optional): Channels of a head's values, ``'exact'`` for as many as the
             convolution needs. Defaults to those of a token.
         qk_dim (int, optional): Channels of a head's queries and keys. Defaults to those of a token.

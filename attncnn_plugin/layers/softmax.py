@@ -1,0 +1,29 @@
+"""The softmax of all attention layers, whose probabilities are never subnormal numbers."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+LEAST = 2.0**-100  # of a probability; the least normal number of float32 is 2⁻¹²⁶
+
+
+def softmax(scores: Tensor) -> Tensor:
+    """Computes the softmax over the last dimension, with every probability below 2⁻¹⁰⁰ at exactly 0.
+
+    The scores of Gaussian heads (C20, eq. 9) fall off with the squared distance, so that many probabilities lie between
+    e⁻⁸⁷ and e⁻¹⁰³: float32 has only subnormal numbers there, and many processors take many times as long for a matrix
+    product that meets one. Beside the largest probability of a row, at least 1 over the number of keys, 2⁻¹⁰⁰ is far
+    below the last digit: outputs and gradients keep their bits, but for gradients below 10⁻¹⁸, those of heads that
+    attend to one key alone.
+
+    Args:
+        scores (Tensor): ``(…, K)``, at least float32.
+
+    Returns:
+        Tensor: Probabilities of the same shape.
+    """
+    return without_subnormals(scores.softmax(-1))
+
+
+def without_subnormals(probs: Tensor) -> Tensor:
+    """Sets probabilities below 2⁻¹⁰⁰ to 0, those of a product of two distributions for instance."""
+    return F.threshold(probs, LEAST, 0.0)

@@ -1,0 +1,44 @@
+"""Every kind of attention layer, small: 4 channels, for tokens ``(B, H, W, 4)`` or, by their names, images."""
+
+from torch import nn
+
+from attncnn_plugin import layers
+from attncnn_plugin.convert import conv_to_mhsa, conv_to_patch_mhsa, mhsa_to_conv
+
+CONV = nn.Conv2d(4, 6, 3, padding=1)
+WINDOW = layers.Window.of(CONV)
+LAYERS = {
+    'quadratic': lambda: layers.QuadraticAttention(4, 3),
+    'generalized': lambda: layers.GeneralizedQuadraticAttention(4, 3),
+    'learned': lambda: layers.LearnedAttention(4, 3),
+    'learned_sinusoidal': lambda: layers.LearnedAttention(4, 3, position='relative_sinusoidal'),
+    'content': lambda: layers.ContentAttention(4, 3),
+    'content_all_terms': lambda: layers.ContentAttention(4, 3, terms=('qk', 'qr', 'uk', 'vr')),
+    'content_position_only': lambda: layers.ContentAttention(4, 3, terms=('vr',)),
+    'content_absolute': lambda: layers.ContentAttention(4, 3, position='absolute_learned'),
+    'content_quadratic': lambda: layers.ContentAttention(4, 3, position='relative_quadratic'),
+    'content_generalized': lambda: layers.ContentAttention(4, 3, position='relative_generalized'),
+    'content_gated': lambda: layers.ContentAttention(4, 3, position='relative_free_quadratic', gated=True),
+    'content_narrow': lambda: layers.ContentAttention(4, 3, qk_dim=2, head_dim=3),
+    'quadratic_narrow': lambda: layers.QuadraticAttention(4, 3, head_dim=2),
+    'generalized_narrow': lambda: layers.GeneralizedQuadraticAttention(4, 3, head_dim=2),
+    'patches_window': lambda: layers.PatchAttention(4, 9, layers.WindowBias(9, (-1, -1), (3, 3))),
+    'patches_grid': lambda: layers.PatchAttention(4, 9, layers.GridBias(9, (2, 2))),
+    'patches_narrow': lambda: layers.PatchAttention(
+        4, 2, layers.WindowBias(2, (0, 0), (1, 2), null_key=False), head_dim=(1, 3), qk_dim=2
+    ),
+    'hard_image': lambda: layers.QuadraticImageAttention(4, 6, 9, WINDOW),
+    'soft_image': lambda: layers.WindowImageAttention(4, 6, 5, WINDOW),
+    'content_image': lambda: conv_to_mhsa(CONV, content='additive')[0],
+    'content_image_near': lambda: conv_to_mhsa(CONV, content='gated', window_size=3)[0],
+    'content_image_groups': lambda: conv_to_mhsa(nn.Conv2d(4, 6, 3, padding=1, groups=2), 5, content='gated')[0],
+    'converted_hard': lambda: conv_to_mhsa(CONV)[0],
+    'converted_soft': lambda: conv_to_mhsa(CONV, 5)[0],
+    'converted_patches': lambda: conv_to_patch_mhsa(CONV, 2)[0],
+    'converted_back': lambda: mhsa_to_conv(conv_to_mhsa(CONV)[0], 3)[0],
+}
+
+
+def takes_images(name):
+    """Whether a layer takes images ``(B, 4, H, W)``."""
+    return 'image' in name or 'converted' in name
