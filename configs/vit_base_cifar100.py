@@ -1,5 +1,6 @@
 # Vision transformers were trained with other recipes before DeiT: this is mmpretrain's for ViT (AutoAugment, Mixup,
-# dropout, strong weight decay, clipping). Batch, epochs and the shape of the schedule are those of the other networks.
+# dropout, strong weight decay, clipping). Batch, epochs and the shape of the schedule are those of the other networks;
+# warm-up begins at 3.3e-7, in proportion to the rate.
 _base_ = [
     'mmpretrain::_base_/models/vit-base-p16.py',
     './_base_/datasets/cifar100_bs128_deit_224.py',

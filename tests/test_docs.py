@@ -164,7 +164,8 @@ def test_names_on_the_page_of_the_papers_exist(span, public):
     elif re.search(r'_(cifar10|cifar100|digits)$', span):
         assert (ROOT / f'configs/{span}.py').is_file()
     elif span.startswith('--'):
-        source = (ROOT / 'tools/visualization/plot_attention.py').read_text()
+        tools = pathlib.Path(importlib.import_module('mmpretrain').__file__).parent / '.mim/tools'
+        source = (ROOT / 'tools/visualization/plot_attention.py').read_text() + (tools / 'train.py').read_text()
         assert all(f"'{word}'" in source for word in span.split())
     elif span in CONFIG_KEYS:
         assert any(f'{span}=' in path.read_text().replace(' ', '') for path in ROOT.glob('configs/**/*.py'))

@@ -5,7 +5,8 @@
   learning_rates.py CONFIG --lr 1e-4 3e-4 5e-4 --second-lr 1e-5 3e-5 5e-5 7e-5 --gpus 4
 
 The rates are within the ranges of Li et al. 2021, appendix B. --second-lr is the rate of the second phase, for configs
-with a PhaseTransitionHook: every first rate goes with every second one.
+with a PhaseTransitionHook: every first rate goes with every second one. Warm-up begins where it begins in the config,
+at 1e-6 in those for CIFAR-100, whatever the rate is that it ends at.
 
 Each training is one of tools/train.py, in a folder of its own. Run the command again after a stop: what is finished is
 left alone, and the rest is resumed. Options that are not listed here, such as --amp, are those of train.py.
@@ -16,7 +17,7 @@ import itertools
 import subprocess
 import sys
 from pathlib import Path
-from typing import Dict, List, Optional
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import numpy as np
 from mmengine.config import Config, DictAction
@@ -44,15 +45,35 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def settings_of(args: argparse.Namespace, config: Config) -> List[Dict[str, float]]:
-    """The settings of each training by their names in the config, the same names for all."""
-    rates = {'optim_wrapper.optimizer.lr': args.lr}
+def settings_of(args: argparse.Namespace, config: Config) -> Dict[Tuple[float, ...], Dict[str, float]]:
+    """The settings of each training by their names in the config, for each combination of rates."""
+    phases = [('', config, args.lr)]
     if args.second_lr:
         hooks = [hook.type for hook in config.get('custom_hooks', [])]
         if 'PhaseTransitionHook' not in hooks:
             sys.exit(f'--second-lr is for configs with a PhaseTransitionHook, which {args.config} has not')
-        rates[f'custom_hooks.{hooks.index("PhaseTransitionHook")}.optim_wrapper.optimizer.lr'] = args.second_lr
-    return [dict(zip(rates, values)) for values in itertools.product(*rates.values())]
+        i = hooks.index('PhaseTransitionHook')
+        phases.append((f'custom_hooks.{i}.', config.custom_hooks[i], args.second_lr))
+    first_rate = config.optim_wrapper.optimizer.lr
+    trainings: Dict[Tuple[float, ...], Dict[str, float]] = {}
+    for rates in itertools.product(*(rates for *_, rates in phases)):
+        trainings[rates] = {}
+        for rate, (prefix, phase, _) in zip(rates, phases):
+            trainings[rates].update(phase_settings(rate, prefix, phase, first_rate))
+    return trainings
+
+
+def phase_settings(rate: float, prefix: str, phase: Mapping[str, Any], first_rate: float) -> Dict[str, float]:
+    """The rate of a phase, and the factors with which its warm-up begins where that of the config does."""
+    settings = {f'{prefix}optim_wrapper.optimizer.lr': rate}
+    own_rate = (phase.get('optim_wrapper') or {}).get('optimizer', {}).get('lr', first_rate)
+    schedulers = phase.get('param_scheduler') or []
+    is_list = isinstance(schedulers, list)
+    for i, scheduler in enumerate(schedulers if is_list else [schedulers]):
+        if scheduler.type == 'LinearLR' and scheduler.get('start_factor', 1) < 1:
+            name = f'{prefix}param_scheduler{f".{i}" if is_list else ""}.start_factor'
+            settings[name] = scheduler.start_factor * own_rate / rate
+    return settings
 
 
 def accuracies(work_dir: Path) -> Optional[np.ndarray]:
@@ -79,7 +100,7 @@ def train(args: argparse.Namespace, work_dir: Path, settings: Dict[str, float]) 
     subprocess.run([str(word) for word in command])
 
 
-def row(rates: List[float], work_dir: Path, epochs: int) -> List[str]:
+def row(rates: Tuple[float, ...], work_dir: Path, epochs: int) -> List[str]:
     values = accuracies(work_dir)
     if values is None:
         return [*(f'{rate:g}' for rate in rates), '', '', 'stopped before the first validation']
@@ -94,16 +115,17 @@ def main() -> None:
     config.merge_from_dict(args.cfg_options)
     epochs = config.train_cfg.max_epochs
     folder = Path(args.work_dir or f'work_dirs/{Path(args.config).stem}_learning_rates')
-    grid = {folder / '_'.join(f'{rate:g}' for rate in rates.values()): rates for rates in settings_of(args, config)}
-    for work_dir, settings in grid.items():
+    trainings = settings_of(args, config)
+    grid = {rates: folder / '_'.join(f'{rate:g}' for rate in rates) for rates in trainings}
+    for rates, work_dir in grid.items():
         if not is_finished(work_dir, epochs):
-            train(args, work_dir, settings)
+            train(args, work_dir, trainings[rates])
     rows = [['rate', *(['second rate'] if args.second_lr else []), 'last, %', 'best, %', '']]
-    rows += [row(list(settings.values()), work_dir, epochs) for work_dir, settings in grid.items()]
+    rows += [row(rates, work_dir, epochs) for rates, work_dir in grid.items()]
     widths = [max(map(len, column)) for column in zip(*rows)]
     for cells in rows:
         print('  '.join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip())
-    if not all(is_finished(work_dir, epochs) for work_dir in grid):
+    if not all(is_finished(work_dir, epochs) for work_dir in grid.values()):
         sys.exit(1)
 
 

@@ -1,4 +1,4 @@
-"""How wide the heads must be that are a convolution on the image, beyond Li et al. 2021 (L21), where D_h = D."""
+"""How wide heads are that are a convolution on the image, beyond Li et al. 2021 (L21), where D_h = D."""
 
 from typing import Optional, Sequence, Tuple, Union
 
@@ -12,18 +12,19 @@ HeadDim = Union[int, str, Sequence[int], None]
 
 
 def exact_head_dims(conv: nn.Conv2d, patch_size: Union[int, Tuple[int, int]]) -> Tuple[int, ...]:
-    """The widths D_h with which heads are a convolution on the image, whatever its weights, shift by shift.
+    """Returns widths D_h that are enough for heads to be a convolution on the image, whatever its weights.
 
     The matrices W^V W^O of L21's heads are of low rank: from a patch that is one step away a convolution reads border
-    pixels alone. A head needs as many channels as it reads pixels, or writes pixels if these are fewer, times their
-    channels.
+    pixels alone. A head has as many channels as it reads pixels, or writes pixels if these are fewer, times their
+    channels. For odd kernels with stride 1 and no dilation that is the rank, for all but special weights. With even
+    kernels, dilation or strides it can be more.
 
     Args:
         conv (nn.Conv2d): The convolution.
         patch_size (int | tuple[int, int]): Patch size P.
 
     Returns:
-        tuple[int, ...]: D_h of every head of :func:`conv_to_patch_mhsa`.
+        tuple[int, ...]: D_h of every head, shift by shift, of :func:`conv_to_patch_mhsa`.
 
     Raises:
         TypeError, ValueError: As :func:`conv_to_patch_mhsa`.

@@ -72,7 +72,7 @@ def read_and_written(conv: nn.Conv2d, patch_size: Tuple[int, int], shift: Tuple[
 
 
 def exact_head_dim(conv: nn.Conv2d, patch_size: Tuple[int, int], shift: Tuple[int, int]) -> int:
-    """The width D_h with which a head is the convolution between two patches, whatever its weights.
+    """Returns a width D_h that is enough for a head to be the convolution between two patches, whatever its weights.
 
     It is the number of entries of patch q + δ that the convolution reads, or of entries of patch q that it writes if
     these are fewer. From a patch that is one step away it reads border pixels alone: of 3 channels and patches of 16

@@ -74,7 +74,7 @@ def conv_to_patch_mhsa(
         head_dim (int | str | Sequence[int], optional): Channels D_h of a head's values.
 
             - None: as wide as a patch, as in L21.
-            - ``'exact'``: as wide as each head needs to be the convolution, see :func:`exact_head_dims`.
+            - ``'exact'``: wide enough for each head to be the convolution, see :func:`exact_head_dims`.
             - numbers, for all heads or for each: narrower heads are the best of their rank (Eckart-Young), and the
               report has the error.
 

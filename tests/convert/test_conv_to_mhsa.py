@@ -3,6 +3,8 @@
 import copy
 import itertools
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,6 +150,17 @@ def test_bound_of_outputs_is_that_of_the_kernel_as_it_was(groups, scale):
     nn.init.zeros_(conv.weight)
     assert report.output_bound == pytest.approx(2 * report.deviation * expected, rel=1e-12)
     assert conv_to_mhsa(conv)[1].output_bound == 0 == conv_to_mhsa(conv, alpha=3)[1].output_bound
+
+
+def test_table_of_the_documentation():
+    """Shares of other pixels and relative errors of every α, to the digits given."""
+    page = (Path(__file__).parents[2] / 'docs/convert.md').read_text()
+    rows = re.findall(r'^\| ([\d.]+)(?: \(.*?\))? \| (\S+) \| (\S+) \| \S+ \| [\d.]+, [\d.]+ \|$', page, re.MULTILINE)
+    assert len(rows) == 8
+    conv = nn.Conv2d(16, 16, 3, padding=1)
+    for alpha, share, error in rows:
+        report = conv_to_mhsa(conv, alpha=float(alpha))[1]
+        assert [report.deviation, report.relative_error] == pytest.approx([float(share), float(error)], rel=0.15), alpha
 
 
 @pytest.mark.parametrize('alpha', [0.5, 6.0, 46.0])

@@ -3,6 +3,8 @@
 import copy
 import itertools
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -289,6 +291,46 @@ def test_weights_that_are_not_finite_and_layers_whose_values_do_not_fit():
     narrow.value_proj = nn.Linear(2, 9)
     with pytest.raises(ValueError, match='heads with a value_proj of their own'):
         fit_values(narrow, nn.Conv2d(2, 2, 3, padding=1), 6)
+
+
+PAGE = (Path(__file__).parents[2] / 'docs/convert.md').read_text()
+
+
+def test_table_of_the_documentation():
+    """Relative errors and condition numbers of fitted heads at the shifts of 3×3 and 5×5, to the digits given."""
+    number = r'(\d\S*)'
+    rows = re.findall(r'^\| ' + r' \| '.join([number] * 6) + r' \|$', PAGE, re.MULTILINE)
+    assert len(rows) == 6
+    conv = nn.Conv2d(16, 16, 3, padding=1)
+    for row in rows:
+        alpha, _, *expected = map(float, row)
+        found = []
+        for reach in (1, 2):
+            centers = list(itertools.product(range(-reach, reach + 1), repeat=2))
+            layer = gaussian_layer(16, centers, alpha, torch.float32)
+            report = fit_values(layer, conv, 16)[1]
+            found += [report.relative_error, report.condition]
+        assert found == pytest.approx(expected, rel=0.2), alpha
+
+
+def test_untrained_heads_of_the_documentation():
+    """What is said of them are medians of 100 draws; here are 20."""
+    pattern = (
+        r'(\S+) with 9 heads, (\S+) with 16 and (\S+) with 36, whose condition number is ([^\s:]+).* (\S+) even with 36'
+    )
+    *errors, condition, learned = map(float, re.search(pattern, ' '.join(PAGE.split())).groups())
+
+    def medians(kind, heads):
+        reports = []
+        for seed in range(20):
+            torch.manual_seed(seed)
+            reports.append(fit_values(kind(16, heads), nn.Conv2d(16, 16, 3, padding=1), 16)[1])
+        return [np.median([getattr(report, name) for report in reports]) for name in ('relative_error', 'condition')]
+
+    found = [medians(QuadraticAttention, heads) for heads in (9, 16, 36)]
+    assert [error for error, _ in found] == pytest.approx(errors, abs=0.03)
+    assert condition / 2 < found[-1][1] < 2 * condition
+    assert medians(LearnedAttention, 36)[0] == pytest.approx(learned, abs=0.01)
 
 
 def test_kernel_of_zeros():

@@ -1,4 +1,4 @@
-"""Heads as narrow as a convolution on the image lets them be (beyond L21, where they are as wide as the token)."""
+"""Narrow heads, wide enough for a convolution on the image (beyond L21, where they are as wide as the token)."""
 
 import numpy as np
 import pytest
@@ -42,6 +42,14 @@ def test_widths_are_the_ranks(kernel, total):
     assert sum(widths) == total
     full = conv_to_patch_mhsa(conv, 16)[0].attention.value_matrices()
     assert tuple(np.linalg.matrix_rank(matrix.detach().numpy()) for matrix in full) == widths
+
+
+def test_widths_are_enough_but_can_be_more():
+    """An even kernel with dilation on patches of 3×3 pixels, against the ranks by numpy."""
+    conv = nn.Conv2d(1, 1, 2, padding='same', dilation=2, dtype=torch.float64)
+    full = conv_to_patch_mhsa(conv, 3)[0].attention.value_matrices().detach().numpy()
+    assert np.linalg.matrix_rank(full).tolist() == [1, 2, 1, 2, 6, 2, 1, 2, 1]
+    assert exact_head_dims(conv, 3) == (1, 3, 1, 3, 9, 3, 1, 3, 1)
 
 
 def test_widths_of_three_by_three():

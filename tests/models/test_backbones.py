@@ -35,6 +35,22 @@ def test_outputs(kind):
     assert backbone(kind, in_channels=1)(torch.randn(1, 1, 8, 8))[0].shape == (1, 16, 4, 4)
 
 
+def test_backbone_of_timm():
+    """Where a map has as many rows as channels, nothing but the values shows which axes were pooled."""
+    x, settings = torch.randn(2, 3, 32, 32), dict(embed_dim=16, depth=2, num_heads=3, mlp_dim=24)
+    gap = MODELS.build(dict(type='GlobalAveragePooling'))
+    timm_backbone = dict(type='TIMMBackbone', model_name='sa_quadratic_cifar', **settings)
+    whole = MODELS.build(timm_backbone)
+    channels_first = MODELS.build(dict(timm_backbone, features_only=True, out_indices=[-1]))
+    channels_first.timm_model.model.load_state_dict(whole.timm_model.state_dict(), strict=False)
+    own = backbone('quadratic', out_type='avg_featmap')
+    own.load_state_dict(whole.timm_model.state_dict())
+    (last,), expected = whole(x), own(x)[0]
+    assert last.shape == (2, 16, 16, 16) and not torch.allclose(gap((last,))[0], expected, atol=1e-3)
+    assert torch.allclose(last.mean((1, 2)), expected, atol=1e-6)
+    assert torch.allclose(gap(channels_first(x))[0], expected, atol=1e-6)
+
+
 def test_only_the_wanted_blocks_run():
     model = backbone(out_indices=0)
     model.blocks[1] = None

@@ -58,6 +58,22 @@ def test_the_grid_of_the_paper(tool, repository, tmp_path, capsys):
     assert capsys.readouterr().out.count('stopped before the first validation') == 4
 
 
+@pytest.mark.parametrize('name, second', [('cmhsa5_cifar100', True), ('cmhsa5_nowarmup_cifar100', False)])
+def test_warm_up_begins_where_that_of_the_config_does(name, second, tool, repository):
+    """At 1e-6, DeiT's, in both phases, whatever the rates are."""
+    path = repository / f'configs/{name}.py'
+    commands, _ = tool(path, '--lr', 1e-4, 3e-4, 5e-4, '--second-lr', 1e-5, 7e-5)
+    assert len(commands) == 6
+    for command in commands:
+        config = Config.fromfile(path)
+        config.merge_from_dict({key: float(value) for key, value in settings_of(command).items()})
+        phases = [config, config.custom_hooks[0]] if second else [config]
+        for phase in phases:
+            start = phase.param_scheduler[0].start_factor * phase.optim_wrapper.optimizer.lr
+            assert start == pytest.approx(1e-6, rel=1e-12)
+        assert second or config.custom_hooks[0].param_scheduler.type == 'CosineAnnealingLR'
+
+
 def test_what_is_finished_is_left_alone(tool, repository, tmp_path, capsys):
     path = repository / 'configs/sa_quadratic_digits.py'
     write_log(tmp_path / 'out/0.001', '1', accuracy(50.0, 70.0, 60.0))
@@ -65,7 +81,11 @@ def test_what_is_finished_is_left_alone(tool, repository, tmp_path, capsys):
     options = [path, '--lr', 0.001, 0.01, '--work-dir', 'out', '--cfg-options', 'train_cfg.max_epochs=3']
     commands, status = tool(*options)
     assert [settings_of(command) for command in commands] == [
-        {'train_cfg.max_epochs': '3', 'optim_wrapper.optimizer.lr': '0.01'}
+        {
+            'train_cfg.max_epochs': '3',
+            'optim_wrapper.optimizer.lr': '0.01',
+            'param_scheduler.0.start_factor': str(1e-6 * 3e-3 / 0.01),
+        }
     ]
     assert commands[0][:3] == [sys.executable, str(repository / 'tools/train.py'), str(path)]
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]

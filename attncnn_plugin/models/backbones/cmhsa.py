@@ -33,8 +33,8 @@ class CMHSA(GridBackbone, CMHSANetwork):
         num_heads (int, optional): The num of heads, at least as many as the convolutions need, which is the default.
             Further ones begin with output weights of 0.
         head_dim (int | str | Sequence[int], optional): The dimensions of a head's values: those of a token for
-            None, as in the paper; ``'exact'`` for what each head needs to be the convolution; or numbers, for all heads
-            or for each, with which heads that are too narrow begin as the best of their rank. Defaults to None.
+            None, as in the paper; ``'exact'`` for enough to be the convolution; or numbers, for all heads or for
+            each, with which heads that are too narrow begin as the best of their rank. Defaults to None.
         min_head_dim (int): The least dimensions of a head with ``head_dim='exact'``. Defaults to 1.
         qk_dim (int, optional): The dimensions of a head's queries and keys. Defaults to None, means those of a token.
         null_key (bool, optional): Whether the attention has a null key, which stands for the zeros around the image

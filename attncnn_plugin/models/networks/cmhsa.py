@@ -179,8 +179,8 @@ class CMHSANetwork(Restructurable, GridNetwork):
     and leaves the output of the network as it was.
 
     Heads need not be as wide: from a patch that is one step away a convolution reads border pixels alone.
-    ``head_dim='exact'`` makes each head as wide as it needs to be the convolution, and ``qk_dim`` says how wide its
-    queries and keys are: with 3×3 kernels on patches of 16×16 pixels, 972 channels in the place of 9·768.
+    ``head_dim='exact'`` makes each head wide enough to be the convolution, and ``qk_dim`` says how wide its queries and
+    keys are: with 3×3 kernels on patches of 16×16 pixels, 972 channels in the place of 9·768.
 
     A state dict carries its structure: one of the phase ``'attn'`` turns the network to that phase as it is loaded; one
     of the phase ``'conv'`` is converted for a network of the phase ``'attn'``. The number and the widths of heads, and
@@ -202,8 +202,8 @@ class CMHSANetwork(Restructurable, GridNetwork):
         num_heads (int, optional): Number of heads N_h, at least as many as Theorem 1 needs, which is the default.
             Further ones begin with output weights of 0.
         head_dim (int | str | Sequence[int], optional): Channels D_h of a head's values: D for None, as in L21;
-            ``'exact'`` for what each head needs; or numbers, for all or for each, with which heads that are too narrow
-            begin as the best of their rank. Defaults to None.
+            ``'exact'`` for enough to be the convolution; or numbers, for all or for each, with which heads that are
+            too narrow begin as the best of their rank. Defaults to None.
         min_head_dim (int): The least channels of a head with ``head_dim='exact'``. Defaults to 1.
         qk_dim (int, optional): Channels D_k of a head's queries and keys. Defaults to D, as in L21.
         null_key (bool, optional): Whether the attention has a null key, which stands for the zeros around the image,

@@ -144,8 +144,8 @@ def cmhsa3_patch16_224(pretrained: bool = False, **kwargs) -> CMHSAClassifier:
 
     Args:
         phase (str): ``'conv'`` or ``'attn'``. Defaults to ``'attn'``.
-        head_dim (int | str | Sequence[int], optional): Channels of a head's values, ``'exact'`` for as many as the
-            convolution needs. Defaults to those of a token.
+        head_dim (int | str | Sequence[int], optional): Channels of a head's values, ``'exact'`` for enough to be the
+            convolution. Defaults to those of a token.
         qk_dim (int, optional): Channels of a head's queries and keys. Defaults to those of a token.
     """
     return _create('cmhsa3_patch16_224', pretrained, **dict(dict(kernel_size=3), **kwargs))
@@ -157,8 +157,8 @@ def cmhsa5_patch16_224(pretrained: bool = False, **kwargs) -> CMHSAClassifier:
 
     Args:
         phase (str): ``'conv'`` or ``'attn'``. Defaults to ``'attn'``.
-        head_dim (int | str | Sequence[int], optional): Channels of a head's values, ``'exact'`` for as many as the
-            convolution needs. Defaults to those of a token.
+        head_dim (int | str | Sequence[int], optional): Channels of a head's values, ``'exact'`` for enough to be the
+            convolution. Defaults to those of a token.
         qk_dim (int, optional): Channels of a head's queries and keys. Defaults to those of a token.
     """
     return _create('cmhsa5_patch16_224', pretrained, **dict(dict(kernel_size=5), **kwargs))

@@ -7,6 +7,7 @@
 # Different from DeiT, besides L21's own settings:
 # - the rate is that of the iteration; in DeiT it changes once an epoch;
 # - the rate for a batch of 128 is the one that stands here; DeiT's own is for a batch of 512;
+# - it trains in float32; DeiT trains with autocast, which is `tools/train.py CONFIG --amp`;
 # - no average of the weights (EMA) is kept: DeiT keeps one, but validates without it;
 # - CMHSA's tables of relative position biases have no weight decay either: DeiT has none of these.
 optim_wrapper = dict(
