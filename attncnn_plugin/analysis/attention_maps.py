@@ -49,8 +49,8 @@ def require_attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
     if not layers:
         raise ValueError(
             f'the model, of type {type(model).__name__}, has no attention layers of this package (a CMHSA in the '
-            'convolution phase gets them with its transition), and is no vision transformer of timm or mmpretrain, with '
-            'a patch_embed and blocks, layers or stages'
+            'convolution phase gets them with its transition), and is no vision transformer of timm or mmpretrain, '
+            'with a patch_embed and blocks, layers or stages'
         )
     return layers
 

@@ -12,7 +12,7 @@ from .biased_attention import shared_heads
 from .encodings import QuadraticEncoding, WindowEncoding
 from .from_convolution import FromConvolution
 from .grouped_linear import GroupedLinear
-from .linear import check_plain_linear, has_hooks
+from .linear import check_plain_linear
 from .precision import Device, Dtype, at_least_float32
 from .prunable_heads import HeadParameters
 from .softmax import softmax, without_subnormals
@@ -198,8 +198,8 @@ class QuadraticImageAttention(PositionImageAttention):
         sizes = [factor.shape[1] for factor in probs]
         if math.prod(sizes) * math.prod(x.shape[2:]) > DENSE_PAIRS:
             output = self._joined(self._along_axes(probs, x))
-        elif isinstance(self.value, GroupedLinear) and self.value.is_depthwise and not has_hooks(self.value):
-            output = self.value.of_shared_probs(_kronecker(probs), x.flatten(2)).transpose(1, 2)
+        elif isinstance(self.value, GroupedLinear) and self.value.is_depthwise:
+            output = self.value(x.flatten(2), _kronecker(probs)).transpose(1, 2)
         else:
             tokens = x.flatten(2).transpose(1, 2)
             output = self._joined(shared_heads(_kronecker(probs), tokens, channels_first=self.groups > 1))

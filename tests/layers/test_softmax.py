@@ -41,7 +41,7 @@ def random_layer(name, alpha, centers):
     return layer
 
 
-# α, how far centres are away, and the grid: soft heads, centres outside of it, trained ones, hard ones, one token alone.
+# α, how far away centres are, and the grid: soft heads, far centres, trained ones, hard ones, one token alone.
 CASES = [
     (0.5, 2, (16, 12)),
     (2, 30, (9, 9)),

@@ -419,7 +419,7 @@ class CMHSANetwork(Restructurable, GridNetwork):
     def training_advice(self, structure: str) -> Optional[str]:
         return (
             "the network was built with phase='conv' and turned to attention by the state dict that it loaded: an "
-            "optimizer that was built before does not have the parameters of the attention. Build the network with "
+            'optimizer that was built before does not have the parameters of the attention. Build the network with '
             "phase='attn' to train it further"
         )
 
