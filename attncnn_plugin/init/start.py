@@ -46,10 +46,13 @@ def init_as_convolution(
     embedding: str = 'sine-cosine',
     seed: int = 0,
     images: Optional[Tensor] = None,
+    overwrite: bool = False,
 ) -> ConvolutionalStart:
     """Sets the attention of a vision transformer, in place, so that each head looks at one shift of a kernel.
 
-    A checkpoint that is loaded afterwards replaces all of it.
+    It is for a model before training: a trained one would lose what it has learned. A model counts as trained where the
+    weights, or the biases, of a norm are not all the same number, as a new model's are. A start leaves them alone, so
+    a second one replaces the first. A checkpoint that is loaded afterwards replaces all of it.
 
     Args:
         model (nn.Module): A vision transformer of timm or mmpretrain, or a model with one, just built: with embeddings
@@ -71,13 +74,14 @@ def init_as_convolution(
         seed (int): Of all that is random. Defaults to 0.
         images (Tensor | None): ``(B, C, H, W)``, normalized as for the model and of the size that it was built for, on
             which the start is calibrated and measured. Defaults to :func:`random_images`.
+        overwrite (bool): Whether the attention of a trained model may be overwritten. Defaults to False.
 
     Returns:
         ConvolutionalStart: The shift of each head, and how near its attention is to the wanted one.
 
     Raises:
-        ValueError: An argument is not one of these, or the model's attention cannot be started: the message says what
-            was looked for, and the model stays as it was.
+        ValueError: An argument is not one of these, the model is trained, or its attention cannot be started: the
+            message says what was looked at, and the model stays as it was.
 
     Examples:
         >>> import timm
@@ -91,6 +95,8 @@ def init_as_convolution(
     values = _checked(method, alpha, values, embedding)
     _, network = find_transformer(model)
     attentions = find_attention(model)
+    if not overwrite:
+        _check_new(network)
     generator = torch.Generator().manual_seed(seed)
     chosen = _choose(network, attentions, layers, kernel_size, shifts, generator)
     others = [layer for layer in chosen if layer.encoding != 'absolute']
@@ -173,6 +179,20 @@ def _checked(method: str, alpha: float, values: Optional[Values], embedding: str
         return 'default' if method == 'gaussian' else 'mimetic'
     check_values(values)
     return values
+
+
+def _check_new(network: Any) -> None:
+    """Refuses a trained network, told by its norms: all other weights may be drawn, those of new norms never are."""
+    kind = type(network).__name__
+    norms = {name: norm for name, norm in network.named_modules() if 'norm' in type(norm).__name__.lower()}
+    parameters = {f'{name}.{own}': of for name, norm in norms.items() for own, of in norm.named_parameters('', False)}
+    drawn = [name for name, values in parameters.items() if (values != values.flatten()[0]).any()]
+    if drawn or not parameters:
+        looked_at = f'{drawn[0]} of {kind} holds different numbers' if drawn else f'no norm of {kind} has parameters'
+        raise ValueError(
+            f'{looked_at}, so that model may be trained, and would lose what its attention has learned: '
+            'give a model before training, or overwrite=True'
+        )
 
 
 def _choose(
