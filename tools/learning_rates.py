@@ -23,6 +23,7 @@ from mmengine.config import Config, DictAction
 
 import attncnn_plugin  # noqa: F401
 from attncnn_plugin.analysis import read_scalars
+from attncnn_plugin.apis.model_options import setting
 
 TOOLS = Path(__file__).parent
 METRIC = 'accuracy/top1'
@@ -38,7 +39,12 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument('--gpus', type=int, default=1, help='processes of a training (default: 1)')
     parser.add_argument(
-        '--cfg-options', nargs='+', action=DictAction, default={}, help='overrides settings of the config: k=v'
+        '--cfg-options',
+        nargs='+',
+        type=setting,
+        action=DictAction,
+        default={},
+        help='overrides settings of the config: k=v',
     )
     args, args.of_train = parser.parse_known_args()
     return args

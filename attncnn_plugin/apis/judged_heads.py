@@ -38,7 +38,8 @@ class JudgedHeads:
     """What is known about the heads of a model.
 
     Attributes:
-        reports (dict[str, DegeneracyReport]): By the name of the layer, the heads that a criterion finds.
+        reports (dict[str, DegeneracyReport]): By the name of the layer, the heads that a criterion finds, and what they
+            are: degenerate, least important, or one of the two.
         means (dict[str, HeadMeans]): By the name of the layer, the mean outputs of its heads; empty without images.
         entropies (dict[str, Tensor]): Of the layers that depend on content, ``(N_h,)``.
     """
@@ -237,6 +238,9 @@ class HeadJudge:
     ) -> None:
         normalize = self.of_importance[0].get('normalize', True)
         importance = {name: own.mean(normalize).cpu() for name, own in gradients.items()}
+        kind = 'degenerate or least important' if self.criteria else 'least important'
+        for name, report in reports.items():
+            reports[name] = replace(report, kind=kind)
         for name, own in importance.items():
             own[reports[name].heads] = -torch.inf  # those go first
         for name, heads in self._least_important(importance, costs).items():

@@ -19,6 +19,7 @@ from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import load_checkpoint, save_checkpoint
 
 import attncnn_plugin  # noqa: F401
+from attncnn_plugin.apis.model_options import setting
 from attncnn_plugin.engine.hooks.phases import TwoPhases, parts_in_phases
 from attncnn_plugin.models.networks import CMHSANetwork
 
@@ -29,7 +30,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('checkpoint', help='checkpoint of the convolution phase')
     parser.add_argument('out', help='where the converted checkpoint goes')
     parser.add_argument('--seed', type=int, default=0, help='seed of the key weights (default: 0)')
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides settings of the config: k=v')
+    parser.add_argument(
+        '--cfg-options', nargs='+', type=setting, action=DictAction, help='overrides settings of the config: k=v'
+    )
     return parser.parse_args()
 
 
