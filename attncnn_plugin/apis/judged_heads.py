@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..analysis.observed_attention import observed_attention
 from ..layers.evaluation_mode import evaluating
 from ..layers.prunable_heads import PrunableHeads
+from ..layers.window import shown
 from ..pruning import (
     DegeneracyReport,
     DegenerateHead,
@@ -80,7 +81,9 @@ class HeadJudge:
         self.allow_empty = allow_empty
         self.total: Optional[float] = None
         if not criteria:
-            raise ValueError(f"criteria={criteria!r} must be a list of at least one criterion, such as ['uniform']")
+            raise ValueError(
+                f"criteria={shown(criteria)} must be a list of at least one criterion, such as ['uniform']"
+            )
         if len(self.of_importance) > 1:
             raise ValueError(f'criteria={list(criteria)!r} have {IMPORTANCE!r} {len(self.of_importance)} times')
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..analysis.vision_transformer import find_transformer, patch_grid
 from ..layers.evaluation_mode import evaluating
+from ..layers.window import shown
 from .absolute import start_absolute
 from .embeddings import EMBEDDINGS, embedding_grid, set_sine_cosine_embedding
 from .images import random_images
@@ -170,11 +171,11 @@ def _start(
 def _checked(method: str, alpha: float, values: Optional[Values], embedding: str) -> Values:
     """The values that are meant, once the arguments are known to be possible."""
     if method not in METHODS:
-        raise ValueError(f'method={method!r} must be one of {METHODS}')
+        raise ValueError(f'method={shown(method)} must be one of {METHODS}')
     if not 0 < alpha < float('inf'):
-        raise ValueError(f'alpha={alpha!r} must be a number above 0')
+        raise ValueError(f'alpha={shown(alpha)} must be a number above 0')
     if embedding not in EMBEDDINGS:
-        raise ValueError(f'embedding={embedding!r} must be one of {EMBEDDINGS}')
+        raise ValueError(f'embedding={shown(embedding)} must be one of {EMBEDDINGS}')
     if values is None:
         return 'default' if method == 'gaussian' else 'mimetic'
     check_values(values)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..convert.position_only import check_position_only
 from ..layers.attention_layer import AttentionLayer, GaussianHeads
-from ..layers.window import per_axis
+from ..layers.window import per_axis, shown
 from .criteria import (
     check_finite_maps,
     condition_number_of_factor,
@@ -265,7 +265,7 @@ def _measures(factor: Callable[[], Tensor], maps: Callable[[], Tensor]) -> Measu
 def _rules(criteria: Sequence[Criterion], thresholds: Dict[str, float]) -> List[Tuple[str, Union[float, Function]]]:
     """The name of each criterion, and its threshold or function."""
     if not isinstance(criteria, (list, tuple)) or not criteria:
-        raise ValueError(f"criteria={criteria!r} must be a list of at least one criterion, such as ['uniform']")
+        raise ValueError(f"criteria={shown(criteria)} must be a list of at least one criterion, such as ['uniform']")
     return [_rule(criterion, thresholds) for criterion in criteria]
 
 
