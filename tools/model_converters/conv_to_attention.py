@@ -14,7 +14,7 @@ from pickle import UnpicklingError
 from textwrap import shorten
 
 import torch
-from mmengine.config import Config, DictAction
+from mmengine.config import DictAction
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import load_checkpoint, save_checkpoint
 
@@ -22,6 +22,7 @@ import attncnn_plugin  # noqa: F401
 from attncnn_plugin.apis.model_options import setting
 from attncnn_plugin.engine.hooks.phases import TwoPhases, parts_in_phases
 from attncnn_plugin.models.networks import CMHSANetwork
+from attncnn_plugin.utils.config_paths import read_config
 
 
 def parse_args() -> argparse.Namespace:
@@ -38,7 +39,10 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    config = Config.fromfile(args.config)
+    try:
+        config = read_config(args.config)
+    except FileNotFoundError as error:
+        sys.exit(str(error))
     config.merge_from_dict(args.cfg_options or {})
     init_default_scope(config.get('default_scope', 'mmpretrain'))
     model = MODELS.build(config.model)
