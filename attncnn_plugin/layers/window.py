@@ -142,10 +142,10 @@ def shown(value: Any) -> str:
 
     Examples:
         >>> shown(torch.zeros(2, 3)), shown([1, 'a'])
-        ('a Tensor of shape (2, 3)', "[1, 'a']")
+        ('<Tensor of shape (2, 3)>', "[1, 'a']")
     """
     if getattr(value, 'ndim', 0):
-        return f'a {type(value).__name__} of shape {tuple(value.shape)}'
+        return f'<{type(value).__name__} of shape {tuple(value.shape)}>'
     if isinstance(value, (list, tuple)) and any(getattr(entry, 'ndim', 0) for entry in value):
         return f'[{", ".join(map(shown, value))}]'
     return repr(value)

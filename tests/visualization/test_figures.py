@@ -395,6 +395,6 @@ def test_centres_of_windows_are_means_over_queries():
     ],
 )
 def test_images_in_place_of_something_else(draw, arguments, name, wanted):
-    message = rf'^{name}=a (Tensor|ndarray) of shape \(2, 3, 32, 32\) of plot_{draw} must be of type {wanted}$'
+    message = rf'^{name}=<(Tensor|ndarray) of shape \(2, 3, 32, 32\)> of plot_{draw} must be of type {wanted}$'
     with pytest.raises(TypeError, match=message):
         getattr(visualization, f'plot_{draw}')(*arguments)
