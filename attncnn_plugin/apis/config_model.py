@@ -17,6 +17,7 @@ from mmpretrain.registry import DATASETS
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from ..utils.config_paths import read_config
 from ..utils.runner import HEAD_NUMBERS
 from ..utils.sampling import evenly_spread
 from .loaded_model import LoadedModel, rgb_picture
@@ -44,7 +45,7 @@ class ConfigModel(LoadedModel):
 
     def __init__(self, path: str, checkpoint: str, options: Optional[dict] = None) -> None:
         self.name = path
-        self.config = Config.fromfile(path)
+        self.config: Config = read_config(path)
         self.config.merge_from_dict(options or {})
         init_default_scope(self.config.get('default_scope', 'mmpretrain'))
         preprocessor = self.config.get('data_preprocessor')

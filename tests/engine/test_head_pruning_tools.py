@@ -144,7 +144,7 @@ def tool(folder, repository, *options, **kwargs):
 @pytest.mark.parametrize(
     'options, heads',
     [
-        ([], [[0, 2], [0, 1]]),
+        (['--criterion', 'uniform', 'stripe'], [[0, 2], [0, 1]]),
         (['--criterion', 'uniform'], [[0, 2], [0, 1, 2]]),
         (['--criterion', 'entropy', '--size', '8', '8'], [[0, 2], [0, 1, 2]]),
         (['--heads', '{1: [0, 2]}'], [[0, 1, 2], [1]]),

@@ -82,18 +82,19 @@ def test_loads_everywhere(whole, folder, repository, tmp_path):
 
 
 @pytest.mark.parametrize(
-    'options, heads',
+    'options, heads, kind',
     [
-        (['--criterion', 'importance', '--keep', '3'], 3),
-        (['--heads', '{"backbone.layers.1.attn": [0, 3]}'], 6),
-        (['--heads', '{0: [1]}'], 7),
+        (['--criterion', 'importance', '--keep', '3'], 3, 'of 4 heads least important\n'),
+        (['--criterion', 'uniform', 'importance', '--keep', '3'], 3, 'of 4 heads degenerate or least important\n'),
+        (['--heads', '{"backbone.layers.1.attn": [0, 3]}'], 6, ''),
+        (['--heads', '{0: [1]}'], 7, ''),
     ],
 )
-def test_without_a_training(options, heads, whole, folder, repository):
+def test_without_a_training(options, heads, kind, whole, folder, repository):
     tool = repository / 'tools/model_converters/prune_heads.py'
     start, pruned = whole / 'epoch_1.pth', folder / 'pruned.pth'
     log = run('python', tool, folder / 'batch8.py', start, pruned, *options, folder=folder)
-    assert 'parameters became' in log
+    assert 'parameters became' in log and kind in log and ('degenerate' in log) == ('degenerate' in kind)
     state = torch.load(pruned)['state_dict']
     assert sum(state[f'backbone.layers.{i}.attn.proj.weight'].shape[1] for i in range(2)) == 4 * heads
 
@@ -103,7 +104,7 @@ def test_without_a_training(options, heads, whole, folder, repository):
     [
         (['--criterion', 'importance'], 'nothing says how many heads go'),
         (['--criterion', 'entropy', '--keep', '3'], 'add it to --criterion'),
-        ([], "the criterion 'stripe' is for Gaussian heads"),
+        (['--criterion', 'stripe'], "the criterion 'stripe' is for Gaussian heads"),
         (['--heads', '{7: [1]}'], 'heads of 7 are to be removed, but there are 0'),
     ],
 )

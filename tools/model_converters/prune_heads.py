@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Removes heads from a checkpoint, those that are named, those that are degenerate, or those that matter least.
+"""Removes heads from a checkpoint, those that are named, those that are degenerate, or the least important.
 
 The model has attention of this package, or is a vision transformer of mmpretrain or timm:
 
@@ -58,9 +58,8 @@ def parse_args() -> argparse.Namespace:
     which.add_argument(
         '--criterion',
         nargs='+',
-        default=['uniform', 'stripe'],
         help='remove what any of these finds: uniform, stripe, entropy, duplicate, and importance, with one of '
-        '--threshold, --keep and --multiply-adds (default: uniform stripe)',
+        '--threshold, --keep and --multiply-adds',
     )
     parser.add_argument('--threshold', type=float, help='of importance: heads below it go')
     parser.add_argument('--keep', type=int, help='of importance: the number of heads of the model that stay')
@@ -89,6 +88,11 @@ def parse_args() -> argparse.Namespace:
     check_model_options(parser, args, args.config, args.weights)
     amount = {'--threshold': args.threshold, '--keep': args.keep, '--multiply-adds': args.multiply_adds}
     given = [option for option, value in amount.items() if value is not None]
+    if args.heads is None and args.criterion is None:
+        parser.error(
+            "nothing says which heads go: give --heads '{0: [1]}', --criterion uniform stripe, or "
+            '--criterion importance --keep NUMBER'
+        )
     if args.heads is not None and given:
         parser.error(f'{", ".join(given)}: so many heads go by importance, but --heads names those that go')
     if args.num_batches < 1:

@@ -57,7 +57,7 @@ class HeadPruningHook(Hook):
             Defaults to none.
         begin (int, optional): With ``interval``, the first of further such epochs. Defaults to None.
         interval (int, optional): Number of epochs from one to the next. Defaults to None.
-        criteria (Sequence[str | dict | Callable]): The criteria of degenerate heads, see
+        criteria (Sequence[str | dict | Callable]): The criteria that find heads, degenerate ones, see
             :func:`~attncnn_plugin.pruning.find_degenerate_heads`. Where attention depends on content, they are means
             over training images, see :func:`~attncnn_plugin.pruning.degenerate_heads_of_observed`. One of them can be
             ``dict(type='importance', …)`` with one of ``threshold``, ``keep`` (heads of all layers) and
@@ -65,7 +65,7 @@ class HeadPruningHook(Hook):
             which the loss depends least, see :func:`~attncnn_plugin.pruning.head_importance`. Defaults to C20's,
             ``('uniform', 'stripe')``, which are for Gaussian heads.
         layers (str): Glob of the names of the layers. Defaults to ``'*'``, all.
-        allow_empty (bool): Whether a layer of degenerate heads alone becomes its bias; otherwise it keeps the least
+        allow_empty (bool): Whether a layer all of whose heads are found becomes its bias; otherwise it keeps the least
             uniform one. Defaults to False.
         bias_correction (bool): Whether the mean output of a removed head, over some training batches, is added to the
             bias of its layer, and a duplicate's values to those of the head that it repeats. C20 does without, so that
@@ -73,9 +73,9 @@ class HeadPruningHook(Hook):
             convolutions before a batch norm, loses the mean output, and the log says so. Defaults to True.
         num_batches (int): Number of the training batches that heads are judged by, on each rank, without random
             augmentation of whole batches. Defaults to 8.
-        reset (bool): Whether degenerate heads are drawn anew instead of being removed: centre, width and values as of
-            a new layer, momentum at zero; the copy of an ``EMAHook`` has the same new heads. For attention over a grid
-            by positions alone, without ``lr_scale``, ``param_scheduler`` and ``allow_empty``. Defaults to False.
+        reset (bool): Whether the heads that are found are drawn anew instead of being removed: centre, width and values
+            as of a new layer, momentum at zero; the copy of an ``EMAHook`` has the same new heads. For attention over a
+            grid by positions alone, without ``lr_scale``, ``param_scheduler`` and ``allow_empty``. Defaults to False.
         lr_scale (float): Factor of the learning rate from the first pruning on; C20 has 0.1. Defaults to 1.
         param_scheduler (dict | list[dict], optional): Schedulers that replace those of the run at the first pruning:
             they begin with the rate that the run began with, times ``lr_scale``, and their ``begin`` and ``end`` are
@@ -162,7 +162,7 @@ class HeadPruningHook(Hook):
             model.register_forward_hook(self._add_penalty)
 
     def before_train_epoch(self, runner) -> None:
-        """Removes the degenerate heads, or draws them anew, at the epochs of pruning."""
+        """Removes the heads that the criteria find, or draws them anew, at the epochs of pruning."""
         info = runner.message_hub.runtime_info  # goes into checkpoints
         if not self._is_due(runner.epoch) or info.get('heads_judged_at_epoch') == runner.epoch:
             return  # done before the run was stopped in the middle of this epoch

@@ -15,6 +15,7 @@ from ...convert.timm_convolutions import plain_convolution, window_of
 from ...layers.mixed_classes import Mixin, mixed
 from ...layers.window import CONVOLUTIONS
 from ..networks.cmhsa import PHASES
+from .grid_backbone import refusing_inherited
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +93,7 @@ class ConvToAttention(Mixin):
 
 
 @MODELS.register_module('ConvToAttention')
+@refusing_inherited
 def conv_to_attention(
     backbone: dict,
     layers: Union[str, Sequence[str]],
