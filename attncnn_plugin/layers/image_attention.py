@@ -12,9 +12,10 @@ from .biased_attention import shared_heads
 from .encodings import QuadraticEncoding, WindowEncoding
 from .from_convolution import FromConvolution
 from .grouped_linear import GroupedLinear
-from .linear import check_plain_linear, has_hooks
+from .linear import check_plain_linear, has_hooks, is_exporting
 from .precision import Device, Dtype, at_least_float32
 from .prunable_heads import HeadParameters
+from .strides import RegularGradient, regular
 from .window import Window
 
 # Up to so many pairs of a query and a key one product of matrices is faster than one along each axis.
@@ -85,7 +86,9 @@ class ImageAttention(FromConvolution):
             )
         if input.ndim == ndim + 1:
             return self.forward(input[None])[0]
-        return self._outputs(input)
+        if input.requires_grad and not is_exporting() and not torch.jit.is_tracing():
+            input = RegularGradient.apply(input)
+        return regular(self._outputs(input))
 
     @property
     def padding_mode(self) -> str:
