@@ -190,7 +190,7 @@ class GridAttention(PrunableHeads):
         batch, height, width, dim = x.shape
         probs = self.attn_drop(probs).to(x.dtype)
         if self.value_proj is None:
-            tokens = x.permute(1, 2, 0, 3).reshape(height * width, batch * dim)
+            tokens = x.flatten(1, 2).transpose(0, 1).reshape(height * width, batch * dim)
             heads = torch.matmul(probs.flatten(0, 1), tokens)  # (h·q, b·d)
         else:
             values = self._values(x).permute(3, 1, 2, 0, 4)  # (h, k1, k2, b, d)

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .linear import is_exporting
+
 
 def regular(x: Tensor) -> Tensor:
-    """Returns images with the strides of a new tensor, channels last where they are, contiguous otherwise.
+    """Returns images with the strides of a new tensor, channels last where the input's are, contiguous otherwise.
 
     Nothing is copied unless the entries lie in another order or with gaps.
 
@@ -25,9 +27,14 @@ def regular(x: Tensor) -> Tensor:
     return x.flatten().view(x.shape).movedim(-1, 1)
 
 
-class RegularGradient(torch.autograd.Function):
-    """Returns images as they are; their gradient has the strides of :func:`regular`."""
+def with_regular_gradient(x: Tensor) -> Tensor:
+    """Returns images ``(B, C, *size)`` as they are, with a gradient that is :func:`regular` for a batch of one."""
+    if is_exporting() or torch.jit.is_tracing():  # without gradients, for batches of any size
+        return x
+    return _RegularGradient.apply(x) if len(x) == 1 and x.requires_grad and torch.is_grad_enabled() else x
 
+
+class _RegularGradient(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
