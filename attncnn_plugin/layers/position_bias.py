@@ -81,10 +81,10 @@ class WindowBias(nn.Module):
         rows, columns = (index.clamp(0, n - 1) for index, n in zip((rows, columns), window_size))
         keys = table[:, rows[:, None, :, None], columns[None, :, None, :]]  # (N_h, q1, q2, k1, k2)
         keys = keys.masked_fill(~(seen[0][:, None, :, None] & seen[1][None, :, None, :]), MASK_VALUE)
+        keys = keys.flatten(3).flatten(1, 2)
         if not self.null_key:
-            return keys.reshape(num_heads, height * width, -1)
-        null = self._null(table, first, height, width)
-        return torch.cat([keys.reshape(num_heads, height * width, -1), null.reshape(num_heads, -1, 1)], dim=-1)
+            return keys
+        return torch.cat([keys, self._null(table, first, height, width).flatten(1)[..., None]], dim=-1)
 
     @staticmethod
     def _null(table: Tensor, first: Tuple[int, int], height: int, width: int) -> Tensor:

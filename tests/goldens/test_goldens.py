@@ -27,6 +27,9 @@ class Now(Package):
             found = {name.replace(new, old): value for name, value in found.items()}
         return found
 
+    def init_as_convolution(self, model, **settings):
+        return self.a.init.init_as_convolution(model, overwrite=True, **settings)  # the parameters are drawn
+
 
 PACKAGE, GOLDENS = Now(), torch.load(io.BytesIO(gzip.decompress(DATA.read_bytes())))
 
