@@ -25,7 +25,7 @@ from mmpretrain.registry import TRANSFORMS
 from PIL import Image
 
 from attncnn_plugin.analysis import vit_attention
-from attncnn_plugin.init import random_images
+from attncnn_plugin.init.start import random_images
 from attncnn_plugin.layers import GeneralizedQuadraticAttention
 from attncnn_plugin.pruning import find_degenerate_heads
 
@@ -346,7 +346,7 @@ def test_vits_that_start_as_a_convolution(name):
     config = ModelHub.get(name).config
     model = MODELS_OF_MMPRETRAIN.build(config.model)
     model.init_weights()
-    probs, _ = vit_attention(model, random_images(model))
+    probs, _ = vit_attention(model, random_images(model.backbone))
     shifts = set()
     for of_layer in probs.values():
         middle = of_layer.mean(0).unflatten(-1, (8, 8)).unflatten(1, (8, 8))[:, 3, 3]  # (N_h, 8, 8)

@@ -52,9 +52,6 @@ def test_no_numbers_of_a_tensor(call, argument):
         lambda x: convert.conv_to_mhsa(CONV, position=x),
         lambda x: convert.expressible_shifts(model().blocks[0].attn, 3, size=(8, 8), queries=x),
         lambda x: init.init_as_convolution(vit(), method=x),
-        lambda x: init.init_as_convolution(vit(), embedding=x),
-        lambda x: init.init_as_convolution(vit(), values=x),
-        lambda x: init.init_as_convolution(vit(), shifts=x),
         lambda x: layers.AbsoluteEncoding(8, max_size=(4, 4), kind=x),
     ],
 )

@@ -6,16 +6,15 @@ key that are the same for all patches come from a constant in the tokens: keys o
 with biases class tokens would have them too, without a rotation.
 """
 
-from functools import partial
 from typing import Any, List, Tuple
 
 import torch
 from torch import Tensor
 
 from ..analysis.vision_transformer import num_prefix_tokens
-from .channels import PositionChannels
-from .parts import Attention
-from .shifts import Size, log_share_of_peak, squared_distances
+from .embeddings import PositionChannels
+from .relative_tables import gaussian_table, log_share_of_peak
+from .transformer_parts import Attention, grid_of
 
 # Scores below −FLOOR are not approached: with them the coefficients would be ten times as large.
 FLOOR = 100.0
@@ -24,58 +23,43 @@ RIDGE = 1e-5
 
 
 def start_rotary(
-    network: Any,
-    attentions: List[Attention],
-    chosen: List[Tuple[Attention, Tensor]],
-    alpha: float,
-    size: Size,
-    scale_values: bool,
-    generator: torch.Generator,
-) -> List[Any]:
-    """Puts a constant into the tokens now, and sets queries and keys of each layer when it gets them.
+    network: Any, attentions: List[Attention], alpha: float, images: Tensor, generator: torch.Generator
+) -> None:
+    """Puts a constant into the tokens, and sets queries and keys of each layer for the tokens that it gets.
 
-    Args, returns and errors: see :func:`~attncnn_plugin.init.absolute.start_absolute`.
+    Arguments and errors: see :func:`~attncnn_plugin.init.absolute.start_absolute`.
     """
+    size = grid_of(network)
+    patches = size[0] * size[1]
+    peak = log_share_of_peak(alpha, patches) if num_prefix_tokens(network) else 0.0
     channels = PositionChannels(network, attentions, 1, generator)
     channels.hold_constant()
-    peak = log_share_of_peak(alpha, size[0] * size[1]) if num_prefix_tokens(network) else 0.0
-    setters = []
-    for attention, shifts in chosen:
-        angles = rotation_angles(network, attentions.index(attention), attention, size)
-        queries, keys = constant_queries_and_keys(angles, shifts.to(angles), alpha, size, peak)
-        setters.append(partial(_set_heads, attention, queries, keys, channels, size[0] * size[1]))
-    handles = channels.keep_content(attentions, scale_values)
-    return handles + [
-        attention.module.register_forward_pre_hook(setter) for (attention, _), setter in zip(chosen, setters)
-    ]
+    for layer, (attention, tokens) in enumerate(channels.in_turn(images)):
+        # Channel i is rotated with channel i + d/2, or 2i with 2i + 1.
+        in_halves = bool(getattr(attention.module, 'rotate_half', False))
+        angles = rotation_angles(network, layer, in_halves, size)
+        pairs = constant_queries_and_keys(angles, attention.shifts.to(angles), alpha, size, peak)
+        factor = channels.read(tokens)[:, -patches:, 0].mean()  # the constant after LayerNorm, mean over patches
+        scale = attention.head_dim**0.25 / factor
+        heads = (torch.cat([x.real, x.imag], -1) if in_halves else torch.view_as_real(x).flatten(-2) for x in pairs)
+        attention.set_maps('qk', *(scale * x[..., None] * channels.directions[:, 0] for x in heads))
 
 
-def rotation_angles(network: Any, layer: int, attention: Attention, size: Size) -> Tensor:
-    """The angle by which each pair of channels is rotated at each patch, ``(N_h or 1, patches, d/2)``, float64."""
-    embedding = network.rope.get_embed(shape=size) if _takes_shape(network.rope) else network.rope.get_embed()
-    embedding = embedding.double()
+def rotation_angles(network: Any, layer: int, in_halves: bool, size: Tuple[int, int]) -> Tensor:
+    """Returns the angle by which each pair of channels is rotated at each patch, ``(N_h or 1, patches, d/2)``."""
+    takes_shape = getattr(network.rope, 'feat_shape', None) is None
+    embedding = network.rope.get_embed(**dict(shape=size) if takes_shape else {}).double()
     if embedding.ndim == 4:  # a layer has angles of its own
         embedding = embedding[layer]
-    if embedding.ndim == 2:
-        embedding = embedding[None]
-    sines, cosines = embedding.chunk(2, -1)
+    sines, cosines = embedding.reshape(-1, *embedding.shape[-2:]).chunk(2, -1)
     angles = torch.atan2(sines, cosines)
-    return angles[..., : angles.shape[-1] // 2] if _is_half(attention) else angles[..., ::2]
-
-
-def _takes_shape(rope: Any) -> bool:
-    return getattr(rope, 'feat_shape', None) is None
-
-
-def _is_half(attention: Attention) -> bool:
-    """Whether channel i is rotated with channel i + d/2, not 2i with 2i + 1."""
-    return bool(getattr(attention.module, 'rotate_half', False))
+    return angles[..., : angles.shape[-1] // 2] if in_halves else angles[..., ::2]
 
 
 def constant_queries_and_keys(
-    angles: Tensor, shifts: Tensor, alpha: float, size: Size, peak: float
+    angles: Tensor, shifts: Tensor, alpha: float, size: Tuple[int, int], peak: float
 ) -> Tuple[Tensor, Tensor]:
-    """A query and a key for each head whose scores, q·k after rotation, are nearest to peak − α‖δ − Δ‖².
+    """Computes a query and a key for each head whose scores, q·k after rotation, are nearest to peak − α‖δ − Δ‖².
 
     Least squares over the shifts of the grid, weighted by exp(−α‖δ − Δ‖²/2).
 
@@ -89,18 +73,14 @@ def constant_queries_and_keys(
     Returns:
         tuple[Tensor, Tensor]: Queries and keys as complex numbers, ``(N_h, d/2)``: a pair of channels is one.
     """
-    height, width = size
-    index = torch.arange(height * width, device=angles.device).reshape(size)
-    rows, columns = torch.meshgrid(
-        *(torch.arange(1 - n, n, device=angles.device) for n in size), indexing='ij'
-    )  # all shifts, each from a query to a key in the grid
-    query = index[(-rows).clamp(min=0), (-columns).clamp(min=0)].flatten()
-    key = index[rows.clamp(min=0), columns.clamp(min=0)].flatten()
+    # All shifts, each from a query to a key in the grid.
+    rows, columns = torch.cartesian_prod(*(torch.arange(1 - n, n, device=angles.device) for n in size)).T
+    query, key = (i.clamp(min=0) * size[1] + j.clamp(min=0) for i, j in ((-rows, -columns), (rows, columns)))
     turned = angles[:, key] - angles[:, query]  # (N_h or 1, shifts, d/2)
     waves = torch.cat([turned.cos(), turned.sin()], -1)
-    distances = alpha * squared_distances(shifts, size).flatten(1)
-    weights = torch.exp(-distances / 2).clamp(min=LEAST_WEIGHT).sqrt()[..., None]
-    wanted = (peak - distances.clamp(max=FLOOR))[..., None]
+    scores = gaussian_table(shifts, alpha, size).flatten(1)
+    weights = torch.exp(scores / 2).clamp(min=LEAST_WEIGHT).sqrt()[..., None]
+    wanted = (peak + scores.clamp(min=-FLOOR))[..., None]
     design = waves * weights
     ridge = RIDGE * torch.eye(waves.shape[-1], dtype=waves.dtype, device=waves.device)
     solution = torch.linalg.solve(design.mT @ design + ridge, design.mT @ (wanted * weights))[..., 0]
@@ -109,28 +89,3 @@ def constant_queries_and_keys(
     product = torch.complex(cosines, -sines)
     keys = product.abs().sqrt()
     return (product.conj() / keys.where(keys > 0, 1)), keys.to(product)
-
-
-def _set_heads(
-    attention: Attention,
-    queries: Tensor,
-    keys: Tensor,
-    channels: PositionChannels,
-    patches: int,
-    module: Any,
-    args: Tuple[Tensor, ...],
-) -> None:
-    """Queries and keys of a layer for the tokens that it gets, ``(B, N, D)``: all read the constant alone."""
-    factor = channels.read(args[0])[:, -patches:, 0].mean()  # the constant after LayerNorm, mean over patches
-    scale = attention.head_dim**0.25 / factor
-    attention.set_queries_and_keys(
-        *(
-            (scale * _as_channels(pairs, _is_half(attention))[..., None] * channels.directions[:, 0]).to(args[0])
-            for pairs in (queries, keys)
-        )
-    )
-
-
-def _as_channels(pairs: Tensor, half: bool) -> Tensor:
-    """Complex numbers ``(N_h, d/2)`` as the channels that are rotated together, ``(N_h, d)``."""
-    return torch.cat([pairs.real, pairs.imag], -1) if half else torch.view_as_real(pairs).flatten(-2)

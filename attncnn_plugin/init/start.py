@@ -1,52 +1,95 @@
 """A vision transformer that starts as a convolution."""
 
-from contextlib import contextmanager
-from fnmatch import fnmatchcase
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Union
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
-from ..analysis.vision_transformer import find_transformer, patch_grid
+from ..analysis.transformer_attention import visited_attention
+from ..analysis.vision_transformer import find_transformer
 from ..layers.evaluation_mode import evaluating
-from ..layers.window import shown
+from ..layers.shifts import at_grid_shifts
+from ..layers.window import per_axis, shown
 from .absolute import start_absolute
-from .embeddings import EMBEDDINGS, embedding_grid, set_sine_cosine_embedding
-from .images import random_images
-from .impulse import start_impulse
-from .measure import measure
-from .mimetic import set_mimetic_queries_and_keys
-from .parts import Attention, find_attention
-from .relative_tables import bias_of, start_relative, window_of
-from .report import ConvolutionalStart, HeadStart, LayerStart
+from .impulse_and_mimetic import start_impulse, start_mimetic
+from .relative_tables import bias_of, gaussian_table, start_relative, window_of
 from .rotary import start_rotary
-from .shifts import Size, draw_shifts, gaussian_scores
-from .values import Values, check_values, set_values, value_error
+from .transformer_parts import Attention, arguments_of, built_for, find_attention, grid_of, patch_convolutions
 
+Kernel = Union[int, Sequence[int]]
 METHODS = ('gaussian', 'impulse', 'mimetic')
 HARD = 1e3  # α of the attention that impulses are compared with
 
 
-class _Layer(NamedTuple):
-    attention: Attention
+@dataclass(frozen=True)
+class HeadStart:
+    """A head at the start.
+
+    Attributes:
+        shift (tuple[float, float] | None): Δ, (row, column) in patches; None where no shift is wanted.
+        total_variation (float | None): ½ Σ_k |P[q, k] − P*[q, k]| between the head's attention P and the wanted P*,
+            among patches, mean over images and queries; from 0 to 1. None where none is wanted.
+    """
+
+    shift: Optional[Tuple[float, float]] = None
+    total_variation: Optional[float] = None
+
+
+@dataclass(frozen=True)
+class LayerStart:
+    """A layer at the start.
+
+    Attributes:
+        name (str): Name of its attention in the model.
+        encoding (str): ``'absolute'``, ``'relative'`` or ``'rotary'``.
+        grid (tuple[int, int]): Height and width of the patches among which it attends: those of a window, or all.
+        heads (tuple[HeadStart, ...]): Its heads.
+        prefix_share (float): What patches give to class and register tokens, mean over images, heads and patches.
+    """
+
+    name: str
     encoding: str
-    bias: Any  # the module with its relative position bias, or None
-    grid: Size
-    shifts: Tensor  # (N_h, 2)
+    grid: Tuple[int, int]
+    heads: Tuple[HeadStart, ...]
+    prefix_share: float
+
+
+@dataclass(frozen=True)
+class ConvolutionalStart:
+    """What :func:`init_as_convolution` did; as a string, a table with a row for each head.
+
+    Attributes:
+        method (str): ``'gaussian'``, ``'impulse'`` or ``'mimetic'``.
+        alpha (float | None): α of Gaussian heads.
+        layers (tuple[LayerStart, ...]): The layers, in the order of the model.
+    """
+
+    method: str
+    alpha: Optional[float]
+    layers: Tuple[LayerStart, ...]
+
+    def __str__(self) -> str:
+        rows = [('layer', 'encoding', 'grid', 'head', 'shift', 'total variation', 'to other tokens')]
+        for layer in self.layers:
+            of_layer, share = (layer.name, layer.encoding, '×'.join(map(str, layer.grid))), f'{layer.prefix_share:.2g}'
+            for number, head in enumerate(layer.heads):
+                shift = 'none' if head.shift is None else '({:g}, {:g})'.format(*head.shift)
+                variation = 'none' if head.total_variation is None else f'{head.total_variation:.2g}'
+                rows.append((*of_layer, str(number), shift, variation, share))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        return '\n'.join('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 
 
 @torch.no_grad()
 def init_as_convolution(
     model: nn.Module,
-    kernel_size: Union[int, Sequence[int]] = 3,
+    kernel_size: Kernel = 3,
     method: str = 'gaussian',
     alpha: float = 2.0,
-    shifts: str = 'random',
-    layers: str = '*',
-    values: Optional[Values] = None,
-    embedding: str = 'sine-cosine',
     seed: int = 0,
-    images: Optional[Tensor] = None,
     overwrite: bool = False,
 ) -> ConvolutionalStart:
     """Sets the attention of a vision transformer, in place, so that each head looks at one shift of a kernel.
@@ -57,28 +100,19 @@ def init_as_convolution(
 
     Args:
         model (nn.Module): A vision transformer of timm or mmpretrain, or a model with one, just built: with embeddings
-            of absolute positions (ViT, DeiT), relative position biases (``vit_relpos_*``, BEiT, Swin) or rotary
-            embeddings (timm's EVA02, DINOv3 and their relatives).
+            of absolute positions (ViT, DeiT), tables of relative position biases (BEiT, Swin) or rotary embeddings
+            (timm's EVA02, DINOv3 and their relatives).
         kernel_size (int | tuple[int, int]): Of the kernel, in patches. Defaults to 3.
-        method (str): ``'gaussian'``, a head is P[q, k] = softmax_k(−α‖k − q − Δ‖²) (C20, eq. 9); ``'impulse'``, Zheng
-            et al. 2025, for embeddings of absolute positions; ``'mimetic'``, Trockman and Kolter 2023, without shifts.
-            Defaults to ``'gaussian'``.
+        method (str): ``'gaussian'``, a head is P[q, k] = softmax_k(−α‖k − q − Δ‖²) (C20, eq. 9), at a random position
+            of the kernel; ``'impulse'``, Zheng et al. 2025, for embeddings of absolute positions, whose heads have the
+            positions of the kernel in turn, the centre first, in every layer; ``'mimetic'``, Trockman and Kolter 2023,
+            without shifts. Defaults to ``'gaussian'``.
         alpha (float): α of Gaussian heads, in 1/patches². Defaults to 2: a head has 0.62 of its attention at Δ.
-        shifts (str): ``'random'``, or ``'in turn'``, all positions of the kernel one after the other. Defaults to
-            ``'random'``.
-        layers (str): Glob of the names of attention to be started. Defaults to ``'*'``.
-        values (str | nn.Conv2d | None): ``'default'``, those of the model; ``'identity'``; ``'mimetic'``; or a
-            convolution over the patches from D to D channels. None is ``'default'`` for Gaussian heads and
-            ``'mimetic'`` for the others, as in their papers. Defaults to None.
-        embedding (str): What a learned embedding of absolute positions holds beside the functions that Gaussian heads
-            need: ``'sine-cosine'``, or its ``'own'``. Defaults to ``'sine-cosine'``.
         seed (int): Of all that is random. Defaults to 0.
-        images (Tensor | None): ``(B, C, H, W)``, normalized as for the model and of the size that it was built for, on
-            which the start is calibrated and measured. Defaults to :func:`random_images`.
         overwrite (bool): Whether the attention of a trained model may be overwritten. Defaults to False.
 
     Returns:
-        ConvolutionalStart: The shift of each head, and how near its attention is to the wanted one.
+        ConvolutionalStart: The shift of each head, and how near its attention is to the wanted one on random images.
 
     Raises:
         ValueError: An argument is not one of these, the model is trained, or its attention cannot be started: the
@@ -93,193 +127,147 @@ def init_as_convolution(
         >>> max(head.total_variation for layer in report.layers for head in layer.heads) < 0.1
         True
     """
-    values = _checked(method, alpha, values, embedding)
-    _, network = find_transformer(model)
-    attentions = find_attention(model)
-    if not overwrite:
-        _check_new(network)
-    generator = torch.Generator().manual_seed(seed)
-    chosen = _choose(network, attentions, layers, kernel_size, shifts, generator)
-    others = [layer for layer in chosen if layer.encoding != 'absolute']
-    if method == 'impulse' and others:
-        raise ValueError(
-            f'method={method!r} needs an embedding of absolute positions, and {others[0].attention.name} has a '
-            f'{others[0].encoding} one: Gaussian heads with a large alpha are impulses there'
-        )
-    if method == 'gaussian':
-        _check_shared(network, attentions, chosen, layers)
-    images = random_images(model, seed=seed) if images is None else images
-    if any(layer.encoding != 'relative' for layer in chosen):
-        _check_size(network, images)
-    with _all_or_nothing(model):
-        return _start(network, attentions, chosen, method, alpha, values, embedding, images, generator)
-
-
-@contextmanager
-def _all_or_nothing(model: nn.Module) -> Iterator[None]:
-    """An error inside leaves the parameters and buffers of the model as they were."""
-    tensors = [*model.parameters(), *model.buffers()]
-    before = [tensor.detach().clone() for tensor in tensors]
-    try:
-        yield
-    except BaseException:
-        for tensor, own in zip(tensors, before):
-            tensor.data.copy_(own)
-        raise
-
-
-def _start(
-    network: Any,
-    attentions: List[Attention],
-    chosen: List[_Layer],
-    method: str,
-    alpha: float,
-    values: Values,
-    embedding: str,
-    images: Tensor,
-    generator: torch.Generator,
-) -> ConvolutionalStart:
-    """Sets the chosen layers, and measures them."""
-    wants_shifts = method != 'mimetic'
-    for layer in chosen:
-        set_values(layer.attention, values, layer.shifts if wants_shifts else None, generator)
-    if method == 'gaussian':
-        scale_values = values in ('default', 'mimetic')  # not those that are given
-        _start_gaussian(network, attentions, chosen, alpha, embedding, scale_values, images, generator)
-    elif method == 'impulse':
-        start_impulse(network, [(x.attention, x.shifts) for x in chosen], chosen[0].grid, generator)
-    else:
-        if embedding == 'sine-cosine' and any(layer.encoding == 'absolute' for layer in chosen):
-            set_sine_cosine_embedding(network)
-        for layer in chosen:
-            set_mimetic_queries_and_keys(layer.attention, generator)
-
-    width = HARD if method == 'impulse' else alpha
-    wanted = [gaussian_scores(layer.shifts, width, layer.grid) for layer in chosen]
-    found = measure(network, images, [(x.attention, x.grid, scores) for x, scores in zip(chosen, wanted)])
-    reports = []
-    for layer in chosen:
-        variations, share = found[layer.attention.name]
-        heads = [HeadStart()] * len(variations)
-        if wants_shifts:
-            heads = [HeadStart((d[0], d[1]), tv) for d, tv in zip(layer.shifts.tolist(), variations.tolist())]
-        error = value_error(layer.attention, values, layer.shifts)
-        reports.append(LayerStart(layer.attention.name, layer.encoding, layer.grid, tuple(heads), share, error))
-    return ConvolutionalStart(method, alpha if method == 'gaussian' else None, tuple(reports))
-
-
-def _checked(method: str, alpha: float, values: Optional[Values], embedding: str) -> Values:
-    """The values that are meant, once the arguments are known to be possible."""
     if method not in METHODS:
         raise ValueError(f'method={shown(method)} must be one of {METHODS}')
     if not 0 < alpha < float('inf'):
         raise ValueError(f'alpha={shown(alpha)} must be a number above 0')
-    if embedding not in EMBEDDINGS:
-        raise ValueError(f'embedding={shown(embedding)} must be one of {EMBEDDINGS}')
-    if values is None:
-        return 'default' if method == 'gaussian' else 'mimetic'
-    check_values(values)
-    return values
+    _, network = find_transformer(model)
+    attentions = find_attention(model)
+    if not overwrite:
+        _check_new(network)
+    encoding = _encoding(network, attentions)
+    if method == 'impulse' and encoding != 'absolute':
+        raise ValueError(
+            f"method='impulse' needs absolute positions, not {encoding} ones: use 'gaussian' with a large alpha"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    _set_shifts(network, attentions, kernel_size, method == 'impulse', generator)
+    images = random_images(network, seed)
+    before = {parameter: parameter.detach().clone() for parameter in model.parameters()}
+    try:
+        with evaluating(network):
+            if method == 'impulse':
+                start_impulse(network, attentions, generator)
+            elif method == 'mimetic':
+                start_mimetic(network, attentions, encoding == 'absolute', generator)
+            elif encoding == 'relative':
+                for attention in attentions:
+                    start_relative(network, attention, alpha)
+            else:
+                start = start_absolute if encoding == 'absolute' else start_rotary
+                start(network, attentions, alpha, images, generator)
+            layers = _report(network, attentions, encoding, HARD if method == 'impulse' else alpha, images)
+    except BaseException:  # leave the model as it was
+        for parameter, own in before.items():
+            parameter.data.copy_(own)
+        raise
+    if method == 'mimetic':
+        layers = [replace(layer, heads=(HeadStart(),) * len(layer.heads)) for layer in layers]
+    return ConvolutionalStart(method, alpha if method == 'gaussian' else None, tuple(layers))
 
 
 def _check_new(network: Any) -> None:
     """Refuses a trained network, told by its norms: all other weights may be drawn, those of new norms never are."""
     kind = type(network).__name__
-    norms = {name: norm for name, norm in network.named_modules() if 'norm' in type(norm).__name__.lower()}
-    parameters = {f'{name}.{own}': of for name, norm in norms.items() for own, of in norm.named_parameters('', False)}
+    norms = [(name, norm) for name, norm in network.named_modules() if 'norm' in type(norm).__name__.lower()]
+    parameters = {f'{name}.{own}': of for name, norm in norms for own, of in norm.named_parameters('', False)}
     drawn = [name for name, values in parameters.items() if (values != values.flatten()[0]).any()]
     if drawn or not parameters:
         looked_at = f'{drawn[0]} of {kind} holds different numbers' if drawn else f'no norm of {kind} has parameters'
         raise ValueError(
-            f'{looked_at}, so that model may be trained, and would lose what its attention has learned: '
-            'give a model before training, or overwrite=True'
+            f'{looked_at}, so that model may be trained, which a start would undo: give a new one, or overwrite=True'
         )
 
 
-def _choose(
-    network: Any,
-    attentions: List[Attention],
-    pattern: str,
-    kernel_size: Union[int, Sequence[int]],
-    shifts: str,
-    generator: torch.Generator,
-) -> List[_Layer]:
-    """The layers to be started, each with shifts; those that share their position bias have the same."""
-    chosen = [attention for attention in attentions if fnmatchcase(attention.name, pattern)]
-    if not chosen:
-        raise ValueError(f'layers={pattern!r} matches none of {", ".join(attention.name for attention in attentions)}')
-    drawn = draw_shifts([attention.num_heads for attention in chosen], kernel_size, shifts, generator)
-    of_bias: Dict[int, Tensor] = {}
-    layers = []
-    for attention, own in zip(chosen, drawn):
-        bias = bias_of(network, attention)
-        if bias is None:
-            layers.append(_Layer(attention, _encoding(network, attention), bias, embedding_grid(network), own))
-        else:
-            layers.append(_Layer(attention, 'relative', bias, window_of(bias), of_bias.setdefault(id(bias), own)))
-    return layers
-
-
-def _check_shared(network: Any, attentions: List[Attention], chosen: List[_Layer], pattern: str) -> None:
-    """Refuses a part of the layers that share their position bias."""
-    names = {layer.attention.name for layer in chosen}
-    biases = {id(layer.bias) for layer in chosen if layer.bias is not None}
-    left = [x.name for x in attentions if x.name not in names and id(bias_of(network, x)) in biases]
-    if left:
-        raise ValueError(
-            f'layers={pattern!r} leaves out {", ".join(left)}, which share their position bias with those that are to '
-            'be started: it can be set for all of them alone'
-        )
-
-
-def _check_size(network: Any, images: Tensor) -> None:
-    """Refuses images that have another grid than that for which positions are set."""
-    wanted, found = embedding_grid(network), patch_grid(network, images)
-    if found != wanted:
-        raise ValueError(
-            f'images of shape {tuple(images.shape)} have {found[0]}×{found[1]} patches, but the '
-            f'{type(network).__name__} was built for {wanted[0]}×{wanted[1]}: give images of that size, or build the '
-            'model with the img_size of these'
-        )
-
-
-def _encoding(network: Any, attention: Attention) -> str:
+def _encoding(network: Any, attentions: List[Attention]) -> str:
+    """How a network encodes positions: ``'relative'``, ``'rotary'`` or ``'absolute'``."""
+    if all(bias_of(network, attention) is not None for attention in attentions):
+        return 'relative'
     if getattr(network, 'rope', None) is not None:
         return 'rotary'
     if isinstance(getattr(network, 'pos_embed', None), nn.Parameter):
         return 'absolute'
     raise ValueError(
-        f'{attention.name} of a {type(network).__name__} has no position encoding that is known: a relative position '
-        'bias of the attention (relative_position_bias_table, rel_pos) or of all layers (shared_rel_pos, '
-        'rel_pos_bias), rotations (rope) and an embedding of absolute positions (pos_embed) were looked for'
+        f'a {type(network).__name__} has no position encoding that is known: neither relative_position_bias_table or '
+        'rel_pos of each layer, nor shared_rel_pos, rel_pos_bias, rope or a learned pos_embed of the network'
     )
 
 
-def _start_gaussian(
-    network: Any,
-    attentions: List[Attention],
-    layers: List[_Layer],
-    alpha: float,
-    embedding: str,
-    scale_values: bool,
-    images: Tensor,
-    generator: torch.Generator,
+def _set_shifts(
+    network: Any, attentions: List[Attention], kernel_size: Kernel, in_turn: bool, generator: torch.Generator
 ) -> None:
-    for layer in layers:
-        if layer.encoding == 'relative':
-            start_relative(layer.bias, layer.attention, layer.shifts, alpha)
-    # The others are of one kind, that of the network.
-    others = [layer for layer in layers if layer.encoding != 'relative']
-    if not others:
-        return
-    chosen, size = [(layer.attention, layer.shifts) for layer in others], others[0].grid
-    with evaluating(network):
-        if others[0].encoding == 'rotary':
-            handles = start_rotary(network, attentions, chosen, alpha, size, scale_values, generator)
-        else:
-            handles = start_absolute(network, attentions, chosen, alpha, size, embedding, scale_values, generator)
-        try:
-            network(images)
-        finally:
-            for handle in handles:
-                handle.remove()
+    """Gives each head a position of the kernel: at random, or in turn in each layer, the centre first."""
+    sizes = per_axis('kernel_size', kernel_size, 2)
+    # As those of a convolution with padding 'same'.
+    kernel = torch.cartesian_prod(*(torch.arange(n, dtype=torch.float64) - (n - 1) // 2 for n in sizes))
+    heads = [attention.num_heads for attention in attentions]
+    if in_turn:
+        # As released for 3×3: the centre, up, right, left, down, and the corners row by row. Larger kernels go on so.
+        order = sorted(kernel.tolist(), key=lambda d: (d[0] ** 2 + d[1] ** 2, d[0], d[1] if d[0] else -d[1]))
+        shifts = torch.cat([torch.tensor(order)[torch.arange(n) % len(order)] for n in heads])
+    else:
+        shifts = kernel[torch.randint(len(kernel), (sum(heads),), generator=generator)]
+    of_bias: Dict[int, Tensor] = {}
+    for attention, own in zip(attentions, shifts.split(heads)):
+        bias = bias_of(network, attention)  # layers that share it have the same shifts
+        attention.shifts = own if bias is None else of_bias.setdefault(id(bias), own)
+
+
+def random_images(network: Any, seed: int = 0) -> Tensor:
+    """Draws four images whose amplitude falls as 1/f, as that of photos does (Field 1987), of mean 0 and deviation 1.
+
+    Args:
+        network: A vision transformer; images have its size, channels, type and device.
+        seed (int): Of the noise. Defaults to 0.
+
+    Returns:
+        Tensor: ``(4, channels, height, width)``.
+    """
+    height, width = built_for(network, 'img_size', 'init_input_size')
+    weight = patch_convolutions(network)[0].weight
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(4, weight.shape[1], height, width, generator=generator, dtype=torch.float64)
+    rows, columns = torch.fft.fftfreq(height), torch.fft.fftfreq(width)
+    frequency = (rows[:, None] ** 2 + columns**2).sqrt().clamp(min=1 / max(height, width))
+    images = torch.fft.ifft2(torch.fft.fft2(noise) / frequency).real
+    return ((images - images.mean()) / images.std()).to(weight)
+
+
+def _report(network: Any, attentions: List[Attention], encoding: str, alpha: float, images: Tensor) -> List[LayerStart]:
+    """Compares the attention of the patches among patches with the wanted one, in one pass of the images.
+
+    Windows that hide keys from a query, shifted ones, hide them from the wanted attention too.
+
+    Raises:
+        ValueError: The probabilities of a layer are no softmax for each head.
+    """
+    layers: List[LayerStart] = []
+
+    def compare(attention: Attention, probs: Tensor) -> None:
+        sums = probs.double().sum(-1)
+        if probs.ndim != 4 or probs.shape[1] != attention.num_heads or (sums - 1).abs().max() > 1e-2:
+            raise ValueError(
+                f'the probabilities of {attention.name}, {shown(probs)}, are no softmax for {attention.num_heads} heads'
+            )
+        bias = bias_of(network, attention)
+        grid = grid_of(network) if bias is None else window_of(bias)
+        patches = grid[0] * grid[1]  # which come last
+        own = probs[:, :, -patches:, -patches:].double()
+        total = own.sum(-1, keepdim=True)
+        own = own / total.clamp(min=torch.finfo(own.dtype).tiny)
+        wanted = at_grid_shifts(gaussian_table(attention.shifts, alpha, grid), grid).to(own.device)[None]
+        mask = calls[attention.module][1].get('mask')
+        if mask is not None:
+            own = own.unflatten(0, (-1, len(mask)))  # (B, windows, N_h, patches, patches)
+            wanted = wanted.masked_fill(mask[:, None] < 0, -torch.inf)
+        variations = (own - wanted.softmax(-1)).abs().sum(-1).transpose(-2, 0).flatten(1).mean(1) / 2
+        share = max(0.0, float(1 - total.mean())) if probs.shape[-1] > patches else 0.0  # and no rounding error
+        heads = tuple(HeadStart((i, j), x) for (i, j), x in zip(attention.shifts.tolist(), variations.tolist()))
+        layers.append(LayerStart(attention.name, encoding, grid, heads, share))
+
+    with ExitStack() as stack:
+        calls = stack.enter_context(arguments_of([attention.module for attention in attentions]))
+        for attention in attentions:
+            stack.enter_context(visited_attention(attention.module, partial(compare, attention)))
+        network(images)
+    return layers

@@ -25,7 +25,7 @@ from attncnn_plugin.analysis import (
 )
 from attncnn_plugin.analysis.observed_attention import observed_attention
 from attncnn_plugin.analysis.transformer_attention import TokenPlaces, visit_vit_attention
-from attncnn_plugin.init.parts import Attention
+from attncnn_plugin.init.transformer_parts import Attention
 from attncnn_plugin.pruning import prunable_heads, prune_heads
 
 

@@ -8,9 +8,10 @@ from mmpretrain.registry import MODELS
 
 import attncnn_plugin  # noqa: F401
 from attncnn_plugin.analysis import vit_attention
-from attncnn_plugin.init import init_as_convolution, random_images
+from attncnn_plugin.init import init_as_convolution
 from attncnn_plugin.init.embeddings import sine_cosine_embedding
-from attncnn_plugin.init.parts import find_attention
+from attncnn_plugin.init.start import random_images
+from attncnn_plugin.init.transformer_parts import find_attention
 
 ARCH = dict(embed_dims=32, num_layers=2, num_heads=2, feedforward_channels=48)
 START = dict(type='ConvolutionalHeads', kernel_size=3)
@@ -74,7 +75,7 @@ def test_in_a_classifier():
         config = dict(type='ImageClassifier', backbone=dict(VIT, init_cfg=of_backbone), head=head, init_cfg=of_model)
         model = built(config)
         model.init_weights()
-        probs, _ = vit_attention(model, random_images(model))
+        probs, _ = vit_attention(model, random_images(model.backbone))
         report = init_as_convolution(built(VIT))
         for layer in report.layers:
             for number, of_head in enumerate(layer.heads):

@@ -5,11 +5,12 @@ import timm
 import torch
 
 SIZE = 32
+WITH_MLP = 'vit_relpos_small_patch16_224'  # which gives biases of relative positions, and cannot start as a convolution
 SMALL = dict(img_size=SIZE, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
 OF_TIMM = {
     'vit_tiny_patch16_224': SMALL,
     'deit_tiny_distilled_patch16_224': {**SMALL, 'qk_norm': True},
-    'vit_relpos_small_patch16_224': SMALL,  # biases by an MLP
+    WITH_MLP: SMALL,
     'vit_relpos_base_patch32_plus_rpn_256': {**SMALL, 'rel_pos_type': 'bias'},  # by a table
     'beit_base_patch16_224': SMALL,
     'swin_tiny_patch4_window7_224': dict(

@@ -7,13 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from attncnn_plugin.init import (
-    init_as_convolution,
-    random_images,
-    set_sine_cosine_embedding,
-    sine_cosine_embedding,
-)
-from attncnn_plugin.init.waves import frequencies, nearest_waves, number_of_waves, wave_matrix
+from attncnn_plugin.init import init_as_convolution, set_sine_cosine_embedding
+from attncnn_plugin.init.absolute import nearest_waves, score_matrices, wave_frequencies
+from attncnn_plugin.init.embeddings import sine_cosine_embedding
+from attncnn_plugin.init.start import random_images
 
 SIZES = st.tuples(st.integers(1, 6), st.integers(2, 6))
 TOKENS = [
@@ -34,7 +31,7 @@ def test_heads_are_gaussian(size, tokens, kernel_size, alpha, seed):
     probs = attention_of(model, random_images(model, seed=seed))
     assert len(report.layers) == len(probs) == 3 and report.alpha == alpha
     for layer, of_layer in zip(report.layers, probs):
-        assert (layer.encoding, layer.grid, layer.value_error) == ('absolute', size, None)
+        assert (layer.encoding, layer.grid) == ('absolute', size)
         for number, head in enumerate(layer.heads):
             wanted = gaussian(head.shift, alpha, size)
             found = total_variation(of_layer[:, number], wanted)
@@ -69,8 +66,8 @@ def test_content_changes_the_width_alone(size, tokens, alpha, seed):
     """Scores are LayerNorm's factors of query and key times a function of the shift, 0 at Δ and less elsewhere."""
     torch.manual_seed(seed)
     model, inputs, scores = small_vit(size=size, **tokens), [], []
-    images = random_images(model, number=2)
-    report = init_as_convolution(model, alpha=alpha, seed=seed, images=images)
+    images = random_images(model, seed=seed)
+    report = init_as_convolution(model, alpha=alpha, seed=seed)
     for block in model.blocks:
         block.norm1.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
         block.attn.qkv.register_forward_hook(
@@ -101,9 +98,11 @@ def test_content_changes_the_width_alone(size, tokens, alpha, seed):
 @given(st.integers(1, 40), st.integers(-3, 3), st.floats(0.3, 5))
 def test_waves_are_nearest_to_the_gaussian(length, shift, alpha):
     """No other coefficients have a smaller divergence, and the total variation is small."""
-    reach = max(1, length - 1 + abs(shift))
-    omega = frequencies(reach, number_of_waves(reach))
-    assert omega[-1] >= 2 * torch.pi / 8
+    shifts = torch.tensor([[shift, 0.0]]).double()
+    omega, of_columns = wave_frequencies((length, 1), shifts, room=99)
+    if length > 1:
+        reach = length - 1 + abs(shift)
+        assert omega[-1] >= 2 * torch.pi / 8 and torch.allclose(omega / omega[0] * torch.pi, omega * reach)
     a = nearest_waves(alpha, shift, length, omega)
     keys = torch.arange(length).double()
     distances = keys[None] - keys[:, None] - shift
@@ -119,13 +118,15 @@ def test_waves_are_nearest_to_the_gaussian(length, shift, alpha):
     variation = (scores.softmax(-1) - wanted).abs().sum(-1).mean() / 2
     assert variation < 0.05
     of_position = torch.stack([(keys[:, None] * omega).cos(), (keys[:, None] * omega).sin()], -1).flatten(1)
-    assert torch.allclose(of_position @ wave_matrix(a, omega, shift) @ of_position.T, scores, atol=1e-9)
+    of_position = nn.functional.pad(of_position, (1, 0), value=1.0)
+    (matrix,) = score_matrices(shifts, alpha, (length, 1), [omega, of_columns])
+    assert torch.allclose(of_position @ matrix @ of_position.T, scores - a.sum(), atol=1e-9)
 
 
 def test_queries_and_keys_are_small():
     """Smaller than those of the parabola, whose scores of far keys are hundreds: steps of Adam move them less."""
     alpha, length = 2.0, 14
-    omega = frequencies(length, number_of_waves(length))
+    omega, _ = wave_frequencies((length, 1), torch.tensor([[1.0, 0.0]]), room=99)
     assert nearest_waves(alpha, 1.0, length, omega).abs().sum() < 15 < alpha * length**2  # that of the farthest key
 
 
@@ -168,13 +169,11 @@ def test_the_embedding():
     assert torch.equal(model.pos_embed[0, 1:], waves) and torch.equal(model.pos_embed[0, :1], prefix)
 
 
-@pytest.mark.parametrize('embedding', ['sine-cosine', 'own'])
-def test_what_the_other_channels_hold(embedding):
-    """All but ten directions of the tokens' space are as they were, or sines and cosines."""
+def test_what_the_other_channels_hold():
+    """All but ten directions of the tokens' space are sines and cosines."""
     model = small_vit(size=(6, 6))  # two waves an axis, a constant, and one of the class token
-    own = model.pos_embed[0, 1:].detach().clone()
-    init_as_convolution(model, embedding=embedding)
-    change = model.pos_embed[0, 1:] - (own if embedding == 'own' else sine_cosine_embedding((6, 6), 32))
+    init_as_convolution(model)
+    change = model.pos_embed[0, 1:] - sine_cosine_embedding((6, 6), 32)
     assert torch.linalg.matrix_rank(change, rtol=1e-9) in (9, 10)
     patches = model.patch_embed.proj.weight.flatten(1)
     assert torch.linalg.matrix_rank(patches, rtol=1e-9) == 32 - 10
@@ -203,17 +202,6 @@ def test_content_is_read_as_without_the_position():
             own = normalized @ weight.double().T
             assert (own * wanted).sum() / wanted.square().sum() == pytest.approx(1, abs=0.05)
             assert nn.functional.cosine_similarity(own, wanted, dim=-1).min() > 0.9999
-
-
-def test_a_part_of_the_layers():
-    """Queries and keys of the others stay; values make up for the position in the tokens of all."""
-    model = small_vit()
-    before = [block.attn.qkv.weight.chunk(3)[0].clone() for block in model.blocks]
-    report = init_as_convolution(model, layers='blocks.[12].attn')
-    assert [layer.name for layer in report.layers] == ['blocks.1.attn', 'blocks.2.attn']
-    changed = [not torch.equal(block.attn.qkv.weight.chunk(3)[0], old) for block, old in zip(model.blocks, before)]
-    assert changed == [False, True, True]
-    assert max(head.total_variation for layer in report.layers for head in layer.heads) < 0.1
 
 
 def test_the_same_seed_is_the_same_start():

@@ -6,8 +6,9 @@ from helpers.starts import attention_of, gaussian, small_vit, total_variation
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncnn_plugin.init import init_as_convolution, random_images, rotary
+from attncnn_plugin.init import init_as_convolution, rotary
 from attncnn_plugin.init.rotary import constant_queries_and_keys, rotation_angles
+from attncnn_plugin.init.start import random_images
 
 SIZES = st.tuples(st.integers(3, 8), st.integers(3, 8))
 VITS = [

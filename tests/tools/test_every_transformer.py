@@ -6,7 +6,7 @@ import torch
 pytest.importorskip('matplotlib')
 from helpers.explorer_pages import page_of, unpack
 from helpers.starts import NAMES
-from helpers.vits import OF_MMPRETRAIN, OF_TIMM, new_vit, output_of, small_vit
+from helpers.vits import OF_MMPRETRAIN, OF_TIMM, WITH_MLP, new_vit, output_of, small_vit
 
 from attncnn_plugin.analysis import (
     grids_of,
@@ -28,6 +28,7 @@ from attncnn_plugin.visualization import (
 MODELS = [*OF_TIMM, *OF_MMPRETRAIN]
 FULL_SIZE = {
     **dict.fromkeys(NAMES, dict(img_size=224)),
+    WITH_MLP: dict(img_size=224, rel_pos_type='bias'),
     'VisionTransformer': dict(arch='deit-tiny'),
     'BEiTViT': dict(arch='base'),
     'SwinTransformer': dict(arch='tiny'),
@@ -37,7 +38,10 @@ FULL_SIZE = {
 @pytest.mark.parametrize('name', MODELS)
 def test_everything(name):
     changes = {'qk_norm': False} if name == 'deit_tiny_distilled_patch16_224' else {}  # which has no scale to set
-    check_everything(small_vit(name, **changes), torch.randn(2, 3, 32, 32))
+    model = small_vit(name, **changes)
+    if name != WITH_MLP:
+        init_as_convolution(model, overwrite=True)  # no norm is as it begins
+    check_everything(model, torch.randn(2, 3, 32, 32))
 
 
 @pytest.mark.slow
@@ -46,11 +50,11 @@ def test_full_size(name):
     """The models that people have, as they come, at 224 x 224 pixels."""
     model = new_vit(name, **FULL_SIZE[name])
     model.eval()  # some of mmpretrain's give None
+    init_as_convolution(model)
     check_everything(model, torch.randn(1, 3, 224, 224))
 
 
 def check_everything(model, images):
-    init_as_convolution(model, seed=0, overwrite=True)  # no norm is as it begins
     before = mean_attention_probs_of(model, images)
     model.train()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

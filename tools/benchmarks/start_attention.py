@@ -18,7 +18,6 @@ from attncnn_plugin.init import ConvolutionalStart, init_as_convolution
 MODELS = [
     'vit_tiny_patch16_224',
     'deit_tiny_patch16_224',
-    'vit_relpos_small_patch16_224',
     'beit_base_patch16_224',
     'swin_tiny_patch4_window7_224',
     'eva02_tiny_patch14_224',
