@@ -34,8 +34,7 @@ def window_of(bias: Any) -> Tuple[int, int]:
     """
     if getattr(bias, 'window_size', None) is None:
         raise ValueError(f'{type(bias).__name__} has a position bias, but no window_size that says for which grid')
-    height, width = bias.window_size
-    return int(height), int(width)
+    return int(bias.window_size[0]), int(bias.window_size[1])
 
 
 def start_relative(network: Any, attention: Attention, alpha: float) -> None:

@@ -155,7 +155,9 @@ def init_as_convolution(
                     start_relative(network, attention, alpha)
             else:
                 start = start_absolute if encoding == 'absolute' else start_rotary
-                start(network, attentions, alpha, images, generator)
+                # Autocast keeps the weights that it has cast, and would not see that they are set.
+                with torch.autocast(images.device.type, enabled=False):
+                    start(network, attentions, alpha, images, generator)
             layers = _report(network, attentions, encoding, HARD if method == 'impulse' else alpha, images)
     except BaseException:  # leave the model as it was
         for parameter, own in before.items():

@@ -130,7 +130,8 @@ def test_an_mlp_is_refused(name, rel_pos_type):
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     message = (
         r'the relative positions of blocks.0.attn are a RelPosMlp without a table of biases: a start needs such a '
-        r"table \(BEiT, Swin, vit_relpos_\* with rel_pos_type='bias'\), rotations, or an embedding of absolute positions"
+        r"table \(BEiT, Swin, vit_relpos_\* with rel_pos_type='bias'\), rotations, or an embedding of absolute "
+        'positions$'
     )
     with pytest.raises(ValueError, match=message):
         init_as_convolution(model)

@@ -121,6 +121,15 @@ def test_norms_that_say_nothing():
     init_as_convolution(model.double(), overwrite=True)
 
 
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'eva02_tiny_patch14_224'])
+def test_under_autocast(name):
+    """What is measured there, with weights that are cast when they are set, is near, too."""
+    model = small_vit(name, (6, 6), embed_dim=64, double=False)
+    with torch.autocast('cpu', torch.bfloat16):
+        report = init_as_convolution(model)
+    assert all(head.total_variation < 0.1 for layer in report.layers for head in layer.heads)
+
+
 def test_patches_of_a_cnn():
     """Of a hybrid model, whose images go through other convolutions first."""
     model = timm.create_model('vit_tiny_r_s16_p8_224', pretrained=False, img_size=64, depth=1)
