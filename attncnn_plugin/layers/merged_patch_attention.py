@@ -110,12 +110,8 @@ class MergedPatchAttention(PositionBiasedAttention):
                 return kind, len(table)
         return None
 
-    def can_take(self, structure: Structure) -> bool:
-        """Whether heads have two matrices: the layer multiplies those that it loads."""
-        return structure[0] == 'merged'
-
     def structure_to_load(self, loaded: Structure) -> Structure:
-        """Two matrices for as many heads as the state dict has."""
+        """Two matrices for as many heads as the state dict has: the layer multiplies four that it loads."""
         return 'merged', loaded[1]
 
     def take_structure(self, structure: Structure) -> None:

@@ -81,7 +81,7 @@ def test_mmpretrains_converter(repository, tmp_path):
     config.train_cfg.max_epochs = 1
     train(config)
     path, checkpoint, out = tmp_path / 'config.py', tmp_path / 'epoch_1.pth', tmp_path / 'deployed/model.pth'
-    config.custom_imports = dict(imports=['attncnn_plugin'], allow_failed_imports=False)
+    config.custom_imports = dict(imports=['attncnn_plugin.mm.safe_loading'], allow_failed_imports=False)
     config.dump(path)
     tool = os.path.join(os.path.dirname(mmpretrain.__file__), '.mim/tools/model_converters/reparameterize_model.py')
     run('python', tool, path, checkpoint, out, folder=tmp_path)

@@ -460,15 +460,25 @@ class CMHSANetwork(Restructurable, GridNetwork):
             return 'attn', True
         return ('attn', False) if f'{attn}.query.weight' in state_dict else None
 
-    def can_take(self, structure: Structure) -> bool:
-        """Whether a state dict is of attention: a network of the second phase does not go back to convolutions."""
-        return structure[0] == 'attn'
-
     def structure_to_load(self, loaded: Structure) -> Structure:
-        """The phase of the state dict if it is the second. Heads are merged if either has merged ones."""
-        if not self.can_take(loaded):
+        """The phase of the state dict if it is the second: no network goes back to convolutions.
+
+        Heads are merged if either has merged ones.
+        """
+        if loaded[0] == 'conv':
             return self.structure
         return 'attn', loaded[1] or (self.merge_heads if self.phase == 'conv' else self.merged)
+
+    def follow(self, state_dict: StateDict, prefix: str) -> bool:
+        """Takes the attention of a state dict; in the phase ``'conv'`` with the heads that are there.
+
+        An optimizer's state is of these.
+        """
+        loaded = self.structure_in(state_dict, prefix)
+        if self.phase == 'attn' or loaded is None or loaded[0] == 'conv':
+            return super().follow(state_dict, prefix)
+        self.take_structure(loaded)
+        return True
 
     def take_structure(self, structure: Structure) -> None:
         """Puts attention in the place of convolutions, or heads of another kind in the place of heads."""

@@ -194,9 +194,10 @@ class SelfAttentionBlock(Restructurable):
             return 'deployed'
         return 'training' if f'{prefix}attn.value.weight' in state_dict else None
 
-    def can_take(self, structure: BlockStructure) -> bool:
-        """Whether a block for inference can come of it: merged maps cannot be separated, convolutions not undone."""
-        return structure != 'training' and (structure != 'deployed' or not isinstance(self.attn, GridConvolution))
+    def structure_to_load(self, loaded: BlockStructure) -> BlockStructure:
+        """A block for inference stays one: merged maps cannot be separated, convolutions not undone."""
+        stays = loaded == 'training' or loaded == 'deployed' and isinstance(self.attn, GridConvolution)
+        return self.structure if stays else loaded
 
     def take_structure(self, structure: BlockStructure) -> None:
         """Turns the block to one for inference, with a convolution or with attention."""
