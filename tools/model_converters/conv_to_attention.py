@@ -18,7 +18,7 @@ from mmengine.config import DictAction
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import load_checkpoint, save_checkpoint
 
-import attncnn_plugin  # noqa: F401
+import attncnn_plugin.mm.safe_loading  # noqa: F401
 from attncnn_plugin.apis.model_options import setting
 from attncnn_plugin.engine.hooks.phases import TwoPhases, parts_in_phases
 from attncnn_plugin.models.networks import CMHSANetwork
