@@ -128,11 +128,11 @@ def before(step: Step) -> Step:
 def subnormal(quick: bool) -> Cells:
     """Subnormal probabilities.
 
-    Some processors take many times as long for a matrix product that meets subnormal numbers, others do not, so layers
-    set probabilities below 2⁻¹⁰⁰ to 0. Rows of models and layers: time without that over time with it. Networks that are
-    *trained* have the weights of the package, others are as they begin, all at 32x32 pixels, batch 8. Rows *over a 3x3
-    convolution*: time of a layer of quadratic attention (400 channels, 9 heads, one image) over that of a convolution
-    of 400 channels with the channels last, without it (*before*) and with it (*after*).
+    Some processors take many times as long for a matrix product that meets subnormal numbers, others do not. So layers
+    set probabilities below 2⁻¹⁰⁰ to 0. Rows of models and layers: time without that over time with it. Networks that
+    are *trained* have the weights of the package, others are as they begin, all at 32x32 pixels, batch 8. Rows *over a
+    3x3 convolution*: time of a layer of quadratic attention (400 channels, 9 heads, one image) over that of a
+    convolution of 400 channels with the channels last, without it (*before*) and with it (*after*).
     """
     models = {f'{name}, trained': timm.create_model(name, pretrained=True) for name in TRAINED}
     models.update((f'{name}, 2 blocks', c20_model(quick, name, 16)) for name in C20.values())
@@ -283,13 +283,7 @@ def machine(quick: bool) -> str:
 
 
 def section(name: str, cells: Dict[Tuple[str, str], str], where: str) -> str:
-    """Returns a group's heading, words and table.
-
-    Args:
-        name (str): Of the group; the words are the docstring of its function.
-        cells (dict): Texts by row and column.
-        where (str): See :func:`machine`.
-    """
+    """Returns a group's heading, words (the docstring of its function) and table, from texts by row and column."""
     title, _, words = inspect.getdoc(GROUPS[name]).partition('.\n\n')
     rows, columns = (list(dict.fromkeys(key[i] for key in cells)) for i in range(2))
     lines = [['', *columns], *([row, *(cells.get((row, column), '') for column in columns)] for row in rows)]
