@@ -24,7 +24,7 @@ An array is an object with its ``dtype``, its ``shape``, and its ``data``: row-m
 
 import base64
 import gzip
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Sequence
 
 import numpy as np
 import torch
@@ -44,8 +44,9 @@ Layer = Dict[str, Any]
 
 def own_layers(model: nn.Module, images: Tensor) -> List[Layer]:
     """Returns the data of this package's attention on images, of which one is run where no layer depends on content."""
-    layers, found = shown_layers(model), {}
+    layers = shown_layers(model)
     labels = layer_labels(layers)
+    found: Dict[str, Layer] = {}
     for name, layer in layers.items():
         if layer.window is not None and layer.window.ndim != 2:
             raise ValueError(
@@ -63,8 +64,7 @@ def own_layers(model: nn.Module, images: Tensor) -> List[Layer]:
         for part, probs in _own_probs(layer, x).items():
             if not probs.isfinite().all():
                 raise ValueError(f'the probabilities of {name} are not finite: the parameters of the model must be')
-            beside = _outside((1 - probs.sum(-1, keepdim=True)).clamp(min=0))
-            data['parts'].setdefault(part, []).append(_packed_part(probs, beside))
+            data['parts'].setdefault(part, []).append(_packed_part(probs, _outside(1 - probs.sum(-1))))
 
     some = images if any(layer.depends_on_content for layer in layers.values()) else images[:1]
     for image in some.split(1):
@@ -78,16 +78,18 @@ def observed_layers(model: nn.Module, images: Tensor) -> List[Layer]:
     labels, others = layer_labels(shown_layers(model)), prefix_names(find_transformer(model)[1])
 
     def visit(name: str, probs: Tensor, places: TokenPlaces) -> None:
-        probs, patches, keys = probs.float().cpu(), places.grid[0] * places.grid[1], None
-        if places.windows is None:
-            _check_pairs(name, images, places.grid, patches)
+        probs, patches, windows, keys = probs.float().cpu(), places.grid[0] * places.grid[1], places.windows, None
+        _check_pairs(name, images, places.grid, patches if windows is None else windows.shape[1])
+        if windows is None:
             probs, beside = probs[0, :, :, places.prefix :], probs[0, :, :, : places.prefix]
         else:
-            _check_pairs(name, images, places.grid, places.windows.shape[1])
-            keys, where = _keys_in_windows(places)
+            windows = windows.cpu()
+            where = windows.flatten().argsort(stable=True)[:patches]  # of each patch; padding has the largest number
+            keys = windows[where // windows.shape[1]]  # (H·W, M)
             probs = probs.transpose(0, 1).flatten(1, 2)[:, where]  # (N_h, H·W, M)
-            padding = (places.windows.cpu() == patches)[where // keys.shape[1]]
-            probs, beside = probs.masked_fill(padding, 0), _outside((probs * padding).sum(-1, keepdim=True))
+            probs, beside = probs.masked_fill(keys == patches, 0), _outside((probs * (keys == patches)).sum(-1))
+            if places.masked is not None:
+                keys = keys.masked_fill(places.masked.cpu().flatten(0, 1)[where], patches)
         axes = [range(n) for n in places.grid]
         data = found.setdefault(
             name, _layer(name, labels, probs.shape[0], places.grid, axes, others[: places.prefix], keys)
@@ -113,23 +115,13 @@ def _own_probs(layer: AttentionLayer, x: Tensor) -> Dict[str, Tensor]:
     if layer.num_heads == 0:
         return {}
     if not layer.depends_on_content:
-        return {'position': layer.position_probs(size).float().cpu()}
+        return {'position': layer.attention_probs(size).float().cpu()}
     parts = {
         'position': layer.position_scores(x),
         'content': layer.content_scores(x),
         'both': layer.attention_scores(x),
     }
     return {part: probs_of_scores(scores, size)[0].cpu() for part, scores in parts.items() if scores is not None}
-
-
-def _keys_in_windows(places: TokenPlaces) -> Tuple[Tensor, Tensor]:
-    """The keys that each patch sees, ``(H·W, M)``, and its number among the queries of all windows, ``(H·W,)``."""
-    windows, patches = places.windows.cpu(), places.grid[0] * places.grid[1]
-    where = windows.flatten().argsort(stable=True)[:patches]  # padding has the largest number
-    keys = windows[where // windows.shape[1]]
-    if places.masked is not None:
-        keys = keys.masked_fill(places.masked.cpu().flatten(0, 1)[where], patches)
-    return keys, where
 
 
 def _layer(
@@ -158,8 +150,8 @@ def _layer(
 
 
 def _outside(mass: Tensor) -> Tensor:
-    """What lies outside of the image, ``(N_h, N, 1)``, or ``(N_h, N, 0)`` where nothing does."""
-    return mass[..., : int((mass > ROUNDING).any())]
+    """What lies outside of the image, ``(N_h, N)``, as it is in ``beside``."""
+    return mass.clamp(min=0)[..., None][..., : int((mass > ROUNDING).any())]
 
 
 def _without_repetitions(layers: Iterable[Layer]) -> List[Layer]:

@@ -28,7 +28,7 @@ def explorer_page(
     """Returns a page that shows where every head attends to from a pixel that is chosen.
 
     Each probability is within 1/255 of the largest one of its query, which is exact. Each layer shows its query that is
-    nearest to the pixel; queries in the padding of an image, which even kernels have, cannot be chosen.
+    nearest to the pixel.
 
     Args:
         model (nn.Module): A model with attention of this package: by position, by content, of patches, or instead of
@@ -55,10 +55,10 @@ def explorer_page(
             f'images, pictures and names are {len(images)}, {len(pictures)} and {len(names)}: give as '
             'many of each, at least one'
         )
-    pictures = [packed(_rgb(picture)) for picture in pictures]
     layers = (observed_layers if is_other_vit(model) else own_layers)(model, images)
     grid = [max(sizes) for sizes in zip(*(layer['grid'] for layer in layers))]
-    data = json.dumps({'grid': grid, 'names': names, 'pictures': pictures, 'layers': layers}, separators=(',', ':'))
+    shown = [packed(_rgb(picture)) for picture in pictures]
+    data = json.dumps({'grid': grid, 'names': names, 'pictures': shown, 'layers': layers}, separators=(',', ':'))
     page = data.replace('<', '\\u003c').join(_shell(title).rsplit('{{data}}', 1))
     size = len(page.encode())
     if size > max_bytes:

@@ -80,7 +80,7 @@ def test_sums_and_centres_of_wide_heads():
     model = small_timm('sa_generalized_cifar').eval()
     probs = torch.full((3, 256, 256), 0.5 / 255)
     probs[:, :, 17] = 0.5
-    model.blocks[0].attn.attention_probs = model.blocks[0].attn.position_probs = lambda size: probs
+    model.blocks[0].attn.attention_probs = lambda size: probs
     found = probs_in(unpack(page_of(model, images_of(size=32)))['layers'][0], 'position')
     assert (found.sum(-1) - 1).abs().max() <= 0.03
     rows = torch.arange(256) // 16
