@@ -195,9 +195,6 @@ class ContentScores(SeparableScores):
             return self._product_probs(size)
         return softmax(self.encoding.scores(size)) if self.has_position_scores else None
 
-    def encoded(self, x: Tensor) -> Tensor:
-        return x if self.absolute is None else self.absolute(x)
-
     def attention_scores(self, x: Tensor) -> Tensor:
         """All scores of an input, ``(B, N_h, H*W, H*W)``, at least float32.
 
@@ -233,19 +230,6 @@ class ContentScores(SeparableScores):
         rows, columns = self._position_axis_scores(x)
         scores = rows[..., :, None] + columns[..., None, :]  # (…, q1, q2, k1, k2)
         return scores.expand(batch, *scores.shape[-5:]).reshape(batch, self.num_heads, height * width, height * width)
-
-    def query_shift_scores(self, tokens: Tensor, size: Sequence[int]) -> Optional[Tuple[Tensor, Tensor]]:
-        if 'qr' not in self.terms:
-            return None
-        query = at_least_float32(self.query(tokens)).unflatten(1, (self.num_heads, self.qk_dim)) / self.qk_dim**0.5
-        with full_precision(tokens.device.type):
-            row, column = self.tables(size, like=query)
-            of_rows, of_columns = query.chunk(2, dim=-1)
-            rows, columns = of_rows @ row.T, of_columns @ column.T
-        if 'vr' in self.terms:
-            row_bias, column_bias = self.tables.shift_scores(self.position_bias, size)
-            rows, columns = rows + row_bias, columns + column_bias
-        return rows, columns
 
     def _position_axis_scores(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """The terms of rows and of columns, ``(B, N_h, H, W, H)`` and ``(B, N_h, H, W, W)``.
@@ -310,7 +294,7 @@ class ContentScores(SeparableScores):
             tuple[Tensor, Tensor]: ``(B, N_h, H*W, E)``, and ``(B, N_h, H*W, E)`` or ``(B, 1, H*W, E)``.
         """
         batch, height, width, _ = x.shape
-        positioned = self.encoded(x)
+        positioned = x if self.absolute is None else self.absolute(x)
         shape = self.num_heads, self.qk_dim
         query: Any
         key: Any

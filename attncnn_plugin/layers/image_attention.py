@@ -267,19 +267,6 @@ class WindowImageAttention(PositionImageAttention):
     def head_parameters(self) -> HeadParameters:
         return {**super().head_parameters(), 'encoding.weight': (0, 1)}
 
-    @property
-    def reach(self) -> Tuple[int, ...]:
-        window = self.window
-        return tuple(d * (k - 1) - a for k, d, a in zip(window.kernel_size, window.dilation, window.anchor))
-
-    def table_scores(self) -> Tensor:
-        weight = at_least_float32(self.encoding.weight)
-        table = weight.new_full((self.num_heads, *(2 * n + 1 for n in self.reach)), -math.inf)
-        # Between the positions of a dilated kernel there is nothing.
-        places = (slice(n - a, None, d) for n, a, d in zip(self.reach, self.window.anchor, self.window.dilation))
-        table[(slice(None), *places)] = weight
-        return table
-
     def _outputs(self, x: Tensor) -> Tensor:
         # A head looks at its window alone, with the same probabilities everywhere.
         x = self.window.pad(x)

@@ -306,10 +306,6 @@ class TestUses:
         content = attention.content_scores(x).exp()
         assert torch.allclose(content, expected.attention_scores(x).exp(), atol=1e-6)
         assert torch.allclose(content.sum(-1), torch.ones(()))
-        tokens = torch.randn(3, x.shape[1])
-        query, key = (linear.weight.unflatten(0, (-1, 3)) @ tokens.T for linear in (attention.query, attention.key))
-        products = query.mT @ key / 3**0.5
-        assert torch.allclose(attention.product_scores(tokens), products, atol=1e-5)
 
 
 @pytest.mark.parametrize('null_key', [0, 1])
