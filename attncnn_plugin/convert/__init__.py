@@ -9,12 +9,17 @@ from .expressibility import Expressibility, Kernel, expressible_shifts, expressi
 from .gpsa import gpsa_to_attention
 from .head_count import min_heads
 from .head_widths import exact_head_dims
-from .model_report import LayerConversion, LayerRun, ModelConversionReport
-from .models import convs_to_attention
-from .models_to_convs import attention_to_convs
+from .models import attention_to_convs, convs_to_attention
 from .patches import PatchConvolutionAttention, conv_to_patch_mhsa
 from .pixels import conv_to_mhsa
-from .report import ConversionReport, GatedHead, GatedReport, PatchConversionReport
+from .report import (
+    ConversionReport,
+    GatedHead,
+    GatedReport,
+    LayerConversion,
+    ModelConversionReport,
+    PatchConversionReport,
+)
 from .succession import Succession
 from .to_conv import ConvFit, mhsa_to_conv
 from .values import ValueFit, fit_values
@@ -27,7 +32,6 @@ __all__ = [
     'GatedReport',
     'Kernel',
     'LayerConversion',
-    'LayerRun',
     'ModelConversionReport',
     'PatchConversionReport',
     'PatchConvolutionAttention',

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...convert import conv_to_mhsa, convs_to_attention
 from ...convert.model_layers import check_replaceable, find_convolutions
-from ...convert.model_report import ModelConversionReport
+from ...convert.report import ModelConversionReport
 from ...convert.timm_convolutions import plain_convolution, window_of
 from ...layers.mixed_classes import Mixin, mixed
 from ...layers.window import CONVOLUTIONS
