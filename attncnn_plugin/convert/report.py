@@ -1,7 +1,7 @@
 """How near attention comes to the convolution that it was made from: of a layer, and of the layers of a model.
 
 Attention over pixels is that of Cordonnier et al. 2020 (C20), Theorem 1, attention over patches that of Li et al. 2021
-(L21), Theorem 1. Gated attention is that of ConViT (d'Ascoli et al. 2021).
+(L21), Theorem 1.
 """
 
 from dataclasses import dataclass, field
@@ -97,39 +97,6 @@ class PatchConversionReport:
             f'{self.shifts[0]} to {self.shifts[-1]}; '
             f'{self.parameters_before:,} parameters became {self.parameters_after:,}'
         )
-
-
-@dataclass(frozen=True)
-class GatedHead:
-    """A head of gated attention.
-
-    Attributes:
-        position_share (float): σ(λ), the share of its probabilities that is by position.
-        center (tuple[float, float] | None): Δ, (row, column) in tokens; None for a head that is not Gaussian, α ≤ 0.
-        alpha (float): α of −α‖δ − Δ‖², in 1/tokens².
-    """
-
-    position_share: float
-    center: Optional[Tuple[float, float]]
-    alpha: float
-
-
-@dataclass(frozen=True)
-class GatedReport:
-    """What the heads of gated attention look at; as a string, a table.
-
-    Attributes:
-        heads (tuple[GatedHead, ...]): The heads.
-    """
-
-    heads: Tuple[GatedHead, ...]
-
-    def __str__(self) -> str:
-        lines = ['head  by position  alpha   centre']
-        for number, head in enumerate(self.heads):
-            center = 'not Gaussian' if head.center is None else f'({head.center[0]:.2f}, {head.center[1]:.2f})'
-            lines.append(f'{number:<4}  {head.position_share:<11.3f}  {head.alpha:<6.3g}  {center}')
-        return '\n'.join(lines)
 
 
 @dataclass(frozen=True)

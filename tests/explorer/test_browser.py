@@ -8,7 +8,6 @@ import torch
 from helpers.explorer_pages import (
     HYBRID_SIZE,
     content_model,
-    gated_model,
     hard_model,
     hybrid_model,
     images_of,
@@ -45,7 +44,6 @@ PAGES = dict(
     generalized=(lambda: small_timm('sa_generalized_cifar').eval(), TALL),
     hard=(hard_model, TALL),
     absolute=(lambda: content_model(position='absolute_learned'), TALL),
-    gated=(gated_model, TALL),
     separable=(lambda: content_model(terms=('uk', 'vr')), TALL),
     wide=(lambda: content_model(embed_dim=96), TALL),  # so wide that images do not share the matrices
 )

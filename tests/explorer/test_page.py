@@ -11,7 +11,6 @@ from helpers.convolutions import content_settings, convolutions, randomize
 from helpers.explorer_pages import (
     HYBRID_SIZE,
     content_model,
-    gated_model,
     hard_model,
     hybrid_model,
     images_of,
@@ -99,7 +98,6 @@ PATCHES = (patch_model, narrow_patch_model)
         hard_model,
         lambda: content_model(position='relative_quadratic'),
         lambda: content_model(position='relative_generalized'),
-        gated_model,
     ],
     ids=[
         'qk and qr',
@@ -111,7 +109,6 @@ PATCHES = (patch_model, narrow_patch_model)
         'absolute',
         'hard',
         *QUADRATIC,
-        'gated',
     ],
 )
 def test_content_within_the_error_that_is_said(make):
