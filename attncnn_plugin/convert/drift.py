@@ -1,4 +1,4 @@
-"""How far the outputs of a model move when attention takes the place of its convolutions; the model stays as it was."""
+"""How far the outputs of a model move when attention replaces its convolutions; the model stays as it was."""
 
 import contextlib
 import warnings
@@ -47,14 +47,14 @@ def _relative(squares: List[Tuple[float, float]]) -> float:
 def drifts(
     model: nn.Module, layers: Mapping[str, nn.Module], replacements: Mapping[str, nn.Module], inputs: Any
 ) -> Tuple[Dict[str, float], Optional[float]]:
-    """Runs a model in evaluation mode, first as it is, then with other layers in the place of some.
+    """Runs a model in evaluation mode, first as it is, then with some layers replaced.
 
     Training modes, buffers and random numbers are as before at the end, in an error too.
 
     Args:
         model (nn.Module): Any model.
         layers (Mapping[str, nn.Module]): Some of its layers by name.
-        replacements (Mapping[str, nn.Module]): What is to take the place of each.
+        replacements (Mapping[str, nn.Module]): What replaces each of them.
         inputs (Any): What the model is called with.
 
     Returns:
@@ -63,7 +63,7 @@ def drifts(
         other shapes than before.
 
     Raises:
-        ValueError: A layer is still called when another is in its place, or something of it is read that the other
+        ValueError: A layer is still called after it was replaced, or something of it is read that its replacement
             does not have.
     """
     squares: Dict[str, List[Tuple[float, float]]] = {}
@@ -97,13 +97,13 @@ def drifts(
 def _run_replaced(
     model: nn.Module, layers: Mapping[str, nn.Module], replacements: Mapping[str, nn.Module], inputs: Any
 ) -> Any:
-    """Returns the output of a model with other layers in the place of some, which are put back."""
+    """Returns the output of a model with some layers replaced, and puts them back."""
 
     def refuse(name: str) -> Any:
         def hook(module: nn.Module, inputs: Any) -> None:
             raise ValueError(
-                f'{name} is still called when there is attention in its place: the model holds it in another way than '
-                'as a submodule, in a plain list for instance, so it cannot be converted'
+                f'{name} is still called after attention has replaced it: the model holds it in another way than as a '
+                'submodule, in a plain list for instance, so it cannot be converted'
             )
 
         return hook
@@ -115,8 +115,8 @@ def _run_replaced(
     except AttributeError as error:
         names = [name for name, layer in replacements.items() if layer is getattr(error, 'obj', None)]
         raise ValueError(
-            f'the model reads what attention in the place of {names[0] if names else "a convolution"} does not have: '
-            f'{error}; leave that layer out'
+            f'the model reads what {names[0] if names else "a convolution"} has and attention does not: {error}; leave '
+            'that layer out'
         ) from error
     finally:
         replace_layers(model, layers)

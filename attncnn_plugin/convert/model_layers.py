@@ -17,7 +17,7 @@ HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backwa
 
 
 def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, Convolution]:
-    """The convolutions of a model, transposed ones included, that names, globs or a predicate choose.
+    """Returns the convolutions of a model, transposed ones included, that names, globs or a predicate choose.
 
     Args:
         model (nn.Module): Any model.
@@ -32,8 +32,7 @@ def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, Convolution
     """
     if isinstance(model, _ConvNd):
         raise TypeError(
-            f'model is itself a convolution, {type(model).__name__}, which nothing holds: conv_to_mhsa(model) returns '
-            'its attention'
+            f'model is a bare convolution, {type(model).__name__}: conv_to_mhsa(model) returns its attention'
         )
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     convolutions = [name for name, module in modules.items() if isinstance(module, _ConvNd)]
@@ -81,7 +80,7 @@ def _some(names: List[str]) -> str:
 
 
 def check_replaceable(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Whether layers of a model can be replaced, so that everything else stays as it is.
+    """Checks that layers of a model can be replaced, so that everything else stays as it is.
 
     Args:
         model (nn.Module): Any model.
@@ -148,5 +147,5 @@ def replace_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
 
 
 def number_of_parameters(module: nn.Module) -> int:
-    """The number of entries of all parameters of a module."""
+    """Returns the number of entries of all parameters of a module."""
     return sum(parameter.numel() for parameter in module.parameters())

@@ -126,15 +126,14 @@ def attention_to_convs(model: nn.Module, tolerance: float = 1e-6) -> ModelConver
         raise ValueError(f'tolerance={tolerance} must be at least 0')
     if isinstance(model, ImageAttention):
         raise TypeError(
-            f'model is itself attention, {type(model).__name__}, which nothing holds: mhsa_to_conv(model, kernel_size) '
-            'returns its convolution'
+            f'model is a bare attention layer, {type(model).__name__}: mhsa_to_conv(model, kernel_size) returns its '
+            'convolution'
         )
     modules = model.named_modules(remove_duplicate=False)
     layers = {name: module for name, module in modules if isinstance(module, ImageAttention)}
     if not layers:
         raise ValueError(
-            f'model is a {type(model).__name__} without attention in the place of convolutions: there is nothing to '
-            'convert'
+            f'model is a {type(model).__name__} without attention that was a convolution: there is nothing to convert'
         )
     check_replaceable(model, layers)
     convs, errors = _convert_each(layers, _back)

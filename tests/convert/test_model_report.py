@@ -120,8 +120,8 @@ class Reader(nn.Module):
 @pytest.mark.parametrize(
     'model, x, error, message',
     [
-        (Hidden(), torch.zeros(1, 3, 8, 8), ValueError, 'conv is still called when there is attention in its place'),
-        (Reader(), torch.zeros(1, 3, 8, 8), ValueError, "in the place of .*conv.* does not have: .*'weight'"),
+        (Hidden(), torch.zeros(1, 3, 8, 8), ValueError, 'conv is still called after attention has replaced it'),
+        (Reader(), torch.zeros(1, 3, 8, 8), ValueError, "reads what conv has and attention does not: .*'weight'"),
         (Reader(), torch.zeros(1, 2, 8, 8), RuntimeError, 'channels'),
     ],
 )
