@@ -2,6 +2,10 @@
 # dist_train.sh CONFIG GPUS [options of train.py]; NNODES, NODE_RANK, MASTER_ADDR and PORT as in mmpretrain's own.
 # Without PORT, a training on one machine takes any free port, so that two of them do not meet.
 set -e
+if [[ ! ${2:-} =~ ^([1-9][0-9]*|auto|cpu|gpu)$ ]]; then
+    echo "usage: dist_train.sh CONFIG GPUS [options of train.py], with GPUS processes on this machine" >&2
+    exit 2
+fi
 if [ "${NNODES:-1}" = 1 ] && [ -z "${PORT:-}" ]; then
     where=(--standalone --local_addr=127.0.0.1)
 else

@@ -24,6 +24,8 @@ from mmengine.config import Config, DictAction
 
 import attncnn_plugin  # noqa: F401
 from attncnn_plugin.analysis import read_scalars
+from attncnn_plugin.apis.model_options import setting
+from attncnn_plugin.utils.config_paths import read_config
 
 TOOLS = Path(__file__).parent
 METRIC = 'accuracy/top1'
@@ -39,7 +41,12 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument('--gpus', type=int, default=1, help='processes of a training (default: 1)')
     parser.add_argument(
-        '--cfg-options', nargs='+', action=DictAction, default={}, help='overrides settings of the config: k=v'
+        '--cfg-options',
+        nargs='+',
+        type=setting,
+        action=DictAction,
+        default={},
+        help='overrides settings of the config: k=v',
     )
     args, args.of_train = parser.parse_known_args()
     return args
@@ -111,7 +118,10 @@ def row(rates: Tuple[float, ...], work_dir: Path, epochs: int) -> List[str]:
 
 def main() -> None:
     args = parse_args()
-    config = Config.fromfile(args.config)
+    try:
+        config = read_config(args.config)
+    except FileNotFoundError as error:
+        sys.exit(str(error))
     config.merge_from_dict(args.cfg_options)
     epochs = config.train_cfg.max_epochs
     folder = Path(args.work_dir or f'work_dirs/{Path(args.config).stem}_learning_rates')

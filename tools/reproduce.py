@@ -25,6 +25,7 @@ import torch
 from mmengine.config import DictAction
 from mmengine.logging import MMLogger
 
+from attncnn_plugin.apis.model_options import setting
 from attncnn_plugin.utils.errors import one_line
 
 sys.path.insert(0, str(Path(__file__).parent))  # for those who import this file
@@ -89,7 +90,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--threads', type=positive, default=1, help='of each training (default: 1)')
     parser.add_argument('--list', action='store_true', help='train nothing')
     parser.add_argument('--smoke', action='store_true', help='few digits, two epochs, one seed')
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, default={}, help='settings of all configs: k=v')
+    parser.add_argument(
+        '--cfg-options', nargs='+', type=setting, action=DictAction, default={}, help='settings of all configs: k=v'
+    )
     args = parser.parse_args()
     args.data = args.data or ('digits' if args.smoke else 'cifar10')
     if args.smoke and args.data != 'digits':

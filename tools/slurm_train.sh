@@ -2,6 +2,10 @@
 # slurm_train.sh PARTITION JOB_NAME CONFIG WORK_DIR [options of train.py]; GPUS, GPUS_PER_NODE, CPUS_PER_TASK and
 # SRUN_ARGS as in mmpretrain's own.
 set -e
+if [[ $# -lt 4 || " ${*:1:4}" == *" -"* ]]; then
+    echo "usage: [GPUS=8] slurm_train.sh PARTITION JOB_NAME CONFIG WORK_DIR [options of train.py]" >&2
+    exit 2
+fi
 # shellcheck disable=SC2086  # SRUN_ARGS is a list of words
 exec srun -p "$1" \
     --job-name="$2" \

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..analysis.observed_attention import observed_attention
 from ..layers.evaluation_mode import evaluating
 from ..layers.prunable_heads import PrunableHeads
+from ..layers.window import shown
 from ..pruning import (
     DegeneracyReport,
     DegenerateHead,
@@ -38,7 +39,8 @@ class JudgedHeads:
     """What is known about the heads of a model.
 
     Attributes:
-        reports (dict[str, DegeneracyReport]): By the name of the layer, the heads that a criterion finds.
+        reports (dict[str, DegeneracyReport]): By the name of the layer, the heads that a criterion finds, and what they
+            are: degenerate, least important, or one of the two.
         means (dict[str, HeadMeans]): By the name of the layer, the mean outputs of its heads; empty without images.
         entropies (dict[str, Tensor]): Of the layers that depend on content, ``(N_h,)``.
     """
@@ -79,7 +81,9 @@ class HeadJudge:
         self.allow_empty = allow_empty
         self.total: Optional[float] = None
         if not criteria:
-            raise ValueError(f"criteria={criteria!r} must be a list of at least one criterion, such as ['uniform']")
+            raise ValueError(
+                f"criteria={shown(criteria)} must be a list of at least one criterion, such as ['uniform']"
+            )
         if len(self.of_importance) > 1:
             raise ValueError(f'criteria={list(criteria)!r} have {IMPORTANCE!r} {len(self.of_importance)} times')
 
@@ -237,6 +241,9 @@ class HeadJudge:
     ) -> None:
         normalize = self.of_importance[0].get('normalize', True)
         importance = {name: own.mean(normalize).cpu() for name, own in gradients.items()}
+        kind = 'degenerate or least important' if self.criteria else 'least important'
+        for name, report in reports.items():
+            reports[name] = replace(report, kind=kind)
         for name, own in importance.items():
             own[reports[name].heads] = -torch.inf  # those go first
         for name, heads in self._least_important(importance, costs).items():

@@ -9,20 +9,43 @@ from ..utils.frameworks import import_problem, require_mmpretrain
 from .loaded_model import LoadedModel
 
 
+def setting(text: str) -> str:
+    """A word of ``--model-kwargs`` or ``--cfg-options`` as it stands, for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: It is no ``key=value``, such as a file that stands after the option.
+    """
+    if '=' not in text:
+        raise argparse.ArgumentTypeError(
+            f'{text} is no key=value: name configs, checkpoints and images before this option, not after it'
+        )
+    return text
+
+
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options beside the config and its checkpoint, which are arguments of the tool itself."""
     if import_problem() is None:
         from mmengine.config import DictAction
 
         parser.add_argument(
-            '--cfg-options', nargs='+', default={}, action=DictAction, help='overrides settings of the config: k=v'
+            '--cfg-options',
+            nargs='+',
+            type=setting,
+            default={},
+            action=DictAction,
+            help='overrides settings of the config: k=v',
         )
     parser.add_argument('--timm', metavar='NAME', help='a model of timm in the place of config and checkpoint')
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument('--checkpoint', metavar='FILE', help='with --timm: its checkpoint')
     weights.add_argument('--pretrained', action='store_true', help="with --timm: timm's pretrained weights")
     parser.add_argument(
-        '--model-kwargs', nargs='+', default={}, action=ParseKwargs, help='with --timm: settings of the model: k=v'
+        '--model-kwargs',
+        nargs='+',
+        type=setting,
+        default={},
+        action=ParseKwargs,
+        help='with --timm: settings of the model: k=v',
     )
 
 

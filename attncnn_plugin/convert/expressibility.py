@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.attention_layer import AttentionLayer
-from ..layers.window import Window, per_axis
+from ..layers.window import Window, per_axis, shown
 from .position_only import check_position_only
 from .shift_operators import interior_queries, targets
 
@@ -195,7 +195,7 @@ def expressible_shifts_of_maps(
         True
     """
     if queries not in ('all', 'interior'):
-        raise ValueError(f"queries={queries!r} is unknown: choose 'all' or 'interior'")
+        raise ValueError(f"queries={shown(queries)} is unknown: choose 'all' or 'interior'")
     if not 0 < tolerance < 1:
         raise ValueError(f'tolerance={tolerance} must be between 0 and 1')
     height, width = per_axis('size', size, 2)

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
+from ..layers.window import shown
 from .kernels import Convolution
 
 Layers = Union[str, Iterable[str], Callable[[str, nn.Module], bool]]
@@ -53,8 +54,8 @@ def _patterns(layers: Any) -> List[str]:
         raise ValueError(f'layers={layers!r} names no layer: give at least one name or glob')
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(
-            f'layers={layers!r} must be names or globs such as "layer4.*.conv*", or a function of a name and a module '
-            'that says whether to convert it'
+            f'layers={shown(layers)} must be names or globs such as "layer4.*.conv*", or a function of a name and a '
+            'module that says whether to convert it'
         )
     return patterns
 

@@ -34,8 +34,8 @@ def convs_to_attention(
     """Turns convolutions of a model into attention that computes the same, in place.
 
     Either all chosen layers are converted, or, after an error, none is, and nothing has changed. All other parameters
-    stay the same objects. A state dict of the result carries its attention: a model of the CNN takes it when it loads
-    the state dict, and the result takes a state dict of the CNN by converting its kernels.
+    stay the same objects. A state dict of the result carries its attention: a model of the CNN takes it by
+    :func:`attncnn_plugin.follow_state_dict`, and the result takes a state dict of the CNN by converting its kernels.
 
     Args:
         model (nn.Module): Any model of timm, torchvision, mmpretrain or another library.

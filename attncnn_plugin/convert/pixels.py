@@ -8,6 +8,7 @@ import torch
 
 from ..layers.content_image_attention import POSITIONS
 from ..layers.image_attention import ImageAttention
+from ..layers.window import shown
 from .content_heads import content_heads
 from .kernels import Convolution
 from .position_heads import gaussian_heads, table_heads
@@ -110,7 +111,7 @@ def conv_to_mhsa(
     if num_heads is None:
         num_heads = positions
     if isinstance(num_heads, bool) or not isinstance(num_heads, Integral):
-        raise TypeError(f'num_heads is {num_heads!r}, but an integer from 1 to {positions} or None is expected')
+        raise TypeError(f'num_heads is {shown(num_heads)}, but an integer from 1 to {positions} or None is expected')
     if not 1 <= num_heads <= positions:
         raise ValueError(
             f'num_heads is {num_heads}, but a kernel with {positions} positions can have from 1 to {positions} heads'
@@ -125,7 +126,7 @@ def conv_to_mhsa(
     width = HARD_ALPHA if alpha is None else _checked_alpha(alpha)
     attention: ImageAttention
     if content not in CONTENTS:
-        raise ValueError(f'content={content!r} is unknown: choose one of {CONTENTS}')
+        raise ValueError(f'content={shown(content)} is unknown: choose one of {CONTENTS}')
     if content is not None:
         gated, hard = content == 'gated', alpha is None
         attention, report = content_heads(
@@ -146,7 +147,7 @@ def _checked_position(position: Optional[str], num_heads: int, positions: int) -
     if position is None:
         return 'gaussian' if num_heads == positions else 'table'
     if position not in POSITIONS:
-        raise ValueError(f'position={position!r} is unknown: choose one of {POSITIONS}')
+        raise ValueError(f'position={shown(position)} is unknown: choose one of {POSITIONS}')
     if position == 'gaussian' and num_heads < positions:
         raise ValueError(
             f"position='gaussian' has a head for each of {positions} kernel positions, but num_heads={num_heads}: use "
@@ -159,13 +160,13 @@ def _refuse_without_content(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(
-                f"{name}={value} is for attention by content: add content='additive' or 'gated', or leave it out"
+                f"{name}={shown(value)} is for attention by content: add content='additive' or 'gated', or leave it out"
             )
 
 
 def _checked_alpha(alpha: float) -> float:
     if isinstance(alpha, bool) or not isinstance(alpha, Real):
-        raise TypeError(f'alpha is {alpha!r}, but a number or None is expected')
+        raise TypeError(f'alpha is {shown(alpha)}, but a number or None is expected')
     least, largest = ALPHA_RANGE
     if not least <= alpha <= largest:
         raise ValueError(

@@ -18,7 +18,7 @@ class ConvolutionalHeads:
     """Attention that starts as a convolution, :func:`~attncnn_plugin.init.init_as_convolution`.
 
     It is for the ``init_cfg`` of a vision transformer, or of a classifier with one, and comes after all other
-    initializers, those of the layers inside too. A ``Pretrained`` one replaces what it sets.
+    initializers, those of the layers inside too.
 
     Args:
         **options: Those of ``init_as_convolution``.
@@ -43,7 +43,7 @@ class ConvolutionalHeads:
         """Starts the attention in a module.
 
         Raises:
-            ValueError: Other initializers follow, or see ``init_as_convolution``.
+            ValueError: Other initializers follow, or a ``Pretrained`` one is beside it; or see ``init_as_convolution``.
         """
         if hasattr(module, '_params_init_info'):  # in the middle of its init_weights
             _initialize_the_rest(module, type(self))
@@ -65,7 +65,8 @@ class SineCosineEmbedding:
         """Sets the position embedding of a module.
 
         Raises:
-            ValueError: Other initializers follow, or the module has no position embedding.
+            ValueError: Other initializers follow, or a ``Pretrained`` one is beside it; or the module has no position
+                embedding.
         """
         if hasattr(module, '_params_init_info'):
             _initialize_the_rest(module, type(self))
@@ -82,8 +83,13 @@ def _initialize_the_rest(module: BaseModule, last: type) -> None:
     So it is made one when all that is done. What is left to the ``init_weights`` that runs is a checkpoint.
     """
     configs = [module.init_cfg] if isinstance(module.init_cfg, dict) else module.init_cfg or []
-    types = [config['type'] for config in configs if config['type'] not in ('Pretrained', PretrainedInit)]
+    types = [config['type'] for config in configs]
     name = last.__name__
+    if 'Pretrained' in types or PretrainedInit in types:
+        raise ValueError(
+            f'init_cfg of {type(module).__name__} has Pretrained beside {name}, whose start would be lost, since '
+            'mmengine loads a checkpoint last: leave out one of the two'
+        )
     if types and types[-1] not in (name, last):
         raise ValueError(f'init_cfg of {type(module).__name__} has {types[-1]} after {name}: put that last')
     module.init_cfg = None

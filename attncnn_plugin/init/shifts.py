@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..layers.shifts import at_grid_shifts
+from ..layers.window import shown
 
 Size = Tuple[int, int]
 SHIFTS = ('random', 'in turn')
@@ -24,7 +25,7 @@ def kernel_shifts(kernel_size: Union[int, Sequence[int]]) -> Tensor:
     """
     sizes = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
     if len(sizes) != 2 or not all(isinstance(size, int) and size >= 1 for size in sizes):
-        raise ValueError(f'kernel_size={kernel_size!r} must be a whole number of at least 1, or a pair of them')
+        raise ValueError(f'kernel_size={shown(kernel_size)} must be a whole number of at least 1, or a pair of them')
     rows, columns = (torch.arange(size, dtype=torch.float64) - (size - 1) // 2 for size in sizes)
     return torch.cartesian_prod(rows, columns)
 
@@ -52,7 +53,7 @@ def draw_shifts(
     elif shifts == 'in turn':
         index = torch.arange(sum(num_heads)) % len(kernel)
     else:
-        raise ValueError(f'shifts={shifts!r} must be one of {SHIFTS}')
+        raise ValueError(f'shifts={shown(shifts)} must be one of {SHIFTS}')
     return list(kernel[index].split(list(num_heads)))
 
 

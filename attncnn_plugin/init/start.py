@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..analysis.vision_transformer import find_transformer, patch_grid
 from ..layers.evaluation_mode import evaluating
+from ..layers.window import shown
 from .absolute import start_absolute
 from .embeddings import EMBEDDINGS, embedding_grid, set_sine_cosine_embedding
 from .images import random_images
@@ -46,10 +47,13 @@ def init_as_convolution(
     embedding: str = 'sine-cosine',
     seed: int = 0,
     images: Optional[Tensor] = None,
+    overwrite: bool = False,
 ) -> ConvolutionalStart:
     """Sets the attention of a vision transformer, in place, so that each head looks at one shift of a kernel.
 
-    A checkpoint that is loaded afterwards replaces all of it.
+    It is for a model before training: a trained one would lose what it has learned. A model counts as trained where the
+    weights, or the biases, of a norm are not all the same number, as a new model's are. A start leaves them alone, so
+    a second one replaces the first. A checkpoint that is loaded afterwards replaces all of it.
 
     Args:
         model (nn.Module): A vision transformer of timm or mmpretrain, or a model with one, just built: with embeddings
@@ -71,13 +75,14 @@ def init_as_convolution(
         seed (int): Of all that is random. Defaults to 0.
         images (Tensor | None): ``(B, C, H, W)``, normalized as for the model and of the size that it was built for, on
             which the start is calibrated and measured. Defaults to :func:`random_images`.
+        overwrite (bool): Whether the attention of a trained model may be overwritten. Defaults to False.
 
     Returns:
         ConvolutionalStart: The shift of each head, and how near its attention is to the wanted one.
 
     Raises:
-        ValueError: An argument is not one of these, or the model's attention cannot be started: the message says what
-            was looked for, and the model stays as it was.
+        ValueError: An argument is not one of these, the model is trained, or its attention cannot be started: the
+            message says what was looked at, and the model stays as it was.
 
     Examples:
         >>> import timm
@@ -91,6 +96,8 @@ def init_as_convolution(
     values = _checked(method, alpha, values, embedding)
     _, network = find_transformer(model)
     attentions = find_attention(model)
+    if not overwrite:
+        _check_new(network)
     generator = torch.Generator().manual_seed(seed)
     chosen = _choose(network, attentions, layers, kernel_size, shifts, generator)
     others = [layer for layer in chosen if layer.encoding != 'absolute']
@@ -164,15 +171,29 @@ def _start(
 def _checked(method: str, alpha: float, values: Optional[Values], embedding: str) -> Values:
     """The values that are meant, once the arguments are known to be possible."""
     if method not in METHODS:
-        raise ValueError(f'method={method!r} must be one of {METHODS}')
+        raise ValueError(f'method={shown(method)} must be one of {METHODS}')
     if not 0 < alpha < float('inf'):
-        raise ValueError(f'alpha={alpha!r} must be a number above 0')
+        raise ValueError(f'alpha={shown(alpha)} must be a number above 0')
     if embedding not in EMBEDDINGS:
-        raise ValueError(f'embedding={embedding!r} must be one of {EMBEDDINGS}')
+        raise ValueError(f'embedding={shown(embedding)} must be one of {EMBEDDINGS}')
     if values is None:
         return 'default' if method == 'gaussian' else 'mimetic'
     check_values(values)
     return values
+
+
+def _check_new(network: Any) -> None:
+    """Refuses a trained network, told by its norms: all other weights may be drawn, those of new norms never are."""
+    kind = type(network).__name__
+    norms = {name: norm for name, norm in network.named_modules() if 'norm' in type(norm).__name__.lower()}
+    parameters = {f'{name}.{own}': of for name, norm in norms.items() for own, of in norm.named_parameters('', False)}
+    drawn = [name for name, values in parameters.items() if (values != values.flatten()[0]).any()]
+    if drawn or not parameters:
+        looked_at = f'{drawn[0]} of {kind} holds different numbers' if drawn else f'no norm of {kind} has parameters'
+        raise ValueError(
+            f'{looked_at}, so that model may be trained, and would lose what its attention has learned: '
+            'give a model before training, or overwrite=True'
+        )
 
 
 def _choose(

@@ -5,6 +5,7 @@ from typing import List, Optional, Union
 import torch
 from torch import Tensor, nn
 
+from ..layers.window import shown
 from .mimetic import mimetic_values
 from .parts import Attention
 
@@ -15,7 +16,7 @@ Values = Union[str, nn.Conv2d]
 def check_values(values: Values) -> None:
     """Raises a ValueError for anything else than one of ``VALUES`` or a convolution."""
     if not isinstance(values, nn.Conv2d) and values not in VALUES:
-        raise ValueError(f'values={values!r} must be one of {VALUES}, or a Conv2d over the patches')
+        raise ValueError(f'values={shown(values)} must be one of {VALUES}, or a Conv2d over the patches')
 
 
 def set_values(attention: Attention, values: Values, shifts: Optional[Tensor], generator: torch.Generator) -> None:

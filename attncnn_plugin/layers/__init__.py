@@ -15,7 +15,7 @@ from .patch_attention import PatchAttention
 from .position_bias import GridBias, WindowBias
 from .position_tables import AbsoluteEncoding, RelativeTables
 from .prunable_heads import PrunableHeads, Replacement
-from .structure import Restructurable, StructureError, follow_state_dict
+from .structure import Restructurable, StructureError
 from .transformer_heads import TransformerHeads, transformer_heads
 from .window import Window
 
@@ -46,6 +46,5 @@ __all__ = [
     'WindowBias',
     'WindowEncoding',
     'WindowImageAttention',
-    'follow_state_dict',
     'transformer_heads',
 ]

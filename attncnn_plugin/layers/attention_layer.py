@@ -191,7 +191,7 @@ def head_products(query: Tensor, key: Tensor, num_heads: int) -> Tensor:
         Tensor: ``(B, N_h, N, N)``, at least float32.
     """
     if num_heads == 0:
-        return at_least_float32(query).new_zeros(len(query), 0, query.shape[1], query.shape[1])
+        return at_least_float32(query).new_zeros(len(query), 0, query.shape[1], key.shape[1])
     with full_precision(query.device.type):
         query = at_least_float32(query).unflatten(2, (num_heads, -1)).transpose(1, 2)
         key = at_least_float32(key).unflatten(2, (-1, query.shape[-1])).transpose(1, 2)

@@ -137,9 +137,6 @@ class ContentImageAttention(ImageAttention):
 
     def _outputs(self, x: Tensor) -> Tensor:
         sizes = [self.window.num_queries(axis, n) for axis, n in enumerate(x.shape[2:])]
-        if self.num_heads == 0:
-            none = x.new_zeros(len(x), 0, math.prod(sizes), self.in_channels)
-            return self._joined(none).unflatten(-1, sizes)
         axes = self.tiles(x.shape[2:])
         return self._whole_image(x, sizes) if axes is None else self._neighbourhoods(x, axes)
 

@@ -16,6 +16,7 @@ from .linear import check_plain_linear
 from .precision import Device, Dtype, at_least_float32
 from .prunable_heads import HeadParameters
 from .softmax import softmax, without_subnormals
+from .strides import regular, with_regular_gradient
 from .window import Window
 
 # Up to so many pairs of a query and a key one product of matrices is faster than one along each axis.
@@ -86,7 +87,8 @@ class ImageAttention(FromConvolution):
             )
         if input.ndim == ndim + 1:
             return self.forward(input[None])[0]
-        return self._outputs(input)
+        input = with_regular_gradient(input)
+        return regular(self._outputs(input) if self.num_heads > 0 else self._without_heads(input))
 
     @property
     def padding_mode(self) -> str:
@@ -108,6 +110,12 @@ class ImageAttention(FromConvolution):
     def _outputs(self, x: Tensor) -> Tensor:
         """``(B, C, *size)`` to the convolution's output."""
         raise NotImplementedError
+
+    def _without_heads(self, x: Tensor) -> Tensor:
+        """The bias of the output at every query."""
+        sizes = [self.window.num_queries(axis, n) for axis, n in enumerate(x.shape[2:])]
+        none = x.flatten(1)[:, :0].reshape(len(x), 0, math.prod(sizes), self.in_channels)  # of x: its gradient is 0
+        return self._joined(none).unflatten(-1, sizes)
 
     def _joined(self, heads: Tensor) -> Tensor:
         """W^O W^V of the heads ``(…, N_h, Q, C)``, ``(…, out_channels, Q)``."""

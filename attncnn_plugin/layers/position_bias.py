@@ -81,10 +81,10 @@ class WindowBias(nn.Module):
         rows, columns = (index.clamp(0, n - 1) for index, n in zip((rows, columns), window_size))
         keys = table[:, rows[:, None, :, None], columns[None, :, None, :]]  # (N_h, q1, q2, k1, k2)
         keys = keys.masked_fill(~(seen[0][:, None, :, None] & seen[1][None, :, None, :]), MASK_VALUE)
+        keys = keys.flatten(3).flatten(1, 2)
         if not self.null_key:
-            return keys.reshape(num_heads, height * width, -1)
-        null = self._null(table, first, height, width)
-        return torch.cat([keys.reshape(num_heads, height * width, -1), null.reshape(num_heads, -1, 1)], dim=-1)
+            return keys
+        return torch.cat([keys, self._null(table, first, height, width).flatten(1)[..., None]], dim=-1)
 
     @staticmethod
     def _null(table: Tensor, first: Tuple[int, int], height: int, width: int) -> Tensor:
@@ -148,10 +148,6 @@ class GridBias(ResizableTables, WindowBias):
         if f'{prefix}table' not in state_dict:
             return None
         return f'{prefix}no_null_key' not in state_dict, self.shapes_in(state_dict, prefix)
-
-    def can_take(self, structure: Tuple[bool, Shapes]) -> bool:
-        """Whether the table has the size of the module's own, which keeps its size."""
-        return structure[1] == self.shapes
 
     def structure_to_load(self, loaded: Tuple[bool, Shapes]) -> Tuple[bool, Shapes]:
         """The null key of the state dict and the table's own size."""

@@ -10,6 +10,7 @@ from .precision import Device, Dtype, at_least_float32
 from .resizable_tables import ResizableTables, Shapes
 from .shifts import at_shifts, resize_shifts
 from .structure import StateDict, StructureError
+from .window import shown
 
 
 class RelativeTables(ResizableTables):
@@ -194,7 +195,7 @@ def sinusoid(length: int, dim: int, like: Tensor, first: int = 0) -> Tensor:
 def check_kind(kind: str, dim: int, name: str = 'dim') -> None:
     """Refuses an unknown kind of tables, and a length that sines and cosines of two axes cannot have."""
     if kind not in ('learned', 'sinusoidal'):
-        raise ValueError(f"kind={kind!r} of a position encoding is unknown: choose 'learned' or 'sinusoidal'")
+        raise ValueError(f"kind={shown(kind)} of a position encoding is unknown: choose 'learned' or 'sinusoidal'")
     if kind == 'sinusoidal' and dim % 4:
         raise ValueError(
             f'{name}={dim} must be a multiple of 4 for a sinusoidal position encoding, which has sines and cosines of '
@@ -205,7 +206,7 @@ def check_kind(kind: str, dim: int, name: str = 'dim') -> None:
 def check_max_size(max_size: Tuple[int, int]) -> None:
     """Refuses what is no size of a grid."""
     if not isinstance(max_size, (tuple, list)) or len(max_size) != 2 or min(max_size) < 1:
-        raise ValueError(f'max_size={max_size!r} must be the height and the width of a grid, at least 1 each')
+        raise ValueError(f'max_size={shown(max_size)} must be the height and the width of a grid, at least 1 each')
 
 
 def check_grid(size: Sequence[int], max_size: Sequence[int]) -> None:

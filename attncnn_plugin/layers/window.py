@@ -137,6 +137,20 @@ class SameWindow(Window):
         return total // 2, total - total // 2
 
 
+def shown(value: Any) -> str:
+    """An argument as an error shows it: of a tensor or an array, alone or in a list, its shape.
+
+    Examples:
+        >>> shown(torch.zeros(2, 3)), shown([1, 'a'])
+        ('<Tensor of shape (2, 3)>', "[1, 'a']")
+    """
+    if getattr(value, 'ndim', 0):
+        return f'<{type(value).__name__} of shape {tuple(value.shape)}>'
+    if isinstance(value, (list, tuple)) and any(getattr(entry, 'ndim', 0) for entry in value):
+        return f'[{", ".join(map(shown, value))}]'
+    return repr(value)
+
+
 def per_axis(name: str, value: Union[int, Sequence[int]], ndim: int) -> Tuple[int, ...]:
     """A number for each of ``ndim`` axes.
 
@@ -145,5 +159,5 @@ def per_axis(name: str, value: Union[int, Sequence[int]], ndim: int) -> Tuple[in
     """
     values: Tuple[Any, ...] = tuple(value) if isinstance(value, (tuple, list)) else (value,) * ndim
     if len(values) != ndim or not all(type(n) is int and n >= 1 for n in values):
-        raise ValueError(f'{name}={value!r} must be a positive integer, or one for each of {ndim} axes')
+        raise ValueError(f'{name}={shown(value)} must be a positive integer, or one for each of {ndim} axes')
     return values

@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..layers.transformer_heads import TransformerHeads
+from ..layers.window import shown
 from .heads import Heads, prunable_heads
 
 AMOUNTS = {
@@ -146,7 +147,7 @@ def check_amount(threshold: Optional[float], keep: Optional[int], multiply_adds:
     ((name, value),) = given.items()
     is_number = isinstance(value, int if name == 'keep' else (int, float)) and not isinstance(value, bool)
     if not is_number or not value >= 0 or name == 'multiply_adds' and not 0 < value <= 1:
-        raise ValueError(f'{name}={value!r} must be {AMOUNTS[name]}')
+        raise ValueError(f'{name}={shown(value)} must be {AMOUNTS[name]}')
 
 
 def _until(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..convert.position_only import check_position_only
 from ..layers.attention_layer import AttentionLayer, GaussianHeads
-from ..layers.window import per_axis
+from ..layers.window import per_axis, shown
 from .criteria import (
     check_finite_maps,
     condition_number_of_factor,
@@ -41,7 +41,7 @@ REASONS_OF_OBSERVED = {**REASONS, 'uniform': 'distance {0.value:.3g} < {0.thresh
 
 @dataclass(frozen=True)
 class DegenerateHead:
-    """A degenerate head and the criterion that found it.
+    """A head that can go, degenerate or one of the least important, and the criterion that found it.
 
     Attributes:
         head (int): Index of the head.
@@ -70,23 +70,25 @@ class DegenerateHead:
 
 @dataclass(frozen=True)
 class DegeneracyReport:
-    """The degenerate heads of a layer; as a string, a table.
+    """The heads of a layer that can go; as a string, a table.
 
     Attributes:
         num_heads (int): Number of heads N_h of the layer.
-        found (tuple[DegenerateHead, ...]): The degenerate heads by rising index, each once.
+        found (tuple[DegenerateHead, ...]): These heads by rising index, each once.
+        kind (str): What the table calls them. Defaults to ``'degenerate'``.
     """
 
     num_heads: int
     found: Tuple[DegenerateHead, ...]
+    kind: str = 'degenerate'
 
     @property
     def heads(self) -> List[int]:
-        """Indices of the degenerate heads, rising."""
+        """Indices of these heads, rising."""
         return [entry.head for entry in self.found]
 
     def __str__(self) -> str:
-        lines = [f'{len(self.found)} of {self.num_heads} heads degenerate']
+        lines = [f'{len(self.found)} of {self.num_heads} heads {self.kind}']
         if self.found:
             rows = [('head', 'criterion', 'why')] + [(str(e.head), e.criterion, e.reason) for e in self.found]
             width = max(len(name) for _, name, _ in rows)
@@ -263,7 +265,7 @@ def _measures(factor: Callable[[], Tensor], maps: Callable[[], Tensor]) -> Measu
 def _rules(criteria: Sequence[Criterion], thresholds: Dict[str, float]) -> List[Tuple[str, Union[float, Function]]]:
     """The name of each criterion, and its threshold or function."""
     if not isinstance(criteria, (list, tuple)) or not criteria:
-        raise ValueError(f"criteria={criteria!r} must be a list of at least one criterion, such as ['uniform']")
+        raise ValueError(f"criteria={shown(criteria)} must be a list of at least one criterion, such as ['uniform']")
     return [_rule(criterion, thresholds) for criterion in criteria]
 
 

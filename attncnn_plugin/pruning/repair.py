@@ -14,6 +14,7 @@ from torch import Tensor
 from ..layers.attention_layer import AttentionLayer
 from ..layers.encodings import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding
 from ..layers.grid_attention import GridAttention
+from ..layers.window import shown
 from .criteria import determinant, gaussian_factor
 
 
@@ -104,7 +105,7 @@ def reset_heads(layer: AttentionLayer, heads: Sequence[int], generator: Optional
         )
     heads = list(heads)
     if any(type(head) is not int or not 0 <= head < layer.num_heads for head in heads):
-        raise ValueError(f'heads={heads} must be heads from 0 to {layer.num_heads - 1}')
+        raise ValueError(f'heads={shown(heads)} must be heads from 0 to {layer.num_heads - 1}')
     seed = int(torch.randint(2**63 - 1, (), generator=generator))
     fresh, entries = copy.deepcopy(layer).cpu(), layer.head_entries(heads)
     with torch.random.fork_rng(devices=[]):

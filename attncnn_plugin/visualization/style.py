@@ -1,10 +1,11 @@
 """The common look of all figures, and the files they are written to."""
 
+import inspect
 import math
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Callable, Dict, Iterator, Sequence, Tuple, Union
+from typing import Callable, Dict, Iterator, Optional, Sequence, Tuple, Union
 
 import matplotlib
 import numpy as np
@@ -12,6 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+
+from ..layers.window import shown
 
 # Paul Tol's muted colours: told apart with every kind of colour blindness.
 COLORS = ('#332288', '#CC6677', '#117733', '#88CCEE', '#882255', '#DDCC77', '#44AA99', '#AA4499', '#999933')
@@ -52,10 +55,21 @@ def settings() -> Iterator[None]:
 
 
 def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
-    """A function whose figure has the common look, whatever the settings outside are."""
+    """A function whose figure has the common look, whatever the settings outside are.
+
+    It refuses tensors and arrays, such as images, as arguments that are none.
+    """
+    parameters = inspect.signature(draw).parameters
 
     @wraps(draw)
     def draw_styled(*args, **kwargs) -> Figure:
+        for name, value in {**dict(zip(parameters, args)), **kwargs}.items():
+            wanted = parameters[name].annotation if name in parameters else None
+            is_wanted = isinstance(value, np.ndarray) and wanted == Optional[np.ndarray]
+            if getattr(value, 'ndim', 0) > 1 and not is_wanted:
+                raise TypeError(
+                    f'{name}={shown(value)} of {draw.__name__} must be of type {inspect.formatannotation(wanted)}'
+                )
         with settings():
             return draw(*args, **kwargs)
 

@@ -87,6 +87,30 @@ def test_by_content(arguments):
     assert all(layer.query.weight.grad is not None for layer in attention)
 
 
+@pytest.mark.parametrize(
+    'name, layers',
+    [
+        ('mobilenetv3_small_050', 'blocks.4.*'),
+        pytest.param('mobilenetv2_050', '*', marks=pytest.mark.slow),
+        pytest.param('ghostnet_100', 'blocks.8.*', marks=pytest.mark.slow),
+        pytest.param('efficientnet_b0', 'blocks.6.*', marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize('content', [None, 'additive'])
+def test_gradients_of_one_image(name, layers, content):
+    """Those of the CNN, whose batch norms keep their statistics."""
+    model = trained_like_small(timm.create_model(name, num_classes=7)).double().eval()
+    converted = copy.deepcopy(model)
+    convs_to_attention(converted, layers, content=content)
+    x = torch.randn(1, 3, 64, 64, dtype=torch.float64)
+    for network in (model, converted):
+        network(x).square().sum().backward()
+    kept = {key: parameter for key, parameter in converted.named_parameters() if key in dict(model.named_parameters())}
+    assert len(kept) > 80
+    for key, parameter in kept.items():
+        assert relative_error(parameter.grad, model.get_parameter(key).grad) < 1e-8
+
+
 def trained_like_small(model):
     """With statistics of images, so that deep networks neither die out nor overflow."""
     trained_like(model)

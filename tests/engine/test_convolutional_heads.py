@@ -83,13 +83,25 @@ def test_in_a_classifier():
         assert model.head.layers.head.weight.std() < 0.03  # initialized, too
 
 
-def test_a_checkpoint_wins(tmp_path):
+def test_beside_a_checkpoint(tmp_path):
+    """mmengine would load it over the start. Of a part of the model it is loaded before, and is not overwritten."""
     trained = built(VIT)
-    trained.init_weights()
+    with torch.no_grad():
+        trained.layers[0].ln1.bias.normal_()
     torch.save(trained.state_dict(), tmp_path / 'trained.pth')
-    model = built(VIT, init_cfg=[START, dict(type='Pretrained', checkpoint=str(tmp_path / 'trained.pth'))])
+    pretrained = dict(type='Pretrained', checkpoint=str(tmp_path / 'trained.pth'))
+    for start in (START, dict(type='SineCosineEmbedding')):
+        for init_cfg in ([pretrained, start], [start, pretrained]):
+            with pytest.raises(ValueError, match=f'has Pretrained beside {start["type"]}, whose start'):
+                built(VIT, init_cfg=init_cfg).init_weights()
+    head = dict(type='VisionTransformerClsHead', num_classes=4, in_channels=32)
+    config = dict(type='ImageClassifier', backbone=dict(VIT, init_cfg=pretrained), head=head)
+    with pytest.raises(ValueError, match=r'layers\.0\.ln1\.bias of VisionTransformer holds different numbers'):
+        built(config, init_cfg=START).init_weights()
+    model = built(config, init_cfg=dict(START, overwrite=True))
     model.init_weights()
-    assert all(torch.equal(value, trained.state_dict()[key]) for key, value in model.state_dict().items())
+    assert torch.equal(model.backbone.layers[0].ln1.bias, trained.layers[0].ln1.bias)
+    assert not torch.equal(model.backbone.layers[0].attn.qkv.weight, trained.layers[0].attn.qkv.weight)
 
 
 def test_the_record(caplog):

@@ -31,7 +31,8 @@ ITERATIONS = 3  # of an epoch
 
 CONFIG = """
 _base_ = '{base}'
-custom_imports = dict(imports=['attncnn_plugin', 'test_hooks'], allow_failed_imports=False)
+custom_imports = dict(
+    imports=['attncnn_plugin', 'attncnn_plugin.mm.safe_loading', 'test_hooks'], allow_failed_imports=False)
 train_dataloader = dict(batch_size={batch_size}, dataset=dict(indices=24))
 val_dataloader = dict(dataset=dict(indices=8))
 train_cfg = dict(max_epochs=3)

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @st.composite
@@ -43,6 +44,12 @@ def convolutions(draw, ndims=(1, 2, 3)):
 
 def relative_error(actual, expected):
     return (actual - expected).norm() / expected.norm().clamp(min=1e-6)
+
+
+def is_regular(x):
+    """Whether a new tensor has the strides of ``x``, contiguous or with the channels last."""
+    formats = {torch.contiguous_format, CHANNELS_LAST.get(x.ndim, torch.contiguous_format)}
+    return x.stride() in [torch.empty(x.shape, memory_format=of).stride() for of in formats]
 
 
 def joined(layer, probs, x):

@@ -4,6 +4,7 @@ import pytest
 import timm
 import torch
 from helpers.starts import NAMES, small_vit
+from helpers.vits import OF_MMPRETRAIN, OF_TIMM, new_vit, output_of
 from torch import nn
 
 from attncnn_plugin.init import init_as_convolution, set_sine_cosine_embedding
@@ -67,6 +68,53 @@ def test_small_ones(name):
 def test_others_are_refused(name, settings, message):
     with pytest.raises(ValueError, match=message):
         init_as_convolution(timm.create_model(name, pretrained=False, **settings))
+
+
+@pytest.mark.parametrize('name', [*OF_TIMM, *OF_MMPRETRAIN])
+def test_a_trained_model_is_refused(name):
+    """After a single step, of whatever size; a new model is not, and neither is one that was started before."""
+    settings = {**OF_TIMM, **OF_MMPRETRAIN}[name]
+    model = new_vit(name, **{**settings, 'qk_norm': False} if 'qk_norm' in settings else settings)
+    if hasattr(model, 'init_cfg'):  # of mmpretrain: new without and with the weights that it draws
+        init_as_convolution(model)
+        model.init_weights()
+    init_as_convolution(model)
+    report = init_as_convolution(model, kernel_size=1)
+    assert {head.shift for layer in report.layers for head in layer.heads} == {(0, 0)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    output_of(model, torch.randn(2, 3, 32, 32)).square().sum().backward()
+    optimizer.step()
+    model.to(torch.bfloat16).float()  # as many checkpoints are saved
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    message = r'\w+\.(weight|bias) of \w+ holds different numbers, so that model may be trained, .* overwrite=True$'
+    with pytest.raises(ValueError, match=message):
+        init_as_convolution(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    init_as_convolution(model, overwrite=True)
+    assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    'settings',
+    [
+        *(dict(weight_init=scheme, num_classes=10) for scheme in ('jax', 'jax_nlhb', 'moco', 'reset')),
+        dict(init_values=1e-5, reg_tokens=4, pre_norm=True),
+        dict(norm_layer='rmsnorm', class_token=False, global_pool='avg', fc_norm=True, num_classes=0),
+    ],
+    ids=str,
+)
+def test_new_models_of_all_kinds(settings):
+    init_as_convolution(timm.create_model('vit_tiny_patch16_224', img_size=32, patch_size=8, depth=1, **settings))
+
+
+def test_norms_that_say_nothing():
+    model = small_vit()
+    for block in model.blocks:
+        block.norm1, block.norm2 = (nn.LayerNorm(32, elementwise_affine=False) for _ in range(2))
+    model.norm = nn.Identity()
+    with pytest.raises(ValueError, match='no norm of VisionTransformer has parameters, so that model may be trained'):
+        init_as_convolution(model)
+    init_as_convolution(model.double(), overwrite=True)
 
 
 def test_patches_of_a_cnn():

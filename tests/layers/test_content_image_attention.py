@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from attncnn_plugin import follow_state_dict
 from attncnn_plugin.convert import conv_to_mhsa
-from attncnn_plugin.layers import follow_state_dict
 from attncnn_plugin.layers.biased_attention import shared_heads
 from attncnn_plugin.layers.neighbourhoods import AxisTiles
 

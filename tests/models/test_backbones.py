@@ -7,6 +7,7 @@ import mmpretrain
 import pytest
 import torch
 from helpers.small import SMALL_ARCH, small_timm
+from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 from mmpretrain.models import build_classifier
 from mmpretrain.registry import MODELS
@@ -49,6 +50,24 @@ def test_backbone_of_timm():
     assert last.shape == (2, 16, 16, 16) and not torch.allclose(gap((last,))[0], expected, atol=1e-3)
     assert torch.allclose(last.mean((1, 2)), expected, atol=1e-6)
     assert torch.allclose(gap(channels_first(x))[0], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize('kind', ['SAQuadratic', 'SAGeneralized', 'SALearned', 'CMHSA', 'ConvToAttention'])
+def test_settings_of_another_backbone(kind, repository, tmp_path):
+    """Of a config that inherits a ResNet, without and with ``_delete_``."""
+    own = ", backbone=dict(type='ResNet', depth=18), layers='layer4.*.conv2'" if kind == 'ConvToAttention' else ''
+    for delete in ('', ', _delete_=True'):
+        (tmp_path / 'own.py').write_text(
+            f"_base_ = '{repository}/configs/resnet18_cifar10.py'\n"
+            f"model = dict(backbone=dict(type='{kind}'{own}{delete}))\n"
+        )
+        config = Config.fromfile(tmp_path / 'own.py').model.backbone
+        if delete:
+            assert MODELS.build(config)(torch.rand(2, 3, 32, 32))
+            return
+        message = r'\w+ has no argument depth, .*style: write _delete_=True in backbone if these come from the config'
+        with pytest.raises(TypeError, match=message):
+            MODELS.build(config)
 
 
 def test_only_the_wanted_blocks_run():

@@ -50,7 +50,7 @@ def test_full_size(name):
 
 
 def check_everything(model, images):
-    init_as_convolution(model, seed=0)
+    init_as_convolution(model, seed=0, overwrite=True)  # no norm is as it begins
     before = mean_attention_probs_of(model, images)
     model.train()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

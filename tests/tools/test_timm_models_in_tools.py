@@ -13,7 +13,7 @@ from PIL import Image
 
 pytest.importorskip('matplotlib')
 
-from attncnn_plugin import visualization
+from attncnn_plugin import follow_state_dict, visualization
 from attncnn_plugin.analysis import vit_attention
 from attncnn_plugin.apis import TimmModel
 from attncnn_plugin.pruning import head_importance, prunable_heads
@@ -173,10 +173,12 @@ def test_reports_that_cannot_be_drawn(reports, message):
     ],
 )
 def test_pruning(options, left, tool, folder, monkeypatch, capsys):
-    """The pruned checkpoint loads in timm as it is."""
+    """timm's model takes the pruned checkpoint when it is told to."""
     tool('model_converters/prune_heads.py', 'pruned.pth', *options, *MODEL)
     assert 'Saved pruned.pth' in capsys.readouterr().out
-    model = timm.create_model('vit_tiny_patch16_224', **SMALL, checkpoint_path='pruned.pth')
+    model, state = timm.create_model('vit_tiny_patch16_224', **SMALL), timm.models.load_state_dict('pruned.pth')
+    follow_state_dict(model, state)
+    model.load_state_dict(state)
     numbers = [layer.num_heads for layer in prunable_heads(model).values()]
     if left is None:
         loaded = loaded_model()
@@ -196,7 +198,16 @@ def test_pruning(options, left, tool, folder, monkeypatch, capsys):
         ('model_converters/prune_heads.py', ['x.pth', '--criterion', 'entropy'], 'give --images FOLDER, or --heads'),
         ('model_converters/prune_heads.py', ['a.py', 'b.pth', 'x.pth'], 'must be OUT alone'),
         ('model_converters/prune_heads.py', ['x.pth', '--heads', '{0: [1]}', '--keep', '3'], '--keep: so many heads'),
-        ('model_converters/prune_heads.py', ['x.pth', '--num-batches', '0'], '--num-batches=0 must be at least 1'),
+        (
+            'model_converters/prune_heads.py',
+            ['x.pth'],
+            "nothing says which heads go: give --heads '{0: [1]}', --criterion",
+        ),
+        (
+            'model_converters/prune_heads.py',
+            ['x.pth', '--num-batches', '0', '--heads', '{}'],
+            '--num-batches=0 must be at least 1',
+        ),
         ('visualization/plot_attention.py', ['--figure', 'centers', '--out', 'a.png'], 'give images of your own'),
         ('visualization/plot_attention.py', ['--figure', 'centers', '--out', 'a.png', '--pretrained'], 'not allowed'),
         ('visualization/plot_attention.py', ['--figure', 'distance', '--out', 'a.png'], 'give --reports JSON'),
@@ -206,6 +217,29 @@ def test_mistakes(path, options, message, tool, capsys):
     with pytest.raises(SystemExit) as stop:
         tool(path, *options, *MODEL)
     assert message in (str(stop.value) if stop.value.code != 2 else capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    'path, options',
+    [
+        ('visualization/attention_explorer.py', []),
+        ('visualization/plot_attention.py', ['--figure', 'content', '--out', 'a.png']),
+        ('analysis_tools/analyze_heads.py', []),
+        ('model_converters/prune_heads.py', []),
+        ('model_converters/conv_to_attention.py', []),
+        ('learning_rates.py', ['c.py', '--lr', '1']),
+        ('reproduce.py', ['C20-1']),
+    ],
+)
+def test_a_file_after_settings(path, options, tool, capsys):
+    of_timm = path.split('/')[0] in ('visualization', 'analysis_tools') or 'prune' in path
+    for option in ('--model-kwargs', '--cfg-options') if of_timm else ('--cfg-options',):
+        with pytest.raises(SystemExit) as stop:
+            tool(path, *options, option, 'a=1', 'b=c=2', 'photo.jpg')
+        message = (
+            f'argument {option}: photo.jpg is no key=value: name configs, checkpoints and images before this option'
+        )
+        assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_pretrained_weights_are_asked_for(tool, monkeypatch):

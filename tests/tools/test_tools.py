@@ -1,6 +1,7 @@
 """The framework's own tools run the experiments, from start to inference."""
 
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -88,6 +89,26 @@ def test_two_processes(executable, repository, tmp_path):
         'bash', tool, config, checkpoint, 2, '--work-dir', tmp_path, folder=tmp_path, PORT=str(port), **variables
     )
     assert 'Epoch(test)' in output
+
+
+@pytest.mark.parametrize(
+    'script, arguments, usage',
+    [
+        ('dist_train.sh', ['c.py', '--amp'], 'dist_train.sh CONFIG GPUS'),
+        ('dist_train.sh', ['c.py', '0'], 'dist_train.sh CONFIG GPUS'),
+        ('dist_test.sh', ['c.py', '2'], 'dist_test.sh CONFIG CHECKPOINT GPUS'),
+        ('slurm_train.sh', ['gpus', 'job', 'c.py', '--amp'], 'slurm_train.sh PARTITION JOB_NAME CONFIG WORK_DIR'),
+    ],
+)
+def test_usage_of_scripts(script, arguments, usage, repository, tmp_path):
+    """Nothing is started where an argument is missing."""
+    for name in ('python', 'srun'):
+        (tmp_path / name).write_text('#!/bin/sh\necho started\n')
+        (tmp_path / name).chmod(0o755)
+    for given in ([], arguments):
+        command = ['bash', repository / 'tools' / script, *given]
+        ended = subprocess.run(command, capture_output=True, text=True, env=dict(PATH=f'{tmp_path}:/usr/bin:/bin'))
+        assert (ended.returncode, ended.stdout) == (2, '') and f'{usage} [options of ' in ended.stderr
 
 
 def test_slurm_command(repository, tmp_path):

@@ -15,7 +15,9 @@ from matplotlib import pyplot
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 from matplotlib.path import Path as Line
+from torch import nn
 
+from attncnn_plugin import visualization
 from attncnn_plugin.analysis import (
     attention_layers,
     grids_of,
@@ -373,3 +375,26 @@ def test_centres_of_windows_are_means_over_queries():
     assert [head_marks(axes) for axes in figure.axes] == [{'head 0': pytest.approx((0, 0), abs=1e-5)}] * 2
     figure = plot_attention_centers(model, query=(8, 9), **options)  # one that is asked for is shown
     assert head_marks(figure.axes[0]) == {'head 0': pytest.approx((1.5, 0.5), abs=1e-5)}
+
+
+@pytest.mark.parametrize(
+    'draw, arguments, name, wanted',
+    [
+        (
+            'attention_centers',
+            (nn.Identity(), torch.rand(2, 3, 32, 32)),
+            'size',
+            r'Union\[Sequence\[int\], Mapping\[str, Sequence\[int\]\]\]',
+        ),
+        ('attention_centers', (nn.Identity(), (8, 8), torch.rand(2, 3, 32, 32)), 'masses', r'Sequence\[float\]'),
+        ('attention_probs', (torch.rand(2, 3, 32, 32),), 'maps', r'Dict\[str, torch.Tensor\]'),
+        ('attention_probs', ({}, (0, 0), 3, torch.rand(2, 3, 32, 32)), 'image', r'Optional\[numpy.ndarray\]'),
+        ('attention_distance', (torch.rand(2, 3, 32, 32),), 'reports', r'Mapping\[str, Mapping\[str, Any\]\]'),
+        ('center_movement', (torch.rand(2, 3, 32, 32).numpy(),), 'centers', r'Dict\[str, Dict\[int, numpy.ndarray\]\]'),
+        ('metric', ({}, torch.rand(2, 3, 32, 32).numpy()), 'metric', 'str'),
+    ],
+)
+def test_images_in_place_of_something_else(draw, arguments, name, wanted):
+    message = rf'^{name}=<(Tensor|ndarray) of shape \(2, 3, 32, 32\)> of plot_{draw} must be of type {wanted}$'
+    with pytest.raises(TypeError, match=message):
+        getattr(visualization, f'plot_{draw}')(*arguments)

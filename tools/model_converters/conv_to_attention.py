@@ -14,13 +14,15 @@ from pickle import UnpicklingError
 from textwrap import shorten
 
 import torch
-from mmengine.config import Config, DictAction
+from mmengine.config import DictAction
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import load_checkpoint, save_checkpoint
 
-import attncnn_plugin  # noqa: F401
+import attncnn_plugin.mm.safe_loading  # noqa: F401
+from attncnn_plugin.apis.model_options import setting
 from attncnn_plugin.engine.hooks.phases import TwoPhases, parts_in_phases
 from attncnn_plugin.models.networks import CMHSANetwork
+from attncnn_plugin.utils.config_paths import read_config
 
 
 def parse_args() -> argparse.Namespace:
@@ -29,13 +31,18 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('checkpoint', help='checkpoint of the convolution phase')
     parser.add_argument('out', help='where the converted checkpoint goes')
     parser.add_argument('--seed', type=int, default=0, help='seed of the key weights (default: 0)')
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides settings of the config: k=v')
+    parser.add_argument(
+        '--cfg-options', nargs='+', type=setting, action=DictAction, help='overrides settings of the config: k=v'
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
-    config = Config.fromfile(args.config)
+    try:
+        config = read_config(args.config)
+    except FileNotFoundError as error:
+        sys.exit(str(error))
     config.merge_from_dict(args.cfg_options or {})
     init_default_scope(config.get('default_scope', 'mmpretrain'))
     model = MODELS.build(config.model)

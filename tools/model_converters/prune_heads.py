@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Removes heads from a checkpoint, those that are named, those that are degenerate, or those that matter least.
+"""Removes heads from a checkpoint, those that are named, those that are degenerate, or the least important.
 
 The model has attention of this package, or is a vision transformer of mmpretrain or timm:
 
@@ -7,8 +7,9 @@ The model has attention of this package, or is a vision transformer of mmpretrai
     prune_heads.py OUT --timm deit_tiny_patch16_224 --pretrained --images FOLDER --criterion importance --keep 20
     prune_heads.py OUT --timm vit_tiny_patch16_224 --checkpoint FILE --heads '{0: [1, 2]}'
 
-The result loads with its config, in training, testing and inference, or by checkpoint_path of timm.create_model. The
-mean output of the removed heads is lost: HeadPruningHook adds it to the bias of the layer. Attention that depends on
+The result loads with its config, in training, testing and inference, and in timm. Models of other libraries take its
+structure by attncnn_plugin.follow_state_dict, or by FollowStateDictHook, which tools/train.py and tools/test.py add.
+The mean output of the removed heads is lost: HeadPruningHook adds it to the bias of the layer. Attention by
 content, and importance, are judged by batches of the config's train_dataloader, or by the images of a folder; for
 importance it has a subfolder for each class, in the order of the model's classes.
 """
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.datasets import ImageFolder
 
-import attncnn_plugin  # noqa: F401
+import attncnn_plugin.mm.safe_loading  # noqa: F401
 from attncnn_plugin.apis import LoadedModel
 from attncnn_plugin.apis.judged_heads import IMPORTANCE, HeadJudge, Run
 from attncnn_plugin.apis.model_options import add_model_options, check_model_options, load_model
@@ -58,9 +59,8 @@ def parse_args() -> argparse.Namespace:
     which.add_argument(
         '--criterion',
         nargs='+',
-        default=['uniform', 'stripe'],
         help='remove what any of these finds: uniform, stripe, entropy, duplicate, and importance, with one of '
-        '--threshold, --keep and --multiply-adds (default: uniform stripe)',
+        '--threshold, --keep and --multiply-adds',
     )
     parser.add_argument('--threshold', type=float, help='of importance: heads below it go')
     parser.add_argument('--keep', type=int, help='of importance: the number of heads of the model that stay')
@@ -89,6 +89,11 @@ def parse_args() -> argparse.Namespace:
     check_model_options(parser, args, args.config, args.weights)
     amount = {'--threshold': args.threshold, '--keep': args.keep, '--multiply-adds': args.multiply_adds}
     given = [option for option, value in amount.items() if value is not None]
+    if args.heads is None and args.criterion is None:
+        parser.error(
+            "nothing says which heads go: give --heads '{0: [1]}', --criterion uniform stripe, or "
+            '--criterion importance --keep NUMBER'
+        )
     if args.heads is not None and given:
         parser.error(f'{", ".join(given)}: so many heads go by importance, but --heads names those that go')
     if args.num_batches < 1:

@@ -6,6 +6,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 from torch import Tensor, nn
 
 from ...layers import AttentionLayer
+from ...layers.window import shown
 from ...pruning import relative_entropy_of_maps
 from ..attention_maps import probs_of_scores, require_attention_layers, visit_layers
 from ..image_means import ImageMeans, few_images
@@ -60,14 +61,14 @@ def model_reports(
     if is_other_vit(model):
         if images is None or size is not None:
             raise ValueError(
-                f'size={size!r} and images={None if images is None else tuple(images.shape)}, but the attention of '
-                f'model, a {type(model).__name__}, depends on images, which say the grid: give images and no size'
+                f'size={shown(size)} and images={None if images is None else tuple(images.shape)}, but the attention '
+                f'of model, a {type(model).__name__}, depends on images, which say the grid: give images and no size'
             )
         return vit_reports(model, images, tolerance)
     layers = require_attention_layers(model)
     if images is not None and size is not None and not any(layer.has_position_scores for layer in layers.values()):
         raise ValueError(
-            f'size={size!r} is that of a grid for scores by position alone, but model has none: what it '
+            f'size={shown(size)} is that of a grid for scores by position alone, but model has none: what it '
             'has is averaged over images, on their own grid'
         )
     means: Dict[Tuple[str, str], Tuple[Tensor, ...]] = {}
@@ -77,7 +78,7 @@ def model_reports(
         grids, num_images = dict.fromkeys(layers, pair('size', size)), 0
     else:
         raise ValueError(
-            f'images=None and size={size!r}, but the {len(layers)} attention layers of model need images '
+            f'images=None and size={shown(size)}, but the {len(layers)} attention layers of model need images '
             'where scores depend on content, and otherwise a size of the grid'
         )
     given = None if size is None else pair('size', size)

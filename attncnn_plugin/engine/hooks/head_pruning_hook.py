@@ -2,11 +2,10 @@
 
 import dataclasses
 import itertools
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Union
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
 
 import torch
 from mmengine.dist import all_reduce, broadcast_object_list
-from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop
@@ -15,7 +14,6 @@ from torch import nn
 
 from ...apis.judged_heads import HeadJudge, JudgedHeads
 from ...layers.prunable_heads import PrunableHeads, Replacement
-from ...layers.structure import follow_state_dict
 from ...pruning import (
     fold_into_bias,
     merge_duplicate,
@@ -28,6 +26,7 @@ from ...pruning import (
 from ...pruning.bias_correction import takes_duplicates
 from ...pruning.heads import Heads
 from ...utils.runner import compile_train_step, forward_tensors, is_resumed, training_loss
+from .follow_state_dict_hook import FollowStateDictHook
 from .phases import parts_in_phases
 from .random_state import random_numbers_kept
 from .rebuild import averaged_models, build_schedulers, check_wrapper, refresh_average, unwrapped, wrap_again
@@ -37,7 +36,7 @@ MULTIPLY_ADDS = 'multiply_adds_before_pruning'  # in ``runtime_info``, for runs 
 
 
 @HOOKS.register_module()
-class HeadPruningHook(Hook):
+class HeadPruningHook(FollowStateDictHook):
     """Finds heads to do without at the beginning of some epochs, removes them, and lets the training go on.
 
     It works on every attention layer of this package, in a self-attention backbone, in a CMHSA or in the place of a
@@ -49,15 +48,15 @@ class HeadPruningHook(Hook):
     For mmpretrain's ``vis_scheduler.py``, which shows a schedule without the model, the rates change at the first of
     these epochs, as where heads are found.
 
-    A pruned checkpoint loads with the config that made it. In distributed training its ``load_from`` needs this hook
-    too, with no epochs if nothing more is to be pruned.
+    A pruned checkpoint loads with the config that made it: the hook brings the model to its structure. Give the hook no
+    epochs if nothing more is to be pruned.
 
     Args:
         epochs (Sequence[int]): Epochs at whose beginning heads are pruned, counted from 0; 0 is right after loading.
             Defaults to none.
         begin (int, optional): With ``interval``, the first of further such epochs. Defaults to None.
         interval (int, optional): Number of epochs from one to the next. Defaults to None.
-        criteria (Sequence[str | dict | Callable]): The criteria of degenerate heads, see
+        criteria (Sequence[str | dict | Callable]): The criteria that find heads, degenerate ones, see
             :func:`~attncnn_plugin.pruning.find_degenerate_heads`. Where attention depends on content, they are means
             over training images, see :func:`~attncnn_plugin.pruning.degenerate_heads_of_observed`. One of them can be
             ``dict(type='importance', …)`` with one of ``threshold``, ``keep`` (heads of all layers) and
@@ -65,7 +64,7 @@ class HeadPruningHook(Hook):
             which the loss depends least, see :func:`~attncnn_plugin.pruning.head_importance`. Defaults to C20's,
             ``('uniform', 'stripe')``, which are for Gaussian heads.
         layers (str): Glob of the names of the layers. Defaults to ``'*'``, all.
-        allow_empty (bool): Whether a layer of degenerate heads alone becomes its bias; otherwise it keeps the least
+        allow_empty (bool): Whether a layer all of whose heads are found becomes its bias; otherwise it keeps the least
             uniform one. Defaults to False.
         bias_correction (bool): Whether the mean output of a removed head, over some training batches, is added to the
             bias of its layer, and a duplicate's values to those of the head that it repeats. C20 does without, so that
@@ -73,9 +72,9 @@ class HeadPruningHook(Hook):
             convolutions before a batch norm, loses the mean output, and the log says so. Defaults to True.
         num_batches (int): Number of the training batches that heads are judged by, on each rank, without random
             augmentation of whole batches. Defaults to 8.
-        reset (bool): Whether degenerate heads are drawn anew instead of being removed: centre, width and values as of
-            a new layer, momentum at zero; the copy of an ``EMAHook`` has the same new heads. For attention over a grid
-            by positions alone, without ``lr_scale``, ``param_scheduler`` and ``allow_empty``. Defaults to False.
+        reset (bool): Whether the heads that are found are drawn anew instead of being removed: centre, width and values
+            as of a new layer, momentum at zero; the copy of an ``EMAHook`` has the same new heads. For attention over a
+            grid by positions alone, without ``lr_scale``, ``param_scheduler`` and ``allow_empty``. Defaults to False.
         lr_scale (float): Factor of the learning rate from the first pruning on; C20 has 0.1. Defaults to 1.
         param_scheduler (dict | list[dict], optional): Schedulers that replace those of the run at the first pruning:
             they begin with the rate that the run began with, times ``lr_scale``, and their ``begin`` and ``end`` are
@@ -83,8 +82,6 @@ class HeadPruningHook(Hook):
         singular_penalty (float): Weight of :func:`~attncnn_plugin.pruning.singular_penalty` in the loss. Defaults
             to 0.
     """
-
-    priority = 1  # after PhaseTransitionHook, before all that looks at parameters, and before EMAHook loads its copy
 
     def __init__(
         self,
@@ -162,7 +159,7 @@ class HeadPruningHook(Hook):
             model.register_forward_hook(self._add_penalty)
 
     def before_train_epoch(self, runner) -> None:
-        """Removes the degenerate heads, or draws them anew, at the epochs of pruning."""
+        """Removes the heads that the criteria find, or draws them anew, at the epochs of pruning."""
         info = runner.message_hub.runtime_info  # goes into checkpoints
         if not self._is_due(runner.epoch) or info.get('heads_judged_at_epoch') == runner.epoch:
             return  # done before the run was stopped in the middle of this epoch
@@ -196,36 +193,14 @@ class HeadPruningHook(Hook):
         """Takes the structure of a checkpoint, and the schedulers that it was saved with.
 
         Raises:
-            ValueError: The checkpoint has attention where the model has convolutions.
+            StructureError: Attention of the checkpoint cannot be in the place that it has there.
+            ValueError: In training, the checkpoint has parameters that the optimizer does not have.
         """
-        if not isinstance(runner.optim_wrapper, OptimWrapper):
-            return  # no training: the model follows its checkpoint by itself
-        state_dict, model = checkpoint.get('state_dict', checkpoint), unwrapped(runner.model)
-        before = set(model.parameters())
-        changed = follow_state_dict(model, state_dict)
-        self._check_parameters(model, before)
-        for averaged in averaged_models(runner):
-            changed |= follow_state_dict(averaged.module, state_dict)
-        if changed:
-            wrap_again(runner)
+        super().after_load_checkpoint(runner, checkpoint)
         info = checkpoint.get('message_hub', {}).get('runtime_info', {})
-        if is_resumed(runner) and info.get('heads_pruned') and self.param_scheduler is not None:
+        pruned_before = is_resumed(runner) and info.get('heads_pruned')
+        if pruned_before and self.param_scheduler is not None and isinstance(runner.optim_wrapper, OptimWrapper):
             self._replace_schedulers(runner, runner.max_epochs)
-
-    @staticmethod
-    def _check_parameters(model: nn.Module, known: Set[nn.Parameter]) -> None:
-        """Refuses a model that has other parameters than those that the optimizer was built with."""
-        new = [
-            name
-            for name, layer in model.named_modules()
-            if isinstance(layer, PrunableHeads) and not known.issuperset(layer.parameters())
-        ]
-        if new:
-            raise ValueError(
-                f'the checkpoint has attention in the place of convolutions, {", ".join(new)}, whose parameters the '
-                "optimizer does not have: build the model with it, with phase='attn' of the backbone ConvToAttention, "
-                'or resume the run with the PhaseTransitionHook that it had'
-            )
 
     @property
     def _nothing(self) -> str:

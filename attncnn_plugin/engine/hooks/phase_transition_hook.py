@@ -13,13 +13,13 @@ from mmpretrain.registry import HOOKS
 from torch import Tensor, nn
 
 from ...convert.drift import relative_change, tensors_in, untouched
-from ...layers.structure import follow_state_dict
 from ...utils.runner import accumulative_counts, compile_train_step, forward_tensors, images_of_one_size, is_resumed
 from .phases import parts_in_phases
 from .rebuild import (
     averaged_models,
     build_schedulers,
     check_wrapper,
+    follow_checkpoint,
     make_groups_plain,
     refresh_average,
     unwrapped,
@@ -176,14 +176,8 @@ class PhaseTransitionHook(Hook):
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Before a checkpoint of the second phase is resumed: the model, optimizer and schedulers of that phase."""
-        training = isinstance(runner.optim_wrapper, OptimWrapper)
-        if not (is_resumed(runner) and training):
-            return  # the model follows its checkpoint by itself
-        model = unwrapped(runner.model)
-        if follow_state_dict(model, checkpoint['state_dict']):
-            for averaged in averaged_models(runner):
-                follow_state_dict(averaged.module, checkpoint['state_dict'])
-                refresh_average(averaged)
+        changed = follow_checkpoint(runner, checkpoint)
+        if changed and is_resumed(runner) and isinstance(runner.optim_wrapper, OptimWrapper):
             runner.logger.info('The checkpoint is of the second phase: attention, and its optimizer and schedulers')
             self._begin_second_phase(runner, self.begin)
 

@@ -4,7 +4,7 @@ from mmpretrain.models.utils import to_2tuple
 from mmpretrain.registry import MODELS
 
 from ..networks import CMHSANetwork
-from .grid_backbone import GridBackbone
+from .grid_backbone import GridBackbone, refusing_inherited
 
 
 @MODELS.register_module()
@@ -75,6 +75,7 @@ class CMHSA(GridBackbone, CMHSANetwork):
         2 convolutions of 3x3 became attention of 9 heads with attn_bias_init=12; 37,800 parameters became 209,610
     """
 
+    @refusing_inherited
     def __init__(
         self,
         img_size=224,

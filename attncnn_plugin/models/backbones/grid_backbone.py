@@ -1,13 +1,32 @@
 """mmpretrain's interface of a backbone, for every network of this package."""
 
 import copy
-from typing import List, Sequence, Tuple, Union
+import inspect
+from functools import wraps
+from typing import Callable, List, Sequence, Tuple, Union
 
 from mmpretrain.models.backbones.base_backbone import BaseBackbone
 from torch import Tensor, nn
 
 from ...utils.init_info import record_new_parameters
 from ..networks import GridNetwork
+
+
+def refusing_inherited(build: Callable) -> Callable:
+    """A backbone's ``__init__``, or a function that builds one, whose error of other arguments says what to write."""
+    known, name = inspect.signature(build).parameters, build.__qualname__.split('.')[0]
+
+    @wraps(build)
+    def checked(*args, **kwargs):
+        unknown = [argument for argument in kwargs if argument not in known]
+        if unknown:
+            raise TypeError(
+                f'{name} has no argument {", ".join(unknown)}: write _delete_=True in backbone if these come from the '
+                'config that this one inherits from'
+            )
+        return build(*args, **kwargs)
+
+    return checked
 
 
 class ChannelsFirst(nn.Module):

@@ -9,7 +9,7 @@ from mmpretrain.registry import MODELS
 from ...layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from ...layers.encodings import CENTER_STD, SPREAD_STD
 from ..networks import SelfAttentionNetwork, token_grid
-from .grid_backbone import GridBackbone
+from .grid_backbone import GridBackbone, refusing_inherited
 
 
 class SelfAttentionBackbone(GridBackbone, SelfAttentionNetwork):
@@ -137,6 +137,7 @@ class SAQuadratic(SelfAttentionBackbone):
         [(1, 64, 16, 16), (1, 64, 16, 16)]
     """
 
+    @refusing_inherited
     def __init__(
         self,
         arch='base',
@@ -184,6 +185,7 @@ class SAGeneralized(SelfAttentionBackbone):
         img_size, in_channels, …: The other arguments are those of :class:`SAQuadratic`.
     """
 
+    @refusing_inherited
     def __init__(
         self,
         arch='base',
@@ -250,6 +252,7 @@ class SALearned(SelfAttentionBackbone):
         in_channels, head_dim, …: The other arguments are those of :class:`SAQuadratic`.
     """
 
+    @refusing_inherited
     def __init__(
         self,
         arch='base',

@@ -408,9 +408,16 @@ class CMHSANetwork(Restructurable, GridNetwork):
             return 'conv'
         return 'attn' if f'{attn}.query.weight' in state_dict else None
 
-    def can_take(self, structure: str) -> bool:
-        """Whether a state dict is of attention: a network of the second phase does not go back to convolutions."""
-        return structure == 'attn'
+    def structure_to_load(self, loaded: str) -> str:
+        """The phase of the state dict if it is the second: no network goes back to convolutions."""
+        return self.structure if loaded == 'conv' else 'attn'
+
+    def follow(self, state_dict: StateDict, prefix: str) -> bool:
+        """Takes the attention of a state dict with the heads that are there: an optimizer's state is of these."""
+        if self.phase == 'attn' or self.structure_in(state_dict, prefix) != 'attn':
+            return super().follow(state_dict, prefix)
+        self.take_structure('attn')
+        return True
 
     def take_structure(self, structure: str) -> None:
         """Puts attention in the place of convolutions."""

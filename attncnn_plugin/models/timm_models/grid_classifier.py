@@ -7,6 +7,7 @@ from timm.layers import ClassifierHead
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
+from ...layers.structure import StructureError, without_prefix
 from ..networks import GridNetwork
 
 BACKBONE = 'backbone.'  # mmpretrain's prefix of the names of the network
@@ -92,7 +93,14 @@ class GridClassifier(GridNetwork):
         return self.forward_head(self.forward_features(x))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args, **kwargs):
-        """As of any module; the names of mmpretrain's classifiers will do too."""
+        """Loads a state dict, as of any module; the names of mmpretrain's classifiers will do too.
+
+        Raises:
+            RuntimeError: It does not fit, or has an entry under both names.
+        """
         # Not in a pre-hook: the network's own hook comes first and wants its own names.
-        names = {name: name[len(BACKBONE) :] if name.startswith(BACKBONE) else name for name in state_dict}
-        return super().load_state_dict({names[name]: value for name, value in state_dict.items()}, *args, **kwargs)
+        try:
+            state_dict = without_prefix(state_dict, BACKBONE)
+        except StructureError as error:
+            raise RuntimeError(f'Error(s) in loading state_dict for {type(self).__name__}: {error}') from error
+        return super().load_state_dict(state_dict, *args, **kwargs)

@@ -1,0 +1,73 @@
+"""The package computes what it computed at one commit, to 1e-12 in float64: see ``freeze.py``, which goes with this."""
+
+import gzip
+import io
+from fnmatch import fnmatchcase
+
+import pytest
+import torch
+from goldens.freeze import CASES, DATA, Package, run_case
+
+RENAMED = {}  # parts of parameters' names, {old: new}
+FIELDS_RENAMED = {}  # of reports, {old: new}
+GONE = {}  # cases that the package has no more, {glob: reason}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
+LOOSE = {'* / fewer: *': 1e-6, 'start *impulse*': 1e-4, 'start *': 1e-11}  # ill-conditioned: other rounding shows more
+
+
+class Now(Package):
+    """The calls of the package as they are now, where they differ from those at the commit."""
+
+    def field(self, report, name):
+        return super().field(report, FIELDS_RENAMED.get(name, name))
+
+    def parameters(self, module):
+        found = super().parameters(module)
+        for old, new in RENAMED.items():
+            found = {name.replace(new, old): value for name, value in found.items()}
+        return found
+
+    def init_as_convolution(self, model, **settings):
+        return self.a.init.init_as_convolution(model, overwrite=True, **settings)  # the parameters are drawn
+
+
+PACKAGE, GOLDENS = Now(), torch.load(io.BytesIO(gzip.decompress(DATA.read_bytes())))
+
+
+@pytest.fixture(scope='module')
+def compared(request):
+    found = []
+    yield found
+    count, largest = sum(count for count, _, _ in found), max(found, key=lambda entry: entry[1], default=(0, 0.0, ''))
+    with request.config.pluginmanager.get_plugin('capturemanager').global_and_fixture_disabled():
+        print(f'\n{count:,} numbers compared, largest difference {largest[1]:.2g} of what is allowed: {largest[2]}')
+
+
+def difference(value, golden, rows):
+    """Relative to the largest number, or to that of each row, if that is no rounding error itself."""
+    assert value.shape == golden.shape
+    value, golden = (x.double().nan_to_num(3.0, 7.0, -7.0) for x in (value, golden))
+    size = golden.abs().amax(1, keepdim=True) if rows else golden.abs().max()
+    return ((value - golden).abs() / size.clamp(min=1e-2 * max(1, size.max()))).max().item()
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_same(case, compared):
+    for reason in (reason for glob, reason in GONE.items() if fnmatchcase(case, glob)):
+        pytest.skip(reason)
+    if 'backbone' in case or 'mmpretrain' in case:
+        pytest.importorskip('mmpretrain')
+    found = run_case(case, PACKAGE)
+    goldens = {key: value for key, value in GOLDENS.items() if key.startswith(f'{case} / ')}
+    assert found.keys() == goldens.keys()
+    wrong = {}
+    for key, golden in goldens.items():
+        if isinstance(golden, str):
+            assert found[key] == golden, key
+        elif golden.numel():
+            allowed = next((x for glob, x in LOOSE.items() if fnmatchcase(key, glob)), TOLERANCE[golden.dtype])
+            off = difference(found[key], golden, rows=key.endswith(': gradients'))  # a row for each parameter
+            compared.append((golden.numel(), off / allowed, key))
+            if not off <= allowed:
+                wrong[key] = off
+    assert not wrong

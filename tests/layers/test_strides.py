@@ -1,0 +1,150 @@
+"""Strides that a convolution has too, and right gradients between batch norms, for a batch of one image as well.
+
+PyTorch's batch norms compute wrong gradients on CPUs where their input has the strides (C, 1, W·C, C) and the gradient
+that comes in is contiguous, or the other way round.
+"""
+
+import pytest
+import torch
+from helpers.convolutions import CHANNELS_LAST, content_settings, convolutions, is_regular
+from helpers.layers import LAYERS
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from test_cuda_without_gpu import MODELS
+from torch import nn
+
+from attncnn_plugin.convert import conv_to_mhsa
+
+NORMS = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+
+
+class Equation(nn.Module):
+    """A batch norm from its equation."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        axes, shape = [0, *range(2, x.ndim)], [-1] + [1] * (x.ndim - 2)
+        if self.norm.training:
+            mean, var = x.mean(axes, keepdim=True), x.var(axes, correction=0, keepdim=True)
+        else:
+            mean, var = self.norm.running_mean.view(shape), self.norm.running_var.view(shape)
+        normed = (x - mean) / (var + self.norm.eps).sqrt()
+        return normed * self.norm.weight.view(shape) + self.norm.bias.view(shape)
+
+
+class ChannelsFirst(nn.Module):
+    """A layer over tokens ``(B, H, W, D)`` as one over images."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x.permute(0, 2, 3, 1).contiguous()).permute(0, 3, 1, 2)
+
+
+def batch_norm(channels, ndim, training):
+    norm = NORMS[ndim](channels).train(training)
+    for tensor in (norm.weight, norm.running_var):
+        nn.init.uniform_(tensor, 0.5, 2)
+    nn.init.normal_(norm.running_mean)
+    return norm
+
+
+def with_strides(x, channels_last):
+    return x.contiguous(memory_format=CHANNELS_LAST[x.ndim]) if channels_last and x.ndim > 3 else x
+
+
+def gradients(module, x, grad, parameters):
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(module(x), [x, *parameters], grad)
+
+
+@given(convolutions(), st.data())
+def test_convolution_between_batch_norms(case, data):
+    conv, shape = case
+    options = data.draw(st.sampled_from([{}, dict(position='table')]) | content_settings(conv))
+    dtype, tolerance = data.draw(st.sampled_from([(torch.float64, 1e-8), (torch.float32, 1e-3)]))
+    attention = conv_to_mhsa(conv, **options)[0]
+    modules = [module.to(dtype) for module in (conv, attention)]
+    images, strides = torch.randn(shape, dtype=dtype), data.draw(st.tuples(st.booleans(), st.booleans()))
+    grad = with_strides(torch.randn_like(conv(images)), strides[1])
+    images = with_strides(images, strides[0])
+    training = data.draw(st.booleans())
+    assume(not training or grad[:, 0].numel() >= 8)  # of few numbers the gradient is the rounding error of zero
+
+    x = images.clone().requires_grad_()
+    hooked, seen = x.view_as(x), []
+    hooked.register_hook(seen.append)
+    output = attention(hooked)
+    output.backward(grad)
+    assert is_regular(output) and (len(x) > 1 or is_regular(seen[0]))
+
+    norms = [batch_norm(n, conv.weight.ndim, training).to(dtype) for n in (conv.in_channels, conv.out_channels)]
+    of_norms = [parameter for norm in norms for parameter in norm.parameters()]
+    expected, actual = (
+        gradients(nn.Sequential(norms[0], module, norms[1]), images, grad, [*of_norms, weight])
+        for module, weight in zip(modules, (conv.weight, attention.value.weight))
+    )
+    *expected, kernel = expected
+    expected.append(kernel.flatten(2).transpose(1, 2).flatten(1))  # head after head
+    torch.testing.assert_close(actual, tuple(expected), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize('training', [True, False])
+@pytest.mark.parametrize('size', [(6, 4), (2, 2)])
+@pytest.mark.parametrize('name', LAYERS)
+def test_layer_between_batch_norms(name, size, training):
+    """Tokens are those of images, as the features of a CNN."""
+    layer = LAYERS[name]().double()
+    if not ('image' in name or 'converted' in name):
+        layer = ChannelsFirst(layer)
+    if name == 'content_image_groups':  # without padding
+        size = (size[0] + 2, size[1] + 2)
+    layer.train(training)
+    for batch in (1, 2):
+        x = torch.randn(batch, 4, *size, dtype=torch.float64)
+        output = layer(x)
+        assert is_regular(output)
+        norms = [batch_norm(n, 4, training).double() for n in (4, output.shape[1])]
+        parameters = [*norms[0].parameters(), *layer.parameters(), *norms[1].parameters()]
+        for channels_last in (False, True):
+            grad = with_strides(torch.randn_like(output), channels_last)
+            actual = gradients(nn.Sequential(norms[0], layer, norms[1]), x, grad, parameters)
+            equations = [Equation(norm) for norm in norms]
+            expected = gradients(nn.Sequential(equations[0], layer, equations[1]), x, grad, parameters)
+            torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize('size', [(8, 6), (2, 2)])
+@pytest.mark.parametrize('name', MODELS)
+def test_features_of_one_image(name, size):
+    """Those of a block behind a batch norm of the image, in front of another one."""
+    model = MODELS[name]().double()
+    x = torch.randn(1, 3, *size, dtype=torch.float64)
+
+    def features(x):
+        return model.forward_intermediates(x, intermediates_only=True)[-1]
+
+    output = features(x)
+    assert is_regular(output)
+    norms = [batch_norm(n, 4, False).double() for n in (3, output.shape[1])]
+    actual, expected = (
+        gradients(lambda x, pair=pair: pair[1](features(pair[0](x))), x, torch.ones_like(output), norms[0].parameters())
+        for pair in (norms, [Equation(norm) for norm in norms])
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize('name', ['hard_image', 'soft_image', 'content_image', 'content_image_near'])
+def test_outputs_are_changed_in_place(name):
+    """As by ``nn.ReLU(inplace=True)``, which comes after many convolutions."""
+    layer, x = LAYERS[name](), torch.randn(1, 4, 6, 5)
+    expected, actual = (
+        torch.autograd.grad(nn.functional.relu(layer(x), inplace).sum(), layer.value.weight)
+        for inplace in (False, True)
+    )
+    assert torch.equal(*expected, *actual)

@@ -1,0 +1,64 @@
+"""Images, or another tensor, where something else is expected: the message has their shape, not their numbers."""
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from attncnn_plugin import analysis, convert, init, layers, pruning
+
+IMAGES = torch.rand(2, 3, 32, 32)
+CONV = nn.Conv2d(4, 4, 3, padding=1)
+MAPS = torch.full((1, 4, 4), 0.25)
+
+
+def model():
+    return timm.create_model('sa_quadratic_small')
+
+
+def vit():
+    return timm.create_model('vit_tiny_patch16_224', img_size=32, depth=1)
+
+
+@pytest.mark.parametrize('argument', ['tensor', 'array'])
+@pytest.mark.parametrize(
+    'call',
+    [
+        lambda x: analysis.model_reports(model(), size=x),
+        lambda x: analysis.model_reports(vit(), size=x),
+        lambda x: analysis.query_maps(model().blocks[0].attn, x),
+        lambda x: convert.conv_to_mhsa(CONV, num_heads=x),
+        lambda x: convert.conv_to_mhsa(CONV, alpha=x),
+        lambda x: convert.conv_to_mhsa(CONV, qk_dim=x),
+        lambda x: convert.convs_to_attention(nn.Sequential(CONV), layers=x),
+        lambda x: convert.expressible_shifts(model().blocks[0].attn, 3, size=x),
+        lambda x: init.init_as_convolution(vit(), kernel_size=x),
+        lambda x: layers.AbsoluteEncoding(8, max_size=x),
+        lambda x: pruning.degenerate_heads_of_maps(MAPS, criteria=x),
+        lambda x: pruning.least_important({'a': torch.rand(3)}, keep=x),
+        lambda x: pruning.reset_heads(model().blocks[0].attn, heads=x),
+    ],
+)
+def test_no_numbers_of_a_tensor(call, argument):
+    with pytest.raises((TypeError, ValueError), match=r'<(Tensor|ndarray) of shape \((2, )?3, 32, 32\)>') as error:
+        call(IMAGES if argument == 'tensor' else IMAGES.numpy())
+    assert '\n' not in str(error.value) and len(str(error.value)) < 260
+
+
+@pytest.mark.parametrize(
+    'call',
+    [
+        lambda x: convert.conv_to_mhsa(CONV, content=x),
+        lambda x: convert.conv_to_mhsa(CONV, position=x),
+        lambda x: convert.expressible_shifts(model().blocks[0].attn, 3, size=(8, 8), queries=x),
+        lambda x: init.init_as_convolution(vit(), method=x),
+        lambda x: init.init_as_convolution(vit(), embedding=x),
+        lambda x: init.init_as_convolution(vit(), values=x),
+        lambda x: init.init_as_convolution(vit(), shifts=x),
+        lambda x: layers.AbsoluteEncoding(8, max_size=(4, 4), kind=x),
+    ],
+)
+def test_no_numbers_in_place_of_a_name(call):
+    with pytest.raises(ValueError, match=r'=<Tensor of shape \(2, 3, 32, 32\)> .*(one of|choose)') as error:
+        call(IMAGES)
+    assert '\n' not in str(error.value)
