@@ -94,8 +94,6 @@ def test_commands_name_what_exists(page):
         source = (ROOT / script).read_text()
         if 'add_model_options(' in source:
             source += (ROOT / 'attncnn_plugin/apis/model_options.py').read_text()
-        if 'options(__doc__)' in source:
-            source += (ROOT / 'tools/benchmarks/small_images.py').read_text()
         for option in (word for word in words if word.startswith('--')):
             assert f"'{option}'" in source, words
 

@@ -206,8 +206,6 @@ class QuadraticImageAttention(PositionImageAttention):
         sizes = [factor.shape[1] for factor in probs]
         if math.prod(sizes) * math.prod(x.shape[2:]) > DENSE_PAIRS:
             output = self._joined(self._along_axes(probs, x))
-        elif isinstance(self.value, GroupedLinear) and self.value.is_depthwise:
-            output = self.value(x.flatten(2), _kronecker(probs)).transpose(1, 2)
         else:
             tokens = x.flatten(2).transpose(1, 2)
             output = self._joined(shared_heads(_kronecker(probs), tokens, channels_first=self.groups > 1))

@@ -479,7 +479,7 @@ def test_mistaken_config(folder, repository):
 @pytest.mark.parametrize(
     'config, said',
     [
-        (dict(type='SAQuadratic', drop_rat=0.1), "unexpected keyword argument 'drop_rat'"),
+        (dict(type='SAQuadratic', drop_rat=0.1), 'SAQuadratic has no argument drop_rat: write _delete_=True'),
         (
             dict(
                 type='SALearned',

@@ -30,6 +30,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
 
+from attncnn_plugin import follow_state_dict
 from attncnn_plugin.analysis import (
     attention_layers,
     attention_probs_of,
@@ -225,6 +226,7 @@ def test_layers_of_a_cnn(tmp_path):
     model = timm.create_model('convnext_atto', num_classes=3, depths=(1, 1, 2, 2), dims=(4, 4, 8, 8)).eval()
     convs_to_attention(model, 'stages.3.*conv_dw')
     fresh = timm.create_model('convnext_atto', num_classes=3, depths=(1, 1, 2, 2), dims=(4, 4, 8, 8)).eval()
+    follow_state_dict(fresh, model.state_dict())
     fresh.load_state_dict(model.state_dict())
     images = images_of(1, size=96)
     content = unpack(page_of(fresh, images))
