@@ -28,8 +28,8 @@ MODELS = {
     'content_all_terms': lambda: small_timm('sa_learned_content_cifar', depth=1, terms=('qk', 'qr', 'uk', 'vr')),
     'content_absolute': lambda: small_timm('sa_learned_content_cifar', depth=1, position='absolute_sinusoidal'),
     'content_generalized': lambda: small_timm('sa_learned_content_cifar', depth=1, position='relative_generalized'),
-    'content_gated': lambda: small_timm(
-        'sa_learned_content_cifar', depth=1, position='relative_free_quadratic', gated=True, head_dim=5
+    'content_quadratic': lambda: small_timm(
+        'sa_learned_content_cifar', depth=1, position='relative_quadratic', head_dim=5
     ),
     'cmhsa_conv': lambda: small_cmhsa('conv', depth=1),
     'cmhsa_attn': lambda: small_cmhsa('attn', depth=1),

@@ -47,7 +47,7 @@ def choose_head_dims(
     num_heads: Optional[int] = None,
     min_head_dim: int = 1,
 ) -> Tuple[int, ...]:
-    """The channels D_h of each head by the setting of a network or a conversion.
+    """Returns the channels D_h of each head by the setting of a network or a conversion.
 
     Args:
         head_dim (int | str | Sequence[int], optional): D for None; ``'exact'`` for :func:`exact_head_dims`, but not

@@ -12,7 +12,7 @@ from ..layers.precision import Device, Dtype
 def patch_embedding(
     patch_size: int, channels: int, embed_dim: int, device: Device = None, dtype: Dtype = None
 ) -> Optional[Tensor]:
-    """E from patches to tokens, ``(D, P²·C)``, whose transpose goes from tokens to patches.
+    """Returns E from patches to tokens, ``(D, P²·C)``, whose transpose goes from tokens to patches.
 
     With D > P²·C, EᵀE = I: the pixels, and further channels of zeros. With D < P²·C, EEᵀ = I: the cosines of the D
     lowest frequencies of a patch (the discrete cosine transform), the channels of a frequency side by side. The

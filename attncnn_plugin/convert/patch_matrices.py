@@ -26,7 +26,7 @@ class AxisTaps(NamedTuple):
 def axis_taps(
     conv: nn.Conv2d, patch_size: Tuple[int, int], shift: Tuple[int, int], device: Device = None
 ) -> List[AxisTaps]:
-    """:class:`AxisTaps` of the rows and of the columns for a shift δ between patches."""
+    """Returns :class:`AxisTaps` of the rows and of the columns for a shift δ between patches."""
     window, taps = Window.of(conv), []
     for axis, patch in enumerate(patch_size):
         stride, dilation, before = window.stride[axis], window.dilation[axis], window.padding[axis][0]
@@ -40,7 +40,7 @@ def axis_taps(
 
 
 def patch_to_patch(conv: nn.Conv2d, patch_size: Tuple[int, int], shift: Tuple[int, int]) -> Tensor:
-    """The weights from the pixels of patch q + δ to the outputs of patch q (L21, A.2), ``(D_out, D)``."""
+    """Returns the weights from the pixels of patch q + δ to the outputs of patch q (L21, A.2), ``(D_out, D)``."""
     kernel = kernel_matrix(conv).unflatten(0, conv.kernel_size)  # (K1, K2, C_out, C_in)
     rows, columns = axis_taps(conv, patch_size, shift, kernel.device)
     weight = kernel[rows.entry[:, None, :, None], columns.entry[None, :, None, :]]  # (t1, t2, s1, s2, C_out, C_in)
@@ -61,7 +61,7 @@ class Entries(NamedTuple):
 
 
 def read_and_written(conv: nn.Conv2d, patch_size: Tuple[int, int], shift: Tuple[int, int]) -> Tuple[Entries, Entries]:
-    """The entries of patch q + δ that a convolution reads for patch q, and those of patch q of its output."""
+    """Returns the entries of patch q + δ that a convolution reads for patch q, and those of patch q of its output."""
     rows, columns = axis_taps(conv, patch_size, shift, 'cpu')  # they are counted, even for a model without memory
     entries = []
     for outputs_or_pixels, channels in ((0, conv.in_channels), (1, conv.out_channels)):
@@ -85,7 +85,7 @@ def exact_head_dim(conv: nn.Conv2d, patch_size: Tuple[int, int], shift: Tuple[in
 def token_to_token(
     conv: nn.Conv2d, patch_size: Tuple[int, int], shift: Tuple[int, int], embedding: Optional[Tensor] = None
 ) -> Tensor:
-    """E M Eᵀ: :func:`patch_to_patch` between tokens E x, where patches are embedded by E ``(D_e, D)``."""
+    """Returns E M Eᵀ: :func:`patch_to_patch` between tokens E x, where patches are embedded by E ``(D_e, D)``."""
     return _decoded(_encoded(patch_to_patch(conv, patch_size, shift), embedding), embedding)
 
 

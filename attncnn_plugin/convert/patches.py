@@ -40,7 +40,7 @@ class PatchConvolutionAttention(nn.Module):
         self.out_patch_size = out_patch_size
 
     def forward(self, input: Tensor) -> Tensor:  # the name of nn.Conv2d's
-        """``(B, C, H, W)`` or ``(C, H, W)`` to the convolution's output.
+        """Maps ``(B, C, H, W)`` or ``(C, H, W)`` to the convolution's output.
 
         Raises:
             ValueError: The image cannot be cut into patches, or does not have the convolution's channels.

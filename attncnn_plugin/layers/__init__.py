@@ -4,7 +4,6 @@ from .attention_layer import AttentionLayer, GaussianHeads
 from .content_attention import ContentAttention
 from .content_image_attention import ContentImageAttention
 from .encodings import (
-    FreeQuadraticEncoding,
     GeneralizedQuadraticEncoding,
     LearnedEncoding,
     QuadraticEncoding,
@@ -25,7 +24,6 @@ __all__ = [
     'AttentionLayer',
     'ContentAttention',
     'ContentImageAttention',
-    'FreeQuadraticEncoding',
     'GaussianHeads',
     'GeneralizedQuadraticAttention',
     'GeneralizedQuadraticEncoding',

@@ -9,7 +9,6 @@ from helpers.explorer_pages import (
     HYBRID_SIZE,
     beside_in,
     content_model,
-    gated_model,
     hard_model,
     hybrid_model,
     images_of,
@@ -47,7 +46,6 @@ PAGES = dict(
     generalized=(lambda: small_timm('sa_generalized_cifar').eval(), TALL),
     hard=(hard_model, TALL),
     absolute=(lambda: content_model(position='absolute_learned'), TALL),
-    gated=(gated_model, TALL),
     separable=(lambda: content_model(terms=('uk', 'vr')), TALL),
 )
 

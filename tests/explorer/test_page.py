@@ -11,7 +11,6 @@ from helpers.explorer_pages import (
     HYBRID_SIZE,
     beside_in,
     content_model,
-    gated_model,
     hard_model,
     hybrid_model,
     images_of,
@@ -117,7 +116,6 @@ PATCHES = (patch_model, narrow_patch_model)
         hard_model,
         lambda: content_model(position='relative_quadratic'),
         lambda: content_model(position='relative_generalized'),
-        gated_model,
     ],
     ids=[
         'qk and qr',
@@ -130,7 +128,6 @@ PATCHES = (patch_model, narrow_patch_model)
         'hard',
         'quadratic',
         'generalized',
-        'gated',
     ],
 )
 def test_content(make):

@@ -48,15 +48,6 @@ def content_model(sharpness=6, **kwargs):
     return model
 
 
-def gated_model(**kwargs):
-    """A model whose gates stand differently."""
-    model = content_model(position='relative_free_quadratic', gated=True, **kwargs)
-    with torch.no_grad():
-        for layer in attention_layers(model).values():
-            layer.gate.copy_(torch.linspace(-2, 2, len(layer.gate)))
-    return model
-
-
 def hard_model():
     """A model whose second layer attends to single pixels."""
     return content_model(sharpness=20)

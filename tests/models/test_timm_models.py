@@ -224,7 +224,7 @@ def test_compiled_is_eager(name, backend):
 
 OPTIONS = [
     dict(position='relative_generalized', qk_dim=6),
-    dict(position='relative_free_quadratic', gated=True, head_dim=5),
+    dict(position='relative_quadratic', head_dim=5),
 ]
 
 

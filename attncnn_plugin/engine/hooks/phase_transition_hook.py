@@ -12,8 +12,7 @@ from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from mmpretrain.registry import HOOKS
 from torch import Tensor, nn
 
-from ...convert.outputs import relative_change, tensors_in
-from ...convert.untouched import untouched
+from ...convert.drift import relative_change, tensors_in, untouched
 from ...utils.runner import accumulative_counts, compile_train_step, forward_tensors, images_of_one_size, is_resumed
 from .phases import parts_in_phases
 from .rebuild import (

@@ -11,8 +11,8 @@ from torch import nn
 
 from ...convert import conv_to_mhsa, convs_to_attention
 from ...convert.model_layers import check_replaceable, find_convolutions
-from ...convert.model_report import ModelConversionReport
 from ...convert.origins import METADATA
+from ...convert.report import ModelConversionReport
 from ...convert.timm_convolutions import plain_convolution, window_of
 from ...layers.image_attention import ImageAttention
 from ...layers.mixed_classes import Mixin, mixed

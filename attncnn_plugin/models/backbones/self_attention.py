@@ -236,12 +236,10 @@ class SALearned(SelfAttentionBackbone):
         content (bool): Whether scores depend on content too. Defaults to False.
         terms (Sequence[str], optional): With ``content``, the terms of the score, from 'qk', 'qr', 'uk' and 'vr',
             see :class:`~attncnn_plugin.layers.ContentAttention`. Defaults to None, means ``('qk', 'qr')``; for a
-            quadratic encoding and with a gate ``('qk', 'vr')``, for an absolute encoding ``('qk', )``.
+            quadratic encoding ``('qk', 'vr')``, for an absolute encoding ``('qk', )``.
         position (str): ``'relative_learned'`` or ``'relative_sinusoidal'``; with ``content`` also
-            ``'relative_quadratic'``, ``'relative_generalized'`` or ``'relative_free_quadratic'``, and
-            ``'absolute_learned'`` or ``'absolute_sinusoidal'``. Defaults to ``'relative_learned'``.
-        gated (bool): With ``content``, whether a gate of each head mixes the attention by content and that by position,
-            as in ConViT, in place of adding scores. Defaults to False.
+            ``'relative_quadratic'``, ``'relative_generalized'``, ``'absolute_learned'`` or ``'absolute_sinusoidal'``.
+            Defaults to ``'relative_learned'``.
         position_dim (int, optional): The length of the vector of a shift, half of it for its row and half for its
             column. Defaults to None, means twice ``embed_dims``, and the length of a query where queries are multiplied
             by it ('qr'), as in the released code.
@@ -262,7 +260,6 @@ class SALearned(SelfAttentionBackbone):
         content=False,
         terms: Optional[Sequence[str]] = None,
         position='relative_learned',
-        gated=False,
         position_dim=None,
         share_position=False,
         qk_dim=None,
@@ -283,7 +280,6 @@ class SALearned(SelfAttentionBackbone):
     ):
         of_content = dict(
             terms=terms,
-            gated=gated or None,
             qk_dim=qk_dim,
             qk_bias=qk_bias,
             center_std=center_std,

@@ -174,7 +174,7 @@ def sa_learned_content_cifar(
 
     Args:
         img_size (int | tuple[int, int]): Height and width of the largest image. Defaults to 32.
-        terms, position, gated, position_dim, qk_dim, qk_bias, center_std, spread_std, head_dim: Of the scores and
+        terms, position, position_dim, qk_dim, qk_bias, center_std, spread_std, head_dim: Of the scores and
             values, see :class:`~attncnn_plugin.layers.ContentAttention`. Default to q·k + q·r_δ of the paper.
         share_position (bool): Whether all blocks have the same position tables. Defaults to False.
     """
@@ -230,7 +230,6 @@ def sa_learned_content_small(
 # Arguments of the layers; the others are those of the model.
 LAYER_ARGS = (
     'center_std',
-    'gated',
     'head_dim',
     'max_size',
     'position',
