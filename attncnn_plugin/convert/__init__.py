@@ -8,11 +8,10 @@ from . import structures  # noqa: F401, state dicts can have attention
 from .expressibility import Expressibility, Kernel, expressible_shifts, expressible_shifts_of_maps
 from .gpsa import gpsa_to_attention
 from .head_count import min_heads
-from .head_widths import exact_head_dims
 from .model_report import LayerConversion, LayerRun, ModelConversionReport
 from .models import convs_to_attention
 from .models_to_convs import attention_to_convs
-from .patches import PatchConvolutionAttention, conv_to_patch_mhsa
+from .patches import PatchConvolutionAttention, conv_to_patch_mhsa, exact_head_dims
 from .pixels import conv_to_mhsa
 from .report import ConversionReport, GatedHead, GatedReport, PatchConversionReport
 from .succession import Succession
