@@ -54,7 +54,7 @@ def _register_with_mmpretrain() -> None:
 
     from . import datasets, evaluation  # noqa: F401
     from .engine import hooks, initializers, reliability, speed  # noqa: F401
-    from .models import backbones  # noqa: F401
+    from .mm import backbones, conv_to_attention  # noqa: F401
     from .utils.checkpoint_files import PACKAGE_SCHEME, load_from_package
 
     CheckpointLoader.register_scheme(prefixes=PACKAGE_SCHEME, loader=load_from_package, force=True)

@@ -7,9 +7,8 @@ and 6).
 from . import structures  # noqa: F401, state dicts can have attention
 from .expressibility import Expressibility, Kernel, expressible_shifts, expressible_shifts_of_maps
 from .head_count import min_heads
-from .head_widths import exact_head_dims
 from .models import attention_to_convs, convs_to_attention
-from .patches import PatchConvolutionAttention, conv_to_patch_mhsa
+from .patches import PatchConvolutionAttention, conv_to_patch_mhsa, exact_head_dims
 from .pixels import conv_to_mhsa
 from .report import (
     ConversionReport,

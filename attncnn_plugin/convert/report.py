@@ -75,8 +75,6 @@ class PatchConversionReport:
         shifts (tuple[tuple[int, int], ...]): The shift δ from a patch to the one that each head reads, (row, column)
             in patches.
         head_dims (tuple[int, ...]): Channels D_h of each head's values.
-        relative_error (float): ‖M − M'‖/‖M‖ in the Frobenius norm, of the matrices between patches: 0 unless heads are
-            narrower than the convolution needs.
         parameters_before (int): Parameters of the convolution.
         parameters_after (int): Parameters of the attention.
     """
@@ -84,16 +82,14 @@ class PatchConversionReport:
     num_heads: int
     shifts: Tuple[Tuple[int, int], ...]
     head_dims: Tuple[int, ...]
-    relative_error: float
     parameters_before: int
     parameters_after: int
 
     def __str__(self) -> str:
         least, most = min(self.head_dims), max(self.head_dims)
         widths = f'{least}' if least == most else f'{least} to {most}'
-        exactness = 'exact' if self.relative_error == 0 else f'relative error {self.relative_error:.3g}'
         return (
-            f'num_heads={self.num_heads} of {widths} channels: {exactness}, a head for each shift from '
+            f'num_heads={self.num_heads} of {widths} channels: exact, a head for each shift from '
             f'{self.shifts[0]} to {self.shifts[-1]}; '
             f'{self.parameters_before:,} parameters became {self.parameters_after:,}'
         )

@@ -1,1 +1,1 @@
-"""What changes mmengine, by the import of a module of its own."""
+"""What is for mmpretrain and mmengine."""

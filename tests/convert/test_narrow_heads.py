@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from attncnn_plugin.convert.patch_embedding import patch_embedding
 from helpers.convolutions import relative_error
 from helpers.patch_convolutions import fits, patch_convolutions
 from hypothesis import given
@@ -10,7 +11,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from attncnn_plugin.convert import conv_to_patch_mhsa, exact_head_dims
-from attncnn_plugin.convert.patch_embedding import patch_embedding
 from attncnn_plugin.convert.patches import attend_like_convolution
 from attncnn_plugin.layers import PatchAttention, WindowBias
 from attncnn_plugin.layers.patches import image_to_patches, patches_to_image

@@ -483,13 +483,13 @@ def test_dark(browser, pages):
 
 def test_pruned_heads_are_left_out(browser, tmp_path):
     model = quadratic_model()
-    model.prune_heads({0: [0, 1, 2], 1: [1]}, allow_empty=True)
+    prune_heads(model, {0: [0, 1, 2], 1: [1]}, allow_empty=True)
     (tmp_path / 'pruned.html').write_text(page_of(model, images_of()), encoding='utf-8')
     browser.open(tmp_path / 'pruned.html')
     browser.press('#maps button[aria-pressed=true]', 'up', 'right')
     assert browser.text('map-title') == 'Block 1, head 1'
     assert browser.script("return document.querySelectorAll('#maps button').length") == 2
-    model.prune_heads({1: [0, 1]}, allow_empty=True)
+    prune_heads(model, {1: [0, 1]}, allow_empty=True)
     (tmp_path / 'empty.html').write_text(page_of(model, images_of()), encoding='utf-8')
     browser.open(tmp_path / 'empty.html')
     assert browser.text('query-place') == 'Row 4, column 4'

@@ -39,6 +39,7 @@ from attncnn_plugin.analysis import (
 )
 from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention
 from attncnn_plugin.explorer import explorer_page
+from attncnn_plugin.pruning import prune_heads
 
 EXPECTED = dict(both=attention_probs_of, content=content_only_probs_of, position=position_only_probs_of)
 
@@ -97,7 +98,7 @@ def test_one_row_down_and_two_columns_left():
 
 def narrow_patch_model():
     """Heads of widths of their own, on tokens that are wider than patches."""
-    return patch_model(head_dim='exact', qk_dim=4, embed_dim=20)
+    return patch_model(head_dim='exact', qk_dim=4)
 
 
 PATCHES = (patch_model, narrow_patch_model)
@@ -277,7 +278,7 @@ def test_pictures_and_names():
 
 def test_heads_that_were_pruned():
     model = quadratic_model()
-    model.prune_heads({0: [1], 1: [0, 1, 2]}, allow_empty=True)
+    prune_heads(model, {0: [1], 1: [0, 1, 2]}, allow_empty=True)
     content = unpack(page_of(model, images_of()))
     assert [layer['heads'] for layer in content['layers']] == [2, 0]
     assert_within_a_byte(content['layers'][0], 'position', model.blocks[0].attn.position_probs((8, 8)))

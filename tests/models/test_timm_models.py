@@ -14,6 +14,7 @@ from helpers.small import BACKENDS, TIMM_KINDS, small_cmhsa, small_timm
 
 from attncnn_plugin import follow_state_dict
 from attncnn_plugin.layers import StructureError
+from attncnn_plugin.pruning import prune_heads
 
 MILLION, BILLION = 1e6, 1e9
 # The networks of 9 and of 16 quadratic heads differ in their defaults alone.
@@ -286,7 +287,7 @@ def test_an_entry_under_both_names_is_refused():
 @pytest.mark.parametrize('change', ['missing', 'another shape'])
 def test_a_refused_load_gives_back_heads_and_phase(change):
     pruned = small_timm('sa_quadratic_cifar')
-    pruned.prune_heads({0: [1]})
+    prune_heads(pruned, {0: [1]})
     attention = small_cmhsa('conv')
     attention.to_attention()
     for ours, theirs in ((small_timm('sa_quadratic_cifar'), pruned), (small_cmhsa('conv'), attention)):

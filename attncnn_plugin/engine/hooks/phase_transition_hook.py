@@ -36,8 +36,8 @@ DRIFT = {'features': 'transition_drift_of_features', 'output': 'transition_drift
 class PhaseTransitionHook(Hook):
     """Turns the convolutions of a model into attention after some epochs, or after some iterations.
 
-    The model has a :class:`~attncnn_plugin.models.backbones.CMHSA`, a backbone of
-    :func:`~attncnn_plugin.models.backbones.conv_to_attention`, or any other module with a ``phase``, ``'conv'`` or
+    The model has a :class:`~attncnn_plugin.mm.backbones.CMHSA`, a backbone of
+    :func:`~attncnn_plugin.mm.conv_to_attention.conv_to_attention`, or any other module with a ``phase``, ``'conv'`` or
     ``'attn'``, and a ``to_attention(generator)`` that returns something to print.
 
     At the first iteration of the second phase, on every rank, the hook converts the model, builds the optimizer wrapper

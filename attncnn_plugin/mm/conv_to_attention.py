@@ -9,19 +9,19 @@ import torch
 from mmpretrain.registry import MODELS
 from torch import nn
 
-from ...convert import conv_to_mhsa, convs_to_attention
-from ...convert.model_layers import check_replaceable, find_convolutions
-from ...convert.origins import METADATA
-from ...convert.report import ModelConversionReport
-from ...convert.timm_convolutions import plain_convolution, window_of
-from ...layers.image_attention import ImageAttention
-from ...layers.mixed_classes import Mixin, mixed
-from ...layers.structure import StructureError, structure_kept_on_error
-from ...layers.window import CONVOLUTIONS
-from ...structure import take_structures
-from ...utils.init_info import record_new_parameters
-from ..networks.cmhsa import PHASES
-from .grid_backbone import refusing_inherited
+from ..convert import conv_to_mhsa, convs_to_attention
+from ..convert.model_layers import check_replaceable, find_convolutions
+from ..convert.origins import METADATA
+from ..convert.report import ModelConversionReport
+from ..convert.timm_convolutions import plain_convolution, window_of
+from ..layers.image_attention import ImageAttention
+from ..layers.mixed_classes import Mixin, mixed
+from ..layers.structure import StructureError, structure_kept_on_error
+from ..layers.window import CONVOLUTIONS
+from ..models.cmhsa import PHASES
+from ..structure import take_structures
+from ..utils.init_info import record_new_parameters
+from .backbones import refuse_unknown
 
 ADVICE = (
     'the backbone took attention instead of convolutions from the state dict that it loaded: an optimizer that was '
@@ -110,7 +110,6 @@ class ConvToAttention(Mixin):
 
 
 @MODELS.register_module('ConvToAttention')
-@refusing_inherited
 def conv_to_attention(
     backbone: dict,
     layers: Union[str, Sequence[str]],
@@ -121,6 +120,7 @@ def conv_to_attention(
     position: Optional[str] = None,
     window_size: Union[int, Sequence[int], None] = None,
     qk_dim: Optional[int] = None,
+    **unknown,
 ) -> nn.Module:
     """Builds a backbone whose convolutions become attention that computes the same: ``type='ConvToAttention'``.
 
@@ -170,6 +170,7 @@ def conv_to_attention(
         >>> model.phase
         'attn'
     """
+    refuse_unknown('ConvToAttention', list(unknown))
     if not isinstance(backbone, dict):
         raise TypeError(
             f"backbone={backbone!r} of ConvToAttention must be a config, such as dict(type='ResNet', depth=50)"

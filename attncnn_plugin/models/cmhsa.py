@@ -1,55 +1,67 @@
-"""CMHSA: a vision transformer that begins as a convolutional network (Li et al. 2021, L21, section 4)."""
+"""CMHSA: a vision transformer that begins as a convolutional network (Li et al. 2021, L21, section 4).
+
+Paper: `Can Vision Transformers Perform Convolution?` - https://arxiv.org/abs/2111.01353
+
+In the first phase the blocks mix pixels by convolutions on the image; in the second by attention over patches that
+begins as these convolutions. Registered with timm as this module is imported:
+``timm.create_model('cmhsa3_patch16_224')``.
+"""
 
 import math
 from dataclasses import dataclass
-from typing import Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import torch
-import torch.nn.functional as F
-from timm.layers import DropPath, Mlp, calculate_drop_path_rates, to_2tuple
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, to_2tuple
+from timm.models import (
+    build_model_with_cfg,
+    checkpoint,
+    generate_default_cfgs,
+    register_model,
+    register_notrace_module,
+)
+from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from ...convert.head_widths import HeadDim, choose_head_dims
-from ...convert.patch_embedding import patch_embedding
-from ...convert.patches import attend_like_convolution
-from ...layers.patch_attention import PatchAttention
-from ...layers.patches import image_to_patches, patches_to_image
-from ...layers.position_bias import GridBias
-from ...layers.structure import Restructurable, StateDict, StructureError
-from .grid_network import GridNetwork, check_channels, check_drop_path_rate
+from ..convert.patches import attend_like_convolution, choose_head_dims
+from ..layers.patch_attention import PatchAttention
+from ..layers.patches import image_to_patches, patches_to_image
+from ..layers.position_bias import GridBias
+from ..layers.structure import Restructurable, StateDict, StructureError, without_prefix
+from ..weights import CLASSES, in_single_precision, weights_file
+
+__all__ = ['CMHSANetwork']
 
 PHASES = ('conv', 'attn')
+KEY_STD = 0.02  # of W^K when convolutions become attention: were it 0 as W^Q, neither would ever get a gradient
 
 
 class PatchStem(nn.Module):
-    """Flattened patches, and a linear map to tokens, which the convolution phase of L21 does without.
+    """Flattened patches, and a linear map that begins as the identity, which the convolution phase does without.
 
     Args:
         patch_size (int): Patch size P.
         in_chans (int): Channels C of the image.
-        embed_dim (int): Channels D of a token.
 
     Attributes:
-        proj (nn.Module): Identity in the convolution phase, if tokens are the patches; ``nn.Linear(P²·C, D)``
-            otherwise.
+        proj (nn.Module): Identity in the convolution phase, ``nn.Linear(P²·C, P²·C)`` in the attention phase.
     """
 
-    def __init__(self, patch_size: int, in_chans: int, embed_dim: int, device=None, dtype=None) -> None:
+    def __init__(self, patch_size: int, in_chans: int) -> None:
         super().__init__()
         self.reduction = patch_size
         self.in_chans = in_chans
-        patch_dim = patch_size**2 * in_chans
         self.proj = nn.Identity()
-        if embed_dim != patch_dim:
-            self.proj = nn.Linear(patch_dim, embed_dim, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(B, C, H, W)`` to ``(B, H/P, W/P, D)``.
+        """Maps images ``(B, C, H, W)`` to tokens ``(B, H/P, W/P, P²·C)``.
 
         Raises:
             ValueError: The image does not have the stem's channels, or cannot be cut into patches.
         """
-        check_channels(x, self.in_chans)
+        if x.ndim != 4 or x.shape[1] != self.in_chans:
+            raise ValueError(f'the input has shape {tuple(x.shape)}, but (B, {self.in_chans}, H, W) is expected')
         return self.proj(image_to_patches(x, (self.reduction, self.reduction)))
 
 
@@ -60,38 +72,22 @@ class PatchConvolution(nn.Module):
         channels (int): Channels C of the image.
         kernel_size (int): Kernel size K.
         patch_size (int): Patch size P.
-        embedding (Tensor, optional): E from patches to tokens, ``(D, P²·C)``: the image has the patches Eᵀx. Defaults
-            to none: tokens are the patches.
     """
 
-    embedding: Optional[Tensor]
-
-    def __init__(
-        self,
-        channels: int,
-        kernel_size: int,
-        patch_size: int,
-        embedding: Optional[Tensor] = None,
-        device=None,
-        dtype=None,
-    ) -> None:
+    def __init__(self, channels: int, kernel_size: int, patch_size: int, device=None, dtype=None) -> None:
         super().__init__()
         self.patch_size = (patch_size, patch_size)
         self.conv = new_convolution(channels, kernel_size, device, dtype)
-        self.register_buffer('embedding', embedding)
 
     def forward(self, x: Tensor) -> Tensor:
         """``(B, H, W, D)`` to the same."""
         # The gradients of a convolution of few channels take a fraction of the time on CPUs with the channels last.
         memory_format = torch.channels_last if x.device.type == 'cpu' else torch.contiguous_format
-        patches = x if self.embedding is None else F.linear(x, self.embedding.T)
-        image = patches_to_image(patches, self.patch_size, memory_format)
-        patches = image_to_patches(self.conv(image), self.patch_size)
-        return patches if self.embedding is None else F.linear(patches, self.embedding)
+        return image_to_patches(self.conv(patches_to_image(x, self.patch_size, memory_format)), self.patch_size)
 
 
 def new_convolution(channels: int, kernel_size: int, device=None, dtype=None) -> nn.Conv2d:
-    """K×K, as large an image out as in."""
+    """Returns a K×K convolution, as large an image out as in."""
     # fvcore, by which mmpretrain counts multiply-adds, does not know 'same', which even kernels need.
     padding = kernel_size // 2 if kernel_size % 2 else 'same'
     return nn.Conv2d(channels, channels, kernel_size, padding=padding, device=device, dtype=dtype)
@@ -141,8 +137,6 @@ class Transition:
         kernel_size (int): Kernel size K of each.
         num_heads (int): Heads N_h of each attention.
         head_dims (tuple[int, ...]): Channels D_h of each head's values.
-        relative_error (float): The largest error of a block's matrices, 0 unless heads are narrower than the
-            convolutions need, see :class:`~attncnn_plugin.convert.PatchConversionReport`.
         attn_bias_init (float): M.
         parameters_before, parameters_after (int): Parameters of the network.
     """
@@ -151,7 +145,6 @@ class Transition:
     kernel_size: int
     num_heads: int
     head_dims: Tuple[int, ...]
-    relative_error: float
     attn_bias_init: float
     parameters_before: int
     parameters_after: int
@@ -159,32 +152,26 @@ class Transition:
     def __str__(self) -> str:
         return (
             f'{self.num_blocks} convolutions of {self.kernel_size}x{self.kernel_size} became attention of '
-            f'{self.num_heads} heads with attn_bias_init={self.attn_bias_init:g}{self._error}; '
+            f'{self.num_heads} heads with attn_bias_init={self.attn_bias_init:g}; '
             f'{self.parameters_before:,} parameters became {self.parameters_after:,}'
         )
 
-    @property
-    def _error(self) -> str:
-        if self.relative_error == 0:
-            return ''
-        return f' and a relative error of {self.relative_error:.3g}, for heads are narrower than the convolutions need'
 
-
-class CMHSANetwork(Restructurable, GridNetwork):
+class CMHSANetwork(Restructurable):
     """Pre-norm vision transformer without class token, whose attention can begin as a convolution.
 
-    In L21 a token is a flattened patch, D = P²·C channels wide, and so is every head. In the phase ``'conv'`` the
+    A token is a flattened patch, D = P²·C channels wide, and so is every head of L21. In the phase ``'conv'`` the
     blocks mix pixels by K×K convolutions on the image; in the phase ``'attn'`` by attention over patches, with as many
     heads as L21's Theorem 1 needs and a relative position bias. :meth:`to_attention` goes from the first to the second
-    and leaves the output of the network as it was.
+    and leaves the output of the network as it was. On top are the mean over the tokens and a linear classifier.
 
     Heads need not be as wide: from a patch that is one step away a convolution reads border pixels alone.
     ``head_dim='exact'`` makes each head wide enough to be the convolution, and ``qk_dim`` says how wide its queries and
-    keys are: with 3×3 kernels on patches of 16×16 pixels, 972 channels in the place of 9·768.
+    keys are: with 3×3 kernels on patches of 16×16 pixels, 972 channels instead of 9·768.
 
     A state dict carries its structure: one of the phase ``'attn'`` turns the network to that phase as it is loaded; one
     of the phase ``'conv'`` is converted for a network of the phase ``'attn'``. The number and the widths of heads, and
-    whether there is a null key, are those of the state dict.
+    whether there is a null key, are those of the state dict. It may have the names of mmpretrain's classifiers too.
 
     Args:
         img_size (int | tuple[int, int]): Height and width of the image for which position biases are made; other
@@ -194,16 +181,8 @@ class CMHSANetwork(Restructurable, GridNetwork):
         patch_size (int): Patch size P. Defaults to 16.
         in_chans (int): Channels C of the image. Defaults to 3.
         kernel_size (int): Kernel size K. Defaults to 3.
-        embed_dim (int, optional): Channels D of a token. Other than P²·C, tokens are E x of the patches x by a linear
-            map that begins as E and learns; the blocks convolve the image of Eᵀ times their input and embed the result
-            by E, which is fixed and has orthonormal columns or rows. With D > P²·C further channels follow the pixels
-            and nothing is lost. With D < P²·C the rows of E are the patch's cosines of the lowest frequencies, and
-            higher ones are not seen. Both phases are the same function either way. Defaults to P²·C.
-        num_heads (int, optional): Number of heads N_h, at least as many as Theorem 1 needs, which is the default.
-            Further ones begin with output weights of 0.
-        head_dim (int | str | Sequence[int], optional): Channels D_h of a head's values: D for None, as in L21;
-            ``'exact'`` for enough to be the convolution; or numbers, for all or for each, with which heads that are
-            too narrow begin as the best of their rank. Defaults to None.
+        head_dim (str, optional): Channels D_h of a head's values: D for None, as in L21, or ``'exact'`` for enough to
+            be the convolution. Defaults to None.
         min_head_dim (int): The least channels of a head with ``head_dim='exact'``. Defaults to 1.
         qk_dim (int, optional): Channels D_k of a head's queries and keys. Defaults to D, as in L21.
         null_key (bool, optional): Whether the attention has a null key, which stands for the zeros around the image,
@@ -215,23 +194,27 @@ class CMHSANetwork(Restructurable, GridNetwork):
             biases of 0 and weights from N(0, 0.02²), the patch projection too. Defaults to ``'attn'``.
         attn_bias_init (float): M, the bias of a head's shift when convolutions become attention. 40 is exact; a
             smaller one gives the biases a gradient to begin with. Defaults to 12.
-        query_init, key_init (float): Standard deviation of W^Q and of W^K when convolutions become attention. One of
-            them must be 0, or the output would change; both must not, or neither would ever get a gradient. Default
-            to 0 and 0.02.
+        num_classes (int): Number of classes, 0 for pooled features. Defaults to 1000.
+        global_pool (str): timm's name of the pooling, ``''`` for none. Defaults to ``'avg'``.
+        drop_rate (float): Dropout rate before the classifier. Defaults to 0.
         proj_drop_rate (float): Dropout rate of hidden states. Defaults to 0.
         attn_drop_rate (float): Dropout rate of attention probabilities. Defaults to 0.
         drop_path_rate (float): Stochastic depth rate of the last block, rising linearly from 0. Defaults to 0.
+
+    Raises:
+        ValueError: A size below 1 or a rate out of range; an image that cannot be cut into patches; an unknown phase or
+            ``head_dim``.
     """
+
+    output_fmt = 'NHWC'  # of forward_features, as timm says it
 
     def __init__(
         self,
-        img_size=224,
+        img_size: Union[int, Tuple[int, int]] = 224,
         patch_size: int = 16,
         in_chans: int = 3,
         kernel_size: int = 3,
-        embed_dim: Optional[int] = None,
-        num_heads: Optional[int] = None,
-        head_dim: HeadDim = None,
+        head_dim: Optional[str] = None,
         min_head_dim: int = 1,
         qk_dim: Optional[int] = None,
         null_key: Optional[bool] = None,
@@ -239,58 +222,55 @@ class CMHSANetwork(Restructurable, GridNetwork):
         mlp_dim: Optional[int] = None,
         phase: str = 'attn',
         attn_bias_init: float = 12.0,
-        query_init: float = 0.0,
-        key_init: float = 0.02,
+        num_classes: int = 1000,
+        global_pool: str = 'avg',
+        drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         device=None,
         dtype=None,
     ) -> None:
-        dd = {'device': device, 'dtype': dtype}
+        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         super().__init__()
         height, width = to_2tuple(img_size)
-        dim = patch_size**2 * in_chans if embed_dim is None else embed_dim
+        dim = patch_size**2 * in_chans
         mlp_dim = 4 * dim if mlp_dim is None else mlp_dim
-        if min(patch_size, in_chans, kernel_size, depth, mlp_dim, dim) < 1:
+        if min(patch_size, in_chans, kernel_size, depth, mlp_dim) < 1:
             raise ValueError(
-                f'patch_size={patch_size}, in_chans={in_chans}, kernel_size={kernel_size}, depth={depth}, '
-                f'mlp_dim={mlp_dim} and embed_dim={embed_dim} must be at least 1'
+                f'patch_size={patch_size}, in_chans={in_chans}, kernel_size={kernel_size}, depth={depth} and '
+                f'mlp_dim={mlp_dim} must be at least 1'
             )
         if min(height, width) < patch_size or height % patch_size or width % patch_size:
             raise ValueError(f'img_size={img_size} must be a multiple of patch_size={patch_size}')
         if phase not in PHASES:
             raise ValueError(f'phase={phase!r} is unknown: choose one of {PHASES}')
-        if (query_init == 0) == (key_init == 0) or min(query_init, key_init) < 0:
-            raise ValueError(
-                f'query_init={query_init} and key_init={key_init}: one of the two must be 0, so that attention begins '
-                'as the convolution, and the other above 0, so that both get gradients'
-            )
         if not 0 < attn_bias_init < math.inf:
             raise ValueError(f'attn_bias_init={attn_bias_init} must be positive and finite: 40 is exact')
-        check_drop_path_rate(drop_path_rate)
+        if qk_dim is not None and qk_dim < 1:
+            raise ValueError(f'qk_dim={qk_dim} must be at least 1')
+        if not 0 <= drop_path_rate < 1:
+            raise ValueError(f'drop_path_rate={drop_path_rate} must be from 0 to below 1')
         self.patch_size = patch_size
         self.kernel_size = kernel_size
         self.grid_size = (height // patch_size, width // patch_size)
         conv = new_convolution(in_chans, kernel_size, device='meta')
-        self.head_dims = choose_head_dims(head_dim, conv, (patch_size, patch_size), dim, num_heads, min_head_dim)
-        self.num_heads = len(self.head_dims)
+        self.head_dims = choose_head_dims(conv, (patch_size, patch_size), head_dim, min_head_dim)
         self.qk_dim = dim if qk_dim is None else qk_dim
-        if self.qk_dim < 1:
-            raise ValueError(f'qk_dim={qk_dim} must be at least 1')
         self.null_key = null_key
         self.attn_bias_init = attn_bias_init
-        self.query_init = query_init
-        self.key_init = key_init
         self.attn_drop_rate = attn_drop_rate
+        self.num_classes = num_classes
+        self.in_chans = in_chans
+        self.num_features = dim
+        self.grad_checkpointing = False
 
-        self.stem = PatchStem(patch_size, in_chans, dim, **dd)
-        embedding = patch_embedding(patch_size, in_chans, dim, **dd)
+        self.stem = PatchStem(patch_size, in_chans)
         self.blocks = nn.Sequential(
             *[
                 CMHSABlock(
                     dim,
-                    PatchConvolution(in_chans, kernel_size, patch_size, embedding, **dd),
+                    PatchConvolution(in_chans, kernel_size, patch_size, **dd),
                     mlp_dim,
                     proj_drop=proj_drop_rate,
                     drop_path=drop_path,
@@ -307,9 +287,11 @@ class CMHSANetwork(Restructurable, GridNetwork):
         if phase == 'attn':
             self._put_attention(bool(null_key))
             nn.init.trunc_normal_(self.stem.proj.weight, std=0.02)
-        elif embedding is not None:
-            with torch.no_grad():
-                self.stem.proj.weight.copy_(embedding)
+        self.feature_info = [dict(num_chs=dim, reduction=patch_size, module=f'blocks.{i}') for i in range(depth)]
+        self.head = ClassifierHead(
+            dim, num_classes, pool_type=global_pool, drop_rate=drop_rate, input_fmt=self.output_fmt, **dd
+        )
+        self.head_hidden_size = dim * self.head.global_pool.feat_mult()
         self._follow_state_dicts()
 
     @property
@@ -324,7 +306,7 @@ class CMHSANetwork(Restructurable, GridNetwork):
         The parameters of everything else stay the same objects; an optimizer has to be given the new ones.
 
         Args:
-            generator (torch.Generator, optional): Of the CPU; draws W^K (or W^Q).
+            generator (torch.Generator, optional): Of the CPU; draws W^K.
 
         Returns:
             Transition: What was done.
@@ -337,13 +319,13 @@ class CMHSANetwork(Restructurable, GridNetwork):
         before = sum(p.numel() for p in self.parameters())
         convolutions = [block.attn.conv for block in self.blocks]
         self._put_attention(self._null_key_of_convolutions)
-        errors = [self._attend_like(block.attn, conv, generator) for block, conv in zip(self.blocks, convolutions)]
+        for block, conv in zip(self.blocks, convolutions):
+            self._attend_like(block.attn, conv, generator)
         return Transition(
             num_blocks=len(self.blocks),
             kernel_size=self.kernel_size,
-            num_heads=self.num_heads,
+            num_heads=len(self.head_dims),
             head_dims=self.head_dims,
-            relative_error=max(errors),
             attn_bias_init=self.attn_bias_init,
             parameters_before=before,
             parameters_after=sum(p.numel() for p in self.parameters()),
@@ -354,15 +336,14 @@ class CMHSANetwork(Restructurable, GridNetwork):
         return self.null_key is None or self.null_key
 
     def _put_attention(self, null_key: bool) -> None:
-        """Attention in the place of convolutions, whose stem has no linear map yet, or of other attention."""
+        """Puts attention in the place of convolutions, and a linear map into the stem."""
         like = self.blocks[0].norm1.weight
         dd = {'device': like.device, 'dtype': like.dtype}
         trainable = any(parameter.requires_grad for parameter in self.parameters())
-        first = self.phase == 'conv'
         for block in self.blocks:
             requires_grad = any(parameter.requires_grad for parameter in block.attn.parameters())
             block.attn = self._new_attention(null_key, **dd).requires_grad_(requires_grad)
-        if first and isinstance(self.stem.proj, nn.Identity):
+        if isinstance(self.stem.proj, nn.Identity):
             self.stem.proj = nn.Linear(len(like), len(like), **dd).requires_grad_(trainable)
             nn.init.eye_(self.stem.proj.weight)
             nn.init.zeros_(self.stem.proj.bias)
@@ -370,31 +351,109 @@ class CMHSANetwork(Restructurable, GridNetwork):
 
     def _new_attention(self, null_key: bool, device, dtype) -> PatchAttention:
         dd = {'device': device, 'dtype': dtype}
-        position = GridBias(self.num_heads, self.grid_size, null_key, **dd)
-        dim = len(self.blocks[0].norm1.weight)  # the last norm can be gone
         return PatchAttention(
-            dim,
-            self.num_heads,
-            position,
+            self.num_features,
+            len(self.head_dims),
+            GridBias(len(self.head_dims), self.grid_size, null_key, **dd),
             attn_drop=self.attn_drop_rate,
             head_dim=self.head_dims,
             qk_dim=self.qk_dim,
             **dd,
         )
 
-    def _attend_like(self, attention: PatchAttention, conv: nn.Conv2d, generator=None) -> float:
-        embedding = patch_embedding(
-            self.patch_size, self.stem.in_chans, attention.dim, conv.weight.device, conv.weight.dtype
-        )
-        patch_size = (self.patch_size, self.patch_size)
-        error = attend_like_convolution(attention, conv, patch_size, self.attn_bias_init, embedding)
-        for linear, std in ((attention.query, self.query_init), (attention.key, self.key_init)):
-            # On the CPU, so that a seed draws the same everywhere.
-            weight = torch.zeros(linear.weight.shape)
-            if std > 0:
-                nn.init.normal_(weight, std=std, generator=generator)
-            linear.weight.copy_(weight)
-        return error
+    def _attend_like(self, attention: PatchAttention, conv: nn.Conv2d, generator=None) -> None:
+        """Makes attention the convolution: by position alone, for W^Q = 0, but with a W^K that lets W^Q learn."""
+        attend_like_convolution(attention, conv, (self.patch_size, self.patch_size), self.attn_bias_init)
+        weight = torch.empty(attention.key.weight.shape)  # on the CPU, so that a seed draws the same everywhere
+        attention.key.weight.copy_(nn.init.normal_(weight, std=KEY_STD, generator=generator))
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> Set[str]:
+        """The parameters without weight decay: the relative position biases."""
+        return {name for name, _ in self.named_parameters() if name.endswith('position.table')}
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> Dict[str, Any]:
+        return dict(stem=r'^stem', blocks=[(r'^blocks\.(\d+)', None), (r'^norm', (99999,))])
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.grad_checkpointing = enable
+
+    @torch.jit.ignore
+    def get_classifier(self) -> nn.Module:
+        return self.head.fc
+
+    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
+        self.num_classes = num_classes
+        self.head.reset(num_classes, pool_type=global_pool)
+        self.head.to(next(self.blocks.parameters()))  # its device and dtype
+        self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: Optional[Union[int, Sequence[int]]] = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = 'NCHW',
+        intermediates_only: bool = False,
+    ) -> Union[List[Tensor], Tuple[Tensor, List[Tensor]]]:
+        """Computes the features of several blocks.
+
+        Args:
+            x (Tensor): Images ``(B, C, H, W)``.
+            indices (int | Sequence[int], optional): The last n blocks for an int, the blocks of a sequence,
+                all of them for None, the default.
+            norm (bool): Whether to apply the final norm to all intermediates. Defaults to False.
+            stop_early (bool): Whether to leave out the blocks after the last wanted one. Defaults to False.
+            output_fmt (str): ``'NCHW'`` or ``'NHWC'`` intermediates. Defaults to ``'NCHW'``.
+            intermediates_only (bool): Whether to return the intermediates alone. Defaults to False.
+
+        Returns:
+            The features of the last block that ran, normed, ``(B, H/P, W/P, D)``, and the list of intermediates in the
+            order of the blocks; or the list alone.
+        """
+        if output_fmt not in ('NCHW', 'NHWC'):
+            raise ValueError(f"output_fmt={output_fmt!r} is unknown: choose 'NCHW' or 'NHWC'")
+        take_indices, last = feature_take_indices(len(self.blocks), indices)
+        intermediates = []
+        x = self.stem(x)
+        for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
+            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
+            if i in take_indices:
+                feature = self.norm(x) if norm else x
+                intermediates.append(feature.permute(0, 3, 1, 2) if output_fmt == 'NCHW' else feature)
+        return intermediates if intermediates_only else (self.norm(x), intermediates)
+
+    def prune_intermediate_layers(
+        self, indices: Union[int, Sequence[int]] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> List[int]:
+        """Drops the blocks after the last wanted one, the norm and the classifier; returns the wanted blocks."""
+        take_indices, last = feature_take_indices(len(self.blocks), indices)
+        self.blocks = self.blocks[: last + 1]
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, '')
+        return take_indices
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Maps images ``(B, C, H, W)`` to the features of the last block, normed, ``(B, H/P, W/P, D)``."""
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
+        return self.norm(x)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        return self.head(x, pre_logits=pre_logits)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args, **kwargs):
+        """Loads a state dict, as of any module; the names of mmpretrain's classifiers will do too."""
+        return super().load_state_dict(without_prefix(state_dict, 'backbone.'), *args, **kwargs)
 
     @property
     def structure(self) -> str:
@@ -438,23 +497,109 @@ class CMHSANetwork(Restructurable, GridNetwork):
             if not {name + 'conv.weight', name + 'conv.bias'} <= state_dict.keys():
                 continue  # missing keys, as for any other parameter
             weight, bias = state_dict.pop(name + 'conv.weight'), state_dict.pop(name + 'conv.bias')
-            if weight.shape[:2] != (self.stem.in_chans,) * 2:
+            if weight.shape[:2] != (self.in_chans,) * 2:
                 raise StructureError(
                     f'{name}conv.weight of the state dict has shape {tuple(weight.shape)}, but the network takes '
-                    f'images of in_chans={self.stem.in_chans} channels'
+                    f'images of in_chans={self.in_chans} channels'
                 )
-            conv = new_convolution(self.stem.in_chans, weight.shape[2], weight.device, weight.dtype)
+            conv = new_convolution(self.in_chans, weight.shape[2], weight.device, weight.dtype)
             conv.weight.copy_(weight)
             conv.bias.copy_(bias)
-            state_dict.pop(name + 'embedding', None)
-            null_key = self._null_key_of_convolutions
-            attention = self._new_attention(null_key, weight.device, weight.dtype)
+            attention = self._new_attention(self._null_key_of_convolutions, weight.device, weight.dtype)
             try:
                 self._attend_like(attention, conv, generator)
             except ValueError as error:
                 raise StructureError(f'{name}conv.weight of the state dict: {error}') from error
             state_dict.update({name + key: value for key, value in attention.state_dict().items()})
-            if f'{prefix}stem.proj.weight' not in state_dict:  # tokens are the patches
+            if f'{prefix}stem.proj.weight' not in state_dict:
                 identity = torch.eye(attention.dim, device=weight.device, dtype=weight.dtype)
                 state_dict[f'{prefix}stem.proj.weight'] = identity
                 state_dict[f'{prefix}stem.proj.bias'] = weight.new_zeros(attention.dim)
+
+
+# Their forward passes look at sizes, which a symbolic trace does not know.
+for _module in (PatchAttention, PatchConvolution, PatchStem):
+    register_notrace_module(_module)
+
+
+def _cfg(**kwargs) -> Dict[str, Any]:
+    return {
+        'num_classes': 1000,
+        'input_size': (3, 224, 224),
+        'pool_size': (14, 14),
+        'crop_pct': 0.9,
+        'interpolation': 'bicubic',
+        'mean': IMAGENET_DEFAULT_MEAN,
+        'std': IMAGENET_DEFAULT_STD,
+        'first_conv': (),
+        'classifier': 'head.fc',
+        'license': 'apache-2.0',
+        'paper_ids': 'arXiv:2111.01353',
+        'paper_name': 'Can Vision Transformers Perform Convolution?',
+        **kwargs,
+    }
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        'cmhsa3_patch16_224.untrained': _cfg(),
+        'cmhsa5_patch16_224.untrained': _cfg(),
+        'cmhsa3_small_patch4_32.cifar10': _cfg(
+            file=weights_file('cmhsa3_small_patch4_32'),
+            label_names=CLASSES,
+            num_classes=10,
+            input_size=(3, 32, 32),
+            pool_size=(8, 8),
+            crop_pct=1.0,
+            mean=(0.4914, 0.4822, 0.4465),
+            std=(0.2023, 0.1994, 0.2010),
+        ),
+    }
+)
+
+
+def _create(variant: str, pretrained: bool, **kwargs) -> CMHSANetwork:
+    return build_model_with_cfg(
+        CMHSANetwork,
+        variant,
+        pretrained,
+        pretrained_filter_fn=in_single_precision,
+        feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
+        **kwargs,
+    )
+
+
+@register_model
+def cmhsa3_patch16_224(pretrained: bool = False, **kwargs) -> CMHSANetwork:
+    """CMHSA-3: 3x3 convolutions, or attention of 9 heads that can express them (L21, Table 1).
+
+    Args:
+        phase (str): ``'conv'`` or ``'attn'``. Defaults to ``'attn'``.
+        head_dim (str, optional): ``'exact'`` for values that are just wide enough for the convolution. Defaults to
+            None, as wide as a token.
+        qk_dim (int, optional): Channels of a head's queries and keys. Defaults to those of a token.
+    """
+    return _create('cmhsa3_patch16_224', pretrained, **{'kernel_size': 3, **kwargs})
+
+
+@register_model
+def cmhsa5_patch16_224(pretrained: bool = False, **kwargs) -> CMHSANetwork:
+    """CMHSA-5: 5x5 convolutions, or attention of 9 heads that can express them (L21, Table 1).
+
+    Args:
+        phase (str): ``'conv'`` or ``'attn'``. Defaults to ``'attn'``.
+        head_dim (str, optional): ``'exact'`` for values that are just wide enough for the convolution. Defaults to
+            None, as wide as a token.
+        qk_dim (int, optional): Channels of a head's queries and keys. Defaults to those of a token.
+    """
+    return _create('cmhsa5_patch16_224', pretrained, **{'kernel_size': 5, **kwargs})
+
+
+@register_model
+def cmhsa3_small_patch4_32(pretrained: bool = False, **kwargs) -> CMHSANetwork:
+    """CMHSA-3 for images of 32x32 pixels: 8x8 patches, 6 blocks of 48 channels, 737,968 parameters at 10 classes.
+
+    The arguments are those of :func:`cmhsa3_patch16_224`. Weights of narrow heads make the heads narrow.
+    """
+    small = dict(kernel_size=3, img_size=32, patch_size=4, mlp_dim=384)
+    return _create('cmhsa3_small_patch4_32', pretrained, **{**small, **kwargs})
