@@ -21,8 +21,8 @@ StateDict = Dict[str, Tensor]
 MEMBERS = ('_parameters', '_buffers', '_modules', '_non_persistent_buffers_set')
 
 
-class StructureError(ValueError):
-    """A state dict that no structure of a module explains."""
+class StructureError(ValueError, RuntimeError):
+    """A state dict that no structure of a module explains: PyTorch has a RuntimeError for one that does not fit."""
 
 
 def too_many_heads(prefix: str, loaded: int, built: int) -> StructureError:

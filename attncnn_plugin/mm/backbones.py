@@ -4,15 +4,21 @@ import copy
 import inspect
 from typing import List, Sequence, Tuple, Union
 
-from mmpretrain.models.backbones.base_backbone import BaseBackbone
-from mmpretrain.models.utils import to_2tuple
-from mmpretrain.registry import MODELS
 from torch import Tensor, nn
 
 from ..layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from ..models.cmhsa import CMHSANetwork
 from ..models.self_attention import SelfAttentionNetwork, token_grid
+from ..utils.frameworks import require_mmpretrain
 from ..utils.init_info import record_new_parameters
+
+require_mmpretrain()
+
+from mmpretrain.models.backbones.base_backbone import BaseBackbone  # noqa: E402
+from mmpretrain.models.utils import to_2tuple  # noqa: E402
+from mmpretrain.registry import MODELS  # noqa: E402
+
+__all__ = ['CMHSA', 'SAGeneralized', 'SALearned', 'SAQuadratic']
 
 # mmpretrain's names of arguments, and timm's.
 NAMES = {

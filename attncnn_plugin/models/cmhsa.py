@@ -31,7 +31,7 @@ from ..layers.position_bias import GridBias
 from ..layers.structure import Restructurable, StateDict, StructureError, without_prefix
 from ..weights import CLASSES, in_single_precision, weights_file
 
-__all__ = ['CMHSANetwork']
+__all__ = ['CMHSABlock', 'CMHSANetwork', 'PatchConvolution', 'PatchStem', 'Transition']
 
 PHASES = ('conv', 'attn')
 KEY_STD = 0.02  # of W^K when convolutions become attention: were it 0 as W^Q, neither would ever get a gradient

@@ -26,7 +26,7 @@ from ..layers.patches import image_to_patches
 from ..layers.structure import Restructurable, StateDict, StructureError, without_prefix
 from ..weights import CLASSES, in_single_precision, weights_file
 
-__all__ = ['SelfAttentionNetwork']
+__all__ = ['SelfAttentionBlock', 'SelfAttentionNetwork', 'SpaceToDepthStem', 'token_grid']
 
 
 class SpaceToDepthStem(nn.Module):

@@ -85,7 +85,7 @@ def test_numbers_of_the_paper():
         ({0: [3]}, r'heads=\[3\] must be different heads from 0 to 2'),
         ({0: [0, 0]}, r'heads=\[0, 0\] must be different'),
         ({0: [-1]}, r'heads=\[-1\] must be'),
-        ({2: [0]}, 'names block 2, but the blocks are 0 to 1'),
+        ({2: [0]}, 'heads of 2 are to be removed, but there are 0 attention layers of that name or block'),
         ({0: [1], 1: [0, 1, 2]}, r'heads=\[0, 1, 2\] are all heads of the layer'),
     ],
 )
