@@ -30,6 +30,7 @@ if importlib.util.find_spec('mmpretrain') is None:  # with timm alone
         'datasets',
         'engine',
         'evaluation',
+        'mm',
         'models/test_backbones.py',
         'models/test_conv_to_attention.py',
         'test_configs.py',

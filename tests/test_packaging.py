@@ -214,7 +214,7 @@ def test_timm_users_need_no_mmpretrain(repository):
         assert attncnn_plugin.layers.QuadraticAttention and attncnn_plugin.analysis and attncnn_plugin.apis.image_files
         assert not [name for name in sys.modules if name.startswith(('mmengine', 'mmcv', 'mmpretrain', 'matplotlib'))]
         for statement in (
-            'import attncnn_plugin.models.backbones',
+            'import attncnn_plugin.mm.backbones',
             'import attncnn_plugin.engine.hooks',
             'attncnn_plugin.apis.ConfigModel',
             'runpy.run_path("{repository}/tools/train.py", run_name="__main__")',
@@ -227,7 +227,7 @@ def test_timm_users_need_no_mmpretrain(repository):
                 print(error)
     """,
     )
-    assert len(of_mmpretrain) == 4 and len(set(of_mmpretrain)) == 1
+    assert len(of_mmpretrain) == 4 and len(set(of_mmpretrain)) == 1, of_mmpretrain
     assert of_mmpretrain[0].startswith('mmpretrain is not installed: pip install mmpretrain')
     assert of_figures.endswith("need matplotlib: pip install 'attncnn_plugin[vis]'")
     assert of_nonsense == "module 'attncnn_plugin' has no attribute 'nonsense'"

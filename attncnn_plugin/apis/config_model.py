@@ -12,11 +12,13 @@ from mmcv.transforms import LoadImageFromFile
 from mmengine.config import Config
 from mmengine.dataset import Compose
 from mmengine.registry import MODELS, init_default_scope
-from mmengine.runner import load_checkpoint
+from mmengine.runner import CheckpointLoader, load_state_dict
 from mmpretrain.registry import DATASETS
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from ..layers.structure import StructureError, without_prefix
+from ..structure import follow_state_dict
 from ..utils.config_paths import read_config
 from ..utils.runner import HEAD_NUMBERS
 from ..utils.sampling import evenly_spread
@@ -51,8 +53,11 @@ class ConfigModel(LoadedModel):
         preprocessor = self.config.get('data_preprocessor')
         self.model = MODELS.build({'data_preprocessor': preprocessor, **self.config.model}).eval()
         try:
-            loaded = load_checkpoint(self.model, checkpoint, map_location='cpu', strict=True)
-        except RuntimeError as error:
+            loaded = CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu')
+            state_dict = without_prefix(loaded.get('state_dict', loaded), 'module.')
+            follow_state_dict(self.model, state_dict, strict=False)
+            load_state_dict(self.model, state_dict, strict=True)
+        except (RuntimeError, StructureError) as error:
             reason = shorten(str(error), 500, placeholder=' …')
             raise ValueError(f'{checkpoint} does not fit the model of {path}: {reason}') from error
         self.meta = loaded.get('meta', {})

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..models.networks.grid_network import GridNetwork
+from ..models import CMHSANetwork, SelfAttentionNetwork
 from .images import image_files
 
 
@@ -89,7 +89,8 @@ class LoadedModel(ABC):
 
     @cached_property
     def _network(self) -> Any:
-        return next((module for module in self.model.modules() if isinstance(module, GridNetwork)), None)
+        own = (CMHSANetwork, SelfAttentionNetwork)
+        return next((module for module in self.model.modules() if isinstance(module, own)), None)
 
 
 def rgb_picture(pixels: Tensor) -> np.ndarray:

@@ -14,6 +14,7 @@ from timm.data import create_transform, resolve_model_data_config
 from timm.layers import to_2tuple
 from torch import Tensor
 
+from ..structure import follow_state_dict
 from ..utils.checkpoint_files import load_from_local
 from .loaded_model import LoadedModel, rgb_picture
 
@@ -32,7 +33,8 @@ class TimmModel(LoadedModel):
 
     Raises:
         FileNotFoundError: No such checkpoint.
-        RuntimeError: No such model, or its checkpoint does not fit.
+        RuntimeError: No such model.
+        ValueError: The checkpoint does not fit.
     """
 
     def __init__(
@@ -48,7 +50,12 @@ class TimmModel(LoadedModel):
         if checkpoint is not None:
             if Path(checkpoint).suffix not in OTHER_FORMATS:
                 load_from_local(checkpoint, mmap=True)  # refuses damaged and malicious files
-            timm.models.load_checkpoint(self.model, checkpoint, weights_only=True)
+            if Path(checkpoint).suffix in ('.npz', '.npy'):
+                timm.models.load_checkpoint(self.model, checkpoint)
+            else:
+                state_dict = timm.models.load_state_dict(checkpoint, weights_only=True)
+                follow_state_dict(self.model, state_dict)
+                self.model.load_state_dict(state_dict)
         elif not pretrained:
             print(f'The weights of {name} are random: give --pretrained or --checkpoint', file=sys.stderr)
 

@@ -1,20 +1,21 @@
 """Convolutions to attention and back, in plain PyTorch: layers, and all that are wanted of a model.
 
 Over pixels and back as in Cordonnier et al. 2020 (Theorem 1, Lemma 3), over patches as in Li et al. 2021 (Theorems 1, 5
-and 6); and gated positional attention of ConViT (d'Ascoli et al. 2021).
+and 6).
 """
 
 from . import structures  # noqa: F401, state dicts can have attention
 from .expressibility import Expressibility, Kernel, expressible_shifts, expressible_shifts_of_maps
-from .gpsa import gpsa_to_attention
 from .head_count import min_heads
-from .head_widths import exact_head_dims
-from .model_report import LayerConversion, LayerRun, ModelConversionReport
-from .models import convs_to_attention
-from .models_to_convs import attention_to_convs
-from .patches import PatchConvolutionAttention, conv_to_patch_mhsa
+from .models import attention_to_convs, convs_to_attention
+from .patches import PatchConvolutionAttention, conv_to_patch_mhsa, exact_head_dims
 from .pixels import conv_to_mhsa
-from .report import ConversionReport, GatedHead, GatedReport, PatchConversionReport
+from .report import (
+    ConversionReport,
+    LayerConversion,
+    ModelConversionReport,
+    PatchConversionReport,
+)
 from .succession import Succession
 from .to_conv import ConvFit, mhsa_to_conv
 from .values import ValueFit, fit_values
@@ -23,11 +24,8 @@ __all__ = [
     'ConvFit',
     'ConversionReport',
     'Expressibility',
-    'GatedHead',
-    'GatedReport',
     'Kernel',
     'LayerConversion',
-    'LayerRun',
     'ModelConversionReport',
     'PatchConversionReport',
     'PatchConvolutionAttention',
@@ -41,7 +39,6 @@ __all__ = [
     'expressible_shifts',
     'expressible_shifts_of_maps',
     'fit_values',
-    'gpsa_to_attention',
     'mhsa_to_conv',
     'min_heads',
 ]

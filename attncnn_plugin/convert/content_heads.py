@@ -78,14 +78,14 @@ def content_heads(
 
 
 def _neighbourhood(size: Sequence[int]) -> Tensor:
-    """δ of all pixels of a neighbourhood, row-major, ``(S, ndim)``."""
+    """Returns δ of all pixels of a neighbourhood, row-major, ``(S, ndim)``."""
     return torch.cartesian_prod(*(torch.arange(n) - n // 2 for n in size)).reshape(-1, len(size))
 
 
 def _checked_window_size(
     window: Window, position: str, window_size: Union[int, Sequence[int], None]
 ) -> Optional[Tuple[int, ...]]:
-    """The neighbourhood along each axis; the least that holds the kernel for a table without one."""
+    """Returns the neighbourhood along each axis; the least that holds the kernel for a table without one."""
     least = tuple((2 * window.shifts().abs().amax(0) + 1).tolist())
     if window_size is None:
         return least if position == 'table' else None

@@ -269,7 +269,7 @@ def _choose(window: Window, size: Tuple[int, int], queries: str) -> Tensor:
 
 
 def _at_targets(maps: Tensor, target: Tensor) -> Tuple[Tensor, Tensor]:
-    """The maps of some queries at their targets, and R of what they are elsewhere.
+    """Returns the maps of some queries at their targets, and R of what they are elsewhere.
 
     Args:
         maps (Tensor): P[q, k], ``(Q, pixels, N_h)``.

@@ -7,7 +7,7 @@ from ..layers.window import per_axis
 
 
 def min_heads(kernel_size: Union[int, Sequence[int]], patch_size: Union[int, Sequence[int]] = 1) -> int:
-    """Number of heads that are needed and enough for a generic convolution with stride 1 and ``padding='same'``.
+    """Returns how many heads a generic convolution with stride 1 and ``padding='same'`` needs; they are enough.
 
     It is the number of shifts between tokens that the kernel covers. From a pixel the kernel reaches ⌊(K − 1)/2⌋ pixels
     before and the others after. The pixels of a patch together reach ⌈before/P⌉ patches before, ⌈after/P⌉ after and

@@ -9,7 +9,7 @@ Convolution = Union[nn.Conv1d, nn.Conv2d, nn.Conv3d]
 
 
 def flat_kernel(conv: Convolution) -> Tensor:
-    """The kernel as a matrix M with a row for each position, ``(K, C_out·C_in/groups)``: no zeros between groups.
+    """Returns the kernel as a matrix M, ``(K, C_out·C_in/groups)``, a row for each position: no zeros between groups.
 
     Examples:
         >>> flat_kernel(nn.Conv2d(4, 2, 3, groups=2)).shape
@@ -19,7 +19,7 @@ def flat_kernel(conv: Convolution) -> Tensor:
 
 
 def kernel_matrix(conv: Convolution) -> Tensor:
-    """The matrix of each kernel position, ``(K, C_out, C_in)``: groups as blocks, with zeros between them.
+    """Returns the matrix of each kernel position, ``(K, C_out, C_in)``: groups as blocks, with zeros between them.
 
     Examples:
         >>> kernel_matrix(nn.Conv2d(4, 2, 3, groups=2)).shape
@@ -29,7 +29,7 @@ def kernel_matrix(conv: Convolution) -> Tensor:
 
 
 def spectral_norms(conv: Convolution) -> Tensor:
-    """‖W_δ‖₂ of each kernel position, ``(K,)``, float64.
+    """Returns ‖W_δ‖₂ of each kernel position, ``(K,)``, float64.
 
     Examples:
         >>> conv = nn.Conv2d(2, 2, 1, groups=2)
@@ -40,7 +40,7 @@ def spectral_norms(conv: Convolution) -> Tensor:
 
 
 def block_norms(slices: Tensor, groups: int) -> Tensor:
-    """The spectral norm of each of N slices, ``(C_out, C_in/groups, N)``: the largest of its groups.
+    """Returns the spectral norm of each of N slices, ``(C_out, C_in/groups, N)``: the largest of its groups.
 
     ‖W‖₂² is the largest eigenvalue of WWᵀ and of WᵀW, which take less time than the singular values of W.
     """
@@ -52,7 +52,7 @@ def block_norms(slices: Tensor, groups: int) -> Tensor:
 
 
 def group_blocks(matrices: Tensor, groups: int) -> Tensor:
-    """The blocks of a convolution's groups, without the zeros between them: the inverse of :func:`block_diagonal`.
+    """Returns the blocks of a convolution's groups, without zeros between them: the inverse of :func:`block_diagonal`.
 
     Args:
         matrices (Tensor): ``(N, C_out, C_in)``.

@@ -18,7 +18,7 @@ HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backwa
 
 
 def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, Convolution]:
-    """The convolutions of a model, transposed ones included, that names, globs or a predicate choose.
+    """Returns the convolutions of a model, transposed ones included, that names, globs or a predicate choose.
 
     Args:
         model (nn.Module): Any model.
@@ -33,8 +33,7 @@ def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, Convolution
     """
     if isinstance(model, _ConvNd):
         raise TypeError(
-            f'model is itself a convolution, {type(model).__name__}, which nothing holds: conv_to_mhsa(model) returns '
-            'its attention'
+            f'model is a bare convolution, {type(model).__name__}: conv_to_mhsa(model) returns its attention'
         )
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     convolutions = [name for name, module in modules.items() if isinstance(module, _ConvNd)]
@@ -82,7 +81,7 @@ def _some(names: List[str]) -> str:
 
 
 def check_replaceable(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Whether layers of a model can be replaced, so that everything else stays as it is.
+    """Checks that layers of a model can be replaced, so that everything else stays as it is.
 
     Args:
         model (nn.Module): Any model.
@@ -149,5 +148,5 @@ def replace_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
 
 
 def number_of_parameters(module: nn.Module) -> int:
-    """The number of entries of all parameters of a module."""
+    """Returns the number of entries of all parameters of a module."""
     return sum(parameter.numel() for parameter in module.parameters())

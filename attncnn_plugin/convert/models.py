@@ -1,22 +1,22 @@
-"""A CNN's convolutions as attention (C20, Theorem 1; d'Ascoli et al. 2021, arXiv 2106.05795), any model's."""
+"""A model's convolutions as attention, and back (C20, Theorem 1; d'Ascoli et al. 2021, arXiv 2106.05795)."""
 
-from typing import Any, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple, TypeVar, Union
 
 import torch
 from torch import nn
 
 from ..layers.image_attention import ImageAttention
+from .drift import drifts, random_numbers_on_failure
 from .kernels import Convolution
 from .model_layers import Layers, check_replaceable, find_convolutions, number_of_parameters, replace_layers
-from .model_report import LayerConversion, LayerRun, ModelConversionReport
-from .model_runs import compare_runs
 from .origins import Origin
 from .pixels import conv_to_mhsa
-from .report import ConversionReport
-from .succession import Replaced, to_attention
-from .untouched import random_numbers_on_failure
+from .report import LayerConversion, ModelConversionReport
+from .succession import Replaced, successions
+from .to_conv import mhsa_to_conv
 
-MEMORY_LIMIT = 2**30
+Old = TypeVar('Old', bound=nn.Module)
+New = TypeVar('New', bound=nn.Module)
 
 
 def convs_to_attention(
@@ -30,14 +30,12 @@ def convs_to_attention(
     qk_dim: Optional[int] = None,
     generator: Optional[torch.Generator] = None,
     inputs: Any = None,
-    dry_run: bool = False,
-    memory_limit: Optional[int] = MEMORY_LIMIT,
 ) -> ModelConversionReport:
     """Turns convolutions of a model into attention that computes the same, in place.
 
     Either all chosen layers are converted, or, after an error, none is, and nothing has changed. All other parameters
-    stay the same objects. A state dict of the result carries its attention: a model of the CNN takes it when it loads
-    the state dict, and the result takes a state dict of the CNN by converting its kernels.
+    stay the same objects. A state dict of the result carries its attention: a model of the CNN takes it by
+    :func:`attncnn_plugin.follow_state_dict`, and the result takes a state dict of the CNN by converting its kernels.
 
     Args:
         model (nn.Module): Any model of timm, torchvision, mmpretrain or another library.
@@ -48,10 +46,7 @@ def convs_to_attention(
             :func:`~attncnn_plugin.convert.conv_to_mhsa`.
         inputs (Any, optional): An example batch, which the model is called with as its only argument. The model then
             runs before and after, in evaluation mode and without a trace in buffers and random numbers, and the report
-            has what that costs and how far the outputs move. Defaults to None, no run.
-        dry_run (bool): Whether to leave the model as it is; the report is the same. Defaults to False.
-        memory_limit (int, optional): Bytes of the probabilities of one layer for ``inputs`` beyond which the attention
-            is not run, and a warning says how much it needs. Defaults to 2³⁰; None is no limit.
+            has how far the outputs move. Defaults to None, no run.
 
     Returns:
         ModelConversionReport: The layers before and after; ``print`` shows a table.
@@ -60,8 +55,9 @@ def convs_to_attention(
         TypeError: ``model`` is itself a convolution; ``layers`` is of another type; or a layer cannot be converted,
             such as a transposed convolution.
         ValueError: ``layers`` chooses no convolution; a layer is used under two names, shares its weight, or has hooks
-            or parametrizations; the model is wrapped for distributed training; or an argument does not go with a
-            layer.
+            or parametrizations; the model is wrapped for distributed training; an argument does not go with a layer;
+            or, with ``inputs``, the model reads of a layer what attention does not have, or calls it by another way
+            than as a submodule.
 
     Examples:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
@@ -83,47 +79,123 @@ def convs_to_attention(
         'window_size': window_size,
         'qk_dim': qk_dim,
     }
-    attention: Dict[str, ImageAttention] = {}
-    reports: Dict[str, ConversionReport] = {}
-    runs: Dict[str, LayerRun] = {}
-    drift = None
-    with random_numbers_on_failure(model, generator, always=dry_run):
-        for name, conv in chosen.items():
-            attention[name], reports[name] = _converted(name, conv, settings, generator)
-        if inputs is not None:
-            runs, drift = compare_runs(model, chosen, attention, inputs, memory_limit)
-    changes = tuple(
-        LayerConversion(
-            name,
-            attention[name].window.kernel_size,
-            attention[name].window.stride,
-            reports[name].num_heads,
-            number_of_parameters(conv),
-            number_of_parameters(attention[name]),
-            reports[name].relative_error,
-            runs.get(name),
+
+    def convert(conv: Convolution) -> Tuple[ImageAttention, float]:
+        attention, report = conv_to_mhsa(conv, **settings, generator=generator)  # type: ignore[arg-type]
+        if conv.bias is not None and attention.value.bias is not None:
+            attention.value.bias.requires_grad_(conv.bias.requires_grad)
+        Origin.of(conv, settings).attach(attention)
+        return attention, report.relative_error
+
+    with random_numbers_on_failure(model, generator):
+        attention, errors = _convert_each(chosen, convert)
+        moved, drift = ({}, None) if inputs is None else drifts(model, chosen, attention, inputs)
+    return _put_in_place(model, chosen, attention, errors, moved, drift)
+
+
+def attention_to_convs(model: nn.Module, tolerance: float = 1e-6) -> ModelConversionReport:
+    """Turns all attention of :func:`~attncnn_plugin.convert.convs_to_attention` back into convolutions, in place.
+
+    Either all such layers of a model are convolutions, up to the tolerance, and are converted; or, after an error, none
+    is, and nothing has changed. Attention that was not trained since gives back the same kernels.
+
+    Args:
+        model (nn.Module): A model with such layers.
+        tolerance (float): The largest error of an output of a layer, for inputs of norm 1, see
+            :class:`~attncnn_plugin.convert.ConvFit`. Defaults to 1e-6.
+
+    Returns:
+        ModelConversionReport: The layers before and after.
+
+    Raises:
+        TypeError: ``model`` is itself such attention.
+        ValueError: ``tolerance`` is negative; there is no such layer; one is no convolution, or is used under two
+            names, shares a parameter, or has hooks or parametrizations.
+        RuntimeError: A linear map of a layer is more than its weight and bias, for instance an adapter.
+
+    Examples:
+        >>> from attncnn_plugin.convert import convs_to_attention
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+        >>> kernel = model[0].weight
+        >>> report = convs_to_attention(model, '0')
+        >>> report = attention_to_convs(model)
+        >>> bool((model[0].weight == kernel).all())
+        True
+    """
+    if not tolerance >= 0:
+        raise ValueError(f'tolerance={tolerance} must be at least 0')
+    if isinstance(model, ImageAttention):
+        raise TypeError(
+            f'model is a bare attention layer, {type(model).__name__}: mhsa_to_conv(model, kernel_size) returns its '
+            'convolution'
         )
-        for name, conv in chosen.items()
-    )
+    modules = model.named_modules(remove_duplicate=False)
+    layers = {name: module for name, module in modules if isinstance(module, ImageAttention)}
+    if not layers:
+        raise ValueError(
+            f'model is a {type(model).__name__} without attention that was a convolution: there is nothing to convert'
+        )
+    check_replaceable(model, layers)
+    convs, errors = _convert_each(layers, _back)
+    too_far = {name: error for name, error in errors.items() if not error <= tolerance}
+    if too_far:
+        worst = max(too_far, key=lambda name: too_far[name])
+        raise ValueError(
+            f'{len(too_far)} of {len(layers)} layers are no convolution any more for tolerance={tolerance:g}: '
+            f'{", ".join(too_far)}; the bound of {worst} is {too_far[worst]:.3g}'
+        )
+    return _put_in_place(model, layers, convs, errors)
+
+
+def _back(layer: ImageAttention) -> Tuple[Convolution, float]:
+    conv, fit = mhsa_to_conv(layer, layer.window.kernel_size)
+    if isinstance(layer.from_conv, Origin):
+        conv = layer.from_conv.as_it_was(conv)
+    for key, parameter in conv.named_parameters():
+        parameter.requires_grad_(layer.get_parameter(f'value.{key}').requires_grad)
+    return conv, fit.bound
+
+
+def _convert_each(
+    layers: Mapping[str, Old], convert: Callable[[Old], Tuple[New, float]]
+) -> Tuple[Dict[str, New], Dict[str, float]]:
+    """Returns the layers after their conversion and their errors, by name; an error names the layer."""
+    converted: Dict[str, New] = {}
+    errors: Dict[str, float] = {}
+    for name, layer in layers.items():
+        try:
+            converted[name], errors[name] = convert(layer)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise type(error)(f'{name} cannot be converted: {error}') from error
+    return converted, errors
+
+
+def _put_in_place(
+    model: nn.Module,
+    old: Mapping[str, nn.Module],
+    new: Mapping[str, nn.Module],
+    errors: Mapping[str, float],
+    moved: Optional[Mapping[str, float]] = None,
+    drift: Optional[float] = None,
+) -> ModelConversionReport:
+    """Replaces layers, and reports it."""
     before = number_of_parameters(model)
-    after = before + sum(change.parameters_after - change.parameters_before for change in changes)
-    if dry_run:
-        return ModelConversionReport(changes, before, after, drift)
+    changes = []
     replaced: Replaced = {}
-    for name, conv in chosen.items():
-        replaced.update(to_attention(name, conv, attention[name]))
-    replace_layers(model, attention)
-    return ModelConversionReport(changes, before, after, drift, replaced)
-
-
-def _converted(
-    name: str, conv: Convolution, settings: Dict[str, Any], generator: Optional[torch.Generator]
-) -> Tuple[ImageAttention, ConversionReport]:
-    try:
-        attention, report = conv_to_mhsa(conv, **settings, generator=generator)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f'{name} cannot be converted: {error}') from error
-    if conv.bias is not None and attention.value.bias is not None:
-        attention.value.bias.requires_grad_(conv.bias.requires_grad)
-    Origin.of(conv, settings).attach(attention)
-    return attention, report
+    for name, layer in old.items():
+        attention: Any = layer if isinstance(layer, ImageAttention) else new[name]
+        changes.append(
+            LayerConversion(
+                name,
+                attention.window.kernel_size,
+                attention.window.stride,
+                attention.num_heads,
+                number_of_parameters(layer),
+                number_of_parameters(new[name]),
+                errors[name],
+                (moved or {}).get(name),
+            )
+        )
+        replaced.update(successions(name, layer, new[name]))
+    replace_layers(model, new)
+    return ModelConversionReport(tuple(changes), before, number_of_parameters(model), drift, replaced)

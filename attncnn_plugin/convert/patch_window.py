@@ -23,7 +23,7 @@ class PatchWindow:
 
     @classmethod
     def of(cls, conv: nn.Conv2d, patch_size: Tuple[int, int]) -> 'PatchWindow':
-        """The shifts of the patches that ``conv`` connects.
+        """Returns the shifts of the patches that ``conv`` connects.
 
         Raises:
             TypeError: ``conv`` is not an ``nn.Conv2d``.

@@ -11,8 +11,7 @@ from ..layers.patch_attention import PatchAttention
 from ..layers.patches import image_to_patches, patches_to_image
 from ..layers.position_bias import WindowBias
 from ..layers.window import per_axis
-from .head_widths import HeadDim, choose_head_dims
-from .patch_matrices import factorize, token_to_token, unit_rows
+from .patch_matrices import exact_head_dim, factorize, unit_rows
 from .patch_window import PatchWindow
 from .report import PatchConversionReport
 
@@ -40,7 +39,7 @@ class PatchConvolutionAttention(nn.Module):
         self.out_patch_size = out_patch_size
 
     def forward(self, input: Tensor) -> Tensor:  # the name of nn.Conv2d's
-        """``(B, C, H, W)`` or ``(C, H, W)`` to the convolution's output.
+        """Maps ``(B, C, H, W)`` or ``(C, H, W)`` to the convolution's output.
 
         Raises:
             ValueError: The image cannot be cut into patches, or does not have the convolution's channels.
@@ -55,10 +54,63 @@ class PatchConvolutionAttention(nn.Module):
         return patches_to_image(self.attention(image_to_patches(input, self.patch_size)), self.out_patch_size)
 
 
+def exact_head_dims(conv: nn.Conv2d, patch_size: Union[int, Tuple[int, int]]) -> Tuple[int, ...]:
+    """Returns widths D_h that are enough for heads to be a convolution on the image, whatever its weights.
+
+    The matrices W^V W^O of L21's heads are of low rank: from a patch that is one step away a convolution reads border
+    pixels alone. A head has as many channels as it reads pixels, or writes pixels if these are fewer, times their
+    channels. For odd kernels with stride 1 and no dilation that is the rank, for all but special weights. With even
+    kernels, dilation or strides it can be more.
+
+    Args:
+        conv (nn.Conv2d): The convolution.
+        patch_size (int | tuple[int, int]): Patch size P.
+
+    Returns:
+        tuple[int, ...]: D_h of every head, shift by shift, of :func:`conv_to_patch_mhsa`.
+
+    Raises:
+        TypeError, ValueError: As :func:`conv_to_patch_mhsa`.
+
+    Examples:
+        >>> widths = exact_head_dims(nn.Conv2d(3, 3, 3, padding=1), patch_size=16)
+        >>> widths, sum(widths)
+        ((3, 48, 3, 48, 768, 48, 3, 48, 3), 972)
+    """
+    rows, columns = per_axis('patch_size', patch_size, 2)
+    shifts = PatchWindow.of(conv, (rows, columns)).shifts
+    return tuple(exact_head_dim(conv, (rows, columns), shift) for shift in shifts)
+
+
+def choose_head_dims(
+    conv: nn.Conv2d, patch_size: Tuple[int, int], head_dim: Optional[str] = None, min_head_dim: int = 1
+) -> Tuple[int, ...]:
+    """Returns the channels D_h of each head by the setting of a network or a conversion.
+
+    Args:
+        conv (nn.Conv2d): The convolution; its weights are not read.
+        patch_size (tuple[int, int]): Patch size P.
+        head_dim (str, optional): None for those of a patch, as in L21, or ``'exact'`` for :func:`exact_head_dims`.
+            Defaults to None.
+        min_head_dim (int): The least channels of ``'exact'`` heads. Defaults to 1.
+
+    Raises:
+        ValueError: An unknown ``head_dim``; a ``min_head_dim`` below 1, or without ``'exact'``.
+    """
+    if head_dim not in (None, 'exact'):
+        raise ValueError(f"head_dim={head_dim!r} is unknown: choose 'exact' or None, as wide as a patch")
+    if min_head_dim < 1 or (min_head_dim > 1 and head_dim is None):
+        raise ValueError(f"min_head_dim={min_head_dim} must be at least 1, and is for head_dim='exact' alone")
+    exact = exact_head_dims(conv, patch_size)
+    return tuple(
+        conv.in_channels * math.prod(patch_size) if head_dim is None else max(width, min_head_dim) for width in exact
+    )
+
+
 def conv_to_patch_mhsa(
     conv: nn.Conv2d,
     patch_size: Union[int, Tuple[int, int]],
-    head_dim: HeadDim = None,
+    head_dim: Optional[str] = None,
     qk_dim: Optional[int] = None,
 ) -> Tuple[PatchConvolutionAttention, PatchConversionReport]:
     """Turns a convolution on the image into multi-head self-attention over patches (L21, Theorem 1).
@@ -71,14 +123,8 @@ def conv_to_patch_mhsa(
         conv (nn.Conv2d): Zero padding, any groups and dilation, a stride that divides the patch size, n pixels to
             n/stride.
         patch_size (int | tuple[int, int]): Patch size P.
-        head_dim (int | str | Sequence[int], optional): Channels D_h of a head's values.
-
-            - None: as wide as a patch, as in L21.
-            - ``'exact'``: wide enough for each head to be the convolution, see :func:`exact_head_dims`.
-            - numbers, for all heads or for each: narrower heads are the best of their rank (Eckart-Young), and the
-              report has the error.
-
-            Defaults to None.
+        head_dim (str, optional): Channels D_h of a head's values: None for those of a patch, as in L21, or ``'exact'``
+            for just enough to be the convolution, see :func:`exact_head_dims`. Defaults to None.
         qk_dim (int, optional): Channels D_k of a head's queries and keys. Defaults to those of a patch.
 
     Returns:
@@ -111,57 +157,44 @@ def conv_to_patch_mhsa(
         dim,
         num_heads,
         WindowBias(num_heads, window.first, window.size, **dd),
-        head_dim=choose_head_dims(head_dim, conv, (rows, columns), dim),
+        head_dim=choose_head_dims(conv, (rows, columns), head_dim),
         qk_dim=qk_dim,
         out_dim=conv.out_channels * math.prod(out_patch_size),
         bias=conv.bias is not None,
         **dd,
     )
-    error = attend_like_convolution(attention, conv, (rows, columns))
+    attend_like_convolution(attention, conv, (rows, columns))
     module = PatchConvolutionAttention(attention, (rows, columns), out_patch_size).train(conv.training)
     before, after = (sum(parameter.numel() for parameter in made.parameters()) for made in (conv, module))
-    return module, PatchConversionReport(num_heads, tuple(window.shifts), attention.head_dims, error, before, after)
+    return module, PatchConversionReport(num_heads, tuple(window.shifts), attention.head_dims, before, after)
 
 
 @torch.no_grad()
 def attend_like_convolution(
-    attention: PatchAttention,
-    conv: nn.Conv2d,
-    patch_size: Tuple[int, int],
-    attn_bias: float = ATTN_BIAS,
-    embedding: Optional[Tensor] = None,
-) -> float:
+    attention: PatchAttention, conv: nn.Conv2d, patch_size: Tuple[int, int], attn_bias: float = ATTN_BIAS
+) -> None:
     """Sets the parameters of an attention over patches to those of L21's Theorem 1.
 
-    W^Q becomes zero and W^K stays as it is: were both zero, neither would ever get a gradient. Their product can be
-    zero, for the scores are linear in it.
+    W^Q becomes zero and W^K stays as it is: were both zero, neither would ever get a gradient.
 
     Args:
-        attention (PatchAttention): With at least one head for each shift of the convolution.
-            Further heads get no weight, nor do shifts that lead out of the grid of its position bias from every patch.
-            A head that is narrower than the convolution needs is the best of its rank.
+        attention (PatchAttention): With at least one head for each shift of the convolution, each wide enough. Further
+            heads get no weight, nor do shifts that lead out of the grid of its position bias from every patch.
         conv (nn.Conv2d): The convolution.
         patch_size (tuple[int, int]): Patch size P.
         attn_bias (float): M. Defaults to 40, exact in float32.
-        embedding (Tensor, optional): E from patches to tokens, ``(D_e, D)``: the attention then is the convolution of
-            the patches Eᵀx, embedded by E. Defaults to none: tokens are the patches.
-
-    Returns:
-        float: ‖M − M'‖/‖M‖ in the Frobenius norm, of the matrices M of all heads together and those M' that they have;
-        0 where all heads are wide enough.
 
     Raises:
-        ValueError: The attention has too few heads; the convolution is of another kind, see :meth:`PatchWindow.of`.
+        ValueError: The attention has too few heads, or one that is too narrow; the convolution is of another kind, see
+            :meth:`PatchWindow.of`.
 
     Examples:
         >>> attention = PatchAttention(dim=16, num_heads=9, position=WindowBias(9, (-1, -1), (3, 3)))
         >>> attend_like_convolution(attention, nn.Conv2d(1, 1, 3, padding=1), patch_size=(4, 4))
-        0.0
         >>> attention.position.table[0].tolist()
         [[40.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     """
-    window = PatchWindow.of(conv, patch_size)
-    shifts = window.shifts
+    shifts = PatchWindow.of(conv, patch_size).shifts
     if attention.num_heads < len(shifts):
         raise ValueError(
             f'num_heads={attention.num_heads} is too few for a kernel of {conv.kernel_size} on patches of '
@@ -171,26 +204,16 @@ def attend_like_convolution(
     out, head_dims = attention.out, attention.head_dims
     for weight in (attention.query.weight, out.weight, table):
         nn.init.zeros_(weight)
-    cut = []
     for head, (width, end) in enumerate(zip(head_dims, itertools.accumulate(head_dims))):
         entry = [n - start for n, start in zip(shifts[head], first)] if head < len(shifts) else [-1, -1]
         # A shift that the table does not have leads to padding from every patch.
         if all(0 <= n < size for n, size in zip(entry, table.shape[1:])):
             table[head, entry[0], entry[1]] = attn_bias
-            factors = factorize(conv, patch_size, shifts[head], width, embedding)
-            out.weight[:, end - width : end] = factors.out
-            values = factors.value
-            if factors.squared_error is not None:
-                cut.append(factors.squared_error)
+            values, out.weight[:, end - width : end] = factorize(conv, patch_size, shifts[head], width)
         else:  # without output weights to begin with; other entries for every head, so that they learn other things
             values = unit_rows([(head * width + n) % attention.dim for n in range(width)], attention.dim, table)
         attention.value.weight[end - width : end] = values
     if out.bias is not None:
         out.bias.zero_()
         if conv.bias is not None:
-            bias = conv.bias.repeat_interleave(math.prod(patch_size) // math.prod(conv.stride))
-            out.bias.copy_(bias if embedding is None else embedding @ bias)
-    if not cut:
-        return 0.0
-    norms = [token_to_token(conv, patch_size, shift, embedding).square().sum() for shift in shifts]
-    return math.sqrt(float(sum(cut)) / float(sum(norms))) if float(sum(norms)) else 0.0
+            out.bias.copy_(conv.bias.repeat_interleave(math.prod(patch_size) // math.prod(conv.stride)))

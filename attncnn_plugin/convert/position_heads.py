@@ -16,7 +16,7 @@ from .soft_shifts import differences_from_shifts, pixels_around, relative_differ
 
 
 def gaussian_heads(conv: Convolution, window: Window, alpha: float) -> Tuple[ImageAttention, ConversionReport]:
-    """A quadratic head of width α for each kernel position; the bias is yet to be set."""
+    """Builds a quadratic head of width α for each kernel position; the bias is yet to be set."""
     attention = QuadraticImageAttention(
         conv.in_channels, conv.out_channels, math.prod(window.kernel_size), window, **options(conv)
     )
@@ -48,7 +48,7 @@ def set_gaussians(encoding: Any, window: Window, alpha: float) -> float:
 
 
 def set_slices(attention: ImageAttention, conv: Convolution) -> None:
-    """W^(h): the kernel's slice at the h-th position, head after head of an output."""
+    """Sets W^(h) to the kernel's slice at the h-th position, head after head of an output."""
     attention.value.weight.copy_(conv.weight.flatten(2).transpose(1, 2).flatten(1))
 
 
@@ -92,7 +92,7 @@ def set_table(
 def report_of_alpha(
     conv: Convolution, window: Window, alpha: float, pixels: Tensor, share: float = 1.0
 ) -> ConversionReport:
-    """How near heads of width α, one for each kernel position, come to the convolution.
+    """Returns how near heads of width α, one for each kernel position, come to the convolution.
 
     Args:
         conv (Convolution): The convolution.
@@ -115,6 +115,6 @@ def report_of_alpha(
 
 
 def options(conv: Convolution) -> Dict[str, Any]:
-    """The bias, groups, device and dtype of a convolution, as arguments of an attention layer."""
+    """Returns the bias, groups, device and dtype of a convolution, as arguments of an attention layer."""
     own = {'device': conv.weight.device, 'dtype': conv.weight.dtype}
     return {'bias': conv.bias is not None, 'groups': conv.groups, **own}

@@ -30,13 +30,13 @@ def check_position_only(layer: nn.Module) -> None:
 
 
 def ignores_content(layer: nn.Module) -> bool:
-    """Whether attention by content has no queries or no keys yet, so that all images have the same probabilities."""
+    """Returns whether attention by content has no queries or no keys yet: all images have the same probabilities."""
     return isinstance(layer, ContentImageAttention) and not (layer.query.weight.any() and layer.key.weight.any())
 
 
 @torch.no_grad()
 def exact_probs(layer: AttentionLayer, size: Sequence[int]) -> Tensor:
-    """The probabilities of attention that does not depend on content, or ignores it, ``(N_h, Q, pixels)``, float64."""
+    """Returns the probabilities of attention that does not see content (yet), ``(N_h, Q, pixels)``, float64."""
     if not isinstance(layer, ContentImageAttention):
         return layer.exact_attention_probs(size)
     exact = copy.deepcopy(layer).cpu().double()

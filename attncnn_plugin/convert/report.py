@@ -1,14 +1,15 @@
-"""How near attention comes to the convolution that it was made from.
+"""How near attention comes to the convolution that it was made from: of a layer, and of the layers of a model.
 
 Attention over pixels is that of Cordonnier et al. 2020 (C20), Theorem 1, attention over patches that of Li et al. 2021
-(L21), Theorem 1. Gated attention is that of ConViT (d'Ascoli et al. 2021).
+(L21), Theorem 1.
 """
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Optional, Tuple
+from typing import Optional, Sequence, Tuple
 
 from .kernels import Convolution, spectral_norms
+from .succession import Replaced
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,6 @@ class PatchConversionReport:
         shifts (tuple[tuple[int, int], ...]): The shift δ from a patch to the one that each head reads, (row, column)
             in patches.
         head_dims (tuple[int, ...]): Channels D_h of each head's values.
-        relative_error (float): ‖M − M'‖/‖M‖ in the Frobenius norm, of the matrices between patches: 0 unless heads are
-            narrower than the convolution needs.
         parameters_before (int): Parameters of the convolution.
         parameters_after (int): Parameters of the attention.
     """
@@ -83,49 +82,96 @@ class PatchConversionReport:
     num_heads: int
     shifts: Tuple[Tuple[int, int], ...]
     head_dims: Tuple[int, ...]
-    relative_error: float
     parameters_before: int
     parameters_after: int
 
     def __str__(self) -> str:
         least, most = min(self.head_dims), max(self.head_dims)
         widths = f'{least}' if least == most else f'{least} to {most}'
-        exactness = 'exact' if self.relative_error == 0 else f'relative error {self.relative_error:.3g}'
         return (
-            f'num_heads={self.num_heads} of {widths} channels: {exactness}, a head for each shift from '
+            f'num_heads={self.num_heads} of {widths} channels: exact, a head for each shift from '
             f'{self.shifts[0]} to {self.shifts[-1]}; '
             f'{self.parameters_before:,} parameters became {self.parameters_after:,}'
         )
 
 
 @dataclass(frozen=True)
-class GatedHead:
-    """A head of gated attention.
+class LayerConversion:
+    """A layer of a model that was converted.
 
     Attributes:
-        position_share (float): σ(λ), the share of its probabilities that is by position.
-        center (tuple[float, float] | None): Δ, (row, column) in tokens; None for a head that is not Gaussian, α ≤ 0.
-        alpha (float): α of −α‖δ − Δ‖², in 1/tokens².
+        name (str): Its name in the model.
+        kernel_size, stride (tuple[int, ...]): Of the convolution.
+        num_heads (int): Number of heads of the attention.
+        parameters_before, parameters_after (int): Number of parameters.
+        error (float): Of attention, the relative error of its kernel, see :class:`ConversionReport`; of a convolution,
+            the bound of its fit, see :class:`~attncnn_plugin.convert.ConvFit`.
+        drift (float | None): ‖Y − Y'‖/‖Y‖ of the outputs Y and Y' before and after for the example input, of all calls
+            of the layer together; None without an example, or where the model does not use the layer.
     """
 
-    position_share: float
-    center: Optional[Tuple[float, float]]
-    alpha: float
+    name: str
+    kernel_size: Tuple[int, ...]
+    stride: Tuple[int, ...]
+    num_heads: int
+    parameters_before: int
+    parameters_after: int
+    error: float
+    drift: Optional[float] = None
 
 
-@dataclass(frozen=True)
-class GatedReport:
-    """What the heads of gated attention look at; as a string, a table.
+@dataclass(frozen=True, eq=False)
+class ModelConversionReport:
+    """What the conversion of a model's layers did; as a string, a table.
 
     Attributes:
-        heads (tuple[GatedHead, ...]): The heads.
+        layers (tuple[LayerConversion, ...]): The layers, in the order of the model.
+        parameters_before, parameters_after (int): Number of parameters of the whole model.
+        drift (float | None): ‖Y − Y'‖/‖Y‖ of the model's outputs for the example input; None where it was not run,
+            or the outputs cannot be compared, for instance where their sizes depend on values.
+        replaced (dict[Parameter, Succession]): What took the place of each old parameter, for
+            :func:`~attncnn_plugin.pruning.replace_parameters`.
     """
 
-    heads: Tuple[GatedHead, ...]
+    layers: Tuple[LayerConversion, ...]
+    parameters_before: int
+    parameters_after: int
+    drift: Optional[float] = None
+    replaced: Replaced = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = ['head  by position  alpha   centre']
-        for number, head in enumerate(self.heads):
-            center = 'not Gaussian' if head.center is None else f'({head.center[0]:.2f}, {head.center[1]:.2f})'
-            lines.append(f'{number:<4}  {head.position_share:<11.3f}  {head.alpha:<6.3g}  {center}')
-        return '\n'.join(lines)
+        rows = [['layer', 'kernel', 'stride', 'heads', 'parameters', 'error', 'drift']]
+        for layer in self.layers:
+            rows.append(
+                [
+                    layer.name,
+                    _size(layer.kernel_size),
+                    _size(layer.stride),
+                    str(layer.num_heads),
+                    _change(layer.parameters_before, layer.parameters_after),
+                    f'{layer.error:.2g}',
+                    'not run' if layer.drift is None else f'{layer.drift:.2g}',
+                ]
+            )
+        drift = 'not known' if self.drift is None else f'{self.drift:.2g}'
+        rows.append(['model', '', '', '', _change(self.parameters_before, self.parameters_after), '', drift])
+        if self.drift is None and all(layer.drift is None for layer in self.layers):
+            rows = [row[:-1] for row in rows]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        return '\n'.join('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def _size(values: Sequence[int]) -> str:
+    return '×'.join(map(str, values))
+
+
+def _change(before: int, after: int) -> str:
+    return f'{_short(before)} → {_short(after)}'
+
+
+def _short(number: int) -> str:
+    """Returns three digits and a power of a thousand, such as 999, 2.36M, 11.2G."""
+    value, unit = float(number), 0
+    while value >= 999.5:
+        value, unit = value / 1000, unit + 1
+    return f'{value:.3g}{["", "k", "M", "G", "T", "P", "E"][unit]}'

@@ -14,7 +14,7 @@ from ..layers.window import Window
 
 
 def targets(window: Window, size: Tuple[int, ...]) -> Tensor:
-    """The pixel that each query of an image sees at each kernel position: the shift operators S_δ as indices.
+    """Returns the pixel that each query of an image sees at each kernel position: the shift operators S_δ as indices.
 
     Args:
         window (Window): The window of the convolution.
@@ -49,7 +49,7 @@ def targets(window: Window, size: Tuple[int, ...]) -> Tensor:
 
 
 def interior_queries(window: Window, size: Tuple[int, ...]) -> Tensor:
-    """Whether each query of an image has its whole window inside, ``(Q,)``.
+    """Returns whether each query of an image has its whole window inside, ``(Q,)``.
 
     Args:
         window (Window): The window of the convolution.
@@ -70,7 +70,7 @@ def interior_queries(window: Window, size: Tuple[int, ...]) -> Tensor:
 
 
 def fit_shifts(probs: Tensor, target: Tensor) -> Tensor:
-    """The coefficients c that minimize ‖P_h − Σ_δ c_{h,δ} S_δ‖_F for each head.
+    """Returns the coefficients c that minimize ‖P_h − Σ_δ c_{h,δ} S_δ‖_F for each head.
 
     Args:
         probs (Tensor): P in float64, ``(N_h, Q, pixels)``.

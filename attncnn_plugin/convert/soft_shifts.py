@@ -17,7 +17,7 @@ NEGLIGIBLE = 40.0  # e^−40 is below the rounding error of float64
 
 
 def pixels_around(window: Window, alpha: float) -> Tensor:
-    """δ of all pixels of an image without end that heads of width α at the shifts of a window see, ``(S, ndim)``.
+    """Returns δ of all pixels, ``(S, ndim)``, that heads of width α at the shifts of a window see in an endless image.
 
     Args:
         window (Window): The window; its shifts are the centres Δ of the heads.
@@ -30,7 +30,7 @@ def pixels_around(window: Window, alpha: float) -> Tensor:
 
 
 def differences_from_shifts(shifts: Tensor, pixels: Tensor, alpha: float, share: float = 1.0) -> Tuple[Tensor, float]:
-    """The difference between what a head at each shift gives to the pixels and the shift itself.
+    """Returns the difference between what a head at each shift gives to the pixels and the shift itself.
 
     Args:
         shifts (Tensor): The centres Δ of the heads, ``(K, ndim)``.
@@ -57,7 +57,7 @@ def differences_from_shifts(shifts: Tensor, pixels: Tensor, alpha: float, share:
 
 
 def relative_difference(matrix: Tensor, differences: Tensor) -> float:
-    """‖Σ_h (P_h − e_h) ⊗ W_h‖/‖Σ_h e_h ⊗ W_h‖ in the Frobenius norm, 0 if all W_h are 0.
+    """Returns ‖Σ_h (P_h − e_h) ⊗ W_h‖/‖Σ_h e_h ⊗ W_h‖ in the Frobenius norm, 0 if all W_h are 0.
 
     Args:
         matrix (Tensor): The W_h as rows, ``(K, F)``.

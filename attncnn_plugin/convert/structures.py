@@ -1,7 +1,6 @@
 """The attention of a state dict: its names and shapes say in the place of which convolutions it is, and what it is.
 
-A convolution of a model takes it, and so does attention of another kind, by
-:func:`~attncnn_plugin.layers.structure.register_replacement`.
+:func:`attncnn_plugin.follow_state_dict` puts it in the place of convolutions, and of attention of another kind.
 """
 
 import math
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from ..layers.content_image_attention import ContentImageAttention
 from ..layers.encodings import QuadraticEncoding
 from ..layers.image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
-from ..layers.structure import StructureError, register_replacement
+from ..layers.structure import StructureError
 from ..layers.window import CONVOLUTIONS
 from .origins import Origin, settings_in
 from .position_heads import options
@@ -137,6 +136,3 @@ def _new_attention(origin: Origin, kind: Kind, num_heads: int, like: nn.Module, 
         attention.value.bias.requires_grad_(like.get_parameter('bias').requires_grad)
     attention.train(training)
     return attention
-
-
-register_replacement(attention_in, (f'.{CENTERS}', f'.{TABLE}'))

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.image_attention import ImageAttention
-from .kernels import Convolution
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,44 +27,41 @@ class Succession:
 Replaced = Dict[nn.Parameter, Succession]
 
 
-def to_attention(name: str, conv: Convolution, attention: ImageAttention) -> Replaced:
-    """What takes the place of a convolution's parameters: values that of the bias, all else that of the weight."""
-    old, new = dict(conv.named_parameters()), dict(attention.named_parameters())
-    shape = new['value.weight'].shape
-    replaced = {parameter: Succession() for parameter in old.values()}
-    if 'bias' in old:
-        bias = new.pop('value.bias')
-        replaced[old['bias']] = _succession(old['bias'], {f'{name}.value.bias': bias}, bias, lambda x: x)
-    replaced[old['weight']] = _succession(
-        old['weight'],
-        {f'{name}.{key}': parameter for key, parameter in new.items()},
-        new['value.weight'],
-        lambda x: x.flatten(2).transpose(1, 2).reshape(shape),
-    )
-    return replaced
+def successions(name: str, layer: nn.Module, successor: nn.Module) -> Replaced:
+    """Returns what takes the place of the parameters of a convolution that became attention, or of such attention.
 
+    The bias of the values is that of the convolution. Its weight is that of the values, as long as both have the same
+    entries, and with the weight positions, queries and keys come and go.
 
-def to_convolution(name: str, attention: ImageAttention, conv: Convolution) -> Replaced:
-    """What takes the place of the parameters of attention: its positions are just gone."""
-    old, new = dict(attention.named_parameters()), dict(conv.named_parameters())
-    shape = new['weight'].shape
+    Args:
+        name (str): Name of the layer in its model.
+        layer (nn.Module): The convolution, or the attention.
+        successor (nn.Module): The attention, or the convolution.
+    """
+    old, new = dict(layer.named_parameters()), dict(successor.named_parameters())
+    to_attention = isinstance(successor, ImageAttention)
+    weight, heir = ('weight', 'value.weight') if to_attention else ('value.weight', 'weight')
+    shape = new[heir].shape
+
+    def reorder(x: Tensor) -> Tensor:
+        if to_attention:
+            return x.flatten(2).transpose(1, 2).reshape(shape)
+        return x.reshape(shape[0], -1, shape[1]).transpose(1, 2).reshape(shape)
+
     replaced = {parameter: Succession() for parameter in old.values()}
-    if 'bias' in new:
-        bias = old['value.bias']
-        replaced[bias] = _succession(bias, {f'{name}.bias': new['bias']}, new['bias'], lambda x: x)
-    replaced[old['value.weight']] = _succession(
-        old['value.weight'],
-        {f'{name}.weight': new['weight']},
-        new['weight'],
-        lambda x: x.reshape(shape[0], -1, shape[1]).transpose(1, 2).reshape(shape),
-    )
+    bias, heir_of_bias = weight.replace('weight', 'bias'), heir.replace('weight', 'bias')
+    if heir_of_bias in new:
+        own = new.pop(heir_of_bias)
+        replaced[old[bias]] = _succession(old[bias], {f'{name}.{heir_of_bias}': own}, own, lambda x: x)
+    parameters = {f'{name}.{key}': parameter for key, parameter in new.items()}
+    replaced[old[weight]] = _succession(old[weight], parameters, new[heir], reorder)
     return replaced
 
 
 def _succession(
     old: nn.Parameter, new: Dict[str, nn.Parameter], heir: nn.Parameter, reorder: Callable[[Tensor], Tensor]
 ) -> Succession:
-    """With an heir where its entries are those of the old parameter, so that their momentum is theirs too."""
+    """Returns one with an heir where its entries are those of the old parameter, so that their momentum is theirs."""
     if old.numel() == heir.numel() and torch.equal(reorder(old.detach()), heir.detach()):
         return Succession(new, heir, reorder)
     return Succession(new)

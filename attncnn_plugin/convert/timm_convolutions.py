@@ -15,7 +15,7 @@ STANDARDIZED = (StdConv2d, StdConv2dSame, ScaledStdConv2d, ScaledStdConv2dSame)
 
 
 def window_of(conv: nn.Module) -> Window:
-    """The window of a convolution of PyTorch, or of timm's ``Conv2dSame``, whose padding depends on the image.
+    """Returns the window of a convolution of PyTorch, or of timm's ``Conv2dSame``, whose padding depends on the image.
 
     Raises:
         TypeError: ``conv`` is something else.
@@ -32,7 +32,7 @@ def window_of(conv: nn.Module) -> Window:
 
 @torch.no_grad()
 def plain_convolution(conv: Any) -> Any:
-    """A convolution with weight standardization as one with the weights that it computes; any other as it is.
+    """Returns a convolution with weight standardization as one with the weights that it computes; any other as it is.
 
     Examples:
         >>> conv = StdConv2d(3, 4, 3)

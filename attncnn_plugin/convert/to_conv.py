@@ -211,7 +211,7 @@ def _default_size(window: Window) -> Tuple[int, ...]:
 
 
 def _error(probs: Tensor, coefficients: Tensor, target: Tensor) -> Tuple[Tensor, Tensor]:
-    """‖E‖_F and ‖E[q, :]‖₁ of every query for one head, E = P − Σ_δ c_δ S_δ."""
+    """Returns ‖E‖_F and ‖E[q, :]‖₁ of every query for one head, E = P − Σ_δ c_δ S_δ."""
     fitted = probs.new_zeros(len(probs), probs.shape[1] + 1)  # column 0 is the padding
     fitted.scatter_add_(1, target.T + 1, coefficients.expand(len(probs), -1))
     error = probs - fitted[:, 1:]

@@ -215,7 +215,7 @@ def _check_queries(attention: Union[GridAttention, ImageAttention], window: Wind
 
 
 def _triangle(probs: Tensor, target: Tensor, queries: Tensor, above: Optional[Tensor] = None) -> Tensor:
-    """R of the QR decomposition of [P_h | S_δ] at some queries: the same inner products in few rows, without squares.
+    """Returns R of the QR decomposition of [P_h | S_δ] at some queries: the same inner products in few rows.
 
     Args:
         probs (Tensor): P, ``(N_h, Q, pixels)``.
@@ -238,7 +238,7 @@ def _triangle(probs: Tensor, target: Tensor, queries: Tensor, above: Optional[Te
 
 
 def _least_squares(maps: Tensor, shifts: Tensor, tolerance: float) -> Tuple[Tensor, int, float]:
-    """Φ of the least ‖S − PΦ‖, the number of directions that it uses, and the condition number of P."""
+    """Returns Φ of the least ‖S − PΦ‖, the number of directions that it uses, and the condition number of P."""
     norms = maps.norm(dim=0)
     norms = torch.where(norms > 0, norms, 1.0)  # a head can see padding alone
     left, singular, right = torch.linalg.svd(maps / norms, full_matrices=False)
@@ -249,14 +249,14 @@ def _least_squares(maps: Tensor, shifts: Tensor, tolerance: float) -> Tuple[Tens
 
 
 def _relative_error(triangle: Tensor, values: Tensor, kernel: Tensor) -> float:
-    """‖P V − S W‖/‖S W‖, 0 for a kernel of zeros."""
+    """Returns ‖P V − S W‖/‖S W‖, 0 for a kernel of zeros."""
     maps, shifts = triangle.split([len(values), len(kernel)], dim=1)
     wanted = shifts @ kernel
     return ((maps @ values - wanted).norm() / wanted.norm()).item() if wanted.any() else 0.0
 
 
 def _value_map(attention: Union[GridAttention, ImageAttention], conv: Convolution, values: Tensor) -> nn.Linear:
-    """The linear map of the heads with given values, ``(N_h, C_out·C_in/groups)``, and the bias of ``conv``."""
+    """Returns the linear map of the heads with given values, ``(N_h, C_out·C_in/groups)``, and the bias of ``conv``."""
     old = attention.value.weight
     slices = block_diagonal(values.T.unflatten(0, (conv.out_channels, -1)), conv.groups)  # V_h, (N_h, C_out, C_in)
     value = nn.Linear(

@@ -4,7 +4,6 @@ from .attention_layer import AttentionLayer, GaussianHeads
 from .content_attention import ContentAttention
 from .content_image_attention import ContentImageAttention
 from .encodings import (
-    FreeQuadraticEncoding,
     GeneralizedQuadraticEncoding,
     LearnedEncoding,
     QuadraticEncoding,
@@ -16,7 +15,7 @@ from .patch_attention import PatchAttention
 from .position_bias import GridBias, WindowBias
 from .position_tables import AbsoluteEncoding, RelativeTables
 from .prunable_heads import PrunableHeads, Replacement
-from .structure import Restructurable, StructureError, follow_state_dict
+from .structure import Restructurable, StructureError
 from .transformer_heads import TransformerHeads, transformer_heads
 from .window import Window
 
@@ -25,7 +24,6 @@ __all__ = [
     'AttentionLayer',
     'ContentAttention',
     'ContentImageAttention',
-    'FreeQuadraticEncoding',
     'GaussianHeads',
     'GeneralizedQuadraticAttention',
     'GeneralizedQuadraticEncoding',
@@ -48,6 +46,5 @@ __all__ = [
     'WindowBias',
     'WindowEncoding',
     'WindowImageAttention',
-    'follow_state_dict',
     'transformer_heads',
 ]

@@ -59,22 +59,10 @@ class AttentionLayer(nn.Module):
     def padding_mode(self) -> str:
         return 'replicate'
 
-    @property
-    def reach(self) -> Optional[Tuple[int, ...]]:
-        """The largest shift to a key that a query sees, along each axis; None where queries see all keys."""
-        return None
-
     def gaussian_heads(self) -> Optional[GaussianHeads]:
         """Centres and shapes of the heads, at least float32 and differentiable; None for heads of another kind.
 
         Where the probabilities depend on content, those of the scores that depend on position alone.
-        """
-        return None
-
-    def table_scores(self) -> Optional[Tensor]:
-        """The scores by position of the shifts −R … R within :attr:`reach` R, ``(N_h, 2·R1 + 1, 2·R2 + 1)``.
-
-        At least float32 and differentiable, −∞ where a head sees nothing. None for heads without such a table.
         """
         return None
 
@@ -116,10 +104,6 @@ class AttentionLayer(nn.Module):
         """Height and width of the grid of keys of an input, tokens ``(B, H, W, D)``."""
         return x.shape[1], x.shape[2]
 
-    def encoded(self, x: Tensor) -> Tensor:
-        """The tokens of queries and keys, ``(B, H, W, D)``: x with its absolute position encoding, if it has one."""
-        return x
-
     def attention_scores(self, x: Tensor) -> Tensor:
         """All scores of an input, ``(B, N_h, Q, K)``, at least float32, those of a null key last.
 
@@ -138,35 +122,10 @@ class AttentionLayer(nn.Module):
         """
         return None
 
-    def product_scores(self, tokens: Tensor) -> Optional[Tensor]:
-        """The scores without position of every pair of some tokens.
-
-        Args:
-            tokens (Tensor): ``(T, D)``.
-
-        Returns:
-            Tensor | None: ``(N_h, T, T)``, queries first; None without such a term.
-        """
-        scores = self.content_scores(tokens[None, :, None])  # all of them as one image
-        return None if scores is None else scores[0]
-
     def position_scores(self, x: Tensor) -> Optional[Tensor]:
         """The scores with relative position, q·r_δ and v·r_δ of C20's eq. 8, as :meth:`attention_scores`.
 
         The former depends on the content of the query, not on that of the keys. None without such a term.
-        """
-        return None
-
-    def query_shift_scores(self, tokens: Tensor, size: Sequence[int]) -> Optional[Tuple[Tensor, Tensor]]:
-        """:meth:`position_scores` of some queries for every shift, where they depend on the query's content.
-
-        Args:
-            tokens (Tensor): Tokens of the queries, ``(T, D)``.
-            size (Sequence[int]): Height H and width W of the grid.
-
-        Returns:
-            tuple[Tensor, Tensor] | None: Terms of the row shifts ``(T, N_h, 2·H − 1)`` and of the column shifts
-            ``(T, N_h, 2·W − 1)``, whose sum is the score; None where no position score depends on content.
         """
         return None
 

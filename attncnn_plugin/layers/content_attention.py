@@ -29,12 +29,8 @@ class ContentAttention(ContentScores):
       same to all keys, and changes nothing.
     - ``'relative_quadratic'`` or ``'relative_generalized'``: r_δ and v of C20's eq. 9 or 19, so that v·r_δ is the score
       of Gaussian heads. q·r_δ does not go with them: content would choose the sign of ‖δ‖² too.
-    - ``'relative_free_quadratic'``: r_δ = (‖δ‖², δ1, δ2) and a free v, as in ConViT (d'Ascoli et al. 2021).
     - ``'absolute_learned'`` or ``'absolute_sinusoidal'``: an encoding P (C20, eq. 3); q and k are maps of X + P, and
       there is no r_δ.
-
-    With ``gated=True`` the scores are not added up. A gate λ of each head mixes two attentions instead (ConViT's
-    gated positional self-attention): (1 − σ(λ))·softmax(content) + σ(λ)·softmax(v·r_δ), whose rows add up to 1.
 
     Args:
         dim (int): Channels D of the input.
@@ -42,9 +38,8 @@ class ContentAttention(ContentScores):
         max_size (tuple[int, int]): Height and width, in tokens, of the largest grid of a learned position encoding.
             Defaults to (16, 16).
         terms (Sequence[str], optional): The terms of the score. Defaults to ``('qk', 'qr')`` for learned and sinusoidal
-            r_δ, to ``('qk', 'vr')`` for quadratic ones and with a gate, to ``('qk',)`` for an absolute encoding.
+            r_δ, to ``('qk', 'vr')`` for quadratic ones, to ``('qk',)`` for an absolute encoding.
         position (str): See above. Defaults to ``'relative_learned'``.
-        gated (bool): Whether a gate mixes content and position. Defaults to False.
         qk_dim (int, optional): Channels D_k of a head's queries and keys. Defaults to ``dim``, as in the released code.
         qk_bias (bool): Whether queries and keys have the biases b_q and b_k, as in the released code. Defaults to True.
         position_dim (int, optional): Length D_p of r_δ, half of it for rows and half for columns. It is ``qk_dim``
@@ -58,9 +53,9 @@ class ContentAttention(ContentScores):
             Defaults to None, values that are the input itself.
 
     Raises:
-        ValueError: No, unknown or repeated terms; terms that do not go with ``position`` or the gate; an unknown
-            ``position``; a ``qk_dim`` below 1; a ``position_dim`` that is odd, not ``qk_dim`` with q·r_δ, or without a
-            use; a ``center_std`` or ``spread_std`` that is negative or without a use.
+        ValueError: No, unknown or repeated terms; terms that do not go with ``position``; an unknown ``position``; a
+            ``qk_dim`` below 1; a ``position_dim`` that is odd, not ``qk_dim`` with q·r_δ, or without a use; a
+            ``center_std`` or ``spread_std`` that is negative or without a use.
 
     Attributes:
         query, key (nn.Linear | None): W_qry and b_q, W_key and b_k, D to N_h·D_k.
@@ -68,8 +63,7 @@ class ContentAttention(ContentScores):
         key_bias (Parameter | None): u, ``(N_h, D_k)``, starts at N(0, 0.02²).
         position_bias (Parameter | None): v, as long as r_δ, ``(N_h, D_p)``; starts as that of
             :class:`~attncnn_plugin.layers.LearnedEncoding`.
-        encoding (nn.Module | None): v of quadratic positions, by centres and widths or free.
-        gate (Parameter | None): λ, ``(N_h,)``, starts at 1.
+        encoding (nn.Module | None): v of quadratic positions, by centres and widths.
         absolute (AbsoluteEncoding | None): P.
     """
 
@@ -80,21 +74,11 @@ class ContentAttention(ContentScores):
             values = at_least_float32(x).flatten(1, 2)[:, None]  # (B, 1, H*W, D), those of all heads
         else:
             values = at_least_float32(self._values(x)).flatten(1, 2).transpose(1, 2)  # (B, N_h, H*W, D_h)
-        heads = self._add(x, values) if self.gate is None else self._mix_by_gate(x, values)
-        return heads.to(x.dtype).transpose(1, 2).flatten(2).unflatten(1, x.shape[1:3])
-
-    def _add(self, x: Tensor, values: Tensor) -> Tensor:
-        """The heads' outputs for scores that are added up, ``(B, N_h, H*W, D_h)``."""
         query, key = self._query_key(x)
         bias = self._bias(x.shape[1:3])
         with full_precision(x.device.type):
-            return attend(query, key, values, self.attn_drop.p if self._drops else 0.0, bias)
-
-    def _mix_by_gate(self, x: Tensor, values: Tensor) -> Tensor:
-        """The heads' outputs for probabilities by content and by position that a gate mixes."""
-        probs = self.attn_drop(self._gated_probs(x))
-        with full_precision(x.device.type):
-            return torch.matmul(probs, values)
+            heads = attend(query, key, values, self.attn_drop.p if self._drops else 0.0, bias)
+        return heads.to(x.dtype).transpose(1, 2).flatten(2).unflatten(1, x.shape[1:3])
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, bias: Optional[Tensor] = None) -> Tensor:

@@ -102,13 +102,6 @@ class ContentImageAttention(ImageAttention):
         near = '' if self.window_size is None else f', window_size={self.window_size}'
         return f'{super().extra_repr()}, qk_dim={self.qk_dim}{gated}{near}'
 
-    @property
-    def reach(self) -> Optional[Tuple[int, ...]]:
-        return None if self.window_size is None else tuple(n // 2 for n in self.window_size)
-
-    def table_scores(self) -> Optional[Tensor]:
-        return at_least_float32(self.encoding.weight) if isinstance(self.encoding, WindowEncoding) else None
-
     def gaussian_heads(self) -> Optional[GaussianHeads]:
         return self.encoding.gaussian_heads() if isinstance(self.encoding, QuadraticEncoding) else None
 
@@ -293,9 +286,6 @@ class ContentImageAttention(ImageAttention):
         """As :meth:`attention_scores`, of softmax(q·k/√D_k) over the keys that a query sees."""
         size = x.shape[2:]
         return self._on_pixels(self._content_probs(self._products(x), self._position_bias(size)), size).log()
-
-    def product_scores(self, tokens: Tensor) -> Tensor:
-        return head_products(self.query(tokens)[None], self.key(tokens)[None], self.num_heads)[0]
 
     def position_scores(self, x: Tensor) -> Tensor:
         scores = self._on_pixels(softmax(self._position_bias(x.shape[2:])), x.shape[2:]).log()

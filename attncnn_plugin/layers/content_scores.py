@@ -6,12 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention_layer import GaussianHeads, head_products
-from .encodings import (
-    FreeQuadraticEncoding,
-    GeneralizedQuadraticEncoding,
-    QuadraticEncoding,
-    init_position_weight,
-)
+from .encodings import GeneralizedQuadraticEncoding, QuadraticEncoding, init_position_weight
 from .grid_attention import SeparableScores
 from .position_tables import AbsoluteEncoding, RelativeTables
 from .precision import Device, Dtype, at_least_float32, full_precision
@@ -23,7 +18,6 @@ TERMS = ('qk', 'qr', 'uk', 'vr')
 ENCODINGS = {
     'relative_quadratic': QuadraticEncoding,
     'relative_generalized': GeneralizedQuadraticEncoding,
-    'relative_free_quadratic': FreeQuadraticEncoding,
 }
 POSITIONS = ('relative_learned', 'relative_sinusoidal', *ENCODINGS, 'absolute_learned', 'absolute_sinusoidal')
 
@@ -38,7 +32,6 @@ class ContentScores(SeparableScores):
     tables: Any
     position_bias: Any
     encoding: Any
-    gate: Any
     absolute: Any
 
     def __init__(
@@ -48,7 +41,6 @@ class ContentScores(SeparableScores):
         max_size: Tuple[int, int] = (16, 16),
         terms: Optional[Sequence[str]] = None,
         position: str = 'relative_learned',
-        gated: bool = False,
         qk_dim: Optional[int] = None,
         qk_bias: bool = True,
         position_dim: Optional[int] = None,
@@ -63,7 +55,7 @@ class ContentScores(SeparableScores):
     ) -> None:
         dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         super().__init__(dim, num_heads, out_dim, bias, attn_drop, head_dim, **dd)
-        self.terms = check_terms(terms, position, gated)
+        self.terms = check_terms(terms, position)
         self.position = position
         self.qk_dim = dim if qk_dim is None else qk_dim
         if self.qk_dim < 1:
@@ -75,7 +67,6 @@ class ContentScores(SeparableScores):
         self.query = nn.Linear(dim, heads_dim, qk_bias, **dd) if has['qk'] or has['qr'] else None
         self.key = nn.Linear(dim, heads_dim, qk_bias, **dd) if has['qk'] or has['uk'] else None
         self.key_bias = nn.Parameter(torch.empty(num_heads, self.qk_dim, **dd)) if has['uk'] else None
-        self.gate = nn.Parameter(torch.empty(num_heads, **dd)) if gated else None
         self.tables = self.position_bias = self.encoding = None
         stds = {'center_std': center_std, 'spread_std': spread_std}
         stds = {name: std for name, std in stds.items() if std is not None}
@@ -100,8 +91,6 @@ class ContentScores(SeparableScores):
             nn.init.normal_(self.key_bias, std=0.02)
         if self.position_bias is not None:
             init_position_weight(self.position_bias)
-        if self.gate is not None:
-            nn.init.ones_(self.gate)
 
     def _position_dim(self, position_dim: Optional[int], kind: str) -> int:
         """Length of r_δ, checked."""
@@ -140,8 +129,7 @@ class ContentScores(SeparableScores):
 
     def head_parameters(self) -> Dict[str, Tuple[int, int]]:
         entries = {f'{linear}.{name}': self.qk_dim for linear in ('query', 'key') for name in ('weight', 'bias')}
-        entries.update(key_bias=1, position_bias=1, gate=1)
-        entries.update({f'encoding.{name}': 1 for name in ('center', 'sqrt_precision', 'weight')})
+        entries.update({'key_bias': 1, 'position_bias': 1, 'encoding.center': 1, 'encoding.sqrt_precision': 1})
         own = {name for name, _ in self.named_parameters()}
         return {**super().head_parameters(), **{name: (0, n) for name, n in entries.items() if name in own}}
 
@@ -156,26 +144,16 @@ class ContentScores(SeparableScores):
                     f'{prefix}{name} has {"a" if saved else "no"} bias in the state dict: build the layer with '
                     f'qk_bias={saved}'
                 )
-        gated = f'{prefix}gate' in state_dict
-        if f'{prefix}value.weight' in state_dict and gated != (self.gate is not None):
-            raise StructureError(
-                f'{prefix.rstrip(".")} has {"a" if gated else "no"} gate in the state dict: build the layer with '
-                f'gated={gated}'
-            )
         return super().structure_in(state_dict, prefix)
 
     def extra_repr(self) -> str:
         qk_dim = '' if self.qk_dim == self.dim else f', qk_dim={self.qk_dim}'
-        gated = '' if self.gate is None else ', gated=True'
-        return f'{super().extra_repr()}{qk_dim}, terms={self.terms}, position={self.position!r}{gated}'
+        return f'{super().extra_repr()}{qk_dim}, terms={self.terms}, position={self.position!r}'
 
     def gaussian_heads(self) -> Optional[GaussianHeads]:
         if isinstance(self.encoding, (QuadraticEncoding, GeneralizedQuadraticEncoding)):
             return self.encoding.gaussian_heads()
         return None
-
-    def position_share(self) -> Optional[Tensor]:
-        return None if self.gate is None else at_least_float32(self.gate).sigmoid()
 
     def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, Tensor]:
         """The two terms of v·r_δ, ``(N_h, height, height)`` and ``(N_h, width, width)``."""
@@ -195,9 +173,6 @@ class ContentScores(SeparableScores):
             return self._product_probs(size)
         return softmax(self.encoding.scores(size)) if self.has_position_scores else None
 
-    def encoded(self, x: Tensor) -> Tensor:
-        return x if self.absolute is None else self.absolute(x)
-
     def attention_scores(self, x: Tensor) -> Tensor:
         """All scores of an input, ``(B, N_h, H*W, H*W)``, at least float32.
 
@@ -206,8 +181,6 @@ class ContentScores(SeparableScores):
         Args:
             x (Tensor): ``(B, H, W, D)``.
         """
-        if self.gate is not None:
-            return self._gated_probs(x).log()
         query, key = self._query_key(x)
         with full_precision(x.device.type):
             scores = torch.matmul(query, key.mT)
@@ -234,19 +207,6 @@ class ContentScores(SeparableScores):
         scores = rows[..., :, None] + columns[..., None, :]  # (…, q1, q2, k1, k2)
         return scores.expand(batch, *scores.shape[-5:]).reshape(batch, self.num_heads, height * width, height * width)
 
-    def query_shift_scores(self, tokens: Tensor, size: Sequence[int]) -> Optional[Tuple[Tensor, Tensor]]:
-        if 'qr' not in self.terms:
-            return None
-        query = at_least_float32(self.query(tokens)).unflatten(1, (self.num_heads, self.qk_dim)) / self.qk_dim**0.5
-        with full_precision(tokens.device.type):
-            row, column = self.tables(size, like=query)
-            of_rows, of_columns = query.chunk(2, dim=-1)
-            rows, columns = of_rows @ row.T, of_columns @ column.T
-        if 'vr' in self.terms:
-            row_bias, column_bias = self.tables.shift_scores(self.position_bias, size)
-            rows, columns = rows + row_bias, columns + column_bias
-        return rows, columns
-
     def _position_axis_scores(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """The terms of rows and of columns, ``(B, N_h, H, W, H)`` and ``(B, N_h, H, W, W)``.
 
@@ -263,17 +223,10 @@ class ContentScores(SeparableScores):
                 rows, columns = rows + row[:, :, None], columns + column[:, None]
         return rows, columns
 
-    def _gated_probs(self, x: Tensor) -> Tensor:
-        """(1 − σ(λ))·softmax(content) + σ(λ)·softmax(position), ``(B, N_h, H*W, H*W)``, rows that add up to 1."""
-        content: Any = self.content_scores(x)
-        position: Any = self.position_probs(x.shape[1:3])
-        share: Any = self.position_share()
-        return torch.lerp(softmax(content), position.to(content.dtype), share[:, None, None].to(content.dtype))
-
     @property
     def _adds_axes(self) -> bool:
         """Whether scores of rows and columns are added to those of content."""
-        return 'qr' in self.terms or self.has_axis_scores and self.gate is None
+        return 'qr' in self.terms or self.has_axis_scores
 
     def _bias(self, size: Sequence[int]) -> Optional[Tensor]:
         """The scores by position that are added to those of content, but are no sum of rows and columns.
@@ -281,7 +234,7 @@ class ContentScores(SeparableScores):
         Returns:
             Tensor | None: ``(N_h, H*W, H*W)``.
         """
-        if self.has_position_scores and not self.has_axis_scores and self.gate is None:
+        if self.has_position_scores and not self.has_axis_scores:
             return self.encoding.scores(size)
         return None
 
@@ -310,7 +263,7 @@ class ContentScores(SeparableScores):
             tuple[Tensor, Tensor]: ``(B, N_h, H*W, E)``, and ``(B, N_h, H*W, E)`` or ``(B, 1, H*W, E)``.
         """
         batch, height, width, _ = x.shape
-        positioned = self.encoded(x)
+        positioned = x if self.absolute is None else self.absolute(x)
         shape = self.num_heads, self.qk_dim
         query: Any
         key: Any
@@ -355,19 +308,18 @@ def one_hot_pixels(height: int, width: int, like: Tensor) -> Tensor:
     return pixels.reshape(1, height * width, -1)
 
 
-def check_terms(terms: Optional[Sequence[str]], position: str, gated: bool = False) -> Tuple[str, ...]:
+def check_terms(terms: Optional[Sequence[str]], position: str) -> Tuple[str, ...]:
     """The terms of a score, in the order of eq. 8.
 
     Raises:
-        ValueError: No, unknown or repeated terms; terms that do not go with ``position`` or a gate; an unknown
-            ``position``.
+        ValueError: No, unknown or repeated terms; terms that do not go with ``position``; an unknown ``position``.
     """
     if position not in POSITIONS:
         raise ValueError(f'position={position!r} is unknown: choose one of {POSITIONS}')
     span = str(position).partition('_')[0]
     possible = TERMS if span == 'relative' else ('qk', 'uk')
     if terms is None:
-        terms = ('qk',) if span == 'absolute' else ('qk', 'vr') if gated or position in ENCODINGS else ('qk', 'qr')
+        terms = ('qk',) if span == 'absolute' else ('qk', 'vr') if position in ENCODINGS else ('qk', 'qr')
     unknown = [term for term in terms if term not in possible]
     if isinstance(terms, str) or unknown or not terms or len(set(terms)) < len(terms):
         raise ValueError(
@@ -383,9 +335,5 @@ def check_terms(terms: Optional[Sequence[str]], position: str, gated: bool = Fal
         raise ValueError(
             f'terms={terms} with position={position!r} do not depend on content: use GeneralizedQuadraticAttention, or '
             "add 'qk'"
-        )
-    if gated and ('qr' in terms or 'vr' not in terms or len(terms) < 2):
-        raise ValueError(
-            f"terms={terms} cannot be gated: a gate is between content, 'qk' or 'uk' or both, and position alone, 'vr'"
         )
     return terms

@@ -175,55 +175,6 @@ class GeneralizedQuadraticEncoding(nn.Module):
         return factor[:, 0, 0] * row + factor[:, 1, 0] * column, factor[:, 0, 1] * row + factor[:, 1, 1] * column
 
 
-class FreeQuadraticEncoding(nn.Module):
-    """v·r_δ with r_δ = (‖δ‖², δ1, δ2) and a free v (C20, eq. 9; d'Ascoli et al. 2021, ConViT). Separable.
-
-    With v = −α(1, −2Δ1, −2Δ2) it is the quadratic encoding, and so it starts. But training can make v1 positive, and
-    then the head prefers the farthest keys: it is not Gaussian by construction.
-
-    Args:
-        num_heads (int): Number of heads N_h.
-        center_std, spread_std (float): Standard deviations of the initial Δ and of the noise in the initial 1/σ =
-            √(2α), as of :class:`QuadraticEncoding`. Default to 2 and 0.01.
-
-    Attributes:
-        weight (Parameter): v, for ‖δ‖², δ1 and δ2, ``(N_h, 3)``.
-    """
-
-    def __init__(
-        self,
-        num_heads: int,
-        center_std: float = CENTER_STD,
-        spread_std: float = SPREAD_STD,
-        device: Device = None,
-        dtype: Dtype = None,
-    ) -> None:
-        super().__init__()
-        self.center_std, self.spread_std = check_stds(center_std, spread_std)
-        self.weight = nn.Parameter(torch.empty(num_heads, 3, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.center_std)  # Δ
-        alpha = torch.empty_like(self.weight[:, :1]).normal_(1.0, self.spread_std).square() / 2
-        self.weight[:, 0] = -0.5
-        self.weight.mul_(2 * alpha)
-
-    def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, ...]:
-        """Scores along each axis of a grid, ``(N_h, n, n)`` for an axis of n pixels, the best key of a query at 0."""
-        # In float64 where the device has it: for a far centre and a narrow head two large numbers are added.
-        weight = self.weight.to(widest_float(self.weight))
-        square = weight[:, 0, None, None]
-        dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        scores = []
-        for axis, n in enumerate(size):
-            shift = axis_shifts(n, weight)
-            own = (square * shift + weight[:, 1 + axis, None, None]) * shift
-            scores.append((own - own.detach().amax(-1, keepdim=True)).to(dtype))
-        return tuple(scores)
-
-
 class LearnedEncoding(nn.Module):
     """Learned encoding, vᵀr_δ with r_δ = [R[δ1]; C[δ2]] (C20, 4.3). Separable.
 

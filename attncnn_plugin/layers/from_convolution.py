@@ -25,10 +25,6 @@ class FromConvolution(PrunableHeads):
             return CONVOLUTION
         return super().structure_in(state_dict, prefix)
 
-    def can_take(self, structure: Any) -> bool:
-        """Whether a state dict is of attention: the layer stays attention."""
-        return structure != CONVOLUTION
-
     def structure_to_load(self, loaded: Any) -> Any:
         """The number of heads in the state dict; for a convolution all heads that the layer was built with."""
         return self.built_heads if loaded == CONVOLUTION else super().structure_to_load(loaded)

@@ -58,37 +58,11 @@ class GroupedLinear(nn.Module):
         out_channels, inputs = self.weight.shape
         return f'{out_channels} outputs of {inputs} inputs each, groups={self.groups}, bias={self.bias is not None}'
 
-    def forward(self, heads: Tensor, probs: Optional[Tensor] = None) -> Tensor:
-        """Maps the heads of a layer; nothing is copied if they lie as ``(…, C, N_h, Q)``.
-
-        Args:
-            heads (Tensor): ``(…, N_h, Q, C)``; with ``probs`` what all heads mix, ``(B, C, K)``.
-            probs (Tensor, optional): The probabilities of the heads, the same for every image, ``(N_h, Q, K)``, where
-                each output reads one channel: Σ_h w_h (P_h x) = (Σ_h w_h P_h) x needs no head by itself. Defaults to
-                None.
-
-        Returns:
-            Tensor: ``(…, Q, out_channels)``.
-        """
-        if probs is not None:
-            return self._of_shared_probs(probs, heads)
+    def forward(self, heads: Tensor) -> Tensor:
+        """``(…, N_h, Q, C)`` to ``(…, Q, out_channels)``; nothing is copied if the heads lie as ``(…, C, N_h, Q)``."""
         heads = heads.movedim(-1, -3).unflatten(-3, (self.groups, -1)).flatten(-3, -2)  # (…, groups, C/groups·N_h, Q)
         weight = self._by_group().transpose(-2, -1).flatten(-2)  # (groups, out_channels/groups, C/groups·N_h)
-        return self._with_bias((weight.to(heads.dtype) @ heads).flatten(-3, -2).transpose(-2, -1))
-
-    @property
-    def is_depthwise(self) -> bool:
-        """Whether each output reads one channel, of all heads."""
-        return self.groups == self.in_channels
-
-    def _of_shared_probs(self, probs: Tensor, x: Tensor) -> Tensor:
-        queries = probs.shape[1]
-        matrices = (self.weight.to(x.dtype) @ probs.to(x.dtype).flatten(1)).unflatten(1, probs.shape[1:])
-        matrices = matrices.unflatten(0, (self.groups, -1)).flatten(1, 2)  # (C, out_channels/C·Q, K)
-        output = (matrices @ x.permute(1, 2, 0)).unflatten(1, (-1, queries)).permute(3, 2, 0, 1).flatten(2)
-        return self._with_bias(output)
-
-    def _with_bias(self, output: Tensor) -> Tensor:
+        output = (weight.to(heads.dtype) @ heads).flatten(-3, -2).transpose(-2, -1)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
     def head_matrices(self) -> Tensor:

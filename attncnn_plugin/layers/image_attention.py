@@ -206,8 +206,6 @@ class QuadraticImageAttention(PositionImageAttention):
         sizes = [factor.shape[1] for factor in probs]
         if math.prod(sizes) * math.prod(x.shape[2:]) > DENSE_PAIRS:
             output = self._joined(self._along_axes(probs, x))
-        elif isinstance(self.value, GroupedLinear) and self.value.is_depthwise:
-            output = self.value(x.flatten(2), _kronecker(probs)).transpose(1, 2)
         else:
             tokens = x.flatten(2).transpose(1, 2)
             output = self._joined(shared_heads(_kronecker(probs), tokens, channels_first=self.groups > 1))
@@ -268,19 +266,6 @@ class WindowImageAttention(PositionImageAttention):
 
     def head_parameters(self) -> HeadParameters:
         return {**super().head_parameters(), 'encoding.weight': (0, 1)}
-
-    @property
-    def reach(self) -> Tuple[int, ...]:
-        window = self.window
-        return tuple(d * (k - 1) - a for k, d, a in zip(window.kernel_size, window.dilation, window.anchor))
-
-    def table_scores(self) -> Tensor:
-        weight = at_least_float32(self.encoding.weight)
-        table = weight.new_full((self.num_heads, *(2 * n + 1 for n in self.reach)), -math.inf)
-        # Between the positions of a dilated kernel there is nothing.
-        places = (slice(n - a, None, d) for n, a, d in zip(self.reach, self.window.anchor, self.window.dilation))
-        table[(slice(None), *places)] = weight
-        return table
 
     def _outputs(self, x: Tensor) -> Tensor:
         # A head looks at its window alone, with the same probabilities everywhere.

@@ -149,10 +149,6 @@ class GridBias(ResizableTables, WindowBias):
             return None
         return f'{prefix}no_null_key' not in state_dict, self.shapes_in(state_dict, prefix)
 
-    def can_take(self, structure: Tuple[bool, Shapes]) -> bool:
-        """Whether the table has the size of the module's own, which keeps its size."""
-        return structure[1] == self.shapes
-
     def structure_to_load(self, loaded: Tuple[bool, Shapes]) -> Tuple[bool, Shapes]:
         """The null key of the state dict and the table's own size."""
         return loaded[0], self.shapes

@@ -42,9 +42,9 @@ class ResizableTables(Restructurable):
         """:meth:`shapes_in`."""
         return self.shapes_in(state_dict, prefix)
 
-    def can_take(self, structure: Any) -> bool:
-        """Never: the module keeps its size."""
-        return False
+    def structure_to_load(self, loaded: Any) -> Any:
+        """The module keeps its size."""
+        return self.structure
 
     def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
         """Resizes the tables of a state dict."""

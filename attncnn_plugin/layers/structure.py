@@ -1,31 +1,28 @@
-"""State dicts of another structure than the module that loads them: one mechanism for the whole package.
+"""State dicts of another structure than the module that loads them.
 
 A checkpoint carries its structure in its names and shapes: heads that were removed, position tables for another grid,
-matrices that were multiplied, attention in the place of convolutions. A :class:`Restructurable` module reads the
-structure from the state dict, then either takes that structure or converts the entries to its own. This happens in one
-pre-hook of ``load_state_dict``, so checkpoints load everywhere with the config that they came from.
+matrices that were multiplied. A :class:`Restructurable` module reads the structure from the state dict, then either
+takes that structure or converts the entries to its own. This happens in one pre-hook of ``load_state_dict``, so
+checkpoints load everywhere with the config that they came from.
 
-Where a state dict has a module of another kind than the model, one that is not of this package, a *replacement* puts
-the other one in its place. No hook of a module can do that to itself, so ``load_state_dict`` itself asks for
-replacements first, see :mod:`~attncnn_plugin.layers.structure_loading`.
+Modules of other libraries do not change when they load. :func:`attncnn_plugin.follow_state_dict` changes them.
 """
 
 import warnings
-from typing import Any, Callable, Dict, Hashable, Iterator, List, Mapping, NamedTuple, Optional, Tuple, Union
+from collections import OrderedDict
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Hashable, Iterator, List, Mapping, Optional
 
 import torch
 from torch import Tensor, nn
 
 StateDict = Dict[str, Tensor]
-# Of a module, a state dict and the module's prefix in it: what to have in its place, or how it changes itself; None to
-# leave it.
-Replace = Callable[[nn.Module, Mapping[str, Tensor], str], Union[nn.Module, Callable[[], None], None]]
 
-_replacements: Dict[Replace, Tuple[str, ...]] = {}
+MEMBERS = ('_parameters', '_buffers', '_modules', '_non_persistent_buffers_set')
 
 
-class StructureError(ValueError):
-    """A state dict that no structure of a module explains."""
+class StructureError(ValueError, RuntimeError):
+    """A state dict that no structure of a module explains: PyTorch has a RuntimeError for one that does not fit."""
 
 
 def too_many_heads(prefix: str, loaded: int, built: int) -> StructureError:
@@ -43,7 +40,7 @@ class Restructurable(nn.Module):
     :meth:`structure_in`, and :meth:`take_structure`, :meth:`convert_state_dict` or both.
 
     A state dict that cannot be loaded is refused as PyTorch refuses a wrong shape: ``load_state_dict`` collects the
-    message and raises ``RuntimeError``.
+    message and raises ``RuntimeError``. The module then has the structure that it had before.
     """
 
     _training_advice: Optional[str] = None
@@ -57,7 +54,7 @@ class Restructurable(nn.Module):
         raise NotImplementedError
 
     def structure_in(self, state_dict: StateDict, prefix: str) -> Optional[Hashable]:
-        """The structure that a state dict has for this module; changes nothing.
+        """Returns the structure that a state dict has for this module; changes nothing.
 
         Args:
             state_dict (dict[str, Tensor]): With the module's names, each after ``prefix``.
@@ -71,13 +68,9 @@ class Restructurable(nn.Module):
         """
         raise NotImplementedError
 
-    def can_take(self, structure: Any) -> bool:
-        """Whether the module can have the structure of a state dict."""
-        return True
-
     def structure_to_load(self, loaded: Any) -> Hashable:
-        """The structure to have while a state dict of another structure is loaded: that one, or the module's own."""
-        return loaded if self.can_take(loaded) else self.structure
+        """Returns the structure to have while a state dict of another structure is loaded. Defaults to that one."""
+        return loaded
 
     def take_structure(self, structure: Any) -> None:
         """Gives the module another structure, with values that are yet to be loaded.
@@ -95,6 +88,24 @@ class Restructurable(nn.Module):
         """
         raise NotImplementedError
 
+    def follow(self, state_dict: StateDict, prefix: str) -> bool:
+        """Takes the structure that the module is to have while a state dict is loaded.
+
+        Returns:
+            bool: Whether that is another one than before.
+
+        Raises:
+            StructureError: No structure of this module explains the entries.
+        """
+        loaded = self.structure_in(state_dict, prefix)
+        if loaded is None or loaded == self.structure:
+            return False
+        target = self.structure_to_load(loaded)
+        if target == self.structure:
+            return False
+        self.take_structure(target)
+        return True
+
     def training_advice(self, structure: Any) -> Optional[str]:
         """The warning for someone who trains the module after loading has given it this structure; None for none."""
         return None
@@ -105,104 +116,74 @@ class Restructurable(nn.Module):
             warnings.warn(advice, stacklevel=2)
         return super().train(mode)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a state dict, as of any module; the structure stays as it was where it is refused."""
+        with structure_kept_on_error(self):
+            return super().load_state_dict(state_dict, strict, assign)
 
-def follow_state_dict(model: nn.Module, state_dict: StateDict, prefix: str = '') -> bool:
-    """Brings every module of a model to the structure of a state dict; the values are yet to be loaded.
 
-    Optimizers hold parameters: someone who builds one before a checkpoint is loaded calls this function first, and
-    builds it after.
+def remember_structure(model: nn.Module) -> Callable[[], None]:
+    """Returns a function that gives a model back the structure that it has now.
 
-    Args:
-        model (nn.Module): Any model.
-        state_dict (dict[str, Tensor]): With the model's names, each after ``prefix``.
-        prefix (str): Defaults to no prefix.
-
-    Returns:
-        bool: Whether a module has changed.
-
-    Raises:
-        StructureError: No structure of a module explains its entries.
+    Parameters that have been resized since get back their values, too; others keep the ones that they have then.
     """
-    changed = bool(replace_modules(model, state_dict, prefix))
-    return _take_structures(model, state_dict, prefix) or changed
-
-
-def register_replacement(replace: Replace, suffixes: Tuple[str, ...]) -> None:
-    """Lets state dicts that have another kind of module put it in the place of a model's.
-
-    Args:
-        replace (callable): Gives for a module, a state dict and the module's prefix in it what belongs in its place,
-            with values that are yet to be loaded, or a function that gives the module itself the structure of the state
-            dict; None where the module stays as it is. It changes nothing: that is done once all modules are known
-            to fit.
-        suffixes (tuple[str, ...]): Ends of the names that show that a state dict has such a module: for others nothing
-            is asked.
-    """
-    _replacements[replace] = suffixes
-
-
-def replace_modules(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: str = '') -> List[nn.Module]:
-    """Puts the modules that a state dict has in the place of those that a model has.
-
-    Args:
-        model (nn.Module): Any model; it stays itself, what it consists of can be replaced.
-        state_dict (Mapping[str, Tensor]): With the model's names, each after ``prefix``.
-        prefix (str): Defaults to no prefix.
-
-    Returns:
-        list[nn.Module]: The modules that are new, or of a new structure; their values are yet to be loaded.
-
-    Raises:
-        StructureError: A module of the state dict does not fit in the place that it has; nothing has changed.
-    """
-    wanted = [
-        replace for replace, suffixes in _replacements.items() if any(key.endswith(suffixes) for key in state_dict)
+    modules = [(module, type(module), dict(vars(module))) for module in model.modules()]
+    members = [
+        (member, member.copy())
+        for _, _, attributes in modules
+        for member in map(attributes.get, MEMBERS)
+        if isinstance(member, (dict, set))
     ]
-    for replace in wanted:
-        change = replace(model, state_dict, prefix)
-        if change is not None and not isinstance(change, nn.Module):  # the model stays itself
-            change()
-            return [model]
-    replaced = []
-    for place in list(_places(model, state_dict, prefix, wanted)):  # all are found before the first changes
-        if isinstance(place.new, nn.Module):
-            setattr(place.parent, place.name, place.new)
-        else:
-            place.new()
-        replaced.append(getattr(place.parent, place.name))
-    return replaced
+    parameters = [
+        (parameter, parameter.data, parameter.grad, parameter.requires_grad) for parameter in model.parameters()
+    ]
+
+    def give_back() -> None:
+        for module, cls, attributes in modules:
+            module.__class__ = cls
+            vars(module).clear()
+            vars(module).update(attributes)
+        for member, content in members:
+            member.clear()
+            member.update(content)
+        for parameter, values, grad, requires_grad in parameters:
+            parameter.grad = None
+            parameter.data, parameter.grad = values, grad
+            parameter.requires_grad_(requires_grad)
+
+    return give_back
 
 
-class _Place(NamedTuple):
-    """A module that a state dict has another one for, or another structure of it."""
-
-    parent: nn.Module
-    name: str
-    new: Union[nn.Module, Callable[[], None]]
-
-
-def _places(
-    parent: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, wanted: List[Replace]
-) -> Iterator[_Place]:
-    for name, child in parent.named_children():
-        path = f'{prefix}{name}.'
-        new = next((new for new in (replace(child, state_dict, path) for replace in wanted) if new is not None), None)
-        if new is None:
-            yield from _places(child, state_dict, path, wanted)
-        else:
-            yield _Place(parent, name, new)
+@contextmanager
+def structure_kept_on_error(model: nn.Module) -> Iterator[None]:
+    """Gives a model back its structure if an error leaves the context."""
+    give_back = remember_structure(model)
+    try:
+        yield
+    except BaseException:
+        give_back()
+        raise
 
 
-def _take_structures(model: nn.Module, state_dict: StateDict, prefix: str) -> bool:
-    changed = False
-    if isinstance(model, Restructurable):
-        structure = model.structure_in(state_dict, prefix)
-        if structure is not None and structure != model.structure and model.can_take(structure):
-            model.take_structure(structure)
-            changed = True
-    for name, child in model.named_children():
-        changed |= _take_structures(child, state_dict, f'{prefix}{name}.')
-    return changed
+def without_prefix(state_dict: Mapping[str, Any], prefix: str) -> 'OrderedDict[str, Any]':
+    """Returns a state dict, and its metadata, whose names begin after a prefix; names without it stay.
+
+    Raises:
+        StructureError: An entry is there under both names.
+    """
+
+    def short(name: str) -> str:
+        return name[len(prefix) :] if name.startswith(prefix) else name
+
+    both = [name for name in state_dict if name.startswith(prefix) and short(name) in state_dict]
+    if both:
+        raise StructureError(
+            f'the state dict has both {short(both[0])} and {both[0]}, which are one entry of the model: leave out one'
+        )
+    renamed: Any = OrderedDict((short(name), value) for name, value in state_dict.items())
+    metadata = getattr(state_dict, '_metadata', None) or {}
+    renamed._metadata = OrderedDict((short(f'{name}.')[:-1], value) for name, value in metadata.items())
+    return renamed
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ heads, and linear maps to queries, keys and values. Whether a module then comput
 at zero is tried, on a copy: a module that has other parts for heads, or mixes heads, is refused.
 
 A state dict carries the number of heads in its shapes, as that of
-:class:`~attncnn_plugin.layers.prunable_heads.PrunableHeads` does.
+:class:`~attncnn_plugin.layers.prunable_heads.PrunableHeads` does; :func:`attncnn_plugin.follow_state_dict` takes it.
 """
 
 import copy
@@ -13,8 +13,7 @@ import logging
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from .attention_layer import AttentionLayer
 from .mixed_classes import mixed
 from .narrow_attention import NarrowAttention, NarrowClassAttention
 from .prunable_heads import Replacement, check_heads, keep_entries, resize_parameter
-from .structure import StructureError, register_replacement
+from .structure import StructureError
 
 logger = logging.getLogger(__name__)
 
@@ -135,20 +134,16 @@ class TransformerHeads:
             return None
         return counts.pop()
 
-    def taking(self, num_heads: int) -> Callable[[], None]:
-        """What gives the module a number of heads, whose values are then yet to be loaded.
+    @torch.no_grad()
+    def take_structure(self, num_heads: int) -> None:
+        """Gives the module a number of heads, with values that are yet to be loaded.
 
         The parameters stay the same objects.
 
         Raises:
             TypeError: The module cannot have fewer heads.
         """
-        fewer = num_heads < self.num_heads
-        own = self._class_with(range(num_heads)) if fewer else type(self.module)
-        return partial(self._take, num_heads, own)
-
-    @torch.no_grad()
-    def _take(self, num_heads: int, own: Type[nn.Module]) -> None:
+        own = self._class_with(range(num_heads)) if num_heads < self.num_heads else type(self.module)
         logger.info('An attention module takes %d heads in place of %d.', num_heads, self.num_heads)
         self.module.head_layout = self.layout
         for name, (dim, maps, width) in self.layout.entries.items():
@@ -303,18 +298,26 @@ def _num_tokens(module: Any) -> int:
     return 3
 
 
-def _take_heads(module: nn.Module, state_dict: Mapping[str, Tensor], prefix: str) -> Optional[Callable[[], None]]:
-    """What gives the module as many heads as a state dict has for it; None where it has."""
-    if f'{prefix}proj.weight' not in state_dict:
-        return None
+def follow_heads(module: nn.Module, state_dict: Mapping[str, Tensor], prefix: str) -> bool:
+    """Gives attention of another library as many heads as a state dict has for it.
+
+    Args:
+        module (nn.Module): Any module.
+        state_dict (Mapping[str, Tensor]): With the names of a model.
+        prefix (str): Name of the module with a dot, or empty.
+
+    Returns:
+        bool: Whether it had another number.
+
+    Raises:
+        StructureError: The module cannot have as few heads.
+    """
     heads = transformer_heads(module)
     number = None if heads is None else heads.structure_in(state_dict, prefix)
     if heads is None or number is None or number == heads.num_heads:
-        return None
+        return False
     try:
-        return heads.taking(number)
+        heads.take_structure(number)
     except TypeError as error:
         raise StructureError(f'{prefix.rstrip(".")} has {number} heads in the state dict: {error}') from error
-
-
-register_replacement(_take_heads, ('proj.weight',))
+    return True

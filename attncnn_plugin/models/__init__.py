@@ -1,5 +1,6 @@
-"""Models: timm entry points, and mmpretrain backbones in :mod:`attncnn_plugin.models.backbones`."""
+"""Whole models with timm's interface and entry points, a file each."""
 
-from .timm_models import CMHSAClassifier, SelfAttentionClassifier
+from .cmhsa import CMHSANetwork
+from .self_attention import SelfAttentionNetwork
 
-__all__ = ['CMHSAClassifier', 'SelfAttentionClassifier']
+__all__ = ['CMHSANetwork', 'SelfAttentionNetwork']

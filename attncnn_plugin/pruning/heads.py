@@ -45,7 +45,8 @@ def prune_heads(
 
     The model is one with attention of this package, or a vision transformer of timm or mmpretrain: ViT, DeiT, BEiT,
     EVA, DINOv3, ``vit_relpos_*`` and Swin. Linear maps to and from the heads shrink, tables of relative positions lose
-    their columns, and the fused kernels stay. A state dict carries the number of heads, and an unpruned model loads it.
+    their columns, and the fused kernels stay. A state dict carries the number of heads. Networks of this package take
+    it as they load it; models of other libraries take it by :func:`attncnn_plugin.follow_state_dict`.
 
     Args:
         model (nn.Module): The model.
@@ -70,6 +71,9 @@ def prune_heads(
         >>> model.blocks[0].attn.qkv
         Linear(in_features=192, out_features=192, bias=True)
         >>> fresh = timm.create_model('vit_tiny_patch16_224', depth=2)
+        >>> import attncnn_plugin
+        >>> attncnn_plugin.follow_state_dict(fresh, model.state_dict())
+        True
         >>> fresh.load_state_dict(model.state_dict())
         <All keys matched successfully>
         >>> fresh.blocks[0].attn.num_heads

@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 
 from ..layers.attention_layer import AttentionLayer
-from ..layers.encodings import (
-    FreeQuadraticEncoding,
-    GeneralizedQuadraticEncoding,
-    LearnedEncoding,
-    QuadraticEncoding,
-)
+from ..layers.encodings import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding
 from ..layers.grid_attention import GridAttention
 from ..layers.window import shown
 from .criteria import determinant, gaussian_factor
@@ -102,7 +97,7 @@ def reset_heads(layer: AttentionLayer, heads: Sequence[int], generator: Optional
         [0.0, 1.0]
     """
     encoding = getattr(layer, 'encoding', None)
-    encodings = (QuadraticEncoding, GeneralizedQuadraticEncoding, FreeQuadraticEncoding, LearnedEncoding)
+    encodings = (QuadraticEncoding, GeneralizedQuadraticEncoding, LearnedEncoding)
     if not isinstance(layer, GridAttention) or not isinstance(encoding, encodings):
         raise TypeError(
             f'layer is a {type(layer).__name__}, but only heads with a quadratic, a generalized quadratic '

@@ -23,9 +23,9 @@ PACKAGE_SCHEME = 'attncnn://'
 def load_from_local(filename: str, map_location=None, *, mmap: bool = False, check: Optional[bool] = None) -> dict:
     """Loads a local checkpoint file; nothing in it is run.
 
-    Importing the plugin makes this function mmengine's loader of local files. Every file is read with PyTorch's
-    unpickler for tensors and plain data, whatever mmengine or the environment say. A zip file, as ``torch.save``
-    writes them, is first compared with its CRC-32 checksums, which ``torch.load`` does not look at.
+    Importing :mod:`attncnn_plugin.mm.safe_loading` makes this function mmengine's loader of local files. Every file is
+    read with PyTorch's unpickler for tensors and plain data, whatever mmengine or the environment say. A zip file, as
+    ``torch.save`` writes them, is first compared with its CRC-32 checksums, which ``torch.load`` does not look at.
 
     Args:
         filename (str): The file; ``~`` is the home folder.

@@ -14,6 +14,8 @@ import torch
 
 INSTALL = 'pip install mmpretrain "mmengine<1.0" "mmcv-lite>=2.0,<2.4" "setuptools<82"'
 
+TOOLS_OF_RUNNERS = ('train.py', 'test.py', 'analysis_tools/confusion_matrix.py')
+
 
 def has_mmpretrain() -> bool:
     """Whether mmpretrain is installed, working or not."""
@@ -61,6 +63,9 @@ def require_mmpretrain() -> None:
 def run_mmpretrain_tool(name: str) -> None:
     """Runs one of mmpretrain's own tools with this process's arguments.
 
+    Those that load a checkpoint by a ``Runner`` have a ``FollowStateDictHook`` among the default hooks of the config:
+    models of other libraries take the structure of the checkpoint.
+
     An error ends the process with status 1, its traceback in the log and, as the last line of the output, its sentence.
     So does the name of no tool.
 
@@ -79,6 +84,8 @@ def run_mmpretrain_tool(name: str) -> None:
     if not (tools / name).is_file():
         sys.exit(f'{name} is no tool of mmpretrain, which are in {tools}')
     _join_process_group_without_gpu()
+    if name in TOOLS_OF_RUNNERS:
+        sys.argv += ['--cfg-options', 'default_hooks.follow_state_dict.type=mmpretrain.FollowStateDictHook']
     try:
         runpy.run_path(str(tools / name), run_name='__main__')
     except Exception as error:

@@ -5,9 +5,11 @@ model card, ``NAME.md``. Both are made by ``tools/model_converters/pack_weights.
 """
 
 from pathlib import Path
-from typing import Dict, Optional
+from typing import Any, Dict, Mapping, Optional
 
-__all__ = ['CLASSES', 'example_images', 'weights_file']
+import torch
+
+__all__ = ['CLASSES', 'example_images', 'in_single_precision', 'weights_file']
 
 FOLDER = Path(__file__).parent
 CLASSES = ('airplane', 'automobile', 'bird', 'cat', 'deer', 'dog', 'frog', 'horse', 'ship', 'truck')
@@ -24,6 +26,11 @@ def weights_file(name: str) -> Optional[str]:
     """
     path = FOLDER / f'{name}.safetensors'
     return str(path) if path.is_file() else None
+
+
+def in_single_precision(state_dict: Mapping[str, Any], model: Any) -> Dict[str, Any]:
+    """Converts half precision to single, as timm's filter of pretrained weights."""
+    return {name: value.float() if value.dtype == torch.half else value for name, value in state_dict.items()}
 
 
 def example_images() -> Dict[str, str]:

@@ -17,6 +17,7 @@ from attncnn_plugin.analysis import (
     head_report,
     model_reports,
 )
+from attncnn_plugin.pruning import prune_heads
 
 CONFIG = """
 _base_ = '{base}'
@@ -47,7 +48,7 @@ def folder(tmp_path_factory, repository):
         model = MODELS.build(Config.fromfile(config).model)
         torch.save(dict(state_dict=model.state_dict(), meta={}), folder / f'{name}.pth')
         if name == 'generalized':
-            model.backbone.prune_heads({0: [1], 1: [0, 2]})
+            prune_heads(model.backbone, {0: [1], 1: [0, 2]})
             torch.save(dict(state_dict=model.state_dict(), meta={}), folder / 'pruned.pth')
     for name in ('deit_small', 'vit_base', 'resnet18'):
         config, of = folder / f'{name}.py', 10 if name == 'resnet18' else 100

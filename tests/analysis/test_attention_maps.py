@@ -21,6 +21,7 @@ from attncnn_plugin.analysis import (
     position_only_probs_of,
 )
 from attncnn_plugin.layers import LearnedAttention
+from attncnn_plugin.pruning import prune_heads
 
 IMAGES = (3, 3, 12, 8)  # a grid of 6 rows and 4 columns
 ALL_TERMS = [('qk',), ('qr',), ('uk',), ('qk', 'qr'), ('qk', 'vr'), ('uk', 'vr'), ('qk', 'qr', 'uk', 'vr')]
@@ -236,12 +237,12 @@ def test_the_grid_of_cmhsa():
 
 def test_layers_without_heads():
     model = content_model()
-    model.prune_heads({0: [0, 1, 2], 1: [1]}, allow_empty=True)
+    prune_heads(model, {0: [0, 1, 2], 1: [1]}, allow_empty=True)
     for probs_of in (attention_probs_of, content_only_probs_of, position_only_probs_of):
         probs = probs_of(model, torch.randn(IMAGES))
         assert [layer.shape for layer in probs.values()] == [(3, 0, 24, 24), (3, 2, 24, 24)]
     model = timm.create_model('sa_quadratic_cifar', **SMALL)
-    model.prune_heads({0: [0, 1, 2]}, allow_empty=True)
+    prune_heads(model, {0: [0, 1, 2]}, allow_empty=True)
     assert model.blocks[0].attn.position_probs((3, 3)).shape == (0, 9, 9)
 
 

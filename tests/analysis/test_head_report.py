@@ -36,7 +36,7 @@ from attncnn_plugin.layers import (
     ContentAttention,
     GeneralizedQuadraticAttention,
 )
-from attncnn_plugin.pruning import find_degenerate_heads
+from attncnn_plugin.pruning import find_degenerate_heads, prune_heads
 
 
 def test_moments_of_known_gaussians():
@@ -406,7 +406,7 @@ def test_no_heads():
     assert maps_report(torch.zeros(0, 25, 25), (5, 5), num_images=2).num_heads == 0
 
     model = small_timm('sa_learned_content_cifar')
-    model.prune_heads({0: [0, 1, 2]}, allow_empty=True)
+    prune_heads(model, {0: [0, 1, 2]}, allow_empty=True)
     reports = model_reports(model, torch.randn(2, 3, 8, 8))
     assert [(report.attention, report.num_heads) for report in reports] == [
         (part, heads) for heads in (0, 3) for part in ('position', 'images')

@@ -39,7 +39,7 @@ def test_report():
     """W^Q, W^K, W^V and W^O of 4 heads as wide as the 2·2·2 entries of a patch, 4 entries of b each, and 3·4 biases."""
     _, report = conv_to_patch_mhsa(nn.Conv2d(2, 3, 2, padding='same'), 2)
     after = 4 * 3 * 8 * 8 + 4 * 8 * 12 + 4 * 4 + 12
-    assert report == PatchConversionReport(4, ((0, 0), (0, 1), (1, 0), (1, 1)), (8,) * 4, 0.0, 27, after)
+    assert report == PatchConversionReport(4, ((0, 0), (0, 1), (1, 0), (1, 1)), (8,) * 4, 27, after)
     assert str(report) == (
         'num_heads=4 of 8 channels: exact, a head for each shift from (0, 0) to (1, 1); 27 parameters became 1,180'
     )

@@ -16,11 +16,13 @@ from attncnn_plugin.convert.fewer_heads import (
     amplification,
     best_probs,
     best_weight,
+    complement,
+    distributions,
     log_scores,
     positive_direction,
+    positive_vector,
     truncation_errors,
 )
-from attncnn_plugin.convert.positive_subspace import distributions, inner_direction, nonnegative_least_squares
 from attncnn_plugin.layers.image_attention import QuadraticImageAttention, WindowImageAttention
 
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -177,6 +179,16 @@ def test_gaussian_heads():
     assert conv_to_mhsa(conv_with(matrix.float(), 4, 9), 3)[1].relative_error <= 1e-5
 
 
+@pytest.mark.parametrize('matrix', [[[1.0], [-1.0]], [[-1.0], [2.0], [-1.0]], [[1.0, 0], [0, 1.0], [-1.0, -1.0]]])
+def test_kernels_that_sum_to_zero(matrix):
+    """Differences: a head that attends to all positions alike sees nothing."""
+    matrix = torch.tensor(matrix, dtype=torch.float64)
+    for num_heads in range(1, len(matrix)):
+        attention, report = conv_to_mhsa(conv_with(matrix, 1, len(matrix)), num_heads)
+        assert attention.encoding.weight.isfinite().all() and report.relative_error <= report.guarantee + 1e-12
+        assert num_heads > 1 or report.relative_error == pytest.approx(best_single_distribution(matrix), abs=1e-6)
+
+
 def best_single_distribution(matrix):
     """Least relative error of a ⊗ w with a ≥ 0, from the eigenvectors of all principal submatrices of MMᵀ.
 
@@ -209,7 +221,7 @@ def test_search_is_not_beaten_by_chance(num_heads):
     """Where the bound is out of reach: no random positive vector does better than the one that was found."""
     matrix = torch.randn(9, 30, dtype=torch.float64)
     for _ in range(20):  # until the best subspace has no positive vector
-        if distributions(torch.linalg.svd(matrix).U[:, :num_heads]) is None:
+        if positive_vector(torch.linalg.svd(matrix).U[:, :num_heads]) is None:
             break
         matrix = torch.randn(9, 30, dtype=torch.float64)
     report = conv_to_mhsa(conv_with(matrix, 5, 9), num_heads)[1]
@@ -276,38 +288,22 @@ def test_trained_kernels(step, trained_convs):
         assert errors[-1] == 0
 
 
-@given(seeds, st.integers(1, 6), st.integers(1, 6))
-def test_nonnegative_least_squares(seed, rows, columns):
-    """Against every set of entries that may be positive."""
-    torch.manual_seed(seed)
-    matrix, target = torch.randn(rows, columns, dtype=torch.float64), torch.randn(rows, dtype=torch.float64)
-    best = target.norm()
-    for size in range(1, columns + 1):
-        for support in itertools.combinations(range(columns), size):
-            part = matrix[:, list(support)]
-            solution = torch.linalg.pinv(part) @ target
-            if (solution >= 0).all():
-                best = min(best, (part @ solution - target).norm())
-    y = nonnegative_least_squares(matrix, target)
-    assert (y >= 0).all()
-    assert (matrix @ y - target).norm().item() == pytest.approx(best.item(), abs=1e-10)
-
-
 @given(st.lists(st.integers(-180, 179), min_size=1, max_size=6))
 @example([0, 180])  # opposite
 @example([0, 120, -120])
-def test_inner_direction(degrees):
-    """In the plane: unit vectors within an arc of less than half a circle, and its middle."""
+@example([0, 175])
+def test_positive_vector(degrees):
+    """In the plane: there is one if the rows are unit vectors within an arc of less than half a circle."""
     angles = torch.tensor(degrees, dtype=torch.float64) * math.pi / 180
     rows = torch.stack([angles.cos(), angles.sin()], dim=1)
-    inner = inner_direction(rows)
     degrees = sorted({degree % 360 for degree in degrees})
     gap = max((b - a - 1) % 360 + 1 for a, b in zip(degrees, degrees[1:] + degrees[:1]))  # the largest free arc
-    if gap > 180:
-        margin = math.cos((360 - gap) / 2 * math.pi / 180)
-        assert (rows @ inner).min().item() == pytest.approx(margin, abs=1e-9)
-    else:
-        assert (rows @ inner).min() <= 1e-9
+    inside = positive_vector(rows)
+    if gap >= 184:
+        assert (inside > 0).all()
+        assert (rows @ torch.linalg.lstsq(rows, inside[:, None]).solution[:, 0] - inside).abs().max() <= 1e-12
+    elif gap <= 180:
+        assert inside is None
 
 
 @given(seeds, st.integers(1, 8), st.integers(1, 8))
@@ -315,23 +311,25 @@ def test_distributions_span_the_subspace(seed, size, num_heads):
     assume(num_heads <= size)
     torch.manual_seed(seed)
     basis = torch.linalg.qr(torch.randn(size, num_heads, dtype=torch.float64)).Q
-    probs = distributions(basis)
     positive = torch.linalg.qr(torch.cat([torch.rand(size, 1, dtype=torch.float64) + 0.05, basis[:, 1:]], dim=1)).Q
-    assert distributions(positive) is not None  # its first column is positive
-    for found, span in ((probs, basis), (distributions(positive), positive)):
-        if found is None:
+    assert positive_vector(positive) is not None  # its first column is positive
+    for span in (basis, positive):
+        inside = positive_vector(span)
+        if inside is None:
             continue
+        found = distributions(inside, span @ complement(span.T @ inside))
         assert (found >= 0).all()
         torch.testing.assert_close(found.sum(1), torch.ones(num_heads, dtype=torch.float64))
         assert (found.T - span @ (span.T @ found.T)).abs().max() <= 1e-12
         assert torch.linalg.matrix_rank(found) == num_heads
 
 
-def test_distributions_are_refused_without_a_positive_vector():
-    assert distributions(torch.tensor([[0.6], [-0.8]], dtype=torch.float64)) is None
-    assert distributions(torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 2**0.5]], dtype=torch.float64) / 2**0.5) is None
-    probs = distributions(torch.tensor([[-0.6], [-0.8]], dtype=torch.float64))
-    torch.testing.assert_close(probs, torch.tensor([[3 / 7, 4 / 7]], dtype=torch.float64))
+def test_subspaces_without_a_positive_vector():
+    assert positive_vector(torch.tensor([[0.6], [-0.8]], dtype=torch.float64)) is None
+    basis = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 2**0.5]], dtype=torch.float64) / 2**0.5
+    assert positive_vector(basis) is None
+    inside = positive_vector(torch.tensor([[-0.6], [-0.8]], dtype=torch.float64))
+    torch.testing.assert_close(inside / inside.sum(), torch.tensor([3 / 7, 4 / 7], dtype=torch.float64))
 
 
 def test_amplification_is_moderate():
@@ -350,7 +348,7 @@ def test_amplification_fits_the_dtype():
     torch.manual_seed(1)
     for _ in range(20):  # until the best subspace has no positive vector
         matrix = torch.randn(9, 30, dtype=torch.float64)
-        if distributions(torch.linalg.svd(matrix).U[:, :3]) is None:
+        if positive_vector(torch.linalg.svd(matrix).U[:, :3]) is None:
             break
     amplifications = [
         amplification(matrix, best_probs(matrix.to(dtype), 3)) for dtype in (torch.bfloat16, torch.float32)

@@ -117,7 +117,13 @@ REFUSED = {
     'nothing': (None, [], {}, ValueError, r'layers=\[\] names no layer'),
     'number': (None, 4, {}, TypeError, 'layers=4 must be names or globs'),
     'numbers': (None, ['stem', 4], {}, TypeError, r"layers=\['stem', 4\] must be names or globs"),
-    'root': (lambda model: model.stem, '*', {}, TypeError, r'model is itself a convolution.*conv_to_mhsa\(model\)'),
+    'root': (
+        lambda model: model.stem,
+        '*',
+        {},
+        TypeError,
+        r'bare convolution, Conv2d: conv_to_mhsa\(model\)',
+    ),
     'no convolution': (lambda model: model.norm, '*', {}, ValueError, 'BatchNorm2d without convolutions'),
     'transposed': (
         lambda model: with_layer(nn.ConvTranspose2d(3, 4, 3)),
@@ -218,8 +224,13 @@ def without_heads(model):
 
 
 BACK = {
-    'nothing': (lambda model: small_cnn(), {}, ValueError, 'Sequential without attention in the place of convolutions'),
-    'root': (lambda model: model.stem, {}, TypeError, r'model is itself attention.*mhsa_to_conv\(model, kernel_size\)'),
+    'nothing': (lambda model: small_cnn(), {}, ValueError, 'Sequential without attention that was a convolution'),
+    'root': (
+        lambda model: model.stem,
+        {},
+        TypeError,
+        r'bare attention layer.*mhsa_to_conv\(model, kernel_size\)',
+    ),
     'tolerance': (None, dict(tolerance=-1), ValueError, 'tolerance=-1 must be at least 0'),
     'not a number': (None, dict(tolerance=float('nan')), ValueError, 'tolerance=nan must be'),
     'moved': (no_longer, {}, ValueError, r'1 of 6 layers are no convolution .*tolerance=1e-06: stage\.0\.conv1; the'),

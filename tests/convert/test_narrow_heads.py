@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from attncnn_plugin.convert import conv_to_patch_mhsa, exact_head_dims
-from attncnn_plugin.convert.patch_embedding import patch_embedding
-from attncnn_plugin.convert.patches import attend_like_convolution
 from attncnn_plugin.layers import PatchAttention, WindowBias
-from attncnn_plugin.layers.patches import image_to_patches, patches_to_image
 
 
 @given(patch_convolutions(), st.integers(1, 5))
@@ -21,7 +18,6 @@ def test_exact_heads_are_the_convolution(case, qk_dim):
     conv, patch, shape = case
     module, report = conv_to_patch_mhsa(conv, patch, head_dim='exact', qk_dim=qk_dim)
     attention = module.attention
-    assert report.relative_error == 0
     assert report.head_dims == attention.head_dims == exact_head_dims(conv, patch)
     assert max(report.head_dims) <= attention.dim and attention.value.out_features == sum(report.head_dims)
     assert attention.query.weight.shape == (attention.num_heads * qk_dim, attention.dim)
@@ -55,57 +51,6 @@ def test_widths_are_enough_but_can_be_more():
 def test_widths_of_three_by_three():
     assert exact_head_dims(nn.Conv2d(3, 3, 3, padding=1), 16) == (3, 48, 3, 48, 768, 48, 3, 48, 3)
     assert exact_head_dims(nn.Conv2d(3, 1, 3, padding=1), 16)[4] == 256  # fewer pixels are written than read
-
-
-@given(patch_convolutions(), st.integers(1, 6))
-def test_narrower_heads_are_the_best_of_their_rank(case, width):
-    """Eckart-Young: the error is that of the singular values that are left out, by numpy, and no other is less."""
-    conv, patch, _ = case
-    exact = conv_to_patch_mhsa(conv, patch)[0].attention.value_matrices().detach().numpy()
-    module, report = conv_to_patch_mhsa(conv, patch, head_dim=width)
-    narrow = module.attention.value_matrices().detach().numpy()
-    left_out = sum((np.linalg.svd(matrix, compute_uv=False)[width:] ** 2).sum() for matrix in exact)
-    whole = (exact**2).sum()
-    assert np.isclose(((exact - narrow) ** 2).sum() / whole, left_out / whole, atol=1e-12)
-    assert np.isclose(report.relative_error, (left_out / whole) ** 0.5, atol=1e-6)
-
-
-def test_report_of_narrower_heads():
-    conv = nn.Conv2d(1, 1, 3, padding=1)
-    _, report = conv_to_patch_mhsa(conv, 4, head_dim=2, qk_dim=1)
-    assert 0 < report.relative_error < 1 and 'of 2 channels: relative error 0.' in str(report)
-
-
-@pytest.mark.parametrize('embed_dim', [1, 7, 12, 13, 20])
-@pytest.mark.parametrize('head_dim', [None, 'exact', 12])
-def test_embedded_patches(embed_dim, head_dim):
-    """Attention over tokens Ex is E conv(Eᵀ·), for tokens wider and narrower than the 12 entries of a patch."""
-    conv = nn.Conv2d(3, 3, 3, padding=1, dtype=torch.float64)
-    embedding = patch_embedding(2, 3, embed_dim, dtype=torch.float64)
-    widths = [min(width, embed_dim) for width in exact_head_dims(conv, 2)] if head_dim == 'exact' else head_dim
-    attention = PatchAttention(embed_dim, 9, WindowBias(9, (-1, -1), (3, 3)), head_dim=widths, qk_dim=2).double()
-    assert attend_like_convolution(attention, conv, (2, 2), embedding=embedding) == 0
-    x = torch.randn(2, 4, 3, embed_dim, dtype=torch.float64)
-    if embedding is None:
-        embedding = torch.eye(12, dtype=torch.float64)
-    expected = image_to_patches(conv(patches_to_image(x @ embedding, (2, 2))), (2, 2)) @ embedding.T
-    assert relative_error(attention(x), expected) < 1e-12
-
-
-@pytest.mark.parametrize('patch_size, channels', [(4, 3), (3, 1), (2, 2)])
-def test_embedding(patch_size, channels):
-    """Orthonormal columns or rows; narrow ones hold the smoothest images, the mean of each channel first."""
-    dim = patch_size**2 * channels
-    for embed_dim in range(1, 2 * dim):
-        matrix = patch_embedding(patch_size, channels, embed_dim, dtype=torch.float64)
-        if embed_dim == dim:
-            assert matrix is None
-            continue
-        gram = matrix.T @ matrix if embed_dim > dim else matrix @ matrix.T
-        assert torch.allclose(gram, torch.eye(len(gram), dtype=torch.float64))
-        if embed_dim >= channels:
-            flat = torch.arange(channels, dtype=torch.float64).repeat_interleave(patch_size**2)
-            assert torch.allclose(matrix.T @ (matrix @ flat), flat)
 
 
 @given(st.data())
@@ -214,8 +159,7 @@ def test_all_heads_removed():
     'kwargs, message',
     [
         (dict(head_dim='narrow'), "head_dim='narrow' is unknown: choose 'exact'"),
-        (dict(head_dim=0), r'head_dim=\[0, 0, 0, 0, 0, 0, 0, 0, 0\] must be at least 1'),
-        (dict(head_dim=(1, 2)), r'head_dim=\(1, 2\) must be at least 1, .* each of the 9'),
+        (dict(head_dim=4), "head_dim=4 is unknown: choose 'exact'"),
         (dict(qk_dim=0), 'qk_dim=0 must be at least 1'),
     ],
 )

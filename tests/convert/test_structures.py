@@ -13,8 +13,9 @@ from helpers.convolutions import relative_error
 from timm.layers import Attention, Conv2dSame, ScaledStdConv2d, StdConv2d
 from torch import nn
 
+from attncnn_plugin import follow_state_dict
 from attncnn_plugin.convert import attention_to_convs, conv_to_mhsa, convs_to_attention
-from attncnn_plugin.layers import ImageAttention, StructureError, follow_state_dict
+from attncnn_plugin.layers import ImageAttention, StructureError
 from attncnn_plugin.pruning import prune_heads
 
 KINDS = {
@@ -42,6 +43,11 @@ def attention(kind, seed=0):
     return model
 
 
+def load(model, state_dict, **options):
+    follow_state_dict(model, state_dict)
+    return model.load_state_dict(state_dict, **options)
+
+
 def kinds(model):
     return [(type(module), module.extra_repr()) for module in model.modules() if isinstance(module, ImageAttention)]
 
@@ -50,7 +56,7 @@ def kinds(model):
 def test_a_cnn_takes_the_attention_of_a_state_dict(kind):
     theirs, ours, x = attention(kind), small_cnn(seed=1), images()
     random = torch.random.get_rng_state()
-    assert not any(ours.load_state_dict(theirs.state_dict()))
+    assert not any(load(ours, theirs.state_dict()))
     assert torch.equal(torch.random.get_rng_state(), random)
     assert torch.equal(ours(x), theirs(x)) and kinds(ours) == kinds(theirs)
     assert isinstance(ours.stage[0].conv1, nn.Conv2d)
@@ -61,7 +67,7 @@ def test_a_cnn_takes_the_attention_of_a_state_dict(kind):
 @pytest.mark.parametrize('other', ['positions', 'windowed', 'gated'])
 def test_attention_takes_another_kind(kind, other):
     theirs, ours, x = attention(kind), attention(other, seed=1), images()
-    ours.load_state_dict(theirs.state_dict())
+    load(ours, theirs.state_dict())
     assert torch.equal(ours(x), theirs(x)) and kinds(ours) == kinds(theirs)
 
 
@@ -90,12 +96,12 @@ def test_attention_of_a_state_dict_converts_kernels_too(kind):
     state = torch.load(file, weights_only=True)
     theirs.load_state_dict(cnn.state_dict())
     for ours in (small_cnn(seed=2), attention('positions' if kind == 'windowed' else 'windowed')):
-        ours.load_state_dict(state)
+        load(ours, state)
         ours.load_state_dict(cnn.state_dict())
         assert kinds(ours) == kinds(theirs)
         assert all(torch.equal(value, ours.state_dict()[name]) for name, value in theirs.state_dict().items())
     lost = small_cnn(seed=2)
-    lost.load_state_dict(dict(state))
+    load(lost, dict(state))
     with pytest.raises(RuntimeError, match='does not say how it was converted: load the convolution into'):
         lost.load_state_dict(cnn.state_dict())
 
@@ -106,7 +112,7 @@ def test_settings_that_are_no_python_numbers():
     convs_to_attention(model, 'stage.1.conv1', **settings)
     torch.save(model.state_dict(), file)
     file.seek(0)
-    fresh.load_state_dict(torch.load(file, weights_only=True))
+    load(fresh, torch.load(file, weights_only=True))
     fresh.load_state_dict(small_cnn().state_dict())
     assert relative_error(fresh(x), model(x)) < 1e-12
 
@@ -116,7 +122,7 @@ def test_fewer_heads_both_ways():
     convs_to_attention(model, 'stage.*.conv1', num_heads=5)
     model.stage[0].conv1.prune_heads([2])
     ours = small_cnn(seed=1)
-    ours.load_state_dict(model.state_dict())
+    load(ours, model.state_dict())
     assert torch.equal(ours(x), model(x)) and ours.stage[0].conv1.num_heads == 4
     expected = small_cnn(seed=1)
     convs_to_attention(expected, 'stage.*.conv1', num_heads=5)
@@ -130,7 +136,7 @@ def test_heads_that_were_removed(kind):
     theirs, x = attention(kind), images()
     theirs.stem.prune_heads([0, 4])
     for ours in (small_cnn(seed=1), attention(kind, seed=1), attention('positions', seed=1)):
-        ours.load_state_dict(theirs.state_dict())
+        load(ours, theirs.state_dict())
         assert torch.equal(ours(x), theirs(x)) and ours.stem.num_heads == 7
     theirs.load_state_dict(small_cnn().state_dict())  # all heads again
     assert theirs.stem.num_heads == 9
@@ -144,7 +150,7 @@ def test_a_layer_of_its_own():
     with pytest.raises(RuntimeError, match='0 is attention that was not made from a convolution'):
         model.load_state_dict(nn.Sequential(conv).state_dict())
     fresh = nn.Sequential(nn.Conv2d(3, 4, 3))
-    fresh.load_state_dict(model.state_dict())
+    load(fresh, model.state_dict())
     with pytest.raises(RuntimeError, match='does not say how it was converted: load the convolution into'):
         fresh.load_state_dict(nn.Sequential(conv).state_dict())
     attention_to_convs(fresh)
@@ -163,7 +169,7 @@ def test_convolutions_of_timm(kind):
     for model in models[:2]:
         convs_to_attention(model, '0')
     models[1].load_state_dict(state)
-    models[2].load_state_dict(models[0].state_dict())
+    load(models[2], models[0].state_dict())
     for model in models:
         assert torch.allclose(model(x), expected, atol=1e-5)
     attention_to_convs(models[0])
@@ -175,7 +181,7 @@ def test_on_the_way_modes_and_frozen_weights_stay():
     theirs, ours = attention('additive'), small_cnn().train()
     ours.stem.eval()
     ours.stem.weight.requires_grad_(False)
-    ours.load_state_dict(theirs.state_dict())
+    load(ours, theirs.state_dict())
     assert ours.training and not ours.stem.training and ours.down.training
     frozen = {name for name, parameter in ours.named_parameters() if not parameter.requires_grad}
     assert frozen == {f'stem.{name}' for name, _ in ours.stem.named_parameters()} - {'stem.value.bias'}
@@ -190,40 +196,21 @@ def test_followed_before_an_optimizer_is_built():
     assert all(one is other for one, other in zip(parameters, ours.parameters()))
     ours.train()  # without a warning
     averaged = torch.optim.swa_utils.AveragedModel(small_cnn())
-    averaged.load_state_dict(torch.optim.swa_utils.AveragedModel(theirs).state_dict())
+    load(averaged, torch.optim.swa_utils.AveragedModel(theirs).state_dict())
     assert isinstance(averaged.module.stem, ImageAttention)
 
 
-def test_whoever_trains_a_model_that_took_attention_is_warned_once(recwarn):
-    theirs, ours = attention('additive'), small_cnn()
-    theirs.stem.prune_heads([2])
-    ours.load_state_dict(theirs.state_dict())
-    ours.train().train()
-    (warning,) = (str(warning.message) for warning in recwarn if 'took attention' in str(warning.message))
-    assert 'follow_state_dict(model, state_dict) before' in warning
-
-
-@pytest.mark.parametrize('call', ['whole', 'keyword', 'submodule', 'assign', 'meta', 'compiled'])
+@pytest.mark.parametrize('call', ['not strict', 'assign', 'meta', 'compiled'])
 def test_every_way_to_load(call):
     theirs, ours, x = attention('gated'), small_cnn(seed=1), images()
     state = theirs.state_dict()
-    if call == 'whole':
-        ours.load_state_dict(state, False)
-    elif call == 'keyword':
-        ours.load_state_dict(strict=True, state_dict=state)
-    elif call == 'submodule':
-        for name, child in ours.named_children():
-            if name in ('stem', 'down'):
-                continue  # a convolution alone cannot become something else
-            child.load_state_dict({k[len(name) + 1 :]: v for k, v in state.items() if k.startswith(f'{name}.')})
-        ours.stem, ours.down = theirs.stem, theirs.down
-    elif call == 'assign':
-        ours.load_state_dict(state, assign=True)
-    elif call == 'meta':
-        ours = ours.to('meta')
-        ours.load_state_dict(state, assign=True)
+    if call == 'not strict':
+        load(ours, state, strict=False)
+    elif call == 'compiled':
+        load(torch.compile(ours, backend='eager'), {f'_orig_mod.{k}': v for k, v in state.items()})
     else:
-        torch.compile(ours, backend='eager').load_state_dict({f'_orig_mod.{k}': v for k, v in state.items()})
+        ours = ours.to('meta') if call == 'meta' else ours
+        load(ours, state, assign=True)
     assert torch.equal(ours(x), theirs(x))
 
 
@@ -243,8 +230,10 @@ def test_attention_that_does_not_fit(case):
     layer, message = REFUSED[case]
     model = nn.Sequential(nn.Conv2d(3, 4, 3))
     convs_to_attention(model, '0')
-    with pytest.raises(RuntimeError, match=message):
-        nn.Sequential(layer).load_state_dict(model.state_dict())
+    ours = nn.Sequential(layer)
+    with pytest.raises(StructureError, match=message):
+        follow_state_dict(ours, model.state_dict())
+    assert ours[0] is layer
 
 
 def test_a_refused_state_dict_leaves_the_model_as_it_was():
@@ -257,12 +246,12 @@ def test_a_refused_state_dict_leaves_the_model_as_it_was():
     convs_to_attention(theirs, '*')
     prune_heads(theirs, {'1': [0]})
     modules, before = list(ours), copy.deepcopy(ours.state_dict())
-    for load, error in ((ours.load_state_dict, RuntimeError), (lambda s: follow_state_dict(ours, s), StructureError)):
-        with pytest.raises(error, match=r'of 25 heads in the place .* kernel of \(3, 3\) has 9'):
-            load(theirs.state_dict())
-        assert list(ours) == modules and ours[1].num_heads == 2
+    for strict in (True, False):
+        with pytest.raises(StructureError, match=r'of 25 heads in the place .* kernel of \(3, 3\) has 9'):
+            follow_state_dict(ours, theirs.state_dict(), strict)
+        assert list(ours) == modules and ours[1].num_heads == 2 and type(ours[1]) is Attention
         assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
-    follows.load_state_dict(theirs.state_dict())
+    load(follows, theirs.state_dict())
     assert isinstance(follows[0], ImageAttention) and follows[1].num_heads == 1
 
 
@@ -273,7 +262,7 @@ def test_layers_have_keys_of_their_own(route):
     convs_to_attention(model, '*', content='additive')
     if route == 'taken':
         attention, model = model, copy.deepcopy(cnn)
-        model.load_state_dict(attention.state_dict())
+        load(model, attention.state_dict())
     if route != 'converted':
         model.load_state_dict(cnn.state_dict())
     first, second = model[0].key.weight, model[1].key.weight
@@ -299,7 +288,8 @@ def test_timm_checkpoints(tmp_path):
     model = timm.create_model('test_resnet', num_classes=4).eval()
     convs_to_attention(model, 'layer4.*', content='additive')
     torch.save(model.state_dict(), tmp_path / 'attention.pth')
-    ours = timm.create_model('test_resnet', num_classes=4, checkpoint_path=tmp_path / 'attention.pth').eval()
+    ours = timm.create_model('test_resnet', num_classes=4).eval()
+    load(ours, timm.models.load_state_dict(tmp_path / 'attention.pth', weights_only=True))
     x = torch.randn(1, 3, 32, 32)
     assert torch.equal(ours(x), model(x))
     assert sum(isinstance(module, ImageAttention) for module in ours.modules()) == len(kinds(model)) > 1

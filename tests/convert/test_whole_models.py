@@ -9,6 +9,7 @@ from helpers.convolutions import relative_error
 from helpers.small import trained_like
 from torch import nn
 
+from attncnn_plugin import follow_state_dict
 from attncnn_plugin.convert import attention_to_convs, convs_to_attention
 from attncnn_plugin.layers import ImageAttention
 
@@ -65,9 +66,10 @@ def test_converted_everywhere(name):
     assert len(report.layers) == sum(isinstance(module, nn.Conv2d) for module in original.modules())
     assert not any(isinstance(module, nn.Conv2d) for module in model.modules())
     assert relative_error(outputs(model, x), expected) < 1e-12 and report.drift < 1e-12
-    assert all(layer.run is None or layer.run.drift < 1e-12 for layer in report.layers)
+    assert all(layer.drift is None or layer.drift < 1e-12 for layer in report.layers)
 
     fresh = MODELS[name]().double()
+    assert follow_state_dict(fresh, model.state_dict())
     fresh.load_state_dict(model.state_dict())
     fresh.eval()
     assert torch.equal(outputs(fresh, x), outputs(model, x))

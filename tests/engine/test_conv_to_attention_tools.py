@@ -17,7 +17,8 @@ EPOCHS, SWITCH, ITERATIONS = 4, 2, 3  # epochs, epochs of the first phase, itera
 # Norms of fixed statistics: those of a batch are another rank's too.
 CONFIG = """
 _base_ = '{base}'
-custom_imports = dict(imports=['attncnn_plugin', 'test_hooks'], allow_failed_imports=False)
+custom_imports = dict(
+    imports=['attncnn_plugin', 'attncnn_plugin.mm.safe_loading', 'test_hooks'], allow_failed_imports=False)
 model = dict(
     backbone=dict(backbone=dict(stem_channels=4, base_channels=4, norm_eval=True)), head=dict(in_channels=32))
 optim_wrapper = dict(optimizer=dict(_delete_=True, type='SGD', lr=0.05, momentum=0.9, weight_decay=1e-4))
@@ -40,7 +41,9 @@ custom_hooks = [
 # PyTorch wants such norms on GPUs, whether or not their statistics are fixed.
 SYNCED = """
 _base_ = 'batch4.py'
-custom_imports = dict(imports=['attncnn_plugin', 'test_hooks', 'norms_on_cpus'], allow_failed_imports=False)
+custom_imports = dict(
+    imports=['attncnn_plugin', 'attncnn_plugin.mm.safe_loading', 'test_hooks', 'norms_on_cpus'],
+    allow_failed_imports=False)
 sync_bn = 'torch'
 """
 NORMS_ON_CPUS = """

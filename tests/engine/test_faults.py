@@ -31,7 +31,8 @@ ITERATIONS = 3  # of an epoch
 
 CONFIG = """
 _base_ = '{base}'
-custom_imports = dict(imports=['attncnn_plugin', 'test_hooks'], allow_failed_imports=False)
+custom_imports = dict(
+    imports=['attncnn_plugin', 'attncnn_plugin.mm.safe_loading', 'test_hooks'], allow_failed_imports=False)
 train_dataloader = dict(batch_size={batch_size}, dataset=dict(indices=24))
 val_dataloader = dict(dataset=dict(indices=8))
 train_cfg = dict(max_epochs=3)
@@ -478,7 +479,7 @@ def test_mistaken_config(folder, repository):
 @pytest.mark.parametrize(
     'config, said',
     [
-        (dict(type='SAQuadratic', drop_rat=0.1), "unexpected keyword argument 'drop_rat'"),
+        (dict(type='SAQuadratic', drop_rat=0.1), 'SAQuadratic has no argument drop_rat: write _delete_=True'),
         (
             dict(
                 type='SALearned',

@@ -12,13 +12,15 @@ from helpers.processes import HOOKS, assert_equal, rates, run, train, train_two
 from helpers.small import SMALL_ARCH, small_timm
 from mmpretrain import FeatureExtractor, ImageClassificationInferencer
 
+import attncnn_plugin.mm.safe_loading  # noqa: F401
 from attncnn_plugin.pruning import find_degenerate_heads
 
 EPOCHS, PRUNE_AT, ITERATIONS = 6, 2, 3  # epochs, the epoch of pruning, iterations of an epoch
 
 CONFIG = """
 _base_ = '{base}'
-custom_imports = dict(imports=['attncnn_plugin', 'test_hooks'], allow_failed_imports=False)
+custom_imports = dict(
+    imports=['attncnn_plugin', 'attncnn_plugin.mm.safe_loading', 'test_hooks'], allow_failed_imports=False)
 model = dict(backbone=dict(arch=dict(_delete_=True, **{arch})), head=dict(in_channels=16))
 # Plain gradients: AdamW makes steps of the rounding errors in gradients that are zero.
 optim_wrapper = dict(optimizer=dict(_delete_=True, type='SGD', lr=0.05, momentum=0.9, weight_decay=1e-4))
@@ -102,7 +104,7 @@ def test_loads_everywhere(whole, folder, repository, tmp_path):
     run(
         'python',
         '-c',
-        f'import attncnn_plugin, runpy, sys; sys.argv[0] = {str(tool)!r}; '
+        f'import attncnn_plugin.mm.safe_loading, runpy, sys; sys.argv[0] = {str(tool)!r}; '
         f'runpy.run_path({str(tool)!r}, run_name="__main__")',
         checkpoint,
         tmp_path / 'published.pth',

@@ -12,11 +12,14 @@ from helpers.processes import HOOKS, assert_equal, rates, run, train, train_two
 from helpers.small import small_cmhsa
 from mmpretrain import ImageClassificationInferencer
 
+import attncnn_plugin.mm.safe_loading  # noqa: F401
+
 EPOCHS, SWITCH, ITERATIONS = 4, 2, 3  # epochs, epochs of the first phase, iterations of an epoch
 
 CONFIG = """
 _base_ = '{base}'
-custom_imports = dict(imports=['attncnn_plugin', 'test_hooks'], allow_failed_imports=False)
+custom_imports = dict(
+    imports=['attncnn_plugin', 'attncnn_plugin.mm.safe_loading', 'test_hooks'], allow_failed_imports=False)
 model = dict(backbone=dict(num_layers=2, attn_bias_init=40.))
 # Plain gradients: AdamW makes steps of the rounding errors in gradients that are zero.
 optim_wrapper = dict(optimizer=dict(_delete_=True, type='SGD', lr=0.05, momentum=0.9, weight_decay=1e-4))

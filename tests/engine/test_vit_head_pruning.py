@@ -117,6 +117,7 @@ def test_pruned_checkpoint_in_a_config_that_never_prunes(repository, tmp_path):
     for resume in (False, True):
         later = config_of('VisionTransformer', repository, tmp_path / str(resume), resume=resume)
         later.load_from = str(tmp_path / 'epoch_1.pth')
+        later.custom_hooks.append(dict(type='FollowStateDictHook'))
         later.train_cfg.max_epochs = 2
         later.param_scheduler = None
         runner, weights = train(later)

@@ -1,15 +1,21 @@
 """Vision transformers pruned with the framework's tools, as processes: distributed, tested, without a training."""
 
+import shutil
 import sys
 
 import mmpretrain
 import pytest
 import torch
 from helpers.processes import HOOKS, assert_equal, run, train, train_two
+from mmengine.runner import load_checkpoint
+
+import attncnn_plugin.mm.safe_loading  # noqa: F401
+from attncnn_plugin import follow_state_dict
 
 CONFIG = """
 _base_ = '{base}'
-custom_imports = dict(imports=['attncnn_plugin', 'test_hooks'], allow_failed_imports=False)
+custom_imports = dict(
+    imports=['attncnn_plugin', 'attncnn_plugin.mm.safe_loading', 'test_hooks'], allow_failed_imports=False)
 model = dict(
     backbone=dict(
         _delete_=True,
@@ -69,14 +75,45 @@ def test_two_processes(whole, folder):
         assert_equal(folder / 'two', whole, rank, tolerance=1e-5)
 
 
+STOCK = """
+_base_ = '{base}'
+custom_hooks = []
+"""
+AVERAGED = """
+_base_ = '{base}'
+custom_hooks = [dict(type='EMAHook', momentum=0.2)]
+"""
+
+
+@pytest.mark.parametrize('config', [STOCK, AVERAGED])
+def test_a_config_without_hooks_of_the_plugin(config, whole, folder, repository, tmp_path):
+    """The tools add what the model needs: a test, and a training that goes on."""
+    path = tmp_path / 'stock.py'
+    path.write_text(config.format(base=folder / 'batch8.py'))
+    checkpoint = whole / 'epoch_2.pth'
+    options = ('--work-dir', tmp_path / 'a', '--cfg-options', 'default_hooks.logger.interval=1')
+    log = run('python', repository / 'tools/test.py', path, checkpoint, *options, folder=folder)
+    assert 'accuracy/top1' in log and 'do not match' not in log and 'FollowStateDictHook' in log
+    copy = tmp_path / 'b'
+    copy.mkdir()
+    shutil.copy(checkpoint, copy)
+    options = ('--work-dir', copy, '--resume', copy / checkpoint.name)
+    log = run('python', repository / 'tools/train.py', path, *options, folder=folder)
+    assert 'Saving checkpoint at 3 epochs' in log and 'do not match' not in log
+    saved, before = (torch.load(of / 'epoch_3.pth')['state_dict'] for of in (copy, whole))
+    assert {name: value.shape for name, value in saved.items()} == {name: value.shape for name, value in before.items()}
+
+
 def test_loads_everywhere(whole, folder, repository, tmp_path):
     config, checkpoint = str(folder / 'batch8.py'), str(whole / 'epoch_3.pth')
     log = run('python', repository / 'tools/test.py', config, checkpoint, '--work-dir', tmp_path, folder=folder)
     assert 'Epoch(test)' in log and 'accuracy/top1' in log and 'do not match' not in log
     sys.path.insert(0, str(folder))
-    model = mmpretrain.get_model(config, pretrained=checkpoint)
+    model = mmpretrain.get_model(config)
     sys.path.remove(str(folder))
     saved = torch.load(checkpoint)['state_dict']
+    follow_state_dict(model, saved)
+    load_checkpoint(model, checkpoint, strict=True)
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
     assert sum(layer.attn.num_heads for layer in model.backbone.layers) < 8
 

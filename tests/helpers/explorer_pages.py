@@ -1,9 +1,9 @@
 """Pages of the explorer for the tests: models, images, and what is in a page, read by the format alone."""
 
 import base64
+import gzip
 import json
 import re
-import zlib
 
 import numpy as np
 import torch
@@ -45,15 +45,6 @@ def content_model(sharpness=6, **kwargs):
         for layer in attention_layers(model).values():
             if layer.key is not None:
                 layer.key.weight.mul_(sharpness)
-    return model
-
-
-def gated_model(**kwargs):
-    """A model whose gates stand differently."""
-    model = content_model(position='relative_free_quadratic', gated=True, **kwargs)
-    with torch.no_grad():
-        for layer in attention_layers(model).values():
-            layer.gate.copy_(torch.linspace(-2, 2, len(layer.gate)))
     return model
 
 
@@ -115,116 +106,42 @@ def hybrid_model(num_heads=None, sharpness=1.0, **settings):
 
 
 def unpack(page):
-    """The header of a page, with arrays in place of their descriptions."""
-    return unpack_data(base64.b64decode(re.search(r'id="data">([^<]*)<', page)[1]))
-
-
-def unpack_data(packed):
-    """As :func:`unpack`, of the data."""
-    end = 4 + int.from_bytes(packed[:4], 'little')
-    data = zlib.decompress(packed[end:])
+    """The data of a page, with arrays instead of what they are packed as."""
 
     def with_arrays(value):
         if isinstance(value, list):
             return [with_arrays(item) for item in value]
         if not isinstance(value, dict):
             return value
-        if 'dtype' in value:
-            assert value['at'] % 8 == 0
-            dtype = np.dtype(value['dtype']).newbyteorder('<')
-            return np.frombuffer(data, dtype, int(np.prod(value['shape'])), value['at']).reshape(value['shape'])
-        value = {key: with_arrays(item) for key, item in value.items()}
-        if 'step' not in value:
-            return value
-        whole = value['low'] + 256.0 * value['high'] - 128
-        return np.einsum('i...,i->i...', whole, value['step'])
+        if 'dtype' not in value:
+            return {key: with_arrays(item) for key, item in value.items()}
+        data = gzip.decompress(base64.b64decode(value['data']))
+        return np.frombuffer(data, np.dtype(value['dtype']).newbyteorder('<')).reshape(value['shape'])
 
-    return with_arrays(json.loads(zlib.decompress(packed[4:end])))
+    return with_arrays(json.loads(re.search(r'id="data">([^<]*)<', page)[1]))
 
 
-def probs_in(content, layer, part, image=0):
-    """The probabilities of a layer in the header of a page, ``(N_h, queries, H*W)``, float64."""
-    images, layer = len(content['names']), content['layers'][layer]
-    (height, width), source = layer['grid'], layer['keys']['source'].astype(int)
-    rows, columns = (np.array(layer['queries'][axis]) for axis in ('rows', 'columns'))
-    i, j = np.divmod(np.arange(len(rows) * len(columns)), len(columns))
-    k1, k2 = np.divmod(np.arange(source.size), source.shape[1])
-    # δ = k − q, and the pixels that queries and keys are
-    down, right = (
-        k[None] + start - at[n][:, None]
-        for k, start, at, n in zip((k1, k2), layer['keys']['start'], (rows, columns), (i, j))
-    )
-    at_queries = source[rows[i] - layer['keys']['start'][0], columns[j] - layer['keys']['start'][1]]
-    hidden = (abs(down) > layer['keys']['reach'][0]) | (abs(right) > layer['keys']['reach'][1])
-    heads = np.arange(layer['heads'])[:, None, None]
-    arrays = {**layer['arrays']}
-    if layer['token_arrays']:
-        shared = len(layer['token_arrays']) == 1
-        arrays.update(layer['token_arrays'][0 if shared else image])
-        place = image if shared else 0
+def probs_in(layer, part, image=0):
+    """The probabilities of a part of a layer in a page's data, of all queries for all keys, ``(N_h, N, H*W)``, float64.
 
-        def token(place):
-            tokens = arrays['tokens'][:, place]
-            queries = tokens[:, at_queries]
-            return np.concatenate([np.ones_like(queries[:1]), queries]), tokens
-
-    def term(name):
-        if name == 'axes':
-            return arrays['rows'][heads, i[:, None], k1] + arrays['columns'][heads, j[:, None], k2]
-        if name == 'shifts':
-            table = arrays['shifts']
-            row, column = (np.where(hidden, 0, shift + n // 2) for shift, n in zip((down, right), table.shape[1:]))
-            return table[heads, row, column]
-        if name == 'query_axes':
-            query, _ = token(place)
-            by_row, by_column = (
-                np.einsum('iq,ihs->hqs', query, arrays[key]) for key in ('row_shifts', 'column_shifts')
-            )
-            number = np.arange(len(i))[:, None]
-            return by_row[heads, number, down + height - 1] + by_column[heads, number, right + width - 1]
-        assert name in ('products', 'encoded_products')
-        query, key = token(place + (images if shared else 1) * (name == 'encoded_products'))
-        scores = np.einsum('iq,ihj,jk->hqk', query, arrays['matrices'], key, optimize=True)
-        return scores[:, :, source.flatten()]
-
-    def softmax(part):
-        scores = np.where(hidden, -np.inf, sum(term(name) for name in part['terms']))
-        probs = np.exp(scores - scores.max(-1, keepdims=True))
-        probs /= probs.sum(-1, keepdims=True)
-        return np.stack([probs[..., source.flatten() == pixel].sum(-1) for pixel in range(height * width)], axis=-1)
-
-    parts, part = layer['parts'], layer['parts'][part]
-    if 'shares' in part:
-        share = np.array(part['shares'])[:, None, None]
-        return torch.from_numpy((1 - share) * softmax(parts['content']) + share * softmax(parts['position']))
-    probs = softmax(part)
-    if 'mass' in part:
-        probs = probs * part['mass'][image if len(part['mass']) > 1 else 0][..., None]
-    return torch.from_numpy(probs)
-
-
-def stored_in(layer, image=0):
-    """The probabilities of another library's layer in a page, of the patches and beside them, float64.
-
-    Returns:
-        tuple[Tensor, Tensor]: ``(N_h, N, H*W)``, N = tokens beside the patches + H*W; and ``(N_h, N, T)``, or what lies
-        on padding, ``(N_h, N, 1)``.
+    In windows each query's are where its keys are, and those that it does not see have 0.
     """
-    part, patches = layer['parts']['attention'], layer['grid'][0] * layer['grid'][1]
-    relative, largest, to_others = (part[name][image].astype(float) for name in ('relative', 'largest', 'to_others'))
-    values = relative * largest[..., None]  # (N_h, N, M)
-    if layer['windows'] is not None:
-        probs = np.zeros((layer['heads'], patches, patches))
-        for window in layer['windows'].astype(int):
-            inside = window < patches
-            for query in window[inside]:
-                assert not probs[:, query].any() and (values[:, query, ~inside] == 0).all()
-                probs[:, query, window[inside]] = values[:, query, inside]
-        values = probs
-    assert values.shape == (layer['heads'], len(layer['others']) + patches, patches)
-    return torch.from_numpy(values), torch.from_numpy(to_others)
+    images = layer['parts'][part]
+    found = images[0 if len(images) == 1 else image]
+    probs = torch.from_numpy((found['bytes'] / 255.0) ** 2 * found['largest'][..., None].astype(float))
+    if layer['keys'] is None:
+        return probs
+    count = layer['grid'][0] * layer['grid'][1]
+    keys = torch.from_numpy(layer['keys'].astype(int)).expand(probs.shape)
+    return probs.new_zeros(*probs.shape[:2], count + 1).scatter_(2, keys, probs)[..., :-1]
+
+
+def beside_in(layer, part, image=0):
+    """What lies on the tokens beside the grid, or outside of the image, ``(N_h, N, T)``, float64."""
+    images = layer['parts'][part]
+    return torch.from_numpy(images[0 if len(images) == 1 else image]['beside'].astype(float))
 
 
 def relative_errors(found, probs):
-    """The largest error of a probability of each head, relative to the largest one of its query, ``(N_h,)``."""
-    return ((found - probs).abs().amax(-1) / found.amax(-1)).amax(-1)
+    """The largest error of a probability of each query, relative to the query's largest one, ``(N_h, N)``."""
+    return (found - probs).abs().amax(-1) / probs.amax(-1).clamp(min=1e-30)

@@ -18,7 +18,6 @@ LAYERS = {
     'content_absolute': lambda: layers.ContentAttention(4, 3, position='absolute_learned'),
     'content_quadratic': lambda: layers.ContentAttention(4, 3, position='relative_quadratic'),
     'content_generalized': lambda: layers.ContentAttention(4, 3, position='relative_generalized'),
-    'content_gated': lambda: layers.ContentAttention(4, 3, position='relative_free_quadratic', gated=True),
     'content_narrow': lambda: layers.ContentAttention(4, 3, qk_dim=2, head_dim=3),
     'quadratic_narrow': lambda: layers.QuadraticAttention(4, 3, head_dim=2),
     'generalized_narrow': lambda: layers.GeneralizedQuadraticAttention(4, 3, head_dim=2),

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from attncnn_plugin import follow_state_dict
 from attncnn_plugin.convert import conv_to_mhsa
-from attncnn_plugin.layers import follow_state_dict
 from attncnn_plugin.layers.biased_attention import shared_heads
 from attncnn_plugin.layers.neighbourhoods import AxisTiles
 
@@ -306,10 +306,6 @@ class TestUses:
         content = attention.content_scores(x).exp()
         assert torch.allclose(content, expected.attention_scores(x).exp(), atol=1e-6)
         assert torch.allclose(content.sum(-1), torch.ones(()))
-        tokens = torch.randn(3, x.shape[1])
-        query, key = (linear.weight.unflatten(0, (-1, 3)) @ tokens.T for linear in (attention.query, attention.key))
-        products = query.mT @ key / 3**0.5
-        assert torch.allclose(attention.product_scores(tokens), products, atol=1e-5)
 
 
 @pytest.mark.parametrize('null_key', [0, 1])

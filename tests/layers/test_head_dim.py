@@ -146,12 +146,12 @@ def test_ablation_of_the_paper(name):
     assert layer.value_proj.weight.shape == (396, 400) and layer.value.weight.shape == (400, 396)
 
 
-@pytest.mark.parametrize('position', [None, 'relative_generalized', 'relative_free_quadratic'])
+@pytest.mark.parametrize('position', [None, 'relative_quadratic', 'relative_generalized'])
 def test_reset_heads(position):
     """All of a head is drawn anew, and nothing of the others."""
     layer = QuadraticAttention(8, 3, head_dim=2)
     if position is not None:
-        layer = ContentAttention(8, 3, position=position, gated=True, terms=('qk', 'uk', 'vr'), head_dim=2)
+        layer = ContentAttention(8, 3, position=position, terms=('qk', 'uk', 'vr'), head_dim=2)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.fill_(7)

@@ -79,10 +79,9 @@ def test_layer(name):
 def check_heads(pruned, expected, x):
     """Whatever the layer says of its heads has the shape that it has of some, but for their number."""
     size = x.shape[2:] if pruned.window is not None else x.shape[1:3]
-    said = dict(value_matrices=(), position_probs=(size,), position_share=(), table_scores=())
+    said = dict(value_matrices=(), position_probs=(size,), position_share=())
     if pruned.depends_on_content:
         said.update(attention_scores=(x,), content_scores=(x,), position_scores=(x,))
-        said.update(product_scores=(torch.randn(5, 4),))
     else:
         said.update(attention_probs=(size,))
     for name, arguments in said.items():

@@ -1,4 +1,4 @@
-"""Content with quadratic positions (C20, eq. 8 with the r_δ of eq. 9 and 19) and ConViT's gate, written out."""
+"""Content with quadratic positions (C20, eq. 8 with the r_δ of eq. 9 and 19), written out."""
 
 import copy
 import itertools
@@ -15,15 +15,12 @@ from torch.func import functional_call
 from attncnn_plugin.analysis import head_centers, query_maps
 from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, QuadraticAttention
 
-KINDS = ['relative_quadratic', 'relative_generalized', 'relative_free_quadratic']
+KINDS = ['relative_quadratic', 'relative_generalized']
 
 
 def v_times_r(layer, head, d1, d2):
     """v·r_δ of a head, from its parameters, in Python's floats."""
     encoding = layer.encoding
-    if layer.position == 'relative_free_quadratic':
-        square, row, column = encoding.weight[head].tolist()
-        return square * (d1**2 + d2**2) + row * d1 + column * d2
     e1, e2 = d1 - encoding.center[head, 0].item(), d2 - encoding.center[head, 1].item()
     if layer.position == 'relative_quadratic':
         return -(encoding.sqrt_precision[head].item() ** 2) / 2 * (e1**2 + e2**2)
@@ -57,13 +54,7 @@ def parts_by_equation(layer, x):
 
 
 def probs_by_equation(layer, x):
-    """The probabilities, normalized as ConViT does it."""
-    content, position = parts_by_equation(layer, x)
-    if layer.gate is None:
-        return (content + position).softmax(-1)
-    gate = 1 / (1 + (-layer.gate.double()).exp())[:, None, None]
-    probs = (1 - gate) * content.softmax(-1) + gate * position.softmax(-1)
-    return probs / probs.sum(-1, keepdim=True)
+    return sum(parts_by_equation(layer, x)).softmax(-1)
 
 
 def output_by_equation(layer, x):
@@ -81,19 +72,18 @@ def output_by_equation(layer, x):
 @given(
     st.sampled_from([torch.float64, torch.float32]),
     st.sampled_from([*KINDS, 'relative_learned']),
-    st.booleans(),
     st.sampled_from([('qk', 'vr'), ('uk', 'vr'), ('qk', 'uk', 'vr')]),
     st.sampled_from([dict(), dict(head_dim=3), dict(qk_dim=3), dict(head_dim=3, qk_dim=2)]),
     st.integers(1, 4),
     st.integers(1, 4),
     st.integers(0, 2**31),
 )
-def test_outputs(dtype, position, gated, terms, widths, height, width, seed):
+def test_outputs(dtype, position, terms, widths, height, width, seed):
     torch.manual_seed(seed)
-    layer = ContentAttention(4, 2, (5, 4), terms, position, gated, **widths, dtype=dtype)
+    layer = ContentAttention(4, 2, (5, 4), terms, position, **widths, dtype=dtype)
     with torch.no_grad():
         for parameter in layer.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.5)  # among others v of a free head with either sign
+            parameter.add_(torch.randn_like(parameter), alpha=0.5)
     x = torch.randn(2, height, width, 4, dtype=dtype)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     with torch.no_grad():
@@ -106,11 +96,10 @@ def test_outputs(dtype, position, gated, terms, widths, height, width, seed):
         assert (layer(x) - output).abs().max() <= 20 * tolerance
 
 
-@pytest.mark.parametrize('gated', [False, True])
 @pytest.mark.parametrize('position', KINDS)
 @pytest.mark.parametrize('size', [(3, 2), (4, 5)])
-def test_gradients(position, gated, size):
-    layer = ContentAttention(4, 2, position=position, gated=gated, dtype=torch.float64)
+def test_gradients(position, size):
+    layer = ContentAttention(4, 2, position=position, dtype=torch.float64)
     x = torch.randn(1, *size, 4, dtype=torch.float64, requires_grad=True)
     names, parameters = zip(*layer.named_parameters())
 
@@ -142,50 +131,17 @@ def test_without_content_it_is_the_layer_by_position_alone(position, alone):
     assert torch.equal(head_centers(content, (5, 6), probs=probs)[0], torch.tensor([[0.0, 1.0]] * 3).double())
 
 
-def test_free_quadratic_heads_start_as_gaussian_ones():
-    torch.manual_seed(0)
-    encoding = ContentAttention(4, 4000, position='relative_free_quadratic', center_std=1.5, spread_std=0.1).encoding
-    alpha, center = -encoding.weight[:, 0], -encoding.weight[:, 1:] / (2 * encoding.weight[:, :1])
-    assert abs((2 * alpha).sqrt().mean() - 1) < 0.01 and abs((2 * alpha).sqrt().std() - 0.1) < 0.01
-    assert abs(center.std() - 1.5) < 0.05
-    layer = ContentAttention(4, 2, position='relative_free_quadratic', gated=True)
-    assert layer.gaussian_heads() is None  # nothing keeps v1 below 0
-    assert torch.equal(layer.gate, torch.ones(2))
-
-
-@pytest.mark.parametrize('distance, alpha', [(1e3, 1e3), (1e4, 50.0)])
-def test_far_centres_and_narrow_heads(distance, alpha):
-    """A Gaussian head of a free v, where α‖δ‖² and 2αδ·Δ are large numbers that differ by little."""
-    free = ContentAttention(1, 1, position='relative_free_quadratic', terms=('vr',))
-    gaussian = QuadraticAttention(1, 1)
-    with torch.no_grad():
-        gaussian.encoding.center.copy_(torch.tensor([[distance, 0.25]]))
-        gaussian.encoding.sqrt_precision.fill_(math.sqrt(2 * alpha))
-        free.encoding.weight.copy_(torch.tensor([[-alpha, 2 * alpha * distance, 2 * alpha * 0.25]]))
-    assert torch.allclose(free.attention_probs((40, 9)), gaussian.attention_probs((40, 9)), atol=1e-5)
-
-
-def test_free_quadratic_heads_between_two_keys():
-    """−α‖δ‖² + 2αδ·Δ, in tens of thousands, decides by less than 1 between the keys at both sides of Δ."""
-    layer = ContentAttention(1, 1, position='relative_free_quadratic', terms=('vr',))
-    layer.encoding.weight.data = torch.tensor([[-64.3, 2 * 64.3 * 20.501, 2 * 64.3 * 0.498]])
-    probs = layer.attention_probs((41, 3))
-    assert probs[0, 0].sort(descending=True).values[3] > 0.1
-    assert (probs - copy.deepcopy(layer).double().attention_probs((41, 3))).abs().max() <= 1e-6
-
-
-def test_dropout_is_of_the_mixed_probabilities():
-    layer = ContentAttention(3, 2, position='relative_quadratic', gated=True, attn_drop=0.5, bias=False).double()
+def test_dropout_is_of_the_probabilities():
+    layer = ContentAttention(3, 2, position='relative_quadratic', attn_drop=0.5, bias=False).double()
     x = torch.randn(1, 3, 3, 3, dtype=torch.float64)
     mean = torch.stack([layer(x) for _ in range(3000)]).mean(0)
     assert not torch.equal(layer(x), layer(x))
     assert torch.allclose(mean, layer.eval()(x), atol=0.08)
 
 
-@pytest.mark.parametrize('gated', [False, True])
 @pytest.mark.parametrize('position', KINDS)
-def test_precision(position, gated):
-    layer = ContentAttention(8, 3, position=position, gated=gated)
+def test_precision(position):
+    layer = ContentAttention(8, 3, position=position)
     x = torch.randn(2, 6, 7, 8)
     expected = layer(x)
     with torch.autocast('cpu', dtype=torch.bfloat16):
@@ -196,10 +152,9 @@ def test_precision(position, gated):
     assert output.dtype == torch.bfloat16 and torch.allclose(output.float(), expected, atol=0.1)
 
 
-@pytest.mark.parametrize('gated', [False, True])
 @pytest.mark.parametrize('position', KINDS)
-def test_pruned_and_loaded(position, gated):
-    layer = ContentAttention(8, 3, position=position, gated=gated)
+def test_pruned_and_loaded(position):
+    layer = ContentAttention(8, 3, position=position)
     x = torch.randn(2, 5, 4, 8)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -208,20 +163,12 @@ def test_pruned_and_loaded(position, gated):
         expected = layer(x)
         layer.prune_heads([1])
         assert torch.allclose(layer(x), expected, atol=1e-6)
-        fresh = ContentAttention(8, 3, position=position, gated=gated)
+        fresh = ContentAttention(8, 3, position=position)
         fresh.load_state_dict(layer.state_dict())
         for other in (fresh, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
             assert torch.equal(other(x), layer(x))
         layer.prune_heads([0, 1], allow_empty=True)
         assert torch.allclose(layer(x), layer.value.bias.expand(2, 5, 4, -1))
-
-
-def test_state_dicts_with_and_without_a_gate():
-    gated, added = (ContentAttention(8, 3, position='relative_quadratic', gated=gated) for gated in (True, False))
-    with pytest.raises(RuntimeError, match='has a gate in the state dict: build the layer with gated=True'):
-        added.load_state_dict(gated.state_dict(), strict=False)
-    with pytest.raises(RuntimeError, match='has no gate in the state dict: build the layer with gated=False'):
-        gated.load_state_dict(added.state_dict(), strict=False)
 
 
 @pytest.mark.parametrize(
@@ -230,9 +177,6 @@ def test_state_dicts_with_and_without_a_gate():
         (dict(terms=('qk', 'qr')), "must have 'vr' and not 'qr' for position='relative_quadratic'"),
         (dict(terms=('qk',)), "must have 'vr' and not 'qr'"),
         (dict(position='relative_generalized', terms=('vr',)), 'use GeneralizedQuadraticAttention'),
-        (dict(position='relative_learned', terms=('qk', 'qr'), gated=True), "terms=('qk', 'qr') cannot be gated"),
-        (dict(terms=('vr',), gated=True), "terms=('vr',) cannot be gated"),
-        (dict(position='absolute_learned', gated=True), "terms=('qk',) cannot be gated"),
         (dict(position_dim=4), 'position_dim=4 is the length of learned and sinusoidal vectors'),
         (dict(center_std=-1.0), 'center_std=-1.0 must be'),
     ],

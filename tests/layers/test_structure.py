@@ -1,7 +1,6 @@
 """The one mechanism for state dicts of another structure, with modules that are none of the package's networks."""
 
 import copy
-import functools
 import pickle
 import warnings
 
@@ -9,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from attncnn_plugin.layers import QuadraticAttention, Restructurable, StructureError, follow_state_dict, structure
-from attncnn_plugin.layers.structure import register_replacement
-from attncnn_plugin.layers.structure_loading import patch_load_state_dict
+from attncnn_plugin import follow_state_dict
+from attncnn_plugin.layers import QuadraticAttention, Restructurable, StructureError
+from attncnn_plugin.layers.structure import without_prefix
 
 
 class Slot(Restructurable):
@@ -36,8 +35,8 @@ class Slot(Restructurable):
             return len(state_dict[f'{prefix}map.0.weight'])
         return 'one' if f'{prefix}map.weight' in state_dict else None
 
-    def can_take(self, structure):
-        return structure != 'one'
+    def structure_to_load(self, loaded):
+        return self.structure if loaded == 'one' else loaded
 
     def take_structure(self, structure):
         self.map = nn.Sequential(nn.Linear(4, structure, bias=False), nn.Linear(structure, 4, bias=False))
@@ -91,8 +90,12 @@ def test_refused_like_a_wrong_shape():
         model().load_state_dict(state)
     with pytest.raises(RuntimeError, match=r'1\.1\.map\.0\.weight is of another width'):
         model().load_state_dict(state, strict=False)
+    ours = model()
     with pytest.raises(StructureError, match='another width'):
-        follow_state_dict(model(), state)
+        follow_state_dict(ours, state)
+    assert ours[0].structure == 'one'
+    follow_state_dict(ours, state, strict=False)
+    assert [ours[0].structure, ours[1][1].structure] == [2, 'one']  # the loading refuses the other
 
 
 def test_missing_keys_are_missing_keys():
@@ -111,8 +114,6 @@ def test_followed_before_it_is_loaded():
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         ours.train()  # whoever follows knows of it
-    wrapped = {f'module.{name}': value for name, value in theirs.state_dict().items()}
-    assert follow_state_dict(model(), wrapped, 'module.')
     assert not follow_state_dict(model(2, 3), model().state_dict())  # what cannot be taken is left to loading
 
 
@@ -125,100 +126,36 @@ def test_heads_are_counted_by_every_parameter():
         QuadraticAttention(4, 3).load_state_dict(state)
 
 
-class Doubled(nn.Linear):
-    """What a state dict with entries ``P.twice`` has in the place of a linear layer."""
-
-    def __init__(self, features):
-        super().__init__(features, features)
-        self.register_buffer('twice', torch.zeros(()))
-
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-def doubled(module, state_dict, prefix):
-    if type(module) is nn.Linear and f'{prefix}twice' in state_dict:
-        if state_dict[f'{prefix}weight'].shape != module.weight.shape:
-            raise StructureError(f'{prefix}weight is of another width')
-        return Doubled(module.in_features)
-    return None
-
-
-@pytest.fixture
-def replacement(monkeypatch):
-    monkeypatch.setattr(structure, '_replacements', {})
-    asked = []
-
-    def replace(module, state_dict, prefix):
-        asked.append(prefix)
-        return doubled(module, state_dict, prefix)
-
-    register_replacement(replace, ('.twice',))
-    return asked
+def test_a_refused_load_gives_back_the_structure_and_its_values():
+    """Of a module of the package itself: with resized parameters, new modules, frozen ones, and in training mode."""
+    network = Slot(4)
+    network.inner = QuadraticAttention(4, 3)
+    network.inner.value.bias.requires_grad_(False)
+    before, parameters, modules = (
+        copy.deepcopy(network.state_dict()),
+        list(network.parameters()),
+        list(network.modules()),
+    )
+    theirs = copy.deepcopy(network)
+    theirs.take_structure(2)
+    theirs.inner.prune_heads([1])
+    for change in ({'extra': torch.zeros(1)}, {'inner.value.bias': torch.zeros(5)}):
+        with pytest.raises(RuntimeError, match='extra|size mismatch'):
+            network.load_state_dict({**theirs.state_dict(), **change})
+        with pytest.raises(StructureError, match='extra|size mismatch'):
+            follow_state_dict(network, {**theirs.state_dict(), **change})
+        assert network.structure == 'one' and network.inner.num_heads == 3 and network.training
+        assert all(a is b for a, b in zip(network.modules(), modules)) and not network.inner.value.bias.requires_grad
+        assert all(a is b for a, b in zip(network.parameters(), parameters))
+        for name in ('map.weight', 'inner.encoding.center', 'inner.value.weight'):
+            assert torch.equal(network.state_dict()[name], before[name]), name
+    assert follow_state_dict(network, {**theirs.state_dict(), 'extra': torch.zeros(1)}, strict=False)
+    assert network.structure == 2 and network.inner.num_heads == 2
 
 
-def linears(kind, width=4):
-    return nn.Sequential(nn.Linear(width, width), nn.Sequential(nn.ReLU(), kind(width)))
-
-
-def test_modules_of_another_kind_are_replaced(replacement):
-    theirs, x = linears(Doubled), torch.randn(5, 4)
-    for follow in (True, False):
-        ours = linears(lambda width: nn.Linear(width, width))
-        untouched = ours[0]
-        if follow:
-            assert follow_state_dict(ours, theirs.state_dict()) and not follow_state_dict(ours, theirs.state_dict())
-        ours.load_state_dict(theirs.state_dict())
-        assert torch.equal(ours(x), theirs(x)) and ours[0] is untouched and type(ours[1][1]) is Doubled
-
-
-def test_nothing_is_asked_for_other_state_dicts(replacement):
-    ours = linears(lambda width: nn.Linear(width, width))
-    modules = list(ours.modules())
-    ours.load_state_dict(copy.deepcopy(ours).state_dict())
-    follow_state_dict(ours, ours.state_dict())
-    assert not replacement and list(ours.modules()) == modules
-
-
-def test_a_replacement_that_does_not_fit_is_refused_like_a_wrong_shape(replacement):
-    ours = linears(lambda width: nn.Linear(width, width), width=3)
-    with pytest.raises(RuntimeError, match=r'loading state_dict for Sequential:\s+1\.1\.weight is of another width'):
-        ours.load_state_dict(linears(Doubled).state_dict())
-    with pytest.raises(StructureError, match=r'1\.1\.weight is of another width'):
-        follow_state_dict(ours, linears(Doubled).state_dict())
-    assert type(ours[1][1]) is nn.Linear
-
-
-def test_a_refused_state_dict_leaves_the_model_as_it_was(monkeypatch):
-    """The first place fits, with a new module and with a module that changes itself; a later one does not."""
-    monkeypatch.setattr(structure, '_replacements', {})
-
-    def replace(module, state_dict, prefix):
-        new = doubled(module, state_dict, prefix)
-        return functools.partial(setattr, module, 'changed', True) if prefix == '0.' else new
-
-    register_replacement(replace, ('.twice',))
-    theirs = nn.Sequential(Doubled(4), Doubled(4), Doubled(4)).state_dict()
-    ours = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(3, 3))
-    modules = list(ours)
-    for load, error in (
-        (ours.load_state_dict, RuntimeError),
-        (lambda s: follow_state_dict(ours, s), StructureError),
-    ):
-        with pytest.raises(error, match=r'2\.weight is of another width'):
-            load(theirs)
-        assert list(ours) == modules and not hasattr(ours[0], 'changed')
-    ours[2] = nn.Linear(4, 4)
-    assert follow_state_dict(ours, theirs)
-    assert [type(module) for module in ours] == [nn.Linear, Doubled, Doubled] and ours[0].changed
-
-
-def test_loading_is_as_pytorchs():
-    assert nn.Module.load_state_dict.__doc__ == nn.Module.load_state_dict.__wrapped__.__doc__
-    load = nn.Module.load_state_dict
-    patch_load_state_dict()
-    assert nn.Module.load_state_dict is load
-    with pytest.raises(TypeError, match='dict-like'):
-        nn.Linear(2, 2).load_state_dict([1])
-    with pytest.raises(RuntimeError, match='Missing key'):
-        nn.Linear(2, 2).load_state_dict({})
+def test_names_without_their_prefix():
+    state = nn.Sequential(nn.BatchNorm1d(2)).state_dict()
+    renamed = without_prefix(state, '0.')
+    assert list(renamed) == [name[2:] for name in state] and renamed._metadata[''] == state._metadata['0']
+    with pytest.raises(StructureError, match=r'both weight and 0\.weight'):
+        without_prefix({**state, 'weight': state['0.weight']}, '0.')

@@ -10,7 +10,8 @@ from helpers.starts import NAMES
 from helpers.vits import OF_MMPRETRAIN, OF_TIMM, SIZE, output_of, small_vit
 from torch import nn
 
-from attncnn_plugin.layers import follow_state_dict
+from attncnn_plugin import follow_state_dict
+from attncnn_plugin.layers import StructureError
 from attncnn_plugin.layers.narrow_attention import rotated
 from attncnn_plugin.layers.transformer_heads import TransformerHeads, transformer_heads
 from attncnn_plugin.pruning import prunable_heads, prune_heads, replace_parameters
@@ -71,6 +72,11 @@ def test_removed_heads_are_heads_at_zero(name, fused):
         assert table is None or table.shape[1] == module.num_heads
 
 
+def load(model, state_dict, **options):
+    follow_state_dict(model, state_dict)
+    return model.load_state_dict(state_dict, **options)
+
+
 @pytest.mark.parametrize('name', VITS)
 def test_state_dict_carries_the_heads(name):
     """A fresh model takes them; an optimizer that was built before holds its parameters."""
@@ -78,14 +84,14 @@ def test_state_dict_carries_the_heads(name):
     prune_heads(model, heads_to_remove(model))
     fresh = small_vit(name)
     optimizer = torch.optim.SGD(fresh.parameters(), lr=0.1)
-    fresh.load_state_dict(model.state_dict())
+    load(fresh, model.state_dict())
     torch.testing.assert_close(output_of(fresh, images), output_of(model, images), rtol=0, atol=0)
     assert {id(p) for g in optimizer.param_groups for p in g['params']} == {id(p) for p in fresh.parameters()}
     output_of(fresh, images).square().mean().backward()
     optimizer.step()
     # … and back: the unpruned state dict into the pruned model.
     whole = small_vit(name)
-    model.load_state_dict(whole.state_dict())
+    load(model, whole.state_dict())
     torch.testing.assert_close(output_of(model, images), output_of(whole, images), rtol=1e-4, atol=1e-4)
     assert not follow_state_dict(model, whole.state_dict())
 
@@ -112,7 +118,7 @@ def test_without_any_heads_the_bias_of_the_output_stays(name):
     prune_heads(model, {first: [0, 1, 2]}, allow_empty=True)
     torch.testing.assert_close(output_of(model, images), masked)
     fresh = small_vit(name)
-    fresh.load_state_dict(model.state_dict())
+    load(fresh, model.state_dict())
     torch.testing.assert_close(output_of(fresh, images), masked)
 
 
@@ -160,6 +166,7 @@ def test_a_state_dict_without_some_of_the_parameters():
     model, pruned = small_vit('vit_tiny_patch16_224'), small_vit('vit_tiny_patch16_224')
     prune_heads(pruned, {0: [1]})
     before, name = copy.deepcopy(model.state_dict()), 'blocks.0.attn.proj.weight'
+    assert not follow_state_dict(model, {name: pruned.state_dict()[name]}, strict=False)
     with pytest.raises(RuntimeError, match='size mismatch'):
         model.load_state_dict({name: pruned.state_dict()[name]}, strict=False)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -170,7 +177,7 @@ def test_state_dict_of_an_attention_alone(name):
     model, pruned = small_vit(name), small_vit(name)
     prune_heads(pruned, {0: [1]})
     attention, x = model.blocks[0].attn, torch.randn(2, 17, 24)
-    attention.load_state_dict(pruned.blocks[0].attn.state_dict())
+    load(attention, pruned.blocks[0].attn.state_dict())
     assert attention.num_heads == 2 and torch.equal(attention(x), pruned.blocks[0].attn(x))
 
 
@@ -225,12 +232,12 @@ def test_refused_as_a_whole():
 def test_other_state_dicts_are_refused():
     """More heads than were built, and other widths, as PyTorch refuses them."""
     model, wide = small_vit('vit_tiny_patch16_224'), small_vit('vit_tiny_patch16_224', num_heads=6, embed_dim=48)
-    with pytest.raises(RuntimeError, match='size mismatch'):
-        model.load_state_dict(wide.state_dict())
+    with pytest.raises(StructureError, match='size mismatch'):
+        load(model, wide.state_dict())
     state = model.state_dict()
     state['blocks.0.attn.qkv.weight'] = state['blocks.0.attn.qkv.weight'][:48]  # 2 heads, but proj of 3
-    with pytest.raises(RuntimeError, match='size mismatch'):
-        model.load_state_dict(state)
+    with pytest.raises(StructureError, match='size mismatch'):
+        load(model, state)
     assert transformer_heads(model.blocks[0].attn).num_heads == 3
 
 
@@ -239,17 +246,8 @@ def test_load_pruned_checkpoint_by_timm(tmp_path):
     prune_heads(model, heads_to_remove(model))
     torch.save(model.state_dict(), tmp_path / 'pruned.pth')
     arguments = OF_TIMM['swin_tiny_patch4_window7_224']
-    loaded = timm.create_model(
-        'swin_tiny_patch4_window7_224', checkpoint_path=str(tmp_path / 'pruned.pth'), **arguments
-    )
-    assert torch.equal(loaded.eval()(images), model(images))
-    # … and as pretrained weights of a file
-    loaded = timm.create_model(
-        'swin_tiny_patch4_window7_224',
-        pretrained=True,
-        pretrained_cfg_overlay=dict(file=str(tmp_path / 'pruned.pth'), num_classes=5),
-        **arguments,
-    )
+    loaded = timm.create_model('swin_tiny_patch4_window7_224', **arguments)
+    load(loaded, timm.models.load_state_dict(tmp_path / 'pruned.pth', weights_only=True))
     assert torch.equal(loaded.eval()(images), model(images))
 
 
@@ -258,7 +256,7 @@ def test_meta_device_takes_the_heads():
     prune_heads(pruned, heads_to_remove(pruned))
     with torch.device('meta'):
         model = timm.create_model('beit_base_patch16_224', **OF_TIMM['beit_base_patch16_224'])
-    model.load_state_dict(pruned.state_dict(), assign=True)
+    load(model, pruned.state_dict(), assign=True)
     assert [layer.num_heads for layer in prunable_heads(model).values()] == [2, 1]
 
 
@@ -301,7 +299,7 @@ def test_whole_models_of_timm(name):
     model(images).sum().backward()
     optimizer.step()
     fresh = timm.create_model(name, num_classes=5)
-    fresh.load_state_dict(model.state_dict())
+    load(fresh, model.state_dict())
     assert torch.equal(fresh.eval()(images), model.eval()(images))
 
 
@@ -318,6 +316,6 @@ def test_whole_models_of_mmpretrain(name):
     replace_parameters(optimizer, prune_heads(model, {name: [0] for name in prunable_heads(model)}))
     output_of(model, images).sum().backward()
     optimizer.step()
-    fresh.load_state_dict(model.state_dict())
+    load(fresh, model.state_dict())
     fresh.eval(), model.eval()
     assert torch.equal(output_of(fresh, images), output_of(model, images))

@@ -104,12 +104,11 @@ def test_named_architectures():
         (dict(kind='generalized', spread_std=float('nan')), 'spread_std=nan must be a standard deviation'),
         (dict(kind='learned', position_dim=7), 'position_dim=7 must be even'),
         (dict(kind='learned', qk_dim=4), "'qk_dim': 4} are for content=True"),
-        (dict(kind='learned', gated=True, spread_std=0.1), "'gated': True, 'spread_std': 0.1} are for content=True"),
+        (dict(kind='learned', qk_dim=4, spread_std=0.1), "'qk_dim': 4, 'spread_std': 0.1} are for content=True"),
         (
             dict(kind='learned', position='relative_quadratic'),
             "position='relative_quadratic' is not for attention with",
         ),
-        (dict(kind='learned_content', gated=True, terms=('qk', 'qr')), 'cannot be gated'),
         (dict(kind='learned_content', center_std=1.0), r"{'center_std': 1\.0} are of quadratic positions"),
         (dict(kind='learned_content', qk_dim=0), 'qk_dim=0 must be at least 1'),
         (dict(kind='learned_content', position_dim=8), 'position_dim=8 must be qk_dim=16'),
@@ -193,7 +192,7 @@ def test_weight_decay_of_the_configs():
         ('quadratic', dict(head_dim=5, center_std=1.5, spread_std=0.1, reduction=4)),
         ('learned', dict(position_dim=12, share_position=True, head_dim=5)),
         ('learned_content', dict(qk_dim=8, qk_bias=False, head_dim=5, share_position=True)),
-        ('learned_content', dict(position='relative_generalized', gated=True, center_std=1.0)),
+        ('learned_content', dict(position='relative_generalized', center_std=1.0)),
     ],
     ids=str,
 )

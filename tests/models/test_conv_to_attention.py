@@ -19,7 +19,8 @@ from test_cuda_without_gpu import pytestmark as needs_fake_cuda
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from attncnn_plugin.layers import ImageAttention, follow_state_dict
+from attncnn_plugin import follow_state_dict
+from attncnn_plugin.layers import ImageAttention
 
 RESNET = dict(type='ResNet', depth=50, base_channels=4, stem_channels=4, out_indices=(1, 3))
 CONVNEXT = dict(

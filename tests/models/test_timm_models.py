@@ -2,13 +2,19 @@
 
 import copy
 import pickle
+from collections import OrderedDict
+from functools import partial
 
 import pytest
 import timm
 import timm.optim
 import torch
 from helpers.flops import paper_flops
-from helpers.small import BACKENDS, TIMM_KINDS, small_timm
+from helpers.small import BACKENDS, TIMM_KINDS, small_cmhsa, small_timm
+
+from attncnn_plugin import follow_state_dict
+from attncnn_plugin.layers import StructureError
+from attncnn_plugin.pruning import prune_heads
 
 MILLION, BILLION = 1e6, 1e9
 # The networks of 9 and of 16 quadratic heads differ in their defaults alone.
@@ -219,7 +225,7 @@ def test_compiled_is_eager(name, backend):
 
 OPTIONS = [
     dict(position='relative_generalized', qk_dim=6),
-    dict(position='relative_free_quadratic', gated=True, head_dim=5),
+    dict(position='relative_quadratic', head_dim=5),
 ]
 
 
@@ -253,3 +259,46 @@ def test_dropout_rates_reach_the_layers():
     block = model.blocks[1]
     assert (model.head.drop.p, block.proj_drop.p, block.mlp.drop2.p, block.attn.attn_drop.p) == (0.3, 0.2, 0.2, 0.1)
     assert block.mlp.drop1.p == 0 and abs(block.drop_path.drop_prob - 0.4) < 1e-6
+
+
+def test_names_of_mmpretrain_keep_their_metadata():
+    model, seen = small_timm('sa_quadratic_cifar'), []
+    model.blocks[0].attn.register_load_state_dict_pre_hook(lambda *args: seen.append(args[3].get('settings')))
+    state = model.state_dict()
+    named = OrderedDict((f'backbone.{k}' if k[:4] != 'head' else k, value) for k, value in state.items())
+    named._metadata = OrderedDict({'backbone.blocks.0.attn': {'settings': 6}})
+    model.load_state_dict(named)
+    state._metadata['blocks.0.attn']['settings'] = 5
+    model.load_state_dict(state)
+    assert seen == [6, 5]
+
+
+def test_an_entry_under_both_names_is_refused():
+    """One of the two would win in silence."""
+    model = small_timm('sa_quadratic_cifar')
+    state = model.state_dict()
+    state['backbone.stem.proj.weight'] = torch.zeros_like(state['stem.proj.weight'])
+    before = state['stem.proj.weight'].clone()
+    with pytest.raises(RuntimeError, match=r'both stem\.proj\.weight and backbone\.stem\.proj\.weight'):
+        model.load_state_dict(state)
+    assert torch.equal(model.stem.proj.weight, before)
+
+
+@pytest.mark.parametrize('change', ['missing', 'another shape'])
+def test_a_refused_load_gives_back_heads_and_phase(change):
+    pruned = small_timm('sa_quadratic_cifar')
+    prune_heads(pruned, {0: [1]})
+    attention = small_cmhsa('conv')
+    attention.to_attention()
+    for ours, theirs in ((small_timm('sa_quadratic_cifar'), pruned), (small_cmhsa('conv'), attention)):
+        state, before = theirs.state_dict(), copy.deepcopy(ours.state_dict())
+        if change == 'missing':
+            del state['head.fc.weight']
+        else:
+            state['head.fc.weight'] = torch.zeros(7, 7)
+        parameters = list(ours.parameters())
+        for load, error in ((ours.load_state_dict, RuntimeError), (partial(follow_state_dict, ours), StructureError)):
+            with pytest.raises(error, match='head.fc.weight'):
+                load(state)
+            assert {k: v.shape for k, v in ours.state_dict().items()} == {k: v.shape for k, v in before.items()}
+            assert all(a is b for a, b in zip(parameters, ours.parameters()))

@@ -55,7 +55,7 @@ def test_importance_is_the_derivative_of_the_loss(name):
     if name.startswith('sa_'):
         model = trained_like(small_timm(name, num_classes=5))
     elif name.startswith('cmhsa'):
-        head_dim = [1, 2, 3, 4, 5, 6, 7, 8, 9] if 'narrow' in name else None
+        head_dim = 'exact' if 'narrow' in name else None
         model = trained_like(small_cmhsa('attn', num_classes=5, head_dim=head_dim))
     else:
         model = trained_like(small_vit(name))

@@ -16,7 +16,7 @@ import torch
 from helpers.small import SMALL, small_timm
 from mmengine.logging import HistoryBuffer
 
-import attncnn_plugin  # noqa: F401
+import attncnn_plugin.mm.safe_loading  # noqa: F401
 from attncnn_plugin.utils.checkpoint_files import load_from_local
 
 DAMAGED = 'is damaged or no checkpoint at all: give a whole file that torch.save has written'

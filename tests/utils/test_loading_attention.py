@@ -1,4 +1,7 @@
-"""A CNN of mmpretrain's zoo takes the attention of a checkpoint, whichever of mmengine's functions loads it."""
+"""``ConvToAttention`` takes the attention of a checkpoint, whichever of mmengine's functions loads it.
+
+A CNN of mmpretrain's zoo takes it when it is told to.
+"""
 
 import copy
 
@@ -7,22 +10,24 @@ import pytest
 import torch
 from mmengine import runner
 from mmengine.config import Config, ConfigDict
-from mmengine.model import BaseModule, BaseTTAModel, ExponentialMovingAverage
+from mmengine.model import BaseTTAModel, ExponentialMovingAverage
 from mmengine.runner import checkpoint, load_checkpoint
 from torch import nn
 
-import attncnn_plugin
+from attncnn_plugin import follow_state_dict
 from attncnn_plugin.convert import convs_to_attention
 from attncnn_plugin.layers import ImageAttention
-from attncnn_plugin.utils.mmengine_patches import patch_load_state_dict
 
+SETTINGS = dict(content='additive', alpha=6.0)
 RESNET = dict(type='ResNet', depth=18, base_channels=4, stem_channels=4)
-CLASSIFIER = dict(
+STOCK = dict(
     type='ImageClassifier',
     backbone=RESNET,
     neck=dict(type='GlobalAveragePooling'),
     head=dict(type='LinearClsHead', num_classes=3, in_channels=32),
 )
+BACKBONE = dict(type='ConvToAttention', backbone=RESNET, layers='layer4.*', **SETTINGS)
+CLASSIFIER = dict(STOCK, backbone=BACKBONE)
 
 
 def build(config):
@@ -32,8 +37,8 @@ def build(config):
 @pytest.fixture
 def trained(tmp_path):
     """A classifier with attention in its last stage, its output for an image, and its checkpoint."""
-    model = build(CLASSIFIER)
-    convs_to_attention(model, 'backbone.layer4.*', content='additive', alpha=6.0)
+    model = build(STOCK)
+    convs_to_attention(model, 'backbone.layer4.*', **SETTINGS)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -63,8 +68,8 @@ def by_load_checkpoint(file):
 
 
 def by_initialization(file):
-    config = dict(RESNET, init_cfg=dict(type='Pretrained', checkpoint=file, prefix='backbone.'))
-    model = build(dict(CLASSIFIER, backbone=config))
+    resnet = dict(RESNET, init_cfg=dict(type='Pretrained', checkpoint=file, prefix='backbone.'))
+    model = build(dict(CLASSIFIER, backbone=dict(BACKBONE, backbone=resnet)))
     model.init_weights()
     rest = {name: value for name, value in torch.load(file)['state_dict'].items() if name.startswith('head')}
     model.load_state_dict(rest, strict=False)
@@ -118,37 +123,65 @@ WAYS = dict(
 
 
 @pytest.mark.parametrize('way', WAYS)
-def test_a_cnn_takes_attention(way, trained):
+def test_the_backbone_takes_attention(way, trained):
     model, x, file = trained
     loaded = WAYS[way](file)
     loaded.eval()
     assert way == 'average' or torch.equal(loaded(x), model(x))
     assert sum(isinstance(module, ImageAttention) for module in loaded.modules()) == 5
+    cnn = build(STOCK)
+    cnn.eval()
+    loaded.load_state_dict(cnn.state_dict())  # with the settings of the backbone, if the metadata is lost
+    assert 1e-6 < (loaded(x) - cnn(x)).norm() / cnn(x).norm() < 0.1
+
+
+def test_the_whole_model_is_initialized_by_a_checkpoint(trained):
+    """mmengine's record of initialized parameters has those of the attention."""
+    model, x, file = trained
+    loaded = build(dict(CLASSIFIER, init_cfg=dict(type='Pretrained', checkpoint=file)))
+    loaded.init_weights()
+    loaded.eval()
+    assert torch.equal(loaded(x), model(x))
+    assert not any(hasattr(module, '_params_init_info') for module in loaded.modules())
+
+
+def test_whoever_trains_the_backbone_is_warned_once(trained, recwarn):
+    loaded = by_load_checkpoint(trained[2])
+    loaded.train()
+    loaded.train()
+    (warning,) = (str(warning.message) for warning in recwarn if 'took attention' in str(warning.message))
+    assert 'follow_state_dict(model, state_dict) before' in warning
+
+
+@pytest.mark.parametrize('change', [{'extra': torch.zeros(1)}, {'conv1.weight': torch.zeros(1)}])
+def test_a_refused_load_leaves_the_backbone_as_it_was(trained, change):
+    backbone = build(BACKBONE)
+    modules, parameters = list(backbone.modules()), list(backbone.parameters())
+    state = {**trained[0].backbone.state_dict(), **change}
+    with pytest.raises(RuntimeError, match='extra|size mismatch'):
+        backbone.load_state_dict(state)
+    assert backbone.phase == 'conv'
+    assert all(a is b for a, b in zip(backbone.modules(), modules))
+    assert all(a is b for a, b in zip(backbone.parameters(), parameters))
+
+
+def test_a_stock_model_takes_attention_when_it_is_told_to(trained):
+    model, x, file = trained
+    loaded = build(STOCK)
+    with pytest.raises(RuntimeError, match='unexpected key in source state_dict: backbone.layer4.0.conv1.value.weight'):
+        load_checkpoint(loaded, file, strict=True)
+    assert not any(isinstance(module, ImageAttention) for module in loaded.modules())
+    assert follow_state_dict(loaded, torch.load(file)['state_dict'])
+    load_checkpoint(loaded, file, strict=True)
+    loaded.eval()
+    assert torch.equal(loaded(x), model(x))
 
 
 def test_weights_of_the_zoo_load_into_attention(trained, tmp_path):
     attention, x, _ = trained
-    cnn = build(CLASSIFIER)
+    cnn = build(STOCK)
     cnn.eval()
     torch.save(dict(state_dict=cnn.state_dict()), tmp_path / 'cnn.pth')
     load_checkpoint(attention, str(tmp_path / 'cnn.pth'), strict=True)
     assert isinstance(attention.backbone.layer4[0].conv1, ImageAttention)
     assert 1e-6 < (attention(x) - cnn(x)).norm() / cnn(x).norm() < 0.1
-
-
-def test_it_is_done_once():
-    before = checkpoint.load_state_dict
-    patch_load_state_dict(lambda model, state_dict: None)
-    assert checkpoint.load_state_dict is before is runner.load_state_dict
-    assert before.__doc__ == before.__wrapped__.__doc__
-    for word in ('load_state_dict', 'structure_loading'):
-        assert word in attncnn_plugin.__doc__
-
-
-def test_other_state_dicts_are_loaded_as_ever(capsys):
-    model = BaseModule()
-    model.linear = nn.Linear(2, 2)
-    linear = model.linear
-    runner.load_state_dict(model, {'linear.weight': torch.eye(2), 'other': torch.zeros(1)})
-    assert model.linear is linear and torch.equal(linear.weight, torch.eye(2))
-    assert 'unexpected key in source state_dict: other' in capsys.readouterr().out

@@ -25,6 +25,7 @@ from attncnn_plugin.analysis import (
     query_maps,
     read_centers,
 )
+from attncnn_plugin.pruning import prune_heads
 from attncnn_plugin.visualization import (
     image_of,
     plot_attention_centers,
@@ -164,7 +165,7 @@ def test_sixteen_heads_can_be_told_apart():
 
 def test_heads_keep_their_numbers():
     model = small_timm('sa_quadratic_cifar')
-    model.prune_heads({0: [1]})
+    prune_heads(model, {0: [1]})
     numbers = {'blocks.0.attn': [0, 2], 'blocks.1.attn': [0, 1, 2]}
     axes = plot_attention_centers(model, (8, 8), numbers=numbers).axes[0]
     assert head_marks(axes)['head 2'] == pytest.approx(tuple(model.blocks[0].attn.encoding.center[1].tolist()))
@@ -230,7 +231,7 @@ def test_wrong_arguments_of_figures():
 
 def test_layers_without_heads_are_drawn_empty():
     model = small_timm('sa_quadratic_cifar')
-    model.prune_heads({0: [0, 1, 2]}, allow_empty=True)
+    prune_heads(model, {0: [0, 1, 2]}, allow_empty=True)
     assert head_marks(plot_attention_centers(model, (4, 4)).axes[0]) == {}
     axes = plot_attention_probs(maps_of(model, (4, 4))).axes
     assert len(axes) == 5  # one for the first layer, three maps and their colours

@@ -1,38 +1,325 @@
 #!/usr/bin/env python
 """How fast the models of this package are, and how much memory they take, against the original and other models.
 
-Prints a table for each group of measurements. See docs/benchmarks.md for what is measured and how.
+Prints a table for each group of measurements. docs/benchmarks.md says what is measured and how.
 """
 
 import argparse
+import copy
+import gc
+import inspect
+import os
+import re
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Dict, Iterator, Sequence, Tuple, Union
+from unittest import mock
 
+import measure
+import timm
 import torch
-from groups import GROUPS
-from models import Settings
-from page import machine, section, update
+from measure import Measured, Ratio, Step, added_by, forward_pass, layer_step, side_by_side, training_step
+from original import with_dense_original
+from torch import nn
+
+import attncnn_plugin  # noqa: F401
+from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention
+from attncnn_plugin.layers import QuadraticAttention, softmax
+from attncnn_plugin.pruning import prunable_heads, prune_heads
+
+Cells = Iterator[Tuple[str, str, Union[Ratio, str]]]  # of a row and a column
+
+WAYS = {'forward': False, 'training': True}
+C20 = {
+    'quadratic': 'sa_quadratic_cifar',
+    'generalized': 'sa_generalized_cifar',
+    'learned': 'sa_learned_cifar',
+    'learned + content': 'sa_learned_content_cifar',
+}
+TRAINED = (*(name.replace('_cifar', '_small') for name in C20.values()), 'cmhsa3_small_patch4_32')
+PHASES = {
+    'convolution': dict(phase='conv'),
+    'attention': dict(phase='attn', null_key=True),
+    "attention, head_dim='exact'": dict(phase='attn', null_key=True, head_dim='exact', qk_dim=64),
+}
+TRANSFORMERS = ('deit_small_patch16_224', 'vit_base_patch16_224')
+# Of heads that a convolution became; α = 6 is for heads that learn.
+CONVERTED = {
+    'hard': {},
+    'additive': dict(content='additive', alpha=6),
+    'gated': dict(content='gated', alpha=6),
+    'additive, window_size=7': dict(content='additive', alpha=6, window_size=7),
+}
+# The convolutions of the last stage that are larger than a pixel.
+LAST_STAGES = {'resnet18': 'layer4.*.conv*', 'resnet50': 'layer4.*.conv2', 'convnext_tiny': 'stages.3.*.conv_dw'}
+QUICK = {
+    'cifar': dict(embed_dim=16, num_heads=3, mlp_dim=24),
+    'cmhsa5': dict(patch_size=4, img_size=32, depth=2, mlp_dim=24),
+    'patch16_224': dict(patch_size=8, img_size=32, depth=2, num_heads=2, embed_dim=16),
+}
+
+INTRODUCTION = f"""# Benchmarks
+
+`tools/benchmarks/benchmark.py` writes this page; nothing here is edited by hand. To measure again, on any machine:
+
+```bash
+python tools/benchmarks/benchmark.py --page docs/benchmarks.md
+```
+
+`--only subnormal original` measures some of the groups (the names in brackets) and leaves the tables of the others. A
+group without a table here has not been measured since the layers last changed.
+
+## How it is measured
+
+- All figures are ratios, since times belong to a machine. Both sides take turns in one process, on the same images and,
+  where they compute the same function, with the same weights.
+- `1.30 ±0.02 (1.38)` says: by time 1.30, the median of {measure.LEAST_ROUNDS} to {measure.MOST_ROUNDS} rounds, half of
+  which lie within about 0.02 of it; by arithmetic 1.38, the ratio of the multiply-adds of matrix products,
+  convolutions and attention.
+- A forward pass is in evaluation mode, without gradients. Training is a forward and a backward pass. Models are in
+  float32, without dropout.
+- The *dense original* is the attention of Cordonnier et al. 2020 (C20), every score and probability by einsum:
+  `tools/benchmarks/original.py`. `tests/tools/test_benchmarks.py` shows that it has the outputs and gradients of the
+  models of this package.
+"""
+
+
+def create(quick: bool, name: str, **kwargs: Any) -> nn.Module:
+    """Builds one of timm's models, or with ``quick`` one that is as small as it can be."""
+    small = next((small for part, small in QUICK.items() if quick and part in name), {})
+    return timm.create_model(name, **kwargs, **small)
+
+
+def c20_model(quick: bool, name: str, side: int) -> nn.Module:
+    """Builds a model of C20 for a grid of ``side`` tokens; its blocks take as long as each other, so two will do."""
+    return create(quick, name, depth=2, **(dict(img_size=2 * side) if 'learned' in name else {}))
+
+
+def make_step(training: bool, model: nn.Module, images: int, pixels: int) -> Step:
+    """Makes a forward pass or a training step on random images."""
+    x = torch.randn(images, 3, pixels, pixels)
+    return training_step(model, x, torch.randint(10, (images,))) if training else forward_pass(model, x)
+
+
+def compare(quick: bool, training: bool, models: Dict[str, nn.Module], images: int, pixels: int) -> Measured:
+    """Measures models side by side."""
+    gc.collect()  # the models before: hooks are reference cycles
+    return side_by_side({name: make_step(training, model, images, pixels) for name, model in models.items()}, quick)
+
+
+@contextmanager
+def with_subnormals() -> Iterator[None]:
+    """Keeps probabilities below 2⁻¹⁰⁰ as they are: all of the package's pass one call of ``F.threshold``."""
+    with mock.patch.object(softmax, 'F', SimpleNamespace(threshold=lambda probs, *_: probs)):
+        yield
+
+
+def before(step: Step) -> Step:
+    """Returns the step with subnormal probabilities."""
+
+    def step_before() -> object:
+        with with_subnormals():
+            return step()
+
+    return step_before
+
+
+def subnormal(quick: bool) -> Cells:
+    """Subnormal probabilities.
+
+    Some processors take many times as long for a matrix product that meets subnormal numbers, others do not. So layers
+    set probabilities below 2⁻¹⁰⁰ to 0. Rows of models and layers: time without that over time with it. Networks that
+    are *trained* have the weights of the package, others are as they begin, all at 32x32 pixels, batch 8. Rows *over a
+    3x3 convolution*: time of a layer of quadratic attention (400 channels, 9 heads, one image) over that of a
+    convolution of 400 channels with the channels last, without it (*before*) and with it (*after*).
+    """
+    models = {f'{name}, trained': timm.create_model(name, pretrained=True) for name in TRAINED}
+    models.update((f'{name}, 2 blocks', c20_model(quick, name, 16)) for name in C20.values())
+    for row, model in models.items():
+        for way, training in WAYS.items():
+            step = make_step(training, model, 2 if quick else 8, 32)
+            measured = side_by_side(dict(before=before(step), after=step), quick)
+            yield row, way, measured.ratio('before', 'after')
+    side, channels = (8, 16) if quick else (28, 64)
+    for kind, options in CONVERTED.items():
+        layer, _ = conv_to_mhsa(nn.Conv2d(channels, channels, 3, padding=1), **options)
+        for way, training in WAYS.items():
+            step = (layer_step if training else forward_pass)(layer, torch.randn(1, channels, side, side))
+            measured = side_by_side(dict(before=before(step), after=step), quick)
+            yield f'a converted 3x3 convolution, {kind}, {side}x{side}', way, measured.ratio('before', 'after')
+    dim = 16 if quick else 400
+    attention = QuadraticAttention(dim, 9)
+    conv = nn.Conv2d(dim, dim, 3, padding=1).to(memory_format=torch.channels_last)
+    for side in (4,) if quick else (16, 32, 64):
+        for way, training in WAYS.items():
+            make = layer_step if training else forward_pass
+            tokens = torch.randn(1, side, side, dim)
+            step = make(attention, tokens)
+            steps = dict(before=before(step), after=step, conv=make(conv, tokens.detach().permute(0, 3, 1, 2)))
+            measured = side_by_side(steps, quick)
+            row = f'quadratic attention over a 3x3 convolution, {side}x{side}'
+            yield f'{row}, before', way, measured.ratio('before', 'conv')
+            yield f'{row}, after', way, measured.ratio('after', 'conv')
+
+
+def original(quick: bool) -> Cells:
+    """C20's networks against the dense original.
+
+    Time of the dense original over ours, by the size of the grid in tokens. Networks have two blocks. The original
+    keeps its subnormal probabilities.
+    """
+    for kind, name in C20.items():
+        for way, training in WAYS.items():
+            for side, images in ((4, 2),) if quick else ((16, 1), (16, 8), (32, 1), (64, 1)):
+                ours = c20_model(quick, name, side)
+                models = dict(ours=ours, original=with_dense_original(ours, side, side))
+                ratio = compare(quick, training, models, images, 2 * side).ratio('original', 'ours')
+                yield f'{kind}, {way}', f'{side}x{side}, batch {images}', ratio
+
+
+def cmhsa(quick: bool) -> Cells:
+    """CMHSA-5 against vision transformers.
+
+    Time of CMHSA-5 over that of the other model, 224x224 pixels, batch 8. With half the epochs in each phase a training
+    takes the mean of both. Over ViT-base Li et al. 2021 have 0.49 for training the convolution, 1.48 for attention and
+    0.98 for both.
+    """
+    images, pixels = (2, 32) if quick else (8, 224)
+    models = {row: create(quick, 'cmhsa5_patch16_224', num_classes=100, **kwargs) for row, kwargs in PHASES.items()}
+    models.update((name, create(quick, name, num_classes=100)) for name in TRANSFORMERS)
+    for way, training in WAYS.items():
+        measured = compare(quick, training, models, images, pixels)
+        for row in PHASES:
+            for other in TRANSFORMERS:
+                yield f'{row}, {way}', other, measured.ratio(row, other)
+
+
+def cnns(quick: bool) -> Cells:
+    """CNNs with a last stage of attention.
+
+    Time of the CNN whose last stage became attention over that of the CNN, 224x224 pixels, batch 8. Heads are hard, by
+    positions alone, or begin with α = 6 and attend to content too.
+    """
+    images, pixels = (2, 32) if quick else (8, 224)
+    for name, layers in LAST_STAGES.items():
+        models = dict(CNN=timm.create_model(name, num_classes=100))
+        for kind, options in CONVERTED.items():
+            models[kind] = copy.deepcopy(models['CNN'])
+            convs_to_attention(models[kind], layers, **options)
+        for way, training in WAYS.items():
+            measured = compare(quick, training, models, images, pixels)
+            for kind in CONVERTED:
+                yield f'{name}, {kind}', way, measured.ratio(kind, 'CNN')
+
+
+def memory(quick: bool) -> Cells:
+    """Memory of a training step.
+
+    What ours adds to the process over what the other adds: the largest resident set of a process of its own during the
+    step, less what was there before, with freed memory given back at once. C20's networks have two blocks, and CMHSA-5
+    has 8 images of 224x224 pixels.
+    """
+    side, images = (4, 2) if quick else (64, 1)
+    for kind, name in C20.items():
+        ours, dense = (added_by(c20_step, quick, name, side, images, dense) for dense in (False, True))
+        yield f'{kind}, {side}x{side}, batch {images}, over the dense original', 'memory', of_bytes(ours, dense)
+    base = added_by(large_step, quick, TRANSFORMERS[-1], {})
+    for phase, kwargs in PHASES.items():
+        ours = added_by(large_step, quick, 'cmhsa5_patch16_224', kwargs)
+        yield f'CMHSA-5, {phase}, over {TRANSFORMERS[-1]}', 'memory', of_bytes(ours, base)
+
+
+def of_bytes(ours: int, others: int) -> str:
+    """Returns the ratio of two numbers of bytes, and both."""
+    return f'{ours / others:.2f} ({ours / 1e6:,.0f} of {others / 1e6:,.0f} MB)'
+
+
+def c20_step(quick: bool, name: str, side: int, images: int, dense: bool) -> Step:
+    """Makes a training step of one of the models of C20 or of its dense original."""
+    model = c20_model(quick, name, side)
+    model = with_dense_original(model, side, side) if dense else model
+    gc.collect()  # what it was copied from
+    return make_step(True, model, images, 2 * side)
+
+
+def large_step(quick: bool, name: str, kwargs: dict) -> Step:
+    """Makes a training step of CMHSA-5 or a vision transformer."""
+    images, pixels = (2, 32) if quick else (8, 224)
+    return make_step(True, create(quick, name, num_classes=100, **kwargs), images, pixels)
+
+
+def pruning(quick: bool) -> Cells:
+    """Without half of the heads.
+
+    Time of the network without half of the heads of each layer, rounded down, over that of the whole network, forward,
+    batch 8.
+    """
+    pixels = 32 if quick else 224
+    networks = {
+        'sa_generalized_cifar, 2 blocks': (c20_model(quick, 'sa_generalized_cifar', 16), 32),
+        'cmhsa5_patch16_224': (create(quick, 'cmhsa5_patch16_224'), pixels),
+        TRANSFORMERS[0]: (create(quick, TRANSFORMERS[0]), pixels),
+    }
+    for name, (whole, size) in networks.items():
+        pruned = copy.deepcopy(whole)
+        prune_heads(pruned, {layer: range(heads.num_heads // 2) for layer, heads in prunable_heads(pruned).items()})
+        models = dict(pruned=pruned, whole=whole)
+        yield name, 'forward', compare(quick, False, models, 8, size).ratio('pruned', 'whole')
+
+
+GROUPS = {group.__name__: group for group in (subnormal, original, cmhsa, cnns, memory, pruning)}
+
+
+def machine(quick: bool) -> str:
+    """Says what a run runs on, and what else runs there."""
+    load = os.getloadavg()[0]
+    shared = f'; other processes ran on the machine too (load {load:.0f})' if load >= 1 else ''
+    no_measurement = '; small models and one call each: no measurement' if quick else ''
+    processor = re.search(r'model name\s*: (.*)', Path('/proc/cpuinfo').read_text())
+    cores = f'{os.cpu_count()} cores of {processor[1] if processor else "an unknown processor"}'
+    versions = f'torch {torch.__version__}, timm {timm.__version__}'
+    return f'{cores}, {torch.get_num_threads()} threads, {versions}{shared}{no_measurement}.'
+
+
+def section(name: str, cells: Dict[Tuple[str, str], str], where: str) -> str:
+    """Returns a group's heading, words (the docstring of its function) and table, from texts by row and column."""
+    title, _, words = inspect.getdoc(GROUPS[name]).partition('.\n\n')
+    rows, columns = (list(dict.fromkeys(key[i] for key in cells)) for i in range(2))
+    lines = [['', *columns], *([row, *(cells.get((row, column), '') for column in columns)] for row in rows)]
+    return f'## {title} (`{name}`)\n\n{words}\n\n{where}\n\n{table(lines)}\n'
+
+
+def table(lines: Sequence[Sequence[str]]) -> str:
+    """Returns a Markdown table whose columns are aligned, so that it reads well as text too."""
+    widths = [max(3, *map(len, column)) for column in zip(*lines)]
+    lines = [lines[0], ['-' * width for width in widths], *lines[1:]]
+    return '\n'.join(f'| {" | ".join(cell.ljust(width) for cell, width in zip(line, widths))} |' for line in lines)
+
+
+def update(page: Path, sections: Dict[str, str]) -> None:
+    """Writes the page with new sections and those that it has of the other groups."""
+    parts = re.split(r'^(?=## )', page.read_text(), flags=re.MULTILINE) if page.exists() else []
+    known = {name: part for part in parts for name in re.findall(r'\A## .* \(`(\w+)`\)\n', part)}
+    known.update(sections)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text('\n'.join([INTRODUCTION, *(known[name].rstrip('\n') + '\n' for name in GROUPS if name in known)]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        '--only',
-        nargs='+',
-        choices=list(GROUPS),
-        default=list(GROUPS),
-        metavar='GROUP',
-        help=f'some groups of {", ".join(GROUPS)} (default: all)',
-    )
+    names = ', '.join(GROUPS)
+    parser.add_argument('--only', nargs='+', choices=GROUPS, default=list(GROUPS), metavar='GROUP', help=f'of {names}')
     parser.add_argument('--page', type=Path, metavar='FILE.md', help='a page whose tables of these groups are replaced')
-    parser.add_argument('--device', choices=['cpu', 'cuda'], default='cpu', help='default: cpu')
+    parser.add_argument('--threads', type=int, default=2, help='default: 2')
     parser.add_argument('--quick', action='store_true', help='small models, one call each: to see that everything runs')
     args = parser.parse_args()
-    settings = Settings(args.device, args.quick)
-    where = machine(settings)
+    torch.set_num_threads(args.threads)
+    where = machine(args.quick)
     for name in args.only:
         torch.manual_seed(0)
         cells = {}
-        for row, column, ratio in GROUPS[name].measure(settings):
+        for row, column, ratio in GROUPS[name](args.quick):
             print(f'{name}: {row}, {column}: {ratio}', flush=True)
             cells[row, column] = str(ratio)
         text = section(name, cells, where)

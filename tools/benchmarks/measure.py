@@ -1,23 +1,25 @@
-"""Times of several functions side by side, and their multiply-adds.
+"""Times of several functions side by side, their multiply-adds, and the memory of a training step."""
 
-The clock, its overhead, the number of threads and the synchronisation of a GPU are those of ``torch.utils.benchmark``.
-Its Timer runs one function at a time and its Compare prints times, not ratios: the turns and the ratios are made here.
-"""
-
+import multiprocessing
+import os
 import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Callable, Dict, List, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
-NUM_THREADS = 2
+Step = Callable[[], object]
+
 SECONDS_A_TURN = 0.05  # a turn is one call at least
 LEAST_ROUNDS, MOST_ROUNDS = 3, 11
-SECONDS = 20.0  # no further round begins after them
+SECONDS = 4.0  # no round beyond the least begins after them
+# For glibc's malloc: blocks from this size on have pages of their own, which go back as the block is freed.
+GIVE_BACK = {'MALLOC_MMAP_THRESHOLD_': '65536'}
 
 
 class Ratio(NamedTuple):
@@ -38,63 +40,103 @@ class Ratio(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What was measured of several functions, by their names.
-
-    Attributes:
-        seconds (dict[str, list[float]]): The median time of a call in every round.
-        multiply_adds (dict[str, int]): Those of a call's matrix products, convolutions and attention kernels.
-    """
+    """Times of a call in every round, and the multiply-adds of a call, of several steps by their names."""
 
     seconds: Dict[str, List[float]]
     multiply_adds: Dict[str, int]
 
-    def joined(self, first: str, second: str) -> 'Measured':
-        """With ``'half'``, a call of either in half of all calls, round by round."""
-        seconds = [(a + b) / 2 for a, b in zip(self.seconds[first], self.seconds[second])]
-        multiply_adds = (self.multiply_adds[first] + self.multiply_adds[second]) // 2
-        return Measured({**self.seconds, 'half': seconds}, {**self.multiply_adds, 'half': multiply_adds})
-
     def ratio(self, first: str, second: str) -> Ratio:
-        """What the first takes over what the second takes. Times are divided round by round: they share a load."""
+        """Returns what the first takes over what the second takes, by time round by round: they share a load."""
         low, median, high = np.percentile(np.divide(self.seconds[first], self.seconds[second]), [25, 50, 75])
         return Ratio(median, (high - low) / 2, self.multiply_adds[first] / self.multiply_adds[second])
 
 
-def side_by_side(functions: Dict[str, Callable[[], None]], quick: bool = False) -> Measured:
-    """Measures functions in turns: the first, the second, …, then the first again.
-
-    Args:
-        functions (dict[str, Callable]): The functions by name.
-        quick (bool): One turn each, one thread: to see that everything runs, not to measure. Defaults to False.
-    """
-    multiply_adds = {name: count_multiply_adds(function) for name, function in functions.items()}  # and warm-up
-    timers = {
-        name: Timer('function()', globals=dict(function=function), num_threads=1 if quick else NUM_THREADS)
-        for name, function in functions.items()
-    }
-    seconds, start = {name: [] for name in functions}, time.perf_counter()
+def side_by_side(steps: Dict[str, Step], quick: bool = False) -> Measured:
+    """Measures steps in turns: the first, the second, …, then the first again. ``quick`` calls each of them once."""
+    multiply_adds = {name: count_multiply_adds(step) for name, step in steps.items()}  # and warm-up
+    turn = 0 if quick else SECONDS_A_TURN
+    calls = {name: 1 + int(turn / seconds_a_call(step, 1)) for name, step in steps.items()}
+    seconds: Dict[str, List[float]] = {name: [] for name in steps}
+    start = time.perf_counter()
     for done in range(1 if quick else MOST_ROUNDS):
         if done >= LEAST_ROUNDS and time.perf_counter() - start > SECONDS:
             break
-        for name, timer in timers.items():
-            seconds[name].append(timer.blocked_autorange(min_run_time=0 if quick else SECONDS_A_TURN).median)
+        for name, step in steps.items():
+            seconds[name].append(seconds_a_call(step, calls[name]))
     return Measured(seconds, multiply_adds)
 
 
-def count_multiply_adds(function: Callable[[], None]) -> int:
-    """Multiply-adds of one call, half of torch's count."""
+def seconds_a_call(step: Step, calls: int) -> float:
+    """Returns the mean time of some calls."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        step()
+    return (time.perf_counter() - start) / calls
+
+
+def count_multiply_adds(step: Step) -> int:
+    """Returns the multiply-adds of one call, half of torch's count."""
     with FlopCounterMode(display=False) as counter:
-        function()
+        step()
     return counter.get_total_flops() // 2
 
 
-def forward_pass(model: nn.Module, images: Tensor) -> Callable[[], None]:
-    """The model in evaluation mode, without gradients."""
+def forward_pass(model: nn.Module, x: Tensor) -> Step:
+    """Returns a call of the model in evaluation mode, without gradients."""
     model.eval().requires_grad_(False)  # torch's counter fails on views of parameters without gradients otherwise
-    return torch.no_grad()(lambda: model(images))
+    return torch.no_grad()(lambda: model(x))
 
 
-def training_step(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], None]:
-    """Forward and backward pass of the cross-entropy; the step of an optimizer takes any model of a size as long."""
+def training_step(model: nn.Module, images: Tensor, labels: Tensor) -> Step:
+    """Returns a forward and backward pass of the cross-entropy; an optimizer takes any model of a size as long."""
     parameters = list(model.train().requires_grad_(True).parameters())
     return lambda: torch.autograd.grad(F.cross_entropy(model(images), labels), parameters, allow_unused=True)
+
+
+def layer_step(layer: nn.Module, x: Tensor) -> Step:
+    """Returns a forward and backward pass of a layer, to its input too, from a random gradient of its output."""
+    tensors = [x.requires_grad_(), *layer.train().requires_grad_(True).parameters()]
+    gradient = torch.randn_like(layer(x))
+
+    def step() -> None:
+        for tensor in tensors:
+            tensor.grad = None
+        layer(x).backward(gradient)
+
+    return step
+
+
+def added_by(make_step: Callable[..., Step], *args) -> int:
+    """Returns the bytes that a step needs on top of the libraries, the weights and the images.
+
+    They are the largest resident set of a process of its own, less what it was before the step: torch counts the memory
+    of GPUs alone, and its profiler adds up what a CPU allocates.
+
+    Args:
+        make_step (Callable): A function of a module, which makes the step in the new process.
+        args: Its arguments.
+    """
+    os.environ.update(GIVE_BACK)  # read as a process starts
+    try:
+        with ProcessPoolExecutor(1, multiprocessing.get_context('spawn')) as executor:
+            return executor.submit(_added_here, torch.get_num_threads(), make_step, *args).result()
+    finally:
+        for name in GIVE_BACK:
+            del os.environ[name]
+
+
+def _added_here(threads: int, make_step: Callable[..., Step], *args) -> int:
+    torch.set_num_threads(threads)
+    step = make_step(*args)
+    before = _resident_bytes('VmRSS')
+    step()
+    return _resident_bytes('VmHWM') - before
+
+
+def _resident_bytes(field: str) -> int:
+    """Returns Linux's resident set, ``'VmRSS'`` now, ``'VmHWM'`` at most.
+
+    ``getrusage`` will not do: a new process inherits the ``ru_maxrss`` of the one that started it.
+    """
+    lines = Path('/proc/self/status').read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024

@@ -18,10 +18,10 @@ from mmengine.config import DictAction
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import load_checkpoint, save_checkpoint
 
-import attncnn_plugin  # noqa: F401
+import attncnn_plugin.mm.safe_loading  # noqa: F401
 from attncnn_plugin.apis.model_options import setting
 from attncnn_plugin.engine.hooks.phases import TwoPhases, parts_in_phases
-from attncnn_plugin.models.networks import CMHSANetwork
+from attncnn_plugin.models import CMHSANetwork
 from attncnn_plugin.utils.config_paths import read_config
 
 
@@ -77,7 +77,7 @@ def main() -> None:
 def is_of_convolutions(part: TwoPhases, state_dict: dict, prefix: str) -> bool:
     """Whether a state dict has the convolutions of a part of the model, and not what became of them."""
     if isinstance(part, CMHSANetwork):
-        return part.structure_in(state_dict, prefix) == ('conv', False)
+        return part.structure_in(state_dict, prefix) == 'conv'
     return all(f'{prefix}{name}.weight' in state_dict for name in part.conversion.layers)
 
 

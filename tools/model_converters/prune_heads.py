@@ -7,8 +7,9 @@ The model has attention of this package, or is a vision transformer of mmpretrai
     prune_heads.py OUT --timm deit_tiny_patch16_224 --pretrained --images FOLDER --criterion importance --keep 20
     prune_heads.py OUT --timm vit_tiny_patch16_224 --checkpoint FILE --heads '{0: [1, 2]}'
 
-The result loads with its config, in training, testing and inference, or by checkpoint_path of timm.create_model. The
-mean output of the removed heads is lost: HeadPruningHook adds it to the bias of the layer. Attention that depends on
+The result loads with its config, in training, testing and inference, and in timm. Models of other libraries take its
+structure by attncnn_plugin.follow_state_dict, or by FollowStateDictHook, which tools/train.py and tools/test.py add.
+The mean output of the removed heads is lost: HeadPruningHook adds it to the bias of the layer. Attention by
 content, and importance, are judged by batches of the config's train_dataloader, or by the images of a folder; for
 importance it has a subfolder for each class, in the order of the model's classes.
 """
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.datasets import ImageFolder
 
-import attncnn_plugin  # noqa: F401
+import attncnn_plugin.mm.safe_loading  # noqa: F401
 from attncnn_plugin.apis import LoadedModel
 from attncnn_plugin.apis.judged_heads import IMPORTANCE, HeadJudge, Run
 from attncnn_plugin.apis.model_options import add_model_options, check_model_options, load_model

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import attncnn_plugin
+import attncnn_plugin.mm.safe_loading
 from attncnn_plugin.analysis import read_scalars
 from attncnn_plugin.utils.checkpoint_files import load_from_local
 

@@ -21,8 +21,8 @@ from attncnn_plugin.utils.errors import one_line
 from .results import collect
 
 TRAIN = Path(__file__).parents[1] / 'train.py'
-# Settings of a config that are other ones on another machine: of the images, and of the weights to begin with.
-PATHS = ('data_root', 'load_from')
+# Settings of a config that say nothing of the training: where images and weights are, and what mmengine imports.
+PATHS = ('data_root', 'load_from', 'custom_imports')
 SHOWN = 5  # settings that a message names
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from pickle import UnpicklingError
 
-import attncnn_plugin  # noqa: F401
+import attncnn_plugin.mm.safe_loading  # noqa: F401
 from attncnn_plugin.apis.model_options import add_model_options, check_model_options, load_model
 from attncnn_plugin.explorer import explorer_page
 

@@ -33,7 +33,7 @@ from typing import Dict, List
 
 from torch import Tensor
 
-import attncnn_plugin  # noqa: F401
+import attncnn_plugin.mm.safe_loading  # noqa: F401
 from attncnn_plugin.analysis import (
     grids_of,
     mean_attention_probs_of,

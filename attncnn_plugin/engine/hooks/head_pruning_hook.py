@@ -2,11 +2,10 @@
 
 import dataclasses
 import itertools
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Union
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
 
 import torch
 from mmengine.dist import all_reduce, broadcast_object_list
-from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop
@@ -15,7 +14,6 @@ from torch import nn
 
 from ...apis.judged_heads import HeadJudge, JudgedHeads
 from ...layers.prunable_heads import PrunableHeads, Replacement
-from ...layers.structure import follow_state_dict
 from ...pruning import (
     fold_into_bias,
     merge_duplicate,
@@ -28,6 +26,7 @@ from ...pruning import (
 from ...pruning.bias_correction import takes_duplicates
 from ...pruning.heads import Heads
 from ...utils.runner import compile_train_step, forward_tensors, is_resumed, training_loss
+from .follow_state_dict_hook import FollowStateDictHook
 from .phases import parts_in_phases
 from .random_state import random_numbers_kept
 from .rebuild import averaged_models, build_schedulers, check_wrapper, refresh_average, unwrapped, wrap_again
@@ -37,7 +36,7 @@ MULTIPLY_ADDS = 'multiply_adds_before_pruning'  # in ``runtime_info``, for runs 
 
 
 @HOOKS.register_module()
-class HeadPruningHook(Hook):
+class HeadPruningHook(FollowStateDictHook):
     """Finds heads to do without at the beginning of some epochs, removes them, and lets the training go on.
 
     It works on every attention layer of this package, in a self-attention backbone, in a CMHSA or in the place of a
@@ -49,8 +48,8 @@ class HeadPruningHook(Hook):
     For mmpretrain's ``vis_scheduler.py``, which shows a schedule without the model, the rates change at the first of
     these epochs, as where heads are found.
 
-    A pruned checkpoint loads with the config that made it. In distributed training its ``load_from`` needs this hook
-    too, with no epochs if nothing more is to be pruned.
+    A pruned checkpoint loads with the config that made it: the hook brings the model to its structure. Give the hook no
+    epochs if nothing more is to be pruned.
 
     Args:
         epochs (Sequence[int]): Epochs at whose beginning heads are pruned, counted from 0; 0 is right after loading.
@@ -83,8 +82,6 @@ class HeadPruningHook(Hook):
         singular_penalty (float): Weight of :func:`~attncnn_plugin.pruning.singular_penalty` in the loss. Defaults
             to 0.
     """
-
-    priority = 1  # after PhaseTransitionHook, before all that looks at parameters, and before EMAHook loads its copy
 
     def __init__(
         self,
@@ -196,36 +193,14 @@ class HeadPruningHook(Hook):
         """Takes the structure of a checkpoint, and the schedulers that it was saved with.
 
         Raises:
-            ValueError: The checkpoint has attention where the model has convolutions.
+            StructureError: Attention of the checkpoint cannot be in the place that it has there.
+            ValueError: In training, the checkpoint has parameters that the optimizer does not have.
         """
-        if not isinstance(runner.optim_wrapper, OptimWrapper):
-            return  # no training: the model follows its checkpoint by itself
-        state_dict, model = checkpoint.get('state_dict', checkpoint), unwrapped(runner.model)
-        before = set(model.parameters())
-        changed = follow_state_dict(model, state_dict)
-        self._check_parameters(model, before)
-        for averaged in averaged_models(runner):
-            changed |= follow_state_dict(averaged.module, state_dict)
-        if changed:
-            wrap_again(runner)
+        super().after_load_checkpoint(runner, checkpoint)
         info = checkpoint.get('message_hub', {}).get('runtime_info', {})
-        if is_resumed(runner) and info.get('heads_pruned') and self.param_scheduler is not None:
+        pruned_before = is_resumed(runner) and info.get('heads_pruned')
+        if pruned_before and self.param_scheduler is not None and isinstance(runner.optim_wrapper, OptimWrapper):
             self._replace_schedulers(runner, runner.max_epochs)
-
-    @staticmethod
-    def _check_parameters(model: nn.Module, known: Set[nn.Parameter]) -> None:
-        """Refuses a model that has other parameters than those that the optimizer was built with."""
-        new = [
-            name
-            for name, layer in model.named_modules()
-            if isinstance(layer, PrunableHeads) and not known.issuperset(layer.parameters())
-        ]
-        if new:
-            raise ValueError(
-                f'the checkpoint has attention in the place of convolutions, {", ".join(new)}, whose parameters the '
-                "optimizer does not have: build the model with it, with phase='attn' of the backbone ConvToAttention, "
-                'or resume the run with the PhaseTransitionHook that it had'
-            )
 
     @property
     def _nothing(self) -> str:

@@ -12,15 +12,14 @@ from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from mmpretrain.registry import HOOKS
 from torch import Tensor, nn
 
-from ...convert.outputs import relative_change, tensors_in
-from ...convert.untouched import untouched
-from ...layers.structure import follow_state_dict
+from ...convert.drift import relative_change, tensors_in, untouched
 from ...utils.runner import accumulative_counts, compile_train_step, forward_tensors, images_of_one_size, is_resumed
 from .phases import parts_in_phases
 from .rebuild import (
     averaged_models,
     build_schedulers,
     check_wrapper,
+    follow_checkpoint,
     make_groups_plain,
     refresh_average,
     unwrapped,
@@ -37,8 +36,8 @@ DRIFT = {'features': 'transition_drift_of_features', 'output': 'transition_drift
 class PhaseTransitionHook(Hook):
     """Turns the convolutions of a model into attention after some epochs, or after some iterations.
 
-    The model has a :class:`~attncnn_plugin.models.backbones.CMHSA`, a backbone of
-    :func:`~attncnn_plugin.models.backbones.conv_to_attention`, or any other module with a ``phase``, ``'conv'`` or
+    The model has a :class:`~attncnn_plugin.mm.backbones.CMHSA`, a backbone of
+    :func:`~attncnn_plugin.mm.conv_to_attention.conv_to_attention`, or any other module with a ``phase``, ``'conv'`` or
     ``'attn'``, and a ``to_attention(generator)`` that returns something to print.
 
     At the first iteration of the second phase, on every rank, the hook converts the model, builds the optimizer wrapper
@@ -177,14 +176,8 @@ class PhaseTransitionHook(Hook):
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Before a checkpoint of the second phase is resumed: the model, optimizer and schedulers of that phase."""
-        training = isinstance(runner.optim_wrapper, OptimWrapper)
-        if not (is_resumed(runner) and training):
-            return  # the model follows its checkpoint by itself
-        model = unwrapped(runner.model)
-        if follow_state_dict(model, checkpoint['state_dict']):
-            for averaged in averaged_models(runner):
-                follow_state_dict(averaged.module, checkpoint['state_dict'])
-                refresh_average(averaged)
+        changed = follow_checkpoint(runner, checkpoint)
+        if changed and is_resumed(runner) and isinstance(runner.optim_wrapper, OptimWrapper):
             runner.logger.info('The checkpoint is of the second phase: attention, and its optimizer and schedulers')
             self._begin_second_phase(runner, self.begin)
 

@@ -2,20 +2,47 @@
 
 import copy
 import gc
-from typing import Iterator, List, Union
+from typing import Any, Iterator, List, Mapping, Union
 
 from mmengine.hooks import EMAHook
-from mmengine.model import BaseAveragedModel, is_model_wrapper
+from mmengine.model import BaseAveragedModel, BaseTTAModel, is_model_wrapper
 from mmengine.optim import OptimWrapper
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ...layers.structure import without_prefix
+from ...structure import follow_state_dict
 from ...utils.runner import release_parameters
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model without its wrapper for distributed training."""
-    return model.module if is_model_wrapper(model) else model
+    """The model without its wrappers, for distributed training and for test-time augmentation."""
+    while is_model_wrapper(model) or isinstance(model, BaseTTAModel):
+        model = model.module
+    return model
+
+
+def follow_checkpoint(runner, checkpoint: Mapping[str, Any]) -> bool:
+    """Brings the model of a run, and its averages, to the structure of a checkpoint that is about to be loaded.
+
+    Entries of other names and shapes are left to the loading.
+
+    Returns:
+        bool: Whether any has changed.
+
+    Raises:
+        StructureError: See :func:`attncnn_plugin.follow_state_dict`.
+    """
+    state_dict = checkpoint.get('state_dict', checkpoint)
+    if not isinstance(state_dict, Mapping):
+        return False  # the loading says so
+    state_dict = without_prefix(state_dict, 'module.')  # as mmengine does
+    changed = follow_state_dict(unwrapped(runner.model), state_dict, strict=False)
+    for averaged in averaged_models(runner):
+        if follow_state_dict(unwrapped(averaged.module), state_dict, strict=False):
+            refresh_average(averaged)
+            changed = True
+    return changed
 
 
 def check_wrapper(runner) -> None:

@@ -1,7 +1,7 @@
 # mmdetection's RetinaNet with a ResNet-50, 12 epochs on COCO in data/coco, for the backbones of this package.
 _base_ = 'mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'
 
-custom_imports = dict(imports=['attncnn_plugin'], allow_failed_imports=False)
+custom_imports = dict(imports=['attncnn_plugin', 'attncnn_plugin.mm.safe_loading'], allow_failed_imports=False)
 
 # No weight decay on centres and widths of heads, and on tables of position biases.
 optim_wrapper = dict(

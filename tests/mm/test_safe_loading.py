@@ -1,9 +1,12 @@
-"""Importing the plugin changes mmengine so that no checkpoint is run, and may be done twice."""
+"""Importing ``attncnn_plugin.mm.safe_loading`` changes mmengine so that no checkpoint is run, and may be done twice."""
 
 import importlib
 import os
 import pickle
+import re
 import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -20,7 +23,7 @@ from torch import nn
 import attncnn_plugin
 from attncnn_plugin.apis import ConfigModel
 from attncnn_plugin.engine.reliability import AtomicCheckpointHook
-from attncnn_plugin.utils import mmengine_patches
+from attncnn_plugin.mm import safe_loading
 
 
 class Payload:
@@ -107,7 +110,7 @@ def test_an_mmengine_that_loads_again_what_pytorch_refuses(malicious, monkeypatc
             return torch.load(file, map_location, weights_only=not file)
 
     monkeypatch.setattr(checkpoint, '_safe_torch_load', load_all_the_same, raising=False)
-    assert mmengine_patches.patch_mmengine() is None
+    importlib.reload(safe_loading)
     for weights_only in (None, True, False):
         with pytest.raises(pickle.UnpicklingError):
             checkpoint._safe_torch_load(str(malicious), weights_only=weights_only)
@@ -129,7 +132,8 @@ def test_another_loader_of_local_files(monkeypatch):
 
     monkeypatch.setattr(CheckpointLoader, '_schemes', dict(CheckpointLoader._schemes))
     CheckpointLoader.register_scheme(prefixes='.*', loader=load_from_elsewhere)
-    assert 'load_from_elsewhere and not by attncnn_plugin, which cannot promise' in mmengine_patches.patch_mmengine()
+    with pytest.warns(UserWarning, match='load_from_elsewhere and not by attncnn_plugin, which cannot promise'):
+        importlib.reload(safe_loading)
 
 
 def state():
@@ -147,30 +151,71 @@ def test_importing_twice():
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         importlib.reload(attncnn_plugin)
-        assert mmengine_patches.patch_mmengine() is None
-    assert state() == before
+        importlib.reload(safe_loading)
+    assert {**state(), 'load': None} == {**before, 'load': None}
 
 
 def test_another_plugin_that_does_the_same(tmp_path, monkeypatch):
     """A copy of the modules: its loader is the one that stays, and the plugin's still works."""
-    package = Path(mmengine_patches.__file__).parent
-    (tmp_path / 'other_plugin').mkdir()
-    shutil.copytree(package, tmp_path / 'other_plugin/utils')
-    shutil.copytree(package.parent / 'weights', tmp_path / 'other_plugin/weights')
+    package = Path(attncnn_plugin.__file__).parent
+    for folder in ('mm', 'utils', 'weights'):
+        shutil.copytree(package / folder, tmp_path / 'other_plugin' / folder)
     (tmp_path / 'other_plugin/__init__.py').touch()
     monkeypatch.syspath_prepend(tmp_path)
-    other = importlib.import_module('other_plugin.utils.mmengine_patches')
+    other = importlib.import_module('other_plugin.mm.safe_loading')
     before = state()
     log = HistoryBuffer()
     log.update(0.5, 1)
     torch.save(dict(loss=log), tmp_path / 'run.pth')
-    for patches in (other, mmengine_patches, other, mmengine_patches):
-        assert patches.patch_mmengine() is None
-        assert CheckpointLoader._schemes[''] is patches.load_from_local
+    for module in (safe_loading, other, safe_loading):
+        importlib.reload(module)
+        assert CheckpointLoader._schemes[''] is module.load_from_local
         assert CheckpointLoader.load_checkpoint(str(tmp_path / 'run.pth'))['loss'].mean() == 0.5
-    assert {**state(), 'names': None} == {**before, 'names': None}
+    assert {**state(), 'names': None, 'schemes': None} == {**before, 'names': None, 'schemes': None}
 
 
-def test_the_docstring_lists_what_importing_does():
-    for name in ('timm', 'registries', 'model index', "'atomic'", 'safe to load', 'checkpoint_files.load_from_local'):
-        assert name in attncnn_plugin.__doc__
+REPLACED = """
+import warnings
+warnings.simplefilter('ignore')
+import mmpretrain, torch
+from mmengine.runner import CheckpointLoader, checkpoint
+import attncnn_plugin
+{onedl}
+before = dict(CheckpointLoader._schemes), set(map(str, torch.serialization.get_safe_globals()))
+loaders = dict(vars(checkpoint))
+import attncnn_plugin.mm.safe_loading
+after = dict(CheckpointLoader._schemes), set(map(str, torch.serialization.get_safe_globals()))
+print(sorted(name for name in after[0] if after[0][name] is not before[0].get(name)))
+print(len(after[1]) > len(before[1]) and before[1] < after[1] and any('HistoryBuffer' in name for name in after[1]))
+print(sorted(name for name, value in vars(checkpoint).items() if value is not loaders.get(name)))
+"""
+
+
+@pytest.mark.parametrize('onedl', [False, True])
+def test_what_it_replaces(onedl):
+    script = REPLACED.format(onedl='checkpoint._safe_torch_load = torch.load' if onedl else '')
+    output = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-3:] == ["['']", 'True', "['_safe_torch_load']" if onedl else '[]']
+
+
+def test_without_mmengine():
+    script = (
+        "import sys; sys.modules.update(dict.fromkeys(['mmengine', 'mmpretrain']))\n"
+        'import attncnn_plugin.mm.safe_loading\n'
+    )
+    subprocess.run([sys.executable, '-c', script], check=True)
+
+
+def test_configs_and_tools_import_it(repository):
+    """Every config that comes with the package, and every tool that loads checkpoints by mmengine."""
+    for path in sorted(repository.glob('configs/**/*.py')):
+        if '_base_' not in path.parts and 'downstream' not in path.parts:  # whose bases are of other libraries
+            assert 'attncnn_plugin.mm.safe_loading' in Config.fromfile(path).custom_imports.imports, path
+    for path in sorted(repository.glob('configs/**/*.py')):
+        text = path.read_text()
+        assert text.count('custom_imports') == text.count('attncnn_plugin.mm.safe_loading'), path
+    loads = re.compile(r'load_model\(|load_checkpoint\(|run_mmpretrain_tool\(')
+    tools = {path.name: path.read_text() for path in repository.glob('tools/**/*.py')}
+    loading = {name for name, text in tools.items() if loads.search(text)}
+    assert {'test.py', 'train.py', 'mmpretrain_tool.py', 'prune_heads.py', 'results.py'} < loading
+    assert loading == {name for name, text in tools.items() if 'import attncnn_plugin.mm.safe_loading' in text}

@@ -1,6 +1,7 @@
 """Any backbone whose convolutions become attention (d'Ascoli et al. 2021, "Transformed CNNs", arXiv 2106.05795)."""
 
 import copy
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
@@ -8,14 +9,25 @@ import torch
 from mmpretrain.registry import MODELS
 from torch import nn
 
-from ...convert import conv_to_mhsa, convs_to_attention
-from ...convert.model_layers import check_replaceable, find_convolutions
-from ...convert.model_report import ModelConversionReport
-from ...convert.timm_convolutions import plain_convolution, window_of
-from ...layers.mixed_classes import Mixin, mixed
-from ...layers.window import CONVOLUTIONS
-from ..networks.cmhsa import PHASES
-from .grid_backbone import refusing_inherited
+from ..convert import conv_to_mhsa, convs_to_attention
+from ..convert.model_layers import check_replaceable, find_convolutions
+from ..convert.origins import METADATA
+from ..convert.report import ModelConversionReport
+from ..convert.timm_convolutions import plain_convolution, window_of
+from ..layers.image_attention import ImageAttention
+from ..layers.mixed_classes import Mixin, mixed
+from ..layers.structure import StructureError, structure_kept_on_error
+from ..layers.window import CONVOLUTIONS
+from ..models.cmhsa import PHASES
+from ..structure import take_structures
+from ..utils.init_info import record_new_parameters
+from .backbones import refuse_unknown
+
+ADVICE = (
+    'the backbone took attention instead of convolutions from the state dict that it loaded: an optimizer that was '
+    "built before does not have its parameters. Build it with phase='attn', or call "
+    'attncnn_plugin.follow_state_dict(model, state_dict) before the optimizer is built, to train it further'
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +87,11 @@ class ConvToAttention(Mixin):
             generator=None if settings['content'] is None else generator,
         )
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads a state dict, as of any module; the structure stays as it was where it is refused."""
+        with structure_kept_on_error(self):  # type: ignore[arg-type]
+            return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
     def init_weights(self) -> None:
         """As the backbone of convolutions: attention begins as what its convolutions begin as."""
         if self.phase == 'conv':
@@ -93,7 +110,6 @@ class ConvToAttention(Mixin):
 
 
 @MODELS.register_module('ConvToAttention')
-@refusing_inherited
 def conv_to_attention(
     backbone: dict,
     layers: Union[str, Sequence[str]],
@@ -104,6 +120,7 @@ def conv_to_attention(
     position: Optional[str] = None,
     window_size: Union[int, Sequence[int], None] = None,
     qk_dim: Optional[int] = None,
+    **unknown,
 ) -> nn.Module:
     """Builds a backbone whose convolutions become attention that computes the same: ``type='ConvToAttention'``.
 
@@ -153,6 +170,7 @@ def conv_to_attention(
         >>> model.phase
         'attn'
     """
+    refuse_unknown('ConvToAttention', list(unknown))
     if not isinstance(backbone, dict):
         raise TypeError(
             f"backbone={backbone!r} of ConvToAttention must be a config, such as dict(type='ResNet', depth=50)"
@@ -176,9 +194,38 @@ def conv_to_attention(
         _check_settings(name, conv, settings)
     model.__class__ = mixed(ConvToAttention, type(model))
     model.conversion = Conversion(copy.deepcopy(backbone), tuple(chosen), settings)
+    model.register_load_state_dict_pre_hook(_follow)
+    model.register_load_state_dict_post_hook(record_new_parameters)
     if phase == 'attn':
         model.to_attention()
     return model
+
+
+@torch.no_grad()
+def _follow(
+    backbone: Any,
+    state_dict: Dict[str, Any],
+    prefix: str,
+    local_metadata: Dict[str, Any],
+    strict: bool,
+    missing_keys: List[str],
+    unexpected_keys: List[str],
+    error_msgs: List[str],
+) -> None:
+    """The pre-hook of ``load_state_dict``: the backbone takes the structure of the state dict."""
+    entries: Any = OrderedDict(state_dict)
+    # Inside another model PyTorch passes on no metadata; then the layers were converted as those of this backbone.
+    settings = {f'{prefix}{name}': {METADATA: backbone.conversion.settings} for name in backbone.conversion.layers}
+    entries._metadata = {**settings, **(getattr(state_dict, '_metadata', None) or {})}
+    known = set(backbone.parameters())
+    try:
+        take_structures(backbone, entries, prefix)
+    except StructureError as error:
+        error_msgs.append(str(error))
+    for layer in backbone.modules():
+        if isinstance(layer, ImageAttention) and not known.issuperset(layer.parameters()):
+            layer._training_advice = ADVICE
+            return  # one warning is enough
 
 
 def _check_settings(name: str, conv: nn.Module, settings: Dict[str, Any]) -> None:

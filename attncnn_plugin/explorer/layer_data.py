@@ -1,0 +1,184 @@
+"""The layers in the data of a page, as ``explorer.js`` reads them: the probabilities of every query, in 8 bits.
+
+A layer has
+
+- ``label``, ``name``, and ``heads``, their number N_h;
+- ``centers``: Δ of its heads, ``(N_h, 2)``, where they are Gaussian and do not depend on an image, or null;
+- ``grid``: height H and width W of its keys, in patches, tokens or pixels;
+- ``rows`` and ``columns``: where its queries are on this grid. With even kernels some lie in the padding;
+- ``others``: the names of the T tokens beside the grid, such as class tokens. They are queries too, the first ones:
+  there are N = T + rows · columns queries;
+- ``keys``: null where a query sees all K = H·W keys. In windows the numbers of the K = M keys in the window of each
+  query, ``(N, M)``, H·W for those that it does not see;
+- ``parts``: of ``position``, ``content`` and ``both`` those that the layer has, or ``attention`` of another library's
+  model. Each is a list of what follows, one for each image, or one for all of them:
+    - ``largest``: the largest probability of each query, ``(N_h, N)``;
+    - ``bytes``: b = 255·√(p / largest) of each probability p, ``(N_h, N, K)``, so that p is (b / 255)²·largest, within
+      1/255 of the largest. Without the square root, the many small probabilities of a wide head would round to 0, and
+      its sums and its centre would be wrong;
+    - ``beside``: what a query gives to each of ``others``, ``(N_h, N, T)``; without others what lies outside of the
+      image, ``(N_h, N, 1)``, or ``(N_h, N, 0)`` where nothing does.
+
+An array is an object with its ``dtype``, its ``shape``, and its ``data``: row-major, little-endian, gzip, base64.
+"""
+
+import base64
+import gzip
+from typing import Any, Dict, Iterable, List, Optional, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..analysis import layer_labels, shown_layers, visit_layers
+from ..analysis.attention_maps import probs_of_scores
+from ..analysis.transformer_attention import TokenPlaces, visit_vit_attention
+from ..analysis.vision_transformer import find_transformer, prefix_names
+from ..layers import AttentionLayer
+
+MAX_PAIRS = 2**20  # of a query and a key, for each head
+ROUNDING = 1e-5  # of a sum of probabilities
+
+Layer = Dict[str, Any]
+
+
+def own_layers(model: nn.Module, images: Tensor) -> List[Layer]:
+    """Returns the data of this package's attention on images, of which one is run where no layer depends on content."""
+    layers = shown_layers(model)
+    labels = layer_labels(layers)
+    found: Dict[str, Layer] = {}
+    for name, layer in layers.items():
+        if layer.window is not None and layer.window.ndim != 2:
+            raise ValueError(
+                f'{name} is attention along {layer.window.ndim} axes, but a page shows the height and the width of '
+                'images'
+            )
+
+    def visit(name: str, layer: AttentionLayer, x: Tensor) -> None:
+        size = layer.grid_of(x)
+        places = [range(n) if layer.window is None else layer.window.queries(i, n).tolist() for i, n in enumerate(size)]
+        _check_pairs(name, images, size, size[0] * size[1])
+        heads = None if layer.depends_on_content else layer.gaussian_heads()
+        centers = None if heads is None else heads.center.tolist()
+        data = found.setdefault(name, _layer(name, labels, layer.num_heads, size, places, centers=centers))
+        for part, probs in _own_probs(layer, x).items():
+            if not probs.isfinite().all():
+                raise ValueError(f'the probabilities of {name} are not finite: the parameters of the model must be')
+            data['parts'].setdefault(part, []).append(_packed_part(probs, _outside(1 - probs.sum(-1))))
+
+    some = images if any(layer.depends_on_content for layer in layers.values()) else images[:1]
+    for image in some.split(1):
+        visit_layers(model, image, layers, visit)
+    return _without_repetitions(found[name] for name in layers)
+
+
+def observed_layers(model: nn.Module, images: Tensor) -> List[Layer]:
+    """Returns the data of the attention that another library's vision transformer computes on images."""
+    found: Dict[str, Layer] = {}
+    labels, others = layer_labels(shown_layers(model)), prefix_names(find_transformer(model)[1])
+
+    def visit(name: str, probs: Tensor, places: TokenPlaces) -> None:
+        probs, patches, windows, keys = probs.float().cpu(), places.grid[0] * places.grid[1], places.windows, None
+        _check_pairs(name, images, places.grid, patches if windows is None else windows.shape[1])
+        if windows is None:
+            probs, beside = probs[0, :, :, places.prefix :], probs[0, :, :, : places.prefix]
+        else:
+            windows = windows.cpu()
+            where = windows.flatten().argsort(stable=True)[:patches]  # of each patch; padding has the largest number
+            keys = windows[where // windows.shape[1]]  # (H·W, M)
+            probs = probs.transpose(0, 1).flatten(1, 2)[:, where]  # (N_h, H·W, M)
+            probs, beside = probs.masked_fill(keys == patches, 0), _outside((probs * (keys == patches)).sum(-1))
+            if places.masked is not None:
+                keys = keys.masked_fill(places.masked.cpu().flatten(0, 1)[where], patches)
+        axes = [range(n) for n in places.grid]
+        data = found.setdefault(
+            name, _layer(name, labels, probs.shape[0], places.grid, axes, others[: places.prefix], keys)
+        )
+        if data['heads']:
+            data['parts'].setdefault('attention', []).append(_packed_part(probs, beside))
+
+    for image in images.split(1):
+        visit_vit_attention(model, image, visit)
+    return _without_repetitions(found.values())
+
+
+def packed(array: np.ndarray) -> Dict[str, Any]:
+    """Returns an array as it is in the data."""
+    data = array.astype(array.dtype.newbyteorder('<')).tobytes()
+    text = base64.b64encode(gzip.compress(data, mtime=0)).decode()
+    return {'dtype': array.dtype.name, 'shape': array.shape, 'data': text}
+
+
+def _own_probs(layer: AttentionLayer, x: Tensor) -> Dict[str, Tensor]:
+    """The probabilities of the parts that a layer has, on one image, ``(N_h, Q, K)``."""
+    size = layer.grid_of(x)
+    if layer.num_heads == 0:
+        return {}
+    if not layer.depends_on_content:
+        return {'position': layer.attention_probs(size).float().cpu()}
+    parts = {
+        'position': layer.position_scores(x),
+        'content': layer.content_scores(x),
+        'both': layer.attention_scores(x),
+    }
+    return {part: probs_of_scores(scores, size)[0].cpu() for part, scores in parts.items() if scores is not None}
+
+
+def _layer(
+    name: str,
+    labels: Dict[str, str],
+    heads: int,
+    size: Sequence[int],
+    places: Sequence[Sequence[int]],
+    others: Sequence[str] = (),
+    keys: Optional[Tensor] = None,
+    centers: Optional[List[List[float]]] = None,
+) -> Layer:
+    rows, columns = places
+    return {
+        'label': labels[name],
+        'name': name,
+        'heads': heads,
+        'centers': centers,
+        'grid': list(size),
+        'rows': list(rows),
+        'columns': list(columns),
+        'others': list(others),
+        'keys': None if keys is None else packed(keys.numpy().astype(np.int32)),
+        'parts': {},
+    }
+
+
+def _outside(mass: Tensor) -> Tensor:
+    """What lies outside of the image, ``(N_h, N)``, as it is in ``beside``."""
+    return mass.clamp(min=0)[..., None][..., : int((mass > ROUNDING).any())]
+
+
+def _without_repetitions(layers: Iterable[Layer]) -> List[Layer]:
+    """One image of each part that is the same on all of them."""
+    layers = list(layers)
+    for layer in layers:
+        for of_images in layer['parts'].values():
+            if all(image == of_images[0] for image in of_images):
+                del of_images[1:]
+    return layers
+
+
+def _packed_part(probs: Tensor, beside: Tensor) -> Dict[str, Any]:
+    largest = probs.amax(-1)
+    relative = probs / largest.clamp(min=torch.finfo(probs.dtype).tiny)[..., None]
+    return {
+        'largest': packed(largest.numpy()),
+        'bytes': packed((255 * relative.sqrt()).round().byte().numpy()),
+        'beside': packed(beside.numpy()),
+    }
+
+
+def _check_pairs(name: str, images: Tensor, size: Sequence[int], keys: int) -> None:
+    height, width = size
+    if height * width * keys > MAX_PAIRS:
+        raise ValueError(
+            f'images of {images.shape[2]}x{images.shape[3]} pixels are, for {name}, {height}x{width} tokens with '
+            f'{keys} keys each, more than the {MAX_PAIRS:,} pairs that a page can show: give smaller images, or a '
+            'model that takes smaller ones (--model-kwargs img_size=224)'
+        )

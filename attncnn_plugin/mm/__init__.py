@@ -1,0 +1,1 @@
+"""What is for mmpretrain and mmengine."""

@@ -1,0 +1,377 @@
+"""mmpretrain's backbones: the networks of :mod:`attncnn_plugin.models` with its interface and its names."""
+
+import copy
+import inspect
+from typing import List, Sequence, Tuple, Union
+
+from torch import Tensor, nn
+
+from ..layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
+from ..models.cmhsa import CMHSANetwork
+from ..models.self_attention import SelfAttentionNetwork, token_grid
+from ..utils.frameworks import require_mmpretrain
+from ..utils.init_info import record_new_parameters
+
+require_mmpretrain()
+
+from mmpretrain.models.backbones.base_backbone import BaseBackbone  # noqa: E402
+from mmpretrain.models.utils import to_2tuple  # noqa: E402
+from mmpretrain.registry import MODELS  # noqa: E402
+
+__all__ = ['CMHSA', 'SAGeneralized', 'SALearned', 'SAQuadratic']
+
+# mmpretrain's names of arguments, and timm's.
+NAMES = {
+    'in_channels': 'in_chans',
+    'drop_rate': 'proj_drop_rate',
+    'num_layers': 'depth',
+    'feedforward_channels': 'mlp_dim',
+}
+
+
+def refuse_unknown(name: str, unknown: Sequence[str]) -> None:
+    """Raises TypeError for arguments that a backbone does not have, as of a config that another one inherits."""
+    if unknown:
+        raise TypeError(
+            f'{name} has no argument {", ".join(unknown)}: write _delete_=True in backbone if these come from the '
+            'config that this one inherits from'
+        )
+
+
+class ChannelsFirst(nn.Module):
+    """Features ``(B, H, W, D)`` to ``(B, D, H, W)``, as a module, so that tools can look at what it gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(0, 3, 1, 2)
+
+
+class GridBackbone:
+    """mmpretrain's interface: outputs, frozen stages and layer depths.
+
+    A backbone inherits from this class, its network and mmpretrain's ``BaseBackbone``, in this order.
+
+    Args:
+        out_indices, out_type, frozen_stages, with_cp, init_cfg: See :class:`SAQuadratic`.
+        fixed (dict, optional): Arguments of the network that a config does not set.
+        kwargs: Its other arguments, by mmpretrain's names.
+
+    Attributes:
+        featmap (nn.Module): What all outputs pass through, as ``(B, D, H, W)``: the target layer for class activation
+            maps.
+    """
+
+    OUT_TYPES = {'featmap', 'avg_featmap'}
+    frozen_stages = -1  # while the network is being built
+
+    def __init__(
+        self, out_indices=-1, out_type='featmap', frozen_stages=-1, with_cp=False, init_cfg=None, fixed=None, **kwargs
+    ) -> None:
+        fixed = {'num_classes': 0, **(fixed or {})}
+        known = {*inspect.signature(super().__init__).parameters} - {*fixed, 'attn_kwargs', 'global_pool'}
+        if 'attn_layer' in fixed:
+            known |= {*inspect.signature(fixed['attn_layer']).parameters} - {*fixed}
+        own = known - {*NAMES.values()} | {name for name, of_timm in NAMES.items() if of_timm in known}
+        refuse_unknown(type(self).__name__, [name for name in kwargs if name not in own])
+        super().__init__(**fixed, **{NAMES.get(name, name): value for name, value in kwargs.items()})
+        self.init_cfg = copy.deepcopy(init_cfg)
+        self.num_layers = len(self.blocks)
+        self.embed_dims = self.num_features
+        self.featmap = ChannelsFirst()
+        self.out_indices = self._resolve_out_indices(out_indices)
+        self.grad_checkpointing = with_cp
+
+        if out_type not in self.OUT_TYPES:
+            raise ValueError(f'Unsupported `out_type` {out_type}, please choose from {self.OUT_TYPES}')
+        self.out_type = out_type
+
+        if not isinstance(frozen_stages, int) or not -1 <= frozen_stages <= self.num_layers:
+            raise ValueError(
+                f'`frozen_stages` {frozen_stages} must be -1 (nothing is frozen), 0 (the stem) or the '
+                f'number of blocks to freeze with it, at most {self.num_layers}'
+            )
+        self.frozen_stages = frozen_stages
+        self._freeze_stages()
+        self.register_load_state_dict_post_hook(record_new_parameters)
+
+    def forward(self, x: Tensor) -> Tuple[Tensor, ...]:
+        """Images ``(B, C, H, W)`` to the outputs of the blocks in ``out_indices``, in the order of the blocks.
+
+        That of the last block is normed.
+        """
+        last, features = self.forward_intermediates(x, self.out_indices, stop_early=True, output_fmt='NHWC')
+        if self.num_layers - 1 in self.out_indices:
+            features[-1] = last
+        features = [self.featmap(feature) for feature in features]
+        if self.out_type == 'avg_featmap':
+            return tuple(feature.mean(dim=(2, 3)) for feature in features)
+        return tuple(features)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self._freeze_stages()
+        return self
+
+    def get_layer_depth(self, param_name: str, prefix: str = '') -> Tuple[int, int]:
+        """Get the layer-wise depth of a parameter.
+
+        Args:
+            param_name (str): The name of the parameter.
+            prefix (str): The prefix for the parameter. Defaults to an empty string.
+
+        Returns:
+            Tuple[int, int]: The layer-wise depth and the num of layers: 0 for the stem, i + 1 for block i, and the
+            last one for the final norm and what follows the backbone.
+        """
+        num_layers = self.num_layers + 2
+        part, *rest = param_name[len(prefix) :].split('.')
+        if param_name.startswith(prefix) and part == 'stem':
+            return 0, num_layers
+        if param_name.startswith(prefix) and part == 'blocks':
+            return int(rest[0]) + 1, num_layers
+        return num_layers - 1, num_layers
+
+    def _resolve_out_indices(self, out_indices: Union[int, Sequence[int]]) -> List[int]:
+        if isinstance(out_indices, int):
+            out_indices = [out_indices]
+        if not isinstance(out_indices, Sequence) or not out_indices or {type(i) for i in out_indices} != {int}:
+            raise ValueError(f'`out_indices` must be an int or a sequence of ints, but got {out_indices}')
+        resolved = []
+        for index in out_indices:
+            if not -self.num_layers <= index < self.num_layers:
+                raise ValueError(
+                    f'Invalid out_indices {index}: there are {self.num_layers} blocks, so it must be '
+                    f'from {-self.num_layers} to {self.num_layers - 1}'
+                )
+            resolved.append(index % self.num_layers)
+        if len(set(resolved)) < len(resolved):
+            raise ValueError(f'`out_indices` {out_indices} names a block twice')
+        return resolved
+
+    def _freeze_stages(self) -> None:
+        """Stops the gradient of the stem and of the first blocks, in eval mode; of the norm after all of them too."""
+        if self.frozen_stages >= 0:
+            frozen = [self.stem, *self.blocks[: self.frozen_stages]]
+            if self.frozen_stages == self.num_layers:
+                frozen.append(self.norm)
+            for module in frozen:
+                module.eval()
+                module.requires_grad_(False)
+
+
+class SelfAttentionBackbone(GridBackbone, SelfAttentionNetwork, BaseBackbone):
+    """The base of the three backbones below, whose attention is ``attn_layer``."""
+
+    attn_layer = QuadraticAttention
+    arch_zoo = {
+        **dict.fromkeys(
+            ['b', 'base'], {'embed_dims': 400, 'num_layers': 6, 'num_heads': 9, 'feedforward_channels': 512}
+        ),
+        'base-16heads': {'embed_dims': 400, 'num_layers': 6, 'num_heads': 16, 'feedforward_channels': 512},
+        **dict.fromkeys(
+            ['t', 'tiny'], {'embed_dims': 64, 'num_layers': 3, 'num_heads': 9, 'feedforward_channels': 128}
+        ),
+    }
+
+    def __init__(self, arch='base', img_size=32, fixed=None, **kwargs) -> None:
+        settings = self._arch_settings(arch)
+        of_arch = {
+            'attn_layer': self.attn_layer,
+            'embed_dim': settings['embed_dims'],
+            'depth': settings['num_layers'],
+            'num_heads': settings['num_heads'],
+            'mlp_dim': settings['feedforward_channels'],
+        }
+        super().__init__(fixed={**of_arch, **(fixed or {})}, **kwargs)
+        self.arch_settings = settings
+        self.img_size = to_2tuple(img_size)
+
+    @classmethod
+    def _arch_settings(cls, arch: Union[str, dict]) -> dict:
+        if isinstance(arch, str):
+            if arch.lower() not in cls.arch_zoo:
+                raise ValueError(f'Arch {arch} is not in default archs {set(cls.arch_zoo)}')
+            return cls.arch_zoo[arch.lower()]
+        essential_keys = set(cls.arch_zoo['base'])
+        if not isinstance(arch, dict) or set(arch) != essential_keys:
+            raise ValueError(f'Custom arch needs a dict with keys {essential_keys}, but got {arch}')
+        return arch
+
+
+@MODELS.register_module()
+class SAQuadratic(SelfAttentionBackbone):
+    """Self-attention with the quadratic encoding: every head is an isotropic Gaussian.
+
+    A PyTorch implementation of `On the Relationship between Self-Attention and Convolutional Layers
+    <https://arxiv.org/abs/1911.03584>`_ (eq. 9). The input is cut into 2x2 blocks, so its height and width must be
+    even; any even size will do.
+
+    Weight decay is to be left off the centres and widths of the heads, as in the released code of C20::
+
+        optim_wrapper = dict(paramwise_cfg=dict(custom_keys={
+            'encoding.center': dict(decay_mult=0.),
+            'encoding.sqrt_precision': dict(decay_mult=0.)}))
+
+    Args:
+        arch (str | dict): The architecture. If use string, choose from 'base' (the paper's), 'base-16heads' and
+            'tiny'. If use dict, it should have below keys:
+
+            - **embed_dims** (int): The dimensions of a token.
+            - **num_layers** (int): The number of blocks.
+            - **num_heads** (int): The number of heads of a block.
+            - **feedforward_channels** (int): The hidden dimensions of the feed-forward networks.
+
+            Defaults to 'base'.
+        img_size (int | tuple): The expected input image shape, height first. Because dynamic input shapes are
+            supported, just set it to the most common one. Defaults to 32.
+        in_channels (int): The num of input channels. Defaults to 3.
+        head_dim (int, optional): The channels of a head's values, for instance ``embed_dims // num_heads``. Defaults to
+            None, means that the values are the input itself, as in the paper.
+        center_std (float): Standard deviation of the initial centres of the heads, in tokens. Defaults to 2, as in the
+            released code; the paper's text reads as √2.
+        spread_std (float): Standard deviation of the noise in the initial widths. Defaults to 0.01, as in the released
+            code; the paper's text reads as 0.1.
+        reduction (int): The side of the squares of pixels that become tokens. Defaults to 2.
+        out_indices (Sequence | int): Output from which blocks, counted from the end if negative.
+            Defaults to -1, means the last block.
+        out_type (str): The type of output features. Please choose from
+
+            - ``"featmap"``: The feature map with shape (B, C, H, W).
+            - ``"avg_featmap"``: The global averaged feature map with shape (B, C).
+
+            Defaults to ``"featmap"``.
+        frozen_stages (int): Stages to be frozen (stop grad and set eval mode): 0 the stem, n the stem and the
+            first n blocks. -1 means not freezing any parameters. Defaults to -1.
+        drop_rate (float): Probability of a hidden state to be zeroed; 0.1 in the paper. Defaults to 0.
+        attn_drop_rate (float): Probability of an attention probability to be zeroed; 0.1 in the paper. While it
+            acts, attention is dense. Defaults to 0.
+        drop_path_rate (float): Stochastic depth rate of the last block, rising linearly from 0. Defaults to 0.
+        with_cp (bool): Whether to use gradient checkpointing, which saves memory and costs time. Defaults to False.
+        init_cfg (dict, optional): Initialization config dict. Defaults to None.
+
+    Examples:
+        >>> import torch
+        >>> from attncnn_plugin.mm.backbones import SAQuadratic
+        >>> model = SAQuadratic(arch='tiny', out_indices=(0, -1))
+        >>> [tuple(feature.shape) for feature in model(torch.rand(1, 3, 32, 32))]
+        [(1, 64, 16, 16), (1, 64, 16, 16)]
+    """
+
+
+@MODELS.register_module()
+class SAGeneralized(SelfAttentionBackbone):
+    """Self-attention with the generalized quadratic encoding: every head is a Gaussian of any shape.
+
+    A PyTorch implementation of `On the Relationship between Self-Attention and Convolutional Layers
+    <https://arxiv.org/abs/1911.03584>`_ (eq. 19).
+
+    Args:
+        arch (str | dict): See :class:`SAQuadratic`. Defaults to 'base'.
+        img_size, in_channels, …: The other arguments are those of :class:`SAQuadratic`.
+    """
+
+    attn_layer = GeneralizedQuadraticAttention
+
+
+@MODELS.register_module()
+class SALearned(SelfAttentionBackbone):
+    """Self-attention with a learned relative position encoding, with or without content.
+
+    A PyTorch implementation of `On the Relationship between Self-Attention and Convolutional Layers
+    <https://arxiv.org/abs/1911.03584>`_ (4.3, eq. 3 and 8).
+
+    Args:
+        arch (str | dict): See :class:`SAQuadratic`. Defaults to 'base'.
+        img_size (int | tuple): Height and width of the largest input image: learned encodings have a vector for
+            every shift in it. Smaller images will do; a checkpoint of another size is resized as it is loaded.
+            Defaults to 32.
+        content (bool): Whether scores depend on content too. Defaults to False.
+        terms (Sequence[str], optional): With ``content``, the terms of the score, from 'qk', 'qr', 'uk' and 'vr',
+            see :class:`~attncnn_plugin.layers.ContentAttention`. Defaults to None, means ``('qk', 'qr')``; for a
+            quadratic encoding ``('qk', 'vr')``, for an absolute encoding ``('qk', )``.
+        position (str): ``'relative_learned'`` or ``'relative_sinusoidal'``; with ``content`` also
+            ``'relative_quadratic'``, ``'relative_generalized'``, ``'absolute_learned'`` or ``'absolute_sinusoidal'``.
+            Defaults to ``'relative_learned'``.
+        position_dim (int, optional): The length of the vector of a shift, half of it for its row and half for its
+            column. Defaults to None, means twice ``embed_dims``, and the length of a query where queries are multiplied
+            by it ('qr'), as in the released code.
+        share_position (bool): Whether all blocks have the same vectors of shifts. Defaults to False, as in the released
+            code; the paper's text shares them.
+        qk_dim (int, optional): With ``content``, the channels of a head's queries and keys. Defaults to None, means
+            ``embed_dims``.
+        qk_bias (bool, optional): With ``content``, whether queries and keys have biases. Defaults to None, means True.
+        center_std, spread_std (float, optional): With ``content`` and a quadratic encoding, see :class:`SAQuadratic`.
+        in_channels, head_dim, …: The other arguments are those of :class:`SAQuadratic`.
+    """
+
+    def __init__(self, arch='base', img_size=32, content=False, reduction=2, **kwargs) -> None:
+        attn_layer = ContentAttention if content else LearnedAttention
+        plain, by_content = (inspect.signature(layer).parameters for layer in (LearnedAttention, ContentAttention))
+        of_content = {name: kwargs[name] for name in kwargs if name in by_content and name not in plain}
+        if of_content and not content:
+            raise ValueError(f'{of_content} are for content=True')
+        fixed = {'attn_layer': attn_layer, 'max_size': token_grid(img_size, reduction)}
+        super().__init__(arch, img_size, fixed, reduction=reduction, **kwargs)
+
+
+@MODELS.register_module()
+class CMHSA(GridBackbone, CMHSANetwork, BaseBackbone):
+    """Vision transformer whose attention begins as convolutions.
+
+    A PyTorch implementation of `Can Vision Transformers Perform Convolution? <https://arxiv.org/abs/2111.01353>`_
+    (section 4). Tokens and heads are as wide as a flattened patch, ``patch_size² · in_channels`` (768 for 16 and 3),
+    if nothing else is said: ``head_dim='exact', qk_dim=64`` makes heads that begin as the same convolutions at a
+    quarter of the cost.
+
+    With ``phase='conv'`` the blocks mix pixels by convolutions on the image; ``to_attention()`` turns these into
+    attention and leaves the output as it was. :class:`~attncnn_plugin.engine.hooks.PhaseTransitionHook` does so in the
+    middle of a training. Checkpoints carry their phase: one of the attention phase loads into either.
+
+    Args:
+        img_size (int | tuple): The expected input image shape, height first. Other shapes will do: the relative
+            position biases are resized for them. Defaults to 224.
+        patch_size (int): The patch size. Defaults to 16.
+        in_channels (int): The num of input channels. Defaults to 3.
+        kernel_size (int): The kernel size of the convolutions; it decides the number of heads too (9 up to
+            ``2 * patch_size``). Defaults to 3.
+        head_dim (str, optional): The dimensions of a head's values: those of a token for None, as in the paper, or
+            ``'exact'`` for enough to be the convolution. Defaults to None.
+        min_head_dim (int): The least dimensions of a head with ``head_dim='exact'``. Defaults to 1.
+        qk_dim (int, optional): The dimensions of a head's queries and keys. Defaults to None, means those of a token.
+        null_key (bool, optional): Whether the attention has a null key, which stands for the zeros around the image
+            and without which attention is no convolution at the image's border. The paper has none. Defaults to None,
+            means True for attention that begins as a convolution and False otherwise.
+        num_layers (int): The number of blocks. Defaults to 6.
+        feedforward_channels (int, optional): The hidden dimensions of the feed-forward networks. Defaults to None,
+            means four times the dimensions of a token.
+        phase (str): ``'conv'`` or ``'attn'``. Defaults to ``'attn'``.
+        attn_bias_init (float): The position bias M with which a head begins at its shift when convolutions become
+            attention. 40 is exact; a smaller one gives the biases a gradient to begin with. Defaults to 12.
+        out_indices (Sequence | int): Output from which blocks, counted from the end if negative; the output of the
+            last block is normed. Defaults to -1, means the last block.
+        out_type (str): The type of output features. Please choose from
+
+            - ``"featmap"``: The feature map with shape (B, C, H, W).
+            - ``"avg_featmap"``: The global averaged feature map with shape (B, C).
+
+            Defaults to ``"featmap"``.
+        frozen_stages (int): Stages to be frozen (stop grad and set eval mode): 0 the stem, n the stem and the
+            first n blocks. -1 means not freezing any parameters. Defaults to -1.
+        drop_rate (float): Probability of a hidden state to be zeroed. Defaults to 0.
+        attn_drop_rate (float): Probability of an attention probability to be zeroed. Defaults to 0.
+        drop_path_rate (float): Stochastic depth rate of the last block, rising linearly from 0. Defaults to 0.
+        with_cp (bool): Whether to use gradient checkpointing, which saves memory and costs time. Defaults to False.
+        init_cfg (dict, optional): Initialization config dict. Defaults to None.
+
+    Examples:
+        >>> import torch
+        >>> from attncnn_plugin.mm.backbones import CMHSA
+        >>> model = CMHSA(img_size=32, patch_size=4, num_layers=2, phase='conv', out_indices=(0, 1))
+        >>> [tuple(feature.shape) for feature in model(torch.rand(1, 3, 32, 32))]
+        [(1, 48, 8, 8), (1, 48, 8, 8)]
+        >>> print(model.to_attention())
+        2 convolutions of 3x3 became attention of 9 heads with attn_bias_init=12; 37,800 parameters became 209,610
+    """
+
+    def __init__(self, img_size=224, **kwargs) -> None:
+        super().__init__(img_size=img_size, **kwargs)
+        self.img_size = to_2tuple(img_size)

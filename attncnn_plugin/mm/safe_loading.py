@@ -1,0 +1,47 @@
+"""Importing this module makes mmengine read local checkpoint files without running anything in them.
+
+In a config: ``custom_imports = dict(imports=['attncnn_plugin', 'attncnn_plugin.mm.safe_loading'])``. From then on, in
+the whole process:
+
+- mmengine's loader of local files is :func:`~attncnn_plugin.utils.checkpoint_files.load_from_local`, which refuses
+  damaged files too;
+- PyTorch's list of names that are safe to load has the classes of the logs in mmengine's checkpoints;
+- in onedl-mmengine, the function that would load what PyTorch refuses all the same loads tensors and plain data alone.
+
+Importing it again changes nothing. Without mmengine there is nothing to replace.
+"""
+
+import importlib.util
+import warnings
+from typing import Any, Optional
+
+import torch
+
+from ..utils.checkpoint_files import load_from_local
+from ..utils.safe_globals import register_safe_globals
+
+
+def _load_plain_data(file, map_location=None, weights_only: Optional[bool] = None) -> Any:
+    """``torch.load`` of tensors and plain data alone, whatever ``weights_only`` says."""
+    register_safe_globals()
+    return torch.load(file, map_location=map_location, weights_only=True)
+
+
+def _replace_loaders() -> None:
+    from mmengine.runner import CheckpointLoader, checkpoint
+
+    register_safe_globals()
+    CheckpointLoader.register_scheme(prefixes='', loader=load_from_local, force=True)
+    if hasattr(checkpoint, '_safe_torch_load'):  # onedl-mmengine
+        checkpoint._safe_torch_load = _load_plain_data
+    loader = CheckpointLoader._get_checkpoint_loader('epoch_1.pth')
+    if loader is not load_from_local:
+        warnings.warn(
+            f'local checkpoints are loaded by {loader.__module__}.{loader.__qualname__} and not by attncnn_plugin, '
+            'which cannot promise that nothing in them is run: load none that you do not trust',
+            stacklevel=2,
+        )
+
+
+if importlib.util.find_spec('mmengine') is not None:
+    _replace_loaders()

@@ -1,0 +1,605 @@
+"""CMHSA: a vision transformer that begins as a convolutional network (Li et al. 2021, L21, section 4).
+
+Paper: `Can Vision Transformers Perform Convolution?` - https://arxiv.org/abs/2111.01353
+
+In the first phase the blocks mix pixels by convolutions on the image; in the second by attention over patches that
+begins as these convolutions. Registered with timm as this module is imported:
+``timm.create_model('cmhsa3_patch16_224')``.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
+
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, to_2tuple
+from timm.models import (
+    build_model_with_cfg,
+    checkpoint,
+    generate_default_cfgs,
+    register_model,
+    register_notrace_module,
+)
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from ..convert.patches import attend_like_convolution, choose_head_dims
+from ..layers.patch_attention import PatchAttention
+from ..layers.patches import image_to_patches, patches_to_image
+from ..layers.position_bias import GridBias
+from ..layers.structure import Restructurable, StateDict, StructureError, without_prefix
+from ..weights import CLASSES, in_single_precision, weights_file
+
+__all__ = ['CMHSABlock', 'CMHSANetwork', 'PatchConvolution', 'PatchStem', 'Transition']
+
+PHASES = ('conv', 'attn')
+KEY_STD = 0.02  # of W^K when convolutions become attention: were it 0 as W^Q, neither would ever get a gradient
+
+
+class PatchStem(nn.Module):
+    """Flattened patches, and a linear map that begins as the identity, which the convolution phase does without.
+
+    Args:
+        patch_size (int): Patch size P.
+        in_chans (int): Channels C of the image.
+
+    Attributes:
+        proj (nn.Module): Identity in the convolution phase, ``nn.Linear(P²·C, P²·C)`` in the attention phase.
+    """
+
+    def __init__(self, patch_size: int, in_chans: int) -> None:
+        super().__init__()
+        self.reduction = patch_size
+        self.in_chans = in_chans
+        self.proj = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps images ``(B, C, H, W)`` to tokens ``(B, H/P, W/P, P²·C)``.
+
+        Raises:
+            ValueError: The image does not have the stem's channels, or cannot be cut into patches.
+        """
+        if x.ndim != 4 or x.shape[1] != self.in_chans:
+            raise ValueError(f'the input has shape {tuple(x.shape)}, but (B, {self.in_chans}, H, W) is expected')
+        return self.proj(image_to_patches(x, (self.reduction, self.reduction)))
+
+
+class PatchConvolution(nn.Module):
+    """A convolution on the image that the tokens are the patches of.
+
+    Args:
+        channels (int): Channels C of the image.
+        kernel_size (int): Kernel size K.
+        patch_size (int): Patch size P.
+    """
+
+    def __init__(self, channels: int, kernel_size: int, patch_size: int, device=None, dtype=None) -> None:
+        super().__init__()
+        self.patch_size = (patch_size, patch_size)
+        self.conv = new_convolution(channels, kernel_size, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(B, H, W, D)`` to the same."""
+        # The gradients of a convolution of few channels take a fraction of the time on CPUs with the channels last.
+        memory_format = torch.channels_last if x.device.type == 'cpu' else torch.contiguous_format
+        return image_to_patches(self.conv(patches_to_image(x, self.patch_size, memory_format)), self.patch_size)
+
+
+def new_convolution(channels: int, kernel_size: int, device=None, dtype=None) -> nn.Conv2d:
+    """Returns a K×K convolution, as large an image out as in."""
+    # fvcore, by which mmpretrain counts multiply-adds, does not know 'same', which even kernels need.
+    padding = kernel_size // 2 if kernel_size % 2 else 'same'
+    return nn.Conv2d(channels, channels, kernel_size, padding=padding, device=device, dtype=dtype)
+
+
+class CMHSABlock(nn.Module):
+    """Norm, convolution or attention and residual, then norm, feed-forward network and residual (pre-norm).
+
+    Args:
+        dim (int): Channels D.
+        attn (nn.Module): The convolution or the attention, ``(B, H, W, D)`` to the same.
+        mlp_dim (int): Hidden channels of the feed-forward network.
+        proj_drop (float): Dropout rate after the two sub-layers. Defaults to 0.
+        drop_path (float): Stochastic depth rate. Defaults to 0.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        attn: nn.Module,
+        mlp_dim: int,
+        proj_drop: float = 0.0,
+        drop_path: float = 0.0,
+        device=None,
+        dtype=None,
+    ) -> None:
+        dd = {'device': device, 'dtype': dtype}
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6, **dd)
+        self.attn = attn
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6, **dd)
+        self.mlp = Mlp(dim, mlp_dim, drop=proj_drop, **dd)
+        self.drop_path = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop_path(self.proj_drop(self.attn(self.norm1(x))))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+@dataclass(frozen=True)
+class Transition:
+    """The result of :meth:`CMHSANetwork.to_attention`.
+
+    Attributes:
+        num_blocks (int): Convolutions that became attention.
+        kernel_size (int): Kernel size K of each.
+        num_heads (int): Heads N_h of each attention.
+        head_dims (tuple[int, ...]): Channels D_h of each head's values.
+        attn_bias_init (float): M.
+        parameters_before, parameters_after (int): Parameters of the network.
+    """
+
+    num_blocks: int
+    kernel_size: int
+    num_heads: int
+    head_dims: Tuple[int, ...]
+    attn_bias_init: float
+    parameters_before: int
+    parameters_after: int
+
+    def __str__(self) -> str:
+        return (
+            f'{self.num_blocks} convolutions of {self.kernel_size}x{self.kernel_size} became attention of '
+            f'{self.num_heads} heads with attn_bias_init={self.attn_bias_init:g}; '
+            f'{self.parameters_before:,} parameters became {self.parameters_after:,}'
+        )
+
+
+class CMHSANetwork(Restructurable):
+    """Pre-norm vision transformer without class token, whose attention can begin as a convolution.
+
+    A token is a flattened patch, D = P²·C channels wide, and so is every head of L21. In the phase ``'conv'`` the
+    blocks mix pixels by K×K convolutions on the image; in the phase ``'attn'`` by attention over patches, with as many
+    heads as L21's Theorem 1 needs and a relative position bias. :meth:`to_attention` goes from the first to the second
+    and leaves the output of the network as it was. On top are the mean over the tokens and a linear classifier.
+
+    Heads need not be as wide: from a patch that is one step away a convolution reads border pixels alone.
+    ``head_dim='exact'`` makes each head wide enough to be the convolution, and ``qk_dim`` says how wide its queries and
+    keys are: with 3×3 kernels on patches of 16×16 pixels, 972 channels instead of 9·768.
+
+    A state dict carries its structure: one of the phase ``'attn'`` turns the network to that phase as it is loaded; one
+    of the phase ``'conv'`` is converted for a network of the phase ``'attn'``. The number and the widths of heads, and
+    whether there is a null key, are those of the state dict. It may have the names of mmpretrain's classifiers too.
+
+    Args:
+        img_size (int | tuple[int, int]): Height and width of the image for which position biases are made; other
+            sizes will do, see :class:`~attncnn_plugin.layers.GridBias`. For larger ones to see what a
+            convolution saw, the grid must be larger than the shifts of the heads: 3 patches or more for 9 heads.
+            Defaults to 224.
+        patch_size (int): Patch size P. Defaults to 16.
+        in_chans (int): Channels C of the image. Defaults to 3.
+        kernel_size (int): Kernel size K. Defaults to 3.
+        head_dim (str, optional): Channels D_h of a head's values: D for None, as in L21, or ``'exact'`` for enough to
+            be the convolution. Defaults to None.
+        min_head_dim (int): The least channels of a head with ``head_dim='exact'``. Defaults to 1.
+        qk_dim (int, optional): Channels D_k of a head's queries and keys. Defaults to D, as in L21.
+        null_key (bool, optional): Whether the attention has a null key, which stands for the zeros around the image,
+            see :class:`~attncnn_plugin.layers.WindowBias`. L21 has none, so that its attention is not the convolution
+            at the image's border. Defaults to True for attention that begins as a convolution, to False otherwise.
+        depth (int): Number of blocks. Defaults to 6.
+        mlp_dim (int, optional): Hidden channels of the feed-forward networks. Defaults to 4·D.
+        phase (str): ``'conv'`` or ``'attn'``. Attention that does not come from a convolution begins with position
+            biases of 0 and weights from N(0, 0.02²), the patch projection too. Defaults to ``'attn'``.
+        attn_bias_init (float): M, the bias of a head's shift when convolutions become attention. 40 is exact; a
+            smaller one gives the biases a gradient to begin with. Defaults to 12.
+        num_classes (int): Number of classes, 0 for pooled features. Defaults to 1000.
+        global_pool (str): timm's name of the pooling, ``''`` for none. Defaults to ``'avg'``.
+        drop_rate (float): Dropout rate before the classifier. Defaults to 0.
+        proj_drop_rate (float): Dropout rate of hidden states. Defaults to 0.
+        attn_drop_rate (float): Dropout rate of attention probabilities. Defaults to 0.
+        drop_path_rate (float): Stochastic depth rate of the last block, rising linearly from 0. Defaults to 0.
+
+    Raises:
+        ValueError: A size below 1 or a rate out of range; an image that cannot be cut into patches; an unknown phase or
+            ``head_dim``.
+    """
+
+    output_fmt = 'NHWC'  # of forward_features, as timm says it
+
+    def __init__(
+        self,
+        img_size: Union[int, Tuple[int, int]] = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        kernel_size: int = 3,
+        head_dim: Optional[str] = None,
+        min_head_dim: int = 1,
+        qk_dim: Optional[int] = None,
+        null_key: Optional[bool] = None,
+        depth: int = 6,
+        mlp_dim: Optional[int] = None,
+        phase: str = 'attn',
+        attn_bias_init: float = 12.0,
+        num_classes: int = 1000,
+        global_pool: str = 'avg',
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        device=None,
+        dtype=None,
+    ) -> None:
+        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
+        super().__init__()
+        height, width = to_2tuple(img_size)
+        dim = patch_size**2 * in_chans
+        mlp_dim = 4 * dim if mlp_dim is None else mlp_dim
+        if min(patch_size, in_chans, kernel_size, depth, mlp_dim) < 1:
+            raise ValueError(
+                f'patch_size={patch_size}, in_chans={in_chans}, kernel_size={kernel_size}, depth={depth} and '
+                f'mlp_dim={mlp_dim} must be at least 1'
+            )
+        if min(height, width) < patch_size or height % patch_size or width % patch_size:
+            raise ValueError(f'img_size={img_size} must be a multiple of patch_size={patch_size}')
+        if phase not in PHASES:
+            raise ValueError(f'phase={phase!r} is unknown: choose one of {PHASES}')
+        if not 0 < attn_bias_init < math.inf:
+            raise ValueError(f'attn_bias_init={attn_bias_init} must be positive and finite: 40 is exact')
+        if qk_dim is not None and qk_dim < 1:
+            raise ValueError(f'qk_dim={qk_dim} must be at least 1')
+        if not 0 <= drop_path_rate < 1:
+            raise ValueError(f'drop_path_rate={drop_path_rate} must be from 0 to below 1')
+        self.patch_size = patch_size
+        self.kernel_size = kernel_size
+        self.grid_size = (height // patch_size, width // patch_size)
+        conv = new_convolution(in_chans, kernel_size, device='meta')
+        self.head_dims = choose_head_dims(conv, (patch_size, patch_size), head_dim, min_head_dim)
+        self.qk_dim = dim if qk_dim is None else qk_dim
+        self.null_key = null_key
+        self.attn_bias_init = attn_bias_init
+        self.attn_drop_rate = attn_drop_rate
+        self.num_classes = num_classes
+        self.in_chans = in_chans
+        self.num_features = dim
+        self.grad_checkpointing = False
+
+        self.stem = PatchStem(patch_size, in_chans)
+        self.blocks = nn.Sequential(
+            *[
+                CMHSABlock(
+                    dim,
+                    PatchConvolution(in_chans, kernel_size, patch_size, **dd),
+                    mlp_dim,
+                    proj_drop=proj_drop_rate,
+                    drop_path=drop_path,
+                    **dd,
+                )
+                for drop_path in calculate_drop_path_rates(drop_path_rate, depth)
+            ]
+        )
+        self.norm = nn.LayerNorm(dim, eps=1e-6, **dd)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+        if phase == 'attn':
+            self._put_attention(bool(null_key))
+            nn.init.trunc_normal_(self.stem.proj.weight, std=0.02)
+        self.feature_info = [dict(num_chs=dim, reduction=patch_size, module=f'blocks.{i}') for i in range(depth)]
+        self.head = ClassifierHead(
+            dim, num_classes, pool_type=global_pool, drop_rate=drop_rate, input_fmt=self.output_fmt, **dd
+        )
+        self.head_hidden_size = dim * self.head.global_pool.feat_mult()
+        self._follow_state_dicts()
+
+    @property
+    def phase(self) -> str:
+        """``'conv'`` or ``'attn'``."""
+        return 'conv' if isinstance(self.blocks[0].attn, PatchConvolution) else 'attn'
+
+    @torch.no_grad()
+    def to_attention(self, generator: Optional[torch.Generator] = None) -> Transition:
+        """Turns all convolutions into attention, in place; the output stays as it was (L21, section 4).
+
+        The parameters of everything else stay the same objects; an optimizer has to be given the new ones.
+
+        Args:
+            generator (torch.Generator, optional): Of the CPU; draws W^K.
+
+        Returns:
+            Transition: What was done.
+
+        Raises:
+            RuntimeError: The network is in the phase ``'attn'`` already.
+        """
+        if self.phase == 'attn':
+            raise RuntimeError("the network is in phase='attn' already: there is no convolution to turn into attention")
+        before = sum(p.numel() for p in self.parameters())
+        convolutions = [block.attn.conv for block in self.blocks]
+        self._put_attention(self._null_key_of_convolutions)
+        for block, conv in zip(self.blocks, convolutions):
+            self._attend_like(block.attn, conv, generator)
+        return Transition(
+            num_blocks=len(self.blocks),
+            kernel_size=self.kernel_size,
+            num_heads=len(self.head_dims),
+            head_dims=self.head_dims,
+            attn_bias_init=self.attn_bias_init,
+            parameters_before=before,
+            parameters_after=sum(p.numel() for p in self.parameters()),
+        )
+
+    @property
+    def _null_key_of_convolutions(self) -> bool:
+        return self.null_key is None or self.null_key
+
+    def _put_attention(self, null_key: bool) -> None:
+        """Puts attention in the place of convolutions, and a linear map into the stem."""
+        like = self.blocks[0].norm1.weight
+        dd = {'device': like.device, 'dtype': like.dtype}
+        trainable = any(parameter.requires_grad for parameter in self.parameters())
+        for block in self.blocks:
+            requires_grad = any(parameter.requires_grad for parameter in block.attn.parameters())
+            block.attn = self._new_attention(null_key, **dd).requires_grad_(requires_grad)
+        if isinstance(self.stem.proj, nn.Identity):
+            self.stem.proj = nn.Linear(len(like), len(like), **dd).requires_grad_(trainable)
+            nn.init.eye_(self.stem.proj.weight)
+            nn.init.zeros_(self.stem.proj.bias)
+        self.train(self.training)  # the new modules too, and whatever a backbone freezes
+
+    def _new_attention(self, null_key: bool, device, dtype) -> PatchAttention:
+        dd = {'device': device, 'dtype': dtype}
+        return PatchAttention(
+            self.num_features,
+            len(self.head_dims),
+            GridBias(len(self.head_dims), self.grid_size, null_key, **dd),
+            attn_drop=self.attn_drop_rate,
+            head_dim=self.head_dims,
+            qk_dim=self.qk_dim,
+            **dd,
+        )
+
+    def _attend_like(self, attention: PatchAttention, conv: nn.Conv2d, generator=None) -> None:
+        """Makes attention the convolution: by position alone, for W^Q = 0, but with a W^K that lets W^Q learn."""
+        attend_like_convolution(attention, conv, (self.patch_size, self.patch_size), self.attn_bias_init)
+        weight = torch.empty(attention.key.weight.shape)  # on the CPU, so that a seed draws the same everywhere
+        attention.key.weight.copy_(nn.init.normal_(weight, std=KEY_STD, generator=generator))
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> Set[str]:
+        """The parameters without weight decay: the relative position biases."""
+        return {name for name, _ in self.named_parameters() if name.endswith('position.table')}
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> Dict[str, Any]:
+        return dict(stem=r'^stem', blocks=[(r'^blocks\.(\d+)', None), (r'^norm', (99999,))])
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.grad_checkpointing = enable
+
+    @torch.jit.ignore
+    def get_classifier(self) -> nn.Module:
+        return self.head.fc
+
+    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
+        self.num_classes = num_classes
+        self.head.reset(num_classes, pool_type=global_pool)
+        self.head.to(next(self.blocks.parameters()))  # its device and dtype
+        self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: Optional[Union[int, Sequence[int]]] = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = 'NCHW',
+        intermediates_only: bool = False,
+    ) -> Union[List[Tensor], Tuple[Tensor, List[Tensor]]]:
+        """Computes the features of several blocks.
+
+        Args:
+            x (Tensor): Images ``(B, C, H, W)``.
+            indices (int | Sequence[int], optional): The last n blocks for an int, the blocks of a sequence,
+                all of them for None, the default.
+            norm (bool): Whether to apply the final norm to all intermediates. Defaults to False.
+            stop_early (bool): Whether to leave out the blocks after the last wanted one. Defaults to False.
+            output_fmt (str): ``'NCHW'`` or ``'NHWC'`` intermediates. Defaults to ``'NCHW'``.
+            intermediates_only (bool): Whether to return the intermediates alone. Defaults to False.
+
+        Returns:
+            The features of the last block that ran, normed, ``(B, H/P, W/P, D)``, and the list of intermediates in the
+            order of the blocks; or the list alone.
+        """
+        if output_fmt not in ('NCHW', 'NHWC'):
+            raise ValueError(f"output_fmt={output_fmt!r} is unknown: choose 'NCHW' or 'NHWC'")
+        take_indices, last = feature_take_indices(len(self.blocks), indices)
+        intermediates = []
+        x = self.stem(x)
+        for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
+            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
+            if i in take_indices:
+                feature = self.norm(x) if norm else x
+                intermediates.append(feature.permute(0, 3, 1, 2) if output_fmt == 'NCHW' else feature)
+        return intermediates if intermediates_only else (self.norm(x), intermediates)
+
+    def prune_intermediate_layers(
+        self, indices: Union[int, Sequence[int]] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> List[int]:
+        """Drops the blocks after the last wanted one, the norm and the classifier; returns the wanted blocks."""
+        take_indices, last = feature_take_indices(len(self.blocks), indices)
+        self.blocks = self.blocks[: last + 1]
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, '')
+        return take_indices
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Maps images ``(B, C, H, W)`` to the features of the last block, normed, ``(B, H/P, W/P, D)``."""
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
+        return self.norm(x)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        return self.head(x, pre_logits=pre_logits)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args, **kwargs):
+        """Loads a state dict, as of any module; the names of mmpretrain's classifiers will do too."""
+        return super().load_state_dict(without_prefix(state_dict, 'backbone.'), *args, **kwargs)
+
+    @property
+    def structure(self) -> str:
+        """The phase."""
+        return self.phase
+
+    def structure_in(self, state_dict: StateDict, prefix: str = '') -> Optional[str]:
+        """Returns the phase of a state dict, from its first block."""
+        attn = f'{prefix}blocks.0.attn'
+        if f'{attn}.conv.weight' in state_dict:
+            return 'conv'
+        return 'attn' if f'{attn}.query.weight' in state_dict else None
+
+    def structure_to_load(self, loaded: str) -> str:
+        """The phase of the state dict if it is the second: no network goes back to convolutions."""
+        return self.structure if loaded == 'conv' else 'attn'
+
+    def follow(self, state_dict: StateDict, prefix: str) -> bool:
+        """Takes the attention of a state dict with the heads that are there: an optimizer's state is of these."""
+        if self.phase == 'attn' or self.structure_in(state_dict, prefix) != 'attn':
+            return super().follow(state_dict, prefix)
+        self.take_structure('attn')
+        return True
+
+    def take_structure(self, structure: str) -> None:
+        """Puts attention in the place of convolutions."""
+        self._put_attention(self._null_key_of_convolutions)
+
+    def training_advice(self, structure: str) -> Optional[str]:
+        return (
+            "the network was built with phase='conv' and turned to attention by the state dict that it loaded: an "
+            'optimizer that was built before does not have the parameters of the attention. Build the network with '
+            "phase='attn' to train it further"
+        )
+
+    def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
+        """Converts convolutions to attention, where the state dict has any."""
+        generator = torch.Generator().manual_seed(0)  # the same on every rank
+        for i in range(len(self.blocks)):
+            name = f'{prefix}blocks.{i}.attn.'
+            if not {name + 'conv.weight', name + 'conv.bias'} <= state_dict.keys():
+                continue  # missing keys, as for any other parameter
+            weight, bias = state_dict.pop(name + 'conv.weight'), state_dict.pop(name + 'conv.bias')
+            if weight.shape[:2] != (self.in_chans,) * 2:
+                raise StructureError(
+                    f'{name}conv.weight of the state dict has shape {tuple(weight.shape)}, but the network takes '
+                    f'images of in_chans={self.in_chans} channels'
+                )
+            conv = new_convolution(self.in_chans, weight.shape[2], weight.device, weight.dtype)
+            conv.weight.copy_(weight)
+            conv.bias.copy_(bias)
+            attention = self._new_attention(self._null_key_of_convolutions, weight.device, weight.dtype)
+            try:
+                self._attend_like(attention, conv, generator)
+            except ValueError as error:
+                raise StructureError(f'{name}conv.weight of the state dict: {error}') from error
+            state_dict.update({name + key: value for key, value in attention.state_dict().items()})
+            if f'{prefix}stem.proj.weight' not in state_dict:
+                identity = torch.eye(attention.dim, device=weight.device, dtype=weight.dtype)
+                state_dict[f'{prefix}stem.proj.weight'] = identity
+                state_dict[f'{prefix}stem.proj.bias'] = weight.new_zeros(attention.dim)
+
+
+# Their forward passes look at sizes, which a symbolic trace does not know.
+for _module in (PatchAttention, PatchConvolution, PatchStem):
+    register_notrace_module(_module)
+
+
+def _cfg(**kwargs) -> Dict[str, Any]:
+    return {
+        'num_classes': 1000,
+        'input_size': (3, 224, 224),
+        'pool_size': (14, 14),
+        'crop_pct': 0.9,
+        'interpolation': 'bicubic',
+        'mean': IMAGENET_DEFAULT_MEAN,
+        'std': IMAGENET_DEFAULT_STD,
+        'first_conv': (),
+        'classifier': 'head.fc',
+        'license': 'apache-2.0',
+        'paper_ids': 'arXiv:2111.01353',
+        'paper_name': 'Can Vision Transformers Perform Convolution?',
+        **kwargs,
+    }
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        'cmhsa3_patch16_224.untrained': _cfg(),
+        'cmhsa5_patch16_224.untrained': _cfg(),
+        'cmhsa3_small_patch4_32.cifar10': _cfg(
+            file=weights_file('cmhsa3_small_patch4_32'),
+            label_names=CLASSES,
+            num_classes=10,
+            input_size=(3, 32, 32),
+            pool_size=(8, 8),
+            crop_pct=1.0,
+            mean=(0.4914, 0.4822, 0.4465),
+            std=(0.2023, 0.1994, 0.2010),
+        ),
+    }
+)
+
+
+def _create(variant: str, pretrained: bool, **kwargs) -> CMHSANetwork:
+    return build_model_with_cfg(
+        CMHSANetwork,
+        variant,
+        pretrained,
+        pretrained_filter_fn=in_single_precision,
+        feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
+        **kwargs,
+    )
+
+
+@register_model
+def cmhsa3_patch16_224(pretrained: bool = False, **kwargs) -> CMHSANetwork:
+    """CMHSA-3: 3x3 convolutions, or attention of 9 heads that can express them (L21, Table 1).
+
+    Args:
+        phase (str): ``'conv'`` or ``'attn'``. Defaults to ``'attn'``.
+        head_dim (str, optional): ``'exact'`` for values that are just wide enough for the convolution. Defaults to
+            None, as wide as a token.
+        qk_dim (int, optional): Channels of a head's queries and keys. Defaults to those of a token.
+    """
+    return _create('cmhsa3_patch16_224', pretrained, **{'kernel_size': 3, **kwargs})
+
+
+@register_model
+def cmhsa5_patch16_224(pretrained: bool = False, **kwargs) -> CMHSANetwork:
+    """CMHSA-5: 5x5 convolutions, or attention of 9 heads that can express them (L21, Table 1).
+
+    Args:
+        phase (str): ``'conv'`` or ``'attn'``. Defaults to ``'attn'``.
+        head_dim (str, optional): ``'exact'`` for values that are just wide enough for the convolution. Defaults to
+            None, as wide as a token.
+        qk_dim (int, optional): Channels of a head's queries and keys. Defaults to those of a token.
+    """
+    return _create('cmhsa5_patch16_224', pretrained, **{'kernel_size': 5, **kwargs})
+
+
+@register_model
+def cmhsa3_small_patch4_32(pretrained: bool = False, **kwargs) -> CMHSANetwork:
+    """CMHSA-3 for images of 32x32 pixels: 8x8 patches, 6 blocks of 48 channels, 737,968 parameters at 10 classes.
+
+    The arguments are those of :func:`cmhsa3_patch16_224`. Weights of narrow heads make the heads narrow.
+    """
+    small = dict(kernel_size=3, img_size=32, patch_size=4, mlp_dim=384)
+    return _create('cmhsa3_small_patch4_32', pretrained, **{**small, **kwargs})

@@ -1,0 +1,474 @@
+"""Self-attention networks that can be convolutional networks (Cordonnier et al. 2020, C20).
+
+Paper: `On the Relationship between Self-Attention and Convolutional Layers` - https://arxiv.org/abs/1911.03584
+
+Every head of a layer attends around a shift that it learns, and its values are the pixels themselves, so that nine
+heads can be a 3×3 convolution (C20, Theorem 1). Registered with timm as this module is imported:
+``timm.create_model('sa_quadratic_cifar')``.
+"""
+
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
+
+import torch
+from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, to_2tuple
+from timm.models import (
+    build_model_with_cfg,
+    checkpoint,
+    generate_default_cfgs,
+    register_model,
+    register_notrace_module,
+)
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from ..layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
+from ..layers.patches import image_to_patches
+from ..layers.structure import Restructurable, StateDict, StructureError, without_prefix
+from ..weights import CLASSES, in_single_precision, weights_file
+
+__all__ = ['SelfAttentionBlock', 'SelfAttentionNetwork', 'SpaceToDepthStem', 'token_grid']
+
+
+class SpaceToDepthStem(nn.Module):
+    """Invertible downsampling, r x r pixels to r²·C channels, and a linear map to D channels (C20, 4.1).
+
+    Args:
+        in_chans (int): Channels C of the image.
+        embed_dim (int): Channels D of a token.
+        reduction (int): Side r of the square of pixels that becomes a token, C20's invertible pooling width (Table 2).
+            Defaults to 2.
+    """
+
+    def __init__(self, in_chans: int, embed_dim: int, reduction: int = 2, device=None, dtype=None) -> None:
+        super().__init__()
+        self.in_chans = in_chans
+        self.reduction = reduction
+        self.proj = nn.Linear(in_chans * reduction**2, embed_dim, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps images ``(B, C, H, W)`` to tokens ``(B, H/r, W/r, D)``.
+
+        Raises:
+            ValueError: The image does not have the stem's channels, or its height and width are no multiples of r.
+        """
+        if x.ndim != 4 or x.shape[1] != self.in_chans:
+            raise ValueError(f'the input has shape {tuple(x.shape)}, but (B, {self.in_chans}, H, W) is expected')
+        return self.proj(image_to_patches(x, (self.reduction, self.reduction)))
+
+
+class SelfAttentionBlock(nn.Module):
+    """Attention, linear map, residual and norm, then feed-forward network, residual and norm (post-norm).
+
+    Args:
+        dim (int): Channels D.
+        attn (nn.Module): The attention, ``(B, H, W, D)`` to the same.
+        mlp_dim (int): Hidden channels of the feed-forward network.
+        proj_drop (float): Dropout rate after the two sub-layers. Defaults to 0.
+        drop_path (float): Stochastic depth rate. Defaults to 0.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        attn: nn.Module,
+        mlp_dim: int,
+        proj_drop: float = 0.0,
+        drop_path: float = 0.0,
+        device=None,
+        dtype=None,
+    ) -> None:
+        dd = {'device': device, 'dtype': dtype}
+        super().__init__()
+        self.attn = attn
+        self.proj = nn.Linear(dim, dim, **dd)
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.norm1 = nn.LayerNorm(dim, eps=1e-12, **dd)
+        self.mlp = Mlp(dim, mlp_dim, drop=(0.0, proj_drop), **dd)
+        self.norm2 = nn.LayerNorm(dim, eps=1e-12, **dd)
+        self.drop_path = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + self.drop_path(self.proj_drop(self.proj(self.attn(x)))))
+        return self.norm2(x + self.drop_path(self.mlp(x)))
+
+
+class SelfAttentionNetwork(Restructurable):
+    """Stem, blocks, mean over the tokens and a linear classifier.
+
+    A state dict may have the names of mmpretrain's classifiers too, and another number of heads or tables of another
+    size: each layer takes or converts what it finds.
+
+    Args:
+        attn_layer (Callable): Builds the attention of a block, ``(B, H, W, D)`` to the same: called as
+            ``attn_layer(dim, num_heads, attn_drop=…, device=…, dtype=…, **attn_kwargs)``.
+        embed_dim (int): Channels D. Defaults to 400.
+        depth (int): Number of blocks. Defaults to 6.
+        num_heads (int): Number of heads N_h of a block. Defaults to 9.
+        mlp_dim (int): Hidden channels of the feed-forward networks. Defaults to 512.
+        num_classes (int): Number of classes, 0 for pooled features. Defaults to 10.
+        in_chans (int): Channels C of the image. Defaults to 3.
+        reduction (int): Side r of the square of pixels that becomes a token. Defaults to 2.
+        share_position (bool): Whether all blocks have the same position tables R and C, as the text of C20 has it (at
+            eq. 8), or each its own, as the released code has for its results. A state dict has them once a block all
+            the same. Defaults to False.
+        global_pool (str): timm's name of the pooling, ``''`` for none. Defaults to ``'avg'``.
+        drop_rate (float): Dropout rate before the classifier. Defaults to 0.
+        proj_drop_rate (float): Dropout rate of hidden states; 0.1 in C20. Defaults to 0.
+        attn_drop_rate (float): Dropout rate of attention probabilities; 0.1 in C20. Defaults to 0.
+        drop_path_rate (float): Stochastic depth rate of the last block, rising linearly from 0. Defaults to 0.
+        attn_kwargs: Further arguments of the attention.
+
+    Raises:
+        ValueError: A size below 1, a rate out of range, or ``share_position`` without learned position tables.
+        TypeError: An argument that neither the network nor its attention has.
+    """
+
+    output_fmt = 'NHWC'  # of forward_features, as timm says it
+
+    def __init__(
+        self,
+        attn_layer: Callable[..., nn.Module] = QuadraticAttention,
+        embed_dim: int = 400,
+        depth: int = 6,
+        num_heads: int = 9,
+        mlp_dim: int = 512,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        reduction: int = 2,
+        share_position: bool = False,
+        global_pool: str = 'avg',
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        device=None,
+        dtype=None,
+        **attn_kwargs,
+    ) -> None:
+        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
+        super().__init__()
+        if min(embed_dim, depth, mlp_dim, in_chans, reduction) < 1:
+            raise ValueError(
+                f'embed_dim={embed_dim}, depth={depth}, mlp_dim={mlp_dim}, in_chans={in_chans} and '
+                f'reduction={reduction} must be at least 1'
+            )
+        if not 0 <= drop_path_rate < 1:
+            raise ValueError(f'drop_path_rate={drop_path_rate} must be from 0 to below 1')
+        self.num_classes = num_classes
+        self.in_chans = in_chans
+        self.num_features = embed_dim
+        self.share_position = share_position
+        self.grad_checkpointing = False
+        self.stem = SpaceToDepthStem(in_chans, embed_dim, reduction, **dd)
+        self.blocks = nn.Sequential(
+            *[
+                SelfAttentionBlock(
+                    embed_dim,
+                    attn_layer(embed_dim, num_heads, attn_drop=attn_drop_rate, **attn_kwargs, **dd),
+                    mlp_dim,
+                    proj_drop=proj_drop_rate,
+                    drop_path=drop_path,
+                    **dd,
+                )
+                for drop_path in calculate_drop_path_rates(drop_path_rate, depth)
+            ]
+        )
+        self.norm = nn.Identity()  # every block ends in a norm
+        self.feature_info = [dict(num_chs=embed_dim, reduction=reduction, module=f'blocks.{i}') for i in range(depth)]
+        self.head = ClassifierHead(
+            embed_dim, num_classes, pool_type=global_pool, drop_rate=drop_rate, input_fmt=self.output_fmt, **dd
+        )
+        self.head_hidden_size = embed_dim * self.head.global_pool.feat_mult()
+        if share_position:
+            self._share_position_tables()
+        self._follow_state_dicts()
+
+    def _share_position_tables(self) -> None:
+        layers = [block.attn for block in self.blocks]
+        tables = getattr(layers[0], 'position_tables', None)
+        if tables is None or not list(tables.parameters()):
+            raise ValueError(
+                'share_position=True is for learned position tables, which the attention of the blocks does not have: '
+                f'{layers[0]}'
+            )
+        for layer in layers[1:]:
+            layer.share_position_tables(tables)
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> Set[str]:
+        """The parameters without weight decay: centres and widths of the heads (released code of C20)."""
+        return {
+            name for name, _ in self.named_parameters() if name.endswith(('encoding.center', 'encoding.sqrt_precision'))
+        }
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> Dict[str, Any]:
+        return dict(stem=r'^stem', blocks=r'^blocks\.(\d+)')
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.grad_checkpointing = enable
+
+    @torch.jit.ignore
+    def get_classifier(self) -> nn.Module:
+        return self.head.fc
+
+    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
+        self.num_classes = num_classes
+        self.head.reset(num_classes, pool_type=global_pool)
+        self.head.to(next(self.blocks.parameters()))  # its device and dtype
+        self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: Optional[Union[int, Sequence[int]]] = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = 'NCHW',
+        intermediates_only: bool = False,
+    ) -> Union[List[Tensor], Tuple[Tensor, List[Tensor]]]:
+        """Computes the features of several blocks.
+
+        Args:
+            x (Tensor): Images ``(B, C, H, W)``.
+            indices (int | Sequence[int], optional): The last n blocks for an int, the blocks of a sequence,
+                all of them for None, the default.
+            norm (bool): Without effect, as every block ends in a norm. Defaults to False.
+            stop_early (bool): Whether to leave out the blocks after the last wanted one. Defaults to False.
+            output_fmt (str): ``'NCHW'`` or ``'NHWC'`` intermediates. Defaults to ``'NCHW'``.
+            intermediates_only (bool): Whether to return the intermediates alone. Defaults to False.
+
+        Returns:
+            The features of the last block that ran, ``(B, H/r, W/r, D)``, and the list of intermediates in the order of
+            the blocks; or the list alone.
+        """
+        if output_fmt not in ('NCHW', 'NHWC'):
+            raise ValueError(f"output_fmt={output_fmt!r} is unknown: choose 'NCHW' or 'NHWC'")
+        take_indices, last = feature_take_indices(len(self.blocks), indices)
+        intermediates = []
+        x = self.stem(x)
+        for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
+            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
+            if i in take_indices:
+                intermediates.append(x.permute(0, 3, 1, 2) if output_fmt == 'NCHW' else x)
+        return intermediates if intermediates_only else (x, intermediates)
+
+    def prune_intermediate_layers(
+        self, indices: Union[int, Sequence[int]] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> List[int]:
+        """Drops the blocks after the last wanted one, and the classifier, and returns the wanted blocks."""
+        take_indices, last = feature_take_indices(len(self.blocks), indices)
+        self.blocks = self.blocks[: last + 1]
+        if prune_head:
+            self.reset_classifier(0, '')
+        return take_indices
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Maps images ``(B, C, H, W)`` to the features of the last block, ``(B, H/r, W/r, D)``."""
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
+        return x
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        return self.head(x, pre_logits=pre_logits)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args, **kwargs):
+        """Loads a state dict, as of any module; the names of mmpretrain's classifiers will do too."""
+        return super().load_state_dict(without_prefix(state_dict, 'backbone.'), *args, **kwargs)
+
+    @property
+    def structure(self) -> bool:
+        """Whether the blocks share their position tables."""
+        return self.share_position
+
+    def structure_in(self, state_dict: StateDict, prefix: str) -> bool:
+        """Returns that of the network, which loads shared tables either way.
+
+        Raises:
+            StructureError: The tables of the blocks differ, but the network has one for all of them.
+        """
+        if self.share_position:
+            first = {id(p): name for name, p in self.blocks.named_parameters()}
+            for name, parameter in self.blocks.named_parameters(remove_duplicate=False):
+                pair = name, first[id(parameter)]
+                tables = [state_dict.get(f'{prefix}blocks.{own}') for own in pair]
+                if None not in tables and name not in first.values() and not torch.equal(*tables):
+                    raise StructureError(
+                        f'{prefix}blocks.{pair[0]} and {prefix}blocks.{pair[1]} of the state dict differ: its blocks '
+                        'have position tables of their own, so build the network with share_position=False'
+                    )
+        return self.share_position
+
+
+def token_grid(img_size: Union[int, Tuple[int, int]], reduction: int) -> Tuple[int, int]:
+    """Returns the height and width in tokens of an image, for position tables.
+
+    Raises:
+        ValueError: The image cannot be cut into tokens.
+    """
+    height, width = to_2tuple(img_size)
+    if reduction < 1 or min(height, width) < reduction or height % reduction or width % reduction:
+        raise ValueError(
+            f'img_size={img_size} must be a multiple of reduction={reduction}, the side of the squares of pixels that '
+            'become tokens'
+        )
+    return height // reduction, width // reduction
+
+
+# Their forward passes look at sizes, which a symbolic trace does not know.
+for _module in (
+    ContentAttention,
+    GeneralizedQuadraticAttention,
+    LearnedAttention,
+    QuadraticAttention,
+    SpaceToDepthStem,
+):
+    register_notrace_module(_module)
+
+
+def _cfg(**kwargs) -> Dict[str, Any]:
+    return {
+        'num_classes': 10,
+        'input_size': (3, 32, 32),
+        'pool_size': (16, 16),
+        'crop_pct': 1.0,
+        'interpolation': 'bicubic',
+        'mean': (0.4914, 0.4822, 0.4465),
+        'std': (0.2023, 0.1994, 0.2010),
+        'first_conv': 'stem.proj',
+        'classifier': 'head.fc',
+        'license': 'apache-2.0',
+        'paper_ids': 'arXiv:1911.03584',
+        'paper_name': 'On the Relationship between Self-Attention and Convolutional Layers',
+        **kwargs,
+    }
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        'sa_quadratic_cifar.untrained': _cfg(),
+        'sa_quadratic16_cifar.untrained': _cfg(),
+        'sa_generalized_cifar.untrained': _cfg(),
+        'sa_learned_cifar.untrained': _cfg(),
+        'sa_learned_content_cifar.untrained': _cfg(),
+        **{
+            f'{name}.cifar10': _cfg(file=weights_file(name), label_names=CLASSES, first_conv=())
+            for name in ('sa_quadratic_small', 'sa_generalized_small', 'sa_learned_small', 'sa_learned_content_small')
+        },
+    }
+)
+
+
+def _create(variant: str, pretrained: bool, attn_layer: Callable[..., nn.Module], **kwargs) -> SelfAttentionNetwork:
+    return build_model_with_cfg(
+        SelfAttentionNetwork,
+        variant,
+        pretrained,
+        pretrained_filter_fn=in_single_precision,
+        feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
+        **{'attn_layer': attn_layer, **kwargs},
+    )
+
+
+def _create_with_tables(
+    variant: str, pretrained: bool, attn_layer: Callable[..., nn.Module], img_size=32, **kwargs
+) -> SelfAttentionNetwork:
+    max_size = token_grid(img_size, kwargs.get('reduction', 2))
+    return _create(variant, pretrained, attn_layer, max_size=max_size, **kwargs)
+
+
+@register_model
+def sa_quadratic_cifar(pretrained: bool = False, **kwargs) -> SelfAttentionNetwork:
+    """Quadratic encoding, 9 heads: 12.09M parameters at 10 classes (C20, Table 1).
+
+    Args:
+        head_dim (int, optional): Channels of a head's values. Defaults to None, values that are the input itself.
+        center_std, spread_std (float): Standard deviations of the initial centres and of the noise in the initial
+            widths, see :class:`~attncnn_plugin.layers.QuadraticEncoding`. Default to 2 and 0.01.
+        reduction (int): Side of the square of pixels that becomes a token, for all models here. Defaults to 2.
+    """
+    return _create('sa_quadratic_cifar', pretrained, QuadraticAttention, **kwargs)
+
+
+@register_model
+def sa_quadratic16_cifar(pretrained: bool = False, **kwargs) -> SelfAttentionNetwork:
+    """Quadratic encoding, 16 heads (C20, appendix F, Figure 14); arguments as of :func:`sa_quadratic_cifar`."""
+    return _create('sa_quadratic16_cifar', pretrained, QuadraticAttention, **{'num_heads': 16, **kwargs})
+
+
+@register_model
+def sa_generalized_cifar(pretrained: bool = False, **kwargs) -> SelfAttentionNetwork:
+    """Generalized quadratic encoding, 9 heads: 12.09M parameters at 10 classes (C20, appendix E).
+
+    The arguments are those of :func:`sa_quadratic_cifar`.
+    """
+    return _create('sa_generalized_cifar', pretrained, GeneralizedQuadraticAttention, **kwargs)
+
+
+@register_model
+def sa_learned_cifar(pretrained: bool = False, **kwargs) -> SelfAttentionNetwork:
+    """Learned encoding, 9 heads: 12.28M parameters at 10 classes (C20, Table 1).
+
+    Args:
+        img_size (int | tuple[int, int]): Height and width of the largest image. Defaults to 32.
+        share_position (bool): Whether all blocks have the same position tables, 12.15M parameters. Defaults to False.
+        position, position_dim, head_dim: See :class:`~attncnn_plugin.layers.LearnedAttention`.
+    """
+    return _create_with_tables('sa_learned_cifar', pretrained, LearnedAttention, **kwargs)
+
+
+@register_model
+def sa_learned_content_cifar(pretrained: bool = False, **kwargs) -> SelfAttentionNetwork:
+    """Content and learned relative position, 9 heads: 29.48M parameters at 10 classes (C20, Table 1).
+
+    Args:
+        img_size (int | tuple[int, int]): Height and width of the largest image. Defaults to 32.
+        share_position (bool): Whether all blocks have the same position tables. Defaults to False.
+        terms, position, …: Of the scores and values, see :class:`~attncnn_plugin.layers.ContentAttention`. Default to
+            q·k + q·r_δ of the paper.
+    """
+    return _create_with_tables('sa_learned_content_cifar', pretrained, ContentAttention, **kwargs)
+
+
+SMALL = dict(embed_dim=64, depth=4, mlp_dim=128)
+
+
+@register_model
+def sa_quadratic_small(pretrained: bool = False, **kwargs) -> SelfAttentionNetwork:
+    """Quadratic encoding, 9 heads, 4 blocks of 64 channels: 233,270 parameters at 10 classes.
+
+    The arguments are those of :func:`sa_quadratic_cifar`.
+    """
+    return _create('sa_quadratic_small', pretrained, QuadraticAttention, **{**SMALL, **kwargs})
+
+
+@register_model
+def sa_generalized_small(pretrained: bool = False, **kwargs) -> SelfAttentionNetwork:
+    """Generalized quadratic encoding, 9 heads, 4 blocks of 64 channels: 233,378 parameters at 10 classes.
+
+    The arguments are those of :func:`sa_quadratic_cifar`.
+    """
+    return _create('sa_generalized_small', pretrained, GeneralizedQuadraticAttention, **{**SMALL, **kwargs})
+
+
+@register_model
+def sa_learned_small(pretrained: bool = False, **kwargs) -> SelfAttentionNetwork:
+    """Learned encoding, 9 heads, 4 blocks of 64 channels: 253,642 parameters at 10 classes.
+
+    The arguments are those of :func:`sa_learned_cifar`.
+    """
+    return _create_with_tables('sa_learned_small', pretrained, LearnedAttention, **{**SMALL, **kwargs})
+
+
+@register_model
+def sa_learned_content_small(pretrained: bool = False, **kwargs) -> SelfAttentionNetwork:
+    """Content and learned relative position, 9 heads, 4 blocks of 64 channels: 540,618 parameters at 10 classes.
+
+    The arguments are those of :func:`sa_learned_content_cifar`.
+    """
+    return _create_with_tables('sa_learned_content_small', pretrained, ContentAttention, **{**SMALL, **kwargs})
