@@ -17,10 +17,9 @@ BACKBONES = {
         phase='attn',
         img_size=16,
         patch_size=4,
-        embed_dims=16,
         num_layers=2,
         feedforward_channels=24,
-        head_dim=[1, 2, 3, 4, 5, 6, 7, 8, 9],
+        head_dim='exact',
         in_channels=1,
     ),
 }
