@@ -1,183 +1,209 @@
 #!/usr/bin/env python
 """Trains what a table of the documentation needs, and writes its page.
 
-  reproduce.py C20-1 --data cifar10 --data-root data/cifar10
   reproduce.py L21-1 --data folder --data-root data/images --models ViT 'two phases' --seeds 0 --images 500 2000
-  reproduce.py C20-1 --list       # what is done, what is left, and about how long it takes; trains nothing
-  reproduce.py C20-1 --results docs/tables/C20-1.json  # goes on with what was trained on another machine
+  reproduce.py C20-1 --list       # what is done and what is left; trains nothing
   reproduce.py T-CNN --smoke      # the whole table on scikit-learn's digits, in a few minutes
 
 Every training has a folder of its own below OUT/runs. Run the command again after a stop: what is done is left alone,
 and the rest goes on from the last epoch, to the same weights as without the stop. Results are in OUT/TABLE.json, the
-page is OUT/TABLE.md, its figure OUT/TABLE.svg.
+page is OUT/TABLE.md, its figure OUT/TABLE.svg. What the tables train is in tools/reproduction/tables.py.
 """
 
 import argparse
-import os
+import copy
+import fcntl
+import re
 import signal
+import subprocess
 import sys
+import time
 import warnings
-from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Iterator, List
+from typing import Callable, Dict, List
 
 import torch
-from mmengine.config import DictAction
+from mmengine.config import Config, DictAction
 from mmengine.logging import MMLogger
+from mmengine.registry import DefaultScope
+from mmpretrain.registry import DATASETS
 
 from attncnn_plugin.apis.model_options import setting
 from attncnn_plugin.utils.errors import one_line
 
 sys.path.insert(0, str(Path(__file__).parent))  # for those who import this file
-from reproduction.configs import DATA  # noqa: E402
-from reproduction.estimate import progress  # noqa: E402
+from reproduction.configs import DATA, network_config, set_data, set_epochs, set_images  # noqa: E402
 from reproduction.page import write_page  # noqa: E402
-from reproduction.runs import Run, locked, train, write_json  # noqa: E402
-from reproduction.tables import TABLES  # noqa: E402
-from reproduction.trainings import (  # noqa: E402
-    SEEDS_OF_STARTED,
-    check_images,
-    chosen,
-    results_in,
-    results_of_files,
-    runs_of,
-    table_of,
-    take_over,
-    with_results,
+from reproduction.results import Run, write_json  # noqa: E402
+from reproduction.tables import TABLES, Row, Table  # noqa: E402
+
+OWN = (
+    'train_cfg.max_epochs',
+    'train_dataloader.dataset.num_images',
+    'train_dataloader.dataset.seed',
+    'randomness.seed',
 )
-
-WORDS = dict(cifar10='CIFAR-10', cifar100='CIFAR-100', folder='images of a folder', digits="scikit-learn's digits")
-SMOKE_TEST_IMAGES = 100
-
-
-def positive(text: str) -> int:
-    """An option that is a positive integer."""
-    if not (text.isascii() and text.isdigit()) or int(text) == 0:
-        raise argparse.ArgumentTypeError(f'{text!r} must be a positive integer')
-    return int(text)
-
-
-def seed(text: str) -> int:
-    """An option that is a seed, as NumPy takes them."""
-    if not (text.isascii() and text.isdigit()) or int(text) >= 2**32 - SEEDS_OF_STARTED:
-        raise argparse.ArgumentTypeError(f'{text!r} must be an integer from 0 to {2**32 - SEEDS_OF_STARTED - 1}')
-    return int(text)
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('table', choices=list(TABLES), metavar='TABLE', help=', '.join(TABLES))
     parser.add_argument('--models', nargs='+', metavar='ROW', help='rows of the table (default: all)')
-    parser.add_argument('--seeds', nargs='+', type=seed, help='of each training (default: those of the table)')
-    parser.add_argument('--images', nargs='+', type=positive, help='numbers of training images (default: the table’s)')
-    parser.add_argument('--epochs', type=positive, help='of a training (default: those of the table)')
+    parser.add_argument('--seeds', nargs='+', type=int, help='which of the table’s seeds (default: all)')
+    parser.add_argument('--images', nargs='+', type=int, help='which of the table’s numbers of images (default: all)')
     parser.add_argument('--data', choices=DATA, help='default: cifar10, with --smoke the digits')
     parser.add_argument('--data-root', type=Path, help='folder of the images (default: data/cifar10 and the like)')
-    parser.add_argument('--data-name', metavar='WORDS', help='what the page calls the images, such as Flowers-102')
-    parser.add_argument('--test-images', type=positive, help='how many are validated with (default: all)')
+    parser.add_argument('--data-name', metavar='WORDS', help='what the page calls the images (default: as --data does)')
+    parser.add_argument('--test-images', type=int, help='how many are validated with (default: all)')
     parser.add_argument('--out', type=Path, help='folder of the results (default: work_dirs/reproduce/DATA)')
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    jobs = 1 if torch.cuda.is_available() else cores
-    parser.add_argument(
-        '--results',
-        nargs='+',
-        type=Path,
-        default=[],
-        metavar='JSON',
-        help='of other machines: TABLE.json to take over, with --list too',
-    )
-    parser.add_argument('--jobs', type=positive, default=jobs, help=f'trainings at a time (default here: {jobs})')
-    parser.add_argument('--threads', type=positive, default=1, help='of each training (default: 1)')
+    jobs = 1 if torch.cuda.is_available() else torch.get_num_threads()
+    parser.add_argument('--jobs', type=int, default=jobs, help='trainings at a time (default: cores, with a GPU 1)')
+    parser.add_argument('--threads', type=int, default=1, help='of each training (default: 1)')
     parser.add_argument('--list', action='store_true', help='train nothing')
-    parser.add_argument('--smoke', action='store_true', help='few digits, two epochs, one seed')
-    parser.add_argument(
-        '--cfg-options', nargs='+', type=setting, action=DictAction, default={}, help='settings of all configs: k=v'
-    )
+    parser.add_argument('--smoke', action='store_true', help='200 images, two epochs, one seed')
+    parser.add_argument('--cfg-options', nargs='+', type=setting, action=DictAction, default={}, help='settings: k=v')
     args = parser.parse_args()
     args.data = args.data or ('digits' if args.smoke else 'cifar10')
-    if args.smoke and args.data != 'digits':
-        parser.error(f'--smoke is for the digits, not for --data {args.data}')
+    args.out = args.out or Path('work_dirs/reproduce', f'{args.data}_smoke' if args.smoke else args.data)
     if args.data == 'digits' and args.data_root is not None:
         parser.error(f'--data-root {args.data_root} is for images in a folder: the digits come with scikit-learn')
-    if args.smoke and args.test_images is None:
-        args.test_images = SMOKE_TEST_IMAGES
-    args.out = args.out or Path('work_dirs/reproduce') / (f'{args.data}_smoke' if args.smoke else args.data)
+    if min(args.jobs, args.threads) < 1:
+        parser.error(f'--jobs {args.jobs} and --threads {args.threads} must be at least 1')
+    for key in args.cfg_options:  # what makes a training that of its row
+        if key == 'load_from' or any(f'{own}.'.startswith(f'{key}.') for own in OWN):
+            parser.error(f'--cfg-options {key}=… would make the training another one than its row says')
     return args
 
 
 def main() -> None:
-    args = parse_args()
-    torch.set_num_threads(args.threads)
     try:
-        failed = reproduce(args)
+        reproduce(parse_args())
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except (OSError, ValueError) as error:
         sys.exit(str(error))
-    if failed:
-        sys.exit(f'{len(failed)} trainings failed or could not begin: ' + '; '.join(map(str, failed)))
 
 
-def reproduce(args: argparse.Namespace) -> List[Run]:
-    """Does what the options say.
-
-    Returns:
-        list[Run]: The trainings that failed, or could not begin.
-
-    Raises:
-        OSError: Files cannot be read or written, or the folder is in use.
-        ValueError: The options, or what is in the folder, are not for the table.
-    """
-    others = results_of_files(args.results)
-    table = with_results(table_of(args), [*results_in(args.out), *others], args.out)
+def reproduce(args: argparse.Namespace) -> None:
+    """Does what the options say."""
+    table = TABLES[args.table]
+    if args.smoke:
+        rows = {label: replace(row, seeds=(0,), images=None) for label, row in table.rows.items()}
+        table = replace(table, epochs={200: 2}, rows=rows)
     runs = runs_of(table, args)
     wanted = chosen(runs, args)
-    if others:
-        with locked(args.out):
-            take_over(runs, others)
-    for run in runs:
-        if run in wanted or run.result is not None:
-            run.check_folder()
-    for run in wanted:
-        run.check_start()
-    with in_one_line():  # of networks and images that cannot be built
-        print(progress(wanted, args.jobs), flush=True)
+    for run in [run for run in runs if run in wanted or run.result is not None]:
+        run.check_folder()
+
+    def progress() -> str:
+        return f'{sum(run.result is not None for run in wanted)} of {len(wanted)} trainings are done'
+
+    def write(sentence: str) -> None:
+        write_json(args.out / f'{args.table}.json', [run.result for run in runs if run.result is not None])
+        write_page(args.out, args.table, table, runs, args.data_name or args.data)
+        print(f'{sentence}; {progress()}', flush=True)
+
     if args.list:
-        for run in wanted:
-            state = 'done' if run.result else f'{run.epochs_done} epochs done' if run.epochs_done else 'not begun'
-            print(f'  {run}: {state}')
-        return []
+        print(*(f'{run}: {"done" if run.result else f"{run.epochs_done} epochs done"}' for run in wanted), sep='\n')
+        return print(progress())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the trainings too
-
-    def write() -> Path:
-        results = [run.result for run in runs if run.result is not None]
-        write_json(args.out / f'{args.table}.json', results)
-        return write_page(args.out, args.table, table, runs, args.data_name or WORDS[args.data])
-
-    def tell(run: Run, sentence: str) -> None:
+    args.out.mkdir(parents=True, exist_ok=True)
+    with (args.out / 'lock').open('w') as lock:  # the trainings inherit it, and may outlive this process
         try:
-            write()
-            print(f'{run}: {sentence}; {progress(wanted, args.jobs)}', flush=True)
-        except Exception as error:  # the trainings go on, and the page is written again at the end
-            print(f'{run}: {sentence}; the page was not written ({one_line(error)})', flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(f'{args.out} is in use by another call, or by a training that one has left: wait') from None
+        left = [run for run in wanted if run.result is None]
+        if left:
+            check_images(max(left, key=lambda run: run.images).config)
+        train(left, args.jobs, args.threads, lock.fileno(), write)
+        write(f'{args.out / args.table}.md')
+    failed = [str(run) for run in wanted if run.result is None]
+    if failed:
+        raise ValueError(f'{len(failed)} trainings failed or could not begin: {"; ".join(failed)}')
 
-    with locked(args.out) as lock:
-        with in_one_line():
-            check_images([run for run in wanted if run.result is None])
-        failed = train(wanted, args.jobs, args.threads, lock, tell)
-        print(write())
-    return failed
+
+def runs_of(table: Table, args: argparse.Namespace) -> List[Run]:
+    """All trainings of a table, the first seed first, and those that others begin with before these."""
+    runs: Dict[tuple, Run] = {}
+    for seed in sorted({seed for row in table.rows.values() for seed in row.seeds}):
+        for images in table.epochs:
+            for label, row in table.rows.items():
+                if seed in row.seeds and (row.images is None or images in row.images):
+                    epochs, start = table.epochs_of(label, images), runs.get((row.start, images, seed))
+                    folder = args.out / 'runs' / re.sub(r'\W+', '_', f'{label} {images} {epochs} {seed}')
+                    config = partial(config_of, row, args)
+                    runs[label, images, seed] = Run(folder, label, images, epochs, seed, start, config)
+    return list(runs.values())
 
 
-@contextmanager
-def in_one_line() -> Iterator[None]:
-    """Ends the tool with a sentence where something else than this package may fail."""
+def chosen(runs: List[Run], args: argparse.Namespace) -> List[Run]:
+    """The trainings that the options name, and those that they begin with."""
+    named = dict(label=args.models, images=args.images, seed=args.seeds)
+    wanted = [run for run in runs if all(names is None or getattr(run, key) in names for key, names in named.items())]
+    for key, names in named.items():
+        if not {getattr(run, key) for run in wanted}.issuperset(names or ()):
+            known = list(dict.fromkeys(getattr(run, key) for run in runs))
+            raise ValueError(f'{args.table} has no such trainings for each {key} of {names}; in all it has {known}')
+    return [run for run in runs if run in wanted or run in [other.start for other in wanted]]
+
+
+def config_of(row: Row, args: argparse.Namespace, run: Run) -> Config:
+    """The config of a training, as the row and the options change it."""
+    batch_size = {key: value for key, value in args.cfg_options.items() if key == 'train_dataloader.batch_size'}
     try:
-        yield
-    except ValueError:
-        raise
+        config = network_config(row.config, {**row.options, **batch_size})  # the schedule depends on it
+        set_data(config, args.data, args.data_root, args.test_images)
+        set_images(config, run.images, run.seed)
+        set_epochs(config, run.epochs, run.images)
+        if run.start:
+            config.randomness.seed += 1000  # other random numbers than those that it has seen
+            config.load_from = str(run.start.folder / f'epoch_{run.start.epochs}.pth')
+        config.merge_from_dict(args.cfg_options)
     except Exception as error:
-        sys.exit(one_line(error, folder_option='--data-root FOLDER'))
+        raise ValueError(f'{run}: {one_line(error)}') from error
+    return config
+
+
+def check_images(config: Config) -> None:
+    """Loads images of a config, before several processes do so or download them."""
+    try:
+        for loader in (config.train_dataloader, config.val_dataloader):
+            with DefaultScope.overwrite_default_scope('mmpretrain'):
+                shape = tuple(DATASETS.build(copy.deepcopy(loader.dataset))[0]['inputs'].shape)
+            if shape != (3, 32, 32):
+                raise ValueError(f'they have the shape {shape}, but the networks are for (3, 32, 32)')
+    except Exception as error:
+        raise ValueError(f'the images cannot be used: {one_line(error, "--data-root FOLDER")}') from error
+
+
+def train(runs: List[Run], jobs: int, threads: int, lock: int, tell: Callable[[str], None]) -> None:
+    """Trains so many at a time, and tells what came of each; what begins with one that failed is left out."""
+    working: Dict[Run, subprocess.Popen] = {}
+    try:
+        while True:
+            ready = [run for run in runs if run.start is None or run.start.result is not None]
+            for run in ready[: jobs - len(working)]:
+                runs.remove(run)
+                working[run] = run.begin(threads, lock)
+            if not working:
+                return
+            time.sleep(0.2)
+            for run in [run for run, process in working.items() if process.poll() is not None]:
+                try:
+                    if working.pop(run).returncode:
+                        raise ValueError('it ended with an error')
+                    sentence = run.collect(threads)
+                except Exception as error:  # whatever is wrong with it, the other trainings go on
+                    sentence = f'failed ({one_line(error)}), see {run.folder / "output.txt"}'
+                tell(f'{run}: {sentence}')
+    finally:
+        for process in working.values():
+            process.terminate()
+        for process in working.values():
+            process.wait()
 
 
 if __name__ == '__main__':

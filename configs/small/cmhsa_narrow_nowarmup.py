@@ -6,6 +6,5 @@ custom_hooks = [
         type='PhaseTransitionHook',
         epoch=18,
         optim_wrapper=dict(optimizer=dict(lr=5e-4)),
-        param_scheduler=dict(
-            type='CosineAnnealingLR', eta_min=0., begin=0, end=12, convert_to_iter_based=True))
+        param_scheduler=[dict(type='CosineAnnealingLR', eta_min=0., begin=0, end=12, convert_to_iter_based=True)])
 ]

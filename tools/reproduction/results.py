@@ -1,103 +1,130 @@
-"""What came of a training, as plain data."""
+"""Trainings in folders of their own, and what came of them."""
 
 import copy
+import json
 import os
 import platform
+import re
+import subprocess
 import sys
-import time
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Callable, Dict, Tuple
+from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
 import torch
 from mmengine.config import Config
-from mmengine.device import get_device
-from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DefaultScope
-from mmengine.runner import load_checkpoint
+from mmengine.runner import CheckpointLoader, load_checkpoint
 from mmpretrain.registry import MODELS
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import attncnn_plugin
 import attncnn_plugin.mm.safe_loading
 from attncnn_plugin.analysis import read_scalars
-from attncnn_plugin.utils.checkpoint_files import load_from_local
-
-METRICS = ('accuracy/top1', 'accuracy/top5', 'cross_entropy/mean')
-IMAGE = (3, 32, 32)
-Step = Callable[[Tensor], None]
-# What a result has, and of which types.
-NUMBER = (int, float)
-RESULT = dict(
-    label=str,
-    images=int,
-    epochs=int,
-    seed=int,
-    start=(str, type(None)),
-    top1=NUMBER,
-    seconds=NUMBER,
-    parameters=int,
-    multiply_adds=int,
-    curves=dict,
-    versions=dict,
-    machine=dict,
-    config=dict,
-)
+from attncnn_plugin.engine.reliability import AtomicBackend
 
 
-def collect(run, threads: int) -> None:
-    """Writes the result of a training that has ended into its folder."""
-    scalars = read_scalars(run.folder)
-    curves = {name: scalars[name].tolist() for name in METRICS if name in scalars}
-    last = curves['accuracy/top1'][-1][0]
-    if last != run.epochs:
-        raise RuntimeError(f'{run.folder} has its last accuracy after epoch {last:g}, not {run.epochs}: remove it')
-    parameters, multiply_adds = cost(trained_model(run.config, run.last_checkpoint))
-    result = dict(
-        label=run.label,
-        images=run.images,
-        epochs=run.epochs,
-        seed=run.seed,
-        start=run.start and run.start.folder.name,
-        top1=curves['accuracy/top1'][-1][1],
-        seconds=training_seconds(run.last_checkpoint),
-        parameters=parameters,
-        multiply_adds=multiply_adds,
-        curves=curves,
-        versions=versions(),
-        machine=dict(machine(), threads=threads),
-        config=run.config.to_dict(),
-    )
-    run.write_result(result)
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A training of a row of a table, which may begin with the last weights of another one."""
+
+    folder: Path
+    label: str
+    images: int
+    epochs: int
+    seed: int
+    start: Optional['Run']
+    make_config: Callable[['Run'], Config]
+
+    def __str__(self) -> str:
+        return f'{self.label}, {self.images:,} images, epochs: {self.epochs}, seed {self.seed}'
+
+    @cached_property
+    def config(self) -> Config:
+        return self.make_config(self)
+
+    @property
+    def config_file(self) -> Path:
+        """Beside the folder, into which mmengine writes its own copy."""
+        return self.folder.with_suffix('.json')
+
+    @property
+    def epochs_done(self) -> int:
+        """The epochs that need not be trained again."""
+        return max((int(path.stem[len('epoch_') :]) for path in self.folder.glob('epoch_*.pth')), default=0)
+
+    @property
+    def result(self) -> Optional[dict]:
+        """What came of it; None before its end."""
+        path = self.folder / 'result.json'
+        return read_json(path) if path.exists() else None
+
+    def check_folder(self) -> None:
+        """Raises an error if the folder has a training with other settings; one without checkpoints has none."""
+        ours = dict(_settings(self.config.to_dict()))  # settings that no training can have are an error here, too
+        if self.result is None and not self.epochs_done:
+            return
+        theirs = dict(_settings(read_json(self.config_file)))
+        names = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
+        shown = [f'{name}: {theirs.get(name, "not set")} there, {ours.get(name, "not set")} here' for name in names]
+        if names:
+            raise ValueError(
+                f'{self.folder} has a training with other settings ({"; ".join(shown[:5])}): give another folder by '
+                f'--out, or remove this one and {self.config_file.name} beside it'
+            )
+
+    def begin(self, threads: int, lock: int) -> subprocess.Popen:
+        """Starts the training in a process of its own, from its last checkpoint where there is one."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.config_file, self.config.to_dict())
+        train, resume = Path(__file__).parents[1] / 'train.py', ['--resume'] * (self.epochs_done > 0)
+        command = [sys.executable, train, self.config_file, '--work-dir', self.folder, *resume]
+        environment = {**os.environ, 'OMP_NUM_THREADS': str(threads)}
+        with (self.folder / 'output.txt').open('a') as output:
+            return subprocess.Popen(command, stdout=output, stderr=output, env=environment, pass_fds=[lock])
+
+    def collect(self, threads: int) -> str:
+        """Writes the result of the training that has ended, from its logs and its last checkpoint."""
+        scalars = read_scalars(self.folder)
+        metrics = scalars.keys() & {'accuracy/top1', 'accuracy/top5', 'cross_entropy/mean'}
+        curves = {name: scalars[name].tolist() for name in sorted(metrics)}
+        last, top1 = curves['accuracy/top1'][-1]
+        if last != self.epochs:
+            raise ValueError(f'its last accuracy is of epoch {last:g}')
+        checkpoint = self.folder / f'epoch_{self.epochs}.pth'
+        parameters, multiply_adds = cost(trained_model(self.config, checkpoint))
+        # The time of all iterations, those before a stop too, with the loading of the images.
+        times = CheckpointLoader.load_checkpoint(str(checkpoint))['message_hub']['log_scalars']['train/time']
+        result = {name: getattr(self, name) for name in ('label', 'images', 'epochs', 'seed')}
+        result.update(start=self.start and self.start.folder.name, top1=top1, seconds=float(times.data[0].sum()))
+        result.update(parameters=parameters, multiply_adds=multiply_adds, curves=curves, versions=versions())
+        result.update(machine=dict(machine(), threads=threads), config=self.config.to_dict())
+        write_json(self.folder / 'result.json', result)
+        return f'{top1:.2f} %'
 
 
-def check_result(result: dict, source: str) -> None:
-    """Looks at a result that may not be of :func:`collect`.
+def _settings(config: Any, name: str = '') -> Iterator[Tuple[str, str]]:
+    """Names and values of settings, such as ``optim_wrapper.optimizer.lr``."""
+    for key, value in config.items() if isinstance(config, dict) else enumerate(config):
+        if isinstance(value, (dict, list, tuple)) and value:
+            yield from _settings(value, f'{name}{key}.')
+        elif key != 'load_from':  # it moves together with this folder
+            yield f'{name}{key}', json.dumps(value, default=str)
 
-    Args:
-        result (dict): The result.
-        source (str): Where it is, in words.
 
-    Raises:
-        ValueError: It lacks something, or has something of another type.
-    """
+def read_json(path: Path) -> Any:
+    """The data of a file; an error names the file."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f'{path} is broken ({error}): remove it') from None
 
-    def check(of: dict, kinds: Dict[str, Any], where: str) -> None:
-        for name, kind in kinds.items():
-            if name not in of:
-                raise ValueError(f'{source} has a result without {where}{name!r}')
-            if not isinstance(of[name], kind) or isinstance(of[name], bool):
-                raise ValueError(f'{source} has a result whose {where}{name!r} is {str(of[name])[:40]}')
 
-    check(result, RESULT, '')
-    check(result['versions'], dict(torch=str), 'versions: ')
-    check(result['machine'], dict(processor=str, gpu=(str, type(None)), threads=int), 'machine: ')
-    check(result['curves'], {'accuracy/top1': list, 'cross_entropy/mean': list}, 'curves: ')
-    for name, curve in result['curves'].items():
-        pairs = isinstance(curve, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in curve)
-        if not (pairs and curve and all(isinstance(value, NUMBER) for pair in curve for value in pair)):
-            raise ValueError(f'{source} has a result whose curves: {name!r} is no list of epochs and values')
+def write_json(path: Path, data: Any) -> None:
+    """Writes data to a file, as a whole or not at all."""
+    AtomicBackend().put(json.dumps(data, indent=1, default=str).encode(), path)
 
 
 def build(config: Config) -> nn.Module:
@@ -117,86 +144,21 @@ def trained_model(config: Config, checkpoint: Path) -> nn.Module:
 def cost(model: nn.Module) -> Tuple[int, int]:
     """Parameters, and multiply-adds of one image: all products of matrices and convolutions, half of torch's count."""
     model.eval()
-    # Fused kernels on the CPU are not counted by every version of PyTorch; the plain products are. With gradients, so
-    # that generalized heads are computed as in training.
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
-        model(torch.zeros(1, *IMAGE))
+    # The plain products: not every version of PyTorch counts fused kernels on the CPU.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(torch.zeros(1, 3, 32, 32))
     return sum(parameter.numel() for parameter in model.parameters()), counter.get_total_flops() // 2
-
-
-def training_seconds(checkpoint: Path) -> float:
-    """The time of all iterations of a training, those before it was stopped too, with the loading of the images."""
-    times = load_from_local(str(checkpoint))['message_hub']['log_scalars']['train/time']
-    return float(times.data[0].sum())
-
-
-def step_seconds(config: Config) -> float:
-    """The time of a training step of one batch, without its data; of two phases the mean over the epochs."""
-
-    def training(model: nn.Module) -> Step:
-        with DefaultScope.overwrite_default_scope('mmpretrain'):
-            wrapper = build_optim_wrapper(model.train(), config.optim_wrapper)
-
-        def step(images: Tensor) -> None:
-            with wrapper.optim_context(model):
-                loss = model.extract_feat(images)[0].sum()
-            loss.backward()
-            loss.item()  # a GPU has come to the end
-
-        return step
-
-    return _mean_over_phases(config, training)
-
-
-def validation_seconds(config: Config) -> float:
-    """The time of the validation of as many images as in a training batch; of two phases the mean over the epochs."""
-
-    def validation(model: nn.Module) -> Step:
-        model.eval()
-
-        @torch.no_grad()
-        def step(images: Tensor) -> None:
-            model.extract_feat(images)[0].sum().item()
-
-        return step
-
-    return _mean_over_phases(config, validation)
-
-
-def _mean_over_phases(config: Config, step_of: Callable[[nn.Module], Step]) -> float:
-    """The seconds of a step in each phase, weighted by its epochs."""
-    hook = next((hook for hook in config.get('custom_hooks') or [] if hook.type == 'PhaseTransitionHook'), None)
-    model, shares = build(config), [1.0]
-    turning = [module for module in model.modules() if hasattr(module, 'to_attention')]
-    if hook is not None and turning:
-        first = hook.epoch / config.train_cfg.max_epochs
-        shares = [first, 1 - first]
-    device = get_device()
-    images = torch.randn(config.train_dataloader.batch_size, *IMAGE, device=device)
-    seconds = 0.0
-    for phase, share in enumerate(shares):
-        if phase == 1:
-            turning[0].to_attention()
-        step, times = step_of(model.to(device)), []
-        for _ in range(2):  # the first one makes room
-            begun = time.perf_counter()
-            step(images)
-            times.append(time.perf_counter() - begun)
-        seconds += share * min(times)
-    return seconds
 
 
 def versions() -> Dict[str, str]:
     """Those of Python, of this package, and of what it computes with."""
-    names = ('torch', 'timm', 'mmengine', 'mmpretrain', 'numpy')
-    modules = {name: sys.modules[name].__version__ for name in names if name in sys.modules}
+    modules = {name: sys.modules[name].__version__ for name in ('torch', 'timm', 'mmengine', 'mmpretrain', 'numpy')}
     return dict(python=platform.python_version(), attncnn_plugin=attncnn_plugin.__version__, **modules)
 
 
 def machine() -> Dict[str, object]:
     """The processor, its cores, and the GPU if there is one."""
     info = Path('/proc/cpuinfo')
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(':', 1)[1].strip() for line in lines if line.startswith('model name')]
+    names = re.findall(r'^model name\s*: (.*)$', info.read_text(), re.MULTILINE) if info.exists() else []
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return dict(processor=names[0] if names else platform.processor(), cores=os.cpu_count(), gpu=gpu)

@@ -1,67 +1,45 @@
-"""The tables: their rows, as configs of configs/small and what is changed in them."""
+"""The experiments: what is trained, for how long, and what it is compared with; plain data."""
 
-import dataclasses
+from dataclasses import dataclass, field, replace
 from typing import Any, Dict, Mapping, Optional, Tuple
 
-SEEDS = (0, 1, 2)
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Row:
-    """One network, trained in one way.
+    """One network, trained in one way."""
 
-    Attributes:
-        label (str): Its name, the same in all tables that share its trainings.
-        config (str): The file in ``configs/small``, without ``.py``.
-        seeds (tuple[int, ...]): Those of its trainings. Defaults to 0, 1 and 2.
-        share (float): Its epochs in those of the table. Defaults to 1.
-        start (str, optional): The row of the table with whose weights it begins, of the same images and seed.
-        begins (float): Where its curve begins in figures, as a share of the epochs of the table. Defaults to 0; with
-            ``start`` it begins where that ends.
-        images (tuple[int, ...], optional): The numbers of images that it is trained with. Defaults to None, means all
-            of the table.
-        options (Mapping[str, Any]): Settings of the config to change.
-    """
-
-    label: str
-    config: str
-    seeds: Tuple[int, ...] = SEEDS
-    share: float = 1
-    start: Optional[str] = None
-    begins: float = 0
-    images: Optional[Tuple[int, ...]] = None
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    config: str  # the file in configs/small, without .py
+    options: Mapping[str, Any] = field(default_factory=dict)  # settings of the config to change, by dotted names
+    seeds: Tuple[int, ...] = (0, 1, 2)  # one training for each
+    share: float = 1  # of the table's epochs
+    start: Optional[str] = None  # the row above it whose weights it begins with, of the same images and seed
+    begins: float = 0  # where its curve begins without such a row, as a share of the table's epochs
+    images: Optional[Tuple[int, ...]] = None  # which of the table's numbers of images; None: all
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Table:
-    """Rows that can be compared.
+    """Rows that can be compared."""
 
-    Attributes:
-        title (str): The heading of its page.
-        about (str): What it is to show.
-        epochs (dict[int, int]): Of a training, by its number of images.
-        rows (tuple[Row, ...]): The rows.
-        curves (tuple[str, ...]): The metrics that its figures show by epoch.
-    """
+    title: str  # of its page
+    about: str  # the question that it answers
+    epochs: Dict[int, int]  # how long to train, by the number of training images
+    rows: Dict[str, Row]  # by their labels; tables share the trainings of rows with one label
+    curves: Tuple[str, ...] = ('accuracy/top1',)  # the metrics that its figure shows by epoch
 
-    title: str
-    about: str
-    epochs: Dict[int, int]
-    rows: Tuple[Row, ...]
-    curves: Tuple[str, ...] = ('accuracy/top1',)
+    def epochs_of(self, label: str, images: int) -> int:
+        """How long a row is trained with so many images."""
+        return max(round(self.rows[label].share * self.epochs[images]), 1)
 
 
-GENERALIZED = Row('generalized', 'sa_generalized', seeds=(0,))
-RESNET = Row('ResNet', 'resnet')
-TWO_PHASES = Row('two phases', 'cmhsa')
 # The schedule of a second phase, in a training of its own.
 COSINE = dict(type='CosineAnnealingLR', eta_min=0.0, begin=1, end=12, convert_to_iter_based=True)
 SECOND_PHASE = {
     'optim_wrapper.optimizer.lr': 5e-4,
     'param_scheduler': [dict(type='LinearLR', start_factor=1e-3, begin=0, end=1, convert_to_iter_based=True), COSINE],
 }
-NO_WARM_UP = [dict(COSINE, begin=0)]
+COLD_COSINE = dict(COSINE, begin=0)
+NO_WARM_UP = {**SECOND_PHASE, 'param_scheduler': [COLD_COSINE]}
 # Flips and shifts alone, as the ViT has them.
 NO_DEIT_RECIPE = {
     'train_dataloader.dataset.pipeline': [dict(type='PackInputs')],
@@ -69,151 +47,94 @@ NO_DEIT_RECIPE = {
     'model.head.loss': dict(_delete_=True, type='CrossEntropyLoss'),
     'model.train_cfg': dict(_delete_=True),
 }
+TRAINED_ON = dict(seeds=(0,), share=0.35, start='generalized')
+LONG = dict(seeds=(0,), images=(10000,))
+RANDOM_START = dict(LONG, share=0.4, begins=0.6)
 # A trained CNN becomes attention at once, and trains for the epochs of a second phase.
 AT_ONCE = {'custom_hooks.0.epoch': 0}
-FROM_CNN = dict(config='resnet_to_attention', share=0.5, start='ResNet')
-# The start of a vision transformer is drawn by the seed of the training.
-HEADS = 'model.backbone.init_cfg.1'
+FROM_SCRATCH = {'model.backbone.phase': 'attn', 'custom_hooks': []}
+FROM_CNN = dict(share=0.5, start='ResNet')
+METHOD = 'model.backbone.init_cfg.1.method'  # of the start of a vision transformer
 
 TABLES: Dict[str, Table] = {
     'C20-1': Table(
-        'Five networks in equal epochs',
-        'Whether attention by positions alone learns as well as a CNN of as many multiply-adds, and whether attention '
-        'by content costs accuracy (Cordonnier et al. 2020, Table 1 and Figure 2).',
-        {20000: 20},
-        (
-            Row('quadratic', 'sa_quadratic'),
-            GENERALIZED,
-            Row('learned', 'sa_learned', seeds=(0,)),
-            Row('learned with content', 'sa_learned_content', seeds=(0,)),
-            RESNET,
-        ),
+        title='Five networks in equal epochs',
+        about='Whether attention by positions alone learns as well as a CNN of as many multiply-adds, and whether '
+        'attention by content costs accuracy (Cordonnier et al. 2020, Table 1 and Figure 2).',
+        epochs={20000: 20},
+        rows={
+            'quadratic': Row('sa_quadratic'),
+            'generalized': Row('sa_generalized', seeds=(0,)),
+            'learned': Row('sa_learned', seeds=(0,)),
+            'learned with content': Row('sa_learned_content', seeds=(0,)),
+            'ResNet': Row('resnet'),
+        },
     ),
     'C20-E': Table(
-        'Heads removed during training',
-        'Whether degenerate heads can go: removed from the trained network, which is trained on, with and without a '
-        'correction of the biases (Cordonnier et al. 2020, appendix E and Figure 13).',
-        {20000: 20},
-        (
-            GENERALIZED,
-            Row(
-                'trained on with all heads',
-                'sa_generalized_pruned',
-                seeds=(0,),
-                share=0.35,
-                start='generalized',
-                options=dict(custom_hooks=[]),
-            ),
-            Row('pruned', 'sa_generalized_pruned', seeds=(0,), share=0.35, start='generalized'),
-            Row(
-                'pruned, biases corrected',
-                'sa_generalized_pruned_corrected',
-                seeds=(0,),
-                share=0.35,
-                start='generalized',
-            ),
-        ),
+        title='Heads removed during training',
+        about='Whether degenerate heads can go: removed from the trained network, which is trained on, with and '
+        'without a correction of the biases (Cordonnier et al. 2020, appendix E and Figure 13).',
+        epochs={20000: 20},
+        rows={
+            'generalized': Row('sa_generalized', seeds=(0,)),
+            'trained on with all heads': Row('sa_generalized_pruned', {'custom_hooks': []}, **TRAINED_ON),
+            'pruned': Row('sa_generalized_pruned', **TRAINED_ON),
+            'pruned, biases corrected': Row('sa_generalized_pruned_corrected', **TRAINED_ON),
+        },
     ),
     'L21-1': Table(
-        'Two phases and their baselines in little data',
-        'Whether a vision transformer that begins as a convolutional network learns more than its baselines (Li et al. '
-        '2021, Table 1), and the validation loss of attention that begins as a convolution or at random, with warm-up '
-        'and without (Figure 2). All have the augmentation and the regularization of DeiT, but the ViT and the rows '
-        'without it, which are not in Li et al.',
-        {500: 100, 2000: 60, 10000: 30},
-        (
-            Row('ViT', 'vit'),
-            Row('ViT, DeiT recipe', 'deit'),
-            Row('convolution only', 'cmhsa_conv'),
-            Row('attention only', 'cmhsa_attn'),
-            TWO_PHASES,
-            Row('two phases, narrow', 'cmhsa_narrow'),
-            Row('two phases, narrow, no warm-up', 'cmhsa_narrow_nowarmup'),
-            Row('convolution only, no DeiT recipe', 'cmhsa_conv', options=NO_DEIT_RECIPE),
-            Row('attention only, no DeiT recipe', 'cmhsa_attn', options=NO_DEIT_RECIPE),
-            Row('two phases, no DeiT recipe', 'cmhsa', options=NO_DEIT_RECIPE),
-            Row(
-                'two phases, no warm-up',
-                'cmhsa',
-                seeds=(0,),
-                images=(10000,),
-                options={'custom_hooks.0.param_scheduler': NO_WARM_UP},
-            ),
-            Row(
-                'second phase from a random start',
-                'cmhsa_attn',
-                seeds=(0,),
-                share=0.4,
-                begins=0.6,
-                images=(10000,),
-                options=SECOND_PHASE,
-            ),
-            Row(
-                'second phase from a random start, no warm-up',
-                'cmhsa_attn',
-                seeds=(0,),
-                share=0.4,
-                begins=0.6,
-                images=(10000,),
-                options={**SECOND_PHASE, 'param_scheduler': NO_WARM_UP},
-            ),
-        ),
-        ('accuracy/top1', 'cross_entropy/mean'),
+        title='Two phases and their baselines in little data',
+        about='Whether a vision transformer that begins as a convolutional network learns more than its baselines (Li '
+        'et al. 2021, Table 1), and the validation loss of attention that begins as a convolution or at random, with '
+        'warm-up and without (Figure 2). All have the augmentation and the regularization of DeiT, but the ViT and '
+        'the rows without it, which are not in Li et al.',
+        epochs={500: 100, 2000: 60, 10000: 30},
+        rows={
+            'ViT': Row('vit'),
+            'ViT, DeiT recipe': Row('deit'),
+            'convolution only': Row('cmhsa_conv'),
+            'attention only': Row('cmhsa_attn'),
+            'two phases': Row('cmhsa'),
+            'two phases, narrow': Row('cmhsa_narrow'),
+            'two phases, narrow, no warm-up': Row('cmhsa_narrow_nowarmup'),
+            'convolution only, no DeiT recipe': Row('cmhsa_conv', NO_DEIT_RECIPE),
+            'attention only, no DeiT recipe': Row('cmhsa_attn', NO_DEIT_RECIPE),
+            'two phases, no DeiT recipe': Row('cmhsa', NO_DEIT_RECIPE),
+            'two phases, no warm-up': Row('cmhsa', {'custom_hooks.0.param_scheduler': [COLD_COSINE]}, **LONG),
+            'second phase from a random start': Row('cmhsa_attn', SECOND_PHASE, **RANDOM_START),
+            'second phase from a random start, no warm-up': Row('cmhsa_attn', NO_WARM_UP, **RANDOM_START),
+        },
+        curves=('accuracy/top1', 'cross_entropy/mean'),
     ),
     'T-CNN': Table(
-        'A trained CNN whose last stage becomes attention',
-        'Whether attention in the place of the last convolutions of a trained CNN helps (d’Ascoli et al. 2021), '
+        title='A trained CNN whose last stage becomes attention',
+        about='Whether attention in the place of the last convolutions of a trained CNN helps (d’Ascoli et al. 2021), '
         'against the CNN that trains on, and against attention from the beginning.',
-        {10000: 20},
-        (
-            RESNET,
-            Row(
-                'ResNet goes on',
-                'resnet',
-                share=0.5,
-                start='ResNet',
-                options={**SECOND_PHASE, 'optim_wrapper.optimizer.lr': 1e-3},
-            ),
-            Row('additive', **FROM_CNN, options=AT_ONCE),
-            Row('gated', **FROM_CNN, options={**AT_ONCE, 'model.backbone.content': 'gated'}),
-            Row('positions alone', **FROM_CNN, options={**AT_ONCE, 'model.backbone.content': None}),
-            Row(
-                'additive, from scratch',
-                'resnet_to_attention',
-                share=1.5,
-                options={'model.backbone.phase': 'attn', 'custom_hooks': []},
-            ),
-        ),
+        epochs={10000: 20},
+        rows={
+            'ResNet': Row('resnet'),
+            'ResNet goes on': Row('resnet', {**SECOND_PHASE, 'optim_wrapper.optimizer.lr': 1e-3}, **FROM_CNN),
+            'additive': Row('resnet_to_attention', AT_ONCE, **FROM_CNN),
+            'gated': Row('resnet_to_attention', {**AT_ONCE, 'model.backbone.content': 'gated'}, **FROM_CNN),
+            'positions alone': Row('resnet_to_attention', {**AT_ONCE, 'model.backbone.content': None}, **FROM_CNN),
+            'additive, from scratch': Row('resnet_to_attention', FROM_SCRATCH, share=1.5),
+        },
     ),
     'ViT-starts': Table(
-        'Vision transformers that start as a convolution',
-        'Whether a start as a convolution helps a vision transformer in little data; sines and cosines as the position '
-        'embedding, which these starts set too, are the control. What a user could choose in their place is a ResNet, '
-        'or a CMHSA in two phases, which has the augmentation and the regularization of DeiT.',
-        {5000: 20},
-        (
-            Row('ViT', 'vit'),
-            Row('sines and cosines', 'vit_sine_cosine'),
-            Row('Gaussian heads', 'vit_convolutional'),
-            Row('impulse', 'vit_convolutional', options={f'{HEADS}.method': 'impulse'}),
-            Row('mimetic', 'vit_convolutional', options={f'{HEADS}.method': 'mimetic'}),
-            dataclasses.replace(RESNET, seeds=(0,)),
-            dataclasses.replace(TWO_PHASES, seeds=(0,)),
-        ),
+        title='Vision transformers that start as a convolution',
+        about='Whether a start as a convolution helps a vision transformer in little data; sines and cosines as the '
+        'position embedding, which these starts set too, are the control. What a user could choose in their place is '
+        'a ResNet, or a CMHSA in two phases, which has the augmentation and the regularization of DeiT.',
+        epochs={5000: 20},
+        rows={
+            'ViT': Row('vit'),
+            'sines and cosines': Row('vit_sine_cosine'),
+            'Gaussian heads': Row('vit_convolutional'),
+            'impulse': Row('vit_convolutional', {METHOD: 'impulse'}),
+            'mimetic': Row('vit_convolutional', {METHOD: 'mimetic'}),
+            'ResNet': Row('resnet', seeds=(0,)),
+            'two phases': Row('cmhsa', seeds=(0,)),
+        },
     ),
 }
-
-
-def epochs_of(row: Row, epochs: int) -> int:
-    """The epochs of a row in a table of so many."""
-    return max(round(row.share * epochs), 1)
-
-
-def smoke(table: Table) -> Table:
-    """The table in minutes: few images, two epochs, one seed."""
-    sizes = {number: 200 * (i + 1) for i, number in enumerate(table.epochs)}
-    rows = tuple(
-        dataclasses.replace(row, seeds=(0,), images=row.images and tuple(sizes[number] for number in row.images))
-        for row in table.rows
-    )
-    return dataclasses.replace(table, epochs=dict.fromkeys(sizes.values(), 2), rows=rows)
+TABLES['C20-1-5000'] = replace(TABLES['C20-1'], title='Five networks with 5,000 images', epochs={5000: 20})
