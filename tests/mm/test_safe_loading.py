@@ -196,7 +196,11 @@ print(sorted(name for name, value in vars(checkpoint).items() if value is not lo
 def test_what_it_replaces(onedl):
     script = REPLACED.format(onedl='checkpoint._safe_torch_load = torch.load' if onedl else '')
     output = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, check=True).stdout
-    assert output.splitlines()[-3:] == ["['']", 'True', "['_safe_torch_load']" if onedl or hasattr(checkpoint, '_safe_torch_load') else '[]']
+    assert output.splitlines()[-3:] == [
+        "['']",
+        'True',
+        "['_safe_torch_load']" if onedl or hasattr(checkpoint, '_safe_torch_load') else '[]',
+    ]
 
 
 def test_without_mmengine():
