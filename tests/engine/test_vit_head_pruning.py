@@ -140,7 +140,7 @@ def test_by_what_heads_attend_to(name, repository, tmp_path):
         if name == 'CMHSA':
             attention = runner.model.backbone.blocks[0].attn
             attention.query.weight[attention.qk_dim : 2 * attention.qk_dim] = 0
-            attention.value.weight[1:3] = 0
+            attention.value.weight.split(attention.head_dims)[1].zero_()
             attention.position.table[1] = 0
         else:
             attention = runner.model.backbone.layers[0].attn
