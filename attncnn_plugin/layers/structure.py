@@ -1,8 +1,8 @@
 """State dicts of another structure than the module that loads them.
 
 A checkpoint carries its structure in its names and shapes: heads that were removed, position tables for another grid,
-matrices that were multiplied. A :class:`Restructurable` module reads the structure from the state dict, then either
-takes that structure or converts the entries to its own. This happens in one pre-hook of ``load_state_dict``, so
+the second phase. A :class:`Restructurable` module reads the structure from the state dict, then either takes that
+structure or converts the entries to its own. This happens in one pre-hook of ``load_state_dict``, so
 checkpoints load everywhere with the config that they came from.
 
 Modules of other libraries do not change when they load. :func:`attncnn_plugin.follow_state_dict` changes them.
