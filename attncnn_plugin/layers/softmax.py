@@ -12,7 +12,7 @@ def softmax(scores: Tensor) -> Tensor:
     The scores of Gaussian heads (C20, eq. 9) fall off with the squared distance, so that many probabilities lie between
     e⁻⁸⁷ and e⁻¹⁰³: float32 has only subnormal numbers there, and some processors take many times as long for a matrix
     product that meets one. Beside the largest probability of a row, at least 1 over the number of keys, 2⁻¹⁰⁰ is far
-    below the last digit: outputs and gradients keep their bits, but for gradients below 10⁻¹⁸, those of heads that
+    below the last digit: outputs and gradients keep their bits, but for gradients below 10⁻¹⁶, those of heads that
     attend to one key alone.
 
     Args:
