@@ -17,7 +17,7 @@ from mmpretrain.registry import DATASETS
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from ..layers.structure import StructureError, without_prefix
+from ..layers.structure import without_prefix
 from ..structure import follow_state_dict
 from ..utils.config_paths import read_config
 from ..utils.runner import HEAD_NUMBERS
@@ -57,7 +57,7 @@ class ConfigModel(LoadedModel):
             state_dict = without_prefix(loaded.get('state_dict', loaded), 'module.')
             follow_state_dict(self.model, state_dict, strict=False)
             load_state_dict(self.model, state_dict, strict=True)
-        except (RuntimeError, StructureError) as error:
+        except RuntimeError as error:
             reason = shorten(str(error), 500, placeholder=' …')
             raise ValueError(f'{checkpoint} does not fit the model of {path}: {reason}') from error
         self.meta = loaded.get('meta', {})

@@ -31,13 +31,3 @@ def full_precision(device_type: str) -> ContextManager:
     if not has_autocast(device_type):
         return contextlib.nullcontext()
     return torch.autocast(device_type, enabled=False)
-
-
-def matmul_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which matrix products with x are made: its own, or that of autocast."""
-    device = x.device.type
-    if x.dtype == torch.float64:  # which autocast leaves as it is
-        return x.dtype
-    if has_autocast(device) and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return x.dtype
