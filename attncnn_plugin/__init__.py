@@ -18,7 +18,7 @@ configs and tools import it.
 import importlib
 import warnings
 
-from . import analysis, convert, init, layers, models, pruning, weights
+from . import analysis, attention, convert, models, pruning, transformers, weights
 from .structure import follow_state_dict
 from .utils.config_paths import MIM, config_path
 from .utils.frameworks import config_problem, has_mmpretrain, import_problem
@@ -29,13 +29,13 @@ ON_DEMAND = ('apis', 'explorer', 'visualization')
 __all__ = [
     '__version__',
     'analysis',
+    'attention',
     'config_path',
     'convert',
     'follow_state_dict',
-    'init',
-    'layers',
     'models',
     'pruning',
+    'transformers',
     'weights',
     *ON_DEMAND,
 ]

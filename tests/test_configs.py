@@ -25,9 +25,9 @@ from mmpretrain.registry import TRANSFORMS
 from PIL import Image
 
 from attncnn_plugin.analysis import vit_attention
-from attncnn_plugin.init.start import random_images
-from attncnn_plugin.layers import GeneralizedQuadraticAttention
+from attncnn_plugin.attention import GeneralizedQuadraticAttention
 from attncnn_plugin.pruning import find_degenerate_heads
+from attncnn_plugin.transformers.start import random_images
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
 MODELS = [model['Name'] for model in yaml.safe_load((CONFIGS / 'metafile.yml').read_text())['Models']]

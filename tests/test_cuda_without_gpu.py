@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attncnn_plugin import layers
-from attncnn_plugin.layers import linear
+from attncnn_plugin.attention import linear
 from attncnn_plugin.pruning import prune_heads
 
 CUDA = torch.device('cuda:0')

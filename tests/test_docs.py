@@ -194,4 +194,4 @@ def test_site_builds(tmp_path):
     build = [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--site-dir', str(tmp_path)]
     result = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert (tmp_path / 'api/layers/index.html').is_file()
+    assert (tmp_path / 'api/attention/index.html').is_file()

@@ -8,7 +8,7 @@ import pkgutil
 import pytest
 import torch
 
-FOLDERS = ['attncnn_plugin.convert', 'attncnn_plugin.pruning', 'attncnn_plugin.analysis', 'attncnn_plugin.init']
+FOLDERS = ['attncnn_plugin.convert', 'attncnn_plugin.pruning', 'attncnn_plugin.analysis', 'attncnn_plugin.transformers']
 
 
 def modules_of(folder):

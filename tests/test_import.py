@@ -11,8 +11,8 @@ from torchvision.models import resnet18
 
 import attncnn_plugin
 from attncnn_plugin import follow_state_dict
+from attncnn_plugin.attention import ImageAttention, StructureError
 from attncnn_plugin.convert import convs_to_attention
-from attncnn_plugin.layers import ImageAttention, StructureError
 from attncnn_plugin.pruning import prune_heads
 
 # All public functions, classes and methods of these libraries, by name, before and after the import.

@@ -3,6 +3,8 @@
 Plain PyTorch and NumPy. The numbers are those of Cordonnier et al. 2020, section 4.
 """
 
+from ..transformers.transformer_attention import mean_vit_attention, vit_attention, vit_grids, vit_layers
+from ..transformers.vision_transformer import is_vit, patch_grid
 from .attention_maps import (
     attention_layers,
     attention_probs_of,
@@ -28,8 +30,6 @@ from .head_reports import (
 )
 from .model_attention import grid_of, grids_of, mean_attention_probs_of, shown_layers
 from .training_logs import read_centers, read_scalars
-from .transformer_attention import mean_vit_attention, vit_attention, vit_grids, vit_layers
-from .vision_transformer import is_vit, patch_grid
 
 __all__ = [
     'BestConvolution',

@@ -13,9 +13,9 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from ..layers import AttentionLayer
-from ..layers.evaluation_mode import evaluating
-from .vision_transformer import is_vit
+from ..attention import AttentionLayer
+from ..attention.evaluation_mode import evaluating
+from ..transformers.vision_transformer import is_vit
 
 Scores = Callable[[AttentionLayer, Tensor], Optional[Tensor]]
 

@@ -5,9 +5,9 @@ from typing import Optional, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from ..layers import AttentionLayer
-from ..layers.grid_attention import SeparableScores
-from ..layers.window import per_axis
+from ..attention import AttentionLayer
+from ..attention.grid_attention import SeparableScores
+from ..attention.window import per_axis
 from .head_reports.shift_maps import ShiftMaps
 
 MAX_WIDTH = 1e3  # tokens: the width of a head that attends to all keys alike
@@ -43,7 +43,7 @@ def head_centers(
             grid.
 
     Examples:
-        >>> from attncnn_plugin.layers import QuadraticAttention
+        >>> from attncnn_plugin.attention import QuadraticAttention
         >>> layer = QuadraticAttention(dim=8, num_heads=1)
         >>> layer.encoding.center.data = torch.tensor([[1.0, -2.0]])
         >>> layer.encoding.sqrt_precision.data = torch.tensor([0.5])
@@ -123,7 +123,7 @@ def query_maps(
         ValueError: See :func:`head_centers`.
 
     Examples:
-        >>> from attncnn_plugin.layers import QuadraticAttention
+        >>> from attncnn_plugin.attention import QuadraticAttention
         >>> layer = QuadraticAttention(dim=8, num_heads=1)
         >>> layer.encoding.center.data = torch.tensor([[0.0, 1.0]])
         >>> layer.encoding.sqrt_precision.data = torch.tensor([40.0])  # a hard head

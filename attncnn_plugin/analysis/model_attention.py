@@ -4,11 +4,11 @@ from typing import Any, Dict, List, Tuple
 
 from torch import Tensor, nn
 
-from ..layers import AttentionLayer
+from ..attention import AttentionLayer
+from ..transformers.image_means import ImageMeans, few_images
+from ..transformers.transformer_attention import mean_vit_attention, vit_grids, vit_layers, vit_layers_in_windows
+from ..transformers.vision_transformer import is_vit
 from .attention_maps import attention_layers, content_layers, probs_of_scores, require_attention_layers, visit_layers
-from .image_means import ImageMeans, few_images
-from .transformer_attention import mean_vit_attention, vit_grids, vit_layers, vit_layers_in_windows
-from .vision_transformer import is_vit
 
 
 def shown_layers(model: nn.Module) -> Dict[str, Any]:

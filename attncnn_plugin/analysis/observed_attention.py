@@ -6,11 +6,11 @@ from typing import Any, Dict, Iterator, Mapping
 
 from torch import Tensor
 
-from ..layers.prunable_heads import PrunableHeads
+from ..attention.prunable_heads import PrunableHeads
 from ..pruning import ObservedAttention
 from ..pruning.heads import Heads
-from .image_means import few_images
-from .transformer_attention import visited_attention
+from ..transformers.image_means import few_images
+from ..transformers.transformer_attention import visited_attention
 
 
 @contextmanager

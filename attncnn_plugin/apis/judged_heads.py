@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..analysis.observed_attention import observed_attention
-from ..layers.evaluation_mode import evaluating
-from ..layers.prunable_heads import PrunableHeads
-from ..layers.window import shown
+from ..attention.evaluation_mode import evaluating
+from ..attention.prunable_heads import PrunableHeads
+from ..attention.window import shown
 from ..pruning import (
     DegeneracyReport,
     DegenerateHead,

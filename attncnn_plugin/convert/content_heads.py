@@ -9,8 +9,8 @@ from typing import Optional, Sequence, Tuple, Union
 import torch
 from torch import Tensor
 
-from ..layers.content_image_attention import ContentImageAttention
-from ..layers.window import Window, per_axis
+from ..attention.content_image_attention import ContentImageAttention
+from ..attention.window import Window, per_axis
 from .kernels import Convolution
 from .position_heads import options, report_of_alpha, set_gaussians, set_slices, set_table
 from .report import ConversionReport

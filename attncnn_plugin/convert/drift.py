@@ -8,7 +8,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from ..layers.precision import widest_float
+from ..attention.precision import widest_float
 from .model_layers import replace_layers
 
 

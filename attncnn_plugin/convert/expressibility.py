@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.attention_layer import AttentionLayer
-from ..layers.window import Window, per_axis, shown
+from ..attention.attention_layer import AttentionLayer
+from ..attention.window import Window, per_axis, shown
 from .position_only import check_position_only
 from .shift_operators import interior_queries, targets
 
@@ -148,7 +148,7 @@ def expressible_shifts(
     Examples:
         Heads at five of the nine shifts of a 3x3 kernel cannot express the other four:
 
-        >>> from attncnn_plugin.layers import QuadraticAttention
+        >>> from attncnn_plugin.attention import QuadraticAttention
         >>> layer = QuadraticAttention(dim=2, num_heads=5)
         >>> layer.encoding.center.data = torch.tensor([[-1.0, 0.0], [0.0, -1.0], [0.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
         >>> layer.encoding.sqrt_precision.data = torch.full((5,), 40.0)  # hard heads

@@ -3,7 +3,7 @@
 import math
 from typing import Sequence, Union
 
-from ..layers.window import per_axis
+from ..attention.window import per_axis
 
 
 def min_heads(kernel_size: Union[int, Sequence[int]], patch_size: Union[int, Sequence[int]] = 1) -> int:

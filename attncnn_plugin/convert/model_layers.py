@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..layers.window import shown
+from ..attention.window import shown
 from .kernels import Convolution
 
 Layers = Union[str, Iterable[str], Callable[[str, nn.Module], bool]]

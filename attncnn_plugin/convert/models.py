@@ -5,7 +5,7 @@ from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple, Type
 import torch
 from torch import nn
 
-from ..layers.image_attention import ImageAttention
+from ..attention.image_attention import ImageAttention
 from .drift import drifts, random_numbers_on_failure
 from .kernels import Convolution
 from .model_layers import Layers, check_replaceable, find_convolutions, number_of_parameters, replace_layers

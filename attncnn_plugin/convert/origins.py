@@ -12,8 +12,8 @@ from typing import Any, Dict, Mapping, Optional
 import torch
 from torch import Tensor
 
-from ..layers.image_attention import ImageAttention
-from ..layers.structure import StateDict
+from ..attention.image_attention import ImageAttention
+from ..attention.structure import StateDict
 from .kernels import Convolution
 from .pixels import conv_to_mhsa
 from .timm_convolutions import window_of

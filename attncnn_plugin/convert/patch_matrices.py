@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.precision import Device
-from ..layers.window import Window
+from ..attention.precision import Device
+from ..attention.window import Window
 from .kernels import kernel_matrix
 
 

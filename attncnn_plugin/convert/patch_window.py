@@ -6,7 +6,7 @@ from typing import List, Tuple
 
 from torch import nn
 
-from ..layers.window import Window
+from ..attention.window import Window
 
 
 @dataclass(frozen=True)

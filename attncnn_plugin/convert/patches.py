@@ -7,10 +7,10 @@ from typing import Any, Dict, Optional, Tuple, Union
 import torch
 from torch import Tensor, nn
 
-from ..layers.patch_attention import PatchAttention
-from ..layers.patches import image_to_patches, patches_to_image
-from ..layers.position_bias import WindowBias
-from ..layers.window import per_axis
+from ..attention.patch_attention import PatchAttention
+from ..attention.patches import image_to_patches, patches_to_image
+from ..attention.position_bias import WindowBias
+from ..attention.window import per_axis
 from .patch_matrices import exact_head_dim, factorize, unit_rows
 from .patch_window import PatchWindow
 from .report import PatchConversionReport

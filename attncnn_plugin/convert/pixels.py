@@ -6,9 +6,9 @@ from typing import Any, Optional, Sequence, Tuple, Union
 
 import torch
 
-from ..layers.content_image_attention import POSITIONS
-from ..layers.image_attention import ImageAttention
-from ..layers.window import shown
+from ..attention.content_image_attention import POSITIONS
+from ..attention.image_attention import ImageAttention
+from ..attention.window import shown
 from .content_heads import content_heads
 from .kernels import Convolution
 from .position_heads import gaussian_heads, table_heads
@@ -42,7 +42,7 @@ def conv_to_mhsa(
     way of the convolution.
 
     With ``content`` the probabilities depend on the image too, see
-    :class:`~attncnn_plugin.layers.ContentImageAttention`; W^Q starts at 0, so that the attention begins as the
+    :class:`~attncnn_plugin.attention.ContentImageAttention`; W^Q starts at 0, so that the attention begins as the
     convolution all the same (Li et al. 2021).
 
     With the default ``alpha`` the gradients of centres, widths and scores by content are exactly 0: such heads stay

@@ -7,8 +7,8 @@ from typing import Any, Dict, Tuple
 import torch
 from torch import Tensor
 
-from ..layers.image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
-from ..layers.window import Window
+from ..attention.image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
+from ..attention.window import Window
 from .fewer_heads import LOWEST_SCORE, best_probs, best_weight, log_scores, relative_error, truncation_errors
 from .kernels import Convolution, flat_kernel
 from .report import ConversionReport

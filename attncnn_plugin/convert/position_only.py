@@ -6,8 +6,8 @@ from typing import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..layers.attention_layer import AttentionLayer
-from ..layers.content_image_attention import ContentImageAttention
+from ..attention.attention_layer import AttentionLayer
+from ..attention.content_image_attention import ContentImageAttention
 
 
 def check_position_only(layer: nn.Module) -> None:

@@ -10,7 +10,7 @@ from typing import Tuple
 import torch
 from torch import Tensor
 
-from ..layers.window import Window
+from ..attention.window import Window
 
 
 def targets(window: Window, size: Tuple[int, ...]) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Tuple
 import torch
 from torch import Tensor
 
-from ..layers.window import Window
+from ..attention.window import Window
 from .fewer_heads import reduce_columns
 
 NEGLIGIBLE = 40.0  # e^−40 is below the rounding error of float64

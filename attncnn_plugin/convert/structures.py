@@ -9,11 +9,11 @@ from typing import Mapping, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from ..layers.content_image_attention import ContentImageAttention
-from ..layers.encodings import QuadraticEncoding
-from ..layers.image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
-from ..layers.structure import StructureError
-from ..layers.window import CONVOLUTIONS
+from ..attention.content_image_attention import ContentImageAttention
+from ..attention.encodings import QuadraticEncoding
+from ..attention.image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
+from ..attention.structure import StructureError
+from ..attention.window import CONVOLUTIONS
 from .origins import Origin, settings_in
 from .position_heads import options
 from .timm_convolutions import plain_convolution, window_of

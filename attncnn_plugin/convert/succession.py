@@ -6,7 +6,7 @@ from typing import Callable, Dict, Optional
 import torch
 from torch import Tensor, nn
 
-from ..layers.image_attention import ImageAttention
+from ..attention.image_attention import ImageAttention
 
 
 @dataclass(frozen=True, eq=False)

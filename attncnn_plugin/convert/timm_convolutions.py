@@ -8,8 +8,8 @@ from timm.layers import Conv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, StdCon
 from timm.layers.std_conv import StdConv2dSame
 from torch import nn
 
-from ..layers.linear import has_hooks
-from ..layers.window import CONVOLUTIONS, SameWindow, Window
+from ..attention.linear import has_hooks
+from ..attention.window import CONVOLUTIONS, SameWindow, Window
 
 STANDARDIZED = (StdConv2d, StdConv2dSame, ScaledStdConv2d, ScaledStdConv2dSame)
 

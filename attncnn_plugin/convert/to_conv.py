@@ -6,9 +6,9 @@ from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union, cast
 import torch
 from torch import Tensor
 
-from ..layers.grid_attention import GridAttention
-from ..layers.image_attention import ImageAttention
-from ..layers.window import CONVOLUTIONS, SameWindow, Window, per_axis
+from ..attention.grid_attention import GridAttention
+from ..attention.image_attention import ImageAttention
+from ..attention.window import CONVOLUTIONS, SameWindow, Window, per_axis
 from .kernels import Convolution, block_norms, group_blocks
 from .position_only import check_position_only, exact_probs, ignores_content
 from .shift_operators import fit_shifts, interior_queries, targets
@@ -101,7 +101,7 @@ def mhsa_to_conv(
 
         Soft heads leave an error. The fit says how large it can be for pixels of norm 1:
 
-        >>> from attncnn_plugin.layers import QuadraticAttention
+        >>> from attncnn_plugin.attention import QuadraticAttention
         >>> conv, fit = mhsa_to_conv(QuadraticAttention(dim=8, num_heads=9), kernel_size=3, size=(10, 12))
         >>> tuple(conv.weight.shape), fit.bound > 0.1
         ((8, 8, 3, 3), True)

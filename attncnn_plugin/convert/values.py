@@ -11,9 +11,9 @@ from typing import Optional, Sequence, Tuple, TypeVar, Union
 import torch
 from torch import Tensor, nn
 
-from ..layers.grid_attention import GridAttention
-from ..layers.image_attention import ImageAttention
-from ..layers.window import Window, per_axis
+from ..attention.grid_attention import GridAttention
+from ..attention.image_attention import ImageAttention
+from ..attention.window import Window, per_axis
 from .kernels import Convolution, block_diagonal, flat_kernel
 from .position_only import check_position_only
 from .shift_operators import interior_queries, targets
@@ -131,7 +131,7 @@ def fit_values(
     Examples:
         Nine soft heads, nearly as wide as a token:
 
-        >>> from attncnn_plugin.layers import QuadraticAttention
+        >>> from attncnn_plugin.attention import QuadraticAttention
         >>> layer = QuadraticAttention(dim=4, num_heads=9)
         >>> layer.encoding.center.data = torch.cartesian_prod(*[torch.tensor([-1.0, 0.0, 1.0])] * 2)
         >>> layer.encoding.sqrt_precision.data = torch.full((9,), 1.5)

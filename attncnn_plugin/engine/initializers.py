@@ -8,14 +8,14 @@ from mmengine.model import BaseModule, PretrainedInit, update_init_info
 from mmengine.registry import WEIGHT_INITIALIZERS
 from torch import nn
 
-from ..init import init_as_convolution, set_sine_cosine_embedding
+from ..transformers import init_as_convolution, set_sine_cosine_embedding
 
 OPTIONS = list(inspect.signature(init_as_convolution).parameters)[1:]  # all but the model
 
 
 @WEIGHT_INITIALIZERS.register_module()
 class ConvolutionalHeads:
-    """Attention that starts as a convolution, :func:`~attncnn_plugin.init.init_as_convolution`.
+    """Attention that starts as a convolution, :func:`~attncnn_plugin.transformers.init_as_convolution`.
 
     It is for the ``init_cfg`` of a vision transformer, or of a classifier with one, and comes after all other
     initializers, those of the layers inside too.
@@ -55,7 +55,7 @@ class ConvolutionalHeads:
 
 @WEIGHT_INITIALIZERS.register_module()
 class SineCosineEmbedding:
-    """Sines and cosines as the position embedding, :func:`~attncnn_plugin.init.set_sine_cosine_embedding`.
+    """Sines and cosines as the position embedding, :func:`~attncnn_plugin.transformers.set_sine_cosine_embedding`.
 
     It is what ``ConvolutionalHeads`` begins with, without its heads: the control in comparisons with it. It comes last
     too.

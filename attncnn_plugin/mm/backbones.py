@@ -6,7 +6,7 @@ from typing import List, Sequence, Tuple, Union
 
 from torch import Tensor, nn
 
-from ..layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
+from ..attention import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from ..models.cmhsa import CMHSANetwork
 from ..models.self_attention import SelfAttentionNetwork, token_grid
 from ..utils.frameworks import require_mmpretrain
@@ -286,7 +286,7 @@ class SALearned(SelfAttentionBackbone):
             Defaults to 32.
         content (bool): Whether scores depend on content too. Defaults to False.
         terms (Sequence[str], optional): With ``content``, the terms of the score, from 'qk', 'qr', 'uk' and 'vr',
-            see :class:`~attncnn_plugin.layers.ContentAttention`. Defaults to None, means ``('qk', 'qr')``; for a
+            see :class:`~attncnn_plugin.attention.ContentAttention`. Defaults to None, means ``('qk', 'qr')``; for a
             quadratic encoding ``('qk', 'vr')``, for an absolute encoding ``('qk', )``.
         position (str): ``'relative_learned'`` or ``'relative_sinusoidal'``; with ``content`` also
             ``'relative_quadratic'``, ``'relative_generalized'``, ``'absolute_learned'`` or ``'absolute_sinusoidal'``.

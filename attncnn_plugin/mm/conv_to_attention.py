@@ -9,17 +9,17 @@ import torch
 from mmpretrain.registry import MODELS
 from torch import nn
 
+from ..attention.image_attention import ImageAttention
+from ..attention.structure import StructureError, structure_kept_on_error
+from ..attention.window import CONVOLUTIONS
 from ..convert import conv_to_mhsa, convs_to_attention
 from ..convert.model_layers import check_replaceable, find_convolutions
 from ..convert.origins import METADATA
 from ..convert.report import ModelConversionReport
 from ..convert.timm_convolutions import plain_convolution, window_of
-from ..layers.image_attention import ImageAttention
-from ..layers.mixed_classes import Mixin, mixed
-from ..layers.structure import StructureError, structure_kept_on_error
-from ..layers.window import CONVOLUTIONS
 from ..models.cmhsa import PHASES
 from ..structure import take_structures
+from ..transformers.mixed_classes import Mixin, mixed
 from ..utils.init_info import record_new_parameters
 from .backbones import refuse_unknown
 

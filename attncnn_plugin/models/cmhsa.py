@@ -24,11 +24,11 @@ from timm.models import (
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
+from ..attention.patch_attention import PatchAttention
+from ..attention.patches import image_to_patches, patches_to_image
+from ..attention.position_bias import GridBias
+from ..attention.structure import Restructurable, StateDict, StructureError, without_prefix
 from ..convert.patches import attend_like_convolution, choose_head_dims
-from ..layers.patch_attention import PatchAttention
-from ..layers.patches import image_to_patches, patches_to_image
-from ..layers.position_bias import GridBias
-from ..layers.structure import Restructurable, StateDict, StructureError, without_prefix
 from ..weights import CLASSES, in_single_precision, weights_file
 
 __all__ = ['CMHSABlock', 'CMHSANetwork', 'PatchConvolution', 'PatchStem', 'Transition']
@@ -175,7 +175,7 @@ class CMHSANetwork(Restructurable):
 
     Args:
         img_size (int | tuple[int, int]): Height and width of the image for which position biases are made; other
-            sizes will do, see :class:`~attncnn_plugin.layers.GridBias`. For larger ones to see what a
+            sizes will do, see :class:`~attncnn_plugin.attention.GridBias`. For larger ones to see what a
             convolution saw, the grid must be larger than the shifts of the heads: 3 patches or more for 9 heads.
             Defaults to 224.
         patch_size (int): Patch size P. Defaults to 16.
@@ -186,8 +186,9 @@ class CMHSANetwork(Restructurable):
         min_head_dim (int): The least channels of a head with ``head_dim='exact'``. Defaults to 1.
         qk_dim (int, optional): Channels D_k of a head's queries and keys. Defaults to D, as in L21.
         null_key (bool, optional): Whether the attention has a null key, which stands for the zeros around the image,
-            see :class:`~attncnn_plugin.layers.WindowBias`. L21 has none, so that its attention is not the convolution
-            at the image's border. Defaults to True for attention that begins as a convolution, to False otherwise.
+            see :class:`~attncnn_plugin.attention.WindowBias`. L21 has none, so that its attention is not the
+            convolution at the image's border. Defaults to True for attention that begins as a convolution, to False
+            otherwise.
         depth (int): Number of blocks. Defaults to 6.
         mlp_dim (int, optional): Hidden channels of the feed-forward networks. Defaults to 4·D.
         phase (str): ``'conv'`` or ``'attn'``. Attention that does not come from a convolution begins with position

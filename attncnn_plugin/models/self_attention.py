@@ -21,9 +21,9 @@ from timm.models import (
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from ..layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
-from ..layers.patches import image_to_patches
-from ..layers.structure import Restructurable, StateDict, StructureError, without_prefix
+from ..attention import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
+from ..attention.patches import image_to_patches
+from ..attention.structure import Restructurable, StateDict, StructureError, without_prefix
 from ..weights import CLASSES, in_single_precision, weights_file
 
 __all__ = ['SelfAttentionBlock', 'SelfAttentionNetwork', 'SpaceToDepthStem', 'token_grid']
@@ -389,7 +389,7 @@ def sa_quadratic_cifar(pretrained: bool = False, **kwargs) -> SelfAttentionNetwo
     Args:
         head_dim (int, optional): Channels of a head's values. Defaults to None, values that are the input itself.
         center_std, spread_std (float): Standard deviations of the initial centres and of the noise in the initial
-            widths, see :class:`~attncnn_plugin.layers.QuadraticEncoding`. Default to 2 and 0.01.
+            widths, see :class:`~attncnn_plugin.attention.QuadraticEncoding`. Default to 2 and 0.01.
         reduction (int): Side of the square of pixels that becomes a token, for all models here. Defaults to 2.
     """
     return _create('sa_quadratic_cifar', pretrained, QuadraticAttention, **kwargs)
@@ -417,7 +417,7 @@ def sa_learned_cifar(pretrained: bool = False, **kwargs) -> SelfAttentionNetwork
     Args:
         img_size (int | tuple[int, int]): Height and width of the largest image. Defaults to 32.
         share_position (bool): Whether all blocks have the same position tables, 12.15M parameters. Defaults to False.
-        position, position_dim, head_dim: See :class:`~attncnn_plugin.layers.LearnedAttention`.
+        position, position_dim, head_dim: See :class:`~attncnn_plugin.attention.LearnedAttention`.
     """
     return _create_with_tables('sa_learned_cifar', pretrained, LearnedAttention, **kwargs)
 
@@ -429,8 +429,8 @@ def sa_learned_content_cifar(pretrained: bool = False, **kwargs) -> SelfAttentio
     Args:
         img_size (int | tuple[int, int]): Height and width of the largest image. Defaults to 32.
         share_position (bool): Whether all blocks have the same position tables. Defaults to False.
-        terms, position, …: Of the scores and values, see :class:`~attncnn_plugin.layers.ContentAttention`. Default to
-            q·k + q·r_δ of the paper.
+        terms, position, …: Of the scores and values, see :class:`~attncnn_plugin.attention.ContentAttention`. Default
+            to q·k + q·r_δ of the paper.
     """
     return _create_with_tables('sa_learned_content_cifar', pretrained, ContentAttention, **kwargs)
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..layers.transformer_heads import TransformerHeads
-from ..layers.window import shown
+from ..attention.window import shown
+from ..transformers.transformer_heads import TransformerHeads
 from .heads import Heads, prunable_heads
 
 AMOUNTS = {

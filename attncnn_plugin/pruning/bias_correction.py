@@ -7,10 +7,10 @@ from typing import Any, Iterator, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from ..layers.grid_attention import GridAttention
-from ..layers.grouped_linear import GroupedLinear
-from ..layers.image_attention import ImageAttention
-from ..layers.prunable_heads import PrunableHeads
+from ..attention.grid_attention import GridAttention
+from ..attention.grouped_linear import GroupedLinear
+from ..attention.image_attention import ImageAttention
+from ..attention.prunable_heads import PrunableHeads
 from .heads import Heads
 
 
@@ -64,7 +64,7 @@ def head_means(layers: Sequence[Heads]) -> Iterator[List[HeadMeans]]:
         list[HeadMeans]: The mean outputs of each layer.
 
     Examples:
-        >>> from attncnn_plugin.layers import QuadraticAttention
+        >>> from attncnn_plugin.attention import QuadraticAttention
         >>> layer = QuadraticAttention(dim=8, num_heads=3)
         >>> with head_means([layer]) as (means,):
         ...     outputs = layer(torch.randn(2, 5, 6, 8))
@@ -99,7 +99,7 @@ def fold_into_bias(layer: Heads, heads: Sequence[int], mean: Tensor) -> None:
         ValueError: The layer has no bias; the mean is not finite, as that of no images.
 
     Examples:
-        >>> from attncnn_plugin.layers import QuadraticAttention
+        >>> from attncnn_plugin.attention import QuadraticAttention
         >>> layer = QuadraticAttention(dim=8, num_heads=3)
         >>> layer.encoding.sqrt_precision.data[1] = 0  # uniform attention
         >>> image = torch.randn(1, 5, 6, 8)
@@ -148,7 +148,7 @@ def merge_duplicate(layer: Heads, head: int, kept: int) -> None:
         ValueError: Its heads have fewer channels D_h than a token: the sum of two such matrices V needs 2·D_h.
 
     Examples:
-        >>> from attncnn_plugin.layers import QuadraticAttention
+        >>> from attncnn_plugin.attention import QuadraticAttention
         >>> layer = QuadraticAttention(dim=8, num_heads=3, spread_std=0)
         >>> layer.encoding.center.data[2] = layer.encoding.center.data[0]
         >>> image = torch.randn(1, 5, 6, 8)

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..attention.attention_layer import AttentionLayer
+from ..attention.window import per_axis
 from ..convert.position_only import check_position_only
-from ..layers.attention_layer import AttentionLayer
-from ..layers.window import per_axis
 
 
 @torch.no_grad()
@@ -25,7 +25,7 @@ def largest_eigenvalue(layer: AttentionLayer) -> Tensor:
         ValueError: A width is not finite.
 
     Examples:
-        >>> from attncnn_plugin.layers import QuadraticAttention
+        >>> from attncnn_plugin.attention import QuadraticAttention
         >>> largest_eigenvalue(QuadraticAttention(dim=8, num_heads=3, spread_std=0))  # at the start σ = 1
         tensor([1., 1., 1.], dtype=torch.float64)
     """
@@ -41,7 +41,7 @@ def condition_number(layer: AttentionLayer) -> Tensor:
         ValueError: A width is not finite.
 
     Examples:
-        >>> from attncnn_plugin.layers import GeneralizedQuadraticAttention
+        >>> from attncnn_plugin.attention import GeneralizedQuadraticAttention
         >>> layer = GeneralizedQuadraticAttention(dim=8, num_heads=2)
         >>> layer.encoding.sqrt_precision.data = torch.tensor([[[2.0, 0.0], [0.0, 1.0]], [[1.0, 1.0], [1.0, 1.0]]])
         >>> condition_number(layer)
@@ -66,7 +66,7 @@ def relative_entropy(layer: AttentionLayer, size: Union[int, Sequence[int]]) -> 
             token; the parameters give probabilities that are not finite.
 
     Examples:
-        >>> from attncnn_plugin.layers import QuadraticAttention
+        >>> from attncnn_plugin.attention import QuadraticAttention
         >>> layer = QuadraticAttention(dim=8, num_heads=2)
         >>> layer.encoding.sqrt_precision.data = torch.tensor([0.0, 40.0])  # uniform, hard
         >>> relative_entropy(layer, size=(8, 8)).round(decimals=3)
@@ -109,7 +109,7 @@ def least_uniform_head(layer: AttentionLayer, size: Union[int, Sequence[int]]) -
         ValueError: ``layer`` has no heads, or as :func:`relative_entropy`.
 
     Examples:
-        >>> from attncnn_plugin.layers import QuadraticAttention
+        >>> from attncnn_plugin.attention import QuadraticAttention
         >>> layer = QuadraticAttention(dim=8, num_heads=3)
         >>> layer.encoding.sqrt_precision.data = torch.tensor([0.1, 2.0, 0.0])
         >>> least_uniform_head(layer, size=(8, 8))

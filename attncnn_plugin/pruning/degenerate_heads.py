@@ -8,9 +8,9 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 import torch
 from torch import Tensor
 
+from ..attention.attention_layer import AttentionLayer, GaussianHeads
+from ..attention.window import per_axis, shown
 from ..convert.position_only import check_position_only
-from ..layers.attention_layer import AttentionLayer, GaussianHeads
-from ..layers.window import per_axis, shown
 from .criteria import (
     check_finite_maps,
     condition_number_of_factor,
@@ -138,7 +138,7 @@ def find_degenerate_heads(
             are not finite.
 
     Examples:
-        >>> from attncnn_plugin.layers import QuadraticAttention
+        >>> from attncnn_plugin.attention import QuadraticAttention
         >>> layer = QuadraticAttention(dim=8, num_heads=3)
         >>> layer.encoding.center.data = torch.tensor([[0.0, 1.0], [2.0, 0.0], [0.0, 0.9]])
         >>> layer.encoding.sqrt_precision.data = torch.tensor([1.0, 1e-4, 1.0])

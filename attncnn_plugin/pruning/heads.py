@@ -5,8 +5,8 @@ from typing import Any, Dict, List, Mapping, Sequence, Union
 
 from torch import nn
 
-from ..layers.prunable_heads import PrunableHeads, Replacement
-from ..layers.transformer_heads import SHARED_BIASES, TransformerHeads, transformer_heads
+from ..attention.prunable_heads import PrunableHeads, Replacement
+from ..transformers.transformer_heads import SHARED_BIASES, TransformerHeads, transformer_heads
 
 Heads = Union[PrunableHeads, TransformerHeads]
 

@@ -10,8 +10,8 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Tuple
 import torch
 from torch import Tensor, nn
 
-from ..layers.evaluation_mode import evaluating
-from ..layers.grouped_linear import GroupedLinear
+from ..attention.evaluation_mode import evaluating
+from ..attention.grouped_linear import GroupedLinear
 from .heads import Heads, prunable_heads
 
 Loss = Callable[[nn.Module, Any], Tensor]

@@ -8,8 +8,8 @@ from typing import Any, List, Mapping, Tuple, Union
 import torch
 from torch import Tensor, nn
 
+from ..attention.prunable_heads import Replacement
 from ..convert.succession import Succession
-from ..layers.prunable_heads import Replacement
 
 
 def replace_parameters(
@@ -26,7 +26,7 @@ def replace_parameters(
         optimizer (Optimizer): Any optimizer whose state for a parameter has tensors of its shape, single numbers, or
             none.
         replaced (Mapping[Parameter, Replacement | Succession]): The result of
-            :meth:`~attncnn_plugin.layers.prunable_heads.PrunableHeads.prune_heads`, or ``report.replaced`` of
+            :meth:`~attncnn_plugin.attention.prunable_heads.PrunableHeads.prune_heads`, or ``report.replaced`` of
             :func:`~attncnn_plugin.convert.convs_to_attention`.
             Parameters that the optimizer does not have are left out.
 
@@ -35,7 +35,7 @@ def replace_parameters(
             is as it was.
 
     Examples:
-        >>> from attncnn_plugin.layers import QuadraticAttention
+        >>> from attncnn_plugin.attention import QuadraticAttention
         >>> layer = QuadraticAttention(dim=8, num_heads=3)
         >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
         >>> layer(torch.randn(1, 5, 6, 8)).sum().backward()

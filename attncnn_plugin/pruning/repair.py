@@ -11,10 +11,10 @@ from typing import Any, Optional, Sequence
 import torch
 from torch import Tensor
 
-from ..layers.attention_layer import AttentionLayer
-from ..layers.encodings import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding
-from ..layers.grid_attention import GridAttention
-from ..layers.window import shown
+from ..attention.attention_layer import AttentionLayer
+from ..attention.encodings import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding
+from ..attention.grid_attention import GridAttention
+from ..attention.window import shown
 from .criteria import determinant, gaussian_factor
 
 
@@ -44,7 +44,7 @@ def singular_penalty(layer: AttentionLayer, max_condition: float = 100.0, min_ei
         ValueError: A setting out of range; heads that do not have two axes.
 
     Examples:
-        >>> from attncnn_plugin.layers import QuadraticAttention
+        >>> from attncnn_plugin.attention import QuadraticAttention
         >>> layer = QuadraticAttention(dim=8, num_heads=3)
         >>> layer.encoding.sqrt_precision.data = torch.tensor([1.0, 0.0, 0.5])  # the second is uniform
         >>> singular_penalty(layer).item()
@@ -89,7 +89,7 @@ def reset_heads(layer: AttentionLayer, heads: Sequence[int], generator: Optional
         ValueError: A head that is not there.
 
     Examples:
-        >>> from attncnn_plugin.layers import QuadraticAttention
+        >>> from attncnn_plugin.attention import QuadraticAttention
         >>> layer = QuadraticAttention(dim=8, num_heads=2, spread_std=0)
         >>> layer.encoding.sqrt_precision.data = torch.zeros(2)
         >>> reset_heads(layer, [1])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..analysis.attention_maps import layer_labels
 from ..analysis.head_centers import centers_of_maps, head_centers, mean_shifts, query_maps, query_of
 from ..analysis.model_attention import layers_in_windows, shown_layers
-from ..layers import AttentionLayer
+from ..attention import AttentionLayer
 from .contours import check_mass, gaussian_contour, outline, region_of_mass
 from .style import color_of, draw_heads, styled
 

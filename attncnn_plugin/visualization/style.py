@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from ..layers.window import shown
+from ..attention.window import shown
 
 # Paul Tol's muted colours: told apart with every kind of colour blindness.
 COLORS = ('#332288', '#CC6677', '#117733', '#88CCEE', '#882255', '#DDCC77', '#44AA99', '#AA4499', '#999933')

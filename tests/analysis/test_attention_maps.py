@@ -20,7 +20,7 @@ from attncnn_plugin.analysis import (
     model_attention,
     position_only_probs_of,
 )
-from attncnn_plugin.layers import LearnedAttention
+from attncnn_plugin.attention import LearnedAttention
 from attncnn_plugin.pruning import prune_heads
 
 IMAGES = (3, 3, 12, 8)  # a grid of 6 rows and 4 columns

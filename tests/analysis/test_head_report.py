@@ -31,11 +31,11 @@ from attncnn_plugin.analysis import (
 )
 from attncnn_plugin.analysis.head_reports.kinds import Lattice
 from attncnn_plugin.analysis.head_reports.shift_maps import ShiftMaps, moments
-from attncnn_plugin.convert import conv_to_mhsa, conv_to_patch_mhsa, expressible_shifts
-from attncnn_plugin.layers import (
+from attncnn_plugin.attention import (
     ContentAttention,
     GeneralizedQuadraticAttention,
 )
+from attncnn_plugin.convert import conv_to_mhsa, conv_to_patch_mhsa, expressible_shifts
 from attncnn_plugin.pruning import find_degenerate_heads, prune_heads
 
 

@@ -16,9 +16,9 @@ from timm.layers import Conv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, StdCon
 from timm.layers.std_conv import StdConv2dSame
 from torch import nn
 
+from attncnn_plugin.attention import QuadraticAttention
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.convert.kernels import kernel_matrix
-from attncnn_plugin.layers import QuadraticAttention
 
 
 @given(convolutions())

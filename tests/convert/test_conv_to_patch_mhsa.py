@@ -10,8 +10,8 @@ from helpers.patch_convolutions import fits, patch_convolutions
 from hypothesis import given
 from torch import nn
 
+from attncnn_plugin.attention.patches import image_to_patches, patches_to_image
 from attncnn_plugin.convert import PatchConversionReport, conv_to_patch_mhsa, min_heads
-from attncnn_plugin.layers.patches import image_to_patches, patches_to_image
 
 
 @given(patch_convolutions())

@@ -10,6 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from attncnn_plugin.attention import (
+    ContentAttention,
+    GeneralizedQuadraticAttention,
+    LearnedAttention,
+    QuadraticAttention,
+)
+from attncnn_plugin.attention.image_attention import WindowImageAttention
+from attncnn_plugin.attention.window import Window
 from attncnn_plugin.convert import (
     Expressibility,
     conv_to_mhsa,
@@ -18,9 +26,6 @@ from attncnn_plugin.convert import (
     fit_values,
     min_heads,
 )
-from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
-from attncnn_plugin.layers.image_attention import WindowImageAttention
-from attncnn_plugin.layers.window import Window
 
 SHIFTS = list(itertools.product((-1, 0, 1), repeat=2))
 

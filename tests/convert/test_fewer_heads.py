@@ -11,6 +11,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from attncnn_plugin.attention.image_attention import QuadraticImageAttention, WindowImageAttention
 from attncnn_plugin.convert import ConversionReport, conv_to_mhsa
 from attncnn_plugin.convert.fewer_heads import (
     amplification,
@@ -23,7 +24,6 @@ from attncnn_plugin.convert.fewer_heads import (
     positive_vector,
     truncation_errors,
 )
-from attncnn_plugin.layers.image_attention import QuadraticImageAttention, WindowImageAttention
 
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}

@@ -14,15 +14,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
-from attncnn_plugin.convert import conv_to_mhsa, expressible_shifts, fit_values
-from attncnn_plugin.layers import (
+from attncnn_plugin.attention import (
     ContentAttention,
     GeneralizedQuadraticAttention,
     LearnedAttention,
     QuadraticAttention,
     WindowImageAttention,
 )
-from attncnn_plugin.layers.window import Window
+from attncnn_plugin.attention.window import Window
+from attncnn_plugin.convert import conv_to_mhsa, expressible_shifts, fit_values
 
 KINDS = [
     QuadraticAttention,

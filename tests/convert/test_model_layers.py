@@ -7,8 +7,8 @@ import torch
 from helpers.cnns import CONVOLUTIONS, small_cnn
 from torch import nn
 
+from attncnn_plugin.attention import ImageAttention
 from attncnn_plugin.convert import attention_to_convs, convs_to_attention
-from attncnn_plugin.layers import ImageAttention
 
 
 def converted(model):

@@ -10,8 +10,8 @@ from helpers.cnns import CONVOLUTIONS, small_cnn
 from helpers.convolutions import relative_error
 from torch import nn
 
+from attncnn_plugin.attention import ImageAttention
 from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention
-from attncnn_plugin.layers import ImageAttention
 
 
 def images(dtype=torch.float64):

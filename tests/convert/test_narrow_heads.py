@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from attncnn_plugin.attention import PatchAttention, WindowBias
 from attncnn_plugin.convert import conv_to_patch_mhsa, exact_head_dims
-from attncnn_plugin.layers import PatchAttention, WindowBias
 
 
 @given(patch_convolutions(), st.integers(1, 5))
@@ -92,7 +92,7 @@ def test_attention_by_the_equation(data):
 def _by_fused_kernel(attention, x):
     from unittest import mock
 
-    from attncnn_plugin.layers import biased_attention
+    from attncnn_plugin.attention import biased_attention
 
     class OtherDevice(torch.Tensor):
         """A tensor that says it is on another device."""
@@ -106,8 +106,8 @@ def _by_fused_kernel(attention, x):
         mock.patch.object(
             biased_attention, 'attend_biased', lambda query, *args: original(query.as_subclass(OtherDevice), *args)
         ),
-        mock.patch('attncnn_plugin.layers.patch_attention.attend_biased_of_widths') as of_widths,
-        mock.patch('attncnn_plugin.layers.patch_attention.attend_biased', biased_attention.attend_biased),
+        mock.patch('attncnn_plugin.attention.patch_attention.attend_biased_of_widths') as of_widths,
+        mock.patch('attncnn_plugin.attention.patch_attention.attend_biased', biased_attention.attend_biased),
     ):
         of_widths.side_effect = lambda query, *args: biased_attention.attend_biased_of_widths(
             query.as_subclass(OtherDevice), *args

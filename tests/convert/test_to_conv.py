@@ -12,10 +12,15 @@ from hypothesis import strategies as st
 from timm.layers import Conv2dSame
 from torch import nn
 
+from attncnn_plugin.attention import (
+    ContentAttention,
+    GeneralizedQuadraticAttention,
+    LearnedAttention,
+    QuadraticAttention,
+)
+from attncnn_plugin.attention.image_attention import QuadraticImageAttention, WindowImageAttention
+from attncnn_plugin.attention.window import Window
 from attncnn_plugin.convert import conv_to_mhsa, mhsa_to_conv
-from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
-from attncnn_plugin.layers.image_attention import QuadraticImageAttention, WindowImageAttention
-from attncnn_plugin.layers.window import Window
 
 LAYERS = {
     'quadratic': QuadraticAttention,

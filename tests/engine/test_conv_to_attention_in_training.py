@@ -8,7 +8,7 @@ from mmengine.hooks import EMAHook, Hook
 from mmengine.runner import Runner
 
 from attncnn_plugin.analysis import read_centers
-from attncnn_plugin.layers import ContentImageAttention, QuadraticImageAttention
+from attncnn_plugin.attention import ContentImageAttention, QuadraticImageAttention
 from attncnn_plugin.pruning import prunable_heads
 
 LAYER = 'backbone.layer4.0.conv1'

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from attncnn_plugin.analysis.transformer_attention import TokenPlaces, visit_vit_attention
 from attncnn_plugin.explorer import layer_data
 from attncnn_plugin.pruning import prune_heads
+from attncnn_plugin.transformers.transformer_attention import TokenPlaces, visit_vit_attention
 
 OTHERS = {
     **dict.fromkeys([*OF_TIMM, *OF_MMPRETRAIN], ['cls']),

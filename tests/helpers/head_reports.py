@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from attncnn_plugin.layers import (
+from attncnn_plugin.attention import (
     ContentAttention,
     GeneralizedQuadraticAttention,
     GridBias,

@@ -12,7 +12,7 @@ from helpers.convolutions import relative_error
 from helpers.small import BACKENDS, SMALL_CMHSA, small_cmhsa, trained_like
 from torch import nn
 
-from attncnn_plugin.layers.patches import image_to_patches
+from attncnn_plugin.attention.patches import image_to_patches
 from attncnn_plugin.models.cmhsa import PatchConvolution
 
 PHASES = ['conv', 'attn']

@@ -13,7 +13,7 @@ from helpers.flops import paper_flops
 from helpers.small import BACKENDS, TIMM_KINDS, small_cmhsa, small_timm
 
 from attncnn_plugin import follow_state_dict
-from attncnn_plugin.layers import StructureError
+from attncnn_plugin.attention import StructureError
 from attncnn_plugin.pruning import prune_heads
 
 MILLION, BILLION = 1e6, 1e9

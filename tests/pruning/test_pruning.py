@@ -10,8 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from attncnn_plugin.attention import (
+    ContentAttention,
+    GeneralizedQuadraticAttention,
+    LearnedAttention,
+    QuadraticAttention,
+)
 from attncnn_plugin.convert import conv_to_mhsa
-from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from attncnn_plugin.pruning import find_degenerate_heads, prune_heads
 from attncnn_plugin.pruning.bias_correction import fold_into_bias, head_means, merge_duplicate
 from attncnn_plugin.pruning.optimizer import replace_parameters

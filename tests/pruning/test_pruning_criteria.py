@@ -9,8 +9,13 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from attncnn_plugin.attention import (
+    ContentAttention,
+    GeneralizedQuadraticAttention,
+    LearnedAttention,
+    QuadraticAttention,
+)
 from attncnn_plugin.convert import conv_to_mhsa
-from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from attncnn_plugin.pruning import (
     DegeneracyReport,
     DegenerateHead,

@@ -14,8 +14,8 @@ import benchmark  # noqa: E402
 import measure  # noqa: E402
 from original import with_dense_original  # noqa: E402
 
+from attncnn_plugin.attention import GeneralizedQuadraticAttention  # noqa: E402
 from attncnn_plugin.convert import conv_to_mhsa  # noqa: E402
-from attncnn_plugin.layers import GeneralizedQuadraticAttention  # noqa: E402
 
 
 @pytest.mark.parametrize('name', benchmark.C20.values())

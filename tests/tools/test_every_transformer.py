@@ -16,8 +16,8 @@ from attncnn_plugin.analysis import (
     reports_to_dict,
     shown_layers,
 )
-from attncnn_plugin.init import init_as_convolution
 from attncnn_plugin.pruning import prunable_heads, prune_heads
+from attncnn_plugin.transformers import init_as_convolution
 from attncnn_plugin.visualization import (
     image_of,
     plot_attention_centers,

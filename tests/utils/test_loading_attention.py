@@ -15,8 +15,8 @@ from mmengine.runner import checkpoint, load_checkpoint
 from torch import nn
 
 from attncnn_plugin import follow_state_dict
+from attncnn_plugin.attention import ImageAttention
 from attncnn_plugin.convert import convs_to_attention
-from attncnn_plugin.layers import ImageAttention
 
 SETTINGS = dict(content='additive', alpha=6.0)
 RESNET = dict(type='ResNet', depth=18, base_channels=4, stem_channels=4)

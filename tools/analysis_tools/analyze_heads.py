@@ -23,7 +23,7 @@ import attncnn_plugin.mm.safe_loading  # noqa: F401
 from attncnn_plugin.analysis import LayerReport, model_reports, reports_to_dict, reports_to_text, shown_layers
 from attncnn_plugin.apis import LoadedModel
 from attncnn_plugin.apis.model_options import add_model_options, check_model_options, load_model
-from attncnn_plugin.layers import AttentionLayer
+from attncnn_plugin.attention import AttentionLayer
 
 
 def parse_args() -> argparse.Namespace:

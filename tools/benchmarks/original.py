@@ -10,7 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attncnn_plugin.layers import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
+from attncnn_plugin.attention import (
+    ContentAttention,
+    GeneralizedQuadraticAttention,
+    LearnedAttention,
+    QuadraticAttention,
+)
 
 
 def with_dense_original(model: nn.Module, height: int, width: int) -> nn.Module:

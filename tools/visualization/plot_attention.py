@@ -44,7 +44,7 @@ from attncnn_plugin.analysis import (
 )
 from attncnn_plugin.apis import LoadedModel
 from attncnn_plugin.apis.model_options import add_model_options, check_model_options, load_model
-from attncnn_plugin.layers import AttentionLayer
+from attncnn_plugin.attention import AttentionLayer
 from attncnn_plugin.visualization import (
     plot_attention_centers,
     plot_attention_distance,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...layers import GaussianHeads
+from ...attention import GaussianHeads
 from ...pruning import DegenerateHead
 from .kinds import head_kind
 from .report import HeadStatistics

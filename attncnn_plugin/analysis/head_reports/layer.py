@@ -10,9 +10,9 @@ from typing import Dict, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
+from ...attention import AttentionLayer, GaussianHeads
+from ...attention.window import per_axis
 from ...convert.patches import PatchConvolutionAttention
-from ...layers import AttentionLayer, GaussianHeads
-from ...layers.window import per_axis
 from ...pruning import DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
 from .convolutions import ConvolutionErrors, expressible_kernels
 from .head_statistics import head_statistics

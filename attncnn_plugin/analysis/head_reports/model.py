@@ -5,11 +5,11 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from torch import Tensor, nn
 
-from ...layers import AttentionLayer
-from ...layers.window import shown
+from ...attention import AttentionLayer
+from ...attention.window import shown
 from ...pruning import relative_entropy_of_maps
+from ...transformers.image_means import ImageMeans, few_images
 from ..attention_maps import probs_of_scores, require_attention_layers, visit_layers
-from ..image_means import ImageMeans, few_images
 from ..model_attention import grids_of, is_other_vit
 from .layer import TOLERANCE, head_report, maps_report, pair
 from .report import THRESHOLDS_OF_KINDS, LayerReport

@@ -21,8 +21,8 @@ from ...analysis import (
 )
 from ...analysis.head_centers import centers_of_maps, mean_shifts
 from ...analysis.model_attention import layers_in_windows
-from ...layers import PrunableHeads
-from ...layers.transformer_heads import transformer_heads
+from ...attention import PrunableHeads
+from ...transformers.transformer_heads import transformer_heads
 from ...utils.runner import HEAD_NUMBERS
 from ...utils.sampling import evenly_spread
 from .phases import TwoPhases

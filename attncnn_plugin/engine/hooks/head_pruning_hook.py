@@ -13,7 +13,7 @@ from mmpretrain.registry import HOOKS
 from torch import nn
 
 from ...apis.judged_heads import HeadJudge, JudgedHeads
-from ...layers.prunable_heads import PrunableHeads, Replacement
+from ...attention.prunable_heads import PrunableHeads, Replacement
 from ...pruning import (
     fold_into_bias,
     merge_duplicate,

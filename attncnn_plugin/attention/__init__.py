@@ -1,0 +1,47 @@
+"""Attention layers in plain PyTorch. Those over a grid take tokens ``(B, H, W, D)`` and give ``(B, H, W, D_out)``."""
+
+from .attention_layer import AttentionLayer, GaussianHeads
+from .content_attention import ContentAttention
+from .content_image_attention import ContentImageAttention
+from .encodings import (
+    GeneralizedQuadraticEncoding,
+    LearnedEncoding,
+    QuadraticEncoding,
+    WindowEncoding,
+)
+from .grid_attention import GeneralizedQuadraticAttention, GridAttention, LearnedAttention, QuadraticAttention
+from .image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
+from .patch_attention import PatchAttention
+from .position_bias import GridBias, WindowBias
+from .position_tables import AbsoluteEncoding, RelativeTables
+from .prunable_heads import PrunableHeads, Replacement
+from .structure import Restructurable, StructureError
+from .window import Window
+
+__all__ = [
+    'AbsoluteEncoding',
+    'AttentionLayer',
+    'ContentAttention',
+    'ContentImageAttention',
+    'GaussianHeads',
+    'GeneralizedQuadraticAttention',
+    'GeneralizedQuadraticEncoding',
+    'GridAttention',
+    'GridBias',
+    'ImageAttention',
+    'LearnedAttention',
+    'LearnedEncoding',
+    'PatchAttention',
+    'PrunableHeads',
+    'QuadraticAttention',
+    'QuadraticEncoding',
+    'QuadraticImageAttention',
+    'RelativeTables',
+    'Replacement',
+    'Restructurable',
+    'StructureError',
+    'Window',
+    'WindowBias',
+    'WindowEncoding',
+    'WindowImageAttention',
+]

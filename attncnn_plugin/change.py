@@ -1,0 +1,72 @@
+"""The result of everything that changes a model: its layers before and after, and what its parameters became."""
+
+from dataclasses import dataclass, field
+from typing import Any, Callable, Dict, Optional, Tuple
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, eq=False)
+class Successor:
+    """What took the place of a parameter.
+
+    Attributes:
+        parameters (dict[str, Parameter]): The new parameters by their names in the model; empty where the old one is
+            just gone.
+        heir (Parameter | None): The one of them that has entries of the old one.
+        inherit (callable | None): Brings a tensor of the old one's shape, such as its momentum, to the heir's shape.
+    """
+
+    parameters: Dict[str, nn.Parameter] = field(default_factory=dict)
+    heir: Optional[nn.Parameter] = None
+    inherit: Optional[Callable[[Tensor], Tensor]] = None
+
+
+@dataclass(frozen=True, eq=False)
+class LayerChange:
+    """What became of a layer.
+
+    Attributes:
+        name (str): Its name in the model.
+        before, after (str): What it was and is, in a few words.
+        parameters_before, parameters_after (int): Number of its parameters.
+        report (Any): Figures of this kind of change, such as the error of a conversion; None without.
+    """
+
+    name: str
+    before: str
+    after: str
+    parameters_before: int
+    parameters_after: int
+    report: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """What became of a model. It is true if a layer changed; as a string it is a table of the layers.
+
+    Attributes:
+        layers (tuple[LayerChange, ...]): The layers that changed, in the order of the model.
+        parameters_before, parameters_after (int): Number of parameters of the whole model.
+        replaced (dict[Parameter, Successor]): What took the place of each old parameter, for
+            :func:`~attncnn_plugin.pruning.replace_parameters`.
+    """
+
+    layers: Tuple[LayerChange, ...]
+    parameters_before: int
+    parameters_after: int
+    replaced: Dict[nn.Parameter, Successor] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.layers)
+
+    def __str__(self) -> str:
+        rows = [['layer', 'before', 'after', 'parameters', '']]
+        for layer in self.layers:
+            counts = f'{layer.parameters_before:,} → {layer.parameters_after:,}'
+            rows.append(
+                [layer.name, layer.before, layer.after, counts, '' if layer.report is None else str(layer.report)]
+            )
+        rows.append(['model', '', '', f'{self.parameters_before:,} → {self.parameters_after:,}', ''])
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        return '\n'.join('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)

@@ -1,0 +1,162 @@
+"""Gaussian heads of absolute position embeddings.
+
+Tokens hold a constant and waves of their position, cos(ω_f k) and sin(ω_f k) of row and column. A score is a product of
+such functions of the query and of the key,
+
+    Σ_f a_f (cos(ω_f (k − q − Δ)) − 1), summed over the two axes,
+
+with ω_f = πf/r for f = 1 … F, where r is the largest distance |k − q − Δ| of an axis: there all waves have an extreme.
+A softmax needs no more of −α‖k − q − Δ‖² (C20, eq. 9) than its values near 0, and that all others are low. So the
+coefficients a are those whose softmax is nearest to the Gaussian's, and they are small. As it stands the largest score
+is 0: else LayerNorm's factor of a key would multiply a large number, and content would move the centre.
+
+The parabola itself is a product too, of [1, q₁, q₂, ‖q‖²] and [1, k₁, k₂, ‖k‖²]. But its queries and keys would have to
+be several times as large, and steps of Adam, which are as large for all weights, would soon lead such heads away.
+"""
+
+import math
+from typing import Any, List, Tuple
+
+import torch
+from torch import Tensor
+
+from .embeddings import PositionChannels, patch_positions, set_sine_cosine_embedding
+from .relative_tables import log_share_of_peak
+from .transformer_parts import Attention, factors, grid_of
+from .vision_transformer import num_prefix_tokens
+
+FEWEST = 5  # functions of the position: a constant, and a cosine and a sine of each axis
+SHORTEST = 8  # patches: the period of the shortest wave, at most
+RIDGE = 1e-5
+
+
+def start_absolute(
+    network: Any, attentions: List[Attention], alpha: float, images: Tensor, generator: torch.Generator
+) -> None:
+    """Sets the embedding, and queries and keys of each layer for the tokens that it gets.
+
+    Args:
+        network: The vision transformer.
+        attentions (list[Attention]): Its attention.
+        alpha (float): α.
+        images (Tensor): ``(B, C, H, W)``, on which it is calibrated.
+        generator (torch.Generator): Draws the channels that hold the position.
+
+    Raises:
+        ValueError: Heads or tokens are too narrow.
+    """
+    narrowest = min(attentions, key=lambda attention: attention.head_dim)
+    if narrowest.head_dim < FEWEST:
+        raise ValueError(
+            f'the heads of {narrowest.name} have {narrowest.head_dim} channels: absolute positions need {FEWEST}'
+        )
+    set_sine_cosine_embedding(network)
+    size = grid_of(network)
+    patches, has_prefix = size[0] * size[1], num_prefix_tokens(network) > 0
+    room = min(narrowest.head_dim, narrowest.width // 2 - 1)
+    omega = wave_frequencies(size, torch.cat([attention.shifts for attention in attentions]), room)
+    functions = _functions(size, omega)
+    rank = functions.shape[1]
+    channels = PositionChannels(network, attentions, rank + has_prefix, generator)
+    scale = channels.norm / float(functions[0].norm())  # cos² + sin² = 1: the norm is the same everywhere
+    held = torch.nn.functional.pad(scale * functions, (0, int(has_prefix))).to(channels.directions)
+    prefix = torch.zeros_like(held[0])
+    prefix[rank:] = channels.norm  # only prefix tokens are there
+    channels.hold(held, prefix)
+
+    for attention, tokens in channels.in_turn(images):
+        read = channels.read(tokens)
+        # LayerNorm's factor g, mean over the patches of all images.
+        factor = (read[:, -patches:] * held).sum(-1).mean() / held.square().sum(-1).mean()
+        scores = read.new_zeros(attention.num_heads, len(prefix), len(prefix))  # of what the tokens hold
+        scores[:, :rank, :rank] = score_matrices(attention.shifts, alpha, size, omega).to(read) / scale**2
+        if has_prefix:
+            # Its factor is in what is read there.
+            scores[:, 0, -1] = -log_share_of_peak(alpha, patches) * factor / (scale * read[:, :-patches, -1].mean())
+        # Of the other channels queries begin at 0, and learn, since keys are as they were.
+        others = torch.zeros_like(attention.weight('q'))[:, rank:], attention.weight('k')[:, rank:]
+        of_position = [x @ channels.directions.T for x in factors(scores * attention.head_dim**0.5 / factor**2, rank)]
+        attention.set_maps('qk', *(torch.cat([own.to(x), x], 1) for own, x in zip(of_position, others)))
+
+
+def wave_frequencies(size: Tuple[int, int], shifts: Tensor, room: int) -> List[Tensor]:
+    """Computes ω of both axes, ``(F,)`` each, for some shifts ``(N, 2)``.
+
+    The shortest wave has a period of 8 patches at most, and an axis two waves at least, unless there is no room for so
+    many functions of the position; an axis of one patch needs none.
+    """
+    reaches = [max(1, math.ceil(n - 1 + shift)) for n, shift in zip(size, shifts.abs().amax(0).tolist())]
+    numbers = [max(2, math.ceil(2 * reach / SHORTEST)) if n > 1 else 0 for reach, n in zip(reaches, size)]
+    while 1 + 2 * sum(numbers) > max(room, FEWEST):
+        numbers[numbers.index(max(numbers))] -= 1
+    return [math.pi * torch.arange(1, f + 1, dtype=torch.float64) / reach for reach, f in zip(reaches, numbers)]
+
+
+def _functions(size: Tuple[int, int], omega: List[Tensor]) -> Tensor:
+    """[1, cos ωk₁, sin ωk₁, …, cos ωk₂, sin ωk₂, …] of each patch k, ``(patches, 1 + 2F)``, F waves on both axes."""
+    angles = torch.cat([axis[:, None] * own for axis, own in zip(patch_positions(size).T, omega)], 1)  # (patches, F)
+    waves = torch.stack([angles.cos(), angles.sin()], -1).flatten(1)
+    return torch.nn.functional.pad(waves, (1, 0), value=1.0)
+
+
+def score_matrices(shifts: Tensor, alpha: float, size: Tuple[int, int], omega: List[Tensor]) -> Tensor:
+    """Computes M of each head: the scores are functions(q) M functions(k)ᵀ, ``(N_h, 1 + 2F, 1 + 2F)``, float64."""
+    matrices = []
+    for shift in shifts.tolist():
+        a = torch.cat([nearest_waves(alpha, *axis) for axis in zip(shift, size, omega)])
+        phases = torch.cat([own * delta for own, delta in zip(omega, shift)])
+        cosines, sines = a * phases.cos(), a * phases.sin()
+        blocks = torch.stack([cosines, sines, -sines, cosines], -1).view(-1, 2, 2)
+        matrices.append(torch.block_diag(-a.sum(), *blocks))
+    return torch.stack(matrices)
+
+
+def nearest_waves(alpha: float, shift: float, length: int, omega: Tensor) -> Tensor:
+    """Computes the coefficients a whose softmax is nearest to a Gaussian's, on one axis.
+
+    They have the smallest divergence KL(P ‖ softmax_k Σ_f a_f cos(ω_f (k − q − Δ))) to P[q, k] = softmax_k(−α(k − q −
+    Δ)²), mean over the queries, plus ``RIDGE``·‖a‖². The problem is convex: Newton's method, with steps that are halved
+    while they lead up.
+
+    Args:
+        alpha (float): α.
+        shift (float): Δ, in patches.
+        length (int): Of the axis, in patches.
+        omega (Tensor): ω, ``(F,)``; an axis of one patch needs none.
+
+    Returns:
+        Tensor: a, ``(F,)``, float64.
+
+    Examples:
+        >>> omega = math.pi * torch.tensor([1 / 8, 2 / 8]).double()
+        >>> a = nearest_waves(2.0, 1.0, 8, omega)
+        >>> k = torch.arange(8.0).double()
+        >>> (torch.cos((k[:, None] - 3 - 1) * omega) @ a).softmax(0)[3:6]  # of the query 3
+        tensor([0.1048, 0.7891, 0.1048], dtype=torch.float64)
+        >>> (-2 * (k - 3 - 1) ** 2).softmax(0)[3:6]
+        tensor([0.1065, 0.7866, 0.1065], dtype=torch.float64)
+    """
+    keys = torch.arange(length, dtype=torch.float64)
+    distances = keys - keys[:, None] - shift  # k − q − Δ, (q, k)
+    waves = torch.cos(distances[..., None] * omega)  # (q, k, F)
+    wanted = (-alpha * distances.square()).softmax(1)
+    of_wanted = (wanted[..., None] * waves).sum(1).mean(0)  # E_P[cos]
+
+    def loss(a: Tensor) -> Tensor:
+        return -(wanted * (waves @ a).log_softmax(1)).sum(1).mean() + RIDGE * a.square().sum()
+
+    a = torch.zeros_like(omega)
+    ridge = 2 * RIDGE * torch.eye(len(omega), dtype=torch.float64)
+    for _ in range(100 if len(omega) else 0):
+        probs = (waves @ a).softmax(1)
+        mean = (probs[..., None] * waves).sum(1)
+        gradient = mean.mean(0) - of_wanted + ridge @ a
+        centred = waves - mean[:, None]
+        hessian = torch.einsum('qk,qkf,qkg->fg', probs, centred, centred) / length + ridge
+        step = torch.linalg.solve(hessian, gradient)
+        while loss(a - step) > loss(a) and step.abs().max() > 1e-9:
+            step = step / 2
+        a = a - step
+        if step.abs().max() < 1e-9:
+            break
+    return a

@@ -1,0 +1,189 @@
+"""What tokens hold of their positions: sines and cosines, and channels in which there is nothing else."""
+
+import math
+from functools import partial
+from typing import Any, Iterator, List, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.window import shown
+from .transformer_parts import Attention, arguments_of, grid_of, input_of, mlp_maps, patch_convolutions
+from .vision_transformer import find_transformer, num_prefix_tokens
+
+# Root mean square of the position functions over all channels of a token. That of the content is about 0.6 after a
+# default patch embedding of images of deviation 1. The larger it is, the smaller are the weights that read it, and the
+# less do steps of Adam, which are as large for all weights, change the heads.
+AMPLITUDE = 2.0
+
+
+def sine_cosine_embedding(size: Tuple[int, int], channels: int) -> Tensor:
+    """Computes sines and cosines of rows and columns (Vaswani et al. 2017, 3.5, on two axes).
+
+    They have a quarter of the channels each, with the frequencies 10000^(−i/n), i = 0 … n − 1, for n = channels // 4;
+    channels beyond 4n are 0.
+
+    Returns:
+        Tensor: ``(height*width, channels)``, float64.
+
+    Examples:
+        >>> sine_cosine_embedding((1, 2), 5)  # of rows: 0, of columns: 0 and 1
+        tensor([[0.0000, 1.0000, 0.0000, 1.0000, 0.0000],
+                [0.0000, 1.0000, 0.8415, 0.5403, 0.0000]], dtype=torch.float64)
+    """
+    quarter = channels // 4
+    frequencies = 10000.0 ** (-torch.arange(quarter, dtype=torch.float64) / max(quarter, 1))
+    angles = patch_positions(size)[:, :, None] * frequencies
+    waves = torch.cat([angles.sin(), angles.cos()], -1).flatten(1)
+    return nn.functional.pad(waves, (0, channels - waves.shape[1]))
+
+
+@torch.no_grad()
+def set_sine_cosine_embedding(model: nn.Module) -> None:
+    """Sets the learned embedding of a vision transformer's patches to sines and cosines of their rows and columns.
+
+    Rows and columns have a quarter of the channels each for sines, and for cosines, of the frequencies 10000^(−i/n),
+    i = 0 … n − 1, where n is that quarter (Vaswani et al. 2017, 3.5, on two axes).
+
+    Args:
+        model (nn.Module): A vision transformer with ``pos_embed``, or a model with one.
+
+    Raises:
+        ValueError: It has no such embedding.
+
+    Examples:
+        >>> import timm
+        >>> model = timm.create_model('vit_tiny_patch16_224', depth=1)
+        >>> set_sine_cosine_embedding(model)
+        >>> round(model.pos_embed[0, 1:].square().mean().item(), 3)
+        0.5
+    """
+    _, network = find_transformer(model)
+    size = grid_of(network)
+    rows = position_embedding(network, size[0] * size[1])
+    rows[-size[0] * size[1] :] = sine_cosine_embedding(size, rows.shape[1]).to(rows)
+
+
+def position_embedding(network: Any, patches: int) -> Tensor:
+    """Returns the embedding of absolute positions, a view, ``(N, D)``: of the patches, or of prefix tokens and them.
+
+    Raises:
+        ValueError: There is none that is learned, or it is for another number of patches.
+    """
+    embedding, prefix = getattr(network, 'pos_embed', None), num_prefix_tokens(network)
+    shape = tuple(embedding.shape) if isinstance(embedding, nn.Parameter) else ()
+    if len(shape) != 3 or shape[0] != 1 or not patches <= shape[1] <= patches + prefix:
+        raise ValueError(
+            f'pos_embed={shown(embedding)} of a {type(network).__name__} must be a parameter of shape (1, N, D), for '
+            f'{patches} patches and up to {prefix} other tokens'
+        )
+    return network.pos_embed.data[0]
+
+
+def patch_positions(size: Tuple[int, int]) -> Tensor:
+    """Returns row and column of each patch of a grid, ``(patches, 2)``, float64."""
+    return torch.cartesian_prod(*(torch.arange(n, dtype=torch.float64) for n in size))
+
+
+class PositionChannels:
+    """Directions U of the tokens' space that hold functions of the position and nothing else, in every block.
+
+    What attention gets is LayerNorm(content + position). If nothing but the position embedding writes into U, and U is
+    orthogonal to the ones, so that LayerNorm's mean is not in it, then Uᵀ of it is p(k)·g: the wanted functions p of
+    the position k times LayerNorm's factor of the token, g = 1/σ. Content changes g alone. So U is taken out of the
+    outputs of the patch embedding, of attention and of the MLPs. They stay random maps to the other directions, and
+    training may use those of U again.
+
+    Args:
+        network: The vision transformer; its patch embedding, prefix tokens and position embedding are changed.
+        attentions (list[Attention]): All attention of it; the maps that write into the tokens are changed.
+        number (int): Of directions.
+        generator (torch.Generator): Draws them.
+
+    Raises:
+        ValueError: A token has too few channels, or the maps that write into it are not found.
+    """
+
+    def __init__(self, network: Any, attentions: List[Attention], number: int, generator: torch.Generator) -> None:
+        width = attentions[0].width
+        if width < 2 * number:
+            raise ValueError(
+                f'tokens of {width} channels are too narrow: {number} are for the position, and as many for the content'
+            )
+        drawn = torch.randn(width, number, generator=generator, dtype=torch.float64)
+        directions = torch.linalg.qr(torch.cat([torch.ones_like(drawn[:, :1]), drawn], 1))[0][:, 1:]
+        self.directions = directions.to(attentions[0].weight('q').device)  # (D, number)
+        self.norm = AMPLITUDE * math.sqrt(width)
+        self.network, self.attentions = network, attentions
+        self.patches: Any = patch_convolutions(network)[-1]
+        learned = {name: getattr(network, name, None) for name in ('cls_token', 'dist_token', 'reg_token', 'pos_embed')}
+        self.learned = {name: token.data for name, token in learned.items() if isinstance(token, nn.Parameter)}
+        for module in [self.patches, *(x for a in attentions for x in (a.module.proj, mlp_maps(a)[-1]))]:
+            for rows in (module.weight, module.bias):
+                if rows is not None:
+                    rows.data.copy_(self._cleared(rows.data.movedim(0, -1)).movedim(-1, 0))
+        for token in self.learned.values():
+            token.copy_(self._cleared(token))
+
+    def _cleared(self, tokens: Tensor) -> Tensor:
+        """Tokens ``(…, D)`` without their part in U."""
+        return (tokens.double() - self.read(tokens) @ self.directions.T).to(tokens)
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """Computes Uᵀ of tokens ``(…, D)``: ``(…, number)``, float64."""
+        return tokens.double() @ self.directions
+
+    def hold(self, patches: Tensor, prefix: Tensor) -> None:
+        """Puts functions of the position into the embedding of patches, and constants into the prefix tokens.
+
+        Args:
+            patches (Tensor): ``(patches, number)``.
+            prefix (Tensor): ``(number,)``, the same for all prefix tokens.
+        """
+        rows = position_embedding(self.network, len(patches))
+        embedded = len(rows) - len(patches)  # prefix tokens that have a position
+        rows += (torch.cat([prefix.expand(embedded, -1), patches]) @ self.directions.T).to(rows)
+        for name, token in self.learned.items():
+            if name != 'pos_embed' and not embedded:
+                token += (prefix @ self.directions.T).to(token)
+
+    def hold_constant(self) -> None:
+        """Puts a constant of norm ``norm`` into the first direction of every patch, by the patch embedding's bias.
+
+        Raises:
+            ValueError: The patch embedding has no bias.
+        """
+        if self.patches.bias is None:
+            raise ValueError(
+                f'the patch embedding of {type(self.network).__name__} has no bias: rotated queries and keys need it'
+            )
+        self.patches.bias.data += (self.norm * self.directions[:, 0]).to(self.patches.bias)
+
+    def in_turn(self, images: Tensor) -> Iterator[Tuple[Attention, Tensor]]:
+        """Yields each attention with the tokens that it gets, ``(B, N, D)``, once all before it is set.
+
+        With the position in the tokens LayerNorm makes their content smaller, by √(1 − s) where s is the position's
+        share of the squares. So values and MLPs read the content alone, 1/√(1 − s) times as strongly, and begin as
+        without the position. That is done here, layer after layer: the shares are those of the images.
+
+        Args:
+            images (Tensor): ``(B, C, H, W)``.
+        """
+        with arguments_of([attention.block for attention in self.attentions]) as of_blocks:
+            self.network(images)
+        tokens = of_blocks[self.attentions[0].block][0][0]
+        for attention in self.attentions:
+            (_, *others), named = of_blocks[attention.block]
+            run_block = partial(attention.block, tokens, *others, **named)
+            read = input_of(attention.module, run_block)
+            self._keep_content(attention.weight('v'), read)
+            yield attention, read
+            for module in mlp_maps(attention)[:-1]:
+                if module.in_features == attention.width:
+                    self._keep_content(module.weight.data, input_of(module, run_block))
+            tokens = run_block()
+
+    def _keep_content(self, weight: Tensor, tokens: Tensor) -> None:
+        """W ← W(I − UUᵀ)/√(1 − s) of a map that reads tokens."""
+        share = self.read(tokens).square().sum() / tokens.double().square().sum()
+        weight.copy_(self._cleared(weight) / (1 - share).sqrt())

@@ -1,0 +1,275 @@
+"""A vision transformer that starts as a convolution."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.evaluation_mode import evaluating
+from ..attention.shifts import at_grid_shifts
+from ..attention.window import per_axis, shown
+from .absolute import start_absolute
+from .impulse_and_mimetic import start_impulse, start_mimetic
+from .relative_tables import bias_of, gaussian_table, start_relative, window_of
+from .rotary import start_rotary
+from .transformer_attention import visited_attention
+from .transformer_parts import Attention, arguments_of, built_for, find_attention, grid_of, patch_convolutions
+from .vision_transformer import find_transformer
+
+Kernel = Union[int, Sequence[int]]
+METHODS = ('gaussian', 'impulse', 'mimetic')
+HARD = 1e3  # α of the attention that impulses are compared with
+
+
+@dataclass(frozen=True)
+class HeadStart:
+    """A head at the start.
+
+    Attributes:
+        shift (tuple[float, float] | None): Δ, (row, column) in patches; None where no shift is wanted.
+        total_variation (float | None): ½ Σ_k |P[q, k] − P*[q, k]| between the head's attention P and the wanted P*,
+            among patches, mean over images and queries; from 0 to 1. None where none is wanted.
+    """
+
+    shift: Optional[Tuple[float, float]] = None
+    total_variation: Optional[float] = None
+
+
+@dataclass(frozen=True)
+class LayerStart:
+    """A layer at the start.
+
+    Attributes:
+        name (str): Name of its attention in the model.
+        encoding (str): ``'absolute'``, ``'relative'`` or ``'rotary'``.
+        grid (tuple[int, int]): Height and width of the patches among which it attends: those of a window, or all.
+        heads (tuple[HeadStart, ...]): Its heads.
+        prefix_share (float): What patches give to class and register tokens, mean over images, heads and patches.
+    """
+
+    name: str
+    encoding: str
+    grid: Tuple[int, int]
+    heads: Tuple[HeadStart, ...]
+    prefix_share: float
+
+
+@dataclass(frozen=True)
+class ConvolutionalStart:
+    """What :func:`init_as_convolution` did; as a string, a table with a row for each head.
+
+    Attributes:
+        method (str): ``'gaussian'``, ``'impulse'`` or ``'mimetic'``.
+        alpha (float | None): α of Gaussian heads.
+        layers (tuple[LayerStart, ...]): The layers, in the order of the model.
+    """
+
+    method: str
+    alpha: Optional[float]
+    layers: Tuple[LayerStart, ...]
+
+    def __str__(self) -> str:
+        rows = [('layer', 'encoding', 'grid', 'head', 'shift', 'total variation', 'to other tokens')]
+        for layer in self.layers:
+            of_layer, share = (layer.name, layer.encoding, '×'.join(map(str, layer.grid))), f'{layer.prefix_share:.2g}'
+            for number, head in enumerate(layer.heads):
+                shift = 'none' if head.shift is None else '({:g}, {:g})'.format(*head.shift)
+                variation = 'none' if head.total_variation is None else f'{head.total_variation:.2g}'
+                rows.append((*of_layer, str(number), shift, variation, share))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        return '\n'.join('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+@torch.no_grad()
+def init_as_convolution(
+    model: nn.Module,
+    kernel_size: Kernel = 3,
+    method: str = 'gaussian',
+    alpha: float = 2.0,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> ConvolutionalStart:
+    """Sets the attention of a vision transformer, in place, so that each head looks at one shift of a kernel.
+
+    It is for a model before training: a trained one would lose what it has learned. A model counts as trained where the
+    weights, or the biases, of a norm are not all the same number, as a new model's are. A start leaves them alone, so
+    a second one replaces the first. A checkpoint that is loaded afterwards replaces all of it.
+
+    Args:
+        model (nn.Module): A vision transformer of timm or mmpretrain, or a model with one, just built: with embeddings
+            of absolute positions (ViT, DeiT), tables of relative position biases (BEiT, Swin) or rotary embeddings
+            (timm's EVA02, DINOv3 and their relatives).
+        kernel_size (int | tuple[int, int]): Of the kernel, in patches. Defaults to 3.
+        method (str): ``'gaussian'``, a head is P[q, k] = softmax_k(−α‖k − q − Δ‖²) (C20, eq. 9), at a random position
+            of the kernel; ``'impulse'``, Zheng et al. 2025, for embeddings of absolute positions, whose heads have the
+            positions of the kernel in turn, the centre first, in every layer; ``'mimetic'``, Trockman and Kolter 2023,
+            without shifts. Defaults to ``'gaussian'``.
+        alpha (float): α of Gaussian heads, in 1/patches². Defaults to 2: a head has 0.62 of its attention at Δ.
+        seed (int): Of all that is random. Defaults to 0.
+        overwrite (bool): Whether the attention of a trained model may be overwritten. Defaults to False.
+
+    Returns:
+        ConvolutionalStart: The shift of each head, and how near its attention is to the wanted one on random images.
+
+    Raises:
+        ValueError: An argument is not one of these, the model is trained, or its attention cannot be started: the
+            message says what was looked at, and the model stays as it was.
+
+    Examples:
+        >>> import timm
+        >>> model = timm.create_model('vit_tiny_patch16_224', img_size=64, depth=2)
+        >>> report = init_as_convolution(model, kernel_size=3, seed=0)
+        >>> len(report.layers), len(report.layers[0].heads)
+        (2, 3)
+        >>> max(head.total_variation for layer in report.layers for head in layer.heads) < 0.1
+        True
+    """
+    if method not in METHODS:
+        raise ValueError(f'method={shown(method)} must be one of {METHODS}')
+    if not 0 < alpha < float('inf'):
+        raise ValueError(f'alpha={shown(alpha)} must be a number above 0')
+    _, network = find_transformer(model)
+    attentions = find_attention(model)
+    if not overwrite:
+        _check_new(network)
+    encoding = _encoding(network, attentions)
+    if method == 'impulse' and encoding != 'absolute':
+        raise ValueError(
+            f"method='impulse' needs absolute positions, not {encoding} ones: use 'gaussian' with a large alpha"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    _set_shifts(network, attentions, kernel_size, method == 'impulse', generator)
+    images = random_images(network, seed)
+    before = {parameter: parameter.detach().clone() for parameter in model.parameters()}
+    try:
+        with evaluating(network):
+            if method == 'impulse':
+                start_impulse(network, attentions, generator)
+            elif method == 'mimetic':
+                start_mimetic(network, attentions, encoding == 'absolute', generator)
+            elif encoding == 'relative':
+                for attention in attentions:
+                    start_relative(network, attention, alpha)
+            else:
+                start = start_absolute if encoding == 'absolute' else start_rotary
+                # Autocast keeps the weights that it has cast, and would not see that they are set.
+                with torch.autocast(images.device.type, enabled=False):
+                    start(network, attentions, alpha, images, generator)
+            layers = _report(network, attentions, encoding, HARD if method == 'impulse' else alpha, images)
+    except BaseException:  # leave the model as it was
+        for parameter, own in before.items():
+            parameter.data.copy_(own)
+        raise
+    if method == 'mimetic':
+        layers = [replace(layer, heads=(HeadStart(),) * len(layer.heads)) for layer in layers]
+    return ConvolutionalStart(method, alpha if method == 'gaussian' else None, tuple(layers))
+
+
+def _check_new(network: Any) -> None:
+    """Refuses a trained network, told by its norms: all other weights may be drawn, those of new norms never are."""
+    kind = type(network).__name__
+    norms = [(name, norm) for name, norm in network.named_modules() if 'norm' in type(norm).__name__.lower()]
+    parameters = {f'{name}.{own}': of for name, norm in norms for own, of in norm.named_parameters('', False)}
+    drawn = [name for name, values in parameters.items() if (values != values.flatten()[0]).any()]
+    if drawn or not parameters:
+        looked_at = f'{drawn[0]} of {kind} holds different numbers' if drawn else f'no norm of {kind} has parameters'
+        raise ValueError(
+            f'{looked_at}, so that model may be trained, which a start would undo: give a new one, or overwrite=True'
+        )
+
+
+def _encoding(network: Any, attentions: List[Attention]) -> str:
+    """How a network encodes positions: ``'relative'``, ``'rotary'`` or ``'absolute'``."""
+    if all(bias_of(network, attention) is not None for attention in attentions):
+        return 'relative'
+    if getattr(network, 'rope', None) is not None:
+        return 'rotary'
+    if isinstance(getattr(network, 'pos_embed', None), nn.Parameter):
+        return 'absolute'
+    raise ValueError(
+        f'a {type(network).__name__} has no position encoding that is known: neither relative_position_bias_table or '
+        'rel_pos of each layer, nor shared_rel_pos, rel_pos_bias, rope or a learned pos_embed of the network'
+    )
+
+
+def _set_shifts(
+    network: Any, attentions: List[Attention], kernel_size: Kernel, in_turn: bool, generator: torch.Generator
+) -> None:
+    """Gives each head a position of the kernel: at random, or in turn in each layer, the centre first."""
+    sizes = per_axis('kernel_size', kernel_size, 2)
+    # As those of a convolution with padding 'same'.
+    kernel = torch.cartesian_prod(*(torch.arange(n, dtype=torch.float64) - (n - 1) // 2 for n in sizes))
+    heads = [attention.num_heads for attention in attentions]
+    if in_turn:
+        # As released for 3×3: the centre, up, right, left, down, and the corners row by row. Larger kernels go on so.
+        order = sorted(kernel.tolist(), key=lambda d: (d[0] ** 2 + d[1] ** 2, d[0], d[1] if d[0] else -d[1]))
+        shifts = torch.cat([torch.tensor(order)[torch.arange(n) % len(order)] for n in heads])
+    else:
+        shifts = kernel[torch.randint(len(kernel), (sum(heads),), generator=generator)]
+    of_bias: Dict[int, Tensor] = {}
+    for attention, own in zip(attentions, shifts.split(heads)):
+        bias = bias_of(network, attention)  # layers that share it have the same shifts
+        attention.shifts = own if bias is None else of_bias.setdefault(id(bias), own)
+
+
+def random_images(network: Any, seed: int = 0) -> Tensor:
+    """Draws four images whose amplitude falls as 1/f, as that of photos does (Field 1987), of mean 0 and deviation 1.
+
+    Args:
+        network: A vision transformer; images have its size, channels, type and device.
+        seed (int): Of the noise. Defaults to 0.
+
+    Returns:
+        Tensor: ``(4, channels, height, width)``.
+    """
+    height, width = built_for(network, 'img_size', 'init_input_size')
+    weight = patch_convolutions(network)[0].weight
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(4, weight.shape[1], height, width, generator=generator, dtype=torch.float64)
+    rows, columns = torch.fft.fftfreq(height), torch.fft.fftfreq(width)
+    frequency = (rows[:, None] ** 2 + columns**2).sqrt().clamp(min=1 / max(height, width))
+    images = torch.fft.ifft2(torch.fft.fft2(noise) / frequency).real
+    return ((images - images.mean()) / images.std()).to(weight)
+
+
+def _report(network: Any, attentions: List[Attention], encoding: str, alpha: float, images: Tensor) -> List[LayerStart]:
+    """Compares the attention of the patches among patches with the wanted one, in one pass of the images.
+
+    Windows that hide keys from a query, shifted ones, hide them from the wanted attention too.
+
+    Raises:
+        ValueError: The probabilities of a layer are no softmax for each head.
+    """
+    layers: List[LayerStart] = []
+
+    def compare(attention: Attention, probs: Tensor) -> None:
+        sums = probs.double().sum(-1)
+        if probs.ndim != 4 or probs.shape[1] != attention.num_heads or (sums - 1).abs().max() > 1e-2:
+            raise ValueError(
+                f'the probabilities of {attention.name}, {shown(probs)}, are no softmax for {attention.num_heads} heads'
+            )
+        bias = bias_of(network, attention)
+        grid = grid_of(network) if bias is None else window_of(bias)
+        patches = grid[0] * grid[1]  # which come last
+        own = probs[:, :, -patches:, -patches:].double()
+        total = own.sum(-1, keepdim=True)
+        own = own / total.clamp(min=torch.finfo(own.dtype).tiny)
+        wanted = at_grid_shifts(gaussian_table(attention.shifts, alpha, grid), grid).to(own.device)[None]
+        mask = calls[attention.module][1].get('mask')
+        if mask is not None:
+            own = own.unflatten(0, (-1, len(mask)))  # (B, windows, N_h, patches, patches)
+            wanted = wanted.masked_fill(mask[:, None] < 0, -torch.inf)
+        variations = (own - wanted.softmax(-1)).abs().sum(-1).transpose(-2, 0).flatten(1).mean(1) / 2
+        share = max(0.0, float(1 - total.mean())) if probs.shape[-1] > patches else 0.0  # and no rounding error
+        heads = tuple(HeadStart((i, j), x) for (i, j), x in zip(attention.shifts.tolist(), variations.tolist()))
+        layers.append(LayerStart(attention.name, encoding, grid, heads, share))
+
+    with ExitStack() as stack:
+        calls = stack.enter_context(arguments_of([attention.module for attention in attentions]))
+        for attention in attentions:
+            stack.enter_context(visited_attention(attention.module, partial(compare, attention)))
+        network(images)
+    return layers

@@ -1,0 +1,323 @@
+"""Attention by content in the place of a convolution, against the equations in float64 and torch's convolutions."""
+
+import copy
+import io
+import itertools
+import pickle
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.convolutions import content_settings, convolutions, joined, randomize, relative_error
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from attncnn_plugin import follow_state_dict
+from attncnn_plugin.attention.biased_attention import shared_heads
+from attncnn_plugin.attention.neighbourhoods import AxisTiles
+from attncnn_plugin.convert import conv_to_mhsa
+
+
+@st.composite
+def cases(draw):
+    conv, shape = draw(convolutions())
+    return conv, shape, draw(content_settings(conv))
+
+
+def probabilities(attention, x):
+    """Those of every query for every pixel of the padded image, from the equations; and the padded image."""
+    conv_window, ndim = attention.window, x.ndim - 2
+    padded = conv_window.pad(x)
+    pixels = torch.tensor(list(itertools.product(*map(range, padded.shape[2:])))).reshape(-1, ndim)
+    queries = []
+    for axis, n in enumerate(padded.shape[2:]):
+        k, s, d = (getattr(conv_window, name)[axis] for name in ('kernel_size', 'stride', 'dilation'))
+        queries.append([d * (k - 1) // 2 + o for o in range(0, n - d * (k - 1), s)])
+    queries = torch.tensor(list(itertools.product(*queries))).reshape(-1, ndim)
+    delta = pixels - queries[:, None]  # (Q, K, ndim)
+    flat = padded.flatten(2)
+    index = torch.tensor([range(n) for n in [len(pixels)]])[0].reshape(padded.shape[2:])
+    at_queries = flat[..., index[tuple(queries.T)]]
+    weights = [getattr(attention, name).weight.unflatten(0, (attention.num_heads, -1)) for name in ('query', 'key')]
+    query, key = (torch.einsum('hdc,bcn->bhnd', w, tokens) for w, tokens in zip(weights, (at_queries, flat)))
+    content = torch.einsum('bhqd,bhkd->bhqk', query, key) / query.shape[-1] ** 0.5
+    if hasattr(attention.encoding, 'center'):
+        alpha = attention.encoding.sqrt_precision.square() / 2
+        distance = (delta - attention.encoding.center[:, None, None]).square().sum(-1)
+        position = -alpha[:, None, None] * distance
+    else:
+        size = torch.tensor(attention.window_size)
+        entry = (delta + size // 2).clamp(min=0).minimum(size - 1)
+        position = attention.encoding.weight[(slice(None), *entry.unbind(-1))]
+    if attention.window_size is not None:
+        far = (delta.abs() > torch.tensor(attention.window_size) // 2).any(-1)
+        content, position = content.masked_fill(far, -torch.inf), position.masked_fill(far, -torch.inf)
+    if attention.gate is None:
+        finite = position if attention.window_size is None else position.masked_fill(far, 0)
+        return (content + finite).softmax(-1), padded
+    gate = attention.gate.sigmoid()[:, None, None]
+    return (1 - gate) * content.softmax(-1) + gate * position.softmax(-1), padded
+
+
+def output(attention, x):
+    """The output, from the equations."""
+    probs, padded = probabilities(attention, x)
+    heads = torch.einsum('bhqk,bck->bhqc', probs, padded.flatten(2))
+    result = torch.einsum('bhqc,hoc->boq', heads, attention.value_matrices())
+    if attention.value.bias is not None:
+        result = result + attention.value.bias[:, None]
+    return result.unflatten(2, [attention.window.num_queries(axis, n) for axis, n in enumerate(x.shape[2:])])
+
+
+@given(cases(), st.integers(0, 99))
+def test_begins_as_the_convolution_and_stays_it_while_heads_are_hard(case, seed):
+    conv, shape, options = case
+    x = torch.randn(shape, dtype=torch.float64)
+    attention, report = conv_to_mhsa(conv, **options)
+    assert report.relative_error <= 1e-12 and not attention.query.weight.any()
+    assert attention(x).shape == conv(x).shape
+    assert relative_error(attention(x), conv(x)) <= 1e-10
+    nn.init.normal_(attention.query.weight, generator=torch.Generator().manual_seed(seed))  # content on
+    assert relative_error(attention(x), conv(x)) <= 1e-10
+    attention.float()
+    assert relative_error(attention(x.float()).double(), conv(x)) <= 1e-4
+
+
+@given(cases(), st.integers(0, 99))
+def test_is_the_equations(case, seed):
+    """Whole images and neighbourhoods, which are whole images with the scores outside masked."""
+    conv, shape, options = case
+    x = torch.randn(shape, dtype=torch.float64)
+    attention = conv_to_mhsa(conv, **options)[0]
+    randomize(attention, seed)
+    with torch.no_grad():
+        expected = output(attention, x)
+        assert relative_error(attention(x), expected) <= 1e-10
+        with patch.object(AxisTiles, 'scores', 0):  # neighbourhoods by tiles, however small the image is
+            assert relative_error(attention(x), expected) <= 1e-10
+        probs = attention.attention_scores(x).softmax(-1)
+        pixels = torch.cat([x.flatten(2), torch.zeros_like(x.flatten(2)[..., :1])], dim=-1)  # the null key, the last
+        assert relative_error(joined(attention, probs, pixels), attention(x).flatten(2)) <= 1e-10
+        # Without content the probabilities are those of position.
+        attention.query.weight.zero_()
+        if attention.gate is None:
+            assert torch.allclose(
+                attention.attention_scores(x).softmax(-1)[0, ..., :-1], attention.position_probs(x.shape[2:])
+            )
+
+
+@pytest.mark.parametrize('content', ['additive', 'gated'])
+@pytest.mark.parametrize('position, window_size', [('gaussian', None), ('gaussian', 5), ('table', None)])
+@pytest.mark.parametrize('conv', [nn.Conv2d(2, 2, 3, padding=1, stride=2, groups=2), nn.Conv1d(2, 3, 2, padding=2)])
+def test_gradients(conv, content, position, window_size):
+    attention = conv_to_mhsa(conv.double(), content=content, position=position, window_size=window_size, qk_dim=2)[0]
+    randomize(attention)
+    x = torch.randn(1, 2, *[5, 4][: x_axes(conv)], dtype=torch.float64, requires_grad=True)
+    names, parameters = zip(*attention.named_parameters())
+
+    def function(x, *values):
+        return torch.func.functional_call(attention, dict(zip(names, values)), x)
+
+    assert torch.autograd.gradcheck(function, (x, *parameters))
+
+
+def x_axes(conv):
+    return conv.weight.ndim - 2
+
+
+def test_learns_to_look_elsewhere():
+    """Heads of a given width have gradients of centres, widths and queries; hard ones have none."""
+    conv, x = nn.Conv2d(3, 4, 3, padding=1), torch.randn(2, 3, 6, 6)
+    for alpha, moves in ((None, False), (6, True)):
+        attention = conv_to_mhsa(conv, alpha=alpha, content='additive')[0]
+        attention(x).square().sum().backward()
+        for parameter in (attention.encoding.center, attention.encoding.sqrt_precision, attention.query.weight):
+            assert bool(parameter.grad.abs().max() > 1e-6) == moves
+
+
+@pytest.mark.parametrize('content', ['additive', 'gated'])
+@pytest.mark.parametrize('alpha', [1.0, 6.0])
+@pytest.mark.parametrize('window_size', [None, 3, 7])
+def test_the_report_of_soft_heads(content, alpha, window_size):
+    """No output is further from the convolution's than the report says, and the bound is no empty word."""
+    conv = nn.Conv2d(3, 4, 3, padding=1).double()
+    attention, report = conv_to_mhsa(conv, alpha=alpha, content=content, window_size=window_size)
+    x = F.normalize(torch.randn(8, 3, 9, 9).double(), dim=1)  # pixels of norm 1
+    error = (attention(x) - conv(x)).norm(dim=1).max().item()
+    assert 0 < error <= report.output_bound
+    assert report.deviation > (0.01 if content == 'gated' else 0.004) and 0 < report.relative_error < 1
+
+
+@pytest.mark.parametrize('content', ['additive', 'gated'])
+@pytest.mark.parametrize('groups', [1, 2])
+def test_fewer_heads_than_positions(content, groups):
+    """The error is that of the nearest layer by positions alone."""
+    conv = nn.Conv2d(4, 6, 3, padding=1, dilation=2, groups=groups).double()
+    x = torch.randn(2, 4, 12, 11).double()
+    attention, report = conv_to_mhsa(conv, num_heads=6, content=content)
+    alone, same = conv_to_mhsa(conv, num_heads=6)
+    assert attention.encoding.weight.shape == (6, 5, 5) and report.relative_error == pytest.approx(same.relative_error)
+    assert relative_error(attention(x), alone(x)) < 1e-9
+
+
+@pytest.mark.parametrize('options', [dict(), dict(content='additive'), dict(content='gated', window_size=7)])
+def test_depthwise_layers_have_values_a_channel(options):
+    conv = nn.Conv2d(16, 16, 7, padding=3, groups=16)
+    attention = conv_to_mhsa(conv, qk_dim=4 if options else None, **options)[0]
+    assert attention.value.weight.numel() == conv.weight.numel()
+    x = torch.randn(2, 16, 7, 7)
+    assert relative_error(attention(x), conv(x)) < 1e-5
+
+
+@pytest.mark.parametrize('own, other', [(None, 5), (5, None), (5, 7)])
+def test_another_neighbourhood_is_refused(own, other):
+    """A state dict of one would be another function: it is no silent change of a buffer."""
+    conv = nn.Conv2d(2, 2, 3, padding=1)
+    layer, loaded = (conv_to_mhsa(conv, content='additive', window_size=size)[0] for size in (own, other))
+    with pytest.raises(RuntimeError, match='window_size=.* in the state dict, but window_size='):
+        layer.load_state_dict(loaded.state_dict())
+
+
+def compile_and_export(attention, x):
+    expected = attention(x)
+    compiled = torch.compile(attention, backend='aot_eager', fullgraph=True)
+    assert torch.allclose(compiled(x), expected, atol=1e-5)
+    compiled(x).sum().backward()
+    exported = torch.export.export(attention, (x,)).module()
+    assert torch.allclose(exported(x), expected, atol=1e-5)
+
+
+def test_compiled_and_exported():
+    attention = conv_to_mhsa(nn.Conv2d(4, 6, 3, padding=1, groups=2), content='gated', window_size=5)[0]
+    randomize(attention)
+    compile_and_export(attention, torch.randn(2, 4, 9, 8))
+
+
+@pytest.mark.parametrize(
+    'options',
+    [
+        dict(content='additive'),
+        dict(content='gated', window_size=5),
+        dict(content='additive', position='table', num_heads=5),
+    ],
+)
+class TestUses:
+    @pytest.fixture
+    def attention(self, options):
+        torch.manual_seed(0)
+        attention = conv_to_mhsa(nn.Conv2d(4, 6, 3, padding=1, stride=2, groups=2), qk_dim=3, **options)[0]
+        randomize(attention)
+        return attention
+
+    @pytest.fixture
+    def x(self):
+        return torch.randn(2, 4, 9, 8)
+
+    def test_pruned(self, attention, x):
+        """As with the heads' values at 0; a layer takes the heads of a state dict."""
+        heads, whole = [0, 3], copy.deepcopy(attention)
+        with torch.no_grad():
+            attention.value.weight.unflatten(1, (attention.num_heads, -1))[:, heads] = 0
+        expected = attention(x)
+        replaced = attention.prune_heads(heads)
+        assert all(parameter not in replaced for parameter in attention.parameters())
+        assert torch.allclose(attention(x), expected, atol=1e-5)
+        whole.load_state_dict(attention.state_dict())
+        assert torch.equal(whole(x), attention(x))
+        attention.prune_heads(range(attention.num_heads), allow_empty=True)
+        assert torch.allclose(attention(x), attention.value.bias[:, None, None].expand(2, -1, 5, 4))
+        assert not follow_state_dict(whole, whole.state_dict())
+
+    def test_copies(self, attention, x):
+        expected = attention(x)
+        file = io.BytesIO()
+        torch.save(attention, file)
+        file.seek(0)
+        for copied in (
+            copy.deepcopy(attention),
+            pickle.loads(pickle.dumps(attention)),
+            torch.load(file, weights_only=False),
+        ):
+            assert torch.equal(copied(x), expected)
+
+    @pytest.mark.slow
+    def test_compiled_and_exported(self, attention, x):
+        compile_and_export(attention, x)
+
+    @pytest.mark.slow
+    def test_compiled_by_inductor(self, attention, x):
+        expected = attention(x)
+        assert torch.allclose(torch.compile(attention, fullgraph=True)(x), expected, atol=1e-4)
+
+    @pytest.mark.slow
+    def test_onnx_and_other_batches(self, attention, x, tmp_path):
+        """Exported once for any number of images."""
+        onnxruntime = pytest.importorskip('onnxruntime')
+        pytest.importorskip('onnxscript')
+        pytest.importorskip('torch', minversion='2.7', reason='torch 2.6 cannot export a batch of any size to ONNX')
+        attention.eval()
+        path, batch = str(tmp_path / 'model.onnx'), torch.export.Dim('batch', min=1, max=64)
+        exported = torch.export.export(attention, (x,), dynamic_shapes=({0: batch},)).module()
+        torch.onnx.export(attention, (x,), path, dynamo=True, dynamic_shapes=({0: batch},), verbose=False)
+        session = onnxruntime.InferenceSession(path)
+        (name,) = (value.name for value in session.get_inputs())
+        for n in (1, 2, 5):
+            images = torch.randn(n, *x.shape[1:])
+            (output,) = session.run(None, {name: images.numpy()})
+            assert relative_error(torch.from_numpy(output), attention(images)) < 1e-4
+            assert relative_error(exported(images), attention(images)) < 1e-4
+
+    def test_checkpointed(self, attention, x):
+        attention(x).square().sum().backward()
+        expected = [parameter.grad.clone() for parameter in attention.parameters()]
+        attention.zero_grad()
+        checkpoint(attention, x, use_reentrant=False).square().sum().backward()
+        for parameter, gradient in zip(attention.parameters(), expected):
+            assert torch.allclose(parameter.grad, gradient, atol=1e-5)
+
+    def test_precisions(self, attention, x):
+        expected = attention(x)
+        with torch.autocast('cpu', torch.bfloat16):
+            output = attention(x)
+        assert output.dtype == torch.bfloat16 and relative_error(output.float(), expected) < 3e-2
+        half = copy.deepcopy(attention).bfloat16()(x.bfloat16())
+        assert half.dtype == torch.bfloat16 and relative_error(half.float(), expected) < 6e-2
+
+    def test_images_without_a_batch_and_batches_without_images(self, attention, x):
+        assert torch.allclose(attention(x[0]), attention(x)[0], atol=1e-5)
+        assert attention(x[:0]).shape == (0, 6, 5, 4)
+
+    def test_parts_of_the_scores(self, attention, x):
+        content, position = attention.content_scores(x), attention.position_scores(x)
+        assert content.shape == position.shape == (2, attention.num_heads, 20, 73)
+        assert torch.allclose(position[0].exp()[..., :-1], attention.position_probs((9, 8)), atol=1e-6)
+        with pytest.raises(ValueError, match='depend on the input x'):
+            attention.attention_probs((9, 8))
+
+    def test_content_alone(self, attention, x):
+        """The heads of a layer whose positions are all alike, the keys that it sees besides."""
+        expected = copy.deepcopy(attention)
+        nn.init.zeros_(getattr(expected.encoding, 'sqrt_precision', getattr(expected.encoding, 'weight', None)))
+        if expected.gate is not None:
+            nn.init.constant_(expected.gate, -100)  # no position
+        content = attention.content_scores(x).exp()
+        assert torch.allclose(content, expected.attention_scores(x).exp(), atol=1e-6)
+        assert torch.allclose(content.sum(-1), torch.ones(()))
+
+
+@pytest.mark.parametrize('null_key', [0, 1])
+@pytest.mark.parametrize('keys, channels', [(12, 5), (5, 12)])
+def test_many_probabilities_are_not_copied(keys, channels, null_key):
+    """Of more keys than channels the heads are copied, of others the probabilities: the linear map reads them so."""
+    probs = torch.rand(2, 3, 7, keys + null_key, dtype=torch.float64, requires_grad=True)
+    tokens = torch.randn(2, keys, channels, dtype=torch.float64, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        heads = shared_heads(probs[..., :keys], tokens)
+    assert torch.allclose(heads, torch.einsum('bhqk,bkc->bhqc', probs[..., :keys], tokens))
+    own = {tensor.untyped_storage().data_ptr() for tensor in (probs, tokens)}
+    assert all(tensor.untyped_storage().data_ptr() in own for tensor in saved) == (keys > channels)
+    assert heads.transpose(1, 2).is_contiguous() == (keys < channels)

@@ -1,0 +1,262 @@
+"""Attention probabilities of position-only layers against the equations, in exact arithmetic."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from attncnn_plugin.attention import (
+    AbsoluteEncoding,
+    ContentAttention,
+    GeneralizedQuadraticAttention,
+    LearnedAttention,
+    QuadraticAttention,
+    RelativeTables,
+)
+from attncnn_plugin.attention.shifts import resize_shifts
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+dtypes = st.sampled_from(list(TOLERANCE))
+sizes = st.integers(1, 6)
+centers = st.floats(-12, 12) | st.floats(-1e4, 1e4) | st.sampled_from([0.5, -0.5, 1.5, 2.5])
+alphas = st.floats(0, 1e3) | st.floats(0, 4)
+
+
+def softmax_probs(score, height, width):
+    """Softmax over keys of ``score(δ1, δ2)``, a Fraction or float, from the definition: ``(H*W, H*W)`` in float64."""
+    pixels = [(i, j) for i in range(height) for j in range(width)]
+    rows = []
+    for q1, q2 in pixels:
+        scores = [score(k1 - q1, k2 - q2) for k1, k2 in pixels]
+        best = max(scores)
+        weights = [math.exp(float(s - best)) for s in scores]
+        rows.append([w / sum(weights) for w in weights])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def assert_probs(layer, scores, height, width):
+    probs = layer.attention_probs((height, width))
+    dtype = next(layer.parameters()).dtype
+    assert probs.shape == (len(scores), height * width, height * width)
+    assert probs.dtype == dtype
+    for head, score in enumerate(scores):
+        expected = softmax_probs(score, height, width)
+        assert (probs[head].double() - expected).abs().max() <= TOLERANCE[dtype]
+
+
+@given(dtypes, sizes, sizes, st.lists(st.tuples(centers, centers, alphas), min_size=1, max_size=3))
+@example(torch.float32, 40, 1, [(30.4999, 0.0, 1e3)])  # two keys far from the query are almost equally near the target
+@example(torch.float32, 2, 3, [(1e4, 0.5001, 1e3)])  # the same, with the target far outside the grid
+def test_quadratic_probs(dtype, height, width, heads):
+    layer = QuadraticAttention(1, len(heads), dtype=dtype)
+    encoding = layer.encoding
+    with torch.no_grad():
+        encoding.center.copy_(torch.tensor([head[:2] for head in heads]))
+        encoding.sqrt_precision.copy_(torch.tensor([(2 * head[2]) ** 0.5 for head in heads]))
+
+    def score(head):
+        alpha = Fraction(encoding.alpha[head].item())
+        c1, c2 = (Fraction(c) for c in encoding.center[head].tolist())
+        return lambda d1, d2: -alpha * ((d1 - c1) ** 2 + (d2 - c2) ** 2)  # C20, eq. 9
+
+    assert_probs(layer, [score(head) for head in range(len(heads))], height, width)
+
+
+@given(
+    dtypes,
+    sizes,
+    sizes,
+    st.lists(
+        st.tuples(centers, centers, st.floats(0, 45), st.floats(0, 45), st.floats(0, 2 * math.pi)),
+        min_size=1,
+        max_size=2,
+    ),
+)
+def test_generalized_probs(dtype, height, width, heads):
+    # The products in Mᵀ(δ − δ0)·Mᵀ(δ + δ0 − 2Δ), computed in float64, can cancel.
+    size = max(height, width)
+    largest = max(max(s1, s2) ** 2 * size * (math.hypot(c1, c2) + size) for c1, c2, s1, s2, _ in heads)
+    assume(largest * torch.finfo(torch.float64).eps <= 10 * TOLERANCE[dtype])
+    layer = GeneralizedQuadraticAttention(1, len(heads), dtype=dtype)
+    encoding = layer.encoding
+    with torch.no_grad():
+        encoding.center.copy_(torch.tensor([head[:2] for head in heads]))
+        for head, (_, _, s1, s2, angle) in enumerate(heads):
+            rotation = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+            encoding.sqrt_precision[head] = rotation @ torch.diag(torch.tensor([s1, s2]))
+
+    def score(head):
+        (m11, m12), (m21, m22) = (map(Fraction, row) for row in encoding.sqrt_precision[head].tolist())
+        s11, s12, s22 = m11**2 + m12**2, m11 * m21 + m12 * m22, m21**2 + m22**2  # Σ⁻¹ = MMᵀ
+        c1, c2 = (Fraction(c) for c in encoding.center[head].tolist())
+        # C20, eq. 19
+        return lambda d1, d2: -(s11 * (d1 - c1) ** 2 + 2 * s12 * (d1 - c1) * (d2 - c2) + s22 * (d2 - c2) ** 2) / 2
+
+    assert_probs(layer, [score(head) for head in range(len(heads))], height, width)
+
+
+@given(dtypes, sizes, sizes, st.integers(0, 3), st.integers(1, 3), st.floats(0, 4), st.integers(0, 2**31))
+def test_learned_probs(dtype, height, width, spare, num_heads, gain, seed):
+    torch.manual_seed(seed)
+    max_size = (height + spare, width + 2 * spare)
+    layer = LearnedAttention(5, num_heads, max_size, dtype=dtype)
+    encoding = layer.encoding
+    with torch.no_grad():
+        encoding.weight.mul_(gain)
+    row, column = encoding.tables.row_table.tolist(), encoding.tables.column_table.tolist()
+
+    def score(head):
+        v = encoding.weight[head].tolist()
+
+        def of_shift(d1, d2):  # vᵀr_δ with r_δ = [R[δ1]; C[δ2]]
+            r = row[d1 + max_size[0] - 1] + column[d2 + max_size[1] - 1]
+            return sum(a * b for a, b in zip(v, r))
+
+        return of_shift
+
+    assert_probs(layer, [score(head) for head in range(num_heads)], height, width)
+
+
+def test_vr_alone_is_the_learned_encoding():
+    learned = LearnedAttention(8, 3, (5, 4)).double()
+    content = ContentAttention(8, 3, (5, 4), terms=('vr',)).double()
+    with torch.no_grad():
+        content.position_bias.copy_(learned.encoding.weight)
+    content.tables.load_state_dict(learned.encoding.tables.state_dict())
+    content.value.load_state_dict(learned.value.state_dict())
+    assert torch.equal(content.attention_probs((5, 3)), learned.attention_probs((5, 3)))
+    x = torch.randn(2, 5, 3, 8, dtype=torch.float64)
+    assert torch.equal(content(x), learned(x))
+
+
+def test_initial_values():
+    torch.manual_seed(0)
+    quadratic = QuadraticAttention(2, 4000).encoding
+    assert abs(quadratic.sqrt_precision.mean() - 1) < 1e-3 and abs(quadratic.sqrt_precision.std() - 0.01) < 1e-3
+    assert torch.allclose(quadratic.alpha, quadratic.sqrt_precision**2 / 2)
+    assert abs(quadratic.center.std() - 2) < 0.05 and quadratic.center.mean().abs() < 0.1
+    generalized = GeneralizedQuadraticAttention(2, 4000).encoding
+    assert abs(generalized.center.std() - 2) < 0.05
+    assert torch.allclose(generalized.sqrt_precision.mean(0), torch.eye(2), atol=1e-3)
+    assert abs(generalized.sqrt_precision.std(0).mean() - 0.01) < 1e-3
+    assert torch.allclose(
+        generalized.inverse_covariance, generalized.sqrt_precision @ generalized.sqrt_precision.mT, atol=1e-6
+    )
+    for kind in (QuadraticAttention, GeneralizedQuadraticAttention):  # the paper's text, read as variances
+        text = kind(2, 4000, center_std=2**0.5, spread_std=0.1).encoding
+        assert abs(text.center.var() - 2) < 0.1 and abs(text.sqrt_precision.std(0).mean() - 0.1) < 0.01
+    exact = QuadraticAttention(2, 3, center_std=0, spread_std=0).encoding
+    assert torch.all(exact.alpha == 0.5) and torch.all(exact.center == 0)
+    learned = LearnedAttention(400, 9).encoding
+    assert learned.tables.row_table.shape == (31, 400)
+    assert abs(learned.tables.row_table.std() - 1) < 0.05
+    assert 800**-0.5 < learned.weight.abs().max() <= 400**-0.5  # of two nn.Linear(400, 9)
+
+
+@pytest.mark.parametrize('position, axis_dim', [('relative_learned', 6), ('relative_sinusoidal', 4)])
+def test_length_of_position_vectors(position, axis_dim):
+    layer = LearnedAttention(4, 2, (3, 5), position=position, position_dim=2 * axis_dim)
+    row, column = layer.encoding.tables((3, 5), layer.encoding.weight)
+    assert row.shape == (5, axis_dim) and column.shape == (9, axis_dim)
+    rows, columns = layer.encoding.weight.detach().split(axis_dim, dim=1)
+    scores = (rows @ row.T)[:, :, None] + (columns @ column.T)[:, None]  # (N_h, δ1, δ2)
+    probs = layer.attention_probs((3, 5))[:, 7]  # of the query in the middle, (1, 2)
+    assert torch.allclose(probs, scores[:, 1:4, 2:7].flatten(1).softmax(-1), atol=1e-6)
+    content = ContentAttention(4, 2, (3, 5), ('qk', 'vr'), position, position_dim=2 * axis_dim)
+    assert content.position_bias.shape == layer.encoding.weight.shape
+    assert LearnedAttention(4, 2, position=position).encoding.weight.shape == (2, 8 if 'learned' in position else 4)
+
+
+@pytest.mark.parametrize('kind', ['learned', 'content', 'absolute'])
+def test_grid_larger_than_the_tables(kind):
+    layer = {
+        'learned': lambda: LearnedAttention(4, 2, (6, 5)),
+        'content': lambda: ContentAttention(4, 2, (6, 5)),
+        'absolute': lambda: ContentAttention(4, 2, (6, 5), position='absolute_learned'),
+    }[kind]()
+    assert layer(torch.randn(1, 6, 5, 4)).shape == (1, 6, 5, 4)
+    with pytest.raises(ValueError, match='7x5 tokens is larger than the 6x5'):
+        layer(torch.randn(1, 7, 5, 4))
+
+
+def test_sinusoidal_tables_have_no_limit_and_tell_rows_from_columns():
+    layer = LearnedAttention(8, 2, position='relative_sinusoidal')
+    assert not list(layer.encoding.tables.parameters())
+    assert layer(torch.randn(1, 40, 3, 8)).shape == (1, 40, 3, 8)
+    row, column = layer.encoding.tables((3, 3), layer.encoding.weight)
+    vectors = torch.cat([row[:, None].expand(-1, 5, -1), column.expand(5, -1, -1)], dim=-1).reshape(25, 8)  # all r_δ
+    assert torch.cdist(vectors, vectors).add(torch.eye(25)).min() > 0.1
+
+
+def test_tables_of_a_checkpoint_are_resized():
+    small, large = LearnedAttention(4, 2, (4, 3)), LearnedAttention(4, 2, (8, 6))
+    with torch.no_grad():  # a function that interpolation keeps
+        small.encoding.tables.row_table.copy_(torch.linspace(-1, 1, 7)[:, None].expand(-1, 4))
+    large.load_state_dict(small.state_dict())
+    resized = large.encoding.tables.row_table
+    assert torch.equal(resized[6:9], small.encoding.tables.row_table[2:5])  # shifts −1, 0 and 1
+    assert torch.allclose(resized[[0, -1]], small.encoding.tables.row_table[[0, -1]], atol=1e-6)
+    assert torch.all(resized.diff(dim=0) > 0)
+    same = LearnedAttention(4, 2, (4, 3))
+    same.load_state_dict(small.state_dict())
+    assert torch.equal(same.encoding.tables.row_table, small.encoding.tables.row_table)
+    with pytest.raises(RuntimeError, match='size mismatch for encoding.tables.row_table'):
+        LearnedAttention(6, 2, (4, 3)).load_state_dict(small.state_dict())
+    state = small.state_dict()
+    state['encoding.tables.row_table'] = state['encoding.tables.row_table'][:6]  # no shift 0 in the middle
+    with pytest.raises(RuntimeError, match='size mismatch for encoding.tables.row_table'):
+        large.load_state_dict(state)
+
+
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 2**31))
+def test_resized_tables(source, target, seed):
+    table = torch.randn(2 * source - 1, 3, generator=torch.Generator().manual_seed(seed))
+    resized = resize_shifts(table, 2 * target - 1)
+    assert resized.shape == (2 * target - 1, 3)
+    assert torch.equal(resized[target - 1], table[source - 1])
+    assert torch.allclose(resized.flip(0), resize_shifts(table.flip(0), 2 * target - 1), atol=1e-5)
+    if target <= source:  # as a layer takes them for a smaller grid
+        assert torch.equal(resized, table[source - target : source + target - 1])
+    else:
+        assert torch.allclose(resized[[0, -1]], table[[0, -1]], atol=1e-4)
+
+
+def test_a_larger_model_from_a_smaller_checkpoint_and_back():
+    small, large, again = (LearnedAttention(4, 2, size) for size in ((4, 3), (9, 7), (4, 3)))
+    large.load_state_dict(small.state_dict())
+    again.load_state_dict(large.state_dict())
+    x = torch.randn(1, 4, 3, 4)
+    assert torch.allclose(large(x), again(x), atol=1e-6)
+    assert torch.allclose(large.attention_probs((2, 2)), small.attention_probs((2, 2)), atol=1e-6)
+
+
+def test_absolute_table_of_a_checkpoint_is_resized():
+    small, large = AbsoluteEncoding(3, (4, 4)), AbsoluteEncoding(3, (8, 4))
+    with torch.no_grad():
+        small.table.copy_(torch.arange(4.0)[:, None, None].expand(4, 4, 3))
+    large.load_state_dict(small.state_dict())
+    assert torch.all(large.table.diff(dim=0) > 0)
+    assert torch.allclose(large.table.diff(dim=1), torch.zeros(()), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    'make, message',
+    [
+        (lambda: LearnedAttention(6, 2, position='relative_sinusoidal'), 'position_dim=6 must be a multiple of 4'),
+        (lambda: RelativeTables(7, (2, 2)), 'position_dim=7 must be even'),
+        (lambda: RelativeTables(0, (2, 2)), 'position_dim=0 must be even'),
+        (lambda: AbsoluteEncoding(6, (2, 2), 'sinusoidal'), 'dim=6 must be a multiple of 4'),
+        (lambda: AbsoluteEncoding(6, (2, 2), 'fixed'), "kind='fixed'"),
+        (lambda: LearnedAttention(4, 2, position='absolute_learned'), "position='absolute_learned'"),
+        (lambda: LearnedAttention(4, 2, position=None), 'position=None'),
+        (lambda: LearnedAttention(4, 2, max_size=16), 'max_size=16 must be the height and the width'),
+        (lambda: LearnedAttention(4, 2, max_size=(0, 4)), r'max_size=\(0, 4\)'),
+    ],
+)
+def test_errors(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,161 @@
+"""The one mechanism for state dicts of another structure, with modules that are none of the package's networks."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from attncnn_plugin import follow_state_dict
+from attncnn_plugin.attention import QuadraticAttention, Restructurable, StructureError
+from attncnn_plugin.attention.structure import without_prefix
+
+
+class Slot(Restructurable):
+    """A linear layer that checkpoints can replace by a product of two, but not the other way round."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.map = nn.Linear(dim, dim, bias=False)
+        self._follow_state_dicts()
+
+    def forward(self, x):
+        return self.map(x)
+
+    @property
+    def structure(self):
+        return 'one' if isinstance(self.map, nn.Linear) else len(self.map[0].weight)
+
+    def structure_in(self, state_dict, prefix):
+        if f'{prefix}map.0.weight' in state_dict:
+            if state_dict[f'{prefix}map.0.weight'].shape[1] != 4:
+                raise StructureError(f'{prefix}map.0.weight is of another width')
+            return len(state_dict[f'{prefix}map.0.weight'])
+        return 'one' if f'{prefix}map.weight' in state_dict else None
+
+    def structure_to_load(self, loaded):
+        return self.structure if loaded == 'one' else loaded
+
+    def take_structure(self, structure):
+        self.map = nn.Sequential(nn.Linear(4, structure, bias=False), nn.Linear(structure, 4, bias=False))
+
+    def convert_state_dict(self, state_dict, prefix):
+        rank = len(self.map[0].weight)
+        left, singular, right = torch.linalg.svd(state_dict.pop(f'{prefix}map.weight'))
+        state_dict[f'{prefix}map.0.weight'] = (singular[:, None] * right)[:rank]
+        state_dict[f'{prefix}map.1.weight'] = left[:, :rank]
+
+    def training_advice(self, structure):
+        return f'a map of rank {structure}'
+
+
+def model(*ranks):
+    """Two slots, one of them deep inside."""
+    slots = [Slot(4), Slot(4)]
+    for slot, rank in zip(slots, ranks):
+        slot.take_structure(rank)
+    return nn.Sequential(slots[0], nn.Sequential(nn.ReLU(), slots[1]))
+
+
+def test_a_module_takes_the_structure_of_a_state_dict():
+    theirs, ours, x = model(2, 3), model(), torch.randn(5, 4)
+    ours.load_state_dict(theirs.state_dict())
+    assert torch.equal(ours(x), theirs(x)) and [ours[0].structure, ours[1][1].structure] == [2, 3]
+    with pytest.warns(UserWarning, match='a map of rank 2'):
+        ours.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        ours.train()  # once is enough
+
+
+def test_a_module_converts_what_it_cannot_take():
+    theirs, ours, x = model(), model(4, 4), torch.randn(5, 4)
+    ours.load_state_dict(theirs.state_dict())
+    assert torch.allclose(ours(x), theirs(x), atol=1e-5) and ours[0].structure == 4
+
+
+def test_it_survives_copies():
+    theirs, x = model(2, 3), torch.randn(5, 4)
+    for ours in (copy.deepcopy(model()), pickle.loads(pickle.dumps(model()))):
+        ours.load_state_dict(theirs.state_dict())
+        assert torch.equal(ours(x), theirs(x))
+
+
+def test_refused_like_a_wrong_shape():
+    state = model(2, 3).state_dict()
+    state['1.1.map.0.weight'] = torch.zeros(3, 5)
+    with pytest.raises(RuntimeError, match=r'1\.1\.map\.0\.weight is of another width'):
+        model().load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r'1\.1\.map\.0\.weight is of another width'):
+        model().load_state_dict(state, strict=False)
+    ours = model()
+    with pytest.raises(StructureError, match='another width'):
+        follow_state_dict(ours, state)
+    assert ours[0].structure == 'one'
+    follow_state_dict(ours, state, strict=False)
+    assert [ours[0].structure, ours[1][1].structure] == [2, 'one']  # the loading refuses the other
+
+
+def test_missing_keys_are_missing_keys():
+    state = model(2, 3).state_dict()
+    del state['0.map.0.weight'], state['0.map.1.weight']
+    with pytest.raises(RuntimeError, match=r'Missing key.*"0\.map\.weight"'):
+        model().load_state_dict(state)
+
+
+def test_followed_before_it_is_loaded():
+    theirs, ours = model(2, 3), model()
+    assert follow_state_dict(ours, theirs.state_dict()) and not follow_state_dict(ours, theirs.state_dict())
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    ours.load_state_dict(theirs.state_dict())
+    assert {id(p) for p in ours.parameters()} == {id(p) for p in optimizer.param_groups[0]['params']}
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        ours.train()  # whoever follows knows of it
+    assert not follow_state_dict(model(2, 3), model().state_dict())  # what cannot be taken is left to loading
+
+
+def test_heads_are_counted_by_every_parameter():
+    layer = QuadraticAttention(4, 3)
+    layer.prune_heads([1])
+    state = layer.state_dict()
+    state['encoding.center'] = torch.zeros(3, 2)
+    with pytest.raises(RuntimeError, match='different numbers of heads'):
+        QuadraticAttention(4, 3).load_state_dict(state)
+
+
+def test_a_refused_load_gives_back_the_structure_and_its_values():
+    """Of a module of the package itself: with resized parameters, new modules, frozen ones, and in training mode."""
+    network = Slot(4)
+    network.inner = QuadraticAttention(4, 3)
+    network.inner.value.bias.requires_grad_(False)
+    before, parameters, modules = (
+        copy.deepcopy(network.state_dict()),
+        list(network.parameters()),
+        list(network.modules()),
+    )
+    theirs = copy.deepcopy(network)
+    theirs.take_structure(2)
+    theirs.inner.prune_heads([1])
+    for change in ({'extra': torch.zeros(1)}, {'inner.value.bias': torch.zeros(5)}):
+        with pytest.raises(RuntimeError, match='extra|size mismatch'):
+            network.load_state_dict({**theirs.state_dict(), **change})
+        with pytest.raises(StructureError, match='extra|size mismatch'):
+            follow_state_dict(network, {**theirs.state_dict(), **change})
+        assert network.structure == 'one' and network.inner.num_heads == 3 and network.training
+        assert all(a is b for a, b in zip(network.modules(), modules)) and not network.inner.value.bias.requires_grad
+        assert all(a is b for a, b in zip(network.parameters(), parameters))
+        for name in ('map.weight', 'inner.encoding.center', 'inner.value.weight'):
+            assert torch.equal(network.state_dict()[name], before[name]), name
+    assert follow_state_dict(network, {**theirs.state_dict(), 'extra': torch.zeros(1)}, strict=False)
+    assert network.structure == 2 and network.inner.num_heads == 2
+
+
+def test_names_without_their_prefix():
+    state = nn.Sequential(nn.BatchNorm1d(2)).state_dict()
+    renamed = without_prefix(state, '0.')
+    assert list(renamed) == [name[2:] for name in state] and renamed._metadata[''] == state._metadata['0']
+    with pytest.raises(StructureError, match=r'both weight and 0\.weight'):
+        without_prefix({**state, 'weight': state['0.weight']}, '0.')

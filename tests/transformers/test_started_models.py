@@ -1,0 +1,166 @@
+"""Which models can be started, and what is said of the others."""
+
+import pytest
+import timm
+import torch
+from helpers.starts import NAMES, small_vit
+from helpers.vits import OF_MMPRETRAIN, OF_TIMM, WITH_MLP, new_vit, output_of
+from torch import nn
+
+from attncnn_plugin.transformers import init_as_convolution, set_sine_cosine_embedding
+
+# Total variation on random images at most, in every head of every layer.
+BOUNDS = dict(absolute=0.05, relative=1e-6, rotary=0.08)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', NAMES)
+def test_start_and_a_step(name):
+    """The models as timm has them; a step brings the loss down."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, pretrained=False, num_classes=4)
+    report = init_as_convolution(model)
+    depth = sum('attn.proj.weight' in parameter for parameter, _ in model.named_parameters())
+    assert len(report.layers) == depth
+    worst = max(head.total_variation for layer in report.layers for head in layer.heads)
+    assert worst < BOUNDS[report.layers[0].encoding]
+    images, labels = torch.randn(4, 3, 224, 224), torch.arange(4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    losses = []
+    for _ in range(2):
+        loss = nn.functional.cross_entropy(model(images), labels)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[1] < losses[0]
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name != 'mask_token':
+            assert torch.isfinite(parameter.grad).all(), parameter_name
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_small_ones(name):
+    settings = dict(depth=None, depths=(1, 1), num_heads=(2, 4), window_size=3) if 'swin' in name else {}
+    model = nn.Sequential(small_vit(name, (6, 6), embed_dim=64, double=False, **settings))  # one inside of another
+    report = init_as_convolution(model)
+    names = [name for name, _ in model.named_modules() if name.endswith('.attn')]
+    assert [layer.name for layer in report.layers] == names
+    assert all(head.total_variation < 0.1 for layer in report.layers for head in layer.heads)
+    nn.functional.cross_entropy(model(torch.randn(4, 3, 24, 24)), torch.arange(4)).backward()
+
+
+@pytest.mark.parametrize(
+    'name, settings, message',
+    [
+        ('resnet18', {}, 'model is a ResNet in which no module has a patch_embed'),
+        ('mixer_s32_224', {}, 'MlpMixer'),
+        ('swinv2_tiny_window8_256', {}, 'WindowAttention that cannot start as a convolution: it compares .* angle'),
+        ('convit_tiny', dict(depth=11), 'blocks.0.attn of a ConVit is a GPSA without a linear map qkv'),
+        ('xcit_nano_12_p16_224', {}, 'cls_attn_blocks.0.attn of a Xcit is a ClassAttn without a linear map qkv'),
+        ('vit_tiny_patch16_224', dict(depth=1, qk_norm=True), 'it normalizes queries and keys'),
+        ('vit_tiny_patch16_224', dict(depth=1, pos_embed='none'), 'a VisionTransformer has no position encoding'),
+        ('vit_relpos_small_patch16_224', dict(depth=1), 'blocks.0.attn are a RelPosMlp without a table of biases'),
+        ('vit_tiny_patch16_224', dict(depth=1, embed_dim=16, num_heads=8), 'heads of blocks.0.attn have 2 channels'),
+        ('vit_tiny_patch16_224', dict(depth=1, embed_dim=10, num_heads=2), 'tokens of 10 channels are too narrow'),
+        ('vit_small_patch16_18x2_224', dict(depth=1), 'blocks.0.attns.0.attn needs an MLP beside it in its Seq'),
+    ],
+)
+def test_others_are_refused(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        init_as_convolution(timm.create_model(name, pretrained=False, **settings))
+
+
+@pytest.mark.parametrize('name', [name for name in (*OF_TIMM, *OF_MMPRETRAIN) if name != WITH_MLP])
+def test_a_trained_model_is_refused(name):
+    """After a single step, of whatever size; a new model is not, and neither is one that was started before."""
+    settings = {**OF_TIMM, **OF_MMPRETRAIN}[name]
+    model = new_vit(name, **{**settings, 'qk_norm': False} if 'qk_norm' in settings else settings)
+    if hasattr(model, 'init_cfg'):  # of mmpretrain: new without and with the weights that it draws
+        init_as_convolution(model)
+        model.init_weights()
+    init_as_convolution(model)
+    report = init_as_convolution(model, kernel_size=1)
+    assert {head.shift for layer in report.layers for head in layer.heads} == {(0, 0)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    output_of(model, torch.randn(2, 3, 32, 32)).square().sum().backward()
+    optimizer.step()
+    model.to(torch.bfloat16).float()  # as many checkpoints are saved
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    message = (
+        r'\w+\.(weight|bias) of \w+ holds different numbers, so that model may be trained, which a start would undo: '
+        'give a new one, or overwrite=True$'
+    )
+    with pytest.raises(ValueError, match=message):
+        init_as_convolution(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    init_as_convolution(model, overwrite=True)
+    assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    'settings',
+    [
+        *(dict(weight_init=scheme, num_classes=10) for scheme in ('jax', 'jax_nlhb', 'moco', 'reset')),
+        dict(init_values=1e-5, reg_tokens=4, pre_norm=True),
+        dict(norm_layer='rmsnorm', class_token=False, global_pool='avg', fc_norm=True, num_classes=0),
+    ],
+    ids=str,
+)
+def test_new_models_of_all_kinds(settings):
+    init_as_convolution(timm.create_model('vit_tiny_patch16_224', img_size=32, patch_size=8, depth=1, **settings))
+
+
+def test_norms_that_say_nothing():
+    model = small_vit()
+    for block in model.blocks:
+        block.norm1, block.norm2 = (nn.LayerNorm(32, elementwise_affine=False) for _ in range(2))
+    model.norm = nn.Identity()
+    with pytest.raises(ValueError, match='no norm of VisionTransformer has parameters, so that model may be trained'):
+        init_as_convolution(model)
+    init_as_convolution(model.double(), overwrite=True)
+
+
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'eva02_tiny_patch14_224'])
+def test_under_autocast(name):
+    """What is measured there, with weights that are cast when they are set, is near, too."""
+    model = small_vit(name, (6, 6), embed_dim=64, double=False)
+    with torch.autocast('cpu', torch.bfloat16):
+        report = init_as_convolution(model)
+    assert all(head.total_variation < 0.1 for layer in report.layers for head in layer.heads)
+
+
+def test_patches_of_a_cnn():
+    """Of a hybrid model, whose images go through other convolutions first."""
+    model = timm.create_model('vit_tiny_r_s16_p8_224', pretrained=False, img_size=64, depth=1)
+    report = init_as_convolution(model)
+    assert all(head.total_variation < 0.1 for head in report.layers[0].heads)
+
+
+class MixedHeads(nn.Module):
+    """Attention whose probabilities are mixed over heads after the softmax."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.num_heads, self.qkv, self.proj = attention.num_heads, attention.qkv, attention.proj
+        self.attn_drop = nn.Dropout(0.0)
+
+    def forward(self, x, **kwargs):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        probs = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        mixed = self.attn_drop(probs - 0.5 * probs.roll(1, dims=1))
+        return self.proj((mixed @ v).transpose(1, 2).flatten(2))
+
+
+def test_attention_that_is_no_softmax():
+    model = small_vit()
+    model.blocks[1].attn = MixedHeads(model.blocks[1].attn)
+    with pytest.raises(
+        ValueError, match=r'probabilities of blocks.1.attn, <Tensor of shape .*>, are no softmax for 2 heads'
+    ):
+        init_as_convolution(model)
+
+
+def test_nothing_to_embed():
+    with pytest.raises(ValueError, match=r'pos_embed=None of a VisionTransformerRelPos must be .* \(1, N, D\)'):
+        set_sine_cosine_embedding(small_vit('vit_relpos_small_patch16_224'))
