@@ -15,13 +15,13 @@ from attncnn_plugin.analysis import (
     attention_probs_of,
     content_only_probs_of,
     grid_of,
-    image_means,
     mean_attention_probs_of,
     model_attention,
     position_only_probs_of,
 )
 from attncnn_plugin.attention import LearnedAttention
 from attncnn_plugin.pruning import prune_heads
+from attncnn_plugin.transformers import image_means
 
 IMAGES = (3, 3, 12, 8)  # a grid of 6 rows and 4 columns
 ALL_TERMS = [('qk',), ('qr',), ('uk',), ('qk', 'qr'), ('qk', 'vr'), ('uk', 'vr'), ('qk', 'qr', 'uk', 'vr')]
