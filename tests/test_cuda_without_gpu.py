@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attncnn_plugin import layers
+from attncnn_plugin import attention as layers
 from attncnn_plugin.attention import linear
 from attncnn_plugin.pruning import prune_heads
 

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from attncnn_plugin import layers
+from attncnn_plugin import attention as layers
 from attncnn_plugin.convert import conv_to_mhsa, conv_to_patch_mhsa, mhsa_to_conv
 
 CONV = nn.Conv2d(4, 6, 3, padding=1)
