@@ -170,26 +170,24 @@ def attention_probs_of(model: nn.Module, images: Tensor) -> Dict[str, Tensor]:
 
 
 def content_only_probs_of(model: nn.Module, images: Tensor) -> Dict[str, Tensor]:
-    """As :func:`attention_probs_of`, by the terms without position, q·k and u·k of C20's eq. 8.
+    """As :func:`attention_probs_of`, by the term without position, q·k of C20's eq. 8.
 
-    An absolute encoding, the position bias of CMHSA and its null key are left out too. In the place of a convolution
-    the keys are those that a query sees, the zeros of a padding too, so that rows can add up to less than 1. A layer
-    without such a term is not in the result.
+    The position bias of CMHSA and its null key are left out too. In the place of a convolution the keys are those that
+    a query sees, the zeros of a padding too, so that rows can add up to less than 1.
 
     Examples:
         >>> import timm, attncnn_plugin
-        >>> model = timm.create_model('sa_learned_content_cifar', embed_dim=12, depth=1, num_heads=3, terms=('qr',))
-        >>> content_only_probs_of(model, torch.rand(2, 3, 8, 8))
-        {}
+        >>> model = timm.create_model('sa_learned_content_cifar', embed_dim=12, depth=1, num_heads=3)
+        >>> {name: tuple(probs.shape) for name, probs in content_only_probs_of(model, torch.rand(2, 3, 8, 8)).items()}
+        {'blocks.0.attn': (2, 3, 16, 16)}
     """
     return _probs_of(model, images, lambda layer, x: layer.content_scores(x))
 
 
 def position_only_probs_of(model: nn.Module, images: Tensor) -> Dict[str, Tensor]:
-    """As :func:`attention_probs_of`, by the terms with relative position, q·r_δ and v·r_δ of C20's eq. 8.
+    """As :func:`attention_probs_of`, by the term with relative position, q·r_δ or v·r_δ of C20's eq. 8.
 
-    The former depends on the content of the query, not on that of the keys. For CMHSA this is the position bias. A
-    layer without such a term is not in the result.
+    The former depends on the content of the query, not on that of the keys. For CMHSA this is the position bias.
 
     Examples:
         >>> import timm, attncnn_plugin

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import AttentionLayer
-from ..attention.grid_attention import SeparableScores
+from ..attention.tokens import SeparableAttention
 from ..attention.window import per_axis
 from .head_reports.shift_maps import ShiftMaps
 
@@ -133,9 +133,9 @@ def query_maps(
     """
     height, width = per_axis('size', size, 2)
     index, _ = query_of(layer, size, query)
-    if probs is None and isinstance(layer, SeparableScores) and layer.has_axis_scores:
+    if probs is None and isinstance(layer, SeparableAttention):
         # P[q] = P1[q1] ⊗ P2[q2], without the whole of P.
-        rows, columns = (scores.detach().cpu().double().softmax(-1) for scores in layer.axis_scores(size))
+        rows, columns = (scores.detach().cpu().double().softmax(-1) for scores in layer.encoding.axis_scores(size))
         return rows[:, index // width, :, None] * columns[:, index % width, None, :]
     if probs is None and isinstance(layer, AttentionLayer):
         probs = layer.position_probs(size)

@@ -1,25 +1,30 @@
 """Attention layers in plain PyTorch. Those over a grid take tokens ``(B, H, W, D)`` and give ``(B, H, W, D_out)``."""
 
-from .attention_layer import AttentionLayer, GaussianHeads
-from .content_attention import ContentAttention
+from .attention_layer import AttentionLayer
 from .content_image_attention import ContentImageAttention
-from .encodings import (
-    GeneralizedQuadraticEncoding,
-    LearnedEncoding,
-    QuadraticEncoding,
-    WindowEncoding,
-)
-from .grid_attention import GeneralizedQuadraticAttention, GridAttention, LearnedAttention, QuadraticAttention
 from .image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
 from .patch_attention import PatchAttention
 from .position_bias import GridBias, WindowBias
-from .position_tables import AbsoluteEncoding, RelativeTables
+from .positions import (
+    GaussianHeads,
+    GeneralizedQuadraticEncoding,
+    LearnedEncoding,
+    QuadraticEncoding,
+    RelativeTables,
+    WindowEncoding,
+)
 from .prunable_heads import PrunableHeads, Replacement
 from .structure import Restructurable, StructureError
+from .tokens import (
+    ContentAttention,
+    GeneralizedQuadraticAttention,
+    GridAttention,
+    LearnedAttention,
+    QuadraticAttention,
+)
 from .window import Window
 
 __all__ = [
-    'AbsoluteEncoding',
     'AttentionLayer',
     'ContentAttention',
     'ContentImageAttention',

@@ -6,12 +6,12 @@ from typing import Any, List, Optional, Sequence, Tuple, Union
 import torch
 from torch import Tensor, nn
 
-from .attention_layer import GaussianHeads, head_products
+from .attention_layer import head_products
 from .biased_attention import attend_shared, probabilities, shared_heads
-from .encodings import QuadraticEncoding, WindowEncoding
 from .image_attention import ImageAttention
 from .neighbourhoods import AxisTiles, join_tiles, tile_keys, tile_queries
 from .parts import parts_at_once
+from .positions import GaussianHeads, QuadraticEncoding, WindowEncoding
 from .precision import Device, Dtype, at_least_float32
 from .prunable_heads import HeadParameters
 from .softmax import softmax
@@ -55,6 +55,7 @@ class ContentImageAttention(ImageAttention):
         value (nn.Linear | GroupedLinear): N_h·C to ``out_channels``.
     """
 
+    depends_on_content = True
     encoding: Union[QuadraticEncoding, WindowEncoding]
     gate: Optional[nn.Parameter]
 
@@ -92,10 +93,6 @@ class ContentImageAttention(ImageAttention):
         self.register_parameter('gate', nn.Parameter(gate) if gated else None)
         if self.window_size is not None:
             self.register_buffer('neighbourhood', torch.tensor(self.window_size, device=device))
-
-    @property
-    def depends_on_content(self) -> bool:
-        return True
 
     def extra_repr(self) -> str:
         gated = '' if self.gate is None else ', gated=True'
@@ -259,9 +256,6 @@ class ContentImageAttention(ImageAttention):
         for axis, (n, (before, _)) in enumerate(zip(size, paddings), start=bias.ndim - 1):
             inside = inside.narrow(axis, before, n)
         return torch.cat([inside.flatten(bias.ndim - 1), null], dim=-1)
-
-    def attention_probs(self, size: Sequence[int]) -> Tensor:
-        raise ValueError('the probabilities depend on the input x: use attention_scores(x).softmax(-1)')
 
     def position_probs(self, size: Sequence[int]) -> Tensor:
         return self._on_pixels(softmax(self._position_bias(size)), size)[..., :-1]

@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention_layer import GaussianHeads
+from .attention_layer import check_plain_linear
 from .biased_attention import shared_heads
-from .encodings import QuadraticEncoding, WindowEncoding
 from .from_convolution import FromConvolution
 from .grouped_linear import GroupedLinear
-from .linear import check_plain_linear
+from .positions import GaussianHeads, QuadraticEncoding, WindowEncoding
 from .precision import Device, Dtype, at_least_float32
 from .prunable_heads import HeadParameters
 from .softmax import softmax, without_subnormals
@@ -148,7 +147,7 @@ class PositionImageAttention(ImageAttention):
         """The probabilities of every query for every pixel of the padded image, ``(N_h, Q, K)``."""
         raise NotImplementedError
 
-    def attention_probs(self, size: Sequence[int]) -> Tensor:
+    def position_probs(self, size: Sequence[int]) -> Tensor:
         """The probabilities of every kept query for every pixel of an image of ``size``.
 
         With zero padding what a query gives to the padding is lost, and its probabilities add up to less than 1.

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention_layer import head_products
+from .attention_layer import check_plain_linear, head_products
 from .biased_attention import attend_biased, attend_biased_of_widths
-from .linear import check_plain_linear
 from .patch_head_widths import Widths, widths_in
 from .position_bias import WindowBias
 from .precision import Device, Dtype, at_least_float32
@@ -47,6 +46,8 @@ class PatchAttention(PrunableHeads):
         head_dims (tuple[int, ...]): D_h of each head.
         value_channels (Tensor): The same for state dicts, ``(N_h,)``, where heads differ; no such buffer otherwise.
     """
+
+    depends_on_content = True
 
     def __init__(
         self,
@@ -119,15 +120,8 @@ class PatchAttention(PrunableHeads):
         return self.out(heads.reshape(batch, height, width, self.out.in_features))
 
     @property
-    def depends_on_content(self) -> bool:
-        return True
-
-    @property
     def padding_mode(self) -> str:
         return 'zeros' if self.position.null_key else 'replicate'
-
-    def attention_probs(self, size: Sequence[int]) -> Tensor:
-        raise ValueError('the probabilities depend on the input x: use attention_scores(x).softmax(-1)')
 
     def position_probs(self, size: Sequence[int]) -> Tensor:
         return softmax(at_least_float32(self.position(size)))[..., : size[0] * size[1]]

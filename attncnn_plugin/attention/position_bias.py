@@ -1,14 +1,13 @@
 """Relative position biases of attention over patches, and a null key (Li et al. 2021 (L21), sections 3 and 4)."""
 
-from typing import Optional, Sequence, Tuple
+from typing import Any, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from .precision import Device, Dtype, at_least_float32
-from .resizable_tables import ResizableTables, Shapes
 from .shifts import axis_shifts, resize_shift_table
-from .structure import StateDict
+from .structure import Restructurable, StateDict
 
 # In place of −∞, whose gradient is not a number: e^−10000 is 0 beside any score, and float16 has it.
 MASK_VALUE = -1e4
@@ -106,7 +105,7 @@ class WindowBias(nn.Module):
         return by_row.logsumexp(2)  # over δ1 of (N_h, q1, δ1, q2)
 
 
-class GridBias(ResizableTables, WindowBias):
+class GridBias(Restructurable, WindowBias):
     """Relative position bias b_δ for all shifts of a grid, and the null key of :class:`WindowBias`.
 
     A state dict says whether there is a null key: the one of another kind changes the layer as it is loaded.
@@ -132,6 +131,7 @@ class GridBias(ResizableTables, WindowBias):
         height, width = grid_size
         super().__init__(num_heads, (1 - height, 1 - width), (2 * height - 1, 2 * width - 1), null_key, device, dtype)
         self._follow_state_dicts()
+        self.register_load_state_dict_pre_hook(_resize_loaded_table)
 
     def table_of(self, size: Sequence[int]) -> Tuple[Tensor, Tuple[int, int]]:
         height, width = size
@@ -139,28 +139,21 @@ class GridBias(ResizableTables, WindowBias):
         return table, (1 - height, 1 - width)
 
     @property
-    def structure(self) -> Tuple[bool, Shapes]:
-        """Whether there is a null key, and the shape of the table."""
-        return self.null_key, self.shapes
+    def structure(self) -> bool:
+        """Whether there is a null key."""
+        return self.null_key
 
-    def structure_in(self, state_dict: StateDict, prefix: str) -> Optional[Tuple[bool, Shapes]]:
+    def structure_in(self, state_dict: StateDict, prefix: str) -> Optional[bool]:
         """The same of a state dict."""
-        if f'{prefix}table' not in state_dict:
-            return None
-        return f'{prefix}no_null_key' not in state_dict, self.shapes_in(state_dict, prefix)
+        return f'{prefix}no_null_key' not in state_dict if f'{prefix}table' in state_dict else None
 
-    def structure_to_load(self, loaded: Tuple[bool, Shapes]) -> Tuple[bool, Shapes]:
-        """The null key of the state dict and the table's own size."""
-        return loaded[0], self.shapes
-
-    def take_structure(self, structure: Tuple[bool, Shapes]) -> None:
+    def take_structure(self, structure: bool) -> None:
         """Takes or loses the null key."""
-        self._set_null_key(structure[0], self.table.device)
+        self._set_null_key(structure, self.table.device)
 
-    def resizes(self, table: Tensor) -> bool:
-        """Whether a loaded table is one of the shifts of a grid."""
-        return table.ndim == 3 and table.shape[1] % 2 == 1 and table.shape[2] % 2 == 1
 
-    def resize(self, table: Tensor, shape: Sequence[int]) -> Tensor:
-        """The table for another grid."""
-        return resize_shift_table(table, shape[1:])
+def _resize_loaded_table(bias: GridBias, state_dict: StateDict, prefix: str, *_: Any) -> None:
+    """Resizes a table of a state dict that is for another grid."""
+    table = state_dict.get(f'{prefix}table')
+    if table is not None and table.ndim == 3 and table.shape[1] % 2 and table.shape[2] % 2:
+        state_dict[f'{prefix}table'] = resize_shift_table(table, bias.table.shape[1:])

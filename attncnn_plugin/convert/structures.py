@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.content_image_attention import ContentImageAttention
-from ..attention.encodings import QuadraticEncoding
 from ..attention.image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
+from ..attention.positions import QuadraticEncoding
 from ..attention.structure import StructureError
 from ..attention.window import CONVOLUTIONS
 from .origins import Origin, settings_in

@@ -7,10 +7,10 @@ from typing import Any, Iterator, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from ..attention.grid_attention import GridAttention
 from ..attention.grouped_linear import GroupedLinear
 from ..attention.image_attention import ImageAttention
 from ..attention.prunable_heads import PrunableHeads
+from ..attention.tokens import GridAttention
 from .heads import Heads
 
 
@@ -132,7 +132,7 @@ def fold_into_bias(layer: Heads, heads: Sequence[int], mean: Tensor) -> None:
 
 def takes_duplicates(layer: Heads) -> bool:
     """Whether a head can take the values of another with the same map: where they are as wide as a token."""
-    return isinstance(layer, ImageAttention) or isinstance(layer, GridAttention) and layer.value_proj is None
+    return isinstance(layer, (ImageAttention, GridAttention))
 
 
 @torch.no_grad()
@@ -149,8 +149,9 @@ def merge_duplicate(layer: Heads, head: int, kept: int) -> None:
 
     Examples:
         >>> from attncnn_plugin.attention import QuadraticAttention
-        >>> layer = QuadraticAttention(dim=8, num_heads=3, spread_std=0)
-        >>> layer.encoding.center.data[2] = layer.encoding.center.data[0]
+        >>> layer = QuadraticAttention(dim=8, num_heads=3)
+        >>> for parameter in layer.encoding.parameters():
+        ...     parameter.data[2] = parameter.data[0]
         >>> image = torch.randn(1, 5, 6, 8)
         >>> expected = layer(image)
         >>> merge_duplicate(layer, head=2, kept=0)

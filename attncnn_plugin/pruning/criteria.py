@@ -26,7 +26,9 @@ def largest_eigenvalue(layer: AttentionLayer) -> Tensor:
 
     Examples:
         >>> from attncnn_plugin.attention import QuadraticAttention
-        >>> largest_eigenvalue(QuadraticAttention(dim=8, num_heads=3, spread_std=0))  # at the start σ = 1
+        >>> layer = QuadraticAttention(dim=8, num_heads=3)
+        >>> layer.encoding.sqrt_precision.data.fill_(1)  # σ = 1
+        >>> largest_eigenvalue(layer)
         tensor([1., 1., 1.], dtype=torch.float64)
     """
     return largest_eigenvalue_of_factor(gaussian_factor(layer))

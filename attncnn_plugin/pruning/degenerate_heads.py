@@ -8,7 +8,8 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 import torch
 from torch import Tensor
 
-from ..attention.attention_layer import AttentionLayer, GaussianHeads
+from ..attention.attention_layer import AttentionLayer
+from ..attention.positions import GaussianHeads
 from ..attention.window import per_axis, shown
 from ..convert.position_only import check_position_only
 from .criteria import (
@@ -107,8 +108,7 @@ def find_degenerate_heads(
     It reads the parameters alone and computes in float64 on the CPU: equal layers have equal reports on every rank.
 
     Args:
-        layer (AttentionLayer): ``QuadraticAttention``, ``GeneralizedQuadraticAttention``, ``LearnedAttention``, or
-            ``ContentAttention`` with ``terms=('vr',)``.
+        layer (AttentionLayer): ``QuadraticAttention``, ``GeneralizedQuadraticAttention`` or ``LearnedAttention``.
         criteria (Sequence): Each a name, a ``dict(type=name, threshold=number)``, or a function. A head is degenerate
             if any of them says so; the report has the first.
 

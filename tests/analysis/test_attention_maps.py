@@ -1,6 +1,5 @@
 """Attention probabilities of models: by position, by content, of images."""
 
-import copy
 import subprocess
 import sys
 
@@ -19,12 +18,12 @@ from attncnn_plugin.analysis import (
     model_attention,
     position_only_probs_of,
 )
-from attncnn_plugin.attention import LearnedAttention
+from attncnn_plugin.attention import QuadraticAttention
 from attncnn_plugin.pruning import prune_heads
 from attncnn_plugin.transformers import image_means
 
 IMAGES = (3, 3, 12, 8)  # a grid of 6 rows and 4 columns
-ALL_TERMS = [('qk',), ('qr',), ('uk',), ('qk', 'qr'), ('qk', 'vr'), ('uk', 'vr'), ('qk', 'qr', 'uk', 'vr')]
+POSITIONS = ['relative_learned', 'relative_sinusoidal', 'relative_quadratic', 'relative_generalized']
 
 
 def content_model(**kwargs):
@@ -85,14 +84,11 @@ def test_probabilities_by_position(name):
 
 
 def test_probabilities_by_the_positional_term():
-    layer = content_model(terms=('qk', 'vr')).blocks[0].attn
-    alone = LearnedAttention(16, 3)
-    with torch.no_grad():
-        alone.encoding.weight.copy_(layer.position_bias)
-        alone.encoding.tables.load_state_dict(layer.tables.state_dict())
+    layer = content_model(position='relative_quadratic').blocks[0].attn
+    alone = QuadraticAttention(16, 3)
+    alone.encoding.load_state_dict(layer.encoding.state_dict())
     assert torch.allclose(layer.position_probs((6, 4)), alone.attention_probs((6, 4)), atol=1e-6)
     assert content_model().blocks[0].attn.position_probs((6, 4)) is None  # q·r_δ depends on the query
-    assert content_model(position='absolute_learned').blocks[0].attn.position_probs((6, 4)) is None
 
 
 def test_probabilities_by_the_bias_of_cmhsa():
@@ -107,41 +103,30 @@ def test_probabilities_by_the_bias_of_cmhsa():
     assert (probs.sum(-1) < 1).all()
 
 
-@pytest.mark.parametrize('terms', ALL_TERMS)
-def test_probabilities_of_images_and_their_parts(terms):
-    model, images = content_model(terms=terms), torch.randn(IMAGES)
+@pytest.mark.parametrize('position', POSITIONS)
+def test_probabilities_of_images_and_their_parts(position):
+    model, images = content_model(position=position), torch.randn(IMAGES)
     probs = attention_probs_of(model, images)
     content, position = content_only_probs_of(model, images), position_only_probs_of(model, images)
-    assert bool(content) == bool({'qk', 'uk'} & set(terms)) and bool(position) == bool({'qr', 'vr'} & set(terms))
     for name, layer in attention_layers(model).items():
         expected = layer.attention_scores(input_of(layer, model, images)).softmax(-1)
         assert probs[name].shape == (3, 3, 24, 24) and probs[name].dtype == torch.float32
         assert torch.allclose(probs[name], expected, atol=1e-6)
         # The scores are the sum of both parts.
-        parts = [part[name] for part in (content, position) if part]
+        parts = [part[name] for part in (content, position)]
         assert torch.allclose(sum(map(log, parts)), log(expected), atol=1e-3)
         assert all(torch.allclose(part.sum(-1), torch.ones(()), atol=1e-5) for part in parts)
 
 
 def test_content_alone_knows_nothing_of_positions():
-    """Tokens in another order have the same probabilities in that order; with all terms they have not."""
-    model = content_model(terms=('qk', 'qr', 'uk', 'vr'), depth=1)
+    """Tokens in another order have the same probabilities in that order; with positions they have not."""
+    model = content_model(depth=1)
     images = torch.randn(2, 3, 4, 4)
     # The blocks of 2x2 pixels in reverse order.
     other = images.reshape(2, 3, 2, 2, 2, 2).flip(2, 4).reshape(images.shape)
     for probs_of, equal in ((content_only_probs_of, True), (attention_probs_of, False)):
         one, two = (probs_of(model, x)['blocks.0.attn'] for x in (images, other))
         assert torch.allclose(one, two.flip(2, 3), atol=1e-5) == equal
-
-
-def test_content_alone_without_an_absolute_encoding():
-    model, images = content_model(position='absolute_learned', depth=1), torch.randn(IMAGES)
-    without = copy.deepcopy(model)
-    torch.nn.init.zeros_(without.blocks[0].attn.absolute.table)
-    content = content_only_probs_of(model, images)['blocks.0.attn']
-    assert torch.allclose(content, attention_probs_of(without, images)['blocks.0.attn'], atol=1e-6)
-    assert not torch.allclose(content, attention_probs_of(model, images)['blocks.0.attn'], atol=1e-3)
-    assert position_only_probs_of(model, images) == {}
 
 
 def test_probabilities_of_cmhsa_give_its_output():

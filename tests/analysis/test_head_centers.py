@@ -41,7 +41,7 @@ def test_centres_and_widths_of_other_heads():
     assert torch.allclose(widths, torch.tensor([math.sqrt(0.75 / 2), 0], dtype=torch.float64), atol=1e-6)
     centers, _ = head_centers(layer, (3, 5), query=(2, 4), probs=probs)
     assert centers[0].tolist() == [-2, -4]
-    with pytest.raises(ValueError, match=r"terms=\('qk', 'qr'\), .*depends on position alone: give probs"):
+    with pytest.raises(ValueError, match="position='relative_learned', depends on position alone: give probs"):
         head_centers(layer, (3, 5))
 
 
@@ -54,7 +54,7 @@ def test_queries_outside_of_the_grid():
 
 def test_maps_of_a_query_are_rows_of_the_probabilities():
     models = [small_timm(f'sa_{kind}_cifar') for kind in ('quadratic', 'generalized', 'learned')] + [
-        small_timm('sa_learned_content_cifar', terms=('qk', 'vr')),
+        small_timm('sa_learned_content_cifar', position='relative_quadratic'),
         small_cmhsa('attn'),
     ]
     for model in models:

@@ -83,7 +83,8 @@ def test_parameters_of_gaussians():
         layer.encoding.sqrt_precision[1] = torch.diag(torch.tensor([0.5, 0.25]))
         layer.encoding.sqrt_precision[2] = 0
     heads = head_report(layer, (6, 6)).heads
-    expected = torch.linalg.inv(layer.encoding.inverse_covariance[0].double())
+    factor = layer.encoding.sqrt_precision[0].double()
+    expected = torch.linalg.inv(factor @ factor.mT)
     assert torch.allclose(torch.tensor(heads[0].covariance, dtype=torch.float64), expected)
     assert heads[1].width_text == '4 x 2 at 90°'  # wide along columns: to the right
     assert heads[3].width_text == '1.51 x 0.848 at 25°'  # down, and a little to the right
@@ -352,11 +353,11 @@ def test_lattice(kernel, steps, first, data):
         assert not holed.full and holed.dilation == (1, 1)
 
 
-@pytest.mark.parametrize('kind', ['quadratic', 'generalized', 'learned', 'vr'])
+@pytest.mark.parametrize('kind', ['quadratic', 'generalized', 'learned'])
 def test_degenerate_and_expressible_are_those_of_their_modules(kind):
     layer = LAYERS[kind]()
     with torch.no_grad():  # head 3 is head 1
-        weight = layer.position_bias if kind == 'vr' else layer.encoding.weight if kind == 'learned' else None
+        weight = layer.encoding.weight if kind == 'learned' else None
         for tensor in [weight] if weight is not None else list(layer.encoding.parameters()):
             tensor[3] = tensor[1]
     report = head_report(layer, (7, 6), tolerance=0.7)
@@ -434,7 +435,7 @@ def test_zero_values():
             ValueError,
             'the image of 5x5 pixels is',
         ),
-        (lambda: head_report(ContentAttention(4, 2), (5, 5)), ValueError, r"terms=\('qk', 'qr'\), .*have no part"),
+        (lambda: head_report(ContentAttention(4, 2), (5, 5)), ValueError, "position='relative_learned', have no part"),
         (lambda: head_report(LAYERS['learned'](), (1, 1)), ValueError, 'is a single token'),
         (lambda: head_report(LAYERS['learned'](), (0, 5)), ValueError, r'size=\(0, 5\)'),
         (lambda: maps_report(torch.rand(2, 9, 9), (3, 4)), ValueError, r'probs have shape \(2, 9, 9\)'),

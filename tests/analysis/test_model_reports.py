@@ -91,7 +91,7 @@ def test_models(name):
 
 
 def test_content_with_positions_has_both():
-    model = small_timm('sa_learned_content_cifar', terms=('qk', 'vr'))
+    model = small_timm('sa_learned_content_cifar', position='relative_quadratic')
     reports = model_reports(model, torch.randn(2, 3, 8, 8), size=(5, 6))
     assert [(report.name, report.attention, report.grid) for report in reports] == [
         (f'blocks.{i}.attn', *part) for i in range(2) for part in (('position', (5, 6)), ('images', (4, 4)))

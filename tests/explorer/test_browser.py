@@ -45,8 +45,7 @@ PAGES = dict(
     patches=(patch_model, {}),
     generalized=(lambda: small_timm('sa_generalized_cifar').eval(), TALL),
     hard=(hard_model, TALL),
-    absolute=(lambda: content_model(position='absolute_learned'), TALL),
-    separable=(lambda: content_model(terms=('uk', 'vr')), TALL),
+    separable=(lambda: content_model(position='relative_quadratic'), TALL),
 )
 
 
@@ -104,8 +103,7 @@ def test_numbers_are_the_probabilities(name, browser, pages):
     height, width = content['grid']
     parts = list(content['layers'][0]['parts'])
     by_image = name not in ('quadratic', 'generalized')
-    position, content_parts = ['position'] * (name != 'absolute'), ['content', 'both'] * by_image
-    assert parts == position + content_parts
+    assert parts == ['position'] + ['content', 'both'] * by_image
     rng = np.random.default_rng(0)
     for i, (layer_name, layer) in enumerate(attention_layers(model).items()):
         for part in parts:

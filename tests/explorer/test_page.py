@@ -110,10 +110,7 @@ PATCHES = (patch_model, narrow_patch_model)
         content_model,
         patch_model,
         narrow_patch_model,
-        lambda: content_model(terms=('qk', 'uk', 'vr')),
-        lambda: content_model(terms=('qr',)),
-        lambda: content_model(terms=('qk', 'qr', 'vr')),
-        lambda: content_model(position='absolute_learned'),
+        lambda: content_model(position='relative_sinusoidal'),
         hard_model,
         lambda: content_model(position='relative_quadratic'),
         lambda: content_model(position='relative_generalized'),
@@ -122,10 +119,7 @@ PATCHES = (patch_model, narrow_patch_model)
         'qk and qr',
         'patches',
         'narrow heads of patches',
-        'qk, uk and vr',
-        'qr',
-        'qk, qr and vr',
-        'absolute',
+        'sinusoidal',
         'hard',
         'quadratic',
         'generalized',
@@ -141,7 +135,7 @@ def test_content(make):
         for found, (name, layer) in zip(layers, attention_layers(model).items()):
             assert (part in found['parts']) == (name in expected)
             if name in expected:
-                alike = part == 'position' and 'qr' not in getattr(layer, 'terms', ())
+                alike = part == 'position' and layer.has_position_scores
                 assert len(found['parts'][part]) == (1 if alike else 3)
                 for image in range(3):
                     assert_within_a_byte(found, part, expected[name][image], image)

@@ -25,9 +25,8 @@ LAYERS = {
     'quadratic': QuadraticAttention,
     'generalized': GeneralizedQuadraticAttention,
     'learned': LearnedAttention,
-    'content': lambda *args, **kwargs: ContentAttention(*args, terms=('qk', 'qr', 'uk', 'vr'), **kwargs),
-    'position': lambda *args, **kwargs: ContentAttention(*args, terms=('vr',), **kwargs),
-    'absolute': lambda *args, **kwargs: ContentAttention(*args, position='absolute_learned', **kwargs),
+    'content': ContentAttention,
+    'content_quadratic': lambda *args, **kwargs: ContentAttention(*args, position='relative_quadratic', **kwargs),
 }
 
 

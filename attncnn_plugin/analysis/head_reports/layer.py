@@ -80,7 +80,7 @@ def head_report(layer: nn.Module, size: Sequence[int], tolerance: float = TOLERA
         if probs is None:
             raise ValueError(
                 f'the scores of layer, {layer.extra_repr()}, have no part that depends on position alone: '
-                "report the mean attention over images with maps_report, or add the term 'vr'"
+                'report the mean attention over images with maps_report'
             )
         maps = ShiftMaps.of(probs, grid, window)
     errors = ConvolutionErrors(maps, layer.padding_mode, layer.value_matrices())
