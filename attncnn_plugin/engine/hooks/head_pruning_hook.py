@@ -13,7 +13,8 @@ from mmpretrain.registry import HOOKS
 from torch import nn
 
 from ...apis.judged_heads import HeadJudge, JudgedHeads
-from ...attention.prunable_heads import PrunableHeads, Replacement
+from ...attention.prunable_heads import PrunableHeads
+from ...change import Successor
 from ...pruning import (
     fold_into_bias,
     merge_duplicate,
@@ -288,7 +289,7 @@ class HeadPruningHook(FollowStateDictHook):
 
     def _prune(
         self, model: nn.Module, heads: Dict[str, List[int]], judged: JudgedHeads
-    ) -> Dict[nn.Parameter, Replacement]:
+    ) -> Dict[nn.Parameter, Successor]:
         layers = prunable_heads(model)
         for name, indices in heads.items() if self.bias_correction else ():
             layer = layers[name]
