@@ -3,8 +3,8 @@
 Plain PyTorch and NumPy. The numbers are those of Cordonnier et al. 2020, section 4.
 """
 
-from .attention_maps import AttentionMaps, attention_maps
-from .head_centers import head_centers
+from .centers import head_centers
+from .layer_maps import AttentionMaps, attention_maps
 from .report import HeadReport, HeadStatistics, LayerReport, head_report
 from .training_logs import read_centers, read_scalars
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ..attention import AttentionLayer, GaussianHeads
 from ..pruning import DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
 from ..pruning.degenerate_heads import THRESHOLDS
-from .attention_maps import (
+from .layer_kind import EXACT, LayerKind, error_text, kind_of_layer, size_text
+from .layer_maps import (
     AttentionMaps,
     attention_maps,
     check_images,
@@ -24,7 +25,6 @@ from .attention_maps import (
     maps_of_layers,
     require_attention_layers,
 )
-from .layer_kind import EXACT, LayerKind, error_text, kind_of_layer, size_text
 from .nearest_convolution import BestConvolution, ConvolutionErrors, ExpressibleShifts, expressible_kernels
 from .shift_statistics import (
     LEAST_QUERIES,

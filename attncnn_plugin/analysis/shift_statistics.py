@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..attention.window import Window
-from .attention_maps import AttentionMaps
+from .layer_maps import AttentionMaps
 
 INTERIOR = 5  # pixels; the window that an interior query of a grid has inside
 LEAST_QUERIES = 0.25  # part of the queries from which a shift must stay in the grid to have a share by these

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..analysis.attention_maps import (
+from ..analysis.layer_maps import (
     layer_labels,
     probs_of_scores,
     require_attention_layers,

@@ -11,7 +11,7 @@ from typing import Optional, Sequence
 import numpy as np
 from torch import Tensor, nn
 
-from ..analysis.attention_maps import is_other_vit
+from ..analysis.layer_maps import is_other_vit
 from .layer_data import observed_layers, own_layers, packed
 
 FOLDER = Path(__file__).parent

@@ -9,7 +9,7 @@ from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 
 from ..analysis import AttentionMaps
-from ..analysis.attention_maps import layer_labels
+from ..analysis.layer_maps import layer_labels
 from .style import MAP_COLORS, check_maps, styled
 
 

@@ -13,7 +13,7 @@ from helpers.small import SMALL, TIMM_KINDS, model_with_head, small_cmhsa, small
 from torch import nn
 
 from attncnn_plugin.analysis import AttentionMaps, attention_maps, head_centers, head_report
-from attncnn_plugin.analysis.attention_maps import attention_layers
+from attncnn_plugin.analysis.layer_maps import attention_layers
 from attncnn_plugin.attention import LearnedAttention
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.pruning import prune_heads

@@ -10,7 +10,7 @@ from helpers.head_reports import LAYERS, brute_force, check_schema
 from helpers.small import small_cmhsa, small_timm
 
 from attncnn_plugin.analysis import attention_maps, head_report
-from attncnn_plugin.analysis.attention_maps import attention_layers
+from attncnn_plugin.analysis.layer_maps import attention_layers
 from attncnn_plugin.analysis.report import json_ready
 from attncnn_plugin.pruning import prune_heads
 

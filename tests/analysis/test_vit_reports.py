@@ -11,7 +11,6 @@ from torch import nn
 
 from attncnn_plugin.analysis import attention_maps, head_report
 
-
 TINY = dict(embed_dim=12, num_heads=3, depth=2, img_size=32, num_classes=4, pos_drop_rate=0.5)
 ARCH = dict(embed_dims=12, num_layers=2, num_heads=3, feedforward_channels=24)
 

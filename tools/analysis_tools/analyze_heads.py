@@ -19,11 +19,11 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Tuple
 
-import attncnn_plugin.mm.safe_loading  # noqa: F401
 from attncnn_plugin.analysis import HeadReport, head_report
-from attncnn_plugin.analysis.attention_maps import attention_layers
-from attncnn_plugin.apis import LoadedModel
-from attncnn_plugin.apis.model_options import add_model_options, check_model_options, load_model
+from attncnn_plugin.analysis.layer_maps import shown_layers
+from attncnn_plugin.attention import AttentionLayer
+from attncnn_plugin.loaded_model import LoadedModel
+from attncnn_plugin.model_options import add_model_options, check_model_options, load_model
 
 
 def parse_args() -> argparse.Namespace:
@@ -66,9 +66,11 @@ def parse_args() -> argparse.Namespace:
 
 def report_of(loaded: LoadedModel, args: argparse.Namespace) -> Tuple[HeadReport, int]:
     """The report of a model, and the number of images that it is a mean over."""
-    layers = attention_layers(loaded.model).values()
-    by_position = layers and not any(layer.depends_on_content or layer.window is not None for layer in layers)
-    if args.size or by_position and args.images is None:
+    by_position = args.images is None and all(
+        isinstance(layer, AttentionLayer) and not layer.depends_on_content and layer.window is None
+        for layer in shown_layers(loaded.model).values()
+    )
+    if args.size or by_position:
         return head_report(loaded.model, size=args.size or loaded.grid, tolerance=args.tolerance), 0
     images = loaded.some_inputs(args.images, args.num_images)
     return head_report(loaded.model, images, tolerance=args.tolerance), len(images)

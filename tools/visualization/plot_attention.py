@@ -33,11 +33,11 @@ from typing import Dict, List
 
 from torch import Tensor
 
-import attncnn_plugin.mm.safe_loading  # noqa: F401
 from attncnn_plugin.analysis import attention_maps, read_centers
-from attncnn_plugin.analysis.attention_maps import attention_layers
-from attncnn_plugin.apis import LoadedModel
-from attncnn_plugin.apis.model_options import add_model_options, check_model_options, load_model
+from attncnn_plugin.analysis.layer_maps import shown_layers
+from attncnn_plugin.attention import AttentionLayer
+from attncnn_plugin.loaded_model import LoadedModel
+from attncnn_plugin.model_options import add_model_options, check_model_options, load_model
 from attncnn_plugin.visualization import (
     plot_attention_centers,
     plot_attention_distance,
@@ -118,10 +118,11 @@ def parse_args() -> argparse.Namespace:
 
 def draw_model(args: argparse.Namespace):
     loaded = load_model(args, args.config, args.weights)
-    layers = attention_layers(loaded.model).values()
-    by_position = layers and all(layer.has_position_scores for layer in layers)
+    layers = shown_layers(loaded.model).values()
+    own = all(isinstance(layer, AttentionLayer) for layer in layers)
+    by_position = own and all(layer.has_position_scores for layer in layers)
     part = 'position' if by_position and args.figure != 'content' else 'all'
-    if args.figure == 'content' and layers and not any(layer.depends_on_content for layer in layers):
+    if args.figure == 'content' and own and not any(layer.depends_on_content for layer in layers):
         raise ValueError(f'{loaded.name} has attention by position alone: --figure probabilities draws it')
     images = None
     if part == 'position' and all(layer.window is None for layer in layers):
