@@ -87,10 +87,10 @@ def kind_of_layer(
         convolutions (Sequence[BestConvolution]): The best ones.
     """
     window = maps.window or same_window((1, 1))
-    counts = {kind: kinds.count(kind) for kind in ('hard', 'soft', 'uniform')}
-    mixture = LayerKind('mixture', **counts, stride=(window.stride[0], window.stride[1]))
+    hard, soft, uniform = (kinds.count(kind) for kind in ('hard', 'soft', 'uniform'))
+    mixture = LayerKind('mixture', hard, soft, uniform, stride=(window.stride[0], window.stride[1]))
     exact = next((entry for entry in convolutions if entry.error < EXACT and entry.interior_error is not None), None)
-    if mixture.hard == len(kinds):
+    if hard == len(kinds):
         error = errors.of_shifts(nearest)
         # The small rest of the heads of an ImageAttention lies in its window: it is a part of the kernel.
         if error is not None and (error < EXACT or exact is None or maps.window is None):
