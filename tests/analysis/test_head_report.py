@@ -7,29 +7,17 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers.head_reports import (
-    LAYERS,
-    brute_force,
-    check_schema,
-    hard_layer,
-    shift_operators,
-    values,
-    window_shifts,
-)
+from helpers.head_reports import LAYERS, brute_force, check_schema, hard_layer, shift_operators, values, window_shifts
 from helpers.small import small_cmhsa, small_timm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from attncnn_plugin.analysis import AttentionMaps, HeadReport, attention_maps, head_report
-from attncnn_plugin.analysis.layer_kind import lattice_of
 from attncnn_plugin.analysis.layer_maps import attention_layers
 from attncnn_plugin.analysis.report import json_ready, layer_report
 from attncnn_plugin.analysis.shift_statistics import ShiftMaps, moments
-from attncnn_plugin.attention import (
-    ContentAttention,
-    GeneralizedQuadraticAttention,
-)
+from attncnn_plugin.attention import ContentAttention, GeneralizedQuadraticAttention
 from attncnn_plugin.convert import conv_to_mhsa, conv_to_patch_mhsa, expressible_shifts
 from attncnn_plugin.pruning import find_degenerate_heads, prune_heads
 
@@ -43,21 +31,6 @@ def report_of(layer, size, **settings):
 def maps_report(probs, size, **settings):
     """The report of given probabilities."""
     return layer_report(AttentionMaps(probs.detach(), size, **settings))
-
-
-def test_moments_of_known_gaussians():
-    """At the middle of a large grid a discrete Gaussian has the moments of the continuous one."""
-    layer = GeneralizedQuadraticAttention(3, 2)
-    covariance = torch.tensor([[2.0, 0.6], [0.6, 1.0]])
-    with torch.no_grad():
-        layer.encoding.center.copy_(torch.tensor([[1.0, -2.0], [-0.3, 0.4]]))
-        layer.encoding.sqrt_precision.copy_(torch.linalg.cholesky(torch.linalg.inv(covariance)).expand(2, -1, -1))
-    probs = layer.attention_probs((25, 27)).double().detach()
-    maps = ShiftMaps(AttentionMaps(probs, (25, 27)))
-    maps.interior = tuple(axis == n for axis, n in zip(maps.queries, (12, 13)))
-    center, spread = moments(maps)
-    assert torch.allclose(center, layer.encoding.center.double(), atol=1e-4)
-    assert torch.allclose(spread, covariance.double().expand(2, -1, -1), atol=1e-3)
 
 
 def test_the_covariance_of_a_nearly_hard_head():
@@ -339,25 +312,6 @@ def test_one_fixed_key_is_no_hard_head():
     assert report.summary == 'one convolution, 1x1, error 0, centred at (-5, -5)'
 
 
-@given(
-    kernel=st.tuples(st.integers(2, 4), st.integers(2, 4)),
-    steps=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    first=st.tuples(st.integers(-5, 5), st.integers(-5, 5)),
-    data=st.data(),
-)
-def test_lattice(kernel, steps, first, data):
-    axes = [[f + s * i for i in range(n)] for f, s, n in zip(first, steps, kernel)]
-    shifts = list(itertools.product(*axes))
-    lattice = lattice_of(data.draw(st.permutations(shifts)))
-    assert (lattice.kernel_size, lattice.dilation, lattice.full) == (kernel, steps, True)
-    assert lattice.offset == tuple(f + s * (n - 1) // 2 for f, s, n in zip(first, steps, kernel))
-    corners = {tuple(axis[i] for axis, i in zip(axes, ends)) for ends in itertools.product((0, -1), repeat=2)}
-    missing = data.draw(st.sampled_from(shifts))
-    holed = lattice_of([shift for shift in shifts if shift != missing])
-    if missing not in corners or min(kernel) > 2:
-        assert not holed.full and holed.dilation == (1, 1)
-
-
 @pytest.mark.parametrize('kind', ['quadratic', 'generalized', 'learned', 'vr'])
 def test_degenerate_and_expressible_are_those_of_their_modules(kind):
     layer = LAYERS[kind]()
@@ -511,18 +465,10 @@ def test_content_with_positions_has_both():
 @pytest.mark.parametrize(
     'model, settings, message',
     [
-        (
-            nn.MultiheadAttention(4, 2),
-            dict(size=(5, 5)),
-            'type MultiheadAttention, has no attention layers',
-        ),
+        (nn.MultiheadAttention(4, 2), dict(size=(5, 5)), 'type MultiheadAttention, has no attention layers'),
         (conv_to_mhsa(nn.Conv1d(2, 2, 3))[0], dict(size=(5, 5)), 'layer has 1 axes of pixels'),
         (conv_to_mhsa(nn.Conv2d(2, 2, 7, padding=3))[0], dict(size=(5, 5)), 'the image of 5x5 pixels is'),
-        (
-            ContentAttention(4, 2),
-            dict(size=(5, 5)),
-            r"layer, .*terms=\('qk', 'qr'\), .* depend on images: give",
-        ),
+        (ContentAttention(4, 2), dict(size=(5, 5)), r"layer, .*terms=\('qk', 'qr'\), .* depend on images: give"),
         (LAYERS['learned'](), dict(size=(1, 1)), 'is a single token'),
         (LAYERS['learned'](), dict(size=(0, 5)), r'size=\(0, 5\)'),
         (LAYERS['learned'](), dict(size=(5, 5), tolerance=1e-9), 'tolerance=1e-09 must be at least'),
