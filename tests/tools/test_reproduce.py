@@ -20,22 +20,20 @@ import pytest
 import torch
 
 mmpretrain = pytest.importorskip('mmpretrain')
+import reproduce  # noqa: E402
 from helpers.processes import environment, run  # noqa: E402
 from helpers.schedules import phases_of, rates, warm_up_and_cosine  # noqa: E402
 from mmengine.config import Config  # noqa: E402
 from mmengine.runner import Runner  # noqa: E402
 from mmpretrain.registry import DATASETS  # noqa: E402
-
-TOOL = Path(__file__).parents[2] / 'tools/reproduce.py'
-TABLES_OF_DOCS = Path(__file__).parents[2] / 'docs/tables'
-sys.path.insert(0, str(TOOL.parent))
-import reproduce  # noqa: E402
 from reproduction import results as results_module  # noqa: E402
 from reproduction.configs import network_config, set_data, set_epochs, set_images  # noqa: E402
 from reproduction.page import write_page  # noqa: E402
 from reproduction.results import Run, build, write_json  # noqa: E402
 from reproduction.tables import TABLES, Row, Table  # noqa: E402
 
+TOOL = Path(__file__).parents[2] / 'tools/reproduce.py'
+TABLES_OF_DOCS = Path(__file__).parents[2] / 'docs/tables'
 # Two rows, the second one from the weights of the first, and networks that train in a second.
 SMALL = {
     'train_dataloader.batch_size': 5,
