@@ -75,13 +75,14 @@ def table_rows(text):
 def test_the_command(names, tmp_path, monkeypatch, capsys):
     """Some groups or all of them, then one of them again."""
     names = [name for name in benchmark.GROUPS if name in names]  # in the order of the page
-    path = tmp_path / 'docs/benchmarks.md'
+    path = tmp_path / 'benchmarks.md'
+    path.write_text(introduction := '# Benchmarks\n\n## How it is measured\n\nIn turns.\n\n')
     command = ['benchmark.py', '--quick', '--threads', '1', '--page', str(path), '--only']
     monkeypatch.setattr(sys, 'argv', [*command, *names])
     benchmark.main()
     text, printed = path.read_text(), capsys.readouterr().out
     sections = text.split('\n## ')[2:]  # after the introduction and how it is measured
-    assert len(sections) == len(names)
+    assert len(sections) == len(names) and text.startswith(introduction)
     for name, section in zip(names, sections):
         assert section.splitlines()[0].endswith(f' (`{name}`)') and section.count('\n\n') >= 3
         assert 'no measurement' in section and section.strip() in printed
