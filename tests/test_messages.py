@@ -23,9 +23,9 @@ def vit():
 @pytest.mark.parametrize(
     'call',
     [
-        lambda x: analysis.model_reports(model(), size=x),
-        lambda x: analysis.model_reports(vit(), size=x),
-        lambda x: analysis.query_maps(model().blocks[0].attn, x),
+        lambda x: analysis.head_report(model(), size=x),
+        lambda x: analysis.head_report(vit(), size=x),
+        lambda x: analysis.attention_maps(model().blocks[0].attn, size=x),
         lambda x: convert.conv_to_mhsa(CONV, num_heads=x),
         lambda x: convert.conv_to_mhsa(CONV, alpha=x),
         lambda x: convert.conv_to_mhsa(CONV, qk_dim=x),
