@@ -3,8 +3,7 @@
 from .attention_layer import AttentionLayer
 from .content_image_attention import ContentImageAttention
 from .image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
-from .patch_attention import PatchAttention
-from .position_bias import GridBias, WindowBias
+from .patches import GridBias, PatchAttention, WindowBias
 from .positions import (
     GaussianHeads,
     GeneralizedQuadraticEncoding,
@@ -13,7 +12,7 @@ from .positions import (
     RelativeTables,
     WindowEncoding,
 )
-from .prunable_heads import PrunableHeads, Replacement
+from .prunable_heads import PrunableHeads
 from .structure import Restructurable, StructureError
 from .tokens import (
     ContentAttention,
@@ -42,7 +41,6 @@ __all__ = [
     'QuadraticEncoding',
     'QuadraticImageAttention',
     'RelativeTables',
-    'Replacement',
     'Restructurable',
     'StructureError',
     'Window',

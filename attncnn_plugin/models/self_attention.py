@@ -54,7 +54,7 @@ class SpaceToDepthStem(nn.Module):
             raise ValueError(f'the input has shape {tuple(x.shape)}, but (B, {self.in_chans}, H, W) is expected')
         if x.shape[2] % self.reduction or x.shape[3] % self.reduction:
             raise ValueError(
-                f'the image of {x.shape[2]}x{x.shape[3]} pixels cannot be cut into squares of {self.reduction}x'
+                f'the image of {x.shape[2]}x{x.shape[3]} pixels cannot be cut into patches of {self.reduction}x'
                 f'{self.reduction}: resize or pad it to multiples of the reduction'
             )
         squares = x.unflatten(3, (-1, self.reduction)).unflatten(2, (-1, self.reduction))  # (B, C, H/r, r, W/r, r)

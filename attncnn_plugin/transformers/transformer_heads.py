@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.attention_layer import AttentionLayer
-from ..attention.prunable_heads import Replacement, check_heads, keep_entries, resize_parameter
+from ..attention.prunable_heads import check_heads, keep_entries, resize_parameter
 from ..attention.structure import StructureError
+from ..change import Successor
 from .mixed_classes import mixed
 from .narrow_attention import NarrowAttention, NarrowClassAttention
 
@@ -101,7 +102,7 @@ class TransformerHeads:
         self._class_with(self._others(heads))
 
     @torch.no_grad()
-    def prune_heads(self, heads: Sequence[int], allow_empty: bool = False) -> Dict[nn.Parameter, Replacement]:
+    def prune_heads(self, heads: Sequence[int], allow_empty: bool = False) -> Dict[nn.Parameter, Successor]:
         """Removes heads, see :meth:`~attncnn_plugin.attention.prunable_heads.PrunableHeads.prune_heads`.
 
         Without any heads the module gives the bias of ``proj``.
@@ -157,7 +158,7 @@ class TransformerHeads:
     def _others(self, heads: Sequence[int]) -> List[int]:
         return [head for head in range(self.num_heads) if head not in heads]
 
-    def _keep(self, kept: Sequence[int]) -> Dict[nn.Parameter, Replacement]:
+    def _keep(self, kept: Sequence[int]) -> Dict[nn.Parameter, Successor]:
         """Removes all other heads."""
         entries = self.head_entries(kept)
         buffers = {name for name in entries if not isinstance(_tensor(self.module, name), nn.Parameter)}

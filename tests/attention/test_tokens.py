@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
 
-from attncnn_plugin.analysis import head_centers, query_maps
 from attncnn_plugin.attention import (
     ContentAttention,
     GeneralizedQuadraticAttention,
@@ -258,12 +257,6 @@ def test_without_content_it_is_the_layer_by_position_alone(position):
     assert torch.allclose(layer.position_probs((5, 6)), alone.attention_probs((5, 6)), atol=1e-7)
     for ours, theirs in zip(layer.gaussian_heads(), alone.gaussian_heads()):
         assert torch.equal(ours, theirs)
-    for ours, theirs in zip(head_centers(layer, (5, 6)), head_centers(alone, (5, 6))):
-        assert torch.equal(ours, theirs)
-    assert torch.allclose(query_maps(layer, (5, 6)), query_maps(alone, (5, 6)), atol=1e-6)
-    # Given probabilities count, whatever the encoding.
-    probs = torch.eye(30).roll(1, dims=1).expand(3, -1, -1)
-    assert torch.equal(head_centers(layer, (5, 6), probs=probs)[0], torch.tensor([[0.0, 1.0]] * 3).double())
 
 
 @pytest.mark.parametrize('kind', LAYERS)

@@ -31,8 +31,8 @@ LAYERS = {
 MODES = ['zeros', 'replicate', 'reflect', 'circular']
 
 
-def hard_layer(centers, dim, out_dim, **kwargs):
-    layer = with_outputs(QuadraticAttention(dim, len(centers), **kwargs), out_dim)
+def hard_layer(centers, dim, out_dim, bias=True, **kwargs):
+    layer = with_outputs(QuadraticAttention(dim, len(centers), **kwargs), out_dim, bias)
     with torch.no_grad():
         layer.encoding.center.copy_(torch.tensor(centers))
         layer.encoding.sqrt_precision.fill_(40.0)

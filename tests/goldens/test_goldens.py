@@ -10,6 +10,9 @@ import pytest
 import torch
 from goldens.freeze import CASES, DATA, Package, run_case
 
+from attncnn_plugin.change import LayerChange
+from attncnn_plugin.convert import ConvFit
+
 RENAMED = {}  # parts of parameters' names, {old: new}
 FIELDS_RENAMED = {}  # of reports, {old: new}
 CHANGED = ('* / fewer: *',)  # fewer heads than positions: another construction with the same guarantee
@@ -36,6 +39,11 @@ class Now(Package):
     def field(self, report, name):
         if name == 'relative_error' and not hasattr(report, name):
             return 0.0  # heads over patches are always exact
+        if isinstance(report, LayerChange) and name in ('num_heads', 'error'):
+            report = report.report  # of a conversion, or of the way back
+            if name == 'error':
+                return report.bound if isinstance(report, ConvFit) else report.relative_error
+            return len(report.coefficients) if isinstance(report, ConvFit) else report.num_heads
         return super().field(report, FIELDS_RENAMED.get(name, name))
 
     def parameters(self, module):
@@ -66,6 +74,46 @@ class Now(Package):
         }[kind](dim, heads)
         layer.value = torch.nn.Linear(heads * dim, out_dim or dim)
         return layer.double()
+
+    def head_report(self, layer, size):
+        return self.a.analysis.head_report(layer, size=size).layers[0]
+
+    def model_reports(self, model, images):
+        return self.a.analysis.head_report(model, images).layers
+
+    def head_centers(self, layer, size):
+        return self.a.analysis.head_centers(self.a.analysis.attention_maps(layer, size=size)[''])
+
+    def maps(self, model, images, part='all'):
+        """By layer that depends on content, the maps of each image."""
+        maps = [self.a.analysis.attention_maps(model, image[None], part=part) for image in images]
+        by_content = [n for n in maps[0] if getattr(model.get_submodule(n), 'depends_on_content', True)]
+        return {name: [own[name] for own in maps] for name in by_content}
+
+    def probs_of(self, model, images, part):
+        return {name: torch.stack([own.probs for own in maps]) for name, maps in self.maps(model, images, part).items()}
+
+    def attention_probs_of(self, model, images):
+        return self.probs_of(model, images, 'all')
+
+    def content_only_probs_of(self, model, images):
+        return self.probs_of(model, images, 'content')
+
+    def position_only_probs_of(self, model, images):
+        return self.probs_of(model, images, 'position')
+
+    def mean_attention_probs_of(self, model, images):
+        maps = self.a.analysis.attention_maps(model, images)
+        return {name: maps[name].probs for name in self.maps(model, images)}
+
+    def vit_attention(self, model, images):
+        maps = self.maps(model, images)
+        prefix = {name: torch.stack([own.prefix_mass for own in each]) for name, each in maps.items()}
+        return self.attention_probs_of(model, images), prefix
+
+    def to_attention(self, model):
+        change = super().to_attention(model)  # which does not name the widths of heads
+        return SimpleNamespace(head_dims=model.blocks[0].attn.head_dims, parameters_after=change.parameters_after)
 
     def init_as_convolution(self, model, **settings):
         return self.a.transformers.init_as_convolution(model, overwrite=True, **settings)  # the parameters are drawn

@@ -33,9 +33,9 @@ LAYERS = {
 }
 
 
-def with_outputs(layer, channels):
+def with_outputs(layer, channels, bias=True):
     """Attention over a grid of tokens with an output of other channels than a token."""
-    layer.value = nn.Linear(layer.value.in_features, channels, dtype=layer.value.weight.dtype)
+    layer.value = nn.Linear(layer.value.in_features, channels, bias, dtype=layer.value.weight.dtype)
     return layer
 
 

@@ -62,7 +62,7 @@ def test_tokens_of_other_sizes():
     model = small_timm('sa_learned_cifar', reduction=4, img_size=(16, 24)).eval()
     assert model.forward_features(torch.randn(1, 3, 16, 24)).shape == (1, 4, 6, 16)
     assert model.feature_info[0]['reduction'] == 4
-    with pytest.raises(ValueError, match='18x16 pixels cannot be cut into squares of 4x4'):
+    with pytest.raises(ValueError, match='18x16 pixels cannot be cut into patches of 4x4'):
         model(torch.randn(1, 3, 18, 16))
     with pytest.raises(ValueError, match='img_size=18 must be a multiple of reduction=4'):
         small_timm('sa_learned_cifar', reduction=4, img_size=18)
