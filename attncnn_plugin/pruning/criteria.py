@@ -27,7 +27,7 @@ def largest_eigenvalue(layer: AttentionLayer) -> Tensor:
     Examples:
         >>> from attncnn_plugin.attention import QuadraticAttention
         >>> layer = QuadraticAttention(dim=8, num_heads=3)
-        >>> layer.encoding.sqrt_precision.data.fill_(1)  # σ = 1
+        >>> _ = layer.encoding.sqrt_precision.data.fill_(1)  # σ = 1
         >>> largest_eigenvalue(layer)
         tensor([1., 1., 1.], dtype=torch.float64)
     """
