@@ -17,7 +17,7 @@ from mmpretrain.registry import DATASETS
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from ..attention.structure import without_prefix
+from ..attention.state_dicts import without_prefix
 from ..structure import follow_state_dict
 from ..utils.config_paths import read_config
 from ..utils.runner import HEAD_NUMBERS

@@ -1,6 +1,5 @@
 """Self-attention over patches with a relative position bias (Li et al. 2021 (L21), sections 3 and 4)."""
 
-import logging
 from typing import Any, Dict, Optional, Sequence, Union
 
 import torch
@@ -9,15 +8,13 @@ from torch import Tensor, nn
 
 from .attention_layer import head_products
 from .biased_attention import attend_biased, attend_biased_of_widths
+from .heads import HeadParameters, PrunableHeads, resize_parameter
 from .linear import check_plain_linear
-from .patch_head_widths import Widths, widths_in
+from .patch_head_widths import widths_in
 from .position_bias import WindowBias
 from .precision import Device, Dtype, at_least_float32
-from .prunable_heads import HeadParameters, PrunableHeads, resize_parameter
 from .softmax import softmax
-from .structure import StateDict
-
-logger = logging.getLogger(__name__)
+from .state_dicts import StateDict
 
 
 class PatchAttention(PrunableHeads):
@@ -165,20 +162,13 @@ class PatchAttention(PrunableHeads):
             'position.table': (0, 1),
         }
 
-    @property
-    def structure(self) -> Widths:
-        """The widths of queries and of each head."""
-        return self.qk_dim, self.head_dims
-
-    def structure_in(self, state_dict: StateDict, prefix: str) -> Optional[Widths]:
-        """The same of a state dict."""
-        return widths_in(state_dict, prefix, self.built_heads, self.qk_dim)
-
-    @torch.no_grad()
-    def take_structure(self, structure: Widths) -> None:
-        """Takes heads of other widths; the values are yet to be loaded. The parameters stay the same objects."""
-        logger.info('An attention layer takes heads of widths %s in place of %s.', structure, self.structure)
-        qk_dim, head_dims = structure
+    def follow(self, state_dict: StateDict, prefix: str) -> bool:
+        """Takes the number of heads of a state dict, and the widths D_k of their queries and D_h of their values."""
+        widths = widths_in(state_dict, prefix, self.built_heads, self.qk_dim)
+        if widths in (None, (self.qk_dim, self.head_dims)):
+            return False
+        assert widths is not None
+        qk_dim, head_dims = widths
         for name in ('query', 'key'):
             resize_parameter(self, f'{name}.weight', 0, len(head_dims) * qk_dim)
         resize_parameter(self, 'value.weight', 0, sum(head_dims))
@@ -186,6 +176,7 @@ class PatchAttention(PrunableHeads):
         resize_parameter(self, 'position.table', 0, len(head_dims))
         self.qk_dim, self.num_heads = qk_dim, len(head_dims)
         self._set_head_dims(head_dims)
+        return True
 
     def _keep(self, heads: Sequence[int]) -> None:
         super()._keep(heads)

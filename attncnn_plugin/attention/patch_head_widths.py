@@ -2,7 +2,7 @@
 
 from typing import Optional, Tuple
 
-from .structure import StateDict, StructureError, too_many_heads
+from .state_dicts import StateDict, StructureError, too_many_heads
 
 Widths = Tuple[int, Tuple[int, ...]]  # D_k, and D_h of each head
 

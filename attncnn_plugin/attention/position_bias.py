@@ -1,14 +1,14 @@
 """Relative position biases of attention over patches, and a null key (Li et al. 2021 (L21), sections 3 and 4)."""
 
-from typing import Optional, Sequence, Tuple
+from typing import Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from .precision import Device, Dtype, at_least_float32
-from .resizable_tables import ResizableTables, Shapes
+from .resizable_tables import ResizableTables
 from .shifts import axis_shifts, resize_shift_table
-from .structure import StateDict
+from .state_dicts import StateDict
 
 # In place of −∞, whose gradient is not a number: e^−10000 is 0 beside any score, and float16 has it.
 MASK_VALUE = -1e4
@@ -131,31 +131,19 @@ class GridBias(ResizableTables, WindowBias):
     ) -> None:
         height, width = grid_size
         super().__init__(num_heads, (1 - height, 1 - width), (2 * height - 1, 2 * width - 1), null_key, device, dtype)
-        self._follow_state_dicts()
 
     def table_of(self, size: Sequence[int]) -> Tuple[Tensor, Tuple[int, int]]:
         height, width = size
         table = resize_shift_table(at_least_float32(self.table), (2 * height - 1, 2 * width - 1))
         return table, (1 - height, 1 - width)
 
-    @property
-    def structure(self) -> Tuple[bool, Shapes]:
-        """Whether there is a null key, and the shape of the table."""
-        return self.null_key, self.shapes
-
-    def structure_in(self, state_dict: StateDict, prefix: str) -> Optional[Tuple[bool, Shapes]]:
-        """The same of a state dict."""
-        if f'{prefix}table' not in state_dict:
-            return None
-        return f'{prefix}no_null_key' not in state_dict, self.shapes_in(state_dict, prefix)
-
-    def structure_to_load(self, loaded: Tuple[bool, Shapes]) -> Tuple[bool, Shapes]:
-        """The null key of the state dict and the table's own size."""
-        return loaded[0], self.shapes
-
-    def take_structure(self, structure: Tuple[bool, Shapes]) -> None:
+    def follow(self, state_dict: StateDict, prefix: str) -> bool:
         """Takes or loses the null key."""
-        self._set_null_key(structure[0], self.table.device)
+        null_key = f'{prefix}no_null_key' not in state_dict
+        if f'{prefix}table' not in state_dict or null_key == self.null_key:
+            return False
+        self._set_null_key(null_key, self.table.device)
+        return True
 
     def resizes(self, table: Tensor) -> bool:
         """Whether a loaded table is one of the shifts of a grid."""

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ..attention.patch_attention import PatchAttention
 from ..attention.patches import image_to_patches, patches_to_image
 from ..attention.position_bias import GridBias
-from ..attention.structure import Restructurable, StateDict, StructureError, without_prefix
+from ..attention.state_dicts import Restructurable, StateDict, StructureError, without_prefix
 from ..convert.patches import attend_like_convolution, choose_head_dims
 from ..weights import CLASSES, in_single_precision, weights_file
 
@@ -207,6 +207,12 @@ class CMHSANetwork(Restructurable):
             ``head_dim``.
     """
 
+    training_advice = (
+        "the network was built with phase='conv' and turned to attention by the state dict that it loaded: an "
+        'optimizer that was built before does not have the parameters of the attention. Build the network with '
+        "phase='attn' to train it further"
+    )
+
     output_fmt = 'NHWC'  # of forward_features, as timm says it
 
     def __init__(
@@ -293,7 +299,6 @@ class CMHSANetwork(Restructurable):
             dim, num_classes, pool_type=global_pool, drop_rate=drop_rate, input_fmt=self.output_fmt, **dd
         )
         self.head_hidden_size = dim * self.head.global_pool.feat_mult()
-        self._follow_state_dicts()
 
     @property
     def phase(self) -> str:
@@ -456,42 +461,17 @@ class CMHSANetwork(Restructurable):
         """Loads a state dict, as of any module; the names of mmpretrain's classifiers will do too."""
         return super().load_state_dict(without_prefix(state_dict, 'backbone.'), *args, **kwargs)
 
-    @property
-    def structure(self) -> str:
-        """The phase."""
-        return self.phase
-
-    def structure_in(self, state_dict: StateDict, prefix: str = '') -> Optional[str]:
-        """Returns the phase of a state dict, from its first block."""
-        attn = f'{prefix}blocks.0.attn'
-        if f'{attn}.conv.weight' in state_dict:
-            return 'conv'
-        return 'attn' if f'{attn}.query.weight' in state_dict else None
-
-    def structure_to_load(self, loaded: str) -> str:
-        """The phase of the state dict if it is the second: no network goes back to convolutions."""
-        return self.structure if loaded == 'conv' else 'attn'
-
     def follow(self, state_dict: StateDict, prefix: str) -> bool:
-        """Takes the attention of a state dict with the heads that are there: an optimizer's state is of these."""
-        if self.phase == 'attn' or self.structure_in(state_dict, prefix) != 'attn':
-            return super().follow(state_dict, prefix)
-        self.take_structure('attn')
-        return True
-
-    def take_structure(self, structure: str) -> None:
-        """Puts attention in the place of convolutions."""
+        """Puts attention in the place of convolutions where a state dict has that; no network goes back."""
+        if self.phase == 'attn' or f'{prefix}blocks.0.attn.query.weight' not in state_dict:
+            return False
         self._put_attention(self._null_key_of_convolutions)
-
-    def training_advice(self, structure: str) -> Optional[str]:
-        return (
-            "the network was built with phase='conv' and turned to attention by the state dict that it loaded: an "
-            'optimizer that was built before does not have the parameters of the attention. Build the network with '
-            "phase='attn' to train it further"
-        )
+        return True
 
     def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
         """Converts convolutions to attention, where the state dict has any."""
+        if self.phase == 'conv':
+            return
         generator = torch.Generator().manual_seed(0)  # the same on every rank
         for i in range(len(self.blocks)):
             name = f'{prefix}blocks.{i}.attn.'

@@ -9,7 +9,7 @@ from typing import Iterator, Optional, Sequence
 import torch
 from torch import Tensor
 
-from ...convert.expressibility import expressible_shifts_of_maps
+from ...convert.expressible import expressible_shifts_of_maps
 from ...convert.shift_operators import fit_shifts, interior_queries, targets
 from .report import BestConvolution, ExpressibleShifts
 from .shift_maps import Shift, ShiftMaps, same_window

@@ -13,7 +13,7 @@ from mmpretrain.registry import HOOKS
 from torch import nn
 
 from ...apis.judged_heads import HeadJudge, JudgedHeads
-from ...attention.prunable_heads import PrunableHeads
+from ...attention.heads import PrunableHeads
 from ...change import Successor
 from ...pruning import (
     fold_into_bias,
