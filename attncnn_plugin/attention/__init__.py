@@ -12,8 +12,7 @@ from .encodings import (
 from .grid_attention import GeneralizedQuadraticAttention, GridAttention, LearnedAttention, QuadraticAttention
 from .heads import PrunableHeads
 from .images import ImageAttention, QuadraticImageAttention, WindowImageAttention
-from .patch_attention import PatchAttention
-from .position_bias import GridBias, WindowBias
+from .patches import GridBias, PatchAttention, WindowBias
 from .position_tables import AbsoluteEncoding, RelativeTables
 from .state_dicts import Restructurable, StructureError
 from .window import Window

@@ -18,8 +18,8 @@ from ..convert.pixels import check_settings
 from ..models.cmhsa import PHASES
 from ..structure import take_structures
 from ..transformers.mixed_classes import Mixin, mixed
-from ..utils.init_info import record_new_parameters
 from .backbones import refuse_unknown
+from .runner import record_new_parameters
 
 ADVICE = (
     'the backbone took attention instead of convolutions from the state dict that it loaded: an optimizer that was '
@@ -139,7 +139,7 @@ def conv_to_attention(
     ``init_cfg``, layer depths and names of parameters are its own, and checkpoints of it load as they are.
 
     With ``phase='conv'`` it is the CNN until ``to_attention()``, which
-    :class:`~attncnn_plugin.engine.hooks.PhaseTransitionHook` calls at an epoch or an iteration. With ``phase='attn'``
+    :class:`~attncnn_plugin.mm.PhaseTransitionHook` calls at an epoch or an iteration. With ``phase='attn'``
     it is attention at once, that of the CNN's initial weights or of a checkpoint of the CNN that is loaded. A
     checkpoint of attention loads in either phase.
 

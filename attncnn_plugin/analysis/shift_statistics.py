@@ -1,0 +1,225 @@
+"""Attention maps as distributions over the shift δ = k − q from a query q to its key k (Cordonnier et al. 2020, 3.1).
+
+A head that is a convolution's gives all of its attention to one shift. Here is how much each shift gets, which one gets
+most, and the mean and the covariance of the shift.
+"""
+
+from functools import cached_property
+from typing import List, Tuple
+
+import torch
+from torch import Tensor
+
+from ..attention.window import Window
+from .layer_maps import AttentionMaps
+
+INTERIOR = 5  # pixels; the window that an interior query of a grid has inside
+LEAST_QUERIES = 0.25  # part of the queries from which a shift must stay in the grid to have a share by these
+EQUAL = 1e-6  # difference of probabilities up to which two shifts get equally much
+
+Shift = Tuple[int, int]
+Axes = Tuple[Tensor, Tensor]  # a tensor for rows, and one for columns
+
+
+class ShiftMaps:
+    """The probabilities of a layer's heads, and where their queries are.
+
+    Args:
+        maps (AttentionMaps): The probabilities.
+
+    Attributes:
+        probs (Tensor): P, ``(N_h, Q, height*width)``, float64.
+        size (tuple[int, int]): Height and width of the grid.
+        window (Window | None): The window of an ``ImageAttention``; None for a grid, whose queries are its pixels.
+        queries (tuple[Tensor, Tensor]): Pixels of the queries along rows and along columns.
+        interior (tuple[Tensor, Tensor]): Whether each of these is in the interior: the whole 5x5 window around it is in
+            the grid (on a smaller grid as large a window as fits), or the whole window of an ``ImageAttention``.
+        valid (tuple[Tensor, Tensor]): Whether each of these sees no padding: every query of a grid, the interior ones
+            of an ``ImageAttention``.
+
+    Raises:
+        ValueError: Probabilities that are not finite; no query has its window in an image of this size.
+
+    Examples:
+        >>> maps = ShiftMaps(AttentionMaps(torch.eye(36).roll(1, dims=1)[None], (6, 6)))  # each query to the next key
+        >>> maps.interior_sums.nonzero().tolist(), maps.interior_sums.sum().item()  # shift (0, 0) has the index (5, 5)
+        ([[0, 5, 6]], 4.0)
+    """
+
+    def __init__(self, maps: AttentionMaps) -> None:
+        self.probs = maps.probs.double()
+        self.size = size = maps.grid
+        self.window = maps.window
+        self.queries = maps.queries
+        if not self.probs.sum().isfinite():  # rows add up to 1
+            raise ValueError('the probabilities of the heads are not finite: the parameters of layer must be finite')
+        # The window that a query in the interior of a grid has inside reaches as far on both sides of it.
+        odd = [min(INTERIOR, n - 1 + n % 2) for n in size]
+        first, last = (maps.window or same_window((odd[0], odd[1]))).shifts()[[0, -1]].tolist()
+        rows, columns = self.queries
+        self.interior = (
+            (rows + first[0] >= 0) & (rows + last[0] < size[0]),
+            (columns + first[1] >= 0) & (columns + last[1] < size[1]),
+        )
+        if not all(some.any() for some in self.interior):
+            raise ValueError(
+                f'the image of {size[0]}x{size[1]} pixels is too small for the window of layer, '
+                f'{maps.window}: no query has the whole of it inside'
+            )
+        every = torch.ones_like(self.interior[0]), torch.ones_like(self.interior[1])
+        self.valid = every if maps.window is None else self.interior
+
+    @cached_property
+    def interior_sums(self) -> Tensor:
+        """Σ_q P[q, q + δ] over the interior queries, see :meth:`sums`."""
+        return self.sums(self.interior)
+
+    def sums(self, chosen: Axes, replicate: bool = False) -> Tensor:
+        """Returns Σ_q P[q, q + δ] over the chosen queries from which δ stays in the grid.
+
+        Args:
+            chosen (tuple[Tensor, Tensor]): Whether each query of an axis is chosen.
+            replicate (bool): Take the nearest pixel of the grid in the place of one outside. Defaults to False.
+
+        Returns:
+            Tensor: ``(N_h, 2·height − 1, 2·width − 1)``, shift 0 in the middle.
+        """
+        rows, columns = self.queries
+        sums = self.probs.unflatten(1, (len(rows), len(columns))).unflatten(-1, self.size)
+        sums = sums.transpose(2, 3)  # (N_h, q1, k1, q2, k2)
+        for size, pixels, some in zip(self.size, self.queries, chosen):
+            by_shift = sums.new_zeros(len(sums), 2 * size - 1, *sums.shape[3:])
+            for query in some.nonzero()[:, 0].tolist():
+                keys, first = sums[:, query], size - 1 - int(pixels[query])  # the place of key 0 by its shift
+                by_shift[:, first : first + size] += keys
+                if replicate:
+                    by_shift[:, :first] += keys[:, :1]
+                    by_shift[:, first + size :] += keys[:, -1:]
+            sums = by_shift.movedim(1, -1)  # (N_h, q2, k2, δ1), then (N_h, δ1, δ2)
+        return sums
+
+    def counts(self, chosen: Axes) -> Tensor:
+        """Returns how many of the chosen queries each shift stays in the grid from, as :meth:`sums`, without heads."""
+        axes = []
+        for size, pixels, some in zip(self.size, self.queries, chosen):
+            keys = pixels[some] + torch.arange(1 - size, size)[:, None]
+            axes.append(((keys >= 0) & (keys < size)).sum(1))
+        return axes[0][:, None] * axes[1]
+
+
+def same_window(kernel_size: Shift, padding_mode: str = 'zeros', dilation: Shift = (1, 1)) -> Window:
+    """Returns the window of an ``nn.Conv2d`` with ``padding='same'``.
+
+    Examples:
+        >>> same_window((1, 3), dilation=(1, 2)).shifts().tolist()
+        [[0, -2], [0, 0], [0, 2]]
+    """
+    added = [d * (k - 1) for d, k in zip(dilation, kernel_size)]
+    padding = tuple((n // 2, n - n // 2) for n in added)  # the odd pixel comes after
+    return Window(kernel_size, (1, 1), dilation, padding, padding_mode)
+
+
+def moments(maps: ShiftMaps) -> Tuple[Tensor, Tensor]:
+    """Returns mean and covariance of the shift at interior queries, weighted by the probabilities in the grid.
+
+    Returns:
+        tuple[Tensor, Tensor]: ``(N_h, 2)``, (row, column) in tokens, and ``(N_h, 2, 2)``; not a number for a head that
+        gives nothing to the grid.
+
+    Examples:
+        >>> center, covariance = moments(ShiftMaps(AttentionMaps(torch.eye(36).roll(1, dims=1)[None], (6, 6))))
+        >>> center.tolist(), covariance.tolist()
+        ([[0.0, 1.0]], [[[0.0, 0.0], [0.0, 0.0]]])
+    """
+    weight = maps.interior_sums.flatten(1)
+    weight = weight / weight.sum(1, keepdim=True)
+    shifts = _all_shifts(maps.size).double()
+    center = weight @ shifts
+    apart = shifts - center[:, None]  # not E[δδᵀ] − E[δ]E[δ]ᵀ, which cancels for hard heads
+    return center, torch.einsum('hs,hsi,hsj->hij', weight, apart, apart)
+
+
+def window_mass(maps: ShiftMaps, kernel_size: int) -> Tensor:
+    """Returns the probability of the K×K keys around an interior query, mean over these, ``(N_h,)``; K is odd.
+
+    Examples:
+        >>> round(window_mass(ShiftMaps(AttentionMaps(torch.full((1, 36, 36), 1 / 36), (6, 6))), 3).item(), 6)
+        0.25
+    """
+    reach = kernel_size // 2
+    rows, columns = (slice(max(0, n - 1 - reach), n + reach) for n in maps.size)
+    return maps.interior_sums[:, rows, columns].sum((1, 2)) / maps.counts(maps.interior).max()
+
+
+def mean_distance(maps: ShiftMaps) -> Tensor:
+    """Returns the distance from a query to its keys, weighted by their probabilities in the grid, mean over queries.
+
+    Returns:
+        Tensor: ``(N_h,)``, in tokens; not a number for a head that gives nothing to the grid.
+
+    Examples:
+        >>> maps = AttentionMaps(torch.eye(36)[:, torch.arange(36) ^ 1][None], (6, 6))
+        >>> round(mean_distance(ShiftMaps(maps)).item(), 6)
+        1.0
+    """
+    weight = maps.sums(maps.valid).flatten(1)
+    return weight @ _all_shifts(maps.size).double().norm(dim=1) / weight.sum(1)
+
+
+def shift_shares(maps: ShiftMaps) -> Tensor:
+    """Returns P[q, q + δ] of each shift, mean over the interior queries.
+
+    For a shift that leaves the grid from one of these it is the mean over all queries from which it stays.
+
+    Returns:
+        Tensor: ``(N_h, 2·height − 1, 2·width − 1)``, shift 0 in the middle; not a number for shifts that stay in the
+        grid from less than a quarter of the queries.
+
+    Examples:
+        >>> shares = shift_shares(ShiftMaps(AttentionMaps(torch.eye(36).roll(1, dims=1)[None], (6, 6))))
+        >>> shares[0, 5, 4:8].tolist(), shares[0, 0, 0].item()
+        ([0.0, 0.0, 1.0, 0.0], nan)
+    """
+    inner, count = maps.counts(maps.interior), maps.counts(maps.valid)
+    shares = torch.where(inner == inner.max(), maps.interior_sums / inner, maps.sums(maps.valid) / count)
+    return shares.masked_fill(count < LEAST_QUERIES * count.max(), float('nan'))
+
+
+def nearest_shifts(maps: ShiftMaps, shares: Tensor) -> List[Tuple[Shift, float]]:
+    """Returns the shift δ to which each head gives most, and its share.
+
+    A shift gets P[q, q + δ], mean over the interior queries, with the nearest key of the grid in the place of a q + δ
+    outside. So all shifts are compared over the same queries. (A mean over the queries from which a shift stays
+    in the grid would favour short shifts: near the border the probabilities of the keys left are larger.)
+
+    Far shifts can get equally much, to 1e-6. Of these it is the one that gets most over all queries, then the shortest.
+
+    Args:
+        maps (ShiftMaps): The maps.
+        shares (Tensor): See :func:`shift_shares`. Where it is not a number, the share is what the shift gets over all
+            queries.
+
+    Returns:
+        list[tuple[tuple[int, int], float]]: For each head the shift (row, column) in tokens, and its share.
+
+    Examples:
+        >>> maps = ShiftMaps(AttentionMaps(torch.eye(36).roll(1, dims=1)[None], (6, 6)))
+        >>> nearest_shifts(maps, shift_shares(maps))
+        [((0, 1), 1.0)]
+    """
+    inner = maps.sums(maps.interior, replicate=True)
+    nearest = inner >= inner.amax((1, 2), keepdim=True) - EQUAL * maps.counts(maps.interior).max()
+    if (nearest & shares.isnan()).any() or nearest.sum() > len(nearest):
+        whole = maps.sums(maps.valid, replicate=True) / maps.counts(maps.valid).max()
+        nearest &= whole >= whole.where(nearest, -1.0).amax((1, 2), keepdim=True) - EQUAL
+        shares = shares.where(~shares.isnan(), whole)
+    shifts = _all_shifts(maps.size)
+    length = shifts.square().sum(1).where(nearest.flatten(1), torch.iinfo(torch.int64).max)
+    places = length.argmin(1)  # the first of the shortest ones
+    share = shares.flatten(1).gather(1, places[:, None])[:, 0]
+    return [((row, column), value) for (row, column), value in zip(shifts[places].tolist(), share.tolist())]
+
+
+def _all_shifts(size: Tuple[int, int]) -> Tensor:
+    """Returns all (row, column) shifts between two tokens of a grid, row by row, int64."""
+    return torch.cartesian_prod(*(torch.arange(1 - n, n) for n in size))
