@@ -24,7 +24,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from ..attention.patches import GridBias, PatchAttention, image_to_patches, patches_to_image
-from ..attention.structure import Restructurable, StateDict, StructureError, without_prefix
+from ..attention.state_dicts import Restructurable, StateDict, StructureError, without_prefix
 from ..change import Change, LayerChange, Successor
 from ..convert.model_layers import number_of_parameters
 from ..convert.patches import attend_like_convolution, choose_head_dims
@@ -164,6 +164,12 @@ class CMHSANetwork(Restructurable):
             ``head_dim``.
     """
 
+    training_advice = (
+        "the network was built with phase='conv' and turned to attention by the state dict that it loaded: an "
+        'optimizer that was built before does not have the parameters of the attention. Build the network with '
+        "phase='attn' to train it further"
+    )
+
     output_fmt = 'NHWC'  # of forward_features, as timm says it
 
     def __init__(
@@ -235,7 +241,6 @@ class CMHSANetwork(Restructurable):
             dim, num_classes, pool_type=global_pool, drop_rate=drop_rate, input_fmt=self.output_fmt
         )
         self.head_hidden_size = dim * self.head.global_pool.feat_mult()
-        self._follow_state_dicts()
 
     @property
     def phase(self) -> str:
@@ -310,35 +315,17 @@ class CMHSANetwork(Restructurable):
         weight = torch.empty(attention.key.weight.shape)  # on the CPU, so that a seed draws the same everywhere
         attention.key.weight.copy_(nn.init.normal_(weight, std=KEY_STD, generator=generator))
 
-    @property
-    def structure(self) -> str:
-        """The phase."""
-        return self.phase
-
-    def structure_in(self, state_dict: StateDict, prefix: str = '') -> Optional[str]:
-        """Returns the phase of a state dict, from its first block."""
-        attn = f'{prefix}blocks.0.attn'
-        if f'{attn}.conv.weight' in state_dict:
-            return 'conv'
-        return 'attn' if f'{attn}.query.weight' in state_dict else None
-
-    def structure_to_load(self, loaded: str) -> str:
-        """Returns the later of both phases: no network goes back to convolutions."""
-        return 'attn' if 'attn' in (loaded, self.phase) else 'conv'
-
-    def take_structure(self, structure: str) -> None:
-        """Puts attention where the convolutions are."""
+    def follow(self, state_dict: StateDict, prefix: str) -> bool:
+        """Puts attention where the convolutions are if a state dict has that; no network goes back."""
+        if self.phase == 'attn' or f'{prefix}blocks.0.attn.query.weight' not in state_dict:
+            return False
         self._put_attention(self._null_key_of_convolutions)
-
-    def training_advice(self, structure: str) -> str:
-        return (
-            "the network was built with phase='conv' and turned to attention by the state dict that it loaded: an "
-            'optimizer that was built before does not have the parameters of the attention. Build the network with '
-            "phase='attn' to train it further"
-        )
+        return True
 
     def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
         """Converts the convolutions of a state dict to attention."""
+        if self.phase == 'conv':
+            return
         generator = torch.Generator().manual_seed(0)  # the same on every rank
         for i in range(len(self.blocks)):
             name = f'{prefix}blocks.{i}.attn.'
