@@ -357,15 +357,10 @@ class CMHSANetwork(Restructurable):
         output_fmt: str = 'NCHW',
         intermediates_only: bool = False,
     ) -> Union[List[Tensor], Tuple[Tensor, List[Tensor]]]:
-        """Computes the features of several blocks.
-
-        Args:
-            x (Tensor): Images ``(B, C, H, W)``.
-            indices (int | Sequence[int], optional): The last n blocks for an int, the blocks of a sequence, or all.
-            norm, stop_early, output_fmt, intermediates_only: As of timm's models.
+        """Computes the features of several blocks, by the arguments of timm's models.
 
         Returns:
-            The features of the last block that ran, normed, ``(B, H/P, W/P, D)``, and those of the blocks.
+            The features of the last block that ran, normed, ``(B, H/P, W/P, D)``, and those of the blocks ``indices``.
         """
         if output_fmt not in ('NCHW', 'NHWC'):
             raise ValueError(f"output_fmt={output_fmt!r} is unknown: choose 'NCHW' or 'NHWC'")
@@ -410,33 +405,30 @@ for _module in (PatchAttention, PatchConvolution, PatchStem):
     register_notrace_module(_module)
 
 
-def _cfg(**kwargs) -> Dict[str, Any]:
-    return {
-        'pool_size': (14, 14),
-        'crop_pct': 0.9,
-        'first_conv': (),
-        'classifier': 'head.fc',
-        'license': 'apache-2.0',
-        'paper_ids': 'arXiv:2111.01353',
-        'paper_name': 'Can Vision Transformers Perform Convolution?',
-        **kwargs,
-    }
-
-
+COMMON = {
+    'pool_size': (14, 14),
+    'crop_pct': 0.9,
+    'first_conv': (),
+    'classifier': 'head.fc',
+    'license': 'apache-2.0',
+    'paper_ids': 'arXiv:2111.01353',
+    'paper_name': 'Can Vision Transformers Perform Convolution?',
+}
 default_cfgs = generate_default_cfgs(
     {
-        'cmhsa3_patch16_224.untrained': _cfg(),
-        'cmhsa5_patch16_224.untrained': _cfg(),
-        'cmhsa3_small_patch4_32.cifar10': _cfg(
-            file=weights_file('cmhsa3_small_patch4_32'),
-            label_names=CLASSES,
-            num_classes=10,
-            input_size=(3, 32, 32),
-            pool_size=(8, 8),
-            crop_pct=1.0,
-            mean=(0.4914, 0.4822, 0.4465),
-            std=(0.2023, 0.1994, 0.2010),
-        ),
+        'cmhsa3_patch16_224.untrained': COMMON,
+        'cmhsa5_patch16_224.untrained': COMMON,
+        'cmhsa3_small_patch4_32.cifar10': {
+            **COMMON,
+            'file': weights_file('cmhsa3_small_patch4_32'),
+            'label_names': CLASSES,
+            'num_classes': 10,
+            'input_size': (3, 32, 32),
+            'pool_size': (8, 8),
+            'crop_pct': 1.0,
+            'mean': (0.4914, 0.4822, 0.4465),
+            'std': (0.2023, 0.1994, 0.2010),
+        },
     }
 )
 
