@@ -1,7 +1,6 @@
 """A model of either framework with images as it takes them, as the tools need it."""
 
 import sys
-from abc import ABC, abstractmethod
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -44,8 +43,13 @@ def image_files(folder: Union[str, Path], number: int) -> List[Path]:
     return [files[i] for i in evenly_spread(len(files), number)]
 
 
-class LoadedModel(ABC):
-    """A model in evaluation mode, and images for it.
+class LoadedModel:
+    """A model in evaluation mode, and images for it: what a model of mmpretrain's and one of timm's have in common.
+
+    Both have ``test_images(number)``, the images of the model's own tests; ``image(which)``, one by its number among
+    them or by its file; ``read(path)``, a file after the transforms of the tests, ``(C, H, W)``; ``inputs(images)``,
+    those images as the forward pass takes them, ``(B, C, H, W)``; and ``picture(image)``, one to look at,
+    ``(H, W, 3)``, uint8, red first.
 
     Attributes:
         name (str): The config, or the name of the model in timm.
@@ -76,39 +80,6 @@ class LoadedModel(ABC):
             raise ValueError(f'the model of {self.name} has no img_size: give the size of its grid in tokens')
         height, width = self.img_size
         return height // self._network.stem.reduction, width // self._network.stem.reduction
-
-    @abstractmethod
-    def test_images(self, number: int) -> List[Tensor]:
-        """Images of the model's own tests, evenly spread, as those of :meth:`read`.
-
-        Raises:
-            ValueError: It has none.
-        """
-
-    @abstractmethod
-    def image(self, which: str) -> Tensor:
-        """An image by its number among the tests or by its file, as those of :meth:`read`.
-
-        Raises:
-            ValueError: There is no such image.
-        """
-
-    @abstractmethod
-    def read(self, path: Union[str, Path]) -> Tensor:
-        """An image from a file, ``(C, H, W)``, after the transforms of the model's tests.
-
-        Raises:
-            FileNotFoundError: No such file.
-            ValueError: The file holds no image.
-        """
-
-    @abstractmethod
-    def inputs(self, images: Sequence[Tensor]) -> Tensor:
-        """Images of :meth:`read` or of the tests as the forward pass takes them, ``(B, C, H, W)``."""
-
-    @abstractmethod
-    def picture(self, image: Tensor) -> np.ndarray:
-        """An image of :meth:`read` or of the tests to look at, ``(H, W, 3)``, uint8, red first."""
 
     def read_folder(self, folder: str, number: int) -> List[Tensor]:
         """Images of a folder and its subfolders, evenly spread, as those of :meth:`read`."""

@@ -19,7 +19,6 @@ from mmengine.logging import print_log
 from mmengine.registry import Registry
 from mmengine.utils import get_installed_path
 from mmpretrain.datasets.utils import download_and_extract_archive
-from mmpretrain.models.necks import GlobalAveragePooling
 
 TOOLS_OF_RUNNERS = ('train.py', 'test.py', 'analysis_tools/confusion_matrix.py')
 
@@ -105,8 +104,8 @@ FOLDERS = ' '.join(f'{phase}_dataloader.dataset.data_root=FOLDER' for phase in (
 def one_line(error: BaseException, folder_option: str = f'--cfg-options {FOLDERS}') -> str:
     """The last line of Python's report of an error; of several lines of a message, the first.
 
-    Of a file that is not there, a data set that could not be downloaded, and features that are averaged twice it is a
-    sentence that says which, and what to do.
+    Of a file that is not there, and of a data set that could not be downloaded it is a sentence that says which, and
+    what to do.
 
     Args:
         error (BaseException): The error.
@@ -121,7 +120,7 @@ def one_line(error: BaseException, folder_option: str = f'--cfg-options {FOLDERS
         return lines[-1]  # of a traceback in the message
     unknown = re.match(r'(\S+) is not in the \S+::(.+) registry', lines[0])
     reason = f'{type(error).__name__}: {_unknown_type(*unknown.groups()) if unknown else lines[0]}'
-    return missing_file(error) or _missing_data(error, reason, folder_option) or _averaged_twice(error) or reason
+    return missing_file(error) or _missing_data(error, reason, folder_option) or reason
 
 
 def _missing_data(error: BaseException, reason: str, folder_option: str) -> Optional[str]:
@@ -133,18 +132,6 @@ def _missing_data(error: BaseException, reason: str, folder_option: str) -> Opti
             return (
                 f'{name} is not in {download["download_root"]} and cannot be downloaded ({reason}): put '
                 f'{download["filename"]} there, from {download["url"]}, or name another folder: {folder_option}'
-            )
-    return None
-
-
-def _averaged_twice(error: BaseException) -> Optional[str]:
-    """A sentence on a neck that averages over pixels and got vectors; None for other errors."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        features = frame.f_locals.get('inputs') if frame.f_code is GlobalAveragePooling.forward.__code__ else None
-        if isinstance(features, tuple) and any(x.ndim == 2 for x in features):
-            return (
-                'the neck GlobalAveragePooling got features that are averaged already, (B, C): write neck=None in '
-                "model, or leave out out_type='avg_featmap' of its backbone"
             )
     return None
 
