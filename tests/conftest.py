@@ -20,7 +20,6 @@ hypothesis.settings.register_profile('slow', deadline=None, max_examples=200, pr
 if importlib.util.find_spec('mmpretrain') is None:  # with timm alone
     collect_ignore = [
         'analysis/test_analyze_heads.py',
-        'analysis/test_mmpretrain_vits.py',
         'mm',
         'models/test_backbones.py',
         'models/test_conv_to_attention.py',

@@ -149,8 +149,7 @@ class PhaseTransitionHook(Hook):
         before = _features(runner, model, parts, data_batch)
         # From the run's own seed: the same on every rank, and in a run that was resumed before.
         for change in to_attention(model, runner.seed):
-            separator = '\n' if '\n' in str(change) else ' '  # a table
-            runner.logger.info(f'Transition at {self.unit} {done}:{separator}{change}')
+            runner.logger.info(f'Transition at {self.unit} {done}:\n{change}')
         for averaged in averaged_models(runner):
             to_attention(averaged.module, runner.seed)  # the same seed: no average of two random draws
             refresh_average(averaged)

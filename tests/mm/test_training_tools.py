@@ -60,7 +60,7 @@ KINDS = dict(
         hooks=f"""{TRANSITION},
             dict(type='HeadPruningHook', epochs=[3], criteria=[dict(type='importance', keep=11)], num_batches=1)""",
         first=2,
-        said='Transition at epoch 2: 2 convolutions of 3x3 became attention of 9 heads',
+        said='Transition at epoch 2:\nlayer          before      after',
     ),
     CNN=dict(  # norms of fixed statistics: those of a batch are another rank's too
         base='resnet18_to_attention_digits',

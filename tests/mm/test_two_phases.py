@@ -136,7 +136,10 @@ def test_phases_and_optimizer(whole):
     log = log_of(work_dir)
     assert 'Relative change of the features on the current batch: ' in log
     unit = 'iter 2' if kind == 'iterations' else 'epoch 2'
-    assert f'Transition at {unit}' in log and ('layer4.0.conv1' if kind == 'CNN' else '9 heads') in log
+    assert (
+        f'Transition at {unit}' in log
+        and f'{"layer4.0.conv1 " if kind == "CNN" else "blocks.0.attn "} 3×3 kernel  9 heads' in log
+    )
     if kind != 'iterations':
         before, after, end = (recorder.weights[epoch] for epoch in (SWITCH, SWITCH + 1, EPOCHS))
         key = SETTINGS[kind]['key']

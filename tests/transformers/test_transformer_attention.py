@@ -11,21 +11,11 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attncnn_plugin.analysis import (
-    attention_probs_of,
-    content_only_probs_of,
-    grid_of,
-    grids_of,
-    mean_attention_probs_of,
-    model_reports,
-    position_only_probs_of,
-    shown_layers,
-    vit_attention,
-    vit_reports,
-)
+from attncnn_plugin.analysis import attention_maps, head_report
+from attncnn_plugin.analysis.layer_maps import shown_layers
 from attncnn_plugin.analysis.observed_attention import observed_attention
 from attncnn_plugin.pruning import prunable_heads, prune_heads
-from attncnn_plugin.transformers.transformer_attention import TokenPlaces, visit_vit_attention
+from attncnn_plugin.transformers.transformer_attention import TokenPlaces, visit_vit_attention, vit_attention
 from attncnn_plugin.transformers.transformer_parts import Attention
 
 
@@ -106,7 +96,7 @@ def test_windows(kind, rows, columns, window):
         for parameter in model.parameters():
             parameter.zero_()
     found, left_out = vit_attention(model, torch.randn(1, 3, *pixels))
-    assert grid_of(model, torch.randn(1, 3, *pixels)) == size
+    assert {own.grid for own in attention_maps(model, torch.randn(1, 3, *pixels)).values()} == {size}
     for (name, probs), shift in zip(found.items(), (0, window // 2)):
         axes = []
         for length in size:
@@ -160,9 +150,9 @@ def test_pruned_heads(name):
     model, images = small_vit(name), torch.randn(2, 3, 32, 32)
     first, *others = shown_layers(model)
     prune_heads(model, {first: [0, 1, 2], others[0]: [1]}, allow_empty=True)
-    probs = mean_attention_probs_of(model, images)
-    assert [len(probs[name]) for name in (first, *others)] == [0, 2] + [3] * (len(others) - 1)
-    assert [report.num_heads for report in model_reports(model, images)] == [0, 2] + [3] * (len(others) - 1)
+    maps = attention_maps(model, images)
+    assert [len(maps[name].probs) for name in (first, *others)] == [0, 2] + [3] * (len(others) - 1)
+    assert [report.num_heads for report in head_report(model, images).layers] == [0, 2] + [3] * (len(others) - 1)
 
 
 @pytest.mark.parametrize('name', ['beit_base_patch16_224', 'swin_tiny_patch4_window7_224'])
@@ -170,15 +160,11 @@ def test_one_way_for_all_models(name):
     """The functions for this package's models take the others too."""
     model, images = small_vit(name), torch.randn(3, 3, 32, 32)
     probs, _ = vit_attention(model, images)
-    means = mean_attention_probs_of(model, images)
-    assert means.keys() == probs.keys() == shown_layers(model).keys() == grids_of(model, images).keys()
-    for name, (height, width) in grids_of(model, images).items():
-        assert torch.allclose(means[name], probs[name].mean(0), atol=1e-6)
-        assert means[name].shape[1:] == (height * width, height * width)
-    assert model_reports(model, images) == vit_reports(model, images)
-    for some, size in ((None, (4, 4)), (images, (4, 4)), (None, None)):
-        with pytest.raises(ValueError, match='which say the grid: give images and no size'):
-            model_reports(model, some, size)
+    maps = attention_maps(model, images)
+    assert list(maps) == list(probs) == list(shown_layers(model))
+    for name, own in maps.items():
+        assert torch.allclose(own.probs, probs[name].mean(0), atol=1e-6)
+        assert own.probs.shape[1:] == (math.prod(own.grid),) * 2
     with pytest.raises(ValueError, match='of type ResNet, has no attention layers .* and is no vision transformer'):
         shown_layers(timm.create_model('resnet18'))
 
@@ -188,11 +174,10 @@ def test_one_way_for_all_models(name):
 def test_models_in_half_precision(name, dtype):
     """Their rows add up to 1 as well as they can; tokens are counted exactly, however many there are."""
     model, images = small_vit(name), torch.randn(1, 3, 32, 32)
-    expected = mean_attention_probs_of(model, images)
-    found = mean_attention_probs_of(model.to(dtype), images.to(dtype))
-    for layer, probs in found.items():
-        assert probs.dtype == torch.float and torch.allclose(probs.sum(-1), torch.ones(()), atol=1e-5)
-        assert (probs - expected[layer]).abs().max() < 0.3  # the weights are rounded
+    expected = attention_maps(model, images)
+    for name, own in attention_maps(model.to(dtype), images.to(dtype)).items():
+        assert own.probs.dtype == torch.float and torch.allclose(own.probs.sum(-1), torch.ones(()), atol=1e-5)
+        assert (own.probs - expected[name].probs).abs().max() < 0.3  # the weights are rounded
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
@@ -242,7 +227,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize('function', [mean_attention_probs_of, vit_reports])
+@pytest.mark.parametrize('function', [attention_maps, head_report])
 def test_memory_of_windows(function):
     """Nothing between all patches is there for several images at once: of 16x16 in windows of 4."""
     model = timm.create_model(
@@ -257,11 +242,10 @@ def test_memory_of_windows(function):
 def test_images_in_a_pass(name):
     model, images, passes = small_vit(name), torch.randn(5, 3, 32, 32), []
     model.patch_embed.register_forward_pre_hook(lambda _, args: passes.append(len(args[0])))
-    expected = mean_attention_probs_of(model, images)
-    found = mean_attention_probs_of(model, images, batch_size=2)
-    assert passes == [5, 2, 2, 1]
-    for layer, probs in expected.items():
-        assert torch.allclose(found[layer], probs, atol=1e-6)
+    means = attention_maps(model, images)
+    assert passes == [4, 1]
+    for layer, probs in vit_attention(model, images)[0].items():
+        assert torch.allclose(means[layer].probs, probs.mean(0), atol=1e-6)
 
 
 def test_criteria_of_pruning_in_half_precision():
@@ -273,11 +257,3 @@ def test_criteria_of_pruning_in_half_precision():
             model(images)
         means.append(observed['layers.0.blocks.0.attn'].mean('distances'))
     assert torch.allclose(*means, atol=0.1) and means[1].max() > 0.1
-
-
-def test_parts_of_the_attention_of_other_libraries():
-    """They were an empty dict, as of a model of this package whose attention is by position alone."""
-    model, images = small_vit('vit_tiny_patch16_224'), torch.randn(1, 3, 32, 32)
-    for probs_of in (attention_probs_of, content_only_probs_of, position_only_probs_of):
-        with pytest.raises(ValueError, match='type VisionTransformer, has no attention of this package: .* by vit_att'):
-            probs_of(model, images)
