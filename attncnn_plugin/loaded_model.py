@@ -20,7 +20,7 @@ from .structure import follow_state_dict
 
 
 def evenly_spread(length: int, number: int) -> List[int]:
-    """Indices of ``number`` elements of a sequence, or of all of them, where it has fewer.
+    """Returns indices of ``number`` elements of a sequence, or of all of them, where it has fewer.
 
     They are spread evenly, since the first elements of many data sets are of one class.
     """
@@ -32,7 +32,7 @@ SUFFIXES = {'.bmp', '.jpeg', '.jpg', '.png', '.ppm', '.tif', '.tiff', '.webp'}
 
 
 def image_files(folder: Union[str, Path], number: int) -> List[Path]:
-    """Image files below a folder, evenly spread over all of them by name.
+    """Returns image files below a folder, evenly spread over all of them by name.
 
     Raises:
         ValueError: There are none.
@@ -66,12 +66,12 @@ class LoadedModel:
 
     @property
     def img_size(self) -> Optional[Tuple[int, int]]:
-        """Height and width in pixels of the images that a network of this package is for; None if it does not say."""
+        """Returns height and width in pixels of the images that a network of this package is for; None of others."""
         return getattr(self._network, 'img_size', None)
 
     @property
     def grid(self) -> Tuple[int, int]:
-        """Height and width in tokens of the grid that a network of this package is for.
+        """Returns height and width in tokens of the grid that a network of this package is for.
 
         Raises:
             ValueError: The model does not say.
@@ -82,11 +82,11 @@ class LoadedModel:
         return height // self._network.stem.reduction, width // self._network.stem.reduction
 
     def read_folder(self, folder: str, number: int) -> List[Tensor]:
-        """Images of a folder and its subfolders, evenly spread, as those of :meth:`read`."""
+        """Returns images of a folder and its subfolders, evenly spread, as those of :meth:`read`."""
         return [self.read(path) for path in image_files(folder, number)]
 
     def some_inputs(self, folder: Optional[str], number: int) -> Tensor:
-        """Images of a folder, or of the model's own tests, as the forward pass takes them, ``(B, C, H, W)``."""
+        """Returns images of a folder, or of the model's own tests, as the forward pass takes them, ``(B, C, H, W)``."""
         return self.inputs(self.test_images(number) if folder is None else self.read_folder(folder, number))
 
     @cached_property
@@ -96,7 +96,7 @@ class LoadedModel:
 
 
 def rgb_picture(pixels: Tensor) -> np.ndarray:
-    """Pixels from 0 to 255, ``(C, H, W)``, grey or red first, as a picture ``(H, W, 3)``, uint8.
+    """Returns pixels from 0 to 255, ``(C, H, W)``, grey or red first, as a picture ``(H, W, 3)``, uint8.
 
     Examples:
         >>> rgb_picture(torch.tensor([[[-1.0, 300.0]]]))[..., 0]
@@ -174,7 +174,7 @@ class TimmModel(LoadedModel):
 
     @cached_property
     def _data(self) -> Dict[str, Any]:
-        """The data configuration for the settings of the model."""
+        """Returns the data configuration for the settings of the model."""
         data = resolve_model_data_config(self.model)
         channels, *size = data['input_size']
         channels = self._model_settings.get('in_chans', channels)

@@ -110,7 +110,7 @@ class Digits(ImageDataset):
         super().__init__(ann_file='', metainfo=metainfo, **kwargs)
 
     def load_data_list(self) -> List[dict]:
-        """Load images and ground truth labels."""
+        """Loads images and ground truth labels."""
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
@@ -128,7 +128,7 @@ class Digits(ImageDataset):
         return samples
 
     def extra_repr(self) -> List[str]:
-        """The extra repr information of the dataset."""
+        """Returns the extra repr information of the dataset."""
         return [f'Split: \t{self.split}']
 
 

@@ -129,7 +129,7 @@ class HeadPruningHook(FollowStateDictHook):
 
     @property
     def _nothing(self) -> str:
-        """What a model has that has nothing to prune."""
+        """Returns what a model has that has nothing to prune."""
         return (
             f'no attention with layers={self.pruner.pattern!r} in the model, such as SAQuadratic or VisionTransformer: '
             'there are no heads to prune'

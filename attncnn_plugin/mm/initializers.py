@@ -78,7 +78,7 @@ class SineCosineEmbedding(_LastInitializer):
 
 
 def _initialize_the_rest(module: BaseModule, last: type) -> None:
-    """All that ``init_weights`` does after its initializers, but for a checkpoint.
+    """Does all that ``init_weights`` does after its initializers, but for a checkpoint.
 
     ``BaseModule.init_weights`` initializes the modules inside, which have tables of position biases of their own, and
     vision transformers draw their position embeddings after that, unless their ``init_cfg`` is a ``Pretrained`` one.

@@ -54,7 +54,7 @@ class AttentionVisualizationHook(Hook):
 
     @master_only
     def before_train(self, runner) -> None:
-        """The state at the start, or that of the checkpoint that the run goes on from.
+        """Shows the state at the start, or that of the checkpoint that the run resumes.
 
         Raises:
             TypeError: The loop does not count epochs.
@@ -85,13 +85,13 @@ class AttentionVisualizationHook(Hook):
 
     @master_only
     def after_train_epoch(self, runner) -> None:
-        """The scalars, and the pictures if it is their turn."""
+        """Records the scalars, and draws the pictures if it is their turn."""
         epochs = runner.epoch + 1
         self._show(runner, epochs, draw=epochs % self.interval == 0 or epochs == runner.max_epochs)
 
     @master_only
     def after_train(self, runner) -> None:
-        """The pictures of a training that was stopped before its last epoch."""
+        """Draws the pictures of a training that was stopped before its last epoch."""
         if self._drawn != runner.epoch:
             self._show(runner, runner.epoch, draw=True)
 
@@ -128,7 +128,7 @@ class AttentionVisualizationHook(Hook):
         self._drawn = epochs
 
     def _some_images(self, runner) -> Tensor:
-        """Images of the validation set, evenly spread, as the model takes them, ``(B, C, H, W)``."""
+        """Returns images of the validation set, evenly spread, as the model takes them, ``(B, C, H, W)``."""
         loader = runner.train_dataloader if runner.val_loop is None else runner.val_dataloader
         samples = [loader.dataset[i] for i in evenly_spread(len(loader.dataset), self.num_images)]
         inputs = unwrapped(runner.model).data_preprocessor(loader.collate_fn(samples), False)['inputs']
@@ -136,7 +136,7 @@ class AttentionVisualizationHook(Hook):
 
 
 def _layers(model: nn.Module) -> Dict[str, Any]:
-    """The layers whose heads can be shown: none before the convolutions of a network turn into attention."""
+    """Returns the layers whose heads can be shown: none before the convolutions of a network turn into attention."""
     try:
         return shown_layers(model)
     except ValueError:  # there are none

@@ -133,7 +133,7 @@ class HeadPruner:
 
     @property
     def counts_multiply_adds(self) -> bool:
-        """True if heads go until a share of the multiply-adds is left."""
+        """Returns True if heads go until a share of the multiply-adds is left."""
         return self.of_importance is not None and 'multiply_adds' in self.of_importance
 
     def judge(

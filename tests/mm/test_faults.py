@@ -2,25 +2,22 @@
 
 import json
 import os
-import pickle
 import random
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from collections import Counter
 from pathlib import Path
 
 import mmcv
-import mmpretrain
 import numpy as np
 import pytest
 import torch
 from helpers import processes
-from helpers.processes import assert_equal, environment, run
+from helpers.processes import assert_equal, environment
 from mmpretrain.registry import MODELS
 
 import attncnn_plugin  # noqa: F401
@@ -284,90 +281,6 @@ def test_disk_full(folder, train):
     assert torch.load(work_dir / 'epoch_1.pth')['meta']['epoch'] == 1
 
 
-# Files that are no checkpoints of this model.
-
-
-class Payload:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, command):
-        self.command = command
-
-    def __reduce__(self):
-        return os.system, (self.command,)
-
-
-@pytest.fixture(scope='module')
-def bad(folder, whole):
-    """Files given as checkpoints, with what is said of them."""
-    bad = folder / 'bad'
-    bad.mkdir()
-    good = torch.load(whole / 'epoch_3.pth')
-    weights = good['state_dict']
-    (bad / 'truncated').write_bytes((whole / 'epoch_3.pth').read_bytes()[:100_000])
-    (bad / 'empty').touch()
-    mmcv.imwrite(np.zeros((8, 8, 3), np.uint8), str(bad / 'image.jpg'))
-    (bad / 'pickle').write_bytes(pickle.dumps([1, 2]))
-    torch.save([1, 2], bad / 'list')
-    (bad / 'malicious_pickle').write_bytes(pickle.dumps(dict(state_dict=Payload(f'touch {bad}/victim'))))
-    torch.save(dict(good, extra=Payload(f'touch {bad}/victim')), bad / 'malicious')
-    foreign = {f'backbone.layer{number}.weight': torch.zeros(2) for number in range(9)}
-    torch.save(dict(foreign, **{'head.fc.bias': weights['head.fc.bias']}), bad / 'foreign')
-    some = dict(weights, extra=torch.zeros(2), **{'head.fc.weight': weights['head.fc.weight'].T})
-    del some['head.fc.bias']
-    torch.save(dict(state_dict=some), bad / 'some')
-    return bad
-
-
-@pytest.mark.parametrize('name', ['truncated', 'empty', 'image.jpg', 'pickle', 'list', 'malicious_pickle', 'malicious'])
-def test_what_is_no_checkpoint(name, bad, folder):
-    said = 'is damaged or no checkpoint at all: give a whole file that torch.save has written'
-    said = dict(
-        list='holds a list, but a checkpoint is a dictionary',
-        malicious='was refused and nothing in it was run: it asks for posix.system',
-    ).get(name, said)
-    sys.path.insert(0, str(folder))
-    with pytest.raises((pickle.UnpicklingError, TypeError)) as error:
-        mmpretrain.get_model(str(folder / 'batch8.py'), pretrained=str(bad / name))
-    sys.path.remove(str(folder))
-    assert str(error.value).startswith(f'{bad / name} {said}')
-    assert not (bad / 'victim').exists()
-
-
-@pytest.mark.parametrize(
-    'name, said',
-    [
-        (
-            'malicious',
-            'UnpicklingError: {path} was refused and nothing in it was run: it asks for posix.system, but a '
-            'checkpoint may hold tensors and plain data alone',
-        ),
-        (
-            'foreign',
-            'ValueError: {path} is of another model: 1 of the 46 weights of this one are in it under the same name '
-            'and with the same shape; give the config that it was trained with',
-        ),
-    ],
-)
-def test_testing_a_bad_checkpoint(name, said, bad, folder, repository):
-    words = ('python', repository / 'tools/test.py', folder / 'batch8.py', bad / name, '--work-dir', bad / 'test')
-    log = run(*words, folder=folder, expected=1)
-    assert last_line(log).startswith(said.format(path=bad / name))
-    assert 'Traceback' in log and not (bad / 'victim').exists()
-
-
-def test_testing_a_checkpoint_that_fits_in_part(bad, folder, repository):
-    """Mmengine names what does not fit."""
-    words = ('python', repository / 'tools/test.py', folder / 'batch8.py', bad / 'some', '--work-dir', bad / 'test')
-    log = run(*words, folder=folder)
-    for said in (
-        'size mismatch for head.fc.weight',
-        'unexpected key in source state_dict: extra',
-        'missing keys in source state_dict: head.fc.bias',
-    ):
-        assert said in log
-
-
 # Mistakes in the data and in the config.
 
 
@@ -409,10 +322,3 @@ def test_mistaken_backbone(config, said):
     with pytest.raises((KeyError, TypeError, ValueError)) as error:
         MODELS.build(config)
     assert said in one_line(error.value)
-
-
-def test_image_of_a_wrong_size():
-    model = MODELS.build(dict(type='CMHSA', img_size=32, patch_size=8, num_layers=1))
-    with pytest.raises(ValueError) as error:
-        model(torch.zeros(1, 3, 30, 30))
-    assert '30' in one_line(error.value)

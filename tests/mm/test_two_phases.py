@@ -13,7 +13,7 @@ from mmpretrain.models import ImageClassifier
 from mmpretrain.registry import MODELS
 from torch import nn
 
-from attncnn_plugin.attention import ContentImageAttention, QuadraticImageAttention
+from attncnn_plugin.attention import ContentImageAttention
 
 LAYER = 'backbone.layer4.0.conv1'  # of the CNN
 RATES = [2e-3, 0, *np.linspace(5e-4, 1e-4, 4)]  # by iterations: each phase to the end of its line
@@ -473,12 +473,6 @@ def test_mixed_precision(repository, tmp_path, monkeypatch):
     again = run(small_config(repository, tmp_path / 'again', **resume, **amp))[1]
     for name, weight in recorder.weights[EPOCHS].items():
         assert torch.allclose(again.weights[EPOCHS][name], weight, atol=1e-6), name
-
-
-def test_positions_alone(repository, tmp_path):
-    config = config_of('CNN', repository, tmp_path, train_cfg=dict(max_epochs=SWITCH + 1))
-    config.model.backbone.content = config.custom_hooks[0].param_scheduler = None
-    assert isinstance(run(config)[0].model.get_submodule(LAYER), QuadraticImageAttention)
 
 
 def test_a_layer_that_cannot_be_replaced_any_more(repository, tmp_path):

@@ -15,8 +15,7 @@ from mmengine.dist import master_only
 from mmengine.hooks import Hook
 from mmengine.registry import MODEL_WRAPPERS
 from mmengine.runner import Runner
-from mmengine.visualization import LocalVisBackend
-from mmpretrain.registry import HOOKS, VISBACKENDS
+from mmpretrain.registry import HOOKS
 
 from attncnn_plugin.analysis import (
     AttentionMaps,
@@ -264,31 +263,6 @@ def test_self_supervised_learning_with_several_views(repository, tmp_path):
     config.val_dataloader = config.val_cfg = config.val_evaluator = None
     train(config)
     assert list(read_centers(tmp_path)) == LAYERS
-
-
-@VISBACKENDS.register_module()
-class Counting(LocalVisBackend):
-    """Counts what it gets."""
-
-    images, scalars = [], []
-
-    def add_image(self, name, image, step=0, **kwargs):
-        Counting.images.append((name, image.shape, image.dtype, step))
-
-    def add_scalars(self, scalar_dict, step=0, file_path=None, **kwargs):
-        Counting.scalars += [name for name in scalar_dict if name.startswith('attention/')]
-
-
-def test_every_backend_of_the_visualizer_gets_them(repository, tmp_path):
-    Counting.images, Counting.scalars = [], []
-    config = config_of(repository, tmp_path, hooks=[HOOK], epochs=1)
-    config.visualizer.vis_backends = [dict(type='LocalVisBackend'), dict(type='Counting', save_dir=str(tmp_path / 'x'))]
-    train(config)
-    assert [(name, step) for name, _, _, step in Counting.images] == [
-        (f'attention_{kind}', step) for step in (0, 1) for kind in ('centers', 'probs')
-    ]
-    assert all(len(shape) == 3 and shape[2] == 3 and dtype == np.uint8 for _, shape, dtype, _ in Counting.images)
-    assert len(Counting.scalars) == 2 * 2 * 3 * 3
 
 
 def test_other_ranks_do_nothing(monkeypatch):
