@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .attention.structure import Restructurable, StructureError, remember_structure, structure_kept_on_error
 from .convert.structures import attention_in
-from .transformers.transformer_heads import follow_heads
+from .transformers.heads import follow_heads
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 Plain PyTorch and NumPy. The numbers are those of Cordonnier et al. 2020, section 4.
 """
 
-from ..transformers.transformer_attention import mean_vit_attention, vit_attention, vit_grids, vit_layers
+from ..transformers.attention import mean_vit_attention, vit_attention, vit_grids, vit_layers
 from ..transformers.vision_transformer import is_vit, patch_grid
 from .attention_maps import (
     attention_layers,

@@ -5,8 +5,8 @@ from typing import Any, Dict, List, Tuple
 from torch import Tensor, nn
 
 from ..attention import AttentionLayer
+from ..transformers.attention import mean_vit_attention, vit_grids, vit_layers, vit_layers_in_windows
 from ..transformers.image_means import ImageMeans, few_images
-from ..transformers.transformer_attention import mean_vit_attention, vit_grids, vit_layers, vit_layers_in_windows
 from ..transformers.vision_transformer import is_vit
 from .attention_maps import attention_layers, content_layers, probs_of_scores, require_attention_layers, visit_layers
 

@@ -277,7 +277,7 @@ def _depends_on_content(layer: Heads) -> bool:
 
 
 def _built_heads(layer: Heads) -> int:
-    return layer.built_heads if isinstance(layer, PrunableHeads) else layer.layout.num_heads
+    return layer.built_heads if isinstance(layer, PrunableHeads) else layer.built_heads
 
 
 def _smallest_size(layer: PrunableHeads) -> Sequence[int]:

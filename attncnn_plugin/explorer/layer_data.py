@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from ..analysis import layer_labels, shown_layers, visit_layers
 from ..analysis.attention_maps import probs_of_scores
 from ..attention import AttentionLayer
-from ..transformers.transformer_attention import TokenPlaces, visit_vit_attention
+from ..transformers.attention import TokenPlaces, visit_vit_attention
 from ..transformers.vision_transformer import find_transformer, prefix_names
 
 MAX_PAIRS = 2**20  # of a query and a key, for each head

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..attention.window import shown
-from ..transformers.transformer_heads import TransformerHeads
+from ..transformers.heads import TransformerHeads
 from .heads import Heads, prunable_heads
 
 AMOUNTS = {

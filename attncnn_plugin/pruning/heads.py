@@ -6,7 +6,8 @@ from typing import Any, Dict, List, Mapping, Sequence, Union
 from torch import nn
 
 from ..attention.prunable_heads import PrunableHeads, Replacement
-from ..transformers.transformer_heads import SHARED_BIASES, TransformerHeads, transformer_heads
+from ..transformers.heads import TransformerHeads, transformer_heads
+from ..transformers.relative_tables import SHARED_BIASES
 
 Heads = Union[PrunableHeads, TransformerHeads]
 

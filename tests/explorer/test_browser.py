@@ -31,7 +31,7 @@ from attncnn_plugin.analysis import (
     position_only_probs_of,
 )
 from attncnn_plugin.pruning import prunable_heads, prune_heads
-from attncnn_plugin.transformers.transformer_attention import visit_vit_attention
+from attncnn_plugin.transformers.attention import visit_vit_attention
 
 pytestmark = pytest.mark.slow
 

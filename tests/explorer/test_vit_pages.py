@@ -16,7 +16,7 @@ from torch import nn
 
 from attncnn_plugin.explorer import layer_data
 from attncnn_plugin.pruning import prune_heads
-from attncnn_plugin.transformers.transformer_attention import TokenPlaces, visit_vit_attention
+from attncnn_plugin.transformers.attention import TokenPlaces, visit_vit_attention
 
 OTHERS = {
     **dict.fromkeys([*OF_TIMM, *OF_MMPRETRAIN], ['cls']),

@@ -25,8 +25,8 @@ from attncnn_plugin.analysis import (
 )
 from attncnn_plugin.analysis.observed_attention import observed_attention
 from attncnn_plugin.pruning import prunable_heads, prune_heads
-from attncnn_plugin.transformers.transformer_attention import TokenPlaces, visit_vit_attention
-from attncnn_plugin.transformers.transformer_parts import Attention
+from attncnn_plugin.transformers.attention import TokenPlaces, visit_vit_attention
+from attncnn_plugin.transformers.adapters import Attention
 
 
 def run_attention(model, images):
@@ -54,7 +54,7 @@ def test_probabilities_are_those_of_the_fused_attention(name):
     visit_vit_attention(model, images, lambda name, probs, places: found.update({name: (probs, places)}))
     assert list(found) == list(shown_layers(model)) == list(inputs)
     for layer_name, (probs, places) in found.items():
-        attention = Attention(layer_name, shown_layers(model)[layer_name], model)
+        attention = Attention(shown_layers(model)[layer_name])
         values = torch.einsum('bnd,hed->bhne', inputs[layer_name], attention.weight('v'))
         if attention.bias('v') is not None:
             values = values + attention.bias('v')[:, None]

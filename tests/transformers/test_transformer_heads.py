@@ -13,8 +13,8 @@ from torch import nn
 from attncnn_plugin import follow_state_dict
 from attncnn_plugin.attention import StructureError
 from attncnn_plugin.pruning import prunable_heads, prune_heads, replace_parameters
-from attncnn_plugin.transformers.narrow_attention import rotated
-from attncnn_plugin.transformers.transformer_heads import TransformerHeads, transformer_heads
+from attncnn_plugin.transformers.adapters import rotated
+from attncnn_plugin.transformers.heads import TransformerHeads, transformer_heads
 
 VITS = [*OF_TIMM, *OF_MMPRETRAIN]
 GONE = ([1], [0, 2], [2])  # of the layers, in turn

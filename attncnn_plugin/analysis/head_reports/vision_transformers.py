@@ -9,8 +9,8 @@ from typing import Dict, List
 import torch
 from torch import Tensor, nn
 
+from ...transformers.attention import BATCH_SIZE, TokenPlaces, visit_vit_attention
 from ...transformers.image_means import ImageMeans
-from ...transformers.transformer_attention import BATCH_SIZE, TokenPlaces, visit_vit_attention
 from .layer import TOLERANCE, maps_report
 from .report import LayerReport
 

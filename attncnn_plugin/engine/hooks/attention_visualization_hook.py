@@ -22,7 +22,7 @@ from ...analysis import (
 from ...analysis.head_centers import centers_of_maps, mean_shifts
 from ...analysis.model_attention import layers_in_windows
 from ...attention import PrunableHeads
-from ...transformers.transformer_heads import transformer_heads
+from ...transformers.heads import transformer_heads
 from ...utils.runner import HEAD_NUMBERS
 from ...utils.sampling import evenly_spread
 from .phases import TwoPhases
@@ -209,7 +209,7 @@ def head_parameter(layer: nn.Module) -> Optional[Tensor]:
         heads = transformer_heads(layer)
         if heads is None:
             return None
-        name, (dim, maps, width) = next(iter(heads.layout.entries.items()))  # queries come first
+        name, (dim, maps, width) = next(iter(heads.layout.items()))  # queries come first
         entries = layer.get_parameter(name).detach().clone().movedim(dim, 0)
         return entries.unflatten(0, (maps, heads.num_heads, width))[0].flatten(1)
     places = layer.head_parameters().items()

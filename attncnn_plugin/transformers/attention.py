@@ -1,23 +1,25 @@
-"""The attention of vision transformers of timm and mmpretrain, as they compute it on images.
+"""The attention of vision transformers of other libraries, as they compute it on images in evaluation mode.
 
-Modules are told by what they have, and are not changed. Windows are found by the module that cuts the tokens itself.
+Hooks see what each module is called with; its probabilities are computed from that by the entry of its class in
+:data:`~attncnn_plugin.transformers.adapters.ADAPTERS`.
 """
 
 import math
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention.evaluation_mode import evaluating
+from .adapters import Attention, by_name, find_attention
 from .image_means import ImageMeans
-from .vision_transformer import BLOCKS, find_transformer, num_prefix_tokens, patch_grid
+from .vision_transformer import find_transformer, num_prefix_tokens, patch_grid
 
 BATCH_SIZE = 4  # images in a pass
-CUTS = ('_attn', '_shifted_window_attn')  # methods of timm's blocks that cut tokens into windows
 
 Visit = Callable[[str, Tensor, 'TokenPlaces'], None]
 
@@ -41,7 +43,7 @@ class TokenPlaces:
     masked: Optional[Tensor] = None
 
     def of_patches(self, probs: Tensor) -> Tuple[Tensor, Tensor]:
-        """What patches give to patches, renormalized to 1, where it lies: no larger than the model's probabilities.
+        """Returns what patches give to patches, renormalized to 1, where it lies: no larger than the model's probabilities.
 
         Args:
             probs (Tensor): As the model computes them, ``(B, N_h, N, N)``, of windows ``(B·windows, N_h, M, M)``.
@@ -59,7 +61,7 @@ class TokenPlaces:
         return kept / total.clamp(min=torch.finfo(kept.dtype).tiny), left_out
 
     def on_grid(self, own: Tensor) -> Tensor:
-        """The probabilities of :meth:`of_patches` between all patches.
+        """Returns the probabilities of :meth:`of_patches` between all patches.
 
         Args:
             own (Tensor): ``(…, H·W, H·W)``, of windows ``(…, windows, M, M)``.
@@ -77,7 +79,7 @@ class TokenPlaces:
         return whole
 
     def between_patches(self, probs: Tensor) -> Tuple[Tensor, Tensor]:
-        """:meth:`of_patches`, between all patches.
+        """Returns what :meth:`of_patches` does, between all patches.
 
         Args:
             probs (Tensor): As the model computes them, ``(B, N_h, N, N)``, of windows ``(B·windows, N_h, M, M)``.
@@ -97,7 +99,7 @@ class TokenPlaces:
         return self.on_grid(own), left_out
 
     def entropies(self, own: Tensor) -> Tuple[Tensor, float]:
-        """The entropy of each head, and that of attention to all patches alike that a query sees.
+        """Computes the entropy of each head, and that of attention to all patches alike that a query sees.
 
         Args:
             own (Tensor): Probabilities, ``(B, N_h, H·W, H·W)``, of windows ``(B, N_h, windows, M, M)``.
@@ -119,23 +121,23 @@ class TokenPlaces:
 
     @property
     def _of_patches(self) -> Tensor:
-        """Whether the query and the key of a window are patches and not padding, ``(windows, M, M)``."""
+        """Says whether the query and the key of a window are patches, not padding, ``(windows, M, M)``."""
         assert self.windows is not None
         patches = self.windows < self.grid[0] * self.grid[1]
         return patches[:, :, None] & patches[:, None]
 
 
 def vit_attention(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], Dict[str, Tensor]]:
-    """The attention of patches to patches in every layer of a vision transformer.
+    """Returns the attention of patches to patches in every layer of a vision transformer.
 
     Class, distillation and register tokens come before the patches: as many tokens as a layer has beyond the patches
     of the image are left out at the front, as queries and as keys. So is the padding of windows. The probabilities that
     a patch gives to patches are renormalized to 1.
 
     Args:
-        model (nn.Module): A model of timm or mmpretrain, or one with such a backbone, whose attention has its
-            probabilities pass through ``attn_drop``, or is computed by its ``scaled_dot_product_attention``: ViT,
-            DeiT, BEiT, EVA, DINOv3, ConViT, Swin and their relatives. timm's fused attention is off meanwhile.
+        model (nn.Module): A model of timm or mmpretrain, or one with such a backbone: ViT, DeiT, BEiT, EVA, DINOv3,
+            ConViT, Swin and others whose attention is of a class in
+            :data:`~attncnn_plugin.transformers.adapters.ADAPTERS`.
         images (Tensor): ``(B, C, H, W)``, normalized as for the model.
 
     Returns:
@@ -143,7 +145,7 @@ def vit_attention(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], 
         windows, and what patches give to the tokens left out, mean over patches, ``(B, N_h)``.
 
     Raises:
-        ValueError: The model is built in another way: pooled keys, attention over channels, mixed heads.
+        ValueError: The attention is of another class: pooled keys, attention over channels, mixed heads.
 
     Examples:
         >>> import timm
@@ -162,7 +164,7 @@ def vit_attention(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], 
 
 
 def mean_vit_attention(model: nn.Module, images: Tensor, batch_size: int = BATCH_SIZE) -> Dict[str, Tensor]:
-    """The mean over images of :func:`vit_attention`, without all of them in memory.
+    """Returns the mean over images of :func:`vit_attention`, without all of them in memory.
 
     Args:
         model (nn.Module): See :func:`vit_attention`.
@@ -195,7 +197,7 @@ def mean_vit_attention(model: nn.Module, images: Tensor, batch_size: int = BATCH
 
 
 def vit_grids(model: nn.Module, images: Tensor) -> Dict[str, Tuple[int, int]]:
-    """Height and width of the grid of patches of every layer.
+    """Returns height and width of the grid of patches of every layer.
 
     Args:
         model (nn.Module): See :func:`vit_attention`.
@@ -220,25 +222,24 @@ def vit_grids(model: nn.Module, images: Tensor) -> Dict[str, Tuple[int, int]]:
 
 
 def vit_layers(model: nn.Module) -> Dict[str, Any]:
-    """The attention in the blocks of a vision transformer by name, each with ``num_heads``.
+    """Returns the attention in the blocks of a vision transformer by name, each with ``num_heads``.
 
     Args:
         model (nn.Module): See :func:`vit_attention`.
 
     Raises:
-        ValueError: There is none that can be seen.
+        ValueError: There is none, or some is of an unknown class.
 
     Examples:
         >>> import timm
         >>> list(vit_layers(timm.create_model('vit_tiny_patch16_224', depth=1)))
         ['blocks.0.attn']
     """
-    prefix, network = find_transformer(model)
-    return {f'{prefix}.{name}' if prefix else name: module for name, module in _attention_modules(network).items()}
+    return {attention.name: attention.module for attention in find_attention(model)}
 
 
 def vit_layers_in_windows(model: nn.Module) -> List[str]:
-    """Names of the attention of a vision transformer that is computed in windows, as that of Swin transformers.
+    """Returns the names of attention that is computed in windows, as that of Swin transformers.
 
     Args:
         model (nn.Module): See :func:`vit_attention`.
@@ -246,7 +247,7 @@ def vit_layers_in_windows(model: nn.Module) -> List[str]:
     Raises:
         ValueError: See :func:`vit_layers`.
     """
-    return [name for name in vit_layers(model) if _cuts_windows(model.get_submodule(name.rpartition('.')[0]))]
+    return [attention.name for attention in find_attention(model) if attention.adapter.windows is not None]
 
 
 @torch.no_grad()
@@ -262,155 +263,89 @@ def visit_vit_attention(model: nn.Module, images: Tensor, visit: Visit) -> None:
     Raises:
         ValueError: See :func:`vit_attention`.
     """
-    name, network = find_transformer(model)
+    _, network = find_transformer(model)
     grid = patch_grid(network, images)
-    modules = _attention_modules(network)
     windows: Dict[str, TokenPlaces] = {}
-    seen = dict.fromkeys(modules, 0)
+    seen: List[str] = []
 
-    def visit_probs(own_name: str, probs: Tensor) -> None:
-        seen[own_name] += 1
-        places = windows.get(own_name) or TokenPlaces(grid, probs.shape[-1] - grid[0] * grid[1])
-        _check_probs(network, own_name, probs, len(images), modules[own_name].num_heads, places)
-        visit(f'{name}.{own_name}' if name else own_name, probs.float(), places)
+    def cut(attention: Attention, owner: nn.Module, args: Any) -> None:
+        assert attention.adapter.windows is not None
+        windows[attention.name] = places_in_windows(*attention.adapter.windows(owner, args))
 
-    def visit_no_heads(own_name: str, in_windows: bool, module: nn.Module, args: Any) -> None:
-        if in_windows == (own_name in windows):  # not while these are looked for
-            visit_probs(own_name, args[0].new_zeros(len(args[0]), 0, args[0].shape[1], args[0].shape[1]))
+    def visit_call(attention: Attention, module: nn.Module, args: Any, kwargs: Dict[str, Any], output: Any) -> None:
+        probs, name = attention.probs(args, kwargs), attention.name
+        places = windows.get(name) or TokenPlaces(grid, probs.shape[-1] - grid[0] * grid[1])
+        if places.windows is not None:
+            mask = by_name(module, args[1:], kwargs).get('mask')
+            numbers = places.windows.to(probs.device)
+            places = replace(places, windows=numbers, masked=None if mask is None else mask < 0)
+        # A layer may come before the class token is added, as in ConViT.
+        elif places.prefix not in (0, num_prefix_tokens(network)):
+            raise ValueError(
+                f'{name} of a {type(network).__name__} has {probs.shape[-1]} tokens, but the {grid[0] * grid[1]} '
+                f'patches of its image and up to {num_prefix_tokens(network)} other tokens were expected'
+            )
+        if not probs.isfinite().all():
+            raise ValueError(f'the probabilities of {name} are not finite: the parameters of model must be finite')
+        seen.append(name)
+        visit(name, probs.float(), places)
 
+    layers = find_attention(model)
     with evaluating(network), ExitStack() as stack:
-        for own_name, module in modules.items():
-            owner = network.get_submodule(own_name.rpartition('.')[0])
-            in_windows = _cuts_windows(owner)
-            handles = []
-            if in_windows:
-                handles.append(owner.register_forward_pre_hook(partial(_keep_windows, windows, own_name, module)))
-            if module.num_heads == 0:
-                handles.append(module.register_forward_pre_hook(partial(visit_no_heads, own_name, in_windows)))
-            else:
-                stack.enter_context(visited_attention(module, partial(visit_probs, own_name)))
+        for attention in layers:
+            own = partial(visit_call, attention)
+            handles = [attention.module.register_forward_hook(own, with_kwargs=True)]
+            if attention.adapter.windows is not None:
+                handles.append(attention.block.register_forward_pre_hook(partial(cut, attention)))
             for handle in handles:
                 stack.callback(handle.remove)
         network(images)
-    for own_name, count in seen.items():
-        if count != 1:
-            raise _other_structure(network, f'{own_name} has its probabilities computed {count} times')
+    wrong = [attention.name for attention in layers if seen.count(attention.name) != 1]
+    if wrong:
+        raise ValueError(
+            f'{wrong[0]} of a {type(network).__name__} runs {seen.count(wrong[0])} times, but once was needed'
+        )
 
 
 @contextmanager
-def visited_attention(module: Any, visit: Callable[[Tensor], None]) -> Iterator[None]:
-    """Calls ``visit(probs)`` inside, whenever the attention is computed."""
-    if _computes_by_function(module):
-        function = module.scaled_dot_product_attention
+def visited_attention(module: nn.Module, visit: Callable[[Tensor], None]) -> Iterator[None]:
+    """Calls ``visit(probs)`` inside, whenever an attention module of another library has run.
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
-            every_key = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
-            visit(function(query, key, every_key, **kwargs))  # P·I = P
-            return function(query, key, value, **kwargs)
-
-        module.scaled_dot_product_attention = attend
-        try:
-            yield
-        finally:
-            module.scaled_dot_product_attention = function
-        return
-    fused = getattr(module, 'fused_attn', False)
-    if fused:
-        module.fused_attn = False  # the other path has the probabilities
-    handle = module.attn_drop.register_forward_pre_hook(lambda _, args: visit(args[0]))
+    Raises:
+        TypeError: Its class is unknown.
+    """
+    attention = Attention(module)
+    handle = module.register_forward_hook(
+        lambda _, args, kwargs, output: visit(attention.probs(args, kwargs)), with_kwargs=True
+    )
     try:
         yield
     finally:
         handle.remove()
-        if fused:
-            module.fused_attn = fused
 
 
-def _computes_by_function(module: nn.Module) -> bool:
-    """Whether attention is computed by a function of its own, as mmpretrain's ``MultiheadAttention`` has it."""
-    return callable(getattr(module, 'scaled_dot_product_attention', None))
+def places_in_windows(
+    grid: Tuple[int, int], window: Tuple[int, int], shift: Tuple[int, int], pads_first: bool
+) -> TokenPlaces:
+    """Returns the places of the tokens of windows, as they are cut from a grid that is shifted and padded.
 
+    Args:
+        grid (tuple[int, int]): Its height and width.
+        window (tuple[int, int]): Those of a window.
+        shift (tuple[int, int]): By how much the grid is rolled up and left.
+        pads_first (bool): Whether it is padded at the bottom and on the right before it is rolled.
 
-def _attention_modules(network: Any) -> Dict[str, Any]:
-    """The attention in the blocks of a transformer, by its name there."""
-    modules = {
-        f'{blocks}.{name}': module
-        for blocks in BLOCKS
-        if isinstance(getattr(network, blocks, None), nn.Module)
-        for name, module in network.get_submodule(blocks).named_modules()
-        if hasattr(module, 'num_heads')
-        and (isinstance(getattr(module, 'attn_drop', None), nn.Module) or _computes_by_function(module))
-    }
-    if not modules:
-        raise _other_structure(network, 'its blocks have no attention with num_heads and attn_drop')
-    return modules
-
-
-def _cuts_windows(owner: nn.Module) -> bool:
-    """Whether a module cuts tokens into windows for the attention inside, as those of Swin transformers."""
-    return any(hasattr(owner, name) for name in CUTS) or hasattr(owner, 'window_partition')
-
-
-def _keep_windows(windows: Dict[str, TokenPlaces], name: str, attention: Any, owner: Any, args: Any) -> None:
-    """Finds the windows and their mask by running their owner on the numbers of the tokens, from 1 on; padding is 0."""
-    if hasattr(owner, 'window_partition'):  # of mmpretrain
-        _, (height, width) = args
-        cut = owner.forward
-    else:
-        _, height, width, _ = args[0].shape
-        cut = next(getattr(owner, method) for method in CUTS if hasattr(owner, method))
-    numbers = torch.arange(1, height * width + 1, dtype=torch.float, device=args[0].device)  # half has no 2049
-    found: List[Tuple[Tensor, Optional[Tensor]]] = []
-
-    def keep(x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
-        found.append((x, mask))
-        return x
-
-    own = attention.__dict__.get('forward')  # that another library has set
-    attention.forward = keep
-    try:
-        if hasattr(owner, 'window_partition'):
-            cut(numbers[None, :, None], (height, width))
-        else:
-            cut(numbers.reshape(1, height, width, 1))
-    finally:
-        del attention.forward
-        if own is not None:
-            attention.forward = own
-    ((x, mask),) = found
-    number = x[..., 0].long()
-    numbers = torch.where(number == 0, height * width, number - 1)
-    windows[name] = TokenPlaces((height, width), 0, numbers, None if mask is None else mask < 0)
-
-
-def _check_probs(network: Any, name: str, probs: Tensor, batch: int, num_heads: int, places: TokenPlaces) -> None:
-    """Whether the probabilities are those of all tokens, or of windows, and add up to 1."""
-    allowed = num_prefix_tokens(network)
-    if places.windows is None:
-        # A layer may come before the class token is added, as in ConViT. Differential attention has two maps a head.
-        fits = places.prefix in (0, allowed)
-        leading, tokens = batch, f'the {places.grid[0] * places.grid[1]} patches and up to {allowed} other tokens'
-    else:
-        count, size = places.windows.shape
-        fits = probs.shape[-1] == size
-        leading, tokens = batch * count, f'the {size} tokens of a window'
-    square = probs.ndim == 4 and probs.shape[2] == probs.shape[3]
-    if not fits or not square or probs.shape[:2] != (leading, num_heads):
-        raise _other_structure(
-            network,
-            f'the probabilities of {name} have shape {tuple(probs.shape)}, but ({leading}, N_h, N, N) with '
-            f'N_h = {num_heads} and {tokens} are needed',
-        )
-    if not probs.isfinite().all():
-        raise ValueError(f'the probabilities of {name} are not finite: the parameters of model must be finite')
-    tolerance = max(1e-3, 4 * torch.finfo(probs.dtype).eps)  # bfloat16 rounds each of them by up to 2⁻⁹ of it
-    if (probs < 0).any() or (probs.float().sum(-1) - 1).abs().gt(tolerance).any():
-        raise _other_structure(network, f'the probabilities of {name} do not add up to 1')
-
-
-def _other_structure(network: nn.Module, reason: str) -> ValueError:
-    return ValueError(
-        f'model is a {type(network).__name__}, whose attention cannot be reported: {reason}. Give a vision transformer '
-        'of timm or mmpretrain (ViT, DeiT, BEiT, EVA, ConViT, Swin), with attention of all patches, or of all of a '
-        'window, to each other'
-    )
+    Examples:
+        >>> places_in_windows((1, 3), (1, 2), (0, 1), pads_first=False).windows  # 3 is padding
+        tensor([[1, 2],
+                [0, 3]])
+    """
+    patches = grid[0] * grid[1]
+    numbers = torch.arange(patches).view(grid)
+    if not pads_first:
+        numbers = numbers.roll((-shift[0], -shift[1]), (0, 1))
+    numbers = F.pad(numbers, (0, -grid[1] % window[1], 0, -grid[0] % window[0]), value=patches)
+    if pads_first:
+        numbers = numbers.roll((-shift[0], -shift[1]), (0, 1))
+    rows = numbers.unflatten(0, (-1, window[0])).unflatten(2, (-1, window[1]))  # (…, height, …, width)
+    return TokenPlaces(grid, windows=rows.transpose(1, 2).flatten(2).flatten(0, 1))
