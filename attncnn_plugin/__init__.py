@@ -19,12 +19,11 @@ import importlib
 import warnings
 
 from . import analysis, attention, convert, models, pruning, transformers, weights
+from .installation import config_path, has_mmpretrain, import_problem
 from .structure import follow_state_dict
-from .utils.config_paths import MIM, config_path
-from .utils.frameworks import config_problem, has_mmpretrain, import_problem
 from .version import __version__
 
-ON_DEMAND = ('apis', 'explorer', 'visualization')
+ON_DEMAND = ('explorer', 'visualization')
 
 __all__ = [
     '__version__',
@@ -48,24 +47,11 @@ def __getattr__(name: str):
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
-def _register_with_mmpretrain() -> None:
-    from mmengine.runner import CheckpointLoader
-    from mmpretrain import ModelHub
-
-    from . import datasets, evaluation  # noqa: F401
-    from .engine import hooks, initializers, reliability, speed  # noqa: F401
-    from .mm import backbones, conv_to_attention  # noqa: F401
-    from .utils.checkpoint_files import PACKAGE_SCHEME, load_from_package
-
-    CheckpointLoader.register_scheme(prefixes=PACKAGE_SCHEME, loader=load_from_package, force=True)
-    if not ModelHub.has('sa_quadratic_cifar10'):  # it takes no name twice
-        ModelHub.register_model_index(MIM / 'model-index.yml', config_prefix=MIM)
-
-
 if has_mmpretrain():
     _problem = import_problem()
     if _problem is None:
-        _register_with_mmpretrain()
+        from .mm.tools import config_problem
+
         _problem = config_problem()
     if _problem is not None:
         warnings.warn(_problem, stacklevel=2)

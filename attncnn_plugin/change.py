@@ -1,7 +1,7 @@
 """The result of everything that changes a model: its layers before and after, and what its parameters became."""
 
-from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, Optional, Tuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 
 from torch import Tensor, nn
 
@@ -20,6 +20,14 @@ class Successor:
     parameters: Dict[str, nn.Parameter] = field(default_factory=dict)
     heir: Optional[nn.Parameter] = None
     inherit: Optional[Callable[[Tensor], Tensor]] = None
+
+
+def within(name: str, replaced: Mapping[nn.Parameter, Successor]) -> Dict[nn.Parameter, Successor]:
+    """Returns what became of the parameters of a layer, with their names in its model."""
+    return {
+        old: replace(own, parameters={f'{name}.{key}': new for key, new in own.parameters.items()})
+        for old, own in replaced.items()
+    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,12 +58,15 @@ class Change:
         parameters_before, parameters_after (int): Number of parameters of the whole model.
         replaced (dict[Parameter, Successor]): What took the place of each old parameter, for
             :func:`~attncnn_plugin.pruning.replace_parameters`.
+        drift (float | None): ‖Y − Y'‖/‖Y‖ of the model's outputs before and after for an example input; None where it
+            was not run, or the outputs cannot be compared.
     """
 
     layers: Tuple[LayerChange, ...]
     parameters_before: int
     parameters_after: int
     replaced: Dict[nn.Parameter, Successor] = field(default_factory=dict)
+    drift: Optional[float] = None
 
     def __bool__(self) -> bool:
         return bool(self.layers)
@@ -67,6 +78,7 @@ class Change:
             rows.append(
                 [layer.name, layer.before, layer.after, counts, '' if layer.report is None else str(layer.report)]
             )
-        rows.append(['model', '', '', f'{self.parameters_before:,} → {self.parameters_after:,}', ''])
+        drift = '' if self.drift is None else f'drift {self.drift:.2g}'
+        rows.append(['model', '', '', f'{self.parameters_before:,} → {self.parameters_after:,}', drift])
         widths = [max(map(len, column)) for column in zip(*rows)]
         return '\n'.join('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)

@@ -26,10 +26,6 @@ if importlib.util.find_spec('mmpretrain') is None:  # with timm alone
     collect_ignore = [
         'analysis/test_analyze_heads.py',
         'analysis/test_mmpretrain_vits.py',
-        'apis',
-        'datasets',
-        'engine',
-        'evaluation',
         'mm',
         'models/test_backbones.py',
         'models/test_conv_to_attention.py',
@@ -39,7 +35,6 @@ if importlib.util.find_spec('mmpretrain') is None:  # with timm alone
         'tools/test_learning_rates.py',
         'tools/test_mmpretrain_tools.py',
         'tools/test_tools.py',
-        'utils',
         'visualization',
     ]
 

@@ -93,7 +93,7 @@ def test_commands_name_what_exists(page):
             continue  # mmpretrain's own
         source = (ROOT / script).read_text()
         if 'add_model_options(' in source:
-            source += (ROOT / 'attncnn_plugin/apis/model_options.py').read_text()
+            source += (ROOT / 'attncnn_plugin/model_options.py').read_text()
         for option in (word for word in words if word.startswith('--')):
             assert f"'{option}'" in source, words
 

@@ -24,8 +24,8 @@ from mmengine.config import Config, DictAction
 
 import attncnn_plugin  # noqa: F401
 from attncnn_plugin.analysis import read_scalars
-from attncnn_plugin.apis.model_options import setting
-from attncnn_plugin.utils.config_paths import read_config
+from attncnn_plugin.mm.tools import read_config
+from attncnn_plugin.model_options import setting
 
 TOOLS = Path(__file__).parent
 METRIC = 'accuracy/top1'

@@ -6,8 +6,7 @@ mmpretrain_tool.py visualization/vis_scheduler.py configs/cmhsa5_cifar100.py --n
 
 import sys
 
-import attncnn_plugin.mm.safe_loading  # noqa: F401
-from attncnn_plugin.utils.frameworks import run_mmpretrain_tool
+from attncnn_plugin.mm.tools import run_mmpretrain_tool
 
 if __name__ == '__main__':
     if len(sys.argv) < 2 or sys.argv[1] in ('-h', '--help'):

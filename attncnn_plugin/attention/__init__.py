@@ -14,7 +14,7 @@ from .image_attention import ImageAttention, QuadraticImageAttention, WindowImag
 from .patch_attention import PatchAttention
 from .position_bias import GridBias, WindowBias
 from .position_tables import AbsoluteEncoding, RelativeTables
-from .prunable_heads import PrunableHeads, Replacement
+from .prunable_heads import PrunableHeads
 from .structure import Restructurable, StructureError
 from .window import Window
 
@@ -37,7 +37,6 @@ __all__ = [
     'QuadraticEncoding',
     'QuadraticImageAttention',
     'RelativeTables',
-    'Replacement',
     'Restructurable',
     'StructureError',
     'Window',

@@ -1,13 +1,14 @@
 """Heads that can be removed from an attention layer (C20, appendix E)."""
 
+import functools
 import itertools
 import logging
-from dataclasses import dataclass
 from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
+from ..change import Successor
 from .attention_layer import AttentionLayer
 from .structure import Restructurable, StateDict, StructureError, too_many_heads
 
@@ -15,21 +16,6 @@ logger = logging.getLogger(__name__)
 
 # Of each parameter by name: the dimension of heads, and the entries of a head, a number for all or one for each.
 HeadParameters = Dict[str, Tuple[int, Any]]
-
-
-@dataclass(frozen=True, eq=False)
-class Replacement:
-    """The parameter that took the place of another when heads were removed.
-
-    Attributes:
-        parameter (Parameter): The new parameter.
-        dim (int): The dimension along which entries were kept.
-        index (Tensor): The entries kept, ``(n,)``.
-    """
-
-    parameter: nn.Parameter
-    dim: int
-    index: Tensor
 
 
 class PrunableHeads(Restructurable, AttentionLayer):
@@ -82,7 +68,7 @@ class PrunableHeads(Restructurable, AttentionLayer):
         check_heads(heads, self.num_heads, allow_empty)
 
     @torch.no_grad()
-    def prune_heads(self, heads: Sequence[int], allow_empty: bool = False) -> Dict[nn.Parameter, Replacement]:
+    def prune_heads(self, heads: Sequence[int], allow_empty: bool = False) -> Dict[nn.Parameter, Successor]:
         """Removes heads; the layer computes what it did with their output at zero.
 
         Parameters with entries for heads are replaced by smaller ones: an optimizer has to be given the new ones, see
@@ -93,7 +79,7 @@ class PrunableHeads(Restructurable, AttentionLayer):
             allow_empty (bool): Whether all heads may go, which leaves the layer its bias. Defaults to False.
 
         Returns:
-            dict[Parameter, Replacement]: What took the place of each old parameter.
+            dict[Parameter, Successor]: What took the place of each old parameter.
 
         Raises:
             ValueError: A head that is not there, or all of them.
@@ -168,7 +154,7 @@ def check_heads(heads: Sequence[int], num_heads: int, allow_empty: bool) -> None
         )
 
 
-def keep_entries(module: nn.Module, entries: Dict[str, Tuple[int, Tensor]]) -> Dict[nn.Parameter, Replacement]:
+def keep_entries(module: nn.Module, entries: Dict[str, Tuple[int, Tensor]]) -> Dict[nn.Parameter, Successor]:
     """Replaces parameters of a module by some of their entries.
 
     Args:
@@ -176,7 +162,7 @@ def keep_entries(module: nn.Module, entries: Dict[str, Tuple[int, Tensor]]) -> D
         entries (dict[str, tuple[int, Tensor]]): By the name of the parameter, a dimension and the entries along it.
 
     Returns:
-        dict[Parameter, Replacement]: What took the place of each old parameter.
+        dict[Parameter, Successor]: What took the place of each old parameter.
     """
     replaced = {}
     for name, (dim, index) in entries.items():
@@ -184,9 +170,13 @@ def keep_entries(module: nn.Module, entries: Dict[str, Tuple[int, Tensor]]) -> D
         new = nn.Parameter(old.index_select(dim, index), requires_grad=old.requires_grad)
         if old.grad is not None:
             new.grad = old.grad.index_select(dim, index)
-        replaced[old] = Replacement(new, dim, index)
+        replaced[old] = Successor({name: new}, new, functools.partial(_kept, dim, index))
         _set_parameter(module, name, new)
     return replaced
+
+
+def _kept(dim: int, index: Tensor, x: Tensor) -> Tensor:
+    return x.index_select(dim, index.to(x.device))
 
 
 def resize_parameter(module: nn.Module, name: str, dim: int, entries: int) -> None:

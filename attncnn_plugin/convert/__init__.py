@@ -10,13 +10,7 @@ from .head_count import min_heads
 from .models import attention_to_convs, convs_to_attention
 from .patches import PatchConvolutionAttention, conv_to_patch_mhsa, exact_head_dims
 from .pixels import conv_to_mhsa
-from .report import (
-    ConversionReport,
-    LayerConversion,
-    ModelConversionReport,
-    PatchConversionReport,
-)
-from .succession import Succession
+from .report import ConversionReport, PatchConversionReport
 from .to_conv import ConvFit, mhsa_to_conv
 from .values import ValueFit, fit_values
 
@@ -25,11 +19,8 @@ __all__ = [
     'ConversionReport',
     'Expressibility',
     'Kernel',
-    'LayerConversion',
-    'ModelConversionReport',
     'PatchConversionReport',
     'PatchConvolutionAttention',
-    'Succession',
     'ValueFit',
     'attention_to_convs',
     'conv_to_mhsa',

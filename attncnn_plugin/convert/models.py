@@ -1,22 +1,24 @@
 """A model's convolutions as attention, and back (C20, Theorem 1; d'Ascoli et al. 2021, arXiv 2106.05795)."""
 
+import dataclasses
 from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple, TypeVar, Union
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..attention.image_attention import ImageAttention
+from ..change import Change, LayerChange, Successor, within
 from .drift import drifts, random_numbers_on_failure
 from .kernels import Convolution
 from .model_layers import Layers, check_replaceable, find_convolutions, number_of_parameters, replace_layers
 from .origins import Origin
 from .pixels import conv_to_mhsa
-from .report import LayerConversion, ModelConversionReport
-from .succession import Replaced, successions
-from .to_conv import mhsa_to_conv
+from .report import ConversionReport
+from .to_conv import ConvFit, mhsa_to_conv
 
 Old = TypeVar('Old', bound=nn.Module)
 New = TypeVar('New', bound=nn.Module)
+Report = TypeVar('Report', ConversionReport, ConvFit)
 
 
 def convs_to_attention(
@@ -30,7 +32,7 @@ def convs_to_attention(
     qk_dim: Optional[int] = None,
     generator: Optional[torch.Generator] = None,
     inputs: Any = None,
-) -> ModelConversionReport:
+) -> Change:
     """Turns convolutions of a model into attention that computes the same, in place.
 
     Either all chosen layers are converted, or, after an error, none is, and nothing has changed. All other parameters
@@ -49,7 +51,7 @@ def convs_to_attention(
             has how far the outputs move. Defaults to None, no run.
 
     Returns:
-        ModelConversionReport: The layers before and after; ``print`` shows a table.
+        Change: The layers before and after, each with its :class:`ConversionReport`; ``print`` shows a table.
 
     Raises:
         TypeError: ``model`` is itself a convolution; ``layers`` is of another type; or a layer cannot be converted,
@@ -80,20 +82,21 @@ def convs_to_attention(
         'qk_dim': qk_dim,
     }
 
-    def convert(conv: Convolution) -> Tuple[ImageAttention, float]:
+    def convert(conv: Convolution) -> Tuple[ImageAttention, ConversionReport]:
         attention, report = conv_to_mhsa(conv, **settings, generator=generator)  # type: ignore[arg-type]
         if conv.bias is not None and attention.value.bias is not None:
             attention.value.bias.requires_grad_(conv.bias.requires_grad)
         Origin.of(conv, settings).attach(attention)
-        return attention, report.relative_error
+        return attention, report
 
     with random_numbers_on_failure(model, generator):
-        attention, errors = _convert_each(chosen, convert)
+        attention, reports = _convert_each(chosen, convert)
         moved, drift = ({}, None) if inputs is None else drifts(model, chosen, attention, inputs)
-    return _put_in_place(model, chosen, attention, errors, moved, drift)
+    reports = {name: dataclasses.replace(report, drift=moved.get(name)) for name, report in reports.items()}
+    return _put_in_place(model, chosen, attention, reports, drift)
 
 
-def attention_to_convs(model: nn.Module, tolerance: float = 1e-6) -> ModelConversionReport:
+def attention_to_convs(model: nn.Module, tolerance: float = 1e-6) -> Change:
     """Turns all attention of :func:`~attncnn_plugin.convert.convs_to_attention` back into convolutions, in place.
 
     Either all such layers of a model are convolutions, up to the tolerance, and are converted; or, after an error, none
@@ -105,7 +108,7 @@ def attention_to_convs(model: nn.Module, tolerance: float = 1e-6) -> ModelConver
             :class:`~attncnn_plugin.convert.ConvFit`. Defaults to 1e-6.
 
     Returns:
-        ModelConversionReport: The layers before and after.
+        Change: The layers before and after, each with its :class:`ConvFit`.
 
     Raises:
         TypeError: ``model`` is itself such attention.
@@ -136,66 +139,88 @@ def attention_to_convs(model: nn.Module, tolerance: float = 1e-6) -> ModelConver
             f'model is a {type(model).__name__} without attention that was a convolution: there is nothing to convert'
         )
     check_replaceable(model, layers)
-    convs, errors = _convert_each(layers, _back)
-    too_far = {name: error for name, error in errors.items() if not error <= tolerance}
+    convs, fits = _convert_each(layers, _back)
+    too_far = {name: fit.bound for name, fit in fits.items() if not fit.bound <= tolerance}
     if too_far:
         worst = max(too_far, key=lambda name: too_far[name])
         raise ValueError(
             f'{len(too_far)} of {len(layers)} layers are no convolution any more for tolerance={tolerance:g}: '
             f'{", ".join(too_far)}; the bound of {worst} is {too_far[worst]:.3g}'
         )
-    return _put_in_place(model, layers, convs, errors)
+    return _put_in_place(model, layers, convs, fits)
 
 
-def _back(layer: ImageAttention) -> Tuple[Convolution, float]:
+def _back(layer: ImageAttention) -> Tuple[Convolution, ConvFit]:
     conv, fit = mhsa_to_conv(layer, layer.window.kernel_size)
     if isinstance(layer.from_conv, Origin):
         conv = layer.from_conv.as_it_was(conv)
     for key, parameter in conv.named_parameters():
         parameter.requires_grad_(layer.get_parameter(f'value.{key}').requires_grad)
-    return conv, fit.bound
+    return conv, fit
 
 
 def _convert_each(
-    layers: Mapping[str, Old], convert: Callable[[Old], Tuple[New, float]]
-) -> Tuple[Dict[str, New], Dict[str, float]]:
-    """Returns the layers after their conversion and their errors, by name; an error names the layer."""
+    layers: Mapping[str, Old], convert: Callable[[Old], Tuple[New, Report]]
+) -> Tuple[Dict[str, New], Dict[str, Report]]:
+    """Returns the layers after their conversion and its reports, by name; an error names the layer."""
     converted: Dict[str, New] = {}
-    errors: Dict[str, float] = {}
+    reports: Dict[str, Report] = {}
     for name, layer in layers.items():
         try:
-            converted[name], errors[name] = convert(layer)
+            converted[name], reports[name] = convert(layer)
         except (TypeError, ValueError, RuntimeError) as error:
             raise type(error)(f'{name} cannot be converted: {error}') from error
-    return converted, errors
+    return converted, reports
 
 
 def _put_in_place(
     model: nn.Module,
     old: Mapping[str, nn.Module],
     new: Mapping[str, nn.Module],
-    errors: Mapping[str, float],
-    moved: Optional[Mapping[str, float]] = None,
+    reports: Mapping[str, Any],
     drift: Optional[float] = None,
-) -> ModelConversionReport:
-    """Replaces layers, and reports it."""
+) -> Change:
+    """Replaces layers of a model."""
     before = number_of_parameters(model)
     changes = []
-    replaced: Replaced = {}
+    replaced: Dict[nn.Parameter, Successor] = {}
     for name, layer in old.items():
-        attention: Any = layer if isinstance(layer, ImageAttention) else new[name]
-        changes.append(
-            LayerConversion(
-                name,
-                attention.window.kernel_size,
-                attention.window.stride,
-                attention.num_heads,
-                number_of_parameters(layer),
-                number_of_parameters(new[name]),
-                errors[name],
-                (moved or {}).get(name),
-            )
-        )
-        replaced.update(successions(name, layer, new[name]))
+        sizes = number_of_parameters(layer), number_of_parameters(new[name])
+        changes.append(LayerChange(name, _in_words(layer), _in_words(new[name]), *sizes, reports[name]))
+        replaced.update(within(name, successors(layer, new[name])))
     replace_layers(model, new)
-    return ModelConversionReport(tuple(changes), before, number_of_parameters(model), drift, replaced)
+    return Change(tuple(changes), before, number_of_parameters(model), replaced, drift)
+
+
+def _in_words(layer: Any) -> str:
+    if isinstance(layer, ImageAttention):
+        return f'{layer.num_heads} heads'
+    kernel, stride = ('×'.join(map(str, sizes)) for sizes in (layer.kernel_size, layer.stride))
+    return f'{kernel} kernel' if set(layer.stride) == {1} else f'{kernel} kernel, stride {stride}'
+
+
+def successors(layer: nn.Module, new_layer: nn.Module) -> Dict[nn.Parameter, Successor]:
+    """Returns what takes the place of the parameters of a convolution that became attention, or of such attention.
+
+    The bias of the values is that of the convolution. Its weight is that of the values, as long as both have the same
+    entries, and with the weight positions, queries and keys come and go.
+    """
+    old, new = dict(layer.named_parameters()), dict(new_layer.named_parameters())
+    to_attention = isinstance(new_layer, ImageAttention)
+    source, heir = ('', 'value.') if to_attention else ('value.', '')
+    weight, shape = new[f'{heir}weight'], new[f'{heir}weight'].shape
+
+    def reorder(x: Tensor) -> Tensor:
+        if to_attention:
+            return x.flatten(2).transpose(1, 2).reshape(shape)
+        return x.reshape(shape[0], -1, shape[1]).transpose(1, 2).reshape(shape)
+
+    replaced = {parameter: Successor() for parameter in old.values()}
+    if f'{heir}bias' in new:
+        bias = new.pop(f'{heir}bias')
+        replaced[old[f'{source}bias']] = Successor({f'{heir}bias': bias}, bias, lambda x: x)
+    before = old[f'{source}weight']
+    # An heir has the entries of the old weight, so that their momentum is its own.
+    same = before.numel() == weight.numel() and torch.equal(reorder(before.detach()), weight.detach())
+    replaced[before] = Successor(new, weight, reorder) if same else Successor(new)
+    return replaced

@@ -45,6 +45,9 @@ class ConvFit:
     bound: float
     interior_bound: Optional[float]
 
+    def __str__(self) -> str:
+        return f'output error at most {self.bound:.3g}'
+
 
 @torch.no_grad()
 def mhsa_to_conv(

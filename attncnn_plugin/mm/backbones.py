@@ -4,19 +4,15 @@ import copy
 import inspect
 from typing import List, Sequence, Tuple, Union
 
+from mmpretrain.models.backbones.base_backbone import BaseBackbone
+from mmpretrain.models.utils import to_2tuple
+from mmpretrain.registry import MODELS
 from torch import Tensor, nn
 
 from ..attention import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from ..models.cmhsa import CMHSANetwork
 from ..models.self_attention import SelfAttentionNetwork, token_grid
-from ..utils.frameworks import require_mmpretrain
-from ..utils.init_info import record_new_parameters
-
-require_mmpretrain()
-
-from mmpretrain.models.backbones.base_backbone import BaseBackbone  # noqa: E402
-from mmpretrain.models.utils import to_2tuple  # noqa: E402
-from mmpretrain.registry import MODELS  # noqa: E402
+from .runner import record_new_parameters
 
 __all__ = ['CMHSA', 'SAGeneralized', 'SALearned', 'SAQuadratic']
 
@@ -323,7 +319,7 @@ class CMHSA(GridBackbone, CMHSANetwork, BaseBackbone):
     quarter of the cost.
 
     With ``phase='conv'`` the blocks mix pixels by convolutions on the image; ``to_attention()`` turns these into
-    attention and leaves the output as it was. :class:`~attncnn_plugin.engine.hooks.PhaseTransitionHook` does so in the
+    attention and leaves the output as it was. :class:`~attncnn_plugin.mm.PhaseTransitionHook` does so in the
     middle of a training. Checkpoints carry their phase: one of the attention phase loads into either.
 
     Args:

@@ -12,16 +12,16 @@ from torch import nn
 from ..attention.image_attention import ImageAttention
 from ..attention.structure import StructureError, structure_kept_on_error
 from ..attention.window import CONVOLUTIONS
+from ..change import Change
 from ..convert import conv_to_mhsa, convs_to_attention
 from ..convert.model_layers import check_replaceable, find_convolutions
 from ..convert.origins import METADATA
-from ..convert.report import ModelConversionReport
 from ..convert.timm_convolutions import plain_convolution, window_of
 from ..models.cmhsa import PHASES
 from ..structure import take_structures
 from ..transformers.mixed_classes import Mixin, mixed
-from ..utils.init_info import record_new_parameters
 from .backbones import refuse_unknown
+from .runner import record_new_parameters
 
 ADVICE = (
     'the backbone took attention instead of convolutions from the state dict that it loaded: an optimizer that was '
@@ -60,7 +60,7 @@ class ConvToAttention(Mixin):
         """``'conv'`` or ``'attn'``."""
         return 'conv' if self._convolutions() else 'attn'
 
-    def to_attention(self, generator: Optional[torch.Generator] = None) -> ModelConversionReport:
+    def to_attention(self, generator: Optional[torch.Generator] = None) -> Change:
         """Turns the convolutions that were chosen into attention, in place.
 
         The parameters of everything else stay the same objects; an optimizer has to be given the new ones.
@@ -69,7 +69,7 @@ class ConvToAttention(Mixin):
             generator (torch.Generator, optional): Of the CPU; draws W^K, where there is attention by content.
 
         Returns:
-            ModelConversionReport: What was done; ``print`` shows a table.
+            Change: What was done; ``print`` shows a table.
 
         Raises:
             RuntimeError: The backbone is in the phase ``'attn'`` already.
@@ -128,7 +128,7 @@ def conv_to_attention(
     ``init_cfg``, layer depths and names of parameters are its own, and checkpoints of it load as they are.
 
     With ``phase='conv'`` it is the CNN until ``to_attention()``, which
-    :class:`~attncnn_plugin.engine.hooks.PhaseTransitionHook` calls at an epoch or an iteration. With ``phase='attn'``
+    :class:`~attncnn_plugin.mm.PhaseTransitionHook` calls at an epoch or an iteration. With ``phase='attn'``
     it is attention at once, that of the CNN's initial weights or of a checkpoint of the CNN that is loaded. A
     checkpoint of attention loads in either phase.
 
@@ -163,10 +163,10 @@ def conv_to_attention(
         >>> model.phase, 'layer4.0.conv2.weight' in model.state_dict()
         ('conv', True)
         >>> print(model.to_attention())
-        layer           kernel  stride  heads  parameters     error
-        layer4.0.conv2  3×3     1×1     9      2.36M → 2.88M  0.011
-        layer4.1.conv2  3×3     1×1     9      2.36M → 2.88M  0.011
-        model                                  11.2M → 12.2M
+        layer           before      after    parameters
+        layer4.0.conv2  3×3 kernel  9 heads  2,359,296 → 2,884,635    error 0.011
+        layer4.1.conv2  3×3 kernel  9 heads  2,359,296 → 2,884,635    error 0.011
+        model                                11,176,512 → 12,227,190
         >>> model.phase
         'attn'
     """

@@ -3,7 +3,7 @@
 In a config: ``custom_imports = dict(imports=['attncnn_plugin', 'attncnn_plugin.mm.safe_loading'])``. From then on, in
 the whole process:
 
-- mmengine's loader of local files is :func:`~attncnn_plugin.utils.checkpoint_files.load_from_local`, which refuses
+- mmengine's loader of local files is :func:`~attncnn_plugin.checkpoint_files.load_from_local`, which refuses
   damaged files too;
 - PyTorch's list of names that are safe to load has the classes of the logs in mmengine's checkpoints;
 - in onedl-mmengine, the function that would load what PyTorch refuses all the same loads tensors and plain data alone.
@@ -17,8 +17,7 @@ from typing import Any, Optional
 
 import torch
 
-from ..utils.checkpoint_files import load_from_local
-from ..utils.safe_globals import register_safe_globals
+from ..checkpoint_files import load_from_local, register_safe_globals
 
 
 def _load_plain_data(file, map_location=None, weights_only: Optional[bool] = None) -> Any:

@@ -5,7 +5,8 @@ from typing import Any, Dict, List, Mapping, Sequence, Union
 
 from torch import nn
 
-from ..attention.prunable_heads import PrunableHeads, Replacement
+from ..attention.prunable_heads import PrunableHeads
+from ..change import Successor, within
 from ..transformers.heads import TransformerHeads, transformer_heads
 from ..transformers.relative_tables import SHARED_BIASES
 
@@ -41,7 +42,7 @@ def prunable_heads(model: nn.Module) -> Dict[str, Heads]:
 
 def prune_heads(
     model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]], allow_empty: bool = False
-) -> Dict[nn.Parameter, Replacement]:
+) -> Dict[nn.Parameter, Successor]:
     """Removes heads of a model, in place; it computes what it did with their outputs at zero.
 
     The model is one with attention of this package, or a vision transformer of timm or mmpretrain: ViT, DeiT, BEiT,
@@ -57,7 +58,7 @@ def prune_heads(
             False.
 
     Returns:
-        dict[Parameter, Replacement]: What took the place of each old parameter, for
+        dict[Parameter, Successor]: What took the place of each old parameter, for
         :func:`~attncnn_plugin.pruning.replace_parameters`.
 
     Raises:
@@ -89,7 +90,7 @@ def prune_heads(
         layers[name].check_heads(indices, allow_empty)
     replaced = {}
     for name, indices in named.items():
-        replaced.update(layers[name].prune_heads(indices, allow_empty))
+        replaced.update(within(name, layers[name].prune_heads(indices, allow_empty)))
     return replaced
 
 

@@ -3,17 +3,16 @@
 Cordonnier et al. 2020, appendix E, train on after pruning, d'Ascoli et al. 2021 after the conversion.
 """
 
-from typing import Any, List, Mapping, Tuple, Union
+from typing import List, Mapping, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
-from ..attention.prunable_heads import Replacement
-from ..convert.succession import Succession
+from ..change import Change, Successor
 
 
 def replace_parameters(
-    optimizer: torch.optim.Optimizer, replaced: Mapping[nn.Parameter, Union[Replacement, Succession]]
+    optimizer: torch.optim.Optimizer, change: Union[Change, Mapping[nn.Parameter, Successor]]
 ) -> None:
     """Gives an optimizer the parameters that took the place of others, with the state of the entries that were kept.
 
@@ -25,9 +24,9 @@ def replace_parameters(
     Args:
         optimizer (Optimizer): Any optimizer whose state for a parameter has tensors of its shape, single numbers, or
             none.
-        replaced (Mapping[Parameter, Replacement | Succession]): The result of
-            :meth:`~attncnn_plugin.attention.prunable_heads.PrunableHeads.prune_heads`, or ``report.replaced`` of
-            :func:`~attncnn_plugin.convert.convs_to_attention`.
+        change (Change | Mapping[Parameter, Successor]): What became of a model, of
+            :func:`~attncnn_plugin.convert.convs_to_attention` for instance, or of a layer's parameters, of
+            :meth:`~attncnn_plugin.attention.prunable_heads.PrunableHeads.prune_heads`.
             Parameters that the optimizer does not have are left out.
 
     Raises:
@@ -44,6 +43,7 @@ def replace_parameters(
         >>> optimizer.state[layer.encoding.center]['momentum_buffer'].shape
         torch.Size([2, 2])
     """
+    replaced = change.replaced if isinstance(change, Change) else change
     for old in replaced:
         for name, value in optimizer.state.get(old, {}).items():
             if isinstance(value, Tensor) and value.numel() != 1 and value.shape != old.shape:
@@ -53,34 +53,18 @@ def replace_parameters(
                     'such as AdamW'
                 )
     for group in optimizer.param_groups:
-        names = group.get('param_names', [None] * len(group['params']))
-        pairs = [pair for own in zip(names, group['params']) for pair in _in_its_place(*own, replaced)]
+        names = group.get('param_names', [''] * len(group['params']))
+        pairs: List[Tuple[str, nn.Parameter]] = []
+        for name, old in zip(names, group['params']):
+            pairs += replaced[old].parameters.items() if old in replaced else [(name, old)]
         group['params'][:] = [parameter for _, parameter in pairs]
         if 'param_names' in group:
             group['param_names'][:] = [name for name, _ in pairs]
-    for old, replacement in replaced.items():
+    for old, successor in replaced.items():
         state = optimizer.state.pop(old, None)
-        heir = replacement.parameter if isinstance(replacement, Replacement) else replacement.heir
-        if state and heir is not None:
-            optimizer.state[heir] = {name: _kept(value, old, replacement) for name, value in state.items()}
-
-
-def _in_its_place(
-    name: Any, old: nn.Parameter, replaced: Mapping[nn.Parameter, Union[Replacement, Succession]]
-) -> List[Tuple[Any, nn.Parameter]]:
-    """The parameters, with their names, that stand where one stood."""
-    replacement = replaced.get(old)
-    if replacement is None:
-        return [(name, old)]
-    if isinstance(replacement, Replacement):
-        return [(name, replacement.parameter)]
-    return list(replacement.parameters.items())
-
-
-def _kept(value: Any, old: nn.Parameter, replacement: Union[Replacement, Succession]) -> Any:
-    if not isinstance(value, Tensor) or value.shape != old.shape:
-        return value
-    if isinstance(replacement, Replacement):
-        return value.index_select(replacement.dim, replacement.index.to(value.device))
-    assert replacement.reorder is not None
-    return replacement.reorder(value).contiguous()
+        inherit = successor.inherit
+        if state and successor.heir is not None and inherit is not None:
+            optimizer.state[successor.heir] = {
+                name: inherit(value).contiguous() if isinstance(value, Tensor) and value.shape == old.shape else value
+                for name, value in state.items()
+            }

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention.prunable_heads import Replacement, check_heads, keep_entries, resize_parameter
+from ..attention.prunable_heads import check_heads, keep_entries, resize_parameter
 from ..attention.structure import StructureError
+from ..change import Successor
 from .adapters import Attention, adapter_of, by_name
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class TransformerHeads(Attention):
         return None
 
     @torch.no_grad()
-    def prune_heads(self, heads: Sequence[int], allow_empty: bool = False) -> Dict[nn.Parameter, Replacement]:
+    def prune_heads(self, heads: Sequence[int], allow_empty: bool = False) -> Dict[nn.Parameter, Successor]:
         """Removes heads, see :meth:`~attncnn_plugin.attention.prunable_heads.PrunableHeads.prune_heads`.
 
         Without any heads the module gives the bias of its output.

@@ -122,7 +122,7 @@ def test_tool_content(folder, tool):
     assert [layer['attention'] for layer in loaded['layers']] == ['position', 'images'] * 2
     assert loaded['num_images'] == 5
     # The same as by hand.
-    from attncnn_plugin.datasets import Digits
+    from attncnn_plugin.mm.datasets import Digits
 
     model = small_timm(
         'sa_learned_content_cifar', in_chans=1, img_size=16, checkpoint_path=str(folder / 'learned_content.pth')

@@ -135,5 +135,5 @@ def test_heads_that_look_elsewhere_are_a_convolution_within_a_tolerance():
     with pytest.raises(ValueError, match='2 of 2 layers'):
         attention_to_convs(model)
     report = attention_to_convs(model, tolerance=1.0)
-    assert 1e-6 < max(layer.error for layer in report.layers) < 1
+    assert 1e-6 < max(layer.report.bound for layer in report.layers) < 1
     assert 0 < relative_error(model(x), soft) < 0.05

@@ -9,6 +9,9 @@ import pytest
 import torch
 from goldens.freeze import CASES, DATA, Package, run_case
 
+from attncnn_plugin.change import LayerChange
+from attncnn_plugin.convert import ConvFit
+
 RENAMED = {}  # parts of parameters' names, {old: new}
 FIELDS_RENAMED = {}  # of reports, {old: new}
 CHANGED = ('* / fewer: *',)  # fewer heads than positions: another construction with the same guarantee
@@ -30,6 +33,11 @@ class Now(Package):
     def field(self, report, name):
         if name == 'relative_error' and not hasattr(report, name):
             return 0.0  # heads over patches are always exact
+        if isinstance(report, LayerChange) and name in ('num_heads', 'error'):
+            report = report.report  # of a conversion, or of the way back
+            if name == 'error':
+                return report.bound if isinstance(report, ConvFit) else report.relative_error
+            return len(report.coefficients) if isinstance(report, ConvFit) else report.num_heads
         return super().field(report, FIELDS_RENAMED.get(name, name))
 
     def parameters(self, module):

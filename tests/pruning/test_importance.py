@@ -8,7 +8,6 @@ from helpers.vits import SIZE, small_vit
 from torch.utils.flop_counter import FlopCounterMode
 
 from attncnn_plugin.analysis.observed_attention import observed_attention
-from attncnn_plugin.apis.judged_heads import HeadJudge
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.pruning import (
     ObservedAttention,
@@ -21,6 +20,7 @@ from attncnn_plugin.pruning import (
     prunable_heads,
     prune_heads,
 )
+from attncnn_plugin.training.judged_heads import HeadJudge
 
 
 def loss_of(model, batch):

@@ -45,7 +45,7 @@ def test_the_training_goes_on_as_that_of_the_convolutions(kind):
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     x = torch.randn(2, 3, 12, 13, dtype=torch.float64)
     for convert in (lambda: convs_to_attention(model, '*'), lambda: attention_to_convs(model)):
-        replace_parameters(optimizer, convert().replaced)
+        replace_parameters(optimizer, convert())
         held = [parameter for group in optimizer.param_groups for parameter in group['params']]
         assert {*map(id, held)} == {*map(id, model.parameters())} and len(held) == len(list(model.parameters()))
         assert set(optimizer.state) <= set(held)
@@ -70,7 +70,7 @@ def test_groups_and_names():
         lr=0.1,
     )
     report = convs_to_attention(model, 'stem', content='additive', alpha=6.0)
-    replace_parameters(optimizer, report.replaced)
+    replace_parameters(optimizer, report)
     weights, others = optimizer.param_groups
     new = {f'stem.{name}' for name, _ in model.stem.named_parameters()}
     assert new - {'stem.value.bias'} <= {*weights['param_names']} and 'stem.value.bias' in others['param_names']
@@ -84,7 +84,7 @@ def test_parameters_that_the_optimizer_does_not_have():
     model = small_cnn()
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
     before = copy.copy(optimizer.param_groups[0]['params'])
-    replace_parameters(optimizer, convs_to_attention(model, '*').replaced)
+    replace_parameters(optimizer, convs_to_attention(model, '*'))
     assert all(one is other for one, other in zip(before, optimizer.param_groups[0]['params']))
 
 
@@ -94,7 +94,7 @@ def test_new_parameters_without_old_entries_begin_without_state():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.randn(1, 3, 5, 5)).sum().backward()
     optimizer.step()
-    replace_parameters(optimizer, convs_to_attention(model, '0', num_heads=4).replaced)
+    replace_parameters(optimizer, convs_to_attention(model, '0', num_heads=4))
     assert not optimizer.state
     model(torch.randn(1, 3, 5, 5)).square().sum().backward()
     before = model[0].encoding.weight.clone()

@@ -16,7 +16,7 @@ from mmpretrain import get_model
 
 from attncnn_plugin import visualization
 from attncnn_plugin.analysis import attention_probs_of, vit_attention
-from attncnn_plugin.apis import ConfigModel
+from attncnn_plugin.mm.config_model import ConfigModel
 
 
 @pytest.fixture(scope='module')

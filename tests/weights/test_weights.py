@@ -24,7 +24,7 @@ from reproduction.configs import network_config  # noqa: E402
 from reproduction.results import build  # noqa: E402
 
 from attncnn_plugin import config_path, weights  # noqa: E402
-from attncnn_plugin.utils.config_paths import MIM  # noqa: E402
+from attncnn_plugin.installation import MIM  # noqa: E402
 
 # The networks in timm, and where they are trained.
 NETWORKS = {

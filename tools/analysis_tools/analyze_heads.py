@@ -19,11 +19,10 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import List, Tuple
 
-import attncnn_plugin.mm.safe_loading  # noqa: F401
 from attncnn_plugin.analysis import LayerReport, model_reports, reports_to_dict, reports_to_text, shown_layers
-from attncnn_plugin.apis import LoadedModel
-from attncnn_plugin.apis.model_options import add_model_options, check_model_options, load_model
 from attncnn_plugin.attention import AttentionLayer
+from attncnn_plugin.loaded_model import LoadedModel
+from attncnn_plugin.model_options import add_model_options, check_model_options, load_model
 
 
 def parse_args() -> argparse.Namespace:

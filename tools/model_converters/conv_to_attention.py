@@ -19,10 +19,10 @@ from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import load_checkpoint, save_checkpoint
 
 import attncnn_plugin.mm.safe_loading  # noqa: F401
-from attncnn_plugin.apis.model_options import setting
-from attncnn_plugin.engine.hooks.phases import TwoPhases, parts_in_phases
+from attncnn_plugin.mm.tools import read_config
+from attncnn_plugin.model_options import setting
 from attncnn_plugin.models import CMHSANetwork
-from attncnn_plugin.utils.config_paths import read_config
+from attncnn_plugin.training.phases import TwoPhases, parts_in_phases
 
 
 def parse_args() -> argparse.Namespace:

@@ -27,12 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.datasets import ImageFolder
 
-import attncnn_plugin.mm.safe_loading  # noqa: F401
-from attncnn_plugin.apis import LoadedModel
-from attncnn_plugin.apis.judged_heads import IMPORTANCE, HeadJudge, Run
-from attncnn_plugin.apis.model_options import add_model_options, check_model_options, load_model
+from attncnn_plugin.loaded_model import LoadedModel, evenly_spread
+from attncnn_plugin.model_options import add_model_options, check_model_options, load_model
 from attncnn_plugin.pruning import prunable_heads, prune_heads
-from attncnn_plugin.utils.sampling import evenly_spread
+from attncnn_plugin.training.judged_heads import IMPORTANCE, HeadJudge, Run
 
 BATCH_SIZE = 32  # of images of a folder
 
@@ -142,7 +140,7 @@ def judged_heads(loaded: LoadedModel, args: argparse.Namespace) -> dict:
 def runs_of(args: argparse.Namespace) -> Tuple[Run, Run]:
     """How the model runs on a batch, without a loss and with it."""
     if args.timm is None:
-        from attncnn_plugin.utils.runner import forward_tensors, training_loss
+        from attncnn_plugin.mm.runner import forward_tensors, training_loss
 
         return forward_tensors, training_loss
     return lambda model, batch: model(batch[0]), _cross_entropy

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from attncnn_plugin.engine.reliability import AtomicBackend
+from attncnn_plugin.mm.reliability import AtomicBackend
 
 from .results import Run
 from .tables import Table

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import attncnn_plugin.mm.safe_loading
 from attncnn_plugin.analysis import read_scalars
-from attncnn_plugin.engine.reliability import AtomicBackend
+from attncnn_plugin.mm.reliability import AtomicBackend
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 from pickle import UnpicklingError
 
-import attncnn_plugin.mm.safe_loading  # noqa: F401
-from attncnn_plugin.apis.model_options import add_model_options, check_model_options, load_model
 from attncnn_plugin.explorer import explorer_page
+from attncnn_plugin.model_options import add_model_options, check_model_options, load_model
 
 
 def parse_args() -> argparse.Namespace:

@@ -33,7 +33,6 @@ from typing import Dict, List
 
 from torch import Tensor
 
-import attncnn_plugin.mm.safe_loading  # noqa: F401
 from attncnn_plugin.analysis import (
     grids_of,
     mean_attention_probs_of,
@@ -42,9 +41,9 @@ from attncnn_plugin.analysis import (
     read_centers,
     shown_layers,
 )
-from attncnn_plugin.apis import LoadedModel
-from attncnn_plugin.apis.model_options import add_model_options, check_model_options, load_model
 from attncnn_plugin.attention import AttentionLayer
+from attncnn_plugin.loaded_model import LoadedModel
+from attncnn_plugin.model_options import add_model_options, check_model_options, load_model
 from attncnn_plugin.visualization import (
     plot_attention_centers,
     plot_attention_distance,

@@ -1,1 +1,0 @@
-"""Hooks of mmengine's runner."""

@@ -1,0 +1,68 @@
+"""What is installed: mmpretrain, and the configs that come with this package."""
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Optional
+
+MIM = Path(__file__).parent / '.mim'  # configs, tools and the model index, as OpenMMLab's packages have them
+
+
+def config_path(name: str) -> str:
+    """The file of a config that comes with the package, to inherit from or to load.
+
+    Args:
+        name (str): The config, such as ``'sa_quadratic_cifar10.py'`` or ``'_base_/default_runtime.py'``.
+
+    Returns:
+        str: Its path.
+
+    Raises:
+        FileNotFoundError: There is no such config.
+
+    Examples:
+        A config of mmengine takes an expression as its base:
+
+        >>> _base_ = __import__('attncnn_plugin').config_path('sa_quadratic_cifar10.py')
+    """
+    path = MIM / 'configs' / name
+    if not path.is_file():
+        folder = MIM / 'configs'
+        patterns = ('*.py', 'downstream/*.py', 'pretrained/*.py', 'small/*.py')
+        found = [path for pattern in patterns for path in folder.glob(pattern)]
+        paths = [path.relative_to(folder) for path in found]
+        known = sorted(path.as_posix() for path in paths)
+        raise FileNotFoundError(f'name={name!r} is no config of attncnn_plugin, which are {known}')
+    return str(path)
+
+
+INSTALL = 'pip install mmpretrain "mmengine<1.0" "mmcv-lite>=2.0,<2.4" "setuptools<82"'
+
+
+def has_mmpretrain() -> bool:
+    """Whether mmpretrain is installed, working or not."""
+    return importlib.util.find_spec('mmpretrain') is not None
+
+
+def import_problem() -> Optional[str]:
+    """Why mmpretrain cannot be imported here and what to install, in one sentence; None if it can."""
+    if not has_mmpretrain():
+        return f'mmpretrain is not installed: {INSTALL}'
+    try:
+        for name in ('mmpretrain', 'mmpretrain.models', 'mmpretrain.datasets'):
+            importlib.import_module(name)
+    except Exception as error:  # it refuses versions by assertions, and breaks on others in any other way
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip('.')
+        return f'mmpretrain cannot be imported with the versions that are installed ({reason}): {INSTALL}'
+    return None
+
+
+def require_mmpretrain() -> None:
+    """Does nothing if mmpretrain can be imported.
+
+    Raises:
+        ImportError: It cannot; the message says why and what to install.
+    """
+    problem = import_problem()
+    if problem is not None:
+        raise ImportError(problem)

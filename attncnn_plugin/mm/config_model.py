@@ -1,0 +1,200 @@
+"""A model as its config and its checkpoint say, and images as it takes them."""
+
+import sys
+from functools import cached_property
+from pathlib import Path
+from textwrap import shorten
+from typing import List, Optional, Sequence, Tuple, Union
+
+import mmcv
+import numpy as np
+from mmcv.transforms import LoadImageFromFile
+from mmengine.config import Config
+from mmengine.dataset import Compose
+from mmengine.registry import MODELS, init_default_scope
+from mmengine.runner import CheckpointLoader, load_state_dict
+from mmpretrain.registry import DATASETS
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from ..attention.structure import without_prefix
+from ..loaded_model import LoadedModel, evenly_spread, rgb_picture
+from ..structure import follow_state_dict
+from .runner import HEAD_NUMBERS
+from .tools import read_config
+
+
+class ConfigModel(LoadedModel):
+    """A model in evaluation mode, its config, and images after the config's test pipeline.
+
+    mmpretrain's ``ImageClassificationInferencer`` reads every file in colour and blue first, whatever the pipeline
+    says: that is wrong for models of grey images, and for datasets in memory, whose images are red first. It takes
+    no arrays of uint8 from files, and its images have the sizes that the pipeline leaves them. So images are read here.
+
+    Args:
+        path (str): The config.
+        checkpoint (str): The checkpoint, which must fit the model in every key.
+        options (dict, optional): Overrides settings of the config.
+
+    Attributes:
+        config (Config): The config.
+
+    Raises:
+        FileNotFoundError: No such config or checkpoint.
+        ValueError: The checkpoint does not fit the model.
+    """
+
+    def __init__(self, path: str, checkpoint: str, options: Optional[dict] = None) -> None:
+        self.name = path
+        self.config: Config = read_config(path)
+        self.config.merge_from_dict(options or {})
+        init_default_scope(self.config.get('default_scope', 'mmpretrain'))
+        preprocessor = self.config.get('data_preprocessor')
+        self.model = MODELS.build({'data_preprocessor': preprocessor, **self.config.model}).eval()
+        try:
+            loaded = CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu')
+            state_dict = without_prefix(loaded.get('state_dict', loaded), 'module.')
+            follow_state_dict(self.model, state_dict, strict=False)
+            load_state_dict(self.model, state_dict, strict=True)
+        except RuntimeError as error:
+            reason = shorten(str(error), 500, placeholder=' …')
+            raise ValueError(f'{checkpoint} does not fit the model of {path}: {reason}') from error
+        self.meta = loaded.get('meta', {})
+        self.head_numbers = loaded.get('message_hub', {}).get('runtime_info', {}).get(HEAD_NUMBERS)
+
+    @property
+    def in_channels(self) -> int:
+        """Number of channels of an image: 1 for grey ones."""
+        return self.config.model.get('backbone', {}).get('in_channels', 3)
+
+    @cached_property
+    def test_set(self):
+        """The dataset of the config's tests.
+
+        Raises:
+            ValueError: The config has none, or it cannot be built.
+        """
+        settings = self._test_settings
+        try:
+            return DATASETS.build(settings)
+        except Exception as error:  # of any dataset
+            raise ValueError(
+                f'the test dataset of {self.name} cannot be read ({error}): give images of your own'
+            ) from error
+
+    def test_images(self, number: int) -> List[Tensor]:
+        """Images of the test set, evenly spread, as those of :meth:`read`."""
+        return [self.test_set[i]['inputs'] for i in evenly_spread(len(self.test_set), number)]
+
+    def image(self, which: str) -> Tensor:
+        """An image by its number in the test set or by its file, as those of :meth:`read`.
+
+        Raises:
+            ValueError: A number beyond the test set.
+        """
+        if not which.isdecimal():
+            return self.read(which)
+        if int(which) >= len(self.test_set):
+            raise ValueError(f'image {which} must be a file, or below {len(self.test_set)}, the size of the test set')
+        return self.test_set[int(which)]['inputs']
+
+    def read(self, path: Union[str, Path]) -> Tensor:
+        """An image from a file after the test pipeline, not normalized yet.
+
+        An image whose size is not the model's after the pipeline, as with the pipelines of datasets of a single size,
+        is scaled and cropped around its middle. A line on the standard error stream says so.
+
+        Args:
+            path (str | Path): An image file, or an ``.npy`` array of uint8, ``(H, W)`` or ``(H, W, 3)``, red first.
+
+        Returns:
+            Tensor: ``(C, H, W)``, uint8, in the order of channels that the data preprocessor expects.
+
+        Raises:
+            FileNotFoundError: No such file.
+            ValueError: The file holds no image; the config has no test pipeline.
+        """
+        image = self._load(path)
+        inputs = self._transform(image)
+        size = tuple(inputs.shape[1:])
+        if self.img_size not in (None, size):
+            print(
+                f'{path}: {_size_text(size)} pixels after the test pipeline are scaled and cropped to '
+                f'{_size_text(self.img_size)}, the size of the model',
+                file=sys.stderr,
+            )
+            fitted = ImageOps.fit(Image.fromarray(image), self.img_size[::-1], Image.Resampling.BICUBIC)
+            inputs = self._transform(np.array(fitted))
+        return inputs
+
+    def inputs(self, images: Sequence[Tensor]) -> Tensor:
+        """Images of :meth:`read` or of the test set, normalized, as the forward pass takes them, ``(B, C, H, W)``.
+
+        Raises:
+            ValueError: They have different sizes.
+        """
+        sizes = sorted({tuple(image.shape[1:]) for image in images})
+        if len(sizes) > 1:
+            raise ValueError(
+                f'the images have {len(sizes)} different sizes after the test pipeline, such as '
+                f'{_size_text(sizes[0])} and {_size_text(sizes[-1])}, but one is needed: give images of the same size'
+            )
+        return self.model.data_preprocessor(dict(inputs=list(images)), False)['inputs']
+
+    def picture(self, image: Tensor) -> np.ndarray:
+        """An image of :meth:`read` or of the test set to look at, ``(H, W, 3)``, uint8, red first."""
+        return rgb_picture(image.flip(0) if self._blue_first else image)
+
+    @property
+    def _test_settings(self) -> dict:
+        if self.config.get('test_dataloader') is None:
+            raise ValueError(f'{self.name} has no test_dataloader: its pipeline says how images become inputs')
+        return self.config.test_dataloader.dataset
+
+    @cached_property
+    def _pipeline(self) -> Tuple[Optional[LoadImageFromFile], Compose]:
+        """The test pipeline: the transform that loads files, if there is one, and the others."""
+        transforms = Compose(self._test_settings.pipeline).transforms
+        loader = next((transform for transform in transforms if isinstance(transform, LoadImageFromFile)), None)
+        return loader, Compose([transform for transform in transforms if transform is not loader])
+
+    @property
+    def _blue_first(self) -> bool:
+        """The order of colours in the pipeline: that of files, unless images are in memory already, red first."""
+        return self._pipeline[0] is not None or self.model.data_preprocessor.to_rgb
+
+    def _load(self, path: Union[str, Path]) -> np.ndarray:
+        """A file as the pipeline loads it, ``(H, W, 3)``, in the pipeline's order of colours, or ``(H, W)`` if grey."""
+        is_grey = self.in_channels == 1
+        if Path(path).suffix == '.npy':
+            image = _load_array(path, 'L' if is_grey else 'RGB')
+            return mmcv.rgb2bgr(image) if self._blue_first and not is_grey else image
+        loader = self._pipeline[0] or LoadImageFromFile(color_type='grayscale' if is_grey else 'color')
+        try:
+            image = loader(dict(img_path=str(path)))['img']
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # of any decoder
+            raise ValueError(f'{path} cannot be read as an image: {error}') from error
+        return image if is_grey or self._blue_first else mmcv.bgr2rgb(image)
+
+    def _transform(self, image: np.ndarray) -> Tensor:
+        """An image after the rest of the pipeline."""
+        size = image.shape[:2]
+        return self._pipeline[1](dict(img=image, img_shape=size, ori_shape=size))['inputs']
+
+
+def _load_array(path: Union[str, Path], mode: str) -> np.ndarray:
+    """The image of an ``.npy`` file, grey or in colour as ``mode`` says: ``'L'`` or ``'RGB'``."""
+    image = np.load(path)
+    if image.dtype != np.uint8 or image.ndim not in (2, 3) or image.ndim == 3 and image.shape[2] != 3:
+        raise ValueError(
+            f'{path} is an array of {image.dtype} and shape {image.shape}, but an image is of '
+            'uint8, (H, W) or (H, W, 3)'
+        )
+    return np.array(Image.fromarray(image).convert(mode))
+
+
+def _size_text(size: Sequence[int]) -> str:
+    """Height and width as ``'32x48'``."""
+    return 'x'.join(map(str, size))

@@ -1,0 +1,258 @@
+"""Datasets and the augmentation of small images in mmpretrain's registries."""
+
+import copy
+from collections import Counter
+from typing import List, Optional, Union
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from mmengine.dataset import BaseDataset, force_full_init
+from mmpretrain.datasets import BaseDataset as ImageDataset
+from mmpretrain.models import ClsDataPreprocessor
+from mmpretrain.registry import DATASETS, MODELS
+from torch import Tensor
+
+
+@DATASETS.register_module()
+class BalancedSubset:
+    """A wrapper that keeps ``num_images`` images of a dataset, as many of each class as of any other.
+
+    Where the number is not a multiple of that of classes, some classes have one image more. Of the same seed the images
+    of a smaller number are among those of a larger one. The images have the order of the dataset. The dataset stays in
+    memory as a whole; mmengine's ``ClassBalancedDataset``, on the other hand, repeats images of rare classes.
+
+    Args:
+        dataset (BaseDataset | dict): The dataset, or its config: one whose images have one class each, ``'gt_label'``.
+            Any wrapper of mmengine with ``get_data_info`` will do too.
+        num_images (int): Number of images to keep.
+        seed (int): Which ones. Defaults to 0.
+        lazy_init (bool): Whether the dataset is read later, by ``full_init()``. Defaults to False.
+
+    Raises:
+        TypeError: ``dataset`` is no dataset.
+        ValueError: ``num_images`` is below 1; a class has too few images; or, from ``full_init()``, an image has no
+            class, or several.
+
+    Examples:
+        >>> from mmpretrain.registry import DATASETS
+        >>> digits = dict(type='Digits', split='train', pipeline=[])
+        >>> subset = DATASETS.build(dict(type='BalancedSubset', dataset=digits, num_images=200, seed=1))
+        >>> len(subset), np.bincount(subset.get_gt_labels()).tolist()
+        (200, [20, 20, 20, 20, 20, 20, 20, 20, 20, 20])
+    """
+
+    def __init__(self, dataset: Union[BaseDataset, dict], num_images: int, seed: int = 0, lazy_init: bool = False):
+        self.dataset = DATASETS.build(dataset) if isinstance(dataset, dict) else dataset
+        if not hasattr(self.dataset, 'get_data_info'):
+            raise TypeError(
+                f'dataset={dataset!r} of BalancedSubset must be a dataset of mmengine or mmpretrain, or its config'
+            )
+        if not isinstance(num_images, int) or num_images < 1:
+            raise ValueError(f'num_images={num_images!r} of BalancedSubset must be a number of images, at least 1')
+        self.num_images = num_images
+        self.seed = seed
+        self._metainfo = self.dataset.metainfo
+        self._fully_initialized = False
+        if not lazy_init:
+            self.full_init()
+
+    @property
+    def metainfo(self) -> dict:
+        """A copy of the meta information of the dataset."""
+        return copy.deepcopy(self._metainfo)
+
+    def full_init(self) -> None:
+        """Reads the dataset, and draws the images."""
+        if self._fully_initialized:
+            return
+        self.dataset.full_init()
+        labels = [self._label(i) for i in range(len(self.dataset))]
+        self._check_classes(labels)
+        # In a random order of all images: the first one of every class, then the second one of every class, …
+        order = np.random.default_rng(self.seed).permutation(len(labels))
+        seen: Counter = Counter()
+        rounds = []
+        for i in order:
+            rounds.append(seen[labels[i]])
+            seen[labels[i]] += 1
+        self.indices = np.sort(order[np.argsort(rounds, kind='stable')[: self.num_images]])
+        self._labels = np.array(labels)[self.indices]
+        self._fully_initialized = True
+
+    def _label(self, index: int) -> int:
+        label = np.atleast_1d(self.dataset.get_data_info(index).get('gt_label', []))
+        if label.shape != (1,) or label[0] < 0:
+            raise ValueError(
+                f'image {index} of {type(self.dataset).__name__} has gt_label={label.tolist()}, but BalancedSubset is '
+                'for images of one class each'
+            )
+        return int(label[0])
+
+    def _check_classes(self, labels: List[int]) -> None:
+        names = self._metainfo.get('classes') or ()
+        counts = np.bincount(np.array(labels, dtype=int), minlength=len(names))  # classes may have one name, as cranes
+        rarest = counts.argmin() if len(counts) else None
+        fewest = 0 if rarest is None else counts[rarest]
+        most = len(counts) * fewest
+        if self.num_images > most:
+            name = names[rarest] if rarest is not None and rarest < len(names) else rarest
+            raise ValueError(
+                f'num_images={self.num_images} of BalancedSubset must be at most {most}: the dataset has '
+                f'{len(labels)} images in {len(counts)} classes, and {fewest} of the class {name}'
+            )
+
+    @force_full_init
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @force_full_init
+    def __getitem__(self, idx: int):
+        return self.dataset[int(self.indices[idx])]
+
+    @force_full_init
+    def get_data_info(self, idx: int) -> dict:
+        """Get annotation by index."""
+        return self.dataset.get_data_info(int(self.indices[idx]))
+
+    @force_full_init
+    def get_cat_ids(self, idx: int) -> List[int]:
+        """Get category id by index."""
+        return [int(self._labels[idx])]
+
+    @force_full_init
+    def get_gt_labels(self) -> np.ndarray:
+        """Get all ground-truth labels."""
+        return self._labels.copy()
+
+    def get_subset_(self, indices: Union[List[int], int]) -> None:
+        """Not supported, as in mmengine's wrappers."""
+        raise NotImplementedError('BalancedSubset has no get_subset: give another num_images')
+
+    get_subset = get_subset_
+
+    def __repr__(self) -> str:
+        state = 'read' if self._fully_initialized else 'not read yet'
+        dataset = '\n'.join(f'    {line}' for line in repr(self.dataset).splitlines())
+        return f'BalancedSubset of {self.num_images} images, seed {self.seed}, {state}, of\n{dataset}'
+
+
+@DATASETS.register_module()
+class Digits(ImageDataset):
+    """The 1,797 handwritten digits that come inside scikit-learn: real images without a download.
+
+    An image is 8x8 pixels, uint8, as ``'img'`` of shape (8, 8), or (8, 8, 3): a pipeline needs no loading step and
+    resizes it at will. Every fifth image of a class is for testing: 1,433 are in the training set, 364 in the test set.
+
+    Args:
+        split (str): The dataset split, supports "train" and "test". Defaults to "train".
+        color_type (str): "grayscale", or "color" for three channels, for models of colour images. Defaults to
+            "grayscale".
+        metainfo (dict, optional): Meta information for dataset, such as categories information. Defaults to None.
+        **kwargs: Other keyword arguments in ``BaseDataset``.
+
+    Raises:
+        ValueError: There is no such split, or no such kind of image.
+        ImportError: scikit-learn is not installed.
+    """
+
+    METAINFO = {'classes': tuple('0123456789')}
+
+    def __init__(self, split: str = 'train', color_type: str = 'grayscale', metainfo: Optional[dict] = None, **kwargs):
+        if split not in ('train', 'test'):
+            raise ValueError(f"The split must be one of ['train', 'test'], but got {split!r}")
+        if color_type not in ('grayscale', 'color'):
+            raise ValueError(f"The color_type must be one of ['grayscale', 'color'], but got {color_type!r}")
+        self.split = split
+        self.color_type = color_type
+        super().__init__(ann_file='', metainfo=metainfo, **kwargs)
+
+    def load_data_list(self) -> List[dict]:
+        """Load images and ground truth labels."""
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError as error:
+            raise ImportError('The digits are those of scikit-learn: pip install scikit-learn') from error
+        digits = load_digits()
+        images = np.round(digits.images * (255 / 16)).astype(np.uint8)  # scikit-learn's grey levels are 0 to 16
+        if self.color_type == 'color':
+            images = np.repeat(images[..., None], 3, axis=-1)
+        seen = [0] * 10
+        samples = []
+        for image, label in zip(images, digits.target.tolist()):
+            if (seen[label] % 5 == 0) == (self.split == 'test'):
+                samples.append(dict(img=image, gt_label=label))
+            seen[label] += 1
+        return samples
+
+    def extra_repr(self) -> List[str]:
+        """The extra repr information of the dataset."""
+        return [f'Split: \t{self.split}']
+
+
+@MODELS.register_module()
+class FlipAndShift(ClsDataPreprocessor):
+    """mmpretrain's preprocessor of images, which flips and shifts the images of a training first.
+
+    It is what ``RandomFlip`` and ``RandomCrop`` with padding do in a pipeline (C20 and L21 have both). All images of
+    a batch have the same size.
+
+    Args:
+        flip (float): Probability that an image is flipped horizontally. Defaults to 0.5.
+        shift (int): The most pixels by which an image is shifted along each axis; zeros come in. Defaults to 4.
+        **kwargs: Other keyword arguments in ``ClsDataPreprocessor``.
+
+    Raises:
+        ValueError: ``flip`` is no probability, or ``shift`` is negative.
+
+    Examples:
+        >>> preprocessor = FlipAndShift(flip=1, shift=0)
+        >>> preprocessor(dict(inputs=[torch.tensor([[[1, 2, 3]]], dtype=torch.uint8)]), training=True)['inputs']
+        tensor([[[[3., 2., 1.]]]])
+    """
+
+    def __init__(self, flip: float = 0.5, shift: int = 4, **kwargs):
+        if not 0 <= flip <= 1 or shift < 0:
+            raise ValueError(f'flip={flip} of FlipAndShift must be from 0 to 1, and shift={shift} at least 0')
+        super().__init__(**kwargs)
+        self.flip = flip
+        self.shift = shift
+
+    def forward(self, data: dict, training: bool = False) -> dict:
+        """Flips and shifts the images in training, then normalizes them.
+
+        Args:
+            data (dict): Of the data loader: ``'inputs'`` are images of (C, H, W), stacked or in a list.
+            training (bool): Whether to flip and shift. Defaults to False.
+
+        Returns:
+            dict: As the model takes it.
+        """
+        inputs = data['inputs']
+        images = self.cast_data(inputs if isinstance(inputs, Tensor) else torch.stack(list(inputs)))
+        if training:
+            images = flip_and_shift(images, self.flip, self.shift)
+        return super().forward({**data, 'inputs': images}, training)
+
+
+def flip_and_shift(images: Tensor, flip: float, shift: int, generator: Optional[torch.Generator] = None) -> Tensor:
+    """Flips and shifts each image of a batch.
+
+    Args:
+        images (Tensor): ``(B, C, H, W)``.
+        flip (float): Probability that an image is flipped horizontally.
+        shift (int): The most pixels by which it is shifted along each axis; zeros come in.
+        generator (torch.Generator, optional): Of the random numbers. Defaults to None, means PyTorch's own of the CPU.
+
+    Returns:
+        Tensor: ``(B, C, H, W)``, with the channels last in memory, as convolutions on CPUs want them.
+    """
+    number, _, height, width = images.shape
+    first_row, first_column = torch.randint(2 * shift + 1, (2, number, 1), generator=generator)
+    rows, columns = first_row + torch.arange(height), first_column + torch.arange(width)  # (B, H), (B, W)
+    columns = torch.where(torch.rand(number, 1, generator=generator) < flip, columns.flip(1), columns)
+    image, rows, columns = (
+        index.to(images.device) for index in (torch.arange(number)[:, None, None], rows[:, :, None], columns[:, None])
+    )
+    padded = F.pad(images, (shift, shift, shift, shift)).permute(0, 2, 3, 1)
+    return padded[image, rows, columns].permute(0, 3, 1, 2)

@@ -1,0 +1,162 @@
+"""mmpretrain's own tools with this plugin, and errors in one line for the end of a tool's output."""
+
+import difflib
+import logging
+import os
+import re
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, Optional
+
+import mmpretrain
+import mmpretrain.registry as registries  # and mmengine's, which it inherits from
+import torch
+from mmengine.config import Config
+from mmengine.device import get_device
+from mmengine.logging import print_log
+from mmengine.registry import Registry
+from mmengine.utils import get_installed_path
+from mmpretrain.datasets.utils import download_and_extract_archive
+from mmpretrain.models.necks import GlobalAveragePooling
+
+TOOLS_OF_RUNNERS = ('train.py', 'test.py', 'analysis_tools/confusion_matrix.py')
+
+
+def config_problem() -> Optional[str]:
+    """Why configs cannot inherit from mmpretrain's, although it can be imported; None if they can."""
+    try:
+        get_installed_path('mmpretrain')
+    except ModuleNotFoundError as error:
+        return (
+            f'mmengine cannot find the configs of packages ({error}; setuptools has it up to version 81): '
+            'pip install "setuptools<82"'
+        )
+    return None
+
+
+def run_mmpretrain_tool(name: str) -> None:
+    """Runs one of mmpretrain's own tools with this process's arguments.
+
+    Those that load a checkpoint by a ``Runner`` have a ``FollowStateDictHook`` among the default hooks of the config:
+    models of other libraries take the structure of the checkpoint.
+
+    An error ends the process with status 1, its traceback in the log and, as the last line of the output, its sentence.
+    So does the name of no tool.
+
+    Args:
+        name (str): Path of the tool below mmpretrain's ``tools`` folder, for instance ``'train.py'``.
+    """
+    problem = config_problem()
+    if problem is not None:
+        sys.exit(problem)
+    from . import safe_loading  # noqa: F401
+
+    tools = Path(mmpretrain.__file__).parent / '.mim' / 'tools'
+    if not (tools / name).is_file():
+        sys.exit(f'{name} is no tool of mmpretrain, which are in {tools}')
+    _join_process_group_without_gpu()
+    if name in TOOLS_OF_RUNNERS:
+        sys.argv += ['--cfg-options', 'default_hooks.follow_state_dict.type=mmpretrain.FollowStateDictHook']
+    try:
+        runpy.run_path(str(tools / name), run_name='__main__')
+    except Exception as error:
+        print_log(traceback.format_exc(), logger='current', level=logging.ERROR)
+        sys.exit(one_line(error))
+
+
+def _join_process_group_without_gpu() -> None:
+    """Where torchrun started this process on a machine with CPUs alone: mmengine would select a GPU first, and fail."""
+    if 'TORCHELASTIC_RUN_ID' in os.environ and get_device() == 'cpu':
+        torch.distributed.init_process_group('gloo')
+
+
+def read_config(path: str) -> Any:
+    """Reads a config, as ``Config.fromfile`` of mmengine does.
+
+    Raises:
+        FileNotFoundError: It is not there, or one that it inherits from; the message has similar names in its folder.
+    """
+    try:
+        return Config.fromfile(path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(missing_file(error) or str(error)) from error
+
+
+def missing_file(error: BaseException) -> Optional[str]:
+    """A sentence on the file that an error says is not there, with similar names in its folder; None for others."""
+    if not isinstance(error, FileNotFoundError):
+        return None
+    of_mmengine = re.fullmatch(r'file "(.+)" does not exist', str(error))
+    name = of_mmengine[1] if of_mmengine else error.filename
+    if not isinstance(name, str):
+        return None
+    folder = Path(name).parent
+    if not folder.is_dir():
+        return f'{name} is not there: there is no folder {folder}'
+    similar = difflib.get_close_matches(Path(name).name, [path.name for path in folder.iterdir()])
+    return f'{name} is not there' + (f': did you mean {" or ".join(similar)}?' if similar else '')
+
+
+FOLDERS = ' '.join(f'{phase}_dataloader.dataset.data_root=FOLDER' for phase in ('train', 'val', 'test'))
+
+
+def one_line(error: BaseException, folder_option: str = f'--cfg-options {FOLDERS}') -> str:
+    """The last line of Python's report of an error; of several lines of a message, the first.
+
+    Of a file that is not there, a data set that could not be downloaded, and features that are averaged twice it is a
+    sentence that says which, and what to do.
+
+    Args:
+        error (BaseException): The error.
+        folder_option (str): How the tool is told another folder of a data set. Defaults to that of mmpretrain's tools.
+
+    Returns:
+        str: Its type and its sentence.
+    """
+    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ['no reason is given']
+    if lines[0].startswith('Caught ') and ' in DataLoader worker process ' in lines[0]:
+        return lines[-1]  # of a traceback in the message
+    unknown = re.match(r'(\S+) is not in the \S+::(.+) registry', lines[0])
+    reason = f'{type(error).__name__}: {_unknown_type(*unknown.groups()) if unknown else lines[0]}'
+    return missing_file(error) or _missing_data(error, reason, folder_option) or _averaged_twice(error) or reason
+
+
+def _missing_data(error: BaseException, reason: str, folder_option: str) -> Optional[str]:
+    """A sentence on a data set whose files were to be downloaded when an error came; None for other errors."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for caller, called in zip(frames, frames[1:]):
+        if called.f_code is download_and_extract_archive.__code__ and 'self' in caller.f_locals:
+            name, download = type(caller.f_locals['self']).__name__, called.f_locals
+            return (
+                f'{name} is not in {download["download_root"]} and cannot be downloaded ({reason}): put '
+                f'{download["filename"]} there, from {download["url"]}, or name another folder: {folder_option}'
+            )
+    return None
+
+
+def _averaged_twice(error: BaseException) -> Optional[str]:
+    """A sentence on a neck that averages over pixels and got vectors; None for other errors."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        features = frame.f_locals.get('inputs') if frame.f_code is GlobalAveragePooling.forward.__code__ else None
+        if isinstance(features, tuple) and any(x.ndim == 2 for x in features):
+            return (
+                'the neck GlobalAveragePooling got features that are averaged already, (B, C): write neck=None in '
+                "model, or leave out out_type='avg_featmap' of its backbone"
+            )
+    return None
+
+
+def _unknown_type(name: str, kind: str) -> str:
+    """A sentence on a ``type`` that is in no registry of a kind, such as 'model', with names that may be meant."""
+    known = {
+        known
+        for registry in vars(registries).values()
+        if isinstance(registry, Registry) and registry.name == kind
+        for known in registry.module_dict
+    }
+    similar = difflib.get_close_matches(name, known)
+    advice = f'did you mean {" or ".join(similar)}?' if similar else 'is its module in custom_imports?'
+    return f'type={name!r} is no {kind} of mmpretrain or this plugin: {advice}'

@@ -1,0 +1,78 @@
+"""The options by which the tools take a model: a config and its checkpoint, or the name of a model of timm."""
+
+import argparse
+from typing import Optional
+
+from timm.utils import ParseKwargs
+
+from .installation import import_problem
+from .loaded_model import LoadedModel, TimmModel
+
+
+def setting(text: str) -> str:
+    """A word of ``--model-kwargs`` or ``--cfg-options`` as it stands, for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: It is no ``key=value``, such as a file that stands after the option.
+    """
+    if '=' not in text:
+        raise argparse.ArgumentTypeError(
+            f'{text} is no key=value: name configs, checkpoints and images before this option, not after it'
+        )
+    return text
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options beside the config and its checkpoint, which are arguments of the tool itself."""
+    if import_problem() is None:
+        from mmengine.config import DictAction
+
+        parser.add_argument(
+            '--cfg-options',
+            nargs='+',
+            type=setting,
+            default={},
+            action=DictAction,
+            help='overrides settings of the config: k=v',
+        )
+    parser.add_argument('--timm', metavar='NAME', help='a model of timm in the place of config and checkpoint')
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument('--checkpoint', metavar='FILE', help='with --timm: its checkpoint')
+    weights.add_argument('--pretrained', action='store_true', help="with --timm: timm's pretrained weights")
+    parser.add_argument(
+        '--model-kwargs',
+        nargs='+',
+        type=setting,
+        default={},
+        action=ParseKwargs,
+        help='with --timm: settings of the model: k=v',
+    )
+
+
+def check_model_options(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, config: Optional[str], checkpoint: Optional[str]
+) -> None:
+    """Ends the tool where the options say no model, or two."""
+    if args.timm is None:
+        if config is None or checkpoint is None:
+            parser.error('a config and a checkpoint are needed, or --timm NAME')
+        if args.checkpoint or args.pretrained or args.model_kwargs:
+            parser.error('--checkpoint, --pretrained and --model-kwargs are for --timm')
+    elif config is not None or getattr(args, 'cfg_options', None):
+        parser.error('--timm takes the place of the config, its checkpoint and --cfg-options')
+
+
+def load_model(args: argparse.Namespace, config: Optional[str], checkpoint: Optional[str]) -> LoadedModel:
+    """The model that the options say.
+
+    Raises:
+        FileNotFoundError: No such config or checkpoint.
+        ImportError: A config without mmpretrain.
+        RuntimeError, ValueError: No such model in timm, or a checkpoint that does not fit.
+    """
+    if args.timm is not None:
+        return TimmModel(args.timm, args.checkpoint, args.pretrained, args.model_kwargs)
+    from .mm import safe_loading  # noqa: F401
+    from .mm.config_model import ConfigModel
+
+    return ConfigModel(str(config), str(checkpoint), args.cfg_options)

@@ -1,1 +1,0 @@
-"""Glue to mmengine's private functions, the loader of checkpoint files, and the frameworks that are installed."""

@@ -1,0 +1,194 @@
+"""The model of a config and a checkpoint, and images as it takes them."""
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+pytest.importorskip('mmpretrain')
+
+from mmcv.transforms import LoadImageFromFile  # noqa: E402
+from mmengine.config import Config  # noqa: E402
+from mmpretrain import get_model  # noqa: E402
+
+from attncnn_plugin.loaded_model import evenly_spread, image_files  # noqa: E402
+from attncnn_plugin.mm.config_model import ConfigModel  # noqa: E402
+
+
+def photo(seed, height=16, width=16):
+    """More red than green, more green than blue."""
+    noise = np.random.default_rng(seed).integers(0, 60, (height, width, 3))
+    return (noise + [180, 100, 20]).astype(np.uint8)
+
+
+def save_config(folder, repository, to_rgb=True, **options):
+    """A small network for images in a folder, and its checkpoint."""
+    config = Config.fromfile(str(repository / 'configs/sa_quadratic_digits.py'))
+    config.model.backbone.update(
+        arch=dict(embed_dims=16, num_layers=2, num_heads=3, feedforward_channels=24), in_channels=3
+    )
+    config.model.head.in_channels = 16
+    config.data_preprocessor = dict(num_classes=10, mean=[120, 110, 100], std=[60, 61, 62], to_rgb=to_rgb)
+    steps = [dict(type='LoadImageFromFile'), dict(type='PackInputs')]
+    config.test_dataloader.dataset = dict(type='CustomDataset', data_root=str(folder / 'data'), pipeline=steps)
+    config.merge_from_dict(options)
+    config.dump(str(folder / 'config.py'))
+    torch.save(dict(state_dict=get_model(config).state_dict(), meta=dict(epoch=7)), folder / 'model.pth')
+
+
+@pytest.fixture
+def folder(tmp_path, repository):
+    for i in range(6):
+        path = tmp_path / f'data/class{i // 3}/{i}.png'
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(photo(i)).save(path)
+    save_config(tmp_path, repository)
+    return tmp_path
+
+
+def load(folder, **options):
+    return ConfigModel(str(folder / 'config.py'), str(folder / 'model.pth'), options)
+
+
+def test_files_are_read_as_the_test_set_reads_them(folder):
+    loaded = load(folder)
+    assert not loaded.model.training and loaded.meta == dict(epoch=7)
+    assert (loaded.in_channels, loaded.img_size, loaded.grid) == (3, (16, 16), (8, 8))
+    images = [loaded.read(folder / f'data/class{i // 3}/{i}.png') for i in range(6)]
+    assert all(torch.equal(image, loaded.test_set[i]['inputs']) for i, image in enumerate(images))
+    assert all(torch.equal(image, images[2 * i]) for i, image in enumerate(loaded.test_images(3)))
+    assert all(torch.equal(image, images[3 * i]) for i, image in enumerate(loaded.read_folder(folder / 'data', 2)))
+    assert torch.equal(loaded.image('4'), images[4])
+    assert torch.equal(loaded.image(str(folder / 'data/class1/4.png')), images[4])
+    expected = (photo(1).transpose(2, 0, 1) - np.array([120, 110, 100])[:, None, None]) / np.array([60, 61, 62])[
+        :, None, None
+    ]
+    assert np.allclose(loaded.inputs(images)[1].numpy(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize('to_rgb', [True, False])
+def test_pictures_are_red_first(folder, repository, to_rgb):
+    save_config(folder, repository, to_rgb)
+    loaded = load(folder)
+    image = loaded.read(folder / 'data/class0/0.png')
+    assert np.array_equal(loaded.picture(image), photo(0))
+    assert torch.equal(image, loaded.test_set[0]['inputs'])
+    np.save(folder / 'array.npy', photo(0))
+    assert torch.equal(image, loaded.read(folder / 'array.npy'))
+    # Without to_rgb the model takes files as they are read, blue first.
+    first = photo(0)[..., 0 if to_rgb else 2]
+    assert np.allclose(loaded.inputs([image])[0, 0].numpy(), (first - 120.0) / 60, atol=1e-5)
+
+
+@pytest.mark.parametrize('loading', ['mmcv.LoadImageFromFile', LoadImageFromFile])
+def test_how_the_step_that_loads_files_is_written(folder, loading):
+    loaded = load(folder, **{'test_dataloader.dataset.pipeline': [dict(type=loading), dict(type='PackInputs')]})
+    assert np.array_equal(loaded.picture(loaded.read(folder / 'data/class0/0.png')), photo(0))
+
+
+def test_images_in_memory_are_red_first(folder, repository):
+    save_config(
+        folder,
+        repository,
+        to_rgb=False,
+        **{
+            'test_dataloader.dataset': dict(
+                _delete_=True, type='CIFAR10', data_prefix='nowhere', test_mode=True, pipeline=[dict(type='PackInputs')]
+            )
+        },
+    )
+    loaded = load(folder)
+    image = loaded.read(folder / 'data/class0/0.png')
+    assert np.array_equal(image.permute(1, 2, 0).numpy(), photo(0)) and np.array_equal(loaded.picture(image), photo(0))
+    np.save(folder / 'array.npy', photo(0))
+    assert torch.equal(image, loaded.read(folder / 'array.npy'))
+
+
+def test_grey_images(folder, repository):
+    save_config(
+        folder,
+        repository,
+        **{
+            'model.backbone.in_channels': 1,
+            'data_preprocessor': dict(_delete_=True, mean=[100], std=[50]),
+            'test_dataloader.dataset.pipeline': [
+                dict(type='LoadImageFromFile', color_type='grayscale'),
+                dict(type='PackInputs'),
+            ],
+        },
+    )
+    loaded = load(folder)
+    image = loaded.read(folder / 'data/class0/0.png')
+    assert image.shape == (1, 16, 16)
+    grey = cv2.cvtColor(photo(0), cv2.COLOR_RGB2GRAY).astype(int)
+    assert abs(image[0].numpy() - grey).max() <= 1
+    assert np.array_equal(loaded.picture(image), np.repeat(image[0].numpy()[..., None], 3, axis=2))
+
+
+def test_another_size_is_said_and_fitted(folder, capsys):
+    bar = np.zeros((32, 8, 3), np.uint8)
+    Image.fromarray(np.concatenate([bar, photo(0, 32, 48), bar], axis=1)).save(folder / 'wide.png')
+    loaded = load(folder, **{'model.backbone.img_size': (16, 24)})
+    image = loaded.read(folder / 'wide.png')
+    assert image.shape == (3, 16, 24) and image.min() > 0  # the middle of it
+    assert 'wide.png: 32x64 pixels after the test pipeline are scaled and cropped to 16x24' in capsys.readouterr().err
+    assert load(folder).read(folder / 'data/class0/0.png').shape == (3, 16, 16) and not capsys.readouterr().err
+
+
+def test_kinds_of_files(folder):
+    loaded = load(folder)
+    expected = loaded.read(folder / 'data/class0/0.png')
+    np.save(folder / 'array.npy', photo(0))
+    Image.fromarray(np.dstack([photo(0), np.full((16, 16), 255, np.uint8)])).save(folder / 'alpha.png')
+    Image.fromarray(photo(0)).save(folder / 'image.bmp')
+    for name in ('array.npy', 'alpha.png', 'image.bmp'):
+        assert torch.equal(loaded.read(folder / name), expected), name
+    sideways = Image.fromarray(np.rot90(photo(0)))  # 6: to be turned by 90 degrees to the right
+    exif = sideways.getexif()
+    exif[274] = 6
+    sideways.save(folder / 'sideways.png', exif=exif)
+    assert torch.equal(loaded.read(folder / 'sideways.png'), expected)
+    levels = np.arange(256, dtype=np.uint16).reshape(16, 16)
+    Image.fromarray(levels * 257).save(folder / 'deep.png')
+    assert np.array_equal(loaded.picture(loaded.read(folder / 'deep.png'))[..., 0], levels)
+
+
+def test_images_that_cannot_be_read(folder):
+    loaded = load(folder)
+    (folder / 'broken.png').write_text('no image')
+    with pytest.raises(ValueError, match='broken.png cannot be read as an image'):
+        loaded.read(folder / 'broken.png')
+    with pytest.raises(FileNotFoundError, match='none.png'):
+        loaded.read(folder / 'none.png')
+    with pytest.raises(ValueError, match='image 6 must be a file, or below 6, the size of the test set'):
+        loaded.image('6')
+    np.save(folder / 'floats.npy', photo(0) / 255)
+    with pytest.raises(ValueError, match='floats.npy is an array of float64 and shape .16, 16, 3.'):
+        loaded.read(folder / 'floats.npy')
+    with pytest.raises(ValueError, match='2 different sizes after the test pipeline, such as 16x16 and 18x16'):
+        loaded.inputs([torch.zeros(3, 16, 16), torch.zeros(3, 18, 16)])
+    (folder / 'empty').mkdir()
+    with pytest.raises(ValueError, match='empty holds no image files'):
+        loaded.read_folder(folder / 'empty', 3)
+
+
+def test_configs_and_checkpoints_that_do_not_do(folder, repository):
+    with pytest.raises(FileNotFoundError, match='none.pth'):
+        ConfigModel(str(folder / 'config.py'), str(folder / 'none.pth'))
+    with pytest.raises(ValueError, match='model.pth does not fit the model of .*: .* mismatch for .* …'):
+        ConfigModel(str(repository / 'configs/sa_learned_digits.py'), str(folder / 'model.pth'))
+    with pytest.raises(ValueError, match='test dataset of .* cannot be read .*: give images of your own'):
+        load(folder, **{'test_dataloader.dataset.data_root': 'nowhere'}).test_images(3)
+    with pytest.raises(ValueError, match='has no test_dataloader'):
+        load(folder, test_dataloader=None).read(folder / 'data/class0/0.png')
+
+
+def test_evenly_spread():
+    assert evenly_spread(10, 4) == [0, 2, 5, 7] and evenly_spread(3, 100) == [0, 1, 2] and evenly_spread(0, 3) == []
+
+
+def test_image_files(folder):
+    (folder / 'data/notes.txt').write_text('')
+    files = image_files(folder / 'data', 100)
+    assert [path.name for path in files] == [f'{i}.png' for i in range(6)]

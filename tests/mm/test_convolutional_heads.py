@@ -1,0 +1,191 @@
+"""mmengine's initializer ConvolutionalHeads, for vision transformers of mmpretrain."""
+
+import pytest
+import torch
+from helpers.starts import gaussian, total_variation
+from mmengine.registry import DefaultScope
+from mmpretrain.registry import MODELS
+
+import attncnn_plugin  # noqa: F401
+from attncnn_plugin.analysis import vit_attention
+from attncnn_plugin.transformers import init_as_convolution
+from attncnn_plugin.transformers.embeddings import sine_cosine_embedding
+from attncnn_plugin.transformers.start import random_images
+from attncnn_plugin.transformers.transformer_parts import find_attention
+
+ARCH = dict(embed_dims=32, num_layers=2, num_heads=2, feedforward_channels=48)
+START = dict(type='ConvolutionalHeads', kernel_size=3)
+VIT = dict(type='VisionTransformer', arch=ARCH, img_size=24, patch_size=4)
+SMALL = [
+    VIT,
+    dict(VIT, with_cls_token=False, out_type='avg_featmap'),
+    dict(VIT, type='DistilledVisionTransformer'),
+    dict(VIT, type='DeiT3'),
+    dict(VIT, type='BEiTViT'),
+    dict(VIT, type='BEiTViT', use_rel_pos_bias=False, use_shared_rel_pos_bias=True),
+    dict(
+        type='SwinTransformer',
+        arch=dict(embed_dims=16, depths=[2, 1], num_heads=[2, 4]),
+        img_size=48,
+        window_size=3,
+        out_indices=(1,),
+    ),
+]
+BOUNDS = dict(absolute=0.1, relative=1e-6)
+
+
+@pytest.fixture(autouse=True)
+def scope():
+    with DefaultScope.overwrite_default_scope('mmpretrain'):
+        yield
+
+
+def built(config, **changes):
+    torch.manual_seed(0)
+    return MODELS.build(dict(config, **changes))
+
+
+@pytest.mark.parametrize('config', SMALL, ids=[config['type'] for config in SMALL])
+def test_attention_after_init_weights(config):
+    """The start comes last: after tables, embeddings and MLPs that mmpretrain draws, with its own attention."""
+    model, report = built(config, init_cfg=[START]), init_as_convolution(built(config))
+    model.init_weights()
+    encoding = 'absolute' if config['type'] not in ('BEiTViT', 'SwinTransformer') else 'relative'
+    assert {layer.encoding for layer in report.layers} == {encoding}
+    assert all(head.total_variation < BOUNDS[encoding] for layer in report.layers for head in layer.heads)
+    if config['type'] == 'SwinTransformer':
+        for layer in report.layers:
+            table = model.get_submodule(layer.name).relative_position_bias_table
+            other = MODELS.build(config)
+            init_as_convolution(other)
+            assert torch.equal(table, other.get_submodule(layer.name).relative_position_bias_table)
+        return
+    probs, _ = vit_attention(model, random_images(model))
+    for layer in report.layers:
+        for number, head in enumerate(layer.heads):
+            found = total_variation(probs[layer.name][:, number].double(), gaussian(head.shift, 2.0, layer.grid))
+            assert found < max(BOUNDS[encoding], 1e-5)
+
+
+def test_in_a_classifier():
+    """Of a model, after what its other initializers set; of its backbone, after the model's own."""
+    head = dict(type='VisionTransformerClsHead', num_classes=4, in_channels=32)
+    drawn = [dict(type='TruncNormal', layer='Linear', std=0.02)]
+    for of_model, of_backbone in (([*drawn, START], None), (drawn, [START])):
+        config = dict(type='ImageClassifier', backbone=dict(VIT, init_cfg=of_backbone), head=head, init_cfg=of_model)
+        model = built(config)
+        model.init_weights()
+        probs, _ = vit_attention(model, random_images(model.backbone))
+        report = init_as_convolution(built(VIT))
+        for layer in report.layers:
+            for number, of_head in enumerate(layer.heads):
+                wanted = gaussian(of_head.shift, 2.0, layer.grid)
+                assert total_variation(probs[f'backbone.{layer.name}'][:, number].double(), wanted) < 0.1
+        assert model.head.layers.head.weight.std() < 0.03  # initialized, too
+
+
+def test_beside_a_checkpoint(tmp_path):
+    """mmengine would load it over the start. Of a part of the model it is loaded before, and is not overwritten."""
+    trained = built(VIT)
+    with torch.no_grad():
+        trained.layers[0].ln1.bias.normal_()
+    torch.save(trained.state_dict(), tmp_path / 'trained.pth')
+    pretrained = dict(type='Pretrained', checkpoint=str(tmp_path / 'trained.pth'))
+    for start in (START, dict(type='SineCosineEmbedding')):
+        for init_cfg in ([pretrained, start], [start, pretrained]):
+            with pytest.raises(ValueError, match=f'has Pretrained beside {start["type"]}, whose start'):
+                built(VIT, init_cfg=init_cfg).init_weights()
+    head = dict(type='VisionTransformerClsHead', num_classes=4, in_channels=32)
+    config = dict(type='ImageClassifier', backbone=dict(VIT, init_cfg=pretrained), head=head)
+    with pytest.raises(ValueError, match=r'layers\.0\.ln1\.bias of VisionTransformer holds different numbers'):
+        built(config, init_cfg=START).init_weights()
+    model = built(config, init_cfg=dict(START, overwrite=True))
+    model.init_weights()
+    assert torch.equal(model.backbone.layers[0].ln1.bias, trained.layers[0].ln1.bias)
+    assert not torch.equal(model.backbone.layers[0].attn.qkv.weight, trained.layers[0].attn.qkv.weight)
+
+
+def test_the_record(caplog):
+    """mmengine's log says what set each parameter."""
+    model = built(VIT, init_cfg=START)
+    record = {}
+    model._dump_init_info = lambda: record.update(
+        {name: model._params_init_info[parameter]['init_info'] for name, parameter in model.named_parameters()}
+    )
+    model.init_weights()
+    set_by = [name for name, info in record.items() if info.startswith('ConvolutionalHeads')]
+    assert {'pos_embed', 'layers.0.attn.qkv.weight', 'layers.1.attn.qkv.weight'} <= set(set_by)
+
+
+def test_without_init_weights():
+    """The initializer itself, of a model that is in no init_weights."""
+    from attncnn_plugin.mm.initializers import ConvolutionalHeads
+
+    model, other = built(VIT), built(VIT)
+    ConvolutionalHeads(alpha=1.0, seed=3)(model)
+    init_as_convolution(other, alpha=1.0, seed=3)
+    assert all(torch.equal(value, other.state_dict()[key]) for key, value in model.state_dict().items())
+    assert model.init_cfg == other.init_cfg
+
+
+def test_sines_and_cosines_alone():
+    """The embedding of the start, and all else as drawn."""
+    embedding = dict(type='SineCosineEmbedding')
+    model, started, plain = (built(VIT, init_cfg=config) for config in (embedding, START, None))
+    for network in (model, started, plain):
+        torch.manual_seed(0)
+        network.init_weights()
+    assert torch.allclose(model.pos_embed[0, 1:], sine_cosine_embedding((6, 6), 32).float())
+    changed = [name for name, value in model.named_parameters() if not torch.equal(value, plain.get_parameter(name))]
+    assert changed == ['pos_embed'] and not torch.equal(
+        started.layers[0].attn.qkv.weight, plain.layers[0].attn.qkv.weight
+    )
+    with pytest.raises(ValueError, match='has TruncNormal after SineCosineEmbedding: put that last'):
+        built(VIT, init_cfg=[embedding, dict(type='TruncNormal', layer='Linear', std=0.02)]).init_weights()
+
+
+def test_refusals():
+    with pytest.raises(TypeError, match="ConvolutionalHeads has no option 'kernel': it has kernel_size, method, alpha"):
+        built(VIT, init_cfg=[dict(type='ConvolutionalHeads', kernel=3)]).init_weights()
+    model = built(VIT, init_cfg=[START, dict(type='TruncNormal', layer='Linear', std=0.02)])
+    with pytest.raises(ValueError, match='has TruncNormal after ConvolutionalHeads: put that last'):
+        model.init_weights()
+    model = built(dict(type='ViTEVA02', arch='tiny', img_size=28), init_cfg=[START])
+    with pytest.raises(ValueError, match='its rotations are inside of it'):
+        model.init_weights()
+
+
+def test_all_kinds_of_maps():
+    """BEiT's keys without a bias and with one."""
+    for bias in ('qv_bias', True, False):
+        model = built(VIT, type='BEiTViT', layer_cfgs=dict(bias=bias))
+        for attention in find_attention(model):
+            assert (attention.bias('k') is not None) == (bias is True)
+            assert (attention.bias('q') is not None) == bool(bias)
+        report = init_as_convolution(model)
+        assert all(head.total_variation < 1e-6 for layer in report.layers for head in layer.heads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'config',
+    [
+        dict(type='VisionTransformer', arch='deit-tiny'),
+        dict(type='BEiTViT', arch='base', patch_size=16),
+        dict(type='SwinTransformer', arch='tiny'),
+    ],
+    ids=lambda config: config['type'],
+)
+def test_start_and_a_step(config):
+    """The backbones as mmpretrain has them."""
+    model = built(config, init_cfg=[START])
+    model.init_weights()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    images, values = torch.randn(2, 3, 224, 224), []
+    for _ in range(2):
+        loss = model(images)[-1].square().mean()
+        values.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert values[1] != values[0] and all(torch.isfinite(parameter).all() for parameter in model.parameters())
