@@ -7,8 +7,8 @@ from typing import Any, Dict, Iterator, Mapping
 from torch import Tensor
 
 from ..attention.prunable_heads import PrunableHeads
-from ..pruning import ObservedAttention
-from ..pruning.heads import Heads
+from ..pruning.criteria import ObservedAttention
+from ..pruning.prune import Heads
 from ..transformers.attention import visited_attention
 from ..transformers.image_means import few_images
 

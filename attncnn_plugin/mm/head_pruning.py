@@ -13,18 +13,9 @@ from mmpretrain.registry import HOOKS
 from torch import nn
 
 from ..attention.prunable_heads import PrunableHeads
-from ..change import Successor
-from ..pruning import (
-    fold_into_bias,
-    merge_duplicate,
-    prunable_heads,
-    prune_heads,
-    replace_parameters,
-    reset_heads,
-    singular_penalty,
-)
-from ..pruning.bias_correction import takes_duplicates
-from ..pruning.heads import Heads
+from ..change import Change
+from ..pruning import prunable_heads, prune_heads, replace_parameters, reset_heads, singular_penalty
+from ..pruning.prune import Heads, fold_into_bias, merge_duplicate, takes_duplicates
 from ..training.judged_heads import HeadJudge, JudgedHeads
 from ..training.phases import parts_in_phases
 from ..training.random_state import random_numbers_kept
@@ -266,7 +257,6 @@ class HeadPruningHook(FollowStateDictHook):
         heads: Dict[str, List[int]],
         judged: JudgedHeads,
     ) -> None:
-        before = sum(p.numel() for p in model.parameters())
         layers = prunable_heads(model)
         without_bias = [name for name in heads if layers[name].output.bias is None]
         if self.bias_correction and without_bias:
@@ -274,22 +264,20 @@ class HeadPruningHook(FollowStateDictHook):
                 f'{", ".join(without_bias)} of the model have no bias: nothing makes up for their heads that go, '
                 'besides duplicates'
             )
-        replaced = self._prune(model, heads, judged)
+        change = self._prune(model, heads, judged)
         for averaged in averaged_models(runner):
             self._prune(averaged.module, heads, judged)
             refresh_average(averaged)
         for optimizer in _optimizers(runner):
-            replace_parameters(optimizer, replaced)
+            replace_parameters(optimizer, change)
         wrap_again(runner)
         if is_model_wrapper(runner.model):
             compile_train_step(runner)
-        after = sum(p.numel() for p in model.parameters())
-        runner.logger.info(f'Removed heads {heads}: {before:,} parameters became {after:,}')
+        counts = f'{change.parameters_before:,} parameters became {change.parameters_after:,}'
+        runner.logger.info(f'Removed heads {heads}: {counts}')
         self._change_rates(runner)
 
-    def _prune(
-        self, model: nn.Module, heads: Dict[str, List[int]], judged: JudgedHeads
-    ) -> Dict[nn.Parameter, Successor]:
+    def _prune(self, model: nn.Module, heads: Dict[str, List[int]], judged: JudgedHeads) -> Change:
         layers = prunable_heads(model)
         for name, indices in heads.items() if self.bias_correction else ():
             layer = layers[name]

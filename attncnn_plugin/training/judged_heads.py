@@ -12,22 +12,16 @@ from ..analysis.observed_attention import observed_attention
 from ..attention.evaluation_mode import evaluating
 from ..attention.prunable_heads import PrunableHeads
 from ..attention.window import shown
-from ..pruning import (
+from ..pruning import find_degenerate_heads, head_costs, least_important, prunable_heads
+from ..pruning.criteria import (
     DegeneracyReport,
     DegenerateHead,
-    HeadMeans,
     ObservedAttention,
-    find_degenerate_heads,
-    head_costs,
-    head_means,
-    least_important,
+    degenerate_heads_of_observed,
     least_uniform_head,
-    prunable_heads,
 )
-from ..pruning.amount import check_amount
-from ..pruning.degenerate_heads import degenerate_heads_of_observed
-from ..pruning.heads import Heads, check_prunable
-from ..pruning.importance import HeadGradients, add_gradients, counting
+from ..pruning.importance import HeadGradients, add_gradients, check_amount, counting
+from ..pruning.prune import HeadMeans, Heads, check_prunable, head_means
 
 IMPORTANCE = 'importance'
 
@@ -103,7 +97,7 @@ class HeadJudge:
         keep = self.of_importance[0].get('keep') if self.of_importance else None
         if keep is not None and keep < len(layers) and not self.allow_empty:
             raise ValueError(f'keep={keep} heads cannot be reached: one of each of the {len(layers)} layers stays')
-        built = sum(_built_heads(layer) for layer in self.layers(model).values())
+        built = sum(layer.built_heads for layer in self.layers(model).values())
         if keep is not None and layers and keep > built:
             raise ValueError(f'keep={keep} must be at most {built}, the number of heads of the {len(layers)} layers')
         for name, layer in layers.items():
@@ -274,10 +268,6 @@ def _settings(criterion: Any) -> Dict[str, Any]:
 
 def _depends_on_content(layer: Heads) -> bool:
     return not isinstance(layer, PrunableHeads) or layer.depends_on_content
-
-
-def _built_heads(layer: Heads) -> int:
-    return layer.built_heads if isinstance(layer, PrunableHeads) else layer.built_heads
 
 
 def _smallest_size(layer: PrunableHeads) -> Sequence[int]:

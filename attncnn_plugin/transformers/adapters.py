@@ -19,6 +19,10 @@ from .vision_transformer import BLOCKS, find_transformer
 Call = Dict[str, Any]  # the arguments of a call after the tokens, by name
 Windows = Tuple[Tuple[int, int], Tuple[int, int], Tuple[int, int], bool]
 MAX_LOGIT_SCALE = math.log(100)  # of Swin v2
+KNOWN = (
+    "the classes that are known are in attncnn_plugin.transformers.ADAPTERS, those of timm's and mmpretrain's ViT, DeiT, "
+    'BEiT, EVA, DINOv3, ConViT and Swin'
+)
 
 
 def scaled(module: Any, head_dim: int) -> Any:
@@ -26,7 +30,7 @@ def scaled(module: Any, head_dim: int) -> Any:
     return getattr(module, 'scale', head_dim**-0.5)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Adapter:
     """Where attention of a class has its heads, and what it computes with them.
 
@@ -231,6 +235,7 @@ ADAPTERS: Dict[str, Adapter] = {
 
 def adapter_of(module: nn.Module) -> Optional[Adapter]:
     """Returns the entry of a module's class, or of one whose forward pass it inherits; None without one."""
+    cls: Any
     for cls in type(module).__mro__:
         adapter = ADAPTERS.get(f'{cls.__module__}.{cls.__qualname__}')
         if adapter is not None:
@@ -250,7 +255,7 @@ class Attention:
         shifts (Tensor): Δ of each head at which a start lets it look, ``(N_h, 2)``; none to begin with.
     """
 
-    def __init__(self, module: Any, name: str = '', block: Optional[nn.Module] = None) -> None:
+    def __init__(self, module: Any, name: str = '', block: Any = None) -> None:
         adapter = adapter_of(module)
         if adapter is None:
             raise TypeError(f'the attention is a {unknown_class(module)}')
@@ -332,16 +337,19 @@ class Attention:
         turned, (of_queries, of_keys) = self.adapter.turned, map(self.part, self.adapter.norms)
         query = query if of_queries is None else of_queries(query)
         key = key if of_keys is None else of_keys(key)
-        if turned is not None:
+        if turned is not None and self.num_heads:
             query, key = turned(self.module, query, call), turned(self.module, key, call)
         query = query * self.adapter.scale(self.module, self.head_dim)
         return query.type_as(value), key.type_as(value), value
 
     def added(self, query: Tensor, call: Call) -> Optional[Tensor]:
         """Returns B, what is added to the scores, of a shape that expands to ``(B, N_h, N, N)``; None for nothing."""
-        terms = [own(self.module, query, call) for own in self.adapter.added] if self.num_heads else []
-        terms = [own for own in terms if own is not None]
-        return sum(terms[1:], terms[0]) if terms else None
+        total: Optional[Tensor] = None
+        for own in self.adapter.added if self.num_heads else ():
+            term = own(self.module, query, call)
+            if term is not None:
+                total = term if total is None else total + term
+        return total
 
     def probs(self, args: Sequence[Any], kwargs: Call) -> Tensor:
         """Computes P = softmax(Q Kᵀ + B) of a call in evaluation mode, ``(B, N_h, N, N)``.
@@ -377,12 +385,13 @@ def find_attention(model: nn.Module) -> List[Attention]:
             if adapter_of(module) is not None:
                 owner = network.get_submodule(name.rpartition('.')[0])
                 found.append(Attention(module, f'{prefix}.{name}' if prefix else name, owner))
-            elif hasattr(module, 'num_heads') and not any(map(adapter_of, [*module.modules(), *_around(network, name)])):
+            elif hasattr(module, 'num_heads') and not any(
+                map(adapter_of, [*module.modules(), *_around(network, name)])
+            ):
                 raise ValueError(f'{name} of a {type(network).__name__} is a {unknown_class(module)}')
     if not found:
         raise ValueError(
-            f'model has a {type(network).__name__}, whose blocks have no attention with num_heads: give one of timm or '
-            f'mmpretrain with attention that is known: {known_classes()}'
+            f'model has a {type(network).__name__}, whose blocks have no attention with num_heads: {KNOWN}'
         )
     return found
 
@@ -393,11 +402,5 @@ def _around(network: nn.Module, name: str) -> List[nn.Module]:
 
 
 def unknown_class(module: nn.Module) -> str:
-    """Returns the class of a module in words, and those that are known."""
-    cls = type(module)
-    return f'{cls.__name__} of {cls.__module__}, and not of a class whose attention is known: {known_classes()}'
-
-
-def known_classes() -> str:
-    """Returns the classes that are known, in words."""
-    return ', '.join(f"{name.partition('.')[0]}'s {'.'.join(name.split('.')[-2:])}" for name in ADAPTERS)
+    """Returns the class of a module in words, and which are known."""
+    return f'{type(module).__name__} of {type(module).__module__}: {KNOWN}'

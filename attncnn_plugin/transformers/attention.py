@@ -43,7 +43,7 @@ class TokenPlaces:
     masked: Optional[Tensor] = None
 
     def of_patches(self, probs: Tensor) -> Tuple[Tensor, Tensor]:
-        """Returns what patches give to patches, renormalized to 1, where it lies: no larger than the model's probabilities.
+        """Returns what patches give to patches, renormalized to 1, where it lies, no larger than all.
 
         Args:
             probs (Tensor): As the model computes them, ``(B, N_h, N, N)``, of windows ``(B·windows, N_h, M, M)``.

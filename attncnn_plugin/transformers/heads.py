@@ -32,8 +32,8 @@ class TransformerHeads(Attention):
         built_heads (int): Number of heads that the module was built with, the most that it can load.
     """
 
-    def __init__(self, module: Any, name: str = '', block: Optional[nn.Module] = None) -> None:
-        super().__init__(module, name, block)
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
         self.built_heads = int(getattr(module, 'pruned_from', (self.num_heads, 0))[0])
         width = self.head_dim
         beside = [name for name in (self.adapter.gate, *self.adapter.biases) if self.part(name) is not None]
@@ -192,7 +192,7 @@ def forward_of_heads(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tenso
         heads = F.scaled_dot_product_attention(heads, key, value, attn_mask=added, dropout_p=rate, scale=1.0)
     elif module.num_heads > 0:
         scores = heads @ key.mT
-        heads = drop((scores if added is None else scores + added).softmax(-1)) @ value
+        heads = drop((scores if added is None else scores + added).softmax(-1)).type_as(value) @ value
     output = heads.transpose(1, 2).flatten(2)  # head after head
     gate = attention.part(attention.adapter.gate)
     output = attention.output(output if gate is None else output * gate(x).sigmoid())

@@ -111,9 +111,21 @@ def test_convit_that_is_a_convolution():
     'name, kwargs, reason',
     [
         ('pvt_v2_b0', {}, 'patch_embed gives no grid'),
-        ('cait_xxs24_224', dict(embed_dim=12, depth=1, num_heads=3), 'do not add up to 1'),
-        ('samvit_base_patch16', dict(embed_dim=12, depth=1, num_heads=3, img_size=64, global_attn_indexes=()), 'shape'),
-        ('vit_dwee_patch16_reg1_gap_256', dict(embed_dim=16, depth=1, num_heads=2, img_size=224), 'with N_h = 2'),
+        (
+            'cait_xxs24_224',
+            dict(embed_dim=12, depth=1, num_heads=3),
+            'is a TalkingHeadAttn of timm.models.cait: the classes',
+        ),
+        (
+            'samvit_base_patch16',
+            dict(embed_dim=12, depth=1, num_heads=3, img_size=64, global_attn_indexes=()),
+            'is a Attention of timm.models.vision_transformer_sam',
+        ),
+        (
+            'vit_dwee_patch16_reg1_gap_256',
+            dict(embed_dim=16, depth=1, num_heads=2, img_size=224),
+            'is a DiffAttention of timm.layers.diff_attention',
+        ),
         ('resnet18', {}, 'in which no module has a patch_embed'),
     ],
 )
@@ -130,7 +142,7 @@ def test_timm_model_without_attention():
     model = tiny_timm('vit_tiny_patch16_224')
     for block in model.blocks:
         block.attn = nn.Identity()
-    with pytest.raises(ValueError, match='its blocks have no attention with num_heads'):
+    with pytest.raises(ValueError, match='whose blocks have no attention with num_heads: the classes that are known'):
         vit_attention(model, torch.randn(1, 3, 32, 32))
 
 

@@ -163,9 +163,7 @@ def test_bias_correction(repository, tmp_path, start):
 
 @pytest.mark.parametrize('allow_empty, heads', [(False, [1, 1]), (True, [0, 0])])
 def test_never_without_heads_unless_allowed(allow_empty, heads, repository, tmp_path):
-    def everything(layer, size):
-        return torch.ones(layer.num_heads, dtype=torch.bool)
-
+    everything = dict(type='entropy', threshold=0)
     config = small_config(repository, tmp_path)
     config.train_cfg.max_epochs = 2
     config.param_scheduler = None

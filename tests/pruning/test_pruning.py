@@ -17,9 +17,8 @@ from attncnn_plugin.attention import (
     QuadraticAttention,
 )
 from attncnn_plugin.convert import conv_to_mhsa
-from attncnn_plugin.pruning import find_degenerate_heads, prune_heads
-from attncnn_plugin.pruning.bias_correction import fold_into_bias, head_means, merge_duplicate
-from attncnn_plugin.pruning.optimizer import replace_parameters
+from attncnn_plugin.pruning import find_degenerate_heads, prune_heads, replace_parameters
+from attncnn_plugin.pruning.prune import fold_into_bias, head_means, merge_duplicate
 
 LAYERS = {
     'quadratic': QuadraticAttention,
@@ -66,10 +65,18 @@ def test_networks(name):
     for block, indices in heads.items():
         expected.blocks[block].attn = zeroed(expected.blocks[block].attn, indices)
     before = sum(p.numel() for p in model.parameters())
-    prune_heads(model, heads)
+    change = prune_heads(model, heads)
     assert torch.allclose(model(x), expected(x), atol=1e-12, rtol=0)
     assert [block.attn.num_heads for block in model.blocks] == [2, 3, 1]
-    assert sum(p.numel() for p in model.parameters()) <= before - 3 * 16 * 16
+    after = sum(p.numel() for p in model.parameters())
+    assert after <= before - 3 * 16 * 16 and (change.parameters_before, change.parameters_after) == (before, after)
+    assert [(layer.name, layer.before, layer.after) for layer in change.layers] == [
+        ('blocks.0.attn', '3 heads', '2 heads'),
+        ('blocks.2.attn', '3 heads', '1 heads'),
+    ]
+    named = {name: parameter for own in change.replaced.values() for name, parameter in own.parameters.items()}
+    assert named and all(model.get_parameter(name) is parameter for name, parameter in named.items())
+    assert not prune_heads(model, {0: []})
 
 
 def test_numbers_of_the_paper():

@@ -141,7 +141,7 @@ def test_the_model_is_as_it_was_otherwise():
 @pytest.mark.parametrize('method', ['impulse', 'mimetic'])
 def test_values_of_heads_that_are_too_narrow(method):
     model = small_vit(embed_dim=32, num_heads=2)
-    model.blocks[1].attn.qkv, model.blocks[1].attn.proj = (nn.Linear(32, n).double() for n in (72, 32))
+    model.blocks[1].attn.qkv, model.blocks[1].attn.proj = nn.Linear(32, 72).double(), nn.Linear(24, 32).double()
     with pytest.raises(ValueError, match='the heads of blocks.1.attn must have 32 channels together, as a token'):
         init_as_convolution(model, method=method)
 

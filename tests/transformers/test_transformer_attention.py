@@ -1,13 +1,15 @@
 """The attention of other libraries' transformers: that which they compute, where their windows are."""
 
 import math
+from contextlib import ExitStack
 
 import pytest
 import timm
 import torch
-from helpers.vits import OF_MMPRETRAIN, OF_TIMM, output_of, small_vit
+from helpers.vits import OF_MMPRETRAIN, OF_TIMM, OTHERS, new_vit, output_of, small_vit
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,46 +27,95 @@ from attncnn_plugin.analysis import (
 )
 from attncnn_plugin.analysis.observed_attention import observed_attention
 from attncnn_plugin.pruning import prunable_heads, prune_heads
-from attncnn_plugin.transformers.attention import TokenPlaces, visit_vit_attention
-from attncnn_plugin.transformers.adapters import Attention
+from attncnn_plugin.transformers.adapters import ADAPTERS, Attention, adapter_of
+from attncnn_plugin.transformers.attention import TokenPlaces, visit_vit_attention, visited_attention
+
+VIT, BEIT, SWIN = 'vit_tiny_patch16_224', 'beit_base_patch16_224', 'swin_tiny_patch4_window7_224'
+MODELS = [*OF_TIMM, *OF_MMPRETRAIN, *OTHERS]
 
 
-def run_attention(model, images):
-    """The inputs of each attention and of its output map, in a pass as the model makes it, and the model's output."""
-    inputs, outputs, handles = {}, {}, []
+def own_attention(model, images):
+    """The probabilities that go through each module's ``attn_drop`` where the library has no fused kernel."""
+    found, handles = {}, []
     for name, layer in shown_layers(model).items():
-        keep = [(layer, inputs), (layer.proj, outputs)]
-        handles += [
-            module.register_forward_pre_hook(lambda _, args, name=name, store=store: store.update({name: args[0]}))
-            for module, store in keep
-        ]
-    with torch.no_grad():
-        output = output_of(model, images)
-    for handle in handles:
+        if isinstance(layer.attn_drop, nn.Module):
+            fused, layer.fused_attn = getattr(layer, 'fused_attn', None), False
+            keep = lambda _, args, name=name: found.update({name: args[0]})  # noqa: E731
+            handles.append((layer.attn_drop.register_forward_pre_hook(keep), layer, fused))
+    output_of(model, images)
+    for handle, layer, fused in handles:
         handle.remove()
-    return inputs, outputs, output
+        layer.fused_attn = fused
+    return found
 
 
-@pytest.mark.parametrize('name', [*OF_TIMM, *OF_MMPRETRAIN])
-def test_probabilities_are_those_of_the_fused_attention(name):
-    """P·V of what is shown is what the model's own, fused, attention gives; and the model stays as it was."""
+def test_every_class_is_tested():
+    models = [new_vit(name, **{**OF_TIMM, **OF_MMPRETRAIN, **OTHERS}[name]) for name in MODELS]
+    tested = {adapter_of(module) for model in models for module in model.modules()}
+    assert all(adapter in tested for adapter in ADAPTERS.values())
+
+
+@pytest.mark.parametrize(
+    'name', [name for name in MODELS if name not in ('cait_xxs24_224', 'VisionTransformer', 'DeiT3')]
+)
+@torch.no_grad()
+def test_probabilities_are_those_of_the_library(name):
+    """To 1e-12 in float64, where the tokens are said to be; the model stays as it was."""
     model, images = small_vit(name).double(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    inputs, outputs, output = run_attention(model, images)
-    found = {}
-    visit_vit_attention(model, images, lambda name, probs, places: found.update({name: (probs, places)}))
-    assert list(found) == list(shown_layers(model)) == list(inputs)
-    for layer_name, (probs, places) in found.items():
-        attention = Attention(shown_layers(model)[layer_name])
-        values = torch.einsum('bnd,hed->bhne', inputs[layer_name], attention.weight('v'))
-        if attention.bias('v') is not None:
-            values = values + attention.bias('v')[:, None]
-        given = (probs.double() @ values).transpose(1, 2).flatten(2)
-        expected = outputs[layer_name]
-        if isinstance(getattr(attention.module, 'norm', None), torch.nn.LayerNorm):
-            given = attention.module.norm(given)
-        assert torch.allclose(given, expected.reshape(given.shape), atol=1e-4 * expected.abs().max().item())
-        assert places.grid[0] * places.grid[1] + places.prefix == probs.shape[-1] or places.windows is not None
-    assert torch.equal(run_attention(model, images)[2], output)
+    expected, found, seen, output = own_attention(model, images), {}, {}, output_of(model, images)
+    with ExitStack() as stack:
+        for layer_name, layer in shown_layers(model).items():
+            stack.enter_context(visited_attention(layer, lambda own, name=layer_name: found.update({name: own})))
+        output_of(model, images)
+    assert list(found) == list(expected) == list(shown_layers(model))
+    visit_vit_attention(model, images, lambda name, probs, places: seen.update({name: (probs, places)}))
+    for layer_name, (probs, places) in seen.items():
+        torch.testing.assert_close(found[layer_name], expected[layer_name], rtol=1e-12, atol=1e-13)
+        assert torch.equal(probs, found[layer_name].float())
+        assert places.windows is not None or math.prod(places.grid) + places.prefix == probs.shape[-1]
+    assert torch.equal(output_of(model, images), output)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize('qk_scale', [None, 0.1])
+@torch.no_grad()
+def test_probabilities_of_a_function(qk_scale):
+    """mmpretrain's has no place where they can be seen: P·V is what the output map gets."""
+    utils = pytest.importorskip('mmpretrain.models.utils')
+    attention = Attention(utils.MultiheadAttention(24, 3, qk_scale=qk_scale).double().eval())
+    x, probs, inputs = torch.randn(2, 7, 24, dtype=torch.float64), [], []
+    attention.output.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    with visited_attention(attention.module, probs.append):
+        attention.module(x)
+    value = attention.queries_keys_values(x, {})[2]
+    torch.testing.assert_close((probs[0] @ value).transpose(1, 2).flatten(2), inputs[0], rtol=1e-12, atol=1e-12)
+
+
+def test_probabilities_of_the_class_token():
+    model, found = small_vit('cait_xxs24_224').double(), []
+    attention = model.blocks_token_only[0].attn
+    attention.fused_attn = False
+    attention.attn_drop.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    with visited_attention(attention, found.append):
+        model(torch.randn(2, 3, 32, 32, dtype=torch.float64))
+    assert found[1].shape == (2, 3, 1, 17)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize('causal', [False, True])
+def test_masks(causal):
+    attention = small_vit(VIT).double().blocks[0].attn
+    attention.fused_attn, found = False, []
+    x, seen = torch.randn(2, 5, 24, dtype=torch.float64), torch.rand(5, 5) > 0.4
+    seen.fill_diagonal_(True)
+    attention.attn_drop.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    with visited_attention(attention, found.append):
+        if causal:
+            attention(x, is_causal=True)
+        else:
+            attention(x, seen)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-13)
+    assert not found[1][..., ~(seen if not causal else seen.new_ones(5, 5).tril())].any()
 
 
 def same_region(at, other, length, window, shift):
@@ -216,17 +267,6 @@ def test_weights_that_are_not_finite():
     torch.nn.init.constant_(model.blocks[1].attn.qkv.weight, float('nan'))
     with pytest.raises(ValueError, match='the probabilities of blocks.1.attn are not finite: the parameters of model'):
         vit_attention(model, torch.randn(1, 3, 32, 32))
-
-
-def test_forward_that_another_set_stays():
-    """On the attention of windows, as some libraries do that compute it in their own way."""
-    model, images = small_vit('swin_tiny_patch4_window7_224'), torch.randn(1, 3, 32, 32)
-    attention = model.layers[0].blocks[0].attn
-    own, calls = attention.forward, []
-    attention.forward = replaced = lambda *args, **kwargs: calls.append(args) or own(*args, **kwargs)
-    vit_attention(model, images)
-    assert attention.__dict__.get('forward') is replaced and len(calls) == 1
-    assert 'forward' not in model.layers[0].blocks[1].attn.__dict__
 
 
 class LargestTensor(TorchDispatchMode):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention import GaussianHeads
-from ...pruning import DegenerateHead
+from ...pruning.criteria import DegenerateHead
 from .kinds import head_kind
 from .report import HeadStatistics
 from .shift_maps import ShiftMaps, mean_distance, moments, nearest_shifts, shift_shares, window_mass

@@ -6,7 +6,7 @@ Nine hard heads on the shifts of a 3x3 kernel are a convolution (Cordonnier et a
 from dataclasses import dataclass
 from typing import Optional, Sequence, Tuple
 
-from ...pruning.degenerate_heads import THRESHOLDS
+from ...pruning.criteria import THRESHOLDS
 
 HARD = 0.9  # share of its nearest shift from which a head is hard
 UNIFORM = THRESHOLDS['entropy']  # relative entropy above which a head is uniform

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...attention import AttentionLayer, GaussianHeads
 from ...attention.window import per_axis
 from ...convert.patches import PatchConvolutionAttention
-from ...pruning import DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
+from ...pruning.criteria import DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
 from .convolutions import ConvolutionErrors, expressible_kernels
 from .head_statistics import head_statistics
 from .kinds import EXACT, Lattice, LayerKind
@@ -108,7 +108,7 @@ def maps_report(
         num_images (int): Number of images of the mean, 0 for none: with images no head is called degenerate. Defaults
             to 0.
         relative_entropy (Tensor, optional): Relative entropy of single images, mean over these, see
-            :func:`~attncnn_plugin.pruning.relative_entropy_of_maps`, ``(N_h,)``. A mean over images has a
+            :func:`~attncnn_plugin.pruning.criteria.relative_entropy_of_maps`, ``(N_h,)``. A mean over images has a
             larger one: a head can look at one key in each image, and at all of them in the mean. Defaults to that of
             ``probs``.
         tolerance (float): Residual up to which a shift is expressible, 1e-7 or more. Defaults to 1e-6.

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ...attention import AttentionLayer
 from ...attention.window import shown
-from ...pruning import relative_entropy_of_maps
+from ...pruning.criteria import relative_entropy_of_maps
 from ...transformers.image_means import ImageMeans, few_images
 from ..attention_maps import probs_of_scores, require_attention_layers, visit_layers
 from ..model_attention import grids_of, is_other_vit
