@@ -47,7 +47,7 @@ def observed_attention(layers: Mapping[str, Heads]) -> Iterator[Dict[str, Observ
         yield observed
 
 
-def _see_probs(observed: ObservedAttention, probs: Tensor) -> None:
+def _see_probs(observed: ObservedAttention, probs: Tensor, masked: Any) -> None:
     observed.add(probs.float())
 
 

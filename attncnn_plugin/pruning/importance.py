@@ -96,7 +96,9 @@ def add_gradients(gradients: Dict[str, HeadGradients], model: nn.Module, batch: 
         ValueError: ``loss`` does not call the model with images, or not all layers are used.
     """
     images: List[int] = []
-    with _gated(gradients), counting(model, images):
+    with ExitStack() as stack, counting(model, images):
+        for own in gradients.values():
+            stack.callback(own.layer.output.register_forward_pre_hook(own.gate).remove)
         value = loss(model, batch)
         gates_of = {name: list(own.gates) for name, own in gradients.items()}
         gates = [gate for own in gates_of.values() for gate in own]
@@ -154,16 +156,6 @@ def head_importance(model: nn.Module, batches: Iterable[Any], loss: Loss, normal
 
 
 @contextmanager
-def _gated(gradients: Dict[str, HeadGradients]) -> Iterator[None]:
-    handles = [own.layer.output.register_forward_pre_hook(own.gate) for own in gradients.values()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
 def counting(model: nn.Module, images: List[int]) -> Iterator[None]:
     """Appends the number of images of each call of the model."""
 
@@ -215,10 +207,8 @@ def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str,
     with ExitStack() as stack:
         for name in layers:
             module = model.get_submodule(name)
-            before = module.register_forward_pre_hook(lambda *_, name=name: count(name, -1))
-            after = module.register_forward_hook(lambda *_, name=name: count(name, 1))
-            stack.callback(before.remove)
-            stack.callback(after.remove)
+            stack.callback(module.register_forward_pre_hook(lambda *_, name=name: count(name, -1)).remove)
+            stack.callback(module.register_forward_hook(lambda *_, name=name: count(name, 1)).remove)
         # Fused kernels on the CPU are not counted by every version of PyTorch; the plain products are.
         with counter, sdpa_kernel(SDPBackend.MATH):
             run()

@@ -20,8 +20,8 @@ Call = Dict[str, Any]  # the arguments of a call after the tokens, by name
 Windows = Tuple[Tuple[int, int], Tuple[int, int], Tuple[int, int], bool]
 MAX_LOGIT_SCALE = math.log(100)  # of Swin v2
 KNOWN = (
-    "the classes that are known are in attncnn_plugin.transformers.ADAPTERS, those of timm's and mmpretrain's ViT, DeiT, "
-    'BEiT, EVA, DINOv3, ConViT and Swin'
+    "the classes that are known are in attncnn_plugin.transformers.ADAPTERS, those of timm's and mmpretrain's ViT, "
+    'DeiT, BEiT, EVA, DINOv3, ConViT and Swin'
 )
 
 

@@ -51,6 +51,13 @@ class TokenPlaces:
         Returns:
             tuple[Tensor, Tensor]: The probabilities, ``(B, N_h, H·W, H·W)``, of windows ``(B, N_h, windows, M, M)``
             with 0 for padding, and what patches give to other tokens and to padding, mean over patches, ``(B, N_h)``.
+
+        Examples:
+            >>> places = TokenPlaces((1, 2), windows=torch.tensor([[0, 2], [1, 2]]))  # two windows, half of each padded
+            >>> own, left_out = places.of_patches(torch.full((2, 1, 2, 2), 0.5))
+            >>> places.on_grid(own), left_out
+            (tensor([[[[1., 0.],
+                      [0., 1.]]]]), tensor([[0.5000]]))
         """
         if self.windows is None:
             kept = probs[:, :, self.prefix :, self.prefix :]
@@ -77,26 +84,6 @@ class TokenPlaces:
         whole = own.new_zeros(*own.shape[:-3], patches, patches)
         whole[..., query[among], key[among]] = own[..., among]
         return whole
-
-    def between_patches(self, probs: Tensor) -> Tuple[Tensor, Tensor]:
-        """Returns what :meth:`of_patches` does, between all patches.
-
-        Args:
-            probs (Tensor): As the model computes them, ``(B, N_h, N, N)``, of windows ``(B·windows, N_h, M, M)``.
-
-        Returns:
-            tuple[Tensor, Tensor]: The probabilities, ``(B, N_h, H·W, H·W)``, 0 between windows, and what patches give
-            to other tokens and to padding, mean over patches, ``(B, N_h)``.
-
-        Examples:
-            >>> places = TokenPlaces((1, 2), windows=torch.tensor([[0, 2], [1, 2]]))  # two windows, half of each padded
-            >>> probs, left_out = places.between_patches(torch.full((2, 1, 2, 2), 0.5))
-            >>> probs, left_out
-            (tensor([[[[1., 0.],
-                      [0., 1.]]]]), tensor([[0.5000]]))
-        """
-        own, left_out = self.of_patches(probs)
-        return self.on_grid(own), left_out
 
     def entropies(self, own: Tensor) -> Tuple[Tensor, float]:
         """Computes the entropy of each head, and that of attention to all patches alike that a query sees.
@@ -157,7 +144,8 @@ def vit_attention(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], 
     found, prefix_mass = {}, {}
 
     def keep(name: str, probs: Tensor, places: TokenPlaces) -> None:
-        found[name], prefix_mass[name] = places.between_patches(probs)
+        own, prefix_mass[name] = places.of_patches(probs)
+        found[name] = places.on_grid(own)
 
     visit_vit_attention(model, images, keep)
     return found, prefix_mass
@@ -272,13 +260,10 @@ def visit_vit_attention(model: nn.Module, images: Tensor, visit: Visit) -> None:
         assert attention.adapter.windows is not None
         windows[attention.name] = places_in_windows(*attention.adapter.windows(owner, args))
 
-    def visit_call(attention: Attention, module: nn.Module, args: Any, kwargs: Dict[str, Any], output: Any) -> None:
-        probs, name = attention.probs(args, kwargs), attention.name
+    def visit_probs(name: str, probs: Tensor, masked: Optional[Tensor]) -> None:
         places = windows.get(name) or TokenPlaces(grid, probs.shape[-1] - grid[0] * grid[1])
         if places.windows is not None:
-            mask = by_name(module, args[1:], kwargs).get('mask')
-            numbers = places.windows.to(probs.device)
-            places = replace(places, windows=numbers, masked=None if mask is None else mask < 0)
+            places = replace(places, windows=places.windows.to(probs.device), masked=masked)
         # A layer may come before the class token is added, as in ConViT.
         elif places.prefix not in (0, num_prefix_tokens(network)):
             raise ValueError(
@@ -293,12 +278,9 @@ def visit_vit_attention(model: nn.Module, images: Tensor, visit: Visit) -> None:
     layers = find_attention(model)
     with evaluating(network), ExitStack() as stack:
         for attention in layers:
-            own = partial(visit_call, attention)
-            handles = [attention.module.register_forward_hook(own, with_kwargs=True)]
+            stack.enter_context(visited_attention(attention.module, partial(visit_probs, attention.name)))
             if attention.adapter.windows is not None:
-                handles.append(attention.block.register_forward_pre_hook(partial(cut, attention)))
-            for handle in handles:
-                stack.callback(handle.remove)
+                stack.callback(attention.block.register_forward_pre_hook(partial(cut, attention)).remove)
         network(images)
     wrong = [attention.name for attention in layers if seen.count(attention.name) != 1]
     if wrong:
@@ -308,16 +290,24 @@ def visit_vit_attention(model: nn.Module, images: Tensor, visit: Visit) -> None:
 
 
 @contextmanager
-def visited_attention(module: nn.Module, visit: Callable[[Tensor], None]) -> Iterator[None]:
-    """Calls ``visit(probs)`` inside, whenever an attention module of another library has run.
+def visited_attention(module: nn.Module, visit: Callable[[Tensor, Optional[Tensor]], None]) -> Iterator[None]:
+    """Calls ``visit(probs, masked)`` inside, whenever an attention module of another library has run.
+
+    Args:
+        module (nn.Module): The attention.
+        visit (Callable): Takes its probabilities, ``(B, N_h, N, N)``, of windows ``(B·windows, N_h, M, M)``, and
+            whether a query does not see a key of its window, ``(windows, M, M)``, bool; None where it sees all.
 
     Raises:
         TypeError: Its class is unknown.
     """
     attention = Attention(module)
-    handle = module.register_forward_hook(
-        lambda _, args, kwargs, output: visit(attention.probs(args, kwargs)), with_kwargs=True
-    )
+
+    def see(module: nn.Module, args: Any, kwargs: Dict[str, Any], output: Any) -> None:
+        mask = by_name(module, args[1:], kwargs).get('mask')
+        visit(attention.probs(args, kwargs), None if mask is None else mask < 0)
+
+    handle = module.register_forward_hook(see, with_kwargs=True)
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """What tokens hold of their positions: sines and cosines, and channels in which there is nothing else."""
 
 import math
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Tuple
 
@@ -189,18 +189,17 @@ class PositionChannels:
         Args:
             images (Tensor): ``(B, C, H, W)``.
         """
-        with arguments_of([attention.block for attention in self.attentions]) as of_blocks:
-            self.network(images)
+        of_blocks = calls_of([attention.block for attention in self.attentions], partial(self.network, images))
         tokens = of_blocks[self.attentions[0].block][0][0]
         for attention in self.attentions:
             (_, *others), named = of_blocks[attention.block]
             run_block = partial(attention.block, tokens, *others, **named)
-            read = input_of(attention.module, run_block)
+            read = calls_of([attention.module], run_block)[attention.module][0][0]
             self._keep_content(attention.weight('v'), read)
             yield attention, read
             for module in mlp_maps(attention)[:-1]:
                 if module.in_features == attention.width:
-                    self._keep_content(module.weight.data, input_of(module, run_block))
+                    self._keep_content(module.weight.data, calls_of([module], run_block)[module][0][0])
             tokens = run_block()
 
     def _keep_content(self, weight: Tensor, tokens: Tensor) -> None:
@@ -225,23 +224,12 @@ def mlp_maps(attention: Attention) -> List[nn.Linear]:
     return found
 
 
-@contextmanager
-def arguments_of(modules: Iterable[nn.Module]) -> Iterator[Dict[nn.Module, Call]]:
-    """Returns a dict that fills with what modules are called with inside: their positional and named arguments."""
+def calls_of(modules: Iterable[nn.Module], run: Callable[[], Any]) -> Dict[nn.Module, Call]:
+    """Returns what modules are called with when something runs: their positional and their named arguments."""
     found: Dict[nn.Module, Call] = {}
-    handles = [
-        module.register_forward_pre_hook(lambda own, *called: found.update({own: called}), with_kwargs=True)
-        for module in modules
-    ]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def input_of(module: nn.Module, run: Callable[[], Any]) -> Any:
-    """Returns the first argument that a module is called with when something runs."""
-    with arguments_of([module]) as found:
+    with ExitStack() as stack:
+        for module in modules:
+            hook = module.register_forward_pre_hook(lambda own, *call: found.update({own: call}), with_kwargs=True)
+            stack.callback(hook.remove)
         run()
-    return found[module][0][0]
+    return found

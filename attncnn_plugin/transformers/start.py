@@ -14,7 +14,7 @@ from ..attention.window import per_axis, shown
 from .absolute import start_absolute
 from .adapters import Attention, direction, find_attention, rope_of_mmpretrain
 from .attention import visited_attention
-from .embeddings import arguments_of, check_new
+from .embeddings import check_new
 from .impulse_and_mimetic import start_impulse, start_mimetic
 from .relative_tables import bias_of, gaussian_table, start_relative, window_of
 from .rotary import start_rotary
@@ -251,7 +251,7 @@ def _report(network: Any, attentions: List[Attention], encoding: str, alpha: flo
     """
     layers: List[LayerStart] = []
 
-    def compare(attention: Attention, probs: Tensor) -> None:
+    def compare(attention: Attention, probs: Tensor, masked: Optional[Tensor]) -> None:
         bias = bias_of(network, attention)
         grid = grid_of(network) if bias is None else window_of(bias)
         patches = grid[0] * grid[1]  # which come last
@@ -259,17 +259,15 @@ def _report(network: Any, attentions: List[Attention], encoding: str, alpha: flo
         total = own.sum(-1, keepdim=True)
         own = own / total.clamp(min=torch.finfo(own.dtype).tiny)
         wanted = at_grid_shifts(gaussian_table(attention.shifts, alpha, grid), grid).to(own.device)[None]
-        mask = calls[attention.module][1].get('mask')
-        if mask is not None:
-            own = own.unflatten(0, (-1, len(mask)))  # (B, windows, N_h, patches, patches)
-            wanted = wanted.masked_fill(mask[:, None] < 0, -torch.inf)
+        if masked is not None:
+            own = own.unflatten(0, (-1, len(masked)))  # (B, windows, N_h, patches, patches)
+            wanted = wanted.masked_fill(masked[:, None], -torch.inf)
         variations = (own - wanted.softmax(-1)).abs().sum(-1).transpose(-2, 0).flatten(1).mean(1) / 2
         share = max(0.0, float(1 - total.mean())) if probs.shape[-1] > patches else 0.0  # and no rounding error
         heads = tuple(HeadStart((i, j), x) for (i, j), x in zip(attention.shifts.tolist(), variations.tolist()))
         layers.append(LayerStart(attention.name, encoding, grid, heads, share))
 
     with ExitStack() as stack:
-        calls = stack.enter_context(arguments_of([attention.module for attention in attentions]))
         for attention in attentions:
             stack.enter_context(visited_attention(attention.module, partial(compare, attention)))
         network(images)

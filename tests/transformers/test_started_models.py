@@ -117,6 +117,31 @@ def test_new_models_of_all_kinds(settings):
     init_as_convolution(timm.create_model('vit_tiny_patch16_224', img_size=32, patch_size=8, depth=1, **settings))
 
 
+@pytest.mark.parametrize(
+    'name, settings',
+    [
+        ('vit_tiny_patch16_224', {}),
+        ('beit_base_patch16_224', dict(init_values=None)),
+        ('vit_relpos_small_patch16_224', dict(init_values=None, rel_pos_type='bias')),
+        ('vit_small_patch16_dinov3', dict(init_values=None)),
+    ],
+)
+def test_queries_and_keys_learn(name, settings):
+    """After a step both have gradients, though content begins at 0 in the queries."""
+    model = small_vit(name, **settings)
+    init_as_convolution(model)
+    before = [block.attn.qkv.weight.detach().clone() for block in model.blocks]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(torch.randn(4, 3, 12, 16).double()), torch.arange(4)).backward()
+        optimizer.step()
+    for block, weight in zip(model.blocks, before):
+        queries, keys, _ = (block.attn.qkv.weight - weight).abs().amax(1).unflatten(0, (3, -1))
+        assert (queries > 0).any() and (keys > 0).any()
+        assert name == 'vit_small_patch16_dinov3' or (queries > 0).all() and (keys > 0).all()
+
+
 def test_norms_that_say_nothing():
     model = small_vit()
     for block in model.blocks:

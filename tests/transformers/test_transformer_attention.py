@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from attncnn_plugin.analysis import (
     attention_probs_of,
     content_only_probs_of,
-    grid_of,
     grids_of,
     mean_attention_probs_of,
     model_reports,
@@ -65,7 +64,7 @@ def test_probabilities_are_those_of_the_library(name):
     expected, found, seen, output = own_attention(model, images), {}, {}, output_of(model, images)
     with ExitStack() as stack:
         for layer_name, layer in shown_layers(model).items():
-            stack.enter_context(visited_attention(layer, lambda own, name=layer_name: found.update({name: own})))
+            stack.enter_context(visited_attention(layer, lambda own, _, name=layer_name: found.update({name: own})))
         output_of(model, images)
     assert list(found) == list(expected) == list(shown_layers(model))
     visit_vit_attention(model, images, lambda name, probs, places: seen.update({name: (probs, places)}))
@@ -85,7 +84,7 @@ def test_probabilities_of_a_function(qk_scale):
     attention = Attention(utils.MultiheadAttention(24, 3, qk_scale=qk_scale).double().eval())
     x, probs, inputs = torch.randn(2, 7, 24, dtype=torch.float64), [], []
     attention.output.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    with visited_attention(attention.module, probs.append):
+    with visited_attention(attention.module, lambda own, _: probs.append(own)):
         attention.module(x)
     value = attention.queries_keys_values(x, {})[2]
     torch.testing.assert_close((probs[0] @ value).transpose(1, 2).flatten(2), inputs[0], rtol=1e-12, atol=1e-12)
@@ -96,7 +95,7 @@ def test_probabilities_of_the_class_token():
     attention = model.blocks_token_only[0].attn
     attention.fused_attn = False
     attention.attn_drop.register_forward_pre_hook(lambda _, args: found.append(args[0]))
-    with visited_attention(attention, found.append):
+    with visited_attention(attention, lambda own, _: found.append(own)):
         model(torch.randn(2, 3, 32, 32, dtype=torch.float64))
     assert found[1].shape == (2, 3, 1, 17)
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-13)
@@ -109,7 +108,7 @@ def test_masks(causal):
     x, seen = torch.randn(2, 5, 24, dtype=torch.float64), torch.rand(5, 5) > 0.4
     seen.fill_diagonal_(True)
     attention.attn_drop.register_forward_pre_hook(lambda _, args: found.append(args[0]))
-    with visited_attention(attention, found.append):
+    with visited_attention(attention, lambda own, _: found.append(own)):
         if causal:
             attention(x, is_causal=True)
         else:
@@ -118,62 +117,38 @@ def test_masks(causal):
     assert not found[1][..., ~(seen if not causal else seen.new_ones(5, 5).tril())].any()
 
 
-def same_region(at, other, length, window, shift):
-    """Whether two places of an axis are in one window of a Swin transformer, and not on two sides of its border."""
-    rolled = [(place - shift) % length for place in (at, other)]
-    regions = [sum(place >= border for border in (length - window, length - shift)) if shift else 0 for place in rolled]
-    return rolled[0] // window == rolled[1] // window and regions[0] == regions[1]
-
-
-@given(rows=st.integers(1, 3), columns=st.integers(1, 3), window=st.integers(2, 4))
-@pytest.mark.parametrize('kind', ['timm', 'mmpretrain'])
-def test_windows(kind, rows, columns, window):
-    """Of uniform attention each query sees the tokens of its window alike, on the grid of the image."""
-    size = (rows * window, columns * window)
-    pixels = tuple(4 * n for n in size)
+def build_swin(kind, pixels, window):
     if kind == 'timm':
+        settings = dict(embed_dim=4, depths=(2,), num_heads=(2,), window_size=window)
         model = timm.create_model(
-            'swin_tiny_patch4_window7_224',
-            img_size=pixels,
-            embed_dim=4,
-            depths=(2,),
-            num_heads=(2,),
-            window_size=window,
+            SWIN, img_size=pixels, always_partition=pixels[0] > pixels[1], strict_img_size=False, **settings
         )
-    else:
-        registry = pytest.importorskip('mmpretrain').registry
-        arch = dict(embed_dims=4, depths=[2], num_heads=[2])
-        model = registry.MODELS.build(
-            dict(
-                type='mmpretrain.SwinTransformer',
-                arch=arch,
-                img_size=pixels,
-                window_size=window,
-                out_indices=(0,),
-                pad_small_map=True,
-            )
-        )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    found, left_out = vit_attention(model, torch.randn(1, 3, *pixels))
-    assert grid_of(model, torch.randn(1, 3, *pixels)) == size
-    for (name, probs), shift in zip(found.items(), (0, window // 2)):
-        axes = []
-        for length in size:
-            # A grid of a single window is not shifted, by mmpretrain if one of the two axes is.
-            alone = (
-                length == window
-                if kind == 'timm'
-                else min(size) == window and not model.stages[0].blocks[0].attn.pad_small_map
-            )
-            own = 0 if alone else shift
-            axes.append([[same_region(a, b, length, window, own) for b in range(length)] for a in range(length)])
-        together = torch.einsum('ab,cd->acbd', *(torch.tensor(axis).double() for axis in axes))
-        together = together.reshape(math.prod(size), -1)
-        expected = together / together.sum(1, keepdim=True)
-        assert torch.allclose(probs[0].double(), expected.expand(2, -1, -1), atol=1e-6)
-        assert torch.allclose(left_out[name], torch.zeros(1, 2), atol=1e-6)
+        return model, [block.attn for block in model.layers[0].blocks]
+    settings = dict(arch=dict(embed_dims=4, depths=[2], num_heads=[2]), img_size=pixels, window_size=window)
+    build = pytest.importorskip('mmpretrain').registry.MODELS.build
+    model = build(dict(type='mmpretrain.SwinTransformer', out_indices=(0,), pad_small_map=True, **settings))
+    return model, [block.attn.w_msa for block in model.stages[0].blocks]
+
+
+@given(rows=st.integers(2, 9), columns=st.integers(2, 9), window=st.integers(2, 4))
+@pytest.mark.parametrize('kind', ['timm', 'mmpretrain'])
+@torch.no_grad()
+def test_windows(kind, rows, columns, window):
+    """They are those that the library cuts a grid of its tokens' numbers into, with its masks, shifts and padding."""
+    model, modules = build_swin(kind, (4 * rows, 4 * columns), window)
+    images, found, cut = torch.randn(2, 3, 4 * rows, 4 * columns), [], []
+    visit_vit_attention(model, images, lambda name, probs, places: found.append(places))
+    numbers = torch.arange(1.0, rows * columns + 1)  # padding is 0
+    for module in modules:
+        module.forward = lambda x, mask=None: cut.append((x[..., 0].long(), mask)) or x
+    for number in range(2):
+        if kind == 'timm':
+            model.layers[0].blocks[number]._attn(numbers.view(1, rows, columns, 1))
+        else:
+            model.stages[0].blocks[number].attn(numbers[None, :, None], (rows, columns))
+    for places, (windows, mask) in zip(found, cut):
+        assert places.grid == (rows, columns) and torch.equal((places.windows + 1) % (rows * columns + 1), windows)
+        assert places.masked is None if mask is None else torch.equal(places.masked, mask < 0)
 
 
 def test_padding_of_windows_is_left_out():
@@ -195,7 +170,9 @@ def test_places_of_windows():
     """Each query's keys are those of its window, wherever they lie in the image."""
     windows = torch.tensor([[3, 0], [2, 4], [1, 4]])  # 4 is padding
     probs = torch.rand(2 * 3, 1, 2, 2).softmax(-1)
-    own, left_out = TokenPlaces((2, 2), windows=windows).between_patches(probs)
+    places = TokenPlaces((2, 2), windows=windows)
+    own, left_out = places.of_patches(probs)
+    own = places.on_grid(own)
     for image in range(2):
         first, second, third = probs[3 * image : 3 * image + 3, 0]
         expected = torch.zeros(4, 4)
@@ -244,22 +221,6 @@ def test_models_in_half_precision(name, dtype):
     for layer, probs in found.items():
         assert probs.dtype == torch.float and torch.allclose(probs.sum(-1), torch.ones(()), atol=1e-5)
         assert (probs - expected[layer]).abs().max() < 0.3  # the weights are rounded
-
-
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
-def test_windows_in_half_precision(dtype):
-    """56x56 tokens, more than half precision counts."""
-    model = timm.create_model(
-        'swin_tiny_patch4_window7_224', img_size=224, embed_dim=4, depths=(2,), num_heads=(1,), window_size=7
-    )
-    windows = []
-    for model_dtype in (torch.float, dtype):
-        own = []
-        images = torch.zeros(1, 3, 224, 224, dtype=model_dtype)
-        visit_vit_attention(model.to(model_dtype), images, lambda name, probs, places: own.append(places.windows))
-        windows.append(torch.stack(own))
-    assert torch.equal(*windows)
-    assert all(torch.equal(one.flatten().sort()[0], torch.arange(56 * 56)) for one in windows[1])
 
 
 def test_weights_that_are_not_finite():

@@ -184,7 +184,7 @@ def test_class_attention():
             'xcit_nano_12_p16_224',
             dict(patch_size=16),
             TypeError,
-            r'a XCA of timm.models.xcit, and not of a class .* known',
+            r'is a XCA of timm.models.xcit: the classes that are known are',
         ),
     ],
 )
