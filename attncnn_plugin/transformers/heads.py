@@ -148,7 +148,8 @@ class TransformerHeads(Attention):
         for name, number in (('attn_dim', self.head_dim), ('kv_dim', self.head_dim), ('num_kv_heads', 1)):
             if hasattr(self.module, name):
                 setattr(self.module, name, num_heads * number)
-        setattr(self.module, self.adapter.num_heads, num_heads)
+        path, _, name = self.adapter.num_heads.rpartition('.')
+        setattr(self.module.get_submodule(path), name, num_heads)
         biases: Any = self.part('rel_pos')  # timm's
         if biases is not None:
             biases.num_heads, biases.bias_shape = num_heads, (*biases.bias_shape[:-1], num_heads)
@@ -183,14 +184,15 @@ def forward_of_heads(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tenso
     call = by_name(module, args, kwargs)
     heads, key, value = attention.queries_keys_values(x, call)  # queries first
     added = attention.added(heads, call)
-    if added is not None and added.ndim > 2 and added.shape[-3] not in (1, module.num_heads):
+    number = attention.num_heads
+    if added is not None and added.ndim > 2 and added.shape[-3] not in (1, number):
         raise ValueError('a position bias that all layers share is for all heads, but this layer has lost some')
-    drop: Any = module.attn_drop
-    if module.num_heads > 0 and getattr(module, 'fused_attn', not isinstance(drop, nn.Module)):
+    drop: Any = getattr(module, 'attn_drop', 0.0)
+    if number > 0 and getattr(module, 'fused_attn', not isinstance(drop, nn.Module)):
         rate = getattr(drop, 'p', drop) if module.training else 0.0
         added = None if added is None else added.to(value.dtype)
         heads = F.scaled_dot_product_attention(heads, key, value, attn_mask=added, dropout_p=rate, scale=1.0)
-    elif module.num_heads > 0:
+    elif number > 0:
         scores = heads @ key.mT
         heads = drop((scores if added is None else scores + added).softmax(-1)).type_as(value) @ value
     output = heads.transpose(1, 2).flatten(2)  # head after head

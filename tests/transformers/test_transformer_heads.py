@@ -8,10 +8,12 @@ import timm
 import torch
 from helpers.starts import NAMES
 from helpers.vits import OF_MMPRETRAIN, OF_TIMM, OTHERS, SIZE, output_of, small_vit
+from torch import nn
 
 from attncnn_plugin import follow_state_dict
 from attncnn_plugin.attention import StructureError
 from attncnn_plugin.pruning import prunable_heads, prune_heads, replace_parameters
+from attncnn_plugin.transformers import ADAPTERS, Adapter
 from attncnn_plugin.transformers.adapters import rotated
 from attncnn_plugin.transformers.heads import transformer_heads
 
@@ -195,6 +197,50 @@ def test_refused(name, changes, error, message):
         prune_heads(model, {'blocks.1.attn': [0]})
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+class InParts(nn.Module):
+    """Attention with other names, whose maps are in modules inside, and no dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.ModuleDict({name: nn.Linear(24, 12) for name in 'abc'})
+        self.inside.number_of_heads = 3
+        self.last = nn.Sequential(nn.Linear(12, 24))
+
+    def forward(self, tokens):
+        query, key, value = (self.inside[name](tokens).unflatten(-1, (3, 4)).transpose(1, 2) for name in 'abc')
+        heads = (query @ key.mT / 2).softmax(-1) @ value
+        return self.last(heads.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    'build',
+    [
+        lambda attention: InParts(),
+        lambda attention: attention(24, 3, gated=True),
+        lambda attention: attention(24, 3, attn_head_dim=5, proj_bias=False),
+        lambda attention: attention(24, 3, qk_norm=True, norm_layer=nn.LayerNorm, qkv_bias=True),
+    ],
+)
+def test_attention_alone(build, monkeypatch):
+    """Of a class that is added to the table, and with what timm's attention can have besides."""
+    own = Adapter(('inside.a', 'inside.b', 'inside.c'), output='last.0', after=(), num_heads='inside.number_of_heads')
+    monkeypatch.setitem(ADAPTERS, f'{InParts.__module__}.InParts', own)
+    try:
+        module = build(pytest.importorskip('timm.layers').Attention).double().eval()
+    except TypeError:
+        pytest.skip(f'timm {timm.__version__} has no such option')
+    layer, x = transformer_heads(module), torch.randn(2, 5, 24, dtype=torch.float64)
+    columns = layer.output_entries([1])
+    keep = torch.ones(layer.output.in_features, dtype=torch.float64).index_fill(0, columns, 0)
+    handle = layer.output.register_forward_pre_hook(lambda _, args: args[0] * keep)
+    expected = module(x)
+    handle.remove()
+    layer.prune_heads([1])
+    assert layer.num_heads == 2 and layer.output.in_features == 2 * layer.head_dim
+    torch.testing.assert_close(module(x), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(module.train()(x), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_refused_as_a_whole():
