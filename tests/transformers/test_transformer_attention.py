@@ -1,5 +1,6 @@
 """The attention of other libraries' transformers: that which they compute, where their windows are."""
 
+import inspect
 import math
 from contextlib import ExitStack
 
@@ -74,6 +75,47 @@ def test_probabilities_are_those_of_the_library(name):
         assert places.windows is not None or math.prod(places.grid) + places.prefix == probs.shape[-1]
     assert torch.equal(output_of(model, images), output)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize('qk_scale', [None, 0.1])
+@torch.no_grad()
+def test_probabilities_of_a_function(qk_scale):
+    """mmpretrain's has no place where they can be seen: P·V is what the output map gets."""
+    utils = pytest.importorskip('mmpretrain.models.utils')
+    attention = Attention(utils.MultiheadAttention(24, 3, qk_scale=qk_scale).double().eval())
+    x, probs, inputs = torch.randn(2, 7, 24, dtype=torch.float64), [], []
+    attention.output.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    with visited_attention(attention.module, lambda own, _: probs.append(own)):
+        attention.module(x)
+    value = attention.queries_keys_values(x, {})[2]
+    torch.testing.assert_close((probs[0] @ value).transpose(1, 2).flatten(2), inputs[0], rtol=1e-12, atol=1e-12)
+
+
+def test_probabilities_of_the_class_token():
+    model, found = small_vit('cait_xxs24_224').double(), []
+    attention = model.blocks_token_only[0].attn
+    attention.fused_attn = False
+    attention.attn_drop.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    with visited_attention(attention, lambda own, _: found.append(own)):
+        model(torch.randn(2, 3, 32, 32, dtype=torch.float64))
+    assert found[1].shape == (2, 3, 1, 17)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize('kind', ['float', 'bool', 'causal'])
+def test_masks(kind):
+    attention = small_vit(VIT).double().blocks[0].attn
+    if kind != 'float' and 'is_causal' not in inspect.signature(type(attention).forward).parameters:
+        pytest.skip(f'timm {timm.__version__} adds bools to the scores')
+    attention.fused_attn, found = False, []
+    seen = torch.ones(5, 5, dtype=torch.bool).tril() if kind == 'causal' else torch.rand(5, 5) > 0.4
+    seen.fill_diagonal_(True)
+    mask = torch.zeros(5, 5, dtype=torch.float64).masked_fill(~seen, -torch.inf) if kind == 'float' else seen
+    attention.attn_drop.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    with visited_attention(attention, lambda own, _: found.append(own)):
+        attention(torch.randn(2, 5, 24).double(), **{'is_causal': True} if kind == 'causal' else {'attn_mask': mask})
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-13)
+    assert not found[1][..., ~seen].any()
 
 
 @pytest.mark.parametrize('qk_scale', [None, 0.1])
