@@ -25,7 +25,6 @@ SERVER = pytest.StashKey()
 if importlib.util.find_spec('mmpretrain') is None:  # with timm alone
     collect_ignore = [
         'analysis/test_analyze_heads.py',
-        'analysis/test_mmpretrain_vits.py',
         'mm',
         'models/test_backbones.py',
         'models/test_conv_to_attention.py',

@@ -1,9 +1,6 @@
 """Every config builds, trains, validates and resumes with a small model. The recipes are those of the papers."""
 
-import copy
-import logging
 from pathlib import Path
-from types import SimpleNamespace
 from urllib.parse import urlparse
 
 import numpy as np
@@ -11,12 +8,13 @@ import pytest
 import torch
 import yaml
 from helpers.flops import paper_flops
+from helpers.schedules import rates, warm_up_and_cosine
 from helpers.small import SMALL_ARCH
 from mmengine.config import Config
 from mmengine.evaluator import Evaluator
 from mmengine.hooks import Hook
 from mmengine.optim import build_optim_wrapper
-from mmengine.registry import HOOKS, PARAM_SCHEDULERS, DefaultScope
+from mmengine.registry import HOOKS, DefaultScope
 from mmengine.runner import Runner
 from mmpretrain import get_model, list_models
 from mmpretrain.apis.model import ModelHub
@@ -24,9 +22,9 @@ from mmpretrain.registry import MODELS as MODELS_OF_MMPRETRAIN
 from mmpretrain.registry import TRANSFORMS
 from PIL import Image
 
-from attncnn_plugin.analysis import vit_attention
 from attncnn_plugin.attention import GeneralizedQuadraticAttention
 from attncnn_plugin.pruning import find_degenerate_heads
+from attncnn_plugin.transformers.attention import vit_attention
 from attncnn_plugin.transformers.start import random_images
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
@@ -167,57 +165,51 @@ def test_resnet18_has_the_numbers_of_the_paper():
     assert round(metadata.flops / 1e9, 1) == 1.1
 
 
-def rates(config, per_epoch):
-    """The learning rate at every iteration of all phases, ``(T,)``, by mmengine's own optimizers and schedulers."""
-    hooks = [hook for hook in config.get('custom_hooks', []) if hook.type == 'PhaseTransitionHook']
-    phases = [(config.optim_wrapper, config.param_scheduler, config.train_cfg.max_epochs)]
-    if hooks:
-        second = Config(dict(optim_wrapper=copy.deepcopy(config.optim_wrapper)))
-        second.merge_from_dict(dict(optim_wrapper=hooks[0].optim_wrapper))
-        phases = [
-            (config.optim_wrapper, config.param_scheduler, hooks[0].epoch),
-            (second.optim_wrapper, hooks[0].param_scheduler, config.train_cfg.max_epochs - hooks[0].epoch),
-        ]
-    found = []
-    for optim_wrapper, param_scheduler, epochs in phases:
-        optimizer = build_optim_wrapper(torch.nn.Linear(1, 1), copy.deepcopy(optim_wrapper)).optimizer
-        schedulers = [
-            PARAM_SCHEDULERS.build(dict(cfg), default_args=dict(optimizer=optimizer, epoch_length=per_epoch))
-            for cfg in ([param_scheduler] if isinstance(param_scheduler, dict) else param_scheduler)
-        ]
-        for i in range(epochs * per_epoch):
-            found.append(optimizer.param_groups[0]['lr'])
-            optimizer.step()
-            for scheduler in schedulers:
-                if not scheduler.by_epoch or (i + 1) % per_epoch == 0:
-                    scheduler.step()
-    return np.array(found)
+# Of each phase: the rate at its first iteration, the largest and the last one, epochs of warm-up, and all its epochs.
+OF_C20 = [(0, 0.1, 0, 15, 300)]  # Table 2
+PRUNED = [(0, 0.01, 0, 5, 100)]  # appendix E
+FIRST, SECOND, COLD = (1e-6, 3e-4, 1e-5, 5, 200), (1e-6, 5e-5, 1e-5, 5, 200), (0, 5e-5, 1e-5, 0, 200)
+ONE_PHASE = [(1e-6, 3e-4, 1e-5, 5, 400)]  # as long as two
+SCHEDULES = {
+    'sa_quadratic_cifar10': OF_C20,
+    'sa_quadratic16_cifar10': OF_C20,
+    'sa_generalized_cifar10': OF_C20,
+    'sa_learned_cifar10': OF_C20,
+    'sa_learned_content_cifar10': OF_C20,
+    'sa_generalized_pruned_cifar10': PRUNED,
+    'sa_generalized_pruned_corrected_cifar10': PRUNED,
+    # L21, appendix B: AdamW in both phases; the first and the last rate are DeiT's.
+    'cmhsa3_cifar100': [FIRST, SECOND],
+    'cmhsa5_cifar100': [FIRST, SECOND],
+    'cmhsa5_nowarmup_cifar100': [FIRST, COLD],
+    'cmhsa3_conv_cifar100': ONE_PHASE,
+    'cmhsa5_conv_cifar100': ONE_PHASE,
+    'cmhsa_attn_cifar100': ONE_PHASE,
+    'deit_small_cifar100': ONE_PHASE,
+    'deit_base_cifar100': ONE_PHASE,
+    'vit_base_cifar100': [(1e-6 / 3, 1e-4, 1e-5, 5, 400)],
+    'cmhsa_attn_200e_cifar100': [SECOND],  # Figure 2: from a random start
+    'cmhsa_attn_200e_nowarmup_cifar100': [COLD],
+    'vit_tiny_convolutional_cifar10': [(1e-6, 1e-3, 0, 15, 300)],
+    'resnet18_to_attention_cifar10': [(0, 0.1, 0, 5, 150), (0, 0.01, 0, 5, 50)],
+}
 
 
-def warm_up_and_cosine(first, peak, least, warm_up, total):
-    """From ``first`` up to ``peak`` at iteration ``warm_up - 1``, then down to ``least``, which would be next."""
-    linear = first + (peak - first) * np.arange(warm_up) / max(warm_up - 1, 1)
-    cosine = (1 + np.cos(np.pi * np.arange(total - warm_up) / (total - warm_up))) / 2
-    return np.concatenate([linear, least + (peak - least) * cosine])
-
-
-@pytest.mark.parametrize('name', [name for name in MODELS if name.startswith('sa_') and name.endswith('cifar10')])
-def test_recipe_of_the_paper(name):
-    """C20, Table 2: the learning rate at every iteration, batch size, epochs, augmentation."""
-    config = ModelHub.get(name).config
-    pruned = 'pruned' in name  # C20, appendix E
-    epochs, peak = (100, 0.01) if pruned else (300, 0.1)
-    assert config.train_cfg.max_epochs == epochs and ('load_from' in config and config.load_from is not None) == pruned
-    assert (config.model.backbone.drop_rate, config.model.backbone.attn_drop_rate) == (0.1, 0.1)
-
-    per_epoch = 20
-    found = rates(config, per_epoch)
-    total, warm_up = per_epoch * epochs, per_epoch * epochs // 20
-    assert np.allclose(found, warm_up_and_cosine(0, peak, 0, warm_up, total), atol=2e-6 * peak)
-    middle = warm_up + (total - warm_up) // 2
-    assert found[[0, warm_up - 1, warm_up, middle, -1]] == pytest.approx(
-        [1e-6 * peak, peak, peak, peak / 2, 0], abs=1e-6 * peak
-    )
+@pytest.mark.parametrize('name, phases', SCHEDULES.items())
+def test_schedule(name, phases):
+    """The learning rate at every iteration of all phases, and that a CMHSA is in the one that it says."""
+    config, per_epoch = ModelHub.get(name).config, 4
+    found, start = rates(config, per_epoch), 0
+    for first, peak, least, warm_up, epochs in phases:
+        expected = warm_up_and_cosine(first, peak, least, warm_up * per_epoch, epochs * per_epoch)
+        part, start = found[start : start + len(expected)], start + len(expected)
+        assert np.allclose(part, expected, rtol=1e-9, atol=0 if least else 2e-6 * peak)
+    assert start == len(found) and config.train_cfg.max_epochs == sum(phase[-1] for phase in phases)
+    assert config.get('load_from') is None or 'pruned' in name
+    if name.startswith('cmhsa'):
+        kernel_size, phase = name[len('cmhsa')], 'attn' if '_attn' in name else 'conv'
+        assert config.model.backbone.phase == phase and ('custom_hooks' in config) == (len(phases) == 2)
+        assert phase == 'attn' or config.model.backbone.kernel_size == int(kernel_size)
 
 
 @pytest.mark.parametrize('name', [name for name in MODELS if name.endswith('cifar10')])
@@ -229,6 +221,8 @@ def test_what_all_networks_on_cifar10_share(name):
     if name.startswith('vit'):
         optimizer = dict(type='AdamW', lr=1e-3, weight_decay=0.05)
     assert config.optim_wrapper.optimizer == optimizer
+    if name.startswith('sa_'):
+        assert (config.model.backbone.drop_rate, config.model.backbone.attn_drop_rate) == (0.1, 0.1)
     loader = built_loader(config)
     assert (loader.batch_size, len(loader), type(loader.sampler).__name__) == (100, 500, 'DefaultSampler')
     indices = np.array(list(loader.sampler))
@@ -258,64 +252,6 @@ def test_heads_are_pruned_as_in_the_released_code():
     for hook in hooks:
         assert hook.epochs == (0,) and not hook.reset and hook.lr_scale == 1
         assert find_degenerate_heads(layer, hook.judge.criteria, (16, 16)).heads == [2, 4]
-
-
-FIRST_RATE, SECOND_RATE, WARM_UP_RATE, LEAST_RATE = 3e-4, 5e-5, 1e-6, 1e-5  # the last two are DeiT's
-
-
-@pytest.mark.parametrize('name', ['cmhsa3_cifar100', 'cmhsa5_cifar100', 'cmhsa5_nowarmup_cifar100'])
-def test_two_phases_of_the_paper(name):
-    """L21, appendix B: 200 epochs a phase, 5 of warm-up, then cosine; batch 128; AdamW; the ranges of the rates."""
-    config = ModelHub.get(name).config
-    assert config.train_cfg.max_epochs == 400
-    assert config.model.backbone.kernel_size == int(name[len('cmhsa')]) and config.model.backbone.phase == 'conv'
-    assert 1e-4 <= FIRST_RATE <= 5e-4 and 1e-5 <= SECOND_RATE <= 7e-5
-    per_epoch = 4
-    first, second = np.split(rates(config, per_epoch), 2)
-    warm_up, total = 5 * per_epoch, 200 * per_epoch
-    middle = warm_up + (total - warm_up) // 2
-    assert np.allclose(first, warm_up_and_cosine(WARM_UP_RATE, FIRST_RATE, LEAST_RATE, warm_up, total), rtol=1e-9)
-    assert first[[0, warm_up - 1, warm_up, middle, -1]] == pytest.approx([1e-6, 3e-4, 3e-4, 1.55e-4, 1e-5], rel=1e-3)
-    if 'nowarmup' in name:
-        assert np.allclose(second, warm_up_and_cosine(0, SECOND_RATE, LEAST_RATE, 0, total), rtol=1e-9)
-        assert second[[0, total // 2, -1]] == pytest.approx([5e-5, 3e-5, 1e-5], rel=1e-3)
-    else:
-        assert np.allclose(second, warm_up_and_cosine(WARM_UP_RATE, SECOND_RATE, LEAST_RATE, warm_up, total), rtol=1e-9)
-        assert second[[0, warm_up - 1, warm_up, middle, -1]] == pytest.approx([1e-6, 5e-5, 5e-5, 3e-5, 1e-5], rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    'name, phase',
-    [
-        ('cmhsa3_conv_cifar100', 'conv'),
-        ('cmhsa5_conv_cifar100', 'conv'),
-        ('cmhsa_attn_cifar100', 'attn'),
-        ('deit_small_cifar100', None),
-        ('deit_base_cifar100', None),
-        ('vit_base_cifar100', None),
-    ],
-)
-def test_one_phase_as_long_as_two(name, phase):
-    config = ModelHub.get(name).config
-    assert config.model.backbone.get('phase') == phase and 'custom_hooks' not in config
-    per_epoch, peak = 4, 1e-4 if name.startswith('vit') else FIRST_RATE
-    first = WARM_UP_RATE * peak / FIRST_RATE
-    found, warm_up, total = rates(config, per_epoch), 5 * per_epoch, 400 * per_epoch
-    assert np.allclose(found, warm_up_and_cosine(first, peak, LEAST_RATE, warm_up, total), rtol=1e-9)
-    if not name.startswith('vit'):
-        middle = warm_up + (total - warm_up) // 2
-        assert found[[0, warm_up - 1, warm_up, middle, -1]] == pytest.approx(
-            [1e-6, 3e-4, 3e-4, 1.55e-4, 1e-5], rel=1e-3
-        )
-
-
-def test_attention_from_a_random_start_as_long_as_a_second_phase():
-    """L21, Figure 2: rates and epochs of the second phase, with warm-up and without."""
-    for suffix, two_phases in (('', 'cmhsa5_cifar100'), ('_nowarmup', 'cmhsa5_nowarmup_cifar100')):
-        config = ModelHub.get(f'cmhsa_attn_200e{suffix}_cifar100').config
-        assert config.model.backbone.phase == 'attn' and 'custom_hooks' not in config
-        assert config.train_cfg.max_epochs == 200
-        assert np.array_equal(rates(config, 4), rates(ModelHub.get(two_phases).config, 4)[800:])
 
 
 @pytest.mark.parametrize('name', [name for name in MODELS if 'to_attention' in name])
@@ -361,18 +297,6 @@ def test_vits_that_start_as_a_convolution(name):
     assert decays[id(model.backbone.layers[0].attn.qkv.weight)] == 0.05
 
 
-def test_schedule_of_a_vit_that_starts_as_a_convolution():
-    found = rates(ModelHub.get('vit_tiny_convolutional_cifar10').config, 2)
-    assert np.allclose(found, warm_up_and_cosine(1e-6, 1e-3, 0, 30, 600), atol=1e-8)
-
-
-def test_schedule_of_a_cnn_that_becomes_attention():
-    found = rates(ModelHub.get('resnet18_to_attention_cifar10').config, 2)
-    first, second = found[:300], found[300:]
-    assert np.allclose(first, warm_up_and_cosine(0, 0.1, 0, 10, 300), atol=1e-6)
-    assert np.allclose(second, warm_up_and_cosine(0, 0.01, 0, 10, 100), atol=1e-6)
-
-
 def test_imagenet_recipe():
     """From the weights of mmpretrain's ResNet-50, right after they are loaded, with the schedule of the run."""
     config = ModelHub.get('resnet50_to_attention_in1k').config
@@ -389,8 +313,11 @@ OF_DEIT = [
 
 
 @pytest.mark.parametrize('name', OF_DEIT)
-def test_optimizer_of_deit(name):
-    """main.py of facebookresearch/deit: AdamW, which parameters decay, no clipping, no average that is validated."""
+def test_optimizer_and_regularization_of_deit(name):
+    """main.py of facebookresearch/deit: AdamW, which parameters decay, no clipping, no average that is validated.
+
+    Drop path 0.1, no dropout, label smoothing 0.1, Mixup or CutMix.
+    """
     config = ModelHub.get(name).config
     assert not any(hook.type == 'EMAHook' for hook in config.get('custom_hooks', []))
     with torch.device('meta'):
@@ -398,19 +325,12 @@ def test_optimizer_of_deit(name):
     wrapper = build_optim_wrapper(model, config.optim_wrapper)
     assert type(wrapper.optimizer) is torch.optim.AdamW and not wrapper.clip_grad_kwargs
     (settings,) = {(group['eps'], group['betas'], group['lr']) for group in wrapper.optimizer.param_groups}
-    assert settings == (1e-8, (0.9, 0.999), SECOND_RATE if '200e' in name else FIRST_RATE)
+    assert settings == (1e-8, (0.9, 0.999), 5e-5 if '200e' in name else 3e-4)
     decays = {id(p): group['weight_decay'] for group in wrapper.optimizer.param_groups for p in group['params']}
     for parameter_name, parameter in model.named_parameters():
         left_off = parameter.ndim == 1 or parameter_name.endswith(('pos_embed', 'cls_token', 'position.table'))
         assert decays[id(parameter)] == (0 if left_off else 0.05), parameter_name
 
-
-@pytest.mark.parametrize('name', OF_DEIT)
-def test_regularization_of_deit(name):
-    """main.py of facebookresearch/deit: drop path 0.1, no dropout, label smoothing 0.1, Mixup or CutMix."""
-    config = ModelHub.get(name).config
-    with torch.device('meta'):
-        model = MODELS_OF_MMPRETRAIN.build(config.model)
     drops = [m.drop_prob for m in model.backbone.modules() if type(m).__name__ == 'DropPath']
     assert max(drops) == pytest.approx(0.1) and drops == sorted(drops) and min(drops) <= 0.02
     assert not any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout))
@@ -462,20 +382,8 @@ def test_repeated_augmentation_on_four_gpus(monkeypatch):
     assert [index for four in zip(*parts) for index in four] == alone[:128]
 
 
-@pytest.mark.parametrize(
-    'gpus, batch_size, expected', [(1, 128, 3e-4), (4, 32, 3e-4), (4, 128, 1.2e-3), (1, 64, 1.5e-4)]
-)
-def test_the_rate_goes_with_the_batch_of_all_gpus(gpus, batch_size, expected):
-    config = ModelHub.get('cmhsa5_cifar100').config
-    wrapper = build_optim_wrapper(torch.nn.Linear(1, 1), config.optim_wrapper)
-    runner = SimpleNamespace(
-        _train_dataloader=dict(batch_size=batch_size),
-        world_size=gpus,
-        logger=logging.getLogger(),
-        param_schedulers=None,
-    )
-    Runner.scale_lr(runner, wrapper, config.auto_scale_lr)
-    assert [group['lr'] for group in wrapper.optimizer.param_groups] == pytest.approx([expected] * 2)
+def test_the_rate_goes_with_the_batch_of_all_gpus():
+    assert ModelHub.get('cmhsa5_cifar100').config.auto_scale_lr == dict(base_batch_size=128, enable=True)
 
 
 def test_vit_has_the_recipe_of_mmpretrains_vit():
@@ -501,26 +409,6 @@ def test_accuracy_and_validation_loss(name):
     for metrics in (config.val_evaluator, config.test_evaluator):
         accuracy, loss = Evaluator(metrics).metrics
         assert (accuracy.topk, type(loss).__name__) == ((1, 5), 'CrossEntropy')
-
-
-@pytest.mark.parametrize(
-    'name', ['cmhsa3_cifar100', 'cmhsa_attn_cifar100', 'deit_small_cifar100', 'deit_base_cifar100']
-)
-def test_augmentation_of_deit(name):
-    """As mmpretrain's own DeiT configs have it."""
-    from mmengine.hub import get_config
-
-    ours, deit = ModelHub.get(name).config, get_config('mmpretrain::deit/deit-base_16xb64_in1k.py')
-    assert ours.model.train_cfg == deit.model.train_cfg and ours.model.head.loss == deit.model.head.loss
-    pipeline, expected = ours.train_dataloader.dataset.pipeline, deit.train_dataloader.dataset.pipeline[1:]
-    colours = ('hparams', 'fill_color', 'fill_std')  # of another data set
-
-    def settings(steps):
-        return [{key: value for key, value in step.items() if key not in colours} for step in steps]
-
-    assert settings(pipeline) == settings(expected)
-    assert ours.test_dataloader.dataset.pipeline == deit.test_dataloader.dataset.pipeline[1:]
-    assert ours.optim_wrapper.optimizer.weight_decay == deit.optim_wrapper.optimizer.weight_decay
 
 
 def built_loader(config, **settings):

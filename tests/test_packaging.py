@@ -15,15 +15,15 @@ model = dict(backbone=dict(arch='base'))
 """
 
 CHECK = textwrap.dedent("""
-    import pathlib, sys
-    import mmpretrain
+    import pathlib, runpy, sys
+    import mmpretrain, timm
     from mmengine.config import Config
     from mmengine.hub import get_config
 
     user = Config.fromfile(sys.argv[2])  # imports the plugin, whatever tool reads the config
     assert user.model.backbone.type == 'SAQuadratic' and user.model.backbone.arch == 'base'
     import attncnn_plugin
-    where = pathlib.Path(attncnn_plugin.__file__)
+    where = pathlib.Path(attncnn_plugin.__file__).parent
     assert where.is_relative_to(sys.argv[1]), where
     config = mmpretrain.ModelHub.get('sa_quadratic_cifar10').config
     assert config.model.backbone.type == 'SAQuadratic' and config.train_cfg.max_epochs == 300
@@ -32,9 +32,15 @@ CHECK = textwrap.dedent("""
     assert get_config('mmpretrain::resnet/resnet18_8xb16_cifar10.py').model.backbone.depth == 18
     assert type(mmpretrain.get_model('sa_learned_digits').backbone).__name__ == 'SALearned'
     assert 'sa_quadratic_cifar10' in mmpretrain.list_models('sa_*')
-    assert mmpretrain.get_model('sa_quadratic_digits').backbone.embed_dims == 64
-    tool = where.parent / '.mim/tools/train.py'
-    assert tool.is_file() and (where.parent / '.mim/tools/dist_train.sh').is_file()
+    assert (where / '.mim/tools/train.py').is_file() and (where / '.mim/tools/dist_train.sh').is_file()
+
+    image, name = str(where / 'weights/images/frog.png'), 'sa_quadratic_small'
+    timm.create_model(name, pretrained=True)
+    config = [str(where / '.mim/configs/pretrained/sa_quadratic_small.py'), 'attncnn://' + name]
+    for out, words in (('timm', [image, '--timm', name, '--pretrained']), ('mm', [*config, image])):
+        sys.argv = ['attention_explorer.py', *words, '--out', out + '.html']
+        runpy.run_path(str(where / '.mim/tools/visualization/attention_explorer.py'), run_name='__main__')
+        assert pathlib.Path(out + '.html').stat().st_size > 1e5
     print('all is well')
 """)
 
@@ -56,10 +62,6 @@ def source(tmp_path_factory, repository):
             (clone / name).symlink_to(os.readlink(repository / name))
         elif (repository / name).exists():
             (clone / name).write_bytes((repository / name).read_bytes())
-    if not (clone / 'attncnn_plugin/weights/sa_quadratic_small.safetensors').exists():
-        from helpers.packing import pack_untrained
-
-        pack_untrained(clone, tmp_path_factory.mktemp('runs'), {'sa_quadratic_small': 'sa_quadratic'})
     return clone
 
 
@@ -83,42 +85,27 @@ def environment(tmp_path):
 
 
 def install(environment, *what):
-    run(
-        sys.executable,
-        '-m',
-        'pip',
-        '--python',
-        environment / 'bin/python',
-        'install',
-        '--no-deps',
-        '--no-build-isolation',
-        '--force-reinstall',
-        *what,
-    )
+    pip = [sys.executable, '-m', 'pip', '--python', environment / 'bin/python']
+    run(*pip, 'install', '--no-deps', '--no-build-isolation', '--force-reinstall', *what)
 
 
 @pytest.mark.slow
 def test_wheel_carries_configs_tools_and_index(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for name in (
-        'model-index.yml',
-        'configs/metafile.yml',
-        'configs/sa_quadratic_cifar10.py',
-        'configs/_base_/models/sa_quadratic_cifar.py',
-        'configs/downstream/retinanet_resnet50_to_attention_coco.py',
-        'configs/downstream/_base_/retinanet_coco.py',
-        'configs/small/_base_/data_cifar10.py',
-        'configs/small/sa_quadratic.py',
-        'configs/pretrained/sa_quadratic_small.py',
-        'configs/pretrained/metafile.yml',
-        'tools/train.py',
-        'tools/reproduction/tables.py',
-        'tools/dist_train.sh',
+        '.mim/model-index.yml',
+        '.mim/configs/metafile.yml',
+        '.mim/configs/_base_/models/sa_quadratic_cifar.py',
+        '.mim/configs/downstream/_base_/retinanet_coco.py',
+        '.mim/configs/small/sa_quadratic.py',
+        '.mim/configs/pretrained/metafile.yml',
+        '.mim/tools/reproduction/tables.py',
+        '.mim/tools/dist_train.sh',
+        'weights/images/frog.png',
+        'weights/sa_quadratic_small.safetensors',
+        'weights/sa_quadratic_small.md',
     ):
-        assert f'attncnn_plugin/.mim/{name}' in names
-    assert 'attncnn_plugin/weights/images/frog.png' in names
-    assert 'attncnn_plugin/weights/sa_quadratic_small.safetensors' in names
-    assert 'attncnn_plugin/weights/sa_quadratic_small.md' in names
+        assert f'attncnn_plugin/{name}' in names
     assert not [name for name in names if name.startswith(('tests', 'configs', 'tools'))]
 
 
@@ -131,57 +118,6 @@ def test_installed(kind, environment, source, wheel, tmp_path):
     variables = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
     output = run(environment / 'bin/python', '-c', CHECK, home, tmp_path / 'user.py', cwd=tmp_path, env=variables)
     assert 'all is well' in output
-
-
-WEIGHTS = textwrap.dedent("""
-    import json, pathlib, runpy, sys
-    import timm, torch
-    import attncnn_plugin
-    from attncnn_plugin.weights import example_images
-    from PIL import Image
-
-    where = pathlib.Path(attncnn_plugin.__file__).parent
-    assert where.is_relative_to(sys.argv[1]), where
-    name = 'sa_quadratic_small'
-    files = list(example_images().values())
-    model = timm.create_model(name, pretrained=True).eval()
-    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
-    found = model(torch.stack([transform(Image.open(file)) for file in files])).argmax(1).tolist()
-    from mmpretrain import ImageClassificationInferencer
-
-    results = ImageClassificationInferencer('sa-quadratic-small_cifar10', pretrained=True)(files)
-    assert [result['pred_label'] for result in results] == found
-
-    def run(tool, *words):
-        sys.argv = [tool, *words]
-        runpy.run_path(str(where / '.mim/tools' / tool), run_name='__main__')
-
-    config = [str(where / '.mim/configs/pretrained/sa_quadratic_small.py'), 'attncnn://' + name]
-    for out, words in (('timm', ['--timm', name, '--pretrained']), ('mm', config)):
-        images = [*files[:2], *words] if out == 'timm' else [*words, *files[:2]]
-        run('visualization/attention_explorer.py', *images, '--out', out + '.html')
-        of = ['--size', '16', '16'] if out == 'timm' else []
-        run('analysis_tools/analyze_heads.py', *words, *of, '--json', out + '.json')
-    of_timm, of_mm = (json.loads(pathlib.Path(out + '.json').read_text())['layers'] for out in ('timm', 'mm'))
-    assert len(of_timm) == len(of_mm) == 4
-    print('all is well')
-""")
-
-
-@pytest.mark.slow
-def test_weights_explorer_and_report_from_the_wheel_alone(environment, wheel, tmp_path):
-    install(environment, wheel)
-    variables = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
-    output = run(environment / 'bin/python', '-c', WEIGHTS, environment, cwd=tmp_path, env=variables)
-    assert 'all is well' in output
-    assert all((tmp_path / f'{name}.html').stat().st_size > 1e5 for name in ('timm', 'mm'))
-
-
-def python(code):
-    """The lines that code prints in a process of its own."""
-    result = subprocess.run([sys.executable, '-c', textwrap.dedent(code)], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.splitlines()
 
 
 def python_without(modules, code):
@@ -198,7 +134,7 @@ def python_without(modules, code):
         find_spec = importlib.util.find_spec
         importlib.util.find_spec = lambda name, *args: None if name in {set(modules)!r} else find_spec(name, *args)
     """)
-    return python('import importlib.util\n' + hide + textwrap.dedent(code))
+    return run(sys.executable, '-c', 'import importlib.util\n' + hide + textwrap.dedent(code)).splitlines()
 
 
 def test_timm_users_need_no_mmpretrain(repository):
@@ -255,11 +191,8 @@ for warning in caught:
 )
 def test_versions_that_mmpretrain_refuses(sabotage, reason):
     pytest.importorskip('mmpretrain')
-    (sentence,) = python(
-        sabotage
-        + IMPORT
-        + "import timm; timm.create_model('sa_quadratic_cifar', embed_dim=8, depth=1, num_heads=2, mlp_dim=8)"
-    )
+    works = "import timm; timm.create_model('sa_quadratic_cifar', embed_dim=8, depth=1, num_heads=2, mlp_dim=8)"
+    (sentence,) = run(sys.executable, '-c', sabotage + IMPORT + works).splitlines()
     assert sentence.startswith('mmpretrain cannot be imported with the versions that are installed')
     assert reason in sentence and 'mmcv-lite>=2.0,<2.4' in sentence
 
@@ -269,6 +202,6 @@ def test_setuptools_without_pkg_resources():
     package_utils = pytest.importorskip('mmengine.utils.package_utils')
     if 'pkg_resources' not in Path(package_utils.__file__).read_text():
         pytest.skip('onedl-mmengine needs no pkg_resources')
-    goes_on = "from mmpretrain.registry import MODELS; assert 'SAQuadratic' in MODELS"
-    (sentence,) = python_without(['pkg_resources'], IMPORT + goes_on)
+    works = "from mmpretrain.registry import MODELS; assert 'SAQuadratic' in MODELS"
+    (sentence,) = python_without(['pkg_resources'], IMPORT + works)
     assert 'pip install "setuptools<82"' in sentence

@@ -10,7 +10,7 @@ from ..attention.prunable_heads import PrunableHeads
 from ..pruning.criteria import ObservedAttention
 from ..pruning.prune import Heads
 from ..transformers.attention import visited_attention
-from ..transformers.image_means import few_images
+from .image_means import few_images
 
 
 @contextmanager

@@ -30,8 +30,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..analysis import layer_labels, shown_layers, visit_layers
-from ..analysis.attention_maps import probs_of_scores
+from ..analysis.layer_maps import (
+    layer_labels,
+    probs_of_scores,
+    require_attention_layers,
+    shown_layers,
+    visit_layers,
+)
 from ..attention import AttentionLayer
 from ..transformers.attention import TokenPlaces, visit_vit_attention
 from ..transformers.vision_transformer import find_transformer, prefix_names
@@ -44,7 +49,7 @@ Layer = Dict[str, Any]
 
 def own_layers(model: nn.Module, images: Tensor) -> List[Layer]:
     """Returns the data of this package's attention on images, of which one is run where no layer depends on content."""
-    layers = shown_layers(model)
+    layers = require_attention_layers(model)
     labels = layer_labels(layers)
     found: Dict[str, Layer] = {}
     for name, layer in layers.items():

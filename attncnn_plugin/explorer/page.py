@@ -11,7 +11,7 @@ from typing import Optional, Sequence
 import numpy as np
 from torch import Tensor, nn
 
-from ..analysis.model_attention import is_other_vit
+from ..analysis.layer_maps import is_other_vit
 from .layer_data import observed_layers, own_layers, packed
 
 FOLDER = Path(__file__).parent
@@ -33,7 +33,7 @@ def explorer_page(
     Args:
         model (nn.Module): A model with attention of this package: by position, by content, of patches, or instead of
             convolutions. Or a vision transformer of timm or mmpretrain, see
-            :func:`~attncnn_plugin.analysis.vit_attention`.
+            :func:`~attncnn_plugin.analysis.attention_maps`.
         images (Tensor): ``(B, C, H, W)``, the input of ``model``.
         pictures (Sequence[ndarray]): The pictures to show of the images, uint8, ``(h, w)`` or ``(h, w, 3)`` RGB.
         names (Sequence[str], optional): A name of each image. Defaults to ``'Image 0'``, ….

@@ -1,7 +1,7 @@
 """Pictures and scalars of the heads' attention while a model is trained (Cordonnier et al. 2020, Figures 3 to 5)."""
 
 import math
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional
 
 import torch
 from mmengine.dist import master_only
@@ -10,17 +10,8 @@ from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
 from torch import Tensor, nn
 
-from ..analysis import (
-    attention_layers,
-    grids_of,
-    head_centers,
-    mean_attention_probs_of,
-    query_maps,
-    query_of,
-    shown_layers,
-)
-from ..analysis.head_centers import centers_of_maps, mean_shifts
-from ..analysis.model_attention import layers_in_windows
+from ..analysis import AttentionMaps, attention_maps, head_centers
+from ..analysis.layer_maps import attention_layers, shown_layers
 from ..attention import PrunableHeads
 from ..loaded_model import evenly_spread
 from ..training.phases import TwoPhases
@@ -126,14 +117,9 @@ class AttentionVisualizationHook(Hook):
             return
         numbers = self._number_heads(runner)
         with random_numbers_kept(), torch.no_grad():
-            sizes = grids_of(model, self._images)
-            by_content = mean_attention_probs_of(model, self._images)
-            scalars, in_windows = {}, layers_in_windows(model)
-            for name, layer in layers.items():
-                if name in in_windows:
-                    centers, widths = centers_of_maps(*mean_shifts(by_content[name], sizes[name]))
-                else:
-                    centers, widths = head_centers(layer, sizes[name], probs=by_content.get(name))
+            maps, scalars = attention_maps(model, self._images), {}
+            for name, own in maps.items():
+                centers, widths = head_centers(own)
                 for number, center, width in zip(numbers[name], centers.tolist(), widths.tolist()):
                     if math.isnan(width):  # the head looks at nothing in the grid
                         continue
@@ -141,25 +127,15 @@ class AttentionVisualizationHook(Hook):
                     scalars.update({f'attention/{name}/head{number}/{key}': value for key, value in values.items()})
             runner.visualizer.add_scalars(scalars, step=epochs)
             if draw:
-                self._draw(runner, model, sizes, by_content, numbers, epochs)
+                self._draw(runner, maps, numbers, epochs)
 
-    def _draw(
-        self,
-        runner,
-        model: nn.Module,
-        sizes: Dict[str, Tuple[int, int]],
-        by_content: Dict[str, Tensor],
-        numbers: Dict[str, List[int]],
-        epochs: int,
-    ) -> None:
-        from ..visualization import image_of, plot_attention_centers, plot_attention_probs
+    def _draw(self, runner, maps: Dict[str, AttentionMaps], numbers: Dict[str, List[int]], epochs: int) -> None:
+        from ..visualization import plot_attention_centers, plot_attention_probs
+        from ..visualization.style import image_of
 
-        layers = shown_layers(model)
-        maps = {name: query_maps(layer, sizes[name], probs=by_content.get(name)) for name, layer in layers.items()}
-        queries = {name: query_of(layer, sizes[name])[1] for name, layer in layers.items()}
         figures = dict(
-            attention_centers=plot_attention_centers(model, sizes, probs=by_content, numbers=numbers),
-            attention_probs=plot_attention_probs(maps, queries, numbers=numbers),
+            attention_centers=plot_attention_centers(maps, numbers=numbers),
+            attention_probs=plot_attention_probs(maps, numbers=numbers),
         )
         for name, figure in figures.items():
             runner.visualizer.add_image(name, image_of(figure), step=epochs)

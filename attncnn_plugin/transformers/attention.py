@@ -16,10 +16,7 @@ from torch import Tensor, nn
 
 from ..attention.evaluation_mode import evaluating
 from .adapters import Attention, by_name, find_attention
-from .image_means import ImageMeans
 from .vision_transformer import find_transformer, num_prefix_tokens, patch_grid
-
-BATCH_SIZE = 4  # images in a pass
 
 Visit = Callable[[str, Tensor, 'TokenPlaces'], None]
 
@@ -151,64 +148,6 @@ def vit_attention(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], 
     return found, prefix_mass
 
 
-def mean_vit_attention(model: nn.Module, images: Tensor, batch_size: int = BATCH_SIZE) -> Dict[str, Tensor]:
-    """Returns the mean over images of :func:`vit_attention`, without all of them in memory.
-
-    Args:
-        model (nn.Module): See :func:`vit_attention`.
-        images (Tensor): ``(B, C, H, W)``, normalized as for the model, at least one.
-        batch_size (int): Images in a pass. Defaults to 4.
-
-    Returns:
-        dict[str, Tensor]: ``(N_h, patches, patches)`` by the name of the attention, float32, on the CPU.
-
-    Raises:
-        ValueError: See :func:`vit_attention`.
-
-    Examples:
-        >>> import timm
-        >>> model = timm.create_model('vit_tiny_patch16_224', img_size=32, embed_dim=12, num_heads=3, depth=1)
-        >>> mean_vit_attention(model, torch.rand(9, 3, 32, 32))['blocks.0.attn'].shape
-        torch.Size([3, 4, 4])
-    """
-    means = ImageMeans()
-    places: Dict[str, TokenPlaces] = {}
-
-    def add(name: str, probs: Tensor, where: TokenPlaces) -> None:
-        means.add(name, where.of_patches(probs)[0])
-        places[name] = where
-
-    for batch in images.split(batch_size):
-        visit_vit_attention(model, batch, add)
-    # Of windows it is large: (H·W)² entries a head, of which few are not 0.
-    return {name: places[name].on_grid(probs.cpu()) for name, (probs,) in means.items()}
-
-
-def vit_grids(model: nn.Module, images: Tensor) -> Dict[str, Tuple[int, int]]:
-    """Returns height and width of the grid of patches of every layer.
-
-    Args:
-        model (nn.Module): See :func:`vit_attention`.
-        images (Tensor): ``(B, C, H, W)``; the first one is run.
-
-    Raises:
-        ValueError: See :func:`vit_attention`.
-
-    Examples:
-        >>> import timm
-        >>> model = timm.create_model('vit_tiny_patch16_224', img_size=32, embed_dim=12, num_heads=3, depth=1)
-        >>> vit_grids(model, torch.rand(1, 3, 32, 32))
-        {'blocks.0.attn': (2, 2)}
-    """
-    grids = {}
-
-    def keep(name: str, probs: Tensor, places: TokenPlaces) -> None:
-        grids[name] = places.grid
-
-    visit_vit_attention(model, images[:1], keep)
-    return grids
-
-
 def vit_layers(model: nn.Module) -> Dict[str, Any]:
     """Returns the attention in the blocks of a vision transformer by name, each with ``num_heads``.
 
@@ -224,18 +163,6 @@ def vit_layers(model: nn.Module) -> Dict[str, Any]:
         ['blocks.0.attn']
     """
     return {attention.name: attention.module for attention in find_attention(model)}
-
-
-def vit_layers_in_windows(model: nn.Module) -> List[str]:
-    """Returns the names of attention that is computed in windows, as that of Swin transformers.
-
-    Args:
-        model (nn.Module): See :func:`vit_attention`.
-
-    Raises:
-        ValueError: See :func:`vit_layers`.
-    """
-    return [attention.name for attention in find_attention(model) if attention.adapter.windows is not None]
 
 
 @torch.no_grad()

@@ -9,10 +9,9 @@ from .center_figures import plot_attention_centers, plot_center_movement
 from .distance_figures import plot_attention_distance
 from .metric_curves import plot_metric
 from .probability_figures import plot_attention_probs
-from .style import image_of, save_figure
+from .style import save_figure
 
 __all__ = [
-    'image_of',
     'plot_attention_centers',
     'plot_attention_distance',
     'plot_attention_probs',

@@ -3,38 +3,31 @@
 Shifts are drawn as they lie in the image: the x axis is the column, the y axis is the row and points down.
 """
 
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from torch import Tensor, nn
 
-from ..analysis.attention_maps import layer_labels
-from ..analysis.head_centers import centers_of_maps, head_centers, mean_shifts, query_maps, query_of
-from ..analysis.model_attention import layers_in_windows, shown_layers
-from ..attention import AttentionLayer
-from .contours import check_mass, gaussian_contour, outline, region_of_mass
-from .style import color_of, draw_heads, styled
+from ..analysis import AttentionMaps, head_centers
+from ..analysis.centers import keys_of_query
+from ..analysis.layer_maps import layer_labels
+from .contours import gaussian_contour, outline, region_of_mass
+from .style import check_maps, color_of, draw_heads, styled
 
 LEAST_MASS = 0.1  # of a query's attention in the grid, for a centre to mean something
 CONTOUR_STYLES = ('solid', (0, (1, 1.2)), (0, (4, 2)))
 
-Query = Optional[Tuple[int, int]]
-Sizes = Union[Sequence[int], Mapping[str, Sequence[int]]]
 HeadLines = Dict[int, Tuple[np.ndarray, List[List[np.ndarray]]]]
 
 
 @styled
 def plot_attention_centers(
-    model: nn.Module,
-    size: Sizes,
+    maps: Mapping[str, AttentionMaps],
     masses: Sequence[float] = (0.5, 0.9),
-    query: Query = None,
-    probs: Optional[Dict[str, Tensor]] = None,
-    numbers: Optional[Dict[str, Sequence[int]]] = None,
+    query: Optional[Sequence[int]] = None,
+    numbers: Optional[Mapping[str, Sequence[int]]] = None,
 ) -> Figure:
     """Draws the centre of every head and contours of its attention, one panel a layer (C20, Figures 4, 12 and 14).
 
@@ -42,59 +35,40 @@ def plot_attention_centers(
     drawn a little inside of them so that the heads can be told apart.
 
     Args:
-        model (nn.Module): A model with attention layers, or a vision transformer of timm or mmpretrain with ``probs``
-            of all its layers.
-        size (Sequence[int] | Mapping[str, Sequence[int]]): Height and width of the grid in tokens, or those of each
-            layer, see :func:`~attncnn_plugin.analysis.grids_of`.
+        maps (Mapping[str, AttentionMaps]): By layer, from :func:`~attncnn_plugin.analysis.attention_maps`.
         masses (Sequence[float]): The shares of a head's attention inside its contours, three at most. Defaults to
             (0.5, 0.9).
-        query (tuple[int, int], optional): Row and column of the query, for heads that are not Gaussian. Defaults to the
+        query (Sequence[int], optional): Row and column of the query, for heads that are not Gaussian. Defaults to the
             middle of the grid; in windows, where a single query would show its place in its window, to the mean over
             queries, as in head reports.
-        probs (dict[str, Tensor], optional): By layer, the probabilities to use in place of those by position,
-            ``(N_h, Q, H*W)``: for layers whose scores depend on content, for instance their mean over images.
-        numbers (dict[str, Sequence[int]], optional): By layer, the numbers of its heads, for those that are left after
-            others were pruned. Defaults to 0, 1, 2, ….
+        numbers (Mapping[str, Sequence[int]], optional): By layer, the numbers of its heads, for those that are left
+            after others were pruned. Defaults to 0, 1, 2, ….
 
     Returns:
         Figure: One axes a layer; a head's disc and contours are at (column, row) of their shifts. Heads that look
         beyond the grid, by the null key of CMHSA, with more than 0.9 of their attention are named but not drawn.
 
     Raises:
-        ValueError: A model without attention layers; a layer without a term of position alone and not in ``probs``; a
-            mass or a query out of range.
+        TypeError: ``maps`` are no attention maps.
+        ValueError: No maps; a mass or a query out of range.
     """
-    layers = shown_layers(model)
-    for mass in masses:
-        check_mass(mass)
-    if not 1 <= len(masses) <= len(CONTOUR_STYLES):
-        raise ValueError(f'masses={masses} must be one to {len(CONTOUR_STYLES)} shares')
-    sizes = size if isinstance(size, Mapping) else dict.fromkeys(layers, size)
-    in_windows = layers_in_windows(model)
-    heads = {
-        name: _head_lines(layer, sizes[name], masses, query, (probs or {}).get(name), name in in_windows)
-        for name, layer in layers.items()
-    }
-    reach = min(_reach(list(heads.values())), max(map(max, sizes.values())) - 0.5)
-    figure, panels = _panels(list(layers))
-    for name, axes in zip(layers, panels):
+    check_maps(maps)
+    if not 1 <= len(masses) <= len(CONTOUR_STYLES) or not all(0 < mass < 1 for mass in masses):
+        raise ValueError(f'masses={masses} must be one to {len(CONTOUR_STYLES)} shares above 0 and below 1')
+    heads = {name: _head_lines(own, masses, query) for name, own in maps.items()}
+    reach = min(_reach(list(heads.values())), max(max(own.grid) for own in maps.values()) - 0.5)
+    figure, panels = _panels(list(maps))
+    for (name, own), axes in zip(maps.items(), panels):
         _shift_axes(axes, reach)
-        number_of = (numbers or {}).get(name, range(layers[name].num_heads))
-        beyond = [number_of[head] for head in range(layers[name].num_heads) if head not in heads[name]]
+        number_of = (numbers or {}).get(name, range(len(own.probs)))
+        beyond = [str(number_of[head]) for head in range(len(own.probs)) if head not in heads[name]]
         if beyond:
-            axes.set_title(f'{axes.get_title()}, beyond the grid: {", ".join(map(str, beyond))}')
+            axes.set_title(f'{axes.get_title()}, beyond the grid: {", ".join(beyond)}')
         for head, (_, contours) in heads[name].items():
+            drawn = dict(color=color_of(number_of[head]), linewidth=1.1, solid_joinstyle='miter', zorder=3)
             for lines, style in zip(contours, CONTOUR_STYLES):
                 for line in lines:
-                    axes.plot(
-                        line[:, 1],
-                        line[:, 0],
-                        color=color_of(number_of[head]),
-                        linestyle=style,
-                        linewidth=1.1,
-                        solid_joinstyle='miter',
-                        zorder=3,
-                    )
+                    axes.plot(line[:, 1], line[:, 0], linestyle=style, **drawn)
         draw_heads(axes, {number_of[head]: tuple(center.tolist()) for head, (center, _) in heads[name].items()}, reach)
     styles = ', '.join(f'{mass:.0%} {name}' for mass, name in zip(masses, ('solid', 'dotted', 'dashed')))
     figure.supxlabel(f'Black square: query. Contours: {styles}. Hollow: centre beyond the panel.', fontsize=8)
@@ -127,16 +101,8 @@ def plot_center_movement(centers: Dict[str, Dict[int, np.ndarray]]) -> Figure:
         for head, way in sorted(heads.items()):
             color = color_of(head)
             axes.plot(way[:, 2], way[:, 1], color=color, linewidth=1.1, zorder=3)
-            axes.plot(
-                way[:1, 2],
-                way[:1, 1],
-                'o',
-                markersize=3.5,
-                markeredgecolor=color,
-                markerfacecolor='white',
-                markeredgewidth=0.8,
-                zorder=3.5,
-            )
+            start = dict(markersize=3.5, markeredgecolor=color, markerfacecolor='white', markeredgewidth=0.8)
+            axes.plot(way[:1, 2], way[:1, 1], 'o', zorder=3.5, **start)
             if way[-1, 0] < last:
                 axes.plot(way[-1:, 2], way[-1:, 1], 'x', color=color, markersize=5, zorder=3)
                 axes.annotate(str(head), (way[-1, 2], way[-1, 1]), (4, 0), textcoords='offset points', fontsize=6)
@@ -150,38 +116,20 @@ def plot_center_movement(centers: Dict[str, Dict[int, np.ndarray]]) -> Figure:
     return figure
 
 
-@torch.no_grad()
-def _head_lines(
-    layer: nn.Module,
-    size: Sequence[int],
-    masses: Sequence[float],
-    query: Query,
-    probs: Optional[Tensor],
-    in_windows: bool,
-) -> HeadLines:
+def _head_lines(maps: AttentionMaps, masses: Sequence[float], query: Optional[Sequence[int]]) -> HeadLines:
     """By head the centre and, for each mass, the lines of its contour, as shifts (row, column)."""
-    gaussian = layer.gaussian_heads() if probs is None and isinstance(layer, AttentionLayer) else None
-    if gaussian is not None:
-        centers, _ = head_centers(layer, size)
-        factor = gaussian.factor.cpu().double()
-        precisions = (factor @ factor.mT).numpy()  # Σ⁻¹ = MMᵀ
-        return {
-            head: (center, [[gaussian_contour(center, precision, mass)] for mass in masses])
-            for head, (center, precision) in enumerate(zip(centers.numpy(), precisions))
-        }
-    if in_windows and query is None and probs is not None:
-        maps, origin = mean_shifts(probs, size)
-    else:
-        maps, origin = query_maps(layer, size, query, probs), query_of(layer, size, query)[1]
-    centers, _ = centers_of_maps(maps, origin)
+    centers = head_centers(maps, query)[0].numpy()
+    if maps.gaussian is not None:
+        ellipses = zip(centers, maps.gaussian.inverse_covariance.numpy())
+        lines = [[[gaussian_contour(center, precision, mass)] for mass in masses] for center, precision in ellipses]
+        return dict(enumerate(zip(centers, lines)))
+    probs, origin = keys_of_query(maps, query)
     heads = {}
-    for head, (center, keys) in enumerate(zip(centers.numpy(), maps.numpy())):
+    for head, (center, keys) in enumerate(zip(centers, probs.numpy())):
         if keys.sum() >= LEAST_MASS:
-            inset = 0.03 + 0.25 * head / max(len(centers) - 1, 1)
-            heads[head] = (
-                center,
-                [[line - origin for line in outline(region_of_mass(keys, mass), inset)] for mass in masses],
-            )
+            inset = 0.03 + 0.2 * head / max(len(centers) - 1, 1)
+            regions = [region_of_mass(keys, mass) for mass in masses]
+            heads[head] = center, [[line - origin for line in outline(region, inset)] for region in regions]
     return heads
 
 

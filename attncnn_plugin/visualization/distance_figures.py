@@ -22,20 +22,20 @@ def plot_attention_distance(reports: Mapping[str, Mapping[str, Any]]) -> Figure:
 
     Args:
         reports (Mapping[str, Mapping]): By the names of models in the figure, their head reports as data, see
-            :func:`~attncnn_plugin.analysis.reports_to_dict`. Where a layer has a report of its attention to images
+            :meth:`~attncnn_plugin.analysis.HeadReport.to_dict`. Where a layer has a report of its attention to images
             beside one by position, it is the former that is drawn.
 
     Returns:
         Figure: Two axes a model; x is the number of the layer, from 0.
 
     Raises:
-        ValueError: No reports; one without layers that have heads, or from before distances were in them.
+        ValueError: No reports, or one without layers that have heads.
 
     Examples:
-        >>> import torch
-        >>> from attncnn_plugin.analysis import maps_report, reports_to_dict
-        >>> report = reports_to_dict([maps_report(torch.full((2, 36, 36), 1 / 36), size=(6, 6))])
-        >>> len(plot_attention_distance({'uniform': report}).axes)
+        >>> from attncnn_plugin.analysis import head_report
+        >>> from attncnn_plugin.attention import QuadraticAttention
+        >>> report = head_report(QuadraticAttention(8, num_heads=3), size=(6, 6))
+        >>> len(plot_attention_distance({'new': report.to_dict()}).axes)
         2
     """
     if not reports:
@@ -62,12 +62,10 @@ def plot_attention_distance(reports: Mapping[str, Mapping[str, Any]]) -> Figure:
 
 
 def _layers(label: str, report: Mapping[str, Any]) -> List[Mapping[str, Any]]:
-    """One report a layer: the last one, that of its attention to images where there is one."""
+    """Returns one report a layer: the last one, that of its attention to images where there is one."""
     last: Dict[str, Mapping[str, Any]] = {layer['name']: layer for layer in report.get('layers', ()) if layer['heads']}
     if not last:
         raise ValueError(f'the report of {label} has no layers with heads')
-    if any('distance' not in head for layer in last.values() for head in layer['heads']):
-        raise ValueError(f'the report of {label} has no distances: write it again by analyze_heads.py --json')
     return list(last.values())
 
 

@@ -1,26 +1,25 @@
 """Figures of attention probabilities around a query (Cordonnier et al. 2020 (C20), Figures 5 to 10)."""
 
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
-from torch import Tensor
 
-from ..analysis.attention_maps import layer_labels
-from ..analysis.head_centers import query_index
-from .style import MAP_COLORS, styled
+from ..analysis import AttentionMaps
+from ..analysis.layer_maps import layer_labels
+from .style import MAP_COLORS, check_maps, styled
 
 
 @styled
 def plot_attention_probs(
-    maps: Dict[str, Tensor],
-    query: Union[Tuple[int, int], Mapping[str, Tuple[int, int]], None] = None,
+    maps: Mapping[str, AttentionMaps],
+    query: Optional[Sequence[int]] = None,
     zoom: Optional[int] = 7,
     image: Optional[np.ndarray] = None,
-    numbers: Optional[Dict[str, Sequence[int]]] = None,
+    numbers: Optional[Mapping[str, Sequence[int]]] = None,
 ) -> Figure:
     """Draws the probabilities of a query, one row a layer, one column a head (C20, Figures 5 to 10).
 
@@ -28,16 +27,15 @@ def plot_attention_probs(
     and have their numbers and their largest probability above their maps, which are coloured from 0 to it.
 
     Args:
-        maps (dict[str, Tensor]): ``(N_h, H, W)`` by layer, the probabilities of the keys for the query, see
-            :func:`~attncnn_plugin.analysis.query_maps`: of positions, the mean over images, or of one image.
-        query (tuple[int, int] | Mapping[str, tuple[int, int]], optional): Row and column of the query, for all layers
-            or by layer, see :func:`~attncnn_plugin.analysis.query_of`. Defaults to the middle of the grid.
+        maps (Mapping[str, AttentionMaps]): By layer, from :func:`~attncnn_plugin.analysis.attention_maps`.
+        query (Sequence[int], optional): Row and column of the query, on each layer's grid; where not every pixel is a
+            query, it is the nearest one. Defaults to the middle of the grid.
         zoom (int, optional): Rows and columns around the query that are drawn, odd; None for the whole grid. Defaults
             to 7. Outside of the grid it is grey.
         image (ndarray, optional): The image that the probabilities are of, shown at the left with the query,
             ``(rows, columns, 3)``, uint8. Defaults to none.
-        numbers (dict[str, Sequence[int]], optional): By layer, the numbers of its heads, for those that are left after
-            others were pruned. Defaults to 0, 1, 2, ….
+        numbers (Mapping[str, Sequence[int]], optional): By layer, the numbers of its heads, for those that are left
+            after others were pruned. Defaults to 0, 1, 2, ….
 
     Returns:
         Figure: One axes a map, after that of the image if there is one; its data is in tokens, x the column and y the
@@ -45,32 +43,30 @@ def plot_attention_probs(
         pruned has one axes that says so.
 
     Raises:
+        TypeError: ``maps`` are no attention maps.
         ValueError: No maps; an even ``zoom``; a query outside of the grid.
     """
-    if not maps:
-        raise ValueError('maps is empty: the model has no attention, or none that depends on content')
+    check_maps(maps)
     if zoom is not None and (zoom < 1 or zoom % 2 == 0):
         raise ValueError(f'zoom={zoom} must be odd and at least 1, so that the query is in the middle; None shows all')
-    maps = {name: layer.detach().cpu().numpy() for name, layer in maps.items()}
-    queries = query if isinstance(query, Mapping) else dict.fromkeys(maps, query)
-    places = {name: divmod(query_index(queries[name], of.shape[1:]), of.shape[2]) for name, of in maps.items()}
-    columns = max(max(len(layer) for layer in maps.values()), 1)
+    drawn = {name: (own.of_query(query).numpy(), own.place(query)) for name, own in maps.items()}
+    columns = max(1, *(len(own.probs) for own in maps.values()))
     left = 0 if image is None else 2
     figure = Figure(figsize=(0.95 * (columns + left) + 0.7, 1.05 * len(maps) + 0.2), layout='constrained')
     grid = figure.add_gridspec(len(maps), columns + left)
     if image is not None:
-        name, first = next(iter(maps.items()))
-        _draw_image(figure.add_subplot(grid[:, :2]), image, *places[name], *first.shape[1:])
+        first, place = next(iter(drawn.values()))
+        _draw_image(figure.add_subplot(grid[:, :2]), image, place, *first.shape[1:])
     labels = layer_labels(maps)
     shown = None
-    for line, (name, layer) in enumerate(maps.items()):
+    for line, (name, (layer, place)) in enumerate(drawn.items()):
         number_of = (numbers or {}).get(name, range(len(layer)))
-        panels = [figure.add_subplot(grid[line, place + left]) for place in range(max(len(layer), 1))]
+        panels = [figure.add_subplot(grid[line, left + column]) for column in range(max(len(layer), 1))]
         panels[0].set_ylabel(labels[name])
         if not len(layer):
             panels[0].set(xticks=[], yticks=[], title='no heads')
-        for axes, head in zip(panels, _by_locality(layer, *places[name])):
-            shown = _draw_map(axes, layer[head], places[name], zoom)
+        for axes, head in zip(panels, _by_locality(layer, *place)):
+            shown = _draw_map(axes, layer[head], place, zoom)
             axes.set_title(f'head {number_of[head]}: {layer[head].max():.2f}', fontsize=6.5, pad=2)
     if shown is not None:
         bar = figure.colorbar(
@@ -112,7 +108,8 @@ def _draw_map(axes: Axes, keys: np.ndarray, query: Tuple[int, int], zoom: Option
     return shown
 
 
-def _draw_image(axes: Axes, image: np.ndarray, row: int, column: int, height: int, width: int) -> None:
+def _draw_image(axes: Axes, image: np.ndarray, query: Tuple[int, int], height: int, width: int) -> None:
+    row, column = query
     axes.imshow(image, interpolation='nearest', extent=(-0.5, width - 0.5, height - 0.5, -0.5), cmap='gray')
     axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor='black', edgecolor='white', linewidth=0.8))
     axes.set_title(f'query at row {row}, column {column}')

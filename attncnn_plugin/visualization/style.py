@@ -1,11 +1,10 @@
 """The common look of all figures, and the files they are written to."""
 
-import inspect
 import math
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Callable, Dict, Iterator, Optional, Sequence, Tuple, Union
+from typing import Callable, Dict, Iterator, Mapping, Sequence, Tuple, Union
 
 import matplotlib
 import numpy as np
@@ -14,6 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
+from ..analysis import AttentionMaps
 from ..attention.window import shown
 
 # Paul Tol's muted colours: told apart with every kind of colour blindness.
@@ -55,49 +55,41 @@ def settings() -> Iterator[None]:
 
 
 def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
-    """A function whose figure has the common look, whatever the settings outside are.
-
-    It refuses tensors and arrays, such as images, as arguments that are none.
-    """
-    parameters = inspect.signature(draw).parameters
+    """Returns a function whose figure has the common look, whatever the settings outside are."""
 
     @wraps(draw)
     def draw_styled(*args, **kwargs) -> Figure:
-        for name, value in {**dict(zip(parameters, args)), **kwargs}.items():
-            wanted = parameters[name].annotation if name in parameters else None
-            is_wanted = isinstance(value, np.ndarray) and wanted == Optional[np.ndarray]
-            if getattr(value, 'ndim', 0) > 1 and not is_wanted:
-                raise TypeError(
-                    f'{name}={shown(value)} of {draw.__name__} must be of type {inspect.formatannotation(wanted)}'
-                )
         with settings():
             return draw(*args, **kwargs)
 
     return draw_styled
 
 
+def check_maps(maps: Mapping[str, AttentionMaps]) -> None:
+    """Raises an error if these are no attention maps by layer."""
+    if not isinstance(maps, Mapping) or not all(isinstance(own, AttentionMaps) for own in maps.values()):
+        raise TypeError(f'maps={shown(maps)} must be the result of attention_maps(model, images)')
+    if not maps:
+        raise ValueError('maps is empty: the model has no attention, or none of this part')
+
+
 def color_of(index: int) -> str:
-    """The colour of a head or of a run."""
+    """Returns the colour of a head or of a run."""
     return COLORS[index % len(COLORS)]
 
 
 def marker_of(index: int) -> str:
-    """The shape of a head's disc."""
+    """Returns the shape of a head's disc."""
     return MARKERS[index // len(COLORS) % len(MARKERS)]
 
 
 def line_style_of(index: int) -> Union[str, Tuple]:
-    """The line of a run."""
+    """Returns the line of a run."""
     return LINE_STYLES[index // len(COLORS) % len(LINE_STYLES)]
 
 
-def draw_heads(
-    axes: Axes,
-    places: Dict[int, Tuple[float, float]],
-    reach: float,
-    beside: bool = False,
-) -> None:
-    """The centres of heads as dots, and discs with their numbers, in an axes from −reach to reach.
+def draw_heads(axes: Axes, places: Dict[int, Tuple[float, float]], reach: float, beside: bool = False) -> None:
+    """Draws the centres of heads as dots, and discs with their numbers, in an axes from −reach to reach.
 
     A disc lies on its dot, or beside it where another disc is there already, with a line to the dot. A dot that would
     lie beyond the axes is hollow, on its border.
@@ -110,51 +102,23 @@ def draw_heads(
     """
     dots = {head: tuple(min(max(value, -reach), reach) for value in place) for head, place in sorted(places.items())}
     discs = []
-    for head, inside in dots.items():
-        color, hollow = color_of(head), inside != places[head]
-        others = [dot for other, dot in dots.items() if other != head]
-        disc = _free_place(inside, discs, others, reach, beside)
+    for head, dot in dots.items():
+        color, hollow = color_of(head), dot != places[head]
+        disc = _free_place(dot, discs, [place for other, place in dots.items() if other != head], reach, beside)
         discs.append(disc)
-        if disc != inside:
-            axes.plot([inside[1], disc[1]], [inside[0], disc[0]], color='#888888', linewidth=0.5, zorder=2.5)
+        if disc != dot:
+            axes.plot([dot[1], disc[1]], [dot[0], disc[0]], color='#888888', linewidth=0.5, zorder=2.5)
         fill, edge = ('white', color) if hollow else (color, 'white')
-        axes.plot(
-            [inside[1]],
-            [inside[0]],
-            'o',
-            markersize=4,
-            markerfacecolor=fill,
-            markeredgecolor=edge,
-            markeredgewidth=0.6,
-            zorder=4 if disc == inside else 7,
-            clip_on=False,
-            label=f'head {head}',
-        )
-        axes.plot(
-            [disc[1]],
-            [disc[0]],
-            marker_of(head),
-            markersize=8.5,
-            markerfacecolor=fill,
-            markeredgecolor=edge,
-            markeredgewidth=0.8,
-            zorder=5,
-            clip_on=False,
-        )
-        axes.text(
-            disc[1],
-            disc[0],
-            str(head),
-            ha='center',
-            va='center_baseline',
-            fontsize=6,
-            zorder=6,
-            color='black' if hollow else text_color_on(color),
-        )
+        look = dict(markerfacecolor=fill, markeredgecolor=edge, clip_on=False)
+        above = dict(markersize=4, markeredgewidth=0.6, zorder=4 if disc == dot else 7)
+        axes.plot(dot[1], dot[0], 'o', label=f'head {head}', **look, **above)
+        axes.plot(disc[1], disc[0], marker_of(head), markersize=8.5, markeredgewidth=0.8, zorder=5, **look)
+        text = dict(ha='center', va='center_baseline', fontsize=6, zorder=6)
+        axes.text(disc[1], disc[0], str(head), color='black' if hollow else text_color_on(color), **text)
 
 
 def text_color_on(color: str) -> str:
-    """Black or white, whichever can be read on a colour."""
+    """Returns black or white, whichever can be read on a colour."""
     red, green, blue = to_rgb(color)
     return 'white' if 0.3 * red + 0.59 * green + 0.11 * blue < 0.55 else 'black'
 
@@ -166,17 +130,13 @@ def _free_place(
     reach: float,
     beside: bool,
 ) -> Tuple[float, float]:
-    """The place, or the next one at which a disc covers no other disc and no dot; where all is full, no other disc."""
+    """Returns the place, or the next one where a disc covers no other disc and no dot, or at least no disc."""
     disc = 0.12 * reach  # the diameter of a disc in a panel of 2.6 inches
     near = [] if beside else [place]
-    near += [
-        (
-            place[0] + distance * disc * math.sin(turn * math.pi / 6),
-            place[1] + distance * disc * math.cos(turn * math.pi / 6),
-        )
-        for distance in (0.9, 1.3, 1.7, 2.2, 2.8, 3.5)
-        for turn in range(12)
-    ]
+    for distance in (0.9, 1.3, 1.7, 2.2, 2.8, 3.5):
+        for angle in range(0, 360, 30):
+            down, right = math.sin(math.radians(angle)), math.cos(math.radians(angle))
+            near.append((place[0] + distance * disc * down, place[1] + distance * disc * right))
     free = [
         other
         for other in near
@@ -187,7 +147,7 @@ def _free_place(
 
 
 def image_of(figure: Figure) -> np.ndarray:
-    """A figure as an image at 150 dots an inch, ``(rows, columns, 3)``, uint8."""
+    """Returns a figure as an image at 150 dots an inch, ``(rows, columns, 3)``, uint8."""
     figure.set_dpi(150)
     canvas = FigureCanvasAgg(figure)
     with settings():

@@ -13,10 +13,7 @@ from helpers.small import SMALL, SMALL_ARCH, small_timm
 from mmengine.config import Config
 from PIL import Image
 
-from attncnn_plugin.analysis import (
-    head_report,
-    model_reports,
-)
+from attncnn_plugin.analysis import head_report
 from attncnn_plugin.pruning import prune_heads
 
 CONFIG = """
@@ -104,7 +101,7 @@ def test_tool_as_a_process(folder, repository):
     assert loaded['model'] == str(folder / 'quadratic.py') and loaded['num_images'] == 0
     model = small_timm('sa_quadratic_cifar', in_chans=1, checkpoint_path=str(folder / 'quadratic.pth'))
     for layer, block in zip(loaded['layers'], model.blocks):
-        expected = head_report(block.attn, (8, 8)).to_dict()
+        expected = head_report(block.attn, size=(8, 8)).layers[0].to_dict()
         assert layer == {**expected, 'name': layer['name']}
 
 
@@ -131,8 +128,8 @@ def test_tool_content(folder, tool):
     images = [
         cv2.resize(digits[i * len(digits) // 5]['img'], (16, 16), interpolation=cv2.INTER_CUBIC) for i in range(5)
     ]
-    expected = model_reports(model, (torch.tensor(np.array(images))[:, None].float() - 77.9) / 95.9)
-    for layer, report in zip(loaded['layers'], expected):
+    expected = head_report(model, (torch.tensor(np.array(images))[:, None].float() - 77.9) / 95.9)
+    for layer, report in zip(loaded['layers'], expected.layers):
         for head, other in zip(layer['heads'], report.heads):
             assert head['center'] == pytest.approx(other.center, abs=1e-4)
 
@@ -202,16 +199,17 @@ def test_tool_timm(folder, tool):
         (['--timm', 'vit_tiny_patch16_224'], '--timm needs --images FOLDER, or --size'),
         (
             ['--timm', 'vit_tiny_patch16_224', '--size', '4', '4', '--model-kwargs', 'depth=1'],
-            'give no --size, and --images FOLDER',
+            'depends on images, which say the grid',
         ),
         (['quadratic.py', 'quadratic.pth', '--json', 'images'], '--json images is a folder'),
         (['quadratic.py', '--timm', 'vit_tiny_patch16_224'], '--timm takes the place of the config'),
+        (['quadratic.py', 'quadratic.pth', '--size', '4', '4', '--images', 'images'], 'give no --images with it'),
         (['quadratic.py', 'quadratic.pth', '--num-images', '0'], '--num-images 0 must be at least 1'),
         (['quadratic.py', 'nothing.pth'], 'nothing.pth can not be found'),
         (['quadratic.py', 'quadratic.pth', '--size', '1', '1'], 'is a single token'),
         (['quadratic.py', 'quadratic.pth', '--tolerance', '2'], 'tolerance=2.0 must be at least 1e-07'),
         (['learned_content.py', 'learned_content.pth', '--images', 'nowhere'], 'holds no image files'),
-        (['deit_small.py', 'deit_small.pth', '--size', '4', '4'], 'on images, which say the grid: give no --size'),
+        (['deit_small.py', 'deit_small.pth', '--size', '4', '4'], 'depends on images, which say the grid'),
         (['resnet18.py', 'resnet18.pth'], 'has no attention layers of this package'),
         (['--timm', 'no_such_model', '--images', 'images'], 'Unknown model'),
         (['--timm', 'resnet18', '--images', 'images'], 'of type ResNet, has no attention layers of this package'),

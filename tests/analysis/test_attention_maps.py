@@ -1,27 +1,22 @@
-"""Attention probabilities of models: by position, by content, of images."""
+"""Attention maps of models, by position, by content, of images; where their heads look, and how widely."""
 
 import copy
+import math
 import subprocess
 import sys
 
 import pytest
 import timm
 import torch
-from helpers.small import SMALL, TIMM_KINDS, small_cmhsa, small_timm
+from helpers.convolutions import joined
+from helpers.small import SMALL, TIMM_KINDS, model_with_head, small_cmhsa, small_timm
 from torch import nn
 
-from attncnn_plugin.analysis import (
-    attention_layers,
-    attention_probs_of,
-    content_only_probs_of,
-    grid_of,
-    mean_attention_probs_of,
-    model_attention,
-    position_only_probs_of,
-)
+from attncnn_plugin.analysis import AttentionMaps, attention_maps, head_centers, head_report, image_means
+from attncnn_plugin.analysis.layer_maps import attention_layers
 from attncnn_plugin.attention import LearnedAttention
+from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.pruning import prune_heads
-from attncnn_plugin.transformers import image_means
 
 IMAGES = (3, 3, 12, 8)  # a grid of 6 rows and 4 columns
 ALL_TERMS = [('qk',), ('qr',), ('uk',), ('qk', 'qr'), ('qk', 'vr'), ('uk', 'vr'), ('qk', 'qr', 'uk', 'vr')]
@@ -33,6 +28,12 @@ def content_model(**kwargs):
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) / 4)
     return model.eval()
+
+
+def probs_of(model, images, part='all'):
+    """By layer, the probabilities of each image, ``(B, N_h, Q, K)``."""
+    maps = [attention_maps(model, image[None], part=part) for image in images]
+    return {name: torch.stack([own[name].probs for own in maps]) for name in maps[0]}
 
 
 def input_of(layer, model, images):
@@ -60,45 +61,48 @@ def test_it_needs_neither_mmengine_nor_matplotlib():
 
 
 @pytest.mark.parametrize('name', TIMM_KINDS)
-def test_the_layers_of_every_kind_by_name(name):
+def test_layers_of_every_kind(name):
+    """By name, in the order of the blocks, on the grid of the images."""
     model = small_timm(name, depth=12)
-    layers = attention_layers(model)
-    assert list(layers) == [f'blocks.{i}.attn' for i in range(12)]
-    assert all(model.get_submodule(name) is layer for name, layer in layers.items())
-    assert {layer.depends_on_content for layer in layers.values()} == {'content' in name}
-
-
-def test_the_layers_of_cmhsa():
-    assert attention_layers(small_cmhsa('conv')) == {}
-    layers = attention_layers(small_cmhsa('attn'))
-    assert list(layers) == ['blocks.0.attn', 'blocks.1.attn'] and all(
-        layer.depends_on_content for layer in layers.values()
-    )
+    maps = attention_maps(model, torch.randn(IMAGES))
+    assert list(maps) == [f'blocks.{i}.attn' for i in range(12)]
+    for own in maps.values():
+        assert own.grid == (6, 4) and own.num_images == (3 if 'content' in name else 0)
+        assert own.probs.shape == (3, 24, 24) and own.place() == (3, 2)
+        assert torch.allclose(own.probs.sum(-1), torch.ones((), dtype=own.probs.dtype), atol=1e-5)
+    (own,) = attention_maps(model.blocks[0].attn, torch.randn(2, 5, 7, SMALL['embed_dim'])).values()  # of tokens
+    assert own.grid == (5, 7)
 
 
 @pytest.mark.parametrize('name', TIMM_KINDS[:4])
-def test_probabilities_by_position(name):
-    layer = small_timm(name).blocks[0].attn.bfloat16()
-    probs = layer.position_probs((6, 4))
-    assert probs.dtype == torch.float32
-    assert torch.equal(probs, layer.attention_probs((6, 4)))
+def test_position_alone(name):
+    """The same of images and of a size, in float64 whatever the layer's precision is."""
+    model = small_timm(name).bfloat16()
+    maps = attention_maps(model, size=(6, 4))
+    for part in ('all', 'position'):
+        for layer, own in attention_maps(model, torch.randn(IMAGES).bfloat16(), part=part).items():
+            assert torch.equal(own.probs, maps[layer].probs) and own.probs.dtype == torch.float64
+    expected = copy.deepcopy(model.blocks[1].attn).double().attention_probs((6, 4))
+    assert torch.equal(maps['blocks.1.attn'].probs, expected.detach())
+    assert attention_maps(model, size=(6, 4), part='content') == {}
 
 
-def test_probabilities_by_the_positional_term():
-    layer = content_model(terms=('qk', 'vr')).blocks[0].attn
-    alone = LearnedAttention(16, 3)
+def test_the_positional_term():
+    model = content_model(terms=('qk', 'vr'))
+    layer, alone = model.blocks[0].attn, LearnedAttention(16, 3)
     with torch.no_grad():
         alone.encoding.weight.copy_(layer.position_bias)
         alone.encoding.tables.load_state_dict(layer.tables.state_dict())
-    assert torch.allclose(layer.position_probs((6, 4)), alone.attention_probs((6, 4)), atol=1e-6)
-    assert content_model().blocks[0].attn.position_probs((6, 4)) is None  # q·r_δ depends on the query
-    assert content_model(position='absolute_learned').blocks[0].attn.position_probs((6, 4)) is None
+    own = attention_maps(model, size=(6, 4), part='position')['blocks.0.attn']
+    assert torch.allclose(own.probs, alone.attention_probs((6, 4)), atol=1e-6) and own.num_images == 0
+    assert attention_maps(content_model(position='absolute_learned'), torch.randn(IMAGES), part='position') == {}
 
 
-def test_probabilities_by_the_bias_of_cmhsa():
-    layer = small_cmhsa('attn', null_key=True).blocks[0].attn
+def test_the_bias_of_cmhsa():
+    model = small_cmhsa('attn', null_key=True)
+    layer = model.blocks[0].attn
     torch.nn.init.normal_(layer.position.table)
-    probs = layer.position_probs((3, 4))
+    probs = attention_maps(model, size=(3, 4), part='position')['blocks.0.attn'].probs
     # Each shift of the table has its share, wherever the border is: the null key has those that lead out.
     table = layer.position.table_of((3, 4))[0].flatten(1).softmax(-1).reshape(9, 5, 7)
     for query, key in ((0, 0), (5, 11), (11, 2)):
@@ -108,15 +112,20 @@ def test_probabilities_by_the_bias_of_cmhsa():
 
 
 @pytest.mark.parametrize('terms', ALL_TERMS)
-def test_probabilities_of_images_and_their_parts(terms):
+def test_images_and_their_parts(terms):
     model, images = content_model(terms=terms), torch.randn(IMAGES)
-    probs = attention_probs_of(model, images)
-    content, position = content_only_probs_of(model, images), position_only_probs_of(model, images)
+    probs = probs_of(model, images)
+    content, position = (probs_of(model, images, part) for part in ('content', 'position'))
     assert bool(content) == bool({'qk', 'uk'} & set(terms)) and bool(position) == bool({'qr', 'vr'} & set(terms))
+    means = attention_maps(model, images)
     for name, layer in attention_layers(model).items():
         expected = layer.attention_scores(input_of(layer, model, images)).softmax(-1)
         assert probs[name].shape == (3, 3, 24, 24) and probs[name].dtype == torch.float32
         assert torch.allclose(probs[name], expected, atol=1e-6)
+        assert torch.allclose(means[name].probs, expected.mean(0), atol=1e-6)
+        if {'qr', 'vr'} <= set(terms):  # what depends on position alone is v·r
+            assert torch.allclose(position[name][1], layer.position_probs((6, 4)), atol=1e-6)
+            position[name] = layer.position_scores(input_of(layer, model, images)).softmax(-1)
         # The scores are the sum of both parts.
         parts = [part[name] for part in (content, position) if part]
         assert torch.allclose(sum(map(log, parts)), log(expected), atol=1e-3)
@@ -129,19 +138,18 @@ def test_content_alone_knows_nothing_of_positions():
     images = torch.randn(2, 3, 4, 4)
     # The blocks of 2x2 pixels in reverse order.
     other = images.reshape(2, 3, 2, 2, 2, 2).flip(2, 4).reshape(images.shape)
-    for probs_of, equal in ((content_only_probs_of, True), (attention_probs_of, False)):
-        one, two = (probs_of(model, x)['blocks.0.attn'] for x in (images, other))
-        assert torch.allclose(one, two.flip(2, 3), atol=1e-5) == equal
+    for part, equal in (('content', True), ('all', False)):
+        one, two = (attention_maps(model, x, part=part)['blocks.0.attn'].probs for x in (images, other))
+        assert torch.allclose(one, two.flip(1, 2), atol=1e-5) == equal
 
 
 def test_content_alone_without_an_absolute_encoding():
     model, images = content_model(position='absolute_learned', depth=1), torch.randn(IMAGES)
     without = copy.deepcopy(model)
     torch.nn.init.zeros_(without.blocks[0].attn.absolute.table)
-    content = content_only_probs_of(model, images)['blocks.0.attn']
-    assert torch.allclose(content, attention_probs_of(without, images)['blocks.0.attn'], atol=1e-6)
-    assert not torch.allclose(content, attention_probs_of(model, images)['blocks.0.attn'], atol=1e-3)
-    assert position_only_probs_of(model, images) == {}
+    content = attention_maps(model, images, part='content')['blocks.0.attn'].probs
+    assert torch.allclose(content, attention_maps(without, images)['blocks.0.attn'].probs, atol=1e-6)
+    assert not torch.allclose(content, attention_maps(model, images)['blocks.0.attn'].probs, atol=1e-3)
 
 
 def test_probabilities_of_cmhsa_give_its_output():
@@ -150,37 +158,27 @@ def test_probabilities_of_cmhsa_give_its_output():
         torch.nn.init.normal_(parameter, std=0.3)
     layer = model.blocks[1].attn
     x = input_of(layer, model, images)
-    probs = attention_probs_of(model, images)['blocks.1.attn']
+    probs = probs_of(model, images)['blocks.1.attn']
     assert probs.shape == (2, 9, 48, 48) and (probs.sum(-1) < 1 - 1e-6).any()
     heads = probs @ layer.value(x).flatten(1, 2).unflatten(-1, (9, -1)).transpose(1, 2)
     expected = layer.out(heads.transpose(1, 2).reshape(2, 8, 6, -1))
     assert torch.allclose(layer(x), expected, atol=1e-3)
-    content = content_only_probs_of(model, images)['blocks.1.attn']
+    content = probs_of(model, images, 'content')['blocks.1.attn']
     assert torch.allclose(content.sum(-1), torch.ones(()), atol=1e-5)
-    position = position_only_probs_of(model, images)['blocks.1.attn']
-    assert torch.allclose(position[1], layer.position_probs((8, 6)), atol=1e-6)
-    product = content * position
+    product = content * probs_of(model, images, 'position')['blocks.1.attn']
     assert torch.allclose(product / product.sum(-1, keepdim=True), probs / probs.sum(-1, keepdim=True), atol=1e-4)
 
 
-def test_the_mean_over_images():
-    model, images = content_model(), torch.randn(5, 3, 8, 8)
-    mean = mean_attention_probs_of(model, images, batch_size=2)
-    for name, probs in attention_probs_of(model, images).items():
-        assert torch.allclose(mean[name], probs.mean(0), atol=1e-6)
-    assert mean_attention_probs_of(small_timm('sa_quadratic_cifar'), images) == {}
-
-
-def test_the_mean_over_images_is_the_same_in_parts(monkeypatch):
+def test_the_same_in_parts(monkeypatch):
     """Where the scores of two images do not fit at once, they come one by one."""
-    model, images = content_model(), torch.randn(3, 3, 8, 8)
-    whole, seen = mean_attention_probs_of(model, images), []
-    few_images = model_attention.few_images
+    model, images, seen = content_model(), torch.randn(3, 3, 8, 8), []
+    whole = attention_maps(model, images)
+    layer, scores = model.blocks[0].attn, model.blocks[0].attn.attention_scores
     monkeypatch.setattr(image_means, 'CHUNK_ELEMENTS', 3 * 16**2)
-    monkeypatch.setattr(model_attention, 'few_images', lambda *args: seen.append(few_images(*args)) or seen[-1])
-    for name, probs in mean_attention_probs_of(model, images).items():
-        assert torch.allclose(probs, whole[name], atol=1e-6)
-    assert [[len(part) for part in parts] for parts in seen] == [[1, 1, 1]] * 2
+    monkeypatch.setattr(layer, 'attention_scores', lambda x: seen.append(len(x)) or scores(x))
+    for name, own in attention_maps(model, images).items():
+        assert torch.allclose(own.probs, whole[name].probs, atol=1e-6)
+    assert seen == [1, 1, 1]
 
 
 def test_a_detector_asks_for_more_than_images():
@@ -195,10 +193,9 @@ def test_a_detector_asks_for_more_than_images():
             raise AssertionError('the whole detector ran')
 
     model, images = content_model(), torch.randn(IMAGES)
-    expected = attention_probs_of(model, images)
-    probs = attention_probs_of(Detector(model), images)
-    assert list(probs) == [f'backbone.{name}' for name in expected]
-    assert all(torch.equal(probs[f'backbone.{name}'], own) for name, own in expected.items())
+    expected, found = attention_maps(model, images), attention_maps(Detector(model), images)
+    assert list(found) == [f'backbone.{name}' for name in expected]
+    assert all(torch.equal(found[f'backbone.{name}'].probs, own.probs) for name, own in expected.items())
 
 
 def test_the_model_stays_as_it_was():
@@ -207,48 +204,151 @@ def test_the_model_stays_as_it_was():
     model.blocks[0].eval()
     modes = [module.training for module in model.modules()]
     state = torch.get_rng_state()
-    first = attention_probs_of(model, images)
+    first = attention_maps(model, images)
     assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(ValueError, match='cannot be cut into patches'):
+        attention_maps(model, torch.randn(1, 3, 7, 7))
     assert [module.training for module in model.modules()] == modes
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_pre_hooks for module in model.modules())
-    second = attention_probs_of(model.eval(), images)
-    assert all(torch.equal(first[name], second[name]) and not first[name].requires_grad for name in first)
-
-
-def test_the_model_stays_as_it_was_after_an_error():
-    model = content_model().train()
-    with pytest.raises(ValueError, match='cannot be cut into patches'):
-        attention_probs_of(model, torch.randn(1, 3, 7, 7))
-    assert all(module.training for module in model.modules())
-    assert not any(module._forward_pre_hooks for module in model.modules())
-
-
-@pytest.mark.parametrize('name', TIMM_KINDS)
-def test_the_grid(name):
-    assert grid_of(small_timm(name), torch.randn(IMAGES)) == (6, 4)
-
-
-def test_the_grid_of_cmhsa():
-    assert grid_of(small_cmhsa('attn'), torch.randn(2, 3, 16, 12)) == (8, 6)
-    with pytest.raises(ValueError, match='no attention layers.*convolution phase'):
-        grid_of(small_cmhsa('conv'), torch.randn(2, 3, 16, 12))
+    second = attention_maps(model.eval(), images)
+    for name, own in first.items():
+        assert torch.equal(own.probs, second[name].probs) and not own.probs.requires_grad
 
 
 def test_layers_without_heads():
     model = content_model()
     prune_heads(model, {0: [0, 1, 2], 1: [1]}, allow_empty=True)
-    for probs_of in (attention_probs_of, content_only_probs_of, position_only_probs_of):
-        probs = probs_of(model, torch.randn(IMAGES))
-        assert [layer.shape for layer in probs.values()] == [(3, 0, 24, 24), (3, 2, 24, 24)]
+    for part in ('all', 'content', 'position'):
+        maps = attention_maps(model, torch.randn(IMAGES), part=part)
+        assert [own.probs.shape for own in maps.values()] == [(0, 24, 24), (2, 24, 24)]
     model = timm.create_model('sa_quadratic_cifar', **SMALL)
     prune_heads(model, {0: [0, 1, 2]}, allow_empty=True)
-    assert model.blocks[0].attn.position_probs((3, 3)).shape == (0, 9, 9)
+    own = attention_maps(model, size=(3, 3))['blocks.0.attn']
+    assert own.probs.shape == (0, 9, 9) and [len(values) for values in head_centers(own)] == [0, 0]
 
 
-def test_layers_that_the_model_does_not_run():
+@pytest.mark.parametrize(
+    'settings, message',
+    [
+        (dict(), 'images=None and size=None: give images, or the size'),
+        (dict(images=torch.randn(IMAGES), size=(4, 4)), r'images=\(3, 3, 12, 8\) and size=\(4, 4\): give images, or'),
+        (dict(size=(4, 4)), r"scores of blocks.0.attn, .*terms=\('qk', 'qr'\), .* depend on images: give images, or"),
+        (dict(size=(4, 4), part='position'), r'scores of blocks.0.attn, .* depend on images'),
+        (dict(size=(4, 4), part='both'), "part='both' is unknown: choose one of all, position, content"),
+    ],
+)
+def test_errors(settings, message):
+    with pytest.raises(ValueError, match=message):
+        attention_maps(content_model(), **settings)
+
+
+def test_layers_that_are_not_there():
+    images = torch.randn(IMAGES)
+    with pytest.raises(ValueError, match='no attention layers.*convolution phase'):
+        attention_maps(small_cmhsa('conv'), images)
     for model in (content_model(), small_timm('sa_quadratic_cifar')):
         model.extra = small_timm('sa_learned_content_cifar').blocks[0].attn
-        for function in (grid_of, mean_attention_probs_of):
-            with pytest.raises(ValueError, match='extra is attention that the model does not run on images'):
-                function(model, torch.randn(IMAGES))
+        with pytest.raises(ValueError, match='extra is attention that the model does not run on images'):
+            attention_maps(model, images)
+    with pytest.raises(ValueError, match='layer has 1 axes of pixels'):
+        attention_maps(conv_to_mhsa(nn.Conv1d(2, 2, 3))[0], size=(5, 5))
+
+
+# ---- CNNs whose convolutions became attention: layers of different grids, with fewer queries than keys
+
+
+SIZES = [(8, 10), (8, 10), (4, 5)]
+SHIFTS = [(row, column) for row in (-1, 0, 1) for column in (-1, 0, 1)]
+
+
+def hybrid(content, **options):
+    """Three layers at 8x10, 8x10 to 4x5, and 4x5 pixels."""
+    convs = [nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 6, 3, padding=1, stride=2), nn.Conv2d(6, 6, 3, padding=1)]
+    layers = [conv_to_mhsa(conv, content=content, **options)[0] for conv in convs]
+    return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2]).eval()
+
+
+@pytest.mark.parametrize('content', [None, 'additive', 'gated'])
+def test_reports_of_hard_heads(content):
+    """Each layer on its own grid: a 3x3 convolution, head h at the h-th shift."""
+    reports = head_report(hybrid(content), torch.randn(3, 3, 8, 10)).layers
+    assert [report.grid for report in reports] == [size for size in SIZES for _ in range(1 if content is None else 2)]
+    for index, report in enumerate(reports):
+        assert [head.nearest_shift for head in report.heads] == SHIFTS and report.kind.kind == 'convolution'
+        assert report.attention == ('images' if content and index % 2 else 'position')
+
+
+@pytest.mark.parametrize('window_size', [None, 3])
+@pytest.mark.parametrize('content', ['additive', 'gated'])
+def test_maps_of_convolutions(content, window_size):
+    """The maps times the pixels are the heads that the layer puts out."""
+    model, x = hybrid(content, alpha=2, window_size=window_size), torch.randn(3, 3, 8, 10)
+    for layer in (model[0], model[2], model[4]):
+        nn.init.normal_(layer.query.weight)
+    assert [own.grid for own in attention_maps(model, x).values()] == SIZES
+    probs = probs_of(model, x)
+    for name, layer in model.named_children():
+        if name in probs:
+            assert torch.allclose(joined(layer, probs[name], x), layer(x).flatten(2), atol=1e-4)
+        x = layer(x)
+
+
+@pytest.mark.parametrize('content', [None, 'additive'])
+def test_centres_and_queries_of_convolutions(content):
+    """Hard heads: the centre is the shift, from a query of the layer, and the map is the pixel there."""
+    maps = attention_maps(hybrid(content), torch.randn(3, 3, 8, 10))
+    for own in maps.values():
+        for query in (None, (2, 2)):
+            row, column = own.place(query)
+            centers, widths = head_centers(own, query)
+            for head, ((down, right), keys) in enumerate(zip(SHIFTS, own.of_query(query))):
+                assert keys[row + down, column + right] > 0.999
+                assert torch.allclose(centers[head], torch.tensor([down, right]).double(), atol=1e-3)
+                assert widths[head] < 0.05
+    assert maps['2'].place((3, 4)) == (2, 4)  # 0, 2, 4 … are queries
+
+
+# ---- Centres and widths of heads
+
+
+@pytest.mark.parametrize(
+    'name, factor, width',
+    [
+        ('sa_quadratic_cifar', 0.5, 2.0),
+        ('sa_generalized_cifar', [[0.5, 0.0], [0.0, 0.25]], math.sqrt((4 + 16) / 2)),
+        ('sa_quadratic_cifar', 0.0, 1000.0),
+        ('sa_generalized_cifar', [[1.0, 1.0], [1.0, 1.0]], math.sqrt((1e6 + 0.25) / 2)),
+    ],
+)
+def test_centres_and_widths_of_gaussian_heads(name, factor, width):
+    model = model_with_head((1.0, -2.0), name, factor)
+    centers, widths = head_centers(attention_maps(model, size=(6, 4))['blocks.0.attn'])
+    assert centers[0].tolist() == [1, -2] and widths[0].item() == pytest.approx(width)
+    expected = model.blocks[0].attn.encoding.center.detach().double()
+    assert torch.equal(centers, expected)
+    model.blocks[0].attn.encoding.center.data += 1  # as a training goes on
+    assert torch.equal(centers, expected)
+
+
+def test_centres_and_widths_of_other_heads():
+    probs = torch.zeros(3, 15, 15)
+    probs[:, :, 0] = 1
+    probs[0, 7] = probs[2, 7] = 0  # of the query in row 1, column 2, which gives nothing to the grid by head 2
+    probs[0, 7, 2 * 5 + 1], probs[0, 7, 2 * 5 + 3] = 0.1, 0.3  # of 0.4: the rest is outside of the grid
+    maps = AttentionMaps(probs, (3, 5))
+    centers, widths = head_centers(maps)
+    expected = torch.tensor([[1, 0.5], [-1, -2], [math.nan, math.nan]], dtype=torch.float64)
+    assert torch.allclose(centers, expected, atol=1e-6, equal_nan=True)
+    expected = torch.tensor([math.sqrt(0.75 / 2), 0, math.nan], dtype=torch.float64)
+    assert torch.allclose(widths, expected, atol=1e-6, equal_nan=True)
+    assert head_centers(maps, query=(2, 4))[0][0].tolist() == [-2, -4]
+    assert torch.equal(maps.of_query((2, 4)), probs[:, 14].double().unflatten(1, (3, 5)))
+
+
+@pytest.mark.parametrize('query', [(3, 0), (0, 5), (-1, 0)])
+def test_queries_outside_of_the_grid(query):
+    maps = AttentionMaps(torch.eye(15)[None], (3, 5))
+    for function in (maps.place, maps.of_query, lambda query: head_centers(maps, query)):
+        with pytest.raises(ValueError, match='row from 0 to 2 and a column from 0 to 4'):
+            function(query)

@@ -1,6 +1,5 @@
 """Head reports of single layers: every claim against a computation by brute force, exact sentences for convolutions."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -22,21 +21,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from attncnn_plugin.analysis import (
-    head_report,
-    maps_report,
-    model_reports,
-    reports_to_dict,
-    reports_to_text,
-)
-from attncnn_plugin.analysis.head_reports.kinds import Lattice
-from attncnn_plugin.analysis.head_reports.shift_maps import ShiftMaps, moments
+from attncnn_plugin.analysis import AttentionMaps, HeadReport, head_report
+from attncnn_plugin.analysis.layer_kind import lattice_of
+from attncnn_plugin.analysis.report import layer_report
+from attncnn_plugin.analysis.shift_statistics import ShiftMaps, moments
 from attncnn_plugin.attention import (
     ContentAttention,
     GeneralizedQuadraticAttention,
 )
 from attncnn_plugin.convert import conv_to_mhsa, conv_to_patch_mhsa, expressible_shifts
 from attncnn_plugin.pruning import find_degenerate_heads, prune_heads
+
+
+def report_of(layer, size, **settings):
+    """The report of a layer by position."""
+    (report,) = head_report(layer, size=size, **settings).layers
+    return report
+
+
+def maps_report(probs, size, **settings):
+    """The report of given probabilities."""
+    return layer_report(AttentionMaps(probs.detach(), size, **settings))
 
 
 def test_moments_of_known_gaussians():
@@ -47,9 +52,9 @@ def test_moments_of_known_gaussians():
         layer.encoding.center.copy_(torch.tensor([[1.0, -2.0], [-0.3, 0.4]]))
         layer.encoding.sqrt_precision.copy_(torch.linalg.cholesky(torch.linalg.inv(covariance)).expand(2, -1, -1))
     probs = layer.attention_probs((25, 27)).double().detach()
-    maps = ShiftMaps.of(probs, (25, 27))
-    middle = tuple(axis == n for axis, n in zip(maps.queries, (12, 13)))
-    center, spread = moments(dataclasses.replace(maps, interior=middle))
+    maps = ShiftMaps(AttentionMaps(probs, (25, 27)))
+    maps.interior = tuple(axis == n for axis, n in zip(maps.queries, (12, 13)))
+    center, spread = moments(maps)
     assert torch.allclose(center, layer.encoding.center.double(), atol=1e-4)
     assert torch.allclose(spread, covariance.double().expand(2, -1, -1), atol=1e-3)
 
@@ -57,14 +62,14 @@ def test_moments_of_known_gaussians():
 def test_the_covariance_of_a_nearly_hard_head():
     """Far smaller than the square of the shift, from which it must not be subtracted."""
     near, nearest = shift_operators([(0, 1), (0, 2)], (8, 8), 'zeros')
-    _, spread = moments(ShiftMaps.of((nearest + 1e-13 * near)[None], (8, 8)))
+    _, spread = moments(ShiftMaps(AttentionMaps((nearest + 1e-13 * near)[None], (8, 8))))
     assert torch.allclose(
         spread[0], torch.tensor([[0.0, 0.0], [0.0, 1e-13]], dtype=torch.float64), rtol=1e-6, atol=1e-24
     )
 
 
 def test_parameters_of_gaussians():
-    report = head_report(hard_layer([[1.5, -2.0], [9.0, 0.0]], torch.tensor([0.5, 2.0])), (6, 6))
+    report = report_of(hard_layer([[1.5, -2.0], [9.0, 0.0]], torch.tensor([0.5, 2.0])), (6, 6))
     assert [head.source for head in report.heads] == ['parameters'] * 2
     assert [head.center for head in report.heads] == [(1.5, -2.0), (9.0, 0.0)]
     assert [head.alpha for head in report.heads] == [0.125, 2.0]
@@ -82,7 +87,7 @@ def test_parameters_of_gaussians():
         layer.encoding.sqrt_precision[0] = torch.tensor([[1.0, 0.5], [0.0, 2.0]])
         layer.encoding.sqrt_precision[1] = torch.diag(torch.tensor([0.5, 0.25]))
         layer.encoding.sqrt_precision[2] = 0
-    heads = head_report(layer, (6, 6)).heads
+    heads = report_of(layer, (6, 6)).heads
     expected = torch.linalg.inv(layer.encoding.inverse_covariance[0].double())
     assert torch.allclose(torch.tensor(heads[0].covariance, dtype=torch.float64), expected)
     assert heads[1].width_text == '4 x 2 at 90°'  # wide along columns: to the right
@@ -97,7 +102,7 @@ def test_parameters_of_gaussians():
 def test_statistics(kind, size, seed):
     torch.manual_seed(seed)
     layer = LAYERS[kind]()
-    report = head_report(layer, size)
+    report = report_of(layer, size)
     probs = layer.position_probs(size).detach()
     assert report.num_heads == len(report.heads) == 4 and report.attention == 'position'
     for head, maps in zip(report.heads, probs):
@@ -129,7 +134,7 @@ def test_statistics(kind, size, seed):
 def test_best_convolution(kind):
     """The error is that of the best of all convolutions, in the linear map from input to output."""
     layer, size = LAYERS[kind](), (6, 5)
-    report = head_report(layer, size)
+    report = report_of(layer, size)
     probs = layer.position_probs(size).detach().double()
     whole = sum(torch.einsum('qk,oi->oiqk', p, v.double()) for p, v in zip(probs, values(layer))).flatten(2)
     assert [entry.kernel_size for entry in report.convolutions] == [(3, 3), (5, 5)]
@@ -175,7 +180,7 @@ def test_heads_of_equal_weight_by_default():
     ],
 )
 def test_convolutions_are_called_convolutions(conv, summary):
-    report = head_report(conv_to_mhsa(conv)[0], (10, 14))
+    report = report_of(conv_to_mhsa(conv)[0], (10, 14))
     assert report.summary == summary and summary in str(report)
     assert report.kind.kind == ('dilated' if 'dilated' in summary else 'convolution')
     assert report.kind.hard == report.num_heads == math.prod(conv.kernel_size)
@@ -191,7 +196,7 @@ def test_convolutions_are_called_convolutions(conv, summary):
 def test_soft_heads_of_a_convolution(dilation, words):
     """A head a kernel position is not needed: with fewer the layer still is a convolution."""
     conv = nn.Conv2d(3, 4, 3, padding='same', dilation=dilation)
-    report = head_report(conv_to_mhsa(conv, num_heads=4)[0], (8, 8))
+    report = report_of(conv_to_mhsa(conv, num_heads=4)[0], (8, 8))
     assert report.summary == f'one convolution, 3x3, error 0{words}, by 0 hard, 4 soft and 0 uniform heads'
     assert report.kind.kind == ('dilated' if dilation > 1 else 'convolution')
 
@@ -204,14 +209,14 @@ def test_hard_heads_whose_rest_counts():
     with torch.no_grad():
         attention.encoding.weight.copy_(probs.log().unflatten(1, (3, 3)))
         attention.value.weight[:, 3:] = -attention.value.weight[:, :3]
-    report = head_report(attention, (8, 8))
+    report = report_of(attention, (8, 8))
     assert report.kind.hard == 2 and {head.nearest_shift for head in report.heads} == {(0, 0)}
     assert report.summary == 'one convolution, 3x3, error 0'
 
     layer = hard_layer([[0.0, 0.0], [0.0, 0.0]], torch.tensor([3.0, 3.2]))
     with torch.no_grad():
         layer.value.weight[:, 3:] = -layer.value.weight[:, :3]
-    report = head_report(layer, (8, 8))
+    report = report_of(layer, (8, 8))
     assert report.kind.hard == 2 and report.kind.kernel_size == (1, 1) and report.kind.error > 0.3
 
 
@@ -220,14 +225,14 @@ def test_grids_without_an_interior(size):
     """Where no query has its window inside, shifts that coincide express anything: that is no convolution."""
     layer = LAYERS['quadratic']()
     layer.encoding.center.data /= 4  # no target so far outside that a head is hard
-    assert head_report(layer, size).summary == 'mixture, 4 soft'
+    assert report_of(layer, size).summary == 'mixture, 4 soft'
 
 
 @pytest.mark.parametrize('padding_mode', ['zeros', 'reflect', 'circular'])
 def test_padding_is_no_part_of_a_head(padding_mode):
     """What a soft head reads from the padding does not count: its shares are the probabilities of its window."""
     attention, _ = conv_to_mhsa(nn.Conv2d(3, 4, 5, padding=2, padding_mode=padding_mode), num_heads=3)
-    for head, probs in zip(head_report(attention, (7, 8)).heads, attention.encoding()):
+    for head, probs in zip(report_of(attention, (7, 8)).heads, attention.encoding()):
         assert np.allclose([line[1:6] for line in head.shares[1:6]], probs.detach(), atol=1e-6)
         assert head.mass_5x5 == pytest.approx(1) and head.mass_3x3 == pytest.approx(probs[1:4, 1:4].sum().item())
 
@@ -252,7 +257,7 @@ def test_uniform_with_noise():
     ],
 )
 def test_hard_heads(centers, kind, summary):
-    report = head_report(hard_layer([list(map(float, center)) for center in centers]), (9, 10))
+    report = report_of(hard_layer([list(map(float, center)) for center in centers]), (9, 10))
     assert report.kind.kind == kind and report.summary == summary
     assert [head.nearest_shift for head in report.heads] == centers
     assert [head.relative_entropy for head in report.heads] == [0.0] * len(centers)
@@ -278,7 +283,7 @@ def test_hard_heads(centers, kind, summary):
 def test_hard_but_not_exact(centers, words, sqrt_precision):
     """Hard heads that leak a little are a convolution by their shifts, and no others, with an error."""
     layer, size = hard_layer([list(map(float, center)) for center in centers], sqrt_precision), (8, 9)
-    report = head_report(layer, size)
+    report = report_of(layer, size)
     operators = shift_operators(centers, size, 'replicate').flatten(1)
     whole = (
         sum(
@@ -293,7 +298,7 @@ def test_hard_but_not_exact(centers, words, sqrt_precision):
     assert 1e-6 < report.kind.error == pytest.approx((left.norm() / whole.norm()).item(), rel=1e-4)
     assert report.summary == words.format(f'{report.kind.error:.3g}')
     if report.best.error > report.kind.error:
-        assert report.best_text == report.summary and reports_to_text([report]).endswith(report.summary)
+        assert report.best_text == report.summary and str(HeadReport((report,))).endswith(report.summary)
 
 
 @pytest.mark.parametrize(
@@ -308,13 +313,13 @@ def test_hard_but_not_exact(centers, words, sqrt_precision):
 )
 def test_nearest_shift_is_not_drawn_to_the_query(center, precision, nearest, kind):
     """At the border what is left is renormalized: short shifts, which stay in the grid there, must not gain by it."""
-    (head,) = head_report(hard_layer([list(center)], precision), (8, 8)).heads
+    (head,) = report_of(hard_layer([list(center)], precision), (8, 8)).heads
     assert head.nearest_shift == nearest and head.kind == kind
 
 
 def test_mixture():
     layer = hard_layer([[0.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]], torch.tensor([40.0, 40.0, 1.0, 0.0]))
-    report = head_report(layer, (8, 8))
+    report = report_of(layer, (8, 8))
     assert report.summary == 'mixture, 2 hard, 1 soft, 1 uniform' and report.kind.error is None
     assert [head.kind for head in report.heads] == ['hard', 'hard', 'soft', 'uniform']
     uniform = report.heads[3]
@@ -342,12 +347,12 @@ def test_one_fixed_key_is_no_hard_head():
 def test_lattice(kernel, steps, first, data):
     axes = [[f + s * i for i in range(n)] for f, s, n in zip(first, steps, kernel)]
     shifts = list(itertools.product(*axes))
-    lattice = Lattice.of(data.draw(st.permutations(shifts)))
+    lattice = lattice_of(data.draw(st.permutations(shifts)))
     assert (lattice.kernel_size, lattice.dilation, lattice.full) == (kernel, steps, True)
     assert lattice.offset == tuple(f + s * (n - 1) // 2 for f, s, n in zip(first, steps, kernel))
     corners = {tuple(axis[i] for axis, i in zip(axes, ends)) for ends in itertools.product((0, -1), repeat=2)}
     missing = data.draw(st.sampled_from(shifts))
-    holed = Lattice.of([shift for shift in shifts if shift != missing])
+    holed = lattice_of([shift for shift in shifts if shift != missing])
     if missing not in corners or min(kernel) > 2:
         assert not holed.full and holed.dilation == (1, 1)
 
@@ -359,7 +364,7 @@ def test_degenerate_and_expressible_are_those_of_their_modules(kind):
         weight = layer.position_bias if kind == 'vr' else layer.encoding.weight if kind == 'learned' else None
         for tensor in [weight] if weight is not None else list(layer.encoding.parameters()):
             tensor[3] = tensor[1]
-    report = head_report(layer, (7, 6), tolerance=0.7)
+    report = report_of(layer, (7, 6), tolerance=0.7)
     criteria = ['entropy', 'duplicate'] + (['uniform', 'stripe'] if kind in ('quadratic', 'generalized') else [])
     expected = find_degenerate_heads(layer, criteria, (7, 6))
     assert [head.head for head in report.heads if head.degenerate] == expected.heads and 3 in expected.heads
@@ -377,7 +382,7 @@ def test_stripe():
     layer = GeneralizedQuadraticAttention(3, 1)
     with torch.no_grad():
         layer.encoding.sqrt_precision[0] = torch.diag(torch.tensor([3.0, 1e-4]))
-    (head,) = head_report(layer, (6, 6)).heads
+    (head,) = report_of(layer, (6, 6)).heads
     assert head.criterion == 'stripe' and 'condition number' in head.why and head.width_text == '1e+04 x 0.333 at 90°'
 
 
@@ -385,29 +390,29 @@ def test_a_little_softer_than_expressible():
     """A residual above the tolerance, beside a small error: how large it is is said."""
     model = small_cmhsa('conv', attn_bias_init=12.0)
     model.to_attention()
-    report = head_report(model.blocks[0].attn, (8, 8))
+    report = report_of(model.blocks[0].attn, (8, 8))
     least, largest = min(report.expressible[0].residual), max(report.expressible[0].residual)
     assert report.expressible[0].expressible == () and 1e-6 < largest < 1e-3
     assert f'3x3 shifts expressible: 0 of 9, residuals {least:.3g} to {largest:.3g}' in str(report)
 
 
 def test_patches_of_a_convolution():
-    report = head_report(conv_to_patch_mhsa(nn.Conv2d(2, 3, 3, padding=1), 4)[0], (5, 6))
+    report = report_of(conv_to_patch_mhsa(nn.Conv2d(2, 3, 3, padding=1), 4)[0], (5, 6))
     assert report.summary == 'one convolution, 3x3, error 0' and report.grid == (5, 6)
 
 
 def test_no_heads():
     layer = LAYERS['quadratic']()
     layer.prune_heads([0, 1, 2, 3], allow_empty=True)
-    report = head_report(layer, (5, 5))
+    report = report_of(layer, (5, 5))
     assert report.summary == 'no heads: the layer is its bias' and report.best is None
-    check_schema(json.dumps(reports_to_dict([report])))
-    assert 'no heads' in reports_to_text([report])
+    check_schema(json.dumps(HeadReport((report,)).to_dict()))
+    assert 'no heads' in str(HeadReport((report,)))
     assert maps_report(torch.zeros(0, 25, 25), (5, 5), num_images=2).num_heads == 0
 
     model = small_timm('sa_learned_content_cifar')
     prune_heads(model, {0: [0, 1, 2]}, allow_empty=True)
-    reports = model_reports(model, torch.randn(2, 3, 8, 8))
+    reports = head_report(model, torch.randn(2, 3, 8, 8)).layers
     assert [(report.attention, report.num_heads) for report in reports] == [
         (part, heads) for heads in (0, 3) for part in ('position', 'images')
     ]
@@ -417,53 +422,39 @@ def test_zero_values():
     """A layer that is 0 is a convolution with the kernel 0."""
     layer = LAYERS['learned']()
     nn.init.zeros_(layer.value.weight)
-    assert [entry.error for entry in head_report(layer, (5, 5)).convolutions] == [0, 0]
+    assert [entry.error for entry in report_of(layer, (5, 5)).convolutions] == [0, 0]
 
 
 @pytest.mark.parametrize(
-    'call, error, message',
+    'model, settings, message',
     [
         (
-            lambda: head_report(nn.MultiheadAttention(4, 2), (5, 5)),
-            TypeError,
-            'layer is a MultiheadAttention, but only',
+            nn.MultiheadAttention(4, 2),
+            dict(size=(5, 5)),
+            'type MultiheadAttention, has no attention layers',
         ),
-        (lambda: head_report(conv_to_mhsa(nn.Conv1d(2, 2, 3))[0], (5, 5)), ValueError, 'layer has 1 axes of pixels'),
+        (conv_to_mhsa(nn.Conv1d(2, 2, 3))[0], dict(size=(5, 5)), 'layer has 1 axes of pixels'),
+        (conv_to_mhsa(nn.Conv2d(2, 2, 7, padding=3))[0], dict(size=(5, 5)), 'the image of 5x5 pixels is'),
         (
-            lambda: head_report(conv_to_mhsa(nn.Conv2d(2, 2, 7, padding=3))[0], (5, 5)),
-            ValueError,
-            'the image of 5x5 pixels is',
+            ContentAttention(4, 2),
+            dict(size=(5, 5)),
+            r"layer, .*terms=\('qk', 'qr'\), .* depend on images: give",
         ),
-        (lambda: head_report(ContentAttention(4, 2), (5, 5)), ValueError, r"terms=\('qk', 'qr'\), .*have no part"),
-        (lambda: head_report(LAYERS['learned'](), (1, 1)), ValueError, 'is a single token'),
-        (lambda: head_report(LAYERS['learned'](), (0, 5)), ValueError, r'size=\(0, 5\)'),
-        (lambda: maps_report(torch.rand(2, 9, 9), (3, 4)), ValueError, r'probs have shape \(2, 9, 9\)'),
-        (
-            lambda: model_reports(small_timm('sa_learned_content_cifar'), torch.rand(1, 3, 8, 8), (4, 4)),
-            ValueError,
-            r'size=\(4, 4\) is that of a grid for scores by position alone',
-        ),
-        (
-            lambda: head_report(LAYERS['learned'](), (5, 5), tolerance=1e-9),
-            ValueError,
-            'tolerance=1e-09 must be at least',
-        ),
-        (lambda: model_reports(small_timm('sa_quadratic_cifar')), ValueError, 'images=None and size=None'),
-        (
-            lambda: model_reports(small_timm('sa_learned_content_cifar'), size=(4, 4)),
-            ValueError,
-            'images=None and size=',
-        ),
-        (lambda: model_reports(small_cmhsa('conv'), torch.rand(1, 3, 16, 16)), ValueError, 'no attention layers'),
+        (LAYERS['learned'](), dict(size=(1, 1)), 'is a single token'),
+        (LAYERS['learned'](), dict(size=(0, 5)), r'size=\(0, 5\)'),
+        (LAYERS['learned'](), dict(size=(5, 5), tolerance=1e-9), 'tolerance=1e-09 must be at least'),
+        (small_timm('sa_quadratic_cifar'), dict(), 'images=None and size=None: give images, or'),
+        (small_timm('sa_learned_content_cifar'), dict(size=(4, 4)), 'scores of blocks.0.attn, .* depend on images'),
+        (small_cmhsa('conv'), dict(images=torch.rand(1, 3, 16, 16)), 'no attention layers'),
     ],
 )
-def test_errors(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+def test_errors(model, settings, message):
+    with pytest.raises(ValueError, match=message):
+        head_report(model, **settings)
 
 
 def test_not_finite():
     layer = LAYERS['quadratic']()
     nn.init.constant_(layer.encoding.center, math.nan)
     with pytest.raises(ValueError, match='not finite'):
-        head_report(layer, (5, 5))
+        report_of(layer, (5, 5))

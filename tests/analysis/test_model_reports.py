@@ -9,16 +9,9 @@ import torch
 from helpers.head_reports import LAYERS, brute_force, check_schema
 from helpers.small import small_cmhsa, small_timm
 
-from attncnn_plugin.analysis import (
-    attention_layers,
-    attention_probs_of,
-    head_report,
-    model_reports,
-    position_only_probs_of,
-    reports_to_dict,
-    reports_to_text,
-)
-from attncnn_plugin.analysis.head_reports.report import json_ready
+from attncnn_plugin.analysis import attention_maps, head_report
+from attncnn_plugin.analysis.layer_maps import attention_layers
+from attncnn_plugin.analysis.report import json_ready
 from attncnn_plugin.pruning import prune_heads
 
 
@@ -27,7 +20,7 @@ def test_transition_of_cmhsa(heads):
     """Convolutions that became attention over patches are reported as hard heads on the nine patches."""
     model = small_cmhsa('conv', attn_bias_init=40.0, **heads)
     model.to_attention()
-    for report in model_reports(model, torch.randn(2, 3, 16, 16)):
+    for report in head_report(model, torch.randn(2, 3, 16, 16)).layers:
         assert report.summary == 'one convolution, 3x3, error 0' and report.grid == (8, 8)
         assert sorted(head.nearest_shift for head in report.heads) == sorted(itertools.product((-1, 0, 1), repeat=2))
         assert report.convolutions[0].padding_mode == 'zeros'
@@ -49,11 +42,11 @@ def test_json(kind, width):
                 width, 100.0
             )
     for size in [(3, 4), (1, 2), (8, 8)]:
-        report = head_report(layer, size)
-        content = reports_to_dict([report], model='m', checkpoint=None)
+        report = head_report(layer, size=size)
+        content = report.to_dict(model='m', checkpoint=None)
         loaded = check_schema(json.dumps(content, allow_nan=False))
-        assert loaded['layers'][0] == report.to_dict() and loaded['model'] == 'm'
-        assert str(report) and reports_to_text([report])
+        assert loaded['layers'][0] == report.layers[0].to_dict() and loaded['model'] == 'm'
+        assert str(report)
 
 
 def test_json_of_numbers_that_are_not_finite():
@@ -69,20 +62,22 @@ def test_models(name):
         for block in model.blocks:
             block.attn.query.weight.data.mul_(10)  # so that images differ
     prune_heads(model, {1: [0]})
-    reports = model_reports(model, images)
+    reports = head_report(model, images).layers
     assert {report.grid for report in reports} == {(6, 5)}
     parts = ['position', 'images'] if name == 'sa_learned_content_cifar' else ['position']
     assert [(report.name, report.attention, report.num_heads) for report in reports] == [
         (name, part, heads) for name, heads in zip(attention_layers(model), (3, 2)) for part in parts
     ]
     if name != 'sa_learned_content_cifar':
-        assert reports[1].heads == head_report(model.blocks[1].attn, (6, 5)).heads
-        assert [report.attention for report in model_reports(model, size=(4, 4))] == ['position'] * 2
+        assert reports[1].heads == head_report(model.blocks[1].attn, size=(6, 5)).layers[0].heads
+        assert [report.attention for report in head_report(model, size=(4, 4)).layers] == ['position'] * 2
         return
-    probs = dict(position=position_only_probs_of(model, images), images=attention_probs_of(model, images))
+    parts = {'position': 'position', 'images': 'all'}
+    each = {name: [attention_maps(model, x[None], part=part) for x in images] for name, part in parts.items()}
     for report in reports:
         assert report.num_images == 3 and 'mean over 3 images' in str(report)
-        for head, maps in zip(report.heads, probs[report.attention][report.name].transpose(0, 1)):
+        probs = torch.stack([maps[report.name].probs for maps in each[report.attention]], dim=1)
+        for head, maps in zip(report.heads, probs):
             expected = brute_force(maps.mean(0), 6, 5)
             entropies = torch.special.entr(maps).sum(-1).mean().item()  # of each image
             assert head.entropy == pytest.approx(entropies, abs=1e-5) and entropies < expected['entropy'] - 0.1
@@ -92,7 +87,11 @@ def test_models(name):
 
 def test_content_with_positions_has_both():
     model = small_timm('sa_learned_content_cifar', terms=('qk', 'vr'))
-    reports = model_reports(model, torch.randn(2, 3, 8, 8), size=(5, 6))
-    assert [(report.name, report.attention, report.grid) for report in reports] == [
-        (f'blocks.{i}.attn', *part) for i in range(2) for part in (('position', (5, 6)), ('images', (4, 4)))
+    parts = {'position': 0, 'images': 2}  # and the number of images
+    reports = head_report(model, torch.randn(2, 3, 8, 10)).layers
+    assert [(report.name, report.attention, report.num_images) for report in reports] == [
+        (f'blocks.{i}.attn', *part) for i in range(2) for part in parts.items()
     ]
+    assert {report.grid for report in reports} == {(4, 5)}
+    alone = head_report(model, size=(4, 5)).layers  # without images, what depends on position
+    assert [report.heads for report in alone] == [report.heads for report in reports[::2]]

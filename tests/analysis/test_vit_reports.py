@@ -1,4 +1,4 @@
-"""Head reports of timm's vision transformers."""
+"""Attention maps and head reports of the vision transformers of timm and mmpretrain."""
 
 import json
 
@@ -9,60 +9,82 @@ from helpers.head_reports import brute_force, check_schema
 from helpers.vits import small_vit
 from torch import nn
 
-from attncnn_plugin.analysis import (
-    reports_to_dict,
-    vit_attention,
-    vit_reports,
-)
+from attncnn_plugin.analysis import attention_maps, head_report
 
 TINY = dict(embed_dim=12, num_heads=3, depth=2, img_size=32, num_classes=4, pos_drop_rate=0.5)
+ARCH = dict(embed_dims=12, num_layers=2, num_heads=3, feedforward_channels=24)
 
 
 def tiny_timm(name, **kwargs):
     return timm.create_model(name, pretrained=False, **{**TINY, **kwargs})
 
 
+def of_mmpretrain(kind, **settings):
+    pytest.importorskip('mmpretrain')
+    from mmengine.registry import init_default_scope
+    from mmpretrain.registry import MODELS
+
+    init_default_scope('mmpretrain')
+    return MODELS.build(dict(type=kind, **settings))
+
+
+def tiny_mmpretrain(kind, **settings):
+    """With one layer as on old versions of PyTorch, in a model that is no transformer itself."""
+    model = of_mmpretrain(kind, arch=ARCH, img_size=32, patch_size=8, drop_rate=0.5, **settings)
+    from mmpretrain.models.utils.attention import scaled_dot_product_attention_pyimpl
+
+    model.layers[1].attn.scaled_dot_product_attention = scaled_dot_product_attention_pyimpl
+    return nn.Sequential(model)
+
+
 @pytest.mark.parametrize(
-    'name, kwargs, prefix',
+    'make, name, settings, prefix',
     [
-        ('vit_tiny_patch16_224', dict(patch_size=8), 1),
-        ('vit_tiny_patch16_224', dict(patch_size=8, reg_tokens=3), 4),
-        ('vit_tiny_patch16_224', dict(patch_size=8, class_token=False, global_pool='avg'), 0),
-        ('deit_tiny_distilled_patch16_224', dict(patch_size=8), 2),
+        (tiny_timm, 'vit_tiny_patch16_224', dict(patch_size=8), 1),
+        (tiny_timm, 'vit_tiny_patch16_224', dict(patch_size=8, reg_tokens=3), 4),
+        (tiny_timm, 'vit_tiny_patch16_224', dict(patch_size=8, class_token=False, global_pool='avg'), 0),
+        (tiny_timm, 'deit_tiny_distilled_patch16_224', dict(patch_size=8), 2),
+        (tiny_mmpretrain, 'VisionTransformer', {}, 1),
+        (tiny_mmpretrain, 'VisionTransformer', dict(out_type='avg_featmap', with_cls_token=False), 0),
+        (tiny_mmpretrain, 'DistilledVisionTransformer', {}, 2),
     ],
 )
-def test_vit_attention(name, kwargs, prefix):
-    """Against q and k computed here."""
-    model, images = tiny_timm(name, **kwargs).train(), torch.randn(5, 3, 32, 32)
-    inputs = {}
-    for i, block in enumerate(model.blocks):
-        block.attn.fused_attn = i == 0
-        nn.init.normal_(block.attn.qkv.weight, std=0.5)
-        block.attn.register_forward_pre_hook(lambda _, args, i=i: inputs.update({i: args[0].detach()}))
-    probs, left_out = vit_attention(model, images)
+def test_attention_of_patches(make, name, settings, prefix):
+    """Against q and k computed here; the model stays as it was."""
+    model, images, inputs = make(name, **settings).train(), torch.randn(5, 3, 32, 32), {}
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, 'qkv')}
+    for i, (name, layer) in enumerate(layers.items()):
+        if make is tiny_timm:
+            layer.fused_attn = i == 0
+        nn.init.normal_(layer.qkv.weight, std=0.5)
+        layer.register_forward_pre_hook(lambda _, args, name=name: inputs.setdefault(name, []).append(args[0].detach()))
+    before = [dict(vars(layer)) for layer in layers.values()]
+    maps, reports = attention_maps(model, images), head_report(model, images).layers
     assert all(module.training for module in model.modules())
-    assert [block.attn.fused_attn for block in model.blocks] == [True, False]
-    assert not any(block.attn.attn_drop._forward_pre_hooks for block in model.blocks)
-    assert list(probs) == ['blocks.0.attn', 'blocks.1.attn']
-    for i, block in enumerate(model.blocks):
-        qkv = block.attn.qkv(inputs[i]).reshape(5, -1, 3, 3, 4)  # (B, N, 3, heads, D_h)
-        for head in range(3):
-            whole = (qkv[:, :, 0, head] @ qkv[:, :, 1, head].mT / 2).softmax(-1)
-            patches = whole[:, prefix:, prefix:] / whole[:, prefix:, prefix:].sum(-1, keepdim=True)
-            assert torch.allclose(probs[f'blocks.{i}.attn'][:, head], patches, atol=1e-5)
-            mass = whole[:, prefix:, :prefix].sum(-1).mean(-1)
-            assert torch.allclose(left_out[f'blocks.{i}.attn'][:, head], mass, atol=1e-5)
-    reports = vit_reports(model, images)
-    assert [report.grid for report in reports] == [(4, 4)] * 2 and {report.num_images for report in reports} == {5}
-    for report in reports:
-        for head, maps in zip(report.heads, probs[report.name].transpose(0, 1)):
-            expected = brute_force(maps.mean(0), 4, 4)
-            assert head.entropy == pytest.approx(torch.special.entr(maps).sum(-1).mean().item(), abs=1e-5)
+    assert [dict(vars(layer)) for layer in layers.values()] == before  # functions, fused attention
+    assert not any(
+        getattr(layer, 'attn_drop', layer)._forward_pre_hooks for layer in layers.values() if make is tiny_timm
+    )
+    assert list(maps) == list(layers) == [report.name for report in reports]
+    for report, (name, layer) in zip(reports, layers.items()):
+        assert (report.grid, report.num_images) == ((4, 4), 5) and 'no patch' in str(report)
+        x = torch.cat(inputs[name])[:5]
+        queries, keys, _ = layer.qkv(x).reshape(5, -1, 3, 3, 4).permute(2, 0, 3, 1, 4)  # (B, heads, N, D_h)
+        whole = (queries @ keys.mT / 2).softmax(-1)[:, :, prefix:].detach()
+        patches = whole[..., prefix:] / whole[..., prefix:].sum(-1, keepdim=True)
+        assert torch.allclose(maps[name].probs, patches.mean(0), atol=1e-5)
+        assert torch.allclose(maps[name].prefix_mass, whole[..., :prefix].sum(-1).mean((0, 2)), atol=1e-5)
+        for head, own in zip(report.heads, patches.transpose(0, 1)):
+            assert head.entropy == pytest.approx(torch.special.entr(own).sum(-1).mean().item(), abs=1e-5)
             assert head.degenerate is None
-            assert head.center == pytest.approx(expected['center'], abs=1e-5)
-            assert head.prefix_mass == pytest.approx(left_out[report.name][:, head.head].mean().item(), abs=1e-5)
-        assert 'no patch' in str(report)
-    check_schema(json.dumps(reports_to_dict(reports), allow_nan=False))
+            assert head.center == pytest.approx(brute_force(own.mean(0), 4, 4)['center'], abs=1e-5)
+            assert head.prefix_mass == pytest.approx(maps[name].prefix_mass[head.head].item(), abs=1e-6)
+    check_schema(json.dumps(head_report(model, images).to_dict(), allow_nan=False))
+
+
+def test_images_that_are_not_square():
+    model = tiny_mmpretrain('VisionTransformer')
+    assert [report.grid for report in head_report(model, torch.randn(2, 3, 32, 48)).layers] == [(4, 6)] * 2
 
 
 def test_patches_that_look_at_no_patch():
@@ -80,7 +102,7 @@ def test_patches_that_look_at_no_patch():
         model.cls_token[..., 0], model.patch_embed.proj.bias[0] = 1, -1
         model.blocks[0].attn.qkv.bias[:12] = 1
         model.blocks[0].attn.qkv.weight[12:24, 0] = 100
-    report = vit_reports(model, torch.randn(1, 3, 32, 32))[0]
+    report = head_report(model, torch.randn(1, 3, 32, 32)).layers[0]
     assert all(head.prefix_mass == 1 and head.center is None and head.entropy == 0 for head in report.heads)
 
 
@@ -99,7 +121,7 @@ def test_convit_that_is_a_convolution():
     )
     for block in model.blocks[:2]:
         nn.init.constant_(block.attn.gating_param, 30.0)
-    reports = vit_reports(model, torch.randn(2, 3, 32, 32))
+    reports = head_report(model, torch.randn(2, 3, 32, 32)).layers
     for report in reports[:2]:
         assert report.summary == 'one convolution, 3x3, error 0'
         assert report.heads[1].nearest_shift == (0, -1) and report.heads[3].nearest_shift == (-1, 0)
@@ -126,7 +148,7 @@ def test_convit_that_is_a_convolution():
             dict(embed_dim=16, depth=1, num_heads=2, img_size=224),
             'is a DiffAttention of timm.layers.diff_attention',
         ),
-        ('resnet18', {}, 'in which no module has a patch_embed'),
+        ('resnet18', {}, 'is no vision transformer'),
     ],
 )
 def test_other_timm_models(name, kwargs, reason):
@@ -134,16 +156,32 @@ def test_other_timm_models(name, kwargs, reason):
         pytest.skip(f'timm {timm.__version__} has no {name}')
     model = timm.create_model(name, pretrained=False, **kwargs)
     size = 64 if name.startswith('sam') else 224
-    with pytest.raises(ValueError, match=f'{type(model).__name__}.*{reason}'):
-        vit_reports(model, torch.randn(1, 3, size, size))
+    with pytest.raises(ValueError, match=f'(?s){type(model).__name__}.*{reason}'):
+        head_report(model, torch.randn(1, 3, size, size))
 
 
-def test_timm_model_without_attention():
-    model = tiny_timm('vit_tiny_patch16_224')
-    for block in model.blocks:
-        block.attn = nn.Identity()
-    with pytest.raises(ValueError, match='whose blocks have no attention with num_heads: the classes that are known'):
-        vit_attention(model, torch.randn(1, 3, 32, 32))
+@pytest.mark.parametrize(
+    'settings, reason',
+    [
+        (dict(kind='ResNet', depth=18), 'is no vision transformer'),
+        (dict(kind='MViT', arch='tiny'), 'is a MultiScaleAttention of mmpretrain.models.backbones.mvit: the classes'),
+    ],
+)
+def test_other_models_of_mmpretrain(settings, reason):
+    model = of_mmpretrain(**settings)
+    with pytest.raises(ValueError, match=f'{settings["kind"]}.* {reason}'):
+        head_report(model, torch.randn(1, 3, 32, 32))
+
+
+def test_what_is_not_of_images():
+    model, images = tiny_timm('vit_tiny_patch16_224'), torch.randn(1, 3, 32, 32)
+    for call in (
+        lambda: head_report(model, size=(4, 4)),
+        lambda: attention_maps(model, size=(4, 4)),
+        lambda: attention_maps(model, images, part='content'),
+    ):
+        with pytest.raises(ValueError, match='a VisionTransformer, depends on images, which say the grid'):
+            call()
 
 
 SWIN = dict(embed_dim=4, depths=(2,), num_heads=(2,), window_size=4, num_classes=3)
@@ -164,9 +202,9 @@ def test_uniform_heads_in_windows(name, tokens):
             if 'mlp' not in parameter_name or 'cpb' in parameter_name:  # v2's bias
                 parameter.zero_()
     images = torch.randn(3, 3, 4 * tokens, 4 * tokens)
-    probs, _ = vit_attention(model, images)
-    for report in vit_reports(model, images):
-        seen = (probs[report.name][0] > 1e-20).sum(-1)
+    probs = {name: own.probs for name, own in attention_maps(model, images[:1]).items()}
+    for report in head_report(model, images).layers:
+        seen = (probs[report.name] > 1e-20).sum(-1)
         assert (report.kind.uniform, report.num_heads) == (2, 2)
         for head in report.heads:
             assert head.relative_entropy == pytest.approx(1, abs=1e-5)
@@ -181,9 +219,10 @@ def test_entropies_in_windows(name):
     with torch.no_grad():
         for parameter in uniform.parameters():
             parameter.zero_()
-    probs, (seen, _) = vit_attention(model, images)[0], vit_attention(uniform, images)
-    for report in vit_reports(model, images):
-        entropy = torch.special.entr(probs[report.name].double()).sum(-1).mean((0, 2))
-        largest = (seen[report.name][0, 0] > 1e-20).sum(-1).double().log().mean()
+    each, seen = [attention_maps(model, image[None]) for image in images], attention_maps(uniform, images)
+    for report in head_report(model, images).layers:
+        probs = torch.stack([maps[report.name].probs for maps in each])
+        entropy = torch.special.entr(probs.double()).sum(-1).mean((0, 2))
+        largest = (seen[report.name].probs[0] > 1e-20).sum(-1).double().log().mean()
         assert [head.entropy for head in report.heads] == pytest.approx(entropy.tolist(), abs=1e-5)
         assert [head.relative_entropy for head in report.heads] == pytest.approx((entropy / largest).tolist(), abs=1e-5)

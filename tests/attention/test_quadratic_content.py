@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import functional_call
 
-from attncnn_plugin.analysis import head_centers, query_maps
+from attncnn_plugin.analysis import attention_maps, head_centers
 from attncnn_plugin.attention import ContentAttention, GeneralizedQuadraticAttention, QuadraticAttention
 
 KINDS = ['relative_quadratic', 'relative_generalized']
@@ -123,12 +123,9 @@ def test_without_content_it_is_the_layer_by_position_alone(position, alone):
     assert torch.allclose(content.position_probs((5, 6)), alone.attention_probs((5, 6)), atol=1e-7)
     for ours, theirs in zip(content.gaussian_heads(), alone.gaussian_heads()):
         assert torch.equal(ours, theirs)
-    for ours, theirs in zip(head_centers(content, (5, 6)), head_centers(alone, (5, 6))):
-        assert torch.equal(ours, theirs)
-    assert torch.allclose(query_maps(content, (5, 6)), query_maps(alone, (5, 6)), atol=1e-6)
-    # Given probabilities count, whatever the encoding.
-    probs = torch.eye(30).roll(1, dims=1).expand(3, -1, -1)
-    assert torch.equal(head_centers(content, (5, 6), probs=probs)[0], torch.tensor([[0.0, 1.0]] * 3).double())
+    maps = [attention_maps(layer, size=(5, 6), part='position')[''] for layer in (content, alone)]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*map(head_centers, maps)))
+    assert torch.allclose(maps[0].probs.double(), maps[1].probs, atol=1e-6)
 
 
 def test_dropout_is_of_the_probabilities():

@@ -11,11 +11,11 @@ from helpers.explorer_pages import (
     HYBRID_SIZE,
     beside_in,
     content_model,
-    hard_model,
     hybrid_model,
     images_of,
     one_block_model,
     page_of,
+    parts_of,
     patch_model,
     pictures_of,
     probs_in,
@@ -31,17 +31,10 @@ from PIL import Image
 from torch import nn
 
 from attncnn_plugin import follow_state_dict
-from attncnn_plugin.analysis import (
-    attention_layers,
-    attention_probs_of,
-    content_only_probs_of,
-    position_only_probs_of,
-)
+from attncnn_plugin.analysis.layer_maps import attention_layers
 from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention
 from attncnn_plugin.explorer import explorer_page
 from attncnn_plugin.pruning import prune_heads
-
-EXPECTED = dict(both=attention_probs_of, content=content_only_probs_of, position=position_only_probs_of)
 
 
 def assert_within_a_byte(layer, part, expected, image=0):
@@ -54,15 +47,26 @@ def assert_within_a_byte(layer, part, expected, image=0):
     assert torch.allclose(beside.sum(-1, keepdim=True), missing, atol=2e-5)
 
 
+def check(model, images):
+    """Whether a page has all parts of all layers, and each that is the same for all images once; its layers."""
+    content = unpack(page_of(model, images))
+    expected = parts_of(model, images)
+    assert [layer['name'] for layer in content['layers']] == list(expected)
+    for layer, parts in zip(content['layers'], expected.values()):
+        assert list(layer['parts']) == list(parts)
+        for part, probs in parts.items():
+            alike = all(torch.equal(probs[0], other) for other in probs)
+            assert len(layer['parts'][part]) == (1 if alike else len(images))
+            for image in range(len(images)):
+                assert_within_a_byte(layer, part, probs[image], image)
+    return content
+
+
 @pytest.mark.parametrize('name', ['sa_quadratic_cifar', 'sa_learned_cifar', 'sa_generalized_cifar'])
 def test_positions(name):
-    model = small_timm(name).eval()
-    content = unpack(page_of(model, images_of(size=20)))
+    content = check(small_timm(name).eval(), images_of(size=20))
     assert content['grid'] == [10, 10] and len(content['layers']) == SMALL['depth']
-    for found, layer in zip(content['layers'], attention_layers(model).values()):
-        assert list(found['parts']) == ['position'] and len(found['parts']['position']) == 1  # for all images
-        assert beside_in(found, 'position').shape[-1] == 0
-        assert_within_a_byte(found, 'position', layer.attention_probs((10, 10)))
+    assert all(beside_in(layer, 'position').shape[-1] == 0 for layer in content['layers'])
 
 
 def test_far_away_heads():
@@ -96,57 +100,27 @@ def test_one_row_down_and_two_columns_left():
     assert content['layers'][0]['centers'][0] == [1, -2]
 
 
-def narrow_patch_model():
-    """Heads of widths of their own, on tokens that are wider than patches."""
-    return patch_model(head_dim='exact', qk_dim=4)
+CONTENT = {
+    'qk and qr': dict(),
+    'qk, uk and vr': dict(terms=('qk', 'uk', 'vr')),
+    'qr': dict(terms=('qr',)),
+    'qk, qr and vr': dict(terms=('qk', 'qr', 'vr')),
+    'absolute': dict(position='absolute_learned'),
+    'hard': dict(sharpness=20),
+    'quadratic': dict(position='relative_quadratic'),
+    'generalized': dict(position='relative_generalized'),
+}
 
 
-PATCHES = (patch_model, narrow_patch_model)
+@pytest.mark.parametrize('name', CONTENT)
+def test_content(name):
+    check(content_model(**CONTENT[name]), images_of(3, size=12, width=20))
 
 
-@pytest.mark.parametrize(
-    'make',
-    [
-        content_model,
-        patch_model,
-        narrow_patch_model,
-        lambda: content_model(terms=('qk', 'uk', 'vr')),
-        lambda: content_model(terms=('qr',)),
-        lambda: content_model(terms=('qk', 'qr', 'vr')),
-        lambda: content_model(position='absolute_learned'),
-        hard_model,
-        lambda: content_model(position='relative_quadratic'),
-        lambda: content_model(position='relative_generalized'),
-    ],
-    ids=[
-        'qk and qr',
-        'patches',
-        'narrow heads of patches',
-        'qk, uk and vr',
-        'qr',
-        'qk, qr and vr',
-        'absolute',
-        'hard',
-        'quadratic',
-        'generalized',
-    ],
-)
-def test_content(make):
-    torch.manual_seed(1)
-    model = make()
-    images = images_of(3, size=16 if make in PATCHES else 12, width=16 if make in PATCHES else 20)
-    layers = unpack(page_of(model, images))['layers']
-    for part, probs_of in EXPECTED.items():
-        expected = probs_of(model, images)
-        for found, (name, layer) in zip(layers, attention_layers(model).items()):
-            assert (part in found['parts']) == (name in expected)
-            if name in expected:
-                alike = part == 'position' and 'qr' not in getattr(layer, 'terms', ())
-                assert len(found['parts'][part]) == (1 if alike else 3)
-                for image in range(3):
-                    assert_within_a_byte(found, part, expected[name][image], image)
-                null_key = make in PATCHES and part != 'content'
-                assert beside_in(found, part).shape[-1] == int(null_key)
+@pytest.mark.parametrize('heads', [dict(), dict(head_dim='exact', qk_dim=4)])  # of widths of their own
+def test_patches(heads):
+    for layer in check(patch_model(**heads), images_of(3))['layers']:
+        assert [beside_in(layer, part).shape[-1] for part in ('position', 'content', 'both')] == [1, 0, 1]  # null key
 
 
 HYBRIDS = {
@@ -162,27 +136,12 @@ HYBRIDS = {
 @pytest.mark.parametrize('name', HYBRIDS)
 def test_each_layer_has_its_grid(name):
     """Convolutions with strides, dilation, groups, even kernels and every padding, as attention."""
-    torch.manual_seed(0)
-    model, images = hybrid_model(**HYBRIDS[name]), images_of(2, **HYBRID_SIZE)
-    content = unpack(page_of(model, images))
+    content = check(hybrid_model(**HYBRIDS[name]), images_of(2, **HYBRID_SIZE))
     assert content['grid'] == [12, 20]
     assert [layer['grid'] for layer in content['layers']] == [[12, 20], [6, 10], [6, 10], [7, 6]]
-    assert [[len(layer[axis]) for axis in ('rows', 'columns')] for layer in content['layers']] == [
-        [6, 10],
-        [6, 10],
-        [7, 6],
-        [5, 4],
-    ]
+    queries = [(len(layer['rows']), len(layer['columns'])) for layer in content['layers']]
+    assert queries == [(6, 10), (6, 10), (7, 6), (5, 4)]
     assert [layer['label'] for layer in content['layers']] == ['0', '2', '4', '6']
-    for found, (key, layer) in zip(content['layers'], attention_layers(model).items()):
-        if 'content' not in HYBRIDS[name]:
-            assert list(found['parts']) == ['position']
-            assert_within_a_byte(found, 'position', layer.attention_probs(found['grid']))
-            continue
-        assert list(found['parts']) == ['position', 'content', 'both']
-        for part, probs_of in EXPECTED.items():
-            for image in range(2):
-                assert_within_a_byte(found, part, probs_of(model, images)[key][image], image)
 
 
 @st.composite
@@ -201,34 +160,23 @@ def attention_for_images(draw):
 @given(attention_for_images())
 def test_any_convolution(case):
     layer, images = case
-    page = explorer_page(nn.Sequential(layer), images, [np.zeros((2, 2), np.uint8)] * len(images))
+    model = nn.Sequential(layer)
+    page = explorer_page(model, images, [np.zeros((2, 2), np.uint8)] * len(images))
     found = unpack(page)['layers'][0]
-    assert list(found['parts']) == (['position', 'content', 'both'] if layer.depends_on_content else ['position'])
-    for part in found['parts']:
+    for part, probs in parts_of(model, images)['0'].items():
         for image in range(len(images)):
-            if layer.depends_on_content:
-                expected = EXPECTED[part](nn.Sequential(layer), images)['0'][image]
-            else:
-                expected = layer.attention_probs(images.shape[2:])
-            assert_within_a_byte(found, part, expected, image)
+            assert_within_a_byte(found, part, probs[image], image)
 
 
-def test_layers_of_a_cnn(tmp_path):
+def test_layers_of_a_cnn():
     """A fresh model that has loaded the state dict of one with attention; labels tell the blocks of stages apart."""
     model = timm.create_model('convnext_atto', num_classes=3, depths=(1, 1, 2, 2), dims=(4, 4, 8, 8)).eval()
-    convs_to_attention(model, 'stages.3.*conv_dw')
+    convs_to_attention(model, 'stages.[23].*conv_dw')
     fresh = timm.create_model('convnext_atto', num_classes=3, depths=(1, 1, 2, 2), dims=(4, 4, 8, 8)).eval()
     follow_state_dict(fresh, model.state_dict())
     fresh.load_state_dict(model.state_dict())
-    images = images_of(1, size=96)
-    content = unpack(page_of(fresh, images))
-    assert [layer['label'] for layer in content['layers']] == ['stage 3 block 0', 'stage 3 block 1']
-    for i, layer in enumerate(attention_layers(fresh).values()):
-        assert content['layers'][i]['grid'] == [3, 3] and content['layers'][i]['heads'] == 49
-        assert_within_a_byte(content['layers'][i], 'position', layer.attention_probs((3, 3)))
-    convs_to_attention(model, 'stages.2.*conv_dw')
-    labels = [layer['label'] for layer in unpack(page_of(model, images))['layers']]
-    assert labels == [f'stage {stage} block {block}' for stage in (2, 3) for block in (0, 1)]
+    layers = check(fresh, images_of(1, size=96))['layers']
+    assert [layer['label'] for layer in layers] == [f'stage {i} block {j}' for i in (2, 3) for j in (0, 1)]
 
 
 def test_pages_that_are_too_large():
@@ -244,22 +192,17 @@ def test_pages_that_are_too_large():
 
 def test_images_that_are_alike():
     """Two of three: none is left out."""
-    model, images = content_model(), images_of(2)[[0, 0, 1]]
-    found = unpack(page_of(model, images))['layers'][0]
-    for image in range(3):
-        assert_within_a_byte(found, 'both', attention_probs_of(model, images)['blocks.0.attn'][image], image)
+    check(content_model(), images_of(2)[[0, 0, 1]])
 
 
-def test_one_pass_of_each_image():
-    model, images, passes = content_model(), images_of(3), []
+@pytest.mark.parametrize('make, expected', [(content_model, [1] * 3), (quadratic_model, [1])])  # where images matter
+def test_one_pass_of_each_image(make, expected):
+    model, passes = make().train(), []
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     model.stem.register_forward_pre_hook(lambda module, args: passes.append(len(args[0])))
-    page_of(model, images)
-    assert passes == [1] * 3
-    passes.clear()
-    model = quadratic_model()
-    model.stem.register_forward_pre_hook(lambda module, args: passes.append(len(args[0])))
-    page_of(model, images)
-    assert passes == [1]  # images do not matter
+    page_of(model, images_of(3))
+    assert passes == expected
+    assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_blocks_are_called_as_in_figures():
@@ -316,19 +259,17 @@ def test_errors():
         page_of(model, images)
 
 
-def test_nothing_is_changed():
-    model, images = content_model().train(), images_of()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    page_of(model, images)
-    assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
 def test_page_asks_for_nothing():
     page = page_of(quadratic_model(), images_of())
     assert set(re.findall(r'https?://[^"\'\s]*', page)) == {'http://www.w3.org/2000/svg'}  # a name, not an address
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
     assert policy.startswith("default-src 'none'; script-src 'sha256-") and 'unsafe' not in policy
     assert not re.search(r'\b(src|href)=', page)
+
+
+def explore(repository, folder, *arguments, **options):
+    tool = repository / 'tools/visualization/attention_explorer.py'
+    return run('python', tool, *arguments, folder=folder, **options)
 
 
 def test_tool_on_a_cnn(repository, tmp_path):
@@ -349,20 +290,13 @@ def test_tool_on_a_cnn(repository, tmp_path):
     model = MODELS.build(config.model).eval()
     torch.save(dict(state_dict=model.state_dict()), tmp_path / 'model.pth')
     options = [f'{name}={value}' for name, value in narrow.items()]
-    run(
-        'python',
-        repository / 'tools/visualization/attention_explorer.py',
-        repository / 'configs/resnet18_to_attention_digits.py',
-        tmp_path / 'model.pth',
-        *('5', '--out', tmp_path / 'explorer.html', '--cfg-options', *options),
-        folder=tmp_path,
-    )
-    content = unpack((tmp_path / 'explorer.html').read_text(encoding='utf-8'))
-    layers = attention_layers(model)
-    assert [layer['name'] for layer in content['layers']] == list(layers)
-    for i, (name, layer) in enumerate(layers.items()):
-        assert tuple(content['layers'][i]['parts']) == ('position', 'content', 'both')
-        assert_within_a_byte(content['layers'][i], 'position', layer.position_probs(content['layers'][i]['grid']))
+    out = tmp_path / 'explorer.html'
+    files = repository / 'configs/resnet18_to_attention_digits.py', tmp_path / 'model.pth', 5
+    explore(repository, tmp_path, *files, '--out', out, '--cfg-options', *options)
+    layers = unpack(out.read_text(encoding='utf-8'))['layers']
+    for (name, layer), found in zip(attention_layers(model).items(), layers):
+        assert found['name'] == name and tuple(found['parts']) == ('position', 'content', 'both')
+        assert_within_a_byte(found, 'position', layer.position_probs(found['grid']))
 
 
 def test_tool(repository, tmp_path):
@@ -379,28 +313,11 @@ def test_tool(repository, tmp_path):
     config = repository / 'configs/sa_quadratic_digits.py'
     init_default_scope('mmpretrain')
     torch.save(dict(state_dict=MODELS.build(Config.fromfile(config).model).state_dict()), tmp_path / 'model.pth')
-    output = run(
-        'python',
-        repository / 'tools/visualization/attention_explorer.py',
-        config,
-        tmp_path / 'model.pth',
-        *(tmp_path / name for name in ('digit.npy', 'digit.png', 'photo.jpg')),
-        '5',
-        '--out',
-        tmp_path / 'pages/explorer.html',
-        folder=tmp_path,
-    )
+    files = [config, tmp_path / 'model.pth', *(tmp_path / name for name in ('digit.npy', 'digit.png', 'photo.jpg')), 5]
+    output = explore(repository, tmp_path, *files, '--out', tmp_path / 'pages/explorer.html')
     assert 'Saved ' in output and ' MB' in output
     content = unpack((tmp_path / 'pages/explorer.html').read_text(encoding='utf-8'))
     assert content['names'] == ['digit.npy', 'digit.png', 'photo.jpg', 'test image 5'] and content['grid'] == [8, 8]
     assert [picture.shape for picture in content['pictures']] == [(16, 16, 3)] * 4
     assert (content['pictures'][0] == content['pictures'][1]).all()
-    run(
-        'python',
-        repository / 'tools/visualization/attention_explorer.py',
-        config,
-        tmp_path / 'model.pth',
-        tmp_path / 'model.pth',
-        folder=tmp_path,
-        expected=1,
-    )
+    explore(repository, tmp_path, config, tmp_path / 'model.pth', tmp_path / 'model.pth', expected=1)

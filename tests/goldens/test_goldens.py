@@ -51,6 +51,46 @@ class Now(Package):
             raise TypeError('Swin v2 was refused, and can be pruned now')
         return self.a.pruning.prune_heads(model, heads)
 
+    def head_report(self, layer, size):
+        return self.a.analysis.head_report(layer, size=size).layers[0]
+
+    def model_reports(self, model, images):
+        return self.a.analysis.head_report(model, images).layers
+
+    def head_centers(self, layer, size):
+        return self.a.analysis.head_centers(self.a.analysis.attention_maps(layer, size=size)[''])
+
+    def maps(self, model, images, part='all'):
+        """By layer that depends on content, the maps of each image."""
+        maps = [self.a.analysis.attention_maps(model, image[None], part=part) for image in images]
+        by_content = [n for n in maps[0] if getattr(model.get_submodule(n), 'depends_on_content', True)]
+        return {name: [own[name] for own in maps] for name in by_content}
+
+    def probs_of(self, model, images, part):
+        return {name: torch.stack([own.probs for own in maps]) for name, maps in self.maps(model, images, part).items()}
+
+    def attention_probs_of(self, model, images):
+        return self.probs_of(model, images, 'all')
+
+    def content_only_probs_of(self, model, images):
+        return self.probs_of(model, images, 'content')
+
+    def position_only_probs_of(self, model, images):
+        return self.probs_of(model, images, 'position')
+
+    def mean_attention_probs_of(self, model, images):
+        maps = self.a.analysis.attention_maps(model, images)
+        return {name: maps[name].probs for name in self.maps(model, images)}
+
+    def vit_attention(self, model, images):
+        maps = self.maps(model, images)
+        prefix = {name: torch.stack([own.prefix_mass for own in each]) for name, each in maps.items()}
+        return self.attention_probs_of(model, images), prefix
+
+    def to_attention(self, model):
+        change = super().to_attention(model)  # which does not name the widths of heads
+        return SimpleNamespace(head_dims=model.blocks[0].attn.head_dims, parameters_after=change.parameters_after)
+
     def init_as_convolution(self, model, **settings):
         return self.a.transformers.init_as_convolution(model, overwrite=True, **settings)  # the parameters are drawn
 

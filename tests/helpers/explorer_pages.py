@@ -8,11 +8,35 @@ import re
 import numpy as np
 import torch
 
-from attncnn_plugin.analysis import attention_layers
+from attncnn_plugin.analysis.layer_maps import attention_layers
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.explorer import explorer_page
 
 from .small import small_cmhsa, small_timm
+
+
+def parts_of(model, images):
+    """By layer and part, what attention by position, by content and by both gives each image, ``(B, N_h, Q, H*W)``."""
+    found, handles = {}, []
+
+    def keep(name, layer, args):
+        height, width = layer.grid_of(args[0])
+        parts = dict(position=layer.position_scores, content=layer.content_scores, both=layer.attention_scores)
+        if not layer.depends_on_content:
+            found[name] = {'position': layer.attention_probs((height, width)).expand(len(images), -1, -1, -1)}
+            return
+        scores = {part: of(args[0]) for part, of in parts.items()}
+        scores = {part: values for part, values in scores.items() if values is not None}
+        found[name] = {part: values.softmax(-1)[..., : height * width] for part, values in scores.items()}
+
+    layers = attention_layers(model)
+    for name, layer in layers.items():
+        handles.append(layer.register_forward_pre_hook(lambda layer, args, name=name: keep(name, layer, args)))
+    with torch.no_grad():
+        model(images)
+    for handle in handles:
+        handle.remove()
+    return {name: found[name] for name in layers}
 
 
 def images_of(count=2, channels=3, size=16, width=None):

@@ -18,7 +18,7 @@ from mmengine.runner import Runner
 from mmengine.visualization import LocalVisBackend
 from mmpretrain.registry import HOOKS, VISBACKENDS
 
-from attncnn_plugin.analysis import head_centers, mean_attention_probs_of, read_centers, read_scalars, shown_layers
+from attncnn_plugin.analysis import AttentionMaps, attention_maps, head_centers, read_centers, read_scalars
 from attncnn_plugin.mm import visualization as attention_visualization_hook
 from attncnn_plugin.mm.config_model import ConfigModel
 from attncnn_plugin.mm.visualization import AttentionVisualizationHook, heads_left
@@ -126,9 +126,9 @@ def test_attention_by_content_is_a_mean_over_images(repository, tmp_path):
     loader = runner.val_dataloader
     inputs = dict(inputs=[loader.dataset[i * len(loader.dataset) // 3]['inputs'] for i in range(3)])
     images = runner.model.data_preprocessor(inputs, False)['inputs']
-    probs = mean_attention_probs_of(runner.model, images)
-    for i, layer in enumerate(LAYERS):
-        centers, _ = head_centers(runner.model.backbone.blocks[i].attn, (8, 8), probs=probs[layer])
+    maps = attention_maps(runner.model, images)
+    for layer in LAYERS:
+        centers, _ = head_centers(maps[layer])
         recorded = read_centers(tmp_path)[layer]
         assert np.allclose([recorded[head][-1, 1:] for head in range(3)], centers.numpy(), atol=1e-5)
 
@@ -350,12 +350,12 @@ def test_heads_that_give_nothing_to_the_grid(monkeypatch):
     """They have no centre to record."""
     model, recorded = small_timm('sa_learned_content_cifar'), {}
 
-    def probs_of(model, images):
+    def maps_of(model, images):
         probs = torch.full((3, 16, 16), 1 / 16)
         probs[1] = 0
-        return dict.fromkeys(shown_layers(model), probs)
+        return {f'blocks.{i}.attn': AttentionMaps(probs, (4, 4)) for i in range(2)}
 
-    monkeypatch.setattr(attention_visualization_hook, 'mean_attention_probs_of', probs_of)
+    monkeypatch.setattr(attention_visualization_hook, 'attention_maps', maps_of)
     hook = AttentionVisualizationHook()
     hook._images = torch.randn(1, 3, 8, 8)
     visualizer = SimpleNamespace(add_scalars=lambda scalars, step: recorded.update(scalars))

@@ -7,9 +7,9 @@ from mmengine.registry import DefaultScope
 from mmpretrain.registry import MODELS
 
 import attncnn_plugin  # noqa: F401
-from attncnn_plugin.analysis import vit_attention
 from attncnn_plugin.transformers import init_as_convolution
 from attncnn_plugin.transformers.adapters import find_attention
+from attncnn_plugin.transformers.attention import vit_attention
 from attncnn_plugin.transformers.embeddings import sine_cosine_embedding
 from attncnn_plugin.transformers.start import random_images
 

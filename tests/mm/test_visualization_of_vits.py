@@ -9,14 +9,8 @@ import torch
 from mmengine.config import Config
 from mmengine.runner import Runner
 
-from attncnn_plugin.analysis import (
-    grids_of,
-    head_centers,
-    mean_attention_probs_of,
-    read_centers,
-    shown_layers,
-    vit_reports,
-)
+from attncnn_plugin.analysis import attention_maps, head_centers, head_report, read_centers
+from attncnn_plugin.analysis.layer_maps import shown_layers
 
 ARCH = dict(embed_dims=16, num_layers=2, num_heads=4, feedforward_channels=24)
 BACKBONES = {
@@ -65,11 +59,11 @@ def test_pictures_and_scalars(kind, repository, tmp_path):
     loader = runner.val_dataloader
     inputs = dict(inputs=[loader.dataset[i * len(loader.dataset) // 3]['inputs'] for i in range(3)])
     images = runner.model.data_preprocessor(inputs, False)['inputs']
-    probs, recorded = mean_attention_probs_of(runner.model, images), read_centers(tmp_path / 'a')
+    maps, recorded = attention_maps(runner.model, images), read_centers(tmp_path / 'a')
     assert list(recorded) == list(shown_layers(runner.model)) and len(recorded) == 2
-    reports = {report.name: report for report in vit_reports(runner.model, images)}
-    for name, layer in shown_layers(runner.model).items():
-        centers, _ = head_centers(layer, grids_of(runner.model, images)[name], probs=probs[name])
+    reports = {report.name: report for report in head_report(runner.model, images).layers}
+    for name, own in maps.items():
+        centers, _ = head_centers(own)
         if kind == 'SwinTransformer':  # a single query would show its place in its window
             centers = torch.tensor([head.center for head in reports[name].heads])
         assert np.allclose([recorded[name][head][-1, 1:] for head in range(4)], centers.numpy(), atol=1e-5)

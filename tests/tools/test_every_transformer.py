@@ -8,22 +8,11 @@ from helpers.explorer_pages import page_of, unpack
 from helpers.starts import NAMES
 from helpers.vits import OF_MMPRETRAIN, OF_TIMM, WITH_MLP, new_vit, output_of, small_vit
 
-from attncnn_plugin.analysis import (
-    grids_of,
-    mean_attention_probs_of,
-    model_reports,
-    query_maps,
-    reports_to_dict,
-    shown_layers,
-)
+from attncnn_plugin.analysis import attention_maps, head_report
 from attncnn_plugin.pruning import prunable_heads, prune_heads
 from attncnn_plugin.transformers import init_as_convolution
-from attncnn_plugin.visualization import (
-    image_of,
-    plot_attention_centers,
-    plot_attention_distance,
-    plot_attention_probs,
-)
+from attncnn_plugin.visualization import plot_attention_centers, plot_attention_distance, plot_attention_probs
+from attncnn_plugin.visualization.style import image_of
 
 MODELS = [*OF_TIMM, *OF_MMPRETRAIN]
 FULL_SIZE = {
@@ -55,29 +44,27 @@ def test_full_size(name):
 
 
 def check_everything(model, images):
-    before = mean_attention_probs_of(model, images)
+    before = attention_maps(model, images)
     model.train()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     output_of(model, images).square().mean().backward()
     optimizer.step()
     model.eval()
-    after = mean_attention_probs_of(model, images)
-    assert any(not torch.equal(before[layer], after[layer]) for layer in before)
+    maps = attention_maps(model, images)
+    assert any(not torch.equal(before[name].probs, maps[name].probs) for name in before)
 
-    layers, grids = shown_layers(model), grids_of(model, images)
-    reports = model_reports(model, images)
-    assert [report.name for report in reports] == list(layers)
-    maps = {layer: query_maps(module, grids[layer], probs=after[layer]) for layer, module in layers.items()}
+    report = head_report(model, images)
+    assert [own.name for own in report.layers] == list(maps)
     for figure in (
-        plot_attention_centers(model, grids, probs=after),
+        plot_attention_centers(maps),
         plot_attention_probs(maps, zoom=3),
-        plot_attention_distance({'model': reports_to_dict(reports)}),
+        plot_attention_distance({'model': report.to_dict()}),
     ):
         assert image_of(figure).std() > 5
-    assert [layer['name'] for layer in unpack(page_of(model, images))['layers']] == list(layers)
+    assert [layer['name'] for layer in unpack(page_of(model, images))['layers']] == list(maps)
 
     last = list(prunable_heads(model))[-1]
-    heads = reports[-1].num_heads
+    heads = report.layers[-1].num_heads
     prune_heads(model, {last: [1]})
-    assert [report.num_heads for report in model_reports(model, images)][-1] == heads - 1
+    assert head_report(model, images).layers[-1].num_heads == heads - 1
     assert output_of(model, images).isfinite().all()

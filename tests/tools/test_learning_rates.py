@@ -39,39 +39,27 @@ def settings_of(command):
     return dict(option.split('=', 1) for option in options)
 
 
-def test_the_grid_of_the_paper(tool, repository, tmp_path, capsys):
-    """Every first rate with every second one; rates of the config as the framework reads them."""
-    path = repository / 'configs/cmhsa5_cifar100.py'
+@pytest.mark.parametrize('name, second', [('cmhsa5_cifar100', True), ('cmhsa5_nowarmup_cifar100', False)])
+def test_the_grid_of_the_paper(name, second, tool, repository, capsys):
+    """Every first rate with every second one, as the framework reads them; warm-ups begin at 1e-6, DeiT's."""
+    path = repository / f'configs/{name}.py'
     commands, status = tool(path, '--lr', 1e-4, 5e-4, '--second-lr', 1e-5, 7e-5, '--gpus', 4, '--amp')
     assert status == 1 and len(commands) == 4  # nothing was trained
+    assert capsys.readouterr().out.count('stopped before the first validation') == 4
     found = set()
     for command in commands:
         assert command[:4] == ['bash', str(repository / 'tools/dist_train.sh'), str(path), '4']
         assert '--amp' in command and '--resume' in command
         config = Config.fromfile(path)
-        settings = settings_of(command)
-        config.merge_from_dict({key: float(value) for key, value in settings.items()})
-        rates = config.optim_wrapper.optimizer.lr, config.custom_hooks[0].optim_wrapper.optimizer.lr
-        found.add((*rates, command[command.index('--work-dir') + 1]))
-    folder = 'work_dirs/cmhsa5_cifar100_learning_rates'
-    assert found == {(a, b, f'{folder}/{a:g}_{b:g}') for a in (1e-4, 5e-4) for b in (1e-5, 7e-5)}
-    assert capsys.readouterr().out.count('stopped before the first validation') == 4
-
-
-@pytest.mark.parametrize('name, second', [('cmhsa5_cifar100', True), ('cmhsa5_nowarmup_cifar100', False)])
-def test_warm_up_begins_where_that_of_the_config_does(name, second, tool, repository):
-    """At 1e-6, DeiT's, in both phases, whatever the rates are."""
-    path = repository / f'configs/{name}.py'
-    commands, _ = tool(path, '--lr', 1e-4, 3e-4, 5e-4, '--second-lr', 1e-5, 7e-5)
-    assert len(commands) == 6
-    for command in commands:
-        config = Config.fromfile(path)
         config.merge_from_dict({key: float(value) for key, value in settings_of(command).items()})
-        phases = [config, config.custom_hooks[0]] if second else [config]
-        for phase in phases:
-            start = phase.param_scheduler[0].start_factor * phase.optim_wrapper.optimizer.lr
-            assert start == pytest.approx(1e-6, rel=1e-12)
-        assert second or config.custom_hooks[0].param_scheduler.type == 'CosineAnnealingLR'
+        hook = config.custom_hooks[0]
+        rates = [phase.optim_wrapper.optimizer.lr for phase in (config, hook)]
+        found.add((*rates, command[command.index('--work-dir') + 1]))
+        for phase, rate in zip([config, hook] if second else [config], rates):
+            assert phase.param_scheduler[0].start_factor * rate == pytest.approx(1e-6, rel=1e-12)
+        assert second or hook.param_scheduler.type == 'CosineAnnealingLR'
+    folder = f'work_dirs/{name}_learning_rates'
+    assert found == {(a, b, f'{folder}/{a:g}_{b:g}') for a in (1e-4, 5e-4) for b in (1e-5, 7e-5)}
 
 
 def test_what_is_finished_is_left_alone(tool, repository, tmp_path, capsys):

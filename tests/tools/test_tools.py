@@ -1,16 +1,20 @@
 """The framework's own tools run the experiments, from start to inference."""
 
+import runpy
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import mmcv
 import mmpretrain
 import numpy as np
 import pytest
 import torch
 from helpers.processes import run, train, train_two
+from mmengine.config import Config
 from mmpretrain import FeatureExtractor, ImageClassificationInferencer
+from mmpretrain.registry import MODELS
 
 SHRINK = [
     '--cfg-options',
@@ -95,19 +99,15 @@ def test_two_processes(executable, repository, tmp_path):
     'script, arguments, usage',
     [
         ('dist_train.sh', ['c.py', '--amp'], 'dist_train.sh CONFIG GPUS'),
-        ('dist_train.sh', ['c.py', '0'], 'dist_train.sh CONFIG GPUS'),
         ('dist_test.sh', ['c.py', '2'], 'dist_test.sh CONFIG CHECKPOINT GPUS'),
         ('slurm_train.sh', ['gpus', 'job', 'c.py', '--amp'], 'slurm_train.sh PARTITION JOB_NAME CONFIG WORK_DIR'),
     ],
 )
-def test_usage_of_scripts(script, arguments, usage, repository, tmp_path):
-    """Nothing is started where an argument is missing."""
-    for name in ('python', 'srun'):
-        (tmp_path / name).write_text('#!/bin/sh\necho started\n')
-        (tmp_path / name).chmod(0o755)
+def test_usage_of_scripts(script, arguments, usage, repository):
+    """Nothing is started where an argument is missing: no Python is in the PATH."""
     for given in ([], arguments):
         command = ['bash', repository / 'tools' / script, *given]
-        ended = subprocess.run(command, capture_output=True, text=True, env=dict(PATH=f'{tmp_path}:/usr/bin:/bin'))
+        ended = subprocess.run(command, capture_output=True, text=True, env=dict(PATH='/bin'))
         assert (ended.returncode, ended.stdout) == (2, '') and f'{usage} [options of ' in ended.stderr
 
 
@@ -115,19 +115,9 @@ def test_slurm_command(repository, tmp_path):
     srun = tmp_path / 'srun'
     srun.write_text('#!/bin/sh\necho "$@"\n')
     srun.chmod(0o755)
-    output = run(
-        'bash',
-        repository / 'tools/slurm_train.sh',
-        'gpus',
-        'job',
-        'a config.py',
-        'out',
-        '--amp',
-        folder=tmp_path,
-        PATH=f'{tmp_path}:/usr/bin:/bin',
-        GPUS='16',
-        SRUN_ARGS='--quiet --time=1',
-    )
+    command = ['bash', repository / 'tools/slurm_train.sh', 'gpus', 'job', 'a config.py', 'out', '--amp']
+    variables = dict(PATH=f'{tmp_path}:/usr/bin:/bin', GPUS='16', SRUN_ARGS='--quiet --time=1')
+    output = run(*command, folder=tmp_path, **variables)
     assert output.startswith('-p gpus --job-name=job --gres=gpu:8 --ntasks=16')
     assert output.strip().endswith(
         f'--quiet --time=1 python -u {repository}/tools/train.py a config.py --work-dir=out --launcher=slurm --amp'
@@ -137,17 +127,52 @@ def test_slurm_command(repository, tmp_path):
 def test_inferencers(trained, repository):
     config, checkpoint = str(repository / 'configs/sa_quadratic_digits.py'), str(trained / 'epoch_1.pth')
     image = np.random.default_rng(0).integers(0, 256, (8, 8), dtype=np.uint8)
-
     model = mmpretrain.get_model(config, pretrained=checkpoint)
     (result,) = ImageClassificationInferencer(model)([image])
-    logits = model(torch.from_numpy(resize(image))[None, None].float().sub(77.9).div(95.9))
+    resized = torch.from_numpy(mmcv.imresize(image, (16, 16), interpolation='bicubic'))
+    logits = model(resized[None, None].float().sub(77.9).div(95.9))
     assert result['pred_class'] in '0123456789'
     assert np.allclose(result['pred_scores'], logits.softmax(-1).detach()[0], atol=1e-5)
     (features,) = FeatureExtractor(model)([image])
     assert features[-1].shape == (64,)
 
 
-def resize(image):
-    import mmcv
+CONVERTED = """
+custom_imports = dict(imports=['attncnn_plugin'])
+model = dict(
+    type='mmpretrain.ConvToAttention',
+    backbone=dict(type='mmpretrain.ResNet', depth=18, stem_channels=4, base_channels=4),
+    layers='layer4.1.*',
+    phase='{phase}')
+"""
+IN_A_CLASSIFIER = """
+model = dict(
+    type='mmpretrain.ImageClassifier',
+    backbone=model,
+    neck=dict(type='mmpretrain.GlobalAveragePooling'),
+    head=dict(type='mmpretrain.LinearClsHead', num_classes=3, in_channels=32))
+"""
 
-    return mmcv.imresize(image, (16, 16), interpolation='bicubic')
+
+@pytest.mark.parametrize('phase', ['conv', 'attn'])
+@pytest.mark.parametrize('model, prefix', [('', ''), (IN_A_CLASSIFIER, ''), (IN_A_CLASSIFIER, 'module.')])
+def test_names_in_checkpoints_that_are_converted(model, prefix, phase, repository, tmp_path, monkeypatch):
+    """The backbone alone, whose own name is empty; and names as a wrapper for distributed training has them."""
+
+    def convert(*names):
+        monkeypatch.setattr(sys, 'argv', ['conv_to_attention.py', *(str(tmp_path / name) for name in names)])
+        runpy.run_path(str(repository / 'tools/model_converters/conv_to_attention.py'), run_name='__main__')
+
+    for kind in ('conv', 'attn'):
+        (tmp_path / f'{kind}.py').write_text(CONVERTED.format(phase=kind) + model)
+    cnn, attention = (MODELS.build(Config.fromfile(tmp_path / f'{kind}.py').model) for kind in ('conv', 'attn'))
+    torch.save(
+        {'state_dict': {f'{prefix}{name}': value for name, value in cnn.state_dict().items()}}, tmp_path / 'cnn.pth'
+    )
+    convert(f'{phase}.py', 'cnn.pth', 'out.pth')
+    attention.load_state_dict(torch.load(tmp_path / 'out.pth')['state_dict'])
+    cnn.eval(), attention.eval()
+    x = torch.randn(2, 3, 32, 32)
+    assert all(torch.allclose(expected, output, atol=1e-4) for expected, output in zip(cnn(x), attention(x)))
+    with pytest.raises(SystemExit, match='out.pth is not of the convolution phase'):
+        convert(f'{phase}.py', 'out.pth', 'no.pth')

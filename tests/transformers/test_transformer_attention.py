@@ -14,21 +14,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attncnn_plugin.analysis import (
-    attention_probs_of,
-    content_only_probs_of,
-    grids_of,
-    mean_attention_probs_of,
-    model_reports,
-    position_only_probs_of,
-    shown_layers,
-    vit_attention,
-    vit_reports,
-)
+from attncnn_plugin.analysis import attention_maps, head_report
+from attncnn_plugin.analysis.layer_maps import shown_layers
 from attncnn_plugin.analysis.observed_attention import observed_attention
 from attncnn_plugin.pruning import prunable_heads, prune_heads
 from attncnn_plugin.transformers.adapters import ADAPTERS, Attention, adapter_of
-from attncnn_plugin.transformers.attention import TokenPlaces, visit_vit_attention, visited_attention
+from attncnn_plugin.transformers.attention import TokenPlaces, visit_vit_attention, visited_attention, vit_attention
 
 VIT, BEIT, SWIN = 'vit_tiny_patch16_224', 'beit_base_patch16_224', 'swin_tiny_patch4_window7_224'
 MODELS = [*OF_TIMM, *OF_MMPRETRAIN, *OTHERS]
@@ -118,47 +109,6 @@ def test_masks(kind):
     assert not found[1][..., ~seen].any()
 
 
-@pytest.mark.parametrize('qk_scale', [None, 0.1])
-@torch.no_grad()
-def test_probabilities_of_a_function(qk_scale):
-    """mmpretrain's has no place where they can be seen: P·V is what the output map gets."""
-    utils = pytest.importorskip('mmpretrain.models.utils')
-    attention = Attention(utils.MultiheadAttention(24, 3, qk_scale=qk_scale).double().eval())
-    x, probs, inputs = torch.randn(2, 7, 24, dtype=torch.float64), [], []
-    attention.output.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    with visited_attention(attention.module, lambda own, _: probs.append(own)):
-        attention.module(x)
-    value = attention.queries_keys_values(x, {})[2]
-    torch.testing.assert_close((probs[0] @ value).transpose(1, 2).flatten(2), inputs[0], rtol=1e-12, atol=1e-12)
-
-
-def test_probabilities_of_the_class_token():
-    model, found = small_vit('cait_xxs24_224').double(), []
-    attention = model.blocks_token_only[0].attn
-    attention.fused_attn = False
-    attention.attn_drop.register_forward_pre_hook(lambda _, args: found.append(args[0]))
-    with visited_attention(attention, lambda own, _: found.append(own)):
-        model(torch.randn(2, 3, 32, 32, dtype=torch.float64))
-    assert found[1].shape == (2, 3, 1, 17)
-    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize('causal', [False, True])
-def test_masks(causal):
-    attention = small_vit(VIT).double().blocks[0].attn
-    attention.fused_attn, found = False, []
-    x, seen = torch.randn(2, 5, 24, dtype=torch.float64), torch.rand(5, 5) > 0.4
-    seen.fill_diagonal_(True)
-    attention.attn_drop.register_forward_pre_hook(lambda _, args: found.append(args[0]))
-    with visited_attention(attention, lambda own, _: found.append(own)):
-        if causal:
-            attention(x, is_causal=True)
-        else:
-            attention(x, seen)
-    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-13)
-    assert not found[1][..., ~(seen if not causal else seen.new_ones(5, 5).tril())].any()
-
-
 def build_swin(kind, pixels, window):
     if kind == 'timm':
         settings = dict(embed_dim=4, depths=(2,), num_heads=(2,), window_size=window)
@@ -230,9 +180,9 @@ def test_pruned_heads(name):
     model, images = small_vit(name), torch.randn(2, 3, 32, 32)
     first, *others = shown_layers(model)
     prune_heads(model, {first: [0, 1, 2], others[0]: [1]}, allow_empty=True)
-    probs = mean_attention_probs_of(model, images)
-    assert [len(probs[name]) for name in (first, *others)] == [0, 2] + [3] * (len(others) - 1)
-    assert [report.num_heads for report in model_reports(model, images)] == [0, 2] + [3] * (len(others) - 1)
+    maps = attention_maps(model, images)
+    assert [len(maps[name].probs) for name in (first, *others)] == [0, 2] + [3] * (len(others) - 1)
+    assert [report.num_heads for report in head_report(model, images).layers] == [0, 2] + [3] * (len(others) - 1)
 
 
 @pytest.mark.parametrize('name', ['beit_base_patch16_224', 'swin_tiny_patch4_window7_224'])
@@ -240,15 +190,11 @@ def test_one_way_for_all_models(name):
     """The functions for this package's models take the others too."""
     model, images = small_vit(name), torch.randn(3, 3, 32, 32)
     probs, _ = vit_attention(model, images)
-    means = mean_attention_probs_of(model, images)
-    assert means.keys() == probs.keys() == shown_layers(model).keys() == grids_of(model, images).keys()
-    for name, (height, width) in grids_of(model, images).items():
-        assert torch.allclose(means[name], probs[name].mean(0), atol=1e-6)
-        assert means[name].shape[1:] == (height * width, height * width)
-    assert model_reports(model, images) == vit_reports(model, images)
-    for some, size in ((None, (4, 4)), (images, (4, 4)), (None, None)):
-        with pytest.raises(ValueError, match='which say the grid: give images and no size'):
-            model_reports(model, some, size)
+    maps = attention_maps(model, images)
+    assert list(maps) == list(probs) == list(shown_layers(model))
+    for name, own in maps.items():
+        assert torch.allclose(own.probs, probs[name].mean(0), atol=1e-6)
+        assert own.probs.shape[1:] == (math.prod(own.grid),) * 2
     with pytest.raises(ValueError, match='of type ResNet, has no attention layers .* and is no vision transformer'):
         shown_layers(timm.create_model('resnet18'))
 
@@ -258,11 +204,10 @@ def test_one_way_for_all_models(name):
 def test_models_in_half_precision(name, dtype):
     """Their rows add up to 1 as well as they can; tokens are counted exactly, however many there are."""
     model, images = small_vit(name), torch.randn(1, 3, 32, 32)
-    expected = mean_attention_probs_of(model, images)
-    found = mean_attention_probs_of(model.to(dtype), images.to(dtype))
-    for layer, probs in found.items():
-        assert probs.dtype == torch.float and torch.allclose(probs.sum(-1), torch.ones(()), atol=1e-5)
-        assert (probs - expected[layer]).abs().max() < 0.3  # the weights are rounded
+    expected = attention_maps(model, images)
+    for name, own in attention_maps(model.to(dtype), images.to(dtype)).items():
+        assert own.probs.dtype == torch.float and torch.allclose(own.probs.sum(-1), torch.ones(()), atol=1e-5)
+        assert (own.probs - expected[name].probs).abs().max() < 0.3  # the weights are rounded
 
 
 def test_weights_that_are_not_finite():
@@ -285,7 +230,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize('function', [mean_attention_probs_of, vit_reports])
+@pytest.mark.parametrize('function', [attention_maps, head_report])
 def test_memory_of_windows(function):
     """Nothing between all patches is there for several images at once: of 16x16 in windows of 4."""
     model = timm.create_model(
@@ -300,11 +245,10 @@ def test_memory_of_windows(function):
 def test_images_in_a_pass(name):
     model, images, passes = small_vit(name), torch.randn(5, 3, 32, 32), []
     model.patch_embed.register_forward_pre_hook(lambda _, args: passes.append(len(args[0])))
-    expected = mean_attention_probs_of(model, images)
-    found = mean_attention_probs_of(model, images, batch_size=2)
-    assert passes == [5, 2, 2, 1]
-    for layer, probs in expected.items():
-        assert torch.allclose(found[layer], probs, atol=1e-6)
+    means = attention_maps(model, images)
+    assert passes == [4, 1]
+    for layer, probs in vit_attention(model, images)[0].items():
+        assert torch.allclose(means[layer].probs, probs.mean(0), atol=1e-6)
 
 
 def test_criteria_of_pruning_in_half_precision():
@@ -316,11 +260,3 @@ def test_criteria_of_pruning_in_half_precision():
             model(images)
         means.append(observed['layers.0.blocks.0.attn'].mean('distances'))
     assert torch.allclose(*means, atol=0.1) and means[1].max() > 0.1
-
-
-def test_parts_of_the_attention_of_other_libraries():
-    """They were an empty dict, as of a model of this package whose attention is by position alone."""
-    model, images = small_vit('vit_tiny_patch16_224'), torch.randn(1, 3, 32, 32)
-    for probs_of in (attention_probs_of, content_only_probs_of, position_only_probs_of):
-        with pytest.raises(ValueError, match='type VisionTransformer, has no attention of this package: .* by vit_att'):
-            probs_of(model, images)

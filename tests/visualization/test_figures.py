@@ -15,32 +15,28 @@ from matplotlib import pyplot
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 from matplotlib.path import Path as Line
-from torch import nn
 
-from attncnn_plugin import visualization
-from attncnn_plugin.analysis import (
-    attention_layers,
-    grids_of,
-    mean_attention_probs_of,
-    query_maps,
-    read_centers,
-)
+from attncnn_plugin.analysis import AttentionMaps, attention_maps, read_centers
 from attncnn_plugin.pruning import prune_heads
 from attncnn_plugin.visualization import (
-    image_of,
     plot_attention_centers,
     plot_attention_probs,
     plot_center_movement,
     plot_metric,
     save_figure,
 )
-from attncnn_plugin.visualization.style import COLORS, color_of, line_style_of, marker_of
+from attncnn_plugin.visualization.style import COLORS, color_of, image_of, line_style_of, marker_of
 
 HARD = 40.0  # √(2α) of a head that attends to one pixel
 
 
-def maps_of(model, size, query=None):
-    return {name: query_maps(layer, size, query) for name, layer in attention_layers(model).items()}
+def maps_of(model, size):
+    """By position."""
+    return attention_maps(model, size=size, part='position')
+
+
+def centers_of(model, size, **options):
+    return plot_attention_centers(maps_of(model, size), **options)
 
 
 def head_marks(axes):
@@ -70,7 +66,7 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     'name, factor', [('sa_quadratic_cifar', HARD), ('sa_generalized_cifar', [[HARD, 0.0], [0.0, HARD]])]
 )
 def test_a_head_one_row_down_and_two_columns_left(name, factor):
-    figure = plot_attention_centers(model_with_head((1.0, -2.0), name, factor), (8, 8))
+    figure = centers_of(model_with_head((1.0, -2.0), name, factor), (8, 8))
     for axes in figure.axes:
         assert head_marks(axes)['head 0'] == (1, -2)
         right, down = np.diff(axes.transData.transform([(0, 0), (-2, 1)]), axis=0)[0]
@@ -82,8 +78,8 @@ def test_a_head_one_row_down_and_two_columns_left(name, factor):
 
 def test_a_head_one_row_down_and_two_columns_left_by_its_probabilities():
     model = model_with_head((1.0, -2.0), sqrt_precision=HARD)
-    hard = {name: layer.position_probs((8, 8)).detach() for name, layer in attention_layers(model).items()}
-    figure = plot_attention_centers(small_timm('sa_learned_content_cifar'), (8, 8), probs=hard)
+    hard = {name: AttentionMaps(own.probs, own.grid) for name, own in maps_of(model, (8, 8)).items()}
+    figure = plot_attention_centers(hard)
     for axes in figure.axes:
         assert head_marks(axes)['head 0'] == pytest.approx((1, -2), abs=1e-6)
         for line in contours_of(axes).values():
@@ -99,7 +95,7 @@ def test_a_head_one_row_down_and_two_columns_left_by_its_probabilities():
 
 @pytest.mark.parametrize('mass', [0.5, 0.9])
 def test_circles_are_drawn_around_their_heads(mass):
-    figure = plot_attention_centers(model_with_head((1.0, -2.0), sqrt_precision=0.8), (8, 8), masses=(mass,))
+    figure = centers_of(model_with_head((1.0, -2.0), sqrt_precision=0.8), (8, 8), masses=(mass,))
     for axes in figure.axes:
         line = contours_of(axes)['-']
         radius = math.sqrt(math.log(1 / (1 - mass)) / (0.8**2 / 2))
@@ -107,9 +103,7 @@ def test_circles_are_drawn_around_their_heads(mass):
 
 
 def test_the_ellipse_of_a_head_is_longer_along_its_columns():
-    figure = plot_attention_centers(
-        model_with_head((0.0, 0.0), 'sa_generalized_cifar', [[1.0, 0.0], [0.0, 0.5]]), (8, 8)
-    )
+    figure = centers_of(model_with_head((0.0, 0.0), 'sa_generalized_cifar', [[1.0, 0.0], [0.0, 0.5]]), (8, 8))
     line = contours_of(figure.axes[0])['-']
     assert np.allclose(np.ptp(line, axis=0), 2 * math.sqrt(2 * math.log(2)) * np.array([1, 2]), rtol=1e-3)
 
@@ -118,9 +112,9 @@ def test_contours_of_learned_heads_hold_their_mass():
     model = small_timm('sa_learned_cifar', num_heads=1)
     for block in model.blocks:
         torch.nn.init.normal_(block.attn.encoding.weight, std=0.3)
-    figure = plot_attention_centers(model, (6, 8))
-    for axes, layer in zip(figure.axes, attention_layers(model).values()):
-        probs = layer.position_probs((6, 8)).detach()[0, 3 * 8 + 4].numpy()
+    figure = centers_of(model, (6, 8))
+    for axes, own in zip(figure.axes, maps_of(model, (6, 8)).values()):
+        probs = own.probs[0, 3 * 8 + 4].numpy()
         pixels = np.argwhere(np.ones((6, 8))) - [3, 4]
         lines = [line for line in axes.get_lines() if line.get_zorder() == 3]
         for mass, solid in ((0.5, True), (0.9, False)):
@@ -137,7 +131,7 @@ def test_contours_of_learned_heads_hold_their_mass():
 
 
 def test_a_centre_beyond_the_panel_is_hollow_on_its_border():
-    axes = plot_attention_centers(model_with_head((0.0, 30.0)), (8, 8)).axes[0]
+    axes = centers_of(model_with_head((0.0, 30.0)), (8, 8)).axes[0]
     reach = axes.get_xlim()[1]
     assert reach == 7.5 and head_marks(axes)['head 0'] == (0, reach)
     marks = {line.get_label(): line for line in axes.get_lines()}
@@ -149,7 +143,7 @@ def test_discs_do_not_cover_each_other():
     model = small_timm('sa_quadratic16_cifar', num_heads=16, depth=1)
     with torch.no_grad():
         model.blocks[0].attn.encoding.center.mul_(0.2)
-    axes = plot_attention_centers(model, (8, 8)).axes[0]
+    axes = centers_of(model, (8, 8)).axes[0]
     places = {text.get_text(): text.get_position() for text in axes.texts}
     assert set(places) == set(map(str, range(16)))
     least = min(math.dist(a, b) for name, a in places.items() for other, b in places.items() if name != other)
@@ -167,7 +161,7 @@ def test_heads_keep_their_numbers():
     model = small_timm('sa_quadratic_cifar')
     prune_heads(model, {0: [1]})
     numbers = {'blocks.0.attn': [0, 2], 'blocks.1.attn': [0, 1, 2]}
-    axes = plot_attention_centers(model, (8, 8), numbers=numbers).axes[0]
+    axes = centers_of(model, (8, 8), numbers=numbers).axes[0]
     assert head_marks(axes)['head 2'] == pytest.approx(tuple(model.blocks[0].attn.encoding.center[1].tolist()))
     assert set(head_marks(axes)) == {'head 0', 'head 2'}
     titles = [axes.get_title() for axes in plot_attention_probs(maps_of(model, (8, 8)), numbers=numbers).axes[:2]]
@@ -187,11 +181,11 @@ def test_probabilities_are_ordered_by_locality_and_zoomed():
     (query,) = figure.axes[0].patches
     assert query.get_xy() == (-0.5, -0.5) and to_hex(query.get_edgecolor()) == '#000000'
     # Beyond the grid there is nothing to show.
-    corner = plot_attention_probs(maps_of(model, (10, 12), (0, 11)), (0, 11)).axes[0].get_images()[0].get_array()
+    corner = plot_attention_probs(maps_of(model, (10, 12)), (0, 11)).axes[0].get_images()[0].get_array()
     assert np.array_equal(
         np.ma.getmaskarray(np.ma.masked_invalid(corner)), np.add.outer(np.arange(7) < 3, np.arange(7) > 3)
     )
-    whole = plot_attention_probs(maps_of(model, (10, 12), (2, 7)), (2, 7), zoom=None).axes[0]
+    whole = plot_attention_probs(maps_of(model, (10, 12)), (2, 7), zoom=None).axes[0]
     assert whole.get_images()[0].get_array().shape == (10, 12) and whole.patches[0].get_xy() == (6.5, 1.5)
 
 
@@ -200,14 +194,14 @@ def test_a_head_that_looks_beyond_the_zoomed_window_has_a_white_map():
     model.blocks[0].attn.encoding.center.data[1:] /= 4  # near
     maps = maps_of(model, (16, 16))
     (far,) = [axes for axes in plot_attention_probs(maps).axes[:3] if axes.get_title().startswith('head 0')]
-    assert far.get_title() == f'head 0: {maps["blocks.0.attn"][0].max():.2f}' > 'head 0: 0.5'
+    assert far.get_title() == f'head 0: {maps["blocks.0.attn"].of_query()[0].max():.2f}' > 'head 0: 0.5'
     assert far.get_images()[0].get_array().max() < 1e-6
     near = [axes for axes in plot_attention_probs(maps).axes[:3] if not axes.get_title().startswith('head 0')]
     assert [axes.get_images()[0].get_array().max() for axes in near] == [1, 1]
 
 
 def test_an_image_beside_its_probabilities():
-    maps = {'blocks.0.attn': torch.full((3, 6, 4), 1 / 24)}
+    maps = {'blocks.0.attn': AttentionMaps(torch.full((3, 24, 24), 1 / 24), (6, 4))}
     image = np.random.default_rng(0).integers(0, 255, (12, 8, 3), dtype=np.uint8)
     axes = plot_attention_probs(maps, (1, 3), zoom=None, image=image).axes
     assert np.array_equal(axes[0].get_images()[0].get_array(), image)
@@ -215,24 +209,28 @@ def test_an_image_beside_its_probabilities():
 
 
 def test_wrong_arguments_of_figures():
+    maps = maps_of(small_timm('sa_quadratic_cifar'), (2, 2))
     with pytest.raises(ValueError, match='zoom=4 must be odd'):
-        plot_attention_probs({'a': torch.ones(1, 2, 2)}, zoom=4)
-    with pytest.raises(ValueError, match='maps is empty'):
-        plot_attention_probs({})
-    with pytest.raises(ValueError, match='no attention layers'):
-        plot_attention_centers(small_cmhsa('conv'), (2, 2))
-    with pytest.raises(ValueError, match='depends on position alone: give probs'):
-        plot_attention_centers(small_timm('sa_learned_content_cifar'), (2, 2))
-    with pytest.raises(ValueError, match='masses'):
-        plot_attention_centers(small_timm('sa_quadratic_cifar'), (2, 2), masses=())
-    with pytest.raises(ValueError, match='AttentionVisualizationHook'):
+        plot_attention_probs(maps, zoom=4)
+    for masses in ((), (0,), (0.5, 1), (1.5,), (0.1, 0.2, 0.3, 0.4)):
+        with pytest.raises(ValueError, match=r'masses=\(.*\) must be one to 3 shares above 0 and below 1'):
+            plot_attention_centers(maps, masses)
+    for plot in (plot_attention_centers, plot_attention_probs):
+        with pytest.raises(ValueError, match='maps is empty'):
+            plot({})
+        with pytest.raises(ValueError, match=r'query=\(2, 0\) must be a row from 0 to 1'):
+            plot({'a': AttentionMaps(torch.eye(4)[None], (2, 2))}, query=(2, 0))
+        for images in (torch.rand(2, 3, 32, 32), torch.rand(2, 3, 32, 32).numpy()):
+            with pytest.raises(TypeError, match=r'maps=<.* of shape \(2, 3, 32, 32\)> must be the'):
+                plot(images)
+    with pytest.raises(ValueError, match='centers is empty'):
         plot_center_movement({})
 
 
 def test_layers_without_heads_are_drawn_empty():
     model = small_timm('sa_quadratic_cifar')
     prune_heads(model, {0: [0, 1, 2]}, allow_empty=True)
-    assert head_marks(plot_attention_centers(model, (4, 4)).axes[0]) == {}
+    assert head_marks(centers_of(model, (4, 4)).axes[0]) == {}
     axes = plot_attention_probs(maps_of(model, (4, 4))).axes
     assert len(axes) == 5  # one for the first layer, three maps and their colours
     assert (axes[0].get_title(), axes[0].get_ylabel()) == ('no heads', 'block 0') and not axes[0].get_images()
@@ -241,23 +239,23 @@ def test_layers_without_heads_are_drawn_empty():
 def test_heads_that_look_beyond_the_grid_are_named():
     model = small_cmhsa('conv')
     model.to_attention()  # a shift a head, the null key outside
-    axes = plot_attention_centers(model, (8, 8), query=(0, 0)).axes[0]
+    axes = centers_of(model, (8, 8), query=(0, 0)).axes[0]
     drawn = {int(name.split()[1]) for name in head_marks(axes)}
     title, beyond = axes.get_title().split(', beyond the grid: ')
     assert title == 'block 0' and drawn | set(map(int, beyond.split(', '))) == set(range(9)) and len(drawn) == 4
-    assert len(head_marks(plot_attention_centers(model, (8, 8)).axes[0])) == 9
+    assert len(head_marks(centers_of(model, (8, 8)).axes[0])) == 9
 
 
 def test_the_bias_of_cmhsa_and_means_over_images_are_drawn():
     model, images = small_cmhsa('attn'), torch.randn(2, 3, 16, 16)
-    for probs in (None, mean_attention_probs_of(model, images)):
-        figure = plot_attention_centers(model, (8, 8), probs=probs)
+    for maps in (maps_of(model, (8, 8)), attention_maps(model, images)):
+        figure = plot_attention_centers(maps)
         assert [len(head_marks(axes)) for axes in figure.axes] == [9, 9]
 
 
 def test_figures_leave_no_trace():
     before, open_before = dict(pyplot.rcParams), pyplot.get_fignums()
-    figure = plot_attention_centers(small_timm('sa_quadratic_cifar'), (4, 4))
+    figure = centers_of(small_timm('sa_quadratic_cifar'), (4, 4))
     image = image_of(figure)
     assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3 and image.std() > 10
     assert pyplot.get_fignums() == open_before and dict(pyplot.rcParams) == before
@@ -265,19 +263,19 @@ def test_figures_leave_no_trace():
 
 def test_the_look_does_not_depend_on_settings_outside():
     model = small_timm('sa_quadratic_cifar')
-    own = image_of(plot_attention_centers(model, (4, 4)))
+    own = image_of(centers_of(model, (4, 4)))
     with pyplot.rc_context({'font.size': 20, 'axes.facecolor': 'red', 'lines.linewidth': 9}):
-        assert np.array_equal(image_of(plot_attention_centers(model, (4, 4))), own)
+        assert np.array_equal(image_of(centers_of(model, (4, 4))), own)
 
 
 def test_files_by_their_suffix(tmp_path):
     model = small_timm('sa_quadratic_cifar')
-    figure = plot_attention_centers(model, (4, 4))
+    figure = centers_of(model, (4, 4))
     save_figure(figure, tmp_path / 'a.svg')
     save_figure(figure, tmp_path / 'new' / 'a.png')
     assert (tmp_path / 'new' / 'a.png').read_bytes()[:4] == b'\x89PNG'
     assert xml.dom.minidom.parse(str(tmp_path / 'a.svg')).documentElement.tagName == 'svg'
-    save_figure(plot_attention_centers(model, (4, 4)), tmp_path / 'b.svg')
+    save_figure(centers_of(model, (4, 4)), tmp_path / 'b.svg')
     assert (tmp_path / 'a.svg').read_bytes() == (tmp_path / 'b.svg').read_bytes()
     with pytest.raises(ValueError, match=r'must end in .png or .svg'):
         save_figure(figure, tmp_path / 'a.jpg')
@@ -371,31 +369,8 @@ def test_centres_of_windows_are_means_over_queries():
         for parameter in model.parameters():
             parameter.zero_()
     images = torch.randn(1, 3, 64, 64)
-    options = dict(size=grids_of(model, images), probs=mean_attention_probs_of(model, images))
-    figure = plot_attention_centers(model, **options)
+    maps = attention_maps(model, images)
+    figure = plot_attention_centers(maps)
     assert [head_marks(axes) for axes in figure.axes] == [{'head 0': pytest.approx((0, 0), abs=1e-5)}] * 2
-    figure = plot_attention_centers(model, query=(8, 9), **options)  # one that is asked for is shown
+    figure = plot_attention_centers(maps, query=(8, 9))  # one that is asked for is shown
     assert head_marks(figure.axes[0]) == {'head 0': pytest.approx((1.5, 0.5), abs=1e-5)}
-
-
-@pytest.mark.parametrize(
-    'draw, arguments, name, wanted',
-    [
-        (
-            'attention_centers',
-            (nn.Identity(), torch.rand(2, 3, 32, 32)),
-            'size',
-            r'Union\[Sequence\[int\], Mapping\[str, Sequence\[int\]\]\]',
-        ),
-        ('attention_centers', (nn.Identity(), (8, 8), torch.rand(2, 3, 32, 32)), 'masses', r'Sequence\[float\]'),
-        ('attention_probs', (torch.rand(2, 3, 32, 32),), 'maps', r'Dict\[str, torch.Tensor\]'),
-        ('attention_probs', ({}, (0, 0), 3, torch.rand(2, 3, 32, 32)), 'image', r'Optional\[numpy.ndarray\]'),
-        ('attention_distance', (torch.rand(2, 3, 32, 32),), 'reports', r'Mapping\[str, Mapping\[str, Any\]\]'),
-        ('center_movement', (torch.rand(2, 3, 32, 32).numpy(),), 'centers', r'Dict\[str, Dict\[int, numpy.ndarray\]\]'),
-        ('metric', ({}, torch.rand(2, 3, 32, 32).numpy()), 'metric', 'str'),
-    ],
-)
-def test_images_in_place_of_something_else(draw, arguments, name, wanted):
-    message = rf'^{name}=<(Tensor|ndarray) of shape \(2, 3, 32, 32\)> of plot_{draw} must be of type {wanted}$'
-    with pytest.raises(TypeError, match=message):
-        getattr(visualization, f'plot_{draw}')(*arguments)

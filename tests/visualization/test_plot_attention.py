@@ -15,7 +15,7 @@ from mmengine.config import Config
 from mmpretrain import get_model
 
 from attncnn_plugin import visualization
-from attncnn_plugin.analysis import attention_probs_of, vit_attention
+from attncnn_plugin.analysis import attention_maps
 from attncnn_plugin.mm.config_model import ConfigModel
 
 
@@ -137,13 +137,13 @@ def test_what_the_tool_draws(checkpoints, tool, monkeypatch):
         'a.png',
     )
     maps, query = drawn['args']
-    assert (query, drawn['zoom'], drawn['numbers']) == (dict.fromkeys(maps, (4, 2)), None, None)
+    assert (query, drawn['zoom'], drawn['numbers']) == ([4, 2], None, None)
     grey = mmcv.imread('image.png', flag='grayscale')
     assert np.array_equal(drawn['image'], np.repeat(grey[..., None], 3, axis=2))
     model = get_model('learned_content.py', pretrained='learned_content.pth')
     tensor = (torch.from_numpy(grey)[None, None].float() - 77.9) / 95.9
-    for name, expected in attention_probs_of(model, tensor).items():
-        assert torch.allclose(maps[name].float(), expected[0, :, 4 * 8 + 2].unflatten(1, (8, 8)), atol=1e-5)
+    for name, expected in attention_maps(model, tensor).items():
+        assert torch.allclose(maps[name].probs, expected.probs, atol=1e-5)
 
 
 def test_transformers_of_mmpretrain(checkpoints, tool, monkeypatch, repository):
@@ -162,15 +162,15 @@ def test_transformers_of_mmpretrain(checkpoints, tool, monkeypatch, repository):
     shutil.copy('image.png', 'one')
     tool(*options, 'content', '--image', 'image.png')
     tool(*options, 'probabilities', '--images', 'one')
-    ((maps, queries), kwargs), ((mean, _, zoom_of_mean), _) = drawn
-    assert queries == dict.fromkeys(maps, (4, 2)) and (kwargs['zoom'], zoom_of_mean) == (None, 7)
+    ((maps, query), kwargs), ((mean, _, zoom_of_mean), _) = drawn
+    assert query == [4, 2] and (kwargs['zoom'], zoom_of_mean) == (None, 7)
     assert kwargs['image'].shape == (224, 224, 3)
     loaded = ConfigModel('deit.py', 'deit.pth')
-    probs, _ = vit_attention(loaded.model, loaded.inputs([loaded.image('image.png')]))
-    assert maps.keys() == mean.keys() == probs.keys() and len(probs) == 2
-    for name, expected in probs.items():
-        assert torch.allclose(maps[name].float(), expected[0, :, 4 * 14 + 2].unflatten(1, (14, 14)), atol=1e-6)
-        assert torch.allclose(maps[name], mean[name])
+    expected = attention_maps(loaded.model, loaded.inputs([loaded.image('image.png')]))
+    assert maps.keys() == mean.keys() == expected.keys() and len(maps) == 2
+    for name, own in expected.items():
+        assert torch.allclose(maps[name].probs, own.probs, atol=1e-6)
+        assert torch.equal(maps[name].probs, mean[name].probs)
     with pytest.raises(SystemExit, match='--size is'):
         tool(*options, 'content', '--size', 4, 4)
 
@@ -201,7 +201,7 @@ def test_wrong_options_of_the_tool(tool, capsys, options, message):
         (['quadratic.py', 'quadratic.pth', '--figure', 'content'], '--figure probabilities draws it'),
         (
             ['quadratic.py', 'quadratic.pth', '--figure', 'probabilities', '--query', '8', '0'],
-            r'blocks.0.attn has rows from 0 to 7',
+            r'query=\(8, 0\) must be a row from 0 to 7',
         ),
         (['learned_content.py', 'learned_content.pth', '--figure', 'content', '--image', '400'], 'below 364'),
         (['learned_content.py', 'learned_content.pth', '--figure', 'content', '--size', '4', '4'], '--size is for'),

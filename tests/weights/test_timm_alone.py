@@ -1,11 +1,12 @@
 """The small networks and the images, with timm alone."""
 
+import inspect
+
 import pytest
 import timm
 import torch
-from helpers.saved import saved_models
 from PIL import Image
-from timm.models import save_for_hf
+from timm.models import _hub, save_for_hf
 
 from attncnn_plugin import weights
 
@@ -26,14 +27,13 @@ def test_size_and_data(name, parameters):
     data = timm.data.resolve_model_data_config(model)
     assert data['input_size'] == (3, 32, 32) and data['crop_pct'] == 1 and data['mean'] == (0.4914, 0.4822, 0.4465)
     assert model.pretrained_cfg['label_names'] == weights.CLASSES
-    assert model.pretrained_cfg.get('file') == weights.weights_file(name)
+    assert model.pretrained_cfg['file'] == weights.weights_file(name) is not None
+    assert f'{name}.cifar10' in timm.list_models(pretrained=True)
 
 
-@pytest.mark.parametrize('name', PARAMETERS)
-def test_without_weights(name):
+def test_without_weights():
     with pytest.raises(RuntimeError, match='No pretrained weights exist'):
-        timm.create_model(name, pretrained=True, pretrained_cfg_overlay=dict(file=None))
-    assert (f'{name}.cifar10' in timm.list_models(pretrained=True)) == (weights.weights_file(name) is not None)
+        timm.create_model('sa_learned_small', pretrained=True, pretrained_cfg_overlay=dict(file=None))
 
 
 def test_images():
@@ -43,9 +43,30 @@ def test_images():
     assert len({image.tobytes() for image in images.values()}) == 10
 
 
-def test_a_model_of_a_user_is_saved_and_loaded_as_timms_are(tmp_path):
-    model = timm.create_model('sa_learned_small', num_classes=5).eval()
+@pytest.mark.parametrize('name', PARAMETERS)
+def test_other_settings(name):
+    """Another classifier, features alone, and images of another size."""
+    state_dict = timm.create_model(name, pretrained=True).state_dict()
+    for num_classes in (100, 0):
+        model = timm.create_model(name, pretrained=True, num_classes=num_classes)
+        kept = {key: value for key, value in model.state_dict().items() if not key.startswith('head.')}
+        assert all(torch.equal(value, state_dict[key]) for key, value in kept.items())
+        assert kept.keys() == {key for key in state_dict if not key.startswith('head.')}
+    features = timm.create_model(name, pretrained=True, features_only=True)
+    assert torch.equal(features.state_dict()['model.stem.proj.weight'], state_dict['stem.proj.weight'])
+    # Gaussian heads take images of any size as they are; position tables are made for one.
+    settings = {} if name in ('sa_quadratic_small', 'sa_generalized_small') else dict(img_size=64)
+    assert timm.create_model(name, pretrained=True, **settings)(torch.zeros(1, 3, 64, 64)).isfinite().all()
+
+
+@pytest.mark.parametrize('name', PARAMETERS)
+def test_a_model_of_a_user_is_saved_and_loaded_as_timms_are(name, tmp_path):
+    model = timm.create_model(name, pretrained=True, num_classes=5).eval()
     save_for_hf(model, tmp_path, safe_serialization=True)
+    assert weights.weights_file(name) not in (tmp_path / 'config.json').read_text()
+    saved = [timm.create_model(name, checkpoint_path=str(tmp_path / 'model.safetensors'), num_classes=5)]
+    # timm 1.0.22 unpickles all files of a folder, those of safetensors too.
+    if inspect.signature(_hub.load_state_dict_from_path).parameters['weights_only'].default:
+        saved.append(timm.create_model(f'local-dir:{tmp_path}', pretrained=True))
     x = torch.randn(1, 3, 32, 32)
-    for loaded in saved_models(tmp_path, 'sa_learned_small', num_classes=5):
-        assert torch.equal(loaded.eval()(x), model(x))
+    assert not list(tmp_path.glob('*.bin')) and all(torch.equal(loaded.eval()(x), model(x)) for loaded in saved)

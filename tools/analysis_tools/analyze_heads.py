@@ -17,9 +17,10 @@ import json
 import sys
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import List, Tuple
+from typing import Tuple
 
-from attncnn_plugin.analysis import LayerReport, model_reports, reports_to_dict, reports_to_text, shown_layers
+from attncnn_plugin.analysis import HeadReport, head_report
+from attncnn_plugin.analysis.layer_maps import shown_layers
 from attncnn_plugin.attention import AttentionLayer
 from attncnn_plugin.loaded_model import LoadedModel
 from attncnn_plugin.model_options import add_model_options, check_model_options, load_model
@@ -41,8 +42,7 @@ def parse_args() -> argparse.Namespace:
         nargs=2,
         type=int,
         metavar=('HEIGHT', 'WIDTH'),
-        help='grid in tokens for attention by position alone; means over images are on the grid of the images '
-        "(default: that of the images, or of the config's img_size)",
+        help="grid in tokens, to report what depends on position alone (default: that of the config's img_size)",
     )
     parser.add_argument(
         '--tolerance',
@@ -55,6 +55,8 @@ def parse_args() -> argparse.Namespace:
     check_model_options(parser, args, args.config, args.weights)
     if args.timm is not None and args.images is None and args.size is None:
         parser.error('--timm needs --images FOLDER, or --size where attention is by position alone')
+    if args.images is not None and args.size is not None:
+        parser.error('--size is for what depends on position alone: give no --images with it')
     if args.num_images < 1:
         parser.error(f'--num-images {args.num_images} must be at least 1')
     if args.json and Path(args.json).is_dir():
@@ -62,21 +64,16 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def reports_of(loaded: LoadedModel, args: argparse.Namespace) -> Tuple[List[LayerReport], int]:
-    """The reports of a model, and the number of images that they are means over."""
-    size = tuple(args.size) if args.size else None
-    layers = shown_layers(loaded.model).values()
-    if size is not None and not any(isinstance(layer, AttentionLayer) for layer in layers):
-        raise ValueError(
-            f'{loaded.name} has attention that depends on images, which say the grid: give no --size, and --images '
-            'FOLDER where there is no test dataset'
-        )
-    if args.images is None and all(isinstance(layer, AttentionLayer) for layer in layers):
-        by_position = not any(layer.depends_on_content or layer.window is not None for layer in layers)
-        if by_position:
-            return model_reports(loaded.model, None, size or loaded.grid, args.tolerance), 0
+def report_of(loaded: LoadedModel, args: argparse.Namespace) -> Tuple[HeadReport, int]:
+    """The report of a model, and the number of images that it is a mean over."""
+    by_position = args.images is None and all(
+        isinstance(layer, AttentionLayer) and not layer.depends_on_content and layer.window is None
+        for layer in shown_layers(loaded.model).values()
+    )
+    if args.size or by_position:
+        return head_report(loaded.model, size=args.size or loaded.grid, tolerance=args.tolerance), 0
     images = loaded.some_inputs(args.images, args.num_images)
-    return model_reports(loaded.model, images, size, args.tolerance), len(images)
+    return head_report(loaded.model, images, tolerance=args.tolerance), len(images)
 
 
 def main() -> None:
@@ -84,17 +81,17 @@ def main() -> None:
     try:
         if args.json:
             Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        reports, num_images = reports_of(load_model(args, args.config, args.weights), args)
+        report, num_images = report_of(load_model(args, args.config, args.weights), args)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
         sys.exit(str(error))
-    print(reports_to_text(reports))
+    print(report)
     if args.json:
         origin = (
             dict(model=args.config, checkpoint=args.weights)
             if args.timm is None
             else dict(model=args.timm, checkpoint=args.checkpoint or ('pretrained' if args.pretrained else None))
         )
-        content = reports_to_dict(reports, **origin, num_images=num_images)
+        content = report.to_dict(**origin, num_images=num_images)
         Path(args.json).write_text(json.dumps(content, indent=1, allow_nan=False) + '\n')
         print(f'Saved {args.json}')
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """How fast the models of this package are, and how much memory they take, against the original and other models.
 
-Prints a table for each group of measurements. docs/benchmarks.md says what is measured and how.
+Prints a table for each group of measurements. docs/benchmarks.md has them, as --page writes them, and says how they are made.
 """
 
 import argparse
@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any, Dict, Iterator, Sequence, Tuple, Union
 from unittest import mock
 
-import measure
 import timm
 import torch
 from measure import Measured, Ratio, Step, added_by, forward_pass, layer_step, side_by_side, training_step
@@ -58,31 +57,6 @@ QUICK = {
     'cmhsa5': dict(patch_size=4, img_size=32, depth=2, mlp_dim=24),
     'patch16_224': dict(patch_size=8, img_size=32, depth=2, num_heads=2, embed_dim=16),
 }
-
-INTRODUCTION = f"""# Benchmarks
-
-`tools/benchmarks/benchmark.py` writes this page; nothing here is edited by hand. To measure again, on any machine:
-
-```bash
-python tools/benchmarks/benchmark.py --page docs/benchmarks.md
-```
-
-`--only subnormal original` measures some of the groups (the names in brackets) and leaves the tables of the others. A
-group without a table here has not been measured since the layers last changed.
-
-## How it is measured
-
-- All figures are ratios, since times belong to a machine. Both sides take turns in one process, on the same images and,
-  where they compute the same function, with the same weights.
-- `1.30 ±0.02 (1.38)` says: by time 1.30, the median of {measure.LEAST_ROUNDS} to {measure.MOST_ROUNDS} rounds, half of
-  which lie within about 0.02 of it; by arithmetic 1.38, the ratio of the multiply-adds of matrix products,
-  convolutions and attention.
-- A forward pass is in evaluation mode, without gradients. Training is a forward and a backward pass. Models are in
-  float32, without dropout.
-- The *dense original* is the attention of Cordonnier et al. 2020 (C20), every score and probability by einsum:
-  `tools/benchmarks/original.py`. `tests/tools/test_benchmarks.py` shows that it has the outputs and gradients of the
-  models of this package.
-"""
 
 
 def create(quick: bool, name: str, **kwargs: Any) -> nn.Module:
@@ -298,12 +272,13 @@ def table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def update(page: Path, sections: Dict[str, str]) -> None:
-    """Writes the page with new sections and those that it has of the other groups."""
-    parts = re.split(r'^(?=## )', page.read_text(), flags=re.MULTILINE) if page.exists() else []
-    known = {name: part for part in parts for name in re.findall(r'\A## .* \(`(\w+)`\)\n', part)}
+    """Writes sections of groups into the page; what is before them, and sections of other groups, stay as they are."""
+    introduction, *parts = re.split(r'^(?=## .* \(`\w+`\)$)', page.read_text(), flags=re.MULTILINE)
+    known = {re.match(r'## .* \(`(\w+)`\)\n', part)[1]: part for part in parts}
     known.update(sections)
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text('\n'.join([INTRODUCTION, *(known[name].rstrip('\n') + '\n' for name in GROUPS if name in known)]))
+    page.write_text(
+        '\n'.join(part.rstrip('\n') + '\n' for part in [introduction, *map(known.get, filter(known.get, GROUPS))])
+    )
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ import sys
 import tempfile
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Optional
 
 import timm
 import torch
@@ -30,7 +29,7 @@ from attncnn_plugin.weights import example_images
 
 TOOLS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TOOLS))  # for those who import this file
-from model_converters.model_cards import model_card, whole_dataset, write_metafile, write_table  # noqa: E402
+from model_converters.model_cards import model_card, write_metafile, write_table  # noqa: E402
 from reproduction.results import trained_model  # noqa: E402
 
 BACKBONE = 'backbone.'  # mmpretrain's prefix of the names of the network
@@ -42,27 +41,22 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('run', nargs='?', type=Path, metavar='RUN', help='folder of the training')
     parser.add_argument('name', nargs='?', metavar='NAME', help='the network in timm')
-    parser.add_argument('--data', help='what the images are, in words (needed where they are not CIFAR10 itself)')
+    parser.add_argument('--data', default='CIFAR-10', help='what the images are, in words (default: CIFAR-10)')
     parser.add_argument('--root', type=Path, default=TOOLS.parent, help='the checkout (default: that of this file)')
     args = parser.parse_args()
     if (args.run is None) != (args.name is None):
         parser.error('RUN and NAME are needed, or none of them')
-    if not (args.root / 'attncnn_plugin/weights').is_dir():
-        parser.error(f'--root {args.root} must be a checkout, with the folder attncnn_plugin/weights')
     return args
 
 
-def pack(run: Path, name: str, data: Optional[str], folder: Path) -> str:
-    """Writes the weights and the model card of a training.
+def pack(run: Path, name: str, data: str, folder: Path) -> str:
+    """Writes the weights and the model card of a training, and returns what was done.
 
     Args:
         run (Path): Its folder.
         name (str): The network in timm.
-        data (str | None): What its images are, in words; None for CIFAR-10 itself.
+        data (str): What its images are, in words.
         folder (Path): Where the files go. They stay as they are if anything is wrong.
-
-    Returns:
-        str: What was done.
 
     Raises:
         OSError: A file is missing.
@@ -71,11 +65,6 @@ def pack(run: Path, name: str, data: Optional[str], folder: Path) -> str:
     """
     result = json.loads((run / 'result.json').read_text())
     config = Config(result['config'])
-    if data is None:
-        images = whole_dataset(config.train_dataloader.dataset).type
-        if images != 'CIFAR10':
-            raise ValueError(f'{run} has learned images of a {images}: say by --data what they are')
-        data = 'CIFAR-10'
     trained = trained_model(config, run / f'epoch_{result["epochs"]}.pth').eval()
     weights = {
         key[len(BACKBONE) :] if key.startswith(BACKBONE) else key: value.half() if value.is_floating_point() else value
@@ -107,11 +96,7 @@ def pack(run: Path, name: str, data: Optional[str], folder: Path) -> str:
 
 
 def check_preprocessing(config: Config, packed: nn.Module) -> None:
-    """Compares the normalization of a training with that of a model of timm, red first in both.
-
-    Raises:
-        ValueError: They differ.
-    """
+    """Raises ValueError if a training normalizes its images in another way than a model of timm, red first in both."""
     for key in ('mean', 'std'):
         expected = [255 * value for value in packed.pretrained_cfg[key]]
         found = config.data_preprocessor[key]
@@ -120,7 +105,7 @@ def check_preprocessing(config: Config, packed: nn.Module) -> None:
 
 
 def inputs(model: nn.Module) -> Tensor:
-    """The ten images of the package, as a model of timm takes them, ``(10, 3, 32, 32)``."""
+    """Returns the ten images of the package, as a model of timm takes them, ``(10, 3, 32, 32)``."""
     transform = create_transform(**resolve_model_data_config(model))
     return torch.stack([transform(Image.open(path).convert('RGB')) for path in example_images().values()])
 

@@ -33,14 +33,8 @@ from typing import Dict, List
 
 from torch import Tensor
 
-from attncnn_plugin.analysis import (
-    grids_of,
-    mean_attention_probs_of,
-    query_maps,
-    query_of,
-    read_centers,
-    shown_layers,
-)
+from attncnn_plugin.analysis import attention_maps, read_centers
+from attncnn_plugin.analysis.layer_maps import shown_layers
 from attncnn_plugin.attention import AttentionLayer
 from attncnn_plugin.loaded_model import LoadedModel
 from attncnn_plugin.model_options import add_model_options, check_model_options, load_model
@@ -124,46 +118,28 @@ def parse_args() -> argparse.Namespace:
 
 def draw_model(args: argparse.Namespace):
     loaded = load_model(args, args.config, args.weights)
-    model, layers = loaded.model, shown_layers(loaded.model)
-    own = {name: layer for name, layer in layers.items() if isinstance(layer, AttentionLayer)}
-    of_images = [
-        name
-        for name, layer in layers.items()
-        if name not in own or (layer.depends_on_content if args.figure == 'content' else not layer.has_position_scores)
-    ]
-    in_place_of_convolutions = any(layer.window is not None for layer in own.values())
-    if args.figure == 'content' and not of_images:
+    layers = shown_layers(loaded.model).values()
+    own = all(isinstance(layer, AttentionLayer) for layer in layers)
+    by_position = own and all(layer.has_position_scores for layer in layers)
+    part = 'position' if by_position and args.figure != 'content' else 'all'
+    if args.figure == 'content' and own and not any(layer.depends_on_content for layer in layers):
         raise ValueError(f'{loaded.name} has attention by position alone: --figure probabilities draws it')
-    by_content = {}
-    if of_images or in_place_of_convolutions:
-        check_unused(args, 'size', 'is for attention by position alone over one grid')
-        chosen = choose_images(args, loaded)
-        images = loaded.inputs(chosen)
-        sizes = grids_of(model, images)
-        if of_images:
-            by_content = mean_attention_probs_of(model, images)
-    else:
+    images = None
+    if part == 'position' and all(layer.window is None for layer in layers):
         check_unused(args, 'image', 'is for attention that depends on images')
         check_unused(args, 'images', 'is for attention that depends on images')
-        sizes = dict.fromkeys(layers, tuple(args.size or loaded.grid))
-    query = args.query and tuple(args.query)
-    names = of_images if args.figure == 'content' else list(layers)
-    for name in names:
-        height, width = sizes[name]
-        if query is not None and not (0 <= query[0] < height and 0 <= query[1] < width):
-            raise ValueError(
-                f'--query {query[0]} {query[1]} must be in the grid of each layer: that of {name} has rows from 0 to '
-                f'{height - 1} and columns from 0 to {width - 1}'
-            )
-    probs = {name: by_content[name] for name in of_images}
+        maps = attention_maps(loaded.model, size=args.size or loaded.grid, part=part)
+    else:
+        check_unused(args, 'size', 'is for attention by position alone over one grid')
+        images = choose_images(args, loaded)
+        maps = attention_maps(loaded.model, loaded.inputs(images), part=part)
     if args.figure == 'centers':
-        return plot_attention_centers(model, sizes, query=query, probs=probs, numbers=loaded.head_numbers)
-    maps = {name: query_maps(layers[name], sizes[name], query, probs.get(name)) for name in names}
-    queries = {name: query_of(layers[name], sizes[name], query)[1] for name in names}
+        return plot_attention_centers(maps, query=args.query, numbers=loaded.head_numbers)
     if args.figure == 'probabilities':
-        return plot_attention_probs(maps, queries, args.zoom, numbers=loaded.head_numbers)
-    picture = None if args.image is None else loaded.picture(chosen[0])
-    return plot_attention_probs(maps, queries, zoom=None, image=picture, numbers=loaded.head_numbers)
+        return plot_attention_probs(maps, args.query, args.zoom, numbers=loaded.head_numbers)
+    maps = {name: own for name, own in maps.items() if own.num_images}
+    picture = None if args.image is None else loaded.picture(images[0])
+    return plot_attention_probs(maps, args.query, zoom=None, image=picture, numbers=loaded.head_numbers)
 
 
 def check_unused(args: argparse.Namespace, name: str, purpose: str) -> None:

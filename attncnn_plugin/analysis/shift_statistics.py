@@ -4,14 +4,14 @@ A head that is a convolution's gives all of its attention to one shift. Here is 
 most, and the mean and the covariance of the shift.
 """
 
-from dataclasses import dataclass
 from functools import cached_property
-from typing import List, Optional, Tuple
+from typing import List, Tuple
 
 import torch
 from torch import Tensor
 
-from ...attention.window import Window
+from ..attention.window import Window
+from .layer_maps import AttentionMaps
 
 INTERIOR = 5  # pixels; the window that an interior query of a grid has inside
 LEAST_QUERIES = 0.25  # part of the queries from which a shift must stay in the grid to have a share by these
@@ -21,13 +21,14 @@ Shift = Tuple[int, int]
 Axes = Tuple[Tensor, Tensor]  # a tensor for rows, and one for columns
 
 
-@dataclass(frozen=True, eq=False)
 class ShiftMaps:
     """The probabilities of a layer's heads, and where their queries are.
 
+    Args:
+        maps (AttentionMaps): The probabilities.
+
     Attributes:
-        probs (Tensor): P, ``(N_h, Q, height*width)``, float64. Rows add up to 1 or, with a null key or zero padding, to
-            less.
+        probs (Tensor): P, ``(N_h, Q, height*width)``, float64.
         size (tuple[int, int]): Height and width of the grid.
         window (Window | None): The window of an ``ImageAttention``; None for a grid, whose queries are its pixels.
         queries (tuple[Tensor, Tensor]): Pixels of the queries along rows and along columns.
@@ -36,50 +37,37 @@ class ShiftMaps:
         valid (tuple[Tensor, Tensor]): Whether each of these sees no padding: every query of a grid, the interior ones
             of an ``ImageAttention``.
 
+    Raises:
+        ValueError: Probabilities that are not finite; no query has its window in an image of this size.
+
     Examples:
-        >>> maps = ShiftMaps.of(torch.eye(36).roll(1, dims=1)[None], (6, 6))  # every query to the next key
+        >>> maps = ShiftMaps(AttentionMaps(torch.eye(36).roll(1, dims=1)[None], (6, 6)))  # each query to the next key
         >>> maps.interior_sums.nonzero().tolist(), maps.interior_sums.sum().item()  # shift (0, 0) has the index (5, 5)
         ([[0, 5, 6]], 4.0)
     """
 
-    probs: Tensor
-    size: Tuple[int, int]
-    window: Optional[Window]
-    queries: Axes
-    interior: Axes
-    valid: Axes
-
-    @classmethod
-    def of(cls, probs: Tensor, size: Tuple[int, int], window: Optional[Window] = None) -> 'ShiftMaps':
-        """The maps of a grid, or of an ``ImageAttention`` with this window.
-
-        Args:
-            probs (Tensor): ``(N_h, Q, height*width)``.
-            size (tuple[int, int]): Height and width of the grid.
-            window (Window, optional): The window of an ``ImageAttention``. Defaults to None.
-
-        Raises:
-            ValueError: Probabilities that are not finite; no query has its window in an image of ``size``.
-        """
-        probs = probs.detach().cpu().double()
-        if not probs.sum().isfinite():  # rows add up to 1
+    def __init__(self, maps: AttentionMaps) -> None:
+        self.probs = maps.probs.double()
+        self.size = size = maps.grid
+        self.window = maps.window
+        self.queries = maps.queries
+        if not self.probs.sum().isfinite():  # rows add up to 1
             raise ValueError('the probabilities of the heads are not finite: the parameters of layer must be finite')
         # The window that a query in the interior of a grid has inside reaches as far on both sides of it.
         odd = [min(INTERIOR, n - 1 + n % 2) for n in size]
-        inner = same_window((odd[0], odd[1])) if window is None else window
-        first, last = inner.shifts()[[0, -1]].tolist()
-        rows, columns = (inner.queries(axis, n) for axis, n in enumerate(size))
-        interior = (
+        first, last = (maps.window or same_window((odd[0], odd[1]))).shifts()[[0, -1]].tolist()
+        rows, columns = self.queries
+        self.interior = (
             (rows + first[0] >= 0) & (rows + last[0] < size[0]),
             (columns + first[1] >= 0) & (columns + last[1] < size[1]),
         )
-        if not all(some.any() for some in interior):
+        if not all(some.any() for some in self.interior):
             raise ValueError(
                 f'the image of {size[0]}x{size[1]} pixels is too small for the window of layer, '
-                f'{window}: no query has the whole of it inside'
+                f'{maps.window}: no query has the whole of it inside'
             )
-        valid = (torch.ones_like(interior[0]), torch.ones_like(interior[1])) if window is None else interior
-        return cls(probs, size, window, (rows, columns), interior, valid)
+        every = torch.ones_like(self.interior[0]), torch.ones_like(self.interior[1])
+        self.valid = every if maps.window is None else self.interior
 
     @cached_property
     def interior_sums(self) -> Tensor:
@@ -87,7 +75,7 @@ class ShiftMaps:
         return self.sums(self.interior)
 
     def sums(self, chosen: Axes, replicate: bool = False) -> Tensor:
-        """Σ_q P[q, q + δ] over the chosen queries from which δ stays in the grid.
+        """Returns Σ_q P[q, q + δ] over the chosen queries from which δ stays in the grid.
 
         Args:
             chosen (tuple[Tensor, Tensor]): Whether each query of an axis is chosen.
@@ -111,7 +99,7 @@ class ShiftMaps:
         return sums
 
     def counts(self, chosen: Axes) -> Tensor:
-        """Number of the chosen queries from which each shift stays in the grid, as :meth:`sums`, without heads."""
+        """Returns how many of the chosen queries each shift stays in the grid from, as :meth:`sums`, without heads."""
         axes = []
         for size, pixels, some in zip(self.size, self.queries, chosen):
             keys = pixels[some] + torch.arange(1 - size, size)[:, None]
@@ -120,7 +108,7 @@ class ShiftMaps:
 
 
 def same_window(kernel_size: Shift, padding_mode: str = 'zeros', dilation: Shift = (1, 1)) -> Window:
-    """The window of an ``nn.Conv2d`` with ``padding='same'``.
+    """Returns the window of an ``nn.Conv2d`` with ``padding='same'``.
 
     Examples:
         >>> same_window((1, 3), dilation=(1, 2)).shifts().tolist()
@@ -132,14 +120,14 @@ def same_window(kernel_size: Shift, padding_mode: str = 'zeros', dilation: Shift
 
 
 def moments(maps: ShiftMaps) -> Tuple[Tensor, Tensor]:
-    """Mean and covariance of the shift at interior queries, each of which counts by its probability in the grid.
+    """Returns mean and covariance of the shift at interior queries, weighted by the probabilities in the grid.
 
     Returns:
         tuple[Tensor, Tensor]: ``(N_h, 2)``, (row, column) in tokens, and ``(N_h, 2, 2)``; not a number for a head that
         gives nothing to the grid.
 
     Examples:
-        >>> center, covariance = moments(ShiftMaps.of(torch.eye(36).roll(1, dims=1)[None], (6, 6)))
+        >>> center, covariance = moments(ShiftMaps(AttentionMaps(torch.eye(36).roll(1, dims=1)[None], (6, 6))))
         >>> center.tolist(), covariance.tolist()
         ([[0.0, 1.0]], [[[0.0, 0.0], [0.0, 0.0]]])
     """
@@ -152,10 +140,10 @@ def moments(maps: ShiftMaps) -> Tuple[Tensor, Tensor]:
 
 
 def window_mass(maps: ShiftMaps, kernel_size: int) -> Tensor:
-    """Probability of the K×K keys around an interior query, mean over these, ``(N_h,)``; K is odd.
+    """Returns the probability of the K×K keys around an interior query, mean over these, ``(N_h,)``; K is odd.
 
     Examples:
-        >>> round(window_mass(ShiftMaps.of(torch.full((1, 36, 36), 1 / 36), (6, 6)), 3).item(), 6)
+        >>> round(window_mass(ShiftMaps(AttentionMaps(torch.full((1, 36, 36), 1 / 36), (6, 6))), 3).item(), 6)
         0.25
     """
     reach = kernel_size // 2
@@ -164,13 +152,14 @@ def window_mass(maps: ShiftMaps, kernel_size: int) -> Tensor:
 
 
 def mean_distance(maps: ShiftMaps) -> Tensor:
-    """Distance from a query to its keys, each of which counts by its probability in the grid, mean over all queries.
+    """Returns the distance from a query to its keys, weighted by their probabilities in the grid, mean over queries.
 
     Returns:
         Tensor: ``(N_h,)``, in tokens; not a number for a head that gives nothing to the grid.
 
     Examples:
-        >>> round(mean_distance(ShiftMaps.of(torch.eye(36)[:, torch.arange(36) ^ 1][None], (6, 6))).item(), 6)
+        >>> maps = AttentionMaps(torch.eye(36)[:, torch.arange(36) ^ 1][None], (6, 6))
+        >>> round(mean_distance(ShiftMaps(maps)).item(), 6)
         1.0
     """
     weight = maps.sums(maps.valid).flatten(1)
@@ -178,7 +167,7 @@ def mean_distance(maps: ShiftMaps) -> Tensor:
 
 
 def shift_shares(maps: ShiftMaps) -> Tensor:
-    """P[q, q + δ] of each shift, mean over the interior queries.
+    """Returns P[q, q + δ] of each shift, mean over the interior queries.
 
     For a shift that leaves the grid from one of these it is the mean over all queries from which it stays.
 
@@ -187,7 +176,7 @@ def shift_shares(maps: ShiftMaps) -> Tensor:
         grid from less than a quarter of the queries.
 
     Examples:
-        >>> shares = shift_shares(ShiftMaps.of(torch.eye(36).roll(1, dims=1)[None], (6, 6)))
+        >>> shares = shift_shares(ShiftMaps(AttentionMaps(torch.eye(36).roll(1, dims=1)[None], (6, 6))))
         >>> shares[0, 5, 4:8].tolist(), shares[0, 0, 0].item()
         ([0.0, 0.0, 1.0, 0.0], nan)
     """
@@ -197,7 +186,7 @@ def shift_shares(maps: ShiftMaps) -> Tensor:
 
 
 def nearest_shifts(maps: ShiftMaps, shares: Tensor) -> List[Tuple[Shift, float]]:
-    """The shift δ to which each head gives most, and its share.
+    """Returns the shift δ to which each head gives most, and its share.
 
     A shift gets P[q, q + δ], mean over the interior queries, with the nearest key of the grid in the place of a q + δ
     outside. So all shifts are compared over the same queries. (A mean over the queries from which a shift stays
@@ -214,7 +203,7 @@ def nearest_shifts(maps: ShiftMaps, shares: Tensor) -> List[Tuple[Shift, float]]
         list[tuple[tuple[int, int], float]]: For each head the shift (row, column) in tokens, and its share.
 
     Examples:
-        >>> maps = ShiftMaps.of(torch.eye(36).roll(1, dims=1)[None], (6, 6))
+        >>> maps = ShiftMaps(AttentionMaps(torch.eye(36).roll(1, dims=1)[None], (6, 6)))
         >>> nearest_shifts(maps, shift_shares(maps))
         [((0, 1), 1.0)]
     """
@@ -232,5 +221,5 @@ def nearest_shifts(maps: ShiftMaps, shares: Tensor) -> List[Tuple[Shift, float]]
 
 
 def _all_shifts(size: Tuple[int, int]) -> Tensor:
-    """All (row, column) shifts between two tokens of a grid, row by row, int64."""
+    """Returns all (row, column) shifts between two tokens of a grid, row by row, int64."""
     return torch.cartesian_prod(*(torch.arange(1 - n, n) for n in size))

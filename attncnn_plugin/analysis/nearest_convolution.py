@@ -4,18 +4,59 @@ A layer of position-only attention is the linear map Σ_h P_h ⊗ V_h, of each h
 input to output. A convolution is Σ_δ S_δ ⊗ W_δ, of shifts (S_δ x)_q = x_{q+δ} and of the kernel's slices.
 """
 
-from typing import Iterator, Optional, Sequence
+from dataclasses import dataclass
+from typing import Iterator, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
-from ...convert.expressibility import expressible_shifts_of_maps
-from ...convert.shift_operators import fit_shifts, interior_queries, targets
-from .report import BestConvolution, ExpressibleShifts
-from .shift_maps import Shift, ShiftMaps, same_window
+from ..convert.expressibility import expressible_shifts_of_maps
+from ..convert.shift_operators import fit_shifts, interior_queries, targets
+from .shift_statistics import Shift, ShiftMaps, same_window
 
 KERNEL_SIZES = (3, 5)
 LEAST_TOLERANCE = 1e-7  # what rounding leaves of a residual of 0 is a tenth of it
+
+
+@dataclass(frozen=True)
+class BestConvolution:
+    """The convolution nearest to a layer, that of :func:`~attncnn_plugin.convert.mhsa_to_conv`.
+
+    The attention without its bias is a linear map A, and the convolution a linear map C. The error is
+    ‖A − C‖_F / ‖A‖_F: for white noise, the root mean square of the difference of the outputs relative to that of the
+    attention's output.
+
+    Attributes:
+        kernel_size (tuple[int, int]): Its kernel size.
+        padding_mode (str): Its padding mode.
+        error (float): The error over all queries.
+        interior_error (float | None): The error over the queries whose window is in the grid; None without any.
+    """
+
+    kernel_size: Shift
+    padding_mode: str
+    error: float
+    interior_error: Optional[float]
+
+
+@dataclass(frozen=True)
+class ExpressibleShifts:
+    """The shifts of a kernel that the layer can express at interior queries (C20, Lemma 3).
+
+    See :func:`~attncnn_plugin.convert.expressible_shifts`.
+
+    Attributes:
+        kernel_size (tuple[int, int]): The kernel size.
+        expressible, missing (tuple[tuple[int, int], ...]): The (row, column) shifts that can and cannot be expressed.
+        residual (tuple[float, ...]): Distance of each shift, row by row, from what the heads span, 0 to 1.
+        tolerance (float): Residual up to which a shift is expressible.
+    """
+
+    kernel_size: Shift
+    expressible: Tuple[Shift, ...]
+    missing: Tuple[Shift, ...]
+    residual: Tuple[float, ...]
+    tolerance: float
 
 
 class ConvolutionErrors:
@@ -31,7 +72,8 @@ class ConvolutionErrors:
         values (Tensor, optional): V_h, ``(N_h, D_out, D)``. Defaults to heads with an output each, of equal weight.
 
     Examples:
-        >>> uniform = ShiftMaps.of(torch.full((1, 36, 36), 1 / 36), (6, 6))
+        >>> from attncnn_plugin.analysis import AttentionMaps
+        >>> uniform = ShiftMaps(AttentionMaps(torch.full((1, 36, 36), 1 / 36), (6, 6)))
         >>> errors = ConvolutionErrors(uniform, 'replicate')
         >>> [(best.kernel_size, round(best.error, 3)) for best in errors.of_kernels()]
         [((3, 3), 0.911), ((5, 5), 0.838)]
@@ -50,7 +92,7 @@ class ConvolutionErrors:
         self.whole = _squared_norms(self.outputs)
 
     def of_kernels(self) -> Iterator[BestConvolution]:
-        """The best 3x3 and 5x5 convolutions, or that of the window of an ``ImageAttention``."""
+        """Yields the best 3x3 and 5x5 convolutions, or that of the window of an ``ImageAttention``."""
         windows = (
             [same_window((n, n), self.padding_mode) for n in KERNEL_SIZES] if self.window is None else [self.window]
         )
@@ -65,7 +107,7 @@ class ConvolutionErrors:
             )
 
     def of_shifts(self, shifts: Sequence[Shift]) -> Optional[float]:
-        """The error of the best convolution with these shifts alone; None if the window of the layer lacks one.
+        """Returns the error of the best convolution with these shifts alone; None if the window of the layer lacks one.
 
         Args:
             shifts (Sequence[tuple[int, int]]): (Row, column) in tokens, at least one.
@@ -120,7 +162,8 @@ def expressible_kernels(maps: ShiftMaps, tolerance: float) -> Iterator[Expressib
         ValueError: ``tolerance`` is not at least 1e-7 and below 1.
 
     Examples:
-        >>> hard = ShiftMaps.of(torch.stack([torch.eye(36), torch.eye(36).roll(1, dims=1)]), (6, 6))
+        >>> from attncnn_plugin.analysis import AttentionMaps
+        >>> hard = ShiftMaps(AttentionMaps(torch.stack([torch.eye(36), torch.eye(36).roll(1, dims=1)]), (6, 6)))
         >>> [kernel.expressible for kernel in expressible_kernels(hard, 1e-6)]
         [((0, 0), (0, 1)), ((0, 0), (0, 1))]
     """

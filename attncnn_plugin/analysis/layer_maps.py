@@ -1,0 +1,373 @@
+"""Attention probabilities of every layer of a model (Cordonnier et al. 2020 (C20), eq. 1 and 8).
+
+A model is any module with the attention of this package inside, an attention layer itself among them, or a vision
+transformer of timm or mmpretrain. Images are what its forward pass takes, normalized as in training.
+"""
+
+import re
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import AttentionLayer, GaussianHeads
+from ..attention.evaluation_mode import evaluating
+from ..attention.window import Window, per_axis, shown
+from ..pruning.criteria import relative_entropy_of_maps
+from ..transformers.attention import TokenPlaces, visit_vit_attention, vit_layers
+from ..transformers.vision_transformer import is_vit
+from .image_means import ImageMeans, few_images
+
+BATCH_SIZE = 4  # images in a pass
+PARTS = ('all', 'position', 'content')
+
+Grid = Tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMaps:
+    """The attention probabilities of a layer's heads, mean over images or by position alone.
+
+    Attributes:
+        probs (Tensor): P, ``(N_h, Q, H*W)`` for Q queries, row-major, on the CPU. Rows add up to 1 or, with a null key
+            or the zeros of a padding, to less.
+        grid (tuple[int, int]): Height H and width W of the grid of keys, in tokens, patches or pixels.
+        window (Window | None): Where the queries of an ``ImageAttention`` are; None where each key is a query.
+        gaussian (GaussianHeads | None): Centres and shapes of Gaussian heads, where the probabilities are theirs.
+        num_images (int): Number of images of the mean; 0 for probabilities by position alone.
+        relative_entropy (Tensor | None): Entropy of single images relative to that of uniform attention to all keys
+            that a query sees, mean over queries and images, ``(N_h,)``; None for that of ``probs``. The mean of the
+            probabilities has a larger one: a head can look at one key in each image, and at all of them in the mean.
+        entropy (Tensor | None): The entropy in nats; None for ``relative_entropy`` times log H·W.
+        prefix_mass (Tensor | None): What patches give to class tokens, registers and padding, mean over patches and
+            images, ``(N_h,)``, for models of timm and mmpretrain. What they give to patches was renormalized to 1.
+        in_windows (bool): Whether queries see the keys of their window alone, as in Swin transformers.
+    """
+
+    probs: Tensor
+    grid: Grid
+    window: Optional[Window] = None
+    gaussian: Optional[GaussianHeads] = None
+    num_images: int = 0
+    relative_entropy: Optional[Tensor] = None
+    entropy: Optional[Tensor] = None
+    prefix_mass: Optional[Tensor] = None
+    in_windows: bool = False
+
+    @property
+    def queries(self) -> Tuple[Tensor, Tensor]:
+        """Rows and columns of the queries on the grid of keys."""
+        if self.window is None:
+            return torch.arange(self.grid[0]), torch.arange(self.grid[1])
+        return self.window.queries(0, self.grid[0]), self.window.queries(1, self.grid[1])
+
+    def place(self, query: Optional[Sequence[int]] = None) -> Tuple[int, int]:
+        """The row and the column of the query that is nearest to a place.
+
+        Args:
+            query (Sequence[int], optional): Row and column of the place on the grid of keys. Defaults to the middle.
+
+        Raises:
+            ValueError: The place is outside of the grid.
+
+        Examples:
+            >>> AttentionMaps(torch.eye(15)[None], (3, 5)).place()
+            (1, 2)
+        """
+        rows, columns = self.queries
+        row, column = self._nearest(query)
+        return int(rows[row]), int(columns[column])
+
+    def of_query(self, query: Optional[Sequence[int]] = None) -> Tensor:
+        """The probabilities of the keys for the query that is nearest to a place, ``(N_h, H, W)``, float64.
+
+        Args:
+            query (Sequence[int], optional): Row and column of the place on the grid of keys. Defaults to the middle.
+
+        Raises:
+            ValueError: The place is outside of the grid.
+
+        Examples:
+            >>> AttentionMaps(torch.eye(6)[None], (2, 3)).of_query((0, 1))
+            tensor([[[0., 1., 0.],
+                     [0., 0., 0.]]], dtype=torch.float64)
+        """
+        row, column = self._nearest(query)
+        return self.probs[:, row * len(self.queries[1]) + column].double().unflatten(1, self.grid)
+
+    def _nearest(self, query: Optional[Sequence[int]]) -> Tuple[int, int]:
+        """The number of a query among the rows, and among the columns, of the queries."""
+        height, width = self.grid
+        row, column = (height // 2, width // 2) if query is None else query
+        if not (0 <= row < height and 0 <= column < width):
+            raise ValueError(
+                f'query={(row, column)} must be a row from 0 to {height - 1} and a column from 0 to {width - 1} of '
+                'the grid'
+            )
+        rows, columns = self.queries
+        return int((rows - row).abs().argmin()), int((columns - column).abs().argmin())
+
+
+def attention_maps(
+    model: nn.Module, images: Optional[Tensor] = None, size: Optional[Sequence[int]] = None, part: str = 'all'
+) -> Dict[str, AttentionMaps]:
+    """Returns the attention probabilities of every layer of a model, mean over images, on the CPU.
+
+    Layers whose probabilities depend on position alone have them computed in float64, whatever the images are. The
+    model runs in evaluation mode, without gradients, and stays as it was.
+
+    Of vision transformers of timm and mmpretrain it is the attention of patches to patches: as many tokens as a layer
+    has beyond the patches of the image are left out at the front, as queries and as keys. So is the padding of windows.
+    What a patch gives to patches is renormalized to 1, and is 0 between windows.
+
+    Args:
+        model (nn.Module): A model with attention of this package, or a vision transformer of timm or mmpretrain, or one
+            with such a backbone: ViT, DeiT, BEiT, EVA, DINOv3, ConViT, Swin and their relatives.
+        images (Tensor, optional): ``(B, C, H, W)``, at least one; give a single one for its own attention. Without
+            images there has to be a ``size``.
+        size (Sequence[int], optional): Height and width of the grid in tokens, instead of images, where no layer
+            depends on content.
+        part (str): ``'all'``; ``'position'``, the term that depends on position alone, v·r_δ of C20's eq. 8 or the
+            position bias of CMHSA, or q·r_δ in layers without one; or ``'content'``, the terms without position, q·k
+            and u·k, where absolute encodings and null keys are left out too. Layers without such a term are not in the
+            result. Defaults to ``'all'``.
+
+    Returns:
+        dict[str, AttentionMaps]: By the layer's name in the model, in the order of the blocks.
+
+    Raises:
+        ValueError: No attention in the model, as in a CMHSA in the convolution phase, or a layer that the images do not
+            reach; both images and a size, or neither; a size where scores depend on content; a part of a vision
+            transformer of another library, or one that is built in another way.
+
+    Examples:
+        >>> import timm, attncnn_plugin
+        >>> model = timm.create_model('sa_learned_content_cifar', embed_dim=12, depth=1, num_heads=3)
+        >>> maps = attention_maps(model, torch.rand(9, 3, 8, 8))['blocks.0.attn']
+        >>> maps.probs.shape, maps.grid, maps.of_query((1, 2)).shape
+        (torch.Size([3, 16, 16]), (4, 4), torch.Size([3, 4, 4]))
+    """
+    check_images(images, size)
+    if part not in PARTS:
+        raise ValueError(f'part={part!r} is unknown: choose one of {", ".join(PARTS)}')
+    if not is_other_vit(model):
+        return maps_of_layers(model, require_attention_layers(model), images, size, part)
+    if images is None or part != 'all':
+        raise ValueError(
+            f'size={shown(size)} and part={part!r}, but the attention of model, a {type(model).__name__}, depends on '
+            'images, which say the grid, and has no parts: give images alone'
+        )
+    return _maps_of_vit(model, images)
+
+
+@torch.no_grad()
+def maps_of_layers(
+    model: nn.Module,
+    layers: Mapping[str, AttentionLayer],
+    images: Optional[Tensor],
+    size: Optional[Sequence[int]],
+    part: str,
+) -> Dict[str, AttentionMaps]:
+    """Returns the :func:`attention_maps` of some layers of this package."""
+    for name, layer in layers.items():
+        if layer.window is not None and layer.window.ndim != 2:
+            raise ValueError(f'{name or "layer"} has {layer.window.ndim} axes of pixels, but heads are shown for two')
+    by_position = {
+        name
+        for name, layer in layers.items()
+        if layer.has_position_scores and (part == 'position' or part == 'all' and not layer.depends_on_content)
+    }
+    by_images = {name for name, layer in layers.items() if layer.depends_on_content} - by_position
+    grids: Dict[str, Grid] = {}
+    means = ImageMeans()
+
+    def add(name: str, layer: AttentionLayer, x: Tensor) -> None:
+        grids[name] = layer.grid_of(x)
+        for some in few_images(layer, x) if name in by_images else ():
+            if part == 'all':
+                scores: Optional[Tensor] = layer.attention_scores(some)
+            else:
+                scores = layer.position_scores(some) if part == 'position' else layer.content_scores(some)
+            if scores is not None:
+                probs = probs_of_scores(scores, grids[name])
+                means.add(name, probs, relative_entropy_of_maps(probs))
+
+    if images is not None:
+        for batch in images.split(BATCH_SIZE) if by_images else [images[:1]]:
+            visit_layers(model, batch, layers, add)
+    elif by_images:
+        name = min(by_images)
+        raise ValueError(
+            f'size={shown(size)}, but the scores of {name or "layer"}, {layers[name].extra_repr()}, depend on images: '
+            "give images, or choose part='position' where a term depends on position alone"
+        )
+    else:
+        height, width = per_axis('size', size, 2)  # type: ignore[arg-type]
+        grids = dict.fromkeys(layers, (height, width))
+    of_images = dict(means.items())
+    maps = {}
+    for name, layer in layers.items():
+        if name in by_position:
+            exact = not layer.depends_on_content
+            probs = layer.exact_attention_probs(grids[name]) if exact else layer.position_probs(grids[name])
+            assert probs is not None
+            gaussian = layer.gaussian_heads()
+            if gaussian is not None:
+                gaussian = GaussianHeads(*(values.detach().cpu().double() for values in gaussian))
+            maps[name] = AttentionMaps(probs.detach().cpu(), grids[name], layer.window, gaussian)
+        elif name in of_images:
+            assert images is not None
+            probs, entropy = (mean.cpu() for mean in of_images[name])
+            maps[name] = AttentionMaps(probs, grids[name], layer.window, None, len(images), entropy)
+    return maps
+
+
+def probs_of_scores(scores: Tensor, grid: Grid) -> Tensor:
+    """Returns the softmax of the scores of an input, without the null key, ``(B, N_h, Q, H*W)``, float32."""
+    return scores.float().softmax(-1)[..., : grid[0] * grid[1]]
+
+
+@torch.no_grad()
+def _maps_of_vit(model: nn.Module, images: Tensor) -> Dict[str, AttentionMaps]:
+    means = ImageMeans()
+    places: Dict[str, TokenPlaces] = {}
+    largest: Dict[str, float] = {}  # entropy
+
+    def add(name: str, probs: Tensor, where: TokenPlaces) -> None:
+        own, prefix_mass = where.of_patches(probs)
+        entropy, largest[name] = where.entropies(own)
+        means.add(name, own, entropy, prefix_mass)
+        places[name] = where
+
+    for batch in images.split(BATCH_SIZE):
+        visit_vit_attention(model, batch, add)
+    maps = {}
+    for name, values in means.items():
+        own, entropy, prefix_mass = (value.cpu() for value in values)
+        maps[name] = AttentionMaps(
+            probs=places[name].on_grid(own),
+            grid=places[name].grid,
+            num_images=len(images),
+            relative_entropy=(entropy / max(largest[name], torch.finfo(torch.float).tiny)).clamp(max=1),
+            entropy=entropy,
+            prefix_mass=prefix_mass,
+            in_windows=places[name].windows is not None,
+        )
+    return maps
+
+
+def check_images(images: Optional[Tensor], size: Optional[Sequence[int]]) -> None:
+    """Raises ValueError if there are both images and a size, or neither."""
+    if (images is None) == (size is None):
+        given = None if images is None else tuple(images.shape)
+        raise ValueError(
+            f'images={given} and size={shown(size)}: give images, or the size of a grid in tokens where attention '
+            'depends on position alone'
+        )
+
+
+def attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
+    """Returns the attention layers of this package in a model by name, in the order of its blocks.
+
+    Examples:
+        >>> import timm, attncnn_plugin
+        >>> list(attention_layers(timm.create_model('sa_quadratic_cifar', depth=2)))
+        ['blocks.0.attn', 'blocks.1.attn']
+    """
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, AttentionLayer)}
+
+
+def require_attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
+    """Returns the :func:`attention_layers`, at least one.
+
+    Raises:
+        ValueError: The model has none, as a CMHSA in the convolution phase.
+    """
+    layers = attention_layers(model)
+    if not layers:
+        raise ValueError(
+            f'the model, of type {type(model).__name__}, has no attention layers of this package (a CMHSA in the '
+            'convolution phase gets them with its transition), and is no vision transformer of timm or mmpretrain, '
+            'with a patch_embed and blocks, layers or stages'
+        )
+    return layers
+
+
+def is_other_vit(model: nn.Module) -> bool:
+    """Whether a model has the attention of a vision transformer of timm or mmpretrain, and none of this package."""
+    return not attention_layers(model) and is_vit(model)
+
+
+def shown_layers(model: nn.Module) -> Dict[str, Any]:
+    """Returns the modules whose :func:`attention_maps` there are, by name, each with ``num_heads``.
+
+    Raises:
+        ValueError: The model has none.
+    """
+    return vit_layers(model) if is_other_vit(model) else dict(require_attention_layers(model))
+
+
+def layer_labels(names: Iterable[str]) -> Dict[str, str]:
+    """Returns short names of layers for figures; their names in the model where others would have the same.
+
+    Examples:
+        >>> layer_labels(['backbone.blocks.0.attn', 'stages.0.blocks.1.attn.w_msa', 'layers.1.conv1', 'layers.1.conv2'])
+        ... # doctest: +NORMALIZE_WHITESPACE
+        {'backbone.blocks.0.attn': 'block 0', 'stages.0.blocks.1.attn.w_msa': 'stage 0 block 1',
+         'layers.1.conv1': 'layers.1.conv1', 'layers.1.conv2': 'layers.1.conv2'}
+    """
+    labels = {}
+    for name in names:
+        staged = re.search(r'(?:^|\.)(?:stages|layers)\.(\d+)\.blocks\.(\d+)\.', name)
+        block = re.search(r'(?:^|\.)(?:blocks|layers)\.(\d+)\.', name)  # mmpretrain calls them layers
+        labels[name] = f'stage {staged[1]} block {staged[2]}' if staged else f'block {block[1]}' if block else name
+    count = Counter(labels.values())
+    return {name: label if count[label] == 1 else name for name, label in labels.items()}
+
+
+@torch.no_grad()
+def visit_layers(
+    model: nn.Module, images: Tensor, layers: Mapping[str, nn.Module], visit: Callable[[str, Any, Tensor], None]
+) -> None:
+    """Calls ``visit(name, layer, x)`` with the input of each layer in one pass of the images, in evaluation mode.
+
+    Of a detector, or another model whose forward pass asks for more than images, the ``forward_features`` of its
+    network runs.
+
+    Raises:
+        ValueError: A layer that the model does not run on images.
+
+    Examples:
+        >>> import timm, attncnn_plugin
+        >>> model = timm.create_model('sa_quadratic_cifar', embed_dim=12, depth=2, num_heads=3)
+        >>> layers = attention_layers(model)
+        >>> visit_layers(model, torch.rand(1, 3, 8, 8), layers, lambda name, layer, x: print(name, tuple(x.shape)))
+        blocks.0.attn (1, 4, 4, 12)
+        blocks.1.attn (1, 4, 4, 12)
+    """
+    seen = set()
+
+    def see(name: str, layer: nn.Module, args: Any) -> None:
+        seen.add(name)
+        visit(name, layer, args[0])
+
+    with evaluating(model), ExitStack() as stack:
+        for name, layer in layers.items():
+            stack.callback(layer.register_forward_pre_hook(partial(see, name)).remove)
+        _features_of(model, set(layers.values()))(images)
+    for name in layers:
+        if name not in seen:
+            raise ValueError(f'{name} is attention that the model does not run on images: there is nothing to show')
+
+
+def _features_of(model: nn.Module, layers: Iterable[nn.Module]) -> Callable[[Tensor], Any]:
+    """The ``forward_features`` of the network that holds all of these layers; the model itself without a network."""
+    for module in model.modules():
+        forward_features = getattr(module, 'forward_features', None)
+        if callable(forward_features) and set(layers) <= set(module.modules()):
+            return forward_features
+    return model

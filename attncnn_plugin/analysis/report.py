@@ -1,0 +1,474 @@
+"""Head reports: where the heads of a model look, whether they do anything, what convolution they form.
+
+They answer, for any layer, the questions of Cordonnier et al. 2020 (C20), section 4: which heads are convolutional, and
+which of the shifts of a kernel they cover (C20, Theorem 1 and Lemma 3).
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..attention import AttentionLayer, GaussianHeads
+from ..pruning.criteria import THRESHOLDS, DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
+from .layer_kind import EXACT, LayerKind, error_text, kind_of_layer, size_text
+from .layer_maps import (
+    AttentionMaps,
+    attention_maps,
+    check_images,
+    is_other_vit,
+    maps_of_layers,
+    require_attention_layers,
+)
+from .nearest_convolution import BestConvolution, ConvolutionErrors, ExpressibleShifts, expressible_kernels
+from .shift_statistics import (
+    LEAST_QUERIES,
+    Shift,
+    ShiftMaps,
+    mean_distance,
+    moments,
+    nearest_shifts,
+    shift_shares,
+    window_mass,
+)
+
+SCHEMA_VERSION = 1
+TOLERANCE = 1e-6
+HARD = 0.9  # share of its nearest shift from which a head is hard
+UNIFORM = THRESHOLDS['entropy']  # relative entropy above which a head is uniform
+ZOOM = 3  # shares of the shifts −3 … 3, as C20's Figure 5
+COLUMNS = ['head', 'centre', 'std', 'entropy', '3x3', '5x5', 'nearest shift', 'share', 'kind']
+MODEL_COLUMNS = ['layer', 'attention', 'heads', 'hard', 'soft', 'uniform', 'degenerate', '3x3', '5x5']
+
+
+def head_report(
+    model: nn.Module,
+    images: Optional[Tensor] = None,
+    size: Optional[Sequence[int]] = None,
+    tolerance: float = TOLERANCE,
+) -> 'HeadReport':
+    """Reports what the heads of each layer of a model do.
+
+    A layer with a part that depends on position alone has a report of that part: the whole of attention by position,
+    vᵀr_δ (C20, eq. 8), or the relative position bias of CMHSA. With images, a layer whose scores depend on content has
+    a report of its attention, averaged over these. If its only positional term is q·r_δ, which depends on the query
+    too, it also has one of attention by that term, averaged over the images, before the other.
+
+    Centre and width of Gaussian heads are their parameters, those of others the moments of their probabilities at
+    interior queries. Where probabilities depend on content, no head is called degenerate.
+
+    Of vision transformers of timm and mmpretrain it is the attention of patches to patches, see
+    :func:`~attncnn_plugin.analysis.attention_maps`, each head with an output of its own in the errors of convolutions:
+    the values of the heads do not count there.
+
+    Args:
+        model (nn.Module): A model with attention of this package, an attention layer itself among them, or a vision
+            transformer of timm or mmpretrain.
+        images (Tensor, optional): ``(B, C, H, W)``, as the model takes them, at least one. Without images there has to
+            be a ``size``.
+        size (Sequence[int], optional): Height and width of the grid in tokens, at least two of them, instead of images,
+            for what depends on position alone; pixels for attention instead of convolutions.
+        tolerance (float): Residual up to which a shift is expressible, 1e-7 or more. Defaults to 1e-6.
+
+    Returns:
+        HeadReport: The reports of the layers, in the order of the blocks.
+
+    Raises:
+        ValueError: No attention in the model; both images and a size, or neither; without images, a layer without a
+            part that depends on position alone; an image too small for a layer's window, or not of two axes; parameters
+            that are not finite.
+
+    Examples:
+        >>> from attncnn_plugin.convert import conv_to_mhsa
+        >>> attention, _ = conv_to_mhsa(nn.Conv2d(3, 8, 3, padding=1))
+        >>> (report,) = head_report(attention, size=(8, 8)).layers
+        >>> print(report.summary)
+        one convolution, 3x3, error 0
+        >>> report.heads[0].nearest_shift, report.heads[0].share
+        ((-1, -1), 1.0)
+        >>> import timm, attncnn_plugin
+        >>> model = timm.create_model('sa_learned_content_cifar', embed_dim=12, depth=1, num_heads=3)
+        >>> for report in head_report(model, torch.rand(2, 3, 12, 12)).layers:
+        ...     print(report.name, report.attention, report.grid, report.num_images)
+        blocks.0.attn position (6, 6) 2
+        blocks.0.attn images (6, 6) 2
+    """
+    check_images(images, size)
+    if is_other_vit(model):
+        maps = attention_maps(model, images, size)
+        return HeadReport(tuple(layer_report(own, name, tolerance=tolerance) for name, own in maps.items()))
+    layers = require_attention_layers(model)
+    by_position = maps_of_layers(model, layers, images, size, 'position')
+    by_content = {name: layer for name, layer in layers.items() if layer.depends_on_content}
+    whole = maps_of_layers(model, by_content, images, None, 'all') if images is not None and by_content else {}
+    reports = []
+    for name, layer in layers.items():
+        if name in by_position:
+            report = layer_report(by_position[name], name, layer, tolerance)
+            reports.append(dataclasses.replace(report, attention='position'))
+        if name in whole:
+            reports.append(layer_report(whole[name], name, layer, tolerance))
+    return HeadReport(tuple(reports))
+
+
+@torch.no_grad()
+def layer_report(
+    maps: AttentionMaps, name: str = '', layer: Optional[AttentionLayer] = None, tolerance: float = TOLERANCE
+) -> 'LayerReport':
+    """Reports what the heads of given attention maps do.
+
+    Args:
+        maps (AttentionMaps): The maps.
+        name (str): Name of the layer. Defaults to none.
+        layer (AttentionLayer, optional): The layer, whose value matrices weigh the heads in the errors of convolutions.
+            Defaults to heads of equal weight, each with an output of its own.
+        tolerance (float): Residual up to which a shift is expressible. Defaults to 1e-6.
+
+    Raises:
+        ValueError: See :func:`head_report`.
+
+    Examples:
+        >>> probs = torch.stack([torch.eye(36), torch.full((36, 36), 1 / 36)])
+        >>> report = layer_report(AttentionMaps(probs, (6, 6)))
+        >>> print(report.summary)
+        mixture, 1 hard, 1 uniform
+        >>> print(report.heads[1].criterion, report.heads[1].why)
+        entropy relative entropy 1 > 0.99
+    """
+    attention = 'images' if maps.num_images else 'position'
+    if len(maps.probs) == 0:
+        kind = LayerKind('empty', 0, 0, 0)
+        return LayerReport(maps.grid, 0, kind, (), (), (), name, attention, maps.num_images)
+    shifts = ShiftMaps(maps)
+    padding_mode, values = ('replicate', None) if layer is None else (layer.padding_mode, layer.value_matrices())
+    errors = ConvolutionErrors(shifts, padding_mode, values)
+    convolutions = tuple(errors.of_kernels())
+    by_position = maps.num_images == 0 and (layer is None or not layer.depends_on_content)
+    heads = tuple(_head_statistics(maps, shifts, by_position))
+    return LayerReport(
+        grid=maps.grid,
+        num_heads=len(heads),
+        kind=kind_of_layer(
+            shifts, [head.kind for head in heads], [head.nearest_shift for head in heads], errors, convolutions
+        ),
+        convolutions=convolutions,
+        expressible=tuple(expressible_kernels(shifts, tolerance)),
+        heads=heads,
+        name=name,
+        attention=attention,
+        num_images=maps.num_images,
+    )
+
+
+def _head_statistics(maps: AttentionMaps, shifts: ShiftMaps, by_position: bool) -> Iterator['HeadStatistics']:
+    """The numbers of each head; by position alone also those of its parameters, and whether it is degenerate."""
+    gaussian = maps.gaussian if by_position else None
+    degenerate: Dict[int, DegenerateHead] = {}
+    if by_position:
+        criteria = ['entropy', 'duplicate'] if gaussian is None else ['uniform', 'stripe', 'entropy', 'duplicate']
+        degenerate = {head.head: head for head in degenerate_heads_of_maps(shifts.probs, criteria, gaussian).found}
+    center, covariance, alpha = _parameters(gaussian) if gaussian else (*moments(shifts), None)
+    relative_entropy, entropy = maps.relative_entropy, maps.entropy
+    if relative_entropy is None:
+        relative_entropy = relative_entropy_of_maps(shifts.probs)
+    if entropy is None:
+        entropy = relative_entropy.double() * math.log(shifts.probs.shape[-1])
+    mass_3x3, mass_5x5 = (window_mass(shifts, kernel_size).tolist() for kernel_size in (3, 5))
+    distance = mean_distance(shifts).tolist()
+    shares = shift_shares(shifts)
+    for head, (shift, share) in enumerate(nearest_shifts(shifts, shares)):
+        relative, found = relative_entropy[head].item(), degenerate.get(head)
+        yield HeadStatistics(
+            head=head,
+            source='parameters' if gaussian else 'moments',
+            center=_finite(center[head]),
+            alpha=None if alpha is None else alpha[head].item(),
+            covariance=_finite(covariance[head]),
+            entropy=entropy[head].item(),
+            relative_entropy=relative,
+            distance=None if math.isnan(distance[head]) else distance[head],
+            mass_3x3=mass_3x3[head],
+            mass_5x5=mass_5x5[head],
+            nearest_shift=shift,
+            share=share,
+            kind='hard' if share >= HARD else 'uniform' if relative > UNIFORM else 'soft',
+            degenerate=found is not None if by_position else None,
+            criterion=found.criterion if found else None,
+            why=found.reason if found else None,
+            shares=_zoom(shares[head]),
+            prefix_mass=None if maps.prefix_mass is None else maps.prefix_mass[head].item(),
+        )
+
+
+def _parameters(gaussian: GaussianHeads) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
+    """Centres ``(N_h, 2)``, covariances ``(N_h, 2, 2)`` and, if all heads are round, α ``(N_h,)``."""
+    center, factor = gaussian
+    inverse, info = torch.linalg.inv_ex(factor)  # Σ = M⁻ᵀ M⁻¹
+    covariance = torch.where(info[:, None, None] == 0, inverse.mT @ inverse, float('inf'))
+    round_factor = factor[:, :1, :1] * torch.eye(2, dtype=factor.dtype)
+    alpha = factor[:, 0, 0].square() / 2 if torch.equal(factor, round_factor) else None  # Σ⁻¹ = 2α·I
+    return center, covariance, alpha
+
+
+def _finite(values: Tensor) -> Optional[tuple]:
+    """As tuples; None if a value is not finite."""
+    if not values.isfinite().all():
+        return None
+    return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in values.tolist())
+
+
+def _zoom(share: Tensor) -> Tuple[Tuple[Optional[float], ...], ...]:
+    """Shares of the shifts −3 … 3."""
+    padded = F.pad(share, (ZOOM,) * 4, value=float('nan'))
+    row, column = (n // 2 for n in padded.shape)
+    zoomed = padded[row - ZOOM : row + ZOOM + 1, column - ZOOM : column + ZOOM + 1]
+    return tuple(tuple(None if value != value else value for value in line) for line in zoomed.tolist())
+
+
+@dataclass(frozen=True)
+class HeadStatistics:
+    """The numbers of a head; shifts δ = k − q are (row, column) in tokens.
+
+    Attributes:
+        head (int): Index of the head.
+        source (str): Where centre and width come from: ``'parameters'`` of Gaussian heads, or ``'moments'`` of the
+            probabilities at interior queries.
+        center (tuple[float, float] | None): Δ, or the mean shift; None without any probability in the grid.
+        alpha (float | None): α of round Gaussian heads, Σ⁻¹ = 2α·I (C20, eq. 9); None for others.
+        covariance (tuple[tuple[float, float], ...] | None): Σ, or that of the shift; None where it is infinite.
+        entropy (float): Entropy in nats, mean over queries. For attention to images it is the mean over these too, and
+            not the entropy of the mean attention, which is larger.
+        relative_entropy (float): The entropy relative to that of uniform attention on the grid, 0 to 1; of windows, to
+            that of uniform attention to the keys that each query sees.
+        distance (float | None): Distance to the keys in tokens, by their probabilities, mean over all queries that see
+            no zero padding; None without any probability in the grid.
+        mass_3x3, mass_5x5 (float): Probability of the 3x3 and 5x5 keys around the query, mean over interior queries.
+        nearest_shift (tuple[int, int]): The δ that gets most, see :func:`.shift_statistics.nearest_shifts`.
+        share (float): P[q, q + δ] of the nearest shift, mean over interior queries. If the shift leaves the grid from
+            one of these, the mean is over all queries from which it stays. If these are less than a quarter of the
+            queries, it is over all queries, with the nearest key of the grid in the place of a q + δ outside.
+        kind (str): ``'hard'`` if the share is 0.9 or more, else ``'uniform'`` if the relative entropy is above 0.99,
+            else ``'soft'``.
+        degenerate (bool | None): Whether a criterion of :func:`~attncnn_plugin.pruning.find_degenerate_heads` finds the
+            head; None where scores depend on content.
+        criterion, why (str | None): The first criterion that finds it, and its value and threshold in words.
+        shares (tuple[tuple[float | None, ...], ...]): Shares of the 7x7 shifts −3 … 3, row by row; None for those that
+            stay in the grid from less than a quarter of the queries.
+        prefix_mass (float | None): For a vision transformer of timm or mmpretrain, the probability that patches give to
+            tokens that are no patches, mean over patches and images. Those that they give to patches were renormalized.
+            None for other models.
+    """
+
+    head: int
+    source: str
+    center: Optional[Tuple[float, float]]
+    alpha: Optional[float]
+    covariance: Optional[Tuple[Tuple[float, float], ...]]
+    entropy: float
+    relative_entropy: float
+    distance: Optional[float]
+    mass_3x3: float
+    mass_5x5: float
+    nearest_shift: Shift
+    share: float
+    kind: str
+    degenerate: Optional[bool]
+    criterion: Optional[str]
+    why: Optional[str]
+    shares: Tuple[Tuple[Optional[float], ...], ...]
+    prefix_mass: Optional[float] = None
+
+    @property
+    def width_text(self) -> str:
+        """Standard deviation in tokens.
+
+        A head that is not round, to 1e-6, has one along each principal axis, and the angle of the longer axis: 0° is
+        down, 90° to the right.
+        """
+        if self.covariance is None:
+            return 'inf'
+        (a, b), (_, d) = self.covariance
+        middle, radius = (a + d) / 2, math.hypot((a - d) / 2, b)
+        major, minor = (math.sqrt(max(value, 0.0)) for value in (middle + radius, middle - radius))
+        if major < EXACT:
+            return '0'
+        if radius <= EXACT * middle:
+            return f'{major:.3g}'
+        angle = round(math.degrees(math.atan2(2 * b, a - d)) / 2) % 180
+        return f'{major:.3g} x {minor:.3g} at {angle}°'
+
+    def row(self) -> List[str]:
+        """The cells of the table."""
+        center = '-' if self.center is None else '({:.2f}, {:.2f})'.format(*(round(v, 2) + 0.0 for v in self.center))
+        why = [] if self.degenerate is None else [f'{self.criterion}: {self.why}' if self.degenerate else 'no']
+        cells = [
+            str(self.head),
+            center,
+            self.width_text,
+            f'{self.entropy:.2f} ({self.relative_entropy:.0%})',
+            f'{self.mass_3x3:.3f}',
+            f'{self.mass_5x5:.3f}',
+            f'({self.nearest_shift[0]}, {self.nearest_shift[1]})',
+            f'{self.share:.3f}',
+            self.kind,
+        ]
+        return cells + ([] if self.prefix_mass is None else [f'{self.prefix_mass:.3f}']) + why
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """The numbers of a layer and its heads; as a string, sentences and a table.
+
+    Attributes:
+        grid (tuple[int, int]): Height and width of the grid in tokens.
+        num_heads (int): Number of heads N_h.
+        kind (LayerKind): The kind of the layer by what its heads form together.
+        convolutions (tuple[BestConvolution, ...]): The best 3x3 and 5x5 convolution; for an ``ImageAttention`` that of
+            its window alone. Empty without heads.
+        expressible (tuple[ExpressibleShifts, ...]): The shifts of 3x3 and 5x5 kernels, without a kernel that is larger
+            than the grid. Empty for an ``ImageAttention`` whose queries are not the pixels.
+        heads (tuple[HeadStatistics, ...]): The heads.
+        name (str): Name of the layer in its model, empty for a layer by itself.
+        attention (str): ``'position'`` for the positional part, ``'images'`` for the whole attention to images.
+        num_images (int): Number of images that it is a mean over, 0 for what depends on position alone.
+    """
+
+    grid: Shift
+    num_heads: int
+    kind: LayerKind
+    convolutions: Tuple[BestConvolution, ...]
+    expressible: Tuple[ExpressibleShifts, ...]
+    heads: Tuple[HeadStatistics, ...]
+    name: str = ''
+    attention: str = 'position'
+    num_images: int = 0
+
+    @property
+    def summary(self) -> str:
+        """The heads' common work in words, such as ``'one convolution, 3x3, error 0'``."""
+        return str(self.kind)
+
+    @property
+    def best(self) -> Optional[BestConvolution]:
+        """The smallest of the convolutions whose error, to 1e-6, is the least; None without heads."""
+        least = min((entry.error for entry in self.convolutions), default=0.0)
+        return next((entry for entry in self.convolutions if entry.error <= least + EXACT), None)
+
+    @property
+    def best_text(self) -> str:
+        """The nearest convolution in words: that of the shifts of the hard heads, or the best one."""
+        best = self.best
+        if best is None or self.kind.error is not None and self.kind.error < best.error - EXACT:
+            return self.summary
+        return f'{size_text(best.kernel_size)}, error {error_text(best.error)}'
+
+    def to_dict(self) -> Dict[str, Any]:
+        """Returns data for JSON, None in the place of a number that is not finite."""
+        return json_ready(
+            {
+                **dataclasses.asdict(self),
+                'summary': self.summary,
+                'best': None if self.best is None else dataclasses.asdict(self.best),
+            }
+        )
+
+    def __str__(self) -> str:
+        part = ['by position'] if self.attention == 'position' else []
+        part += [f'mean over {self.num_images} images'] if self.num_images else []
+        grid = f'{size_text(self.grid)} tokens, {self.num_heads} heads'
+        lines = [f'{self.name or "layer"}: {", ".join(part)}, {grid}: {self.summary}']
+        for entry in self.convolutions:
+            inside = '' if entry.interior_error is None else f', {error_text(entry.interior_error)} inside'
+            best = ' (best)' if entry is self.best and len(self.convolutions) > 1 else ''
+            lines.append(f'  {size_text(entry.kernel_size)} convolution{best}: error {error_text(entry.error)}{inside}')
+        for kernel in self.expressible:
+            count, total = len(kernel.expressible), len(kernel.residual)
+            named = ': ' + ' '.join(map(str, kernel.expressible)) if 0 < count < total else ''
+            left = f', residuals {min(kernel.residual):.3g} to {max(kernel.residual):.3g}' if count < total else ''
+            lines.append(f'  {size_text(kernel.kernel_size)} shifts expressible: {count} of {total}{named}{left}')
+        return '\n'.join(lines + self._table())
+
+    def _table(self) -> List[str]:
+        if not self.heads:
+            return []
+        extra = [] if self.heads[0].prefix_mass is None else ['no patch']
+        extra += [] if self.heads[0].degenerate is None else ['degenerate']
+        rows = [COLUMNS + extra] + [head.row() for head in self.heads]
+        return [f'  {line}' for line in _aligned(rows)]
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """The reports of the layers of a model; as a string, one after the other, then a table with a line for each.
+
+    Attributes:
+        layers (tuple[LayerReport, ...]): In the order of the blocks. A layer can have one by position and one of its
+            attention to images.
+    """
+
+    layers: Tuple[LayerReport, ...]
+
+    def to_dict(self, **origin: Any) -> Dict[str, Any]:
+        """Returns data for JSON, with the numbers behind the words of a report.
+
+        Args:
+            origin: Further entries, for instance the model and the checkpoint that it is of.
+
+        Examples:
+            >>> HeadReport(()).to_dict(model='sa_quadratic_cifar').keys()
+            dict_keys(['schema_version', 'model', 'thresholds', 'layers'])
+        """
+        return {
+            'schema_version': SCHEMA_VERSION,
+            **origin,
+            'thresholds': {
+                'hard_share': HARD,
+                'uniform_relative_entropy': UNIFORM,
+                'exact_error': EXACT,
+                'least_queries': LEAST_QUERIES,
+            },
+            'layers': [report.to_dict() for report in self.layers],
+        }
+
+    def __str__(self) -> str:
+        rows = [[*MODEL_COLUMNS, 'best convolution']]
+        for report in self.layers:
+            count, kind = len(report.heads), report.kind
+            masses = [sum(head.mass_3x3 for head in report.heads), sum(head.mass_5x5 for head in report.heads)]
+            degenerate = [head.degenerate for head in report.heads if head.degenerate is not None]
+            numbers = map(str, (report.num_heads, kind.hard, kind.soft, kind.uniform))
+            rows.append(
+                [
+                    report.name,
+                    report.attention,
+                    *numbers,
+                    str(sum(degenerate)) if degenerate else '-',
+                    *(f'{mass / count:.3f}' if count else '-' for mass in masses),
+                    report.best_text,
+                ]
+            )
+        return '\n\n'.join([*map(str, self.layers), '\n'.join(_aligned(rows))])
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> List[str]:
+    """The lines of a table."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ['  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def json_ready(value: Any) -> Any:
+    """Returns data for JSON: tuples as lists, None in the place of a number that is not finite.
+
+    Examples:
+        >>> json_ready({'center': (0.5, float('inf'))})
+        {'center': [0.5, None]}
+    """
+    if isinstance(value, dict):
+        return {name: json_ready(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_ready(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
