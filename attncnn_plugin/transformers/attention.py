@@ -179,9 +179,13 @@ def visit_vit_attention(model: nn.Module, images: Tensor, visit: Visit) -> None:
         ValueError: See :func:`vit_attention`.
     """
     _, network = find_transformer(model)
-    grid = patch_grid(network, images)
+    grid = 0, 0
     windows: Dict[str, TokenPlaces] = {}
     seen: List[str] = []
+
+    def see_patches(embed: nn.Module, args: Any, output: Any) -> None:
+        nonlocal grid
+        grid = patch_grid(network, args[0], output)
 
     def cut(attention: Attention, owner: nn.Module, args: Any) -> None:
         assert attention.adapter.windows is not None
@@ -204,6 +208,7 @@ def visit_vit_attention(model: nn.Module, images: Tensor, visit: Visit) -> None:
 
     layers = find_attention(model)
     with evaluating(network), ExitStack() as stack:
+        stack.callback(network.patch_embed.register_forward_hook(see_patches).remove)
         for attention in layers:
             stack.enter_context(visited_attention(attention.module, partial(visit_probs, attention.name)))
             if attention.adapter.windows is not None:

@@ -2,7 +2,6 @@
 
 from typing import Any, List, Optional, Tuple
 
-import torch
 from torch import Tensor, nn
 
 BLOCKS = ('blocks', 'layers', 'stages')  # modules that hold all blocks
@@ -63,31 +62,24 @@ def prefix_names(network: Any) -> List[str]:
     return [*names, *(f'reg {i + 1}' for i in range(count - len(names)))][:count]
 
 
-def patch_grid(model: nn.Module, images: Tensor) -> Tuple[int, int]:
-    """Returns height and width of the grid of patches of images.
+def patch_grid(network: Any, images: Tensor, embedded: Any) -> Tuple[int, int]:
+    """Returns height and width of the grid of patches that images were cut into.
 
     Args:
-        model (nn.Module): See :func:`~attncnn_plugin.analysis.vit_attention`.
+        network: The vision transformer.
         images (Tensor): ``(B, C, H, W)``.
+        embedded: What its ``patch_embed`` made of them; that of mmpretrain gives the grid, too.
 
     Raises:
         ValueError: The model does not cut images into a grid of patches, or the grid has a single one.
-
-    Examples:
-        >>> import timm
-        >>> patch_grid(timm.create_model('vit_tiny_patch16_224', depth=1), torch.rand(1, 3, 224, 224))
-        (14, 14)
     """
-    _, network = find_transformer(model)
-    embed: Any = network.patch_embed
-    size = None
+    embed, size = network.patch_embed, None
     if hasattr(embed, 'dynamic_feat_size'):  # of timm; images of another size than the model's own
         size = embed.dynamic_feat_size(tuple(images.shape[-2:]))
     elif hasattr(embed, 'grid_size'):
         size = embed.grid_size
-    elif hasattr(embed, 'init_out_size'):  # mmpretrain: what it returns beside the patches
-        with torch.no_grad():
-            size = embed(images[:1])[1]
+    elif hasattr(embed, 'init_out_size'):  # of mmpretrain
+        size = embedded[1]
     if size is None or size[0] * size[1] < 2:
         raise ValueError(
             f'model has a {type(network).__name__}, whose patch_embed gives no grid of at least 2 patches for images '

@@ -132,7 +132,7 @@ def test_convit_that_is_a_convolution():
 @pytest.mark.parametrize(
     'name, kwargs, reason',
     [
-        ('pvt_v2_b0', {}, 'patch_embed gives no grid'),
+        ('pvt_v2_b0', {}, 'is a Attention of timm.models.pvt_v2: the classes'),
         (
             'cait_xxs24_224',
             dict(embed_dim=12, depth=1, num_heads=3),

@@ -210,7 +210,15 @@ def test_models_in_half_precision(name, dtype):
         assert (own.probs - expected[name].probs).abs().max() < 0.3  # the weights are rounded
 
 
-def test_weights_that_are_not_finite():
+def test_what_cannot_be_shown():
+    with pytest.raises(
+        ValueError, match=r'gives no grid of at least 2 patches for images of 32x32: its grid is \(1, 1\)'
+    ):
+        vit_attention(small_vit(VIT, patch_size=32), torch.randn(1, 3, 32, 32))
+    twice = small_vit(VIT)
+    twice.blocks[1].attn = twice.blocks[0].attn
+    with pytest.raises(ValueError, match='blocks.0.attn of a VisionTransformer runs 2 times, but once was needed'):
+        vit_attention(twice, torch.randn(1, 3, 32, 32))
     model = small_vit('vit_tiny_patch16_224')
     torch.nn.init.constant_(model.blocks[1].attn.qkv.weight, float('nan'))
     with pytest.raises(ValueError, match='the probabilities of blocks.1.attn are not finite: the parameters of model'):
