@@ -379,26 +379,20 @@ def find_attention(model: nn.Module) -> List[Attention]:
         ValueError: There is none, or some is of a class that is not in ``ADAPTERS``.
     """
     prefix, network = find_transformer(model)
-    found: List[Attention] = []
-    for blocks in BLOCKS:
-        for name, module in getattr(network, blocks, nn.Module()).named_modules(prefix=blocks):
-            if adapter_of(module) is not None:
-                owner = network.get_submodule(name.rpartition('.')[0])
-                found.append(Attention(module, f'{prefix}.{name}' if prefix else name, owner))
-            elif hasattr(module, 'num_heads') and not any(
-                map(adapter_of, [*module.modules(), *_around(network, name)])
-            ):
-                raise ValueError(f'{name} of a {type(network).__name__} is a {unknown_class(module)}')
-    if not found:
-        raise ValueError(
-            f'model has a {type(network).__name__}, whose blocks have no attention with num_heads: {KNOWN}'
-        )
-    return found
-
-
-def _around(network: nn.Module, name: str) -> List[nn.Module]:
-    """Returns the modules that a module is in."""
-    return [network.get_submodule(name[:place]) for place, letter in enumerate(name) if letter == '.']
+    modules: Dict[str, nn.Module] = {}
+    for name in BLOCKS:
+        blocks = getattr(network, name, None)
+        modules.update(blocks.named_modules(prefix=name) if isinstance(blocks, nn.Module) else ())
+    known = [name for name, module in modules.items() if adapter_of(module) is not None]
+    for name, module in modules.items():
+        apart = not any(f'{name}.'.startswith(f'{own}.') or own.startswith(f'{name}.') for own in known)
+        if hasattr(module, 'num_heads') and apart:
+            raise ValueError(f'{name} of a {type(network).__name__} is a {unknown_class(module)}')
+    if not known:
+        kind = type(network).__name__
+        raise ValueError(f'model has a {kind}, whose blocks have no attention with num_heads: {KNOWN}')
+    before = f'{prefix}.' if prefix else ''
+    return [Attention(modules[name], before + name, network.get_submodule(name.rpartition('.')[0])) for name in known]
 
 
 def unknown_class(module: nn.Module) -> str:
