@@ -79,9 +79,9 @@ def prune_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]
         >>> import timm
         >>> model = timm.create_model('vit_tiny_patch16_224', depth=2)
         >>> print(prune_heads(model, {'blocks.0.attn': [0, 2]}))
-        layer          before   after    parameters
-        blocks.0.attn  3 heads  1 heads  148,224 → 49,536
-        model                            1,075,432 → 976,744
+        layer          before   after   parameters
+        blocks.0.attn  3 heads  1 head  148,224 → 49,536
+        model                           1,268,776 → 1,170,088
         >>> model.blocks[0].attn.qkv
         Linear(in_features=192, out_features=192, bias=True)
         >>> fresh = timm.create_model('vit_tiny_patch16_224', depth=2)
@@ -107,7 +107,7 @@ def prune_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]
             module, count = model.get_submodule(name), layer.num_heads
             of_layer = _parameters_of(module)
             replaced.update(within(name, layer.prune_heads(named[name], allow_empty)))
-            counts = f'{count} heads', f'{layer.num_heads} heads'
+            counts = (f'{number} head' + 's' * (number != 1) for number in (count, layer.num_heads))
             changes.append(LayerChange(name, *counts, of_layer, _parameters_of(module)))
     return Change(tuple(changes), before, _parameters_of(model), replaced)
 

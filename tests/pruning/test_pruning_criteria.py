@@ -1,7 +1,6 @@
 """Which heads are degenerate, the penalty on singular ones, and heads drawn anew."""
 
 import copy
-import itertools
 import math
 
 import pytest
@@ -24,7 +23,6 @@ from attncnn_plugin.pruning.criteria import (
     exact_maps,
     gaussian_factor,
     least_uniform_head,
-    map_distances,
     relative_entropy_of_maps,
 )
 
@@ -168,16 +166,6 @@ def test_a_value_at_the_threshold_is_not_beyond_it(name, value, beyond):
         assert (DegenerateHead(head, name, value, threshold, kept) in report.found) == found
         assert (head in report.heads) == found
         assert criterion == dict(type=name, threshold=max(threshold, 0))
-
-
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(2, 6))
-def test_distances_of_maps(heads, queries, keys):
-    maps = torch.rand(heads, queries, keys, dtype=torch.float64).softmax(-1)
-    distances = map_distances(maps).tolist()
-    for first, second in itertools.product(range(heads), repeat=2):
-        rows = zip(maps[first].tolist(), maps[second].tolist())
-        expected = sum(abs(p - other) for row, others in rows for p, other in zip(row, others)) / 2 / queries
-        assert distances[first][second] == pytest.approx(expected, abs=1e-12)
 
 
 @given(st.integers(1, 5), st.integers(2, 5))
