@@ -107,8 +107,8 @@ def prune_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]
             module, count = model.get_submodule(name), layer.num_heads
             of_layer = _parameters_of(module)
             replaced.update(within(name, layer.prune_heads(named[name], allow_empty)))
-            counts = (f'{number} head' + 's' * (number != 1) for number in (count, layer.num_heads))
-            changes.append(LayerChange(name, *counts, of_layer, _parameters_of(module)))
+            was, now = (f'{number} head' + 's' * (number != 1) for number in (count, layer.num_heads))
+            changes.append(LayerChange(name, was, now, of_layer, _parameters_of(module)))
     return Change(tuple(changes), before, _parameters_of(model), replaced)
 
 
