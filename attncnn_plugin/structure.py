@@ -14,7 +14,7 @@ from .change import Change, LayerChange, Successor, within
 from .convert.model_layers import number_of_parameters
 from .convert.models import in_words, successors
 from .convert.pixels import OwnConvolution, new_attention
-from .transformers.transformer_heads import follow_heads
+from .transformers.heads import follow_heads
 
 
 @torch.no_grad()

@@ -13,7 +13,8 @@ from attncnn_plugin.attention import (
     QuadraticAttention,
 )
 from attncnn_plugin.convert import mhsa_to_conv
-from attncnn_plugin.pruning import fold_into_bias, head_means, merge_duplicate, reset_heads
+from attncnn_plugin.pruning import reset_heads
+from attncnn_plugin.pruning.prune import fold_into_bias, head_means, merge_duplicate
 
 LAYERS = {
     'quadratic': QuadraticAttention,

@@ -46,6 +46,11 @@ class Now(Package):
             found = {name.replace(new, old): value for name, value in found.items()}
         return found
 
+    def prune_heads(self, model, heads):
+        if type(model).__name__ == 'SwinTransformerV2':
+            raise TypeError('Swin v2 was refused, and can be pruned now')
+        return self.a.pruning.prune_heads(model, heads)
+
     def head_report(self, layer, size):
         return self.a.analysis.head_report(layer, size=size).layers[0]
 
