@@ -12,7 +12,7 @@ from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from mmpretrain.registry import HOOKS
 from torch import Tensor, nn
 
-from ..convert.drift import relative_change, tensors_in, untouched
+from ..convert.drift import evaluated_copy, relative_change, tensors_in
 from ..training.phases import parts_in_phases
 from .rebuild import (
     averaged_models,
@@ -234,23 +234,18 @@ class PhaseTransitionHook(Hook):
     def _outputs(runner, model: nn.Module, data_batch) -> Dict[str, List[Tensor]]:
         """The tensors that the parts that turn, and the model, put out for a batch in evaluation mode."""
         features: List[Tensor] = []
-        hooks = [
-            part.register_forward_hook(lambda _module, _inputs, output: features.extend(tensors_in(output)))
-            for part in parts_in_phases(model)
-            if part is not model
-        ]
         outputs: List[Tensor] = []
         try:
-            with untouched(model):
-                outputs += tensors_in(forward_tensors(model, images_of_one_size(data_batch)))
+            with evaluated_copy(model) as trial:
+                for part in parts_in_phases(trial):
+                    if part is not trial:
+                        part.register_forward_hook(lambda _module, _inputs, output: features.extend(tensors_in(output)))
+                outputs += tensors_in(forward_tensors(trial, images_of_one_size(data_batch)))
         except Exception as error:  # some models have no such mode; the training must not end for a line in the log
             runner.logger.warning(
                 f'The change of the output is not known: {type(model).__name__} has no output for a '
                 f"batch in mode='tensor' ({error})"
             )
-        finally:
-            for hook in hooks:
-                hook.remove()
         found = {'features': features, 'output': outputs}
         return {what: tensors for what, tensors in found.items() if tensors}
 
