@@ -33,7 +33,7 @@ def vit():
         lambda x: convert.expressible_shifts(model().blocks[0].attn, 3, size=x),
         lambda x: transformers.init_as_convolution(vit(), kernel_size=x),
         lambda x: attention.RelativeTables(8, max_size=x),
-        lambda x: pruning.degenerate_heads_of_maps(MAPS, criteria=x),
+        lambda x: pruning.criteria.degenerate_heads_of_maps(MAPS, criteria=x),
         lambda x: pruning.least_important({'a': torch.rand(3)}, keep=x),
         lambda x: pruning.reset_heads(model().blocks[0].attn, heads=x),
     ],

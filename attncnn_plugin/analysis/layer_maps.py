@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from ..attention import AttentionLayer, GaussianHeads
 from ..attention.evaluation_mode import evaluating
 from ..attention.window import Window, per_axis, shown
-from ..pruning import relative_entropy_of_maps
-from ..transformers.image_means import ImageMeans, few_images
-from ..transformers.transformer_attention import TokenPlaces, visit_vit_attention, vit_layers
+from ..pruning.criteria import relative_entropy_of_maps
+from ..transformers.attention import TokenPlaces, visit_vit_attention, vit_layers
 from ..transformers.vision_transformer import is_vit
+from .image_means import ImageMeans, few_images
 
 BATCH_SIZE = 4  # images in a pass
 PARTS = ('all', 'position', 'content')

@@ -1,8 +1,9 @@
 """Attention layers in plain PyTorch. Those over a grid take tokens ``(B, H, W, D)`` and give ``(B, H, W, D_out)``."""
 
 from .attention_layer import AttentionLayer
-from .content_image_attention import ContentImageAttention
-from .image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
+from .content_images import ContentImageAttention
+from .heads import PrunableHeads
+from .images import ImageAttention, QuadraticImageAttention, WindowImageAttention
 from .patches import GridBias, PatchAttention, WindowBias
 from .positions import (
     GaussianHeads,
@@ -12,8 +13,7 @@ from .positions import (
     RelativeTables,
     WindowEncoding,
 )
-from .prunable_heads import PrunableHeads
-from .structure import Restructurable, StructureError
+from .state_dicts import Restructurable, StructureError
 from .tokens import (
     ContentAttention,
     GeneralizedQuadraticAttention,

@@ -1,7 +1,5 @@
 """Self-attention over patches with a relative position bias (Li et al. 2021 (L21), sections 3 and 4)."""
 
-import json
-import logging
 from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
 import torch
@@ -9,13 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention_layer import check_plain_linear, head_products
+from .heads import HeadParameters, PrunableHeads, resize_parameter
 from .precision import Device, Dtype, at_least_float32
-from .prunable_heads import HeadParameters, PrunableHeads, resize_parameter
 from .shifts import axis_shifts, resize_shift_table
 from .softmax import softmax
-from .structure import StateDict, StructureError, too_many_heads
-
-logger = logging.getLogger(__name__)
+from .state_dicts import StateDict, StructureError, read, too_many_heads, written
 
 # Stands for −∞, whose gradient is not a number: e^−10000 is 0 beside any score, and float16 has it.
 MASK_VALUE = -1e4
@@ -302,34 +298,34 @@ class PatchAttention(PrunableHeads):
 
     def get_extra_state(self) -> Tensor:
         """Returns the structure as JSON, in bytes: state dicts have it as ``_extra_state``."""
-        structure = dict(qk_dim=self.qk_dim, head_dims=self.head_dims, null_key=self.position.null_key)
-        return torch.tensor(list(json.dumps(structure).encode()), dtype=torch.uint8, device='cpu')
+        return written(dict(qk_dim=self.qk_dim, head_dims=self.head_dims, null_key=self.position.null_key))
 
     def set_extra_state(self, state: Tensor) -> None:
         """Does nothing: the layer has taken the structure before its parameters were loaded."""
 
-    def structure_in(self, state_dict: StateDict, prefix: str) -> Optional[Structure]:
-        """Returns the structure of a state dict; None where entries are missing."""
-        names = ('_extra_state', *self.head_parameters())
-        if not all(prefix + name in state_dict for name in names):
-            return None
-        entries = {name: state_dict[prefix + name] for name in names}
+    def follow(self, state_dict: StateDict, prefix: str) -> bool:
+        """Takes the structure of a state dict that has all entries."""
+        state = read(state_dict, prefix)
+        if state is None or not all(prefix + name in state_dict for name in self.head_parameters()):
+            return False
         try:
-            state = json.loads(bytes(entries['_extra_state'].byte().tolist()))
-            qk_dim, head_dims, null_key = state['qk_dim'], tuple(state['head_dims']), state['null_key']
-            rows = len(entries['query.weight']), len(entries['value.weight'])
+            structure = state['qk_dim'], tuple(state['head_dims']), state['null_key']
+            qk_dim, head_dims, _ = structure
+            rows = len(state_dict[f'{prefix}query.weight']), len(state_dict[f'{prefix}value.weight'])
             if rows != (len(head_dims) * qk_dim, sum(head_dims)):
                 raise ValueError(f'query.weight and value.weight have {rows} rows, which {state} does not explain')
         except (KeyError, TypeError, ValueError) as error:
             raise StructureError(f'{prefix}_extra_state of the state dict is damaged: {error}') from error
         if len(head_dims) > self.built_heads:
             raise too_many_heads(prefix, len(head_dims), self.built_heads)
-        return qk_dim, head_dims, null_key
+        if structure == self.structure:
+            return False
+        self.take_structure(structure)
+        return True
 
     @torch.no_grad()
     def take_structure(self, structure: Structure) -> None:
         """Takes heads of other widths; the values are yet to be loaded. The parameters stay the same objects."""
-        logger.info('An attention layer takes the structure %s instead of %s.', structure, self.structure)
         self.qk_dim, self.head_dims, self.position.null_key = structure
         self.num_heads = len(self.head_dims)
         for name, (dim, entries) in self.head_parameters().items():

@@ -31,6 +31,12 @@ class GaussianHeads(NamedTuple):
     center: Tensor
     factor: Tensor
 
+    @property
+    def inverse_covariance(self) -> Tensor:
+        """Σ⁻¹ in 1/tokens², ``(N_h, ndim, ndim)``."""
+        # Not matmul: autocast would round it.
+        return (self.factor[:, :, None, :] * self.factor[:, None, :, :]).sum(-1)
+
 
 class SeparableEncoding(nn.Module):
     """Scores by position that are the sum of a row and a column term."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention_layer import check_plain_linear
+from .heads import PrunableHeads
 from .positions import (
     GaussianHeads,
     GeneralizedQuadraticEncoding,
@@ -20,7 +21,6 @@ from .positions import (
     SeparableEncoding,
 )
 from .precision import Device, Dtype, at_least_float32, full_precision
-from .prunable_heads import PrunableHeads
 from .shifts import at_shifts
 from .softmax import softmax, without_subnormals
 from .window import shown
@@ -191,7 +191,9 @@ class LearnedAttention(SeparableAttention):
     ) -> None:
         super().__init__(dim, num_heads, attn_drop, device, dtype)
         if position not in TABLES:
-            raise ValueError(f'position={shown(position)} is not for attention without content: choose one of {[*TABLES]}')
+            raise ValueError(
+                f'position={shown(position)} is not for attention without content: choose one of {[*TABLES]}'
+            )
         length = 2 * dim if position == 'relative_learned' else dim
         self.encoding = LearnedEncoding(num_heads, length, max_size, TABLES[position], device, dtype)
 

@@ -4,23 +4,19 @@ Over pixels and back as in Cordonnier et al. 2020 (Theorem 1, Lemma 3), over pat
 and 6).
 """
 
-from . import structures  # noqa: F401, state dicts can have attention
-from .expressibility import Expressibility, Kernel, expressible_shifts, expressible_shifts_of_maps
-from .head_count import min_heads
+from .back import ConvFit, mhsa_to_conv
+from .expressible import Expressibility, expressible_shifts
+from .kernels import min_heads
 from .models import attention_to_convs, convs_to_attention
-from .patches import PatchConvolutionAttention, conv_to_patch_mhsa, exact_head_dims
+from .patches import conv_to_patch_mhsa, exact_head_dims
 from .pixels import conv_to_mhsa
-from .report import ConversionReport, PatchConversionReport
-from .to_conv import ConvFit, mhsa_to_conv
+from .report import ConversionReport
 from .values import ValueFit, fit_values
 
 __all__ = [
     'ConvFit',
     'ConversionReport',
     'Expressibility',
-    'Kernel',
-    'PatchConversionReport',
-    'PatchConvolutionAttention',
     'ValueFit',
     'attention_to_convs',
     'conv_to_mhsa',
@@ -28,7 +24,6 @@ __all__ = [
     'convs_to_attention',
     'exact_head_dims',
     'expressible_shifts',
-    'expressible_shifts_of_maps',
     'fit_values',
     'mhsa_to_conv',
     'min_heads',

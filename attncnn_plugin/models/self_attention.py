@@ -22,7 +22,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from ..attention import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
-from ..attention.structure import structure_kept_on_error, without_prefix
+from ..attention.state_dicts import Restructurable, without_prefix
 from ..weights import CLASSES, in_single_precision, weights_file
 
 __all__ = ['SelfAttentionBlock', 'SelfAttentionNetwork', 'SpaceToDepthStem', 'token_grid']
@@ -97,7 +97,7 @@ class SelfAttentionBlock(nn.Module):
         return self.norm2(x + self.drop_path(self.mlp(x)))
 
 
-class SelfAttentionNetwork(nn.Module):
+class SelfAttentionNetwork(Restructurable):
     """Stem, blocks, mean over the tokens and a linear classifier.
 
     A state dict may have the names of mmpretrain's classifiers too, and another number of heads or tables of another
@@ -268,8 +268,7 @@ class SelfAttentionNetwork(nn.Module):
 
         The network stays as it was, with as many heads, where the state dict is refused.
         """
-        with structure_kept_on_error(self):
-            return super().load_state_dict(without_prefix(state_dict, 'backbone.'), *args, **kwargs)
+        return super().load_state_dict(without_prefix(state_dict, 'backbone.'), *args, **kwargs)
 
 
 def token_grid(img_size: Union[int, Tuple[int, int]], reduction: int) -> Tuple[int, int]:

@@ -19,7 +19,7 @@ from .criteria import determinant, gaussian_factor
 
 
 def singular_penalty(layer: AttentionLayer, max_condition: float = 100.0, min_eigenvalue: float = 1e-3) -> Tensor:
-    """A penalty on Gaussian heads that come near a singular Σ⁻¹, uniform or a stripe.
+    """Computes a penalty on Gaussian heads that come near a singular Σ⁻¹, uniform or a stripe.
 
         Σ_h max(0, 1 − u_h/u₀)²,    u = 2√(λ₁λ₂) / (λ₁ + λ₂ + 2ε) = 2|det M| / (‖M‖² + 2ε)
 

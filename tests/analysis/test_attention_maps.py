@@ -12,12 +12,11 @@ from helpers.convolutions import joined
 from helpers.small import SMALL, TIMM_KINDS, model_with_head, small_cmhsa, small_timm
 from torch import nn
 
-from attncnn_plugin.analysis import AttentionMaps, attention_maps, head_centers, head_report
+from attncnn_plugin.analysis import AttentionMaps, attention_maps, head_centers, head_report, image_means
 from attncnn_plugin.analysis.layer_maps import attention_layers
 from attncnn_plugin.attention import QuadraticAttention
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.pruning import prune_heads
-from attncnn_plugin.transformers import image_means
 
 IMAGES = (3, 3, 12, 8)  # a grid of 6 rows and 4 columns
 POSITIONS = ['relative_learned', 'relative_sinusoidal', 'relative_quadratic', 'relative_generalized']

@@ -25,7 +25,7 @@ from helpers.vits import small_vit
 
 from attncnn_plugin.analysis.layer_maps import attention_layers
 from attncnn_plugin.pruning import prunable_heads, prune_heads
-from attncnn_plugin.transformers.transformer_attention import visit_vit_attention
+from attncnn_plugin.transformers.attention import visit_vit_attention
 
 pytestmark = pytest.mark.slow
 

@@ -52,6 +52,11 @@ class Now(Package):
             found = {name.replace(new, old): value for name, value in found.items()}
         return found
 
+    def prune_heads(self, model, heads):
+        if type(model).__name__ == 'SwinTransformerV2':
+            raise TypeError('Swin v2 was refused, and can be pruned now')
+        return self.a.pruning.prune_heads(model, heads)
+
     def model(self, name, **settings):
         settings = dict(settings)
         if settings.get('position') == 'relative_quadratic':

@@ -8,19 +8,10 @@ from helpers.vits import SIZE, small_vit
 from torch.utils.flop_counter import FlopCounterMode
 
 from attncnn_plugin.analysis.observed_attention import observed_attention
-from attncnn_plugin.convert import conv_to_mhsa
-from attncnn_plugin.pruning import (
-    ObservedAttention,
-    degenerate_heads_of_observed,
-    fold_into_bias,
-    head_costs,
-    head_importance,
-    head_means,
-    least_important,
-    prunable_heads,
-    prune_heads,
-)
-from attncnn_plugin.training.judged_heads import HeadJudge
+from attncnn_plugin.pruning import head_costs, head_importance, least_important, prunable_heads, prune_heads
+from attncnn_plugin.pruning.criteria import ObservedAttention, degenerate_heads_of_observed
+from attncnn_plugin.pruning.prune import fold_into_bias, head_means
+from attncnn_plugin.training import HeadPruner
 
 
 def loss_of(model, batch):
@@ -150,12 +141,12 @@ def test_a_share_of_the_multiply_adds_is_of_an_image(multiply_adds):
     model = small_vit('vit_tiny_patch16_224')
     found = []
     for counted in (4, 2, 5):
-        judge = HeadJudge(
+        pruner = HeadPruner(
             lambda model, batch: model(batch[0]), loss_of, [dict(type='importance', multiply_adds=multiply_adds)]
         )
-        judge.check_multiply_adds(model, (torch.randn(counted, 3, SIZE, SIZE),))
+        pruner.check(model, (torch.randn(counted, 3, SIZE, SIZE),))
         batch = torch.ones(2, 3, SIZE, SIZE), torch.tensor([0, 1])
-        found.append(judge.to_remove(model, judge.judge(model, [batch])))
+        found.append(pruner.judge(model, [batch]).heads)
     assert found[0] and found[0] == found[1] == found[2]
 
 
@@ -166,16 +157,16 @@ def test_no_order_without_finite_numbers():
     importance = head_importance(model, [(images, labels)], loss_of)
     with pytest.raises(ValueError, match='importance of the heads of blocks.0.attn is .*nan.* has no order'):
         least_important(importance, keep=4)
-    judge = HeadJudge(lambda model, batch: model(batch[0]), loss_of, [dict(type='importance', keep=4)])
+    pruner = HeadPruner(lambda model, batch: model(batch[0]), loss_of, [dict(type='importance', keep=4)])
     with pytest.raises(ValueError, match='there were no images'):
-        judge.judge(model, [])
+        pruner.judge(model, [])
 
 
 def test_more_heads_than_there_are():
     model = small_vit('vit_tiny_patch16_224')
-    judge = HeadJudge(None, None, [dict(type='importance', keep=7)])
-    with pytest.raises(ValueError, match='keep=7 must be at most 6, the number of heads of the 2 layers'):
-        judge.check(model)
+    pruner = HeadPruner(None, None, [dict(type='importance', keep=7)])
+    with pytest.raises(ValueError, match='keep=7 must be at most 6, the number of heads'):
+        pruner.check(model)
 
 
 def test_number_of_heads():
@@ -220,8 +211,6 @@ def test_observed_attention_is_that_of_the_model():
     with torch.no_grad(), observed_attention(prunable_heads(model)) as observed:
         model(images[:2])
         model(images[2:])
-        assert not model.blocks[0].attn.fused_attn
-    assert model.blocks[0].attn.fused_attn
     query, key, _ = model.blocks[0].attn.qkv(torch.cat(tokens)).view(3, -1, 3, 3, 8).permute(2, 0, 3, 1, 4)
     probs = (query @ key.mT / 8**0.5).softmax(-1)  # (images, heads, queries, keys)
     own, keys = observed['blocks.0.attn'], probs.shape[-1]
@@ -268,19 +257,3 @@ def test_uniform_heads_fold_into_the_bias(name):
         fold_into_bias(layer, [1], means.mean)
     prune_heads(model, {'blocks.0.attn': [1]})
     torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize('groups', [2, 4])
-def test_means_of_heads_in_the_place_of_grouped_convolutions(groups):
-    """Whose values of a head are of a group's channels alone."""
-    torch.manual_seed(0)
-    conv = torch.nn.Conv2d(4, 8, 3, padding=1, groups=groups, padding_mode='replicate')
-    attention, _ = conv_to_mhsa(conv)
-    with torch.no_grad():
-        attention.encoding.sqrt_precision[4] = 0  # uniform
-    images = torch.randn(1, 4, 6, 6)
-    with torch.no_grad(), head_means([attention]) as (means,):
-        expected = attention(images)
-    fold_into_bias(attention, [4], means.mean)
-    attention.prune_heads([4])
-    torch.testing.assert_close(attention(images), expected, rtol=1e-4, atol=1e-4)

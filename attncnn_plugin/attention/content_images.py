@@ -1,0 +1,264 @@
+"""Attention by content and position in the place of a convolution (d'Ascoli et al. 2021, "Transformed CNNs")."""
+
+import math
+from typing import List, Optional, Sequence, Union
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .attention_layer import head_products
+from .heads import HeadParameters
+from .images import ImageAttention, shared_heads
+from .neighbourhoods import AxisTiles, join_tiles, tile_keys, tile_queries
+from .positions import GaussianHeads, QuadraticEncoding, WindowEncoding
+from .precision import Device, Dtype, at_least_float32
+from .softmax import softmax
+from .window import Window
+
+POSITIONS = ('gaussian', 'table')
+SHARED_GATE = 4.0  # λ of new heads: σ(λ) is 0.98
+# On CPUs so many scores at once stay in the cache: all images at once take 1.1 to 2.4 times as long, at 14×14 pixels.
+SCORES_AT_ONCE = 2**19
+
+
+class ContentImageAttention(ImageAttention):
+    """Attention with the inputs and outputs of a convolution whose probabilities depend on content and position.
+
+    Queries are the output pixels, keys the pixels of the padded image. The scores are q·k/√D_k + b_δ; with a gate the
+    probabilities are (1 − σ(λ))·softmax(q·k/√D_k) + σ(λ)·softmax(b_δ), as those of ConViT. Queries and keys have no
+    biases, so that the zeros of a padding are keys without content and without value. W^Q starts at 0: then heads look
+    at their shifts whatever the image is, as those of Li et al. 2021.
+
+    Args:
+        in_channels (int): Channels C of the image.
+        out_channels (int): Channels of the output.
+        num_heads (int): Number of heads N_h.
+        window (Window): Where the queries are, and how the image is padded.
+        qk_dim (int): Channels D_k of a head's queries and keys.
+        position (str): ``'gaussian'``, b_δ = −α‖δ − Δ‖² (C20, eq. 9), or ``'table'``, a b_δ for each shift of the
+            neighbourhood. Defaults to ``'gaussian'``.
+        gated (bool): Whether there is a gate. Defaults to False.
+        window_size (Sequence[int], optional): Size of the neighbourhood of a query that its keys are in, an odd number
+            of pixels for each axis (Ramachandran et al. 2019). Time and memory then grow linearly with the number of
+            pixels. Defaults to None, the whole image; ``'table'`` needs one.
+        bias (bool): Whether the output has a bias. Defaults to True.
+        groups (int): Groups of channels of the values. Defaults to 1.
+
+    Raises:
+        ValueError: An unknown ``position``, or a table without a ``window_size``.
+
+    Attributes:
+        query, key (nn.Linear): W^Q and W^K, C to N_h·D_k.
+        encoding (QuadraticEncoding | WindowEncoding): Centres and widths, or the table; at least float32.
+        gate (Parameter | None): λ, ``(N_h,)``, at least float32.
+        value (nn.Linear | GroupedLinear): N_h·C to ``out_channels``.
+    """
+
+    depends_on_content = True
+    encoding: Union[QuadraticEncoding, WindowEncoding]
+    gate: Optional[nn.Parameter]
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        num_heads: int,
+        window: Window,
+        qk_dim: int,
+        position: str = 'gaussian',
+        gated: bool = False,
+        window_size: Optional[Sequence[int]] = None,
+        bias: bool = True,
+        groups: int = 1,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
+        super().__init__(in_channels, out_channels, num_heads, window, bias, groups, device=device, dtype=dtype)
+        if position not in POSITIONS:
+            raise ValueError(f'position={position!r} is unknown: choose one of {POSITIONS}')
+        if position == 'table' and window_size is None:
+            raise ValueError("position='table' has an entry for each shift of a window: give its window_size")
+        self.qk_dim = qk_dim
+        self.window_size = None if window_size is None else tuple(window_size)
+        self.settings.update(
+            content='gated' if gated else 'additive',
+            position=position,
+            window_size=None if window_size is None else list(window_size),
+            qk_dim=qk_dim,
+        )
+        self.query = nn.Linear(in_channels, num_heads * qk_dim, bias=False, device=device, dtype=dtype)
+        self.key = nn.Linear(in_channels, num_heads * qk_dim, bias=False, device=device, dtype=dtype)
+        nn.init.zeros_(self.query.weight)
+        dtype = torch.promote_types(self.value.weight.dtype, torch.float32)
+        if window_size is None or position == 'gaussian':
+            self.encoding = QuadraticEncoding(num_heads, window.ndim, device=device, dtype=dtype)
+        else:
+            self.encoding = WindowEncoding(num_heads, window_size, device=device, dtype=dtype)
+        gate = torch.full((num_heads,), SHARED_GATE, device=device, dtype=dtype)
+        self.register_parameter('gate', nn.Parameter(gate) if gated else None)
+
+    def extra_repr(self) -> str:
+        gated = '' if self.gate is None else ', gated=True'
+        near = '' if self.window_size is None else f', window_size={self.window_size}'
+        return f'{super().extra_repr()}, qk_dim={self.qk_dim}{gated}{near}'
+
+    def gaussian_heads(self) -> Optional[GaussianHeads]:
+        return self.encoding.gaussian_heads() if isinstance(self.encoding, QuadraticEncoding) else None
+
+    def position_share(self) -> Optional[Tensor]:
+        return None if self.gate is None else at_least_float32(self.gate).sigmoid()
+
+    def head_parameters(self) -> HeadParameters:
+        found = {**super().head_parameters(), 'query.weight': (0, self.qk_dim), 'key.weight': (0, self.qk_dim)}
+        of_positions = [f'encoding.{name}' for name, _ in self.encoding.named_parameters()]
+        return {**found, **dict.fromkeys((*of_positions, *([] if self.gate is None else ['gate'])), (0, 1))}
+
+    def _outputs(self, x: Tensor) -> Tensor:
+        axes = self.tiles(x.shape[2:])
+        return self._whole_image(x) if axes is None else self._neighbourhoods(x, axes)
+
+    def _whole_image(self, x: Tensor) -> Tensor:
+        padded, size = self.window.pad(x), x.shape[2:]
+        queries, tokens = _tokens(self._query_pixels(padded, self._sizes(x))), _tokens(padded)
+        bias = self._position_bias(size)
+        query, key = self._heads(self.query(queries)), self._heads(self.key(tokens))
+        some = len(x)
+        if x.device.type == 'cpu' and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+            some = max(1, SCORES_AT_ONCE // bias.numel())
+        parts = zip(query.split(some), key.split(some), tokens.split(some))
+        return self._joined(torch.cat([self._attend(*part, bias) for part in parts]), self._sizes(x))
+
+    def tiles(self, size: Sequence[int]) -> Optional[List[AxisTiles]]:
+        """Returns the tiles along each axis of an image of ``size``; None where the whole is computed at once."""
+        if self.window_size is None:
+            return None
+        queries = [self.window.num_queries(axis, pixels) for axis, pixels in enumerate(size)]
+        padded = [sum(self.window.padding_of(axis, pixels), pixels) for axis, pixels in enumerate(size)]
+        settings = zip(padded, queries, self.window.stride, self.window.anchor, self.window_size)
+        axes = [AxisTiles(*of_axis) for of_axis in settings]
+        # Where neighbourhoods are about as large as the image, their tiles have more keys than it has pixels.
+        if math.prod([tiles.scores for tiles in axes]) >= math.prod([tiles.queries * tiles.pixels for tiles in axes]):
+            return None
+        return axes
+
+    def _neighbourhoods(self, x: Tensor, axes: Sequence[AxisTiles]) -> Tensor:
+        padded = self.window.pad(x)
+        queries = tile_queries(self._query_pixels(padded, [tiles.queries for tiles in axes]), axes)
+        keys = self.key(_tokens(padded)).transpose(1, 2).unflatten(2, padded.shape[2:])  # once for all tiles
+        keys, tokens = tile_keys(torch.cat([keys, padded.to(keys.dtype)], dim=1), axes).split(
+            [self.num_heads * self.qk_dim, self.in_channels], dim=-1
+        )
+        seen = _all_axes([tiles.seen(x.device) for tiles in axes])
+        seen = seen | ~seen.any(-1, keepdim=True)  # queries that fill up the last tile see all: no 0/0
+        bias = self._position_scores([tiles.shifts(x.device) for tiles in axes])  # (N_h, t, keys)
+        bias = bias.masked_fill(~seen[:, None], -math.inf)  # (tiles, N_h, t, keys)
+        heads = self._attend(self._heads(self.query(queries)), self._heads(keys), tokens, bias)
+        return join_tiles(self._values(heads), axes)
+
+    def _attend(self, query: Tensor, key: Tensor, tokens: Tensor, bias: Tensor) -> Tensor:
+        """Computes the heads, ``(…, N_h, Q, C)``, of the tokens ``(…, K, C)`` that they share as values."""
+        if self.gate is None and query.device.type != 'cpu':
+            values = tokens.unsqueeze(-3).expand(*key.shape[:-1], -1)
+            return F.scaled_dot_product_attention(query, key, values, attn_mask=bias.to(query.dtype))
+        return shared_heads(self._probs(query @ (key * self.qk_dim**-0.5).transpose(-2, -1), bias), tokens)
+
+    def _probs(self, products: Tensor, bias: Tensor) -> Tensor:
+        """Returns the probabilities of q·k/√D_k and b_δ, at least float32; with a gate each has its own softmax."""
+        share = self.position_share()
+        if share is None:
+            return softmax(products + bias)
+        share = share[:, None, None]
+        return (1 - share) * self._content_probs(products, bias) + share * softmax(bias)
+
+    def _content_probs(self, products: Tensor, bias: Tensor) -> Tensor:
+        """Returns the probabilities by content alone, of the keys that a query sees: those without a bias of −∞."""
+        return softmax(at_least_float32(products).masked_fill(bias == -math.inf, -math.inf))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """Splits ``(…, N, N_h·D_k)`` into ``(…, N_h, N, D_k)``."""
+        return x.unflatten(-1, (self.num_heads, self.qk_dim)).transpose(-3, -2)
+
+    def _query_pixels(self, padded: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Returns the pixels of the padded image that queries are at, ``(B, C, *sizes)``."""
+        for axis, (first, stride, queries) in enumerate(zip(self.window.anchor, self.window.stride, sizes), start=2):
+            padded = padded.narrow(axis, first, (queries - 1) * stride + 1)
+            padded = padded[(slice(None),) * axis + (slice(None, None, stride),)]
+        return padded
+
+    def _position_scores(self, shifts: Sequence[Tensor]) -> Tensor:
+        """Returns b_δ, given the shifts ``(Q, K)`` from queries to keys along each axis, ``(N_h, Q, K)``."""
+        if isinstance(self.encoding, QuadraticEncoding):
+            scores = [self.encoding.scores_along(axis, shift) for axis, shift in enumerate(shifts)]
+            total = scores[0]
+            for along in scores[1:]:
+                total = total[:, :, None, :, None] + along[:, None, :, None, :]
+                total = total.flatten(3, 4).flatten(1, 2)
+            return total
+        table = at_least_float32(self.encoding.weight)
+        index = torch.zeros(1, 1, dtype=torch.long, device=table.device)
+        for shift, size in zip(shifts, table.shape[1:]):
+            along = (shift + size // 2).clamp(0, size - 1)
+            index = (index[:, None, :, None] * size + along[None, :, None, :]).flatten(2, 3).flatten(0, 1)
+        return table.flatten(1)[:, index]
+
+    def _position_bias(self, size: Sequence[int]) -> Tensor:
+        """Returns b_δ of every query and pixel of the padded image, −∞ outside the neighbourhood, ``(N_h, Q, K)``."""
+        shifts = self.window.shifts_to_pixels(size, self.value.weight.device)
+        bias = self._position_scores(shifts)
+        if self.window_size is None:
+            return bias
+        near = [(shift.abs() <= size // 2)[None] for shift, size in zip(shifts, self.window_size)]
+        return bias.masked_fill(~_all_axes(near), -math.inf)
+
+    def position_probs(self, size: Sequence[int]) -> Tensor:
+        return self._on_pixels(softmax(self._position_bias(size)), size)[..., :-1]
+
+    def attention_scores(self, x: Tensor) -> Tensor:
+        """Returns the logarithms of the probabilities, ``(B, N_h, Q, K + 1)``, at least float32.
+
+        Pixels that the padding repeats are one key, and its zeros are the null key, the last.
+
+        Args:
+            x (Tensor): An image, ``(B, C, *size)``.
+        """
+        size = x.shape[2:]
+        return self._on_pixels(self._probs(self._products(x), self._position_bias(size)), size).log()
+
+    def content_scores(self, x: Tensor) -> Tensor:
+        """Returns the same as :meth:`attention_scores` of softmax(q·k/√D_k) over the keys that a query sees."""
+        size = x.shape[2:]
+        return self._on_pixels(self._content_probs(self._products(x), self._position_bias(size)), size).log()
+
+    def position_scores(self, x: Tensor) -> Tensor:
+        scores = self._on_pixels(softmax(self._position_bias(x.shape[2:])), x.shape[2:]).log()
+        return scores.expand(len(x), -1, -1, -1)
+
+    def _products(self, x: Tensor) -> Tensor:
+        """Returns q·k/√D_k of every query and every pixel of the padded image, ``(B, N_h, Q, K)``."""
+        padded = self.window.pad(x)
+        query = self.query(_tokens(self._query_pixels(padded, self._sizes(x))))
+        return head_products(query, self.key(_tokens(padded)), self.num_heads)
+
+    def _on_pixels(self, probs: Tensor, size: Sequence[int]) -> Tensor:
+        """Returns probabilities for the padded image, ``(…, Q, padded)``, as those for its pixels and the null key."""
+        # Padding holds copies of pixels: the number of the pixel at each place of the padded image, 0 for zeros.
+        pixels = math.prod(size)
+        number = torch.arange(1, pixels + 1, dtype=probs.dtype, device=probs.device)
+        source = self.window.pad(number.reshape(1, 1, *size)).long().flatten()
+        with_zeros = probs.new_zeros(*probs.shape[:-1], pixels + 1)
+        return with_zeros.scatter_add(-1, source.expand_as(probs), probs).roll(-1, -1)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """Returns images ``(B, C, *size)`` as tokens ``(B, N, C)``."""
+    return x.flatten(2).transpose(1, 2)
+
+
+def _all_axes(parts: Sequence[Tensor]) -> Tensor:
+    """Returns where all axes are true: ``(T_a, Q_a, K_a)`` of each axis to ``(T, Q, K)``, row-major."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total[:, None, :, None, :, None] & part[None, :, None, :, None, :]
+        total = total.flatten(4, 5).flatten(2, 3).flatten(0, 1)
+    return total

@@ -1,0 +1,197 @@
+"""Heads of an attention layer: which entries of which parameter belong to them, and their removal (C20, appendix E)."""
+
+import functools
+import itertools
+from typing import Any, Dict, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ..change import Successor
+from .attention_layer import AttentionLayer
+from .state_dicts import Restructurable, StateDict, StructureError, too_many_heads
+
+# Of each parameter by name: the dimension of heads, and the entries of a head, a number for all or one for each.
+HeadParameters = Dict[str, Tuple[int, Any]]
+
+
+class PrunableHeads(Restructurable, AttentionLayer):
+    """An attention layer whose heads can be removed one by one.
+
+    A state dict carries its number of heads: one with fewer heads than the layer was built with changes the layer as
+    it is loaded.
+
+    Attributes:
+        num_heads (int): Number of heads N_h there are now.
+        built_heads (int): Number of heads that the layer was built with, the most that it can load.
+    """
+
+    def _init_heads(self, num_heads: int) -> None:
+        self.num_heads = num_heads
+        self.built_heads = num_heads
+
+    def head_parameters(self) -> HeadParameters:
+        """Returns the dimension of heads, and the entries of a head, of every parameter with entries for heads."""
+        raise NotImplementedError
+
+    def head_entries(self, heads: Sequence[int]) -> Dict[str, Tuple[int, Tensor]]:
+        """Returns the dimension of heads, and the entries of these heads, of every parameter with entries for heads."""
+        found = {}
+        for name, (dim, entries) in self.head_parameters().items():
+            widths = [entries] * self.num_heads if isinstance(entries, int) else entries
+            starts = list(itertools.accumulate(widths, initial=0))
+            index = [entry for head in heads for entry in range(starts[head], starts[head + 1])]
+            found[name] = dim, torch.tensor(index, dtype=torch.long, device=self.get_parameter(name).device)
+        return found
+
+    @property
+    def output(self) -> Any:
+        """The linear map that takes the outputs of all heads, which lie one after the other."""
+        return self.get_submodule('value')
+
+    def output_entries(self, heads: Sequence[int]) -> Tensor:
+        """Returns the columns of the weight of :attr:`output` that take the outputs of some heads, ``(n,)``."""
+        weight = self.output.weight
+        return next(
+            index for name, (_, index) in self.head_entries(heads).items() if self.get_parameter(name) is weight
+        )
+
+    def check_heads(self, heads: Sequence[int], allow_empty: bool = False) -> None:
+        """Checks that these heads can be removed.
+
+        Raises:
+            ValueError: A head that is not there, or all of them.
+        """
+        check_heads(heads, self.num_heads, allow_empty)
+
+    @torch.no_grad()
+    def prune_heads(self, heads: Sequence[int], allow_empty: bool = False) -> Dict[nn.Parameter, Successor]:
+        """Removes heads; the layer computes what it did with their output at zero.
+
+        Parameters with entries for heads are replaced by smaller ones: an optimizer has to be given the new ones, see
+        :func:`~attncnn_plugin.pruning.replace_parameters`.
+
+        Args:
+            heads (Sequence[int]): Heads to remove, counted among those there are now.
+            allow_empty (bool): Whether all heads may go, which leaves the layer its bias. Defaults to False.
+
+        Returns:
+            dict[Parameter, Successor]: What took the place of each old parameter.
+
+        Raises:
+            ValueError: A head that is not there, or all of them.
+        """
+        self.check_heads(heads, allow_empty)
+        kept = [head for head in range(self.num_heads) if head not in heads]
+        replaced = keep_entries(self, self.head_entries(kept))
+        self._keep(kept)
+        return replaced
+
+    def _keep(self, heads: Sequence[int]) -> None:
+        """Notes that the layer has these of its heads from now on."""
+        self.num_heads = len(heads)
+
+    def follow(self, state_dict: StateDict, prefix: str) -> bool:
+        """Takes the number of heads of a state dict."""
+        num_heads = self._heads_in(state_dict, prefix)
+        return num_heads is not None and self._set_heads(num_heads)
+
+    def _set_heads(self, num_heads: int) -> bool:
+        """Gives the layer a number of heads with values that are yet to be loaded; says whether it had another."""
+        if num_heads == self.num_heads:
+            return False
+        for name, (dim, entries) in self.head_parameters().items():
+            resize_parameter(self, name, dim, num_heads * entries)
+        self.num_heads = num_heads
+        return True
+
+    def _heads_in(self, state_dict: StateDict, prefix: str) -> Optional[int]:
+        """Returns the number of heads in a state dict; None where it has not all of their parameters.
+
+        Raises:
+            StructureError: Shapes that no number of heads explains, or more heads than the layer was built with.
+        """
+        counts = {}
+        for name, (dim, entries) in self.head_parameters().items():
+            loaded, own = state_dict.get(prefix + name), self.get_parameter(name)
+            if loaded is None:
+                continue
+            shapes = [list(tensor.shape) for tensor in (loaded, own)]
+            if loaded.ndim == own.ndim:
+                heads, rest = divmod(shapes[0].pop(dim), entries)
+                shapes[1].pop(dim)
+            if loaded.ndim != own.ndim or shapes[0] != shapes[1] or rest:
+                raise StructureError(
+                    f'{prefix}{name} of the state dict has shape {tuple(loaded.shape)}, that of the model '
+                    f'{tuple(own.shape)}: no number of heads explains it, so the model has another width or another '
+                    'kind of attention; build it as the one that was saved'
+                )
+            counts[name] = heads
+        if len(set(counts.values())) > 1:
+            raise StructureError(
+                f'the parameters of {prefix.rstrip(".")} in the state dict have different numbers of '
+                f'heads, {counts}: it is damaged, or its heads have other widths than those of the model'
+            )
+        if counts and max(counts.values()) > self.built_heads:
+            raise too_many_heads(prefix, max(counts.values()), self.built_heads)
+        return next(iter(counts.values()), None) if len(counts) == len(self.head_parameters()) else None
+
+
+def check_heads(heads: Sequence[int], num_heads: int, allow_empty: bool) -> None:
+    """Checks that these heads can be removed from a layer of ``num_heads``.
+
+    Raises:
+        ValueError: A head that is not there, or all of them.
+    """
+    heads = list(heads)
+    if len(set(heads)) < len(heads) or any(not isinstance(head, int) or not 0 <= head < num_heads for head in heads):
+        raise ValueError(f'heads={heads} must be different heads from 0 to {num_heads - 1}')
+    if len(heads) == num_heads and not allow_empty:
+        raise ValueError(
+            f'heads={heads} are all heads of the layer: keep one, or set allow_empty=True to leave the layer its bias'
+        )
+
+
+def keep_entries(module: nn.Module, entries: Dict[str, Tuple[int, Tensor]]) -> Dict[nn.Parameter, Successor]:
+    """Replaces parameters of a module by some of their entries.
+
+    Args:
+        module (nn.Module): The module.
+        entries (dict[str, tuple[int, Tensor]]): By the name of the parameter, a dimension and the entries along it.
+
+    Returns:
+        dict[Parameter, Successor]: What took the place of each old parameter.
+    """
+    replaced = {}
+    for name, (dim, index) in entries.items():
+        old = module.get_parameter(name)
+        new = nn.Parameter(old.index_select(dim, index), requires_grad=old.requires_grad)
+        if old.grad is not None:
+            new.grad = old.grad.index_select(dim, index)
+        replaced[old] = Successor({name: new}, new, functools.partial(_kept, dim, index))
+        _set_parameter(module, name, new)
+    return replaced
+
+
+def _kept(dim: int, index: Tensor, x: Tensor) -> Tensor:
+    return x.index_select(dim, index.to(x.device))
+
+
+def resize_parameter(module: nn.Module, name: str, dim: int, entries: int) -> None:
+    """Gives a parameter another number of entries along a dimension, all 0; it stays the same object.
+
+    So an optimizer that was built before, but has not made a step, goes with it.
+    """
+    parameter = module.get_parameter(name)
+    shape = list(parameter.shape)
+    shape[dim] = entries
+    parameter.data, parameter.grad = parameter.data.new_zeros(shape), None
+    _set_parameter(module, name, parameter)
+
+
+def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, leaf = name.rpartition('.')
+    owner = module.get_submodule(path)
+    setattr(owner, leaf, parameter)
+    if isinstance(owner, nn.Linear):
+        owner.out_features, owner.in_features = owner.weight.shape

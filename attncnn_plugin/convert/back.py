@@ -1,0 +1,227 @@
+"""Attention by positions alone as a convolution: the converse of Cordonnier et al. 2020 (C20), Theorem 1."""
+
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union, cast
+
+import torch
+from torch import Tensor
+
+from ..attention.images import ImageAttention
+from ..attention.tokens import GridAttention
+from ..attention.window import CONVOLUTIONS, SameWindow, Window, per_axis
+from .kernels import Convolution, block_norms, group_blocks
+from .shift_operators import (
+    check_position_only,
+    exact_probs,
+    fit_shifts,
+    ignores_content,
+    interior_queries,
+    targets,
+)
+from .timm_convolutions import Conv2dSame, window_of
+
+ROUNDING = 1e-12  # of least squares: a head on one pixel has the coefficients 1 and 0
+
+
+@dataclass(frozen=True, eq=False)
+class ConvFit:
+    """How well a convolution replaces an attention layer on a grid of ``size``.
+
+    The fit leaves E_h = P_h − Σ_δ c_{h,δ} S_δ of head h. With V_h, its slice of the value matrix, the output error of a
+    query q satisfies
+
+        ‖error_q‖₂ ≤ Σ_h ‖E_h[q, :]‖₁ ‖V_h‖₂ · max_k ‖x_k‖₂
+
+    for every input x of this size. A bound is the largest factor of max_k ‖x_k‖₂ over the queries. It is for exact
+    arithmetic: the rounding of the layer's dtype comes on top.
+
+    Attributes:
+        size (tuple[int, ...]): Size of the grid that the fit is for and that the bounds hold at.
+        shifts (Tensor): δ of every kernel position, ``(K, ndim)``.
+        coefficients (Tensor): c_{h,δ}, ``(N_h, K)``, float64.
+        residual (Tensor): ‖E_h‖_F / ‖P_h‖_F of each head, ``(N_h,)``, float64.
+        bound (float): Bound for all queries.
+        interior_bound (float | None): Bound for the queries whose window lies inside the grid, None without any.
+    """
+
+    size: Tuple[int, ...]
+    shifts: Tensor
+    coefficients: Tensor
+    residual: Tensor
+    bound: float
+    interior_bound: Optional[float]
+
+    def __str__(self) -> str:
+        return f'output error at most {self.bound:.3g}'
+
+
+@torch.no_grad()
+def mhsa_to_conv(
+    layer: Union[GridAttention, ImageAttention],
+    kernel_size: Union[int, Sequence[int]],
+    size: Union[int, Sequence[int], None] = None,
+    padding_mode: Optional[str] = None,
+) -> Tuple[Convolution, ConvFit]:
+    """Turns attention that depends on positions alone into the convolution that is nearest to it.
+
+    Each head's probabilities P_h are fitted by shifts, min_c ‖P_h − Σ_δ c_{h,δ} S_δ‖_F with (S_δ x)_q = x_{q+δ}, and
+    the kernel is W_δ = Σ_h c_{h,δ} V_h. Hard heads whose shifts lie in the kernel are fitted exactly: at the border a
+    quadratic one attends to the nearest pixel inside, which is replicate padding. Where several kernels fit equally
+    well, on a grid with no query whose whole window lies inside, the smallest coefficients are taken. Attention dropout
+    is left out.
+
+    Args:
+        layer (GridAttention | ImageAttention): One of
+
+            - position-only attention over a grid: ``QuadraticAttention``, ``GeneralizedQuadraticAttention``
+              or ``LearnedAttention``. The result maps ``(B, D, H, W)`` to ``(B, D_out, H, W)``, with stride 1 and
+              ``padding='same'``.
+            - an ``ImageAttention``, such as ``conv_to_mhsa`` returns. The result has its stride, dilation and padding.
+              One by content has no queries yet: it still is what it began as.
+        kernel_size (int | Sequence[int]): Size of the kernel along each axis, odd or even; for an ``ImageAttention``
+            that of its window.
+        size (int | Sequence[int], optional): Height and width of the grid, or the size along each axis of an image, on
+            which the heads are compared with shifts. Defaults to 16 pixels an axis, 8 for three axes, or more where a
+            whole window needs them.
+        padding_mode (str, optional): ``'zeros'``, ``'replicate'``, ``'reflect'`` or ``'circular'``. Defaults to
+            ``'replicate'``; an ``ImageAttention`` has its own, the only one allowed.
+
+    Returns:
+        tuple[Convolution, ConvFit]: The ``nn.Conv2d`` (``nn.Conv1d``, ``nn.Conv3d`` for an ``ImageAttention`` with as
+        many axes, and its groups), in the layer's dtype, device and mode, and how well it fits.
+
+    Raises:
+        TypeError: ``layer`` is no attention of this package.
+        ValueError: The probabilities of ``layer`` depend on content; it has no heads; a ``kernel_size``, a
+            ``padding_mode`` or a padding that does not go with ``layer``; a ``size`` that is too small for the window
+            or the padding mode.
+        RuntimeError: The linear map of ``layer`` is more than its weight and bias, for instance an adapter.
+
+    Examples:
+        A convolution that became attention comes back:
+
+        >>> from torch import nn
+        >>> from attncnn_plugin.convert import conv_to_mhsa
+        >>> conv = nn.Conv2d(3, 8, kernel_size=3, padding=1)
+        >>> attention, _ = conv_to_mhsa(conv)
+        >>> back, fit = mhsa_to_conv(attention, kernel_size=3)
+        >>> torch.allclose(back.weight, conv.weight, atol=1e-6), fit.bound < 1e-6
+        (True, True)
+
+        Soft heads leave an error. The fit says how large it can be for pixels of norm 1:
+
+        >>> from attncnn_plugin.attention import QuadraticAttention
+        >>> conv, fit = mhsa_to_conv(QuadraticAttention(dim=8, num_heads=9), kernel_size=3, size=(10, 12))
+        >>> tuple(conv.weight.shape), fit.bound > 0.1
+        ((8, 8, 3, 3), True)
+    """
+    if not ignores_content(layer):
+        check_position_only(layer)
+    if layer.num_heads == 0:
+        raise ValueError('layer has num_heads=0: what is left of it is its bias, and no convolution is needed')
+    if isinstance(layer, ImageAttention):
+        conv = _conv_of_image(layer, kernel_size, padding_mode)
+    else:
+        conv = _conv_of_grid(layer, kernel_size, padding_mode)
+    window = window_of(conv)
+    size = per_axis('size', _default_size(window) if size is None else size, window.ndim)
+    target = targets(window, size)
+    probs = exact_probs(layer, size)
+    # V_h, the blocks of its groups alone, (C_out, C_in/groups, N_h)
+    value = group_blocks(layer.value_matrices(), conv.groups).cpu().double()
+
+    coefficients = fit_shifts(probs, target)
+    whole = coefficients.round()
+    coefficients = torch.where((coefficients - whole).abs() < ROUNDING, whole, coefficients)
+    kernel = torch.einsum('hk,oih->oik', coefficients, value)  # W_δ = Σ_h c_{h,δ} V_h
+    conv.weight.data.copy_(kernel.reshape(conv.weight.shape).to(conv.weight.dtype))
+    if conv.bias is not None and layer.value.bias is not None:
+        conv.bias.copy_(layer.value.bias)
+
+    norm, row_error = zip(*(_error(p, c, target) for p, c in zip(probs, coefficients)))
+    residual = torch.stack(norm) / probs.flatten(1).norm(dim=1).clamp_min(1e-12)  # a head can see padding alone
+    bound = torch.stack(row_error)
+    if bound.any():  # the norms are most of the work
+        bound = block_norms(value, conv.groups)[:, None] * bound
+    bound = bound.sum(0)  # Σ_h ‖V_h‖₂ ‖E_h[q, :]‖₁
+    interior = bound[interior_queries(window, size)]
+    return conv.train(layer.training), ConvFit(
+        size,
+        window.shifts(),
+        coefficients,
+        residual,
+        bound.max().item(),
+        interior.max().item() if len(interior) else None,
+    )
+
+
+def _conv_of_grid(
+    layer: GridAttention, kernel_size: Union[int, Sequence[int]], padding_mode: Optional[str]
+) -> Convolution:
+    weight = layer.value.weight
+    return _kind(2)(
+        layer.dim,
+        weight.shape[0],
+        per_axis('kernel_size', kernel_size, 2),
+        padding='same',
+        padding_mode='replicate' if padding_mode is None else padding_mode,
+        bias=layer.value.bias is not None,
+        device=weight.device,
+        dtype=weight.dtype,
+    )
+
+
+def _conv_of_image(
+    layer: ImageAttention, kernel_size: Union[int, Sequence[int]], padding_mode: Optional[str]
+) -> Convolution:
+    window, weight = layer.window, layer.value.weight
+    if per_axis('kernel_size', kernel_size, window.ndim) != window.kernel_size:
+        raise ValueError(f'kernel_size={kernel_size} must be that of the window of layer, {window.kernel_size}')
+    if padding_mode not in (None, window.padding_mode):
+        raise ValueError(f'padding_mode={padding_mode!r} must be that of the window of layer, {window.padding_mode!r}')
+    options: Dict[str, Any] = {
+        'dilation': window.dilation,
+        'groups': layer.groups,
+        'bias': layer.value.bias is not None,
+        'device': weight.device,
+        'dtype': weight.dtype,
+    }
+    channels = layer.in_channels, weight.shape[0]
+    if isinstance(window, SameWindow):
+        height, width = window.kernel_size
+        return Conv2dSame(*channels, (height, width), (window.stride[0], window.stride[1]), **options)
+    # As numbers where both sides are padded alike, as nn.Conv2d has it; its 'same' puts the odd pixel after.
+    alike = tuple(before for before, after in window.padding if before == after)
+    padding = alike if len(alike) == window.ndim else 'same'
+    conv = _kind(window.ndim)(
+        *channels,
+        window.kernel_size,
+        window.stride if padding != 'same' else 1,
+        padding,
+        padding_mode=window.padding_mode,
+        **options,
+    )
+    if window_of(conv) != window:
+        raise ValueError(
+            f'the window of layer is padded by {window.padding} with stride {window.stride}, which no convolution has: '
+            "it pads both sides alike, or with stride 1 as padding='same'"
+        )
+    return conv
+
+
+def _kind(ndim: int) -> Callable[..., Convolution]:
+    return cast(Callable[..., Convolution], CONVOLUTIONS[ndim - 1])
+
+
+def _default_size(window: Window) -> Tuple[int, ...]:
+    usual = 8 if window.ndim == 3 else 16
+    # The first query with nothing of its window before the image starts at a pixel below the stride.
+    return tuple(max(usual, s + d * (k - 1)) for k, s, d in zip(window.kernel_size, window.stride, window.dilation))
+
+
+def _error(probs: Tensor, coefficients: Tensor, target: Tensor) -> Tuple[Tensor, Tensor]:
+    """Returns ‖E‖_F and ‖E[q, :]‖₁ of every query for one head, E = P − Σ_δ c_δ S_δ."""
+    fitted = probs.new_zeros(len(probs), probs.shape[1] + 1)  # column 0 is the padding
+    fitted.scatter_add_(1, target.T + 1, coefficients.expand(len(probs), -1))
+    error = probs - fitted[:, 1:]
+    return error.norm(), error.abs().sum(1)

@@ -1,0 +1,360 @@
+"""State dicts both ways: a CNN takes the attention of one, and attention converts the kernels of one."""
+
+import copy
+import importlib.util
+import io
+import pickle
+
+import numpy as np
+import pytest
+import safetensors.torch
+import timm
+import torch
+from helpers.cnns import CONVOLUTIONS, small_cnn
+from helpers.convolutions import relative_error
+from timm.layers import Attention, Conv2dSame, ScaledStdConv2d, StdConv2d
+from torch import nn
+
+from attncnn_plugin import follow_state_dict
+from attncnn_plugin.attention import ImageAttention, QuadraticImageAttention, StructureError, Window
+from attncnn_plugin.attention.state_dicts import written
+from attncnn_plugin.convert import attention_to_convs, conv_to_mhsa, convs_to_attention
+from attncnn_plugin.pruning import prune_heads
+
+KINDS = {
+    'positions': {},
+    'soft': dict(alpha=6.0),
+    'table': dict(position='table'),
+    'additive': dict(content='additive'),
+    'gated': dict(content='gated', alpha=6.0),
+    'windowed': dict(content='additive', window_size=5, qk_dim=3),
+    'content table': dict(content='gated', position='table'),
+}
+
+
+def images():
+    return torch.randn(2, 3, 12, 13, dtype=torch.float64)
+
+
+def attention(kind, seed=0):
+    """A CNN with attention in the place of some convolutions, trained on."""
+    model = small_cnn(seed=seed)
+    convs_to_attention(model, ['stem', 'stage.1.*', 'down'], **KINDS[kind])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def load(model, state_dict, **options):
+    follow_state_dict(model, state_dict)
+    return model.load_state_dict(state_dict, **options)
+
+
+def kinds(model):
+    return [(type(module), module.extra_repr()) for module in model.modules() if isinstance(module, ImageAttention)]
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_cnn_takes_the_attention_of_a_state_dict(kind):
+    theirs, ours, x = attention(kind), small_cnn(seed=1), images()
+    random = torch.random.get_rng_state()
+    assert not any(load(ours, theirs.state_dict()))
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert torch.equal(ours(x), theirs(x)) and kinds(ours) == kinds(theirs)
+    assert isinstance(ours.stage[0].conv1, nn.Conv2d)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('other', ['positions', 'windowed', 'gated'])
+def test_attention_takes_another_kind(kind, other):
+    theirs, ours, x = attention(kind), attention(other, seed=1), images()
+    load(ours, theirs.state_dict())
+    assert torch.equal(ours(x), theirs(x)) and kinds(ours) == kinds(theirs)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_attention_converts_the_kernels_of_a_state_dict(kind):
+    ours, cnn, x = attention(kind), small_cnn(seed=1), images()
+    for model in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        before = kinds(model)
+        model.load_state_dict(cnn.state_dict())
+        assert kinds(model) == before
+        expected = small_cnn(seed=1)
+        convs_to_attention(expected, ['stem', 'stage.1.*', 'down'], **KINDS[kind])
+        assert relative_error(model(x), expected(x)) < 1e-12
+        assert relative_error(model(x), cnn(x)) < (0.2 if 'alpha' in KINDS[kind] else 1e-12)
+    again = attention(kind, seed=2)
+    again.load_state_dict(cnn.state_dict())  # random keys are those of every rank
+    assert all(torch.equal(value, ours.state_dict()[name]) for name, value in again.state_dict().items())
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_attention_of_a_state_dict_converts_kernels_too(kind):
+    """A state dict has the settings of the conversion, in files and in copies too."""
+    theirs, cnn, file = attention(kind), small_cnn(seed=1), io.BytesIO()
+    torch.save(theirs.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    theirs.load_state_dict(cnn.state_dict())
+    for ours in (small_cnn(seed=2), attention('positions' if kind == 'windowed' else 'windowed')):
+        load(ours, dict(state))
+        ours.load_state_dict(cnn.state_dict())
+        assert kinds(ours) == kinds(theirs)
+        assert all(torch.equal(value, ours.state_dict()[name]) for name, value in theirs.state_dict().items())
+
+
+def test_settings_that_are_no_python_numbers():
+    model, fresh, file, x = small_cnn(), small_cnn(seed=1), io.BytesIO(), images()
+    settings = dict(alpha=np.float64(6), content='additive', window_size=[5, 5], qk_dim=np.int64(3))
+    convs_to_attention(model, 'stage.1.conv1', **settings)
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    load(fresh, torch.load(file, weights_only=True))
+    fresh.load_state_dict(small_cnn().state_dict())
+    assert relative_error(fresh(x), model(x)) < 1e-12
+
+
+def test_fewer_heads_both_ways():
+    model, x = small_cnn(), images()
+    convs_to_attention(model, 'stage.*.conv1', num_heads=5)
+    model.stage[0].conv1.prune_heads([2])
+    ours = small_cnn(seed=1)
+    load(ours, model.state_dict())
+    assert torch.equal(ours(x), model(x)) and ours.stage[0].conv1.num_heads == 4
+    expected = small_cnn(seed=1)
+    convs_to_attention(expected, 'stage.*.conv1', num_heads=5)
+    for converted in (model, ours):
+        converted.load_state_dict(small_cnn(seed=1).state_dict())
+        assert relative_error(converted(x), expected(x)) < 1e-9 and converted.stage[0].conv1.num_heads == 5
+
+
+@pytest.mark.parametrize('kind', ['soft', 'gated', 'content table'])
+def test_heads_that_were_removed(kind):
+    theirs, x = attention(kind), images()
+    theirs.stem.prune_heads([0, 4])
+    for ours in (small_cnn(seed=1), attention(kind, seed=1), attention('positions', seed=1)):
+        load(ours, theirs.state_dict())
+        assert torch.equal(ours(x), theirs(x)) and ours.stem.num_heads == 7
+    theirs.load_state_dict(small_cnn().state_dict())  # all heads again
+    assert theirs.stem.num_heads == 9
+    assert relative_error(theirs(x), small_cnn()(x)) < 0.2
+
+
+def test_a_layer_of_its_own():
+    """Whatever made it: conv_to_mhsa alone, or its constructor, whose state dict says no convolution."""
+    conv, other = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
+    model, fresh = nn.Sequential(conv_to_mhsa(conv)[0]), nn.Sequential(nn.Conv2d(3, 4, 3))
+    load(fresh, model.state_dict())
+    for ours in (model, fresh):
+        ours.load_state_dict(nn.Sequential(other).state_dict())
+        attention_to_convs(ours)
+        assert torch.equal(ours[0].weight, other.weight)
+    built = nn.Sequential(QuadraticImageAttention(3, 4, 9, Window.of(conv)))
+    with pytest.raises(RuntimeError, match='0 is attention that was not made from a convolution'):
+        built.load_state_dict(nn.Sequential(conv).state_dict())
+    fresh = nn.Sequential(conv)
+    load(fresh, built.state_dict())
+    x = torch.randn(1, 3, 6, 7)
+    assert torch.equal(fresh(x), built(x))
+
+
+@pytest.mark.parametrize('kind', [Conv2dSame, StdConv2d, ScaledStdConv2d])
+def test_convolutions_of_timm(kind):
+    """By what they compute: a state dict has the weights before their standardization."""
+    models = [nn.Sequential(kind(3, 4, 3, stride=2, bias=True), nn.BatchNorm2d(4)).eval() for _ in range(3)]
+    x = torch.randn(2, 3, 9, 10)
+    with torch.no_grad():
+        for parameter in models[0].parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    expected, state = models[0](x), copy.deepcopy(models[0].state_dict())
+    for model in models[:2]:
+        convs_to_attention(model, '0')
+    models[1].load_state_dict(state)
+    load(models[2], models[0].state_dict())
+    for model in models:
+        assert torch.allclose(model(x), expected, atol=1e-5)
+    attention_to_convs(models[0])
+    assert torch.allclose(models[0](x), expected, atol=1e-5)
+    assert type(models[0][0]) is (Conv2dSame if kind is Conv2dSame else nn.Conv2d)
+
+
+def test_on_the_way_modes_and_frozen_weights_stay():
+    theirs, ours = attention('additive'), small_cnn().train()
+    ours.stem.eval()
+    ours.stem.weight.requires_grad_(False)
+    load(ours, theirs.state_dict())
+    assert ours.training and not ours.stem.training and ours.down.training
+    frozen = {name for name, parameter in ours.named_parameters() if not parameter.requires_grad}
+    assert frozen == {f'stem.{name}' for name, _ in ours.stem.named_parameters()} - {'stem.value.bias'}
+
+
+def test_followed_before_an_optimizer_is_built():
+    theirs, ours = attention('additive'), small_cnn()
+    theirs.stem.prune_heads([1])
+    assert follow_state_dict(ours, theirs.state_dict()) and not follow_state_dict(ours, theirs.state_dict())
+    parameters = list(ours.parameters())
+    ours.load_state_dict(theirs.state_dict())
+    assert all(one is other for one, other in zip(parameters, ours.parameters()))
+    ours.train()  # without a warning
+    averaged = torch.optim.swa_utils.AveragedModel(small_cnn())
+    load(averaged, torch.optim.swa_utils.AveragedModel(theirs).state_dict())
+    assert isinstance(averaged.module.stem, ImageAttention)
+
+
+@pytest.mark.parametrize('call', ['not strict', 'assign', 'meta', 'compiled'])
+def test_every_way_to_load(call):
+    theirs, ours, x = attention('gated'), small_cnn(seed=1), images()
+    state = theirs.state_dict()
+    if call == 'not strict':
+        load(ours, state, strict=False)
+    elif call == 'compiled':
+        load(torch.compile(ours, backend='eager'), {f'_orig_mod.{k}': v for k, v in state.items()})
+    else:
+        ours = ours.to('meta') if call == 'meta' else ours
+        load(ours, state, assign=True)
+    assert torch.equal(ours(x), theirs(x))
+
+
+REFUSED = {
+    'another kernel': (
+        nn.Conv2d(3, 4, 1),
+        r'of 9 heads in the place .* kernel of \(1, 1\) has 1',
+    ),
+    'transposed': (nn.ConvTranspose2d(3, 4, 3), r'Unexpected key.*0\.value\.weight'),
+    'linear': (nn.Linear(3, 4), r'Unexpected key.*0\.value\.weight'),
+    'hooks': (
+        nn.utils.spectral_norm(nn.Conv2d(3, 4, 3)),
+        'attention of the state dict cannot be in the place of 0: .*hooks',
+    ),
+}
+
+
+@pytest.mark.parametrize('case', REFUSED)
+def test_attention_that_does_not_fit(case):
+    layer, message = REFUSED[case]
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    convs_to_attention(model, '0')
+    ours = nn.Sequential(layer)
+    with pytest.raises(StructureError, match=message):
+        follow_state_dict(ours, model.state_dict())
+    assert ours[0] is layer
+
+
+def test_a_refused_state_dict_leaves_the_model_as_it_was():
+    """The first convolution and the heads of the transformer could take what the state dict has; the last cannot."""
+
+    def model(kernel_size):
+        return nn.Sequential(nn.Conv2d(3, 4, 3), Attention(8, num_heads=2), nn.Conv2d(4, 4, kernel_size))
+
+    theirs, ours, follows = model(5), model(3), model(5)
+    convs_to_attention(theirs, '*')
+    prune_heads(theirs, {'1': [0]})
+    modules, before = list(ours), copy.deepcopy(ours.state_dict())
+    for strict in (True, False):
+        with pytest.raises(StructureError, match=r'of 25 heads in the place .* kernel of \(3, 3\) has 9'):
+            follow_state_dict(ours, theirs.state_dict(), strict)
+        assert list(ours) == modules and ours[1].num_heads == 2 and type(ours[1]) is Attention
+        assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
+    load(follows, theirs.state_dict())
+    assert isinstance(follows[0], ImageAttention) and follows[1].num_heads == 1
+
+
+@pytest.mark.parametrize('route', ['converted', 'loaded', 'taken'])
+def test_layers_have_keys_of_their_own(route):
+    cnn = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3))
+    model = copy.deepcopy(cnn)
+    convs_to_attention(model, '*', content='additive')
+    if route == 'taken':
+        attention, model = model, copy.deepcopy(cnn)
+        load(model, attention.state_dict())
+    if route != 'converted':
+        model.load_state_dict(cnn.state_dict())
+    first, second = model[0].key.weight, model[1].key.weight
+    assert first.any() and second.any() and not torch.equal(first, second)
+
+
+def test_kernels_that_do_not_fit():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    convs_to_attention(model, '0')
+    before = copy.deepcopy(model.state_dict())
+    for other, message in (
+        (nn.Conv2d(3, 4, 5), 'convolution 0 of the state dict cannot be converted: .*size mismatch'),
+        (nn.Conv2d(3, 4, 3, bias=False), 'cannot be converted: .*Missing key.*"bias"'),
+    ):
+        with pytest.raises(RuntimeError, match=f'(?s){message}'):
+            model.load_state_dict(nn.Sequential(other).state_dict())
+        with pytest.raises(StructureError):
+            model[0].convert_state_dict(dict(nn.Sequential(other).state_dict()), '0.')
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_timm_checkpoints(tmp_path):
+    model = timm.create_model('test_resnet', num_classes=4).eval()
+    convs_to_attention(model, 'layer4.*', content='additive')
+    torch.save(model.state_dict(), tmp_path / 'attention.pth')
+    ours = timm.create_model('test_resnet', num_classes=4).eval()
+    load(ours, timm.models.load_state_dict(tmp_path / 'attention.pth', weights_only=True))
+    x = torch.randn(1, 3, 32, 32)
+    assert torch.equal(ours(x), model(x))
+    assert sum(isinstance(module, ImageAttention) for module in ours.modules()) == len(kinds(model)) > 1
+
+
+def test_structure_in_files(tmp_path):
+    """The extra state is one small tensor: safetensors and mmengine keep it, as torch.save does."""
+    model = small_cnn()
+    convs_to_attention(model, CONVOLUTIONS, content='gated', window_size=5)
+    names = {name[len('stem.') :] for name in model.state_dict() if name.startswith('stem.')}
+    assert names == {
+        *('value.weight', 'value.bias', 'query.weight', 'key.weight', 'gate', '_extra_state'),
+        *('encoding.center', 'encoding.sqrt_precision'),
+    }
+    safetensors.torch.save_file(model.state_dict(), tmp_path / 'model.safetensors')
+    states = [safetensors.torch.load_file(tmp_path / 'model.safetensors')]
+    if importlib.util.find_spec('mmengine'):
+        from mmengine.runner import save_checkpoint
+        from mmengine.runner.checkpoint import get_state_dict, load_state_dict
+
+        save_checkpoint({'state_dict': get_state_dict(model)}, str(tmp_path / 'model.pth'))
+        states.append(torch.load(tmp_path / 'model.pth', weights_only=True)['state_dict'])
+        ours = small_cnn(seed=1)
+        follow_state_dict(ours, states[1])
+        load_state_dict(ours, states[1], strict=True)
+        x = images()
+        assert torch.equal(ours(x), model(x))
+    for state in states:
+        ours, x = small_cnn(seed=1), images()
+        load(ours, state)
+        assert torch.equal(ours(x), model(x)) and kinds(ours) == kinds(model)
+
+
+def test_a_damaged_structure_is_refused():
+    model = small_cnn()
+    convs_to_attention(model, 'stem')
+    for damaged in (torch.tensor([123, 1], dtype=torch.uint8), torch.zeros(2), 'text'):
+        state = {**model.state_dict(), 'stem._extra_state': damaged}
+        for ours in (small_cnn(seed=1), copy.deepcopy(model)):
+            with pytest.raises(RuntimeError, match=r'stem\._extra_state of the state dict is damaged'):
+                follow_state_dict(ours, state)
+    state = {**model.state_dict(), 'stem._extra_state': written({'position': 'gaussian', 'num_heads': 4})}
+    with pytest.raises(StructureError, match=r'attention of 4 heads in the place .* has 9 positions'):
+        follow_state_dict(small_cnn(seed=1), state)
+
+
+@pytest.mark.parametrize('kind', ['mmengine', 'timm'])
+def test_averages(kind):
+    """Averaged models copy the attention, and their state dicts are followed as any other."""
+    model, x = attention('gated'), images()
+    if kind == 'mmengine':
+        averaged = pytest.importorskip('mmengine.model').ExponentialMovingAverage(model, 0.5, update_buffers=True)
+    else:
+        averaged = timm.utils.ModelEmaV3(model, decay=0.5)
+    for _ in range(2):
+        with torch.no_grad():
+            model.stem.gate.add_(1)
+        (averaged.update_parameters if kind == 'mmengine' else averaged.update)(model)
+    assert averaged.module.stem.gate.lt(model.stem.gate).all()
+    ours = small_cnn(seed=1)
+    load(ours, averaged.module.state_dict())
+    assert torch.equal(ours(x), averaged.module(x))

@@ -1,0 +1,385 @@
+"""AttentionVisualizationHook: what it shows and records, and that the training does not notice it."""
+
+import json
+import random
+import uuid
+from types import SimpleNamespace
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from helpers.small import small_timm
+from mmengine.config import Config
+from mmengine.dist import master_only
+from mmengine.hooks import Hook
+from mmengine.registry import MODEL_WRAPPERS
+from mmengine.runner import Runner
+from mmpretrain.registry import HOOKS
+
+from attncnn_plugin.analysis import (
+    AttentionMaps,
+    attention_maps,
+    head_centers,
+    head_report,
+    read_centers,
+    read_scalars,
+)
+from attncnn_plugin.analysis.layer_maps import shown_layers
+from attncnn_plugin.mm import visualization as attention_visualization_hook
+from attncnn_plugin.mm.config_model import ConfigModel
+from attncnn_plugin.mm.visualization import AttentionVisualizationHook
+
+LAYERS = ['backbone.blocks.0.attn', 'backbone.blocks.1.attn']
+TINY = dict(embed_dims=16, num_layers=2, num_heads=3, feedforward_channels=24)
+
+
+@HOOKS.register_module()
+class Witness(Hook):
+    """Keeps the state of the random numbers and the modes of the modules at every iteration."""
+
+    priority = 'LOWEST'
+    seen = []
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        modes = [module.training for module in runner.model.modules()]
+        Witness.seen.append(
+            (
+                torch.get_rng_state().sum().item(),
+                np.random.get_state()[1].sum(),
+                random.getstate()[1],
+                modes,
+                data_batch['inputs'][0].sum().item(),
+            )
+        )
+
+
+def config_of(repository, work_dir, name='sa_quadratic_digits', hooks=(), epochs=2, **settings):
+    config = Config.fromfile(str(repository / f'configs/{name}.py'))
+    config.merge_from_dict(
+        {
+            'work_dir': str(work_dir),
+            # One of its own: runs of the same second share their visualizer otherwise.
+            'experiment_name': f'{work_dir.name}-{uuid.uuid4().hex}',
+            'train_cfg.max_epochs': epochs,
+            'train_dataloader.dataset.indices': 60,
+            'train_dataloader.batch_size': 20,
+            'val_dataloader.dataset.indices': 20,
+            'randomness.seed': 0,
+            'default_hooks.checkpoint.interval': 1,
+            'default_hooks.checkpoint.save_best': None,
+            **settings,
+        }
+    )
+    if 'cmhsa' not in name:
+        config.model.backbone.update(arch=TINY, drop_rate=0.1)
+        config.model.head.in_channels = 16
+    config.custom_hooks = list(hooks)
+    config.test_dataloader = config.test_evaluator = config.test_cfg = None
+    return config
+
+
+def train(config):
+    runner = Runner.from_cfg(config)
+    runner.train()
+    return runner
+
+
+HOOK = dict(type='AttentionVisualizationHook', interval=2, num_images=3)
+
+
+@pytest.mark.parametrize('name', ['sa_quadratic_digits', 'sa_learned_content_digits'])
+def test_the_training_does_not_notice_it(repository, tmp_path, name):
+    weights, seen = [], []
+    for hooks in ([], [dict(HOOK, interval=1)]):
+        Witness.seen = []
+        config = config_of(repository, tmp_path / str(len(hooks)), name, [*hooks, dict(type='Witness')])
+        # Augmentation that draws from numpy, dropout that draws from torch, and a stage in evaluation mode.
+        config.train_pipeline.insert(1, dict(type='RandomFlip', prob=0.5))
+        config.train_dataloader.dataset.pipeline = config.val_dataloader.dataset.pipeline = config.train_pipeline
+        config.model.backbone.frozen_stages = 1
+        runner = train(config)
+        weights.append(runner.model.state_dict())
+        seen.append(Witness.seen)
+    assert len(seen[0]) == 6 and seen[0] == seen[1]
+    assert False in seen[0][0][3] and True in seen[0][0][3]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+def test_pictures_and_scalars(repository, tmp_path):
+    runner = train(config_of(repository, tmp_path, hooks=[HOOK], epochs=5))
+    pictures = sorted(path.name for path in tmp_path.glob('*/vis_data/vis_image/*'))
+    assert pictures == [f'attention_{kind}_{epoch}.png' for kind in ('centers', 'probs') for epoch in (0, 2, 4, 5)]
+    for path in tmp_path.glob('*/vis_data/vis_image/*'):
+        assert cv2.imread(str(path)).std() > 10
+    scalars = read_scalars(tmp_path)
+    for i, layer in enumerate(LAYERS):
+        encoding = runner.model.backbone.blocks[i].attn.encoding
+        for head in range(3):
+            row, column, width = (
+                scalars[f'attention/{layer}/head{head}/{key}'] for key in ('center_row', 'center_column', 'width')
+            )
+            assert row[:, 0].tolist() == column[:, 0].tolist() == width[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
+            assert [row[-1, 1], column[-1, 1]] == pytest.approx(encoding.center[head].tolist())
+            assert width[-1, 1] == pytest.approx(1 / abs(encoding.sqrt_precision[head].item()))
+            assert len(set(row[:, 1])) > 3  # it moves
+    assert list(read_centers(tmp_path)) == LAYERS
+    assert len(scalars['accuracy/top1']) == 5
+
+    def refuse(constant):
+        raise ValueError(constant)
+
+    (path,) = tmp_path.glob('*/vis_data/scalars.json')
+    assert all(json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines())
+
+
+def test_attention_by_content_is_a_mean_over_images(repository, tmp_path):
+    runner = train(config_of(repository, tmp_path, 'sa_learned_content_digits', [HOOK], epochs=1))
+    loader = runner.val_dataloader
+    inputs = dict(inputs=[loader.dataset[i * len(loader.dataset) // 3]['inputs'] for i in range(3)])
+    images = runner.model.data_preprocessor(inputs, False)['inputs']
+    maps = attention_maps(runner.model, images)
+    for layer in LAYERS:
+        centers, _ = head_centers(maps[layer])
+        recorded = read_centers(tmp_path)[layer]
+        assert np.allclose([recorded[head][-1, 1:] for head in range(3)], centers.numpy(), atol=1e-5)
+
+
+PRUNED = dict(type='HeadPruningHook', epochs=[1], num_batches=1, criteria=[dict(type='stripe', threshold=1.1)])
+
+
+def with_stripes(config, heads):
+    """A run that begins with some heads that the hook prunes, and that a resumed one can repeat."""
+    config.custom_hooks.insert(0, dict(type='Stripes', heads=heads))
+    config.model.backbone.drop_rate = 0.0
+    return config
+
+
+@HOOKS.register_module()
+class Stripes(Hook):
+    """Gives all heads of the first layer a round shape, but for some."""
+
+    priority = 'VERY_HIGH'
+
+    def __init__(self, heads):
+        self.heads = heads
+
+    def before_train(self, runner):
+        if runner.epoch == 0:
+            for block in runner.model.backbone.blocks:
+                block.attn.encoding.sqrt_precision.data.copy_(torch.eye(2).expand(3, 2, 2))
+            runner.model.backbone.blocks[0].attn.encoding.sqrt_precision.data[self.heads, 0, 0] = 3
+
+
+@pytest.fixture(scope='module')
+def pruned(repository, tmp_path_factory):
+    """A run of three epochs in which head 1 of the first layer was pruned at the beginning of the second."""
+    work_dir = tmp_path_factory.mktemp('pruned')
+    config = config_of(repository, work_dir, 'sa_generalized_digits', [PRUNED, HOOK], epochs=3)
+    return work_dir, train(with_stripes(config, [1]))
+
+
+def test_heads_keep_their_numbers_when_others_are_pruned(pruned):
+    work_dir, runner = pruned
+    layer = runner.model.backbone.blocks[0].attn
+    assert layer.num_heads == 2
+    centers = read_centers(work_dir)[LAYERS[0]]
+    assert [centers[head][:, 0].tolist() for head in range(3)] == [[0, 1, 2, 3], [0, 1], [0, 1, 2, 3]]
+    assert centers[0][-1, 1:] == pytest.approx(layer.encoding.center[0].tolist())
+    assert centers[2][-1, 1:] == pytest.approx(layer.encoding.center[1].tolist())
+    (config,) = work_dir.glob('*.py')
+    loaded = ConfigModel(str(config), str(work_dir / 'epoch_3.pth'))  # what the tools begin with
+    assert loaded.head_numbers == dict(zip(LAYERS, ([0, 2], [0, 1, 2])))
+
+
+def test_a_resumed_run_goes_on_with_the_numbers(pruned, repository, tmp_path):
+    work_dir, whole = pruned
+    config = config_of(
+        repository,
+        tmp_path,
+        'sa_generalized_digits',
+        [PRUNED, HOOK],
+        epochs=3,
+        resume=True,
+        load_from=str(work_dir / 'epoch_2.pth'),
+    )
+    runner = train(with_stripes(config, [1]))
+    for head in (0, 2):
+        assert np.allclose(read_centers(tmp_path)[LAYERS[0]][head], read_centers(work_dir)[LAYERS[0]][head][2:])
+    assert 1 not in read_centers(tmp_path)[LAYERS[0]]
+    state = runner.model.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in whole.model.state_dict().items())
+
+
+def test_cmhsa_is_shown_from_its_transition_on(repository, tmp_path):
+    config = config_of(repository, tmp_path, 'cmhsa3_digits', epochs=3)
+    config.model.backbone.num_layers = 2
+    config.param_scheduler = []
+    config.custom_hooks = [dict(type='PhaseTransitionHook', epoch=1), dict(HOOK, interval=1)]
+    train(config)
+    pictures = sorted(path.stem for path in tmp_path.glob('*/vis_data/vis_image/*centers*'))
+    assert pictures == ['attention_centers_2', 'attention_centers_3']
+    centers = read_centers(tmp_path)
+    assert centers and all(head[:, 0].tolist() == [2, 3] for layer in centers.values() for head in layer.values())
+
+
+@pytest.mark.parametrize('kind', ['ResNet_CIFAR', 'MlpMixer'])  # which has patches and blocks
+def test_model_without_attention_layers(kind, repository, tmp_path):
+    """A line in the log, and a training as without the hook."""
+    config = config_of(repository, tmp_path, hooks=[HOOK], epochs=1)
+    backbone = dict(type='ResNet_CIFAR', depth=18, in_channels=1, base_channels=4, stem_channels=4)
+    channels = 32
+    if kind == 'MlpMixer':
+        arch = dict(embed_dims=16, num_layers=1, tokens_mlp_dims=8, channels_mlp_dims=16)
+        backbone, channels = dict(type=kind, arch=arch, img_size=16, patch_size=4, patch_cfg=dict(in_channels=1)), 16
+    head = dict(type='LinearClsHead', num_classes=10, in_channels=channels)
+    neck = dict(type='GlobalAveragePooling', dim=1 if kind == 'MlpMixer' else 2)
+    config.model = dict(type='ImageClassifier', backbone=backbone, neck=neck, head=head)
+    train(config)
+    (log,) = tmp_path.glob('*/*.log')
+    assert 'and of vision transformers, but the model, of type ImageClassifier, has none' in log.read_text()
+    assert not list(tmp_path.glob('*/vis_data/vis_image/*')) and (tmp_path / 'epoch_1.pth').exists()
+
+
+def test_self_supervised_learning_with_several_views(repository, tmp_path):
+    config = config_of(repository, tmp_path, hooks=[HOOK], epochs=1)
+    backbone = dict(config.model.backbone, out_type='avg_featmap')
+    neck = dict(
+        type='NonLinearNeck', in_channels=16, hid_channels=16, out_channels=8, num_layers=2, with_avg_pool=False
+    )
+    config.model = dict(
+        type='SimCLR',
+        backbone=backbone,
+        neck=neck,
+        head=dict(type='ContrastiveHead', loss=dict(type='CrossEntropyLoss'), temperature=0.1),
+    )
+    config.data_preprocessor = dict(type='SelfSupDataPreprocessor', mean=[77.9], std=[95.9])
+    config.train_dataloader.collate_fn = dict(type='default_collate')
+    config.train_dataloader.dataset.pipeline = [
+        dict(type='MultiView', num_views=2, transforms=[[dict(type='RandomFlip', prob=0.5)]]),
+        dict(type='PackInputs'),
+    ]
+    config.val_dataloader = config.val_cfg = config.val_evaluator = None
+    train(config)
+    assert list(read_centers(tmp_path)) == LAYERS
+
+
+def test_other_ranks_do_nothing(monkeypatch):
+    monkeypatch.setattr('mmengine.dist.utils.is_main_process', lambda *args: False)
+    monkeypatch.setattr('mmengine.dist.is_main_process', lambda *args: False)
+    ran = []
+    master_only(lambda: ran.append(1))()
+    assert not ran  # the way in which another rank is played here does work
+    hook = AttentionVisualizationHook()
+    for stage in ('before_train', 'after_train_epoch', 'after_train'):
+        getattr(hook, stage)(None)  # a runner would be used
+
+
+def test_a_model_in_a_wrapper(repository, tmp_path):
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    MODEL_WRAPPERS.register_module(name='AttentionTestWrapper', module=Wrapper, force=True)
+    runner = train(config_of(repository, tmp_path, hooks=[HOOK], epochs=1))
+    hook = next(hook for hook in runner.hooks if isinstance(hook, AttentionVisualizationHook))
+    with torch.no_grad():
+        runner.model.backbone.blocks[0].attn.encoding.center[0] = torch.tensor([1.0, -2.0])
+    runner.model = Wrapper(runner.model)
+    hook._show(runner, 7, draw=False)
+    runner.visualizer.close()
+    assert read_centers(tmp_path)[LAYERS[0]][0][-1].tolist() == [7, 1, -2]
+
+
+@pytest.mark.parametrize('settings', [dict(interval=0), dict(interval=1.5), dict(num_images=0)])
+def test_wrong_settings(settings):
+    ((name, value),) = settings.items()
+    with pytest.raises(ValueError, match=f'{name}={value} of AttentionVisualizationHook'):
+        AttentionVisualizationHook(**settings)
+
+
+def test_a_loop_that_does_not_count_epochs(repository, tmp_path):
+    config = config_of(repository, tmp_path, hooks=[HOOK])
+    config.train_cfg = dict(type='IterBasedTrainLoop', max_iters=1, val_interval=1)
+    with pytest.raises(TypeError, match='IterBasedTrainLoop'):
+        train(config)
+
+
+def test_heads_that_give_nothing_to_the_grid(monkeypatch):
+    """They have no centre to record."""
+    model, recorded = small_timm('sa_learned_content_cifar'), {}
+
+    def maps_of(model, images):
+        probs = torch.full((3, 16, 16), 1 / 16)
+        probs[1] = 0
+        return {f'blocks.{i}.attn': AttentionMaps(probs, (4, 4)) for i in range(2)}
+
+    monkeypatch.setattr(attention_visualization_hook, 'attention_maps', maps_of)
+    hook = AttentionVisualizationHook()
+    hook._images = torch.randn(1, 3, 8, 8)
+    visualizer = SimpleNamespace(add_scalars=lambda scalars, step: recorded.update(scalars))
+    hub = SimpleNamespace(runtime_info={}, update_info=lambda name, value: None)
+    hook._show(SimpleNamespace(model=model, visualizer=visualizer, message_hub=hub), 0, draw=False)
+    heads = {name.split('/')[2] for name in recorded}
+    assert heads == {'head0', 'head2'} and len(recorded) == 2 * 2 * 3
+
+
+VIT_ARCH = dict(embed_dims=16, num_layers=2, num_heads=4, feedforward_channels=24)
+BACKBONES = {
+    'VisionTransformer': dict(arch=VIT_ARCH, img_size=16, patch_size=4),
+    'BEiTViT': dict(arch=VIT_ARCH, img_size=16, patch_size=4),
+    'SwinTransformer': dict(
+        arch=dict(embed_dims=16, depths=[2], num_heads=[4]), img_size=16, patch_size=2, window_size=4, out_indices=(0,)
+    ),
+}
+
+
+def train_vit(repository, folder, kind, hooks, epochs):
+    config = config_of(repository, folder, hooks=hooks, epochs=epochs)
+    config.model.backbone = dict(type=kind, in_channels=1, **BACKBONES[kind])
+    if kind == 'SwinTransformer':
+        config.model.neck = dict(type='GlobalAveragePooling')
+    return train(config)
+
+
+@pytest.mark.parametrize('kind', BACKBONES)
+def test_vision_transformers(kind, repository, tmp_path):
+    """The training is the same with it, and the last scalars are those of the mean over the hook's images."""
+    shown = [dict(HOOK, interval=1)]
+    runner, without = (
+        train_vit(repository, tmp_path / name, kind, hooks, 1) for name, hooks in (('a', shown), ('b', []))
+    )
+    states = runner.model.state_dict(), without.model.state_dict()
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    pictures = sorted(path.name for path in (tmp_path / 'a').glob('*/vis_data/vis_image/*'))
+    assert pictures == [f'attention_{kind}_{epoch}.png' for kind in ('centers', 'probs') for epoch in (0, 1)]
+    loader = runner.val_dataloader
+    inputs = dict(inputs=[loader.dataset[i * len(loader.dataset) // 3]['inputs'] for i in range(3)])
+    images = runner.model.data_preprocessor(inputs, False)['inputs']
+    maps, recorded = attention_maps(runner.model, images), read_centers(tmp_path / 'a')
+    assert list(recorded) == list(shown_layers(runner.model)) and len(recorded) == 2
+    reports = {report.name: report for report in head_report(runner.model, images).layers}
+    for name, own in maps.items():
+        centers, _ = head_centers(own)
+        if kind == 'SwinTransformer':  # a single query would show its place in its window
+            centers = torch.tensor([head.center for head in reports[name].heads])
+        assert np.allclose([recorded[name][head][-1, 1:] for head in range(4)], centers.numpy(), atol=1e-5)
+
+
+def test_heads_of_a_transformer_keep_their_numbers(repository, tmp_path):
+    """When others are pruned between two epochs."""
+    prune = dict(type='HeadPruningHook', epochs=[1], num_batches=1, criteria=[dict(type='importance', keep=5)])
+    runner = train_vit(repository, tmp_path, 'VisionTransformer', [prune, HOOK], 2)
+    (log,) = tmp_path.glob('*/*.log')
+    removed = next(line for line in log.read_text().splitlines() if 'Removed heads' in line)
+    removed = json.loads(removed[removed.index('{') : removed.index('}') + 1].replace("'", '"'))
+    left = {
+        name: [head for head in range(4) if head not in removed.get(name, [])] for name in shown_layers(runner.model)
+    }
+    assert sum(map(len, left.values())) == 5
+    numbers = runner.message_hub.runtime_info['attention_heads']
+    assert numbers == left and any(heads != list(range(len(heads))) for heads in left.values())
+    for name, heads in read_centers(tmp_path).items():
+        assert [head for head, way in heads.items() if way[-1, 0] == 2] == left[name]
