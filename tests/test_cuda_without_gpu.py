@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attncnn_plugin import attention as layers
-from attncnn_plugin.attention import linear
 from attncnn_plugin.pruning import prune_heads
 
 CUDA = torch.device('cuda:0')
@@ -26,12 +25,9 @@ SA_KINDS = [kind for kind in TIMM_KINDS if kind != 'sa_quadratic16_cifar']  # sa
 MODELS = {
     **{kind: lambda kind=kind: small_timm(kind, depth=1) for kind in SA_KINDS},
     'sinusoidal': lambda: small_timm('sa_learned_cifar', depth=1, position='relative_sinusoidal'),
-    'content_all_terms': lambda: small_timm('sa_learned_content_cifar', depth=1, terms=('qk', 'qr', 'uk', 'vr')),
-    'content_absolute': lambda: small_timm('sa_learned_content_cifar', depth=1, position='absolute_sinusoidal'),
+    'content_sinusoidal': lambda: small_timm('sa_learned_content_cifar', depth=1, position='relative_sinusoidal'),
     'content_generalized': lambda: small_timm('sa_learned_content_cifar', depth=1, position='relative_generalized'),
-    'content_quadratic': lambda: small_timm(
-        'sa_learned_content_cifar', depth=1, position='relative_quadratic', head_dim=5
-    ),
+    'content_quadratic': lambda: small_timm('sa_learned_content_cifar', depth=1, position='relative_quadratic'),
     'cmhsa_conv': lambda: small_cmhsa('conv', depth=1),
     'cmhsa_attn': lambda: small_cmhsa('attn', depth=1),
     'cmhsa_narrow': lambda: small_cmhsa('attn', depth=1, head_dim='exact', qk_dim=4),
@@ -72,8 +68,6 @@ def on_fake_cuda(module):
         # Autocast would turn itself off.
         stack.enter_context(mock.patch('torch.cuda.amp.common.amp_definitely_not_available', lambda: False))
         stack.enter_context(mock.patch('torch.cuda.is_bf16_supported', lambda *args, **kwargs: True))
-        # A fake weight is as plain as a real one, so that matrices are multiplied here too.
-        stack.enter_context(mock.patch.object(linear, 'is_plain_linear', lambda layer: type(layer) is nn.Linear))
         stack.enter_context(FakeMode())
         stack.enter_context(OneDevice())
         for part in module.modules():
@@ -132,7 +126,7 @@ def test_layer(name):
             return
         size = (6, 8)
         heads = layer.gaussian_heads()
-        said = [layer.value_matrices(), layer.position_probs(size), layer.position_share(), *(heads or ())]
+        said = [layer.value_matrices(), layer.position_probs(size), *(heads or ())]
         if layer.depends_on_content:
             said += [layer.attention_scores(x), layer.content_scores(x), layer.position_scores(x)]
         else:

@@ -120,8 +120,7 @@ def expressible_shifts(
 
     Args:
         layer (AttentionLayer): ``QuadraticAttention``, ``GeneralizedQuadraticAttention``, ``LearnedAttention``,
-            ``ContentAttention`` with ``terms=('vr',)``, or an ``ImageAttention`` over two axes whose outputs are those
-            of the pixels, one each.
+            or an ``ImageAttention`` over two axes whose outputs are those of the pixels, one each.
         kernel_size (int | Sequence[int]): Size of the kernel, stride 1, ``padding='same'``.
         size (int | Sequence[int]): Height and width of the grid in tokens.
         queries (str): The queries at which the layer has to be the convolution.

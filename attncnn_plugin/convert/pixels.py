@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..attention.content_images import POSITIONS, SHARED_GATE, ContentImageAttention
-from ..attention.encodings import QuadraticEncoding
 from ..attention.images import ImageAttention, QuadraticImageAttention, WindowImageAttention
+from ..attention.positions import QuadraticEncoding
 from ..attention.state_dicts import StateDict, copy_without_values
 from ..attention.window import Window, per_axis, shown
 from .fewer_heads import LOWEST_SCORE, best_probs, best_weight, log_scores, relative_error, truncation_errors

@@ -147,7 +147,7 @@ def check_position_only(layer: nn.Module) -> None:
     if layer.depends_on_content:
         raise ValueError(
             f'the probabilities of layer, {type(layer).__name__}({layer.extra_repr()}), depend on the input: only '
-            "those of attention by positions alone do not, of a ContentAttention with terms=('vr',)"
+            'those of attention by positions alone do not'
         )
 
 

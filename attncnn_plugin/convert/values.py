@@ -11,8 +11,8 @@ from typing import Optional, Sequence, Tuple, TypeVar, Union
 import torch
 from torch import Tensor, nn
 
-from ..attention.grid_attention import GridAttention
 from ..attention.images import ImageAttention
+from ..attention.tokens import GridAttention
 from ..attention.window import Window, per_axis
 from .kernels import Convolution, block_diagonal, flat_kernel
 from .shift_operators import check_position_only, interior_queries, least_squares, targets, triangle
@@ -96,8 +96,8 @@ def fit_values(
 
     Args:
         attention (GridAttention | ImageAttention): Attention by position alone: ``QuadraticAttention``,
-            ``GeneralizedQuadraticAttention``, ``LearnedAttention``, ``ContentAttention`` with ``terms=('vr',)``, or an
-            ``ImageAttention``. It is not changed. Attention dropout is left out.
+            ``GeneralizedQuadraticAttention``, ``LearnedAttention``, or an ``ImageAttention``. It is not changed.
+            Attention dropout is left out.
         conv (nn.Conv1d | nn.Conv2d | nn.Conv3d): The convolution, with any dilation, groups and padding mode. Its
             outputs have to be at the queries of ``attention``: for attention over a grid stride 1 and an output of the
             size of the input.
@@ -189,8 +189,6 @@ def fit_values(
 def _check_fit(attention: Union[GridAttention, ImageAttention], conv: Convolution, window: Window) -> None:
     if attention.num_heads == 0:
         raise ValueError('attention has num_heads=0: no values make it a convolution')
-    if getattr(attention, 'value_proj', None) is not None:
-        raise ValueError('attention has heads with a value_proj of their own, but values are fitted for whole tokens')
     ndim = 2 if attention.window is None else attention.window.ndim
     if window.ndim != ndim:
         raise ValueError(f'conv is a {type(conv).__name__}, but attention has {ndim} axes')

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention.attention_layer import AttentionLayer, GaussianHeads
+from ..attention.attention_layer import AttentionLayer
+from ..attention.positions import GaussianHeads
 from ..attention.window import per_axis, shown
 from ..convert.shift_operators import check_position_only
 
@@ -142,8 +143,7 @@ def find_degenerate_heads(
     It reads the parameters alone and computes in float64 on the CPU: equal layers have equal reports on every rank.
 
     Args:
-        layer (AttentionLayer): ``QuadraticAttention``, ``GeneralizedQuadraticAttention``, ``LearnedAttention``, or
-            ``ContentAttention`` with ``terms=('vr',)``.
+        layer (AttentionLayer): ``QuadraticAttention``, ``GeneralizedQuadraticAttention`` or ``LearnedAttention``.
         criteria (Sequence): Each a name, or a ``dict(type=name, threshold=number)``. A head is degenerate if any of
             them says so; the report has the first.
 

@@ -12,9 +12,9 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from ..attention.grid_attention import GridAttention
 from ..attention.heads import PrunableHeads
 from ..attention.images import GroupedLinear, ImageAttention
+from ..attention.tokens import GridAttention
 from ..change import Change, LayerChange, Successor, within
 from ..transformers.adapters import unknown_class
 from ..transformers.heads import TransformerHeads, transformer_heads
@@ -170,7 +170,7 @@ def replace_parameters(
             none.
         change (Change | Mapping[Parameter, Successor]): What became of a model, of
             :func:`~attncnn_plugin.convert.convs_to_attention` for instance, or of a layer's parameters, of
-            :meth:`~attncnn_plugin.attention.prunable_heads.PrunableHeads.prune_heads`.
+            :meth:`~attncnn_plugin.attention.heads.PrunableHeads.prune_heads`.
             Parameters that the optimizer does not have are left out.
 
     Raises:
@@ -332,7 +332,7 @@ def fold_into_bias(layer: Heads, heads: Sequence[int], mean: Tensor) -> None:
 
 def takes_duplicates(layer: Heads) -> bool:
     """Says whether a head can take the values of another with the same map: where they are as wide as a token."""
-    return isinstance(layer, ImageAttention) or isinstance(layer, GridAttention) and layer.value_proj is None
+    return isinstance(layer, (ImageAttention, GridAttention))
 
 
 @torch.no_grad()
@@ -349,8 +349,9 @@ def merge_duplicate(layer: Heads, head: int, kept: int) -> None:
 
     Examples:
         >>> from attncnn_plugin.attention import QuadraticAttention
-        >>> layer = QuadraticAttention(dim=8, num_heads=3, spread_std=0)
-        >>> layer.encoding.center.data[2] = layer.encoding.center.data[0]
+        >>> layer = QuadraticAttention(dim=8, num_heads=3)
+        >>> for parameter in layer.encoding.parameters():
+        ...     parameter.data[2] = parameter.data[0]
         >>> image = torch.randn(1, 5, 6, 8)
         >>> expected = layer(image)
         >>> merge_duplicate(layer, head=2, kept=0)

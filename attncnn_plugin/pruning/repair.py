@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..attention.attention_layer import AttentionLayer
-from ..attention.encodings import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding
-from ..attention.grid_attention import GridAttention
+from ..attention.positions import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding
+from ..attention.tokens import GridAttention
 from ..attention.window import shown
 from .criteria import determinant, gaussian_factor
 
@@ -90,10 +90,10 @@ def reset_heads(layer: AttentionLayer, heads: Sequence[int], generator: Optional
 
     Examples:
         >>> from attncnn_plugin.attention import QuadraticAttention
-        >>> layer = QuadraticAttention(dim=8, num_heads=2, spread_std=0)
+        >>> layer = QuadraticAttention(dim=8, num_heads=2)
         >>> layer.encoding.sqrt_precision.data = torch.zeros(2)
         >>> reset_heads(layer, [1])
-        >>> layer.encoding.sqrt_precision.tolist()
+        >>> layer.encoding.sqrt_precision.round(decimals=1).tolist()
         [0.0, 1.0]
     """
     encoding = getattr(layer, 'encoding', None)

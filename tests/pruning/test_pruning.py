@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from helpers.layers import with_outputs
 from helpers.small import SMALL_ARCH, TIMM_KINDS, small_timm
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,9 +25,8 @@ LAYERS = {
     'quadratic': QuadraticAttention,
     'generalized': GeneralizedQuadraticAttention,
     'learned': LearnedAttention,
-    'content': lambda *args, **kwargs: ContentAttention(*args, terms=('qk', 'qr', 'uk', 'vr'), **kwargs),
-    'position': lambda *args, **kwargs: ContentAttention(*args, terms=('vr',), **kwargs),
-    'absolute': lambda *args, **kwargs: ContentAttention(*args, position='absolute_learned', **kwargs),
+    'content': ContentAttention,
+    'content_quadratic': lambda *args, **kwargs: ContentAttention(*args, position='relative_quadratic', **kwargs),
 }
 
 
@@ -200,7 +200,7 @@ def test_uniform_heads_go_into_the_bias():
     heads = torch.einsum('hqk,bkc->bqhc', layer.attention_probs((5, 4)), torch.cat(images).flatten(1, 2))
     assert torch.allclose(means.mean, heads.mean((0, 1)).flatten()) and means.size == (5, 4)
     with pytest.raises(ValueError, match='has no bias'):
-        fold_into_bias(QuadraticAttention(4, 3, bias=False), [1], means.mean)
+        fold_into_bias(with_outputs(QuadraticAttention(4, 3), 4, bias=False), [1], means.mean)
 
 
 @pytest.mark.parametrize('name', TIMM_KINDS)

@@ -276,7 +276,6 @@ def test_the_report_as_a_table():
         lambda: quadratic([1.0, 0.5]),
         lambda: generalized([[1, 0, 0, 1], [0, 0, 0, 1]]),
         learned,
-        lambda: ContentAttention(4, 3, max_size=(6, 6), terms=('vr',)),
     ],
 )
 def test_a_search_reads_the_parameters_alone(make):
