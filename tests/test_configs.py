@@ -8,8 +8,9 @@ import pytest
 import torch
 import yaml
 from helpers.flops import paper_flops
+from helpers.images import write_images
 from helpers.schedules import rates, warm_up_and_cosine
-from helpers.small import SMALL_ARCH
+from helpers.small_configs import shrink
 from mmengine.config import Config
 from mmengine.evaluator import Evaluator
 from mmengine.hooks import Hook
@@ -20,7 +21,6 @@ from mmpretrain import get_model, list_models
 from mmpretrain.apis.model import ModelHub
 from mmpretrain.registry import MODELS as MODELS_OF_MMPRETRAIN
 from mmpretrain.registry import TRANSFORMS
-from PIL import Image
 
 from attncnn_plugin.attention import GeneralizedQuadraticAttention
 from attncnn_plugin.pruning import find_degenerate_heads
@@ -29,7 +29,6 @@ from attncnn_plugin.transformers.transformer_attention import vit_attention
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
 MODELS = [model['Name'] for model in yaml.safe_load((CONFIGS / 'metafile.yml').read_text())['Models']]
-SMALL_VIT = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=24)
 
 
 @pytest.fixture(autouse=True)
@@ -47,56 +46,7 @@ def test_every_config_is_in_the_index():
 @pytest.fixture(scope='session')
 def images(tmp_path_factory):
     """A folder of 32x32 images in ten classes, as mmpretrain's CustomDataset reads."""
-    root = tmp_path_factory.mktemp('images')
-    generator = np.random.default_rng(0)
-    for label in range(10):
-        (root / str(label)).mkdir()
-        for i in range(2):
-            image = generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)
-            Image.fromarray(image).save(root / str(label) / f'{i}.png')
-    return root
-
-
-def shrink(config: Config, images, work_dir) -> Config:
-    """The config with a small model, 20 images, two epochs of two iterations."""
-    backbone, head = config.model.backbone, config.model.head
-    if backbone.type == 'ConvToAttention':
-        backbone.backbone.update(base_channels=4, stem_channels=4)
-        head.in_channels = 32 if backbone.backbone.depth == 18 else 128
-    elif backbone.type == 'ResNet_CIFAR':
-        backbone.update(base_channels=4, stem_channels=4)
-        head.in_channels = 32
-    elif backbone.type == 'CMHSA':
-        backbone.update(img_size=32, patch_size=4, num_layers=2)
-        head.in_channels = 16 * backbone.get('in_channels', 3)
-    elif backbone.type == 'VisionTransformer':
-        backbone.update(img_size=32, patch_size=8, arch=SMALL_VIT)
-        head.in_channels = 16
-    else:
-        backbone.arch = SMALL_ARCH
-        head.in_channels = SMALL_ARCH['embed_dims']
-    for name in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
-        loader = config[name]
-        loader.update(batch_size=10, num_workers=0, persistent_workers=False)
-        for step in loader.dataset.pipeline:
-            step.update({key: {224: 32, 256: 36}[step[key]] for key in ('scale', 'crop_size') if step.get(key, 0) > 32})
-        if loader.dataset.type == 'Digits':
-            loader.dataset.indices = 20
-        else:
-            pipeline = [dict(type='LoadImageFromFile'), *loader.dataset.pipeline]
-            loader.dataset = dict(type='CustomDataset', data_root=str(images), pipeline=pipeline)
-    config.train_cfg.max_epochs = 2
-    config.load_from = None
-    for hook in config.get('custom_hooks', []):
-        if hook.type == 'PhaseTransitionHook':
-            hook.epoch = min(1, hook.epoch)
-            schedulers = hook.get('param_scheduler') or []
-            for scheduler in [schedulers] if isinstance(schedulers, dict) else schedulers:
-                scheduler.begin = 0
-    config.randomness = dict(seed=0)
-    config.work_dir = str(work_dir)
-    config.log_level = 'WARNING'
-    return config
+    return write_images(tmp_path_factory.mktemp('images'))
 
 
 class Start(Hook):

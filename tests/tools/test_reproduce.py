@@ -21,6 +21,7 @@ import torch
 
 mmpretrain = pytest.importorskip('mmpretrain')
 import reproduce  # noqa: E402
+from helpers.images import write_images  # noqa: E402
 from helpers.processes import environment, run  # noqa: E402
 from helpers.schedules import phases_of, rates, warm_up_and_cosine  # noqa: E402
 from mmengine.config import Config  # noqa: E402
@@ -50,6 +51,14 @@ TABLE = Table(
     },
     curves=('accuracy/top1', 'cross_entropy/mean'),
 )
+
+
+@pytest.fixture
+def images(tmp_path):
+    """A folder of random images, one of each of ten classes, for training and for tests."""
+    for split in ('train', 'test'):
+        write_images(tmp_path / split, count=1)
+    return tmp_path
 
 
 def config_of(table, label):

@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from helpers.images import write_images
 
 pytest.importorskip('matplotlib')
 
@@ -32,12 +32,7 @@ def folder(tmp_path_factory):
     for block in model.blocks:
         torch.nn.init.normal_(block.attn.qkv.weight, std=0.5)
     torch.save(model.state_dict(), folder / 'vit.pth')
-    random = np.random.default_rng(0)
-    for label in ('cat', 'dog'):
-        (folder / 'images' / label).mkdir(parents=True)
-        for i in range(3):
-            pixels = random.integers(0, 256, (40, 40, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / 'images' / label / f'{i}.png')
+    write_images(folder / 'images', ['cat', 'dog'], 3, size=40)
     return folder
 
 
