@@ -11,8 +11,7 @@ from .encodings import (
 )
 from .grid_attention import GeneralizedQuadraticAttention, GridAttention, LearnedAttention, QuadraticAttention
 from .image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
-from .patch_attention import PatchAttention
-from .position_bias import GridBias, WindowBias
+from .patches import GridBias, PatchAttention, WindowBias
 from .position_tables import AbsoluteEncoding, RelativeTables
 from .prunable_heads import PrunableHeads
 from .structure import Restructurable, StructureError

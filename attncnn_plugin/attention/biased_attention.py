@@ -1,37 +1,13 @@
 """softmax(q·k/√D_k + b) v with position biases b and, if they have one, a null key (Li et al. 2021, eq. 1 and 2)."""
 
-from typing import Dict, List, Sequence
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .softmax import softmax
 
 
-def attend_biased(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: float) -> Tensor:
-    """softmax(q·k/√D_k + b) v. The q·k of a null key is 0, and so is its value.
-
-    Args:
-        query (Tensor): ``(B, N_h, Q, D_k)``.
-        key (Tensor): ``(B, N_h, K, D_k)``.
-        value (Tensor): ``(B, N_h, K, D_h)``.
-        bias (Tensor): b, at least float32, ``(N_h, Q, K)``, or ``(N_h, Q, K + 1)`` with a null key, the last.
-        dropout (float): Dropout rate of the probabilities.
-
-    Returns:
-        Tensor: ``(B, N_h, Q, D_h)``.
-    """
-    if query.device.type == 'cpu':
-        return probabilities(query, key, bias, dropout).to(value.dtype) @ value
-    null = (0, 0, 0, bias.shape[-1] - key.shape[-2])  # one more key and value, of zeros
-    return F.scaled_dot_product_attention(
-        query, F.pad(key, null), F.pad(value, null), attn_mask=bias.to(query.dtype)[None], dropout_p=dropout
-    )
-
-
 def attend_shared(query: Tensor, key: Tensor, tokens: Tensor, bias: Tensor, channels_first: bool = False) -> Tensor:
-    """As :func:`attend_biased` for heads that share their values.
+    """Returns softmax(q·k/√D_k + b) v of heads that share their values. A null key has the q·k 0, and the value 0.
 
     Args:
         query (Tensor): ``(…, N_h, Q, D_k)``.
@@ -73,36 +49,6 @@ def shared_heads(probs: Tensor, tokens: Tensor, channels_first: bool = False) ->
         return heads.unflatten(-2, (num_heads, queries))
     heads = probs.transpose(-3, -2).flatten(-3, -2) @ tokens  # (…, Q·N_h, D)
     return heads.unflatten(-2, (queries, num_heads)).transpose(-3, -2)
-
-
-def attend_biased_of_widths(
-    query: Tensor, key: Tensor, values: Sequence[Tensor], bias: Tensor, dropout: float
-) -> Tensor:
-    """As :func:`attend_biased` for heads whose values have different widths.
-
-    Args:
-        query (Tensor): ``(B, N_h, Q, D_k)``.
-        key (Tensor): ``(B, N_h, K, D_k)``.
-        values (Sequence[Tensor]): Of each head, ``(B, K, D_h)``.
-        bias (Tensor): As for :func:`attend_biased`.
-        dropout (float): Dropout rate of the probabilities.
-
-    Returns:
-        Tensor: The heads side by side, ``(B, Q, Σ D_h)``.
-    """
-    if query.device.type == 'cpu':
-        # Not by index: the gradient of an index is as large as what it was taken from.
-        probs = probabilities(query, key, bias, dropout).to(values[0].dtype).unbind(1)
-        return torch.cat([of_head @ value for of_head, value in zip(probs, values)], dim=-1)
-    same_width: Dict[int, List[int]] = {}
-    for head, value in enumerate(values):
-        same_width.setdefault(value.shape[-1], []).append(head)
-    outputs: Dict[int, Tensor] = {}
-    for heads in same_width.values():
-        value = torch.stack([values[head] for head in heads], dim=1)
-        output = attend_biased(query[:, heads], key[:, heads], value, bias[heads], dropout)
-        outputs.update(zip(heads, output.unbind(1)))
-    return torch.cat([outputs[head] for head in range(len(values))], dim=-1)
 
 
 def probabilities(query: Tensor, key: Tensor, bias: Tensor, dropout: float = 0.0) -> Tensor:

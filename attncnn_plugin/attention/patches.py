@@ -1,13 +1,32 @@
-"""Images as grids of flattened patches, and back."""
+"""Self-attention over patches with a relative position bias (Li et al. 2021 (L21), sections 3 and 4)."""
 
-from typing import Tuple
+import json
+import logging
+from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .attention_layer import head_products
+from .linear import check_plain_linear
+from .precision import Device, Dtype, at_least_float32
+from .prunable_heads import HeadParameters, PrunableHeads, resize_parameter
+from .resizable_tables import ResizableTables
+from .shifts import axis_shifts, resize_shift_table
+from .softmax import softmax
+from .structure import StateDict, StructureError, too_many_heads
+
+logger = logging.getLogger(__name__)
+
+# Stands for −∞, whose gradient is not a number: e^−10000 is 0 beside any score, and float16 has it.
+MASK_VALUE = -1e4
+
+Structure = Tuple[int, Tuple[int, ...], bool]  # D_k, D_h of each head, and whether there is a null key
 
 
 def image_to_patches(image: Tensor, patch_size: Tuple[int, int]) -> Tensor:
-    """``(B, C, H, W)`` to ``(B, H/P, W/P, C·P·P)``, a patch flattened channel by channel, row by row.
+    """Cuts ``(B, C, H, W)`` into ``(B, H/P, W/P, C·P·P)``, a patch flattened channel by channel, row by row.
 
     Raises:
         ValueError: The image cannot be cut into patches.
@@ -23,28 +42,302 @@ def image_to_patches(image: Tensor, patch_size: Tuple[int, int]) -> Tensor:
     return patches.permute(0, 2, 4, 1, 3, 5).flatten(3)
 
 
-def patches_to_image(
-    patches: Tensor,
-    patch_size: Tuple[int, int],
-    memory_format: torch.memory_format = torch.contiguous_format,
-) -> Tensor:
-    """The inverse of :func:`image_to_patches`.
-
-    Args:
-        patches (Tensor): ``(B, H/P, W/P, C·P·P)``.
-        patch_size (tuple[int, int]): Patch size P.
-        memory_format (torch.memory_format): Of the image: contiguous, the default, or channels last.
-
-    Returns:
-        Tensor: ``(B, C, H, W)``.
-    """
+def patches_to_image(patches: Tensor, patch_size: Tuple[int, int]) -> Tensor:
+    """Puts ``(B, H/P, W/P, C·P·P)`` together to ``(B, C, H, W)``, the inverse of :func:`image_to_patches`."""
     batch, height, width, dim = patches.shape
     rows, columns = patch_size
     channels = dim // (rows * columns)
-    image = patches.reshape(batch, height, width, channels, rows, columns)
-    size = height * rows, width * columns
-    if memory_format == torch.channels_last:  # in one copy too
-        image = image.permute(0, 1, 4, 2, 5, 3).reshape(batch, *size, channels).permute(0, 3, 1, 2)
-    else:
-        image = image.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels, *size)
-    return image.contiguous(memory_format=memory_format)
+    image = patches.reshape(batch, height, width, channels, rows, columns).permute(0, 3, 1, 4, 2, 5)
+    return image.reshape(batch, channels, height * rows, width * columns)
+
+
+class WindowBias(nn.Module):
+    """Relative position bias b_δ for the shifts of a window; keys at other shifts are not seen.
+
+    A shift of the window whose key lies outside the grid counts all the same: its key is the *null key*, one more
+    key with the value 0, whose bias for a query is log Σ exp(b_δ) over those shifts. So the probabilities of the keys
+    inside do not depend on where the border is, and what lies beyond it is zero padding, exactly. L21's Theorem 1
+    leaves it out: without it a head that finds no key at its shift spreads over the whole image. Attention that does
+    not begin as a convolution does without: with biases of 0 most of a grid's shifts lead out of it, and the null key
+    takes 73% of the attention of a 14×14 grid.
+
+    Args:
+        num_heads (int): Number of heads N_h.
+        first (tuple[int, int]): The first shift δ of the window, (row, column), in tokens.
+        window_size (tuple[int, int]): Number of shifts, (rows, columns).
+        null_key (bool): Whether there is a null key. Defaults to True.
+
+    Attributes:
+        table (Parameter): b, ``(N_h, rows, columns)``. Starts at 0.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        first: Tuple[int, int],
+        window_size: Tuple[int, int],
+        null_key: bool = True,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
+        super().__init__()
+        self.first = first
+        self.null_key = null_key
+        self.table = nn.Parameter(torch.zeros(num_heads, *window_size, device=device, dtype=dtype))
+
+    def table_of(self, size: Sequence[int]) -> Tuple[Tensor, Tuple[int, int]]:
+        """Returns the biases for a grid, at least float32, and their first shift."""
+        return at_least_float32(self.table), self.first
+
+    def forward(self, size: Sequence[int]) -> Tensor:
+        """Returns the biases of every query and key of a grid, ``(N_h, H·W, H·W)``, at least float32.
+
+        With a null key there is one more column, its own, the last.
+        """
+        table, first = self.table_of(size)
+        # Of each axis: the entry of the table for a query and a key, (q, k), and whether the table has it.
+        rows, columns = (axis_shifts(n, table).long() - start for n, start in zip(size, first))
+        (rows, seen_rows), (columns, seen_columns) = (
+            (entry.clamp(0, shifts - 1), (entry >= 0) & (entry < shifts))
+            for entry, shifts in zip((rows, columns), table.shape[1:])
+        )
+        keys = table[:, rows[:, None, :, None], columns[None, :, None, :]]  # b_δ at δ = k − q: (N_h, q1, q2, k1, k2)
+        keys = keys.masked_fill(~(seen_rows[:, None, :, None] & seen_columns[None, :, None, :]), MASK_VALUE)
+        keys = keys.flatten(3).flatten(1, 2)
+        if not self.null_key:
+            return keys
+        return torch.cat([keys, _outside(table, first, size).flatten(1)[..., None]], dim=-1)
+
+
+def _outside(table: Tensor, first: Tuple[int, int], size: Sequence[int]) -> Tensor:
+    """Returns log Σ exp(b_δ) over the shifts that lead out of the grid, of each query, ``(N_h, H, W)``."""
+    targets = [
+        torch.arange(n, device=table.device)[:, None] + torch.arange(start, start + shifts, device=table.device)
+        for n, start, shifts in zip(size, first, table.shape[1:])
+    ]
+    rows, columns = ((target < 0) | (target >= n) for target, n in zip(targets, size))  # (q, δ)
+    # A shift leads out by its column, whatever its row is …
+    by_column = table[:, :, None].masked_fill(~columns, MASK_VALUE).logsumexp(-1)  # (N_h, δ1, q2)
+    # … or by its row, whatever its column is: (N_h, q1, δ1, q2).
+    by_row = torch.where(rows[:, :, None], table.logsumexp(-1)[:, None, :, None], by_column[:, None])
+    return by_row.logsumexp(2)
+
+
+class GridBias(ResizableTables, WindowBias):
+    """Relative position bias b_δ for all shifts of a grid, and the null key of :class:`WindowBias`.
+
+    On a smaller grid the shifts in the middle of the table are used; for a larger one, and for a checkpoint of another
+    size, near shifts keep their biases and far ones are spread, see
+    :func:`~attncnn_plugin.attention.shifts.resize_shifts`.
+
+    Args:
+        num_heads (int): Number of heads N_h.
+        grid_size (tuple[int, int]): Height and width of the grid, in tokens.
+        null_key (bool): Whether there is a null key. Defaults to True.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        grid_size: Tuple[int, int],
+        null_key: bool = True,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
+        height, width = grid_size
+        super().__init__(num_heads, (1 - height, 1 - width), (2 * height - 1, 2 * width - 1), null_key, device, dtype)
+        self._follow_state_dicts()
+
+    def table_of(self, size: Sequence[int]) -> Tuple[Tensor, Tuple[int, int]]:
+        height, width = size
+        table = resize_shift_table(at_least_float32(self.table), (2 * height - 1, 2 * width - 1))
+        return table, (1 - height, 1 - width)
+
+    def resizes(self, table: Tensor) -> bool:
+        return table.ndim == 3 and table.shape[1] % 2 == 1 and table.shape[2] % 2 == 1
+
+    def resize(self, table: Tensor, shape: Sequence[int]) -> Tensor:
+        return resize_shift_table(table, shape[1:])
+
+
+class PatchAttention(PrunableHeads):
+    """Multi-head self-attention over a grid of tokens (L21, eq. 1 and 2).
+
+    Queries, keys and values have no biases, so that the query and key of a null key can have the product 0.
+
+    A state dict carries the structure of the layer: the widths of its heads, and whether there is a null key. One of
+    another structure, and of at most as many heads, changes the layer as it is loaded.
+
+    Args:
+        dim (int): Channels D of a token.
+        num_heads (int): Number of heads N_h.
+        position (WindowBias): The relative position bias.
+        out_dim (int, optional): Channels of the output. Defaults to ``dim``.
+        bias (bool): Whether the output has a bias. Defaults to True.
+        head_dim (int | Sequence[int], optional): Channels D_h of a head's values, for all heads or for each. Defaults
+            to ``dim``, as L21's heads.
+        qk_dim (int, optional): Channels D_k of a head's queries and keys. Defaults to ``dim``.
+
+    Raises:
+        ValueError: A width below 1, or a number of them that is not the number of heads.
+
+    Attributes:
+        query, key (nn.Linear): W^Q and W^K, D to N_h·D_k.
+        value (nn.Linear): W^V, D to Σ D_h, head after head.
+        out (nn.Linear): W^O, Σ D_h to ``out_dim``.
+        head_dims (tuple[int, ...]): D_h of each head.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        position: WindowBias,
+        out_dim: Optional[int] = None,
+        bias: bool = True,
+        head_dim: Union[int, Sequence[int], None] = None,
+        qk_dim: Optional[int] = None,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
+        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
+        super().__init__()
+        head_dim = dim if head_dim is None else head_dim
+        self.head_dims = (head_dim,) * num_heads if isinstance(head_dim, int) else tuple(head_dim)
+        self.qk_dim = dim if qk_dim is None else qk_dim
+        if len(self.head_dims) != num_heads or min(self.head_dims, default=1) < 1:
+            raise ValueError(
+                f'head_dim={head_dim} must be at least 1, one for all heads or one for each of the {num_heads}'
+            )
+        if self.qk_dim < 1:
+            raise ValueError(f'qk_dim={qk_dim} must be at least 1')
+        self.dim = dim
+        self.out_dim = dim if out_dim is None else out_dim
+        self.position = position
+        self.query = nn.Linear(dim, num_heads * self.qk_dim, bias=False, **dd)
+        self.key = nn.Linear(dim, num_heads * self.qk_dim, bias=False, **dd)
+        self.value = nn.Linear(dim, sum(self.head_dims), bias=False, **dd)
+        self.out = nn.Linear(sum(self.head_dims), self.out_dim, bias, **dd)
+        self._init_heads(num_heads)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for linear in (self.query, self.key, self.value, self.out):
+            nn.init.trunc_normal_(linear.weight, std=0.02)
+        if self.out.bias is not None:
+            nn.init.zeros_(self.out.bias)
+        nn.init.zeros_(self.position.table)
+
+    def extra_repr(self) -> str:
+        widths = self.head_dims[0] if len(set(self.head_dims)) == 1 else self.head_dims
+        return f'dim={self.dim}, num_heads={self.num_heads}, head_dim={widths}, qk_dim={self.qk_dim}'
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps ``(B, H, W, D)`` to ``(B, H, W, D_out)``, for any H and W."""
+        if self.num_heads == 0:
+            return self.out(x[..., :0])
+        tokens = x.flatten(1, 2)
+        query, key = (
+            linear(tokens).unflatten(2, (self.num_heads, self.qk_dim)).transpose(1, 2)  # (B, N_h, N, D_k)
+            for linear in (self.query, self.key)
+        )
+        scores = query @ (key * self.qk_dim**-0.5).transpose(2, 3)  # q·k/√D_k
+        if self.position.null_key:
+            scores = F.pad(scores, (0, 1))
+        probs = softmax(scores + self.position(x.shape[1:3]))[..., : tokens.shape[1]]  # the null key's value is 0
+        values = self.value(tokens).split(self.head_dims, dim=2)  # (B, N, D_h) of each head
+        # Not by index: the gradient of an index is as large as what it was taken from.
+        heads = [of_head.to(value.dtype) @ value for of_head, value in zip(probs.unbind(1), values)]
+        return self.out(torch.cat(heads, dim=2).unflatten(1, x.shape[1:3]))
+
+    @property
+    def depends_on_content(self) -> bool:
+        return True
+
+    @property
+    def padding_mode(self) -> str:
+        return 'zeros' if self.position.null_key else 'replicate'
+
+    def attention_probs(self, size: Sequence[int]) -> Tensor:
+        raise ValueError('the probabilities depend on the input x: use attention_scores(x).softmax(-1)')
+
+    def position_probs(self, size: Sequence[int]) -> Tensor:
+        return softmax(self.position(size))[..., : size[0] * size[1]]
+
+    def position_scores(self, x: Tensor) -> Tensor:
+        return self.position(x.shape[1:3]).expand(len(x), -1, -1, -1)
+
+    def attention_scores(self, x: Tensor) -> Tensor:
+        scores = self.content_scores(x)
+        return (F.pad(scores, (0, 1)) if self.position.null_key else scores) + self.position(x.shape[1:3])
+
+    def content_scores(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(1, 2)
+        return head_products(self.query(tokens), self.key(tokens), self.num_heads)
+
+    def value_matrices(self) -> Tensor:
+        for name in ('value', 'out'):
+            check_plain_linear(name, getattr(self, name))
+        if self.num_heads == 0:
+            return at_least_float32(self.value.weight).new_zeros(0, self.out_dim, self.dim)
+        values = at_least_float32(self.value.weight).split(self.head_dims)  # (D_h, D)
+        outs = at_least_float32(self.out.weight).split(self.head_dims, dim=1)  # (D_out, D_h)
+        return torch.stack([out @ value for value, out in zip(values, outs)])
+
+    @property
+    def output(self) -> Any:
+        return self.out
+
+    def head_parameters(self) -> HeadParameters:
+        return {
+            'query.weight': (0, self.qk_dim),
+            'key.weight': (0, self.qk_dim),
+            'value.weight': (0, self.head_dims),
+            'out.weight': (1, self.head_dims),
+            'position.table': (0, 1),
+        }
+
+    def _keep(self, heads: Sequence[int]) -> None:
+        super()._keep(heads)
+        self.head_dims = tuple(self.head_dims[head] for head in heads)
+
+    @property
+    def structure(self) -> Structure:
+        """The widths of queries and of each head's values, and whether there is a null key."""
+        return self.qk_dim, self.head_dims, self.position.null_key
+
+    def get_extra_state(self) -> Tensor:
+        """Returns the structure as JSON, in bytes: state dicts have it as ``_extra_state``."""
+        structure = dict(qk_dim=self.qk_dim, head_dims=self.head_dims, null_key=self.position.null_key)
+        return torch.tensor(list(json.dumps(structure).encode()), dtype=torch.uint8, device='cpu')
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Does nothing: the layer has taken the structure before its parameters were loaded."""
+
+    def structure_in(self, state_dict: StateDict, prefix: str) -> Optional[Structure]:
+        """Returns the structure of a state dict; None where entries are missing."""
+        names = ('_extra_state', *self.head_parameters())
+        if not all(prefix + name in state_dict for name in names):
+            return None
+        entries = {name: state_dict[prefix + name] for name in names}
+        try:
+            state = json.loads(bytes(entries['_extra_state'].byte().tolist()))
+            qk_dim, head_dims, null_key = state['qk_dim'], tuple(state['head_dims']), state['null_key']
+            rows = len(entries['query.weight']), len(entries['value.weight'])
+            if rows != (len(head_dims) * qk_dim, sum(head_dims)):
+                raise ValueError(f'query.weight and value.weight have {rows} rows, which {state} does not explain')
+        except (KeyError, TypeError, ValueError) as error:
+            raise StructureError(f'{prefix}_extra_state of the state dict is damaged: {error}') from error
+        if len(head_dims) > self.built_heads:
+            raise too_many_heads(prefix, len(head_dims), self.built_heads)
+        return qk_dim, head_dims, null_key
+
+    @torch.no_grad()
+    def take_structure(self, structure: Structure) -> None:
+        """Takes heads of other widths; the values are yet to be loaded. The parameters stay the same objects."""
+        logger.info('An attention layer takes the structure %s instead of %s.', structure, self.structure)
+        self.qk_dim, self.head_dims, self.position.null_key = structure
+        self.num_heads = len(self.head_dims)
+        for name, (dim, entries) in self.head_parameters().items():
+            size = entries * self.num_heads if isinstance(entries, int) else sum(entries)
+            resize_parameter(self, name, dim, size)

@@ -1,21 +1,21 @@
-"""A convolution on the image as attention over patches (Li et al. 2021 (L21), Theorem 1 and appendix A.2)."""
+"""A convolution on the image as attention over patches (Li et al. 2021 (L21), Theorems 1, 5 and 6, appendix A.2)."""
 
 import itertools
 import math
-from typing import Any, Dict, Optional, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention.patch_attention import PatchAttention
-from ..attention.patches import image_to_patches, patches_to_image
-from ..attention.position_bias import WindowBias
-from ..attention.window import per_axis
-from .patch_matrices import exact_head_dim, factorize, unit_rows
-from .patch_window import PatchWindow
+from ..attention.patches import PatchAttention, WindowBias, image_to_patches, patches_to_image
+from ..attention.window import Window, per_axis
+from .kernels import kernel_matrix
 from .report import PatchConversionReport
 
 ATTN_BIAS = 40.0  # M: e^−40 is nothing beside 1 in float64 and float32 alike
+
+Pair = Tuple[int, int]
 
 
 class PatchConvolutionAttention(nn.Module):
@@ -27,12 +27,7 @@ class PatchConvolutionAttention(nn.Module):
         out_patch_size (tuple[int, int]): Height and width of a patch of the output.
     """
 
-    def __init__(
-        self,
-        attention: PatchAttention,
-        patch_size: Tuple[int, int],
-        out_patch_size: Tuple[int, int],
-    ) -> None:
+    def __init__(self, attention: PatchAttention, patch_size: Pair, out_patch_size: Pair) -> None:
         super().__init__()
         self.attention = attention
         self.patch_size = patch_size
@@ -44,7 +39,7 @@ class PatchConvolutionAttention(nn.Module):
         Raises:
             ValueError: The image cannot be cut into patches, or does not have the convolution's channels.
         """
-        channels = self.attention.dim // (self.patch_size[0] * self.patch_size[1])
+        channels = self.attention.dim // math.prod(self.patch_size)
         if input.ndim not in (3, 4) or input.shape[-3] != channels:
             raise ValueError(
                 f'the input has shape {tuple(input.shape)}, but (B, {channels}, H, W) or ({channels}, H, W) is expected'
@@ -54,16 +49,73 @@ class PatchConvolutionAttention(nn.Module):
         return patches_to_image(self.attention(image_to_patches(input, self.patch_size)), self.out_patch_size)
 
 
-def exact_head_dims(conv: nn.Conv2d, patch_size: Union[int, Tuple[int, int]]) -> Tuple[int, ...]:
+def patch_shifts(conv: nn.Conv2d, patch_size: Pair) -> Tuple[Pair, ...]:
+    """Returns the shifts δ from a patch to those that a convolution on the image reads, row by row: one head each.
+
+    Raises:
+        TypeError: ``conv`` is not an ``nn.Conv2d``.
+        ValueError: Its output is not one patch for each patch (L21, A.2, Remark), or its padding is not of zeros.
+    """
+    if not isinstance(conv, nn.Conv2d):
+        raise TypeError(
+            f'conv is a {type(conv).__name__}, but only nn.Conv2d can become attention over patches of an image'
+        )
+    window = Window.of(conv)
+    if window.padding_mode != 'zeros' and any(n for pair in window.padding for n in pair):
+        raise ValueError(
+            f"padding_mode={window.padding_mode!r} of conv: at the image's border attention over patches can only "
+            "stand for padding_mode='zeros' (the null key); pad the image yourself and use padding=0"
+        )
+    axes: List[range] = []
+    for patch, kernel, stride, dilation, (before, after) in zip(
+        patch_size, window.kernel_size, window.stride, window.dilation, window.padding
+    ):
+        extent = dilation * (kernel - 1) + 1
+        if patch % stride:
+            raise ValueError(
+                f'stride={stride} of conv does not divide patch_size={patch}: then an output patch is not a whole '
+                f'number of pixels; choose a patch size that is a multiple of {stride}'
+            )
+        # n pixels to n/stride: 0 <= before + after − extent + stride < stride
+        if not extent - stride <= before + after < extent or before > extent - 1:
+            raise ValueError(
+                f'padding of {before} and {after} pixels around a window of {extent} with stride {stride} does '
+                'not give one output patch for each patch: choose the padding so that n pixels become '
+                f'n/{stride} ({(extent - 1) // 2} on both sides of an odd window)'
+            )
+        # Pixel offsets of a patch's outputs, from its first pixel: −before … patch − stride − before + extent − 1
+        axes.append(range(-before // patch, (patch - stride - before + extent - 1) // patch + 1))
+    rows, columns = axes
+    return tuple(itertools.product(rows, columns))
+
+
+def kernel_positions(conv: nn.Conv2d, patch_size: Pair, shift: Pair) -> Tensor:
+    """Returns the kernel position between output t of patch q and pixel s of patch q + δ, ``(t, s)``; −1 for none."""
+    window, axes = Window.of(conv), []
+    for axis, patch in enumerate(patch_size):
+        stride, dilation, before = window.stride[axis], window.dilation[axis], window.padding[axis][0]
+        # On the CPU: they are counted, even for a model without memory.
+        source = shift[axis] * patch + torch.arange(patch, device='cpu')  # s, from the first pixel of patch q
+        target = stride * torch.arange(patch // stride, device='cpu')  # t
+        offset = source - target[:, None] + before  # of the pixel in the window of the output: (t, s)
+        entry = torch.div(offset, dilation, rounding_mode='floor')
+        seen = (offset % dilation == 0) & (entry >= 0) & (entry < window.kernel_size[axis])
+        axes.append(entry.masked_fill(~seen, -1))
+    rows, columns = axes[0][:, None, :, None], axes[1][None, :, None, :]  # (t1, t2, s1, s2)
+    positions = rows * window.kernel_size[1] + columns
+    return positions.masked_fill((rows < 0) | (columns < 0), -1).flatten(2).flatten(0, 1)
+
+
+def exact_head_dims(conv: nn.Conv2d, patch_size: Union[int, Pair]) -> Tuple[int, ...]:
     """Returns widths D_h that are enough for heads to be a convolution on the image, whatever its weights.
 
     The matrices W^V W^O of L21's heads are of low rank: from a patch that is one step away a convolution reads border
     pixels alone. A head has as many channels as it reads pixels, or writes pixels if these are fewer, times their
-    channels. For odd kernels with stride 1 and no dilation that is the rank, for all but special weights. With even
-    kernels, dilation or strides it can be more.
+    channels; one, where dilation steps over a patch. For odd kernels with stride 1 and no dilation that is the rank,
+    for all but special weights. With even kernels, dilation or strides it can be more.
 
     Args:
-        conv (nn.Conv2d): The convolution.
+        conv (nn.Conv2d): The convolution; its weights are not read.
         patch_size (int | tuple[int, int]): Patch size P.
 
     Returns:
@@ -78,21 +130,25 @@ def exact_head_dims(conv: nn.Conv2d, patch_size: Union[int, Tuple[int, int]]) ->
         ((3, 48, 3, 48, 768, 48, 3, 48, 3), 972)
     """
     rows, columns = per_axis('patch_size', patch_size, 2)
-    shifts = PatchWindow.of(conv, (rows, columns)).shifts
-    return tuple(exact_head_dim(conv, (rows, columns), shift) for shift in shifts)
+    widths = []
+    for shift in patch_shifts(conv, (rows, columns)):
+        seen = kernel_positions(conv, (rows, columns), shift) >= 0
+        read, written = (int(seen.any(axis).sum()) for axis in (0, 1))
+        widths.append(max(1, min(read * conv.in_channels, written * conv.out_channels)))
+    return tuple(widths)
 
 
 def choose_head_dims(
-    conv: nn.Conv2d, patch_size: Tuple[int, int], head_dim: Optional[str] = None, min_head_dim: int = 1
+    conv: nn.Conv2d, patch_size: Pair, head_dim: Optional[str] = None, min_head_dim: int = 1
 ) -> Tuple[int, ...]:
     """Returns the channels D_h of each head by the setting of a network or a conversion.
 
     Args:
         conv (nn.Conv2d): The convolution; its weights are not read.
         patch_size (tuple[int, int]): Patch size P.
-        head_dim (str, optional): None for those of a patch, as in L21, or ``'exact'`` for :func:`exact_head_dims`.
+        head_dim (str, optional): None for those of a patch, D, as in L21, or ``'exact'`` for :func:`exact_head_dims`.
             Defaults to None.
-        min_head_dim (int): The least channels of ``'exact'`` heads. Defaults to 1.
+        min_head_dim (int): The least channels of ``'exact'`` heads, which are at most D wide. Defaults to 1.
 
     Raises:
         ValueError: An unknown ``head_dim``; a ``min_head_dim`` below 1, or without ``'exact'``.
@@ -101,15 +157,14 @@ def choose_head_dims(
         raise ValueError(f"head_dim={head_dim!r} is unknown: choose 'exact' or None, as wide as a patch")
     if min_head_dim < 1 or (min_head_dim > 1 and head_dim is None):
         raise ValueError(f"min_head_dim={min_head_dim} must be at least 1, and is for head_dim='exact' alone")
-    exact = exact_head_dims(conv, patch_size)
-    return tuple(
-        conv.in_channels * math.prod(patch_size) if head_dim is None else max(width, min_head_dim) for width in exact
-    )
+    dim = conv.in_channels * math.prod(patch_size)
+    least = dim if head_dim is None else min_head_dim
+    return tuple(min(dim, max(width, least)) for width in exact_head_dims(conv, patch_size))
 
 
 def conv_to_patch_mhsa(
     conv: nn.Conv2d,
-    patch_size: Union[int, Tuple[int, int]],
+    patch_size: Union[int, Pair],
     head_dim: Optional[str] = None,
     qk_dim: Optional[int] = None,
 ) -> Tuple[PatchConvolutionAttention, PatchConversionReport]:
@@ -148,15 +203,15 @@ def conv_to_patch_mhsa(
         True
     """  # noqa: E501
     rows, columns = per_axis('patch_size', patch_size, 2)
-    window = PatchWindow.of(conv, (rows, columns))
+    shifts = patch_shifts(conv, (rows, columns))
     out_patch_size = (rows // conv.stride[0], columns // conv.stride[1])
-    num_heads = len(window.shifts)
+    (first_row, first_column), (last_row, last_column) = shifts[0], shifts[-1]
+    size = last_row - first_row + 1, last_column - first_column + 1
     dd: Dict[str, Any] = {'device': conv.weight.device, 'dtype': conv.weight.dtype}
-    dim = conv.in_channels * rows * columns
     attention = PatchAttention(
-        dim,
-        num_heads,
-        WindowBias(num_heads, window.first, window.size, **dd),
+        conv.in_channels * rows * columns,
+        len(shifts),
+        WindowBias(len(shifts), shifts[0], size, **dd),
         head_dim=choose_head_dims(conv, (rows, columns), head_dim),
         qk_dim=qk_dim,
         out_dim=conv.out_channels * math.prod(out_patch_size),
@@ -166,12 +221,12 @@ def conv_to_patch_mhsa(
     attend_like_convolution(attention, conv, (rows, columns))
     module = PatchConvolutionAttention(attention, (rows, columns), out_patch_size).train(conv.training)
     before, after = (sum(parameter.numel() for parameter in made.parameters()) for made in (conv, module))
-    return module, PatchConversionReport(num_heads, tuple(window.shifts), attention.head_dims, before, after)
+    return module, PatchConversionReport(len(shifts), shifts, attention.head_dims, before, after)
 
 
 @torch.no_grad()
 def attend_like_convolution(
-    attention: PatchAttention, conv: nn.Conv2d, patch_size: Tuple[int, int], attn_bias: float = ATTN_BIAS
+    attention: PatchAttention, conv: nn.Conv2d, patch_size: Pair, attn_bias: float = ATTN_BIAS
 ) -> None:
     """Sets the parameters of an attention over patches to those of L21's Theorem 1.
 
@@ -186,7 +241,7 @@ def attend_like_convolution(
 
     Raises:
         ValueError: The attention has too few heads, or one that is too narrow; the convolution is of another kind, see
-            :meth:`PatchWindow.of`.
+            :func:`patch_shifts`.
 
     Examples:
         >>> attention = PatchAttention(dim=16, num_heads=9, position=WindowBias(9, (-1, -1), (3, 3)))
@@ -194,7 +249,7 @@ def attend_like_convolution(
         >>> attention.position.table[0].tolist()
         [[40.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     """
-    shifts = PatchWindow.of(conv, patch_size).shifts
+    shifts = patch_shifts(conv, patch_size)
     if attention.num_heads < len(shifts):
         raise ValueError(
             f'num_heads={attention.num_heads} is too few for a kernel of {conv.kernel_size} on patches of '
@@ -211,9 +266,53 @@ def attend_like_convolution(
             table[head, entry[0], entry[1]] = attn_bias
             values, out.weight[:, end - width : end] = factorize(conv, patch_size, shifts[head], width)
         else:  # without output weights to begin with; other entries for every head, so that they learn other things
-            values = unit_rows([(head * width + n) % attention.dim for n in range(width)], attention.dim, table)
+            values = unit_rows((head * width + torch.arange(width)) % attention.dim, attention.dim, table)
         attention.value.weight[end - width : end] = values
     if out.bias is not None:
         out.bias.zero_()
         if conv.bias is not None:
             out.bias.copy_(conv.bias.repeat_interleave(math.prod(patch_size) // math.prod(conv.stride)))
+
+
+def factorize(conv: nn.Conv2d, patch_size: Pair, shift: Pair, width: int) -> Tuple[Tensor, Tensor]:
+    """Factors the weights M from the pixels of patch q + δ to the outputs of patch q (L21, A.2) into W^V and W^O.
+
+    W^V picks the pixels that are read, and W^O has their weights: for a head as wide as the token W^V is the identity
+    and W^O is M. Where fewer pixels are written than read, W^V has the weights and W^O puts the outputs in their
+    places. A head that is wider has other pixels too, without weights to begin with, but it can learn them.
+
+    Args:
+        conv (nn.Conv2d): The convolution.
+        patch_size (tuple[int, int]): Patch size P.
+        shift (tuple[int, int]): δ.
+        width (int): D_h, at most as many as the patch has entries.
+
+    Returns:
+        tuple[Tensor, Tensor]: W^V, ``(D_h, D)``, and W^O, ``(D_out, D_h)``, as weights of linear layers.
+
+    Raises:
+        ValueError: The head is too narrow for both.
+    """
+    positions = kernel_positions(conv, patch_size, shift)
+    kernel = F.pad(kernel_matrix(conv), (0, 0, 0, 0, 0, 1))  # (K + 1, C_out, C_in); the last, −1, has zeros
+    weights = kernel[positions.to(kernel.device)]  # (t, s, C_out, C_in)
+    matrix = weights.permute(2, 0, 3, 1).flatten(2).flatten(0, 1)  # M, (D_out, D)
+    seen = positions >= 0
+    read, written = seen.any(0).repeat(conv.in_channels), seen.any(1).repeat(conv.out_channels)
+    if width >= read.sum():
+        pixels = _first_of(read, width)
+        return unit_rows(pixels, matrix.shape[1], matrix), matrix[:, pixels]
+    if width >= written.sum():
+        pixels = _first_of(written, width)
+        return matrix[pixels], unit_rows(pixels, len(matrix), matrix).T
+    raise ValueError(f'a head of {width} channels is too narrow for the patch at {shift}: exact_head_dims says')
+
+
+def _first_of(used: Tensor, number: int) -> Tensor:
+    """Returns the indices of so many entries, in order: of those that are used, then of others."""
+    return used.int().argsort(descending=True, stable=True)[:number].sort().values
+
+
+def unit_rows(entries: Tensor, dim: int, like: Tensor) -> Tensor:
+    """Returns rows of the identity, ``(n, dim)``, of the dtype and on the device of another tensor."""
+    return F.one_hot(entries, dim).to(like)

@@ -331,7 +331,8 @@ class CMHSA(GridBackbone, CMHSANetwork, BaseBackbone):
             ``2 * patch_size``). Defaults to 3.
         head_dim (str, optional): The dimensions of a head's values: those of a token for None, as in the paper, or
             ``'exact'`` for enough to be the convolution. Defaults to None.
-        min_head_dim (int): The least dimensions of a head with ``head_dim='exact'``. Defaults to 1.
+        min_head_dim (int): The least dimensions of a head with ``head_dim='exact'``, up to those of a token.
+            Defaults to 1.
         qk_dim (int, optional): The dimensions of a head's queries and keys. Defaults to None, means those of a token.
         null_key (bool, optional): Whether the attention has a null key, which stands for the zeros around the image
             and without which attention is no convolution at the image's border. The paper has none. Defaults to None,
@@ -352,8 +353,6 @@ class CMHSA(GridBackbone, CMHSANetwork, BaseBackbone):
             Defaults to ``"featmap"``.
         frozen_stages (int): Stages to be frozen (stop grad and set eval mode): 0 the stem, n the stem and the
             first n blocks. -1 means not freezing any parameters. Defaults to -1.
-        drop_rate (float): Probability of a hidden state to be zeroed. Defaults to 0.
-        attn_drop_rate (float): Probability of an attention probability to be zeroed. Defaults to 0.
         drop_path_rate (float): Stochastic depth rate of the last block, rising linearly from 0. Defaults to 0.
         with_cp (bool): Whether to use gradient checkpointing, which saves memory and costs time. Defaults to False.
         init_cfg (dict, optional): Initialization config dict. Defaults to None.
@@ -365,9 +364,12 @@ class CMHSA(GridBackbone, CMHSANetwork, BaseBackbone):
         >>> [tuple(feature.shape) for feature in model(torch.rand(1, 3, 32, 32))]
         [(1, 48, 8, 8), (1, 48, 8, 8)]
         >>> print(model.to_attention())
-        2 convolutions of 3x3 became attention of 9 heads with attn_bias_init=12; 37,800 parameters became 209,610
+        layer          before      after    parameters
+        blocks.0.attn  3×3 kernel  9 heads  84 → 85,101
+        blocks.1.attn  3×3 kernel  9 heads  84 → 85,101
+        model                               37,800 → 209,610
     """
 
     def __init__(self, img_size=224, **kwargs) -> None:
-        super().__init__(img_size=img_size, **kwargs)
+        super().__init__(img_size=img_size, fixed={'drop_rate': 0.0}, **kwargs)  # that of timm, before a classifier
         self.img_size = to_2tuple(img_size)

@@ -162,9 +162,8 @@ class PhaseTransitionHook(Hook):
         before = self._outputs(runner, model, data_batch)
         for part in parts:
             # From the run's own seed: the same on every rank, and in a run that was resumed before.
-            transition = str(part.to_attention(torch.Generator().manual_seed(runner.seed)))
-            separator = '\n' if '\n' in transition else ' '  # a table
-            runner.logger.info(f'Transition at {self.unit} {done}:{separator}{transition}')
+            change = part.to_attention(torch.Generator().manual_seed(runner.seed))
+            runner.logger.info(f'Transition at {self.unit} {done}:\n{change}')
         model.zero_grad(set_to_none=True)
         self._begin_second_phase(runner, done)
         runner.optim_wrapper.initialize_count_status(runner.model, runner.iter, runner.max_iters)

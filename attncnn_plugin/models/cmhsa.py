@@ -8,7 +8,6 @@ begins as these convolutions. Registered with timm as this module is imported:
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import torch
@@ -24,14 +23,14 @@ from timm.models import (
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from ..attention.patch_attention import PatchAttention
-from ..attention.patches import image_to_patches, patches_to_image
-from ..attention.position_bias import GridBias
+from ..attention.patches import GridBias, PatchAttention, image_to_patches, patches_to_image
 from ..attention.structure import Restructurable, StateDict, StructureError, without_prefix
+from ..change import Change, LayerChange, Successor
+from ..convert.model_layers import number_of_parameters
 from ..convert.patches import attend_like_convolution, choose_head_dims
 from ..weights import CLASSES, in_single_precision, weights_file
 
-__all__ = ['CMHSABlock', 'CMHSANetwork', 'PatchConvolution', 'PatchStem', 'Transition']
+__all__ = ['CMHSABlock', 'CMHSANetwork', 'PatchConvolution', 'PatchStem']
 
 PHASES = ('conv', 'attn')
 KEY_STD = 0.02  # of W^K when convolutions become attention: were it 0 as W^Q, neither would ever get a gradient
@@ -74,16 +73,17 @@ class PatchConvolution(nn.Module):
         patch_size (int): Patch size P.
     """
 
-    def __init__(self, channels: int, kernel_size: int, patch_size: int, device=None, dtype=None) -> None:
+    def __init__(self, channels: int, kernel_size: int, patch_size: int) -> None:
         super().__init__()
         self.patch_size = (patch_size, patch_size)
-        self.conv = new_convolution(channels, kernel_size, device, dtype)
+        self.conv = new_convolution(channels, kernel_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(B, H, W, D)`` to the same."""
-        # The gradients of a convolution of few channels take a fraction of the time on CPUs with the channels last.
-        memory_format = torch.channels_last if x.device.type == 'cpu' else torch.contiguous_format
-        return image_to_patches(self.conv(patches_to_image(x, self.patch_size, memory_format)), self.patch_size)
+        """Maps ``(B, H/P, W/P, D)`` to the same."""
+        image = patches_to_image(x, self.patch_size)
+        if x.device.type == 'cpu':  # a training step of few channels has less than half the time with the channels last
+            image = image.contiguous(memory_format=torch.channels_last)
+        return image_to_patches(self.conv(image), self.patch_size)
 
 
 def new_convolution(channels: int, kernel_size: int, device=None, dtype=None) -> nn.Conv2d:
@@ -100,61 +100,20 @@ class CMHSABlock(nn.Module):
         dim (int): Channels D.
         attn (nn.Module): The convolution or the attention, ``(B, H, W, D)`` to the same.
         mlp_dim (int): Hidden channels of the feed-forward network.
-        proj_drop (float): Dropout rate after the two sub-layers. Defaults to 0.
         drop_path (float): Stochastic depth rate. Defaults to 0.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        attn: nn.Module,
-        mlp_dim: int,
-        proj_drop: float = 0.0,
-        drop_path: float = 0.0,
-        device=None,
-        dtype=None,
-    ) -> None:
-        dd = {'device': device, 'dtype': dtype}
+    def __init__(self, dim: int, attn: nn.Module, mlp_dim: int, drop_path: float = 0.0) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=1e-6, **dd)
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
         self.attn = attn
-        self.proj_drop = nn.Dropout(proj_drop)
-        self.norm2 = nn.LayerNorm(dim, eps=1e-6, **dd)
-        self.mlp = Mlp(dim, mlp_dim, drop=proj_drop, **dd)
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
+        self.mlp = Mlp(dim, mlp_dim)
         self.drop_path = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop_path(self.proj_drop(self.attn(self.norm1(x))))
+        x = x + self.drop_path(self.attn(self.norm1(x)))
         return x + self.drop_path(self.mlp(self.norm2(x)))
-
-
-@dataclass(frozen=True)
-class Transition:
-    """The result of :meth:`CMHSANetwork.to_attention`.
-
-    Attributes:
-        num_blocks (int): Convolutions that became attention.
-        kernel_size (int): Kernel size K of each.
-        num_heads (int): Heads N_h of each attention.
-        head_dims (tuple[int, ...]): Channels D_h of each head's values.
-        attn_bias_init (float): M.
-        parameters_before, parameters_after (int): Parameters of the network.
-    """
-
-    num_blocks: int
-    kernel_size: int
-    num_heads: int
-    head_dims: Tuple[int, ...]
-    attn_bias_init: float
-    parameters_before: int
-    parameters_after: int
-
-    def __str__(self) -> str:
-        return (
-            f'{self.num_blocks} convolutions of {self.kernel_size}x{self.kernel_size} became attention of '
-            f'{self.num_heads} heads with attn_bias_init={self.attn_bias_init:g}; '
-            f'{self.parameters_before:,} parameters became {self.parameters_after:,}'
-        )
 
 
 class CMHSANetwork(Restructurable):
@@ -183,7 +142,7 @@ class CMHSANetwork(Restructurable):
         kernel_size (int): Kernel size K. Defaults to 3.
         head_dim (str, optional): Channels D_h of a head's values: D for None, as in L21, or ``'exact'`` for enough to
             be the convolution. Defaults to None.
-        min_head_dim (int): The least channels of a head with ``head_dim='exact'``. Defaults to 1.
+        min_head_dim (int): The least channels of a head with ``head_dim='exact'``, up to D. Defaults to 1.
         qk_dim (int, optional): Channels D_k of a head's queries and keys. Defaults to D, as in L21.
         null_key (bool, optional): Whether the attention has a null key, which stands for the zeros around the image,
             see :class:`~attncnn_plugin.attention.WindowBias`. L21 has none, so that its attention is not the
@@ -198,8 +157,6 @@ class CMHSANetwork(Restructurable):
         num_classes (int): Number of classes, 0 for pooled features. Defaults to 1000.
         global_pool (str): timm's name of the pooling, ``''`` for none. Defaults to ``'avg'``.
         drop_rate (float): Dropout rate before the classifier. Defaults to 0.
-        proj_drop_rate (float): Dropout rate of hidden states. Defaults to 0.
-        attn_drop_rate (float): Dropout rate of attention probabilities. Defaults to 0.
         drop_path_rate (float): Stochastic depth rate of the last block, rising linearly from 0. Defaults to 0.
 
     Raises:
@@ -226,30 +183,23 @@ class CMHSANetwork(Restructurable):
         num_classes: int = 1000,
         global_pool: str = 'avg',
         drop_rate: float = 0.0,
-        proj_drop_rate: float = 0.0,
-        attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
-        device=None,
-        dtype=None,
     ) -> None:
-        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         super().__init__()
         height, width = to_2tuple(img_size)
         dim = patch_size**2 * in_chans
         mlp_dim = 4 * dim if mlp_dim is None else mlp_dim
-        if min(patch_size, in_chans, kernel_size, depth, mlp_dim) < 1:
-            raise ValueError(
-                f'patch_size={patch_size}, in_chans={in_chans}, kernel_size={kernel_size}, depth={depth} and '
-                f'mlp_dim={mlp_dim} must be at least 1'
-            )
+        qk_dim = dim if qk_dim is None else qk_dim
+        sizes = dict(patch_size=patch_size, in_chans=in_chans, kernel_size=kernel_size, qk_dim=qk_dim)
+        for name, size in dict(sizes, depth=depth, mlp_dim=mlp_dim).items():
+            if size < 1:
+                raise ValueError(f'{name}={size} must be at least 1')
         if min(height, width) < patch_size or height % patch_size or width % patch_size:
             raise ValueError(f'img_size={img_size} must be a multiple of patch_size={patch_size}')
         if phase not in PHASES:
             raise ValueError(f'phase={phase!r} is unknown: choose one of {PHASES}')
         if not 0 < attn_bias_init < math.inf:
             raise ValueError(f'attn_bias_init={attn_bias_init} must be positive and finite: 40 is exact')
-        if qk_dim is not None and qk_dim < 1:
-            raise ValueError(f'qk_dim={qk_dim} must be at least 1')
         if not 0 <= drop_path_rate < 1:
             raise ValueError(f'drop_path_rate={drop_path_rate} must be from 0 to below 1')
         self.patch_size = patch_size
@@ -257,10 +207,9 @@ class CMHSANetwork(Restructurable):
         self.grid_size = (height // patch_size, width // patch_size)
         conv = new_convolution(in_chans, kernel_size, device='meta')
         self.head_dims = choose_head_dims(conv, (patch_size, patch_size), head_dim, min_head_dim)
-        self.qk_dim = dim if qk_dim is None else qk_dim
+        self.qk_dim = qk_dim
         self.null_key = null_key
         self.attn_bias_init = attn_bias_init
-        self.attn_drop_rate = attn_drop_rate
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.num_features = dim
@@ -269,18 +218,11 @@ class CMHSANetwork(Restructurable):
         self.stem = PatchStem(patch_size, in_chans)
         self.blocks = nn.Sequential(
             *[
-                CMHSABlock(
-                    dim,
-                    PatchConvolution(in_chans, kernel_size, patch_size, **dd),
-                    mlp_dim,
-                    proj_drop=proj_drop_rate,
-                    drop_path=drop_path,
-                    **dd,
-                )
+                CMHSABlock(dim, PatchConvolution(in_chans, kernel_size, patch_size), mlp_dim, drop_path)
                 for drop_path in calculate_drop_path_rates(drop_path_rate, depth)
             ]
         )
-        self.norm = nn.LayerNorm(dim, eps=1e-6, **dd)
+        self.norm = nn.LayerNorm(dim, eps=1e-6)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
@@ -290,7 +232,7 @@ class CMHSANetwork(Restructurable):
             nn.init.trunc_normal_(self.stem.proj.weight, std=0.02)
         self.feature_info = [dict(num_chs=dim, reduction=patch_size, module=f'blocks.{i}') for i in range(depth)]
         self.head = ClassifierHead(
-            dim, num_classes, pool_type=global_pool, drop_rate=drop_rate, input_fmt=self.output_fmt, **dd
+            dim, num_classes, pool_type=global_pool, drop_rate=drop_rate, input_fmt=self.output_fmt
         )
         self.head_hidden_size = dim * self.head.global_pool.feat_mult()
         self._follow_state_dicts()
@@ -301,72 +243,123 @@ class CMHSANetwork(Restructurable):
         return 'conv' if isinstance(self.blocks[0].attn, PatchConvolution) else 'attn'
 
     @torch.no_grad()
-    def to_attention(self, generator: Optional[torch.Generator] = None) -> Transition:
+    def to_attention(self, generator: Optional[torch.Generator] = None) -> Change:
         """Turns all convolutions into attention, in place; the output stays as it was (L21, section 4).
 
-        The parameters of everything else stay the same objects; an optimizer has to be given the new ones.
+        The parameters of everything else stay the same objects. Give an optimizer the new ones by
+        :func:`~attncnn_plugin.pruning.replace_parameters`: matrices join the group of the kernels, biases that of the
+        convolutions' biases.
 
         Args:
             generator (torch.Generator, optional): Of the CPU; draws W^K.
 
         Returns:
-            Transition: What was done.
+            Change: The layers before and after.
 
         Raises:
             RuntimeError: The network is in the phase ``'attn'`` already.
         """
         if self.phase == 'attn':
             raise RuntimeError("the network is in phase='attn' already: there is no convolution to turn into attention")
-        before = sum(p.numel() for p in self.parameters())
-        convolutions = [block.attn.conv for block in self.blocks]
+        before = number_of_parameters(self)
+        layers = [block.attn for block in self.blocks]
         self._put_attention(self._null_key_of_convolutions)
-        for block, conv in zip(self.blocks, convolutions):
-            self._attend_like(block.attn, conv, generator)
-        return Transition(
-            num_blocks=len(self.blocks),
-            kernel_size=self.kernel_size,
-            num_heads=len(self.head_dims),
-            head_dims=self.head_dims,
-            attn_bias_init=self.attn_bias_init,
-            parameters_before=before,
-            parameters_after=sum(p.numel() for p in self.parameters()),
-        )
+        changes, replaced = [], {}
+        new = {f'stem.proj.{key}': parameter for key, parameter in self.stem.proj.named_parameters()}
+        for i, (block, layer) in enumerate(zip(self.blocks, layers)):
+            self._attend_like(block.attn, layer.conv, generator)
+            name = f'blocks.{i}.attn'
+            kernel, heads = f'{self.kernel_size}×{self.kernel_size} kernel', f'{len(self.head_dims)} heads'
+            sizes = number_of_parameters(layer), number_of_parameters(block.attn)
+            changes.append(LayerChange(name, kernel, heads, *sizes))
+            new.update((f'{name}.{key}', parameter) for key, parameter in block.attn.named_parameters())
+            replaced[layer.conv.weight] = Successor({key: p for key, p in new.items() if p.ndim == 2})
+            replaced[layer.conv.bias] = Successor({key: p for key, p in new.items() if p.ndim != 2})
+            new = {}
+        return Change(tuple(changes), before, number_of_parameters(self), replaced)
 
     @property
     def _null_key_of_convolutions(self) -> bool:
         return self.null_key is None or self.null_key
 
     def _put_attention(self, null_key: bool) -> None:
-        """Puts attention in the place of convolutions, and a linear map into the stem."""
+        """Puts attention where the convolutions are, and the identity, as a linear map, into the stem."""
         like = self.blocks[0].norm1.weight
-        dd = {'device': like.device, 'dtype': like.dtype}
         trainable = any(parameter.requires_grad for parameter in self.parameters())
         for block in self.blocks:
             requires_grad = any(parameter.requires_grad for parameter in block.attn.parameters())
-            block.attn = self._new_attention(null_key, **dd).requires_grad_(requires_grad)
-        if isinstance(self.stem.proj, nn.Identity):
-            self.stem.proj = nn.Linear(len(like), len(like), **dd).requires_grad_(trainable)
-            nn.init.eye_(self.stem.proj.weight)
-            nn.init.zeros_(self.stem.proj.bias)
+            block.attn = self._new_attention(null_key, like).requires_grad_(requires_grad)
+        self.stem.proj = nn.Linear(len(like), len(like), device=like.device, dtype=like.dtype)
+        self.stem.proj.requires_grad_(trainable)
+        nn.init.eye_(self.stem.proj.weight)
+        nn.init.zeros_(self.stem.proj.bias)
         self.train(self.training)  # the new modules too, and whatever a backbone freezes
 
-    def _new_attention(self, null_key: bool, device, dtype) -> PatchAttention:
-        dd = {'device': device, 'dtype': dtype}
-        return PatchAttention(
-            self.num_features,
-            len(self.head_dims),
-            GridBias(len(self.head_dims), self.grid_size, null_key, **dd),
-            attn_drop=self.attn_drop_rate,
-            head_dim=self.head_dims,
-            qk_dim=self.qk_dim,
-            **dd,
-        )
+    def _new_attention(self, null_key: bool, like: Tensor) -> PatchAttention:
+        """Returns random attention, of the dtype and on the device of a tensor."""
+        dd: Dict[str, Any] = {'device': like.device, 'dtype': like.dtype}
+        num_heads = len(self.head_dims)
+        position = GridBias(num_heads, self.grid_size, null_key, **dd)
+        return PatchAttention(self.num_features, num_heads, position, head_dim=self.head_dims, qk_dim=self.qk_dim, **dd)
 
-    def _attend_like(self, attention: PatchAttention, conv: nn.Conv2d, generator=None) -> None:
+    def _attend_like(
+        self, attention: PatchAttention, conv: nn.Conv2d, generator: Optional[torch.Generator] = None
+    ) -> None:
         """Makes attention the convolution: by position alone, for W^Q = 0, but with a W^K that lets W^Q learn."""
         attend_like_convolution(attention, conv, (self.patch_size, self.patch_size), self.attn_bias_init)
         weight = torch.empty(attention.key.weight.shape)  # on the CPU, so that a seed draws the same everywhere
         attention.key.weight.copy_(nn.init.normal_(weight, std=KEY_STD, generator=generator))
+
+    @property
+    def structure(self) -> str:
+        """The phase."""
+        return self.phase
+
+    def structure_in(self, state_dict: StateDict, prefix: str = '') -> Optional[str]:
+        """Returns the phase of a state dict, from its first block."""
+        attn = f'{prefix}blocks.0.attn'
+        if f'{attn}.conv.weight' in state_dict:
+            return 'conv'
+        return 'attn' if f'{attn}.query.weight' in state_dict else None
+
+    def structure_to_load(self, loaded: str) -> str:
+        """Returns the later of both phases: no network goes back to convolutions."""
+        return 'attn' if 'attn' in (loaded, self.phase) else 'conv'
+
+    def take_structure(self, structure: str) -> None:
+        """Puts attention where the convolutions are."""
+        self._put_attention(self._null_key_of_convolutions)
+
+    def training_advice(self, structure: str) -> str:
+        return (
+            "the network was built with phase='conv' and turned to attention by the state dict that it loaded: an "
+            'optimizer that was built before does not have the parameters of the attention. Build the network with '
+            "phase='attn' to train it further"
+        )
+
+    def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
+        """Converts the convolutions of a state dict to attention."""
+        generator = torch.Generator().manual_seed(0)  # the same on every rank
+        for i in range(len(self.blocks)):
+            name = f'{prefix}blocks.{i}.attn.'
+            if not {f'{name}conv.weight', f'{name}conv.bias'} <= state_dict.keys():
+                continue  # missing keys, as for any other parameter
+            weight, bias = state_dict.pop(f'{name}conv.weight'), state_dict.pop(f'{name}conv.bias')
+            conv = new_convolution(self.in_chans, weight.shape[-1], weight.device, weight.dtype)
+            attention = self._new_attention(self._null_key_of_convolutions, weight)
+            try:
+                conv.load_state_dict({'weight': weight, 'bias': bias})
+                self._attend_like(attention, conv, generator)
+            except (RuntimeError, ValueError) as error:
+                raise StructureError(f'{name}conv.weight of the state dict: {error}') from error
+            state_dict.update({name + key: value for key, value in attention.state_dict().items()})
+            identity = torch.eye(attention.dim, device=weight.device, dtype=weight.dtype)
+            state_dict.setdefault(f'{prefix}stem.proj.weight', identity)
+            state_dict.setdefault(f'{prefix}stem.proj.bias', weight.new_zeros(attention.dim))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args, **kwargs):
+        """Loads a state dict, as of any module; the names of mmpretrain's classifiers will do too."""
+        return super().load_state_dict(without_prefix(state_dict, 'backbone.'), *args, **kwargs)
 
     @torch.jit.ignore
     def no_weight_decay(self) -> Set[str]:
@@ -400,7 +393,7 @@ class CMHSANetwork(Restructurable):
         output_fmt: str = 'NCHW',
         intermediates_only: bool = False,
     ) -> Union[List[Tensor], Tuple[Tensor, List[Tensor]]]:
-        """Computes the features of several blocks.
+        """Computes the features of several blocks, as timm's models do.
 
         Args:
             x (Tensor): Images ``(B, C, H, W)``.
@@ -412,8 +405,8 @@ class CMHSANetwork(Restructurable):
             intermediates_only (bool): Whether to return the intermediates alone. Defaults to False.
 
         Returns:
-            The features of the last block that ran, normed, ``(B, H/P, W/P, D)``, and the list of intermediates in the
-            order of the blocks; or the list alone.
+            The features of the last block that ran, normed, ``(B, H/P, W/P, D)``, and the intermediates in the order of
+            the blocks.
         """
         if output_fmt not in ('NCHW', 'NHWC'):
             raise ValueError(f"output_fmt={output_fmt!r} is unknown: choose 'NCHW' or 'NHWC'")
@@ -451,71 +444,6 @@ class CMHSANetwork(Restructurable):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args, **kwargs):
-        """Loads a state dict, as of any module; the names of mmpretrain's classifiers will do too."""
-        return super().load_state_dict(without_prefix(state_dict, 'backbone.'), *args, **kwargs)
-
-    @property
-    def structure(self) -> str:
-        """The phase."""
-        return self.phase
-
-    def structure_in(self, state_dict: StateDict, prefix: str = '') -> Optional[str]:
-        """Returns the phase of a state dict, from its first block."""
-        attn = f'{prefix}blocks.0.attn'
-        if f'{attn}.conv.weight' in state_dict:
-            return 'conv'
-        return 'attn' if f'{attn}.query.weight' in state_dict else None
-
-    def structure_to_load(self, loaded: str) -> str:
-        """The phase of the state dict if it is the second: no network goes back to convolutions."""
-        return self.structure if loaded == 'conv' else 'attn'
-
-    def follow(self, state_dict: StateDict, prefix: str) -> bool:
-        """Takes the attention of a state dict with the heads that are there: an optimizer's state is of these."""
-        if self.phase == 'attn' or self.structure_in(state_dict, prefix) != 'attn':
-            return super().follow(state_dict, prefix)
-        self.take_structure('attn')
-        return True
-
-    def take_structure(self, structure: str) -> None:
-        """Puts attention in the place of convolutions."""
-        self._put_attention(self._null_key_of_convolutions)
-
-    def training_advice(self, structure: str) -> Optional[str]:
-        return (
-            "the network was built with phase='conv' and turned to attention by the state dict that it loaded: an "
-            'optimizer that was built before does not have the parameters of the attention. Build the network with '
-            "phase='attn' to train it further"
-        )
-
-    def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
-        """Converts convolutions to attention, where the state dict has any."""
-        generator = torch.Generator().manual_seed(0)  # the same on every rank
-        for i in range(len(self.blocks)):
-            name = f'{prefix}blocks.{i}.attn.'
-            if not {name + 'conv.weight', name + 'conv.bias'} <= state_dict.keys():
-                continue  # missing keys, as for any other parameter
-            weight, bias = state_dict.pop(name + 'conv.weight'), state_dict.pop(name + 'conv.bias')
-            if weight.shape[:2] != (self.in_chans,) * 2:
-                raise StructureError(
-                    f'{name}conv.weight of the state dict has shape {tuple(weight.shape)}, but the network takes '
-                    f'images of in_chans={self.in_chans} channels'
-                )
-            conv = new_convolution(self.in_chans, weight.shape[2], weight.device, weight.dtype)
-            conv.weight.copy_(weight)
-            conv.bias.copy_(bias)
-            attention = self._new_attention(self._null_key_of_convolutions, weight.device, weight.dtype)
-            try:
-                self._attend_like(attention, conv, generator)
-            except ValueError as error:
-                raise StructureError(f'{name}conv.weight of the state dict: {error}') from error
-            state_dict.update({name + key: value for key, value in attention.state_dict().items()})
-            if f'{prefix}stem.proj.weight' not in state_dict:
-                identity = torch.eye(attention.dim, device=weight.device, dtype=weight.dtype)
-                state_dict[f'{prefix}stem.proj.weight'] = identity
-                state_dict[f'{prefix}stem.proj.bias'] = weight.new_zeros(attention.dim)
 
 
 # Their forward passes look at sizes, which a symbolic trace does not know.
@@ -572,35 +500,18 @@ def _create(variant: str, pretrained: bool, **kwargs) -> CMHSANetwork:
 
 @register_model
 def cmhsa3_patch16_224(pretrained: bool = False, **kwargs) -> CMHSANetwork:
-    """CMHSA-3: 3x3 convolutions, or attention of 9 heads that can express them (L21, Table 1).
-
-    Args:
-        phase (str): ``'conv'`` or ``'attn'``. Defaults to ``'attn'``.
-        head_dim (str, optional): ``'exact'`` for values that are just wide enough for the convolution. Defaults to
-            None, as wide as a token.
-        qk_dim (int, optional): Channels of a head's queries and keys. Defaults to those of a token.
-    """
+    """CMHSA-3: 3x3 convolutions, or attention of 9 heads that can express them (L21, Table 1)."""
     return _create('cmhsa3_patch16_224', pretrained, **{'kernel_size': 3, **kwargs})
 
 
 @register_model
 def cmhsa5_patch16_224(pretrained: bool = False, **kwargs) -> CMHSANetwork:
-    """CMHSA-5: 5x5 convolutions, or attention of 9 heads that can express them (L21, Table 1).
-
-    Args:
-        phase (str): ``'conv'`` or ``'attn'``. Defaults to ``'attn'``.
-        head_dim (str, optional): ``'exact'`` for values that are just wide enough for the convolution. Defaults to
-            None, as wide as a token.
-        qk_dim (int, optional): Channels of a head's queries and keys. Defaults to those of a token.
-    """
+    """CMHSA-5: 5x5 convolutions, or attention of 9 heads that can express them (L21, Table 1)."""
     return _create('cmhsa5_patch16_224', pretrained, **{'kernel_size': 5, **kwargs})
 
 
 @register_model
 def cmhsa3_small_patch4_32(pretrained: bool = False, **kwargs) -> CMHSANetwork:
-    """CMHSA-3 for images of 32x32 pixels: 8x8 patches, 6 blocks of 48 channels, 737,968 parameters at 10 classes.
-
-    The arguments are those of :func:`cmhsa3_patch16_224`. Weights of narrow heads make the heads narrow.
-    """
+    """CMHSA-3 for images of 32x32 pixels: 8x8 patches, 6 blocks of 48 channels, 737,968 parameters at 10 classes."""
     small = dict(kernel_size=3, img_size=32, patch_size=4, mlp_dim=384)
     return _create('cmhsa3_small_patch4_32', pretrained, **{**small, **kwargs})

@@ -1,30 +1,36 @@
-"""Convolutions on the image as attention over patches (L21, Theorem 1)."""
+"""Convolutions on the image as attention over patches (L21, Theorem 1), by wide heads and by narrow ones."""
 
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from helpers.convolutions import relative_error
 from helpers.patch_convolutions import fits, patch_convolutions
 from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from attncnn_plugin.attention.patches import image_to_patches, patches_to_image
-from attncnn_plugin.convert import PatchConversionReport, conv_to_patch_mhsa, min_heads
+from attncnn_plugin.convert import PatchConversionReport, conv_to_patch_mhsa, exact_head_dims, min_heads
 
 
-@given(patch_convolutions())
-def test_equals_the_convolution(case):
+@given(patch_convolutions(), st.sampled_from([None, 'exact']), st.integers(1, 5))
+def test_equals_the_convolution(case, head_dim, qk_dim):
     conv, patch, shape = case
-    attention = conv_to_patch_mhsa(conv, patch)[0]
-    x = torch.randn(shape, dtype=torch.float64)
+    module, report = conv_to_patch_mhsa(conv, patch, head_dim, qk_dim)
+    attention = module.attention
+    widths = exact_head_dims(conv, patch) if head_dim == 'exact' else (attention.dim,) * report.num_heads
+    assert report.head_dims == attention.head_dims == widths and max(widths) <= attention.dim
+    assert attention.query.weight.shape == (attention.num_heads * qk_dim, attention.dim)
     if not fits(conv, shape):
         return  # torch refuses an image smaller than the window
+    x = torch.randn(shape, dtype=torch.float64)
     expected = conv(x)
-    assert attention(x).shape == expected.shape
-    assert relative_error(attention(x), expected) <= 1e-10
-    assert relative_error(attention.float()(x.float()).double(), expected) <= 1e-4
+    assert module(x).shape == expected.shape
+    assert relative_error(module(x), expected) <= 1e-10
+    assert relative_error(module.float()(x.float()).double(), expected) <= 1e-4
 
 
 @pytest.mark.parametrize('kernel, patch', [(3, 4), (5, 16), (7, 4), (9, 4), (11, 4), (5, 1), (9, 2), (1, 4)])
@@ -43,6 +49,33 @@ def test_report():
     assert str(report) == (
         'num_heads=4 of 8 channels: exact, a head for each shift from (0, 0) to (1, 1); 27 parameters became 1,180'
     )
+
+
+@pytest.mark.parametrize(
+    'kernel, total', [(3, 972), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(5, 1200), (7, 1452)])]
+)
+def test_exact_widths_are_the_ranks(kernel, total):
+    """The ranks of L21's matrices W^V W^O for 3 channels and patches of 16 pixels, by numpy."""
+    conv = nn.Conv2d(3, 3, kernel, padding=kernel // 2, dtype=torch.float64)
+    widths = exact_head_dims(conv, 16)
+    assert sum(widths) == total
+    full = conv_to_patch_mhsa(conv, 16)[0].attention.value_matrices()
+    assert tuple(np.linalg.matrix_rank(matrix.detach().numpy()) for matrix in full) == widths
+
+
+def test_exact_widths_are_enough_but_can_be_more():
+    """An even kernel with dilation on patches of 3×3 pixels, against the ranks by numpy."""
+    conv = nn.Conv2d(1, 1, 2, padding='same', dilation=2, dtype=torch.float64)
+    full = conv_to_patch_mhsa(conv, 3)[0].attention.value_matrices().detach().numpy()
+    assert np.linalg.matrix_rank(full).tolist() == [1, 2, 1, 2, 6, 2, 1, 2, 1]
+    assert exact_head_dims(conv, 3) == (1, 3, 1, 3, 9, 3, 1, 3, 1)
+    assert exact_head_dims(nn.Conv2d(3, 1, 3, padding=1), 16)[4] == 256  # fewer pixels are written than read
+
+
+def test_values_of_the_paper():
+    """W^V = I in every head."""
+    attention = conv_to_patch_mhsa(nn.Conv2d(2, 3, 3, padding=1), 2)[0].attention
+    assert torch.equal(attention.value.weight, torch.eye(8).repeat(9, 1))
 
 
 def test_construction_of_the_paper_fails_at_the_border():
@@ -94,6 +127,19 @@ def test_both_projections_can_learn():
 def test_what_cannot_be_converted(conv, patch, message):
     with pytest.raises(ValueError, match=message):
         conv_to_patch_mhsa(conv, patch)
+
+
+@pytest.mark.parametrize(
+    'kwargs, message',
+    [
+        (dict(head_dim='narrow'), "head_dim='narrow' is unknown: choose 'exact'"),
+        (dict(head_dim=4), "head_dim=4 is unknown: choose 'exact'"),
+        (dict(qk_dim=0), 'qk_dim=0 must be at least 1'),
+    ],
+)
+def test_errors(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        conv_to_patch_mhsa(nn.Conv2d(1, 1, 3, padding=1), 4, **kwargs)
 
 
 @pytest.mark.parametrize('conv', [nn.Conv1d(1, 1, 3), nn.ConvTranspose2d(1, 1, 3)])

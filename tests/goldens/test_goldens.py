@@ -82,6 +82,10 @@ class Now(Package):
         prefix = {name: torch.stack([own.prefix_mass for own in each]) for name, each in maps.items()}
         return self.attention_probs_of(model, images), prefix
 
+    def to_attention(self, model):
+        change = super().to_attention(model)  # which does not name the widths of heads
+        return SimpleNamespace(head_dims=model.blocks[0].attn.head_dims, parameters_after=change.parameters_after)
+
     def init_as_convolution(self, model, **settings):
         return self.a.transformers.init_as_convolution(model, overwrite=True, **settings)  # the parameters are drawn
 

@@ -56,7 +56,7 @@ def folder(tmp_path_factory, repository):
 def whole(folder, repository):
     """A run through both phases, never stopped."""
     log = train(folder / 'batch8.py', folder / 'whole')
-    assert 'Transition at epoch 2: 2 convolutions of 3x3 became attention of 9 heads' in log
+    assert 'Transition at epoch 2:\n' in log and 'blocks.0.attn  3×3 kernel  9 heads' in log
     return folder / 'whole'
 
 

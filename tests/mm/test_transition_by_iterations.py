@@ -50,7 +50,7 @@ def test_phases_and_rates(whole):
     assert np.allclose(recorder.rates, RATES)
     assert runner.message_hub.get_info('transition_drift') < 1e-5
     log = log_of(work_dir)
-    assert 'Transition at iter 2: 2 convolutions of 3x3 became attention' in log
+    assert 'Transition at iter 2:\n' in log and '3×3 kernel  9 heads' in log
     assert 'Relative change of the features on the current batch: ' in log
 
 

@@ -1,4 +1,4 @@
-"""CMHSA in timm and mmpretrain: the same output in both phases, and checkpoints that carry their phase."""
+"""CMHSA in timm and mmpretrain: the same output in both phases, and checkpoints that carry their structure."""
 
 import copy
 import pickle
@@ -11,11 +11,22 @@ import torch
 from helpers.convolutions import relative_error
 from helpers.small import BACKENDS, SMALL_CMHSA, small_cmhsa, trained_like
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from attncnn_plugin.attention.patches import image_to_patches
 from attncnn_plugin.models.cmhsa import PatchConvolution
+from attncnn_plugin.pruning import prune_heads, replace_parameters
 
 PHASES = ['conv', 'attn']
+WIDTHS = {
+    'full': {},
+    'exact': dict(head_dim='exact', qk_dim=4),
+    'wider': dict(head_dim='exact', min_head_dim=5, qk_dim=3),
+}
+
+
+def of_width(widths, phase='attn', **kwargs):
+    return small_cmhsa(phase, **{**WIDTHS[widths], **kwargs})
 
 
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-4), (torch.float64, 1e-10)])
@@ -30,14 +41,51 @@ def test_output_does_not_move(kernel_size, patch_size, img_size, dtype, toleranc
     height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
     x = torch.randn(2, 3, height, width, dtype=dtype)
     before = model(x), model.forward_features(x)
-    transition = model.to_attention()
+    change = model.to_attention()
     after = model(x), model.forward_features(x)
     assert model.phase == 'attn' and not any(isinstance(m, nn.Conv2d) for m in model.modules())
     for old, new in zip(before, after):
         assert relative_error(new, old) < tolerance
-    assert transition.num_blocks == 2 and transition.kernel_size == kernel_size
-    assert transition.num_heads == (2 * -(-(kernel_size - 1) // (2 * patch_size)) + 1) ** 2
-    assert transition.parameters_after == sum(p.numel() for p in model.parameters())
+    heads = (2 * -(-(kernel_size - 1) // (2 * patch_size)) + 1) ** 2
+    assert all(
+        layer.after == f'{heads} heads' == f'{block.attn.num_heads} heads'
+        for layer, block in zip(change.layers, model.blocks)
+    )
+    assert change.parameters_after == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize('widths', ['exact', 'wider'])
+@pytest.mark.parametrize('kernel_size', [3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-4), (torch.float64, 1e-10)])
+def test_output_of_narrow_heads_does_not_move(widths, kernel_size, dtype, tolerance):
+    model = of_width(widths, 'conv', kernel_size=kernel_size, attn_bias_init=40.0)
+    trained_like(model.to(dtype)).eval()
+    x = torch.randn(2, 3, 16, 12, dtype=dtype)
+    before = model(x)
+    model.to_attention()
+    assert relative_error(model(x), before) < tolerance
+    least, most = (5, 12) if widths == 'wider' else (3, 12)
+    assert (min(model.blocks[0].attn.head_dims), max(model.blocks[0].attn.head_dims)) == (least, most)
+
+
+def test_change_of_the_transition():
+    """Its table, and an optimizer that trains on with every parameter, biases among biases."""
+    model = small_cmhsa('conv')
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    biases = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.SGD([dict(params=matrices, weight_decay=0.1), dict(params=biases)], lr=0.1, momentum=0.9)
+    model(torch.randn(2, 3, 16, 16)).sum().backward()
+    optimizer.step()
+    change = model.to_attention()
+    assert str(change).splitlines()[:2] == [
+        'layer          before      after    parameters',
+        'blocks.0.attn  3×3 kernel  9 heads  84 → 7,221',
+    ]
+    replace_parameters(optimizer, change)
+    decayed, others = ({id(p) for p in group['params']} for group in optimizer.param_groups)
+    assert decayed == {id(p) for p in model.parameters() if p.ndim == 2}
+    assert others == {id(p) for p in model.parameters() if p.ndim != 2}
+    optimizer.step()
 
 
 def test_without_the_null_key_it_moves():
@@ -47,15 +95,12 @@ def test_without_the_null_key_it_moves():
     before = model(x)
     model.to_attention()
     for block in model.blocks:
-        forward = block.attn.position.forward
-
-        def without_null(*size, forward=forward):
-            bias = forward(*size).clone()
-            bias[..., -1] = -1e4
-            return bias
-
-        block.attn.position.forward = without_null
+        block.attn.position.null_key = False
     assert relative_error(model(x), before) > 1e-2
+    without = trained_like(small_cmhsa('conv', null_key=False, attn_bias_init=40.0)).eval()
+    before = without.forward_features(x)
+    without.to_attention()
+    assert relative_error(without.forward_features(x), before) > 1e-2  # as in L21, whose attention is unmodified
 
 
 @pytest.mark.parametrize('channels, kernel_size, patch_size', [(3, 5, 4), (1, 3, 2), (2, 4, 3)])
@@ -74,10 +119,15 @@ def test_convolution_of_patches(channels, kernel_size, patch_size):
     assert all(relative_error(a, b) < 1e-5 for a, b in zip(*results))
 
 
-@pytest.mark.parametrize('weight_decay, steps', [(0.05, 1), (0.0, 2)])
-def test_every_parameter_moves(weight_decay, steps):
-    """W^Q gets a gradient at once, W^K as soon as W^Q is not zero; b is not saturated by the default M."""
-    model = trained_like(small_cmhsa('conv'))
+@pytest.mark.parametrize(
+    'widths, weight_decay, steps', [('full', 0.05, 1), ('full', 0.0, 2), ('exact', 0.0, 3), ('wider', 0.0, 3)]
+)
+def test_every_parameter_moves(widths, weight_decay, steps):
+    """W^Q gets a gradient at once, W^K as soon as W^Q is not zero; b is not saturated by the default M.
+
+    Further channels of a head move too, though the function does not see them at first.
+    """
+    model = trained_like(of_width(widths, 'conv'))
     model.to_attention(torch.Generator().manual_seed(0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=weight_decay)
     start = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -110,7 +160,11 @@ def test_keys_are_drawn():
         (dict(phase='vit'), "phase='vit' is unknown: choose one of"),
         (dict(img_size=15), 'img_size=15 must be a multiple of patch_size=2'),
         (dict(img_size=0), 'img_size=0 must be a multiple'),
-        (dict(kernel_size=0), 'kernel_size=0'),
+        (dict(kernel_size=0), 'kernel_size=0 must be at least 1'),
+        (dict(qk_dim=0), 'qk_dim=0 must be at least 1'),
+        (dict(head_dim='wide'), "head_dim='wide' is unknown"),
+        (dict(min_head_dim=4), "min_head_dim=4 must be at least 1, and is for head_dim='exact' alone"),
+        (dict(min_head_dim=0, head_dim='exact'), 'min_head_dim=0 must be at least 1'),
         (dict(drop_path_rate=1.0), 'drop_path_rate=1.0 must be from 0'),
         (dict(attn_bias_init=0.0), 'attn_bias_init=0.0 must be positive and finite'),
         (dict(attn_bias_init=float('inf')), 'attn_bias_init=inf must be positive and finite'),
@@ -142,6 +196,43 @@ def test_sizes_of_the_paper():
         assert sum(p.numel() for p in conv.stem.parameters()) == 0  # the patch projection is the identity
 
 
+@pytest.mark.parametrize(
+    'kernel_size, min_head_dim, parameters, multiply_adds',
+    [
+        (3, 1, 43.2, 8.8),
+        (5, 1, 45.3, 9.3),
+        (7, 1, 47.6, 9.8),
+        (3, 64, 46.0, 9.5),
+        (5, 64, 47.2, 9.7),
+        (7, 64, 49.0, 10.1),
+    ],
+)
+def test_sizes_of_narrow_heads(kernel_size, min_head_dim, parameters, multiply_adds):
+    """Millions of parameters, and thousand million multiply-adds an image of 224 pixels; made without memory."""
+    with torch.device('meta'):
+        kwargs = dict(kernel_size=kernel_size, head_dim='exact', min_head_dim=min_head_dim, qk_dim=64)
+        model = timm.create_model('cmhsa3_patch16_224', num_classes=0, **kwargs)
+        assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(parameters, abs=0.1)
+        with FlopCounterMode(display=False) as counter:
+            model(torch.empty(1, 3, 224, 224))
+    assert counter.get_total_flops() / 2e9 == pytest.approx(multiply_adds, abs=0.1)
+    assert max(small_cmhsa('attn', head_dim='exact', min_head_dim=99).blocks[0].attn.head_dims) == 12  # a token's
+
+
+def test_start_from_scratch():
+    """Without a null key, which would take 73% of the attention of a 14x14 grid, and with a random patch projection."""
+    torch.manual_seed(0)
+    model = small_cmhsa('attn', patch_size=8)
+    assert abs(model.stem.proj.weight.std() - 0.02) < 0.002
+    converted = small_cmhsa('conv', patch_size=8)
+    converted.to_attention()
+    assert torch.equal(converted.stem.proj.weight, torch.eye(192))
+    attention = small_cmhsa('attn', img_size=28, null_key=True).blocks[0].attn
+    assert 1 - attention.position_probs((14, 14)).sum(-1).mean().item() == pytest.approx(0.731, abs=1e-3)
+    attention = small_cmhsa('attn', img_size=28).blocks[0].attn
+    assert torch.allclose(attention.position_probs((14, 14)).sum(-1), torch.ones(()))
+
+
 @pytest.mark.parametrize('name, phase', [('cmhsa3_patch16_224', 'conv'), ('cmhsa5_patch16_224', 'attn')])
 @pytest.mark.parametrize('into', PHASES)
 def test_state_dicts_carry_their_phase(name, phase, into):
@@ -162,13 +253,74 @@ def test_other_shapes_of_state_dicts():
         small_cmhsa('conv').load_state_dict(small_cmhsa('conv', kernel_size=5).state_dict())
     with pytest.raises(RuntimeError, match='num_heads=9 is too few for a kernel of'):
         small_cmhsa('attn').load_state_dict(small_cmhsa('conv', kernel_size=7).state_dict())
-    with pytest.raises(RuntimeError, match=r'blocks.0.attn.conv.weight .* \(1, 1, 3, 3\), but .*in_chans=3'):
+    with pytest.raises(RuntimeError, match=r'blocks.0.attn.conv.weight of the state dict: .*\n.*size mismatch'):
         small_cmhsa('attn').load_state_dict(small_cmhsa('conv', in_chans=1).state_dict())
     for missing in ('weight', 'bias'):
         state = small_cmhsa('conv').state_dict()
         del state[f'blocks.1.attn.conv.{missing}']
         with pytest.raises(RuntimeError, match='Missing key.* "blocks.1.attn.position.table"'):
             small_cmhsa('attn').load_state_dict(state)
+
+
+@pytest.mark.parametrize('widths', WIDTHS)
+@pytest.mark.parametrize('into', ['conv', 'full', 'exact'])
+def test_state_dicts_carry_their_widths(widths, into):
+    model = trained_like(of_width(widths)).eval()
+    loaded = trained_like(small_cmhsa('conv') if into == 'conv' else of_width(into)).eval()
+    loaded.load_state_dict(model.state_dict())
+    x = torch.randn(2, 3, 16, 16)
+    assert loaded.blocks[1].attn.head_dims == model.blocks[1].attn.head_dims
+    assert torch.equal(loaded(x), model(x))
+
+
+@pytest.mark.parametrize('widths', WIDTHS)
+def test_convolutions_load_into_narrow_heads(widths):
+    model = trained_like(small_cmhsa('conv')).eval()
+    loaded = of_width(widths, attn_bias_init=40.0).eval()
+    loaded.load_state_dict(model.state_dict())
+    x = torch.randn(2, 3, 16, 16)
+    assert relative_error(loaded(x), model(x)) < 1e-4
+    assert loaded.blocks[0].attn.position.null_key  # without it the border would not be the convolution's
+
+
+def test_state_dicts_carry_the_null_key():
+    """On from a convolution, off from scratch, as it is in the state dict that is loaded."""
+    x = torch.randn(2, 3, 16, 16)
+    models = {}
+    for null_key in (True, False):
+        models[null_key] = trained_like(small_cmhsa('attn', null_key=null_key)).eval()
+        assert models[null_key].blocks[0].attn.position.null_key == null_key
+    assert not small_cmhsa('attn').blocks[0].attn.position.null_key
+    for built in (True, False, None):
+        for saved, model in models.items():
+            for phase in ('attn', 'conv'):
+                loaded = small_cmhsa(phase, null_key=built).eval()
+                loaded.load_state_dict(model.state_dict())
+                assert loaded.blocks[1].attn.position.null_key == saved
+                assert relative_error(loaded(x), model(x)) < 1e-4
+    larger = small_cmhsa('attn', img_size=24, null_key=True)  # another grid and another kind of key at once
+    larger.load_state_dict(small_cmhsa('attn').state_dict())
+    assert not larger.blocks[0].attn.position.null_key
+
+
+@pytest.mark.parametrize('widths', WIDTHS)
+def test_heads_are_removed(widths):
+    """As if their output weights were 0; a network as it was built loads what is left."""
+    model = trained_like(of_width(widths)).eval()
+    x = torch.randn(2, 3, 16, 12)
+    with torch.no_grad():
+        kept = model.blocks[1].attn.out.weight.clone()
+        parts = model.blocks[1].attn.out.weight.split(model.blocks[1].attn.head_dims, dim=1)
+        parts[0].zero_(), parts[4].zero_()
+        expected = model(x)
+        model.blocks[1].attn.out.weight.copy_(kept)
+    prune_heads(model, {1: [0, 4]})
+    assert relative_error(model(x), expected) < 1e-5
+    loaded = of_width(widths).eval()
+    loaded.load_state_dict(model.state_dict())
+    assert torch.equal(loaded(x), model(x)) and loaded.blocks[0].attn.num_heads == loaded.blocks[1].attn.num_heads + 2
+    with pytest.raises(ValueError, match='heads of 0 are to be removed, but there are 0 attention layers'):
+        prune_heads(of_width(widths, 'conv'), {0: [1]})
 
 
 @pytest.mark.parametrize('phase', PHASES)
@@ -282,16 +434,18 @@ def test_mixed_and_half_precision(phase):
 
 
 @pytest.mark.parametrize('backend', BACKENDS)
-@pytest.mark.parametrize('phase', PHASES)
-def test_compiled(phase, backend):
-    model = small_cmhsa(phase, depth=1)
+@pytest.mark.parametrize('phase, widths', [('conv', 'full'), *(('attn', widths) for widths in WIDTHS)])
+def test_compiled(phase, widths, backend):
+    model = trained_like(of_width(widths, phase, depth=1)).eval()
     x = torch.randn(2, 3, 16, 16)
-    assert torch.allclose(torch.compile(model, fullgraph=True, backend=backend)(x), model(x), atol=1e-5)
+    assert relative_error(torch.compile(model, fullgraph=True, backend=backend)(x), model(x)) < 1e-4
+    with torch.autocast('cpu', torch.bfloat16):
+        assert relative_error(model(x).float(), model(x)) < 0.1
 
 
-@pytest.mark.parametrize('phase', PHASES)
-def test_copied_and_exported(phase):
-    model = small_cmhsa(phase, depth=1)
+@pytest.mark.parametrize('phase, widths', [('conv', 'full'), ('attn', 'full'), ('attn', 'exact')])
+def test_copied_and_exported(phase, widths):
+    model = of_width(widths, phase, depth=1)
     x = torch.randn(2, 3, 16, 16)
     expected = model(x)
     batch = torch.export.Dim('batch', min=2, max=64)
@@ -352,12 +506,26 @@ def test_backbone(phase):
     ]
     assert depth == [0, 1, 2, 3]
     assert type(backbone(type='mmpretrain.CMHSA')).__name__ == 'CMHSA'
+    with pytest.raises(TypeError, match='CMHSA has no argument drop_rate'):
+        backbone(drop_rate=0.1)
+
+
+@pytest.mark.parametrize('widths', WIDTHS)
+def test_widths_of_a_backbone(widths):
+    """The same arguments in mmpretrain, and weights from timm's model."""
+    model, other = of_width(widths).eval(), backbone('attn', **WIDTHS[widths]).eval()
+    missing, unexpected = other.load_state_dict(model.state_dict(), strict=False)
+    assert not missing and all(name.startswith('head.') for name in unexpected)
+    x = torch.randn(1, 3, 16, 16)
+    (features,) = other(x)
+    assert relative_error(features, model.forward_features(x).permute(0, 3, 1, 2)) < 1e-6
+    assert features.shape[1] == other.embed_dims
 
 
 @pytest.mark.parametrize('frozen_stages', [-1, 0, 1, 2])
 @pytest.mark.parametrize('phase', PHASES)
 def test_frozen_stages(phase, frozen_stages):
-    model = backbone(phase, frozen_stages=frozen_stages, drop_rate=0.1)
+    model = backbone(phase, frozen_stages=frozen_stages, drop_path_rate=0.1)
     for _ in range(2):
         for i, stage in enumerate([model.stem, *model.blocks]):
             frozen = i <= frozen_stages

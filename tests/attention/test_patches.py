@@ -1,0 +1,226 @@
+"""Attention over patches: position biases, null key, heads of their own widths, and the structure of state dicts."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.adapter import Adapter
+from helpers.convolutions import relative_error
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from attncnn_plugin.attention import GridBias, PatchAttention, WindowBias
+from attncnn_plugin.attention.patches import image_to_patches, patches_to_image
+from attncnn_plugin.attention.shifts import resize_shift_table
+
+
+def random_attention(widths, null_key=True, dim=5, **kwargs):
+    attention = PatchAttention(dim, len(widths), WindowBias(len(widths), (-1, 0), (2, 2), null_key), **kwargs).double()
+    attention.take_structure((attention.qk_dim, tuple(widths), null_key))
+    for parameter in attention.parameters():
+        nn.init.normal_(parameter)
+    return attention
+
+
+@given(st.data())
+def test_patches(data):
+    patch = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    shape = 2, data.draw(st.integers(1, 3)), *(p * data.draw(st.integers(1, 3)) for p in patch)
+    image = torch.randn(shape)
+    patches = image_to_patches(image, patch)
+    unfolded = F.unfold(image, patch, stride=patch).transpose(1, 2)
+    assert torch.equal(patches.flatten(1, 2), unfolded)
+    assert torch.equal(patches_to_image(patches, patch), image)
+
+
+@given(st.data())
+def test_bias_by_the_equation(data):
+    """b of every key, and log Σ exp(b) over the shifts that lead out of the grid, one by one."""
+    height, width, rows, columns = (data.draw(st.integers(1, 4)) for _ in range(4))
+    first = data.draw(st.integers(-5, 2)), data.draw(st.integers(-5, 2))
+    position = WindowBias(2, first, (rows, columns), dtype=torch.float64)
+    nn.init.normal_(position.table, std=3)
+    bias = position((height, width)).reshape(2, height, width, -1)
+    assert bias.shape[-1] == height * width + 1
+    for head in range(2):
+        for q1 in range(height):
+            for q2 in range(width):
+                expected, outside = torch.zeros(height * width), []
+                for i in range(rows):
+                    for j in range(columns):
+                        k1, k2 = q1 + first[0] + i, q2 + first[1] + j
+                        value = position.table[head, i, j].item()
+                        if 0 <= k1 < height and 0 <= k2 < width:
+                            expected[k1 * width + k2] = math.exp(value)
+                        else:
+                            outside.append(value)
+                actual = bias[head, q1, q2].exp()
+                assert torch.allclose(actual[:-1], expected.double())
+                assert math.isclose(actual[-1].item(), sum(map(math.exp, outside)), rel_tol=1e-9, abs_tol=1e-12)
+
+
+def test_bias_has_gradients_where_nothing_leads_out():
+    position = WindowBias(1, (0, 0), (1, 1))
+    position((3, 3)).softmax(-1)[..., 0].sum().backward()
+    assert torch.isfinite(position.table.grad).all()
+
+
+@given(st.data())
+def test_attention_by_the_equation(data):
+    """softmax(q·k/√D_k + b) v of every head, with widths of its own, with and without a null key, whose value is 0."""
+    widths = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    qk_dim, null_key = data.draw(st.integers(1, 4)), data.draw(st.booleans())
+    height, width = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    head_dim = widths[0] if len(set(widths)) == 1 and data.draw(st.booleans()) else widths
+    if data.draw(st.booleans()):
+        position = GridBias(len(widths), (height, width), null_key)
+    else:
+        position = WindowBias(len(widths), (-1, 0), (2, 2), null_key)
+    attention = PatchAttention(5, len(widths), position, out_dim=3, head_dim=head_dim, qk_dim=qk_dim).double()
+    for parameter in attention.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(2, height, width, 5, dtype=torch.float64)
+    tokens, output, start = x.flatten(1, 2), attention.out.bias, 0
+    for head, head_dim in enumerate(widths):
+        query, key = (
+            tokens @ linear.weight[qk_dim * head : qk_dim * (head + 1)].T for linear in (attention.query, attention.key)
+        )
+        value = tokens @ attention.value.weight[start : start + head_dim].T
+        scores = query @ key.transpose(1, 2) / qk_dim**0.5
+        if null_key:
+            scores = torch.cat([scores, scores.new_zeros(2, height * width, 1)], -1)
+            value = torch.cat([value, value.new_zeros(2, 1, head_dim)], 1)
+        weights = (scores + attention.position((height, width))[head]).exp()
+        weights = weights / weights.sum(-1, keepdim=True)
+        output = output + weights @ value @ attention.out.weight[:, start : start + head_dim].T
+        start += head_dim
+    expected = output.unflatten(1, (height, width))
+    assert relative_error(attention(x), expected) < 1e-12
+    scores = attention.attention_scores(x)
+    assert scores.shape[-1] == height * width + null_key
+    matrices = attention.value_matrices()
+    by_matrices = (scores.softmax(-1)[..., : height * width] @ tokens[:, None]) @ matrices.transpose(1, 2)
+    assert relative_error(by_matrices.sum(1) + attention.out.bias, expected.flatten(1, 2)) < 1e-12
+    assert relative_error(attention.float()(x.float()).double(), expected) < 1e-4
+
+
+def test_biases_keep_their_digits_under_autocast():
+    """bfloat16 has three: 9.99 and 10.01 would be the same."""
+    attention = PatchAttention(2, 1, WindowBias(1, (0, 0), (1, 2), null_key=False), qk_dim=1)
+    with torch.no_grad():
+        attention.query.weight.zero_()
+        attention.value.weight.copy_(torch.eye(2)), attention.out.weight.copy_(torch.eye(2))
+        attention.position.table.copy_(torch.tensor([[[9.99, 10.01]]]))
+    x = torch.eye(2)[None, None]  # (1, 1, 2, 2): the outputs are the probabilities
+    with torch.autocast('cpu', torch.bfloat16):
+        output = attention(x)
+    assert output[0, 0, 0, 1] > output[0, 0, 0, 0]
+
+
+@pytest.mark.parametrize('size', [(2, 3), (4, 4), (5, 9)])
+def test_other_grids(size):
+    """Near shifts keep their biases; the result is that of a table made for the grid and loaded from this one."""
+    attention = PatchAttention(4, 2, GridBias(2, (4, 4)))
+    nn.init.normal_(attention.position.table)
+    x = torch.randn(1, *size, 4)
+    resized = PatchAttention(4, 2, GridBias(2, size))
+    resized.load_state_dict(attention.state_dict())
+    assert torch.allclose(attention(x), resized(x), atol=1e-6)
+    center, own = [n - 1 for n in size], attention.position.table[:, 3, 3]
+    assert torch.allclose(resized.position.table[:, center[0], center[1]], own)
+    near = resized.position.table[:, center[0], center[1] + 1]
+    assert torch.allclose(near, attention.position.table[:, 3, 4])
+    assert resize_shift_table(attention.position.table, (7, 7)) is attention.position.table
+
+
+@pytest.mark.parametrize('name', ['query', 'key', 'value', 'out'])
+def test_what_stands_in_for_a_matrix_is_called(name):
+    attention = PatchAttention(4, 2, GridBias(2, (4, 4)))
+    for parameter in attention.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(1, 4, 4, 4)
+    expected = attention(x)
+    adapter = Adapter(getattr(attention, name))
+    setattr(attention, name, adapter)
+    nn.init.zeros_(adapter.up.weight)
+    assert torch.allclose(attention(x), expected, atol=1e-4)
+    nn.init.ones_(adapter.up.weight)
+    assert not torch.allclose(attention(x), expected, atol=1e-3)
+
+
+@given(st.data())
+def test_heads_are_removed(data):
+    """The output without heads is that with their output weights at 0, and the state dict carries what is left."""
+    widths = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    removed = data.draw(st.sets(st.integers(0, len(widths) - 1)))
+    attention = random_attention(widths, null_key=data.draw(st.booleans()), qk_dim=3)
+    x = torch.randn(2, 3, 2, 5, dtype=torch.float64)
+    kept = attention.out.weight.detach().clone()
+    with torch.no_grad():
+        parts = attention.out.weight.split(attention.head_dims, dim=1)
+        for head in removed:
+            parts[head].zero_()
+        expected = attention(x)
+        attention.out.weight.copy_(kept)
+    attention.prune_heads(sorted(removed), allow_empty=True)
+    assert relative_error(attention(x), expected) < 1e-12
+    assert attention.head_dims == tuple(width for head, width in enumerate(widths) if head not in removed)
+    for head_dim, qk_dim, null_key in ((None, 3, True), (2, 1, True), (widths, None, False)):
+        position = WindowBias(len(widths), (-1, 0), (2, 2), null_key)
+        other = PatchAttention(5, len(widths), position, head_dim=head_dim, qk_dim=qk_dim).double()
+        other.load_state_dict(attention.state_dict())
+        assert other.structure == attention.structure and torch.equal(other(x), attention(x))
+
+
+def damaged(state, **changes):
+    return torch.tensor(list(json.dumps({**json.loads(bytes(state.tolist())), **changes}).encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    'change, message',
+    [
+        (lambda state: damaged(state, head_dims=[1, 2]), r'damaged: .*\(4, 4\) rows, .*\[1, 2\].* does not explain'),
+        (lambda state: damaged(state, qk_dim=None), 'layer._extra_state of the state dict is damaged'),
+        (lambda state: state[:-1], 'layer._extra_state of the state dict is damaged'),
+        (lambda state: state[:0], 'layer._extra_state of the state dict is damaged'),
+    ],
+)
+def test_damaged_structures_are_refused(change, message):
+    """And the layer stays as it was."""
+    attention, other = random_attention([1, 3], qk_dim=2), random_attention([2, 2], qk_dim=2, null_key=False)
+    state_dict = {f'layer.{name}': value for name, value in attention.state_dict().items()}
+    state_dict['layer._extra_state'] = change(state_dict['layer._extra_state'])
+    with pytest.raises(RuntimeError, match=message):
+        nn.ModuleDict({'layer': other}).load_state_dict(state_dict)
+    with pytest.raises(RuntimeError, match='_extra_state of the state dict is damaged'):
+        other.load_state_dict({name[6:]: value for name, value in state_dict.items()})
+    assert other.structure == (2, (2, 2), False)
+
+
+def test_refused_loads_leave_the_layer_as_it_was():
+    attention, other = random_attention([1, 3], qk_dim=2), random_attention([2, 2], qk_dim=3, null_key=False)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    for change in (dict(surplus=torch.zeros(1)), {'query.weight': torch.zeros(4, 7)}):
+        with pytest.raises(RuntimeError):
+            other.load_state_dict({**attention.state_dict(), **change})
+        after = other.state_dict()
+        # PyTorch has loaded what fits by then.
+        assert all(torch.equal(after[name], value) for name, value in before.items() if name != 'out.bias')
+    with pytest.raises(RuntimeError, match='has 3 heads in the state dict, but num_heads=2 in the model'):
+        other.load_state_dict(random_attention([2, 2, 2]).state_dict())
+
+
+@pytest.mark.parametrize(
+    'kwargs, message',
+    [
+        (dict(head_dim=0), 'head_dim=0 must be at least 1'),
+        (dict(head_dim=(1, 2, 3)), r'head_dim=\(1, 2, 3\) must be .* one for each of the 2'),
+        (dict(qk_dim=0), 'qk_dim=0 must be at least 1'),
+    ],
+)
+def test_errors(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        PatchAttention(4, 2, WindowBias(2, (0, 0), (1, 1)), **kwargs)
