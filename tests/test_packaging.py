@@ -137,6 +137,7 @@ def python_without(modules, code):
     return run(sys.executable, '-c', 'import importlib.util\n' + hide + textwrap.dedent(code)).splitlines()
 
 
+@pytest.mark.slow
 def test_timm_users_need_no_mmpretrain(repository):
     """Nor matplotlib; whatever needs them says so in one line."""
     *of_mmpretrain, of_figures, of_nonsense = python_without(

@@ -14,7 +14,7 @@ VALIDATED = 10000  # training images from one validation to the next, at least
 
 
 def network_config(name: str, options: Mapping[str, Any]) -> Config:
-    """A config of configs/small with some settings changed."""
+    """Returns a config of configs/small with some settings changed."""
     config = Config.fromfile(config_path(f'small/{name}.py'))
     config.merge_from_dict(dict(options))
     return config
