@@ -24,7 +24,7 @@ from torch import nn
 
 import attncnn_plugin  # noqa: F401
 from attncnn_plugin.attention import QuadraticAttention, softmax
-from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention
+from attncnn_plugin.convert import convs_to_attention
 from attncnn_plugin.pruning import prunable_heads, prune_heads
 
 Cells = Iterator[Tuple[str, str, Union[Ratio, str]]]  # of a row and a column
