@@ -10,8 +10,7 @@ import yaml
 from helpers.flops import paper_flops
 from helpers.images import write_images
 from helpers.schedules import rates, warm_up_and_cosine, weight_decays
-from helpers.small_configs import shrink
-from mmengine.config import Config
+from helpers.small_configs import small_config
 from mmengine.hooks import Hook
 from mmengine.hub import get_config
 from mmengine.optim import build_optim_wrapper
@@ -56,36 +55,44 @@ class Start(Hook):
         self.at = runner.epoch, runner.iter
 
 
-@pytest.mark.parametrize('name', MODELS)
-def test_config_trains_validates_and_resumes(name, images, tmp_path, repository):
-    path = repository / 'configs' / f'{name}.py'
+SMALL = [f'small/{path.stem}' for path in sorted(CONFIGS.glob('small/*.py'))]
+QUICK = [*MODELS, 'small/deit', 'small/cmhsa_narrow']
 
-    config = shrink(Config.fromfile(path), images, tmp_path)
-    config.experiment_name = f'{name}-whole'
-    runner = Runner.from_cfg(config)
-    runner.train()
-    whole, rates = runner.model.state_dict(), runner.message_hub.get_scalar('train/lr').data[0]
-    assert (runner.epoch, runner.iter) == (2, 4)
-    assert 0 <= runner.message_hub.get_info('best_score') <= 100
+
+@pytest.mark.parametrize(
+    'name', [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*MODELS, *SMALL)]
+)
+def test_config_trains_validates_and_resumes(name, images, tmp_path):
+    """As if the run had never stopped; number by number with the augmentation and the dropped paths of small ones."""
+
+    def runner(**settings):
+        config = small_config(CONFIGS / f'{name}.py', images, tmp_path)
+        config.update(settings, experiment_name=f'{tmp_path.name}-{len(settings)}')
+        return Runner.from_cfg(config)
+
+    first = runner()
+    first.train()
+    whole, rates = first.model.state_dict(), first.message_hub.get_scalar('train/lr').data[0]
+    assert (first.epoch, first.iter) == (2, 4) and 0 <= first.message_hub.get_scalar(
+        'val/accuracy/top1'
+    ).current() <= 100
     if name.endswith('cifar100'):
         assert len(list(tmp_path.glob('best_accuracy_top1_epoch_*.pth'))) == 1
-        assert 0 < runner.message_hub.get_scalar('val/cross_entropy/mean').current() < 50  # L21, Figure 2
-        assert 0 <= runner.message_hub.get_scalar('val/accuracy/top5').current() <= 100
+        assert 0 < first.message_hub.get_scalar('val/cross_entropy/mean').current() < 50  # L21, Figure 2
+        assert 0 <= first.message_hub.get_scalar('val/accuracy/top5').current() <= 100
 
-    config = shrink(Config.fromfile(path), images, tmp_path)
-    config.experiment_name = f'{name}-resumed'
-    config.load_from, config.resume = str(tmp_path / 'epoch_1.pth'), True
-    runner = Runner.from_cfg(config)
-    start = Start()
-    runner.register_hook(start)
-    runner.train()
-    assert start.at == (1, 2) and (runner.epoch, runner.iter) == (2, 4)
-    assert all(torch.isfinite(value).all() for value in runner.model.state_dict().values())
-    assert np.array_equal(runner.message_hub.get_scalar('train/lr').data[0], rates) and len(rates) == 4
-    resumed = runner.model.state_dict()
-    assert resumed.keys() == whole.keys()
-    if name.endswith('digits'):  # no dropout, no random augmentation: as if the run had never stopped
+    torch.manual_seed(123)
+    second, start = runner(load_from=str(tmp_path / 'epoch_1.pth'), resume=True), Start()
+    second.register_hook(start)
+    second.train()
+    assert start.at == (1, 2) and (second.epoch, second.iter) == (2, 4)
+    assert np.array_equal(second.message_hub.get_scalar('train/lr').data[0], rates) and len(rates) == 4
+    resumed = second.model.state_dict()
+    assert resumed.keys() == whole.keys() and all(torch.isfinite(value).all() for value in resumed.values())
+    if name.endswith('digits'):  # no dropout, no random augmentation
         assert all(torch.allclose(resumed[key], whole[key], atol=1e-6) for key in whole)
+    if name in SMALL:
+        assert all(torch.equal(resumed[key], whole[key]) for key in whole)
 
 
 @pytest.mark.parametrize('name', MODELS)

@@ -15,9 +15,8 @@ import torch
 from helpers.flops import paper_flops
 from helpers.images import write_images
 from helpers.processes import rates
-from helpers.small_configs import shrink
+from helpers.small_configs import small_config
 from matplotlib import _tight_bbox
-from mmengine.config import Config
 from mmengine.logging import MMLogger
 from mmpretrain.utils import load_json_log
 
@@ -49,7 +48,7 @@ def folder(tmp_path_factory, repository):
     folder = tmp_path_factory.mktemp('families')
     write_images(folder / 'images')
     for name in FAMILIES:
-        config = shrink(Config.fromfile(repository / f'configs/{name}.py'), folder / 'images', folder / name)
+        config = small_config(repository / f'configs/{name}.py', folder / 'images', folder / name)
         if 'pruned' in name:
             config.custom_hooks = [PRUNING]
         if name == 'deit_small_cifar100':  # there are images of ten classes

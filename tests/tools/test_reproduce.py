@@ -30,11 +30,12 @@ from mmpretrain.registry import DATASETS  # noqa: E402
 from reproduction import results as results_module  # noqa: E402
 from reproduction.configs import network_config, set_data, set_epochs, set_images  # noqa: E402
 from reproduction.page import write_page  # noqa: E402
-from reproduction.results import Run, build, write_json  # noqa: E402
+from reproduction.results import Run, build, cost, write_json  # noqa: E402
 from reproduction.tables import TABLES, Row, Table  # noqa: E402
 
 TOOL = Path(__file__).parents[2] / 'tools/reproduce.py'
-TABLES_OF_DOCS = Path(__file__).parents[2] / 'docs/tables'
+TABLES_OF_DOCS = TOOL.parents[1] / 'docs/tables'
+CONFIGS = sorted(path.stem for path in TOOL.parents[1].glob('configs/small/*.py'))
 # Two rows, the second one from the weights of the first, and networks that train in a second.
 SMALL = {
     'train_dataloader.batch_size': 5,
@@ -81,6 +82,32 @@ def test_tables(name):
         model = build(config)
         model.init_weights()
         assert model.extract_feat(torch.randn(2, 3, 32, 32))[0].isfinite().all(), label
+
+
+def test_every_config_is_in_a_table():
+    assert sorted({row.config for table in TABLES.values() for row in table.rows.values()}) == CONFIGS
+
+
+def test_sizes():
+    """From 0.2 to 1 million parameters, in both phases; the page has those of the second phase, and multiply-adds."""
+    page = (TOOL.parents[1] / 'docs/reproduce.md').read_text()
+    rows = re.findall(r'^\| (`.*) \| ([\d,]+) \| ([\d.]+)M \|$', page, re.MULTILINE)
+    found = {name: tuple(numbers) for names, *numbers in rows for name in re.findall('`(.*?)`', names)}
+    assert sorted(found) == CONFIGS
+    for name in CONFIGS:
+        model = build(network_config(name, {}))
+        assert 2e5 <= sum(parameter.numel() for parameter in model.parameters()) <= 1e6, name
+        if getattr(model.backbone, 'phase', None) == 'conv' and name != 'cmhsa_conv':
+            model.backbone.to_attention()
+        parameters, multiply_adds = cost(model)
+        assert found[name] == (f'{parameters:,}', f'{multiply_adds / 1e6:.1f}') and 2e5 <= parameters <= 1e6, name
+
+
+def test_resnet_has_the_multiply_adds_of_the_quadratic_network():
+    """Counted by hand here: linear maps, and rows and columns of the attention."""
+    resnet, quadratic = (cost(build(network_config(name, {})))[1] for name in ('resnet', 'sa_quadratic'))
+    linear = 256 * (12 * 64 + 4 * (9 * 64 * 64 + 64 * 64 + 2 * 64 * 128)) + 64 * 10
+    assert quadratic == linear + 4 * 9 * 256 * 64 * (16 + 16) and abs(resnet / quadratic - 1) < 0.01
 
 
 @pytest.mark.parametrize('path', sorted(TABLES_OF_DOCS.glob('*.json')), ids=lambda path: path.stem)
