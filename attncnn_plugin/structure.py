@@ -1,19 +1,24 @@
 """The one way in which a model takes the structure of a state dict."""
 
 import copy
-from collections import OrderedDict
-from typing import Any, Mapping
+import math
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from .attention.structure import Restructurable, StructureError, remember_structure, structure_kept_on_error
-from .convert.structures import attention_in
+from .attention.images import ImageAttention, kind_of
+from .attention.state_dicts import Restructurable, StructureError, check_loading, copy_without_values, read
+from .attention.window import CONVOLUTIONS
+from .change import Change, LayerChange, Successor, within
+from .convert.model_layers import number_of_parameters
+from .convert.models import in_words, successors
+from .convert.pixels import OwnConvolution, new_attention
 from .transformers.transformer_heads import follow_heads
 
 
 @torch.no_grad()
-def follow_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict: bool = True) -> bool:
+def follow_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict: bool = True) -> Change:
     """Brings a model to the structure of a state dict that you are about to load; the values are not loaded.
 
     A convolution becomes attention where the state dict has that (:func:`attncnn_plugin.convert.convs_to_attention`).
@@ -30,7 +35,7 @@ def follow_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict
             modules of this package whose entries no structure explains. Defaults to True.
 
     Returns:
-        bool: Whether a module has changed.
+        Change: The layers that have another structure now; it is true if there are any.
 
     Raises:
         StructureError: The state dict does not fit: attention cannot be in the place that it has there, or, with
@@ -41,69 +46,106 @@ def follow_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict
         >>> trained, fresh = (nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()) for _ in range(2))
         >>> print(convs_to_attention(trained, '*').layers[0].name)
         0
-        >>> follow_state_dict(fresh, trained.state_dict())
-        True
+        >>> print(follow_state_dict(fresh, trained.state_dict()))
+        layer  before           after    parameters
+        0      3×3 convolution  9 heads  224 → 251
+        model                            224 → 251
         >>> fresh.load_state_dict(trained.state_dict())
         <All keys matched successfully>
     """
-    with structure_kept_on_error(model):
-        changed = take_structures(model, state_dict, strict=strict)
-        if strict:
-            _check_loading(model, state_dict)
-    return changed
+    trial = copy_without_values(model)
+    take_structures(trial, state_dict)
+    if strict:
+        check_loading(trial, state_dict, strict=True)
+    before = number_of_parameters(model)
+    layers, replaced = take_structures(model, state_dict)
+    return Change(tuple(layers), before, number_of_parameters(model), replaced)
 
 
-def take_structures(module: nn.Module, state_dict: Mapping[str, Any], prefix: str = '', strict: bool = False) -> bool:
+def take_structures(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str = ''
+) -> Tuple[List[LayerChange], Dict[nn.Parameter, Successor]]:
     """Gives a module and all that is in it the structures of a state dict.
 
     Args:
         module (nn.Module): Any module; it stays itself, what it consists of can be replaced.
         state_dict (Mapping[str, Tensor]): With the module's names, each after ``prefix``.
         prefix (str): Name of the module with a dot. Defaults to empty.
-        strict (bool): Whether to refuse entries that no structure of a module of this package explains, which the
-            loading refuses anyway. Defaults to False.
 
     Returns:
-        bool: Whether a module has changed.
+        tuple[list[LayerChange], dict[Parameter, Successor]]: What has changed, and what took the place of parameters.
 
     Raises:
-        StructureError: A module cannot have its structure. Others have changed by then.
+        StructureError: A convolution, or attention of another library, cannot have its structure. Others have changed
+            by then.
     """
-    changed = False
-    if isinstance(module, Restructurable):
-        try:
-            changed = module.follow(state_dict, prefix)  # type: ignore[arg-type]
-        except StructureError:
-            if strict:
-                raise
-    else:
-        changed = follow_heads(module, state_dict, prefix)
+    layers: List[LayerChange] = []
+    replaced: Dict[nn.Parameter, Successor] = {}
+    what, size = in_words(module), number_of_parameters(module)
+    if _follow(module, state_dict, prefix):
+        layers.append(LayerChange(prefix[:-1], what, in_words(module), size, number_of_parameters(module)))
     for name, child in module.named_children():
-        path = f'{prefix}{name}.'
-        attention = attention_in(child, state_dict, path)
-        if attention is not None:
+        path = f'{prefix}{name}'
+        attention = attention_in(child, state_dict, f'{path}.')
+        if attention is None:
+            changes = take_structures(child, state_dict, f'{path}.')
+            layers += changes[0]
+            replaced.update(changes[1])
+        else:
             setattr(module, name, attention)
-            changed = True
-        elif take_structures(child, state_dict, path, strict):
-            changed = True
-    return changed
+            _follow(attention, state_dict, f'{path}.')  # heads can be gone
+            sizes = number_of_parameters(child), number_of_parameters(attention)
+            layers.append(LayerChange(path, in_words(child), in_words(attention), *sizes))
+            replaced.update(within(path, successors(child, attention)))
+    return layers, replaced
 
 
-def _check_loading(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-    """Loads a state dict without copying any value, and gives the model back what it had.
+def _follow(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> bool:
+    if not isinstance(module, Restructurable):
+        return follow_heads(module, state_dict, prefix)
+    try:
+        return module.follow(state_dict, prefix)  # type: ignore[arg-type]
+    except StructureError:
+        return False  # the loading refuses it, and says why
+
+
+def attention_in(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Optional[ImageAttention]:
+    """Returns the attention that a state dict has in the place of a module, with values that are yet to be loaded.
+
+    Args:
+        module (nn.Module): Any module.
+        state_dict (Mapping[str, Tensor]): With the names of a model.
+        prefix (str): Name of the module with a dot.
+
+    Returns:
+        ImageAttention | None: None where the module is neither a convolution nor attention of another kind in the place
+        of one, or the state dict has no such attention.
 
     Raises:
-        StructureError: ``load_state_dict`` refuses it.
+        StructureError: The module is a convolution that cannot be converted.
     """
-    entries: Any = OrderedDict(
-        (name, value.detach() if isinstance(value, Tensor) else value) for name, value in state_dict.items()
-    )
-    if hasattr(state_dict, '_metadata'):
-        entries._metadata = copy.deepcopy(state_dict._metadata)  # PyTorch writes in it that tensors are assigned
-    give_back = remember_structure(model)
+    if not isinstance(module, (ImageAttention, *CONVOLUTIONS)) or f'{prefix}value.weight' not in state_dict:
+        return None
+    settings = read(state_dict, prefix)
+    if settings is None:
+        return None
+    conv, like = module, module
+    if isinstance(module, ImageAttention):
+        if not isinstance(module.from_conv, OwnConvolution) or kind_of(settings) == kind_of(module.settings):
+            return None
+        like = module.value
+        conv = copy.deepcopy(module.from_conv.conv).to(like.weight.dtype).train(module.training)
+        for key, parameter in conv.named_parameters():
+            parameter.requires_grad_(like.get_parameter(key).requires_grad)
     try:
-        model.load_state_dict(entries, assign=True)
-    except RuntimeError as error:
-        raise StructureError(str(error)) from error
-    finally:
-        give_back()
+        with torch.random.fork_rng(devices=[]):  # layers draw weights, which are yet to be loaded
+            attention = new_attention(conv, **settings)
+    except (TypeError, ValueError) as error:
+        raise StructureError(f'attention of the state dict cannot be in the place of {prefix[:-1]}: {error}') from error
+    heads, positions = attention.num_heads, math.prod(attention.window.kernel_size)
+    if heads > positions or heads < positions and settings['position'] == 'gaussian':
+        raise StructureError(
+            f'the state dict has attention of {heads} heads in the place of a convolution whose kernel of '
+            f'{attention.window.kernel_size} has {positions} positions'
+        )
+    return attention if conv is module else attention.to_empty(device=like.weight.device)

@@ -173,9 +173,7 @@ def maps_of_layers(
     part: str,
 ) -> Dict[str, AttentionMaps]:
     """Returns the :func:`attention_maps` of some layers of this package."""
-    for name, layer in layers.items():
-        if layer.window is not None and layer.window.ndim != 2:
-            raise ValueError(f'{name or "layer"} has {layer.window.ndim} axes of pixels, but heads are shown for two')
+    check_axes(layers)
     by_position = {
         name
         for name, layer in layers.items()
@@ -295,6 +293,13 @@ def require_attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
             'with a patch_embed and blocks, layers or stages'
         )
     return layers
+
+
+def check_axes(layers: Mapping[str, AttentionLayer]) -> None:
+    """Raises ValueError if a layer is attention along one or three axes."""
+    for name, layer in layers.items():
+        if layer.window is not None and layer.window.ndim != 2:
+            raise ValueError(f'{name or "layer"} has {layer.window.ndim} axes of pixels, but heads are shown for two')
 
 
 def is_other_vit(model: nn.Module) -> bool:

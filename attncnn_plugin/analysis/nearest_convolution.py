@@ -10,7 +10,7 @@ from typing import Iterator, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ..convert.expressibility import expressible_shifts_of_maps
+from ..convert.expressible import expressible_shifts_of_maps
 from ..convert.shift_operators import fit_shifts, interior_queries, targets
 from .shift_statistics import Shift, ShiftMaps, same_window
 

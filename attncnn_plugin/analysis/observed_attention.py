@@ -6,7 +6,7 @@ from typing import Any, Dict, Iterator, Mapping
 
 from torch import Tensor
 
-from ..attention.prunable_heads import PrunableHeads
+from ..attention.heads import PrunableHeads
 from ..pruning import ObservedAttention
 from ..pruning.heads import Heads
 from ..transformers.image_means import few_images

@@ -2,7 +2,7 @@
 
 from .attention_layer import AttentionLayer, GaussianHeads
 from .content_attention import ContentAttention
-from .content_image_attention import ContentImageAttention
+from .content_images import ContentImageAttention
 from .encodings import (
     GeneralizedQuadraticEncoding,
     LearnedEncoding,
@@ -10,11 +10,11 @@ from .encodings import (
     WindowEncoding,
 )
 from .grid_attention import GeneralizedQuadraticAttention, GridAttention, LearnedAttention, QuadraticAttention
-from .image_attention import ImageAttention, QuadraticImageAttention, WindowImageAttention
+from .heads import PrunableHeads
+from .images import ImageAttention, QuadraticImageAttention, WindowImageAttention
 from .patches import GridBias, PatchAttention, WindowBias
 from .position_tables import AbsoluteEncoding, RelativeTables
-from .prunable_heads import PrunableHeads
-from .structure import Restructurable, StructureError
+from .state_dicts import Restructurable, StructureError
 from .window import Window
 
 __all__ = [

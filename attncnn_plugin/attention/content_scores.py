@@ -12,7 +12,7 @@ from .position_tables import AbsoluteEncoding, RelativeTables
 from .precision import Device, Dtype, at_least_float32, full_precision
 from .shifts import at_shifts
 from .softmax import softmax
-from .structure import StateDict, StructureError
+from .state_dicts import StateDict, StructureError
 
 TERMS = ('qk', 'qr', 'uk', 'vr')
 ENCODINGS = {
@@ -133,7 +133,7 @@ class ContentScores(SeparableScores):
         own = {name for name, _ in self.named_parameters()}
         return {**super().head_parameters(), **{name: (0, n) for name, n in entries.items() if name in own}}
 
-    def structure_in(self, state_dict: StateDict, prefix: str) -> Optional[int]:
+    def follow(self, state_dict: StateDict, prefix: str) -> bool:
         for name in ('query', 'key'):
             linear = getattr(self, name)
             if not isinstance(linear, nn.Linear) or f'{prefix}{name}.weight' not in state_dict:
@@ -144,7 +144,7 @@ class ContentScores(SeparableScores):
                     f'{prefix}{name} has {"a" if saved else "no"} bias in the state dict: build the layer with '
                     f'qk_bias={saved}'
                 )
-        return super().structure_in(state_dict, prefix)
+        return super().follow(state_dict, prefix)
 
     def extra_repr(self) -> str:
         qk_dim = '' if self.qk_dim == self.dim else f', qk_dim={self.qk_dim}'

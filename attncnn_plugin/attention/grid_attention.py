@@ -16,12 +16,12 @@ from .encodings import (
     LearnedEncoding,
     QuadraticEncoding,
 )
+from .heads import PrunableHeads
 from .linear import check_plain_linear
 from .position_tables import RelativeTables
 from .precision import Device, Dtype, at_least_float32, full_precision
-from .prunable_heads import PrunableHeads
 from .softmax import softmax, without_subnormals
-from .structure import StateDict, StructureError
+from .state_dicts import StateDict, StructureError
 
 
 class GridAttention(PrunableHeads):
@@ -93,7 +93,7 @@ class GridAttention(PrunableHeads):
         of_values = {} if self.value_proj is None else {'value_proj.weight': (0, self.head_dim)}
         return {**of_values, 'value.weight': (1, self.head_dim)}
 
-    def structure_in(self, state_dict: StateDict, prefix: str) -> Optional[int]:
+    def follow(self, state_dict: StateDict, prefix: str) -> bool:
         projection, value = (state_dict.get(f'{prefix}{name}.weight') for name in ('value_proj', 'value'))
         if value is not None and (projection is None) != (self.value_proj is None):
             head_dim = None if projection is None else len(projection) // max(self.num_heads, 1)
@@ -101,7 +101,7 @@ class GridAttention(PrunableHeads):
                 f'{prefix}value_proj.weight is {"not " if projection is None else ""}in the state dict, but '
                 f'{"not " if projection is not None else ""}in the model: build it with head_dim={head_dim}'
             )
-        return super().structure_in(state_dict, prefix)
+        return super().follow(state_dict, prefix)
 
     def value_matrices(self) -> Tensor:
         check_plain_linear('value', self.value)

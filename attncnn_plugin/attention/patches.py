@@ -1,7 +1,5 @@
 """Self-attention over patches with a relative position bias (Li et al. 2021 (L21), sections 3 and 4)."""
 
-import json
-import logging
 from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
 import torch
@@ -9,15 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention_layer import head_products
-from .linear import check_plain_linear
+from .heads import HeadParameters, PrunableHeads, check_plain, resize_parameter
 from .precision import Device, Dtype, at_least_float32
-from .prunable_heads import HeadParameters, PrunableHeads, resize_parameter
 from .resizable_tables import ResizableTables
 from .shifts import axis_shifts, resize_shift_table
 from .softmax import softmax
-from .structure import StateDict, StructureError, too_many_heads
-
-logger = logging.getLogger(__name__)
+from .state_dicts import StateDict, StructureError, read, too_many_heads, written
 
 # Stands for −∞, whose gradient is not a number: e^−10000 is 0 beside any score, and float16 has it.
 MASK_VALUE = -1e4
@@ -146,7 +141,6 @@ class GridBias(ResizableTables, WindowBias):
     ) -> None:
         height, width = grid_size
         super().__init__(num_heads, (1 - height, 1 - width), (2 * height - 1, 2 * width - 1), null_key, device, dtype)
-        self._follow_state_dicts()
 
     def table_of(self, size: Sequence[int]) -> Tuple[Tensor, Tuple[int, int]]:
         height, width = size
@@ -277,7 +271,7 @@ class PatchAttention(PrunableHeads):
 
     def value_matrices(self) -> Tensor:
         for name in ('value', 'out'):
-            check_plain_linear(name, getattr(self, name))
+            check_plain(name, getattr(self, name))
         if self.num_heads == 0:
             return at_least_float32(self.value.weight).new_zeros(0, self.out_dim, self.dim)
         values = at_least_float32(self.value.weight).split(self.head_dims)  # (D_h, D)
@@ -308,34 +302,34 @@ class PatchAttention(PrunableHeads):
 
     def get_extra_state(self) -> Tensor:
         """Returns the structure as JSON, in bytes: state dicts have it as ``_extra_state``."""
-        structure = dict(qk_dim=self.qk_dim, head_dims=self.head_dims, null_key=self.position.null_key)
-        return torch.tensor(list(json.dumps(structure).encode()), dtype=torch.uint8, device='cpu')
+        return written(dict(qk_dim=self.qk_dim, head_dims=self.head_dims, null_key=self.position.null_key))
 
     def set_extra_state(self, state: Tensor) -> None:
         """Does nothing: the layer has taken the structure before its parameters were loaded."""
 
-    def structure_in(self, state_dict: StateDict, prefix: str) -> Optional[Structure]:
-        """Returns the structure of a state dict; None where entries are missing."""
-        names = ('_extra_state', *self.head_parameters())
-        if not all(prefix + name in state_dict for name in names):
-            return None
-        entries = {name: state_dict[prefix + name] for name in names}
+    def follow(self, state_dict: StateDict, prefix: str) -> bool:
+        """Takes the structure of a state dict that has all entries."""
+        state = read(state_dict, prefix)
+        if state is None or not all(prefix + name in state_dict for name in self.head_parameters()):
+            return False
         try:
-            state = json.loads(bytes(entries['_extra_state'].byte().tolist()))
-            qk_dim, head_dims, null_key = state['qk_dim'], tuple(state['head_dims']), state['null_key']
-            rows = len(entries['query.weight']), len(entries['value.weight'])
+            structure = state['qk_dim'], tuple(state['head_dims']), state['null_key']
+            qk_dim, head_dims, _ = structure
+            rows = len(state_dict[f'{prefix}query.weight']), len(state_dict[f'{prefix}value.weight'])
             if rows != (len(head_dims) * qk_dim, sum(head_dims)):
                 raise ValueError(f'query.weight and value.weight have {rows} rows, which {state} does not explain')
         except (KeyError, TypeError, ValueError) as error:
             raise StructureError(f'{prefix}_extra_state of the state dict is damaged: {error}') from error
         if len(head_dims) > self.built_heads:
             raise too_many_heads(prefix, len(head_dims), self.built_heads)
-        return qk_dim, head_dims, null_key
+        if structure == self.structure:
+            return False
+        self.take_structure(structure)
+        return True
 
     @torch.no_grad()
     def take_structure(self, structure: Structure) -> None:
         """Takes heads of other widths; the values are yet to be loaded. The parameters stay the same objects."""
-        logger.info('An attention layer takes the structure %s instead of %s.', structure, self.structure)
         self.qk_dim, self.head_dims, self.position.null_key = structure
         self.num_heads = len(self.head_dims)
         for name, (dim, entries) in self.head_parameters().items():

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .precision import Device, Dtype, at_least_float32
-from .resizable_tables import ResizableTables, Shapes
+from .resizable_tables import ResizableTables
 from .shifts import at_shifts, resize_shifts
-from .structure import StateDict, StructureError
+from .state_dicts import StateDict, StructureError
 from .window import shown
 
 
@@ -55,7 +55,6 @@ class RelativeTables(ResizableTables):
             self.register_parameter('row_table', None)
             self.register_parameter('column_table', None)
         self.reset_parameters()
-        self._follow_state_dicts()
 
     def reset_parameters(self) -> None:
         for table in self.parameters(recurse=False):
@@ -107,17 +106,17 @@ class RelativeTables(ResizableTables):
         height, width = size
         return at_shifts(rows, height), at_shifts(columns, width)
 
-    def shapes_in(self, state_dict: StateDict, prefix: str) -> Shapes:
-        for name, own in self.shapes:
+    def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
+        for name, own in self.named_parameters(recurse=False):
             loaded = state_dict.get(prefix + name)
-            if loaded is not None and loaded.ndim == 2 and loaded.shape[1] != own[1]:
+            if loaded is not None and loaded.ndim == 2 and loaded.shape[1] != own.shape[1]:
                 raise StructureError(
                     f'{prefix}{name} of the state dict has vectors of {loaded.shape[1]} channels, the model, with '
-                    f'position_dim={self.dim}, of {own[1]}: build it as the one that was saved, with '
+                    f'position_dim={self.dim}, of {own.shape[1]}: build it as the one that was saved, with '
                     f'position_dim={2 * loaded.shape[1]}. If it is of a version of this package that added the two, '
                     'r_δ = the sum R[δ1] + C[δ2], it is another function: train it again'
                 )
-        return super().shapes_in(state_dict, prefix)
+        super().convert_state_dict(state_dict, prefix)
 
     def resizes(self, table: Tensor) -> bool:
         """Whether a loaded table has vectors of the same length, for an odd number of shifts."""
@@ -156,7 +155,6 @@ class AbsoluteEncoding(ResizableTables):
         else:
             self.register_parameter('table', None)
         self.reset_parameters()
-        self._follow_state_dicts()
 
     def reset_parameters(self) -> None:
         if self.table is not None:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Sequence, Tuple, Type, Union
+from typing import Any, List, Sequence, Tuple, Type, Union
 
 import torch
 import torch.nn.functional as F
@@ -113,6 +113,15 @@ class Window:
         """
         number = torch.arange(self.num_queries(axis, size), device=device)
         return number * self.stride[axis] + self.anchor[axis] - self.padding_of(axis, size)[0]
+
+    def shifts_to_pixels(self, size: Sequence[int], device: Device = None) -> List[Tensor]:
+        """Returns δ from every query to every pixel of the padded image, ``(Q, K)`` for each axis."""
+        shifts = []
+        for axis, pixels in enumerate(size):
+            before, after = self.padding_of(axis, pixels)
+            keys = torch.arange(-before, pixels + after, device=device)
+            shifts.append(keys - self.queries(axis, pixels, device)[:, None])
+        return shifts
 
     def pad(self, x: Tensor) -> Tensor:
         """``x`` of shape ``(B, C, *size)``, padded."""

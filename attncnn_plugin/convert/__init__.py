@@ -4,14 +4,13 @@ Over pixels and back as in Cordonnier et al. 2020 (Theorem 1, Lemma 3), over pat
 and 6).
 """
 
-from . import structures  # noqa: F401, state dicts can have attention
-from .expressibility import Expressibility, Kernel, expressible_shifts, expressible_shifts_of_maps
-from .head_count import min_heads
+from .back import ConvFit, mhsa_to_conv
+from .expressible import Expressibility, Kernel, expressible_shifts, expressible_shifts_of_maps
+from .kernels import min_heads
 from .models import attention_to_convs, convs_to_attention
 from .patches import PatchConvolutionAttention, conv_to_patch_mhsa, exact_head_dims
 from .pixels import conv_to_mhsa
 from .report import ConversionReport, PatchConversionReport
-from .to_conv import ConvFit, mhsa_to_conv
 from .values import ValueFit, fit_values
 
 __all__ = [

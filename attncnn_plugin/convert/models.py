@@ -6,15 +6,16 @@ from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple, Type
 import torch
 from torch import Tensor, nn
 
-from ..attention.image_attention import ImageAttention
+from ..attention.images import ImageAttention
+from ..attention.window import CONVOLUTIONS
 from ..change import Change, LayerChange, Successor, within
+from .back import ConvFit, mhsa_to_conv
 from .drift import drifts, random_numbers_on_failure
 from .kernels import Convolution
 from .model_layers import Layers, check_replaceable, find_convolutions, number_of_parameters, replace_layers
-from .origins import Origin
-from .pixels import conv_to_mhsa
+from .pixels import OwnConvolution, conv_to_mhsa
 from .report import ConversionReport
-from .to_conv import ConvFit, mhsa_to_conv
+from .timm_convolutions import window_of
 
 Old = TypeVar('Old', bound=nn.Module)
 New = TypeVar('New', bound=nn.Module)
@@ -73,21 +74,9 @@ def convs_to_attention(
     """
     chosen = find_convolutions(model, layers)
     check_replaceable(model, chosen)
-    settings = {
-        'num_heads': num_heads,
-        'alpha': alpha,
-        'content': content,
-        'position': position,
-        'window_size': window_size,
-        'qk_dim': qk_dim,
-    }
 
     def convert(conv: Convolution) -> Tuple[ImageAttention, ConversionReport]:
-        attention, report = conv_to_mhsa(conv, **settings, generator=generator)  # type: ignore[arg-type]
-        if conv.bias is not None and attention.value.bias is not None:
-            attention.value.bias.requires_grad_(conv.bias.requires_grad)
-        Origin.of(conv, settings).attach(attention)
-        return attention, report
+        return conv_to_mhsa(conv, num_heads, alpha, content, position, window_size, qk_dim, generator)
 
     with random_numbers_on_failure(model, generator):
         attention, reports = _convert_each(chosen, convert)
@@ -152,8 +141,10 @@ def attention_to_convs(model: nn.Module, tolerance: float = 1e-6) -> Change:
 
 def _back(layer: ImageAttention) -> Tuple[Convolution, ConvFit]:
     conv, fit = mhsa_to_conv(layer, layer.window.kernel_size)
-    if isinstance(layer.from_conv, Origin):
-        conv = layer.from_conv.as_it_was(conv)
+    if isinstance(layer.from_conv, OwnConvolution):
+        own = layer.from_conv.conv  # its options can be other words for the same, 'valid' for 0
+        if type(own) is type(conv) and window_of(own) == window_of(conv):
+            conv = layer.from_conv.with_entries(conv.state_dict()).train(conv.training)
     for key, parameter in conv.named_parameters():
         parameter.requires_grad_(layer.get_parameter(f'value.{key}').requires_grad)
     return conv, fit
@@ -186,17 +177,18 @@ def _put_in_place(
     replaced: Dict[nn.Parameter, Successor] = {}
     for name, layer in old.items():
         sizes = number_of_parameters(layer), number_of_parameters(new[name])
-        changes.append(LayerChange(name, _in_words(layer), _in_words(new[name]), *sizes, reports[name]))
+        changes.append(LayerChange(name, in_words(layer), in_words(new[name]), *sizes, reports[name]))
         replaced.update(within(name, successors(layer, new[name])))
     replace_layers(model, new)
     return Change(tuple(changes), before, number_of_parameters(model), replaced, drift)
 
 
-def _in_words(layer: Any) -> str:
-    if isinstance(layer, ImageAttention):
-        return f'{layer.num_heads} heads'
-    kernel, stride = ('×'.join(map(str, sizes)) for sizes in (layer.kernel_size, layer.stride))
-    return f'{kernel} kernel' if set(layer.stride) == {1} else f'{kernel} kernel, stride {stride}'
+def in_words(layer: Any) -> str:
+    """Returns what a layer is: a convolution by its kernel, attention by its heads, any other by its class."""
+    if isinstance(layer, CONVOLUTIONS):
+        kernel, stride = ('×'.join(map(str, sizes)) for sizes in (layer.kernel_size, layer.stride))
+        return f'{kernel} convolution' if set(layer.stride) == {1} else f'{kernel} convolution, stride {stride}'
+    return f'{layer.num_heads} heads' if hasattr(layer, 'num_heads') else type(layer).__name__
 
 
 def successors(layer: nn.Module, new_layer: nn.Module) -> Dict[nn.Parameter, Successor]:
@@ -206,21 +198,23 @@ def successors(layer: nn.Module, new_layer: nn.Module) -> Dict[nn.Parameter, Suc
     entries, and with the weight positions, queries and keys come and go.
     """
     old, new = dict(layer.named_parameters()), dict(new_layer.named_parameters())
-    to_attention = isinstance(new_layer, ImageAttention)
-    source, heir = ('', 'value.') if to_attention else ('value.', '')
-    weight, shape = new[f'{heir}weight'], new[f'{heir}weight'].shape
+    before, after = ('' if isinstance(own, CONVOLUTIONS) else 'value.' for own in (layer, new_layer))
+    weight, shape = new[f'{after}weight'], new[f'{after}weight'].shape
 
     def reorder(x: Tensor) -> Tensor:
-        if to_attention:
-            return x.flatten(2).transpose(1, 2).reshape(shape)
-        return x.reshape(shape[0], -1, shape[1]).transpose(1, 2).reshape(shape)
+        if not before:
+            x = x.flatten(2)  # (C_out, C_in/groups, K)
+        else:
+            x = x.unflatten(1, (-1, shape[1]))  # (C_out, K, C_in/groups)
+        return x.transpose(1, 2).reshape(shape)
 
     replaced = {parameter: Successor() for parameter in old.values()}
-    if f'{heir}bias' in new:
-        bias = new.pop(f'{heir}bias')
-        replaced[old[f'{source}bias']] = Successor({f'{heir}bias': bias}, bias, lambda x: x)
-    before = old[f'{source}weight']
+    if f'{after}bias' in new:
+        bias = new.pop(f'{after}bias')
+        replaced[old[f'{before}bias']] = Successor({f'{after}bias': bias}, bias, lambda x: x)
+    source = old[f'{before}weight']
     # An heir has the entries of the old weight, so that their momentum is its own.
-    same = before.numel() == weight.numel() and torch.equal(reorder(before.detach()), weight.detach())
-    replaced[before] = Successor(new, weight, reorder) if same else Successor(new)
+    same = before != after and source.numel() == weight.numel() and not weight.is_meta
+    same = same and torch.equal(reorder(source.detach()), weight.detach())
+    replaced[source] = Successor(new, weight, reorder) if same else Successor(new)
     return replaced

@@ -1,18 +1,26 @@
-"""A convolution as attention over pixels (Cordonnier et al. 2020 (C20), Theorem 1)."""
+"""A convolution as attention over pixels (Cordonnier et al. 2020 (C20), Theorem 1).
 
+With content, heads begin with W^Q = 0 (Li et al. 2021); the gate is that of d'Ascoli et al. 2021 ("Transformed CNNs").
+"""
+
+import copy
 import math
+import zlib
+from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
 import torch
+from torch import Tensor
 
-from ..attention.content_image_attention import POSITIONS
-from ..attention.image_attention import ImageAttention
-from ..attention.window import shown
-from .content_heads import content_heads
-from .kernels import Convolution
-from .position_heads import gaussian_heads, table_heads
-from .report import ConversionReport
+from ..attention.content_images import POSITIONS, ContentImageAttention
+from ..attention.encodings import QuadraticEncoding
+from ..attention.images import ImageAttention, QuadraticImageAttention, WindowImageAttention
+from ..attention.state_dicts import StateDict, copy_without_values
+from ..attention.window import Window, per_axis, shown
+from .fewer_heads import LOWEST_SCORE, best_probs, best_weight, log_scores, relative_error, truncation_errors
+from .kernels import Convolution, flat_kernel
+from .report import ConversionReport, pixels_around, report_of_alpha
 from .timm_convolutions import plain_convolution, window_of
 
 CONTENTS = (None, 'additive', 'gated')
@@ -20,6 +28,8 @@ CONTENTS = (None, 'additive', 'gated')
 HARD_ALPHA = 800.0
 # A wider head sees more of every other pixel than a shift can, and a larger α than HARD_ALPHA changes nothing.
 ALPHA_RANGE = (0.1, 1e6)
+HARD_GATE = 40.0  # λ; σ(40) is 1 in float64
+LEAST_QK_DIM = 8
 
 
 @torch.no_grad()
@@ -46,7 +56,7 @@ def conv_to_mhsa(
     convolution all the same (Li et al. 2021).
 
     With the default ``alpha`` the gradients of centres, widths and scores by content are exactly 0: such heads stay
-    where they are. For attention that goes on learning, give a smaller one, about 6. Its heads see a little of their
+    where they are. For attention that keeps learning, give a smaller one, about 6. Its heads see a little of their
     neighbours, which the report states.
 
     Args:
@@ -105,8 +115,42 @@ def conv_to_mhsa(
         >>> report.bound - 1e-6 <= report.relative_error <= report.guarantee + 1e-6
         True
     """
-    conv = plain_convolution(conv)
-    window = window_of(conv)
+    if content is None and generator is not None:
+        raise _without_content('generator', generator)
+    settings = check_settings(conv, num_heads, alpha, content, position, window_size, qk_dim)
+    attention = new_attention(conv, **settings)
+    plain = plain_convolution(conv)
+    if attention.value.bias is not None:
+        attention.value.bias.copy_(plain.bias)
+    share, pixels = 1.0, attention.window.shifts()  # of the probabilities by position, and δ of what heads see
+    if isinstance(attention, ContentImageAttention):
+        limit, key = plain.in_channels**-0.5, attention.key.weight
+        key.copy_(torch.empty(key.shape, dtype=torch.float32).uniform_(-limit, limit, generator=generator))
+        if attention.gate is not None:
+            if alpha is None:
+                attention.gate.fill_(HARD_GATE)
+            share = attention.gate[0].double().sigmoid().item()
+        if attention.window_size is not None:
+            axes = (torch.arange(n) - n // 2 for n in attention.window_size)
+            pixels = torch.cartesian_prod(*axes).reshape(-1, attention.window.ndim)
+    return attention, _set_heads(attention, plain, HARD_ALPHA if alpha is None else alpha, pixels, share)
+
+
+def check_settings(
+    conv: Convolution,
+    num_heads: Optional[int] = None,
+    alpha: Optional[float] = None,
+    content: Optional[str] = None,
+    position: Optional[str] = None,
+    window_size: Union[int, Sequence[int], None] = None,
+    qk_dim: Optional[int] = None,
+) -> Dict[str, Any]:
+    """Returns the arguments of :func:`conv_to_mhsa` as plain values, with their defaults for a convolution.
+
+    Raises:
+        TypeError, ValueError: See :func:`conv_to_mhsa`.
+    """
+    window = window_of(plain_convolution(conv))
     positions = math.prod(window.kernel_size)
     if num_heads is None:
         num_heads = positions
@@ -116,36 +160,13 @@ def conv_to_mhsa(
         raise ValueError(
             f'num_heads is {num_heads}, but a kernel with {positions} positions can have from 1 to {positions} heads'
         )
-    heads = int(num_heads)
-    if heads < positions and alpha is not None:
+    if num_heads < positions and alpha is not None:
         raise ValueError(
             f'alpha={alpha} is the width of heads that each see one of {positions} positions, but with '
-            f'num_heads={heads} heads see several: leave out alpha or num_heads'
+            f'num_heads={num_heads} heads see several: leave out alpha or num_heads'
         )
-    position = _checked_position(position, heads, positions)
-    width = HARD_ALPHA if alpha is None else _checked_alpha(alpha)
-    attention: ImageAttention
-    if content not in CONTENTS:
-        raise ValueError(f'content={shown(content)} is unknown: choose one of {CONTENTS}')
-    if content is not None:
-        gated, hard = content == 'gated', alpha is None
-        attention, report = content_heads(
-            conv, window, heads, width, gated, hard, position, window_size, qk_dim, generator
-        )
-    else:
-        _refuse_without_content(window_size=window_size, qk_dim=qk_dim, generator=generator)
-        if position == 'gaussian':
-            attention, report = gaussian_heads(conv, window, width)
-        else:
-            attention, report = table_heads(conv, window, heads, width)
-    if conv.bias is not None:
-        attention.value.bias.copy_(conv.bias)
-    return attention.requires_grad_(conv.weight.requires_grad).train(conv.training), report
-
-
-def _checked_position(position: Optional[str], num_heads: int, positions: int) -> str:
     if position is None:
-        return 'gaussian' if num_heads == positions else 'table'
+        position = 'gaussian' if num_heads == positions else 'table'
     if position not in POSITIONS:
         raise ValueError(f'position={shown(position)} is unknown: choose one of {POSITIONS}')
     if position == 'gaussian' and num_heads < positions:
@@ -153,15 +174,28 @@ def _checked_position(position: Optional[str], num_heads: int, positions: int) -
             f"position='gaussian' has a head for each of {positions} kernel positions, but num_heads={num_heads}: use "
             "position='table'"
         )
-    return position
+    settings: Dict[str, Any] = {'num_heads': int(num_heads), 'position': position}
+    if alpha is not None:
+        settings['alpha'] = _checked_alpha(alpha)
+    if content not in CONTENTS:
+        raise ValueError(f'content={shown(content)} is unknown: choose one of {CONTENTS}')
+    if content is None:
+        for name, value in (('window_size', window_size), ('qk_dim', qk_dim)):
+            if value is not None:
+                raise _without_content(name, value)
+        return settings
+    if qk_dim is None:
+        qk_dim = max(LEAST_QK_DIM, math.ceil(conv.in_channels / num_heads))
+    if qk_dim < 1:
+        raise ValueError(f'qk_dim={qk_dim} must be at least 1')
+    size = _checked_window_size(window, position, window_size)
+    return {**settings, 'content': content, 'window_size': size, 'qk_dim': int(qk_dim)}
 
 
-def _refuse_without_content(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise ValueError(
-                f"{name}={shown(value)} is for attention by content: add content='additive' or 'gated', or leave it out"
-            )
+def _without_content(name: str, value: Any) -> ValueError:
+    return ValueError(
+        f"{name}={shown(value)} is for attention by content: add content='additive' or 'gated', or leave it out"
+    )
 
 
 def _checked_alpha(alpha: float) -> float:
@@ -174,3 +208,140 @@ def _checked_alpha(alpha: float) -> float:
             'heads that learn'
         )
     return float(alpha)
+
+
+def _checked_window_size(
+    window: Window, position: str, window_size: Union[int, Sequence[int], None]
+) -> Optional[Tuple[int, ...]]:
+    """Returns the neighbourhood along each axis; the least that holds the kernel for a table without one."""
+    least = tuple((2 * window.shifts().abs().amax(0) + 1).tolist())
+    if window_size is None:
+        return least if position == 'table' else None
+    size = per_axis('window_size', window_size, window.ndim)
+    if any(n % 2 == 0 or n < m for n, m in zip(size, least)):
+        raise ValueError(
+            f'window_size={window_size} must be odd, and at least {least} for the shifts of a kernel of '
+            f'{window.kernel_size} with dilation {window.dilation}'
+        )
+    return size
+
+
+@dataclass(frozen=True, eq=False)
+class OwnConvolution:
+    """The convolution that a layer was made from, whose state dicts it converts.
+
+    Attributes:
+        conv (nn.Module): The convolution on the meta device, with all its options.
+    """
+
+    conv: Convolution
+
+    def with_entries(self, entries: StateDict) -> Convolution:
+        """Returns the convolution with the entries of a state dict, on their device and of their dtype.
+
+        Raises:
+            ValueError: They are of another convolution.
+        """
+        conv = copy.deepcopy(self.conv)
+        try:
+            conv.load_state_dict(entries, assign=True)
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
+        return conv
+
+    def __call__(self, attention: ImageAttention, entries: StateDict, name: str) -> StateDict:
+        """Converts a state dict of the convolution to one of its attention.
+
+        Args:
+            attention (ImageAttention): The layer.
+            entries (dict[str, Tensor]): ``'weight'`` and, where there is one, ``'bias'``.
+            name (str): Name of the layer in its model: the seed of W^K, which is the same on every rank.
+
+        Raises:
+            ValueError: The entries are of another convolution.
+        """
+        seed = zlib.crc32(name.encode())
+        generator = torch.Generator().manual_seed(seed) if attention.settings.get('content') else None
+        with torch.random.fork_rng(devices=[]):  # layers draw weights, which are then set
+            return conv_to_mhsa(self.with_entries(entries), **attention.settings, generator=generator)[0].state_dict()
+
+
+def new_attention(
+    conv: Any,
+    num_heads: int,
+    position: str,
+    alpha: Optional[float] = None,
+    content: Optional[str] = None,
+    window_size: Optional[Sequence[int]] = None,
+    qk_dim: int = 0,
+) -> ImageAttention:
+    """Returns attention that can take the place of a convolution, with values that are yet to be set.
+
+    The arguments are those of :func:`check_settings`.
+
+    Raises:
+        TypeError: ``conv`` cannot be converted.
+    """
+    plain = plain_convolution(conv)
+    arguments = plain.in_channels, plain.out_channels, num_heads, window_of(plain)
+    options = dict(
+        bias=plain.bias is not None, groups=plain.groups, device=plain.weight.device, dtype=plain.weight.dtype
+    )
+    attention: ImageAttention
+    if content is not None:
+        attention = ContentImageAttention(*arguments, qk_dim, position, content == 'gated', window_size, **options)
+    elif position == 'gaussian':
+        attention = QuadraticImageAttention(*arguments, **options)
+    else:
+        attention = WindowImageAttention(*arguments, **options)
+    if alpha is not None:
+        attention.settings['alpha'] = alpha
+    attention.from_conv = OwnConvolution(copy_without_values(conv))
+    attention.requires_grad_(conv.weight.requires_grad).train(conv.training)
+    if attention.value.bias is not None:
+        attention.value.bias.requires_grad_(conv.bias.requires_grad)
+    return attention
+
+
+def _set_heads(attention: Any, conv: Convolution, alpha: float, pixels: Tensor, share: float) -> ConversionReport:
+    """Sets where heads look, and their values.
+
+    Args:
+        attention (ImageAttention): The layer.
+        conv (Convolution): The convolution.
+        alpha (float): Width α of heads that each look at one kernel position.
+        pixels (Tensor): δ of all pixels that heads can see, for Gaussian heads where this is no whole image, ``(S,
+            ndim)``.
+        share (float): Share of the probabilities that is by position.
+
+    Returns:
+        ConversionReport: How near the attention comes to the convolution.
+    """
+    encoding, window, num_heads = attention.encoding, attention.window, attention.num_heads
+    if num_heads == math.prod(window.kernel_size):
+        # W^(h) is the kernel's slice at the h-th position; an output has them head after head.
+        attention.value.weight.copy_(conv.weight.flatten(2).transpose(1, 2).flatten(1))
+    if isinstance(encoding, QuadraticEncoding):
+        encoding.center.copy_(window.shifts())  # Δ of head h: f(h) of the theorem
+        encoding.sqrt_precision.fill_(math.sqrt(2 * alpha))
+        alpha = encoding.sqrt_precision[0].double().square().item() / 2  # as stored
+        whole_image = getattr(attention, 'window_size', None) is None
+        return report_of_alpha(conv, window, alpha, pixels_around(window, alpha) if whole_image else pixels, share)
+    table = encoding.weight
+    distance = (pixels - window.shifts()[:, None]).square().sum(-1)  # ‖δ − Δ‖², (K, S)
+    if num_heads == len(distance):
+        table.copy_((-alpha * distance).reshape(table.shape))
+        return report_of_alpha(conv, window, alpha, pixels, share)
+    matrix = flat_kernel(conv)
+    entry = (distance == 0).nonzero()[:, 1].to(table.device)  # of each kernel position in the table
+    scores = torch.full((num_heads, len(pixels)), LOWEST_SCORE, dtype=torch.float64, device=table.device)
+    scores[:, entry] = log_scores(best_probs(matrix, num_heads)).to(table.device)
+    table.copy_(scores.reshape(table.shape))
+    probs = share * encoding().flatten(1)[:, entry]  # as stored, so that W makes up for their rounding
+    weight = best_weight(matrix, probs).to(matrix)
+    slices = weight.T.unflatten(0, (conv.out_channels, -1))  # (C_out, C_in/groups, N), as of a kernel with N positions
+    attention.value.weight.copy_(slices.transpose(1, 2).flatten(1))
+    errors = truncation_errors(matrix)
+    return ConversionReport(
+        num_heads, relative_error(matrix, probs, weight), errors[num_heads].item(), errors[num_heads - 1].item()
+    )

@@ -1,15 +1,18 @@
-"""The shift operators S_δ of a convolution, (S_δ x)_q = x_{q+δ}, and the fit of attention maps by them.
+"""The shift operators S_δ of a convolution, (S_δ x)_q = x_{q+δ}, and the maps of attention that they are compared with.
 
 A convolution is Σ_δ S_δ ⊗ W_δ with the kernel's slices W_δ; attention by positions alone is Σ_h P_h ⊗ V_h (Cordonnier
 et al. 2020, section 3).
 """
 
+import copy
 import math
-from typing import Tuple
+from typing import Sequence, Tuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..attention.attention_layer import AttentionLayer
+from ..attention.content_images import ContentImageAttention
 from ..attention.window import Window
 
 
@@ -91,3 +94,37 @@ def fit_shifts(probs: Tensor, target: Tensor) -> Tensor:
     index = target.clamp(min=0).expand(len(probs), -1, -1).mT
     product = (probs.gather(2, index) * inside.T).sum(1)  # ⟨P_h, S_δ⟩, (N_h, K)
     return product @ torch.linalg.pinv(gram, hermitian=True)
+
+
+def check_position_only(layer: nn.Module) -> None:
+    """Refuses a layer that is not attention by positions alone.
+
+    Raises:
+        TypeError: ``layer`` is no attention of this package.
+        ValueError: Its probabilities depend on its input.
+    """
+    if not isinstance(layer, AttentionLayer):
+        raise TypeError(
+            f'layer is a {type(layer).__name__}, but only attention layers of this package have heads with '
+            'probabilities of positions'
+        )
+    if layer.depends_on_content:
+        raise ValueError(
+            f'the probabilities of layer, {type(layer).__name__}({layer.extra_repr()}), depend on the input: only '
+            "those of attention by positions alone do not, of a ContentAttention with terms=('vr',)"
+        )
+
+
+def ignores_content(layer: nn.Module) -> bool:
+    """Returns whether attention by content has no queries or no keys yet: all images have the same probabilities."""
+    return isinstance(layer, ContentImageAttention) and not (layer.query.weight.any() and layer.key.weight.any())
+
+
+@torch.no_grad()
+def exact_probs(layer: AttentionLayer, size: Sequence[int]) -> Tensor:
+    """Returns the probabilities of attention that does not see content (yet), ``(N_h, Q, pixels)``, float64."""
+    if not isinstance(layer, ContentImageAttention):
+        return layer.exact_attention_probs(size)
+    exact = copy.deepcopy(layer).cpu().double()
+    image = torch.zeros(1, layer.in_channels, *size, dtype=torch.float64)
+    return exact.attention_scores(image)[0, ..., :-1].exp()  # without the null key

@@ -8,7 +8,7 @@ from timm.layers import Conv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, StdCon
 from timm.layers.std_conv import StdConv2dSame
 from torch import nn
 
-from ..attention.linear import has_hooks
+from ..attention.heads import has_hooks
 from ..attention.window import CONVOLUTIONS, SameWindow, Window
 
 STANDARDIZED = (StdConv2d, StdConv2dSame, ScaledStdConv2d, ScaledStdConv2dSame)

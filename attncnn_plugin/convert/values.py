@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.grid_attention import GridAttention
-from ..attention.image_attention import ImageAttention
+from ..attention.images import ImageAttention
 from ..attention.window import Window, per_axis
 from .kernels import Convolution, block_diagonal, flat_kernel
-from .position_only import check_position_only
-from .shift_operators import interior_queries, targets
+from .shift_operators import check_position_only, interior_queries, targets
 from .timm_convolutions import window_of
 
 CHUNK_ELEMENTS = 2**21  # entries of the maps that are copied at once, 16 MiB of float64

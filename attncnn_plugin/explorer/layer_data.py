@@ -24,19 +24,13 @@ An array is an object with its ``dtype``, its ``shape``, and its ``data``: row-m
 
 import base64
 import gzip
-from typing import Any, Dict, Iterable, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..analysis.layer_maps import (
-    layer_labels,
-    probs_of_scores,
-    require_attention_layers,
-    shown_layers,
-    visit_layers,
-)
+from ..analysis.layer_maps import check_axes, layer_labels, probs_of_scores, require_attention_layers, visit_layers
 from ..attention import AttentionLayer
 from ..transformers.transformer_attention import TokenPlaces, visit_vit_attention
 from ..transformers.vision_transformer import find_transformer, prefix_names
@@ -50,14 +44,8 @@ Layer = Dict[str, Any]
 def own_layers(model: nn.Module, images: Tensor) -> List[Layer]:
     """Returns the data of this package's attention on images, of which one is run where no layer depends on content."""
     layers = require_attention_layers(model)
-    labels = layer_labels(layers)
     found: Dict[str, Layer] = {}
-    for name, layer in layers.items():
-        if layer.window is not None and layer.window.ndim != 2:
-            raise ValueError(
-                f'{name} is attention along {layer.window.ndim} axes, but a page shows the height and the width of '
-                'images'
-            )
+    check_axes(layers)
 
     def visit(name: str, layer: AttentionLayer, x: Tensor) -> None:
         size = layer.grid_of(x)
@@ -65,7 +53,7 @@ def own_layers(model: nn.Module, images: Tensor) -> List[Layer]:
         _check_pairs(name, images, size, size[0] * size[1])
         heads = None if layer.depends_on_content else layer.gaussian_heads()
         centers = None if heads is None else heads.center.tolist()
-        data = found.setdefault(name, _layer(name, labels, layer.num_heads, size, places, centers=centers))
+        data = found.setdefault(name, _layer(layer.num_heads, size, places, centers=centers))
         for part, probs in _own_probs(layer, x).items():
             if not probs.isfinite().all():
                 raise ValueError(f'the probabilities of {name} are not finite: the parameters of the model must be')
@@ -74,13 +62,13 @@ def own_layers(model: nn.Module, images: Tensor) -> List[Layer]:
     some = images if any(layer.depends_on_content for layer in layers.values()) else images[:1]
     for image in some.split(1):
         visit_layers(model, image, layers, visit)
-    return _without_repetitions(found[name] for name in layers)
+    return _finished({name: found[name] for name in layers})
 
 
 def observed_layers(model: nn.Module, images: Tensor) -> List[Layer]:
     """Returns the data of the attention that another library's vision transformer computes on images."""
     found: Dict[str, Layer] = {}
-    labels, others = layer_labels(shown_layers(model)), prefix_names(find_transformer(model)[1])
+    others = prefix_names(find_transformer(model)[1])
 
     def visit(name: str, probs: Tensor, places: TokenPlaces) -> None:
         probs, patches, windows, keys = probs.float().cpu(), places.grid[0] * places.grid[1], places.windows, None
@@ -96,15 +84,13 @@ def observed_layers(model: nn.Module, images: Tensor) -> List[Layer]:
             if places.masked is not None:
                 keys = keys.masked_fill(places.masked.cpu().flatten(0, 1)[where], patches)
         axes = [range(n) for n in places.grid]
-        data = found.setdefault(
-            name, _layer(name, labels, probs.shape[0], places.grid, axes, others[: places.prefix], keys)
-        )
+        data = found.setdefault(name, _layer(probs.shape[0], places.grid, axes, others[: places.prefix], keys))
         if data['heads']:
             data['parts'].setdefault('attention', []).append(_packed_part(probs, beside))
 
     for image in images.split(1):
         visit_vit_attention(model, image, visit)
-    return _without_repetitions(found.values())
+    return _finished(found)
 
 
 def packed(array: np.ndarray) -> Dict[str, Any]:
@@ -130,8 +116,6 @@ def _own_probs(layer: AttentionLayer, x: Tensor) -> Dict[str, Tensor]:
 
 
 def _layer(
-    name: str,
-    labels: Dict[str, str],
     heads: int,
     size: Sequence[int],
     places: Sequence[Sequence[int]],
@@ -141,8 +125,6 @@ def _layer(
 ) -> Layer:
     rows, columns = places
     return {
-        'label': labels[name],
-        'name': name,
         'heads': heads,
         'centers': centers,
         'grid': list(size),
@@ -159,14 +141,14 @@ def _outside(mass: Tensor) -> Tensor:
     return mass.clamp(min=0)[..., None][..., : int((mass > ROUNDING).any())]
 
 
-def _without_repetitions(layers: Iterable[Layer]) -> List[Layer]:
-    """One image of each part that is the same on all of them."""
-    layers = list(layers)
-    for layer in layers:
-        for of_images in layer['parts'].values():
+def _finished(layers: Dict[str, Layer]) -> List[Layer]:
+    """The layers with their names, and of each part that is the same on all images one."""
+    for name, label in layer_labels(layers).items():
+        layers[name].update(name=name, label=label)
+        for of_images in layers[name]['parts'].values():
             if all(image == of_images[0] for image in of_images):
                 del of_images[1:]
-    return layers
+    return list(layers.values())
 
 
 def _packed_part(probs: Tensor, beside: Tensor) -> Dict[str, Any]:

@@ -17,7 +17,7 @@ from mmpretrain.registry import DATASETS
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from ..attention.structure import without_prefix
+from ..attention.state_dicts import without_prefix
 from ..loaded_model import LoadedModel, evenly_spread, rgb_picture
 from ..structure import follow_state_dict
 from .runner import HEAD_NUMBERS

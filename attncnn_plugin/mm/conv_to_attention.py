@@ -1,22 +1,20 @@
 """Any backbone whose convolutions become attention (d'Ascoli et al. 2021, "Transformed CNNs", arXiv 2106.05795)."""
 
 import copy
-from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from mmpretrain.registry import MODELS
 from torch import nn
 
-from ..attention.image_attention import ImageAttention
-from ..attention.structure import StructureError, structure_kept_on_error
+from ..attention.images import ImageAttention
+from ..attention.state_dicts import StructureError, check_loading, copy_without_values
 from ..attention.window import CONVOLUTIONS
 from ..change import Change
-from ..convert import conv_to_mhsa, convs_to_attention
+from ..convert import convs_to_attention
 from ..convert.model_layers import check_replaceable, find_convolutions
-from ..convert.origins import METADATA
-from ..convert.timm_convolutions import plain_convolution, window_of
+from ..convert.pixels import check_settings
 from ..models.cmhsa import PHASES
 from ..structure import take_structures
 from ..transformers.mixed_classes import Mixin, mixed
@@ -87,10 +85,23 @@ class ConvToAttention(Mixin):
             generator=None if settings['content'] is None else generator,
         )
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads a state dict, as of any module; the structure stays as it was where it is refused."""
-        with structure_kept_on_error(self):  # type: ignore[arg-type]
-            return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a state dict, as of any module; where it is refused, nothing has changed."""
+        check_loading(copy_without_values(self), state_dict, strict)  # type: ignore[arg-type]
+        return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
+
+    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes the structure of the state dict first."""
+        known = set(self.parameters())  # type: ignore[attr-defined]
+        try:
+            take_structures(self, state_dict, prefix)  # type: ignore[arg-type]
+        except StructureError as error:
+            args[-1].append(str(error))
+        for layer in self.modules():  # type: ignore[attr-defined]
+            if isinstance(layer, ImageAttention) and not known.issuperset(layer.parameters()):
+                layer.training_advice, layer._changed_by_loading = ADVICE, True
+                break  # one warning is enough
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def init_weights(self) -> None:
         """As the backbone of convolutions: attention begins as what its convolutions begin as."""
@@ -163,10 +174,10 @@ def conv_to_attention(
         >>> model.phase, 'layer4.0.conv2.weight' in model.state_dict()
         ('conv', True)
         >>> print(model.to_attention())
-        layer           before      after    parameters
-        layer4.0.conv2  3×3 kernel  9 heads  2,359,296 → 2,884,635    error 0.011
-        layer4.1.conv2  3×3 kernel  9 heads  2,359,296 → 2,884,635    error 0.011
-        model                                11,176,512 → 12,227,190
+        layer           before           after    parameters
+        layer4.0.conv2  3×3 convolution  9 heads  2,359,296 → 2,884,635    error 0.011
+        layer4.1.conv2  3×3 convolution  9 heads  2,359,296 → 2,884,635    error 0.011
+        model                                     11,176,512 → 12,227,190
         >>> model.phase
         'attn'
     """
@@ -191,49 +202,13 @@ def conv_to_attention(
         'qk_dim': qk_dim,
     }
     for name, conv in chosen.items():
-        _check_settings(name, conv, settings)
+        try:
+            check_settings(conv, **settings)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            raise type(error)(f'{name} of ConvToAttention cannot be converted: {error}') from error
     model.__class__ = mixed(ConvToAttention, type(model))
     model.conversion = Conversion(copy.deepcopy(backbone), tuple(chosen), settings)
-    model.register_load_state_dict_pre_hook(_follow)
     model.register_load_state_dict_post_hook(record_new_parameters)
     if phase == 'attn':
         model.to_attention()
     return model
-
-
-@torch.no_grad()
-def _follow(
-    backbone: Any,
-    state_dict: Dict[str, Any],
-    prefix: str,
-    local_metadata: Dict[str, Any],
-    strict: bool,
-    missing_keys: List[str],
-    unexpected_keys: List[str],
-    error_msgs: List[str],
-) -> None:
-    """The pre-hook of ``load_state_dict``: the backbone takes the structure of the state dict."""
-    entries: Any = OrderedDict(state_dict)
-    # Inside another model PyTorch passes on no metadata; then the layers were converted as those of this backbone.
-    settings = {f'{prefix}{name}': {METADATA: backbone.conversion.settings} for name in backbone.conversion.layers}
-    entries._metadata = {**settings, **(getattr(state_dict, '_metadata', None) or {})}
-    known = set(backbone.parameters())
-    try:
-        take_structures(backbone, entries, prefix)
-    except StructureError as error:
-        error_msgs.append(str(error))
-    for layer in backbone.modules():
-        if isinstance(layer, ImageAttention) and not known.issuperset(layer.parameters()):
-            layer._training_advice = ADVICE
-            return  # one warning is enough
-
-
-def _check_settings(name: str, conv: nn.Module, settings: Dict[str, Any]) -> None:
-    """Converts one channel of a convolution: a mistake in the settings must not wait for the end of the first phase."""
-    try:
-        window = window_of(plain_convolution(conv))
-        kind = CONVOLUTIONS[window.ndim - 1]
-        with torch.device('cpu'), torch.random.fork_rng(devices=[]):
-            conv_to_mhsa(kind(1, 1, window.kernel_size, dilation=window.dilation), **settings)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f'{name} of ConvToAttention cannot be converted: {error}') from error

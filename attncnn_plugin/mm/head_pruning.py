@@ -12,7 +12,7 @@ from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
 from torch import nn
 
-from ..attention.prunable_heads import PrunableHeads
+from ..attention.heads import PrunableHeads
 from ..change import Successor
 from ..pruning import (
     fold_into_bias,

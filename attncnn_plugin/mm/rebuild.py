@@ -10,7 +10,7 @@ from mmengine.optim import OptimWrapper
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..attention.structure import without_prefix
+from ..attention.state_dicts import without_prefix
 from ..structure import follow_state_dict
 from .runner import release_parameters
 

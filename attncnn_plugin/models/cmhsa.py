@@ -2,16 +2,14 @@
 
 Paper: `Can Vision Transformers Perform Convolution?` - https://arxiv.org/abs/2111.01353
 
-In the first phase the blocks mix pixels by convolutions on the image; in the second by attention over patches that
-begins as these convolutions. Registered with timm as this module is imported:
-``timm.create_model('cmhsa3_patch16_224')``.
+Its blocks mix pixels by convolutions on the image at first, then by attention over patches that begins as these
+convolutions. This module registers it with timm: ``timm.create_model('cmhsa3_patch16_224')``.
 """
 
 import math
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import torch
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, to_2tuple
 from timm.models import (
     build_model_with_cfg,
@@ -24,7 +22,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from ..attention.patches import GridBias, PatchAttention, image_to_patches, patches_to_image
-from ..attention.structure import Restructurable, StateDict, StructureError, without_prefix
+from ..attention.state_dicts import Restructurable, StateDict, StructureError, without_prefix
 from ..change import Change, LayerChange, Successor
 from ..convert.model_layers import number_of_parameters
 from ..convert.patches import attend_like_convolution, choose_head_dims
@@ -37,14 +35,11 @@ KEY_STD = 0.02  # of W^K when convolutions become attention: were it 0 as W^Q, n
 
 
 class PatchStem(nn.Module):
-    """Flattened patches, and a linear map that begins as the identity, which the convolution phase does without.
+    """Flattened patches, and in the attention phase a linear map, ``proj``, that begins as the identity.
 
     Args:
         patch_size (int): Patch size P.
         in_chans (int): Channels C of the image.
-
-    Attributes:
-        proj (nn.Module): Identity in the convolution phase, ``nn.Linear(P²·C, P²·C)`` in the attention phase.
     """
 
     def __init__(self, patch_size: int, in_chans: int) -> None:
@@ -76,7 +71,9 @@ class PatchConvolution(nn.Module):
     def __init__(self, channels: int, kernel_size: int, patch_size: int) -> None:
         super().__init__()
         self.patch_size = (patch_size, patch_size)
-        self.conv = new_convolution(channels, kernel_size)
+        # fvcore, by which mmpretrain counts multiply-adds, does not know 'same', which even kernels need.
+        padding = kernel_size // 2 if kernel_size % 2 else 'same'
+        self.conv = nn.Conv2d(channels, channels, kernel_size, padding=padding)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``(B, H/P, W/P, D)`` to the same."""
@@ -84,13 +81,6 @@ class PatchConvolution(nn.Module):
         if x.device.type == 'cpu':  # a training step of few channels has less than half the time with the channels last
             image = image.contiguous(memory_format=torch.channels_last)
         return image_to_patches(self.conv(image), self.patch_size)
-
-
-def new_convolution(channels: int, kernel_size: int, device=None, dtype=None) -> nn.Conv2d:
-    """Returns a K×K convolution, as large an image out as in."""
-    # fvcore, by which mmpretrain counts multiply-adds, does not know 'same', which even kernels need.
-    padding = kernel_size // 2 if kernel_size % 2 else 'same'
-    return nn.Conv2d(channels, channels, kernel_size, padding=padding, device=device, dtype=dtype)
 
 
 class CMHSABlock(nn.Module):
@@ -124,30 +114,25 @@ class CMHSANetwork(Restructurable):
     heads as L21's Theorem 1 needs and a relative position bias. :meth:`to_attention` goes from the first to the second
     and leaves the output of the network as it was. On top are the mean over the tokens and a linear classifier.
 
-    Heads need not be as wide: from a patch that is one step away a convolution reads border pixels alone.
-    ``head_dim='exact'`` makes each head wide enough to be the convolution, and ``qk_dim`` says how wide its queries and
-    keys are: with 3×3 kernels on patches of 16×16 pixels, 972 channels instead of 9·768.
-
-    A state dict carries its structure: one of the phase ``'attn'`` turns the network to that phase as it is loaded; one
-    of the phase ``'conv'`` is converted for a network of the phase ``'attn'``. The number and the widths of heads, and
-    whether there is a null key, are those of the state dict. It may have the names of mmpretrain's classifiers too.
+    A state dict of the phase ``'attn'`` turns the network to that phase as it is loaded, with the heads and the null
+    key that it has; one of the phase ``'conv'`` is converted for a network of the phase ``'attn'``. It may have the
+    names of mmpretrain's classifiers too.
 
     Args:
-        img_size (int | tuple[int, int]): Height and width of the image for which position biases are made; other
-            sizes will do, see :class:`~attncnn_plugin.attention.GridBias`. For larger ones to see what a
-            convolution saw, the grid must be larger than the shifts of the heads: 3 patches or more for 9 heads.
-            Defaults to 224.
+        img_size (int | tuple[int, int]): Height and width of the image for which position biases are made; others will
+            do, see :class:`~attncnn_plugin.attention.GridBias`. For larger ones to see what a convolution saw, the grid
+            must be larger than the shifts of the heads: 3 patches or more for 9 heads. Defaults to 224.
         patch_size (int): Patch size P. Defaults to 16.
         in_chans (int): Channels C of the image. Defaults to 3.
         kernel_size (int): Kernel size K. Defaults to 3.
         head_dim (str, optional): Channels D_h of a head's values: D for None, as in L21, or ``'exact'`` for enough to
-            be the convolution. Defaults to None.
+            be the convolution: from a patch that is one step away it reads border pixels alone, so that the nine heads
+            of a 3×3 kernel on patches of 16×16 pixels have 972 channels instead of 9·768. Defaults to None.
         min_head_dim (int): The least channels of a head with ``head_dim='exact'``, up to D. Defaults to 1.
         qk_dim (int, optional): Channels D_k of a head's queries and keys. Defaults to D, as in L21.
         null_key (bool, optional): Whether the attention has a null key, which stands for the zeros around the image,
-            see :class:`~attncnn_plugin.attention.WindowBias`. L21 has none, so that its attention is not the
-            convolution at the image's border. Defaults to True for attention that begins as a convolution, to False
-            otherwise.
+            see :class:`~attncnn_plugin.attention.WindowBias`; L21 has none. Defaults to True for attention that begins
+            as a convolution, to False otherwise.
         depth (int): Number of blocks. Defaults to 6.
         mlp_dim (int, optional): Hidden channels of the feed-forward networks. Defaults to 4·D.
         phase (str): ``'conv'`` or ``'attn'``. Attention that does not come from a convolution begins with position
@@ -160,9 +145,13 @@ class CMHSANetwork(Restructurable):
         drop_path_rate (float): Stochastic depth rate of the last block, rising linearly from 0. Defaults to 0.
 
     Raises:
-        ValueError: A size below 1 or a rate out of range; an image that cannot be cut into patches; an unknown phase or
-            ``head_dim``.
+        ValueError: An argument out of range or unknown; an image that cannot be cut into patches.
     """
+
+    training_advice = (
+        'loading a state dict turned the convolutions of the network to attention: an optimizer that was built '
+        "before does not have its parameters. Build the network with phase='attn' to train it further"
+    )
 
     output_fmt = 'NHWC'  # of forward_features, as timm says it
 
@@ -205,8 +194,6 @@ class CMHSANetwork(Restructurable):
         self.patch_size = patch_size
         self.kernel_size = kernel_size
         self.grid_size = (height // patch_size, width // patch_size)
-        conv = new_convolution(in_chans, kernel_size, device='meta')
-        self.head_dims = choose_head_dims(conv, (patch_size, patch_size), head_dim, min_head_dim)
         self.qk_dim = qk_dim
         self.null_key = null_key
         self.attn_bias_init = attn_bias_init
@@ -223,19 +210,21 @@ class CMHSANetwork(Restructurable):
             ]
         )
         self.norm = nn.LayerNorm(dim, eps=1e-6)
+        conv = self.blocks[0].attn.conv
+        self.head_dims = choose_head_dims(conv, (patch_size, patch_size), head_dim, min_head_dim)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
         if phase == 'attn':
-            self._put_attention(bool(null_key))
+            like = self.norm.weight
+            self._put_attention([self._new_attention(like, bool(null_key)) for _ in self.blocks])
             nn.init.trunc_normal_(self.stem.proj.weight, std=0.02)
         self.feature_info = [dict(num_chs=dim, reduction=patch_size, module=f'blocks.{i}') for i in range(depth)]
         self.head = ClassifierHead(
             dim, num_classes, pool_type=global_pool, drop_rate=drop_rate, input_fmt=self.output_fmt
         )
         self.head_hidden_size = dim * self.head.global_pool.feat_mult()
-        self._follow_state_dicts()
 
     @property
     def phase(self) -> str:
@@ -247,109 +236,78 @@ class CMHSANetwork(Restructurable):
         """Turns all convolutions into attention, in place; the output stays as it was (L21, section 4).
 
         The parameters of everything else stay the same objects. Give an optimizer the new ones by
-        :func:`~attncnn_plugin.pruning.replace_parameters`: matrices join the group of the kernels, biases that of the
-        convolutions' biases.
+        :func:`~attncnn_plugin.pruning.replace_parameters`: matrices join the group of the kernels, biases theirs.
 
         Args:
             generator (torch.Generator, optional): Of the CPU; draws W^K.
-
-        Returns:
-            Change: The layers before and after.
 
         Raises:
             RuntimeError: The network is in the phase ``'attn'`` already.
         """
         if self.phase == 'attn':
             raise RuntimeError("the network is in phase='attn' already: there is no convolution to turn into attention")
-        before = number_of_parameters(self)
-        layers = [block.attn for block in self.blocks]
-        self._put_attention(self._null_key_of_convolutions)
+        before, layers = number_of_parameters(self), [block.attn for block in self.blocks]
+        self._put_attention([self._attention_like(layer.conv, generator) for layer in layers])
         changes, replaced = [], {}
         new = {f'stem.proj.{key}': parameter for key, parameter in self.stem.proj.named_parameters()}
         for i, (block, layer) in enumerate(zip(self.blocks, layers)):
-            self._attend_like(block.attn, layer.conv, generator)
-            name = f'blocks.{i}.attn'
-            kernel, heads = f'{self.kernel_size}×{self.kernel_size} kernel', f'{len(self.head_dims)} heads'
+            name, heads = f'blocks.{i}.attn', f'{block.attn.num_heads} heads'
             sizes = number_of_parameters(layer), number_of_parameters(block.attn)
-            changes.append(LayerChange(name, kernel, heads, *sizes))
+            changes.append(LayerChange(name, f'{self.kernel_size}×{self.kernel_size} kernel', heads, *sizes))
             new.update((f'{name}.{key}', parameter) for key, parameter in block.attn.named_parameters())
             replaced[layer.conv.weight] = Successor({key: p for key, p in new.items() if p.ndim == 2})
             replaced[layer.conv.bias] = Successor({key: p for key, p in new.items() if p.ndim != 2})
             new = {}
         return Change(tuple(changes), before, number_of_parameters(self), replaced)
 
-    @property
-    def _null_key_of_convolutions(self) -> bool:
-        return self.null_key is None or self.null_key
-
-    def _put_attention(self, null_key: bool) -> None:
+    def _put_attention(self, layers: Sequence[PatchAttention]) -> None:
         """Puts attention where the convolutions are, and the identity, as a linear map, into the stem."""
         like = self.blocks[0].norm1.weight
         trainable = any(parameter.requires_grad for parameter in self.parameters())
-        for block in self.blocks:
-            requires_grad = any(parameter.requires_grad for parameter in block.attn.parameters())
-            block.attn = self._new_attention(null_key, like).requires_grad_(requires_grad)
-        self.stem.proj = nn.Linear(len(like), len(like), device=like.device, dtype=like.dtype)
-        self.stem.proj.requires_grad_(trainable)
+        for block, layer in zip(self.blocks, layers):
+            block.attn = layer.requires_grad_(any(parameter.requires_grad for parameter in block.attn.parameters()))
+        self.stem.proj = nn.Linear(len(like), len(like)).to(like).requires_grad_(trainable)
         nn.init.eye_(self.stem.proj.weight)
         nn.init.zeros_(self.stem.proj.bias)
         self.train(self.training)  # the new modules too, and whatever a backbone freezes
 
-    def _new_attention(self, null_key: bool, like: Tensor) -> PatchAttention:
+    def _new_attention(self, like: Tensor, null_key: bool) -> PatchAttention:
         """Returns random attention, of the dtype and on the device of a tensor."""
         dd: Dict[str, Any] = {'device': like.device, 'dtype': like.dtype}
         num_heads = len(self.head_dims)
         position = GridBias(num_heads, self.grid_size, null_key, **dd)
         return PatchAttention(self.num_features, num_heads, position, head_dim=self.head_dims, qk_dim=self.qk_dim, **dd)
 
-    def _attend_like(
-        self, attention: PatchAttention, conv: nn.Conv2d, generator: Optional[torch.Generator] = None
-    ) -> None:
-        """Makes attention the convolution: by position alone, for W^Q = 0, but with a W^K that lets W^Q learn."""
+    def _attention_like(self, conv: nn.Conv2d, generator: Optional[torch.Generator]) -> PatchAttention:
+        """Returns attention that is the convolution, by position alone: W^Q = 0, but W^K lets it learn."""
+        attention = self._new_attention(conv.weight, null_key=self.null_key is not False)
         attend_like_convolution(attention, conv, (self.patch_size, self.patch_size), self.attn_bias_init)
         weight = torch.empty(attention.key.weight.shape)  # on the CPU, so that a seed draws the same everywhere
         attention.key.weight.copy_(nn.init.normal_(weight, std=KEY_STD, generator=generator))
+        return attention
 
-    @property
-    def structure(self) -> str:
-        """The phase."""
-        return self.phase
-
-    def structure_in(self, state_dict: StateDict, prefix: str = '') -> Optional[str]:
-        """Returns the phase of a state dict, from its first block."""
-        attn = f'{prefix}blocks.0.attn'
-        if f'{attn}.conv.weight' in state_dict:
-            return 'conv'
-        return 'attn' if f'{attn}.query.weight' in state_dict else None
-
-    def structure_to_load(self, loaded: str) -> str:
-        """Returns the later of both phases: no network goes back to convolutions."""
-        return 'attn' if 'attn' in (loaded, self.phase) else 'conv'
-
-    def take_structure(self, structure: str) -> None:
-        """Puts attention where the convolutions are."""
-        self._put_attention(self._null_key_of_convolutions)
-
-    def training_advice(self, structure: str) -> str:
-        return (
-            "the network was built with phase='conv' and turned to attention by the state dict that it loaded: an "
-            'optimizer that was built before does not have the parameters of the attention. Build the network with '
-            "phase='attn' to train it further"
-        )
+    def follow(self, state_dict: StateDict, prefix: str) -> bool:
+        """Puts attention where the convolutions are if a state dict has that; no network goes back."""
+        if self.phase == 'attn' or f'{prefix}blocks.0.attn.query.weight' not in state_dict:
+            return False
+        like = self.blocks[0].norm1.weight
+        self._put_attention([self._new_attention(like, null_key=True) for _ in self.blocks])
+        return True
 
     def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
         """Converts the convolutions of a state dict to attention."""
+        if self.phase == 'conv':
+            return
         generator = torch.Generator().manual_seed(0)  # the same on every rank
         for i in range(len(self.blocks)):
             name = f'{prefix}blocks.{i}.attn.'
             if not {f'{name}conv.weight', f'{name}conv.bias'} <= state_dict.keys():
                 continue  # missing keys, as for any other parameter
             weight, bias = state_dict.pop(f'{name}conv.weight'), state_dict.pop(f'{name}conv.bias')
-            conv = new_convolution(self.in_chans, weight.shape[-1], weight.device, weight.dtype)
-            attention = self._new_attention(self._null_key_of_convolutions, weight)
+            conv = PatchConvolution(self.in_chans, weight.shape[-1], self.patch_size).to(weight).conv
             try:
                 conv.load_state_dict({'weight': weight, 'bias': bias})
-                self._attend_like(attention, conv, generator)
+                attention = self._attention_like(conv, generator)
             except (RuntimeError, ValueError) as error:
                 raise StructureError(f'{name}conv.weight of the state dict: {error}') from error
             state_dict.update({name + key: value for key, value in attention.state_dict().items()})
@@ -361,20 +319,16 @@ class CMHSANetwork(Restructurable):
         """Loads a state dict, as of any module; the names of mmpretrain's classifiers will do too."""
         return super().load_state_dict(without_prefix(state_dict, 'backbone.'), *args, **kwargs)
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> Set[str]:
         """The parameters without weight decay: the relative position biases."""
         return {name for name, _ in self.named_parameters() if name.endswith('position.table')}
 
-    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> Dict[str, Any]:
         return dict(stem=r'^stem', blocks=[(r'^blocks\.(\d+)', None), (r'^norm', (99999,))])
 
-    @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.grad_checkpointing = enable
 
-    @torch.jit.ignore
     def get_classifier(self) -> nn.Module:
         return self.head.fc
 
@@ -393,20 +347,10 @@ class CMHSANetwork(Restructurable):
         output_fmt: str = 'NCHW',
         intermediates_only: bool = False,
     ) -> Union[List[Tensor], Tuple[Tensor, List[Tensor]]]:
-        """Computes the features of several blocks, as timm's models do.
-
-        Args:
-            x (Tensor): Images ``(B, C, H, W)``.
-            indices (int | Sequence[int], optional): The last n blocks for an int, the blocks of a sequence,
-                all of them for None, the default.
-            norm (bool): Whether to apply the final norm to all intermediates. Defaults to False.
-            stop_early (bool): Whether to leave out the blocks after the last wanted one. Defaults to False.
-            output_fmt (str): ``'NCHW'`` or ``'NHWC'`` intermediates. Defaults to ``'NCHW'``.
-            intermediates_only (bool): Whether to return the intermediates alone. Defaults to False.
+        """Computes the features of several blocks, by the arguments of timm's models.
 
         Returns:
-            The features of the last block that ran, normed, ``(B, H/P, W/P, D)``, and the intermediates in the order of
-            the blocks.
+            The features of the last block that ran, normed, ``(B, H/P, W/P, D)``, and those of the blocks ``indices``.
         """
         if output_fmt not in ('NCHW', 'NHWC'):
             raise ValueError(f"output_fmt={output_fmt!r} is unknown: choose 'NCHW' or 'NHWC'")
@@ -451,38 +395,30 @@ for _module in (PatchAttention, PatchConvolution, PatchStem):
     register_notrace_module(_module)
 
 
-def _cfg(**kwargs) -> Dict[str, Any]:
-    return {
-        'num_classes': 1000,
-        'input_size': (3, 224, 224),
-        'pool_size': (14, 14),
-        'crop_pct': 0.9,
-        'interpolation': 'bicubic',
-        'mean': IMAGENET_DEFAULT_MEAN,
-        'std': IMAGENET_DEFAULT_STD,
-        'first_conv': (),
-        'classifier': 'head.fc',
-        'license': 'apache-2.0',
-        'paper_ids': 'arXiv:2111.01353',
-        'paper_name': 'Can Vision Transformers Perform Convolution?',
-        **kwargs,
-    }
-
-
+COMMON = {
+    'pool_size': (14, 14),
+    'crop_pct': 0.9,
+    'first_conv': (),
+    'classifier': 'head.fc',
+    'license': 'apache-2.0',
+    'paper_ids': 'arXiv:2111.01353',
+    'paper_name': 'Can Vision Transformers Perform Convolution?',
+}
 default_cfgs = generate_default_cfgs(
     {
-        'cmhsa3_patch16_224.untrained': _cfg(),
-        'cmhsa5_patch16_224.untrained': _cfg(),
-        'cmhsa3_small_patch4_32.cifar10': _cfg(
-            file=weights_file('cmhsa3_small_patch4_32'),
-            label_names=CLASSES,
-            num_classes=10,
-            input_size=(3, 32, 32),
-            pool_size=(8, 8),
-            crop_pct=1.0,
-            mean=(0.4914, 0.4822, 0.4465),
-            std=(0.2023, 0.1994, 0.2010),
-        ),
+        'cmhsa3_patch16_224.untrained': COMMON,
+        'cmhsa5_patch16_224.untrained': COMMON,
+        'cmhsa3_small_patch4_32.cifar10': {
+            **COMMON,
+            'file': weights_file('cmhsa3_small_patch4_32'),
+            'label_names': CLASSES,
+            'num_classes': 10,
+            'input_size': (3, 32, 32),
+            'pool_size': (8, 8),
+            'crop_pct': 1.0,
+            'mean': (0.4914, 0.4822, 0.4465),
+            'std': (0.2023, 0.1994, 0.2010),
+        },
     }
 )
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..attention import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from ..attention.patches import image_to_patches
-from ..attention.structure import Restructurable, StateDict, StructureError, without_prefix
+from ..attention.state_dicts import Restructurable, StateDict, StructureError, without_prefix
 from ..weights import CLASSES, in_single_precision, weights_file
 
 __all__ = ['SelfAttentionBlock', 'SelfAttentionNetwork', 'SpaceToDepthStem', 'token_grid']
@@ -181,7 +181,6 @@ class SelfAttentionNetwork(Restructurable):
         self.head_hidden_size = embed_dim * self.head.global_pool.feat_mult()
         if share_position:
             self._share_position_tables()
-        self._follow_state_dicts()
 
     def _share_position_tables(self) -> None:
         layers = [block.attn for block in self.blocks]
@@ -281,13 +280,8 @@ class SelfAttentionNetwork(Restructurable):
         """Loads a state dict, as of any module; the names of mmpretrain's classifiers will do too."""
         return super().load_state_dict(without_prefix(state_dict, 'backbone.'), *args, **kwargs)
 
-    @property
-    def structure(self) -> bool:
-        """Whether the blocks share their position tables."""
-        return self.share_position
-
-    def structure_in(self, state_dict: StateDict, prefix: str) -> bool:
-        """Returns that of the network, which loads shared tables either way.
+    def follow(self, state_dict: StateDict, prefix: str) -> bool:
+        """Checks that blocks which share their position tables can load those of a state dict.
 
         Raises:
             StructureError: The tables of the blocks differ, but the network has one for all of them.
@@ -302,7 +296,7 @@ class SelfAttentionNetwork(Restructurable):
                         f'{prefix}blocks.{pair[0]} and {prefix}blocks.{pair[1]} of the state dict differ: its blocks '
                         'have position tables of their own, so build the network with share_position=False'
                     )
-        return self.share_position
+        return False
 
 
 def token_grid(img_size: Union[int, Tuple[int, int]], reduction: int) -> Tuple[int, int]:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.grid_attention import GridAttention
-from ..attention.grouped_linear import GroupedLinear
-from ..attention.image_attention import ImageAttention
-from ..attention.prunable_heads import PrunableHeads
+from ..attention.heads import PrunableHeads
+from ..attention.images import GroupedLinear, ImageAttention
 from .heads import Heads
 
 

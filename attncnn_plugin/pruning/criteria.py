@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..attention.attention_layer import AttentionLayer
 from ..attention.window import per_axis
-from ..convert.position_only import check_position_only
+from ..convert.shift_operators import check_position_only
 
 
 @torch.no_grad()

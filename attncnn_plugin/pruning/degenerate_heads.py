@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..attention.attention_layer import AttentionLayer, GaussianHeads
 from ..attention.window import per_axis, shown
-from ..convert.position_only import check_position_only
+from ..convert.shift_operators import check_position_only
 from .criteria import (
     check_finite_maps,
     condition_number_of_factor,

@@ -5,7 +5,7 @@ from typing import Any, Dict, List, Mapping, Sequence, Union
 
 from torch import nn
 
-from ..attention.prunable_heads import PrunableHeads
+from ..attention.heads import PrunableHeads
 from ..change import Successor, within
 from ..transformers.transformer_heads import SHARED_BIASES, TransformerHeads, transformer_heads
 

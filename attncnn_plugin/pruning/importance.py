@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.evaluation_mode import evaluating
-from ..attention.grouped_linear import GroupedLinear
+from ..attention.images import GroupedLinear
 from .heads import Heads, prunable_heads
 
 Loss = Callable[[nn.Module, Any], Tensor]

@@ -26,7 +26,7 @@ def replace_parameters(
             none.
         change (Change | Mapping[Parameter, Successor]): What became of a model, of
             :func:`~attncnn_plugin.convert.convs_to_attention` for instance, or of a layer's parameters, of
-            :meth:`~attncnn_plugin.attention.prunable_heads.PrunableHeads.prune_heads`.
+            :meth:`~attncnn_plugin.attention.heads.PrunableHeads.prune_heads`.
             Parameters that the optimizer does not have are left out.
 
     Raises:

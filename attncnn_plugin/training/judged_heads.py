@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..analysis.observed_attention import observed_attention
 from ..attention.evaluation_mode import evaluating
-from ..attention.prunable_heads import PrunableHeads
+from ..attention.heads import PrunableHeads
 from ..attention.window import shown
 from ..pruning import (
     DegeneracyReport,

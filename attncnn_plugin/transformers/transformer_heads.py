@@ -5,7 +5,7 @@ heads, and linear maps to queries, keys and values. Whether a module then comput
 at zero is tried, on a copy: a module that has other parts for heads, or mixes heads, is refused.
 
 A state dict carries the number of heads in its shapes, as that of
-:class:`~attncnn_plugin.attention.prunable_heads.PrunableHeads` does; :func:`attncnn_plugin.follow_state_dict` takes it.
+:class:`~attncnn_plugin.attention.heads.PrunableHeads` does; :func:`attncnn_plugin.follow_state_dict` takes it.
 """
 
 import copy
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.attention_layer import AttentionLayer
-from ..attention.prunable_heads import check_heads, keep_entries, resize_parameter
-from ..attention.structure import StructureError
+from ..attention.heads import check_heads, keep_entries, resize_parameter
+from ..attention.state_dicts import StructureError
 from ..change import Successor
 from .mixed_classes import mixed
 from .narrow_attention import NarrowAttention, NarrowClassAttention
@@ -57,7 +57,7 @@ class Layout:
 
 
 class TransformerHeads:
-    """The heads of an attention module of another library, as :class:`~.prunable_heads.PrunableHeads` has its own.
+    """The heads of an attention module of another library, as :class:`~.heads.PrunableHeads` has its own.
 
     Args:
         module (nn.Module): With a layout, see :func:`transformer_heads`.
@@ -103,7 +103,7 @@ class TransformerHeads:
 
     @torch.no_grad()
     def prune_heads(self, heads: Sequence[int], allow_empty: bool = False) -> Dict[nn.Parameter, Successor]:
-        """Removes heads, see :meth:`~attncnn_plugin.attention.prunable_heads.PrunableHeads.prune_heads`.
+        """Removes heads, see :meth:`~attncnn_plugin.attention.heads.PrunableHeads.prune_heads`.
 
         Without any heads the module gives the bias of ``proj``.
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from helpers.head_reports import check_schema
-from helpers.processes import run
 from helpers.small import SMALL, SMALL_ARCH, small_timm
 from mmengine.config import Config
 from PIL import Image
@@ -84,25 +83,16 @@ def tool(repository, monkeypatch, capsys):
     return call
 
 
-@pytest.mark.slow
-def test_tool_as_a_process(folder, repository):
+def test_tool_by_position(folder, tool):
     out = folder / 'new/quadratic.json'
-    log = run(
-        'python',
-        repository / 'tools/analysis_tools/analyze_heads.py',
-        folder / 'quadratic.py',
-        folder / 'quadratic.pth',
-        '--json',
-        out,
-        folder=folder,
-    )
-    assert 'backbone.blocks.1.attn: by position, 8x8 tokens, 3 heads: ' in log and f'Saved {out}' in log
+    status, text, _ = tool(folder / 'quadratic.py', folder / 'quadratic.pth', '--json', out)
+    assert not status and 'backbone.blocks.1.attn: by position, 8x8 tokens, 3 heads: ' in text
+    assert f'Saved {out}' in text
     loaded = check_schema(out.read_text())
     assert loaded['model'] == str(folder / 'quadratic.py') and loaded['num_images'] == 0
     model = small_timm('sa_quadratic_cifar', in_chans=1, checkpoint_path=str(folder / 'quadratic.pth'))
-    for layer, block in zip(loaded['layers'], model.blocks):
-        expected = head_report(block.attn, size=(8, 8)).layers[0].to_dict()
-        assert layer == {**expected, 'name': layer['name']}
+    for layer, expected in zip(loaded['layers'], head_report(model, size=(8, 8)).layers):
+        assert layer == {**expected.to_dict(), 'name': layer['name']}
 
 
 def test_tool_content(folder, tool):

@@ -2,10 +2,7 @@
 
 from helpers.logs import accuracy, write_log
 
-from attncnn_plugin.analysis import (
-    read_centers,
-    read_scalars,
-)
+from attncnn_plugin.analysis import read_centers, read_scalars
 
 
 def test_logs_of_a_run_that_was_resumed_are_joined(tmp_path):

@@ -1,5 +1,6 @@
 """Attention over patches: position biases, null key, heads of their own widths, and the structure of state dicts."""
 
+import copy
 import json
 import math
 
@@ -175,42 +176,43 @@ def test_heads_are_removed(data):
         assert other.structure == attention.structure and torch.equal(other(x), attention(x))
 
 
-def damaged(state, **changes):
-    return torch.tensor(list(json.dumps({**json.loads(bytes(state.tolist())), **changes}).encode()), dtype=torch.uint8)
+def damaged(**changes):
+    """The structure of two heads of 1 and 3 channels, changed."""
+    structure = {'qk_dim': 2, 'head_dims': [1, 3], 'null_key': True, **changes}
+    return torch.tensor(list(json.dumps(structure).encode()), dtype=torch.uint8)
+
+
+DAMAGED = 'layer._extra_state of the state dict is damaged: '
 
 
 @pytest.mark.parametrize(
     'change, message',
     [
-        (lambda state: damaged(state, head_dims=[1, 2]), r'damaged: .*\(4, 4\) rows, .*\[1, 2\].* does not explain'),
-        (lambda state: damaged(state, qk_dim=None), 'layer._extra_state of the state dict is damaged'),
-        (lambda state: state[:-1], 'layer._extra_state of the state dict is damaged'),
-        (lambda state: state[:0], 'layer._extra_state of the state dict is damaged'),
+        (dict(_extra_state=damaged(head_dims=[1, 2])), DAMAGED + r'.* have \(4, 4\) rows, which .*\[1, 2\].* does not'),
+        (dict(_extra_state=damaged(qk_dim=None)), DAMAGED),
+        (dict(_extra_state=damaged()[:-1]), DAMAGED),
+        (dict(_extra_state=damaged()[:0]), DAMAGED),
+        (dict(surplus=torch.zeros(1)), 'Unexpected key'),
+        ({'query.weight': torch.zeros(4, 7)}, 'size mismatch for layer.query.weight'),
     ],
 )
-def test_damaged_structures_are_refused(change, message):
-    """And the layer stays as it was."""
-    attention, other = random_attention([1, 3], qk_dim=2), random_attention([2, 2], qk_dim=2, null_key=False)
-    state_dict = {f'layer.{name}': value for name, value in attention.state_dict().items()}
-    state_dict['layer._extra_state'] = change(state_dict['layer._extra_state'])
+def test_refused_loads_leave_the_layer_as_it_was(change, message):
+    loaded, layer = random_attention([1, 3], qk_dim=2), random_attention([2, 2], qk_dim=3, null_key=False)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    entries = {f'layer.{name}': value for name, value in {**loaded.state_dict(), **change}.items()}
     with pytest.raises(RuntimeError, match=message):
-        nn.ModuleDict({'layer': other}).load_state_dict(state_dict)
-    with pytest.raises(RuntimeError, match='_extra_state of the state dict is damaged'):
-        other.load_state_dict({name[6:]: value for name, value in state_dict.items()})
-    assert other.structure == (2, (2, 2), False)
+        nn.ModuleDict({'layer': copy.deepcopy(layer)}).load_state_dict(entries)
+    with pytest.raises(RuntimeError, match=message.replace('layer.', '')):
+        layer.load_state_dict({**loaded.state_dict(), **change})
+    assert layer.structure == (3, (2, 2), False)
+    after = layer.state_dict()
+    assert all(value.shape == before[name].shape for name, value in after.items())
+    assert torch.equal(after['query.weight'], before['query.weight'])  # by then PyTorch has loaded what fits
 
 
-def test_refused_loads_leave_the_layer_as_it_was():
-    attention, other = random_attention([1, 3], qk_dim=2), random_attention([2, 2], qk_dim=3, null_key=False)
-    before = {name: value.clone() for name, value in other.state_dict().items()}
-    for change in (dict(surplus=torch.zeros(1)), {'query.weight': torch.zeros(4, 7)}):
-        with pytest.raises(RuntimeError):
-            other.load_state_dict({**attention.state_dict(), **change})
-        after = other.state_dict()
-        # PyTorch has loaded what fits by then.
-        assert all(torch.equal(after[name], value) for name, value in before.items() if name != 'out.bias')
+def test_too_many_heads():
     with pytest.raises(RuntimeError, match='has 3 heads in the state dict, but num_heads=2 in the model'):
-        other.load_state_dict(random_attention([2, 2, 2]).state_dict())
+        random_attention([2, 2]).load_state_dict(random_attention([2, 2, 2]).state_dict())
 
 
 @pytest.mark.parametrize(

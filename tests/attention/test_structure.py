@@ -10,7 +10,7 @@ from torch import nn
 
 from attncnn_plugin import follow_state_dict
 from attncnn_plugin.attention import QuadraticAttention, Restructurable, StructureError
-from attncnn_plugin.attention.structure import without_prefix
+from attncnn_plugin.attention.state_dicts import without_prefix
 
 
 class Slot(Restructurable):
@@ -19,7 +19,6 @@ class Slot(Restructurable):
     def __init__(self, dim):
         super().__init__()
         self.map = nn.Linear(dim, dim, bias=False)
-        self._follow_state_dicts()
 
     def forward(self, x):
         return self.map(x)
@@ -28,34 +27,33 @@ class Slot(Restructurable):
     def structure(self):
         return 'one' if isinstance(self.map, nn.Linear) else len(self.map[0].weight)
 
-    def structure_in(self, state_dict, prefix):
-        if f'{prefix}map.0.weight' in state_dict:
-            if state_dict[f'{prefix}map.0.weight'].shape[1] != 4:
-                raise StructureError(f'{prefix}map.0.weight is of another width')
-            return len(state_dict[f'{prefix}map.0.weight'])
-        return 'one' if f'{prefix}map.weight' in state_dict else None
+    def split(self, rank):
+        self.map = nn.Sequential(nn.Linear(4, rank, bias=False), nn.Linear(rank, 4, bias=False))
 
-    def structure_to_load(self, loaded):
-        return self.structure if loaded == 'one' else loaded
-
-    def take_structure(self, structure):
-        self.map = nn.Sequential(nn.Linear(4, structure, bias=False), nn.Linear(structure, 4, bias=False))
+    def follow(self, state_dict, prefix):
+        factor = state_dict.get(f'{prefix}map.0.weight')
+        if factor is None or len(factor) == self.structure:
+            return False
+        if factor.shape[1] != 4:
+            raise StructureError(f'{prefix}map.0.weight is of another width')
+        self.split(len(factor))
+        self.training_advice = f'a map of rank {len(factor)}'
+        return True
 
     def convert_state_dict(self, state_dict, prefix):
+        if f'{prefix}map.weight' not in state_dict or self.structure == 'one':
+            return
         rank = len(self.map[0].weight)
         left, singular, right = torch.linalg.svd(state_dict.pop(f'{prefix}map.weight'))
         state_dict[f'{prefix}map.0.weight'] = (singular[:, None] * right)[:rank]
         state_dict[f'{prefix}map.1.weight'] = left[:, :rank]
-
-    def training_advice(self, structure):
-        return f'a map of rank {structure}'
 
 
 def model(*ranks):
     """Two slots, one of them deep inside."""
     slots = [Slot(4), Slot(4)]
     for slot, rank in zip(slots, ranks):
-        slot.take_structure(rank)
+        slot.split(rank)
     return nn.Sequential(slots[0], nn.Sequential(nn.ReLU(), slots[1]))
 
 
@@ -137,7 +135,7 @@ def test_a_refused_load_gives_back_the_structure_and_its_values():
         list(network.modules()),
     )
     theirs = copy.deepcopy(network)
-    theirs.take_structure(2)
+    theirs.split(2)
     theirs.inner.prune_heads([1])
     for change in ({'extra': torch.zeros(1)}, {'inner.value.bias': torch.zeros(5)}):
         with pytest.raises(RuntimeError, match='extra|size mismatch'):

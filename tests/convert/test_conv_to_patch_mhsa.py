@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from attncnn_plugin.attention.patches import image_to_patches, patches_to_image
 from attncnn_plugin.convert import PatchConversionReport, conv_to_patch_mhsa, exact_head_dims, min_heads
 
 
@@ -83,23 +82,10 @@ def test_construction_of_the_paper_fails_at_the_border():
     conv = nn.Conv2d(2, 2, 3, padding=1).double()
     module = conv_to_patch_mhsa(conv, 4)[0]
     x = torch.randn(1, 2, 16, 16).double()
-    with torch.no_grad():
-        bias = module.attention.position((4, 4))[..., :-1]
-        tokens = image_to_patches(x, (4, 4)).flatten(1, 2)
-        heads = bias.softmax(-1) @ module.attention.value(tokens).unflatten(2, (9, -1)).transpose(1, 2)
-        literal = module.attention.out(heads.transpose(1, 2).flatten(2)).unflatten(1, (4, 4))
-        error = (patches_to_image(literal, (4, 4)) - conv(x)).abs()
+    module.attention.position.null_key = False
+    error = (module(x) - conv(x)).abs()
     assert error[..., 4:-4, 4:-4].max() < 1e-12
     assert error[..., 0, :].min() > 1e-4 and error[..., :, -1].max() > 1e-2
-
-
-def test_small_bias_is_seen():
-    conv = nn.Conv2d(2, 2, 3, padding=1).double()
-    module = conv_to_patch_mhsa(conv, 4)[0]
-    x = torch.randn(1, 2, 16, 16).double()
-    with torch.no_grad():
-        module.attention.position.table.mul_(10 / 40)
-    assert 1e-5 < relative_error(module(x), conv(x)) < 1e-2
 
 
 def test_both_projections_can_learn():

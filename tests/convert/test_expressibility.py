@@ -16,7 +16,7 @@ from attncnn_plugin.attention import (
     LearnedAttention,
     QuadraticAttention,
 )
-from attncnn_plugin.attention.image_attention import WindowImageAttention
+from attncnn_plugin.attention.images import WindowImageAttention
 from attncnn_plugin.attention.window import Window
 from attncnn_plugin.convert import (
     Expressibility,
@@ -247,7 +247,7 @@ def distance(vector, maps):
 @pytest.mark.parametrize('layer', [hard_layer(SHIFTS), GeneralizedQuadraticAttention(4, 6)])
 def test_chunks_of_queries(layer, monkeypatch):
     whole = expressible_shifts(layer, 3, (6, 5))
-    monkeypatch.setattr('attncnn_plugin.convert.expressibility.CHUNK_ELEMENTS', 1)
+    monkeypatch.setattr('attncnn_plugin.convert.expressible.CHUNK_ELEMENTS', 1)
     single = expressible_shifts(layer, 3, (6, 5))
     assert (whole.residual - single.residual).abs().max() <= 1e-10
     assert (whole.query_residual - single.query_residual).abs().max() <= 1e-10

@@ -11,7 +11,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from attncnn_plugin.attention.image_attention import QuadraticImageAttention, WindowImageAttention
+from attncnn_plugin.attention.images import QuadraticImageAttention, WindowImageAttention
 from attncnn_plugin.convert import ConversionReport, conv_to_mhsa
 from attncnn_plugin.convert.fewer_heads import (
     amplification,
@@ -399,7 +399,7 @@ def test_exact_conversion_has_a_report():
     for attention, report in (conv_to_mhsa(conv), conv_to_mhsa(conv, 9), conv_to_mhsa(conv, num_heads=9)):
         assert isinstance(attention, QuadraticImageAttention)
         guarantee = pytest.approx(eckart_young(kernel(conv), 8))
-        assert dataclasses.astuple(report) == (9, 0.0, 0.0, guarantee, pytest.approx(800), 0.0, None)
+        assert dataclasses.astuple(report) == (9, 0.0, 0.0, guarantee, pytest.approx(800), 0.0, None, None)
         assert report.output_bound == 0
 
 

@@ -18,7 +18,7 @@ from attncnn_plugin.attention import (
     LearnedAttention,
     QuadraticAttention,
 )
-from attncnn_plugin.attention.image_attention import QuadraticImageAttention, WindowImageAttention
+from attncnn_plugin.attention.images import QuadraticImageAttention, WindowImageAttention
 from attncnn_plugin.attention.window import Window
 from attncnn_plugin.convert import conv_to_mhsa, mhsa_to_conv
 

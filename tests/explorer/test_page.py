@@ -245,7 +245,7 @@ def test_errors():
     with pytest.raises(ValueError, match='for 2, 34x34 tokens with 1156'):
         page_of(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), conv_to_mhsa(nn.Conv2d(4, 4, 3))[0]), images_of(size=34))
     along = nn.Sequential(nn.Flatten(2), conv_to_mhsa(nn.Conv1d(3, 4, 3))[0])
-    with pytest.raises(ValueError, match='1 is attention along 1 axes'):
+    with pytest.raises(ValueError, match='1 has 1 axes of pixels'):
         page_of(along, images)
     model.other = conv_to_mhsa(nn.Conv2d(4, 4, 3))[0]
     with pytest.raises(ValueError, match='other is attention that the model does not run'):

@@ -1,22 +1,14 @@
 """Pages of other libraries' vision transformers: what is in them is the attention that the model computes."""
 
-import json
-import math
-
-import numpy as np
 import pytest
 import timm
 import torch
 from helpers.explorer_pages import beside_in, images_of, page_of, probs_in, relative_errors, unpack
-from helpers.processes import run
 from helpers.vits import OF_MMPRETRAIN, OF_TIMM, SIZE, small_vit
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
-from attncnn_plugin.explorer import layer_data
 from attncnn_plugin.pruning import prune_heads
-from attncnn_plugin.transformers.transformer_attention import TokenPlaces, visit_vit_attention
+from attncnn_plugin.transformers.transformer_attention import visit_vit_attention
 
 OTHERS = {
     **dict.fromkeys([*OF_TIMM, *OF_MMPRETRAIN], ['cls']),
@@ -60,13 +52,22 @@ def check(layer, probs, places, image=0):
     if places.prefix:
         assert torch.equal(beside, expected[..., : places.prefix])
     assert torch.allclose(beside.sum(-1), 1 - patches.sum(-1), atol=2e-5)
+    if places.windows is None:
+        assert layer['keys'] is None
+        return
+    count = places.grid[0] * places.grid[1]
+    hidden = torch.zeros(*places.windows.shape, 1, dtype=torch.bool) if places.masked is None else places.masked
+    for window, own in zip(places.windows, hidden):
+        for slot, query in enumerate(window.tolist()):
+            if query < count:  # no padding: the keys that it sees
+                assert layer['keys'][query].tolist() == torch.where(own[slot], count, window).tolist()
 
 
 @pytest.mark.parametrize('name', [*OF_TIMM, *OF_MMPRETRAIN])
 def test_every_kind(name):
     model, images, passes = small_vit(name), images_of(2, size=SIZE), []
     model.train()  # some of mmpretrain's give None
-    handle = model.patch_embed.register_forward_pre_hook(lambda module, args: passes.append(len(args[0])))
+    handle = model.register_forward_pre_hook(lambda module, args: passes.append(len(args[0])))
     layers = unpack(page_of(model, images))['layers']
     handle.remove()
     assert passes == [1, 1] and model.training
@@ -78,52 +79,6 @@ def test_every_kind(name):
         assert tuple(layer['grid']) == places.grid and layer['centers'] is None
         for image in range(2):
             check(layer, probs, places, image)
-
-
-@st.composite
-def attention(draw):
-    """Probabilities between tokens on a grid, and where these lie: all of them, or any patches in each window."""
-    height, width = draw(st.integers(1, 5)), draw(st.integers(1, 5))
-    images, heads, count = draw(st.integers(1, 2)), draw(st.integers(1, 3)), height * width
-    torch.manual_seed(draw(st.integers(0, 99)))
-    prefix, windows = draw(st.integers(0, 3)), None
-    if draw(st.booleans()):
-        size, prefix = draw(st.integers(1, count)), 0
-        number = math.ceil(count / size) + draw(st.integers(0, 1))  # the rest is padding
-        windows = torch.randperm(number * size).clamp(max=count).reshape(number, size)
-        images, count = images * number, size
-    scores = torch.randn(images, heads, prefix + count, prefix + count) * draw(st.sampled_from([0.1, 3, 300]))
-    masked = None
-    if windows is not None:
-        masked = (torch.rand(len(windows), count, count) < 0.3) & ~torch.eye(count, dtype=torch.bool)
-        scores = scores.unflatten(0, (-1, len(windows))).masked_fill(masked[:, None], -math.inf).flatten(0, 1)
-    return scores.softmax(-1), TokenPlaces((height, width), prefix, windows, masked)
-
-
-@given(attention())
-def test_any_grid(case):
-    """Whatever a model's windows are, and whichever keys of them its queries do not see."""
-    probs, places = case
-    count = 1 if places.windows is None else len(places.windows)
-    images = torch.zeros(len(probs) // count, 3, 8, 8)
-    of_images = iter(probs.split(count))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_data, 'visit_vit_attention', lambda _, x, visit: visit('attn', next(of_images), places))
-        patch.setattr(layer_data, 'shown_layers', lambda model: ['attn'])
-        patch.setattr(layer_data, 'find_transformer', lambda model: ('', model))
-        patch.setattr(layer_data, 'prefix_names', lambda model: ['cls', 'reg 1', 'reg 2'])
-        layers = layer_data.observed_layers(None, images)
-    layer = unpack(f'id="data">{json.dumps(layers)}<')[0]
-    for image in range(len(images)):
-        check(layer, probs, places, image)
-    if places.windows is None:
-        assert layer['keys'] is None
-        return
-    for window, hidden in zip(places.windows, places.masked):
-        for slot, query in enumerate(window):
-            if query < places.grid[0] * places.grid[1]:
-                seen = torch.where(hidden[slot], places.grid[0] * places.grid[1], window)
-                assert layer['keys'][query].tolist() == seen.tolist()
 
 
 def test_padded_windows():
@@ -216,40 +171,3 @@ def test_errors():
         model.blocks[1].attn.qkv.weight.fill_(float('nan'))
     with pytest.raises(ValueError, match='blocks.1.attn are not finite'):
         page_of(model, images)
-
-
-CONFIG = """
-model = dict(
-    type='ImageClassifier',
-    backbone=dict(
-        type='VisionTransformer', img_size=32, patch_size=8,
-        arch=dict(embed_dims=12, num_layers=2, num_heads=3, feedforward_channels=12)),
-    head=dict(type='VisionTransformerClsHead', num_classes=2, in_channels=12))
-data_preprocessor = dict(num_classes=2, mean=[128] * 3, std=[64] * 3, to_rgb=True)
-test_dataloader = dict(dataset=dict(pipeline=[
-    dict(type='LoadImageFromFile'), dict(type='Resize', scale=(32, 32)), dict(type='PackInputs')]))
-"""
-
-
-def test_tool(repository, tmp_path):
-    """A config of mmpretrain and a checkpoint."""
-    pytest.importorskip('mmpretrain')
-    from mmengine.config import Config
-    from mmengine.registry import init_default_scope
-    from mmpretrain.registry import MODELS
-
-    config, checkpoint, out = tmp_path / 'vit.py', tmp_path / 'model.pth', tmp_path / 'explorer.html'
-    config.write_text(CONFIG)
-    init_default_scope('mmpretrain')
-    model = MODELS.build(Config.fromfile(config).model).eval()
-    torch.save(dict(state_dict=model.state_dict()), checkpoint)
-    photo = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-    np.save(tmp_path / 'photo.npy', photo)
-    tool = repository / 'tools/visualization/attention_explorer.py'
-    run('python', tool, config, checkpoint, tmp_path / 'photo.npy', '--out', out, folder=tmp_path)
-    content = unpack(out.read_text(encoding='utf-8'))
-    assert (content['pictures'][0] == photo).all()
-    expected = visited(model, (torch.from_numpy(photo).permute(2, 0, 1)[None].float() - 128) / 64)
-    assert [layer['name'] for layer in content['layers']] == list(expected)
-    for layer, (probs, places) in zip(content['layers'], expected.values()):
-        check(layer, probs, places)

@@ -130,8 +130,8 @@ def test_accumulation_and_the_log(repository, tmp_path):
     runner.train()
     log = next(tmp_path.glob('*/*.log')).read_text()
     assert 'the gradients of the last 2 are dropped' in log
-    assert 'Transition at epoch 2:\nlayer           before      after    parameters' in log
-    assert '\nlayer4.0.conv1  3×3 kernel  9 heads ' in log
+    assert 'Transition at epoch 2:\nlayer           before           after    parameters' in log
+    assert '\nlayer4.0.conv1  3×3 convolution  9 heads ' in log
     assert 'Relative change of the output on the current batch: ' in log
 
 

@@ -59,7 +59,7 @@ def note(self, module):
 
 DistributedDataParallel._passing_sync_batchnorm_handle = note
 """
-TRANSITION = 'Transition at epoch 2:\nlayer           before      after'
+TRANSITION = 'Transition at epoch 2:\nlayer           before           after'
 
 
 @pytest.fixture(scope='module')

@@ -316,5 +316,5 @@ def test_a_second_transition_is_refused():
 def test_on_another_device(phase):
     """Without a GPU: whatever is left on the CPU fails."""
     with on_fake_cuda(build(phase=phase, content='gated', alpha=6.0)) as model:
-        assert {tensor.device for tensor in model.state_dict().values()} == {CUDA}
+        assert {tensor.device for tensor in (*model.parameters(), *model.buffers())} == {CUDA}
         assert {feature.device for feature in model(torch.rand(2, 3, 64, 64, device=CUDA))} == {CUDA}

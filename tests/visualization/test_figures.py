@@ -25,7 +25,7 @@ from attncnn_plugin.visualization import (
     plot_metric,
     save_figure,
 )
-from attncnn_plugin.visualization.style import COLORS, color_of, image_of, line_style_of, marker_of
+from attncnn_plugin.visualization.style import color_of, image_of
 
 HARD = 40.0  # √(2α) of a head that attends to one pixel
 
@@ -149,12 +149,6 @@ def test_discs_do_not_cover_each_other():
     least = min(math.dist(a, b) for name, a in places.items() for other, b in places.items() if name != other)
     assert least >= 0.12 * axes.get_xlim()[1] - 1e-9
     assert len(head_marks(axes)) == 16
-
-
-def test_sixteen_heads_can_be_told_apart():
-    assert len({(color_of(i), marker_of(i)) for i in range(16)}) == 16
-    assert len({(color_of(i), line_style_of(i)) for i in range(16)}) == 16
-    assert len(set(COLORS)) == 9
 
 
 def test_heads_keep_their_numbers():

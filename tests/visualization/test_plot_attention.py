@@ -3,14 +3,12 @@
 import runpy
 import shutil
 import sys
-import xml.dom.minidom
 
 import mmcv
 import numpy as np
 import pytest
 import torch
 from helpers.logs import accuracy, write_log
-from helpers.processes import run
 from mmengine.config import Config
 from mmpretrain import get_model
 
@@ -47,23 +45,6 @@ def checkpoints(tmp_path_factory, repository):
     )
     mmcv.imwrite(np.random.default_rng(0).integers(0, 255, (16, 16, 3), dtype=np.uint8), str(folder / 'image.png'))
     return folder
-
-
-def test_the_tool_in_a_process_of_its_own(checkpoints, repository, tmp_path):
-    output = run(
-        'python',
-        repository / 'tools/visualization/plot_attention.py',
-        checkpoints / 'quadratic.py',
-        checkpoints / 'quadratic.pth',
-        '--figure',
-        'centers',
-        '--out',
-        tmp_path / 'a.svg',
-        folder=tmp_path,
-        DISPLAY='',
-    )
-    assert f'Saved {tmp_path / "a.svg"}' in output
-    assert xml.dom.minidom.parse(str(tmp_path / 'a.svg')).documentElement.tagName == 'svg'
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def main() -> None:
 def is_of_convolutions(part: TwoPhases, state_dict: dict, prefix: str) -> bool:
     """Whether a state dict has the convolutions of a part of the model, and not what became of them."""
     if isinstance(part, CMHSANetwork):
-        return part.structure_in(state_dict, prefix) == 'conv'
+        return f'{prefix}blocks.0.attn.conv.weight' in state_dict
     return all(f'{prefix}{name}.weight' in state_dict for name in part.conversion.layers)
 
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from ..attention.attention_layer import AttentionLayer
 from ..attention.window import Window, per_axis, shown
-from .position_only import check_position_only
-from .shift_operators import interior_queries, targets
+from .shift_operators import check_position_only, interior_queries, targets
 
 CHUNK_ELEMENTS = 2**21  # entries of the attention maps that are copied at once, 16 MiB of float64
 

@@ -1,11 +1,13 @@
 """State dicts both ways: a CNN takes the attention of one, and attention converts the kernels of one."""
 
 import copy
+import importlib.util
 import io
 import pickle
 
 import numpy as np
 import pytest
+import safetensors.torch
 import timm
 import torch
 from helpers.cnns import CONVOLUTIONS, small_cnn
@@ -14,7 +16,8 @@ from timm.layers import Attention, Conv2dSame, ScaledStdConv2d, StdConv2d
 from torch import nn
 
 from attncnn_plugin import follow_state_dict
-from attncnn_plugin.attention import ImageAttention, StructureError
+from attncnn_plugin.attention import ImageAttention, QuadraticImageAttention, StructureError, Window
+from attncnn_plugin.attention.state_dicts import written
 from attncnn_plugin.convert import attention_to_convs, conv_to_mhsa, convs_to_attention
 from attncnn_plugin.pruning import prune_heads
 
@@ -89,21 +92,17 @@ def test_attention_converts_the_kernels_of_a_state_dict(kind):
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_attention_of_a_state_dict_converts_kernels_too(kind):
-    """The metadata of a state dict has the settings, in files too; where it is lost an error says so."""
+    """A state dict has the settings of the conversion, in files and in copies too."""
     theirs, cnn, file = attention(kind), small_cnn(seed=1), io.BytesIO()
     torch.save(theirs.state_dict(), file)
     file.seek(0)
     state = torch.load(file, weights_only=True)
     theirs.load_state_dict(cnn.state_dict())
     for ours in (small_cnn(seed=2), attention('positions' if kind == 'windowed' else 'windowed')):
-        load(ours, state)
+        load(ours, dict(state))
         ours.load_state_dict(cnn.state_dict())
         assert kinds(ours) == kinds(theirs)
         assert all(torch.equal(value, ours.state_dict()[name]) for name, value in theirs.state_dict().items())
-    lost = small_cnn(seed=2)
-    load(lost, dict(state))
-    with pytest.raises(RuntimeError, match='does not say how it was converted: load the convolution into'):
-        lost.load_state_dict(cnn.state_dict())
 
 
 def test_settings_that_are_no_python_numbers():
@@ -144,17 +143,21 @@ def test_heads_that_were_removed(kind):
 
 
 def test_a_layer_of_its_own():
-    """Whatever made it: conv_to_mhsa alone, without a model around it."""
-    conv = nn.Conv2d(3, 4, 3)
-    model = nn.Sequential(conv_to_mhsa(conv)[0])
-    with pytest.raises(RuntimeError, match='0 is attention that was not made from a convolution'):
-        model.load_state_dict(nn.Sequential(conv).state_dict())
-    fresh = nn.Sequential(nn.Conv2d(3, 4, 3))
+    """Whatever made it: conv_to_mhsa alone, or its constructor, whose state dict says no convolution."""
+    conv, other = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
+    model, fresh = nn.Sequential(conv_to_mhsa(conv)[0]), nn.Sequential(nn.Conv2d(3, 4, 3))
     load(fresh, model.state_dict())
-    with pytest.raises(RuntimeError, match='does not say how it was converted: load the convolution into'):
-        fresh.load_state_dict(nn.Sequential(conv).state_dict())
-    attention_to_convs(fresh)
-    assert torch.equal(fresh[0].weight, conv.weight)
+    for ours in (model, fresh):
+        ours.load_state_dict(nn.Sequential(other).state_dict())
+        attention_to_convs(ours)
+        assert torch.equal(ours[0].weight, other.weight)
+    built = nn.Sequential(QuadraticImageAttention(3, 4, 9, Window.of(conv)))
+    with pytest.raises(RuntimeError, match='0 is attention that was not made from a convolution'):
+        built.load_state_dict(nn.Sequential(conv).state_dict())
+    fresh = nn.Sequential(conv)
+    load(fresh, built.state_dict())
+    x = torch.randn(1, 3, 6, 7)
+    assert torch.equal(fresh(x), built(x))
 
 
 @pytest.mark.parametrize('kind', [Conv2dSame, StdConv2d, ScaledStdConv2d])
@@ -221,7 +224,10 @@ REFUSED = {
     ),
     'transposed': (nn.ConvTranspose2d(3, 4, 3), r'Unexpected key.*0\.value\.weight'),
     'linear': (nn.Linear(3, 4), r'Unexpected key.*0\.value\.weight'),
-    'hooks': (nn.utils.spectral_norm(nn.Conv2d(3, 4, 3)), 'attention of the state dict cannot be in its place.*hooks'),
+    'hooks': (
+        nn.utils.spectral_norm(nn.Conv2d(3, 4, 3)),
+        'attention of the state dict cannot be in the place of 0: .*hooks',
+    ),
 }
 
 
@@ -295,16 +301,60 @@ def test_timm_checkpoints(tmp_path):
     assert sum(isinstance(module, ImageAttention) for module in ours.modules()) == len(kinds(model)) > 1
 
 
-def test_files_and_their_names():
+def test_structure_in_files(tmp_path):
+    """The extra state is one small tensor: safetensors and mmengine keep it, as torch.save does."""
     model = small_cnn()
     convs_to_attention(model, CONVOLUTIONS, content='gated', window_size=5)
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    names = {name[len('stem.') :] for name in state if name.startswith('stem.')}
+    names = {name[len('stem.') :] for name in model.state_dict() if name.startswith('stem.')}
     assert names == {
-        *('value.weight', 'value.bias', 'query.weight', 'key.weight', 'gate', 'neighbourhood'),
+        *('value.weight', 'value.bias', 'query.weight', 'key.weight', 'gate', '_extra_state'),
         *('encoding.center', 'encoding.sqrt_precision'),
     }
-    assert state['stem.neighbourhood'].tolist() == [5, 5]
+    safetensors.torch.save_file(model.state_dict(), tmp_path / 'model.safetensors')
+    states = [safetensors.torch.load_file(tmp_path / 'model.safetensors')]
+    if importlib.util.find_spec('mmengine'):
+        from mmengine.runner import save_checkpoint
+        from mmengine.runner.checkpoint import get_state_dict, load_state_dict
+
+        save_checkpoint({'state_dict': get_state_dict(model)}, str(tmp_path / 'model.pth'))
+        states.append(torch.load(tmp_path / 'model.pth', weights_only=True)['state_dict'])
+        ours = small_cnn(seed=1)
+        follow_state_dict(ours, states[1])
+        load_state_dict(ours, states[1], strict=True)
+        x = images()
+        assert torch.equal(ours(x), model(x))
+    for state in states:
+        ours, x = small_cnn(seed=1), images()
+        load(ours, state)
+        assert torch.equal(ours(x), model(x)) and kinds(ours) == kinds(model)
+
+
+def test_a_damaged_structure_is_refused():
+    model = small_cnn()
+    convs_to_attention(model, 'stem')
+    for damaged in (torch.tensor([123, 1], dtype=torch.uint8), torch.zeros(2), 'text'):
+        state = {**model.state_dict(), 'stem._extra_state': damaged}
+        for ours in (small_cnn(seed=1), copy.deepcopy(model)):
+            with pytest.raises(RuntimeError, match=r'stem\._extra_state of the state dict is damaged'):
+                follow_state_dict(ours, state)
+    state = {**model.state_dict(), 'stem._extra_state': written({'position': 'gaussian', 'num_heads': 4})}
+    with pytest.raises(StructureError, match=r'attention of 4 heads in the place .* has 9 positions'):
+        follow_state_dict(small_cnn(seed=1), state)
+
+
+@pytest.mark.parametrize('kind', ['mmengine', 'timm'])
+def test_averages(kind):
+    """Averaged models copy the attention, and their state dicts are followed as any other."""
+    model, x = attention('gated'), images()
+    if kind == 'mmengine':
+        averaged = pytest.importorskip('mmengine.model').ExponentialMovingAverage(model, 0.5, update_buffers=True)
+    else:
+        averaged = timm.utils.ModelEmaV3(model, decay=0.5)
+    for _ in range(2):
+        with torch.no_grad():
+            model.stem.gate.add_(1)
+        (averaged.update_parameters if kind == 'mmengine' else averaged.update)(model)
+    assert averaged.module.stem.gate.lt(model.stem.gate).all()
+    ours = small_cnn(seed=1)
+    load(ours, averaged.module.state_dict())
+    assert torch.equal(ours(x), averaged.module(x))

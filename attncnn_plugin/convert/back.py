@@ -7,11 +7,17 @@ import torch
 from torch import Tensor
 
 from ..attention.grid_attention import GridAttention
-from ..attention.image_attention import ImageAttention
+from ..attention.images import ImageAttention
 from ..attention.window import CONVOLUTIONS, SameWindow, Window, per_axis
 from .kernels import Convolution, block_norms, group_blocks
-from .position_only import check_position_only, exact_probs, ignores_content
-from .shift_operators import fit_shifts, interior_queries, targets
+from .shift_operators import (
+    check_position_only,
+    exact_probs,
+    fit_shifts,
+    ignores_content,
+    interior_queries,
+    targets,
+)
 from .timm_convolutions import Conv2dSame, window_of
 
 ROUNDING = 1e-12  # of least squares: a head on one pixel has the coefficients 1 and 0

@@ -1,18 +1,15 @@
-"""Heads that can be removed from an attention layer (C20, appendix E)."""
+"""Heads of an attention layer: which entries of which parameter belong to them, and their removal (C20, appendix E)."""
 
 import functools
 import itertools
-import logging
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ..change import Successor
 from .attention_layer import AttentionLayer
-from .structure import Restructurable, StateDict, StructureError, too_many_heads
-
-logger = logging.getLogger(__name__)
+from .state_dicts import HOOKS, Restructurable, StateDict, StructureError, too_many_heads
 
 # Of each parameter by name: the dimension of heads, and the entries of a head, a number for all or one for each.
 HeadParameters = Dict[str, Tuple[int, Any]]
@@ -32,19 +29,19 @@ class PrunableHeads(Restructurable, AttentionLayer):
     def _init_heads(self, num_heads: int) -> None:
         self.num_heads = num_heads
         self.built_heads = num_heads
-        self._follow_state_dicts()
 
     def head_parameters(self) -> HeadParameters:
-        """Of every parameter with entries for single heads: the dimension of heads, and the entries of a head."""
+        """Returns the dimension of heads, and the entries of a head, of every parameter with entries for heads."""
         raise NotImplementedError
 
     def head_entries(self, heads: Sequence[int]) -> Dict[str, Tuple[int, Tensor]]:
-        """Of every parameter with entries for single heads: the dimension of heads, and the entries of these heads."""
+        """Returns the dimension of heads, and the entries of these heads, of every parameter with entries for heads."""
         found = {}
         for name, (dim, entries) in self.head_parameters().items():
             widths = [entries] * self.num_heads if isinstance(entries, int) else entries
-            index = torch.tensor(_entries_of(heads, widths), dtype=torch.long, device=self.get_parameter(name).device)
-            found[name] = dim, index
+            starts = list(itertools.accumulate(widths, initial=0))
+            index = [entry for head in heads for entry in range(starts[head], starts[head + 1])]
+            found[name] = dim, torch.tensor(index, dtype=torch.long, device=self.get_parameter(name).device)
         return found
 
     @property
@@ -53,14 +50,14 @@ class PrunableHeads(Restructurable, AttentionLayer):
         return self.get_submodule('value')
 
     def output_entries(self, heads: Sequence[int]) -> Tensor:
-        """The columns of the weight of :attr:`output` that take the outputs of some heads, ``(n,)``."""
+        """Returns the columns of the weight of :attr:`output` that take the outputs of some heads, ``(n,)``."""
         weight = self.output.weight
         return next(
             index for name, (_, index) in self.head_entries(heads).items() if self.get_parameter(name) is weight
         )
 
     def check_heads(self, heads: Sequence[int], allow_empty: bool = False) -> None:
-        """Whether these heads can be removed.
+        """Checks that these heads can be removed.
 
         Raises:
             ValueError: A head that is not there, or all of them.
@@ -91,26 +88,39 @@ class PrunableHeads(Restructurable, AttentionLayer):
         return replaced
 
     def _keep(self, heads: Sequence[int]) -> None:
-        """The layer has these of its heads from now on."""
+        """Notes that the layer has these of its heads from now on."""
         self.num_heads = len(heads)
 
-    @property
-    def structure(self) -> Any:
-        """The number of heads."""
-        return self.num_heads
+    def follow(self, state_dict: StateDict, prefix: str) -> bool:
+        """Takes the number of heads of a state dict."""
+        num_heads = self._heads_in(state_dict, prefix)
+        return num_heads is not None and self._set_heads(num_heads)
 
-    def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
-        """The number of heads in a state dict; None where it has not all that there is of them: the rest would be 0."""
+    def _set_heads(self, num_heads: int) -> bool:
+        """Gives the layer a number of heads with values that are yet to be loaded; says whether it had another."""
+        if num_heads == self.num_heads:
+            return False
+        for name, (dim, entries) in self.head_parameters().items():
+            resize_parameter(self, name, dim, num_heads * entries)
+        self.num_heads = num_heads
+        return True
+
+    def _heads_in(self, state_dict: StateDict, prefix: str) -> Optional[int]:
+        """Returns the number of heads in a state dict; None where it has not all of their parameters.
+
+        Raises:
+            StructureError: Shapes that no number of heads explains, or more heads than the layer was built with.
+        """
         counts = {}
         for name, (dim, entries) in self.head_parameters().items():
             loaded, own = state_dict.get(prefix + name), self.get_parameter(name)
             if loaded is None:
                 continue
-            others = [list(tensor.shape) for tensor in (loaded, own)]
+            shapes = [list(tensor.shape) for tensor in (loaded, own)]
             if loaded.ndim == own.ndim:
-                heads, rest = divmod(others[0].pop(dim), entries)
-                others[1].pop(dim)
-            if loaded.ndim != own.ndim or others[0] != others[1] or rest:
+                heads, rest = divmod(shapes[0].pop(dim), entries)
+                shapes[1].pop(dim)
+            if loaded.ndim != own.ndim or shapes[0] != shapes[1] or rest:
                 raise StructureError(
                     f'{prefix}{name} of the state dict has shape {tuple(loaded.shape)}, that of the model '
                     f'{tuple(own.shape)}: no number of heads explains it, so the model has another width or another '
@@ -126,21 +136,27 @@ class PrunableHeads(Restructurable, AttentionLayer):
             raise too_many_heads(prefix, max(counts.values()), self.built_heads)
         return next(iter(counts.values()), None) if len(counts) == len(self.head_parameters()) else None
 
-    @torch.no_grad()
-    def take_structure(self, structure: Any) -> None:
-        """Takes a number of heads; the values are yet to be loaded.
 
-        The parameters stay the same objects, so that an optimizer that was built before, but has not made a step, goes
-        with them.
-        """
-        logger.info('An attention layer takes %d heads in place of %d.', structure, self.num_heads)
-        for name, (dim, entries) in self.head_parameters().items():
-            resize_parameter(self, name, dim, structure * entries)
-        self.num_heads = structure
+def has_hooks(module: nn.Module) -> bool:
+    """Returns whether something happens when a module is called that its class does not say."""
+    return any(getattr(module, hooks) for hooks in HOOKS) or 'forward' in module.__dict__
+
+
+def check_plain(name: str, linear: nn.Module) -> None:
+    """Refuses a linear map that does more than its weight and bias say, for instance an adapter.
+
+    Raises:
+        RuntimeError: It is no ``nn.Linear``, or has hooks.
+    """
+    if type(linear) is not nn.Linear or has_hooks(linear):
+        raise RuntimeError(
+            f'{name} is a {type(linear).__name__}, or has hooks: only the weight of a plain nn.Linear can be merged '
+            'with another; merge adapters and remove parametrizations and hooks first'
+        )
 
 
 def check_heads(heads: Sequence[int], num_heads: int, allow_empty: bool) -> None:
-    """Whether these heads can be removed from a layer of ``num_heads``.
+    """Checks that these heads can be removed from a layer of ``num_heads``.
 
     Raises:
         ValueError: A head that is not there, or all of them.
@@ -180,7 +196,10 @@ def _kept(dim: int, index: Tensor, x: Tensor) -> Tensor:
 
 
 def resize_parameter(module: nn.Module, name: str, dim: int, entries: int) -> None:
-    """Another number of entries, all 0, along a dimension of a parameter, which stays the same object."""
+    """Gives a parameter another number of entries along a dimension, all 0; it stays the same object.
+
+    So an optimizer that was built before, but has not made a step, goes with it.
+    """
     parameter = module.get_parameter(name)
     shape = list(parameter.shape)
     shape[dim] = entries
@@ -194,9 +213,3 @@ def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> Non
     setattr(owner, leaf, parameter)
     if isinstance(owner, nn.Linear):
         owner.out_features, owner.in_features = owner.weight.shape
-
-
-def _entries_of(heads: Sequence[int], widths: Sequence[int]) -> List[int]:
-    """The entries of some heads, where each has as many as ``widths`` says."""
-    starts = list(itertools.accumulate(widths, initial=0))
-    return [entry for head in heads for entry in range(starts[head], starts[head + 1])]

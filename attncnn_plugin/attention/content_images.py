@@ -1,25 +1,25 @@
 """Attention by content and position in the place of a convolution (d'Ascoli et al. 2021, "Transformed CNNs")."""
 
 import math
-from typing import Any, List, Optional, Sequence, Tuple, Union
+from typing import List, Optional, Sequence, Union
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention_layer import GaussianHeads, head_products
-from .biased_attention import attend_shared, probabilities, shared_heads
 from .encodings import QuadraticEncoding, WindowEncoding
-from .image_attention import ImageAttention
+from .heads import HeadParameters
+from .images import ImageAttention, shared_heads
 from .neighbourhoods import AxisTiles, join_tiles, tile_keys, tile_queries
-from .parts import parts_at_once
 from .precision import Device, Dtype, at_least_float32
-from .prunable_heads import HeadParameters
 from .softmax import softmax
-from .structure import StateDict, StructureError
 from .window import Window
 
 POSITIONS = ('gaussian', 'table')
 SHARED_GATE = 4.0  # λ of new heads: σ(λ) is 0.98
+# On CPUs so many scores at once stay in the cache: all images at once take 1.1 to 2.4 times as long, at 14×14 pixels.
+SCORES_AT_ONCE = 2**19
 
 
 class ContentImageAttention(ImageAttention):
@@ -80,6 +80,12 @@ class ContentImageAttention(ImageAttention):
             raise ValueError("position='table' has an entry for each shift of a window: give its window_size")
         self.qk_dim = qk_dim
         self.window_size = None if window_size is None else tuple(window_size)
+        self.settings.update(
+            content='gated' if gated else 'additive',
+            position=position,
+            window_size=None if window_size is None else list(window_size),
+            qk_dim=qk_dim,
+        )
         self.query = nn.Linear(in_channels, num_heads * qk_dim, bias=False, device=device, dtype=dtype)
         self.key = nn.Linear(in_channels, num_heads * qk_dim, bias=False, device=device, dtype=dtype)
         nn.init.zeros_(self.query.weight)
@@ -90,8 +96,6 @@ class ContentImageAttention(ImageAttention):
             self.encoding = WindowEncoding(num_heads, window_size, device=device, dtype=dtype)
         gate = torch.full((num_heads,), SHARED_GATE, device=device, dtype=dtype)
         self.register_parameter('gate', nn.Parameter(gate) if gated else None)
-        if self.window_size is not None:
-            self.register_buffer('neighbourhood', torch.tensor(self.window_size, device=device))
 
     @property
     def depends_on_content(self) -> bool:
@@ -110,52 +114,26 @@ class ContentImageAttention(ImageAttention):
 
     def head_parameters(self) -> HeadParameters:
         found = {**super().head_parameters(), 'query.weight': (0, self.qk_dim), 'key.weight': (0, self.qk_dim)}
-        if self.gate is not None:
-            found['gate'] = (0, 1)
-        if isinstance(self.encoding, WindowEncoding):
-            return {**found, 'encoding.weight': (0, 1)}
-        return {**found, 'encoding.center': (0, 1), 'encoding.sqrt_precision': (0, 1)}
-
-    def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
-        """The number of heads in a state dict, whose neighbourhood must be that of the layer."""
-        if f'{prefix}query.weight' in state_dict:
-            loaded = state_dict.get(f'{prefix}neighbourhood')
-            window_size = None if loaded is None else tuple(loaded.tolist())
-            if window_size != self.window_size:
-                raise StructureError(
-                    f'{prefix.rstrip(".")} has window_size={window_size} in the state dict, but '
-                    f'window_size={self.window_size} in the model: build it with the same'
-                )
-        return super().structure_in(state_dict, prefix)
+        of_positions = [f'encoding.{name}' for name, _ in self.encoding.named_parameters()]
+        return {**found, **dict.fromkeys((*of_positions, *([] if self.gate is None else ['gate'])), (0, 1))}
 
     def _outputs(self, x: Tensor) -> Tensor:
-        sizes = [self.window.num_queries(axis, n) for axis, n in enumerate(x.shape[2:])]
         axes = self.tiles(x.shape[2:])
-        return self._whole_image(x, sizes) if axes is None else self._neighbourhoods(x, axes)
+        return self._whole_image(x) if axes is None else self._neighbourhoods(x, axes)
 
-    def _whole_image(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        padded = self.window.pad(x)
-        queries = _tokens(self._query_pixels(padded, sizes))
-        bias = self._position_bias(x.shape[2:])
-        content = None
-        if self.gate is not None:
-            content = torch.zeros_like(bias[:1]).masked_fill(bias[:1] == -math.inf, -math.inf)
-        tokens = _tokens(padded)
-        if self.window.padding_mode == 'zeros' and tokens.shape[1] != math.prod(x.shape[2:]):
-            tokens = _tokens(x)
-            bias = self._with_null_key(bias, x.shape[2:])
-            content = None if content is None else self._with_null_key(content, x.shape[2:])
+    def _whole_image(self, x: Tensor) -> Tensor:
+        padded, size = self.window.pad(x), x.shape[2:]
+        queries, tokens = _tokens(self._query_pixels(padded, self._sizes(x))), _tokens(padded)
+        bias = self._position_bias(size)
         query, key = self._heads(self.query(queries)), self._heads(self.key(tokens))
-        some = parts_at_once(x.device, bias.numel())
-        if some is None:
-            heads = self._attend(query, key, tokens, bias, content)
-        else:
-            parts = zip(query.split(some), key.split(some), tokens.split(some))
-            heads = torch.cat([self._attend(*part, bias, content) for part in parts])
-        return self._joined(heads).unflatten(-1, list(sizes))
+        some = len(x)
+        if x.device.type == 'cpu' and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+            some = max(1, SCORES_AT_ONCE // bias.numel())
+        parts = zip(query.split(some), key.split(some), tokens.split(some))
+        return self._joined(torch.cat([self._attend(*part, bias) for part in parts]), self._sizes(x))
 
     def tiles(self, size: Sequence[int]) -> Optional[List[AxisTiles]]:
-        """The tiles along each axis of an image of ``size``; None where the whole image is computed at once."""
+        """Returns the tiles along each axis of an image of ``size``; None where the whole is computed at once."""
         if self.window_size is None:
             return None
         queries = [self.window.num_queries(axis, pixels) for axis, pixels in enumerate(size)]
@@ -174,52 +152,45 @@ class ContentImageAttention(ImageAttention):
         keys, tokens = tile_keys(torch.cat([keys, padded.to(keys.dtype)], dim=1), axes).split(
             [self.num_heads * self.qk_dim, self.in_channels], dim=-1
         )
-        bias = self._position_scores([tiles.shifts(x.device) for tiles in axes])  # (N_h, t, keys)
         seen = _all_axes([tiles.seen(x.device) for tiles in axes])
         seen = seen | ~seen.any(-1, keepdim=True)  # queries that fill up the last tile see all: no 0/0
-        hidden = ~seen[:, None]  # (tiles, 1, t, keys)
-        some = parts_at_once(x.device, x.shape[0] * bias.numel()) or len(hidden)  # len(x) would fix the batch
-        query, key = self._heads(self.query(queries)), self._heads(keys)
-        heads = [
-            self._attend(*parts, *self._masked(bias, outside))
-            for parts, outside in zip(
-                zip(query.split(some, 1), key.split(some, 1), tokens.split(some, 1)), hidden.split(some)
-            )
-        ]
-        return join_tiles(self._joined(torch.cat(heads, dim=1)).transpose(-2, -1), axes)
+        bias = self._position_scores([tiles.shifts(x.device) for tiles in axes])  # (N_h, t, keys)
+        bias = bias.masked_fill(~seen[:, None], -math.inf)  # (tiles, N_h, t, keys)
+        heads = self._attend(self._heads(self.query(queries)), self._heads(keys), tokens, bias)
+        return join_tiles(self._values(heads), axes)
 
-    def _masked(self, bias: Tensor, hidden: Tensor) -> Tuple[Tensor, Optional[Tensor]]:
-        """b_δ, and with a gate the 0 of content in its place, −∞ where a key is hidden."""
-        content = None if self.gate is None else torch.zeros_like(bias[:1]).masked_fill(hidden, -math.inf)
-        return bias.masked_fill(hidden, -math.inf), content
+    def _attend(self, query: Tensor, key: Tensor, tokens: Tensor, bias: Tensor) -> Tensor:
+        """Computes the heads, ``(…, N_h, Q, C)``, of the tokens ``(…, K, C)`` that they share as values."""
+        if self.gate is None and query.device.type != 'cpu':
+            values = tokens.unsqueeze(-3).expand(*key.shape[:-1], -1)
+            return F.scaled_dot_product_attention(query, key, values, attn_mask=bias.to(query.dtype))
+        return shared_heads(self._probs(query @ (key * self.qk_dim**-0.5).transpose(-2, -1), bias), tokens)
 
-    def _attend(self, query: Tensor, key: Tensor, tokens: Tensor, bias: Tensor, content: Optional[Tensor]) -> Tensor:
-        """The heads, ``(…, N_h, Q, C)``, of the tokens ``(…, K, C)`` that they share as values."""
-        share = self._gate()
-        if share is None or content is None:
-            return attend_shared(query, key, tokens, bias, channels_first=self.groups > 1)
-        by_position = share * softmax(bias)[..., : tokens.shape[-2]]
-        probs = (1 - share) * probabilities(query, key, content) + by_position
-        return shared_heads(probs, tokens, channels_first=self.groups > 1)
-
-    def _gate(self) -> Optional[Tensor]:
-        """σ(λ), ``(N_h, 1, 1)``; None without a gate."""
+    def _probs(self, products: Tensor, bias: Tensor) -> Tensor:
+        """Returns the probabilities of q·k/√D_k and b_δ, at least float32; with a gate each has its own softmax."""
         share = self.position_share()
-        return None if share is None else share[:, None, None]
+        if share is None:
+            return softmax(products + bias)
+        share = share[:, None, None]
+        return (1 - share) * self._content_probs(products, bias) + share * softmax(bias)
+
+    def _content_probs(self, products: Tensor, bias: Tensor) -> Tensor:
+        """Returns the probabilities by content alone, of the keys that a query sees: those without a bias of −∞."""
+        return softmax(at_least_float32(products).masked_fill(bias == -math.inf, -math.inf))
 
     def _heads(self, x: Tensor) -> Tensor:
-        """``(…, N, N_h·D_k)`` to ``(…, N_h, N, D_k)``."""
+        """Splits ``(…, N, N_h·D_k)`` into ``(…, N_h, N, D_k)``."""
         return x.unflatten(-1, (self.num_heads, self.qk_dim)).transpose(-3, -2)
 
     def _query_pixels(self, padded: Tensor, sizes: Sequence[int]) -> Tensor:
-        """The pixels of the padded image that queries are at, ``(B, C, *sizes)``."""
+        """Returns the pixels of the padded image that queries are at, ``(B, C, *sizes)``."""
         for axis, (first, stride, queries) in enumerate(zip(self.window.anchor, self.window.stride, sizes), start=2):
             padded = padded.narrow(axis, first, (queries - 1) * stride + 1)
             padded = padded[(slice(None),) * axis + (slice(None, None, stride),)]
         return padded
 
     def _position_scores(self, shifts: Sequence[Tensor]) -> Tensor:
-        """b_δ, given the shifts ``(Q, K)`` from queries to keys along each axis, ``(N_h, Q, K)``."""
+        """Returns b_δ, given the shifts ``(Q, K)`` from queries to keys along each axis, ``(N_h, Q, K)``."""
         if isinstance(self.encoding, QuadraticEncoding):
             scores = [self.encoding.scores_along(axis, shift) for axis, shift in enumerate(shifts)]
             total = scores[0]
@@ -235,30 +206,13 @@ class ContentImageAttention(ImageAttention):
         return table.flatten(1)[:, index]
 
     def _position_bias(self, size: Sequence[int]) -> Tensor:
-        """b_δ of every query for every pixel of the padded image, −∞ outside the neighbourhood, ``(N_h, Q, K)``."""
-        device, shifts = self.value.weight.device, []
-        for axis, pixels in enumerate(size):
-            before, after = self.window.padding_of(axis, pixels)
-            queries = self.window.queries(axis, pixels, device)
-            shifts.append(torch.arange(-before, pixels + after, device=device) - queries[:, None])
+        """Returns b_δ of every query and pixel of the padded image, −∞ outside the neighbourhood, ``(N_h, Q, K)``."""
+        shifts = self.window.shifts_to_pixels(size, self.value.weight.device)
         bias = self._position_scores(shifts)
         if self.window_size is None:
             return bias
         near = [(shift.abs() <= size // 2)[None] for shift, size in zip(shifts, self.window_size)]
         return bias.masked_fill(~_all_axes(near), -math.inf)
-
-    def _with_null_key(self, bias: Tensor, size: Sequence[int]) -> Tensor:
-        """Scores of all pixels of the padded image as those of the image's and of one null key for the others.
-
-        Zeros have neither content nor value, so the null key's score is log Σ exp(b_δ) over them.
-        """
-        outside = self.window.pad(torch.ones(1, 1, *size, device=bias.device)).flatten() == 0
-        null = bias.masked_fill(~outside, -math.inf).logsumexp(-1, keepdim=True)
-        paddings = [self.window.padding_of(axis, n) for axis, n in enumerate(size)]
-        inside = bias.unflatten(-1, [before + n + after for n, (before, after) in zip(size, paddings)])
-        for axis, (n, (before, _)) in enumerate(zip(size, paddings), start=bias.ndim - 1):
-            inside = inside.narrow(axis, before, n)
-        return torch.cat([inside.flatten(bias.ndim - 1), null], dim=-1)
 
     def attention_probs(self, size: Sequence[int]) -> Tensor:
         raise ValueError('the probabilities depend on the input x: use attention_scores(x).softmax(-1)')
@@ -267,23 +221,18 @@ class ContentImageAttention(ImageAttention):
         return self._on_pixels(softmax(self._position_bias(size)), size)[..., :-1]
 
     def attention_scores(self, x: Tensor) -> Tensor:
-        """The logarithms of the probabilities, ``(B, N_h, Q, K + 1)``, at least float32.
+        """Returns the logarithms of the probabilities, ``(B, N_h, Q, K + 1)``, at least float32.
 
         Pixels that the padding repeats are one key, and its zeros are the null key, the last.
 
         Args:
             x (Tensor): An image, ``(B, C, *size)``.
         """
-        products, bias = self._products(x), self._position_bias(x.shape[2:])
-        share = self._gate()
-        if share is None:
-            probs = softmax(products + bias)
-        else:
-            probs = (1 - share) * self._content_probs(products, bias) + share * softmax(bias)
-        return self._on_pixels(probs, x.shape[2:]).log()
+        size = x.shape[2:]
+        return self._on_pixels(self._probs(self._products(x), self._position_bias(size)), size).log()
 
     def content_scores(self, x: Tensor) -> Tensor:
-        """As :meth:`attention_scores`, of softmax(q·k/√D_k) over the keys that a query sees."""
+        """Returns the same as :meth:`attention_scores` of softmax(q·k/√D_k) over the keys that a query sees."""
         size = x.shape[2:]
         return self._on_pixels(self._content_probs(self._products(x), self._position_bias(size)), size).log()
 
@@ -292,28 +241,28 @@ class ContentImageAttention(ImageAttention):
         return scores.expand(len(x), -1, -1, -1)
 
     def _products(self, x: Tensor) -> Tensor:
-        """q·k/√D_k of every query and every pixel of the padded image, ``(B, N_h, Q, K)``."""
+        """Returns q·k/√D_k of every query and every pixel of the padded image, ``(B, N_h, Q, K)``."""
         padded = self.window.pad(x)
-        sizes = [self.window.num_queries(axis, n) for axis, n in enumerate(x.shape[2:])]
-        query = self.query(_tokens(self._query_pixels(padded, sizes)))
+        query = self.query(_tokens(self._query_pixels(padded, self._sizes(x))))
         return head_products(query, self.key(_tokens(padded)), self.num_heads)
 
-    def _content_probs(self, products: Tensor, bias: Tensor) -> Tensor:
-        """The probabilities by content alone, of the keys whose bias is not −∞."""
-        return softmax(products.masked_fill(bias == -math.inf, -math.inf))
-
     def _on_pixels(self, probs: Tensor, size: Sequence[int]) -> Tensor:
-        """Probabilities for the padded image, ``(…, Q, padded)``, as those for its pixels and the null key."""
-        return self._unpadded(probs, size).roll(-1, -1)
+        """Returns probabilities for the padded image, ``(…, Q, padded)``, as those for its pixels and the null key."""
+        # Padding holds copies of pixels: the number of the pixel at each place of the padded image, 0 for zeros.
+        pixels = math.prod(size)
+        number = torch.arange(1, pixels + 1, dtype=probs.dtype, device=probs.device)
+        source = self.window.pad(number.reshape(1, 1, *size)).long().flatten()
+        with_zeros = probs.new_zeros(*probs.shape[:-1], pixels + 1)
+        return with_zeros.scatter_add(-1, source.expand_as(probs), probs).roll(-1, -1)
 
 
 def _tokens(x: Tensor) -> Tensor:
-    """``(B, C, *size)`` to ``(B, N, C)``."""
+    """Returns images ``(B, C, *size)`` as tokens ``(B, N, C)``."""
     return x.flatten(2).transpose(1, 2)
 
 
 def _all_axes(parts: Sequence[Tensor]) -> Tensor:
-    """Where all axes are true: ``(T_a, Q_a, K_a)`` of each axis to ``(T, Q, K)``, row-major."""
+    """Returns where all axes are true: ``(T_a, Q_a, K_a)`` of each axis to ``(T, Q, K)``, row-major."""
     total = parts[0]
     for part in parts[1:]:
         total = total[:, None, :, None, :, None] & part[None, :, None, :, None, :]

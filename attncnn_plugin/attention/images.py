@@ -1,0 +1,377 @@
+"""Attention with a convolution's inputs and outputs, by position alone (Cordonnier et al. 2020 (C20), Theorem 1)."""
+
+import math
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .attention_layer import GaussianHeads
+from .encodings import QuadraticEncoding, WindowEncoding
+from .heads import HeadParameters, PrunableHeads, check_plain
+from .precision import Device, Dtype, at_least_float32
+from .softmax import softmax, without_subnormals
+from .state_dicts import EXTRA_STATE, StateDict, StructureError, read, written
+from .strides import regular, with_regular_gradient
+from .window import Window
+
+# Up to so many pairs of a query and a key one product of matrices is faster than one along each axis: for 7×7 pixels
+# of 64 channels 1.6 to 2.7 times.
+DENSE_PAIRS = 128**2
+
+
+class ImageAttention(PrunableHeads):
+    """Attention with the inputs and outputs of a convolution: the base of that by positions and of that by content.
+
+    The heads see the padded image; only the queries that the stride keeps are computed; the values of a head are the
+    pixels themselves, and one linear layer maps the heads, as in C20, eq. 1 to 3.
+
+    A state dict says by its extra state what kind of attention the layer is, so that
+    :func:`attncnn_plugin.follow_state_dict` puts it in the place of a convolution. The layer loads state dicts of its
+    convolution, too.
+
+    Args:
+        in_channels (int): Channels C of the image.
+        out_channels (int): Channels of the output.
+        num_heads (int): Number of heads N_h.
+        window (Window): Where the queries are, and how the image is padded.
+        bias (bool): Whether the output has a bias. Defaults to True.
+        groups (int): Groups of channels: an output reads the channels of its group alone. Defaults to 1.
+
+    Attributes:
+        value (nn.Linear | GroupedLinear): The channels of all heads to ``out_channels``, by groups.
+        settings (dict[str, Any]): Arguments of :func:`~attncnn_plugin.convert.conv_to_mhsa` for such a layer.
+        from_conv (callable | None): Converts the state dict of the convolution that the layer was made from,
+            ``{'weight': …, 'bias': …}``, to one of the layer, given the layer and its name in the model; it raises
+            ``ValueError`` for one of another convolution. None where the layer was not made from one.
+    """
+
+    window: Window
+    settings: Dict[str, Any]
+    from_conv: Optional[Callable[['ImageAttention', StateDict, str], StateDict]] = None
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        num_heads: int,
+        window: Window,
+        bias: bool = True,
+        groups: int = 1,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
+        super().__init__()
+        self.in_channels = in_channels
+        self.window = window
+        self.settings = {'num_heads': num_heads}
+        self.value: Union[nn.Linear, GroupedLinear]
+        if groups == 1:
+            self.value = nn.Linear(num_heads * in_channels, out_channels, bias, device=device, dtype=dtype)
+        else:
+            self.value = GroupedLinear(in_channels, out_channels, num_heads, groups, bias, device=device, dtype=dtype)
+        self._init_heads(num_heads)
+
+    def extra_repr(self) -> str:
+        groups = '' if self.groups == 1 else f', groups={self.groups}'
+        return f'num_heads={self.num_heads}{groups}, window={self.window}'
+
+    @property
+    def groups(self) -> int:
+        """Groups of channels."""
+        return self.value.groups if isinstance(self.value, GroupedLinear) else 1
+
+    def forward(self, input: Tensor) -> Tensor:  # the name of nn.Conv2d's
+        """Maps ``(B, C, *size)`` or ``(C, *size)`` to the convolution's output.
+
+        Raises:
+            ValueError: The image does not have the convolution's axes and channels, or is smaller than its window.
+        """
+        ndim = self.window.ndim
+        if input.ndim not in (ndim + 1, ndim + 2) or input.shape[-ndim - 1] != self.in_channels:
+            raise ValueError(
+                f'the input has shape {tuple(input.shape)}, but {self.in_channels} channels and {ndim} axes of pixels '
+                'are expected, with or without a batch'
+            )
+        if input.ndim == ndim + 1:
+            return self.forward(input[None])[0]
+        x = with_regular_gradient(input)
+        if self.num_heads > 0:
+            return regular(self._outputs(x))
+        none = x.flatten(1)[:, :0].reshape(len(x), 0, math.prod(self._sizes(x)), self.in_channels)  # has a gradient
+        return regular(self._joined(none, self._sizes(x)))
+
+    @property
+    def padding_mode(self) -> str:
+        return self.window.padding_mode
+
+    def grid_of(self, x: Tensor) -> Tuple[int, int]:
+        """Returns the height and width of images, ``(B, C, H, W)``."""
+        return x.shape[2], x.shape[3]
+
+    def value_matrices(self) -> Tensor:
+        if isinstance(self.value, GroupedLinear):
+            return at_least_float32(self.value.head_matrices())
+        check_plain('value', self.value)
+        return at_least_float32(self.value.weight.unflatten(1, (self.num_heads, self.in_channels)).transpose(0, 1))
+
+    def head_parameters(self) -> HeadParameters:
+        return {'value.weight': (1, self.in_channels // self.groups)}
+
+    def get_extra_state(self) -> Tensor:
+        """Returns what the shapes do not say, see :attr:`settings`."""
+        return written(self.settings)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Does nothing: :meth:`follow` has read it."""
+
+    def follow(self, state_dict: StateDict, prefix: str) -> bool:
+        """Takes the heads of a state dict; for a convolution all that the layer was built with."""
+        if _is_convolution(state_dict, prefix):
+            return self._set_heads(self.built_heads)
+        loaded = read(state_dict, prefix)
+        if loaded is not None and kind_of(loaded) != kind_of(self.settings):
+            theirs, own = (', '.join(f'{k}={v}' for k, v in kind_of(x).items()) for x in (loaded, self.settings))
+            raise StructureError(
+                f'{prefix.rstrip(".")} has {theirs} in the state dict, but {own} in the model: build it alike, or call '
+                'attncnn_plugin.follow_state_dict(model, state_dict) first'
+            )
+        return super().follow(state_dict, prefix)
+
+    def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
+        """Converts the entries of a convolution."""
+        if not _is_convolution(state_dict, prefix):
+            return
+        name = prefix.rstrip('.')
+        if self.from_conv is None:
+            raise StructureError(
+                f'{name} is attention that was not made from a convolution, and the state dict has a convolution: '
+                'convert a model that has loaded it, with convs_to_attention'
+            )
+        entries = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        try:
+            converted = self.from_conv(self, entries, name)
+        except ValueError as error:
+            raise StructureError(f'the convolution {name} of the state dict cannot be converted: {error}') from error
+        for key in entries:
+            del state_dict[prefix + key]
+        state_dict.update({prefix + key: value for key, value in converted.items()})
+
+    def heads(self, x: Tensor) -> Tensor:
+        """Computes the sums of pixels that each head of attention by position sees, ``(B, N_h, Q, C)``."""
+        raise NotImplementedError
+
+    def _outputs(self, x: Tensor) -> Tensor:
+        """Maps ``(B, C, *size)`` to the convolution's output."""
+        return self._joined(self.heads(x), self._sizes(x))
+
+    def _joined(self, heads: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Maps the heads, ``(B, N_h, Q, C)``, to the output, ``(B, out_channels, *sizes)``."""
+        return self._values(heads).transpose(-2, -1).unflatten(-1, sizes)
+
+    def _values(self, heads: Tensor) -> Tensor:
+        """Computes W^O W^V of the heads, ``(…, N_h, Q, C)`` to ``(…, Q, out_channels)``."""
+        return self.value(heads if self.groups > 1 else heads.transpose(-3, -2).flatten(-2))
+
+    def _sizes(self, x: Tensor) -> List[int]:
+        """Returns the number of queries along each axis of images."""
+        return [self.window.num_queries(axis, n) for axis, n in enumerate(x.shape[2:])]
+
+    def attention_probs(self, size: Sequence[int]) -> Tensor:
+        """Returns the probabilities of every kept query for every pixel of an image of ``size``.
+
+        With zero padding what a query gives to the padding is lost, and its probabilities add up to less than 1.
+
+        Returns:
+            Tensor: ``(N_h, Q, K)``, queries and pixels row-major, at least float32.
+        """
+        pixels = at_least_float32(torch.eye(math.prod(size)).to(self.value.weight)).reshape(-1, 1, *size)
+        if self.num_heads == 0:
+            return pixels.new_zeros(0, math.prod(self._sizes(pixels)), len(pixels))
+        heads = self.heads(pixels)  # of an image for each pixel, (K, N_h, Q, 1)
+        return without_subnormals(heads.squeeze(-1).permute(1, 2, 0))
+
+
+def kind_of(settings: Dict[str, Any]) -> Dict[str, Any]:
+    """Returns those settings of a conversion that two layers must share to have the same parameters and function."""
+    return {name: value for name, value in settings.items() if name not in ('num_heads', 'alpha')}
+
+
+def _is_convolution(state_dict: StateDict, prefix: str) -> bool:
+    return f'{prefix}weight' in state_dict and prefix + EXTRA_STATE not in state_dict
+
+
+class QuadraticImageAttention(ImageAttention):
+    """Hard or soft heads with the quadratic encoding, −α‖δ − Δ‖² (C20, eq. 9), one axis after the other.
+
+    The arguments are those of :class:`ImageAttention`.
+
+    Attributes:
+        encoding (QuadraticEncoding): Centres and widths, at least float32: bfloat16 has no integer 257.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        num_heads: int,
+        window: Window,
+        bias: bool = True,
+        groups: int = 1,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
+        super().__init__(in_channels, out_channels, num_heads, window, bias, groups, device=device, dtype=dtype)
+        self.settings['position'] = 'gaussian'
+        dtype = torch.promote_types(self.value.weight.dtype, torch.float32)
+        self.encoding = QuadraticEncoding(num_heads, window.ndim, device=device, dtype=dtype)
+
+    def gaussian_heads(self) -> GaussianHeads:
+        return self.encoding.gaussian_heads()
+
+    def head_parameters(self) -> HeadParameters:
+        of_positions = {'encoding.center': (0, 1), 'encoding.sqrt_precision': (0, 1)}
+        return {**super().head_parameters(), **of_positions}
+
+    def axis_probs(self, size: Sequence[int]) -> List[Tensor]:
+        """Returns the factors of the probabilities, ``(N_h, Q, K)`` for each axis, K being the padded pixels."""
+        shifts = self.window.shifts_to_pixels(size, self.encoding.center.device)
+        return [softmax(self.encoding.scores_along(axis, shift)) for axis, shift in enumerate(shifts)]
+
+    def heads(self, x: Tensor) -> Tensor:
+        probs = self.axis_probs(x.shape[2:])
+        if self.window.padding_mode == 'zeros':  # which have no value
+            starts = [self.window.padding_of(axis, n)[0] for axis, n in enumerate(x.shape[2:])]
+            probs = [factor.narrow(2, start, n) for factor, start, n in zip(probs, starts, x.shape[2:])]
+        else:
+            x = self.window.pad(x)
+        if math.prod(factor.shape[1] * factor.shape[2] for factor in probs) <= DENSE_PAIRS:
+            return shared_heads(_kronecker(probs), x.flatten(2).transpose(1, 2))
+        x = x[:, None]  # (B, 1, C, *padded)
+        for axis, factor in enumerate(probs, start=3):
+            x = torch.einsum('hqk,bhc...k->bhc...q', factor.to(x.dtype), x.movedim(axis, -1)).movedim(-1, axis)
+        return x.flatten(3).transpose(2, 3)
+
+
+def _kronecker(factors: Sequence[Tensor]) -> Tensor:
+    """Returns the Kronecker product of probabilities ``(N_h, Q, K)`` along each axis."""
+    product = factors[0]
+    for factor in factors[1:]:
+        product = torch.einsum('hqk,hrl->hqrkl', product, factor).flatten(3, 4).flatten(1, 2)
+    return without_subnormals(product)
+
+
+def shared_heads(probs: Tensor, values: Tensor) -> Tensor:
+    """Computes heads of probabilities ``(…, N_h, Q, K)`` that share their values ``(…, K, C)``, by one product.
+
+    Returns:
+        Tensor: ``(…, N_h, Q, C)``.
+    """
+    num_heads, queries = probs.shape[-3:-1]
+    heads = probs.to(values.dtype).transpose(-3, -2).flatten(-3, -2) @ values  # (…, Q·N_h, C)
+    return heads.unflatten(-2, (queries, num_heads)).transpose(-3, -2)
+
+
+class WindowImageAttention(ImageAttention):
+    """Heads with any distribution over the pixels of the window.
+
+    The arguments are those of :class:`ImageAttention`.
+
+    Attributes:
+        encoding (WindowEncoding): A score for each pixel of the window, at least float32.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        num_heads: int,
+        window: Window,
+        bias: bool = True,
+        groups: int = 1,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
+        super().__init__(in_channels, out_channels, num_heads, window, bias, groups, device=device, dtype=dtype)
+        self.settings['position'] = 'table'
+        dtype = torch.promote_types(self.value.weight.dtype, torch.float32)
+        self.encoding = WindowEncoding(num_heads, window.kernel_size, device=device, dtype=dtype)
+
+    def head_parameters(self) -> HeadParameters:
+        return {**super().head_parameters(), 'encoding.weight': (0, 1)}
+
+    def heads(self, x: Tensor) -> Tensor:
+        # A head looks at its window alone, with the same probabilities everywhere.
+        x = self.window.pad(x)
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[self.window.ndim - 1]
+        probs = self.encoding().to(x.dtype)[:, None]
+        heads = convolve(x.flatten(0, 1)[:, None], probs, stride=self.window.stride, dilation=self.window.dilation)
+        return heads.flatten(2).unflatten(0, x.shape[:2]).permute(0, 2, 3, 1)
+
+
+class GroupedLinear(nn.Module):
+    """A linear map of the channels of all heads, where an output reads the channels of its group alone.
+
+    It has as many weights as the kernel of a convolution with N_h positions and as many groups.
+
+    Args:
+        in_channels (int): Channels C of a head.
+        out_channels (int): Channels of the output.
+        num_heads (int): Number of heads N_h.
+        groups (int): Number of groups, of which both numbers of channels are multiples.
+        bias (bool): Whether the output has a bias. Defaults to True.
+
+    Attributes:
+        weight (Parameter): ``(out_channels, N_h·C/groups)``, head after head.
+        bias (Parameter | None): ``(out_channels,)``.
+    """
+
+    bias: Optional[nn.Parameter]
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        num_heads: int,
+        groups: int,
+        bias: bool = True,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
+        super().__init__()
+        self.groups = groups
+        self.in_channels = in_channels
+        inputs = num_heads * (in_channels // groups)
+        self.weight = nn.Parameter(torch.empty(out_channels, inputs, device=device, dtype=dtype))
+        own = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype)) if bias else None
+        self.register_parameter('bias', own)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all from U(−1/√n, 1/√n), n inputs an output, as ``nn.Linear``."""
+        limit = 1 / math.sqrt(max(1, self.weight.shape[1]))
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -limit, limit)
+
+    def extra_repr(self) -> str:
+        out_channels, inputs = self.weight.shape
+        return f'{out_channels} outputs of {inputs} inputs each, groups={self.groups}, bias={self.bias is not None}'
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Maps ``(…, N_h, Q, C)`` to ``(…, Q, out_channels)``."""
+        heads = heads.movedim(-1, -3).unflatten(-3, (self.groups, -1)).flatten(-3, -2)  # (…, groups, C/groups·N_h, Q)
+        weight = self._by_group().transpose(-2, -1).flatten(-2)  # (groups, out_channels/groups, C/groups·N_h)
+        output = (weight.to(heads.dtype) @ heads).flatten(-3, -2).transpose(-2, -1)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    def head_matrices(self) -> Tensor:
+        """Returns the matrix of each head with the zeros between its groups, ``(N_h, out_channels, C)``."""
+        weight = self._by_group()
+        dense = torch.einsum('gohi,gf->hgofi', weight, torch.eye(self.groups).to(weight))
+        return dense.flatten(3, 4).flatten(1, 2)
+
+    def _by_group(self) -> Tensor:
+        """Returns the weight as ``(groups, out_channels/groups, N_h, C/groups)``."""
+        weight = self.weight.unflatten(0, (self.groups, -1))
+        return weight.unflatten(2, (-1, self.in_channels // self.groups))
