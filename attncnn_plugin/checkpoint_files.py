@@ -43,7 +43,7 @@ def register_safe_globals() -> None:
 
 
 def _statistics_method(owner: Any, name: str) -> Callable:
-    """A statistics method of ``HistoryBuffer`` such as ``min``: all that ``getattr`` may fetch in a checkpoint."""
+    """Returns a statistics method of ``HistoryBuffer``, such as ``min``: no ``getattr`` in a checkpoint gets more."""
     from mmengine.logging import HistoryBuffer
 
     methods = HistoryBuffer()._statistics_methods  # of the class, filled in by its first instance
@@ -157,7 +157,7 @@ def _compare_checksums(path: str) -> bool:
 
 
 def _reason(error: Exception, is_whole: bool) -> str:
-    """The end of a sentence that begins with the name of a file: why it was not loaded."""
+    """Returns the end of a sentence that begins with the name of a file: why it was not loaded."""
     message = str(error)
     unsafe_name = re.search(r'GLOBAL (\S+)', message)
     if unsafe_name:

@@ -9,7 +9,7 @@ MIM = Path(__file__).parent / '.mim'  # configs, tools and the model index, as O
 
 
 def config_path(name: str) -> str:
-    """The file of a config that comes with the package, to inherit from or to load.
+    """Returns the file of a config that comes with the package, to inherit from or to load.
 
     Args:
         name (str): The config, such as ``'sa_quadratic_cifar10.py'`` or ``'_base_/default_runtime.py'``.
@@ -40,12 +40,12 @@ INSTALL = 'pip install mmpretrain "mmengine<1.0" "mmcv-lite>=2.0,<2.4" "setuptoo
 
 
 def has_mmpretrain() -> bool:
-    """Whether mmpretrain is installed, working or not."""
+    """Returns True if mmpretrain is installed, working or not."""
     return importlib.util.find_spec('mmpretrain') is not None
 
 
 def import_problem() -> Optional[str]:
-    """Why mmpretrain cannot be imported here and what to install, in one sentence; None if it can."""
+    """Returns why mmpretrain cannot be imported and what to install, in one sentence; None if it can."""
     if not has_mmpretrain():
         return f'mmpretrain is not installed: {INSTALL}'
     try:

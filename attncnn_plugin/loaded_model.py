@@ -1,7 +1,6 @@
 """A model of either framework with images as it takes them, as the tools need it."""
 
 import sys
-from abc import ABC, abstractmethod
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -21,7 +20,7 @@ from .structure import follow_state_dict
 
 
 def evenly_spread(length: int, number: int) -> List[int]:
-    """Indices of ``number`` elements of a sequence, or of all of them, where it has fewer.
+    """Returns indices of ``number`` elements of a sequence, or of all of them, where it has fewer.
 
     They are spread evenly, since the first elements of many data sets are of one class.
     """
@@ -33,7 +32,7 @@ SUFFIXES = {'.bmp', '.jpeg', '.jpg', '.png', '.ppm', '.tif', '.tiff', '.webp'}
 
 
 def image_files(folder: Union[str, Path], number: int) -> List[Path]:
-    """Image files below a folder, evenly spread over all of them by name.
+    """Returns image files below a folder, evenly spread over all of them by name.
 
     Raises:
         ValueError: There are none.
@@ -44,8 +43,13 @@ def image_files(folder: Union[str, Path], number: int) -> List[Path]:
     return [files[i] for i in evenly_spread(len(files), number)]
 
 
-class LoadedModel(ABC):
-    """A model in evaluation mode, and images for it.
+class LoadedModel:
+    """A model in evaluation mode, and images for it: what a model of mmpretrain's and one of timm's have in common.
+
+    Both have ``test_images(number)``, the images of the model's own tests; ``image(which)``, one by its number among
+    them or by its file; ``read(path)``, a file after the transforms of the tests, ``(C, H, W)``; ``inputs(images)``,
+    those images as the forward pass takes them, ``(B, C, H, W)``; and ``picture(image)``, one to look at,
+    ``(H, W, 3)``, uint8, red first.
 
     Attributes:
         name (str): The config, or the name of the model in timm.
@@ -62,12 +66,12 @@ class LoadedModel(ABC):
 
     @property
     def img_size(self) -> Optional[Tuple[int, int]]:
-        """Height and width in pixels of the images that a network of this package is for; None if it does not say."""
+        """Returns height and width in pixels of the images that a network of this package is for; None of others."""
         return getattr(self._network, 'img_size', None)
 
     @property
     def grid(self) -> Tuple[int, int]:
-        """Height and width in tokens of the grid that a network of this package is for.
+        """Returns height and width in tokens of the grid that a network of this package is for.
 
         Raises:
             ValueError: The model does not say.
@@ -77,45 +81,12 @@ class LoadedModel(ABC):
         height, width = self.img_size
         return height // self._network.stem.reduction, width // self._network.stem.reduction
 
-    @abstractmethod
-    def test_images(self, number: int) -> List[Tensor]:
-        """Images of the model's own tests, evenly spread, as those of :meth:`read`.
-
-        Raises:
-            ValueError: It has none.
-        """
-
-    @abstractmethod
-    def image(self, which: str) -> Tensor:
-        """An image by its number among the tests or by its file, as those of :meth:`read`.
-
-        Raises:
-            ValueError: There is no such image.
-        """
-
-    @abstractmethod
-    def read(self, path: Union[str, Path]) -> Tensor:
-        """An image from a file, ``(C, H, W)``, after the transforms of the model's tests.
-
-        Raises:
-            FileNotFoundError: No such file.
-            ValueError: The file holds no image.
-        """
-
-    @abstractmethod
-    def inputs(self, images: Sequence[Tensor]) -> Tensor:
-        """Images of :meth:`read` or of the tests as the forward pass takes them, ``(B, C, H, W)``."""
-
-    @abstractmethod
-    def picture(self, image: Tensor) -> np.ndarray:
-        """An image of :meth:`read` or of the tests to look at, ``(H, W, 3)``, uint8, red first."""
-
     def read_folder(self, folder: str, number: int) -> List[Tensor]:
-        """Images of a folder and its subfolders, evenly spread, as those of :meth:`read`."""
+        """Returns images of a folder and its subfolders, evenly spread, as those of :meth:`read`."""
         return [self.read(path) for path in image_files(folder, number)]
 
     def some_inputs(self, folder: Optional[str], number: int) -> Tensor:
-        """Images of a folder, or of the model's own tests, as the forward pass takes them, ``(B, C, H, W)``."""
+        """Returns images of a folder, or of the model's own tests, as the forward pass takes them, ``(B, C, H, W)``."""
         return self.inputs(self.test_images(number) if folder is None else self.read_folder(folder, number))
 
     @cached_property
@@ -125,7 +96,7 @@ class LoadedModel(ABC):
 
 
 def rgb_picture(pixels: Tensor) -> np.ndarray:
-    """Pixels from 0 to 255, ``(C, H, W)``, grey or red first, as a picture ``(H, W, 3)``, uint8.
+    """Returns pixels from 0 to 255, ``(C, H, W)``, grey or red first, as a picture ``(H, W, 3)``, uint8.
 
     Examples:
         >>> rgb_picture(torch.tensor([[[-1.0, 300.0]]]))[..., 0]
@@ -203,7 +174,7 @@ class TimmModel(LoadedModel):
 
     @cached_property
     def _data(self) -> Dict[str, Any]:
-        """The data configuration for the settings of the model."""
+        """Returns the data configuration for the settings of the model."""
         data = resolve_model_data_config(self.model)
         channels, *size = data['input_size']
         channels = self._model_settings.get('in_chans', channels)

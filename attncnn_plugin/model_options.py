@@ -10,7 +10,7 @@ from .loaded_model import LoadedModel, TimmModel
 
 
 def setting(text: str) -> str:
-    """A word of ``--model-kwargs`` or ``--cfg-options`` as it stands, for argparse.
+    """Returns a word of ``--model-kwargs`` or ``--cfg-options`` as it stands, for argparse.
 
     Raises:
         argparse.ArgumentTypeError: It is no ``key=value``, such as a file that stands after the option.
@@ -63,7 +63,7 @@ def check_model_options(
 
 
 def load_model(args: argparse.Namespace, config: Optional[str], checkpoint: Optional[str]) -> LoadedModel:
-    """The model that the options say.
+    """Returns the model that the options say.
 
     Raises:
         FileNotFoundError: No such config or checkpoint.

@@ -4,14 +4,11 @@ import gc
 import importlib.util
 import os
 import pathlib
-import shutil
 import sys
-import tempfile
 
 import hypothesis
 import pytest
 import torch
-from helpers import warm_python
 
 # Several processes run the tests, and some start others: more threads than cores would slow them all down.
 os.environ.setdefault('OMP_NUM_THREADS', '1')
@@ -19,8 +16,6 @@ torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
 
 hypothesis.settings.register_profile('quick', deadline=None, max_examples=15, print_blob=True)
 hypothesis.settings.register_profile('slow', deadline=None, max_examples=200, print_blob=True)
-
-SERVER = pytest.StashKey()
 
 if importlib.util.find_spec('mmpretrain') is None:  # with timm alone
     collect_ignore = [
@@ -45,19 +40,6 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     hypothesis.settings.load_profile('slow' if config.option.slow else 'quick')
-    if hasattr(config, 'workerinput'):  # one of several processes of xdist: the first one has the server
-        return
-    folder = pathlib.Path(tempfile.mkdtemp(prefix='warm_python-'))
-    config.stash[SERVER] = warm_python.start(folder), folder
-    os.environ['WARM_PYTHON'] = str(folder)
-
-
-def pytest_unconfigure(config):
-    server, folder = config.stash.get(SERVER, (None, None))
-    if server is not None:
-        server.stdin.close()
-        server.wait()
-        shutil.rmtree(folder)
 
 
 def pytest_itemcollected(item):
@@ -75,8 +57,6 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    if 'mmengine' in sys.modules:
-        warm_python.hasten_mmengine()
     gc.freeze()  # mmengine collects garbage for every dataset: not among all that was imported
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Runs any of mmpretrain's own tools with the plugin imported, by its path below mmpretrain's tools.
 
-mmpretrain_tool.py visualization/vis_scheduler.py configs/cmhsa5_cifar100.py --not-show --save-path rates.png
+mmpretrain_tool.py visualization/vis_scheduler.py configs/sa_quadratic_cifar10.py --not-show --save-path rates.png
 """
 
 import sys

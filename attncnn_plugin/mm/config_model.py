@@ -64,12 +64,12 @@ class ConfigModel(LoadedModel):
 
     @property
     def in_channels(self) -> int:
-        """Number of channels of an image: 1 for grey ones."""
+        """Returns number of channels of an image: 1 for grey ones."""
         return self.config.model.get('backbone', {}).get('in_channels', 3)
 
     @cached_property
     def test_set(self):
-        """The dataset of the config's tests.
+        """Returns the dataset of the config's tests.
 
         Raises:
             ValueError: The config has none, or it cannot be built.
@@ -83,11 +83,11 @@ class ConfigModel(LoadedModel):
             ) from error
 
     def test_images(self, number: int) -> List[Tensor]:
-        """Images of the test set, evenly spread, as those of :meth:`read`."""
+        """Returns images of the test set, evenly spread, as those of :meth:`read`."""
         return [self.test_set[i]['inputs'] for i in evenly_spread(len(self.test_set), number)]
 
     def image(self, which: str) -> Tensor:
-        """An image by its number in the test set or by its file, as those of :meth:`read`.
+        """Returns an image by its number in the test set or by its file, as those of :meth:`read`.
 
         Raises:
             ValueError: A number beyond the test set.
@@ -99,7 +99,7 @@ class ConfigModel(LoadedModel):
         return self.test_set[int(which)]['inputs']
 
     def read(self, path: Union[str, Path]) -> Tensor:
-        """An image from a file after the test pipeline, not normalized yet.
+        """Returns an image from a file after the test pipeline, not normalized yet.
 
         An image whose size is not the model's after the pipeline, as with the pipelines of datasets of a single size,
         is scaled and cropped around its middle. A line on the standard error stream says so.
@@ -128,7 +128,7 @@ class ConfigModel(LoadedModel):
         return inputs
 
     def inputs(self, images: Sequence[Tensor]) -> Tensor:
-        """Images of :meth:`read` or of the test set, normalized, as the forward pass takes them, ``(B, C, H, W)``.
+        """Returns images of :meth:`read` or of the test set, normalized, for the forward pass, ``(B, C, H, W)``.
 
         Raises:
             ValueError: They have different sizes.
@@ -142,7 +142,7 @@ class ConfigModel(LoadedModel):
         return self.model.data_preprocessor(dict(inputs=list(images)), False)['inputs']
 
     def picture(self, image: Tensor) -> np.ndarray:
-        """An image of :meth:`read` or of the test set to look at, ``(H, W, 3)``, uint8, red first."""
+        """Returns an image of :meth:`read` or of the test set to look at, ``(H, W, 3)``, uint8, red first."""
         return rgb_picture(image.flip(0) if self._blue_first else image)
 
     @property
@@ -153,18 +153,18 @@ class ConfigModel(LoadedModel):
 
     @cached_property
     def _pipeline(self) -> Tuple[Optional[LoadImageFromFile], Compose]:
-        """The test pipeline: the transform that loads files, if there is one, and the others."""
+        """Returns the test pipeline: the transform that loads files, if there is one, and the others."""
         transforms = Compose(self._test_settings.pipeline).transforms
         loader = next((transform for transform in transforms if isinstance(transform, LoadImageFromFile)), None)
         return loader, Compose([transform for transform in transforms if transform is not loader])
 
     @property
     def _blue_first(self) -> bool:
-        """The order of colours in the pipeline: that of files, unless images are in memory already, red first."""
+        """Returns True if colours in the pipeline are as in files; images in memory are red first."""
         return self._pipeline[0] is not None or self.model.data_preprocessor.to_rgb
 
     def _load(self, path: Union[str, Path]) -> np.ndarray:
-        """A file as the pipeline loads it, ``(H, W, 3)``, in the pipeline's order of colours, or ``(H, W)`` if grey."""
+        """Returns a file as the pipeline loads it, ``(H, W, 3)``, in its order of colours, or ``(H, W)`` if grey."""
         is_grey = self.in_channels == 1
         if Path(path).suffix == '.npy':
             image = _load_array(path, 'L' if is_grey else 'RGB')
@@ -179,13 +179,13 @@ class ConfigModel(LoadedModel):
         return image if is_grey or self._blue_first else mmcv.bgr2rgb(image)
 
     def _transform(self, image: np.ndarray) -> Tensor:
-        """An image after the rest of the pipeline."""
+        """Returns an image after the rest of the pipeline."""
         size = image.shape[:2]
         return self._pipeline[1](dict(img=image, img_shape=size, ori_shape=size))['inputs']
 
 
 def _load_array(path: Union[str, Path], mode: str) -> np.ndarray:
-    """The image of an ``.npy`` file, grey or in colour as ``mode`` says: ``'L'`` or ``'RGB'``."""
+    """Returns the image of an ``.npy`` file, grey or in colour as ``mode`` says: ``'L'`` or ``'RGB'``."""
     image = np.load(path)
     if image.dtype != np.uint8 or image.ndim not in (2, 3) or image.ndim == 3 and image.shape[2] != 3:
         raise ValueError(
@@ -196,5 +196,5 @@ def _load_array(path: Union[str, Path], mode: str) -> np.ndarray:
 
 
 def _size_text(size: Sequence[int]) -> str:
-    """Height and width as ``'32x48'``."""
+    """Returns height and width as ``'32x48'``."""
     return 'x'.join(map(str, size))

@@ -4,7 +4,7 @@ from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper
 from mmpretrain.registry import HOOKS
 
-from .rebuild import follow_checkpoint, unwrapped, wrap_again
+from .runner import follow_checkpoint, unwrapped, wrap_again
 
 
 @HOOKS.register_module()

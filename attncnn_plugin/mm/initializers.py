@@ -13,8 +13,29 @@ from ..transformers import init_as_convolution, set_sine_cosine_embedding
 OPTIONS = list(inspect.signature(init_as_convolution).parameters)[1:]  # all but the model
 
 
+class _LastInitializer:
+    """An initializer that comes after all others, those of the modules inside too."""
+
+    def __call__(self, module: nn.Module) -> None:
+        """Starts a module.
+
+        Raises:
+            ValueError: Other initializers follow, or a ``Pretrained`` one is beside it; or see :meth:`start`.
+        """
+        is_initializing = hasattr(module, '_params_init_info')  # in the middle of its init_weights
+        if is_initializing:
+            _initialize_the_rest(module, type(self))
+        self.start(module)
+        if is_initializing:
+            update_init_info(module, init_info=type(self).__name__)
+
+    def start(self, module: nn.Module) -> None:
+        """Sets what the initializer is for."""
+        raise NotImplementedError
+
+
 @WEIGHT_INITIALIZERS.register_module()
-class ConvolutionalHeads:
+class ConvolutionalHeads(_LastInitializer):
     """Attention that starts as a convolution, :func:`~attncnn_plugin.transformers.init_as_convolution`.
 
     It is for the ``init_cfg`` of a vision transformer, or of a classifier with one, and comes after all other
@@ -39,44 +60,25 @@ class ConvolutionalHeads:
             raise TypeError(f'ConvolutionalHeads has no option {unknown[0]!r}: it has {", ".join(OPTIONS)}')
         self.options = options
 
-    def __call__(self, module: nn.Module) -> None:
-        """Starts the attention in a module.
-
-        Raises:
-            ValueError: Other initializers follow, or a ``Pretrained`` one is beside it; or see ``init_as_convolution``.
-        """
-        if hasattr(module, '_params_init_info'):  # in the middle of its init_weights
-            _initialize_the_rest(module, type(self))
+    def start(self, module: nn.Module) -> None:
         report = init_as_convolution(module, **self.options)
         print_log(f'{type(module).__name__} starts with the heads of a convolution:\n{report}', 'current', logging.INFO)
-        if hasattr(module, '_params_init_info'):
-            update_init_info(module, init_info=f'ConvolutionalHeads: {self.options}')
 
 
 @WEIGHT_INITIALIZERS.register_module()
-class SineCosineEmbedding:
+class SineCosineEmbedding(_LastInitializer):
     """Sines and cosines as the position embedding, :func:`~attncnn_plugin.transformers.set_sine_cosine_embedding`.
 
     It is what ``ConvolutionalHeads`` begins with, without its heads: the control in comparisons with it. It comes last
     too.
     """
 
-    def __call__(self, module: nn.Module) -> None:
-        """Sets the position embedding of a module.
-
-        Raises:
-            ValueError: Other initializers follow, or a ``Pretrained`` one is beside it; or the module has no position
-                embedding.
-        """
-        if hasattr(module, '_params_init_info'):
-            _initialize_the_rest(module, type(self))
+    def start(self, module: nn.Module) -> None:
         set_sine_cosine_embedding(module)
-        if hasattr(module, '_params_init_info'):
-            update_init_info(module, init_info='SineCosineEmbedding')
 
 
 def _initialize_the_rest(module: BaseModule, last: type) -> None:
-    """All that ``init_weights`` does after its initializers, but for a checkpoint.
+    """Does all that ``init_weights`` does after its initializers, but for a checkpoint.
 
     ``BaseModule.init_weights`` initializes the modules inside, which have tables of position biases of their own, and
     vision transformers draw their position embeddings after that, unless their ``init_cfg`` is a ``Pretrained`` one.

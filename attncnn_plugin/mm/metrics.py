@@ -53,5 +53,5 @@ class CrossEntropy(BaseMetric):
             self.results.append(-probability.clamp(min=torch.finfo(probability.dtype).tiny).log().item())
 
     def compute_metrics(self, results: List[float]) -> dict:
-        """The mean over all images."""
+        """Returns the mean over all images."""
         return {'mean': sum(results) / len(results)}

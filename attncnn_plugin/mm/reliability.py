@@ -63,7 +63,7 @@ class AtomicBackend(LocalBackend):
 
 
 def find_whole_checkpoint(work_dir: str, out_dir: Optional[str] = None) -> Optional[str]:
-    """The checkpoint to resume from: the one that ``last_checkpoint`` names, or the newest one where that is damaged.
+    """Returns the checkpoint to resume from: what ``last_checkpoint`` names, or the newest one where that is damaged.
 
     ``last_checkpoint`` has a whole path. Of a folder that was moved or copied it is that of the old place, where
     another run may be by now; the checkpoint of the same name in the folder itself is taken then.
@@ -102,7 +102,7 @@ def find_whole_checkpoint(work_dir: str, out_dir: Optional[str] = None) -> Optio
 
 
 def load_or_empty(path: Union[str, Path]) -> dict:
-    """A local checkpoint whose tensors stay in the file until they are used; an empty one if it cannot be loaded."""
+    """Returns a local checkpoint whose tensors stay in the file until they are used; empty if it cannot be loaded."""
     try:
         return load_from_local(str(path), map_location='cpu', mmap=True)
     except Exception:
@@ -115,8 +115,8 @@ class AtomicCheckpointHook(CheckpointHook):
 
     A killed process or a full disk damages no checkpoint, and ``max_keep_ckpts`` removes an old one when the new one is
     there. Where the last one is damaged all the same, ``--resume`` names it in the log and takes the one before. A run
-    whose folder was moved or copied goes on from the checkpoints in it. A
-    checkpoint of another model, or one of weights alone to resume from, is an error.
+    whose folder was moved or copied resumes the checkpoints in it. A checkpoint of another model, or one of weights
+    alone to resume from, is an error.
 
     Args:
         backend_args (dict, optional): Where the files go. Defaults to None, means ``dict(backend='atomic')``, the
@@ -181,7 +181,7 @@ class AtomicCheckpointHook(CheckpointHook):
 
 
 def _shapes(state_dict: dict) -> Dict[str, Tuple[int, ...]]:
-    """Shapes of tensors by their names, without the prefix of wrappers."""
+    """Returns shapes of tensors by their names, without the prefix of wrappers."""
     return {
         re.sub(r'^(module\.)+', '', name): tuple(value.shape)
         for name, value in state_dict.items()
@@ -262,18 +262,18 @@ class InvalidLossHook(Hook):
 
 
 def _images(data_batch) -> List[str]:
-    """File names of the images of a batch, or their numbers in the data set where they have none."""
+    """Returns file names of the images of a batch, or their numbers in the data set where they have none."""
     samples = data_batch.get('data_samples') if isinstance(data_batch, dict) else None
     return [str(sample.get('img_path') or f'number {sample.get("sample_idx")}') for sample in samples or []]
 
 
 def _first(images: List[str]) -> str:
-    """The names of three images, and how many others there are."""
+    """Returns the names of three images, and how many others there are."""
     return ', '.join(images[:3]) + (f' and {len(images) - 3} more, which are in the log' if len(images) > 3 else '')
 
 
 def _last_checkpoint(runner) -> str:
-    """The file that the run can go on from, in words where there is none."""
+    """Returns the file that the run can go on from, in words where there is none."""
     return find_latest_checkpoint(runner.work_dir) or 'the start'
 
 

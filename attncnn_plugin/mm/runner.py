@@ -1,23 +1,34 @@
-"""Glue to mmengine: all that it keeps in private attributes, and names of its information."""
+"""Glue to mmengine's runner: all that the hooks need of its private functions, and what they have in common."""
 
-from typing import Any, Optional
+import copy
+import gc
+import itertools
+import random
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Union
 
-from mmengine.model import BaseModel
-from mmengine.optim import OptimWrapper
+import numpy as np
+import torch
+from mmengine.hooks import EMAHook
+from mmengine.model import BaseAveragedModel, BaseModel, BaseTTAModel, is_model_wrapper
+from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.runner import Runner
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from ..attention.state_dicts import without_prefix
+from ..structure import follow_state_dict
 
 HEAD_NUMBERS = 'attention_heads'  # in ``runtime_info``: by layer, what its heads were called when the training began
 
 
 def is_resumed(runner: Runner) -> bool:
-    """Whether the run goes on from a checkpoint with its optimizer and its schedule."""
+    """Returns True if the run was told to resume a checkpoint with its optimizer and its schedule."""
     return runner._resume
 
 
 def checkpoint_to_load(runner: Runner) -> Optional[str]:
-    """The checkpoint that the run is told to load or to resume from; None where none is named."""
+    """Returns the checkpoint that the run is told to load or to resume from; None where none is named."""
     return runner._load_from
 
 
@@ -26,49 +37,8 @@ def load_from(runner: Runner, filename: Optional[str]) -> None:
     runner._load_from = filename
 
 
-def forward_tensors(model: BaseModel, batch) -> Any:
-    """The outputs of the model for a batch of a data loader, in its mode ``'tensor'``: no loss, no prediction."""
-    data = model.data_preprocessor(batch, False)
-    return model(**data, mode='tensor') if isinstance(data, dict) else model(*data, mode='tensor')
-
-
-def training_loss(model: BaseModel, batch: Any) -> Tensor:
-    """The loss that a model is trained with, on a batch of a data loader as it is for tests: no mixing of images."""
-    data = model.data_preprocessor(batch, False)
-    losses = model(**data, mode='loss') if isinstance(data, dict) else model(*data, mode='loss')
-    return model.parse_losses(losses)[0]
-
-
-def images_of_one_size(batch: Any) -> Any:
-    """The images of a batch that are as large as the first: mmsegmentation pads the others in training alone.
-
-    Args:
-        batch: A batch of a data loader: what is no list of images by their samples stays as it is.
-    """
-    images = batch.get('inputs') if isinstance(batch, dict) else None
-    if not isinstance(images, list) or not all(isinstance(image, Tensor) for image in images):
-        return batch
-    kept = [i for i, image in enumerate(images) if image.shape == images[0].shape]
-    return {key: [values[i] for i in kept] for key, values in batch.items()}
-
-
-def compile_train_step(runner: Runner) -> None:
-    """Compiles the training step of a model that is new, if the config says ``compile``."""
-    runner._maybe_compile('train_step')
-
-
-def accumulative_counts(optim_wrapper: OptimWrapper) -> int:
-    """Number of iterations whose gradients make one step of the optimizer."""
-    return getattr(optim_wrapper, '_accumulative_counts', 1)
-
-
-def release_parameters(wrapper: DistributedDataParallel) -> None:
-    """Ends what PyTorch's wrapper does with the gradients of its parameters, so that there can be another wrapper."""
-    wrapper._remove_autograd_hooks()
-
-
 def record_new_parameters(model: nn.Module, incompatible_keys=None) -> None:
-    """Adds the parameters that a model got by loading a checkpoint to the record of ``init_weights``.
+    """Adds the parameters that a model got by loading a checkpoint to mmengine's record of ``init_weights``.
 
     While mmengine initializes weights, by a checkpoint here, every module holds the record of all parameters. It is a
     post-hook of ``load_state_dict``.
@@ -86,3 +56,168 @@ def record_new_parameters(model: nn.Module, incompatible_keys=None) -> None:
         record[parameter] = dict(
             init_info='The structure of the checkpoint', tmp_mean_value=parameter.data.mean().cpu()
         )
+
+
+def head_numbers(runner: Runner, layers: Mapping[str, Any]) -> Dict[str, List[int]]:
+    """Returns what the heads of layers were called when the training began: they keep their numbers when others go.
+
+    Args:
+        runner (Runner): The run; :class:`~attncnn_plugin.mm.head_pruning.HeadPruningHook` notes in it what goes.
+        layers (Mapping[str, nn.Module]): By name, with ``num_heads``.
+    """
+    known = runner.message_hub.runtime_info.get(HEAD_NUMBERS, {})
+    return {name: list(known.get(name, range(layer.num_heads))) for name, layer in layers.items()}
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Returns the model without its wrappers, for distributed training and for test-time augmentation."""
+    while is_model_wrapper(model) or isinstance(model, BaseTTAModel):
+        model = model.module
+    return model
+
+
+def check_wrapper(runner: Runner) -> None:
+    """Checks that :func:`wrap_again` can wrap the model.
+
+    Raises:
+        TypeError: The model is wrapped by something else than DDP.
+    """
+    if is_model_wrapper(runner.model) and not isinstance(runner.model, DistributedDataParallel):
+        raise TypeError(
+            f'the parameters of a model in {type(runner.model).__name__} cannot be replaced in training: '
+            'use MMDistributedDataParallel'
+        )
+
+
+def wrap_again(runner: Runner, compile: bool = False) -> None:
+    """Builds a new wrapper for distributed training, if there was one, after parameters were replaced.
+
+    Args:
+        runner (Runner): The run.
+        compile (bool): Whether to compile the new wrapper's training step, if the config says so: in the middle of a
+            training. Defaults to False.
+    """
+    if is_model_wrapper(runner.model):
+        model = unwrapped(runner.model)
+        # DDP's reducer holds the parameters that it was built with, in the shapes that they had then, and listens to
+        # those that stay: it has to be gone, cycles of references included, before there is a new one.
+        runner.model._remove_autograd_hooks()
+        runner.model = model
+        gc.collect()
+        runner.model = runner.wrap_model(copy.deepcopy(runner.cfg.get('model_wrapper_cfg')), model)
+        runner.model.train()
+        if compile:
+            runner._maybe_compile('train_step')
+
+
+def optimizers(runner: Runner) -> List[torch.optim.Optimizer]:
+    """Returns the optimizers of a run."""
+    wrapper = runner.optim_wrapper
+    wrappers = wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]
+    return [wrapper.optimizer for wrapper in wrappers]
+
+
+def make_groups_plain(optim_wrapper: OptimWrapper) -> None:
+    """Turns the optimizer's parameter groups into plain dicts, so that ``compile=True`` works.
+
+    With a ``paramwise_cfg`` mmengine makes them of its ``ConfigDict``. PyTorch 2.13 and 2.14 cannot compile the step
+    of such an optimizer (``'UserDefinedDictVariable' object has no attribute 'items'``); 2.15 can.
+    """
+    groups = optim_wrapper.optimizer.param_groups
+    groups[:] = [dict(group) for group in groups]
+
+
+def build_schedulers(runner: Runner, schedulers: Union[dict, List[dict]], left: int, by_epoch: bool) -> None:
+    """Gives the run new schedulers, counted from now.
+
+    Args:
+        runner (Runner): The run.
+        schedulers (dict | list[dict]): Their configs.
+        left (int): The end of those without one, in what the loop counts.
+        by_epoch (bool): Whether that is epochs, not iterations.
+
+    Raises:
+        ValueError: A scheduler that counts epochs, which would never make a step, in a loop that does not.
+    """
+    schedulers = copy.deepcopy(schedulers)
+    for scheduler in [schedulers] if isinstance(schedulers, dict) else schedulers:
+        if not scheduler.get('by_epoch', True):
+            scheduler.setdefault('end', left * len(runner.train_dataloader) if by_epoch else left)
+        elif by_epoch:
+            scheduler.setdefault('end', left)
+        else:
+            raise ValueError(
+                f'the scheduler {scheduler} counts epochs, but the loop counts iterations: give it by_epoch=False, and '
+                'begin and end in iterations'
+            )
+    runner.param_schedulers = runner.build_param_scheduler(schedulers)
+
+
+def averaged_models(runner: Runner) -> List[BaseAveragedModel]:
+    """Returns the copies of the model that ``EMAHook`` keeps."""
+    return [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook)]
+
+
+def refresh_average(averaged: BaseAveragedModel) -> None:
+    """Brings an averaged model's own list of its parameters up to date, after some were replaced."""
+    module = averaged.module.requires_grad_(False)
+    averaged.avg_parameters = module.state_dict() if averaged.update_buffers else dict(module.named_parameters())
+
+
+def follow_checkpoint(runner: Runner, checkpoint: Mapping[str, Any]) -> bool:
+    """Brings the model of a run, and its averages, to the structure of a checkpoint that is about to be loaded.
+
+    Entries of other names and shapes are left to the loading.
+
+    Returns:
+        bool: Whether any has changed.
+
+    Raises:
+        StructureError: See :func:`attncnn_plugin.follow_state_dict`.
+    """
+    state_dict = checkpoint.get('state_dict', checkpoint)
+    if not isinstance(state_dict, Mapping):
+        return False  # the loading says so
+    state_dict = without_prefix(state_dict, 'module.')  # as mmengine does
+    changed = bool(follow_state_dict(unwrapped(runner.model), state_dict, strict=False))
+    for averaged in averaged_models(runner):
+        if follow_state_dict(unwrapped(averaged.module), state_dict, strict=False):
+            refresh_average(averaged)
+            changed = True
+    return changed
+
+
+def forward_tensors(model: BaseModel, batch: Any) -> Any:
+    """Returns the outputs of the model for a batch of a data loader, in its mode ``'tensor'``."""
+    data = model.data_preprocessor(batch, False)
+    return model(**data, mode='tensor') if isinstance(data, dict) else model(*data, mode='tensor')
+
+
+def training_loss(model: BaseModel, batch: Any) -> Tensor:
+    """Returns the loss that a model is trained with, on a batch as it is for tests: no mixing of images."""
+    data = model.data_preprocessor(batch, False)
+    losses = model(**data, mode='loss') if isinstance(data, dict) else model(*data, mode='loss')
+    return model.parse_losses(losses)[0]
+
+
+def training_batches(runner: Runner, number: int) -> List[Any]:
+    """Returns training batches, the same ones whether or not the run was resumed; no random number is drawn."""
+    loader = runner.train_dataloader
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, 'sampler', None)):
+        if hasattr(sampler, 'set_epoch'):
+            sampler.set_epoch(runner.epoch)
+    with random_numbers_kept():
+        return list(itertools.islice(loader, number))
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Restores Python's, numpy's and PyTorch's random numbers at the end, those of the current GPU included."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)

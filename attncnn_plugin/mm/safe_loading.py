@@ -21,7 +21,7 @@ from ..checkpoint_files import load_from_local, register_safe_globals
 
 
 def _load_plain_data(file, map_location=None, weights_only: Optional[bool] = None) -> Any:
-    """``torch.load`` of tensors and plain data alone, whatever ``weights_only`` says."""
+    """Loads tensors and plain data alone, as ``torch.load`` does, whatever ``weights_only`` says."""
     register_safe_globals()
     return torch.load(file, map_location=map_location, weights_only=True)
 

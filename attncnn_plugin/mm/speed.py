@@ -25,7 +25,7 @@ class BFloat16OptimWrapper(OptimWrapper):
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
-        """Autocast, and what mmengine's wrapper does when gradients are accumulated."""
+        """Adds autocast to what mmengine's wrapper does when gradients are accumulated."""
         device = next(model.parameters()).device.type
         with super().optim_context(model), torch.autocast(device, torch.bfloat16):
             yield
@@ -40,5 +40,5 @@ class ChannelsLastHook(Hook):
     """
 
     def before_train(self, runner) -> None:
-        """After the weights were drawn or loaded, since the values that are drawn come in the order of the memory."""
+        """Acts after the weights were drawn or loaded: the values that are drawn come in the order of the memory."""
         runner.model.to(memory_format=torch.channels_last)

@@ -19,13 +19,12 @@ from mmengine.logging import print_log
 from mmengine.registry import Registry
 from mmengine.utils import get_installed_path
 from mmpretrain.datasets.utils import download_and_extract_archive
-from mmpretrain.models.necks import GlobalAveragePooling
 
 TOOLS_OF_RUNNERS = ('train.py', 'test.py', 'analysis_tools/confusion_matrix.py')
 
 
 def config_problem() -> Optional[str]:
-    """Why configs cannot inherit from mmpretrain's, although it can be imported; None if they can."""
+    """Returns why configs cannot inherit from mmpretrain's, although it can be imported; None if they can."""
     try:
         get_installed_path('mmpretrain')
     except ModuleNotFoundError as error:
@@ -67,7 +66,7 @@ def run_mmpretrain_tool(name: str) -> None:
 
 
 def _join_process_group_without_gpu() -> None:
-    """Where torchrun started this process on a machine with CPUs alone: mmengine would select a GPU first, and fail."""
+    """Joins the processes of torchrun on a machine without GPUs, where mmengine would select a GPU first, and fail."""
     if 'TORCHELASTIC_RUN_ID' in os.environ and get_device() == 'cpu':
         torch.distributed.init_process_group('gloo')
 
@@ -85,7 +84,7 @@ def read_config(path: str) -> Any:
 
 
 def missing_file(error: BaseException) -> Optional[str]:
-    """A sentence on the file that an error says is not there, with similar names in its folder; None for others."""
+    """Returns a sentence on a file that is not there, with similar names in its folder; None for other errors."""
     if not isinstance(error, FileNotFoundError):
         return None
     of_mmengine = re.fullmatch(r'file "(.+)" does not exist', str(error))
@@ -103,10 +102,10 @@ FOLDERS = ' '.join(f'{phase}_dataloader.dataset.data_root=FOLDER' for phase in (
 
 
 def one_line(error: BaseException, folder_option: str = f'--cfg-options {FOLDERS}') -> str:
-    """The last line of Python's report of an error; of several lines of a message, the first.
+    """Returns the last line of Python's report of an error; of several lines of a message, the first.
 
-    Of a file that is not there, a data set that could not be downloaded, and features that are averaged twice it is a
-    sentence that says which, and what to do.
+    Of a file that is not there, and of a data set that could not be downloaded it is a sentence that says which, and
+    what to do.
 
     Args:
         error (BaseException): The error.
@@ -121,11 +120,11 @@ def one_line(error: BaseException, folder_option: str = f'--cfg-options {FOLDERS
         return lines[-1]  # of a traceback in the message
     unknown = re.match(r'(\S+) is not in the \S+::(.+) registry', lines[0])
     reason = f'{type(error).__name__}: {_unknown_type(*unknown.groups()) if unknown else lines[0]}'
-    return missing_file(error) or _missing_data(error, reason, folder_option) or _averaged_twice(error) or reason
+    return missing_file(error) or _missing_data(error, reason, folder_option) or reason
 
 
 def _missing_data(error: BaseException, reason: str, folder_option: str) -> Optional[str]:
-    """A sentence on a data set whose files were to be downloaded when an error came; None for other errors."""
+    """Returns a sentence on a data set whose files were to be downloaded when an error came; None for other errors."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for caller, called in zip(frames, frames[1:]):
         if called.f_code is download_and_extract_archive.__code__ and 'self' in caller.f_locals:
@@ -137,20 +136,8 @@ def _missing_data(error: BaseException, reason: str, folder_option: str) -> Opti
     return None
 
 
-def _averaged_twice(error: BaseException) -> Optional[str]:
-    """A sentence on a neck that averages over pixels and got vectors; None for other errors."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        features = frame.f_locals.get('inputs') if frame.f_code is GlobalAveragePooling.forward.__code__ else None
-        if isinstance(features, tuple) and any(x.ndim == 2 for x in features):
-            return (
-                'the neck GlobalAveragePooling got features that are averaged already, (B, C): write neck=None in '
-                "model, or leave out out_type='avg_featmap' of its backbone"
-            )
-    return None
-
-
 def _unknown_type(name: str, kind: str) -> str:
-    """A sentence on a ``type`` that is in no registry of a kind, such as 'model', with names that may be meant."""
+    """Returns a sentence on a ``type`` that is in no registry of a kind, such as 'model', with similar names."""
     known = {
         known
         for registry in vars(registries).values()

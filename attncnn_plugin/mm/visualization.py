@@ -1,7 +1,7 @@
 """Pictures and scalars of the heads' attention while a model is trained (Cordonnier et al. 2020, Figures 3 to 5)."""
 
 import math
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List
 
 import torch
 from mmengine.dist import master_only
@@ -11,15 +11,10 @@ from mmpretrain.registry import HOOKS
 from torch import Tensor, nn
 
 from ..analysis import AttentionMaps, attention_maps, head_centers
-from ..analysis.layer_maps import attention_layers, shown_layers
-from ..attention import PrunableHeads
+from ..analysis.layer_maps import shown_layers
 from ..loaded_model import evenly_spread
-from ..training.phases import TwoPhases
-from ..training.random_state import random_numbers_kept
-from ..transformers.transformer_heads import transformer_heads
-from .rebuild import unwrapped
-from .rehearsal import is_rehearsal, warn_of_rehearsal
-from .runner import HEAD_NUMBERS
+from ..training import parts_in_phases
+from .runner import head_numbers, random_numbers_kept, unwrapped
 
 
 @HOOKS.register_module()
@@ -56,11 +51,10 @@ class AttentionVisualizationHook(Hook):
         self.num_images = num_images
         self._images = None
         self._drawn = None  # the epoch of the last pictures
-        self._parameters = {}  # by layer, parameters of its heads when they were last numbered
 
     @master_only
     def before_train(self, runner) -> None:
-        """The state at the start, or that of the checkpoint that the run goes on from.
+        """Shows the state at the start, or that of the checkpoint that the run resumes.
 
         Raises:
             TypeError: The loop does not count epochs.
@@ -71,12 +65,9 @@ class AttentionVisualizationHook(Hook):
                 'AttentionVisualizationHook counts epochs, but the loop is a '
                 f'{type(runner.train_loop).__name__}: use train_cfg=dict(by_epoch=True, …)'
             )
-        if is_rehearsal(runner):
-            warn_of_rehearsal(runner, 'AttentionVisualizationHook', 'There is nothing to show')
-            return
         model = unwrapped(runner.model)
-        waits = not attention_layers(model) and any(isinstance(module, TwoPhases) for module in model.modules())
-        if not waits and not _layers(model):
+        waits = not _layers(model)
+        if waits and not parts_in_phases(model):
             runner.logger.warning(
                 'AttentionVisualizationHook shows attention of this package and of vision transformers, but the model, '
                 f'of type {type(model).__name__}, has none: there is nothing to show'
@@ -93,19 +84,14 @@ class AttentionVisualizationHook(Hook):
         self._show(runner, runner.epoch, draw=True)
 
     @master_only
-    def before_train_epoch(self, runner) -> None:
-        """Numbers the heads again, for some may have been pruned."""
-        self._number_heads(runner)
-
-    @master_only
     def after_train_epoch(self, runner) -> None:
-        """The scalars, and the pictures if it is their turn."""
+        """Records the scalars, and draws the pictures if it is their turn."""
         epochs = runner.epoch + 1
         self._show(runner, epochs, draw=epochs % self.interval == 0 or epochs == runner.max_epochs)
 
     @master_only
     def after_train(self, runner) -> None:
-        """The pictures of a training that was stopped before its last epoch."""
+        """Draws the pictures of a training that was stopped before its last epoch."""
         if self._drawn != runner.epoch:
             self._show(runner, runner.epoch, draw=True)
 
@@ -115,7 +101,7 @@ class AttentionVisualizationHook(Hook):
         layers = _layers(model)
         if not layers:
             return
-        numbers = self._number_heads(runner)
+        numbers = head_numbers(runner, layers)
         with random_numbers_kept(), torch.no_grad():
             maps, scalars = attention_maps(model, self._images), {}
             for name, own in maps.items():
@@ -142,81 +128,16 @@ class AttentionVisualizationHook(Hook):
         self._drawn = epochs
 
     def _some_images(self, runner) -> Tensor:
-        """Images of the validation set, evenly spread, as the model takes them, ``(B, C, H, W)``."""
+        """Returns images of the validation set, evenly spread, as the model takes them, ``(B, C, H, W)``."""
         loader = runner.train_dataloader if runner.val_loop is None else runner.val_dataloader
         samples = [loader.dataset[i] for i in evenly_spread(len(loader.dataset), self.num_images)]
         inputs = unwrapped(runner.model).data_preprocessor(loader.collate_fn(samples), False)['inputs']
         return inputs if isinstance(inputs, Tensor) else inputs[0]  # the first view of self-supervised learning
 
-    def _number_heads(self, runner) -> Dict[str, List[int]]:
-        """The numbers of the heads by layer: those that they had when the layer had all of its heads.
-
-        Checkpoints hold them, as the entry ``HEAD_NUMBERS`` of the message hub.
-        """
-        info, model = runner.message_hub.runtime_info, unwrapped(runner.model)
-        known, numbers, parameters = info.get(HEAD_NUMBERS, {}), {}, {}
-        for name, layer in _layers(model).items():
-            parameters[name] = head_parameter(layer)
-            numbers[name] = list(known.get(name, range(layer.num_heads)))
-            if len(numbers[name]) != layer.num_heads:
-                left = heads_left(self._parameters.get(name), parameters[name])
-                numbers[name] = list(range(layer.num_heads)) if left is None else [numbers[name][i] for i in left]
-        self._parameters = parameters
-        runner.message_hub.update_info(HEAD_NUMBERS, numbers)
-        return numbers
-
 
 def _layers(model: nn.Module) -> Dict[str, Any]:
-    """The layers whose heads can be shown: none before the convolutions of a network turn into attention."""
+    """Returns the layers whose heads can be shown: none before the convolutions of a network turn into attention."""
     try:
         return shown_layers(model)
     except ValueError:  # there are none
         return {}
-
-
-def head_parameter(layer: nn.Module) -> Optional[Tensor]:
-    """A parameter with an entry for each head, by which heads can be recognized after others were pruned.
-
-    Returns:
-        Tensor | None: ``(N_h, n)``, the first parameter of heads that pruning only shortens: ``value.weight`` changes,
-        as what a pruned head did is added to others. None for a layer whose heads cannot be pruned.
-    """
-    if not isinstance(layer, PrunableHeads):
-        heads = transformer_heads(layer)
-        if heads is None:
-            return None
-        name, (dim, maps, width) = next(iter(heads.layout.entries.items()))  # queries come first
-        entries = layer.get_parameter(name).detach().clone().movedim(dim, 0)
-        return entries.unflatten(0, (maps, heads.num_heads, width))[0].flatten(1)
-    places = layer.head_parameters().items()
-    name, (dim, width) = next((name, place) for name, place in places if name != 'value.weight')
-    if not isinstance(width, int):
-        return None
-    entries = layer.get_parameter(name).detach().clone().movedim(dim, 0)
-    return entries.unflatten(0, (layer.num_heads, width)).flatten(1)
-
-
-def heads_left(before: Optional[Tensor], after: Optional[Tensor]) -> Optional[List[int]]:
-    """The heads that are left after others were pruned, by their entries in :func:`head_parameter`.
-
-    Args:
-        before (Tensor, optional): The entries before, ``(N_h, n)``.
-        after (Tensor, optional): The entries after, of fewer heads in the same order.
-
-    Returns:
-        list[int] | None: The places that these heads had before, rising. None if they cannot be found there.
-
-    Examples:
-        >>> heads_left(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1.0], [3.0]]))
-        [0, 2]
-    """
-    if before is None or after is None:
-        return None
-    left: List[int] = []
-    for entry in after:
-        places = range(left[-1] + 1 if left else 0, len(before))
-        place = next((place for place in places if torch.equal(before[place], entry)), None)
-        if place is None:
-            return None
-        left.append(place)
-    return left

@@ -1,10 +1,14 @@
-"""Trainings in processes of their own, for the tests: killed, distributed, compared."""
+"""Tools and trainings for the tests: in this process, or in processes of their own, to be killed or distributed."""
 
+import contextlib
+import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 import textwrap
+import traceback
 from pathlib import Path
 from typing import Dict
 
@@ -20,7 +24,7 @@ HOOKS = textwrap.dedent("""
     from mmengine.hooks import EMAHook, Hook
     from mmpretrain.registry import HOOKS
 
-    @HOOKS.register_module()
+    @HOOKS.register_module(force=True)
     class TestHook(Hook):
         def before_train_iter(self, runner, batch_idx, data_batch=None):
             if str(runner.iter) == os.environ.get('KILL_AT'):
@@ -34,15 +38,12 @@ HOOKS = textwrap.dedent("""
 
 
 def environment(folder: Path, **variables: str) -> Dict[str, str]:
-    """The variables of a command: ``python`` is a warm one, and modules of this checkout and of a folder are found."""
-    warm = os.environ['WARM_PYTHON']
-    paths = [warm, Path(sys.executable).parent, os.environ['PATH']]
+    """The variables of a command: ``python`` is this one, and modules of this checkout and of a folder are found."""
     modules = [folder, REPOSITORY, os.environ.get('PYTHONPATH', '')]
     return {
         **os.environ,
-        'PATH': os.pathsep.join(map(str, paths)),
+        'PATH': os.pathsep.join([str(Path(sys.executable).parent), os.environ['PATH']]),
         'PYTHONPATH': os.pathsep.join(map(str, modules)),
-        'PYTHON_EXEC': f'{warm}/python',  # which torchrun starts
         'OMP_NUM_THREADS': '1',
         **variables,
     }
@@ -52,8 +53,7 @@ def run(*command: object, folder: Path, expected: int = 0, **variables: str) -> 
     """Runs a command to its end.
 
     Args:
-        command: Its words: ``'python'`` for a Python that has imported the plugin, ``sys.executable`` for one that
-            has not.
+        command: Its words. A Python script without variables runs in this process, since importing takes seconds.
         folder (Path): Its modules can be imported.
         expected (int): The status with which it should end. Default: 0.
         variables: Of its environment.
@@ -61,16 +61,54 @@ def run(*command: object, folder: Path, expected: int = 0, **variables: str) -> 
     Returns:
         str: Its output and its errors.
     """
-    result = subprocess.run(
-        [str(word) for word in command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(folder, **variables),
-        start_new_session=True,  # some tests send signals to the process group
-    )
-    assert result.returncode == expected, result.stdout
-    return result.stdout
+    words = [str(word) for word in command]
+    if words[0] == 'python' and words[1].endswith('.py') and not variables:
+        status, output = _run_here(words[1:], folder)
+    else:
+        result = subprocess.run(
+            words,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment(folder, **variables),
+            start_new_session=True,  # some tests send signals to the process group
+        )
+        status, output = result.returncode, result.stdout
+    assert status == expected, output
+    return output
+
+
+def _run_here(words, folder):
+    """The status and the output of a script in this process, which begins without runs of mmengine."""
+    output, arguments, paths, modules = io.StringIO(), sys.argv, list(sys.path), set(sys.modules)
+    sys.argv, sys.path[:0] = words, [str(folder), str(Path(words[0]).parent)]
+    _forget_runs()
+    status = 0
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            runpy.run_path(words[0], run_name='__main__')
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+            print(end.code if isinstance(end.code, str) else '')
+        except Exception:
+            status = 1
+            traceback.print_exc()
+    sys.argv, sys.path[:] = arguments, paths
+    for name in set(sys.modules) - modules:  # others have modules of the same name
+        if getattr(sys.modules[name], '__file__', None) and Path(sys.modules[name].__file__).parent == Path(folder):
+            del sys.modules[name]
+    _forget_runs()
+    return status, output.getvalue()
+
+
+def _forget_runs():
+    """Two runs within a second have the same name: loggers, visualizers and histories would be those of the first."""
+    if 'mmengine.utils.manager' in sys.modules:
+        kinds = list(sys.modules['mmengine.utils.manager'].ManagerMixin.__subclasses__())
+        while kinds:
+            kind = kinds.pop()
+            kinds += kind.__subclasses__()
+            kind._instance_dict.clear()
 
 
 def train(config: Path, work_dir: Path, *options: object, **kwargs) -> str:
@@ -101,4 +139,4 @@ def assert_equal(work_dir, whole, rank=0, tolerance=1e-6):
     for kind in expected:
         assert actual[kind].keys() == expected[kind].keys()
         for name, value in expected[kind].items():
-            assert torch.allclose(actual[kind][name].float(), value.float(), atol=tolerance), (kind, name)
+            assert torch.allclose(actual[kind][name].float(), value.float(), rtol=0, atol=tolerance), (kind, name)

@@ -4,8 +4,6 @@ import io
 import os
 import pickle
 import random
-import runpy
-import sys
 import zipfile
 from collections import Counter
 from functools import partial
@@ -13,6 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from helpers.processes import run
 from helpers.small import SMALL, small_timm
 from mmengine.logging import HistoryBuffer
 
@@ -201,7 +200,7 @@ def test_whole_files_that_cannot_be_loaded(tmp_path, checkpoint):
     'fault, reason',
     [('damaged', DAMAGED), ('malicious', 'was refused and nothing in it was run: it asks for posix.mkdir, but a ')],
 )
-def test_a_tool_for_models_of_timm(tmp_path, repository, monkeypatch, fault, reason):
+def test_a_tool_for_models_of_timm(tmp_path, repository, fault, reason):
     """Older versions of timm run malicious files."""
     victim, path = tmp_path / 'victim', tmp_path / 'model.pth'
     weights = small_timm('sa_quadratic_cifar').state_dict()
@@ -212,18 +211,10 @@ def test_a_tool_for_models_of_timm(tmp_path, repository, monkeypatch, fault, rea
         content = saved(dict(state_dict=weights))
         path.write_bytes(flipped(content, content.index(matrix.numpy().tobytes()), bit=0))
     sizes = [f'{name}={value}' for name, value in SMALL.items()]
-    command = [
-        'analyze_heads.py',
-        '--timm',
-        'sa_quadratic_cifar',
-        '--size',
-        '4',
-        '4',
-        '--checkpoint',
-        path,
-        '--model-kwargs',
-    ]
-    monkeypatch.setattr(sys, 'argv', [*map(str, command), *sizes])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(repository / 'tools/analysis_tools/analyze_heads.py'), run_name='__main__')
-    assert str(end.value).startswith(f'{path} {reason}') and not victim.exists()
+    tool, options = repository / 'tools/analysis_tools/analyze_heads.py', ('--size', '4', '4', '--checkpoint', path)
+    said = run(
+        *('python', tool, '--timm', 'sa_quadratic_cifar', *options, '--model-kwargs', *sizes),
+        folder=tmp_path,
+        expected=1,
+    )
+    assert said.startswith(f'{path} {reason}') and not victim.exists()

@@ -4,16 +4,12 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from mmcv.transforms import LoadImageFromFile
+from mmengine.config import Config
+from mmpretrain import get_model
 from PIL import Image
 
-pytest.importorskip('mmpretrain')
-
-from mmcv.transforms import LoadImageFromFile  # noqa: E402
-from mmengine.config import Config  # noqa: E402
-from mmpretrain import get_model  # noqa: E402
-
-from attncnn_plugin.loaded_model import evenly_spread, image_files  # noqa: E402
-from attncnn_plugin.mm.config_model import ConfigModel  # noqa: E402
+from attncnn_plugin.mm.config_model import ConfigModel
 
 
 def photo(seed, height=16, width=16):
@@ -169,6 +165,7 @@ def test_images_that_cannot_be_read(folder):
     with pytest.raises(ValueError, match='2 different sizes after the test pipeline, such as 16x16 and 18x16'):
         loaded.inputs([torch.zeros(3, 16, 16), torch.zeros(3, 18, 16)])
     (folder / 'empty').mkdir()
+    (folder / 'empty/notes.txt').write_text('')
     with pytest.raises(ValueError, match='empty holds no image files'):
         loaded.read_folder(folder / 'empty', 3)
 
@@ -182,13 +179,3 @@ def test_configs_and_checkpoints_that_do_not_do(folder, repository):
         load(folder, **{'test_dataloader.dataset.data_root': 'nowhere'}).test_images(3)
     with pytest.raises(ValueError, match='has no test_dataloader'):
         load(folder, test_dataloader=None).read(folder / 'data/class0/0.png')
-
-
-def test_evenly_spread():
-    assert evenly_spread(10, 4) == [0, 2, 5, 7] and evenly_spread(3, 100) == [0, 1, 2] and evenly_spread(0, 3) == []
-
-
-def test_image_files(folder):
-    (folder / 'data/notes.txt').write_text('')
-    files = image_files(folder / 'data', 100)
-    assert [path.name for path in files] == [f'{i}.png' for i in range(6)]

@@ -11,7 +11,6 @@ from attncnn_plugin.transformers import init_as_convolution
 from attncnn_plugin.transformers.embeddings import sine_cosine_embedding
 from attncnn_plugin.transformers.start import random_images
 from attncnn_plugin.transformers.transformer_attention import vit_attention
-from attncnn_plugin.transformers.transformer_parts import find_attention
 
 ARCH = dict(embed_dims=32, num_layers=2, num_heads=2, feedforward_channels=48)
 START = dict(type='ConvolutionalHeads', kernel_size=3)
@@ -153,17 +152,6 @@ def test_refusals():
     model = built(dict(type='ViTEVA02', arch='tiny', img_size=28), init_cfg=[START])
     with pytest.raises(ValueError, match='its rotations are inside of it'):
         model.init_weights()
-
-
-def test_all_kinds_of_maps():
-    """BEiT's keys without a bias and with one."""
-    for bias in ('qv_bias', True, False):
-        model = built(VIT, type='BEiTViT', layer_cfgs=dict(bias=bias))
-        for attention in find_attention(model):
-            assert (attention.bias('k') is not None) == (bias is True)
-            assert (attention.bias('q') is not None) == bool(bias)
-        report = init_as_convolution(model)
-        assert all(head.total_variation < 1e-6 for layer in report.layers for head in layer.heads)
 
 
 @pytest.mark.slow

@@ -1,15 +1,18 @@
-"""The last line of a tool's output."""
+"""The last line of a tool's output: what is missing, and what would do."""
 
 import runpy
 import sys
 from urllib.error import URLError
 
 import pytest
-import torch
+from mmengine.config import Config
 from mmpretrain.datasets import utils
-from mmpretrain.registry import DATASETS, MODELS
+from mmpretrain.registry import DATASETS
 
-from attncnn_plugin.mm.tools import one_line
+import attncnn_plugin
+from attncnn_plugin import installation as frameworks
+from attncnn_plugin.mm import tools
+from attncnn_plugin.mm.tools import missing_file, one_line, read_config
 
 OPTIONS = ' '.join(f'{phase}_dataloader.dataset.data_root=FOLDER' for phase in ('train', 'val', 'test'))
 
@@ -69,26 +72,6 @@ def test_config_that_is_not_there(tool, arguments, repository, tmp_path, monkeyp
     assert end.value.code == 'configs/sa_quadratik_digits.py is not there: did you mean sa_quadratic_digits.py?'
 
 
-def test_features_that_are_averaged_twice():
-    model = MODELS.build(
-        dict(
-            type='ImageClassifier',
-            backbone=dict(type='SAQuadratic', arch='tiny', out_type='avg_featmap'),
-            neck=dict(type='GlobalAveragePooling'),
-            head=dict(type='LinearClsHead', num_classes=2, in_channels=64),
-        )
-    )
-    with pytest.raises(ValueError, match='Input dimension should be at least 3') as caught:
-        model(torch.rand(1, 3, 8, 8))
-    assert one_line(caught.value) == (
-        'the neck GlobalAveragePooling got features that are averaged already, (B, C): write neck=None in model, or '
-        "leave out out_type='avg_featmap' of its backbone"
-    )
-    with pytest.raises(TypeError) as caught:  # of no features at all
-        model.neck(3)
-    assert 'averaged' not in one_line(caught.value)
-
-
 def test_other_errors_of_data_sets(no_network, tmp_path):
     """Those that say already what is missing stay as they are."""
     with pytest.raises(RuntimeError) as caught:
@@ -97,3 +80,77 @@ def test_other_errors_of_data_sets(no_network, tmp_path):
     with pytest.raises(URLError) as caught:
         utils.download_and_extract_archive('http://a/b.zip', str(tmp_path))
     assert one_line(caught.value) == 'URLError: <urlopen error Name or service not known>'
+
+
+def test_a_config_that_inherits(tmp_path):
+    (tmp_path / 'user.py').write_text(
+        "_base_ = __import__('attncnn_plugin').config_path('sa_quadratic_digits.py')\n"
+        "model = dict(backbone=dict(arch='base'))\n"
+    )
+    backbone = Config.fromfile(tmp_path / 'user.py').model.backbone
+    assert (backbone.type, backbone.arch) == ('SAQuadratic', 'base')
+
+
+def test_a_config_that_is_not_there():
+    with pytest.raises(
+        FileNotFoundError, match="name='sa_nonsense.py' is no config of attncnn_plugin, which are .*sa_q"
+    ):
+        attncnn_plugin.config_path('sa_nonsense.py')
+
+
+def test_similar_configs(tmp_path):
+    """In the folder of the config, or of the one that it inherits from."""
+    folder = tmp_path / 'configs'
+    folder.mkdir()
+    (folder / 'my_resnet.py').write_text("_base_ = './nothing_here.py'\n")
+    cases = {
+        folder / 'my_resnett.py': 'my_resnett.py is not there: did you mean my_resnet.py?',
+        folder / 'my_resnet': 'my_resnet is not there: did you mean my_resnet.py?',
+        folder / 'vit.py': 'vit.py is not there',
+        folder / 'my_resnet.py': 'nothing_here.py is not there',
+        tmp_path / 'config/vit.py': f'vit.py is not there: there is no folder {tmp_path}/config',
+    }
+    for path, message in cases.items():
+        with pytest.raises(FileNotFoundError) as error:
+            read_config(str(path))
+        assert str(error.value).startswith(str(tmp_path)) and str(error.value).endswith(message)
+
+
+def test_other_errors():
+    assert missing_file(FileNotFoundError('a.pth can not be found.')) is None
+    assert missing_file(PermissionError(13, 'Permission denied', 'a.py')) is None
+
+
+def test_here_all_is_well():
+    assert frameworks.import_problem() is None and tools.config_problem() is None
+    frameworks.require_mmpretrain()
+
+
+@pytest.mark.parametrize(
+    'module, reason', [('mmpretrain.models', 'mmpretrain.models'), ('mmpretrain', 'import of mmpretrain halted')]
+)
+def test_mmpretrain_that_cannot_be_imported(module, reason, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(frameworks, 'has_mmpretrain', lambda: True)
+    problem = frameworks.import_problem()
+    assert problem.startswith('mmpretrain cannot be imported with the versions that are installed (')
+    assert reason in problem and 'mmcv-lite>=2.0,<2.4' in problem and len(problem.splitlines()) == 1
+    with pytest.raises(ImportError, match='mmpretrain cannot be imported with the versions'):
+        frameworks.require_mmpretrain()
+
+
+def test_mmpretrain_that_is_missing(monkeypatch):
+    monkeypatch.setattr(frameworks, 'has_mmpretrain', lambda: False)
+    assert frameworks.import_problem().startswith('mmpretrain is not installed: pip install mmpretrain')
+    with pytest.raises(ImportError, match='mmpretrain is not installed'):
+        frameworks.require_mmpretrain()
+
+
+def test_mmengine_without_setuptools(monkeypatch):
+    def no_pkg_resources(package):
+        raise ModuleNotFoundError("No module named 'pkg_resources'")
+
+    monkeypatch.setattr(tools, 'get_installed_path', no_pkg_resources)
+    problem = tools.config_problem()
+    assert problem.startswith("mmengine cannot find the configs of packages (No module named 'pkg_resources'")
+    assert problem.endswith('pip install "setuptools<82"')

@@ -11,7 +11,7 @@ import torch
 from mmengine import runner
 from mmengine.config import Config, ConfigDict
 from mmengine.model import BaseTTAModel, ExponentialMovingAverage
-from mmengine.runner import checkpoint, load_checkpoint
+from mmengine.runner import load_checkpoint
 from torch import nn
 
 from attncnn_plugin import follow_state_dict
@@ -52,12 +52,6 @@ def trained(tmp_path):
 def by_function(file):
     model = build(CLASSIFIER)
     runner.load_state_dict(model, torch.load(file)['state_dict'], strict=True)
-    return model
-
-
-def by_keywords(file):
-    model = build(CLASSIFIER)
-    checkpoint.load_state_dict(strict=True, state_dict=torch.load(file)['state_dict'], module=model)
     return model
 
 
@@ -107,7 +101,6 @@ def by_average(file):
 
 WAYS = dict(
     function=by_function,
-    keywords=by_keywords,
     load_checkpoint=by_load_checkpoint,
     initialization=by_initialization,
     augmentation=under_augmentation,

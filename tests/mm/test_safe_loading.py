@@ -3,13 +3,14 @@
 import importlib
 import os
 import pickle
-import shutil
 import subprocess
 import sys
 import warnings
-from pathlib import Path
+import zipfile
+from collections import OrderedDict
 
 import mmpretrain
+import numpy as np
 import pytest
 import torch
 from helpers.small import SMALL_ARCH
@@ -26,18 +27,18 @@ from attncnn_plugin.mm.reliability import AtomicCheckpointHook
 
 
 class Payload:
-    """Makes a folder when it is unpickled."""
+    """Calls a function when it is unpickled."""
 
-    def __init__(self, victim):
-        self.victim = victim
+    def __init__(self, function, *args):
+        self.call = function, args
 
     def __reduce__(self):
-        return os.mkdir, (str(self.victim),)
+        return self.call
 
 
 @pytest.fixture
 def malicious(tmp_path):
-    torch.save(dict(state_dict={}, meta=Payload(tmp_path / 'victim')), tmp_path / 'malicious.pth')
+    torch.save(dict(state_dict={}, meta=Payload(os.mkdir, str(tmp_path / 'victim'))), tmp_path / 'malicious.pth')
     return tmp_path / 'malicious.pth'
 
 
@@ -75,7 +76,6 @@ WAYS = dict(
     load_checkpoint=lambda path, *_: load_checkpoint(nn.Linear(2, 2), path),
     initialization=lambda path, *_: BaseModule(dict(type='Pretrained', checkpoint=path)).init_weights(),
     get_model=lambda path, config, _: mmpretrain.get_model(config, path),
-    get_model_by_name=lambda path, *_: mmpretrain.get_model('sa_quadratic_digits', path),
     url_mapping=lambda path, config, _: mmpretrain.get_model(config, 'https://it', url_mapping=('https://it', path)),
     inferencer=lambda path, config, _: mmpretrain.ImageClassificationInferencer(config, path),
     load_from=lambda path, config, _: train(path, config),
@@ -154,36 +154,13 @@ def test_importing_twice():
     assert {**state(), 'load': None} == {**before, 'load': None}
 
 
-def test_another_plugin_that_does_the_same(tmp_path, monkeypatch):
-    """A copy of the modules: its loader is the one that stays, and the plugin's still works."""
-    package = Path(attncnn_plugin.__file__).parent
-    (tmp_path / 'other_plugin/mm').mkdir(parents=True)
-    for name in ('checkpoint_files.py', 'mm/safe_loading.py'):
-        shutil.copy(package / name, tmp_path / 'other_plugin' / name)
-    for name in ('__init__.py', 'mm/__init__.py'):
-        (tmp_path / 'other_plugin' / name).touch()
-    (tmp_path / 'other_plugin/weights.py').touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    other = importlib.import_module('other_plugin.mm.safe_loading')
-    before = state()
-    log = HistoryBuffer()
-    log.update(0.5, 1)
-    torch.save(dict(loss=log), tmp_path / 'run.pth')
-    for module in (safe_loading, other, safe_loading):
-        importlib.reload(module)
-        assert CheckpointLoader._schemes[''] is module.load_from_local
-        assert CheckpointLoader.load_checkpoint(str(tmp_path / 'run.pth'))['loss'].mean() == 0.5
-    others = {'names': None, 'schemes': None, 'load': None}
-    assert {**state(), **others} == {**before, **others}
-
-
 REPLACED = """
 import warnings
 warnings.simplefilter('ignore')
 import mmpretrain, torch
 from mmengine.runner import CheckpointLoader, checkpoint
 import attncnn_plugin
-{onedl}
+checkpoint._safe_torch_load = torch.load  # as onedl-mmengine has it
 before = dict(CheckpointLoader._schemes), set(map(str, torch.serialization.get_safe_globals()))
 loaders = dict(vars(checkpoint))
 import attncnn_plugin.mm.safe_loading
@@ -194,15 +171,9 @@ print(sorted(name for name, value in vars(checkpoint).items() if value is not lo
 """
 
 
-@pytest.mark.parametrize('onedl', [False, True])
-def test_what_it_replaces(onedl):
-    script = REPLACED.format(onedl='checkpoint._safe_torch_load = torch.load' if onedl else '')
-    output = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, check=True).stdout
-    assert output.splitlines()[-3:] == [
-        "['']",
-        'True',
-        "['_safe_torch_load']" if onedl or hasattr(checkpoint, '_safe_torch_load') else '[]',
-    ]
+def test_what_it_replaces():
+    output = subprocess.run([sys.executable, '-c', REPLACED], capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-3:] == ["['']", 'True', "['_safe_torch_load']"]
 
 
 def test_configs_import_it(repository):
@@ -213,3 +184,65 @@ def test_configs_import_it(repository):
     for path in sorted(repository.glob('configs/**/*.py')):
         text = path.read_text()
         assert text.count('custom_imports') == text.count('attncnn_plugin.mm.safe_loading'), path
+
+
+def test_logs_of_mmengine_load(tmp_path):
+    buffer = HistoryBuffer()
+    for value in (0.5, 2.5):
+        buffer.update(value, 3)
+    logs = dict(loss=buffer, best=np.float64(97.5), lr=np.float32(0.1), epoch=np.int64(3))
+    torch.save(dict(state_dict={}, message_hub=logs), tmp_path / 'run.pth')
+    loaded = torch.load(tmp_path / 'run.pth')['message_hub']
+    assert loaded['loss'].mean() == 0.5 and loaded['loss'].statistics('max') == 2.5
+    assert [loaded[name] for name in ('best', 'lr', 'epoch')] == [97.5, np.float32(0.1), 3]
+
+
+@pytest.mark.parametrize('module', ['numpy.core.multiarray', 'numpy._core.multiarray'])
+def test_logs_written_under_another_numpy_load(tmp_path, module):
+    buffer = HistoryBuffer()
+    buffer.update(0.5, 1)
+    torch.save(dict(loss=buffer, best=np.float64(97.5)), tmp_path / 'here.pth')
+    ours = np.zeros(1).__reduce__()[0].__module__
+    with zipfile.ZipFile(tmp_path / 'here.pth') as here, zipfile.ZipFile(tmp_path / 'there.pth', 'w') as there:
+        for item in here.infolist():
+            content = here.read(item)
+            if item.filename.endswith('data.pkl'):
+                content = content.replace(ours.encode() + b'\n', module.encode() + b'\n')
+                assert module.encode() in content
+            there.writestr(item, content)
+    assert torch.load(tmp_path / 'there.pth')['loss'].mean() == 0.5
+
+
+@pytest.mark.parametrize('where', ['top', 'in the logs'])
+@pytest.mark.parametrize('attack', ['os.system', 'eval', 'method of another class', 'method of the buffer'])
+def test_a_payload_does_not_run(tmp_path, where, attack):
+    victim = tmp_path / 'victim'
+    script = f"open({str(victim)!r}, 'w').close()"
+    payload = {
+        'os.system': lambda: Payload(os.system, f'touch {victim}'),
+        'eval': lambda: Payload(eval, script),
+        'method of another class': lambda: Payload(getattr, OrderedDict, 'fromkeys'),
+        'method of the buffer': lambda: Payload(getattr, HistoryBuffer, '__init__'),
+    }[attack]()
+    checkpoint = dict(state_dict={}, message_hub={})
+    if where == 'top':
+        checkpoint['meta'] = payload
+    else:
+        buffer = HistoryBuffer()
+        buffer.extra = payload
+        checkpoint['message_hub']['loss'] = buffer
+    path = tmp_path / 'malicious.pth'
+    torch.save(checkpoint, path)
+
+    if attack in ('os.system', 'eval'):  # the file is really malicious
+        torch.load(path, weights_only=False)
+        assert victim.exists()
+        victim.unlink()
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(path)
+    assert not victim.exists()
+
+
+def test_nothing_is_loaded_unsafely(repository):
+    sources = [*(repository / 'attncnn_plugin').rglob('*.py'), *(repository / 'tools').rglob('*.py')]
+    assert not [path for path in sources if 'weights_only=False' in path.read_text()]

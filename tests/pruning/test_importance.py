@@ -20,7 +20,7 @@ from attncnn_plugin.pruning import (
     prunable_heads,
     prune_heads,
 )
-from attncnn_plugin.training.judged_heads import HeadJudge
+from attncnn_plugin.training import HeadPruner
 
 
 def loss_of(model, batch):
@@ -150,12 +150,12 @@ def test_a_share_of_the_multiply_adds_is_of_an_image(multiply_adds):
     model = small_vit('vit_tiny_patch16_224')
     found = []
     for counted in (4, 2, 5):
-        judge = HeadJudge(
+        pruner = HeadPruner(
             lambda model, batch: model(batch[0]), loss_of, [dict(type='importance', multiply_adds=multiply_adds)]
         )
-        judge.check_multiply_adds(model, (torch.randn(counted, 3, SIZE, SIZE),))
+        pruner.check(model, (torch.randn(counted, 3, SIZE, SIZE),))
         batch = torch.ones(2, 3, SIZE, SIZE), torch.tensor([0, 1])
-        found.append(judge.to_remove(model, judge.judge(model, [batch])))
+        found.append(pruner.judge(model, [batch]).heads)
     assert found[0] and found[0] == found[1] == found[2]
 
 
@@ -166,16 +166,16 @@ def test_no_order_without_finite_numbers():
     importance = head_importance(model, [(images, labels)], loss_of)
     with pytest.raises(ValueError, match='importance of the heads of blocks.0.attn is .*nan.* has no order'):
         least_important(importance, keep=4)
-    judge = HeadJudge(lambda model, batch: model(batch[0]), loss_of, [dict(type='importance', keep=4)])
+    pruner = HeadPruner(lambda model, batch: model(batch[0]), loss_of, [dict(type='importance', keep=4)])
     with pytest.raises(ValueError, match='there were no images'):
-        judge.judge(model, [])
+        pruner.judge(model, [])
 
 
 def test_more_heads_than_there_are():
     model = small_vit('vit_tiny_patch16_224')
-    judge = HeadJudge(None, None, [dict(type='importance', keep=7)])
-    with pytest.raises(ValueError, match='keep=7 must be at most 6, the number of heads of the 2 layers'):
-        judge.check(model)
+    pruner = HeadPruner(None, None, [dict(type='importance', keep=7)])
+    with pytest.raises(ValueError, match='keep=7 must be at most 6, the number of heads'):
+        pruner.check(model)
 
 
 def test_number_of_heads():

@@ -100,11 +100,11 @@ def test_two_rates_on_the_digits(repository, tmp_path):
     """Trained, then left alone, then resumed for one more epoch."""
 
     def grid(epochs):
-        command = ['python', repository / 'tools/learning_rates.py', repository / 'configs/cmhsa3_digits.py']
+        command = [sys.executable, repository / 'tools/learning_rates.py', repository / 'configs/cmhsa3_digits.py']
         options = [f'train_cfg.max_epochs={epochs}', 'train_dataloader.dataset.indices=100']
         options += ['custom_hooks.0.epoch=1', 'custom_hooks.0.param_scheduler=None']
         rates = ['--lr', '2e-3', '--second-lr', '5e-4', '1e-5', '--work-dir', tmp_path]
-        return run(*command, *rates, '--cfg-options', *options, folder=tmp_path, WARM_CHILDREN='1')
+        return run(*command, *rates, '--cfg-options', *options, folder=tmp_path)
 
     output = grid(1)
     assert 'Epoch(val) [1]' in output and 'stopped' not in output

@@ -480,6 +480,6 @@ def test_killed_twice(tmp_path):
 @pytest.mark.parametrize('name', ['C20-E', 'L21-1', 'T-CNN'])
 def test_smoke(name, tmp_path):
     """The whole of a table on the digits."""
-    run('python', TOOL, name, '--smoke', '--out', tmp_path, folder=tmp_path, WARM_CHILDREN='1')
+    run('python', TOOL, name, '--smoke', '--out', tmp_path, folder=tmp_path)
     text = (tmp_path / f'{name}.md').read_text()
     assert 'issing' not in text and all(f'| {label} | ' in text for label in TABLES[name].rows)

@@ -22,7 +22,7 @@ import attncnn_plugin.mm.safe_loading  # noqa: F401
 from attncnn_plugin.mm.tools import read_config
 from attncnn_plugin.model_options import setting
 from attncnn_plugin.models import CMHSANetwork
-from attncnn_plugin.training.phases import TwoPhases, parts_in_phases
+from attncnn_plugin.training import TwoPhases, parts_in_phases
 
 
 def parse_args() -> argparse.Namespace:

@@ -30,7 +30,7 @@ from torchvision.datasets import ImageFolder
 from attncnn_plugin.loaded_model import LoadedModel, evenly_spread
 from attncnn_plugin.model_options import add_model_options, check_model_options, load_model
 from attncnn_plugin.pruning import prunable_heads, prune_heads
-from attncnn_plugin.training.judged_heads import IMPORTANCE, HeadJudge, Run
+from attncnn_plugin.training.head_pruner import IMPORTANCE, HeadPruner, Run
 
 BATCH_SIZE = 32  # of images of a folder
 
@@ -120,21 +120,20 @@ def judged_heads(loaded: LoadedModel, args: argparse.Namespace) -> dict:
         raise ValueError(f'{amount} say how many heads go by importance: add it to --criterion')
     criteria = [dict(type=name, **amount) if name == IMPORTANCE else name for name in args.criterion]
     model, (forward, loss) = loaded.model, runs_of(args)
-    judge = HeadJudge(forward, loss, criteria, args.layers)
-    judge.check(model)
+    pruner = HeadPruner(forward, loss, criteria, args.layers)
+    pruner.check(model)
     batches, size = [], None
-    if judge.needs_images(model):
+    if pruner.needs_images(model):
         batches = itertools.islice(batches_of(loaded, args), args.num_batches)
     else:
         size = tuple(args.size or loaded.grid)
-    judged = judge.judge(model, batches, size)
+    judged = pruner.judge(model, batches, size)
     for name, report in judged.reports.items():
         print(f'{name}: {report}')
-    heads = judge.to_remove(model, judged, size)
     for name, report in judged.reports.items():
-        for kept in sorted(set(report.heads) - set(heads.get(name, []))):
+        for kept in sorted(set(report.heads) - set(judged.heads.get(name, []))):
             print(f'{name}: all heads are to go, {kept} is kept as the least uniform one')
-    return heads
+    return judged.heads
 
 
 def runs_of(args: argparse.Namespace) -> Tuple[Run, Run]:

@@ -15,13 +15,20 @@ from mmengine.dist import master_only
 from mmengine.hooks import Hook
 from mmengine.registry import MODEL_WRAPPERS
 from mmengine.runner import Runner
-from mmengine.visualization import LocalVisBackend
-from mmpretrain.registry import HOOKS, VISBACKENDS
+from mmpretrain.registry import HOOKS
 
-from attncnn_plugin.analysis import AttentionMaps, attention_maps, head_centers, read_centers, read_scalars
+from attncnn_plugin.analysis import (
+    AttentionMaps,
+    attention_maps,
+    head_centers,
+    head_report,
+    read_centers,
+    read_scalars,
+)
+from attncnn_plugin.analysis.layer_maps import shown_layers
 from attncnn_plugin.mm import visualization as attention_visualization_hook
 from attncnn_plugin.mm.config_model import ConfigModel
-from attncnn_plugin.mm.visualization import AttentionVisualizationHook, heads_left
+from attncnn_plugin.mm.visualization import AttentionVisualizationHook
 
 LAYERS = ['backbone.blocks.0.attn', 'backbone.blocks.1.attn']
 TINY = dict(embed_dims=16, num_layers=2, num_heads=3, feedforward_channels=24)
@@ -120,6 +127,12 @@ def test_pictures_and_scalars(repository, tmp_path):
     assert list(read_centers(tmp_path)) == LAYERS
     assert len(scalars['accuracy/top1']) == 5
 
+    def refuse(constant):
+        raise ValueError(constant)
+
+    (path,) = tmp_path.glob('*/vis_data/scalars.json')
+    assert all(json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines())
+
 
 def test_attention_by_content_is_a_mean_over_images(repository, tmp_path):
     runner = train(config_of(repository, tmp_path, 'sa_learned_content_digits', [HOOK], epochs=1))
@@ -180,16 +193,6 @@ def test_heads_keep_their_numbers_when_others_are_pruned(pruned):
     assert loaded.head_numbers == dict(zip(LAYERS, ([0, 2], [0, 1, 2])))
 
 
-def test_a_layer_that_loses_all_its_heads(repository, tmp_path):
-    hook = dict(PRUNED, allow_empty=True)
-    config = config_of(repository, tmp_path, 'sa_generalized_digits', [hook, dict(HOOK, interval=1)])
-    runner = train(with_stripes(config, [0, 1, 2]))
-    assert runner.model.backbone.blocks[0].attn.num_heads == 0
-    centers = read_centers(tmp_path)
-    assert [centers[LAYERS[0]][head][:, 0].tolist() for head in range(3)] == [[0, 1]] * 3
-    assert [centers[LAYERS[1]][head][:, 0].tolist() for head in range(3)] == [[0, 1, 2]] * 3
-
-
 def test_a_resumed_run_goes_on_with_the_numbers(pruned, repository, tmp_path):
     work_dir, whole = pruned
     config = config_of(
@@ -207,13 +210,6 @@ def test_a_resumed_run_goes_on_with_the_numbers(pruned, repository, tmp_path):
     assert 1 not in read_centers(tmp_path)[LAYERS[0]]
     state = runner.model.state_dict()
     assert all(torch.equal(value, state[key]) for key, value in whole.model.state_dict().items())
-
-
-def test_which_heads_are_left():
-    before = torch.tensor([[1.0], [2.0], [2.0], [3.0]])
-    assert heads_left(before, before[[1, 3]]) == [1, 3] and heads_left(before, before[[1, 2]]) == [1, 2]
-    assert heads_left(before, before[:0]) == [] and heads_left(before, before[[3, 1]]) is None
-    assert heads_left(None, before) is None and heads_left(before, torch.tensor([[5.0]])) is None
 
 
 def test_cmhsa_is_shown_from_its_transition_on(repository, tmp_path):
@@ -269,31 +265,6 @@ def test_self_supervised_learning_with_several_views(repository, tmp_path):
     assert list(read_centers(tmp_path)) == LAYERS
 
 
-@VISBACKENDS.register_module()
-class Counting(LocalVisBackend):
-    """Counts what it gets."""
-
-    images, scalars = [], []
-
-    def add_image(self, name, image, step=0, **kwargs):
-        Counting.images.append((name, image.shape, image.dtype, step))
-
-    def add_scalars(self, scalar_dict, step=0, file_path=None, **kwargs):
-        Counting.scalars += [name for name in scalar_dict if name.startswith('attention/')]
-
-
-def test_every_backend_of_the_visualizer_gets_them(repository, tmp_path):
-    Counting.images, Counting.scalars = [], []
-    config = config_of(repository, tmp_path, hooks=[HOOK], epochs=1)
-    config.visualizer.vis_backends = [dict(type='LocalVisBackend'), dict(type='Counting', save_dir=str(tmp_path / 'x'))]
-    train(config)
-    assert [(name, step) for name, _, _, step in Counting.images] == [
-        (f'attention_{kind}', step) for step in (0, 1) for kind in ('centers', 'probs')
-    ]
-    assert all(len(shape) == 3 and shape[2] == 3 and dtype == np.uint8 for _, shape, dtype, _ in Counting.images)
-    assert len(Counting.scalars) == 2 * 2 * 3 * 3
-
-
 def test_other_ranks_do_nothing(monkeypatch):
     monkeypatch.setattr('mmengine.dist.utils.is_main_process', lambda *args: False)
     monkeypatch.setattr('mmengine.dist.is_main_process', lambda *args: False)
@@ -301,7 +272,7 @@ def test_other_ranks_do_nothing(monkeypatch):
     master_only(lambda: ran.append(1))()
     assert not ran  # the way in which another rank is played here does work
     hook = AttentionVisualizationHook()
-    for stage in ('before_train', 'before_train_epoch', 'after_train_epoch', 'after_train'):
+    for stage in ('before_train', 'after_train_epoch', 'after_train'):
         getattr(hook, stage)(None)  # a runner would be used
 
 
@@ -336,16 +307,6 @@ def test_a_loop_that_does_not_count_epochs(repository, tmp_path):
         train(config)
 
 
-def test_scalars_are_strict_json(repository, tmp_path):
-    train(config_of(repository, tmp_path, hooks=[HOOK], epochs=1))
-    (path,) = tmp_path.glob('*/vis_data/scalars.json')
-
-    def refuse(constant):
-        raise ValueError(constant)
-
-    assert all(json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines())
-
-
 def test_heads_that_give_nothing_to_the_grid(monkeypatch):
     """They have no centre to record."""
     model, recorded = small_timm('sa_learned_content_cifar'), {}
@@ -363,3 +324,62 @@ def test_heads_that_give_nothing_to_the_grid(monkeypatch):
     hook._show(SimpleNamespace(model=model, visualizer=visualizer, message_hub=hub), 0, draw=False)
     heads = {name.split('/')[2] for name in recorded}
     assert heads == {'head0', 'head2'} and len(recorded) == 2 * 2 * 3
+
+
+VIT_ARCH = dict(embed_dims=16, num_layers=2, num_heads=4, feedforward_channels=24)
+BACKBONES = {
+    'VisionTransformer': dict(arch=VIT_ARCH, img_size=16, patch_size=4),
+    'BEiTViT': dict(arch=VIT_ARCH, img_size=16, patch_size=4),
+    'SwinTransformer': dict(
+        arch=dict(embed_dims=16, depths=[2], num_heads=[4]), img_size=16, patch_size=2, window_size=4, out_indices=(0,)
+    ),
+}
+
+
+def train_vit(repository, folder, kind, hooks, epochs):
+    config = config_of(repository, folder, hooks=hooks, epochs=epochs)
+    config.model.backbone = dict(type=kind, in_channels=1, **BACKBONES[kind])
+    if kind == 'SwinTransformer':
+        config.model.neck = dict(type='GlobalAveragePooling')
+    return train(config)
+
+
+@pytest.mark.parametrize('kind', BACKBONES)
+def test_vision_transformers(kind, repository, tmp_path):
+    """The training is the same with it, and the last scalars are those of the mean over the hook's images."""
+    shown = [dict(HOOK, interval=1)]
+    runner, without = (
+        train_vit(repository, tmp_path / name, kind, hooks, 1) for name, hooks in (('a', shown), ('b', []))
+    )
+    states = runner.model.state_dict(), without.model.state_dict()
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    pictures = sorted(path.name for path in (tmp_path / 'a').glob('*/vis_data/vis_image/*'))
+    assert pictures == [f'attention_{kind}_{epoch}.png' for kind in ('centers', 'probs') for epoch in (0, 1)]
+    loader = runner.val_dataloader
+    inputs = dict(inputs=[loader.dataset[i * len(loader.dataset) // 3]['inputs'] for i in range(3)])
+    images = runner.model.data_preprocessor(inputs, False)['inputs']
+    maps, recorded = attention_maps(runner.model, images), read_centers(tmp_path / 'a')
+    assert list(recorded) == list(shown_layers(runner.model)) and len(recorded) == 2
+    reports = {report.name: report for report in head_report(runner.model, images).layers}
+    for name, own in maps.items():
+        centers, _ = head_centers(own)
+        if kind == 'SwinTransformer':  # a single query would show its place in its window
+            centers = torch.tensor([head.center for head in reports[name].heads])
+        assert np.allclose([recorded[name][head][-1, 1:] for head in range(4)], centers.numpy(), atol=1e-5)
+
+
+def test_heads_of_a_transformer_keep_their_numbers(repository, tmp_path):
+    """When others are pruned between two epochs."""
+    prune = dict(type='HeadPruningHook', epochs=[1], num_batches=1, criteria=[dict(type='importance', keep=5)])
+    runner = train_vit(repository, tmp_path, 'VisionTransformer', [prune, HOOK], 2)
+    (log,) = tmp_path.glob('*/*.log')
+    removed = next(line for line in log.read_text().splitlines() if 'Removed heads' in line)
+    removed = json.loads(removed[removed.index('{') : removed.index('}') + 1].replace("'", '"'))
+    left = {
+        name: [head for head in range(4) if head not in removed.get(name, [])] for name in shown_layers(runner.model)
+    }
+    assert sum(map(len, left.values())) == 5
+    numbers = runner.message_hub.runtime_info['attention_heads']
+    assert numbers == left and any(heads != list(range(len(heads))) for heads in left.values())
+    for name, heads in read_centers(tmp_path).items():
+        assert [head for head, way in heads.items() if way[-1, 0] == 2] == left[name]

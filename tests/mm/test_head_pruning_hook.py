@@ -1,0 +1,380 @@
+"""Heads pruned in the framework's own trainer: optimizer, average, bias, resuming, in attention of every kind."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from helpers import two_phases
+from helpers.digits_training import EPOCHS, ITERATIONS, PRUNE_AT, average_of, small_config
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+from mmengine.runner import Runner
+
+from attncnn_plugin.pruning import prunable_heads
+
+ARCH = dict(embed_dims=16, num_layers=2, num_heads=4, feedforward_channels=24)
+VIT = dict(img_size=16, patch_size=4, in_channels=1)
+CMHSA = dict(type='CMHSA', phase='attn', num_layers=2, feedforward_channels=24, head_dim='exact', **VIT)
+BACKBONES = {
+    'VisionTransformer': dict(type='VisionTransformer', arch=ARCH, **VIT),
+    'BEiTViT': dict(type='BEiTViT', arch=ARCH, **VIT),
+    'CMHSA': CMHSA,
+}
+KEEP_FIVE = dict(type='importance', keep=5)
+C20 = 'SAGeneralized'  # two degenerate heads, found by C20's criteria
+
+
+def config_of(name, repository, folder, hook=None, **changes):
+    config = small_config(repository, folder, hook=hook, **changes)
+    if name in BACKBONES:
+        config.model.backbone = BACKBONES[name]
+    if name == 'CMHSA':
+        config.model.neck = dict(type='GlobalAveragePooling')
+    config.custom_hooks.append(dict(type='EMAHook', momentum=0.2))
+    return config
+
+
+def numbers(model):
+    return [layer.num_heads for layer in prunable_heads(model).values()]
+
+
+class Recorder(Hook):
+    """What the loop sees at every iteration, and the weights at the end of every epoch."""
+
+    priority = 'LOWEST'
+
+    def before_run(self, runner):
+        self.rates, self.heads, self.weights = [], [], {}
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        self.rates.append(runner.optim_wrapper.optimizer.param_groups[0]['lr'])
+        self.heads.append(numbers(runner.model))
+
+    def after_train_epoch(self, runner):
+        self.weights[runner.epoch + 1] = copy.deepcopy(runner.model.state_dict())
+
+
+def run(config, *hooks):
+    runner, recorder = Runner.from_cfg(config), Recorder()
+    for hook in (*hooks, recorder):
+        runner.register_hook(hook)
+    runner.train()
+    return runner, recorder
+
+
+@pytest.fixture(scope='module')
+def start(tmp_path_factory, repository):
+    """A checkpoint whose second head of the first layer is uniform, and whose third of the second is a stripe."""
+    folder = tmp_path_factory.mktemp('start')
+    torch.manual_seed(0)
+    model = Runner.from_cfg(small_config(repository, folder)).model
+    with torch.no_grad():
+        model.backbone.blocks[0].attn.encoding.sqrt_precision[1] = 0
+        model.backbone.blocks[1].attn.encoding.sqrt_precision[2] = torch.tensor([[3.0, 0.0], [0.0, 1e-6]])
+    torch.save(dict(state_dict=model.state_dict(), meta={}), folder / 'start.pth')
+    return str(folder / 'start.pth')
+
+
+@pytest.fixture(scope='module', params=[C20, *BACKBONES])
+def whole(request, tmp_path_factory, repository, start):
+    """A run that prunes: its backbone, hook, runner, recorder and work folder."""
+    folder, name = tmp_path_factory.mktemp('whole'), request.param
+    hook = dict(epochs=[PRUNE_AT], num_batches=2)
+    changes = dict(load_from=start) if name == C20 else dict()
+    if name != C20:
+        hook['criteria'] = [KEEP_FIVE]
+    config = config_of(name, repository, folder, hook, log_level='INFO', **changes)
+    return name, hook, *run(config), folder
+
+
+def test_heads_and_optimizer(whole):
+    name, _, runner, recorder, folder = whole
+    before, after = recorder.heads[0], recorder.heads[-1]
+    assert recorder.heads == [before] * PRUNE_AT * ITERATIONS + [after] * (EPOCHS - PRUNE_AT) * ITERATIONS
+    assert (after == [2, 2]) if name == C20 else (sum(after) == 5 and min(after) >= 1)
+    optimizer = runner.optim_wrapper.optimizer
+    assert {id(p) for g in optimizer.param_groups for p in g['params']} == {id(p) for p in runner.model.parameters()}
+    assert set(optimizer.state) == set(runner.model.parameters())
+    for parameter, state in optimizer.state.items():
+        assert state['exp_avg'].shape == parameter.shape
+        assert state['step'] == EPOCHS * ITERATIONS  # on, not anew
+    if name == C20:
+        center = runner.model.backbone.blocks[0].attn.encoding.center
+        assert [g['weight_decay'] for g in optimizer.param_groups if any(p is center for p in g['params'])] == [0.0]
+    for key, value in average_of(runner).module.state_dict().items():
+        assert value.shape == runner.model.state_dict()[key].shape
+    log = next(folder.glob('*/*.log')).read_text()
+    assert f'at epoch {PRUNE_AT}: ' in log and 'Removed heads {' in log and 'parameters became' in log
+
+
+def test_schedulers_stay(whole):
+    rates, last = np.array(whole[3].rates), (EPOCHS - 1) * ITERATIONS
+    cosine = 3e-3 / 2 * (1 + np.cos(np.pi * np.arange(last) / last))
+    assert np.allclose(rates[ITERATIONS:], cosine)
+
+
+@pytest.mark.parametrize('epoch', [1, PRUNE_AT, PRUNE_AT + 1])
+def test_resumed_run_equals_the_whole_one(epoch, whole, repository, tmp_path):
+    name, hook, runner, recorder, folder = whole
+    resume = dict(load_from=str(folder / f'epoch_{epoch}.pth'), resume=True)
+    resumed, again = run(config_of(name, repository, tmp_path, hook, **resume))
+    assert again.heads == recorder.heads[epoch * ITERATIONS :]
+    assert np.allclose(again.rates, recorder.rates[epoch * ITERATIONS :], rtol=1e-12)
+    for model, expected in ((resumed.model, runner.model), (average_of(resumed), average_of(runner))):
+        expected = expected.state_dict()
+        for key, value in model.state_dict().items():
+            assert torch.allclose(value, expected[key], atol=1e-6), key
+
+
+@pytest.mark.parametrize('resume', [False, True])
+def test_pruned_checkpoint_in_a_config_that_never_prunes(resume, whole, repository, tmp_path):
+    """The optimizer trains what is there; a transformer of another library needs a hook that brings it there."""
+    name, _, _, recorder, folder = whole
+    path = folder / f'epoch_{PRUNE_AT + 1}.pth'
+    config = config_of(name, repository, tmp_path, load_from=str(path), resume=resume)
+    if name not in (C20, 'CMHSA'):
+        config.custom_hooks.append(dict(type='FollowStateDictHook'))
+    config.train_cfg.max_epochs = PRUNE_AT + 2 if resume else 1
+    config.param_scheduler = None
+    runner, again = run(config)
+    assert again.heads == recorder.heads[-1:] * ITERATIONS
+    before = torch.load(path)['state_dict']
+    trained = {key for key, _ in runner.model.named_parameters()}
+    assert {key for key in trained if not torch.equal(runner.model.state_dict()[key], before[key])} == trained
+
+
+def frozen(config):
+    config.train_cfg.max_epochs = 1
+    config.optim_wrapper.optimizer.update(lr=0.0, weight_decay=0.0)
+    return config
+
+
+def test_bias_correction(repository, tmp_path, start):
+    """The output of the pruned network before it is trained on: nearer to that of the whole one with the correction."""
+    images = torch.randn(4, 1, 16, 16)
+    whole = Runner.from_cfg(small_config(repository, tmp_path)).model
+    whole.load_state_dict(torch.load(start)['state_dict'])
+    expected, change = whole.eval()(images), {}
+    for correction in (True, False):
+        hook = dict(epochs=[0], criteria=['uniform'], bias_correction=correction)
+        runner, _ = run(frozen(small_config(repository, tmp_path / str(correction), load_from=start, hook=hook)))
+        change[correction] = (runner.model.eval()(images) - expected).norm() / expected.norm()
+        assert numbers(runner.model) == [2, 3]
+    assert change[True] < 0.5 * change[False]
+
+
+@pytest.mark.parametrize('name', ['VisionTransformer', 'CMHSA'])
+def test_by_what_heads_attend_to(name, repository, tmp_path):
+    """A head without queries is uniform, in means over training images; its output, here a constant, stays."""
+    config = frozen(config_of(name, repository, tmp_path, dict(epochs=[0], criteria=['entropy'], num_batches=2)))
+    runner, images = Runner.from_cfg(config), torch.randn(4, 1, 16, 16)
+    with torch.no_grad():
+        for parameter in runner.model.backbone.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.5)
+        if name == 'CMHSA':
+            attention = runner.model.backbone.blocks[0].attn
+            attention.query.weight[attention.qk_dim : 2 * attention.qk_dim] = 0
+            attention.value.weight.split(attention.head_dims)[1].zero_()
+            attention.position.table[1] = 0
+        else:
+            attention = runner.model.backbone.layers[0].attn
+            attention.qkv.weight.view(3, 4, 4, 16)[[0, 2], 1] = 0  # queries and values of the second head
+            attention.qkv.bias[4:8] = 0
+    expected, before = runner.model.eval()(images), numbers(runner.model)[0]
+    torch.save(dict(state_dict=runner.model.state_dict(), meta={}), tmp_path / 'start.pth')
+    config.load_from = str(tmp_path / 'start.pth')
+    runner, _ = run(config)
+    assert numbers(runner.model)[0] == before - 1
+    torch.testing.assert_close(runner.model.eval()(images), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_share_of_the_multiply_adds(repository, tmp_path):
+    """Of those that there were at first: nothing more goes at the next epochs, nor in a run that is resumed."""
+    criteria = [dict(type='importance', multiply_adds=0.85)]
+    hook = dict(epochs=range(1, EPOCHS), criteria=criteria, num_batches=1)
+    runner, recorder = run(config_of('VisionTransformer', repository, tmp_path, hook))
+    heads = numbers(runner.model)
+    assert recorder.heads == [[4, 4]] * ITERATIONS + [heads] * (EPOCHS - 1) * ITERATIONS and sum(heads) < 8
+    resume = dict(load_from=str(tmp_path / 'epoch_3.pth'), resume=True)
+    again, _ = run(config_of('VisionTransformer', repository, tmp_path / 'on', hook, **resume))
+    assert numbers(again.model) == heads
+
+
+def test_never_without_heads(repository, tmp_path):
+    def everything(layer, size):
+        return torch.ones(layer.num_heads, dtype=torch.bool)
+
+    config = small_config(repository, tmp_path, **{'train_cfg.max_epochs': 2})
+    config.param_scheduler = None
+    hook = HOOKS.get('mmpretrain.HeadPruningHook')(epochs=range(2), criteria=[everything])
+    assert numbers(run(config, hook)[0].model) == [1, 1]
+
+
+def test_gradient_accumulation(repository, tmp_path, start):
+    """What is accumulated goes along: one step of four batches, two of them before the heads go."""
+    config = small_config(repository, tmp_path, load_from=start, hook=dict(epochs=[PRUNE_AT]))
+    config.optim_wrapper.accumulative_counts = 4
+
+    class Gradients(Hook):
+        priority = 'LOWEST'
+
+        def after_train_epoch(self, runner):
+            if runner.epoch == PRUNE_AT - 1:
+                self.before = runner.model.backbone.blocks[0].attn.value.weight.grad.clone()
+
+        def before_train_iter(self, runner, batch_idx, data_batch=None):
+            if runner.iter == PRUNE_AT * ITERATIONS:
+                after = runner.model.backbone.blocks[0].attn.value.weight.grad
+                assert torch.equal(after, torch.cat([self.before[:, :16], self.before[:, 32:]], 1))
+
+    run(config, Gradients())
+
+
+def test_mixed_precision(repository, tmp_path, start, monkeypatch):
+    """AmpOptimWrapper, which asks for a GPU, on the CPU; the state of what is left stays."""
+    from mmengine.optim.optimizer import amp_optimizer_wrapper
+
+    monkeypatch.setattr(amp_optimizer_wrapper, 'is_cuda_available', lambda: True)
+    hook = dict(epochs=[PRUNE_AT])
+    amp = {'optim_wrapper.type': 'AmpOptimWrapper', 'optim_wrapper.dtype': 'bfloat16'}
+    runner, recorder = run(small_config(repository, tmp_path, load_from=start, hook=hook, **amp))
+    assert type(runner.optim_wrapper).__name__ == 'AmpOptimWrapper' and recorder.heads[-1] == [2, 2]
+    for parameter, state in runner.optim_wrapper.optimizer.state.items():
+        assert state['exp_avg'].shape == parameter.shape and state['step'] == EPOCHS * ITERATIONS
+    resume = dict(resume=True, load_from=str(tmp_path / f'epoch_{PRUNE_AT + 1}.pth'))
+    again = run(small_config(repository, tmp_path / 'again', hook=hook, **resume, **amp))[1]
+    for name, weight in recorder.weights[EPOCHS].items():
+        assert torch.allclose(again.weights[EPOCHS][name], weight, atol=1e-6), name
+
+
+LAYER = 'backbone.layer4.0.conv1'
+
+
+class Degenerate(Hook):
+    """After the transition the second head is uniform, the third looks as the first."""
+
+    priority = 'LOWEST'
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        if runner.iter == two_phases.SWITCH * ITERATIONS:
+            encoding = runner.model.get_submodule(LAYER).encoding
+            with torch.no_grad():
+                encoding.sqrt_precision[1] = 0
+                encoding.center[2] = encoding.center[0]
+
+
+def cnn(repository, work_dir, content=None, criteria=('uniform', 'duplicate'), **changes):
+    """A CNN that becomes attention, and loses heads an epoch later."""
+    narrow = {'model.backbone.backbone.stem_channels': 4, 'model.backbone.backbone.base_channels': 4}
+    narrow.update({'model.head.in_channels': 32, 'model.backbone.content': content, 'log_level': 'INFO'})
+    sgd = dict(_delete_=True, type='SGD', lr=0.05, momentum=0.9, weight_decay=1e-4)
+    narrow['optim_wrapper.optimizer'] = sgd
+    config = two_phases.small_config(repository, work_dir, name='resnet18_to_attention_digits', **narrow, **changes)
+    config.custom_hooks[0].optim_wrapper = dict(optimizer=dict(lr=0.01))
+    config.optim_wrapper.paramwise_cfg.custom_keys['encoding'] = dict(lr_mult=0.0, decay_mult=0.0)
+    hook = dict(type='HeadPruningHook', epochs=[two_phases.SWITCH + 1], criteria=list(criteria))
+    config.custom_hooks.insert(0, hook)
+    config.custom_hooks.append(dict(type='EMAHook', momentum=0.2))
+    return config
+
+
+def test_after_a_transition(repository, tmp_path):
+    """Really smaller, in the model, its average and its optimizer; resumed from there with both hooks."""
+    runner, _ = run(cnn(repository, tmp_path / 'whole'), Degenerate())
+    layer = runner.model.get_submodule(LAYER)
+    assert layer.num_heads == 7 and layer.value.weight.shape == (32, 7 * 16)
+    groups = runner.optim_wrapper.optimizer.param_groups
+    assert {id(p) for group in groups for p in group['params']} == {id(p) for p in runner.model.parameters()}
+    assert average_of(runner).module.get_submodule(LAYER).num_heads == 7
+    log = next((tmp_path / 'whole').glob('*/*.log')).read_text()
+    assert f'{LAYER} at epoch 3: 2 of 9 heads degenerate' in log and 'duplicate  distance 0 < 0.01 from head 0' in log
+    assert f'{LAYER} of the model have no bias: nothing makes up for their heads that go, besides duplicates' in log
+
+    checkpoint = str(tmp_path / 'whole' / f'epoch_{two_phases.SWITCH + 2}.pth')
+    again, _ = run(cnn(repository, tmp_path / 'again', resume=True, load_from=checkpoint), Degenerate())
+    assert again.model.get_submodule(LAYER).num_heads == 7
+    for name, weight in runner.model.state_dict().items():
+        assert torch.allclose(again.model.state_dict()[name], weight, atol=1e-6), name
+
+    for resume in (False, True):  # without the hook that turns a CNN
+        config = cnn(repository, tmp_path / str(resume), load_from=checkpoint, resume=resume)
+        config.custom_hooks = [dict(type='HeadPruningHook')]
+        with pytest.raises(ValueError, match=rf"built before .* such as {LAYER}\.value.weight: .* phase='attn' of"):
+            run(config)
+
+
+def test_by_content_after_a_transition(repository, tmp_path):
+    """By importance, and by what they attend to on images."""
+    criteria = ['uniform', 'duplicate', dict(type='importance', keep=10)]
+    runner, _ = run(cnn(repository, tmp_path, 'gated', criteria))
+    layers = prunable_heads(runner.model)
+    assert LAYER in layers and len(layers) > 1 and sum(numbers(runner.model)) == 10
+    log = next(tmp_path.glob('*/*.log')).read_text()
+    assert f'{LAYER} at epoch 3: ' in log and 'importance  importance' in log
+
+
+@pytest.mark.parametrize('criteria', [['uniform', 'stripe'], [dict(type='importance', multiply_adds=0.9)]])
+def test_criteria_of_attention_to_come(criteria, repository, tmp_path):
+    """Criteria that turn out not to be for the attention that convolutions became are left, with a warning."""
+    config = two_phases.small_config(repository, tmp_path, log_level='INFO')
+    epoch = two_phases.SWITCH + 1
+    config.custom_hooks.append(dict(type='HeadPruningHook', epochs=[epoch], criteria=criteria, num_batches=1))
+    runner, _ = two_phases.run(config)
+    built = sum(layer.built_heads for layer in prunable_heads(runner.model).values())
+    if 'stripe' in criteria:
+        log = next(tmp_path.glob('*/*.log')).read_text()
+        assert (
+            f'removes no heads at epoch {epoch}: backbone.blocks.0.attn' in log and sum(numbers(runner.model)) == built
+        )
+    else:
+        assert sum(numbers(runner.model)) < built
+        assert runner.message_hub.get_info('multiply_adds_before_pruning') > 0
+
+
+@pytest.mark.parametrize(
+    'settings, message',
+    [
+        (dict(epochs=[-1]), r'epochs=\[-1\] of HeadPruningHook must be epochs'),
+        (dict(num_batches=0), 'num_batches=0 of HeadPruningHook must be at least 1'),
+        (dict(criteria=['importance']), 'nothing says how many heads go'),
+        (dict(criteria=[dict(type='importance', kept=3)]), 'unknown settings'),
+        (dict(criteria=[KEEP_FIVE, KEEP_FIVE]), "'importance' 2 times"),
+    ],
+)
+def test_settings_are_checked(settings, message):
+    with pytest.raises(ValueError, match=message):
+        HOOKS.build(dict(type='mmpretrain.HeadPruningHook', **settings))
+
+
+@pytest.mark.parametrize(
+    'name, settings, error, message',
+    [
+        (C20, dict(criteria=['ugly']), ValueError, "criterion 'ugly' is unknown"),
+        ('SALearned', dict(criteria=['uniform']), TypeError, "'entropy'"),
+        ('VisionTransformer', dict(), TypeError, "layers.0.attn: the criterion 'stripe' is for Gaussian heads"),
+        ('CMHSA', dict(), TypeError, "layers='\\*' can leave it out"),
+        ('VisionTransformer', dict(criteria=['entropy'], layers='x*'), ValueError, "no attention with layers='x\\*'"),
+        ('VisionTransformer', dict(criteria=[dict(type='importance', keep=1)]), ValueError, 'one of each of the 2'),
+        (
+            'VisionTransformer',
+            dict(criteria=[dict(type='importance', multiply_adds=0.5)]),
+            ValueError,
+            'multiply_adds=0.5 cannot be reached',
+        ),
+    ],
+)
+def test_refused_at_once(name, settings, error, message, repository, tmp_path):
+    config = config_of(name, repository, tmp_path, dict(epochs=[EPOCHS - 1], **settings))
+    if name == 'SALearned':
+        config.model.backbone.type = name
+    with pytest.raises(error, match=message):
+        run(config)
+    assert not list(tmp_path.glob('*.pth'))
+
+
+def test_a_loop_that_counts_iterations(repository, tmp_path):
+    config = small_config(repository, tmp_path, hook=dict(epochs=[0]))
+    config.train_cfg, config.param_scheduler = dict(type='IterBasedTrainLoop', max_iters=4), None
+    with pytest.raises(TypeError, match='HeadPruningHook counts epochs, but the loop is a IterBasedTrainLoop'):
+        run(config)

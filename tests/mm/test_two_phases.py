@@ -1,0 +1,486 @@
+"""Both phases in one run, in the framework's own trainer: optimizer, schedule, average, resuming, mistakes."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from helpers.two_phases import EPOCHS, ITERATIONS, SWITCH, run, small_config
+from mmengine.hooks import EMAHook, Hook
+from mmengine.registry import HOOKS
+from mmengine.runner import Runner
+from mmpretrain.models import ImageClassifier
+from mmpretrain.registry import MODELS
+from torch import nn
+
+from attncnn_plugin.attention import ContentImageAttention
+
+LAYER = 'backbone.layer4.0.conv1'  # of the CNN
+RATES = [2e-3, 0, *np.linspace(5e-4, 1e-4, 4)]  # by iterations: each phase to the end of its line
+SETTINGS = {
+    'CMHSA': dict(drift=1e-5, key='backbone.blocks.1.attn.query.weight', peaks=(2e-3, 5e-4)),
+    'narrow': dict(drift=1e-5, key='backbone.blocks.1.attn.query.weight', peaks=(2e-3, 5e-4)),
+    'CNN': dict(drift=0.05, key=f'{LAYER}.key.weight', peaks=(0.05, 0.01)),
+    'iterations': dict(drift=1e-5, key='backbone.blocks.1.attn.query.weight', peaks=None),
+}
+
+
+def config_of(kind, repository, work_dir, **changes):
+    """A small run of CMHSA, with narrow heads too, of a CNN, and of CMHSA in a loop that counts iterations."""
+    if kind == 'CNN':  # plain gradients: AdamW makes steps of the rounding errors in gradients that are zero
+        sgd = dict(_delete_=True, type='SGD', lr=0.05, momentum=0.9, weight_decay=1e-4)
+        narrow = {'model.backbone.backbone.stem_channels': 4, 'model.backbone.backbone.base_channels': 4}
+        narrow.update({'model.head.in_channels': 32, 'optim_wrapper.optimizer': sgd})
+        config = small_config(repository, work_dir, name='resnet18_to_attention_digits', **narrow)
+        config.custom_hooks[0].optim_wrapper = dict(optimizer=dict(lr=0.01))
+    else:
+        config = small_config(repository, work_dir)
+        config.model.backbone.attn_bias_init = 40.0
+    if kind == 'narrow':
+        config.model.backbone.update(head_dim='exact', qk_dim=8)
+    if kind == 'iterations':
+        config.train_cfg = dict(type='IterBasedTrainLoop', max_iters=6, val_interval=6)
+        config.train_dataloader.sampler = dict(type='InfiniteSampler', shuffle=True)
+        config.default_hooks.checkpoint.update(by_epoch=False, interval=1)
+        config.log_processor = dict(by_epoch=False)
+        line = dict(type='PolyLR', power=1, begin=0, by_epoch=False)
+        config.param_scheduler = [dict(line, end=2)]
+        config.custom_hooks[0] = dict(
+            type='PhaseTransitionHook',
+            iter=2,
+            optim_wrapper=dict(optimizer=dict(lr=5e-4)),
+            param_scheduler=[dict(line, eta_min=1e-4)],  # its end is that of the run
+        )
+    config.merge_from_dict(changes)
+    return config
+
+
+def average_of(runner):
+    return next(hook for hook in runner.hooks if isinstance(hook, EMAHook)).ema_model
+
+
+class Average(Hook):
+    """The averaged network before and after the transition, and averages computed here."""
+
+    priority = 'LOWEST'
+
+    def __init__(self, switch, images):
+        self.switch, self.images = switch, images
+
+    def output(self, runner):
+        output = average_of(runner).module.eval()(self.images)
+        return output[0] if isinstance(output, tuple) else output
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        if runner.iter == self.switch:
+            module = average_of(runner).module
+            self.after = self.output(runner)
+            assert module.backbone.phase == 'attn' and not any(p.requires_grad for p in module.parameters())
+            self.expected = {name: value.clone() for name, value in module.state_dict().items()}
+            for name, value in module.named_parameters():  # no average of two random draws
+                if name.endswith('key.weight'):
+                    assert torch.equal(value, runner.model.get_parameter(name))
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if runner.iter == self.switch - 1:
+            self.before = self.output(runner)
+        if runner.iter >= self.switch:
+            for name, value in runner.model.named_parameters():
+                self.expected[name].lerp_(value.detach(), 0.2)
+
+
+def train(config, hook=None):
+    """Runs a config with an averaged copy of the model."""
+    config.custom_hooks.append(dict(type='EMAHook', momentum=0.2, update_buffers=config.get('average_buffers', False)))
+    runner = Runner.from_cfg(config)
+    if hook is not None:
+        runner.register_hook(hook)
+    return runner, record(runner)
+
+
+def record(runner):
+    recorder = HOOKS.build(dict(type='Recorder'))
+    runner.register_hook(recorder)
+    runner.train()
+    return recorder
+
+
+@pytest.fixture(scope='module', params=SETTINGS)
+def whole(request, tmp_path_factory, repository):
+    """A run through both phases: its kind, runner, recorder, average and work folder."""
+    kind, work_dir = request.param, tmp_path_factory.mktemp('whole')
+    images = torch.randn(2, 1, *((16, 16) if kind == 'CNN' else (32, 32)))
+    average = Average(2 if kind == 'iterations' else SWITCH * ITERATIONS, images)
+    config = config_of(kind, repository, work_dir, log_level='INFO', average_buffers=kind == 'narrow')
+    return kind, *train(config, average), average, work_dir
+
+
+@pytest.fixture(scope='module')
+def first_phase(tmp_path_factory, repository):
+    """The folder of a run of the CMHSA through both phases."""
+    work_dir = tmp_path_factory.mktemp('first')
+    return work_dir, run(config_of('CMHSA', repository, work_dir))[1]
+
+
+def log_of(work_dir):
+    return next(work_dir.glob('*/*.log')).read_text()
+
+
+def test_phases_and_optimizer(whole):
+    kind, runner, recorder, _, work_dir = whole
+    switch, end = (2, 6) if kind == 'iterations' else (SWITCH * ITERATIONS, EPOCHS * ITERATIONS)
+    assert recorder.phases == ['conv'] * switch + ['attn'] * (end - switch)
+    groups = runner.optim_wrapper.optimizer.param_groups
+    assert {id(p) for group in groups for p in group['params']} == {id(p) for p in runner.model.parameters()}
+    assert runner.message_hub.get_info('transition_drift') < SETTINGS[kind]['drift']
+    log = log_of(work_dir)
+    assert 'Relative change of the features on the current batch: ' in log
+    unit = 'iter 2' if kind == 'iterations' else 'epoch 2'
+    assert (
+        f'Transition at {unit}' in log
+        and f'{"layer4.0.conv1 " if kind == "CNN" else "blocks.0.attn "} 3×3 kernel  9 heads' in log
+    )
+    if kind != 'iterations':
+        before, after, end = (recorder.weights[epoch] for epoch in (SWITCH, SWITCH + 1, EPOCHS))
+        key = SETTINGS[kind]['key']
+        assert key not in before and not torch.equal(after[key], end[key])
+    if kind == 'CNN':  # positions do not decay
+        layer = runner.model.get_submodule(LAYER)
+        decays = {id(p): group['weight_decay'] for group in groups for p in group['params']}
+        assert isinstance(layer, ContentImageAttention)
+        assert decays[id(layer.encoding.center)] == 0 and decays[id(layer.key.weight)] == 1e-4
+
+
+def test_schedules(whole):
+    """Each phase has its own warm-up and its own cosine, counted from its beginning."""
+    kind, runner, recorder, *_ = whole
+    rates = np.array(recorder.rates)
+    if kind == 'iterations':
+        assert np.allclose(rates, RATES)
+        return
+    begin = 0
+    for peak, epochs in zip(SETTINGS[kind]['peaks'], (SWITCH, EPOCHS - SWITCH)):
+        own, total = rates[begin * ITERATIONS : (begin + epochs) * ITERATIONS], (epochs - 1) * ITERATIONS
+        assert np.isclose(own[0], 1e-3 * peak)
+        assert np.allclose(own[ITERATIONS:], peak / 2 * (1 + np.cos(np.pi * np.arange(total) / total)))
+        begin += epochs
+    assert np.array_equal(runner.message_hub.get_scalar('train/lr').data[0], rates)  # what is logged
+
+
+def test_average(whole):
+    """The averaged copy goes through the transition with its function unchanged."""
+    kind, runner, _, average, _ = whole
+    tolerance = 0.05 if kind == 'CNN' else 1e-5
+    assert (average.after - average.before).norm() < tolerance * average.before.norm()
+    for name, value in average_of(runner).module.named_parameters():
+        assert torch.allclose(value, average.expected[name], atol=1e-5), name
+
+
+@pytest.mark.parametrize('at', [SWITCH - 1, SWITCH, SWITCH + 1])
+def test_resumed_run_equals_the_whole_one(at, whole, repository, tmp_path):
+    """From before, at and after the transition; the average too."""
+    kind, runner, recorder, _, work_dir = whole
+    unit, done = ('iter', at) if kind == 'iterations' else ('epoch', at * ITERATIONS)
+    changes = dict(load_from=str(work_dir / f'{unit}_{at}.pth'), resume=True, average_buffers=kind == 'narrow')
+    resumed, again = train(config_of(kind, repository, tmp_path, **changes))
+    assert again.phases == recorder.phases[done:] and np.allclose(again.rates, recorder.rates[done:], rtol=1e-12)
+    for model, expected in ((resumed.model, runner.model), (average_of(resumed), average_of(runner))):
+        expected = expected.state_dict()
+        for name, weight in model.state_dict().items():
+            assert torch.allclose(weight.float(), expected[name].float(), atol=1e-6), name
+
+
+def test_second_phases_own_optimizer(repository, tmp_path):
+    config = small_config(repository, tmp_path)
+    config.train_cfg.max_epochs = SWITCH + 1
+    config.custom_hooks[0].optim_wrapper = dict(
+        optimizer=dict(_delete_=True, type='SGD', lr=0.01, momentum=0.9, weight_decay=1e-4),
+        paramwise_cfg=dict(custom_keys={'position.table': dict(lr_mult=10.0)}),
+        clip_grad=dict(max_norm=5.0),
+    )
+    config.custom_hooks[0].param_scheduler = None
+    runner, recorder = run(config)
+    optimizer = runner.optim_wrapper.optimizer
+    names = {id(parameter): name for name, parameter in runner.model.named_parameters()}
+    rates = {names[id(p)]: group['lr'] for group in optimizer.param_groups for p in group['params']}
+    assert type(optimizer) is torch.optim.SGD and runner.optim_wrapper.clip_grad_kwargs == dict(max_norm=5.0)
+    assert rates['backbone.blocks.0.attn.position.table'] == 0.1 and rates['head.fc.weight'] == 0.01
+    assert runner.param_schedulers == [] and recorder.rates[-1] == 0.01
+
+
+def test_learning_rate_scaled_to_the_batch(repository, tmp_path):
+    config = small_config(repository, tmp_path, auto_scale_lr=dict(enable=True, base_batch_size=16))
+    config.train_cfg.max_epochs = SWITCH + 1
+    config.param_scheduler = None
+    config.custom_hooks[0].param_scheduler = []
+    rates = run(config)[1].rates
+    assert np.allclose([rates[0], rates[-1]], [2e-3 / 2, 5e-4 / 2])
+
+
+def test_gradient_accumulation(repository, tmp_path):
+    """What the first phase has accumulated at its end does not leak into the second."""
+    config = small_config(repository, tmp_path, log_level='INFO', **{'train_cfg.max_epochs': SWITCH + 1})
+    config.optim_wrapper.accumulative_counts = 4  # 6 iterations in the first phase
+    config.custom_hooks[0].param_scheduler = None
+
+    class Gradients(Hook):
+        priority = 'LOWEST'
+
+        def before_train_iter(self, runner, batch_idx, data_batch=None):
+            if runner.iter == SWITCH * ITERATIONS:
+                assert all(p.grad is None for p in runner.model.parameters())
+                assert runner.optim_wrapper._inner_count == runner.iter
+
+    runner = Runner.from_cfg(config)
+    runner.register_hook(Gradients())
+    runner.train()
+    assert 1e-6 < runner.message_hub.get_info('transition_drift') < 1e-2  # with the default M
+    said = 'after 6 iterations, in the middle of those whose gradients are accumulated: the gradients of the last ones'
+    assert said in log_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    'kind, layers', [('CMHSA', 1), *(pytest.param(*own, marks=pytest.mark.slow) for own in (('CMHSA', 2), ('CNN', 0)))]
+)
+def test_compiled_training(kind, layers, repository, tmp_path):
+    """Each phase compiles its own optimizer, twice where learning rates change."""
+
+    def config(work_dir, **changes):
+        config = config_of(kind, repository, work_dir, **changes)
+        if layers:
+            config.model.backbone.num_layers = layers
+        if layers == 1:
+            config.param_scheduler = config.custom_hooks[0].param_scheduler = []
+        return config
+
+    runner, recorder = run(config(tmp_path, compile=dict(backend='eager')))
+    assert {type(group) for group in runner.optim_wrapper.optimizer.param_groups} == {dict}  # others fail to compile
+    _, expected = run(config(tmp_path / 'eager'))
+    for name, weight in expected.weights[EPOCHS].items():
+        if not name.endswith('attn.out.bias'):  # the norm that follows takes it out: its gradient is rounding
+            assert torch.allclose(recorder.weights[EPOCHS][name], weight, atol=1e-4), name
+
+
+@pytest.mark.parametrize('epoch', [SWITCH, EPOCHS])
+def test_two_separate_runs(epoch, first_phase, repository, tmp_path):
+    """A checkpoint of either phase in a config of the second."""
+    work_dir, recorder = first_phase
+    config = small_config(repository, tmp_path, load_from=str(work_dir / f'epoch_{epoch}.pth'))
+    config.custom_hooks = []
+    config.model.backbone.update(phase='attn', attn_bias_init=40.0)
+    config.train_cfg.max_epochs = 1
+    config.optim_wrapper.optimizer.update(lr=0.0, weight_decay=0.0)
+    runner, again = run(config)
+    assert again.start == 0 and again.phases == ['attn'] * ITERATIONS
+    images, model = torch.randn(2, 1, 32, 32), Runner.from_cfg(config_of('CMHSA', repository, tmp_path)).model
+    model.load_state_dict(recorder.weights[epoch])
+    assert model.backbone.phase == ('conv' if epoch == SWITCH else 'attn')
+    assert torch.allclose(runner.model.eval()(images), model.eval()(images), atol=1e-5)
+
+
+def test_right_after_loading(repository, tmp_path):
+    """Attention of the kernels that were loaded; attention itself is refused, for the optimizer would not have it."""
+    frozen = {'optim_wrapper.optimizer.lr': 0.0, 'optim_wrapper.optimizer.weight_decay': 0.0}
+
+    def config(folder, **changes):
+        config = config_of('CNN', repository, tmp_path / folder, train_cfg=dict(max_epochs=2), **changes)
+        config.custom_hooks[0] = dict(type='PhaseTransitionHook', epoch=0)
+        return config
+
+    start = config('start')
+    start.custom_hooks = []
+    start.train_cfg.max_epochs = 1
+    model = run(start)[0].model
+    at_once = dict(load_from=str(tmp_path / 'start/epoch_1.pth'))
+    runner, recorder = run(config('frozen', **at_once, **frozen))
+    assert recorder.phases == ['attn'] * 2 * ITERATIONS
+    kernel = model.state_dict()[f'{LAYER}.weight']
+    value = recorder.weights[2][f'{LAYER}.value.weight'].unflatten(1, (9, -1))
+    assert torch.equal(value, kernel.flatten(2).transpose(1, 2))
+    with pytest.raises(ValueError, match="in phase='attn' at epoch 0, before epoch=0 of PhaseTransitionHook turns it"):
+        run(config('attention', load_from=str(tmp_path / 'frozen/epoch_1.pth')))
+    resumed, again = run(config('resumed', load_from=str(tmp_path / 'frozen/epoch_1.pth'), resume=True, **frozen))
+    assert again.start == 1 and again.phases == ['attn'] * ITERATIONS
+
+
+def test_right_after_loading_by_iterations(repository, tmp_path):
+    """The schedule of the run is that of the attention."""
+    config = config_of('iterations', repository, tmp_path)
+    config.custom_hooks[0] = dict(type='PhaseTransitionHook', iter=0)
+    config.train_cfg.max_iters = 2
+    _, recorder = run(config)
+    assert recorder.phases == ['attn', 'attn'] and np.allclose(recorder.rates, RATES[:2])
+
+
+SALEARNED = dict(_delete_=True, type='SAQuadratic', arch='tiny', in_channels=1, out_type='avg_featmap')
+LOOP = dict(_delete_=True, type='IterBasedTrainLoop', max_iters=4)
+
+
+@pytest.mark.parametrize(
+    'kind, changes, hook, error, message',
+    [
+        ('CMHSA', dict(train_cfg=LOOP), {}, TypeError, 'epoch=2 of .* counts epochs, but the loop is a IterBasedTrain'),
+        ('CMHSA', {}, dict(epoch=None, iter=3), TypeError, 'iter=3 of .* counts iterations, but the loop is a Epoch'),
+        ('CMHSA', {'model.backbone': SALEARNED}, {}, ValueError, 'finds no CMHSA in the model'),
+        ('CMHSA', {'model.backbone.phase': 'attn'}, {}, ValueError, "in phase='attn' at epoch 0, before epoch=2 of"),
+        ('CMHSA', {}, dict(optim_wrapper=dict(optimizer=dict(momentum=0.9))), TypeError, "unexpected .* 'momentum'"),
+        ('CMHSA', {}, dict(param_scheduler=dict(type='CosineAnnealingLR', begin=3)), ValueError, 'begin=3, end=3'),
+        ('iterations', {}, dict(param_scheduler=dict(type='PolyLR')), ValueError, "'PolyLR'.* counts epochs, but the"),
+        (
+            'iterations',
+            {},
+            dict(param_scheduler=dict(type='PolyLR', by_epoch=False, begin=4)),
+            ValueError,
+            'begin=4, end=4',
+        ),
+    ],
+)
+def test_mistakes_show_at_once(kind, changes, hook, error, message, repository, tmp_path):
+    config = config_of(kind, repository, tmp_path, **changes)
+    config.custom_hooks[0].update(hook)
+    if 'train_cfg' in changes:
+        config.param_scheduler = None
+    with pytest.raises(error, match=message):
+        run(config)
+    assert not list(tmp_path.glob('*.pth'))
+
+
+@pytest.mark.parametrize('unit', ['epoch', 'iter'])
+@pytest.mark.parametrize('value', [-1, 1.5, '3'])
+def test_settings_are_checked(unit, value):
+    units = dict(epoch='epochs', iter='iterations')[unit]
+    with pytest.raises(ValueError, match=f'{unit}={value!r} of PhaseTransitionHook must be the number of {units}'):
+        HOOKS.build(dict(type='mmpretrain.PhaseTransitionHook', **{unit: value}))
+    for settings in (dict(), dict(epoch=1, iter=2)):
+        with pytest.raises(ValueError, match='of PhaseTransitionHook: give one of them, the length of the first phase'):
+            HOOKS.build(dict(type='mmpretrain.PhaseTransitionHook', **settings))
+
+
+def test_without_a_config(repository, tmp_path):
+    """A runner made of objects: the hook has nothing to inherit from."""
+    config = small_config(repository, tmp_path)
+
+    def runner(optimizer):
+        hook = dict(type='mmpretrain.PhaseTransitionHook', epoch=1, optim_wrapper=dict(optimizer=optimizer))
+        return Runner(
+            model=config.model,
+            work_dir=str(tmp_path),
+            train_dataloader=config.train_dataloader,
+            train_cfg=dict(by_epoch=True, max_epochs=2),
+            optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1)),
+            custom_hooks=[hook],
+            default_scope='mmpretrain',
+            experiment_name=config.experiment_name + str(optimizer),
+        )
+
+    with pytest.raises(ValueError, match='of PhaseTransitionHook names no type of optimizer, and the config'):
+        runner(dict(lr=0.01)).train()
+    assert runner(dict(type='SGD', lr=0.01)).train().backbone.phase == 'attn'
+
+
+def test_models_without_an_output(repository, tmp_path):
+    """A line in the log must not end a training."""
+
+    @MODELS.register_module(force=True)
+    class LossOnly(ImageClassifier):
+        def forward(self, inputs, data_samples=None, mode='tensor'):
+            if mode == 'tensor':
+                raise RuntimeError('no such mode')
+            return super().forward(inputs, data_samples, mode)
+
+    config = small_config(repository, tmp_path, log_level='INFO')
+    config.model.type = 'LossOnly'
+    assert run(config)[1].phases[-1] == 'attn'
+    assert "LossOnly has no output for a batch in mode='tensor' (no such mode)" in log_of(tmp_path)
+
+
+def test_resumed_without_the_state_of_the_schedulers(repository, tmp_path):
+    """An end that is not given is the end of the phase."""
+    config = small_config(repository, tmp_path)
+    config.default_hooks.checkpoint.save_param_scheduler = False
+    run(config)
+    resume = dict(resume=True, load_from=str(tmp_path / f'epoch_{SWITCH + 1}.pth'))
+    runner, _ = run(small_config(repository, tmp_path / 'resumed', **resume))
+    assert [scheduler.end for scheduler in runner.param_schedulers] == [3, 9]  # iterations of the second phase
+
+
+@pytest.mark.parametrize('phase', ['conv', 'attn'])
+def test_a_checkpoint_resumes_with_the_heads_that_it_was_saved_with(phase, whole, repository, tmp_path):
+    """Whatever the config says by now: the optimizer's state is of those parameters."""
+    kind, _, recorder, _, work_dir = whole
+    if kind != 'narrow':
+        pytest.skip('of narrow heads')
+    resume = dict(load_from=str(work_dir / f'epoch_{SWITCH + 1}.pth'), resume=True)
+    changes = {'model.backbone.phase': phase, 'average_buffers': True}
+    _, again = train(config_of('CMHSA', repository, tmp_path, **resume, **changes))
+    for name, value in recorder.weights[EPOCHS].items():
+        assert torch.allclose(again.weights[EPOCHS][name], value, atol=1e-6), name
+
+
+def test_a_second_phase_checkpoint_does_not_start_a_first_phase(first_phase, repository, tmp_path):
+    """Loaded, not resumed: an optimizer of convolutions that are gone would train nothing."""
+    config = small_config(repository, tmp_path, load_from=str(first_phase[0] / f'epoch_{EPOCHS}.pth'))
+    with pytest.raises(ValueError, match='keep training a checkpoint of the second phase by resume=True'):
+        run(config)
+
+
+def test_a_run_that_ends_before_the_transition_says_so(repository, tmp_path):
+    config = small_config(repository, tmp_path, log_level='INFO')
+    config.train_cfg.max_epochs = 1
+    assert run(config)[0].model.backbone.phase == 'conv'
+    assert 'ends after 1 epochs, before the transition to attention after epoch 2' in log_of(tmp_path)
+
+
+def test_several_networks(repository, tmp_path):
+    """Any model that holds the backbone: here two of them."""
+
+    @MODELS.register_module(force=True)
+    class Twins(nn.Module):
+        def __init__(self, twin):
+            super().__init__()
+            self.left, self.right = MODELS.build(copy.deepcopy(twin)), MODELS.build(copy.deepcopy(twin))
+
+        @property
+        def phase(self):
+            return self.left.phase
+
+        def forward(self, x):
+            return tuple((a + b) / 2 for a, b in zip(self.left(x), self.right(x)))
+
+        def init_weights(self):
+            pass
+
+    def twins(work_dir, **changes):
+        config = small_config(repository, work_dir, **changes)
+        config.model.backbone = dict(type='Twins', twin=config.model.backbone)
+        return run(config)
+
+    runner, _ = twins(tmp_path)
+    assert runner.model.backbone.left.phase == runner.model.backbone.right.phase == 'attn'
+    resume = dict(resume=True, load_from=str(tmp_path / f'epoch_{SWITCH + 1}.pth'))
+    assert twins(tmp_path / 'resumed', **resume)[1].phases == ['attn'] * 2 * ITERATIONS
+
+
+def test_mixed_precision(repository, tmp_path, monkeypatch):
+    """AmpOptimWrapper, which asks for a GPU, on the CPU: the second phase inherits it."""
+    from mmengine.optim.optimizer import amp_optimizer_wrapper
+
+    monkeypatch.setattr(amp_optimizer_wrapper, 'is_cuda_available', lambda: True)
+    amp = {'optim_wrapper.type': 'AmpOptimWrapper', 'optim_wrapper.dtype': 'bfloat16'}
+    runner, recorder = run(small_config(repository, tmp_path, **amp))
+    assert type(runner.optim_wrapper).__name__ == 'AmpOptimWrapper' and recorder.phases[-1] == 'attn'
+    resume = dict(resume=True, load_from=str(tmp_path / f'epoch_{SWITCH + 1}.pth'))
+    again = run(small_config(repository, tmp_path / 'again', **resume, **amp))[1]
+    for name, weight in recorder.weights[EPOCHS].items():
+        assert torch.allclose(again.weights[EPOCHS][name], weight, atol=1e-6), name
+
+
+def test_a_layer_that_cannot_be_replaced_any_more(repository, tmp_path):
+    class Late(Hook):
+        def before_train_epoch(self, runner):
+            runner.model.get_submodule(LAYER).register_forward_hook(lambda *args: None)
+
+    runner = Runner.from_cfg(config_of('CNN', repository, tmp_path))
+    runner.register_hook(Late())
+    with pytest.raises(ValueError, match='layer4.0.conv1 has hooks'):
+        runner.train()
