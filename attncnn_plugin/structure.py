@@ -14,7 +14,7 @@ from .change import Change, LayerChange, Successor, within
 from .convert.model_layers import number_of_parameters
 from .convert.models import in_words, successors
 from .convert.pixels import OwnConvolution, new_attention
-from .transformers.transformer_heads import follow_heads
+from .transformers.heads import follow_heads
 
 
 @torch.no_grad()
@@ -138,8 +138,7 @@ def attention_in(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) 
         for key, parameter in conv.named_parameters():
             parameter.requires_grad_(like.get_parameter(key).requires_grad)
     try:
-        with torch.random.fork_rng(devices=[]):  # layers draw weights, which are yet to be loaded
-            attention = new_attention(conv, **settings)
+        attention = new_attention(conv, **settings)
     except (TypeError, ValueError) as error:
         raise StructureError(f'attention of the state dict cannot be in the place of {prefix[:-1]}: {error}') from error
     heads, positions = attention.num_heads, math.prod(attention.window.kernel_size)

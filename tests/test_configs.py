@@ -23,8 +23,8 @@ from mmpretrain.registry import TRANSFORMS
 
 from attncnn_plugin.attention import GeneralizedQuadraticAttention
 from attncnn_plugin.pruning import find_degenerate_heads
+from attncnn_plugin.transformers.attention import vit_attention
 from attncnn_plugin.transformers.start import random_images
-from attncnn_plugin.transformers.transformer_attention import vit_attention
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
 MODELS = [model['Name'] for model in yaml.safe_load((CONFIGS / 'metafile.yml').read_text())['Models']]

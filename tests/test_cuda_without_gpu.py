@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attncnn_plugin import attention as layers
-from attncnn_plugin.attention import linear
 from attncnn_plugin.pruning import prune_heads
 
 CUDA = torch.device('cuda:0')
@@ -65,8 +64,6 @@ def on_fake_cuda(module):
         # Autocast would turn itself off.
         stack.enter_context(mock.patch('torch.cuda.amp.common.amp_definitely_not_available', lambda: False))
         stack.enter_context(mock.patch('torch.cuda.is_bf16_supported', lambda *args, **kwargs: True))
-        # A fake weight is as plain as a real one, so that matrices are multiplied here too.
-        stack.enter_context(mock.patch.object(linear, 'is_plain_linear', lambda layer: type(layer) is nn.Linear))
         stack.enter_context(FakeMode())
         stack.enter_context(OneDevice())
         for part in module.modules():
@@ -126,7 +123,7 @@ def test_layer(name):
             return
         size = (6, 8)
         heads = layer.gaussian_heads()
-        said = [layer.value_matrices(), layer.position_probs(size), layer.position_share(), *(heads or ())]
+        said = [layer.value_matrices(), layer.position_probs(size), *(heads or ())]
         if layer.depends_on_content:
             said += [layer.attention_scores(x), layer.content_scores(x), layer.position_scores(x)]
         else:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from ..attention import AttentionLayer, GaussianHeads
 from ..attention.evaluation_mode import evaluating
 from ..attention.window import Window, per_axis, shown
-from ..pruning import relative_entropy_of_maps
-from ..transformers.image_means import ImageMeans, few_images
-from ..transformers.transformer_attention import TokenPlaces, visit_vit_attention, vit_layers
+from ..pruning.criteria import relative_entropy_of_maps
+from ..transformers.attention import TokenPlaces, visit_vit_attention, vit_layers
 from ..transformers.vision_transformer import is_vit
+from .image_means import ImageMeans, few_images
 
 BATCH_SIZE = 4  # images in a pass
 PARTS = ('all', 'position', 'content')
@@ -132,9 +132,8 @@ def attention_maps(
         size (Sequence[int], optional): Height and width of the grid in tokens, instead of images, where no layer
             depends on content.
         part (str): ``'all'``; ``'position'``, the term that depends on position alone, v·r_δ of C20's eq. 8 or the
-            position bias of CMHSA, or q·r_δ in layers without one; or ``'content'``, the terms without position, q·k
-            and u·k, where absolute encodings and null keys are left out too. Layers without such a term are not in the
-            result. Defaults to ``'all'``.
+            position bias of CMHSA, or q·r_δ in layers without one; or ``'content'``, the term without position, q·k,
+            where null keys are left out too. Layers without such a term are not in the result. Defaults to ``'all'``.
 
     Returns:
         dict[str, AttentionMaps]: By the layer's name in the model, in the order of the blocks.

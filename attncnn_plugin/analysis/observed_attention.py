@@ -7,10 +7,10 @@ from typing import Any, Dict, Iterator, Mapping
 from torch import Tensor
 
 from ..attention.heads import PrunableHeads
-from ..pruning import ObservedAttention
-from ..pruning.heads import Heads
-from ..transformers.image_means import few_images
-from ..transformers.transformer_attention import visited_attention
+from ..pruning.criteria import ObservedAttention
+from ..pruning.prune import Heads
+from ..transformers.attention import visited_attention
+from .image_means import few_images
 
 
 @contextmanager
@@ -24,9 +24,6 @@ def observed_attention(layers: Mapping[str, Heads]) -> Iterator[Dict[str, Observ
     Yields:
         dict[str, ObservedAttention]: By name. Keys are all tokens that the layer has, class tokens and null keys among
         them; each window of an image counts.
-
-    Raises:
-        ValueError: A layer whose probabilities cannot be seen.
 
     Examples:
         >>> import timm, torch
@@ -46,17 +43,11 @@ def observed_attention(layers: Mapping[str, Heads]) -> Iterator[Dict[str, Observ
                 handle = layer.register_forward_pre_hook(partial(_see_scores, observed[name]))
                 stack.callback(handle.remove)
                 continue
-            module = layer.module
-            if not hasattr(module, 'scaled_dot_product_attention') and not hasattr(module, 'attn_drop'):
-                raise ValueError(
-                    f'the attention of {name} cannot be seen: its {type(module).__name__} has no attn_drop that the '
-                    'probabilities go through'
-                )
-            stack.enter_context(visited_attention(module, partial(_see_probs, observed[name])))
+            stack.enter_context(visited_attention(layer.module, partial(_see_probs, observed[name])))
         yield observed
 
 
-def _see_probs(observed: ObservedAttention, probs: Tensor) -> None:
+def _see_probs(observed: ObservedAttention, probs: Tensor, masked: Any) -> None:
     observed.add(probs.float())
 
 

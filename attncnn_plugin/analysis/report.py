@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import AttentionLayer, GaussianHeads
-from ..pruning import DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
-from ..pruning.degenerate_heads import THRESHOLDS
+from ..pruning.criteria import THRESHOLDS, DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
 from .layer_kind import EXACT, LayerKind, error_text, kind_of_layer, size_text
 from .layer_maps import (
     AttentionMaps,

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention_layer import GaussianHeads, head_products
-from .encodings import QuadraticEncoding, WindowEncoding
+from .attention_layer import head_products
 from .heads import HeadParameters
 from .images import ImageAttention, shared_heads
 from .neighbourhoods import AxisTiles, join_tiles, tile_keys, tile_queries
+from .positions import GaussianHeads, QuadraticEncoding, WindowEncoding
 from .precision import Device, Dtype, at_least_float32
 from .softmax import softmax
 from .window import Window
@@ -55,6 +55,7 @@ class ContentImageAttention(ImageAttention):
         value (nn.Linear | GroupedLinear): N_h·C to ``out_channels``.
     """
 
+    depends_on_content = True
     encoding: Union[QuadraticEncoding, WindowEncoding]
     gate: Optional[nn.Parameter]
 
@@ -96,10 +97,6 @@ class ContentImageAttention(ImageAttention):
             self.encoding = WindowEncoding(num_heads, window_size, device=device, dtype=dtype)
         gate = torch.full((num_heads,), SHARED_GATE, device=device, dtype=dtype)
         self.register_parameter('gate', nn.Parameter(gate) if gated else None)
-
-    @property
-    def depends_on_content(self) -> bool:
-        return True
 
     def extra_repr(self) -> str:
         gated = '' if self.gate is None else ', gated=True'
@@ -213,9 +210,6 @@ class ContentImageAttention(ImageAttention):
             return bias
         near = [(shift.abs() <= size // 2)[None] for shift, size in zip(shifts, self.window_size)]
         return bias.masked_fill(~_all_axes(near), -math.inf)
-
-    def attention_probs(self, size: Sequence[int]) -> Tensor:
-        raise ValueError('the probabilities depend on the input x: use attention_scores(x).softmax(-1)')
 
     def position_probs(self, size: Sequence[int]) -> Tensor:
         return self._on_pixels(softmax(self._position_bias(size)), size)[..., :-1]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..change import Successor
 from .attention_layer import AttentionLayer
-from .state_dicts import HOOKS, Restructurable, StateDict, StructureError, too_many_heads
+from .state_dicts import Restructurable, StateDict, StructureError, too_many_heads
 
 # Of each parameter by name: the dimension of heads, and the entries of a head, a number for all or one for each.
 HeadParameters = Dict[str, Tuple[int, Any]]
@@ -135,24 +135,6 @@ class PrunableHeads(Restructurable, AttentionLayer):
         if counts and max(counts.values()) > self.built_heads:
             raise too_many_heads(prefix, max(counts.values()), self.built_heads)
         return next(iter(counts.values()), None) if len(counts) == len(self.head_parameters()) else None
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Returns whether something happens when a module is called that its class does not say."""
-    return any(getattr(module, hooks) for hooks in HOOKS) or 'forward' in module.__dict__
-
-
-def check_plain(name: str, linear: nn.Module) -> None:
-    """Refuses a linear map that does more than its weight and bias say, for instance an adapter.
-
-    Raises:
-        RuntimeError: It is no ``nn.Linear``, or has hooks.
-    """
-    if type(linear) is not nn.Linear or has_hooks(linear):
-        raise RuntimeError(
-            f'{name} is a {type(linear).__name__}, or has hooks: only the weight of a plain nn.Linear can be merged '
-            'with another; merge adapters and remove parametrizations and hooks first'
-        )
 
 
 def check_heads(heads: Sequence[int], num_heads: int, allow_empty: bool) -> None:

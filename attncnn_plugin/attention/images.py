@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention_layer import GaussianHeads
-from .encodings import QuadraticEncoding, WindowEncoding
-from .heads import HeadParameters, PrunableHeads, check_plain
+from .attention_layer import check_plain_linear
+from .heads import HeadParameters, PrunableHeads
+from .positions import GaussianHeads, QuadraticEncoding, WindowEncoding
 from .precision import Device, Dtype, at_least_float32
 from .softmax import softmax, without_subnormals
 from .state_dicts import EXTRA_STATE, StateDict, StructureError, read, written
@@ -113,7 +113,7 @@ class ImageAttention(PrunableHeads):
     def value_matrices(self) -> Tensor:
         if isinstance(self.value, GroupedLinear):
             return at_least_float32(self.value.head_matrices())
-        check_plain('value', self.value)
+        check_plain_linear('value', self.value)
         return at_least_float32(self.value.weight.unflatten(1, (self.num_heads, self.in_channels)).transpose(0, 1))
 
     def head_parameters(self) -> HeadParameters:

@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention_layer import head_products
-from .heads import HeadParameters, PrunableHeads, check_plain, resize_parameter
+from .attention_layer import check_plain_linear, head_products
+from .heads import HeadParameters, PrunableHeads, resize_parameter
 from .precision import Device, Dtype, at_least_float32
-from .resizable_tables import ResizableTables
 from .shifts import axis_shifts, resize_shift_table
 from .softmax import softmax
 from .state_dicts import StateDict, StructureError, read, too_many_heads, written
@@ -118,7 +117,7 @@ def _outside(table: Tensor, first: Tuple[int, int], size: Sequence[int]) -> Tens
     return by_row.logsumexp(2)
 
 
-class GridBias(ResizableTables, WindowBias):
+class GridBias(WindowBias):
     """Relative position bias b_δ for all shifts of a grid, and the null key of :class:`WindowBias`.
 
     On a smaller grid the shifts in the middle of the table are used; for a larger one, and for a checkpoint of another
@@ -141,17 +140,19 @@ class GridBias(ResizableTables, WindowBias):
     ) -> None:
         height, width = grid_size
         super().__init__(num_heads, (1 - height, 1 - width), (2 * height - 1, 2 * width - 1), null_key, device, dtype)
+        self.register_load_state_dict_pre_hook(_resize_loaded_table)
 
     def table_of(self, size: Sequence[int]) -> Tuple[Tensor, Tuple[int, int]]:
         height, width = size
         table = resize_shift_table(at_least_float32(self.table), (2 * height - 1, 2 * width - 1))
         return table, (1 - height, 1 - width)
 
-    def resizes(self, table: Tensor) -> bool:
-        return table.ndim == 3 and table.shape[1] % 2 == 1 and table.shape[2] % 2 == 1
 
-    def resize(self, table: Tensor, shape: Sequence[int]) -> Tensor:
-        return resize_shift_table(table, shape[1:])
+def _resize_loaded_table(bias: GridBias, state_dict: StateDict, prefix: str, *_: Any) -> None:
+    """Resizes the table of a state dict that is for another grid, with an odd number of shifts along each axis."""
+    table = state_dict.get(f'{prefix}table')
+    if table is not None and table.ndim == 3 and table.shape[1] % 2 and table.shape[2] % 2:
+        state_dict[f'{prefix}table'] = resize_shift_table(table, bias.table.shape[1:])
 
 
 class PatchAttention(PrunableHeads):
@@ -181,6 +182,8 @@ class PatchAttention(PrunableHeads):
         out (nn.Linear): W^O, Σ D_h to ``out_dim``.
         head_dims (tuple[int, ...]): D_h of each head.
     """
+
+    depends_on_content = True
 
     def __init__(
         self,
@@ -245,15 +248,8 @@ class PatchAttention(PrunableHeads):
         return self.out(torch.cat(heads, dim=2).unflatten(1, x.shape[1:3]))
 
     @property
-    def depends_on_content(self) -> bool:
-        return True
-
-    @property
     def padding_mode(self) -> str:
         return 'zeros' if self.position.null_key else 'replicate'
-
-    def attention_probs(self, size: Sequence[int]) -> Tensor:
-        raise ValueError('the probabilities depend on the input x: use attention_scores(x).softmax(-1)')
 
     def position_probs(self, size: Sequence[int]) -> Tensor:
         return softmax(self.position(size))[..., : size[0] * size[1]]
@@ -271,7 +267,7 @@ class PatchAttention(PrunableHeads):
 
     def value_matrices(self) -> Tensor:
         for name in ('value', 'out'):
-            check_plain(name, getattr(self, name))
+            check_plain_linear(name, getattr(self, name))
         if self.num_heads == 0:
             return at_least_float32(self.value.weight).new_zeros(0, self.out_dim, self.dim)
         values = at_least_float32(self.value.weight).split(self.head_dims)  # (D_h, D)

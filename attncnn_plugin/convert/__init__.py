@@ -5,21 +5,18 @@ and 6).
 """
 
 from .back import ConvFit, mhsa_to_conv
-from .expressible import Expressibility, Kernel, expressible_shifts, expressible_shifts_of_maps
+from .expressible import Expressibility, expressible_shifts
 from .kernels import min_heads
 from .models import attention_to_convs, convs_to_attention
-from .patches import PatchConvolutionAttention, conv_to_patch_mhsa, exact_head_dims
+from .patches import conv_to_patch_mhsa, exact_head_dims
 from .pixels import conv_to_mhsa
-from .report import ConversionReport, PatchConversionReport
+from .report import ConversionReport
 from .values import ValueFit, fit_values
 
 __all__ = [
     'ConvFit',
     'ConversionReport',
     'Expressibility',
-    'Kernel',
-    'PatchConversionReport',
-    'PatchConvolutionAttention',
     'ValueFit',
     'attention_to_convs',
     'conv_to_mhsa',
@@ -27,7 +24,6 @@ __all__ = [
     'convs_to_attention',
     'exact_head_dims',
     'expressible_shifts',
-    'expressible_shifts_of_maps',
     'fit_values',
     'mhsa_to_conv',
     'min_heads',

@@ -6,8 +6,8 @@ from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union, cast
 import torch
 from torch import Tensor
 
-from ..attention.grid_attention import GridAttention
 from ..attention.images import ImageAttention
+from ..attention.tokens import GridAttention
 from ..attention.window import CONVOLUTIONS, SameWindow, Window, per_axis
 from .kernels import Convolution, block_norms, group_blocks
 from .shift_operators import (
@@ -73,9 +73,9 @@ def mhsa_to_conv(
     Args:
         layer (GridAttention | ImageAttention): One of
 
-            - position-only attention over a grid: ``QuadraticAttention``, ``GeneralizedQuadraticAttention``,
-              ``LearnedAttention``, or ``ContentAttention`` with ``terms=('vr',)``. The result maps ``(B, D, H, W)`` to
-              ``(B, D_out, H, W)``, with stride 1 and ``padding='same'``.
+            - position-only attention over a grid: ``QuadraticAttention``, ``GeneralizedQuadraticAttention``
+              or ``LearnedAttention``. The result maps ``(B, D, H, W)`` to ``(B, D_out, H, W)``, with stride 1 and
+              ``padding='same'``.
             - an ``ImageAttention``, such as ``conv_to_mhsa`` returns. The result has its stride, dilation and padding.
               One by content has no queries yet: it still is what it began as.
         kernel_size (int | Sequence[int]): Size of the kernel along each axis, odd or even; for an ``ImageAttention``

@@ -1,6 +1,7 @@
 """How far the outputs of a model move when attention replaces its convolutions; the model stays as it was."""
 
 import contextlib
+import copy
 import warnings
 from dataclasses import fields, is_dataclass
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
@@ -44,12 +45,25 @@ def _relative(squares: List[Tuple[float, float]]) -> float:
     return (error / norm) ** 0.5 if norm else float(error > 0)
 
 
+@contextlib.contextmanager
+def evaluated_copy(model: nn.Module) -> Iterator[Any]:
+    """Yields a copy of a model in evaluation mode, without gradients, of which nothing stays: no random numbers either.
+
+    The copy has the parameters of the model, and buffers of its own.
+    """
+    trial = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    for module in trial.modules():  # eval() can do more than it says, merge layers for instance
+        module.training = False
+    tensors = (*model.parameters(), *model.buffers())
+    devices = sorted({tensor.device.index for tensor in tensors if tensor.device.type == 'cuda'})
+    with torch.random.fork_rng(devices), torch.no_grad():
+        yield trial
+
+
 def drifts(
     model: nn.Module, layers: Mapping[str, nn.Module], replacements: Mapping[str, nn.Module], inputs: Any
 ) -> Tuple[Dict[str, float], Optional[float]]:
-    """Runs a model in evaluation mode, first as it is, then with some layers replaced.
-
-    Training modes, buffers and random numbers are as before at the end, in an error too.
+    """Runs a copy of a model in evaluation mode, first as it is, then with some layers replaced.
 
     Args:
         model (nn.Module): Any model.
@@ -75,13 +89,32 @@ def drifts(
 
         return hook
 
-    with untouched(nn.ModuleList([model, *replacements.values()])):
-        hooks = [layer.register_forward_hook(compare(name), with_kwargs=True) for name, layer in layers.items()]
+    def refuse(name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            raise ValueError(
+                f'{name} is still called after attention has replaced it: the model holds it in another way than as a '
+                'submodule, in a plain list for instance, so it cannot be converted'
+            )
+
+        return hook
+
+    with evaluated_copy(model) as trial:
+        convs = {name: trial.get_submodule(name) for name in layers}
+        hooks = [conv.register_forward_hook(compare(name), with_kwargs=True) for name, conv in convs.items()]
+        before = list(tensors_in(trial(inputs)))
+        for hook in hooks:
+            hook.remove()
+        for name, conv in convs.items():
+            conv.register_forward_pre_hook(refuse(name))
+        replace_layers(trial, replacements)
         try:
-            before = list(tensors_in(model(inputs)))
-        finally:
-            _remove(hooks)
-        after = list(tensors_in(_run_replaced(model, layers, replacements, inputs)))
+            after = list(tensors_in(trial(inputs)))
+        except AttributeError as error:
+            names = [name for name, layer in replacements.items() if layer is getattr(error, 'obj', None)]
+            raise ValueError(
+                f'the model reads what {names[0] if names else "a convolution"} has and attention does not: {error}; '
+                'leave that layer out'
+            ) from error
     drift = relative_change(before, after) if before else None
     if drift is None:
         reason = (
@@ -92,85 +125,3 @@ def drifts(
         )
         warnings.warn(f'the drift of the model is not known: {reason}', stacklevel=3)
     return {name: _relative(own) for name, own in squares.items()}, drift
-
-
-def _run_replaced(
-    model: nn.Module, layers: Mapping[str, nn.Module], replacements: Mapping[str, nn.Module], inputs: Any
-) -> Any:
-    """Returns the output of a model with some layers replaced, and puts them back."""
-
-    def refuse(name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any) -> None:
-            raise ValueError(
-                f'{name} is still called after attention has replaced it: the model holds it in another way than as a '
-                'submodule, in a plain list for instance, so it cannot be converted'
-            )
-
-        return hook
-
-    hooks = [layer.register_forward_pre_hook(refuse(name)) for name, layer in layers.items()]
-    replace_layers(model, replacements)
-    try:
-        return model(inputs)
-    except AttributeError as error:
-        names = [name for name, layer in replacements.items() if layer is getattr(error, 'obj', None)]
-        raise ValueError(
-            f'the model reads what {names[0] if names else "a convolution"} has and attention does not: {error}; leave '
-            'that layer out'
-        ) from error
-    finally:
-        replace_layers(model, layers)
-        _remove(hooks)
-
-
-def _remove(hooks: List[Any]) -> None:
-    for hook in hooks:
-        hook.remove()
-
-
-@contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Sets evaluation mode without gradients, at the end of which modes, buffers and random numbers are as before.
-
-    ``model.eval()`` can do more than it says, merge layers for instance: the modes are set one by one.
-    """
-    modules = list(model.modules())
-    modes = [module.training for module in modules]
-    buffers = [(dict(module._buffers), set(module._non_persistent_buffers_set)) for module in modules]
-    values = [(buffer, buffer.clone(), buffer._version) for buffer in model.buffers()]
-    with torch.random.fork_rng(_cuda_devices(model)), torch.no_grad():
-        try:
-            for module in modules:
-                module.training = False
-            yield
-        finally:
-            for module, mode, (own, not_saved) in zip(modules, modes, buffers):
-                module.training = mode
-                module._buffers.clear()  # of those that a forward pass has registered
-                module._buffers.update(own)
-                module._non_persistent_buffers_set = not_saved
-            for buffer, value, version in values:
-                if buffer._version != version:
-                    buffer.copy_(value)
-
-
-@contextlib.contextmanager
-def random_numbers_on_failure(model: nn.Module, generator: Optional[torch.Generator]) -> Iterator[None]:
-    """Restores PyTorch's random numbers and those of a generator after an error."""
-    devices = _cuda_devices(model)
-    states = torch.random.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
-    own = None if generator is None else generator.get_state()
-    try:
-        yield
-    except BaseException:
-        torch.random.set_rng_state(states[0])
-        for device, state in zip(devices, states[1]):
-            torch.cuda.set_rng_state(state, device)
-        if generator is not None and own is not None:
-            generator.set_state(own)
-        raise
-
-
-def _cuda_devices(model: nn.Module) -> List[int]:
-    tensors = (*model.parameters(), *model.buffers())
-    return sorted({tensor.device.index for tensor in tensors if tensor.device.type == 'cuda'})

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from ..attention.attention_layer import AttentionLayer
 from ..attention.window import Window, per_axis, shown
-from .shift_operators import check_position_only, interior_queries, targets
-
-CHUNK_ELEMENTS = 2**21  # entries of the attention maps that are copied at once, 16 MiB of float64
+from . import shift_operators
+from .shift_operators import check_position_only, interior_queries, least_squares, targets, triangle
 
 
 @dataclass(frozen=True)
@@ -121,8 +120,7 @@ def expressible_shifts(
 
     Args:
         layer (AttentionLayer): ``QuadraticAttention``, ``GeneralizedQuadraticAttention``, ``LearnedAttention``,
-            ``ContentAttention`` with ``terms=('vr',)``, or an ``ImageAttention`` over two axes whose outputs are those
-            of the pixels, one each.
+            or an ``ImageAttention`` over two axes whose outputs are those of the pixels, one each.
         kernel_size (int | Sequence[int]): Size of the kernel, stride 1, ``padding='same'``.
         size (int | Sequence[int]): Height and width of the grid in tokens.
         queries (str): The queries at which the layer has to be the convolution.
@@ -207,33 +205,14 @@ def expressible_shifts_of_maps(
     rows, columns = per_axis('kernel_size', kernel_size, 2)
     window = Window.of(nn.Conv2d(1, 1, (rows, columns), padding='same', device='meta'))
     chosen = _choose(window, (height, width), queries)
-    target = targets(window, (height, width))[:, chosen].T  # (Q, K), −1 outside
-    inside = (target >= 0)[..., None]
-
-    # A query sees no pixel at two positions, so that the S_δ are orthogonal, and so are the e_{q+δ} of a query. In a
-    # basis that begins with them, maps of pixels×N_h take no more than K + N_h rows: those at the targets, and R of the
-    # QR decomposition of the rest. (Not the Gram matrix ⟨P_h, P_g⟩, which would square the condition number.)
-    chunk = max(1, CHUNK_ELEMENTS // (pixels * max(1, len(probs))))
-    parts = [
-        _at_targets(probs[:, some].double().permute(1, 2, 0), own)
-        for some, own in zip(chosen.split(chunk), target.split(chunk))
-    ]
-    at_targets, rest = (torch.cat(tensors) for tensors in zip(*parts))  # (Q, K, N_h), (Q, ≤ N_h, N_h)
-    query_residual, query_rank = _outside_span(torch.cat([at_targets, rest], dim=1), target.shape[1], tolerance)
-
-    count = inside.sum(0).double()  # ‖S_δ‖², (K, 1)
-    coefficients = at_targets.sum(0) / count  # ⟨S_δ, P_h⟩/‖S_δ‖²
-    rest = torch.cat([at_targets - coefficients * inside, rest], dim=1).flatten(0, 1)
-    rest = torch.linalg.qr(rest, mode='r').R
-    residual, rank = _outside_span(torch.cat([coefficients * count.sqrt(), rest]), target.shape[1], tolerance)
-    return Expressibility(
-        window.shifts(),
-        residual,
-        (query_residual * inside[..., 0]).amax(0),
-        int(rank),
-        int(query_rank.min()),
-        tolerance,
-    )
+    probs, target = probs.double(), targets(window, (height, width))
+    maps, shifts = triangle(probs, target, chosen).split([len(probs), len(target)], dim=1)
+    coefficients, rank, _ = least_squares(maps, shifts, tolerance)
+    residual = (shifts - maps @ coefficients).norm(dim=0) / shifts.norm(dim=0)
+    chunk = max(1, shift_operators.CHUNK_ELEMENTS // (pixels * max(len(probs), len(target))))
+    of_queries = [_outside_rows(probs[:, some], target[:, some], tolerance) for some in chosen.split(chunk)]
+    query_residual, query_rank = (torch.cat(parts) for parts in zip(*of_queries))
+    return Expressibility(window.shifts(), residual, query_residual.amax(0), rank, int(query_rank.min()), tolerance)
 
 
 def _check_queries(layer: AttentionLayer, size: Tuple[int, ...]) -> None:
@@ -267,30 +246,21 @@ def _choose(window: Window, size: Tuple[int, int], queries: str) -> Tensor:
     return chosen
 
 
-def _at_targets(maps: Tensor, target: Tensor) -> Tuple[Tensor, Tensor]:
-    """Returns the maps of some queries at their targets, and R of what they are elsewhere.
+def _outside_rows(probs: Tensor, target: Tensor, tolerance: float) -> Tuple[Tensor, Tensor]:
+    """Returns the distance of e_{q+δ} from the span of the rows P_h[q, :], and its rank, of some queries q.
 
     Args:
-        maps (Tensor): P[q, k], ``(Q, pixels, N_h)``.
-        target (Tensor): ``(Q, K)``, −1 outside of the grid, where the maps are 0.
+        probs (Tensor): P, ``(N_h, Q, pixels)``.
+        target (Tensor): q + δ, ``(K, Q)``, −1 outside of the grid, where the distance counts as 0.
+        tolerance (float): Singular value, relative to the largest one, up to which a direction is not counted.
 
     Returns:
-        tuple[Tensor, Tensor]: ``(Q, K, N_h)``, ``(Q, min(pixels, N_h), N_h)``.
+        tuple[Tensor, Tensor]: ``(Q, K)`` and ``(Q,)``.
     """
-    index = target.clamp(min=0)[..., None].expand(-1, -1, maps.shape[-1])
-    at_targets = maps.gather(1, index) * (target >= 0)[..., None]
-    rest = maps.scatter_add(1, index, -at_targets)  # exactly 0 at the targets
-    return at_targets, torch.linalg.qr(rest, mode='r').R
-
-
-def _outside_span(maps: Tensor, number: int, tolerance: float) -> Tuple[Tensor, Tensor]:
-    """Distances of the first unit vectors from the span of ``maps``, ``(…, M, N_h)``, and its rank.
-
-    Returns:
-        tuple[Tensor, Tensor]: ``(…, number)`` and ``(…,)``.
-    """
-    left, singular, _ = torch.linalg.svd(F.normalize(maps, dim=-2), full_matrices=False)
+    left, singular, _ = torch.linalg.svd(F.normalize(probs.permute(1, 2, 0), dim=-2), full_matrices=False)
     kept = singular > tolerance * singular[..., :1]  # heads can coincide
-    basis = left * kept[..., None, :]
-    vectors = torch.eye(maps.shape[-2], number, dtype=maps.dtype)
-    return (vectors - basis @ basis[..., :number, :].mT).norm(dim=-2), kept.sum(-1)
+    basis = left * kept[..., None, :]  # (Q, pixels, at most N_h)
+    index = target.T[..., None].clamp(min=0)  # (Q, K, 1)
+    unit = torch.zeros(*target.T.shape, basis.shape[1], dtype=basis.dtype).scatter(2, index, 1.0)  # e_{q+δ}
+    outside = unit - basis.gather(1, index.expand(-1, -1, basis.shape[2])) @ basis.mT  # not by ‖·‖², which cancels
+    return outside.norm(dim=-1) * (target.T >= 0), kept.sum(-1)

@@ -10,7 +10,7 @@ from ..attention.images import ImageAttention
 from ..attention.window import CONVOLUTIONS
 from ..change import Change, LayerChange, Successor, within
 from .back import ConvFit, mhsa_to_conv
-from .drift import drifts, random_numbers_on_failure
+from .drift import drifts
 from .kernels import Convolution
 from .model_layers import Layers, check_replaceable, find_convolutions, number_of_parameters, replace_layers
 from .pixels import OwnConvolution, conv_to_mhsa
@@ -78,9 +78,14 @@ def convs_to_attention(
     def convert(conv: Convolution) -> Tuple[ImageAttention, ConversionReport]:
         return conv_to_mhsa(conv, num_heads, alpha, content, position, window_size, qk_dim, generator)
 
-    with random_numbers_on_failure(model, generator):
+    source = torch.default_generator if generator is None else generator
+    state = source.get_state()
+    try:
         attention, reports = _convert_each(chosen, convert)
         moved, drift = ({}, None) if inputs is None else drifts(model, chosen, attention, inputs)
+    except BaseException:
+        source.set_state(state)  # nothing has changed
+        raise
     reports = {name: dataclasses.replace(report, drift=moved.get(name)) for name, report in reports.items()}
     return _put_in_place(model, chosen, attention, reports, drift)
 

@@ -13,9 +13,9 @@ from typing import Any, Dict, Optional, Sequence, Tuple, Union
 import torch
 from torch import Tensor
 
-from ..attention.content_images import POSITIONS, ContentImageAttention
-from ..attention.encodings import QuadraticEncoding
+from ..attention.content_images import POSITIONS, SHARED_GATE, ContentImageAttention
 from ..attention.images import ImageAttention, QuadraticImageAttention, WindowImageAttention
+from ..attention.positions import QuadraticEncoding
 from ..attention.state_dicts import StateDict, copy_without_values
 from ..attention.window import Window, per_axis, shown
 from .fewer_heads import LOWEST_SCORE, best_probs, best_weight, log_scores, relative_error, truncation_errors
@@ -126,9 +126,9 @@ def conv_to_mhsa(
     if isinstance(attention, ContentImageAttention):
         limit, key = plain.in_channels**-0.5, attention.key.weight
         key.copy_(torch.empty(key.shape, dtype=torch.float32).uniform_(-limit, limit, generator=generator))
+        attention.query.weight.zero_()
         if attention.gate is not None:
-            if alpha is None:
-                attention.gate.fill_(HARD_GATE)
+            attention.gate.fill_(HARD_GATE if alpha is None else SHARED_GATE)
             share = attention.gate[0].double().sigmoid().item()
         if attention.window_size is not None:
             axes = (torch.arange(n) - n // 2 for n in attention.window_size)
@@ -262,8 +262,7 @@ class OwnConvolution:
         """
         seed = zlib.crc32(name.encode())
         generator = torch.Generator().manual_seed(seed) if attention.settings.get('content') else None
-        with torch.random.fork_rng(devices=[]):  # layers draw weights, which are then set
-            return conv_to_mhsa(self.with_entries(entries), **attention.settings, generator=generator)[0].state_dict()
+        return conv_to_mhsa(self.with_entries(entries), **attention.settings, generator=generator)[0].state_dict()
 
 
 def new_attention(
@@ -284,9 +283,8 @@ def new_attention(
     """
     plain = plain_convolution(conv)
     arguments = plain.in_channels, plain.out_channels, num_heads, window_of(plain)
-    options = dict(
-        bias=plain.bias is not None, groups=plain.groups, device=plain.weight.device, dtype=plain.weight.dtype
-    )
+    # On the meta device, so that no random numbers are drawn.
+    options = dict(bias=plain.bias is not None, groups=plain.groups, device='meta', dtype=plain.weight.dtype)
     attention: ImageAttention
     if content is not None:
         attention = ContentImageAttention(*arguments, qk_dim, position, content == 'gated', window_size, **options)
@@ -294,6 +292,7 @@ def new_attention(
         attention = QuadraticImageAttention(*arguments, **options)
     else:
         attention = WindowImageAttention(*arguments, **options)
+    attention.to_empty(device=plain.weight.device)
     if alpha is not None:
         attention.settings['alpha'] = alpha
     attention.from_conv = OwnConvolution(copy_without_values(conv))

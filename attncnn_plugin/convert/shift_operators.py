@@ -6,7 +6,7 @@ et al. 2020, section 3).
 
 import copy
 import math
-from typing import Sequence, Tuple
+from typing import Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from ..attention.attention_layer import AttentionLayer
 from ..attention.content_images import ContentImageAttention
 from ..attention.window import Window
+
+CHUNK_ELEMENTS = 2**21  # entries of attention maps that are copied at once, 16 MiB of float64
 
 
 def targets(window: Window, size: Tuple[int, ...]) -> Tensor:
@@ -96,6 +98,40 @@ def fit_shifts(probs: Tensor, target: Tensor) -> Tensor:
     return product @ torch.linalg.pinv(gram, hermitian=True)
 
 
+def triangle(probs: Tensor, target: Tensor, queries: Tensor, above: Optional[Tensor] = None) -> Tensor:
+    """Returns R of the QR decomposition of [P_h | S_δ] at some queries: the same inner products in few rows.
+
+    Args:
+        probs (Tensor): P, ``(N_h, Q, pixels)``.
+        target (Tensor): S, see :func:`targets`, ``(K, Q)``.
+        queries (Tensor): Indices of the queries.
+        above (Tensor, optional): R of other queries, for all of them together.
+
+    Returns:
+        Tensor: ``(at most N_h + K, N_h + K)``.
+    """
+    num_heads, _, pixels = probs.shape
+    columns = num_heads + len(target)
+    triangle = probs.new_zeros(0, columns) if above is None else above
+    for some in queries.split(max(1, CHUNK_ELEMENTS // (pixels * columns))):
+        shifts = probs.new_zeros(len(some), pixels + 1, len(target))  # pixel 0 is the padding
+        shifts.scatter_(1, target[:, some].T[:, None] + 1, 1.0)
+        rows = torch.cat([probs[:, some].permute(1, 2, 0), shifts[:, 1:]], dim=2).flatten(0, 1)
+        triangle = torch.linalg.qr(torch.cat([triangle, rows]), mode='r').R
+    return triangle
+
+
+def least_squares(maps: Tensor, shifts: Tensor, tolerance: float) -> Tuple[Tensor, int, float]:
+    """Returns Φ of the least ‖S − PΦ‖, the number of directions that it uses, and the condition number of P."""
+    norms = maps.norm(dim=0)
+    norms = torch.where(norms > 0, norms, 1.0)  # a head can see padding alone
+    left, singular, right = torch.linalg.svd(maps / norms, full_matrices=False)
+    kept = singular > tolerance * singular[:1]
+    coefficients = right[kept].T @ ((left[:, kept].T @ shifts) / singular[kept, None]) / norms[:, None]
+    least = singular[-1].item() if 0 < maps.shape[1] == len(singular) else 0.0
+    return coefficients, int(kept.sum()), singular[0].item() / least if least > 0 else float('inf')
+
+
 def check_position_only(layer: nn.Module) -> None:
     """Refuses a layer that is not attention by positions alone.
 
@@ -111,7 +147,7 @@ def check_position_only(layer: nn.Module) -> None:
     if layer.depends_on_content:
         raise ValueError(
             f'the probabilities of layer, {type(layer).__name__}({layer.extra_repr()}), depend on the input: only '
-            "those of attention by positions alone do not, of a ContentAttention with terms=('vr',)"
+            'those of attention by positions alone do not'
         )
 
 

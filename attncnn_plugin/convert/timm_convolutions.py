@@ -8,10 +8,20 @@ from timm.layers import Conv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, StdCon
 from timm.layers.std_conv import StdConv2dSame
 from torch import nn
 
-from ..attention.heads import has_hooks
 from ..attention.window import CONVOLUTIONS, SameWindow, Window
 
 STANDARDIZED = (StdConv2d, StdConv2dSame, ScaledStdConv2d, ScaledStdConv2dSame)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something happens when a module is called that its class does not say."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or 'forward' in module.__dict__  # torch 2.6 cannot trace vars()
+    )
 
 
 def window_of(conv: nn.Module) -> Window:

@@ -11,14 +11,12 @@ from typing import Optional, Sequence, Tuple, TypeVar, Union
 import torch
 from torch import Tensor, nn
 
-from ..attention.grid_attention import GridAttention
 from ..attention.images import ImageAttention
+from ..attention.tokens import GridAttention
 from ..attention.window import Window, per_axis
 from .kernels import Convolution, block_diagonal, flat_kernel
-from .shift_operators import check_position_only, interior_queries, targets
+from .shift_operators import check_position_only, interior_queries, least_squares, targets, triangle
 from .timm_convolutions import window_of
-
-CHUNK_ELEMENTS = 2**21  # entries of the maps that are copied at once, 16 MiB of float64
 
 Attention = TypeVar('Attention', bound=Union[GridAttention, ImageAttention])
 
@@ -98,8 +96,8 @@ def fit_values(
 
     Args:
         attention (GridAttention | ImageAttention): Attention by position alone: ``QuadraticAttention``,
-            ``GeneralizedQuadraticAttention``, ``LearnedAttention``, ``ContentAttention`` with ``terms=('vr',)``, or an
-            ``ImageAttention``. It is not changed. Attention dropout is left out.
+            ``GeneralizedQuadraticAttention``, ``LearnedAttention``, or an ``ImageAttention``. It is not changed.
+            Attention dropout is left out.
         conv (nn.Conv1d | nn.Conv2d | nn.Conv3d): The convolution, with any dilation, groups and padding mode. Its
             outputs have to be at the queries of ``attention``: for attention over a grid stride 1 and an output of the
             size of the input.
@@ -159,10 +157,10 @@ def fit_values(
         raise ValueError('the probabilities of attention or the weights of conv are not finite')
 
     target = targets(window, size)
-    inside = _triangle(probs, target, interior.nonzero()[:, 0])
-    everywhere = _triangle(probs, target, (~interior).nonzero()[:, 0], inside)
+    inside = triangle(probs, target, interior.nonzero()[:, 0])
+    everywhere = triangle(probs, target, (~interior).nonzero()[:, 0], inside)
     maps, shifts = (inside if queries == 'interior' else everywhere).split(probs.shape[:1] + target.shape[:1], dim=1)
-    coefficients, rank, condition = _least_squares(maps, shifts, tolerance)
+    coefficients, rank, condition = least_squares(maps, shifts, tolerance)
 
     dtype = attention.value.weight.dtype
     values = (coefficients @ kernel).to(dtype)  # W^SA = W^conv Φ, (N_h, F)
@@ -191,8 +189,6 @@ def fit_values(
 def _check_fit(attention: Union[GridAttention, ImageAttention], conv: Convolution, window: Window) -> None:
     if attention.num_heads == 0:
         raise ValueError('attention has num_heads=0: no values make it a convolution')
-    if getattr(attention, 'value_proj', None) is not None:
-        raise ValueError('attention has heads with a value_proj of their own, but values are fitted for whole tokens')
     ndim = 2 if attention.window is None else attention.window.ndim
     if window.ndim != ndim:
         raise ValueError(f'conv is a {type(conv).__name__}, but attention has {ndim} axes')
@@ -211,40 +207,6 @@ def _check_queries(attention: Union[GridAttention, ImageAttention], window: Wind
                 f'{window}, has {len(wanted)} from pixel {wanted[0]} on: one output for each query is needed, for '
                 "attention over a grid with stride 1 and padding='same'"
             )
-
-
-def _triangle(probs: Tensor, target: Tensor, queries: Tensor, above: Optional[Tensor] = None) -> Tensor:
-    """Returns R of the QR decomposition of [P_h | S_δ] at some queries: the same inner products in few rows.
-
-    Args:
-        probs (Tensor): P, ``(N_h, Q, pixels)``.
-        target (Tensor): S, see :func:`.shift_operators.targets`, ``(K, Q)``.
-        queries (Tensor): Indices of the queries.
-        above (Tensor, optional): R of other queries, for all of them together.
-
-    Returns:
-        Tensor: ``(at most N_h + K, N_h + K)``.
-    """
-    num_heads, _, pixels = probs.shape
-    columns = num_heads + len(target)
-    triangle = probs.new_zeros(0, columns) if above is None else above
-    for some in queries.split(max(1, CHUNK_ELEMENTS // (pixels * columns))):
-        shifts = probs.new_zeros(len(some), pixels + 1, len(target))  # pixel 0 is the padding
-        shifts.scatter_(1, target[:, some].T[:, None] + 1, 1.0)
-        rows = torch.cat([probs[:, some].permute(1, 2, 0), shifts[:, 1:]], dim=2).flatten(0, 1)
-        triangle = torch.linalg.qr(torch.cat([triangle, rows]), mode='r').R
-    return triangle
-
-
-def _least_squares(maps: Tensor, shifts: Tensor, tolerance: float) -> Tuple[Tensor, int, float]:
-    """Returns Φ of the least ‖S − PΦ‖, the number of directions that it uses, and the condition number of P."""
-    norms = maps.norm(dim=0)
-    norms = torch.where(norms > 0, norms, 1.0)  # a head can see padding alone
-    left, singular, right = torch.linalg.svd(maps / norms, full_matrices=False)
-    kept = singular > tolerance * singular[0]
-    coefficients = right[kept].T @ ((left[:, kept].T @ shifts) / singular[kept, None]) / norms[:, None]
-    least = singular[-1].item() if len(singular) == maps.shape[1] else 0.0
-    return coefficients, int(kept.sum()), singular[0].item() / least if least > 0 else float('inf')
 
 
 def _relative_error(triangle: Tensor, values: Tensor, kernel: Tensor) -> float:

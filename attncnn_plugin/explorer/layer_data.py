@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from ..analysis.layer_maps import check_axes, layer_labels, probs_of_scores, require_attention_layers, visit_layers
 from ..attention import AttentionLayer
-from ..transformers.transformer_attention import TokenPlaces, visit_vit_attention
+from ..transformers.attention import TokenPlaces, visit_vit_attention
 from ..transformers.vision_transformer import find_transformer, prefix_names
 
 MAX_PAIRS = 2**20  # of a query and a key, for each head

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from functools import partial
 from typing import List, Sequence, Tuple, Union
 
 from mmpretrain.models.backbones.base_backbone import BaseBackbone
@@ -15,14 +16,6 @@ from ..models.self_attention import SelfAttentionNetwork, token_grid
 from .runner import record_new_parameters
 
 __all__ = ['CMHSA', 'SAGeneralized', 'SALearned', 'SAQuadratic']
-
-# mmpretrain's names of arguments, and timm's.
-NAMES = {
-    'in_channels': 'in_chans',
-    'drop_rate': 'proj_drop_rate',
-    'num_layers': 'depth',
-    'feedforward_channels': 'mlp_dim',
-}
 
 
 def refuse_unknown(name: str, unknown: Sequence[str]) -> None:
@@ -44,12 +37,8 @@ class ChannelsFirst(nn.Module):
 class GridBackbone:
     """mmpretrain's interface: outputs, frozen stages and layer depths.
 
-    A backbone inherits from this class, its network and mmpretrain's ``BaseBackbone``, in this order.
-
-    Args:
-        out_indices, out_type, frozen_stages, with_cp, init_cfg: See :class:`SAQuadratic`.
-        fixed (dict, optional): Arguments of the network that a config does not set.
-        kwargs: Its other arguments, by mmpretrain's names.
+    A backbone inherits from this class, its network and mmpretrain's ``BaseBackbone``, in this order. Its constructor
+    calls :meth:`_init_interface` when the network is built.
 
     Attributes:
         featmap (nn.Module): What all outputs pass through, as ``(B, D, H, W)``: the target layer for class activation
@@ -59,16 +48,8 @@ class GridBackbone:
     OUT_TYPES = {'featmap', 'avg_featmap'}
     frozen_stages = -1  # while the network is being built
 
-    def __init__(
-        self, out_indices=-1, out_type='featmap', frozen_stages=-1, with_cp=False, init_cfg=None, fixed=None, **kwargs
-    ) -> None:
-        fixed = {'num_classes': 0, **(fixed or {})}
-        known = {*inspect.signature(super().__init__).parameters} - {*fixed, 'attn_kwargs', 'global_pool'}
-        if 'attn_layer' in fixed:
-            known |= {*inspect.signature(fixed['attn_layer']).parameters} - {*fixed}
-        own = known - {*NAMES.values()} | {name for name, of_timm in NAMES.items() if of_timm in known}
-        refuse_unknown(type(self).__name__, [name for name in kwargs if name not in own])
-        super().__init__(**fixed, **{NAMES.get(name, name): value for name, value in kwargs.items()})
+    def _init_interface(self, out_indices=-1, out_type='featmap', frozen_stages=-1, with_cp=False, init_cfg=None):
+        """The arguments are those of :class:`SAQuadratic`."""
         self.init_cfg = copy.deepcopy(init_cfg)
         self.num_layers = len(self.blocks)
         self.embed_dims = self.num_features
@@ -154,47 +135,8 @@ class GridBackbone:
                 module.requires_grad_(False)
 
 
-class SelfAttentionBackbone(GridBackbone, SelfAttentionNetwork, BaseBackbone):
-    """The base of the three backbones below, whose attention is ``attn_layer``."""
-
-    attn_layer = QuadraticAttention
-    arch_zoo = {
-        **dict.fromkeys(
-            ['b', 'base'], {'embed_dims': 400, 'num_layers': 6, 'num_heads': 9, 'feedforward_channels': 512}
-        ),
-        'base-16heads': {'embed_dims': 400, 'num_layers': 6, 'num_heads': 16, 'feedforward_channels': 512},
-        **dict.fromkeys(
-            ['t', 'tiny'], {'embed_dims': 64, 'num_layers': 3, 'num_heads': 9, 'feedforward_channels': 128}
-        ),
-    }
-
-    def __init__(self, arch='base', img_size=32, fixed=None, **kwargs) -> None:
-        settings = self._arch_settings(arch)
-        of_arch = {
-            'attn_layer': self.attn_layer,
-            'embed_dim': settings['embed_dims'],
-            'depth': settings['num_layers'],
-            'num_heads': settings['num_heads'],
-            'mlp_dim': settings['feedforward_channels'],
-        }
-        super().__init__(fixed={**of_arch, **(fixed or {})}, **kwargs)
-        self.arch_settings = settings
-        self.img_size = to_2tuple(img_size)
-
-    @classmethod
-    def _arch_settings(cls, arch: Union[str, dict]) -> dict:
-        if isinstance(arch, str):
-            if arch.lower() not in cls.arch_zoo:
-                raise ValueError(f'Arch {arch} is not in default archs {set(cls.arch_zoo)}')
-            return cls.arch_zoo[arch.lower()]
-        essential_keys = set(cls.arch_zoo['base'])
-        if not isinstance(arch, dict) or set(arch) != essential_keys:
-            raise ValueError(f'Custom arch needs a dict with keys {essential_keys}, but got {arch}')
-        return arch
-
-
 @MODELS.register_module()
-class SAQuadratic(SelfAttentionBackbone):
+class SAQuadratic(GridBackbone, SelfAttentionNetwork, BaseBackbone):
     """Self-attention with the quadratic encoding: every head is an isotropic Gaussian.
 
     A PyTorch implementation of `On the Relationship between Self-Attention and Convolutional Layers
@@ -220,12 +162,6 @@ class SAQuadratic(SelfAttentionBackbone):
         img_size (int | tuple): The expected input image shape, height first. Because dynamic input shapes are
             supported, just set it to the most common one. Defaults to 32.
         in_channels (int): The num of input channels. Defaults to 3.
-        head_dim (int, optional): The channels of a head's values, for instance ``embed_dims // num_heads``. Defaults to
-            None, means that the values are the input itself, as in the paper.
-        center_std (float): Standard deviation of the initial centres of the heads, in tokens. Defaults to 2, as in the
-            released code; the paper's text reads as √2.
-        spread_std (float): Standard deviation of the noise in the initial widths. Defaults to 0.01, as in the released
-            code; the paper's text reads as 0.1.
         reduction (int): The side of the squares of pixels that become tokens. Defaults to 2.
         out_indices (Sequence | int): Output from which blocks, counted from the end if negative.
             Defaults to -1, means the last block.
@@ -252,61 +188,102 @@ class SAQuadratic(SelfAttentionBackbone):
         [(1, 64, 16, 16), (1, 64, 16, 16)]
     """
 
+    arch_zoo = {
+        **dict.fromkeys(
+            ['b', 'base'], {'embed_dims': 400, 'num_layers': 6, 'num_heads': 9, 'feedforward_channels': 512}
+        ),
+        'base-16heads': {'embed_dims': 400, 'num_layers': 6, 'num_heads': 16, 'feedforward_channels': 512},
+        **dict.fromkeys(
+            ['t', 'tiny'], {'embed_dims': 64, 'num_layers': 3, 'num_heads': 9, 'feedforward_channels': 128}
+        ),
+    }
+    attn_layer = QuadraticAttention
+
+    def __init__(
+        self,
+        arch='base',
+        img_size=32,
+        in_channels=3,
+        reduction=2,
+        out_indices=-1,
+        out_type='featmap',
+        frozen_stages=-1,
+        drop_rate=0.0,
+        attn_drop_rate=0.0,
+        drop_path_rate=0.0,
+        with_cp=False,
+        init_cfg=None,
+        **unknown,
+    ) -> None:
+        refuse_unknown(type(self).__name__, list(unknown))
+        self.arch_settings = self._arch_settings(arch)
+        super().__init__(
+            attn_layer=self.attn_layer,
+            embed_dim=self.arch_settings['embed_dims'],
+            depth=self.arch_settings['num_layers'],
+            num_heads=self.arch_settings['num_heads'],
+            mlp_dim=self.arch_settings['feedforward_channels'],
+            num_classes=0,
+            in_chans=in_channels,
+            reduction=reduction,
+            proj_drop_rate=drop_rate,
+            attn_drop_rate=attn_drop_rate,
+            drop_path_rate=drop_path_rate,
+        )
+        self.img_size = to_2tuple(img_size)
+        self._init_interface(out_indices, out_type, frozen_stages, with_cp, init_cfg)
+
+    def _arch_settings(self, arch: Union[str, dict]) -> dict:
+        if isinstance(arch, str):
+            if arch.lower() not in self.arch_zoo:
+                raise ValueError(f'Arch {arch} is not in default archs {set(self.arch_zoo)}')
+            return self.arch_zoo[arch.lower()]
+        essential_keys = set(self.arch_zoo['base'])
+        if not isinstance(arch, dict) or set(arch) != essential_keys:
+            raise ValueError(f'Custom arch needs a dict with keys {essential_keys}, but got {arch}')
+        return arch
+
 
 @MODELS.register_module()
-class SAGeneralized(SelfAttentionBackbone):
+class SAGeneralized(SAQuadratic):
     """Self-attention with the generalized quadratic encoding: every head is a Gaussian of any shape.
 
     A PyTorch implementation of `On the Relationship between Self-Attention and Convolutional Layers
     <https://arxiv.org/abs/1911.03584>`_ (eq. 19).
 
     Args:
-        arch (str | dict): See :class:`SAQuadratic`. Defaults to 'base'.
-        img_size, in_channels, …: The other arguments are those of :class:`SAQuadratic`.
+        kwargs: The arguments are those of :class:`SAQuadratic`.
     """
 
     attn_layer = GeneralizedQuadraticAttention
 
 
 @MODELS.register_module()
-class SALearned(SelfAttentionBackbone):
+class SALearned(SAQuadratic):
     """Self-attention with a learned relative position encoding, with or without content.
 
     A PyTorch implementation of `On the Relationship between Self-Attention and Convolutional Layers
-    <https://arxiv.org/abs/1911.03584>`_ (4.3, eq. 3 and 8).
+    <https://arxiv.org/abs/1911.03584>`_ (4.3 and eq. 8).
 
     Args:
         arch (str | dict): See :class:`SAQuadratic`. Defaults to 'base'.
         img_size (int | tuple): Height and width of the largest input image: learned encodings have a vector for
             every shift in it. Smaller images will do; a checkpoint of another size is resized as it is loaded.
             Defaults to 32.
+        reduction (int): The side of the squares of pixels that become tokens. Defaults to 2.
         content (bool): Whether scores depend on content too. Defaults to False.
-        terms (Sequence[str], optional): With ``content``, the terms of the score, from 'qk', 'qr', 'uk' and 'vr',
-            see :class:`~attncnn_plugin.attention.ContentAttention`. Defaults to None, means ``('qk', 'qr')``; for a
-            quadratic encoding ``('qk', 'vr')``, for an absolute encoding ``('qk', )``.
         position (str): ``'relative_learned'`` or ``'relative_sinusoidal'``; with ``content`` also
-            ``'relative_quadratic'``, ``'relative_generalized'``, ``'absolute_learned'`` or ``'absolute_sinusoidal'``.
-            Defaults to ``'relative_learned'``.
-        position_dim (int, optional): The length of the vector of a shift, half of it for its row and half for its
-            column. Defaults to None, means twice ``embed_dims``, and the length of a query where queries are multiplied
-            by it ('qr'), as in the released code.
-        share_position (bool): Whether all blocks have the same vectors of shifts. Defaults to False, as in the released
-            code; the paper's text shares them.
-        qk_dim (int, optional): With ``content``, the channels of a head's queries and keys. Defaults to None, means
-            ``embed_dims``.
-        qk_bias (bool, optional): With ``content``, whether queries and keys have biases. Defaults to None, means True.
-        center_std, spread_std (float, optional): With ``content`` and a quadratic encoding, see :class:`SAQuadratic`.
-        in_channels, head_dim, …: The other arguments are those of :class:`SAQuadratic`.
+            ``'relative_quadratic'`` or ``'relative_generalized'``, see
+            :class:`~attncnn_plugin.attention.ContentAttention`. Defaults to ``'relative_learned'``.
+        kwargs: The other arguments are those of :class:`SAQuadratic`.
     """
 
-    def __init__(self, arch='base', img_size=32, content=False, reduction=2, **kwargs) -> None:
-        attn_layer = ContentAttention if content else LearnedAttention
-        plain, by_content = (inspect.signature(layer).parameters for layer in (LearnedAttention, ContentAttention))
-        of_content = {name: kwargs[name] for name in kwargs if name in by_content and name not in plain}
-        if of_content and not content:
-            raise ValueError(f'{of_content} are for content=True')
-        fixed = {'attn_layer': attn_layer, 'max_size': token_grid(img_size, reduction)}
-        super().__init__(arch, img_size, fixed, reduction=reduction, **kwargs)
+    def __init__(
+        self, arch='base', img_size=32, reduction=2, content=False, position='relative_learned', **kwargs
+    ) -> None:
+        layer = ContentAttention if content else LearnedAttention
+        self.attn_layer = partial(layer, max_size=token_grid(img_size, reduction), position=position)
+        super().__init__(arch, img_size, reduction=reduction, **kwargs)
 
 
 @MODELS.register_module()
@@ -370,6 +347,29 @@ class CMHSA(GridBackbone, CMHSANetwork, BaseBackbone):
         model                               37,800 → 209,610
     """
 
-    def __init__(self, img_size=224, **kwargs) -> None:
-        super().__init__(img_size=img_size, fixed={'drop_rate': 0.0}, **kwargs)  # that of timm, before a classifier
+    def __init__(
+        self,
+        img_size=224,
+        in_channels=3,
+        num_layers=6,
+        feedforward_channels=None,
+        out_indices=-1,
+        out_type='featmap',
+        frozen_stages=-1,
+        with_cp=False,
+        init_cfg=None,
+        **network,
+    ) -> None:
+        of_timm = {'in_chans', 'depth', 'mlp_dim', 'num_classes', 'global_pool', 'drop_rate'}
+        known = {*inspect.signature(CMHSANetwork).parameters} - of_timm
+        refuse_unknown(type(self).__name__, [name for name in network if name not in known])
+        super().__init__(
+            img_size=img_size,
+            in_chans=in_channels,
+            depth=num_layers,
+            mlp_dim=feedforward_channels,
+            num_classes=0,
+            **network,
+        )
         self.img_size = to_2tuple(img_size)
+        self._init_interface(out_indices, out_type, frozen_stages, with_cp, init_cfg)

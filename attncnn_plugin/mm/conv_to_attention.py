@@ -1,8 +1,9 @@
 """Any backbone whose convolutions become attention (d'Ascoli et al. 2021, "Transformed CNNs", arXiv 2106.05795)."""
 
 import copy
+import functools
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type, Union
 
 import torch
 from mmpretrain.registry import MODELS
@@ -17,7 +18,6 @@ from ..convert.model_layers import check_replaceable, find_convolutions
 from ..convert.pixels import check_settings
 from ..models.cmhsa import PHASES
 from ..structure import take_structures
-from ..transformers.mixed_classes import Mixin, mixed
 from .backbones import refuse_unknown
 from .runner import record_new_parameters
 
@@ -43,14 +43,13 @@ class Conversion:
     settings: Dict[str, Any]
 
 
-class ConvToAttention(Mixin):
+class ConvToAttention:
     """What :func:`conv_to_attention` adds to the class of a backbone.
 
     Attributes:
         conversion (Conversion): What becomes attention, and how.
     """
 
-    class_name = '{}ToAttention'
     conversion: Conversion
 
     @property
@@ -113,11 +112,28 @@ class ConvToAttention(Mixin):
         self.load_state_dict(cnn.state_dict())  # type: ignore[attr-defined]
         self.is_init = True
 
+    def __reduce_ex__(self, protocol: Any) -> Tuple[Any, ...]:
+        # pickle finds classes by their names, and this one was made for the backbone.
+        reduced: Any = super().__reduce_ex__(max(protocol, 2))
+        return _new_instance, type(self).__bases__[1:], reduced[2]
+
     def _convolutions(self) -> List[str]:
         """The layers to become attention that are convolutions."""
         return [
             name for name in self.conversion.layers if isinstance(nn.Module.get_submodule(self, name), CONVOLUTIONS)
         ]
+
+
+@functools.cache
+def _with_phases(own: Type[nn.Module]) -> Any:
+    """Returns the class that inherits from :class:`ConvToAttention` and then from that of a backbone."""
+    names = {'__module__': own.__module__, '__doc__': own.__doc__}
+    return type(f'{own.__name__}ToAttention', (ConvToAttention, own), names)
+
+
+def _new_instance(own: Type[nn.Module]) -> nn.Module:
+    """Returns a backbone without a state, for copies and pickles."""
+    return _with_phases(own).__new__(_with_phases(own))
 
 
 @MODELS.register_module('ConvToAttention')
@@ -206,7 +222,7 @@ def conv_to_attention(
             check_settings(conv, **settings)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
             raise type(error)(f'{name} of ConvToAttention cannot be converted: {error}') from error
-    model.__class__ = mixed(ConvToAttention, type(model))
+    model.__class__ = _with_phases(type(model))
     model.conversion = Conversion(copy.deepcopy(backbone), tuple(chosen), settings)
     model.register_load_state_dict_post_hook(record_new_parameters)
     if phase == 'attn':

@@ -10,7 +10,7 @@ from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from mmpretrain.registry import HOOKS
 from torch import Tensor, nn
 
-from ..convert.drift import relative_change, tensors_in, untouched
+from ..convert.drift import evaluated_copy, relative_change, tensors_in
 from ..training import parts_in_phases, to_attention
 from .runner import (
     averaged_models,
@@ -200,20 +200,17 @@ def _features(runner, model: nn.Module, parts: Sequence[nn.Module], batch) -> Li
     """Returns what parts of a model put out for the first image of a batch, in evaluation mode; none if it fails."""
     image = {key: values[:1] for key, values in batch.items()} if isinstance(batch, dict) else batch
     features: List[Tensor] = []
-    hooks = [
-        part.register_forward_hook(lambda _module, _inputs, output: features.extend(tensors_in(output)))
-        for part in parts
-    ]
+    names = {module: name for name, module in model.named_modules()}
     try:
-        with untouched(model):
-            forward_tensors(model, image)
+        with evaluated_copy(model) as trial:
+            for part in parts:
+                own = trial.get_submodule(names[part])
+                own.register_forward_hook(lambda _module, _inputs, output: features.extend(tensors_in(output)))
+            forward_tensors(trial, image)
     except Exception as error:  # some models have no such mode; the training must not end for a line in the log
         runner.logger.warning(
             f'The change of the features is not known: {type(model).__name__} has no output for a batch in '
             f"mode='tensor' ({error})"
         )
         return []
-    finally:
-        for hook in hooks:
-            hook.remove()
     return features

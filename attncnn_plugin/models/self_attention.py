@@ -22,8 +22,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from ..attention import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
-from ..attention.patches import image_to_patches
-from ..attention.state_dicts import Restructurable, StateDict, StructureError, without_prefix
+from ..attention.state_dicts import Restructurable, without_prefix
 from ..weights import CLASSES, in_single_precision, weights_file
 
 __all__ = ['SelfAttentionBlock', 'SelfAttentionNetwork', 'SpaceToDepthStem', 'token_grid']
@@ -53,7 +52,13 @@ class SpaceToDepthStem(nn.Module):
         """
         if x.ndim != 4 or x.shape[1] != self.in_chans:
             raise ValueError(f'the input has shape {tuple(x.shape)}, but (B, {self.in_chans}, H, W) is expected')
-        return self.proj(image_to_patches(x, (self.reduction, self.reduction)))
+        if x.shape[2] % self.reduction or x.shape[3] % self.reduction:
+            raise ValueError(
+                f'the image of {x.shape[2]}x{x.shape[3]} pixels cannot be cut into patches of {self.reduction}x'
+                f'{self.reduction}: resize or pad it to multiples of the reduction'
+            )
+        squares = x.unflatten(3, (-1, self.reduction)).unflatten(2, (-1, self.reduction))  # (B, C, H/r, r, W/r, r)
+        return self.proj(squares.permute(0, 2, 4, 1, 3, 5).flatten(3))
 
 
 class SelfAttentionBlock(nn.Module):
@@ -108,9 +113,6 @@ class SelfAttentionNetwork(Restructurable):
         num_classes (int): Number of classes, 0 for pooled features. Defaults to 10.
         in_chans (int): Channels C of the image. Defaults to 3.
         reduction (int): Side r of the square of pixels that becomes a token. Defaults to 2.
-        share_position (bool): Whether all blocks have the same position tables R and C, as the text of C20 has it (at
-            eq. 8), or each its own, as the released code has for its results. A state dict has them once a block all
-            the same. Defaults to False.
         global_pool (str): timm's name of the pooling, ``''`` for none. Defaults to ``'avg'``.
         drop_rate (float): Dropout rate before the classifier. Defaults to 0.
         proj_drop_rate (float): Dropout rate of hidden states; 0.1 in C20. Defaults to 0.
@@ -119,7 +121,7 @@ class SelfAttentionNetwork(Restructurable):
         attn_kwargs: Further arguments of the attention.
 
     Raises:
-        ValueError: A size below 1, a rate out of range, or ``share_position`` without learned position tables.
+        ValueError: A size below 1, or a rate out of range.
         TypeError: An argument that neither the network nor its attention has.
     """
 
@@ -135,7 +137,6 @@ class SelfAttentionNetwork(Restructurable):
         num_classes: int = 10,
         in_chans: int = 3,
         reduction: int = 2,
-        share_position: bool = False,
         global_pool: str = 'avg',
         drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
@@ -157,7 +158,6 @@ class SelfAttentionNetwork(Restructurable):
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.num_features = embed_dim
-        self.share_position = share_position
         self.grad_checkpointing = False
         self.stem = SpaceToDepthStem(in_chans, embed_dim, reduction, **dd)
         self.blocks = nn.Sequential(
@@ -179,19 +179,6 @@ class SelfAttentionNetwork(Restructurable):
             embed_dim, num_classes, pool_type=global_pool, drop_rate=drop_rate, input_fmt=self.output_fmt, **dd
         )
         self.head_hidden_size = embed_dim * self.head.global_pool.feat_mult()
-        if share_position:
-            self._share_position_tables()
-
-    def _share_position_tables(self) -> None:
-        layers = [block.attn for block in self.blocks]
-        tables = getattr(layers[0], 'position_tables', None)
-        if tables is None or not list(tables.parameters()):
-            raise ValueError(
-                'share_position=True is for learned position tables, which the attention of the blocks does not have: '
-                f'{layers[0]}'
-            )
-        for layer in layers[1:]:
-            layer.share_position_tables(tables)
 
     @torch.jit.ignore
     def no_weight_decay(self) -> Set[str]:
@@ -277,26 +264,11 @@ class SelfAttentionNetwork(Restructurable):
         return self.forward_head(self.forward_features(x))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args, **kwargs):
-        """Loads a state dict, as of any module; the names of mmpretrain's classifiers will do too."""
-        return super().load_state_dict(without_prefix(state_dict, 'backbone.'), *args, **kwargs)
+        """Loads a state dict, as of any module; the names of mmpretrain's classifiers will do too.
 
-    def follow(self, state_dict: StateDict, prefix: str) -> bool:
-        """Checks that blocks which share their position tables can load those of a state dict.
-
-        Raises:
-            StructureError: The tables of the blocks differ, but the network has one for all of them.
+        The network stays as it was, with as many heads, where the state dict is refused.
         """
-        if self.share_position:
-            first = {id(p): name for name, p in self.blocks.named_parameters()}
-            for name, parameter in self.blocks.named_parameters(remove_duplicate=False):
-                pair = name, first[id(parameter)]
-                tables = [state_dict.get(f'{prefix}blocks.{own}') for own in pair]
-                if None not in tables and name not in first.values() and not torch.equal(*tables):
-                    raise StructureError(
-                        f'{prefix}blocks.{pair[0]} and {prefix}blocks.{pair[1]} of the state dict differ: its blocks '
-                        'have position tables of their own, so build the network with share_position=False'
-                    )
-        return False
+        return super().load_state_dict(without_prefix(state_dict, 'backbone.'), *args, **kwargs)
 
 
 def token_grid(img_size: Union[int, Tuple[int, int]], reduction: int) -> Tuple[int, int]:
@@ -380,11 +352,7 @@ def _create_with_tables(
 def sa_quadratic_cifar(pretrained: bool = False, **kwargs) -> SelfAttentionNetwork:
     """Quadratic encoding, 9 heads: 12.09M parameters at 10 classes (C20, Table 1).
 
-    Args:
-        head_dim (int, optional): Channels of a head's values. Defaults to None, values that are the input itself.
-        center_std, spread_std (float): Standard deviations of the initial centres and of the noise in the initial
-            widths, see :class:`~attncnn_plugin.attention.QuadraticEncoding`. Default to 2 and 0.01.
-        reduction (int): Side of the square of pixels that becomes a token, for all models here. Defaults to 2.
+    The arguments, of all models here, are those of :class:`SelfAttentionNetwork` but for ``attn_layer``.
     """
     return _create('sa_quadratic_cifar', pretrained, QuadraticAttention, **kwargs)
 
@@ -410,8 +378,7 @@ def sa_learned_cifar(pretrained: bool = False, **kwargs) -> SelfAttentionNetwork
 
     Args:
         img_size (int | tuple[int, int]): Height and width of the largest image. Defaults to 32.
-        share_position (bool): Whether all blocks have the same position tables, 12.15M parameters. Defaults to False.
-        position, position_dim, head_dim: See :class:`~attncnn_plugin.attention.LearnedAttention`.
+        position (str): See :class:`~attncnn_plugin.attention.LearnedAttention`. Defaults to ``'relative_learned'``.
     """
     return _create_with_tables('sa_learned_cifar', pretrained, LearnedAttention, **kwargs)
 
@@ -422,9 +389,8 @@ def sa_learned_content_cifar(pretrained: bool = False, **kwargs) -> SelfAttentio
 
     Args:
         img_size (int | tuple[int, int]): Height and width of the largest image. Defaults to 32.
-        share_position (bool): Whether all blocks have the same position tables. Defaults to False.
-        terms, position, …: Of the scores and values, see :class:`~attncnn_plugin.attention.ContentAttention`. Default
-            to q·k + q·r_δ of the paper.
+        position (str): See :class:`~attncnn_plugin.attention.ContentAttention`. Defaults to ``'relative_learned'``,
+            q·k + q·r_δ of the paper.
     """
     return _create_with_tables('sa_learned_content_cifar', pretrained, ContentAttention, **kwargs)
 

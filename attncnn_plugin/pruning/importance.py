@@ -1,24 +1,33 @@
 """How much the loss depends on each head: "Are Sixteen Heads Really Better than One?" (Michel et al. 2019), 3.1.
 
 A gate ξ_h multiplies the output of head h, ξ_h = 1 (their eq. 1). The importance of the head is the expectation over
-the images of |∂L(x)/∂ξ_h| (eq. 2), the loss of an image without the head, to first order.
+the images of |∂L(x)/∂ξ_h| (eq. 2), the loss of an image without the head, to first order. How many of the least
+important heads go is said by a threshold, by a number to keep, or by a share of the multiply-adds.
 """
 
-from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Tuple
+from contextlib import ExitStack, contextmanager
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from ..attention.evaluation_mode import evaluating
 from ..attention.images import GroupedLinear
-from .heads import Heads, prunable_heads
+from ..attention.window import shown
+from .prune import Heads, prunable_heads
 
 Loss = Callable[[nn.Module, Any], Tensor]
+AMOUNTS = {
+    'threshold': 'a number of at least 0',
+    'keep': 'a number of heads',
+    'multiply_adds': 'a share above 0, up to 1',
+}
 
 
 class HeadGradients:
-    """Sums over images of |∂L(x)/∂ξ_h| of the heads of a layer.
+    """Sums up over images |∂L(x)/∂ξ_h| of the heads of a layer.
 
     Args:
         layer (PrunableHeads | TransformerHeads): The attention layer.
@@ -37,7 +46,7 @@ class HeadGradients:
         self._width = _widths(layer)
 
     def gate(self, output: nn.Module, args: Tuple[Tensor]) -> Tensor:
-        """The outputs of the heads times gates of 1, one for each row of the batch: images, or windows of images."""
+        """Returns the heads' outputs times gates of 1, one for each row of the batch: images, or windows of images."""
         (heads,) = args
         gates = torch.ones(len(heads), self.layer.num_heads, dtype=heads.dtype, device=heads.device, requires_grad=True)
         self.gates.append(gates)
@@ -67,7 +76,7 @@ class HeadGradients:
         self.count += images
 
     def mean(self, normalize: bool) -> Tensor:
-        """The importance of each head, ``(N_h,)``, divided by its l2 norm over the layer's heads if ``normalize``."""
+        """Returns the importance of each head, ``(N_h,)``, by its l2 norm over the layer's if ``normalize``."""
         mean = self.total / self.count
         norm = mean.norm()
         return mean / norm if normalize and norm > 0 else mean
@@ -87,7 +96,9 @@ def add_gradients(gradients: Dict[str, HeadGradients], model: nn.Module, batch: 
         ValueError: ``loss`` does not call the model with images, or not all layers are used.
     """
     images: List[int] = []
-    with _gated(gradients), counting(model, images):
+    with ExitStack() as stack, counting(model, images):
+        for own in gradients.values():
+            stack.callback(own.layer.output.register_forward_pre_hook(own.gate).remove)
         value = loss(model, batch)
         gates_of = {name: list(own.gates) for name, own in gradients.items()}
         gates = [gate for own in gates_of.values() for gate in own]
@@ -104,7 +115,7 @@ def add_gradients(gradients: Dict[str, HeadGradients], model: nn.Module, batch: 
 
 
 def head_importance(model: nn.Module, batches: Iterable[Any], loss: Loss, normalize: bool = True) -> Dict[str, Tensor]:
-    """The importance of each head, E_x |∂L(x)/∂ξ_h| (Michel et al. 2019, eq. 2).
+    """Computes the importance of each head, E_x |∂L(x)/∂ξ_h| (Michel et al. 2019, eq. 2).
 
     The model runs in evaluation mode, and is as before afterwards; no gradients of parameters are computed.
 
@@ -145,16 +156,6 @@ def head_importance(model: nn.Module, batches: Iterable[Any], loss: Loss, normal
 
 
 @contextmanager
-def _gated(gradients: Dict[str, HeadGradients]) -> Iterator[None]:
-    handles = [own.layer.output.register_forward_pre_hook(own.gate) for own in gradients.values()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
 def counting(model: nn.Module, images: List[int]) -> Iterator[None]:
     """Appends the number of images of each call of the model."""
 
@@ -170,6 +171,166 @@ def counting(model: nn.Module, images: List[int]) -> Iterator[None]:
 
 
 def _widths(layer: Heads) -> Tensor:
-    """Channels D_h of each head's output, ``(N_h,)``."""
+    """Returns the channels D_h of each head's output, ``(N_h,)``."""
     widths = [len(layer.output_entries([head])) for head in range(layer.num_heads)]
     return torch.tensor(widths, dtype=torch.long, device=layer.output.weight.device)
+
+
+@torch.no_grad()
+def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str, Tensor]]:
+    """Counts the multiply-adds of a model, and those of each of its heads.
+
+    All that attention computes is in proportion to its heads. Heads of other widths share it by their weights.
+
+    Args:
+        model (nn.Module): The model, in evaluation mode.
+        run (Callable): Calls it or a part of it, for instance ``lambda: model(images)``.
+
+    Returns:
+        tuple[int, dict[str, Tensor]]: Those of the whole model, and by the name of the layer those of its heads,
+        ``(N_h,)``, float64.
+
+    Examples:
+        >>> import timm
+        >>> model = timm.create_model('vit_tiny_patch16_224', img_size=32, depth=1).eval()
+        >>> total, costs = head_costs(model, lambda: model(torch.rand(1, 3, 32, 32)))
+        >>> tokens, width = 5, 64
+        >>> costs['blocks.0.attn'][0].item() == tokens * width * (4 * 192 + 2 * tokens)
+        True
+    """
+    layers, counter = prunable_heads(model), FlopCounterMode(display=False)
+    flops = dict.fromkeys(layers, 0)
+
+    def count(name: str, sign: int) -> None:
+        flops[name] += sign * counter.get_total_flops()
+
+    with ExitStack() as stack:
+        for name in layers:
+            module = model.get_submodule(name)
+            stack.callback(module.register_forward_pre_hook(lambda *_, name=name: count(name, -1)).remove)
+            stack.callback(module.register_forward_hook(lambda *_, name=name: count(name, 1)).remove)
+        # Fused kernels on the CPU are not counted by every version of PyTorch; the plain products are.
+        with counter, sdpa_kernel(SDPBackend.MATH):
+            run()
+    costs = {}
+    for name, layer in layers.items():
+        parameters = dict(model.get_submodule(name).named_parameters())
+        weights = torch.tensor(
+            [_weights_of(layer, head, parameters) for head in range(layer.num_heads)], dtype=torch.float64
+        )
+        costs[name] = flops[name] / 2 * weights / weights.sum()
+    return counter.get_total_flops() // 2, costs
+
+
+def least_important(
+    importance: Mapping[str, Tensor],
+    threshold: Optional[float] = None,
+    keep: Optional[int] = None,
+    multiply_adds: Optional[float] = None,
+    costs: Optional[Tuple[float, Mapping[str, Tensor]]] = None,
+    allow_empty: bool = False,
+) -> Dict[str, List[int]]:
+    """Returns the heads to remove, the least important first, over all layers (Michel et al. 2019, section 4).
+
+    Args:
+        importance (Mapping[str, Tensor]): Of each head by the name of the layer, of
+            :func:`~attncnn_plugin.pruning.head_importance`.
+        threshold (float, optional): Removes all heads below it. Defaults to None.
+        keep (int, optional): The number of heads of the whole model that stay. Defaults to None.
+        multiply_adds (float, optional): The share of the model's multiply-adds that stays, above 0, up to 1. Defaults
+            to None.
+        costs (tuple, optional): Of :func:`head_costs`, for ``multiply_adds``. Defaults to None.
+        allow_empty (bool): Whether all heads of a layer may go; otherwise its most important one stays. Defaults to
+            False.
+
+    Returns:
+        dict[str, list[int]]: By the name of the layer, rising; layers that lose none are left out.
+
+    Raises:
+        ValueError: Not one of the three is given, or it cannot be reached; an importance that is not finite.
+
+    Examples:
+        >>> importance = {'a': torch.tensor([0.1, 0.9, 0.2]), 'b': torch.tensor([0.4, 0.3])}
+        >>> least_important(importance, threshold=0.35)
+        {'a': [0, 2], 'b': [1]}
+        >>> least_important(importance, keep=4)
+        {'a': [0]}
+    """
+    check_amount(threshold, keep, multiply_adds)
+    for name, own in importance.items():
+        if not (own < torch.inf).all():
+            raise ValueError(
+                f'the importance of the heads of {name} is {own.tolist()}, which has no order: there were no images, '
+                'or the loss of some is not a finite number'
+            )
+    ranked = sorted((value, name, head) for name, own in importance.items() for head, value in enumerate(own.tolist()))
+    if not allow_empty:
+        best = {(name, int(own.argmax())) for name, own in importance.items() if len(own)}
+        ranked = [entry for entry in ranked if entry[1:] not in best]
+    heads = sum(len(own) for own in importance.values())
+    if threshold is not None:
+        chosen = [entry for entry in ranked if entry[0] < threshold]
+    elif keep is not None:
+        if keep > heads:
+            raise ValueError(f'keep={keep} must be at most {heads}, the number of heads')
+        if not heads - len(ranked) <= keep:
+            raise ValueError(
+                f'keep={keep} heads of {heads} cannot be reached: one of each of the {len(importance)} layers stays'
+            )
+        chosen = ranked[: heads - keep]
+    else:
+        assert multiply_adds is not None
+        if costs is None:
+            raise ValueError(f'multiply_adds={multiply_adds} needs costs, those of head_costs')
+        chosen = _until(ranked, multiply_adds, costs)
+    found: Dict[str, List[int]] = {}
+    for _, name, head in chosen:
+        found.setdefault(name, []).append(head)
+    return {name: sorted(found[name]) for name in importance if name in found}
+
+
+def check_amount(threshold: Optional[float], keep: Optional[int], multiply_adds: Optional[float]) -> None:
+    """Refuses anything but one of these that is possible.
+
+    Raises:
+        ValueError: None is given, or several, or an impossible one.
+    """
+    given = {
+        name: value
+        for name, value in dict(threshold=threshold, keep=keep, multiply_adds=multiply_adds).items()
+        if value is not None
+    }
+    if len(given) != 1:
+        raise ValueError(f'{given or "nothing"} says how many heads go: give one of threshold, keep and multiply_adds')
+    ((name, value),) = given.items()
+    is_number = isinstance(value, int if name == 'keep' else (int, float)) and not isinstance(value, bool)
+    if not is_number or not value >= 0 or name == 'multiply_adds' and not 0 < value <= 1:
+        raise ValueError(f'{name}={shown(value)} must be {AMOUNTS[name]}')
+
+
+def _until(
+    ranked: List[Tuple[float, str, int]], share: float, costs: Tuple[float, Mapping[str, Tensor]]
+) -> List[Tuple[float, str, int]]:
+    """Returns as many of the ranked heads as bring the multiply-adds down to a share."""
+    total, of_heads = costs
+    left, chosen = float(total), []
+    for entry in ranked:
+        if left <= share * total:
+            break
+        left -= float(of_heads[entry[1]][entry[2]])
+        chosen.append(entry)
+    if left > share * total:
+        raise ValueError(
+            f'multiply_adds={share} cannot be reached: without the {len(chosen)} heads that may go, '
+            f'{left / total:.3f} of the multiply-adds are left'
+        )
+    return chosen
+
+
+def _weights_of(layer: Heads, head: int, parameters: Mapping[str, nn.Parameter]) -> int:
+    """Returns the number of entries of a head in all parameters."""
+    return sum(
+        len(index) * (parameters[name].numel() // max(1, parameters[name].shape[dim]))
+        for name, (dim, index) in layer.head_entries([head]).items()
+        if name in parameters
+    )

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from ..attention.attention_layer import AttentionLayer
-from ..attention.encodings import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding
-from ..attention.grid_attention import GridAttention
+from ..attention.positions import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding
+from ..attention.tokens import GridAttention
 from ..attention.window import shown
 from .criteria import determinant, gaussian_factor
 
 
 def singular_penalty(layer: AttentionLayer, max_condition: float = 100.0, min_eigenvalue: float = 1e-3) -> Tensor:
-    """A penalty on Gaussian heads that come near a singular Σ⁻¹, uniform or a stripe.
+    """Computes a penalty on Gaussian heads that come near a singular Σ⁻¹, uniform or a stripe.
 
         Σ_h max(0, 1 − u_h/u₀)²,    u = 2√(λ₁λ₂) / (λ₁ + λ₂ + 2ε) = 2|det M| / (‖M‖² + 2ε)
 
@@ -90,10 +90,10 @@ def reset_heads(layer: AttentionLayer, heads: Sequence[int], generator: Optional
 
     Examples:
         >>> from attncnn_plugin.attention import QuadraticAttention
-        >>> layer = QuadraticAttention(dim=8, num_heads=2, spread_std=0)
+        >>> layer = QuadraticAttention(dim=8, num_heads=2)
         >>> layer.encoding.sqrt_precision.data = torch.zeros(2)
         >>> reset_heads(layer, [1])
-        >>> layer.encoding.sqrt_precision.tolist()
+        >>> layer.encoding.sqrt_precision.round(decimals=1).tolist()
         [0.0, 1.0]
     """
     encoding = getattr(layer, 'encoding', None)

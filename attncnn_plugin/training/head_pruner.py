@@ -13,26 +13,30 @@ from ..attention.evaluation_mode import evaluating
 from ..attention.heads import PrunableHeads
 from ..attention.window import shown
 from ..pruning import (
-    DegeneracyReport,
-    DegenerateHead,
-    HeadMeans,
-    ObservedAttention,
     find_degenerate_heads,
-    fold_into_bias,
     head_costs,
-    head_means,
     least_important,
-    least_uniform_head,
-    merge_duplicate,
     prunable_heads,
     prune_heads,
     replace_parameters,
 )
-from ..pruning.amount import check_amount
-from ..pruning.bias_correction import takes_duplicates
-from ..pruning.degenerate_heads import degenerate_heads_of_observed
-from ..pruning.heads import Heads, check_prunable
-from ..pruning.importance import HeadGradients, add_gradients, counting
+from ..pruning.criteria import (
+    DegeneracyReport,
+    DegenerateHead,
+    ObservedAttention,
+    degenerate_heads_of_observed,
+    least_uniform_head,
+)
+from ..pruning.importance import HeadGradients, add_gradients, check_amount, counting
+from ..pruning.prune import (
+    HeadMeans,
+    Heads,
+    check_prunable,
+    fold_into_bias,
+    head_means,
+    merge_duplicate,
+    takes_duplicates,
+)
 
 IMPORTANCE = 'importance'
 
@@ -124,7 +128,7 @@ class HeadPruner:
             except TypeError as error:
                 raise TypeError(f'{name}: {error}; layers={self.pattern!r} can leave it out') from error
         if layers and self.of_importance and 'keep' in self.of_importance:
-            built = {name: torch.zeros(_built_heads(layer)) for name, layer in layers.items()}
+            built = {name: torch.zeros(layer.built_heads) for name, layer in layers.items()}
             least_important(built, keep=self.of_importance['keep'])
         if layers and batch is not None and self.counts_multiply_adds:
             with evaluating(model):
@@ -285,10 +289,6 @@ def _settings(criterion: Any) -> Dict[str, Any]:
 
 def _depends_on_content(layer: Heads) -> bool:
     return not isinstance(layer, PrunableHeads) or layer.depends_on_content
-
-
-def _built_heads(layer: Heads) -> int:
-    return layer.built_heads if isinstance(layer, PrunableHeads) else layer.layout.num_heads
 
 
 def _least_uniform(layer: Heads, observed: Optional[ObservedAttention], size: Optional[Tuple[int, ...]]) -> int:

@@ -6,16 +6,8 @@ express it. Beside it are the impulses of Zheng et al. 2025 and the mimetic star
 (``impulse_and_mimetic``).
 """
 
+from .adapters import ADAPTERS, Adapter
 from .embeddings import set_sine_cosine_embedding
-from .start import ConvolutionalStart, HeadStart, LayerStart, init_as_convolution
-from .transformer_heads import TransformerHeads, transformer_heads
+from .start import init_as_convolution
 
-__all__ = [
-    'ConvolutionalStart',
-    'HeadStart',
-    'LayerStart',
-    'TransformerHeads',
-    'init_as_convolution',
-    'set_sine_cosine_embedding',
-    'transformer_heads',
-]
+__all__ = ['ADAPTERS', 'Adapter', 'init_as_convolution', 'set_sine_cosine_embedding']

@@ -20,10 +20,11 @@ from typing import Any, List, Tuple
 import torch
 from torch import Tensor
 
+from .adapters import Attention
 from .embeddings import PositionChannels, patch_positions, set_sine_cosine_embedding
+from .impulse_and_mimetic import factors
 from .relative_tables import log_share_of_peak
-from .transformer_parts import Attention, factors, grid_of
-from .vision_transformer import num_prefix_tokens
+from .vision_transformer import grid_of, num_prefix_tokens
 
 FEWEST = 5  # functions of the position: a constant, and a cosine and a sine of each axis
 SHORTEST = 8  # patches: the period of the shortest wave, at most
@@ -50,7 +51,7 @@ def start_absolute(
         raise ValueError(
             f'the heads of {narrowest.name} have {narrowest.head_dim} channels: absolute positions need {FEWEST}'
         )
-    set_sine_cosine_embedding(network)
+    set_sine_cosine_embedding(network, overwrite=True)
     size = grid_of(network)
     patches, has_prefix = size[0] * size[1], num_prefix_tokens(network) > 0
     room = min(narrowest.head_dim, narrowest.width // 2 - 1)

@@ -1,15 +1,18 @@
 """What tokens hold of their positions: sines and cosines, and channels in which there is nothing else."""
 
 import math
+from contextlib import ExitStack
 from functools import partial
-from typing import Any, Iterator, List, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ..attention.window import shown
-from .transformer_parts import Attention, arguments_of, grid_of, input_of, mlp_maps, patch_convolutions
-from .vision_transformer import find_transformer, num_prefix_tokens
+from .adapters import Attention
+from .vision_transformer import find_transformer, grid_of, num_prefix_tokens, patch_convolutions
+
+Call = Tuple[Tuple[Any, ...], Dict[str, Any]]
 
 # Root mean square of the position functions over all channels of a token. That of the content is about 0.6 after a
 # default patch embedding of images of deviation 1. The larger it is, the smaller are the weights that read it, and the
@@ -39,17 +42,19 @@ def sine_cosine_embedding(size: Tuple[int, int], channels: int) -> Tensor:
 
 
 @torch.no_grad()
-def set_sine_cosine_embedding(model: nn.Module) -> None:
+def set_sine_cosine_embedding(model: nn.Module, overwrite: bool = False) -> None:
     """Sets the learned embedding of a vision transformer's patches to sines and cosines of their rows and columns.
 
     Rows and columns have a quarter of the channels each for sines, and for cosines, of the frequencies 10000^(−i/n),
     i = 0 … n − 1, where n is that quarter (Vaswani et al. 2017, 3.5, on two axes).
 
     Args:
-        model (nn.Module): A vision transformer with ``pos_embed``, or a model with one.
+        model (nn.Module): A vision transformer with ``pos_embed``, or a model with one, just built.
+        overwrite (bool): Whether the embedding of a trained model may be overwritten, see
+            :func:`~attncnn_plugin.transformers.init_as_convolution`. Defaults to False.
 
     Raises:
-        ValueError: It has no such embedding.
+        ValueError: It has no such embedding, or is trained.
 
     Examples:
         >>> import timm
@@ -59,9 +64,24 @@ def set_sine_cosine_embedding(model: nn.Module) -> None:
         0.5
     """
     _, network = find_transformer(model)
+    if not overwrite:
+        check_new(network)
     size = grid_of(network)
     rows = position_embedding(network, size[0] * size[1])
     rows[-size[0] * size[1] :] = sine_cosine_embedding(size, rows.shape[1]).to(rows)
+
+
+def check_new(network: Any) -> None:
+    """Refuses a trained network, told by its norms: all other weights may be drawn, those of new norms never are."""
+    kind = type(network).__name__
+    norms = [(name, norm) for name, norm in network.named_modules() if 'norm' in type(norm).__name__.lower()]
+    parameters = {f'{name}.{own}': of for name, norm in norms for own, of in norm.named_parameters('', False)}
+    drawn = [name for name, values in parameters.items() if (values != values.flatten()[0]).any()]
+    if drawn or not parameters:
+        looked_at = f'{drawn[0]} of {kind} holds different numbers' if drawn else f'no norm of {kind} has parameters'
+        raise ValueError(
+            f'{looked_at}, so that model may be trained, which a start would undo: give a new one, or overwrite=True'
+        )
 
 
 def position_embedding(network: Any, patches: int) -> Tensor:
@@ -169,21 +189,47 @@ class PositionChannels:
         Args:
             images (Tensor): ``(B, C, H, W)``.
         """
-        with arguments_of([attention.block for attention in self.attentions]) as of_blocks:
-            self.network(images)
+        of_blocks = calls_of([attention.block for attention in self.attentions], partial(self.network, images))
         tokens = of_blocks[self.attentions[0].block][0][0]
         for attention in self.attentions:
             (_, *others), named = of_blocks[attention.block]
             run_block = partial(attention.block, tokens, *others, **named)
-            read = input_of(attention.module, run_block)
+            read = calls_of([attention.module], run_block)[attention.module][0][0]
             self._keep_content(attention.weight('v'), read)
             yield attention, read
             for module in mlp_maps(attention)[:-1]:
                 if module.in_features == attention.width:
-                    self._keep_content(module.weight.data, input_of(module, run_block))
+                    self._keep_content(module.weight.data, calls_of([module], run_block)[module][0][0])
             tokens = run_block()
 
     def _keep_content(self, weight: Tensor, tokens: Tensor) -> None:
         """W ← W(I − UUᵀ)/√(1 − s) of a map that reads tokens."""
         share = self.read(tokens).square().sum() / tokens.double().square().sum()
         weight.copy_(self._cleared(weight) / (1 - share).sqrt())
+
+
+def mlp_maps(attention: Attention) -> List[nn.Linear]:
+    """Returns the linear maps beside an attention in its block: the last one writes into the tokens.
+
+    Raises:
+        ValueError: There is none, or a map that writes has another number of outputs than a token has channels.
+    """
+    own = set(attention.module.modules())
+    found = [module for module in attention.block.modules() if isinstance(module, nn.Linear) and module not in own]
+    if not found or {found[-1].out_features, attention.module.proj.out_features} != {attention.width}:
+        raise ValueError(
+            f'{attention.name} needs an MLP beside it in its {type(attention.block).__name__}, both with a last linear '
+            f'map to the {attention.width} channels of a token'
+        )
+    return found
+
+
+def calls_of(modules: Iterable[nn.Module], run: Callable[[], Any]) -> Dict[nn.Module, Call]:
+    """Returns what modules are called with when something runs: their positional and their named arguments."""
+    found: Dict[nn.Module, Call] = {}
+    with ExitStack() as stack:
+        for module in modules:
+            hook = module.register_forward_pre_hook(lambda own, *call: found.update({own: call}), with_kwargs=True)
+            stack.callback(hook.remove)
+        run()
+    return found

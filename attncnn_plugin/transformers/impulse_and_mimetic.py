@@ -15,8 +15,9 @@ from typing import Any, List, Tuple
 import torch
 from torch import Tensor, nn
 
+from .adapters import Attention
 from .embeddings import position_embedding, set_sine_cosine_embedding
-from .transformer_parts import Attention, factors, grid_of
+from .vision_transformer import grid_of
 
 EMBEDDING_DEVIATION = 18 * 0.02  # 18 times timm's own
 FACTOR_NORM = 7.0
@@ -48,7 +49,7 @@ def start_mimetic(network: Any, attentions: List[Attention], embeds: bool, gener
     """Sets queries, keys and values of all layers, and the embedding of absolute positions where the network has it."""
     _set_mimetic_values(attentions, generator)
     if embeds:
-        set_sine_cosine_embedding(network)
+        set_sine_cosine_embedding(network, overwrite=True)
     for attention in attentions:
         products = QUERY_KEY * (_noise(attention.num_heads, attention.width, generator) + torch.eye(attention.width))
         attention.set_maps('qk', *factors(products, attention.head_dim))  # each head has a Z₁ of its own
@@ -78,3 +79,10 @@ def _set_mimetic_values(attentions: List[Attention], generator: torch.Generator)
 def _noise(number: int, width: int, generator: torch.Generator) -> Tensor:
     """Z, ``(number, D, D)``, float64."""
     return torch.randn(number, width, width, generator=generator, dtype=torch.float64) / width**0.5
+
+
+def factors(products: Tensor, rank: int) -> Tuple[Tensor, Tensor]:
+    """Computes A and B, ``(N, rank, D)``, whose products AᵀB are nearest to some ``(N, D, D)``, by their SVD."""
+    left, values, right = torch.linalg.svd(products)
+    roots = values[:, :rank, None].sqrt()
+    return roots * left.mT[:, :rank], roots * right[:, :rank]

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.shifts import at_grid_shifts
-from .transformer_heads import SHARED_BIASES
-from .transformer_parts import Attention
+from .adapters import Attention
+
+SHARED_BIASES = ('shared_rel_pos', 'rel_pos_bias')  # modules of the whole transformer, for all its layers
 
 
 def bias_of(network: Any, attention: Attention) -> Optional[Any]:

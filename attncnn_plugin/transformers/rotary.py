@@ -11,10 +11,10 @@ from typing import Any, List, Tuple
 import torch
 from torch import Tensor
 
+from .adapters import Attention
 from .embeddings import PositionChannels
 from .relative_tables import gaussian_table, log_share_of_peak
-from .transformer_parts import Attention, grid_of
-from .vision_transformer import num_prefix_tokens
+from .vision_transformer import grid_of, num_prefix_tokens
 
 # Scores below −FLOOR are not approached: with them the coefficients would be ten times as large.
 FLOOR = 100.0

@@ -12,12 +12,13 @@ from ..attention.evaluation_mode import evaluating
 from ..attention.shifts import at_grid_shifts
 from ..attention.window import per_axis, shown
 from .absolute import start_absolute
+from .adapters import Attention, direction, find_attention, rope_of_mmpretrain
+from .attention import visited_attention
+from .embeddings import check_new
 from .impulse_and_mimetic import start_impulse, start_mimetic
 from .relative_tables import bias_of, gaussian_table, start_relative, window_of
 from .rotary import start_rotary
-from .transformer_attention import visited_attention
-from .transformer_parts import Attention, arguments_of, built_for, find_attention, grid_of, patch_convolutions
-from .vision_transformer import find_transformer
+from .vision_transformer import built_for, find_transformer, grid_of, patch_convolutions
 
 Kernel = Union[int, Sequence[int]]
 METHODS = ('gaussian', 'impulse', 'mimetic')
@@ -133,8 +134,10 @@ def init_as_convolution(
         raise ValueError(f'alpha={shown(alpha)} must be a number above 0')
     _, network = find_transformer(model)
     attentions = find_attention(model)
+    for attention in attentions:
+        _check(attention)
     if not overwrite:
-        _check_new(network)
+        check_new(network)
     encoding = _encoding(network, attentions)
     if method == 'impulse' and encoding != 'absolute':
         raise ValueError(
@@ -168,16 +171,22 @@ def init_as_convolution(
     return ConvolutionalStart(method, alpha if method == 'gaussian' else None, tuple(layers))
 
 
-def _check_new(network: Any) -> None:
-    """Refuses a trained network, told by its norms: all other weights may be drawn, those of new norms never are."""
-    kind = type(network).__name__
-    norms = [(name, norm) for name, norm in network.named_modules() if 'norm' in type(norm).__name__.lower()]
-    parameters = {f'{name}.{own}': of for name, norm in norms for own, of in norm.named_parameters('', False)}
-    drawn = [name for name, values in parameters.items() if (values != values.flatten()[0]).any()]
-    if drawn or not parameters:
-        looked_at = f'{drawn[0]} of {kind} holds different numbers' if drawn else f'no norm of {kind} has parameters'
+def _check(attention: Attention) -> None:
+    """Refuses attention whose heads cannot be given a shift."""
+    reason, adapter = None, attention.adapter
+    if adapter.turned is direction:
+        reason = 'it compares queries and keys by their angle (Swin v2): bounded scores cannot be a Gaussian'
+    elif adapter.probs is not None:
+        reason = 'its probabilities are no softmax of scores'
+    elif not isinstance(attention.part(adapter.norms[0]), (nn.Identity, type(None))):
+        reason = 'it normalizes queries and keys, so that they have no scale: build the model with qk_norm=False'
+    elif attention.part('num_kv_heads') not in (None, attention.num_heads):
+        reason = 'some of its heads share their keys, and each needs a shift of its own'
+    elif adapter.turned is rope_of_mmpretrain:
+        reason = 'its rotations are inside of it, where their angles cannot be read: give a model of timm'
+    if reason is not None:
         raise ValueError(
-            f'{looked_at}, so that model may be trained, which a start would undo: give a new one, or overwrite=True'
+            f'{attention.name} is a {type(attention.module).__name__} that cannot start as a convolution: {reason}'
         )
 
 
@@ -239,18 +248,10 @@ def _report(network: Any, attentions: List[Attention], encoding: str, alpha: flo
     """Compares the attention of the patches among patches with the wanted one, in one pass of the images.
 
     Windows that hide keys from a query, shifted ones, hide them from the wanted attention too.
-
-    Raises:
-        ValueError: The probabilities of a layer are no softmax for each head.
     """
     layers: List[LayerStart] = []
 
-    def compare(attention: Attention, probs: Tensor) -> None:
-        sums = probs.double().sum(-1)
-        if probs.ndim != 4 or probs.shape[1] != attention.num_heads or (sums - 1).abs().max() > 1e-2:
-            raise ValueError(
-                f'the probabilities of {attention.name}, {shown(probs)}, are no softmax for {attention.num_heads} heads'
-            )
+    def compare(attention: Attention, probs: Tensor, masked: Optional[Tensor]) -> None:
         bias = bias_of(network, attention)
         grid = grid_of(network) if bias is None else window_of(bias)
         patches = grid[0] * grid[1]  # which come last
@@ -258,17 +259,15 @@ def _report(network: Any, attentions: List[Attention], encoding: str, alpha: flo
         total = own.sum(-1, keepdim=True)
         own = own / total.clamp(min=torch.finfo(own.dtype).tiny)
         wanted = at_grid_shifts(gaussian_table(attention.shifts, alpha, grid), grid).to(own.device)[None]
-        mask = calls[attention.module][1].get('mask')
-        if mask is not None:
-            own = own.unflatten(0, (-1, len(mask)))  # (B, windows, N_h, patches, patches)
-            wanted = wanted.masked_fill(mask[:, None] < 0, -torch.inf)
+        if masked is not None:
+            own = own.unflatten(0, (-1, len(masked)))  # (B, windows, N_h, patches, patches)
+            wanted = wanted.masked_fill(masked[:, None], -torch.inf)
         variations = (own - wanted.softmax(-1)).abs().sum(-1).transpose(-2, 0).flatten(1).mean(1) / 2
         share = max(0.0, float(1 - total.mean())) if probs.shape[-1] > patches else 0.0  # and no rounding error
         heads = tuple(HeadStart((i, j), x) for (i, j), x in zip(attention.shifts.tolist(), variations.tolist()))
         layers.append(LayerStart(attention.name, encoding, grid, heads, share))
 
     with ExitStack() as stack:
-        calls = stack.enter_context(arguments_of([attention.module for attention in attentions]))
         for attention in attentions:
             stack.enter_context(visited_attention(attention.module, partial(compare, attention)))
         network(images)

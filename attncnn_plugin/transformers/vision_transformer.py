@@ -2,14 +2,13 @@
 
 from typing import Any, List, Optional, Tuple
 
-import torch
 from torch import Tensor, nn
 
 BLOCKS = ('blocks', 'layers', 'stages')  # modules that hold all blocks
 
 
 def is_vit(model: nn.Module) -> bool:
-    """Whether a vision transformer as those of timm or mmpretrain is in a model.
+    """Says whether a vision transformer as those of timm or mmpretrain is in a model.
 
     Examples:
         >>> import timm
@@ -20,7 +19,7 @@ def is_vit(model: nn.Module) -> bool:
 
 
 def find_transformer(model: nn.Module) -> Tuple[str, Any]:
-    """The vision transformer in a model, the first module with a ``patch_embed`` and blocks, and its name.
+    """Returns the vision transformer in a model, the first module with a ``patch_embed`` and blocks, and its name.
 
     Raises:
         ValueError: There is none.
@@ -45,13 +44,13 @@ def _find(model: nn.Module) -> Optional[Tuple[str, Any]]:
 
 
 def num_prefix_tokens(network: Any) -> int:
-    """Class, distillation and register tokens, which come before the patches."""
+    """Returns the number of class, distillation and register tokens, which come before the patches."""
     class_tokens = int(getattr(network, 'cls_token', None) is not None)
     return int(getattr(network, 'num_prefix_tokens', getattr(network, 'num_extra_tokens', class_tokens)))
 
 
 def prefix_names(network: Any) -> List[str]:
-    """Short names of the tokens before the patches, in their order: ``cls``, ``dist``, ``reg 1``, ….
+    """Returns short names of the tokens before the patches, in their order: ``cls``, ``dist``, ``reg 1``, ….
 
     Examples:
         >>> import timm
@@ -63,34 +62,58 @@ def prefix_names(network: Any) -> List[str]:
     return [*names, *(f'reg {i + 1}' for i in range(count - len(names)))][:count]
 
 
-def patch_grid(model: nn.Module, images: Tensor) -> Tuple[int, int]:
-    """Height and width of the grid of patches.
+def patch_grid(network: Any, images: Tensor, embedded: Any) -> Tuple[int, int]:
+    """Returns height and width of the grid of patches that images were cut into.
 
     Args:
-        model (nn.Module): See :func:`~attncnn_plugin.analysis.vit_attention`.
+        network: The vision transformer.
         images (Tensor): ``(B, C, H, W)``.
+        embedded: What its ``patch_embed`` made of them; that of mmpretrain gives the grid, too.
 
     Raises:
         ValueError: The model does not cut images into a grid of patches, or the grid has a single one.
-
-    Examples:
-        >>> import timm
-        >>> patch_grid(timm.create_model('vit_tiny_patch16_224', depth=1), torch.rand(1, 3, 224, 224))
-        (14, 14)
     """
-    _, network = find_transformer(model)
-    embed: Any = network.patch_embed
-    size = None
+    embed, size = network.patch_embed, None
     if hasattr(embed, 'dynamic_feat_size'):  # of timm; images of another size than the model's own
         size = embed.dynamic_feat_size(tuple(images.shape[-2:]))
     elif hasattr(embed, 'grid_size'):
         size = embed.grid_size
-    elif hasattr(embed, 'init_out_size'):  # mmpretrain: what it returns beside the patches
-        with torch.no_grad():
-            size = embed(images[:1])[1]
+    elif hasattr(embed, 'init_out_size'):  # of mmpretrain
+        size = embedded[1]
     if size is None or size[0] * size[1] < 2:
         raise ValueError(
             f'model has a {type(network).__name__}, whose patch_embed gives no grid of at least 2 patches for images '
             f'of {images.shape[-2]}x{images.shape[-1]}: its grid is {size}'
+        )
+    return int(size[0]), int(size[1])
+
+
+def patch_convolutions(network: Any) -> List[nn.Conv2d]:
+    """Returns the convolutions of the patch embedding: the first takes the images, the last makes tokens of patches.
+
+    Raises:
+        ValueError: There is none.
+    """
+    convolutions = [module for module in network.patch_embed.modules() if isinstance(module, nn.Conv2d)]
+    if not convolutions:
+        raise ValueError(f'the patch_embed of {type(network).__name__} has no convolution that makes tokens of patches')
+    return convolutions
+
+
+def grid_of(network: Any) -> Tuple[int, int]:
+    """Returns height and width of the grid of patches that a network was built for."""
+    return built_for(network, 'grid_size', 'init_out_size')
+
+
+def built_for(network: Any, of_timm: str, of_mmpretrain: str) -> Tuple[int, int]:
+    """Returns height and width of what a network was built for, under the names that timm and mmpretrain have for it.
+
+    Raises:
+        ValueError: Its patch embedding has neither.
+    """
+    size = getattr(network.patch_embed, of_timm, None) or getattr(network.patch_embed, of_mmpretrain, None)
+    if size is None:
+        raise ValueError(
+            f'the patch_embed of {type(network).__name__} has no {of_timm} or {of_mmpretrain}: give it an image size'
         )
     return int(size[0]), int(size[1])

@@ -8,7 +8,7 @@ model = dict(
         type='mmpretrain.SAQuadratic',
         arch='base',
         reduction=8,
-        head_dim=44,
+        with_cp=True,
         drop_path_rate=0.1),
     neck=dict(in_channels=[400], start_level=0))
 

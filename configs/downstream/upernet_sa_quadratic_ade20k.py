@@ -8,7 +8,7 @@ model = dict(
         type='mmpretrain.SAQuadratic',
         arch='base',
         reduction=8,
-        head_dim=44,
+        with_cp=True,
         out_indices=(1, 2, 3, 5),
         drop_path_rate=0.1),
     # Maps of stride 8.

@@ -12,15 +12,14 @@ from helpers.convolutions import joined
 from helpers.small import SMALL, TIMM_KINDS, model_with_head, small_cmhsa, small_timm
 from torch import nn
 
-from attncnn_plugin.analysis import AttentionMaps, attention_maps, head_centers, head_report
+from attncnn_plugin.analysis import AttentionMaps, attention_maps, head_centers, head_report, image_means
 from attncnn_plugin.analysis.layer_maps import attention_layers
-from attncnn_plugin.attention import LearnedAttention
+from attncnn_plugin.attention import QuadraticAttention
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.pruning import prune_heads
-from attncnn_plugin.transformers import image_means
 
 IMAGES = (3, 3, 12, 8)  # a grid of 6 rows and 4 columns
-ALL_TERMS = [('qk',), ('qr',), ('uk',), ('qk', 'qr'), ('qk', 'vr'), ('uk', 'vr'), ('qk', 'qr', 'uk', 'vr')]
+POSITIONS = ['relative_learned', 'relative_sinusoidal', 'relative_quadratic', 'relative_generalized']
 
 
 def content_model(**kwargs):
@@ -89,14 +88,10 @@ def test_position_alone(name):
 
 
 def test_the_positional_term():
-    model = content_model(terms=('qk', 'vr'))
-    layer, alone = model.blocks[0].attn, LearnedAttention(16, 3)
-    with torch.no_grad():
-        alone.encoding.weight.copy_(layer.position_bias)
-        alone.encoding.tables.load_state_dict(layer.tables.state_dict())
+    model, alone = content_model(position='relative_quadratic'), QuadraticAttention(16, 3)
+    alone.encoding.load_state_dict(model.blocks[0].attn.encoding.state_dict())
     own = attention_maps(model, size=(6, 4), part='position')['blocks.0.attn']
     assert torch.allclose(own.probs, alone.attention_probs((6, 4)), atol=1e-6) and own.num_images == 0
-    assert attention_maps(content_model(position='absolute_learned'), torch.randn(IMAGES), part='position') == {}
 
 
 def test_the_bias_of_cmhsa():
@@ -112,45 +107,32 @@ def test_the_bias_of_cmhsa():
     assert (probs.sum(-1) < 1).all()
 
 
-@pytest.mark.parametrize('terms', ALL_TERMS)
-def test_images_and_their_parts(terms):
-    model, images = content_model(terms=terms), torch.randn(IMAGES)
+@pytest.mark.parametrize('encoding', POSITIONS)
+def test_images_and_their_parts(encoding):
+    model, images = content_model(position=encoding), torch.randn(IMAGES)
     probs = probs_of(model, images)
     content, position = (probs_of(model, images, part) for part in ('content', 'position'))
-    assert bool(content) == bool({'qk', 'uk'} & set(terms)) and bool(position) == bool({'qr', 'vr'} & set(terms))
     means = attention_maps(model, images)
     for name, layer in attention_layers(model).items():
         expected = layer.attention_scores(input_of(layer, model, images)).softmax(-1)
         assert probs[name].shape == (3, 3, 24, 24) and probs[name].dtype == torch.float32
         assert torch.allclose(probs[name], expected, atol=1e-6)
         assert torch.allclose(means[name].probs, expected.mean(0), atol=1e-6)
-        if {'qr', 'vr'} <= set(terms):  # what depends on position alone is v·r
-            assert torch.allclose(position[name][1], layer.position_probs((6, 4)), atol=1e-6)
-            position[name] = layer.position_scores(input_of(layer, model, images)).softmax(-1)
         # The scores are the sum of both parts.
-        parts = [part[name] for part in (content, position) if part]
+        parts = [part[name] for part in (content, position)]
         assert torch.allclose(sum(map(log, parts)), log(expected), atol=1e-3)
         assert all(torch.allclose(part.sum(-1), torch.ones(()), atol=1e-5) for part in parts)
 
 
 def test_content_alone_knows_nothing_of_positions():
-    """Tokens in another order have the same probabilities in that order; with all terms they have not."""
-    model = content_model(terms=('qk', 'qr', 'uk', 'vr'), depth=1)
+    """Tokens in another order have the same probabilities in that order; with positions they have not."""
+    model = content_model(depth=1)
     images = torch.randn(2, 3, 4, 4)
     # The blocks of 2x2 pixels in reverse order.
     other = images.reshape(2, 3, 2, 2, 2, 2).flip(2, 4).reshape(images.shape)
     for part, equal in (('content', True), ('all', False)):
         one, two = (attention_maps(model, x, part=part)['blocks.0.attn'].probs for x in (images, other))
         assert torch.allclose(one, two.flip(1, 2), atol=1e-5) == equal
-
-
-def test_content_alone_without_an_absolute_encoding():
-    model, images = content_model(position='absolute_learned', depth=1), torch.randn(IMAGES)
-    without = copy.deepcopy(model)
-    torch.nn.init.zeros_(without.blocks[0].attn.absolute.table)
-    content = attention_maps(model, images, part='content')['blocks.0.attn'].probs
-    assert torch.allclose(content, attention_maps(without, images)['blocks.0.attn'].probs, atol=1e-6)
-    assert not torch.allclose(content, attention_maps(model, images)['blocks.0.attn'].probs, atol=1e-3)
 
 
 def test_probabilities_of_cmhsa_give_its_output():
@@ -234,7 +216,10 @@ def test_layers_without_heads():
     [
         (dict(), 'images=None and size=None: give images, or the size'),
         (dict(images=torch.randn(IMAGES), size=(4, 4)), r'images=\(3, 3, 12, 8\) and size=\(4, 4\): give images, or'),
-        (dict(size=(4, 4)), r"scores of blocks.0.attn, .*terms=\('qk', 'qr'\), .* depend on images: give images, or"),
+        (
+            dict(size=(4, 4)),
+            "scores of blocks.0.attn, .*position='relative_learned', depend on images: give images, or",
+        ),
         (dict(size=(4, 4), part='position'), r'scores of blocks.0.attn, .* depend on images'),
         (dict(size=(4, 4), part='both'), "part='both' is unknown: choose one of all, position, content"),
     ],

@@ -62,7 +62,8 @@ def test_parameters_of_gaussians():
         layer.encoding.sqrt_precision[1] = torch.diag(torch.tensor([0.5, 0.25]))
         layer.encoding.sqrt_precision[2] = 0
     heads = report_of(layer, (6, 6)).heads
-    expected = torch.linalg.inv(layer.encoding.inverse_covariance[0].double())
+    factor = layer.encoding.sqrt_precision[0].double()
+    expected = torch.linalg.inv(factor @ factor.mT)
     assert torch.allclose(torch.tensor(heads[0].covariance, dtype=torch.float64), expected)
     assert heads[1].width_text == '4 x 2 at 90°'  # wide along columns: to the right
     assert heads[3].width_text == '1.51 x 0.848 at 25°'  # down, and a little to the right
@@ -312,11 +313,11 @@ def test_one_fixed_key_is_no_hard_head():
     assert report.summary == 'one convolution, 1x1, error 0, centred at (-5, -5)'
 
 
-@pytest.mark.parametrize('kind', ['quadratic', 'generalized', 'learned', 'vr'])
+@pytest.mark.parametrize('kind', ['quadratic', 'generalized', 'learned'])
 def test_degenerate_and_expressible_are_those_of_their_modules(kind):
     layer = LAYERS[kind]()
     with torch.no_grad():  # head 3 is head 1
-        weight = layer.position_bias if kind == 'vr' else layer.encoding.weight if kind == 'learned' else None
+        weight = layer.encoding.weight if kind == 'learned' else None
         for tensor in [weight] if weight is not None else list(layer.encoding.parameters()):
             tensor[3] = tensor[1]
     report = report_of(layer, (7, 6), tolerance=0.7)
@@ -451,7 +452,7 @@ def test_models(name):
 
 
 def test_content_with_positions_has_both():
-    model = small_timm('sa_learned_content_cifar', terms=('qk', 'vr'))
+    model = small_timm('sa_learned_content_cifar', position='relative_quadratic')
     parts = {'position': 0, 'images': 2}  # and the number of images
     reports = head_report(model, torch.randn(2, 3, 8, 10)).layers
     assert [(report.name, report.attention, report.num_images) for report in reports] == [
@@ -468,7 +469,7 @@ def test_content_with_positions_has_both():
         (nn.MultiheadAttention(4, 2), dict(size=(5, 5)), 'type MultiheadAttention, has no attention layers'),
         (conv_to_mhsa(nn.Conv1d(2, 2, 3))[0], dict(size=(5, 5)), 'layer has 1 axes of pixels'),
         (conv_to_mhsa(nn.Conv2d(2, 2, 7, padding=3))[0], dict(size=(5, 5)), 'the image of 5x5 pixels is'),
-        (ContentAttention(4, 2), dict(size=(5, 5)), r"layer, .*terms=\('qk', 'qr'\), .* depend on images: give"),
+        (ContentAttention(4, 2), dict(size=(5, 5)), "layer, .*position='relative_learned', depend on images: give"),
         (LAYERS['learned'](), dict(size=(1, 1)), 'is a single token'),
         (LAYERS['learned'](), dict(size=(0, 5)), r'size=\(0, 5\)'),
         (LAYERS['learned'](), dict(size=(5, 5), tolerance=1e-9), 'tolerance=1e-09 must be at least'),

@@ -132,10 +132,22 @@ def test_convit_that_is_a_convolution():
 @pytest.mark.parametrize(
     'name, kwargs, reason',
     [
-        ('pvt_v2_b0', {}, 'patch_embed gives no grid'),
-        ('cait_xxs24_224', dict(embed_dim=12, depth=1, num_heads=3), 'do not add up to 1'),
-        ('samvit_base_patch16', dict(embed_dim=12, depth=1, num_heads=3, img_size=64, global_attn_indexes=()), 'shape'),
-        ('vit_dwee_patch16_reg1_gap_256', dict(embed_dim=16, depth=1, num_heads=2, img_size=224), 'with N_h = 2'),
+        ('pvt_v2_b0', {}, 'is a Attention of timm.models.pvt_v2: the classes'),
+        (
+            'cait_xxs24_224',
+            dict(embed_dim=12, depth=1, num_heads=3),
+            'is a TalkingHeadAttn of timm.models.cait: the classes',
+        ),
+        (
+            'samvit_base_patch16',
+            dict(embed_dim=12, depth=1, num_heads=3, img_size=64, global_attn_indexes=()),
+            'is a Attention of timm.models.vision_transformer_sam',
+        ),
+        (
+            'vit_dwee_patch16_reg1_gap_256',
+            dict(embed_dim=16, depth=1, num_heads=2, img_size=224),
+            'is a DiffAttention of timm.layers.diff_attention',
+        ),
         ('resnet18', {}, 'is no vision transformer'),
     ],
 )
@@ -152,7 +164,7 @@ def test_other_timm_models(name, kwargs, reason):
     'settings, reason',
     [
         (dict(kind='ResNet', depth=18), 'is no vision transformer'),
-        (dict(kind='MViT', arch='tiny'), 'its blocks have no attention with num_heads and attn_drop'),
+        (dict(kind='MViT', arch='tiny'), 'is a MultiScaleAttention of mmpretrain.models.backbones.mvit: the classes'),
     ],
 )
 def test_other_models_of_mmpretrain(settings, reason):

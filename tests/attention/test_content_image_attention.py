@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attncnn_plugin import follow_state_dict
-from attncnn_plugin.attention.biased_attention import shared_heads
+from attncnn_plugin.attention.images import shared_heads
 from attncnn_plugin.attention.neighbourhoods import AxisTiles
 from attncnn_plugin.convert import conv_to_mhsa
 

@@ -80,7 +80,7 @@ def test_layer(name):
 def check_heads(pruned, expected, x):
     """Whatever the layer says of its heads has the shape that it has of some, but for their number."""
     size = x.shape[2:] if pruned.window is not None else x.shape[1:3]
-    said = dict(value_matrices=(), position_probs=(size,), position_share=())
+    said = dict(value_matrices=(), position_probs=(size,))
     if pruned.depends_on_content:
         said.update(attention_scores=(x,), content_scores=(x,), position_scores=(x,))
     else:

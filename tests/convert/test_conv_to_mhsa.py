@@ -121,7 +121,7 @@ def test_heads_of_a_given_width(case, alpha):
     x = torch.randn(shape, dtype=torch.float64)
     attention, report = conv_to_mhsa(conv, alpha=alpha)
     assert report.alpha == pytest.approx(alpha) and torch.allclose(
-        attention.encoding.alpha, torch.tensor(alpha).double()
+        attention.encoding.sqrt_precision.square() / 2, torch.tensor(alpha).double()
     )
     amounts = [n for pair in reversed(attention.window.padding) for n in pair]
     padded = F.pad(x, amounts, mode={'zeros': 'constant'}.get(conv.padding_mode, conv.padding_mode))

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from attncnn_plugin.convert import PatchConversionReport, conv_to_patch_mhsa, exact_head_dims, min_heads
+from attncnn_plugin.convert import conv_to_patch_mhsa, exact_head_dims, min_heads
+from attncnn_plugin.convert.report import PatchConversionReport
 
 
 @given(patch_convolutions(), st.sampled_from([None, 'exact']), st.integers(1, 5))

@@ -22,10 +22,10 @@ from attncnn_plugin.convert import (
     Expressibility,
     conv_to_mhsa,
     expressible_shifts,
-    expressible_shifts_of_maps,
     fit_values,
     min_heads,
 )
+from attncnn_plugin.convert.expressible import expressible_shifts_of_maps
 
 SHIFTS = list(itertools.product((-1, 0, 1), repeat=2))
 
@@ -247,7 +247,7 @@ def distance(vector, maps):
 @pytest.mark.parametrize('layer', [hard_layer(SHIFTS), GeneralizedQuadraticAttention(4, 6)])
 def test_chunks_of_queries(layer, monkeypatch):
     whole = expressible_shifts(layer, 3, (6, 5))
-    monkeypatch.setattr('attncnn_plugin.convert.expressible.CHUNK_ELEMENTS', 1)
+    monkeypatch.setattr('attncnn_plugin.convert.shift_operators.CHUNK_ELEMENTS', 1)
     single = expressible_shifts(layer, 3, (6, 5))
     assert (whole.residual - single.residual).abs().max() <= 1e-10
     assert (whole.query_residual - single.query_residual).abs().max() <= 1e-10

@@ -16,13 +16,8 @@ from attncnn_plugin.convert import ConversionReport, conv_to_mhsa
 from attncnn_plugin.convert.fewer_heads import (
     amplification,
     best_probs,
-    best_weight,
-    complement,
-    distributions,
-    log_scores,
     positive_direction,
     positive_vector,
-    truncation_errors,
 )
 
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -240,109 +235,6 @@ def test_search_is_not_beaten_by_chance(num_heads):
     assert ideal - 1e-9 <= report.relative_error <= ideal + 5e-3
 
 
-@pytest.fixture(scope='module')
-def trained_convs():
-    """The convolutions of a small network, trained on digits for a few seconds."""
-    digits = pytest.importorskip('sklearn.datasets').load_digits()
-    torch.manual_seed(0)
-    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
-    labels = torch.tensor(digits.target)
-    model = nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(8, 16, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(16, 16, 5, padding=2, groups=4),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(256, 10),
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(4):
-        for batch in torch.randperm(len(images)).split(64):
-            loss = F.cross_entropy(model(images[batch]), labels[batch])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    accuracy = (model(images).argmax(1) == labels).float().mean()
-    assert accuracy > 0.95
-    return [module for module in model if isinstance(module, nn.Conv2d)]
-
-
-@pytest.mark.parametrize('step', [4, pytest.param(1, marks=pytest.mark.slow)])
-def test_trained_kernels(step, trained_convs):
-    for conv in trained_convs:
-        positions = math.prod(conv.kernel_size)
-        errors = []
-        for num_heads in range(1, positions + 1, step):
-            attention, report = conv_to_mhsa(conv, num_heads)
-            errors.append(report.relative_error)
-            assert report.bound - 1e-6 <= report.relative_error <= report.guarantee + 1e-6
-
-            x = torch.randn(2, conv.in_channels, 8, 8)
-            with torch.no_grad():
-                narrow = attention(x)
-                wide = attention.double()(x.double())
-            assert (narrow - wide).norm() <= 1e-4 * wide.norm()
-        assert all(more <= fewer + 1e-3 for fewer, more in zip(errors, errors[1:]))
-        assert errors[-1] == 0
-
-
-@given(st.lists(st.integers(-180, 179), min_size=1, max_size=6))
-@example([0, 180])  # opposite
-@example([0, 120, -120])
-@example([0, 175])
-def test_positive_vector(degrees):
-    """In the plane: there is one if the rows are unit vectors within an arc of less than half a circle."""
-    angles = torch.tensor(degrees, dtype=torch.float64) * math.pi / 180
-    rows = torch.stack([angles.cos(), angles.sin()], dim=1)
-    degrees = sorted({degree % 360 for degree in degrees})
-    gap = max((b - a - 1) % 360 + 1 for a, b in zip(degrees, degrees[1:] + degrees[:1]))  # the largest free arc
-    inside = positive_vector(rows)
-    if gap >= 184:
-        assert (inside > 0).all()
-        assert (rows @ torch.linalg.lstsq(rows, inside[:, None]).solution[:, 0] - inside).abs().max() <= 1e-12
-    elif gap <= 180:
-        assert inside is None
-
-
-@given(seeds, st.integers(1, 8), st.integers(1, 8))
-def test_distributions_span_the_subspace(seed, size, num_heads):
-    assume(num_heads <= size)
-    torch.manual_seed(seed)
-    basis = torch.linalg.qr(torch.randn(size, num_heads, dtype=torch.float64)).Q
-    positive = torch.linalg.qr(torch.cat([torch.rand(size, 1, dtype=torch.float64) + 0.05, basis[:, 1:]], dim=1)).Q
-    assert positive_vector(positive) is not None  # its first column is positive
-    for span in (basis, positive):
-        inside = positive_vector(span)
-        if inside is None:
-            continue
-        found = distributions(inside, span @ complement(span.T @ inside))
-        assert (found >= 0).all()
-        torch.testing.assert_close(found.sum(1), torch.ones(num_heads, dtype=torch.float64))
-        assert (found.T - span @ (span.T @ found.T)).abs().max() <= 1e-12
-        assert torch.linalg.matrix_rank(found) == num_heads
-
-
-def test_subspaces_without_a_positive_vector():
-    assert positive_vector(torch.tensor([[0.6], [-0.8]], dtype=torch.float64)) is None
-    basis = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 2**0.5]], dtype=torch.float64) / 2**0.5
-    assert positive_vector(basis) is None
-    inside = positive_vector(torch.tensor([[-0.6], [-0.8]], dtype=torch.float64))
-    torch.testing.assert_close(inside / inside.sum(), torch.tensor([3 / 7, 4 / 7], dtype=torch.float64))
-
-
-def test_amplification_is_moderate():
-    """Of random kernels, whether or not the bound is reached."""
-    for _ in range(3):
-        matrix = torch.randn(9, 30)
-        for num_heads in range(2, 9, 2):
-            probs = best_probs(matrix, num_heads)
-            assert amplification(matrix.double(), probs) <= 1e3
-            weight = best_weight(matrix, probs)
-            assert weight.norm(dim=1).max() <= 1e3 * matrix.norm()
-
-
 def test_amplification_fits_the_dtype():
     """The wider the dtype, the nearer to linear dependence the heads may come for a smaller error."""
     torch.manual_seed(1)
@@ -365,25 +257,6 @@ def test_noise_is_not_amplified():
             probs = best_probs(matrix, num_heads)
             assert amplification(matrix, probs) <= 1e3
             assert conv_to_mhsa(conv_with(matrix, 1, 9), num_heads)[1].relative_error <= 1e-12
-
-
-def test_log_scores():
-    scores = log_scores(torch.tensor([[0.5, 0.0, 0.25, 0.25], [0.0, 0.0, 1.0, 0.0]], dtype=torch.float64))
-    assert scores.isfinite().all()
-    for dtype in (torch.float64, torch.float32):
-        probs = scores.to(dtype).softmax(-1)
-        assert probs.tolist() == [[0.5, 0.0, 0.25, 0.25], [0.0, 0.0, 1.0, 0.0]]
-
-
-def test_truncation_errors():
-    """Neither a scale nor a wide matrix matters."""
-    matrix = torch.randn(4, 50, dtype=torch.float64)
-    expected = [eckart_young(matrix, terms) for terms in range(4)] + [0.0]
-    for scale in (1.0, 1e-200, 1e200):
-        assert truncation_errors(matrix * scale).tolist() == pytest.approx(expected, abs=1e-13)
-    narrow = torch.tensor([[3.0], [0.0], [4.0]])
-    assert truncation_errors(narrow).tolist() == [1.0, 0.0, 0.0, 0.0]
-    assert truncation_errors(torch.zeros(3, 2)).tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize('scale', [1e-200, 1e200])
@@ -430,11 +303,6 @@ def test_three_axes():
     x = torch.randn(1, 2, 4, 5, 6, dtype=torch.float64)
     expected = F.conv3d(x, stored_kernel(attention, conv), conv.bias, padding=1)
     torch.testing.assert_close(attention(x), expected)
-
-
-def test_report_is_readable():
-    text = str(ConversionReport(num_heads=3, relative_error=0.123456, bound=0.1, guarantee=0.25))
-    assert text == 'error 0.123, at least 0.1 with as many heads'
 
 
 @pytest.mark.parametrize('num_heads', [0, -1, 7])

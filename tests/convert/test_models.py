@@ -72,7 +72,7 @@ def test_arguments_are_those_of_the_layer():
     model = small_cnn()
     convs_to_attention(model, 'stem', alpha=6.0)
     convs_to_attention(model, 'down', num_heads=4)
-    assert torch.allclose(model.stem.encoding.alpha, torch.tensor(6.0).double())
+    assert torch.allclose(model.stem.encoding.sqrt_precision.square() / 2, torch.tensor(6.0).double())
     assert model.down.num_heads == 4
     with pytest.raises(ValueError, match='stem'):
         convs_to_attention(model, 'stem')  # no convolution any more

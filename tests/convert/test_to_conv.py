@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.adapter import Adapter
+from helpers.layers import with_outputs
 from hypothesis import given
 from hypothesis import strategies as st
 from timm.layers import Conv2dSame
@@ -26,13 +27,12 @@ LAYERS = {
     'quadratic': QuadraticAttention,
     'generalized': GeneralizedQuadraticAttention,
     'learned': LearnedAttention,
-    'vr': lambda *args, **kwargs: ContentAttention(*args, terms=('vr',), **kwargs),
 }
 MODES = ['zeros', 'replicate', 'reflect', 'circular']
 
 
-def hard_layer(centers, dim, out_dim, **kwargs):
-    layer = QuadraticAttention(dim, len(centers), out_dim=out_dim, **kwargs)
+def hard_layer(centers, dim, out_dim, bias=True, **kwargs):
+    layer = with_outputs(QuadraticAttention(dim, len(centers), **kwargs), out_dim, bias)
     with torch.no_grad():
         layer.encoding.center.copy_(torch.tensor(centers))
         layer.encoding.sqrt_precision.fill_(40.0)
@@ -112,7 +112,7 @@ def test_hard_heads_are_their_convolution(data, kernel_size, num_heads, bias, dt
 @pytest.mark.parametrize('kind', LAYERS)
 @pytest.mark.parametrize('kernel_size, size', [((3, 3), (5, 6)), ((2, 4), (4, 5)), ((1, 5), (3, 3))])
 def test_least_squares_over_shifts(kind, kernel_size, size, mode):
-    layer = LAYERS[kind](4, 3, out_dim=2, dtype=torch.float64)
+    layer = with_outputs(LAYERS[kind](4, 3, dtype=torch.float64), 2)
     conv, fit = mhsa_to_conv(layer, kernel_size, size, mode)
     assert_least_squares(layer, conv, fit, layer.attention_probs(size).detach())
     assert conv.padding == 'same' and conv.padding_mode == mode and fit.residual.min() > 1e-3
@@ -222,7 +222,7 @@ def test_bounds_hold_and_are_reached_by_one_head(kind, mode, num_heads, seed):
         conv, fit = mhsa_to_conv(layer, 3, size)
         error = matrix(layer, 4, size) - matrix(conv, 4, size)
     else:
-        layer = LAYERS[kind](4, num_heads, out_dim=3, dtype=torch.float64)
+        layer = with_outputs(LAYERS[kind](4, num_heads, dtype=torch.float64), 3)
         conv, fit = mhsa_to_conv(layer, 3, size, mode)
         error = matrix(lambda x: on_grid(layer, x), 4, size) - matrix(conv, 4, size)  # (C_out, Q, C_in, pixels)
 
@@ -277,7 +277,7 @@ adapted.value = Adapter(adapted.value)
     'arguments, error, message',
     [
         ((nn.Linear(2, 2), 3), TypeError, 'layer is a Linear'),
-        ((ContentAttention(4, 2), 3), ValueError, r"terms=\('qk', 'qr'\).*depend on the input"),
+        ((ContentAttention(4, 2), 3), ValueError, "position='relative_learned'.*depend on the input"),
         ((quadratic, 0), ValueError, 'kernel_size=0'),
         ((quadratic, 2.5), ValueError, 'kernel_size=2.5'),
         ((quadratic, (3, 3, 3)), ValueError, r'kernel_size=\(3, 3, 3\)'),

@@ -25,7 +25,7 @@ from helpers.vits import small_vit
 
 from attncnn_plugin.analysis.layer_maps import attention_layers
 from attncnn_plugin.pruning import prunable_heads, prune_heads
-from attncnn_plugin.transformers.transformer_attention import visit_vit_attention
+from attncnn_plugin.transformers.attention import visit_vit_attention
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ PAGES = dict(
     quadratic=(quadratic_model, TALL),
     content=(content_model, {}),
     patches=(patch_model, {}),
-    absolute=(lambda: content_model(position='absolute_learned'), TALL),
+    gaussian_content=(lambda: content_model(position='relative_quadratic'), TALL),
     hybrid=(lambda: hybrid_model(content='gated', alpha=0.5, window_size=5), HYBRID_SIZE),
     hard_hybrid=(hybrid_model, HYBRID_SIZE),
     vit=(lambda: small_vit(DINO, img_size=(32, 48)), dict(size=32, width=48)),  # class token, registers, 4x6 patches
@@ -141,7 +141,7 @@ def check_numbers(browser, probs, query=None):
     assert center == pytest.approx(expected, abs=0.04)
 
 
-@pytest.mark.parametrize('name', ['quadratic', 'content', 'patches', 'absolute', 'hybrid', 'hard_hybrid'])
+@pytest.mark.parametrize('name', ['quadratic', 'content', 'patches', 'gaussian_content', 'hybrid', 'hard_hybrid'])
 def test_numbers_are_the_probabilities(name, browser, pages):
     """Of the query of each layer that is nearest to the chosen place, on the layer's own grid."""
     model, images, path = pages[name]

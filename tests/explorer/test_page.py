@@ -102,10 +102,7 @@ def test_one_row_down_and_two_columns_left():
 
 CONTENT = {
     'qk and qr': dict(),
-    'qk, uk and vr': dict(terms=('qk', 'uk', 'vr')),
-    'qr': dict(terms=('qr',)),
-    'qk, qr and vr': dict(terms=('qk', 'qr', 'vr')),
-    'absolute': dict(position='absolute_learned'),
+    'sinusoidal': dict(position='relative_sinusoidal'),
     'hard': dict(sharpness=20),
     'quadratic': dict(position='relative_quadratic'),
     'generalized': dict(position='relative_generalized'),

@@ -8,7 +8,7 @@ from helpers.vits import OF_MMPRETRAIN, OF_TIMM, SIZE, small_vit
 from torch import nn
 
 from attncnn_plugin.pruning import prune_heads
-from attncnn_plugin.transformers.transformer_attention import visit_vit_attention
+from attncnn_plugin.transformers.attention import visit_vit_attention
 
 OTHERS = {
     **dict.fromkeys([*OF_TIMM, *OF_MMPRETRAIN], ['cls']),

@@ -67,8 +67,7 @@ def content_model(sharpness=6, **kwargs):
     model = small_timm('sa_learned_content_cifar', **kwargs).eval()
     with torch.no_grad():
         for layer in attention_layers(model).values():
-            if layer.key is not None:
-                layer.key.weight.mul_(sharpness)
+            layer.key.weight.mul_(sharpness)
     return model
 
 

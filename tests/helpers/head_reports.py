@@ -15,13 +15,13 @@ from attncnn_plugin.attention import (
     PatchAttention,
     QuadraticAttention,
 )
+from helpers.layers import with_outputs
 
 LAYERS = {
-    'quadratic': lambda: QuadraticAttention(3, 4, out_dim=2),
-    'generalized': lambda: GeneralizedQuadraticAttention(3, 4, out_dim=2),
-    'learned': lambda: LearnedAttention(3, 4, max_size=(9, 9), out_dim=2),
-    'vr': lambda: ContentAttention(3, 4, max_size=(9, 9), terms=('vr',), out_dim=2),
-    'content': lambda: ContentAttention(3, 4, max_size=(9, 9), terms=('qk', 'vr'), out_dim=2),
+    'quadratic': lambda: with_outputs(QuadraticAttention(3, 4), 2),
+    'generalized': lambda: with_outputs(GeneralizedQuadraticAttention(3, 4), 2),
+    'learned': lambda: with_outputs(LearnedAttention(3, 4, max_size=(9, 9)), 2),
+    'content': lambda: with_outputs(ContentAttention(3, 4, position='relative_quadratic'), 2),
     'patch': lambda: random_patches(),
 }
 
@@ -34,7 +34,7 @@ def random_patches():
 
 
 def hard_layer(centers, sqrt_precision=40.0):
-    layer = QuadraticAttention(3, len(centers), out_dim=2)
+    layer = with_outputs(QuadraticAttention(3, len(centers)), 2)
     with torch.no_grad():
         layer.encoding.center.copy_(torch.tensor(centers))
         layer.encoding.sqrt_precision.copy_(torch.as_tensor(sqrt_precision).expand(len(centers)))

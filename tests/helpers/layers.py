@@ -13,14 +13,9 @@ LAYERS = {
     'learned': lambda: layers.LearnedAttention(4, 3),
     'learned_sinusoidal': lambda: layers.LearnedAttention(4, 3, position='relative_sinusoidal'),
     'content': lambda: layers.ContentAttention(4, 3),
-    'content_all_terms': lambda: layers.ContentAttention(4, 3, terms=('qk', 'qr', 'uk', 'vr')),
-    'content_position_only': lambda: layers.ContentAttention(4, 3, terms=('vr',)),
-    'content_absolute': lambda: layers.ContentAttention(4, 3, position='absolute_learned'),
+    'content_sinusoidal': lambda: layers.ContentAttention(4, 3, position='relative_sinusoidal'),
     'content_quadratic': lambda: layers.ContentAttention(4, 3, position='relative_quadratic'),
     'content_generalized': lambda: layers.ContentAttention(4, 3, position='relative_generalized'),
-    'content_narrow': lambda: layers.ContentAttention(4, 3, qk_dim=2, head_dim=3),
-    'quadratic_narrow': lambda: layers.QuadraticAttention(4, 3, head_dim=2),
-    'generalized_narrow': lambda: layers.GeneralizedQuadraticAttention(4, 3, head_dim=2),
     'patches_window': lambda: layers.PatchAttention(4, 9, layers.WindowBias(9, (-1, -1), (3, 3))),
     'patches_grid': lambda: layers.PatchAttention(4, 9, layers.GridBias(9, (2, 2))),
     'patches_narrow': lambda: layers.PatchAttention(
@@ -36,6 +31,12 @@ LAYERS = {
     'converted_patches': lambda: conv_to_patch_mhsa(CONV, 2)[0],
     'converted_back': lambda: mhsa_to_conv(conv_to_mhsa(CONV)[0], 3)[0],
 }
+
+
+def with_outputs(layer, channels, bias=True):
+    """Attention over a grid of tokens with an output of other channels than a token."""
+    layer.value = nn.Linear(layer.value.in_features, channels, bias, dtype=layer.value.weight.dtype)
+    return layer
 
 
 def takes_images(name):

@@ -20,18 +20,14 @@ OF_TIMM = {
     'eva02_base_patch14_224': SMALL,  # queries, keys and values by three maps
     'vit_small_patch16_dinov3': SMALL,
 }
+ARCH = dict(embed_dims=24, num_layers=2, num_heads=3, feedforward_channels=24)
+SWIN_ARCH = dict(embed_dims=12, depths=[2, 2], num_heads=[3, 3])
 OF_MMPRETRAIN = {
-    'VisionTransformer': dict(
-        arch=dict(embed_dims=24, num_layers=2, num_heads=3, feedforward_channels=24), img_size=SIZE, patch_size=8
-    ),
-    'DeiT3': dict(
-        arch=dict(embed_dims=24, num_layers=2, num_heads=3, feedforward_channels=24), img_size=SIZE, patch_size=8
-    ),
-    'BEiTViT': dict(
-        arch=dict(embed_dims=24, num_layers=2, num_heads=3, feedforward_channels=24), img_size=SIZE, patch_size=8
-    ),
+    'VisionTransformer': dict(arch=ARCH, img_size=SIZE, patch_size=8),
+    'DeiT3': dict(arch=ARCH, img_size=SIZE, patch_size=8),
+    'BEiTViT': dict(arch=ARCH, img_size=SIZE, patch_size=8),
     'SwinTransformer': dict(
-        arch=dict(embed_dims=12, depths=[2, 2], num_heads=[3, 3]),
+        arch=SWIN_ARCH,
         img_size=SIZE,
         patch_size=4,
         window_size=4,
@@ -39,10 +35,21 @@ OF_MMPRETRAIN = {
     ),
 }
 
+SWIN = dict(img_size=SIZE, embed_dim=12, depths=(2, 2), num_heads=(3, 3), window_size=4, num_classes=5)
+OTHERS = {  # those that cannot start as a convolution, of either library
+    'swinv2_tiny_window8_256': SWIN,
+    'swinv2_cr_tiny_224': SWIN,
+    'convit_tiny': dict(SMALL, local_up_to_layer=1),
+    'cait_xxs24_224': SMALL,
+    'vit_small_patch16_rope_224': SMALL,
+    'ViTEVA02': dict(arch=ARCH, img_size=SIZE, patch_size=8),
+    'SwinTransformerV2': {**OF_MMPRETRAIN['SwinTransformer'], 'arch': dict(SWIN_ARCH, extra_norm_every_n_blocks=0)},
+}
+
 
 def small_vit(name, **changes):
-    """One of ``OF_TIMM`` or ``OF_MMPRETRAIN``, with weights that are not small, in evaluation mode."""
-    model = new_vit(name, **{**{**OF_TIMM, **OF_MMPRETRAIN}[name], **changes})
+    """One of these, with weights that are not small, in evaluation mode."""
+    model = new_vit(name, **{**{**OF_TIMM, **OF_MMPRETRAIN, **OTHERS}[name], **changes})
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)

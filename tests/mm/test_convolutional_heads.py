@@ -8,9 +8,9 @@ from mmpretrain.registry import MODELS
 
 import attncnn_plugin  # noqa: F401
 from attncnn_plugin.transformers import init_as_convolution
+from attncnn_plugin.transformers.attention import vit_attention
 from attncnn_plugin.transformers.embeddings import sine_cosine_embedding
 from attncnn_plugin.transformers.start import random_images
-from attncnn_plugin.transformers.transformer_attention import vit_attention
 
 ARCH = dict(embed_dims=32, num_layers=2, num_heads=2, feedforward_channels=48)
 START = dict(type='ConvolutionalHeads', kernel_size=3)

@@ -8,18 +8,9 @@ from helpers.vits import SIZE, small_vit
 from torch.utils.flop_counter import FlopCounterMode
 
 from attncnn_plugin.analysis.observed_attention import observed_attention
-from attncnn_plugin.convert import conv_to_mhsa
-from attncnn_plugin.pruning import (
-    ObservedAttention,
-    degenerate_heads_of_observed,
-    fold_into_bias,
-    head_costs,
-    head_importance,
-    head_means,
-    least_important,
-    prunable_heads,
-    prune_heads,
-)
+from attncnn_plugin.pruning import head_costs, head_importance, least_important, prunable_heads, prune_heads
+from attncnn_plugin.pruning.criteria import ObservedAttention, degenerate_heads_of_observed
+from attncnn_plugin.pruning.prune import fold_into_bias, head_means
 from attncnn_plugin.training import HeadPruner
 
 
@@ -220,8 +211,6 @@ def test_observed_attention_is_that_of_the_model():
     with torch.no_grad(), observed_attention(prunable_heads(model)) as observed:
         model(images[:2])
         model(images[2:])
-        assert not model.blocks[0].attn.fused_attn
-    assert model.blocks[0].attn.fused_attn
     query, key, _ = model.blocks[0].attn.qkv(torch.cat(tokens)).view(3, -1, 3, 3, 8).permute(2, 0, 3, 1, 4)
     probs = (query @ key.mT / 8**0.5).softmax(-1)  # (images, heads, queries, keys)
     own, keys = observed['blocks.0.attn'], probs.shape[-1]
@@ -268,19 +257,3 @@ def test_uniform_heads_fold_into_the_bias(name):
         fold_into_bias(layer, [1], means.mean)
     prune_heads(model, {'blocks.0.attn': [1]})
     torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize('groups', [2, 4])
-def test_means_of_heads_in_the_place_of_grouped_convolutions(groups):
-    """Whose values of a head are of a group's channels alone."""
-    torch.manual_seed(0)
-    conv = torch.nn.Conv2d(4, 8, 3, padding=1, groups=groups, padding_mode='replicate')
-    attention, _ = conv_to_mhsa(conv)
-    with torch.no_grad():
-        attention.encoding.sqrt_precision[4] = 0  # uniform
-    images = torch.randn(1, 4, 6, 6)
-    with torch.no_grad(), head_means([attention]) as (means,):
-        expected = attention(images)
-    fold_into_bias(attention, [4], means.mean)
-    attention.prune_heads([4])
-    torch.testing.assert_close(attention(images), expected, rtol=1e-4, atol=1e-4)

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from helpers.layers import with_outputs
 from helpers.small import SMALL_ARCH, TIMM_KINDS, small_timm
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,17 +18,15 @@ from attncnn_plugin.attention import (
     QuadraticAttention,
 )
 from attncnn_plugin.convert import conv_to_mhsa
-from attncnn_plugin.pruning import find_degenerate_heads, prune_heads
-from attncnn_plugin.pruning.bias_correction import fold_into_bias, head_means, merge_duplicate
-from attncnn_plugin.pruning.optimizer import replace_parameters
+from attncnn_plugin.pruning import find_degenerate_heads, prune_heads, replace_parameters
+from attncnn_plugin.pruning.prune import fold_into_bias, head_means, merge_duplicate
 
 LAYERS = {
     'quadratic': QuadraticAttention,
     'generalized': GeneralizedQuadraticAttention,
     'learned': LearnedAttention,
-    'content': lambda *args, **kwargs: ContentAttention(*args, terms=('qk', 'qr', 'uk', 'vr'), **kwargs),
-    'position': lambda *args, **kwargs: ContentAttention(*args, terms=('vr',), **kwargs),
-    'absolute': lambda *args, **kwargs: ContentAttention(*args, position='absolute_learned', **kwargs),
+    'content': ContentAttention,
+    'content_quadratic': lambda *args, **kwargs: ContentAttention(*args, position='relative_quadratic', **kwargs),
 }
 
 
@@ -66,10 +65,18 @@ def test_networks(name):
     for block, indices in heads.items():
         expected.blocks[block].attn = zeroed(expected.blocks[block].attn, indices)
     before = sum(p.numel() for p in model.parameters())
-    prune_heads(model, heads)
+    change = prune_heads(model, heads)
     assert torch.allclose(model(x), expected(x), atol=1e-12, rtol=0)
     assert [block.attn.num_heads for block in model.blocks] == [2, 3, 1]
-    assert sum(p.numel() for p in model.parameters()) <= before - 3 * 16 * 16
+    after = sum(p.numel() for p in model.parameters())
+    assert after <= before - 3 * 16 * 16 and (change.parameters_before, change.parameters_after) == (before, after)
+    assert [(layer.name, layer.before, layer.after) for layer in change.layers] == [
+        ('blocks.0.attn', '3 heads', '2 heads'),
+        ('blocks.2.attn', '3 heads', '1 head'),
+    ]
+    named = {name: parameter for own in change.replaced.values() for name, parameter in own.parameters.items()}
+    assert named and all(model.get_parameter(name) is parameter for name, parameter in named.items())
+    assert not prune_heads(model, {0: []})
 
 
 def test_numbers_of_the_paper():
@@ -193,19 +200,7 @@ def test_uniform_heads_go_into_the_bias():
     heads = torch.einsum('hqk,bkc->bqhc', layer.attention_probs((5, 4)), torch.cat(images).flatten(1, 2))
     assert torch.allclose(means.mean, heads.mean((0, 1)).flatten()) and means.size == (5, 4)
     with pytest.raises(ValueError, match='has no bias'):
-        fold_into_bias(QuadraticAttention(4, 3, bias=False), [1], means.mean)
-
-
-def test_duplicates_go_into_the_head_that_stays():
-    layer = QuadraticAttention(4, 3, dtype=torch.float64)
-    with torch.no_grad():
-        for parameter in layer.encoding.parameters():
-            parameter[2] = parameter[0]
-    x = torch.randn(2, 5, 4, 4, dtype=torch.float64)
-    expected = layer(x)
-    merge_duplicate(layer, 2, 0)
-    layer.prune_heads([2])
-    assert torch.allclose(layer(x), expected, atol=1e-12)
+        fold_into_bias(with_outputs(QuadraticAttention(4, 3), 4, bias=False), [1], means.mean)
 
 
 @pytest.mark.parametrize('name', TIMM_KINDS)
@@ -268,6 +263,32 @@ def test_what_cannot_be_loaded(other, message):
         small_timm('sa_quadratic_cifar').load_state_dict(small_timm('sa_quadratic_cifar', **other).state_dict())
 
 
+def spoiled(key, spoil=None):
+    """The state dict of a model, and an entry of it changed, or left out."""
+    state = small_timm('sa_quadratic_cifar').state_dict()
+    value = state.pop(f'blocks.0.attn.{key}')
+    return state if spoil is None else {**state, f'blocks.0.attn.{key}': spoil(value)}
+
+
+@pytest.mark.parametrize(
+    'state, message',
+    [
+        (
+            spoiled('encoding.center', lambda x: x[:2]),
+            'blocks.0.attn in the state dict have different numbers of heads',
+        ),
+        (
+            spoiled('value.weight', lambda x: x.T),
+            r'value.weight of the state dict has shape \(48, 16\), that of the mode',
+        ),
+        (spoiled('value.weight'), 'Missing key.* "blocks.0.attn.value.weight"'),
+    ],
+)
+def test_damaged_state_dicts(state, message):
+    with pytest.raises(RuntimeError, match=message):
+        small_timm('sa_quadratic_cifar').load_state_dict(state)
+
+
 def test_a_state_dict_without_some_of_the_parameters():
     """Heads follow where all that there is of them is there; else the rest would be 0."""
     model, pruned = small_timm('sa_quadratic_cifar'), small_timm('sa_quadratic_cifar')
@@ -276,20 +297,6 @@ def test_a_state_dict_without_some_of_the_parameters():
     with pytest.raises(RuntimeError, match='size mismatch'):
         model.load_state_dict({name: pruned.state_dict()[name]}, strict=False)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-
-
-def test_damaged_state_dicts():
-    state = small_timm('sa_quadratic_cifar').state_dict()
-    state['blocks.0.attn.encoding.center'] = state['blocks.0.attn.encoding.center'][:2]
-    with pytest.raises(RuntimeError, match='blocks.0.attn in the state dict have different numbers of heads'):
-        small_timm('sa_quadratic_cifar').load_state_dict(state)
-    state = small_timm('sa_quadratic_cifar').state_dict()
-    state['blocks.0.attn.value.weight'] = state['blocks.0.attn.value.weight'].T
-    with pytest.raises(RuntimeError, match=r'value.weight of the state dict has shape \(48, 16\), that of the model'):
-        small_timm('sa_quadratic_cifar').load_state_dict(state)
-    del state['blocks.0.attn.value.weight']
-    with pytest.raises(RuntimeError, match='Missing key.* "blocks.0.attn.value.weight"'):
-        small_timm('sa_quadratic_cifar').load_state_dict(state)
 
 
 def test_a_network_of_plain_layers():

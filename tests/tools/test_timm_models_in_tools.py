@@ -16,7 +16,7 @@ pytest.importorskip('matplotlib')
 from attncnn_plugin import follow_state_dict, visualization
 from attncnn_plugin.loaded_model import TimmModel
 from attncnn_plugin.pruning import head_importance, prunable_heads
-from attncnn_plugin.transformers.transformer_attention import vit_attention
+from attncnn_plugin.transformers.attention import vit_attention
 from attncnn_plugin.weights import example_images
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=2)

@@ -5,6 +5,7 @@ import timm
 import torch
 from helpers.starts import NAMES, small_vit
 from helpers.vits import OF_MMPRETRAIN, OF_TIMM, WITH_MLP, new_vit, output_of
+from timm.layers.attention import Attention
 from torch import nn
 
 from attncnn_plugin.transformers import init_as_convolution, set_sine_cosine_embedding
@@ -56,8 +57,12 @@ def test_small_ones(name):
         ('resnet18', {}, 'model is a ResNet in which no module has a patch_embed'),
         ('mixer_s32_224', {}, 'MlpMixer'),
         ('swinv2_tiny_window8_256', {}, 'WindowAttention that cannot start as a convolution: it compares .* angle'),
-        ('convit_tiny', dict(depth=11), 'blocks.0.attn of a ConVit is a GPSA without a linear map qkv'),
-        ('xcit_nano_12_p16_224', {}, 'cls_attn_blocks.0.attn of a Xcit is a ClassAttn without a linear map qkv'),
+        ('convit_tiny', dict(depth=11), 'blocks.0.attn is a GPSA that cannot start .* no softmax of scores'),
+        (
+            'xcit_nano_12_p16_224',
+            {},
+            'blocks.0.attn of a Xcit is a XCA of timm.models.xcit: the classes that are known',
+        ),
         ('vit_tiny_patch16_224', dict(depth=1, qk_norm=True), 'it normalizes queries and keys'),
         ('vit_tiny_patch16_224', dict(depth=1, pos_embed='none'), 'a VisionTransformer has no position encoding'),
         ('vit_relpos_small_patch16_224', dict(depth=1), 'blocks.0.attn are a RelPosMlp without a table of biases'),
@@ -91,8 +96,9 @@ def test_a_trained_model_is_refused(name):
         r'\w+\.(weight|bias) of \w+ holds different numbers, so that model may be trained, which a start would undo: '
         'give a new one, or overwrite=True$'
     )
-    with pytest.raises(ValueError, match=message):
-        init_as_convolution(model)
+    for start in (init_as_convolution, set_sine_cosine_embedding):
+        with pytest.raises(ValueError, match=message):
+            start(model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     init_as_convolution(model, overwrite=True)
     assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -109,6 +115,31 @@ def test_a_trained_model_is_refused(name):
 )
 def test_new_models_of_all_kinds(settings):
     init_as_convolution(timm.create_model('vit_tiny_patch16_224', img_size=32, patch_size=8, depth=1, **settings))
+
+
+@pytest.mark.parametrize(
+    'name, settings',
+    [
+        ('vit_tiny_patch16_224', {}),
+        ('beit_base_patch16_224', dict(init_values=None)),
+        ('vit_relpos_small_patch16_224', dict(init_values=None, rel_pos_type='bias')),
+        ('vit_small_patch16_dinov3', dict(init_values=None)),
+    ],
+)
+def test_queries_and_keys_learn(name, settings):
+    """After a step both have gradients, though content begins at 0 in the queries."""
+    model = small_vit(name, **settings)
+    init_as_convolution(model)
+    before = [block.attn.qkv.weight.detach().clone() for block in model.blocks]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(torch.randn(4, 3, 12, 16).double()), torch.arange(4)).backward()
+        optimizer.step()
+    for block, weight in zip(model.blocks, before):
+        queries, keys, _ = (block.attn.qkv.weight - weight).abs().amax(1).unflatten(0, (3, -1))
+        assert (queries > 0).any() and (keys > 0).any()
+        assert name == 'vit_small_patch16_dinov3' or (queries > 0).all() and (keys > 0).all()
 
 
 def test_norms_that_say_nothing():
@@ -137,28 +168,28 @@ def test_patches_of_a_cnn():
     assert all(head.total_variation < 0.1 for head in report.layers[0].heads)
 
 
-class MixedHeads(nn.Module):
-    """Attention whose probabilities are mixed over heads after the softmax."""
+class Renamed(Attention):
+    """A class with the forward pass of one that is known."""
 
-    def __init__(self, attention):
-        super().__init__()
-        self.num_heads, self.qkv, self.proj = attention.num_heads, attention.qkv, attention.proj
-        self.attn_drop = nn.Dropout(0.0)
+
+class MixedHeads(Attention):
+    """A class with a forward pass of its own."""
 
     def forward(self, x, **kwargs):
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        probs = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
-        mixed = self.attn_drop(probs - 0.5 * probs.roll(1, dims=1))
-        return self.proj((mixed @ v).transpose(1, 2).flatten(2))
+        return super().forward(x, **kwargs).roll(1, -1)
 
 
-def test_attention_that_is_no_softmax():
+def test_other_classes():
+    """Their own entry, or the forward pass of a known class, is what they need."""
     model = small_vit()
-    model.blocks[1].attn = MixedHeads(model.blocks[1].attn)
+    model.blocks[0].attn.__class__ = Renamed
+    model.blocks[1].attn.__class__ = MixedHeads
     with pytest.raises(
-        ValueError, match=r'probabilities of blocks.1.attn, <Tensor of shape .*>, are no softmax for 2 heads'
+        ValueError, match='blocks.1.attn of a VisionTransformer is a MixedHeads of .* that are known are'
     ):
         init_as_convolution(model)
+    model.blocks[1].attn.__class__ = Renamed
+    assert len(init_as_convolution(model).layers) == 3
 
 
 def test_nothing_to_embed():

@@ -1,13 +1,16 @@
 """The attention of other libraries' transformers: that which they compute, where their windows are."""
 
+import inspect
 import math
+from contextlib import ExitStack
 
 import pytest
 import timm
 import torch
-from helpers.vits import OF_MMPRETRAIN, OF_TIMM, output_of, small_vit
+from helpers.vits import OF_MMPRETRAIN, OF_TIMM, OTHERS, new_vit, output_of, small_vit
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -15,104 +18,129 @@ from attncnn_plugin.analysis import attention_maps, head_report
 from attncnn_plugin.analysis.layer_maps import shown_layers
 from attncnn_plugin.analysis.observed_attention import observed_attention
 from attncnn_plugin.pruning import prunable_heads, prune_heads
-from attncnn_plugin.transformers.transformer_attention import TokenPlaces, visit_vit_attention, vit_attention
-from attncnn_plugin.transformers.transformer_parts import Attention
+from attncnn_plugin.transformers.adapters import ADAPTERS, Attention, adapter_of
+from attncnn_plugin.transformers.attention import TokenPlaces, visit_vit_attention, visited_attention, vit_attention
+
+VIT, BEIT, SWIN = 'vit_tiny_patch16_224', 'beit_base_patch16_224', 'swin_tiny_patch4_window7_224'
+MODELS = [*OF_TIMM, *OF_MMPRETRAIN, *OTHERS]
 
 
-def run_attention(model, images):
-    """The inputs of each attention and of its output map, in a pass as the model makes it, and the model's output."""
-    inputs, outputs, handles = {}, {}, []
+def own_attention(model, images):
+    """The probabilities that go through each module's ``attn_drop`` where the library has no fused kernel."""
+    found, handles = {}, []
     for name, layer in shown_layers(model).items():
-        keep = [(layer, inputs), (layer.proj, outputs)]
-        handles += [
-            module.register_forward_pre_hook(lambda _, args, name=name, store=store: store.update({name: args[0]}))
-            for module, store in keep
-        ]
-    with torch.no_grad():
-        output = output_of(model, images)
-    for handle in handles:
+        if isinstance(layer.attn_drop, nn.Module):
+            fused, layer.fused_attn = getattr(layer, 'fused_attn', None), False
+            keep = lambda _, args, name=name: found.update({name: args[0]})  # noqa: E731
+            handles.append((layer.attn_drop.register_forward_pre_hook(keep), layer, fused))
+    output_of(model, images)
+    for handle, layer, fused in handles:
         handle.remove()
-    return inputs, outputs, output
+        layer.fused_attn = fused
+    return found
 
 
-@pytest.mark.parametrize('name', [*OF_TIMM, *OF_MMPRETRAIN])
-def test_probabilities_are_those_of_the_fused_attention(name):
-    """P·V of what is shown is what the model's own, fused, attention gives; and the model stays as it was."""
+def test_every_class_is_tested():
+    models = [new_vit(name, **{**OF_TIMM, **OF_MMPRETRAIN, **OTHERS}[name]) for name in MODELS]
+    tested = {adapter_of(module) for model in models for module in model.modules()}
+    assert all(adapter in tested for adapter in ADAPTERS.values())
+
+
+@pytest.mark.parametrize(
+    'name', [name for name in MODELS if name not in ('cait_xxs24_224', 'VisionTransformer', 'DeiT3')]
+)
+@torch.no_grad()
+def test_probabilities_are_those_of_the_library(name):
+    """To 1e-12 in float64, where the tokens are said to be; the model stays as it was."""
     model, images = small_vit(name).double(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    inputs, outputs, output = run_attention(model, images)
-    found = {}
-    visit_vit_attention(model, images, lambda name, probs, places: found.update({name: (probs, places)}))
-    assert list(found) == list(shown_layers(model)) == list(inputs)
-    for layer_name, (probs, places) in found.items():
-        attention = Attention(layer_name, shown_layers(model)[layer_name], model)
-        values = torch.einsum('bnd,hed->bhne', inputs[layer_name], attention.weight('v'))
-        if attention.bias('v') is not None:
-            values = values + attention.bias('v')[:, None]
-        given = (probs.double() @ values).transpose(1, 2).flatten(2)
-        expected = outputs[layer_name]
-        if isinstance(getattr(attention.module, 'norm', None), torch.nn.LayerNorm):
-            given = attention.module.norm(given)
-        assert torch.allclose(given, expected.reshape(given.shape), atol=1e-4 * expected.abs().max().item())
-        assert places.grid[0] * places.grid[1] + places.prefix == probs.shape[-1] or places.windows is not None
-    assert torch.equal(run_attention(model, images)[2], output)
+    expected, found, seen, output = own_attention(model, images), {}, {}, output_of(model, images)
+    with ExitStack() as stack:
+        for layer_name, layer in shown_layers(model).items():
+            stack.enter_context(visited_attention(layer, lambda own, _, name=layer_name: found.update({name: own})))
+        output_of(model, images)
+    assert list(found) == list(expected) == list(shown_layers(model))
+    visit_vit_attention(model, images, lambda name, probs, places: seen.update({name: (probs, places)}))
+    for layer_name, (probs, places) in seen.items():
+        torch.testing.assert_close(found[layer_name], expected[layer_name], rtol=1e-12, atol=1e-13)
+        assert torch.equal(probs, found[layer_name].float())
+        assert places.windows is not None or math.prod(places.grid) + places.prefix == probs.shape[-1]
+    assert torch.equal(output_of(model, images), output)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def same_region(at, other, length, window, shift):
-    """Whether two places of an axis are in one window of a Swin transformer, and not on two sides of its border."""
-    rolled = [(place - shift) % length for place in (at, other)]
-    regions = [sum(place >= border for border in (length - window, length - shift)) if shift else 0 for place in rolled]
-    return rolled[0] // window == rolled[1] // window and regions[0] == regions[1]
+@pytest.mark.parametrize('qk_scale', [None, 0.1])
+@torch.no_grad()
+def test_probabilities_of_a_function(qk_scale):
+    """mmpretrain's has no place where they can be seen: P·V is what the output map gets."""
+    utils = pytest.importorskip('mmpretrain.models.utils')
+    attention = Attention(utils.MultiheadAttention(24, 3, qk_scale=qk_scale).double().eval())
+    x, probs, inputs = torch.randn(2, 7, 24, dtype=torch.float64), [], []
+    attention.output.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    with visited_attention(attention.module, lambda own, _: probs.append(own)):
+        attention.module(x)
+    value = attention.queries_keys_values(x, {})[2]
+    torch.testing.assert_close((probs[0] @ value).transpose(1, 2).flatten(2), inputs[0], rtol=1e-12, atol=1e-12)
 
 
-@given(rows=st.integers(1, 3), columns=st.integers(1, 3), window=st.integers(2, 4))
-@pytest.mark.parametrize('kind', ['timm', 'mmpretrain'])
-def test_windows(kind, rows, columns, window):
-    """Of uniform attention each query sees the tokens of its window alike, on the grid of the image."""
-    size = (rows * window, columns * window)
-    pixels = tuple(4 * n for n in size)
+def test_probabilities_of_the_class_token():
+    model, found = small_vit('cait_xxs24_224').double(), []
+    attention = model.blocks_token_only[0].attn
+    attention.fused_attn = False
+    attention.attn_drop.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    with visited_attention(attention, lambda own, _: found.append(own)):
+        model(torch.randn(2, 3, 32, 32, dtype=torch.float64))
+    assert found[1].shape == (2, 3, 1, 17)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize('kind', ['float', 'bool', 'causal'])
+def test_masks(kind):
+    attention = small_vit(VIT).double().blocks[0].attn
+    if kind != 'float' and 'is_causal' not in inspect.signature(type(attention).forward).parameters:
+        pytest.skip(f'timm {timm.__version__} adds bools to the scores')
+    attention.fused_attn, found = False, []
+    seen = torch.ones(5, 5, dtype=torch.bool).tril() if kind == 'causal' else torch.rand(5, 5) > 0.4
+    seen.fill_diagonal_(True)
+    mask = torch.zeros(5, 5, dtype=torch.float64).masked_fill(~seen, -torch.inf) if kind == 'float' else seen
+    attention.attn_drop.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    with visited_attention(attention, lambda own, _: found.append(own)):
+        attention(torch.randn(2, 5, 24).double(), **{'is_causal': True} if kind == 'causal' else {'attn_mask': mask})
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-13)
+    assert not found[1][..., ~seen].any()
+
+
+def build_swin(kind, pixels, window):
     if kind == 'timm':
+        settings = dict(embed_dim=4, depths=(2,), num_heads=(2,), window_size=window)
         model = timm.create_model(
-            'swin_tiny_patch4_window7_224',
-            img_size=pixels,
-            embed_dim=4,
-            depths=(2,),
-            num_heads=(2,),
-            window_size=window,
+            SWIN, img_size=pixels, always_partition=pixels[0] > pixels[1], strict_img_size=False, **settings
         )
-    else:
-        registry = pytest.importorskip('mmpretrain').registry
-        arch = dict(embed_dims=4, depths=[2], num_heads=[2])
-        model = registry.MODELS.build(
-            dict(
-                type='mmpretrain.SwinTransformer',
-                arch=arch,
-                img_size=pixels,
-                window_size=window,
-                out_indices=(0,),
-                pad_small_map=True,
-            )
-        )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    found, left_out = vit_attention(model, torch.randn(1, 3, *pixels))
-    assert {own.grid for own in attention_maps(model, torch.randn(1, 3, *pixels)).values()} == {size}
-    for (name, probs), shift in zip(found.items(), (0, window // 2)):
-        axes = []
-        for length in size:
-            # A grid of a single window is not shifted, by mmpretrain if one of the two axes is.
-            alone = (
-                length == window
-                if kind == 'timm'
-                else min(size) == window and not model.stages[0].blocks[0].attn.pad_small_map
-            )
-            own = 0 if alone else shift
-            axes.append([[same_region(a, b, length, window, own) for b in range(length)] for a in range(length)])
-        together = torch.einsum('ab,cd->acbd', *(torch.tensor(axis).double() for axis in axes))
-        together = together.reshape(math.prod(size), -1)
-        expected = together / together.sum(1, keepdim=True)
-        assert torch.allclose(probs[0].double(), expected.expand(2, -1, -1), atol=1e-6)
-        assert torch.allclose(left_out[name], torch.zeros(1, 2), atol=1e-6)
+        return model, [block.attn for block in model.layers[0].blocks]
+    settings = dict(arch=dict(embed_dims=4, depths=[2], num_heads=[2]), img_size=pixels, window_size=window)
+    build = pytest.importorskip('mmpretrain').registry.MODELS.build
+    model = build(dict(type='mmpretrain.SwinTransformer', out_indices=(0,), pad_small_map=True, **settings))
+    return model, [block.attn.w_msa for block in model.stages[0].blocks]
+
+
+@given(rows=st.integers(2, 9), columns=st.integers(2, 9), window=st.integers(2, 4))
+@pytest.mark.parametrize('kind', ['timm', 'mmpretrain'])
+@torch.no_grad()
+def test_windows(kind, rows, columns, window):
+    """They are those that the library cuts a grid of its tokens' numbers into, with its masks, shifts and padding."""
+    model, modules = build_swin(kind, (4 * rows, 4 * columns), window)
+    images, found, cut = torch.randn(2, 3, 4 * rows, 4 * columns), [], []
+    visit_vit_attention(model, images, lambda name, probs, places: found.append(places))
+    numbers = torch.arange(1.0, rows * columns + 1)  # padding is 0
+    for module in modules:
+        module.forward = lambda x, mask=None: cut.append((x[..., 0].long(), mask)) or x
+    for number in range(2):
+        if kind == 'timm':
+            model.layers[0].blocks[number]._attn(numbers.view(1, rows, columns, 1))
+        else:
+            model.stages[0].blocks[number].attn(numbers[None, :, None], (rows, columns))
+    for places, (windows, mask) in zip(found, cut):
+        assert places.grid == (rows, columns) and torch.equal((places.windows + 1) % (rows * columns + 1), windows)
+        assert places.masked is None if mask is None else torch.equal(places.masked, mask < 0)
 
 
 def test_padding_of_windows_is_left_out():
@@ -134,7 +162,9 @@ def test_places_of_windows():
     """Each query's keys are those of its window, wherever they lie in the image."""
     windows = torch.tensor([[3, 0], [2, 4], [1, 4]])  # 4 is padding
     probs = torch.rand(2 * 3, 1, 2, 2).softmax(-1)
-    own, left_out = TokenPlaces((2, 2), windows=windows).between_patches(probs)
+    places = TokenPlaces((2, 2), windows=windows)
+    own, left_out = places.of_patches(probs)
+    own = places.on_grid(own)
     for image in range(2):
         first, second, third = probs[3 * image : 3 * image + 3, 0]
         expected = torch.zeros(4, 4)
@@ -180,38 +210,19 @@ def test_models_in_half_precision(name, dtype):
         assert (own.probs - expected[name].probs).abs().max() < 0.3  # the weights are rounded
 
 
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
-def test_windows_in_half_precision(dtype):
-    """56x56 tokens, more than half precision counts."""
-    model = timm.create_model(
-        'swin_tiny_patch4_window7_224', img_size=224, embed_dim=4, depths=(2,), num_heads=(1,), window_size=7
-    )
-    windows = []
-    for model_dtype in (torch.float, dtype):
-        own = []
-        images = torch.zeros(1, 3, 224, 224, dtype=model_dtype)
-        visit_vit_attention(model.to(model_dtype), images, lambda name, probs, places: own.append(places.windows))
-        windows.append(torch.stack(own))
-    assert torch.equal(*windows)
-    assert all(torch.equal(one.flatten().sort()[0], torch.arange(56 * 56)) for one in windows[1])
-
-
-def test_weights_that_are_not_finite():
+def test_what_cannot_be_shown():
+    with pytest.raises(
+        ValueError, match=r'gives no grid of at least 2 patches for images of 32x32: its grid is \(1, 1\)'
+    ):
+        vit_attention(small_vit(VIT, patch_size=32), torch.randn(1, 3, 32, 32))
+    twice = small_vit(VIT)
+    twice.blocks[1].attn = twice.blocks[0].attn
+    with pytest.raises(ValueError, match='blocks.0.attn of a VisionTransformer runs 2 times, but once was needed'):
+        vit_attention(twice, torch.randn(1, 3, 32, 32))
     model = small_vit('vit_tiny_patch16_224')
     torch.nn.init.constant_(model.blocks[1].attn.qkv.weight, float('nan'))
     with pytest.raises(ValueError, match='the probabilities of blocks.1.attn are not finite: the parameters of model'):
         vit_attention(model, torch.randn(1, 3, 32, 32))
-
-
-def test_forward_that_another_set_stays():
-    """On the attention of windows, as some libraries do that compute it in their own way."""
-    model, images = small_vit('swin_tiny_patch4_window7_224'), torch.randn(1, 3, 32, 32)
-    attention = model.layers[0].blocks[0].attn
-    own, calls = attention.forward, []
-    attention.forward = replaced = lambda *args, **kwargs: calls.append(args) or own(*args, **kwargs)
-    vit_attention(model, images)
-    assert attention.__dict__.get('forward') is replaced and len(calls) == 1
-    assert 'forward' not in model.layers[0].blocks[1].attn.__dict__
 
 
 class LargestTensor(TorchDispatchMode):

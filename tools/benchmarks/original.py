@@ -88,18 +88,24 @@ class DenseGeneralized(DenseAttention):
 class DenseLearned(DenseAttention):
     """vᵀ[R[δ1]; C[δ2]], the vectors looked up for every pair of rows and of columns (C20, 4.3)."""
 
+    @property
+    def tables(self) -> nn.Module:
+        """R and C."""
+        return self.layer.encoding.tables
+
     def init_shifts(self, rows: Tensor, columns: Tensor) -> None:
-        largest = self.layer.max_size
+        largest = self.tables.max_size
         self.register_buffer('row_index', rows + largest[0] - 1)
         self.register_buffer('column_index', columns + largest[1] - 1)
 
-    def vectors(self, tables: nn.Module) -> list:
+    def vectors(self) -> list:
         """R[δ1] ``(i, k, D_p)`` and C[δ2] ``(j, l, D_p)``."""
+        tables = self.tables
         return [F.embedding(self.row_index, tables.row_table), F.embedding(self.column_index, tables.column_table)]
 
     def scores(self, x: Tensor) -> Tensor:
         of_rows, of_columns = self.layer.encoding.weight.chunk(2, dim=1)
-        rows, columns = self.vectors(self.layer.encoding.tables)
+        rows, columns = self.vectors()
         row_scores = torch.einsum('ikd,hd->ihk', rows, of_rows)[:, None, :, :, None]
         scores = row_scores + torch.einsum('jld,hd->jhl', columns, of_columns)[:, :, None]
         return scores.expand(len(x), -1, -1, -1, -1, -1)
@@ -108,10 +114,14 @@ class DenseLearned(DenseAttention):
 class DenseContent(DenseLearned):
     """(q·k + q·r_δ)/√D with r_δ = [R[δ1]; C[δ2]], and q and k linear maps of the input with biases (C20, 4.3)."""
 
+    @property
+    def tables(self) -> nn.Module:
+        return self.layer.tables
+
     def scores(self, x: Tensor) -> Tensor:
         maps = self.layer.query, self.layer.key
         query, key = (linear(x).unflatten(3, (-1, x.shape[3])) for linear in maps)  # (b, i, j, h, D)
-        rows, columns = self.vectors(self.layer.tables)
+        rows, columns = self.vectors()
         of_rows, of_columns = query.chunk(2, dim=-1)
         scores = torch.einsum('bijhd,bklhd->bijhkl', query, key)
         scores = scores + torch.einsum('bijhd,ikd->bijhk', of_rows, rows)[..., :, None]

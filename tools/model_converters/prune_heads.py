@@ -183,13 +183,12 @@ def main() -> None:
         model = loaded.model
         if not prunable_heads(model):
             sys.exit(f'the model of {loaded.name} has no attention with heads that can be removed')
-        before = sum(parameter.numel() for parameter in model.parameters())
         heads = named_heads(args.heads) if args.heads else judged_heads(loaded, args)
-        prune_heads(model, heads)
+        change = prune_heads(model, heads)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
         sys.exit(str(error))
-    after = sum(parameter.numel() for parameter in model.parameters())
-    print(f'Removed heads {heads}: {before:,} parameters became {after:,}')
+    print(f'Removed heads {heads}: {change.parameters_before:,} parameters became {change.parameters_after:,}')
+    print(change)
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     torch.save({'state_dict': model.state_dict(), 'meta': loaded.meta}, args.out)
     print(f'Saved {args.out}')

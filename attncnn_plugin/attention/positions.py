@@ -1,0 +1,339 @@
+"""Position encodings: the score of a head as a function of the shift δ = k − q from a query to a key.
+
+Softmax sees the scores of a query up to a constant. A *separable* encoding has scores f(q1, k1) + g(q2, k2), whose two
+terms are its ``axis_scores``.
+
+Paper: `On the Relationship between Self-Attention and Convolutional Layers` - https://arxiv.org/abs/1911.03584 (C20)
+"""
+
+import logging
+from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from .precision import Device, Dtype, at_least_float32, widest_float
+from .shifts import at_grid_shifts, at_shifts, over_keys, resize_shifts
+from .softmax import softmax
+from .window import shown
+
+logger = logging.getLogger(__name__)
+
+
+class GaussianHeads(NamedTuple):
+    """Centres and shapes of Gaussian heads, whose score is −½(δ − Δ)ᵀΣ⁻¹(δ − Δ) (C20, eq. 9 and 19).
+
+    Attributes:
+        center (Tensor): Δ in tokens, an entry for each axis, ``(N_h, ndim)``.
+        factor (Tensor): M in 1/tokens with Σ⁻¹ = MMᵀ, ``(N_h, ndim, ndim)``.
+    """
+
+    center: Tensor
+    factor: Tensor
+
+
+class SeparableEncoding(nn.Module):
+    """Scores by position that are the sum of a row and a column term."""
+
+    def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, ...]:
+        """Returns the terms on a grid of ``size``, ``(N_h, n, n)`` for an axis of n tokens, at least float32."""
+        raise NotImplementedError
+
+    def scores(self, size: Sequence[int]) -> Tensor:
+        """Returns the scores of all queries and keys of a grid, ``(N_h, H*W, H*W)``."""
+        rows, columns = self.axis_scores(size)
+        return (rows[:, :, None, :, None] + columns[:, None, :, None, :]).flatten(3).flatten(1, 2)
+
+
+class QuadraticEncoding(SeparableEncoding):
+    """Quadratic encoding, −α‖δ − Δ‖² (C20, eq. 9). Separable.
+
+    The scale is kept as ``sqrt_precision`` = 1/σ, with α = 1/(2σ²), so that α ≥ 0 whatever the optimizer does.
+
+    Args:
+        num_heads (int): Number of heads N_h.
+        ndim (int): Number of axes of the grid. Defaults to 2.
+
+    Attributes:
+        center (Parameter): Δ in tokens, (row, column), ``(N_h, ndim)``. Starts at N(0, 2²), as in the released code.
+        sqrt_precision (Parameter): 1/σ in 1/tokens, ``(N_h,)``. Starts at N(1, 0.01²), α near 1/2.
+    """
+
+    def __init__(self, num_heads: int, ndim: int = 2, device: Device = None, dtype: Dtype = None) -> None:
+        super().__init__()
+        self.center = nn.Parameter(torch.empty(num_heads, ndim, device=device, dtype=dtype))
+        self.sqrt_precision = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.center, std=2.0)
+        nn.init.normal_(self.sqrt_precision, mean=1.0, std=0.01)
+
+    def gaussian_heads(self) -> GaussianHeads:
+        """Returns Δ and M = I/σ, at least float32."""
+        center = at_least_float32(self.center)
+        factor = torch.diag_embed(at_least_float32(self.sqrt_precision)[:, None].expand(center.shape))
+        return GaussianHeads(center, factor)
+
+    def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, ...]:
+        scores = []
+        for axis, n in enumerate(size):
+            position = torch.arange(n, device=self.center.device)
+            scores.append(self.scores_along(axis, position - position[:, None]))
+        return tuple(scores)
+
+    def scores_along(self, axis: int, shift: Tensor) -> Tensor:
+        """Returns scores along one axis, at most 0.
+
+        Args:
+            axis (int): The axis.
+            shift (Tensor): δ of every query and key, ``(Q, K)``, the keys being consecutive pixels.
+
+        Returns:
+            Tensor: ``(N_h, Q, K)``, at least float32.
+        """
+        dtype = torch.promote_types(self.center.dtype, torch.float32)
+        alpha = self.sqrt_precision.to(dtype).square()[:, None, None] / 2
+        center, shift = self.center[:, axis, None, None].to(dtype), shift.to(dtype)
+        # δ0, the shift to the key nearest to q + Δ inside the grid. With it as the origin of the scores,
+        #   (δ − Δ)² − (δ0 − Δ)² = (δ − δ0)(δ + δ0 − 2Δ),
+        # no two large numbers are ever subtracted, however far the centre lies and however large α is.
+        nearest = center.detach().round().clamp(shift[:, :1], shift[:, -1:])
+        return -alpha * (shift - nearest) * (shift + nearest - 2 * center)
+
+
+class GeneralizedQuadraticEncoding(nn.Module):
+    """Generalized quadratic encoding, −½(δ − Δ)ᵀΣ⁻¹(δ − Δ) (C20, eq. 19). Not separable: Σ⁻¹ has a cross term.
+
+    With M = Σ^(−1/2) as the parameter, Σ⁻¹ = MMᵀ is positive semi-definite by construction.
+
+    Args:
+        num_heads (int): Number of heads N_h.
+
+    Attributes:
+        center (Parameter): Δ in tokens, (row, column), ``(N_h, 2)``. Starts at N(0, 2²), as in the released code.
+        sqrt_precision (Parameter): M = Σ^(−1/2) in 1/tokens, ``(N_h, 2, 2)``. Starts at I + N(0, 0.01²).
+    """
+
+    def __init__(self, num_heads: int, device: Device = None, dtype: Dtype = None) -> None:
+        super().__init__()
+        self.center = nn.Parameter(torch.empty(num_heads, 2, device=device, dtype=dtype))
+        self.sqrt_precision = nn.Parameter(torch.empty(num_heads, 2, 2, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.center, std=2.0)
+        nn.init.normal_(self.sqrt_precision, std=0.01)
+        self.sqrt_precision.diagonal(dim1=1, dim2=2).add_(1)
+
+    def gaussian_heads(self) -> GaussianHeads:
+        """Returns Δ and M, at least float32."""
+        return GaussianHeads(at_least_float32(self.center), at_least_float32(self.sqrt_precision))
+
+    def shift_scores(self, size: Sequence[int]) -> Tensor:
+        """Returns the scores of the shifts 1 − H … H − 1 and 1 − W … W − 1 of a grid, the best of them at 0.
+
+        Returns:
+            Tensor: ``(N_h, 2·H − 1, 2·W − 1)``, in float64 where the device has it: for a head that is far away, or
+            thin and oblique, Mᵀ(δ − Δ) is a small difference of large numbers.
+        """
+        height, width = size
+        center = self.center.to(widest_float(self.center))
+        row_center, column_center = center[:, 0, None, None], center[:, 1, None, None]
+        row_shift, column_shift = (
+            torch.arange(1 - size, size, device=center.device, dtype=center.dtype) for size in (height, width)
+        )
+        row_shift = row_shift[:, None]
+
+        with torch.no_grad():
+            first, second = self._project(row_shift - row_center, column_shift - column_center)
+            best = (first.square() + second.square()).flatten(1).argmin(-1)[:, None, None]
+            # δ0, the shift to the best key.
+            row = torch.div(best, 2 * width - 1, rounding_mode='floor')
+            row_best, column_best = row + (1 - height), best - row * (2 * width - 1) + (1 - width)
+
+        # As in one dimension, with the best shift as the origin of the scores,
+        #   ‖Mᵀ(δ − Δ)‖² − ‖Mᵀ(δ0 − Δ)‖² = Mᵀ(δ − δ0) · Mᵀ(δ + δ0 − 2Δ).
+        difference = self._project(row_shift - row_best, column_shift - column_best)
+        total = self._project(row_shift + row_best - 2 * row_center, column_shift + column_best - 2 * column_center)
+        return -(difference[0] * total[0] + difference[1] * total[1]) / 2
+
+    def scores(self, size: Sequence[int]) -> Tensor:
+        """Returns the scores of all queries and keys of a grid, ``(N_h, H*W, H*W)``, the best of each query at 0."""
+        of_shifts = self.shift_scores(size)
+        best = over_keys(of_shifts.detach(), size, torch.amax).flatten(1)[..., None]
+        # The difference of the two in the precision of the parameters. Both can be large: what they lose in rounding is
+        # subtracted too.
+        (high, low), (best_high, best_low) = self._rounded(of_shifts), self._rounded(best)
+        scores = at_grid_shifts(high, size).sub_(best_high)
+        return scores if low is None else scores.add_(at_grid_shifts(low, size)).sub_(best_low)
+
+    def _rounded(self, x: Tensor) -> Tuple[Tensor, Any]:
+        """A float64 tensor in the precision of scores, and what that lost; None in float64."""
+        dtype = torch.promote_types(self.center.dtype, torch.float32)
+        high = x.to(dtype)
+        return high, None if high.dtype == x.dtype else (x.detach() - high.detach()).to(dtype)
+
+    def _project(self, row: Tensor, column: Tensor) -> Tuple[Tensor, Tensor]:
+        """The two entries of Mᵀ(row, column)ᵀ of every head."""
+        factor = self.sqrt_precision.to(row.dtype)[:, :, :, None, None]
+        return factor[:, 0, 0] * row + factor[:, 1, 0] * column, factor[:, 0, 1] * row + factor[:, 1, 1] * column
+
+
+class RelativeTables(nn.Module):
+    """A vector for every row shift and every column shift, one after the other: r_δ = [R[δ1]; C[δ2]] (C20, 4.3).
+
+    ``learned`` tables hold the shifts of a grid of ``max_size`` and refuse a larger one; those of a checkpoint for
+    another grid are resized while they load, see :func:`~attncnn_plugin.attention.shifts.resize_shifts`.
+    ``sinusoidal`` tables have no parameters and no limit.
+
+    Args:
+        dim (int): Length D_p of r_δ, half of it for rows and half for columns; even, for ``sinusoidal`` a multiple of
+            4.
+        max_size (tuple[int, int]): Height and width, in tokens, of the largest grid of ``learned`` tables.
+        kind (str): ``'learned'`` or ``'sinusoidal'``. Defaults to ``'learned'``.
+
+    Raises:
+        ValueError: A ``dim`` that cannot be cut in half, or not into sines and cosines; a ``max_size`` that is none.
+
+    Attributes:
+        row_table (Parameter | None): R, ``(2·max_height − 1, D_p/2)``, starts at N(0, 1).
+        column_table (Parameter | None): C, ``(2·max_width − 1, D_p/2)``, starts at N(0, 1).
+    """
+
+    row_table: Any
+    column_table: Any
+
+    def __init__(
+        self, dim: int, max_size: Tuple[int, int], kind: str = 'learned', device: Device = None, dtype: Dtype = None
+    ) -> None:
+        super().__init__()
+        if dim < 2 or dim % 2:
+            raise ValueError(f'dim={dim} must be even: half of r_δ = [R[δ1]; C[δ2]] is for rows, half for columns')
+        if kind == 'sinusoidal' and dim % 4:
+            raise ValueError(f'dim={dim} must be a multiple of 4: sinusoidal r_δ have sines and cosines of both axes')
+        if not isinstance(max_size, (tuple, list)) or len(max_size) != 2 or min(max_size) < 1:
+            raise ValueError(f'max_size={shown(max_size)} must be the height and the width of a grid, at least 1 each')
+        self.dim = dim
+        for name, n in zip(('row_table', 'column_table'), max_size):
+            table = torch.empty(2 * n - 1, dim // 2, device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(table) if kind == 'learned' else None)
+        self.reset_parameters()
+        self.register_load_state_dict_pre_hook(_resize_loaded_tables)
+
+    def reset_parameters(self) -> None:
+        for table in self.parameters(recurse=False):
+            nn.init.normal_(table)
+
+    @property
+    def max_size(self) -> Optional[Tuple[int, int]]:
+        """Height and width of the largest grid; None without a limit."""
+        if self.row_table is None:
+            return None
+        return (len(self.row_table) + 1) // 2, (len(self.column_table) + 1) // 2
+
+    def forward(self, size: Sequence[int], like: Tensor) -> Tuple[Tensor, ...]:
+        """Returns R of the shifts 1 − H … H − 1 and C of 1 − W … W − 1.
+
+        Args:
+            size (Sequence[int]): Height and width of the grid.
+            like (Tensor): Gives the device and the dtype of sinusoidal tables.
+
+        Returns:
+            tuple[Tensor, Tensor]: ``(2·H − 1, D_p/2)`` and ``(2·W − 1, D_p/2)``, at least float32.
+
+        Raises:
+            ValueError: The grid is larger than the learned tables.
+        """
+        if self.max_size is None:
+            return tuple(sinusoid(n, self.dim // 2, at_least_float32(like)) for n in size)
+        if size[0] > self.max_size[0] or size[1] > self.max_size[1]:
+            raise ValueError(
+                f'the grid of {size[0]}x{size[1]} tokens is larger than the {self.max_size[0]}x{self.max_size[1]} that '
+                'the learned position tables were built for: build the model for the larger size and load the '
+                'checkpoint into it, which resizes the tables'
+            )
+        middles = zip((self.row_table, self.column_table), self.max_size, size)
+        return tuple(at_least_float32(table[largest - n : largest + n - 1]) for table, largest, n in middles)
+
+
+def _resize_loaded_tables(tables: RelativeTables, state_dict: Dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Resizes the tables of a state dict that are for another grid: vectors as long, of an odd number of shifts."""
+    for name, own in tables.named_parameters(recurse=False):
+        loaded = state_dict.get(prefix + name)
+        if loaded is not None and loaded.shape != own.shape and loaded.shape[1:] == own.shape[1:] and len(loaded) % 2:
+            logger.info('Resize %s%s from %d to %d shifts.', prefix, name, len(loaded), len(own))
+            state_dict[prefix + name] = resize_shifts(loaded, len(own))
+
+
+def sinusoid(n: int, dim: int, like: Tensor) -> Tensor:
+    """Returns sines, then cosines, of 1 − n … n − 1, ``(2·n − 1, dim)`` (Vaswani et al. 2017, 3.5)."""
+    shift = torch.arange(1 - n, n, device=like.device, dtype=like.dtype)
+    frequency = 10000 ** (-torch.arange(0, dim, 2, device=like.device, dtype=like.dtype) / dim)
+    angle = shift[:, None] * frequency
+    return torch.cat([angle.sin(), angle.cos()], dim=-1)
+
+
+class LearnedEncoding(SeparableEncoding):
+    """Learned encoding, vᵀr_δ with r_δ = [R[δ1]; C[δ2]] (C20, 4.3). Separable.
+
+    Args:
+        num_heads (int): Number of heads N_h.
+        dim (int): Length D_p of r_δ, half of it for rows and half for columns.
+        max_size (tuple[int, int]): Height and width, in tokens, of the largest grid of learned tables.
+        kind (str): ``'learned'`` or ``'sinusoidal'`` tables R and C. Defaults to ``'learned'``.
+
+    Attributes:
+        weight (Parameter): v of each head, for R then for C, ``(N_h, D_p)``. Each half starts as the weight of
+            ``nn.Linear(D_p/2, N_h)`` (released code of C20).
+        tables (RelativeTables): R and C.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        dim: int,
+        max_size: Tuple[int, int],
+        kind: str = 'learned',
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, dim, device=device, dtype=dtype))
+        self.tables = RelativeTables(dim, max_size, kind, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        limit = (self.tables.dim / 2) ** -0.5
+        nn.init.uniform_(self.weight, -limit, limit)
+
+    def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, ...]:
+        halves = at_least_float32(self.weight)[:, None].chunk(2, dim=-1)
+        # Not matmul: autocast would round it.
+        terms = [(v * table).sum(-1) for v, table in zip(halves, self.tables(size, like=self.weight))]
+        return tuple(at_shifts(term, n) for term, n in zip(terms, size))
+
+
+class WindowEncoding(nn.Module):
+    """A score of its own for each shift within a window, −∞ outside: any distribution over the window.
+
+    Args:
+        num_heads (int): Number of heads N_h.
+        window_size (Sequence[int]): Size of the window along each axis.
+
+    Attributes:
+        weight (Parameter): The scores, ``(N_h, *window_size)``. Starts at 0, uniform attention.
+    """
+
+    def __init__(self, num_heads: int, window_size: Sequence[int], device: Device = None, dtype: Dtype = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, *window_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self) -> Tensor:
+        """Returns the probabilities of the shifts, ``(N_h, *window_size)``, at least float32."""
+        return softmax(at_least_float32(self.weight).flatten(1)).reshape(self.weight.shape)

@@ -1,0 +1,300 @@
+"""Self-attention over a grid of tokens, each of which is a value of every head.
+
+Tokens ``(B, H, W, D)`` become tokens of the same shape, for any H and W that the position encoding covers.
+
+Paper: `On the Relationship between Self-Attention and Convolutional Layers` - https://arxiv.org/abs/1911.03584 (C20)
+"""
+
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from .attention_layer import check_plain_linear
+from .heads import PrunableHeads
+from .positions import (
+    GaussianHeads,
+    GeneralizedQuadraticEncoding,
+    LearnedEncoding,
+    QuadraticEncoding,
+    RelativeTables,
+    SeparableEncoding,
+)
+from .precision import Device, Dtype, at_least_float32, full_precision
+from .shifts import at_shifts
+from .softmax import softmax, without_subnormals
+
+TABLES = {'relative_learned': 'learned', 'relative_sinusoidal': 'sinusoidal'}
+GAUSSIANS: Dict[str, Any] = {
+    'relative_quadratic': QuadraticEncoding,
+    'relative_generalized': GeneralizedQuadraticEncoding,
+}
+
+
+class GridAttention(PrunableHeads):
+    """The base of the layers below, and attention by the scores of any position encoding.
+
+    The values of a head are the tokens themselves, D_h = D: the heads' outputs P_h X are concatenated to N_h·D channels
+    and mapped by one linear layer (C20, section 2 and appendix E). C20 (remark after Theorem 1) advises D_h = D, for
+    with fewer channels a head cannot be every slice of a kernel.
+
+    Args:
+        dim (int): Channels D of a token.
+        num_heads (int): Number of heads N_h.
+        attn_drop (float): Dropout rate of the attention probabilities, of which the images of a batch have the same
+            mask where these depend on position alone. Defaults to 0.
+
+    Raises:
+        ValueError: A number of heads below 1, or a rate out of range.
+
+    Attributes:
+        encoding (nn.Module | None): The scores by position.
+        value (nn.Linear): The map of the concatenated heads, N_h·D to D.
+    """
+
+    encoding: Any
+
+    def __init__(
+        self, dim: int, num_heads: int, attn_drop: float = 0.0, device: Device = None, dtype: Dtype = None
+    ) -> None:
+        super().__init__()
+        if num_heads < 1:
+            raise ValueError(f'num_heads={num_heads} must be at least 1')
+        self.dim = dim
+        self._init_heads(num_heads)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.value = nn.Linear(num_heads * dim, dim, device=device, dtype=dtype)
+
+    def extra_repr(self) -> str:
+        return f'dim={self.dim}, num_heads={self.num_heads}'
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps ``(B, H, W, D)`` to the same."""
+        return self.value(self.heads(x) if self.num_heads else x[..., :0])
+
+    def heads(self, x: Tensor) -> Tensor:
+        """Computes P_h X of all heads side by side, ``(B, H, W, N_h·D)``."""
+        probs = self.attn_drop(self.position_probs(x.shape[1:3])).to(x.dtype)
+        heads = torch.einsum('hqk,bkd->bqhd', probs, x.flatten(1, 2))
+        return heads.flatten(2).unflatten(1, x.shape[1:3])
+
+    def position_probs(self, size: Sequence[int]) -> Optional[Tensor]:
+        return softmax(self.encoding.scores(size))
+
+    def value_matrices(self) -> Tensor:
+        check_plain_linear('value', self.value)
+        return at_least_float32(self.value.weight.unflatten(1, (self.num_heads, self.dim)).transpose(0, 1))
+
+    def head_parameters(self) -> Dict[str, Tuple[int, int]]:
+        of_positions = ['encoding.weight', 'encoding.center', 'encoding.sqrt_precision']
+        own = dict(self.named_parameters())
+        return {'value.weight': (1, self.dim), **{name: (0, 1) for name in of_positions if name in own}}
+
+
+class SeparableAttention(GridAttention):
+    """Attention by scores that are the sum of a row and a column term.
+
+    Softmax over a product grid of a sum is the product of the softmaxes along the axes, boundaries included:
+    P[(q1, q2), (k1, k2)] = P1[q1, k1] · P2[q2, k2]. So tokens are mixed along rows, then along columns, by
+    O(HW·(H + W)) multiply-adds a channel and head instead of O((HW)²).
+    """
+
+    encoding: SeparableEncoding
+
+    def axis_probs(self, size: Sequence[int]) -> Tuple[Tensor, Tensor]:
+        """Returns P1 ``(N_h, H, H)`` and P2 ``(N_h, W, W)``."""
+        rows, columns = self.encoding.axis_scores(size)
+        return softmax(rows), softmax(columns)
+
+    def position_probs(self, size: Sequence[int]) -> Tensor:
+        rows, columns = self.axis_probs(size)
+        return without_subnormals(torch.einsum('hqk,hrl->hqrkl', rows, columns)).flatten(3).flatten(1, 2)
+
+    def heads(self, x: Tensor) -> Tensor:
+        if self.training and self.attn_drop.p > 0:  # single probabilities are dropped, which the factors do not have
+            return super().heads(x)
+        heads: List[Tensor] = []
+        for rows, columns in zip(*self.axis_probs(x.shape[1:3])):
+            mixed = rows.to(x.dtype) @ x.flatten(2)  # Σ_k1 P1[q1, k1] X[k1, k2]
+            heads.append(columns.to(x.dtype) @ mixed.unflatten(2, x.shape[2:]))  # Σ_k2 P2[q2, k2] …
+        return torch.cat(heads, dim=-1)
+
+
+class QuadraticAttention(SeparableAttention):
+    """Attention with the quadratic encoding, −α‖δ − Δ‖² (C20, eq. 9): isotropic Gaussian heads.
+
+    The arguments are those of :class:`GridAttention`.
+    """
+
+    encoding: QuadraticEncoding
+
+    def __init__(
+        self, dim: int, num_heads: int, attn_drop: float = 0.0, device: Device = None, dtype: Dtype = None
+    ) -> None:
+        super().__init__(dim, num_heads, attn_drop, device, dtype)
+        self.encoding = QuadraticEncoding(num_heads, device=device, dtype=dtype)
+
+    def gaussian_heads(self) -> GaussianHeads:
+        return self.encoding.gaussian_heads()
+
+
+class GeneralizedQuadraticAttention(GridAttention):
+    """Attention with the generalized quadratic encoding, −½(δ − Δ)ᵀΣ⁻¹(δ − Δ) (C20, eq. 19): Gaussian heads.
+
+    The score has a cross term of rows and columns, so that tokens are mixed by the whole matrix of probabilities. The
+    arguments are those of :class:`GridAttention`.
+    """
+
+    encoding: GeneralizedQuadraticEncoding
+
+    def __init__(
+        self, dim: int, num_heads: int, attn_drop: float = 0.0, device: Device = None, dtype: Dtype = None
+    ) -> None:
+        super().__init__(dim, num_heads, attn_drop, device, dtype)
+        self.encoding = GeneralizedQuadraticEncoding(num_heads, device, dtype)
+
+    def gaussian_heads(self) -> GaussianHeads:
+        return self.encoding.gaussian_heads()
+
+
+class LearnedAttention(SeparableAttention):
+    """Attention with the learned encoding, v·r_δ with r_δ = [R[δ1]; C[δ2]] (C20, 4.3).
+
+    Learned r_δ have D channels for rows and D for columns, as in the released code of C20, whose 12.3M parameters need
+    it; sinusoidal ones have D in all.
+
+    Args:
+        dim (int): Channels D of a token.
+        num_heads (int): Number of heads N_h.
+        max_size (tuple[int, int]): Height and width, in tokens, of the largest grid. Defaults to (16, 16).
+        position (str): ``'relative_learned'`` or ``'relative_sinusoidal'``: R and C. Defaults to
+            ``'relative_learned'``.
+        attn_drop (float): Dropout rate of the attention probabilities. Defaults to 0.
+
+    Raises:
+        ValueError: An unknown ``position``; a ``dim`` that is no multiple of 4 for sinusoidal r_δ; see
+            :class:`GridAttention`.
+    """
+
+    encoding: LearnedEncoding
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        max_size: Tuple[int, int] = (16, 16),
+        position: str = 'relative_learned',
+        attn_drop: float = 0.0,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
+        super().__init__(dim, num_heads, attn_drop, device, dtype)
+        if position not in TABLES:
+            raise ValueError(f'position={position!r} is not for attention without content: choose one of {[*TABLES]}')
+        length = 2 * dim if position == 'relative_learned' else dim
+        self.encoding = LearnedEncoding(num_heads, length, max_size, TABLES[position], device, dtype)
+
+
+class ContentAttention(GridAttention):
+    """Attention by content and by relative position (C20, eq. 8), with q = W_qry x_q + b_q and k = W_key x_k + b_k.
+
+    - ``'relative_learned'`` and ``'relative_sinusoidal'``: scores (q·k + q·r_δ)/√D with r_δ = [R[δ1]; C[δ2]] (C20,
+      4.3), as in the released code. b_q makes all four terms of eq. 8 of it: (W_qry x + b_q)·k has u·k, and b_q·r_δ is
+      v·r_δ; b_k adds the same to all keys, and changes nothing.
+    - ``'relative_quadratic'`` and ``'relative_generalized'``: scores q·k/√D + v·r_δ with v and r_δ of eq. 9 or 19, so
+      that v·r_δ is the score of Gaussian heads.
+
+    Args:
+        dim (int): Channels D of a token, and of the queries and keys of a head.
+        num_heads (int): Number of heads N_h.
+        max_size (tuple[int, int]): Height and width, in tokens, of the largest grid of learned r_δ. Defaults to
+            (16, 16).
+        position (str): See above. Defaults to ``'relative_learned'``.
+        attn_drop (float): Dropout rate of the attention probabilities. Defaults to 0.
+
+    Raises:
+        ValueError: An unknown ``position``; a ``dim`` that is odd for learned r_δ, or no multiple of 4 for sinusoidal
+            ones; see :class:`GridAttention`.
+
+    Attributes:
+        query, key (nn.Linear): W_qry and b_q, W_key and b_k, D to N_h·D.
+        tables (RelativeTables | None): R and C, D/2 channels each.
+        encoding (nn.Module | None): The Gaussian heads.
+    """
+
+    depends_on_content = True
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        max_size: Tuple[int, int] = (16, 16),
+        position: str = 'relative_learned',
+        attn_drop: float = 0.0,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
+        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
+        super().__init__(dim, num_heads, attn_drop, **dd)
+        if position not in (*TABLES, *GAUSSIANS):
+            raise ValueError(f'position={position!r} is unknown: choose one of {[*TABLES, *GAUSSIANS]}')
+        self.position = position
+        self.has_position_scores = position in GAUSSIANS  # q·r_δ depends on the query too
+        self.query = nn.Linear(dim, num_heads * dim, **dd)
+        self.key = nn.Linear(dim, num_heads * dim, **dd)
+        self.tables = RelativeTables(dim, max_size, TABLES[position], **dd) if position in TABLES else None
+        self.encoding = GAUSSIANS[position](num_heads, **dd) if position in GAUSSIANS else None
+
+    def extra_repr(self) -> str:
+        return f'{super().extra_repr()}, position={self.position!r}'
+
+    def heads(self, x: Tensor) -> Tensor:
+        probs = self.attn_drop(softmax(self.attention_scores(x))).to(x.dtype)
+        heads = torch.einsum('bhqk,bkd->bqhd', probs, x.flatten(1, 2))
+        return heads.flatten(2).unflatten(1, x.shape[1:3])
+
+    def attention_scores(self, x: Tensor) -> Tensor:
+        query = self._queries(x)
+        return self._content_scores(query, x) + self._position_scores(query)
+
+    def content_scores(self, x: Tensor) -> Tensor:
+        return self._content_scores(self._queries(x), x)
+
+    def position_scores(self, x: Tensor) -> Tensor:
+        return self._position_scores(self._queries(x)).expand(len(x), -1, -1, -1)
+
+    def position_probs(self, size: Sequence[int]) -> Optional[Tensor]:
+        return None if self.encoding is None else super().position_probs(size)
+
+    def gaussian_heads(self) -> Optional[GaussianHeads]:
+        return None if self.encoding is None else self.encoding.gaussian_heads()
+
+    def head_parameters(self) -> Dict[str, Tuple[int, int]]:
+        projections = [f'{linear}.{name}' for linear in ('query', 'key') for name in ('weight', 'bias')]
+        return {**super().head_parameters(), **dict.fromkeys(projections, (0, self.dim))}
+
+    def _queries(self, x: Tensor) -> Tensor:
+        """q/√D of every head, ``(B, N_h, H, W, D)``."""
+        return self._of_heads(self.query(x)) / self.dim**0.5
+
+    def _of_heads(self, x: Tensor) -> Tensor:
+        """``(B, H, W, N_h·D)`` to ``(B, N_h, H, W, D)``, at least float32."""
+        return at_least_float32(x).unflatten(-1, (self.num_heads, self.dim)).permute(0, 3, 1, 2, 4)
+
+    def _content_scores(self, query: Tensor, x: Tensor) -> Tensor:
+        """q·k/√D, ``(B, N_h, H*W, H*W)``."""
+        key = self._of_heads(self.key(x))
+        with full_precision(x.device.type):
+            return query.flatten(2, 3) @ key.flatten(2, 3).mT
+
+    def _position_scores(self, query: Tensor) -> Tensor:
+        """q·r_δ/√D, ``(B, N_h, H*W, H*W)``, or v·r_δ, ``(N_h, H*W, H*W)``."""
+        height, width = query.shape[2:4]
+        if self.tables is None:
+            return self.encoding.scores((height, width))
+        row, column = (table.T for table in self.tables((height, width), like=query))
+        of_rows, of_columns = query.chunk(2, dim=-1)
+        with full_precision(query.device.type):
+            rows = torch.einsum('bhijd,dik->bhijk', of_rows, at_shifts(row, height))  # q₁·R[k1 − q1]
+            columns = torch.einsum('bhijd,djk->bhijk', of_columns, at_shifts(column, width))  # q₂·C[k2 − q2]
+        return (rows[..., :, None] + columns[..., None, :]).flatten(4).flatten(2, 3)

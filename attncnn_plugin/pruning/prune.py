@@ -1,0 +1,369 @@
+"""Heads removed from any model: of this package's attention, and of timm's and mmpretrain's vision transformers.
+
+An optimizer keeps the state of what is left (Cordonnier et al. 2020 (C20), appendix E, train on after pruning), and a
+bias takes what a head adds on average (C20, appendix E).
+"""
+
+import copy
+import re
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.heads import PrunableHeads
+from ..attention.images import GroupedLinear, ImageAttention
+from ..attention.tokens import GridAttention
+from ..change import Change, LayerChange, Successor, within
+from ..transformers.adapters import unknown_class
+from ..transformers.heads import TransformerHeads, transformer_heads
+from ..transformers.relative_tables import SHARED_BIASES
+
+Heads = Union[PrunableHeads, TransformerHeads]
+
+# Parts of a vision transformer that hold something for the heads of all its layers: biases, and rotations.
+SHARED = (*SHARED_BIASES, 'rope')
+
+
+def prunable_heads(model: nn.Module) -> Dict[str, Heads]:
+    """Returns the attention of a model whose heads can be removed, by the names of ``model.named_modules()``.
+
+    Args:
+        model (nn.Module): Any model.
+
+    Returns:
+        dict[str, PrunableHeads | TransformerHeads]: With ``num_heads`` and ``prune_heads(heads)``. Attention in which
+        heads share something is among it; ``prune_heads`` refuses it.
+
+    Examples:
+        >>> import timm
+        >>> model = timm.create_model('vit_tiny_patch16_224', depth=2)
+        >>> {name: layer.num_heads for name, layer in prunable_heads(model).items()}
+        {'blocks.0.attn': 3, 'blocks.1.attn': 3}
+    """
+    found: Dict[str, Heads] = {}
+    for name, module in model.named_modules():
+        heads = module if isinstance(module, PrunableHeads) else transformer_heads(module)
+        if heads is not None:
+            found[name] = heads
+    return found
+
+
+def prune_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]], allow_empty: bool = False) -> Change:
+    """Removes heads of a model, in place; it computes what it did with their outputs at zero.
+
+    The model is one with attention of this package, or a vision transformer of timm or mmpretrain: ViT, DeiT, BEiT,
+    EVA, DINOv3, ``vit_relpos_*`` and Swin. Linear maps to and from the heads shrink, tables of relative positions lose
+    their columns, and the fused kernels stay. A state dict carries the number of heads. Networks of this package take
+    it as they load it; models of other libraries take it by :func:`attncnn_plugin.follow_state_dict`.
+
+    Args:
+        model (nn.Module): The model.
+        heads (Mapping[str | int, Sequence[int]]): By the name of the attention, or the number of its block, the heads
+            to remove, counted among those there are now.
+        allow_empty (bool): Whether all heads of a layer may go, which leaves it the bias of its output. Defaults to
+            False.
+
+    Returns:
+        Change: The layers with their heads before and after, and what took the place of each parameter, for
+        :func:`replace_parameters`.
+
+    Raises:
+        TypeError: Attention whose heads share something, or of a class that is unknown.
+        ValueError: A layer or a head that is not there, all heads of a layer, or a bias or an encoding of positions
+            that all layers share. Nothing is removed then.
+
+    Examples:
+        >>> import timm
+        >>> model = timm.create_model('vit_tiny_patch16_224', depth=2)
+        >>> print(prune_heads(model, {'blocks.0.attn': [0, 2]}))
+        layer          before   after   parameters
+        blocks.0.attn  3 heads  1 head  148,224 → 49,536
+        model                           1,268,776 → 1,170,088
+        >>> model.blocks[0].attn.qkv
+        Linear(in_features=192, out_features=192, bias=True)
+        >>> fresh = timm.create_model('vit_tiny_patch16_224', depth=2)
+        >>> import attncnn_plugin
+        >>> attncnn_plugin.follow_state_dict(fresh, model.state_dict())
+        True
+        >>> fresh.load_state_dict(model.state_dict())
+        <All keys matched successfully>
+        >>> fresh.blocks[0].attn.num_heads
+        1
+    """
+    layers = prunable_heads(model)
+    named = {layer_name(model, layers, key): list(indices) for key, indices in heads.items()}
+    if len(named) < len(heads):
+        raise ValueError(f'heads={dict(heads)} names a layer twice')
+    for name, indices in named.items():
+        check_prunable(model, name, layers[name])
+        layers[name].check_heads(indices, allow_empty)
+    replaced: Dict[nn.Parameter, Successor] = {}
+    changes, before = [], _parameters_of(model)
+    for name, layer in layers.items():
+        if named.get(name):
+            module, count = model.get_submodule(name), layer.num_heads
+            of_layer = _parameters_of(module)
+            replaced.update(within(name, layer.prune_heads(named[name], allow_empty)))
+            was, now = (f'{number} head' + 's' * (number != 1) for number in (count, layer.num_heads))
+            changes.append(LayerChange(name, was, now, of_layer, _parameters_of(module)))
+    return Change(tuple(changes), before, _parameters_of(model), replaced)
+
+
+def _parameters_of(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def layer_name(model: nn.Module, layers: Mapping[str, Heads], key: Union[str, int]) -> str:
+    """Returns the name of a layer, where its name or the number of its block is given.
+
+    Raises:
+        TypeError: A module of that name is attention of an unknown class.
+        ValueError: There is none, or several.
+    """
+    pattern = re.compile(rf'(?:^|\.)(?:blocks|layers)\.{key}\.')
+    found = [name for name in layers if name == key or isinstance(key, int) and pattern.search(name)]
+    named: Any = dict(model.named_modules()).get(str(key))
+    if not found and hasattr(named, 'num_heads'):
+        raise TypeError(f'heads cannot be removed from {key}, which is a {unknown_class(named)}')
+    if len(found) != 1:
+        raise ValueError(
+            f'heads of {key!r} are to be removed, but there are {len(found)} attention layers of that name or block '
+            f'with heads that can be removed: name one of {", ".join(layers) or "none at all"}'
+        )
+    return found[0]
+
+
+def check_prunable(model: nn.Module, name: str, layer: Heads) -> None:
+    """Refuses attention with a bias or an encoding that all layers share.
+
+    Raises:
+        ValueError: It has one.
+    """
+    if isinstance(layer, PrunableHeads):
+        return
+    parts = name.split('.')
+    for number in range(len(parts)):
+        parent: Any = model.get_submodule('.'.join(parts[:number]))
+        for part in SHARED:
+            shared = getattr(parent, part, None)
+            if isinstance(shared, nn.Module) and any(True for _ in shared.parameters()):
+                raise ValueError(
+                    f'heads of {name} cannot be removed: {type(parent).__name__} has {part}, which all layers share '
+                    'and which has parameters for each of the heads; a model where each layer has its own can be pruned'
+                )
+
+
+def replace_parameters(
+    optimizer: torch.optim.Optimizer, change: Union[Change, Mapping[nn.Parameter, Successor]]
+) -> None:
+    """Gives an optimizer the parameters that took the place of others, with the state of the entries that were kept.
+
+    The groups, their order and their settings stay: parameters join the group of the one whose place they took. State
+    that has the parameter's shape, such as a momentum, loses the same entries as the parameter, or takes their new
+    order. A single number, such as that of the steps, stays. Parameters that have no entries of old ones, such
+    as the centres of heads that were a convolution, begin without state.
+
+    Args:
+        optimizer (Optimizer): Any optimizer whose state for a parameter has tensors of its shape, single numbers, or
+            none.
+        change (Change | Mapping[Parameter, Successor]): What became of a model, of
+            :func:`~attncnn_plugin.convert.convs_to_attention` for instance, or of a layer's parameters, of
+            :meth:`~attncnn_plugin.attention.heads.PrunableHeads.prune_heads`.
+            Parameters that the optimizer does not have are left out.
+
+    Raises:
+        ValueError: State of another shape, such as that of Adafactor, a row and a column for each matrix. The optimizer
+            is as it was.
+
+    Examples:
+        >>> from attncnn_plugin.attention import QuadraticAttention
+        >>> layer = QuadraticAttention(dim=8, num_heads=3)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        >>> layer(torch.randn(1, 5, 6, 8)).sum().backward()
+        >>> optimizer.step()
+        >>> replace_parameters(optimizer, layer.prune_heads([1]))
+        >>> optimizer.state[layer.encoding.center]['momentum_buffer'].shape
+        torch.Size([2, 2])
+    """
+    replaced = change.replaced if isinstance(change, Change) else change
+    for old in replaced:
+        for name, value in optimizer.state.get(old, {}).items():
+            if isinstance(value, Tensor) and value.numel() != 1 and value.shape != old.shape:
+                raise ValueError(
+                    f'{name} of a {type(optimizer).__name__} has shape {tuple(value.shape)} for a parameter of '
+                    f'{tuple(old.shape)}: state of another shape cannot lose its entries; use an optimizer '
+                    'such as AdamW'
+                )
+    for group in optimizer.param_groups:
+        names = group.get('param_names', [''] * len(group['params']))
+        pairs: List[Tuple[str, nn.Parameter]] = []
+        for name, old in zip(names, group['params']):
+            pairs += replaced[old].parameters.items() if old in replaced else [(name, old)]
+        group['params'][:] = [parameter for _, parameter in pairs]
+        if 'param_names' in group:
+            group['param_names'][:] = [name for name, _ in pairs]
+    for old, successor in replaced.items():
+        state = optimizer.state.pop(old, None)
+        inherit = successor.inherit
+        if state and successor.heir is not None and inherit is not None:
+            optimizer.state[successor.heir] = {
+                name: inherit(value).contiguous() if isinstance(value, Tensor) and value.shape == old.shape else value
+                for name, value in state.items()
+            }
+
+
+class HeadMeans:
+    """Sums up the mean outputs P_h X W^V_h of the heads of a layer, over queries and images.
+
+    Args:
+        layer (PrunableHeads | TransformerHeads): The attention layer.
+
+    Attributes:
+        total (Tensor): Their sum over all queries, head after head, ``(Σ D_h,)`` in float64.
+        count (Tensor): The number of queries, a scalar in float64.
+        size (tuple[int, ...] | None): Height and width of the last grid of tokens, or of the last image; None before
+            the first, and for a vision transformer of another library.
+    """
+
+    def __init__(self, layer: Heads) -> None:
+        self.groups = layer.output.groups if isinstance(layer.output, GroupedLinear) else 1
+        weight: Any = layer.output.weight
+        self.total = torch.zeros(weight.shape[1] * self.groups, dtype=torch.float64, device=weight.device)
+        self.count = torch.zeros((), dtype=torch.float64, device=weight.device)
+        self.size: Optional[Tuple[int, ...]] = None
+
+    def add(self, output: nn.Module, heads: Tensor) -> None:
+        """Adds the outputs of all heads as the linear map takes them, ``(…, Σ D_h)``."""
+        if isinstance(output, GroupedLinear):  # (…, N_h, Q, C)
+            heads = heads.transpose(-3, -2).flatten(-2)
+        heads = heads.detach().flatten(0, -2)
+        self.total += heads.double().sum(0)
+        self.count += len(heads)
+
+    def see(self, layer: nn.Module, x: Tensor) -> None:
+        """Keeps the size of the layer's input, tokens ``(B, H, W, D)`` or an image ``(B, C, H, W)``."""
+        self.size = tuple(x.shape[2:] if isinstance(layer, ImageAttention) else x.shape[1:3])
+
+    @property
+    def mean(self) -> Tensor:
+        """Returns the mean output of all heads, ``(Σ D_h,)``."""
+        return self.total / self.count
+
+
+@contextmanager
+def head_means(layers: Sequence[Heads]) -> Iterator[List[HeadMeans]]:
+    """Collects the mean outputs of the layers' heads while the model runs.
+
+    Args:
+        layers (Sequence[PrunableHeads | TransformerHeads]): Attention layers, see
+            :func:`~attncnn_plugin.pruning.prunable_heads`.
+
+    Yields:
+        list[HeadMeans]: The mean outputs of each layer.
+
+    Examples:
+        >>> from attncnn_plugin.attention import QuadraticAttention
+        >>> layer = QuadraticAttention(dim=8, num_heads=3)
+        >>> with head_means([layer]) as (means,):
+        ...     outputs = layer(torch.randn(2, 5, 6, 8))
+        >>> means.mean.shape, means.size
+        (torch.Size([24]), (5, 6))
+    """
+    means = [HeadMeans(layer) for layer in layers]
+    handles = []
+    for layer, own in zip(layers, means):
+        handles.append(layer.output.register_forward_pre_hook(lambda output, inputs, own=own: own.add(output, *inputs)))
+        if isinstance(layer, PrunableHeads):
+            handles.append(layer.register_forward_pre_hook(lambda layer, inputs, own=own: own.see(layer, inputs[0])))
+    try:
+        yield means
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def fold_into_bias(layer: Heads, heads: Sequence[int], mean: Tensor) -> None:
+    """Adds what heads contribute on average, Σ_h V_h m_h, to the bias of their layer (C20, appendix E).
+
+    A head with the same output at every query, as one of uniform attention has, can then be removed without a change.
+
+    Args:
+        layer (PrunableHeads | TransformerHeads): The attention layer.
+        heads (Sequence[int]): The heads.
+        mean (Tensor): The mean outputs of all heads, ``(Σ D_h,)``.
+
+    Raises:
+        ValueError: The layer has no bias; the mean is not finite, as that of no images.
+
+    Examples:
+        >>> from attncnn_plugin.attention import QuadraticAttention
+        >>> layer = QuadraticAttention(dim=8, num_heads=3)
+        >>> layer.encoding.sqrt_precision.data[1] = 0  # uniform attention
+        >>> image = torch.randn(1, 5, 6, 8)
+        >>> with head_means([layer]) as (means,):
+        ...     expected = layer(image)
+        >>> fold_into_bias(layer, [1], means.mean)
+        >>> _ = layer.prune_heads([1])
+        >>> torch.allclose(layer(image), expected, atol=1e-5)
+        True
+    """
+    output: Any = layer.output
+    if output.bias is None:
+        raise ValueError('the layer has no bias that could take the mean output of its heads: build it with bias=True')
+    if not heads:
+        return
+    if not mean.isfinite().all():
+        raise ValueError(
+            'the mean output of the heads is not finite: the model ran on no images, or on some for which it is not'
+        )
+    of_heads = torch.zeros_like(mean)
+    exact = copy.deepcopy(output).to(mean.dtype)
+    if isinstance(output, GroupedLinear):
+        of_heads = of_heads.view(layer.num_heads, 1, -1)  # (N_h, Q = 1, C)
+        of_heads[list(heads)] = mean.view_as(of_heads)[list(heads)]
+    else:
+        columns = layer.output_entries(heads)
+        of_heads[columns] = mean[columns]
+    output.bias.add_((exact(of_heads).flatten() - exact.bias).to(output.bias))
+
+
+def takes_duplicates(layer: Heads) -> bool:
+    """Says whether a head can take the values of another with the same map: where they are as wide as a token."""
+    return isinstance(layer, (ImageAttention, GridAttention))
+
+
+@torch.no_grad()
+def merge_duplicate(layer: Heads, head: int, kept: int) -> None:
+    """Adds a head's slice of the value matrix to that of a head with the same map, P V + P V' = P (V + V').
+
+    Args:
+        layer (PrunableHeads | TransformerHeads): The attention layer.
+        head (int): The head that is to go.
+        kept (int): The head that stays.
+
+    Raises:
+        ValueError: Its heads have fewer channels D_h than a token: the sum of two such matrices V needs 2·D_h.
+
+    Examples:
+        >>> from attncnn_plugin.attention import QuadraticAttention
+        >>> layer = QuadraticAttention(dim=8, num_heads=3)
+        >>> for parameter in layer.encoding.parameters():
+        ...     parameter.data[2] = parameter.data[0]
+        >>> image = torch.randn(1, 5, 6, 8)
+        >>> expected = layer(image)
+        >>> merge_duplicate(layer, head=2, kept=0)
+        >>> _ = layer.prune_heads([2])
+        >>> torch.allclose(layer(image), expected, atol=1e-5)
+        True
+    """
+    columns, of_kept = (layer.output_entries([index]) for index in (head, kept))
+    if not takes_duplicates(layer):
+        raise ValueError(
+            f'the heads of layer have values of head_dim={len(columns)} channels, so that one head cannot take the '
+            'values of two: use fold_into_bias for the duplicate'
+        )
+    weight: Any = layer.output.weight
+    weight[:, of_kept] += weight[:, columns]

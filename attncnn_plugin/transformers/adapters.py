@@ -1,0 +1,400 @@
+"""The attention of other libraries: a table of their classes, and what each of them computes.
+
+All are P V with P = softmax(Q Kᵀ + B) of some heads, and a linear map of the heads' outputs, one after the other. An
+:class:`Adapter` says where a class has its maps, and what it adds to the scores. To support a class of yours, add it to
+``ADAPTERS`` under the name of its module and its own.
+"""
+
+import inspect
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .vision_transformer import BLOCKS, find_transformer
+
+Call = Dict[str, Any]  # the arguments of a call after the tokens, by name
+Windows = Tuple[Tuple[int, int], Tuple[int, int], Tuple[int, int], bool]
+MAX_LOGIT_SCALE = math.log(100)  # of Swin v2
+KNOWN = (
+    "the classes that are known are in attncnn_plugin.transformers.ADAPTERS, those of timm's and mmpretrain's ViT, "
+    'DeiT, BEiT, EVA, DINOv3, ConViT and Swin'
+)
+
+
+def scaled(module: Any, head_dim: int) -> Any:
+    """Returns 1/√d, or the factor that a module has in its place."""
+    return getattr(module, 'scale', head_dim**-0.5)
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """Where attention of a class has its heads, and what it computes with them.
+
+    Names are those of attributes of the module, with dots for those of modules inside. A module may lack some of them,
+    or have None there.
+
+    Attributes:
+        maps (tuple[str, ...]): Linear maps: one to queries, keys and values, which lie map by map and head by head, or
+            three.
+        biases (tuple[str, ...]): Biases of queries, keys and values beside these maps.
+        norms (tuple[str, str]): Norms of each query and each key.
+        turned (callable | None): ``turned(module, x, call)`` computes what queries, or keys, ``(B, N_h, N, d)`` are
+            compared by, such as their rotations.
+        scale (callable): ``scale(module, head_dim)`` is the factor of Q Kᵀ, a number or ``(N_h, 1, 1)``.
+        added (tuple[callable, ...]): ``added(module, query, call)`` gives a part of B, ``(…, N, N)``, or None.
+        queries (int | None): How many of the first tokens attend; None for all.
+        gate (str): A linear map whose sigmoid multiplies the outputs of the heads.
+        output (str): The linear map that takes the outputs of the heads.
+        after (tuple[str, ...]): Modules that come after it.
+        tables (Mapping[str, int]): Other parameters with an entry for each head, and its dimension.
+        num_heads (str): The number of heads N_h.
+        windows (callable | None): ``windows(owner, args)`` says how the module around cuts its input into windows: the
+            size of the grid, of a window, its shift, and whether the grid is padded before it is shifted.
+        probs (callable | None): ``probs(module, x)`` gives P of attention that is no such softmax.
+    """
+
+    maps: Tuple[str, ...] = ('qkv', 'q_proj', 'k_proj', 'v_proj')
+    biases: Tuple[str, ...] = ('q_bias', 'k_bias', 'v_bias')
+    norms: Tuple[str, str] = ('q_norm', 'k_norm')
+    turned: Optional[Callable[[Any, Tensor, Call], Tensor]] = None
+    scale: Callable[[Any, int], Any] = scaled
+    added: Tuple[Callable[[Any, Tensor, Call], Optional[Tensor]], ...] = ()
+    queries: Optional[int] = None
+    gate: str = 'gate'
+    output: str = 'proj'
+    after: Tuple[str, ...] = ('proj_drop',)
+    tables: Mapping[str, int] = field(default_factory=dict)
+    num_heads: str = 'num_heads'
+    windows: Optional[Callable[[Any, Any], Windows]] = None
+    probs: Optional[Callable[[Any, Tensor], Tensor]] = None
+
+
+def argument(name: str) -> Callable[[Any, Tensor, Call], Optional[Tensor]]:
+    """Returns the part of B that is an argument of the call."""
+    return lambda module, query, call: call.get(name)
+
+
+def masks(module: Any, query: Tensor, call: Call) -> Optional[Tensor]:
+    """Returns ``attn_mask``, where a bool says whether a key is seen, or −∞ for keys after the query."""
+    mask: Optional[Tensor] = call.get('attn_mask')
+    if call.get('is_causal'):
+        mask = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+    return mask
+
+
+def mask_of_windows(module: Any, query: Tensor, call: Call) -> Optional[Tensor]:
+    """Returns ``mask``, ``(windows, N, N)``, for each window of each image, which lie one after the other."""
+    mask: Optional[Tensor] = call.get('mask')
+    return None if mask is None else mask.repeat(len(query) // len(mask), 1, 1)[:, None]
+
+
+def own_table(module: Any, query: Tensor, call: Call) -> Optional[Tensor]:
+    """Returns b_δ of the module's own table ``(shifts, N_h)``."""
+    table = module.relative_position_bias_table
+    return None if table is None else by_shifts(module, table)
+
+
+def by_shifts(module: Any, table: Tensor) -> Tensor:
+    """Returns the entries of a table ``(shifts, N_h)`` for each query and key, ``(N_h, N, N)``."""
+    index = module.relative_position_index
+    tokens = math.isqrt(index.numel())
+    return table[index.flatten()].view(tokens, tokens, table.shape[1]).permute(2, 0, 1)
+
+
+def module_of_biases(module: Any, query: Tensor, call: Call) -> Optional[Tensor]:
+    """Returns B of the module ``rel_pos``, a table or an MLP of the shifts."""
+    return None if module.rel_pos is None else module.rel_pos.get_bias()
+
+
+def bounded_biases(module: Any, query: Tensor, call: Call) -> Tensor:
+    """Computes 16 σ(MLP(δ)) (Swin v2)."""
+    table = module.cpb_mlp(module.relative_coords_table).view(-1, query.shape[1])
+    return 16 * by_shifts(module, table).sigmoid()
+
+
+def biases_of_meta_network(module: Any, query: Tensor, call: Call) -> Tensor:
+    """Returns MLP(δ) (timm's Swin v2 CR)."""
+    return module._relative_positional_encodings()
+
+
+def direction(module: Any, x: Tensor, call: Call) -> Tensor:
+    """Computes x/‖x‖: queries and keys are compared by their angle."""
+    return F.normalize(x, dim=-1)
+
+
+def logit_scale(module: Any, head_dim: int) -> Tensor:
+    """Computes the learned factor of each head, ``(N_h, 1, 1)``, at most 100."""
+    return module.logit_scale.view(-1, 1, 1).clamp(max=MAX_LOGIT_SCALE).exp()
+
+
+def scale_of_mmpretrain(module: Any, head_dim: int) -> float:
+    """Returns 1/√d, or √d: with ``qk_scale`` mmpretrain's function divides by 1/√d, whatever ``qk_scale`` is."""
+    return head_dim ** (0.5 if hasattr(module.scaled_dot_product_attention, 'keywords') else -0.5)
+
+
+def rope_of_timm(module: Any, x: Tensor, call: Call) -> Tensor:
+    """Rotates queries, or keys, of patches by the angles of their positions."""
+    rope: Optional[Tensor] = call.get('rope')
+    if rope is None:
+        return x
+    prefix = module.num_prefix_tokens
+    return torch.cat([x[:, :, :prefix], rotated(x[:, :, prefix:], rope, getattr(module, 'rotate_half', False))], 2)
+
+
+def rope_of_mmpretrain(module: Any, x: Tensor, call: Call) -> Tensor:
+    """Rotates queries, or keys, of patches by the module ``rope``."""
+    if not module.rope:
+        return x
+    prefix = int(module.with_cls_token)
+    return torch.cat([x[:, :, :prefix], module.rope(x[:, :, prefix:], call['patch_resolution'])], 2)
+
+
+def rotated(x: Tensor, rope: Tensor, half: bool) -> Tensor:
+    """Rotates pairs of channels by the angles of their positions, (a, b) to (a cos − b sin, b cos + a sin).
+
+    Args:
+        x (Tensor): ``(…, N, d)``.
+        rope (Tensor): Sines, then cosines, ``(N, 2·d)``, each twice as the pairs are.
+        half (bool): Whether a pair is one channel of each half, not two in a row.
+
+    Examples:
+        >>> quarter = torch.tensor([[1.0, 1.0, 0.0, 0.0]])  # of a turn
+        >>> rotated(torch.tensor([[1.0, 2.0]]), quarter, half=False)
+        tensor([[-2.,  1.]])
+    """
+    sine, cosine = rope.chunk(2, -1)
+    if half:
+        first, second = x.chunk(2, -1)
+        turned = torch.cat([-second, first], -1)
+    else:
+        turned = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    return x * cosine + turned * sine
+
+
+def windows_of_timm(block: Any, args: Any) -> Windows:
+    """Returns the windows of a block that gets ``(B, H, W, D)``."""
+    return tuple(args[0].shape[1:3]), tuple(block.window_size), tuple(block.shift_size), False
+
+
+def windows_of_mmpretrain(owner: Any, args: Any) -> Windows:
+    """Returns the windows of a ``ShiftWindowMSA``, which gets tokens and the size of their grid."""
+    grid, size = tuple(args[1]), owner.window_size
+    shift = 0 if min(grid) == size and not owner.pad_small_map else owner.shift_size
+    return grid, (size, size), (shift, shift), True
+
+
+def gated_probs(module: Any, x: Tensor) -> Tensor:
+    """Returns (1 − σ(λ)) softmax(Q Kᵀ) + σ(λ) softmax(b_δ) (ConViT)."""
+    return module.get_attention(x)
+
+
+TABLE = {'relative_position_bias_table': 1}
+SWIN = Adapter(added=(own_table, mask_of_windows), tables=TABLE, windows=windows_of_timm)
+SWIN_V2 = Adapter(
+    turned=direction,
+    scale=logit_scale,
+    added=(bounded_biases, mask_of_windows),
+    tables={'logit_scale': 0, 'cpb_mlp.2.weight': 0},
+    windows=windows_of_timm,
+)
+MMPRETRAIN = 'mmpretrain.models.utils.attention'
+ADAPTERS: Dict[str, Adapter] = {
+    'timm.layers.attention.Attention': Adapter(added=(masks,)),
+    'timm.layers.attention.AttentionRope': Adapter(turned=rope_of_timm, added=(masks,)),
+    'timm.models.eva.EvaAttention': Adapter(turned=rope_of_timm, added=(masks,)),
+    'timm.models.beit.Attention': Adapter(added=(own_table, argument('shared_rel_pos_bias')), tables=TABLE),
+    'timm.models.vision_transformer_relpos.RelPosAttention': Adapter(
+        added=(module_of_biases, argument('shared_rel_pos')),
+        tables={'rel_pos.relative_position_bias_table': 1, 'rel_pos.mlp.fc2.weight': 0, 'rel_pos.mlp.fc2.bias': 0},
+    ),
+    'timm.models.swin_transformer.WindowAttention': SWIN,
+    'timm.models.swin_transformer_v2.WindowAttention': SWIN_V2,
+    'timm.models.swin_transformer_v2_cr.WindowMultiHeadAttention': Adapter(
+        turned=direction,
+        scale=logit_scale,
+        added=(biases_of_meta_network, mask_of_windows),
+        tables={'logit_scale': 0, 'meta_mlp.fc2.weight': 0, 'meta_mlp.fc2.bias': 0},
+        windows=windows_of_timm,
+    ),
+    'timm.models.cait.ClassAttn': Adapter(maps=('q', 'k', 'v'), queries=1),
+    'timm.models.convit.MHSA': Adapter(),
+    'timm.models.convit.GPSA': Adapter(probs=gated_probs),
+    f'{MMPRETRAIN}.MultiheadAttention': Adapter(scale=scale_of_mmpretrain, after=('proj_drop', 'gamma1', 'out_drop')),
+    f'{MMPRETRAIN}.BEiTAttention': Adapter(added=(own_table, argument('rel_pos_bias')), tables=TABLE),
+    f'{MMPRETRAIN}.WindowMSA': replace(SWIN, windows=windows_of_mmpretrain),
+    f'{MMPRETRAIN}.WindowMSAV2': replace(SWIN_V2, windows=windows_of_mmpretrain),
+    'mmpretrain.models.backbones.vit_eva02.AttentionWithRoPE': Adapter(turned=rope_of_mmpretrain),
+}
+
+
+def adapter_of(module: nn.Module) -> Optional[Adapter]:
+    """Returns the entry of a module's class, or of one whose forward pass it inherits; None without one."""
+    cls: Any
+    for cls in type(module).__mro__:
+        adapter = ADAPTERS.get(f'{cls.__module__}.{cls.__qualname__}')
+        if adapter is not None:
+            return adapter if type(module).forward is cls.forward else None
+    return None
+
+
+class Attention:
+    """An attention module of another library, read by the entry of its class.
+
+    Args:
+        module (nn.Module): Of a class in ``ADAPTERS``.
+        name (str): Its name in the model. Defaults to empty.
+        block (nn.Module, optional): The module that it is a child of. Defaults to None.
+
+    Attributes:
+        shifts (Tensor): Δ of each head at which a start lets it look, ``(N_h, 2)``; none to begin with.
+    """
+
+    def __init__(self, module: Any, name: str = '', block: Any = None) -> None:
+        adapter = adapter_of(module)
+        if adapter is None:
+            raise TypeError(f'the attention is a {unknown_class(module)}')
+        self.module, self.name, self.block, self.adapter = module, name, block, adapter
+        self.shifts = torch.empty(0, 2)
+
+    @property
+    def num_heads(self) -> int:
+        """Number of heads N_h."""
+        return int(self.part(self.adapter.num_heads))
+
+    @property
+    def head_dim(self) -> int:
+        """Channels d of a head."""
+        # Without any heads a module does not tell: prune_heads wrote it down.
+        return int(getattr(self.module, 'pruned_from', (0, 0))[1] or self.output.in_features // self.num_heads)
+
+    @property
+    def output(self) -> Any:
+        """The linear map that takes the outputs of all heads, which lie one after the other."""
+        return self.part(self.adapter.output)
+
+    @property
+    def width(self) -> int:
+        """Channels D of a token."""
+        return int(self.part(self.map_names[0]).in_features)
+
+    @property
+    def map_names(self) -> List[str]:
+        """The maps that there are, one or three."""
+        return [name for name in self.adapter.maps if self.part(name) is not None]
+
+    def part(self, name: str) -> Any:
+        """Returns an attribute of the module, or of one inside; None without it."""
+        value = self.module
+        for own in name.split('.'):
+            value = getattr(value, own, None)
+        return value
+
+    def weight(self, which: str) -> Tensor:
+        """Returns the map to queries ``'q'``, keys ``'k'`` or values ``'v'``, a view, ``(N_h, d, D)``."""
+        return self._of_map([self.part(name).weight for name in self.map_names], which)
+
+    def bias(self, which: str) -> Optional[Tensor]:
+        """Returns the bias of this map, a view, ``(N_h, d)``; None where there is none to be trained."""
+        found = [self.part(name).bias for name in self.map_names]
+        if found[0] is None and len(found) == 1:
+            found = [self.part(name) for name in self.adapter.biases]  # that of the keys can be a buffer of zeros
+        if len(found) == 3 and not isinstance(found['qkv'.index(which)], nn.Parameter):
+            return None
+        return self._of_map(found, which)
+
+    def _of_map(self, found: Sequence[Any], which: str) -> Tensor:
+        number = 'qkv'.index(which)
+        if len(found) == 1:
+            return found[0].data.unflatten(0, (3, self.num_heads, self.head_dim))[number]
+        return found[number].data.unflatten(0, (self.num_heads, self.head_dim))
+
+    def set_maps(self, which: str, *weights: Tensor) -> None:
+        """Sets the weights of the maps ``'qk'`` or ``'v'``, ``(N_h, d, D)`` each; their biases become 0."""
+        for name, weight in zip(which, weights):
+            self.weight(name).copy_(weight)
+            bias = self.bias(name)
+            if bias is not None:
+                bias.zero_()
+
+    def queries_keys_values(self, x: Tensor, call: Call) -> Tuple[Tensor, Tensor, Tensor]:
+        """Computes Q times the scale, K and V of tokens ``(B, N, D)``, ``(B, N_h, N, d)`` each."""
+        maps = [self.part(name) for name in self.map_names]
+        if len(maps) == 1:
+            found = maps[0](x).chunk(3, -1)
+        else:
+            found = maps[0](x[:, : self.adapter.queries]), maps[1](x), maps[2](x)
+        biases = [self.part(name) for name in self.adapter.biases]
+        query, key, value = (
+            (own if bias is None else own + bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+            for own, bias in zip(found, biases)
+        )
+        turned, (of_queries, of_keys) = self.adapter.turned, map(self.part, self.adapter.norms)
+        query = query if of_queries is None else of_queries(query)
+        key = key if of_keys is None else of_keys(key)
+        if turned is not None and self.num_heads:
+            query, key = turned(self.module, query, call), turned(self.module, key, call)
+        query = query * self.adapter.scale(self.module, self.head_dim)
+        return query.type_as(value), key.type_as(value), value
+
+    def added(self, query: Tensor, call: Call) -> Optional[Tensor]:
+        """Returns B, what is added to the scores, of a shape that expands to ``(B, N_h, N, N)``; None for nothing."""
+        total: Optional[Tensor] = None
+        for own in self.adapter.added if self.num_heads else ():
+            term = own(self.module, query, call)
+            if term is not None:
+                total = term if total is None else total + term
+        return total
+
+    def probs(self, args: Sequence[Any], kwargs: Call) -> Tensor:
+        """Computes P = softmax(Q Kᵀ + B) of a call in evaluation mode, ``(B, N_h, N, N)``.
+
+        Args:
+            args (Sequence): Its arguments, the tokens first.
+            kwargs (dict): Those that were named.
+        """
+        if self.adapter.probs is not None:
+            return self.adapter.probs(self.module, args[0])
+        call = by_name(self.module, args[1:], kwargs)
+        query, key, _ = self.queries_keys_values(args[0], call)
+        scores, added = query @ key.mT, self.added(query, call)
+        return (scores if added is None else scores + added).softmax(-1)
+
+
+def by_name(module: nn.Module, args: Sequence[Any], kwargs: Call) -> Call:
+    """Returns the arguments of a call after the tokens by their names."""
+    names = list(inspect.signature(type(module).forward).parameters)[2:] if args else []
+    return {**dict(zip(names, args)), **kwargs}
+
+
+def find_attention(model: nn.Module) -> List[Attention]:
+    """Returns the attention in the blocks of a vision transformer, in their order.
+
+    Raises:
+        ValueError: There is none, or some is of a class that is not in ``ADAPTERS``.
+    """
+    prefix, network = find_transformer(model)
+    modules: Dict[str, nn.Module] = {}
+    for name in BLOCKS:
+        blocks = getattr(network, name, None)
+        modules.update(blocks.named_modules(prefix=name) if isinstance(blocks, nn.Module) else ())
+    known = [name for name, module in modules.items() if adapter_of(module) is not None]
+    for name, module in modules.items():
+        apart = not any(f'{name}.'.startswith(f'{own}.') or own.startswith(f'{name}.') for own in known)
+        if hasattr(module, 'num_heads') and apart:
+            raise ValueError(f'{name} of a {type(network).__name__} is a {unknown_class(module)}')
+    if not known:
+        kind = type(network).__name__
+        raise ValueError(f'model has a {kind}, whose blocks have no attention with num_heads: {KNOWN}')
+    before = f'{prefix}.' if prefix else ''
+    return [Attention(modules[name], before + name, network.get_submodule(name.rpartition('.')[0])) for name in known]
+
+
+def unknown_class(module: nn.Module) -> str:
+    """Returns the class of a module in words, and which are known."""
+    return f'{type(module).__name__} of {type(module).__module__}: {KNOWN}'

@@ -1,0 +1,228 @@
+"""The heads of attention of other libraries: which entries of which parameter are theirs, and the module without some.
+
+A state dict carries the number of heads in its shapes, as that of
+:class:`~attncnn_plugin.attention.heads.PrunableHeads` does; :func:`attncnn_plugin.follow_state_dict` takes it.
+"""
+
+import functools
+import logging
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..attention.heads import check_heads, keep_entries, resize_parameter
+from ..attention.state_dicts import StructureError
+from ..change import Successor
+from .adapters import Attention, adapter_of, by_name
+
+logger = logging.getLogger(__name__)
+
+
+class TransformerHeads(Attention):
+    """The heads of an attention module of another library, as :class:`~.prunable_heads.PrunableHeads` has its own.
+
+    Libraries mostly take the channels of all heads to be those of a token. So a module that loses heads gets
+    :func:`forward_of_heads` as its ``forward``, an attribute of the module itself; class, names and hooks stay.
+
+    Attributes:
+        layout (dict[str, tuple[int, int, int]]): Of each parameter, and each buffer, with entries for single heads: the
+            dimension, the number of maps in it, one after the other, and the entries of a head in each.
+        built_heads (int): Number of heads that the module was built with, the most that it can load.
+    """
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self.built_heads = int(getattr(module, 'pruned_from', (self.num_heads, 0))[0])
+        width = self.head_dim
+        beside = [name for name in (self.adapter.gate, *self.adapter.biases) if self.part(name) is not None]
+        layout = {name: (0, 3 if len(self.map_names) == 1 else 1, width) for name in self.map_names}
+        layout.update(dict.fromkeys(beside, (0, 1, width)))
+        layout = {f'{name}.{own}': place for name, place in layout.items() for own in ('weight', 'bias')} | layout
+        layout[f'{self.adapter.output}.weight'] = 1, 1, width
+        layout.update({name: (dim, 1, 1) for name, dim in self.adapter.tables.items()})
+        self.layout = {name: place for name, place in layout.items() if isinstance(self.part(name), Tensor)}
+
+    def output_entries(self, heads: Sequence[int]) -> Tensor:
+        """The columns of the weight of :attr:`output` that take the outputs of some heads, ``(n,)``."""
+        return self.head_entries(heads)[f'{self.adapter.output}.weight'][1]
+
+    def head_entries(self, heads: Sequence[int]) -> Dict[str, Tuple[int, Tensor]]:
+        """Of every parameter, and buffer, with entries for single heads: the dimension, and those of these heads."""
+        found = {}
+        for name, (dim, maps, width) in self.layout.items():
+            index = torch.arange(maps * self.num_heads * width, device=self.part(name).device)
+            found[name] = dim, index.view(maps, self.num_heads, width)[:, list(heads)].flatten()
+        return found
+
+    def check_heads(self, heads: Sequence[int], allow_empty: bool = False) -> None:
+        """Refuses heads that cannot be removed.
+
+        Raises:
+            TypeError: The heads of the module share something.
+            ValueError: A head that is not there, or all of them.
+        """
+        check_heads(heads, self.num_heads, allow_empty)
+        reason = self._shared()
+        if reason is not None:
+            raise TypeError(f'heads cannot be removed from a {type(self.module).__name__}: {reason}')
+
+    def _shared(self) -> Optional[str]:
+        """Returns why heads of the module are not apart; None where they are."""
+        forward = vars(self.module).get('forward')
+        if self.adapter.probs is not None:
+            return 'its probabilities are no softmax of scores'
+        if forward is not None and getattr(forward, 'func', None) is not forward_of_heads:
+            return 'something else has replaced its forward pass'
+        if not isinstance(self.part('norm'), (nn.Identity, type(None))):
+            return 'it has a norm over all heads'
+        if self.part('v_shortcut'):
+            return 'it adds its values to its output'
+        if self.part('num_kv_heads') not in (None, self.num_heads):
+            return 'some of its heads share keys and values'
+        return None
+
+    @torch.no_grad()
+    def prune_heads(self, heads: Sequence[int], allow_empty: bool = False) -> Dict[nn.Parameter, Successor]:
+        """Removes heads, see :meth:`~attncnn_plugin.attention.heads.PrunableHeads.prune_heads`.
+
+        Without any heads the module gives the bias of its output.
+
+        Raises:
+            TypeError: The heads of the module share something.
+            ValueError: A head that is not there, or all of them.
+        """
+        self.check_heads(heads, allow_empty)
+        self.module.pruned_from = (self.built_heads, self.head_dim)
+        entries = self.head_entries([head for head in range(self.num_heads) if head not in heads])
+        for name in self._buffers:
+            self.module.register_buffer(name, self.part(name).index_select(*entries.pop(name)), False)
+        replaced = keep_entries(self.module, entries)
+        self._set_number(self.num_heads - len(heads))
+        return replaced
+
+    @property
+    def _buffers(self) -> List[str]:
+        """The biases beside the maps that are no parameters."""
+        return [name for name in self.layout if not isinstance(self.part(name), nn.Parameter)]
+
+    def structure_in(self, state_dict: Mapping[str, Tensor], prefix: str) -> Optional[int]:
+        """The number of heads in a state dict; None where that does not explain the entries, or there are none."""
+        counts = set()
+        for name, (dim, maps, width) in self.layout.items():
+            loaded, own = state_dict.get(prefix + name), self.part(name)
+            if name in self._buffers:
+                continue
+            if loaded is None or loaded.ndim != own.ndim:  # without all entries some would be lost
+                return None
+            shapes = [list(tensor.shape) for tensor in (loaded, own)]
+            heads, rest = divmod(shapes[0].pop(dim), maps * width)
+            shapes[1].pop(dim)
+            if rest or shapes[0] != shapes[1]:
+                return None
+            counts.add(heads)
+        return counts.pop() if len(counts) == 1 and max(counts) <= self.built_heads else None
+
+    @torch.no_grad()
+    def take_structure(self, num_heads: int) -> None:
+        """Gives the module a number of heads, with values that are yet to be loaded.
+
+        The parameters stay the same objects.
+
+        Raises:
+            TypeError: The heads of the module share something.
+        """
+        self.check_heads([], allow_empty=True)
+        self.module.pruned_from = (self.built_heads, self.head_dim)
+        logger.info('An attention module takes %d heads in place of %d.', num_heads, self.num_heads)
+        for name, (dim, maps, width) in self.layout.items():
+            if name in self._buffers:
+                self.module.register_buffer(name, self.part(name).new_zeros(num_heads * width), False)
+            else:
+                resize_parameter(self.module, name, dim, num_heads * maps * width)
+        self._set_number(num_heads)
+
+    def _set_number(self, num_heads: int) -> None:
+        """Lets the module compute with another number of heads."""
+        for name, number in (('attn_dim', self.head_dim), ('kv_dim', self.head_dim), ('num_kv_heads', 1)):
+            if hasattr(self.module, name):
+                setattr(self.module, name, num_heads * number)
+        path, _, name = self.adapter.num_heads.rpartition('.')
+        setattr(self.module.get_submodule(path), name, num_heads)
+        biases: Any = self.part('rel_pos')  # timm's
+        if biases is not None:
+            biases.num_heads, biases.bias_shape = num_heads, (*biases.bias_shape[:-1], num_heads)
+        self.module.forward = functools.partial(forward_of_heads, self.module)
+
+
+def transformer_heads(module: nn.Module) -> Optional[TransformerHeads]:
+    """Returns the heads of an attention module of another library; None for any other module.
+
+    Examples:
+        >>> import timm
+        >>> model = timm.create_model('vit_tiny_patch16_224', depth=1)
+        >>> transformer_heads(model.blocks[0].attn).num_heads, transformer_heads(model.blocks[0].mlp)
+        (3, None)
+    """
+    return None if adapter_of(module) is None else TransformerHeads(module)
+
+
+def forward_of_heads(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Computes the output of attention with as many heads as it has, ``(B, N, D)`` from ``(B, N, D)``.
+
+    Args:
+        module (nn.Module): Attention of another library that has lost heads.
+        x (Tensor): Tokens.
+        *args: What else it is called with.
+        **kwargs: That which is named.
+
+    Raises:
+        ValueError: Something that is added to the scores is for another number of heads.
+    """
+    attention = Attention(module)
+    call = by_name(module, args, kwargs)
+    heads, key, value = attention.queries_keys_values(x, call)  # queries first
+    added = attention.added(heads, call)
+    number = attention.num_heads
+    if added is not None and added.ndim > 2 and added.shape[-3] not in (1, number):
+        raise ValueError('a position bias that all layers share is for all heads, but this layer has lost some')
+    drop: Any = getattr(module, 'attn_drop', 0.0)
+    if number > 0 and getattr(module, 'fused_attn', not isinstance(drop, nn.Module)):
+        rate = getattr(drop, 'p', drop) if module.training else 0.0
+        added = None if added is None else added.to(value.dtype)
+        heads = F.scaled_dot_product_attention(heads, key, value, attn_mask=added, dropout_p=rate, scale=1.0)
+    elif number > 0:
+        scores = heads @ key.mT
+        heads = drop((scores if added is None else scores + added).softmax(-1)).type_as(value) @ value
+    output = heads.transpose(1, 2).flatten(2)  # head after head
+    gate = attention.part(attention.adapter.gate)
+    output = attention.output(output if gate is None else output * gate(x).sigmoid())
+    for name in attention.adapter.after:
+        output = attention.part(name)(output)
+    return output
+
+
+def follow_heads(module: nn.Module, state_dict: Mapping[str, Tensor], prefix: str) -> bool:
+    """Gives attention of another library as many heads as a state dict has for it.
+
+    Args:
+        module (nn.Module): Any module.
+        state_dict (Mapping[str, Tensor]): With the names of a model.
+        prefix (str): Name of the module with a dot, or empty.
+
+    Returns:
+        bool: Whether it had another number.
+
+    Raises:
+        StructureError: The module cannot have as few heads.
+    """
+    heads = transformer_heads(module)
+    number = None if heads is None else heads.structure_in(state_dict, prefix)
+    if heads is None or number is None or number == heads.num_heads:
+        return False
+    try:
+        heads.take_structure(number)
+    except TypeError as error:
+        raise StructureError(f'{prefix.rstrip(".")} has {number} heads in the state dict: {error}') from error
+    return True

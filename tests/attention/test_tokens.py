@@ -1,0 +1,305 @@
+"""Attention over a grid of tokens: outputs and gradients by the equations of C20, dropout, heads, errors."""
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import functional_call
+
+from attncnn_plugin.attention import (
+    ContentAttention,
+    GeneralizedQuadraticAttention,
+    LearnedAttention,
+    QuadraticAttention,
+)
+from attncnn_plugin.pruning import reset_heads
+
+POSITION_ONLY = {
+    'quadratic': QuadraticAttention,
+    'generalized': GeneralizedQuadraticAttention,
+    'learned': LearnedAttention,
+    'sinusoidal': lambda *args, **kwargs: LearnedAttention(*args, position='relative_sinusoidal', **kwargs),
+}
+GAUSSIANS = {'relative_quadratic': QuadraticAttention, 'relative_generalized': GeneralizedQuadraticAttention}
+POSITIONS = ['relative_learned', 'relative_sinusoidal', *GAUSSIANS]
+
+
+def content(position):
+    return lambda *args, **kwargs: ContentAttention(*args, position=position, **kwargs)
+
+
+LAYERS = {**POSITION_ONLY, **{position: content(position) for position in POSITIONS}}
+
+
+def gradients_are_those_of_differences(layer, x):
+    names, parameters = zip(*layer.named_parameters())
+
+    def run(x, *values):
+        return functional_call(layer, dict(zip(names, values)), x)
+
+    return torch.autograd.gradcheck(run, (x, *parameters), fast_mode=x.numel() > 32)
+
+
+def output_by_equation(layer, x, probs):
+    """concat_h(P_h X) W + b (C20, eq. 1–3) head by head, of P ``(B or 1, N_h, H*W, H*W)``."""
+    tokens = x.flatten(1, 2)
+    heads = torch.cat([probs[:, h] @ tokens for h in range(layer.num_heads)], dim=-1)
+    return (heads @ layer.value.weight.T + layer.value.bias).unflatten(1, x.shape[1:3])
+
+
+@given(
+    st.sampled_from(list(POSITION_ONLY)),
+    st.sampled_from([torch.float64, torch.float32]),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.floats(0.1, 30),
+    st.floats(0, 40),
+    st.integers(0, 2**31),
+)
+def test_position_only(kind, dtype, height, width, num_heads, batch, spread, sharpness, seed):
+    """The probabilities are compared with the equations in ``test_positions.py``."""
+    torch.manual_seed(seed)
+    layer = POSITION_ONLY[kind](8, num_heads, dtype=dtype)
+    if kind == 'quadratic':
+        with torch.no_grad():
+            layer.encoding.center.mul_(spread)
+            layer.encoding.sqrt_precision.mul_(sharpness)
+    x = torch.randn(batch, height, width, 8, dtype=dtype, requires_grad=True)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+
+    output, expected = layer(x), output_by_equation(layer, x, layer.attention_probs((height, width))[None])
+    assert (output - expected).abs().max() <= tolerance
+    gradients, references = (torch.autograd.grad(y.sin().sum(), [x, *layer.parameters()]) for y in (output, expected))
+    for gradient, reference in zip(gradients, references):
+        assert (gradient - reference).abs().max() <= 10 * tolerance * max(1, reference.abs().max())
+
+
+def shift_vectors(layer, height, width):
+    """R and C by shift, from their definition: vectors of tables, or sines and cosines."""
+    if layer.position == 'relative_learned':
+        tables = layer.tables.row_table, layer.tables.column_table
+        return tuple(
+            {shift: table[shift + len(table) // 2] for shift in range(1 - n, n)}
+            for n, table in zip((height, width), tables)
+        )
+    waves = layer.tables.dim // 4  # of half of r_δ
+    frequencies = [10000 ** (-i / waves) for i in range(waves)]
+    return tuple(
+        {
+            shift: torch.tensor([f(shift * w) for f in (math.sin, math.cos) for w in frequencies], dtype=torch.float64)
+            for shift in range(1 - n, n)
+        }
+        for n in (height, width)
+    )
+
+
+def v_times_r(encoding, head, d1, d2):
+    """v·r_δ of a Gaussian head (C20, eq. 9 and 19), from its parameters, in Python's floats."""
+    e1, e2 = d1 - encoding.center[head, 0].item(), d2 - encoding.center[head, 1].item()
+    if encoding.sqrt_precision.ndim == 1:
+        return -(encoding.sqrt_precision[head].item() ** 2) / 2 * (e1**2 + e2**2)
+    (a, b), (c, d) = encoding.sqrt_precision[head].tolist()
+    return -((a * e1 + c * e2) ** 2 + (b * e1 + d * e2) ** 2) / 2
+
+
+def scores_by_equation(layer, x):
+    """Eq. 8 by content and by position, one query and one key at a time, ``(B, N_h, H*W, H*W)`` each, in float64."""
+    layer, x = copy.deepcopy(layer).double(), x.double()
+    batch, height, width, dim = x.shape
+    pixels = list(itertools.product(range(height), range(width)))
+    by_content, by_position = (x.new_zeros(batch, layer.num_heads, len(pixels), len(pixels)) for _ in range(2))
+    for h in range(layer.num_heads):
+        part = slice(h * dim, (h + 1) * dim)
+        for (q, (q1, q2)), (k, (k1, k2)) in itertools.product(enumerate(pixels), repeat=2):
+            query = x[:, q1, q2] @ layer.query.weight[part].T + layer.query.bias[part]
+            key = x[:, k1, k2] @ layer.key.weight[part].T + layer.key.bias[part]
+            by_content[:, h, q, k] = (query * key).sum(-1) / dim**0.5
+            if layer.encoding is not None:
+                by_position[:, h, q, k] = v_times_r(layer.encoding, h, k1 - q1, k2 - q2)
+            else:
+                rows, columns = shift_vectors(layer, height, width)
+                by_position[:, h, q, k] = query @ torch.cat([rows[k1 - q1], columns[k2 - q2]]) / dim**0.5
+    return by_content, by_position
+
+
+@given(
+    st.sampled_from(POSITIONS),
+    st.sampled_from([torch.float64, torch.float32]),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 2),
+    st.integers(0, 2**31),
+)
+def test_content(position, dtype, height, width, batch, seed):
+    torch.manual_seed(seed)
+    layer = ContentAttention(4, 2, (5, 4), position, dtype=dtype)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.5)
+    x = torch.randn(batch, height, width, 4, dtype=dtype)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    with torch.no_grad():
+        parts = scores_by_equation(layer, x)
+        for scores, expected in (
+            (layer.attention_scores(x), sum(parts)),
+            (layer.content_scores(x), parts[0]),
+            (layer.position_scores(x), parts[1]),
+        ):
+            assert scores.shape == expected.shape
+            assert (scores.softmax(-1) - expected.softmax(-1)).abs().max() <= 10 * tolerance
+        if layer.has_position_scores:
+            assert (layer.position_probs((height, width)) - parts[1][0].softmax(-1)).abs().max() <= tolerance
+        else:
+            assert layer.position_probs((height, width)) is None
+        output = output_by_equation(copy.deepcopy(layer).double(), x.double(), sum(parts).softmax(-1))
+        assert (layer(x) - output).abs().max() <= 20 * tolerance
+
+
+@pytest.mark.parametrize('kind', LAYERS)
+@pytest.mark.parametrize('size', [(3, 2), (1, 4)])
+def test_gradients(kind, size):
+    layer = LAYERS[kind](4, 2, dtype=torch.float64)
+    assert gradients_are_those_of_differences(layer, torch.randn(2, *size, 4, dtype=torch.float64, requires_grad=True))
+
+
+@pytest.mark.parametrize('kind', LAYERS)
+@pytest.mark.parametrize('grid', [(4, 4), (2, 1)])
+def test_all_parameters_have_gradients(kind, grid):
+    """Training on several devices waits for each of them, also for b_k, which changes nothing."""
+    layer = LAYERS[kind](4, 2)
+    layer(torch.randn(2, *grid, 4)).sin().sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+    if 'relative' in kind:
+        assert layer.key.bias.grad.abs().max() <= 1e-6 < layer.query.bias.grad.abs().max()
+
+
+@pytest.mark.parametrize('kind', ['quadratic', 'generalized', 'relative_learned', 'relative_quadratic'])
+def test_attention_dropout_drops_probabilities(kind):
+    layer = LAYERS[kind](4, 2, attn_drop=0.5, dtype=torch.float64)
+    x = torch.randn(1, 3, 3, 4, dtype=torch.float64)
+    mean = torch.stack([layer(x) for _ in range(4000)]).mean(0)
+    assert not torch.equal(layer(x), layer(x))
+    assert torch.allclose(mean, layer.eval()(x), atol=0.08)
+
+
+@pytest.mark.parametrize('kind', LAYERS)
+def test_scores_stay_float32_under_autocast(kind):
+    layer, x = LAYERS[kind](8, 3), torch.randn(2, 6, 7, 8)
+    probs_of = layer.position_probs if kind in (*POSITION_ONLY, *GAUSSIANS) else lambda _: torch.zeros(())
+    expected = probs_of((6, 7))
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        assert torch.equal(probs_of((6, 7)), expected) and layer(x).dtype == torch.bfloat16
+        if not layer.depends_on_content:
+            return
+        scores, query, key = layer.attention_scores(x), layer.query(x), layer.key(x)
+    assert scores.dtype == torch.float32 and query.dtype == torch.bfloat16
+    # The projections are autocast's own; what is made of them is not rounded any further.
+    query, key = (y.float().unflatten(-1, (3, 8)).permute(0, 3, 1, 2, 4) for y in (query, key))
+    exact = query.flatten(2, 3) @ key.flatten(2, 3).mT / 8**0.5
+    if layer.encoding is not None:
+        exact = exact + layer.encoding.scores((6, 7))
+    else:
+        rows, columns = layer.tables((6, 7), x)
+        row_shift, column_shift = (torch.arange(n) - torch.arange(n)[:, None] + n - 1 for n in (6, 7))
+        r = torch.cat(
+            torch.broadcast_tensors(rows[row_shift][:, None, :, None], columns[column_shift][None, :, None]), dim=-1
+        )
+        exact = exact + torch.einsum('bhijd,ijkld->bhijkl', query, r).flatten(4).flatten(2, 3) / 8**0.5
+    assert torch.allclose(scores, exact, atol=1e-5)
+
+
+@pytest.mark.parametrize('kind', LAYERS)
+def test_value_matrices(kind):
+    layer = LAYERS[kind](8, 3, dtype=torch.float64)
+    layer.value = nn.Linear(24, 5).double()
+    x = torch.randn(2, 4, 3, 8, dtype=torch.float64)
+    scores = layer.attention_scores(x) if layer.depends_on_content else layer.encoding.scores((4, 3))[None]
+    probs, matrices = scores.softmax(-1).expand(2, -1, -1, -1), layer.value_matrices()
+    assert matrices.shape == (3, 5, 8)
+    output = torch.einsum('bhqk,bkd,hod->bqo', probs, x.flatten(1, 2), matrices) + layer.value.bias
+    assert (layer(x).flatten(1, 2) - output).abs().max() <= 1e-12
+    layer.value = nn.Sequential(layer.value)
+    with pytest.raises(RuntimeError, match='value is a Sequential'):
+        layer.value_matrices()
+
+
+def test_shapes_of_the_released_code():
+    """Of C20's network with content: 200 and 200 channels of r_δ for 400 of a token, and biases."""
+    layer = ContentAttention(400, 9, device='meta')
+    assert {name: tuple(p.shape) for name, p in layer.named_parameters()} == {
+        'query.weight': (3600, 400),
+        'query.bias': (3600,),
+        'key.weight': (3600, 400),
+        'key.bias': (3600,),
+        'tables.row_table': (31, 200),
+        'tables.column_table': (31, 200),
+        'value.weight': (400, 3600),
+        'value.bias': (400,),
+    }
+
+
+@pytest.mark.parametrize('position', GAUSSIANS)
+def test_without_content_it_is_the_layer_by_position_alone(position):
+    layer, alone = ContentAttention(4, 3, position=position), GAUSSIANS[position](4, 3)
+    layer.query.weight.data.zero_()
+    layer.query.bias.data.zero_()
+    layer.encoding.load_state_dict(alone.encoding.state_dict())
+    layer.value.load_state_dict(alone.value.state_dict())
+    x = torch.randn(2, 5, 6, 4)
+    assert torch.allclose(layer(x), alone(x), atol=1e-6)
+    assert torch.allclose(layer.position_probs((5, 6)), alone.attention_probs((5, 6)), atol=1e-7)
+    for ours, theirs in zip(layer.gaussian_heads(), alone.gaussian_heads()):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize('kind', LAYERS)
+def test_pruned_and_loaded(kind):
+    layer = LAYERS[kind](8, 3)
+    x = torch.randn(2, 5, 4, 8)
+    with torch.no_grad():
+        layer.value.weight[:, 8:16] = 0
+        expected = layer(x)
+        layer.prune_heads([1])
+        assert torch.allclose(layer(x), expected, atol=1e-6)
+        fresh = LAYERS[kind](8, 3)
+        fresh.load_state_dict(layer.state_dict())
+        assert fresh.num_heads == 2 and torch.equal(fresh(x), layer(x))
+    with pytest.raises(RuntimeError, match='another width'):
+        LAYERS[kind](16, 3).load_state_dict(layer.state_dict(), strict=False)
+
+
+@pytest.mark.parametrize('kind', ['quadratic', *GAUSSIANS])
+def test_reset_heads(kind):
+    """All of a head is drawn anew, and nothing of the others."""
+    layer = LAYERS[kind](8, 3)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(7)
+    reset_heads(layer, [1])
+    for name, (dim, entries) in layer.head_parameters().items():
+        heads = layer.get_parameter(name).unflatten(dim, (3, entries)).movedim(dim, 0)
+        assert (heads[[0, 2]] == 7).all() and (heads[1] != 7).all(), name
+    assert (layer.value.bias == 7).all()
+
+
+@pytest.mark.parametrize(
+    'make, message',
+    [
+        (lambda: QuadraticAttention(4, 0), 'num_heads=0'),
+        (lambda: QuadraticAttention(4, 2, attn_drop=1.5), '1.5'),
+        (lambda: ContentAttention(4, 2, position='rotary'), "position='rotary' is unknown"),
+        (lambda: ContentAttention(5, 2), 'dim=5 must be even'),
+        (lambda: ContentAttention(6, 2, position='relative_sinusoidal'), 'dim=6 must be a multiple of 4'),
+        (lambda: ContentAttention(4, 2).attention_probs((3, 3)), "position='relative_learned'.* depend on the input"),
+    ],
+)
+def test_errors(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
