@@ -5,7 +5,7 @@ import timm
 import torch
 from torch import nn
 
-from attncnn_plugin import analysis, convert, pruning, transformers
+from attncnn_plugin import analysis, attention, convert, pruning, transformers
 
 IMAGES = torch.rand(2, 3, 32, 32)
 CONV = nn.Conv2d(4, 4, 3, padding=1)
@@ -30,6 +30,7 @@ def vit():
         lambda x: convert.convs_to_attention(nn.Sequential(CONV), layers=x),
         lambda x: convert.expressible_shifts(model().blocks[0].attn, 3, size=x),
         lambda x: transformers.init_as_convolution(vit(), kernel_size=x),
+        lambda x: attention.RelativeTables(8, max_size=x),
         lambda x: pruning.criteria.degenerate_heads_of_maps(MAPS, criteria=x),
         lambda x: pruning.least_important({'a': torch.rand(3)}, keep=x),
         lambda x: pruning.reset_heads(model().blocks[0].attn, heads=x),
@@ -48,6 +49,7 @@ def test_no_numbers_of_a_tensor(call):
         lambda x: convert.conv_to_mhsa(CONV, content=x),
         lambda x: convert.expressible_shifts(model().blocks[0].attn, 3, size=(8, 8), queries=x),
         lambda x: transformers.init_as_convolution(vit(), method=x),
+        lambda x: attention.ContentAttention(8, 2, position=x),
     ],
 )
 def test_no_numbers_in_place_of_a_name(call):

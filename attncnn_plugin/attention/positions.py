@@ -31,6 +31,12 @@ class GaussianHeads(NamedTuple):
     center: Tensor
     factor: Tensor
 
+    @property
+    def inverse_covariance(self) -> Tensor:
+        """Σ⁻¹ in 1/tokens², ``(N_h, ndim, ndim)``."""
+        # Not matmul: autocast would round it.
+        return (self.factor[:, :, None, :] * self.factor[:, None, :, :]).sum(-1)
+
 
 class SeparableEncoding(nn.Module):
     """Scores by position that are the sum of a row and a column term."""
@@ -195,7 +201,7 @@ class RelativeTables(nn.Module):
         kind (str): ``'learned'`` or ``'sinusoidal'``. Defaults to ``'learned'``.
 
     Raises:
-        ValueError: A ``dim`` that cannot be cut in half, or not into sines and cosines; a ``max_size`` that is none.
+        ValueError: An unknown ``kind``; a ``dim`` that cannot be cut in half, or not into sines and cosines; a ``max_size`` that is none.
 
     Attributes:
         row_table (Parameter | None): R, ``(2·max_height − 1, D_p/2)``, starts at N(0, 1).
@@ -209,6 +215,8 @@ class RelativeTables(nn.Module):
         self, dim: int, max_size: Tuple[int, int], kind: str = 'learned', device: Device = None, dtype: Dtype = None
     ) -> None:
         super().__init__()
+        if kind not in ('learned', 'sinusoidal'):
+            raise ValueError(f"kind={shown(kind)} of position tables is unknown: choose 'learned' or 'sinusoidal'")
         if dim < 2 or dim % 2:
             raise ValueError(f'dim={dim} must be even: half of r_δ = [R[δ1]; C[δ2]] is for rows, half for columns')
         if kind == 'sinusoidal' and dim % 4:

@@ -23,6 +23,7 @@ from .positions import (
 from .precision import Device, Dtype, at_least_float32, full_precision
 from .shifts import at_shifts
 from .softmax import softmax, without_subnormals
+from .window import shown
 
 TABLES = {'relative_learned': 'learned', 'relative_sinusoidal': 'sinusoidal'}
 GAUSSIANS: Dict[str, Any] = {
@@ -190,7 +191,9 @@ class LearnedAttention(SeparableAttention):
     ) -> None:
         super().__init__(dim, num_heads, attn_drop, device, dtype)
         if position not in TABLES:
-            raise ValueError(f'position={position!r} is not for attention without content: choose one of {[*TABLES]}')
+            raise ValueError(
+                f'position={shown(position)} is not for attention without content: choose one of {[*TABLES]}'
+            )
         length = 2 * dim if position == 'relative_learned' else dim
         self.encoding = LearnedEncoding(num_heads, length, max_size, TABLES[position], device, dtype)
 
@@ -237,7 +240,7 @@ class ContentAttention(GridAttention):
         dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         super().__init__(dim, num_heads, attn_drop, **dd)
         if position not in (*TABLES, *GAUSSIANS):
-            raise ValueError(f'position={position!r} is unknown: choose one of {[*TABLES, *GAUSSIANS]}')
+            raise ValueError(f'position={shown(position)} is unknown: choose one of {[*TABLES, *GAUSSIANS]}')
         self.position = position
         self.has_position_scores = position in GAUSSIANS  # q·r_δ depends on the query too
         self.query = nn.Linear(dim, num_heads * dim, **dd)
