@@ -201,7 +201,8 @@ class RelativeTables(nn.Module):
         kind (str): ``'learned'`` or ``'sinusoidal'``. Defaults to ``'learned'``.
 
     Raises:
-        ValueError: An unknown ``kind``; a ``dim`` that cannot be cut in half, or not into sines and cosines; a ``max_size`` that is none.
+        ValueError: An unknown ``kind``; a ``dim`` that cannot be cut in half, or not into sines and cosines; a
+            ``max_size`` that is none.
 
     Attributes:
         row_table (Parameter | None): R, ``(2·max_height − 1, D_p/2)``, starts at N(0, 1).
