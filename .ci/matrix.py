@@ -34,7 +34,6 @@ class Row:
     extras: str = '[mm,vis,test]'  # of the package
     packages: tuple[str, ...] = ()  # what is installed besides it
     versions: tuple[str, ...] = ()  # what the versions of packages are held at
-    readme: str = ''  # the heading of the README whose commands and programs are run first, if any
 
 
 def lowest_versions() -> tuple[str, ...]:
@@ -49,7 +48,7 @@ ROWS = {
     'lowest': Row('3.9', versions=lowest_versions()),
     'torch 2.14': Row('3.11', versions=('torch==2.14.1',)),
     'newest': Row('3.13'),  # mmengine needs pkgutil.find_loader, which 3.14 does not have
-    'timm only': Row('3.12', '', ('pytest', 'pytest-xdist', 'hypothesis', 'selenium'), readme='With timm'),
+    'timm only': Row('3.12', '', ('pytest', 'pytest-xdist', 'hypothesis', 'selenium')),
     'onedl': Row(
         '3.11',
         '[vis,test]',
@@ -114,19 +113,11 @@ def run(row: Row, venv: Path, options: list[str], log) -> tuple[list, list[str]]
         or call(*install, '--editable', f'{ROOT}{row.extras}', *row.packages)
     ):
         return [row.python, *[''] * len(PACKAGES), ''], ['installation']
-    failures = []
-    if row.readme:
-        with tempfile.TemporaryDirectory() as folder:
-            for language, program in readme_programs(row.readme):
-                command = {'bash': ['bash', '-euc'], 'python': ['python', '-c']}[language]
-                place = ROOT if language == 'bash' else folder
-                if call(*command, program, cwd=place):
-                    failures.append(f'README: {program}')
     pytest = ['python', '-m', 'pytest', '-p', 'no:cacheprovider', '-q', '-rfE', *options]
     ended = subprocess.run(pytest, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
     log.write(ended.stdout)
     lines = ended.stdout.splitlines() or ['']
-    failures += [line for line in lines if line.startswith(('FAILED', 'ERROR'))]
+    failures = [line for line in lines if line.startswith(('FAILED', 'ERROR'))]
     if ended.returncode and not failures:
         failures = ['pytest itself']
     return [*installed(venv), lines[-1]], failures
@@ -141,16 +132,6 @@ def find_python(version: str) -> str:
         if shutil.which(python) and subprocess.run([python, '--version'], capture_output=True).returncode == 0:
             return python
     sys.exit(f'no Python {version} is in the PATH or of pyenv')
-
-
-def readme_programs(heading: str) -> list[tuple[str, str]]:
-    """Returns what the README has under a heading: the bash blocks, and all Python blocks as one program."""
-    section = re.search(rf'^## {heading}\n(.*?)(?=^## |\Z)', (ROOT / 'README.md').read_text(), re.M | re.S)
-    if section is None:
-        sys.exit(f'the README has no heading {heading!r}')
-    blocks = re.findall(r'^```(bash|python)\n(.*?)^```', section[1], re.M | re.S)
-    programs = [(language, block) for language, block in blocks if language == 'bash']
-    return [*programs, ('python', '\n'.join(block for language, block in blocks if language == 'python'))]
 
 
 def installed(venv: Path) -> list[str]:

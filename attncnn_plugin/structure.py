@@ -47,9 +47,9 @@ def follow_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict
         >>> print(convs_to_attention(trained, '*').layers[0].name)
         0
         >>> print(follow_state_dict(fresh, trained.state_dict()))
-        layer  before           after    parameters
-        0      3×3 convolution  9 heads  224 → 251
-        model                            224 → 251
+        layer  before      after    parameters
+        0      3×3 kernel  9 heads  224 → 251
+        model                       224 → 251
         >>> fresh.load_state_dict(trained.state_dict())
         <All keys matched successfully>
     """

@@ -1,12 +1,17 @@
-"""The documentation: its Python runs, its configs build, its commands and links name what exists."""
+"""The documentation and the docstrings: their Python runs, configs build, commands and links name what exists."""
 
+import doctest
+import importlib
+import inspect
 import pathlib
+import pkgutil
 import re
 import shlex
 import subprocess
 import sys
 
 import pytest
+import torch
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob('*.md'), *ROOT.glob('docs/*.md'), *ROOT.glob('docs/gallery/*.md')])
@@ -141,3 +146,29 @@ def test_site_builds(tmp_path):
     result = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / 'api/attention/index.html').is_file()
+
+
+FOLDERS = ['attncnn_plugin.convert', 'attncnn_plugin.pruning', 'attncnn_plugin.analysis', 'attncnn_plugin.transformers']
+
+
+def modules_of(folder):
+    package = importlib.import_module(folder)
+    return [folder, *(module.name for module in pkgutil.walk_packages(package.__path__, f'{folder}.'))]
+
+
+@pytest.mark.parametrize('name', [name for folder in FOLDERS for name in modules_of(folder)])
+def test_examples(name):
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    for examples in doctest.DocTestFinder().find(importlib.import_module(name)):
+        torch.manual_seed(0)  # each docstring by itself
+        runner.run(examples)
+    assert runner.failures == 0
+
+
+@pytest.mark.parametrize('folder', FOLDERS)
+def test_public_functions_have_examples(folder):
+    package = importlib.import_module(folder)
+    functions = {name: getattr(package, name) for name in package.__all__}
+    functions = {name: function for name, function in functions.items() if inspect.isfunction(function)}
+    assert functions
+    assert [name for name, function in functions.items() if '>>>' not in function.__doc__] == []

@@ -105,11 +105,6 @@ STOCK = {
         narrow_vit,
         r'size mismatch for blocks\.0\.attn\.qkv\.weight',
     ),
-    'timm ResNet': (
-        lambda: timm.create_model('test_resnet', num_classes=4),
-        lambda: attention_resnet(timm.create_model('test_resnet', num_classes=4)),
-        r'Missing key.*layer4\.0\.conv1\.weight',
-    ),
     'torchvision ResNet': (
         lambda: resnet18(num_classes=4),
         lambda: attention_resnet(resnet18(num_classes=4)),

@@ -39,12 +39,8 @@ from reproduction.page import write_page  # noqa: E402
 from reproduction.results import Run, write_json  # noqa: E402
 from reproduction.tables import TABLES, Row, Table  # noqa: E402
 
-OWN = (
-    'train_cfg.max_epochs',
-    'train_dataloader.dataset.num_images',
-    'train_dataloader.dataset.seed',
-    'randomness.seed',
-)
+# What makes a training that of its row.
+OWN = 'train_cfg.max_epochs train_dataloader.dataset.num_images train_dataloader.dataset.seed randomness.seed load_from'
 
 
 def parse_args() -> argparse.Namespace:
@@ -69,10 +65,8 @@ def parse_args() -> argparse.Namespace:
     args.out = args.out or Path('work_dirs/reproduce', f'{args.data}_smoke' if args.smoke else args.data)
     if args.data == 'digits' and args.data_root is not None:
         parser.error(f'--data-root {args.data_root} is for images in a folder: the digits come with scikit-learn')
-    if min(args.jobs, args.threads) < 1:
-        parser.error(f'--jobs {args.jobs} and --threads {args.threads} must be at least 1')
-    for key in args.cfg_options:  # what makes a training that of its row
-        if key == 'load_from' or any(f'{own}.'.startswith(f'{key}.') for own in OWN):
+    for key in args.cfg_options:
+        if any(f'{own}.'.startswith(f'{key}.') for own in OWN.split()):
             parser.error(f'--cfg-options {key}=… would make the training another one than its row says')
     return args
 
@@ -126,7 +120,7 @@ def reproduce(args: argparse.Namespace) -> None:
 
 
 def runs_of(table: Table, args: argparse.Namespace) -> List[Run]:
-    """All trainings of a table, the first seed first, and those that others begin with before these."""
+    """Returns all trainings of a table, the first seed first, and those that others begin with before these."""
     runs: Dict[tuple, Run] = {}
     for seed in sorted({seed for row in table.rows.values() for seed in row.seeds}):
         for images in table.epochs:
@@ -140,7 +134,7 @@ def runs_of(table: Table, args: argparse.Namespace) -> List[Run]:
 
 
 def chosen(runs: List[Run], args: argparse.Namespace) -> List[Run]:
-    """The trainings that the options name, and those that they begin with."""
+    """Returns the trainings that the options name, and those that they begin with."""
     named = dict(label=args.models, images=args.images, seed=args.seeds)
     wanted = [run for run in runs if all(names is None or getattr(run, key) in names for key, names in named.items())]
     for key, names in named.items():
@@ -151,7 +145,7 @@ def chosen(runs: List[Run], args: argparse.Namespace) -> List[Run]:
 
 
 def config_of(row: Row, args: argparse.Namespace, run: Run) -> Config:
-    """The config of a training, as the row and the options change it."""
+    """Returns the config of a training, as the row and the options change it."""
     batch_size = {key: value for key, value in args.cfg_options.items() if key == 'train_dataloader.batch_size'}
     try:
         config = network_config(row.config, {**row.options, **batch_size})  # the schedule depends on it

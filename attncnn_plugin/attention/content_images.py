@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .attention_layer import head_products
 from .heads import HeadParameters
-from .images import ImageAttention, shared_heads
+from .images import ImageAttention
 from .neighbourhoods import AxisTiles, join_tiles, tile_keys, tile_queries
 from .positions import GaussianHeads, QuadraticEncoding, WindowEncoding
 from .precision import Device, Dtype, at_least_float32
@@ -161,7 +161,9 @@ class ContentImageAttention(ImageAttention):
         if self.gate is None and query.device.type != 'cpu':
             values = tokens.unsqueeze(-3).expand(*key.shape[:-1], -1)
             return F.scaled_dot_product_attention(query, key, values, attn_mask=bias.to(query.dtype))
-        return shared_heads(self._probs(query @ (key * self.qk_dim**-0.5).transpose(-2, -1), bias), tokens)
+        probs = self._probs(query @ (key * self.qk_dim**-0.5).transpose(-2, -1), bias).to(tokens.dtype)
+        heads = probs.flatten(-3, -2) @ tokens  # (…, N_h·Q, C), without a copy of the probabilities, which are many
+        return heads.unflatten(-2, probs.shape[-3:-1])
 
     def _probs(self, products: Tensor, bias: Tensor) -> Tensor:
         """Returns the probabilities of q·k/√D_k and b_δ, at least float32; with a gate each has its own softmax."""

@@ -178,7 +178,7 @@ class ImageAttention(PrunableHeads):
         """Returns the number of queries along each axis of images."""
         return [self.window.num_queries(axis, n) for axis, n in enumerate(x.shape[2:])]
 
-    def attention_probs(self, size: Sequence[int]) -> Tensor:
+    def position_probs(self, size: Sequence[int]) -> Tensor:
         """Returns the probabilities of every kept query for every pixel of an image of ``size``.
 
         With zero padding what a query gives to the padding is lost, and its probabilities add up to less than 1.

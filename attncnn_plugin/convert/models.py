@@ -192,7 +192,7 @@ def in_words(layer: Any) -> str:
     """Returns what a layer is: a convolution by its kernel, attention by its heads, any other by its class."""
     if isinstance(layer, CONVOLUTIONS):
         kernel, stride = ('×'.join(map(str, sizes)) for sizes in (layer.kernel_size, layer.stride))
-        return f'{kernel} convolution' if set(layer.stride) == {1} else f'{kernel} convolution, stride {stride}'
+        return f'{kernel} kernel' if set(layer.stride) == {1} else f'{kernel} kernel, stride {stride}'
     return f'{layer.num_heads} heads' if hasattr(layer, 'num_heads') else type(layer).__name__
 
 

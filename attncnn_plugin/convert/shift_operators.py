@@ -15,7 +15,7 @@ from ..attention.attention_layer import AttentionLayer
 from ..attention.content_images import ContentImageAttention
 from ..attention.window import Window
 
-CHUNK_ELEMENTS = 2**21  # entries of attention maps that are copied at once, 16 MiB of float64
+CHUNK_ELEMENTS = 2**18  # entries of attention maps that are copied at once, 2 MiB of float64
 
 
 def targets(window: Window, size: Tuple[int, ...]) -> Tensor:

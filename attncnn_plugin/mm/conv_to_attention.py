@@ -190,10 +190,10 @@ def conv_to_attention(
         >>> model.phase, 'layer4.0.conv2.weight' in model.state_dict()
         ('conv', True)
         >>> print(model.to_attention())
-        layer           before           after    parameters
-        layer4.0.conv2  3×3 convolution  9 heads  2,359,296 → 2,884,635    error 0.011
-        layer4.1.conv2  3×3 convolution  9 heads  2,359,296 → 2,884,635    error 0.011
-        model                                     11,176,512 → 12,227,190
+        layer           before      after    parameters
+        layer4.0.conv2  3×3 kernel  9 heads  2,359,296 → 2,884,635    error 0.011
+        layer4.1.conv2  3×3 kernel  9 heads  2,359,296 → 2,884,635    error 0.011
+        model                                11,176,512 → 12,227,190
         >>> model.phase
         'attn'
     """

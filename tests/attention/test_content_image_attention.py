@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attncnn_plugin import follow_state_dict
-from attncnn_plugin.attention.images import shared_heads
 from attncnn_plugin.attention.neighbourhoods import AxisTiles
 from attncnn_plugin.convert import conv_to_mhsa
 
@@ -306,18 +305,3 @@ class TestUses:
         content = attention.content_scores(x).exp()
         assert torch.allclose(content, expected.attention_scores(x).exp(), atol=1e-6)
         assert torch.allclose(content.sum(-1), torch.ones(()))
-
-
-@pytest.mark.parametrize('null_key', [0, 1])
-@pytest.mark.parametrize('keys, channels', [(12, 5), (5, 12)])
-def test_many_probabilities_are_not_copied(keys, channels, null_key):
-    """Of more keys than channels the heads are copied, of others the probabilities: the linear map reads them so."""
-    probs = torch.rand(2, 3, 7, keys + null_key, dtype=torch.float64, requires_grad=True)
-    tokens = torch.randn(2, keys, channels, dtype=torch.float64, requires_grad=True)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        heads = shared_heads(probs[..., :keys], tokens)
-    assert torch.allclose(heads, torch.einsum('bhqk,bkc->bhqc', probs[..., :keys], tokens))
-    own = {tensor.untyped_storage().data_ptr() for tensor in (probs, tokens)}
-    assert all(tensor.untyped_storage().data_ptr() in own for tensor in saved) == (keys > channels)
-    assert heads.transpose(1, 2).is_contiguous() == (keys < channels)

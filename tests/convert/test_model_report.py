@@ -35,7 +35,7 @@ def test_the_report_without_an_example():
     assert report.layers[0].report == alone and alone.relative_error > 0.005
     lines = str(report).splitlines()
     assert lines[0].split() == ['layer', 'before', 'after', 'parameters']
-    assert ' '.join(lines[6].split()).startswith('down 3×2 convolution, stride 2×1 6 heads 78 → 96 error 0.01')
+    assert ' '.join(lines[6].split()).startswith('down 3×2 kernel, stride 2×1 6 heads 78 → 96 error 0.01')
     assert lines[7].split()[0] == 'model' and len(lines) == 8
 
 

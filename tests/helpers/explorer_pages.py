@@ -71,11 +71,6 @@ def content_model(sharpness=6, **kwargs):
     return model
 
 
-def hard_model():
-    """A model whose second layer attends to single pixels."""
-    return content_model(sharpness=20)
-
-
 def one_block_model():
     """A model with attention in its second block alone, of one head."""
     model = small_timm('sa_quadratic_cifar', num_heads=1).eval()
@@ -95,27 +90,18 @@ def patch_model(**kwargs):
 
 HYBRID_SIZE = dict(size=12, width=20)
 HYBRID_CONVS = (
-    dict(in_channels=3, out_channels=6, kernel_size=3, stride=2, padding=1),
-    dict(
-        in_channels=6,
-        out_channels=6,
-        kernel_size=3,
-        padding=2,
-        dilation=2,
-        groups=3,
-        padding_mode='reflect',
-        bias=False,
-    ),
-    dict(in_channels=6, out_channels=8, kernel_size=(2, 4), stride=(1, 2), padding=(1, 2), padding_mode='circular'),
-    dict(in_channels=8, out_channels=4, kernel_size=3),
+    dict(kernel_size=3, stride=2, padding=1),
+    dict(kernel_size=3, padding=2, dilation=2, groups=3, padding_mode='reflect', bias=False),
+    dict(kernel_size=(2, 4), stride=(1, 2), padding=(1, 2), padding_mode='circular'),
+    dict(kernel_size=3),
 )
 
 
 def hybrid_model(num_heads=None, sharpness=1.0, **settings):
     """Convolutions of several kinds as attention: 12x20 pixels to 6x10, 7x6 and 5x4; heads as after training."""
     layers = []
-    for options in HYBRID_CONVS:
-        layer, _ = conv_to_mhsa(torch.nn.Conv2d(**options), num_heads, **settings)
+    for inputs, outputs, options in zip((3, 6, 6, 8), (6, 6, 8, 4), HYBRID_CONVS):
+        layer, _ = conv_to_mhsa(torch.nn.Conv2d(inputs, outputs, **options), num_heads, **settings)
         with torch.no_grad():
             for name, parameter in layer.named_parameters():
                 if name.startswith(('query', 'key')):

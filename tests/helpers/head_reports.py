@@ -125,44 +125,16 @@ def shift_operators(shifts, size, padding_mode):
     return torch.stack(operators)
 
 
-SCHEMA = {
-    'layer': {
-        'grid',
-        'num_heads',
-        'kind',
-        'convolutions',
-        'expressible',
-        'heads',
-        'name',
-        'attention',
-        'num_images',
-        'summary',
-        'best',
-    },
-    'kind': {'kind', 'hard', 'soft', 'uniform', 'num_shifts', 'kernel_size', 'dilation', 'offset', 'stride', 'error'},
-    'head': {
-        'head',
-        'source',
-        'center',
-        'alpha',
-        'covariance',
-        'entropy',
-        'relative_entropy',
-        'distance',
-        'mass_3x3',
-        'mass_5x5',
-        'nearest_shift',
-        'share',
-        'kind',
-        'degenerate',
-        'criterion',
-        'why',
-        'shares',
-        'prefix_mass',
-    },
-    'convolutions': {'kernel_size', 'padding_mode', 'error', 'interior_error'},
-    'expressible': {'kernel_size', 'expressible', 'missing', 'residual', 'tolerance'},
-}
+SCHEMA = dict(
+    layer='grid num_heads kind convolutions expressible heads name attention num_images summary best',
+    kind='kind hard soft uniform num_shifts kernel_size dilation offset stride error',
+    head='head source center alpha covariance entropy relative_entropy distance mass_3x3 mass_5x5 nearest_shift share '
+    'kind degenerate criterion why shares prefix_mass',
+    convolutions='kernel_size padding_mode error interior_error',
+    expressible='kernel_size expressible missing residual tolerance',
+)
+SCHEMA = {part: set(names.split()) for part, names in SCHEMA.items()}
+THRESHOLDS = dict(hard_share=0.9, uniform_relative_entropy=0.99, exact_error=1e-6, least_queries=0.25)
 
 
 def check_schema(content):
@@ -172,13 +144,7 @@ def check_schema(content):
         raise AssertionError(f'{token} is no JSON')
 
     loaded = json.loads(content, parse_constant=fail)
-    assert loaded['schema_version'] == 1
-    assert loaded['thresholds'] == {
-        'hard_share': 0.9,
-        'uniform_relative_entropy': 0.99,
-        'exact_error': 1e-6,
-        'least_queries': 0.25,
-    }
+    assert loaded['schema_version'] == 1 and loaded['thresholds'] == THRESHOLDS
     assert loaded['layers']
     for layer in loaded['layers']:
         assert layer.keys() == SCHEMA['layer'] and layer['kind'].keys() == SCHEMA['kind']

@@ -1,4 +1,4 @@
-"""The learning rate at every iteration of a config, and the one that papers have."""
+"""The learning rate at every iteration of a config, the one that papers have, and what has weight decay."""
 
 import copy
 
@@ -46,3 +46,10 @@ def warm_up_and_cosine(first, peak, least, warm_up, total):
     linear = first + (peak - first) * np.arange(warm_up) / max(warm_up - 1, 1)
     cosine = (1 + np.cos(np.pi * np.arange(total - warm_up) / (total - warm_up))) / 2
     return np.concatenate([linear, least + (peak - least) * cosine])
+
+
+def weight_decays(model, optim_wrapper):
+    """The weight decay of each parameter that is trained, by its name."""
+    groups = build_optim_wrapper(model, copy.deepcopy(optim_wrapper)).optimizer.param_groups
+    decays = {id(parameter): group['weight_decay'] for group in groups for parameter in group['params']}
+    return {name: decays[id(parameter)] for name, parameter in model.named_parameters() if id(parameter) in decays}

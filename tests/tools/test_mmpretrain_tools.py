@@ -13,65 +13,23 @@ import numpy as np
 import pytest
 import torch
 from helpers.flops import paper_flops
+from helpers.images import write_images
 from helpers.processes import rates
-from helpers.small import SMALL_ARCH
+from helpers.small_configs import small_config
 from matplotlib import _tight_bbox
 from mmpretrain.utils import load_json_log
-from PIL import Image
 
-EPOCHS, ITERATIONS = 3, 2  # epochs, iterations of an epoch
-SMALL = """
-_base_ = '{base}'
-train_cfg = dict(max_epochs=3)
-default_hooks = dict(logger=dict(interval=1))
-load_from = None
-"""
-DIGITS = """
-train_dataloader = dict(batch_size=10, dataset=dict(indices=20))
-val_dataloader = dict(dataset=dict(indices=20))
-test_dataloader = dict(dataset=dict(indices=20))
-"""
-FILES = """
-data_preprocessor = dict(num_classes=10)
-auto_scale_lr = dict(base_batch_size=10)  # vis_scheduler.py shows the rates as they stand in the config
-train_dataloader = dict(
-    batch_size=10, num_workers=0, persistent_workers=False,
-    sampler=dict(_delete_=True, type='DefaultSampler', shuffle=True),
-    dataset=dict(_delete_=True, type='CustomDataset', data_root='{images}',
-                 pipeline=[dict(type='LoadImageFromFile'), *_base_.train_pipeline]))
-val_dataloader = dict(
-    batch_size=10, num_workers=0, persistent_workers=False,
-    dataset=dict(_delete_=True, type='CustomDataset', data_root='{images}',
-                 pipeline=[dict(type='LoadImageFromFile'), *_base_.test_pipeline]))
-test_dataloader = val_dataloader
-"""
-SA = f'model = dict(backbone=dict(arch=dict(_delete_=True, **{SMALL_ARCH})), head=dict(in_channels=16))'
-VIT = 'arch=dict(_delete_=True, embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=24)'
-TWO_PHASES = """
-model = dict(backbone=dict(num_layers=2))
-param_scheduler = [dict(type='CosineAnnealingLR', end=1, convert_to_iter_based=True)]
-custom_hooks = [dict(type='PhaseTransitionHook', epoch=1, optim_wrapper=dict(optimizer=dict(lr=5e-4)), param_scheduler=[
-    dict(type='LinearLR', start_factor=0.1, end=1, convert_to_iter_based=True),
-    dict(type='CosineAnnealingLR', begin=1, convert_to_iter_based=True)])]
-"""
+EPOCHS, ITERATIONS = 2, 2  # epochs, iterations of an epoch
 # At a relative entropy above 0 every head is degenerate: all but one a layer are pruned.
-PRUNED = """
-custom_hooks = [dict(
-    type='HeadPruningHook', epochs=[1], criteria=[dict(type='entropy', threshold=0.)])]
-"""
-FAMILIES = dict(
-    sa_quadratic_digits=DIGITS + SA,
-    sa_generalized_digits=DIGITS + SA,
-    sa_learned_digits=DIGITS + SA,
-    sa_learned_content_digits=DIGITS + SA,
-    sa_generalized_pruned_digits=DIGITS + SA + PRUNED,
-    cmhsa3_digits=DIGITS + TWO_PHASES,
-    resnet18_cifar10=FILES
-    + 'model = dict(backbone=dict(base_channels=4, stem_channels=4), head=dict(in_channels=32))\n'
-    + 'param_scheduler = dict(milestones=[1, 2])',
-    deit_small_cifar100=FILES + f'model = dict(backbone=dict({VIT}), head=dict(num_classes=10, in_channels=16))',
-    vit_base_cifar100=FILES
-    + f'model = dict(backbone=dict({VIT}), head=dict(num_classes=10, in_channels=16, hidden_dim=8))',
+PRUNING = dict(type='HeadPruningHook', epochs=[1], criteria=[dict(type='entropy', threshold=0.0)])
+FAMILIES = (
+    'sa_quadratic_digits',
+    'sa_generalized_digits',
+    'sa_learned_digits',
+    'sa_learned_content_digits',
+    'sa_generalized_pruned_digits',
+    'cmhsa3_digits',
+    'deit_small_cifar100',
 )
 QUICK = ('cmhsa3_digits', 'sa_generalized_pruned_digits')  # whose rates the hooks of this package change
 PARAMETERS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
@@ -81,15 +39,14 @@ PARAMETERS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.sl
 def folder(tmp_path_factory, repository):
     """A small config of each family, and images."""
     folder = tmp_path_factory.mktemp('families')
-    generator = np.random.default_rng(0)
-    for label in range(10):
-        (folder / f'images/{label}').mkdir(parents=True)
-        for i in range(2):
-            pixels = generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / f'images/{label}/{i}.png')
-    for name, text in FAMILIES.items():
-        small = (SMALL + text).replace('{base}', str(repository / f'configs/{name}.py'))
-        (folder / f'{name}.py').write_text(small.replace('{images}', str(folder / 'images')))
+    write_images(folder / 'images')
+    for name in FAMILIES:
+        config = small_config(repository / f'configs/{name}.py', folder / 'images', folder / name)
+        if 'pruned' in name:
+            config.custom_hooks = [PRUNING]
+        if name == 'deit_small_cifar100':  # there are images of ten classes
+            config.model.head.num_classes = config.data_preprocessor.num_classes = 10
+        config.dump(folder / f'{name}.py')
     return folder
 
 

@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from helpers.images import write_images
 
 pytest.importorskip('matplotlib')
 
@@ -17,6 +17,7 @@ from attncnn_plugin import follow_state_dict, visualization
 from attncnn_plugin.loaded_model import TimmModel
 from attncnn_plugin.pruning import head_importance, prunable_heads
 from attncnn_plugin.transformers.attention import vit_attention
+from attncnn_plugin.weights import example_images
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=2)
 OPTIONS = ['--model-kwargs', *(f'{name}={value}' for name, value in SMALL.items())]
@@ -32,12 +33,7 @@ def folder(tmp_path_factory):
     for block in model.blocks:
         torch.nn.init.normal_(block.attn.qkv.weight, std=0.5)
     torch.save(model.state_dict(), folder / 'vit.pth')
-    random = np.random.default_rng(0)
-    for label in ('cat', 'dog'):
-        (folder / 'images' / label).mkdir(parents=True)
-        for i in range(3):
-            pixels = random.integers(0, 256, (40, 40, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / 'images' / label / f'{i}.png')
+    write_images(folder / 'images', ['cat', 'dog'], 3, size=40)
     return folder
 
 
@@ -115,37 +111,16 @@ def test_distance(tool, folder, monkeypatch):
     tool('visualization/plot_attention.py', *options)
     far, other, near, _ = figures[0].axes
     assert (far.get_title(), other.get_title()) == ('vit', 'b')
+    lines = [(line, axes.get_ylim()) for axes in figures[0].axes for line in axes.get_lines()]
+    assert all(bottom == 0 and (line.get_ydata() <= top).all() for line, (bottom, top) in lines)  # of all models
+    with pytest.raises(ValueError, match='the report of a has no layers with heads'):
+        visualization.plot_attention_distance({'a': {'layers': []}})
     layers = json.loads((folder / 'vit.json').read_text())['layers']
     for axes, heads in ((far, lambda head: head['distance'] / 4), (near, lambda head: head['mass_3x3'])):
         dots, mean = axes.get_lines()[:-1], axes.get_lines()[-1]
         expected = [[100 * heads(head) for head in layer['heads']] for layer in layers]
         assert [list(line.get_ydata()) for line in dots] == [pytest.approx(heads) for heads in expected]
         assert list(mean.get_ydata()) == pytest.approx([np.mean(heads) for heads in expected])
-
-
-def test_heads_of_all_models_are_in_sight():
-    """However far those of the first one look."""
-
-    def report(distance):
-        heads = [dict(distance=distance, mass_3x3=1 / (1 + distance))]
-        return {'layers': [{'name': 'a', 'grid': [4, 4], 'heads': heads}]}
-
-    figure = visualization.plot_attention_distance({'near': report(0.0), 'far': report(3.0)})
-    for axes in figure.axes:
-        bottom, top = axes.get_ylim()
-        assert bottom == 0 and all((line.get_ydata() <= top).all() for line in axes.get_lines())
-
-
-@pytest.mark.parametrize(
-    'reports, message',
-    [
-        ({}, 'reports is empty'),
-        ({'a': {'layers': []}}, 'the report of a has no layers with heads'),
-    ],
-)
-def test_reports_that_cannot_be_drawn(reports, message):
-    with pytest.raises(ValueError, match=message):
-        visualization.plot_attention_distance(reports)
 
 
 @pytest.mark.parametrize(
@@ -210,27 +185,15 @@ def test_a_file_after_settings(path, options, settings, tool, capsys):
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_pretrained_weights_are_asked_for(tool, monkeypatch):
-    """Up to the download."""
-    asked = []
-
-    def create(name, pretrained=False, **kwargs):
-        asked.append((name, pretrained))
-        raise RuntimeError('no network')
-
-    monkeypatch.setattr(timm, 'create_model', create)
-    options = ['--timm', 'vit_tiny_patch16_224', '--pretrained', '--figure', 'content', '--image', 'images/cat/0.png']
-    with pytest.raises(SystemExit, match='no network'):
-        tool('visualization/plot_attention.py', *options, '--out', 'a.png')
-    assert asked == [('vit_tiny_patch16_224', True)]
-
-
 def test_explorer(tool, folder, capsys):
     """A page of images of a folder, by the name of the model."""
     tool('visualization/attention_explorer.py', 'images/cat/0.png', 'images/dog/1.png', '--out', 'page.html', *MODEL)
     assert 'Saved page.html' in capsys.readouterr().out
     page = (folder / 'page.html').read_text()
     assert 'vit_tiny_patch16_224: what its heads attend to' in page
+    trained = ['--timm', 'sa_quadratic_small', '--pretrained']
+    tool('visualization/attention_explorer.py', *example_images().values(), '--out', 'page.html', *trained)
+    assert 'are random' not in capsys.readouterr().err
     with pytest.raises(SystemExit, match='image 7 must be a file'):
         tool('visualization/attention_explorer.py', '7', *MODEL)
     with pytest.raises(SystemExit):

@@ -48,6 +48,7 @@ def test_testing(trained, repository, tmp_path):
     assert 'Epoch(test)' in output and 'accuracy/top1' in output
 
 
+@pytest.mark.slow
 def test_mmpretrains_own_tool_runs_the_configs(repository, tmp_path):
     """In a process that has not imported the plugin: the config does it."""
     tool = Path(mmpretrain.__file__).parent / '.mim/tools/train.py'
@@ -61,7 +62,6 @@ def test_mmpretrains_own_tool_runs_the_configs(repository, tmp_path):
     'tool, config, arguments',
     [
         ('test.py', 'sa_quadratic_digits', ['--work-dir', 'out']),
-        ('analysis_tools/analyze_heads.py', 'sa_quadratic_digits', []),
         ('visualization/plot_attention.py', 'sa_quadratic_digits', ['--figure', 'centers', '--out', 'out.svg']),
         ('visualization/attention_explorer.py', 'sa_quadratic_digits', ['3', '--out', 'out.html']),
         ('model_converters/prune_heads.py', 'sa_quadratic_digits', ['out.pth', '--heads', '{0: [1]}']),
@@ -74,15 +74,14 @@ def test_tools_import_what_they_need(tool, config, arguments, repository, tmp_pa
     torch.save(dict(state_dict=mmpretrain.get_model(str(config)).state_dict(), meta={}), tmp_path / 'model.pth')
     arguments = [tmp_path / word if word.startswith('out') else word for word in arguments]
     run(sys.executable, repository / 'tools' / tool, config, tmp_path / 'model.pth', *arguments, folder=tmp_path)
-    assert list(tmp_path.glob('out*')) or tool == 'analysis_tools/analyze_heads.py'
+    assert list(tmp_path.glob('out*'))
 
 
-@pytest.mark.parametrize('executable', ['warm', pytest.param('new', marks=pytest.mark.slow)])
-def test_two_processes(executable, repository, tmp_path):
+@pytest.mark.slow
+def test_two_processes(repository, tmp_path):
     """On a port that torchrun chooses, and on a given one."""
     config = repository / 'configs/sa_quadratic_digits.py'
-    new = dict(PATH=f'{Path(sys.executable).parent}:/usr/bin:/bin', PYTHON_EXEC=sys.executable)
-    variables = new if executable == 'new' else {}
+    variables = dict(PATH=f'{Path(sys.executable).parent}:/usr/bin:/bin', PYTHON_EXEC=sys.executable)
     output = train_two(config, tmp_path, *SHRINK, **variables)
     assert 'Distributed training: True' in output and 'GPU number: 2' in output and 'Epoch(val) [1]' in output
     tool, checkpoint = repository / 'tools/dist_test.sh', tmp_path / 'epoch_1.pth'

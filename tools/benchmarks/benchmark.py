@@ -1,8 +1,7 @@
 #!/usr/bin/env python
 """How fast the models of this package are, and how much memory they take, against the original and other models.
 
-Prints a table for each group of measurements. docs/benchmarks.md has them, as --page writes them, and says how they are
-made.
+Prints a table for each group of measurements. docs/benchmarks.md has them, by --page, and says how they are made.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from torch import nn
 
 import attncnn_plugin  # noqa: F401
 from attncnn_plugin.attention import QuadraticAttention, softmax
-from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention
+from attncnn_plugin.convert import convs_to_attention
 from attncnn_plugin.pruning import prunable_heads, prune_heads
 
 Cells = Iterator[Tuple[str, str, Union[Ratio, str]]]  # of a row and a column
@@ -104,7 +103,7 @@ def subnormal(quick: bool) -> Cells:
     """Subnormal probabilities.
 
     Some processors take many times as long for a matrix product that meets subnormal numbers, others do not. So layers
-    set probabilities below 2⁻¹⁰⁰ to 0. Rows of models and layers: time without that over time with it. Networks that
+    set probabilities below 2⁻¹⁰⁰ to 0. Rows of models: time without that over time with it. Networks that
     are *trained* have the weights of the package, others are as they begin, all at 32x32 pixels, batch 8. Rows *over a
     3x3 convolution*: time of a layer of quadratic attention (400 channels, 9 heads, one image) over that of a
     convolution of 400 channels with the channels last, without it (*before*) and with it (*after*).
@@ -116,13 +115,6 @@ def subnormal(quick: bool) -> Cells:
             step = make_step(training, model, 2 if quick else 8, 32)
             measured = side_by_side(dict(before=before(step), after=step), quick)
             yield row, way, measured.ratio('before', 'after')
-    side, channels = (8, 16) if quick else (28, 64)
-    for kind, options in CONVERTED.items():
-        layer, _ = conv_to_mhsa(nn.Conv2d(channels, channels, 3, padding=1), **options)
-        for way, training in WAYS.items():
-            step = (layer_step if training else forward_pass)(layer, torch.randn(1, channels, side, side))
-            measured = side_by_side(dict(before=before(step), after=step), quick)
-            yield f'a converted 3x3 convolution, {kind}, {side}x{side}', way, measured.ratio('before', 'after')
     dim = 16 if quick else 400
     attention = QuadraticAttention(dim, 9)
     conv = nn.Conv2d(dim, dim, 3, padding=1).to(memory_format=torch.channels_last)

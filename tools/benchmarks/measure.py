@@ -23,17 +23,11 @@ GIVE_BACK = {'MALLOC_MMAP_THRESHOLD_': '65536'}
 
 
 class Ratio(NamedTuple):
-    """What one function takes over what another takes.
+    """Time and arithmetic of one function over another's."""
 
-    Attributes:
-        time (float): The median, over the rounds, of the ratio of their times in a round.
-        spread (float): Half the distance of its quartiles.
-        arithmetic (float): The ratio of their multiply-adds.
-    """
-
-    time: float
-    spread: float
-    arithmetic: float
+    time: float  # the median, over the rounds, of the ratio of their times in a round
+    spread: float  # half the distance of its quartiles
+    arithmetic: float  # the ratio of their multiply-adds
 
     def __str__(self) -> str:
         return f'{self.time:.2f} ±{self.spread:.2f} ({self.arithmetic:.2f})'
@@ -109,12 +103,8 @@ def layer_step(layer: nn.Module, x: Tensor) -> Step:
 def added_by(make_step: Callable[..., Step], *args) -> int:
     """Returns the bytes that a step needs on top of the libraries, the weights and the images.
 
-    They are the largest resident set of a process of its own, less what it was before the step: torch counts the memory
-    of GPUs alone, and its profiler adds up what a CPU allocates.
-
-    Args:
-        make_step (Callable): A function of a module, which makes the step in the new process.
-        args: Its arguments.
+    They are the largest resident set of a process of its own, in which ``make_step`` makes the step of ``args``, less
+    what it was before the step: torch counts the memory of GPUs alone, and its profiler adds up what a CPU allocates.
     """
     os.environ.update(GIVE_BACK)  # read as a process starts
     try:

@@ -33,7 +33,7 @@ def with_dense_original(model: nn.Module, height: int, width: int) -> nn.Module:
 
 
 class DenseAttention(nn.Module):
-    """What the layers have in common: the softmax and the map of the heads. Subclasses have ``scores(x)``.
+    """Base of the layers: the softmax and the map of the heads. Subclasses have ``scores(x)``.
 
     Args:
         layer (nn.Module): The layer of this package whose parameters it has.

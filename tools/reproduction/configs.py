@@ -1,5 +1,7 @@
 """The config of a training: a network of configs/small, its data, its epochs and its seed."""
 
+import copy
+import functools
 import math
 from pathlib import Path
 from typing import Any, List, Mapping, Optional
@@ -13,16 +15,21 @@ WARM_UP = 2  # iterations of a warm-up, at least
 VALIDATED = 10000  # training images from one validation to the next, at least
 
 
+@functools.cache
+def _read(name: str) -> Config:
+    return Config.fromfile(config_path(f'small/{name}.py'))
+
+
 def network_config(name: str, options: Mapping[str, Any]) -> Config:
-    """A config of configs/small with some settings changed."""
-    config = Config.fromfile(config_path(f'small/{name}.py'))
+    """Returns a config of configs/small with some settings changed."""
+    config = copy.deepcopy(_read(name))
     config.merge_from_dict(dict(options))
     return config
 
 
 def set_data(config: Config, data: str, data_root: Optional[Path], test_images: Optional[int] = None) -> None:
     """Gives a config other images: of ``DATA``, in a folder, validated with so many; None for those of the config."""
-    other = Config.fromfile(config_path(f'small/_base_/data_{data}.py'))
+    other = copy.deepcopy(_read(f'_base_/data_{data}'))
     order = -1 if data == 'folder' else 1  # files are read blue first; a preprocessor has its colours red first
     mean, std = (list(other.data_preprocessor[name])[::order] for name in ('mean', 'std'))
     for name in ('train_dataloader', 'val_dataloader', 'test_dataloader'):

@@ -36,7 +36,7 @@ def write_page(folder: Path, name: str, table: Table, runs: Sequence[Run], data:
 
 
 def _conditions(runs: Sequence[Run], images: Sequence[int], data: str) -> str:
-    """A sentence on the images and the epochs, and some on where and how it was trained."""
+    """Returns a sentence on the images and the epochs, and some on where and how it was trained."""
     most = {number: max(run.epochs for run in runs if run.images == number) for number in images}
     lengths = ', '.join(f'{number:,} images up to {most[number]} epochs' for number in images)
     recipes = set()
@@ -52,7 +52,7 @@ def _conditions(runs: Sequence[Run], images: Sequence[int], data: str) -> str:
 
 
 def _cells(runs: Sequence[Run], images: Sequence[int]) -> List[str]:
-    """The numbers of one row; the time is that of the largest size of the table."""
+    """Returns the numbers of one row; the time is that of the largest size of the table."""
     results = [run.result for run in runs if run.result is not None]
     cells = [_mean_and_range([result[key] for result in results], ',.0f') for key in ('parameters', 'multiply_adds')]
     for number in images:

@@ -52,12 +52,12 @@ class Run:
 
     @property
     def epochs_done(self) -> int:
-        """The epochs that need not be trained again."""
+        """Counts the epochs that need not be trained again."""
         return max((int(path.stem[len('epoch_') :]) for path in self.folder.glob('epoch_*.pth')), default=0)
 
     @property
     def result(self) -> Optional[dict]:
-        """What came of it; None before its end."""
+        """Returns what came of it; None before its end."""
         path = self.folder / 'result.json'
         return read_json(path) if path.exists() else None
 
@@ -97,7 +97,7 @@ class Run:
         parameters, multiply_adds = cost(trained_model(self.config, checkpoint))
         # The time of all iterations, those before a stop too, with the loading of the images.
         times = CheckpointLoader.load_checkpoint(str(checkpoint))['message_hub']['log_scalars']['train/time']
-        result = {name: getattr(self, name) for name in ('label', 'images', 'epochs', 'seed')}
+        result = dict(label=self.label, images=self.images, epochs=self.epochs, seed=self.seed)
         result.update(start=self.start and self.start.folder.name, top1=top1, seconds=float(times.data[0].sum()))
         result.update(parameters=parameters, multiply_adds=multiply_adds, curves=curves, versions=versions())
         result.update(machine=dict(machine(), threads=threads), config=self.config.to_dict())
@@ -106,7 +106,7 @@ class Run:
 
 
 def _settings(config: Any, name: str = '') -> Iterator[Tuple[str, str]]:
-    """Names and values of settings, such as ``optim_wrapper.optimizer.lr``."""
+    """Yields names and values of settings, such as ``optim_wrapper.optimizer.lr``."""
     for key, value in config.items() if isinstance(config, dict) else enumerate(config):
         if isinstance(value, (dict, list, tuple)) and value:
             yield from _settings(value, f'{name}{key}.')
@@ -115,7 +115,7 @@ def _settings(config: Any, name: str = '') -> Iterator[Tuple[str, str]]:
 
 
 def read_json(path: Path) -> Any:
-    """The data of a file; an error names the file."""
+    """Returns the data of a file; an error names the file."""
     try:
         return json.loads(path.read_text())
     except ValueError as error:
@@ -128,21 +128,21 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def build(config: Config) -> nn.Module:
-    """The classifier of a config."""
+    """Builds the classifier of a config."""
     with DefaultScope.overwrite_default_scope('mmpretrain'):
         # A copy: mmpretrain adds settings of the model to those of the preprocessor.
         return MODELS.build(copy.deepcopy({'data_preprocessor': config.data_preprocessor, **config.model}))
 
 
 def trained_model(config: Config, checkpoint: Path) -> nn.Module:
-    """The classifier of a config with the structure and the weights of a checkpoint."""
+    """Returns the classifier of a config with the structure and the weights of a checkpoint."""
     model = build(config)
     load_checkpoint(model, str(checkpoint), map_location='cpu', strict=True, logger='silent')
     return model
 
 
 def cost(model: nn.Module) -> Tuple[int, int]:
-    """Parameters, and multiply-adds of one image: all products of matrices and convolutions, half of torch's count."""
+    """Counts parameters, and multiply-adds of one image: matrix products and convolutions, half of torch's count."""
     model.eval()
     # The plain products: not every version of PyTorch counts fused kernels on the CPU.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -151,13 +151,13 @@ def cost(model: nn.Module) -> Tuple[int, int]:
 
 
 def versions() -> Dict[str, str]:
-    """Those of Python, of this package, and of what it computes with."""
+    """Returns the versions of Python, of this package, and of what it computes with."""
     modules = {name: sys.modules[name].__version__ for name in ('torch', 'timm', 'mmengine', 'mmpretrain', 'numpy')}
     return dict(python=platform.python_version(), attncnn_plugin=attncnn_plugin.__version__, **modules)
 
 
 def machine() -> Dict[str, object]:
-    """The processor, its cores, and the GPU if there is one."""
+    """Names the processor, its cores, and the GPU if there is one."""
     info = Path('/proc/cpuinfo')
     names = re.findall(r'^model name\s*: (.*)$', info.read_text(), re.MULTILINE) if info.exists() else []
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
