@@ -111,14 +111,14 @@ class QuadraticEncoding(SeparableEncoding):
 class GeneralizedQuadraticEncoding(nn.Module):
     """Generalized quadratic encoding, −½(δ − Δ)ᵀΣ⁻¹(δ − Δ) (C20, eq. 19). Not separable: Σ⁻¹ has a cross term.
 
-    With M = Σ^(−1/2) as the parameter, Σ⁻¹ = MMᵀ is positive semi-definite by construction.
+    The parameter is a factor M of Σ⁻¹ = MMᵀ, which is positive semi-definite by construction.
 
     Args:
         num_heads (int): Number of heads N_h.
 
     Attributes:
         center (Parameter): Δ in tokens, (row, column), ``(N_h, 2)``. Starts at N(0, 2²), as in the released code.
-        sqrt_precision (Parameter): M = Σ^(−1/2) in 1/tokens, ``(N_h, 2, 2)``. Starts at I + N(0, 0.01²).
+        sqrt_precision (Parameter): a factor M of Σ⁻¹ = MMᵀ, in 1/tokens, ``(N_h, 2, 2)``. Starts at I + N(0, 0.01²).
     """
 
     def __init__(self, num_heads: int, device: Device = None, dtype: Dtype = None) -> None:
@@ -198,8 +198,8 @@ class RelativeTables(nn.Module):
         kind (str): ``'learned'`` or ``'sinusoidal'``. Defaults to ``'learned'``.
 
     Raises:
-        ValueError: An unknown ``kind``; a ``dim`` that cannot be cut in half, or not into sines and cosines; a
-            ``max_size`` that is none.
+        ValueError: An unknown ``kind``; a ``dim`` that cannot be cut in half, or not into sines and cosines; an
+            invalid ``max_size``.
 
     Attributes:
         row_table (Parameter | None): R, ``(2·max_height − 1, D_p/2)``, starts at N(0, 1).
