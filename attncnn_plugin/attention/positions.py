@@ -166,20 +166,17 @@ class GeneralizedQuadraticEncoding(nn.Module):
         return -(difference[0] * total[0] + difference[1] * total[1]) / 2
 
     def scores(self, size: Sequence[int]) -> Tensor:
-        """Returns the scores of all queries and keys of a grid, ``(N_h, H*W, H*W)``, the best of each query at 0."""
+        """Returns the scores of all queries and keys of a grid, ``(N_h, H*W, H*W)``, at most about 0."""
         of_shifts = self.shift_scores(size)
-        best = over_keys(of_shifts.detach(), size, torch.amax).flatten(1)[..., None]
-        # The difference of the two in the precision of the parameters. Both can be large: what they lose in rounding is
-        # subtracted too.
-        (high, low), (best_high, best_low) = self._rounded(of_shifts), self._rounded(best)
-        scores = at_grid_shifts(high, size).sub_(best_high)
-        return scores if low is None else scores.add_(at_grid_shifts(low, size)).sub_(best_low)
-
-    def _rounded(self, x: Tensor) -> Tuple[Tensor, Any]:
-        """A float64 tensor in the precision of scores, and what that lost; None in float64."""
-        dtype = torch.promote_types(self.center.dtype, torch.float32)
-        high = x.to(dtype)
-        return high, None if high.dtype == x.dtype else (x.detach() - high.detach()).to(dtype)
+        best = over_keys(of_shifts.detach(), size, torch.amax).flatten(1)[..., None]  # of each query
+        # Both can be large. In float32 their difference is right but for what the scores themselves lose in rounding;
+        # what the best score of a query loses is the same for all its keys.
+        rounded = of_shifts.to(torch.promote_types(self.center.dtype, torch.float32))
+        scores = at_grid_shifts(rounded, size).sub_(best.to(rounded.dtype))
+        if rounded.dtype == of_shifts.dtype:
+            return scores
+        lost = (of_shifts - rounded).detach().to(rounded.dtype)
+        return scores.add_(at_grid_shifts(lost, size))
 
     def _project(self, row: Tensor, column: Tensor) -> Tuple[Tensor, Tensor]:
         """The two entries of Mᵀ(row, column)ᵀ of every head."""
