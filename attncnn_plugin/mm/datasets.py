@@ -177,22 +177,21 @@ class FlipAndShift(ClsDataPreprocessor):
         return super().forward({**data, 'inputs': images}, training)
 
 
-def flip_and_shift(images: Tensor, flip: float, shift: int, generator: Optional[torch.Generator] = None) -> Tensor:
+def flip_and_shift(images: Tensor, flip: float, shift: int) -> Tensor:
     """Flips and shifts each image of a batch.
 
     Args:
         images (Tensor): ``(B, C, H, W)``.
         flip (float): Probability that an image is flipped horizontally.
         shift (int): The most pixels by which it is shifted along each axis; zeros come in.
-        generator (torch.Generator, optional): Of the random numbers. Defaults to None, means PyTorch's own of the CPU.
 
     Returns:
         Tensor: ``(B, C, H, W)``, with the channels last in memory, as convolutions on CPUs want them.
     """
     number, _, height, width = images.shape
-    first_row, first_column = torch.randint(2 * shift + 1, (2, number, 1), generator=generator)
+    first_row, first_column = torch.randint(2 * shift + 1, (2, number, 1))
     rows, columns = first_row + torch.arange(height), first_column + torch.arange(width)  # (B, H), (B, W)
-    columns = torch.where(torch.rand(number, 1, generator=generator) < flip, columns.flip(1), columns)
+    columns = torch.where(torch.rand(number, 1) < flip, columns.flip(1), columns)
     image, rows, columns = (
         index.to(images.device) for index in (torch.arange(number)[:, None, None], rows[:, :, None], columns[:, None])
     )

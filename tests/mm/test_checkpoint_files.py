@@ -142,24 +142,6 @@ def test_flipped_bits_of_a_file_without_checksums(tmp_path, checkpoint):
             assert str(error).startswith(f'{path} ') and len(str(error).splitlines()) == 1  # noqa: PT017
 
 
-@pytest.mark.parametrize('how', ['argument', 'variable'])
-def test_the_check_can_be_turned_off(tmp_path, checkpoint, monkeypatch, how):
-    path = tmp_path / 'run.pth'
-    content = saved(checkpoint)
-    weight = checkpoint['state_dict']['weight'].numpy().tobytes()
-    damaged = flipped(content, content.index(weight), bit=0)
-    assert refusal(path, damaged) == DAMAGED
-    if how == 'variable':
-        monkeypatch.setenv('ATTNCNN_CHECK_CHECKPOINTS', '0')
-        loaded = load_from_local(str(path))
-        assert refusal(path, damaged, check=True) == DAMAGED
-    else:
-        loaded = load_from_local(str(path), check=False)
-    assert (loaded['state_dict']['weight'] != checkpoint['state_dict']['weight']).sum() == 1
-    for end in (100, 1000, len(content) - 10):
-        assert refusal(path, content[:end], check=False) == DAMAGED
-
-
 def test_zeros_for_checksums(tmp_path, checkpoint):
     """As PyTorch writes them where the user has asked for it."""
     path = tmp_path / 'run.pth'
@@ -177,7 +159,7 @@ def test_whole_files(tmp_path, checkpoint, monkeypatch):
     path = tmp_path / 'run.pth'
     torch.save(checkpoint, path)
     monkeypatch.setenv('HOME', str(tmp_path))
-    for load in (load_from_local, partial(load_from_local, mmap=True), partial(load_from_local, check=False)):
+    for load in (load_from_local, partial(load_from_local, mmap=True)):
         assert is_equal(load('~/run.pth'), checkpoint)
     with pytest.raises(FileNotFoundError, match='none.pth can not be found'):
         load_from_local('none.pth')

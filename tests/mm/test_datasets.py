@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.processes import run
 from hypothesis import given
 from hypothesis import strategies as st
 from mmengine.config import Config
@@ -82,21 +81,6 @@ def test_classes_of_one_name():
     with pytest.raises(ValueError, match='at most 9: the dataset has 10 images in 3 classes, and 3 of the class heron'):
         balanced_subset(dataset, 10)
     assert np.bincount(labels_of(balanced_subset(dataset, 9))).tolist() == [3, 3, 3]
-
-
-def test_labels_without_a_name():
-    dataset = LabelsAlone([0, 1, 1, 2])
-    dataset._metainfo['classes'] = ('zero', 'one')
-    with pytest.raises(ValueError, match='at most 3: the dataset has 4 images in 3 classes'):
-        balanced_subset(dataset, 4)
-    assert labels_of(balanced_subset(dataset, 3)) == [0, 1, 2]
-
-
-def test_part_of_the_digits():
-    digits = dict(type='Digits', split='train', pipeline=[dict(type='PackInputs')])
-    subset = DATASETS.build(dict(type='BalancedSubset', dataset=digits, num_images=100))
-    assert subset[99]['inputs'].shape == (1, 8, 8) and subset.metainfo['classes'][9] == '9'
-    assert np.bincount([subset[i]['data_samples'].gt_label.item() for i in range(100)]).tolist() == [10] * 10
 
 
 @pytest.mark.parametrize(
@@ -240,21 +224,3 @@ def test_several_classes_are_refused():
     sample = DataSample().set_pred_score(torch.tensor([0.5, 0.5])).set_gt_label([0, 1])
     with pytest.raises(ValueError, match=r'gt_label=\[0, 1\] must be one class'):
         METRICS.build(dict(type='CrossEntropy')).process({}, [sample.to_dict()])
-
-
-@pytest.mark.slow
-def test_two_processes_have_the_loss_of_one(repository, tmp_path):
-    """41 images: the second process has one twice, which counts once."""
-    config = digits_config(repository, tmp_path)
-    config.test_dataloader.dataset.indices = 41
-    config.dump(tmp_path / 'config.py')
-    torch.save(Runner.from_cfg(config).model.state_dict(), tmp_path / 'model.pth')
-    found = []
-    for tool, processes in (('python', []), ('bash', [2])):
-        name = 'test.py' if tool == 'python' else 'dist_test.sh'
-        out = tmp_path / f'{tool}.json'
-        command = [tool, repository / 'tools' / name, tmp_path / 'config.py', tmp_path / 'model.pth', *processes]
-        run(*command, '--work-dir', tmp_path, '--out', out, '--out-item', 'metrics', folder=tmp_path)
-        found.append(Config.fromfile(out))
-    assert found[0]['cross_entropy/mean'] == pytest.approx(found[1]['cross_entropy/mean'], rel=1e-6)
-    assert np.isfinite(found[0]['cross_entropy/mean'])

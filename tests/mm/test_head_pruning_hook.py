@@ -202,12 +202,9 @@ def test_a_share_of_the_multiply_adds(repository, tmp_path):
 
 
 def test_never_without_heads(repository, tmp_path):
-    def everything(layer, size):
-        return torch.ones(layer.num_heads, dtype=torch.bool)
-
     config = small_config(repository, tmp_path, **{'train_cfg.max_epochs': 2})
     config.param_scheduler = None
-    hook = HOOKS.get('mmpretrain.HeadPruningHook')(epochs=range(2), criteria=[everything])
+    hook = HOOKS.get('mmpretrain.HeadPruningHook')(epochs=range(2), criteria=[dict(type='uniform', threshold=1e9)])
     assert numbers(run(config, hook)[0].model) == [1, 1]
 
 
@@ -229,23 +226,6 @@ def test_gradient_accumulation(repository, tmp_path, start):
                 assert torch.equal(after, torch.cat([self.before[:, :16], self.before[:, 32:]], 1))
 
     run(config, Gradients())
-
-
-def test_mixed_precision(repository, tmp_path, start, monkeypatch):
-    """AmpOptimWrapper, which asks for a GPU, on the CPU; the state of what is left stays."""
-    from mmengine.optim.optimizer import amp_optimizer_wrapper
-
-    monkeypatch.setattr(amp_optimizer_wrapper, 'is_cuda_available', lambda: True)
-    hook = dict(epochs=[PRUNE_AT])
-    amp = {'optim_wrapper.type': 'AmpOptimWrapper', 'optim_wrapper.dtype': 'bfloat16'}
-    runner, recorder = run(small_config(repository, tmp_path, load_from=start, hook=hook, **amp))
-    assert type(runner.optim_wrapper).__name__ == 'AmpOptimWrapper' and recorder.heads[-1] == [2, 2]
-    for parameter, state in runner.optim_wrapper.optimizer.state.items():
-        assert state['exp_avg'].shape == parameter.shape and state['step'] == EPOCHS * ITERATIONS
-    resume = dict(resume=True, load_from=str(tmp_path / f'epoch_{PRUNE_AT + 1}.pth'))
-    again = run(small_config(repository, tmp_path / 'again', hook=hook, **resume, **amp))[1]
-    for name, weight in recorder.weights[EPOCHS].items():
-        assert torch.allclose(again.weights[EPOCHS][name], weight, atol=1e-6), name
 
 
 LAYER = 'backbone.layer4.0.conv1'

@@ -14,12 +14,10 @@ from helpers.processes import HOOKS, assert_equal, rates, run, train, train_two
 from helpers.small import SMALL_ARCH, small_cmhsa, small_timm
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
-from mmengine.runner import load_checkpoint
 from mmpretrain import FeatureExtractor, ImageClassificationInferencer
 from mmpretrain.registry import MODELS
 
 import attncnn_plugin.mm.safe_loading  # noqa: F401
-from attncnn_plugin import follow_state_dict
 from attncnn_plugin.convert import convs_to_attention
 
 EPOCHS, SWITCH, ITERATIONS = 4, 2, 3  # epochs, the epoch of the transition or the pruning, iterations of an epoch
@@ -142,20 +140,6 @@ def test_killed_and_resumed(kind, kill_at, whole_of, folder):
     assert rates(killed) == rates(whole) and len(rates(whole)) == EPOCHS * ITERATIONS
 
 
-@pytest.mark.slow
-def test_killed_and_resumed_right_after_loading(whole_of, folder):
-    """The transition at epoch 0, then a stop in the epoch after it."""
-    start = f'load_from={whole_of("CNN") / f"epoch_{SWITCH}.pth"}'
-    options = ['--cfg-options', 'custom_hooks.0.epoch=0', start]
-    log = train(folder / 'CNN8.py', folder / 'zero', *options)
-    assert 'Transition at epoch 0:\n' in log
-    kwargs = dict(expected=-signal.SIGKILL, KILL_AT=str(ITERATIONS + 1))
-    train(folder / 'CNN8.py', folder / 'zero_killed', *options, **kwargs)
-    log = train(folder / 'CNN8.py', folder / 'zero_killed', '--resume', *options[:2])
-    assert 'resumed epoch: 1' in log and 'Transition at epoch' not in log
-    assert_equal(folder / 'zero_killed', folder / 'zero')
-
-
 def assert_as_one_process(two, whole):
     for rank in (0, 1):
         assert_equal(two, two, rank, tolerance=0)
@@ -187,33 +171,6 @@ def test_two_processes_compile_both_phases(whole_of, folder):
 
 
 # PyTorch wants such norms on GPUs, whether or not their statistics are fixed.
-NORMS_ON_CPUS = """
-from pathlib import Path
-
-from torch.distributed import get_rank
-from torch.nn import SyncBatchNorm
-from torch.nn.parallel import DistributedDataParallel
-
-def note(self, module):
-    with open(Path(__file__).with_name(f'norms{get_rank()}.txt'), 'a') as file:
-        print(sum(isinstance(part, SyncBatchNorm) for part in module.modules()), file=file)
-
-DistributedDataParallel._passing_sync_batchnorm_handle = note
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_with_norms_of_both(whole_of, folder):
-    (folder / 'norms_on_cpus.py').write_text(NORMS_ON_CPUS)
-    synced = folder / 'synced.py'
-    synced.write_text((folder / 'CNN4.py').read_text().replace("'test_hooks'", "'test_hooks', 'norms_on_cpus'"))
-    with synced.open('a') as file:
-        file.write("sync_bn = 'torch'\n")
-    train_two(synced, folder / 'norms', *options_of('CNN', folder))
-    assert [(folder / f'norms{rank}.txt').read_text().split() for rank in (0, 1)] == [['20', '20']] * 2
-    assert_as_one_process(folder / 'norms', whole_of('CNN'))
-
-
 @pytest.fixture
 def modules(folder, monkeypatch):
     """The configs' own imports."""
@@ -386,15 +343,6 @@ def test_a_config_without_hooks_of_the_plugin(average, whole_of, folder, reposit
     assert {name: value.shape for name, value in saved.items()} == {name: value.shape for name, value in before.items()}
 
 
-def test_a_pruned_transformer_in_python(whole_of, folder, modules):
-    checkpoint = str(whole_of('VisionTransformer') / f'epoch_{EPOCHS}.pth')
-    model, saved = mmpretrain.get_model(str(folder / 'VisionTransformer8.py')), torch.load(checkpoint)['state_dict']
-    follow_state_dict(model, saved)
-    load_checkpoint(model, checkpoint, strict=True)
-    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
-    assert sum(layer.attn.num_heads for layer in model.backbone.layers) < 8
-
-
 RESNET = """
 _base_ = '{base}'
 model = dict(
@@ -450,6 +398,5 @@ def test_the_config_of_two_minutes(repository, tmp_path):
     """As the documentation has it, from the beginning to the end."""
     log = train(repository / 'configs/resnet18_to_attention_digits.py', tmp_path)
     scores = [float(score) for score in re.findall(r'accuracy/top1: ([\d.]+)', log)]
-    drift = float(re.search(r'Relative change of the features on the current batch: ([\d.e-]+)', log)[1])
     assert len(scores) == 30 and 'Transition at epoch 15:\n' in log
-    assert min(scores[14], scores[-1]) > 97 and 0 < drift < 0.05
+    assert min(scores[14], scores[-1]) > 97

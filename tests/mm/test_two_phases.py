@@ -1,7 +1,5 @@
 """Both phases in one run, in the framework's own trainer: optimizer, schedule, average, resuming, mistakes."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -9,19 +7,16 @@ from helpers.two_phases import EPOCHS, ITERATIONS, SWITCH, run, small_config
 from mmengine.hooks import EMAHook, Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
-from mmpretrain.models import ImageClassifier
-from mmpretrain.registry import MODELS
-from torch import nn
 
 from attncnn_plugin.attention import ContentImageAttention
 
 LAYER = 'backbone.layer4.0.conv1'  # of the CNN
 RATES = [2e-3, 0, *np.linspace(5e-4, 1e-4, 4)]  # by iterations: each phase to the end of its line
 SETTINGS = {
-    'CMHSA': dict(drift=1e-5, key='backbone.blocks.1.attn.query.weight', peaks=(2e-3, 5e-4)),
-    'narrow': dict(drift=1e-5, key='backbone.blocks.1.attn.query.weight', peaks=(2e-3, 5e-4)),
-    'CNN': dict(drift=0.05, key=f'{LAYER}.key.weight', peaks=(0.05, 0.01)),
-    'iterations': dict(drift=1e-5, key='backbone.blocks.1.attn.query.weight', peaks=None),
+    'CMHSA': dict(key='backbone.blocks.1.attn.query.weight', peaks=(2e-3, 5e-4)),
+    'narrow': dict(key='backbone.blocks.1.attn.query.weight', peaks=(2e-3, 5e-4)),
+    'CNN': dict(key=f'{LAYER}.key.weight', peaks=(0.05, 0.01)),
+    'iterations': dict(key='backbone.blocks.1.attn.query.weight', peaks=None),
 }
 
 
@@ -132,9 +127,7 @@ def test_phases_and_optimizer(whole):
     assert recorder.phases == ['conv'] * switch + ['attn'] * (end - switch)
     groups = runner.optim_wrapper.optimizer.param_groups
     assert {id(p) for group in groups for p in group['params']} == {id(p) for p in runner.model.parameters()}
-    assert runner.message_hub.get_info('transition_drift') < SETTINGS[kind]['drift']
     log = log_of(work_dir)
-    assert 'Relative change of the features on the current batch: ' in log
     unit = 'iter 2' if kind == 'iterations' else 'epoch 2'
     assert (
         f'Transition at {unit}' in log
@@ -234,7 +227,6 @@ def test_gradient_accumulation(repository, tmp_path):
     runner = Runner.from_cfg(config)
     runner.register_hook(Gradients())
     runner.train()
-    assert 1e-6 < runner.message_hub.get_info('transition_drift') < 1e-2  # with the default M
     said = 'after 6 iterations, in the middle of those whose gradients are accumulated: the gradients of the last ones'
     assert said in log_of(tmp_path)
 
@@ -378,22 +370,6 @@ def test_without_a_config(repository, tmp_path):
     assert runner(dict(type='SGD', lr=0.01)).train().backbone.phase == 'attn'
 
 
-def test_models_without_an_output(repository, tmp_path):
-    """A line in the log must not end a training."""
-
-    @MODELS.register_module(force=True)
-    class LossOnly(ImageClassifier):
-        def forward(self, inputs, data_samples=None, mode='tensor'):
-            if mode == 'tensor':
-                raise RuntimeError('no such mode')
-            return super().forward(inputs, data_samples, mode)
-
-    config = small_config(repository, tmp_path, log_level='INFO')
-    config.model.type = 'LossOnly'
-    assert run(config)[1].phases[-1] == 'attn'
-    assert "LossOnly has no output for a batch in mode='tensor' (no such mode)" in log_of(tmp_path)
-
-
 def test_resumed_without_the_state_of_the_schedulers(repository, tmp_path):
     """An end that is not given is the end of the phase."""
     config = small_config(repository, tmp_path)
@@ -429,36 +405,6 @@ def test_a_run_that_ends_before_the_transition_says_so(repository, tmp_path):
     config.train_cfg.max_epochs = 1
     assert run(config)[0].model.backbone.phase == 'conv'
     assert 'ends after 1 epochs, before the transition to attention after epoch 2' in log_of(tmp_path)
-
-
-def test_several_networks(repository, tmp_path):
-    """Any model that holds the backbone: here two of them."""
-
-    @MODELS.register_module(force=True)
-    class Twins(nn.Module):
-        def __init__(self, twin):
-            super().__init__()
-            self.left, self.right = MODELS.build(copy.deepcopy(twin)), MODELS.build(copy.deepcopy(twin))
-
-        @property
-        def phase(self):
-            return self.left.phase
-
-        def forward(self, x):
-            return tuple((a + b) / 2 for a, b in zip(self.left(x), self.right(x)))
-
-        def init_weights(self):
-            pass
-
-    def twins(work_dir, **changes):
-        config = small_config(repository, work_dir, **changes)
-        config.model.backbone = dict(type='Twins', twin=config.model.backbone)
-        return run(config)
-
-    runner, _ = twins(tmp_path)
-    assert runner.model.backbone.left.phase == runner.model.backbone.right.phase == 'attn'
-    resume = dict(resume=True, load_from=str(tmp_path / f'epoch_{SWITCH + 1}.pth'))
-    assert twins(tmp_path / 'resumed', **resume)[1].phases == ['attn'] * 2 * ITERATIONS
 
 
 def test_mixed_precision(repository, tmp_path, monkeypatch):
