@@ -61,11 +61,6 @@ class ConfigModel(LoadedModel):
         self.meta = loaded.get('meta', {})
         self.head_numbers = loaded.get('message_hub', {}).get('runtime_info', {}).get(HEAD_NUMBERS)
 
-    @property
-    def in_channels(self) -> int:
-        """Returns number of channels of an image: 1 for grey ones."""
-        return self.config.model.get('backbone', {}).get('in_channels', 3)
-
     @cached_property
     def test_set(self):
         """Returns the dataset of the config's tests.
@@ -164,7 +159,7 @@ class ConfigModel(LoadedModel):
 
     def _load(self, path: Union[str, Path]) -> np.ndarray:
         """Returns a file as the pipeline loads it, ``(H, W, 3)``, in its order of colours, or ``(H, W)`` if grey."""
-        is_grey = self.in_channels == 1
+        is_grey = self.config.model.get('backbone', {}).get('in_channels') == 1
         if Path(path).suffix == '.npy':
             image = _load_array(path, 'L' if is_grey else 'RGB')
             return mmcv.rgb2bgr(image) if self._blue_first and not is_grey else image

@@ -50,15 +50,13 @@ def balanced_subset(dataset: Union[BaseDataset, dict], num_images: int, seed: in
         raise ValueError(f'num_images={num_images!r} of BalancedSubset must be a number of images, at least 1')
     dataset.full_init()
     labels = np.array([_label(dataset, i) for i in range(len(dataset))], dtype=int)
-    names = dataset.metainfo.get('classes') or ()
-    counts = np.bincount(labels, minlength=len(names))  # classes may have one name, as cranes
-    rarest = counts.argmin() if len(counts) else 0
-    most = len(counts) * int(counts.min(initial=len(labels)))
+    counts = np.bincount(labels, minlength=len(dataset.metainfo.get('classes') or ()))
+    fewest = int(counts.min(initial=len(labels)))
+    most = len(counts) * fewest
     if num_images > most:
-        name = names[rarest] if rarest < len(names) else rarest
         raise ValueError(
             f'num_images={num_images} of BalancedSubset must be at most {most}: the dataset has {len(labels)} images '
-            f'in {len(counts)} classes, and {counts[rarest] if len(counts) else 0} of the class {name}'
+            f'in {len(counts)} classes, and {fewest} of one of them'
         )
     # In a random order of all images: the first one of every class, then the second one of every class, …
     order = np.random.default_rng(seed).permutation(len(labels))

@@ -1,7 +1,7 @@
 """Pictures and scalars of the heads' attention while a model is trained (Cordonnier et al. 2020, Figures 3 to 5)."""
 
 import math
-from typing import Any, Dict, List
+from typing import Any, Dict
 
 import torch
 from mmengine.dist import master_only
@@ -10,7 +10,7 @@ from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
 from torch import Tensor, nn
 
-from ..analysis import AttentionMaps, attention_maps, head_centers
+from ..analysis import attention_maps, head_centers
 from ..analysis.layer_maps import shown_layers
 from ..loaded_model import evenly_spread
 from ..training import parts_in_phases
@@ -99,20 +99,14 @@ class AttentionVisualizationHook(Hook):
                         continue
                     values = dict(center_row=center[0], center_column=center[1], width=width)
                     scalars.update({f'attention/{name}/head{number}/{key}': value for key, value in values.items()})
-            runner.visualizer.add_scalars(scalars, step=epochs)
-            if draw:
-                self._draw(runner, maps, numbers, epochs)
+        runner.visualizer.add_scalars(scalars, step=epochs)
+        if draw:
+            from ..visualization import plot_attention_centers, plot_attention_probs
+            from ..visualization.style import image_of
 
-    def _draw(self, runner, maps: Dict[str, AttentionMaps], numbers: Dict[str, List[int]], epochs: int) -> None:
-        from ..visualization import plot_attention_centers, plot_attention_probs
-        from ..visualization.style import image_of
-
-        figures = dict(
-            attention_centers=plot_attention_centers(maps, numbers=numbers),
-            attention_probs=plot_attention_probs(maps, numbers=numbers),
-        )
-        for name, figure in figures.items():
-            runner.visualizer.add_image(name, image_of(figure), step=epochs)
+            plots = dict(attention_centers=plot_attention_centers, attention_probs=plot_attention_probs)
+            for name, plot in plots.items():
+                runner.visualizer.add_image(name, image_of(plot(maps, numbers=numbers)), step=epochs)
 
     def _some_images(self, runner) -> Tensor:
         """Returns images of the validation set, evenly spread, as the model takes them, ``(B, C, H, W)``."""

@@ -11,12 +11,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers.processes import run
 from helpers.small import SMALL, small_timm
 from mmengine.logging import HistoryBuffer
 
 import attncnn_plugin.mm.safe_loading  # noqa: F401
 from attncnn_plugin.checkpoint_files import load_from_local
+from attncnn_plugin.loaded_model import TimmModel
 
 DAMAGED = 'is damaged or no checkpoint at all: give a whole file that torch.save has written'
 
@@ -182,7 +182,7 @@ def test_whole_files_that_cannot_be_loaded(tmp_path, checkpoint):
     'fault, reason',
     [('damaged', DAMAGED), ('malicious', 'was refused and nothing in it was run: it asks for posix.mkdir, but a ')],
 )
-def test_a_tool_for_models_of_timm(tmp_path, repository, fault, reason):
+def test_models_of_timm(tmp_path, fault, reason):
     """Older versions of timm run malicious files."""
     victim, path = tmp_path / 'victim', tmp_path / 'model.pth'
     weights = small_timm('sa_quadratic_cifar').state_dict()
@@ -192,11 +192,6 @@ def test_a_tool_for_models_of_timm(tmp_path, repository, fault, reason):
     else:
         content = saved(dict(state_dict=weights))
         path.write_bytes(flipped(content, content.index(matrix.numpy().tobytes()), bit=0))
-    sizes = [f'{name}={value}' for name, value in SMALL.items()]
-    tool, options = repository / 'tools/analysis_tools/analyze_heads.py', ('--size', '4', '4', '--checkpoint', path)
-    said = run(
-        *('python', tool, '--timm', 'sa_quadratic_cifar', *options, '--model-kwargs', *sizes),
-        folder=tmp_path,
-        expected=1,
-    )
-    assert said.startswith(f'{path} {reason}') and not victim.exists()
+    with pytest.raises(pickle.UnpicklingError, match=f'{path} {reason}'):
+        TimmModel('sa_quadratic_cifar', str(path), settings=SMALL)
+    assert not victim.exists()

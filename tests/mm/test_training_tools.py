@@ -239,31 +239,15 @@ def test_converter(kind, size, tolerance, whole_of, folder, modules):
     assert not (folder / 'no.pth').exists()
 
 
-class RunsAtLoading:
-    def __reduce__(self):
-        return print, ('run',)
-
-
-@pytest.mark.parametrize(
-    'content, message',
-    [
-        (None, r'.*/bad\.pth can not be found\.'),
-        (b'PK\x03\x04 cut', r'.*/bad\.pth is damaged or no checkpoint at all: give a whole file .*'),
-        (RunsAtLoading(), r'.*/bad\.pth was refused and nothing in it was run: it asks for .*print, but a .* alone'),
-        ([1], r'.*/bad\.pth holds a list, but a checkpoint is a dictionary of weights, .*'),
-        ({'state_dict': {}}, r'.*/bad\.pth does not fit the model of .*/CMHSA8\.py: .*backbone.*'),
-    ],
-    ids=['missing', 'damaged', 'malicious', 'list', 'other'],
-)
-def test_converter_refuses_a_file_in_one_sentence(content, message, folder, tmp_path):
-    path = tmp_path / 'bad.pth'
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    elif content is not None:
-        torch.save(content, path)
-    log = converter(folder / 'CMHSA8.py', path, tmp_path / 'no.pth', folder=folder, expected=1)
-    assert 'Traceback' not in log and re.fullmatch(message, log.strip().splitlines()[-1])
-    assert not (tmp_path / 'no.pth').exists()
+def test_converter_refuses_a_file_in_one_sentence(folder, tmp_path):
+    torch.save({'state_dict': {}}, tmp_path / 'bad.pth')
+    for path, message in (
+        (tmp_path / 'none.pth', r'.*/none\.pth can not be found\.'),
+        (tmp_path / 'bad.pth', r'.*/bad\.pth does not fit the model of .*/CMHSA8\.py: .*backbone.*'),
+    ):
+        log = converter(folder / 'CMHSA8.py', path, tmp_path / 'no.pth', folder=folder, expected=1)
+        assert 'Traceback' not in log and re.fullmatch(message, log.strip().splitlines()[-1])
+        assert not (tmp_path / 'no.pth').exists()
 
 
 def pruned(kind, start, options, folder, **kwargs):
@@ -310,10 +294,6 @@ def test_transformer_pruned_without_a_training(options, heads, kind, whole_of, f
     [
         ('SAGeneralized', ['--heads', '{0: [7]}'], 'heads=[7] must be different heads from 0 to 2'),
         ('SAGeneralized', ['--heads', '[0]'], "--heads '[0]' must be the heads of each block, for instance '{0: [1,"),
-        ('SAGeneralized', ['--heads', '{0: [0, 1, 2]}'], 'are all heads of the layer: keep one'),
-        ('SAGeneralized', ['--heads', '{7: [1]}'], 'heads of 7 are to be removed, but there are 0'),
-        ('SAGeneralized', ['--criterion', 'ugly'], "criterion 'ugly' is unknown"),
-        ('SAGeneralized', ['--criterion', 'importance'], 'nothing says how many heads go'),
         ('SAGeneralized', ['--criterion', 'entropy', '--keep', '3'], 'add it to --criterion'),
         ('VisionTransformer', ['--criterion', 'stripe'], "the criterion 'stripe' is for Gaussian heads"),
     ],

@@ -191,25 +191,6 @@ def test_heads_keep_their_numbers_when_others_are_pruned(pruned):
     assert loaded.head_numbers == dict(zip(LAYERS, ([0, 2], [0, 1, 2])))
 
 
-def test_a_resumed_run_goes_on_with_the_numbers(pruned, repository, tmp_path):
-    work_dir, whole = pruned
-    config = config_of(
-        repository,
-        tmp_path,
-        'sa_generalized_digits',
-        [PRUNED, HOOK],
-        epochs=3,
-        resume=True,
-        load_from=str(work_dir / 'epoch_2.pth'),
-    )
-    runner = train(with_stripes(config, [1]))
-    for head in (0, 2):
-        assert np.allclose(read_centers(tmp_path)[LAYERS[0]][head], read_centers(work_dir)[LAYERS[0]][head][2:])
-    assert 1 not in read_centers(tmp_path)[LAYERS[0]]
-    state = runner.model.state_dict()
-    assert all(torch.equal(value, state[key]) for key, value in whole.model.state_dict().items())
-
-
 def test_cmhsa_is_shown_from_its_transition_on(repository, tmp_path):
     config = config_of(repository, tmp_path, 'cmhsa3_digits', epochs=3)
     config.model.backbone.num_layers = 2
