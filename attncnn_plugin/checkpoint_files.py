@@ -67,9 +67,6 @@ def load_from_local(filename: str, map_location=None, *, mmap: bool = False) -> 
         map_location: As in :func:`torch.load`. Defaults to None.
         mmap (bool): Whether tensors stay in the file until they are used. Defaults to False.
 
-    Returns:
-        dict: The checkpoint.
-
     Raises:
         FileNotFoundError: There is no such file.
         pickle.UnpicklingError: It is damaged, of another kind, or asks for something that is not safe to load.
@@ -106,9 +103,6 @@ def load_from_package(filename: str, map_location='cpu') -> dict:
         filename (str): ``'attncnn://'`` and the network's name in timm.
         map_location (str | torch.device): Where the tensors go. Defaults to ``'cpu'``.
 
-    Returns:
-        dict: ``'state_dict'`` in single precision, and ``'meta'`` with the names of the classes.
-
     Raises:
         FileNotFoundError: The package has no weights of this network.
     """
@@ -128,10 +122,7 @@ def load_from_package(filename: str, map_location='cpu') -> dict:
 
 
 def _compare_checksums(path: str) -> bool:
-    """Compares every record of a zip file with its CRC-32.
-
-    Returns:
-        bool: Whether there are any; ``torch.serialization.set_crc32_options(False)`` writes zeros instead.
+    """Compares every record of a zip file with its CRC-32, and returns False if it has zeros instead.
 
     Raises:
         zipfile.BadZipFile: The file is damaged.

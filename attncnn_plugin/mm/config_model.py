@@ -93,16 +93,13 @@ class ConfigModel(LoadedModel):
         return self.test_set[int(which)]['inputs']
 
     def read(self, path: Union[str, Path]) -> Tensor:
-        """Returns an image from a file after the test pipeline, not normalized yet.
+        """Returns an image from a file after the test pipeline, not normalized yet, ``(C, H, W)``, uint8.
 
         An image whose size is not the model's after the pipeline, as with the pipelines of datasets of a single size,
         is scaled and cropped around its middle. A line on the standard error stream says so.
 
         Args:
             path (str | Path): An image file, or an ``.npy`` array of uint8, ``(H, W)`` or ``(H, W, 3)``, red first.
-
-        Returns:
-            Tensor: ``(C, H, W)``, uint8, in the order of channels that the data preprocessor expects.
 
         Raises:
             FileNotFoundError: No such file.

@@ -159,33 +159,16 @@ class FlipAndShift(ClsDataPreprocessor):
         self.shift = shift
 
     def forward(self, data: dict, training: bool = False) -> dict:
-        """Flips and shifts the images in training, then normalizes them.
-
-        Args:
-            data (dict): Of the data loader: ``'inputs'`` are images of (C, H, W), stacked or in a list.
-            training (bool): Whether to flip and shift. Defaults to False.
-
-        Returns:
-            dict: As the model takes it.
-        """
+        """Flips and shifts the images of a batch, stacked or in a list, in training; then normalizes them."""
         inputs = data['inputs']
         images = self.cast_data(inputs if isinstance(inputs, Tensor) else torch.stack(list(inputs)))
         if training:
-            images = flip_and_shift(images, self.flip, self.shift)
+            images = _flip_and_shift(images, self.flip, self.shift)
         return super().forward({**data, 'inputs': images}, training)
 
 
-def flip_and_shift(images: Tensor, flip: float, shift: int) -> Tensor:
-    """Flips and shifts each image of a batch.
-
-    Args:
-        images (Tensor): ``(B, C, H, W)``.
-        flip (float): Probability that an image is flipped horizontally.
-        shift (int): The most pixels by which it is shifted along each axis; zeros come in.
-
-    Returns:
-        Tensor: ``(B, C, H, W)``, with the channels last in memory, as convolutions on CPUs want them.
-    """
+def _flip_and_shift(images: Tensor, flip: float, shift: int) -> Tensor:
+    """Flips and shifts each image of ``(B, C, H, W)``; the channels are last in memory then, as CPUs want them."""
     number, _, height, width = images.shape
     first_row, first_column = torch.randint(2 * shift + 1, (2, number, 1))
     rows, columns = first_row + torch.arange(height), first_column + torch.arange(width)  # (B, H), (B, W)
