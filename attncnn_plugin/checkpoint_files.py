@@ -8,7 +8,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 import numpy as np
 import torch
@@ -52,11 +52,10 @@ def _statistics_method(owner: Any, name: str) -> Callable:
     raise pickle.UnpicklingError(f'the checkpoint asks for the attribute {name!r} of {owner!r}')
 
 
-CHECK_VARIABLE = 'ATTNCNN_CHECK_CHECKPOINTS'
 PACKAGE_SCHEME = 'attncnn://'
 
 
-def load_from_local(filename: str, map_location=None, *, mmap: bool = False, check: Optional[bool] = None) -> dict:
+def load_from_local(filename: str, map_location=None, *, mmap: bool = False) -> dict:
     """Loads a local checkpoint file; nothing in it is run.
 
     Importing :mod:`attncnn_plugin.mm.safe_loading` makes this function mmengine's loader of local files. Every file is
@@ -67,11 +66,6 @@ def load_from_local(filename: str, map_location=None, *, mmap: bool = False, che
         filename (str): The file; ``~`` is the home folder.
         map_location: As in :func:`torch.load`. Defaults to None.
         mmap (bool): Whether tensors stay in the file until they are used. Defaults to False.
-        check (bool, optional): Whether checksums are compared, which costs about what reading the file costs.
-            Defaults to None, means that the environment variable ``ATTNCNN_CHECK_CHECKPOINTS`` is not ``0``.
-
-    Returns:
-        dict: The checkpoint.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -81,14 +75,12 @@ def load_from_local(filename: str, map_location=None, *, mmap: bool = False, che
     path = os.path.expanduser(filename)
     if not os.path.isfile(path):
         raise FileNotFoundError(f'{filename} can not be found.')
-    if check is None:
-        check = os.environ.get(CHECK_VARIABLE, '1') != '0'
     with open(path, 'rb') as file:  # a file without permission is no damaged one
         is_zip = file.read(4) == b'PK\x03\x04'
     register_safe_globals()  # again: another library's ``torch.serialization.safe_globals`` may have removed them
     is_whole = False
     try:
-        is_whole = check and is_zip and _compare_checksums(path)
+        is_whole = is_zip and _compare_checksums(path)
         loaded = torch.load(path, map_location, weights_only=True, mmap=mmap and is_zip)
     except Exception as error:  # damage makes PyTorch raise anything
         raise pickle.UnpicklingError(f'{filename} {_reason(error, is_whole)}') from error
@@ -97,7 +89,7 @@ def load_from_local(filename: str, map_location=None, *, mmap: bool = False, che
             f'{filename} holds a {type(loaded).__name__}, but a checkpoint is a dictionary of weights, or '
             "one that has them as its 'state_dict'"
         )
-    if check and not is_whole:
+    if not is_whole:
         warnings.warn(f'{filename} has no checksums: damage to its weights is not noticed', stacklevel=2)
     return loaded
 
@@ -110,9 +102,6 @@ def load_from_package(filename: str, map_location='cpu') -> dict:
     Args:
         filename (str): ``'attncnn://'`` and the network's name in timm.
         map_location (str | torch.device): Where the tensors go. Defaults to ``'cpu'``.
-
-    Returns:
-        dict: ``'state_dict'`` in single precision, and ``'meta'`` with the names of the classes.
 
     Raises:
         FileNotFoundError: The package has no weights of this network.
@@ -133,10 +122,7 @@ def load_from_package(filename: str, map_location='cpu') -> dict:
 
 
 def _compare_checksums(path: str) -> bool:
-    """Compares every record of a zip file with its CRC-32.
-
-    Returns:
-        bool: Whether there are any; ``torch.serialization.set_crc32_options(False)`` writes zeros instead.
+    """Compares every record of a zip file with its CRC-32, and returns False if it has zeros instead.
 
     Raises:
         zipfile.BadZipFile: The file is damaged.

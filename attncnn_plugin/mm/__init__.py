@@ -3,9 +3,11 @@
 :mod:`~attncnn_plugin.mm.safe_loading` alone does more; it is not imported here.
 """
 
-from ..installation import MIM, require_mmpretrain
+from ..installation import MIM, import_problem
 
-require_mmpretrain()
+problem = import_problem()
+if problem is not None:
+    raise ImportError(problem)
 
 from mmengine.runner import CheckpointLoader  # noqa: E402
 from mmpretrain import ModelHub  # noqa: E402

@@ -46,7 +46,7 @@ Costs = Tuple[float, Dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class JudgedHeads:
-    """What is known about the heads of a model. All ranks have the same.
+    """The heads of a model as criteria judge them. All ranks have the same.
 
     Attributes:
         reports (dict[str, DegeneracyReport]): By the name of the layer, the heads that a criterion finds, and what they
@@ -82,7 +82,7 @@ class HeadPruner:
     """
 
     def __init__(self, forward: Run, loss: Run, criteria: Sequence, layers: str = '*') -> None:
-        of_importance = [_settings(criterion) for criterion in criteria if _type_of(criterion) == IMPORTANCE]
+        of_importance = [criterion for criterion in criteria if _is_of_importance(criterion)]
         if not criteria:
             raise ValueError(
                 f"criteria={shown(criteria)} must be a list of at least one criterion, such as ['uniform']"
@@ -90,8 +90,8 @@ class HeadPruner:
         if len(of_importance) > 1:
             raise ValueError(f'criteria={list(criteria)!r} have {IMPORTANCE!r} {len(of_importance)} times')
         self.forward, self.loss, self.pattern = forward, loss, layers
-        self.criteria = [criterion for criterion in criteria if _type_of(criterion) != IMPORTANCE]
-        self.of_importance: Optional[Dict[str, Any]] = of_importance[0] if of_importance else None
+        self.criteria = [criterion for criterion in criteria if not _is_of_importance(criterion)]
+        self.of_importance = _settings(of_importance[0]) if of_importance else None
         self.multiply_adds: Optional[float] = None
 
     def layers(self, model: nn.Module) -> Dict[str, Heads]:
@@ -101,39 +101,6 @@ class HeadPruner:
     def needs_images(self, model: nn.Module) -> bool:
         """Returns True if a layer depends on content, or the loss decides."""
         return self.of_importance is not None or any(map(_depends_on_content, self.layers(model).values()))
-
-    def check(self, model: nn.Module, batch: Any = None) -> None:
-        """Refuses criteria and layers that do not go together, whatever the weights are.
-
-        Args:
-            model (nn.Module): The model.
-            batch: As ``forward`` takes it, to count multiply-adds where they are a criterion. Defaults to None, means
-                that they are not counted.
-
-        Raises:
-            TypeError: A criterion that is not for a layer, or a layer that cannot be without a head.
-            ValueError: A criterion that is unknown, or so few or so many heads that they cannot be reached.
-        """
-        layers = {name: layer for name, layer in self.layers(model).items() if layer.num_heads > 0}
-        for name, layer in layers.items():
-            check_prunable(model, name, layer)
-            try:
-                layer.check_heads([0], allow_empty=True)
-                if self.criteria and _depends_on_content(layer):
-                    sample = ObservedAttention(layer.num_heads)
-                    sample.add(torch.full((1, layer.num_heads, 2, 2), 0.5))
-                    degenerate_heads_of_observed(sample, self.criteria)
-                elif self.criteria:
-                    find_degenerate_heads(layer, self.criteria, _smallest_size(layer))
-            except TypeError as error:
-                raise TypeError(f'{name}: {error}; layers={self.pattern!r} can leave it out') from error
-        if layers and self.of_importance and 'keep' in self.of_importance:
-            built = {name: torch.zeros(layer.built_heads) for name, layer in layers.items()}
-            least_important(built, keep=self.of_importance['keep'])
-        if layers and batch is not None and self.counts_multiply_adds:
-            with evaluating(model):
-                costs = self._costs(model, batch, layers)
-            self._least_important({name: torch.zeros(layer.num_heads) for name, layer in layers.items()}, costs)
 
     @property
     def counts_multiply_adds(self) -> bool:
@@ -150,10 +117,17 @@ class HeadPruner:
             batches (Iterable): As ``forward`` and ``loss`` take them. Defaults to none.
             size (tuple[int, ...], optional): Height and width of the grid in tokens, for attention by position alone.
                 Defaults to that of the batches.
+
+        Raises:
+            TypeError: A criterion that is not for a layer, or a layer that cannot be without a head.
+            ValueError: A criterion that is unknown, or so few or so many heads that they cannot be reached.
         """
         layers, batches, costs = self.layers(model), list(batches), None
         seen = {name: layer for name, layer in layers.items() if self.criteria and _depends_on_content(layer)}
         gradients: Dict[str, HeadGradients] = {}
+        if self.of_importance is not None and 'keep' in self.of_importance:  # of all heads, those that went before too
+            built = {name: torch.zeros(layer.built_heads) for name, layer in layers.items() if layer.num_heads > 0}
+            least_important(built, keep=self.of_importance['keep'])
         with evaluating(model):
             with head_means(list(layers.values())) as of_layers, observed_attention(seen) as observed, torch.no_grad():
                 for batch in batches:
@@ -170,7 +144,13 @@ class HeadPruner:
         _add_ranks(device, observed, 'entropy', 'from_uniform', 'distances', 'count')
         _add_ranks(device, gradients, 'total', 'count')
         sizes = {name: own.size or size for name, own in means.items()}
-        reports = {name: self._report(layer, observed.get(name), sizes[name]) for name, layer in layers.items()}
+        reports = {}
+        for name, layer in layers.items():
+            check_prunable(model, name, layer)
+            try:
+                reports[name] = self._report(layer, observed.get(name), sizes[name])
+            except TypeError as error:
+                raise TypeError(f'{name}: {error}; layers={self.pattern!r} can leave it out') from error
         if self.of_importance is not None:
             importance = {
                 name: own.mean(self.of_importance.get('normalize', True)).cpu() for name, own in gradients.items()
@@ -231,6 +211,8 @@ class HeadPruner:
     def _report(
         self, layer: Heads, observed: Optional[ObservedAttention], size: Optional[Tuple[int, ...]]
     ) -> DegeneracyReport:
+        if layer.num_heads > 0:
+            layer.check_heads([0], allow_empty=True)
         if not self.criteria or layer.num_heads == 0:
             return DegeneracyReport(layer.num_heads, ())
         if observed is not None:
@@ -271,8 +253,8 @@ class HeadPruner:
         return total / sum(images), {name: costs[name] / sum(images) for name in layers}
 
 
-def _type_of(criterion: Any) -> Any:
-    return criterion.get('type') if isinstance(criterion, dict) else criterion
+def _is_of_importance(criterion: Any) -> bool:
+    return (criterion.get('type') if isinstance(criterion, dict) else criterion) == IMPORTANCE
 
 
 def _settings(criterion: Any) -> Dict[str, Any]:
@@ -293,12 +275,6 @@ def _depends_on_content(layer: Heads) -> bool:
 
 def _least_uniform(layer: Heads, observed: Optional[ObservedAttention], size: Optional[Tuple[int, ...]]) -> int:
     return least_uniform_head(layer, size) if observed is None else int(observed.mean('entropy').argmin())
-
-
-def _smallest_size(layer: PrunableHeads) -> Sequence[int]:
-    """Returns a grid on which the criteria can be tried."""
-    window = [] if layer.window is None else zip(layer.window.kernel_size, layer.window.dilation)
-    return [max(2, (k - 1) * d + 1) for k, d in window] or (2, 2)
 
 
 def _is_distributed() -> bool:

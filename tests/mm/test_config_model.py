@@ -4,7 +4,6 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from mmcv.transforms import LoadImageFromFile
 from mmengine.config import Config
 from mmpretrain import get_model
 from PIL import Image
@@ -50,7 +49,7 @@ def load(folder, **options):
 def test_files_are_read_as_the_test_set_reads_them(folder):
     loaded = load(folder)
     assert not loaded.model.training and loaded.meta == dict(epoch=7)
-    assert (loaded.in_channels, loaded.img_size, loaded.grid) == (3, (16, 16), (8, 8))
+    assert (loaded.img_size, loaded.grid) == ((16, 16), (8, 8))
     images = [loaded.read(folder / f'data/class{i // 3}/{i}.png') for i in range(6)]
     assert all(torch.equal(image, loaded.test_set[i]['inputs']) for i, image in enumerate(images))
     assert all(torch.equal(image, images[2 * i]) for i, image in enumerate(loaded.test_images(3)))
@@ -75,12 +74,6 @@ def test_pictures_are_red_first(folder, repository, to_rgb):
     # Without to_rgb the model takes files as they are read, blue first.
     first = photo(0)[..., 0 if to_rgb else 2]
     assert np.allclose(loaded.inputs([image])[0, 0].numpy(), (first - 120.0) / 60, atol=1e-5)
-
-
-@pytest.mark.parametrize('loading', ['mmcv.LoadImageFromFile', LoadImageFromFile])
-def test_how_the_step_that_loads_files_is_written(folder, loading):
-    loaded = load(folder, **{'test_dataloader.dataset.pipeline': [dict(type=loading), dict(type='PackInputs')]})
-    assert np.array_equal(loaded.picture(loaded.read(folder / 'data/class0/0.png')), photo(0))
 
 
 def test_images_in_memory_are_red_first(folder, repository):

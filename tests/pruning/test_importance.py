@@ -144,7 +144,7 @@ def test_a_share_of_the_multiply_adds_is_of_an_image(multiply_adds):
         pruner = HeadPruner(
             lambda model, batch: model(batch[0]), loss_of, [dict(type='importance', multiply_adds=multiply_adds)]
         )
-        pruner.check(model, (torch.randn(counted, 3, SIZE, SIZE),))
+        pruner.judge(model, [(torch.randn(counted, 3, SIZE, SIZE), torch.arange(counted))])
         batch = torch.ones(2, 3, SIZE, SIZE), torch.tensor([0, 1])
         found.append(pruner.judge(model, [batch]).heads)
     assert found[0] and found[0] == found[1] == found[2]
@@ -166,7 +166,7 @@ def test_more_heads_than_there_are():
     model = small_vit('vit_tiny_patch16_224')
     pruner = HeadPruner(None, None, [dict(type='importance', keep=7)])
     with pytest.raises(ValueError, match='keep=7 must be at most 6, the number of heads'):
-        pruner.check(model)
+        pruner.judge(model)
 
 
 def test_number_of_heads():
