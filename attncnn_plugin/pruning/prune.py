@@ -214,6 +214,13 @@ def replace_parameters(
             }
 
 
+def split_heads(layer: Heads, outputs: Tensor) -> List[Tensor]:
+    """Returns the part of each head in the outputs of all, ``(…, D_h)``, as the linear map after them takes these."""
+    if isinstance(layer.output, GroupedLinear):  # (…, N_h, Q, C)
+        return list(outputs.unbind(-3))
+    return [outputs[..., layer.output_entries([head])] for head in range(layer.num_heads)]
+
+
 class HeadMeans:
     """Sums up the mean outputs P_h X W^V_h of the heads of a layer, over queries and images.
 
@@ -228,9 +235,9 @@ class HeadMeans:
     """
 
     def __init__(self, layer: Heads) -> None:
-        self.groups = layer.output.groups if isinstance(layer.output, GroupedLinear) else 1
         weight: Any = layer.output.weight
-        self.total = torch.zeros(weight.shape[1] * self.groups, dtype=torch.float64, device=weight.device)
+        width = weight.shape[1] * getattr(layer.output, 'groups', 1)
+        self.total = torch.zeros(width, dtype=torch.float64, device=weight.device)
         self.count = torch.zeros((), dtype=torch.float64, device=weight.device)
         self.size: Optional[Tuple[int, ...]] = None
 

@@ -111,48 +111,8 @@ class TokenPlaces:
         return patches[:, :, None] & patches[:, None]
 
 
-def vit_attention(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], Dict[str, Tensor]]:
-    """Returns the attention of patches to patches in every layer of a vision transformer.
-
-    Class, distillation and register tokens come before the patches: as many tokens as a layer has beyond the patches
-    of the image are left out at the front, as queries and as keys. So is the padding of windows. The probabilities that
-    a patch gives to patches are renormalized to 1.
-
-    Args:
-        model (nn.Module): A model of timm or mmpretrain, or one with such a backbone: ViT, DeiT, BEiT, EVA, DINOv3,
-            ConViT, Swin and others whose attention is of a class in
-            :data:`~attncnn_plugin.transformers.adapters.ADAPTERS`.
-        images (Tensor): ``(B, C, H, W)``, normalized as for the model.
-
-    Returns:
-        tuple[dict, dict]: By the name of the attention, the probabilities ``(B, N_h, patches, patches)``, 0 between
-        windows, and what patches give to the tokens left out, mean over patches, ``(B, N_h)``.
-
-    Raises:
-        ValueError: The attention is of another class: pooled keys, attention over channels, mixed heads.
-
-    Examples:
-        >>> import timm
-        >>> model = timm.create_model('vit_tiny_patch16_224', img_size=32, embed_dim=12, num_heads=3, depth=1)
-        >>> probs, prefix_mass = vit_attention(model, torch.rand(2, 3, 32, 32))
-        >>> probs['blocks.0.attn'].shape, prefix_mass['blocks.0.attn'].shape
-        (torch.Size([2, 3, 4, 4]), torch.Size([2, 3]))
-    """
-    found, prefix_mass = {}, {}
-
-    def keep(name: str, probs: Tensor, places: TokenPlaces) -> None:
-        own, prefix_mass[name] = places.of_patches(probs)
-        found[name] = places.on_grid(own)
-
-    visit_vit_attention(model, images, keep)
-    return found, prefix_mass
-
-
 def vit_layers(model: nn.Module) -> Dict[str, Any]:
     """Returns the attention in the blocks of a vision transformer by name, each with ``num_heads``.
-
-    Args:
-        model (nn.Module): See :func:`vit_attention`.
 
     Raises:
         ValueError: There is none, or some is of an unknown class.
@@ -170,13 +130,14 @@ def visit_vit_attention(model: nn.Module, images: Tensor, visit: Visit) -> None:
     """Calls ``visit(name, probs, places)`` for each attention in one pass of the images, in evaluation mode.
 
     Args:
-        model (nn.Module): See :func:`vit_attention`.
+        model (nn.Module): A model of timm or mmpretrain whose attention is of a class in
+            :data:`~attncnn_plugin.transformers.adapters.ADAPTERS`, or one with such a backbone.
         images (Tensor): ``(B, C, H, W)``, normalized as for the model.
         visit (Callable): Takes the name of an attention, its probabilities as the model computes them, float32, and the
             :class:`TokenPlaces` of their queries and keys.
 
     Raises:
-        ValueError: See :func:`vit_attention`.
+        ValueError: The attention is of another class, runs not once, or gives what is not finite.
     """
     _, network = find_transformer(model)
     grid = 0, 0

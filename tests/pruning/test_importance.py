@@ -188,14 +188,14 @@ def test_number_of_heads():
     for settings, message in (
         ({}, 'nothing says how many heads go'),
         (dict(keep=1, threshold=0.1), 'says how many heads go: give one of'),
-        (dict(keep=1), 'keep=1 heads of 5 cannot be reached'),
+        (dict(keep=1), 'keep=1 cannot be reached: without the 3 heads that may go, 2 of 5 heads are left'),
         (dict(keep=6), 'keep=6 must be at most 5'),
         (dict(threshold=float('nan')), 'threshold=nan must be'),
         (dict(keep=1.5), 'keep=1.5 must be a number of heads'),
         (dict(threshold=-1), 'threshold=-1 must be'),
         (dict(multiply_adds=0), 'multiply_adds=0 must be a share above 0'),
         (dict(multiply_adds=0.5), 'needs costs'),
-        (dict(multiply_adds=0.5, costs=costs), 'cannot be reached: without the 3 heads that may go, 0.750'),
+        (dict(multiply_adds=0.5, costs=costs), 'cannot be reached: without the 3 heads that may go, 75 of 100'),
     ):
         with pytest.raises(ValueError, match=message):
             least_important(importance, **settings)
