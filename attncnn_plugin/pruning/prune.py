@@ -85,7 +85,7 @@ def prune_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]
         Linear(in_features=192, out_features=192, bias=True)
         >>> fresh = timm.create_model('vit_tiny_patch16_224', depth=2)
         >>> import attncnn_plugin
-        >>> attncnn_plugin.follow_state_dict(fresh, model.state_dict())
+        >>> bool(attncnn_plugin.follow_state_dict(fresh, model.state_dict()))
         True
         >>> fresh.load_state_dict(model.state_dict())
         <All keys matched successfully>
@@ -116,12 +116,7 @@ def _parameters_of(module: nn.Module) -> int:
 
 
 def layer_name(model: nn.Module, layers: Mapping[str, Heads], key: Union[str, int]) -> str:
-    """Returns the name of a layer, where its name or the number of its block is given.
-
-    Raises:
-        TypeError: A module of that name is attention of an unknown class.
-        ValueError: There is none, or several.
-    """
+    """Returns the name of a layer, where its name or the number of its block is given."""
     pattern = re.compile(rf'(?:^|\.)(?:blocks|layers)\.{key}\.')
     found = [name for name in layers if name == key or isinstance(key, int) and pattern.search(name)]
     named: Any = dict(model.named_modules()).get(str(key))
@@ -136,11 +131,7 @@ def layer_name(model: nn.Module, layers: Mapping[str, Heads], key: Union[str, in
 
 
 def check_prunable(model: nn.Module, name: str, layer: Heads) -> None:
-    """Refuses attention with a bias or an encoding that all layers share.
-
-    Raises:
-        ValueError: It has one.
-    """
+    """Refuses attention with a bias or an encoding that all layers share, by a ValueError."""
     if isinstance(layer, PrunableHeads):
         return
     parts = name.split('.')
@@ -224,9 +215,6 @@ def split_heads(layer: Heads, outputs: Tensor) -> List[Tensor]:
 class HeadMeans:
     """Sums up the mean outputs P_h X W^V_h of the heads of a layer, over queries and images.
 
-    Args:
-        layer (PrunableHeads | TransformerHeads): The attention layer.
-
     Attributes:
         total (Tensor): Their sum over all queries, head after head, ``(Σ D_h,)`` in float64.
         count (Tensor): The number of queries, a scalar in float64.
@@ -261,14 +249,7 @@ class HeadMeans:
 
 @contextmanager
 def head_means(layers: Sequence[Heads]) -> Iterator[List[HeadMeans]]:
-    """Collects the mean outputs of the layers' heads while the model runs.
-
-    Args:
-        layers (Sequence[PrunableHeads | TransformerHeads]): Attention layers, see
-            :func:`~attncnn_plugin.pruning.prunable_heads`.
-
-    Yields:
-        list[HeadMeans]: The mean outputs of each layer.
+    """Collects the mean outputs of the heads of some :func:`prunable_heads` while the model runs; yields one for each.
 
     Examples:
         >>> from attncnn_plugin.attention import QuadraticAttention
@@ -296,11 +277,7 @@ def fold_into_bias(layer: Heads, heads: Sequence[int], mean: Tensor) -> None:
     """Adds what heads contribute on average, Σ_h V_h m_h, to the bias of their layer (C20, appendix E).
 
     A head with the same output at every query, as one of uniform attention has, can then be removed without a change.
-
-    Args:
-        layer (PrunableHeads | TransformerHeads): The attention layer.
-        heads (Sequence[int]): The heads.
-        mean (Tensor): The mean outputs of all heads, ``(Σ D_h,)``.
+    ``mean`` are the mean outputs of all heads, ``(Σ D_h,)``.
 
     Raises:
         ValueError: The layer has no bias; the mean is not finite, as that of no images.
@@ -345,11 +322,6 @@ def takes_duplicates(layer: Heads) -> bool:
 @torch.no_grad()
 def merge_duplicate(layer: Heads, head: int, kept: int) -> None:
     """Adds a head's slice of the value matrix to that of a head with the same map, P V + P V' = P (V + V').
-
-    Args:
-        layer (PrunableHeads | TransformerHeads): The attention layer.
-        head (int): The head that is to go.
-        kept (int): The head that stays.
 
     Raises:
         ValueError: Its heads have fewer channels D_h than a token: the sum of two such matrices V needs 2·D_h.

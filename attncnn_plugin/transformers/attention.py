@@ -23,15 +23,15 @@ Visit = Callable[[str, Tensor, 'TokenPlaces'], None]
 
 @dataclass(frozen=True, eq=False)
 class TokenPlaces:
-    """Where the tokens of an attention lie.
+    """The places of the tokens of an attention in the grid of patches.
 
     Attributes:
         grid (tuple[int, int]): Height H and width W of the grid of patches.
         prefix (int): Number of tokens beside the patches, which come before them: class tokens, registers.
         windows (Tensor | None): The numbers of the patches in each window, ``(windows, M)``, row-major, H·W for
             padding. None where all tokens attend to all.
-        masked (Tensor | None): Whether a query does not see a key of its window, ``(windows, M, M)``, bool, as of
-            shifted windows. None where it sees all.
+        masked (Tensor | None): True where a query does not see a key of its window, ``(windows, M, M)``, as of shifted
+            windows. None where it sees all.
     """
 
     grid: Tuple[int, int]
@@ -65,14 +65,7 @@ class TokenPlaces:
         return kept / total.clamp(min=torch.finfo(kept.dtype).tiny), left_out
 
     def on_grid(self, own: Tensor) -> Tensor:
-        """Returns the probabilities of :meth:`of_patches` between all patches.
-
-        Args:
-            own (Tensor): ``(…, H·W, H·W)``, of windows ``(…, windows, M, M)``.
-
-        Returns:
-            Tensor: ``(…, H·W, H·W)``, 0 between windows.
-        """
+        """Returns the probabilities of :meth:`of_patches` between all patches, ``(…, H·W, H·W)``, 0 between windows."""
         if self.windows is None:
             return own
         windows, among = self.windows.to(own.device), self._of_patches.to(own.device)
@@ -83,13 +76,9 @@ class TokenPlaces:
         return whole
 
     def entropies(self, own: Tensor) -> Tuple[Tensor, float]:
-        """Computes the entropy of each head, and that of attention to all patches alike that a query sees.
+        """Computes the entropy of each head, ``(B, N_h)``, and the largest that it can be, in nats, means over patches.
 
-        Args:
-            own (Tensor): Probabilities, ``(B, N_h, H·W, H·W)``, of windows ``(B, N_h, windows, M, M)``.
-
-        Returns:
-            tuple[Tensor, float]: ``(B, N_h)`` and the largest that it can be, in nats, means over patches.
+        ``own`` are the probabilities of :meth:`of_patches`.
 
         Examples:
             >>> places = TokenPlaces((1, 4), windows=torch.tensor([[0, 1], [2, 3]]))
@@ -112,16 +101,7 @@ class TokenPlaces:
 
 
 def vit_layers(model: nn.Module) -> Dict[str, Any]:
-    """Returns the attention in the blocks of a vision transformer by name, each with ``num_heads``.
-
-    Raises:
-        ValueError: There is none, or some is of an unknown class.
-
-    Examples:
-        >>> import timm
-        >>> list(vit_layers(timm.create_model('vit_tiny_patch16_224', depth=1)))
-        ['blocks.0.attn']
-    """
+    """Returns the attention in the blocks of a vision transformer by name, see :func:`find_attention`."""
     return {attention.name: attention.module for attention in find_attention(model)}
 
 
@@ -186,10 +166,7 @@ def visit_vit_attention(model: nn.Module, images: Tensor, visit: Visit) -> None:
 def visited_attention(module: nn.Module, visit: Callable[[Tensor, Optional[Tensor]], None]) -> Iterator[None]:
     """Calls ``visit(probs, masked)`` inside, whenever an attention module of another library has run.
 
-    Args:
-        module (nn.Module): The attention.
-        visit (Callable): Takes its probabilities, ``(B, N_h, N, N)``, of windows ``(B·windows, N_h, M, M)``, and
-            whether a query does not see a key of its window, ``(windows, M, M)``, bool; None where it sees all.
+    ``probs`` are ``(B, N_h, N, N)``, of windows ``(B·windows, N_h, M, M)``; ``masked`` is as in :class:`TokenPlaces`.
 
     Raises:
         TypeError: Its class is unknown.
@@ -212,11 +189,7 @@ def places_in_windows(
 ) -> TokenPlaces:
     """Returns the places of the tokens of windows, as they are cut from a grid that is shifted and padded.
 
-    Args:
-        grid (tuple[int, int]): Its height and width.
-        window (tuple[int, int]): Those of a window.
-        shift (tuple[int, int]): By how much the grid is rolled up and left.
-        pads_first (bool): Whether it is padded at the bottom and on the right before it is rolled.
+    The grid is rolled up and left by ``shift``, and padded at the bottom and on the right, before if ``pads_first``.
 
     Examples:
         >>> places_in_windows((1, 3), (1, 2), (0, 1), pads_first=False).windows  # 3 is padding

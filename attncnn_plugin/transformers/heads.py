@@ -1,4 +1,4 @@
-"""The heads of attention of other libraries: which entries of which parameter are theirs, and the module without some.
+"""The heads of attention of other libraries: their entries in the parameters, and the module without some.
 
 A state dict carries the number of heads in its shapes, as that of
 :class:`~attncnn_plugin.attention.heads.PrunableHeads` does; :func:`attncnn_plugin.follow_state_dict` takes it.
@@ -45,11 +45,11 @@ class TransformerHeads(Attention):
         self.layout = {name: place for name, place in layout.items() if isinstance(self.part(name), Tensor)}
 
     def output_entries(self, heads: Sequence[int]) -> Tensor:
-        """The columns of the weight of :attr:`output` that take the outputs of some heads, ``(n,)``."""
+        """Returns the columns of the weight of :attr:`output` that take the outputs of some heads, ``(n,)``."""
         return self.head_entries(heads)[f'{self.adapter.output}.weight'][1]
 
     def head_entries(self, heads: Sequence[int]) -> Dict[str, Tuple[int, Tensor]]:
-        """Of every parameter, and buffer, with entries for single heads: the dimension, and those of these heads."""
+        """Returns the dimension of heads, and the entries of these, of every parameter, and buffer, that has some."""
         found = {}
         for name, (dim, maps, width) in self.layout.items():
             index = torch.arange(maps * self.num_heads * width, device=self.part(name).device)
@@ -104,11 +104,11 @@ class TransformerHeads(Attention):
 
     @property
     def _buffers(self) -> List[str]:
-        """The biases beside the maps that are no parameters."""
+        """Returns the biases beside the maps that are no parameters."""
         return [name for name in self.layout if not isinstance(self.part(name), nn.Parameter)]
 
     def structure_in(self, state_dict: Mapping[str, Tensor], prefix: str) -> Optional[int]:
-        """The number of heads in a state dict; None where that does not explain the entries, or there are none."""
+        """Returns the number of heads in a state dict; None where none explains the entries, or there are none."""
         counts = set()
         for name, (dim, maps, width) in self.layout.items():
             loaded, own = state_dict.get(prefix + name), self.part(name)
@@ -169,13 +169,7 @@ def transformer_heads(module: nn.Module) -> Optional[TransformerHeads]:
 
 
 def forward_of_heads(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Computes the output of attention with as many heads as it has, ``(B, N, D)`` from ``(B, N, D)``.
-
-    Args:
-        module (nn.Module): Attention of another library that has lost heads.
-        x (Tensor): Tokens.
-        *args: What else it is called with.
-        **kwargs: That which is named.
+    """Computes the output of attention that has lost heads, ``(B, N, D)``, of tokens ``(B, N, D)``.
 
     Raises:
         ValueError: Something that is added to the scores is for another number of heads.
@@ -206,13 +200,7 @@ def forward_of_heads(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tenso
 def follow_heads(module: nn.Module, state_dict: Mapping[str, Tensor], prefix: str) -> bool:
     """Gives attention of another library as many heads as a state dict has for it.
 
-    Args:
-        module (nn.Module): Any module.
-        state_dict (Mapping[str, Tensor]): With the names of a model.
-        prefix (str): Name of the module with a dot, or empty.
-
-    Returns:
-        bool: Whether it had another number.
+    ``prefix`` is the module's name with a dot, or empty. Returns True if it had another number.
 
     Raises:
         StructureError: The module cannot have as few heads.
