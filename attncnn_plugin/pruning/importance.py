@@ -5,13 +5,14 @@ the images of |∂L(x)/∂ξ_h| (eq. 2), the loss of an image without the head, 
 important heads go is said by a threshold, by a number to keep, or by a share of the multiply-adds.
 """
 
-from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from contextlib import ExitStack
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
 
 from ..attention.evaluation_mode import evaluating
 from ..attention.window import shown
@@ -90,7 +91,7 @@ def add_gradients(gradients: Dict[str, HeadGradients], model: nn.Module, batch: 
     with ExitStack() as stack, counting(model, images):
         for own in gradients.values():
             own.heads = []
-            stack.callback(own.layer.output.register_forward_pre_hook(own.see).remove)
+            stack.enter_context(own.layer.output.register_forward_pre_hook(own.see))
         value = loss(model, batch)
         # Checkpointing computes blocks again here, with outputs that the loss does not depend on.
         heads = {name: list(own.heads) for name, own in gradients.items()}
@@ -146,19 +147,14 @@ def head_importance(model: nn.Module, batches: Iterable[Any], loss: Loss, normal
     return {name: own.mean(normalize) for name, own in gradients.items()}
 
 
-@contextmanager
-def counting(model: nn.Module, images: List[int]) -> Iterator[None]:
-    """Appends the number of images of each call of the model."""
+def counting(model: nn.Module, images: List[int]) -> RemovableHandle:
+    """Appends the number of images of each call of the model, until the handle is left as a context."""
 
     def count(module: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
         batch = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         images.extend([] if batch is None else [len(batch)])
 
-    handle = model.register_forward_pre_hook(count, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return model.register_forward_pre_hook(count, with_kwargs=True)
 
 
 @torch.no_grad()
@@ -192,19 +188,17 @@ def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str,
     with ExitStack() as stack:
         for name in layers:
             module = model.get_submodule(name)
-            stack.callback(module.register_forward_pre_hook(lambda *_, name=name: count(name, -1)).remove)
-            stack.callback(module.register_forward_hook(lambda *_, name=name: count(name, 1)).remove)
+            stack.enter_context(module.register_forward_pre_hook(lambda *_, name=name: count(name, -1)))
+            stack.enter_context(module.register_forward_hook(lambda *_, name=name: count(name, 1)))
         # Fused kernels on the CPU are not counted by every version of PyTorch; the plain products are.
         with counter, sdpa_kernel(SDPBackend.MATH):
             run()
     costs = {}
     for name, layer in layers.items():
-        parameters = dict(model.get_submodule(name).named_parameters())
-        weights = torch.zeros(layer.num_heads, dtype=torch.float64)
+        module, weights = model.get_submodule(name), torch.zeros(layer.num_heads, dtype=torch.float64)
         for head in range(layer.num_heads):
             for part, (dim, index) in layer.head_entries([head]).items():
-                if part in parameters:  # not a buffer
-                    weights[head] += len(index) * parameters[part].select(dim, 0).numel()
+                weights[head] += len(index) * module.get_parameter(part).select(dim, 0).numel()
         costs[name] = flops[name] / 2 * weights / weights.sum()
     return counter.get_total_flops() // 2, costs
 

@@ -6,7 +6,7 @@ bias takes what a head adds on average (C20, appendix E).
 
 import copy
 import re
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
@@ -229,17 +229,19 @@ class HeadMeans:
         self.count = torch.zeros((), dtype=torch.float64, device=weight.device)
         self.size: Optional[Tuple[int, ...]] = None
 
-    def add(self, output: nn.Module, heads: Tensor) -> None:
-        """Adds the outputs of all heads as the linear map takes them, ``(…, Σ D_h)``."""
+    def add(self, output: nn.Module, args: Tuple[Tensor]) -> None:
+        """Adds the outputs of all heads that the linear map gets."""
+        (heads,) = args
         if isinstance(output, GroupedLinear):  # (…, N_h, Q, C)
             heads = heads.transpose(-3, -2).flatten(-2)
         heads = heads.detach().flatten(0, -2)
         self.total += heads.double().sum(0)
         self.count += len(heads)
 
-    def see(self, layer: nn.Module, x: Tensor) -> None:
+    def see(self, layer: nn.Module, args: Tuple[Tensor, ...]) -> None:
         """Keeps the size of the layer's input, tokens ``(B, H, W, D)`` or an image ``(B, C, H, W)``."""
-        self.size = tuple(x.shape[2:] if isinstance(layer, ImageAttention) else x.shape[1:3])
+        shape = args[0].shape
+        self.size = tuple(shape[2:] if isinstance(layer, ImageAttention) else shape[1:3])
 
     @property
     def mean(self) -> Tensor:
@@ -260,16 +262,12 @@ def head_means(layers: Sequence[Heads]) -> Iterator[List[HeadMeans]]:
         (torch.Size([24]), (5, 6))
     """
     means = [HeadMeans(layer) for layer in layers]
-    handles = []
-    for layer, own in zip(layers, means):
-        handles.append(layer.output.register_forward_pre_hook(lambda output, inputs, own=own: own.add(output, *inputs)))
-        if isinstance(layer, PrunableHeads):
-            handles.append(layer.register_forward_pre_hook(lambda layer, inputs, own=own: own.see(layer, inputs[0])))
-    try:
+    with ExitStack() as stack:
+        for layer, own in zip(layers, means):
+            stack.enter_context(layer.output.register_forward_pre_hook(own.add))
+            if isinstance(layer, PrunableHeads):
+                stack.enter_context(layer.register_forward_pre_hook(own.see))
         yield means
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.no_grad()

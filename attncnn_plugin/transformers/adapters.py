@@ -366,10 +366,7 @@ def find_attention(model: nn.Module) -> List[Attention]:
         ValueError: There is none, or some is of a class that is not in ``ADAPTERS``.
     """
     prefix, network = find_transformer(model)
-    modules: Dict[str, nn.Module] = {}
-    for name in BLOCKS:
-        blocks = getattr(network, name, None)
-        modules.update(blocks.named_modules(prefix=name) if isinstance(blocks, nn.Module) else ())
+    modules = {name: module for name, module in network.named_modules() if name.partition('.')[0] in BLOCKS}
     known = [name for name, module in modules.items() if adapter_of(module) is not None]
     for name, module in modules.items():
         apart = not any(f'{name}.'.startswith(f'{own}.') or own.startswith(f'{name}.') for own in known)

@@ -5,14 +5,15 @@ Hooks see what each module is called with; its probabilities are computed from t
 """
 
 import math
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..attention.evaluation_mode import evaluating
 from .adapters import Attention, by_name, find_attention
@@ -149,11 +150,11 @@ def visit_vit_attention(model: nn.Module, images: Tensor, visit: Visit) -> None:
 
     layers = find_attention(model)
     with evaluating(network), ExitStack() as stack:
-        stack.callback(network.patch_embed.register_forward_hook(see_patches).remove)
+        stack.enter_context(network.patch_embed.register_forward_hook(see_patches))
         for attention in layers:
             stack.enter_context(visited_attention(attention.module, partial(visit_probs, attention.name)))
             if attention.adapter.windows is not None:
-                stack.callback(attention.block.register_forward_pre_hook(partial(cut, attention)).remove)
+                stack.enter_context(attention.block.register_forward_pre_hook(partial(cut, attention)))
         network(images)
     wrong = [attention.name for attention in layers if seen.count(attention.name) != 1]
     if wrong:
@@ -162,9 +163,8 @@ def visit_vit_attention(model: nn.Module, images: Tensor, visit: Visit) -> None:
         )
 
 
-@contextmanager
-def visited_attention(module: nn.Module, visit: Callable[[Tensor, Optional[Tensor]], None]) -> Iterator[None]:
-    """Calls ``visit(probs, masked)`` inside, whenever an attention module of another library has run.
+def visited_attention(module: nn.Module, visit: Callable[[Tensor, Optional[Tensor]], None]) -> RemovableHandle:
+    """Calls ``visit(probs, masked)`` whenever attention of another library has run, until the handle is left.
 
     ``probs`` are ``(B, N_h, N, N)``, of windows ``(B·windows, N_h, M, M)``; ``masked`` is as in :class:`TokenPlaces`.
 
@@ -177,11 +177,7 @@ def visited_attention(module: nn.Module, visit: Callable[[Tensor, Optional[Tenso
         mask = by_name(module, args[1:], kwargs).get('mask')
         visit(attention.probs(args, kwargs), None if mask is None else mask < 0)
 
-    handle = module.register_forward_hook(see, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return module.register_forward_hook(see, with_kwargs=True)
 
 
 def places_in_windows(

@@ -172,11 +172,10 @@ class PositionChannels:
 
         with ExitStack() as stack:
             for attention in self.attentions:
-                hook = attention.module.register_forward_pre_hook(partial(set_attention, attention))
-                stack.callback(hook.remove)
+                stack.enter_context(attention.module.register_forward_pre_hook(partial(set_attention, attention)))
                 for module in mlp_maps(attention)[:-1]:
                     if module.in_features == attention.width:
-                        stack.callback(module.register_forward_pre_hook(set_map).remove)
+                        stack.enter_context(module.register_forward_pre_hook(set_map))
             self.network(images)
 
     def _keep_content(self, weight: Tensor, tokens: Tensor) -> None:

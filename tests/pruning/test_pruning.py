@@ -184,6 +184,8 @@ def test_mean_outputs_of_heads():
     layer(images[0])  # no longer counted
     heads = torch.einsum('hqk,bkc->bqhc', layer.attention_probs((5, 4)), torch.cat(images).flatten(1, 2))
     assert torch.allclose(means.mean, heads.mean((0, 1)).flatten()) and means.size == (5, 4)
+    with head_means([layer]) as (means,), pytest.raises(ValueError, match='mean output of the heads is not finite'):
+        fold_into_bias(layer, [1], means.mean)
     with pytest.raises(ValueError, match='has no bias'):
         fold_into_bias(with_outputs(QuadraticAttention(4, 3), 4, bias=False), [1], means.mean)
 
