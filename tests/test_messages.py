@@ -33,7 +33,6 @@ def vit():
         lambda x: attention.RelativeTables(8, max_size=x),
         lambda x: pruning.criteria.degenerate_heads_of_maps(MAPS, criteria=x),
         lambda x: pruning.least_important({'a': torch.rand(3)}, keep=x),
-        lambda x: pruning.reset_heads(model().blocks[0].attn, heads=x),
     ],
 )
 def test_no_numbers_of_a_tensor(call):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import AttentionLayer, GaussianHeads
-from ..pruning.criteria import THRESHOLDS, DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
+from ..pruning.criteria import BY_POSITION, DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
 from .layer_kind import EXACT, LayerKind, error_text, kind_of_layer, size_text
 from .layer_maps import (
     AttentionMaps,
@@ -39,7 +39,7 @@ from .shift_statistics import (
 SCHEMA_VERSION = 1
 TOLERANCE = 1e-6
 HARD = 0.9  # share of its nearest shift from which a head is hard
-UNIFORM = THRESHOLDS['entropy']  # relative entropy above which a head is uniform
+UNIFORM = BY_POSITION['entropy'].threshold  # relative entropy above which a head is uniform
 ZOOM = 3  # shares of the shifts −3 … 3, as C20's Figure 5
 COLUMNS = ['head', 'centre', 'std', 'entropy', '3x3', '5x5', 'nearest shift', 'share', 'kind']
 MODEL_COLUMNS = ['layer', 'attention', 'heads', 'hard', 'soft', 'uniform', 'degenerate', '3x3', '5x5']

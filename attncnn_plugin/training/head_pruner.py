@@ -25,7 +25,8 @@ from ..pruning.criteria import (
     DegenerateHead,
     ObservedAttention,
     degenerate_heads_of_observed,
-    least_uniform_head,
+    exact_maps,
+    relative_entropy_of_maps,
 )
 from ..pruning.importance import HeadGradients, add_gradients, check_amount, counting
 from ..pruning.prune import (
@@ -230,7 +231,7 @@ class HeadPruner:
         for name, heads in self._least_important(importance, costs).items():
             known = reports[name]
             new = [
-                DegenerateHead(head, IMPORTANCE, float(importance[name][head]))
+                DegenerateHead(head, IMPORTANCE, value := float(importance[name][head]), f'importance {value:.3g}')
                 for head in heads
                 if head not in known.heads
             ]
@@ -274,7 +275,8 @@ def _depends_on_content(layer: Heads) -> bool:
 
 
 def _least_uniform(layer: Heads, observed: Optional[ObservedAttention], size: Optional[Tuple[int, ...]]) -> int:
-    return least_uniform_head(layer, size) if observed is None else int(observed.mean('entropy').argmin())
+    entropy = relative_entropy_of_maps(exact_maps(layer, size)) if observed is None else observed.mean('entropy')
+    return int(entropy.argmin())
 
 
 def _is_distributed() -> bool:
