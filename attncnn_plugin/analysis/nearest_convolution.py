@@ -1,11 +1,11 @@
-"""How near a layer is to a convolution, and which shifts its heads can express (Cordonnier et al. 2020, Lemma 3).
+"""What convolution a layer is, or is near to, and which shifts its heads can express (Cordonnier et al. 2020, Lemma 3).
 
 A layer of position-only attention is the linear map Σ_h P_h ⊗ V_h, of each head's probabilities and of its matrix from
 input to output. A convolution is Σ_δ S_δ ⊗ W_δ, of shifts (S_δ x)_q = x_{q+δ} and of the kernel's slices.
 """
 
-from dataclasses import dataclass
-from typing import Iterator, Optional, Sequence, Tuple
+from dataclasses import dataclass, replace
+from typing import Iterator, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from ..convert.shift_operators import fit_shifts, interior_queries, targets
 from .shift_statistics import Shift, ShiftMaps, same_window
 
 KERNEL_SIZES = (3, 5)
+EXACT = 1e-6  # relative error below which a convolution is the layer, and is written as 0
 LEAST_TOLERANCE = 1e-7  # what rounding leaves of a residual of 0 is a tenth of it
 
 
@@ -185,3 +186,146 @@ def expressible_kernels(maps: ShiftMaps, tolerance: float) -> Iterator[Expressib
             residual=tuple(found.residual.tolist()),
             tolerance=tolerance,
         )
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """The kind of a layer by what its heads form together; as a string, in words.
+
+    Attributes:
+        kind (str): One of
+
+            - ``'convolution'``: all heads are hard, on the shifts of a rectangular window, or one of the best
+              convolutions leaves a relative error below 1e-6 on a grid with a query whose whole window is inside.
+            - ``'dilated'``: the same, but there are holes between the shifts, all of the same size.
+            - ``'sparse'``: all heads are hard, on some shifts of a window only.
+            - ``'mixture'``: anything else.
+            - ``'empty'``: there are no heads.
+        hard, soft, uniform (int): Number of heads of each kind, see :class:`.report.HeadStatistics`.
+        num_shifts (int | None): Number of different shifts of the hard heads; None where they are not named.
+        kernel_size, dilation, offset (tuple[int, int] | None): The window, see :func:`lattice_of`; None for a mixture.
+        stride (tuple[int, int]): Of the queries.
+        error (float | None): Relative error of the best convolution with these shifts, see
+            :class:`.nearest_convolution.BestConvolution`; None for a mixture.
+    """
+
+    kind: str
+    hard: int
+    soft: int
+    uniform: int
+    num_shifts: Optional[int] = None
+    kernel_size: Optional[Shift] = None
+    dilation: Optional[Shift] = None
+    offset: Optional[Shift] = None
+    stride: Shift = (1, 1)
+    error: Optional[float] = None
+
+    def __str__(self) -> str:
+        if self.kind == 'empty':
+            return 'no heads: the layer is its bias'
+        if self.kernel_size is None or self.dilation is None or self.error is None:
+            counts = [(self.hard, 'hard'), (self.soft, 'soft'), (self.uniform, 'uniform')]
+            return f'mixture, {", ".join(f"{n} {name}" for n, name in counts if n)}'
+        error = f'error {error_text(self.error)}'
+        if self.kind == 'sparse':
+            words = [f'sparse convolution, {self.num_shifts} shifts of {size_text(self.kernel_size)}', error]
+        else:
+            words = [f'one convolution, {size_text(self.kernel_size)}', error]
+        if max(self.dilation) > 1:
+            steps = {step for step, n in zip(self.dilation, self.kernel_size) if n > 1}
+            words.append(f'dilated by {steps.pop() if len(steps) == 1 else size_text(self.dilation)}')
+        if max(self.stride) > 1:
+            words.append(f'stride {self.stride[0] if len(set(self.stride)) == 1 else size_text(self.stride)}')
+        if self.offset != (0, 0):
+            words.append(f'centred at {self.offset}')
+        if self.soft + self.uniform:
+            words.append(f'by {self.hard} hard, {self.soft} soft and {self.uniform} uniform heads')
+        return ', '.join(words)
+
+
+def kind_of_layer(
+    maps: ShiftMaps,
+    kinds: Sequence[str],
+    nearest: Sequence[Shift],
+    errors: ConvolutionErrors,
+    convolutions: Sequence[BestConvolution],
+) -> LayerKind:
+    """Returns the kind of a layer by the kinds and the nearest shifts of its heads, and by its nearest convolutions."""
+    window = maps.window or same_window((1, 1))
+    hard, soft, uniform = (kinds.count(kind) for kind in ('hard', 'soft', 'uniform'))
+    mixture = LayerKind('mixture', hard, soft, uniform, stride=(window.stride[0], window.stride[1]))
+    exact = next((entry for entry in convolutions if entry.error < EXACT and entry.interior_error is not None), None)
+    error = errors.of_shifts(nearest) if hard == len(kinds) else None
+    # The small rest of the heads of an ImageAttention lies in its window: it is a part of the kernel.
+    if error is not None and (error < EXACT or exact is None or maps.window is None):
+        lattice, num_shifts = lattice_of(nearest), len(set(nearest))
+    elif exact is not None:
+        rows, columns = (step if n > 1 else 1 for step, n in zip(window.dilation, exact.kernel_size))
+        lattice, num_shifts, error = Lattice(exact.kernel_size, (rows, columns), (0, 0), True), None, exact.error
+    else:
+        return mixture
+    return replace(
+        mixture,
+        kind='sparse' if not lattice.full else 'dilated' if max(lattice.dilation) > 1 else 'convolution',
+        num_shifts=num_shifts,
+        kernel_size=lattice.kernel_size,
+        dilation=lattice.dilation,
+        offset=lattice.offset,
+        error=error,
+    )
+
+
+class Lattice(NamedTuple):
+    """The window that holds some shifts: first + i·dilation, i from 0 to kernel_size − 1, along rows and columns.
+
+    Attributes:
+        kernel_size, dilation (tuple[int, int]): Of (rows, columns); the dilation of an axis with one entry is 1.
+        offset (tuple[int, int]): Shift of the window's place from that of ``nn.Conv2d`` with ``padding='same'``.
+        full (bool): Whether each shift of the window is one of them.
+    """
+
+    kernel_size: Shift
+    dilation: Shift
+    offset: Shift
+    full: bool
+
+
+def lattice_of(shifts: Sequence[Shift]) -> Lattice:
+    """Returns the least lattice that holds some shifts: a full one, or their bounding box with dilation 1.
+
+    Examples:
+        >>> lattice_of([(0, -2), (0, 0), (0, 2)])
+        Lattice(kernel_size=(1, 3), dilation=(1, 2), offset=(0, 0), full=True)
+        >>> lattice_of([(0, 0), (1, 1)]).full
+        False
+    """
+    axes = [sorted(set(axis)) for axis in zip(*shifts)]
+    steps = [values[1] - values[0] if len(values) > 1 else 1 for values in axes]
+    full = len(set(shifts)) == len(axes[0]) * len(axes[1]) and all(
+        values == list(range(values[0], values[-1] + 1, step)) for values, step in zip(axes, steps)
+    )
+    if not full:
+        steps = [1, 1]
+    sizes = [(values[-1] - values[0]) // step + 1 for values, step in zip(axes, steps)]
+    offsets = [values[0] + step * (n - 1) // 2 for values, step, n in zip(axes, steps, sizes)]
+    return Lattice((sizes[0], sizes[1]), (steps[0], steps[1]), (offsets[0], offsets[1]), full)
+
+
+def size_text(size: Sequence[int]) -> str:
+    """Returns a size in words.
+
+    Examples:
+        >>> size_text((3, 5))
+        '3x5'
+    """
+    return 'x'.join(map(str, size))
+
+
+def error_text(error: float) -> str:
+    """Returns a relative error in words: 0 below 1e-6.
+
+    Examples:
+        >>> error_text(1e-7), error_text(0.12345)
+        ('0', '0.123')
+    """
+    return '0' if error < EXACT else f'{error:.3g}'

@@ -1,11 +1,11 @@
 """Attention maps as distributions over the shift δ = k − q from a query q to its key k (Cordonnier et al. 2020, 3.1).
 
 A head that is a convolution's gives all of its attention to one shift. Here is how much each shift gets, which one gets
-most, and the mean and the covariance of the shift.
+most, the mean and the covariance of the shift, and the centres of C20's Figures 3, 4 and 12.
 """
 
 from functools import cached_property
-from typing import List, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -15,10 +15,11 @@ from .layer_maps import AttentionMaps
 
 INTERIOR = 5  # pixels; the window that an interior query of a grid has inside
 LEAST_QUERIES = 0.25  # part of the queries from which a shift must stay in the grid to have a share by these
+MAX_WIDTH = 1e3  # tokens: the width of a head that attends to all keys alike
 EQUAL = 1e-6  # difference of probabilities up to which two shifts get equally much
 
 Shift = Tuple[int, int]
-Axes = Tuple[Tensor, Tensor]  # a tensor for rows, and one for columns
+Axes = Sequence[Tensor]  # a tensor for rows, and one for columns
 
 
 class ShiftMaps:
@@ -32,9 +33,9 @@ class ShiftMaps:
         size (tuple[int, int]): Height and width of the grid.
         window (Window | None): The window of an ``ImageAttention``; None for a grid, whose queries are its pixels.
         queries (tuple[Tensor, Tensor]): Pixels of the queries along rows and along columns.
-        interior (tuple[Tensor, Tensor]): Whether each of these is in the interior: the whole 5x5 window around it is in
+        interior (list[Tensor]): Whether each of these is in the interior: the whole 5x5 window around it is in
             the grid (on a smaller grid as large a window as fits), or the whole window of an ``ImageAttention``.
-        valid (tuple[Tensor, Tensor]): Whether each of these sees no padding: every query of a grid, the interior ones
+        valid (list[Tensor]): Whether each of these sees no padding: every query of a grid, the interior ones
             of an ``ImageAttention``.
 
     Raises:
@@ -56,18 +57,13 @@ class ShiftMaps:
         # The window that a query in the interior of a grid has inside reaches as far on both sides of it.
         odd = [min(INTERIOR, n - 1 + n % 2) for n in size]
         first, last = (maps.window or same_window((odd[0], odd[1]))).shifts()[[0, -1]].tolist()
-        rows, columns = self.queries
-        self.interior = (
-            (rows + first[0] >= 0) & (rows + last[0] < size[0]),
-            (columns + first[1] >= 0) & (columns + last[1] < size[1]),
-        )
+        self.interior = [(q + a >= 0) & (q + b < n) for q, n, a, b in zip(self.queries, size, first, last)]
         if not all(some.any() for some in self.interior):
             raise ValueError(
                 f'the image of {size[0]}x{size[1]} pixels is too small for the window of layer, '
                 f'{maps.window}: no query has the whole of it inside'
             )
-        every = torch.ones_like(self.interior[0]), torch.ones_like(self.interior[1])
-        self.valid = every if maps.window is None else self.interior
+        self.valid = [some | (maps.window is None) for some in self.interior]
 
     @cached_property
     def interior_sums(self) -> Tensor:
@@ -78,7 +74,7 @@ class ShiftMaps:
         """Returns Σ_q P[q, q + δ] over the chosen queries from which δ stays in the grid.
 
         Args:
-            chosen (tuple[Tensor, Tensor]): Whether each query of an axis is chosen.
+            chosen (Sequence[Tensor]): Whether each query of an axis is chosen.
             replicate (bool): Take the nearest pixel of the grid in the place of one outside. Defaults to False.
 
         Returns:
@@ -218,6 +214,59 @@ def nearest_shifts(maps: ShiftMaps, shares: Tensor) -> List[Tuple[Shift, float]]
     places = length.argmin(1)  # the first of the shortest ones
     share = shares.flatten(1).gather(1, places[:, None])[:, 0]
     return [((row, column), value) for (row, column), value in zip(shifts[places].tolist(), share.tolist())]
+
+
+def head_centers(maps: AttentionMaps, query: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tensor]:
+    """Returns the centre of each head of a layer and its width, the standard deviation along an axis, √(tr Σ/2).
+
+    For Gaussian heads (C20, eq. 9 and 19) these are their parameters: the centre Δ, and for quadratic heads the width
+    1/√(2α). For others they are the mean and the standard deviation of the shifts that a query attends to.
+
+    Args:
+        maps (AttentionMaps): The layer's, from :func:`~attncnn_plugin.analysis.attention_maps`.
+        query (Sequence[int], optional): Row and column of the query. Defaults to the middle of the grid; in windows,
+            where a single query would show its place in its window, to the mean over queries.
+
+    Returns:
+        tuple[Tensor, Tensor]: Centres ``(N_h, 2)`` in tokens, (row, column), and widths ``(N_h,)``, 1000 at most,
+        float64; not a number for a query that gives nothing to the grid.
+
+    Raises:
+        ValueError: The query is outside of the grid.
+
+    Examples:
+        >>> from attncnn_plugin.analysis import attention_maps
+        >>> from attncnn_plugin.attention import QuadraticAttention
+        >>> layer = QuadraticAttention(dim=8, num_heads=1)
+        >>> layer.encoding.center.data = torch.tensor([[1.0, -2.0]])
+        >>> layer.encoding.sqrt_precision.data = torch.tensor([0.5])
+        >>> head_centers(attention_maps(layer, size=(8, 8))[''])
+        (tensor([[ 1., -2.]], dtype=torch.float64), tensor([2.], dtype=torch.float64))
+    """
+    if maps.gaussian is not None:
+        center, factor = maps.gaussian
+        variance = 1 / torch.linalg.svdvals(factor).square().clamp(min=MAX_WIDTH**-2)  # Σ⁻¹ = MMᵀ
+        return center, variance.mean(-1).sqrt()
+    keys, origin = keys_of_query(maps, query)
+    rows, columns = (torch.arange(n, dtype=torch.float64) - place for n, place in zip(keys.shape[1:], origin))
+    keys = keys / keys.sum((1, 2), keepdim=True)
+    center = torch.stack([keys.sum(2) @ rows, keys.sum(1) @ columns], dim=-1)
+    second = keys.sum(2) @ rows.square() + keys.sum(1) @ columns.square()
+    return center, ((second - center.square().sum(-1)).clamp(min=0) / 2).sqrt()
+
+
+def keys_of_query(maps: AttentionMaps, query: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tuple[int, int]]:
+    """Returns the probabilities around a query, and its place among them.
+
+    Returns:
+        tuple[Tensor, tuple[int, int]]: ``(N_h, height, width)``, float64: the grid of keys or, for the mean over the
+        interior queries in windows, the grid of all shifts.
+    """
+    if not maps.in_windows or query is not None:
+        return maps.of_query(query), maps.place(query)
+    shifts = ShiftMaps(maps)
+    height, width = maps.grid
+    return shifts.interior_sums / shifts.counts(shifts.interior).max(), (height - 1, width - 1)
 
 
 def _all_shifts(size: Tuple[int, int]) -> Tensor:

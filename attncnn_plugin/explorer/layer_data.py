@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..analysis.layer_maps import check_axes, layer_labels, probs_of_scores, require_attention_layers, visit_layers
+from ..analysis.layer_maps import attention_layers, layer_labels, probs_of_scores, visit_layers
 from ..attention import AttentionLayer
 from ..transformers.attention import TokenPlaces, visit_vit_attention
 from ..transformers.vision_transformer import find_transformer, prefix_names
@@ -43,9 +43,8 @@ Layer = Dict[str, Any]
 
 def own_layers(model: nn.Module, images: Tensor) -> List[Layer]:
     """Returns the data of this package's attention on images, of which one is run where no layer depends on content."""
-    layers = require_attention_layers(model)
+    layers = attention_layers(model)
     found: Dict[str, Layer] = {}
-    check_axes(layers)
 
     def visit(name: str, layer: AttentionLayer, x: Tensor) -> None:
         size = layer.grid_of(x)
@@ -112,7 +111,7 @@ def _own_probs(layer: AttentionLayer, x: Tensor) -> Dict[str, Tensor]:
         'content': layer.content_scores(x),
         'both': layer.attention_scores(x),
     }
-    return {part: probs_of_scores(scores, size)[0].cpu() for part, scores in parts.items() if scores is not None}
+    return {part: probs_of_scores(scores, size)[0].cpu() for part, scores in parts.items()}
 
 
 def _layer(

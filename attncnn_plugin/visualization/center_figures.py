@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from ..analysis import AttentionMaps, head_centers
-from ..analysis.centers import keys_of_query
 from ..analysis.layer_maps import layer_labels
+from ..analysis.shift_statistics import keys_of_query
 from .contours import gaussian_contour, outline, region_of_mass
 from .style import check_maps, color_of, draw_heads, styled
 

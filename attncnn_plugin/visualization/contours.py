@@ -6,7 +6,7 @@ from typing import List
 import numpy as np
 from contourpy import contour_generator
 
-from ..analysis.centers import MAX_WIDTH
+from ..analysis.shift_statistics import MAX_WIDTH
 
 
 def gaussian_contour(center: np.ndarray, precision: np.ndarray, mass: float) -> np.ndarray:
