@@ -5,11 +5,13 @@ input to output. A convolution is Σ_δ S_δ ⊗ W_δ, of shifts (S_δ x)_q = x_
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Iterator, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
+from ..attention.window import Window
 from ..convert.expressible import expressible_shifts_of_maps
 from ..convert.shift_operators import fit_shifts, interior_queries, targets
 from .shift_statistics import Shift, ShiftMaps, same_window
@@ -76,7 +78,7 @@ class ConvolutionErrors:
         >>> from attncnn_plugin.analysis import AttentionMaps
         >>> uniform = ShiftMaps(AttentionMaps(torch.full((1, 36, 36), 1 / 36), (6, 6)))
         >>> errors = ConvolutionErrors(uniform, 'replicate')
-        >>> [(best.kernel_size, round(best.error, 3)) for best in errors.of_kernels()]
+        >>> [(best.kernel_size, round(best.error, 3)) for best in errors.of_kernels]
         [((3, 3), 0.911), ((5, 5), 0.838)]
         >>> round(errors.of_shifts([(0, 0), (0, 1)]), 3)
         0.976
@@ -92,20 +94,19 @@ class ConvolutionErrors:
             self.outputs = torch.tensordot(triangle, maps.probs, dims=1)  # (≤ N_h, Q, height*width)
         self.whole = _squared_norms(self.outputs)
 
-    def of_kernels(self) -> Iterator[BestConvolution]:
-        """Yields the best 3x3 and 5x5 convolutions, or that of the window of an ``ImageAttention``."""
-        windows = (
-            [same_window((n, n), self.padding_mode) for n in KERNEL_SIZES] if self.window is None else [self.window]
-        )
-        for window in windows:
-            left = self._left_by_shifts(targets(window, self.size))
-            inside = interior_queries(window, self.size)
-            yield BestConvolution(
-                kernel_size=(window.kernel_size[0], window.kernel_size[1]),
-                padding_mode=self.padding_mode,
-                error=_relative(left, self.whole),
-                interior_error=_relative(left[inside], self.whole[inside]) if inside.any() else None,
-            )
+    @cached_property
+    def of_kernels(self) -> Tuple[BestConvolution, ...]:
+        """The best 3x3 and 5x5 convolutions, or that of the window of an ``ImageAttention``."""
+        if self.window is not None:
+            return (self._best(self.window),)
+        return tuple(self._best(same_window((n, n), self.padding_mode)) for n in KERNEL_SIZES)
+
+    def _best(self, window: Window) -> BestConvolution:
+        """Returns the best convolution with a window."""
+        left, inside = self._left_by_shifts(targets(window, self.size)), interior_queries(window, self.size)
+        interior = _relative(left[inside], self.whole[inside]) if inside.any() else None
+        kernel_size = window.kernel_size[0], window.kernel_size[1]
+        return BestConvolution(kernel_size, self.padding_mode, _relative(left, self.whole), interior)
 
     def of_shifts(self, shifts: Sequence[Shift]) -> Optional[float]:
         """Returns the error of the best convolution with these shifts alone; None if the window of the layer lacks one.
@@ -123,7 +124,7 @@ class ConvolutionErrors:
         return _relative(self._left_by_shifts(target), self.whole)
 
     def _left_by_shifts(self, target: Tensor) -> Tensor:
-        """‖Σ_h E_h[q, :] ⊗ V_h‖² of each query, where E = P − Σ_δ c_δ S_δ has the least norm, ``(Q,)``.
+        """Computes ‖Σ_h E_h[q, :] ⊗ V_h‖² of each query, where E = P − Σ_δ c_δ S_δ has the least norm, ``(Q,)``.
 
         Of E itself: a norm as that of P less that of the fit would cancel where the fit is exact.
         """
@@ -133,17 +134,17 @@ class ConvolutionErrors:
 
 
 def _squared_norms(outputs: Tensor) -> Tensor:
-    """‖·‖² of each query, ``(Q,)``, for ``(outputs, Q, K)``."""
+    """Computes ‖·‖² of each query, ``(Q,)``, for ``(outputs, Q, K)``."""
     return torch.linalg.vector_norm(outputs, dim=(0, 2)).square()
 
 
 def _relative(left: Tensor, whole: Tensor) -> float:
-    """The root of Σ left / Σ whole; 0 for a layer that is 0."""
+    """Returns the root of Σ left / Σ whole; 0 for a layer that is 0."""
     return (left.sum() / whole.sum()).sqrt().item() if whole.any() else 0.0
 
 
 def _targets_of_shift(shift: Shift, size: Shift, padding_mode: str) -> Tensor:
-    """The pixel that each query of a grid sees at a shift, ``(Q,)``."""
+    """Returns the pixel that each query of a grid sees at a shift, ``(Q,)``."""
     # A 3x3 kernel dilated by |δ| has the shift δ.
     window = same_window((3, 3), padding_mode, dilation=(max(abs(shift[0]), 1), max(abs(shift[1]), 1)))
     return targets(window, size)[window.shifts().tolist().index(list(shift))]
@@ -243,36 +244,25 @@ class LayerKind:
         return ', '.join(words)
 
 
-def kind_of_layer(
-    maps: ShiftMaps,
-    kinds: Sequence[str],
-    nearest: Sequence[Shift],
-    errors: ConvolutionErrors,
-    convolutions: Sequence[BestConvolution],
-) -> LayerKind:
+def kind_of_layer(kinds: Sequence[str], nearest: Sequence[Shift], errors: ConvolutionErrors) -> LayerKind:
     """Returns the kind of a layer by the kinds and the nearest shifts of its heads, and by its nearest convolutions."""
-    window = maps.window or same_window((1, 1))
+    window = errors.window or same_window((1, 1))
     hard, soft, uniform = (kinds.count(kind) for kind in ('hard', 'soft', 'uniform'))
     mixture = LayerKind('mixture', hard, soft, uniform, stride=(window.stride[0], window.stride[1]))
-    exact = next((entry for entry in convolutions if entry.error < EXACT and entry.interior_error is not None), None)
+    exact = next((best for best in errors.of_kernels if best.error < EXACT and best.interior_error is not None), None)
     error = errors.of_shifts(nearest) if hard == len(kinds) else None
     # The small rest of the heads of an ImageAttention lies in its window: it is a part of the kernel.
-    if error is not None and (error < EXACT or exact is None or maps.window is None):
-        lattice, num_shifts = lattice_of(nearest), len(set(nearest))
+    if error is not None and (error < EXACT or exact is None or errors.window is None):
+        kernel_size, dilation, offset, full = lattice_of(nearest)
+        mixture = replace(mixture, num_shifts=len(set(nearest)), error=error)
     elif exact is not None:
         rows, columns = (step if n > 1 else 1 for step, n in zip(window.dilation, exact.kernel_size))
-        lattice, num_shifts, error = Lattice(exact.kernel_size, (rows, columns), (0, 0), True), None, exact.error
+        kernel_size, dilation, offset, full = exact.kernel_size, (rows, columns), (0, 0), True
+        mixture = replace(mixture, error=exact.error)
     else:
         return mixture
-    return replace(
-        mixture,
-        kind='sparse' if not lattice.full else 'dilated' if max(lattice.dilation) > 1 else 'convolution',
-        num_shifts=num_shifts,
-        kernel_size=lattice.kernel_size,
-        dilation=lattice.dilation,
-        offset=lattice.offset,
-        error=error,
-    )
+    kind = 'sparse' if not full else 'dilated' if max(dilation) > 1 else 'convolution'
+    return replace(mixture, kind=kind, kernel_size=kernel_size, dilation=dilation, offset=offset)
 
 
 class Lattice(NamedTuple):

@@ -37,9 +37,11 @@ def observed_attention(layers: Mapping[str, Heads]) -> Iterator[Dict[str, Observ
     observed = {name: ObservedAttention(layer.num_heads) for name, layer in layers.items()}
     with ExitStack() as stack:
         for name, layer in layers.items():
-            if isinstance(layer, PrunableHeads) and layer.num_heads:
+            if layer.num_heads == 0:
+                continue
+            if isinstance(layer, PrunableHeads):
                 stack.callback(layer.register_forward_pre_hook(partial(_see_scores, observed[name])).remove)
-            elif layer.num_heads:
+            else:
                 stack.enter_context(visited_attention(layer.module, partial(_see_probs, observed[name])))
         yield observed
 

@@ -99,7 +99,7 @@ def head_report(
     """
     if is_other_vit(model):
         maps = attention_maps(model, images, size)
-        return HeadReport(tuple(layer_report(own, name, tolerance=tolerance) for name, own in maps.items()))
+        return HeadReport(tuple(layer_report(maps[name], name, tolerance=tolerance) for name in maps))
     layers = attention_layers(model)
     grids = grids_of_layers(model, layers, images, size)
     by_content = {name: layer for name, layer in layers.items() if layer.depends_on_content}
@@ -109,8 +109,8 @@ def head_report(
     reports = []
     for name, layer in layers.items():
         # One layer at a time: the maps of all of them in float64 can be gigabytes.
-        maps = of_queries.get(name) or position_maps(layer, grids[name])
-        reports.append(dataclasses.replace(layer_report(maps, name, layer, tolerance), attention='position'))
+        own = of_queries.get(name) or position_maps(layer, grids[name])
+        reports.append(dataclasses.replace(layer_report(own, name, layer, tolerance), attention='position'))
         if name in whole:
             reports.append(layer_report(whole[name], name, layer, tolerance))
     return HeadReport(tuple(reports))
@@ -147,14 +147,13 @@ def layer_report(
     shifts = ShiftMaps(maps)
     padding_mode, values = ('replicate', None) if layer is None else (layer.padding_mode, layer.value_matrices())
     errors = ConvolutionErrors(shifts, padding_mode, values)
-    convolutions = tuple(errors.of_kernels())
     by_position = maps.num_images == 0 and (layer is None or not layer.depends_on_content)
     heads = tuple(_head_statistics(maps, shifts, by_position))
-    kind = kind_of_layer(
-        shifts, [head.kind for head in heads], [head.nearest_shift for head in heads], errors, convolutions
-    )
+    kind = kind_of_layer([head.kind for head in heads], [head.nearest_shift for head in heads], errors)
     expressible = tuple(expressible_kernels(shifts, tolerance))
-    return LayerReport(maps.grid, len(heads), kind, convolutions, expressible, heads, name, attention, maps.num_images)
+    return LayerReport(
+        maps.grid, len(heads), kind, errors.of_kernels, expressible, heads, name, attention, maps.num_images
+    )
 
 
 def _head_statistics(maps: AttentionMaps, shifts: ShiftMaps, by_position: bool) -> Iterator['HeadStatistics']:
@@ -183,7 +182,7 @@ def _head_statistics(maps: AttentionMaps, shifts: ShiftMaps, by_position: bool) 
         prefix_mass=maps.prefix_mass,
     )
     for head, (shift, share) in enumerate(nearest_shifts(shifts, shares)):
-        own = {name: None if values is None else _finite(values[head]) for name, values in numbers.items()}
+        own: Dict[str, Any] = {name: None if x is None else _finite(x[head]) for name, x in numbers.items()}
         found = degenerate.get(head)
         yield HeadStatistics(
             head=head,
@@ -350,8 +349,7 @@ class LayerReport:
     @property
     def best(self) -> Optional[BestConvolution]:
         """The smallest of the convolutions whose error, to 1e-6, is the least; None without heads."""
-        least = min((entry.error for entry in self.convolutions), default=0.0)
-        return next((entry for entry in self.convolutions if entry.error <= least + EXACT), None)
+        return min(self.convolutions, key=lambda entry: round(entry.error, 6), default=None)
 
     @property
     def best_text(self) -> str:
@@ -362,9 +360,9 @@ class LayerReport:
         return f'{size_text(best.kernel_size)}, error {error_text(best.error)}'
 
     def to_dict(self) -> Dict[str, Any]:
-        """Returns data for JSON, None instead of a number that is not finite."""
+        """Returns data for JSON."""
         best = None if self.best is None else dataclasses.asdict(self.best)
-        return json_ready({**dataclasses.asdict(self), 'summary': self.summary, 'best': best})
+        return {**dataclasses.asdict(self), 'summary': self.summary, 'best': best}
 
     def __str__(self) -> str:
         part = ['by position'] if self.attention == 'position' else []
@@ -427,17 +425,3 @@ def _aligned(rows: Sequence[Sequence[str]]) -> List[str]:
     """Returns the lines of a table."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ['  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-
-
-def json_ready(value: Any) -> Any:
-    """Returns data for JSON: tuples as lists, None instead of a number that is not finite.
-
-    Examples:
-        >>> json_ready({'center': (0.5, float('inf'))})
-        {'center': [0.5, None]}
-    """
-    if isinstance(value, dict):
-        return {name: json_ready(entry) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_ready(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
