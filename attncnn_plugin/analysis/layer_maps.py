@@ -106,8 +106,7 @@ class AttentionMaps:
         row, column = (height // 2, width // 2) if query is None else query
         if not (0 <= row < height and 0 <= column < width):
             raise ValueError(
-                f'query={(row, column)} must be a row from 0 to {height - 1} and a column from 0 to {width - 1} of '
-                'the grid'
+                f'query={(row, column)} must be a row from 0 to {height - 1} and a column from 0 to {width - 1}'
             )
         rows, columns = self.queries
         return int((rows - row).abs().argmin()), int((columns - column).abs().argmin())
@@ -178,11 +177,7 @@ def grids_of_layers(
 ) -> Dict[str, Grid]:
     """Returns height and width of the keys of each layer, by one of the images or as they are given."""
     if (images is None) == (size is None):
-        given = None if images is None else tuple(images.shape)
-        raise ValueError(
-            f'images={given} and size={shown(size)}: give images, or the size of a grid in tokens where attention '
-            'depends on position alone'
-        )
+        raise ValueError(f'images={shown(images)} and size={shown(size)}: give images, or the size of a grid in tokens')
     if images is None:
         height, width = per_axis('size', size, 2)  # type: ignore[arg-type]
         return dict.fromkeys(layers, (height, width))
@@ -272,28 +267,28 @@ def probs_of_scores(scores: Tensor, grid: Grid) -> Tensor:
 @torch.no_grad()
 def _maps_of_vit(model: nn.Module, images: Tensor) -> Dict[str, AttentionMaps]:
     means = ImageMeans()
-    places: Dict[str, TokenPlaces] = {}
-    largest: Dict[str, float] = {}  # entropy
+    places: Dict[str, Tuple[TokenPlaces, float]] = {}  # and the largest entropy there
 
     def add(name: str, probs: Tensor, where: TokenPlaces) -> None:
         own, prefix_mass = where.of_patches(probs)
-        entropy, largest[name] = where.entropies(own)
+        entropy, largest = where.entropies(own)
         means.add(name, own, entropy, prefix_mass)
-        places[name] = where
+        places[name] = where, max(largest, torch.finfo(torch.float).tiny)
 
     for batch in images.split(BATCH_SIZE):
         visit_vit_attention(model, batch, add)
     maps = {}
     for name, values in means.items():
         own, entropy, prefix_mass = (value.cpu() for value in values)
+        where, largest = places[name]
         maps[name] = AttentionMaps(
-            probs=places[name].on_grid(own),
-            grid=places[name].grid,
+            probs=where.on_grid(own),
+            grid=where.grid,
             num_images=len(images),
-            relative_entropy=(entropy / max(largest[name], torch.finfo(torch.float).tiny)).clamp(max=1),
+            relative_entropy=(entropy / largest).clamp(max=1),
             entropy=entropy,
             prefix_mass=prefix_mass,
-            in_windows=places[name].windows is not None,
+            in_windows=where.windows is not None,
         )
     return maps
 
@@ -383,9 +378,8 @@ def visit_layers(
         for name, layer in layers.items():
             stack.callback(layer.register_forward_pre_hook(partial(see, name)).remove)
         _features_of(model, set(layers.values()))(images)
-    for name in layers:
-        if name not in seen:
-            raise ValueError(f'{name} is attention that the model does not run on images: there is nothing to show')
+    for name in sorted(layers.keys() - seen):
+        raise ValueError(f'{name} is attention that the model does not run on images: there is nothing to show')
 
 
 def _features_of(model: nn.Module, layers: Iterable[nn.Module]) -> Callable[[Tensor], Any]:

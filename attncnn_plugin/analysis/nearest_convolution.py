@@ -170,9 +170,7 @@ def expressible_kernels(maps: ShiftMaps, tolerance: float) -> Iterator[Expressib
         [((0, 0), (0, 1)), ((0, 0), (0, 1))]
     """
     if not LEAST_TOLERANCE <= tolerance < 1:
-        raise ValueError(
-            f'tolerance={tolerance} must be at least {LEAST_TOLERANCE}, above what rounding leaves, and below 1'
-        )
+        raise ValueError(f'tolerance={tolerance} must be at least {LEAST_TOLERANCE} and below 1')
     if any(not torch.equal(queries, torch.arange(n)) for queries, n in zip(maps.queries, maps.size)):
         return
     for n in KERNEL_SIZES:
@@ -227,11 +225,8 @@ class LayerKind:
         if self.kernel_size is None or self.dilation is None or self.error is None:
             counts = [(self.hard, 'hard'), (self.soft, 'soft'), (self.uniform, 'uniform')]
             return f'mixture, {", ".join(f"{n} {name}" for n, name in counts if n)}'
-        error = f'error {error_text(self.error)}'
-        if self.kind == 'sparse':
-            words = [f'sparse convolution, {self.num_shifts} shifts of {size_text(self.kernel_size)}', error]
-        else:
-            words = [f'one convolution, {size_text(self.kernel_size)}', error]
+        name = f'sparse convolution, {self.num_shifts} shifts of' if self.kind == 'sparse' else 'one convolution,'
+        words = [f'{name} {size_text(self.kernel_size)}', f'error {error_text(self.error)}']
         if max(self.dilation) > 1:
             steps = {step for step, n in zip(self.dilation, self.kernel_size) if n > 1}
             words.append(f'dilated by {steps.pop() if len(steps) == 1 else size_text(self.dilation)}')

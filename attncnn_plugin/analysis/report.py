@@ -42,7 +42,7 @@ HARD = 0.9  # share of its nearest shift from which a head is hard
 UNIFORM = THRESHOLDS['entropy']  # relative entropy above which a head is uniform
 ZOOM = 3  # shares of the shifts −3 … 3, as C20's Figure 5
 COLUMNS = ['head', 'centre', 'std', 'entropy', '3x3', '5x5', 'nearest shift', 'share', 'kind']
-MODEL_COLUMNS = ['layer', 'attention', 'heads', 'hard', 'soft', 'uniform', 'degenerate', '3x3', '5x5']
+MODEL_COLUMNS = 'layer attention heads hard soft uniform degenerate 3x3 5x5'.split() + ['best convolution']
 
 
 def head_report(
@@ -142,8 +142,7 @@ def layer_report(
     """
     attention = 'images' if maps.num_images else 'position'
     if len(maps.probs) == 0:
-        kind = LayerKind('empty', 0, 0, 0)
-        return LayerReport(maps.grid, 0, kind, (), (), (), name, attention, maps.num_images)
+        return LayerReport(maps.grid, 0, LayerKind('empty', 0, 0, 0), (), (), (), name, attention, maps.num_images)
     shifts = ShiftMaps(maps)
     padding_mode, values = ('replicate', None) if layer is None else (layer.padding_mode, layer.value_matrices())
     errors = ConvolutionErrors(shifts, padding_mode, values)
@@ -367,8 +366,8 @@ class LayerReport:
     def __str__(self) -> str:
         part = ['by position'] if self.attention == 'position' else []
         part += [f'mean over {self.num_images} images'] if self.num_images else []
-        grid = f'{size_text(self.grid)} tokens, {self.num_heads} heads'
-        lines = [f'{self.name or "layer"}: {", ".join(part)}, {grid}: {self.summary}']
+        part += [f'{size_text(self.grid)} tokens', f'{self.num_heads} heads']
+        lines = [f'{self.name or "layer"}: {", ".join(part)}: {self.summary}']
         for entry in self.convolutions:
             inside = '' if entry.interior_error is None else f', {error_text(entry.interior_error)} inside'
             best = ' (best)' if entry is self.best and len(self.convolutions) > 1 else ''
@@ -409,7 +408,7 @@ class HeadReport:
         return {**origin, 'layers': [report.to_dict() for report in self.layers]}
 
     def __str__(self) -> str:
-        rows = [[*MODEL_COLUMNS, 'best convolution']]
+        rows = [MODEL_COLUMNS]
         for report in self.layers:
             heads, kind = report.heads, report.kind
             degenerate = [head.degenerate for head in heads if head.degenerate is not None]

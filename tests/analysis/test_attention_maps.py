@@ -215,7 +215,7 @@ def test_layers_without_heads():
     'settings, message',
     [
         (dict(), 'images=None and size=None: give images, or the size'),
-        (dict(images=torch.randn(IMAGES), size=(4, 4)), r'images=\(3, 3, 12, 8\) and size=\(4, 4\): give images, or'),
+        (dict(images=torch.randn(IMAGES), size=(4, 4)), r'\(3, 3, 12, 8\).* and size=\(4, 4\): give images'),
         (
             dict(size=(4, 4)),
             "scores of blocks.0.attn, .*position='relative_learned', depend on images: give images instead of size, or",
