@@ -42,7 +42,7 @@ HARD = 0.9  # share of its nearest shift from which a head is hard
 UNIFORM = THRESHOLDS['entropy']  # relative entropy above which a head is uniform
 ZOOM = 3  # shares of the shifts −3 … 3, as C20's Figure 5
 COLUMNS = ['head', 'centre', 'std', 'entropy', '3x3', '5x5', 'nearest shift', 'share', 'kind']
-MODEL_COLUMNS = 'layer attention heads hard soft uniform degenerate 3x3 5x5'.split() + ['best convolution']
+MODEL_COLUMNS = ['layer', 'attention', 'heads', 'hard', 'soft', 'uniform', 'degenerate', '3x3', '5x5', 'convolution']
 
 
 def head_report(
