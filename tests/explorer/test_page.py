@@ -150,9 +150,7 @@ def test_pages_that_are_too_large():
     model, images = content_model(), images_of(2)
     size = len(page_of(model, images).encode())
     assert len(page_of(model, images, max_bytes=size).encode()) == size
-    with pytest.raises(
-        ValueError, match=f'takes {size:,} bytes, more than max_bytes={size - 1:,}.*: give fewer'
-    ):
+    with pytest.raises(ValueError, match=f'takes {size:,} bytes, more than max_bytes={size - 1:,}.*: give fewer'):
         page_of(model, images, max_bytes=size - 1)
 
 
@@ -194,9 +192,7 @@ def test_errors():
         explorer_page(model, images[:0], [])
     with pytest.raises(ValueError, match='float64 and shape'):
         explorer_page(model, images, [np.zeros((16, 16))] * 2)
-    with pytest.raises(
-        ValueError, match='blocks.0.attn, 40x40 tokens with 1600 keys each, more than the 1,048,576'
-    ):
+    with pytest.raises(ValueError, match='blocks.0.attn, 40x40 tokens with 1600 keys each, more than the 1,048,576'):
         page_of(model, images_of(size=80))
     along = nn.Sequential(nn.Flatten(2), conv_to_mhsa(nn.Conv1d(3, 4, 3))[0])
     with pytest.raises(ValueError, match='1 has 1 axes of pixels'):
