@@ -46,11 +46,9 @@ def folder(tmp_path_factory, repository):
     config = folder / 'vit_base.py'
     config.write_text(VIT.format(base=repository / 'configs/vit_base_cifar100.py'))
     torch.save(MODELS.build(Config.fromfile(config).model).state_dict(), folder / 'vit_base.pth')
-    cmhsa = Config.fromfile(repository / 'configs/cmhsa3_digits.py').model
-    model = MODELS.build(cmhsa)
-    torch.save(dict(state_dict=model.state_dict(), meta={}), folder / 'conv.pth')
-    model.backbone.to_attention()
-    torch.save(dict(state_dict=model.state_dict(), meta={}), folder / 'attn.pth')
+    config = Config.fromfile(repository / 'configs/cmhsa3_digits.py')
+    config.dump(folder / 'cmhsa.py')
+    torch.save(MODELS.build(config.model).state_dict(), folder / 'cmhsa.pth')
     torch.save(small_timm('sa_quadratic_cifar', num_classes=3).state_dict(), folder / 'timm.pth')
     (folder / 'images/a').mkdir(parents=True)
     for i in range(4):
@@ -112,17 +110,6 @@ def test_tool_content(folder, tool):
     assert not status and 'mean over 3 images, 8x8 tokens' in text
 
 
-def test_tool_cmhsa(folder, tool, repository):
-    config = repository / 'configs/cmhsa3_digits.py'
-    status, text, _ = tool(config, folder / 'attn.pth', '--num-images', 2, '--json', folder / 'cmhsa.json')
-    assert not status
-    loaded = check_schema((folder / 'cmhsa.json').read_text())
-    assert [layer['attention'] for layer in loaded['layers']] == ['position', 'images'] * 4
-    assert all(layer['summary'].startswith('one convolution, 3x3, error ') for layer in loaded['layers'])
-    status, _, _ = tool(config, folder / 'conv.pth')
-    assert 'no attention layers' in status and 'in the convolution phase' in status
-
-
 def test_tool_on_transformers_of_mmpretrain(folder, tool):
     """L21's rivals: patches to patches, without the class token."""
     config, checkpoint, out = folder / 'vit_base.py', folder / 'vit_base.pth', folder / 'vit_base.json'
@@ -152,6 +139,7 @@ def test_tool_timm(folder, tool):
         (['quadratic.py', 'quadratic.pth', '--tolerance', '2'], 'tolerance=2.0 must be at least 1e-07'),
         (['learned_content.py', 'learned_content.pth', '--images', 'nowhere'], 'holds no image files'),
         (['vit_base.py', 'vit_base.pth', '--size', '4', '4'], 'depends on images, which say the grid'),
+        (['cmhsa.py', 'cmhsa.pth'], 'in the convolution phase'),
         (['--timm', 'resnet18', '--images', 'images'], 'of type ResNet, has no attention layers of this package'),
     ],
 )

@@ -10,7 +10,7 @@ from helpers.convolutions import joined
 from helpers.small import SMALL, TIMM_KINDS, model_with_head, small_cmhsa, small_timm
 from torch import nn
 
-from attncnn_plugin.analysis import AttentionMaps, attention_maps, head_centers, head_report, layer_maps
+from attncnn_plugin.analysis import AttentionMaps, attention_maps, head_centers, layer_maps
 from attncnn_plugin.analysis.layer_maps import attention_layers
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.pruning import prune_heads
@@ -226,16 +226,6 @@ def hybrid(content, **options):
     convs = [nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 6, 3, padding=1, stride=2), nn.Conv2d(6, 6, 3, padding=1)]
     layers = [conv_to_mhsa(conv, content=content, **options)[0] for conv in convs]
     return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2]).eval()
-
-
-@pytest.mark.parametrize('content', [None, 'additive', 'gated'])
-def test_reports_of_hard_heads(content):
-    """Each layer on its own grid: a 3x3 convolution, head h at the h-th shift."""
-    reports = head_report(hybrid(content), torch.randn(3, 3, 8, 10)).layers
-    assert [report.grid for report in reports] == [size for size in SIZES for _ in range(1 if content is None else 2)]
-    for index, report in enumerate(reports):
-        assert [head.nearest_shift for head in report.heads] == SHIFTS and report.kind.kind == 'convolution'
-        assert report.attention == ('images' if content and index % 2 else 'position')
 
 
 @pytest.mark.parametrize('window_size', [None, 3])

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from attncnn_plugin.analysis import AttentionMaps, HeadReport, attention_maps, head_report
-from attncnn_plugin.analysis.layer_maps import attention_layers
 from attncnn_plugin.analysis.report import layer_report
 from attncnn_plugin.analysis.shift_statistics import ShiftMaps, moments
 from attncnn_plugin.attention import ContentAttention, GeneralizedQuadraticAttention
-from attncnn_plugin.convert import conv_to_mhsa, conv_to_patch_mhsa, expressible_shifts
+from attncnn_plugin.convert import conv_to_mhsa, expressible_shifts
 from attncnn_plugin.pruning import find_degenerate_heads, prune_heads
 
 
@@ -297,11 +296,6 @@ def test_degenerate_and_expressible_are_those_of_their_modules(kind):
         assert entry.tolerance == 0.7 and len(entry.expressible) + len(entry.missing) == entry.kernel_size[0] ** 2
 
 
-def test_patches_of_a_convolution():
-    report = report_of(conv_to_patch_mhsa(nn.Conv2d(2, 3, 3, padding=1), 4)[0], (5, 6))
-    assert report.summary == 'one convolution, 3x3, error 0' and report.grid == (5, 6)
-
-
 def test_no_heads():
     layer = LAYERS['quadratic']()
     layer.prune_heads([0, 1, 2, 3], allow_empty=True)
@@ -349,29 +343,31 @@ def test_json(kind, width):
         assert check_schema(json.dumps(report.to_dict(model='m'), allow_nan=False))['model'] == 'm' and str(report)
 
 
-@pytest.mark.parametrize('name', ['sa_quadratic_cifar', 'sa_learned_content_cifar'])
-def test_models(name):
-    model, images = small_timm(name), torch.randn(3, 3, 12, 10)
-    if name == 'sa_learned_content_cifar':
-        for block in model.blocks:
-            block.attn.query.weight.data.mul_(10)  # so that images differ
+def test_models_by_position():
+    model, images = small_timm('sa_quadratic_cifar'), torch.randn(3, 3, 12, 10)
     prune_heads(model, {1: [0]})
     reports = head_report(model, images).layers
-    assert {report.grid for report in reports} == {(6, 5)}
-    parts = ['position', 'images'] if name == 'sa_learned_content_cifar' else ['position']
-    assert [(report.name, report.attention, report.num_heads) for report in reports] == [
-        (name, part, heads) for name, heads in zip(attention_layers(model), (3, 2)) for part in parts
-    ]
-    if name != 'sa_learned_content_cifar':
-        assert reports[1].heads == head_report(model.blocks[1].attn, size=(6, 5)).layers[0].heads
-        assert [report.attention for report in head_report(model, size=(4, 4)).layers] == ['position'] * 2
-        return
-    parts = {'position': 'position', 'images': 'all'}
-    each = {name: [attention_maps(model, x[None], part=part) for x in images] for name, part in parts.items()}
-    for report in reports:
-        assert report.num_images == 3 and 'mean over 3 images' in str(report)
-        probs = torch.stack([maps[report.name].probs for maps in each[report.attention]], dim=1)
-        for head, maps in zip(report.heads, probs):
+    found = [(report.name, report.attention, report.grid, report.num_heads) for report in reports]
+    assert found == [(f'blocks.{i}.attn', 'position', (6, 5), 3 - i) for i in range(2)]
+    assert reports[1].heads == head_report(model.blocks[1].attn, size=(6, 5)).layers[0].heads
+
+
+@pytest.mark.parametrize('position', ['relative_learned', 'relative_quadratic'])
+def test_models_by_content(position):
+    """A report by position, by that of the query where it needs one, before that of the whole attention."""
+    model, images = small_timm('sa_learned_content_cifar', position=position), torch.randn(3, 3, 12, 10)
+    for block in model.blocks:
+        block.attn.query.weight.data.mul_(10)  # so that images differ
+    reports = head_report(model, images).layers
+    parts = {'position': 3 if position == 'relative_learned' else 0, 'images': 3}
+    found = [(report.name, report.attention, report.num_images) for report in reports]
+    assert found == [(f'blocks.{i}.attn', *part) for i in range(2) for part in parts.items()]
+    if position == 'relative_quadratic':  # without images, what depends on position
+        alone = head_report(model, size=(6, 5)).layers
+        assert [report.heads for report in alone] == [report.heads for report in reports[::2]]
+    for report in reports[1::2]:
+        each = [attention_maps(model, image[None])[report.name].probs for image in images]
+        for head, maps in zip(report.heads, torch.stack(each, dim=1)):
             expected = brute_force(maps.mean(0), 6, 5)
             entropies = torch.special.entr(maps).sum(-1).mean().item()  # of each image
             assert head.entropy == pytest.approx(entropies, abs=1e-5) and entropies < expected['entropy'] - 0.1

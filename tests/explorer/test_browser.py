@@ -21,8 +21,7 @@ from helpers.explorer_pages import (
 from helpers.small import small_timm
 from helpers.vits import small_vit
 
-from attncnn_plugin.analysis.layer_maps import attention_layers
-from attncnn_plugin.pruning import prunable_heads, prune_heads
+from attncnn_plugin.pruning import prune_heads
 from attncnn_plugin.transformers.attention import visit_vit_attention
 
 pytestmark = pytest.mark.slow
@@ -91,7 +90,7 @@ def test_loads_without_errors_and_requests(name, browser, pages):
 
 
 def test_in_a_notebook(browser, pages):
-    """In a frame its document has no address; its policy forbids requests."""
+    """In a frame its document has no address."""
     browser.blank()
     browser.script(
         "const frame = document.createElement('iframe'); frame.srcdoc = arguments[0]; document.body.append(frame)",
@@ -99,10 +98,6 @@ def test_in_a_notebook(browser, pages):
     )
     browser.wait("document.querySelector('iframe').contentDocument.getElementById('live')?.textContent")
     assert browser.logs()[0] == []
-    browser.open(pages['quadratic'][2])
-    refused = browser.driver.execute_async_script("fetch('http://127.0.0.1:9/').catch((e) => arguments[0](String(e)))")
-    assert 'TypeError' in refused
-    assert any('Content Security Policy' in entry['message'] for entry in browser.logs()[0])
 
 
 def check_number(browser, place, expected, error=0.0):
@@ -238,25 +233,6 @@ def test_keyboard(browser, pages):
     assert browser.text('map-title') == 'Block 1, head 0'
 
 
-def test_walk_over_different_grids(browser, pages):
-    """Arrow keys go from query to query of the layer; a pointer finds the nearest one; other layers follow."""
-    browser.open(pages['hybrid'][2], '#query=0,0&layer=0')
-    browser.press('#query', 'down', 'right', 'right')
-    assert browser.text('query-place') == 'Row 2, column 4'
-    browser.state('#query=2,4&layer=3')  # queries at rows 1 … 5 of 7, columns 1 … 4 of 6
-    assert browser.text('query-place') == 'Row 1, column 1'
-    browser.press('#query', *['down'] * 9, *['right'] * 9)
-    assert browser.text('query-place') == 'Row 5, column 4'
-    browser.press('#query', *['up'] * 2, 'left')
-    browser.press('#map', 'up')
-    assert browser.text('key-place') == '(2, 3)'
-    browser.press('#query', 'escape')
-    browser.at('query', 0, 0, click=True)
-    assert browser.text('query-place') == 'Row 1, column 1' and locked(browser)
-    browser.at('query', 1, 1, click=True)  # the same query
-    assert not locked(browser)
-
-
 def test_state_is_in_the_address(browser, pages):
     browser.open(pages['content'][2])
     state = '#image=1&query=2,7&layer=1&head=2&part=content&locked=1&key=4,0&theme=dark'
@@ -328,20 +304,14 @@ def test_colours(browser, pages):
     browser.command('Emulation.setEmulatedMedia', dict(features=[]))
 
 
-@pytest.mark.parametrize('name', ['quadratic', 'swin'])
-def test_pruned_heads_are_left_out(name, browser, tmp_path):
-    model = quadratic_model() if name == 'quadratic' else small_vit(SWIN)
-    *others, kept = attention_layers(model) if name == 'quadratic' else prunable_heads(model)
-    prune_heads(model, dict.fromkeys(others, [0, 1, 2]), allow_empty=True)
-    for pruned, count in (([1], 2), ([0, 1], 0)):
-        prune_heads(model, {kept: pruned}, allow_empty=True)
+def test_pruned_heads_are_left_out(browser, tmp_path):
+    model = quadratic_model()
+    for pruned, count in (({0: [0, 1, 2], 1: [1]}, 2), ({1: [0, 1]}, 0)):
+        prune_heads(model, pruned, allow_empty=True)
         browser.open(write_page(tmp_path, model, images_of(1, size=32)))
         browser.at('query', 0, 3)
         assert browser.script("return document.querySelectorAll('#maps button').length") == count
-        if count:
-            browser.press('#maps button[aria-pressed=true]', 'up', 'right')
-            assert browser.text('map-title').endswith(', head 1')
-        assert re.fullmatch(r'Row 0, column \d', browser.text('query-place')) and browser.logs()[0] == []
+        assert browser.text('query-place') == 'Row 0, column 3' and browser.logs()[0] == []
 
 
 def tokens_shown(browser):

@@ -5,7 +5,6 @@ import timm
 import torch
 from helpers.explorer_pages import beside_in, images_of, page_of, probs_in, relative_errors, unpack
 from helpers.vits import OF_MMPRETRAIN, OF_TIMM, SIZE, small_vit
-from torch import nn
 
 from attncnn_plugin.pruning import prune_heads
 from attncnn_plugin.transformers.attention import visit_vit_attention
@@ -111,16 +110,6 @@ def test_heads_that_were_pruned(name):
     layers = unpack(page_of(model, images))['layers']
     assert [layer['heads'] for layer in layers[:2]] == [2, 0] and layers[1]['parts'] == {}
     check(layers[0], *visited(model, images)[first])
-
-
-def test_inside_of_a_classifier():
-    model, images = small_vit('vit_tiny_patch16_224'), images_of(1, size=SIZE)
-    layers = unpack(page_of(nn.ModuleDict(dict(backbone=model)), images))['layers']
-    assert [(layer['name'], layer['label']) for layer in layers] == [
-        (f'backbone.blocks.{i}.attn', f'block {i}') for i in range(2)
-    ]
-    layers = unpack(page_of(small_vit(SWIN), images))['layers']  # two blocks of the same number
-    assert [layer['label'] for layer in layers] == [f'stage {i} block {j}' for i in range(2) for j in range(2)]
 
 
 def tiny(name, **settings):
