@@ -24,7 +24,6 @@ from ..transformers.vision_transformer import is_vit
 
 BATCH_SIZE = 4  # images in a pass
 CHUNK_ELEMENTS = 2**24  # scores that a layer computes at once, 64 MiB of float32
-PARTS = ('all', 'position', 'content')
 
 Grid = Tuple[int, int]
 
@@ -67,30 +66,17 @@ class AttentionMaps:
         return self.window.queries(0, self.grid[0]), self.window.queries(1, self.grid[1])
 
     def place(self, query: Optional[Sequence[int]] = None) -> Tuple[int, int]:
-        """Returns row and column of the query that is nearest to a place.
-
-        Args:
-            query (Sequence[int], optional): Row and column of the place on the grid of keys. Defaults to the middle.
+        """Returns row and column of the query that is nearest to a place, by default the middle of the grid.
 
         Raises:
             ValueError: The place is outside of the grid.
-
-        Examples:
-            >>> AttentionMaps(torch.eye(15)[None], (3, 5)).place()
-            (1, 2)
         """
         rows, columns = self.queries
         row, column = self._nearest(query)
         return int(rows[row]), int(columns[column])
 
     def of_query(self, query: Optional[Sequence[int]] = None) -> Tensor:
-        """Returns the probabilities of the keys for the query that is nearest to a place, ``(N_h, H, W)``, float64.
-
-        Args:
-            query (Sequence[int], optional): Row and column of the place on the grid of keys. Defaults to the middle.
-
-        Raises:
-            ValueError: The place is outside of the grid.
+        """Returns the probabilities of the keys for the query at :meth:`place`, ``(N_h, H, W)``, float64.
 
         Examples:
             >>> AttentionMaps(torch.eye(6)[None], (2, 3)).of_query((0, 1))
@@ -149,8 +135,8 @@ def attention_maps(
         >>> maps.probs.shape, maps.grid, maps.of_query((1, 2)).shape
         (torch.Size([3, 16, 16]), (4, 4), torch.Size([3, 4, 4]))
     """
-    if part not in PARTS:
-        raise ValueError(f'part={part!r} is unknown: choose one of {", ".join(PARTS)}')
+    if part not in ('all', 'position', 'content'):
+        raise ValueError(f'part={part!r} is unknown: choose one of all, position, content')
     if is_other_vit(model):
         if images is None or size is not None or part != 'all':
             raise ValueError(
@@ -227,16 +213,7 @@ def maps_of_images(
 
 
 class ImageMeans:
-    """Means over images of tensors that come a few images at a time.
-
-    Examples:
-        >>> import torch
-        >>> means = ImageMeans()
-        >>> for batch in torch.arange(6.0).reshape(3, 2).split(2):
-        ...     means.add('pixels', batch)
-        >>> means.items()
-        [('pixels', [tensor([2., 3.])])]
-    """
+    """Means over images of tensors that come a few images at a time: those of all of them need not fit into memory."""
 
     def __init__(self) -> None:
         self._sums: Dict[str, List[Tensor]] = {}

@@ -1,4 +1,4 @@
-"""What convolution a layer is, or is near to, and which shifts its heads can express (Cordonnier et al. 2020, Lemma 3).
+"""Kinds of layers, their nearest convolutions, and shifts that heads can express (Cordonnier et al. 2020, Lemma 3).
 
 A layer of position-only attention is the linear map Σ_h P_h ⊗ V_h, of each head's probabilities and of its matrix from
 input to output. A convolution is Σ_δ S_δ ⊗ W_δ, of shifts (S_δ x)_q = x_{q+δ} and of the kernel's slices.
@@ -63,7 +63,7 @@ class ExpressibleShifts:
 
 
 class ConvolutionErrors:
-    """How far Σ_h P_h ⊗ V_h is from the nearest convolutions, in the Frobenius norm.
+    """Errors of the convolutions nearest to Σ_h P_h ⊗ V_h, in the Frobenius norm.
 
     With V = L·O, V_h as row h and the rows of O orthonormal, the norm of Σ_h E_h ⊗ V_h is that of the maps Σ_h L_hr E_h
     together: each r is an output of its own. So P is replaced by these maps of outputs, and each fitted by shifts.
@@ -109,11 +109,7 @@ class ConvolutionErrors:
         return BestConvolution(kernel_size, self.padding_mode, _relative(left, self.whole), interior)
 
     def of_shifts(self, shifts: Sequence[Shift]) -> Optional[float]:
-        """Returns the error of the best convolution with these shifts alone; None if the window of the layer lacks one.
-
-        Args:
-            shifts (Sequence[tuple[int, int]]): (Row, column) in tokens, at least one.
-        """
+        """Returns the error of the best convolution with these shifts alone; None if the window lacks one."""
         if self.window is None:
             target = torch.stack([_targets_of_shift(shift, self.size, self.padding_mode) for shift in set(shifts)])
         else:
@@ -155,10 +151,6 @@ def expressible_kernels(maps: ShiftMaps, tolerance: float) -> Iterator[Expressib
 
     Kernels larger than the grid are left out, and both where the queries are not the pixels: with a stride no shift is
     expressed at every pixel.
-
-    Args:
-        maps (ShiftMaps): The maps.
-        tolerance (float): Residual up to which a shift is expressible.
 
     Raises:
         ValueError: ``tolerance`` is not at least 1e-7 and below 1.
@@ -261,12 +253,9 @@ def kind_of_layer(kinds: Sequence[str], nearest: Sequence[Shift], errors: Convol
 
 
 class Lattice(NamedTuple):
-    """The window that holds some shifts: first + i·dilation, i from 0 to kernel_size − 1, along rows and columns.
+    """The window that holds some shifts, of which ``full`` says whether they are all of it.
 
-    Attributes:
-        kernel_size, dilation (tuple[int, int]): Of (rows, columns); the dilation of an axis with one entry is 1.
-        offset (tuple[int, int]): Shift of the window's place from that of ``nn.Conv2d`` with ``padding='same'``.
-        full (bool): Whether each shift of the window is one of them.
+    The offset is its place relative to that of ``nn.Conv2d`` with ``padding='same'``.
     """
 
     kernel_size: Shift
@@ -297,20 +286,10 @@ def lattice_of(shifts: Sequence[Shift]) -> Lattice:
 
 
 def size_text(size: Sequence[int]) -> str:
-    """Returns a size in words.
-
-    Examples:
-        >>> size_text((3, 5))
-        '3x5'
-    """
+    """Returns a size in words, such as 3x5."""
     return 'x'.join(map(str, size))
 
 
 def error_text(error: float) -> str:
-    """Returns a relative error in words: 0 below 1e-6.
-
-    Examples:
-        >>> error_text(1e-7), error_text(0.12345)
-        ('0', '0.123')
-    """
+    """Returns three digits of an error, and 0 for one that rounding leaves."""
     return '0' if error < EXACT else f'{error:.3g}'

@@ -1,4 +1,4 @@
-"""What heads that depend on content attend to while a model runs, of this package and of other libraries."""
+"""Attention of heads that depend on content, collected while a model of this or another library runs."""
 
 from contextlib import ExitStack, contextmanager
 from functools import partial

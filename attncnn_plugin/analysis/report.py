@@ -61,9 +61,8 @@ def head_report(
     Centre and width of Gaussian heads are their parameters, those of others the moments of their probabilities at
     interior queries. Where probabilities depend on content, no head is called degenerate.
 
-    Of vision transformers of timm and mmpretrain it is the attention of patches to patches, see
-    :func:`~attncnn_plugin.analysis.attention_maps`, each head with an output of its own in the errors of convolutions:
-    the values of the heads do not count there.
+    Of vision transformers of timm and mmpretrain it is the attention of patches to patches. The values of the heads do
+    not count there: in the errors of convolutions each head has an output of its own.
 
     Args:
         model (nn.Module): A model with attention of this package, an attention layer itself among them, or a vision

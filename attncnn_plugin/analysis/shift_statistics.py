@@ -71,14 +71,10 @@ class ShiftMaps:
         return self.sums(self.interior)
 
     def sums(self, chosen: Axes, replicate: bool = False) -> Tensor:
-        """Returns Σ_q P[q, q + δ] over the chosen queries from which δ stays in the grid.
+        """Returns Σ_q P[q, q + δ] over the chosen queries of each axis from which δ stays in the grid.
 
-        Args:
-            chosen (Sequence[Tensor]): Whether each query of an axis is chosen.
-            replicate (bool): Take the nearest pixel of the grid in the place of one outside. Defaults to False.
-
-        Returns:
-            Tensor: ``(N_h, 2·height − 1, 2·width − 1)``, shift 0 in the middle.
+        With ``replicate`` it takes the nearest pixel of the grid for one outside. The sums are
+        ``(N_h, 2·height − 1, 2·width − 1)``, shift 0 in the middle.
         """
         rows, columns = self.queries
         sums = self.probs.unflatten(1, (len(rows), len(columns))).unflatten(-1, self.size)
@@ -116,11 +112,9 @@ def same_window(kernel_size: Shift, padding_mode: str = 'zeros', dilation: Shift
 
 
 def moments(maps: ShiftMaps) -> Tuple[Tensor, Tensor]:
-    """Returns mean and covariance of the shift at interior queries, weighted by the probabilities in the grid.
+    """Returns mean ``(N_h, 2)`` and covariance ``(N_h, 2, 2)`` of the shift at interior queries, weighted by P.
 
-    Returns:
-        tuple[Tensor, Tensor]: ``(N_h, 2)``, (row, column) in tokens, and ``(N_h, 2, 2)``; not a number for a head that
-        gives nothing to the grid.
+    They are not a number for a head that gives nothing to the grid.
 
     Examples:
         >>> center, covariance = moments(ShiftMaps(AttentionMaps(torch.eye(36).roll(1, dims=1)[None], (6, 6))))
@@ -148,10 +142,7 @@ def window_mass(maps: ShiftMaps, kernel_size: int) -> Tensor:
 
 
 def mean_distance(maps: ShiftMaps) -> Tensor:
-    """Returns the distance from a query to its keys, weighted by their probabilities in the grid, mean over queries.
-
-    Returns:
-        Tensor: ``(N_h,)``, in tokens; not a number for a head that gives nothing to the grid.
+    """Returns the distance from a query to its keys in tokens, weighted by P, mean over queries, ``(N_h,)``.
 
     Examples:
         >>> maps = AttentionMaps(torch.eye(36)[:, torch.arange(36) ^ 1][None], (6, 6))
@@ -163,13 +154,10 @@ def mean_distance(maps: ShiftMaps) -> Tensor:
 
 
 def shift_shares(maps: ShiftMaps) -> Tensor:
-    """Returns P[q, q + δ] of each shift, mean over the interior queries.
+    """Returns P[q, q + δ] of each shift, mean over the interior queries, shift 0 in the middle.
 
-    For a shift that leaves the grid from one of these it is the mean over all queries from which it stays.
-
-    Returns:
-        Tensor: ``(N_h, 2·height − 1, 2·width − 1)``, shift 0 in the middle; not a number for shifts that stay in the
-        grid from less than a quarter of the queries.
+    For a shift that leaves the grid from one of these it is the mean over all queries from which it stays; not a number
+    if these are less than a quarter of the queries.
 
     Examples:
         >>> shares = shift_shares(ShiftMaps(AttentionMaps(torch.eye(36).roll(1, dims=1)[None], (6, 6))))
@@ -182,21 +170,14 @@ def shift_shares(maps: ShiftMaps) -> Tensor:
 
 
 def nearest_shifts(maps: ShiftMaps, shares: Tensor) -> List[Tuple[Shift, float]]:
-    """Returns the shift δ to which each head gives most, and its share.
+    """Returns the shift δ to which each head gives most, and its share, see :func:`shift_shares`.
 
-    A shift gets P[q, q + δ], mean over the interior queries, with the nearest key of the grid in the place of a q + δ
-    outside. So all shifts are compared over the same queries. (A mean over the queries from which a shift stays
-    in the grid would favour short shifts: near the border the probabilities of the keys left are larger.)
+    A shift gets P[q, q + δ], mean over the interior queries, with the nearest key of the grid for a q + δ outside. So
+    all shifts are compared over the same queries. (A mean over the queries from which a shift stays in the grid would
+    favour short shifts: near the border the probabilities of the keys left are larger.)
 
     Far shifts can get equally much, to 1e-6. Of these it is the one that gets most over all queries, then the shortest.
-
-    Args:
-        maps (ShiftMaps): The maps.
-        shares (Tensor): See :func:`shift_shares`. Where it is not a number, the share is what the shift gets over all
-            queries.
-
-    Returns:
-        list[tuple[tuple[int, int], float]]: For each head the shift (row, column) in tokens, and its share.
+    Where the share is not a number, it is what the shift gets over all queries.
 
     Examples:
         >>> maps = ShiftMaps(AttentionMaps(torch.eye(36).roll(1, dims=1)[None], (6, 6)))

@@ -100,7 +100,7 @@ def packed(array: np.ndarray) -> Dict[str, Any]:
 
 
 def _own_probs(layer: AttentionLayer, x: Tensor) -> Dict[str, Tensor]:
-    """The probabilities of the parts that a layer has, on one image, ``(N_h, Q, K)``."""
+    """Returns the probabilities of the parts that a layer has, on one image, ``(N_h, Q, K)``."""
     size = layer.grid_of(x)
     if layer.num_heads == 0:
         return {}
@@ -136,12 +136,12 @@ def _layer(
 
 
 def _outside(mass: Tensor) -> Tensor:
-    """What lies outside of the image, ``(N_h, N)``, as it is in ``beside``."""
+    """Returns what lies outside of the image, ``(N_h, N)``, as it is in ``beside``."""
     return mass.clamp(min=0)[..., None][..., : int((mass > ROUNDING).any())]
 
 
 def _finished(layers: Dict[str, Layer]) -> List[Layer]:
-    """The layers with their names, and of each part that is the same on all images one."""
+    """Returns the layers with their names, and of each part that is the same on all images one."""
     for name, label in layer_labels(layers).items():
         layers[name].update(name=name, label=label)
         for of_images in layers[name]['parts'].values():

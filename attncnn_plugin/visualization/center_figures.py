@@ -38,9 +38,8 @@ def plot_attention_centers(
         maps (Mapping[str, AttentionMaps]): By layer, from :func:`~attncnn_plugin.analysis.attention_maps`.
         masses (Sequence[float]): The shares of a head's attention inside its contours, three at most. Defaults to
             (0.5, 0.9).
-        query (Sequence[int], optional): Row and column of the query, for heads that are not Gaussian. Defaults to the
-            middle of the grid; in windows, where a single query would show its place in its window, to the mean over
-            queries, as in head reports.
+        query (Sequence[int], optional): Row and column of the query, for heads that are not Gaussian. Defaults as in
+            :func:`~attncnn_plugin.analysis.head_centers`.
         numbers (Mapping[str, Sequence[int]], optional): By layer, the numbers of its heads, for those that are left
             after others were pruned. Defaults to 0, 1, 2, ….
 

@@ -29,13 +29,6 @@ def plot_attention_distance(reports: Mapping[str, Mapping[str, Any]]) -> Figure:
 
     Raises:
         ValueError: No reports, or one without layers that have heads.
-
-    Examples:
-        >>> from attncnn_plugin.analysis import head_report
-        >>> from attncnn_plugin.attention import QuadraticAttention
-        >>> report = head_report(QuadraticAttention(8, num_heads=3), size=(6, 6))
-        >>> len(plot_attention_distance({'new': report.to_dict()}).axes)
-        2
     """
     if not reports:
         raise ValueError('reports is empty: give at least one, of analyze_heads.py --json')

@@ -34,8 +34,7 @@ def plot_attention_probs(
             to 7. Outside of the grid it is grey.
         image (ndarray, optional): The image that the probabilities are of, shown at the left with the query,
             ``(rows, columns, 3)``, uint8. Defaults to none.
-        numbers (Mapping[str, Sequence[int]], optional): By layer, the numbers of its heads, for those that are left
-            after others were pruned. Defaults to 0, 1, 2, ….
+        numbers (Mapping[str, Sequence[int]], optional): See :func:`plot_attention_centers`.
 
     Returns:
         Figure: One axes a map, after that of the image if there is one; its data is in tokens, x the column and y the

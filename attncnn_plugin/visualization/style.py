@@ -83,9 +83,9 @@ def draw_heads(axes: Axes, places: Dict[int, Tuple[float, float]], reach: float,
     lie beyond the axes is hollow, on its border.
 
     Args:
-        axes (Axes): With the column as x and the row as y.
+        axes (Axes): With the column as x and the row as y, from −``reach`` to ``reach`` tokens.
         places (dict[int, tuple[float, float]]): Row and column by head.
-        reach (float): Half of the width and of the height of the axes, in tokens.
+        reach (float): See ``axes``.
         beside (bool): Whether all discs lie beside their dots, which leaves free what ends there. Defaults to False.
     """
     dots = {head: tuple(min(max(value, -reach), reach) for value in place) for head, place in sorted(places.items())}

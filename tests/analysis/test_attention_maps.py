@@ -116,19 +116,6 @@ def test_content_alone_knows_nothing_of_positions():
         assert torch.allclose(one, two.flip(1, 2), atol=1e-5) == equal
 
 
-def test_probabilities_of_cmhsa_give_its_output():
-    model, images = small_cmhsa('attn', null_key=True), torch.randn(2, 3, 16, 12)
-    for parameter in model.blocks.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    layer = model.blocks[1].attn
-    x = input_of(layer, model, images)
-    probs = probs_of(model, images)['blocks.1.attn']
-    assert probs.shape == (2, 9, 48, 48) and (probs.sum(-1) < 1 - 1e-6).any()
-    heads = probs @ layer.value(x).flatten(1, 2).unflatten(-1, (9, -1)).transpose(1, 2)
-    expected = layer.out(heads.transpose(1, 2).reshape(2, 8, 6, -1))
-    assert torch.allclose(layer(x), expected, atol=1e-3)
-
-
 def test_the_same_in_parts(monkeypatch):
     """Where the scores of two images do not fit at once, they come one by one."""
     model, images, seen = content_model(), torch.randn(3, 3, 8, 8), []

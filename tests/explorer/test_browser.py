@@ -89,17 +89,6 @@ def test_loads_without_errors_and_requests(name, browser, pages):
                 assert torch.allclose(others, beside[head], atol=1e-9)
 
 
-def test_in_a_notebook(browser, pages):
-    """In a frame its document has no address."""
-    browser.blank()
-    browser.script(
-        "const frame = document.createElement('iframe'); frame.srcdoc = arguments[0]; document.body.append(frame)",
-        pages['quadratic'][2].read_text(encoding='utf-8'),
-    )
-    browser.wait("document.querySelector('iframe').contentDocument.getElementById('live')?.textContent")
-    assert browser.logs()[0] == []
-
-
 def check_number(browser, place, expected, error=0.0):
     """A number of the page, with no more digits than its error leaves."""
     text, expected = browser.text(place).replace('−', '-'), float(expected)

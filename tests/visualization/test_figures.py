@@ -225,9 +225,12 @@ def test_files_by_their_suffix(tmp_path):
 def test_accuracy_of_several_runs(tmp_path):
     for name in ('a', 'b'):
         write_log(tmp_path / name, '1', accuracy(10.0, 20.0 if name == 'a' else 30.0))
-    figure = plot_metric({'first': tmp_path / 'a', 'second': tmp_path / 'b'})
+    runs = {'first': tmp_path / 'a', 'second': tmp_path / 'b'}
+    figure = plot_metric(runs, offsets={'second': 2})  # C20, Figure 13: begins where the other one ends
     lines = figure.axes[0].get_lines()
-    assert [line.get_xydata().tolist() for line in lines] == [[[1, 10], [2, 20]], [[1, 10], [2, 30]]]
+    assert [line.get_xydata().tolist() for line in lines] == [[[1, 10], [2, 20]], [[3, 10], [4, 30]]]
+    with pytest.raises(ValueError, match="offsets={'third': 2} must be of some of the runs, which are first, second"):
+        plot_metric(runs, offsets={'third': 2})
     labels = [text.get_text() for text in figure.legends[0].texts]
     assert labels == ['first, 20.0 at the end', 'second, 30.0 at the end']
     with pytest.raises(ValueError, match="metric='accuracy/top5' is not in the logs.*accuracy/top1"):
@@ -236,19 +239,6 @@ def test_accuracy_of_several_runs(tmp_path):
         plot_metric({'a': tmp_path})
     with pytest.raises(ValueError, match='runs is empty'):
         plot_metric({})
-
-
-def test_a_training_that_goes_on_from_another(tmp_path):
-    """C20, Figure 13: the curve of the pruned network begins where the other one ends."""
-    write_log(tmp_path / 'whole', '1', accuracy(10.0, 20.0))
-    write_log(tmp_path / 'pruned', '1', accuracy(15.0, 25.0))
-    runs = {'whole': tmp_path / 'whole', 'pruned': tmp_path / 'pruned'}
-    axes = plot_metric(runs, offsets={'pruned': 2}).axes[0]
-    assert [line.get_xdata().tolist() for line in axes.get_lines()] == [[1, 2], [3, 4]]
-    assert [line.get_ydata().tolist() for line in axes.get_lines()] == [[10, 20], [15, 25]]
-    assert axes.get_xlabel() == 'iteration'  # as without an offset: these logs have no epochs
-    with pytest.raises(ValueError, match="offsets={'prnued': 2} must be of some of the runs, which are whole, pruned"):
-        plot_metric(runs, offsets={'prnued': 2})
 
 
 def test_the_movement_of_centres():

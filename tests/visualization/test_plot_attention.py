@@ -62,12 +62,10 @@ def tool(repository, monkeypatch):
     [
         ('quadratic', ['--figure', 'probabilities', '--query', 1, 5, '--zoom', 3]),
         ('learned_content', ['--figure', 'centers', '--num-images', 5]),
-        ('learned_content', ['--figure', 'content', '--num-images', 5]),
         ('learned_content', ['--figure', 'content', '--image', 7, '--query', 4, 2]),
         ('learned_content', ['--figure', 'content', '--image', 'image.png']),
         (None, ['--figure', 'movement', '--runs', 'run']),
         (None, ['--figure', 'accuracy', '--runs', 'run', 'again=run', '--offsets', 'again=2']),
-        (None, ['--figure', 'loss', '--runs', 'run']),
     ],
 )
 def test_figures_of_the_tool(checkpoints, tool, monkeypatch, kind, options):
