@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from .attention.images import ImageAttention, kind_of
 from .attention.state_dicts import Restructurable, StructureError, check_loading, copy_without_values, read
 from .attention.window import CONVOLUTIONS
-from .change import Change, LayerChange, Successor, within
-from .convert.model_layers import number_of_parameters
+from .change import Change, LayerChange, Successor, number_of_parameters, within
 from .convert.models import in_words, successors
 from .convert.pixels import OwnConvolution, new_attention
 from .transformers.heads import follow_heads

@@ -1,8 +1,6 @@
 """The table of a conversion, and what running the model on an example says; the model stays as it was."""
 
 import copy
-import warnings
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -125,12 +123,10 @@ class Reader(nn.Module):
     ],
 )
 def test_an_error_in_a_run_leaves_the_model_as_it_was(model, x, error, message):
-    conv, random, generator = model.conv, torch.random.get_rng_state(), torch.Generator().manual_seed(3)
+    conv = model.conv
     with pytest.raises(error, match=message):
-        convs_to_attention(model.train(), 'conv', content='additive', generator=generator, inputs=x)
-    assert torch.equal(generator.get_state(), torch.Generator().manual_seed(3).get_state())
+        convs_to_attention(model.train(), 'conv', content='additive', inputs=x)
     assert model.conv is conv and model.training and conv.training and not conv._forward_pre_hooks
-    assert torch.equal(torch.random.get_rng_state(), random)
 
 
 class Choosing(nn.Module):
@@ -149,37 +145,16 @@ class Choosing(nn.Module):
     'before, after',
     [
         (lambda y: y.flatten()[:5], lambda y: y.flatten()[:7]),
-        (lambda y: y.flatten()[:1], lambda y: y.flatten()[:7]),
         (lambda y: [y, y], lambda y: [y]),
+        (lambda y: y.argmax(1), lambda y: y.argmax(1)),
     ],
-    ids=['more', 'more than one', 'fewer tensors'],
+    ids=['more', 'fewer tensors', 'no floating numbers'],
 )
 def test_outputs_that_depend_on_values_have_no_drift(before, after):
-    with pytest.warns(UserWarning, match='drift of the model is not known: .* sizes depend on values'):
+    with pytest.warns(UserWarning, match='drift of the model is not known: .* no floating numbers, or other shapes'):
         report = convs_to_attention(Choosing(before, after), 'conv', inputs=torch.randn(1, 3, 8, 8), alpha=6.0)
     assert report.drift is None and 1e-3 < report.layers[0].report.drift < 0.1
     assert 'drift' in str(report).splitlines()[-2] and 'drift' not in str(report).splitlines()[-1]
-
-
-@dataclass
-class Outputs:
-    features: torch.Tensor
-    labels: torch.Tensor
-
-
-def test_outputs_in_a_dataclass():
-    model = Choosing(*[lambda y: {'all': [Outputs(y, y.argmax(1))]}] * 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter('error')
-        report = convs_to_attention(model, 'conv', inputs=torch.randn(1, 3, 8, 8), alpha=6.0)
-    assert report.drift == pytest.approx(report.layers[0].report.drift)
-
-
-def test_outputs_without_numbers_have_no_drift():
-    model = Choosing(*[lambda y: y.argmax(1)] * 2)
-    with pytest.warns(UserWarning, match='drift of the model is not known: no floating numbers'):
-        report = convs_to_attention(model, 'conv', inputs=torch.randn(1, 3, 8, 8))
-    assert report.drift is None and 'drift' not in str(report).splitlines()[-1]
 
 
 @pytest.mark.parametrize('x', [None, torch.randn(1, 3, 8, 8)])
