@@ -95,18 +95,6 @@ def test_missing_keys_are_missing_keys():
         model().load_state_dict(state)
 
 
-def test_followed_before_it_is_loaded():
-    theirs, ours = model(2, 3), model()
-    assert follow_state_dict(ours, theirs.state_dict()) and not follow_state_dict(ours, theirs.state_dict())
-    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
-    ours.load_state_dict(theirs.state_dict())
-    assert {id(p) for p in ours.parameters()} == {id(p) for p in optimizer.param_groups[0]['params']}
-    with warnings.catch_warnings():
-        warnings.simplefilter('error')
-        ours.train()  # whoever follows knows of it
-    assert not follow_state_dict(model(2, 3), model().state_dict())  # what cannot be taken is left to loading
-
-
 def test_heads_are_counted_by_every_parameter():
     layer = QuadraticAttention(4, 3)
     layer.prune_heads([1])

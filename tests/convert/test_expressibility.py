@@ -72,12 +72,6 @@ def test_center_is_row_then_column():
     assert torch.equal(expected.expressible, report.expressible)
 
 
-def test_even_and_oblong_kernels():
-    report = expressible_shifts(hard_layer([(0, 0), (0, 1), (1, 1)]), (2, 4), (4, 5), queries='interior')
-    assert report.missing == [(0, -1), (0, 2), (1, -1), (1, 0), (1, 2)]
-    assert report.shifts.tolist() == [[row, column] for row in (0, 1) for column in (-1, 0, 1, 2)]
-
-
 def test_faint_maps_count_like_strong_ones():
     layer = WindowImageAttention(1, 1, 2, Window.of(nn.Conv2d(1, 1, (1, 2), padding='same')), dtype=torch.float64)
     with torch.no_grad():
@@ -162,13 +156,6 @@ def test_attention_made_of_convolutions(options, interior, everywhere):
     assert expressible_shifts(layer, 3, (6, 6), queries='interior').missing == interior
     if everywhere is not None:
         assert expressible_shifts(layer, 3, (6, 6)).missing == everywhere
-
-
-def test_window_heads_with_zero_padding_at_the_border():
-    layer = WindowImageAttention(2, 2, 6, Window.of(nn.Conv2d(2, 2, (2, 3), padding='same')))
-    assert expressible_shifts(layer, (2, 3), (5, 5)).rank == 1  # all start uniform
-    nn.init.normal_(layer.encoding.weight)
-    assert expressible_shifts(layer, (2, 3), (5, 5)).all_expressible
 
 
 @pytest.mark.parametrize(

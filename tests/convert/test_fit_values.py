@@ -183,16 +183,6 @@ def test_tolerance_bounds_the_values():
         assert rounding <= 1e-6 * report.amplification
 
 
-def test_compromise_at_the_border():
-    """Hard heads see copies of the border's tokens, the convolution zeros: the interior is exact, or nothing is."""
-    layer = gaussian_layer(2, SHIFTS, alpha=800)
-    conv = nn.Conv2d(2, 2, 3, padding=1).double()
-    inside, everywhere = (fit_values(layer, conv, (6, 6), queries)[1] for queries in ('interior', 'all'))
-    assert inside.interior_error <= 1e-12 < everywhere.error < inside.error
-    assert everywhere.interior_error > 1e-3
-    assert inside.exact and not everywhere.exact
-
-
 ATTENTION = gaussian_layer(2, SHIFTS, alpha=800)
 
 
@@ -245,11 +235,3 @@ def test_table_of_the_documentation():
             report = fit_values(layer, conv, 16)[1]
             found += [report.relative_error, report.condition]
         assert found == pytest.approx(expected, rel=0.2), alpha
-
-
-def test_kernel_of_zeros():
-    conv = nn.Conv2d(2, 2, 3, padding=1)
-    conv.weight.data.zero_()
-    fitted, report = fit_values(ATTENTION, conv, 6)
-    assert (report.error, report.interior_error, report.amplification) == (0, 0, 0) and report.exact
-    assert (fitted.value.weight == 0).all()
