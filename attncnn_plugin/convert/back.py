@@ -65,15 +65,12 @@ def mhsa_to_conv(
     is left out.
 
     Args:
-        layer (GridAttention | ImageAttention): One of
-
-            - position-only attention over a grid: ``QuadraticAttention``, ``GeneralizedQuadraticAttention``
-              or ``LearnedAttention``. The result maps ``(B, D, H, W)`` to ``(B, D_out, H, W)``, with stride 1 and
-              ``padding='same'``.
-            - an ``ImageAttention``, such as ``conv_to_mhsa`` returns. The result has its stride, dilation and padding.
-              One by content has no queries yet: it still is what it began as.
-        kernel_size (int | Sequence[int]): Size of the kernel along each axis, odd or even; for an ``ImageAttention``
-            that of its window.
+        layer (GridAttention | ImageAttention): Position-only attention over a grid, whose convolution maps ``(B, D, H,
+            W)`` to ``(B, D_out, H, W)``, with stride 1; or an ``ImageAttention``, such as ``conv_to_mhsa`` returns,
+            whose stride, dilation, groups and padding the convolution has. One by content has no queries yet: it still
+            is what it began as.
+        kernel_size (int | Sequence[int]): Size of the kernel along each axis; for an ``ImageAttention`` that of its
+            window.
         size (int | Sequence[int], optional): Height and width of the grid, or the size along each axis of an image, on
             which the heads are compared with shifts. Defaults to 16 pixels an axis, 8 for three axes, or more where a
             whole window needs them.
@@ -81,8 +78,8 @@ def mhsa_to_conv(
             ``'replicate'``; an ``ImageAttention`` has its own, the only one allowed.
 
     Returns:
-        tuple[Convolution, ConvFit]: The ``nn.Conv2d`` (``nn.Conv1d``, ``nn.Conv3d`` for an ``ImageAttention`` with as
-        many axes, and its groups), in the layer's dtype, device and mode, and how well it fits.
+        tuple[Convolution, ConvFit]: The convolution of as many axes as the layer has, in its dtype, device and mode,
+        and how well it fits.
 
     Raises:
         TypeError: ``layer`` is no attention of this package.

@@ -51,17 +51,17 @@ class Expressibility:
 
     @property
     def expressible(self) -> Tensor:
-        """Whether each shift can be expressed, ``(K,)``."""
+        """Returns whether each shift can be expressed, ``(K,)``."""
         return self.residual <= self.tolerance
 
     @property
     def missing(self) -> List[Tuple[int, int]]:
-        """The (row, column) shifts that cannot be expressed."""
+        """Returns the (row, column) shifts that cannot be expressed."""
         return [(row, column) for row, column in self.shifts[~self.expressible].tolist()]
 
     @property
     def all_expressible(self) -> bool:
-        """Whether the layer can express every convolution of the kernel size."""
+        """Returns whether the layer can express every convolution of the kernel size."""
         return bool(self.expressible.all())
 
     def __str__(self) -> str:
@@ -86,17 +86,13 @@ def expressible_shifts(
     span of the rows P_h[q, :], with coefficients that may change from query to query: necessary, not sufficient.
 
     Args:
-        layer (AttentionLayer): ``QuadraticAttention``, ``GeneralizedQuadraticAttention``, ``LearnedAttention``,
-            or an ``ImageAttention`` over two axes whose outputs are those of the pixels, one each.
+        layer (AttentionLayer): Attention by position over a grid, or an ``ImageAttention`` over two axes whose outputs
+            are those of the pixels, one each.
         kernel_size (int | Sequence[int]): Size of the kernel, stride 1, ``padding='same'``.
         size (int | Sequence[int]): Height and width of the grid in tokens.
-        queries (str): The queries at which the layer has to be the convolution.
-
-            - ``'all'``: all of them, the convolution with zero padding: S_δ is 0 where q + δ is outside. A hard
-              quadratic head attends to the nearest pixel inside there, so that it cannot express its own shift.
-            - ``'interior'``: those whose whole window lies inside the grid.
-
-            Defaults to ``'all'``.
+        queries (str): The queries at which the layer has to be the convolution: ``'interior'``, whose whole window lies
+            inside the grid, or ``'all'``, with zero padding: S_δ is 0 where q + δ is outside, while a hard quadratic
+            head attends to the nearest pixel there. Defaults to ``'all'``.
         tolerance (float): Relative residual up to which a shift is expressible, and singular value, relative to the
             largest one of maps scaled to norm 1, up to which a direction of their span is not counted: it would take
             value matrices larger by the inverse. Defaults to 1e-6.
@@ -198,14 +194,14 @@ class ValueFit:
 
     @property
     def relative_error(self) -> float:
-        """The relative error over the queries of the fit."""
+        """Returns the relative error over the queries of the fit."""
         if self.queries == 'all' or self.interior_error is None:
             return self.error
         return self.interior_error
 
     @property
     def exact(self) -> bool:
-        """Whether the layer is the convolution at the queries of the fit, to ``tolerance``."""
+        """Returns whether the layer is the convolution at the queries of the fit, to ``tolerance``."""
         return self.relative_error <= self.tolerance
 
     def __str__(self) -> str:
@@ -232,24 +228,18 @@ def fit_values(
     :func:`~attncnn_plugin.convert.expressible_shifts`, and for some kernels otherwise.
 
     Args:
-        attention (GridAttention | ImageAttention): Attention by position alone: ``QuadraticAttention``,
-            ``GeneralizedQuadraticAttention``, ``LearnedAttention``, or an ``ImageAttention``. It is not changed.
-            Attention dropout is left out.
+        attention (GridAttention | ImageAttention): Attention by position alone. It is not changed. Attention dropout is
+            left out.
         conv (nn.Conv1d | nn.Conv2d | nn.Conv3d): The convolution, with any dilation, groups and padding mode. Its
             outputs have to be at the queries of ``attention``: for attention over a grid stride 1 and an output of the
             size of the input.
-        size (int | Sequence[int]): Height and width of the grid in tokens; the size of the image along each axis for an
-            ``ImageAttention``. Soft heads differ from grid to grid, near the border at least.
-        queries (str): The queries at which the layer has to be the convolution.
-
-            - ``'interior'``: those whose whole window lies inside. Whatever happens at the border is left out.
-            - ``'all'``: all of them, with the padding of ``conv``. Hard heads over a grid see the nearest token
-              there, ``padding_mode='replicate'``; for another one the values are a compromise.
-
-            Defaults to ``'interior'``.
-        tolerance (float): Singular value of the maps, scaled to norm 1 and relative to the largest one, up to which a
-            direction of their span is not used: it would take values larger by the inverse. Relative error, too, up to
-            which the layer is called the convolution. Defaults to 1e-6.
+        size (int | Sequence[int]): Size of the grid in tokens, or of the image, along each axis. Soft heads differ from
+            grid to grid, near the border at least.
+        queries (str): The queries at which the layer has to be the convolution: ``'interior'``, or ``'all'``, with the
+            padding of ``conv``: hard heads over a grid see the nearest token there, ``padding_mode='replicate'``; for
+            another one the values are a compromise. Defaults to ``'interior'``.
+        tolerance (float): As of :func:`expressible_shifts`, and relative error up to which the layer is called the
+            convolution. Defaults to 1e-6.
 
     Returns:
         tuple[Attention, ValueFit]: A copy of ``attention`` with the fitted values and the bias of ``conv``, in the

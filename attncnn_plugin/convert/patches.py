@@ -314,15 +314,9 @@ def attend_like_convolution(
 def factorize(conv: nn.Conv2d, patch_size: Pair, shift: Pair, width: int) -> Tuple[Tensor, Tensor]:
     """Factors the weights M from the pixels of patch q + δ to the outputs of patch q (L21, A.2) into W^V and W^O.
 
-    W^V picks the pixels that are read, and W^O has their weights: for a head as wide as the token W^V is the identity
-    and W^O is M. Where fewer pixels are written than read, W^V has the weights and W^O puts the outputs in their
-    places. A head that is wider has other pixels too, without weights to begin with, but it can learn them.
-
-    Args:
-        conv (nn.Conv2d): The convolution.
-        patch_size (tuple[int, int]): Patch size P.
-        shift (tuple[int, int]): δ.
-        width (int): D_h, at most as many as the patch has entries.
+    W^V picks the pixels that are read, and W^O has their weights. Where fewer pixels are written than read, W^V has the
+    weights and W^O puts the outputs in their places. A head that is wider than needed has other pixels too, without
+    weights to begin with, but it can learn them.
 
     Returns:
         tuple[Tensor, Tensor]: W^V, ``(D_h, D)``, and W^O, ``(D_out, D_h)``, as weights of linear layers.

@@ -294,10 +294,7 @@ class OwnConvolution:
     def __call__(self, attention: ImageAttention, entries: StateDict, name: str) -> StateDict:
         """Converts a state dict of the convolution to one of its attention.
 
-        Args:
-            attention (ImageAttention): The layer.
-            entries (dict[str, Tensor]): ``'weight'`` and, where there is one, ``'bias'``.
-            name (str): Name of the layer in its model: the seed of W^K, which is the same on every rank.
+        The name of the layer in its model is the seed of W^K, which is the same on every rank.
 
         Raises:
             ValueError: The entries are of another convolution.
@@ -345,18 +342,9 @@ def new_attention(
 
 
 def _set_heads(attention: Any, conv: Convolution, alpha: float, pixels: Tensor, share: float) -> ConversionReport:
-    """Sets where heads look, and their values.
+    """Sets where heads, of width α or fewer, look and their values.
 
-    Args:
-        attention (ImageAttention): The layer.
-        conv (Convolution): The convolution.
-        alpha (float): Width α of heads that each look at one kernel position.
-        pixels (Tensor): δ of all pixels that heads can see, for Gaussian heads where this is no whole image, ``(S,
-            ndim)``.
-        share (float): Share of the probabilities that is by position.
-
-    Returns:
-        ConversionReport: How near the attention comes to the convolution.
+    Heads see the pixels at δ, ``(S, ndim)``, where this is no whole image, by a ``share`` of the probabilities.
     """
     encoding, window, num_heads = attention.encoding, attention.window, attention.num_heads
     if num_heads == math.prod(window.kernel_size):
@@ -389,17 +377,10 @@ def _set_heads(attention: Any, conv: Convolution, alpha: float, pixels: Tensor, 
 def report_of_alpha(
     conv: Convolution, window: Window, alpha: float, pixels: Tensor, share: float = 1.0
 ) -> ConversionReport:
-    """Returns how near heads −α‖δ − Δ‖², one at each shift of a window, come to the convolution (C20, Lemma 2).
+    """Returns how near heads −α‖δ − Δ‖² at the shifts of a window, which see the pixels at δ, come to the convolution.
 
-    Such a head gives e^(−α‖δ − Δ‖²)/Z to the pixel at δ. Its own pixel gets 1/Z, and nearly all of it for a large α. In
-    an image that ends somewhere Z has fewer terms, so the own pixel gets more: an image without end is the worst case.
-
-    Args:
-        conv (Convolution): The convolution.
-        window (Window): Its window.
-        alpha (float): α.
-        pixels (Tensor): δ of the pixels that a head can see, ``(S, ndim)``.
-        share (float): Share of the probabilities that is by position; the rest counts as lost. Defaults to 1.
+    In an image that ends somewhere the own pixel of a head gets more: an image without end is the worst case (C20,
+    Lemma 2). What is not by position counts as lost.
     """
     flat = flat_kernel(conv)
     differences, deviation = differences_from_shifts(window.shifts(), pixels, alpha, share)
@@ -416,12 +397,7 @@ def report_of_alpha(
 
 
 def pixels_around(window: Window, alpha: float) -> Tensor:
-    """Returns δ of all pixels, ``(S, ndim)``, that heads of width α at the shifts of a window see in an endless image.
-
-    Args:
-        window (Window): The window; its shifts are the centres Δ of the heads.
-        alpha (float): α, at least 0.1: there are √(40/α) pixels around the window.
-    """
+    """Returns δ of all pixels, ``(S, ndim)``, that heads of width α at a window's shifts see in an endless image."""
     shifts = window.shifts()
     reach = math.ceil(math.sqrt(NEGLIGIBLE / alpha))
     axes = [torch.arange(low - reach, high + reach + 1) for low, high in zip(shifts[0].tolist(), shifts[-1].tolist())]
@@ -429,17 +405,9 @@ def pixels_around(window: Window, alpha: float) -> Tensor:
 
 
 def differences_from_shifts(shifts: Tensor, pixels: Tensor, alpha: float, share: float = 1.0) -> Tuple[Tensor, float]:
-    """Returns the difference between what a head at each shift gives to the pixels and the shift itself.
+    """Returns P_h − e_Δ of heads at shifts Δ for pixels at δ, ``(K, S)``, and the largest part that other pixels get.
 
-    Args:
-        shifts (Tensor): The centres Δ of the heads, ``(K, ndim)``.
-        pixels (Tensor): δ of the pixels, ``(S, ndim)``.
-        alpha (float): α.
-        share (float): The heads' share of the probabilities; the rest is lost. Defaults to 1.
-
-    Returns:
-        tuple[Tensor, float]: P_h − e_Δ, a row for each head, ``(K, S)``, and the largest part of a head that goes to
-        other pixels than its own, or is lost. Both in float64, each entry to its own relative precision.
+    Both in float64, each entry to its own relative precision; with a ``share``, the rest is lost.
 
     Examples:
         >>> window = Window.of(torch.nn.Conv1d(1, 1, 1))
