@@ -23,9 +23,10 @@ class Successor:
 
 
 def within(name: str, replaced: Mapping[nn.Parameter, Successor]) -> Dict[nn.Parameter, Successor]:
-    """Returns what became of the parameters of a layer, with their names in its model."""
+    """Returns what became of the parameters of a layer, with their names in its model; empty for the model itself."""
+    prefix = f'{name}.' if name else ''
     return {
-        old: replace(own, parameters={f'{name}.{key}': new for key, new in own.parameters.items()})
+        old: replace(own, parameters={prefix + key: new for key, new in own.parameters.items()})
         for old, own in replaced.items()
     }
 

@@ -1,8 +1,8 @@
-"""The one way in which a model takes the structure of a state dict."""
+"""Brings any model to the structure of a state dict, by one verb."""
 
 import copy
 import math
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +76,16 @@ def take_structures(
     layers: List[LayerChange] = []
     replaced: Dict[nn.Parameter, Successor] = {}
     what, size = in_words(module), number_of_parameters(module)
-    if _follow(module, state_dict, prefix):
+    followed = _follow(module, state_dict, prefix)
+    if isinstance(followed, Change):  # a network that turned its layers, which take their heads now
+        for name, child in module.named_children():
+            take_structures(child, state_dict, f'{prefix}{name}.')
+        for layer in followed.layers:
+            now = module.get_submodule(layer.name)
+            sizes = layer.parameters_before, number_of_parameters(now)
+            layers.append(LayerChange(f'{prefix}{layer.name}', layer.before, in_words(now), *sizes))
+        return layers, within(prefix[:-1], followed.replaced)
+    if followed:
         layers.append(LayerChange(prefix[:-1], what, in_words(module), size, number_of_parameters(module)))
     for name, child in module.named_children():
         path = f'{prefix}{name}'
@@ -94,7 +103,7 @@ def take_structures(
     return layers, replaced
 
 
-def _follow(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> bool:
+def _follow(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Union[bool, Change, None]:
     if not isinstance(module, Restructurable):
         return follow_heads(module, state_dict, prefix)
     try:

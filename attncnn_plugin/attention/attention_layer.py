@@ -82,7 +82,7 @@ class AttentionLayer(nn.Module):
     def attention_scores(self, x: Tensor) -> Tensor:
         """Returns all scores of an input, where they depend on content.
 
-        Their softmax are the probabilities. With a gate they are the logarithms of these.
+        Their softmax gives the probabilities. With a gate they are log-probabilities.
 
         Args:
             x (Tensor): Tokens, ``(B, H, W, D)``.

@@ -237,7 +237,7 @@ class QuadraticImageAttention(ImageAttention):
             probs = [factor.narrow(2, start, n) for factor, start, n in zip(probs, starts, x.shape[2:])]
         else:
             x = self.window.pad(x)
-        if math.prod(factor.shape[1] * factor.shape[2] for factor in probs) <= DENSE_PAIRS:
+        if math.prod([factor.shape[1] * factor.shape[2] for factor in probs]) <= DENSE_PAIRS:
             return shared_heads(_kronecker(probs), x.flatten(2).transpose(1, 2))
         x = x[:, None]  # (B, 1, C, *padded)
         for axis, factor in enumerate(probs, start=3):

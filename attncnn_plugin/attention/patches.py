@@ -13,7 +13,7 @@ from .shifts import axis_shifts, resize_shift_table
 from .softmax import softmax
 from .state_dicts import StateDict, StructureError, read, too_many_heads, written
 
-# Stands for −∞, whose gradient is not a number: e^−10000 is 0 beside any score, and float16 has it.
+# Stands for −∞, of which logsumexp has no gradient where all are: e^−10000 is 0 beside the scores of trained models.
 MASK_VALUE = -1e4
 
 Structure = Tuple[int, Tuple[int, ...], bool]  # D_k, D_h of each head, and whether there is a null key
@@ -51,9 +51,8 @@ class WindowBias(nn.Module):
     A shift of the window whose key lies outside the grid counts all the same: its key is the *null key*, one more
     key with the value 0, whose bias for a query is log Σ exp(b_δ) over those shifts. So the probabilities of the keys
     inside do not depend on where the border is, and what lies beyond it is zero padding, exactly. L21's Theorem 1
-    leaves it out: without it a head that finds no key at its shift spreads over the whole image. Attention that does
-    not begin as a convolution does without: with biases of 0 most of a grid's shifts lead out of it, and the null key
-    takes 73% of the attention of a 14×14 grid.
+    leaves it out: then a head that finds no key at its shift spreads over the whole image. Randomly initialized
+    attention has no null key: with biases of 0 it would take 73% of the attention of a 14×14 grid.
 
     Args:
         num_heads (int): Number of heads N_h.
@@ -90,7 +89,7 @@ class WindowBias(nn.Module):
         """
         table, first = self.table_of(size)
         # Of each axis: the entry of the table for a query and a key, (q, k), and whether the table has it.
-        rows, columns = (axis_shifts(n, table).long() - start for n, start in zip(size, first))
+        rows, columns = (axis_shifts(n, table.device) - start for n, start in zip(size, first))
         (rows, seen_rows), (columns, seen_columns) = (
             (entry.clamp(0, shifts - 1), (entry >= 0) & (entry < shifts))
             for entry, shifts in zip((rows, columns), table.shape[1:])

@@ -111,14 +111,14 @@ class QuadraticEncoding(SeparableEncoding):
 class GeneralizedQuadraticEncoding(nn.Module):
     """Generalized quadratic encoding, −½(δ − Δ)ᵀΣ⁻¹(δ − Δ) (C20, eq. 19). Not separable: Σ⁻¹ has a cross term.
 
-    With M = Σ^(−1/2) as the parameter, Σ⁻¹ = MMᵀ is positive semi-definite by construction.
+    The parameter is a factor M of Σ⁻¹ = MMᵀ, which is positive semi-definite by construction.
 
     Args:
         num_heads (int): Number of heads N_h.
 
     Attributes:
         center (Parameter): Δ in tokens, (row, column), ``(N_h, 2)``. Starts at N(0, 2²), as in the released code.
-        sqrt_precision (Parameter): M = Σ^(−1/2) in 1/tokens, ``(N_h, 2, 2)``. Starts at I + N(0, 0.01²).
+        sqrt_precision (Parameter): a factor M of Σ⁻¹ = MMᵀ, in 1/tokens, ``(N_h, 2, 2)``. Starts at I + N(0, 0.01²).
     """
 
     def __init__(self, num_heads: int, device: Device = None, dtype: Dtype = None) -> None:
@@ -166,20 +166,17 @@ class GeneralizedQuadraticEncoding(nn.Module):
         return -(difference[0] * total[0] + difference[1] * total[1]) / 2
 
     def scores(self, size: Sequence[int]) -> Tensor:
-        """Returns the scores of all queries and keys of a grid, ``(N_h, H*W, H*W)``, the best of each query at 0."""
+        """Returns the scores of all queries and keys of a grid, ``(N_h, H*W, H*W)``, at most about 0."""
         of_shifts = self.shift_scores(size)
-        best = over_keys(of_shifts.detach(), size, torch.amax).flatten(1)[..., None]
-        # The difference of the two in the precision of the parameters. Both can be large: what they lose in rounding is
-        # subtracted too.
-        (high, low), (best_high, best_low) = self._rounded(of_shifts), self._rounded(best)
-        scores = at_grid_shifts(high, size).sub_(best_high)
-        return scores if low is None else scores.add_(at_grid_shifts(low, size)).sub_(best_low)
-
-    def _rounded(self, x: Tensor) -> Tuple[Tensor, Any]:
-        """A float64 tensor in the precision of scores, and what that lost; None in float64."""
-        dtype = torch.promote_types(self.center.dtype, torch.float32)
-        high = x.to(dtype)
-        return high, None if high.dtype == x.dtype else (x.detach() - high.detach()).to(dtype)
+        best = over_keys(of_shifts.detach(), size, torch.amax).flatten(1)[..., None]  # of each query
+        # Both can be large. In float32 their difference is right but for what the scores themselves lose in rounding;
+        # what the best score of a query loses is the same for all its keys.
+        rounded = of_shifts.to(torch.promote_types(self.center.dtype, torch.float32))
+        scores = at_grid_shifts(rounded, size).sub_(best.to(rounded.dtype))
+        if rounded.dtype == of_shifts.dtype:
+            return scores
+        lost = (of_shifts - rounded).detach().to(rounded.dtype)
+        return scores.add_(at_grid_shifts(lost, size))
 
     def _project(self, row: Tensor, column: Tensor) -> Tuple[Tensor, Tensor]:
         """The two entries of Mᵀ(row, column)ᵀ of every head."""
@@ -201,8 +198,8 @@ class RelativeTables(nn.Module):
         kind (str): ``'learned'`` or ``'sinusoidal'``. Defaults to ``'learned'``.
 
     Raises:
-        ValueError: An unknown ``kind``; a ``dim`` that cannot be cut in half, or not into sines and cosines; a
-            ``max_size`` that is none.
+        ValueError: An unknown ``kind``; a ``dim`` that cannot be cut in half, or not into sines and cosines; an
+            invalid ``max_size``.
 
     Attributes:
         row_table (Parameter | None): R, ``(2·max_height − 1, D_p/2)``, starts at N(0, 1).

@@ -5,28 +5,33 @@ from typing import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .precision import widest_float
 
-def axis_shifts(size: int, like: Tensor) -> Tensor:
-    """δ = k − q of every query (rows) and key (columns) of an axis with ``size`` pixels: ``(size, size)``."""
-    position = torch.arange(size, device=like.device, dtype=torch.promote_types(like.dtype, torch.float32))
+
+def axis_shifts(size: int, device: torch.device) -> Tensor:
+    """Returns δ = k − q of every query (rows) and key (columns) of an axis with ``size`` pixels, ``(size, size)``."""
+    position = torch.arange(size, device=device)
     return position[None, :] - position[:, None]
 
 
 def at_shifts(values: Tensor, size: int) -> Tensor:
-    """``(…, 2·size − 1)`` values of the shifts 1 − size … size − 1 to ``(…, size, size)`` of queries and keys."""
-    position = torch.arange(size, device=values.device)
-    return values[..., position[None, :] - position[:, None] + size - 1]
+    """Returns ``values[δ]`` of all queries and keys, ``(…, size, size)``, of the shifts 1 − size … size − 1."""
+    return values[..., axis_shifts(size, values.device) + size - 1]
 
 
 def at_grid_shifts(table: Tensor, size: Sequence[int]) -> Tensor:
-    """Values of the shifts of a grid, ``(N, 2·height − 1, 2·width − 1)``, to those of all queries and keys.
+    """Returns ``table[δ]`` of all queries and keys of a grid, δ = k − q.
+
+    Args:
+        table (Tensor): ``(N, 2·height − 1, 2·width − 1)``.
+        size (Sequence[int]): Height and width of the grid.
 
     Returns:
-        Tensor: ``(N, height*width, height*width)``, ``table[δ]`` at δ = k − q.
+        Tensor: ``(N, height*width, height*width)``.
     """
     height, width = size
     if torch.compiler.is_compiling():  # unfold would make the size a constant of the graph
-        row, column = (axis_shifts(n, table).long() + n - 1 for n in (height, width))  # of every query and key
+        row, column = (axis_shifts(n, table.device) + n - 1 for n in (height, width))  # of every query and key
         index = row[:, None, :, None] * (2 * width - 1) + column[None, :, None, :]
         return table.flatten(1)[:, index.reshape(height * width, height * width)]
     windows = table.unfold(1, height, 1).unfold(2, width, 1)  # of the last query, … of the first: (N, -q1, -q2, k1, k2)
@@ -34,7 +39,7 @@ def at_grid_shifts(table: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def over_keys(table: Tensor, size: Sequence[int], reduce: Callable[..., Tensor]) -> Tensor:
-    """The sum or the largest of ``table[δ]`` over the keys of each query, an axis at a time.
+    """Returns the sum or the largest of ``table[δ]`` over the keys of each query, an axis at a time.
 
     Args:
         table (Tensor): ``(N, 2·height − 1, 2·width − 1)``.
@@ -50,11 +55,12 @@ def over_keys(table: Tensor, size: Sequence[int], reduce: Callable[..., Tensor])
 
 
 def resize_shifts(table: Tensor, length: int) -> Tensor:
-    """A table of the vectors of shifts for another number of shifts, ``(2·source + 1, D)`` to ``(length, D)``.
+    """Resizes a table of vectors of shifts to another number of shifts, ``(2·source + 1, D)`` to ``(length, D)``.
 
     Fewer shifts are the middle of the table. For more of them the old vectors are put at distances that grow
     geometrically, 1, 1 + r, 1 + r + r², … up to the largest new shift, so that near shifts keep their vectors and
-    far ones are spread, as mmpretrain does it; in between they are interpolated.
+    far ones are spread, as mmpretrain does it; in between they are interpolated. A table of three shifts repeats its
+    ends.
     """
     source, target = table.shape[0] // 2, length // 2
     if target <= source:
@@ -69,13 +75,13 @@ def resize_shifts(table: Tensor, length: int) -> Tensor:
     position = torch.cat([-distance.flip(0), distance.new_zeros(1), distance])
     shift = torch.arange(-target, target + 1, dtype=torch.float64).clamp(position[0], position[-1])
     left = torch.searchsorted(position, shift).clamp(min=1) - 1
-    weight = ((shift - position[left]) / (position[left + 1] - position[left]))[:, None].to(table.device)
-    left = left.to(table.device)
-    return torch.lerp(table[left].double(), table[left + 1].double(), weight).to(table.dtype)
+    weight = ((shift - position[left]) / (position[left + 1] - position[left]))[:, None]
+    wide, left = table.to(widest_float(table)), left.to(table.device)
+    return torch.lerp(wide[left], wide[left + 1], weight.to(wide)).to(table.dtype)
 
 
 def resize_shift_table(table: Tensor, shape: Sequence[int]) -> Tensor:
-    """A table of biases ``(N_h, rows, columns)`` for ``shape`` shifts along rows and along columns."""
+    """Resizes a table of biases ``(N_h, rows, columns)`` to ``shape`` shifts along rows and along columns."""
     for axis, length in ((1, shape[0]), (2, shape[1])):
         if table.shape[axis] != length:
             table = (

@@ -36,7 +36,7 @@ def too_many_heads(prefix: str, loaded: int, built: int) -> StructureError:
 class Restructurable(nn.Module):
     """A module that loads state dicts of several structures.
 
-    Subclasses define :meth:`follow`, :meth:`convert_state_dict` or both. A state dict that cannot be loaded is refused
+    Subclasses may define :meth:`follow` and :meth:`convert_state_dict`. A state dict that cannot be loaded is refused
     as PyTorch refuses a wrong shape, with ``RuntimeError``; the module is then as it was before.
 
     Attributes:
@@ -47,7 +47,7 @@ class Restructurable(nn.Module):
     training_advice: Optional[str] = None
     _changed_by_loading = False
 
-    def follow(self, state_dict: StateDict, prefix: str) -> bool:
+    def follow(self, state_dict: StateDict, prefix: str) -> Any:
         """Takes the structure that a state dict has for this module; the values are yet to be loaded.
 
         Args:
@@ -55,7 +55,8 @@ class Restructurable(nn.Module):
             prefix (str): Name of the module with a dot, or empty.
 
         Returns:
-            bool: Whether the structure has changed.
+            bool | Change | None: Something true if the structure has changed; what became of them if layers were
+            replaced.
 
         Raises:
             StructureError: No structure of this module explains the entries.
@@ -93,7 +94,7 @@ class Restructurable(nn.Module):
     ) -> None:
         try:
             with torch.no_grad():
-                self._changed_by_loading = self.follow(state_dict, prefix) or self._changed_by_loading
+                self._changed_by_loading |= bool(self.follow(state_dict, prefix))
                 self.convert_state_dict(state_dict, prefix)
         except StructureError as error:
             error_msgs.append(str(error))

@@ -1,4 +1,4 @@
-"""Self-attention over a grid of tokens, each of which is a value of every head.
+"""Self-attention over a grid of tokens; every head uses the tokens themselves as values.
 
 Tokens ``(B, H, W, D)`` become tokens of the same shape, for any H and W that the position encoding covers.
 
@@ -33,7 +33,7 @@ GAUSSIANS: Dict[str, Any] = {
 
 
 class GridAttention(PrunableHeads):
-    """The base of the layers below, and attention by the scores of any position encoding.
+    """Mixes tokens by the scores of a position encoding; the base of the layers below.
 
     The values of a head are the tokens themselves, D_h = D: the heads' outputs P_h X are concatenated to N_h·D channels
     and mapped by one linear layer (C20, section 2 and appendix E). C20 (remark after Theorem 1) advises D_h = D, for

@@ -48,7 +48,7 @@ class SpaceToDepthStem(nn.Module):
         """Maps images ``(B, C, H, W)`` to tokens ``(B, H/r, W/r, D)``.
 
         Raises:
-            ValueError: The image does not have the stem's channels, or its height and width are no multiples of r.
+            ValueError: The image does not have the stem's channels, or its height or width is not a multiple of r.
         """
         if x.ndim != 4 or x.shape[1] != self.in_chans:
             raise ValueError(f'the input has shape {tuple(x.shape)}, but (B, {self.in_chans}, H, W) is expected')
@@ -62,7 +62,7 @@ class SpaceToDepthStem(nn.Module):
 
 
 class SelfAttentionBlock(nn.Module):
-    """Attention, linear map, residual and norm, then feed-forward network, residual and norm (post-norm).
+    """Mixes tokens by attention, then channels, each with a residual and a norm after it (post-norm).
 
     Args:
         dim (int): Channels D.
@@ -98,7 +98,7 @@ class SelfAttentionBlock(nn.Module):
 
 
 class SelfAttentionNetwork(Restructurable):
-    """Stem, blocks, mean over the tokens and a linear classifier.
+    """Classifies images by blocks of attention over their pixels (C20, 4.1).
 
     A state dict may have the names of mmpretrain's classifiers too, and another number of heads or tables of another
     size: each layer takes or converts what it finds.

@@ -85,7 +85,7 @@ def prune_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]
         Linear(in_features=192, out_features=192, bias=True)
         >>> fresh = timm.create_model('vit_tiny_patch16_224', depth=2)
         >>> import attncnn_plugin
-        >>> attncnn_plugin.follow_state_dict(fresh, model.state_dict())
+        >>> bool(attncnn_plugin.follow_state_dict(fresh, model.state_dict()))
         True
         >>> fresh.load_state_dict(model.state_dict())
         <All keys matched successfully>

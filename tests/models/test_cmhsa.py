@@ -13,6 +13,7 @@ from helpers.small import BACKENDS, SMALL_CMHSA, small_cmhsa, trained_like
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from attncnn_plugin import follow_state_dict
 from attncnn_plugin.attention.patches import image_to_patches
 from attncnn_plugin.models.cmhsa import PatchConvolution
 from attncnn_plugin.pruning import prune_heads, replace_parameters
@@ -505,3 +506,17 @@ def test_pretrained(phase, into, tmp_path):
     overlay = dict(file=path, num_classes=10)
     ours = small_cmhsa(into, pretrained=True, pretrained_cfg_overlay=overlay, attn_bias_init=40.0).eval()
     assert relative_error(ours(x), theirs(x)) < 1e-4
+
+
+def test_following_says_what_became_of_the_parameters():
+    """An optimizer that has them trains what the state dict made of the network."""
+    model, second = (small_cmhsa(phase=phase, head_dim='exact') for phase in ('conv', 'attn'))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    change = follow_state_dict(model, second.state_dict())
+    assert [layer.name for layer in change.layers] == [f'blocks.{i}.attn' for i in range(len(model.blocks))]
+    assert change.layers[0].parameters_after == sum(p.numel() for p in model.blocks[0].attn.parameters())
+    assert change.parameters_after == sum(p.numel() for p in second.parameters())
+    replace_parameters(optimizer, change)
+    assert {id(p) for group in optimizer.param_groups for p in group['params']} == {id(p) for p in model.parameters()}
+    named = {name: p for successor in change.replaced.values() for name, p in successor.parameters.items()}
+    assert all(model.get_parameter(name) is p for name, p in named.items())

@@ -1,0 +1,72 @@
+"""What every attention layer does: shapes, gradients, half precision, copies, the meta device, compilation."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from helpers.layers import LAYERS, takes_images
+
+from attncnn_plugin.attention import AttentionLayer
+
+
+def inputs_of(name, batch=2, **settings):
+    return torch.randn((batch, 4, 6, 8) if takes_images(name) else (batch, 6, 8, 4), **settings)
+
+
+@pytest.mark.parametrize('batch', [0, 1, 3])
+@pytest.mark.parametrize('name', LAYERS)
+def test_shapes(name, batch):
+    layer, x = LAYERS[name](), inputs_of(name, batch)
+    output = layer(x)
+    channels = 1 if takes_images(name) else 3
+    assert len(output) == batch and output.ndim == 4 and output.shape[channels] == (6 if takes_images(name) else 4)
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_gradients_in_training_and_evaluation(name):
+    layer, x = LAYERS[name](), inputs_of(name, requires_grad=True)
+    for training in (True, False):
+        gradients = torch.autograd.grad(layer.train(training)(x).sin().sum(), [x, *layer.parameters()])
+        assert all(gradient.isfinite().all() for gradient in gradients) and gradients[0].any()
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize('name', LAYERS)
+def test_half_precision(name, dtype):
+    layer, x = LAYERS[name](), inputs_of(name)
+    expected = layer(x)
+    layer = layer.to(dtype)
+    output = layer(x.to(dtype))
+    assert output.dtype == dtype and torch.allclose(output.float(), expected, atol=0.1)
+    if isinstance(layer, AttentionLayer) and layer.has_position_scores:
+        assert layer.position_probs((6, 8)).dtype == torch.float32
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_copies(name):
+    layer, other, x = LAYERS[name](), LAYERS[name](), inputs_of(name)
+    other.load_state_dict(layer.state_dict())
+    for copied in (other, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(copied(x), layer(x))
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_meta_device(name):
+    layer, x = LAYERS[name](), inputs_of(name)
+    assert layer.to('meta')(x.to('meta')).shape == LAYERS[name]()(x).shape
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', LAYERS)
+def test_compiled(name):
+    layer, x = LAYERS[name](), inputs_of(name)
+    torch.compiler.reset()
+    assert torch.allclose(torch.compile(layer, fullgraph=True, backend='aot_eager')(x), layer(x), atol=1e-5)
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_inputs_of_other_channels_are_refused(name):
+    x = inputs_of(name)
+    with pytest.raises((ValueError, RuntimeError)):
+        LAYERS[name]()(torch.cat([x, x], dim=1 if takes_images(name) else 3))
