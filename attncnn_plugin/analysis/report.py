@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import AttentionLayer, GaussianHeads
+from ..attention import AttentionLayer
+from ..attention.positions import GaussianHeads
 from ..pruning.criteria import BY_POSITION, DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
 from .layer_maps import (
     AttentionMaps,
