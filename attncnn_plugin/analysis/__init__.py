@@ -3,16 +3,14 @@
 Plain PyTorch and NumPy. The numbers are those of Cordonnier et al. 2020, section 4.
 """
 
-from .centers import head_centers
 from .layer_maps import AttentionMaps, attention_maps
-from .report import HeadReport, HeadStatistics, LayerReport, head_report
+from .report import HeadReport, head_report
+from .shift_statistics import head_centers
 from .training_logs import read_centers, read_scalars
 
 __all__ = [
     'AttentionMaps',
     'HeadReport',
-    'HeadStatistics',
-    'LayerReport',
     'attention_maps',
     'head_centers',
     'head_report',

@@ -4,26 +4,27 @@ A model is any module with the attention of this package inside, an attention la
 transformer of timm or mmpretrain. Images are what its forward pass takes, normalized as in training.
 """
 
+import math
 import re
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from ..attention import AttentionLayer, GaussianHeads
+from ..attention import AttentionLayer
 from ..attention.evaluation_mode import evaluating
+from ..attention.positions import GaussianHeads
 from ..attention.window import Window, per_axis, shown
 from ..pruning.criteria import relative_entropy_of_maps
 from ..transformers.attention import TokenPlaces, visit_vit_attention, vit_layers
 from ..transformers.vision_transformer import is_vit
-from .image_means import ImageMeans, few_images
 
 BATCH_SIZE = 4  # images in a pass
-PARTS = ('all', 'position', 'content')
+CHUNK_ELEMENTS = 2**24  # scores that a layer computes at once, 64 MiB of float32
 
 Grid = Tuple[int, int]
 
@@ -33,8 +34,8 @@ class AttentionMaps:
     """The attention probabilities of a layer's heads, mean over images or by position alone.
 
     Attributes:
-        probs (Tensor): P, ``(N_h, Q, H*W)`` for Q queries, row-major, on the CPU. Rows add up to 1 or, with a null key
-            or the zeros of a padding, to less.
+        probs (Tensor): P, ``(N_h, Q, H*W)`` for Q queries, row-major, float32, on the CPU. Rows add up to 1 or, with a
+            null key or the zeros of a padding, to less.
         grid (tuple[int, int]): Height H and width W of the grid of keys, in tokens, patches or pixels.
         window (Window | None): Where the queries of an ``ImageAttention`` are; None where each key is a query.
         gaussian (GaussianHeads | None): Centres and shapes of Gaussian heads, where the probabilities are theirs.
@@ -66,30 +67,17 @@ class AttentionMaps:
         return self.window.queries(0, self.grid[0]), self.window.queries(1, self.grid[1])
 
     def place(self, query: Optional[Sequence[int]] = None) -> Tuple[int, int]:
-        """The row and the column of the query that is nearest to a place.
-
-        Args:
-            query (Sequence[int], optional): Row and column of the place on the grid of keys. Defaults to the middle.
+        """Returns row and column of the query that is nearest to a place, by default the middle of the grid.
 
         Raises:
             ValueError: The place is outside of the grid.
-
-        Examples:
-            >>> AttentionMaps(torch.eye(15)[None], (3, 5)).place()
-            (1, 2)
         """
         rows, columns = self.queries
         row, column = self._nearest(query)
         return int(rows[row]), int(columns[column])
 
     def of_query(self, query: Optional[Sequence[int]] = None) -> Tensor:
-        """The probabilities of the keys for the query that is nearest to a place, ``(N_h, H, W)``, float64.
-
-        Args:
-            query (Sequence[int], optional): Row and column of the place on the grid of keys. Defaults to the middle.
-
-        Raises:
-            ValueError: The place is outside of the grid.
+        """Returns the probabilities of the keys for the query at :meth:`place`, ``(N_h, H, W)``, float64.
 
         Examples:
             >>> AttentionMaps(torch.eye(6)[None], (2, 3)).of_query((0, 1))
@@ -100,13 +88,12 @@ class AttentionMaps:
         return self.probs[:, row * len(self.queries[1]) + column].double().unflatten(1, self.grid)
 
     def _nearest(self, query: Optional[Sequence[int]]) -> Tuple[int, int]:
-        """The number of a query among the rows, and among the columns, of the queries."""
+        """Returns the number of a query among the rows, and among the columns, of the queries."""
         height, width = self.grid
         row, column = (height // 2, width // 2) if query is None else query
         if not (0 <= row < height and 0 <= column < width):
             raise ValueError(
-                f'query={(row, column)} must be a row from 0 to {height - 1} and a column from 0 to {width - 1} of '
-                'the grid'
+                f'query={(row, column)} must be a row from 0 to {height - 1} and a column from 0 to {width - 1}'
             )
         rows, columns = self.queries
         return int((rows - row).abs().argmin()), int((columns - column).abs().argmin())
@@ -117,12 +104,11 @@ def attention_maps(
 ) -> Dict[str, AttentionMaps]:
     """Returns the attention probabilities of every layer of a model, mean over images, on the CPU.
 
-    Layers whose probabilities depend on position alone have them computed in float64, whatever the images are. The
-    model runs in evaluation mode, without gradients, and stays as it was.
+    Probabilities that depend on position alone are computed in float64. The model runs in evaluation mode, and stays as
+    it was.
 
-    Of vision transformers of timm and mmpretrain it is the attention of patches to patches: as many tokens as a layer
-    has beyond the patches of the image are left out at the front, as queries and as keys. So is the padding of windows.
-    What a patch gives to patches is renormalized to 1, and is 0 between windows.
+    Of vision transformers of timm and mmpretrain it is the attention of patches to patches, renormalized to 1, and 0
+    between windows. Class tokens, registers and the padding of windows are left out.
 
     Args:
         model (nn.Module): A model with attention of this package, or a vision transformer of timm or mmpretrain, or one
@@ -150,77 +136,105 @@ def attention_maps(
         >>> maps.probs.shape, maps.grid, maps.of_query((1, 2)).shape
         (torch.Size([3, 16, 16]), (4, 4), torch.Size([3, 4, 4]))
     """
-    check_images(images, size)
-    if part not in PARTS:
-        raise ValueError(f'part={part!r} is unknown: choose one of {", ".join(PARTS)}')
-    if not is_other_vit(model):
-        return maps_of_layers(model, require_attention_layers(model), images, size, part)
-    if images is None or part != 'all':
-        raise ValueError(
-            f'size={shown(size)} and part={part!r}, but the attention of model, a {type(model).__name__}, depends on '
-            'images, which say the grid, and has no parts: give images alone'
-        )
-    return _maps_of_vit(model, images)
+    if part not in ('all', 'position', 'content'):
+        raise ValueError(f'part={part!r} is unknown: choose one of all, position, content')
+    if is_other_vit(model):
+        if images is None or size is not None or part != 'all':
+            raise ValueError(
+                f'size={shown(size)} and part={part!r}, but the attention of model, a {type(model).__name__}, depends '
+                'on images, which say the grid, and has no parts: give images alone'
+            )
+        return _maps_of_vit(model, images)
+    layers = attention_layers(model)
+    by_images = {
+        name: layer
+        for name, layer in layers.items()
+        if layer.depends_on_content and not (part == 'position' and layer.has_position_scores)
+    }
+    grids = grids_of_layers(model, layers, images, size)
+    maps = maps_of_images(model, by_images, images, part)
+    for name in layers.keys() - by_images if part != 'content' else ():
+        exact = position_maps(layers[name], grids[name])
+        maps[name] = replace(exact, probs=exact.probs.float())
+    return {name: maps[name] for name in layers if name in maps}
+
+
+def grids_of_layers(
+    model: nn.Module, layers: Mapping[str, AttentionLayer], images: Optional[Tensor], size: Optional[Sequence[int]]
+) -> Dict[str, Grid]:
+    """Returns height and width of the keys of each layer, by one of the images or as they are given."""
+    if (images is None) == (size is None):
+        raise ValueError(f'images={shown(images)} and size={shown(size)}: give images, or the size of a grid in tokens')
+    if images is None:
+        height, width = per_axis('size', size, 2)  # type: ignore[arg-type]
+        return dict.fromkeys(layers, (height, width))
+    grids: Dict[str, Grid] = {}
+    visit_layers(model, images[:1], layers, lambda name, layer, x: grids.update({name: layer.grid_of(x)}))
+    return grids
 
 
 @torch.no_grad()
-def maps_of_layers(
-    model: nn.Module,
-    layers: Mapping[str, AttentionLayer],
-    images: Optional[Tensor],
-    size: Optional[Sequence[int]],
-    part: str,
+def position_maps(layer: AttentionLayer, grid: Grid) -> AttentionMaps:
+    """Returns the probabilities by position alone, in float64 if the layer has no others."""
+    probs = layer.position_probs(grid) if layer.depends_on_content else layer.exact_attention_probs(grid)
+    assert probs is not None
+    gaussian = layer.gaussian_heads()
+    if gaussian is not None:
+        gaussian = GaussianHeads(*(values.cpu().double() for values in gaussian))
+    return AttentionMaps(probs.cpu(), grid, layer.window, gaussian)
+
+
+def maps_of_images(
+    model: nn.Module, layers: Mapping[str, AttentionLayer], images: Optional[Tensor], part: str
 ) -> Dict[str, AttentionMaps]:
-    """Returns the :func:`attention_maps` of some layers of this package."""
-    check_axes(layers)
-    by_position = {
-        name
-        for name, layer in layers.items()
-        if layer.has_position_scores and (part == 'position' or part == 'all' and not layer.depends_on_content)
-    }
-    by_images = {name for name, layer in layers.items() if layer.depends_on_content} - by_position
-    grids: Dict[str, Grid] = {}
+    """Returns the mean over images of a part of the attention of layers whose scores depend on content."""
+    if images is None:
+        for name, layer in layers.items():
+            raise ValueError(
+                f'the scores of {name or "layer"}, {layer.extra_repr()}, depend on images: give images instead of '
+                "size, or choose part='position' where a term depends on position alone"
+            )
+        return {}
     means = ImageMeans()
+    grids: Dict[str, Grid] = {}
 
     def add(name: str, layer: AttentionLayer, x: Tensor) -> None:
         grids[name] = layer.grid_of(x)
-        for some in few_images(layer, x) if name in by_images else ():
-            if part == 'all':
-                scores: Optional[Tensor] = layer.attention_scores(some)
-            else:
-                scores = layer.position_scores(some) if part == 'position' else layer.content_scores(some)
-            if scores is not None:
-                probs = probs_of_scores(scores, grids[name])
-                means.add(name, probs, relative_entropy_of_maps(probs))
+        scores_of = dict(all=layer.attention_scores, position=layer.position_scores, content=layer.content_scores)
+        for some in few_images(layer, x):
+            probs = probs_of_scores(scores_of[part](some), grids[name])
+            means.add(name, probs, relative_entropy_of_maps(probs))
 
-    if images is not None:
-        for batch in images.split(BATCH_SIZE) if by_images else [images[:1]]:
-            visit_layers(model, batch, layers, add)
-    elif by_images:
-        name = min(by_images)
-        raise ValueError(
-            f'size={shown(size)}, but the scores of {name or "layer"}, {layers[name].extra_repr()}, depend on images: '
-            "give images, or choose part='position' where a term depends on position alone"
-        )
-    else:
-        height, width = per_axis('size', size, 2)  # type: ignore[arg-type]
-        grids = dict.fromkeys(layers, (height, width))
-    of_images = dict(means.items())
-    maps = {}
-    for name, layer in layers.items():
-        if name in by_position:
-            exact = not layer.depends_on_content
-            probs = layer.exact_attention_probs(grids[name]) if exact else layer.position_probs(grids[name])
-            assert probs is not None
-            gaussian = layer.gaussian_heads()
-            if gaussian is not None:
-                gaussian = GaussianHeads(*(values.detach().cpu().double() for values in gaussian))
-            maps[name] = AttentionMaps(probs.detach().cpu(), grids[name], layer.window, gaussian)
-        elif name in of_images:
-            assert images is not None
-            probs, entropy = (mean.cpu() for mean in of_images[name])
-            maps[name] = AttentionMaps(probs, grids[name], layer.window, None, len(images), entropy)
-    return maps
+    for batch in images.split(BATCH_SIZE) if layers else ():
+        visit_layers(model, batch, layers, add)
+    return {
+        name: AttentionMaps(probs.cpu(), grids[name], layers[name].window, None, len(images), entropy.cpu())
+        for name, (probs, entropy) in means.items()
+    }
+
+
+class ImageMeans:
+    """Means over images of tensors that come a few images at a time: those of all of them need not fit into memory."""
+
+    def __init__(self) -> None:
+        self._sums: Dict[str, List[Tensor]] = {}
+        self._counts: Counter = Counter()
+
+    def add(self, key: str, *values: Tensor) -> None:
+        """Adds tensors ``(B, …)`` of some images, of the same shapes but for B at every call with this key."""
+        sums = [value.sum(0) for value in values]
+        self._sums[key] = [a + b for a, b in zip(self._sums[key], sums)] if key in self._sums else sums
+        self._counts[key] += len(values[0])
+
+    def items(self) -> List[Tuple[str, List[Tensor]]]:
+        """Returns the means by key, in the order of the first images."""
+        return [(key, [value / self._counts[key] for value in sums]) for key, sums in self._sums.items()]
+
+
+def few_images(layer: AttentionLayer, x: Tensor) -> Tuple[Tensor, ...]:
+    """Returns inputs of a layer in parts of a few images, whose scores take 64 MiB at most, or of one image."""
+    keys = math.prod(layer.grid_of(x))
+    return x.split(max(1, CHUNK_ELEMENTS // (max(layer.num_heads, 1) * keys**2)))
 
 
 def probs_of_scores(scores: Tensor, grid: Grid) -> Tensor:
@@ -231,79 +245,58 @@ def probs_of_scores(scores: Tensor, grid: Grid) -> Tensor:
 @torch.no_grad()
 def _maps_of_vit(model: nn.Module, images: Tensor) -> Dict[str, AttentionMaps]:
     means = ImageMeans()
-    places: Dict[str, TokenPlaces] = {}
-    largest: Dict[str, float] = {}  # entropy
+    places: Dict[str, Tuple[TokenPlaces, float]] = {}  # and the largest entropy there
 
     def add(name: str, probs: Tensor, where: TokenPlaces) -> None:
         own, prefix_mass = where.of_patches(probs)
-        entropy, largest[name] = where.entropies(own)
+        entropy, largest = where.entropies(own)
         means.add(name, own, entropy, prefix_mass)
-        places[name] = where
+        places[name] = where, max(largest, torch.finfo(torch.float).tiny)
 
     for batch in images.split(BATCH_SIZE):
         visit_vit_attention(model, batch, add)
     maps = {}
     for name, values in means.items():
         own, entropy, prefix_mass = (value.cpu() for value in values)
+        where, largest = places[name]
         maps[name] = AttentionMaps(
-            probs=places[name].on_grid(own),
-            grid=places[name].grid,
+            probs=where.on_grid(own),
+            grid=where.grid,
             num_images=len(images),
-            relative_entropy=(entropy / max(largest[name], torch.finfo(torch.float).tiny)).clamp(max=1),
+            relative_entropy=(entropy / largest).clamp(max=1),
             entropy=entropy,
             prefix_mass=prefix_mass,
-            in_windows=places[name].windows is not None,
+            in_windows=where.windows is not None,
         )
     return maps
 
 
-def check_images(images: Optional[Tensor], size: Optional[Sequence[int]]) -> None:
-    """Raises ValueError if there are both images and a size, or neither."""
-    if (images is None) == (size is None):
-        given = None if images is None else tuple(images.shape)
-        raise ValueError(
-            f'images={given} and size={shown(size)}: give images, or the size of a grid in tokens where attention '
-            'depends on position alone'
-        )
-
-
 def attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
     """Returns the attention layers of this package in a model by name, in the order of its blocks.
+
+    Raises:
+        ValueError: The model has none, as a CMHSA in the convolution phase, or one along one or three axes.
 
     Examples:
         >>> import timm, attncnn_plugin
         >>> list(attention_layers(timm.create_model('sa_quadratic_cifar', depth=2)))
         ['blocks.0.attn', 'blocks.1.attn']
     """
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, AttentionLayer)}
-
-
-def require_attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
-    """Returns the :func:`attention_layers`, at least one.
-
-    Raises:
-        ValueError: The model has none, as a CMHSA in the convolution phase.
-    """
-    layers = attention_layers(model)
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, AttentionLayer)}
     if not layers:
         raise ValueError(
             f'the model, of type {type(model).__name__}, has no attention layers of this package (a CMHSA in the '
-            'convolution phase gets them with its transition), and is no vision transformer of timm or mmpretrain, '
-            'with a patch_embed and blocks, layers or stages'
+            'convolution phase gets them with its transition), and is no vision transformer of timm or mmpretrain'
         )
-    return layers
-
-
-def check_axes(layers: Mapping[str, AttentionLayer]) -> None:
-    """Raises ValueError if a layer is attention along one or three axes."""
     for name, layer in layers.items():
         if layer.window is not None and layer.window.ndim != 2:
             raise ValueError(f'{name or "layer"} has {layer.window.ndim} axes of pixels, but heads are shown for two')
+    return layers
 
 
 def is_other_vit(model: nn.Module) -> bool:
-    """Whether a model has the attention of a vision transformer of timm or mmpretrain, and none of this package."""
-    return not attention_layers(model) and is_vit(model)
+    """Says whether a model has the attention of a timm or mmpretrain vision transformer, and none of this package."""
+    return is_vit(model) and not any(isinstance(module, AttentionLayer) for module in model.modules())
 
 
 def shown_layers(model: nn.Module) -> Dict[str, Any]:
@@ -312,7 +305,7 @@ def shown_layers(model: nn.Module) -> Dict[str, Any]:
     Raises:
         ValueError: The model has none.
     """
-    return vit_layers(model) if is_other_vit(model) else dict(require_attention_layers(model))
+    return vit_layers(model) if is_other_vit(model) else dict(attention_layers(model))
 
 
 def layer_labels(names: Iterable[str]) -> Dict[str, str]:
@@ -363,13 +356,12 @@ def visit_layers(
         for name, layer in layers.items():
             stack.callback(layer.register_forward_pre_hook(partial(see, name)).remove)
         _features_of(model, set(layers.values()))(images)
-    for name in layers:
-        if name not in seen:
-            raise ValueError(f'{name} is attention that the model does not run on images: there is nothing to show')
+    for name in sorted(layers.keys() - seen):
+        raise ValueError(f'{name} is attention that the model does not run on images: there is nothing to show')
 
 
 def _features_of(model: nn.Module, layers: Iterable[nn.Module]) -> Callable[[Tensor], Any]:
-    """The ``forward_features`` of the network that holds all of these layers; the model itself without a network."""
+    """Returns the ``forward_features`` of the network that holds these layers; the model itself without a network."""
     for module in model.modules():
         forward_features = getattr(module, 'forward_features', None)
         if callable(forward_features) and set(layers) <= set(module.modules()):

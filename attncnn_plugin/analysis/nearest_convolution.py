@@ -1,20 +1,23 @@
-"""How near a layer is to a convolution, and which shifts its heads can express (Cordonnier et al. 2020, Lemma 3).
+"""Kinds of layers, their nearest convolutions, and shifts that heads can express (Cordonnier et al. 2020, Lemma 3).
 
 A layer of position-only attention is the linear map Σ_h P_h ⊗ V_h, of each head's probabilities and of its matrix from
 input to output. A convolution is Σ_δ S_δ ⊗ W_δ, of shifts (S_δ x)_q = x_{q+δ} and of the kernel's slices.
 """
 
-from dataclasses import dataclass
-from typing import Iterator, Optional, Sequence, Tuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Iterator, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
+from ..attention.window import Window
 from ..convert.expressible import expressible_shifts_of_maps
 from ..convert.shift_operators import fit_shifts, interior_queries, targets
 from .shift_statistics import Shift, ShiftMaps, same_window
 
 KERNEL_SIZES = (3, 5)
+EXACT = 1e-6  # relative error below which a convolution is the layer, and is written as 0
 LEAST_TOLERANCE = 1e-7  # what rounding leaves of a residual of 0 is a tenth of it
 
 
@@ -60,7 +63,7 @@ class ExpressibleShifts:
 
 
 class ConvolutionErrors:
-    """How far Σ_h P_h ⊗ V_h is from the nearest convolutions, in the Frobenius norm.
+    """Errors of the convolutions nearest to Σ_h P_h ⊗ V_h, in the Frobenius norm.
 
     With V = L·O, V_h as row h and the rows of O orthonormal, the norm of Σ_h E_h ⊗ V_h is that of the maps Σ_h L_hr E_h
     together: each r is an output of its own. So P is replaced by these maps of outputs, and each fitted by shifts.
@@ -75,7 +78,7 @@ class ConvolutionErrors:
         >>> from attncnn_plugin.analysis import AttentionMaps
         >>> uniform = ShiftMaps(AttentionMaps(torch.full((1, 36, 36), 1 / 36), (6, 6)))
         >>> errors = ConvolutionErrors(uniform, 'replicate')
-        >>> [(best.kernel_size, round(best.error, 3)) for best in errors.of_kernels()]
+        >>> [(best.kernel_size, round(best.error, 3)) for best in errors.of_kernels]
         [((3, 3), 0.911), ((5, 5), 0.838)]
         >>> round(errors.of_shifts([(0, 0), (0, 1)]), 3)
         0.976
@@ -91,27 +94,22 @@ class ConvolutionErrors:
             self.outputs = torch.tensordot(triangle, maps.probs, dims=1)  # (≤ N_h, Q, height*width)
         self.whole = _squared_norms(self.outputs)
 
-    def of_kernels(self) -> Iterator[BestConvolution]:
-        """Yields the best 3x3 and 5x5 convolutions, or that of the window of an ``ImageAttention``."""
-        windows = (
-            [same_window((n, n), self.padding_mode) for n in KERNEL_SIZES] if self.window is None else [self.window]
-        )
-        for window in windows:
-            left = self._left_by_shifts(targets(window, self.size))
-            inside = interior_queries(window, self.size)
-            yield BestConvolution(
-                kernel_size=(window.kernel_size[0], window.kernel_size[1]),
-                padding_mode=self.padding_mode,
-                error=_relative(left, self.whole),
-                interior_error=_relative(left[inside], self.whole[inside]) if inside.any() else None,
-            )
+    @cached_property
+    def of_kernels(self) -> Tuple[BestConvolution, ...]:
+        """The best 3x3 and 5x5 convolutions, or that of the window of an ``ImageAttention``."""
+        if self.window is not None:
+            return (self._best(self.window),)
+        return tuple(self._best(same_window((n, n), self.padding_mode)) for n in KERNEL_SIZES)
+
+    def _best(self, window: Window) -> BestConvolution:
+        """Returns the best convolution with a window."""
+        left, inside = self._left_by_shifts(targets(window, self.size)), interior_queries(window, self.size)
+        interior = _relative(left[inside], self.whole[inside]) if inside.any() else None
+        kernel_size = window.kernel_size[0], window.kernel_size[1]
+        return BestConvolution(kernel_size, self.padding_mode, _relative(left, self.whole), interior)
 
     def of_shifts(self, shifts: Sequence[Shift]) -> Optional[float]:
-        """Returns the error of the best convolution with these shifts alone; None if the window of the layer lacks one.
-
-        Args:
-            shifts (Sequence[tuple[int, int]]): (Row, column) in tokens, at least one.
-        """
+        """Returns the error of the best convolution with these shifts alone; None if the window lacks one."""
         if self.window is None:
             target = torch.stack([_targets_of_shift(shift, self.size, self.padding_mode) for shift in set(shifts)])
         else:
@@ -122,7 +120,7 @@ class ConvolutionErrors:
         return _relative(self._left_by_shifts(target), self.whole)
 
     def _left_by_shifts(self, target: Tensor) -> Tensor:
-        """‖Σ_h E_h[q, :] ⊗ V_h‖² of each query, where E = P − Σ_δ c_δ S_δ has the least norm, ``(Q,)``.
+        """Computes ‖Σ_h E_h[q, :] ⊗ V_h‖² of each query, where E = P − Σ_δ c_δ S_δ has the least norm, ``(Q,)``.
 
         Of E itself: a norm as that of P less that of the fit would cancel where the fit is exact.
         """
@@ -132,17 +130,17 @@ class ConvolutionErrors:
 
 
 def _squared_norms(outputs: Tensor) -> Tensor:
-    """‖·‖² of each query, ``(Q,)``, for ``(outputs, Q, K)``."""
+    """Computes ‖·‖² of each query, ``(Q,)``, for ``(outputs, Q, K)``."""
     return torch.linalg.vector_norm(outputs, dim=(0, 2)).square()
 
 
 def _relative(left: Tensor, whole: Tensor) -> float:
-    """The root of Σ left / Σ whole; 0 for a layer that is 0."""
+    """Returns the root of Σ left / Σ whole; 0 for a layer that is 0."""
     return (left.sum() / whole.sum()).sqrt().item() if whole.any() else 0.0
 
 
 def _targets_of_shift(shift: Shift, size: Shift, padding_mode: str) -> Tensor:
-    """The pixel that each query of a grid sees at a shift, ``(Q,)``."""
+    """Returns the pixel that each query of a grid sees at a shift, ``(Q,)``."""
     # A 3x3 kernel dilated by |δ| has the shift δ.
     window = same_window((3, 3), padding_mode, dilation=(max(abs(shift[0]), 1), max(abs(shift[1]), 1)))
     return targets(window, size)[window.shifts().tolist().index(list(shift))]
@@ -154,10 +152,6 @@ def expressible_kernels(maps: ShiftMaps, tolerance: float) -> Iterator[Expressib
     Kernels larger than the grid are left out, and both where the queries are not the pixels: with a stride no shift is
     expressed at every pixel.
 
-    Args:
-        maps (ShiftMaps): The maps.
-        tolerance (float): Residual up to which a shift is expressible.
-
     Raises:
         ValueError: ``tolerance`` is not at least 1e-7 and below 1.
 
@@ -168,9 +162,7 @@ def expressible_kernels(maps: ShiftMaps, tolerance: float) -> Iterator[Expressib
         [((0, 0), (0, 1)), ((0, 0), (0, 1))]
     """
     if not LEAST_TOLERANCE <= tolerance < 1:
-        raise ValueError(
-            f'tolerance={tolerance} must be at least {LEAST_TOLERANCE}, above what rounding leaves, and below 1'
-        )
+        raise ValueError(f'tolerance={tolerance} must be at least {LEAST_TOLERANCE} and below 1')
     if any(not torch.equal(queries, torch.arange(n)) for queries, n in zip(maps.queries, maps.size)):
         return
     for n in KERNEL_SIZES:
@@ -185,3 +177,119 @@ def expressible_kernels(maps: ShiftMaps, tolerance: float) -> Iterator[Expressib
             residual=tuple(found.residual.tolist()),
             tolerance=tolerance,
         )
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """The kind of a layer by what its heads form together; as a string, in words.
+
+    Attributes:
+        kind (str): One of
+
+            - ``'convolution'``: all heads are hard, on the shifts of a rectangular window, or one of the best
+              convolutions leaves a relative error below 1e-6 on a grid with a query whose whole window is inside.
+            - ``'dilated'``: the same, but there are holes between the shifts, all of the same size.
+            - ``'sparse'``: all heads are hard, on some shifts of a window only.
+            - ``'mixture'``: anything else.
+            - ``'empty'``: there are no heads.
+        hard, soft, uniform (int): Number of heads of each kind, see :class:`.report.HeadStatistics`.
+        num_shifts (int | None): Number of different shifts of the hard heads; None where they are not named.
+        kernel_size, dilation, offset (tuple[int, int] | None): The window, see :func:`lattice_of`; None for a mixture.
+        stride (tuple[int, int]): Of the queries.
+        error (float | None): Relative error of the best convolution with these shifts, see
+            :class:`.nearest_convolution.BestConvolution`; None for a mixture.
+    """
+
+    kind: str
+    hard: int
+    soft: int
+    uniform: int
+    num_shifts: Optional[int] = None
+    kernel_size: Optional[Shift] = None
+    dilation: Optional[Shift] = None
+    offset: Optional[Shift] = None
+    stride: Shift = (1, 1)
+    error: Optional[float] = None
+
+    def __str__(self) -> str:
+        if self.kind == 'empty':
+            return 'no heads: the layer is its bias'
+        if self.kernel_size is None or self.dilation is None or self.error is None:
+            counts = [(self.hard, 'hard'), (self.soft, 'soft'), (self.uniform, 'uniform')]
+            return f'mixture, {", ".join(f"{n} {name}" for n, name in counts if n)}'
+        name = f'sparse convolution, {self.num_shifts} shifts of' if self.kind == 'sparse' else 'one convolution,'
+        words = [f'{name} {size_text(self.kernel_size)}', f'error {error_text(self.error)}']
+        if max(self.dilation) > 1:
+            steps = {step for step, n in zip(self.dilation, self.kernel_size) if n > 1}
+            words.append(f'dilated by {steps.pop() if len(steps) == 1 else size_text(self.dilation)}')
+        if max(self.stride) > 1:
+            words.append(f'stride {self.stride[0] if len(set(self.stride)) == 1 else size_text(self.stride)}')
+        if self.offset != (0, 0):
+            words.append(f'centred at {self.offset}')
+        if self.soft + self.uniform:
+            words.append(f'by {self.hard} hard, {self.soft} soft and {self.uniform} uniform heads')
+        return ', '.join(words)
+
+
+def kind_of_layer(kinds: Sequence[str], nearest: Sequence[Shift], errors: ConvolutionErrors) -> LayerKind:
+    """Returns the kind of a layer by the kinds and the nearest shifts of its heads, and by its nearest convolutions."""
+    window = errors.window or same_window((1, 1))
+    hard, soft, uniform = (kinds.count(kind) for kind in ('hard', 'soft', 'uniform'))
+    mixture = LayerKind('mixture', hard, soft, uniform, stride=(window.stride[0], window.stride[1]))
+    exact = next((best for best in errors.of_kernels if best.error < EXACT and best.interior_error is not None), None)
+    error = errors.of_shifts(nearest) if hard == len(kinds) else None
+    # The small rest of the heads of an ImageAttention lies in its window: it is a part of the kernel.
+    if error is not None and (error < EXACT or exact is None or errors.window is None):
+        kernel_size, dilation, offset, full = lattice_of(nearest)
+        mixture = replace(mixture, num_shifts=len(set(nearest)), error=error)
+    elif exact is not None:
+        rows, columns = (step if n > 1 else 1 for step, n in zip(window.dilation, exact.kernel_size))
+        kernel_size, dilation, offset, full = exact.kernel_size, (rows, columns), (0, 0), True
+        mixture = replace(mixture, error=exact.error)
+    else:
+        return mixture
+    kind = 'sparse' if not full else 'dilated' if max(dilation) > 1 else 'convolution'
+    return replace(mixture, kind=kind, kernel_size=kernel_size, dilation=dilation, offset=offset)
+
+
+class Lattice(NamedTuple):
+    """The window that holds some shifts, of which ``full`` says whether they are all of it.
+
+    The offset is its place relative to that of ``nn.Conv2d`` with ``padding='same'``.
+    """
+
+    kernel_size: Shift
+    dilation: Shift
+    offset: Shift
+    full: bool
+
+
+def lattice_of(shifts: Sequence[Shift]) -> Lattice:
+    """Returns the least lattice that holds some shifts: a full one, or their bounding box with dilation 1.
+
+    Examples:
+        >>> lattice_of([(0, -2), (0, 0), (0, 2)])
+        Lattice(kernel_size=(1, 3), dilation=(1, 2), offset=(0, 0), full=True)
+        >>> lattice_of([(0, 0), (1, 1)]).full
+        False
+    """
+    axes = [sorted(set(axis)) for axis in zip(*shifts)]
+    steps = [values[1] - values[0] if len(values) > 1 else 1 for values in axes]
+    full = len(set(shifts)) == len(axes[0]) * len(axes[1]) and all(
+        values == list(range(values[0], values[-1] + 1, step)) for values, step in zip(axes, steps)
+    )
+    if not full:
+        steps = [1, 1]
+    sizes = [(values[-1] - values[0]) // step + 1 for values, step in zip(axes, steps)]
+    offsets = [values[0] + step * (n - 1) // 2 for values, step, n in zip(axes, steps, sizes)]
+    return Lattice((sizes[0], sizes[1]), (steps[0], steps[1]), (offsets[0], offsets[1]), full)
+
+
+def size_text(size: Sequence[int]) -> str:
+    """Returns a size in words, such as 3x5."""
+    return 'x'.join(map(str, size))
+
+
+def error_text(error: float) -> str:
+    """Returns three digits of an error, and 0 for one that rounding leaves."""
+    return '0' if error < EXACT else f'{error:.3g}'

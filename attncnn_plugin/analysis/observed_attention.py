@@ -1,4 +1,4 @@
-"""What heads that depend on content attend to while a model runs, of this package and of other libraries."""
+"""Attention of heads that depend on content, collected while a model of this or another library runs."""
 
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -10,7 +10,7 @@ from ..attention.heads import PrunableHeads
 from ..pruning.criteria import ObservedAttention
 from ..pruning.prune import Heads
 from ..transformers.attention import visited_attention
-from .image_means import few_images
+from .layer_maps import few_images
 
 
 @contextmanager
@@ -40,10 +40,9 @@ def observed_attention(layers: Mapping[str, Heads]) -> Iterator[Dict[str, Observ
             if layer.num_heads == 0:
                 continue
             if isinstance(layer, PrunableHeads):
-                handle = layer.register_forward_pre_hook(partial(_see_scores, observed[name]))
-                stack.callback(handle.remove)
-                continue
-            stack.enter_context(visited_attention(layer.module, partial(_see_probs, observed[name])))
+                stack.callback(layer.register_forward_pre_hook(partial(_see_scores, observed[name])).remove)
+            else:
+                stack.enter_context(visited_attention(layer.module, partial(_see_probs, observed[name])))
         yield observed
 
 
@@ -53,6 +52,5 @@ def _see_probs(observed: ObservedAttention, probs: Tensor, masked: Any) -> None:
 
 def _see_scores(observed: ObservedAttention, layer: Any, args: Any) -> None:
     """Adds the attention of a layer of this package to its input."""
-    x: Tensor = args[0]
-    for part in few_images(layer, x):
+    for part in few_images(layer, args[0]):
         observed.add(layer.attention_scores(part).float().softmax(-1))

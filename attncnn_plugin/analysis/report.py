@@ -13,36 +13,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import AttentionLayer, GaussianHeads
-from ..pruning.criteria import THRESHOLDS, DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
-from .layer_kind import EXACT, LayerKind, error_text, kind_of_layer, size_text
+from ..attention import AttentionLayer
+from ..attention.positions import GaussianHeads
+from ..pruning.criteria import BY_POSITION, DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
 from .layer_maps import (
     AttentionMaps,
+    attention_layers,
     attention_maps,
-    check_images,
+    grids_of_layers,
     is_other_vit,
-    maps_of_layers,
-    require_attention_layers,
+    maps_of_images,
+    position_maps,
 )
-from .nearest_convolution import BestConvolution, ConvolutionErrors, ExpressibleShifts, expressible_kernels
-from .shift_statistics import (
-    LEAST_QUERIES,
-    Shift,
-    ShiftMaps,
-    mean_distance,
-    moments,
-    nearest_shifts,
-    shift_shares,
-    window_mass,
+from .nearest_convolution import (
+    EXACT,
+    BestConvolution,
+    ConvolutionErrors,
+    ExpressibleShifts,
+    LayerKind,
+    error_text,
+    expressible_kernels,
+    kind_of_layer,
+    size_text,
 )
+from .shift_statistics import Shift, ShiftMaps, mean_distance, moments, nearest_shifts, shift_shares, window_mass
 
-SCHEMA_VERSION = 1
 TOLERANCE = 1e-6
 HARD = 0.9  # share of its nearest shift from which a head is hard
-UNIFORM = THRESHOLDS['entropy']  # relative entropy above which a head is uniform
+UNIFORM = BY_POSITION['entropy'].threshold  # relative entropy above which a head is uniform
 ZOOM = 3  # shares of the shifts −3 … 3, as C20's Figure 5
 COLUMNS = ['head', 'centre', 'std', 'entropy', '3x3', '5x5', 'nearest shift', 'share', 'kind']
-MODEL_COLUMNS = ['layer', 'attention', 'heads', 'hard', 'soft', 'uniform', 'degenerate', '3x3', '5x5']
+MODEL_COLUMNS = ['layer', 'attention', 'heads', 'hard', 'soft', 'uniform', 'degenerate', '3x3', '5x5', 'convolution']
 
 
 def head_report(
@@ -61,9 +62,8 @@ def head_report(
     Centre and width of Gaussian heads are their parameters, those of others the moments of their probabilities at
     interior queries. Where probabilities depend on content, no head is called degenerate.
 
-    Of vision transformers of timm and mmpretrain it is the attention of patches to patches, see
-    :func:`~attncnn_plugin.analysis.attention_maps`, each head with an output of its own in the errors of convolutions:
-    the values of the heads do not count there.
+    Of vision transformers of timm and mmpretrain it is the attention of patches to patches. The values of the heads do
+    not count there: in the errors of convolutions each head has an output of its own.
 
     Args:
         model (nn.Module): A model with attention of this package, an attention layer itself among them, or a vision
@@ -97,19 +97,20 @@ def head_report(
         blocks.0.attn position (6, 6) 2
         blocks.0.attn images (6, 6) 2
     """
-    check_images(images, size)
     if is_other_vit(model):
         maps = attention_maps(model, images, size)
-        return HeadReport(tuple(layer_report(own, name, tolerance=tolerance) for name, own in maps.items()))
-    layers = require_attention_layers(model)
-    by_position = maps_of_layers(model, layers, images, size, 'position')
+        return HeadReport(tuple(layer_report(maps[name], name, tolerance=tolerance) for name in maps))
+    layers = attention_layers(model)
+    grids = grids_of_layers(model, layers, images, size)
     by_content = {name: layer for name, layer in layers.items() if layer.depends_on_content}
-    whole = maps_of_layers(model, by_content, images, None, 'all') if images is not None and by_content else {}
+    by_query = {name: layer for name, layer in by_content.items() if not layer.has_position_scores}  # q·r_δ
+    of_queries = maps_of_images(model, by_query, images, 'position')
+    whole = {} if images is None else maps_of_images(model, by_content, images, 'all')
     reports = []
     for name, layer in layers.items():
-        if name in by_position:
-            report = layer_report(by_position[name], name, layer, tolerance)
-            reports.append(dataclasses.replace(report, attention='position'))
+        # One layer at a time: the maps of all of them in float64 can be gigabytes.
+        own = of_queries.get(name) or position_maps(layer, grids[name])
+        reports.append(dataclasses.replace(layer_report(own, name, layer, tolerance), attention='position'))
         if name in whole:
             reports.append(layer_report(whole[name], name, layer, tolerance))
     return HeadReport(tuple(reports))
@@ -141,31 +142,21 @@ def layer_report(
     """
     attention = 'images' if maps.num_images else 'position'
     if len(maps.probs) == 0:
-        kind = LayerKind('empty', 0, 0, 0)
-        return LayerReport(maps.grid, 0, kind, (), (), (), name, attention, maps.num_images)
+        return LayerReport(maps.grid, 0, LayerKind('empty', 0, 0, 0), (), (), (), name, attention, maps.num_images)
     shifts = ShiftMaps(maps)
     padding_mode, values = ('replicate', None) if layer is None else (layer.padding_mode, layer.value_matrices())
     errors = ConvolutionErrors(shifts, padding_mode, values)
-    convolutions = tuple(errors.of_kernels())
     by_position = maps.num_images == 0 and (layer is None or not layer.depends_on_content)
     heads = tuple(_head_statistics(maps, shifts, by_position))
+    kind = kind_of_layer([head.kind for head in heads], [head.nearest_shift for head in heads], errors)
+    expressible = tuple(expressible_kernels(shifts, tolerance))
     return LayerReport(
-        grid=maps.grid,
-        num_heads=len(heads),
-        kind=kind_of_layer(
-            shifts, [head.kind for head in heads], [head.nearest_shift for head in heads], errors, convolutions
-        ),
-        convolutions=convolutions,
-        expressible=tuple(expressible_kernels(shifts, tolerance)),
-        heads=heads,
-        name=name,
-        attention=attention,
-        num_images=maps.num_images,
+        maps.grid, len(heads), kind, errors.of_kernels, expressible, heads, name, attention, maps.num_images
     )
 
 
 def _head_statistics(maps: AttentionMaps, shifts: ShiftMaps, by_position: bool) -> Iterator['HeadStatistics']:
-    """The numbers of each head; by position alone also those of its parameters, and whether it is degenerate."""
+    """Yields the numbers of each head; by position alone also those of its parameters, and whether it is degenerate."""
     gaussian = maps.gaussian if by_position else None
     degenerate: Dict[int, DegenerateHead] = {}
     if by_position:
@@ -177,35 +168,37 @@ def _head_statistics(maps: AttentionMaps, shifts: ShiftMaps, by_position: bool) 
         relative_entropy = relative_entropy_of_maps(shifts.probs)
     if entropy is None:
         entropy = relative_entropy.double() * math.log(shifts.probs.shape[-1])
-    mass_3x3, mass_5x5 = (window_mass(shifts, kernel_size).tolist() for kernel_size in (3, 5))
-    distance = mean_distance(shifts).tolist()
     shares = shift_shares(shifts)
+    numbers = dict(
+        center=center,
+        alpha=alpha,
+        covariance=covariance,
+        entropy=entropy,
+        relative_entropy=relative_entropy,
+        distance=mean_distance(shifts),
+        mass_3x3=window_mass(shifts, 3),
+        mass_5x5=window_mass(shifts, 5),
+        prefix_mass=maps.prefix_mass,
+    )
     for head, (shift, share) in enumerate(nearest_shifts(shifts, shares)):
-        relative, found = relative_entropy[head].item(), degenerate.get(head)
+        own: Dict[str, Any] = {name: None if x is None else _finite(x[head]) for name, x in numbers.items()}
+        found = degenerate.get(head)
         yield HeadStatistics(
             head=head,
             source='parameters' if gaussian else 'moments',
-            center=_finite(center[head]),
-            alpha=None if alpha is None else alpha[head].item(),
-            covariance=_finite(covariance[head]),
-            entropy=entropy[head].item(),
-            relative_entropy=relative,
-            distance=None if math.isnan(distance[head]) else distance[head],
-            mass_3x3=mass_3x3[head],
-            mass_5x5=mass_5x5[head],
             nearest_shift=shift,
             share=share,
-            kind='hard' if share >= HARD else 'uniform' if relative > UNIFORM else 'soft',
+            kind='hard' if share >= HARD else 'uniform' if own['relative_entropy'] > UNIFORM else 'soft',
             degenerate=found is not None if by_position else None,
             criterion=found.criterion if found else None,
             why=found.reason if found else None,
             shares=_zoom(shares[head]),
-            prefix_mass=None if maps.prefix_mass is None else maps.prefix_mass[head].item(),
+            **own,
         )
 
 
 def _parameters(gaussian: GaussianHeads) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
-    """Centres ``(N_h, 2)``, covariances ``(N_h, 2, 2)`` and, if all heads are round, α ``(N_h,)``."""
+    """Returns centres ``(N_h, 2)``, covariances ``(N_h, 2, 2)`` and, if all heads are round, α ``(N_h,)``."""
     center, factor = gaussian
     inverse, info = torch.linalg.inv_ex(factor)  # Σ = M⁻ᵀ M⁻¹
     covariance = torch.where(info[:, None, None] == 0, inverse.mT @ inverse, float('inf'))
@@ -214,19 +207,23 @@ def _parameters(gaussian: GaussianHeads) -> Tuple[Tensor, Tensor, Optional[Tenso
     return center, covariance, alpha
 
 
-def _finite(values: Tensor) -> Optional[tuple]:
-    """As tuples; None if a value is not finite."""
-    if not values.isfinite().all():
-        return None
-    return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in values.tolist())
+def _finite(values: Tensor) -> Any:
+    """Returns numbers as a number or as tuples, None if one of them is not finite."""
+    return _tuples(values.tolist()) if values.isfinite().all() else None
+
+
+def _tuples(value: Any) -> Any:
+    """Returns lists as tuples, None in place of what is not a number."""
+    if isinstance(value, list):
+        return tuple(map(_tuples, value))
+    return None if math.isnan(value) else value
 
 
 def _zoom(share: Tensor) -> Tuple[Tuple[Optional[float], ...], ...]:
-    """Shares of the shifts −3 … 3."""
+    """Returns the shares of the shifts −3 … 3."""
     padded = F.pad(share, (ZOOM,) * 4, value=float('nan'))
     row, column = (n // 2 for n in padded.shape)
-    zoomed = padded[row - ZOOM : row + ZOOM + 1, column - ZOOM : column + ZOOM + 1]
-    return tuple(tuple(None if value != value else value for value in line) for line in zoomed.tolist())
+    return _tuples(padded[row - ZOOM : row + ZOOM + 1, column - ZOOM : column + ZOOM + 1].tolist())
 
 
 @dataclass(frozen=True)
@@ -284,7 +281,7 @@ class HeadStatistics:
 
     @property
     def width_text(self) -> str:
-        """Standard deviation in tokens.
+        """The standard deviation in tokens.
 
         A head that is not round, to 1e-6, has one along each principal axis, and the angle of the longer axis: 0° is
         down, 90° to the right.
@@ -302,21 +299,17 @@ class HeadStatistics:
         return f'{major:.3g} x {minor:.3g} at {angle}°'
 
     def row(self) -> List[str]:
-        """The cells of the table."""
+        """Returns the cells of the table."""
         center = '-' if self.center is None else '({:.2f}, {:.2f})'.format(*(round(v, 2) + 0.0 for v in self.center))
-        why = [] if self.degenerate is None else [f'{self.criterion}: {self.why}' if self.degenerate else 'no']
-        cells = [
-            str(self.head),
-            center,
-            self.width_text,
-            f'{self.entropy:.2f} ({self.relative_entropy:.0%})',
-            f'{self.mass_3x3:.3f}',
-            f'{self.mass_5x5:.3f}',
-            f'({self.nearest_shift[0]}, {self.nearest_shift[1]})',
-            f'{self.share:.3f}',
-            self.kind,
-        ]
-        return cells + ([] if self.prefix_mass is None else [f'{self.prefix_mass:.3f}']) + why
+        entropy = f'{self.entropy:.2f} ({self.relative_entropy:.0%})'
+        masses = [f'{self.mass_3x3:.3f}', f'{self.mass_5x5:.3f}']
+        cells = [str(self.head), center, self.width_text, entropy, *masses]
+        cells += [str(self.nearest_shift), f'{self.share:.3f}', self.kind]
+        if self.prefix_mass is not None:
+            cells.append(f'{self.prefix_mass:.3f}')
+        if self.degenerate is not None:
+            cells.append(f'{self.criterion}: {self.why}' if self.degenerate else 'no')
+        return cells
 
 
 @dataclass(frozen=True)
@@ -355,8 +348,7 @@ class LayerReport:
     @property
     def best(self) -> Optional[BestConvolution]:
         """The smallest of the convolutions whose error, to 1e-6, is the least; None without heads."""
-        least = min((entry.error for entry in self.convolutions), default=0.0)
-        return next((entry for entry in self.convolutions if entry.error <= least + EXACT), None)
+        return min(self.convolutions, key=lambda entry: round(entry.error, 6), default=None)
 
     @property
     def best_text(self) -> str:
@@ -367,20 +359,15 @@ class LayerReport:
         return f'{size_text(best.kernel_size)}, error {error_text(best.error)}'
 
     def to_dict(self) -> Dict[str, Any]:
-        """Returns data for JSON, None in the place of a number that is not finite."""
-        return json_ready(
-            {
-                **dataclasses.asdict(self),
-                'summary': self.summary,
-                'best': None if self.best is None else dataclasses.asdict(self.best),
-            }
-        )
+        """Returns data for JSON."""
+        best = None if self.best is None else dataclasses.asdict(self.best)
+        return {**dataclasses.asdict(self), 'summary': self.summary, 'best': best}
 
     def __str__(self) -> str:
         part = ['by position'] if self.attention == 'position' else []
         part += [f'mean over {self.num_images} images'] if self.num_images else []
-        grid = f'{size_text(self.grid)} tokens, {self.num_heads} heads'
-        lines = [f'{self.name or "layer"}: {", ".join(part)}, {grid}: {self.summary}']
+        part += [f'{size_text(self.grid)} tokens', f'{self.num_heads} heads']
+        lines = [f'{self.name or "layer"}: {", ".join(part)}: {self.summary}']
         for entry in self.convolutions:
             inside = '' if entry.interior_error is None else f', {error_text(entry.interior_error)} inside'
             best = ' (best)' if entry is self.best and len(self.convolutions) > 1 else ''
@@ -390,15 +377,11 @@ class LayerReport:
             named = ': ' + ' '.join(map(str, kernel.expressible)) if 0 < count < total else ''
             left = f', residuals {min(kernel.residual):.3g} to {max(kernel.residual):.3g}' if count < total else ''
             lines.append(f'  {size_text(kernel.kernel_size)} shifts expressible: {count} of {total}{named}{left}')
-        return '\n'.join(lines + self._table())
-
-    def _table(self) -> List[str]:
-        if not self.heads:
-            return []
-        extra = [] if self.heads[0].prefix_mass is None else ['no patch']
-        extra += [] if self.heads[0].degenerate is None else ['degenerate']
-        rows = [COLUMNS + extra] + [head.row() for head in self.heads]
-        return [f'  {line}' for line in _aligned(rows)]
+        if self.heads:
+            extra = [] if self.heads[0].prefix_mass is None else ['no patch']
+            extra += [] if self.heads[0].degenerate is None else ['degenerate']
+            lines += [f'  {line}' for line in _aligned([COLUMNS + extra] + [head.row() for head in self.heads])]
+        return '\n'.join(lines)
 
 
 @dataclass(frozen=True)
@@ -413,62 +396,31 @@ class HeadReport:
     layers: Tuple[LayerReport, ...]
 
     def to_dict(self, **origin: Any) -> Dict[str, Any]:
-        """Returns data for JSON, with the numbers behind the words of a report.
+        """Returns data for JSON.
 
         Args:
             origin: Further entries, for instance the model and the checkpoint that it is of.
 
         Examples:
-            >>> HeadReport(()).to_dict(model='sa_quadratic_cifar').keys()
-            dict_keys(['schema_version', 'model', 'thresholds', 'layers'])
+            >>> HeadReport(()).to_dict(model='sa_quadratic_cifar')
+            {'model': 'sa_quadratic_cifar', 'layers': []}
         """
-        return {
-            'schema_version': SCHEMA_VERSION,
-            **origin,
-            'thresholds': {
-                'hard_share': HARD,
-                'uniform_relative_entropy': UNIFORM,
-                'exact_error': EXACT,
-                'least_queries': LEAST_QUERIES,
-            },
-            'layers': [report.to_dict() for report in self.layers],
-        }
+        return {**origin, 'layers': [report.to_dict() for report in self.layers]}
 
     def __str__(self) -> str:
-        rows = [[*MODEL_COLUMNS, 'best convolution']]
+        rows = [MODEL_COLUMNS]
         for report in self.layers:
-            count, kind = len(report.heads), report.kind
-            masses = [sum(head.mass_3x3 for head in report.heads), sum(head.mass_5x5 for head in report.heads)]
-            degenerate = [head.degenerate for head in report.heads if head.degenerate is not None]
-            numbers = map(str, (report.num_heads, kind.hard, kind.soft, kind.uniform))
-            rows.append(
-                [
-                    report.name,
-                    report.attention,
-                    *numbers,
-                    str(sum(degenerate)) if degenerate else '-',
-                    *(f'{mass / count:.3f}' if count else '-' for mass in masses),
-                    report.best_text,
-                ]
-            )
+            heads, kind = report.heads, report.kind
+            degenerate = [head.degenerate for head in heads if head.degenerate is not None]
+            counts = [str(n) for n in (report.num_heads, kind.hard, kind.soft, kind.uniform)]
+            counts.append(str(sum(degenerate)) if degenerate else '-')
+            masses = [sum(head.mass_3x3 for head in heads), sum(head.mass_5x5 for head in heads)]
+            means = [f'{mass / len(heads):.3f}' if heads else '-' for mass in masses]
+            rows.append([report.name, report.attention, *counts, *means, report.best_text])
         return '\n\n'.join([*map(str, self.layers), '\n'.join(_aligned(rows))])
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> List[str]:
-    """The lines of a table."""
+    """Returns the lines of a table."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ['  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-
-
-def json_ready(value: Any) -> Any:
-    """Returns data for JSON: tuples as lists, None in the place of a number that is not finite.
-
-    Examples:
-        >>> json_ready({'center': (0.5, float('inf'))})
-        {'center': [0.5, None]}
-    """
-    if isinstance(value, dict):
-        return {name: json_ready(entry) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_ready(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,11 +1,11 @@
 """Attention maps as distributions over the shift δ = k − q from a query q to its key k (Cordonnier et al. 2020, 3.1).
 
 A head that is a convolution's gives all of its attention to one shift. Here is how much each shift gets, which one gets
-most, and the mean and the covariance of the shift.
+most, the mean and the covariance of the shift, and the centres of C20's Figures 3, 4 and 12.
 """
 
 from functools import cached_property
-from typing import List, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -15,10 +15,11 @@ from .layer_maps import AttentionMaps
 
 INTERIOR = 5  # pixels; the window that an interior query of a grid has inside
 LEAST_QUERIES = 0.25  # part of the queries from which a shift must stay in the grid to have a share by these
+MAX_WIDTH = 1e3  # tokens: the width of a head that attends to all keys alike
 EQUAL = 1e-6  # difference of probabilities up to which two shifts get equally much
 
 Shift = Tuple[int, int]
-Axes = Tuple[Tensor, Tensor]  # a tensor for rows, and one for columns
+Axes = Sequence[Tensor]  # a tensor for rows, and one for columns
 
 
 class ShiftMaps:
@@ -32,9 +33,9 @@ class ShiftMaps:
         size (tuple[int, int]): Height and width of the grid.
         window (Window | None): The window of an ``ImageAttention``; None for a grid, whose queries are its pixels.
         queries (tuple[Tensor, Tensor]): Pixels of the queries along rows and along columns.
-        interior (tuple[Tensor, Tensor]): Whether each of these is in the interior: the whole 5x5 window around it is in
+        interior (list[Tensor]): Whether each of these is in the interior: the whole 5x5 window around it is in
             the grid (on a smaller grid as large a window as fits), or the whole window of an ``ImageAttention``.
-        valid (tuple[Tensor, Tensor]): Whether each of these sees no padding: every query of a grid, the interior ones
+        valid (list[Tensor]): Whether each of these sees no padding: every query of a grid, the interior ones
             of an ``ImageAttention``.
 
     Raises:
@@ -56,18 +57,13 @@ class ShiftMaps:
         # The window that a query in the interior of a grid has inside reaches as far on both sides of it.
         odd = [min(INTERIOR, n - 1 + n % 2) for n in size]
         first, last = (maps.window or same_window((odd[0], odd[1]))).shifts()[[0, -1]].tolist()
-        rows, columns = self.queries
-        self.interior = (
-            (rows + first[0] >= 0) & (rows + last[0] < size[0]),
-            (columns + first[1] >= 0) & (columns + last[1] < size[1]),
-        )
+        self.interior = [(q + a >= 0) & (q + b < n) for q, n, a, b in zip(self.queries, size, first, last)]
         if not all(some.any() for some in self.interior):
             raise ValueError(
                 f'the image of {size[0]}x{size[1]} pixels is too small for the window of layer, '
                 f'{maps.window}: no query has the whole of it inside'
             )
-        every = torch.ones_like(self.interior[0]), torch.ones_like(self.interior[1])
-        self.valid = every if maps.window is None else self.interior
+        self.valid = [some | (maps.window is None) for some in self.interior]
 
     @cached_property
     def interior_sums(self) -> Tensor:
@@ -75,14 +71,10 @@ class ShiftMaps:
         return self.sums(self.interior)
 
     def sums(self, chosen: Axes, replicate: bool = False) -> Tensor:
-        """Returns Σ_q P[q, q + δ] over the chosen queries from which δ stays in the grid.
+        """Returns Σ_q P[q, q + δ] over the chosen queries of each axis from which δ stays in the grid.
 
-        Args:
-            chosen (tuple[Tensor, Tensor]): Whether each query of an axis is chosen.
-            replicate (bool): Take the nearest pixel of the grid in the place of one outside. Defaults to False.
-
-        Returns:
-            Tensor: ``(N_h, 2·height − 1, 2·width − 1)``, shift 0 in the middle.
+        With ``replicate`` it takes the nearest pixel of the grid for one outside. The sums are
+        ``(N_h, 2·height − 1, 2·width − 1)``, shift 0 in the middle.
         """
         rows, columns = self.queries
         sums = self.probs.unflatten(1, (len(rows), len(columns))).unflatten(-1, self.size)
@@ -120,11 +112,9 @@ def same_window(kernel_size: Shift, padding_mode: str = 'zeros', dilation: Shift
 
 
 def moments(maps: ShiftMaps) -> Tuple[Tensor, Tensor]:
-    """Returns mean and covariance of the shift at interior queries, weighted by the probabilities in the grid.
+    """Returns mean ``(N_h, 2)`` and covariance ``(N_h, 2, 2)`` of the shift at interior queries, weighted by P.
 
-    Returns:
-        tuple[Tensor, Tensor]: ``(N_h, 2)``, (row, column) in tokens, and ``(N_h, 2, 2)``; not a number for a head that
-        gives nothing to the grid.
+    They are not a number for a head that gives nothing to the grid.
 
     Examples:
         >>> center, covariance = moments(ShiftMaps(AttentionMaps(torch.eye(36).roll(1, dims=1)[None], (6, 6))))
@@ -152,10 +142,7 @@ def window_mass(maps: ShiftMaps, kernel_size: int) -> Tensor:
 
 
 def mean_distance(maps: ShiftMaps) -> Tensor:
-    """Returns the distance from a query to its keys, weighted by their probabilities in the grid, mean over queries.
-
-    Returns:
-        Tensor: ``(N_h,)``, in tokens; not a number for a head that gives nothing to the grid.
+    """Returns the distance from a query to its keys in tokens, weighted by P, mean over queries, ``(N_h,)``.
 
     Examples:
         >>> maps = AttentionMaps(torch.eye(36)[:, torch.arange(36) ^ 1][None], (6, 6))
@@ -167,13 +154,10 @@ def mean_distance(maps: ShiftMaps) -> Tensor:
 
 
 def shift_shares(maps: ShiftMaps) -> Tensor:
-    """Returns P[q, q + δ] of each shift, mean over the interior queries.
+    """Returns P[q, q + δ] of each shift, mean over the interior queries, shift 0 in the middle.
 
-    For a shift that leaves the grid from one of these it is the mean over all queries from which it stays.
-
-    Returns:
-        Tensor: ``(N_h, 2·height − 1, 2·width − 1)``, shift 0 in the middle; not a number for shifts that stay in the
-        grid from less than a quarter of the queries.
+    For a shift that leaves the grid from one of these it is the mean over all queries from which it stays; not a number
+    if these are less than a quarter of the queries.
 
     Examples:
         >>> shares = shift_shares(ShiftMaps(AttentionMaps(torch.eye(36).roll(1, dims=1)[None], (6, 6))))
@@ -186,21 +170,14 @@ def shift_shares(maps: ShiftMaps) -> Tensor:
 
 
 def nearest_shifts(maps: ShiftMaps, shares: Tensor) -> List[Tuple[Shift, float]]:
-    """Returns the shift δ to which each head gives most, and its share.
+    """Returns the shift δ to which each head gives most, and its share, see :func:`shift_shares`.
 
-    A shift gets P[q, q + δ], mean over the interior queries, with the nearest key of the grid in the place of a q + δ
-    outside. So all shifts are compared over the same queries. (A mean over the queries from which a shift stays
-    in the grid would favour short shifts: near the border the probabilities of the keys left are larger.)
+    A shift gets P[q, q + δ], mean over the interior queries, with the nearest key of the grid for a q + δ outside. So
+    all shifts are compared over the same queries. (A mean over the queries from which a shift stays in the grid would
+    favour short shifts: near the border the probabilities of the keys left are larger.)
 
     Far shifts can get equally much, to 1e-6. Of these it is the one that gets most over all queries, then the shortest.
-
-    Args:
-        maps (ShiftMaps): The maps.
-        shares (Tensor): See :func:`shift_shares`. Where it is not a number, the share is what the shift gets over all
-            queries.
-
-    Returns:
-        list[tuple[tuple[int, int], float]]: For each head the shift (row, column) in tokens, and its share.
+    Where the share is not a number, it is what the shift gets over all queries.
 
     Examples:
         >>> maps = ShiftMaps(AttentionMaps(torch.eye(36).roll(1, dims=1)[None], (6, 6)))
@@ -218,6 +195,59 @@ def nearest_shifts(maps: ShiftMaps, shares: Tensor) -> List[Tuple[Shift, float]]
     places = length.argmin(1)  # the first of the shortest ones
     share = shares.flatten(1).gather(1, places[:, None])[:, 0]
     return [((row, column), value) for (row, column), value in zip(shifts[places].tolist(), share.tolist())]
+
+
+def head_centers(maps: AttentionMaps, query: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tensor]:
+    """Returns the centre of each head of a layer and its width, the standard deviation along an axis, √(tr Σ/2).
+
+    For Gaussian heads (C20, eq. 9 and 19) these are their parameters: the centre Δ, and for quadratic heads the width
+    1/√(2α). For others they are the mean and the standard deviation of the shifts that a query attends to.
+
+    Args:
+        maps (AttentionMaps): The layer's, from :func:`~attncnn_plugin.analysis.attention_maps`.
+        query (Sequence[int], optional): Row and column of the query. Defaults to the middle of the grid; in windows,
+            where a single query would show its place in its window, to the mean over queries.
+
+    Returns:
+        tuple[Tensor, Tensor]: Centres ``(N_h, 2)`` in tokens, (row, column), and widths ``(N_h,)``, 1000 at most,
+        float64; not a number for a query that gives nothing to the grid.
+
+    Raises:
+        ValueError: The query is outside of the grid.
+
+    Examples:
+        >>> from attncnn_plugin.analysis import attention_maps
+        >>> from attncnn_plugin.attention import QuadraticAttention
+        >>> layer = QuadraticAttention(dim=8, num_heads=1)
+        >>> layer.encoding.center.data = torch.tensor([[1.0, -2.0]])
+        >>> layer.encoding.sqrt_precision.data = torch.tensor([0.5])
+        >>> head_centers(attention_maps(layer, size=(8, 8))[''])
+        (tensor([[ 1., -2.]], dtype=torch.float64), tensor([2.], dtype=torch.float64))
+    """
+    if maps.gaussian is not None:
+        center, factor = maps.gaussian
+        variance = 1 / torch.linalg.svdvals(factor).square().clamp(min=MAX_WIDTH**-2)  # Σ⁻¹ = MMᵀ
+        return center, variance.mean(-1).sqrt()
+    keys, origin = keys_of_query(maps, query)
+    rows, columns = (torch.arange(n, dtype=torch.float64) - place for n, place in zip(keys.shape[1:], origin))
+    keys = keys / keys.sum((1, 2), keepdim=True)
+    center = torch.stack([keys.sum(2) @ rows, keys.sum(1) @ columns], dim=-1)
+    second = keys.sum(2) @ rows.square() + keys.sum(1) @ columns.square()
+    return center, ((second - center.square().sum(-1)).clamp(min=0) / 2).sqrt()
+
+
+def keys_of_query(maps: AttentionMaps, query: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tuple[int, int]]:
+    """Returns the probabilities around a query, and its place among them.
+
+    Returns:
+        tuple[Tensor, tuple[int, int]]: ``(N_h, height, width)``, float64: the grid of keys or, for the mean over the
+        interior queries in windows, the grid of all shifts.
+    """
+    if not maps.in_windows or query is not None:
+        return maps.of_query(query), maps.place(query)
+    shifts = ShiftMaps(maps)
+    height, width = maps.grid
+    return shifts.interior_sums / shifts.counts(shifts.interior).max(), (height - 1, width - 1)
 
 
 def _all_shifts(size: Tuple[int, int]) -> Tensor:

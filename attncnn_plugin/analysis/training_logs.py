@@ -7,7 +7,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Dict, Iterator, Union
+from typing import Dict, Union
 
 import numpy as np
 
@@ -27,14 +27,6 @@ def read_centers(run: Union[str, Path]) -> Dict[str, Dict[int, np.ndarray]]:
 
     Raises:
         FileNotFoundError: A run without a log.
-
-    Examples:
-        >>> import tempfile
-        >>> log = Path(tempfile.mkdtemp()) / 'scalars.json'
-        >>> center = {'attention/blocks.0/head2/center_row': 1.5, 'attention/blocks.0/head2/center_column': 0}
-        >>> _ = log.write_text(json.dumps({**center, 'step': 7}))
-        >>> read_centers(log)
-        {'blocks.0': {2: array([[7. , 1.5, 0. ]])}}
     """
     axes: Dict[str, Dict[int, Dict[str, np.ndarray]]] = {}
     for name, values in read_scalars(run).items():
@@ -73,11 +65,8 @@ def read_scalars(run: Union[str, Path]) -> Dict[str, np.ndarray]:
                [ 2., 60.]])}
     """
     run = Path(run)
-    files = (
-        [run]
-        if run.is_file()
-        else sorted(run.glob('*/vis_data/scalars.json')) or sorted(run.glob('vis_data/scalars.json'))
-    )
+    files = sorted(run.glob('*/vis_data/scalars.json')) or sorted(run.glob('vis_data/scalars.json'))
+    files = [run] if run.is_file() else files
     if not files:
         raise FileNotFoundError(
             f'{run} has no */vis_data/scalars.json: give the work_dir of a run that was logged by '
@@ -96,19 +85,15 @@ def read_scalars(run: Union[str, Path]) -> Dict[str, np.ndarray]:
 
 
 def _read_file(path: Path) -> Dict[str, Dict[float, float]]:
-    """The scalars of a file by name and step."""
+    """Returns the scalars of a file by name and step."""
     scalars: Dict[str, Dict[float, float]] = {}
-    for line in _lines(path):
+    for text in path.read_text().splitlines():
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            continue  # the last line of a run that was killed
         step = line.pop('step', None)
         for name, value in line.items():
             if step is not None and isinstance(value, (int, float)):
                 scalars.setdefault(name, {})[step] = value
     return scalars
-
-
-def _lines(path: Path) -> Iterator[dict]:
-    for text in path.read_text().splitlines():
-        try:
-            yield json.loads(text)
-        except json.JSONDecodeError:
-            continue  # the last line of a run that was killed

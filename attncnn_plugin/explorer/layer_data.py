@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..analysis.layer_maps import check_axes, layer_labels, probs_of_scores, require_attention_layers, visit_layers
+from ..analysis.layer_maps import attention_layers, layer_labels, probs_of_scores, visit_layers
 from ..attention import AttentionLayer
 from ..transformers.attention import TokenPlaces, visit_vit_attention
 from ..transformers.vision_transformer import find_transformer, prefix_names
@@ -43,9 +43,8 @@ Layer = Dict[str, Any]
 
 def own_layers(model: nn.Module, images: Tensor) -> List[Layer]:
     """Returns the data of this package's attention on images, of which one is run where no layer depends on content."""
-    layers = require_attention_layers(model)
+    layers = attention_layers(model)
     found: Dict[str, Layer] = {}
-    check_axes(layers)
 
     def visit(name: str, layer: AttentionLayer, x: Tensor) -> None:
         size = layer.grid_of(x)
@@ -101,7 +100,7 @@ def packed(array: np.ndarray) -> Dict[str, Any]:
 
 
 def _own_probs(layer: AttentionLayer, x: Tensor) -> Dict[str, Tensor]:
-    """The probabilities of the parts that a layer has, on one image, ``(N_h, Q, K)``."""
+    """Returns the probabilities of the parts that a layer has, on one image, ``(N_h, Q, K)``."""
     size = layer.grid_of(x)
     if layer.num_heads == 0:
         return {}
@@ -112,7 +111,7 @@ def _own_probs(layer: AttentionLayer, x: Tensor) -> Dict[str, Tensor]:
         'content': layer.content_scores(x),
         'both': layer.attention_scores(x),
     }
-    return {part: probs_of_scores(scores, size)[0].cpu() for part, scores in parts.items() if scores is not None}
+    return {part: probs_of_scores(scores, size)[0].cpu() for part, scores in parts.items()}
 
 
 def _layer(
@@ -137,12 +136,12 @@ def _layer(
 
 
 def _outside(mass: Tensor) -> Tensor:
-    """What lies outside of the image, ``(N_h, N)``, as it is in ``beside``."""
+    """Returns what lies outside of the image, ``(N_h, N)``, as it is in ``beside``."""
     return mass.clamp(min=0)[..., None][..., : int((mass > ROUNDING).any())]
 
 
 def _finished(layers: Dict[str, Layer]) -> List[Layer]:
-    """The layers with their names, and of each part that is the same on all images one."""
+    """Returns the layers with their names, and of each part that is the same on all images one."""
     for name, label in layer_labels(layers).items():
         layers[name].update(name=name, label=label)
         for of_images in layers[name]['parts'].values():

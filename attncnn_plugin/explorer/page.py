@@ -79,7 +79,7 @@ def _rgb(picture: np.ndarray) -> np.ndarray:
 
 
 def _shell(title: str) -> str:
-    """The page without its data. Its policy allows the script and the style that it holds, and no request."""
+    """Returns the page without its data. Its policy allows the script and the style that it holds, and no request."""
     page, style, script = ((FOLDER / f'explorer.{kind}').read_text(encoding='utf-8') for kind in ('html', 'css', 'js'))
     digests = {
         kind: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

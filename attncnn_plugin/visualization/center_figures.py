@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from ..analysis import AttentionMaps, head_centers
-from ..analysis.centers import keys_of_query
 from ..analysis.layer_maps import layer_labels
+from ..analysis.shift_statistics import keys_of_query
 from .contours import gaussian_contour, outline, region_of_mass
 from .style import check_maps, color_of, draw_heads, styled
 
@@ -38,9 +38,8 @@ def plot_attention_centers(
         maps (Mapping[str, AttentionMaps]): By layer, from :func:`~attncnn_plugin.analysis.attention_maps`.
         masses (Sequence[float]): The shares of a head's attention inside its contours, three at most. Defaults to
             (0.5, 0.9).
-        query (Sequence[int], optional): Row and column of the query, for heads that are not Gaussian. Defaults to the
-            middle of the grid; in windows, where a single query would show its place in its window, to the mean over
-            queries, as in head reports.
+        query (Sequence[int], optional): Row and column of the query, for heads that are not Gaussian. Defaults as in
+            :func:`~attncnn_plugin.analysis.head_centers`.
         numbers (Mapping[str, Sequence[int]], optional): By layer, the numbers of its heads, for those that are left
             after others were pruned. Defaults to 0, 1, 2, ….
 
@@ -108,16 +107,13 @@ def plot_center_movement(centers: Dict[str, Dict[int, np.ndarray]]) -> Figure:
                 axes.annotate(str(head), (way[-1, 2], way[-1, 1]), (4, 0), textcoords='offset points', fontsize=6)
         left = {head: tuple(way[-1, 1:].tolist()) for head, way in heads.items() if way[-1, 0] == last}
         draw_heads(axes, left, reach, beside=True)
-    figure.supxlabel(
-        f'Black square: query. Centres from epoch {first:g}, hollow, to epoch {last:g}, numbered; '
-        'a cross where a head was pruned, or left the grid.',
-        fontsize=8,
-    )
+    text = f'Black square: query. Centres from epoch {first:g}, hollow, to epoch {last:g}, numbered; '
+    figure.supxlabel(f'{text}a cross where a head was pruned, or left the grid.', fontsize=8)
     return figure
 
 
 def _head_lines(maps: AttentionMaps, masses: Sequence[float], query: Optional[Sequence[int]]) -> HeadLines:
-    """By head the centre and, for each mass, the lines of its contour, as shifts (row, column)."""
+    """Returns by head the centre and, for each mass, the lines of its contour, as shifts (row, column)."""
     centers = head_centers(maps, query)[0].numpy()
     if maps.gaussian is not None:
         ellipses = zip(centers, maps.gaussian.inverse_covariance.numpy())
@@ -134,15 +130,14 @@ def _head_lines(maps: AttentionMaps, masses: Sequence[float], query: Optional[Se
 
 
 def _reach(layers: List[HeadLines]) -> float:
-    """How far the panels go from the query: to the centres and the inner contours, 3.5 tokens at least."""
+    """Returns how far the panels go from the query: to the centres and the inner contours, 3.5 tokens at least."""
     drawn = [head for heads in layers for head in heads.values()]
     lines = [line for _, contours in drawn for line in contours[0]]
-    points = [np.abs(center).max() + 0.5 for center, _ in drawn] + [np.abs(line).max() + 0.5 for line in lines]
-    return max([3.5, *points])
+    return max([3.5, *(np.abs(points).max() + 0.5 for points in [center for center, _ in drawn] + lines)])
 
 
 def _panels(names: Sequence[str]) -> Tuple[Figure, List[Axes]]:
-    """A figure with one square panel a layer, four in a row at most."""
+    """Returns a figure with one square panel a layer, four in a row at most."""
     columns = min(len(names), 3 if len(names) > 4 else 4)
     rows = -(-len(names) // columns)
     figure = Figure(figsize=(max(2.6 * columns, 5.0), 2.75 * rows + 0.4), layout='constrained')
@@ -158,10 +153,8 @@ def _panels(names: Sequence[str]) -> Tuple[Figure, List[Axes]]:
 
 
 def _shift_axes(axes: Axes, reach: float) -> None:
-    """Shifts from the query, whose pixel is a black square, with the row pointing down."""
-    axes.set_aspect('equal')
-    axes.set_xlim(-reach, reach)
-    axes.set_ylim(reach, -reach)
+    """Sets axes of shifts from the query, whose pixel is a black square, with the row pointing down."""
+    axes.set(aspect='equal', xlim=(-reach, reach), ylim=(reach, -reach))
     axes.axhline(0, color='#DDDDDD', linewidth=0.5, zorder=0)
     axes.axvline(0, color='#DDDDDD', linewidth=0.5, zorder=0)
     axes.add_patch(Rectangle((-0.5, -0.5), 1, 1, facecolor='black', edgecolor='none', zorder=2))

@@ -6,7 +6,7 @@ from typing import List
 import numpy as np
 from contourpy import contour_generator
 
-from ..analysis.centers import MAX_WIDTH
+from ..analysis.shift_statistics import MAX_WIDTH
 
 
 def gaussian_contour(center: np.ndarray, precision: np.ndarray, mass: float) -> np.ndarray:
@@ -17,7 +17,7 @@ def gaussian_contour(center: np.ndarray, precision: np.ndarray, mass: float) -> 
 
     Args:
         center (ndarray): Δ in tokens, (row, column), ``(2,)``.
-        precision (ndarray): Σ⁻¹ in 1/tokens², ``(2, 2)``.
+        precision (ndarray): Σ⁻¹, ``(2, 2)``.
         mass (float): p, above 0 and below 1.
 
     Returns:
@@ -38,7 +38,7 @@ def region_of_mass(probs: np.ndarray, mass: float) -> np.ndarray:
         mass (float): The share, above 0 and below 1.
 
     Returns:
-        ndarray: Whether a key belongs to them, ``(H, W)``, bool.
+        ndarray: ``(H, W)``, bool.
     """
     order = np.argsort(-probs, axis=None, kind='stable')
     total = np.cumsum(probs.reshape(-1)[order].astype(np.float64))

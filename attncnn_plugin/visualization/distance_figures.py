@@ -3,11 +3,10 @@
 import math
 from typing import Any, Dict, List, Mapping
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .style import color_of, styled
+from .style import color_of, draw_grid, styled
 
 PANELS = ('mean distance, % of the side', 'attention within 3x3, %')
 
@@ -30,13 +29,6 @@ def plot_attention_distance(reports: Mapping[str, Mapping[str, Any]]) -> Figure:
 
     Raises:
         ValueError: No reports, or one without layers that have heads.
-
-    Examples:
-        >>> from attncnn_plugin.analysis import head_report
-        >>> from attncnn_plugin.attention import QuadraticAttention
-        >>> report = head_report(QuadraticAttention(8, num_heads=3), size=(6, 6))
-        >>> len(plot_attention_distance({'new': report.to_dict()}).axes)
-        2
     """
     if not reports:
         raise ValueError('reports is empty: give at least one, of analyze_heads.py --json')
@@ -44,10 +36,9 @@ def plot_attention_distance(reports: Mapping[str, Mapping[str, Any]]) -> Figure:
     figure = Figure(figsize=(max(2.7 * len(reports), 3.6), 4.6), layout='constrained')
     panels = figure.subplots(2, len(reports), sharex='col', sharey='row', squeeze=False)
     for column, (label, own) in enumerate(layers.items()):
-        far = [
-            [_share(head['distance'], math.sqrt(math.prod(layer['grid']))) for head in layer['heads']] for layer in own
-        ]
-        near = [[_share(head['mass_3x3'], 1) for head in layer['heads']] for layer in own]
+        sides = [math.sqrt(math.prod(layer['grid'])) for layer in own]
+        far = [_percent(layer, 'distance', side) for layer, side in zip(own, sides)]
+        near = [_percent(layer, 'mass_3x3', 1) for layer in own]
         for axes, values, name in zip(panels[:, column], (far, near), PANELS):
             _draw(axes, values, color_of(column))
             if column == 0:
@@ -55,9 +46,8 @@ def plot_attention_distance(reports: Mapping[str, Mapping[str, Any]]) -> Figure:
         panels[0, column].set_title(label)
         panels[1, column].set_xlabel('layer')
     for row in panels:  # which share their axis
-        row[0].set_ylim(
-            0, 1.05 * max(np.nanmax(line.get_ydata(), initial=1) for axes in row for line in axes.get_lines())
-        )
+        largest = max(max(line.get_ydata(), default=0) for axes in row for line in axes.get_lines())
+        row[0].set_ylim(0, 1.05 * max(largest, 1))
     return figure
 
 
@@ -69,20 +59,17 @@ def _layers(label: str, report: Mapping[str, Any]) -> List[Mapping[str, Any]]:
     return list(last.values())
 
 
-def _share(value: Any, whole: float) -> float:
-    """In per cent; not a number for heads that give nothing to the grid."""
-    return math.nan if value is None else 100 * value / whole
+def _percent(layer: Mapping[str, Any], name: str, whole: float) -> List[float]:
+    """Returns a number of the heads in per cent, without heads that give nothing to the grid."""
+    return [100 * head[name] / whole for head in layer['heads'] if head[name] is not None]
 
 
 def _draw(axes: Axes, values: List[List[float]], color: str) -> None:
-    """The heads of each layer as dots, and their mean as a line."""
+    """Draws the heads of each layer as dots, and their mean as a line."""
+    dots = dict(color=color, alpha=0.45, markersize=3.5, markeredgewidth=0, clip_on=False)
     for layer, heads in enumerate(values):
-        axes.plot(
-            [layer] * len(heads), heads, 'o', color=color, alpha=0.45, markersize=3.5, markeredgewidth=0, clip_on=False
-        )
-    means = [np.nanmean(heads) if np.isfinite(heads).any() else math.nan for heads in values]
-    axes.plot(range(len(values)), means, color=color, linewidth=1.3)
+        axes.plot([layer] * len(heads), heads, 'o', **dots)
+    means = {layer: sum(heads) / len(heads) for layer, heads in enumerate(values) if heads}
+    axes.plot(list(means), list(means.values()), color=color, linewidth=1.3)
     axes.locator_params(axis='x', integer=True, nbins=7)
-    axes.grid(color='#E5E5E5', linewidth=0.5)
-    axes.set_axisbelow(True)
-    axes.spines[['top', 'right']].set_visible(False)
+    draw_grid(axes)

@@ -2,8 +2,7 @@
 
 Figures 2 and 13 of Cordonnier et al. 2020 (C20), and Figure 2 of Li et al. 2021 (L21).
 
-mmpretrain's ``tools/analysis_tools/analyze_logs.py`` draws such curves too. But it refuses logs with centres of heads,
-and does not join those of a run that was resumed.
+mmpretrain's ``analyze_logs.py`` refuses logs with centres of heads, and does not join those of a run that was resumed.
 """
 
 from pathlib import Path
@@ -12,7 +11,9 @@ from typing import Dict, Optional, Union
 from matplotlib.figure import Figure
 
 from ..analysis.training_logs import ATTENTION, read_scalars
-from .style import color_of, line_style_of, styled
+from .style import COLORS, color_of, draw_grid, styled
+
+LINE_STYLES = ('solid', (0, (4, 2)), (0, (1, 1)))
 
 
 @styled
@@ -59,18 +60,10 @@ def plot_metric(
         # Only the logs of a training by epochs have the epoch.
         units.add('epoch' if 'epoch' in scalars and values[-1, 0] <= scalars['epoch'][-1, 1] else 'iteration')
         last = f'{values[-1, 1]:.1f}' if percent else f'{values[-1, 1]:.4g}'
-        axes.plot(
-            values[:, 0] + offsets.get(label, 0),
-            values[:, 1],
-            color=color_of(i),
-            linestyle=line_style_of(i),
-            linewidth=1.3,
-            label=f'{label}, {last} at the end',
-        )
+        look = dict(color=color_of(i), linestyle=LINE_STYLES[i // len(COLORS) % len(LINE_STYLES)], linewidth=1.3)
+        axes.plot(values[:, 0] + offsets.get(label, 0), values[:, 1], label=f'{label}, {last} at the end', **look)
     axes.set_xlabel(' or '.join(sorted(units)))
     axes.set_ylabel(f'{metric}, %' if percent else metric)
-    axes.grid(color='#E5E5E5', linewidth=0.5)
-    axes.set_axisbelow(True)
-    axes.spines[['top', 'right']].set_visible(False)
+    draw_grid(axes)
     figure.legend(loc='outside lower center', ncols=1 if len(runs) < 3 else 2)
     return figure

@@ -34,8 +34,7 @@ def plot_attention_probs(
             to 7. Outside of the grid it is grey.
         image (ndarray, optional): The image that the probabilities are of, shown at the left with the query,
             ``(rows, columns, 3)``, uint8. Defaults to none.
-        numbers (Mapping[str, Sequence[int]], optional): By layer, the numbers of its heads, for those that are left
-            after others were pruned. Defaults to 0, 1, 2, ….
+        numbers (Mapping[str, Sequence[int]], optional): See :func:`plot_attention_centers`.
 
     Returns:
         Figure: One axes a map, after that of the image if there is one; its data is in tokens, x the column and y the
@@ -84,7 +83,7 @@ def _by_locality(maps: np.ndarray, row: int, column: int) -> List[int]:
 
 
 def _draw_map(axes: Axes, keys: np.ndarray, query: Tuple[int, int], zoom: Optional[int]) -> AxesImage:
-    """One map, from 0 to its largest value on the whole grid, with a black square around the query."""
+    """Draws one map, from 0 to its largest value on the whole grid, with a black square around the query."""
     row, column = query
     top, left = 0, 0
     keys = keys / max(keys.max(), 1e-12)
@@ -94,17 +93,10 @@ def _draw_map(axes: Axes, keys: np.ndarray, query: Tuple[int, int], zoom: Option
         top, left, row, column = -reach, -reach, 0, 0
     height, width = keys.shape
     axes.set_facecolor('#CCCCCC')
-    shown = axes.imshow(
-        keys,
-        cmap=MAP_COLORS,
-        vmin=0,
-        vmax=1,
-        interpolation='nearest',
-        extent=(left - 0.5, left + width - 0.5, top + height - 0.5, top - 0.5),
-    )
+    extent = left - 0.5, left + width - 0.5, top + height - 0.5, top - 0.5
+    shown = axes.imshow(keys, cmap=MAP_COLORS, vmin=0, vmax=1, interpolation='nearest', extent=extent)
     axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor='none', edgecolor='black', linewidth=1.1))
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set(xticks=[], yticks=[])
     return shown
 
 
@@ -112,6 +104,4 @@ def _draw_image(axes: Axes, image: np.ndarray, query: Tuple[int, int], height: i
     row, column = query
     axes.imshow(image, interpolation='nearest', extent=(-0.5, width - 0.5, height - 0.5, -0.5), cmap='gray')
     axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor='black', edgecolor='white', linewidth=0.8))
-    axes.set_title(f'query at row {row}, column {column}')
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set(xticks=[], yticks=[], title=f'query at row {row}, column {column}')

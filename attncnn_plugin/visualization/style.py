@@ -18,10 +18,8 @@ from ..attention.window import shown
 
 # Paul Tol's muted colours: told apart with every kind of colour blindness.
 COLORS = ('#332288', '#CC6677', '#117733', '#88CCEE', '#882255', '#DDCC77', '#44AA99', '#AA4499', '#999933')
-# A second and a third nine of heads have discs of other shapes, beside their numbers.
-MARKERS = ('o', 's', 'D')
 MAP_COLORS = 'Blues'  # from white, for probabilities: the black square of the query stands out
-LINE_STYLES = ('solid', (0, (4, 2)), (0, (1, 1)))
+
 
 SETTINGS = {
     'font.family': 'DejaVu Sans',  # comes with matplotlib
@@ -47,7 +45,7 @@ SETTINGS = {
 
 @contextmanager
 def settings() -> Iterator[None]:
-    """The common settings of matplotlib inside, those of outside again afterwards."""
+    """Sets the common settings of matplotlib inside, and those of outside again afterwards."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(SETTINGS)
@@ -78,16 +76,6 @@ def color_of(index: int) -> str:
     return COLORS[index % len(COLORS)]
 
 
-def marker_of(index: int) -> str:
-    """Returns the shape of a head's disc."""
-    return MARKERS[index // len(COLORS) % len(MARKERS)]
-
-
-def line_style_of(index: int) -> Union[str, Tuple]:
-    """Returns the line of a run."""
-    return LINE_STYLES[index // len(COLORS) % len(LINE_STYLES)]
-
-
 def draw_heads(axes: Axes, places: Dict[int, Tuple[float, float]], reach: float, beside: bool = False) -> None:
     """Draws the centres of heads as dots, and discs with their numbers, in an axes from −reach to reach.
 
@@ -95,9 +83,9 @@ def draw_heads(axes: Axes, places: Dict[int, Tuple[float, float]], reach: float,
     lie beyond the axes is hollow, on its border.
 
     Args:
-        axes (Axes): With the column as x and the row as y.
+        axes (Axes): With the column as x and the row as y, from −``reach`` to ``reach`` tokens.
         places (dict[int, tuple[float, float]]): Row and column by head.
-        reach (float): Half of the width and of the height of the axes, in tokens.
+        reach (float): See ``axes``.
         beside (bool): Whether all discs lie beside their dots, which leaves free what ends there. Defaults to False.
     """
     dots = {head: tuple(min(max(value, -reach), reach) for value in place) for head, place in sorted(places.items())}
@@ -112,9 +100,16 @@ def draw_heads(axes: Axes, places: Dict[int, Tuple[float, float]], reach: float,
         look = dict(markerfacecolor=fill, markeredgecolor=edge, clip_on=False)
         above = dict(markersize=4, markeredgewidth=0.6, zorder=4 if disc == dot else 7)
         axes.plot(dot[1], dot[0], 'o', label=f'head {head}', **look, **above)
-        axes.plot(disc[1], disc[0], marker_of(head), markersize=8.5, markeredgewidth=0.8, zorder=5, **look)
+        axes.plot(disc[1], disc[0], 'o', markersize=8.5, markeredgewidth=0.8, zorder=5, **look)
         text = dict(ha='center', va='center_baseline', fontsize=6, zorder=6)
         axes.text(disc[1], disc[0], str(head), color='black' if hollow else text_color_on(color), **text)
+
+
+def draw_grid(axes: Axes) -> None:
+    """Draws the lines of a grid behind curves, in a frame that is open above and on the right."""
+    axes.grid(color='#E5E5E5', linewidth=0.5)
+    axes.set_axisbelow(True)
+    axes.spines[['top', 'right']].set_visible(False)
 
 
 def text_color_on(color: str) -> str:

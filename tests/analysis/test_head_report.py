@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from attncnn_plugin.analysis import AttentionMaps, HeadReport, attention_maps, head_report
-from attncnn_plugin.analysis.layer_maps import attention_layers
-from attncnn_plugin.analysis.report import json_ready, layer_report
+from attncnn_plugin.analysis.report import layer_report
 from attncnn_plugin.analysis.shift_statistics import ShiftMaps, moments
 from attncnn_plugin.attention import ContentAttention, GeneralizedQuadraticAttention
-from attncnn_plugin.convert import conv_to_mhsa, conv_to_patch_mhsa, expressible_shifts
+from attncnn_plugin.convert import conv_to_mhsa, expressible_shifts
 from attncnn_plugin.pruning import find_degenerate_heads, prune_heads
 
 
@@ -47,28 +46,24 @@ def test_parameters_of_gaussians():
     assert [head.source for head in report.heads] == ['parameters'] * 2
     assert [head.center for head in report.heads] == [(1.5, -2.0), (9.0, 0.0)]
     assert [head.alpha for head in report.heads] == [0.125, 2.0]
-    assert report.heads[0].covariance == ((4.0, 0.0), (0.0, 4.0)) and report.heads[1].covariance == (
-        (0.25, 0.0),
-        (0.0, 0.25),
-    )
+    assert [head.covariance for head in report.heads] == [((4.0, 0.0), (0.0, 4.0)), ((0.25, 0.0), (0.0, 0.25))]
     assert report.heads[0].width_text == '2' and '(1.50, -2.00)' in str(report)
 
     layer = GeneralizedQuadraticAttention(3, 4)
+    covariance = torch.tensor([[2.0, 0.6], [0.6, 1.0]])
     with torch.no_grad():
-        layer.encoding.sqrt_precision[3] = torch.linalg.cholesky(
-            torch.linalg.inv(torch.tensor([[2.0, 0.6], [0.6, 1.0]]))
-        )
-        layer.encoding.sqrt_precision[0] = torch.tensor([[1.0, 0.5], [0.0, 2.0]])
-        layer.encoding.sqrt_precision[1] = torch.diag(torch.tensor([0.5, 0.25]))
+        layer.encoding.sqrt_precision[0] = torch.diag(torch.tensor([0.5, 0.25]))
+        layer.encoding.sqrt_precision[1] = torch.linalg.cholesky(torch.linalg.inv(covariance))
         layer.encoding.sqrt_precision[2] = 0
-    heads = report_of(layer, (6, 6)).heads
-    factor = layer.encoding.sqrt_precision[0].double()
-    expected = torch.linalg.inv(factor @ factor.mT)
-    assert torch.allclose(torch.tensor(heads[0].covariance, dtype=torch.float64), expected)
-    assert heads[1].width_text == '4 x 2 at 90°'  # wide along columns: to the right
-    assert heads[3].width_text == '1.51 x 0.848 at 25°'  # down, and a little to the right
-    assert heads[2].covariance is None and heads[2].width_text == 'inf' and heads[2].alpha is None
-    assert heads[2].kind == 'uniform' and heads[2].criterion == 'uniform' and '< 1e-05' in heads[2].why
+        layer.encoding.sqrt_precision[3] = torch.diag(torch.tensor([3.0, 1e-4]))
+    wide, tilted, uniform, stripe = report_of(layer, (6, 6)).heads
+    assert wide.width_text == '4 x 2 at 90°'  # wide along columns: to the right
+    assert tilted.width_text == '1.51 x 0.848 at 25°'  # down, and a little to the right
+    assert torch.allclose(torch.tensor(tilted.covariance), covariance)
+    assert uniform.covariance is None and uniform.width_text == 'inf' and uniform.alpha is None
+    assert uniform.kind == 'uniform' and uniform.criterion == 'uniform' and '< 1e-05' in uniform.why
+    assert stripe.width_text == '1e+04 x 0.333 at 90°'
+    assert stripe.criterion == 'stripe' and 'condition number' in stripe.why
 
 
 @pytest.mark.parametrize('kind', LAYERS)
@@ -90,12 +85,8 @@ def test_statistics(kind, size, seed):
             max(inner for inner, _ in expected['wholes'].values()), abs=2e-6
         )
         for row, column in itertools.product(range(-3, 4), repeat=2):
-            share = head.shares[row + 3][column + 3]
-            assert share == (
-                None
-                if (row, column) not in expected['shares']
-                else pytest.approx(expected['shares'][row, column], abs=1e-5)
-            )
+            share = expected['shares'].get((row, column))
+            assert head.shares[row + 3][column + 3] == (None if share is None else pytest.approx(share, abs=1e-5))
         kinds = {'hard': head.share >= 0.9, 'uniform': head.share < 0.9 and head.relative_entropy > 0.99}
         assert head.kind == next((name for name, true in kinds.items() if true), 'soft')
         if kind in ('quadratic', 'generalized'):
@@ -128,27 +119,14 @@ def test_best_convolution(kind):
     assert f'5x5 convolution (best): error {report.best.error:.3g}' in str(report)
 
 
-def test_heads_of_equal_weight_by_default():
-    probs = LAYERS['learned']().attention_probs((5, 5))
-    report = maps_report(probs, (5, 5), num_images=7)
-    operators = shift_operators(window_shifts((3, 3)), (5, 5), 'replicate').flatten(1)
-    maps = probs.detach().double().flatten(1).T
-    left = maps - operators.T @ torch.linalg.lstsq(operators.T, maps, driver='gelsd').solution
-    assert report.convolutions[0].error == pytest.approx((left.norm() / maps.norm()).item())
-    assert report.attention == 'images' and 'mean over 7 images' in str(report)
-
-
 @pytest.mark.parametrize(
     'conv, summary',
     [
         (nn.Conv2d(3, 4, 3, padding=1), 'one convolution, 3x3, error 0'),
         (nn.Conv2d(3, 4, 1), 'one convolution, 1x1, error 0'),
         (nn.Conv2d(3, 4, 5, padding='same', padding_mode='reflect'), 'one convolution, 5x5, error 0'),
-        (nn.Conv2d(3, 4, (3, 5), padding_mode='circular', padding=1), 'one convolution, 3x5, error 0'),
         (nn.Conv2d(4, 4, (2, 4), groups=2, bias=False), 'one convolution, 2x4, error 0'),
-        (nn.Conv2d(3, 4, 3, stride=2, padding=1), 'one convolution, 3x3, error 0, stride 2'),
         (nn.Conv2d(3, 4, 3, stride=(1, 3)), 'one convolution, 3x3, error 0, stride 1x3'),
-        (nn.Conv2d(3, 4, 3, dilation=2, padding=2), 'one convolution, 3x3, error 0, dilated by 2'),
         (nn.Conv2d(3, 4, (5, 3), dilation=(1, 3)), 'one convolution, 5x3, error 0, dilated by 1x3'),
         (nn.Conv2d(3, 4, (1, 3), dilation=(5, 2), padding='same'), 'one convolution, 1x3, error 0, dilated by 2'),
         (nn.Conv2d(3, 4, 3, dilation=2, stride=2), 'one convolution, 3x3, error 0, dilated by 2, stride 2'),
@@ -212,20 +190,12 @@ def test_padding_is_no_part_of_a_head(padding_mode):
         assert head.mass_5x5 == pytest.approx(1) and head.mass_3x3 == pytest.approx(probs[1:4, 1:4].sum().item())
 
 
-def test_uniform_with_noise():
-    report = maps_report(torch.full((1, 36, 36), 1 / 36) + 1e-9 * torch.rand(1, 36, 36), (6, 6))
-    assert report.heads[0].nearest_shift == (0, 0) and report.summary == 'mixture, 1 uniform'
-
-
 @pytest.mark.parametrize(
     'centers, kind, summary',
     [
-        (list(itertools.product((-1, 0, 1), repeat=2)), 'convolution', 'one convolution, 3x3, error 0'),
         (list(itertools.product((-2, -1, 0, 1, 2), (0,))), 'convolution', 'one convolution, 5x1, error 0'),
         (list(itertools.product((0, 1), (2, 3))), 'convolution', 'one convolution, 2x2, error 0, centred at (0, 2)'),
-        ([(1, -2)], 'convolution', 'one convolution, 1x1, error 0, centred at (1, -2)'),
         ([(0, 0), (0, 0), (0, 1)], 'convolution', 'one convolution, 1x2, error 0'),
-        (list(itertools.product((-2, 0, 2), repeat=2)), 'dilated', 'one convolution, 3x3, error 0, dilated by 2'),
         (list(itertools.product((-3, 0, 3), (-1, 0, 1))), 'dilated', 'one convolution, 3x3, error 0, dilated by 3x1'),
         ([(-1, 0), (0, -1), (0, 0), (0, 1), (1, 0)], 'sparse', 'sparse convolution, 5 shifts of 3x3, error 0'),
         ([(0, -2), (0, -1), (0, 2)], 'sparse', 'sparse convolution, 3 shifts of 1x5, error 0'),
@@ -247,10 +217,8 @@ def test_hard_heads(centers, kind, summary):
 @pytest.mark.parametrize(
     'centers, words',
     [
-        ([(0, -1), (0, 0), (0, 1)], 'one convolution, 1x3, error {}'),
         (list(itertools.product((-2, 0, 2), repeat=2)), 'one convolution, 3x3, error {}, dilated by 2'),
         (list(itertools.product((0, 1), repeat=2)), 'one convolution, 2x2, error {}'),
-        ([(1, -2)], 'one convolution, 1x1, error {}, centred at (1, -2)'),
         ([(0, -3), (0, 0), (1, 1)], 'sparse convolution, 3 shifts of 2x5, error {}, centred at (0, -1)'),
     ],
 )
@@ -260,15 +228,9 @@ def test_hard_but_not_exact(centers, words, sqrt_precision):
     layer, size = hard_layer([list(map(float, center)) for center in centers], sqrt_precision), (8, 9)
     report = report_of(layer, size)
     operators = shift_operators(centers, size, 'replicate').flatten(1)
-    whole = (
-        sum(
-            torch.einsum('qk,oi->qkoi', p, v.double())
-            for p, v in zip(layer.double().attention_probs(size), values(layer))
-        )
-        .flatten(0, 1)
-        .flatten(1)
-        .detach()
-    )
+    probs = layer.double().attention_probs(size).detach()
+    whole = sum(torch.einsum('qk,oi->qkoi', p, v.double()) for p, v in zip(probs, values(layer)))
+    whole = whole.detach().flatten(0, 1).flatten(1)
     left = whole - operators.T @ torch.linalg.lstsq(operators.T, whole, driver='gelsd').solution
     assert 1e-6 < report.kind.error == pytest.approx((left.norm() / whole.norm()).item(), rel=1e-4)
     assert report.summary == words.format(f'{report.kind.error:.3g}')
@@ -334,29 +296,6 @@ def test_degenerate_and_expressible_are_those_of_their_modules(kind):
         assert entry.tolerance == 0.7 and len(entry.expressible) + len(entry.missing) == entry.kernel_size[0] ** 2
 
 
-def test_stripe():
-    layer = GeneralizedQuadraticAttention(3, 1)
-    with torch.no_grad():
-        layer.encoding.sqrt_precision[0] = torch.diag(torch.tensor([3.0, 1e-4]))
-    (head,) = report_of(layer, (6, 6)).heads
-    assert head.criterion == 'stripe' and 'condition number' in head.why and head.width_text == '1e+04 x 0.333 at 90°'
-
-
-def test_a_little_softer_than_expressible():
-    """A residual above the tolerance, beside a small error: how large it is is said."""
-    model = small_cmhsa('conv', attn_bias_init=12.0)
-    model.to_attention()
-    report = report_of(model.blocks[0].attn, (8, 8))
-    least, largest = min(report.expressible[0].residual), max(report.expressible[0].residual)
-    assert report.expressible[0].expressible == () and 1e-6 < largest < 1e-3
-    assert f'3x3 shifts expressible: 0 of 9, residuals {least:.3g} to {largest:.3g}' in str(report)
-
-
-def test_patches_of_a_convolution():
-    report = report_of(conv_to_patch_mhsa(nn.Conv2d(2, 3, 3, padding=1), 4)[0], (5, 6))
-    assert report.summary == 'one convolution, 3x3, error 0' and report.grid == (5, 6)
-
-
 def test_no_heads():
     layer = LAYERS['quadratic']()
     layer.prune_heads([0, 1, 2, 3], allow_empty=True)
@@ -364,14 +303,9 @@ def test_no_heads():
     assert report.summary == 'no heads: the layer is its bias' and report.best is None
     check_schema(json.dumps(HeadReport((report,)).to_dict()))
     assert 'no heads' in str(HeadReport((report,)))
-    assert maps_report(torch.zeros(0, 25, 25), (5, 5), num_images=2).num_heads == 0
-
     model = small_timm('sa_learned_content_cifar')
     prune_heads(model, {0: [0, 1, 2]}, allow_empty=True)
-    reports = head_report(model, torch.randn(2, 3, 8, 8)).layers
-    assert [(report.attention, report.num_heads) for report in reports] == [
-        (part, heads) for heads in (0, 3) for part in ('position', 'images')
-    ]
+    assert [report.num_heads for report in head_report(model, torch.randn(2, 3, 8, 8)).layers] == [0, 0, 3, 3]
 
 
 def test_zero_values():
@@ -395,72 +329,50 @@ def test_transition_of_cmhsa(heads):
     assert report.attention == 'images' and report.num_images == 2
 
 
-@pytest.mark.parametrize('kind', ['quadratic', 'generalized', 'learned', 'patch'])
+@pytest.mark.parametrize('kind', LAYERS)
 @pytest.mark.parametrize('width', [0.0, 1e-30, 1.0, 1e15])
 def test_json(kind, width):
     """Widths of 0, and hardly more, give infinite covariances: null, never a word that JSON does not have."""
     layer = LAYERS[kind]()
+    factors = [p for name, p in layer.named_parameters() if name.endswith(('sqrt_precision', 'encoding.weight'))]
     with torch.no_grad():
-        if hasattr(layer, 'encoding') and hasattr(layer.encoding, 'sqrt_precision'):
-            layer.encoding.sqrt_precision[1] *= width
-        else:
-            next(layer.position.parameters() if kind == 'patch' else layer.encoding.parameters())[1] *= min(
-                width, 100.0
-            )
+        for factor in factors:
+            factor[1] *= width if factor.ndim < 3 or kind == 'generalized' else min(width, 100.0)
     for size in [(3, 4), (1, 2), (8, 8)]:
         report = head_report(layer, size=size)
-        content = report.to_dict(model='m', checkpoint=None)
-        loaded = check_schema(json.dumps(content, allow_nan=False))
-        assert loaded['layers'][0] == report.layers[0].to_dict() and loaded['model'] == 'm'
-        assert str(report)
+        assert check_schema(json.dumps(report.to_dict(model='m'), allow_nan=False))['model'] == 'm' and str(report)
 
 
-def test_json_of_numbers_that_are_not_finite():
-    assert json_ready({'a': (math.inf, [math.nan, 1.5], 'x', None, True)}) == {
-        'a': [None, [None, 1.5], 'x', None, True]
-    }
-
-
-@pytest.mark.parametrize('name', ['sa_quadratic_cifar', 'sa_learned_cifar', 'sa_learned_content_cifar'])
-def test_models(name):
-    model, images = small_timm(name), torch.randn(3, 3, 12, 10)
-    if name == 'sa_learned_content_cifar':
-        for block in model.blocks:
-            block.attn.query.weight.data.mul_(10)  # so that images differ
+def test_models_by_position():
+    model, images = small_timm('sa_quadratic_cifar'), torch.randn(3, 3, 12, 10)
     prune_heads(model, {1: [0]})
     reports = head_report(model, images).layers
-    assert {report.grid for report in reports} == {(6, 5)}
-    parts = ['position', 'images'] if name == 'sa_learned_content_cifar' else ['position']
-    assert [(report.name, report.attention, report.num_heads) for report in reports] == [
-        (name, part, heads) for name, heads in zip(attention_layers(model), (3, 2)) for part in parts
-    ]
-    if name != 'sa_learned_content_cifar':
-        assert reports[1].heads == head_report(model.blocks[1].attn, size=(6, 5)).layers[0].heads
-        assert [report.attention for report in head_report(model, size=(4, 4)).layers] == ['position'] * 2
-        return
-    parts = {'position': 'position', 'images': 'all'}
-    each = {name: [attention_maps(model, x[None], part=part) for x in images] for name, part in parts.items()}
-    for report in reports:
-        assert report.num_images == 3 and 'mean over 3 images' in str(report)
-        probs = torch.stack([maps[report.name].probs for maps in each[report.attention]], dim=1)
-        for head, maps in zip(report.heads, probs):
+    found = [(report.name, report.attention, report.grid, report.num_heads) for report in reports]
+    assert found == [(f'blocks.{i}.attn', 'position', (6, 5), 3 - i) for i in range(2)]
+    assert reports[1].heads == head_report(model.blocks[1].attn, size=(6, 5)).layers[0].heads
+
+
+@pytest.mark.parametrize('position', ['relative_learned', 'relative_quadratic'])
+def test_models_by_content(position):
+    """A report by position, by that of the query where it needs one, before that of the whole attention."""
+    model, images = small_timm('sa_learned_content_cifar', position=position), torch.randn(3, 3, 12, 10)
+    for block in model.blocks:
+        block.attn.query.weight.data.mul_(10)  # so that images differ
+    reports = head_report(model, images).layers
+    parts = {'position': 3 if position == 'relative_learned' else 0, 'images': 3}
+    found = [(report.name, report.attention, report.num_images) for report in reports]
+    assert found == [(f'blocks.{i}.attn', *part) for i in range(2) for part in parts.items()]
+    if position == 'relative_quadratic':  # without images, what depends on position
+        alone = head_report(model, size=(6, 5)).layers
+        assert [report.heads for report in alone] == [report.heads for report in reports[::2]]
+    for report in reports[1::2]:
+        each = [attention_maps(model, image[None])[report.name].probs for image in images]
+        for head, maps in zip(report.heads, torch.stack(each, dim=1)):
             expected = brute_force(maps.mean(0), 6, 5)
             entropies = torch.special.entr(maps).sum(-1).mean().item()  # of each image
             assert head.entropy == pytest.approx(entropies, abs=1e-5) and entropies < expected['entropy'] - 0.1
             assert head.degenerate is head.criterion is head.why is None
             assert head.mass_3x3 == pytest.approx(expected['mass_3x3'], abs=1e-5)
-
-
-def test_content_with_positions_has_both():
-    model = small_timm('sa_learned_content_cifar', position='relative_quadratic')
-    parts = {'position': 0, 'images': 2}  # and the number of images
-    reports = head_report(model, torch.randn(2, 3, 8, 10)).layers
-    assert [(report.name, report.attention, report.num_images) for report in reports] == [
-        (f'blocks.{i}.attn', *part) for i in range(2) for part in parts.items()
-    ]
-    assert {report.grid for report in reports} == {(4, 5)}
-    alone = head_report(model, size=(4, 5)).layers  # without images, what depends on position
-    assert [report.heads for report in alone] == [report.heads for report in reports[::2]]
 
 
 @pytest.mark.parametrize(
@@ -472,19 +384,10 @@ def test_content_with_positions_has_both():
         (ContentAttention(4, 2), dict(size=(5, 5)), "layer, .*position='relative_learned', depend on images: give"),
         (LAYERS['learned'](), dict(size=(1, 1)), 'is a single token'),
         (LAYERS['learned'](), dict(size=(0, 5)), r'size=\(0, 5\)'),
+        (hard_layer([[math.nan, 0.0]]), dict(size=(5, 5)), 'not finite'),
         (LAYERS['learned'](), dict(size=(5, 5), tolerance=1e-9), 'tolerance=1e-09 must be at least'),
-        (small_timm('sa_quadratic_cifar'), dict(), 'images=None and size=None: give images, or'),
-        (small_timm('sa_learned_content_cifar'), dict(size=(4, 4)), 'scores of blocks.0.attn, .* depend on images'),
-        (small_cmhsa('conv'), dict(images=torch.rand(1, 3, 16, 16)), 'no attention layers'),
     ],
 )
 def test_errors(model, settings, message):
     with pytest.raises(ValueError, match=message):
         head_report(model, **settings)
-
-
-def test_not_finite():
-    layer = LAYERS['quadratic']()
-    nn.init.constant_(layer.encoding.center, math.nan)
-    with pytest.raises(ValueError, match='not finite'):
-        report_of(layer, (5, 5))

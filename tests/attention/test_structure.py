@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from attncnn_plugin import follow_state_dict
-from attncnn_plugin.attention import QuadraticAttention, Restructurable, StructureError
-from attncnn_plugin.attention.state_dicts import without_prefix
+from attncnn_plugin.attention import QuadraticAttention, StructureError
+from attncnn_plugin.attention.state_dicts import Restructurable, without_prefix
 
 
 class Slot(Restructurable):

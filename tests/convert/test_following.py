@@ -15,8 +15,10 @@ from timm.layers import Attention, Conv2dSame, ScaledStdConv2d, StdConv2d
 from torch import nn
 
 from attncnn_plugin import follow_state_dict
-from attncnn_plugin.attention import ImageAttention, QuadraticImageAttention, StructureError, Window
+from attncnn_plugin.attention import QuadraticImageAttention, StructureError
+from attncnn_plugin.attention.images import ImageAttention
 from attncnn_plugin.attention.state_dicts import written
+from attncnn_plugin.attention.window import Window
 from attncnn_plugin.convert import attention_to_convs, conv_to_mhsa, convs_to_attention
 from attncnn_plugin.pruning import prune_heads
 

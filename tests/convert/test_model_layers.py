@@ -7,7 +7,7 @@ import torch
 from helpers.cnns import CONVOLUTIONS, small_cnn
 from torch import nn
 
-from attncnn_plugin.attention import ImageAttention
+from attncnn_plugin.attention.images import ImageAttention
 from attncnn_plugin.convert import attention_to_convs, convs_to_attention
 
 

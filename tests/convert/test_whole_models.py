@@ -10,7 +10,7 @@ from helpers.small import trained_like
 from torch import nn
 
 from attncnn_plugin import follow_state_dict
-from attncnn_plugin.attention import ImageAttention
+from attncnn_plugin.attention.images import ImageAttention
 from attncnn_plugin.convert import attention_to_convs, convs_to_attention
 
 

@@ -1,4 +1,4 @@
-"""The pages of the gallery, in a browser on a desk and on a phone."""
+"""The pages of the gallery: small, linked, and working in a browser."""
 
 import pathlib
 
@@ -22,21 +22,9 @@ def test_small_and_linked(page):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('page', PAGES, ids=NAMES)
-def test_desk(page, browser):
-    browser.open(page)
-    check(page, browser)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('page', PAGES, ids=NAMES)
-def test_phone(page, phone):
-    phone.open(page)
-    check(page, phone)
-    assert phone.script('return document.documentElement.scrollWidth <= innerWidth')
-
-
-def check(page, browser):
+def test_in_a_browser(page, browser):
     """It shows another query's attention when one is chosen, and asks for nothing else."""
+    browser.open(page)
     before = browser.image('#map')
     browser.press('#query', 'down', 'right', 'down')
     after = browser.image('#map')

@@ -4,16 +4,13 @@ import re
 
 import numpy as np
 import pytest
-import timm
 import torch
-from helpers.convolutions import content_settings, convolutions, randomize
 from helpers.explorer_pages import (
     HYBRID_SIZE,
     beside_in,
     content_model,
     hybrid_model,
     images_of,
-    one_block_model,
     page_of,
     parts_of,
     patch_model,
@@ -25,14 +22,10 @@ from helpers.explorer_pages import (
 )
 from helpers.processes import run
 from helpers.small import SMALL, small_cmhsa, small_timm
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
 
-from attncnn_plugin import follow_state_dict
-from attncnn_plugin.analysis.layer_maps import attention_layers
-from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention
+from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.explorer import explorer_page
 from attncnn_plugin.pruning import prune_heads
 
@@ -69,17 +62,6 @@ def test_positions(name):
     assert all(beside_in(layer, 'position').shape[-1] == 0 for layer in content['layers'])
 
 
-def test_far_away_heads():
-    """Large scores with small differences: float32 would not hold them."""
-    model = small_timm('sa_generalized_cifar').eval()
-    layer = model.blocks[0].attn
-    with torch.no_grad():
-        layer.encoding.center[0] = torch.tensor([300.0, 0.0])
-        layer.encoding.sqrt_precision[0] = torch.tensor([[1.0, 0.0], [0.02, 0.3]])
-    content = unpack(page_of(model, images_of()))
-    assert_within_a_byte(content['layers'][0], 'position', layer.attention_probs((8, 8)))
-
-
 def test_sums_and_centres_of_wide_heads():
     """Half of the attention on one key, half of it on all others alike, each of which has less than half of 1/255."""
     model = small_timm('sa_generalized_cifar').eval()
@@ -102,7 +84,6 @@ def test_one_row_down_and_two_columns_left():
 
 CONTENT = {
     'qk and qr': dict(),
-    'sinusoidal': dict(position='relative_sinusoidal'),
     'hard': dict(sharpness=20),
     'quadratic': dict(position='relative_quadratic'),
     'generalized': dict(position='relative_generalized'),
@@ -141,55 +122,12 @@ def test_each_layer_has_its_grid(name):
     assert [layer['label'] for layer in content['layers']] == ['0', '2', '4', '6']
 
 
-@st.composite
-def attention_for_images(draw):
-    """Any convolution of images as attention, with heads anywhere, and images."""
-    conv, shape = draw(convolutions((2,)))
-    settings = draw(st.none() | content_settings(conv)) or {}
-    heads = draw(st.none() | st.integers(1, conv.kernel_size[0] * conv.kernel_size[1]))
-    if settings.get('position') != 'gaussian':
-        settings['num_heads'] = heads
-    attention = conv_to_mhsa(conv, **settings)[0]
-    randomize(attention, draw(st.integers(0, 99)))
-    return attention, torch.randn(shape, dtype=torch.float64)
-
-
-@given(attention_for_images())
-def test_any_convolution(case):
-    layer, images = case
-    model = nn.Sequential(layer)
-    page = explorer_page(model, images, [np.zeros((2, 2), np.uint8)] * len(images))
-    found = unpack(page)['layers'][0]
-    for part, probs in parts_of(model, images)['0'].items():
-        for image in range(len(images)):
-            assert_within_a_byte(found, part, probs[image], image)
-
-
-def test_layers_of_a_cnn():
-    """A fresh model that has loaded the state dict of one with attention; labels tell the blocks of stages apart."""
-    model = timm.create_model('convnext_atto', num_classes=3, depths=(1, 1, 2, 2), dims=(4, 4, 8, 8)).eval()
-    convs_to_attention(model, 'stages.[23].*conv_dw')
-    fresh = timm.create_model('convnext_atto', num_classes=3, depths=(1, 1, 2, 2), dims=(4, 4, 8, 8)).eval()
-    follow_state_dict(fresh, model.state_dict())
-    fresh.load_state_dict(model.state_dict())
-    layers = check(fresh, images_of(1, size=96))['layers']
-    assert [layer['label'] for layer in layers] == [f'stage {i} block {j}' for i in (2, 3) for j in (0, 1)]
-
-
 def test_pages_that_are_too_large():
     model, images = content_model(), images_of(2)
     size = len(page_of(model, images).encode())
     assert len(page_of(model, images, max_bytes=size).encode()) == size
-    said = (
-        f'takes {size:,} bytes, more than max_bytes={size - 1:,}, with 2 layers and images of shape \\(2, 3, 16, 16\\)'
-    )
-    with pytest.raises(ValueError, match=f'{said}: give fewer images, smaller ones'):
+    with pytest.raises(ValueError, match=f'takes {size:,} bytes, more than max_bytes={size - 1:,}.*: give fewer'):
         page_of(model, images, max_bytes=size - 1)
-
-
-def test_images_that_are_alike():
-    """Two of three: none is left out."""
-    check(content_model(), images_of(2)[[0, 0, 1]])
 
 
 @pytest.mark.parametrize('make, expected', [(content_model, [1] * 3), (quadratic_model, [1])])  # where images matter
@@ -200,11 +138,6 @@ def test_one_pass_of_each_image(make, expected):
     page_of(model, images_of(3))
     assert passes == expected
     assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_blocks_are_called_as_in_figures():
-    content = unpack(page_of(one_block_model(), images_of()))
-    assert [(layer['label'], layer['name']) for layer in content['layers']] == [('block 1', 'blocks.1.attn')]
 
 
 def test_pictures_and_names():
@@ -235,25 +168,13 @@ def test_errors():
         explorer_page(model, images[:0], [])
     with pytest.raises(ValueError, match='float64 and shape'):
         explorer_page(model, images, [np.zeros((16, 16))] * 2)
-    with pytest.raises(ValueError, match='40x40 tokens with 1600 keys each, more than the 1,048,576'):
+    with pytest.raises(ValueError, match='blocks.0.attn, 40x40 tokens with 1600 keys each, more than the 1,048,576'):
         page_of(model, images_of(size=80))
-    with pytest.raises(ValueError, match='33x33 tokens with 1089 keys each, more than'):
-        page_of(content_model(img_size=66), images_of(size=66))
-    with pytest.raises(ValueError, match='for 2, 34x34 tokens with 1156'):
-        page_of(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), conv_to_mhsa(nn.Conv2d(4, 4, 3))[0]), images_of(size=34))
     along = nn.Sequential(nn.Flatten(2), conv_to_mhsa(nn.Conv1d(3, 4, 3))[0])
     with pytest.raises(ValueError, match='1 has 1 axes of pixels'):
         page_of(along, images)
-    model.other = conv_to_mhsa(nn.Conv2d(4, 4, 3))[0]
-    with pytest.raises(ValueError, match='other is attention that the model does not run'):
-        page_of(model, images)
-    del model.other
     with pytest.raises(ValueError, match='blocks.0.attn are not finite'):
         page_of(content_model(), images * float('inf'))
-    with torch.no_grad():
-        model.blocks[1].attn.encoding.center.fill_(float('nan'))
-    with pytest.raises(ValueError, match='blocks.1.attn are not finite'):
-        page_of(model, images)
 
 
 def test_page_asks_for_nothing():
@@ -267,33 +188,6 @@ def test_page_asks_for_nothing():
 def explore(repository, folder, *arguments, **options):
     tool = repository / 'tools/visualization/attention_explorer.py'
     return run('python', tool, *arguments, folder=folder, **options)
-
-
-def test_tool_on_a_cnn(repository, tmp_path):
-    """The config of a training in two phases, and a checkpoint of its second phase."""
-    pytest.importorskip('mmpretrain')
-    from mmengine.config import Config
-    from mmengine.registry import init_default_scope
-    from mmpretrain.registry import MODELS
-
-    narrow = {
-        'model.backbone.backbone.stem_channels': 4,
-        'model.backbone.backbone.base_channels': 4,
-        'model.head.in_channels': 32,
-    }
-    config = Config.fromfile(repository / 'configs/resnet18_to_attention_digits.py')
-    config.merge_from_dict({**narrow, 'model.backbone.phase': 'attn'})
-    init_default_scope('mmpretrain')
-    model = MODELS.build(config.model).eval()
-    torch.save(dict(state_dict=model.state_dict()), tmp_path / 'model.pth')
-    options = [f'{name}={value}' for name, value in narrow.items()]
-    out = tmp_path / 'explorer.html'
-    files = repository / 'configs/resnet18_to_attention_digits.py', tmp_path / 'model.pth', 5
-    explore(repository, tmp_path, *files, '--out', out, '--cfg-options', *options)
-    layers = unpack(out.read_text(encoding='utf-8'))['layers']
-    for (name, layer), found in zip(attention_layers(model).items(), layers):
-        assert found['name'] == name and tuple(found['parts']) == ('position', 'content', 'both')
-        assert_within_a_byte(found, 'position', layer.position_probs(found['grid']))
 
 
 def test_tool(repository, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from goldens.freeze import CASES, DATA, Package, run_case
 
+from attncnn_plugin.analysis.layer_maps import position_maps
 from attncnn_plugin.change import LayerChange
 from attncnn_plugin.convert import ConvFit
 
@@ -92,7 +93,7 @@ class Now(Package):
         return self.a.analysis.head_report(model, images).layers
 
     def head_centers(self, layer, size):
-        return self.a.analysis.head_centers(self.a.analysis.attention_maps(layer, size=size)[''])
+        return self.a.analysis.head_centers(position_maps(layer, size))  # attention_maps keeps float32
 
     def maps(self, model, images, part='all'):
         """By layer that depends on content, the maps of each image."""

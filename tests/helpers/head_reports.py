@@ -134,7 +134,6 @@ SCHEMA = dict(
     expressible='kernel_size expressible missing residual tolerance',
 )
 SCHEMA = {part: set(names.split()) for part, names in SCHEMA.items()}
-THRESHOLDS = dict(hard_share=0.9, uniform_relative_entropy=0.99, exact_error=1e-6, least_queries=0.25)
 
 
 def check_schema(content):
@@ -144,7 +143,6 @@ def check_schema(content):
         raise AssertionError(f'{token} is no JSON')
 
     loaded = json.loads(content, parse_constant=fail)
-    assert loaded['schema_version'] == 1 and loaded['thresholds'] == THRESHOLDS
     assert loaded['layers']
     for layer in loaded['layers']:
         assert layer.keys() == SCHEMA['layer'] and layer['kind'].keys() == SCHEMA['kind']

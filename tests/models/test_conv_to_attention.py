@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from attncnn_plugin import follow_state_dict
-from attncnn_plugin.attention import ImageAttention
+from attncnn_plugin.attention.images import ImageAttention
 
 RESNET = dict(type='ResNet', depth=50, base_channels=4, stem_channels=4, out_indices=(1, 3))
 CONVNEXT = dict(

@@ -40,14 +40,6 @@ def test_ellipses_hold_their_mass_and_agree_with_the_probabilities(precision, ma
     assert all(np.linalg.norm(ellipse - pixel, axis=1).min() < 0.75 for pixel in wrong)
 
 
-@given(st.floats(0.03, 1), st.sampled_from([0.5, 0.9]))
-def test_regions_of_a_gaussian_have_the_radius_of_the_closed_form(alpha, mass):
-    region = region_of_mass(gaussian_probs((0, 0), 2 * alpha * np.eye(2), 41), mass)
-    radius = math.sqrt(math.log(1 / (1 - mass)) / alpha)
-    distance = np.hypot(*np.mgrid[-20:21, -20:21])
-    assert abs(distance[region].max() - radius) < 1 and abs(math.sqrt(region.sum() / math.pi) - radius) < 0.6
-
-
 @given(st.integers(0, 10**6), st.floats(0.05, 0.95))
 def test_regions_hold_their_mass_and_no_more_than_needed(seed, mass):
     probs = np.random.default_rng(seed).dirichlet(np.full(30, 0.3)).reshape(5, 6) * 0.8  # the rest is outside

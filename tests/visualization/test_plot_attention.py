@@ -1,7 +1,6 @@
 """The tool that draws figures."""
 
 import runpy
-import shutil
 import sys
 
 import mmcv
@@ -14,7 +13,6 @@ from mmpretrain import get_model
 
 from attncnn_plugin import visualization
 from attncnn_plugin.analysis import attention_maps
-from attncnn_plugin.mm.config_model import ConfigModel
 
 
 @pytest.fixture(scope='module')
@@ -64,12 +62,10 @@ def tool(repository, monkeypatch):
     [
         ('quadratic', ['--figure', 'probabilities', '--query', 1, 5, '--zoom', 3]),
         ('learned_content', ['--figure', 'centers', '--num-images', 5]),
-        ('learned_content', ['--figure', 'content', '--num-images', 5]),
         ('learned_content', ['--figure', 'content', '--image', 7, '--query', 4, 2]),
         ('learned_content', ['--figure', 'content', '--image', 'image.png']),
         (None, ['--figure', 'movement', '--runs', 'run']),
         (None, ['--figure', 'accuracy', '--runs', 'run', 'again=run', '--offsets', 'again=2']),
-        (None, ['--figure', 'loss', '--runs', 'run']),
     ],
 )
 def test_figures_of_the_tool(checkpoints, tool, monkeypatch, kind, options):
@@ -104,19 +100,8 @@ def test_what_the_tool_draws(checkpoints, tool, monkeypatch):
     )
     monkeypatch.setattr(visualization, 'save_figure', lambda figure, path: None)
     monkeypatch.chdir(checkpoints)
-    tool(
-        'learned_content.py',
-        'learned_content.pth',
-        '--figure',
-        'content',
-        '--image',
-        'image.png',
-        '--query',
-        4,
-        2,
-        '--out',
-        'a.png',
-    )
+    options = ['--figure', 'content', '--image', 'image.png', '--query', 4, 2, '--out', 'a.png']
+    tool('learned_content.py', 'learned_content.pth', *options)
     maps, query = drawn['args']
     assert (query, drawn['zoom'], drawn['numbers']) == ([4, 2], None, None)
     grey = mmcv.imread('image.png', flag='grayscale')
@@ -127,79 +112,30 @@ def test_what_the_tool_draws(checkpoints, tool, monkeypatch):
         assert torch.allclose(maps[name].probs, expected.probs, atol=1e-5)
 
 
-def test_transformers_of_mmpretrain(checkpoints, tool, monkeypatch, repository):
-    """Patches to patches, mean over images or of one."""
-    arch = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=24)
-    config = Config.fromfile(repository / 'configs/deit_small_cifar100.py')
-    config.model.backbone.arch, config.model.head.in_channels = arch, 16
-    config.dump(str(checkpoints / 'deit.py'))
-    torch.save(get_model(str(checkpoints / 'deit.py')).state_dict(), checkpoints / 'deit.pth')
-    drawn = []
-    monkeypatch.setattr(visualization, 'plot_attention_probs', lambda *args, **options: drawn.append((args, options)))
-    monkeypatch.setattr(visualization, 'save_figure', lambda figure, path: None)
-    monkeypatch.chdir(checkpoints)
-    options = ['deit.py', 'deit.pth', '--out', 'a.png', '--query', 4, 2, '--figure']
-    (checkpoints / 'one').mkdir()
-    shutil.copy('image.png', 'one')
-    tool(*options, 'content', '--image', 'image.png')
-    tool(*options, 'probabilities', '--images', 'one')
-    ((maps, query), kwargs), ((mean, _, zoom_of_mean), _) = drawn
-    assert query == [4, 2] and (kwargs['zoom'], zoom_of_mean) == (None, 7)
-    assert kwargs['image'].shape == (224, 224, 3)
-    loaded = ConfigModel('deit.py', 'deit.pth')
-    expected = attention_maps(loaded.model, loaded.inputs([loaded.image('image.png')]))
-    assert maps.keys() == mean.keys() == expected.keys() and len(maps) == 2
-    for name, own in expected.items():
-        assert torch.allclose(maps[name].probs, own.probs, atol=1e-6)
-        assert torch.equal(maps[name].probs, mean[name].probs)
-    with pytest.raises(SystemExit, match='--size is'):
-        tool(*options, 'content', '--size', 4, 4)
-
-
 @pytest.mark.parametrize(
     'options, message',
     [
-        (['--figure', 'centers', '--out', 'a.png'], 'a config and a checkpoint are needed, or --timm'),
-        (['--figure', 'movement', '--out', 'a.png'], 'give --runs DIR'),
-        (['--figure', 'movement', '--runs', 'a', 'b', '--out', 'a.png'], 'one training'),
+        (['--figure', 'centers'], 'a config and a checkpoint are needed, or --timm'),
+        (['--figure', 'movement', '--runs', 'a', 'b'], 'one training'),
         (['--figure', 'accuracy', '--runs', 'x', '--out', 'a.pdf'], 'must end in .png or .svg'),
-        (
-            ['a.py', 'a.pth', '--figure', 'content', '--image', '3', '--images', 'x', '--out', 'a.png'],
-            '--images: not allowed with argument --image',
-        ),
-        (['a.py', 'a.pth', '--figure', 'content', '--num-images', '0', '--out', 'a.png'], '--num-images 0 must be at'),
-    ],
-)
-def test_wrong_options_of_the_tool(tool, capsys, options, message):
-    with pytest.raises(SystemExit):
-        tool(*options)
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    'options, message',
-    [
+        (['a.py', 'a.pth', '--figure', 'content', '--num-images', '0'], '--num-images 0 must be at'),
         (['quadratic.py', 'quadratic.pth', '--figure', 'content'], '--figure probabilities draws it'),
         (
             ['quadratic.py', 'quadratic.pth', '--figure', 'probabilities', '--query', '8', '0'],
-            r'query=\(8, 0\) must be a row from 0 to 7',
+            'query=(8, 0) must be a row from 0 to 7',
         ),
-        (['learned_content.py', 'learned_content.pth', '--figure', 'content', '--image', '400'], 'below 364'),
         (['learned_content.py', 'learned_content.pth', '--figure', 'content', '--size', '4', '4'], '--size is for'),
         (
             ['quadratic.py', 'quadratic.pth', '--figure', 'centers', '--image', '3'],
             '--image is for attention that depends',
         ),
-        (['learned_content.py', 'quadratic.pth', '--figure', 'content'], 'quadratic.pth does not fit the model'),
-        (['--figure', 'accuracy', '--runs', 'run', '--metric', 'top5'], "metric='top5' is not in the logs"),
         (['--figure', 'accuracy', '--runs', 'run', 'run'], 'the same name'),
         (['--figure', 'accuracy', '--runs', 'run', '--offsets', 'run'], 'run must be LABEL=EPOCH'),
-        (['--figure', 'accuracy', '--runs', 'run', '--offsets', 'a=1'], 'must be of some of the runs'),
-        (['--figure', 'movement', '--runs', '.'], 'LocalVisBackend'),
     ],
 )
-def test_what_the_tool_cannot_draw(checkpoints, tool, monkeypatch, options, message):
+def test_what_the_tool_cannot_draw(checkpoints, tool, monkeypatch, capsys, options, message):
     monkeypatch.chdir(checkpoints)
-    with pytest.raises(SystemExit, match=message):
-        tool(*options, '--out', 'none.png')
+    with pytest.raises(SystemExit) as end:
+        tool('--out', 'none.png', *options)
+    assert message in f'{end.value} {capsys.readouterr().err}'
     assert not (checkpoints / 'none.png').exists()
