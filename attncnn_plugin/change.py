@@ -31,6 +31,18 @@ def within(name: str, replaced: Mapping[nn.Parameter, Successor]) -> Dict[nn.Par
     }
 
 
+def replace_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Puts layers in the places of those of the same names."""
+    for name, layer in layers.items():
+        parent, _, leaf = name.rpartition('.')
+        setattr(model.get_submodule(parent), leaf, layer)
+
+
+def number_of_parameters(module: nn.Module) -> int:
+    """Returns the number of entries of all parameters of a module."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 @dataclass(frozen=True, eq=False)
 class LayerChange:
     """What became of a layer.

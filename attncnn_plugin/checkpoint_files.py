@@ -70,9 +70,6 @@ def load_from_local(filename: str, map_location=None, *, mmap: bool = False, che
         check (bool, optional): Whether checksums are compared, which costs about what reading the file costs.
             Defaults to None, means that the environment variable ``ATTNCNN_CHECK_CHECKPOINTS`` is not ``0``.
 
-    Returns:
-        dict: The checkpoint.
-
     Raises:
         FileNotFoundError: There is no such file.
         pickle.UnpicklingError: It is damaged, of another kind, or asks for something that is not safe to load.
@@ -111,9 +108,6 @@ def load_from_package(filename: str, map_location='cpu') -> dict:
         filename (str): ``'attncnn://'`` and the network's name in timm.
         map_location (str | torch.device): Where the tensors go. Defaults to ``'cpu'``.
 
-    Returns:
-        dict: ``'state_dict'`` in single precision, and ``'meta'`` with the names of the classes.
-
     Raises:
         FileNotFoundError: The package has no weights of this network.
     """
@@ -133,10 +127,7 @@ def load_from_package(filename: str, map_location='cpu') -> dict:
 
 
 def _compare_checksums(path: str) -> bool:
-    """Compares every record of a zip file with its CRC-32.
-
-    Returns:
-        bool: Whether there are any; ``torch.serialization.set_crc32_options(False)`` writes zeros instead.
+    """Compares every record of a zip file with its CRC-32, and returns False if it has zeros instead.
 
     Raises:
         zipfile.BadZipFile: The file is damaged.

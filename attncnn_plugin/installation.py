@@ -1,4 +1,4 @@
-"""What is installed: mmpretrain, and the configs that come with this package."""
+"""Finds what is installed: mmpretrain, and the configs that come with this package."""
 
 import importlib
 import importlib.util

@@ -31,18 +31,6 @@ def evenly_spread(length: int, number: int) -> List[int]:
 SUFFIXES = {'.bmp', '.jpeg', '.jpg', '.png', '.ppm', '.tif', '.tiff', '.webp'}
 
 
-def image_files(folder: Union[str, Path], number: int) -> List[Path]:
-    """Returns image files below a folder, evenly spread over all of them by name.
-
-    Raises:
-        ValueError: There are none.
-    """
-    files = sorted(path for path in Path(folder).rglob('*') if path.suffix.lower() in SUFFIXES)
-    if not files:
-        raise ValueError(f'{folder} holds no image files ({" ".join(sorted(SUFFIXES))})')
-    return [files[i] for i in evenly_spread(len(files), number)]
-
-
 class LoadedModel:
     """A model in evaluation mode, and images for it: what a model of mmpretrain's and one of timm's have in common.
 
@@ -82,8 +70,15 @@ class LoadedModel:
         return height // self._network.stem.reduction, width // self._network.stem.reduction
 
     def read_folder(self, folder: str, number: int) -> List[Tensor]:
-        """Returns images of a folder and its subfolders, evenly spread, as those of :meth:`read`."""
-        return [self.read(path) for path in image_files(folder, number)]
+        """Returns images of a folder and its subfolders, evenly spread by name, as those of :meth:`read`.
+
+        Raises:
+            ValueError: There are none.
+        """
+        files = sorted(path for path in Path(folder).rglob('*') if path.suffix.lower() in SUFFIXES)
+        if not files:
+            raise ValueError(f'{folder} holds no image files ({" ".join(sorted(SUFFIXES))})')
+        return [self.read(files[i]) for i in evenly_spread(len(files), number)]
 
     def some_inputs(self, folder: Optional[str], number: int) -> Tensor:
         """Returns images of a folder, or of the model's own tests, as the forward pass takes them, ``(B, C, H, W)``."""
@@ -104,9 +99,6 @@ def rgb_picture(pixels: Tensor) -> np.ndarray:
     """
     picture = pixels.clamp(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()
     return np.ascontiguousarray(np.broadcast_to(picture, (*picture.shape[:2], 3)))
-
-
-OTHER_FORMATS = ('.safetensors', '.npz', '.npy')  # which timm reads itself
 
 
 class TimmModel(LoadedModel):
@@ -136,22 +128,16 @@ class TimmModel(LoadedModel):
         self._model_settings = settings or {}
         self.model = timm.create_model(name, pretrained=pretrained, **self._model_settings).eval()
         if checkpoint is not None:
-            if Path(checkpoint).suffix not in OTHER_FORMATS:
+            if Path(checkpoint).suffix != '.safetensors':
                 load_from_local(checkpoint, mmap=True)  # refuses damaged and malicious files
-            if Path(checkpoint).suffix in ('.npz', '.npy'):
-                timm.models.load_checkpoint(self.model, checkpoint)
-            else:
-                state_dict = timm.models.load_state_dict(checkpoint, weights_only=True)
-                follow_state_dict(self.model, state_dict)
-                self.model.load_state_dict(state_dict)
+            state_dict = timm.models.load_state_dict(checkpoint, weights_only=True)
+            follow_state_dict(self.model, state_dict)
+            self.model.load_state_dict(state_dict)
         elif not pretrained:
             print(f'The weights of {name} are random: give --pretrained or --checkpoint', file=sys.stderr)
 
     def test_images(self, number: int) -> List[Tensor]:
-        raise ValueError(
-            f'{self.name} is a model of timm, which has no test dataset: give images of your own (--images FOLDER of '
-            'the tools)'
-        )
+        raise ValueError(f'{self.name}, a model of timm, has no test dataset: give images of your own, --images FOLDER')
 
     def image(self, which: str) -> Tensor:
         if which.isdecimal() and not Path(which).exists():
@@ -161,7 +147,7 @@ class TimmModel(LoadedModel):
     def read(self, path: Union[str, Path]) -> Tensor:
         try:
             with Image.open(path) as image:
-                return self._transform(image.convert('L' if self._is_grey else 'RGB'))
+                return self._transform(image.convert('L' if self._data['input_size'][0] == 1 else 'RGB'))
         except UnidentifiedImageError as error:
             raise ValueError(f'{path} cannot be read as an image: {error}') from error
 
@@ -182,10 +168,6 @@ class TimmModel(LoadedModel):
         if channels == 1:
             data.update({name: (fmean(data[name]),) for name in ('mean', 'std')})
         return data
-
-    @property
-    def _is_grey(self) -> bool:
-        return self._data['input_size'][0] == 1
 
     @cached_property
     def _transform(self) -> Callable[[Image.Image], Tensor]:

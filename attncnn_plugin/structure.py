@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from .attention.images import ImageAttention, kind_of
 from .attention.state_dicts import Restructurable, StructureError, check_loading, copy_without_values, read
 from .attention.window import CONVOLUTIONS
-from .change import Change, LayerChange, Successor, within
-from .convert.model_layers import number_of_parameters
+from .change import Change, LayerChange, Successor, number_of_parameters, within
 from .convert.models import in_words, successors
 from .convert.pixels import OwnConvolution, new_attention
 from .transformers.heads import follow_heads
@@ -65,12 +64,7 @@ def follow_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict
 def take_structures(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str = ''
 ) -> Tuple[List[LayerChange], Dict[nn.Parameter, Successor]]:
-    """Gives a module and all that is in it the structures of a state dict.
-
-    Args:
-        module (nn.Module): Any module; it stays itself, what it consists of can be replaced.
-        state_dict (Mapping[str, Tensor]): With the module's names, each after ``prefix``.
-        prefix (str): Name of the module with a dot. Defaults to empty.
+    """Gives a module and all that is in it the structures that a state dict has after ``prefix``.
 
     Returns:
         tuple[list[LayerChange], dict[Parameter, Successor]]: What has changed, and what took the place of parameters.
@@ -119,19 +113,12 @@ def _follow(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Un
 
 
 def attention_in(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Optional[ImageAttention]:
-    """Returns the attention that a state dict has in the place of a module, with values that are yet to be loaded.
+    """Returns the attention that a state dict has in the place of a convolution, or of attention of another kind.
 
-    Args:
-        module (nn.Module): Any module.
-        state_dict (Mapping[str, Tensor]): With the names of a model.
-        prefix (str): Name of the module with a dot.
-
-    Returns:
-        ImageAttention | None: None where the module is neither a convolution nor attention of another kind in the place
-        of one, or the state dict has no such attention.
+    The values are yet to be loaded. It is None where the state dict has no such attention.
 
     Raises:
-        StructureError: The module is a convolution that cannot be converted.
+        StructureError: The convolution cannot be converted.
     """
     if not isinstance(module, (ImageAttention, *CONVOLUTIONS)) or f'{prefix}value.weight' not in state_dict:
         return None

@@ -25,7 +25,6 @@ if importlib.util.find_spec('mmpretrain') is None:  # with timm alone
         'models/test_conv_to_attention.py',
         'test_configs.py',
         'test_downstream.py',
-        'tools/test_learning_rates.py',
         'tools/test_mmpretrain_tools.py',
         'tools/test_tools.py',
         'visualization',

@@ -21,9 +21,9 @@ from mmpretrain.apis.model import ModelHub
 from mmpretrain.registry import MODELS as MODELS_OF_MMPRETRAIN
 from mmpretrain.registry import TRANSFORMS
 
+from attncnn_plugin.analysis import attention_maps
 from attncnn_plugin.attention import GeneralizedQuadraticAttention
 from attncnn_plugin.pruning import find_degenerate_heads
-from attncnn_plugin.transformers.attention import vit_attention
 from attncnn_plugin.transformers.start import random_images
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
@@ -231,10 +231,9 @@ def test_vits_that_start_as_a_convolution(name):
     config = ModelHub.get(name).config
     model = MODELS_OF_MMPRETRAIN.build(config.model)
     model.init_weights()
-    probs, _ = vit_attention(model, random_images(model.backbone))
     shifts = set()
-    for of_layer in probs.values():
-        middle = of_layer.mean(0).unflatten(-1, (8, 8)).unflatten(1, (8, 8))[:, 3, 3]  # (N_h, 8, 8)
+    for maps in attention_maps(model, random_images(model.backbone)).values():
+        middle = maps.probs.unflatten(-1, (8, 8)).unflatten(1, (8, 8))[:, 3, 3]  # (N_h, 8, 8)
         for head in middle:
             row, column = divmod(int(head.argmax()), 8)
             assert head.amax() > 0.4 and max(abs(row - 3), abs(column - 3)) <= 1

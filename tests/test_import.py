@@ -11,7 +11,8 @@ from torchvision.models import resnet18
 
 import attncnn_plugin
 from attncnn_plugin import follow_state_dict
-from attncnn_plugin.attention import ImageAttention, StructureError
+from attncnn_plugin.attention import StructureError
+from attncnn_plugin.attention.images import ImageAttention
 from attncnn_plugin.convert import convs_to_attention
 from attncnn_plugin.pruning import prune_heads
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from attncnn_plugin import analysis, attention, convert, pruning, transformers
+from attncnn_plugin.attention.positions import RelativeTables
 
 IMAGES = torch.rand(2, 3, 32, 32)
 CONV = nn.Conv2d(4, 4, 3, padding=1)
@@ -30,10 +31,9 @@ def vit():
         lambda x: convert.convs_to_attention(nn.Sequential(CONV), layers=x),
         lambda x: convert.expressible_shifts(model().blocks[0].attn, 3, size=x),
         lambda x: transformers.init_as_convolution(vit(), kernel_size=x),
-        lambda x: attention.RelativeTables(8, max_size=x),
+        lambda x: RelativeTables(8, max_size=x),
         lambda x: pruning.criteria.degenerate_heads_of_maps(MAPS, criteria=x),
         lambda x: pruning.least_important({'a': torch.rand(3)}, keep=x),
-        lambda x: pruning.reset_heads(model().blocks[0].attn, heads=x),
     ],
 )
 def test_no_numbers_of_a_tensor(call):

@@ -15,8 +15,9 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Seque
 import torch
 from torch import Tensor, nn
 
-from ..attention import AttentionLayer, GaussianHeads
+from ..attention import AttentionLayer
 from ..attention.evaluation_mode import evaluating
+from ..attention.positions import GaussianHeads
 from ..attention.window import Window, per_axis, shown
 from ..pruning.criteria import relative_entropy_of_maps
 from ..transformers.attention import TokenPlaces, visit_vit_attention, vit_layers

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import AttentionLayer, GaussianHeads
-from ..pruning.criteria import THRESHOLDS, DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
+from ..attention import AttentionLayer
+from ..attention.positions import GaussianHeads
+from ..pruning.criteria import BY_POSITION, DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
 from .layer_maps import (
     AttentionMaps,
     attention_layers,
@@ -38,7 +39,7 @@ from .nearest_convolution import (
 from .shift_statistics import Shift, ShiftMaps, mean_distance, moments, nearest_shifts, shift_shares, window_mass
 
 HARD = 0.9  # share of its nearest shift from which a head is hard
-UNIFORM = THRESHOLDS['entropy']  # relative entropy above which a head is uniform
+UNIFORM = BY_POSITION['entropy'].threshold  # relative entropy above which a head is uniform
 ZOOM = 3  # shares of the shifts −3 … 3, as C20's Figure 5
 COLUMNS = ['head', 'centre', 'std', 'entropy', '3x3', '5x5', 'nearest shift', 'share', 'kind']
 MODEL_COLUMNS = ['layer', 'attention', 'heads', 'hard', 'soft', 'uniform', 'degenerate', '3x3', '5x5', 'convolution']

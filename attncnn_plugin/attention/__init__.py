@@ -2,49 +2,22 @@
 
 from .attention_layer import AttentionLayer
 from .content_images import ContentImageAttention
-from .heads import PrunableHeads
-from .images import ImageAttention, QuadraticImageAttention, WindowImageAttention
+from .images import QuadraticImageAttention, WindowImageAttention
 from .patches import GridBias, PatchAttention, WindowBias
-from .positions import (
-    GaussianHeads,
-    GeneralizedQuadraticEncoding,
-    LearnedEncoding,
-    QuadraticEncoding,
-    RelativeTables,
-    WindowEncoding,
-)
-from .state_dicts import Restructurable, StructureError
-from .tokens import (
-    ContentAttention,
-    GeneralizedQuadraticAttention,
-    GridAttention,
-    LearnedAttention,
-    QuadraticAttention,
-)
-from .window import Window
+from .state_dicts import StructureError
+from .tokens import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 
 __all__ = [
     'AttentionLayer',
     'ContentAttention',
     'ContentImageAttention',
-    'GaussianHeads',
     'GeneralizedQuadraticAttention',
-    'GeneralizedQuadraticEncoding',
-    'GridAttention',
     'GridBias',
-    'ImageAttention',
     'LearnedAttention',
-    'LearnedEncoding',
     'PatchAttention',
-    'PrunableHeads',
     'QuadraticAttention',
-    'QuadraticEncoding',
     'QuadraticImageAttention',
-    'RelativeTables',
-    'Restructurable',
     'StructureError',
-    'Window',
     'WindowBias',
-    'WindowEncoding',
     'WindowImageAttention',
 ]

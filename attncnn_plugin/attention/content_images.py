@@ -123,11 +123,7 @@ class ContentImageAttention(ImageAttention):
         queries, tokens = _tokens(self._query_pixels(padded, self._sizes(x))), _tokens(padded)
         bias = self._position_bias(size)
         query, key = self._heads(self.query(queries)), self._heads(self.key(tokens))
-        some = len(x)
-        if x.device.type == 'cpu' and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
-            some = max(1, SCORES_AT_ONCE // bias.numel())
-        parts = zip(query.split(some), key.split(some), tokens.split(some))
-        return self._joined(torch.cat([self._attend(*part, bias) for part in parts]), self._sizes(x))
+        return self._joined(self._attend_in_parts(query, key, tokens, bias), self._sizes(x))
 
     def tiles(self, size: Sequence[int]) -> Optional[List[AxisTiles]]:
         """Returns the tiles along each axis of an image of ``size``; None where the whole is computed at once."""
@@ -153,8 +149,16 @@ class ContentImageAttention(ImageAttention):
         seen = seen | ~seen.any(-1, keepdim=True)  # queries that fill up the last tile see all: no 0/0
         bias = self._position_scores([tiles.shifts(x.device) for tiles in axes])  # (N_h, t, keys)
         bias = bias.masked_fill(~seen[:, None], -math.inf)  # (tiles, N_h, t, keys)
-        heads = self._attend(self._heads(self.query(queries)), self._heads(keys), tokens, bias)
+        heads = self._attend_in_parts(self._heads(self.query(queries)), self._heads(keys), tokens, bias)
         return join_tiles(self._values(heads), axes)
+
+    def _attend_in_parts(self, query: Tensor, key: Tensor, tokens: Tensor, bias: Tensor) -> Tensor:
+        """Computes the heads of some images at a time on CPUs, whose caches do not hold the scores of all."""
+        some = len(query)
+        if query.device.type == 'cpu' and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+            some = max(1, SCORES_AT_ONCE // bias.numel())
+        parts = zip(query.split(some), key.split(some), tokens.split(some))
+        return torch.cat([self._attend(*part, bias) for part in parts])
 
     def _attend(self, query: Tensor, key: Tensor, tokens: Tensor, bias: Tensor) -> Tensor:
         """Computes the heads, ``(…, N_h, Q, C)``, of the tokens ``(…, K, C)`` that they share as values."""

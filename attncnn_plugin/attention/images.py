@@ -211,21 +211,12 @@ class QuadraticImageAttention(ImageAttention):
         encoding (QuadraticEncoding): Centres and widths, at least float32: bfloat16 has no integer 257.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        num_heads: int,
-        window: Window,
-        bias: bool = True,
-        groups: int = 1,
-        device: Device = None,
-        dtype: Dtype = None,
-    ) -> None:
-        super().__init__(in_channels, out_channels, num_heads, window, bias, groups, device=device, dtype=dtype)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.settings['position'] = 'gaussian'
-        dtype = torch.promote_types(self.value.weight.dtype, torch.float32)
-        self.encoding = QuadraticEncoding(num_heads, window.ndim, device=device, dtype=dtype)
+        weight = self.value.weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.encoding = QuadraticEncoding(self.num_heads, self.window.ndim, device=weight.device, dtype=dtype)
 
     def gaussian_heads(self) -> GaussianHeads:
         return self.encoding.gaussian_heads()
@@ -282,21 +273,12 @@ class WindowImageAttention(ImageAttention):
         encoding (WindowEncoding): A score for each pixel of the window, at least float32.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        num_heads: int,
-        window: Window,
-        bias: bool = True,
-        groups: int = 1,
-        device: Device = None,
-        dtype: Dtype = None,
-    ) -> None:
-        super().__init__(in_channels, out_channels, num_heads, window, bias, groups, device=device, dtype=dtype)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.settings['position'] = 'table'
-        dtype = torch.promote_types(self.value.weight.dtype, torch.float32)
-        self.encoding = WindowEncoding(num_heads, window.kernel_size, device=device, dtype=dtype)
+        weight = self.value.weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.encoding = WindowEncoding(self.num_heads, self.window.kernel_size, device=weight.device, dtype=dtype)
 
     def head_parameters(self) -> HeadParameters:
         return {**super().head_parameters(), 'encoding.weight': (0, 1)}

@@ -75,7 +75,7 @@ class AxisTiles:
         return torch.arange(self.keys, device=device) - self.window_size // 2 - query[:, None]
 
     def seen(self, device: Device = None) -> Tensor:
-        """Whether a key is a pixel of the padded image and in the neighbourhood, ``(tiles, t, keys)``."""
+        """Returns whether a key is a pixel of the padded image and in the neighbourhood, ``(tiles, t, keys)``."""
         near = self.shifts(device).abs() <= self.window_size // 2
         tile = torch.arange(self.number, device=device) * self.step
         place = self.start + tile[:, None] + torch.arange(self.keys, device=device)
@@ -83,7 +83,7 @@ class AxisTiles:
 
 
 def tile_keys(x: Tensor, axes: Sequence[AxisTiles]) -> Tensor:
-    """The keys of every tile of a padded image, ``(B, C, *padded)`` to ``(B, tiles, keys, C)``; zeros outside."""
+    """Returns the keys of the tiles of a padded image, ``(B, C, *padded)`` to ``(B, tiles, keys, C)``, with zeros."""
     ndim = len(axes)
     x = F.pad(x, [n for tiles in reversed(axes) for n in tiles.margins])
     for axis, tiles in enumerate(axes, start=2):
@@ -93,7 +93,7 @@ def tile_keys(x: Tensor, axes: Sequence[AxisTiles]) -> Tensor:
 
 
 def tile_queries(x: Tensor, axes: Sequence[AxisTiles]) -> Tensor:
-    """The queries of every tile, ``(B, C, *queries)`` to ``(B, tiles, t, C)``; zeros in the last tile's rest."""
+    """Returns the queries of tiles, ``(B, C, *queries)`` to ``(B, tiles, t, C)``; zeros in the last tile's rest."""
     ndim = len(axes)
     x = F.pad(x, [n for tiles in reversed(axes) for n in (0, tiles.number * tiles.length - tiles.queries)])
     for axis, tiles in enumerate(axes):
@@ -103,7 +103,7 @@ def tile_queries(x: Tensor, axes: Sequence[AxisTiles]) -> Tensor:
 
 
 def join_tiles(x: Tensor, axes: Sequence[AxisTiles]) -> Tensor:
-    """The inverse of :func:`tile_queries`, ``(B, tiles, t, C)`` to ``(B, C, *queries)``."""
+    """Inverts :func:`tile_queries`, ``(B, tiles, t, C)`` to ``(B, C, *queries)``."""
     ndim = len(axes)
     x = x.unflatten(2, [tiles.length for tiles in axes]).unflatten(1, [tiles.number for tiles in axes])
     order = [0, 1 + 2 * ndim]

@@ -34,7 +34,7 @@ class Window:
 
     @classmethod
     def of(cls, conv: nn.Module, kinds: Sequence[Type[nn.Module]] = CONVOLUTIONS) -> 'Window':
-        """The window of an ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d``.
+        """Returns the window of an ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d``.
 
         Args:
             conv (nn.Module): The convolution.
@@ -49,7 +49,7 @@ class Window:
             )
         if isinstance(conv.weight, nn.parameter.UninitializedParameter):
             raise TypeError(f'conv is a {type(conv).__name__} without weights yet: run it once on an input first')
-        if conv._forward_pre_hooks or conv._forward_hooks:
+        if conv._forward_pre_hooks or conv._forward_hooks or 'forward' in vars(conv):
             raise TypeError(
                 f'conv is a {type(conv).__name__} with forward hooks, which change what it computes: remove them, '
                 'old-style spectral or weight normalization for instance, before it is converted'
@@ -82,16 +82,16 @@ class Window:
         return tuple(d * (k - 1) // 2 for d, k in zip(self.dilation, self.kernel_size))
 
     def shifts(self) -> Tensor:
-        """δ of every kernel position, row-major, ``(K, ndim)``."""
+        """Returns δ of every kernel position, row-major, ``(K, ndim)``."""
         axes = [torch.arange(k) * d - a for k, d, a in zip(self.kernel_size, self.dilation, self.anchor)]
         return torch.cartesian_prod(*axes).reshape(-1, self.ndim)
 
     def padding_of(self, axis: int, size: int) -> Tuple[int, int]:
-        """Pixels added before and after an axis of ``size`` pixels."""
+        """Returns the pixels added before and after an axis of ``size`` pixels."""
         return self.padding[axis]
 
     def num_queries(self, axis: int, size: int) -> int:
-        """Number of outputs along an axis of ``size`` pixels.
+        """Returns the number of outputs along an axis of ``size`` pixels.
 
         Raises:
             ValueError: The padded image is smaller than the window.
@@ -106,7 +106,7 @@ class Window:
         return room // self.stride[axis] + 1
 
     def queries(self, axis: int, size: int, device: Device = None) -> Tensor:
-        """Pixel q of every output along an axis of ``size`` pixels; it can lie in the padding.
+        """Returns the pixel q of every output along an axis of ``size`` pixels; it can lie in the padding.
 
         Raises:
             ValueError: The padded image is smaller than the window.
@@ -124,7 +124,7 @@ class Window:
         return shifts
 
     def pad(self, x: Tensor) -> Tensor:
-        """``x`` of shape ``(B, C, *size)``, padded."""
+        """Returns ``x``, ``(B, C, *size)``, padded."""
         pairs = [self.padding_of(axis, n) for axis, n in enumerate(x.shape[2:])]
         amounts = [n for pair in reversed(pairs) for n in pair]
         if not any(amounts):
@@ -147,7 +147,7 @@ class SameWindow(Window):
 
 
 def shown(value: Any) -> str:
-    """An argument as an error shows it: of a tensor or an array, alone or in a list, its shape.
+    """Returns an argument as an error shows it: of a tensor or an array, alone or in a list, its shape.
 
     Examples:
         >>> shown(torch.zeros(2, 3)), shown([1, 'a'])
@@ -161,7 +161,7 @@ def shown(value: Any) -> str:
 
 
 def per_axis(name: str, value: Union[int, Sequence[int]], ndim: int) -> Tuple[int, ...]:
-    """A number for each of ``ndim`` axes.
+    """Returns a number for each of ``ndim`` axes.
 
     Raises:
         ValueError: ``value`` is not a positive integer, or ``ndim`` of them.

@@ -5,13 +5,10 @@ and 6).
 """
 
 from .back import ConvFit, mhsa_to_conv
-from .expressible import Expressibility, expressible_shifts
-from .kernels import min_heads
+from .expressible import Expressibility, ValueFit, expressible_shifts, fit_values
 from .models import attention_to_convs, convs_to_attention
-from .patches import conv_to_patch_mhsa, exact_head_dims
-from .pixels import conv_to_mhsa
-from .report import ConversionReport
-from .values import ValueFit, fit_values
+from .patches import conv_to_patch_mhsa, min_heads
+from .pixels import ConversionReport, conv_to_mhsa
 
 __all__ = [
     'ConvFit',
@@ -22,7 +19,6 @@ __all__ = [
     'conv_to_mhsa',
     'conv_to_patch_mhsa',
     'convs_to_attention',
-    'exact_head_dims',
     'expressible_shifts',
     'fit_values',
     'mhsa_to_conv',

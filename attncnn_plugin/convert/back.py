@@ -1,24 +1,18 @@
 """Attention by positions alone as a convolution: the converse of Cordonnier et al. 2020 (C20), Theorem 1."""
 
+import copy
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union, cast
+from typing import Any, Optional, Sequence, Tuple, Union
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..attention.content_images import ContentImageAttention
 from ..attention.images import ImageAttention
 from ..attention.tokens import GridAttention
-from ..attention.window import CONVOLUTIONS, SameWindow, Window, per_axis
-from .kernels import Convolution, block_norms, group_blocks
-from .shift_operators import (
-    check_position_only,
-    exact_probs,
-    fit_shifts,
-    ignores_content,
-    interior_queries,
-    targets,
-)
-from .timm_convolutions import Conv2dSame, window_of
+from ..attention.window import Window, per_axis
+from .convolutions import Convolution, block_norms, convolution_with, group_blocks
+from .shift_operators import check_position_only, fit_shifts, interior_queries, targets
 
 ROUNDING = 1e-12  # of least squares: a head on one pixel has the coefficients 1 and 0
 
@@ -71,15 +65,12 @@ def mhsa_to_conv(
     is left out.
 
     Args:
-        layer (GridAttention | ImageAttention): One of
-
-            - position-only attention over a grid: ``QuadraticAttention``, ``GeneralizedQuadraticAttention``
-              or ``LearnedAttention``. The result maps ``(B, D, H, W)`` to ``(B, D_out, H, W)``, with stride 1 and
-              ``padding='same'``.
-            - an ``ImageAttention``, such as ``conv_to_mhsa`` returns. The result has its stride, dilation and padding.
-              One by content has no queries yet: it still is what it began as.
-        kernel_size (int | Sequence[int]): Size of the kernel along each axis, odd or even; for an ``ImageAttention``
-            that of its window.
+        layer (GridAttention | ImageAttention): Position-only attention over a grid, whose convolution maps ``(B, D, H,
+            W)`` to ``(B, D_out, H, W)``, with stride 1; or an ``ImageAttention``, such as ``conv_to_mhsa`` returns,
+            whose stride, dilation, groups and padding the convolution has. One by content has no queries yet: it still
+            is what it began as.
+        kernel_size (int | Sequence[int]): Size of the kernel along each axis; for an ``ImageAttention`` that of its
+            window.
         size (int | Sequence[int], optional): Height and width of the grid, or the size along each axis of an image, on
             which the heads are compared with shifts. Defaults to 16 pixels an axis, 8 for three axes, or more where a
             whole window needs them.
@@ -87,8 +78,8 @@ def mhsa_to_conv(
             ``'replicate'``; an ``ImageAttention`` has its own, the only one allowed.
 
     Returns:
-        tuple[Convolution, ConvFit]: The ``nn.Conv2d`` (``nn.Conv1d``, ``nn.Conv3d`` for an ``ImageAttention`` with as
-        many axes, and its groups), in the layer's dtype, device and mode, and how well it fits.
+        tuple[Convolution, ConvFit]: The convolution of as many axes as the layer has, in its dtype, device and mode,
+        and how well it fits.
 
     Raises:
         TypeError: ``layer`` is no attention of this package.
@@ -115,18 +106,16 @@ def mhsa_to_conv(
         >>> tuple(conv.weight.shape), fit.bound > 0.1
         ((8, 8, 3, 3), True)
     """
-    if not ignores_content(layer):
+    if not _ignores_content(layer):
         check_position_only(layer)
     if layer.num_heads == 0:
         raise ValueError('layer has num_heads=0: what is left of it is its bias, and no convolution is needed')
-    if isinstance(layer, ImageAttention):
-        conv = _conv_of_image(layer, kernel_size, padding_mode)
-    else:
-        conv = _conv_of_grid(layer, kernel_size, padding_mode)
-    window = window_of(conv)
+    window = _window_of(layer, kernel_size, padding_mode)
+    groups = layer.groups if isinstance(layer, ImageAttention) else 1
+    conv = convolution_with(window, layer.value_matrices().shape[-1], groups, layer.value)
     size = per_axis('size', _default_size(window) if size is None else size, window.ndim)
     target = targets(window, size)
-    probs = exact_probs(layer, size)
+    probs = _exact_probs(layer, size)
     # V_h, the blocks of its groups alone, (C_out, C_in/groups, N_h)
     value = group_blocks(layer.value_matrices(), conv.groups).cpu().double()
 
@@ -155,62 +144,34 @@ def mhsa_to_conv(
     )
 
 
-def _conv_of_grid(
-    layer: GridAttention, kernel_size: Union[int, Sequence[int]], padding_mode: Optional[str]
-) -> Convolution:
-    weight = layer.value.weight
-    return _kind(2)(
-        layer.dim,
-        weight.shape[0],
-        per_axis('kernel_size', kernel_size, 2),
-        padding='same',
-        padding_mode='replicate' if padding_mode is None else padding_mode,
-        bias=layer.value.bias is not None,
-        device=weight.device,
-        dtype=weight.dtype,
-    )
+def _ignores_content(layer: Any) -> bool:
+    """Returns whether attention by content has no queries or no keys yet: all images have the same probabilities."""
+    return isinstance(layer, ContentImageAttention) and not (layer.query.weight.any() and layer.key.weight.any())
 
 
-def _conv_of_image(
-    layer: ImageAttention, kernel_size: Union[int, Sequence[int]], padding_mode: Optional[str]
-) -> Convolution:
-    window, weight = layer.window, layer.value.weight
+def _exact_probs(layer: Union[GridAttention, ImageAttention], size: Tuple[int, ...]) -> Tensor:
+    """Returns the probabilities of attention that does not see content (yet), ``(N_h, Q, pixels)``, float64."""
+    if not isinstance(layer, ContentImageAttention):
+        return layer.exact_attention_probs(size)
+    image = torch.zeros(1, layer.in_channels, *size, dtype=torch.float64)
+    return copy.deepcopy(layer).cpu().double().attention_scores(image)[0, ..., :-1].exp()  # without the null key
+
+
+def _window_of(
+    layer: Union[GridAttention, ImageAttention], kernel_size: Union[int, Sequence[int]], padding_mode: Optional[str]
+) -> Window:
+    """Returns the window of a layer, or the one that is asked for, for attention over a grid."""
+    window = layer.window
+    if window is None:
+        rows, columns = per_axis('kernel_size', kernel_size, 2)
+        mode = 'replicate' if padding_mode is None else padding_mode
+        kind: Any = nn.Conv2d
+        return Window.of(kind(1, 1, (rows, columns), padding='same', padding_mode=mode, device='meta'))
     if per_axis('kernel_size', kernel_size, window.ndim) != window.kernel_size:
         raise ValueError(f'kernel_size={kernel_size} must be that of the window of layer, {window.kernel_size}')
     if padding_mode not in (None, window.padding_mode):
         raise ValueError(f'padding_mode={padding_mode!r} must be that of the window of layer, {window.padding_mode!r}')
-    options: Dict[str, Any] = {
-        'dilation': window.dilation,
-        'groups': layer.groups,
-        'bias': layer.value.bias is not None,
-        'device': weight.device,
-        'dtype': weight.dtype,
-    }
-    channels = layer.in_channels, weight.shape[0]
-    if isinstance(window, SameWindow):
-        height, width = window.kernel_size
-        return Conv2dSame(*channels, (height, width), (window.stride[0], window.stride[1]), **options)
-    # As numbers where both sides are padded alike, as nn.Conv2d has it; its 'same' puts the odd pixel after.
-    alike = tuple(before for before, after in window.padding if before == after)
-    padding = alike if len(alike) == window.ndim else 'same'
-    conv = _kind(window.ndim)(
-        *channels,
-        window.kernel_size,
-        window.stride if padding != 'same' else 1,
-        padding,
-        padding_mode=window.padding_mode,
-        **options,
-    )
-    if window_of(conv) != window:
-        raise ValueError(
-            f'the window of layer is padded by {window.padding} with stride {window.stride}, which no convolution has: '
-            "it pads both sides alike, or with stride 1 as padding='same'"
-        )
-    return conv
-
-
-def _kind(ndim: int) -> Callable[..., Convolution]:
-    return cast(Callable[..., Convolution], CONVOLUTIONS[ndim - 1])
+    return window
 
 
 def _default_size(window: Window) -> Tuple[int, ...]:

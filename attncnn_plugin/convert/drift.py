@@ -3,18 +3,17 @@
 import contextlib
 import copy
 import warnings
-from dataclasses import fields, is_dataclass
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ..attention.precision import widest_float
-from .model_layers import replace_layers
+from ..change import replace_layers
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yields the tensors of floating numbers of an output: itself, or those in mappings, sequences and dataclasses."""
+    """Yields the tensors of floating numbers of an output: itself, or those in mappings and sequences."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output
@@ -23,8 +22,6 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, (list, tuple)):
         for item in output:
             yield from tensors_in(item)
-    elif is_dataclass(output) and not isinstance(output, type):
-        yield from tensors_in([getattr(output, field.name) for field in fields(output)])
 
 
 def relative_change(before: List[Tensor], after: List[Tensor]) -> Optional[float]:
@@ -63,13 +60,7 @@ def evaluated_copy(model: nn.Module) -> Iterator[Any]:
 def drifts(
     model: nn.Module, layers: Mapping[str, nn.Module], replacements: Mapping[str, nn.Module], inputs: Any
 ) -> Tuple[Dict[str, float], Optional[float]]:
-    """Runs a copy of a model in evaluation mode, first as it is, then with some layers replaced.
-
-    Args:
-        model (nn.Module): Any model.
-        layers (Mapping[str, nn.Module]): Some of its layers by name.
-        replacements (Mapping[str, nn.Module]): What replaces each of them.
-        inputs (Any): What the model is called with.
+    """Runs a copy of a model in evaluation mode, first as it is, then with some layers, by name, replaced.
 
     Returns:
         tuple[dict[str, float], float | None]: ‖Y − Y'‖/‖Y‖ of the outputs of each layer that was called, for the same
@@ -117,11 +108,9 @@ def drifts(
             ) from error
     drift = relative_change(before, after) if before else None
     if drift is None:
-        reason = (
-            'its outputs before and after have other shapes: where their sizes depend on values, as the number of a '
-            "detector's boxes does, the drifts of the layers alone say something"
-            if before
-            else 'no floating numbers were found in its output'
+        warnings.warn(
+            'the drift of the model is not known: its outputs have no floating numbers, or other shapes than before, '
+            "as a detector's boxes can have; the drifts of the layers alone say something",
+            stacklevel=3,
         )
-        warnings.warn(f'the drift of the model is not known: {reason}', stacklevel=3)
     return {name: _relative(own) for name, own in squares.items()}, drift

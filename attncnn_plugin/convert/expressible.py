@@ -1,44 +1,32 @@
-"""Which shifts, and so which convolutions, heads can express (Cordonnier et al. 2020 (C20), Lemma 3, appendix D)."""
+"""Which shifts heads can express, and with which values they are a convolution (Cordonnier et al. 2020 (C20), Lemma 3).
 
-import itertools
+Heads with maps P_h and matrices V_h are Σ_h P_h ⊗ V_h, a convolution is Σ_δ S_δ ⊗ W_δ with (S_δ x)_q = x_{q+δ}. Where
+each S_δ is a combination Σ_h Φ_hδ P_h of the maps, V_h = Σ_δ Φ_hδ W_δ makes them equal: C20's W^SA = W^conv Φ.
+"""
+
+import copy
 from dataclasses import dataclass
-from typing import FrozenSet, List, Sequence, Tuple, Union
+from typing import List, Optional, Sequence, Tuple, TypeVar, Union
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention.attention_layer import AttentionLayer
-from ..attention.window import Window, per_axis, shown
-from . import shift_operators
-from .shift_operators import check_position_only, interior_queries, least_squares, targets, triangle
+from ..attention.images import ImageAttention
+from ..attention.tokens import GridAttention
+from ..attention.window import Window, per_axis
+from .convolutions import Convolution, block_diagonal, flat_kernel, window_of
+from .shift_operators import (
+    check_position_only,
+    check_same_queries,
+    chosen_queries,
+    interior_queries,
+    least_squares,
+    targets,
+    triangle,
+)
 
-
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel of ``nn.Conv2d`` with stride 1 and ``padding='same'``.
-
-    Attributes:
-        kernel_size (tuple[int, int]): Its size.
-        dilation (tuple[int, int]): Its dilation, 1 along an axis with a single row or column.
-
-    Examples:
-        >>> print(Kernel((1, 3), (1, 2)), sorted(Kernel((1, 3), (1, 2)).shifts))
-        1x3 dilated by 1x2 [(0, -2), (0, 0), (0, 2)]
-    """
-
-    kernel_size: Tuple[int, int]
-    dilation: Tuple[int, int] = (1, 1)
-
-    @property
-    def shifts(self) -> FrozenSet[Tuple[int, int]]:
-        """Its (row, column) shifts δ = k − q."""
-        conv = nn.Conv2d(1, 1, self.kernel_size, padding='same', dilation=self.dilation, device='meta')
-        return frozenset((row, column) for row, column in Window.of(conv).shifts().tolist())
-
-    def __str__(self) -> str:
-        size = 'x'.join(map(str, self.kernel_size))
-        return size if max(self.dilation) == 1 else f'{size} dilated by {"x".join(map(str, self.dilation))}'
+Attention = TypeVar('Attention', bound=Union[GridAttention, ImageAttention])
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,55 +40,35 @@ class Expressibility:
         shifts (Tensor): δ = k − q of every kernel position, (row, column), ``(K, 2)``.
         residual (Tensor): Distance of S_δ from the span of the heads' maps P_h over all chosen queries at once,
             relative to ‖S_δ‖_F, ``(K,)``, 0 to 1, float64.
-        query_residual (Tensor): Distance of the unit vector at q + δ from the span of the rows P_h[q, :], largest of
-            the chosen queries, ``(K,)``, 0 to 1, float64: Lemma 3 as it is written. It being 0 is not enough.
         rank (int): Rank of the heads' maps over all chosen queries at once.
-        query_rank (int): Smallest rank of the heads' rows of a chosen query.
         tolerance (float): Residual up to which a shift is expressible.
     """
 
     shifts: Tensor
     residual: Tensor
-    query_residual: Tensor
     rank: int
-    query_rank: int
     tolerance: float
 
     @property
     def expressible(self) -> Tensor:
-        """Whether each shift can be expressed, ``(K,)``."""
+        """Returns whether each shift can be expressed, ``(K,)``."""
         return self.residual <= self.tolerance
 
     @property
     def missing(self) -> List[Tuple[int, int]]:
-        """The (row, column) shifts that cannot be expressed."""
+        """Returns the (row, column) shifts that cannot be expressed."""
         return [(row, column) for row, column in self.shifts[~self.expressible].tolist()]
 
     @property
     def all_expressible(self) -> bool:
-        """Whether the layer can express every convolution of the kernel size."""
+        """Returns whether the layer can express every convolution of the kernel size."""
         return bool(self.expressible.all())
-
-    @property
-    def kernels(self) -> List[Kernel]:
-        """The kernels whose shifts can all be expressed, none within another one, the most shifts first."""
-        expressible = set(map(tuple, self.shifts[self.expressible].tolist()))
-        extents = [len(set(axis)) for axis in self.shifts.T.tolist()]
-        axes = [
-            [(1, 1)] + [(size, step) for size in range(2, n + 1) for step in range(1, (n - 1) // (size - 1) + 1)]
-            for n in extents
-        ]
-        found = [(kernel, kernel.shifts) for kernel in (Kernel(*zip(*pair)) for pair in itertools.product(*axes))]
-        found = [(kernel, shifts) for kernel, shifts in found if shifts <= expressible]
-        largest = [kernel for kernel, shifts in found if not any(shifts < others for _, others in found)]
-        return sorted(largest, key=lambda kernel: -len(kernel.shifts))
 
     def __str__(self) -> str:
         rows, columns = (len(set(axis)) for axis in self.shifts.T.tolist())
         count = f'{int(self.expressible.sum())} of {len(self.shifts)} shifts of {rows}x{columns} can be expressed'
-        kernels = ', '.join(map(str, self.kernels)) or 'none'
         missing = f'; missing: {", ".join(map(str, self.missing))}' if self.missing else ''
-        return f'{count}; convolutions: {kernels}{missing}'
+        return f'{count}{missing}'
 
 
 @torch.no_grad()
@@ -113,23 +81,18 @@ def expressible_shifts(
 ) -> Expressibility:
     """Finds the shifts of a kernel that a layer can express, whatever its value matrix (C20, Lemma 3 and appendix D).
 
-    Heads with maps P_h and matrices V_h give Σ_h P_h ⊗ V_h, a convolution is Σ_δ S_δ ⊗ W_δ with (S_δ x)_q = x_{q+δ}. As
-    V_h is the same at every query, all kernels can be expressed if and only if each S_δ, over all queries at once, is
-    in the span of the P_h. C20 asks instead, query by query, that the unit vectors of its receptive field are in the
+    As V_h is the same at every query, all kernels can be expressed if and only if each S_δ, over all queries at once,
+    is in the span of the P_h. C20 asks instead, query by query, that the unit vectors of its receptive field are in the
     span of the rows P_h[q, :], with coefficients that may change from query to query: necessary, not sufficient.
 
     Args:
-        layer (AttentionLayer): ``QuadraticAttention``, ``GeneralizedQuadraticAttention``, ``LearnedAttention``,
-            or an ``ImageAttention`` over two axes whose outputs are those of the pixels, one each.
+        layer (AttentionLayer): Attention by position over a grid, or an ``ImageAttention`` over two axes whose outputs
+            are those of the pixels, one each.
         kernel_size (int | Sequence[int]): Size of the kernel, stride 1, ``padding='same'``.
         size (int | Sequence[int]): Height and width of the grid in tokens.
-        queries (str): The queries at which the layer has to be the convolution.
-
-            - ``'all'``: all of them, the convolution with zero padding: S_δ is 0 where q + δ is outside. A hard
-              quadratic head attends to the nearest pixel inside there, so that it cannot express its own shift.
-            - ``'interior'``: those whose whole window lies inside the grid.
-
-            Defaults to ``'all'``.
+        queries (str): The queries at which the layer has to be the convolution: ``'interior'``, whose whole window lies
+            inside the grid, or ``'all'``, with zero padding: S_δ is 0 where q + δ is outside, while a hard quadratic
+            head attends to the nearest pixel there. Defaults to ``'all'``.
         tolerance (float): Relative residual up to which a shift is expressible, and singular value, relative to the
             largest one of maps scaled to norm 1, up to which a direction of their span is not counted: it would take
             value matrices larger by the inverse. Defaults to 1e-6.
@@ -140,7 +103,7 @@ def expressible_shifts(
     Raises:
         TypeError: ``layer`` is no attention of this package.
         ValueError: The scores of ``layer`` depend on content; it has other queries than the pixels; ``queries`` is
-            unknown; ``tolerance`` is not between 0 and 1; the grid is too small for the kernel.
+            unknown; ``tolerance`` is not between 0 and 1; no window lies inside the grid, with ``'interior'``.
 
     Examples:
         Heads at five of the nine shifts of a 3x3 kernel cannot express the other four:
@@ -151,15 +114,10 @@ def expressible_shifts(
         >>> layer.encoding.sqrt_precision.data = torch.full((5,), 40.0)  # hard heads
         >>> expressible_shifts(layer, 3, size=(6, 8), queries='interior').missing
         [(-1, -1), (-1, 1), (1, -1), (1, 1)]
-
-        So it is any convolution of a row or of a column of the kernel, but none of 2x2:
-
-        >>> print(', '.join(map(str, expressible_shifts(layer, 3, size=(6, 8), queries='interior').kernels)))
-        1x3, 3x1
     """
     check_position_only(layer)
     size = per_axis('size', size, 2)
-    _check_queries(layer, size)
+    check_same_queries(layer, _window_of(kernel_size), size)
     return expressible_shifts_of_maps(layer.exact_attention_probs(size), kernel_size, size, queries, tolerance)
 
 
@@ -171,30 +129,13 @@ def expressible_shifts_of_maps(
     queries: str = 'all',
     tolerance: float = 1e-6,
 ) -> Expressibility:
-    """Finds the shifts that given attention maps span, see :func:`expressible_shifts`.
+    """Finds the shifts that given attention maps span, ``(N_h, height*width, height*width)`` on the CPU.
 
-    Args:
-        probs (Tensor): P, ``(N_h, height*width, height*width)``, on the CPU.
-        kernel_size (int | Sequence[int]): Size of the kernel.
-        size (int | Sequence[int]): Height and width of the grid in tokens.
-        queries (str): ``'all'`` or ``'interior'``. Defaults to ``'all'``.
-        tolerance (float): Relative residual up to which a shift is expressible. Defaults to 1e-6.
-
-    Returns:
-        Expressibility: The residuals, the ranks and the missing shifts, computed in float64.
+    See :func:`expressible_shifts` for the other arguments and the result.
 
     Raises:
         ValueError: ``probs`` are not those of such a grid; see :func:`expressible_shifts` for the others.
-
-    Examples:
-        >>> identity = torch.eye(4 * 5)[None]  # one head, each query attends to itself
-        >>> expressible_shifts_of_maps(identity, 1, size=(4, 5)).all_expressible
-        True
     """
-    if queries not in ('all', 'interior'):
-        raise ValueError(f"queries={shown(queries)} is unknown: choose 'all' or 'interior'")
-    if not 0 < tolerance < 1:
-        raise ValueError(f'tolerance={tolerance} must be between 0 and 1')
     height, width = per_axis('size', size, 2)
     pixels = height * width
     if probs.ndim != 3 or probs.shape[1:] != (pixels, pixels):
@@ -202,65 +143,191 @@ def expressible_shifts_of_maps(
             f'probs have shape {tuple(probs.shape)}, but (N_h, {pixels}, {pixels}) are those of a grid of '
             f'{height}x{width}'
         )
-    rows, columns = per_axis('kernel_size', kernel_size, 2)
-    window = Window.of(nn.Conv2d(1, 1, (rows, columns), padding='same', device='meta'))
-    chosen = _choose(window, (height, width), queries)
+    window = _window_of(kernel_size)
+    chosen = chosen_queries(window, (height, width), queries, tolerance)
     probs, target = probs.double(), targets(window, (height, width))
     maps, shifts = triangle(probs, target, chosen).split([len(probs), len(target)], dim=1)
     coefficients, rank, _ = least_squares(maps, shifts, tolerance)
-    residual = (shifts - maps @ coefficients).norm(dim=0) / shifts.norm(dim=0)
-    chunk = max(1, shift_operators.CHUNK_ELEMENTS // (pixels * max(len(probs), len(target))))
-    of_queries = [_outside_rows(probs[:, some], target[:, some], tolerance) for some in chosen.split(chunk)]
-    query_residual, query_rank = (torch.cat(parts) for parts in zip(*of_queries))
-    return Expressibility(window.shifts(), residual, query_residual.amax(0), rank, int(query_rank.min()), tolerance)
+    residual = (shifts - maps @ coefficients).norm(dim=0) / shifts.norm(dim=0).clamp_min(1)  # squared norms count
+    return Expressibility(window.shifts(), residual, rank, tolerance)
 
 
-def _check_queries(layer: AttentionLayer, size: Tuple[int, ...]) -> None:
-    window = layer.window
-    if window is None:
-        return
-    if window.ndim != 2:
-        raise ValueError(f'layer has {window.ndim} axes of pixels, but shifts are found for two')
-    if any(not torch.equal(window.queries(axis, n), torch.arange(n)) for axis, n in enumerate(size)):
-        raise ValueError(
-            f'the queries of layer, window={window}, are not the pixels of a grid of {size[0]}x{size[1]}, one each: '
-            "convert a convolution with stride 1 and padding='same'"
+def _window_of(kernel_size: Union[int, Sequence[int]]) -> Window:
+    rows, columns = per_axis('kernel_size', kernel_size, 2)
+    return Window.of(nn.Conv2d(1, 1, (rows, columns), padding='same', device='meta'))
+
+
+@dataclass(frozen=True, eq=False)
+class ValueFit:
+    """How near heads with fitted values come to a convolution on a grid of ``size``.
+
+    Relative errors are ‖Σ_h P_h ⊗ V_h − Σ_δ S_δ ⊗ W_δ‖/‖Σ_δ S_δ ⊗ W_δ‖ in the Frobenius norm, with V_h as stored: for
+    white noise, the root mean square of the error of the outputs, relative to that of the outputs without bias.
+
+    Attributes:
+        size (tuple[int, ...]): Size of the grid that the fit is for.
+        queries (str): The queries that the values were fitted at, ``'interior'`` or ``'all'``.
+        shifts (Tensor): δ of every kernel position, ``(K, ndim)``.
+        coefficients (Tensor): Φ, ``(N_h, K)``, float64.
+        residual (Tensor): ‖S_δ − Σ_h Φ_hδ P_h‖/‖S_δ‖ at these queries, ``(K,)``, float64: what is lost of each shift.
+        error (float): Relative error over all queries, border included.
+        interior_error (float | None): Relative error over the queries whose window lies inside; None without any.
+        rank (int): Number of directions of the maps' span that were used.
+        condition (float): Condition number of the heads' matrix, whose columns are the maps at these queries, each
+            scaled to norm 1: 1 for hard heads at different shifts, ``inf`` for heads that are linearly dependent.
+        amplification (float): Σ_h ‖P_h‖‖V_h‖/‖Σ_δ S_δ ⊗ W_δ‖: the output can have a relative rounding error as many
+            times that of the layer's dtype.
+        tolerance (float): Relative error up to which the layer is called the convolution.
+    """
+
+    size: Tuple[int, ...]
+    queries: str
+    shifts: Tensor
+    coefficients: Tensor
+    residual: Tensor
+    error: float
+    interior_error: Optional[float]
+    rank: int
+    condition: float
+    amplification: float
+    tolerance: float
+
+    @property
+    def relative_error(self) -> float:
+        """Returns the relative error over the queries of the fit."""
+        if self.queries == 'all' or self.interior_error is None:
+            return self.error
+        return self.interior_error
+
+    @property
+    def exact(self) -> bool:
+        """Returns whether the layer is the convolution at the queries of the fit, to ``tolerance``."""
+        return self.relative_error <= self.tolerance
+
+    def __str__(self) -> str:
+        return (
+            f'relative error {self.relative_error:.3g} at {self.queries} queries of a grid of '
+            f'{"x".join(map(str, self.size))}; {len(self.coefficients)} heads of rank {self.rank}, condition number '
+            f'{self.condition:.3g}, rounding errors times {self.amplification:.3g} at most'
         )
 
 
-def _choose(window: Window, size: Tuple[int, int], queries: str) -> Tensor:
-    """Indices of the chosen queries."""
-    if queries == 'interior':
-        least = window.kernel_size
-        chosen = interior_queries(window, size).nonzero()[:, 0]
-    else:
-        least = tuple(
-            window.padding_of(axis, n)[1] + 1 for axis, n in enumerate(size)
-        )  # or a shift leaves the grid from every query
-        chosen = torch.arange(size[0] * size[1])
-    if any(n < m for n, m in zip(size, least)):
-        raise ValueError(
-            f'a grid of {size[0]}x{size[1]} tokens is too small for kernel_size={window.kernel_size} and '
-            f'queries={queries!r}: at least {least[0]}x{least[1]}'
-        )
-    return chosen
+@torch.no_grad()
+def fit_values(
+    attention: Attention,
+    conv: Convolution,
+    size: Union[int, Sequence[int]],
+    queries: str = 'interior',
+    tolerance: float = 1e-6,
+) -> Tuple[Attention, ValueFit]:
+    """Gives heads, as they are, the values with which their layer is a convolution, or nearest to it (C20, Lemma 3).
 
-
-def _outside_rows(probs: Tensor, target: Tensor, tolerance: float) -> Tuple[Tensor, Tensor]:
-    """Returns the distance of e_{q+δ} from the span of the rows P_h[q, :], and its rank, of some queries q.
+    Trained, soft or learned heads keep where they look. V_h = Σ_δ Φ_hδ W_δ, where Φ is that of least squares, min
+    ‖S_δ − Σ_h Φ_hδ P_h‖_F over the chosen queries. All V_h together are then those of the least relative error. It is 0
+    for every kernel if each shift is in the span of the heads, see
+    :func:`~attncnn_plugin.convert.expressible_shifts`, and for some kernels otherwise.
 
     Args:
-        probs (Tensor): P, ``(N_h, Q, pixels)``.
-        target (Tensor): q + δ, ``(K, Q)``, −1 outside of the grid, where the distance counts as 0.
-        tolerance (float): Singular value, relative to the largest one, up to which a direction is not counted.
+        attention (GridAttention | ImageAttention): Attention by position alone. It is not changed. Attention dropout is
+            left out.
+        conv (nn.Conv1d | nn.Conv2d | nn.Conv3d): The convolution, with any dilation, groups and padding mode. Its
+            outputs have to be at the queries of ``attention``: for attention over a grid stride 1 and an output of the
+            size of the input.
+        size (int | Sequence[int]): Size of the grid in tokens, or of the image, along each axis. Soft heads differ from
+            grid to grid, near the border at least.
+        queries (str): The queries at which the layer has to be the convolution: ``'interior'``, or ``'all'``, with the
+            padding of ``conv``: hard heads over a grid see the nearest token there, ``padding_mode='replicate'``; for
+            another one the values are a compromise. Defaults to ``'interior'``.
+        tolerance (float): As of :func:`expressible_shifts`, and relative error up to which the layer is called the
+            convolution. Defaults to 1e-6.
 
     Returns:
-        tuple[Tensor, Tensor]: ``(Q, K)`` and ``(Q,)``.
+        tuple[Attention, ValueFit]: A copy of ``attention`` with the fitted values and the bias of ``conv``, in the
+        dtype, device and mode of ``attention``, and how near it comes.
+
+    Raises:
+        TypeError: ``attention`` is no attention of this package, ``conv`` is not one of the three.
+        ValueError: The probabilities of ``attention`` depend on content; it has no heads, or heads with a value
+            projection of their own; its axes, channels or queries are not those of ``conv``; ``queries`` is unknown;
+            ``tolerance`` is not between 0 and 1; a ``size`` that is too small; weights or probabilities that are not
+            finite.
+
+    Examples:
+        Nine soft heads, nearly as wide as a token:
+
+        >>> from attncnn_plugin.attention import QuadraticAttention
+        >>> layer = QuadraticAttention(dim=4, num_heads=9)
+        >>> layer.encoding.center.data = torch.cartesian_prod(*[torch.tensor([-1.0, 0.0, 1.0])] * 2)
+        >>> layer.encoding.sqrt_precision.data = torch.full((9,), 1.5)
+        >>> fitted, report = fit_values(layer, nn.Conv2d(4, 8, 3, padding=1), size=(12, 12))
+        >>> fitted(torch.rand(1, 12, 12, 4)).shape, report.exact, 2 < report.condition < 10
+        (torch.Size([1, 12, 12, 8]), False, True)
     """
-    left, singular, _ = torch.linalg.svd(F.normalize(probs.permute(1, 2, 0), dim=-2), full_matrices=False)
-    kept = singular > tolerance * singular[..., :1]  # heads can coincide
-    basis = left * kept[..., None, :]  # (Q, pixels, at most N_h)
-    index = target.T[..., None].clamp(min=0)  # (Q, K, 1)
-    unit = torch.zeros(*target.T.shape, basis.shape[1], dtype=basis.dtype).scatter(2, index, 1.0)  # e_{q+δ}
-    outside = unit - basis.gather(1, index.expand(-1, -1, basis.shape[2])) @ basis.mT  # not by ‖·‖², which cancels
-    return outside.norm(dim=-1) * (target.T >= 0), kept.sum(-1)
+    check_position_only(attention)
+    window = window_of(conv)
+    if attention.num_heads == 0:
+        raise ValueError('attention has num_heads=0: no values make it a convolution')
+    size = per_axis('size', size, window.ndim)
+    check_same_queries(attention, window, size)
+    channels = attention.value_matrices().shape[-1]
+    if conv.in_channels != channels:
+        raise ValueError(f'conv has in_channels={conv.in_channels}, but heads of attention read {channels} channels')
+    chosen_queries(window, size, queries, tolerance)
+    interior = interior_queries(window, size)
+    probs = attention.exact_attention_probs(size)
+    kernel = flat_kernel(conv).cpu().double()  # W, (K, F)
+    if not probs.isfinite().all() or not kernel.isfinite().all():
+        raise ValueError('the probabilities of attention or the weights of conv are not finite')
+
+    target = targets(window, size)
+    inside = triangle(probs, target, interior.nonzero()[:, 0])
+    everywhere = triangle(probs, target, (~interior).nonzero()[:, 0], inside)
+    maps, shifts = (inside if queries == 'interior' else everywhere).split(probs.shape[:1] + target.shape[:1], dim=1)
+    coefficients, rank, condition = least_squares(maps, shifts, tolerance)
+
+    dtype = attention.value.weight.dtype
+    values = (coefficients @ kernel).to(dtype)  # W^SA = W^conv Φ, (N_h, F)
+    layer = copy.deepcopy(attention)
+    layer.value = _value_map(attention, conv, values)
+
+    stored = values.double()
+    lost = (shifts - maps @ coefficients).norm(dim=0)
+    scale = (shifts @ kernel).norm()
+    largest = (maps.norm(dim=0) * stored.norm(dim=1)).sum()
+    return layer, ValueFit(
+        size,
+        queries,
+        window.shifts(),
+        coefficients,
+        lost / shifts.norm(dim=0).clamp_min(1),  # ‖S_δ‖² counts queries: 0 for a shift that leaves the grid from all
+        _relative_error(everywhere, stored, kernel),
+        _relative_error(inside, stored, kernel) if interior.any() else None,
+        rank,
+        condition,
+        (largest / scale).item() if scale > 0 else 0.0,
+        tolerance,
+    )
+
+
+def _relative_error(triangle: Tensor, values: Tensor, kernel: Tensor) -> float:
+    """Returns ‖P V − S W‖/‖S W‖, 0 for a kernel of zeros."""
+    maps, shifts = triangle.split([len(values), len(kernel)], dim=1)
+    wanted = shifts @ kernel
+    return ((maps @ values - wanted).norm() / wanted.norm()).item() if wanted.any() else 0.0
+
+
+def _value_map(attention: Union[GridAttention, ImageAttention], conv: Convolution, values: Tensor) -> nn.Linear:
+    """Returns the linear map of the heads with given values, ``(N_h, C_out·C_in/groups)``, and the bias of ``conv``."""
+    old = attention.value.weight
+    slices = block_diagonal(values.T.unflatten(0, (conv.out_channels, -1)), conv.groups)  # V_h, (N_h, C_out, C_in)
+    value = nn.Linear(
+        attention.num_heads * conv.in_channels,
+        conv.out_channels,
+        bias=conv.bias is not None,
+        device=old.device,
+        dtype=old.dtype,
+    ).requires_grad_(old.requires_grad)
+    value.weight.copy_(slices.transpose(0, 1).flatten(1))
+    if conv.bias is not None:
+        value.bias.copy_(conv.bias)
+    return value.train(attention.training)

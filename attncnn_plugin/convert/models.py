@@ -1,39 +1,29 @@
 """A model's convolutions as attention, and back (C20, Theorem 1; d'Ascoli et al. 2021, arXiv 2106.05795)."""
 
 import dataclasses
-from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple, TypeVar, Union
+from fnmatch import fnmatchcase
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Tuple, Union, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..attention.images import ImageAttention
-from ..attention.window import CONVOLUTIONS
-from ..change import Change, LayerChange, Successor, within
+from ..attention.state_dicts import HOOKS
+from ..attention.window import CONVOLUTIONS, shown
+from ..change import Change, LayerChange, Successor, number_of_parameters, replace_layers, within
 from .back import ConvFit, mhsa_to_conv
+from .convolutions import Convolution, window_of
 from .drift import drifts
-from .kernels import Convolution
-from .model_layers import Layers, check_replaceable, find_convolutions, number_of_parameters, replace_layers
 from .pixels import OwnConvolution, conv_to_mhsa
-from .report import ConversionReport
-from .timm_convolutions import window_of
 
-Old = TypeVar('Old', bound=nn.Module)
-New = TypeVar('New', bound=nn.Module)
-Report = TypeVar('Report', ConversionReport, ConvFit)
+Layers = Union[str, Iterable[str], Callable[[str, nn.Module], bool]]
 
 
-def convs_to_attention(
-    model: nn.Module,
-    layers: Layers,
-    num_heads: Optional[int] = None,
-    alpha: Optional[float] = None,
-    content: Optional[str] = None,
-    position: Optional[str] = None,
-    window_size: Union[int, Sequence[int], None] = None,
-    qk_dim: Optional[int] = None,
-    generator: Optional[torch.Generator] = None,
-    inputs: Any = None,
-) -> Change:
+def convs_to_attention(model: nn.Module, layers: Layers, inputs: Any = None, **settings: Any) -> Change:
     """Turns convolutions of a model into attention that computes the same, in place.
 
     Either all chosen layers are converted, or, after an error, none is, and nothing has changed. All other parameters
@@ -45,18 +35,16 @@ def convs_to_attention(
         layers (str | Iterable[str] | callable): The layers to convert: the name of a convolution, a glob such as
             ``'layer4.*.conv*'``, whose ``*`` stands for dots too, several of these, or a function that says of a name
             and a module whether to convert it. Of what globs and functions choose, convolutions alone are meant.
-        num_heads, alpha, content, position, window_size, qk_dim, generator: For each layer as of
-            :func:`~attncnn_plugin.convert.conv_to_mhsa`.
         inputs (Any, optional): An example batch, which the model is called with as its only argument. The model then
             runs before and after, in evaluation mode and without a trace in buffers and random numbers, and the report
             has how far the outputs move. Defaults to None, no run.
+        **settings (Any): For each layer as of :func:`~attncnn_plugin.convert.conv_to_mhsa`, such as ``alpha=6``.
 
     Returns:
         Change: The layers before and after, each with its :class:`ConversionReport`; ``print`` shows a table.
 
     Raises:
-        TypeError: ``model`` is itself a convolution; ``layers`` is of another type; or a layer cannot be converted,
-            such as a transposed convolution.
+        TypeError: A layer cannot be converted, such as a transposed convolution.
         ValueError: ``layers`` chooses no convolution; a layer is used under two names, shares its weight, or has hooks
             or parametrizations; the model is wrapped for distributed training; an argument does not go with a layer;
             or, with ``inputs``, the model reads of a layer what attention does not have, or calls it by another way
@@ -75,17 +63,8 @@ def convs_to_attention(
     chosen = find_convolutions(model, layers)
     check_replaceable(model, chosen)
 
-    def convert(conv: Convolution) -> Tuple[ImageAttention, ConversionReport]:
-        return conv_to_mhsa(conv, num_heads, alpha, content, position, window_size, qk_dim, generator)
-
-    source = torch.default_generator if generator is None else generator
-    state = source.get_state()
-    try:
-        attention, reports = _convert_each(chosen, convert)
-        moved, drift = ({}, None) if inputs is None else drifts(model, chosen, attention, inputs)
-    except BaseException:
-        source.set_state(state)  # nothing has changed
-        raise
+    attention, reports = _convert_each(chosen, lambda conv: conv_to_mhsa(conv, **settings))
+    moved, drift = ({}, None) if inputs is None else drifts(model, chosen, attention, inputs)
     reports = {name: dataclasses.replace(report, drift=moved.get(name)) for name, report in reports.items()}
     return _put_in_place(model, chosen, attention, reports, drift)
 
@@ -105,9 +84,8 @@ def attention_to_convs(model: nn.Module, tolerance: float = 1e-6) -> Change:
         Change: The layers before and after, each with its :class:`ConvFit`.
 
     Raises:
-        TypeError: ``model`` is itself such attention.
-        ValueError: ``tolerance`` is negative; there is no such layer; one is no convolution, or is used under two
-            names, shares a parameter, or has hooks or parametrizations.
+        ValueError: ``tolerance`` is negative; there is no such layer inside; one is no convolution, or is used
+            under two names, shares a parameter, or has hooks or parametrizations.
         RuntimeError: A linear map of a layer is more than its weight and bias, for instance an adapter.
 
     Examples:
@@ -121,16 +99,12 @@ def attention_to_convs(model: nn.Module, tolerance: float = 1e-6) -> Change:
     """
     if not tolerance >= 0:
         raise ValueError(f'tolerance={tolerance} must be at least 0')
-    if isinstance(model, ImageAttention):
-        raise TypeError(
-            f'model is a bare attention layer, {type(model).__name__}: mhsa_to_conv(model, kernel_size) returns its '
-            'convolution'
-        )
     modules = model.named_modules(remove_duplicate=False)
-    layers = {name: module for name, module in modules if isinstance(module, ImageAttention)}
+    layers = {name: module for name, module in modules if name and isinstance(module, ImageAttention)}
     if not layers:
         raise ValueError(
-            f'model is a {type(model).__name__} without attention that was a convolution: there is nothing to convert'
+            f'model is a {type(model).__name__} without attention inside that was a convolution: there is nothing to '
+            'convert (mhsa_to_conv converts a bare one)'
         )
     check_replaceable(model, layers)
     convs, fits = _convert_each(layers, _back)
@@ -156,11 +130,10 @@ def _back(layer: ImageAttention) -> Tuple[Convolution, ConvFit]:
 
 
 def _convert_each(
-    layers: Mapping[str, Old], convert: Callable[[Old], Tuple[New, Report]]
-) -> Tuple[Dict[str, New], Dict[str, Report]]:
+    layers: Mapping[str, Any], convert: Callable[[Any], Tuple[Any, Any]]
+) -> Tuple[Dict[str, Any], Dict[str, Any]]:
     """Returns the layers after their conversion and its reports, by name; an error names the layer."""
-    converted: Dict[str, New] = {}
-    reports: Dict[str, Report] = {}
+    converted, reports = {}, {}
     for name, layer in layers.items():
         try:
             converted[name], reports[name] = convert(layer)
@@ -223,3 +196,91 @@ def successors(layer: nn.Module, new_layer: nn.Module) -> Dict[nn.Parameter, Suc
     same = same and torch.equal(reorder(source.detach()), weight.detach())
     replaced[source] = Successor(new, weight, reorder) if same else Successor(new)
     return replaced
+
+
+def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, Convolution]:
+    """Returns the convolutions of a model, transposed ones included, that names, globs or a predicate choose, by name.
+
+    Raises:
+        ValueError: A name or glob matches no convolution, or the predicate chooses none.
+    """
+    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    convolutions = [name for name, module in modules.items() if isinstance(module, _ConvNd)]
+    if not convolutions:
+        raise ValueError(
+            f'model is a {type(model).__name__} without convolutions inside: there is nothing to convert '
+            '(conv_to_mhsa converts a bare one)'
+        )
+    if callable(layers):
+        chosen = {name for name in convolutions if layers(name, modules[name])}
+        if not chosen:
+            raise ValueError(f'layers={layers!r} chooses none of the convolutions of the model, {_some(convolutions)}')
+    else:
+        chosen = set()
+        for pattern in [layers] if isinstance(layers, str) else layers:
+            if not isinstance(pattern, str):
+                raise TypeError(f'layers={shown(layers)} must be names, globs such as "layer4.*.conv*", or a function')
+            found = [name for name in convolutions if fnmatchcase(name, pattern)]
+            if not found:
+                raise ValueError(
+                    f'layers={pattern!r} matches none of the convolutions of the model, {_some(convolutions)}; a glob '
+                    "such as 'layer4.*' stands for all that are inside"
+                )
+            chosen.update(found)
+        if not chosen:
+            raise ValueError('layers names no layer: give at least one name or glob')
+    return {name: cast(Convolution, modules[name]) for name in convolutions if name in chosen}
+
+
+def _some(names: List[str]) -> str:
+    return ', '.join(names) if len(names) <= 6 else f'{", ".join(names[:5])} … ({len(names)} of them)'
+
+
+def check_replaceable(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Checks that layers of a model, by name, can be replaced, so that everything else stays as it is.
+
+    Raises:
+        ValueError: A layer is used under two names, shares a parameter with another module, or has hooks or
+            parametrizations; or the model is wrapped for distributed training.
+    """
+    places: Dict[nn.Module, List[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(module, []).append(name)
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(
+                f'{name or "model"} is a {type(module).__name__}, which knows the parameters that it was built with '
+                'alone: convert its .module, and wrap that again'
+            )
+    owners: Dict[nn.Parameter, List[str]] = {}
+    for module, names in places.items():
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(parameter, []).append(f'{names[0]}.{key}'.lstrip('.'))
+    for name, layer in layers.items():
+        names = places[layer]
+        if len(names) > 1:
+            raise ValueError(
+                f'{name} is the same module as {names[names[0] == name]}: give each place a layer of its own, '
+                'copy.deepcopy for instance, or convert neither'
+            )
+        for part in layer.modules():
+            _check_plain(name, part)
+        for parameter in layer.parameters():
+            if len(owners[parameter]) > 1:
+                raise ValueError(
+                    f'{name} shares a parameter, {" and ".join(owners[parameter])} are one: give each its own, or '
+                    'leave the layer out'
+                )
+
+
+def _check_plain(name: str, layer: nn.Module) -> None:
+    """Refuses what would be lost with a layer, or changes what it computes."""
+    if any(map(is_lazy, layer.parameters(recurse=False))):
+        raise ValueError(f'{name} is a {type(layer).__name__} without weights yet: run the model on an input first')
+    if is_parametrized(layer) or any(getattr(layer, hooks) for hooks in HOOKS) or 'forward' in vars(layer):
+        raise ValueError(
+            f'{name} has hooks, parametrizations or a forward of its own, as weight norm has: remove them first, by '
+            'torch.nn.utils.parametrize.remove_parametrizations for instance'
+        )
+    for key, parameter in layer.named_parameters(recurse=False):
+        if parameter._backward_hooks or getattr(parameter, '_post_accumulate_grad_hooks', None):
+            raise ValueError(f'{name}.{key} has hooks: remove them first')

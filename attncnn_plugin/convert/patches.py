@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
@@ -10,12 +11,40 @@ from torch import Tensor, nn
 
 from ..attention.patches import PatchAttention, WindowBias, image_to_patches, patches_to_image
 from ..attention.window import Window, per_axis
-from .kernels import kernel_matrix
-from .report import PatchConversionReport
+from .convolutions import block_diagonal
 
 ATTN_BIAS = 40.0  # M: e^−40 is nothing beside 1 in float64 and float32 alike
 
 Pair = Tuple[int, int]
+
+
+@dataclass(frozen=True)
+class PatchConversionReport:
+    """The size of attention over patches that is its convolution (L21, Theorem 1).
+
+    Attributes:
+        num_heads (int): Number of heads, one for each shift.
+        shifts (tuple[tuple[int, int], ...]): The shift δ from a patch to the one that each head reads, (row, column)
+            in patches.
+        head_dims (tuple[int, ...]): Channels D_h of each head's values.
+        parameters_before (int): Parameters of the convolution.
+        parameters_after (int): Parameters of the attention.
+    """
+
+    num_heads: int
+    shifts: Tuple[Tuple[int, int], ...]
+    head_dims: Tuple[int, ...]
+    parameters_before: int
+    parameters_after: int
+
+    def __str__(self) -> str:
+        least, most = min(self.head_dims), max(self.head_dims)
+        widths = f'{least}' if least == most else f'{least} to {most}'
+        return (
+            f'num_heads={self.num_heads} of {widths} channels: exact, a head for each shift from '
+            f'{self.shifts[0]} to {self.shifts[-1]}; '
+            f'{self.parameters_before:,} parameters became {self.parameters_after:,}'
+        )
 
 
 class PatchConvolutionAttention(nn.Module):
@@ -106,60 +135,68 @@ def kernel_positions(conv: nn.Conv2d, patch_size: Pair, shift: Pair) -> Tensor:
     return positions.masked_fill((rows < 0) | (columns < 0), -1).flatten(2).flatten(0, 1)
 
 
-def exact_head_dims(conv: nn.Conv2d, patch_size: Union[int, Pair]) -> Tuple[int, ...]:
-    """Returns widths D_h that are enough for heads to be a convolution on the image, whatever its weights.
-
-    The matrices W^V W^O of L21's heads are of low rank: from a patch that is one step away a convolution reads border
-    pixels alone. A head has as many channels as it reads pixels, or writes pixels if these are fewer, times their
-    channels; one, where dilation steps over a patch. For odd kernels with stride 1 and no dilation that is the rank,
-    for all but special weights. With even kernels, dilation or strides it can be more.
-
-    Args:
-        conv (nn.Conv2d): The convolution; its weights are not read.
-        patch_size (int | tuple[int, int]): Patch size P.
-
-    Returns:
-        tuple[int, ...]: D_h of every head, shift by shift, of :func:`conv_to_patch_mhsa`.
-
-    Raises:
-        TypeError, ValueError: As :func:`conv_to_patch_mhsa`.
-
-    Examples:
-        >>> widths = exact_head_dims(nn.Conv2d(3, 3, 3, padding=1), patch_size=16)
-        >>> widths, sum(widths)
-        ((3, 48, 3, 48, 768, 48, 3, 48, 3), 972)
-    """
-    rows, columns = per_axis('patch_size', patch_size, 2)
-    widths = []
-    for shift in patch_shifts(conv, (rows, columns)):
-        seen = kernel_positions(conv, (rows, columns), shift) >= 0
-        read, written = (int(seen.any(axis).sum()) for axis in (0, 1))
-        widths.append(max(1, min(read * conv.in_channels, written * conv.out_channels)))
-    return tuple(widths)
-
-
 def choose_head_dims(
     conv: nn.Conv2d, patch_size: Pair, head_dim: Optional[str] = None, min_head_dim: int = 1
 ) -> Tuple[int, ...]:
     """Returns the channels D_h of each head by the setting of a network or a conversion.
 
+    The matrices W^V W^O of L21's heads are of low rank: from a patch that is one step away a convolution reads border
+    pixels alone. An exact head has as many channels as it reads pixels, or writes pixels if these are fewer, times
+    their channels; one, where dilation steps over a patch. For odd kernels with stride 1 and no dilation that is the
+    rank, for all but special weights. With even kernels, dilation or strides it can be more.
+
     Args:
         conv (nn.Conv2d): The convolution; its weights are not read.
         patch_size (tuple[int, int]): Patch size P.
-        head_dim (str, optional): None for those of a patch, D, as in L21, or ``'exact'`` for :func:`exact_head_dims`.
-            Defaults to None.
+        head_dim (str, optional): None for those of a patch, D, as in L21, or ``'exact'`` for just enough to be the
+            convolution, whatever its weights. Defaults to None.
         min_head_dim (int): The least channels of ``'exact'`` heads, which are at most D wide. Defaults to 1.
 
     Raises:
-        ValueError: An unknown ``head_dim``; a ``min_head_dim`` below 1, or without ``'exact'``.
+        TypeError: ``conv`` is not an ``nn.Conv2d``.
+        ValueError: An unknown ``head_dim``; a ``min_head_dim`` below 1, or without ``'exact'``; see
+            :func:`patch_shifts`.
+
+    Examples:
+        >>> widths = choose_head_dims(nn.Conv2d(3, 3, 3, padding=1), (16, 16), 'exact')
+        >>> widths, sum(widths)
+        ((3, 48, 3, 48, 768, 48, 3, 48, 3), 972)
     """
     if head_dim not in (None, 'exact'):
         raise ValueError(f"head_dim={head_dim!r} is unknown: choose 'exact' or None, as wide as a patch")
     if min_head_dim < 1 or (min_head_dim > 1 and head_dim is None):
         raise ValueError(f"min_head_dim={min_head_dim} must be at least 1, and is for head_dim='exact' alone")
-    dim = conv.in_channels * math.prod(patch_size)
-    least = dim if head_dim is None else min_head_dim
-    return tuple(min(dim, max(width, least)) for width in exact_head_dims(conv, patch_size))
+    dim, widths = conv.in_channels * math.prod(patch_size), []
+    for shift in patch_shifts(conv, patch_size):
+        seen = kernel_positions(conv, patch_size, shift) >= 0
+        read, written = (int(seen.any(axis).sum()) for axis in (0, 1))
+        exact = min(read * conv.in_channels, written * conv.out_channels)
+        widths.append(dim if head_dim is None else min(dim, max(exact, min_head_dim)))
+    return tuple(widths)
+
+
+def min_heads(kernel_size: Union[int, Pair], patch_size: Union[int, Pair] = 1) -> int:
+    """Returns how many heads a generic convolution with stride 1 and ``padding='same'`` needs; they are enough.
+
+    It is the number of shifts between patches that the kernel covers: (2⌈(K − 1)/2P⌉ + 1)² for an odd K (L21,
+    Theorem 1), thus K² for pixels, P = 1 (Theorem 5), and 9 if P ≥ K > 1 (Theorem 6); for an even K, which L21 does not
+    treat, as many or fewer. Fewer heads are enough only where the matrices that the shifts have from patch to patch are
+    linearly dependent, which those of a random kernel with as many pairs of channels as shifts are not.
+
+    Args:
+        kernel_size (int | tuple[int, int]): Size K of the kernel.
+        patch_size (int | tuple[int, int]): Size P of the patch that makes a token. Defaults to 1, tokens of one pixel.
+
+    Raises:
+        ValueError: A size that is not a positive integer, or not one for each axis.
+
+    Examples:
+        >>> min_heads(kernel_size=3), min_heads(kernel_size=5, patch_size=16), min_heads((1, 7), patch_size=(1, 2))
+        (9, 9, 5)
+    """
+    kernel, patch = per_axis('kernel_size', kernel_size, 2), per_axis('patch_size', patch_size, 2)
+    conv = nn.Conv2d(1, 1, (kernel[0], kernel[1]), padding='same', device='meta')
+    return len(patch_shifts(conv, (patch[0], patch[1])))
 
 
 def conv_to_patch_mhsa(
@@ -179,7 +216,7 @@ def conv_to_patch_mhsa(
             n/stride.
         patch_size (int | tuple[int, int]): Patch size P.
         head_dim (str, optional): Channels D_h of a head's values: None for those of a patch, as in L21, or ``'exact'``
-            for just enough to be the convolution, see :func:`exact_head_dims`. Defaults to None.
+            for just enough to be the convolution. Defaults to None.
         qk_dim (int, optional): Channels D_k of a head's queries and keys. Defaults to those of a patch.
 
     Returns:
@@ -277,15 +314,9 @@ def attend_like_convolution(
 def factorize(conv: nn.Conv2d, patch_size: Pair, shift: Pair, width: int) -> Tuple[Tensor, Tensor]:
     """Factors the weights M from the pixels of patch q + δ to the outputs of patch q (L21, A.2) into W^V and W^O.
 
-    W^V picks the pixels that are read, and W^O has their weights: for a head as wide as the token W^V is the identity
-    and W^O is M. Where fewer pixels are written than read, W^V has the weights and W^O puts the outputs in their
-    places. A head that is wider has other pixels too, without weights to begin with, but it can learn them.
-
-    Args:
-        conv (nn.Conv2d): The convolution.
-        patch_size (tuple[int, int]): Patch size P.
-        shift (tuple[int, int]): δ.
-        width (int): D_h, at most as many as the patch has entries.
+    W^V picks the pixels that are read, and W^O has their weights. Where fewer pixels are written than read, W^V has the
+    weights and W^O puts the outputs in their places. A head that is wider than needed has other pixels too, without
+    weights to begin with, but it can learn them.
 
     Returns:
         tuple[Tensor, Tensor]: W^V, ``(D_h, D)``, and W^O, ``(D_out, D_h)``, as weights of linear layers.
@@ -294,7 +325,8 @@ def factorize(conv: nn.Conv2d, patch_size: Pair, shift: Pair, width: int) -> Tup
         ValueError: The head is too narrow for both.
     """
     positions = kernel_positions(conv, patch_size, shift)
-    kernel = F.pad(kernel_matrix(conv), (0, 0, 0, 0, 0, 1))  # (K + 1, C_out, C_in); the last, −1, has zeros
+    kernel = block_diagonal(conv.weight.detach().flatten(2), conv.groups)  # (K, C_out, C_in)
+    kernel = F.pad(kernel, (0, 0, 0, 0, 0, 1))  # (K + 1, C_out, C_in); the last, −1, has zeros
     weights = kernel[positions.to(kernel.device)]  # (t, s, C_out, C_in)
     matrix = weights.permute(2, 0, 3, 1).flatten(2).flatten(0, 1)  # M, (D_out, D)
     seen = positions >= 0
@@ -305,7 +337,7 @@ def factorize(conv: nn.Conv2d, patch_size: Pair, shift: Pair, width: int) -> Tup
     if width >= written.sum():
         pixels = _first_of(written, width)
         return matrix[pixels], unit_rows(pixels, len(matrix), matrix).T
-    raise ValueError(f'a head of {width} channels is too narrow for the patch at {shift}: exact_head_dims says')
+    raise ValueError(f'a head of {width} channels is too narrow for the patch at {shift}')
 
 
 def _first_of(used: Tensor, number: int) -> Tensor:

@@ -4,16 +4,14 @@ A convolution is Σ_δ S_δ ⊗ W_δ with the kernel's slices W_δ; attention by
 et al. 2020, section 3).
 """
 
-import copy
 import math
-from typing import Optional, Sequence, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ..attention.attention_layer import AttentionLayer
-from ..attention.content_images import ContentImageAttention
-from ..attention.window import Window
+from ..attention.window import Window, shown
 
 CHUNK_ELEMENTS = 2**18  # entries of attention maps that are copied at once, 2 MiB of float64
 
@@ -21,44 +19,25 @@ CHUNK_ELEMENTS = 2**18  # entries of attention maps that are copied at once, 2 M
 def targets(window: Window, size: Tuple[int, ...]) -> Tensor:
     """Returns the pixel that each query of an image sees at each kernel position: the shift operators S_δ as indices.
 
-    Args:
-        window (Window): The window of the convolution.
-        size (tuple[int, ...]): Size of the image along each axis.
-
     Returns:
         Tensor: Row-major indices, ``(K, Q)``, −1 in zero padding.
-
-    Raises:
-        ValueError: The image is too small for the window or for its padding mode.
 
     Examples:
         >>> window = Window.of(torch.nn.Conv1d(1, 1, 3, padding=1))
         >>> targets(window, (4,)).tolist()
         [[-1, 0, 1, 2], [0, 1, 2, 3], [1, 2, 3, -1]]
     """
-    paddings = [window.padding_of(axis, n) for axis, n in enumerate(size)]
-    for axis, (n, padding) in enumerate(zip(size, paddings)):
-        least = {'reflect': max(padding) + 1, 'circular': max(padding)}.get(window.padding_mode, 1)
-        if n < least:
-            raise ValueError(
-                f'size={size} is too small for padding_mode={window.padding_mode!r} with {max(padding)} pixels of '
-                f'padding: axis {axis} needs {least} pixels at least'
-            )
     queries = [window.queries(axis, n) for axis, n in enumerate(size)]
     pixel = torch.arange(1.0, 1 + math.prod(size), dtype=torch.float64)  # from 1: 0 is padding
     padded = window.pad(pixel.reshape(1, 1, *size))[0, 0].long() - 1
     query = torch.cartesian_prod(*queries).reshape(-1, window.ndim)
-    before = torch.tensor([before for before, _ in paddings])
+    before = torch.tensor([window.padding_of(axis, n)[0] for axis, n in enumerate(size)])
     place = window.shifts()[:, None] + query + before  # q + δ in the padded image, (K, Q, ndim)
     return padded[place.unbind(-1)]
 
 
 def interior_queries(window: Window, size: Tuple[int, ...]) -> Tensor:
     """Returns whether each query of an image has its whole window inside, ``(Q,)``.
-
-    Args:
-        window (Window): The window of the convolution.
-        size (tuple[int, ...]): Size of the image along each axis.
 
     Examples:
         >>> window = Window.of(torch.nn.Conv1d(1, 1, 3, padding=1))
@@ -75,14 +54,11 @@ def interior_queries(window: Window, size: Tuple[int, ...]) -> Tensor:
 
 
 def fit_shifts(probs: Tensor, target: Tensor) -> Tensor:
-    """Returns the coefficients c that minimize ‖P_h − Σ_δ c_{h,δ} S_δ‖_F for each head.
+    """Returns the c that minimize ‖P_h − Σ_δ c_{h,δ} S_δ‖_F for each head, ``(N_h, K)``; the smallest of several.
 
     Args:
         probs (Tensor): P in float64, ``(N_h, Q, pixels)``.
         target (Tensor): S, see :func:`targets`, ``(K, Q)``.
-
-    Returns:
-        Tensor: c, ``(N_h, K)``; the smallest where several fit equally well.
 
     Examples:
         >>> target = targets(Window.of(torch.nn.Conv1d(1, 1, 3, padding=1)), (4,))
@@ -101,14 +77,7 @@ def fit_shifts(probs: Tensor, target: Tensor) -> Tensor:
 def triangle(probs: Tensor, target: Tensor, queries: Tensor, above: Optional[Tensor] = None) -> Tensor:
     """Returns R of the QR decomposition of [P_h | S_δ] at some queries: the same inner products in few rows.
 
-    Args:
-        probs (Tensor): P, ``(N_h, Q, pixels)``.
-        target (Tensor): S, see :func:`targets`, ``(K, Q)``.
-        queries (Tensor): Indices of the queries.
-        above (Tensor, optional): R of other queries, for all of them together.
-
-    Returns:
-        Tensor: ``(at most N_h + K, N_h + K)``.
+    With R of other queries, ``above``, it is that of all of them together.
     """
     num_heads, _, pixels = probs.shape
     columns = num_heads + len(target)
@@ -151,16 +120,36 @@ def check_position_only(layer: nn.Module) -> None:
         )
 
 
-def ignores_content(layer: nn.Module) -> bool:
-    """Returns whether attention by content has no queries or no keys yet: all images have the same probabilities."""
-    return isinstance(layer, ContentImageAttention) and not (layer.query.weight.any() and layer.key.weight.any())
+def check_same_queries(layer: AttentionLayer, window: Window, size: Tuple[int, ...]) -> None:
+    """Raises ``ValueError`` for a layer whose queries in an image of ``size`` are not the outputs of a window."""
+    own, ndim = layer.window, 2 if layer.window is None else layer.window.ndim
+    if window.ndim != ndim:
+        raise ValueError(f'layer has {ndim} axes of pixels, but the convolution has {window.ndim}')
+    for axis, n in enumerate(size):
+        queries, wanted = torch.arange(n) if own is None else own.queries(axis, n), window.queries(axis, n)
+        if not torch.equal(queries, wanted):
+            raise ValueError(
+                f'layer has {len(queries)} queries from pixel {queries[0]} on along axis {axis} of {n} pixels, but the '
+                f'convolution, {window}, has {len(wanted)} from pixel {wanted[0]} on: one output for each query is '
+                "needed, for attention over a grid with stride 1 and padding='same'"
+            )
 
 
-@torch.no_grad()
-def exact_probs(layer: AttentionLayer, size: Sequence[int]) -> Tensor:
-    """Returns the probabilities of attention that does not see content (yet), ``(N_h, Q, pixels)``, float64."""
-    if not isinstance(layer, ContentImageAttention):
-        return layer.exact_attention_probs(size)
-    exact = copy.deepcopy(layer).cpu().double()
-    image = torch.zeros(1, layer.in_channels, *size, dtype=torch.float64)
-    return exact.attention_scores(image)[0, ..., :-1].exp()  # without the null key
+def chosen_queries(window: Window, size: Tuple[int, ...], queries: str, tolerance: float) -> Tensor:
+    """Returns the indices of all queries, or of those in the interior, as :func:`~.fit_values` is asked for them.
+
+    Raises:
+        ValueError: ``queries`` is unknown; ``tolerance`` is not between 0 and 1; no query is in the interior.
+    """
+    if queries not in ('all', 'interior'):
+        raise ValueError(f"queries={shown(queries)} is unknown: choose 'all' or 'interior'")
+    if not 0 < tolerance < 1:
+        raise ValueError(f'tolerance={tolerance} must be between 0 and 1')
+    inside = interior_queries(window, size)
+    chosen = inside.nonzero()[:, 0] if queries == 'interior' else torch.arange(len(inside))
+    if not len(chosen):
+        raise ValueError(
+            f'size={size} has no query with the whole window inside, kernel_size={window.kernel_size} and '
+            f"dilation={window.dilation}: give a larger size, or queries='all'"
+        )
+    return chosen

@@ -62,11 +62,6 @@ class ConfigModel(LoadedModel):
         self.meta = loaded.get('meta', {})
         self.head_numbers = loaded.get('message_hub', {}).get('runtime_info', {}).get(HEAD_NUMBERS)
 
-    @property
-    def in_channels(self) -> int:
-        """Returns number of channels of an image: 1 for grey ones."""
-        return self.config.model.get('backbone', {}).get('in_channels', 3)
-
     @cached_property
     def test_set(self):
         """Returns the dataset of the config's tests.
@@ -99,16 +94,13 @@ class ConfigModel(LoadedModel):
         return self.test_set[int(which)]['inputs']
 
     def read(self, path: Union[str, Path]) -> Tensor:
-        """Returns an image from a file after the test pipeline, not normalized yet.
+        """Returns an image from a file after the test pipeline, not normalized yet, ``(C, H, W)``, uint8.
 
         An image whose size is not the model's after the pipeline, as with the pipelines of datasets of a single size,
         is scaled and cropped around its middle. A line on the standard error stream says so.
 
         Args:
             path (str | Path): An image file, or an ``.npy`` array of uint8, ``(H, W)`` or ``(H, W, 3)``, red first.
-
-        Returns:
-            Tensor: ``(C, H, W)``, uint8, in the order of channels that the data preprocessor expects.
 
         Raises:
             FileNotFoundError: No such file.
@@ -165,7 +157,7 @@ class ConfigModel(LoadedModel):
 
     def _load(self, path: Union[str, Path]) -> np.ndarray:
         """Returns a file as the pipeline loads it, ``(H, W, 3)``, in its order of colours, or ``(H, W)`` if grey."""
-        is_grey = self.in_channels == 1
+        is_grey = self.config.model.get('backbone', {}).get('in_channels') == 1
         if Path(path).suffix == '.npy':
             image = _load_array(path, 'L' if is_grey else 'RGB')
             return mmcv.rgb2bgr(image) if self._blue_first and not is_grey else image

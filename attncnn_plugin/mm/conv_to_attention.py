@@ -14,11 +14,10 @@ from ..attention.state_dicts import StructureError, check_loading, copy_without_
 from ..attention.window import CONVOLUTIONS
 from ..change import Change
 from ..convert import convs_to_attention
-from ..convert.model_layers import check_replaceable, find_convolutions
+from ..convert.models import check_replaceable, find_convolutions
 from ..convert.pixels import check_settings
 from ..models.cmhsa import PHASES
 from ..structure import take_structures
-from .backbones import refuse_unknown
 from .runner import record_new_parameters
 
 ADVICE = (
@@ -76,12 +75,11 @@ class ConvToAttention:
             raise RuntimeError(
                 "the backbone is in phase='attn' already: there is no convolution to turn into attention"
             )
-        settings = self.conversion.settings
         return convs_to_attention(
             self,  # type: ignore[arg-type]
             self._convolutions(),
-            **settings,
-            generator=None if settings['content'] is None else generator,
+            **self.conversion.settings,
+            generator=generator,
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -103,7 +101,7 @@ class ConvToAttention:
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def init_weights(self) -> None:
-        """As the backbone of convolutions: attention begins as what its convolutions begin as."""
+        """Initializes as the backbone of convolutions does: attention begins as what its convolutions begin as."""
         if self.phase == 'conv':
             super().init_weights()  # type: ignore[misc]
             return
@@ -118,7 +116,7 @@ class ConvToAttention:
         return _new_instance, type(self).__bases__[1:], reduced[2]
 
     def _convolutions(self) -> List[str]:
-        """The layers to become attention that are convolutions."""
+        """Returns the layers to become attention that are convolutions."""
         return [
             name for name in self.conversion.layers if isinstance(nn.Module.get_submodule(self, name), CONVOLUTIONS)
         ]
@@ -141,13 +139,7 @@ def conv_to_attention(
     backbone: dict,
     layers: Union[str, Sequence[str]],
     phase: str = 'conv',
-    num_heads: Optional[int] = None,
-    alpha: Optional[float] = None,
-    content: Optional[str] = None,
-    position: Optional[str] = None,
-    window_size: Union[int, Sequence[int], None] = None,
-    qk_dim: Optional[int] = None,
-    **unknown,
+    **settings: Any,
 ) -> nn.Module:
     """Builds a backbone whose convolutions become attention that computes the same: ``type='ConvToAttention'``.
 
@@ -164,9 +156,8 @@ def conv_to_attention(
         layers (str | Sequence[str]): The convolutions: names in the backbone, or globs, whose ``*`` stands for dots
             too. ``'layer4.*.conv2'`` are the 3×3 convolutions of the last stage of a ResNet-50.
         phase (str): ``'conv'`` or ``'attn'``. Defaults to ``'conv'``.
-        num_heads, alpha, content, position, window_size, qk_dim: As of
-            :func:`~attncnn_plugin.convert.conv_to_mhsa`. To train on, heads need ``alpha=6`` or so: the default's do
-            not learn.
+        **settings (Any): As of :func:`~attncnn_plugin.convert.conv_to_mhsa`. To train on, heads need ``alpha=6`` or
+            so: the default's do not learn.
 
     Returns:
         nn.Module: The backbone.
@@ -197,7 +188,6 @@ def conv_to_attention(
         >>> model.phase
         'attn'
     """
-    refuse_unknown('ConvToAttention', list(unknown))
     if not isinstance(backbone, dict):
         raise TypeError(
             f"backbone={backbone!r} of ConvToAttention must be a config, such as dict(type='ResNet', depth=50)"
@@ -209,17 +199,9 @@ def conv_to_attention(
         raise ValueError(f'{backbone["type"]} turns to attention by itself: use it without ConvToAttention')
     chosen = find_convolutions(model, layers)
     check_replaceable(model, chosen)
-    settings = {
-        'num_heads': num_heads,
-        'alpha': alpha,
-        'content': content,
-        'position': position,
-        'window_size': window_size,
-        'qk_dim': qk_dim,
-    }
     for name, conv in chosen.items():
         try:
-            check_settings(conv, **settings)  # type: ignore[arg-type]
+            check_settings(conv, **settings)
         except (TypeError, ValueError) as error:
             raise type(error)(f'{name} of ConvToAttention cannot be converted: {error}') from error
     model.__class__ = _with_phases(type(model))

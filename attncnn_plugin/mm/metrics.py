@@ -38,13 +38,7 @@ class CrossEntropy(BaseMetric):
     default_prefix = 'cross_entropy'
 
     def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
-        """Keeps −log p of each image of a batch.
-
-        Args:
-            data_batch (dict): The batch, which is not needed.
-            data_samples (Sequence[dict]): Of each image ``'pred_score'``, the probabilities of the classes, and
-                ``'gt_label'``, the true one.
-        """
+        """Keeps −log p of each image, of its ``'pred_score'`` and its ``'gt_label'``."""
         for sample in data_samples:
             label = torch.as_tensor(sample['gt_label'])
             if label.numel() != 1:

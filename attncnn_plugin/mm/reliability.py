@@ -36,11 +36,7 @@ class AtomicBackend(LocalBackend):
     """
 
     def put(self, obj: bytes, filepath: Union[str, Path]) -> None:
-        """Writes bytes to a file.
-
-        Args:
-            obj (bytes): The content.
-            filepath (str | Path): The file; its folder is made.
+        """Writes bytes to a file, whose folder is made.
 
         Raises:
             OSError: The file could not be written.
@@ -63,7 +59,7 @@ class AtomicBackend(LocalBackend):
 
 
 def find_whole_checkpoint(work_dir: str, out_dir: Optional[str] = None) -> Optional[str]:
-    """Returns the checkpoint to resume from: what ``last_checkpoint`` names, or the newest one where that is damaged.
+    """Returns the checkpoint to resume from: what ``last_checkpoint`` names, or the newest whole one; None if none is.
 
     ``last_checkpoint`` has a whole path. Of a folder that was moved or copied it is that of the old place, where
     another run may be by now; the checkpoint of the same name in the folder itself is taken then.
@@ -71,9 +67,6 @@ def find_whole_checkpoint(work_dir: str, out_dir: Optional[str] = None) -> Optio
     Args:
         work_dir (str): The folder of the run.
         out_dir (str, optional): Of ``CheckpointHook``, where checkpoints go to another folder. Defaults to None.
-
-    Returns:
-        str | None: The file; None where the run has not saved anything.
 
     Raises:
         FileNotFoundError: Something was saved, but nothing of it can be resumed from.

@@ -42,10 +42,6 @@ def record_new_parameters(model: nn.Module, incompatible_keys=None) -> None:
 
     While mmengine initializes weights, by a checkpoint here, every module holds the record of all parameters. It is a
     post-hook of ``load_state_dict``.
-
-    Args:
-        model (nn.Module): The model that was loaded.
-        incompatible_keys: Of ``load_state_dict``; not used.
     """
     record = getattr(model, '_params_init_info', None)
     if record is None:
@@ -59,12 +55,7 @@ def record_new_parameters(model: nn.Module, incompatible_keys=None) -> None:
 
 
 def head_numbers(runner: Runner, layers: Mapping[str, Any]) -> Dict[str, List[int]]:
-    """Returns what the heads of layers were called when the training began: they keep their numbers when others go.
-
-    Args:
-        runner (Runner): The run; :class:`~attncnn_plugin.mm.head_pruning.HeadPruningHook` notes in it what goes.
-        layers (Mapping[str, nn.Module]): By name, with ``num_heads``.
-    """
+    """Returns what the heads of layers, by name, were called when the training began, whatever went since."""
     known = runner.message_hub.runtime_info.get(HEAD_NUMBERS, {})
     return {name: list(known.get(name, range(layer.num_heads))) for name, layer in layers.items()}
 
@@ -92,10 +83,7 @@ def check_wrapper(runner: Runner) -> None:
 def wrap_again(runner: Runner, compile: bool = False) -> None:
     """Builds a new wrapper for distributed training, if there was one, after parameters were replaced.
 
-    Args:
-        runner (Runner): The run.
-        compile (bool): Whether to compile the new wrapper's training step, if the config says so: in the middle of a
-            training. Defaults to False.
+    In the middle of a training ``compile`` has its training step compiled, if the config says so.
     """
     if is_model_wrapper(runner.model):
         model = unwrapped(runner.model)
@@ -130,11 +118,7 @@ def make_groups_plain(optim_wrapper: OptimWrapper) -> None:
 def build_schedulers(runner: Runner, schedulers: Union[dict, List[dict]], left: int, by_epoch: bool) -> None:
     """Gives the run new schedulers, counted from now.
 
-    Args:
-        runner (Runner): The run.
-        schedulers (dict | list[dict]): Their configs.
-        left (int): The end of those without one, in what the loop counts.
-        by_epoch (bool): Whether that is epochs, not iterations.
+    Those without an end have it after ``left`` epochs or, where the loop counts these, iterations.
 
     Raises:
         ValueError: A scheduler that counts epochs, which would never make a step, in a loop that does not.
@@ -167,10 +151,7 @@ def refresh_average(averaged: BaseAveragedModel) -> None:
 def follow_checkpoint(runner: Runner, checkpoint: Mapping[str, Any]) -> bool:
     """Brings the model of a run, and its averages, to the structure of a checkpoint that is about to be loaded.
 
-    Entries of other names and shapes are left to the loading.
-
-    Returns:
-        bool: Whether any has changed.
+    Entries of other names and shapes are left to the loading. It returns True if any model has changed.
 
     Raises:
         StructureError: See :func:`attncnn_plugin.follow_state_dict`.

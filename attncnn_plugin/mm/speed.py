@@ -1,4 +1,4 @@
-"""What makes trainings on a CPU faster: numbers of 16 bits, and images with their channels last."""
+"""Makes trainings on a CPU faster: numbers of 16 bits, and images with their channels last."""
 
 from contextlib import contextmanager
 from typing import Iterator

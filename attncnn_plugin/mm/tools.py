@@ -109,10 +109,7 @@ def one_line(error: BaseException, folder_option: str = f'--cfg-options {FOLDERS
 
     Args:
         error (BaseException): The error.
-        folder_option (str): How the tool is told another folder of a data set. Defaults to that of mmpretrain's tools.
-
-    Returns:
-        str: Its type and its sentence.
+        folder_option (str): The option that names another folder. Defaults to that of mmpretrain's tools.
     """
     text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ['no reason is given']

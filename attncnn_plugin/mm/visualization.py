@@ -1,7 +1,7 @@
 """Pictures and scalars of the heads' attention while a model is trained (Cordonnier et al. 2020, Figures 3 to 5)."""
 
 import math
-from typing import Any, Dict, List
+from typing import Any, Dict
 
 import torch
 from mmengine.dist import master_only
@@ -10,7 +10,7 @@ from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
 from torch import Tensor, nn
 
-from ..analysis import AttentionMaps, attention_maps, head_centers
+from ..analysis import attention_maps, head_centers
 from ..analysis.layer_maps import shown_layers
 from ..loaded_model import evenly_spread
 from ..training import parts_in_phases
@@ -50,7 +50,6 @@ class AttentionVisualizationHook(Hook):
         self.interval = interval
         self.num_images = num_images
         self._images = None
-        self._drawn = None  # the epoch of the last pictures
 
     @master_only
     def before_train(self, runner) -> None:
@@ -66,8 +65,7 @@ class AttentionVisualizationHook(Hook):
                 f'{type(runner.train_loop).__name__}: use train_cfg=dict(by_epoch=True, …)'
             )
         model = unwrapped(runner.model)
-        waits = not _layers(model)
-        if waits and not parts_in_phases(model):
+        if not _layers(model) and not parts_in_phases(model):
             runner.logger.warning(
                 'AttentionVisualizationHook shows attention of this package and of vision transformers, but the model, '
                 f'of type {type(model).__name__}, has none: there is nothing to show'
@@ -77,10 +75,6 @@ class AttentionVisualizationHook(Hook):
 
         with random_numbers_kept():
             self._images = self._some_images(runner)
-        if waits:
-            runner.logger.info(
-                'AttentionVisualizationHook has nothing to show before the convolutions turn into attention'
-            )
         self._show(runner, runner.epoch, draw=True)
 
     @master_only
@@ -88,12 +82,6 @@ class AttentionVisualizationHook(Hook):
         """Records the scalars, and draws the pictures if it is their turn."""
         epochs = runner.epoch + 1
         self._show(runner, epochs, draw=epochs % self.interval == 0 or epochs == runner.max_epochs)
-
-    @master_only
-    def after_train(self, runner) -> None:
-        """Draws the pictures of a training that was stopped before its last epoch."""
-        if self._drawn != runner.epoch:
-            self._show(runner, runner.epoch, draw=True)
 
     def _show(self, runner, epochs: int, draw: bool) -> None:
         """Records the scalars after some epochs, and draws the pictures."""
@@ -111,21 +99,14 @@ class AttentionVisualizationHook(Hook):
                         continue
                     values = dict(center_row=center[0], center_column=center[1], width=width)
                     scalars.update({f'attention/{name}/head{number}/{key}': value for key, value in values.items()})
-            runner.visualizer.add_scalars(scalars, step=epochs)
-            if draw:
-                self._draw(runner, maps, numbers, epochs)
+        runner.visualizer.add_scalars(scalars, step=epochs)
+        if draw:
+            from ..visualization import plot_attention_centers, plot_attention_probs
+            from ..visualization.style import image_of
 
-    def _draw(self, runner, maps: Dict[str, AttentionMaps], numbers: Dict[str, List[int]], epochs: int) -> None:
-        from ..visualization import plot_attention_centers, plot_attention_probs
-        from ..visualization.style import image_of
-
-        figures = dict(
-            attention_centers=plot_attention_centers(maps, numbers=numbers),
-            attention_probs=plot_attention_probs(maps, numbers=numbers),
-        )
-        for name, figure in figures.items():
-            runner.visualizer.add_image(name, image_of(figure), step=epochs)
-        self._drawn = epochs
+            plots = dict(attention_centers=plot_attention_centers, attention_probs=plot_attention_probs)
+            for name, plot in plots.items():
+                runner.visualizer.add_image(name, image_of(plot(maps, numbers=numbers)), step=epochs)
 
     def _some_images(self, runner) -> Tensor:
         """Returns images of the validation set, evenly spread, as the model takes them, ``(B, C, H, W)``."""

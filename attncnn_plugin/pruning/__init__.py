@@ -1,4 +1,4 @@
-"""Heads that a model can do without: found, repaired, removed, in plain PyTorch.
+"""Heads that a model can do without: found and removed, in plain PyTorch.
 
 Degenerate heads are those of Cordonnier et al. 2020, appendix E, unimportant ones those of Michel et al. 2019.
 """
@@ -6,7 +6,6 @@ Degenerate heads are those of Cordonnier et al. 2020, appendix E, unimportant on
 from .criteria import find_degenerate_heads
 from .importance import head_costs, head_importance, least_important
 from .prune import prunable_heads, prune_heads, replace_parameters
-from .repair import reset_heads, singular_penalty
 
 __all__ = [
     'find_degenerate_heads',
@@ -16,6 +15,4 @@ __all__ = [
     'prunable_heads',
     'prune_heads',
     'replace_parameters',
-    'reset_heads',
-    'singular_penalty',
 ]

@@ -7,14 +7,13 @@ the attention maps would call two heads alike that look at different things in e
 """
 
 import math
-import operator
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..attention.attention_layer import AttentionLayer
 from ..attention.positions import GaussianHeads
@@ -22,18 +21,6 @@ from ..attention.window import per_axis, shown
 from ..convert.shift_operators import check_position_only
 
 Criterion = Union[str, Dict[str, Any]]
-Measures = Mapping[str, Callable[[], Tensor]]
-
-THRESHOLDS = {'uniform': 1e-5, 'stripe': 1e3, 'entropy': 0.99, 'duplicate': 0.01}
-THRESHOLDS_OF_OBSERVED = {'uniform': 0.01, 'entropy': 0.99, 'duplicate': 0.01}
-REASONS = {
-    'uniform': 'largest eigenvalue {0.value:.3g} < {0.threshold:.3g}',
-    'stripe': 'condition number {0.value:.3g} > {0.threshold:.3g}',
-    'entropy': 'relative entropy {0.value:.4g} > {0.threshold:.4g}',
-    'duplicate': 'distance {0.value:.3g} < {0.threshold:.3g} from head {0.duplicate_of}',
-    'importance': 'importance {0.value:.3g}',
-}
-REASONS_OF_OBSERVED = {**REASONS, 'uniform': 'distance {0.value:.3g} < {0.threshold:.3g} from uniform attention'}
 
 
 @dataclass(frozen=True)
@@ -44,25 +31,19 @@ class DegenerateHead:
         head (int): Index of the head.
         criterion (str): Name of the criterion.
         value (float): The value compared with the threshold.
+        reason (str): Value and threshold in words.
         threshold (float | None): The threshold; None for the importance of a head.
         duplicate_of (int | None): Of a duplicate, the kept head that it is nearest to. Adding the duplicate's slice of
             the value matrix to that of this head makes up for its removal, see
             :func:`~attncnn_plugin.pruning.prune.merge_duplicate`.
-        observed (bool): Whether the value is a mean over images.
     """
 
     head: int
     criterion: str
     value: float
+    reason: str
     threshold: Optional[float] = None
     duplicate_of: Optional[int] = None
-    observed: bool = False
-
-    @property
-    def reason(self) -> str:
-        """Value and threshold in words."""
-        reasons = REASONS_OF_OBSERVED if self.observed else REASONS
-        return reasons[self.criterion].format(self)
 
 
 @dataclass(frozen=True)
@@ -104,12 +85,6 @@ class ObservedAttention:
         from_uniform (Tensor): The same of its distance from uniform attention in total variation, ``(N_h,)``.
         distances (Tensor): The same of the distances between heads, ``(N_h, N_h)``.
         count (Tensor): The number of images, or of windows of images. All are of float64, on the CPU.
-
-    Examples:
-        >>> observed = ObservedAttention(2)
-        >>> observed.add(torch.stack([torch.eye(4), torch.full((4, 4), 0.25)])[None])
-        >>> observed.mean('entropy'), observed.mean('distances')[0, 1].item()
-        (tensor([0., 1.], dtype=torch.float64), 0.75)
     """
 
     def __init__(self, num_heads: int) -> None:
@@ -130,6 +105,27 @@ class ObservedAttention:
     def mean(self, name: str) -> Tensor:
         """Returns the mean over images of one of the sums."""
         return getattr(self, name) / self.count
+
+
+class Measure(NamedTuple):
+    """A number for each head, or for each pair of heads, and the threshold from which on a head is degenerate."""
+
+    threshold: float
+    reason: str  # of value, threshold and kept head; below the threshold if it has a <
+    values: Callable[..., Tensor]
+
+
+BY_POSITION = {  # of functions that give M of Gaussian heads, and attention maps
+    'uniform': Measure(1e-5, 'largest eigenvalue {:.3g} < {:.3g}', lambda factor, _: largest_eigenvalue(factor())),
+    'stripe': Measure(1e3, 'condition number {:.3g} > {:.3g}', lambda factor, _: condition_number(factor())),
+    'entropy': Measure(0.99, 'relative entropy {:.4g} > {:.4g}', lambda _, maps: relative_entropy_of_maps(maps())),
+    'duplicate': Measure(0.01, 'distance {:.3g} < {:.3g} from head {}', lambda _, maps: map_distances(maps())),
+}
+ON_IMAGES = {  # of ObservedAttention
+    'uniform': Measure(0.01, 'distance {:.3g} < {:.3g} from uniform attention', lambda seen: seen.mean('from_uniform')),
+    'entropy': BY_POSITION['entropy']._replace(values=lambda seen: seen.mean('entropy')),
+    'duplicate': BY_POSITION['duplicate']._replace(values=lambda seen: seen.mean('distances')),
+}
 
 
 @torch.no_grad()
@@ -185,10 +181,8 @@ def find_degenerate_heads(
         [1, 2]
     """
     check_position_only(layer)
-    rules = _rules(criteria, THRESHOLDS)
-    grid = None if size is None else per_axis('size', size, 2)
-    measures = _measures(lambda: gaussian_factor(layer), lambda: exact_maps(layer, grid))
-    return _find(layer.num_heads, rules, measures)
+    factor = partial(factor_of, layer.gaussian_heads(), type(layer).__name__)
+    return _find(layer.num_heads, criteria, BY_POSITION, factor, cache(partial(exact_maps, layer, size)))
 
 
 @torch.no_grad()
@@ -201,36 +195,16 @@ def degenerate_heads_of_maps(
 
     Args:
         maps (Tensor): The probabilities of the heads, ``(N_h, Q, K)``.
-        criteria (Sequence): As for :func:`find_degenerate_heads`. Defaults to ``('entropy', 'duplicate')``.
+        criteria (Sequence): As there. Defaults to ``('entropy', 'duplicate')``.
         gaussian (GaussianHeads, optional): Centres and widths of Gaussian heads, for ``'uniform'`` and ``'stripe'``.
             Defaults to None.
-
-    Returns:
-        DegeneracyReport: The degenerate heads, with criterion and value.
 
     Raises:
         TypeError: A criterion of Gaussian heads without ``gaussian``.
         ValueError: A criterion that is unknown or has other settings; values that are not finite.
-
-    Examples:
-        >>> uniform, identity = torch.full((9, 9), 1 / 9), torch.eye(9)
-        >>> print(degenerate_heads_of_maps(torch.stack([identity, uniform, identity])))
-        2 of 3 heads degenerate
-        head  criterion  why
-           1  entropy    relative entropy 1 > 0.99
-           2  duplicate  distance 0 < 0.01 from head 0
     """
-
-    def factor() -> Tensor:
-        if gaussian is None:
-            raise TypeError(
-                "the criteria 'uniform' and 'stripe' are for Gaussian heads: give their centres and widths as "
-                "gaussian, or use the criteria 'entropy' and 'duplicate'"
-            )
-        return gaussian.factor
-
-    measures = _measures(factor, lambda: check_finite_maps(maps.cpu().double()))
-    return _find(len(maps), _rules(criteria, THRESHOLDS), measures)
+    factor = partial(factor_of, gaussian, 'attention')
+    return _find(len(maps), criteria, BY_POSITION, factor, lambda: _finite(maps.cpu().double()))
 
 
 @torch.no_grad()
@@ -244,9 +218,6 @@ def degenerate_heads_of_observed(
         criteria (Sequence): As for :func:`find_degenerate_heads`, in means over images. ``'uniform'`` is a distance
             from uniform attention below 0.01, in total variation; there is no ``'stripe'``. Defaults to
             ``('entropy', 'duplicate')``.
-
-    Returns:
-        DegeneracyReport: The degenerate heads, with criterion and value.
 
     Raises:
         TypeError: The criterion ``'stripe'``, which is for Gaussian heads.
@@ -263,32 +234,13 @@ def degenerate_heads_of_observed(
            1  uniform    distance 0 < 0.01 from uniform attention
            2  duplicate  distance 0 < 0.01 from head 0
     """
-    rules = _rules(criteria, THRESHOLDS_OF_OBSERVED)
     if not observed.count:
         raise ValueError('no images were observed: attention that depends on content is judged by what it does on some')
-    if not observed.distances.isfinite().all():
-        raise ValueError('the attention of layer has values that are not finite: its parameters must be finite')
-    measures = {
-        'uniform': lambda: observed.mean('from_uniform'),
-        'entropy': lambda: observed.mean('entropy'),
-        'duplicate': lambda: observed.mean('distances'),
-    }
-    report = _find(len(observed.entropy), rules, measures)
-    return replace(report, found=tuple(replace(head, observed=True) for head in report.found))
+    _finite(observed.distances)
+    return _find(len(observed.entropy), criteria, ON_IMAGES, observed)
 
 
-def _measures(factor: Callable[[], Tensor], maps: Callable[[], Tensor]) -> Measures:
-    """Returns what the criteria compare, by Σ⁻¹ = MMᵀ of Gaussian heads and by attention maps."""
-    maps = lru_cache(maxsize=None)(maps)
-    return {
-        'uniform': lambda: largest_eigenvalue(factor()),
-        'stripe': lambda: condition_number(factor()),
-        'entropy': lambda: relative_entropy_of_maps(maps()),
-        'duplicate': lambda: map_distances(maps()),
-    }
-
-
-def _rules(criteria: Sequence[Criterion], thresholds: Dict[str, float]) -> List[Tuple[str, float]]:
+def _rules(criteria: Sequence[Criterion], measures: Mapping[str, Measure]) -> List[Tuple[str, float]]:
     """Returns the name of each criterion, and its threshold."""
     if not isinstance(criteria, (list, tuple)) or not criteria:
         raise ValueError(f"criteria={shown(criteria)} must be a list of at least one criterion, such as ['uniform']")
@@ -296,52 +248,42 @@ def _rules(criteria: Sequence[Criterion], thresholds: Dict[str, float]) -> List[
     for criterion in criteria:
         settings = dict(criterion) if isinstance(criterion, dict) else {'type': criterion}
         name = settings.pop('type', None)
-        if not isinstance(name, str) or name not in THRESHOLDS or settings.keys() - {'threshold'}:
+        if not isinstance(name, str) or name not in BY_POSITION or settings.keys() - {'threshold'}:
             raise ValueError(
-                f'criterion {criterion!r} is unknown: choose one of {tuple(THRESHOLDS)} or '
+                f'criterion {criterion!r} is unknown: choose one of {tuple(BY_POSITION)} or '
                 'dict(type=name, threshold=number)'
             )
-        if name not in thresholds:
+        if name not in measures:
             raise TypeError(
                 f'the criterion {name!r} is for Gaussian heads, of attention by positions alone: for others use the '
-                f'criteria {tuple(thresholds)}'
+                f'criteria {tuple(measures)}'
             )
-        threshold = settings.get('threshold', thresholds[name])
+        threshold = settings.get('threshold', measures[name].threshold)
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not threshold >= 0:
             raise ValueError(f'threshold={threshold!r} of criterion {name!r} must be a number, 0 or more')
         rules.append((name, threshold))
     return rules
 
 
-def _find(num_heads: int, rules: List[Tuple[str, float]], measures: Measures) -> DegeneracyReport:
-    """Returns the heads that the rules find, each under the first; duplicates are among the heads that are left.
-
-    ``measures`` are called where a rule needs them.
-    """
+def _find(
+    num_heads: int, criteria: Sequence[Criterion], measures: Mapping[str, Measure], *of_layer: Any
+) -> DegeneracyReport:
+    """Returns the heads that the criteria find, each under the first; duplicates are among the heads that are left."""
     found: Dict[int, DegenerateHead] = {}
-    for name, threshold in sorted(rules, key=lambda rule: rule[0] == 'duplicate') if num_heads else ():
-        values = measures[name]()
-        if name == 'duplicate':
-            some = _duplicates(values, [head for head in range(num_heads) if head not in found], threshold)
-        else:
-            exceeds = operator.lt if name == 'uniform' else operator.gt
-            degenerate = [head for head in range(num_heads) if exceeds(values[head], threshold)]
-            some = (DegenerateHead(head, name, float(values[head]), threshold) for head in degenerate)
-        for entry in some:
-            found.setdefault(entry.head, entry)
+    rules = sorted(_rules(criteria, measures), key=lambda rule: rule[0] == 'duplicate')
+    for name, threshold in rules if num_heads else ():
+        reason, values = measures[name].reason, measures[name].values(*of_layer).tolist()
+        kept: List[int] = []
+        for head in [head for head in range(num_heads) if head not in found]:
+            value, nearest = values[head], None
+            if name == 'duplicate':  # the nearest of the kept heads
+                value, nearest = min(((value[other], other) for other in kept), default=(math.inf, None))
+            if value < threshold if '<' in reason else value > threshold:
+                why = reason.format(value, threshold, nearest)
+                found[head] = DegenerateHead(head, name, value, why, threshold, nearest)
+            else:
+                kept.append(head)
     return DegeneracyReport(num_heads, tuple(found[head] for head in sorted(found)))
-
-
-def _duplicates(distances: Tensor, heads: List[int], threshold: float) -> Iterator[DegenerateHead]:
-    """Yields the heads that are near an earlier one of them which is kept, by their distances ``(N_h, N_h)``."""
-    kept: List[int] = []
-    for head in heads:
-        of_head = distances[head].tolist()
-        distance, nearest = min(((of_head[other], other) for other in kept), default=(1.0, None))
-        if nearest is not None and distance < threshold:
-            yield DegenerateHead(head, 'duplicate', distance, threshold, nearest)
-        else:
-            kept.append(head)
 
 
 def relative_entropy_of_maps(maps: Tensor) -> Tensor:
@@ -366,52 +308,22 @@ def relative_entropy_of_maps(maps: Tensor) -> Tensor:
     return (entropy / math.log(maps.shape[-1])).clamp(max=1)
 
 
-def least_uniform_head(layer: AttentionLayer, size: Union[int, Sequence[int]]) -> int:
-    """Returns the head to keep if one has to be: that of the lowest entropy, the first of equal ones.
-
-    Args:
-        layer (AttentionLayer): Attention by positions alone.
-        size (int | Sequence[int]): Height and width of the grid in tokens.
-
-    Raises:
-        TypeError: ``layer`` is no attention of this package.
-        ValueError: ``layer`` has no heads, or as :func:`exact_maps`.
-
-    Examples:
-        >>> from attncnn_plugin.attention import QuadraticAttention
-        >>> layer = QuadraticAttention(dim=8, num_heads=3)
-        >>> layer.encoding.sqrt_precision.data = torch.tensor([0.1, 2.0, 0.0])
-        >>> least_uniform_head(layer, size=(8, 8))
-        1
-    """
-    if layer.num_heads == 0:
-        raise ValueError('layer has num_heads=0, but at least one head is needed to keep one')
-    return int(relative_entropy_of_maps(exact_maps(layer, size)).argmin())
-
-
 def exact_maps(layer: AttentionLayer, size: Union[int, Sequence[int], None]) -> Tensor:
     """Computes the probabilities of every query for every key of a grid, ``(N_h, H*W, H*W)``, float64 on the CPU.
 
     Raises:
-        TypeError: ``layer`` is no attention of this package.
-        ValueError: The probabilities of ``layer`` depend on content; ``size`` is no size of a grid; the parameters give
-            probabilities that are not finite.
+        ValueError: ``size`` is no size of a grid; the parameters give probabilities that are not finite.
     """
-    check_position_only(layer)
     if size is None:
         raise ValueError('size=None, but attention maps are those of a grid: give its height and width in tokens')
-    return check_finite_maps(layer.exact_attention_probs(per_axis('size', size, 2)))
+    return _finite(layer.exact_attention_probs(per_axis('size', size, 2)))
 
 
-def check_finite_maps(maps: Tensor) -> Tensor:
-    """Returns maps, if all their values are finite.
-
-    Raises:
-        ValueError: Some are not.
-    """
-    if not maps.isfinite().all():
-        raise ValueError('the attention maps of layer hold values that are not finite: its parameters must be finite')
-    return maps
+def _finite(values: Tensor) -> Tensor:
+    """Returns values, if all are finite."""
+    if not values.isfinite().all():
+        raise ValueError('the attention of layer has values that are not finite: its parameters must be finite')
+    return values
 
 
 def map_distances(maps: Tensor) -> Tensor:
@@ -422,11 +334,6 @@ def map_distances(maps: Tensor) -> Tensor:
 
     Returns:
         Tensor: ``(N_h, N_h)``, 0 to 1.
-
-    Examples:
-        >>> map_distances(torch.stack([torch.eye(4), torch.full((4, 4), 0.25)]))
-        tensor([[0.0000, 0.7500],
-                [0.7500, 0.0000]])
     """
     distances = maps.new_zeros(len(maps), len(maps))
     first, second = torch.triu_indices(len(maps), len(maps), offset=1)
@@ -434,25 +341,24 @@ def map_distances(maps: Tensor) -> Tensor:
     return distances + distances.T
 
 
-def gaussian_factor(layer: nn.Module) -> Tensor:
-    """Returns M with Σ⁻¹ = MMᵀ of each head, ``(N_h, ndim, ndim)``, at least float32, differentiable.
+def factor_of(gaussian: Optional[GaussianHeads], owner: str) -> Tensor:
+    """Returns M with Σ⁻¹ = MMᵀ of each head, ``(N_h, ndim, ndim)``, in float64 on the CPU.
 
     Raises:
-        TypeError: The heads of ``layer`` are not Gaussian.
+        TypeError: The heads are not Gaussian.
+        ValueError: Some of their widths are not finite.
     """
-    heads = layer.gaussian_heads() if isinstance(layer, AttentionLayer) else None
-    if heads is None:
+    if gaussian is None:
         raise TypeError(
-            f'layer is a {type(layer).__name__}, but only heads with a quadratic or a generalized quadratic '
-            "encoding have a Σ⁻¹: for others use the criteria 'entropy' and 'duplicate'"
+            f'{owner} has no Gaussian heads: only a quadratic or a generalized quadratic encoding has a Σ⁻¹; for '
+            "others use the criteria 'entropy' and 'duplicate'"
         )
-    return heads.factor
+    return _finite(gaussian.factor.detach().cpu().double())
 
 
 def largest_eigenvalue(factor: Tensor) -> Tensor:
-    """Computes λ₁ of Σ⁻¹ = MMᵀ, ``(N_h,)`` in float64, of M, ``(N_h, ndim, ndim)``."""
-    largest, _ = _singular_values(factor)
-    return largest.square()
+    """Computes λ₁ of Σ⁻¹ = MMᵀ, ``(N_h,)``, of M, ``(N_h, ndim, ndim)``."""
+    return _singular_values(factor)[0].square()
 
 
 def condition_number(factor: Tensor) -> Tensor:
@@ -461,17 +367,8 @@ def condition_number(factor: Tensor) -> Tensor:
     return torch.where(largest > 0, (largest / smallest).square(), 1.0)
 
 
-def determinant(factor: Tensor) -> Tensor:
-    """Computes the determinant of M of each head over two axes, ``(N_h,)``."""
-    (a, b), (c, d) = (row.unbind(-1) for row in factor.unbind(1))
-    return a * d - b * c
-
-
 def _singular_values(factor: Tensor) -> Tuple[Tensor, Tensor]:
-    """Computes the largest and the smallest singular value of M, in float64 on the CPU."""
-    if not factor.isfinite().all():
-        raise ValueError('the widths of the heads hold values that are not finite, but a width must be finite')
-    factor = factor.detach().cpu().double()
+    """Computes the largest and the smallest singular value of M."""
     if factor.shape[-1] != 2:
         values = torch.linalg.svdvals(factor)
         return values[:, 0], values[:, -1]
@@ -479,4 +376,4 @@ def _singular_values(factor: Tensor) -> Tuple[Tensor, Tensor]:
     (a, b), (c, d) = (row.unbind(-1) for row in factor.unbind(1))
     largest = (torch.hypot(a + d, b - c) + torch.hypot(a - d, b + c)) / 2
     # s₁ s₂ = |det M|. The products of float32 entries are exact in float64: a singular M has the determinant 0.
-    return largest, determinant(factor).abs() / largest
+    return largest, (a * d - b * c).abs() / largest

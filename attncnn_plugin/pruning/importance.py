@@ -5,18 +5,18 @@ the images of |∂L(x)/∂ξ_h| (eq. 2), the loss of an image without the head, 
 important heads go is said by a threshold, by a number to keep, or by a share of the multiply-adds.
 """
 
-from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
+from contextlib import ExitStack
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
 
 from ..attention.evaluation_mode import evaluating
-from ..attention.images import GroupedLinear
 from ..attention.window import shown
-from .prune import Heads, prunable_heads
+from .prune import Heads, prunable_heads, split_heads
 
 Loss = Callable[[nn.Module, Any], Tensor]
 AMOUNTS = {
@@ -42,35 +42,34 @@ class HeadGradients:
         device = layer.output.weight.device
         self.total = torch.zeros(layer.num_heads, dtype=torch.float64, device=device)
         self.count = torch.zeros((), dtype=torch.float64, device=device)
-        self.gates: List[Tensor] = []
-        self._width = _widths(layer)
+        self.heads: List[Tensor] = []
 
-    def gate(self, output: nn.Module, args: Tuple[Tensor]) -> Tensor:
-        """Returns the heads' outputs times gates of 1, one for each row of the batch: images, or windows of images."""
+    def see(self, output: nn.Module, args: Tuple[Tensor]) -> Tensor:
+        """Keeps the heads' outputs that the linear map gets, one row for each image, or for each window of one."""
         (heads,) = args
-        gates = torch.ones(len(heads), self.layer.num_heads, dtype=heads.dtype, device=heads.device, requires_grad=True)
-        self.gates.append(gates)
-        if isinstance(output, GroupedLinear):  # (B, N_h, Q, C)
-            return heads * gates[:, :, None, None]
-        of_channels = gates.repeat_interleave(self._width, dim=1)  # (B, Σ D_h)
-        return heads * of_channels.view(len(heads), *[1] * (heads.ndim - 2), -1)
+        heads = heads if heads.requires_grad else heads.detach().requires_grad_()  # nothing before it is trained
+        self.heads.append(heads)
+        return heads
 
-    def add(self, gradients: List[Tensor], images: int) -> None:
-        """Adds the gradients of the mean loss over some images, for :attr:`gates`.
+    def add(self, heads: Sequence[Tensor], gradients: Sequence[Optional[Tensor]], images: int) -> None:
+        """Adds the gradients of the mean loss over some images by the heads' outputs.
 
         A call of the layer has rows for all images, and windows of an image lie one after the other. It can compute
         some images at a time; a layer can be called several times in one pass.
         """
         of_images = torch.zeros(images, len(self.total), dtype=torch.float64, device=self.total.device)
         of_call: List[Tensor] = []
-        for gradient in gradients:
-            of_call.append(gradient.double())
+        for own, gradient in zip(heads, gradients):
+            if gradient is None:
+                continue
+            products = split_heads(self.layer, own.detach().double() * gradient.double())
+            of_call.append(torch.stack([product.flatten(1).sum(1) for product in products], 1))  # ∂L/∂ξ = Σ y ∂L/∂y
             if sum(map(len, of_call)) % images == 0:
                 of_images += images * torch.cat(of_call).unflatten(0, (images, -1)).sum(1)
                 of_call = []
         if of_call:
             raise ValueError(
-                f'a layer got {sum(map(len, gradients))} rows for {images} images: as many rows of each were expected'
+                f'a layer got {sum(map(len, heads))} rows for {images} images: as many rows of each were expected'
             )
         self.total += of_images.abs().sum(0)
         self.count += images
@@ -84,34 +83,27 @@ class HeadGradients:
 
 @torch.enable_grad()
 def add_gradients(gradients: Dict[str, HeadGradients], model: nn.Module, batch: Any, loss: Loss) -> None:
-    """Adds a batch to the gradients of layers.
+    """Adds a batch to the gradients of layers, given by their names.
 
-    Args:
-        gradients (dict[str, HeadGradients]): By the name of the layer.
-        model (nn.Module): The model, called once by ``loss``, with a batch of images first.
-        batch: What ``loss`` takes.
-        loss (Callable): ``loss(model, batch)`` is the mean loss of the batch's images, a scalar.
-
-    Raises:
-        ValueError: ``loss`` does not call the model with images, or not all layers are used.
+    Arguments and errors: see :func:`head_importance`.
     """
     images: List[int] = []
     with ExitStack() as stack, counting(model, images):
         for own in gradients.values():
-            stack.callback(own.layer.output.register_forward_pre_hook(own.gate).remove)
+            own.heads = []
+            stack.enter_context(own.layer.output.register_forward_pre_hook(own.see))
         value = loss(model, batch)
-        gates_of = {name: list(own.gates) for name, own in gradients.items()}
-        gates = [gate for own in gates_of.values() for gate in own]
-        # Checkpointing computes blocks again here, with gates that the loss does not depend on.
-        found = dict(zip(map(id, gates), torch.autograd.grad(value, gates, allow_unused=True)))
+        # Checkpointing computes blocks again here, with outputs that the loss does not depend on.
+        heads = {name: list(own.heads) for name, own in gradients.items()}
+        found = iter(torch.autograd.grad(value, [x for own in heads.values() for x in own], allow_unused=True))
     if len(images) != 1:
         raise ValueError(f'loss(model, batch) called the model {len(images)} times, but once with images was expected')
     for name, own in gradients.items():
-        of_layer = [gradient for gradient in (found[id(gate)] for gate in gates_of[name]) if gradient is not None]
-        own.gates = []
-        if not of_layer:
+        of_layer = [gradient for _, gradient in zip(heads[name], found)]
+        if all(gradient is None for gradient in of_layer):
             raise ValueError(f'the loss does not depend on the heads of {name}: they have no importance')
-        own.add(of_layer, images[0])
+        own.add(heads[name], of_layer, images[0])
+        own.heads = []
 
 
 def head_importance(model: nn.Module, batches: Iterable[Any], loss: Loss, normalize: bool = True) -> Dict[str, Tensor]:
@@ -140,7 +132,7 @@ def head_importance(model: nn.Module, batches: Iterable[Any], loss: Loss, normal
         >>> model = timm.create_model('vit_tiny_patch16_224', img_size=32, depth=1)
         >>> batches = [(torch.rand(4, 3, 32, 32), torch.arange(4))]
         >>> importance = head_importance(model, batches, lambda model, batch: cross_entropy(model(batch[0]), batch[1]))
-        >>> importance['blocks.0.attn'].shape, importance['blocks.0.attn'].norm().item()
+        >>> importance['blocks.0.attn'].shape, round(importance['blocks.0.attn'].norm().item(), 6)
         (torch.Size([3]), 1.0)
     """
     layers = {name: layer for name, layer in prunable_heads(model).items() if layer.num_heads > 0}
@@ -155,25 +147,14 @@ def head_importance(model: nn.Module, batches: Iterable[Any], loss: Loss, normal
     return {name: own.mean(normalize) for name, own in gradients.items()}
 
 
-@contextmanager
-def counting(model: nn.Module, images: List[int]) -> Iterator[None]:
-    """Appends the number of images of each call of the model."""
+def counting(model: nn.Module, images: List[int]) -> RemovableHandle:
+    """Appends the number of images of each call of the model, until the handle is left as a context."""
 
     def count(module: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
         batch = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         images.extend([] if batch is None else [len(batch)])
 
-    handle = model.register_forward_pre_hook(count, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _widths(layer: Heads) -> Tensor:
-    """Returns the channels D_h of each head's output, ``(N_h,)``."""
-    widths = [len(layer.output_entries([head])) for head in range(layer.num_heads)]
-    return torch.tensor(widths, dtype=torch.long, device=layer.output.weight.device)
+    return model.register_forward_pre_hook(count, with_kwargs=True)
 
 
 @torch.no_grad()
@@ -207,17 +188,17 @@ def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str,
     with ExitStack() as stack:
         for name in layers:
             module = model.get_submodule(name)
-            stack.callback(module.register_forward_pre_hook(lambda *_, name=name: count(name, -1)).remove)
-            stack.callback(module.register_forward_hook(lambda *_, name=name: count(name, 1)).remove)
+            stack.enter_context(module.register_forward_pre_hook(lambda *_, name=name: count(name, -1)))
+            stack.enter_context(module.register_forward_hook(lambda *_, name=name: count(name, 1)))
         # Fused kernels on the CPU are not counted by every version of PyTorch; the plain products are.
         with counter, sdpa_kernel(SDPBackend.MATH):
             run()
     costs = {}
     for name, layer in layers.items():
-        parameters = dict(model.get_submodule(name).named_parameters())
-        weights = torch.tensor(
-            [_weights_of(layer, head, parameters) for head in range(layer.num_heads)], dtype=torch.float64
-        )
+        module, weights = model.get_submodule(name), torch.zeros(layer.num_heads, dtype=torch.float64)
+        for head in range(layer.num_heads):
+            for part, (dim, index) in layer.head_entries([head]).items():
+                weights[head] += len(index) * module.get_parameter(part).select(dim, 0).numel()
         costs[name] = flops[name] / 2 * weights / weights.sum()
     return counter.get_total_flops() // 2, costs
 
@@ -267,22 +248,19 @@ def least_important(
     if not allow_empty:
         best = {(name, int(own.argmax())) for name, own in importance.items() if len(own)}
         ranked = [entry for entry in ranked if entry[1:] not in best]
-    heads = sum(len(own) for own in importance.values())
+    number = sum(map(len, importance.values()))
+    if keep is not None and keep > number:
+        raise ValueError(f'keep={keep} must be at most {number}, the number of heads')
     if threshold is not None:
         chosen = [entry for entry in ranked if entry[0] < threshold]
     elif keep is not None:
-        if keep > heads:
-            raise ValueError(f'keep={keep} must be at most {heads}, the number of heads')
-        if not heads - len(ranked) <= keep:
-            raise ValueError(
-                f'keep={keep} heads of {heads} cannot be reached: one of each of the {len(importance)} layers stays'
-            )
-        chosen = ranked[: heads - keep]
+        of_heads = {name: torch.ones(len(own)) for name, own in importance.items()}
+        chosen = _until(ranked, keep, number, of_heads, f'keep={keep}', 'heads')
+    elif costs is not None and multiply_adds is not None:
+        goal = multiply_adds * costs[0]
+        chosen = _until(ranked, goal, *costs, f'multiply_adds={multiply_adds}', 'multiply-adds')
     else:
-        assert multiply_adds is not None
-        if costs is None:
-            raise ValueError(f'multiply_adds={multiply_adds} needs costs, those of head_costs')
-        chosen = _until(ranked, multiply_adds, costs)
+        raise ValueError(f'multiply_adds={multiply_adds} needs costs, those of head_costs')
     found: Dict[str, List[int]] = {}
     for _, name, head in chosen:
         found.setdefault(name, []).append(head)
@@ -309,28 +287,18 @@ def check_amount(threshold: Optional[float], keep: Optional[int], multiply_adds:
 
 
 def _until(
-    ranked: List[Tuple[float, str, int]], share: float, costs: Tuple[float, Mapping[str, Tensor]]
+    ranked: List[Tuple[float, str, int]], goal: float, total: float, costs: Mapping[str, Tensor], asked: str, unit: str
 ) -> List[Tuple[float, str, int]]:
-    """Returns as many of the ranked heads as bring the multiply-adds down to a share."""
-    total, of_heads = costs
+    """Returns as many of the ranked heads as bring a total down to a goal."""
     left, chosen = float(total), []
     for entry in ranked:
-        if left <= share * total:
+        if left <= goal:
             break
-        left -= float(of_heads[entry[1]][entry[2]])
+        left -= float(costs[entry[1]][entry[2]])
         chosen.append(entry)
-    if left > share * total:
+    if left > goal:
         raise ValueError(
-            f'multiply_adds={share} cannot be reached: without the {len(chosen)} heads that may go, '
-            f'{left / total:.3f} of the multiply-adds are left'
+            f'{asked} cannot be reached: without the {len(chosen)} heads that may go, {left:.4g} of {total:.4g} '
+            f'{unit} are left'
         )
     return chosen
-
-
-def _weights_of(layer: Heads, head: int, parameters: Mapping[str, nn.Parameter]) -> int:
-    """Returns the number of entries of a head in all parameters."""
-    return sum(
-        len(index) * (parameters[name].numel() // max(1, parameters[name].shape[dim]))
-        for name, (dim, index) in layer.head_entries([head]).items()
-        if name in parameters
-    )

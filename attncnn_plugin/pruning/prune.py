@@ -6,7 +6,7 @@ bias takes what a head adds on average (C20, appendix E).
 
 import copy
 import re
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
@@ -116,12 +116,7 @@ def _parameters_of(module: nn.Module) -> int:
 
 
 def layer_name(model: nn.Module, layers: Mapping[str, Heads], key: Union[str, int]) -> str:
-    """Returns the name of a layer, where its name or the number of its block is given.
-
-    Raises:
-        TypeError: A module of that name is attention of an unknown class.
-        ValueError: There is none, or several.
-    """
+    """Returns the name of a layer, where its name or the number of its block is given."""
     pattern = re.compile(rf'(?:^|\.)(?:blocks|layers)\.{key}\.')
     found = [name for name in layers if name == key or isinstance(key, int) and pattern.search(name)]
     named: Any = dict(model.named_modules()).get(str(key))
@@ -136,11 +131,7 @@ def layer_name(model: nn.Module, layers: Mapping[str, Heads], key: Union[str, in
 
 
 def check_prunable(model: nn.Module, name: str, layer: Heads) -> None:
-    """Refuses attention with a bias or an encoding that all layers share.
-
-    Raises:
-        ValueError: It has one.
-    """
+    """Refuses attention with a bias or an encoding that all layers share, by a ValueError."""
     if isinstance(layer, PrunableHeads):
         return
     parts = name.split('.')
@@ -214,11 +205,15 @@ def replace_parameters(
             }
 
 
+def split_heads(layer: Heads, outputs: Tensor) -> List[Tensor]:
+    """Returns the part of each head in the outputs of all, ``(…, D_h)``, as the linear map after them takes these."""
+    if isinstance(layer.output, GroupedLinear):  # (…, N_h, Q, C)
+        return list(outputs.unbind(-3))
+    return [outputs[..., layer.output_entries([head])] for head in range(layer.num_heads)]
+
+
 class HeadMeans:
     """Sums up the mean outputs P_h X W^V_h of the heads of a layer, over queries and images.
-
-    Args:
-        layer (PrunableHeads | TransformerHeads): The attention layer.
 
     Attributes:
         total (Tensor): Their sum over all queries, head after head, ``(Σ D_h,)`` in float64.
@@ -228,23 +223,25 @@ class HeadMeans:
     """
 
     def __init__(self, layer: Heads) -> None:
-        self.groups = layer.output.groups if isinstance(layer.output, GroupedLinear) else 1
         weight: Any = layer.output.weight
-        self.total = torch.zeros(weight.shape[1] * self.groups, dtype=torch.float64, device=weight.device)
+        width = weight.shape[1] * getattr(layer.output, 'groups', 1)
+        self.total = torch.zeros(width, dtype=torch.float64, device=weight.device)
         self.count = torch.zeros((), dtype=torch.float64, device=weight.device)
         self.size: Optional[Tuple[int, ...]] = None
 
-    def add(self, output: nn.Module, heads: Tensor) -> None:
-        """Adds the outputs of all heads as the linear map takes them, ``(…, Σ D_h)``."""
+    def add(self, output: nn.Module, args: Tuple[Tensor]) -> None:
+        """Adds the outputs of all heads that the linear map gets."""
+        (heads,) = args
         if isinstance(output, GroupedLinear):  # (…, N_h, Q, C)
             heads = heads.transpose(-3, -2).flatten(-2)
         heads = heads.detach().flatten(0, -2)
         self.total += heads.double().sum(0)
         self.count += len(heads)
 
-    def see(self, layer: nn.Module, x: Tensor) -> None:
+    def see(self, layer: nn.Module, args: Tuple[Tensor, ...]) -> None:
         """Keeps the size of the layer's input, tokens ``(B, H, W, D)`` or an image ``(B, C, H, W)``."""
-        self.size = tuple(x.shape[2:] if isinstance(layer, ImageAttention) else x.shape[1:3])
+        shape = args[0].shape
+        self.size = tuple(shape[2:] if isinstance(layer, ImageAttention) else shape[1:3])
 
     @property
     def mean(self) -> Tensor:
@@ -254,14 +251,7 @@ class HeadMeans:
 
 @contextmanager
 def head_means(layers: Sequence[Heads]) -> Iterator[List[HeadMeans]]:
-    """Collects the mean outputs of the layers' heads while the model runs.
-
-    Args:
-        layers (Sequence[PrunableHeads | TransformerHeads]): Attention layers, see
-            :func:`~attncnn_plugin.pruning.prunable_heads`.
-
-    Yields:
-        list[HeadMeans]: The mean outputs of each layer.
+    """Collects the mean outputs of the heads of some :func:`prunable_heads` while the model runs; yields one for each.
 
     Examples:
         >>> from attncnn_plugin.attention import QuadraticAttention
@@ -272,16 +262,12 @@ def head_means(layers: Sequence[Heads]) -> Iterator[List[HeadMeans]]:
         (torch.Size([24]), (5, 6))
     """
     means = [HeadMeans(layer) for layer in layers]
-    handles = []
-    for layer, own in zip(layers, means):
-        handles.append(layer.output.register_forward_pre_hook(lambda output, inputs, own=own: own.add(output, *inputs)))
-        if isinstance(layer, PrunableHeads):
-            handles.append(layer.register_forward_pre_hook(lambda layer, inputs, own=own: own.see(layer, inputs[0])))
-    try:
+    with ExitStack() as stack:
+        for layer, own in zip(layers, means):
+            stack.enter_context(layer.output.register_forward_pre_hook(own.add))
+            if isinstance(layer, PrunableHeads):
+                stack.enter_context(layer.register_forward_pre_hook(own.see))
         yield means
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.no_grad()
@@ -289,11 +275,7 @@ def fold_into_bias(layer: Heads, heads: Sequence[int], mean: Tensor) -> None:
     """Adds what heads contribute on average, Σ_h V_h m_h, to the bias of their layer (C20, appendix E).
 
     A head with the same output at every query, as one of uniform attention has, can then be removed without a change.
-
-    Args:
-        layer (PrunableHeads | TransformerHeads): The attention layer.
-        heads (Sequence[int]): The heads.
-        mean (Tensor): The mean outputs of all heads, ``(Σ D_h,)``.
+    ``mean`` are the mean outputs of all heads, ``(Σ D_h,)``.
 
     Raises:
         ValueError: The layer has no bias; the mean is not finite, as that of no images.
@@ -338,11 +320,6 @@ def takes_duplicates(layer: Heads) -> bool:
 @torch.no_grad()
 def merge_duplicate(layer: Heads, head: int, kept: int) -> None:
     """Adds a head's slice of the value matrix to that of a head with the same map, P V + P V' = P (V + V').
-
-    Args:
-        layer (PrunableHeads | TransformerHeads): The attention layer.
-        head (int): The head that is to go.
-        kept (int): The head that stays.
 
     Raises:
         ValueError: Its heads have fewer channels D_h than a token: the sum of two such matrices V needs 2·D_h.

@@ -1,4 +1,4 @@
-"""What a training with this package needs, in plain PyTorch: models that turn to attention, and heads that go.
+"""Trainings in plain PyTorch: models that turn to attention, and heads that go.
 
 Examples:
     From convolution to attention (L21), with an optimizer of the second phase:

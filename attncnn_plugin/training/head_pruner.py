@@ -25,7 +25,8 @@ from ..pruning.criteria import (
     DegenerateHead,
     ObservedAttention,
     degenerate_heads_of_observed,
-    least_uniform_head,
+    exact_maps,
+    relative_entropy_of_maps,
 )
 from ..pruning.importance import HeadGradients, add_gradients, check_amount, counting
 from ..pruning.prune import (
@@ -46,7 +47,7 @@ Costs = Tuple[float, Dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class JudgedHeads:
-    """What is known about the heads of a model. All ranks have the same.
+    """The heads of a model as criteria judge them. All ranks have the same.
 
     Attributes:
         reports (dict[str, DegeneracyReport]): By the name of the layer, the heads that a criterion finds, and what they
@@ -82,7 +83,7 @@ class HeadPruner:
     """
 
     def __init__(self, forward: Run, loss: Run, criteria: Sequence, layers: str = '*') -> None:
-        of_importance = [_settings(criterion) for criterion in criteria if _type_of(criterion) == IMPORTANCE]
+        of_importance = [criterion for criterion in criteria if _is_of_importance(criterion)]
         if not criteria:
             raise ValueError(
                 f"criteria={shown(criteria)} must be a list of at least one criterion, such as ['uniform']"
@@ -90,8 +91,8 @@ class HeadPruner:
         if len(of_importance) > 1:
             raise ValueError(f'criteria={list(criteria)!r} have {IMPORTANCE!r} {len(of_importance)} times')
         self.forward, self.loss, self.pattern = forward, loss, layers
-        self.criteria = [criterion for criterion in criteria if _type_of(criterion) != IMPORTANCE]
-        self.of_importance: Optional[Dict[str, Any]] = of_importance[0] if of_importance else None
+        self.criteria = [criterion for criterion in criteria if not _is_of_importance(criterion)]
+        self.of_importance = _settings(of_importance[0]) if of_importance else None
         self.multiply_adds: Optional[float] = None
 
     def layers(self, model: nn.Module) -> Dict[str, Heads]:
@@ -248,7 +249,7 @@ class HeadPruner:
         for name, heads in self._least_important(importance, costs).items():
             known = reports[name]
             new = [
-                DegenerateHead(head, IMPORTANCE, float(importance[name][head]))
+                DegenerateHead(head, IMPORTANCE, value := float(importance[name][head]), f'importance {value:.3g}')
                 for head in heads
                 if head not in known.heads
             ]
@@ -271,8 +272,8 @@ class HeadPruner:
         return total / sum(images), {name: costs[name] / sum(images) for name in layers}
 
 
-def _type_of(criterion: Any) -> Any:
-    return criterion.get('type') if isinstance(criterion, dict) else criterion
+def _is_of_importance(criterion: Any) -> bool:
+    return (criterion.get('type') if isinstance(criterion, dict) else criterion) == IMPORTANCE
 
 
 def _settings(criterion: Any) -> Dict[str, Any]:
@@ -292,7 +293,8 @@ def _depends_on_content(layer: Heads) -> bool:
 
 
 def _least_uniform(layer: Heads, observed: Optional[ObservedAttention], size: Optional[Tuple[int, ...]]) -> int:
-    return least_uniform_head(layer, size) if observed is None else int(observed.mean('entropy').argmin())
+    entropy = relative_entropy_of_maps(exact_maps(layer, size)) if observed is None else observed.mean('entropy')
+    return int(entropy.argmin())
 
 
 def _smallest_size(layer: PrunableHeads) -> Sequence[int]:

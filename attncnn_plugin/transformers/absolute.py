@@ -34,14 +34,7 @@ RIDGE = 1e-5
 def start_absolute(
     network: Any, attentions: List[Attention], alpha: float, images: Tensor, generator: torch.Generator
 ) -> None:
-    """Sets the embedding, and queries and keys of each layer for the tokens that it gets.
-
-    Args:
-        network: The vision transformer.
-        attentions (list[Attention]): Its attention.
-        alpha (float): α.
-        images (Tensor): ``(B, C, H, W)``, on which it is calibrated.
-        generator (torch.Generator): Draws the channels that hold the position.
+    """Sets the embedding, and queries and keys of each layer for the tokens that it gets of the images.
 
     Raises:
         ValueError: Heads or tokens are too narrow.
@@ -65,7 +58,7 @@ def start_absolute(
     prefix[rank:] = channels.norm  # only prefix tokens are there
     channels.hold(held, prefix)
 
-    for attention, tokens in channels.in_turn(images):
+    def set_heads(attention: Attention, tokens: Tensor) -> None:
         read = channels.read(tokens)
         # LayerNorm's factor g, mean over the patches of all images.
         factor = (read[:, -patches:] * held).sum(-1).mean() / held.square().sum(-1).mean()
@@ -78,6 +71,8 @@ def start_absolute(
         others = torch.zeros_like(attention.weight('q'))[:, rank:], attention.weight('k')[:, rank:]
         of_position = [x @ channels.directions.T for x in factors(scores * attention.head_dim**0.5 / factor**2, rank)]
         attention.set_maps('qk', *(torch.cat([own.to(x), x], 1) for own, x in zip(of_position, others)))
+
+    channels.in_turn(images, set_heads)
 
 
 def wave_frequencies(size: Tuple[int, int], shifts: Tensor, room: int) -> List[Tensor]:
@@ -94,7 +89,7 @@ def wave_frequencies(size: Tuple[int, int], shifts: Tensor, room: int) -> List[T
 
 
 def _functions(size: Tuple[int, int], omega: List[Tensor]) -> Tensor:
-    """[1, cos ωk₁, sin ωk₁, …, cos ωk₂, sin ωk₂, …] of each patch k, ``(patches, 1 + 2F)``, F waves on both axes."""
+    """Computes [1, cos ωk₁, sin ωk₁, …, cos ωk₂, sin ωk₂, …] of patches k, ``(patches, 1 + 2F)``, F waves."""
     angles = torch.cat([axis[:, None] * own for axis, own in zip(patch_positions(size).T, omega)], 1)  # (patches, F)
     waves = torch.stack([angles.cos(), angles.sin()], -1).flatten(1)
     return torch.nn.functional.pad(waves, (1, 0), value=1.0)
@@ -123,10 +118,7 @@ def nearest_waves(alpha: float, shift: float, length: int, omega: Tensor) -> Ten
         alpha (float): α.
         shift (float): Δ, in patches.
         length (int): Of the axis, in patches.
-        omega (Tensor): ω, ``(F,)``; an axis of one patch needs none.
-
-    Returns:
-        Tensor: a, ``(F,)``, float64.
+        omega (Tensor): ω, ``(F,)``.
 
     Examples:
         >>> omega = math.pi * torch.tensor([1 / 8, 2 / 8]).double()

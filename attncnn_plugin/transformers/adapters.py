@@ -32,7 +32,7 @@ def scaled(module: Any, head_dim: int) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """Where attention of a class has its heads, and what it computes with them.
+    """The parts of attention of a class: where it has its heads, and what it computes with them.
 
     Names are those of attributes of the module, with dots for those of modules inside. A module may lack some of them,
     or have None there.
@@ -156,17 +156,9 @@ def rope_of_mmpretrain(module: Any, x: Tensor, call: Call) -> Tensor:
 
 
 def rotated(x: Tensor, rope: Tensor, half: bool) -> Tensor:
-    """Rotates pairs of channels by the angles of their positions, (a, b) to (a cos − b sin, b cos + a sin).
+    """Rotates pairs of channels of ``(…, N, d)``, (a, b) to (a cos − b sin, b cos + a sin).
 
-    Args:
-        x (Tensor): ``(…, N, d)``.
-        rope (Tensor): Sines, then cosines, ``(N, 2·d)``, each twice as the pairs are.
-        half (bool): Whether a pair is one channel of each half, not two in a row.
-
-    Examples:
-        >>> quarter = torch.tensor([[1.0, 1.0, 0.0, 0.0]])  # of a turn
-        >>> rotated(torch.tensor([[1.0, 2.0]]), quarter, half=False)
-        tensor([[-2.,  1.]])
+    ``rope`` has sines, then cosines, ``(N, 2·d)``; with ``half`` a pair is one channel of each half, not two in a row.
     """
     sine, cosine = rope.chunk(2, -1)
     if half:
@@ -352,12 +344,7 @@ class Attention:
         return total
 
     def probs(self, args: Sequence[Any], kwargs: Call) -> Tensor:
-        """Computes P = softmax(Q Kᵀ + B) of a call in evaluation mode, ``(B, N_h, N, N)``.
-
-        Args:
-            args (Sequence): Its arguments, the tokens first.
-            kwargs (dict): Those that were named.
-        """
+        """Computes P = softmax(Q Kᵀ + B) of a call in evaluation mode, ``(B, N_h, N, N)``."""
         if self.adapter.probs is not None:
             return self.adapter.probs(self.module, args[0])
         call = by_name(self.module, args[1:], kwargs)
@@ -379,10 +366,7 @@ def find_attention(model: nn.Module) -> List[Attention]:
         ValueError: There is none, or some is of a class that is not in ``ADAPTERS``.
     """
     prefix, network = find_transformer(model)
-    modules: Dict[str, nn.Module] = {}
-    for name in BLOCKS:
-        blocks = getattr(network, name, None)
-        modules.update(blocks.named_modules(prefix=name) if isinstance(blocks, nn.Module) else ())
+    modules = {name: module for name, module in network.named_modules() if name.partition('.')[0] in BLOCKS}
     known = [name for name, module in modules.items() if adapter_of(module) is not None]
     for name, module in modules.items():
         apart = not any(f'{name}.'.startswith(f'{own}.') or own.startswith(f'{name}.') for own in known)

@@ -5,14 +5,15 @@ Hooks see what each module is called with; its probabilities are computed from t
 """
 
 import math
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..attention.evaluation_mode import evaluating
 from .adapters import Attention, by_name, find_attention
@@ -23,15 +24,15 @@ Visit = Callable[[str, Tensor, 'TokenPlaces'], None]
 
 @dataclass(frozen=True, eq=False)
 class TokenPlaces:
-    """Where the tokens of an attention lie.
+    """The places of the tokens of an attention in the grid of patches.
 
     Attributes:
         grid (tuple[int, int]): Height H and width W of the grid of patches.
         prefix (int): Number of tokens beside the patches, which come before them: class tokens, registers.
         windows (Tensor | None): The numbers of the patches in each window, ``(windows, M)``, row-major, H·W for
             padding. None where all tokens attend to all.
-        masked (Tensor | None): Whether a query does not see a key of its window, ``(windows, M, M)``, bool, as of
-            shifted windows. None where it sees all.
+        masked (Tensor | None): True where a query does not see a key of its window, ``(windows, M, M)``, as of shifted
+            windows. None where it sees all.
     """
 
     grid: Tuple[int, int]
@@ -65,14 +66,7 @@ class TokenPlaces:
         return kept / total.clamp(min=torch.finfo(kept.dtype).tiny), left_out
 
     def on_grid(self, own: Tensor) -> Tensor:
-        """Returns the probabilities of :meth:`of_patches` between all patches.
-
-        Args:
-            own (Tensor): ``(…, H·W, H·W)``, of windows ``(…, windows, M, M)``.
-
-        Returns:
-            Tensor: ``(…, H·W, H·W)``, 0 between windows.
-        """
+        """Returns the probabilities of :meth:`of_patches` between all patches, ``(…, H·W, H·W)``, 0 between windows."""
         if self.windows is None:
             return own
         windows, among = self.windows.to(own.device), self._of_patches.to(own.device)
@@ -83,13 +77,9 @@ class TokenPlaces:
         return whole
 
     def entropies(self, own: Tensor) -> Tuple[Tensor, float]:
-        """Computes the entropy of each head, and that of attention to all patches alike that a query sees.
+        """Computes the entropy of each head, ``(B, N_h)``, and the largest that it can be, in nats, means over patches.
 
-        Args:
-            own (Tensor): Probabilities, ``(B, N_h, H·W, H·W)``, of windows ``(B, N_h, windows, M, M)``.
-
-        Returns:
-            tuple[Tensor, float]: ``(B, N_h)`` and the largest that it can be, in nats, means over patches.
+        ``own`` are the probabilities of :meth:`of_patches`.
 
         Examples:
             >>> places = TokenPlaces((1, 4), windows=torch.tensor([[0, 1], [2, 3]]))
@@ -111,57 +101,8 @@ class TokenPlaces:
         return patches[:, :, None] & patches[:, None]
 
 
-def vit_attention(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], Dict[str, Tensor]]:
-    """Returns the attention of patches to patches in every layer of a vision transformer.
-
-    Class, distillation and register tokens come before the patches: as many tokens as a layer has beyond the patches
-    of the image are left out at the front, as queries and as keys. So is the padding of windows. The probabilities that
-    a patch gives to patches are renormalized to 1.
-
-    Args:
-        model (nn.Module): A model of timm or mmpretrain, or one with such a backbone: ViT, DeiT, BEiT, EVA, DINOv3,
-            ConViT, Swin and others whose attention is of a class in
-            :data:`~attncnn_plugin.transformers.adapters.ADAPTERS`.
-        images (Tensor): ``(B, C, H, W)``, normalized as for the model.
-
-    Returns:
-        tuple[dict, dict]: By the name of the attention, the probabilities ``(B, N_h, patches, patches)``, 0 between
-        windows, and what patches give to the tokens left out, mean over patches, ``(B, N_h)``.
-
-    Raises:
-        ValueError: The attention is of another class: pooled keys, attention over channels, mixed heads.
-
-    Examples:
-        >>> import timm
-        >>> model = timm.create_model('vit_tiny_patch16_224', img_size=32, embed_dim=12, num_heads=3, depth=1)
-        >>> probs, prefix_mass = vit_attention(model, torch.rand(2, 3, 32, 32))
-        >>> probs['blocks.0.attn'].shape, prefix_mass['blocks.0.attn'].shape
-        (torch.Size([2, 3, 4, 4]), torch.Size([2, 3]))
-    """
-    found, prefix_mass = {}, {}
-
-    def keep(name: str, probs: Tensor, places: TokenPlaces) -> None:
-        own, prefix_mass[name] = places.of_patches(probs)
-        found[name] = places.on_grid(own)
-
-    visit_vit_attention(model, images, keep)
-    return found, prefix_mass
-
-
 def vit_layers(model: nn.Module) -> Dict[str, Any]:
-    """Returns the attention in the blocks of a vision transformer by name, each with ``num_heads``.
-
-    Args:
-        model (nn.Module): See :func:`vit_attention`.
-
-    Raises:
-        ValueError: There is none, or some is of an unknown class.
-
-    Examples:
-        >>> import timm
-        >>> list(vit_layers(timm.create_model('vit_tiny_patch16_224', depth=1)))
-        ['blocks.0.attn']
-    """
+    """Returns the attention in the blocks of a vision transformer by name, see :func:`find_attention`."""
     return {attention.name: attention.module for attention in find_attention(model)}
 
 
@@ -170,13 +111,14 @@ def visit_vit_attention(model: nn.Module, images: Tensor, visit: Visit) -> None:
     """Calls ``visit(name, probs, places)`` for each attention in one pass of the images, in evaluation mode.
 
     Args:
-        model (nn.Module): See :func:`vit_attention`.
+        model (nn.Module): A model of timm or mmpretrain whose attention is of a class in
+            :data:`~attncnn_plugin.transformers.adapters.ADAPTERS`, or one with such a backbone.
         images (Tensor): ``(B, C, H, W)``, normalized as for the model.
         visit (Callable): Takes the name of an attention, its probabilities as the model computes them, float32, and the
             :class:`TokenPlaces` of their queries and keys.
 
     Raises:
-        ValueError: See :func:`vit_attention`.
+        ValueError: The attention is of another class, runs not once, or gives what is not finite.
     """
     _, network = find_transformer(model)
     grid = 0, 0
@@ -208,11 +150,11 @@ def visit_vit_attention(model: nn.Module, images: Tensor, visit: Visit) -> None:
 
     layers = find_attention(model)
     with evaluating(network), ExitStack() as stack:
-        stack.callback(network.patch_embed.register_forward_hook(see_patches).remove)
+        stack.enter_context(network.patch_embed.register_forward_hook(see_patches))
         for attention in layers:
             stack.enter_context(visited_attention(attention.module, partial(visit_probs, attention.name)))
             if attention.adapter.windows is not None:
-                stack.callback(attention.block.register_forward_pre_hook(partial(cut, attention)).remove)
+                stack.enter_context(attention.block.register_forward_pre_hook(partial(cut, attention)))
         network(images)
     wrong = [attention.name for attention in layers if seen.count(attention.name) != 1]
     if wrong:
@@ -221,14 +163,10 @@ def visit_vit_attention(model: nn.Module, images: Tensor, visit: Visit) -> None:
         )
 
 
-@contextmanager
-def visited_attention(module: nn.Module, visit: Callable[[Tensor, Optional[Tensor]], None]) -> Iterator[None]:
-    """Calls ``visit(probs, masked)`` inside, whenever an attention module of another library has run.
+def visited_attention(module: nn.Module, visit: Callable[[Tensor, Optional[Tensor]], None]) -> RemovableHandle:
+    """Calls ``visit(probs, masked)`` whenever attention of another library has run, until the handle is left.
 
-    Args:
-        module (nn.Module): The attention.
-        visit (Callable): Takes its probabilities, ``(B, N_h, N, N)``, of windows ``(B·windows, N_h, M, M)``, and
-            whether a query does not see a key of its window, ``(windows, M, M)``, bool; None where it sees all.
+    ``probs`` are ``(B, N_h, N, N)``, of windows ``(B·windows, N_h, M, M)``; ``masked`` is as in :class:`TokenPlaces`.
 
     Raises:
         TypeError: Its class is unknown.
@@ -239,11 +177,7 @@ def visited_attention(module: nn.Module, visit: Callable[[Tensor, Optional[Tenso
         mask = by_name(module, args[1:], kwargs).get('mask')
         visit(attention.probs(args, kwargs), None if mask is None else mask < 0)
 
-    handle = module.register_forward_hook(see, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return module.register_forward_hook(see, with_kwargs=True)
 
 
 def places_in_windows(
@@ -251,11 +185,7 @@ def places_in_windows(
 ) -> TokenPlaces:
     """Returns the places of the tokens of windows, as they are cut from a grid that is shifted and padded.
 
-    Args:
-        grid (tuple[int, int]): Its height and width.
-        window (tuple[int, int]): Those of a window.
-        shift (tuple[int, int]): By how much the grid is rolled up and left.
-        pads_first (bool): Whether it is padded at the bottom and on the right before it is rolled.
+    The grid is rolled up and left by ``shift``, and padded at the bottom and on the right, before if ``pads_first``.
 
     Examples:
         >>> places_in_windows((1, 3), (1, 2), (0, 1), pads_first=False).windows  # 3 is padding

@@ -1,9 +1,9 @@
-"""What tokens hold of their positions: sines and cosines, and channels in which there is nothing else."""
+"""Positions in tokens: sines and cosines, and channels in which there is nothing else."""
 
 import math
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Tuple
+from typing import Any, Callable, List, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from ..attention.window import shown
 from .adapters import Attention
 from .vision_transformer import find_transformer, grid_of, num_prefix_tokens, patch_convolutions
-
-Call = Tuple[Tuple[Any, ...], Dict[str, Any]]
 
 # Root mean square of the position functions over all channels of a token. That of the content is about 0.6 after a
 # default patch embedding of images of deviation 1. The larger it is, the smaller are the weights that read it, and the
@@ -23,18 +21,13 @@ AMPLITUDE = 2.0
 def sine_cosine_embedding(size: Tuple[int, int], channels: int) -> Tensor:
     """Computes sines and cosines of rows and columns (Vaswani et al. 2017, 3.5, on two axes).
 
-    They have a quarter of the channels each, with the frequencies 10000^(−i/n), i = 0 … n − 1, for n = channels // 4;
-    channels beyond 4n are 0.
+    They have a quarter of the channels each; channels beyond are 0.
 
     Returns:
         Tensor: ``(height*width, channels)``, float64.
-
-    Examples:
-        >>> sine_cosine_embedding((1, 2), 5)  # of rows: 0, of columns: 0 and 1
-        tensor([[0.0000, 1.0000, 0.0000, 1.0000, 0.0000],
-                [0.0000, 1.0000, 0.8415, 0.5403, 0.0000]], dtype=torch.float64)
     """
     quarter = channels // 4
+    # 10000^(−i/n), i = 0 … n − 1
     frequencies = 10000.0 ** (-torch.arange(quarter, dtype=torch.float64) / max(quarter, 1))
     angles = patch_positions(size)[:, :, None] * frequencies
     waves = torch.cat([angles.sin(), angles.cos()], -1).flatten(1)
@@ -85,11 +78,7 @@ def check_new(network: Any) -> None:
 
 
 def position_embedding(network: Any, patches: int) -> Tensor:
-    """Returns the embedding of absolute positions, a view, ``(N, D)``: of the patches, or of prefix tokens and them.
-
-    Raises:
-        ValueError: There is none that is learned, or it is for another number of patches.
-    """
+    """Returns the embedding of absolute positions, a view, ``(N, D)``: of the patches, or of prefix tokens and them."""
     embedding, prefix = getattr(network, 'pos_embed', None), num_prefix_tokens(network)
     shape = tuple(embedding.shape) if isinstance(embedding, nn.Parameter) else ()
     if len(shape) != 3 or shape[0] != 1 or not patches <= shape[1] <= patches + prefix:
@@ -114,11 +103,7 @@ class PositionChannels:
     outputs of the patch embedding, of attention and of the MLPs. They stay random maps to the other directions, and
     training may use those of U again.
 
-    Args:
-        network: The vision transformer; its patch embedding, prefix tokens and position embedding are changed.
-        attentions (list[Attention]): All attention of it; the maps that write into the tokens are changed.
-        number (int): Of directions.
-        generator (torch.Generator): Draws them.
+    ``number`` directions are drawn. The network and all attention of it are changed.
 
     Raises:
         ValueError: A token has too few channels, or the maps that write into it are not found.
@@ -146,7 +131,7 @@ class PositionChannels:
             token.copy_(self._cleared(token))
 
     def _cleared(self, tokens: Tensor) -> Tensor:
-        """Tokens ``(…, D)`` without their part in U."""
+        """Returns tokens ``(…, D)`` without their part in U."""
         return (tokens.double() - self.read(tokens) @ self.directions.T).to(tokens)
 
     def read(self, tokens: Tensor) -> Tensor:
@@ -154,12 +139,7 @@ class PositionChannels:
         return tokens.double() @ self.directions
 
     def hold(self, patches: Tensor, prefix: Tensor) -> None:
-        """Puts functions of the position into the embedding of patches, and constants into the prefix tokens.
-
-        Args:
-            patches (Tensor): ``(patches, number)``.
-            prefix (Tensor): ``(number,)``, the same for all prefix tokens.
-        """
+        """Puts functions of the position into the patches, ``(patches, number)``, constants into all prefix tokens."""
         rows = position_embedding(self.network, len(patches))
         embedded = len(rows) - len(patches)  # prefix tokens that have a position
         rows += (torch.cat([prefix.expand(embedded, -1), patches]) @ self.directions.T).to(rows)
@@ -168,52 +148,44 @@ class PositionChannels:
                 token += (prefix @ self.directions.T).to(token)
 
     def hold_constant(self) -> None:
-        """Puts a constant of norm ``norm`` into the first direction of every patch, by the patch embedding's bias.
-
-        Raises:
-            ValueError: The patch embedding has no bias.
-        """
+        """Puts a constant of norm ``norm`` into the first direction of every patch, by the patch embedding's bias."""
         if self.patches.bias is None:
             raise ValueError(
                 f'the patch embedding of {type(self.network).__name__} has no bias: rotated queries and keys need it'
             )
         self.patches.bias.data += (self.norm * self.directions[:, 0]).to(self.patches.bias)
 
-    def in_turn(self, images: Tensor) -> Iterator[Tuple[Attention, Tensor]]:
-        """Yields each attention with the tokens that it gets, ``(B, N, D)``, once all before it is set.
+    def in_turn(self, images: Tensor, set_heads: Callable[[Attention, Tensor], None]) -> None:
+        """Calls ``set_heads(attention, tokens)`` with the tokens that each attention gets, once all before it is set.
 
         With the position in the tokens LayerNorm makes their content smaller, by √(1 − s) where s is the position's
         share of the squares. So values and MLPs read the content alone, 1/√(1 − s) times as strongly, and begin as
         without the position. That is done here, layer after layer: the shares are those of the images.
-
-        Args:
-            images (Tensor): ``(B, C, H, W)``.
         """
-        of_blocks = calls_of([attention.block for attention in self.attentions], partial(self.network, images))
-        tokens = of_blocks[self.attentions[0].block][0][0]
-        for attention in self.attentions:
-            (_, *others), named = of_blocks[attention.block]
-            run_block = partial(attention.block, tokens, *others, **named)
-            read = calls_of([attention.module], run_block)[attention.module][0][0]
-            self._keep_content(attention.weight('v'), read)
-            yield attention, read
-            for module in mlp_maps(attention)[:-1]:
-                if module.in_features == attention.width:
-                    self._keep_content(module.weight.data, calls_of([module], run_block)[module][0][0])
-            tokens = run_block()
+
+        def set_attention(attention: Attention, module: nn.Module, args: Tuple[Tensor, ...]) -> None:
+            self._keep_content(attention.weight('v'), args[0])
+            set_heads(attention, args[0])
+
+        def set_map(module: Any, args: Tuple[Tensor, ...]) -> None:
+            self._keep_content(module.weight.data, args[0])
+
+        with ExitStack() as stack:
+            for attention in self.attentions:
+                stack.enter_context(attention.module.register_forward_pre_hook(partial(set_attention, attention)))
+                for module in mlp_maps(attention)[:-1]:
+                    if module.in_features == attention.width:
+                        stack.enter_context(module.register_forward_pre_hook(set_map))
+            self.network(images)
 
     def _keep_content(self, weight: Tensor, tokens: Tensor) -> None:
-        """W ← W(I − UUᵀ)/√(1 − s) of a map that reads tokens."""
+        """Sets W ← W(I − UUᵀ)/√(1 − s) of a map that reads tokens."""
         share = self.read(tokens).square().sum() / tokens.double().square().sum()
         weight.copy_(self._cleared(weight) / (1 - share).sqrt())
 
 
 def mlp_maps(attention: Attention) -> List[nn.Linear]:
-    """Returns the linear maps beside an attention in its block: the last one writes into the tokens.
-
-    Raises:
-        ValueError: There is none, or a map that writes has another number of outputs than a token has channels.
-    """
+    """Returns the linear maps beside an attention in its block: the last one writes into the tokens."""
     own = set(attention.module.modules())
     found = [module for module in attention.block.modules() if isinstance(module, nn.Linear) and module not in own]
     if not found or {found[-1].out_features, attention.module.proj.out_features} != {attention.width}:
@@ -221,15 +193,4 @@ def mlp_maps(attention: Attention) -> List[nn.Linear]:
             f'{attention.name} needs an MLP beside it in its {type(attention.block).__name__}, both with a last linear '
             f'map to the {attention.width} channels of a token'
         )
-    return found
-
-
-def calls_of(modules: Iterable[nn.Module], run: Callable[[], Any]) -> Dict[nn.Module, Call]:
-    """Returns what modules are called with when something runs: their positional and their named arguments."""
-    found: Dict[nn.Module, Call] = {}
-    with ExitStack() as stack:
-        for module in modules:
-            hook = module.register_forward_pre_hook(lambda own, *call: found.update({own: call}), with_kwargs=True)
-            stack.callback(hook.remove)
-        run()
     return found

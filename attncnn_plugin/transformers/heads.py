@@ -1,4 +1,4 @@
-"""The heads of attention of other libraries: which entries of which parameter are theirs, and the module without some.
+"""The heads of attention of other libraries: their entries in the parameters, and the module without some.
 
 A state dict carries the number of heads in its shapes, as that of
 :class:`~attncnn_plugin.attention.heads.PrunableHeads` does; :func:`attncnn_plugin.follow_state_dict` takes it.
@@ -6,7 +6,7 @@ A state dict carries the number of heads in its shapes, as that of
 
 import functools
 import logging
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,8 @@ class TransformerHeads(Attention):
     :func:`forward_of_heads` as its ``forward``, an attribute of the module itself; class, names and hooks stay.
 
     Attributes:
-        layout (dict[str, tuple[int, int, int]]): Of each parameter, and each buffer, with entries for single heads: the
-            dimension, the number of maps in it, one after the other, and the entries of a head in each.
+        layout (dict[str, tuple[int, int, int]]): Of each parameter with entries for single heads: the dimension, the
+            number of maps in it, one after the other, and the entries of a head in each.
         built_heads (int): Number of heads that the module was built with, the most that it can load.
     """
 
@@ -42,14 +42,14 @@ class TransformerHeads(Attention):
         layout = {f'{name}.{own}': place for name, place in layout.items() for own in ('weight', 'bias')} | layout
         layout[f'{self.adapter.output}.weight'] = 1, 1, width
         layout.update({name: (dim, 1, 1) for name, dim in self.adapter.tables.items()})
-        self.layout = {name: place for name, place in layout.items() if isinstance(self.part(name), Tensor)}
+        self.layout = {name: place for name, place in layout.items() if isinstance(self.part(name), nn.Parameter)}
 
     def output_entries(self, heads: Sequence[int]) -> Tensor:
-        """The columns of the weight of :attr:`output` that take the outputs of some heads, ``(n,)``."""
+        """Returns the columns of the weight of :attr:`output` that take the outputs of some heads, ``(n,)``."""
         return self.head_entries(heads)[f'{self.adapter.output}.weight'][1]
 
     def head_entries(self, heads: Sequence[int]) -> Dict[str, Tuple[int, Tensor]]:
-        """Of every parameter, and buffer, with entries for single heads: the dimension, and those of these heads."""
+        """Returns the dimension of heads, and the entries of these, of every parameter that has some."""
         found = {}
         for name, (dim, maps, width) in self.layout.items():
             index = torch.arange(maps * self.num_heads * width, device=self.part(name).device)
@@ -96,24 +96,15 @@ class TransformerHeads(Attention):
         self.check_heads(heads, allow_empty)
         self.module.pruned_from = (self.built_heads, self.head_dim)
         entries = self.head_entries([head for head in range(self.num_heads) if head not in heads])
-        for name in self._buffers:
-            self.module.register_buffer(name, self.part(name).index_select(*entries.pop(name)), False)
         replaced = keep_entries(self.module, entries)
         self._set_number(self.num_heads - len(heads))
         return replaced
 
-    @property
-    def _buffers(self) -> List[str]:
-        """The biases beside the maps that are no parameters."""
-        return [name for name in self.layout if not isinstance(self.part(name), nn.Parameter)]
-
     def structure_in(self, state_dict: Mapping[str, Tensor], prefix: str) -> Optional[int]:
-        """The number of heads in a state dict; None where that does not explain the entries, or there are none."""
+        """Returns the number of heads in a state dict; None where none explains the entries, or there are none."""
         counts = set()
         for name, (dim, maps, width) in self.layout.items():
             loaded, own = state_dict.get(prefix + name), self.part(name)
-            if name in self._buffers:
-                continue
             if loaded is None or loaded.ndim != own.ndim:  # without all entries some would be lost
                 return None
             shapes = [list(tensor.shape) for tensor in (loaded, own)]
@@ -137,10 +128,7 @@ class TransformerHeads(Attention):
         self.module.pruned_from = (self.built_heads, self.head_dim)
         logger.info('An attention module takes %d heads in place of %d.', num_heads, self.num_heads)
         for name, (dim, maps, width) in self.layout.items():
-            if name in self._buffers:
-                self.module.register_buffer(name, self.part(name).new_zeros(num_heads * width), False)
-            else:
-                resize_parameter(self.module, name, dim, num_heads * maps * width)
+            resize_parameter(self.module, name, dim, num_heads * maps * width)
         self._set_number(num_heads)
 
     def _set_number(self, num_heads: int) -> None:
@@ -148,6 +136,9 @@ class TransformerHeads(Attention):
         for name, number in (('attn_dim', self.head_dim), ('kv_dim', self.head_dim), ('num_kv_heads', 1)):
             if hasattr(self.module, name):
                 setattr(self.module, name, num_heads * number)
+        for name, bias in [(name, self.part(name)) for name in self.adapter.biases]:
+            if isinstance(bias, Tensor) and not isinstance(bias, nn.Parameter):  # of the keys, always 0
+                self.module.register_buffer(name, bias.new_zeros(num_heads * self.head_dim), False)
         path, _, name = self.adapter.num_heads.rpartition('.')
         setattr(self.module.get_submodule(path), name, num_heads)
         biases: Any = self.part('rel_pos')  # timm's
@@ -169,13 +160,7 @@ def transformer_heads(module: nn.Module) -> Optional[TransformerHeads]:
 
 
 def forward_of_heads(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Computes the output of attention with as many heads as it has, ``(B, N, D)`` from ``(B, N, D)``.
-
-    Args:
-        module (nn.Module): Attention of another library that has lost heads.
-        x (Tensor): Tokens.
-        *args: What else it is called with.
-        **kwargs: That which is named.
+    """Computes the output of attention that has lost heads, ``(B, N, D)``, of tokens ``(B, N, D)``.
 
     Raises:
         ValueError: Something that is added to the scores is for another number of heads.
@@ -206,13 +191,7 @@ def forward_of_heads(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tenso
 def follow_heads(module: nn.Module, state_dict: Mapping[str, Tensor], prefix: str) -> bool:
     """Gives attention of another library as many heads as a state dict has for it.
 
-    Args:
-        module (nn.Module): Any module.
-        state_dict (Mapping[str, Tensor]): With the names of a model.
-        prefix (str): Name of the module with a dot, or empty.
-
-    Returns:
-        bool: Whether it had another number.
+    ``prefix`` is the module's name with a dot, or empty. Returns True if it had another number.
 
     Raises:
         StructureError: The module cannot have as few heads.

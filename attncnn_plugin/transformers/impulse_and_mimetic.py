@@ -56,13 +56,13 @@ def start_mimetic(network: Any, attentions: List[Attention], embeds: bool, gener
 
 
 def _impulses(shift: List[float], size: Tuple[int, int]) -> Tensor:
-    """H[q, k] = 1 at k = q + Δ, where that is in the grid, ``(patches, patches)``."""
+    """Returns H[q, k] = 1 at k = q + Δ, where that is in the grid, ``(patches, patches)``."""
     rows, columns = ((axis[None] - axis[:, None] == d).double() for d, axis in zip(shift, map(torch.arange, size)))
     return torch.kron(rows, columns)
 
 
 def _set_mimetic_values(attentions: List[Attention], generator: torch.Generator) -> None:
-    """W^V W^O ≈ 0.4 (Z − I) of all heads together; their biases become 0."""
+    """Sets W^V W^O ≈ 0.4 (Z − I) of all heads together; their biases become 0."""
     for attention in attentions:
         weight, width = attention.weight('v'), attention.width  # (N_h, d, D)
         if weight.flatten(0, 1).shape[0] != width:
@@ -77,7 +77,7 @@ def _set_mimetic_values(attentions: List[Attention], generator: torch.Generator)
 
 
 def _noise(number: int, width: int, generator: torch.Generator) -> Tensor:
-    """Z, ``(number, D, D)``, float64."""
+    """Draws Z, ``(number, D, D)``, float64."""
     return torch.randn(number, width, width, generator=generator, dtype=torch.float64) / width**0.5
 
 

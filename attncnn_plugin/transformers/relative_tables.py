@@ -28,22 +28,14 @@ def bias_of(network: Any, attention: Attention) -> Optional[Any]:
 
 
 def window_of(bias: Any) -> Tuple[int, int]:
-    """Returns height and width of the window, or of the whole grid, for which a bias is.
-
-    Raises:
-        ValueError: It does not say.
-    """
+    """Returns height and width of the window, or of the whole grid, for which a bias is."""
     if getattr(bias, 'window_size', None) is None:
         raise ValueError(f'{type(bias).__name__} has a position bias, but no window_size that says for which grid')
     return int(bias.window_size[0]), int(bias.window_size[1])
 
 
 def start_relative(network: Any, attention: Attention, alpha: float) -> None:
-    """Sets the position bias of an attention, and its queries.
-
-    Raises:
-        ValueError: The bias is given by something else than a table.
-    """
+    """Sets the position bias of an attention, which has to be a table, and its queries."""
     bias = bias_of(network, attention)
     table, index = (getattr(bias, f'relative_position_{part}', None) for part in ('bias_table', 'index'))
     if not (isinstance(table, nn.Parameter) and table.ndim == 2 and isinstance(index, Tensor)):

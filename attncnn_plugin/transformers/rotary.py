@@ -25,24 +25,24 @@ RIDGE = 1e-5
 def start_rotary(
     network: Any, attentions: List[Attention], alpha: float, images: Tensor, generator: torch.Generator
 ) -> None:
-    """Puts a constant into the tokens, and sets queries and keys of each layer for the tokens that it gets.
-
-    Arguments and errors: see :func:`~attncnn_plugin.transformers.absolute.start_absolute`.
-    """
+    """Puts a constant into the tokens, and sets queries and keys of each layer for the tokens that it gets."""
     size = grid_of(network)
     patches = size[0] * size[1]
     peak = log_share_of_peak(alpha, patches) if num_prefix_tokens(network) else 0.0
     channels = PositionChannels(network, attentions, 1, generator)
     channels.hold_constant()
-    for layer, (attention, tokens) in enumerate(channels.in_turn(images)):
+
+    def set_heads(attention: Attention, tokens: Tensor) -> None:
         # Channel i is rotated with channel i + d/2, or 2i with 2i + 1.
         in_halves = bool(getattr(attention.module, 'rotate_half', False))
-        angles = rotation_angles(network, layer, in_halves, size)
+        angles = rotation_angles(network, attentions.index(attention), in_halves, size)
         pairs = constant_queries_and_keys(angles, attention.shifts.to(angles), alpha, size, peak)
         factor = channels.read(tokens)[:, -patches:, 0].mean()  # the constant after LayerNorm, mean over patches
         scale = attention.head_dim**0.25 / factor
         heads = (torch.cat([x.real, x.imag], -1) if in_halves else torch.view_as_real(x).flatten(-2) for x in pairs)
         attention.set_maps('qk', *(scale * x[..., None] * channels.directions[:, 0] for x in heads))
+
+    channels.in_turn(images, set_heads)
 
 
 def rotation_angles(network: Any, layer: int, in_halves: bool, size: Tuple[int, int]) -> Tensor:
@@ -64,8 +64,8 @@ def constant_queries_and_keys(
     Least squares over the shifts of the grid, weighted by exp(−α‖δ − Δ‖²/2).
 
     Args:
-        angles (Tensor): ``(N_h or 1, patches, d/2)``.
-        shifts (Tensor): ``(N_h, 2)``.
+        angles (Tensor): Those of :func:`rotation_angles`.
+        shifts (Tensor): Δ, ``(N_h, 2)``.
         alpha (float): α.
         size (tuple[int, int]): Of the grid.
         peak (float): The largest score.

@@ -191,7 +191,7 @@ def _check(attention: Attention) -> None:
 
 
 def _encoding(network: Any, attentions: List[Attention]) -> str:
-    """How a network encodes positions: ``'relative'``, ``'rotary'`` or ``'absolute'``."""
+    """Returns how a network encodes positions: ``'relative'``, ``'rotary'`` or ``'absolute'``."""
     if all(bias_of(network, attention) is not None for attention in attentions):
         return 'relative'
     if getattr(network, 'rope', None) is not None:
@@ -225,14 +225,9 @@ def _set_shifts(
 
 
 def random_images(network: Any, seed: int = 0) -> Tensor:
-    """Draws four images whose amplitude falls as 1/f, as that of photos does (Field 1987), of mean 0 and deviation 1.
+    """Draws four images for a network, whose amplitude falls as 1/f, as that of photos does (Field 1987).
 
-    Args:
-        network: A vision transformer; images have its size, channels, type and device.
-        seed (int): Of the noise. Defaults to 0.
-
-    Returns:
-        Tensor: ``(4, channels, height, width)``.
+    They have the mean 0 and the deviation 1.
     """
     height, width = built_for(network, 'img_size', 'init_input_size')
     weight = patch_convolutions(network)[0].weight

@@ -50,25 +50,14 @@ def num_prefix_tokens(network: Any) -> int:
 
 
 def prefix_names(network: Any) -> List[str]:
-    """Returns short names of the tokens before the patches, in their order: ``cls``, ``dist``, ``reg 1``, ….
-
-    Examples:
-        >>> import timm
-        >>> prefix_names(timm.create_model('vit_tiny_patch16_224', depth=1, reg_tokens=2))
-        ['cls', 'reg 1', 'reg 2']
-    """
+    """Returns short names of the tokens before the patches, in their order: ``cls``, ``dist``, ``reg 1``, …."""
     names = [name for name in ('cls', 'dist') if getattr(network, f'{name}_token', None) is not None]
     count = num_prefix_tokens(network)
     return [*names, *(f'reg {i + 1}' for i in range(count - len(names)))][:count]
 
 
 def patch_grid(network: Any, images: Tensor, embedded: Any) -> Tuple[int, int]:
-    """Returns height and width of the grid of patches that images were cut into.
-
-    Args:
-        network: The vision transformer.
-        images (Tensor): ``(B, C, H, W)``.
-        embedded: What its ``patch_embed`` made of them; that of mmpretrain gives the grid, too.
+    """Returns height and width of the grid of patches that images were cut into, which ``patch_embed`` embedded.
 
     Raises:
         ValueError: The model does not cut images into a grid of patches, or the grid has a single one.
@@ -89,11 +78,7 @@ def patch_grid(network: Any, images: Tensor, embedded: Any) -> Tuple[int, int]:
 
 
 def patch_convolutions(network: Any) -> List[nn.Conv2d]:
-    """Returns the convolutions of the patch embedding: the first takes the images, the last makes tokens of patches.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Returns the convolutions of the patch embedding: the first takes the images, the last makes tokens of patches."""
     convolutions = [module for module in network.patch_embed.modules() if isinstance(module, nn.Conv2d)]
     if not convolutions:
         raise ValueError(f'the patch_embed of {type(network).__name__} has no convolution that makes tokens of patches')
@@ -106,11 +91,7 @@ def grid_of(network: Any) -> Tuple[int, int]:
 
 
 def built_for(network: Any, of_timm: str, of_mmpretrain: str) -> Tuple[int, int]:
-    """Returns height and width of what a network was built for, under the names that timm and mmpretrain have for it.
-
-    Raises:
-        ValueError: Its patch embedding has neither.
-    """
+    """Returns height and width of what a network was built for, under timm's or mmpretrain's name for it."""
     size = getattr(network.patch_embed, of_timm, None) or getattr(network.patch_embed, of_mmpretrain, None)
     if size is None:
         raise ValueError(

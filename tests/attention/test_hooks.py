@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
 
-from attncnn_plugin.attention import ImageAttention
+from attncnn_plugin.attention.images import ImageAttention
 from attncnn_plugin.convert import conv_to_mhsa
 
 MODELS = {

@@ -13,8 +13,8 @@ from attncnn_plugin.attention import (
     GeneralizedQuadraticAttention,
     LearnedAttention,
     QuadraticAttention,
-    RelativeTables,
 )
+from attncnn_plugin.attention.positions import RelativeTables
 from attncnn_plugin.attention.shifts import resize_shifts
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}

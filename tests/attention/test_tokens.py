@@ -17,7 +17,6 @@ from attncnn_plugin.attention import (
     LearnedAttention,
     QuadraticAttention,
 )
-from attncnn_plugin.pruning import reset_heads
 
 POSITION_ONLY = {
     'quadratic': QuadraticAttention,
@@ -273,20 +272,6 @@ def test_pruned_and_loaded(kind):
         assert fresh.num_heads == 2 and torch.equal(fresh(x), layer(x))
     with pytest.raises(RuntimeError, match='another width'):
         LAYERS[kind](16, 3).load_state_dict(layer.state_dict(), strict=False)
-
-
-@pytest.mark.parametrize('kind', ['quadratic', *GAUSSIANS])
-def test_reset_heads(kind):
-    """All of a head is drawn anew, and nothing of the others."""
-    layer = LAYERS[kind](8, 3)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.fill_(7)
-    reset_heads(layer, [1])
-    for name, (dim, entries) in layer.head_parameters().items():
-        heads = layer.get_parameter(name).unflatten(dim, (3, entries)).movedim(dim, 0)
-        assert (heads[[0, 2]] == 7).all() and (heads[1] != 7).all(), name
-    assert (layer.value.bias == 7).all()
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from attncnn_plugin.convert import conv_to_patch_mhsa, exact_head_dims, min_heads
-from attncnn_plugin.convert.report import PatchConversionReport
+from attncnn_plugin.convert import conv_to_patch_mhsa, min_heads
+from attncnn_plugin.convert.patches import PatchConversionReport, choose_head_dims
 
 
 @given(patch_convolutions(), st.sampled_from([None, 'exact']), st.integers(1, 5))
@@ -21,7 +21,7 @@ def test_equals_the_convolution(case, head_dim, qk_dim):
     conv, patch, shape = case
     module, report = conv_to_patch_mhsa(conv, patch, head_dim, qk_dim)
     attention = module.attention
-    widths = exact_head_dims(conv, patch) if head_dim == 'exact' else (attention.dim,) * report.num_heads
+    widths = choose_head_dims(conv, patch, 'exact') if head_dim == 'exact' else (attention.dim,) * report.num_heads
     assert report.head_dims == attention.head_dims == widths and max(widths) <= attention.dim
     assert attention.query.weight.shape == (attention.num_heads * qk_dim, attention.dim)
     if not fits(conv, shape):
@@ -57,7 +57,7 @@ def test_report():
 def test_exact_widths_are_the_ranks(kernel, total):
     """The ranks of L21's matrices W^V W^O for 3 channels and patches of 16 pixels, by numpy."""
     conv = nn.Conv2d(3, 3, kernel, padding=kernel // 2, dtype=torch.float64)
-    widths = exact_head_dims(conv, 16)
+    widths = choose_head_dims(conv, (16, 16), 'exact')
     assert sum(widths) == total
     full = conv_to_patch_mhsa(conv, 16)[0].attention.value_matrices()
     assert tuple(np.linalg.matrix_rank(matrix.detach().numpy()) for matrix in full) == widths
@@ -68,14 +68,8 @@ def test_exact_widths_are_enough_but_can_be_more():
     conv = nn.Conv2d(1, 1, 2, padding='same', dilation=2, dtype=torch.float64)
     full = conv_to_patch_mhsa(conv, 3)[0].attention.value_matrices().detach().numpy()
     assert np.linalg.matrix_rank(full).tolist() == [1, 2, 1, 2, 6, 2, 1, 2, 1]
-    assert exact_head_dims(conv, 3) == (1, 3, 1, 3, 9, 3, 1, 3, 1)
-    assert exact_head_dims(nn.Conv2d(3, 1, 3, padding=1), 16)[4] == 256  # fewer pixels are written than read
-
-
-def test_values_of_the_paper():
-    """W^V = I in every head."""
-    attention = conv_to_patch_mhsa(nn.Conv2d(2, 3, 3, padding=1), 2)[0].attention
-    assert torch.equal(attention.value.weight, torch.eye(8).repeat(9, 1))
+    assert choose_head_dims(conv, (3, 3), 'exact') == (1, 3, 1, 3, 9, 3, 1, 3, 1)
+    assert choose_head_dims(nn.Conv2d(3, 1, 3, padding=1), (16, 16), 'exact')[4] == 256  # fewer are written than read
 
 
 def test_construction_of_the_paper_fails_at_the_border():
@@ -129,13 +123,9 @@ def test_errors(kwargs, message):
         conv_to_patch_mhsa(nn.Conv2d(1, 1, 3, padding=1), 4, **kwargs)
 
 
-@pytest.mark.parametrize('conv', [nn.Conv1d(1, 1, 3), nn.ConvTranspose2d(1, 1, 3)])
-def test_other_modules(conv):
+def test_wrong_images_and_modules():
     with pytest.raises(TypeError, match='only nn.Conv2d can become attention over patches'):
-        conv_to_patch_mhsa(conv, 2)
-
-
-def test_wrong_images():
+        conv_to_patch_mhsa(nn.ConvTranspose2d(1, 1, 3), 2)
     module = conv_to_patch_mhsa(nn.Conv2d(3, 3, 3, padding=1), 4)[0]
     with pytest.raises(ValueError, match=r'image of 6x8 pixels cannot be cut into patches of 4x4'):
         module(torch.zeros(1, 3, 6, 8))

@@ -16,8 +16,6 @@ from attncnn_plugin.convert import ConversionReport, conv_to_mhsa
 from attncnn_plugin.convert.fewer_heads import (
     amplification,
     best_probs,
-    positive_direction,
-    positive_vector,
 )
 
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -86,8 +84,8 @@ def test_error_bounds(case):
     attention, report = conv_to_mhsa(conv, num_heads)
     assert isinstance(attention, WindowImageAttention) and attention.num_heads == report.num_heads == num_heads
     assert report.bound == pytest.approx(eckart_young(kernel(conv), num_heads), abs=1e-12)
-    assert report.guarantee == pytest.approx(eckart_young(kernel(conv), num_heads - 1), abs=1e-12)
-    assert report.bound - 1e-12 <= report.relative_error <= report.guarantee + 1e-12
+    guarantee = eckart_young(kernel(conv), num_heads - 1)
+    assert report.bound - 1e-12 <= report.relative_error <= guarantee + 1e-12
 
 
 @given(convs(), st.sampled_from([torch.float64, torch.float32]))
@@ -109,16 +107,6 @@ def test_layer_is_the_approximated_convolution(case, dtype):
     assert (attention(x) - expected).norm() <= 1e-11 * expected.norm()
 
 
-def test_error_on_noise_is_the_reported_one():
-    """White noise through M − M' has the norm ‖M − M'‖ in the mean."""
-    conv = nn.Conv2d(3, 8, 3, bias=False, dtype=torch.float64)
-    x = torch.randn(4, 3, 80, 80, dtype=torch.float64)
-    for num_heads in range(1, 9):
-        attention, report = conv_to_mhsa(conv, num_heads)
-        error = (attention(x) - conv(x)).norm() / conv(x).norm()
-        assert error.item() == pytest.approx(report.relative_error, rel=0.05)
-
-
 @given(convs(), st.sampled_from([(torch.float32, 1e-4), (torch.float16, 0.2), (torch.bfloat16, 0.5)]))
 def test_narrow_layers(case, precision):
     """The heads do not amplify the rounding errors of a narrow dtype too much."""
@@ -126,7 +114,7 @@ def test_narrow_layers(case, precision):
     conv = conv.to(dtype)
     attention, report = conv_to_mhsa(conv, num_heads)
     assert attention.value.weight.dtype == dtype and attention.encoding.weight.dtype == torch.float32
-    assert report.relative_error <= report.guarantee + tolerance / 10
+    assert report.relative_error <= eckart_young(kernel(conv), num_heads - 1) + tolerance / 10
     x = torch.randn(2, conv.in_channels, *[9, 8][: conv.weight.ndim - 2], dtype=torch.float64)
     if conv.bias is not None:
         attention.value.bias.data.zero_()
@@ -145,15 +133,6 @@ def test_kernels_of_known_distributions_are_exact(seed, positions, num_heads):
         assert conv_to_mhsa(conv_with(matrix, 4, positions), heads)[1].relative_error <= 1e-11
 
 
-@given(seeds, st.integers(3, 9), st.integers(1, 7))
-def test_rank_below_num_heads_is_exact(seed, positions, rank):
-    assume(rank + 1 < positions)
-    torch.manual_seed(seed)
-    matrix = torch.randn(positions, rank, dtype=torch.float64) @ torch.randn(rank, 12, dtype=torch.float64)
-    for heads in range(rank + 1, positions):
-        assert conv_to_mhsa(conv_with(matrix, 4, positions), heads)[1].relative_error <= 1e-11
-
-
 def test_positions_without_weights():
     """Causal kernels: a position that is never used gets no attention, and does not stand in the way."""
     matrix = torch.randn(9, 2, dtype=torch.float64).abs() @ torch.randn(2, 12, dtype=torch.float64)
@@ -165,22 +144,14 @@ def test_positions_without_weights():
     assert (attention.float().encoding().flatten(1)[:, 5:] == 0).all()
 
 
-def test_gaussian_heads():
-    """The tails of the heads are tiny, but not on the border: the subspace is as small there."""
-    shifts = torch.arange(-4, 5, dtype=torch.float64)
-    probs = torch.softmax(-((shifts - torch.tensor([[-2.0], [0.0], [1.5]])) ** 2), dim=1)
-    matrix = probs.T @ torch.randn(3, 20, dtype=torch.float64)
-    assert conv_to_mhsa(conv_with(matrix, 4, 9), 3)[1].relative_error <= 1e-12
-    assert conv_to_mhsa(conv_with(matrix.float(), 4, 9), 3)[1].relative_error <= 1e-5
-
-
 @pytest.mark.parametrize('matrix', [[[1.0], [-1.0]], [[-1.0], [2.0], [-1.0]], [[1.0, 0], [0, 1.0], [-1.0, -1.0]]])
 def test_kernels_that_sum_to_zero(matrix):
     """Differences: a head that attends to all positions alike sees nothing."""
     matrix = torch.tensor(matrix, dtype=torch.float64)
     for num_heads in range(1, len(matrix)):
         attention, report = conv_to_mhsa(conv_with(matrix, 1, len(matrix)), num_heads)
-        assert attention.encoding.weight.isfinite().all() and report.relative_error <= report.guarantee + 1e-12
+        assert attention.encoding.weight.isfinite().all()
+        assert report.relative_error <= eckart_young(matrix, num_heads - 1) + 1e-12
         assert num_heads > 1 or report.relative_error == pytest.approx(best_single_distribution(matrix), abs=1e-6)
 
 
@@ -211,43 +182,6 @@ def test_single_head(seed, positions):
     assert report.relative_error == pytest.approx(best_single_distribution(matrix), abs=1e-6)
 
 
-@pytest.mark.parametrize('num_heads', [2, 3, 4])
-def test_search_is_not_beaten_by_chance(num_heads):
-    """Where the bound is out of reach: no random positive vector does better than the one that was found."""
-    matrix = torch.randn(9, 30, dtype=torch.float64)
-    for _ in range(20):  # until the best subspace has no positive vector
-        if positive_vector(torch.linalg.svd(matrix).U[:, :num_heads]) is None:
-            break
-        matrix = torch.randn(9, 30, dtype=torch.float64)
-    report = conv_to_mhsa(conv_with(matrix, 5, 9), num_heads)[1]
-    assert report.bound + 1e-5 < report.relative_error < report.guarantee
-    trials = torch.rand(2000, 9, dtype=torch.float64) ** torch.randint(1, 12, (2000, 1))
-    trials = trials / trials.norm(dim=1, keepdim=True)
-    projected = matrix - trials[:, :, None] * (trials @ matrix)[:, None]
-    rest = torch.linalg.svdvals(projected)[:, num_heads - 1 :].norm(dim=1) / matrix.norm()
-    assert report.relative_error <= rest.min() + 1e-3
-    # And it is near the border: some part of it is bought by moving into the cone.
-    left = torch.linalg.svd(matrix).U
-    p = positive_direction(matrix, left, num_heads)
-    p = p / p.norm()
-    ideal = torch.linalg.svdvals(matrix - torch.outer(p, p @ matrix))[num_heads - 1 :].norm() / matrix.norm()
-    assert (p >= 0).all() and p.min() < 1e-3
-    assert ideal - 1e-9 <= report.relative_error <= ideal + 5e-3
-
-
-def test_amplification_fits_the_dtype():
-    """The wider the dtype, the nearer to linear dependence the heads may come for a smaller error."""
-    torch.manual_seed(1)
-    for _ in range(20):  # until the best subspace has no positive vector
-        matrix = torch.randn(9, 30, dtype=torch.float64)
-        if positive_vector(torch.linalg.svd(matrix).U[:, :3]) is None:
-            break
-    amplifications = [
-        amplification(matrix, best_probs(matrix.to(dtype), 3)) for dtype in (torch.bfloat16, torch.float32)
-    ]
-    assert amplifications[0] <= 20 < amplifications[1]
-
-
 def test_noise_is_not_amplified():
     """The singular vectors beyond the rank of a kernel are noise: no reason for heads that are nearly dependent."""
     for _ in range(10):
@@ -271,8 +205,7 @@ def test_exact_conversion_has_a_report():
     conv = nn.Conv2d(3, 4, 3)
     for attention, report in (conv_to_mhsa(conv), conv_to_mhsa(conv, 9), conv_to_mhsa(conv, num_heads=9)):
         assert isinstance(attention, QuadraticImageAttention)
-        guarantee = pytest.approx(eckart_young(kernel(conv), 8))
-        assert dataclasses.astuple(report) == (9, 0.0, 0.0, guarantee, pytest.approx(800), 0.0, None, None)
+        assert dataclasses.astuple(report) == (9, 0.0, 0.0, pytest.approx(800), 0.0, None, None)
         assert report.output_bound == 0
 
 
@@ -281,39 +214,14 @@ def test_kernel_of_zeros(num_heads):
     conv = nn.Conv2d(2, 3, 3)
     nn.init.zeros_(conv.weight)
     attention, report = conv_to_mhsa(conv, num_heads)
-    assert report == ConversionReport(num_heads, 0.0, 0.0, 0.0, alpha=800.0 if num_heads == 9 else None)
+    assert report == ConversionReport(num_heads, 0.0, 0.0, alpha=800.0 if num_heads == 9 else None)
     x = torch.randn(1, 2, 5, 5)
     torch.testing.assert_close(attention(x), conv(x))
 
 
-def test_without_gradients():
-    conv = nn.Conv2d(2, 3, 3)
-    attention, expected = conv_to_mhsa(conv, 2)
-    with torch.inference_mode():
-        _, report = conv_to_mhsa(conv, 2)
-    assert report == expected
-    assert all(parameter.grad is None for parameter in conv.parameters())
-    assert all(parameter.requires_grad for parameter in attention.parameters())
-    assert not conv_to_mhsa(conv.eval(), 2)[0].training
-
-
-def test_three_axes():
-    conv = nn.Conv3d(2, 3, (2, 1, 3), padding=1, dtype=torch.float64)
-    attention = conv_to_mhsa(conv, 4)[0]
-    x = torch.randn(1, 2, 4, 5, 6, dtype=torch.float64)
-    expected = F.conv3d(x, stored_kernel(attention, conv), conv.bias, padding=1)
-    torch.testing.assert_close(attention(x), expected)
-
-
-@pytest.mark.parametrize('num_heads', [0, -1, 7])
-def test_num_heads_out_of_range(num_heads):
-    with pytest.raises(ValueError, match=f'num_heads is {num_heads}, .* 6 positions .* from 1 to 6'):
-        conv_to_mhsa(nn.Conv2d(1, 1, (2, 3)), num_heads)
-
-
-@pytest.mark.parametrize('num_heads', [2.0, '2', True])
-def test_num_heads_is_no_integer(num_heads):
-    with pytest.raises(TypeError, match=f'num_heads is {num_heads!r}, .* from 1 to 6'):
+@pytest.mark.parametrize('num_heads', [0, -1, 7, 2.0, '2', True])
+def test_wrong_num_heads(num_heads):
+    with pytest.raises(ValueError, match=f'num_heads={num_heads!r} must be an integer from 1 to 6, the positions'):
         conv_to_mhsa(nn.Conv2d(1, 1, (2, 3)), num_heads)
 
 

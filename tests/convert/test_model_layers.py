@@ -1,4 +1,4 @@
-"""Which layers of a model are meant, and what is refused: an error that names it, and nothing is changed."""
+"""The layers of a model that are meant, and what is refused: an error that names it, and nothing is changed."""
 
 import copy
 
@@ -7,7 +7,7 @@ import torch
 from helpers.cnns import CONVOLUTIONS, small_cnn
 from torch import nn
 
-from attncnn_plugin.attention import ImageAttention
+from attncnn_plugin.attention.images import ImageAttention
 from attncnn_plugin.convert import attention_to_convs, convs_to_attention
 
 
@@ -89,14 +89,6 @@ def own_forward(model):
     return model
 
 
-def norm_by(wrap):
-    def change(model):
-        wrap(model.stage[1].conv1)
-        return model
-
-    return change
-
-
 def ddp(model):
     class Wrapper(nn.parallel.DistributedDataParallel):
         def __init__(self, module):
@@ -106,85 +98,55 @@ def ddp(model):
     return Wrapper(model)
 
 
-REFUSED = {
-    'no such name': (None, 'stage.0.conv3', {}, ValueError, r"'stage\.0\.conv3' matches nothing.* stem, stage"),
-    'no such glob': (None, 'layer4.*', {}, ValueError, r"layers='layer4\.\*' matches nothing in the model"),
-    'one of several': (None, ['stem', 'layer4.*'], {}, ValueError, r"'layer4\.\*' matches nothing"),
-    'other modules': (None, '*.bn?', {}, ValueError, r'matches stage\.0\.bn1, stage\.1\.bn1, but no convolution'),
-    'predicate': (None, lambda name, module: False, {}, ValueError, 'chooses none of the convolutions of the model'),
-    'batch norm': (None, 'norm', {}, ValueError, "layers='norm' is a BatchNorm2d and no convolution$"),
-    'container': (None, 'stage', {}, ValueError, r"'stage' is a Sequential and no convolution: stage\.\* are all"),
-    'nothing': (None, [], {}, ValueError, r'layers=\[\] names no layer'),
-    'number': (None, 4, {}, TypeError, 'layers=4 must be names or globs'),
-    'numbers': (None, ['stem', 4], {}, TypeError, r"layers=\['stem', 4\] must be names or globs"),
-    'root': (
-        lambda model: model.stem,
-        '*',
-        {},
-        TypeError,
-        r'bare convolution, Conv2d: conv_to_mhsa\(model\)',
-    ),
-    'no convolution': (lambda model: model.norm, '*', {}, ValueError, 'BatchNorm2d without convolutions'),
+def normed(model):
+    nn.utils.parametrizations.weight_norm(model.stage[1].conv1)
+    return model
+
+
+REFUSED = {  # what becomes of the model, the layers that are named, the type of the error and its message
+    'no such name': (None, 'stage.0.conv3', ValueError, r"'stage\.0\.conv3' matches none of .* stem, stage"),
+    'one of several': (None, ['stem', 'layer4.*'], ValueError, r"'layer4\.\*' matches none"),
+    'other modules': (None, '*.bn?', ValueError, 'matches none of the convolutions of the model'),
+    'predicate': (None, lambda name, module: False, ValueError, 'chooses none of the convolutions of the model'),
+    'container': (None, 'stage', ValueError, r"'stage' matches none .*a glob such as 'layer4\.\*' stands for all"),
+    'nothing': (None, [], ValueError, 'layers names no layer'),
+    'numbers': (None, ['stem', 4], TypeError, r"layers=\['stem', 4\] must be names, globs"),
+    'root': (lambda model: model.stem, '*', ValueError, 'Conv2d without convolutions inside: .*conv_to_mhsa converts'),
+    'no convolution': (lambda model: model.norm, '*', ValueError, 'BatchNorm2d without convolutions'),
     'transposed': (
         lambda model: with_layer(nn.ConvTranspose2d(3, 4, 3)),
         '*',
-        {},
         TypeError,
         'stem cannot be converted: conv is a ConvTranspose2d',
     ),
     'lazy': (
         lambda model: with_layer(nn.LazyConv2d(4, 3)),
         'stem',
-        {},
         ValueError,
         'stem is a LazyConv2d without weights yet',
     ),
-    'shared': (shared, '*', {}, ValueError, r'stage\.0\.conv1 is the same module as stage\.1\.conv1'),
-    'shared, one': (shared, 'stage.1.conv1', {}, ValueError, r'stage\.1\.conv1 is the same module as stage\.0\.conv1'),
-    'shared block': (
-        shared_block,
-        'stage.0.*',
-        {},
-        ValueError,
-        r'stage\.0\.conv1 is the same module as stage\.1\.conv1',
-    ),
-    'weight': (tied, '*.1.conv1', {}, ValueError, r'stage\.0\.conv1\.weight and stage\.1\.conv1\.weight are one'),
-    'bias': (tied_bias, '*', {}, ValueError, r'stage\.0\.bn1\.bias and stage\.1\.conv2\.bias are one'),
+    'shared': (shared, 'stage.1.conv1', ValueError, r'stage\.1\.conv1 is the same module as stage\.0\.conv1'),
+    'shared block': (shared_block, 'stage.0.*', ValueError, r'stage\.0\.conv1 is the same module as stage\.1\.conv1'),
+    'weight': (tied, '*.1.conv1', ValueError, r'stage\.0\.conv1\.weight and stage\.1\.conv1\.weight are one'),
+    'bias': (tied_bias, '*', ValueError, r'stage\.0\.bn1\.bias and stage\.1\.conv2\.bias are one'),
     'reader': (
         lambda model: with_layer(Adapter(model.stem)),
         '*',
-        {},
         ValueError,
         r'stem\.conv shares a parameter, stem\.weight and stem\.conv\.weight are one',
     ),
-    **{
-        register: (hooked(register), '*', {}, ValueError, r'stage\.1\.conv1 has hooks or a forward of its own')
-        for register in (
-            'register_forward_hook',
-            'register_forward_pre_hook',
-            'register_full_backward_hook',
-            'register_full_backward_pre_hook',
-        )
-    },
-    'forward': (own_forward, '*', {}, ValueError, r'stage\.1\.conv1 has hooks or a forward of its own'),
-    'tensor hook': (tensor_hooked, '*', {}, ValueError, r'stage\.1\.conv1\.weight has hooks'),
-    'weight norm': (
-        norm_by(nn.utils.parametrizations.weight_norm),
-        '*',
-        {},
-        ValueError,
-        r'stage\.1\.conv1 has parametrizations, .*remove_parametrizations',
-    ),
-    'older norm': (norm_by(nn.utils.spectral_norm), '*', {}, ValueError, r'stage\.1\.conv1 has hooks'),
-    'wrapped': (ddp, '*', {}, ValueError, r'model is a Wrapper.*convert its \.module'),
-    'heads': (None, '*', dict(num_heads=2), ValueError, r'stage\.0\.conv2 cannot be converted: num_heads is 2'),
-    'alpha': (None, '*', dict(alpha=-1.0), ValueError, r'stem cannot be converted: alpha=-1\.0 must be'),
+    'hook': (hooked('register_forward_hook'), '*', ValueError, r'stage\.1\.conv1 has hooks, parametrizations or a'),
+    'backward hook': (hooked('register_full_backward_hook'), '*', ValueError, r'stage\.1\.conv1 has hooks'),
+    'forward': (own_forward, '*', ValueError, r'stage\.1\.conv1 has hooks, parametrizations or a forward of its own'),
+    'tensor hook': (tensor_hooked, '*', ValueError, r'stage\.1\.conv1\.weight has hooks'),
+    'weight norm': (normed, '*', ValueError, r'stage\.1\.conv1 has hooks, parametrizations.*remove_parametrizations'),
+    'wrapped': (ddp, '*', ValueError, r'model is a Wrapper.*convert its \.module'),
 }
 
 
 @pytest.mark.parametrize('case', REFUSED)
 def test_refused_and_nothing_is_changed(case):
-    change, layers, arguments, error, message = REFUSED[case]
+    change, layers, error, message = REFUSED[case]
     model = small_cnn()
     model = model if change is None else change(model)
     model.train()
@@ -193,10 +155,8 @@ def test_refused_and_nothing_is_changed(case):
     modes = [module.training for module in modules.values()]
     parameters = dict(model.named_parameters(remove_duplicate=False))
     values = {} if case == 'lazy' else copy.deepcopy(model.state_dict())
-    random = torch.random.get_rng_state()
     with pytest.raises(error, match=message):
-        convs_to_attention(model, layers, **arguments)
-    assert torch.equal(torch.random.get_rng_state(), random)
+        convs_to_attention(model, layers)
     assert dict(model.named_modules(remove_duplicate=False)) == modules
     assert [module.training for module in modules.values()] == modes
     found = dict(model.named_parameters(remove_duplicate=False))
@@ -224,15 +184,14 @@ def without_heads(model):
 
 
 BACK = {
-    'nothing': (lambda model: small_cnn(), {}, ValueError, 'Sequential without attention that was a convolution'),
-    'root': (
-        lambda model: model.stem,
+    'nothing': (
+        lambda model: small_cnn(),
         {},
-        TypeError,
-        r'bare attention layer.*mhsa_to_conv\(model, kernel_size\)',
+        ValueError,
+        'Sequential without attention inside that was a convolution',
     ),
+    'root': (lambda model: model.stem, {}, ValueError, 'without attention inside .*mhsa_to_conv converts a bare one'),
     'tolerance': (None, dict(tolerance=-1), ValueError, 'tolerance=-1 must be at least 0'),
-    'not a number': (None, dict(tolerance=float('nan')), ValueError, 'tolerance=nan must be'),
     'moved': (no_longer, {}, ValueError, r'1 of 6 layers are no convolution .*tolerance=1e-06: stage\.0\.conv1; the'),
     'shared': (shared, {}, ValueError, r'stage\.0\.conv1 is the same module as stage\.1\.conv1'),
     'hooks': (hooked('register_forward_hook'), {}, ValueError, r'stage\.1\.conv1 has hooks'),
@@ -244,6 +203,20 @@ BACK = {
     ),
     'no heads': (without_heads, {}, ValueError, 'stem cannot be converted: layer has num_heads=0'),
 }
+
+
+@pytest.mark.parametrize(
+    'settings, message',
+    [
+        (dict(num_heads=2), r'stage\.0\.conv2 cannot be converted: num_heads=2'),
+        (dict(alpha=-1.0), 'stem cannot .*alpha=-1'),
+    ],
+)
+def test_settings_of_a_layer_are_refused(settings, message):
+    model = small_cnn()
+    with pytest.raises(ValueError, match=message):
+        convs_to_attention(model, '*', **settings)
+    assert not converted(model)
 
 
 @pytest.mark.parametrize('case', BACK)

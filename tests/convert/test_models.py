@@ -9,7 +9,7 @@ from helpers.cnns import CONVOLUTIONS, small_cnn
 from helpers.convolutions import relative_error
 from torch import nn
 
-from attncnn_plugin.attention import ImageAttention
+from attncnn_plugin.attention.images import ImageAttention
 from attncnn_plugin.convert import attention_to_convs, conv_to_mhsa, convs_to_attention
 
 

@@ -16,7 +16,10 @@ from attncnn_plugin.convert import ConvFit
 
 RENAMED = {}  # parts of parameters' names, {old: new}
 FIELDS_RENAMED = {}  # of reports, {old: new}
-CHANGED = ('* / fewer: *',)  # fewer heads than positions: another construction with the same guarantee
+CHANGED = (
+    '* / fewer: *',  # fewer heads than positions: another construction with the same guarantee
+    *('*: guarantee', '*: query_residual', '*: query_rank'),  # fields of reports that are no more
+)
 GONE = {  # cases that the package has no more, {glob: reason}
     **{f'start {n} *': 'impulses: shifts in the released order, where they were random' for n in (2, 6, 38, 42)},
     **{f'start {n} *': "shifts='in turn' is no option" for n in range(3, 52, 4)},
@@ -45,6 +48,8 @@ class Now(Package):
             if name == 'error':
                 return report.bound if isinstance(report, ConvFit) else report.relative_error
             return len(report.coefficients) if isinstance(report, ConvFit) else report.num_heads
+        if name in ('guarantee', 'query_residual', 'query_rank'):
+            return 0.0
         return super().field(report, FIELDS_RENAMED.get(name, name))
 
     def parameters(self, module):

@@ -3,10 +3,11 @@
 from torch import nn
 
 from attncnn_plugin import attention as layers
+from attncnn_plugin.attention.window import Window
 from attncnn_plugin.convert import conv_to_mhsa, conv_to_patch_mhsa, mhsa_to_conv
 
 CONV = nn.Conv2d(4, 6, 3, padding=1)
-WINDOW = layers.Window.of(CONV)
+WINDOW = Window.of(CONV)
 LAYERS = {
     'quadratic': lambda: layers.QuadraticAttention(4, 3),
     'generalized': lambda: layers.GeneralizedQuadraticAttention(4, 3),

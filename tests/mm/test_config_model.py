@@ -50,7 +50,7 @@ def load(folder, **options):
 def test_files_are_read_as_the_test_set_reads_them(folder):
     loaded = load(folder)
     assert not loaded.model.training and loaded.meta == dict(epoch=7)
-    assert (loaded.in_channels, loaded.img_size, loaded.grid) == (3, (16, 16), (8, 8))
+    assert (loaded.img_size, loaded.grid) == ((16, 16), (8, 8))
     images = [loaded.read(folder / f'data/class{i // 3}/{i}.png') for i in range(6)]
     assert all(torch.equal(image, loaded.test_set[i]['inputs']) for i, image in enumerate(images))
     assert all(torch.equal(image, images[2 * i]) for i, image in enumerate(loaded.test_images(3)))

@@ -58,7 +58,6 @@ def test_data_set_that_cannot_be_downloaded(tool, no_network, repository, tmp_pa
         ('visualization/attention_explorer.py', ['x.pth', '3']),
         ('model_converters/prune_heads.py', ['x.pth', 'y.pth', '--heads', '{0: [1]}']),
         ('model_converters/conv_to_attention.py', ['x.pth', 'y.pth']),
-        ('learning_rates.py', ['--lr', '1']),
     ],
 )
 def test_config_that_is_not_there(tool, arguments, repository, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from mmengine.runner import load_checkpoint
 from torch import nn
 
 from attncnn_plugin import follow_state_dict
-from attncnn_plugin.attention import ImageAttention
+from attncnn_plugin.attention.images import ImageAttention
 from attncnn_plugin.convert import convs_to_attention
 
 SETTINGS = dict(content='additive', alpha=6.0)

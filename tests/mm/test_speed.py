@@ -1,7 +1,7 @@
 """bfloat16 on CPUs, and channels last."""
 
 import torch
-from mmengine.config import Config
+from helpers.two_phases import small_config
 from mmengine.hooks import Hook
 from mmengine.optim import build_optim_wrapper
 from mmengine.runner import Runner
@@ -39,30 +39,14 @@ def test_channels_last_in_a_training(repository, tmp_path):
     outcomes = {}
     for name, hook in (('last', dict(type='ChannelsLastHook')), ('first', None)):
         for epochs in (1, 2):
-            config = Config.fromfile(repository / 'configs/resnet18_to_attention_digits.py')
-            config.merge_from_dict(
-                {
-                    'model.backbone': dict(
-                        _delete_=True,
-                        type='ResNet_CIFAR',
-                        depth=18,
-                        in_channels=1,
-                        stem_channels=4,
-                        base_channels=4,
-                    ),
-                    'model.head.in_channels': 32,
-                    'optim_wrapper.optimizer': dict(_delete_=True, type='SGD', lr=0.01, momentum=0.9, weight_decay=0.0),
-                    'train_dataloader.dataset.indices': 24,
-                    'train_dataloader.batch_size': 8,
-                    'val_dataloader.dataset.indices': 8,
-                    'custom_hooks': [] if hook is None else [hook],
-                    'train_cfg.max_epochs': epochs,
-                    'work_dir': str(tmp_path / name),
-                    'log_level': 'ERROR',
-                    'experiment_name': f'{tmp_path.name}-{name}-{epochs}',
-                    'resume': epochs == 2,
-                }
-            )
+            config = small_config(repository, tmp_path / name, 'resnet18_to_attention_digits', resume=epochs == 2)
+            backbone = dict(type='ResNet_CIFAR', depth=18, in_channels=1, stem_channels=4, base_channels=4)
+            config.model.backbone = backbone
+            config.model.head.in_channels = 32
+            config.optim_wrapper.optimizer = dict(type='SGD', lr=0.01, momentum=0.9, weight_decay=0.0)
+            config.custom_hooks = [] if hook is None else [hook]
+            config.train_cfg.max_epochs = epochs
+            config.param_scheduler = None
             runner = Runner.from_cfg(config)
             formats = Formats()
             runner.register_hook(formats)

@@ -11,9 +11,7 @@ import pytest
 import torch
 from helpers.small import small_timm
 from mmengine.config import Config
-from mmengine.dist import master_only
 from mmengine.hooks import Hook
-from mmengine.registry import MODEL_WRAPPERS
 from mmengine.runner import Runner
 from mmpretrain.registry import HOOKS
 
@@ -193,25 +191,6 @@ def test_heads_keep_their_numbers_when_others_are_pruned(pruned):
     assert loaded.head_numbers == dict(zip(LAYERS, ([0, 2], [0, 1, 2])))
 
 
-def test_a_resumed_run_goes_on_with_the_numbers(pruned, repository, tmp_path):
-    work_dir, whole = pruned
-    config = config_of(
-        repository,
-        tmp_path,
-        'sa_generalized_digits',
-        [PRUNED, HOOK],
-        epochs=3,
-        resume=True,
-        load_from=str(work_dir / 'epoch_2.pth'),
-    )
-    runner = train(with_stripes(config, [1]))
-    for head in (0, 2):
-        assert np.allclose(read_centers(tmp_path)[LAYERS[0]][head], read_centers(work_dir)[LAYERS[0]][head][2:])
-    assert 1 not in read_centers(tmp_path)[LAYERS[0]]
-    state = runner.model.state_dict()
-    assert all(torch.equal(value, state[key]) for key, value in whole.model.state_dict().items())
-
-
 def test_cmhsa_is_shown_from_its_transition_on(repository, tmp_path):
     config = config_of(repository, tmp_path, 'cmhsa3_digits', epochs=3)
     config.model.backbone.num_layers = 2
@@ -263,34 +242,6 @@ def test_self_supervised_learning_with_several_views(repository, tmp_path):
     config.val_dataloader = config.val_cfg = config.val_evaluator = None
     train(config)
     assert list(read_centers(tmp_path)) == LAYERS
-
-
-def test_other_ranks_do_nothing(monkeypatch):
-    monkeypatch.setattr('mmengine.dist.utils.is_main_process', lambda *args: False)
-    monkeypatch.setattr('mmengine.dist.is_main_process', lambda *args: False)
-    ran = []
-    master_only(lambda: ran.append(1))()
-    assert not ran  # the way in which another rank is played here does work
-    hook = AttentionVisualizationHook()
-    for stage in ('before_train', 'after_train_epoch', 'after_train'):
-        getattr(hook, stage)(None)  # a runner would be used
-
-
-def test_a_model_in_a_wrapper(repository, tmp_path):
-    class Wrapper(torch.nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
-
-    MODEL_WRAPPERS.register_module(name='AttentionTestWrapper', module=Wrapper, force=True)
-    runner = train(config_of(repository, tmp_path, hooks=[HOOK], epochs=1))
-    hook = next(hook for hook in runner.hooks if isinstance(hook, AttentionVisualizationHook))
-    with torch.no_grad():
-        runner.model.backbone.blocks[0].attn.encoding.center[0] = torch.tensor([1.0, -2.0])
-    runner.model = Wrapper(runner.model)
-    hook._show(runner, 7, draw=False)
-    runner.visualizer.close()
-    assert read_centers(tmp_path)[LAYERS[0]][0][-1].tolist() == [7, 1, -2]
 
 
 @pytest.mark.parametrize('settings', [dict(interval=0), dict(interval=1.5), dict(num_images=0)])
@@ -366,20 +317,3 @@ def test_vision_transformers(kind, repository, tmp_path):
         if kind == 'SwinTransformer':  # a single query would show its place in its window
             centers = torch.tensor([head.center for head in reports[name].heads])
         assert np.allclose([recorded[name][head][-1, 1:] for head in range(4)], centers.numpy(), atol=1e-5)
-
-
-def test_heads_of_a_transformer_keep_their_numbers(repository, tmp_path):
-    """When others are pruned between two epochs."""
-    prune = dict(type='HeadPruningHook', epochs=[1], num_batches=1, criteria=[dict(type='importance', keep=5)])
-    runner = train_vit(repository, tmp_path, 'VisionTransformer', [prune, HOOK], 2)
-    (log,) = tmp_path.glob('*/*.log')
-    removed = next(line for line in log.read_text().splitlines() if 'Removed heads' in line)
-    removed = json.loads(removed[removed.index('{') : removed.index('}') + 1].replace("'", '"'))
-    left = {
-        name: [head for head in range(4) if head not in removed.get(name, [])] for name in shown_layers(runner.model)
-    }
-    assert sum(map(len, left.values())) == 5
-    numbers = runner.message_hub.runtime_info['attention_heads']
-    assert numbers == left and any(heads != list(range(len(heads))) for heads in left.values())
-    for name, heads in read_centers(tmp_path).items():
-        assert [head for head, way in heads.items() if way[-1, 0] == 2] == left[name]

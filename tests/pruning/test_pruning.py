@@ -94,8 +94,7 @@ def test_numbers_of_the_paper():
 @pytest.mark.parametrize(
     'heads, message',
     [
-        ({0: [3]}, r'heads=\[3\] must be different heads from 0 to 2'),
-        ({0: [0, 0]}, r'heads=\[0, 0\] must be different'),
+        ({0: [0, 0]}, r'heads=\[0, 0\] must be different heads from 0 to 2'),
         ({0: [-1]}, r'heads=\[-1\] must be'),
         ({2: [0]}, 'heads of 2 are to be removed, but there are 0 attention layers of that name or block'),
         ({0: [1], 1: [0, 1, 2]}, r'heads=\[0, 1, 2\] are all heads of the layer'),
@@ -176,29 +175,17 @@ def test_gradients_go_along():
     assert not layer.value.weight.requires_grad and layer.encoding.center.requires_grad
 
 
-def test_uniform_heads_go_into_the_bias():
-    """Uniform attention has the same output at every query: its mean is all there is."""
+def test_mean_outputs_of_heads():
     layer = QuadraticAttention(4, 3, dtype=torch.float64)
-    with torch.no_grad():
-        layer.encoding.sqrt_precision[1] = 0
     images = [torch.randn(2, 5, 4, 4, dtype=torch.float64) + 3 for _ in range(2)]
-    x = images[0][:1]
-    expected = layer(x)
-    pruned, corrected = copy.deepcopy(layer), copy.deepcopy(layer)
-    pruned.prune_heads([1])
-    with head_means([corrected]) as (means,):
-        corrected(x)
-    fold_into_bias(corrected, [1], means.mean)
-    corrected.prune_heads([1])
-    assert torch.allclose(corrected(x), expected, atol=1e-12)
-    assert (pruned(x) - expected).abs().max() > 0.1
-
     with head_means([layer]) as (means,):
         for image in images:
             layer(image)
     layer(images[0])  # no longer counted
     heads = torch.einsum('hqk,bkc->bqhc', layer.attention_probs((5, 4)), torch.cat(images).flatten(1, 2))
     assert torch.allclose(means.mean, heads.mean((0, 1)).flatten()) and means.size == (5, 4)
+    with head_means([layer]) as (means,), pytest.raises(ValueError, match='mean output of the heads is not finite'):
+        fold_into_bias(layer, [1], means.mean)
     with pytest.raises(ValueError, match='has no bias'):
         fold_into_bias(with_outputs(QuadraticAttention(4, 3), 4, bias=False), [1], means.mean)
 
@@ -249,44 +236,13 @@ def test_compiled_without_some_heads(name):
 @pytest.mark.parametrize(
     'other, message',
     [
-        (
-            dict(embed_dim=12),
-            r'blocks.0.attn.value.weight of the state dict has shape \(12, 36\), that of the model '
-            r'\(16, 48\): no number of heads explains it, so the model has another width',
-        ),
+        (dict(embed_dim=12), r'value.weight of the state dict has shape \(12, 36\), that of the model \(16, 48\): no'),
         (dict(num_heads=4), 'blocks.0.attn has 4 heads in the state dict, but num_heads=3 in the model'),
-        (dict(depth=3), 'Unexpected key.* "blocks.2.attn.value.weight"'),
     ],
 )
 def test_what_cannot_be_loaded(other, message):
     with pytest.raises(RuntimeError, match=message):
         small_timm('sa_quadratic_cifar').load_state_dict(small_timm('sa_quadratic_cifar', **other).state_dict())
-
-
-def spoiled(key, spoil=None):
-    """The state dict of a model, and an entry of it changed, or left out."""
-    state = small_timm('sa_quadratic_cifar').state_dict()
-    value = state.pop(f'blocks.0.attn.{key}')
-    return state if spoil is None else {**state, f'blocks.0.attn.{key}': spoil(value)}
-
-
-@pytest.mark.parametrize(
-    'state, message',
-    [
-        (
-            spoiled('encoding.center', lambda x: x[:2]),
-            'blocks.0.attn in the state dict have different numbers of heads',
-        ),
-        (
-            spoiled('value.weight', lambda x: x.T),
-            r'value.weight of the state dict has shape \(48, 16\), that of the mode',
-        ),
-        (spoiled('value.weight'), 'Missing key.* "blocks.0.attn.value.weight"'),
-    ],
-)
-def test_damaged_state_dicts(state, message):
-    with pytest.raises(RuntimeError, match=message):
-        small_timm('sa_quadratic_cifar').load_state_dict(state)
 
 
 def test_a_state_dict_without_some_of_the_parameters():
@@ -297,17 +253,6 @@ def test_a_state_dict_without_some_of_the_parameters():
     with pytest.raises(RuntimeError, match='size mismatch'):
         model.load_state_dict({name: pruned.state_dict()[name]}, strict=False)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-
-
-def test_a_network_of_plain_layers():
-    network = nn.Sequential(QuadraticAttention(4, 3), LearnedAttention(4, 3))
-    state = copy.deepcopy(network).state_dict()
-    network[1].prune_heads([2])
-    other = nn.Sequential(QuadraticAttention(4, 3), LearnedAttention(4, 3))
-    other.load_state_dict(network.state_dict())
-    assert [layer.num_heads for layer in other] == [3, 2]
-    other.load_state_dict(state)
-    assert [layer.num_heads for layer in other] == [3, 3]
 
 
 @pytest.mark.parametrize('groups', [1, 2, 4])

@@ -14,6 +14,7 @@ from attncnn_plugin.transformers import init_as_convolution
 from attncnn_plugin.visualization import plot_attention_centers, plot_attention_distance, plot_attention_probs
 from attncnn_plugin.visualization.style import image_of
 
+BOUNDS = dict(absolute=0.05, relative=1e-6, rotary=0.08)  # of the total variation on random images
 MODELS = [*OF_TIMM, *OF_MMPRETRAIN]
 FULL_SIZE = {
     **dict.fromkeys(NAMES, dict(img_size=224)),
@@ -39,7 +40,8 @@ def test_full_size(name):
     """The models that people have, as they come, at 224 x 224 pixels."""
     model = new_vit(name, **FULL_SIZE[name])
     model.eval()  # some of mmpretrain's give None
-    init_as_convolution(model)
+    for layer in init_as_convolution(model).layers:
+        assert max(head.total_variation for head in layer.heads) < BOUNDS[layer.encoding]
     check_everything(model, torch.randn(1, 3, 224, 224))
 
 

@@ -14,9 +14,9 @@ from helpers.images import write_images
 pytest.importorskip('matplotlib')
 
 from attncnn_plugin import follow_state_dict, visualization
+from attncnn_plugin.analysis import attention_maps
 from attncnn_plugin.loaded_model import TimmModel
 from attncnn_plugin.pruning import head_importance, prunable_heads
-from attncnn_plugin.transformers.attention import vit_attention
 from attncnn_plugin.weights import example_images
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=2)
@@ -93,9 +93,8 @@ def test_figures(options, tool, monkeypatch):
     ((args, kwargs),) = drawn
     loaded = loaded_model()
     images = loaded.inputs([loaded.image(options[2])]) if options[1] == '--image' else loaded.some_inputs('images', 9)
-    expected, _ = vit_attention(loaded.model, images)
-    for layer, probs in expected.items():
-        assert torch.allclose(args[0][layer].probs, probs.mean(0), atol=1e-6)
+    for layer, maps in attention_maps(loaded.model, images).items():
+        assert torch.allclose(args[0][layer].probs, maps.probs, atol=1e-6)
     if options[0] == 'probabilities':
         assert args[1:] == ([1, 2], 3)
 
@@ -174,7 +173,6 @@ def test_mistakes(path, options, message, tool, capsys):
         ('visualization/attention_explorer.py', [], '--model-kwargs'),
         ('analysis_tools/analyze_heads.py', [], '--cfg-options'),
         ('model_converters/conv_to_attention.py', [], '--cfg-options'),
-        ('learning_rates.py', ['c.py', '--lr', '1'], '--cfg-options'),
         ('reproduce.py', ['C20-1'], '--cfg-options'),
     ],
 )

@@ -1,54 +1,14 @@
-"""Which models can be started, and what is said of the others."""
+"""Models that can start as a convolution, and what is said of the others."""
 
 import pytest
 import timm
 import torch
-from helpers.starts import NAMES, small_vit
+from helpers.starts import small_vit
 from helpers.vits import OF_MMPRETRAIN, OF_TIMM, WITH_MLP, new_vit, output_of
 from timm.layers.attention import Attention
 from torch import nn
 
 from attncnn_plugin.transformers import init_as_convolution, set_sine_cosine_embedding
-
-# Total variation on random images at most, in every head of every layer.
-BOUNDS = dict(absolute=0.05, relative=1e-6, rotary=0.08)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('name', NAMES)
-def test_start_and_a_step(name):
-    """The models as timm has them; a step brings the loss down."""
-    torch.manual_seed(0)
-    model = timm.create_model(name, pretrained=False, num_classes=4)
-    report = init_as_convolution(model)
-    depth = sum('attn.proj.weight' in parameter for parameter, _ in model.named_parameters())
-    assert len(report.layers) == depth
-    worst = max(head.total_variation for layer in report.layers for head in layer.heads)
-    assert worst < BOUNDS[report.layers[0].encoding]
-    images, labels = torch.randn(4, 3, 224, 224), torch.arange(4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    losses = []
-    for _ in range(2):
-        loss = nn.functional.cross_entropy(model(images), labels)
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert losses[1] < losses[0]
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name != 'mask_token':
-            assert torch.isfinite(parameter.grad).all(), parameter_name
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_small_ones(name):
-    settings = dict(depth=None, depths=(1, 1), num_heads=(2, 4), window_size=3) if 'swin' in name else {}
-    model = nn.Sequential(small_vit(name, (6, 6), embed_dim=64, double=False, **settings))  # one inside of another
-    report = init_as_convolution(model)
-    names = [name for name, _ in model.named_modules() if name.endswith('.attn')]
-    assert [layer.name for layer in report.layers] == names
-    assert all(head.total_variation < 0.1 for layer in report.layers for head in layer.heads)
-    nn.functional.cross_entropy(model(torch.randn(4, 3, 24, 24)), torch.arange(4)).backward()
 
 
 @pytest.mark.parametrize(
@@ -164,7 +124,8 @@ def test_under_autocast(name):
 def test_patches_of_a_cnn():
     """Of a hybrid model, whose images go through other convolutions first."""
     model = timm.create_model('vit_tiny_r_s16_p8_224', pretrained=False, img_size=64, depth=1)
-    report = init_as_convolution(model)
+    report = init_as_convolution(nn.Sequential(model))  # one inside of another
+    assert [layer.name for layer in report.layers] == ['0.blocks.0.attn']
     assert all(head.total_variation < 0.1 for head in report.layers[0].heads)
 
 

@@ -19,7 +19,7 @@ from attncnn_plugin.analysis.layer_maps import shown_layers
 from attncnn_plugin.analysis.observed_attention import observed_attention
 from attncnn_plugin.pruning import prunable_heads, prune_heads
 from attncnn_plugin.transformers.adapters import ADAPTERS, Attention, adapter_of
-from attncnn_plugin.transformers.attention import TokenPlaces, visit_vit_attention, visited_attention, vit_attention
+from attncnn_plugin.transformers.attention import TokenPlaces, visit_vit_attention, visited_attention
 
 VIT, BEIT, SWIN = 'vit_tiny_patch16_224', 'beit_base_patch16_224', 'swin_tiny_patch4_window7_224'
 MODELS = [*OF_TIMM, *OF_MMPRETRAIN, *OTHERS]
@@ -151,11 +151,10 @@ def test_padding_of_windows_is_left_out():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    found, left_out = vit_attention(model, torch.randn(1, 3, 20, 20))
-    (probs,), (mass,) = found.values(), left_out.values()
-    assert torch.allclose(probs[0, 0].sum(1), torch.ones(25))
+    (maps,) = attention_maps(model, torch.randn(1, 3, 20, 20)).values()
+    assert torch.allclose(maps.probs[0].sum(1), torch.ones(25))
     inside = (16 * 1 + 2 * 4 * 1 / 4 + 1 / 16) / 25  # of whole windows, of those with 4 of 16 tokens, of that with one
-    assert mass.item() == pytest.approx(1 - inside, abs=1e-6)
+    assert maps.prefix_mass.item() == pytest.approx(1 - inside, abs=1e-6)
 
 
 def test_places_of_windows():
@@ -185,20 +184,6 @@ def test_pruned_heads(name):
     assert [report.num_heads for report in head_report(model, images).layers] == [0, 2] + [3] * (len(others) - 1)
 
 
-@pytest.mark.parametrize('name', ['beit_base_patch16_224', 'swin_tiny_patch4_window7_224'])
-def test_one_way_for_all_models(name):
-    """The functions for this package's models take the others too."""
-    model, images = small_vit(name), torch.randn(3, 3, 32, 32)
-    probs, _ = vit_attention(model, images)
-    maps = attention_maps(model, images)
-    assert list(maps) == list(probs) == list(shown_layers(model))
-    for name, own in maps.items():
-        assert torch.allclose(own.probs, probs[name].mean(0), atol=1e-6)
-        assert own.probs.shape[1:] == (math.prod(own.grid),) * 2
-    with pytest.raises(ValueError, match='of type ResNet, has no attention layers .* and is no vision transformer'):
-        shown_layers(timm.create_model('resnet18'))
-
-
 @pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'swin_tiny_patch4_window7_224', 'VisionTransformer'])
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
 def test_models_in_half_precision(name, dtype):
@@ -211,18 +196,20 @@ def test_models_in_half_precision(name, dtype):
 
 
 def test_what_cannot_be_shown():
+    with pytest.raises(ValueError, match='of type ResNet, has no attention layers .* and is no vision transformer'):
+        shown_layers(timm.create_model('resnet18'))
     with pytest.raises(
         ValueError, match=r'gives no grid of at least 2 patches for images of 32x32: its grid is \(1, 1\)'
     ):
-        vit_attention(small_vit(VIT, patch_size=32), torch.randn(1, 3, 32, 32))
+        attention_maps(small_vit(VIT, patch_size=32), torch.randn(1, 3, 32, 32))
     twice = small_vit(VIT)
     twice.blocks[1].attn = twice.blocks[0].attn
     with pytest.raises(ValueError, match='blocks.0.attn of a VisionTransformer runs 2 times, but once was needed'):
-        vit_attention(twice, torch.randn(1, 3, 32, 32))
+        attention_maps(twice, torch.randn(1, 3, 32, 32))
     model = small_vit('vit_tiny_patch16_224')
     torch.nn.init.constant_(model.blocks[1].attn.qkv.weight, float('nan'))
     with pytest.raises(ValueError, match='the probabilities of blocks.1.attn are not finite: the parameters of model'):
-        vit_attention(model, torch.randn(1, 3, 32, 32))
+        attention_maps(model, torch.randn(1, 3, 32, 32))
 
 
 class LargestTensor(TorchDispatchMode):
@@ -255,8 +242,10 @@ def test_images_in_a_pass(name):
     model.patch_embed.register_forward_pre_hook(lambda _, args: passes.append(len(args[0])))
     means = attention_maps(model, images)
     assert passes == [4, 1]
-    for layer, probs in vit_attention(model, images)[0].items():
-        assert torch.allclose(means[layer].probs, probs.mean(0), atol=1e-6)
+    of_images = [attention_maps(model, image[None]) for image in images]
+    for layer, own in means.items():
+        assert torch.allclose(own.probs, sum(maps[layer].probs for maps in of_images) / 5, atol=1e-6)
+        assert own.probs.shape[1:] == (math.prod(own.grid),) * 2
 
 
 def test_criteria_of_pruning_in_half_precision():
