@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, eq=False)
 class Successor:
-    """What took the place of a parameter.
+    """The parameters that took the place of another.
 
     Attributes:
         parameters (dict[str, Parameter]): The new parameters by their names in the model; empty where the old one is
@@ -45,7 +45,7 @@ def number_of_parameters(module: nn.Module) -> int:
 
 @dataclass(frozen=True, eq=False)
 class LayerChange:
-    """What became of a layer.
+    """A layer that changed.
 
     Attributes:
         name (str): Its name in the model.
@@ -64,7 +64,7 @@ class LayerChange:
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """What became of a model. It is true if a layer changed; as a string it is a table of the layers.
+    """The layers of a model that changed. It is true if there are any; as a string it is their table.
 
     Attributes:
         layers (tuple[LayerChange, ...]): The layers that changed, in the order of the model.

@@ -41,7 +41,8 @@ class ImageAttention(PrunableHeads):
 
     Attributes:
         value (nn.Linear | GroupedLinear): The channels of all heads to ``out_channels``, by groups.
-        settings (dict[str, Any]): Arguments of :func:`~attncnn_plugin.convert.conv_to_mhsa` for such a layer.
+        settings (dict[str, Any]): Arguments of :func:`~attncnn_plugin.convert.conv_to_mhsa` for such a layer, with as
+            many heads as it was built with.
         from_conv (callable | None): Converts the state dict of the convolution that the layer was made from,
             ``{'weight': …, 'bias': …}``, to one of the layer, given the layer and its name in the model; it raises
             ``ValueError`` for one of another convolution. None where the layer was not made from one.

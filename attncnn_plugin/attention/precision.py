@@ -16,13 +16,13 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def widest_float(tensor: Tensor) -> torch.dtype:
-    """float64 where the tensor's device has it."""
+    """Returns float64 where the tensor's device has it."""
     return torch.float32 if tensor.device.type == 'mps' else torch.float64
 
 
 @torch.compiler.assume_constant_result  # torch 2.6 cannot trace it
 def has_autocast(device_type: str) -> bool:
-    """Whether autocast is there for a kind of device: the meta device, for one, has none."""
+    """Says if autocast is there for a kind of device: the meta device, for one, has none."""
     return torch.amp.is_autocast_available(device_type)
 
 

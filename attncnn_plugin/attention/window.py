@@ -83,7 +83,7 @@ class Window:
 
     def shifts(self) -> Tensor:
         """Returns δ of every kernel position, row-major, ``(K, ndim)``."""
-        axes = [torch.arange(k) * d - a for k, d, a in zip(self.kernel_size, self.dilation, self.anchor)]
+        axes = [torch.arange(k, device='cpu') * d - a for k, d, a in zip(self.kernel_size, self.dilation, self.anchor)]
         return torch.cartesian_prod(*axes).reshape(-1, self.ndim)
 
     def padding_of(self, axis: int, size: int) -> Tuple[int, int]:

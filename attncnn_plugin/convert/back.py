@@ -19,7 +19,7 @@ ROUNDING = 1e-12  # of least squares: a head on one pixel has the coefficients 1
 
 @dataclass(frozen=True, eq=False)
 class ConvFit:
-    """How well a convolution replaces an attention layer on a grid of ``size``.
+    """The error of a convolution in the place of an attention layer, on a grid of ``size``.
 
     The fit leaves E_h = P_h − Σ_δ c_{h,δ} S_δ of head h. With V_h, its slice of the value matrix, the output error of a
     query q satisfies

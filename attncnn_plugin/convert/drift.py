@@ -1,4 +1,4 @@
-"""How far the outputs of a model move when attention replaces its convolutions; the model stays as it was."""
+"""Compares the outputs of a model before and after a conversion; the model stays as it was."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Which shifts heads can express, and with which values they are a convolution (Cordonnier et al. 2020 (C20), Lemma 3).
+"""Finds the shifts that heads can express, and values that make them a convolution (Cordonnier et al. 2020, Lemma 3).
 
 Heads with maps P_h and matrices V_h are Σ_h P_h ⊗ V_h, a convolution is Σ_δ S_δ ⊗ W_δ with (S_δ x)_q = x_{q+δ}. Where
 each S_δ is a combination Σ_h Φ_hδ P_h of the maps, V_h = Σ_δ Φ_hδ W_δ makes them equal: C20's W^SA = W^conv Φ.
@@ -31,7 +31,7 @@ Attention = TypeVar('Attention', bound=Union[GridAttention, ImageAttention])
 
 @dataclass(frozen=True, eq=False)
 class Expressibility:
-    """Which shifts of a kernel lie in the span of a layer's attention maps.
+    """The shifts of a kernel that lie in the span of a layer's attention maps.
 
     The layer can be every convolution whose weights are 0 at the missing shifts. A single one whose weights are not can
     be in the span all the same: :func:`~attncnn_plugin.convert.fit_values` finds that out.
@@ -154,7 +154,7 @@ def _window_of(kernel_size: Union[int, Sequence[int]]) -> Window:
 
 @dataclass(frozen=True, eq=False)
 class ValueFit:
-    """How near heads with fitted values come to a convolution on a grid of ``size``.
+    """The error of heads with fitted values as a convolution on a grid of ``size``.
 
     Relative errors are ‖Σ_h P_h ⊗ V_h − Σ_δ S_δ ⊗ W_δ‖/‖Σ_δ S_δ ⊗ W_δ‖ in the Frobenius norm, with V_h as stored: for
     white noise, the root mean square of the error of the outputs, relative to that of the outputs without bias.

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from ..attention.patches import PatchAttention, WindowBias, image_to_patches, patches_to_image
 from ..attention.window import Window, per_axis
+from ..change import number_of_parameters
 from .convolutions import block_diagonal
 
-ATTN_BIAS = 40.0  # M: e^−40 is nothing beside 1 in float64 and float32 alike
+ATTN_BIAS = 40.0  # M: e^−40 is 4e-18, less than the rounding of 1 in float64
 
 Pair = Tuple[int, int]
 
@@ -257,8 +258,8 @@ def conv_to_patch_mhsa(
     )
     attend_like_convolution(attention, conv, (rows, columns))
     module = PatchConvolutionAttention(attention, (rows, columns), out_patch_size).train(conv.training)
-    before, after = (sum(parameter.numel() for parameter in made.parameters()) for made in (conv, module))
-    return module, PatchConversionReport(len(shifts), shifts, attention.head_dims, before, after)
+    sizes = number_of_parameters(conv), number_of_parameters(module)
+    return module, PatchConversionReport(len(shifts), shifts, attention.head_dims, *sizes)
 
 
 @torch.no_grad()

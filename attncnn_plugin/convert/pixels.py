@@ -42,7 +42,7 @@ NEGLIGIBLE = 40.0  # e^−40 is below the rounding error of float64
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """How near attention over pixels comes to its convolution.
+    """The error of attention over pixels as its convolution.
 
     Relative errors are ‖M − M'‖/‖M‖ in the Frobenius norm, and 0 for a kernel of zeros. M is the kernel of the
     convolution, a row for each of its K positions. M' is that of the attention, with a row for each pixel that a head
@@ -180,7 +180,8 @@ def conv_to_mhsa(
     share, pixels = 1.0, attention.window.shifts()  # of the probabilities by position, and δ of what heads see
     if isinstance(attention, ContentImageAttention):
         limit, key = plain.in_channels**-0.5, attention.key.weight
-        key.copy_(torch.empty(key.shape, dtype=torch.float32).uniform_(-limit, limit, generator=generator))
+        drawn = torch.empty(key.shape, dtype=torch.float32, device='cpu')  # where the generator is
+        key.copy_(drawn.uniform_(-limit, limit, generator=generator))
         attention.query.weight.zero_()
         if attention.gate is not None:
             attention.gate.fill_(HARD_GATE if alpha is None else SHARED_GATE)
@@ -246,10 +247,10 @@ def check_settings(
         return settings
     if qk_dim is None:
         qk_dim = max(LEAST_QK_DIM, math.ceil(conv.in_channels / num_heads))
-    if qk_dim < 1:
-        raise ValueError(f'qk_dim={qk_dim} must be at least 1')
+    if type(qk_dim) is not int or qk_dim < 1:
+        raise ValueError(f'qk_dim={shown(qk_dim)} must be a number of channels, at least 1')
     size = _checked_window_size(window, position, window_size)
-    return {**settings, 'content': content, 'window_size': size, 'qk_dim': int(qk_dim)}
+    return {**settings, 'content': content, 'window_size': size, 'qk_dim': qk_dim}
 
 
 def _checked_window_size(

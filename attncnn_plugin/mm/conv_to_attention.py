@@ -29,7 +29,7 @@ ADVICE = (
 
 @dataclass(frozen=True, eq=False)
 class Conversion:
-    """What becomes attention, and how.
+    """The convolutions of a backbone that become attention, and the settings.
 
     Attributes:
         backbone (dict): The config of the backbone of convolutions.
@@ -43,7 +43,7 @@ class Conversion:
 
 
 class ConvToAttention:
-    """What :func:`conv_to_attention` adds to the class of a backbone.
+    """Adds the two phases to the class of a backbone, see :func:`conv_to_attention`.
 
     Attributes:
         conversion (Conversion): What becomes attention, and how.

@@ -6,6 +6,7 @@ from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
 from torch import nn
 
+from ..change import number_of_parameters
 from ..pruning import prunable_heads
 from ..training import HeadPruner, parts_in_phases
 from .follow_state_dict import FollowStateDictHook
@@ -136,7 +137,7 @@ class HeadPruningHook(FollowStateDictHook):
         )
 
     def _remove(self, runner, model: nn.Module, judged) -> None:
-        before = sum(p.numel() for p in model.parameters())
+        before = number_of_parameters(model)
         layers = prunable_heads(model)
         without_bias = [name for name in judged.heads if layers[name].output.bias is None]
         if self.bias_correction and without_bias:
@@ -154,5 +155,5 @@ class HeadPruningHook(FollowStateDictHook):
         for averaged in averages:
             refresh_average(averaged)
         wrap_again(runner, compile=True)
-        after = sum(p.numel() for p in model.parameters())
+        after = number_of_parameters(model)
         runner.logger.info(f'Removed heads {judged.heads}: {before:,} parameters became {after:,}')

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..attention.heads import PrunableHeads
 from ..attention.images import GroupedLinear, ImageAttention
 from ..attention.tokens import GridAttention
-from ..change import Change, LayerChange, Successor, within
+from ..change import Change, LayerChange, Successor, number_of_parameters, within
 from ..transformers.adapters import unknown_class
 from ..transformers.relative_tables import SHARED_BIASES
 from ..transformers.transformer_heads import TransformerHeads, transformer_heads
@@ -100,19 +100,15 @@ def prune_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]
         check_prunable(model, name, layers[name])
         layers[name].check_heads(indices, allow_empty)
     replaced: Dict[nn.Parameter, Successor] = {}
-    changes, before = [], _parameters_of(model)
+    changes, before = [], number_of_parameters(model)
     for name, layer in layers.items():
         if named.get(name):
             module, count = model.get_submodule(name), layer.num_heads
-            of_layer = _parameters_of(module)
+            of_layer = number_of_parameters(module)
             replaced.update(within(name, layer.prune_heads(named[name], allow_empty)))
             was, now = (f'{number} head' + 's' * (number != 1) for number in (count, layer.num_heads))
-            changes.append(LayerChange(name, was, now, of_layer, _parameters_of(module)))
-    return Change(tuple(changes), before, _parameters_of(model), replaced)
-
-
-def _parameters_of(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+            changes.append(LayerChange(name, was, now, of_layer, number_of_parameters(module)))
+    return Change(tuple(changes), before, number_of_parameters(model), replaced)
 
 
 def layer_name(model: nn.Module, layers: Mapping[str, Heads], key: Union[str, int]) -> str:

@@ -520,3 +520,11 @@ def test_following_says_what_became_of_the_parameters():
     assert {id(p) for group in optimizer.param_groups for p in group['params']} == {id(p) for p in model.parameters()}
     named = {name: p for successor in change.replaced.values() for name, p in successor.parameters.items()}
     assert all(model.get_parameter(name) is p for name, p in named.items())
+
+
+def test_transition_without_memory():
+    """W^K is drawn where its generator is, on the CPU, whatever the default device is."""
+    with torch.device('meta'):
+        model = small_cmhsa(phase='conv')
+        model.to_attention(torch.Generator(device='cpu'))
+    assert model.phase == 'attn' and all(p.is_meta for p in model.parameters())
