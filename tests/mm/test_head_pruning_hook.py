@@ -166,7 +166,8 @@ def test_bias_correction(repository, tmp_path, start):
 
 def test_by_what_heads_attend_to(repository, tmp_path):
     """A head without queries is uniform, in means over training images; its output, here a constant, stays."""
-    config = frozen(config_of(repository, tmp_path, dict(epochs=[0], criteria=['entropy'], num_batches=2)))
+    hook = dict(epochs=[0], criteria=['entropy'], num_batches=2)
+    config = frozen(config_of('VisionTransformer', repository, tmp_path, hook))
     runner, images = Runner.from_cfg(config), torch.randn(4, 1, 16, 16)
     with torch.no_grad():
         for parameter in runner.model.backbone.parameters():
