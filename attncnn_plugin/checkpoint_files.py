@@ -8,7 +8,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 import numpy as np
 import torch
@@ -52,10 +52,11 @@ def _statistics_method(owner: Any, name: str) -> Callable:
     raise pickle.UnpicklingError(f'the checkpoint asks for the attribute {name!r} of {owner!r}')
 
 
+CHECK_VARIABLE = 'ATTNCNN_CHECK_CHECKPOINTS'
 PACKAGE_SCHEME = 'attncnn://'
 
 
-def load_from_local(filename: str, map_location=None, *, mmap: bool = False) -> dict:
+def load_from_local(filename: str, map_location=None, *, mmap: bool = False, check: Optional[bool] = None) -> dict:
     """Loads a local checkpoint file; nothing in it is run.
 
     Importing :mod:`attncnn_plugin.mm.safe_loading` makes this function mmengine's loader of local files. Every file is
@@ -66,6 +67,8 @@ def load_from_local(filename: str, map_location=None, *, mmap: bool = False) -> 
         filename (str): The file; ``~`` is the home folder.
         map_location: As in :func:`torch.load`. Defaults to None.
         mmap (bool): Whether tensors stay in the file until they are used. Defaults to False.
+        check (bool, optional): Whether checksums are compared, which costs about what reading the file costs.
+            Defaults to None, means that the environment variable ``ATTNCNN_CHECK_CHECKPOINTS`` is not ``0``.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -75,12 +78,14 @@ def load_from_local(filename: str, map_location=None, *, mmap: bool = False) -> 
     path = os.path.expanduser(filename)
     if not os.path.isfile(path):
         raise FileNotFoundError(f'{filename} can not be found.')
+    if check is None:
+        check = os.environ.get(CHECK_VARIABLE, '1') != '0'
     with open(path, 'rb') as file:  # a file without permission is no damaged one
         is_zip = file.read(4) == b'PK\x03\x04'
     register_safe_globals()  # again: another library's ``torch.serialization.safe_globals`` may have removed them
     is_whole = False
     try:
-        is_whole = is_zip and _compare_checksums(path)
+        is_whole = check and is_zip and _compare_checksums(path)
         loaded = torch.load(path, map_location, weights_only=True, mmap=mmap and is_zip)
     except Exception as error:  # damage makes PyTorch raise anything
         raise pickle.UnpicklingError(f'{filename} {_reason(error, is_whole)}') from error
@@ -89,7 +94,7 @@ def load_from_local(filename: str, map_location=None, *, mmap: bool = False) -> 
             f'{filename} holds a {type(loaded).__name__}, but a checkpoint is a dictionary of weights, or '
             "one that has them as its 'state_dict'"
         )
-    if not is_whole:
+    if check and not is_whole:
         warnings.warn(f'{filename} has no checksums: damage to its weights is not noticed', stacklevel=2)
     return loaded
 

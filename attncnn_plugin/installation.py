@@ -27,7 +27,12 @@ def config_path(name: str) -> str:
     """
     path = MIM / 'configs' / name
     if not path.is_file():
-        raise FileNotFoundError(f'name={name!r} is no config of attncnn_plugin, which are in {MIM / "configs"}')
+        folder = MIM / 'configs'
+        patterns = ('*.py', 'downstream/*.py', 'pretrained/*.py', 'small/*.py')
+        found = [path for pattern in patterns for path in folder.glob(pattern)]
+        paths = [path.relative_to(folder) for path in found]
+        known = sorted(path.as_posix() for path in paths)
+        raise FileNotFoundError(f'name={name!r} is no config of attncnn_plugin, which are {known}')
     return str(path)
 
 
@@ -50,3 +55,14 @@ def import_problem() -> Optional[str]:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip('.')
         return f'mmpretrain cannot be imported with the versions that are installed ({reason}): {INSTALL}'
     return None
+
+
+def require_mmpretrain() -> None:
+    """Does nothing if mmpretrain can be imported.
+
+    Raises:
+        ImportError: It cannot; the message says why and what to install.
+    """
+    problem = import_problem()
+    if problem is not None:
+        raise ImportError(problem)

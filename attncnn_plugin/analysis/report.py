@@ -38,7 +38,6 @@ from .nearest_convolution import (
 )
 from .shift_statistics import Shift, ShiftMaps, mean_distance, moments, nearest_shifts, shift_shares, window_mass
 
-TOLERANCE = 1e-6
 HARD = 0.9  # share of its nearest shift from which a head is hard
 UNIFORM = BY_POSITION['entropy'].threshold  # relative entropy above which a head is uniform
 ZOOM = 3  # shares of the shifts −3 … 3, as C20's Figure 5
@@ -50,7 +49,7 @@ def head_report(
     model: nn.Module,
     images: Optional[Tensor] = None,
     size: Optional[Sequence[int]] = None,
-    tolerance: float = TOLERANCE,
+    tolerance: float = 1e-6,
 ) -> 'HeadReport':
     """Reports what the heads of each layer of a model do.
 
@@ -118,7 +117,7 @@ def head_report(
 
 @torch.no_grad()
 def layer_report(
-    maps: AttentionMaps, name: str = '', layer: Optional[AttentionLayer] = None, tolerance: float = TOLERANCE
+    maps: AttentionMaps, name: str = '', layer: Optional[AttentionLayer] = None, tolerance: float = 1e-6
 ) -> 'LayerReport':
     """Reports what the heads of given attention maps do.
 

@@ -27,6 +27,14 @@ def read_centers(run: Union[str, Path]) -> Dict[str, Dict[int, np.ndarray]]:
 
     Raises:
         FileNotFoundError: A run without a log.
+
+    Examples:
+        >>> import tempfile
+        >>> log = Path(tempfile.mkdtemp()) / 'scalars.json'
+        >>> center = {'attention/blocks.0/head2/center_row': 1.5, 'attention/blocks.0/head2/center_column': 0}
+        >>> _ = log.write_text(json.dumps({**center, 'step': 7}))
+        >>> read_centers(log)
+        {'blocks.0': {2: array([[7. , 1.5, 0. ]])}}
     """
     axes: Dict[str, Dict[int, Dict[str, np.ndarray]]] = {}
     for name, values in read_scalars(run).items():

@@ -59,11 +59,6 @@ class Expressibility:
         """Returns the (row, column) shifts that cannot be expressed."""
         return [(row, column) for row, column in self.shifts[~self.expressible].tolist()]
 
-    @property
-    def all_expressible(self) -> bool:
-        """Returns whether the layer can express every convolution of the kernel size."""
-        return bool(self.expressible.all())
-
     def __str__(self) -> str:
         rows, columns = (len(set(axis)) for axis in self.shifts.T.tolist())
         count = f'{int(self.expressible.sum())} of {len(self.shifts)} shifts of {rows}x{columns} can be expressed'

@@ -82,8 +82,9 @@ def observed_layers(model: nn.Module, images: Tensor) -> List[Layer]:
             probs, beside = probs.masked_fill(keys == patches, 0), _outside((probs * (keys == patches)).sum(-1))
             if places.masked is not None:
                 keys = keys.masked_fill(places.masked.cpu().flatten(0, 1)[where], patches)
-        axes = [range(n) for n in places.grid]
-        data = found.setdefault(name, _layer(probs.shape[0], places.grid, axes, others[: places.prefix], keys))
+        data = found.setdefault(
+            name, _layer(len(probs), places.grid, [*map(range, places.grid)], others[: places.prefix], keys)
+        )
         if data['heads']:
             data['parts'].setdefault('attention', []).append(_packed_part(probs, beside))
 
@@ -122,13 +123,12 @@ def _layer(
     keys: Optional[Tensor] = None,
     centers: Optional[List[List[float]]] = None,
 ) -> Layer:
-    rows, columns = places
     return {
         'heads': heads,
         'centers': centers,
         'grid': list(size),
-        'rows': list(rows),
-        'columns': list(columns),
+        'rows': list(places[0]),
+        'columns': list(places[1]),
         'others': list(others),
         'keys': None if keys is None else packed(keys.numpy().astype(np.int32)),
         'parts': {},

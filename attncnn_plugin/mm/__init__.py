@@ -3,11 +3,9 @@
 :mod:`~attncnn_plugin.mm.safe_loading` alone does more; it is not imported here.
 """
 
-from ..installation import MIM, import_problem
+from ..installation import MIM, require_mmpretrain
 
-problem = import_problem()
-if problem is not None:
-    raise ImportError(problem)
+require_mmpretrain()
 
 from mmengine.runner import CheckpointLoader  # noqa: E402
 from mmpretrain import ModelHub  # noqa: E402

@@ -21,6 +21,7 @@ from ..attention.state_dicts import without_prefix
 from ..loaded_model import LoadedModel, evenly_spread, rgb_picture
 from ..structure import follow_state_dict
 from .runner import HEAD_NUMBERS
+from .tools import read_config
 
 
 class ConfigModel(LoadedModel):
@@ -45,7 +46,7 @@ class ConfigModel(LoadedModel):
 
     def __init__(self, path: str, checkpoint: str, options: Optional[dict] = None) -> None:
         self.name = path
-        self.config: Config = Config.fromfile(path)
+        self.config: Config = read_config(path)
         self.config.merge_from_dict(options or {})
         init_default_scope(self.config.get('default_scope', 'mmpretrain'))
         preprocessor = self.config.get('data_preprocessor')

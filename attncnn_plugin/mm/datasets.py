@@ -50,13 +50,15 @@ def balanced_subset(dataset: Union[BaseDataset, dict], num_images: int, seed: in
         raise ValueError(f'num_images={num_images!r} of BalancedSubset must be a number of images, at least 1')
     dataset.full_init()
     labels = np.array([_label(dataset, i) for i in range(len(dataset))], dtype=int)
-    counts = np.bincount(labels, minlength=len(dataset.metainfo.get('classes') or ()))
-    fewest = int(counts.min(initial=len(labels)))
-    most = len(counts) * fewest
+    names = dataset.metainfo.get('classes') or ()
+    counts = np.bincount(labels, minlength=len(names))  # classes may have one name, as cranes
+    rarest = counts.argmin() if len(counts) else 0
+    most = len(counts) * int(counts.min(initial=len(labels)))
     if num_images > most:
+        name = names[rarest] if rarest < len(names) else rarest
         raise ValueError(
             f'num_images={num_images} of BalancedSubset must be at most {most}: the dataset has {len(labels)} images '
-            f'in {len(counts)} classes, and {fewest} of one of them'
+            f'in {len(counts)} classes, and {counts[rarest] if len(counts) else 0} of the class {name}'
         )
     # In a random order of all images: the first one of every class, then the second one of every class, …
     order = np.random.default_rng(seed).permutation(len(labels))
@@ -159,20 +161,38 @@ class FlipAndShift(ClsDataPreprocessor):
         self.shift = shift
 
     def forward(self, data: dict, training: bool = False) -> dict:
-        """Flips and shifts the images of a batch, stacked or in a list, in training; then normalizes them."""
+        """Flips and shifts the images in training, then normalizes them.
+
+        Args:
+            data (dict): Of the data loader: ``'inputs'`` are images of (C, H, W), stacked or in a list.
+            training (bool): Whether to flip and shift. Defaults to False.
+
+        Returns:
+            dict: As the model takes it.
+        """
         inputs = data['inputs']
         images = self.cast_data(inputs if isinstance(inputs, Tensor) else torch.stack(list(inputs)))
         if training:
-            images = _flip_and_shift(images, self.flip, self.shift)
+            images = flip_and_shift(images, self.flip, self.shift)
         return super().forward({**data, 'inputs': images}, training)
 
 
-def _flip_and_shift(images: Tensor, flip: float, shift: int) -> Tensor:
-    """Flips and shifts each image of ``(B, C, H, W)``; the channels are last in memory then, as CPUs want them."""
+def flip_and_shift(images: Tensor, flip: float, shift: int, generator: Optional[torch.Generator] = None) -> Tensor:
+    """Flips and shifts each image of a batch.
+
+    Args:
+        images (Tensor): ``(B, C, H, W)``.
+        flip (float): Probability that an image is flipped horizontally.
+        shift (int): The most pixels by which it is shifted along each axis; zeros come in.
+        generator (torch.Generator, optional): Of the random numbers. Defaults to None, means PyTorch's own of the CPU.
+
+    Returns:
+        Tensor: ``(B, C, H, W)``, with the channels last in memory, as convolutions on CPUs want them.
+    """
     number, _, height, width = images.shape
-    first_row, first_column = torch.randint(2 * shift + 1, (2, number, 1))
+    first_row, first_column = torch.randint(2 * shift + 1, (2, number, 1), generator=generator)
     rows, columns = first_row + torch.arange(height), first_column + torch.arange(width)  # (B, H), (B, W)
-    columns = torch.where(torch.rand(number, 1) < flip, columns.flip(1), columns)
+    columns = torch.where(torch.rand(number, 1, generator=generator) < flip, columns.flip(1), columns)
     image, rows, columns = (
         index.to(images.device) for index in (torch.arange(number)[:, None, None], rows[:, :, None], columns[:, None])
     )

@@ -7,7 +7,7 @@ from mmpretrain.registry import HOOKS
 from torch import nn
 
 from ..pruning import prunable_heads
-from ..training import HeadPruner, JudgedHeads, parts_in_phases
+from ..training import HeadPruner, parts_in_phases
 from .follow_state_dict import FollowStateDictHook
 from .runner import (
     HEAD_NUMBERS,
@@ -44,7 +44,7 @@ class HeadPruningHook(FollowStateDictHook):
     Args:
         epochs (Sequence[int]): Epochs at whose beginning heads are pruned, counted from 0; 0 is right after loading.
             Defaults to none.
-        criteria (Sequence[str | dict]): The criteria that find heads, degenerate ones, see
+        criteria (Sequence[str | dict | Callable]): The criteria that find heads, degenerate ones, see
             :func:`~attncnn_plugin.pruning.find_degenerate_heads`. Where attention depends on content, they are means
             over training images, see :func:`~attncnn_plugin.pruning.degenerate_heads_of_observed`. One of them can be
             ``dict(type='importance', …)`` with one of ``threshold``, ``keep`` (heads of all layers) and
@@ -98,33 +98,34 @@ class HeadPruningHook(FollowStateDictHook):
             raise ValueError(f'HeadPruningHook finds {self._nothing}')
         # A mistake in the criteria must not wait for the epoch of pruning.
         self.pruner.multiply_adds = runner.message_hub.runtime_info.get(MULTIPLY_ADDS)
-        if layers:
-            self._judge(runner, model, 1)
+        counts = layers and self.pruner.counts_multiply_adds
+        self.pruner.check(model, training_batches(runner, 1)[0] if counts else None)
+        if counts:
+            runner.message_hub.update_info(MULTIPLY_ADDS, self.pruner.multiply_adds)
 
     def before_train_epoch(self, runner) -> None:
         """Removes the heads that the criteria find, at the epochs of pruning."""
-        epoch = runner.epoch
-        if epoch not in self.epochs:
-            return
+        epoch, info = runner.epoch, runner.message_hub.runtime_info  # goes into checkpoints
+        if epoch not in self.epochs or info.get('heads_judged_at_epoch') == epoch:
+            return  # done before the run was stopped in the middle of this epoch
+        runner.message_hub.update_info('heads_judged_at_epoch', epoch)
         model = unwrapped(runner.model)
         if not self.pruner.layers(model):
             runner.logger.warning(f'HeadPruningHook finds, at epoch {epoch}, {self._nothing}')
             return
         try:
-            judged = self._judge(runner, model, self.num_batches)
+            self.pruner.check(model)
         except (TypeError, ValueError) as error:  # of layers that a transition has made since
             runner.logger.warning(f'HeadPruningHook removes no heads at epoch {epoch}: {error}')
             return
+        with random_numbers_kept():
+            judged = self.pruner.judge(model, training_batches(runner, self.num_batches))
+        if self.pruner.counts_multiply_adds:
+            runner.message_hub.update_info(MULTIPLY_ADDS, self.pruner.multiply_adds)
         for name, report in judged.reports.items():
             runner.logger.info(f'{name} at epoch {epoch}: {report}')
         if judged.heads:
             self._remove(runner, model, judged)
-
-    def _judge(self, runner, model: nn.Module, num_batches: int) -> JudgedHeads:
-        with random_numbers_kept():
-            judged = self.pruner.judge(model, training_batches(runner, num_batches))
-        runner.message_hub.update_info(MULTIPLY_ADDS, self.pruner.multiply_adds)
-        return judged
 
     @property
     def _nothing(self) -> str:
@@ -134,7 +135,7 @@ class HeadPruningHook(FollowStateDictHook):
             'there are no heads to prune'
         )
 
-    def _remove(self, runner, model: nn.Module, judged: JudgedHeads) -> None:
+    def _remove(self, runner, model: nn.Module, judged) -> None:
         before = sum(p.numel() for p in model.parameters())
         layers = prunable_heads(model)
         without_bias = [name for name in judged.heads if layers[name].output.bias is None]

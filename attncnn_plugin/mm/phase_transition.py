@@ -1,20 +1,23 @@
 """From convolution to attention in the middle of a training (L21, section 4)."""
 
 import copy
-from typing import List, Optional, Union
+from typing import List, Optional, Sequence, Union
 
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from mmpretrain.registry import HOOKS
+from torch import Tensor, nn
 
+from ..convert.drift import evaluated_copy, relative_change, tensors_in
 from ..training import parts_in_phases, to_attention
 from .runner import (
     averaged_models,
     build_schedulers,
     check_wrapper,
     follow_checkpoint,
+    forward_tensors,
     is_resumed,
     make_groups_plain,
     refresh_average,
@@ -36,7 +39,7 @@ class PhaseTransitionHook(Hook):
 
     At the first iteration of the second phase, on every rank, the hook converts the model, builds the optimizer wrapper
     and the schedulers of the second phase, wraps the model anew for distributed training and converts the copy of
-    an ``EMAHook``. It logs what it did.
+    an ``EMAHook``. It logs what it did, and how far the features of an image of the current batch moved.
 
     A checkpoint of either phase resumes with the structure, the optimizer and the schedule that it was saved with.
 
@@ -135,13 +138,15 @@ class PhaseTransitionHook(Hook):
     def before_train_iter(self, runner, batch_idx: int, data_batch=None) -> None:
         """Makes the transition, when its time has come."""
         done, model = self._done(runner), unwrapped(runner.model)
-        if done < self.begin or not parts_in_phases(model, 'conv'):
+        parts = parts_in_phases(model, 'conv')
+        if done < self.begin or not parts:
             return
         if not runner.optim_wrapper.should_update():
             runner.logger.warning(
                 f'The first phase ends after {runner.iter} iterations, in the middle of those whose gradients are '
                 'accumulated: the gradients of the last ones are dropped'
             )
+        before = _features(runner, model, parts, data_batch)
         # From the run's own seed: the same on every rank, and in a run that was resumed before.
         for change in to_attention(model, runner.seed):
             runner.logger.info(f'Transition at {self.unit} {done}:\n{change}')
@@ -151,6 +156,10 @@ class PhaseTransitionHook(Hook):
         wrap_again(runner, compile=True)
         self._build_optimization(runner, done)
         runner.optim_wrapper.initialize_count_status(runner.model, runner.iter, runner.max_iters)
+        drift = relative_change(before, _features(runner, model, parts, data_batch)) if before else None
+        if drift is not None:
+            runner.message_hub.update_info('transition_drift', drift)
+            runner.logger.info(f'Relative change of the features on the current batch: {drift:.3g}')
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Brings a run that resumes a checkpoint of the second phase to that phase: model, optimizer, schedulers."""
@@ -185,3 +194,23 @@ class PhaseTransitionHook(Hook):
         if schedulers is None and self.begin == 0:
             schedulers = runner.cfg.get('param_scheduler')
         build_schedulers(runner, schedulers or [], self._planned(runner) - begin, self.unit == 'epoch')
+
+
+def _features(runner, model: nn.Module, parts: Sequence[nn.Module], batch) -> List[Tensor]:
+    """Returns what parts of a model put out for the first image of a batch, in evaluation mode; none if it fails."""
+    image = {key: values[:1] for key, values in batch.items()} if isinstance(batch, dict) else batch
+    features: List[Tensor] = []
+    names = {module: name for name, module in model.named_modules()}
+    try:
+        with evaluated_copy(model) as trial:
+            for part in parts:
+                own = trial.get_submodule(names[part])
+                own.register_forward_hook(lambda _module, _inputs, output: features.extend(tensors_in(output)))
+            forward_tensors(trial, image)
+    except Exception as error:  # some models have no such mode; the training must not end for a line in the log
+        runner.logger.warning(
+            f'The change of the features is not known: {type(model).__name__} has no output for a batch in '
+            f"mode='tensor' ({error})"
+        )
+        return []
+    return features

@@ -1,19 +1,25 @@
 """Trainings that survive killed processes, full disks and damaged files: nothing here knows of attention."""
 
+import itertools
 import math
 import os
 import random
 import re
+import signal
+import sys
+import threading
+from functools import partial
 from pathlib import Path
-from typing import Dict, Optional, Tuple, Union
+from typing import Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import numpy as np
 import torch
-from mmengine.dist import all_reduce, get_rank, is_main_process
-from mmengine.fileio import LocalBackend, register_backend
+from mmengine.dist import all_gather_object, all_reduce, barrier, get_rank, is_main_process
+from mmengine.fileio import LocalBackend, put, register_backend
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.runner import EpochBasedTrainLoop, find_latest_checkpoint
 from mmpretrain.registry import HOOKS
+from torch.utils.data import DataLoader
 
 from ..checkpoint_files import load_from_local
 from .runner import checkpoint_to_load, is_resumed, load_from
@@ -66,12 +72,18 @@ def find_whole_checkpoint(work_dir: str, out_dir: Optional[str] = None) -> Optio
         FileNotFoundError: Something was saved, but nothing of it can be resumed from.
     """
     last = find_latest_checkpoint(work_dir)
-    if last and '://' in last:  # files elsewhere are mmengine's business
+    if last and out_dir is None and '://' not in last:
+        own = Path(work_dir, Path(last).name)
+        if own.resolve() != Path(last).resolve() and load_or_empty(own):
+            return str(own)
+    if last and ('://' in last or load_or_empty(last)):  # files elsewhere are mmengine's business
         return last
-    folder = Path(last).parent if last and out_dir else Path(work_dir)
-    if last and load_or_empty(folder / Path(last).name):
-        return str(folder / Path(last).name)
-    files = sorted(folder.glob('*.pth'), key=lambda path: path.stat().st_mtime, reverse=True)
+    folders = {Path(work_dir), Path(last).parent if last else Path(work_dir)}
+    files = sorted(
+        (path for folder in folders for path in folder.glob('*.pth')),
+        key=lambda path: path.stat().st_mtime,
+        reverse=True,
+    )
     # Checkpoints of the best epochs, and published ones, have no optimizer: a run cannot go on from them.
     newest = next((str(path) for path in files if 'optimizer' in load_or_empty(path)), None)
     if newest is None and last is not None:
@@ -94,10 +106,10 @@ def load_or_empty(path: Union[str, Path]) -> dict:
 class AtomicCheckpointHook(CheckpointHook):
     """mmengine's ``CheckpointHook``, with files that are either complete or not there.
 
-    A killed process or a full disk damages no checkpoint. ``max_keep_ckpts`` removes an old one before the new one is
-    there: keep two. Where the last one is damaged all the same, ``--resume`` names it in the log and takes the one
-    before. A run whose folder was moved or copied resumes the checkpoints in it. A checkpoint of another model, or one
-    of weights alone to resume from, is an error.
+    A killed process or a full disk damages no checkpoint, and ``max_keep_ckpts`` removes an old one when the new one is
+    there. Where the last one is damaged all the same, ``--resume`` names it in the log and takes the one before. A run
+    whose folder was moved or copied resumes the checkpoints in it. A checkpoint of another model, or one of weights
+    alone to resume from, is an error.
 
     Args:
         backend_args (dict, optional): Where the files go. Defaults to None, means ``dict(backend='atomic')``, the
@@ -119,11 +131,11 @@ class AtomicCheckpointHook(CheckpointHook):
         if is_resumed(runner) and name is None:
             last = find_latest_checkpoint(runner.work_dir)
             name = find_whole_checkpoint(runner.work_dir, self.out_dir)
-            load_from(runner, name)
-            if name and (not last or Path(last).resolve() != Path(name).resolve()):
-                runner.logger.warning(
-                    f'{last or "last_checkpoint"} is damaged, missing or of another folder: resuming from {name}'
-                )
+            if name != last:
+                copied = last and Path(last).name == Path(name).name
+                why = 'of another folder' if copied else 'damaged or missing'
+                runner.logger.warning(f'{last or "last_checkpoint"} is {why}: resuming from {name} instead')
+                load_from(runner, name)
         checkpoint = load_or_empty(name) if name else {}
         if not checkpoint:
             return  # there is none, or it is elsewhere, or mmengine's attempt to load it will raise an error
@@ -147,6 +159,19 @@ class AtomicCheckpointHook(CheckpointHook):
             for part in Path(self.out_dir).glob('*.pth.part'):
                 part.unlink()
 
+    def _save_checkpoint_with_step(self, runner, step: int, meta: dict) -> None:
+        """Removes the oldest checkpoint after the new one is written; mmengine does so before."""
+        kept, oldest = self.keep_ckpt_ids if self.max_keep_ckpts > 0 else (), None
+        if len(kept) == self.max_keep_ckpts and step not in kept:
+            oldest = kept.popleft()
+        super()._save_checkpoint_with_step(runner, step, meta)
+        if oldest is not None and is_main_process():
+            path = self.file_backend.join_path(self.out_dir, self.filename_tmpl.format(oldest))
+            if self.file_backend.isfile(path):
+                self.file_backend.remove(path)
+            elif self.file_backend.isdir(path):  # of DeepSpeed
+                self.file_backend.rmtree(path)
+
 
 def _shapes(state_dict: dict) -> Dict[str, Tuple[int, ...]]:
     """Returns shapes of tensors by their names, without the prefix of wrappers."""
@@ -164,7 +189,8 @@ class EpochSeedHook(Hook):
     Checkpoints of mmengine hold no random state, so dropout and augmentation of a resumed run are others. With this
     hook a run that goes on from the checkpoint of an epoch ends with the same weights as one that was never stopped,
     where the computations themselves are deterministic. The data loader must have ``num_workers=0``, or workers that
-    are started anew for each epoch (``persistent_workers=False``).
+    are started anew for each epoch (``persistent_workers=False``). A run that goes on within an epoch, as after
+    ``PreemptionHook``, has other random numbers until the end of that epoch.
 
     Examples:
         >>> default_hooks = dict(epoch_seed=dict(type='EpochSeedHook'))
@@ -186,8 +212,8 @@ class EpochSeedHook(Hook):
 class InvalidLossHook(Hook):
     """Ends the training, on every rank, when a loss is NaN or infinite, and keeps such weights out of checkpoints.
 
-    The error names the iteration and the last checkpoint. Infinite gradients, which are normal with automatic mixed
-    precision, are not looked at.
+    The error names the iteration and the last checkpoint; the images of the batch are in the log. Infinite gradients,
+    which are normal with automatic mixed precision, are not looked at.
     """
 
     priority = 'HIGH'  # before EMAHook, and before anything is saved
@@ -204,10 +230,14 @@ class InvalidLossHook(Hook):
         all_reduce(invalid_anywhere, op='max')
         if not invalid_anywhere:
             return
-        values = ', '.join(f'{name}={value}' for name, value in invalid.items()) or 'a loss of another rank is invalid'
+        ranks = all_gather_object((invalid, _images(data_batch) if invalid else []))
+        losses = next(losses for losses, _ in ranks if losses)
+        images = [name for _, names in ranks for name in names]
+        runner.logger.error(f'The images of the batch: {", ".join(images)}')
+        values = ', '.join(f'{name}={value}' for name, value in losses.items())
         raise FloatingPointError(
-            f'{values} at iteration {runner.iter + 1} (epoch {runner.epoch + 1}); nothing was saved since '
-            f'{_last_checkpoint(runner)}: resume with a lower rate, or look at the images'
+            f'{values} at iteration {runner.iter + 1} (epoch {runner.epoch + 1}), for the batch of {_first(images)}; '
+            f'nothing was saved since {_last_checkpoint(runner)}: look at these images, or resume with a lower rate'
         )
 
     def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
@@ -224,9 +254,142 @@ class InvalidLossHook(Hook):
                 )
 
 
+def _images(data_batch) -> List[str]:
+    """Returns file names of the images of a batch, or their numbers in the data set where they have none."""
+    samples = data_batch.get('data_samples') if isinstance(data_batch, dict) else None
+    return [str(sample.get('img_path') or f'number {sample.get("sample_idx")}') for sample in samples or []]
+
+
+def _first(images: List[str]) -> str:
+    """Returns the names of three images, and how many others there are."""
+    return ', '.join(images[:3]) + (f' and {len(images) - 3} more, which are in the log' if len(images) > 3 else '')
+
+
 def _last_checkpoint(runner) -> str:
     """Returns the file that the run can go on from, in words where there is none."""
     return find_latest_checkpoint(runner.work_dir) or 'the start'
+
+
+@HOOKS.register_module()
+class PreemptionHook(Hook):
+    """Ends the training on SIGTERM with a checkpoint, ``preempted.pth``, from which ``--resume`` goes on.
+
+    When one rank got the signal, all of them finish the iteration. Where gradients are accumulated, they go on until
+    the optimizer has made its step. The process ends with status 143, as SIGTERM itself would end it. A resumed run
+    trains on the remaining batches of the epoch, in the same order. Its random numbers (dropout, augmentation) are not
+    those of a run that was never stopped, as in any resumed run of mmengine.
+
+    A signal during validation takes effect at the first iteration after it.
+    """
+
+    priority = 'LOWEST'  # after the schedulers, EMAHook, and what else belongs to the iteration
+
+    def __init__(self) -> None:
+        self._got_signal = False
+        self._previous_handler = None
+        self._interrupted: Optional[dict] = None  # of the epoch that the run was stopped in
+
+    def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
+        """Reads where in an epoch the run was stopped."""
+        if is_resumed(runner):
+            self._interrupted = checkpoint['meta'].get('preempted')
+
+    def before_train(self, runner) -> None:
+        """Takes SIGTERM, from here on, as a request to stop."""
+        if threading.current_thread() is not threading.main_thread():
+            runner.logger.warning('PreemptionHook does nothing: only the main thread of a process gets signals')
+            return
+        self._got_signal = False
+        self._previous_handler = signal.signal(signal.SIGTERM, self._handle)
+        for loop in (runner.train_loop, runner.val_loop):
+            if loop is not None:
+                loop.dataloader.worker_init_fn = partial(_leave_process_group, loop.dataloader.worker_init_fn)
+
+    def before_train_epoch(self, runner) -> None:
+        """Leaves out the batches that an interrupted epoch has had.
+
+        Raises:
+            ValueError: An epoch has another number of batches than before.
+        """
+        if self._interrupted is None:
+            return
+        loader, interrupted, self._interrupted = runner.train_dataloader, self._interrupted, None
+        done, num_batches = interrupted['batches'], interrupted['num_batches']
+        if len(loader) != num_batches:
+            raise ValueError(
+                f'the run was stopped after {done} of the {num_batches} batches of epoch '
+                f'{runner.epoch + 1}, but an epoch now has {len(loader)}: resume with the batch size and the number of '
+                'processes that it had, or from the checkpoint of an epoch'
+            )
+        if hasattr(loader.sampler, 'seed'):  # a run without a seed of its own drew another one
+            loader.sampler.seed = interrupted['sampler_seed']
+        runner.logger.info(f'Leaving out the {done} batches that epoch {runner.epoch + 1} has had')
+        runner.train_loop.dataloader = RemainingBatches(loader, done)
+
+    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: Optional[dict] = None) -> None:
+        """Saves a checkpoint and ends the process, if any rank got the signal."""
+        got_signal = torch.tensor(float(self._got_signal))
+        all_reduce(got_signal, op='max')
+        # Accumulated gradients are in no checkpoint: the optimizer has to have made its step.
+        has_stepped = getattr(runner.optim_wrapper, 'should_update', lambda: True)()
+        if not got_signal or not has_stepped:
+            return
+        meta = dict(epoch=runner.epoch, iter=runner.iter + 1)
+        if isinstance(runner.train_loop, EpochBasedTrainLoop):  # the others count iterations
+            loader = runner.train_dataloader
+            done = getattr(loader, 'done', 0)
+            meta['preempted'] = dict(
+                batches=done + batch_idx + 1,
+                num_batches=done + len(loader),
+                sampler_seed=getattr(loader.sampler, 'seed', None),
+            )
+        path = os.path.join(runner.work_dir, 'preempted.pth')
+        atomic = dict(backend='atomic')
+        runner.save_checkpoint(runner.work_dir, 'preempted.pth', meta=meta, by_epoch=False, backend_args=atomic)
+        if is_main_process():
+            put(path.encode(), os.path.join(runner.work_dir, 'last_checkpoint'), backend_args=atomic)
+        runner.logger.info(f'SIGTERM: stopped after iteration {runner.iter + 1}, saved {path}; go on with --resume')
+        barrier()  # no rank ends before the file is there
+        self.after_train(runner)
+        sys.exit(128 + signal.SIGTERM)
+
+    def after_train_epoch(self, runner) -> None:
+        """Puts the whole data loader back for the epochs after an interrupted one."""
+        if isinstance(runner.train_dataloader, RemainingBatches):
+            runner.train_loop.dataloader = runner.train_dataloader.loader
+
+    def after_train(self, runner) -> None:
+        """Puts the former handler of SIGTERM back."""
+        if self._previous_handler is not None:
+            signal.signal(signal.SIGTERM, self._previous_handler)
+            self._previous_handler = None
+
+    def _handle(self, signum: int, frame) -> None:
+        self._got_signal = True
+
+
+class RemainingBatches:
+    """A data loader without its first ``done`` batches, which the epoch has had."""
+
+    def __init__(self, loader: DataLoader, done: int):
+        self.loader = loader
+        self.done = done
+
+    def __iter__(self) -> Iterator:
+        return itertools.islice(self.loader, self.done, None)
+
+    def __len__(self) -> int:
+        return len(self.loader) - self.done
+
+    def __getattr__(self, name: str):
+        return getattr(self.loader, name)
+
+
+def _leave_process_group(worker_init_fn: Optional[Callable], worker_id: int) -> None:
+    """Keeps a signal to the whole group from ending the data loader's workers, which end with their parent anyway."""
+    os.setpgid(0, 0)
+    if worker_init_fn is not None:
+        worker_init_fn(worker_id)
 
 
 @HOOKS.register_module()

@@ -1,17 +1,22 @@
 """mmpretrain's own tools with this plugin, and errors in one line for the end of a tool's output."""
 
+import difflib
 import logging
 import os
+import re
 import runpy
 import sys
 import traceback
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import mmpretrain
+import mmpretrain.registry as registries  # and mmengine's, which it inherits from
 import torch
+from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.logging import print_log
+from mmengine.registry import Registry
 from mmengine.utils import get_installed_path
 from mmpretrain.datasets.utils import download_and_extract_archive
 
@@ -66,13 +71,41 @@ def _join_process_group_without_gpu() -> None:
         torch.distributed.init_process_group('gloo')
 
 
+def read_config(path: str) -> Any:
+    """Reads a config, as ``Config.fromfile`` of mmengine does.
+
+    Raises:
+        FileNotFoundError: It is not there, or one that it inherits from; the message has similar names in its folder.
+    """
+    try:
+        return Config.fromfile(path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(missing_file(error) or str(error)) from error
+
+
+def missing_file(error: BaseException) -> Optional[str]:
+    """Returns a sentence on a file that is not there, with similar names in its folder; None for other errors."""
+    if not isinstance(error, FileNotFoundError):
+        return None
+    of_mmengine = re.fullmatch(r'file "(.+)" does not exist', str(error))
+    name = of_mmengine[1] if of_mmengine else error.filename
+    if not isinstance(name, str):
+        return None
+    folder = Path(name).parent
+    if not folder.is_dir():
+        return f'{name} is not there: there is no folder {folder}'
+    similar = difflib.get_close_matches(Path(name).name, [path.name for path in folder.iterdir()])
+    return f'{name} is not there' + (f': did you mean {" or ".join(similar)}?' if similar else '')
+
+
 FOLDERS = ' '.join(f'{phase}_dataloader.dataset.data_root=FOLDER' for phase in ('train', 'val', 'test'))
 
 
 def one_line(error: BaseException, folder_option: str = f'--cfg-options {FOLDERS}') -> str:
     """Returns the last line of Python's report of an error; of several lines of a message, the first.
 
-    Of a data set that could not be downloaded it says which file goes where.
+    Of a file that is not there, and of a data set that could not be downloaded it is a sentence that says which, and
+    what to do.
 
     Args:
         error (BaseException): The error.
@@ -82,12 +115,32 @@ def one_line(error: BaseException, folder_option: str = f'--cfg-options {FOLDERS
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ['no reason is given']
     if lines[0].startswith('Caught ') and ' in DataLoader worker process ' in lines[0]:
         return lines[-1]  # of a traceback in the message
-    reason = f'{type(error).__name__}: {lines[0]}'
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code is download_and_extract_archive.__code__:
-            own = frame.f_locals
+    unknown = re.match(r'(\S+) is not in the \S+::(.+) registry', lines[0])
+    reason = f'{type(error).__name__}: {_unknown_type(*unknown.groups()) if unknown else lines[0]}'
+    return missing_file(error) or _missing_data(error, reason, folder_option) or reason
+
+
+def _missing_data(error: BaseException, reason: str, folder_option: str) -> Optional[str]:
+    """Returns a sentence on a data set whose files were to be downloaded when an error came; None for other errors."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for caller, called in zip(frames, frames[1:]):
+        if called.f_code is download_and_extract_archive.__code__ and 'self' in caller.f_locals:
+            name, download = type(caller.f_locals['self']).__name__, called.f_locals
             return (
-                f'{own["url"]} cannot be downloaded ({reason}): put {own["filename"]} into {own["download_root"]}, or '
-                f'name another folder: {folder_option}'
+                f'{name} is not in {download["download_root"]} and cannot be downloaded ({reason}): put '
+                f'{download["filename"]} there, from {download["url"]}, or name another folder: {folder_option}'
             )
-    return reason
+    return None
+
+
+def _unknown_type(name: str, kind: str) -> str:
+    """Returns a sentence on a ``type`` that is in no registry of a kind, such as 'model', with similar names."""
+    known = {
+        known
+        for registry in vars(registries).values()
+        if isinstance(registry, Registry) and registry.name == kind
+        for known in registry.module_dict
+    }
+    similar = difflib.get_close_matches(name, known)
+    advice = f'did you mean {" or ".join(similar)}?' if similar else 'is its module in custom_imports?'
+    return f'type={name!r} is no {kind} of mmpretrain or this plugin: {advice}'

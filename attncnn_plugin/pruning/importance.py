@@ -1,4 +1,4 @@
-"""How much the loss depends on each head: "Are Sixteen Heads Really Better than One?" (Michel et al. 2019), 3.1.
+"""The importance of heads: "Are Sixteen Heads Really Better than One?" (Michel et al. 2019), 3.1.
 
 A gate ξ_h multiplies the output of head h, ξ_h = 1 (their eq. 1). The importance of the head is the expectation over
 the images of |∂L(x)/∂ξ_h| (eq. 2), the loss of an image without the head, to first order. How many of the least

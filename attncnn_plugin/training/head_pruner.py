@@ -103,6 +103,39 @@ class HeadPruner:
         """Returns True if a layer depends on content, or the loss decides."""
         return self.of_importance is not None or any(map(_depends_on_content, self.layers(model).values()))
 
+    def check(self, model: nn.Module, batch: Any = None) -> None:
+        """Refuses criteria and layers that do not go together, whatever the weights are.
+
+        Args:
+            model (nn.Module): The model.
+            batch: As ``forward`` takes it, to count multiply-adds where they are a criterion. Defaults to None, means
+                that they are not counted.
+
+        Raises:
+            TypeError: A criterion that is not for a layer, or a layer that cannot be without a head.
+            ValueError: A criterion that is unknown, or so few or so many heads that they cannot be reached.
+        """
+        layers = {name: layer for name, layer in self.layers(model).items() if layer.num_heads > 0}
+        for name, layer in layers.items():
+            check_prunable(model, name, layer)
+            try:
+                layer.check_heads([0], allow_empty=True)
+                if self.criteria and _depends_on_content(layer):
+                    sample = ObservedAttention(layer.num_heads)
+                    sample.add(torch.full((1, layer.num_heads, 2, 2), 0.5))
+                    degenerate_heads_of_observed(sample, self.criteria)
+                elif self.criteria:
+                    find_degenerate_heads(layer, self.criteria, _smallest_size(layer))
+            except TypeError as error:
+                raise TypeError(f'{name}: {error}; layers={self.pattern!r} can leave it out') from error
+        if layers and self.of_importance and 'keep' in self.of_importance:
+            built = {name: torch.zeros(layer.built_heads) for name, layer in layers.items()}
+            least_important(built, keep=self.of_importance['keep'])
+        if layers and batch is not None and self.counts_multiply_adds:
+            with evaluating(model):
+                costs = self._costs(model, batch, layers)
+            self._least_important({name: torch.zeros(layer.num_heads) for name, layer in layers.items()}, costs)
+
     @property
     def counts_multiply_adds(self) -> bool:
         """Returns True if heads go until a share of the multiply-adds is left."""
@@ -118,17 +151,10 @@ class HeadPruner:
             batches (Iterable): As ``forward`` and ``loss`` take them. Defaults to none.
             size (tuple[int, ...], optional): Height and width of the grid in tokens, for attention by position alone.
                 Defaults to that of the batches.
-
-        Raises:
-            TypeError: A criterion that is not for a layer, or a layer that cannot be without a head.
-            ValueError: A criterion that is unknown, or so few or so many heads that they cannot be reached.
         """
         layers, batches, costs = self.layers(model), list(batches), None
         seen = {name: layer for name, layer in layers.items() if self.criteria and _depends_on_content(layer)}
         gradients: Dict[str, HeadGradients] = {}
-        if self.of_importance is not None and 'keep' in self.of_importance:  # of all heads, those that went before too
-            built = {name: torch.zeros(layer.built_heads) for name, layer in layers.items() if layer.num_heads > 0}
-            least_important(built, keep=self.of_importance['keep'])
         with evaluating(model):
             with head_means(list(layers.values())) as of_layers, observed_attention(seen) as observed, torch.no_grad():
                 for batch in batches:
@@ -145,13 +171,7 @@ class HeadPruner:
         _add_ranks(device, observed, 'entropy', 'from_uniform', 'distances', 'count')
         _add_ranks(device, gradients, 'total', 'count')
         sizes = {name: own.size or size for name, own in means.items()}
-        reports = {}
-        for name, layer in layers.items():
-            check_prunable(model, name, layer)
-            try:
-                reports[name] = self._report(layer, observed.get(name), sizes[name])
-            except TypeError as error:
-                raise TypeError(f'{name}: {error}; layers={self.pattern!r} can leave it out') from error
+        reports = {name: self._report(layer, observed.get(name), sizes[name]) for name, layer in layers.items()}
         if self.of_importance is not None:
             importance = {
                 name: own.mean(self.of_importance.get('normalize', True)).cpu() for name, own in gradients.items()
@@ -212,8 +232,6 @@ class HeadPruner:
     def _report(
         self, layer: Heads, observed: Optional[ObservedAttention], size: Optional[Tuple[int, ...]]
     ) -> DegeneracyReport:
-        if layer.num_heads > 0:
-            layer.check_heads([0], allow_empty=True)
         if not self.criteria or layer.num_heads == 0:
             return DegeneracyReport(layer.num_heads, ())
         if observed is not None:
@@ -277,6 +295,12 @@ def _depends_on_content(layer: Heads) -> bool:
 def _least_uniform(layer: Heads, observed: Optional[ObservedAttention], size: Optional[Tuple[int, ...]]) -> int:
     entropy = relative_entropy_of_maps(exact_maps(layer, size)) if observed is None else observed.mean('entropy')
     return int(entropy.argmin())
+
+
+def _smallest_size(layer: PrunableHeads) -> Sequence[int]:
+    """Returns a grid on which the criteria can be tried."""
+    window = [] if layer.window is None else zip(layer.window.kernel_size, layer.window.dilation)
+    return [max(2, (k - 1) * d + 1) for k, d in window] or (2, 2)
 
 
 def _is_distributed() -> bool:

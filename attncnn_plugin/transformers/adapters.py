@@ -267,7 +267,7 @@ class Attention:
 
     @property
     def output(self) -> Any:
-        """The linear map that takes the outputs of all heads, which lie one after the other."""
+        """Returns the linear map that takes the outputs of all heads, which lie one after the other."""
         return self.part(self.adapter.output)
 
     @property
@@ -277,7 +277,7 @@ class Attention:
 
     @property
     def map_names(self) -> List[str]:
-        """The maps that there are, one or three."""
+        """Returns the names of the maps that there are, one or three."""
         return [name for name in self.adapter.maps if self.part(name) is not None]
 
     def part(self, name: str) -> Any:

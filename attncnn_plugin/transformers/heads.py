@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class TransformerHeads(Attention):
-    """The heads of an attention module of another library, as :class:`~.prunable_heads.PrunableHeads` has its own.
+    """The heads of attention of another library, as :class:`~attncnn_plugin.attention.heads.PrunableHeads` has its own.
 
     Libraries mostly take the channels of all heads to be those of a token. So a module that loses heads gets
     :func:`forward_of_heads` as its ``forward``, an attribute of the module itself; class, names and hooks stay.

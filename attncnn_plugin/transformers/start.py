@@ -60,7 +60,7 @@ class LayerStart:
 
 @dataclass(frozen=True)
 class ConvolutionalStart:
-    """What :func:`init_as_convolution` did; as a string, a table with a row for each head.
+    """The report of :func:`init_as_convolution`; as a string, a table with a row for each head.
 
     Attributes:
         method (str): ``'gaussian'``, ``'impulse'`` or ``'mimetic'``.

@@ -11,12 +11,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from helpers.processes import run
 from helpers.small import SMALL, small_timm
 from mmengine.logging import HistoryBuffer
 
 import attncnn_plugin.mm.safe_loading  # noqa: F401
 from attncnn_plugin.checkpoint_files import load_from_local
-from attncnn_plugin.loaded_model import TimmModel
 
 DAMAGED = 'is damaged or no checkpoint at all: give a whole file that torch.save has written'
 
@@ -142,6 +142,24 @@ def test_flipped_bits_of_a_file_without_checksums(tmp_path, checkpoint):
             assert str(error).startswith(f'{path} ') and len(str(error).splitlines()) == 1  # noqa: PT017
 
 
+@pytest.mark.parametrize('how', ['argument', 'variable'])
+def test_the_check_can_be_turned_off(tmp_path, checkpoint, monkeypatch, how):
+    path = tmp_path / 'run.pth'
+    content = saved(checkpoint)
+    weight = checkpoint['state_dict']['weight'].numpy().tobytes()
+    damaged = flipped(content, content.index(weight), bit=0)
+    assert refusal(path, damaged) == DAMAGED
+    if how == 'variable':
+        monkeypatch.setenv('ATTNCNN_CHECK_CHECKPOINTS', '0')
+        loaded = load_from_local(str(path))
+        assert refusal(path, damaged, check=True) == DAMAGED
+    else:
+        loaded = load_from_local(str(path), check=False)
+    assert (loaded['state_dict']['weight'] != checkpoint['state_dict']['weight']).sum() == 1
+    for end in (100, 1000, len(content) - 10):
+        assert refusal(path, content[:end], check=False) == DAMAGED
+
+
 def test_zeros_for_checksums(tmp_path, checkpoint):
     """As PyTorch writes them where the user has asked for it."""
     path = tmp_path / 'run.pth'
@@ -159,7 +177,7 @@ def test_whole_files(tmp_path, checkpoint, monkeypatch):
     path = tmp_path / 'run.pth'
     torch.save(checkpoint, path)
     monkeypatch.setenv('HOME', str(tmp_path))
-    for load in (load_from_local, partial(load_from_local, mmap=True)):
+    for load in (load_from_local, partial(load_from_local, mmap=True), partial(load_from_local, check=False)):
         assert is_equal(load('~/run.pth'), checkpoint)
     with pytest.raises(FileNotFoundError, match='none.pth can not be found'):
         load_from_local('none.pth')
@@ -182,7 +200,7 @@ def test_whole_files_that_cannot_be_loaded(tmp_path, checkpoint):
     'fault, reason',
     [('damaged', DAMAGED), ('malicious', 'was refused and nothing in it was run: it asks for posix.mkdir, but a ')],
 )
-def test_models_of_timm(tmp_path, fault, reason):
+def test_a_tool_for_models_of_timm(tmp_path, repository, fault, reason):
     """Older versions of timm run malicious files."""
     victim, path = tmp_path / 'victim', tmp_path / 'model.pth'
     weights = small_timm('sa_quadratic_cifar').state_dict()
@@ -192,6 +210,11 @@ def test_models_of_timm(tmp_path, fault, reason):
     else:
         content = saved(dict(state_dict=weights))
         path.write_bytes(flipped(content, content.index(matrix.numpy().tobytes()), bit=0))
-    with pytest.raises(pickle.UnpicklingError, match=f'{path} {reason}'):
-        TimmModel('sa_quadratic_cifar', str(path), settings=SMALL)
-    assert not victim.exists()
+    sizes = [f'{name}={value}' for name, value in SMALL.items()]
+    tool, options = repository / 'tools/analysis_tools/analyze_heads.py', ('--size', '4', '4', '--checkpoint', path)
+    said = run(
+        *('python', tool, '--timm', 'sa_quadratic_cifar', *options, '--model-kwargs', *sizes),
+        folder=tmp_path,
+        expected=1,
+    )
+    assert said.startswith(f'{path} {reason}') and not victim.exists()

@@ -4,6 +4,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from mmcv.transforms import LoadImageFromFile
 from mmengine.config import Config
 from mmpretrain import get_model
 from PIL import Image
@@ -74,6 +75,12 @@ def test_pictures_are_red_first(folder, repository, to_rgb):
     # Without to_rgb the model takes files as they are read, blue first.
     first = photo(0)[..., 0 if to_rgb else 2]
     assert np.allclose(loaded.inputs([image])[0, 0].numpy(), (first - 120.0) / 60, atol=1e-5)
+
+
+@pytest.mark.parametrize('loading', ['mmcv.LoadImageFromFile', LoadImageFromFile])
+def test_how_the_step_that_loads_files_is_written(folder, loading):
+    loaded = load(folder, **{'test_dataloader.dataset.pipeline': [dict(type=loading), dict(type='PackInputs')]})
+    assert np.array_equal(loaded.picture(loaded.read(folder / 'data/class0/0.png')), photo(0))
 
 
 def test_images_in_memory_are_red_first(folder, repository):

@@ -116,6 +116,17 @@ def test_the_record(caplog):
     assert {'pos_embed', 'layers.0.attn.qkv.weight', 'layers.1.attn.qkv.weight'} <= set(set_by)
 
 
+def test_without_init_weights():
+    """The initializer itself, of a model that is in no init_weights."""
+    from attncnn_plugin.mm.initializers import ConvolutionalHeads
+
+    model, other = built(VIT), built(VIT)
+    ConvolutionalHeads(alpha=1.0, seed=3)(model)
+    init_as_convolution(other, alpha=1.0, seed=3)
+    assert all(torch.equal(value, other.state_dict()[key]) for key, value in model.state_dict().items())
+    assert model.init_cfg == other.init_cfg
+
+
 def test_sines_and_cosines_alone():
     """The embedding of the start, and all else as drawn."""
     embedding = dict(type='SineCosineEmbedding')
@@ -141,3 +152,28 @@ def test_refusals():
     model = built(dict(type='ViTEVA02', arch='tiny', img_size=28), init_cfg=[START])
     with pytest.raises(ValueError, match='its rotations are inside of it'):
         model.init_weights()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'config',
+    [
+        dict(type='VisionTransformer', arch='deit-tiny'),
+        dict(type='BEiTViT', arch='base', patch_size=16),
+        dict(type='SwinTransformer', arch='tiny'),
+    ],
+    ids=lambda config: config['type'],
+)
+def test_start_and_a_step(config):
+    """The backbones as mmpretrain has them."""
+    model = built(config, init_cfg=[START])
+    model.init_weights()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    images, values = torch.randn(2, 3, 224, 224), []
+    for _ in range(2):
+        loss = model(images)[-1].square().mean()
+        values.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert values[1] != values[0] and all(torch.isfinite(parameter).all() for parameter in model.parameters())

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.processes import run
 from hypothesis import given
 from hypothesis import strategies as st
 from mmengine.config import Config
@@ -17,7 +18,7 @@ from mmpretrain.registry import DATASETS, METRICS, MODELS
 from mmpretrain.structures import DataSample
 from sklearn.datasets import load_digits
 
-from attncnn_plugin.mm.datasets import FlipAndShift
+from attncnn_plugin.mm.datasets import FlipAndShift, balanced_subset
 
 
 @pytest.fixture(autouse=True)
@@ -74,11 +75,35 @@ def test_the_seed_decides():
     assert often.min() > 25 and often.max() < 75  # each image as likely as any other
 
 
+def test_classes_of_one_name():
+    """ImageNet has two cranes, the bird and the machine."""
+    dataset = LabelsAlone([0, 0, 0, 0, 1, 1, 1, 2, 2, 2])
+    dataset._metainfo['classes'] = ('crane', 'heron', 'crane')
+    with pytest.raises(ValueError, match='at most 9: the dataset has 10 images in 3 classes, and 3 of the class heron'):
+        balanced_subset(dataset, 10)
+    assert np.bincount(labels_of(balanced_subset(dataset, 9))).tolist() == [3, 3, 3]
+
+
+def test_labels_without_a_name():
+    dataset = LabelsAlone([0, 1, 1, 2])
+    dataset._metainfo['classes'] = ('zero', 'one')
+    with pytest.raises(ValueError, match='at most 3: the dataset has 4 images in 3 classes'):
+        balanced_subset(dataset, 4)
+    assert labels_of(balanced_subset(dataset, 3)) == [0, 1, 2]
+
+
+def test_part_of_the_digits():
+    digits = dict(type='Digits', split='train', pipeline=[dict(type='PackInputs')])
+    subset = DATASETS.build(dict(type='BalancedSubset', dataset=digits, num_images=100))
+    assert subset[99]['inputs'].shape == (1, 8, 8) and subset.metainfo['classes'][9] == '9'
+    assert np.bincount([subset[i]['data_samples'].gt_label.item() for i in range(100)]).tolist() == [10] * 10
+
+
 @pytest.mark.parametrize(
     'labels, num_images, message',
     [
-        ([0, 1, 1], 3, 'num_images=3 .* at most 2: the dataset has 3 images in 2 classes, and 1 of one'),
-        ([0, 2, 2], 1, 'num_images=1 .* at most 0: .* and 0 of one'),
+        ([0, 1, 1], 3, 'num_images=3 .* at most 2: the dataset has 3 images in 2 classes, and 1 of the class class 0'),
+        ([0, 2, 2], 1, 'num_images=1 .* at most 0: .* and 0 of the class class 1'),
         ([0, 1], 0, 'num_images=0 of BalancedSubset must be'),
         ([0, 1], 1.5, 'num_images=1.5 of BalancedSubset must be'),
         ([[0, 1], [1, 1]], 1, r'image 0 of LabelsAlone has gt_label=\[0, 1\]'),
@@ -215,3 +240,21 @@ def test_several_classes_are_refused():
     sample = DataSample().set_pred_score(torch.tensor([0.5, 0.5])).set_gt_label([0, 1])
     with pytest.raises(ValueError, match=r'gt_label=\[0, 1\] must be one class'):
         METRICS.build(dict(type='CrossEntropy')).process({}, [sample.to_dict()])
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_loss_of_one(repository, tmp_path):
+    """41 images: the second process has one twice, which counts once."""
+    config = digits_config(repository, tmp_path)
+    config.test_dataloader.dataset.indices = 41
+    config.dump(tmp_path / 'config.py')
+    torch.save(Runner.from_cfg(config).model.state_dict(), tmp_path / 'model.pth')
+    found = []
+    for tool, processes in (('python', []), ('bash', [2])):
+        name = 'test.py' if tool == 'python' else 'dist_test.sh'
+        out = tmp_path / f'{tool}.json'
+        command = [tool, repository / 'tools' / name, tmp_path / 'config.py', tmp_path / 'model.pth', *processes]
+        run(*command, '--work-dir', tmp_path, '--out', out, '--out-item', 'metrics', folder=tmp_path)
+        found.append(Config.fromfile(out))
+    assert found[0]['cross_entropy/mean'] == pytest.approx(found[1]['cross_entropy/mean'], rel=1e-6)
+    assert np.isfinite(found[0]['cross_entropy/mean'])

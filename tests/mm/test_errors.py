@@ -7,12 +7,12 @@ from urllib.error import URLError
 import pytest
 from mmengine.config import Config
 from mmpretrain.datasets import utils
-from mmpretrain.registry import MODELS
+from mmpretrain.registry import DATASETS
 
 import attncnn_plugin
 from attncnn_plugin import installation as frameworks
 from attncnn_plugin.mm import tools
-from attncnn_plugin.mm.tools import one_line
+from attncnn_plugin.mm.tools import missing_file, one_line, read_config
 
 OPTIONS = ' '.join(f'{phase}_dataloader.dataset.data_root=FOLDER' for phase in ('train', 'val', 'test'))
 
@@ -25,23 +25,25 @@ def no_network(monkeypatch):
     monkeypatch.setattr(utils, 'download_url_to_file', fail)
 
 
-def test_data_set_that_cannot_be_downloaded(no_network, repository, tmp_path, monkeypatch):
+@pytest.mark.parametrize('tool', ['train.py', 'test.py'])
+def test_data_set_that_cannot_be_downloaded(tool, no_network, repository, tmp_path, monkeypatch):
     """The data set, its folder, and the option for another."""
     config = str(repository / 'configs/cmhsa5_cifar100.py')
+    checkpoint = [] if tool == 'train.py' else ['nothing.pth']
     small = [
         'model.backbone.num_layers=1',
         'train_dataloader.num_workers=0',
         'train_dataloader.persistent_workers=False',
     ]
-    arguments = [config, '--work-dir', 'out', '--cfg-options', *small]
-    monkeypatch.setattr(sys, 'argv', ['train.py', *arguments])
+    arguments = [config, *checkpoint, '--work-dir', 'out', '--cfg-options', *small]
+    monkeypatch.setattr(sys, 'argv', [tool, *arguments])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(repository / 'tools/train.py'), run_name='__main__')
+        runpy.run_path(str(repository / 'tools' / tool), run_name='__main__')
     assert end.value.code == (
-        'https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz cannot be downloaded (URLError: <urlopen error Name '
-        'or service not known>): put cifar-100-python.tar.gz into data/cifar100/, or name another folder: '
-        f'--cfg-options {OPTIONS}'
+        'CIFAR100 is not in data/cifar100/ and cannot be downloaded (URLError: <urlopen error Name or service not '
+        'known>): put cifar-100-python.tar.gz there, from https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz, or '
+        f'name another folder: --cfg-options {OPTIONS}'
     )
 
 
@@ -62,9 +64,21 @@ def test_config_that_is_not_there(tool, arguments, repository, tmp_path, monkeyp
     first = ['visualization/vis_scheduler.py'] if tool == 'mmpretrain_tool.py' else []
     monkeypatch.setattr(sys, 'argv', [tool, *first, 'configs/sa_quadratik_digits.py', *arguments])
     monkeypatch.chdir(tmp_path)
+    (tmp_path / 'configs').mkdir()
+    (tmp_path / 'configs/sa_quadratic_digits.py').write_text('')
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(repository / 'tools' / tool), run_name='__main__')
-    assert end.value.code.endswith("No such file or directory: 'configs/sa_quadratik_digits.py'")
+    assert end.value.code == 'configs/sa_quadratik_digits.py is not there: did you mean sa_quadratic_digits.py?'
+
+
+def test_other_errors_of_data_sets(no_network, tmp_path):
+    """Those that say already what is missing stay as they are."""
+    with pytest.raises(RuntimeError) as caught:
+        DATASETS.build(dict(type='CIFAR10', data_root=str(tmp_path), download=False))
+    assert one_line(caught.value).startswith('RuntimeError: Cannot find CIFAR10 dataset in')
+    with pytest.raises(URLError) as caught:
+        utils.download_and_extract_archive('http://a/b.zip', str(tmp_path))
+    assert one_line(caught.value) == 'URLError: <urlopen error Name or service not known>'
 
 
 def test_a_config_that_inherits(tmp_path):
@@ -78,13 +92,37 @@ def test_a_config_that_inherits(tmp_path):
 
 def test_a_config_that_is_not_there():
     with pytest.raises(
-        FileNotFoundError, match="name='sa_nonsense.py' is no config of attncnn_plugin, which are in .*configs"
+        FileNotFoundError, match="name='sa_nonsense.py' is no config of attncnn_plugin, which are .*sa_q"
     ):
         attncnn_plugin.config_path('sa_nonsense.py')
 
 
+def test_similar_configs(tmp_path):
+    """In the folder of the config, or of the one that it inherits from."""
+    folder = tmp_path / 'configs'
+    folder.mkdir()
+    (folder / 'my_resnet.py').write_text("_base_ = './nothing_here.py'\n")
+    cases = {
+        folder / 'my_resnett.py': 'my_resnett.py is not there: did you mean my_resnet.py?',
+        folder / 'my_resnet': 'my_resnet is not there: did you mean my_resnet.py?',
+        folder / 'vit.py': 'vit.py is not there',
+        folder / 'my_resnet.py': 'nothing_here.py is not there',
+        tmp_path / 'config/vit.py': f'vit.py is not there: there is no folder {tmp_path}/config',
+    }
+    for path, message in cases.items():
+        with pytest.raises(FileNotFoundError) as error:
+            read_config(str(path))
+        assert str(error.value).startswith(str(tmp_path)) and str(error.value).endswith(message)
+
+
+def test_other_errors():
+    assert missing_file(FileNotFoundError('a.pth can not be found.')) is None
+    assert missing_file(PermissionError(13, 'Permission denied', 'a.py')) is None
+
+
 def test_here_all_is_well():
     assert frameworks.import_problem() is None and tools.config_problem() is None
+    frameworks.require_mmpretrain()
 
 
 @pytest.mark.parametrize(
@@ -96,11 +134,15 @@ def test_mmpretrain_that_cannot_be_imported(module, reason, monkeypatch):
     problem = frameworks.import_problem()
     assert problem.startswith('mmpretrain cannot be imported with the versions that are installed (')
     assert reason in problem and 'mmcv-lite>=2.0,<2.4' in problem and len(problem.splitlines()) == 1
+    with pytest.raises(ImportError, match='mmpretrain cannot be imported with the versions'):
+        frameworks.require_mmpretrain()
 
 
 def test_mmpretrain_that_is_missing(monkeypatch):
     monkeypatch.setattr(frameworks, 'has_mmpretrain', lambda: False)
     assert frameworks.import_problem().startswith('mmpretrain is not installed: pip install mmpretrain')
+    with pytest.raises(ImportError, match='mmpretrain is not installed'):
+        frameworks.require_mmpretrain()
 
 
 def test_mmengine_without_setuptools(monkeypatch):
@@ -111,25 +153,3 @@ def test_mmengine_without_setuptools(monkeypatch):
     problem = tools.config_problem()
     assert problem.startswith("mmengine cannot find the configs of packages (No module named 'pkg_resources'")
     assert problem.endswith('pip install "setuptools<82"')
-
-
-@pytest.mark.parametrize(
-    'config, said',
-    [
-        (dict(type='SAQuadratic', drop_rat=0.1), 'SAQuadratic has no argument drop_rat: write _delete_=True'),
-        (
-            dict(
-                type='SALearned',
-                content=True,
-                arch=dict(embed_dims=64, num_layers=1, num_heads=0, feedforward_channels=64),
-            ),
-            'num_heads=0',
-        ),
-        (dict(type='CMHSA', img_size=32, patch_size=5), 'ValueError: img_size=32 must be a multiple of patch_size=5'),
-        (dict(type='Nonsense'), 'KeyError: Nonsense is not in the mmpretrain::model registry'),
-    ],
-)
-def test_mistaken_backbone(config, said):
-    with pytest.raises((KeyError, TypeError, ValueError)) as error:
-        MODELS.build(config)
-    assert said in one_line(error.value)

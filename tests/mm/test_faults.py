@@ -1,18 +1,28 @@
-"""What a long run meets: killed, out of numbers; damaged checkpoints."""
+"""What a long run meets: killed, preempted, out of numbers, out of disk; damaged files and mistaken configs."""
 
+import json
 import os
+import random
+import re
 import shutil
 import signal
+import subprocess
 import textwrap
+import time
+from collections import Counter
 from pathlib import Path
 
+import mmcv
+import numpy as np
 import pytest
 import torch
 from helpers import processes
-from helpers.processes import assert_equal
+from helpers.processes import assert_equal, environment
+from mmpretrain.registry import MODELS
 
 import attncnn_plugin  # noqa: F401
 from attncnn_plugin.mm.reliability import find_whole_checkpoint
+from attncnn_plugin.mm.tools import one_line
 
 ITERATIONS = 3  # of an epoch
 
@@ -32,8 +42,15 @@ param_scheduler = [
 custom_hooks = [dict(type='EMAHook', momentum=0.2), dict(type='TestHook')]
 """
 
+IMAGES = """
+_base_ = './batch4.py'
+load = dict(type='LoadImageFromFile', color_type='grayscale')
+train_dataloader = dict(dataset=dict(_delete_=True, type='CustomDataset', data_root='{images}', pipeline=[
+    load, dict(type='Resize', scale=16), dict(type='PackInputs')]), num_workers=1)
+"""
+
 HOOKS = textwrap.dedent("""
-    import os, signal
+    import json, os, resource, signal, time
     import torch
     from mmengine.dist import get_rank
     from mmengine.hooks import EMAHook, Hook
@@ -55,11 +72,23 @@ HOOKS = textwrap.dedent("""
     @HOOKS.register_module(force=True)
     class TestHook(Hook):
         def before_train_iter(self, runner, batch_idx, data_batch=None):
+            images = [sample.get('sample_idx') for sample in data_batch['data_samples']]
+            with open(os.path.join(runner.work_dir, 'seen'), 'a') as file:
+                print(json.dumps([runner.epoch, images]), file=file)
             if (runner.iter, get_rank()) != (int(iteration), int(rank)):
                 return
-            if fault == 'nan':
+            if fault in ('SIGKILL', 'SIGTERM'):
+                os.kill(os.getpid(), getattr(signal, fault))
+            elif fault == 'group':
+                os.killpg(0, signal.SIGTERM)
+            elif fault == 'launcher':
+                os.kill(os.getppid(), signal.SIGTERM)
+                time.sleep(2)
+            elif fault == 'nan':
                 with torch.no_grad():
                     next(runner.model.parameters()).fill_(float('nan'))
+            elif fault == 'disk':
+                resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
 
         def after_train(self, runner):
             average = next(hook for hook in runner.hooks if isinstance(hook, EMAHook)).ema_model.state_dict()
@@ -70,13 +99,18 @@ HOOKS = textwrap.dedent("""
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory, repository):
-    """The configs."""
+    """The configs, and images of the data set's classes."""
     folder = tmp_path_factory.mktemp('faults')
     (folder / 'test_hooks.py').write_text(HOOKS)
     for batch_size in (8, 4):
         (folder / f'batch{batch_size}.py').write_text(
             CONFIG.format(base=repository / 'configs/sa_quadratic_digits.py', batch_size=batch_size)
         )
+    (folder / 'images.py').write_text(IMAGES.format(images=folder / 'images'))
+    generator = np.random.default_rng(0)
+    for number in range(24):
+        image = generator.integers(0, 256, (8, 8), dtype=np.uint8)
+        mmcv.imwrite(image, str(folder / f'images/{number % 2}/image{number}.png'))
     return folder
 
 
@@ -84,10 +118,20 @@ def folder(tmp_path_factory, repository):
 def train(folder):
     """Runs tools/train.py."""
 
-    def train(work_dir, *options, **kwargs):
-        return processes.train(folder / 'batch8.py', folder / work_dir, *options, **kwargs)
+    def train(work_dir, *options, config='batch8.py', **kwargs):
+        return processes.train(folder / config, folder / work_dir, *options, **kwargs)
 
     return train
+
+
+@pytest.fixture(scope='module')
+def train_two(folder):
+    """Runs tools/dist_train.sh with two processes."""
+
+    def train_two(work_dir, *options, config='batch4.py', **kwargs):
+        return processes.train_two(folder / config, folder / work_dir, *options, **kwargs)
+
+    return train_two
 
 
 @pytest.fixture(scope='module')
@@ -95,6 +139,19 @@ def whole(folder, train):
     """A run to which nothing happens."""
     train('whole')
     return folder / 'whole'
+
+
+def seen(work_dir, epoch):
+    """How often an epoch had each image."""
+    lines = map(json.loads, (work_dir / 'seen').read_text().splitlines())
+    return Counter(image for e, images in lines for image in images if e == epoch)
+
+
+def last_line(log):
+    return log.strip().splitlines()[-1]
+
+
+# Killed.
 
 
 def test_killed_while_saving(folder, train, whole):
@@ -107,6 +164,24 @@ def test_killed_while_saving(folder, train, whole):
     assert 'resumed epoch: 1, iter: 3' in log and 'damaged' not in log
     assert_equal(work_dir, whole, tolerance=0)
     assert not list(work_dir.glob('*.part'))
+
+
+@pytest.mark.slow
+def test_killed_at_a_random_moment(folder, train, whole, repository):
+    work_dir = folder / 'random'
+    command = ['python', repository / 'tools/train.py', folder / 'batch8.py', '--work-dir', work_dir]
+    process = subprocess.Popen(
+        [*map(str, command)], env=environment(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    while process.poll() is None and not (work_dir / 'epoch_1.pth').exists():
+        time.sleep(0.01)
+    delay = random.SystemRandom().uniform(0, 1.0)
+    time.sleep(delay)
+    process.kill()
+    process.wait()
+    print(f'killed {delay:.3f} s after the first checkpoint')
+    train('random', '--resume')
+    assert_equal(work_dir, whole, tolerance=0)
 
 
 def test_which_checkpoint_is_whole(whole, tmp_path):
@@ -140,11 +215,110 @@ def test_which_checkpoint_is_whole(whole, tmp_path):
         find_whole_checkpoint(str(tmp_path))
 
 
+# Preempted.
+
+
+def test_preempted_without_a_seed(folder, train):
+    """A signal to the whole group, data loading workers included; every image once an epoch all the same."""
+    options = [
+        '--cfg-options',
+        'train_cfg.max_epochs=2',
+        'randomness.seed=None',
+        'train_dataloader.num_workers=1',
+        'val_dataloader.num_workers=1',
+    ]
+    log = train('group', *options, expected=143, FAULT=f'group,{ITERATIONS},0')
+    assert 'DataLoader worker' not in log
+    train('group', '--resume', *options)
+    assert all(seen(folder / 'group', epoch) == Counter(range(24)) for epoch in range(2))
+
+
+@pytest.mark.slow
+def test_preempted_on_two_ranks(folder, train_two, whole):
+    """The signal reaches one rank alone, then torchrun."""
+    log = train_two('ranks', expected=1, FAULT=f'SIGTERM,{ITERATIONS},1')
+    assert f'SIGTERM: stopped after iteration {ITERATIONS + 1}, saved' in log
+    log = train_two('ranks', '--resume', expected=1, FAULT=f'launcher,{ITERATIONS + 2},1')
+    assert 'SIGTERM: stopped after iteration' in log
+    log = train_two('ranks', '--resume')
+    for rank in (0, 1):
+        assert_equal(folder / 'ranks', folder / 'ranks', rank, tolerance=0)
+        assert_equal(folder / 'ranks', whole, rank, tolerance=1e-5)
+
+
+# Out of numbers, ranks and disk.
+
+
 @pytest.mark.slow  # in one process: test_reliability_hooks.py
-def test_invalid_loss_on_one_rank(folder):
+def test_invalid_loss_on_one_rank(folder, train_two):
     work_dir = folder / 'nan'
-    log = processes.train_two(folder / 'batch4.py', work_dir, expected=1, FAULT=f'nan,{ITERATIONS},1')
-    assert 'FloatingPointError: loss=nan at iteration 4 (epoch 2); nothing was saved since' in log
-    assert 'FloatingPointError: a loss of another rank is invalid at iteration 4 (epoch 2)' in log
+    log = train_two('nan', config='images.py', expected=1, FAULT=f'nan,{ITERATIONS},1')
+    assert log.count('FloatingPointError: loss=nan at iteration 4 (epoch 2), for the batch of ') >= 2  # on both ranks
+    # Lines of two processes may run into each other: whole sentences are compared, not lines.
+    saved = re.escape(f'nothing was saved since {work_dir}/epoch_1.pth: ')
+    (sentence,) = set(re.findall(rf'FloatingPointError: .*?{saved}', log))
+    assert '.png' in sentence and 'and 1 more' in sentence
+    assert 'The images of the batch: ' in log
     assert not list(work_dir.glob('epoch_2*'))
     assert all(value.isfinite().all() for value in torch.load(work_dir / 'epoch_1.pth')['state_dict'].values())
+
+
+@pytest.mark.slow
+def test_one_rank_dies(train_two):
+    start = time.monotonic()
+    log = train_two('dead', expected=1, FAULT=f'SIGKILL,{ITERATIONS},1')
+    assert time.monotonic() - start < 90
+    assert 'Signal 9 (SIGKILL) received by PID' in log
+
+
+def test_disk_full(folder, train):
+    work_dir = folder / 'disk'
+    log = train('disk', expected=1, FAULT=f'disk,{ITERATIONS},0')
+    assert last_line(log).startswith(f'OSError: {work_dir}/epoch_2.pth (') and 'could not be written' in last_line(log)
+    assert 'make room' in last_line(log)
+    assert (work_dir / 'last_checkpoint').read_text() == str(work_dir / 'epoch_1.pth')
+    assert {path.name for path in work_dir.glob('epoch*')} == {'epoch_1.pth'}
+    assert torch.load(work_dir / 'epoch_1.pth')['meta']['epoch'] == 1
+
+
+# Mistakes in the data and in the config.
+
+
+def test_damaged_image(folder, train):
+    shutil.copytree(folder / 'images', folder / 'damaged_images')
+    (folder / 'damaged_images/1/image5.png').write_bytes(b'no image')
+    root = f'train_dataloader.dataset.data_root={folder}/damaged_images'
+    log = train('image', '--cfg-options', root, config='images.py', expected=1)
+    assert last_line(log) == f'AssertionError: failed to load image: {folder}/damaged_images/1/image5.png'
+
+
+def test_mistaken_config(train):
+    log = train('config', '--cfg-options', 'model.backbone.type=SAQuadratik', expected=1)
+    assert last_line(log) == (
+        "KeyError: type='SAQuadratik' is no model of mmpretrain or this plugin: did you mean SAQuadratic?"
+    )
+
+
+@pytest.mark.parametrize(
+    'config, said',
+    [
+        (dict(type='SAQuadratic', drop_rat=0.1), 'SAQuadratic has no argument drop_rat: write _delete_=True'),
+        (
+            dict(
+                type='SALearned',
+                content=True,
+                arch=dict(embed_dims=64, num_layers=1, num_heads=0, feedforward_channels=64),
+            ),
+            'num_heads=0',
+        ),
+        (dict(type='CMHSA', img_size=32, patch_size=5), 'ValueError: img_size=32 must be a multiple of patch_size=5'),
+        (
+            dict(type='Nonsense'),
+            "KeyError: type='Nonsense' is no model of mmpretrain or this plugin: is its module in custom_imports?",
+        ),
+    ],
+)
+def test_mistaken_backbone(config, said):
+    with pytest.raises((KeyError, TypeError, ValueError)) as error:
+        MODELS.build(config)
+    assert said in one_line(error.value)

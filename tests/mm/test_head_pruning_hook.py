@@ -164,17 +164,23 @@ def test_bias_correction(repository, tmp_path, start):
     assert change[True] < 0.5 * change[False]
 
 
-def test_by_what_heads_attend_to(repository, tmp_path):
+@pytest.mark.parametrize('name', ['VisionTransformer', 'CMHSA'])
+def test_by_what_heads_attend_to(name, repository, tmp_path):
     """A head without queries is uniform, in means over training images; its output, here a constant, stays."""
-    hook = dict(epochs=[0], criteria=['entropy'], num_batches=2)
-    config = frozen(config_of('VisionTransformer', repository, tmp_path, hook))
+    config = frozen(config_of(name, repository, tmp_path, dict(epochs=[0], criteria=['entropy'], num_batches=2)))
     runner, images = Runner.from_cfg(config), torch.randn(4, 1, 16, 16)
     with torch.no_grad():
         for parameter in runner.model.backbone.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.5)
-        attention = runner.model.backbone.layers[0].attn
-        attention.qkv.weight.view(3, 4, 4, 16)[[0, 2], 1] = 0  # queries and values of the second head
-        attention.qkv.bias[4:8] = 0
+        if name == 'CMHSA':
+            attention = runner.model.backbone.blocks[0].attn
+            attention.query.weight[attention.qk_dim : 2 * attention.qk_dim] = 0
+            attention.value.weight.split(attention.head_dims)[1].zero_()
+            attention.position.table[1] = 0
+        else:
+            attention = runner.model.backbone.layers[0].attn
+            attention.qkv.weight.view(3, 4, 4, 16)[[0, 2], 1] = 0  # queries and values of the second head
+            attention.qkv.bias[4:8] = 0
     expected, before = runner.model.eval()(images), numbers(runner.model)[0]
     torch.save(dict(state_dict=runner.model.state_dict(), meta={}), tmp_path / 'start.pth')
     config.load_from = str(tmp_path / 'start.pth')
@@ -196,10 +202,50 @@ def test_a_share_of_the_multiply_adds(repository, tmp_path):
 
 
 def test_never_without_heads(repository, tmp_path):
+    def everything(layer, size):
+        return torch.ones(layer.num_heads, dtype=torch.bool)
+
     config = small_config(repository, tmp_path, **{'train_cfg.max_epochs': 2})
     config.param_scheduler = None
-    hook = HOOKS.get('mmpretrain.HeadPruningHook')(epochs=range(2), criteria=[dict(type='uniform', threshold=1e9)])
+    hook = HOOKS.get('mmpretrain.HeadPruningHook')(epochs=range(2), criteria=[everything])
     assert numbers(run(config, hook)[0].model) == [1, 1]
+
+
+def test_gradient_accumulation(repository, tmp_path, start):
+    """What is accumulated goes along: one step of four batches, two of them before the heads go."""
+    config = small_config(repository, tmp_path, load_from=start, hook=dict(epochs=[PRUNE_AT]))
+    config.optim_wrapper.accumulative_counts = 4
+
+    class Gradients(Hook):
+        priority = 'LOWEST'
+
+        def after_train_epoch(self, runner):
+            if runner.epoch == PRUNE_AT - 1:
+                self.before = runner.model.backbone.blocks[0].attn.value.weight.grad.clone()
+
+        def before_train_iter(self, runner, batch_idx, data_batch=None):
+            if runner.iter == PRUNE_AT * ITERATIONS:
+                after = runner.model.backbone.blocks[0].attn.value.weight.grad
+                assert torch.equal(after, torch.cat([self.before[:, :16], self.before[:, 32:]], 1))
+
+    run(config, Gradients())
+
+
+def test_mixed_precision(repository, tmp_path, start, monkeypatch):
+    """AmpOptimWrapper, which asks for a GPU, on the CPU; the state of what is left stays."""
+    from mmengine.optim.optimizer import amp_optimizer_wrapper
+
+    monkeypatch.setattr(amp_optimizer_wrapper, 'is_cuda_available', lambda: True)
+    hook = dict(epochs=[PRUNE_AT])
+    amp = {'optim_wrapper.type': 'AmpOptimWrapper', 'optim_wrapper.dtype': 'bfloat16'}
+    runner, recorder = run(small_config(repository, tmp_path, load_from=start, hook=hook, **amp))
+    assert type(runner.optim_wrapper).__name__ == 'AmpOptimWrapper' and recorder.heads[-1] == [2, 2]
+    for parameter, state in runner.optim_wrapper.optimizer.state.items():
+        assert state['exp_avg'].shape == parameter.shape and state['step'] == EPOCHS * ITERATIONS
+    resume = dict(resume=True, load_from=str(tmp_path / f'epoch_{PRUNE_AT + 1}.pth'))
+    again = run(small_config(repository, tmp_path / 'again', hook=hook, **resume, **amp))[1]
+    for name, weight in recorder.weights[EPOCHS].items():
+        assert torch.allclose(again.weights[EPOCHS][name], weight, atol=1e-6), name
 
 
 LAYER = 'backbone.layer4.0.conv1'
@@ -304,8 +350,10 @@ def test_settings_are_checked(settings, message):
 @pytest.mark.parametrize(
     'name, settings, error, message',
     [
+        (C20, dict(criteria=['ugly']), ValueError, "criterion 'ugly' is unknown"),
         ('SALearned', dict(criteria=['uniform']), TypeError, "'entropy'"),
         ('VisionTransformer', dict(), TypeError, "layers.0.attn: the criterion 'stripe' is for Gaussian heads"),
+        ('CMHSA', dict(), TypeError, "layers='\\*' can leave it out"),
         ('VisionTransformer', dict(criteria=['entropy'], layers='x*'), ValueError, "no attention with layers='x\\*'"),
         ('VisionTransformer', dict(criteria=[dict(type='importance', keep=1)]), ValueError, 'one of each of the 2'),
         (

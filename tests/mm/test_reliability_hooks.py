@@ -3,6 +3,8 @@
 import os
 import resource
 import shutil
+import signal
+import threading
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from mmengine.fileio import put
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
 
-from attncnn_plugin.mm.reliability import AtomicBackend
+from attncnn_plugin.mm.reliability import AtomicBackend, PreemptionHook
 
 EPOCHS, ITERATIONS = 2, 3
 
@@ -56,6 +58,10 @@ def build(repository, work_dir, fault=None, **changes):
     return runner
 
 
+def preempt(runner):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def break_weights(runner):
     with torch.no_grad():
         next(runner.model.parameters()).fill_(float('nan'))
@@ -63,19 +69,68 @@ def break_weights(runner):
 
 @pytest.fixture(scope='module')
 def whole(repository, tmp_path_factory):
-    """The folder of a run to which nothing happens."""
+    """The folder of a run to which nothing happens, and its weights."""
     runner = build(repository, tmp_path_factory.mktemp('whole'))
     runner.train()
-    return runner.work_dir
+    return runner.work_dir, runner.model.state_dict()
+
+
+def assert_weights(runner, expected):
+    assert all(torch.equal(value, expected[name]) for name, value in runner.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    'iteration', [0, ITERATIONS - 1, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 3, 4))]
+)
+def test_preempted_and_resumed(iteration, repository, tmp_path, whole):
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as end:
+        build(repository, tmp_path, (iteration, preempt)).train()
+    assert end.value.code == 143 and signal.getsignal(signal.SIGTERM) is handler
+    assert (tmp_path / 'last_checkpoint').read_text() == str(tmp_path / 'preempted.pth')
+    resumed = build(repository, tmp_path, resume=True)
+    resumed.train()
+    assert resumed.iter == EPOCHS * ITERATIONS
+    assert_weights(resumed, whole[1])
+
+
+def test_preempted_again_and_with_other_batches(repository, tmp_path, whole):
+    for iteration in (ITERATIONS, ITERATIONS + 1):
+        with pytest.raises(SystemExit):
+            build(repository, tmp_path, (iteration, preempt), resume=True).train()
+    other = build(repository, tmp_path, resume=True, **{'train_dataloader.batch_size': 4})
+    with pytest.raises(ValueError, match='stopped after 2 of the 3 batches of epoch 2, but an epoch now has 6: resume'):
+        other.train()
+    resumed = build(repository, tmp_path, resume=True)
+    resumed.train()
+    assert_weights(resumed, whole[1])
+
+
+def test_preempted_between_the_steps_of_the_optimizer(repository, tmp_path):
+    accumulation = {'optim_wrapper.accumulative_counts': 2}
+    with pytest.raises(SystemExit):
+        build(repository, tmp_path, (2, preempt), **accumulation).train()
+    assert torch.load(tmp_path / 'preempted.pth')['meta']['iter'] == 4  # after the signal, one more
+
+
+def test_preemption_in_another_thread(repository, tmp_path):
+    hook, handler = PreemptionHook(), signal.getsignal(signal.SIGTERM)
+    runner = build(repository, tmp_path)
+    warnings = []
+    runner.logger.warning = warnings.append
+    thread = threading.Thread(target=hook.before_train, args=[runner])
+    thread.start()
+    thread.join()
+    assert warnings == ['PreemptionHook does nothing: only the main thread of a process gets signals']
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_invalid_loss(repository, tmp_path):
     runner = build(repository, tmp_path, (ITERATIONS, break_weights))
     with pytest.raises(FloatingPointError) as error:
         runner.train()
-    assert str(error.value).startswith(
-        f'loss=nan at iteration 4 (epoch 2); nothing was saved since {tmp_path}/epoch_1.pth: '
-    )
+    assert str(error.value).startswith('loss=nan at iteration 4 (epoch 2), for the batch of number ')
+    assert f'and 5 more, which are in the log; nothing was saved since {tmp_path}/epoch_1.pth: ' in str(error.value)
 
 
 def test_weights_that_are_not_finite(repository, tmp_path):
@@ -87,16 +142,24 @@ def test_weights_that_are_not_finite(repository, tmp_path):
         runner.call_hook('before_save_checkpoint', checkpoint={})
 
 
-def test_resumed_from_the_one_before(repository, tmp_path, whole):
-    work_dir = shutil.copytree(whole, tmp_path / 'run')
+@pytest.mark.parametrize('damage', ['one bit of a weight', 'three bytes missing', 'cut short'])
+def test_resumed_from_the_one_before(damage, repository, tmp_path, whole):
+    work_dir = shutil.copytree(whole[0], tmp_path / 'run')
     last, before = work_dir / 'epoch_2.pth', work_dir / 'epoch_1.pth'
-    os.truncate(last, 5000)
+    content = bytearray(last.read_bytes())
+    if damage == 'one bit of a weight':
+        content[content.index(whole[1]['head.fc.weight'].numpy().tobytes())] ^= 1
+    elif damage == 'three bytes missing':
+        del content[5000:5003]
+    else:
+        del content[5000:]
+    last.write_bytes(content)
     (work_dir / 'last_checkpoint').write_text(str(last))
     resumed = build(repository, work_dir, resume=True)
     warnings = []
     resumed.logger.warning = warnings.append
     resumed.call_hook('before_run')
-    assert f'{last} is damaged, missing or of another folder: resuming from {before}' in warnings
+    assert f'{last} is damaged or missing: resuming from {before} instead' in warnings
     resumed.load_or_resume()
     assert resumed.iter == ITERATIONS
 
@@ -125,6 +188,26 @@ def test_files_are_complete_or_not_there(tmp_path):
     assert path.read_bytes() == b'before' and os.listdir(path.parent) == ['file']
     put(b'after', str(path), backend_args=atomic)
     assert path.read_bytes() == b'after' and os.listdir(path.parent) == ['file']
+
+
+def fail(*args, **kwargs):
+    raise OSError('no space left on device')
+
+
+def test_the_only_checkpoint_stays_until_the_next_is_written(repository, tmp_path, monkeypatch, whole):
+    """Neither a full disk nor a kill leaves nothing to resume from."""
+    only = {'default_hooks.checkpoint.max_keep_ckpts': 1}
+    runner = build(
+        repository, tmp_path, (ITERATIONS, lambda runner: monkeypatch.setattr(AtomicBackend, 'put', fail)), **only
+    )
+    with pytest.raises(OSError, match='no space left'):
+        runner.train()
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.glob('epoch*')] == ['epoch_1.pth']
+    resumed = build(repository, tmp_path, resume=True, **only)
+    resumed.train()
+    assert_weights(resumed, whole[1])
+    assert [path.name for path in tmp_path.glob('epoch*')] == ['epoch_2.pth']
 
 
 class Stop(Hook):

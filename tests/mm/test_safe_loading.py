@@ -116,6 +116,15 @@ def test_an_mmengine_that_loads_again_what_pytorch_refuses(malicious, monkeypatc
     assert not (malicious.parent / 'victim').exists()
 
 
+def test_safe_names_that_another_library_takes_away(tmp_path):
+    log = HistoryBuffer()
+    log.update(0.5, 1)
+    torch.save(dict(loss=log), tmp_path / 'run.pth')
+    with torch.serialization.safe_globals([HistoryBuffer]):
+        pass
+    assert CheckpointLoader.load_checkpoint(str(tmp_path / 'run.pth'))['loss'].mean() == 0.5
+
+
 def test_another_loader_of_local_files(monkeypatch):
     def load_from_elsewhere(filename, map_location=None):
         pass
@@ -204,13 +213,34 @@ def test_logs_written_under_another_numpy_load(tmp_path, module):
     assert torch.load(tmp_path / 'there.pth')['loss'].mean() == 0.5
 
 
-@pytest.mark.parametrize('attack', [(OrderedDict, 'fromkeys'), (HistoryBuffer, '__init__')])
-def test_a_payload_in_the_logs_gets_no_attribute(tmp_path, attack):
-    buffer = HistoryBuffer()
-    buffer.extra = Payload(getattr, *attack)
-    torch.save(dict(state_dict={}, message_hub=dict(loss=buffer)), tmp_path / 'malicious.pth')
+@pytest.mark.parametrize('where', ['top', 'in the logs'])
+@pytest.mark.parametrize('attack', ['os.system', 'eval', 'method of another class', 'method of the buffer'])
+def test_a_payload_does_not_run(tmp_path, where, attack):
+    victim = tmp_path / 'victim'
+    script = f"open({str(victim)!r}, 'w').close()"
+    payload = {
+        'os.system': lambda: Payload(os.system, f'touch {victim}'),
+        'eval': lambda: Payload(eval, script),
+        'method of another class': lambda: Payload(getattr, OrderedDict, 'fromkeys'),
+        'method of the buffer': lambda: Payload(getattr, HistoryBuffer, '__init__'),
+    }[attack]()
+    checkpoint = dict(state_dict={}, message_hub={})
+    if where == 'top':
+        checkpoint['meta'] = payload
+    else:
+        buffer = HistoryBuffer()
+        buffer.extra = payload
+        checkpoint['message_hub']['loss'] = buffer
+    path = tmp_path / 'malicious.pth'
+    torch.save(checkpoint, path)
+
+    if attack in ('os.system', 'eval'):  # the file is really malicious
+        torch.load(path, weights_only=False)
+        assert victim.exists()
+        victim.unlink()
     with pytest.raises(pickle.UnpicklingError):
-        torch.load(tmp_path / 'malicious.pth')
+        torch.load(path)
+    assert not victim.exists()
 
 
 def test_nothing_is_loaded_unsafely(repository):

@@ -14,10 +14,12 @@ from helpers.processes import HOOKS, assert_equal, rates, run, train, train_two
 from helpers.small import SMALL_ARCH, small_cmhsa, small_timm
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
+from mmengine.runner import load_checkpoint
 from mmpretrain import FeatureExtractor, ImageClassificationInferencer
 from mmpretrain.registry import MODELS
 
 import attncnn_plugin.mm.safe_loading  # noqa: F401
+from attncnn_plugin import follow_state_dict
 from attncnn_plugin.convert import convs_to_attention
 
 EPOCHS, SWITCH, ITERATIONS = 4, 2, 3  # epochs, the epoch of the transition or the pruning, iterations of an epoch
@@ -140,6 +142,20 @@ def test_killed_and_resumed(kind, kill_at, whole_of, folder):
     assert rates(killed) == rates(whole) and len(rates(whole)) == EPOCHS * ITERATIONS
 
 
+@pytest.mark.slow
+def test_killed_and_resumed_right_after_loading(whole_of, folder):
+    """The transition at epoch 0, then a stop in the epoch after it."""
+    start = f'load_from={whole_of("CNN") / f"epoch_{SWITCH}.pth"}'
+    options = ['--cfg-options', 'custom_hooks.0.epoch=0', start]
+    log = train(folder / 'CNN8.py', folder / 'zero', *options)
+    assert 'Transition at epoch 0:\n' in log
+    kwargs = dict(expected=-signal.SIGKILL, KILL_AT=str(ITERATIONS + 1))
+    train(folder / 'CNN8.py', folder / 'zero_killed', *options, **kwargs)
+    log = train(folder / 'CNN8.py', folder / 'zero_killed', '--resume', *options[:2])
+    assert 'resumed epoch: 1' in log and 'Transition at epoch' not in log
+    assert_equal(folder / 'zero_killed', folder / 'zero')
+
+
 def assert_as_one_process(two, whole):
     for rank in (0, 1):
         assert_equal(two, two, rank, tolerance=0)
@@ -171,6 +187,33 @@ def test_two_processes_compile_both_phases(whole_of, folder):
 
 
 # PyTorch wants such norms on GPUs, whether or not their statistics are fixed.
+NORMS_ON_CPUS = """
+from pathlib import Path
+
+from torch.distributed import get_rank
+from torch.nn import SyncBatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+def note(self, module):
+    with open(Path(__file__).with_name(f'norms{get_rank()}.txt'), 'a') as file:
+        print(sum(isinstance(part, SyncBatchNorm) for part in module.modules()), file=file)
+
+DistributedDataParallel._passing_sync_batchnorm_handle = note
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_with_norms_of_both(whole_of, folder):
+    (folder / 'norms_on_cpus.py').write_text(NORMS_ON_CPUS)
+    synced = folder / 'synced.py'
+    synced.write_text((folder / 'CNN4.py').read_text().replace("'test_hooks'", "'test_hooks', 'norms_on_cpus'"))
+    with synced.open('a') as file:
+        file.write("sync_bn = 'torch'\n")
+    train_two(synced, folder / 'norms', *options_of('CNN', folder))
+    assert [(folder / f'norms{rank}.txt').read_text().split() for rank in (0, 1)] == [['20', '20']] * 2
+    assert_as_one_process(folder / 'norms', whole_of('CNN'))
+
+
 @pytest.fixture
 def modules(folder, monkeypatch):
     """The configs' own imports."""
@@ -239,15 +282,31 @@ def test_converter(kind, size, tolerance, whole_of, folder, modules):
     assert not (folder / 'no.pth').exists()
 
 
-def test_converter_refuses_a_file_in_one_sentence(folder, tmp_path):
-    torch.save({'state_dict': {}}, tmp_path / 'bad.pth')
-    for path, message in (
-        (tmp_path / 'none.pth', r'.*/none\.pth can not be found\.'),
-        (tmp_path / 'bad.pth', r'.*/bad\.pth does not fit the model of .*/CMHSA8\.py: .*backbone.*'),
-    ):
-        log = converter(folder / 'CMHSA8.py', path, tmp_path / 'no.pth', folder=folder, expected=1)
-        assert 'Traceback' not in log and re.fullmatch(message, log.strip().splitlines()[-1])
-        assert not (tmp_path / 'no.pth').exists()
+class RunsAtLoading:
+    def __reduce__(self):
+        return print, ('run',)
+
+
+@pytest.mark.parametrize(
+    'content, message',
+    [
+        (None, r'.*/bad\.pth can not be found\.'),
+        (b'PK\x03\x04 cut', r'.*/bad\.pth is damaged or no checkpoint at all: give a whole file .*'),
+        (RunsAtLoading(), r'.*/bad\.pth was refused and nothing in it was run: it asks for .*print, but a .* alone'),
+        ([1], r'.*/bad\.pth holds a list, but a checkpoint is a dictionary of weights, .*'),
+        ({'state_dict': {}}, r'.*/bad\.pth does not fit the model of .*/CMHSA8\.py: .*backbone.*'),
+    ],
+    ids=['missing', 'damaged', 'malicious', 'list', 'other'],
+)
+def test_converter_refuses_a_file_in_one_sentence(content, message, folder, tmp_path):
+    path = tmp_path / 'bad.pth'
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    log = converter(folder / 'CMHSA8.py', path, tmp_path / 'no.pth', folder=folder, expected=1)
+    assert 'Traceback' not in log and re.fullmatch(message, log.strip().splitlines()[-1])
+    assert not (tmp_path / 'no.pth').exists()
 
 
 def pruned(kind, start, options, folder, **kwargs):
@@ -294,6 +353,10 @@ def test_transformer_pruned_without_a_training(options, heads, kind, whole_of, f
     [
         ('SAGeneralized', ['--heads', '{0: [7]}'], 'heads=[7] must be different heads from 0 to 2'),
         ('SAGeneralized', ['--heads', '[0]'], "--heads '[0]' must be the heads of each block, for instance '{0: [1,"),
+        ('SAGeneralized', ['--heads', '{0: [0, 1, 2]}'], 'are all heads of the layer: keep one'),
+        ('SAGeneralized', ['--heads', '{7: [1]}'], 'heads of 7 are to be removed, but there are 0'),
+        ('SAGeneralized', ['--criterion', 'ugly'], "criterion 'ugly' is unknown"),
+        ('SAGeneralized', ['--criterion', 'importance'], 'nothing says how many heads go'),
         ('SAGeneralized', ['--criterion', 'entropy', '--keep', '3'], 'add it to --criterion'),
         ('VisionTransformer', ['--criterion', 'stripe'], "the criterion 'stripe' is for Gaussian heads"),
     ],
@@ -321,6 +384,15 @@ def test_a_config_without_hooks_of_the_plugin(average, whole_of, folder, reposit
     assert 'Saving checkpoint at 4 epochs' in log and 'do not match' not in log
     saved, before = (torch.load(of / 'epoch_4.pth')['state_dict'] for of in (copy, whole))
     assert {name: value.shape for name, value in saved.items()} == {name: value.shape for name, value in before.items()}
+
+
+def test_a_pruned_transformer_in_python(whole_of, folder, modules):
+    checkpoint = str(whole_of('VisionTransformer') / f'epoch_{EPOCHS}.pth')
+    model, saved = mmpretrain.get_model(str(folder / 'VisionTransformer8.py')), torch.load(checkpoint)['state_dict']
+    follow_state_dict(model, saved)
+    load_checkpoint(model, checkpoint, strict=True)
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+    assert sum(layer.attn.num_heads for layer in model.backbone.layers) < 8
 
 
 RESNET = """
@@ -378,5 +450,6 @@ def test_the_config_of_two_minutes(repository, tmp_path):
     """As the documentation has it, from the beginning to the end."""
     log = train(repository / 'configs/resnet18_to_attention_digits.py', tmp_path)
     scores = [float(score) for score in re.findall(r'accuracy/top1: ([\d.]+)', log)]
+    drift = float(re.search(r'Relative change of the features on the current batch: ([\d.e-]+)', log)[1])
     assert len(scores) == 30 and 'Transition at epoch 15:\n' in log
-    assert min(scores[14], scores[-1]) > 97
+    assert min(scores[14], scores[-1]) > 97 and 0 < drift < 0.05

@@ -1,5 +1,7 @@
 """Both phases in one run, in the framework's own trainer: optimizer, schedule, average, resuming, mistakes."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -7,20 +9,24 @@ from helpers.two_phases import EPOCHS, ITERATIONS, SWITCH, run, small_config
 from mmengine.hooks import EMAHook, Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
+from mmpretrain.models import ImageClassifier
+from mmpretrain.registry import MODELS
+from torch import nn
 
 from attncnn_plugin.attention import ContentImageAttention
 
 LAYER = 'backbone.layer4.0.conv1'  # of the CNN
 RATES = [2e-3, 0, *np.linspace(5e-4, 1e-4, 4)]  # by iterations: each phase to the end of its line
 SETTINGS = {
-    'CMHSA': dict(key='backbone.blocks.1.attn.query.weight', peaks=(2e-3, 5e-4)),
-    'CNN': dict(key=f'{LAYER}.key.weight', peaks=(0.05, 0.01)),
-    'iterations': dict(key='backbone.blocks.1.attn.query.weight', peaks=None),
+    'CMHSA': dict(drift=1e-5, key='backbone.blocks.1.attn.query.weight', peaks=(2e-3, 5e-4)),
+    'narrow': dict(drift=1e-5, key='backbone.blocks.1.attn.query.weight', peaks=(2e-3, 5e-4)),
+    'CNN': dict(drift=0.05, key=f'{LAYER}.key.weight', peaks=(0.05, 0.01)),
+    'iterations': dict(drift=1e-5, key='backbone.blocks.1.attn.query.weight', peaks=None),
 }
 
 
 def config_of(kind, repository, work_dir, **changes):
-    """A small run of CMHSA, of a CNN, and of CMHSA in a loop that counts iterations."""
+    """A small run of CMHSA, with narrow heads too, of a CNN, and of CMHSA in a loop that counts iterations."""
     if kind == 'CNN':  # plain gradients: AdamW makes steps of the rounding errors in gradients that are zero
         sgd = dict(_delete_=True, type='SGD', lr=0.05, momentum=0.9, weight_decay=1e-4)
         narrow = {'model.backbone.backbone.stem_channels': 4, 'model.backbone.backbone.base_channels': 4}
@@ -30,6 +36,8 @@ def config_of(kind, repository, work_dir, **changes):
     else:
         config = small_config(repository, work_dir)
         config.model.backbone.attn_bias_init = 40.0
+    if kind == 'narrow':
+        config.model.backbone.update(head_dim='exact', qk_dim=8)
     if kind == 'iterations':
         config.train_cfg = dict(type='IterBasedTrainLoop', max_iters=6, val_interval=6)
         config.train_dataloader.sampler = dict(type='InfiniteSampler', shuffle=True)
@@ -103,7 +111,7 @@ def whole(request, tmp_path_factory, repository):
     kind, work_dir = request.param, tmp_path_factory.mktemp('whole')
     images = torch.randn(2, 1, *((16, 16) if kind == 'CNN' else (32, 32)))
     average = Average(2 if kind == 'iterations' else SWITCH * ITERATIONS, images)
-    config = config_of(kind, repository, work_dir, log_level='INFO', average_buffers=kind == 'CMHSA')
+    config = config_of(kind, repository, work_dir, log_level='INFO', average_buffers=kind == 'narrow')
     return kind, *train(config, average), average, work_dir
 
 
@@ -124,7 +132,9 @@ def test_phases_and_optimizer(whole):
     assert recorder.phases == ['conv'] * switch + ['attn'] * (end - switch)
     groups = runner.optim_wrapper.optimizer.param_groups
     assert {id(p) for group in groups for p in group['params']} == {id(p) for p in runner.model.parameters()}
+    assert runner.message_hub.get_info('transition_drift') < SETTINGS[kind]['drift']
     log = log_of(work_dir)
+    assert 'Relative change of the features on the current batch: ' in log
     unit = 'iter 2' if kind == 'iterations' else 'epoch 2'
     assert (
         f'Transition at {unit}' in log
@@ -171,7 +181,7 @@ def test_resumed_run_equals_the_whole_one(at, whole, repository, tmp_path):
     """From before, at and after the transition; the average too."""
     kind, runner, recorder, _, work_dir = whole
     unit, done = ('iter', at) if kind == 'iterations' else ('epoch', at * ITERATIONS)
-    changes = dict(load_from=str(work_dir / f'{unit}_{at}.pth'), resume=True, average_buffers=kind == 'CMHSA')
+    changes = dict(load_from=str(work_dir / f'{unit}_{at}.pth'), resume=True, average_buffers=kind == 'narrow')
     resumed, again = train(config_of(kind, repository, tmp_path, **changes))
     assert again.phases == recorder.phases[done:] and np.allclose(again.rates, recorder.rates[done:], rtol=1e-12)
     for model, expected in ((resumed.model, runner.model), (average_of(resumed), average_of(runner))):
@@ -224,6 +234,7 @@ def test_gradient_accumulation(repository, tmp_path):
     runner = Runner.from_cfg(config)
     runner.register_hook(Gradients())
     runner.train()
+    assert 1e-6 < runner.message_hub.get_info('transition_drift') < 1e-2  # with the default M
     said = 'after 6 iterations, in the middle of those whose gradients are accumulated: the gradients of the last ones'
     assert said in log_of(tmp_path)
 
@@ -248,6 +259,23 @@ def test_compiled_training(kind, layers, repository, tmp_path):
     for name, weight in expected.weights[EPOCHS].items():
         if not name.endswith('attn.out.bias'):  # the norm that follows takes it out: its gradient is rounding
             assert torch.allclose(recorder.weights[EPOCHS][name], weight, atol=1e-4), name
+
+
+@pytest.mark.parametrize('epoch', [SWITCH, EPOCHS])
+def test_two_separate_runs(epoch, first_phase, repository, tmp_path):
+    """A checkpoint of either phase in a config of the second."""
+    work_dir, recorder = first_phase
+    config = small_config(repository, tmp_path, load_from=str(work_dir / f'epoch_{epoch}.pth'))
+    config.custom_hooks = []
+    config.model.backbone.update(phase='attn', attn_bias_init=40.0)
+    config.train_cfg.max_epochs = 1
+    config.optim_wrapper.optimizer.update(lr=0.0, weight_decay=0.0)
+    runner, again = run(config)
+    assert again.start == 0 and again.phases == ['attn'] * ITERATIONS
+    images, model = torch.randn(2, 1, 32, 32), Runner.from_cfg(config_of('CMHSA', repository, tmp_path)).model
+    model.load_state_dict(recorder.weights[epoch])
+    assert model.backbone.phase == ('conv' if epoch == SWITCH else 'attn')
+    assert torch.allclose(runner.model.eval()(images), model.eval()(images), atol=1e-5)
 
 
 def test_right_after_loading(repository, tmp_path):
@@ -318,7 +346,7 @@ def test_mistakes_show_at_once(kind, changes, hook, error, message, repository, 
 
 
 @pytest.mark.parametrize('unit', ['epoch', 'iter'])
-@pytest.mark.parametrize('value', [-1, '3'])
+@pytest.mark.parametrize('value', [-1, 1.5, '3'])
 def test_settings_are_checked(unit, value):
     units = dict(epoch='epochs', iter='iterations')[unit]
     with pytest.raises(ValueError, match=f'{unit}={value!r} of PhaseTransitionHook must be the number of {units}'):
@@ -326,6 +354,44 @@ def test_settings_are_checked(unit, value):
     for settings in (dict(), dict(epoch=1, iter=2)):
         with pytest.raises(ValueError, match='of PhaseTransitionHook: give one of them, the length of the first phase'):
             HOOKS.build(dict(type='mmpretrain.PhaseTransitionHook', **settings))
+
+
+def test_without_a_config(repository, tmp_path):
+    """A runner made of objects: the hook has nothing to inherit from."""
+    config = small_config(repository, tmp_path)
+
+    def runner(optimizer):
+        hook = dict(type='mmpretrain.PhaseTransitionHook', epoch=1, optim_wrapper=dict(optimizer=optimizer))
+        return Runner(
+            model=config.model,
+            work_dir=str(tmp_path),
+            train_dataloader=config.train_dataloader,
+            train_cfg=dict(by_epoch=True, max_epochs=2),
+            optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1)),
+            custom_hooks=[hook],
+            default_scope='mmpretrain',
+            experiment_name=config.experiment_name + str(optimizer),
+        )
+
+    with pytest.raises(ValueError, match='of PhaseTransitionHook names no type of optimizer, and the config'):
+        runner(dict(lr=0.01)).train()
+    assert runner(dict(type='SGD', lr=0.01)).train().backbone.phase == 'attn'
+
+
+def test_models_without_an_output(repository, tmp_path):
+    """A line in the log must not end a training."""
+
+    @MODELS.register_module(force=True)
+    class LossOnly(ImageClassifier):
+        def forward(self, inputs, data_samples=None, mode='tensor'):
+            if mode == 'tensor':
+                raise RuntimeError('no such mode')
+            return super().forward(inputs, data_samples, mode)
+
+    config = small_config(repository, tmp_path, log_level='INFO')
+    config.model.type = 'LossOnly'
+    assert run(config)[1].phases[-1] == 'attn'
+    assert "LossOnly has no output for a batch in mode='tensor' (no such mode)" in log_of(tmp_path)
 
 
 def test_resumed_without_the_state_of_the_schedulers(repository, tmp_path):
@@ -336,6 +402,19 @@ def test_resumed_without_the_state_of_the_schedulers(repository, tmp_path):
     resume = dict(resume=True, load_from=str(tmp_path / f'epoch_{SWITCH + 1}.pth'))
     runner, _ = run(small_config(repository, tmp_path / 'resumed', **resume))
     assert [scheduler.end for scheduler in runner.param_schedulers] == [3, 9]  # iterations of the second phase
+
+
+@pytest.mark.parametrize('phase', ['conv', 'attn'])
+def test_a_checkpoint_resumes_with_the_heads_that_it_was_saved_with(phase, whole, repository, tmp_path):
+    """Whatever the config says by now: the optimizer's state is of those parameters."""
+    kind, _, recorder, _, work_dir = whole
+    if kind != 'narrow':
+        pytest.skip('of narrow heads')
+    resume = dict(load_from=str(work_dir / f'epoch_{SWITCH + 1}.pth'), resume=True)
+    changes = {'model.backbone.phase': phase, 'average_buffers': True}
+    _, again = train(config_of('CMHSA', repository, tmp_path, **resume, **changes))
+    for name, value in recorder.weights[EPOCHS].items():
+        assert torch.allclose(again.weights[EPOCHS][name], value, atol=1e-6), name
 
 
 def test_a_second_phase_checkpoint_does_not_start_a_first_phase(first_phase, repository, tmp_path):
@@ -350,6 +429,36 @@ def test_a_run_that_ends_before_the_transition_says_so(repository, tmp_path):
     config.train_cfg.max_epochs = 1
     assert run(config)[0].model.backbone.phase == 'conv'
     assert 'ends after 1 epochs, before the transition to attention after epoch 2' in log_of(tmp_path)
+
+
+def test_several_networks(repository, tmp_path):
+    """Any model that holds the backbone: here two of them."""
+
+    @MODELS.register_module(force=True)
+    class Twins(nn.Module):
+        def __init__(self, twin):
+            super().__init__()
+            self.left, self.right = MODELS.build(copy.deepcopy(twin)), MODELS.build(copy.deepcopy(twin))
+
+        @property
+        def phase(self):
+            return self.left.phase
+
+        def forward(self, x):
+            return tuple((a + b) / 2 for a, b in zip(self.left(x), self.right(x)))
+
+        def init_weights(self):
+            pass
+
+    def twins(work_dir, **changes):
+        config = small_config(repository, work_dir, **changes)
+        config.model.backbone = dict(type='Twins', twin=config.model.backbone)
+        return run(config)
+
+    runner, _ = twins(tmp_path)
+    assert runner.model.backbone.left.phase == runner.model.backbone.right.phase == 'attn'
+    resume = dict(resume=True, load_from=str(tmp_path / f'epoch_{SWITCH + 1}.pth'))
+    assert twins(tmp_path / 'resumed', **resume)[1].phases == ['attn'] * 2 * ITERATIONS
 
 
 def test_mixed_precision(repository, tmp_path, monkeypatch):

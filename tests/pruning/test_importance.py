@@ -143,7 +143,7 @@ def test_a_share_of_the_multiply_adds_is_of_an_image(multiply_adds):
         pruner = HeadPruner(
             lambda model, batch: model(batch[0]), loss_of, [dict(type='importance', multiply_adds=multiply_adds)]
         )
-        pruner.judge(model, [(torch.randn(counted, 3, SIZE, SIZE), torch.arange(counted))])
+        pruner.check(model, (torch.randn(counted, 3, SIZE, SIZE),))
         batch = torch.ones(2, 3, SIZE, SIZE), torch.tensor([0, 1])
         found.append(pruner.judge(model, [batch]).heads)
     assert found[0] and found[0] == found[1] == found[2]
@@ -160,7 +160,7 @@ def test_no_order_without_finite_numbers():
     with pytest.raises(ValueError, match='there were no images'):
         pruner.judge(model, [])
     with pytest.raises(ValueError, match='keep=7 must be at most 6, the number of heads'):
-        pruner.judge(model)
+        pruner.check(model)
 
 
 def test_number_of_heads():

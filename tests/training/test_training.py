@@ -68,6 +68,7 @@ def test_a_share_of_the_multiply_adds_of_before():
     """Nothing more goes when the heads are judged again, in a resumed training too."""
     model, pruner = vit(), pruner_of(dict(type='importance', multiply_adds=0.9))
     batch = IMAGES, LABELS
+    pruner.check(model, batch)
     pruner.remove(model, pruner.judge(model, [batch]))
     assert not pruner.judge(model, [batch]).heads
     resumed = pruner_of(dict(type='importance', multiply_adds=0.9))

@@ -14,11 +14,12 @@ from pickle import UnpicklingError
 from textwrap import shorten
 
 import torch
-from mmengine.config import Config, DictAction
+from mmengine.config import DictAction
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import load_checkpoint, save_checkpoint
 
 import attncnn_plugin.mm.safe_loading  # noqa: F401
+from attncnn_plugin.mm.tools import read_config
 from attncnn_plugin.model_options import setting
 from attncnn_plugin.models import CMHSANetwork
 from attncnn_plugin.training import TwoPhases, parts_in_phases
@@ -39,7 +40,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     try:
-        config = Config.fromfile(args.config)
+        config = read_config(args.config)
     except FileNotFoundError as error:
         sys.exit(str(error))
     config.merge_from_dict(args.cfg_options or {})

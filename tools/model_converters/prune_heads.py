@@ -121,6 +121,7 @@ def judged_heads(loaded: LoadedModel, args: argparse.Namespace) -> dict:
     criteria = [dict(type=name, **amount) if name == IMPORTANCE else name for name in args.criterion]
     model, (forward, loss) = loaded.model, runs_of(args)
     pruner = HeadPruner(forward, loss, criteria, args.layers)
+    pruner.check(model)
     batches, size = [], None
     if pruner.needs_images(model):
         batches = itertools.islice(batches_of(loaded, args), args.num_batches)

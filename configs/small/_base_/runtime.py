@@ -1,9 +1,10 @@
 _base_ = '../../_base_/default_runtime.py'
 
-# A training that was stopped goes on from the last epoch, and ends as if it had not been.
+# An epoch takes minutes at most. A training that was stopped goes on from the last one, and ends as if it had not been;
+# so there is no PreemptionHook, which goes on within an epoch, with other random numbers.
 default_hooks = dict(
     _delete_=True,
-    checkpoint=dict(type='AtomicCheckpointHook', interval=1, max_keep_ckpts=2),
+    checkpoint=dict(type='AtomicCheckpointHook', interval=1, max_keep_ckpts=1),
     invalid_loss=dict(type='InvalidLossHook'),
     logger=dict(type='LoggerHook', interval=50),
     epoch_seed=dict(type='EpochSeedHook'),
