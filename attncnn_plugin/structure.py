@@ -13,7 +13,7 @@ from .attention.window import CONVOLUTIONS
 from .change import Change, LayerChange, Successor, number_of_parameters, within
 from .convert.models import in_words, successors
 from .convert.pixels import OwnConvolution, new_attention
-from .transformers.heads import follow_heads
+from .transformers.transformer_heads import follow_heads
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ and 6).
 from .back import ConvFit, mhsa_to_conv
 from .expressible import Expressibility, ValueFit, expressible_shifts, fit_values
 from .models import attention_to_convs, convs_to_attention
-from .patches import conv_to_patch_mhsa, min_heads
+from .patch_convolutions import conv_to_patch_mhsa, min_heads
 from .pixels import ConversionReport, conv_to_mhsa
 
 __all__ = [

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..attention.patches import GridBias, PatchAttention, image_to_patches, patches_to_image
 from ..attention.state_dicts import Restructurable, StateDict, StructureError, without_prefix
 from ..change import Change, LayerChange, Successor, number_of_parameters
-from ..convert.patches import attend_like_convolution, choose_head_dims
+from ..convert.patch_convolutions import attend_like_convolution, choose_head_dims
 from ..weights import CLASSES, in_single_precision, weights_file
 
 __all__ = ['CMHSABlock', 'CMHSANetwork', 'PatchConvolution', 'PatchStem']

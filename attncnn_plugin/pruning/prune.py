@@ -17,8 +17,8 @@ from ..attention.images import GroupedLinear, ImageAttention
 from ..attention.tokens import GridAttention
 from ..change import Change, LayerChange, Successor, within
 from ..transformers.adapters import unknown_class
-from ..transformers.heads import TransformerHeads, transformer_heads
 from ..transformers.relative_tables import SHARED_BIASES
+from ..transformers.transformer_heads import TransformerHeads, transformer_heads
 
 Heads = Union[PrunableHeads, TransformerHeads]
 

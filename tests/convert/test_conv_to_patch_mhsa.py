@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from attncnn_plugin.convert import conv_to_patch_mhsa, min_heads
-from attncnn_plugin.convert.patches import PatchConversionReport, choose_head_dims
+from attncnn_plugin.convert.patch_convolutions import PatchConversionReport, choose_head_dims
 
 
 @given(patch_convolutions(), st.sampled_from([None, 'exact']), st.integers(1, 5))

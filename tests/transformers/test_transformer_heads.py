@@ -13,7 +13,7 @@ from attncnn_plugin import follow_state_dict
 from attncnn_plugin.attention import StructureError
 from attncnn_plugin.pruning import prunable_heads, prune_heads, replace_parameters
 from attncnn_plugin.transformers import ADAPTERS, Adapter
-from attncnn_plugin.transformers.heads import transformer_heads
+from attncnn_plugin.transformers.transformer_heads import transformer_heads
 
 VITS = [*OF_TIMM, *OF_MMPRETRAIN, *(name for name in OTHERS if name not in ('convit_tiny', 'cait_xxs24_224'))]
 GONE = ([1], [0, 2], [2])  # of the layers, in turn
