@@ -45,7 +45,7 @@ class HeadPruningHook(FollowStateDictHook):
     Args:
         epochs (Sequence[int]): Epochs at whose beginning heads are pruned, counted from 0; 0 is right after loading.
             Defaults to none.
-        criteria (Sequence[str | dict | Callable]): The criteria that find heads, degenerate ones, see
+        criteria (Sequence[str | dict]): The criteria that find heads, degenerate ones, see
             :func:`~attncnn_plugin.pruning.find_degenerate_heads`. Where attention depends on content, they are means
             over training images, see :func:`~attncnn_plugin.pruning.degenerate_heads_of_observed`. One of them can be
             ``dict(type='importance', …)`` with one of ``threshold``, ``keep`` (heads of all layers) and

@@ -8,14 +8,14 @@ the whole process:
 - PyTorch's list of names that are safe to load has the classes of the logs in mmengine's checkpoints;
 - in onedl-mmengine, the function that would load what PyTorch refuses all the same loads tensors and plain data alone.
 
-Importing it again changes nothing. Without mmengine there is nothing to replace.
+Importing it again changes nothing.
 """
 
-import importlib.util
 import warnings
 from typing import Any, Optional
 
 import torch
+from mmengine.runner import CheckpointLoader, checkpoint
 
 from ..checkpoint_files import load_from_local, register_safe_globals
 
@@ -26,21 +26,14 @@ def _load_plain_data(file, map_location=None, weights_only: Optional[bool] = Non
     return torch.load(file, map_location=map_location, weights_only=True)
 
 
-def _replace_loaders() -> None:
-    from mmengine.runner import CheckpointLoader, checkpoint
-
-    register_safe_globals()
-    CheckpointLoader.register_scheme(prefixes='', loader=load_from_local, force=True)
-    if hasattr(checkpoint, '_safe_torch_load'):  # onedl-mmengine
-        checkpoint._safe_torch_load = _load_plain_data
-    loader = CheckpointLoader._get_checkpoint_loader('epoch_1.pth')
-    if loader is not load_from_local:
-        warnings.warn(
-            f'local checkpoints are loaded by {loader.__module__}.{loader.__qualname__} and not by attncnn_plugin, '
-            'which cannot promise that nothing in them is run: load none that you do not trust',
-            stacklevel=2,
-        )
-
-
-if importlib.util.find_spec('mmengine') is not None:
-    _replace_loaders()
+register_safe_globals()
+CheckpointLoader.register_scheme(prefixes='', loader=load_from_local, force=True)
+if hasattr(checkpoint, '_safe_torch_load'):  # onedl-mmengine
+    checkpoint._safe_torch_load = _load_plain_data
+_loader = CheckpointLoader._get_checkpoint_loader('epoch_1.pth')
+if _loader is not load_from_local:
+    warnings.warn(
+        f'local checkpoints are loaded by {_loader.__module__}.{_loader.__qualname__} and not by attncnn_plugin, '
+        'which cannot promise that nothing in them is run: load none that you do not trust',
+        stacklevel=2,
+    )
