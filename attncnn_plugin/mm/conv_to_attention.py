@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 from dataclasses import dataclass
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type, Union
 
@@ -18,6 +19,7 @@ from ..convert.models import check_replaceable, find_convolutions
 from ..convert.pixels import check_settings
 from ..models.cmhsa import PHASES
 from ..structure import take_structures
+from .backbones import refuse_unknown
 from .runner import record_new_parameters
 
 ADVICE = (
@@ -192,6 +194,8 @@ def conv_to_attention(
         raise TypeError(
             f"backbone={backbone!r} of ConvToAttention must be a config, such as dict(type='ResNet', depth=50)"
         )
+    known = inspect.signature(check_settings).parameters
+    refuse_unknown('ConvToAttention', [name for name in settings if name not in known])
     if phase not in PHASES:
         raise ValueError(f'phase={phase!r} of ConvToAttention is unknown: choose one of {PHASES}')
     model: Any = MODELS.build(copy.deepcopy(backbone))

@@ -198,7 +198,8 @@ class PhaseTransitionHook(Hook):
 
 def _features(runner, model: nn.Module, parts: Sequence[nn.Module], batch) -> List[Tensor]:
     """Returns what parts of a model put out for the first image of a batch, in evaluation mode; none if it fails."""
-    image = {key: values[:1] for key, values in batch.items()} if isinstance(batch, dict) else batch
+    # A copy: the preprocessor writes into the samples of images that are trained on next.
+    image = copy.deepcopy({key: values[:1] for key, values in batch.items()} if isinstance(batch, dict) else batch)
     features: List[Tensor] = []
     names = {module: name for name, module in model.named_modules()}
     try:
