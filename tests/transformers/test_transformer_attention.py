@@ -43,7 +43,8 @@ def own_attention(model, images):
 def test_every_class_is_tested():
     models = [new_vit(name, **{**OF_TIMM, **OF_MMPRETRAIN, **OTHERS}[name]) for name in MODELS]
     tested = {adapter_of(module) for model in models for module in model.modules()}
-    assert all(adapter in tested for adapter in ADAPTERS.values())
+    ours = [adapter for name, adapter in ADAPTERS.items() if name.startswith(('timm.', 'mmpretrain.'))]
+    assert ours and all(adapter in tested for adapter in ours)
 
 
 @pytest.mark.parametrize(
