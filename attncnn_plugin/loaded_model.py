@@ -70,7 +70,7 @@ class LoadedModel:
         return height // self._network.stem.reduction, width // self._network.stem.reduction
 
     def read_folder(self, folder: str, number: int) -> List[Tensor]:
-        """Returns images of a folder and its subfolders, evenly spread by name, as those of :meth:`read`.
+        """Returns images of a folder and its subfolders, evenly spread by name, as those of ``read``.
 
         Raises:
             ValueError: There are none.

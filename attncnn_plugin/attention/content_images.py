@@ -154,9 +154,9 @@ class ContentImageAttention(ImageAttention):
 
     def _attend_in_parts(self, query: Tensor, key: Tensor, tokens: Tensor, bias: Tensor) -> Tensor:
         """Computes the heads of some images at a time on CPUs, whose caches do not hold the scores of all."""
-        some = len(query)
-        if query.device.type == 'cpu' and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
-            some = max(1, SCORES_AT_ONCE // bias.numel())
+        if query.device.type != 'cpu' or torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return self._attend(query, key, tokens, bias)  # for any number of images
+        some = max(1, SCORES_AT_ONCE // bias.numel())
         parts = zip(query.split(some), key.split(some), tokens.split(some))
         return torch.cat([self._attend(*part, bias) for part in parts])
 

@@ -149,9 +149,9 @@ def conv_to_attention(
     ``init_cfg``, layer depths and names of parameters are its own, and checkpoints of it load as they are.
 
     With ``phase='conv'`` it is the CNN until ``to_attention()``, which
-    :class:`~attncnn_plugin.mm.PhaseTransitionHook` calls at an epoch or an iteration. With ``phase='attn'``
-    it is attention at once, that of the CNN's initial weights or of a checkpoint of the CNN that is loaded. A
-    checkpoint of attention loads in either phase.
+    :class:`~attncnn_plugin.mm.phase_transition.PhaseTransitionHook` calls at an epoch or an iteration. With
+    ``phase='attn'`` it is attention at once, that of the CNN's initial weights or of a checkpoint of the CNN that is
+    loaded. A checkpoint of attention loads in either phase.
 
     Args:
         backbone (dict): The config of the backbone.

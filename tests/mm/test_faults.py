@@ -29,7 +29,7 @@ ITERATIONS = 3  # of an epoch
 CONFIG = """
 _base_ = '{base}'
 custom_imports = dict(
-    imports=['attncnn_plugin', 'attncnn_plugin.mm.safe_loading', 'test_hooks'], allow_failed_imports=False)
+    imports=['attncnn_plugin', 'attncnn_plugin.mm.safe_loading', 'hooks_of_a_test'], allow_failed_imports=False)
 train_dataloader = dict(batch_size={batch_size}, dataset=dict(indices=24))
 val_dataloader = dict(dataset=dict(indices=8))
 train_cfg = dict(max_epochs=3)
@@ -101,7 +101,7 @@ HOOKS = textwrap.dedent("""
 def folder(tmp_path_factory, repository):
     """The configs, and images of the data set's classes."""
     folder = tmp_path_factory.mktemp('faults')
-    (folder / 'test_hooks.py').write_text(HOOKS)
+    (folder / 'hooks_of_a_test.py').write_text(HOOKS)
     for batch_size in (8, 4):
         (folder / f'batch{batch_size}.py').write_text(
             CONFIG.format(base=repository / 'configs/sa_quadratic_digits.py', batch_size=batch_size)
