@@ -297,7 +297,8 @@ class CMHSA(GridBackbone, CMHSANetwork, BaseBackbone):
 
     With ``phase='conv'`` the blocks mix pixels by convolutions on the image; ``to_attention()`` turns these into
     attention and leaves the output as it was, up to e^−M for each other shift.
-    :class:`~attncnn_plugin.mm.phase_transition.PhaseTransitionHook` does so in the middle of a training. Checkpoints carry their phase: one of the attention phase loads into either.
+    :class:`~attncnn_plugin.mm.phase_transition.PhaseTransitionHook` does so in the middle of a training.
+    Checkpoints carry their phase: one of the attention phase loads into either.
 
     Args:
         img_size (int | tuple): The expected input image shape, height first. Other shapes will do: the relative

@@ -47,11 +47,11 @@ class HeadPruningHook(FollowStateDictHook):
             Defaults to none.
         criteria (Sequence[str | dict]): The criteria that find heads, degenerate ones, see
             :func:`~attncnn_plugin.pruning.find_degenerate_heads`. Where attention depends on content, they are means
-            over training images. One of them can be ``dict(type='importance', …)`` with one of ``threshold``,
-            ``keep`` (heads of all layers) and ``multiply_adds`` (a share of those before any pruning), and with
-            ``normalize=False``: the heads on which the loss depends least, see :func:`~attncnn_plugin.pruning.head_importance`. Defaults to C20's,
-            ``('uniform', 'stripe')``, which are for Gaussian heads. A layer all of whose heads are found keeps the
-            least uniform one.
+            over training images. One of them can be ``dict(type='importance', …)`` with one of ``threshold``, ``keep``
+            (heads of all layers) and ``multiply_adds`` (a share of those before any pruning), and with
+            ``normalize=False``: the heads on which the loss depends least, see
+            :func:`~attncnn_plugin.pruning.head_importance`. Defaults to C20's, ``('uniform', 'stripe')``, which are for
+            Gaussian heads. A layer all of whose heads are found keeps the least uniform one.
         layers (str): Glob of the names of the layers. Defaults to ``'*'``, all.
         bias_correction (bool): Whether the mean output of a removed head, over some training batches, is added to the
             bias of its layer, and a duplicate's values to those of the head that it repeats. C20 does without, so that
