@@ -247,10 +247,10 @@ def check_settings(
         return settings
     if qk_dim is None:
         qk_dim = max(LEAST_QK_DIM, math.ceil(conv.in_channels / num_heads))
-    if type(qk_dim) is not int or qk_dim < 1:
+    if not isinstance(qk_dim, Integral) or isinstance(qk_dim, bool) or qk_dim < 1:
         raise ValueError(f'qk_dim={shown(qk_dim)} must be a number of channels, at least 1')
     size = _checked_window_size(window, position, window_size)
-    return {**settings, 'content': content, 'window_size': size, 'qk_dim': qk_dim}
+    return {**settings, 'content': content, 'window_size': size, 'qk_dim': int(qk_dim)}
 
 
 def _checked_window_size(
