@@ -1,9 +1,15 @@
 """The result of everything that changes a model: its layers before and after, and what its parameters became."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Dict, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple
 
 from torch import Tensor, nn
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Returns rows of cells as a table, a line each."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return '\n'.join('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,5 +99,4 @@ class Change:
             )
         drift = '' if self.drift is None else f'drift {self.drift:.2g}'
         rows.append(['model', '', '', f'{self.parameters_before:,} → {self.parameters_after:,}', drift])
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        return '\n'.join('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+        return table(rows)

@@ -6,6 +6,7 @@ which of the shifts of a kernel they cover (C20, Theorem 1 and Lemma 3).
 
 import dataclasses
 import math
+import textwrap
 from dataclasses import dataclass
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from ..attention import AttentionLayer
 from ..attention.positions import GaussianHeads
+from ..change import table
 from ..pruning.criteria import BY_POSITION, DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
 from .layer_maps import (
     AttentionMaps,
@@ -379,7 +381,8 @@ class LayerReport:
         if self.heads:
             extra = [] if self.heads[0].prefix_mass is None else ['no patch']
             extra += [] if self.heads[0].degenerate is None else ['degenerate']
-            lines += [f'  {line}' for line in _aligned([COLUMNS + extra] + [head.row() for head in self.heads])]
+            rows = [COLUMNS + extra] + [head.row() for head in self.heads]
+            lines.append(textwrap.indent(table(rows), '  '))
         return '\n'.join(lines)
 
 
@@ -416,10 +419,4 @@ class HeadReport:
             masses = [sum(head.mass_3x3 for head in heads), sum(head.mass_5x5 for head in heads)]
             means = [f'{mass / len(heads):.3f}' if heads else '-' for mass in masses]
             rows.append([report.name, report.attention, *counts, *means, report.best_text])
-        return '\n\n'.join([*map(str, self.layers), '\n'.join(_aligned(rows))])
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> List[str]:
-    """Returns the lines of a table."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ['  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        return '\n\n'.join([*map(str, self.layers), table(rows)])

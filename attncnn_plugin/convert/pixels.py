@@ -189,7 +189,7 @@ def conv_to_mhsa(
         if attention.window_size is not None:
             axes = (torch.arange(n) - n // 2 for n in attention.window_size)
             pixels = torch.cartesian_prod(*axes).reshape(-1, attention.window.ndim)
-    return attention, _set_heads(attention, plain, HARD_ALPHA if alpha is None else alpha, pixels, share)
+    return attention, _place_heads(attention, plain, HARD_ALPHA if alpha is None else alpha, pixels, share)
 
 
 def check_settings(
@@ -342,7 +342,7 @@ def new_attention(
     return attention
 
 
-def _set_heads(attention: Any, conv: Convolution, alpha: float, pixels: Tensor, share: float) -> ConversionReport:
+def _place_heads(attention: Any, conv: Convolution, alpha: float, pixels: Tensor, share: float) -> ConversionReport:
     """Sets where heads, of width α or fewer, look and their values.
 
     Heads see the pixels at δ, ``(S, ndim)``, where this is no whole image, by a ``share`` of the probabilities.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..attention.evaluation_mode import evaluating
 from ..attention.shifts import at_grid_shifts
 from ..attention.window import per_axis, shown
+from ..change import table
 from .absolute import start_absolute
 from .adapters import Attention, direction, find_attention, rope_of_mmpretrain
 from .attention import visited_attention
@@ -80,8 +81,7 @@ class ConvolutionalStart:
                 shift = 'none' if head.shift is None else '({:g}, {:g})'.format(*head.shift)
                 variation = 'none' if head.total_variation is None else f'{head.total_variation:.2g}'
                 rows.append((*of_layer, str(number), shift, variation, share))
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        return '\n'.join('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+        return table(rows)
 
 
 @torch.no_grad()

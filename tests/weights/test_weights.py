@@ -54,7 +54,8 @@ def test_one_file_for_both_frameworks(name):
     assert [result['pred_label'] for result in results] == found
     assert [result['pred_class'] for result in results] == [weights.CLASSES[label] for label in found]
     right = sum(label == i for i, label in enumerate(found))
-    assert model_cards.cards(weights.FOLDER)[name].ten_images_right == right
+    card = model_cards.cards(weights.FOLDER)[name]
+    assert (card.ten_images_right, card.parameters, card.multiply_adds) == (right, *cost(of_timm))
     tensors = load_file(weights.weights_file(name))
     assert {value.dtype for value in tensors.values() if value.is_floating_point()} == {torch.half}
     assert CheckpointLoader.load_checkpoint(f'attncnn://{name}')['state_dict'].keys() == {
