@@ -8,7 +8,7 @@ from helpers.explorer_pages import page_of, unpack
 from helpers.starts import NAMES
 from helpers.vits import OF_MMPRETRAIN, OF_TIMM, WITH_MLP, new_vit, output_of, small_vit
 
-from attncnn_plugin.analysis import attention_maps, head_report
+from attncnn_plugin.analysis import head_report, mean_attention
 from attncnn_plugin.pruning import prunable_heads, prune_heads
 from attncnn_plugin.transformers import init_as_convolution
 from attncnn_plugin.visualization import plot_attention_centers, plot_attention_distance, plot_attention_probs
@@ -46,13 +46,13 @@ def test_full_size(name):
 
 
 def check_everything(model, images):
-    before = attention_maps(model, images)
+    before = mean_attention(model, images)
     model.train()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     output_of(model, images).square().mean().backward()
     optimizer.step()
     model.eval()
-    maps = attention_maps(model, images)
+    maps = mean_attention(model, images)
     assert any(not torch.equal(before[name].probs, maps[name].probs) for name in before)
 
     report = head_report(model, images)

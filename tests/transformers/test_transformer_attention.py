@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attncnn_plugin.analysis import attention_maps, head_report
+from attncnn_plugin.analysis import head_report, mean_attention
 from attncnn_plugin.analysis.layer_maps import shown_layers
 from attncnn_plugin.analysis.observed_attention import observed_attention
 from attncnn_plugin.pruning import prunable_heads, prune_heads
@@ -152,7 +152,7 @@ def test_padding_of_windows_is_left_out():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    (maps,) = attention_maps(model, torch.randn(1, 3, 20, 20)).values()
+    (maps,) = mean_attention(model, torch.randn(1, 3, 20, 20)).values()
     assert torch.allclose(maps.probs[0].sum(1), torch.ones(25))
     inside = (16 * 1 + 2 * 4 * 1 / 4 + 1 / 16) / 25  # of whole windows, of those with 4 of 16 tokens, of that with one
     assert maps.prefix_mass.item() == pytest.approx(1 - inside, abs=1e-6)
@@ -180,7 +180,7 @@ def test_pruned_heads(name):
     model, images = small_vit(name), torch.randn(2, 3, 32, 32)
     first, *others = shown_layers(model)
     prune_heads(model, {first: [0, 1, 2], others[0]: [1]}, allow_empty=True)
-    maps = attention_maps(model, images)
+    maps = mean_attention(model, images)
     assert [len(maps[name].probs) for name in (first, *others)] == [0, 2] + [3] * (len(others) - 1)
     assert [report.num_heads for report in head_report(model, images).layers] == [0, 2] + [3] * (len(others) - 1)
 
@@ -190,8 +190,8 @@ def test_pruned_heads(name):
 def test_models_in_half_precision(name, dtype):
     """Their rows add up to 1 as well as they can; tokens are counted exactly, however many there are."""
     model, images = small_vit(name), torch.randn(1, 3, 32, 32)
-    expected = attention_maps(model, images)
-    for name, own in attention_maps(model.to(dtype), images.to(dtype)).items():
+    expected = mean_attention(model, images)
+    for name, own in mean_attention(model.to(dtype), images.to(dtype)).items():
         assert own.probs.dtype == torch.float and torch.allclose(own.probs.sum(-1), torch.ones(()), atol=1e-5)
         assert (own.probs - expected[name].probs).abs().max() < 0.3  # the weights are rounded
 
@@ -202,15 +202,15 @@ def test_what_cannot_be_shown():
     with pytest.raises(
         ValueError, match=r'gives no grid of at least 2 patches for images of 32x32: its grid is \(1, 1\)'
     ):
-        attention_maps(small_vit(VIT, patch_size=32), torch.randn(1, 3, 32, 32))
+        mean_attention(small_vit(VIT, patch_size=32), torch.randn(1, 3, 32, 32))
     twice = small_vit(VIT)
     twice.blocks[1].attn = twice.blocks[0].attn
     with pytest.raises(ValueError, match='blocks.0.attn of a VisionTransformer runs 2 times, but once was needed'):
-        attention_maps(twice, torch.randn(1, 3, 32, 32))
+        mean_attention(twice, torch.randn(1, 3, 32, 32))
     model = small_vit('vit_tiny_patch16_224')
     torch.nn.init.constant_(model.blocks[1].attn.qkv.weight, float('nan'))
     with pytest.raises(ValueError, match='the probabilities of blocks.1.attn are not finite: the parameters of model'):
-        attention_maps(model, torch.randn(1, 3, 32, 32))
+        mean_attention(model, torch.randn(1, 3, 32, 32))
 
 
 class LargestTensor(TorchDispatchMode):
@@ -226,7 +226,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize('function', [attention_maps, head_report])
+@pytest.mark.parametrize('function', [mean_attention, head_report])
 def test_memory_of_windows(function):
     """Nothing between all patches is there for several images at once: of 16x16 in windows of 4."""
     model = timm.create_model(
@@ -241,9 +241,9 @@ def test_memory_of_windows(function):
 def test_images_in_a_pass(name):
     model, images, passes = small_vit(name), torch.randn(5, 3, 32, 32), []
     model.patch_embed.register_forward_pre_hook(lambda _, args: passes.append(len(args[0])))
-    means = attention_maps(model, images)
+    means = mean_attention(model, images)
     assert passes == [4, 1]
-    of_images = [attention_maps(model, image[None]) for image in images]
+    of_images = [mean_attention(model, image[None]) for image in images]
     for layer, own in means.items():
         assert torch.allclose(own.probs, sum(maps[layer].probs for maps in of_images) / 5, atol=1e-6)
         assert own.probs.shape[1:] == (math.prod(own.grid),) * 2
