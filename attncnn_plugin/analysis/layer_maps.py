@@ -248,7 +248,7 @@ def _maps_of_vit(model: nn.Module, images: Tensor) -> Dict[str, MeanAttention]:
     places: Dict[str, Tuple[TokenPlaces, float]] = {}  # and the largest entropy there
 
     def add(name: str, probs: Tensor, where: TokenPlaces) -> None:
-        own, prefix_mass = where.of_patches(probs)
+        own, prefix_mass = where.of_patches(probs.float())
         entropy, largest = where.entropies(own)
         means.add(name, own, entropy, prefix_mass)
         places[name] = where, max(largest, torch.finfo(torch.float).tiny)

@@ -6,7 +6,7 @@ key that are the same for all patches come from a constant in the tokens: keys o
 with biases class tokens would have them too, without a rotation.
 """
 
-from typing import Any, List, Tuple
+from typing import List, Tuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from .adapters import Attention
 from .embeddings import PositionChannels
 from .relative_tables import gaussian_table, log_share_of_peak
-from .vision_transformer import grid_of, num_prefix_tokens
+from .vision_transformer import Transformer
 
 # Scores below −FLOOR are not approached: with them the coefficients would be ten times as large.
 FLOOR = 100.0
@@ -23,12 +23,12 @@ RIDGE = 1e-5
 
 
 def start_rotary(
-    network: Any, attentions: List[Attention], alpha: float, images: Tensor, generator: torch.Generator
+    network: Transformer, attentions: List[Attention], alpha: float, images: Tensor, generator: torch.Generator
 ) -> None:
     """Puts a constant into the tokens, and sets queries and keys of each layer for the tokens that it gets."""
-    size = grid_of(network)
+    size = network.grid
     patches = size[0] * size[1]
-    peak = log_share_of_peak(alpha, patches) if num_prefix_tokens(network) else 0.0
+    peak = log_share_of_peak(alpha, patches) if network.num_prefix_tokens else 0.0
     channels = PositionChannels(network, attentions, 1, generator)
     channels.hold_constant()
 
@@ -45,7 +45,7 @@ def start_rotary(
     channels.in_turn(images, set_heads)
 
 
-def rotation_angles(network: Any, layer: int, in_halves: bool, size: Tuple[int, int]) -> Tensor:
+def rotation_angles(network: Transformer, layer: int, in_halves: bool, size: Tuple[int, int]) -> Tensor:
     """Returns the angle by which each pair of channels is rotated at each patch, ``(N_h or 1, patches, d/2)``."""
     takes_shape = getattr(network.rope, 'feat_shape', None) is None
     embedding = network.rope.get_embed(**dict(shape=size) if takes_shape else {}).double()
