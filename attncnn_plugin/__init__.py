@@ -19,6 +19,7 @@ import importlib
 import warnings
 
 from . import analysis, attention, convert, models, pruning, transformers, weights
+from .analysis.recorder import AttentionRecorder, attention_maps, rollout
 from .installation import config_path, has_mmpretrain, import_problem
 from .structure import follow_state_dict
 from .version import __version__
@@ -26,14 +27,17 @@ from .version import __version__
 ON_DEMAND = ('explorer', 'visualization')
 
 __all__ = [
+    'AttentionRecorder',
     '__version__',
     'analysis',
     'attention',
+    'attention_maps',
     'config_path',
     'convert',
     'follow_state_dict',
     'models',
     'pruning',
+    'rollout',
     'transformers',
     'weights',
     *ON_DEMAND,

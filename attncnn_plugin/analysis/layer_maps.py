@@ -355,12 +355,12 @@ def visit_layers(
     with evaluating(model), ExitStack() as stack:
         for name, layer in layers.items():
             stack.callback(layer.register_forward_pre_hook(partial(see, name)).remove)
-        _features_of(model, set(layers.values()))(images)
+        features_of(model, set(layers.values()))(images)
     for name in sorted(layers.keys() - seen):
         raise ValueError(f'{name} is attention that the model does not run on images: there is nothing to show')
 
 
-def _features_of(model: nn.Module, layers: Iterable[nn.Module]) -> Callable[[Tensor], Any]:
+def features_of(model: nn.Module, layers: Iterable[nn.Module]) -> Callable[[Tensor], Any]:
     """Returns the ``forward_features`` of the network that holds these layers; the model itself without a network."""
     for module in model.modules():
         forward_features = getattr(module, 'forward_features', None)

@@ -38,7 +38,6 @@ class Adapter:
     or have None there.
 
     Attributes:
-        called (str): The module that gets the tokens; the module itself by default.
         maps (tuple[str, ...]): Linear maps: one to queries, keys and values, which lie map by map and head by head, or
             three. Modules, or the beginning of the names of two parameters, ``in_proj`` for ``in_proj_weight``.
         biases (tuple[str, ...]): Biases of queries, keys and values beside these maps.
@@ -57,15 +56,16 @@ class Adapter:
         num_heads (str): The number of heads N_h.
         windows (callable | None): ``windows(owner, args)`` says how the module around cuts its input into windows: the
             size of the grid, of a window, its shift, and whether the grid is padded before it is shifted.
+        key_bias (bool): Whether the bias of the one map is for the keys too.
         cuts (bool): Whether it cuts the windows itself, of a grid ``(B, H, W, D)``.
         probs (callable | None): ``probs(module, x)`` gives P of attention that is no such softmax.
+        called (str): The module inside that gets the tokens; the module itself by default.
         forward (str): What the module's own forward pass can do. ``'sizes'``: it reads all sizes off the parameters,
             so that it needs no other where heads are gone. ``'modules'``: it calls the map ``output``. ``'functions'``:
             it takes the weights alone.
         returns_pair (bool): Whether it returns its output and its probabilities, or None for them.
     """
 
-    called: str = ''
     maps: Tuple[str, ...] = ('qkv', 'q_proj', 'k_proj', 'v_proj')
     biases: Tuple[str, ...] = ('q_bias', 'k_bias', 'v_bias')
     norms: Tuple[str, str] = ('q_norm', 'k_norm')
@@ -80,8 +80,10 @@ class Adapter:
     tables: Mapping[str, int] = field(default_factory=dict)
     num_heads: str = 'num_heads'
     windows: Optional[Callable[[Any, Any], Windows]] = None
+    key_bias: bool = True
     cuts: bool = False
     probs: Optional[Callable[[Any, Tensor], Tensor]] = None
+    called: str = ''
     forward: str = 'modules'
     returns_pair: bool = False
 
@@ -341,7 +343,7 @@ ADAPTERS: Dict[str, Adapter] = {
         returns_pair=True,
     ),
     'torchvision.models.swin_transformer.ShiftedWindowAttention': replace(SWIN, **IN_TORCHVISION),
-    'torchvision.models.swin_transformer.ShiftedWindowAttentionV2': replace(SWIN_V2, **IN_TORCHVISION),
+    'torchvision.models.swin_transformer.ShiftedWindowAttentionV2': replace(SWIN_V2, **IN_TORCHVISION, key_bias=False),
 }
 
 
@@ -465,6 +467,8 @@ class Attention:
         names = self.map_names
         if len(names) == 1:
             found = self.mapped(names[0], x).chunk(3, -1)
+            if not self.adapter.key_bias and self.num_heads:
+                found = found[0], found[1] - self.of_map(names[0], 'bias').chunk(3)[1], found[2]
         else:
             inputs = x[:, : self.adapter.queries], x, x
             found = tuple(map(self.mapped, names, inputs))

@@ -59,10 +59,15 @@ class TokenPlaces:
         if self.windows is None:
             kept = probs[:, :, self.prefix :, self.prefix :]
         else:
-            kept = probs.unflatten(0, (-1, len(self.windows))).transpose(1, 2) * self._of_patches
+            kept = self.by_window(probs) * self._of_patches
         total = kept.sum(-1, keepdim=True)
         left_out = 1 - total.flatten(2).sum(-1) / (self.grid[0] * self.grid[1])
         return kept / total.clamp(min=torch.finfo(kept.dtype).tiny), left_out
+
+    def by_window(self, probs: Tensor) -> Tensor:
+        """Returns probabilities ``(B·windows, N_h, M, M)`` as ``(B, N_h, windows, M, M)``."""
+        assert self.windows is not None
+        return probs.unflatten(0, (-1, len(self.windows))).transpose(1, 2)
 
     def on_grid(self, own: Tensor) -> Tensor:
         """Returns the probabilities of :meth:`of_patches` between all patches, ``(…, H·W, H·W)``, 0 between windows."""
@@ -167,6 +172,7 @@ def visited_attention(attention: Attention, visit: Callable[[Tensor, Optional[To
         assert attention.adapter.windows is not None
         windows = attention.adapter.windows(owner, args)
 
+    @torch.no_grad()
     def see(module: nn.Module, args: Any, kwargs: Call, output: Any) -> None:
         x, call = attention.tokens(args, kwargs)
         probs, mask, places = at_least_float32(attention.probs(x, call)), attention.mask(call), None

@@ -66,11 +66,11 @@ class TransformerHeads(Attention):
             ValueError: A head that is not there, or all of them.
         """
         check_heads(heads, self.num_heads, allow_empty)
-        reason = self._shared()
+        reason = self.shared()
         if reason is not None:
             raise TypeError(f'heads cannot be removed from a {type(self.module).__name__}: {reason}')
 
-    def _shared(self) -> Optional[str]:
+    def shared(self) -> Optional[str]:
         """Returns why heads of the module are not apart; None where they are."""
         forward = vars(self.module).get('forward')
         if self.adapter.probs is not None:

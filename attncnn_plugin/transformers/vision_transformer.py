@@ -125,7 +125,7 @@ class Transformer:
             )
 
     def grid_of_patches(self, embedded: Tensor) -> Tuple[int, int]:
-        """Returns height and width of the grid of patches, of what the last of :attr:`patch_convolutions` gave.
+        """Returns height and width of the grid of patches in what the last of :attr:`patch_convolutions` gave.
 
         Raises:
             ValueError: The grid has a single patch.

@@ -1,8 +1,11 @@
-"""Small vision transformers of timm and mmpretrain, one for each kind of attention."""
+"""Small vision transformers of four libraries, one for each kind of attention."""
+
+import sys
 
 import pytest
 import timm
 import torch
+import torchvision
 
 SIZE = 32
 WITH_MLP = 'vit_relpos_small_patch16_224'  # which gives biases of relative positions, and cannot start as a convolution
@@ -45,16 +48,69 @@ OTHERS = {  # those that cannot start as a convolution, of either library
     'ViTEVA02': dict(arch=ARCH, img_size=SIZE, patch_size=8),
     'SwinTransformerV2': {**OF_MMPRETRAIN['SwinTransformer'], 'arch': dict(SWIN_ARCH, extra_norm_every_n_blocks=0)},
 }
+TINY = dict(image_size=SIZE, patch_size=8, hidden_size=24, num_hidden_layers=2, num_attention_heads=3)
+TINY.update(intermediate_size=24, num_labels=5)
+OF_HUGGING_FACE = {
+    'ViT': TINY,
+    'DeiT': TINY,
+    'Dinov2': dict(TINY, mlp_ratio=1),
+    'Dinov2WithRegisters': dict(TINY, mlp_ratio=1, num_register_tokens=2),
+    'DINOv3ViT': dict(TINY, num_register_tokens=2),
+    'Beit': dict(TINY, use_relative_position_bias=True, layer_scale_init_value=0.5),
+    'Swin': dict(
+        image_size=SIZE, patch_size=4, embed_dim=12, depths=[2, 2], num_heads=[3, 3], window_size=4, num_labels=5
+    ),
+}
+OF_TORCHVISION = {
+    'VisionTransformer': dict(
+        image_size=SIZE, patch_size=8, num_layers=2, num_heads=3, hidden_dim=24, mlp_dim=24, num_classes=5
+    ),
+    **{
+        block: dict(
+            patch_size=[4, 4],
+            embed_dim=12,
+            depths=[2, 2],
+            num_heads=[3, 3],
+            window_size=[4, 4],
+            num_classes=5,
+            block=block,
+            downsample_layer=f'PatchMerging{block[20:]}',
+        )
+        for block in ('SwinTransformerBlock', 'SwinTransformerBlockV2')
+    },
+}
 
 
-def small_vit(name, **changes):
-    """One of these, with weights that are not small, in evaluation mode."""
-    model = new_vit(name, **{**{**OF_TIMM, **OF_MMPRETRAIN, **OTHERS}[name], **changes})
+def hugging_face(name, **changes):
+    """A small classifier of Hugging Face transformers, with weights that are not small, in evaluation mode."""
+    transformers = pytest.importorskip('transformers.models') and sys.modules['transformers']
+    config = getattr(transformers, f'{name}Config')(**{**OF_HUGGING_FACE[name], **changes})
+    kind = 'Model' if name == 'DINOv3ViT' else 'ForImageClassification'
+    return not_small(getattr(transformers, f'{name}{kind}')(config))
+
+
+def of_torchvision(name, **changes):
+    """A small model of torchvision, with weights that are not small, in evaluation mode."""
+    settings = {**OF_TORCHVISION[name], **changes}
+    if name == 'VisionTransformer':
+        return not_small(torchvision.models.VisionTransformer(**settings))
+    for key in ('block', 'downsample_layer'):
+        settings[key] = getattr(torchvision.models.swin_transformer, settings[key])
+    return not_small(torchvision.models.SwinTransformer(**settings))
+
+
+def not_small(model):
+    """The model with random weights of deviation 0.3, in evaluation mode."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
     model.eval()  # some of mmpretrain's give None
     return model
+
+
+def small_vit(name, **changes):
+    """One of these, with weights that are not small, in evaluation mode."""
+    return not_small(new_vit(name, **{**{**OF_TIMM, **OF_MMPRETRAIN, **OTHERS}[name], **changes}))
 
 
 def new_vit(name, **settings):
@@ -68,4 +124,7 @@ def new_vit(name, **settings):
 def output_of(model, images):
     """Logits, or the last feature map."""
     output = model(images)
+    for name in ('logits', 'last_hidden_state'):  # of Hugging Face
+        if hasattr(output, name):
+            return getattr(output, name)
     return output[-1] if isinstance(output, tuple) else output

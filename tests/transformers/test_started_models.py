@@ -14,7 +14,7 @@ from attncnn_plugin.transformers import init_as_convolution, set_sine_cosine_emb
 @pytest.mark.parametrize(
     'name, settings, message',
     [
-        ('resnet18', {}, 'model is a ResNet in which no module has a patch_embed'),
+        ('resnet18', {}, 'model is a ResNet without a vision transformer'),
         ('mixer_s32_224', {}, 'MlpMixer'),
         ('swinv2_tiny_window8_256', {}, 'WindowAttention that cannot start as a convolution: it compares .* angle'),
         ('convit_tiny', dict(depth=11), 'blocks.0.attn is a GPSA that cannot start .* no softmax of scores'),
