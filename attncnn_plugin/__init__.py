@@ -20,6 +20,7 @@ import warnings
 
 from . import analysis, attention, convert, models, pruning, transformers, weights
 from .analysis.recorder import AttentionRecorder, attention_maps, rollout
+from .hugging_face import load_hugging_face
 from .installation import config_path, has_mmpretrain, import_problem
 from .structure import follow_state_dict
 from .version import __version__
@@ -35,6 +36,7 @@ __all__ = [
     'config_path',
     'convert',
     'follow_state_dict',
+    'load_hugging_face',
     'models',
     'pruning',
     'rollout',

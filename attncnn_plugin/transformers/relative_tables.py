@@ -28,7 +28,8 @@ def bias_of(network: Transformer, attention: Attention) -> Optional[Any]:
     module = attention.module
     if isinstance(getattr(module, 'relative_position_bias_table', None), nn.Parameter):
         return module
-    biases = [getattr(module, 'rel_pos', None), *(getattr(network.module, name, None) for name in SHARED_BIASES)]
+    own = [getattr(module, name, None) for name in ('rel_pos', 'relative_position_bias')]
+    biases = [*own, *(getattr(network.module, name, None) for name in SHARED_BIASES)]
     return next((bias for bias in biases if isinstance(bias, nn.Module)), None)
 
 
@@ -41,8 +42,10 @@ def window_of(bias: Any) -> Tuple[int, int]:
 
 def start_relative(network: Transformer, attention: Attention, alpha: float) -> None:
     """Sets the position bias of an attention, which has to be a table, and its queries."""
-    bias = bias_of(network, attention)
+    bias: Any = bias_of(network, attention)
     table, index = (getattr(bias, f'relative_position_{part}', None) for part in ('bias_table', 'index'))
+    if hasattr(bias, 'generate_relative_position_index'):  # Hugging Face's BEiT computes it for each image
+        index = bias.generate_relative_position_index(window_of(bias))
     if not (isinstance(table, nn.Parameter) and table.ndim == 2 and isinstance(index, Tensor)):
         raise ValueError(
             f'the relative positions of {attention.name} are a {type(bias).__name__} without a table of biases: a '

@@ -6,7 +6,7 @@ key that are the same for all patches come from a constant in the tokens: keys o
 with biases class tokens would have them too, without a rotation.
 """
 
-from typing import List, Tuple
+from typing import Any, List, Tuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,8 @@ def start_rotary(
 
     def set_heads(attention: Attention, tokens: Tensor) -> None:
         # Channel i is rotated with channel i + d/2, or 2i with 2i + 1.
-        in_halves = bool(getattr(attention.module, 'rotate_half', False))
-        angles = rotation_angles(network, attentions.index(attention), in_halves, size)
+        in_halves = bool(getattr(attention.module, 'rotate_half', hasattr(network.module, 'rope_embeddings')))
+        angles = rotation_angles(network.rope, attentions.index(attention), in_halves, size, images)
         pairs = constant_queries_and_keys(angles, attention.shifts.to(angles), alpha, size, peak)
         factor = channels.read(tokens)[:, -patches:, 0].mean()  # the constant after LayerNorm, mean over patches
         scale = attention.head_dim**0.25 / factor
@@ -45,10 +45,13 @@ def start_rotary(
     channels.in_turn(images, set_heads)
 
 
-def rotation_angles(network: Transformer, layer: int, in_halves: bool, size: Tuple[int, int]) -> Tensor:
+def rotation_angles(rope: Any, layer: int, in_halves: bool, size: Tuple[int, int], images: Tensor) -> Tensor:
     """Returns the angle by which each pair of channels is rotated at each patch, ``(N_h or 1, patches, d/2)``."""
-    takes_shape = getattr(network.rope, 'feat_shape', None) is None
-    embedding = network.rope.get_embed(**dict(shape=size) if takes_shape else {}).double()
+    if hasattr(rope, 'get_embed'):
+        embedding = rope.get_embed(**dict(shape=size) if getattr(rope, 'feat_shape', None) is None else {}).double()
+    else:  # of Hugging Face
+        cosines, sines = rope(images)
+        embedding = torch.cat([sines, cosines], -1).double()
     if embedding.ndim == 4:  # a layer has angles of its own
         embedding = embedding[layer]
     sines, cosines = embedding.reshape(-1, *embedding.shape[-2:]).chunk(2, -1)

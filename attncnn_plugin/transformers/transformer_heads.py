@@ -65,7 +65,8 @@ class TransformerHeads(Attention):
             TypeError: The heads of the module share something.
             ValueError: A head that is not there, or all of them.
         """
-        check_heads(heads, self.num_heads, allow_empty)
+        # A block that interpolates its table of biases needs one.
+        check_heads(heads, self.num_heads, allow_empty and not self.adapter.called)
         reason = self.shared()
         if reason is not None:
             raise TypeError(f'heads cannot be removed from a {type(self.module).__name__}: {reason}')
@@ -208,7 +209,7 @@ def forward_of_heads(module: Any, *args: Any, **kwargs: Any) -> Any:
     if attention.adapter.cuts:
         output = join_windows(output, numbers_in_windows(*call['windows']), args[0].shape[1:3])
         return F.dropout(output, module.dropout, module.training)
-    if call.get('need_weights', False):
+    if call.get('need_weights', attention.adapter.returns_pair):
         weights = attention.probs(x, call)
         weights = weights.mean(1) if call.get('average_attn_weights', True) else weights
     if getattr(module, 'batch_first', True) is False:

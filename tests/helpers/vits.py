@@ -51,52 +51,28 @@ OTHERS = {  # those that cannot start as a convolution, of either library
 TINY = dict(image_size=SIZE, patch_size=8, hidden_size=24, num_hidden_layers=2, num_attention_heads=3)
 TINY.update(intermediate_size=24, num_labels=5)
 OF_HUGGING_FACE = {
-    'ViT': TINY,
-    'DeiT': TINY,
-    'Dinov2': dict(TINY, mlp_ratio=1),
-    'Dinov2WithRegisters': dict(TINY, mlp_ratio=1, num_register_tokens=2),
-    'DINOv3ViT': dict(TINY, num_register_tokens=2),
-    'Beit': dict(TINY, use_relative_position_bias=True, layer_scale_init_value=0.5),
-    'Swin': dict(
+    'transformers.ViT': TINY,
+    'transformers.DeiT': TINY,
+    'transformers.Dinov2': dict(TINY, mlp_ratio=1),
+    'transformers.Dinov2WithRegisters': dict(TINY, mlp_ratio=1, num_register_tokens=2),
+    'transformers.DINOv3ViT': dict(TINY, num_register_tokens=2),
+    'transformers.Beit': dict(TINY, use_relative_position_bias=True, layer_scale_init_value=0.5),
+    'transformers.Swin': dict(
         image_size=SIZE, patch_size=4, embed_dim=12, depths=[2, 2], num_heads=[3, 3], window_size=4, num_labels=5
     ),
 }
+SWIN_OF_TORCHVISION = dict(
+    patch_size=[4, 4], embed_dim=12, depths=[2, 2], num_heads=[3, 3], window_size=[4, 4], num_classes=5
+)
 OF_TORCHVISION = {
-    'VisionTransformer': dict(
+    'torchvision.VisionTransformer': dict(
         image_size=SIZE, patch_size=8, num_layers=2, num_heads=3, hidden_dim=24, mlp_dim=24, num_classes=5
     ),
-    **{
-        block: dict(
-            patch_size=[4, 4],
-            embed_dim=12,
-            depths=[2, 2],
-            num_heads=[3, 3],
-            window_size=[4, 4],
-            num_classes=5,
-            block=block,
-            downsample_layer=f'PatchMerging{block[20:]}',
-        )
-        for block in ('SwinTransformerBlock', 'SwinTransformerBlockV2')
-    },
+    'torchvision.SwinTransformer': SWIN_OF_TORCHVISION,
+    'torchvision.SwinTransformerV2': SWIN_OF_TORCHVISION,
 }
-
-
-def hugging_face(name, **changes):
-    """A small classifier of Hugging Face transformers, with weights that are not small, in evaluation mode."""
-    transformers = pytest.importorskip('transformers.models') and sys.modules['transformers']
-    config = getattr(transformers, f'{name}Config')(**{**OF_HUGGING_FACE[name], **changes})
-    kind = 'Model' if name == 'DINOv3ViT' else 'ForImageClassification'
-    return not_small(getattr(transformers, f'{name}{kind}')(config))
-
-
-def of_torchvision(name, **changes):
-    """A small model of torchvision, with weights that are not small, in evaluation mode."""
-    settings = {**OF_TORCHVISION[name], **changes}
-    if name == 'VisionTransformer':
-        return not_small(torchvision.models.VisionTransformer(**settings))
-    for key in ('block', 'downsample_layer'):
-        settings[key] = getattr(torchvision.models.swin_transformer, settings[key])
-    return not_small(torchvision.models.SwinTransformer(**settings))
+SETTINGS = {**OF_TIMM, **OF_MMPRETRAIN, **OTHERS, **OF_HUGGING_FACE, **OF_TORCHVISION}
+NO_START = *OTHERS, WITH_MLP, 'torchvision.SwinTransformerV2'
 
 
 def not_small(model):
@@ -110,11 +86,25 @@ def not_small(model):
 
 def small_vit(name, **changes):
     """One of these, with weights that are not small, in evaluation mode."""
-    return not_small(new_vit(name, **{**{**OF_TIMM, **OF_MMPRETRAIN, **OTHERS}[name], **changes}))
+    return not_small(new_vit(name, **{**SETTINGS[name], **changes}))
 
 
 def new_vit(name, **settings):
-    """A model of timm, or a backbone of mmpretrain, as it begins."""
+    """A model of timm, a backbone of mmpretrain, or a classifier of the library in its name, as it begins."""
+    library, _, kind = name.rpartition('.')
+    if library == 'transformers':
+        transformers = pytest.importorskip('transformers.models') and sys.modules['transformers']
+        config = getattr(transformers, f'{kind}Config')(**settings)
+        return getattr(transformers, f'{kind}Model' if kind == 'DINOv3ViT' else f'{kind}ForImageClassification')(config)
+    if library == 'torchvision':
+        if kind == 'VisionTransformer':
+            return torchvision.models.VisionTransformer(**settings)
+        swin, version = torchvision.models.swin_transformer, kind.removeprefix('SwinTransformer')
+        parts = dict(
+            block=getattr(swin, f'SwinTransformerBlock{version}'),
+            downsample_layer=getattr(swin, f'PatchMerging{version}'),
+        )
+        return torchvision.models.SwinTransformer(**settings, **parts)
     if timm.is_model(name):
         return timm.create_model(name, **settings)
     registry = pytest.importorskip('mmpretrain').registry
