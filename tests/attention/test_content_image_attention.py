@@ -168,9 +168,9 @@ def compile_and_export(attention, x):
 
 
 def test_compiled_and_exported():
-    attention = conv_to_mhsa(nn.Conv2d(4, 6, 3, padding=1, groups=2), content='gated', window_size=5)[0]
+    attention = conv_to_mhsa(nn.Conv1d(4, 6, 3, padding=1, groups=2), content='gated', window_size=5)[0]
     randomize(attention)
-    compile_and_export(attention, torch.randn(2, 4, 9, 8))
+    compile_and_export(attention, torch.randn(2, 4, 9))
 
 
 @pytest.mark.parametrize(

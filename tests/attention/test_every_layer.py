@@ -1,4 +1,4 @@
-"""What every attention layer does: shapes, gradients, half precision, copies, the meta device, compilation."""
+"""What every attention layer does: shapes, half precision, copies, the meta device, compilation."""
 
 import copy
 import pickle
@@ -14,21 +14,13 @@ def inputs_of(name, batch=2, **settings):
     return torch.randn((batch, 4, 6, 8) if takes_images(name) else (batch, 6, 8, 4), **settings)
 
 
-@pytest.mark.parametrize('batch', [0, 1, 3])
+@pytest.mark.parametrize('batch', [0, 1])
 @pytest.mark.parametrize('name', LAYERS)
 def test_shapes(name, batch):
     layer, x = LAYERS[name](), inputs_of(name, batch)
     output = layer(x)
     channels = 1 if takes_images(name) else 3
     assert len(output) == batch and output.ndim == 4 and output.shape[channels] == (6 if takes_images(name) else 4)
-
-
-@pytest.mark.parametrize('name', LAYERS)
-def test_gradients_in_training_and_evaluation(name):
-    layer, x = LAYERS[name](), inputs_of(name, requires_grad=True)
-    for training in (True, False):
-        gradients = torch.autograd.grad(layer.train(training)(x).sin().sum(), [x, *layer.parameters()])
-        assert all(gradient.isfinite().all() for gradient in gradients) and gradients[0].any()
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])

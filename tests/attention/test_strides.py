@@ -117,6 +117,7 @@ def test_layer_between_batch_norms(name, size, training):
             equations = [Equation(norm) for norm in norms]
             expected = gradients(nn.Sequential(equations[0], layer, equations[1]), x, grad, parameters)
             torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-8)
+            assert actual[0].any()
 
 
 @pytest.mark.parametrize('size', [(8, 6), (2, 2)])

@@ -162,7 +162,7 @@ def test_content(position, dtype, height, width, batch, seed):
 
 
 @pytest.mark.parametrize('kind', LAYERS)
-@pytest.mark.parametrize('size', [(3, 2), (1, 4)])
+@pytest.mark.parametrize('size', [(3, 2), (1, 3)])
 def test_gradients(kind, size):
     layer = LAYERS[kind](4, 2, dtype=torch.float64)
     assert gradients_are_those_of_differences(layer, torch.randn(2, *size, 4, dtype=torch.float64, requires_grad=True))
@@ -179,7 +179,7 @@ def test_all_parameters_have_gradients(kind, grid):
         assert layer.key.bias.grad.abs().max() <= 1e-6 < layer.query.bias.grad.abs().max()
 
 
-@pytest.mark.parametrize('kind', ['quadratic', 'generalized', 'relative_learned', 'relative_quadratic'])
+@pytest.mark.parametrize('kind', ['quadratic', 'relative_learned'])
 def test_attention_dropout_drops_probabilities(kind):
     layer = LAYERS[kind](4, 2, attn_drop=0.5, dtype=torch.float64)
     x = torch.randn(1, 3, 3, 4, dtype=torch.float64)

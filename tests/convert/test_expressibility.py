@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.grids import SHIFTS, gaussian_layer
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -25,19 +26,9 @@ from attncnn_plugin.convert import (
 )
 from attncnn_plugin.convert.expressible import expressible_shifts_of_maps
 
-SHIFTS = list(itertools.product((-1, 0, 1), repeat=2))
-
-
-def hard_layer(centers, sqrt_precision=40.0):
-    layer = QuadraticAttention(2, len(centers))
-    with torch.no_grad():
-        layer.encoding.center.copy_(torch.tensor(centers))
-        layer.encoding.sqrt_precision.fill_(sqrt_precision)
-    return layer
-
 
 def test_hard_heads_are_expressible_in_the_interior_and_not_at_the_border():
-    layer = hard_layer(SHIFTS)
+    layer = gaussian_layer(2, SHIFTS)
     report = expressible_shifts(layer, 3, (6, 7), queries='interior')
     assert report.missing == [] and report.rank == 9
     assert report.shifts.tolist() == [list(shift) for shift in SHIFTS] and report.residual.max() <= 1e-12
@@ -47,7 +38,7 @@ def test_hard_heads_are_expressible_in_the_interior_and_not_at_the_border():
     assert report.missing == [shift for shift in SHIFTS if shift != (0, 0)] and report.rank == 9
     assert str(report).startswith('1 of 9 shifts of 3x3 can be expressed; missing: (-1')
 
-    nearly = hard_layer(SHIFTS, 4.0)  # e^-8 goes to a neighbour
+    nearly = gaussian_layer(2, SHIFTS, alpha=8)  # e^-8 goes to a neighbour
     assert 1e-5 < expressible_shifts(nearly, 3, (7, 7), queries='interior').residual.max() < 1e-3
     assert expressible_shifts(nearly, 3, (7, 7), queries='interior', tolerance=1e-2).missing == []
 
@@ -56,13 +47,13 @@ def test_hard_heads_are_expressible_in_the_interior_and_not_at_the_border():
 def test_without_one_head_its_shift_is_missing(removed):
     shift, others = SHIFTS[removed], SHIFTS[:removed] + SHIFTS[removed + 1 :]
     for centers in (others, others + [others[removed - 1]]):  # removed; replaced by a second copy of another
-        report = expressible_shifts(hard_layer(centers), 3, (5, 6), queries='interior')
+        report = expressible_shifts(gaussian_layer(2, centers), 3, (5, 6), queries='interior')
         assert report.missing == [shift] and report.rank == 8
         assert report.residual[removed] == pytest.approx(1) == report.residual.sum()
 
 
 def test_center_is_row_then_column():
-    report = expressible_shifts(hard_layer([(1, -2)]), 5, (6, 7), queries='interior')
+    report = expressible_shifts(gaussian_layer(2, [(1, -2)]), 5, (6, 7), queries='interior')
     assert [tuple(shift) for shift in report.shifts[report.expressible].tolist()] == [(1, -2)]
     # One row down and two columns left: the map that takes pixel (q1 + 1, q2 - 2).
     probs = torch.zeros(6, 7, 6, 7, dtype=torch.float64)
@@ -163,11 +154,11 @@ def test_attention_made_of_convolutions(options, interior, everywhere):
     [
         ((nn.Linear(2, 2), 3, (5, 5)), TypeError, 'layer is a Linear'),
         ((ContentAttention(4, 2), 3, (5, 5)), ValueError, 'depend on the input'),
-        ((hard_layer(SHIFTS), 3, (5, 5), 'some'), ValueError, "queries='some' is unknown"),
-        ((hard_layer(SHIFTS), 3, (5, 5), 'all', 0.0), ValueError, 'tolerance=0.0'),
-        ((hard_layer(SHIFTS), 3, (0, 5)), ValueError, r'size=\(0, 5\)'),
-        ((hard_layer(SHIFTS), (3, 0), (5, 5)), ValueError, r'kernel_size=\(3, 0\)'),
-        ((hard_layer(SHIFTS), (3, 6), (5, 5), 'interior'), ValueError, 'no query with the whole window inside'),
+        ((gaussian_layer(2, SHIFTS), 3, (5, 5), 'some'), ValueError, "queries='some' is unknown"),
+        ((gaussian_layer(2, SHIFTS), 3, (5, 5), 'all', 0.0), ValueError, 'tolerance=0.0'),
+        ((gaussian_layer(2, SHIFTS), 3, (0, 5)), ValueError, r'size=\(0, 5\)'),
+        ((gaussian_layer(2, SHIFTS), (3, 0), (5, 5)), ValueError, r'kernel_size=\(3, 0\)'),
+        ((gaussian_layer(2, SHIFTS), (3, 6), (5, 5), 'interior'), ValueError, 'no query with the whole window inside'),
         ((conv_to_mhsa(nn.Conv2d(2, 2, 3))[0], 3, (5, 5)), ValueError, 'one output for each query'),
         ((conv_to_mhsa(nn.Conv1d(2, 2, 3, padding=1))[0], 3, (5, 5)), ValueError, '1 axes of pixels'),
     ],

@@ -6,20 +6,15 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
+from helpers.convolutions import CONVOLUTIONS, convolutions
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from attncnn_plugin.attention.images import QuadraticImageAttention, WindowImageAttention
 from attncnn_plugin.convert import ConversionReport, conv_to_mhsa
-from attncnn_plugin.convert.fewer_heads import (
-    amplification,
-    best_probs,
-)
+from attncnn_plugin.convert.fewer_heads import amplification, best_probs
 
-CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -44,7 +39,7 @@ def stored_kernel(attention, conv):
 def conv_with(matrix, out_channels, *kernel_size, **options):
     """A convolution with the kernel M."""
     in_channels = matrix.shape[1] // out_channels
-    conv = CONVS[len(kernel_size)](in_channels, out_channels, kernel_size, dtype=matrix.dtype, **options)
+    conv = CONVOLUTIONS[len(kernel_size)](in_channels, out_channels, kernel_size, dtype=matrix.dtype, **options)
     conv.weight.data = matrix.T.reshape(out_channels, in_channels, *kernel_size).contiguous()
     return conv
 
@@ -52,35 +47,20 @@ def conv_with(matrix, out_channels, *kernel_size, **options):
 @st.composite
 def convs(draw):
     """Convolutions in float64 with kernels from random to almost of low rank, and a number of heads for each."""
-    ndim = draw(st.integers(1, 2))
-    kernel_size = draw(st.lists(st.integers(1, 5 - ndim), min_size=ndim, max_size=ndim))
-    groups = draw(st.integers(1, 2))
-    channels = [groups * draw(st.integers(1, 3)) for _ in range(2)]
-    positions = math.prod(kernel_size)
-    assume(positions > 1)
-    torch.manual_seed(draw(seeds))
-    conv = CONVS[ndim](
-        *channels,
-        kernel_size,
-        groups=groups,
-        stride=draw(st.integers(1, 2)),
-        dilation=draw(st.integers(1, 2)),
-        padding=draw(st.integers(0, 2)),
-        padding_mode=draw(st.sampled_from(['zeros', 'replicate'])),
-        bias=draw(st.booleans()),
-        dtype=torch.float64,
-    )
+    conv, shape = draw(convolutions(ndims=(1, 2)))
+    positions = math.prod(conv.kernel_size)
+    assume(1 < positions < 10)
     nn.init.normal_(conv.weight)
     decay = draw(st.floats(0.1, 1))  # from singular values that fall fast to those of noise
     left, values, right = torch.linalg.svd(kernel(conv), full_matrices=False)
     matrix = left * (values * decay ** torch.arange(len(values))) @ right + draw(st.sampled_from([0, 0.2, 1]))
     conv.weight.data = (10.0 ** draw(st.integers(-3, 3)) * matrix).T.reshape(conv.weight.shape).contiguous()
-    return conv, draw(st.integers(1, positions - 1))
+    return conv, shape, draw(st.integers(1, positions - 1))
 
 
 @given(convs())
 def test_error_bounds(case):
-    conv, num_heads = case
+    conv, shape, num_heads = case
     attention, report = conv_to_mhsa(conv, num_heads)
     assert isinstance(attention, WindowImageAttention) and attention.num_heads == report.num_heads == num_heads
     assert report.bound == pytest.approx(eckart_young(kernel(conv), num_heads), abs=1e-12)
@@ -90,7 +70,7 @@ def test_error_bounds(case):
 
 @given(convs(), st.sampled_from([torch.float64, torch.float32]))
 def test_layer_is_the_approximated_convolution(case, dtype):
-    conv, num_heads = case
+    conv, shape, num_heads = case
     attention, report = conv_to_mhsa(conv.to(dtype), num_heads)
     attention = attention.double()
     conv = conv.double()
@@ -98,24 +78,21 @@ def test_layer_is_the_approximated_convolution(case, dtype):
     error = (approximated - conv.weight).norm() / conv.weight.norm()
     assert report.relative_error == pytest.approx(error.item(), abs=1e-12 if dtype == torch.float64 else 1e-5)
 
-    size = [9, 8][: conv.weight.ndim - 2]
-    x = torch.randn(3, conv.in_channels, *size, dtype=torch.float64)
-    # torch's own convolution, with its own padding; 'zeros' is what its functional form does.
-    amount = conv.padding[0]
-    padded = F.pad(x, [amount] * 2 * len(size), mode='constant' if conv.padding_mode == 'zeros' else 'replicate')
-    expected = CONVOLVE[len(size)](padded, approximated, conv.bias, conv.stride, 0, conv.dilation, conv.groups)
+    x = torch.randn(shape, dtype=torch.float64)
+    conv.weight.data = approximated
+    expected = conv(x)
     assert (attention(x) - expected).norm() <= 1e-11 * expected.norm()
 
 
 @given(convs(), st.sampled_from([(torch.float32, 1e-4), (torch.float16, 0.2), (torch.bfloat16, 0.5)]))
 def test_narrow_layers(case, precision):
     """The heads do not amplify the rounding errors of a narrow dtype too much."""
-    (conv, num_heads), (dtype, tolerance) = case, precision
+    (conv, shape, num_heads), (dtype, tolerance) = case, precision
     conv = conv.to(dtype)
     attention, report = conv_to_mhsa(conv, num_heads)
     assert attention.value.weight.dtype == dtype and attention.encoding.weight.dtype == torch.float32
     assert report.relative_error <= eckart_young(kernel(conv), num_heads - 1) + tolerance / 10
-    x = torch.randn(2, conv.in_channels, *[9, 8][: conv.weight.ndim - 2], dtype=torch.float64)
+    x = torch.randn(shape, dtype=torch.float64)
     if conv.bias is not None:
         attention.value.bias.data.zero_()
     expected = attention.double()(x)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.convolutions import convolutions, relative_error
+from helpers.grids import SHIFTS, gaussian_layer, matrix, on_images, shift_operators
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
@@ -25,28 +26,7 @@ from attncnn_plugin.attention.window import Window
 from attncnn_plugin.convert import conv_to_mhsa, expressible_shifts, fit_values
 
 KINDS = [QuadraticAttention, GeneralizedQuadraticAttention, LearnedAttention]
-SHIFTS = list(itertools.product((-1, 0, 1), repeat=2))
-
-
-def gaussian_layer(dim, centers, alpha, dtype=torch.float64):
-    layer = QuadraticAttention(dim, len(centers), dtype=dtype)
-    with torch.no_grad():
-        layer.encoding.center.copy_(torch.tensor(centers))
-        layer.encoding.sqrt_precision.fill_(math.sqrt(2 * alpha))
-    return layer
-
-
-def matrix_of(module, channels, size):
-    """A linear module on images as a dense matrix without its bias, from images of one pixel: ``(outputs, inputs)``."""
-    zero = torch.zeros(1, channels, *size, dtype=torch.float64)
-    impulses = torch.eye(zero.numel(), dtype=torch.float64).reshape(-1, *zero.shape[1:])
-    with torch.no_grad():
-        return (module(impulses) - module(zero)).flatten(1).T
-
-
-def on_images(layer):
-    """Attention over a grid, ``(B, H, W, D)``, as a function of images, ``(B, D, H, W)``."""
-    return lambda x: layer(x.movedim(1, -1)).movedim(-1, 1)
+DOUBLE = dict(dtype=torch.float64)
 
 
 def interior(conv, size):
@@ -59,15 +39,7 @@ def interior(conv, size):
 
 def reference(probs, conv, size, rows):
     """numpy's least squares: the matrix of the heads, those of the shifts, both at some queries, and the solution."""
-    shifts = []
-    for position in itertools.product(*map(range, conv.kernel_size)):
-        one = nn.Conv2d(
-            1, 1, conv.kernel_size, padding='same', dilation=conv.dilation, bias=False, padding_mode=conv.padding_mode
-        ).double()
-        one.weight.data.zero_()
-        one.weight.data[(0, 0, *position)] = 1
-        shifts.append(matrix_of(one, 1, size)[rows].flatten().numpy())
-    shifts = np.stack(shifts, axis=1)
+    shifts = shift_operators(conv, size)[:, rows].flatten(1).T.numpy()
     heads = probs[:, rows].flatten(1).T.numpy()
     return heads, shifts, np.linalg.lstsq(heads, shifts, rcond=1e-12)[0]
 
@@ -121,8 +93,8 @@ def test_values_by_least_squares(kind, num_heads, kernel_size, dilation, groups,
     assert report.residual.numpy() == pytest.approx(residual, abs=1e-9)
 
     # The layers as dense matrices, from what they answer to single pixels.
-    wanted = matrix_of(conv, 2, size).reshape(4, len(inside), -1)
-    got = matrix_of(on_images(fitted), 2, size).reshape(4, len(inside), -1)
+    wanted = matrix(conv, 2, size).flatten(2)
+    got = matrix(on_images(fitted), 2, size).flatten(2)
     assert report.error == pytest.approx(((got - wanted).norm() / wanted.norm()).item(), abs=1e-9)
     error = ((got - wanted)[:, inside].norm() / wanted[:, inside].norm()).item()
     assert report.interior_error == pytest.approx(error, abs=1e-9)
@@ -153,7 +125,7 @@ def test_some_kernels_are_exact_where_their_shifts_are_not():
 def test_nearly_identical_heads_are_reported(distance):
     """The maps of two heads differ by about their distance; the condition number is at least its inverse."""
     centers = [*SHIFTS, (distance, 0.0)]
-    layer = gaussian_layer(2, centers, alpha=2)
+    layer = gaussian_layer(2, centers, alpha=2, **DOUBLE)
     conv = nn.Conv2d(2, 2, 3, padding=1).double()
     _, report = fit_values(layer, conv, (7, 7))
     assert report.rank == (10 if distance else 9)
@@ -161,7 +133,7 @@ def test_nearly_identical_heads_are_reported(distance):
         maps = layer.attention_probs((7, 7))[:, interior(conv, (7, 7))].detach().flatten(1).numpy()
         condition = np.linalg.cond(maps.T / np.linalg.norm(maps, axis=1))
         assert report.condition == pytest.approx(condition, rel=1e-4) and condition > 1 / distance
-        others = fit_values(gaussian_layer(2, SHIFTS, alpha=2), conv, (7, 7))[1]
+        others = fit_values(gaussian_layer(2, SHIFTS, alpha=2, **DOUBLE), conv, (7, 7))[1]
         assert report.interior_error <= others.interior_error + 1e-12
         assert report.amplification > others.amplification > 1
     else:
@@ -171,7 +143,7 @@ def test_nearly_identical_heads_are_reported(distance):
 
 
 def test_tolerance_bounds_the_values():
-    layer = gaussian_layer(2, [*SHIFTS, (1e-4, 0.0)], alpha=2)
+    layer = gaussian_layer(2, [*SHIFTS, (1e-4, 0.0)], alpha=2, **DOUBLE)
     conv = nn.Conv2d(2, 2, 3, padding=1).double()
     exact, bounded = (fit_values(layer, conv, (7, 7), tolerance=tolerance) for tolerance in (1e-9, 1e-3))
     assert (exact[1].rank, bounded[1].rank) == (10, 9)
@@ -183,7 +155,7 @@ def test_tolerance_bounds_the_values():
         assert rounding <= 1e-6 * report.amplification
 
 
-ATTENTION = gaussian_layer(2, SHIFTS, alpha=800)
+ATTENTION = gaussian_layer(2, SHIFTS, **DOUBLE)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +203,7 @@ def test_table_of_the_documentation():
         found = []
         for reach in (1, 2):
             centers = list(itertools.product(range(-reach, reach + 1), repeat=2))
-            layer = gaussian_layer(16, centers, alpha, torch.float32)
+            layer = gaussian_layer(16, centers, alpha)
             report = fit_values(layer, conv, 16)[1]
             found += [report.relative_error, report.condition]
         assert found == pytest.approx(expected, rel=0.2), alpha

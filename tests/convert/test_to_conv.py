@@ -1,12 +1,10 @@
 """Attention to convolution: exact for hard heads, least squares for soft ones, and bounds that bound."""
 
-import itertools
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.adapter import Adapter
+from helpers.grids import gaussian_layer, matrix, on_images, shift_operators
 from helpers.layers import with_outputs
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,50 +29,6 @@ LAYERS = {
 MODES = ['zeros', 'replicate', 'reflect', 'circular']
 
 
-def hard_layer(centers, dim, out_dim, bias=True, **kwargs):
-    layer = with_outputs(QuadraticAttention(dim, len(centers), **kwargs), out_dim, bias)
-    with torch.no_grad():
-        layer.encoding.center.copy_(torch.tensor(centers))
-        layer.encoding.sqrt_precision.fill_(40.0)
-    return layer
-
-
-def on_grid(layer, x):
-    """A layer over ``(B, H, W, D)`` on an image ``(B, D, H, W)``."""
-    return layer(x.movedim(1, -1)).movedim(-1, 1)
-
-
-def matrix(function, channels, size):
-    """The matrix of a linear map of images, ``(C_out, Q, C_in, pixels)``, from its values on basis images."""
-    dim = channels * math.prod(size)
-    basis = torch.eye(dim, dtype=torch.float64).reshape(dim, channels, *size)
-    with torch.no_grad():
-        values = function(basis) - function(torch.zeros_like(basis[:1]))
-    return values.flatten(2).permute(1, 2, 0).unflatten(2, (channels, -1))
-
-
-def shift_operators(conv, size):
-    """S_δ of a convolution's geometry: what it makes of an image with one-hot kernels, ``(K, Q, pixels)``."""
-    single = type(conv)(
-        1,
-        1,
-        conv.kernel_size,
-        conv.stride,
-        conv.padding,
-        conv.dilation,
-        padding_mode=conv.padding_mode,
-        bias=False,
-        dtype=torch.float64,
-    )
-    operators = []
-    for position in itertools.product(*map(range, conv.kernel_size)):
-        with torch.no_grad():
-            single.weight.zero_()
-            single.weight[(0, 0, *position)] = 1
-        operators.append(matrix(single, 1, size)[0, :, 0])
-    return torch.stack(operators)
-
-
 @given(
     st.data(),
     st.tuples(st.integers(1, 5), st.integers(1, 5)),
@@ -88,7 +42,7 @@ def test_hard_heads_are_their_convolution(data, kernel_size, num_heads, bias, dt
     reach = [((k - 1) // 2, k // 2) for k in kernel_size]  # pixels before and after
     center = st.tuples(*(st.integers(-before, after) for before, after in reach))
     centers = data.draw(st.lists(center, min_size=num_heads, max_size=num_heads))
-    layer = hard_layer(centers, 3, 2, bias=bias, dtype=dtype)
+    layer = with_outputs(gaussian_layer(3, centers, dtype=dtype), 2, bias)
     expected = torch.zeros(2, 3, *kernel_size, dtype=dtype)
     for (row, column), value in zip(centers, layer.value.weight.detach().split(3, dim=1)):
         expected[:, :, row + reach[0][0], column + reach[1][0]] += value
@@ -105,7 +59,7 @@ def test_hard_heads_are_their_convolution(data, kernel_size, num_heads, bias, dt
     padding = [n for pair in reversed(reach) for n in pair]
     reference = F.conv2d(F.pad(x, padding, mode='replicate'), expected, layer.value.bias)
     assert (conv(x) - reference).abs().max() <= tolerance
-    assert (conv(x) - on_grid(layer, x)).abs().max() <= tolerance
+    assert (conv(x) - on_images(layer)(x)).abs().max() <= tolerance
 
 
 @pytest.mark.parametrize('mode', MODES)
@@ -185,7 +139,7 @@ def test_default_size_holds_a_window_at_any_stride():
     conv = nn.Conv2d(1, 1, (3, 6), stride=(19, 20), padding=(1, 0), dtype=torch.float64)
     result, fit = mhsa_to_conv(conv_to_mhsa(conv)[0], (3, 6))
     assert fit.interior_bound <= 1e-10 and (result.weight - conv.weight).abs().max() <= 1e-10
-    assert mhsa_to_conv(hard_layer([(0, 0)], 2, 2), 5, (4, 9))[1].interior_bound is None  # no window fits inside
+    assert mhsa_to_conv(gaussian_layer(2, [(0, 0)]), 5, (4, 9))[1].interior_bound is None  # no window fits inside
 
 
 @given(
@@ -205,7 +159,7 @@ def test_bounds_hold_and_are_reached_by_one_head(kind, mode, num_heads, seed):
     else:
         layer = with_outputs(LAYERS[kind](4, num_heads, dtype=torch.float64), 3)
         conv, fit = mhsa_to_conv(layer, 3, size, mode)
-        error = matrix(lambda x: on_grid(layer, x), 4, size) - matrix(conv, 4, size)  # (C_out, Q, C_in, pixels)
+        error = matrix(on_images(layer), 4, size) - matrix(conv, 4, size)  # (C_out, Q, C_in, pixels)
 
     # max ‖Σ_k M_k x_k‖₂ over ‖x_k‖₂ ≤ 1 for each query: the best x for a direction u of the output, and u again.
     u = torch.randn(8, 3, error.shape[1], dtype=torch.float64)
@@ -223,18 +177,18 @@ def test_bounds_hold_and_are_reached_by_one_head(kind, mode, num_heads, seed):
     # ... and of a whole output, on random inputs
     x = F.normalize(torch.randn(16, 4, *size, dtype=torch.float64), dim=1)
     with torch.no_grad():
-        output = layer(x) if kind == 'image' else on_grid(layer, x)
+        output = layer(x) if kind == 'image' else on_images(layer)(x)
         assert (output - conv(x)).norm(dim=1).max() <= fit.bound + 1e-12
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float32])
 def test_dtype_and_mode_are_those_of_the_layer(dtype):
-    layer = hard_layer([(0, 1), (-1, 0)], 4, 4, attn_drop=0.5, dtype=dtype).eval()
+    layer = gaussian_layer(4, [(0, 1), (-1, 0)], attn_drop=0.5, dtype=dtype).eval()
     conv, fit = mhsa_to_conv(layer, 3)
     assert conv.weight.dtype == conv.bias.dtype == dtype and not conv.training and conv.weight.requires_grad
     assert fit.coefficients.dtype == torch.float64 and fit.size == (16, 16) and layer.value.weight.dtype == dtype
     x = torch.randn(1, 4, 6, 6, dtype=dtype)
-    assert (conv(x) - on_grid(layer, x)).float().abs().max() <= 8 * torch.finfo(dtype).eps
+    assert (conv(x) - on_images(layer)(x)).float().abs().max() <= 8 * torch.finfo(dtype).eps
     assert mhsa_to_conv(layer.train(), 3)[0].training
 
 

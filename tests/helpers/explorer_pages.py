@@ -71,13 +71,6 @@ def content_model(sharpness=6, **kwargs):
     return model
 
 
-def one_block_model():
-    """A model with attention in its second block alone, of one head."""
-    model = small_timm('sa_quadratic_cifar', num_heads=1).eval()
-    model.blocks[0].attn = torch.nn.Identity()
-    return model
-
-
 def patch_model(**kwargs):
     """A model with a null key."""
     model = small_cmhsa('attn', null_key=True, **kwargs).eval()

@@ -372,7 +372,9 @@ def test_mixed_and_half_precision(phase, widths):
 
 
 @pytest.mark.parametrize('backend', BACKENDS)
-@pytest.mark.parametrize('phase, widths', [('conv', 'full'), *(('attn', widths) for widths in WIDTHS)])
+@pytest.mark.parametrize(
+    'phase, widths', [('conv', 'full'), pytest.param('attn', 'full', marks=pytest.mark.slow), ('attn', 'exact')]
+)
 def test_compiled(phase, widths, backend):
     model = trained_like(of_width(widths, phase, depth=1)).eval()
     x = torch.randn(2, 3, 16, 16)

@@ -43,6 +43,12 @@ def build(backbone=None, layers=STAGE, **settings):
     return MODELS.build(dict(type='ConvToAttention', backbone=backbone, layers=layers, **settings))
 
 
+def classifier(backbone=RESNET, **settings):
+    head = dict(type='LinearClsHead', num_classes=3, in_channels=128)
+    own = dict(type='ConvToAttention', backbone=backbone, layers=STAGE, **settings) if settings else backbone
+    return dict(type='ImageClassifier', backbone=own, neck=dict(type='GlobalAveragePooling'), head=head)
+
+
 def pair(backbone, layers, **settings):
     """A backbone and the same as it comes, with equal weights, as after some training."""
     plain, ours = MODELS.build(backbone), build(backbone, layers, **settings)
@@ -129,9 +135,7 @@ def test_copies_and_pickles(phase):
 @pytest.mark.parametrize('phase', ['conv', 'attn'])
 def test_checkpoints_of_the_cnn(phase, tmp_path):
     """The model zoo's: ``init_cfg`` with a prefix, ``load_checkpoint``, ``get_model``."""
-    head = dict(type='LinearClsHead', num_classes=3, in_channels=128)
-    classifier = dict(type='ImageClassifier', backbone=RESNET, neck=dict(type='GlobalAveragePooling'), head=head)
-    cnn = MODELS.build(classifier).eval()
+    cnn = MODELS.build(classifier()).eval()
     path = str(tmp_path / 'cnn.pth')
     torch.save(dict(state_dict=cnn.state_dict()), path)
     x = images()
@@ -144,13 +148,12 @@ def test_checkpoints_of_the_cnn(phase, tmp_path):
     assert all(a is b for a, b in zip(before, model.parameters())) and model.phase == phase
     assert relative_error(model(x)[1], cnn.backbone(x)[1]) < 1e-4
 
-    ours = dict(type='ConvToAttention', backbone=RESNET, layers=STAGE, phase=phase)
-    model = MODELS.build(dict(classifier, backbone=ours)).eval()
+    ours = classifier(phase=phase)
+    model = MODELS.build(ours).eval()
     load_checkpoint(model, path, strict=True)
     assert relative_error(model(x), cnn(x)) < 1e-4
 
-    config = Config(dict(model=dict(classifier, backbone=ours)))
-    model = mmpretrain.get_model(config, pretrained=path)
+    model = mmpretrain.get_model(Config(dict(model=ours)), pretrained=path)
     assert relative_error(model(x), cnn(x)) < 1e-4 and model.backbone.phase == phase
 
 
@@ -170,14 +173,7 @@ def test_checkpoints_of_attention():
 @pytest.mark.parametrize('phase', ['conv', 'attn'])
 def test_initial_weights(phase):
     """Attention begins as the convolutions of the backbone's own initialization."""
-    classifier = dict(
-        type='ImageClassifier',
-        backbone=dict(
-            type='ConvToAttention', backbone=dict(RESNET, zero_init_residual=True), layers=STAGE, phase=phase
-        ),
-        head=dict(type='LinearClsHead', num_classes=3, in_channels=128),
-    )
-    model = MODELS.build(classifier)
+    model = MODELS.build(classifier(dict(RESNET, zero_init_residual=True), phase=phase))
     before = {id(p) for p in model.parameters()}
     with torch.no_grad():
         for parameter in model.backbone.parameters():
@@ -196,14 +192,7 @@ def test_initial_weights(phase):
 
 def test_layer_wise_decay():
     """``get_layer_depth`` is that of the backbone, for parameters of attention too."""
-    backbone = dict(RESNET, stem_channels=4)
-    model = MODELS.build(
-        dict(
-            type='ImageClassifier',
-            backbone=dict(type='ConvToAttention', backbone=backbone, layers=STAGE, phase='attn', content='additive'),
-            head=dict(type='LinearClsHead', num_classes=3, in_channels=128),
-        )
-    )
+    model = MODELS.build(classifier(phase='attn', content='additive'))
     settings = dict(
         optimizer=dict(type='SGD', lr=1.0, weight_decay=0.1),
         constructor='LearningRateDecayOptimWrapperConstructor',

@@ -17,9 +17,10 @@ from attncnn_plugin.attention import StructureError
 from attncnn_plugin.pruning import prune_heads
 
 MILLION, BILLION = 1e6, 1e9
-# The networks of 9 and of 16 quadratic heads differ in their defaults alone.
+# One kind without content and one with it; the others with --slow.
 ONCE_A_KIND = [
-    pytest.param(name, marks=pytest.mark.slow) if name == 'sa_quadratic16_cifar' else name for name in TIMM_KINDS
+    name if name in ('sa_quadratic_cifar', 'sa_learned_content_cifar') else pytest.param(name, marks=pytest.mark.slow)
+    for name in TIMM_KINDS
 ]
 
 
@@ -35,6 +36,7 @@ ONCE_A_KIND = [
 def test_numbers_of_the_paper(name, parameters, in_paper, flops):
     with torch.device('meta'):  # counted without numbers
         model, image = timm.create_model(name), torch.empty(1, 3, 32, 32)
+        assert timm.create_model('sa_quadratic16_cifar').blocks[0].attn.num_heads == 16
     counted = sum(p.numel() for p in model.parameters())
     assert counted == parameters
     assert round(counted / MILLION, 1) == in_paper
@@ -64,12 +66,11 @@ def test_tokens_of_other_sizes():
     assert model.feature_info[0]['reduction'] == 4
     with pytest.raises(ValueError, match='18x16 pixels cannot be cut into patches of 4x4'):
         model(torch.randn(1, 3, 18, 16))
+    with pytest.raises(ValueError, match='5x6 tokens is larger than the 4x6'):
+        model(torch.randn(1, 3, 20, 24))
+    model.load_state_dict(small_timm('sa_learned_cifar', reduction=4).state_dict())  # of 8x8 tokens: resized
     with pytest.raises(ValueError, match='img_size=18 must be a multiple of reduction=4'):
         small_timm('sa_learned_cifar', reduction=4, img_size=18)
-
-
-def test_sixteen_heads():
-    assert timm.create_model('sa_quadratic16_cifar').blocks[0].attn.num_heads == 16
 
 
 @pytest.mark.parametrize('name', TIMM_KINDS)
@@ -77,15 +78,11 @@ def test_any_even_size_and_channels(name):
     model = small_timm(name, in_chans=1, num_classes=7).eval()
     for height, width in [(32, 32), (10, 14), (2, 6)]:
         assert model(torch.randn(2, 1, height, width)).shape == (2, 7)
+    assert model(torch.randn(0, 1, 8, 8)).shape == (0, 7)
     with pytest.raises(ValueError, match='9x8 pixels cannot be cut'):
         model(torch.randn(2, 1, 9, 8))
     with pytest.raises(ValueError, match=r'\(B, 1, H, W\) is expected'):
         model(torch.randn(2, 3, 8, 8))
-
-
-@pytest.mark.parametrize('name', TIMM_KINDS)
-def test_empty_batch(name):
-    assert small_timm(name).eval()(torch.randn(0, 3, 8, 8)).shape == (0, 10)
 
 
 def test_stem_is_invertible():
@@ -96,15 +93,6 @@ def test_stem_is_invertible():
         stem.proj.bias.zero_()
     x = torch.randn(2, 3, 6, 8)
     assert torch.equal(stem(x).permute(0, 3, 1, 2), torch.nn.functional.pixel_unshuffle(x, 2))
-
-
-def test_learned_tables_follow_img_size():
-    model = small_timm('sa_learned_cifar', img_size=(48, 64)).eval()
-    assert model(torch.randn(1, 3, 48, 64)).shape == (1, 10)
-    with pytest.raises(ValueError, match='25x32 tokens is larger than the 24x32'):
-        model(torch.randn(1, 3, 50, 64))
-    small = small_timm('sa_learned_cifar', img_size=32)
-    model.load_state_dict(small.state_dict())  # resized
 
 
 @pytest.mark.parametrize('name', TIMM_KINDS)
@@ -193,30 +181,26 @@ def test_mixed_and_half_precision(name):
     assert output.dtype == torch.bfloat16 and torch.allclose(output.float(), expected, atol=0.1)
 
 
+def assert_compiled_is_eager(model, x, backend):
+    expected, output = model(x), torch.compile(model, fullgraph=True, backend=backend)(x)
+    assert torch.allclose(output, expected, atol=1e-5)
+    ours, eager = (torch.autograd.grad(y.sin().sum(), list(model.parameters())) for y in (output, expected))
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours, eager))
+
+
 @pytest.mark.parametrize('backend', BACKENDS)
 @pytest.mark.parametrize('name', ONCE_A_KIND)
 def test_compiled_is_eager(name, backend):
     model = small_timm(name, depth=1)
-    x = torch.randn(2, 3, 8, 8)
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    expected, output = model(x), compiled(x)
-    assert torch.allclose(output, expected, atol=1e-5)
-    ours = torch.autograd.grad(output.sin().sum(), list(model.parameters()))
-    eager = torch.autograd.grad(expected.sin().sum(), list(model.parameters()))
-    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours, eager))
+    assert_compiled_is_eager(model, torch.randn(2, 3, 8, 8), backend)
 
 
-@pytest.mark.parametrize(
-    'position', [pytest.param('relative_generalized', marks=pytest.mark.slow), 'relative_quadratic']
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('position', ['relative_generalized', 'relative_quadratic'])
 def test_options_compiled_and_exported(position):
     model = small_timm('sa_learned_content_cifar', depth=1, position=position)
     x = torch.randn(2, 3, 8, 12)
-    expected, output = model(x), torch.compile(model, fullgraph=True, backend='aot_eager')(x)
-    assert torch.allclose(output, expected, atol=1e-5)
-    ours = torch.autograd.grad(output.sin().sum(), list(model.parameters()))
-    eager = torch.autograd.grad(expected.sin().sum(), list(model.parameters()))
-    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours, eager))
+    assert_compiled_is_eager(model, x, 'aot_eager')
     model.eval()
     batch, rows, columns = (torch.export.Dim(n, min=1 if n == 'batch' else 2, max=16) for n in ('batch', 'r', 'c'))
     program = torch.export.export(model, (x,), dynamic_shapes=({0: batch, 2: 2 * rows, 3: 2 * columns},))
