@@ -1,12 +1,15 @@
 """Every kind of attention layer, small: 4 channels, for tokens ``(B, H, W, 4)`` or, by their names, images."""
 
+import torch
 from torch import nn
 
 from attncnn_plugin import attention as layers
 from attncnn_plugin.attention.window import Window
 from attncnn_plugin.convert import conv_to_mhsa, conv_to_patch_mhsa, mhsa_to_conv
 
-CONV = nn.Conv2d(4, 6, 3, padding=1)
+with torch.random.fork_rng():  # drawn alike whatever was imported before
+    torch.manual_seed(0)
+    CONV = nn.Conv2d(4, 6, 3, padding=1)
 WINDOW = Window.of(CONV)
 LAYERS = {
     'quadratic': lambda: layers.QuadraticAttention(4, 3),
