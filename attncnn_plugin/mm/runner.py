@@ -3,11 +3,8 @@
 import copy
 import gc
 import itertools
-import random
-from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Union
+from typing import Any, Dict, List, Mapping, Optional, Union
 
-import numpy as np
 import torch
 from mmengine.hooks import EMAHook
 from mmengine.model import BaseAveragedModel, BaseModel, BaseTTAModel, is_model_wrapper
@@ -18,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..attention.state_dicts import without_prefix
 from ..structure import follow_state_dict
+from ..training.loops import random_numbers_kept
 
 HEAD_NUMBERS = 'attention_heads'  # in ``runtime_info``: by layer, what its heads were called when the training began
 
@@ -189,16 +187,3 @@ def training_batches(runner: Runner, number: int) -> List[Any]:
             sampler.set_epoch(runner.epoch)
     with random_numbers_kept():
         return list(itertools.islice(loader, number))
-
-
-@contextmanager
-def random_numbers_kept() -> Iterator[None]:
-    """Restores Python's, numpy's and PyTorch's random numbers at the end, those of the current GPU included."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)

@@ -14,7 +14,8 @@ from ..analysis import head_centers, mean_attention
 from ..analysis.layer_maps import shown_layers
 from ..loaded_model import evenly_spread
 from ..training import parts_in_phases
-from .runner import head_numbers, random_numbers_kept, unwrapped
+from ..training.loops import random_numbers_kept
+from .runner import head_numbers, unwrapped
 
 
 @HOOKS.register_module()

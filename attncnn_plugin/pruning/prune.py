@@ -7,7 +7,7 @@ bias takes what a head adds on average (C20, appendix E).
 import copy
 import re
 from contextlib import ExitStack, contextmanager
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -175,14 +175,7 @@ def replace_parameters(
         torch.Size([2, 2])
     """
     replaced = change.replaced if isinstance(change, Change) else change
-    for old in replaced:
-        for name, value in optimizer.state.get(old, {}).items():
-            if isinstance(value, Tensor) and value.numel() != 1 and value.shape != old.shape:
-                raise ValueError(
-                    f'{name} of a {type(optimizer).__name__} has shape {tuple(value.shape)} for a parameter of '
-                    f'{tuple(old.shape)}: state of another shape cannot lose its entries; use an optimizer '
-                    'such as AdamW'
-                )
+    check_state(optimizer, replaced)
     for group in optimizer.param_groups:
         names = group.get('param_names', [''] * len(group['params']))
         pairs: List[Tuple[str, nn.Parameter]] = []
@@ -199,6 +192,22 @@ def replace_parameters(
                 name: inherit(value).contiguous() if isinstance(value, Tensor) and value.shape == old.shape else value
                 for name, value in state.items()
             }
+
+
+def check_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Refuses an optimizer whose state for one of these parameters cannot lose entries.
+
+    Raises:
+        ValueError: State of another shape than the parameter's.
+    """
+    for parameter in parameters:
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
+                raise ValueError(
+                    f'{name} of a {type(optimizer).__name__} has shape {tuple(value.shape)} for a parameter of '
+                    f'{tuple(parameter.shape)}: state of another shape cannot lose its entries; use an optimizer '
+                    'such as AdamW'
+                )
 
 
 def split_heads(layer: Heads, outputs: Tensor) -> List[Tensor]:
