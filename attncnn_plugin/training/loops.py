@@ -2,12 +2,18 @@
 
 import random
 from contextlib import contextmanager
-from typing import Any, Iterable, Iterator, List, Sequence, Tuple, Union
+from typing import Any, Iterable, Iterator, List, Mapping, Sequence, Tuple, Union
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from ..attention.state_dicts import StructureError
+from ..change import Change, Successor
+from ..pruning import replace_parameters
+from ..structure import take_structures
 
 Optimizers = Union[torch.optim.Optimizer, Iterable[torch.optim.Optimizer]]
 
@@ -39,6 +45,47 @@ def check_not_wrapped(model: nn.Module) -> None:
 def in_list(optimizers: Optimizers) -> List[torch.optim.Optimizer]:
     """Returns one optimizer, or several, in a list."""
     return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+
+
+def follow_as_it_loads(model: nn.Module, optimizer: Optimizers = ()) -> RemovableHandle:
+    """Has a model take the structure of whatever it loads, where a trainer leaves no place to do so before it loads.
+
+    Args:
+        model (nn.Module): The model.
+        optimizer (Optimizer | Iterable[Optimizer]): What trains it, and gets its new parameters. Defaults to none.
+
+    Returns:
+        RemovableHandle: Remove it when the trainer has loaded.
+    """
+    optimizers = in_list(optimizer)
+
+    def follow(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        try:
+            with torch.no_grad():
+                _, replaced = take_structures(module, state_dict, prefix)
+        except StructureError as error:
+            args[-1].append(str(error))
+            return
+        for own in optimizers:
+            hand_over(own, module, replaced)
+
+    return model.register_load_state_dict_pre_hook(follow)
+
+
+def hand_over(
+    optimizer: torch.optim.Optimizer, model: nn.Module, change: Union[Change, Mapping[nn.Parameter, Successor]]
+) -> None:
+    """Gives an optimizer what took the place of its parameters, in the order of the model.
+
+    The states of optimizers are loaded by the order of their parameters: this is the one that an optimizer has which
+    was built for the model as it is now.
+    """
+    replace_parameters(optimizer, change)
+    order = {parameter: number for number, parameter in enumerate(model.parameters())}
+    for group in optimizer.param_groups:
+        numbers = [order.get(parameter, len(order)) for parameter in group['params']]
+        for key in {'params', 'param_names'} & group.keys():
+            group[key][:] = [entry for _, entry in sorted(zip(numbers, group[key]), key=lambda pair: pair[0])]
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Models that are convolutional at first and attention later (L21, section 4)."""
 
 from fnmatch import fnmatchcase
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Protocol, Sequence, Union, runtime_checkable
+from typing import Any, Dict, Iterable, List, Optional, Protocol, Sequence, Union, runtime_checkable
 
 import torch
 from torch import nn
@@ -10,8 +10,7 @@ from ..attention.images import ImageAttention
 from ..attention.window import CONVOLUTIONS
 from ..change import Change, Successor, within
 from ..convert import convs_to_attention
-from ..pruning import replace_parameters
-from .loops import Optimizers, check_epochs, check_not_wrapped, in_list
+from .loops import Optimizers, check_epochs, check_not_wrapped, hand_over, in_list
 
 
 @runtime_checkable
@@ -173,19 +172,3 @@ class TwoPhases:
             own.state.clear()
             hand_over(own, model, replaced)
         return changes
-
-
-def hand_over(
-    optimizer: torch.optim.Optimizer, model: nn.Module, change: Union[Change, Mapping[nn.Parameter, Successor]]
-) -> None:
-    """Gives an optimizer what took the place of its parameters, in the order of the model.
-
-    The states of optimizers are loaded by the order of their parameters: this is the one that an optimizer has which
-    was built for the model as it is now.
-    """
-    replace_parameters(optimizer, change)
-    order = {parameter: number for number, parameter in enumerate(model.parameters())}
-    for group in optimizer.param_groups:
-        numbers = [order.get(parameter, len(order)) for parameter in group['params']]
-        for key in {'params', 'param_names'} & group.keys():
-            group[key][:] = [entry for _, entry in sorted(zip(numbers, group[key]), key=lambda pair: pair[0])]

@@ -1,0 +1,68 @@
+"""Two phases and pruning in the ``Trainer`` of Hugging Face's transformers."""
+
+from typing import Any, Iterable, Union
+
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+from .head_pruning import PruneHeads
+from .loops import follow_as_it_loads
+from .two_phases import TwoPhases
+
+
+class EpochCallback(TrainerCallback):
+    """Calls objects such as :class:`TwoPhases` and :class:`PruneHeads` at the beginning of each epoch.
+
+    ``trainer.train(resume_from_checkpoint=…)`` resumes from any checkpoint, with the model as it is built for the
+    first epoch. The schedule is that of the trainer.
+
+    Args:
+        trainer (Trainer): The trainer. Its optimizer is created at once, for the model of the first epoch, since the
+            trainer would create it after it has loaded a checkpoint of another structure.
+        *parts (TwoPhases | PruneHeads): What happens, in this order.
+        copies (Iterable[nn.Module]): Averages of the model that other callbacks keep. Defaults to none.
+
+    Raises:
+        TypeError: The training is distributed: its wrapper cannot be built anew between two epochs.
+        ValueError: The trainer has ``model_init`` instead of a model, or a part cannot do what it is told.
+
+    Examples:
+        >>> trainer.add_callback(EpochCallback(trainer, TwoPhases(epoch=5)))  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, trainer: Trainer, *parts: Union[TwoPhases, PruneHeads], copies: Iterable[nn.Module] = ()
+    ) -> None:
+        if trainer.args.world_size > 1 or trainer.args.n_gpu > 1:
+            raise TypeError(
+                f'the training has {max(trainer.args.world_size, trainer.args.n_gpu)} devices, and the Trainer wraps '
+                'the model for them once: train each phase in a run of its own, or in a loop of your own'
+            )
+        if trainer.model_init is not None:
+            raise ValueError('the Trainer has a model_init, which builds another model later: give it a model')
+        for part in parts:
+            part.check(trainer.model)
+        self.parts, self.copies = parts, list(copies)
+        self.handle = follow_as_it_loads(trainer.model, trainer.create_optimizer())
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Checks that the optimizer has followed the model to the structure of a checkpoint.
+
+        Raises:
+            ValueError: It has not.
+        """
+        self.handle.remove()
+        trained = {parameter for group in kwargs['optimizer'].param_groups for parameter in group['params']}
+        if not trained <= set(kwargs['model'].parameters()):
+            raise ValueError(
+                f'the optimizer has parameters of before the {type(kwargs["model"]).__name__} took the structure of '
+                'the checkpoint by itself: put the network into a module of your own, and give that to the Trainer'
+            )
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Calls the parts; not again where an epoch is resumed in the middle."""
+        epoch = state.epoch or 0
+        if epoch == int(epoch):
+            for part in self.parts:
+                part.on_epoch_begin(kwargs['model'], kwargs['optimizer'], int(epoch), self.copies)
