@@ -21,6 +21,15 @@ Examples:
 """
 
 from .head_pruning import JudgedHeads, PruneHeads
+from .loops import follow_with_optimizer
 from .two_phases import PhasedModule, TwoPhases, parts_in_phases, to_attention
 
-__all__ = ['JudgedHeads', 'PhasedModule', 'PruneHeads', 'TwoPhases', 'parts_in_phases', 'to_attention']
+__all__ = [
+    'JudgedHeads',
+    'PhasedModule',
+    'PruneHeads',
+    'TwoPhases',
+    'follow_with_optimizer',
+    'parts_in_phases',
+    'to_attention',
+]

@@ -70,7 +70,7 @@ class PruneHeads:
 
     Parameters really shrink. The optimizer keeps its groups, and the state of the entries that are left.
 
-    To resume, call :func:`attncnn_plugin.follow_state_dict` with the checkpoint's weights before you load it; for
+    To resume, call :func:`follow_with_optimizer` before you load the model and the optimizer, and for
     ``multiply_adds`` call :meth:`check` before that.
 
     Args:

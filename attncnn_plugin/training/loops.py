@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from ..attention.state_dicts import StructureError
 from ..change import Change, Successor
 from ..pruning import replace_parameters
-from ..structure import take_structures
+from ..structure import follow_state_dict, take_structures
 
 Optimizers = Union[torch.optim.Optimizer, Iterable[torch.optim.Optimizer]]
 
@@ -47,6 +47,29 @@ def in_list(optimizers: Optimizers) -> List[torch.optim.Optimizer]:
     return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
 
 
+def follow_with_optimizer(model: nn.Module, optimizer: Optimizers, state_dict: Mapping[str, Any]) -> Change:
+    """Brings a model, and an optimizer of it, to the structure of a checkpoint: before you load both, to resume.
+
+    The optimizer is as new, built for the model as the first epoch had it, and gets the parameters of attention in the
+    groups and in the order in which :class:`TwoPhases` has put them.
+
+    Args:
+        model (nn.Module): The model as it is built for the first epoch, not wrapped for distributed training.
+        optimizer (Optimizer | Iterable[Optimizer]): What trains it.
+        state_dict (Mapping[str, Tensor]): The weights of the checkpoint.
+
+    Returns:
+        Change: What :func:`attncnn_plugin.follow_state_dict` did; an average of the model needs that alone.
+
+    Raises:
+        StructureError: The state dict does not fit.
+    """
+    change = follow_state_dict(model, state_dict)
+    for own in in_list(optimizer):
+        hand_over(own, model, change)
+    return change
+
+
 def follow_as_it_loads(model: nn.Module, optimizer: Optimizers = ()) -> RemovableHandle:
     """Has a model take the structure of whatever it loads, where a trainer leaves no place to do so before it loads.
 
@@ -77,8 +100,7 @@ def hand_over(
 ) -> None:
     """Gives an optimizer what took the place of its parameters, in the order of the model.
 
-    The states of optimizers are loaded by the order of their parameters: this is the one that an optimizer has which
-    was built for the model as it is now.
+    States of optimizers are loaded by the order of parameters: one for all has that of a new optimizer.
     """
     replace_parameters(optimizer, change)
     order = {parameter: number for number, parameter in enumerate(model.parameters())}

@@ -60,8 +60,7 @@ class TwoPhases:
     attention join the groups of the kernels and biases whose places they take, in the order of the model. The rates are
     those of the loop's schedule, which can have a second warm-up at the same epoch.
 
-    To resume, call :func:`attncnn_plugin.follow_state_dict` with the checkpoint's weights before you build the
-    optimizer, and load both.
+    To resume, call :func:`follow_with_optimizer` before you load the model and the optimizer.
 
     Args:
         epoch (int): Number of epochs of the first phase. 0 is before the first epoch.
@@ -131,7 +130,7 @@ class TwoPhases:
         if epoch > self.epoch:
             raise ValueError(
                 f'the model has convolutions at epoch {epoch}, but epoch={self.epoch} of TwoPhases has turned them: '
-                'call attncnn_plugin.follow_state_dict(model, state_dict) before you load a checkpoint, or give the '
+                'call follow_with_optimizer(model, optimizer, state_dict) before you load a checkpoint, or give the '
                 'epoch at which they are to turn'
             )
         changes = self._turn(model, optimizer)

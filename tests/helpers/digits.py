@@ -5,13 +5,16 @@ import torch
 from torch.utils.data import TensorDataset
 
 
-def digits(number=None):
+def digits():
     """Images ``(N, 1, 16, 16)`` and labels, mixed."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
     order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(data.images, dtype=torch.float32)[order, None].repeat_interleave(2, 2).repeat_interleave(2, 3) / 8 - 1
+    images = (
+        torch.tensor(data.images, dtype=torch.float32)[order, None].repeat_interleave(2, 2).repeat_interleave(2, 3) / 8
+        - 1
+    )
     return TensorDataset(images[:number], torch.tensor(data.target)[order][:number])
 
 
