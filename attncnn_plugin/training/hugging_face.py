@@ -6,7 +6,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from .head_pruning import PruneHeads
-from .loops import follow_as_it_loads
+from .loops import check_one_device, follow_as_it_loads
 from .two_phases import TwoPhases
 
 
@@ -14,7 +14,7 @@ class EpochCallback(TrainerCallback):
     """Calls objects such as :class:`TwoPhases` and :class:`PruneHeads` at the beginning of each epoch.
 
     ``trainer.train(resume_from_checkpoint=…)`` resumes from any checkpoint, with the model as it is built for the
-    first epoch. The schedule is that of the trainer.
+    first epoch; ``load_best_model_at_end`` loads any, too. The schedule is that of the trainer.
 
     Args:
         trainer (Trainer): The trainer. Its optimizer is created at once, for the model of the first epoch, since the
@@ -34,17 +34,13 @@ class EpochCallback(TrainerCallback):
     def __init__(
         self, trainer: Trainer, *parts: Union[TwoPhases, PruneHeads], copies: Iterable[nn.Module] = ()
     ) -> None:
-        if trainer.args.world_size > 1 or trainer.args.n_gpu > 1:
-            raise TypeError(
-                f'the training has {max(trainer.args.world_size, trainer.args.n_gpu)} devices, and the Trainer wraps '
-                'the model for them once: train each phase in a run of its own, or in a loop of your own'
-            )
+        check_one_device(max(trainer.args.world_size, trainer.args.n_gpu))
         if trainer.model_init is not None:
             raise ValueError('the Trainer has a model_init, which builds another model later: give it a model')
         for part in parts:
             part.check(trainer.model)
         self.parts, self.copies = parts, list(copies)
-        self.handle = follow_as_it_loads(trainer.model, trainer.create_optimizer())
+        follow_as_it_loads(trainer.model, trainer.create_optimizer())
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Checks that the optimizer has followed the model to the structure of a checkpoint.
@@ -52,7 +48,6 @@ class EpochCallback(TrainerCallback):
         Raises:
             ValueError: It has not.
         """
-        self.handle.remove()
         trained = {parameter for group in kwargs['optimizer'].param_groups for parameter in group['params']}
         if not trained <= set(kwargs['model'].parameters()):
             raise ValueError(

@@ -5,7 +5,7 @@ from typing import Any, Dict, List, Union
 from torch import nn
 
 from .head_pruning import PruneHeads
-from .loops import follow_as_it_loads
+from .loops import check_one_device, follow_as_it_loads
 from .two_phases import TwoPhases
 
 try:
@@ -19,9 +19,9 @@ KEY = 'attncnn_plugin.parameters'  # in checkpoints: by optimizer and group, the
 class EpochCallback(Callback):
     """Calls objects such as ``TwoPhases`` and ``PruneHeads`` at the beginning of each epoch.
 
-    ``trainer.fit(…, ckpt_path=…)`` resumes from any checkpoint, with the module as it is built for the first epoch. The
-    optimizers are those that the module has configured, and the schedules go on. The copy of a ``WeightAveraging``
-    changes with the module.
+    ``trainer.fit(…, ckpt_path=…)`` resumes from any checkpoint, with the module as it is built for the first epoch, and
+    ``trainer.test(…, ckpt_path=…)`` loads any. The optimizers are those that the module has configured, and the
+    schedules go on. The copy of a ``WeightAveraging`` changes with the module.
 
     Args:
         *parts (TwoPhases | PruneHeads): What happens, in this order.
@@ -30,7 +30,6 @@ class EpochCallback(Callback):
     def __init__(self, *parts: Union[TwoPhases, PruneHeads]) -> None:
         self.parts = parts
         self.names: List[List[List[str]]] = []
-        self.handles: List[Any] = []
 
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Checks the module, before a checkpoint is loaded into it.
@@ -39,16 +38,11 @@ class EpochCallback(Callback):
             TypeError: The training is distributed.
             ValueError: A part cannot do what it is told.
         """
-        if stage != 'fit':
-            return
-        if trainer.world_size > 1:
-            raise TypeError(
-                f'the training has {trainer.world_size} devices, whose wrapper is built once: train each phase in a '
-                'run of its own, or in a loop of your own'
-            )
+        check_one_device(trainer.world_size)
         for part in self.parts:
             part.check(pl_module)
-        self.handles = [follow_as_it_loads(module) for module in (pl_module, *_copies(trainer))]
+        for module in (pl_module, *_copies(trainer)):
+            follow_as_it_loads(module)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: nn.Module, checkpoint: Dict[str, Any]) -> None:
         """Adds the names of the optimizers' parameters: their order is no longer that of a new optimizer."""
@@ -63,8 +57,6 @@ class EpochCallback(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Gives the optimizers, which are new, their parameters as in the checkpoint, whose state comes next."""
-        for handle in self.handles:
-            handle.remove()
         named = dict(pl_module.named_parameters())
         for optimizer, groups in zip(trainer.optimizers, self.names):
             for group, names in zip(optimizer.param_groups, groups):

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from ..attention.state_dicts import StructureError
 from ..change import Change, Successor
@@ -42,6 +41,19 @@ def check_not_wrapped(model: nn.Module) -> None:
         )
 
 
+def check_one_device(number: int) -> None:
+    """Refuses a trainer of several devices, which wraps the model for them once.
+
+    Raises:
+        TypeError: It has several.
+    """
+    if number > 1:
+        raise TypeError(
+            f'the trainer has {number} devices, and wraps the model for them once: train each phase in a run of its '
+            'own, or in a loop of your own'
+        )
+
+
 def in_list(optimizers: Optimizers) -> List[torch.optim.Optimizer]:
     """Returns one optimizer, or several, in a list."""
     return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
@@ -70,15 +82,12 @@ def follow_with_optimizer(model: nn.Module, optimizer: Optimizers, state_dict: M
     return change
 
 
-def follow_as_it_loads(model: nn.Module, optimizer: Optimizers = ()) -> RemovableHandle:
-    """Has a model take the structure of whatever it loads, where a trainer leaves no place to do so before it loads.
+def follow_as_it_loads(model: nn.Module, optimizer: Optimizers = ()) -> None:
+    """Has a model take the structure of whatever it loads: trainers leave no place to do so before they load.
 
     Args:
         model (nn.Module): The model.
         optimizer (Optimizer | Iterable[Optimizer]): What trains it, and gets its new parameters. Defaults to none.
-
-    Returns:
-        RemovableHandle: Remove it when the trainer has loaded.
     """
     optimizers = in_list(optimizer)
 
@@ -92,7 +101,7 @@ def follow_as_it_loads(model: nn.Module, optimizer: Optimizers = ()) -> Removabl
         for own in optimizers:
             hand_over(own, module, replaced)
 
-    return model.register_load_state_dict_pre_hook(follow)
+    model.register_load_state_dict_pre_hook(follow)
 
 
 def hand_over(
