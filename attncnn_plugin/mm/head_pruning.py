@@ -1,6 +1,6 @@
 """Heads removed in training (Cordonnier et al. 2020 (C20), appendix E; Michel et al. 2019)."""
 
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, Sequence
 
 from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
@@ -73,8 +73,8 @@ class HeadPruningHook(FollowStateDictHook):
         self.epochs = check_epochs(f'epochs={epochs} of HeadPruningHook', epochs)
         if num_batches < 1:
             raise ValueError(f'num_batches={num_batches} of HeadPruningHook must be at least 1')
-        settings = dict(layers=layers, bias_correction=bias_correction, **_by_importance(criteria))
-        self.pruner = PruneHeads(epochs, loss=training_loss, criteria=_others(criteria), **settings)
+        settings = dict(layers=layers, bias_correction=bias_correction, **_settings(criteria))
+        self.pruner = PruneHeads(epochs, loss=training_loss, **settings)
         self.num_batches = num_batches
 
     def before_train(self, runner) -> None:
@@ -148,26 +148,19 @@ class HeadPruningHook(FollowStateDictHook):
         runner.logger.info(f'Removed heads {judged.heads}: {before:,} parameters became {after:,}')
 
 
-def _is_of_importance(criterion: Any) -> bool:
-    return (criterion.get('type') if isinstance(criterion, dict) else criterion) == IMPORTANCE
-
-
-def _others(criteria: Sequence) -> List[Any]:
-    """Returns the criteria of degenerate heads."""
-    return [criterion for criterion in criteria if not _is_of_importance(criterion)]
-
-
-def _by_importance(criteria: Sequence) -> Dict[str, Any]:
-    """Returns the settings of the criterion of importance; none without it."""
-    found = [criterion for criterion in criteria if _is_of_importance(criterion)]
+def _settings(criteria: Sequence) -> Dict[str, Any]:
+    """Returns the settings of ``PruneHeads`` for criteria, one of which can be that of importance."""
+    settings: Dict[str, Any] = dict(criteria=list(criteria))
+    found = [own for own in criteria if IMPORTANCE in (own, own.get('type') if isinstance(own, dict) else None)]
     if len(found) > 1:
         raise ValueError(f'criteria={list(criteria)!r} have {IMPORTANCE!r} {len(found)} times')
-    if not found:
-        return {}
-    settings = {key: value for key, value in dict(found[0]).items() if key != 'type'} if found[0] != IMPORTANCE else {}
-    if settings.keys() - {'threshold', 'keep', 'multiply_adds', 'normalize'}:
-        raise ValueError(
-            f'criterion {found[0]!r} has unknown settings: threshold, keep, multiply_adds and normalize are known'
-        )
-    check_amount(*(settings.get(name) for name in ('threshold', 'keep', 'multiply_adds')))
+    for own in found:
+        settings['criteria'].remove(own)
+        amount = {} if own == IMPORTANCE else {key: value for key, value in own.items() if key != 'type'}
+        if amount.keys() - {'threshold', 'keep', 'multiply_adds', 'normalize'}:
+            raise ValueError(
+                f'criterion {own!r} has unknown settings: threshold, keep, multiply_adds and normalize are known'
+            )
+        check_amount(*(amount.get(name) for name in ('threshold', 'keep', 'multiply_adds')))
+        settings.update(amount)
     return settings

@@ -279,6 +279,7 @@ class PruneHeads:
         Raises:
             ValueError: An optimizer has state that cannot lose entries. Nothing has changed then.
         """
+        optimizers = list(optimizers)
         for optimizer in optimizers:
             for name in judged.heads:
                 check_state(optimizer, model.get_submodule(name).parameters())

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.digits import digits, network
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset
@@ -59,27 +60,26 @@ def as_dict(samples):
     )
 
 
-def hugging_face(train, folder, epochs=EPOCHS, **settings):
+def hugging_face(train, folder, network=None, optimizers=(None, None), **settings):
     transformers = pytest.importorskip('transformers')
     pytest.importorskip('accelerate')
     from attncnn_plugin.training.hugging_face import EpochCallback
 
     arguments = transformers.TrainingArguments(
         str(folder),
-        num_train_epochs=epochs,
+        num_train_epochs=EPOCHS,
         per_device_train_batch_size=64,
         learning_rate=1e-2,
         weight_decay=0.05,
         lr_scheduler_type='constant',
-        save_strategy='steps',
-        save_steps=10,
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
         logging_strategy='epoch',
-        **settings,
+        **{**dict(save_strategy='steps', save_steps=10), **settings},
     )
-    trainer = transformers.Trainer(Classifier(), arguments, train_dataset=train, data_collator=as_dict)
+    data = dict(train_dataset=train, eval_dataset=train, data_collator=as_dict)
+    trainer = transformers.Trainer(network or Classifier(), arguments, optimizers=optimizers, **data)
     batches = [as_dict([train[i] for i in range(128)])]
     trainer.add_callback(EpochCallback(trainer, *parts_of(batches)))
     return trainer
@@ -106,6 +106,52 @@ def test_trainer_resumes(step, whole_trainer, data, tmp_path):
     trainer = hugging_face(data[0], tmp_path)
     trainer.train(resume_from_checkpoint=str(folder / f'checkpoint-{step}'))
     assert_same(trainer.model, whole.model.state_dict())
+
+
+def test_trainer_with_an_optimizer_of_its_own(data, tmp_path):
+    """And a schedule: a tenth of the rate in the second phase."""
+
+    def trainer(folder):
+        network = Classifier()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 if step < SWITCH * STEPS else 0.1)
+        return hugging_face(data[0], folder, network, optimizers=(optimizer, schedule), save_steps=STEPS)
+
+    whole = trainer(tmp_path / 'whole')
+    whole.train()
+    rates = [log['learning_rate'] for log in whole.state.log_history[:-1]]
+    assert rates == pytest.approx([0.1] * SWITCH + [0.01] * (EPOCHS - SWITCH))
+    resumed = trainer(tmp_path / 'resumed')
+    resumed.train(resume_from_checkpoint=str(tmp_path / f'whole/checkpoint-{(SWITCH + 1) * STEPS}'))
+    assert_same(resumed.model, whole.model.state_dict())
+
+
+def test_refused_by_the_callback(data, tmp_path):
+    trainer = hugging_face(data[0], tmp_path)
+    callback = type(trainer.callback_handler.callbacks[-1])
+    with pytest.raises(ValueError, match='finds no convolution layers='):
+        callback(trainer, TwoPhases(epoch=1, layers='stage*'))
+    trainer.model_init = Classifier
+    with pytest.raises(ValueError, match='has a model_init, which builds another model later: give it a model'):
+        callback(trainer)
+    trainer.args._n_gpu = 2
+    with pytest.raises(TypeError, match='the trainer has 2 devices, and wraps the model for them once: train each'):
+        callback(trainer)
+
+
+def test_trainer_loads_its_best_model(data, tmp_path):
+    """Here that of the first phase, into a model of the second that has fewer heads."""
+    best = dict(
+        eval_strategy='epoch', load_best_model_at_end=True, metric_for_best_model='loss', greater_is_better=True
+    )
+    trainer = hugging_face(data[0], tmp_path, save_strategy='epoch', **best)
+    trainer.train()
+    checkpoint = tmp_path / f'checkpoint-{STEPS}'
+    assert trainer.state.best_model_checkpoint == str(checkpoint)
+    network, images = Classifier().network, data[1][0][0][None]
+    network.load_state_dict({name[8:]: value for name, value in load_file(checkpoint / 'model.safetensors').items()})
+    assert network.phase == 'conv' and number_of_heads(trainer.model) == 18
+    assert torch.allclose(trainer.model.network.eval()(images), network.eval()(images), atol=1e-2)
 
 
 def lightning(folder, library, *callbacks):
