@@ -21,7 +21,7 @@ def follow_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict
     """Brings a model to the structure of a state dict that you are about to load; the values are not loaded.
 
     A convolution becomes attention where the state dict has that (:func:`attncnn_plugin.convert.convs_to_attention`).
-    The attention of timm's and mmpretrain's vision transformers gets as many heads as the state dict has
+    The attention of other libraries' vision transformers gets as many heads as the state dict has
     (:func:`attncnn_plugin.pruning.prune_heads`). Modules of this package take the structure that they would take by
     themselves while they load it. All other modules and parameters stay the same objects. Call it before you build the
     optimizer, which would not have the parameters of the attention.

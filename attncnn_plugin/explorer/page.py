@@ -32,7 +32,7 @@ def explorer_page(
 
     Args:
         model (nn.Module): A model with attention of this package: by position, by content, of patches, or instead of
-            convolutions. Or a vision transformer of timm or mmpretrain, see
+            convolutions. Or a vision transformer of another library, see
             :func:`~attncnn_plugin.analysis.mean_attention`.
         images (Tensor): ``(B, C, H, W)``, the input of ``model``.
         pictures (Sequence[ndarray]): The pictures to show of the images, uint8, ``(h, w)`` or ``(h, w, 3)`` RGB.

@@ -1,4 +1,4 @@
-"""Heads removed from any model: of this package's attention, and of timm's and mmpretrain's vision transformers.
+"""Heads removed from any model: of this package's attention, and of other libraries' vision transformers.
 
 An optimizer keeps the state of what is left (Cordonnier et al. 2020 (C20), appendix E, train on after pruning), and a
 bias takes what a head adds on average (C20, appendix E).
@@ -6,8 +6,8 @@ bias takes what a head adds on average (C20, appendix E).
 
 import copy
 import re
-from contextlib import ExitStack, contextmanager
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, ContextManager, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ def prunable_heads(model: nn.Module) -> Dict[str, Heads]:
 def prune_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]], allow_empty: bool = False) -> Change:
     """Removes heads of a model, in place; it computes what it did with their outputs at zero.
 
-    The model is one with attention of this package, or a vision transformer of timm or mmpretrain: ViT, DeiT, BEiT,
+    The model is one with attention of this package, or a vision transformer of another library: ViT, DeiT, BEiT,
     EVA, DINOv3, ``vit_relpos_*`` and Swin. Linear maps to and from the heads shrink, tables of relative positions lose
     their columns, and the fused kernels stay. A state dict carries the number of heads. Networks of this package take
     it as they load it; models of other libraries take it by :func:`attncnn_plugin.follow_state_dict`.
@@ -217,6 +217,11 @@ def split_heads(layer: Heads, outputs: Tensor) -> List[Tensor]:
     return [outputs[..., layer.output_entries([head])] for head in range(layer.num_heads)]
 
 
+def output_called(layer: Heads) -> ContextManager[None]:
+    """Has a layer call its :attr:`output` as a module inside, so that hooks see the outputs of the heads."""
+    return layer.output_called() if isinstance(layer, TransformerHeads) else nullcontext()
+
+
 class HeadMeans:
     """Sums up the mean outputs P_h X W^V_h of the heads of a layer, over queries and images.
 
@@ -269,6 +274,7 @@ def head_means(layers: Sequence[Heads]) -> Iterator[List[HeadMeans]]:
     means = [HeadMeans(layer) for layer in layers]
     with ExitStack() as stack:
         for layer, own in zip(layers, means):
+            stack.enter_context(output_called(layer))
             stack.enter_context(layer.output.register_forward_pre_hook(own.add))
             if isinstance(layer, PrunableHeads):
                 stack.enter_context(layer.register_forward_pre_hook(own.see))

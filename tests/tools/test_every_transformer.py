@@ -6,7 +6,7 @@ import torch
 pytest.importorskip('matplotlib')
 from helpers.explorer_pages import page_of, unpack
 from helpers.starts import NAMES
-from helpers.vits import OF_MMPRETRAIN, OF_TIMM, WITH_MLP, new_vit, output_of, small_vit
+from helpers.vits import NO_START, OTHERS, SETTINGS, WITH_MLP, new_vit, output_of, small_vit
 
 from attncnn_plugin.analysis import head_report, mean_attention
 from attncnn_plugin.pruning import prunable_heads, prune_heads
@@ -15,7 +15,7 @@ from attncnn_plugin.visualization import plot_attention_centers, plot_attention_
 from attncnn_plugin.visualization.style import image_of
 
 BOUNDS = dict(absolute=0.05, relative=1e-6, rotary=0.08)  # of the total variation on random images
-MODELS = [*OF_TIMM, *OF_MMPRETRAIN]
+MODELS = [name for name in SETTINGS if name not in OTHERS]
 FULL_SIZE = {
     **dict.fromkeys(NAMES, dict(img_size=224)),
     WITH_MLP: dict(img_size=224, rel_pos_type='bias'),
@@ -29,7 +29,7 @@ FULL_SIZE = {
 def test_everything(name):
     changes = {'qk_norm': False} if name == 'deit_tiny_distilled_patch16_224' else {}  # which has no scale to set
     model = small_vit(name, **changes)
-    if name != WITH_MLP:
+    if name not in NO_START:
         init_as_convolution(model, overwrite=True)  # no norm is as it begins
     check_everything(model, torch.randn(2, 3, 32, 32))
 

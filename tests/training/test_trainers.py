@@ -1,5 +1,7 @@
 """Both phases and a pruning in the trainers of Hugging Face and Lightning, stopped and resumed, on the digits."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers.digits import digits, network
@@ -60,7 +62,7 @@ def as_dict(samples):
     )
 
 
-def hugging_face(train, folder, network=None, optimizers=(None, None), **settings):
+def hugging_face(train, folder, network=None, optimizers=(None, None), parts=None, **settings):
     transformers = pytest.importorskip('transformers')
     pytest.importorskip('accelerate')
     from attncnn_plugin.training.hugging_face import EpochCallback
@@ -81,7 +83,7 @@ def hugging_face(train, folder, network=None, optimizers=(None, None), **setting
     data = dict(train_dataset=train, eval_dataset=train, data_collator=as_dict)
     trainer = transformers.Trainer(network or Classifier(), arguments, optimizers=optimizers, **data)
     batches = [as_dict([train[i] for i in range(128)])]
-    trainer.add_callback(EpochCallback(trainer, *parts_of(batches)))
+    trainer.add_callback(EpochCallback(trainer, *(parts or parts_of(batches))))
     return trainer
 
 
@@ -126,6 +128,33 @@ def test_trainer_with_an_optimizer_of_its_own(data, tmp_path):
     assert_same(resumed.model, whole.model.state_dict())
 
 
+def test_trainer_with_a_model_of_its_library(data, tmp_path):
+    """Heads of an unmodified ViT go by its own loss, and the checkpoint resumes."""
+    transformers = pytest.importorskip('transformers')
+    sizes = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=48)
+    config = transformers.ViTConfig(image_size=16, patch_size=4, num_channels=1, num_labels=10, **sizes)
+
+    def trainer(folder):
+        torch.manual_seed(0)
+        parts = [PruneHeads(epoch=PRUNE, keep=4, batches=[as_dict([data[0][i] for i in range(128)])])]
+        network = transformers.ViTForImageClassification(config)
+        return hugging_face(data[0], folder, network, parts=parts, save_steps=STEPS)
+
+    whole, resumed = trainer(tmp_path / 'whole'), trainer(tmp_path / 'resumed')
+    whole.train()
+    assert number_of_heads(whole.model) == 4
+    resumed.train(resume_from_checkpoint=str(tmp_path / f'whole/checkpoint-{(PRUNE + 1) * STEPS}'))
+    assert_same(resumed.model, whole.model.state_dict())
+
+
+def test_a_network_that_follows_before_its_optimizer(data, tmp_path):
+    trainer = hugging_face(data[0], tmp_path)
+    callback = trainer.callback_handler.callbacks[-1]
+    own = dict(model=network(), optimizer=trainer.optimizer)
+    with pytest.raises(ValueError, match='parameters of before the CMHSANetwork took the structure of the checkpoint'):
+        callback.on_train_begin(None, None, None, **own)
+
+
 def test_refused_by_the_callback(data, tmp_path):
     trainer = hugging_face(data[0], tmp_path)
     callback = type(trainer.callback_handler.callbacks[-1])
@@ -165,6 +194,14 @@ def lightning(folder, library, *callbacks):
         enable_model_summary=False,
         callbacks=[save, *callbacks],
     )
+
+
+def test_lightning_on_several_devices():
+    pytest.importorskip('lightning')
+    from attncnn_plugin.training.lightning import EpochCallback
+
+    with pytest.raises(TypeError, match='the trainer has 2 devices, and wraps the model for them once'):
+        EpochCallback(TwoPhases(epoch=1)).setup(SimpleNamespace(world_size=2, callbacks=[]), network(), 'fit')
 
 
 @pytest.fixture(scope='module', params=['lightning.pytorch', 'pytorch_lightning'])

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 import timm
 import torch
-from helpers.vits import OF_MMPRETRAIN, OF_TIMM, OTHERS, new_vit, output_of, small_vit
+from helpers.vits import OF_MMPRETRAIN, OF_TIMM, OTHERS, SETTINGS, new_vit, output_of, small_vit
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -41,9 +41,9 @@ def own_attention(model, images):
 
 
 def test_every_class_is_tested():
-    models = [new_vit(name, **{**OF_TIMM, **OF_MMPRETRAIN, **OTHERS}[name]) for name in MODELS]
+    models = [new_vit(name, **SETTINGS[name]) for name in SETTINGS]
     tested = {adapter_of(module) for model in models for module in model.modules()}
-    ours = [adapter for name, adapter in ADAPTERS.items() if name.startswith(('timm.', 'mmpretrain.'))]
+    ours = [adapter for name, adapter in ADAPTERS.items() if not name.startswith('tests.')]
     assert ours and all(adapter in tested for adapter in ours)
 
 
@@ -57,13 +57,15 @@ def test_probabilities_are_those_of_the_library(name):
     expected, found, seen, output = own_attention(model, images), {}, {}, output_of(model, images)
     with ExitStack() as stack:
         for layer_name, layer in shown_layers(model).items():
-            stack.enter_context(visited_attention(layer, lambda own, _, name=layer_name: found.update({name: own})))
+            stack.enter_context(
+                visited_attention(Attention(layer), lambda own, _, name=layer_name: found.update({name: own}))
+            )
         output_of(model, images)
     assert list(found) == list(expected) == list(shown_layers(model))
     visit_vit_attention(model, images, lambda name, probs, places: seen.update({name: (probs, places)}))
     for layer_name, (probs, places) in seen.items():
         torch.testing.assert_close(found[layer_name], expected[layer_name], rtol=1e-12, atol=1e-13)
-        assert torch.equal(probs, found[layer_name].float())
+        assert torch.equal(probs, found[layer_name])
         assert places.windows is not None or math.prod(places.grid) + places.prefix == probs.shape[-1]
     assert torch.equal(output_of(model, images), output)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -77,7 +79,7 @@ def test_probabilities_of_a_function(qk_scale):
     attention = Attention(utils.MultiheadAttention(24, 3, qk_scale=qk_scale).double().eval())
     x, probs, inputs = torch.randn(2, 7, 24, dtype=torch.float64), [], []
     attention.output.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    with visited_attention(attention.module, lambda own, _: probs.append(own)):
+    with visited_attention(attention, lambda own, _: probs.append(own)):
         attention.module(x)
     value = attention.queries_keys_values(x, {})[2]
     torch.testing.assert_close((probs[0] @ value).transpose(1, 2).flatten(2), inputs[0], rtol=1e-12, atol=1e-12)
@@ -88,7 +90,7 @@ def test_probabilities_of_the_class_token():
     attention = model.blocks_token_only[0].attn
     attention.fused_attn = False
     attention.attn_drop.register_forward_pre_hook(lambda _, args: found.append(args[0]))
-    with visited_attention(attention, lambda own, _: found.append(own)):
+    with visited_attention(Attention(attention), lambda own, _: found.append(own)):
         model(torch.randn(2, 3, 32, 32, dtype=torch.float64))
     assert found[1].shape == (2, 3, 1, 17)
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-13)
@@ -104,7 +106,7 @@ def test_masks(kind):
     seen.fill_diagonal_(True)
     mask = torch.zeros(5, 5, dtype=torch.float64).masked_fill(~seen, -torch.inf) if kind == 'float' else seen
     attention.attn_drop.register_forward_pre_hook(lambda _, args: found.append(args[0]))
-    with visited_attention(attention, lambda own, _: found.append(own)):
+    with visited_attention(Attention(attention), lambda own, _: found.append(own)):
         attention(torch.randn(2, 5, 24).double(), **{'is_causal': True} if kind == 'causal' else {'attn_mask': mask})
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-13)
     assert not found[1][..., ~seen].any()
@@ -199,9 +201,7 @@ def test_models_in_half_precision(name, dtype):
 def test_what_cannot_be_shown():
     with pytest.raises(ValueError, match='of type ResNet, has no attention layers .* and is no vision transformer'):
         shown_layers(timm.create_model('resnet18'))
-    with pytest.raises(
-        ValueError, match=r'gives no grid of at least 2 patches for images of 32x32: its grid is \(1, 1\)'
-    ):
+    with pytest.raises(ValueError, match=r'gives no grid of at least 2 patches for these images: its grid is \(1, 1\)'):
         mean_attention(small_vit(VIT, patch_size=32), torch.randn(1, 3, 32, 32))
     twice = small_vit(VIT)
     twice.blocks[1].attn = twice.blocks[0].attn
