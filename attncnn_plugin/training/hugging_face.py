@@ -5,6 +5,7 @@ from typing import Any, Iterable, Union
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
+from ..pruning.prune import check_state
 from .head_pruning import PruneHeads
 from .loops import check_one_device, follow_as_it_loads
 from .two_phases import TwoPhases
@@ -14,7 +15,9 @@ class EpochCallback(TrainerCallback):
     """Calls objects such as :class:`TwoPhases` and :class:`PruneHeads` at the beginning of each epoch.
 
     ``trainer.train(resume_from_checkpoint=…)`` resumes from any checkpoint, with the model as it is built for the
-    first epoch; ``load_best_model_at_end`` loads any, too. The schedule is that of the trainer.
+    first epoch; ``load_best_model_at_end`` loads any, too. To resume a model of transformers itself, whose files can
+    have other names than its modules, give the trainer what
+    :func:`~attncnn_plugin.hugging_face.load_hugging_face` makes of the checkpoint. The schedule is the trainer's.
 
     Args:
         trainer (Trainer): The trainer. Its optimizer is created at once, for the model of the first epoch, since the
@@ -43,17 +46,25 @@ class EpochCallback(TrainerCallback):
         follow_as_it_loads(trainer.model, trainer.create_optimizer())
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Checks that the optimizer has followed the model to the structure of a checkpoint.
+        """Checks that model and optimizer have the structure of the checkpoint that was loaded.
 
         Raises:
-            ValueError: It has not.
+            ValueError: They have not.
         """
-        trained = {parameter for group in kwargs['optimizer'].param_groups for parameter in group['params']}
+        name, optimizer = type(kwargs['model']).__name__, kwargs['optimizer']
+        trained = {parameter for group in optimizer.param_groups for parameter in group['params']}
         if not trained <= set(kwargs['model'].parameters()):
             raise ValueError(
-                f'the optimizer has parameters of before the {type(kwargs["model"]).__name__} took the structure of '
-                'the checkpoint by itself: put the network into a module of your own, and give that to the Trainer'
+                f'the optimizer has parameters of before the {name} took the structure of the checkpoint by itself: '
+                'put the network into a module of your own, and give that to the Trainer'
             )
+        try:
+            check_state(optimizer, trained)
+        except ValueError as error:
+            raise ValueError(
+                f'the Trainer has not loaded the weights of the checkpoint into the {name}: give it '
+                f'load_hugging_face(checkpoint) as the model to resume with ({error})'
+            ) from error
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Calls the parts; not again where an epoch is resumed in the middle."""

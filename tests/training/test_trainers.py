@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset
 
+from attncnn_plugin.hugging_face import load_hugging_face
 from attncnn_plugin.pruning import prunable_heads
 from attncnn_plugin.training import PruneHeads, TwoPhases
 
@@ -129,21 +130,26 @@ def test_trainer_with_an_optimizer_of_its_own(data, tmp_path):
 
 
 def test_trainer_with_a_model_of_its_library(data, tmp_path):
-    """Heads of an unmodified ViT go by its own loss, and the checkpoint resumes."""
+    """Heads of an unmodified ViT go by its own loss. Its files have other names, which the Trainer does not load."""
     transformers = pytest.importorskip('transformers')
     sizes = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=48)
     config = transformers.ViTConfig(image_size=16, patch_size=4, num_channels=1, num_labels=10, **sizes)
 
-    def trainer(folder):
+    def trainer(folder, loaded=None):
         torch.manual_seed(0)
         parts = [PruneHeads(epoch=PRUNE, keep=4, batches=[as_dict([data[0][i] for i in range(128)])])]
-        network = transformers.ViTForImageClassification(config)
+        network = loaded or transformers.ViTForImageClassification(config)
         return hugging_face(data[0], folder, network, parts=parts, save_steps=STEPS)
 
-    whole, resumed = trainer(tmp_path / 'whole'), trainer(tmp_path / 'resumed')
+    whole, checkpoint = trainer(tmp_path / 'whole'), str(tmp_path / f'whole/checkpoint-{(PRUNE + 1) * STEPS}')
     whole.train()
     assert number_of_heads(whole.model) == 4
-    resumed.train(resume_from_checkpoint=str(tmp_path / f'whole/checkpoint-{(PRUNE + 1) * STEPS}'))
+    with pytest.raises(
+        ValueError, match='into the ViTForImageClassification: give it load_hugging_f'
+    ):
+        trainer(tmp_path / 'refused').train(resume_from_checkpoint=checkpoint)
+    resumed = trainer(tmp_path / 'resumed', load_hugging_face(checkpoint))
+    resumed.train(resume_from_checkpoint=checkpoint)
     assert_same(resumed.model, whole.model.state_dict())
 
 
