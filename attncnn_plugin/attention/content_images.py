@@ -11,7 +11,7 @@ from .attention_layer import head_products
 from .heads import HeadParameters
 from .images import ImageAttention
 from .neighbourhoods import AxisTiles, join_tiles, tile_keys, tile_queries
-from .positions import GaussianHeads, QuadraticEncoding, WindowEncoding
+from .positions import QuadraticEncoding, WindowEncoding
 from .precision import Device, Dtype, at_least_float32
 from .softmax import softmax
 from .window import Window
@@ -31,10 +31,7 @@ class ContentImageAttention(ImageAttention):
     at their shifts whatever the image is, as those of Li et al. 2021.
 
     Args:
-        in_channels (int): Channels C of the image.
-        out_channels (int): Channels of the output.
-        num_heads (int): Number of heads N_h.
-        window (Window): Where the queries are, and how the image is padded.
+        in_channels, out_channels, num_heads, window, bias, groups: As of :class:`ImageAttention`.
         qk_dim (int): Channels D_k of a head's queries and keys.
         position (str): ``'gaussian'``, b_δ = −α‖δ − Δ‖² (C20, eq. 9), or ``'table'``, a b_δ for each shift of the
             neighbourhood. Defaults to ``'gaussian'``.
@@ -42,8 +39,6 @@ class ContentImageAttention(ImageAttention):
         window_size (Sequence[int], optional): Size of the neighbourhood of a query that its keys are in, an odd number
             of pixels for each axis (Ramachandran et al. 2019). Time and memory then grow linearly with the number of
             pixels. Defaults to None, the whole image; ``'table'`` needs one.
-        bias (bool): Whether the output has a bias. Defaults to True.
-        groups (int): Groups of channels of the values. Defaults to 1.
 
     Raises:
         ValueError: An unknown ``position``, or a table without a ``window_size``.
@@ -52,7 +47,6 @@ class ContentImageAttention(ImageAttention):
         query, key (nn.Linear): W^Q and W^K, C to N_h·D_k.
         encoding (QuadraticEncoding | WindowEncoding): Centres and widths, or the table; at least float32.
         gate (Parameter | None): λ, ``(N_h,)``, at least float32.
-        value (nn.Linear | GroupedLinear): N_h·C to ``out_channels``.
     """
 
     depends_on_content = True
@@ -103,10 +97,8 @@ class ContentImageAttention(ImageAttention):
         near = '' if self.window_size is None else f', window_size={self.window_size}'
         return f'{super().extra_repr()}, qk_dim={self.qk_dim}{gated}{near}'
 
-    def gaussian_heads(self) -> Optional[GaussianHeads]:
-        return self.encoding.gaussian_heads() if isinstance(self.encoding, QuadraticEncoding) else None
-
     def position_share(self) -> Optional[Tensor]:
+        """Returns σ(λ), how much of each head is position, ``(N_h,)``; None without a gate."""
         return None if self.gate is None else at_least_float32(self.gate).sigmoid()
 
     def head_parameters(self) -> HeadParameters:
@@ -221,12 +213,9 @@ class ContentImageAttention(ImageAttention):
         return self._on_pixels(softmax(self._position_bias(size)), size)[..., :-1]
 
     def attention_scores(self, x: Tensor) -> Tensor:
-        """Returns the logarithms of the probabilities, ``(B, N_h, Q, K + 1)``, at least float32.
+        """Returns the logarithms of the probabilities for images ``(B, C, *size)``, ``(B, N_h, Q, K + 1)``.
 
         Pixels that the padding repeats are one key, and its zeros are the null key, the last.
-
-        Args:
-            x (Tensor): An image, ``(B, C, *size)``.
         """
         size = x.shape[2:]
         return self._on_pixels(self._probs(self._products(x), self._position_bias(size)), size).log()

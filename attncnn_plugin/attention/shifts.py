@@ -1,6 +1,6 @@
 """Tables with an entry for each shift δ = k − q from a query to a key."""
 
-from typing import Callable, Sequence
+from typing import Sequence
 
 import torch
 from torch import Tensor
@@ -20,15 +20,7 @@ def at_shifts(values: Tensor, size: int) -> Tensor:
 
 
 def at_grid_shifts(table: Tensor, size: Sequence[int]) -> Tensor:
-    """Returns ``table[δ]`` of all queries and keys of a grid, δ = k − q.
-
-    Args:
-        table (Tensor): ``(N, 2·height − 1, 2·width − 1)``.
-        size (Sequence[int]): Height and width of the grid.
-
-    Returns:
-        Tensor: ``(N, height*width, height*width)``.
-    """
+    """Returns ``table[δ]``, ``(N, 2·H − 1, 2·W − 1)``, of all queries and keys of a grid, ``(N, H*W, H*W)``."""
     height, width = size
     if torch.compiler.is_compiling():  # unfold would make the size a constant of the graph
         row, column = (axis_shifts(n, table.device) + n - 1 for n in (height, width))  # of every query and key
@@ -38,29 +30,19 @@ def at_grid_shifts(table: Tensor, size: Sequence[int]) -> Tensor:
     return windows.flip(1, 2).reshape(-1, height * width, height * width)
 
 
-def over_keys(table: Tensor, size: Sequence[int], reduce: Callable[..., Tensor]) -> Tensor:
-    """Returns the sum or the largest of ``table[δ]`` over the keys of each query, an axis at a time.
-
-    Args:
-        table (Tensor): ``(N, 2·height − 1, 2·width − 1)``.
-        size (Sequence[int]): Height and width of the grid.
-        reduce (Callable): ``torch.sum`` or ``torch.amax``.
-
-    Returns:
-        Tensor: ``(N, height, width)``.
-    """
+def largest_of_keys(table: Tensor, size: Sequence[int]) -> Tensor:
+    """Returns the largest of ``table[δ]``, ``(N, 2·H − 1, 2·W − 1)``, over the keys of each query, ``(N, H, W)``."""
     height, width = size
-    rows = reduce(at_shifts(table, width), dim=-1)  # (N, δ1, q2)
-    return reduce(at_shifts(rows.mT, height), dim=-1).mT
+    rows = at_shifts(table, width).amax(-1)  # (N, δ1, q2)
+    return at_shifts(rows.mT, height).amax(-1).mT
 
 
 def resize_shifts(table: Tensor, length: int) -> Tensor:
     """Resizes a table of vectors of shifts to another number of shifts, ``(2·source + 1, D)`` to ``(length, D)``.
 
-    Fewer shifts are the middle of the table. For more of them the old vectors are put at distances that grow
-    geometrically, 1, 1 + r, 1 + r + r², … up to the largest new shift, so that near shifts keep their vectors and
-    far ones are spread, as mmpretrain does it; in between they are interpolated. A table of three shifts repeats its
-    ends.
+    Fewer shifts are the middle of the table. For more, the old vectors are put at distances that grow geometrically, 1,
+    1 + r, 1 + r + r², …, up to the largest new shift, and interpolated in between: near shifts keep their vectors and
+    far ones are spread, as in mmpretrain.
     """
     source, target = table.shape[0] // 2, length // 2
     if target <= source:
