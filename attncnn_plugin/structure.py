@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 import torch
@@ -66,9 +67,6 @@ def take_structures(
 ) -> Tuple[List[LayerChange], Dict[nn.Parameter, Successor]]:
     """Gives a module and all that is in it the structures that a state dict has after ``prefix``.
 
-    Returns:
-        tuple[list[LayerChange], dict[Parameter, Successor]]: What has changed, and what took the place of parameters.
-
     Raises:
         StructureError: A convolution, or attention of another library, cannot have its structure. Others have changed
             by then.
@@ -77,15 +75,10 @@ def take_structures(
     replaced: Dict[nn.Parameter, Successor] = {}
     what, size = in_words(module), number_of_parameters(module)
     followed = _follow(module, state_dict, prefix)
-    if isinstance(followed, Change):  # a network that turned its layers, which take their heads now
-        for name, child in module.named_children():
-            take_structures(child, state_dict, f'{prefix}{name}.')
-        for layer in followed.layers:
-            now = module.get_submodule(layer.name)
-            sizes = layer.parameters_before, number_of_parameters(now)
-            layers.append(LayerChange(f'{prefix}{layer.name}', layer.before, in_words(now), *sizes))
-        return layers, within(prefix[:-1], followed.replaced)
-    if followed:
+    if isinstance(followed, Change):
+        layers += [replace(layer, name=prefix + layer.name) for layer in followed.layers]
+        replaced.update(within(prefix[:-1], followed.replaced))
+    elif followed:
         layers.append(LayerChange(prefix[:-1], what, in_words(module), size, number_of_parameters(module)))
     for name, child in module.named_children():
         path = f'{prefix}{name}'
@@ -113,9 +106,7 @@ def _follow(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Un
 
 
 def attention_in(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Optional[ImageAttention]:
-    """Returns the attention that a state dict has in the place of a convolution, or of attention of another kind.
-
-    The values are yet to be loaded. It is None where the state dict has no such attention.
+    """Returns the attention that a state dict has instead of a convolution, or of attention of another kind, or None.
 
     Raises:
         StructureError: The convolution cannot be converted.

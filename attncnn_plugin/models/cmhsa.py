@@ -6,11 +6,12 @@ Its blocks mix pixels by convolutions on the image at first, then by attention o
 convolutions. This module registers it with timm: ``timm.create_model('cmhsa3_patch16_224')``.
 """
 
+import contextlib
 import math
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Dict, Optional, Sequence, Set, Tuple, Union
 
 import torch
-from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, to_2tuple
+from timm.layers import DropPath, Mlp, calculate_drop_path_rates, to_2tuple
 from timm.models import (
     build_model_with_cfg,
     checkpoint,
@@ -18,14 +19,14 @@ from timm.models import (
     register_model,
     register_notrace_module,
 )
-from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from ..attention.patches import GridBias, PatchAttention, image_to_patches, patches_to_image
-from ..attention.state_dicts import Restructurable, StateDict, StructureError, without_prefix
+from ..attention.state_dicts import StateDict, StructureError
 from ..change import Change, LayerChange, Successor, number_of_parameters
 from ..convert.patch_convolutions import attend_like_convolution, choose_head_dims
 from ..weights import CLASSES, in_single_precision, weights_file
+from .interface import TimmNetwork
 
 __all__ = ['CMHSABlock', 'CMHSANetwork', 'PatchConvolution', 'PatchStem']
 
@@ -105,7 +106,7 @@ class CMHSABlock(nn.Module):
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
-class CMHSANetwork(Restructurable):
+class CMHSANetwork(TimmNetwork):
     """Pre-norm vision transformer without class token, whose attention can begin as a convolution.
 
     A token is a flattened patch, D = P²·C channels wide, and so is every head of L21. In the phase ``'conv'`` the
@@ -153,8 +154,6 @@ class CMHSANetwork(Restructurable):
         "before does not have its parameters. Build the network with phase='attn' to train it further"
     )
 
-    output_fmt = 'NHWC'  # of forward_features, as timm says it
-
     def __init__(
         self,
         img_size: Union[int, Tuple[int, int]] = 224,
@@ -197,11 +196,6 @@ class CMHSANetwork(Restructurable):
         self.qk_dim = qk_dim
         self.null_key = null_key
         self.attn_bias_init = attn_bias_init
-        self.num_classes = num_classes
-        self.in_chans = in_chans
-        self.num_features = dim
-        self.grad_checkpointing = False
-
         self.stem = PatchStem(patch_size, in_chans)
         self.blocks = nn.Sequential(
             *[
@@ -220,11 +214,7 @@ class CMHSANetwork(Restructurable):
             like = self.norm.weight
             self._put_attention([self._new_attention(like, bool(null_key)) for _ in self.blocks])
             nn.init.trunc_normal_(self.stem.proj.weight, std=0.02)
-        self.feature_info = [dict(num_chs=dim, reduction=patch_size, module=f'blocks.{i}') for i in range(depth)]
-        self.head = ClassifierHead(
-            dim, num_classes, pool_type=global_pool, drop_rate=drop_rate, input_fmt=self.output_fmt
-        )
-        self.head_hidden_size = dim * self.head.global_pool.feat_mult()
+        self._init_interface_of_timm(in_chans, dim, patch_size, num_classes, global_pool, drop_rate)
 
     @property
     def phase(self) -> str:
@@ -277,9 +267,9 @@ class CMHSANetwork(Restructurable):
     def _new_attention(self, like: Tensor, null_key: bool) -> PatchAttention:
         """Returns random attention, of the dtype and on the device of a tensor."""
         dd: Dict[str, Any] = {'device': like.device, 'dtype': like.dtype}
-        num_heads = len(self.head_dims)
+        dim, num_heads = len(self.blocks[0].norm1.weight), len(self.head_dims)
         position = GridBias(num_heads, self.grid_size, null_key, **dd)
-        return PatchAttention(self.num_features, num_heads, position, head_dim=self.head_dims, qk_dim=self.qk_dim, **dd)
+        return PatchAttention(dim, num_heads, position, head_dim=self.head_dims, qk_dim=self.qk_dim, **dd)
 
     def _attention_like(self, conv: nn.Conv2d, generator: Optional[torch.Generator]) -> PatchAttention:
         """Returns attention that is the convolution, by position alone: W^Q = 0, but W^K lets it learn."""
@@ -294,8 +284,11 @@ class CMHSANetwork(Restructurable):
         """Puts attention where the convolutions are if a state dict has that; no network goes back."""
         if self.phase == 'attn' or f'{prefix}blocks.0.attn.query.weight' not in state_dict:
             return None
-        like = self.blocks[0].norm1.weight  # the layers take their heads and the null key from the state dict
-        return self._put_attention([self._new_attention(like, null_key=True) for _ in self.blocks])
+        layers = [self._new_attention(self.blocks[0].norm1.weight, null_key=True) for _ in self.blocks]
+        for i, layer in enumerate(layers):  # they take their heads and the null key from the state dict
+            with contextlib.suppress(StructureError):  # its loading refuses it, and says why
+                layer.follow(state_dict, f'{prefix}blocks.{i}.attn.')
+        return self._put_attention(layers)
 
     def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
         """Converts the convolutions of a state dict to attention."""
@@ -318,66 +311,9 @@ class CMHSANetwork(Restructurable):
             state_dict.setdefault(f'{prefix}stem.proj.weight', identity)
             state_dict.setdefault(f'{prefix}stem.proj.bias', weight.new_zeros(attention.dim))
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args, **kwargs):
-        """Loads a state dict, as of any module; the names of mmpretrain's classifiers will do too."""
-        return super().load_state_dict(without_prefix(state_dict, 'backbone.'), *args, **kwargs)
-
     def no_weight_decay(self) -> Set[str]:
         """The parameters without weight decay: the relative position biases."""
         return {name for name, _ in self.named_parameters() if name.endswith('position.table')}
-
-    def group_matcher(self, coarse: bool = False) -> Dict[str, Any]:
-        return dict(stem=r'^stem', blocks=[(r'^blocks\.(\d+)', None), (r'^norm', (99999,))])
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        self.grad_checkpointing = enable
-
-    def get_classifier(self) -> nn.Module:
-        return self.head.fc
-
-    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
-        self.num_classes = num_classes
-        self.head.reset(num_classes, pool_type=global_pool)
-        self.head.to(next(self.blocks.parameters()))  # its device and dtype
-        self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
-
-    def forward_intermediates(
-        self,
-        x: Tensor,
-        indices: Optional[Union[int, Sequence[int]]] = None,
-        norm: bool = False,
-        stop_early: bool = False,
-        output_fmt: str = 'NCHW',
-        intermediates_only: bool = False,
-    ) -> Union[List[Tensor], Tuple[Tensor, List[Tensor]]]:
-        """Computes the features of several blocks, by the arguments of timm's models.
-
-        Returns:
-            The features of the last block that ran, normed, ``(B, H/P, W/P, D)``, and those of the blocks ``indices``.
-        """
-        if output_fmt not in ('NCHW', 'NHWC'):
-            raise ValueError(f"output_fmt={output_fmt!r} is unknown: choose 'NCHW' or 'NHWC'")
-        take_indices, last = feature_take_indices(len(self.blocks), indices)
-        intermediates = []
-        x = self.stem(x)
-        for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
-            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
-            if i in take_indices:
-                feature = self.norm(x) if norm else x
-                intermediates.append(feature.permute(0, 3, 1, 2) if output_fmt == 'NCHW' else feature)
-        return intermediates if intermediates_only else (self.norm(x), intermediates)
-
-    def prune_intermediate_layers(
-        self, indices: Union[int, Sequence[int]] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> List[int]:
-        """Drops the blocks after the last wanted one, the norm and the classifier; returns the wanted blocks."""
-        take_indices, last = feature_take_indices(len(self.blocks), indices)
-        self.blocks = self.blocks[: last + 1]
-        if prune_norm:
-            self.norm = nn.Identity()
-        if prune_head:
-            self.reset_classifier(0, '')
-        return take_indices
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Maps images ``(B, C, H, W)`` to the features of the last block, normed, ``(B, H/P, W/P, D)``."""
@@ -385,12 +321,6 @@ class CMHSANetwork(Restructurable):
         for block in self.blocks:
             x = checkpoint(block, x) if self.grad_checkpointing else block(x)
         return self.norm(x)
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        return self.head(x, pre_logits=pre_logits)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
 
 
 # Their forward passes look at sizes, which a symbolic trace does not know.

@@ -7,10 +7,10 @@ heads can be a 3×3 convolution (C20, Theorem 1). Registered with timm as this m
 ``timm.create_model('sa_quadratic_cifar')``.
 """
 
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, Set, Tuple, Union
 
 import torch
-from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, to_2tuple
+from timm.layers import DropPath, Mlp, calculate_drop_path_rates, to_2tuple
 from timm.models import (
     build_model_with_cfg,
     checkpoint,
@@ -18,12 +18,11 @@ from timm.models import (
     register_model,
     register_notrace_module,
 )
-from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from ..attention import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
-from ..attention.state_dicts import Restructurable, without_prefix
 from ..weights import CLASSES, in_single_precision, weights_file
+from .interface import TimmNetwork
 
 __all__ = ['SelfAttentionBlock', 'SelfAttentionNetwork', 'SpaceToDepthStem', 'token_grid']
 
@@ -97,11 +96,10 @@ class SelfAttentionBlock(nn.Module):
         return self.norm2(x + self.drop_path(self.mlp(x)))
 
 
-class SelfAttentionNetwork(Restructurable):
+class SelfAttentionNetwork(TimmNetwork):
     """Classifies images by blocks of attention over their pixels (C20, 4.1).
 
-    A state dict may have the names of mmpretrain's classifiers too, and another number of heads or tables of another
-    size: each layer takes or converts what it finds.
+    A state dict may have the names of mmpretrain's classifiers, another number of heads or tables of another size.
 
     Args:
         attn_layer (Callable): Builds the attention of a block, ``(B, H, W, D)`` to the same: called as
@@ -124,8 +122,6 @@ class SelfAttentionNetwork(Restructurable):
         ValueError: A size below 1, or a rate out of range.
         TypeError: An argument that neither the network nor its attention has.
     """
-
-    output_fmt = 'NHWC'  # of forward_features, as timm says it
 
     def __init__(
         self,
@@ -155,10 +151,6 @@ class SelfAttentionNetwork(Restructurable):
             )
         if not 0 <= drop_path_rate < 1:
             raise ValueError(f'drop_path_rate={drop_path_rate} must be from 0 to below 1')
-        self.num_classes = num_classes
-        self.in_chans = in_chans
-        self.num_features = embed_dim
-        self.grad_checkpointing = False
         self.stem = SpaceToDepthStem(in_chans, embed_dim, reduction, **dd)
         self.blocks = nn.Sequential(
             *[
@@ -174,11 +166,7 @@ class SelfAttentionNetwork(Restructurable):
             ]
         )
         self.norm = nn.Identity()  # every block ends in a norm
-        self.feature_info = [dict(num_chs=embed_dim, reduction=reduction, module=f'blocks.{i}') for i in range(depth)]
-        self.head = ClassifierHead(
-            embed_dim, num_classes, pool_type=global_pool, drop_rate=drop_rate, input_fmt=self.output_fmt, **dd
-        )
-        self.head_hidden_size = embed_dim * self.head.global_pool.feat_mult()
+        self._init_interface_of_timm(in_chans, embed_dim, reduction, num_classes, global_pool, drop_rate, **dd)
 
     @torch.jit.ignore
     def no_weight_decay(self) -> Set[str]:
@@ -187,88 +175,12 @@ class SelfAttentionNetwork(Restructurable):
             name for name, _ in self.named_parameters() if name.endswith(('encoding.center', 'encoding.sqrt_precision'))
         }
 
-    @torch.jit.ignore
-    def group_matcher(self, coarse: bool = False) -> Dict[str, Any]:
-        return dict(stem=r'^stem', blocks=r'^blocks\.(\d+)')
-
-    @torch.jit.ignore
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        self.grad_checkpointing = enable
-
-    @torch.jit.ignore
-    def get_classifier(self) -> nn.Module:
-        return self.head.fc
-
-    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
-        self.num_classes = num_classes
-        self.head.reset(num_classes, pool_type=global_pool)
-        self.head.to(next(self.blocks.parameters()))  # its device and dtype
-        self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
-
-    def forward_intermediates(
-        self,
-        x: Tensor,
-        indices: Optional[Union[int, Sequence[int]]] = None,
-        norm: bool = False,
-        stop_early: bool = False,
-        output_fmt: str = 'NCHW',
-        intermediates_only: bool = False,
-    ) -> Union[List[Tensor], Tuple[Tensor, List[Tensor]]]:
-        """Computes the features of several blocks.
-
-        Args:
-            x (Tensor): Images ``(B, C, H, W)``.
-            indices (int | Sequence[int], optional): The last n blocks for an int, the blocks of a sequence,
-                all of them for None, the default.
-            norm (bool): Without effect, as every block ends in a norm. Defaults to False.
-            stop_early (bool): Whether to leave out the blocks after the last wanted one. Defaults to False.
-            output_fmt (str): ``'NCHW'`` or ``'NHWC'`` intermediates. Defaults to ``'NCHW'``.
-            intermediates_only (bool): Whether to return the intermediates alone. Defaults to False.
-
-        Returns:
-            The features of the last block that ran, ``(B, H/r, W/r, D)``, and the list of intermediates in the order of
-            the blocks; or the list alone.
-        """
-        if output_fmt not in ('NCHW', 'NHWC'):
-            raise ValueError(f"output_fmt={output_fmt!r} is unknown: choose 'NCHW' or 'NHWC'")
-        take_indices, last = feature_take_indices(len(self.blocks), indices)
-        intermediates = []
-        x = self.stem(x)
-        for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
-            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
-            if i in take_indices:
-                intermediates.append(x.permute(0, 3, 1, 2) if output_fmt == 'NCHW' else x)
-        return intermediates if intermediates_only else (x, intermediates)
-
-    def prune_intermediate_layers(
-        self, indices: Union[int, Sequence[int]] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> List[int]:
-        """Drops the blocks after the last wanted one, and the classifier, and returns the wanted blocks."""
-        take_indices, last = feature_take_indices(len(self.blocks), indices)
-        self.blocks = self.blocks[: last + 1]
-        if prune_head:
-            self.reset_classifier(0, '')
-        return take_indices
-
     def forward_features(self, x: Tensor) -> Tensor:
         """Maps images ``(B, C, H, W)`` to the features of the last block, ``(B, H/r, W/r, D)``."""
         x = self.stem(x)
         for block in self.blocks:
             x = checkpoint(block, x) if self.grad_checkpointing else block(x)
         return x
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        return self.head(x, pre_logits=pre_logits)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args, **kwargs):
-        """Loads a state dict, as of any module; the names of mmpretrain's classifiers will do too.
-
-        The network stays as it was, with as many heads, where the state dict is refused.
-        """
-        return super().load_state_dict(without_prefix(state_dict, 'backbone.'), *args, **kwargs)
 
 
 def token_grid(img_size: Union[int, Tuple[int, int]], reduction: int) -> Tuple[int, int]:
@@ -365,10 +277,7 @@ def sa_quadratic16_cifar(pretrained: bool = False, **kwargs) -> SelfAttentionNet
 
 @register_model
 def sa_generalized_cifar(pretrained: bool = False, **kwargs) -> SelfAttentionNetwork:
-    """Generalized quadratic encoding, 9 heads: 12.09M parameters at 10 classes (C20, appendix E).
-
-    The arguments are those of :func:`sa_quadratic_cifar`.
-    """
+    """Generalized quadratic encoding, 9 heads: 12.09M parameters at 10 classes (C20, appendix E)."""
     return _create('sa_generalized_cifar', pretrained, GeneralizedQuadraticAttention, **kwargs)
 
 
@@ -400,19 +309,13 @@ SMALL = dict(embed_dim=64, depth=4, mlp_dim=128)
 
 @register_model
 def sa_quadratic_small(pretrained: bool = False, **kwargs) -> SelfAttentionNetwork:
-    """Quadratic encoding, 9 heads, 4 blocks of 64 channels: 233,270 parameters at 10 classes.
-
-    The arguments are those of :func:`sa_quadratic_cifar`.
-    """
+    """Quadratic encoding, 9 heads, 4 blocks of 64 channels: 233,270 parameters at 10 classes."""
     return _create('sa_quadratic_small', pretrained, QuadraticAttention, **{**SMALL, **kwargs})
 
 
 @register_model
 def sa_generalized_small(pretrained: bool = False, **kwargs) -> SelfAttentionNetwork:
-    """Generalized quadratic encoding, 9 heads, 4 blocks of 64 channels: 233,378 parameters at 10 classes.
-
-    The arguments are those of :func:`sa_quadratic_cifar`.
-    """
+    """Generalized quadratic encoding, 9 heads, 4 blocks of 64 channels: 233,378 parameters at 10 classes."""
     return _create('sa_generalized_small', pretrained, GeneralizedQuadraticAttention, **{**SMALL, **kwargs})
 
 
