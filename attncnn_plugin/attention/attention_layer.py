@@ -38,8 +38,8 @@ class AttentionLayer(nn.Module):
 
     def gaussian_heads(self) -> Optional[GaussianHeads]:
         """Returns centres and shapes of Gaussian scores by position, at least float32; None for other scores."""
-        encoding = getattr(self, 'encoding', None)
-        return encoding.gaussian_heads() if hasattr(encoding, 'gaussian_heads') else None
+        of_encoding = getattr(getattr(self, 'encoding', None), 'gaussian_heads', None)
+        return None if of_encoding is None else of_encoding()
 
     def position_probs(self, size: Sequence[int]) -> Optional[Tensor]:
         """Returns the probabilities by the terms of the scores that depend on position alone, without dropout.
