@@ -22,10 +22,9 @@ def follow_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict
     """Brings a model to the structure of a state dict that you are about to load; the values are not loaded.
 
     A convolution becomes attention where the state dict has that (:func:`attncnn_plugin.convert.convs_to_attention`).
-    The attention of timm's and mmpretrain's vision transformers gets as many heads as the state dict has
-    (:func:`attncnn_plugin.pruning.prune_heads`). Modules of this package take the structure that they would take by
-    themselves while they load it. All other modules and parameters stay the same objects. Call it before you build the
-    optimizer, which would not have the parameters of the attention.
+    The attention of timm's and mmpretrain's vision transformers gets as many heads as the state dict has. Modules of
+    this package take the structure that they would take by themselves while they load it. All other modules and
+    parameters stay the same objects. Call it before you build the optimizer.
 
     Args:
         model (nn.Module): Any model, not wrapped for distributed training.
@@ -44,8 +43,7 @@ def follow_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict
     Examples:
         >>> from attncnn_plugin.convert import convs_to_attention
         >>> trained, fresh = (nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()) for _ in range(2))
-        >>> print(convs_to_attention(trained, '*').layers[0].name)
-        0
+        >>> change = convs_to_attention(trained, '*')
         >>> print(follow_state_dict(fresh, trained.state_dict()))
         layer  before      after    parameters
         0      3×3 kernel  9 heads  224 → 251

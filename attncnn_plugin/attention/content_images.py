@@ -1,7 +1,7 @@
 """Attention by content and position in the place of a convolution (d'Ascoli et al. 2021, "Transformed CNNs")."""
 
 import math
-from typing import List, Optional, Sequence, Union
+from typing import Any, List, Optional, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +11,10 @@ from .attention_layer import head_products
 from .heads import HeadParameters
 from .images import ImageAttention
 from .neighbourhoods import AxisTiles, join_tiles, tile_keys, tile_queries
-from .positions import QuadraticEncoding, WindowEncoding
-from .precision import Device, Dtype, at_least_float32
+from .positions import QuadraticEncoding
+from .precision import at_least_float32
+from .shifts import over_axes
 from .softmax import softmax
-from .window import Window
 
 POSITIONS = ('gaussian', 'table')
 SHARED_GATE = 4.0  # λ of new heads: σ(λ) is 0.98
@@ -45,51 +45,37 @@ class ContentImageAttention(ImageAttention):
 
     Attributes:
         query, key (nn.Linear): W^Q and W^K, C to N_h·D_k.
-        encoding (QuadraticEncoding | WindowEncoding): Centres and widths, or the table; at least float32.
         gate (Parameter | None): λ, ``(N_h,)``, at least float32.
     """
 
     depends_on_content = True
-    encoding: Union[QuadraticEncoding, WindowEncoding]
     gate: Optional[nn.Parameter]
 
     def __init__(
         self,
-        in_channels: int,
-        out_channels: int,
-        num_heads: int,
-        window: Window,
+        *args: Any,
         qk_dim: int,
         position: str = 'gaussian',
         gated: bool = False,
         window_size: Optional[Sequence[int]] = None,
-        bias: bool = True,
-        groups: int = 1,
-        device: Device = None,
-        dtype: Dtype = None,
+        **options: Any,
     ) -> None:
-        super().__init__(in_channels, out_channels, num_heads, window, bias, groups, device=device, dtype=dtype)
+        super().__init__(*args, **options)
         if position not in POSITIONS:
             raise ValueError(f'position={position!r} is unknown: choose one of {POSITIONS}')
         if position == 'table' and window_size is None:
             raise ValueError("position='table' has an entry for each shift of a window: give its window_size")
         self.qk_dim = qk_dim
         self.window_size = None if window_size is None else tuple(window_size)
-        self.settings.update(
-            content='gated' if gated else 'additive',
-            position=position,
-            window_size=None if window_size is None else list(window_size),
-            qk_dim=qk_dim,
-        )
-        self.query = nn.Linear(in_channels, num_heads * qk_dim, bias=False, device=device, dtype=dtype)
-        self.key = nn.Linear(in_channels, num_heads * qk_dim, bias=False, device=device, dtype=dtype)
+        self.settings['content'] = 'gated' if gated else 'additive'
+        self.settings['window_size'] = None if window_size is None else list(window_size)
+        self.settings['qk_dim'] = qk_dim
+        device, dtype = self.value.weight.device, self.value.weight.dtype
+        self.query = nn.Linear(self.in_channels, self.num_heads * qk_dim, bias=False, device=device, dtype=dtype)
+        self.key = nn.Linear(self.in_channels, self.num_heads * qk_dim, bias=False, device=device, dtype=dtype)
         nn.init.zeros_(self.query.weight)
-        dtype = torch.promote_types(self.value.weight.dtype, torch.float32)
-        if window_size is None or position == 'gaussian':
-            self.encoding = QuadraticEncoding(num_heads, window.ndim, device=device, dtype=dtype)
-        else:
-            self.encoding = WindowEncoding(num_heads, window_size, device=device, dtype=dtype)
-        gate = torch.full((num_heads,), SHARED_GATE, device=device, dtype=dtype)
+        self._init_positions(position, window_size or ())
+        gate = next(self.encoding.parameters()).new_full((self.num_heads,), SHARED_GATE)
         self.register_parameter('gate', nn.Parameter(gate) if gated else None)
 
     def extra_repr(self) -> str:
@@ -103,8 +89,7 @@ class ContentImageAttention(ImageAttention):
 
     def head_parameters(self) -> HeadParameters:
         found = {**super().head_parameters(), 'query.weight': (0, self.qk_dim), 'key.weight': (0, self.qk_dim)}
-        of_positions = [f'encoding.{name}' for name, _ in self.encoding.named_parameters()]
-        return {**found, **dict.fromkeys((*of_positions, *([] if self.gate is None else ['gate'])), (0, 1))}
+        return found if self.gate is None else {**found, 'gate': (0, 1)}
 
     def _outputs(self, x: Tensor) -> Tensor:
         axes = self.tiles(x.shape[2:])
@@ -187,18 +172,11 @@ class ContentImageAttention(ImageAttention):
     def _position_scores(self, shifts: Sequence[Tensor]) -> Tensor:
         """Returns b_δ, given the shifts ``(Q, K)`` from queries to keys along each axis, ``(N_h, Q, K)``."""
         if isinstance(self.encoding, QuadraticEncoding):
-            scores = [self.encoding.scores_along(axis, shift) for axis, shift in enumerate(shifts)]
-            total = scores[0]
-            for along in scores[1:]:
-                total = total[:, :, None, :, None] + along[:, None, :, None, :]
-                total = total.flatten(3, 4).flatten(1, 2)
-            return total
-        table = at_least_float32(self.encoding.weight)
-        index = torch.zeros(1, 1, dtype=torch.long, device=table.device)
-        for shift, size in zip(shifts, table.shape[1:]):
-            along = (shift + size // 2).clamp(0, size - 1)
-            index = (index[:, None, :, None] * size + along[None, :, None, :]).flatten(2, 3).flatten(0, 1)
-        return table.flatten(1)[:, index]
+            return over_axes([self.encoding.scores_along(axis, shift) for axis, shift in enumerate(shifts)])
+        table = at_least_float32(self.encoding.weight).contiguous()
+        axes = zip(shifts, table.shape[1:], table.stride()[1:])
+        places = [(shift + n // 2).clamp(0, n - 1)[None] * step for shift, n, step in axes]
+        return table.flatten(1)[:, over_axes(places)[0]]
 
     def _position_bias(self, size: Sequence[int]) -> Tensor:
         """Returns b_δ of every query and pixel of the padded image, −∞ outside the neighbourhood, ``(N_h, Q, K)``."""

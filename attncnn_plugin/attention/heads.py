@@ -28,8 +28,13 @@ class PrunableHeads(Restructurable, AttentionLayer):
         self.built_heads = num_heads
 
     def head_parameters(self) -> HeadParameters:
-        """Returns the dimension of heads, and the entries of a head, of every parameter with entries for heads."""
-        raise NotImplementedError
+        """Returns the dimension of heads, and the entries of a head, of every parameter with entries for heads.
+
+        In general these are the parameters of an ``encoding``.
+        """
+        encoding = getattr(self, 'encoding', None)
+        own = [] if encoding is None else encoding.named_parameters(recurse=False)
+        return {f'encoding.{name}': (0, 1) for name, _ in own}
 
     def head_entries(self, heads: Sequence[int]) -> Dict[str, Tuple[int, Tensor]]:
         """Returns the dimension of heads, and the entries of these heads, of every parameter with entries for heads."""

@@ -11,6 +11,7 @@ from .attention_layer import check_plain_linear
 from .heads import HeadParameters, PrunableHeads
 from .positions import QuadraticEncoding, WindowEncoding
 from .precision import Device, Dtype, at_least_float32
+from .shifts import over_axes
 from .softmax import softmax, without_subnormals
 from .state_dicts import EXTRA_STATE, StateDict, StructureError, read, written
 from .strides import regular, with_regular_gradient
@@ -38,12 +39,14 @@ class ImageAttention(PrunableHeads):
 
     Attributes:
         value (nn.Linear | GroupedLinear): The channels of all heads to ``out_channels``, by groups.
+        encoding (QuadraticEncoding | WindowEncoding): The scores by position, at least float32.
         settings (dict[str, Any]): Arguments of :func:`~attncnn_plugin.convert.conv_to_mhsa` for such a layer.
         from_conv (callable | None): Converts a state dict of the convolution that the layer was made from, given the
             layer, the state dict and the layer's name; it raises ``ValueError`` for one of another convolution.
     """
 
     window: Window
+    encoding: Any
     settings: Dict[str, Any]
     from_conv: Optional[Callable[['ImageAttention', StateDict, str], StateDict]] = None
 
@@ -68,6 +71,16 @@ class ImageAttention(PrunableHeads):
         else:
             self.value = GroupedLinear(in_channels, out_channels, num_heads, groups, bias, device=device, dtype=dtype)
         self._init_heads(num_heads)
+
+    def _init_positions(self, position: str, window_size: Sequence[int] = ()) -> None:
+        """Adds the encoding, Gaussian or with an entry for each shift, at least float32: bfloat16 has no 257."""
+        self.settings['position'] = position
+        weight = self.value.weight
+        dd: Dict[str, Any] = {'device': weight.device, 'dtype': torch.promote_types(weight.dtype, torch.float32)}
+        if position == 'gaussian':
+            self.encoding = QuadraticEncoding(self.num_heads, self.window.ndim, **dd)
+        else:
+            self.encoding = WindowEncoding(self.num_heads, window_size, **dd)
 
     def extra_repr(self) -> str:
         groups = '' if self.groups == 1 else f', groups={self.groups}'
@@ -112,7 +125,7 @@ class ImageAttention(PrunableHeads):
         return at_least_float32(self.value.weight.unflatten(1, (self.num_heads, self.in_channels)).transpose(0, 1))
 
     def head_parameters(self) -> HeadParameters:
-        return {'value.weight': (1, self.in_channels // self.groups)}
+        return {'value.weight': (1, self.in_channels // self.groups), **super().head_parameters()}
 
     def get_extra_state(self) -> Tensor:
         """Returns what the shapes do not say, see :attr:`settings`."""
@@ -192,22 +205,11 @@ def _is_convolution(state_dict: StateDict, prefix: str) -> bool:
 
 
 class QuadraticImageAttention(ImageAttention):
-    """Heads with the quadratic encoding, −α‖δ − Δ‖² (C20, eq. 9); arguments as of :class:`ImageAttention`.
-
-    Attributes:
-        encoding (QuadraticEncoding): Centres and widths, at least float32: bfloat16 has no integer 257.
-    """
+    """Heads with the quadratic encoding, −α‖δ − Δ‖² (C20, eq. 9); arguments as of :class:`ImageAttention`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.settings['position'] = 'gaussian'
-        weight = self.value.weight
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        self.encoding = QuadraticEncoding(self.num_heads, self.window.ndim, device=weight.device, dtype=dtype)
-
-    def head_parameters(self) -> HeadParameters:
-        of_positions = {'encoding.center': (0, 1), 'encoding.sqrt_precision': (0, 1)}
-        return {**super().head_parameters(), **of_positions}
+        self._init_positions('gaussian')
 
     def axis_probs(self, size: Sequence[int]) -> List[Tensor]:
         """Returns the factors of the probabilities, ``(N_h, Q, K)`` for each axis, K being the padded pixels."""
@@ -222,7 +224,7 @@ class QuadraticImageAttention(ImageAttention):
         else:
             x = self.window.pad(x)
         if math.prod([factor.shape[1] * factor.shape[2] for factor in probs]) <= DENSE_PAIRS:
-            dense = _kronecker(probs).to(x.dtype).transpose(0, 1)  # (Q, N_h, K)
+            dense = without_subnormals(over_axes(probs, torch.mul)).to(x.dtype).transpose(0, 1)  # (Q, N_h, K)
             heads = dense.flatten(0, 1) @ x.flatten(2).transpose(1, 2)  # one product, as the heads share their values
             return heads.unflatten(1, dense.shape[:2]).transpose(1, 2)
         x = x[:, None]  # (B, 1, C, *padded)
@@ -231,30 +233,12 @@ class QuadraticImageAttention(ImageAttention):
         return x.flatten(3).transpose(2, 3)
 
 
-def _kronecker(factors: Sequence[Tensor]) -> Tensor:
-    """Returns the Kronecker product of probabilities ``(N_h, Q, K)`` along each axis."""
-    product = factors[0]
-    for factor in factors[1:]:
-        product = torch.einsum('hqk,hrl->hqrkl', product, factor).flatten(3, 4).flatten(1, 2)
-    return without_subnormals(product)
-
-
 class WindowImageAttention(ImageAttention):
-    """Heads with any distribution over the pixels of the window; arguments as of :class:`ImageAttention`.
-
-    Attributes:
-        encoding (WindowEncoding): A score for each pixel of the window, at least float32.
-    """
+    """Heads with any distribution over the pixels of the window; arguments as of :class:`ImageAttention`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.settings['position'] = 'table'
-        weight = self.value.weight
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        self.encoding = WindowEncoding(self.num_heads, self.window.kernel_size, device=weight.device, dtype=dtype)
-
-    def head_parameters(self) -> HeadParameters:
-        return {**super().head_parameters(), 'encoding.weight': (0, 1)}
+        self._init_positions('table', self.window.kernel_size)
 
     def heads(self, x: Tensor) -> Tensor:
         # A head looks at its window alone, with the same probabilities everywhere.

@@ -24,7 +24,7 @@ def image_to_patches(image: Tensor, patch_size: Tuple[int, int]) -> Tensor:
     if height % rows or width % columns:
         raise ValueError(
             f'the image of {height}x{width} pixels cannot be cut into patches of {rows}x{columns}: resize or pad it to '
-            'multiples of the patch size'
+            'multiples of these'
         )
     patches = image.reshape(batch, channels, height // rows, rows, width // columns, columns)
     return patches.permute(0, 2, 4, 1, 3, 5).flatten(3)

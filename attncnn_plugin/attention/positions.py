@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .precision import Device, Dtype, at_least_float32, widest_float
-from .shifts import at_grid_shifts, at_shifts, largest_of_keys, resize_shifts
+from .shifts import at_grid_shifts, at_shifts, largest_of_keys, over_axes, resize_shifts
 from .softmax import softmax
 from .window import shown
 
@@ -44,8 +44,7 @@ class SeparableEncoding(nn.Module):
 
     def scores(self, size: Sequence[int]) -> Tensor:
         """Returns the scores of all queries and keys of a grid, ``(N_h, H*W, H*W)``."""
-        rows, columns = self.axis_scores(size)
-        return (rows[:, :, None, :, None] + columns[:, None, :, None, :]).flatten(3).flatten(1, 2)
+        return over_axes(self.axis_scores(size))
 
 
 class QuadraticEncoding(SeparableEncoding):

@@ -1,6 +1,6 @@
 """Tables with an entry for each shift δ = k − q from a query to a key."""
 
-from typing import Sequence
+from typing import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,14 @@ def axis_shifts(size: int, device: torch.device) -> Tensor:
     """Returns δ = k − q of every query (rows) and key (columns) of an axis with ``size`` pixels, ``(size, size)``."""
     position = torch.arange(size, device=device)
     return position[None, :] - position[:, None]
+
+
+def over_axes(parts: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor] = torch.add) -> Tensor:
+    """Combines what each axis has for its queries and keys, ``(N, Q, K)``, for all pixels, row-major."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = combine(total[:, :, None, :, None], part[:, None, :, None, :]).flatten(3).flatten(1, 2)
+    return total
 
 
 def at_shifts(values: Tensor, size: int) -> Tensor:

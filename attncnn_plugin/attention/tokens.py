@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from .attention_layer import check_plain_linear, head_products
-from .heads import PrunableHeads
+from .heads import HeadParameters, PrunableHeads
 from .positions import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding, RelativeTables
 from .precision import Device, Dtype, at_least_float32, full_precision
-from .shifts import at_shifts
+from .shifts import at_shifts, over_axes
 from .softmax import softmax, without_subnormals
 from .window import shown
 
@@ -82,10 +82,8 @@ class GridAttention(PrunableHeads):
         check_plain_linear('value', self.value)
         return at_least_float32(self.value.weight.unflatten(1, (self.num_heads, self.dim)).transpose(0, 1))
 
-    def head_parameters(self) -> Dict[str, Tuple[int, int]]:
-        of_positions = ['encoding.weight', 'encoding.center', 'encoding.sqrt_precision']
-        own = dict(self.named_parameters())
-        return {'value.weight': (1, self.dim), **{name: (0, 1) for name in of_positions if name in own}}
+    def head_parameters(self) -> HeadParameters:
+        return {'value.weight': (1, self.dim), **super().head_parameters()}
 
 
 class SeparableAttention(GridAttention):
@@ -101,8 +99,7 @@ class SeparableAttention(GridAttention):
         return softmax(rows), softmax(columns)
 
     def position_probs(self, size: Sequence[int]) -> Tensor:
-        rows, columns = self.axis_probs(size)
-        return without_subnormals(torch.einsum('hqk,hrl->hqrkl', rows, columns)).flatten(3).flatten(1, 2)
+        return without_subnormals(over_axes(self.axis_probs(size), torch.mul))
 
     def heads(self, x: Tensor) -> Tensor:
         if self.training and self.attn_drop.p > 0:  # single probabilities are dropped, which the factors do not have
@@ -237,7 +234,7 @@ class ContentAttention(GridAttention):
     def position_probs(self, size: Sequence[int]) -> Optional[Tensor]:
         return None if self.encoding is None else super().position_probs(size)
 
-    def head_parameters(self) -> Dict[str, Tuple[int, int]]:
+    def head_parameters(self) -> HeadParameters:
         projections = [f'{linear}.{name}' for linear in ('query', 'key') for name in ('weight', 'bias')]
         return {**super().head_parameters(), **dict.fromkeys(projections, (0, self.dim))}
 

@@ -283,10 +283,11 @@ def new_attention(
     plain = plain_convolution(conv)
     arguments = plain.in_channels, plain.out_channels, num_heads, window_of(plain)
     # On the meta device, so that no random numbers are drawn.
-    options = dict(bias=plain.bias is not None, groups=plain.groups, device='meta', dtype=plain.weight.dtype)
+    options: Any = dict(bias=plain.bias is not None, groups=plain.groups, device='meta', dtype=plain.weight.dtype)
     attention: ImageAttention
     if content is not None:
-        attention = ContentImageAttention(*arguments, qk_dim, position, content == 'gated', window_size, **options)
+        options.update(qk_dim=qk_dim, position=position, gated=content == 'gated', window_size=window_size)
+        attention = ContentImageAttention(*arguments, **options)
     elif position == 'gaussian':
         attention = QuadraticImageAttention(*arguments, **options)
     else:

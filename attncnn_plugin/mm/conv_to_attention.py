@@ -58,12 +58,7 @@ class ConvToAttention(Restructurable):
             raise RuntimeError(
                 "the backbone is in phase='attn' already: there is no convolution to turn into attention"
             )
-        return convs_to_attention(
-            self,
-            self._convolutions(),
-            **self.conversion.settings,
-            generator=generator,
-        )
+        return convs_to_attention(self, self._convolutions(), **self.conversion.settings, generator=generator)
 
     def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *args: Any) -> None:
         """Takes the structure of the state dict first."""
@@ -110,10 +105,7 @@ def _new_instance(own: Type[nn.Module]) -> nn.Module:
 
 @MODELS.register_module('ConvToAttention')
 def conv_to_attention(
-    backbone: dict,
-    layers: Union[str, Sequence[str]],
-    phase: str = 'conv',
-    **settings: Any,
+    backbone: dict, layers: Union[str, Sequence[str]], phase: str = 'conv', **settings: Any
 ) -> nn.Module:
     """Builds a backbone whose convolutions become attention that computes the same: ``type='ConvToAttention'``.
 

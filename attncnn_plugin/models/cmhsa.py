@@ -8,65 +8,29 @@ convolutions. This module registers it with timm: ``timm.create_model('cmhsa3_pa
 
 import contextlib
 import math
-from typing import Any, Dict, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
 import torch
-from timm.layers import DropPath, Mlp, calculate_drop_path_rates, to_2tuple
-from timm.models import (
-    build_model_with_cfg,
-    checkpoint,
-    generate_default_cfgs,
-    register_model,
-    register_notrace_module,
-)
+from timm.layers import DropPath, Mlp, calculate_drop_path_rates
+from timm.models import checkpoint, generate_default_cfgs, register_model, register_notrace_module
 from torch import Tensor, nn
 
 from ..attention.patches import GridBias, PatchAttention, image_to_patches, patches_to_image
 from ..attention.state_dicts import StateDict, StructureError
 from ..change import Change, LayerChange, Successor, number_of_parameters
 from ..convert.patch_convolutions import attend_like_convolution, choose_head_dims
-from ..weights import CLASSES, in_single_precision, weights_file
-from .interface import TimmNetwork
+from ..weights import CLASSES, weights_file
+from .interface import PatchStem, TimmNetwork, build, token_grid
 
-__all__ = ['CMHSABlock', 'CMHSANetwork', 'PatchConvolution', 'PatchStem']
+__all__ = ['CMHSABlock', 'CMHSANetwork', 'PatchConvolution']
 
 PHASES = ('conv', 'attn')
 KEY_STD = 0.02  # of W^K when convolutions become attention: were it 0 as W^Q, neither would ever get a gradient
 
 
-class PatchStem(nn.Module):
-    """Cuts an image into patches; in the attention phase a linear map, ``proj``, follows, at first the identity.
-
-    Args:
-        patch_size (int): Patch size P.
-        in_chans (int): Channels C of the image.
-    """
-
-    def __init__(self, patch_size: int, in_chans: int) -> None:
-        super().__init__()
-        self.reduction = patch_size
-        self.in_chans = in_chans
-        self.proj = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps images ``(B, C, H, W)`` to tokens ``(B, H/P, W/P, P²·C)``.
-
-        Raises:
-            ValueError: The image does not have the stem's channels, or cannot be cut into patches.
-        """
-        if x.ndim != 4 or x.shape[1] != self.in_chans:
-            raise ValueError(f'the input has shape {tuple(x.shape)}, but (B, {self.in_chans}, H, W) is expected')
-        return self.proj(image_to_patches(x, (self.reduction, self.reduction)))
-
-
+@register_notrace_module  # its forward pass looks at sizes
 class PatchConvolution(nn.Module):
-    """A convolution on the image that the tokens are the patches of.
-
-    Args:
-        channels (int): Channels C of the image.
-        kernel_size (int): Kernel size K.
-        patch_size (int): Patch size P.
-    """
+    """A convolution on the image that the tokens are the patches of; arguments as of :class:`CMHSANetwork`."""
 
     def __init__(self, channels: int, kernel_size: int, patch_size: int) -> None:
         super().__init__()
@@ -84,16 +48,9 @@ class PatchConvolution(nn.Module):
 
 
 class CMHSABlock(nn.Module):
-    """Mixes tokens by a convolution or attention, then channels, with a norm before each and a residual around it.
+    """Mixes tokens by ``attn``, a convolution or attention, then channels, each after a norm and with a residual."""
 
-    Args:
-        dim (int): Channels D.
-        attn (nn.Module): The convolution or the attention, ``(B, H, W, D)`` to the same.
-        mlp_dim (int): Hidden channels of the feed-forward network.
-        drop_path (float): Stochastic depth rate. Defaults to 0.
-    """
-
-    def __init__(self, dim: int, attn: nn.Module, mlp_dim: int, drop_path: float = 0.0) -> None:
+    def __init__(self, dim: int, attn: nn.Module, mlp_dim: int, drop_path: float) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
         self.attn = attn
@@ -111,13 +68,9 @@ class CMHSANetwork(TimmNetwork):
 
     A token is a flattened patch, D = P²·C channels wide, and so is every head of L21. In the phase ``'conv'`` the
     blocks mix pixels by K×K convolutions on the image; in the phase ``'attn'`` by attention over patches, with as many
-    heads as L21's Theorem 1 needs and a relative position bias. :meth:`to_attention` goes from the first to the second
-    and leaves the output of the network as it was, up to e^−M for each other shift, see ``attn_bias_init``. On top are
-    the mean over the tokens and a linear classifier.
-
+    heads as L21's Theorem 1 needs and a relative position bias. :meth:`to_attention` goes from the first to the second.
     A state dict of the phase ``'attn'`` turns the network to that phase as it is loaded, with the heads and the null
-    key that it has; one of the phase ``'conv'`` is converted for a network of the phase ``'attn'``. It may have the
-    names of mmpretrain's classifiers too.
+    key that it has; one of the phase ``'conv'`` is converted for a network of the phase ``'attn'``.
 
     Args:
         img_size (int | tuple[int, int]): Height and width of the image for which position biases are made; others will
@@ -153,6 +106,7 @@ class CMHSANetwork(TimmNetwork):
         'loading a state dict turned the convolutions of the network to attention: an optimizer that was built '
         "before does not have its parameters. Build the network with phase='attn' to train it further"
     )
+    undecayed = ('position.table',)
 
     def __init__(
         self,
@@ -174,7 +128,6 @@ class CMHSANetwork(TimmNetwork):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        height, width = to_2tuple(img_size)
         dim = patch_size**2 * in_chans
         mlp_dim = 4 * dim if mlp_dim is None else mlp_dim
         qk_dim = dim if qk_dim is None else qk_dim
@@ -182,8 +135,6 @@ class CMHSANetwork(TimmNetwork):
         for name, size in dict(sizes, depth=depth, mlp_dim=mlp_dim).items():
             if size < 1:
                 raise ValueError(f'{name}={size} must be at least 1')
-        if min(height, width) < patch_size or height % patch_size or width % patch_size:
-            raise ValueError(f'img_size={img_size} must be a multiple of patch_size={patch_size}')
         if phase not in PHASES:
             raise ValueError(f'phase={phase!r} is unknown: choose one of {PHASES}')
         if not 0 < attn_bias_init < math.inf:
@@ -192,11 +143,11 @@ class CMHSANetwork(TimmNetwork):
             raise ValueError(f'drop_path_rate={drop_path_rate} must be from 0 to below 1')
         self.patch_size = patch_size
         self.kernel_size = kernel_size
-        self.grid_size = (height // patch_size, width // patch_size)
+        self.grid_size = token_grid(img_size, patch_size, 'patch_size')
         self.qk_dim = qk_dim
         self.null_key = null_key
         self.attn_bias_init = attn_bias_init
-        self.stem = PatchStem(patch_size, in_chans)
+        self.stem = PatchStem(in_chans, patch_size, nn.Identity())  # a linear map in the attention phase
         self.blocks = nn.Sequential(
             *[
                 CMHSABlock(dim, PatchConvolution(in_chans, kernel_size, patch_size), mlp_dim, drop_path)
@@ -226,10 +177,8 @@ class CMHSANetwork(TimmNetwork):
         """Turns all convolutions into attention, in place (L21, section 4).
 
         The output stays as it was, up to e^−M for each other shift of a head: with the default M of 12 the logits of a
-        CMHSA on 8×8 patches change by 5e-4 of their norm, with 40 by rounding.
-
-        The parameters of everything else stay the same objects. Give an optimizer the new ones by
-        :func:`~attncnn_plugin.pruning.replace_parameters`: matrices join the group of the kernels, biases theirs.
+        CMHSA on 8×8 patches change by 5e-4 of their norm, with 40 by rounding. Give an optimizer the new parameters by
+        :func:`~attncnn_plugin.pruning.replace_parameters`.
 
         Args:
             generator (torch.Generator, optional): Of the CPU; draws W^K.
@@ -311,21 +260,12 @@ class CMHSANetwork(TimmNetwork):
             state_dict.setdefault(f'{prefix}stem.proj.weight', identity)
             state_dict.setdefault(f'{prefix}stem.proj.bias', weight.new_zeros(attention.dim))
 
-    def no_weight_decay(self) -> Set[str]:
-        """The parameters without weight decay: the relative position biases."""
-        return {name for name, _ in self.named_parameters() if name.endswith('position.table')}
-
     def forward_features(self, x: Tensor) -> Tensor:
         """Maps images ``(B, C, H, W)`` to the features of the last block, normed, ``(B, H/P, W/P, D)``."""
         x = self.stem(x)
         for block in self.blocks:
             x = checkpoint(block, x) if self.grad_checkpointing else block(x)
         return self.norm(x)
-
-
-# Their forward passes look at sizes, which a symbolic trace does not know.
-for _module in (PatchAttention, PatchConvolution, PatchStem):
-    register_notrace_module(_module)
 
 
 COMMON = {
@@ -356,31 +296,20 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-def _create(variant: str, pretrained: bool, **kwargs) -> CMHSANetwork:
-    return build_model_with_cfg(
-        CMHSANetwork,
-        variant,
-        pretrained,
-        pretrained_filter_fn=in_single_precision,
-        feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
-        **kwargs,
-    )
-
-
 @register_model
 def cmhsa3_patch16_224(pretrained: bool = False, **kwargs) -> CMHSANetwork:
     """CMHSA-3: 3x3 convolutions, or attention of 9 heads that can express them (L21, Table 1)."""
-    return _create('cmhsa3_patch16_224', pretrained, **{'kernel_size': 3, **kwargs})
+    return build(CMHSANetwork, 'cmhsa3_patch16_224', pretrained, **{'kernel_size': 3, **kwargs})
 
 
 @register_model
 def cmhsa5_patch16_224(pretrained: bool = False, **kwargs) -> CMHSANetwork:
     """CMHSA-5: 5x5 convolutions, or attention of 9 heads that can express them (L21, Table 1)."""
-    return _create('cmhsa5_patch16_224', pretrained, **{'kernel_size': 5, **kwargs})
+    return build(CMHSANetwork, 'cmhsa5_patch16_224', pretrained, **{'kernel_size': 5, **kwargs})
 
 
 @register_model
 def cmhsa3_small_patch4_32(pretrained: bool = False, **kwargs) -> CMHSANetwork:
     """CMHSA-3 for images of 32x32 pixels: 8x8 patches, 6 blocks of 48 channels, 737,968 parameters at 10 classes."""
     small = dict(kernel_size=3, img_size=32, patch_size=4, mlp_dim=384)
-    return _create('cmhsa3_small_patch4_32', pretrained, **{**small, **kwargs})
+    return build(CMHSANetwork, 'cmhsa3_small_patch4_32', pretrained, **{**small, **kwargs})

@@ -1,14 +1,54 @@
-"""What both networks have of timm's interface beside their forward passes."""
+"""What both networks have: the stem, and timm's interface beside their forward passes."""
 
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Type, Union
 
 import torch
-from timm.layers import ClassifierHead
-from timm.models import checkpoint
+from timm.layers import ClassifierHead, to_2tuple
+from timm.models import build_model_with_cfg, checkpoint, register_notrace_module
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
+from ..attention import (
+    ContentAttention,
+    GeneralizedQuadraticAttention,
+    LearnedAttention,
+    PatchAttention,
+    QuadraticAttention,
+)
+from ..attention.patches import image_to_patches
 from ..attention.state_dicts import Restructurable, without_prefix
+from ..weights import in_single_precision
+
+# Forward passes that look at sizes, which a symbolic trace does not know.
+for _layer in (ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, PatchAttention, QuadraticAttention):
+    register_notrace_module(_layer)
+
+
+@register_notrace_module
+class PatchStem(nn.Module):
+    """Cuts an image into patches, C20's invertible downsampling (4.1), which a module ``proj`` maps to D channels.
+
+    Args:
+        in_chans (int): Channels C of the image.
+        reduction (int): Side r of a patch.
+        proj (nn.Module): Maps r²·C channels to D.
+    """
+
+    def __init__(self, in_chans: int, reduction: int, proj: nn.Module) -> None:
+        super().__init__()
+        self.in_chans = in_chans
+        self.reduction = reduction
+        self.proj = proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps images ``(B, C, H, W)`` to tokens ``(B, H/r, W/r, D)``.
+
+        Raises:
+            ValueError: The image does not have the stem's channels, or cannot be cut into patches.
+        """
+        if x.ndim != 4 or x.shape[1] != self.in_chans:
+            raise ValueError(f'the input has shape {tuple(x.shape)}, but (B, {self.in_chans}, H, W) is expected')
+        return self.proj(image_to_patches(x, (self.reduction, self.reduction)))
 
 
 class TimmNetwork(Restructurable):
@@ -18,6 +58,7 @@ class TimmNetwork(Restructurable):
     """
 
     output_fmt = 'NHWC'  # of forward_features, as timm says it
+    undecayed: Tuple[str, ...] = ()  # ends of names of parameters without weight decay
     stem: Any
     blocks: Any
     norm: nn.Module
@@ -37,6 +78,10 @@ class TimmNetwork(Restructurable):
             dim, num_classes, pool_type=global_pool, drop_rate=drop_rate, input_fmt=self.output_fmt, **dd
         )
         self.head_hidden_size = dim * self.head.global_pool.feat_mult()
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> Set[str]:
+        return {name for name, _ in self.named_parameters() if name.endswith(self.undecayed)}
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> Dict[str, Any]:
@@ -107,3 +152,30 @@ class TimmNetwork(Restructurable):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args, **kwargs):
         """Loads a state dict, as of any module; the names of mmpretrain's classifiers will do too."""
         return super().load_state_dict(without_prefix(state_dict, 'backbone.'), *args, **kwargs)
+
+
+def token_grid(img_size: Union[int, Tuple[int, int]], side: int, name: str = 'reduction') -> Tuple[int, int]:
+    """Returns the height and width in tokens of an image, by the side of a patch and what a network calls it.
+
+    Raises:
+        ValueError: The image cannot be cut into tokens.
+    """
+    height, width = to_2tuple(img_size)
+    if side < 1 or min(height, width) < side or height % side or width % side:
+        raise ValueError(
+            f'img_size={img_size} must be a multiple of {name}={side}, the side of the squares of pixels that become '
+            'tokens'
+        )
+    return height // side, width // side
+
+
+def build(network: Type[TimmNetwork], variant: str, pretrained: bool, **kwargs: Any) -> Any:
+    """Builds a network by the name that it has in timm."""
+    return build_model_with_cfg(
+        network,
+        variant,
+        pretrained,
+        pretrained_filter_fn=in_single_precision,
+        feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
+        **kwargs,
+    )

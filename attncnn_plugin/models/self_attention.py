@@ -2,86 +2,26 @@
 
 Paper: `On the Relationship between Self-Attention and Convolutional Layers` - https://arxiv.org/abs/1911.03584
 
-Every head of a layer attends around a shift that it learns, and its values are the pixels themselves, so that nine
-heads can be a 3×3 convolution (C20, Theorem 1). Registered with timm as this module is imported:
-``timm.create_model('sa_quadratic_cifar')``.
+This module registers them with timm: ``timm.create_model('sa_quadratic_cifar')``.
 """
 
-from typing import Any, Callable, Dict, Set, Tuple, Union
+from typing import Any, Callable, Dict
 
-import torch
-from timm.layers import DropPath, Mlp, calculate_drop_path_rates, to_2tuple
-from timm.models import (
-    build_model_with_cfg,
-    checkpoint,
-    generate_default_cfgs,
-    register_model,
-    register_notrace_module,
-)
+from timm.layers import DropPath, Mlp, calculate_drop_path_rates
+from timm.models import checkpoint, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from ..attention import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
-from ..weights import CLASSES, in_single_precision, weights_file
-from .interface import TimmNetwork
+from ..weights import CLASSES, weights_file
+from .interface import PatchStem, TimmNetwork, build, token_grid
 
-__all__ = ['SelfAttentionBlock', 'SelfAttentionNetwork', 'SpaceToDepthStem', 'token_grid']
-
-
-class SpaceToDepthStem(nn.Module):
-    """Invertible downsampling, r x r pixels to r²·C channels, and a linear map to D channels (C20, 4.1).
-
-    Args:
-        in_chans (int): Channels C of the image.
-        embed_dim (int): Channels D of a token.
-        reduction (int): Side r of the square of pixels that becomes a token, C20's invertible pooling width (Table 2).
-            Defaults to 2.
-    """
-
-    def __init__(self, in_chans: int, embed_dim: int, reduction: int = 2, device=None, dtype=None) -> None:
-        super().__init__()
-        self.in_chans = in_chans
-        self.reduction = reduction
-        self.proj = nn.Linear(in_chans * reduction**2, embed_dim, device=device, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps images ``(B, C, H, W)`` to tokens ``(B, H/r, W/r, D)``.
-
-        Raises:
-            ValueError: The image does not have the stem's channels, or its height or width is not a multiple of r.
-        """
-        if x.ndim != 4 or x.shape[1] != self.in_chans:
-            raise ValueError(f'the input has shape {tuple(x.shape)}, but (B, {self.in_chans}, H, W) is expected')
-        if x.shape[2] % self.reduction or x.shape[3] % self.reduction:
-            raise ValueError(
-                f'the image of {x.shape[2]}x{x.shape[3]} pixels cannot be cut into patches of {self.reduction}x'
-                f'{self.reduction}: resize or pad it to multiples of the reduction'
-            )
-        squares = x.unflatten(3, (-1, self.reduction)).unflatten(2, (-1, self.reduction))  # (B, C, H/r, r, W/r, r)
-        return self.proj(squares.permute(0, 2, 4, 1, 3, 5).flatten(3))
+__all__ = ['SelfAttentionBlock', 'SelfAttentionNetwork']
 
 
 class SelfAttentionBlock(nn.Module):
-    """Mixes tokens by attention, then channels, each with a residual and a norm after it (post-norm).
+    """Mixes tokens by attention, then channels, each with a residual and a norm after it (post-norm)."""
 
-    Args:
-        dim (int): Channels D.
-        attn (nn.Module): The attention, ``(B, H, W, D)`` to the same.
-        mlp_dim (int): Hidden channels of the feed-forward network.
-        proj_drop (float): Dropout rate after the two sub-layers. Defaults to 0.
-        drop_path (float): Stochastic depth rate. Defaults to 0.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        attn: nn.Module,
-        mlp_dim: int,
-        proj_drop: float = 0.0,
-        drop_path: float = 0.0,
-        device=None,
-        dtype=None,
-    ) -> None:
-        dd = {'device': device, 'dtype': dtype}
+    def __init__(self, dim: int, attn: nn.Module, mlp_dim: int, proj_drop: float, drop_path: float, **dd: Any) -> None:
         super().__init__()
         self.attn = attn
         self.proj = nn.Linear(dim, dim, **dd)
@@ -123,6 +63,8 @@ class SelfAttentionNetwork(TimmNetwork):
         TypeError: An argument that neither the network nor its attention has.
     """
 
+    undecayed = ('encoding.center', 'encoding.sqrt_precision')  # as in the released code of C20
+
     def __init__(
         self,
         attn_layer: Callable[..., nn.Module] = QuadraticAttention,
@@ -151,15 +93,15 @@ class SelfAttentionNetwork(TimmNetwork):
             )
         if not 0 <= drop_path_rate < 1:
             raise ValueError(f'drop_path_rate={drop_path_rate} must be from 0 to below 1')
-        self.stem = SpaceToDepthStem(in_chans, embed_dim, reduction, **dd)
+        self.stem = PatchStem(in_chans, reduction, nn.Linear(in_chans * reduction**2, embed_dim, **dd))
         self.blocks = nn.Sequential(
             *[
                 SelfAttentionBlock(
                     embed_dim,
                     attn_layer(embed_dim, num_heads, attn_drop=attn_drop_rate, **attn_kwargs, **dd),
                     mlp_dim,
-                    proj_drop=proj_drop_rate,
-                    drop_path=drop_path,
+                    proj_drop_rate,
+                    drop_path,
                     **dd,
                 )
                 for drop_path in calculate_drop_path_rates(drop_path_rate, depth)
@@ -168,45 +110,12 @@ class SelfAttentionNetwork(TimmNetwork):
         self.norm = nn.Identity()  # every block ends in a norm
         self._init_interface_of_timm(in_chans, embed_dim, reduction, num_classes, global_pool, drop_rate, **dd)
 
-    @torch.jit.ignore
-    def no_weight_decay(self) -> Set[str]:
-        """The parameters without weight decay: centres and widths of the heads (released code of C20)."""
-        return {
-            name for name, _ in self.named_parameters() if name.endswith(('encoding.center', 'encoding.sqrt_precision'))
-        }
-
     def forward_features(self, x: Tensor) -> Tensor:
         """Maps images ``(B, C, H, W)`` to the features of the last block, ``(B, H/r, W/r, D)``."""
         x = self.stem(x)
         for block in self.blocks:
             x = checkpoint(block, x) if self.grad_checkpointing else block(x)
         return x
-
-
-def token_grid(img_size: Union[int, Tuple[int, int]], reduction: int) -> Tuple[int, int]:
-    """Returns the height and width in tokens of an image, for position tables.
-
-    Raises:
-        ValueError: The image cannot be cut into tokens.
-    """
-    height, width = to_2tuple(img_size)
-    if reduction < 1 or min(height, width) < reduction or height % reduction or width % reduction:
-        raise ValueError(
-            f'img_size={img_size} must be a multiple of reduction={reduction}, the side of the squares of pixels that '
-            'become tokens'
-        )
-    return height // reduction, width // reduction
-
-
-# Their forward passes look at sizes, which a symbolic trace does not know.
-for _module in (
-    ContentAttention,
-    GeneralizedQuadraticAttention,
-    LearnedAttention,
-    QuadraticAttention,
-    SpaceToDepthStem,
-):
-    register_notrace_module(_module)
 
 
 def _cfg(**kwargs) -> Dict[str, Any]:
@@ -243,14 +152,7 @@ default_cfgs = generate_default_cfgs(
 
 
 def _create(variant: str, pretrained: bool, attn_layer: Callable[..., nn.Module], **kwargs) -> SelfAttentionNetwork:
-    return build_model_with_cfg(
-        SelfAttentionNetwork,
-        variant,
-        pretrained,
-        pretrained_filter_fn=in_single_precision,
-        feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
-        **{'attn_layer': attn_layer, **kwargs},
-    )
+    return build(SelfAttentionNetwork, variant, pretrained, **{'attn_layer': attn_layer, **kwargs})
 
 
 def _create_with_tables(
