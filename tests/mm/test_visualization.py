@@ -16,10 +16,10 @@ from mmengine.runner import Runner
 from mmpretrain.registry import HOOKS
 
 from attncnn_plugin.analysis import (
-    AttentionMaps,
-    attention_maps,
+    MeanAttention,
     head_centers,
     head_report,
+    mean_attention,
     read_centers,
     read_scalars,
 )
@@ -137,7 +137,7 @@ def test_attention_by_content_is_a_mean_over_images(repository, tmp_path):
     loader = runner.val_dataloader
     inputs = dict(inputs=[loader.dataset[i * len(loader.dataset) // 3]['inputs'] for i in range(3)])
     images = runner.model.data_preprocessor(inputs, False)['inputs']
-    maps = attention_maps(runner.model, images)
+    maps = mean_attention(runner.model, images)
     for layer in LAYERS:
         centers, _ = head_centers(maps[layer])
         recorded = read_centers(tmp_path)[layer]
@@ -265,9 +265,9 @@ def test_heads_that_give_nothing_to_the_grid(monkeypatch):
     def maps_of(model, images):
         probs = torch.full((3, 16, 16), 1 / 16)
         probs[1] = 0
-        return {f'blocks.{i}.attn': AttentionMaps(probs, (4, 4)) for i in range(2)}
+        return {f'blocks.{i}.attn': MeanAttention(probs, (4, 4)) for i in range(2)}
 
-    monkeypatch.setattr(attention_visualization_hook, 'attention_maps', maps_of)
+    monkeypatch.setattr(attention_visualization_hook, 'mean_attention', maps_of)
     hook = AttentionVisualizationHook()
     hook._images = torch.randn(1, 3, 8, 8)
     visualizer = SimpleNamespace(add_scalars=lambda scalars, step: recorded.update(scalars))
@@ -309,7 +309,7 @@ def test_vision_transformers(kind, repository, tmp_path):
     loader = runner.val_dataloader
     inputs = dict(inputs=[loader.dataset[i * len(loader.dataset) // 3]['inputs'] for i in range(3)])
     images = runner.model.data_preprocessor(inputs, False)['inputs']
-    maps, recorded = attention_maps(runner.model, images), read_centers(tmp_path / 'a')
+    maps, recorded = mean_attention(runner.model, images), read_centers(tmp_path / 'a')
     assert list(recorded) == list(shown_layers(runner.model)) and len(recorded) == 2
     reports = {report.name: report for report in head_report(runner.model, images).layers}
     for name, own in maps.items():
