@@ -279,8 +279,8 @@ class CMHSA(GridBackbone, CMHSANetwork, BaseBackbone):
     ``phase='conv'`` into attention in the middle of a training. A checkpoint of the attention phase loads into either.
 
     Args:
-        img_size, patch_size, kernel_size, head_dim, min_head_dim, qk_dim, null_key, phase, attn_bias_init,
-            drop_path_rate: As of :class:`~attncnn_plugin.models.CMHSANetwork`.
+        img_size, patch_size, kernel_size, head_dim, min_head_dim: As of :class:`~attncnn_plugin.models.CMHSANetwork`.
+        qk_dim, null_key, phase, attn_bias_init, drop_path_rate: As of :class:`~attncnn_plugin.models.CMHSANetwork`.
         in_channels, out_indices, out_type, frozen_stages, with_cp, init_cfg: As of :class:`SAQuadratic`.
         num_layers (int): The number of blocks. Defaults to 6.
         feedforward_channels (int, optional): The hidden dimensions of the feed-forward networks. Defaults to None,
