@@ -144,9 +144,7 @@ def test_trainer_with_a_model_of_its_library(data, tmp_path):
     whole, checkpoint = trainer(tmp_path / 'whole'), str(tmp_path / f'whole/checkpoint-{(PRUNE + 1) * STEPS}')
     whole.train()
     assert number_of_heads(whole.model) == 4
-    with pytest.raises(
-        ValueError, match='into the ViTForImageClassification: give it load_hugging_f'
-    ):
+    with pytest.raises(ValueError, match='into the ViTForImageClassification: give it load_hugging_f'):
         trainer(tmp_path / 'refused').train(resume_from_checkpoint=checkpoint)
     resumed = trainer(tmp_path / 'resumed', load_hugging_face(checkpoint))
     resumed.train(resume_from_checkpoint=checkpoint)
