@@ -1,0 +1,218 @@
+"""Figures of the heads of any vision transformer, which need a model and images and nothing else."""
+
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.patches import Rectangle
+from torch import Tensor, nn
+
+from ..analysis import mean_attention
+from ..analysis.layer_maps import attention_layers, is_other_vit, layer_labels, visit_layers
+from ..analysis.recorder import probs_of, rollout
+from ..analysis.shift_statistics import keys_of_query
+from ..attention.window import shown
+from ..pruning import HeadAblation
+from ..transformers.attention import TokenPlaces, visit_vit_attention
+from ..transformers.vision_transformer import find_transformer
+from .style import MAP_COLORS, styled
+
+CHANGES = 'RdBu_r'  # blue below the neutral value, white there, red above
+RANGE = 10.0  # the colours of attention go from uniform divided by it to uniform times it
+
+
+@styled
+def plot_attention(model: nn.Module, images: Tensor, layers: Optional[Sequence[str]] = None) -> Figure:
+    """Draws where the class token of each image looks: each head, their mean, and the rollout through all layers.
+
+    Without a class token it is the mean over all patches. The colours of a map say how its attention to patches is
+    divided among them, relative to uniform attention: 1 is a patch that gets as much as if all got the same.
+
+    Args:
+        model (nn.Module): As of :func:`~attncnn_plugin.attention_maps`, with a grid of patches.
+        images (Tensor): ``(B, C, H, W)``, normalized as in training; the photos are drawn from their lowest to their
+            highest value.
+        layers (Sequence[str], optional): Names of layers, a row each. Defaults to None, the last one.
+
+    Returns:
+        Figure: A row for each image and layer: photo and rollout in the first row of an image, mean of heads, heads.
+        Where layers have other tokens than those before, as in Swin transformers, there is no rollout.
+
+    Raises:
+        TypeError: ``images`` are no tensor.
+        ValueError: The model has no attention that is known, or not these layers; the images are not for it.
+    """
+    rows, of_class = _rows(model, images)
+    names = [list(rows)[-1]] if layers is None else list(layers)
+    if not names or not set(names) <= set(rows):
+        raise ValueError(f'layers={shown(layers)} must be some of {", ".join(rows)}')
+    try:
+        reached = rollout(model, images).cpu()
+    except ValueError:  # there are other tokens after some layers: the rest was fine above
+        reached = None
+    left = 2 if reached is None else 3
+    columns, lines = left + max(rows[name].shape[1] for name in names), len(images) * len(names)
+    figure = Figure(figsize=(0.95 * columns + 1.4, 1.1 * lines + 0.5), layout='constrained')
+    grid, labels = figure.add_gridspec(lines, columns), layer_labels(rows)
+    for line, (image, name) in enumerate((image, name) for image in range(len(images)) for name in names):
+        panels = [(labels[name] + '\nmean of heads', rows[name][image].mean(0))]
+        panels += [(f'head {head}', own) for head, own in enumerate(rows[name][image])]
+        for column, (title, own) in enumerate(panels, left - 1):
+            drawn = _draw(figure.add_subplot(grid[line, column]), own.numpy() / max(own.mean().item(), 1e-12), title)
+        if name == names[0]:
+            axes = figure.add_subplot(grid[line, 0])
+            axes.imshow(_photo(images[image]), cmap='gray')
+            axes.set(xticks=[], yticks=[])
+            axes.set_title(f'image {image}', fontsize=7, pad=2)
+            if reached is not None:
+                own = reached[image]
+                _draw(figure.add_subplot(grid[line, 1]), own.numpy() / own.mean().item(), 'all layers\n(rollout)')
+    _bar(figure, drawn)
+    query = 'the class token' if of_class else 'all patches, on average,'
+    figure.supxlabel(f'Where {query} of the image looks. Red: more than uniform attention, blue: less.', fontsize=8)
+    return figure
+
+
+@styled
+def plot_heads(model: nn.Module, images: Tensor) -> Figure:
+    """Draws all heads of all layers as small maps: what the patch in the middle attends to, mean over images.
+
+    Rows are layers, columns heads. In windows it is the mean over queries, by shift. The colours are those of
+    :func:`plot_attention`, relative to uniform attention to all patches; the square is the query.
+
+    Args:
+        model (nn.Module): As of :func:`~attncnn_plugin.analysis.mean_attention`.
+        images (Tensor): ``(B, C, H, W)``, normalized as in training; some are enough.
+
+    Returns:
+        Figure: One axes for each head.
+
+    Raises:
+        TypeError, ValueError: As of :func:`plot_attention`.
+    """
+    _check(images)
+    maps = mean_attention(model, images)
+    columns = max(1, *(len(own.probs) for own in maps.values()))
+    figure = Figure(figsize=(0.62 * columns + 2.2, 0.66 * len(maps) + 0.7), layout='constrained')
+    grid, labels, drawn = figure.add_gridspec(len(maps), columns), layer_labels(maps), None
+    for line, (name, own) in enumerate(maps.items()):
+        probs, (row, column) = keys_of_query(own)
+        if own.in_windows:  # shifts that no query sees are left out
+            reach = [int(probs.sum((0, axis)).nonzero().max()) - at for axis, at in ((2, row), (1, column))]
+            probs = probs[:, row - reach[0] : row + reach[0] + 1, column - reach[1] : column + reach[1] + 1]
+            row, column = reach
+        for head in range(columns):
+            axes = figure.add_subplot(grid[line, head])
+            if head == 0:
+                axes.set_ylabel(labels[name], rotation=0, ha='right', va='center')
+            if head >= len(probs):
+                axes.set(xticks=[], yticks=[], frame_on=False)
+                continue
+            drawn = _draw(axes, probs[head].numpy() * own.grid[0] * own.grid[1], f'head {head}' if line == 0 else '')
+            square = dict(facecolor='none', edgecolor='black', linewidth=0.8)
+            axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **square))
+    if drawn is not None:
+        _bar(figure, drawn)
+    figure.supxlabel(
+        f'What the patch in the black square attends to, mean over {len(images)} images. Red: more than uniform '
+        'attention, blue: less.',
+        fontsize=8,
+    )
+    return figure
+
+
+@styled
+def plot_head_ablation(ablation: HeadAblation) -> Figure:
+    """Draws what each head is worth, layers by heads: the change of loss at its mean and at zero, and its importance.
+
+    Args:
+        ablation (HeadAblation): Of :func:`~attncnn_plugin.pruning.head_ablation`.
+
+    Returns:
+        Figure: Three axes; the first two share their colours, red where the model needs the head.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(ablation, HeadAblation):
+        raise TypeError(f'ablation={shown(ablation)} must be the result of head_ablation(model, batches, loss)')
+    tables = [_table(own) for own in (ablation.mean_loss, ablation.zero_loss, ablation.importance)]
+    height, width = tables[0].shape
+    figure = Figure(figsize=(3 * (0.22 * width + 0.5) + 2.6, 0.22 * height + 1.3), layout='constrained')
+    panels = figure.subplots(1, 3, sharey=True)
+    largest = max(np.nanmax(np.abs(own)) for own in tables[:2]) or 1.0
+    titles = 'output at its mean', 'output at zero', 'importance'
+    for index, (axes, values, title) in enumerate(zip(panels, tables, titles)):
+        look: Dict[str, Any] = dict(cmap=CHANGES, vmin=-largest, vmax=largest) if index < 2 else dict(cmap=MAP_COLORS)
+        shown_values = axes.imshow(values, vmin=look.pop('vmin', 0), **look)
+        axes.set(title=title, xlabel='head', xticks=range(0, width, 1 + width // 12), facecolor='#CCCCCC')
+        if index:
+            own = panels[:2] if index == 1 else axes
+            label = f'change of the loss, {ablation.loss:.3g}' if index == 1 else 'E|∂loss/∂gate|'
+            figure.colorbar(shown_values, ax=own, pad=0.02, label=label)
+    panels[0].set_yticks(range(height), layer_labels(ablation.importance).values())
+    return figure
+
+
+def _table(values: Dict[str, Tensor]) -> np.ndarray:
+    """Returns values of heads by layer as rows, NaN where a layer has fewer heads than another."""
+    rows = np.full((len(values), max(map(len, values.values()))), np.nan)
+    for row, own in zip(rows, values.values()):
+        row[: len(own)] = own.numpy()
+    return rows
+
+
+def _check(images: Any) -> None:
+    if not isinstance(images, Tensor):
+        raise TypeError(f'images={shown(images)} must be a tensor (B, C, H, W), normalized as in training')
+
+
+@torch.no_grad()
+def _rows(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], bool]:
+    """Returns by layer what each patch gets, ``(B, N_h, H, W)``, and whether it is from the class token."""
+    _check(images)
+    rows: Dict[str, Tensor] = {}
+    of_class: List[bool] = []
+
+    def add(name: str, probs: Tensor, where: TokenPlaces) -> None:
+        first = where.prefix > 0 and find_transformer(model).prefix_names[:1] == ['cls']
+        whole = probs if where.windows is None else where.on_grid(where.by_window(probs))
+        row = whole[:, :, 0] if first else whole[:, :, where.prefix :].mean(2)
+        rows[name] = row[..., where.prefix :].unflatten(-1, where.grid).float().cpu()
+        of_class.append(first)
+
+    def add_own(name: str, layer: Any, x: Tensor) -> None:
+        rows[name] = probs_of(layer, x).mean(2).unflatten(-1, layer.grid_of(x)).float().cpu()
+
+    like = next(model.parameters(), images)
+    if is_other_vit(model):
+        visit_vit_attention(model, images.to(like), add)
+    else:
+        visit_layers(model, images.to(like), attention_layers(model), add_own)
+    return rows, bool(of_class) and of_class[-1]
+
+
+def _draw(axes: Axes, values: np.ndarray, title: str) -> AxesImage:
+    """Draws attention relative to uniform attention."""
+    axes.set(xticks=[], yticks=[])
+    axes.set_title(title, fontsize=6.5, pad=2)
+    norm = LogNorm(1 / RANGE, RANGE)
+    return axes.imshow(values.clip(1e-9), cmap=CHANGES, norm=norm, interpolation='nearest')
+
+
+def _bar(figure: Figure, drawn: AxesImage) -> None:
+    bar = figure.colorbar(drawn, ax=figure.axes, ticks=[1 / RANGE, 1, RANGE], extend='both', pad=0.01, aspect=15)
+    bar.ax.set_yticklabels([f'1/{RANGE:g}', '1', f'{RANGE:g}'])
+    bar.ax.minorticks_off()
+    bar.set_label('× uniform attention')
+
+
+def _photo(image: Tensor) -> np.ndarray:
+    """Returns an image from 0 to 1, ``(H, W, 3)``, or grey ``(H, W)`` with another number of channels."""
+    own = image.detach().float().cpu()
+    own = own.permute(1, 2, 0) if len(own) == 3 else own.mean(0)
+    return ((own - own.min()) / (own.max() - own.min()).clamp(min=1e-12)).numpy()
