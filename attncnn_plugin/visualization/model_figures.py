@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.patches import Rectangle
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from ..analysis import mean_attention
 from ..analysis.layer_maps import attention_layers, is_other_vit, layer_labels, visit_layers
@@ -19,10 +19,12 @@ from ..attention.window import shown
 from ..pruning import HeadAblation
 from ..transformers.attention import TokenPlaces, visit_vit_attention
 from ..transformers.vision_transformer import find_transformer
-from .style import MAP_COLORS, styled
+from .style import MAP_COLORS, check_images, check_maps, styled
 
 CHANGES = 'RdBu_r'  # blue below the neutral value, white there, red above
 RANGE = 10.0  # the colours of attention go from uniform divided by it to uniform times it
+QUERY = '#F5B700'  # seen on red, white and blue
+MOST_COLUMNS = 12  # of heads
 
 
 @styled
@@ -46,6 +48,7 @@ def plot_attention(model: nn.Module, images: Tensor, layers: Optional[Sequence[s
         TypeError: ``images`` are no tensor.
         ValueError: The model has no attention that is known, or not these layers; the images are not for it.
     """
+    check_images(images)
     rows, of_class = _rows(model, images)
     names = [list(rows)[-1]] if layers is None else list(layers)
     if not names or not set(names) <= set(rows):
@@ -54,26 +57,28 @@ def plot_attention(model: nn.Module, images: Tensor, layers: Optional[Sequence[s
         reached = rollout(model, images).cpu()
     except ValueError:  # there are other tokens after some layers: the rest was fine above
         reached = None
-    left = 2 if reached is None else 3
-    columns, lines = left + max(rows[name].shape[1] for name in names), len(images) * len(names)
-    figure = Figure(figsize=(0.95 * columns + 1.4, 1.1 * lines + 0.5), layout='constrained')
-    grid, labels = figure.add_gridspec(lines, columns), layer_labels(rows)
+    left = 2 if reached is None else 3  # photo, rollout, mean of heads
+    heads = max(1, *(rows[name].shape[1] for name in names))
+    columns, deep = min(heads, MOST_COLUMNS), -(-heads // MOST_COLUMNS)  # more heads are below
+    lines = len(images) * len(names) * deep
+    figure = Figure(figsize=(0.95 * (left + columns) + 1.4, 1.1 * lines + 0.5), layout='constrained')
+    grid, labels = figure.add_gridspec(lines, left + columns), layer_labels(rows)
     for line, (image, name) in enumerate((image, name) for image in range(len(images)) for name in names):
-        panels = [(labels[name] + '\nmean of heads', rows[name][image].mean(0))]
-        panels += [(f'head {head}', own) for head, own in enumerate(rows[name][image])]
-        for column, (title, own) in enumerate(panels, left - 1):
-            drawn = _draw(figure.add_subplot(grid[line, column]), own.numpy() / max(own.mean().item(), 1e-12), title)
+        line *= deep
+        own = rows[name][image]
+        drawn = _draw(figure.add_subplot(grid[line, left - 1]), own.mean(0), f'{labels[name]}\nmean of heads')
+        for head, of_head in enumerate(own):
+            place = grid[line + head // columns, left + head % columns]
+            _draw(figure.add_subplot(place), of_head, f'head {head}')
         if name == names[0]:
             axes = figure.add_subplot(grid[line, 0])
             axes.imshow(_photo(images[image]), cmap='gray')
             axes.set(xticks=[], yticks=[])
-            axes.set_title(f'image {image}', fontsize=7, pad=2)
+            axes.set_title(f'image {image}', fontsize=6.5, pad=2)
             if reached is not None:
-                own = reached[image]
-                _draw(figure.add_subplot(grid[line, 1]), own.numpy() / own.mean().item(), 'all layers\n(rollout)')
-    _bar(figure, drawn)
-    query = 'the class token' if of_class else 'all patches, on average,'
-    figure.supxlabel(f'Where {query} of the image looks. Red: more than uniform attention, blue: less.', fontsize=8)
+                _draw(figure.add_subplot(grid[line, 1]), reached[image], 'all layers\n(rollout)')
+    query = 'the class token looks' if of_class else 'the patches look, mean over them'
+    _finish(figure, drawn, f'Where {query}.')
     return figure
 
 
@@ -82,7 +87,7 @@ def plot_heads(model: nn.Module, images: Tensor) -> Figure:
     """Draws all heads of all layers as small maps: what the patch in the middle attends to, mean over images.
 
     Rows are layers, columns heads. In windows it is the mean over queries, by shift. The colours are those of
-    :func:`plot_attention`, relative to uniform attention to all patches; the square is the query.
+    :func:`plot_attention`; the square is the query.
 
     Args:
         model (nn.Module): As of :func:`~attncnn_plugin.analysis.mean_attention`.
@@ -94,34 +99,26 @@ def plot_heads(model: nn.Module, images: Tensor) -> Figure:
     Raises:
         TypeError, ValueError: As of :func:`plot_attention`.
     """
-    _check(images)
-    maps = mean_attention(model, images)
-    columns = max(1, *(len(own.probs) for own in maps.values()))
+    check_images(images)
+    maps = {name: own for name, own in mean_attention(model, images).items() if len(own.probs)}
+    check_maps(maps)
+    columns = max(len(own.probs) for own in maps.values())
     figure = Figure(figsize=(0.62 * columns + 2.2, 0.66 * len(maps) + 0.7), layout='constrained')
-    grid, labels, drawn = figure.add_gridspec(len(maps), columns), layer_labels(maps), None
+    grid, labels = figure.add_gridspec(len(maps), columns), layer_labels(maps)
     for line, (name, own) in enumerate(maps.items()):
         probs, (row, column) = keys_of_query(own)
         if own.in_windows:  # shifts that no query sees are left out
-            reach = [int(probs.sum((0, axis)).nonzero().max()) - at for axis, at in ((2, row), (1, column))]
+            seen = probs.sum(0) > 1e-9
+            reach = [int(seen.any(axis).nonzero().max()) - at for axis, at in ((1, row), (0, column))]
             probs = probs[:, row - reach[0] : row + reach[0] + 1, column - reach[1] : column + reach[1] + 1]
             row, column = reach
-        for head in range(columns):
+        for head, of_head in enumerate(probs):
             axes = figure.add_subplot(grid[line, head])
+            drawn = _draw(axes, of_head, f'head {head}')
+            axes.plot(column, row, 's', markersize=4, markerfacecolor='none', markeredgecolor=QUERY)
             if head == 0:
                 axes.set_ylabel(labels[name], rotation=0, ha='right', va='center')
-            if head >= len(probs):
-                axes.set(xticks=[], yticks=[], frame_on=False)
-                continue
-            drawn = _draw(axes, probs[head].numpy() * own.grid[0] * own.grid[1], f'head {head}' if line == 0 else '')
-            square = dict(facecolor='none', edgecolor='black', linewidth=0.8)
-            axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **square))
-    if drawn is not None:
-        _bar(figure, drawn)
-    figure.supxlabel(
-        f'What the patch in the black square attends to, mean over {len(images)} images. Red: more than uniform '
-        'attention, blue: less.',
-        fontsize=8,
-    )
+    _finish(figure, drawn, f'What the patch in the yellow square attends to, mean over images: {len(images)}.')
     return figure
 
 
@@ -140,41 +137,28 @@ def plot_head_ablation(ablation: HeadAblation) -> Figure:
     """
     if not isinstance(ablation, HeadAblation):
         raise TypeError(f'ablation={shown(ablation)} must be the result of head_ablation(model, batches, loss)')
-    tables = [_table(own) for own in (ablation.mean_loss, ablation.zero_loss, ablation.importance)]
+    of_layers = ablation.mean_loss, ablation.zero_loss, ablation.importance
+    tables = [pad_sequence([*own.values()], True, torch.nan).numpy() for own in of_layers]  # no more heads: grey
     height, width = tables[0].shape
-    figure = Figure(figsize=(3 * (0.22 * width + 0.5) + 2.6, 0.22 * height + 1.3), layout='constrained')
+    figure = Figure(figsize=(3 * (0.22 * width + 0.5) + 1.2, 0.22 * height + 1.7), layout='constrained')
     panels = figure.subplots(1, 3, sharey=True)
     largest = max(np.nanmax(np.abs(own)) for own in tables[:2]) or 1.0
-    titles = 'output at its mean', 'output at zero', 'importance'
-    for index, (axes, values, title) in enumerate(zip(panels, tables, titles)):
-        look: Dict[str, Any] = dict(cmap=CHANGES, vmin=-largest, vmax=largest) if index < 2 else dict(cmap=MAP_COLORS)
-        shown_values = axes.imshow(values, vmin=look.pop('vmin', 0), **look)
+    changes: Dict[str, Any] = dict(cmap=CHANGES, vmin=-largest, vmax=largest)
+    titles = "head's output at its mean", "head's output at zero", 'gradient importance'
+    looks = changes, changes, dict(cmap=MAP_COLORS, vmin=0)
+    for axes, values, title, look in zip(panels, tables, titles, looks):
+        axes.imshow(values, **look)
         axes.set(title=title, xlabel='head', xticks=range(0, width, 1 + width // 12), facecolor='#CCCCCC')
-        if index:
-            own = panels[:2] if index == 1 else axes
-            label = f'change of the loss, {ablation.loss:.3g}' if index == 1 else 'E|∂loss/∂gate|'
-            figure.colorbar(shown_values, ax=own, pad=0.02, label=label)
+    label = f'change of the loss, which is {ablation.loss:.3g}'
+    figure.colorbar(panels[0].images[0], ax=panels[:2], location='bottom', label=label, shrink=0.6, aspect=25)
+    figure.colorbar(panels[2].images[0], ax=panels[2], location='bottom', label='E|∂loss/∂gate|', aspect=25)
     panels[0].set_yticks(range(height), layer_labels(ablation.importance).values())
     return figure
-
-
-def _table(values: Dict[str, Tensor]) -> np.ndarray:
-    """Returns values of heads by layer as rows, NaN where a layer has fewer heads than another."""
-    rows = np.full((len(values), max(map(len, values.values()))), np.nan)
-    for row, own in zip(rows, values.values()):
-        row[: len(own)] = own.numpy()
-    return rows
-
-
-def _check(images: Any) -> None:
-    if not isinstance(images, Tensor):
-        raise TypeError(f'images={shown(images)} must be a tensor (B, C, H, W), normalized as in training')
 
 
 @torch.no_grad()
 def _rows(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], bool]:
     """Returns by layer what each patch gets, ``(B, N_h, H, W)``, and whether it is from the class token."""
-    _check(images)
     rows: Dict[str, Tensor] = {}
     of_class: List[bool] = []
 
@@ -196,18 +180,21 @@ def _rows(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], bool]:
     return rows, bool(of_class) and of_class[-1]
 
 
-def _draw(axes: Axes, values: np.ndarray, title: str) -> AxesImage:
-    """Draws attention relative to uniform attention."""
+def _draw(axes: Axes, attention: Tensor, title: str) -> AxesImage:
+    """Draws attention to patches, relative to uniform attention to those that are shown."""
     axes.set(xticks=[], yticks=[])
     axes.set_title(title, fontsize=6.5, pad=2)
-    norm = LogNorm(1 / RANGE, RANGE)
-    return axes.imshow(values.clip(1e-9), cmap=CHANGES, norm=norm, interpolation='nearest')
+    values = (attention / attention.mean().clamp(min=1e-12)).clamp(min=1e-9).numpy()
+    return axes.imshow(values, cmap=CHANGES, norm=LogNorm(1 / RANGE, RANGE), interpolation='nearest')
 
 
-def _bar(figure: Figure, drawn: AxesImage) -> None:
-    bar = figure.colorbar(drawn, ax=figure.axes, ticks=[1 / RANGE, 1, RANGE], extend='both', pad=0.01, aspect=15)
-    bar.ax.set_yticklabels([f'1/{RANGE:g}', '1', f'{RANGE:g}'])
+def _finish(figure: Figure, drawn: AxesImage, text: str) -> None:
+    """Adds the colour bar of the maps, if there are some, and a line below."""
+    figure.supxlabel(f'{text} Red: more than uniform attention, blue: less.', fontsize=8)
+    size = dict(shrink=min(1, 3 / figure.get_figheight()), pad=0.01, aspect=15)
+    bar = figure.colorbar(drawn, ax=figure.axes, extend='both', **size)
     bar.ax.minorticks_off()
+    bar.set_ticks([1 / RANGE, 1, RANGE], labels=[f'1/{RANGE:g}', '1', f'{RANGE:g}'])
     bar.set_label('× uniform attention')
 
 

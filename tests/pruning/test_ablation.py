@@ -55,9 +55,7 @@ def test_ablation_is_that_of_a_pruned_copy(name, dtype):
         model = small_vit(name)
     model = model.to(dtype).train()
     size = 16 if name.startswith(('sa_', 'cmhsa')) else SIZE
-    batches = [
-        (torch.randn(number, 3, size, size, dtype=dtype), torch.randint(5, (number,))) for number in (4, 1, 2)
-    ]
+    batches = [(torch.randn(number, 3, size, size, dtype=dtype), torch.randint(5, (number,))) for number in (4, 1, 2)]
     state = copy.deepcopy(model.state_dict())
     ablation = head_ablation(model, iter(batches), loss_and_right)
     assert all(module.training for module in model.modules())
