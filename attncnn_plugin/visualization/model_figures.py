@@ -61,7 +61,7 @@ def plot_attention(model: nn.Module, images: Tensor, layers: Optional[Sequence[s
     heads = max(1, *(rows[name].shape[1] for name in names))
     columns, deep = min(heads, MOST_COLUMNS), -(-heads // MOST_COLUMNS)  # more heads are below
     lines = len(images) * len(names) * deep
-    figure = Figure(figsize=(0.95 * (left + columns) + 1.4, 1.1 * lines + 0.5), layout='constrained')
+    figure = Figure(figsize=(max(0.95 * (left + columns) + 1.4, 4.8), 1.1 * lines + 0.5), layout='constrained')
     grid, labels = figure.add_gridspec(lines, left + columns), layer_labels(rows)
     for line, (image, name) in enumerate((image, name) for image in range(len(images)) for name in names):
         line *= deep
@@ -103,7 +103,7 @@ def plot_heads(model: nn.Module, images: Tensor) -> Figure:
     maps = {name: own for name, own in mean_attention(model, images).items() if len(own.probs)}
     check_maps(maps)
     columns = max(len(own.probs) for own in maps.values())
-    figure = Figure(figsize=(0.62 * columns + 2.2, 0.66 * len(maps) + 0.7), layout='constrained')
+    figure = Figure(figsize=(max(0.62 * columns + 2.2, 4.8), 0.66 * len(maps) + 0.7), layout='constrained')
     grid, labels = figure.add_gridspec(len(maps), columns), layer_labels(maps)
     for line, (name, own) in enumerate(maps.items()):
         probs, (row, column) = keys_of_query(own)
@@ -190,7 +190,7 @@ def _draw(axes: Axes, attention: Tensor, title: str) -> AxesImage:
 
 def _finish(figure: Figure, drawn: AxesImage, text: str) -> None:
     """Adds the colour bar of the maps, if there are some, and a line below."""
-    figure.supxlabel(f'{text} Red: more than uniform attention, blue: less.', fontsize=8)
+    figure.supxlabel(f'{text}\nRed: more than uniform attention, blue: less.', fontsize=8)
     size = dict(shrink=min(1, 3 / figure.get_figheight()), pad=0.01, aspect=15)
     bar = figure.colorbar(drawn, ax=figure.axes, extend='both', **size)
     bar.ax.minorticks_off()
