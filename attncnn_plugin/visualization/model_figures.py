@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
+from timm.utils import unwrap_model
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -19,11 +20,10 @@ from ..attention.window import shown
 from ..pruning import HeadAblation
 from ..transformers.attention import TokenPlaces, visit_vit_attention
 from ..transformers.vision_transformer import find_transformer
-from .style import MAP_COLORS, check_images, check_maps, styled
+from .style import MAP_COLORS, check_maps, styled
 
 CHANGES = 'RdBu_r'  # blue below the neutral value, white there, red above
 RANGE = 10.0  # the colours of attention go from uniform divided by it to uniform times it
-QUERY = '#F5B700'  # seen on red, white and blue
 MOST_COLUMNS = 12  # of heads
 
 
@@ -48,14 +48,14 @@ def plot_attention(model: nn.Module, images: Tensor, layers: Optional[Sequence[s
         TypeError: ``images`` are no tensor.
         ValueError: The model has no attention that is known, or not these layers; the images are not for it.
     """
-    check_images(images)
+    model, images = _ready(model, images)
     rows, of_class = _rows(model, images)
     names = [list(rows)[-1]] if layers is None else list(layers)
     if not names or not set(names) <= set(rows):
         raise ValueError(f'layers={shown(layers)} must be some of {", ".join(rows)}')
     try:
         reached = rollout(model, images).cpu()
-    except ValueError:  # there are other tokens after some layers: the rest was fine above
+    except ValueError:  # there are other tokens after some layers: all else was fine above
         reached = None
     left = 2 if reached is None else 3  # photo, rollout, mean of heads
     heads = max(1, *(rows[name].shape[1] for name in names))
@@ -99,7 +99,7 @@ def plot_heads(model: nn.Module, images: Tensor) -> Figure:
     Raises:
         TypeError, ValueError: As of :func:`plot_attention`.
     """
-    check_images(images)
+    model, images = _ready(model, images)
     maps = {name: own for name, own in mean_attention(model, images).items() if len(own.probs)}
     check_maps(maps)
     columns = max(len(own.probs) for own in maps.values())
@@ -115,7 +115,7 @@ def plot_heads(model: nn.Module, images: Tensor) -> Figure:
         for head, of_head in enumerate(probs):
             axes = figure.add_subplot(grid[line, head])
             drawn = _draw(axes, of_head, f'head {head}')
-            axes.plot(column, row, 's', markersize=4, markerfacecolor='none', markeredgecolor=QUERY)
+            axes.plot(column, row, 's', markersize=4, markerfacecolor='none', markeredgecolor='#F5B700')
             if head == 0:
                 axes.set_ylabel(labels[name], rotation=0, ha='right', va='center')
     _finish(figure, drawn, f'What the patch in the yellow square attends to, mean over images: {len(images)}.')
@@ -156,6 +156,14 @@ def plot_head_ablation(ablation: HeadAblation) -> Figure:
     return figure
 
 
+def _ready(model: nn.Module, images: Any) -> Tuple[nn.Module, Tensor]:
+    """Returns a model without what compiles or distributes it, and the images where and as it takes them."""
+    if not isinstance(images, Tensor):
+        raise TypeError(f'images={shown(images)} must be a tensor (B, C, H, W), normalized as in training')
+    model = unwrap_model(model)
+    return model, images.to(next(model.parameters(), images))
+
+
 @torch.no_grad()
 def _rows(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], bool]:
     """Returns by layer what each patch gets, ``(B, N_h, H, W)``, and whether it is from the class token."""
@@ -172,11 +180,10 @@ def _rows(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], bool]:
     def add_own(name: str, layer: Any, x: Tensor) -> None:
         rows[name] = probs_of(layer, x).mean(2).unflatten(-1, layer.grid_of(x)).float().cpu()
 
-    like = next(model.parameters(), images)
     if is_other_vit(model):
-        visit_vit_attention(model, images.to(like), add)
+        visit_vit_attention(model, images, add)
     else:
-        visit_layers(model, images.to(like), attention_layers(model), add_own)
+        visit_layers(model, images, attention_layers(model), add_own)
     return rows, bool(of_class) and of_class[-1]
 
 
@@ -189,13 +196,12 @@ def _draw(axes: Axes, attention: Tensor, title: str) -> AxesImage:
 
 
 def _finish(figure: Figure, drawn: AxesImage, text: str) -> None:
-    """Adds the colour bar of the maps, if there are some, and a line below."""
+    """Adds the colour bar of the maps, and lines below."""
     figure.supxlabel(f'{text}\nRed: more than uniform attention, blue: less.', fontsize=8)
     size = dict(shrink=min(1, 3 / figure.get_figheight()), pad=0.01, aspect=15)
-    bar = figure.colorbar(drawn, ax=figure.axes, extend='both', **size)
+    bar = figure.colorbar(drawn, ax=figure.axes, label='× uniform attention', extend='both', **size)
     bar.ax.minorticks_off()
     bar.set_ticks([1 / RANGE, 1, RANGE], labels=[f'1/{RANGE:g}', '1', f'{RANGE:g}'])
-    bar.set_label('× uniform attention')
 
 
 def _photo(image: Tensor) -> np.ndarray:

@@ -4,7 +4,7 @@ import math
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Mapping, Sequence, Tuple, Union
+from typing import Callable, Dict, Iterator, Mapping, Sequence, Tuple, Union
 
 import matplotlib
 import numpy as np
@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from ..analysis import MeanAttention
 from ..attention.window import shown
@@ -70,12 +69,6 @@ def check_maps(maps: Mapping[str, MeanAttention]) -> None:
         raise TypeError(f'maps={shown(maps)} must be the result of mean_attention(model, images)')
     if not maps:
         raise ValueError('maps is empty: the model has no attention, or none of this part')
-
-
-def check_images(images: Any) -> None:
-    """Raises an error if these are no tensor."""
-    if not isinstance(images, Tensor):
-        raise TypeError(f'images={shown(images)} must be a tensor (B, C, H, W), normalized as in training')
 
 
 def color_of(index: int) -> str:
