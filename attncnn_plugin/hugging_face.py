@@ -52,6 +52,7 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> nn.Module:
             super().__init__(config)
             follow_state_dict(self, shapes)
 
+    WithoutHeads.__name__ = name  # by which transformers chooses the loss
     model = WithoutHeads.from_pretrained(folder, **settings)
     model.__class__ = cls
     return model

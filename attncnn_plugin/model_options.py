@@ -10,11 +10,7 @@ from .loaded_model import LoadedModel, TimmModel
 
 
 def setting(text: str) -> str:
-    """Returns a word of ``--model-kwargs`` or ``--cfg-options`` as it stands, for argparse.
-
-    Raises:
-        argparse.ArgumentTypeError: It is no ``key=value``, such as a file that stands after the option.
-    """
+    """Returns a ``key=value`` as it stands, for argparse; refuses others, such as a file after the option."""
     if '=' not in text:
         raise argparse.ArgumentTypeError(
             f'{text} is no key=value: name configs, checkpoints and images before this option, not after it'
@@ -63,13 +59,7 @@ def check_model_options(
 
 
 def load_model(args: argparse.Namespace, config: Optional[str], checkpoint: Optional[str]) -> LoadedModel:
-    """Returns the model that the options say.
-
-    Raises:
-        FileNotFoundError: No such config or checkpoint.
-        ImportError: A config without mmpretrain.
-        RuntimeError, ValueError: No such model in timm, or a checkpoint that does not fit.
-    """
+    """Returns the model that the options say; raises the errors of ``TimmModel`` and ``ConfigModel``."""
     if args.timm is not None:
         return TimmModel(args.timm, args.checkpoint, args.pretrained, args.model_kwargs)
     from .mm import safe_loading  # noqa: F401

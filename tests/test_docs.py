@@ -15,7 +15,13 @@ import torch
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob('*.md'), *ROOT.glob('docs/*.md'), *ROOT.glob('docs/gallery/*.md')])
-NEEDS = {'attncnn_plugin.visualization': 'matplotlib', 'torch.onnx': 'onnxscript', 'from mmpretrain': 'mmpretrain'}
+NEEDS = {
+    'attncnn_plugin.visualization': 'matplotlib',
+    'torch.onnx': 'onnxscript',
+    'from mmpretrain': 'mmpretrain',
+    'from transformers': 'accelerate',
+    'from lightning': 'lightning',
+}
 CONFIG = re.compile(r'(_base_|model|custom_hooks|default_hooks) = ')
 
 

@@ -1,6 +1,6 @@
 """Heads removed in training (Cordonnier et al. 2020 (C20), appendix E; Michel et al. 2019)."""
 
-from typing import Sequence
+from typing import Any, Dict, Sequence
 
 from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
@@ -8,16 +8,17 @@ from torch import nn
 
 from ..change import number_of_parameters
 from ..pruning import prunable_heads
-from ..training import HeadPruner, parts_in_phases
+from ..pruning.importance import check_amount
+from ..training import PruneHeads, parts_in_phases
+from ..training.head_pruning import IMPORTANCE
+from ..training.loops import check_epochs
 from .follow_state_dict import FollowStateDictHook
 from .runner import (
     HEAD_NUMBERS,
     averaged_models,
     check_wrapper,
-    forward_tensors,
     head_numbers,
     optimizers,
-    random_numbers_kept,
     refresh_average,
     training_batches,
     training_loss,
@@ -69,13 +70,11 @@ class HeadPruningHook(FollowStateDictHook):
         bias_correction: bool = True,
         num_batches: int = 8,
     ):
-        if any(not isinstance(epoch, int) or epoch < 0 for epoch in epochs):
-            raise ValueError(f'epochs={epochs} of HeadPruningHook must be epochs, counted from 0')
+        self.epochs = check_epochs(f'epochs={epochs} of HeadPruningHook', epochs)
         if num_batches < 1:
             raise ValueError(f'num_batches={num_batches} of HeadPruningHook must be at least 1')
-        self.epochs = tuple(epochs)
-        self.pruner = HeadPruner(forward_tensors, training_loss, criteria, layers)
-        self.bias_correction = bias_correction
+        settings = dict(layers=layers, bias_correction=bias_correction, **_settings(criteria))
+        self.pruner = PruneHeads(epochs, loss=training_loss, **settings)
         self.num_batches = num_batches
 
     def before_train(self, runner) -> None:
@@ -95,13 +94,13 @@ class HeadPruningHook(FollowStateDictHook):
         model = unwrapped(runner.model)
         layers = self.pruner.layers(model)
         if not layers and not parts_in_phases(model, 'conv'):
-            raise ValueError(f'HeadPruningHook finds {self._nothing}')
+            raise ValueError(f'HeadPruningHook finds {self.pruner.nothing}')
         # A mistake in the criteria must not wait for the epoch of pruning.
-        self.pruner.multiply_adds = runner.message_hub.runtime_info.get(MULTIPLY_ADDS)
+        self.pruner.multiply_adds_before = runner.message_hub.runtime_info.get(MULTIPLY_ADDS)
         counts = layers and self.pruner.counts_multiply_adds
-        self.pruner.check(model, training_batches(runner, 1)[0] if counts else None)
+        self.pruner.check(model, training_batches(runner, 1) if counts else ())
         if counts:
-            runner.message_hub.update_info(MULTIPLY_ADDS, self.pruner.multiply_adds)
+            runner.message_hub.update_info(MULTIPLY_ADDS, self.pruner.multiply_adds_before)
 
     def before_train_epoch(self, runner) -> None:
         """Removes the heads that the criteria find, at the epochs of pruning."""
@@ -111,35 +110,26 @@ class HeadPruningHook(FollowStateDictHook):
         runner.message_hub.update_info('heads_judged_at_epoch', epoch)
         model = unwrapped(runner.model)
         if not self.pruner.layers(model):
-            runner.logger.warning(f'HeadPruningHook finds, at epoch {epoch}, {self._nothing}')
+            runner.logger.warning(f'HeadPruningHook finds, at epoch {epoch}, {self.pruner.nothing}')
             return
         try:
-            self.pruner.check(model)
+            self.pruner.check(model, ())
         except (TypeError, ValueError) as error:  # of layers that a transition has made since
             runner.logger.warning(f'HeadPruningHook removes no heads at epoch {epoch}: {error}')
             return
-        with random_numbers_kept():
-            judged = self.pruner.judge(model, training_batches(runner, self.num_batches))
+        judged = self.pruner.judge(model, training_batches(runner, self.num_batches))
         if self.pruner.counts_multiply_adds:
-            runner.message_hub.update_info(MULTIPLY_ADDS, self.pruner.multiply_adds)
+            runner.message_hub.update_info(MULTIPLY_ADDS, self.pruner.multiply_adds_before)
         for name, report in judged.reports.items():
             runner.logger.info(f'{name} at epoch {epoch}: {report}')
         if judged.heads:
             self._remove(runner, model, judged)
 
-    @property
-    def _nothing(self) -> str:
-        """Returns what a model has that has nothing to prune."""
-        return (
-            f'no attention with layers={self.pruner.pattern!r} in the model, such as SAQuadratic or VisionTransformer: '
-            'there are no heads to prune'
-        )
-
     def _remove(self, runner, model: nn.Module, judged) -> None:
         before = number_of_parameters(model)
         layers = prunable_heads(model)
         without_bias = [name for name in judged.heads if layers[name].output.bias is None]
-        if self.bias_correction and without_bias:
+        if self.pruner.bias_correction and without_bias:
             runner.logger.warning(
                 f'{", ".join(without_bias)} of the model have no bias: nothing makes up for their heads that go, '
                 'besides duplicates'
@@ -150,9 +140,27 @@ class HeadPruningHook(FollowStateDictHook):
         runner.message_hub.update_info(HEAD_NUMBERS, numbers)
         averages = averaged_models(runner)
         copies = [averaged.module for averaged in averages]
-        self.pruner.remove(model, judged, optimizers(runner), copies, self.bias_correction)
+        self.pruner.remove(model, judged, optimizers(runner), copies)
         for averaged in averages:
             refresh_average(averaged)
         wrap_again(runner, compile=True)
         after = number_of_parameters(model)
         runner.logger.info(f'Removed heads {judged.heads}: {before:,} parameters became {after:,}')
+
+
+def _settings(criteria: Sequence) -> Dict[str, Any]:
+    """Returns the settings of ``PruneHeads`` for criteria, one of which can be that of importance."""
+    settings: Dict[str, Any] = dict(criteria=list(criteria))
+    found = [own for own in criteria if IMPORTANCE in (own, own.get('type') if isinstance(own, dict) else None)]
+    if len(found) > 1:
+        raise ValueError(f'criteria={list(criteria)!r} have {IMPORTANCE!r} {len(found)} times')
+    for own in found:
+        settings['criteria'].remove(own)
+        amount = {} if own == IMPORTANCE else {key: value for key, value in own.items() if key != 'type'}
+        if amount.keys() - {'threshold', 'keep', 'multiply_adds', 'normalize'}:
+            raise ValueError(
+                f'criterion {own!r} has unknown settings: threshold, keep, multiply_adds and normalize are known'
+            )
+        check_amount(*(amount.get(name) for name in ('threshold', 'keep', 'multiply_adds')))
+        settings.update(amount)
+    return settings

@@ -3,12 +3,15 @@
 Degenerate heads are those of Cordonnier et al. 2020, appendix E, unimportant ones those of Michel et al. 2019.
 """
 
+from .ablation import HeadAblation, head_ablation
 from .criteria import find_degenerate_heads
 from .importance import head_costs, head_importance, least_important
 from .prune import prunable_heads, prune_heads, replace_parameters
 
 __all__ = [
+    'HeadAblation',
     'find_degenerate_heads',
+    'head_ablation',
     'head_costs',
     'head_importance',
     'least_important',

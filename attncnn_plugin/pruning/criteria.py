@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.attention_layer import AttentionLayer
+from ..attention.heads import PrunableHeads
 from ..attention.positions import GaussianHeads
 from ..attention.window import per_axis, shown
 from ..convert.shift_operators import check_position_only
@@ -238,6 +239,24 @@ def degenerate_heads_of_observed(
         raise ValueError('no images were observed: attention that depends on content is judged by what it does on some')
     _finite(observed.distances)
     return _find(len(observed.entropy), criteria, ON_IMAGES, observed)
+
+
+def depends_on_content(layer: Any) -> bool:
+    """Returns True if heads of a layer attend by what is in an image, so that images judge them."""
+    return not isinstance(layer, PrunableHeads) or layer.depends_on_content
+
+
+def check_criteria(layer: Any, criteria: Sequence[Criterion]) -> None:
+    """Refuses criteria that are not for a layer, whatever its weights are.
+
+    Raises:
+        TypeError: A criterion of Gaussian heads for others.
+        ValueError: A criterion that is unknown or has other settings.
+    """
+    on_images = depends_on_content(layer)
+    for name, _ in _rules(criteria, ON_IMAGES if on_images else BY_POSITION):
+        if not on_images and name in ('uniform', 'stripe'):
+            factor_of(layer.gaussian_heads(), type(layer).__name__)
 
 
 def _rules(criteria: Sequence[Criterion], measures: Mapping[str, Measure]) -> List[Tuple[str, float]]:

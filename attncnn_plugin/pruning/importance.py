@@ -5,8 +5,8 @@ the images of |∂L(x)/∂ξ_h| (eq. 2), the loss of an image without the head, 
 important heads go is said by a threshold, by a number to keep, or by a share of the multiply-adds.
 """
 
-from contextlib import ExitStack
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+from contextlib import ExitStack, contextmanager
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -87,8 +87,7 @@ def add_gradients(gradients: Dict[str, HeadGradients], model: nn.Module, batch: 
 
     Arguments and errors: see :func:`head_importance`.
     """
-    images: List[int] = []
-    with ExitStack() as stack, counting(model, images):
+    with called_once(model) as images, ExitStack() as stack:
         for own in gradients.values():
             own.heads = []
             stack.enter_context(output_called(own.layer))
@@ -97,8 +96,6 @@ def add_gradients(gradients: Dict[str, HeadGradients], model: nn.Module, batch: 
         # Checkpointing computes blocks again here, with outputs that the loss does not depend on.
         heads = {name: list(own.heads) for name, own in gradients.items()}
         found = iter(torch.autograd.grad(value, [x for own in heads.values() for x in own], allow_unused=True))
-    if len(images) != 1:
-        raise ValueError(f'loss(model, batch) called the model {len(images)} times, but once with images was expected')
     for name, own in gradients.items():
         of_layer = [gradient for _, gradient in zip(heads[name], found)]
         if all(gradient is None for gradient in of_layer):
@@ -136,16 +133,31 @@ def head_importance(model: nn.Module, batches: Iterable[Any], loss: Loss, normal
         >>> importance['blocks.0.attn'].shape, round(importance['blocks.0.attn'].norm().item(), 6)
         (torch.Size([3]), 1.0)
     """
-    layers = {name: layer for name, layer in prunable_heads(model).items() if layer.num_heads > 0}
-    if not layers:
-        raise ValueError(f'model is a {type(model).__name__} without attention whose heads can be removed')
-    gradients = {name: HeadGradients(layer) for name, layer in layers.items()}
+    gradients = {name: HeadGradients(layer) for name, layer in with_heads(model).items()}
     with evaluating(model):
         for batch in batches:
             add_gradients(gradients, model, batch, loss)
     if not all(own.count for own in gradients.values()):
         raise ValueError('batches are none, but at least one is needed')
     return {name: own.mean(normalize) for name, own in gradients.items()}
+
+
+def with_heads(model: nn.Module) -> Dict[str, Heads]:
+    """Returns those of :func:`prunable_heads` that have some; raises a ValueError without any."""
+    layers = {name: layer for name, layer in prunable_heads(model).items() if layer.num_heads > 0}
+    if not layers:
+        raise ValueError(f'model is a {type(model).__name__} without attention whose heads can be removed')
+    return layers
+
+
+@contextmanager
+def called_once(model: nn.Module) -> Iterator[List[int]]:
+    """Yields a list that gets the number of images of the model's call; refuses all but one call."""
+    images: List[int] = []
+    with counting(model, images):
+        yield images
+    if len(images) != 1:
+        raise ValueError(f'loss(model, batch) called the model {len(images)} times, but once with images was expected')
 
 
 def counting(model: nn.Module, images: List[int]) -> RemovableHandle:

@@ -1,4 +1,4 @@
-"""Heads removed from any model: of this package's attention, and of timm's and mmpretrain's vision transformers.
+"""Heads removed from any model: of this package's attention, and of other libraries' vision transformers.
 
 An optimizer keeps the state of what is left (Cordonnier et al. 2020 (C20), appendix E, train on after pruning), and a
 bias takes what a head adds on average (C20, appendix E).
@@ -7,7 +7,7 @@ bias takes what a head adds on average (C20, appendix E).
 import copy
 import re
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, ContextManager, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, ContextManager, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ def prunable_heads(model: nn.Module) -> Dict[str, Heads]:
 def prune_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]], allow_empty: bool = False) -> Change:
     """Removes heads of a model, in place; it computes what it did with their outputs at zero.
 
-    The model is one with attention of this package, or a vision transformer of timm or mmpretrain: ViT, DeiT, BEiT,
+    The model is one with attention of this package, or a vision transformer of another library: ViT, DeiT, BEiT,
     EVA, DINOv3, ``vit_relpos_*`` and Swin. Linear maps to and from the heads shrink, tables of relative positions lose
     their columns, and the fused kernels stay. A state dict carries the number of heads. Networks of this package take
     it as they load it; models of other libraries take it by :func:`attncnn_plugin.follow_state_dict`.
@@ -175,14 +175,7 @@ def replace_parameters(
         torch.Size([2, 2])
     """
     replaced = change.replaced if isinstance(change, Change) else change
-    for old in replaced:
-        for name, value in optimizer.state.get(old, {}).items():
-            if isinstance(value, Tensor) and value.numel() != 1 and value.shape != old.shape:
-                raise ValueError(
-                    f'{name} of a {type(optimizer).__name__} has shape {tuple(value.shape)} for a parameter of '
-                    f'{tuple(old.shape)}: state of another shape cannot lose its entries; use an optimizer '
-                    'such as AdamW'
-                )
+    check_state(optimizer, replaced)
     for group in optimizer.param_groups:
         names = group.get('param_names', [''] * len(group['params']))
         pairs: List[Tuple[str, nn.Parameter]] = []
@@ -199,6 +192,22 @@ def replace_parameters(
                 name: inherit(value).contiguous() if isinstance(value, Tensor) and value.shape == old.shape else value
                 for name, value in state.items()
             }
+
+
+def check_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Refuses an optimizer whose state for one of these parameters cannot lose entries.
+
+    Raises:
+        ValueError: State of another shape than the parameter's.
+    """
+    for parameter in parameters:
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
+                raise ValueError(
+                    f'{name} of a {type(optimizer).__name__} has shape {tuple(value.shape)} for a parameter of '
+                    f'{tuple(parameter.shape)}: state of another shape cannot lose its entries; use an optimizer '
+                    'such as AdamW'
+                )
 
 
 def split_heads(layer: Heads, outputs: Tensor) -> List[Tensor]:

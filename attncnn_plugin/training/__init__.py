@@ -1,28 +1,35 @@
-"""Trainings in plain PyTorch: models that turn to attention, and heads that go.
+"""Two phases and pruning in any training loop, in plain PyTorch.
 
 Examples:
-    From convolution to attention (L21), with an optimizer of the second phase:
+    From convolution to attention (L21) after the first epoch, and heads that go (C20, appendix E) after the second:
 
     >>> import timm, torch
-    >>> model = timm.create_model('cmhsa3_patch16_224', img_size=32, patch_size=4, depth=1)
-    >>> changes = to_attention(model)
-    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5)
-
-    Heads that go while the optimizer keeps training what is left (C20, appendix E):
-
     >>> from torch.nn.functional import cross_entropy
-    >>> pruner = HeadPruner(
-    ...     forward=lambda model, batch: model(batch[0]),
-    ...     loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
-    ...     criteria=[dict(type='importance', keep=8)],
-    ... )
+    >>> model = timm.create_model('cmhsa3_patch16_224', phase='conv', img_size=32, patch_size=4, depth=1)
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     >>> batches = [(torch.rand(2, 3, 32, 32), torch.tensor([1, 2]))]
-    >>> pruner.remove(model, pruner.judge(model, batches), [optimizer])
-    >>> model.blocks[0].attn.num_heads
-    8
+    >>> parts = TwoPhases(epoch=1), PruneHeads(epoch=2, keep=8, batches=batches)
+    >>> for epoch in range(3):
+    ...     for part in parts:
+    ...         _ = part.on_epoch_begin(model, optimizer, epoch)
+    ...     for images, labels in batches:
+    ...         optimizer.zero_grad()
+    ...         cross_entropy(model(images), labels).backward()
+    ...         optimizer.step()
+    >>> model.phase, model.blocks[0].attn.num_heads
+    ('attn', 8)
 """
 
-from .head_pruner import HeadPruner, JudgedHeads
-from .two_phases import TwoPhases, parts_in_phases, to_attention
+from .head_pruning import JudgedHeads, PruneHeads
+from .loops import follow_with_optimizer
+from .two_phases import PhasedModule, TwoPhases, parts_in_phases, to_attention
 
-__all__ = ['HeadPruner', 'JudgedHeads', 'TwoPhases', 'parts_in_phases', 'to_attention']
+__all__ = [
+    'JudgedHeads',
+    'PhasedModule',
+    'PruneHeads',
+    'TwoPhases',
+    'follow_with_optimizer',
+    'parts_in_phases',
+    'to_attention',
+]

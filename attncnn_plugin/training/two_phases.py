@@ -1,13 +1,20 @@
 """Models that are convolutional at first and attention later (L21, section 4)."""
 
-from typing import Any, List, Optional, Protocol, runtime_checkable
+from fnmatch import fnmatchcase
+from typing import Any, Dict, Iterable, List, Optional, Protocol, Sequence, Union, runtime_checkable
 
 import torch
 from torch import nn
 
+from ..attention.images import ImageAttention
+from ..attention.window import CONVOLUTIONS
+from ..change import Change, Successor, within
+from ..convert import convs_to_attention
+from .loops import Optimizers, check_epochs, check_not_wrapped, hand_over, in_list
+
 
 @runtime_checkable
-class TwoPhases(Protocol):
+class PhasedModule(Protocol):
     """A module whose convolutions become attention."""
 
     phase: str  # 'conv' or 'attn'
@@ -15,14 +22,16 @@ class TwoPhases(Protocol):
     def to_attention(self, generator: Optional[torch.Generator] = None) -> Any:
         """Turns the convolutions into attention, in place, and returns what was done, which prints.
 
+        :class:`TwoPhases` needs a :class:`~attncnn_plugin.change.Change`, to tell the optimizer.
+
         Args:
             generator (torch.Generator, optional): Of the CPU, for whatever is drawn: the same on every rank.
         """
 
 
-def parts_in_phases(model: nn.Module, phase: Optional[str] = None) -> List[TwoPhases]:
+def parts_in_phases(model: nn.Module, phase: Optional[str] = None) -> List[PhasedModule]:
     """Returns the modules of a model whose convolutions become attention: all, or those that are in a phase."""
-    parts = [module for module in model.modules() if isinstance(module, TwoPhases)]
+    parts = [module for module in model.modules() if isinstance(module, PhasedModule)]
     return [part for part in parts if phase in (None, part.phase)]
 
 
@@ -30,8 +39,7 @@ def to_attention(model: nn.Module, seed: int = 0) -> List[Any]:
     """Turns all convolutions of a model that can turn into attention, in place.
 
     The second phase needs an optimizer of its own, and a new wrapper for distributed training: build both afterwards.
-    Ranks that give the same seed have the same model. To resume the second phase, build the model of the first, call
-    :func:`attncnn_plugin.follow_state_dict` with the checkpoint, then build the optimizer and load both.
+    Ranks that give the same seed have the same model. :class:`TwoPhases` does it in a training.
 
     Args:
         model (nn.Module): Any model, not wrapped for distributed training.
@@ -43,3 +51,123 @@ def to_attention(model: nn.Module, seed: int = 0) -> List[Any]:
     changes = [part.to_attention(torch.Generator().manual_seed(seed)) for part in parts_in_phases(model, 'conv')]
     model.zero_grad(set_to_none=True)
     return changes
+
+
+class TwoPhases:
+    """Turns the convolutions of a model into attention at the beginning of an epoch, in any training loop.
+
+    The optimizer stays the same object and begins anew, as L21's does: it forgets its state, and parameters of
+    attention join the groups of the kernels and biases whose places they take, in the order of the model. The rates are
+    those of the loop's schedule, which can have a second warm-up at the same epoch.
+
+    To resume, call :func:`follow_with_optimizer` before you load the model and the optimizer.
+
+    Args:
+        epoch (int): Number of epochs of the first phase. 0 is before the first epoch.
+        layers (str | Sequence[str], optional): The convolutions to turn, names or globs such as
+            ``'layer4.*.conv2'``, of a CNN. Defaults to None, means those of a model that has phases, such as a CMHSA.
+        seed (int): Of what is drawn; the same on every rank. Defaults to 0.
+        **settings (Any): With ``layers``: those of :func:`~attncnn_plugin.convert.convs_to_attention`. Heads need
+            ``alpha=6`` or so to learn.
+
+    Raises:
+        ValueError: ``epoch`` is no number of epochs, or settings without ``layers``.
+    """
+
+    def __init__(
+        self, epoch: int, layers: Union[str, Sequence[str], None] = None, seed: int = 0, **settings: Any
+    ) -> None:
+        (self.epoch,) = check_epochs(f'epoch={epoch!r} of TwoPhases', [epoch])
+        if settings and layers is None:
+            raise ValueError(f'{settings} of TwoPhases are for the layers of a CNN: give layers, names or globs')
+        self.globs = [layers] if isinstance(layers, str) else layers
+        self.seed, self.settings = seed, settings
+
+    def check(self, model: nn.Module) -> None:
+        """Refuses a model that cannot turn.
+
+        Raises:
+            TypeError: The model is wrapped for distributed training.
+            ValueError: There is nothing to turn into attention.
+        """
+        check_not_wrapped(model)
+        if self._phase(model) is None:
+            what = 'module with phases, such as a CMHSA' if self.globs is None else f'convolution layers={self.globs}'
+            raise ValueError(
+                f'TwoPhases finds no {what} in a {type(model).__name__}: give the model one, or name convolutions of a '
+                "CNN, such as layers='layer4.*.conv2'"
+            )
+
+    def on_epoch_begin(
+        self, model: nn.Module, optimizer: Optimizers, epoch: int, copies: Iterable[nn.Module] = ()
+    ) -> List[Change]:
+        """Turns the model, if this is the epoch; call it at the beginning of each.
+
+        Args:
+            model (nn.Module): The model. Give that in a wrapper for distributed training, ``ddp.module``, and build a
+                new wrapper if something has changed.
+            optimizer (Optimizer | Iterable[Optimizer]): What trains the model.
+            epoch (int): Number of epochs that are over.
+            copies (Iterable[nn.Module]): Averages of the model, such as the ``module`` of timm's ``ModelEmaV3``.
+                Defaults to none.
+
+        Returns:
+            list[Change]: What was done; empty at other epochs, and where a checkpoint of this epoch is resumed.
+
+        Raises:
+            TypeError: The model is wrapped, or a module of its own says nothing about its parameters.
+            ValueError: The model is attention before the epoch, or convolutional after it.
+        """
+        self.check(model)
+        phase = self._phase(model)
+        if epoch < self.epoch and phase == 'attn':
+            raise ValueError(
+                f'the model is attention at epoch {epoch}, before epoch={self.epoch} of TwoPhases turns it: start with '
+                'convolutions, or train attention without TwoPhases'
+            )
+        if epoch < self.epoch or phase == 'attn':
+            return []
+        if epoch > self.epoch:
+            raise ValueError(
+                f'the model has convolutions at epoch {epoch}, but epoch={self.epoch} of TwoPhases has turned them: '
+                'call follow_with_optimizer(model, optimizer, state_dict) before you load a checkpoint, or give the '
+                'epoch at which they are to turn'
+            )
+        changes = self._turn(model, optimizer)
+        for average in copies:
+            self._turn(average, ())
+        return changes
+
+    def _phase(self, model: nn.Module) -> Optional[str]:
+        """Returns the phase of a model; None for one that has none."""
+        if self.globs is None:
+            phases = [part.phase for part in parts_in_phases(model)]
+        else:
+            named = model.named_modules()
+            chosen = [layer for name, layer in named if any(fnmatchcase(name, glob) for glob in self.globs)]
+            phases = ['attn' for layer in chosen if isinstance(layer, ImageAttention)]
+            phases = phases or ['conv' for layer in chosen if isinstance(layer, CONVOLUTIONS)]
+        return None if not phases else 'conv' if 'conv' in phases else 'attn'
+
+    def _turn(self, model: nn.Module, optimizer: Optimizers) -> List[Change]:
+        names = {module: name for name, module in model.named_modules()}
+        if self.globs is None:
+            places = [names[part] for part in parts_in_phases(model, 'conv')]  # type: ignore[index]
+            changes = to_attention(model, self.seed)
+        else:
+            generator = torch.Generator().manual_seed(self.seed)
+            places = ['']
+            changes = [convs_to_attention(model, self.globs, generator=generator, **self.settings)]
+            model.zero_grad(set_to_none=True)
+        replaced: Dict[nn.Parameter, Successor] = {}
+        for name, change in zip(places, changes):
+            if not isinstance(change, Change):
+                raise TypeError(
+                    f'to_attention() of {name or type(model).__name__} returned a {type(change).__name__}: TwoPhases '
+                    'needs a Change to tell the optimizer about its parameters'
+                )
+            replaced.update(within(name, change.replaced))
+        for own in in_list(optimizer):
+            own.state.clear()
+            hand_over(own, model, replaced)
+        return changes

@@ -8,14 +8,18 @@ except ImportError as error:
 from .center_figures import plot_attention_centers, plot_center_movement
 from .distance_figures import plot_attention_distance
 from .metric_curves import plot_metric
+from .model_figures import plot_attention, plot_head_ablation, plot_heads
 from .probability_figures import plot_attention_probs
 from .style import save_figure
 
 __all__ = [
+    'plot_attention',
     'plot_attention_centers',
     'plot_attention_distance',
     'plot_attention_probs',
     'plot_center_movement',
+    'plot_head_ablation',
+    'plot_heads',
     'plot_metric',
     'save_figure',
 ]

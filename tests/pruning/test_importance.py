@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from attncnn_plugin.analysis.observed_attention import observed_attention
 from attncnn_plugin.pruning import head_costs, head_importance, least_important, prunable_heads, prune_heads
 from attncnn_plugin.pruning.criteria import ObservedAttention, degenerate_heads_of_observed
-from attncnn_plugin.training import HeadPruner
+from attncnn_plugin.training import PruneHeads
 
 
 def loss_of(model, batch):
@@ -150,10 +150,8 @@ def test_a_share_of_the_multiply_adds_is_of_an_image(multiply_adds):
     model = small_vit('vit_tiny_patch16_224')
     found = []
     for counted in (4, 2, 5):
-        pruner = HeadPruner(
-            lambda model, batch: model(batch[0]), loss_of, [dict(type='importance', multiply_adds=multiply_adds)]
-        )
-        pruner.check(model, (torch.randn(counted, 3, SIZE, SIZE),))
+        pruner = PruneHeads(loss=loss_of, multiply_adds=multiply_adds)
+        pruner.check(model, [(torch.randn(counted, 3, SIZE, SIZE), torch.zeros(counted, dtype=torch.long))])
         batch = torch.ones(2, 3, SIZE, SIZE), torch.tensor([0, 1])
         found.append(pruner.judge(model, [batch]).heads)
     assert found[0] and found[0] == found[1] == found[2]
@@ -166,7 +164,7 @@ def test_no_order_without_finite_numbers():
     importance = head_importance(model, [(images, labels)], loss_of)
     with pytest.raises(ValueError, match='importance of the heads of blocks.0.attn is .*nan.* has no order'):
         least_important(importance, keep=4)
-    pruner = HeadPruner(lambda model, batch: model(batch[0]), loss_of, [dict(type='importance', keep=7)])
+    pruner = PruneHeads(loss=loss_of, keep=7)
     with pytest.raises(ValueError, match='there were no images'):
         pruner.judge(model, [])
     with pytest.raises(ValueError, match='keep=7 must be at most 6, the number of heads'):

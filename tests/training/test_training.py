@@ -11,7 +11,7 @@ from helpers.small import small_cmhsa, small_timm
 from torch.nn.functional import cross_entropy
 
 from attncnn_plugin import follow_state_dict
-from attncnn_plugin.training import HeadPruner, parts_in_phases, to_attention
+from attncnn_plugin.training import PruneHeads, parts_in_phases, to_attention
 
 IMAGES, LABELS = torch.randn(8, 3, 32, 32), torch.arange(8)
 
@@ -20,8 +20,7 @@ def loss_of(model, batch):
     return cross_entropy(model(batch[0]), batch[1])
 
 
-def pruner_of(*criteria, **settings):
-    return HeadPruner(lambda model, batch: model(batch[0]), loss_of, criteria, **settings)
+BATCH = IMAGES, LABELS
 
 
 def vit():
@@ -41,7 +40,7 @@ def test_heads_go_from_the_model_its_copy_and_its_optimizer():
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer)
     average = copy.deepcopy(model)
-    pruner = pruner_of(dict(type='importance', keep=4))
+    pruner = PruneHeads(keep=4)
     judged = pruner.judge(model, [(IMAGES, LABELS)])
     assert sum(map(len, judged.heads.values())) == 2 and set(judged.reports) == {'blocks.0.attn', 'blocks.1.attn'}
     pruner.remove(model, judged, [optimizer], [average])
@@ -66,13 +65,13 @@ def test_heads_go_from_the_model_its_copy_and_its_optimizer():
 
 def test_a_share_of_the_multiply_adds_of_before():
     """Nothing more goes when the heads are judged again, in a resumed training too."""
-    model, pruner = vit(), pruner_of(dict(type='importance', multiply_adds=0.9))
+    model, pruner = vit(), PruneHeads(multiply_adds=0.9)
     batch = IMAGES, LABELS
-    pruner.check(model, batch)
+    pruner.check(model, [batch])
     pruner.remove(model, pruner.judge(model, [batch]))
     assert not pruner.judge(model, [batch]).heads
-    resumed = pruner_of(dict(type='importance', multiply_adds=0.9))
-    resumed.multiply_adds = pruner.multiply_adds
+    resumed = PruneHeads(multiply_adds=0.9)
+    resumed.multiply_adds_before = pruner.multiply_adds_before
     assert not resumed.judge(model, [batch]).heads
 
 
@@ -82,10 +81,10 @@ def test_a_duplicate_hands_on_its_values(bias_correction):
     with torch.no_grad():
         for parameter in (model.blocks[0].attn.encoding.center, model.blocks[0].attn.encoding.sqrt_precision):
             parameter[2] = parameter[0]
-    expected, pruner = model(IMAGES), pruner_of('duplicate')
+    expected, pruner = model(IMAGES), PruneHeads(criteria=['duplicate'], bias_correction=bias_correction)
     judged = pruner.judge(model, [(IMAGES, LABELS)])
     assert judged.heads == {'blocks.0.attn': [2]}
-    pruner.remove(model, judged, bias_correction=bias_correction)
+    pruner.remove(model, judged)
     assert model.blocks[0].attn.num_heads == 2
     assert torch.allclose(model(IMAGES), expected, atol=1e-5) == bias_correction
 
@@ -94,7 +93,7 @@ def judge_on_a_rank(rank, folder):
     dist.init_process_group('gloo', init_method=f'file://{folder}/meeting', rank=rank, world_size=2)
     half = slice(4 * rank, 4 * rank + 4)
     images, labels = torch.load(f'{folder}/batch.pt')
-    judged = pruner_of('entropy', dict(type='importance', keep=3)).judge(vit(), [(images[half], labels[half])])
+    judged = PruneHeads(criteria=['entropy'], keep=3).judge(vit(), [(images[half], labels[half])])
     found = {name: [entry.value for entry in report.found] for name, report in judged.reports.items()}
     torch.save((judged.heads, found, judged.means['blocks.0.attn'].mean), f'{folder}/{rank}.pt')
     dist.destroy_process_group()
@@ -104,7 +103,7 @@ def test_two_ranks_judge_by_the_batches_of_both(tmp_path):
     torch.save((IMAGES, LABELS), tmp_path / 'batch.pt')
     torch.multiprocessing.start_processes(judge_on_a_rank, (str(tmp_path),), nprocs=2, start_method='fork')
     one, other = (torch.load(tmp_path / f'{rank}.pt') for rank in range(2))
-    judged = pruner_of('entropy', dict(type='importance', keep=3)).judge(vit(), [(IMAGES, LABELS)])
+    judged = PruneHeads(criteria=['entropy'], keep=3).judge(vit(), [(IMAGES, LABELS)])
     assert one[0] == other[0] == judged.heads and one[1] == other[1]
     for name, report in judged.reports.items():
         assert one[1][name] == pytest.approx([entry.value for entry in report.found], rel=1e-4)

@@ -7,7 +7,7 @@ import torch
 from helpers.vits import SETTINGS, SIZE, new_vit, output_of, small_vit
 
 from attncnn_plugin import attention_maps, follow_state_dict, rollout
-from attncnn_plugin.pruning import head_importance, prunable_heads, prune_heads
+from attncnn_plugin.pruning import head_ablation, head_importance, prunable_heads, prune_heads
 from attncnn_plugin.transformers import init_as_convolution
 
 ROWS = {
@@ -41,8 +41,8 @@ ROWS = {
 IMAGES = torch.randn(2, 3, SIZE, SIZE)
 
 
-def importance(name):
-    head_importance(small_vit(name), [IMAGES], lambda model, images: output_of(model, images).square().mean())
+def loss(model, images):
+    return output_of(model, images).square().mean()
 
 
 def prune(name):
@@ -59,7 +59,8 @@ COLUMNS = {
     'maps': lambda name: attention_maps(small_vit(name), IMAGES),
     'rollout': lambda name: rollout(small_vit(name), IMAGES),
     'for a class': lambda name: rollout(small_vit(name), IMAGES, target=1),
-    'importance': importance,
+    'importance': lambda name: head_importance(small_vit(name), [IMAGES], loss),
+    'ablation': lambda name: head_ablation(small_vit(name), [IMAGES], loss),
     'prune': prune,
     'start': lambda name: init_as_convolution(new_vit(name, **SETTINGS[name])),
 }

@@ -22,7 +22,7 @@ import attncnn_plugin.mm.safe_loading  # noqa: F401
 from attncnn_plugin.mm.tools import read_config
 from attncnn_plugin.model_options import setting
 from attncnn_plugin.models import CMHSANetwork
-from attncnn_plugin.training import TwoPhases, parts_in_phases
+from attncnn_plugin.training import PhasedModule, parts_in_phases
 
 
 def parse_args() -> argparse.Namespace:
@@ -74,7 +74,7 @@ def main() -> None:
     print(f'Saved {args.out}')
 
 
-def is_of_convolutions(part: TwoPhases, state_dict: dict, prefix: str) -> bool:
+def is_of_convolutions(part: PhasedModule, state_dict: dict, prefix: str) -> bool:
     """Whether a state dict has the convolutions of a part of the model, and not what became of them."""
     if isinstance(part, CMHSANetwork):
         return f'{prefix}blocks.0.attn.conv.weight' in state_dict

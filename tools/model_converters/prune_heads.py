@@ -30,7 +30,9 @@ from torchvision.datasets import ImageFolder
 from attncnn_plugin.loaded_model import LoadedModel, evenly_spread
 from attncnn_plugin.model_options import add_model_options, check_model_options, load_model
 from attncnn_plugin.pruning import prunable_heads, prune_heads
-from attncnn_plugin.training.head_pruner import IMPORTANCE, HeadPruner, Run
+from attncnn_plugin.pruning.importance import Loss, check_amount
+from attncnn_plugin.training import PruneHeads
+from attncnn_plugin.training.head_pruning import IMPORTANCE
 
 BATCH_SIZE = 32  # of images of a folder
 
@@ -118,9 +120,11 @@ def judged_heads(loaded: LoadedModel, args: argparse.Namespace) -> dict:
     amount = {name: value for name, value in amount.items() if value is not None}
     if amount and IMPORTANCE not in args.criterion:
         raise ValueError(f'{amount} say how many heads go by importance: add it to --criterion')
-    criteria = [dict(type=name, **amount) if name == IMPORTANCE else name for name in args.criterion]
-    model, (forward, loss) = loaded.model, runs_of(args)
-    pruner = HeadPruner(forward, loss, criteria, args.layers)
+    criteria = [name for name in args.criterion if name != IMPORTANCE]
+    if IMPORTANCE in args.criterion:
+        check_amount(args.threshold, args.keep, args.multiply_adds)
+    model = loaded.model
+    pruner = PruneHeads(loss=loss_of(args), criteria=criteria, layers=args.layers, **amount)
     pruner.check(model)
     batches, size = [], None
     if pruner.needs_images(model):
@@ -136,13 +140,13 @@ def judged_heads(loaded: LoadedModel, args: argparse.Namespace) -> dict:
     return judged.heads
 
 
-def runs_of(args: argparse.Namespace) -> Tuple[Run, Run]:
-    """How the model runs on a batch, without a loss and with it."""
+def loss_of(args: argparse.Namespace) -> Loss:
+    """The loss of a model on a batch."""
     if args.timm is None:
-        from attncnn_plugin.mm.runner import forward_tensors, training_loss
+        from attncnn_plugin.mm.runner import training_loss
 
-        return forward_tensors, training_loss
-    return lambda model, batch: model(batch[0]), _cross_entropy
+        return training_loss
+    return _cross_entropy
 
 
 def _cross_entropy(model: nn.Module, batch: Tuple[Tensor, Tensor]) -> Tensor:

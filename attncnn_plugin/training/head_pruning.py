@@ -1,0 +1,379 @@
+"""Heads that go in a training: judged by criteria, and removed while the optimizer keeps training what is left."""
+
+import itertools
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from ..analysis.observed_attention import observed_attention
+from ..attention.evaluation_mode import evaluating
+from ..pruning import (
+    find_degenerate_heads,
+    head_costs,
+    least_important,
+    prunable_heads,
+    prune_heads,
+    replace_parameters,
+)
+from ..pruning.criteria import (
+    DegeneracyReport,
+    DegenerateHead,
+    ObservedAttention,
+    check_criteria,
+    degenerate_heads_of_observed,
+    depends_on_content,
+    exact_maps,
+    relative_entropy_of_maps,
+)
+from ..pruning.importance import HeadGradients, Loss, add_gradients, check_amount, counting
+from ..pruning.prune import (
+    HeadMeans,
+    Heads,
+    check_prunable,
+    check_state,
+    fold_into_bias,
+    head_means,
+    merge_duplicate,
+    takes_duplicates,
+)
+from .loops import Optimizers, check_epochs, check_not_wrapped, in_list, random_numbers_kept
+
+IMPORTANCE = 'importance'
+
+Costs = Tuple[float, Dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class JudgedHeads:
+    """The heads of a model as criteria judge them. All ranks have the same.
+
+    Attributes:
+        reports (dict[str, DegeneracyReport]): By the name of the layer, the heads that a criterion finds, and what they
+            are: degenerate, least important, or one of the two.
+        heads (dict[str, list[int]]): By the name of the layer, those of them that go: the least uniform head of a layer
+            stays. Layers that lose none are left out.
+        means (dict[str, HeadMeans]): By the name of the layer, the mean outputs of its heads; empty without images.
+    """
+
+    reports: Dict[str, DegeneracyReport]
+    heads: Dict[str, List[int]]
+    means: Dict[str, HeadMeans]
+
+
+class PruneHeads:
+    """Finds heads that a model can do without, and removes them at the beginning of some epochs, in any training loop.
+
+    Parameters really shrink. The optimizer keeps its groups, and the state of the entries that are left.
+
+    To resume, call :func:`follow_with_optimizer` before you load the model and the optimizer, and for
+    ``multiply_adds`` call :meth:`check` before that.
+
+    Args:
+        epoch (int | Sequence[int]): Epochs at whose beginning heads go, counted from 0. Defaults to none.
+        batches (Iterable): The training batches by which heads are judged, the same ones each time, so that a resumed
+            training loses the same heads: a list, or a data loader that does not shuffle. In distributed training each
+            rank has its own. Defaults to none, for :meth:`judge` that is given some.
+        loss (Callable, optional): ``loss(model, batch)`` is the mean loss of a batch; it calls the model once, with the
+            images first. Defaults to the cross-entropy of images and labels, ``(images, labels)``, or the ``loss`` that
+            a model of Hugging Face computes from a dict. Without importance it need not be a loss.
+        keep (int, optional): The number of heads of all layers that stay, the most important ones, see
+            :func:`~attncnn_plugin.pruning.head_importance`. Defaults to None.
+        threshold (float, optional): The importance below which heads go. Defaults to None.
+        multiply_adds (float, optional): The share of the model's multiply-adds before any pruning that stays. Defaults
+            to None.
+        normalize (bool): Whether importance is divided by its l2 norm over a layer. Defaults to True.
+        criteria (Sequence): Those of :func:`~attncnn_plugin.pruning.find_degenerate_heads`: heads that they find go,
+            too, and go first. Defaults to none.
+        layers (str): Glob of the names of the layers to judge. Defaults to ``'*'``.
+        bias_correction (bool): Whether the mean output of a removed head is added to the bias of its layer, if that
+            has one, and a duplicate's values to those of the head that it repeats. Defaults to True.
+
+    Raises:
+        ValueError: ``epoch`` has no epochs; neither criteria nor one of ``keep``, ``threshold`` and ``multiply_adds``
+            says which heads go, or several of these do.
+
+    Attributes:
+        multiply_adds_before (float | None): Those of the model for an image before any pruning; None before they are
+            counted.
+    """
+
+    def __init__(
+        self,
+        epoch: Union[int, Sequence[int]] = (),
+        batches: Iterable[Any] = (),
+        loss: Optional[Loss] = None,
+        keep: Optional[int] = None,
+        threshold: Optional[float] = None,
+        multiply_adds: Optional[float] = None,
+        normalize: bool = True,
+        criteria: Sequence = (),
+        layers: str = '*',
+        bias_correction: bool = True,
+    ) -> None:
+        epochs = epoch if isinstance(epoch, (list, tuple, range)) else [epoch]
+        self.epochs = check_epochs(f'epoch={epoch!r} of PruneHeads', epochs)
+        amount = dict(keep=keep, threshold=threshold, multiply_adds=multiply_adds)
+        self.amount = {name: value for name, value in amount.items() if value is not None}
+        if not self.amount and not criteria:
+            raise ValueError(
+                f'criteria={criteria!r} of PruneHeads and nothing else say which heads go: give one of keep, threshold '
+                "and multiply_adds, or criteria such as ['uniform']"
+            )
+        if self.amount:
+            check_amount(**amount)
+        self.batches, self.loss, self.normalize = batches, loss or loss_of_batch, normalize
+        self.criteria, self.pattern, self.bias_correction = list(criteria), layers, bias_correction
+        self.multiply_adds_before: Optional[float] = None
+
+    def layers(self, model: nn.Module) -> Dict[str, Heads]:
+        """Returns the layers to judge, by name."""
+        return {name: layer for name, layer in prunable_heads(model).items() if fnmatchcase(name, self.pattern)}
+
+    def needs_images(self, model: nn.Module) -> bool:
+        """Returns True if a layer depends on content, or the loss decides."""
+        return bool(self.amount) or any(map(depends_on_content, self.layers(model).values()))
+
+    def check(self, model: nn.Module, batches: Optional[Iterable[Any]] = None) -> None:
+        """Refuses criteria and layers that do not go together, whatever the weights are.
+
+        Where multiply-adds are a criterion, it counts them on the first of some training batches, by default of those
+        that were given before.
+
+        Raises:
+            TypeError: The model is wrapped for distributed training; a criterion that is not for a layer, or a layer
+                that cannot be without a head.
+            ValueError: A criterion that is unknown, or so few or so many heads that they cannot be reached.
+        """
+        check_not_wrapped(model)
+        layers = {name: layer for name, layer in self.layers(model).items() if layer.num_heads > 0}
+        for name, layer in layers.items():
+            check_prunable(model, name, layer)
+            try:
+                layer.check_heads([0], allow_empty=True)
+                if self.criteria:
+                    check_criteria(layer, self.criteria)
+            except TypeError as error:
+                raise TypeError(f'{name}: {error}; layers={self.pattern!r} can leave it out') from error
+        if layers and 'keep' in self.amount:
+            built = {name: torch.zeros(layer.built_heads) for name, layer in layers.items()}
+            least_important(built, keep=self.amount['keep'])
+        if layers and self.counts_multiply_adds:
+            with evaluating(model), random_numbers_kept():
+                for batch in itertools.islice(self.batches if batches is None else batches, 1):
+                    costs = self._costs(model, batch, layers)
+                    self._least_important({name: torch.zeros(layer.num_heads) for name, layer in layers.items()}, costs)
+
+    @property
+    def counts_multiply_adds(self) -> bool:
+        """Returns True if heads go until a share of the multiply-adds is left."""
+        return 'multiply_adds' in self.amount
+
+    def on_epoch_begin(
+        self, model: nn.Module, optimizer: Optimizers, epoch: int, copies: Iterable[nn.Module] = ()
+    ) -> Optional[JudgedHeads]:
+        """Removes heads, if this is one of the epochs; call it at the beginning of each.
+
+        Not when a training resumes in the middle of an epoch whose heads have gone.
+
+        Args:
+            model (nn.Module): The model. Give that in a wrapper for distributed training, ``ddp.module``, and build a
+                new wrapper if heads were removed.
+            optimizer (Optimizer | Iterable[Optimizer]): What trains the model.
+            epoch (int): Number of epochs that are over.
+            copies (Iterable[nn.Module]): Averages of the model, such as the ``module`` of timm's ``ModelEmaV3``.
+                Defaults to none.
+
+        Returns:
+            JudgedHeads | None: What was found; None at other epochs, and where nothing was.
+
+        Raises:
+            TypeError, ValueError: Those of :meth:`check`; at an epoch of pruning, there is no attention in the model,
+                or the optimizer has state that cannot lose entries. The model is as it was.
+        """
+        if epoch > max(self.epochs, default=-1):
+            return None
+        self.check(model)  # a mistake must not wait for the epoch of pruning
+        if epoch not in self.epochs:
+            return None
+        if not self.layers(model):
+            raise ValueError(f'PruneHeads finds, at epoch {epoch}, {self.nothing}')
+        judged = self.judge(model)
+        self.remove(model, judged, in_list(optimizer), copies)
+        return judged if judged.heads else None
+
+    @property
+    def nothing(self) -> str:
+        """Returns what a model has that has nothing to prune."""
+        return (
+            f'no attention with layers={self.pattern!r} in the model, such as SAQuadratic or VisionTransformer: '
+            'there are no heads to prune'
+        )
+
+    def judge(
+        self, model: nn.Module, batches: Optional[Iterable[Any]] = None, size: Optional[Tuple[int, ...]] = None
+    ) -> JudgedHeads:
+        """Judges the heads of the layers. In distributed training by the batches of all ranks.
+
+        The model runs in evaluation mode, and no random numbers are drawn from those of the training.
+
+        Args:
+            model (nn.Module): The model, not wrapped for distributed training.
+            batches (Iterable, optional): Training batches. Defaults to those that were given before.
+            size (tuple[int, ...], optional): Height and width of the grid in tokens, for attention by position alone.
+                Defaults to that of the batches.
+        """
+        layers, costs = self.layers(model), None
+        seen = {name: layer for name, layer in layers.items() if self.criteria and depends_on_content(layer)}
+        judged_by_loss = {name: layer for name, layer in layers.items() if self.amount and layer.num_heads > 0}
+        gradients = {name: HeadGradients(layer) for name, layer in judged_by_loss.items()}
+        with random_numbers_kept(), evaluating(model), torch.no_grad():
+            batches = list(self.batches if batches is None else batches)
+            if not batches and size is None:
+                raise ValueError('there were no images: give batches, a list or a data loader that can be read again')
+            with head_means(list(layers.values())) as of_layers, observed_attention(seen) as observed:
+                for batch in batches:
+                    self.loss(model, batch)
+            for batch in batches if gradients else ():
+                add_gradients(gradients, model, batch, self.loss)
+            if self.counts_multiply_adds and batches:
+                costs = self._costs(model, batches[0], layers)
+        means = dict(zip(layers, of_layers))
+        device = next(model.parameters()).device
+        _add_ranks(device, means, 'total', 'count')
+        _add_ranks(device, observed, 'entropy', 'from_uniform', 'distances', 'count')
+        _add_ranks(device, gradients, 'total', 'count')
+        sizes = {name: own.size or size for name, own in means.items()}
+        reports = {name: self._report(layer, observed.get(name), sizes[name]) for name, layer in layers.items()}
+        if self.amount:
+            importance = {name: own.mean(self.normalize).cpu() for name, own in gradients.items()}
+            self._add_unimportant(reports, importance, costs)
+        heads = {name: list(report.heads) for name, report in reports.items() if report.heads}
+        for name, found in heads.items():
+            if len(found) == reports[name].num_heads:
+                found.remove(_least_uniform(layers[name], observed.get(name), sizes[name]))
+        judged = [reports, {name: found for name, found in heads.items() if found}]
+        if _is_distributed():
+            dist.broadcast_object_list(judged)
+        return JudgedHeads(judged[0], judged[1], means if batches else {})
+
+    def remove(
+        self,
+        model: nn.Module,
+        judged: JudgedHeads,
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+        copies: Iterable[nn.Module] = (),
+    ) -> None:
+        """Removes the heads that go, from a model and from copies of it, and has optimizers train what is left.
+
+        Args:
+            model (nn.Module): The model, not wrapped for distributed training.
+            judged (JudgedHeads): Of :meth:`judge`.
+            optimizers (Iterable[Optimizer]): Those that train the model. Defaults to none.
+            copies (Iterable[nn.Module]): Averages of the model. Defaults to none.
+
+        Raises:
+            ValueError: An optimizer has state that cannot lose entries. Nothing has changed then.
+        """
+        optimizers = list(optimizers)
+        for optimizer in optimizers:
+            for name in judged.heads:
+                check_state(optimizer, model.get_submodule(name).parameters())
+        for module in (model, *copies):
+            if self.bias_correction:
+                self._make_up(module, judged)
+            change = prune_heads(module, judged.heads)
+            for optimizer in optimizers:
+                replace_parameters(optimizer, change)
+
+    def _make_up(self, model: nn.Module, judged: JudgedHeads) -> None:
+        """Has what stays in a layer do on average what the heads did that go."""
+        layers = prunable_heads(model)
+        for name, heads in judged.heads.items():
+            layer = layers[name]
+            duplicates = {
+                entry.head: entry.duplicate_of
+                for entry in judged.reports[name].found
+                if entry.duplicate_of is not None and entry.head in heads and takes_duplicates(layer)
+            }
+            for head, kept in duplicates.items():
+                merge_duplicate(layer, head, kept)
+            if layer.output.bias is not None:
+                fold_into_bias(layer, [head for head in heads if head not in duplicates], judged.means[name].mean)
+
+    def _report(
+        self, layer: Heads, observed: Optional[ObservedAttention], size: Optional[Tuple[int, ...]]
+    ) -> DegeneracyReport:
+        if not self.criteria or layer.num_heads == 0:
+            return DegeneracyReport(layer.num_heads, ())
+        if observed is not None:
+            return degenerate_heads_of_observed(observed, self.criteria)
+        return find_degenerate_heads(layer, self.criteria, size)
+
+    def _add_unimportant(
+        self, reports: Dict[str, DegeneracyReport], importance: Mapping[str, Tensor], costs: Optional[Costs]
+    ) -> None:
+        kind = 'degenerate or least important' if self.criteria else 'least important'
+        for name, report in reports.items():
+            reports[name] = replace(report, kind=kind)
+        for name, own in importance.items():
+            own[reports[name].heads] = -torch.inf  # those go first
+        for name, heads in self._least_important(importance, costs).items():
+            known = reports[name]
+            new = [
+                DegenerateHead(head, IMPORTANCE, value := float(importance[name][head]), f'importance {value:.3g}')
+                for head in heads
+                if head not in known.heads
+            ]
+            reports[name] = replace(known, found=tuple(sorted([*known.found, *new], key=lambda entry: entry.head)))
+
+    def _least_important(self, importance: Mapping[str, Tensor], costs: Optional[Costs]) -> Dict[str, List[int]]:
+        amount: Dict[str, Any] = dict(self.amount)
+        if 'keep' in amount:  # other criteria can have removed more
+            amount['keep'] = min(amount['keep'], sum(map(len, importance.values())))
+        if costs is not None and self.multiply_adds_before is not None:  # a share of those that there were at first
+            amount['multiply_adds'] = min(1.0, amount['multiply_adds'] * self.multiply_adds_before / costs[0])
+        return least_important(importance, **amount, costs=costs)
+
+    def _costs(self, model: nn.Module, batch: Any, layers: Mapping[str, Heads]) -> Costs:
+        """Returns the multiply-adds of the model and of the layers' heads for an image."""
+        images: List[int] = []
+        with counting(model, images):
+            total, costs = head_costs(model, lambda: self.loss(model, batch))
+        self.multiply_adds_before = self.multiply_adds_before or total / sum(images)
+        return total / sum(images), {name: costs[name] / sum(images) for name in layers}
+
+
+def loss_of_batch(model: nn.Module, batch: Any) -> Tensor:
+    """Computes the loss of a batch: of ``(images, labels)`` the cross-entropy, of a dict what the model says."""
+    device = next(model.parameters()).device
+    if isinstance(batch, Mapping):
+        output = model(**{name: value.to(device) for name, value in batch.items()})
+        return output['loss']
+    images, labels = batch
+    return cross_entropy(model(images.to(device)), labels.to(device))
+
+
+def _least_uniform(layer: Heads, observed: Optional[ObservedAttention], size: Optional[Tuple[int, ...]]) -> int:
+    entropy = relative_entropy_of_maps(exact_maps(layer, size)) if observed is None else observed.mean('entropy')
+    return int(entropy.argmin())
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _add_ranks(device: torch.device, sums: Mapping[str, Any], *names: str) -> None:
+    """Adds the sums of all ranks, in place; they meet on the device of the model."""
+    if not _is_distributed():
+        return
+    for own in sums.values():
+        for name in names:
+            value = getattr(own, name)
+            of_ranks = value.to(device)
+            dist.all_reduce(of_ranks)
+            value.copy_(of_ranks)

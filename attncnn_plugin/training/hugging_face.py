@@ -1,0 +1,74 @@
+"""Two phases and pruning in the ``Trainer`` of Hugging Face's transformers."""
+
+from typing import Any, Iterable, Union
+
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+from ..pruning.prune import check_state
+from .head_pruning import PruneHeads
+from .loops import check_one_device, follow_as_it_loads
+from .two_phases import TwoPhases
+
+
+class EpochCallback(TrainerCallback):
+    """Calls objects such as :class:`TwoPhases` and :class:`PruneHeads` at the beginning of each epoch.
+
+    ``trainer.train(resume_from_checkpoint=…)`` resumes from any checkpoint, with the model as it is built for the
+    first epoch; ``load_best_model_at_end`` loads any, too. To resume a model of transformers itself, whose files can
+    have other names than its modules, give the trainer what
+    :func:`~attncnn_plugin.hugging_face.load_hugging_face` makes of the checkpoint. The schedule is the trainer's.
+
+    Args:
+        trainer (Trainer): The trainer. Its optimizer is created at once, for the model of the first epoch, since the
+            trainer would create it after it has loaded a checkpoint of another structure.
+        *parts (TwoPhases | PruneHeads): What happens, in this order.
+        copies (Iterable[nn.Module]): Averages of the model that other callbacks keep. Defaults to none.
+
+    Raises:
+        TypeError: The training is distributed: its wrapper cannot be built anew between two epochs.
+        ValueError: The trainer has ``model_init`` instead of a model, or a part cannot do what it is told.
+
+    Examples:
+        >>> trainer.add_callback(EpochCallback(trainer, TwoPhases(epoch=5)))  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, trainer: Trainer, *parts: Union[TwoPhases, PruneHeads], copies: Iterable[nn.Module] = ()
+    ) -> None:
+        check_one_device(max(trainer.args.world_size, trainer.args.n_gpu))
+        if trainer.model_init is not None:
+            raise ValueError('the Trainer has a model_init, which builds another model later: give it a model')
+        for part in parts:
+            part.check(trainer.model)
+        self.parts, self.copies = parts, list(copies)
+        follow_as_it_loads(trainer.model, trainer.create_optimizer())
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Checks that model and optimizer have the structure of the checkpoint that was loaded.
+
+        Raises:
+            ValueError: They have not.
+        """
+        name, optimizer = type(kwargs['model']).__name__, kwargs['optimizer']
+        trained = {parameter for group in optimizer.param_groups for parameter in group['params']}
+        if not trained <= set(kwargs['model'].parameters()):
+            raise ValueError(
+                f'the optimizer has parameters of before the {name} took the structure of the checkpoint by itself: '
+                'put the network into a module of your own, and give that to the Trainer'
+            )
+        try:
+            check_state(optimizer, trained)
+        except ValueError as error:
+            raise ValueError(
+                f'the Trainer has not loaded the weights of the checkpoint into the {name}: give it '
+                f'load_hugging_face(checkpoint) as the model to resume with ({error})'
+            ) from error
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Calls the parts; not again where an epoch is resumed in the middle."""
+        epoch = state.epoch or 0
+        if epoch == int(epoch):
+            for part in self.parts:
+                part.on_epoch_begin(kwargs['model'], kwargs['optimizer'], int(epoch), self.copies)

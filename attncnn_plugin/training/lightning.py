@@ -1,0 +1,73 @@
+"""Two phases and pruning in Lightning's ``Trainer``."""
+
+from typing import Any, Dict, List, Union
+
+from torch import nn
+
+from .head_pruning import PruneHeads
+from .loops import check_one_device, follow_as_it_loads
+from .two_phases import TwoPhases
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:
+    from pytorch_lightning import Callback
+
+KEY = 'attncnn_plugin.parameters'  # in checkpoints: by optimizer and group, the names of its parameters
+
+
+class EpochCallback(Callback):
+    """Calls objects such as ``TwoPhases`` and ``PruneHeads`` at the beginning of each epoch.
+
+    ``trainer.fit(…, ckpt_path=…)`` resumes from any checkpoint, with the module as it is built for the first epoch, and
+    ``trainer.test(…, ckpt_path=…)`` loads any. The optimizers are those that the module has configured, and the
+    schedules go on. The copy of a ``WeightAveraging`` changes with the module.
+
+    Args:
+        *parts (TwoPhases | PruneHeads): What happens, in this order.
+    """
+
+    def __init__(self, *parts: Union[TwoPhases, PruneHeads]) -> None:
+        self.parts = parts
+        self.names: List[List[List[str]]] = []
+
+    def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
+        """Checks the module, before a checkpoint is loaded into it.
+
+        Raises:
+            TypeError: The training is distributed.
+            ValueError: A part cannot do what it is told.
+        """
+        check_one_device(trainer.world_size)
+        for part in self.parts:
+            part.check(pl_module)
+        for module in (pl_module, *_copies(trainer)):
+            follow_as_it_loads(module)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: nn.Module, checkpoint: Dict[str, Any]) -> None:
+        """Adds the names of the optimizers' parameters: their order is no longer that of a new optimizer."""
+        names = {parameter: name for name, parameter in pl_module.named_parameters()}
+        checkpoint[KEY] = [
+            [[names[parameter] for parameter in group['params']] for group in optimizer.param_groups]
+            for optimizer in trainer.optimizers
+        ]
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: nn.Module, checkpoint: Dict[str, Any]) -> None:
+        self.names = checkpoint.get(KEY, [])
+
+    def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Gives the optimizers, which are new, their parameters as in the checkpoint, whose state comes next."""
+        named = dict(pl_module.named_parameters())
+        for optimizer, groups in zip(trainer.optimizers, self.names):
+            for group, names in zip(optimizer.param_groups, groups):
+                group['params'][:] = [named[name] for name in names]
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        for part in self.parts:
+            part.on_epoch_begin(pl_module, trainer.optimizers, trainer.current_epoch, _copies(trainer))
+
+
+def _copies(trainer: Any) -> List[nn.Module]:
+    """Returns the copies that callbacks for averages keep."""
+    averages = [getattr(callback, '_average_model', None) for callback in trainer.callbacks]
+    return [average.module for average in averages if average is not None]

@@ -1,0 +1,132 @@
+"""What the objects have in common that a training loop calls."""
+
+import random
+from contextlib import contextmanager
+from typing import Any, Iterable, Iterator, List, Mapping, Sequence, Tuple, Union
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ..attention.state_dicts import StructureError
+from ..change import Change, Successor
+from ..pruning import replace_parameters
+from ..structure import follow_state_dict, take_structures
+
+Optimizers = Union[torch.optim.Optimizer, Iterable[torch.optim.Optimizer]]
+
+
+def check_epochs(what: str, epochs: Sequence[Any]) -> Tuple[int, ...]:
+    """Returns epochs, if that is what they are; ``what`` begins the error.
+
+    Raises:
+        ValueError: One is no whole number, or negative.
+    """
+    if any(not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0 for epoch in epochs):
+        raise ValueError(f'{what} must be epochs, counted from 0')
+    return tuple(epochs)
+
+
+def check_not_wrapped(model: nn.Module) -> None:
+    """Refuses a model that is wrapped for distributed training.
+
+    Raises:
+        TypeError: It is.
+    """
+    if isinstance(model, (DataParallel, DistributedDataParallel)):
+        raise TypeError(
+            f'the model is a {type(model).__name__}, which knows the parameters that it was built with alone: give '
+            'its .module, and build a new wrapper afterwards'
+        )
+
+
+def check_one_device(number: int) -> None:
+    """Refuses a trainer of several devices, which wraps the model for them once.
+
+    Raises:
+        TypeError: It has several.
+    """
+    if number > 1:
+        raise TypeError(
+            f'the trainer has {number} devices, and wraps the model for them once: train each phase in a run of its '
+            'own, or in a loop of your own'
+        )
+
+
+def in_list(optimizers: Optimizers) -> List[torch.optim.Optimizer]:
+    """Returns one optimizer, or several, in a list."""
+    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+
+
+def follow_with_optimizer(model: nn.Module, optimizer: Optimizers, state_dict: Mapping[str, Any]) -> Change:
+    """Brings a model, and an optimizer of it, to the structure of a checkpoint: before you load both, to resume.
+
+    The optimizer is as new, built for the model as the first epoch had it, and gets the parameters of attention in the
+    groups and in the order in which :class:`TwoPhases` has put them.
+
+    Args:
+        model (nn.Module): The model as it is built for the first epoch, not wrapped for distributed training.
+        optimizer (Optimizer | Iterable[Optimizer]): What trains it.
+        state_dict (Mapping[str, Tensor]): The weights of the checkpoint.
+
+    Returns:
+        Change: What :func:`attncnn_plugin.follow_state_dict` did; an average of the model needs that alone.
+
+    Raises:
+        StructureError: The state dict does not fit.
+    """
+    change = follow_state_dict(model, state_dict)
+    for own in in_list(optimizer):
+        hand_over(own, model, change)
+    return change
+
+
+def follow_as_it_loads(model: nn.Module, optimizer: Optimizers = ()) -> None:
+    """Has a model take the structure of whatever it loads: trainers leave no place to do so before they load.
+
+    Args:
+        model (nn.Module): The model.
+        optimizer (Optimizer | Iterable[Optimizer]): What trains it, and gets its new parameters. Defaults to none.
+    """
+    optimizers = in_list(optimizer)
+
+    def follow(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        try:
+            with torch.no_grad():
+                _, replaced = take_structures(module, state_dict, prefix)
+        except StructureError as error:
+            args[-1].append(str(error))
+            return
+        for own in optimizers:
+            hand_over(own, module, replaced)
+
+    model.register_load_state_dict_pre_hook(follow)
+
+
+def hand_over(
+    optimizer: torch.optim.Optimizer, model: nn.Module, change: Union[Change, Mapping[nn.Parameter, Successor]]
+) -> None:
+    """Gives an optimizer what took the place of its parameters, in the order of the model.
+
+    States of optimizers are loaded by the order of parameters: one for all has that of a new optimizer.
+    """
+    replace_parameters(optimizer, change)
+    order = {parameter: number for number, parameter in enumerate(model.parameters())}
+    for group in optimizer.param_groups:
+        numbers = [order.get(parameter, len(order)) for parameter in group['params']]
+        for key in {'params', 'param_names'} & group.keys():
+            group[key][:] = [entry for _, entry in sorted(zip(numbers, group[key]), key=lambda pair: pair[0])]
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Restores Python's, numpy's and PyTorch's random numbers at the end, those of the current GPU included."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)

@@ -1,0 +1,211 @@
+"""Figures of the heads of any vision transformer, which need a model and images and nothing else."""
+
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from timm.utils import unwrap_model
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from ..analysis import mean_attention
+from ..analysis.layer_maps import attention_layers, is_other_vit, layer_labels, visit_layers
+from ..analysis.recorder import probs_of, rollout
+from ..analysis.shift_statistics import keys_of_query
+from ..attention.window import shown
+from ..pruning import HeadAblation
+from ..transformers.attention import TokenPlaces, visit_vit_attention
+from ..transformers.vision_transformer import find_transformer
+from .style import MAP_COLORS, check_maps, styled
+
+CHANGES = 'RdBu_r'  # blue below the neutral value, white there, red above
+RANGE = 10.0  # the colours of attention go from uniform divided by it to uniform times it
+MOST_COLUMNS = 12  # of heads
+
+
+@styled
+def plot_attention(model: nn.Module, images: Tensor, layers: Optional[Sequence[str]] = None) -> Figure:
+    """Draws where the class token of each image looks: each head, their mean, and the rollout through all layers.
+
+    Without a class token it is the mean over all patches. The colours of a map say how its attention to patches is
+    divided among them, relative to uniform attention: 1 is a patch that gets as much as if all got the same.
+
+    Args:
+        model (nn.Module): As of :func:`~attncnn_plugin.attention_maps`, with a grid of patches.
+        images (Tensor): ``(B, C, H, W)``, normalized as in training; the photos are drawn from their lowest to their
+            highest value.
+        layers (Sequence[str], optional): Names of layers, a row each. Defaults to None, the last one.
+
+    Returns:
+        Figure: A row for each image and layer: photo and rollout in the first row of an image, mean of heads, heads.
+        Where layers have other tokens than those before, as in Swin transformers, there is no rollout.
+
+    Raises:
+        TypeError: ``images`` are no tensor.
+        ValueError: The model has no attention that is known, or not these layers; the images are not for it.
+    """
+    model, images = _ready(model, images)
+    rows, of_class = _rows(model, images)
+    names = [list(rows)[-1]] if layers is None else list(layers)
+    if not names or not set(names) <= set(rows):
+        raise ValueError(f'layers={shown(layers)} must be some of {", ".join(rows)}')
+    try:
+        reached = rollout(model, images).cpu()
+    except ValueError:  # there are other tokens after some layers: all else was fine above
+        reached = None
+    left = 2 if reached is None else 3  # photo, rollout, mean of heads
+    heads = max(1, *(rows[name].shape[1] for name in names))
+    columns, deep = min(heads, MOST_COLUMNS), -(-heads // MOST_COLUMNS)  # more heads are below
+    lines = len(images) * len(names) * deep
+    figure = Figure(figsize=(max(0.95 * (left + columns) + 1.4, 4.8), 1.1 * lines + 0.5), layout='constrained')
+    grid, labels = figure.add_gridspec(lines, left + columns), layer_labels(rows)
+    for line, (image, name) in enumerate((image, name) for image in range(len(images)) for name in names):
+        line *= deep
+        own = rows[name][image]
+        drawn = _draw(figure.add_subplot(grid[line, left - 1]), own.mean(0), f'{labels[name]}\nmean of heads')
+        for head, of_head in enumerate(own):
+            place = grid[line + head // columns, left + head % columns]
+            _draw(figure.add_subplot(place), of_head, f'head {head}')
+        if name == names[0]:
+            axes = figure.add_subplot(grid[line, 0])
+            axes.imshow(_photo(images[image]), cmap='gray')
+            axes.set(xticks=[], yticks=[])
+            axes.set_title(f'image {image}', fontsize=6.5, pad=2)
+            if reached is not None:
+                _draw(figure.add_subplot(grid[line, 1]), reached[image], 'all layers\n(rollout)')
+    query = 'the class token looks' if of_class else 'the patches look, mean over them'
+    _finish(figure, drawn, f'Where {query}.')
+    return figure
+
+
+@styled
+def plot_heads(model: nn.Module, images: Tensor) -> Figure:
+    """Draws all heads of all layers as small maps: what the patch in the middle attends to, mean over images.
+
+    Rows are layers, columns heads. In windows it is the mean over queries, by shift. The colours are those of
+    :func:`plot_attention`; the square is the query.
+
+    Args:
+        model (nn.Module): As of :func:`~attncnn_plugin.analysis.mean_attention`.
+        images (Tensor): ``(B, C, H, W)``, normalized as in training; some are enough.
+
+    Returns:
+        Figure: One axes for each head.
+
+    Raises:
+        TypeError, ValueError: As of :func:`plot_attention`.
+    """
+    model, images = _ready(model, images)
+    maps = {name: own for name, own in mean_attention(model, images).items() if len(own.probs)}
+    check_maps(maps)
+    columns = max(len(own.probs) for own in maps.values())
+    figure = Figure(figsize=(max(0.62 * columns + 2.2, 4.8), 0.66 * len(maps) + 0.7), layout='constrained')
+    grid, labels = figure.add_gridspec(len(maps), columns), layer_labels(maps)
+    for line, (name, own) in enumerate(maps.items()):
+        probs, (row, column) = keys_of_query(own)
+        if own.in_windows:  # shifts that no query sees are left out
+            seen = probs.sum(0) > 1e-9
+            reach = [int(seen.any(axis).nonzero().max()) - at for axis, at in ((1, row), (0, column))]
+            probs = probs[:, row - reach[0] : row + reach[0] + 1, column - reach[1] : column + reach[1] + 1]
+            row, column = reach
+        for head, of_head in enumerate(probs):
+            axes = figure.add_subplot(grid[line, head])
+            drawn = _draw(axes, of_head, f'head {head}')
+            axes.plot(column, row, 's', markersize=4, markerfacecolor='none', markeredgecolor='#F5B700')
+            if head == 0:
+                axes.set_ylabel(labels[name], rotation=0, ha='right', va='center')
+    _finish(figure, drawn, f'What the patch in the yellow square attends to, mean over images: {len(images)}.')
+    return figure
+
+
+@styled
+def plot_head_ablation(ablation: HeadAblation) -> Figure:
+    """Draws what each head is worth, layers by heads: the change of loss at its mean and at zero, and its importance.
+
+    Args:
+        ablation (HeadAblation): Of :func:`~attncnn_plugin.pruning.head_ablation`.
+
+    Returns:
+        Figure: Three axes; the first two share their colours, red where the model needs the head.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(ablation, HeadAblation):
+        raise TypeError(f'ablation={shown(ablation)} must be the result of head_ablation(model, batches, loss)')
+    of_layers = ablation.mean_loss, ablation.zero_loss, ablation.importance
+    tables = [pad_sequence([*own.values()], True, torch.nan).numpy() for own in of_layers]  # no more heads: grey
+    height, width = tables[0].shape
+    figure = Figure(figsize=(3 * (0.22 * width + 0.5) + 1.2, 0.22 * height + 1.7), layout='constrained')
+    panels = figure.subplots(1, 3, sharey=True)
+    largest = max(np.nanmax(np.abs(own)) for own in tables[:2]) or 1.0
+    changes: Dict[str, Any] = dict(cmap=CHANGES, vmin=-largest, vmax=largest)
+    titles = "head's output at its mean", "head's output at zero", 'gradient importance'
+    looks = changes, changes, dict(cmap=MAP_COLORS, vmin=0)
+    for axes, values, title, look in zip(panels, tables, titles, looks):
+        axes.imshow(values, **look)
+        axes.set(title=title, xlabel='head', xticks=range(0, width, 1 + width // 12), facecolor='#CCCCCC')
+    label = f'change of the loss, which is {ablation.loss:.3g}'
+    figure.colorbar(panels[0].images[0], ax=panels[:2], location='bottom', label=label, shrink=0.6, aspect=25)
+    figure.colorbar(panels[2].images[0], ax=panels[2], location='bottom', label='E|∂loss/∂gate|', aspect=25)
+    panels[0].set_yticks(range(height), layer_labels(ablation.importance).values())
+    return figure
+
+
+def _ready(model: nn.Module, images: Any) -> Tuple[nn.Module, Tensor]:
+    """Returns a model without what compiles or distributes it, and the images where and as it takes them."""
+    if not isinstance(images, Tensor):
+        raise TypeError(f'images={shown(images)} must be a tensor (B, C, H, W), normalized as in training')
+    model = unwrap_model(model)
+    return model, images.to(next(model.parameters(), images))
+
+
+@torch.no_grad()
+def _rows(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], bool]:
+    """Returns by layer what each patch gets, ``(B, N_h, H, W)``, and whether it is from the class token."""
+    rows: Dict[str, Tensor] = {}
+    of_class: List[bool] = []
+
+    def add(name: str, probs: Tensor, where: TokenPlaces) -> None:
+        first = where.prefix > 0 and find_transformer(model).prefix_names[:1] == ['cls']
+        whole = probs if where.windows is None else where.on_grid(where.by_window(probs))
+        row = whole[:, :, 0] if first else whole[:, :, where.prefix :].mean(2)
+        rows[name] = row[..., where.prefix :].unflatten(-1, where.grid).float().cpu()
+        of_class.append(first)
+
+    def add_own(name: str, layer: Any, x: Tensor) -> None:
+        rows[name] = probs_of(layer, x).mean(2).unflatten(-1, layer.grid_of(x)).float().cpu()
+
+    if is_other_vit(model):
+        visit_vit_attention(model, images, add)
+    else:
+        visit_layers(model, images, attention_layers(model), add_own)
+    return rows, bool(of_class) and of_class[-1]
+
+
+def _draw(axes: Axes, attention: Tensor, title: str) -> AxesImage:
+    """Draws attention to patches, relative to uniform attention to those that are shown."""
+    axes.set(xticks=[], yticks=[])
+    axes.set_title(title, fontsize=6.5, pad=2)
+    values = (attention / attention.mean().clamp(min=1e-12)).clamp(min=1e-9).numpy()
+    return axes.imshow(values, cmap=CHANGES, norm=LogNorm(1 / RANGE, RANGE), interpolation='nearest')
+
+
+def _finish(figure: Figure, drawn: AxesImage, text: str) -> None:
+    """Adds the colour bar of the maps, and lines below."""
+    figure.supxlabel(f'{text}\nRed: more than uniform attention, blue: less.', fontsize=8)
+    size = dict(shrink=min(1, 3 / figure.get_figheight()), pad=0.01, aspect=15)
+    bar = figure.colorbar(drawn, ax=figure.axes, label='× uniform attention', extend='both', **size)
+    bar.ax.minorticks_off()
+    bar.set_ticks([1 / RANGE, 1, RANGE], labels=[f'1/{RANGE:g}', '1', f'{RANGE:g}'])
+
+
+def _photo(image: Tensor) -> np.ndarray:
+    """Returns an image from 0 to 1, ``(H, W, 3)``, or grey ``(H, W)`` with another number of channels."""
+    own = image.detach().float().cpu()
+    own = own.permute(1, 2, 0) if len(own) == 3 else own.mean(0)
+    return ((own - own.min()) / (own.max() - own.min()).clamp(min=1e-12)).numpy()

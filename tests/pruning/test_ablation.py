@@ -1,0 +1,123 @@
+"""Heads that are taken out against a copy that was really pruned."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.small import small_cmhsa, small_timm, trained_like
+from helpers.vits import SIZE, output_of, small_vit
+
+from attncnn_plugin.pruning import head_ablation, head_importance, prunable_heads, prune_heads
+from attncnn_plugin.pruning.prune import fold_into_bias, head_means
+
+
+def loss_and_right(model, batch):
+    logits = output_of(model, batch[0])
+    return F.cross_entropy(logits, batch[1]), (logits.argmax(1) == batch[1]).sum()
+
+
+def by_pruning(model, batches, loss, head, name, kind):
+    """Loss and accuracy of a copy without the head, over all images at once."""
+    pruned = copy.deepcopy(model).eval()
+    images, labels = (torch.cat(parts) for parts in zip(*batches))
+    with torch.no_grad():
+        if kind == 'mean':
+            layer = prunable_heads(pruned)[name]
+            with head_means([layer]) as (means,):
+                output_of(pruned, images)
+            fold_into_bias(layer, [head], means.mean)
+        prune_heads(pruned, {name: [head]}, allow_empty=True)
+        mean, right = loss(pruned, (images, labels))
+    return mean.item(), right.item() / len(images)
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    'name',
+    [
+        'vit_tiny_patch16_224',
+        'swin_tiny_patch4_window7_224',
+        'transformers.ViT',
+        'torchvision.VisionTransformer',
+        'sa_quadratic_cifar',
+        'cmhsa',
+        'cmhsa, narrow',
+    ],
+)
+def test_ablation_is_that_of_a_pruned_copy(name, dtype):
+    torch.manual_seed(0)
+    if name.startswith('sa_'):
+        model = trained_like(small_timm(name, num_classes=5))
+    elif name.startswith('cmhsa'):
+        model = trained_like(small_cmhsa('attn', num_classes=5, head_dim='exact' if 'narrow' in name else None))
+    else:
+        model = small_vit(name)
+    model = model.to(dtype).train()
+    size = 16 if name.startswith(('sa_', 'cmhsa')) else SIZE
+    batches = [(torch.randn(number, 3, size, size, dtype=dtype), torch.randint(5, (number,))) for number in (4, 1, 2)]
+    state = copy.deepcopy(model.state_dict())
+    ablation = head_ablation(model, iter(batches), loss_and_right)
+    assert all(module.training for module in model.modules())
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert not any(module._forward_pre_hooks or 'forward' in vars(module) for module in model.modules())
+    exact = dict(rtol=1e-9, atol=1e-9) if dtype == torch.float64 else dict(rtol=1e-4, atol=1e-4)
+    changes = []
+    for kind in ('mean', 'zero'):
+        of_loss, of_accuracy = getattr(ablation, f'{kind}_loss'), getattr(ablation, f'{kind}_accuracy')
+        assert list(of_loss) == list(of_accuracy) == list(prunable_heads(model))
+        for layer, own in prunable_heads(model).items():
+            assert of_loss[layer].shape == of_accuracy[layer].shape == (own.num_heads,)
+            for head in range(own.num_heads):
+                mean, accuracy = by_pruning(model, batches, loss_and_right, head, layer, kind)
+                torch.testing.assert_close((ablation.loss + of_loss[layer][head]).item(), mean, **exact)
+                torch.testing.assert_close((ablation.accuracy + of_accuracy[layer][head]).item(), accuracy, **exact)
+                changes.append(abs(of_loss[layer][head].item()))
+    assert max(changes) > 1e-3  # something changed
+    importance = head_importance(model, batches, lambda *args: loss_and_right(*args)[0])
+    for layer, values in ablation.importance.items():
+        torch.testing.assert_close(values, importance[layer])
+
+
+def test_a_loss_without_accuracy_and_the_table():
+    torch.manual_seed(0)
+    model, batches = small_vit('vit_tiny_patch16_224'), [(torch.randn(3, 3, SIZE, SIZE), torch.arange(3))]
+    full = head_ablation(model, batches, loss_and_right)
+    alone = head_ablation(model, batches, lambda *args: loss_and_right(*args)[0])
+    assert alone.accuracy is None and alone.mean_accuracy == alone.zero_accuracy == {}
+    for name, values in full.zero_loss.items():
+        assert torch.equal(alone.zero_loss[name], values)
+    lines = str(full).splitlines()
+    assert lines[0].split('  ')[0] == 'layer' and 'accuracy, at its mean' in lines[0] and 'accuracy' not in str(alone)
+    assert len(lines) == 2 + 6 and lines[2].split()[:2] == ['blocks.0.attn', '0']
+    assert f'{full.mean_loss["blocks.0.attn"][0]:+.4f}' in lines[2]
+
+
+def test_a_compiled_model_is_ablated_too():
+    torch.manual_seed(0)
+    model, batches = small_vit('vit_tiny_patch16_224'), [(torch.randn(2, 3, SIZE, SIZE), torch.arange(2))]
+    expected = head_ablation(model, batches, loss_and_right).mean_loss
+    compiled = torch.compile(model, backend='eager')
+    compiled(batches[0][0])
+    for (_, own), values in zip(head_ablation(compiled, batches, loss_and_right).mean_loss.items(), expected.values()):
+        torch.testing.assert_close(own, values)
+
+
+def test_refused_losses():
+    model = small_vit('vit_tiny_patch16_224')
+    images, labels = torch.randn(2, 3, SIZE, SIZE), torch.tensor([0, 1])
+    batches = [(images, labels)]
+    for bad, message in (
+        (lambda model, batch: loss_and_right(model, batch)[0] * torch.nan, 'is nan for batch 0: a finite number'),
+        (lambda model, batch: loss_and_right(model, batch)[0].item(), 'gave .* without .item()'),
+        (lambda model, batch: model(batch[0]), r'gave <Tensor of shape \(2, 5\)>, but the mean loss is needed'),
+        (lambda model, batch: (loss_and_right(model, batch)[0], 3), 'gives 3.0 right predictions of 2 images'),
+        (lambda model, batch: torch.tensor(1.0), 'called the model 0 times'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            head_ablation(model, batches, bad)
+        assert not any(module._forward_pre_hooks for module in model.modules())
+    with pytest.raises(ValueError, match='batches are none'):
+        head_ablation(model, [], loss_and_right)
+    with pytest.raises(ValueError, match='Linear without attention whose heads can be removed'):
+        head_ablation(torch.nn.Linear(2, 2), batches, loss_and_right)

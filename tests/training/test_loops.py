@@ -1,0 +1,320 @@
+"""Two phases and pruning in a plain loop: optimizer, average, resuming, two ranks, mistakes."""
+
+import copy
+import io
+
+import pytest
+import timm
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from helpers.small import small_cmhsa, small_timm
+from timm.optim import create_optimizer_v2
+from timm.utils import ModelEmaV3
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from attncnn_plugin import follow_state_dict
+from attncnn_plugin.pruning import prunable_heads
+from attncnn_plugin.training import PruneHeads, TwoPhases, follow_with_optimizer
+
+EPOCHS, SWITCH, PRUNE = 6, 2, 4
+IMAGES, LABELS = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(8)
+
+
+def batches_of(epoch):
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(epoch))
+    return list(zip(IMAGES[order].split(4), LABELS[order].split(4)))
+
+
+def cnn():
+    return timm.create_model('resnet10t', num_classes=10, layers=(1, 1, 1, 1), channels=(8, 8, 8, 16), stem_width=8)
+
+
+def vit():
+    return timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=4, depth=2, num_classes=10)
+
+
+def pruning(**amount):
+    return PruneHeads(epoch=PRUNE, batches=batches_of(0), **amount)
+
+
+KINDS = {
+    'CMHSA': (lambda: small_cmhsa('conv'), lambda: [TwoPhases(epoch=SWITCH), pruning(keep=12)]),
+    'CNN': (
+        cnn,
+        lambda: [
+            TwoPhases(epoch=SWITCH, layers='layer4.*.conv2', content='additive', alpha=6.0),
+            pruning(threshold=0.3, criteria=['duplicate']),
+        ],
+    ),
+    'ViT': (vit, lambda: [pruning(multiply_adds=0.9)]),
+}
+OPTIMIZERS = {
+    'AdamW': lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+    'timm': lambda model: create_optimizer_v2(model, 'adamw', lr=1e-3, weight_decay=0.05),
+}
+
+
+class Training:
+    """A model, its average and its optimizer, as a loop of one's own has them."""
+
+    def __init__(self, kind, optimizer, checkpoint=None):
+        build, parts = KINDS[kind]
+        torch.manual_seed(0)
+        self.model, self.parts, self.epoch = build(), parts(), 0
+        self.average = ModelEmaV3(self.model, decay=0.8)
+        self.optimizer = OPTIMIZERS[optimizer](self.model)
+        if checkpoint is not None:
+            for part in self.parts:
+                part.check(self.model)
+            follow_with_optimizer(self.model, self.optimizer, checkpoint['model'])
+            follow_state_dict(self.average.module, checkpoint['average'])
+            self.model.load_state_dict(checkpoint['model'])
+            self.average.module.load_state_dict(checkpoint['average'])
+            self.optimizer.load_state_dict(checkpoint['optimizer'])
+            self.epoch = checkpoint['epoch']
+
+    def step(self, images, labels):
+        self.optimizer.zero_grad()
+        cross_entropy(self.model(images), labels).backward()
+        self.optimizer.step()
+        self.average.update(self.model)
+
+    def run(self, epochs):
+        """Trains some epochs, and yields the checkpoint after each."""
+        self.model.train()
+        while self.epoch < epochs:
+            for part in self.parts:
+                part.on_epoch_begin(self.model, self.optimizer, self.epoch, [self.average.module])
+            for batch in batches_of(self.epoch):
+                self.step(*batch)
+            self.epoch += 1
+            states = dict(model=self.model, average=self.average.module, optimizer=self.optimizer)
+            yield copy.deepcopy(dict(epoch=self.epoch, **{key: own.state_dict() for key, own in states.items()}))
+
+
+@pytest.fixture(scope='module', params=[(kind, optimizer) for kind in KINDS for optimizer in OPTIMIZERS])
+def whole(request):
+    training = Training(*request.param)
+    return request.param, training, list(training.run(EPOCHS))
+
+
+def number_of_heads(model):
+    return sum(layer.num_heads for layer in prunable_heads(model).values())
+
+
+def test_model_average_and_optimizer(whole):
+    (kind, _), training, _ = whole
+    groups = training.optimizer.param_groups
+    order = {parameter: number for number, parameter in enumerate(training.model.parameters())}
+    held = [[order[parameter] for parameter in group['params']] for group in groups]
+    assert sorted(sum(held, [])) == list(range(len(order))) and all(own == sorted(own) for own in held)
+    assert set(training.optimizer.state) == set(order)
+    steps = {'CMHSA': (EPOCHS - SWITCH) * 2, 'CNN': (EPOCHS - SWITCH) * 2, 'ViT': EPOCHS * 2}[kind]
+    for parameter, state in training.optimizer.state.items():
+        assert state['exp_avg'].shape == parameter.shape and state['step'] == steps
+    heads = {'CMHSA': 12, 'CNN': number_of_heads(training.model), 'ViT': number_of_heads(training.model)}[kind]
+    assert number_of_heads(training.model) == number_of_heads(training.average.module) == heads
+    assert heads < {'CMHSA': 18, 'CNN': 9, 'ViT': 6}[kind]
+    for name, value in training.average.module.state_dict().items():
+        assert value.shape == training.model.state_dict()[name].shape
+
+
+@pytest.mark.parametrize('epoch', [SWITCH - 1, SWITCH, SWITCH + 1, PRUNE, PRUNE + 1])
+def test_resumed_run_equals_the_whole_one(epoch, whole):
+    """Bit by bit, through a file, from before and after either change."""
+    which, _, checkpoints = whole
+    file = io.BytesIO()
+    torch.save(checkpoints[epoch - 1], file)
+    file.seek(0)
+    *_, last = Training(*which, torch.load(file)).run(EPOCHS)
+    for key in ('model', 'average'):
+        assert last[key].keys() == checkpoints[-1][key].keys()
+        for name, value in checkpoints[-1][key].items():
+            assert torch.equal(last[key][name], value), (key, name)
+
+
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
+def test_the_second_phase_is_that_of_a_new_optimizer(optimizer):
+    """As in L21: what was trained in place is what a new optimizer trains, and begins as the convolutions ended."""
+    training = Training('CMHSA', optimizer)
+    training.parts = training.parts[:1]
+    *_, first = training.run(SWITCH)
+    *_, last = training.run(EPOCHS)
+    model = small_cmhsa('conv')
+    model.load_state_dict(first['model'])
+    model.to_attention(torch.Generator().manual_seed(0))
+    anew = OPTIMIZERS[optimizer](model)
+    for epoch in range(SWITCH, EPOCHS):
+        for images, labels in batches_of(epoch):
+            anew.zero_grad()
+            cross_entropy(model(images), labels).backward()
+            anew.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, last['model'][name]), name
+
+
+def test_the_average_keeps_its_function():
+    model = small_cmhsa('conv', attn_bias_init=40.0)
+    average = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in average.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    expected = [own.eval()(IMAGES) for own in (model, average)]
+    model.head.fc.bias.grad = torch.ones(10)
+    (change,) = TwoPhases(epoch=0).on_epoch_begin(model, [], 0, [average])
+    assert 'blocks.1.attn' in str(change) and model.head.fc.bias.grad is None
+    for own, before in zip((model, average), expected):
+        assert own.phase == 'attn' and torch.allclose(own(IMAGES), before, atol=1e-5)
+    for name, value in model.named_parameters():  # an average of two random draws would be none
+        assert torch.equal(average.get_parameter(name), value) or not name.endswith('key.weight')
+
+
+def test_several_optimizers_with_names():
+    model = small_cmhsa('conv')
+    named = list(model.named_parameters())
+    optimizers = [torch.optim.SGD(part, lr=0.1) for part in (named[:5], named[5:])]
+    TwoPhases(epoch=0).on_epoch_begin(model, optimizers, 0)
+    now, found = dict(model.named_parameters()), []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            assert [id(now[name]) for name in group['param_names']] == list(map(id, group['params']))
+            found += group['param_names']
+    assert sorted(found) == sorted(now)
+
+
+def test_pruning_draws_no_random_numbers():
+    """A run whose heads all stay is the run without pruning, whatever the loader draws."""
+    data = DataLoader(TensorDataset(IMAGES, LABELS), 4)
+    states = []
+    for parts in ([], [PruneHeads(epoch=[0, 1], batches=data, threshold=0)]):
+        torch.manual_seed(0)
+        model = small_timm('sa_learned_content_cifar', depth=1, drop_rate=0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for epoch in range(2):
+            for part in parts:
+                assert part.on_epoch_begin(model, optimizer, epoch) is None
+            for images, labels in DataLoader(TensorDataset(IMAGES, LABELS), 4, shuffle=True):
+                optimizer.zero_grad()
+                cross_entropy(model(images), labels).backward()
+                optimizer.step()
+        states.append(model.state_dict())
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def train_a_rank(rank, folder):
+    dist.init_process_group('gloo', init_method=f'file://{folder}/meeting', rank=rank, world_size=2)
+    torch.manual_seed(rank)  # DDP brings the ranks together
+    half = slice(4 * rank, 4 * rank + 4)
+    ddp = DistributedDataParallel(small_cmhsa('conv'))
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+    parts = TwoPhases(epoch=1), PruneHeads(epoch=2, batches=[(IMAGES[half], LABELS[half])], keep=12)
+    for epoch in range(4):
+        for part in parts:
+            if part.on_epoch_begin(ddp.module, optimizer, epoch):
+                ddp = DistributedDataParallel(ddp.module)
+        optimizer.zero_grad()
+        cross_entropy(ddp(IMAGES[half]), LABELS[half]).backward()
+        optimizer.step()
+        if epoch == 0 and rank == 0:
+            torch.save(ddp.module.state_dict(), f'{folder}/start.pt')
+    torch.save(ddp.module.state_dict(), f'{folder}/{rank}.pt')
+    dist.destroy_process_group()
+
+
+def test_two_ranks_are_one_training(tmp_path):
+    """The ranks stay equal, and do what one process does with the batches of both."""
+    torch.multiprocessing.start_processes(train_a_rank, (str(tmp_path),), nprocs=2, start_method='fork')
+    one, other = (torch.load(tmp_path / f'{rank}.pt') for rank in range(2))
+    model = small_cmhsa('conv')
+    model.load_state_dict(torch.load(tmp_path / 'start.pt'))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    parts = TwoPhases(epoch=1), PruneHeads(epoch=2, batches=[(IMAGES, LABELS)], keep=12)
+    for epoch in range(1, 4):
+        for part in parts:
+            part.on_epoch_begin(model, optimizer, epoch)
+        optimizer.zero_grad()
+        cross_entropy(model(IMAGES), LABELS).backward()
+        optimizer.step()
+    assert number_of_heads(model) == 12
+    for name, value in model.state_dict().items():
+        assert torch.equal(one[name], other[name]), name
+        assert torch.allclose(one[name], value, atol=1e-5), name
+
+
+@pytest.mark.parametrize('value', [-1, 1.5, '3', True])
+def test_epochs_are_checked(value):
+    with pytest.raises(ValueError, match=f'epoch={value!r} of TwoPhases must be epochs, counted from 0'):
+        TwoPhases(epoch=value)
+    for epoch in (value, [2, value]):
+        with pytest.raises(ValueError, match='of PruneHeads must be epochs, counted from 0'):
+            PruneHeads(epoch=epoch, keep=3)
+
+
+@pytest.mark.parametrize(
+    'settings, message',
+    [
+        (dict(keep=4, threshold=0.1), "'threshold': 0.1, 'keep': 4. says how many heads go: give one of"),
+        (dict(keep=2.5), 'keep=2.5 must be a number of heads'),
+        (dict(), r'criteria=\(\) of PruneHeads and nothing else say which heads go: give one of keep, threshold'),
+    ],
+)
+def test_settings_of_pruning(settings, message):
+    with pytest.raises(ValueError, match=message):
+        PruneHeads(epoch=1, **settings)
+
+
+def test_refused_at_once():
+    """At the first epoch, long before the one that it is about."""
+    batches, optimizer = [(IMAGES, LABELS)], []
+    for part, model, error, message in (
+        (TwoPhases(5), vit(), ValueError, 'finds no module with phases, such as a CMHSA in a VisionTransformer'),
+        (TwoPhases(5, layers='stage*'), cnn(), ValueError, r"no convolution layers=\['stage\*'\] in a ResNet"),
+        (TwoPhases(5), small_cmhsa('attn'), ValueError, 'attention at epoch 0, before epoch=5 of TwoPhases turns it'),
+        (TwoPhases(5), nn.DataParallel(small_cmhsa('conv')), TypeError, 'give its .module, and build a new wrapper'),
+        (PruneHeads(5, batches, keep=3), nn.DataParallel(vit()), TypeError, 'give its .module'),
+        (PruneHeads(5, batches, keep=7), vit(), ValueError, 'keep=7 must be at most 6'),
+        (PruneHeads(5, batches, multiply_adds=0.1), vit(), ValueError, 'multiply_adds=0.1 cannot be reached'),
+        (PruneHeads(5, batches, criteria=['stripe']), vit(), TypeError, r"blocks.0.attn: .* layers='\*' can leave"),
+        (PruneHeads(0, batches, keep=3), cnn(), ValueError, r"at epoch 0, no attention with layers='\*' in the model"),
+        (PruneHeads(0, keep=3), vit(), ValueError, 'there were no images: give batches'),
+        (PruneHeads(0, iter(()), keep=3), vit(), ValueError, 'there were no images: give batches'),
+    ):
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(error, match=message):
+            part.on_epoch_begin(model, optimizer, 0)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match="'alpha': 6} of TwoPhases are for the layers of a CNN: give layers"):
+        TwoPhases(5, alpha=6)
+
+
+def test_a_resumed_model_that_did_not_follow():
+    phases, model = TwoPhases(epoch=2), small_cmhsa('conv')
+    with pytest.raises(ValueError, match='convolutions at epoch 3, but epoch=2 of .*: call follow_with_optimizer'):
+        phases.on_epoch_begin(model, [], 3)
+    assert phases.on_epoch_begin(small_cmhsa('attn'), [], 2) == []  # resumed in the middle of that epoch
+
+
+def test_an_optimizer_whose_state_cannot_lose_entries():
+    model = vit()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    cross_entropy(model(IMAGES), LABELS).backward()
+    optimizer.step()
+    expected = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match='row_var of a Adafactor .* use an optimizer such as AdamW'):
+        PruneHeads(epoch=1, batches=[(IMAGES, LABELS)], keep=3).on_epoch_begin(model, optimizer, 1)
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+def test_a_module_that_does_not_say_what_became_of_its_parameters():
+    class Own(nn.Linear):
+        phase = 'conv'
+
+        def to_attention(self, generator=None):
+            return 'turned'
+
+    with pytest.raises(TypeError, match=r'to_attention\(\) of 0 returned a str: TwoPhases needs a Change'):
+        TwoPhases(epoch=0).on_epoch_begin(nn.Sequential(Own(2, 2)), [], 0)

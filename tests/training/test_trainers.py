@@ -1,0 +1,256 @@
+"""Both phases and a pruning in the trainers of Hugging Face and Lightning, stopped and resumed, on the digits."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.digits import digits, network
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Subset
+
+from attncnn_plugin.hugging_face import load_hugging_face
+from attncnn_plugin.pruning import prunable_heads
+from attncnn_plugin.training import PruneHeads, TwoPhases
+
+pytestmark = pytest.mark.slow
+EPOCHS, SWITCH, PRUNE, KEEP = 8, 3, 6, 12  # epochs, those of the first phase, the epoch of pruning, heads
+STEPS = 23  # of an epoch
+
+
+@pytest.fixture(scope='module')
+def data():
+    data = digits()
+    return Subset(data, range(1437)), Subset(data, range(1437, 1797))
+
+
+def parts_of(batches):
+    return TwoPhases(epoch=SWITCH), PruneHeads(epoch=PRUNE, keep=KEEP, batches=batches)
+
+
+def accuracy(model, data):
+    images, labels = next(iter(DataLoader(data, len(data))))
+    with torch.no_grad():
+        return (model.eval()(images).argmax(1) == labels).float().mean().item()
+
+
+def assert_same(model, expected):
+    assert model.state_dict().keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def number_of_heads(model):
+    return sum(layer.num_heads for layer in prunable_heads(model).values())
+
+
+class Classifier(nn.Module):
+    """As a model of Hugging Face: by names, and with its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = network()
+
+    def forward(self, pixel_values, labels=None):
+        logits = self.network(pixel_values)
+        return dict(logits=logits) if labels is None else dict(loss=cross_entropy(logits, labels), logits=logits)
+
+
+def as_dict(samples):
+    return dict(
+        pixel_values=torch.stack([image for image, _ in samples]), labels=torch.stack([label for _, label in samples])
+    )
+
+
+def hugging_face(train, folder, network=None, optimizers=(None, None), parts=None, **settings):
+    transformers = pytest.importorskip('transformers')
+    pytest.importorskip('accelerate')
+    from attncnn_plugin.training.hugging_face import EpochCallback
+
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        num_train_epochs=EPOCHS,
+        per_device_train_batch_size=64,
+        learning_rate=1e-2,
+        weight_decay=0.05,
+        lr_scheduler_type='constant',
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        logging_strategy='epoch',
+        **{**dict(save_strategy='steps', save_steps=10), **settings},
+    )
+    data = dict(train_dataset=train, eval_dataset=train, data_collator=as_dict)
+    trainer = transformers.Trainer(network or Classifier(), arguments, optimizers=optimizers, **data)
+    batches = [as_dict([train[i] for i in range(128)])]
+    trainer.add_callback(EpochCallback(trainer, *(parts or parts_of(batches))))
+    return trainer
+
+
+@pytest.fixture(scope='module')
+def whole_trainer(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp('trainer')
+    trainer = hugging_face(data[0], folder)
+    trainer.train()
+    return trainer, folder
+
+
+def test_trainer(whole_trainer, data):
+    trainer, _ = whole_trainer
+    assert trainer.model.network.phase == 'attn' and number_of_heads(trainer.model) == KEEP
+    print('Trainer', accuracy(trainer.model.network, data[1]))
+    assert accuracy(trainer.model.network, data[1]) > 0.9
+
+
+@pytest.mark.parametrize('step', [60, 70, 80, 140, 150])
+def test_trainer_resumes(step, whole_trainer, data, tmp_path):
+    whole, folder = whole_trainer
+    trainer = hugging_face(data[0], tmp_path)
+    trainer.train(resume_from_checkpoint=str(folder / f'checkpoint-{step}'))
+    assert_same(trainer.model, whole.model.state_dict())
+
+
+def test_trainer_with_an_optimizer_of_its_own(data, tmp_path):
+    """And a schedule: a tenth of the rate in the second phase."""
+
+    def trainer(folder):
+        network = Classifier()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 if step < SWITCH * STEPS else 0.1)
+        return hugging_face(data[0], folder, network, optimizers=(optimizer, schedule), save_steps=STEPS)
+
+    whole = trainer(tmp_path / 'whole')
+    whole.train()
+    rates = [log['learning_rate'] for log in whole.state.log_history[:-1]]
+    assert rates == pytest.approx([0.1] * SWITCH + [0.01] * (EPOCHS - SWITCH))
+    resumed = trainer(tmp_path / 'resumed')
+    resumed.train(resume_from_checkpoint=str(tmp_path / f'whole/checkpoint-{(SWITCH + 1) * STEPS}'))
+    assert_same(resumed.model, whole.model.state_dict())
+
+
+def test_trainer_with_a_model_of_its_library(data, tmp_path):
+    """Heads of an unmodified ViT go by its own loss. Its files have other names, which the Trainer does not load."""
+    transformers = pytest.importorskip('transformers')
+    sizes = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=48)
+    config = transformers.ViTConfig(image_size=16, patch_size=4, num_channels=1, num_labels=10, **sizes)
+
+    def trainer(folder, loaded=None):
+        torch.manual_seed(0)
+        parts = [PruneHeads(epoch=PRUNE, keep=4, batches=[as_dict([data[0][i] for i in range(128)])])]
+        network = loaded or transformers.ViTForImageClassification(config)
+        return hugging_face(data[0], folder, network, parts=parts, save_steps=STEPS)
+
+    whole, checkpoint = trainer(tmp_path / 'whole'), str(tmp_path / f'whole/checkpoint-{(PRUNE + 1) * STEPS}')
+    whole.train()
+    assert number_of_heads(whole.model) == 4
+    with pytest.raises(ValueError, match='into the ViTForImageClassification: give it load_hugging_f'):
+        trainer(tmp_path / 'refused').train(resume_from_checkpoint=checkpoint)
+    resumed = trainer(tmp_path / 'resumed', load_hugging_face(checkpoint))
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert_same(resumed.model, whole.model.state_dict())
+
+
+def test_a_network_that_follows_before_its_optimizer(data, tmp_path):
+    trainer = hugging_face(data[0], tmp_path)
+    callback = trainer.callback_handler.callbacks[-1]
+    own = dict(model=network(), optimizer=trainer.optimizer)
+    with pytest.raises(ValueError, match='parameters of before the CMHSANetwork took the structure of the checkpoint'):
+        callback.on_train_begin(None, None, None, **own)
+
+
+def test_refused_by_the_callback(data, tmp_path):
+    trainer = hugging_face(data[0], tmp_path)
+    callback = type(trainer.callback_handler.callbacks[-1])
+    with pytest.raises(ValueError, match='finds no convolution layers='):
+        callback(trainer, TwoPhases(epoch=1, layers='stage*'))
+    trainer.model_init = Classifier
+    with pytest.raises(ValueError, match='has a model_init, which builds another model later: give it a model'):
+        callback(trainer)
+    trainer.args._n_gpu = 2
+    with pytest.raises(TypeError, match='the trainer has 2 devices, and wraps the model for them once: train each'):
+        callback(trainer)
+
+
+def test_trainer_loads_its_best_model(data, tmp_path):
+    """Here that of the first phase, into a model of the second that has fewer heads."""
+    best = dict(
+        eval_strategy='epoch', load_best_model_at_end=True, metric_for_best_model='loss', greater_is_better=True
+    )
+    trainer = hugging_face(data[0], tmp_path, save_strategy='epoch', **best)
+    trainer.train()
+    checkpoint = tmp_path / f'checkpoint-{STEPS}'
+    assert trainer.state.best_model_checkpoint == str(checkpoint)
+    network, images = Classifier().network, data[1][0][0][None]
+    network.load_state_dict({name[8:]: value for name, value in load_file(checkpoint / 'model.safetensors').items()})
+    assert network.phase == 'conv' and number_of_heads(trainer.model) == 18
+    assert torch.allclose(trainer.model.network.eval()(images), network.eval()(images), atol=1e-2)
+
+
+def lightning(folder, library, *callbacks):
+    save = library.callbacks.ModelCheckpoint(folder, '{epoch}', save_top_k=-1, save_on_train_epoch_end=True)
+    return library.Trainer(
+        default_root_dir=folder,
+        max_epochs=EPOCHS,
+        accelerator='cpu',
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[save, *callbacks],
+    )
+
+
+def test_lightning_on_several_devices():
+    pytest.importorskip('lightning')
+    from attncnn_plugin.training.lightning import EpochCallback
+
+    with pytest.raises(TypeError, match='the trainer has 2 devices, and wraps the model for them once'):
+        EpochCallback(TwoPhases(epoch=1)).setup(SimpleNamespace(world_size=2, callbacks=[]), network(), 'fit')
+
+
+@pytest.fixture(scope='module', params=['lightning.pytorch', 'pytorch_lightning'])
+def whole_lightning(request, data, tmp_path_factory):
+    library = pytest.importorskip(request.param)
+    from attncnn_plugin.training.lightning import EpochCallback
+
+    class Module(library.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.network = network()
+
+        def forward(self, images):
+            return self.network(images)
+
+        def training_step(self, batch, index):
+            return cross_entropy(self(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            decay = [p for p in self.parameters() if p.ndim > 1]
+            others = [p for p in self.parameters() if p.ndim <= 1]
+            optimizer = torch.optim.AdamW([dict(params=decay), dict(params=others, weight_decay=0)], lr=1e-2)
+            return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 - epoch / 10)]
+
+    train, batches = data[0], [tuple(torch.utils.data.default_collate([data[0][i] for i in range(128)]))]
+
+    def run(folder, path=None):
+        module, averaging = Module(), library.callbacks.EMAWeightAveraging(decay=0.9)
+        trainer = lightning(folder, library, averaging, EpochCallback(*parts_of(batches)))
+        order = torch.utils.data.DistributedSampler(train, 1, 0)  # by the epoch
+        trainer.fit(module, DataLoader(train, 64, sampler=order), ckpt_path=path)
+        return module
+
+    folder = tmp_path_factory.mktemp('lightning')
+    return run, run(folder), folder
+
+
+def test_lightning(whole_lightning, data):
+    _, module, _ = whole_lightning
+    assert module.network.phase == 'attn' and number_of_heads(module) == KEEP
+    print('Lightning', accuracy(module, data[1]))
+    assert accuracy(module, data[1]) > 0.9
+
+
+@pytest.mark.parametrize('epoch', [SWITCH - 2, SWITCH - 1, SWITCH, PRUNE - 1, PRUNE])
+def test_lightning_resumes(epoch, whole_lightning, tmp_path):
+    run, module, folder = whole_lightning
+    assert_same(run(tmp_path, folder / f'epoch={epoch}.ckpt'), module.state_dict())

@@ -1,0 +1,145 @@
+"""Figures that need a model and images alone: the numbers that are drawn, against maps and rollout."""
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from helpers.small import small_timm, trained_like
+from helpers.vits import SIZE, output_of, small_vit
+
+from attncnn_plugin import attention_maps, rollout
+from attncnn_plugin.analysis import mean_attention
+from attncnn_plugin.analysis.shift_statistics import keys_of_query
+from attncnn_plugin.pruning import head_ablation, prune_heads
+from attncnn_plugin.visualization import plot_attention, plot_head_ablation, plot_heads
+
+
+def drawn(figure):
+    """By title, the array of each map, the first with a title."""
+    found = {}
+    for axes in figure.axes:
+        if axes.images:
+            found.setdefault(axes.get_title(), np.asarray(axes.images[0].get_array()))
+    return found
+
+
+def relative(probs):
+    return (probs / probs.mean()).clamp(min=1e-9).numpy()
+
+
+@pytest.mark.parametrize(
+    'name', ['vit_tiny_patch16_224', 'transformers.ViT', 'torchvision.VisionTransformer', 'DeiT3', 'sa_quadratic_cifar']
+)
+def test_attention_of_each_head_their_mean_and_the_rollout(name):
+    torch.manual_seed(0)
+    own = name.startswith('sa_')
+    model = trained_like(small_timm(name)) if own else small_vit(name)
+    images = torch.randn(2, 3, *((16, 16) if own else (SIZE, SIZE)))
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    figure = plot_attention(model, images)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    maps, reached = attention_maps(model, images), rollout(model, images)
+    last, (height, width) = list(maps.values())[-1], reached.shape[1:]
+    prefix = last.shape[-1] - height * width
+    assert prefix == (0 if own else 1)
+    rows = (last[:, :, 0] if prefix else last.mean(2))[..., prefix:].unflatten(-1, (height, width))
+    panels = drawn(figure)
+    for head in range(3):
+        np.testing.assert_allclose(panels[f'head {head}'], relative(rows[0, head]), rtol=1e-4)
+    (mean,) = [panel for title, panel in panels.items() if title.endswith('mean of heads')]
+    np.testing.assert_allclose(mean, relative(rows[0].mean(0)), rtol=1e-4)
+    np.testing.assert_allclose(panels['all layers\n(rollout)'], relative(reached[0]), rtol=1e-4)
+    assert panels['image 0'].shape == (*images.shape[2:], 3) and panels['image 0'].min() == 0
+    (bar,) = [axes for axes in figure.axes if axes.get_ylabel() == '× uniform attention']
+    assert [label.get_text() for label in bar.get_yticklabels()] == ['1/10', '1', '10']
+    norms = {
+        (own.norm.vmin, own.norm.vmax, round(float(own.norm(1.0)), 6))
+        for axes in figure.axes[:-1]
+        for own in axes.images[:1]
+        if not axes.get_title().startswith('image')
+    }
+    assert norms == {(0.1, 10.0, 0.5)}
+    assert ('class token' in figure.get_supxlabel()) != own
+
+
+def test_swin_has_no_rollout_and_many_heads_wrap():
+    torch.manual_seed(0)
+    model = small_vit('swin_tiny_patch4_window7_224', num_heads=(3, 12), embed_dim=24)
+    images = torch.randn(1, 3, SIZE, SIZE)
+    figure = plot_attention(model, images, list(attention_maps(model, images))[-2:])
+    assert 'all layers\n(rollout)' not in drawn(figure)
+    assert len([axes for axes in figure.axes if axes.get_title().startswith('head ')]) == 2 * 12
+    wide = small_vit('vit_tiny_patch16_224', embed_dim=56, num_heads=14)
+    places = {axes.get_title(): axes.get_subplotspec() for axes in plot_attention(wide, images).axes[:-1]}
+    assert places['head 13'].rowspan.start == 1 and places['head 13'].colspan == places['head 1'].colspan
+
+
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'swin_tiny_patch4_window7_224', 'sa_quadratic_cifar'])
+def test_all_heads_from_the_query(name):
+    torch.manual_seed(0)
+    own = name.startswith('sa_')
+    model = trained_like(small_timm(name)) if own else small_vit(name)
+    images = torch.randn(2, 3, *((16, 16) if own else (SIZE, SIZE)))
+    figure, maps = plot_heads(model, images), mean_attention(model, images)
+    panels = [axes for axes in figure.axes if axes.images]
+    assert len(panels) == sum(len(layer.probs) for layer in maps.values())
+    if not name.startswith('swin'):
+        for axes, expected in zip(panels, [keys for layer in maps.values() for keys in layer.of_query()]):
+            np.testing.assert_allclose(axes.images[0].get_array(), relative(expected), rtol=1e-4)
+            assert axes.lines[0].get_xydata().tolist() == [list(maps['blocks.0.attn'].place())]
+    else:  # shifts that some query sees, at most 3 with windows of 4x4 patches
+        found = [(keys, place) for layer in maps.values() for keys, place in [keys_of_query(layer)]]
+        expected = [(of_head, place) for keys, place in found for of_head in keys]
+        for axes, (keys, (row, column)) in zip(panels, expected):
+            array = axes.images[0].get_array()
+            down, right = array.shape[0] // 2, array.shape[1] // 2
+            assert down <= 3 and right <= 3 and axes.lines[0].get_xydata().tolist() == [[right, down]]
+            part = keys[row - down : row + down + 1, column - right : column + right + 1]
+            assert part.sum() == pytest.approx(keys.sum().item())
+            np.testing.assert_allclose(array, relative(part), rtol=1e-4)
+
+
+def test_ablation_by_blocks_and_heads():
+    torch.manual_seed(0)
+    model = small_vit('vit_tiny_patch16_224')
+    prune_heads(model, {0: [1]})
+    batches = [(torch.randn(3, 3, SIZE, SIZE), torch.arange(3))]
+    ablation = head_ablation(model, batches, lambda model, batch: F.cross_entropy(output_of(model, batch[0]), batch[1]))
+    figure = plot_head_ablation(ablation)
+    for axes, values in zip(figure.axes, (ablation.mean_loss, ablation.zero_loss, ablation.importance)):
+        shown = axes.images[0].get_array()
+        np.testing.assert_allclose(shown[0, :2], values['blocks.0.attn'])
+        np.testing.assert_allclose(shown[1], values['blocks.1.attn'])
+        assert np.ma.getmaskarray(np.ma.masked_invalid(shown))[0].tolist() == [False, False, True]
+    first, second = (axes.images[0].norm for axes in figure.axes[:2])
+    assert (first.vmin, first.vmax) == (second.vmin, second.vmax) and first.vmin == -first.vmax
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ['block 0', 'block 1']
+
+
+def test_what_cannot_be_drawn():
+    vit, images = small_vit('vit_tiny_patch16_224'), torch.randn(1, 3, SIZE, SIZE)
+    for plot in (plot_attention, plot_heads):
+        with pytest.raises(TypeError, match=r'images=3 must be a tensor \(B, C, H, W\)'):
+            plot(vit, 3)
+        with pytest.raises(ValueError, match=r'images have shape \(1, 4, 32, 32\), but .* 3 channels'):
+            plot(vit, torch.randn(1, 4, SIZE, SIZE))
+        with pytest.raises(ValueError, match='no attention'):
+            plot(timm.create_model('resnet18'), images)
+    with pytest.raises(ValueError, match=r"layers=\['x'\] must be some of blocks.0.attn, blocks.1.attn"):
+        plot_attention(vit, images, layers=['x'])
+    with pytest.raises(ValueError, match=r'layers=\[\] must be some of'):
+        plot_attention(vit, images, layers=[])
+    with pytest.raises(TypeError, match=r'ablation=<Tensor of shape \(2, 3\)> must be the result of head_ablation'):
+        plot_head_ablation(torch.rand(2, 3))
+
+
+def test_compiled_models_and_other_dtypes():
+    torch.manual_seed(0)
+    model, images = small_vit('vit_tiny_patch16_224').double(), torch.randn(1, 3, SIZE, SIZE)
+    compiled = torch.compile(model, backend='eager')
+    compiled(images.double())
+    for plot in (plot_attention, plot_heads):
+        expected, found = drawn(plot(model, images.double())), drawn(plot(compiled, images))
+        for title, array in expected.items():
+            np.testing.assert_allclose(found[title], array, rtol=1e-5)
