@@ -118,10 +118,7 @@ class FileModel(LoadedModel):
     num_channels: int
     mean: Sequence[float]
     std: Sequence[float]
-
-    def transform(self, image: Image.Image) -> Tensor:
-        """Returns an image as the model takes it, ``(C, H, W)``."""
-        raise NotImplementedError
+    transform: Any  # of a PIL image, to what the model takes, (C, H, W)
 
     def test_images(self, number: int) -> List[Tensor]:
         raise ValueError(f'{self.name} has no test dataset: give images of your own, --images FOLDER')
@@ -247,14 +244,12 @@ def settings_in(state_dict: Mapping[str, Any], model: Any) -> Dict[str, Tuple[st
     classes = len(state_dict[key]) if key in state_dict else 0
     if (key in state_dict or key in own) and classes != model.num_classes:
         found[key] = 'num_classes', classes
-    embed, shapes = (
-        getattr(model, 'patch_embed', None),
-        [e['pos_embed'].shape for e in (state_dict, own) if 'pos_embed' in e],
-    )
-    if len(shapes) == 2 and hasattr(embed, 'grid_size') and len(shapes[0]) == len(shapes[1]) == 3:
+    embed = getattr(model, 'patch_embed', None)
+    shapes = [entries['pos_embed'].shape for entries in (state_dict, own) if 'pos_embed' in entries]
+    if hasattr(embed, 'grid_size') and [len(shape) for shape in shapes] == [3, 3] and shapes[0][1] != shapes[1][1]:
         patches = shapes[0][1] - shapes[1][1] + math.prod(embed.grid_size)
         side = math.isqrt(max(patches, 0))
-        if shapes[0][1] != shapes[1][1] and side**2 == patches:
+        if side**2 == patches > 0:
             found['pos_embed'] = 'img_size', side * embed.img_size[0] // embed.grid_size[0]
     return found
 
