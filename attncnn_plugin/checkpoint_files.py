@@ -18,12 +18,10 @@ from . import weights
 
 
 def register_safe_globals() -> None:
-    """Adds what the logs in mmengine's checkpoints are made of to PyTorch's list of safe names.
+    """Adds what the logs in mmengine's checkpoints are made of to PyTorch's list of safe names, if there is mmengine.
 
-    A training checkpoint holds, in its message hub, ``HistoryBuffer`` objects and numpy scalars. A ``HistoryBuffer``
-    is made of arrays of numbers and of references to methods of its own class. Anything else that is not a tensor or
-    plain data stays refused. The list is a set: adding the names again changes nothing. Without mmengine it stays as
-    it is.
+    These are ``HistoryBuffer`` objects, of arrays of numbers and references to methods of their own class, and numpy
+    scalars. Anything else that is not a tensor or plain data stays refused.
     """
     try:
         from mmengine.logging import HistoryBuffer
@@ -59,9 +57,8 @@ PACKAGE_SCHEME = 'attncnn://'
 def load_from_local(filename: str, map_location=None, *, mmap: bool = False, check: Optional[bool] = None) -> dict:
     """Loads a local checkpoint file; nothing in it is run.
 
-    Importing :mod:`attncnn_plugin.mm.safe_loading` makes this function mmengine's loader of local files. Every file is
-    read with PyTorch's unpickler for tensors and plain data, whatever mmengine or the environment say. A zip file, as
-    ``torch.save`` writes them, is first compared with its CRC-32 checksums, which ``torch.load`` does not look at.
+    Every file is read with PyTorch's unpickler for tensors and plain data, whatever mmengine or the environment say. A
+    zip file, as ``torch.save`` writes them, is first compared with its CRC-32 checksums.
 
     Args:
         filename (str): The file; ``~`` is the home folder.
@@ -100,13 +97,7 @@ def load_from_local(filename: str, map_location=None, *, mmap: bool = False, che
 
 
 def load_from_package(filename: str, map_location='cpu') -> dict:
-    """Loads the weights in the package, as a checkpoint of mmpretrain's classifier.
-
-    Importing the plugin makes this function mmengine's loader of ``attncnn://``.
-
-    Args:
-        filename (str): ``'attncnn://'`` and the network's name in timm.
-        map_location (str | torch.device): Where the tensors go. Defaults to ``'cpu'``.
+    """Loads weights in the package, ``'attncnn://'`` and the name in timm, as a checkpoint of mmpretrain's classifier.
 
     Raises:
         FileNotFoundError: The package has no weights of this network.
@@ -127,11 +118,7 @@ def load_from_package(filename: str, map_location='cpu') -> dict:
 
 
 def _compare_checksums(path: str) -> bool:
-    """Compares every record of a zip file with its CRC-32, and returns False if it has zeros instead.
-
-    Raises:
-        zipfile.BadZipFile: The file is damaged.
-    """
+    """Compares every record of a zip file with its CRC-32; returns False if it has none, raises if it is damaged."""
     try:
         with zipfile.ZipFile(path) as file:
             records = file.infolist()

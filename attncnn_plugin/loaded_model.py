@@ -37,6 +37,9 @@ def evenly_spread(length: int, number: int) -> List[int]:
 SUFFIXES = {'.bmp', '.jpeg', '.jpg', '.png', '.ppm', '.tif', '.tiff', '.webp'}
 
 
+PREPROCESSOR = 'preprocessor_config.json'  # of Hugging Face: how images become inputs
+
+
 class LoadedModel:
     """A model in evaluation mode, and images for it: what the models of all libraries have in common.
 
@@ -272,7 +275,6 @@ class HuggingFaceModel(FileModel):
         self.name, self.meta, self.head_numbers = folder, {}, None
         if not Path(folder, 'config.json').is_file():
             raise ValueError(f'--hf {folder} has no config.json: give a folder that save_pretrained has written')
-        self._preprocessor = Path(folder, 'preprocessor_config.json')
         try:
             self.model: Any = load_hugging_face(folder)
             self._processor = self._load_processor()
@@ -281,22 +283,19 @@ class HuggingFaceModel(FileModel):
             raise ValueError(f'--hf {folder} cannot be loaded: {reason}') from error
         self._saved_dtype = self.model.dtype
         self.model.float()
-        normalizes = self._processor.do_normalize
-        self.mean, self.std = (self._processor.image_mean, self._processor.image_std) if normalizes else ([0.0], [1.0])
+        processor = self._processor
+        self.mean, self.std = (processor.image_mean, processor.image_std) if processor.do_normalize else ([0.0], [1.0])
 
     def _load_processor(self) -> Any:
         from transformers import AutoImageProcessor, ViTImageProcessor
 
         config = self.model.config
         self.num_channels = getattr(config, 'num_channels', 3)
-        if self._preprocessor.is_file():
+        if Path(self.name, PREPROCESSOR).is_file():
             return AutoImageProcessor.from_pretrained(self.name)
         height, width = to_2tuple(getattr(config, 'image_size', 224))
-        print(
-            f'{self.name} has no preprocessor_config.json: images are scaled to {height}x{width} pixels, with mean and '
-            'deviation 0.5',
-            file=sys.stderr,
-        )
+        reason = f'{self.name} has no {PREPROCESSOR}: images are scaled to {height}x{width} pixels, with mean and'
+        print(f'{reason} deviation 0.5', file=sys.stderr)
         half = [0.5] * self.num_channels
         return ViTImageProcessor(size=dict(height=height, width=width), image_mean=half, image_std=half)
 
@@ -305,5 +304,5 @@ class HuggingFaceModel(FileModel):
 
     def save(self, path: str) -> None:
         self.model.to(self._saved_dtype).save_pretrained(path)
-        if self._preprocessor.is_file():
-            shutil.copy(self._preprocessor, path)
+        if Path(self.name, PREPROCESSOR).is_file():
+            shutil.copy(Path(self.name, PREPROCESSOR), path)

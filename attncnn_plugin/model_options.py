@@ -10,11 +10,7 @@ from .loaded_model import HuggingFaceModel, LoadedModel, TimmModel
 
 
 def setting(text: str) -> str:
-    """Returns a word of ``--model-kwargs`` or ``--cfg-options`` as it stands, for argparse.
-
-    Raises:
-        argparse.ArgumentTypeError: It is no ``key=value``, such as a file that stands after the option.
-    """
+    """Returns a ``key=value`` as it stands, for argparse; refuses others, such as a file after the option."""
     if '=' not in text:
         raise argparse.ArgumentTypeError(
             f'{text} is no key=value: name configs, checkpoints and images before this option, not after it'
@@ -66,13 +62,7 @@ def check_model_options(
 
 
 def load_model(args: argparse.Namespace, config: Optional[str], checkpoint: Optional[str]) -> LoadedModel:
-    """Returns the model that the options say.
-
-    Raises:
-        FileNotFoundError: No such config or checkpoint.
-        ImportError: A config without mmpretrain, or a folder without Hugging Face transformers.
-        RuntimeError, ValueError: No such model, or a checkpoint that does not fit.
-    """
+    """Returns the model that the options say; raises the errors of its class."""
     if args.timm:
         return TimmModel(args.timm, args.checkpoint, args.pretrained, args.model_kwargs)
     if args.hf:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 import torch
@@ -21,10 +22,9 @@ def follow_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict
     """Brings a model to the structure of a state dict that you are about to load; the values are not loaded.
 
     A convolution becomes attention where the state dict has that (:func:`attncnn_plugin.convert.convs_to_attention`).
-    The attention of timm's and mmpretrain's vision transformers gets as many heads as the state dict has
-    (:func:`attncnn_plugin.pruning.prune_heads`). Modules of this package take the structure that they would take by
-    themselves while they load it. All other modules and parameters stay the same objects. Call it before you build the
-    optimizer, which would not have the parameters of the attention.
+    The attention of other libraries' vision transformers gets as many heads as the state dict has. Modules of
+    this package take the structure that they would take by themselves while they load it. All other modules and
+    parameters stay the same objects. Call it before you build the optimizer.
 
     Args:
         model (nn.Module): Any model, not wrapped for distributed training.
@@ -43,8 +43,7 @@ def follow_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict
     Examples:
         >>> from attncnn_plugin.convert import convs_to_attention
         >>> trained, fresh = (nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()) for _ in range(2))
-        >>> print(convs_to_attention(trained, '*').layers[0].name)
-        0
+        >>> change = convs_to_attention(trained, '*')
         >>> print(follow_state_dict(fresh, trained.state_dict()))
         layer  before      after    parameters
         0      3×3 kernel  9 heads  224 → 251
@@ -66,9 +65,6 @@ def take_structures(
 ) -> Tuple[List[LayerChange], Dict[nn.Parameter, Successor]]:
     """Gives a module and all that is in it the structures that a state dict has after ``prefix``.
 
-    Returns:
-        tuple[list[LayerChange], dict[Parameter, Successor]]: What has changed, and what took the place of parameters.
-
     Raises:
         StructureError: A convolution, or attention of another library, cannot have its structure. Others have changed
             by then.
@@ -77,15 +73,10 @@ def take_structures(
     replaced: Dict[nn.Parameter, Successor] = {}
     what, size = in_words(module), number_of_parameters(module)
     followed = _follow(module, state_dict, prefix)
-    if isinstance(followed, Change):  # a network that turned its layers, which take their heads now
-        for name, child in module.named_children():
-            take_structures(child, state_dict, f'{prefix}{name}.')
-        for layer in followed.layers:
-            now = module.get_submodule(layer.name)
-            sizes = layer.parameters_before, number_of_parameters(now)
-            layers.append(LayerChange(f'{prefix}{layer.name}', layer.before, in_words(now), *sizes))
-        return layers, within(prefix[:-1], followed.replaced)
-    if followed:
+    if isinstance(followed, Change):
+        layers += [replace(layer, name=prefix + layer.name) for layer in followed.layers]
+        replaced.update(within(prefix[:-1], followed.replaced))
+    elif followed:
         layers.append(LayerChange(prefix[:-1], what, in_words(module), size, number_of_parameters(module)))
     for name, child in module.named_children():
         path = f'{prefix}{name}'
@@ -113,9 +104,7 @@ def _follow(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Un
 
 
 def attention_in(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Optional[ImageAttention]:
-    """Returns the attention that a state dict has in the place of a convolution, or of attention of another kind.
-
-    The values are yet to be loaded. It is None where the state dict has no such attention.
+    """Returns the attention that a state dict has instead of a convolution, or of attention of another kind, or None.
 
     Raises:
         StructureError: The convolution cannot be converted.

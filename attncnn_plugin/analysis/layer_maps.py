@@ -1,7 +1,7 @@
 """Attention probabilities of every layer of a model (Cordonnier et al. 2020 (C20), eq. 1 and 8).
 
 A model is any module with the attention of this package inside, an attention layer itself among them, or a vision
-transformer of timm or mmpretrain. Images are what its forward pass takes, normalized as in training.
+transformer of another library. Images are what its forward pass takes, normalized as in training.
 """
 
 import math
@@ -45,7 +45,7 @@ class MeanAttention:
             probabilities has a larger one: a head can look at one key in each image, and at all of them in the mean.
         entropy (Tensor | None): The entropy in nats; None for ``relative_entropy`` times log H·W.
         prefix_mass (Tensor | None): What patches give to class tokens, registers and padding, mean over patches and
-            images, ``(N_h,)``, for models of timm and mmpretrain. What they give to patches was renormalized to 1.
+            images, ``(N_h,)``, for models of other libraries. What they give to patches was renormalized to 1.
         in_windows (bool): Whether queries see the keys of their window alone, as in Swin transformers.
     """
 
@@ -107,11 +107,11 @@ def mean_attention(
     Probabilities that depend on position alone are computed in float64. The model runs in evaluation mode, and stays as
     it was.
 
-    Of vision transformers of timm and mmpretrain it is the attention of patches to patches, renormalized to 1, and 0
+    Of vision transformers of other libraries it is the attention of patches to patches, renormalized to 1, and 0
     between windows. Class tokens, registers and the padding of windows are left out.
 
     Args:
-        model (nn.Module): A model with attention of this package, or a vision transformer of timm or mmpretrain, or one
+        model (nn.Module): A model with attention of this package, or a vision transformer of another library, or one
             with such a backbone: ViT, DeiT, BEiT, EVA, DINOv3, ConViT, Swin and their relatives.
         images (Tensor, optional): ``(B, C, H, W)``, at least one; give a single one for its own attention. Without
             images there has to be a ``size``.
@@ -286,7 +286,7 @@ def attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
     if not layers:
         raise ValueError(
             f'the model, of type {type(model).__name__}, has no attention layers of this package (a CMHSA in the '
-            'convolution phase gets them with its transition), and is no vision transformer of timm or mmpretrain'
+            'convolution phase gets them with its transition), and is no vision transformer of another library'
         )
     for name, layer in layers.items():
         if layer.window is not None and layer.window.ndim != 2:
@@ -295,7 +295,7 @@ def attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
 
 
 def is_other_vit(model: nn.Module) -> bool:
-    """Says whether a model has the attention of a timm or mmpretrain vision transformer, and none of this package."""
+    """Says whether a model has the attention of another library's vision transformer, and none of this package."""
     return is_vit(model) and not any(isinstance(module, AttentionLayer) for module in model.modules())
 
 

@@ -63,12 +63,12 @@ def head_report(
     Centre and width of Gaussian heads are their parameters, those of others the moments of their probabilities at
     interior queries. Where probabilities depend on content, no head is called degenerate.
 
-    Of vision transformers of timm and mmpretrain it is the attention of patches to patches. The values of the heads do
+    Of vision transformers of other libraries it is the attention of patches to patches. The values of the heads do
     not count there: in the errors of convolutions each head has an output of its own.
 
     Args:
         model (nn.Module): A model with attention of this package, an attention layer itself among them, or a vision
-            transformer of timm or mmpretrain.
+            transformer of another library.
         images (Tensor, optional): ``(B, C, H, W)``, as the model takes them, at least one. Without images there has to
             be a ``size``.
         size (Sequence[int], optional): Height and width of the grid in tokens, at least two of them, instead of images,
@@ -256,7 +256,7 @@ class HeadStatistics:
         criterion, why (str | None): The first criterion that finds it, and its value and threshold in words.
         shares (tuple[tuple[float | None, ...], ...]): Shares of the 7x7 shifts −3 … 3, row by row; None for those that
             stay in the grid from less than a quarter of the queries.
-        prefix_mass (float | None): For a vision transformer of timm or mmpretrain, the probability that patches give to
+        prefix_mass (float | None): For a vision transformer of another library, the probability that patches give to
             tokens that are no patches, mean over patches and images. Those that they give to patches were renormalized.
             None for other models.
     """

@@ -19,7 +19,7 @@ class AttentionLayer(nn.Module):
 
     Attributes:
         num_heads (int): Number of heads N_h.
-        window (Window | None): Where the queries are and how the image is padded, for attention in the place of a
+        window (Window | None): Where the queries are and how the image is padded, for attention instead of a
             convolution; None for attention over a grid, whose queries are its tokens.
         depends_on_content (bool): Whether the probabilities depend on the input.
         has_position_scores (bool): Whether a term of the scores depends on position alone.
@@ -37,21 +37,15 @@ class AttentionLayer(nn.Module):
         return 'replicate'
 
     def gaussian_heads(self) -> Optional[GaussianHeads]:
-        """Returns centres and shapes of the heads, at least float32 and differentiable; None for heads of another kind.
-
-        Where the probabilities depend on content, those of the scores that depend on position alone.
-        """
-        return None
+        """Returns centres and shapes of Gaussian scores by position, at least float32; None for other scores."""
+        of_encoding = getattr(getattr(self, 'encoding', None), 'gaussian_heads', None)
+        return None if of_encoding is None else of_encoding()
 
     def position_probs(self, size: Sequence[int]) -> Optional[Tensor]:
-        """Returns the probabilities by the terms of the scores that depend on position alone.
+        """Returns the probabilities by the terms of the scores that depend on position alone, without dropout.
 
-        Args:
-            size (Sequence[int]): Height and width of the grid in tokens.
-
-        Returns:
-            Tensor | None: ``(N_h, Q, K)``, queries and keys row-major, at least float32, without dropout; None without
-            :attr:`has_position_scores`.
+        They are ``(N_h, Q, K)`` for a grid or an image of ``size``, row-major, at least float32; None without such a
+        term.
         """
         raise NotImplementedError
 
@@ -80,37 +74,22 @@ class AttentionLayer(nn.Module):
         return x.shape[1], x.shape[2]
 
     def attention_scores(self, x: Tensor) -> Tensor:
-        """Returns all scores of an input, where they depend on content.
+        """Returns all scores of an input, ``(B, N_h, Q, K)``, at least float32, those of a null key last.
 
-        Their softmax gives the probabilities. With a gate they are log-probabilities.
-
-        Args:
-            x (Tensor): Tokens, ``(B, H, W, D)``.
-
-        Returns:
-            Tensor: ``(B, N_h, Q, K)``, at least float32, those of a null key last.
+        Their softmax gives the probabilities. It is for layers that depend on content.
         """
         raise NotImplementedError
 
     def content_scores(self, x: Tensor) -> Tensor:
-        """Returns the scores without position, q·k, ``(B, N_h, H*W, H*W)``, where they depend on content.
-
-        A position bias and a null key are left out. In the place of a convolution the keys are those of
-        :meth:`attention_scores`, the zeros of a padding included.
-        """
+        """Returns the scores without position, q·k/√D, without a null key, ``(B, N_h, H*W, H*W)``."""
         raise NotImplementedError
 
     def position_scores(self, x: Tensor) -> Tensor:
-        """Returns the scores with relative position, q·r_δ or v·r_δ of C20's eq. 8, as :meth:`attention_scores`.
-
-        The former depends on the content of the query, not on that of the keys.
-        """
+        """Returns the scores with relative position, q·r_δ or v·r_δ of C20's eq. 8, as :meth:`attention_scores`."""
         raise NotImplementedError
 
     def value_matrices(self) -> Tensor:
-        """Returns the matrix from input to output of each head, ``(N_h, D_out, D)``, at least float32.
-
-        It is W^V W^O, transposed.
+        """Returns W^V W^O of each head, transposed, ``(N_h, D_out, D)``, at least float32.
 
         Raises:
             RuntimeError: A linear map of the layer is more than its weight, for instance an adapter.
@@ -128,18 +107,12 @@ def check_plain_linear(name: str, linear: nn.Module) -> None:
 
 
 def head_products(query: Tensor, key: Tensor, num_heads: int) -> Tensor:
-    """Returns q·k/√D of every head, in full precision.
+    """Returns q·k/√D of all heads, of queries ``(B, Q, N_h·D)`` and keys ``(B, K, N_h·D)``, in full precision.
 
-    Args:
-        query (Tensor): ``(B, N, N_h·D)``.
-        key (Tensor): ``(B, N, N_h·D)``.
-        num_heads (int): N_h.
-
-    Returns:
-        Tensor: ``(B, N_h, N, N)``, at least float32.
+    They are ``(B, N_h, Q, K)``, at least float32.
     """
     if num_heads == 0:
         return at_least_float32(query).new_zeros(len(query), 0, query.shape[1], key.shape[1])
     with full_precision(query.device.type):
         query, key = (at_least_float32(x).unflatten(2, (num_heads, -1)).transpose(1, 2) for x in (query, key))
-        return torch.matmul(query, key.mT) / query.shape[-1] ** 0.5
+        return query @ (key * key.shape[-1] ** -0.5).mT

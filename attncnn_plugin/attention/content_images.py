@@ -1,7 +1,7 @@
 """Attention by content and position in the place of a convolution (d'Ascoli et al. 2021, "Transformed CNNs")."""
 
 import math
-from typing import List, Optional, Sequence, Union
+from typing import Any, List, Optional, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +11,10 @@ from .attention_layer import head_products
 from .heads import HeadParameters
 from .images import ImageAttention
 from .neighbourhoods import AxisTiles, join_tiles, tile_keys, tile_queries
-from .positions import GaussianHeads, QuadraticEncoding, WindowEncoding
-from .precision import Device, Dtype, at_least_float32
+from .positions import QuadraticEncoding
+from .precision import at_least_float32
+from .shifts import over_axes
 from .softmax import softmax
-from .window import Window
 
 POSITIONS = ('gaussian', 'table')
 SHARED_GATE = 4.0  # λ of new heads: σ(λ) is 0.98
@@ -31,10 +31,7 @@ class ContentImageAttention(ImageAttention):
     at their shifts whatever the image is, as those of Li et al. 2021.
 
     Args:
-        in_channels (int): Channels C of the image.
-        out_channels (int): Channels of the output.
-        num_heads (int): Number of heads N_h.
-        window (Window): Where the queries are, and how the image is padded.
+        in_channels, out_channels, num_heads, window, bias, groups: As of :class:`ImageAttention`.
         qk_dim (int): Channels D_k of a head's queries and keys.
         position (str): ``'gaussian'``, b_δ = −α‖δ − Δ‖² (C20, eq. 9), or ``'table'``, a b_δ for each shift of the
             neighbourhood. Defaults to ``'gaussian'``.
@@ -42,60 +39,43 @@ class ContentImageAttention(ImageAttention):
         window_size (Sequence[int], optional): Size of the neighbourhood of a query that its keys are in, an odd number
             of pixels for each axis (Ramachandran et al. 2019). Time and memory then grow linearly with the number of
             pixels. Defaults to None, the whole image; ``'table'`` needs one.
-        bias (bool): Whether the output has a bias. Defaults to True.
-        groups (int): Groups of channels of the values. Defaults to 1.
 
     Raises:
         ValueError: An unknown ``position``, or a table without a ``window_size``.
 
     Attributes:
         query, key (nn.Linear): W^Q and W^K, C to N_h·D_k.
-        encoding (QuadraticEncoding | WindowEncoding): Centres and widths, or the table; at least float32.
         gate (Parameter | None): λ, ``(N_h,)``, at least float32.
-        value (nn.Linear | GroupedLinear): N_h·C to ``out_channels``.
     """
 
     depends_on_content = True
-    encoding: Union[QuadraticEncoding, WindowEncoding]
     gate: Optional[nn.Parameter]
 
     def __init__(
         self,
-        in_channels: int,
-        out_channels: int,
-        num_heads: int,
-        window: Window,
+        *args: Any,
         qk_dim: int,
         position: str = 'gaussian',
         gated: bool = False,
         window_size: Optional[Sequence[int]] = None,
-        bias: bool = True,
-        groups: int = 1,
-        device: Device = None,
-        dtype: Dtype = None,
+        **options: Any,
     ) -> None:
-        super().__init__(in_channels, out_channels, num_heads, window, bias, groups, device=device, dtype=dtype)
+        super().__init__(*args, **options)
         if position not in POSITIONS:
             raise ValueError(f'position={position!r} is unknown: choose one of {POSITIONS}')
         if position == 'table' and window_size is None:
             raise ValueError("position='table' has an entry for each shift of a window: give its window_size")
         self.qk_dim = qk_dim
         self.window_size = None if window_size is None else tuple(window_size)
-        self.settings.update(
-            content='gated' if gated else 'additive',
-            position=position,
-            window_size=None if window_size is None else list(window_size),
-            qk_dim=qk_dim,
-        )
-        self.query = nn.Linear(in_channels, num_heads * qk_dim, bias=False, device=device, dtype=dtype)
-        self.key = nn.Linear(in_channels, num_heads * qk_dim, bias=False, device=device, dtype=dtype)
+        self.settings['content'] = 'gated' if gated else 'additive'
+        self.settings['window_size'] = None if window_size is None else list(window_size)
+        self.settings['qk_dim'] = qk_dim
+        device, dtype = self.value.weight.device, self.value.weight.dtype
+        self.query = nn.Linear(self.in_channels, self.num_heads * qk_dim, bias=False, device=device, dtype=dtype)
+        self.key = nn.Linear(self.in_channels, self.num_heads * qk_dim, bias=False, device=device, dtype=dtype)
         nn.init.zeros_(self.query.weight)
-        dtype = torch.promote_types(self.value.weight.dtype, torch.float32)
-        if window_size is None or position == 'gaussian':
-            self.encoding = QuadraticEncoding(num_heads, window.ndim, device=device, dtype=dtype)
-        else:
-            self.encoding = WindowEncoding(num_heads, window_size, device=device, dtype=dtype)
-        gate = torch.full((num_heads,), SHARED_GATE, device=device, dtype=dtype)
+        self._init_positions(position, window_size or ())
+        gate = next(self.encoding.parameters()).new_full((self.num_heads,), SHARED_GATE)
         self.register_parameter('gate', nn.Parameter(gate) if gated else None)
 
     def extra_repr(self) -> str:
@@ -103,16 +83,13 @@ class ContentImageAttention(ImageAttention):
         near = '' if self.window_size is None else f', window_size={self.window_size}'
         return f'{super().extra_repr()}, qk_dim={self.qk_dim}{gated}{near}'
 
-    def gaussian_heads(self) -> Optional[GaussianHeads]:
-        return self.encoding.gaussian_heads() if isinstance(self.encoding, QuadraticEncoding) else None
-
     def position_share(self) -> Optional[Tensor]:
+        """Returns σ(λ), how much of each head is position, ``(N_h,)``; None without a gate."""
         return None if self.gate is None else at_least_float32(self.gate).sigmoid()
 
     def head_parameters(self) -> HeadParameters:
         found = {**super().head_parameters(), 'query.weight': (0, self.qk_dim), 'key.weight': (0, self.qk_dim)}
-        of_positions = [f'encoding.{name}' for name, _ in self.encoding.named_parameters()]
-        return {**found, **dict.fromkeys((*of_positions, *([] if self.gate is None else ['gate'])), (0, 1))}
+        return found if self.gate is None else {**found, 'gate': (0, 1)}
 
     def _outputs(self, x: Tensor) -> Tensor:
         axes = self.tiles(x.shape[2:])
@@ -195,18 +172,11 @@ class ContentImageAttention(ImageAttention):
     def _position_scores(self, shifts: Sequence[Tensor]) -> Tensor:
         """Returns b_δ, given the shifts ``(Q, K)`` from queries to keys along each axis, ``(N_h, Q, K)``."""
         if isinstance(self.encoding, QuadraticEncoding):
-            scores = [self.encoding.scores_along(axis, shift) for axis, shift in enumerate(shifts)]
-            total = scores[0]
-            for along in scores[1:]:
-                total = total[:, :, None, :, None] + along[:, None, :, None, :]
-                total = total.flatten(3, 4).flatten(1, 2)
-            return total
-        table = at_least_float32(self.encoding.weight)
-        index = torch.zeros(1, 1, dtype=torch.long, device=table.device)
-        for shift, size in zip(shifts, table.shape[1:]):
-            along = (shift + size // 2).clamp(0, size - 1)
-            index = (index[:, None, :, None] * size + along[None, :, None, :]).flatten(2, 3).flatten(0, 1)
-        return table.flatten(1)[:, index]
+            return over_axes([self.encoding.scores_along(axis, shift) for axis, shift in enumerate(shifts)])
+        table = at_least_float32(self.encoding.weight).contiguous()
+        axes = zip(shifts, table.shape[1:], table.stride()[1:])
+        places = [(shift + n // 2).clamp(0, n - 1)[None] * step for shift, n, step in axes]
+        return table.flatten(1)[:, over_axes(places)[0]]
 
     def _position_bias(self, size: Sequence[int]) -> Tensor:
         """Returns b_δ of every query and pixel of the padded image, −∞ outside the neighbourhood, ``(N_h, Q, K)``."""
@@ -221,12 +191,9 @@ class ContentImageAttention(ImageAttention):
         return self._on_pixels(softmax(self._position_bias(size)), size)[..., :-1]
 
     def attention_scores(self, x: Tensor) -> Tensor:
-        """Returns the logarithms of the probabilities, ``(B, N_h, Q, K + 1)``, at least float32.
+        """Returns the logarithms of the probabilities for images ``(B, C, *size)``, ``(B, N_h, Q, K + 1)``.
 
         Pixels that the padding repeats are one key, and its zeros are the null key, the last.
-
-        Args:
-            x (Tensor): An image, ``(B, C, *size)``.
         """
         size = x.shape[2:]
         return self._on_pixels(self._probs(self._products(x), self._position_bias(size)), size).log()

@@ -8,16 +8,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, the mode of each single module as it was outside.
-
-    Examples:
-        >>> model = nn.Dropout()
-        >>> with evaluating(model):
-        ...     model.training
-        False
-        >>> model.training
-        True
-    """
+    """Puts a model into evaluation mode inside, and each single module back into its own mode after it."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False

@@ -16,10 +16,7 @@ HeadParameters = Dict[str, Tuple[int, Any]]
 
 
 class PrunableHeads(Restructurable, AttentionLayer):
-    """An attention layer whose heads can be removed one by one.
-
-    A state dict carries its number of heads: one with fewer heads than the layer was built with changes the layer as
-    it is loaded.
+    """An attention layer whose heads can be removed one by one, also by loading a state dict with fewer of them.
 
     Attributes:
         num_heads (int): Number of heads N_h there are now.
@@ -31,15 +28,19 @@ class PrunableHeads(Restructurable, AttentionLayer):
         self.built_heads = num_heads
 
     def head_parameters(self) -> HeadParameters:
-        """Returns the dimension of heads, and the entries of a head, of every parameter with entries for heads."""
-        raise NotImplementedError
+        """Returns the dimension of heads, and the entries of a head, of every parameter with entries for heads.
+
+        In general these are the parameters of an ``encoding``.
+        """
+        encoding = getattr(self, 'encoding', None)
+        own = [] if encoding is None else encoding.named_parameters(recurse=False)
+        return {f'encoding.{name}': (0, 1) for name, _ in own}
 
     def head_entries(self, heads: Sequence[int]) -> Dict[str, Tuple[int, Tensor]]:
         """Returns the dimension of heads, and the entries of these heads, of every parameter with entries for heads."""
         found = {}
         for name, (dim, entries) in self.head_parameters().items():
-            widths = [entries] * self.num_heads if isinstance(entries, int) else entries
-            starts = list(itertools.accumulate(widths, initial=0))
+            starts = list(itertools.accumulate(self._widths(entries), initial=0))
             index = [entry for head in heads for entry in range(starts[head], starts[head + 1])]
             found[name] = dim, torch.tensor(index, dtype=torch.long, device=self.get_parameter(name).device)
         return found
@@ -57,26 +58,18 @@ class PrunableHeads(Restructurable, AttentionLayer):
         )
 
     def check_heads(self, heads: Sequence[int], allow_empty: bool = False) -> None:
-        """Checks that these heads can be removed.
-
-        Raises:
-            ValueError: A head that is not there, or all of them.
-        """
+        """Raises ``ValueError`` for a head that is not there, or all of them."""
         check_heads(heads, self.num_heads, allow_empty)
 
     @torch.no_grad()
     def prune_heads(self, heads: Sequence[int], allow_empty: bool = False) -> Dict[nn.Parameter, Successor]:
-        """Removes heads; the layer computes what it did with their output at zero.
+        """Removes heads; the layer computes what it did with their output at zero. Returns what replaced parameters.
 
-        Parameters with entries for heads are replaced by smaller ones: an optimizer has to be given the new ones, see
-        :func:`~attncnn_plugin.pruning.replace_parameters`.
+        An optimizer has to be given the new ones, see :func:`~attncnn_plugin.pruning.replace_parameters`.
 
         Args:
             heads (Sequence[int]): Heads to remove, counted among those there are now.
             allow_empty (bool): Whether all heads may go, which leaves the layer its bias. Defaults to False.
-
-        Returns:
-            dict[Parameter, Successor]: What took the place of each old parameter.
 
         Raises:
             ValueError: A head that is not there, or all of them.
@@ -100,10 +93,17 @@ class PrunableHeads(Restructurable, AttentionLayer):
         """Gives the layer a number of heads with values that are yet to be loaded; says whether it had another."""
         if num_heads == self.num_heads:
             return False
-        for name, (dim, entries) in self.head_parameters().items():
-            resize_parameter(self, name, dim, num_heads * entries)
         self.num_heads = num_heads
+        self._resize_heads()
         return True
+
+    def _resize_heads(self) -> None:
+        """Gives each parameter the entries that the heads have now, all 0."""
+        for name, (dim, entries) in self.head_parameters().items():
+            resize_parameter(self, name, dim, sum(self._widths(entries)))
+
+    def _widths(self, entries: Any) -> Sequence[int]:
+        return [entries] * self.num_heads if isinstance(entries, int) else entries
 
     def _heads_in(self, state_dict: StateDict, prefix: str) -> Optional[int]:
         """Returns the number of heads in a state dict; None where it has not all of their parameters.
@@ -138,11 +138,7 @@ class PrunableHeads(Restructurable, AttentionLayer):
 
 
 def check_heads(heads: Sequence[int], num_heads: int, allow_empty: bool) -> None:
-    """Checks that these heads can be removed from a layer of ``num_heads``.
-
-    Raises:
-        ValueError: A head that is not there, or all of them.
-    """
+    """Raises ``ValueError`` for heads that a layer of ``num_heads`` does not have, or all of them."""
     heads = list(heads)
     if len(set(heads)) < len(heads) or any(not isinstance(head, int) or not 0 <= head < num_heads for head in heads):
         raise ValueError(f'heads={heads} must be different heads from 0 to {num_heads - 1}')
@@ -153,15 +149,7 @@ def check_heads(heads: Sequence[int], num_heads: int, allow_empty: bool) -> None
 
 
 def keep_entries(module: nn.Module, entries: Dict[str, Tuple[int, Tensor]]) -> Dict[nn.Parameter, Successor]:
-    """Replaces parameters of a module by some of their entries.
-
-    Args:
-        module (nn.Module): The module.
-        entries (dict[str, tuple[int, Tensor]]): By the name of the parameter, a dimension and the entries along it.
-
-    Returns:
-        dict[Parameter, Successor]: What took the place of each old parameter.
-    """
+    """Replaces parameters, by name, by some of their entries along a dimension; returns what replaced each old one."""
     replaced = {}
     for name, (dim, index) in entries.items():
         old = module.get_parameter(name)
@@ -178,10 +166,7 @@ def _kept(dim: int, index: Tensor, x: Tensor) -> Tensor:
 
 
 def resize_parameter(module: nn.Module, name: str, dim: int, entries: int) -> None:
-    """Gives a parameter another number of entries along a dimension, all 0; it stays the same object.
-
-    So an optimizer that was built before, but has not made a step, goes with it.
-    """
+    """Gives a parameter another number of entries, all 0; it stays the same object, as an optimizer has it."""
     parameter = module.get_parameter(name)
     shape = list(parameter.shape)
     shape[dim] = entries

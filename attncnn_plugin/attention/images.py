@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from .attention_layer import check_plain_linear
 from .heads import HeadParameters, PrunableHeads
-from .positions import GaussianHeads, QuadraticEncoding, WindowEncoding
+from .positions import QuadraticEncoding, WindowEncoding
 from .precision import Device, Dtype, at_least_float32
+from .shifts import over_axes
 from .softmax import softmax, without_subnormals
 from .state_dicts import EXTRA_STATE, StateDict, StructureError, read, written
 from .strides import regular, with_regular_gradient
@@ -25,11 +26,8 @@ class ImageAttention(PrunableHeads):
     """Attention with the inputs and outputs of a convolution: the base of that by positions and of that by content.
 
     The heads see the padded image; only the queries that the stride keeps are computed; the values of a head are the
-    pixels themselves, and one linear layer maps the heads, as in C20, eq. 1 to 3.
-
-    A state dict says by its extra state what kind of attention the layer is, so that
-    :func:`attncnn_plugin.follow_state_dict` puts it in the place of a convolution. The layer loads state dicts of its
-    convolution, too.
+    pixels themselves, and one linear layer maps the heads (C20, eq. 1 and 4). The extra state in its state dict says
+    what kind of attention it is. The layer loads state dicts of its convolution, too.
 
     Args:
         in_channels (int): Channels C of the image.
@@ -41,14 +39,14 @@ class ImageAttention(PrunableHeads):
 
     Attributes:
         value (nn.Linear | GroupedLinear): The channels of all heads to ``out_channels``, by groups.
-        settings (dict[str, Any]): Arguments of :func:`~attncnn_plugin.convert.conv_to_mhsa` for such a layer, with as
-            many heads as it was built with.
-        from_conv (callable | None): Converts the state dict of the convolution that the layer was made from,
-            ``{'weight': …, 'bias': …}``, to one of the layer, given the layer and its name in the model; it raises
-            ``ValueError`` for one of another convolution. None where the layer was not made from one.
+        encoding (QuadraticEncoding | WindowEncoding): The scores by position, at least float32.
+        settings (dict[str, Any]): Arguments of :func:`~attncnn_plugin.convert.conv_to_mhsa` for such a layer.
+        from_conv (callable | None): Converts a state dict of the convolution that the layer was made from, given the
+            layer, the state dict and the layer's name; it raises ``ValueError`` for one of another convolution.
     """
 
     window: Window
+    encoding: Any
     settings: Dict[str, Any]
     from_conv: Optional[Callable[['ImageAttention', StateDict, str], StateDict]] = None
 
@@ -74,13 +72,22 @@ class ImageAttention(PrunableHeads):
             self.value = GroupedLinear(in_channels, out_channels, num_heads, groups, bias, device=device, dtype=dtype)
         self._init_heads(num_heads)
 
+    def _init_positions(self, position: str, window_size: Sequence[int] = ()) -> None:
+        """Adds the encoding, Gaussian or with an entry for each shift, at least float32: bfloat16 has no 257."""
+        self.settings['position'] = position
+        weight = self.value.weight
+        dd: Dict[str, Any] = {'device': weight.device, 'dtype': torch.promote_types(weight.dtype, torch.float32)}
+        if position == 'gaussian':
+            self.encoding = QuadraticEncoding(self.num_heads, self.window.ndim, **dd)
+        else:
+            self.encoding = WindowEncoding(self.num_heads, window_size, **dd)
+
     def extra_repr(self) -> str:
         groups = '' if self.groups == 1 else f', groups={self.groups}'
         return f'num_heads={self.num_heads}{groups}, window={self.window}'
 
     @property
     def groups(self) -> int:
-        """Groups of channels."""
         return self.value.groups if isinstance(self.value, GroupedLinear) else 1
 
     def forward(self, input: Tensor) -> Tensor:  # the name of nn.Conv2d's
@@ -118,7 +125,7 @@ class ImageAttention(PrunableHeads):
         return at_least_float32(self.value.weight.unflatten(1, (self.num_heads, self.in_channels)).transpose(0, 1))
 
     def head_parameters(self) -> HeadParameters:
-        return {'value.weight': (1, self.in_channels // self.groups)}
+        return {'value.weight': (1, self.in_channels // self.groups), **super().head_parameters()}
 
     def get_extra_state(self) -> Tensor:
         """Returns what the shapes do not say, see :attr:`settings`."""
@@ -180,13 +187,7 @@ class ImageAttention(PrunableHeads):
         return [self.window.num_queries(axis, n) for axis, n in enumerate(x.shape[2:])]
 
     def position_probs(self, size: Sequence[int]) -> Tensor:
-        """Returns the probabilities of every kept query for every pixel of an image of ``size``.
-
-        With zero padding what a query gives to the padding is lost, and its probabilities add up to less than 1.
-
-        Returns:
-            Tensor: ``(N_h, Q, K)``, queries and pixels row-major, at least float32.
-        """
+        """Returns :meth:`AttentionLayer.position_probs`; what a query gives to zeros of a padding is lost."""
         pixels = at_least_float32(torch.eye(math.prod(size)).to(self.value.weight)).reshape(-1, 1, *size)
         if self.num_heads == 0:
             return pixels.new_zeros(0, math.prod(self._sizes(pixels)), len(pixels))
@@ -204,27 +205,11 @@ def _is_convolution(state_dict: StateDict, prefix: str) -> bool:
 
 
 class QuadraticImageAttention(ImageAttention):
-    """Hard or soft heads with the quadratic encoding, −α‖δ − Δ‖² (C20, eq. 9), one axis after the other.
-
-    The arguments are those of :class:`ImageAttention`.
-
-    Attributes:
-        encoding (QuadraticEncoding): Centres and widths, at least float32: bfloat16 has no integer 257.
-    """
+    """Heads with the quadratic encoding, −α‖δ − Δ‖² (C20, eq. 9); arguments as of :class:`ImageAttention`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.settings['position'] = 'gaussian'
-        weight = self.value.weight
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        self.encoding = QuadraticEncoding(self.num_heads, self.window.ndim, device=weight.device, dtype=dtype)
-
-    def gaussian_heads(self) -> GaussianHeads:
-        return self.encoding.gaussian_heads()
-
-    def head_parameters(self) -> HeadParameters:
-        of_positions = {'encoding.center': (0, 1), 'encoding.sqrt_precision': (0, 1)}
-        return {**super().head_parameters(), **of_positions}
+        self._init_positions('gaussian')
 
     def axis_probs(self, size: Sequence[int]) -> List[Tensor]:
         """Returns the factors of the probabilities, ``(N_h, Q, K)`` for each axis, K being the padded pixels."""
@@ -239,50 +224,21 @@ class QuadraticImageAttention(ImageAttention):
         else:
             x = self.window.pad(x)
         if math.prod([factor.shape[1] * factor.shape[2] for factor in probs]) <= DENSE_PAIRS:
-            return shared_heads(_kronecker(probs), x.flatten(2).transpose(1, 2))
+            dense = without_subnormals(over_axes(probs, torch.mul)).to(x.dtype).transpose(0, 1)  # (Q, N_h, K)
+            heads = dense.flatten(0, 1) @ x.flatten(2).transpose(1, 2)  # one product, as the heads share their values
+            return heads.unflatten(1, dense.shape[:2]).transpose(1, 2)
         x = x[:, None]  # (B, 1, C, *padded)
         for axis, factor in enumerate(probs, start=3):
             x = torch.einsum('hqk,bhc...k->bhc...q', factor.to(x.dtype), x.movedim(axis, -1)).movedim(-1, axis)
         return x.flatten(3).transpose(2, 3)
 
 
-def _kronecker(factors: Sequence[Tensor]) -> Tensor:
-    """Returns the Kronecker product of probabilities ``(N_h, Q, K)`` along each axis."""
-    product = factors[0]
-    for factor in factors[1:]:
-        product = torch.einsum('hqk,hrl->hqrkl', product, factor).flatten(3, 4).flatten(1, 2)
-    return without_subnormals(product)
-
-
-def shared_heads(probs: Tensor, values: Tensor) -> Tensor:
-    """Computes heads of probabilities ``(…, N_h, Q, K)`` that share their values ``(…, K, C)``, by one product.
-
-    Returns:
-        Tensor: ``(…, N_h, Q, C)``.
-    """
-    num_heads, queries = probs.shape[-3:-1]
-    heads = probs.to(values.dtype).transpose(-3, -2).flatten(-3, -2) @ values  # (…, Q·N_h, C)
-    return heads.unflatten(-2, (queries, num_heads)).transpose(-3, -2)
-
-
 class WindowImageAttention(ImageAttention):
-    """Heads with any distribution over the pixels of the window.
-
-    The arguments are those of :class:`ImageAttention`.
-
-    Attributes:
-        encoding (WindowEncoding): A score for each pixel of the window, at least float32.
-    """
+    """Heads with any distribution over the pixels of the window; arguments as of :class:`ImageAttention`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.settings['position'] = 'table'
-        weight = self.value.weight
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        self.encoding = WindowEncoding(self.num_heads, self.window.kernel_size, device=weight.device, dtype=dtype)
-
-    def head_parameters(self) -> HeadParameters:
-        return {**super().head_parameters(), 'encoding.weight': (0, 1)}
+        self._init_positions('table', self.window.kernel_size)
 
     def heads(self, x: Tensor) -> Tensor:
         # A head looks at its window alone, with the same probabilities everywhere.
@@ -296,14 +252,7 @@ class WindowImageAttention(ImageAttention):
 class GroupedLinear(nn.Module):
     """A linear map of the channels of all heads, where an output reads the channels of its group alone.
 
-    It has as many weights as the kernel of a convolution with N_h positions and as many groups.
-
-    Args:
-        in_channels (int): Channels C of a head.
-        out_channels (int): Channels of the output.
-        num_heads (int): Number of heads N_h.
-        groups (int): Number of groups, of which both numbers of channels are multiples.
-        bias (bool): Whether the output has a bias. Defaults to True.
+    Arguments are those of :class:`ImageAttention`.
 
     Attributes:
         weight (Parameter): ``(out_channels, N_h·C/groups)``, head after head.
@@ -318,7 +267,7 @@ class GroupedLinear(nn.Module):
         out_channels: int,
         num_heads: int,
         groups: int,
-        bias: bool = True,
+        bias: bool,
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:

@@ -35,7 +35,7 @@ class AxisTiles:
 
     @property
     def length(self) -> int:
-        """Queries t of a tile: as many pixels as a neighbourhood, so that the keys are about four times these."""
+        """Queries t of a tile: as many pixels as a neighbourhood."""
         return min(self.queries, max(1, self.window_size // self.stride))
 
     @property

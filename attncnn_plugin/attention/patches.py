@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention_layer import check_plain_linear, head_products
-from .heads import HeadParameters, PrunableHeads, resize_parameter
+from .heads import HeadParameters, PrunableHeads
 from .precision import Device, Dtype, at_least_float32
 from .shifts import axis_shifts, resize_shift_table
 from .softmax import softmax
@@ -16,21 +16,15 @@ from .state_dicts import StateDict, StructureError, read, too_many_heads, writte
 # Stands for −∞, of which logsumexp has no gradient where all are: e^−10000 is 0 beside the scores of trained models.
 MASK_VALUE = -1e4
 
-Structure = Tuple[int, Tuple[int, ...], bool]  # D_k, D_h of each head, and whether there is a null key
-
 
 def image_to_patches(image: Tensor, patch_size: Tuple[int, int]) -> Tensor:
-    """Cuts ``(B, C, H, W)`` into ``(B, H/P, W/P, C·P·P)``, a patch flattened channel by channel, row by row.
-
-    Raises:
-        ValueError: The image cannot be cut into patches.
-    """
+    """Cuts ``(B, C, H, W)`` into ``(B, H/P, W/P, C·P·P)``, a patch flattened channel by channel, row by row."""
     batch, channels, height, width = image.shape
     rows, columns = patch_size
     if height % rows or width % columns:
         raise ValueError(
             f'the image of {height}x{width} pixels cannot be cut into patches of {rows}x{columns}: resize or pad it to '
-            'multiples of the patch size'
+            'multiples of these'
         )
     patches = image.reshape(batch, channels, height // rows, rows, width // columns, columns)
     return patches.permute(0, 2, 4, 1, 3, 5).flatten(3)
@@ -120,13 +114,11 @@ class GridBias(WindowBias):
     """Relative position bias b_δ for all shifts of a grid, and the null key of :class:`WindowBias`.
 
     On a smaller grid the shifts in the middle of the table are used; for a larger one, and for a checkpoint of another
-    size, near shifts keep their biases and far ones are spread, see
-    :func:`~attncnn_plugin.attention.shifts.resize_shifts`.
+    size, near shifts keep their biases and far ones are spread.
 
     Args:
-        num_heads (int): Number of heads N_h.
+        num_heads, null_key: As of :class:`WindowBias`.
         grid_size (tuple[int, int]): Height and width of the grid, in tokens.
-        null_key (bool): Whether there is a null key. Defaults to True.
     """
 
     def __init__(
@@ -157,10 +149,8 @@ def _resize_loaded_table(bias: GridBias, state_dict: StateDict, prefix: str, *_:
 class PatchAttention(PrunableHeads):
     """Multi-head self-attention over a grid of tokens (L21, eq. 1 and 2).
 
-    Queries, keys and values have no biases, so that the query and key of a null key can have the product 0.
-
-    A state dict carries the structure of the layer: the widths of its heads, and whether there is a null key. One of
-    another structure, and of at most as many heads, changes the layer as it is loaded.
+    Queries, keys and values have no biases, so that the query and key of a null key can have the product 0. A state
+    dict with other widths, another choice of a null key, or fewer heads changes the layer as it is loaded.
 
     Args:
         dim (int): Channels D of a token.
@@ -290,17 +280,12 @@ class PatchAttention(PrunableHeads):
         super()._keep(heads)
         self.head_dims = tuple(self.head_dims[head] for head in heads)
 
-    @property
-    def structure(self) -> Structure:
-        """The widths of queries and of each head's values, and whether there is a null key."""
-        return self.qk_dim, self.head_dims, self.position.null_key
-
     def get_extra_state(self) -> Tensor:
-        """Returns the structure as JSON, in bytes: state dicts have it as ``_extra_state``."""
+        """Returns the widths and whether there is a null key as JSON, in bytes."""
         return written(dict(qk_dim=self.qk_dim, head_dims=self.head_dims, null_key=self.position.null_key))
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Does nothing: the layer has taken the structure before its parameters were loaded."""
+        """Does nothing: :meth:`follow` has read it."""
 
     def follow(self, state_dict: StateDict, prefix: str) -> bool:
         """Takes the structure of a state dict that has all entries."""
@@ -308,8 +293,7 @@ class PatchAttention(PrunableHeads):
         if state is None or not all(prefix + name in state_dict for name in self.head_parameters()):
             return False
         try:
-            structure = state['qk_dim'], tuple(state['head_dims']), state['null_key']
-            qk_dim, head_dims, _ = structure
+            qk_dim, head_dims, null_key = state['qk_dim'], tuple(state['head_dims']), state['null_key']
             rows = len(state_dict[f'{prefix}query.weight']), len(state_dict[f'{prefix}value.weight'])
             if rows != (len(head_dims) * qk_dim, sum(head_dims)):
                 raise ValueError(f'query.weight and value.weight have {rows} rows, which {state} does not explain')
@@ -317,16 +301,13 @@ class PatchAttention(PrunableHeads):
             raise StructureError(f'{prefix}_extra_state of the state dict is damaged: {error}') from error
         if len(head_dims) > self.built_heads:
             raise too_many_heads(prefix, len(head_dims), self.built_heads)
-        if structure == self.structure:
+        if (qk_dim, head_dims, null_key) == (self.qk_dim, self.head_dims, self.position.null_key):
             return False
-        self.take_structure(structure)
+        self.take_structure(qk_dim, head_dims, null_key)
         return True
 
-    @torch.no_grad()
-    def take_structure(self, structure: Structure) -> None:
+    def take_structure(self, qk_dim: int, head_dims: Tuple[int, ...], null_key: bool) -> None:
         """Takes heads of other widths; the values are yet to be loaded. The parameters stay the same objects."""
-        self.qk_dim, self.head_dims, self.position.null_key = structure
-        self.num_heads = len(self.head_dims)
-        for name, (dim, entries) in self.head_parameters().items():
-            size = entries * self.num_heads if isinstance(entries, int) else sum(entries)
-            resize_parameter(self, name, dim, size)
+        self.qk_dim, self.head_dims, self.position.null_key = qk_dim, head_dims, null_key
+        self.num_heads = len(head_dims)
+        self._resize_heads()

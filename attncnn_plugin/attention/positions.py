@@ -1,9 +1,6 @@
-"""Position encodings: the score of a head as a function of the shift δ = k − q from a query to a key.
+"""Position encodings: scores of heads as functions of the shift δ = k − q (Cordonnier et al. 2020 (C20), eq. 8 to 19).
 
-Softmax sees the scores of a query up to a constant. A *separable* encoding has scores f(q1, k1) + g(q2, k2), whose two
-terms are its ``axis_scores``.
-
-Paper: `On the Relationship between Self-Attention and Convolutional Layers` - https://arxiv.org/abs/1911.03584 (C20)
+Softmax sees the scores of a query up to a constant. A *separable* encoding has scores f(q1, k1) + g(q2, k2).
 """
 
 import logging
@@ -13,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .precision import Device, Dtype, at_least_float32, widest_float
-from .shifts import at_grid_shifts, at_shifts, over_keys, resize_shifts
+from .shifts import at_grid_shifts, at_shifts, largest_of_keys, over_axes, resize_shifts
 from .softmax import softmax
 from .window import shown
 
@@ -47,8 +44,7 @@ class SeparableEncoding(nn.Module):
 
     def scores(self, size: Sequence[int]) -> Tensor:
         """Returns the scores of all queries and keys of a grid, ``(N_h, H*W, H*W)``."""
-        rows, columns = self.axis_scores(size)
-        return (rows[:, :, None, :, None] + columns[:, None, :, None, :]).flatten(3).flatten(1, 2)
+        return over_axes(self.axis_scores(size))
 
 
 class QuadraticEncoding(SeparableEncoding):
@@ -89,14 +85,9 @@ class QuadraticEncoding(SeparableEncoding):
         return tuple(scores)
 
     def scores_along(self, axis: int, shift: Tensor) -> Tensor:
-        """Returns scores along one axis, at most 0.
+        """Returns scores along one axis, ``(N_h, Q, K)``, of shifts ``(Q, K)`` to keys that are consecutive pixels.
 
-        Args:
-            axis (int): The axis.
-            shift (Tensor): δ of every query and key, ``(Q, K)``, the keys being consecutive pixels.
-
-        Returns:
-            Tensor: ``(N_h, Q, K)``, at least float32.
+        They are at most 0, at least float32.
         """
         dtype = torch.promote_types(self.center.dtype, torch.float32)
         alpha = self.sqrt_precision.to(dtype).square()[:, None, None] / 2
@@ -111,14 +102,12 @@ class QuadraticEncoding(SeparableEncoding):
 class GeneralizedQuadraticEncoding(nn.Module):
     """Generalized quadratic encoding, −½(δ − Δ)ᵀΣ⁻¹(δ − Δ) (C20, eq. 19). Not separable: Σ⁻¹ has a cross term.
 
-    The parameter is a factor M of Σ⁻¹ = MMᵀ, which is positive semi-definite by construction.
-
     Args:
         num_heads (int): Number of heads N_h.
 
     Attributes:
-        center (Parameter): Δ in tokens, (row, column), ``(N_h, 2)``. Starts at N(0, 2²), as in the released code.
-        sqrt_precision (Parameter): a factor M of Σ⁻¹ = MMᵀ, in 1/tokens, ``(N_h, 2, 2)``. Starts at I + N(0, 0.01²).
+        center (Parameter): Δ as of :class:`QuadraticEncoding`, ``(N_h, 2)``.
+        sqrt_precision (Parameter): A factor M of Σ⁻¹ = MMᵀ, in 1/tokens, ``(N_h, 2, 2)``. Starts at I + N(0, 0.01²).
     """
 
     def __init__(self, num_heads: int, device: Device = None, dtype: Dtype = None) -> None:
@@ -138,11 +127,10 @@ class GeneralizedQuadraticEncoding(nn.Module):
         return GaussianHeads(at_least_float32(self.center), at_least_float32(self.sqrt_precision))
 
     def shift_scores(self, size: Sequence[int]) -> Tensor:
-        """Returns the scores of the shifts 1 − H … H − 1 and 1 − W … W − 1 of a grid, the best of them at 0.
+        """Returns the scores of all shifts of a grid, ``(N_h, 2·H − 1, 2·W − 1)``, the best of them at 0.
 
-        Returns:
-            Tensor: ``(N_h, 2·H − 1, 2·W − 1)``, in float64 where the device has it: for a head that is far away, or
-            thin and oblique, Mᵀ(δ − Δ) is a small difference of large numbers.
+        They are in float64 where the device has it: for a head that is far away, or thin and oblique, Mᵀ(δ − Δ) is a
+        small difference of large numbers.
         """
         height, width = size
         center = self.center.to(widest_float(self.center))
@@ -168,7 +156,7 @@ class GeneralizedQuadraticEncoding(nn.Module):
     def scores(self, size: Sequence[int]) -> Tensor:
         """Returns the scores of all queries and keys of a grid, ``(N_h, H*W, H*W)``, at most about 0."""
         of_shifts = self.shift_scores(size)
-        best = over_keys(of_shifts.detach(), size, torch.amax).flatten(1)[..., None]  # of each query
+        best = largest_of_keys(of_shifts.detach(), size).flatten(1)[..., None]  # of each query
         # Both can be large. In float32 their difference is right but for what the scores themselves lose in rounding;
         # what the best score of a query loses is the same for all its keys.
         rounded = of_shifts.to(torch.promote_types(self.center.dtype, torch.float32))
@@ -179,7 +167,7 @@ class GeneralizedQuadraticEncoding(nn.Module):
         return scores.add_(at_grid_shifts(lost, size))
 
     def _project(self, row: Tensor, column: Tensor) -> Tuple[Tensor, Tensor]:
-        """The two entries of Mᵀ(row, column)ᵀ of every head."""
+        """Returns the two entries of Mᵀ(row, column)ᵀ of every head."""
         factor = self.sqrt_precision.to(row.dtype)[:, :, :, None, None]
         return factor[:, 0, 0] * row + factor[:, 1, 0] * column, factor[:, 0, 1] * row + factor[:, 1, 1] * column
 
@@ -187,9 +175,8 @@ class GeneralizedQuadraticEncoding(nn.Module):
 class RelativeTables(nn.Module):
     """A vector for every row shift and every column shift, one after the other: r_δ = [R[δ1]; C[δ2]] (C20, 4.3).
 
-    ``learned`` tables hold the shifts of a grid of ``max_size`` and refuse a larger one; those of a checkpoint for
-    another grid are resized while they load, see :func:`~attncnn_plugin.attention.shifts.resize_shifts`.
-    ``sinusoidal`` tables have no parameters and no limit.
+    Learned tables refuse a grid larger than ``max_size``; those of a checkpoint for another grid are resized while they
+    load. Sinusoidal tables have no parameters and no limit.
 
     Args:
         dim (int): Length D_p of r_δ, half of it for rows and half for columns; even, for ``sinusoidal`` a multiple of
@@ -240,14 +227,9 @@ class RelativeTables(nn.Module):
         return (len(self.row_table) + 1) // 2, (len(self.column_table) + 1) // 2
 
     def forward(self, size: Sequence[int], like: Tensor) -> Tuple[Tensor, ...]:
-        """Returns R of the shifts 1 − H … H − 1 and C of 1 − W … W − 1.
+        """Returns R and C of the shifts of a grid, ``(2·H − 1, D_p/2)`` and ``(2·W − 1, D_p/2)``, at least float32.
 
-        Args:
-            size (Sequence[int]): Height and width of the grid.
-            like (Tensor): Gives the device and the dtype of sinusoidal tables.
-
-        Returns:
-            tuple[Tensor, Tensor]: ``(2·H − 1, D_p/2)`` and ``(2·W − 1, D_p/2)``, at least float32.
+        Sinusoidal tables have the device and the dtype of ``like``.
 
         Raises:
             ValueError: The grid is larger than the learned tables.
@@ -286,9 +268,7 @@ class LearnedEncoding(SeparableEncoding):
 
     Args:
         num_heads (int): Number of heads N_h.
-        dim (int): Length D_p of r_δ, half of it for rows and half for columns.
-        max_size (tuple[int, int]): Height and width, in tokens, of the largest grid of learned tables.
-        kind (str): ``'learned'`` or ``'sinusoidal'`` tables R and C. Defaults to ``'learned'``.
+        dim, max_size, kind: As of :class:`RelativeTables`.
 
     Attributes:
         weight (Parameter): v of each head, for R then for C, ``(N_h, D_p)``. Each half starts as the weight of

@@ -11,7 +11,7 @@ Dtype = Optional[torch.dtype]
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """float16 and bfloat16 to float32, float32 and float64 as they are: the precision of all scores."""
+    """Returns float16 and bfloat16 as float32, float32 and float64 as they are: the precision of all scores."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -22,12 +22,12 @@ def widest_float(tensor: Tensor) -> torch.dtype:
 
 @torch.compiler.assume_constant_result  # torch 2.6 cannot trace it
 def has_autocast(device_type: str) -> bool:
-    """Says if autocast is there for a kind of device: the meta device, for one, has none."""
+    """Returns whether there is autocast for a kind of device: the meta device, for one, has none."""
     return torch.amp.is_autocast_available(device_type)
 
 
 def full_precision(device_type: str) -> ContextManager:
-    """A context without autocast."""
+    """Returns a context without autocast."""
     if not has_autocast(device_type):
         return contextlib.nullcontext()
     return torch.autocast(device_type, enabled=False)

@@ -14,21 +14,21 @@ def axis_shifts(size: int, device: torch.device) -> Tensor:
     return position[None, :] - position[:, None]
 
 
+def over_axes(parts: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor] = torch.add) -> Tensor:
+    """Combines what each axis has for its queries and keys, ``(N, Q, K)``, for all pixels, row-major."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = combine(total[:, :, None, :, None], part[:, None, :, None, :]).flatten(3).flatten(1, 2)
+    return total
+
+
 def at_shifts(values: Tensor, size: int) -> Tensor:
     """Returns ``values[δ]`` of all queries and keys, ``(…, size, size)``, of the shifts 1 − size … size − 1."""
     return values[..., axis_shifts(size, values.device) + size - 1]
 
 
 def at_grid_shifts(table: Tensor, size: Sequence[int]) -> Tensor:
-    """Returns ``table[δ]`` of all queries and keys of a grid, δ = k − q.
-
-    Args:
-        table (Tensor): ``(N, 2·height − 1, 2·width − 1)``.
-        size (Sequence[int]): Height and width of the grid.
-
-    Returns:
-        Tensor: ``(N, height*width, height*width)``.
-    """
+    """Returns ``table[δ]``, ``(N, 2·H − 1, 2·W − 1)``, of all queries and keys of a grid, ``(N, H*W, H*W)``."""
     height, width = size
     if torch.compiler.is_compiling():  # unfold would make the size a constant of the graph
         row, column = (axis_shifts(n, table.device) + n - 1 for n in (height, width))  # of every query and key
@@ -38,29 +38,19 @@ def at_grid_shifts(table: Tensor, size: Sequence[int]) -> Tensor:
     return windows.flip(1, 2).reshape(-1, height * width, height * width)
 
 
-def over_keys(table: Tensor, size: Sequence[int], reduce: Callable[..., Tensor]) -> Tensor:
-    """Returns the sum or the largest of ``table[δ]`` over the keys of each query, an axis at a time.
-
-    Args:
-        table (Tensor): ``(N, 2·height − 1, 2·width − 1)``.
-        size (Sequence[int]): Height and width of the grid.
-        reduce (Callable): ``torch.sum`` or ``torch.amax``.
-
-    Returns:
-        Tensor: ``(N, height, width)``.
-    """
+def largest_of_keys(table: Tensor, size: Sequence[int]) -> Tensor:
+    """Returns the largest of ``table[δ]``, ``(N, 2·H − 1, 2·W − 1)``, over the keys of each query, ``(N, H, W)``."""
     height, width = size
-    rows = reduce(at_shifts(table, width), dim=-1)  # (N, δ1, q2)
-    return reduce(at_shifts(rows.mT, height), dim=-1).mT
+    rows = at_shifts(table, width).amax(-1)  # (N, δ1, q2)
+    return at_shifts(rows.mT, height).amax(-1).mT
 
 
 def resize_shifts(table: Tensor, length: int) -> Tensor:
     """Resizes a table of vectors of shifts to another number of shifts, ``(2·source + 1, D)`` to ``(length, D)``.
 
-    Fewer shifts are the middle of the table. For more of them the old vectors are put at distances that grow
-    geometrically, 1, 1 + r, 1 + r + r², … up to the largest new shift, so that near shifts keep their vectors and
-    far ones are spread, as mmpretrain does it; in between they are interpolated. A table of three shifts repeats its
-    ends.
+    Fewer shifts are the middle of the table. For more, the old vectors are put at distances that grow geometrically, 1,
+    1 + r, 1 + r + r², …, up to the largest new shift, and interpolated in between: near shifts keep their vectors and
+    far ones are spread, as in mmpretrain.
     """
     source, target = table.shape[0] // 2, length // 2
     if target <= source:

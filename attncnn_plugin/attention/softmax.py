@@ -9,17 +9,9 @@ LEAST = 2.0**-100  # of a probability; the least normal number of float32 is 2�
 def softmax(scores: Tensor) -> Tensor:
     """Computes the softmax over the last dimension, with every probability below 2⁻¹⁰⁰ at exactly 0.
 
-    The scores of Gaussian heads (C20, eq. 9) fall off with the squared distance, so that many probabilities lie between
-    e⁻⁸⁷ and e⁻¹⁰³: float32 has only subnormal numbers there, and some processors take many times as long for a matrix
-    product that meets one. Beside the largest probability of a row, at least 1 over the number of keys, 2⁻¹⁰⁰ is far
-    below the last digit: outputs and gradients keep their bits, but for gradients below 10⁻¹⁶, those of heads that
-    attend to one key alone.
-
-    Args:
-        scores (Tensor): ``(…, K)``, at least float32.
-
-    Returns:
-        Tensor: Probabilities of the same shape.
+    Many probabilities of Gaussian heads (C20, eq. 9) lie between e⁻⁸⁷ and e⁻¹⁰³: float32 has only subnormal numbers
+    there, and some processors take many times as long for a matrix product that meets one. Outputs and gradients keep
+    their bits, but for gradients below 10⁻¹⁶, those of heads that attend to one key alone.
     """
     return without_subnormals(scores.softmax(-1))
 

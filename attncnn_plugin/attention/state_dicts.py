@@ -1,10 +1,4 @@
-"""State dicts of another structure than the module that loads them.
-
-A checkpoint can have fewer heads than the module, position tables for another grid, or the attention of a second phase.
-A :class:`Restructurable` module takes the structure of the state dict that it loads, or converts the entries to its
-own, so that checkpoints load everywhere with the config that they came from. Modules of other libraries do not change
-when they load: :func:`attncnn_plugin.follow_state_dict` changes them.
-"""
+"""State dicts of another structure than the module that loads them, with fewer heads for instance."""
 
 import copy
 import json
@@ -34,7 +28,7 @@ def too_many_heads(prefix: str, loaded: int, built: int) -> StructureError:
 
 
 class Restructurable(nn.Module):
-    """A module that loads state dicts of several structures.
+    """A module that takes the structure of the state dict that it loads, or converts the entries to its own.
 
     Subclasses may define :meth:`follow` and :meth:`convert_state_dict`. A state dict that cannot be loaded is refused
     as PyTorch refuses a wrong shape, with ``RuntimeError``; the module is then as it was before.
@@ -48,15 +42,10 @@ class Restructurable(nn.Module):
     _changed_by_loading = False
 
     def follow(self, state_dict: StateDict, prefix: str) -> Any:
-        """Takes the structure that a state dict has for this module; the values are yet to be loaded.
-
-        Args:
-            state_dict (dict[str, Tensor]): With the module's names, each after ``prefix``. It is not changed.
-            prefix (str): Name of the module with a dot, or empty.
+        """Takes the structure that a state dict has for this module after ``prefix``; values are yet to be loaded.
 
         Returns:
-            bool | Change | None: Something true if the structure has changed; what became of them if layers were
-            replaced.
+            bool | Change | None: Something true if the structure has changed; a ``Change`` if layers were replaced.
 
         Raises:
             StructureError: No structure of this module explains the entries.

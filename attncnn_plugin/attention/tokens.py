@@ -10,18 +10,11 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from .attention_layer import check_plain_linear
-from .heads import PrunableHeads
-from .positions import (
-    GaussianHeads,
-    GeneralizedQuadraticEncoding,
-    LearnedEncoding,
-    QuadraticEncoding,
-    RelativeTables,
-    SeparableEncoding,
-)
+from .attention_layer import check_plain_linear, head_products
+from .heads import HeadParameters, PrunableHeads
+from .positions import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding, RelativeTables
 from .precision import Device, Dtype, at_least_float32, full_precision
-from .shifts import at_shifts
+from .shifts import at_shifts, over_axes
 from .softmax import softmax, without_subnormals
 from .window import shown
 
@@ -36,8 +29,8 @@ class GridAttention(PrunableHeads):
     """Mixes tokens by the scores of a position encoding; the base of the layers below.
 
     The values of a head are the tokens themselves, D_h = D: the heads' outputs P_h X are concatenated to N_h·D channels
-    and mapped by one linear layer (C20, section 2 and appendix E). C20 (remark after Theorem 1) advises D_h = D, for
-    with fewer channels a head cannot be every slice of a kernel.
+    and mapped by one linear layer (C20, eq. 1 and 4). C20's remark on D_h and D_out advises D_h = D_out: with fewer
+    channels a head cannot be every slice of a kernel.
 
     Args:
         dim (int): Channels D of a token.
@@ -54,6 +47,7 @@ class GridAttention(PrunableHeads):
     """
 
     encoding: Any
+    encoding_type: Any = None  # of an encoding that its number of heads says all of
 
     def __init__(
         self, dim: int, num_heads: int, attn_drop: float = 0.0, device: Device = None, dtype: Dtype = None
@@ -65,6 +59,8 @@ class GridAttention(PrunableHeads):
         self._init_heads(num_heads)
         self.attn_drop = nn.Dropout(attn_drop)
         self.value = nn.Linear(num_heads * dim, dim, device=device, dtype=dtype)
+        if self.encoding_type is not None:
+            self.encoding = self.encoding_type(num_heads, device=device, dtype=dtype)
 
     def extra_repr(self) -> str:
         return f'dim={self.dim}, num_heads={self.num_heads}'
@@ -86,21 +82,16 @@ class GridAttention(PrunableHeads):
         check_plain_linear('value', self.value)
         return at_least_float32(self.value.weight.unflatten(1, (self.num_heads, self.dim)).transpose(0, 1))
 
-    def head_parameters(self) -> Dict[str, Tuple[int, int]]:
-        of_positions = ['encoding.weight', 'encoding.center', 'encoding.sqrt_precision']
-        own = dict(self.named_parameters())
-        return {'value.weight': (1, self.dim), **{name: (0, 1) for name in of_positions if name in own}}
+    def head_parameters(self) -> HeadParameters:
+        return {'value.weight': (1, self.dim), **super().head_parameters()}
 
 
 class SeparableAttention(GridAttention):
     """Attention by scores that are the sum of a row and a column term.
 
-    Softmax over a product grid of a sum is the product of the softmaxes along the axes, boundaries included:
-    P[(q1, q2), (k1, k2)] = P1[q1, k1] · P2[q2, k2]. So tokens are mixed along rows, then along columns, by
-    O(HW·(H + W)) multiply-adds a channel and head instead of O((HW)²).
+    The softmax of the sum is the product of the softmaxes along the axes, P[(q1, q2), (k1, k2)] = P1[q1, k1] ·
+    P2[q2, k2]. So tokens are mixed along rows, then along columns, by O(HW·(H + W)) multiply-adds instead of O((HW)²).
     """
-
-    encoding: SeparableEncoding
 
     def axis_probs(self, size: Sequence[int]) -> Tuple[Tensor, Tensor]:
         """Returns P1 ``(N_h, H, H)`` and P2 ``(N_h, W, W)``."""
@@ -108,8 +99,7 @@ class SeparableAttention(GridAttention):
         return softmax(rows), softmax(columns)
 
     def position_probs(self, size: Sequence[int]) -> Tensor:
-        rows, columns = self.axis_probs(size)
-        return without_subnormals(torch.einsum('hqk,hrl->hqrkl', rows, columns)).flatten(3).flatten(1, 2)
+        return without_subnormals(over_axes(self.axis_probs(size), torch.mul))
 
     def heads(self, x: Tensor) -> Tensor:
         if self.training and self.attn_drop.p > 0:  # single probabilities are dropped, which the factors do not have
@@ -127,16 +117,7 @@ class QuadraticAttention(SeparableAttention):
     The arguments are those of :class:`GridAttention`.
     """
 
-    encoding: QuadraticEncoding
-
-    def __init__(
-        self, dim: int, num_heads: int, attn_drop: float = 0.0, device: Device = None, dtype: Dtype = None
-    ) -> None:
-        super().__init__(dim, num_heads, attn_drop, device, dtype)
-        self.encoding = QuadraticEncoding(num_heads, device=device, dtype=dtype)
-
-    def gaussian_heads(self) -> GaussianHeads:
-        return self.encoding.gaussian_heads()
+    encoding_type = QuadraticEncoding
 
 
 class GeneralizedQuadraticAttention(GridAttention):
@@ -146,16 +127,7 @@ class GeneralizedQuadraticAttention(GridAttention):
     arguments are those of :class:`GridAttention`.
     """
 
-    encoding: GeneralizedQuadraticEncoding
-
-    def __init__(
-        self, dim: int, num_heads: int, attn_drop: float = 0.0, device: Device = None, dtype: Dtype = None
-    ) -> None:
-        super().__init__(dim, num_heads, attn_drop, device, dtype)
-        self.encoding = GeneralizedQuadraticEncoding(num_heads, device, dtype)
-
-    def gaussian_heads(self) -> GaussianHeads:
-        return self.encoding.gaussian_heads()
+    encoding_type = GeneralizedQuadraticEncoding
 
 
 class LearnedAttention(SeparableAttention):
@@ -165,19 +137,15 @@ class LearnedAttention(SeparableAttention):
     it; sinusoidal ones have D in all.
 
     Args:
-        dim (int): Channels D of a token.
-        num_heads (int): Number of heads N_h.
+        dim, num_heads, attn_drop: As of :class:`GridAttention`.
         max_size (tuple[int, int]): Height and width, in tokens, of the largest grid. Defaults to (16, 16).
         position (str): ``'relative_learned'`` or ``'relative_sinusoidal'``: R and C. Defaults to
             ``'relative_learned'``.
-        attn_drop (float): Dropout rate of the attention probabilities. Defaults to 0.
 
     Raises:
         ValueError: An unknown ``position``; a ``dim`` that is no multiple of 4 for sinusoidal r_δ; see
             :class:`GridAttention`.
     """
-
-    encoding: LearnedEncoding
 
     def __init__(
         self,
@@ -209,11 +177,8 @@ class ContentAttention(GridAttention):
 
     Args:
         dim (int): Channels D of a token, and of the queries and keys of a head.
-        num_heads (int): Number of heads N_h.
-        max_size (tuple[int, int]): Height and width, in tokens, of the largest grid of learned r_δ. Defaults to
-            (16, 16).
+        num_heads, max_size, attn_drop: As of :class:`LearnedAttention`.
         position (str): See above. Defaults to ``'relative_learned'``.
-        attn_drop (float): Dropout rate of the attention probabilities. Defaults to 0.
 
     Raises:
         ValueError: An unknown ``position``; a ``dim`` that is odd for learned r_δ, or no multiple of 4 for sinusoidal
@@ -257,44 +222,32 @@ class ContentAttention(GridAttention):
         return heads.flatten(2).unflatten(1, x.shape[1:3])
 
     def attention_scores(self, x: Tensor) -> Tensor:
-        query = self._queries(x)
+        query = self.query(x)
         return self._content_scores(query, x) + self._position_scores(query)
 
     def content_scores(self, x: Tensor) -> Tensor:
-        return self._content_scores(self._queries(x), x)
+        return self._content_scores(self.query(x), x)
 
     def position_scores(self, x: Tensor) -> Tensor:
-        return self._position_scores(self._queries(x)).expand(len(x), -1, -1, -1)
+        return self._position_scores(self.query(x)).expand(len(x), -1, -1, -1)
 
     def position_probs(self, size: Sequence[int]) -> Optional[Tensor]:
         return None if self.encoding is None else super().position_probs(size)
 
-    def gaussian_heads(self) -> Optional[GaussianHeads]:
-        return None if self.encoding is None else self.encoding.gaussian_heads()
-
-    def head_parameters(self) -> Dict[str, Tuple[int, int]]:
+    def head_parameters(self) -> HeadParameters:
         projections = [f'{linear}.{name}' for linear in ('query', 'key') for name in ('weight', 'bias')]
         return {**super().head_parameters(), **dict.fromkeys(projections, (0, self.dim))}
 
-    def _queries(self, x: Tensor) -> Tensor:
-        """q/√D of every head, ``(B, N_h, H, W, D)``."""
-        return self._of_heads(self.query(x)) / self.dim**0.5
-
-    def _of_heads(self, x: Tensor) -> Tensor:
-        """``(B, H, W, N_h·D)`` to ``(B, N_h, H, W, D)``, at least float32."""
-        return at_least_float32(x).unflatten(-1, (self.num_heads, self.dim)).permute(0, 3, 1, 2, 4)
-
     def _content_scores(self, query: Tensor, x: Tensor) -> Tensor:
-        """q·k/√D, ``(B, N_h, H*W, H*W)``."""
-        key = self._of_heads(self.key(x))
-        with full_precision(x.device.type):
-            return query.flatten(2, 3) @ key.flatten(2, 3).mT
+        """Returns q·k/√D, ``(B, N_h, H*W, H*W)``."""
+        return head_products(query.flatten(1, 2), self.key(x).flatten(1, 2), self.num_heads)
 
     def _position_scores(self, query: Tensor) -> Tensor:
-        """q·r_δ/√D, ``(B, N_h, H*W, H*W)``, or v·r_δ, ``(N_h, H*W, H*W)``."""
-        height, width = query.shape[2:4]
+        """Returns q·r_δ/√D, ``(B, N_h, H*W, H*W)``, or v·r_δ, ``(N_h, H*W, H*W)``, of ``(B, H, W, N_h·D)``."""
+        height, width = query.shape[1:3]
         if self.tables is None:
             return self.encoding.scores((height, width))
+        query = at_least_float32(query).unflatten(3, (self.num_heads, self.dim)).movedim(3, 1) / self.dim**0.5
         row, column = (table.T for table in self.tables((height, width), like=query))
         of_rows, of_columns = query.chunk(2, dim=-1)
         with full_precision(query.device.type):

@@ -34,11 +34,7 @@ class Window:
 
     @classmethod
     def of(cls, conv: nn.Module, kinds: Sequence[Type[nn.Module]] = CONVOLUTIONS) -> 'Window':
-        """Returns the window of an ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d``.
-
-        Args:
-            conv (nn.Module): The convolution.
-            kinds (Sequence[type]): The classes whose forward passes are known. Defaults to these three.
+        """Returns the window of a convolution whose forward pass is that of one of ``kinds``.
 
         Raises:
             TypeError: ``conv`` is something else.
@@ -91,11 +87,7 @@ class Window:
         return self.padding[axis]
 
     def num_queries(self, axis: int, size: int) -> int:
-        """Returns the number of outputs along an axis of ``size`` pixels.
-
-        Raises:
-            ValueError: The padded image is smaller than the window.
-        """
+        """Returns the number of outputs along an axis; raises ``ValueError`` for an image smaller than the window."""
         before, after = self.padding_of(axis, size)
         room = size + before + after - self.dilation[axis] * (self.kernel_size[axis] - 1) - 1
         if room < 0:
@@ -106,11 +98,7 @@ class Window:
         return room // self.stride[axis] + 1
 
     def queries(self, axis: int, size: int, device: Device = None) -> Tensor:
-        """Returns the pixel q of every output along an axis of ``size`` pixels; it can lie in the padding.
-
-        Raises:
-            ValueError: The padded image is smaller than the window.
-        """
+        """Returns the pixel q of every output along an axis of ``size`` pixels; it can lie in the padding."""
         number = torch.arange(self.num_queries(axis, size), device=device)
         return number * self.stride[axis] + self.anchor[axis] - self.padding_of(axis, size)[0]
 
@@ -134,10 +122,7 @@ class Window:
 
 @dataclass(frozen=True)
 class SameWindow(Window):
-    """A window with as much padding as gives ⌈size/stride⌉ outputs, the odd pixel after (TensorFlow's ``'SAME'``).
-
-    It depends on the image: ``padding`` is not used.
-    """
+    """A window padded to ⌈size/stride⌉ outputs, the odd pixel after (TensorFlow's ``'SAME'``); has no ``padding``."""
 
     def padding_of(self, axis: int, size: int) -> Tuple[int, int]:
         extent = self.dilation[axis] * (self.kernel_size[axis] - 1) + 1
@@ -161,11 +146,7 @@ def shown(value: Any) -> str:
 
 
 def per_axis(name: str, value: Union[int, Sequence[int]], ndim: int) -> Tuple[int, ...]:
-    """Returns a number for each of ``ndim`` axes.
-
-    Raises:
-        ValueError: ``value`` is not a positive integer, or ``ndim`` of them.
-    """
+    """Returns a number for each of ``ndim`` axes; raises ``ValueError`` but for positive integers."""
     values: Tuple[Any, ...] = tuple(value) if isinstance(value, (tuple, list)) else (value,) * ndim
     if len(values) != ndim or not all(type(n) is int and n >= 1 for n in values):
         raise ValueError(f'{name}={shown(value)} must be a positive integer, or one for each of {ndim} axes')

@@ -21,13 +21,9 @@ ROUNDING = 1e-12  # of least squares: a head on one pixel has the coefficients 1
 class ConvFit:
     """The error of a convolution in the place of an attention layer, on a grid of ``size``.
 
-    The fit leaves E_h = P_h − Σ_δ c_{h,δ} S_δ of head h. With V_h, its slice of the value matrix, the output error of a
-    query q satisfies
-
-        ‖error_q‖₂ ≤ Σ_h ‖E_h[q, :]‖₁ ‖V_h‖₂ · max_k ‖x_k‖₂
-
-    for every input x of this size. A bound is the largest factor of max_k ‖x_k‖₂ over the queries. It is for exact
-    arithmetic: the rounding of the layer's dtype comes on top.
+    The fit leaves E_h = P_h − Σ_δ c_{h,δ} S_δ of head h. The error at a query q is at most Σ_h ‖E_h[q, :]‖₁ ‖V_h‖₂ ·
+    max_k ‖x_k‖₂ for every input x of this size, V_h being the head's slice of the value matrix. A bound is the largest
+    factor of max_k ‖x_k‖₂ over the queries. It is for exact arithmetic: rounding comes on top.
 
     Attributes:
         size (tuple[int, ...]): Size of the grid that the fit is for and that the bounds hold at.
@@ -60,9 +56,7 @@ def mhsa_to_conv(
 
     Each head's probabilities P_h are fitted by shifts, min_c ‖P_h − Σ_δ c_{h,δ} S_δ‖_F with (S_δ x)_q = x_{q+δ}, and
     the kernel is W_δ = Σ_h c_{h,δ} V_h. Hard heads whose shifts lie in the kernel are fitted exactly: at the border a
-    quadratic one attends to the nearest pixel inside, which is replicate padding. Where several kernels fit equally
-    well, on a grid with no query whose whole window lies inside, the smallest coefficients are taken. Attention dropout
-    is left out.
+    quadratic one attends to the nearest pixel inside, which is replicate padding. Attention dropout is left out.
 
     Args:
         layer (GridAttention | ImageAttention): Position-only attention over a grid, whose convolution maps ``(B, D, H,
@@ -77,10 +71,6 @@ def mhsa_to_conv(
         padding_mode (str, optional): ``'zeros'``, ``'replicate'``, ``'reflect'`` or ``'circular'``. Defaults to
             ``'replicate'``; an ``ImageAttention`` has its own, the only one allowed.
 
-    Returns:
-        tuple[Convolution, ConvFit]: The convolution of as many axes as the layer has, in its dtype, device and mode,
-        and how well it fits.
-
     Raises:
         TypeError: ``layer`` is no attention of this package.
         ValueError: The probabilities of ``layer`` depend on content; it has no heads; a ``kernel_size``, a
@@ -89,16 +79,6 @@ def mhsa_to_conv(
         RuntimeError: The linear map of ``layer`` is more than its weight and bias, for instance an adapter.
 
     Examples:
-        A convolution that became attention comes back:
-
-        >>> from torch import nn
-        >>> from attncnn_plugin.convert import conv_to_mhsa
-        >>> conv = nn.Conv2d(3, 8, kernel_size=3, padding=1)
-        >>> attention, _ = conv_to_mhsa(conv)
-        >>> back, fit = mhsa_to_conv(attention, kernel_size=3)
-        >>> torch.allclose(back.weight, conv.weight, atol=1e-6), fit.bound < 1e-6
-        (True, True)
-
         Soft heads leave an error. The fit says how large it can be for pixels of norm 1:
 
         >>> from attncnn_plugin.attention import QuadraticAttention

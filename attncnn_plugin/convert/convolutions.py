@@ -19,10 +19,6 @@ def window_of(conv: nn.Module, kinds: Sequence[Any] = (Conv2dSame, *CONVOLUTIONS
 
     Raises:
         TypeError: ``conv`` is something else.
-
-    Examples:
-        >>> window_of(Conv2dSame(1, 1, 3, stride=2)).padding_of(axis=0, size=8)
-        (0, 1)
     """
     window = Window.of(conv, kinds)
     if not isinstance(conv, Conv2dSame) and not getattr(conv, 'same_pad', False):
@@ -63,14 +59,7 @@ def convolution_with(window: Window, in_channels: int, groups: int, like: Any) -
 
 @torch.no_grad()
 def plain_convolution(conv: Any) -> Any:
-    """Returns a convolution with weight standardization as one with the weights that it computes; any other as it is.
-
-    Examples:
-        >>> conv = StdConv2d(3, 4, 3)
-        >>> plain, x = plain_convolution(conv), torch.randn(1, 3, 8, 8)
-        >>> type(plain) is nn.Conv2d, torch.allclose(plain(x), conv(x), atol=1e-6)
-        (True, True)
-    """
+    """Returns a convolution with weight standardization as one with the weights that it computes; others as is."""
     if type(conv) not in STANDARDIZED:
         return conv
     plain: Any = convolution_with(window_of(conv, [type(conv)]), conv.in_channels, conv.groups, conv)
@@ -86,12 +75,7 @@ def plain_convolution(conv: Any) -> Any:
 
 
 def flat_kernel(conv: Convolution) -> Tensor:
-    """Returns the kernel as a matrix M, ``(K, C_out·C_in/groups)``, a row for each position: no zeros between groups.
-
-    Examples:
-        >>> flat_kernel(nn.Conv2d(4, 2, 3, groups=2)).shape
-        torch.Size([9, 4])
-    """
+    """Returns the kernel as a matrix M, ``(K, C_out·C_in/groups)``, a row for each position, without groups' zeros."""
     return conv.weight.detach().flatten(2).flatten(0, 1).T
 
 
@@ -108,25 +92,13 @@ def block_norms(slices: Tensor, groups: int) -> Tensor:
 
 
 def group_blocks(matrices: Tensor, groups: int) -> Tensor:
-    """Returns the blocks of a convolution's groups, without zeros between them: the inverse of :func:`block_diagonal`.
-
-    Args:
-        matrices (Tensor): ``(N, C_out, C_in)``.
-        groups (int): Number of groups.
-
-    Returns:
-        Tensor: ``(C_out, C_in/groups, N)``.
-
-    Examples:
-        >>> group_blocks(torch.eye(2)[None], groups=2).flatten()
-        tensor([1., 1.])
-    """
+    """Returns the blocks of a convolution's groups, ``(C_out, C_in/groups, N)``: inverts :func:`block_diagonal`."""
     blocks = matrices.unflatten(1, (groups, -1)).unflatten(3, (groups, -1))  # (N, group, out, group, in)
     return blocks.diagonal(dim1=1, dim2=3).permute(3, 1, 2, 0).flatten(0, 1)
 
 
 def block_diagonal(slices: Tensor, groups: int) -> Tensor:
-    """Slices of a kernel with groups, ``(C_out, C_in/groups, N)``, as slices of one without, ``(N, C_out, C_in)``.
+    """Returns slices of a kernel with groups, ``(C_out, C_in/groups, N)``, with their zeros, ``(N, C_out, C_in)``.
 
     Examples:
         >>> block_diagonal(torch.ones(2, 1, 1), groups=2)

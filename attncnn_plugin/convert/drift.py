@@ -44,10 +44,7 @@ def _relative(squares: List[Tuple[float, float]]) -> float:
 
 @contextlib.contextmanager
 def evaluated_copy(model: nn.Module) -> Iterator[Any]:
-    """Yields a copy of a model in evaluation mode, without gradients, of which nothing stays: no random numbers either.
-
-    The copy has the parameters of the model, and buffers of its own.
-    """
+    """Yields a copy of a model, with its parameters, in evaluation mode, without gradients; random numbers stay."""
     trial = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     for module in trial.modules():  # eval() can do more than it says, merge layers for instance
         module.training = False
@@ -63,13 +60,11 @@ def drifts(
     """Runs a copy of a model in evaluation mode, first as it is, then with some layers, by name, replaced.
 
     Returns:
-        tuple[dict[str, float], float | None]: ‖Y − Y'‖/‖Y‖ of the outputs of each layer that was called, for the same
-        inputs of that layer; and of the model's outputs, None, with a warning, where these have no floating numbers or
-        other shapes than before.
+        tuple[dict[str, float], float | None]: ‖Y − Y'‖/‖Y‖ of the outputs of each layer that was called, and of the
+        model's, None, with a warning, where these have no floating numbers or other shapes than before.
 
     Raises:
-        ValueError: A layer is still called after it was replaced, or something of it is read that its replacement
-            does not have.
+        ValueError: A layer is still called after it was replaced, or something of it is read that is not there.
     """
     squares: Dict[str, List[Tuple[float, float]]] = {}
 

@@ -77,8 +77,8 @@ def expressible_shifts(
     """Finds the shifts of a kernel that a layer can express, whatever its value matrix (C20, Lemma 3 and appendix D).
 
     As V_h is the same at every query, all kernels can be expressed if and only if each S_δ, over all queries at once,
-    is in the span of the P_h. C20 asks instead, query by query, that the unit vectors of its receptive field are in the
-    span of the rows P_h[q, :], with coefficients that may change from query to query: necessary, not sufficient.
+    is in the span of the P_h. C20 asks the same query by query, with coefficients that may change from query to query:
+    necessary, not sufficient.
 
     Args:
         layer (AttentionLayer): Attention by position over a grid, or an ``ImageAttention`` over two axes whose outputs
@@ -89,11 +89,8 @@ def expressible_shifts(
             inside the grid, or ``'all'``, with zero padding: S_δ is 0 where q + δ is outside, while a hard quadratic
             head attends to the nearest pixel there. Defaults to ``'all'``.
         tolerance (float): Relative residual up to which a shift is expressible, and singular value, relative to the
-            largest one of maps scaled to norm 1, up to which a direction of their span is not counted: it would take
-            value matrices larger by the inverse. Defaults to 1e-6.
-
-    Returns:
-        Expressibility: The residuals, the ranks and the missing shifts.
+            largest one of maps scaled to norm 1, up to which a direction of their span is not counted. Defaults to
+            1e-6.
 
     Raises:
         TypeError: ``layer`` is no attention of this package.
@@ -124,13 +121,7 @@ def expressible_shifts_of_maps(
     queries: str = 'all',
     tolerance: float = 1e-6,
 ) -> Expressibility:
-    """Finds the shifts that given attention maps span, ``(N_h, height*width, height*width)`` on the CPU.
-
-    See :func:`expressible_shifts` for the other arguments and the result.
-
-    Raises:
-        ValueError: ``probs`` are not those of such a grid; see :func:`expressible_shifts` for the others.
-    """
+    """Finds the shifts that attention maps span, ``(N_h, H*W, H*W)`` on the CPU, as :func:`expressible_shifts` does."""
     height, width = per_axis('size', size, 2)
     pixels = height * width
     if probs.ndim != 3 or probs.shape[1:] != (pixels, pixels):
@@ -218,9 +209,8 @@ def fit_values(
     """Gives heads, as they are, the values with which their layer is a convolution, or nearest to it (C20, Lemma 3).
 
     Trained, soft or learned heads keep where they look. V_h = Σ_δ Φ_hδ W_δ, where Φ is that of least squares, min
-    ‖S_δ − Σ_h Φ_hδ P_h‖_F over the chosen queries. All V_h together are then those of the least relative error. It is 0
-    for every kernel if each shift is in the span of the heads, see
-    :func:`~attncnn_plugin.convert.expressible_shifts`, and for some kernels otherwise.
+    ‖S_δ − Σ_h Φ_hδ P_h‖_F over the chosen queries. The error is 0 for every kernel if each shift is in the span of the
+    heads, see :func:`~attncnn_plugin.convert.expressible_shifts`, and for some kernels otherwise.
 
     Args:
         attention (GridAttention | ImageAttention): Attention by position alone. It is not changed. Attention dropout is
@@ -237,8 +227,8 @@ def fit_values(
             convolution. Defaults to 1e-6.
 
     Returns:
-        tuple[Attention, ValueFit]: A copy of ``attention`` with the fitted values and the bias of ``conv``, in the
-        dtype, device and mode of ``attention``, and how near it comes.
+        tuple[Attention, ValueFit]: A copy of ``attention`` with the fitted values and the bias of ``conv``, and how
+        near it comes.
 
     Raises:
         TypeError: ``attention`` is no attention of this package, ``conv`` is not one of the three.

@@ -1,10 +1,10 @@
 """The best approximation of a kernel by fewer heads than it has positions, in float64 on the CPU.
 
-A convolution is a matrix M with a row for each of its K kernel positions. With N heads that look at positions alone,
-attention has the kernel M' = Σ_h a_h ⊗ W^(h): a_h is the distribution of head h over the K shifts, W^(h) its slice of
-the value matrix (Cordonnier et al. 2020, section 3). Were the a_h any vectors, the best M' would be the truncated
-singular value decomposition of M (Eckart-Young). It still is where the N best left singular vectors span a positive
-vector. Otherwise a positive p and the N − 1 best directions beside it leave at most the error of N − 1 singular values.
+A convolution is a matrix M with a row for each of its K kernel positions. N heads have the kernel M' = Σ_h a_h ⊗ W^(h):
+a_h is the distribution of head h over the K shifts, W^(h) its slice of the value matrix. Were the a_h any vectors, the
+best M' would be M's truncated singular value decomposition (Eckart-Young). It still is where the N best left singular
+vectors span a positive vector. Otherwise a positive p and the N − 1 best directions beside it leave at most the error
+of N − 1 singular values.
 """
 
 from typing import Optional

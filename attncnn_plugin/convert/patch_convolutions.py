@@ -139,24 +139,13 @@ def kernel_positions(conv: nn.Conv2d, patch_size: Pair, shift: Pair) -> Tensor:
 def choose_head_dims(
     conv: nn.Conv2d, patch_size: Pair, head_dim: Optional[str] = None, min_head_dim: int = 1
 ) -> Tuple[int, ...]:
-    """Returns the channels D_h of each head by the setting of a network or a conversion.
+    """Returns the channels D_h of each head by the arguments of :class:`~attncnn_plugin.models.CMHSANetwork`.
 
-    The matrices W^V W^O of L21's heads are of low rank: from a patch that is one step away a convolution reads border
-    pixels alone. An exact head has as many channels as it reads pixels, or writes pixels if these are fewer, times
-    their channels; one, where dilation steps over a patch. For odd kernels with stride 1 and no dilation that is the
-    rank, for all but special weights. With even kernels, dilation or strides it can be more.
-
-    Args:
-        conv (nn.Conv2d): The convolution; its weights are not read.
-        patch_size (tuple[int, int]): Patch size P.
-        head_dim (str, optional): None for those of a patch, D, as in L21, or ``'exact'`` for just enough to be the
-            convolution, whatever its weights. Defaults to None.
-        min_head_dim (int): The least channels of ``'exact'`` heads, which are at most D wide. Defaults to 1.
+    From a patch that is one step away a convolution reads border pixels alone. An exact head has as many channels as it
+    reads pixels, or writes pixels if these are fewer, times their channels; one, where dilation steps over a patch.
 
     Raises:
-        TypeError: ``conv`` is not an ``nn.Conv2d``.
-        ValueError: An unknown ``head_dim``; a ``min_head_dim`` below 1, or without ``'exact'``; see
-            :func:`patch_shifts`.
+        TypeError, ValueError: A wrong ``head_dim`` or ``min_head_dim``; see :func:`patch_shifts`.
 
     Examples:
         >>> widths = choose_head_dims(nn.Conv2d(3, 3, 3, padding=1), (16, 16), 'exact')
@@ -181,8 +170,7 @@ def min_heads(kernel_size: Union[int, Pair], patch_size: Union[int, Pair] = 1) -
 
     It is the number of shifts between patches that the kernel covers: (2⌈(K − 1)/2P⌉ + 1)² for an odd K (L21,
     Theorem 1), thus K² for pixels, P = 1 (Theorem 5), and 9 if P ≥ K > 1 (Theorem 6); for an even K, which L21 does not
-    treat, as many or fewer. Fewer heads are enough only where the matrices that the shifts have from patch to patch are
-    linearly dependent, which those of a random kernel with as many pairs of channels as shifts are not.
+    treat, as many or fewer.
 
     Args:
         kernel_size (int | tuple[int, int]): Size K of the kernel.
@@ -216,9 +204,7 @@ def conv_to_patch_mhsa(
         conv (nn.Conv2d): Zero padding, any groups and dilation, a stride that divides the patch size, n pixels to
             n/stride.
         patch_size (int | tuple[int, int]): Patch size P.
-        head_dim (str, optional): Channels D_h of a head's values: None for those of a patch, as in L21, or ``'exact'``
-            for just enough to be the convolution. Defaults to None.
-        qk_dim (int, optional): Channels D_k of a head's queries and keys. Defaults to those of a patch.
+        head_dim, qk_dim: As of :class:`~attncnn_plugin.models.CMHSANetwork`.
 
     Returns:
         tuple[PatchConvolutionAttention, PatchConversionReport]: The attention, for images whose sides are multiples
@@ -233,13 +219,10 @@ def conv_to_patch_mhsa(
         >>> attention, report = conv_to_patch_mhsa(conv, patch_size=4)
         >>> print(report)
         num_heads=9 of 16 channels: exact, a head for each shift from (-1, -1) to (1, 1); 20 parameters became 11,633
-        >>> narrow, report = conv_to_patch_mhsa(conv, patch_size=4, head_dim='exact', qk_dim=4)
-        >>> print(report)
-        num_heads=9 of 1 to 16 channels: exact, a head for each shift from (-1, -1) to (1, 1); 20 parameters became 2,993
         >>> images = torch.randn(1, 1, 8, 12)
-        >>> all(torch.allclose(module(images), conv(images), atol=1e-5) for module in (attention, narrow))
+        >>> torch.allclose(attention(images), conv(images), atol=1e-5)
         True
-    """  # noqa: E501
+    """
     rows, columns = per_axis('patch_size', patch_size, 2)
     shifts = patch_shifts(conv, (rows, columns))
     out_patch_size = (rows // conv.stride[0], columns // conv.stride[1])
@@ -266,26 +249,13 @@ def conv_to_patch_mhsa(
 def attend_like_convolution(
     attention: PatchAttention, conv: nn.Conv2d, patch_size: Pair, attn_bias: float = ATTN_BIAS
 ) -> None:
-    """Sets the parameters of an attention over patches to those of L21's Theorem 1.
+    """Sets the parameters of an attention over patches to those of L21's Theorem 1, with M as ``attn_bias``.
 
-    W^Q becomes zero and W^K stays as it is: were both zero, neither would ever get a gradient.
-
-    Args:
-        attention (PatchAttention): With at least one head for each shift of the convolution, each wide enough. Further
-            heads get no weight, nor do shifts that lead out of the grid of its position bias from every patch.
-        conv (nn.Conv2d): The convolution.
-        patch_size (tuple[int, int]): Patch size P.
-        attn_bias (float): M. Defaults to 40, exact in float32.
+    W^Q becomes zero and W^K stays as it is: were both zero, neither would ever get a gradient. Heads beyond those of
+    the shifts get no weight, nor do shifts that lead out of the grid of the position bias from every patch.
 
     Raises:
-        ValueError: The attention has too few heads, or one that is too narrow; the convolution is of another kind, see
-            :func:`patch_shifts`.
-
-    Examples:
-        >>> attention = PatchAttention(dim=16, num_heads=9, position=WindowBias(9, (-1, -1), (3, 3)))
-        >>> attend_like_convolution(attention, nn.Conv2d(1, 1, 3, padding=1), patch_size=(4, 4))
-        >>> attention.position.table[0].tolist()
-        [[40.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+        ValueError: The attention has too few heads, or one that is too narrow; see :func:`patch_shifts`.
     """
     shifts = patch_shifts(conv, patch_size)
     if attention.num_heads < len(shifts):
@@ -315,15 +285,8 @@ def attend_like_convolution(
 def factorize(conv: nn.Conv2d, patch_size: Pair, shift: Pair, width: int) -> Tuple[Tensor, Tensor]:
     """Factors the weights M from the pixels of patch q + δ to the outputs of patch q (L21, A.2) into W^V and W^O.
 
-    W^V picks the pixels that are read, and W^O has their weights. Where fewer pixels are written than read, W^V has the
-    weights and W^O puts the outputs in their places. A head that is wider than needed has other pixels too, without
-    weights to begin with, but it can learn them.
-
-    Returns:
-        tuple[Tensor, Tensor]: W^V, ``(D_h, D)``, and W^O, ``(D_out, D_h)``, as weights of linear layers.
-
-    Raises:
-        ValueError: The head is too narrow for both.
+    W^V, ``(D_h, D)``, picks the pixels that are read, and W^O, ``(D_out, D_h)``, has their weights; or W^V has the
+    weights and W^O puts the outputs in their places. A head that is wider than needed has other pixels too.
     """
     positions = kernel_positions(conv, patch_size, shift)
     kernel = block_diagonal(conv.weight.detach().flatten(2), conv.groups)  # (K, C_out, C_in)

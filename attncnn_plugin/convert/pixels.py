@@ -54,12 +54,11 @@ class ConversionReport:
         bound (float): The error of the best matrix of rank N (Eckart-Young): no layer with N heads that look at
             positions alone has less.
         alpha (float | None): Width α of heads that each see one position, as stored; None for heads that see several.
-        deviation (float): With an ``alpha``, the largest share of a head that goes to other pixels than its own, which
-            is the largest difference of a probability from that of the hard shift: at no pixel of any image is it
-            exceeded.
+        deviation (float): With an ``alpha``, the largest share of a head that goes to other pixels than its own, at any
+            pixel of any image.
         conv (nn.Module | None): The convolution as it was, where ``deviation`` is not 0: for :attr:`output_bound`.
-        drift (float | None): ‖Y − Y'‖/‖Y‖ of the outputs Y and Y' before and after for the example input, of all calls
-            of the layer together; None without an example, or where the model does not use the layer.
+        drift (float | None): ‖Y − Y'‖/‖Y‖ of the outputs of the layer before and after for the example input; None
+            without an example, or where the model does not use the layer.
     """
 
     num_heads: int
@@ -72,11 +71,7 @@ class ConversionReport:
 
     @cached_property
     def output_bound(self) -> float:
-        """With an ``alpha``, the largest error of an output for an image of pixels of norm 1.
-
-        At no pixel of any image it is exceeded, but for rounding. It takes as long as the rest of the conversion, so it
-        is computed when it is first asked for.
-        """
+        """With an ``alpha``, the largest error of an output, but for rounding, at any image of pixels of norm 1."""
         if self.conv is None:
             return 0.0
         # ‖error_q‖ ≤ Σ_h ‖P_h[q, :] − e_h‖₁ ‖W^(h)‖₂, and what other pixels get the own one lacks: ‖·‖₁ ≤ 2·deviation.
@@ -106,16 +101,10 @@ def conv_to_mhsa(
     With one head for each kernel position the attention is the convolution, exactly (C20, Theorem 1): head h is a
     hard quadratic head with its centre at the h-th shift, and its slice of the value matrix is the kernel's h-th slice.
     With fewer heads each one has a distribution over the shifts, and the attention is the nearest convolution that was
-    found, see :func:`~attncnn_plugin.convert.fewer_heads.best_probs`. The image is padded first, as C20 advises, in the
-    way of the convolution.
+    found. With ``content`` W^Q starts at 0, so that the attention begins as the convolution all the same.
 
-    With ``content`` the probabilities depend on the image too, see
-    :class:`~attncnn_plugin.attention.ContentImageAttention`; W^Q starts at 0, so that the attention begins as the
-    convolution all the same (Li et al. 2021).
-
-    With the default ``alpha`` the gradients of centres, widths and scores by content are exactly 0: such heads stay
-    where they are. For attention that keeps learning, give a smaller one, about 6. Its heads see a little of their
-    neighbours, which the report states.
+    With the default ``alpha`` the gradients of centres, widths and scores by content are exactly 0. For attention that
+    keeps learning, give a smaller one, about 6. Its heads see a little of their neighbours, which the report states.
 
     Args:
         conv (nn.Conv1d | nn.Conv2d | nn.Conv3d): A convolution with any options, or one of timm's with ``'SAME'``
@@ -124,8 +113,8 @@ def conv_to_mhsa(
         num_heads (int, optional): Number of heads. Defaults to one for each kernel position.
         alpha (float, optional): Width α of the heads (C20, eq. 9), from 0.1 to 1e6, with one for each kernel position.
             Defaults to 800, no error at all; 46 is below the rounding error of float64 (C20's remark on Lemma 2).
-        content (str, optional): How scores by content come in: ``'additive'``, softmax(q·k/√D_k + b_δ), or ``'gated'``,
-            (1 − σ(λ))·softmax(q·k/√D_k) + σ(λ)·softmax(b_δ) as in ConViT. λ starts at 40, no content at all, with the
+        content (str, optional): How scores by content come in, ``'additive'`` or ``'gated'``, see
+            :class:`~attncnn_plugin.attention.ContentImageAttention`. λ starts at 40, no content at all, with the
             default ``alpha``, and at 4, 2% of the probabilities, with another. Defaults to None, positions alone.
         position (str, optional): ``'gaussian'``, heads −α‖δ − Δ‖², or ``'table'``, a score for each shift of the
             kernel, with content of the neighbourhood. Defaults to ``'gaussian'`` with a head for each kernel position,
@@ -136,9 +125,6 @@ def conv_to_mhsa(
         qk_dim (int, optional): With content, channels D_k of a head's queries and keys. Defaults to the channels
             divided by the heads, at least 8.
         generator (torch.Generator, optional): With content, for the random W^K, on the CPU. Defaults to PyTorch's own.
-
-    Returns:
-        tuple[ImageAttention, ConversionReport]: The attention, and how near it comes to the convolution.
 
     Raises:
         TypeError: ``conv`` is not one of these, has no weights yet, or not real ones.
@@ -161,16 +147,6 @@ def conv_to_mhsa(
         >>> attention, report = conv_to_mhsa(conv, alpha=6)
         >>> round(report.deviation, 4), bool(report.relative_error < 0.02)
         (0.0098, True)
-
-        >>> attention, report = conv_to_mhsa(conv, alpha=6, content='additive')
-        >>> type(attention).__name__, attention.query.weight.abs().max().item()
-        ('ContentImageAttention', 0.0)
-
-        Fewer heads:
-
-        >>> attention, report = conv_to_mhsa(conv, num_heads=6)
-        >>> report.bound - 1e-6 <= report.relative_error < 1
-        True
     """
     settings = check_settings(conv, num_heads, alpha, content, position, window_size, qk_dim)
     attention = new_attention(conv, **settings)
@@ -280,11 +256,7 @@ class OwnConvolution:
     conv: Convolution
 
     def with_entries(self, entries: StateDict) -> Convolution:
-        """Returns the convolution with the entries of a state dict, on their device and of their dtype.
-
-        Raises:
-            ValueError: They are of another convolution.
-        """
+        """Returns the convolution with the entries of a state dict; raises ``ValueError`` for those of another."""
         conv = copy.deepcopy(self.conv)
         try:
             conv.load_state_dict(entries, assign=True)
@@ -293,15 +265,8 @@ class OwnConvolution:
         return conv
 
     def __call__(self, attention: ImageAttention, entries: StateDict, name: str) -> StateDict:
-        """Converts a state dict of the convolution to one of its attention.
-
-        The name of the layer in its model is the seed of W^K, which is the same on every rank.
-
-        Raises:
-            ValueError: The entries are of another convolution.
-        """
-        seed = zlib.crc32(name.encode())
-        generator = torch.Generator().manual_seed(seed)
+        """Converts a state dict of the convolution; raises ``ValueError`` for one of another."""
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))  # W^K is the same on every rank
         return conv_to_mhsa(self.with_entries(entries), **attention.settings, generator=generator)[0].state_dict()
 
 
@@ -314,20 +279,15 @@ def new_attention(
     window_size: Optional[Sequence[int]] = None,
     qk_dim: int = 0,
 ) -> ImageAttention:
-    """Returns attention that can take the place of a convolution, with values that are yet to be set.
-
-    The arguments are those of :func:`check_settings`.
-
-    Raises:
-        TypeError: ``conv`` cannot be converted.
-    """
+    """Returns attention that can replace a convolution, with values yet to be set, by :func:`check_settings`."""
     plain = plain_convolution(conv)
     arguments = plain.in_channels, plain.out_channels, num_heads, window_of(plain)
     # On the meta device, so that no random numbers are drawn.
-    options = dict(bias=plain.bias is not None, groups=plain.groups, device='meta', dtype=plain.weight.dtype)
+    options: Any = dict(bias=plain.bias is not None, groups=plain.groups, device='meta', dtype=plain.weight.dtype)
     attention: ImageAttention
     if content is not None:
-        attention = ContentImageAttention(*arguments, qk_dim, position, content == 'gated', window_size, **options)
+        options.update(qk_dim=qk_dim, position=position, gated=content == 'gated', window_size=window_size)
+        attention = ContentImageAttention(*arguments, **options)
     elif position == 'gaussian':
         attention = QuadraticImageAttention(*arguments, **options)
     else:
@@ -343,10 +303,7 @@ def new_attention(
 
 
 def _place_heads(attention: Any, conv: Convolution, alpha: float, pixels: Tensor, share: float) -> ConversionReport:
-    """Sets where heads, of width α or fewer, look and their values.
-
-    Heads see the pixels at δ, ``(S, ndim)``, where this is no whole image, by a ``share`` of the probabilities.
-    """
+    """Sets where heads look, at pixels at δ, ``(S, ndim)``, by a ``share`` of the probabilities, and their values."""
     encoding, window, num_heads = attention.encoding, attention.window, attention.num_heads
     if num_heads == math.prod(window.kernel_size):
         # W^(h) is the kernel's slice at the h-th position; an output has them head after head.
@@ -375,16 +332,17 @@ def _place_heads(attention: Any, conv: Convolution, alpha: float, pixels: Tensor
     return ConversionReport(num_heads, relative_error(matrix, probs, weight), bound)
 
 
-def report_of_alpha(
-    conv: Convolution, window: Window, alpha: float, pixels: Tensor, share: float = 1.0
-) -> ConversionReport:
+def report_of_alpha(conv: Convolution, window: Window, alpha: float, pixels: Tensor, share: float) -> ConversionReport:
     """Returns how near heads −α‖δ − Δ‖² at the shifts of a window, which see the pixels at δ, come to the convolution.
 
     In an image that ends somewhere the own pixel of a head gets more: an image without end is the worst case (C20,
     Lemma 2). What is not by position counts as lost.
     """
+    distance = (pixels - window.shifts()[:, None]).square().sum(-1)  # ‖δ − Δ‖², (K, S)
+    others = share * (-alpha * distance.double()).softmax(-1).masked_fill(distance == 0, 0)
+    deviations = others.sum(-1, keepdim=True) + (1 - share)  # not 1/Z − 1, which would cancel
+    differences, deviation = torch.where(distance == 0, -deviations, others), deviations.max().item()  # P_h − e_Δ
     flat = flat_kernel(conv)
-    differences, deviation = differences_from_shifts(window.shifts(), pixels, alpha, share)
     matrix = reduce_columns(flat)
     total = matrix.norm()
     return ConversionReport(
@@ -403,22 +361,3 @@ def pixels_around(window: Window, alpha: float) -> Tensor:
     reach = math.ceil(math.sqrt(NEGLIGIBLE / alpha))
     axes = [torch.arange(low - reach, high + reach + 1) for low, high in zip(shifts[0].tolist(), shifts[-1].tolist())]
     return torch.cartesian_prod(*axes).reshape(-1, window.ndim)
-
-
-def differences_from_shifts(shifts: Tensor, pixels: Tensor, alpha: float, share: float = 1.0) -> Tuple[Tensor, float]:
-    """Returns P_h − e_Δ of heads at shifts Δ for pixels at δ, ``(K, S)``, and the largest part that other pixels get.
-
-    Both in float64, each entry to its own relative precision; with a ``share``, the rest is lost.
-
-    Examples:
-        >>> window = Window.of(torch.nn.Conv1d(1, 1, 1))
-        >>> pixels = pixels_around(window, alpha=46)
-        >>> differences, deviation = differences_from_shifts(window.shifts(), pixels, alpha=46)
-        >>> f'{deviation:.2e}'  # both neighbours together; C20: the largest deviation is about 1e-20
-        '2.11e-20'
-    """
-    distance = (pixels - shifts[:, None]).square().sum(-1)  # ‖δ − Δ‖², (K, S)
-    probs = (-alpha * distance.double()).softmax(-1)
-    others = share * probs.masked_fill(distance == 0, 0)
-    deviation = others.sum(-1, keepdim=True) + (1 - share)
-    return torch.where(distance == 0, -deviation, others), deviation.max().item()  # not 1/Z − 1, which would cancel

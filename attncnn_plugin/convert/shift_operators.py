@@ -17,10 +17,7 @@ CHUNK_ELEMENTS = 2**18  # entries of attention maps that are copied at once, 2 M
 
 
 def targets(window: Window, size: Tuple[int, ...]) -> Tensor:
-    """Returns the pixel that each query of an image sees at each kernel position: the shift operators S_δ as indices.
-
-    Returns:
-        Tensor: Row-major indices, ``(K, Q)``, −1 in zero padding.
+    """Returns the pixel that each query sees at each kernel position, ``(K, Q)``, −1 in zero padding: S_δ as indices.
 
     Examples:
         >>> window = Window.of(torch.nn.Conv1d(1, 1, 3, padding=1))
@@ -37,13 +34,7 @@ def targets(window: Window, size: Tuple[int, ...]) -> Tensor:
 
 
 def interior_queries(window: Window, size: Tuple[int, ...]) -> Tensor:
-    """Returns whether each query of an image has its whole window inside, ``(Q,)``.
-
-    Examples:
-        >>> window = Window.of(torch.nn.Conv1d(1, 1, 3, padding=1))
-        >>> interior_queries(window, (4,)).tolist()
-        [False, True, True, False]
-    """
+    """Returns whether each query of an image has its whole window inside, ``(Q,)``."""
     shifts = window.shifts()
     first, last = shifts[0], shifts[-1]
     inside = torch.ones(1, dtype=torch.bool)
@@ -56,15 +47,7 @@ def interior_queries(window: Window, size: Tuple[int, ...]) -> Tensor:
 def fit_shifts(probs: Tensor, target: Tensor) -> Tensor:
     """Returns the c that minimize ‖P_h − Σ_δ c_{h,δ} S_δ‖_F for each head, ``(N_h, K)``; the smallest of several.
 
-    Args:
-        probs (Tensor): P in float64, ``(N_h, Q, pixels)``.
-        target (Tensor): S, see :func:`targets`, ``(K, Q)``.
-
-    Examples:
-        >>> target = targets(Window.of(torch.nn.Conv1d(1, 1, 3, padding=1)), (4,))
-        >>> uniform = torch.full((1, 4, 4), 0.25, dtype=torch.float64)
-        >>> fit_shifts(uniform, target).tolist()
-        [[0.25, 0.25, 0.25]]
+    P is ``(N_h, Q, pixels)``, float64, S as of :func:`targets`.
     """
     inside = target >= 0
     # The normal equations. Both sides are sums over queries: ⟨S_δ, S_δ'⟩ counts those with the same target.
@@ -102,12 +85,7 @@ def least_squares(maps: Tensor, shifts: Tensor, tolerance: float) -> Tuple[Tenso
 
 
 def check_position_only(layer: nn.Module) -> None:
-    """Refuses a layer that is not attention by positions alone.
-
-    Raises:
-        TypeError: ``layer`` is no attention of this package.
-        ValueError: Its probabilities depend on its input.
-    """
+    """Raises TypeError for no attention of this package, ValueError for attention that depends on its input."""
     if not isinstance(layer, AttentionLayer):
         raise TypeError(
             f'layer is a {type(layer).__name__}, but only attention layers of this package have heads with '
@@ -136,11 +114,7 @@ def check_same_queries(layer: AttentionLayer, window: Window, size: Tuple[int, .
 
 
 def chosen_queries(window: Window, size: Tuple[int, ...], queries: str, tolerance: float) -> Tensor:
-    """Returns the indices of all queries, or of those in the interior, as :func:`~.fit_values` is asked for them.
-
-    Raises:
-        ValueError: ``queries`` is unknown; ``tolerance`` is not between 0 and 1; no query is in the interior.
-    """
+    """Returns the indices of all queries, or of those in the interior; raises ``ValueError`` for wrong arguments."""
     if queries not in ('all', 'interior'):
         raise ValueError(f"queries={shown(queries)} is unknown: choose 'all' or 'interior'")
     if not 0 < tolerance < 1:

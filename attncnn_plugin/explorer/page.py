@@ -32,7 +32,7 @@ def explorer_page(
 
     Args:
         model (nn.Module): A model with attention of this package: by position, by content, of patches, or instead of
-            convolutions. Or a vision transformer of timm or mmpretrain, see
+            convolutions. Or a vision transformer of another library, see
             :func:`~attncnn_plugin.analysis.mean_attention`.
         images (Tensor): ``(B, C, H, W)``, the input of ``model``.
         pictures (Sequence[ndarray]): The pictures to show of the images, uint8, ``(h, w)`` or ``(h, w, 3)`` RGB.
@@ -44,10 +44,9 @@ def explorer_page(
         str: HTML, to be written as UTF-8.
 
     Raises:
-        ValueError: A model without attention, such as a CMHSA in the convolution phase, with layers that the images
-            do not reach, or along one or three axes; no images, or other numbers of pictures or names; pictures of
-            another kind; more than 1024 tokens of a layer, or more pairs of a query and a key in windows; parameters
-            that are not finite; a page larger than ``max_bytes``; a vision transformer that is built in another way.
+        ValueError: A model without attention, with layers that the images do not reach, or along one or three axes; no
+            images, or other numbers of pictures or names; pictures of another kind; more than 1024 tokens of a layer,
+            or as many pairs in windows; parameters that are not finite; a page larger than ``max_bytes``.
     """
     names = [f'Image {i}' for i in range(len(images))] if names is None else list(names)
     if not len(images) == len(pictures) == len(names) > 0:

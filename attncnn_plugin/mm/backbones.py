@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..attention import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from ..models.cmhsa import CMHSANetwork
-from ..models.self_attention import SelfAttentionNetwork, token_grid
+from ..models.interface import token_grid
+from ..models.self_attention import SelfAttentionNetwork
 from .runner import record_new_parameters
 
 __all__ = ['CMHSA', 'SAGeneralized', 'SALearned', 'SAQuadratic']
@@ -28,7 +29,7 @@ def refuse_unknown(name: str, unknown: Sequence[str]) -> None:
 
 
 class ChannelsFirst(nn.Module):
-    """Features ``(B, H, W, D)`` to ``(B, D, H, W)``, as a module, so that tools can look at what it gives."""
+    """Maps features ``(B, H, W, D)`` to ``(B, D, H, W)``; tools can look at what a module gives."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.permute(0, 3, 1, 2)
@@ -37,19 +38,15 @@ class ChannelsFirst(nn.Module):
 class GridBackbone:
     """mmpretrain's interface: outputs, frozen stages and layer depths.
 
-    A backbone inherits from this class, its network and mmpretrain's ``BaseBackbone``, in this order. Its constructor
-    calls :meth:`_init_interface` when the network is built.
-
-    Attributes:
-        featmap (nn.Module): What all outputs pass through, as ``(B, D, H, W)``: the target layer for class activation
-            maps.
+    A backbone inherits from this class, its network and mmpretrain's ``BaseBackbone``, in this order. All outputs pass
+    through its ``featmap``, the target layer for class activation maps, as ``(B, D, H, W)``.
     """
 
     OUT_TYPES = {'featmap', 'avg_featmap'}
     frozen_stages = -1  # while the network is being built
 
     def _init_interface(self, out_indices=-1, out_type='featmap', frozen_stages=-1, with_cp=False, init_cfg=None):
-        """The arguments are those of :class:`SAQuadratic`."""
+        """Takes arguments of :class:`SAQuadratic` when the network is built."""
         self.init_cfg = copy.deepcopy(init_cfg)
         self.num_layers = len(self.blocks)
         self.embed_dims = self.num_features
@@ -71,10 +68,7 @@ class GridBackbone:
         self.register_load_state_dict_post_hook(record_new_parameters)
 
     def forward(self, x: Tensor) -> Tuple[Tensor, ...]:
-        """Images ``(B, C, H, W)`` to the outputs of the blocks in ``out_indices``, in the order of the blocks.
-
-        That of the last block is normed.
-        """
+        """Maps images ``(B, C, H, W)`` to the outputs of the blocks in ``out_indices``; that of the last is normed."""
         last, features = self.forward_intermediates(x, self.out_indices, stop_early=True, output_fmt='NHWC')
         if self.num_layers - 1 in self.out_indices:
             features[-1] = last
@@ -89,15 +83,9 @@ class GridBackbone:
         return self
 
     def get_layer_depth(self, param_name: str, prefix: str = '') -> Tuple[int, int]:
-        """Get the layer-wise depth of a parameter.
+        """Returns the depth of a parameter, 0 for the stem, i + 1 for block i, and the number of depths.
 
-        Args:
-            param_name (str): The name of the parameter.
-            prefix (str): The prefix for the parameter. Defaults to an empty string.
-
-        Returns:
-            Tuple[int, int]: The layer-wise depth and the num of layers: 0 for the stem, i + 1 for block i, and the
-            last one for the final norm and what follows the backbone.
+        The last one is for the final norm and what follows the backbone, whose names have no ``prefix``.
         """
         num_layers = self.num_layers + 2
         part, *rest = param_name[len(prefix) :].split('.')
@@ -174,15 +162,13 @@ class SAQuadratic(GridBackbone, SelfAttentionNetwork, BaseBackbone):
         frozen_stages (int): Stages to be frozen (stop grad and set eval mode): 0 the stem, n the stem and the
             first n blocks. -1 means not freezing any parameters. Defaults to -1.
         drop_rate (float): Probability of a hidden state to be zeroed; 0.1 in the paper. Defaults to 0.
-        attn_drop_rate (float): Probability of an attention probability to be zeroed; 0.1 in the paper. While it
-            acts, attention is dense. Defaults to 0.
+        attn_drop_rate (float): Probability of an attention probability to be zeroed; 0.1 in the paper. Defaults to 0.
         drop_path_rate (float): Stochastic depth rate of the last block, rising linearly from 0. Defaults to 0.
         with_cp (bool): Whether to use gradient checkpointing, which saves memory and costs time. Defaults to False.
         init_cfg (dict, optional): Initialization config dict. Defaults to None.
 
     Examples:
         >>> import torch
-        >>> from attncnn_plugin.mm.backbones import SAQuadratic
         >>> model = SAQuadratic(arch='tiny', out_indices=(0, -1))
         >>> [tuple(feature.shape) for feature in model(torch.rand(1, 3, 32, 32))]
         [(1, 64, 16, 16), (1, 64, 16, 16)]
@@ -251,8 +237,7 @@ class SAGeneralized(SAQuadratic):
     A PyTorch implementation of `On the Relationship between Self-Attention and Convolutional Layers
     <https://arxiv.org/abs/1911.03584>`_ (eq. 19).
 
-    Args:
-        kwargs: The arguments are those of :class:`SAQuadratic`.
+    The arguments are those of :class:`SAQuadratic`.
     """
 
     attn_layer = GeneralizedQuadraticAttention
@@ -266,11 +251,8 @@ class SALearned(SAQuadratic):
     <https://arxiv.org/abs/1911.03584>`_ (4.3 and eq. 8).
 
     Args:
-        arch (str | dict): See :class:`SAQuadratic`. Defaults to 'base'.
         img_size (int | tuple): Height and width of the largest input image: learned encodings have a vector for
-            every shift in it. Smaller images will do; a checkpoint of another size is resized as it is loaded.
-            Defaults to 32.
-        reduction (int): The side of the squares of pixels that become tokens. Defaults to 2.
+            every shift in it. A checkpoint of another size is resized as it is loaded. Defaults to 32.
         content (bool): Whether scores depend on content too. Defaults to False.
         position (str): ``'relative_learned'`` or ``'relative_sinusoidal'``; with ``content`` also
             ``'relative_quadratic'`` or ``'relative_generalized'``, see
@@ -293,54 +275,19 @@ class CMHSA(GridBackbone, CMHSANetwork, BaseBackbone):
     A PyTorch implementation of `Can Vision Transformers Perform Convolution? <https://arxiv.org/abs/2111.01353>`_
     (section 4). Tokens and heads are as wide as a flattened patch, ``patch_size² · in_channels`` (768 for 16 and 3),
     if nothing else is said: ``head_dim='exact', qk_dim=64`` makes heads that begin as the same convolutions at a
-    quarter of the cost.
-
-    With ``phase='conv'`` the blocks mix pixels by convolutions on the image; ``to_attention()`` turns these into
-    attention and leaves the output as it was, up to e^−M for each other shift.
-    :class:`~attncnn_plugin.mm.phase_transition.PhaseTransitionHook` does so in the middle of a training.
-    Checkpoints carry their phase: one of the attention phase loads into either.
+    quarter of the cost. :class:`~attncnn_plugin.mm.phase_transition.PhaseTransitionHook` turns the convolutions of
+    ``phase='conv'`` into attention in the middle of a training. A checkpoint of the attention phase loads into either.
 
     Args:
-        img_size (int | tuple): The expected input image shape, height first. Other shapes will do: the relative
-            position biases are resized for them. Defaults to 224.
-        patch_size (int): The patch size. Defaults to 16.
-        in_channels (int): The num of input channels. Defaults to 3.
-        kernel_size (int): The kernel size of the convolutions; it decides the number of heads too (9 up to
-            ``2 * patch_size``). Defaults to 3.
-        head_dim (str, optional): The dimensions of a head's values: those of a token for None, as in the paper, or
-            ``'exact'`` for enough to be the convolution. Defaults to None.
-        min_head_dim (int): The least dimensions of a head with ``head_dim='exact'``, up to those of a token.
-            Defaults to 1.
-        qk_dim (int, optional): The dimensions of a head's queries and keys. Defaults to None, means those of a token.
-        null_key (bool, optional): Whether the attention has a null key, which stands for the zeros around the image
-            and without which attention is no convolution at the image's border. The paper has none. Defaults to None,
-            means True for attention that begins as a convolution and False otherwise.
+        img_size, patch_size, kernel_size, head_dim, min_head_dim: As of :class:`~attncnn_plugin.models.CMHSANetwork`.
+        qk_dim, null_key, phase, attn_bias_init, drop_path_rate: As of :class:`~attncnn_plugin.models.CMHSANetwork`.
+        in_channels, out_indices, out_type, frozen_stages, with_cp, init_cfg: As of :class:`SAQuadratic`.
         num_layers (int): The number of blocks. Defaults to 6.
         feedforward_channels (int, optional): The hidden dimensions of the feed-forward networks. Defaults to None,
             means four times the dimensions of a token.
-        phase (str): ``'conv'`` or ``'attn'``. Defaults to ``'attn'``.
-        attn_bias_init (float): The position bias M with which a head begins at its shift when convolutions become
-            attention. 40 is exact; a smaller one gives the biases a gradient to begin with. Defaults to 12.
-        out_indices (Sequence | int): Output from which blocks, counted from the end if negative; the output of the
-            last block is normed. Defaults to -1, means the last block.
-        out_type (str): The type of output features. Please choose from
-
-            - ``"featmap"``: The feature map with shape (B, C, H, W).
-            - ``"avg_featmap"``: The global averaged feature map with shape (B, C).
-
-            Defaults to ``"featmap"``.
-        frozen_stages (int): Stages to be frozen (stop grad and set eval mode): 0 the stem, n the stem and the
-            first n blocks. -1 means not freezing any parameters. Defaults to -1.
-        drop_path_rate (float): Stochastic depth rate of the last block, rising linearly from 0. Defaults to 0.
-        with_cp (bool): Whether to use gradient checkpointing, which saves memory and costs time. Defaults to False.
-        init_cfg (dict, optional): Initialization config dict. Defaults to None.
 
     Examples:
-        >>> import torch
-        >>> from attncnn_plugin.mm.backbones import CMHSA
-        >>> model = CMHSA(img_size=32, patch_size=4, num_layers=2, phase='conv', out_indices=(0, 1))
-        >>> [tuple(feature.shape) for feature in model(torch.rand(1, 3, 32, 32))]
-        [(1, 48, 8, 8), (1, 48, 8, 8)]
+        >>> model = CMHSA(img_size=32, patch_size=4, num_layers=2, phase='conv')
         >>> print(model.to_attention())
         layer          before      after    parameters
         blocks.0.attn  3×3 kernel  9 heads  84 → 85,101

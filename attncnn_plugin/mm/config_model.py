@@ -27,17 +27,13 @@ from .tools import read_config
 class ConfigModel(LoadedModel):
     """A model in evaluation mode, its config, and images after the config's test pipeline.
 
-    mmpretrain's ``ImageClassificationInferencer`` reads every file in colour and blue first, whatever the pipeline
-    says: that is wrong for models of grey images, and for datasets in memory, whose images are red first. It takes
-    no arrays of uint8 from files, and its images have the sizes that the pipeline leaves them. So images are read here.
+    mmpretrain's ``ImageClassificationInferencer`` reads every file in colour and blue first, which is wrong for models
+    of grey images and for datasets in memory. It takes no arrays from files, and fits no image to the model.
 
     Args:
         path (str): The config.
         checkpoint (str): The checkpoint, which must fit the model in every key.
         options (dict, optional): Overrides settings of the config.
-
-    Attributes:
-        config (Config): The config.
 
     Raises:
         FileNotFoundError: No such config or checkpoint.
@@ -64,11 +60,7 @@ class ConfigModel(LoadedModel):
 
     @cached_property
     def test_set(self):
-        """Returns the dataset of the config's tests.
-
-        Raises:
-            ValueError: The config has none, or it cannot be built.
-        """
+        """Returns the dataset of the config's tests; raises ``ValueError`` where there is none that can be built."""
         settings = self._test_settings
         try:
             return DATASETS.build(settings)
@@ -82,11 +74,7 @@ class ConfigModel(LoadedModel):
         return [self.test_set[i]['inputs'] for i in evenly_spread(len(self.test_set), number)]
 
     def image(self, which: str) -> Tensor:
-        """Returns an image by its number in the test set or by its file, as those of :meth:`read`.
-
-        Raises:
-            ValueError: A number beyond the test set.
-        """
+        """Returns an image by its number in the test set or by its file, as those of :meth:`read`."""
         if not which.isdecimal():
             return self.read(which)
         if int(which) >= len(self.test_set):
@@ -96,11 +84,9 @@ class ConfigModel(LoadedModel):
     def read(self, path: Union[str, Path]) -> Tensor:
         """Returns an image from a file after the test pipeline, not normalized yet, ``(C, H, W)``, uint8.
 
-        An image whose size is not the model's after the pipeline, as with the pipelines of datasets of a single size,
-        is scaled and cropped around its middle. A line on the standard error stream says so.
-
-        Args:
-            path (str | Path): An image file, or an ``.npy`` array of uint8, ``(H, W)`` or ``(H, W, 3)``, red first.
+        The file is an image, or an ``.npy`` array of uint8, ``(H, W)`` or ``(H, W, 3)``, red first. One whose size is
+        not the model's after the pipeline is scaled and cropped around its middle, and a line on the standard error
+        stream says so.
 
         Raises:
             FileNotFoundError: No such file.
@@ -120,11 +106,7 @@ class ConfigModel(LoadedModel):
         return inputs
 
     def inputs(self, images: Sequence[Tensor]) -> Tensor:
-        """Returns images of :meth:`read` or of the test set, normalized, for the forward pass, ``(B, C, H, W)``.
-
-        Raises:
-            ValueError: They have different sizes.
-        """
+        """Returns images of :meth:`read` or of the test set, normalized; raises ``ValueError`` for different sizes."""
         sizes = sorted({tuple(image.shape[1:]) for image in images})
         if len(sizes) > 1:
             raise ValueError(

@@ -3,15 +3,13 @@
 import copy
 import functools
 import inspect
-from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Type, Union
 
 import torch
 from mmpretrain.registry import MODELS
 from torch import nn
 
-from ..attention.images import ImageAttention
-from ..attention.state_dicts import StructureError, check_loading, copy_without_values
+from ..attention.state_dicts import Restructurable, StructureError
 from ..attention.window import CONVOLUTIONS
 from ..change import Change
 from ..convert import convs_to_attention
@@ -22,36 +20,24 @@ from ..structure import take_structures
 from .backbones import refuse_unknown
 from .runner import record_new_parameters
 
-ADVICE = (
-    'the backbone took attention instead of convolutions from the state dict that it loaded: an optimizer that was '
-    "built before does not have its parameters. Build it with phase='attn', or call "
-    'attncnn_plugin.follow_state_dict(model, state_dict) before the optimizer is built, to train it further'
-)
 
-
-@dataclass(frozen=True, eq=False)
-class Conversion:
-    """The convolutions of a backbone that become attention, and the settings.
-
-    Attributes:
-        backbone (dict): The config of the backbone of convolutions.
-        layers (tuple[str, ...]): Names of the convolutions.
-        settings (dict[str, Any]): Arguments of :func:`~attncnn_plugin.convert.convs_to_attention`.
-    """
+class Conversion(NamedTuple):
+    """The arguments of :func:`conv_to_attention`, with names of convolutions as ``layers``."""
 
     backbone: dict
     layers: Tuple[str, ...]
     settings: Dict[str, Any]
 
 
-class ConvToAttention:
-    """Adds the two phases to the class of a backbone, see :func:`conv_to_attention`.
-
-    Attributes:
-        conversion (Conversion): What becomes attention, and how.
-    """
+class ConvToAttention(Restructurable):
+    """Adds the two phases to the class of a backbone, see :func:`conv_to_attention`."""
 
     conversion: Conversion
+    training_advice = (
+        'the backbone took attention instead of convolutions from the state dict that it loaded: an optimizer that was '
+        "built before does not have its parameters. Build it with phase='attn', or call "
+        'attncnn_plugin.follow_state_dict(model, state_dict) before the optimizer is built, to train it further'
+    )
 
     @property
     def phase(self) -> str:
@@ -59,15 +45,10 @@ class ConvToAttention:
         return 'conv' if self._convolutions() else 'attn'
 
     def to_attention(self, generator: Optional[torch.Generator] = None) -> Change:
-        """Turns the convolutions that were chosen into attention, in place.
-
-        The parameters of everything else stay the same objects; an optimizer has to be given the new ones.
+        """Turns the chosen convolutions into attention, by :func:`~attncnn_plugin.convert.convs_to_attention`.
 
         Args:
             generator (torch.Generator, optional): Of the CPU; draws W^K, where there is attention by content.
-
-        Returns:
-            Change: What was done; ``print`` shows a table.
 
         Raises:
             RuntimeError: The backbone is in the phase ``'attn'`` already.
@@ -77,39 +58,25 @@ class ConvToAttention:
             raise RuntimeError(
                 "the backbone is in phase='attn' already: there is no convolution to turn into attention"
             )
-        return convs_to_attention(
-            self,  # type: ignore[arg-type]
-            self._convolutions(),
-            **self.conversion.settings,
-            generator=generator,
-        )
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a state dict, as of any module; where it is refused, nothing has changed."""
-        check_loading(copy_without_values(self), state_dict, strict)  # type: ignore[arg-type]
-        return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
+        return convs_to_attention(self, self._convolutions(), **self.conversion.settings, generator=generator)
 
     def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *args: Any) -> None:
         """Takes the structure of the state dict first."""
-        known = set(self.parameters())  # type: ignore[attr-defined]
         try:
-            take_structures(self, state_dict, prefix)  # type: ignore[arg-type]
+            _, replaced = take_structures(self, state_dict, prefix)
+            self._changed_by_loading |= bool(replaced)
         except StructureError as error:
             args[-1].append(str(error))
-        for layer in self.modules():  # type: ignore[attr-defined]
-            if isinstance(layer, ImageAttention) and not known.issuperset(layer.parameters()):
-                layer.training_advice, layer._changed_by_loading = ADVICE, True
-                break  # one warning is enough
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def init_weights(self) -> None:
-        """Initializes as the backbone of convolutions does: attention begins as what its convolutions begin as."""
+        """Initializes attention as what the convolutions of the backbone begin as."""
         if self.phase == 'conv':
             super().init_weights()  # type: ignore[misc]
             return
         cnn = MODELS.build(copy.deepcopy(self.conversion.backbone))
         cnn.init_weights()
-        self.load_state_dict(cnn.state_dict())  # type: ignore[attr-defined]
+        self.load_state_dict(cnn.state_dict())
         self.is_init = True
 
     def __reduce_ex__(self, protocol: Any) -> Tuple[Any, ...]:
@@ -138,10 +105,7 @@ def _new_instance(own: Type[nn.Module]) -> nn.Module:
 
 @MODELS.register_module('ConvToAttention')
 def conv_to_attention(
-    backbone: dict,
-    layers: Union[str, Sequence[str]],
-    phase: str = 'conv',
-    **settings: Any,
+    backbone: dict, layers: Union[str, Sequence[str]], phase: str = 'conv', **settings: Any
 ) -> nn.Module:
     """Builds a backbone whose convolutions become attention that computes the same: ``type='ConvToAttention'``.
 
@@ -161,34 +125,19 @@ def conv_to_attention(
         **settings (Any): As of :func:`~attncnn_plugin.convert.conv_to_mhsa`. To train on, heads need ``alpha=6`` or
             so: the default's do not learn.
 
-    Returns:
-        nn.Module: The backbone.
-
     Raises:
         TypeError: ``backbone`` is no config, or a layer cannot be converted.
         ValueError: An unknown ``phase``; a backbone that turns to attention by itself; ``layers`` chooses no
             convolution, or one that cannot be replaced; or an argument does not go with a layer.
 
     Examples:
-        >>> from mmpretrain.registry import MODELS
-        >>> model = MODELS.build(
-        ...     dict(
-        ...         type='ConvToAttention',
-        ...         backbone=dict(type='mmpretrain.ResNet', depth=18),
-        ...         layers='layer4.*.conv2',
-        ...         content='additive',
-        ...         alpha=6,
-        ...     )
-        ... )
-        >>> model.phase, 'layer4.0.conv2.weight' in model.state_dict()
-        ('conv', True)
+        >>> cnn = dict(type='mmpretrain.ResNet', depth=18)
+        >>> model = conv_to_attention(cnn, layers='layer4.*.conv2', content='additive', alpha=6)
         >>> print(model.to_attention())
         layer           before      after    parameters
         layer4.0.conv2  3×3 kernel  9 heads  2,359,296 → 2,884,635    error 0.011
         layer4.1.conv2  3×3 kernel  9 heads  2,359,296 → 2,884,635    error 0.011
         model                                11,176,512 → 12,227,190
-        >>> model.phase
-        'attn'
     """
     if not isinstance(backbone, dict):
         raise TypeError(

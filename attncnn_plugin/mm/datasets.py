@@ -1,6 +1,6 @@
 """Datasets and the augmentation of small images in mmpretrain's registries."""
 
-from typing import List, Optional, Union
+from typing import List, Union
 
 import numpy as np
 import torch
@@ -17,8 +17,7 @@ def balanced_subset(dataset: Union[BaseDataset, dict], num_images: int, seed: in
     """Keeps ``num_images`` images of a dataset, as many of each class as of any other: ``type='BalancedSubset'``.
 
     Where the number is not a multiple of that of classes, some classes have one image more. Of the same seed the images
-    of a smaller number are among those of a larger one. The images have the order of the dataset; mmengine's
-    ``ClassBalancedDataset``, on the other hand, repeats images of rare classes.
+    of a smaller number are among those of a larger one.
 
     Args:
         dataset (BaseDataset | dict): The dataset, or its config: one whose images have one class each, ``'gt_label'``;
@@ -26,17 +25,12 @@ def balanced_subset(dataset: Union[BaseDataset, dict], num_images: int, seed: in
         num_images (int): Number of images to keep.
         seed (int): Which ones. Defaults to 0.
 
-    Returns:
-        BaseDataset: The dataset itself, with these images alone.
-
     Raises:
         TypeError: ``dataset`` is no dataset, or one that has no parts.
         ValueError: ``num_images`` is below 1; a class has too few images; or an image has no class, or several.
 
     Examples:
-        >>> from mmpretrain.registry import DATASETS
-        >>> digits = dict(type='Digits', split='train', pipeline=[])
-        >>> subset = DATASETS.build(dict(type='BalancedSubset', dataset=digits, num_images=200, seed=1))
+        >>> subset = balanced_subset(dict(type='Digits', split='train', pipeline=[]), num_images=200, seed=1)
         >>> len(subset), np.bincount(subset.get_gt_labels()).tolist()
         (200, [20, 20, 20, 20, 20, 20, 20, 20, 20, 20])
     """
@@ -88,9 +82,7 @@ class Digits(ImageDataset):
 
     Args:
         split (str): The dataset split, supports "train" and "test". Defaults to "train".
-        color_type (str): "grayscale", or "color" for three channels, for models of colour images. Defaults to
-            "grayscale".
-        metainfo (dict, optional): Meta information for dataset, such as categories information. Defaults to None.
+        color_type (str): "grayscale", or "color" for three channels. Defaults to "grayscale".
         **kwargs: Other keyword arguments in ``BaseDataset``.
 
     Raises:
@@ -100,14 +92,14 @@ class Digits(ImageDataset):
 
     METAINFO = {'classes': tuple('0123456789')}
 
-    def __init__(self, split: str = 'train', color_type: str = 'grayscale', metainfo: Optional[dict] = None, **kwargs):
+    def __init__(self, split: str = 'train', color_type: str = 'grayscale', **kwargs):
         if split not in ('train', 'test'):
             raise ValueError(f"The split must be one of ['train', 'test'], but got {split!r}")
         if color_type not in ('grayscale', 'color'):
             raise ValueError(f"The color_type must be one of ['grayscale', 'color'], but got {color_type!r}")
         self.split = split
         self.color_type = color_type
-        super().__init__(ann_file='', metainfo=metainfo, **kwargs)
+        super().__init__(ann_file='', **kwargs)
 
     def load_data_list(self) -> List[dict]:
         """Loads images and ground truth labels."""
@@ -134,10 +126,9 @@ class Digits(ImageDataset):
 
 @MODELS.register_module()
 class FlipAndShift(ClsDataPreprocessor):
-    """mmpretrain's preprocessor of images, which flips and shifts the images of a training first.
+    """mmpretrain's preprocessor, which flips and shifts the images of a training first, all of the same size.
 
-    It is what ``RandomFlip`` and ``RandomCrop`` with padding do in a pipeline (C20 and L21 have both). All images of
-    a batch have the same size.
+    It is what ``RandomFlip`` and ``RandomCrop`` with padding do in a pipeline (C20 and L21 have both).
 
     Args:
         flip (float): Probability that an image is flipped horizontally. Defaults to 0.5.
@@ -161,40 +152,21 @@ class FlipAndShift(ClsDataPreprocessor):
         self.shift = shift
 
     def forward(self, data: dict, training: bool = False) -> dict:
-        """Flips and shifts the images in training, then normalizes them.
-
-        Args:
-            data (dict): Of the data loader: ``'inputs'`` are images of (C, H, W), stacked or in a list.
-            training (bool): Whether to flip and shift. Defaults to False.
-
-        Returns:
-            dict: As the model takes it.
-        """
+        """Flips and shifts the images in training, then normalizes them."""
         inputs = data['inputs']
         images = self.cast_data(inputs if isinstance(inputs, Tensor) else torch.stack(list(inputs)))
-        if training:
-            images = flip_and_shift(images, self.flip, self.shift)
+        images = self._moved(images) if training else images
         return super().forward({**data, 'inputs': images}, training)
 
-
-def flip_and_shift(images: Tensor, flip: float, shift: int, generator: Optional[torch.Generator] = None) -> Tensor:
-    """Flips and shifts each image of a batch.
-
-    Args:
-        images (Tensor): ``(B, C, H, W)``.
-        flip (float): Probability that an image is flipped horizontally.
-        shift (int): The most pixels by which it is shifted along each axis; zeros come in.
-        generator (torch.Generator, optional): Of the random numbers. Defaults to None, means PyTorch's own of the CPU.
-
-    Returns:
-        Tensor: ``(B, C, H, W)``, with the channels last in memory, as convolutions on CPUs want them.
-    """
-    number, _, height, width = images.shape
-    first_row, first_column = torch.randint(2 * shift + 1, (2, number, 1), generator=generator)
-    rows, columns = first_row + torch.arange(height), first_column + torch.arange(width)  # (B, H), (B, W)
-    columns = torch.where(torch.rand(number, 1, generator=generator) < flip, columns.flip(1), columns)
-    image, rows, columns = (
-        index.to(images.device) for index in (torch.arange(number)[:, None, None], rows[:, :, None], columns[:, None])
-    )
-    padded = F.pad(images, (shift, shift, shift, shift)).permute(0, 2, 3, 1)
-    return padded[image, rows, columns].permute(0, 3, 1, 2)
+    def _moved(self, images: Tensor) -> Tensor:
+        """Flips and shifts each image of a batch; the result has its channels last, as CPUs convolve faster."""
+        number, _, height, width = images.shape
+        first_row, first_column = torch.randint(2 * self.shift + 1, (2, number, 1))
+        rows, columns = first_row + torch.arange(height), first_column + torch.arange(width)  # (B, H), (B, W)
+        columns = torch.where(torch.rand(number, 1) < self.flip, columns.flip(1), columns)
+        image, rows, columns = (
+            index.to(images.device)
+            for index in (torch.arange(number)[:, None, None], rows[:, :, None], columns[:, None])
+        )
+        padded = F.pad(images, [self.shift] * 4).permute(0, 2, 3, 1)
+        return padded[image, rows, columns].permute(0, 3, 1, 2)

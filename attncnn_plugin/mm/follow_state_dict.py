@@ -11,10 +11,9 @@ from .runner import follow_checkpoint, unwrapped, wrap_again
 class FollowStateDictHook(Hook):
     """Brings the model of a run to the structure of its checkpoint, see :func:`attncnn_plugin.follow_state_dict`.
 
-    It is for models of other libraries: a ResNet whose checkpoint has attention instead of convolutions, a vision
-    transformer whose checkpoint has fewer heads. It acts for ``load_from`` and ``--resume``, in training and in tests,
-    and the copy of an ``EMAHook`` follows, too. ``tools/train.py`` and ``tools/test.py`` of this package add it to
-    every config.
+    It is for models of other libraries: a ResNet whose checkpoint has attention, a vision transformer whose checkpoint
+    has fewer heads. It acts for ``load_from`` and ``--resume``, and the copy of an ``EMAHook`` follows, too.
+    ``tools/train.py`` and ``tools/test.py`` of this package add it to every config.
     """
 
     priority = 1  # after PhaseTransitionHook, before all that looks at parameters, and before EMAHook loads its copy

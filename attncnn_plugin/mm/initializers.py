@@ -17,11 +17,7 @@ class _LastInitializer:
     """An initializer that comes after all others, those of the modules inside too."""
 
     def __call__(self, module: nn.Module) -> None:
-        """Starts a module.
-
-        Raises:
-            ValueError: Other initializers follow, or a ``Pretrained`` one is beside it; or see :meth:`start`.
-        """
+        """Starts a module; raises ``ValueError`` if other initializers follow, or a ``Pretrained`` one is beside it."""
         is_initializing = hasattr(module, '_params_init_info')  # in the middle of its init_weights
         if is_initializing:
             _initialize_the_rest(module, type(self))
@@ -38,8 +34,7 @@ class _LastInitializer:
 class ConvolutionalHeads(_LastInitializer):
     """Attention that starts as a convolution, :func:`~attncnn_plugin.transformers.init_as_convolution`.
 
-    It is for the ``init_cfg`` of a vision transformer, or of a classifier with one, and comes after all other
-    initializers, those of the layers inside too.
+    It is for the ``init_cfg`` of a vision transformer, or of a classifier with one, after all other initializers.
 
     Args:
         **options: Those of ``init_as_convolution``.
@@ -69,8 +64,7 @@ class ConvolutionalHeads(_LastInitializer):
 class SineCosineEmbedding(_LastInitializer):
     """Sines and cosines as the position embedding, :func:`~attncnn_plugin.transformers.set_sine_cosine_embedding`.
 
-    It is what ``ConvolutionalHeads`` begins with, without its heads: the control in comparisons with it. It comes last
-    too.
+    It is ``ConvolutionalHeads`` without the heads, for comparisons.
     """
 
     def start(self, module: nn.Module) -> None:
@@ -80,9 +74,8 @@ class SineCosineEmbedding(_LastInitializer):
 def _initialize_the_rest(module: BaseModule, last: type) -> None:
     """Does all that ``init_weights`` does after its initializers, but for a checkpoint.
 
-    ``BaseModule.init_weights`` initializes the modules inside, which have tables of position biases of their own, and
-    vision transformers draw their position embeddings after that, unless their ``init_cfg`` is a ``Pretrained`` one.
-    So it is made one when all that is done. What is left to the ``init_weights`` that runs is a checkpoint.
+    Vision transformers draw their position embeddings after all of ``BaseModule.init_weights``, unless their
+    ``init_cfg`` is a ``Pretrained`` one: it is made one when all that is done.
     """
     configs = [module.init_cfg] if isinstance(module.init_cfg, dict) else module.init_cfg or []
     types = [config['type'] for config in configs]

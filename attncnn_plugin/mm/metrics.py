@@ -11,17 +11,9 @@ from mmpretrain.registry import METRICS
 class CrossEntropy(BaseMetric):
     """The mean of −log p over images, with p the predicted probability of the true class: ``'cross_entropy/mean'``.
 
-    It is the loss on images that are not for training, without label smoothing or mixed images, as DeiT's evaluation
-    has it. Put it after ``Accuracy`` in the list of evaluators: ``save_best='auto'`` goes by the first metric.
-
-    A probability that is 0 in its floating point type counts as the type's smallest normal number, a loss of 87 in
-    float32.
-
-    Args:
-        collect_device (str): Where the losses of several processes are collected, ``'cpu'`` or ``'gpu'``. Defaults to
-            ``'cpu'``.
-        prefix (str, optional): The first part of the metric's name. Defaults to None, means
-            ``'cross_entropy'``. One with ``'loss'`` in it is smoothed by mmengine's logs.
+    It has no label smoothing or mixed images, as DeiT's evaluation. Put it after ``Accuracy`` in the list of
+    evaluators: ``save_best='auto'`` goes by the first metric. A probability that is 0 in its floating point type counts
+    as the type's smallest normal number, a loss of 87 in float32. The arguments are those of mmengine's ``BaseMetric``.
 
     Raises:
         ValueError: An image has several classes, or none.

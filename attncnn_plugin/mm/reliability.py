@@ -30,17 +30,10 @@ class AtomicBackend(LocalBackend):
     """mmengine's local files, each written beside its place and moved there when it is on the disk.
 
     A process that is killed while it writes, or a full disk, leaves the former file as it was.
-
-    Examples:
-        >>> default_hooks = dict(checkpoint=dict(type='CheckpointHook', backend_args=dict(backend='atomic')))
     """
 
     def put(self, obj: bytes, filepath: Union[str, Path]) -> None:
-        """Writes bytes to a file, whose folder is made.
-
-        Raises:
-            OSError: The file could not be written.
-        """
+        """Writes bytes to a file, whose folder is made; raises ``OSError`` where it cannot."""
         path = Path(filepath)
         part = path.with_name(f'{path.name}.part')  # always this name: the next write replaces what was left
         try:
@@ -61,12 +54,8 @@ class AtomicBackend(LocalBackend):
 def find_whole_checkpoint(work_dir: str, out_dir: Optional[str] = None) -> Optional[str]:
     """Returns the checkpoint to resume from: what ``last_checkpoint`` names, or the newest whole one; None if none is.
 
-    ``last_checkpoint`` has a whole path. Of a folder that was moved or copied it is that of the old place, where
-    another run may be by now; the checkpoint of the same name in the folder itself is taken then.
-
-    Args:
-        work_dir (str): The folder of the run.
-        out_dir (str, optional): Of ``CheckpointHook``, where checkpoints go to another folder. Defaults to None.
+    In a folder that was moved or copied, ``last_checkpoint`` has the path of the old place, where another run may be by
+    now: then it is the checkpoint of the same name in the folder itself.
 
     Raises:
         FileNotFoundError: Something was saved, but nothing of it can be resumed from.
@@ -106,15 +95,11 @@ def load_or_empty(path: Union[str, Path]) -> dict:
 class AtomicCheckpointHook(CheckpointHook):
     """mmengine's ``CheckpointHook``, with files that are either complete or not there.
 
-    A killed process or a full disk damages no checkpoint, and ``max_keep_ckpts`` removes an old one when the new one is
-    there. Where the last one is damaged all the same, ``--resume`` names it in the log and takes the one before. A run
-    whose folder was moved or copied resumes the checkpoints in it. A checkpoint of another model, or one of weights
-    alone to resume from, is an error.
+    ``max_keep_ckpts`` removes an old checkpoint when the new one is there. Where the last one is damaged all the same,
+    ``--resume`` names it in the log and takes the one before. A run whose folder was moved or copied resumes the
+    checkpoints in it. A checkpoint of another model, or one of weights alone to resume from, is an error.
 
-    Args:
-        backend_args (dict, optional): Where the files go. Defaults to None, means ``dict(backend='atomic')``, the
-            local disk.
-        **kwargs: As in :class:`mmengine.hooks.CheckpointHook`.
+    The arguments are those of ``CheckpointHook``; ``backend_args`` defaults to ``dict(backend='atomic')``.
     """
 
     def __init__(self, *args, backend_args: Optional[dict] = None, **kwargs):
@@ -186,15 +171,10 @@ def _shapes(state_dict: dict) -> Dict[str, Tuple[int, ...]]:
 class EpochSeedHook(Hook):
     """Draws the random numbers of each epoch from the seed of the run, the epoch and the rank alone.
 
-    Checkpoints of mmengine hold no random state, so dropout and augmentation of a resumed run are others. With this
-    hook a run that goes on from the checkpoint of an epoch ends with the same weights as one that was never stopped,
-    where the computations themselves are deterministic. The data loader must have ``num_workers=0``, or workers that
-    are started anew for each epoch (``persistent_workers=False``). A run that goes on within an epoch, as after
+    Checkpoints of mmengine hold no random state. With this hook a run that goes on from the checkpoint of an epoch ends
+    with the same weights as one that was never stopped, where the computations themselves are deterministic. The data
+    loader must have ``num_workers=0`` or ``persistent_workers=False``. A run that goes on within an epoch, as after
     ``PreemptionHook``, has other random numbers until the end of that epoch.
-
-    Examples:
-        >>> default_hooks = dict(epoch_seed=dict(type='EpochSeedHook'))
-        >>> randomness = dict(seed=0)
     """
 
     priority = 'VERY_LOW'  # after the hooks that draw random numbers of their own
@@ -212,18 +192,14 @@ class EpochSeedHook(Hook):
 class InvalidLossHook(Hook):
     """Ends the training, on every rank, when a loss is NaN or infinite, and keeps such weights out of checkpoints.
 
-    The error names the iteration and the last checkpoint; the images of the batch are in the log. Infinite gradients,
-    which are normal with automatic mixed precision, are not looked at.
+    The error names the iteration and the last checkpoint; the images of the batch are in the log. Gradients are not
+    looked at: infinite ones are normal with automatic mixed precision.
     """
 
     priority = 'HIGH'  # before EMAHook, and before anything is saved
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: Optional[dict] = None) -> None:
-        """Checks the losses of the iteration, on every rank.
-
-        Raises:
-            FloatingPointError: One of them, on any rank, is NaN or infinite.
-        """
+        """Raises ``FloatingPointError`` where a loss of the iteration, on any rank, is NaN or infinite."""
         logged = {name: float(torch.as_tensor(value).detach()) for name, value in (outputs or {}).items()}
         invalid = {name: value for name, value in logged.items() if 'loss' in name and not math.isfinite(value)}
         invalid_anywhere = torch.tensor(float(bool(invalid)))
@@ -241,11 +217,7 @@ class InvalidLossHook(Hook):
         )
 
     def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
-        """Checks the weights: a step of the optimizer after a finite loss can make them infinite.
-
-        Raises:
-            FloatingPointError: A learned weight is NaN or infinite.
-        """
+        """Raises ``FloatingPointError`` where a learned weight is NaN or infinite, after a step with a finite loss."""
         for name, parameter in runner.model.named_parameters():
             if parameter.requires_grad and not parameter.isfinite().all():
                 raise FloatingPointError(
@@ -274,12 +246,9 @@ def _last_checkpoint(runner) -> str:
 class PreemptionHook(Hook):
     """Ends the training on SIGTERM with a checkpoint, ``preempted.pth``, from which ``--resume`` goes on.
 
-    When one rank got the signal, all of them finish the iteration. Where gradients are accumulated, they go on until
-    the optimizer has made its step. The process ends with status 143, as SIGTERM itself would end it. A resumed run
-    trains on the remaining batches of the epoch, in the same order. Its random numbers (dropout, augmentation) are not
-    those of a run that was never stopped, as in any resumed run of mmengine.
-
-    A signal during validation takes effect at the first iteration after it.
+    When one rank got the signal, all of them finish the iteration, or several until accumulated gradients have made a
+    step. The process ends with status 143, as by SIGTERM itself. A resumed run trains on the remaining batches of the
+    epoch, in the same order, with other random numbers. A signal during validation takes effect after it.
     """
 
     priority = 'LOWEST'  # after the schedulers, EMAHook, and what else belongs to the iteration
@@ -306,11 +275,7 @@ class PreemptionHook(Hook):
                 loop.dataloader.worker_init_fn = partial(_leave_process_group, loop.dataloader.worker_init_fn)
 
     def before_train_epoch(self, runner) -> None:
-        """Leaves out the batches that an interrupted epoch has had.
-
-        Raises:
-            ValueError: An epoch has another number of batches than before.
-        """
+        """Leaves out the batches that an interrupted epoch has had; raises ``ValueError`` if epochs are longer now."""
         if self._interrupted is None:
             return
         loader, interrupted, self._interrupted = runner.train_dataloader, self._interrupted, None
@@ -397,11 +362,7 @@ class ResumedValidationHook(Hook):
     """Validates once more where a run goes on from the end of an epoch.
 
     The checkpoint of an epoch is written before the validation, so a run that is stopped in between has none of that
-    epoch. With this hook the curves of a run that was stopped have all their points. It leaves loops of iterations
-    alone.
-
-    Examples:
-        >>> default_hooks = dict(resumed_validation=dict(type='ResumedValidationHook'))
+    epoch. It leaves loops of iterations alone.
     """
 
     def before_train(self, runner) -> None:

@@ -38,11 +38,7 @@ def load_from(runner: Runner, filename: Optional[str]) -> None:
 
 
 def record_new_parameters(model: nn.Module, incompatible_keys=None) -> None:
-    """Adds the parameters that a model got by loading a checkpoint to mmengine's record of ``init_weights``.
-
-    While mmengine initializes weights, by a checkpoint here, every module holds the record of all parameters. It is a
-    post-hook of ``load_state_dict``.
-    """
+    """Adds parameters that a model got by loading to mmengine's record of ``init_weights``: a post-hook of loading."""
     record = getattr(model, '_params_init_info', None)
     if record is None:
         return
@@ -68,11 +64,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def check_wrapper(runner: Runner) -> None:
-    """Checks that :func:`wrap_again` can wrap the model.
-
-    Raises:
-        TypeError: The model is wrapped by something else than DDP.
-    """
+    """Raises ``TypeError`` for a model in a wrapper that :func:`wrap_again` cannot replace."""
     if is_model_wrapper(runner.model) and not isinstance(runner.model, DistributedDataParallel):
         raise TypeError(
             f'the parameters of a model in {type(runner.model).__name__} cannot be replaced in training: '
@@ -81,10 +73,7 @@ def check_wrapper(runner: Runner) -> None:
 
 
 def wrap_again(runner: Runner, compile: bool = False) -> None:
-    """Builds a new wrapper for distributed training, if there was one, after parameters were replaced.
-
-    In the middle of a training ``compile`` has its training step compiled, if the config says so.
-    """
+    """Builds a new wrapper for distributed training, if there was one; ``compile`` is for the middle of a training."""
     if is_model_wrapper(runner.model):
         model = unwrapped(runner.model)
         # DDP's reducer holds the parameters that it was built with, in the shapes that they had then, and listens to
@@ -106,19 +95,13 @@ def optimizers(runner: Runner) -> List[torch.optim.Optimizer]:
 
 
 def make_groups_plain(optim_wrapper: OptimWrapper) -> None:
-    """Turns the optimizer's parameter groups into plain dicts, so that ``compile=True`` works.
-
-    With a ``paramwise_cfg`` mmengine makes them of its ``ConfigDict``. PyTorch 2.13 and 2.14 cannot compile the step
-    of such an optimizer (``'UserDefinedDictVariable' object has no attribute 'items'``); 2.15 can.
-    """
+    """Turns the optimizer's groups into plain dicts: PyTorch 2.13 and 2.14 cannot compile steps with ``ConfigDict``."""
     groups = optim_wrapper.optimizer.param_groups
     groups[:] = [dict(group) for group in groups]
 
 
 def build_schedulers(runner: Runner, schedulers: Union[dict, List[dict]], left: int, by_epoch: bool) -> None:
-    """Gives the run new schedulers, counted from now.
-
-    Those without an end have it after ``left`` epochs or, where the loop counts these, iterations.
+    """Gives the run new schedulers, counted from now; those without an end end after ``left`` epochs or iterations.
 
     Raises:
         ValueError: A scheduler that counts epochs, which would never make a step, in a loop that does not.
@@ -149,13 +132,7 @@ def refresh_average(averaged: BaseAveragedModel) -> None:
 
 
 def follow_checkpoint(runner: Runner, checkpoint: Mapping[str, Any]) -> bool:
-    """Brings the model of a run, and its averages, to the structure of a checkpoint that is about to be loaded.
-
-    Entries of other names and shapes are left to the loading. It returns True if any model has changed.
-
-    Raises:
-        StructureError: See :func:`attncnn_plugin.follow_state_dict`.
-    """
+    """Brings the model of a run, and its averages, to the structure of a checkpoint; returns whether any changed."""
     state_dict = checkpoint.get('state_dict', checkpoint)
     if not isinstance(state_dict, Mapping):
         return False  # the loading says so

@@ -1,14 +1,9 @@
 """Importing this module makes mmengine read local checkpoint files without running anything in them.
 
 In a config: ``custom_imports = dict(imports=['attncnn_plugin', 'attncnn_plugin.mm.safe_loading'])``. From then on, in
-the whole process:
-
-- mmengine's loader of local files is :func:`~attncnn_plugin.checkpoint_files.load_from_local`, which refuses
-  damaged files too;
-- PyTorch's list of names that are safe to load has the classes of the logs in mmengine's checkpoints;
-- in onedl-mmengine, the function that would load what PyTorch refuses all the same loads tensors and plain data alone.
-
-Importing it again changes nothing.
+the whole process, mmengine's loader of local files is :func:`~attncnn_plugin.checkpoint_files.load_from_local`, which
+refuses damaged files too; PyTorch's list of names that are safe to load has the classes of the logs in mmengine's
+checkpoints; and onedl-mmengine's own way around that list loads tensors and plain data alone.
 """
 
 import warnings

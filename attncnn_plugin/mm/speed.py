@@ -14,13 +14,9 @@ from torch import nn
 class BFloat16OptimWrapper(OptimWrapper):
     """mmengine's ``OptimWrapper`` with bfloat16 autocast in the forward pass, on CPUs too.
 
-    mmengine's ``AmpOptimWrapper`` refuses CPUs. bfloat16 has the range of float32, so no gradient is scaled.
-    Parameters, gradients and validation stay in float32. A CPU is faster with it where it computes with bfloat16
-    (``avx512_bf16`` or ``amx_bf16`` among the flags of ``lscpu``), and slower elsewhere. In the terminal:
-    ``tools/train.py CONFIG --cfg-options optim_wrapper.type=BFloat16OptimWrapper``.
-
-    Args:
-        **kwargs: As in :class:`mmengine.optim.OptimWrapper`.
+    mmengine's ``AmpOptimWrapper`` refuses CPUs. Parameters, gradients and validation stay in float32; no gradient is
+    scaled. A CPU is faster with it where it computes with bfloat16 (``avx512_bf16`` or ``amx_bf16`` among the flags of
+    ``lscpu``), and slower elsewhere: ``tools/train.py CONFIG --cfg-options optim_wrapper.type=BFloat16OptimWrapper``.
     """
 
     @contextmanager
@@ -35,8 +31,8 @@ class BFloat16OptimWrapper(OptimWrapper):
 class ChannelsLastHook(Hook):
     """Keeps the weights of convolutions with their channels last, with which CPUs and GPUs convolve faster.
 
-    Outputs are the same up to rounding. Convolutions then put out images with their channels last by themselves. In the
-    terminal: ``tools/train.py CONFIG --cfg-options default_hooks.channels_last.type=ChannelsLastHook``.
+    Outputs are the same up to rounding. In the terminal:
+    ``tools/train.py CONFIG --cfg-options default_hooks.channels_last.type=ChannelsLastHook``.
     """
 
     def before_train(self, runner) -> None:

@@ -38,11 +38,8 @@ def config_problem() -> Optional[str]:
 def run_mmpretrain_tool(name: str) -> None:
     """Runs one of mmpretrain's own tools with this process's arguments.
 
-    Those that load a checkpoint by a ``Runner`` have a ``FollowStateDictHook`` among the default hooks of the config:
-    models of other libraries take the structure of the checkpoint.
-
-    An error ends the process with status 1, its traceback in the log and, as the last line of the output, its sentence.
-    So does the name of no tool.
+    Those that load a checkpoint by a ``Runner`` get a ``FollowStateDictHook``. An error ends the process with status 1,
+    its traceback in the log and, as the last line of the output, its sentence. So does the name of no tool.
 
     Args:
         name (str): Path of the tool below mmpretrain's ``tools`` folder, for instance ``'train.py'``.
@@ -104,12 +101,8 @@ FOLDERS = ' '.join(f'{phase}_dataloader.dataset.data_root=FOLDER' for phase in (
 def one_line(error: BaseException, folder_option: str = f'--cfg-options {FOLDERS}') -> str:
     """Returns the last line of Python's report of an error; of several lines of a message, the first.
 
-    Of a file that is not there, and of a data set that could not be downloaded it is a sentence that says which, and
-    what to do.
-
-    Args:
-        error (BaseException): The error.
-        folder_option (str): The option that names another folder. Defaults to that of mmpretrain's tools.
+    Of a file that is not there, and of a data set that could not be downloaded, it says which, and what to do:
+    ``folder_option`` is the tool's option that names another folder.
     """
     text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ['no reason is given']

@@ -1,7 +1,7 @@
 """Pictures and scalars of the heads' attention while a model is trained (Cordonnier et al. 2020, Figures 3 to 5)."""
 
 import math
-from typing import Any, Dict
+from typing import Any, Dict, Tuple
 
 import torch
 from mmengine.dist import master_only
@@ -25,18 +25,13 @@ class AttentionVisualizationHook(Hook):
 
     At the start, every ``interval`` epochs and at the end there are two pictures, ``attention_centers``, one panel a
     layer, and ``attention_probs``, one map a head. At the start and after every epoch each head's centre and width are
-    recorded as scalars, ``attention/{layer}/head{number}/center_row``, ``…/center_column`` and ``…/width``, in tokens;
-    their step is the number of epochs that are done. From them
-    :func:`~attncnn_plugin.visualization.plot_center_movement` draws the way of the centres. Those of windows are means
-    over queries, as in head reports. A head that gives nothing to the grid, but all to a null key, has none.
+    recorded as scalars, ``attention/{layer}/head{number}/center_row``, ``…/center_column`` and ``…/width``, in tokens,
+    from which :func:`~attncnn_plugin.visualization.plot_center_movement` draws the way of the centres. A head that
+    gives all to a null key has none.
 
     A head keeps its number when others are pruned. Attention that depends on content is shown as its mean over some
-    images of the validation set, or of the training set if there is none. A CMHSA and a
-    ConvToAttention have attention from their transition on.
-    The weights shown are those in training, not their average by an ``EMAHook``.
-
-    The training is the same with this hook and without it: it draws no random numbers, and all modules stay in their
-    modes. Only the first rank does anything.
+    images of the validation set, or of the training set if there is none. The weights shown are those in training, not
+    their average by an ``EMAHook``. The training is the same with this hook and without it.
 
     Args:
         interval (int): Number of epochs from one picture to the next. Defaults to 10.
@@ -65,11 +60,9 @@ class AttentionVisualizationHook(Hook):
                 f'{type(runner.train_loop).__name__}: use train_cfg=dict(by_epoch=True, …)'
             )
         model = unwrapped(runner.model)
-        if not _layers(model) and not parts_in_phases(model):
-            runner.logger.warning(
-                'AttentionVisualizationHook shows attention of this package and of vision transformers, but the model, '
-                f'of type {type(model).__name__}, has none: there is nothing to show'
-            )
+        layers, reason = _layers(model)
+        if not layers and not parts_in_phases(model):
+            runner.logger.warning(f'AttentionVisualizationHook shows nothing of {type(model).__name__}: {reason}')
             return
         from .. import visualization  # noqa: F401, to fail now rather than later
 
@@ -86,7 +79,7 @@ class AttentionVisualizationHook(Hook):
     def _show(self, runner, epochs: int, draw: bool) -> None:
         """Records the scalars after some epochs, and draws the pictures."""
         model = unwrapped(runner.model)
-        layers = _layers(model)
+        layers, _ = _layers(model)
         if not layers:
             return
         numbers = head_numbers(runner, layers)
@@ -116,9 +109,9 @@ class AttentionVisualizationHook(Hook):
         return inputs if isinstance(inputs, Tensor) else inputs[0]  # the first view of self-supervised learning
 
 
-def _layers(model: nn.Module) -> Dict[str, Any]:
-    """Returns the layers whose heads can be shown: none before the convolutions of a network turn into attention."""
+def _layers(model: nn.Module) -> Tuple[Dict[str, Any], str]:
+    """Returns the layers whose heads can be shown, and why there are none, as before the transition of a network."""
     try:
-        return shown_layers(model)
-    except ValueError:  # there are none
-        return {}
+        return shown_layers(model), 'it has no attention that is known'
+    except ValueError as error:
+        return {}, str(error)

@@ -6,26 +6,21 @@ Its blocks mix pixels by convolutions on the image at first, then by attention o
 convolutions. This module registers it with timm: ``timm.create_model('cmhsa3_patch16_224')``.
 """
 
+import contextlib
 import math
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
 import torch
-from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, to_2tuple
-from timm.models import (
-    build_model_with_cfg,
-    checkpoint,
-    generate_default_cfgs,
-    register_model,
-    register_notrace_module,
-)
-from timm.models._features import feature_take_indices
+from timm.layers import DropPath, Mlp, calculate_drop_path_rates
+from timm.models import checkpoint, generate_default_cfgs, register_model, register_notrace_module
 from torch import Tensor, nn
 
 from ..attention.patches import GridBias, PatchAttention, image_to_patches, patches_to_image
-from ..attention.state_dicts import Restructurable, StateDict, StructureError, without_prefix
+from ..attention.state_dicts import StateDict, StructureError
 from ..change import Change, LayerChange, Successor, number_of_parameters
 from ..convert.patch_convolutions import attend_like_convolution, choose_head_dims
-from ..weights import CLASSES, in_single_precision, weights_file
+from ..weights import CLASSES, weights_file
+from .interface import TimmNetwork, build, token_grid
 
 __all__ = ['CMHSABlock', 'CMHSANetwork', 'PatchConvolution', 'PatchStem']
 
@@ -33,18 +28,14 @@ PHASES = ('conv', 'attn')
 KEY_STD = 0.02  # of W^K when convolutions become attention: were it 0 as W^Q, neither would ever get a gradient
 
 
+@register_notrace_module  # its forward pass looks at sizes, which a symbolic trace does not know
 class PatchStem(nn.Module):
-    """Cuts an image into patches; in the attention phase a linear map, ``proj``, follows, at first the identity.
+    """Cuts an image into patches; in the attention phase a linear map, ``proj``, follows, at first the identity."""
 
-    Args:
-        patch_size (int): Patch size P.
-        in_chans (int): Channels C of the image.
-    """
-
-    def __init__(self, patch_size: int, in_chans: int) -> None:
+    def __init__(self, in_chans: int, patch_size: int) -> None:
         super().__init__()
-        self.reduction = patch_size
         self.in_chans = in_chans
+        self.reduction = patch_size
         self.proj = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,14 +49,9 @@ class PatchStem(nn.Module):
         return self.proj(image_to_patches(x, (self.reduction, self.reduction)))
 
 
+@register_notrace_module
 class PatchConvolution(nn.Module):
-    """A convolution on the image that the tokens are the patches of.
-
-    Args:
-        channels (int): Channels C of the image.
-        kernel_size (int): Kernel size K.
-        patch_size (int): Patch size P.
-    """
+    """A convolution on the image that the tokens are the patches of; arguments as of :class:`CMHSANetwork`."""
 
     def __init__(self, channels: int, kernel_size: int, patch_size: int) -> None:
         super().__init__()
@@ -83,16 +69,9 @@ class PatchConvolution(nn.Module):
 
 
 class CMHSABlock(nn.Module):
-    """Mixes tokens by a convolution or attention, then channels, with a norm before each and a residual around it.
+    """Mixes tokens by ``attn``, a convolution or attention, then channels, each after a norm and with a residual."""
 
-    Args:
-        dim (int): Channels D.
-        attn (nn.Module): The convolution or the attention, ``(B, H, W, D)`` to the same.
-        mlp_dim (int): Hidden channels of the feed-forward network.
-        drop_path (float): Stochastic depth rate. Defaults to 0.
-    """
-
-    def __init__(self, dim: int, attn: nn.Module, mlp_dim: int, drop_path: float = 0.0) -> None:
+    def __init__(self, dim: int, attn: nn.Module, mlp_dim: int, drop_path: float) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
         self.attn = attn
@@ -105,18 +84,14 @@ class CMHSABlock(nn.Module):
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
-class CMHSANetwork(Restructurable):
+class CMHSANetwork(TimmNetwork):
     """Pre-norm vision transformer without class token, whose attention can begin as a convolution.
 
     A token is a flattened patch, D = P²·C channels wide, and so is every head of L21. In the phase ``'conv'`` the
     blocks mix pixels by K×K convolutions on the image; in the phase ``'attn'`` by attention over patches, with as many
-    heads as L21's Theorem 1 needs and a relative position bias. :meth:`to_attention` goes from the first to the second
-    and leaves the output of the network as it was, up to e^−M for each other shift, see ``attn_bias_init``. On top are
-    the mean over the tokens and a linear classifier.
-
+    heads as L21's Theorem 1 needs and a relative position bias. :meth:`to_attention` goes from the first to the second.
     A state dict of the phase ``'attn'`` turns the network to that phase as it is loaded, with the heads and the null
-    key that it has; one of the phase ``'conv'`` is converted for a network of the phase ``'attn'``. It may have the
-    names of mmpretrain's classifiers too.
+    key that it has; one of the phase ``'conv'`` is converted for a network of the phase ``'attn'``.
 
     Args:
         img_size (int | tuple[int, int]): Height and width of the image for which position biases are made; others will
@@ -152,8 +127,7 @@ class CMHSANetwork(Restructurable):
         'loading a state dict turned the convolutions of the network to attention: an optimizer that was built '
         "before does not have its parameters. Build the network with phase='attn' to train it further"
     )
-
-    output_fmt = 'NHWC'  # of forward_features, as timm says it
+    undecayed = ('position.table',)
 
     def __init__(
         self,
@@ -175,7 +149,6 @@ class CMHSANetwork(Restructurable):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        height, width = to_2tuple(img_size)
         dim = patch_size**2 * in_chans
         mlp_dim = 4 * dim if mlp_dim is None else mlp_dim
         qk_dim = dim if qk_dim is None else qk_dim
@@ -183,8 +156,6 @@ class CMHSANetwork(Restructurable):
         for name, size in dict(sizes, depth=depth, mlp_dim=mlp_dim).items():
             if size < 1:
                 raise ValueError(f'{name}={size} must be at least 1')
-        if min(height, width) < patch_size or height % patch_size or width % patch_size:
-            raise ValueError(f'img_size={img_size} must be a multiple of patch_size={patch_size}')
         if phase not in PHASES:
             raise ValueError(f'phase={phase!r} is unknown: choose one of {PHASES}')
         if not 0 < attn_bias_init < math.inf:
@@ -193,16 +164,11 @@ class CMHSANetwork(Restructurable):
             raise ValueError(f'drop_path_rate={drop_path_rate} must be from 0 to below 1')
         self.patch_size = patch_size
         self.kernel_size = kernel_size
-        self.grid_size = (height // patch_size, width // patch_size)
+        self.grid_size = token_grid(img_size, patch_size, 'patch_size')
         self.qk_dim = qk_dim
         self.null_key = null_key
         self.attn_bias_init = attn_bias_init
-        self.num_classes = num_classes
-        self.in_chans = in_chans
-        self.num_features = dim
-        self.grad_checkpointing = False
-
-        self.stem = PatchStem(patch_size, in_chans)
+        self.stem = PatchStem(in_chans, patch_size)
         self.blocks = nn.Sequential(
             *[
                 CMHSABlock(dim, PatchConvolution(in_chans, kernel_size, patch_size), mlp_dim, drop_path)
@@ -220,11 +186,7 @@ class CMHSANetwork(Restructurable):
             like = self.norm.weight
             self._put_attention([self._new_attention(like, bool(null_key)) for _ in self.blocks])
             nn.init.trunc_normal_(self.stem.proj.weight, std=0.02)
-        self.feature_info = [dict(num_chs=dim, reduction=patch_size, module=f'blocks.{i}') for i in range(depth)]
-        self.head = ClassifierHead(
-            dim, num_classes, pool_type=global_pool, drop_rate=drop_rate, input_fmt=self.output_fmt
-        )
-        self.head_hidden_size = dim * self.head.global_pool.feat_mult()
+        self._init_interface_of_timm(in_chans, dim, patch_size, num_classes, global_pool, drop_rate)
 
     @property
     def phase(self) -> str:
@@ -236,10 +198,8 @@ class CMHSANetwork(Restructurable):
         """Turns all convolutions into attention, in place (L21, section 4).
 
         The output stays as it was, up to e^−M for each other shift of a head: with the default M of 12 the logits of a
-        CMHSA on 8×8 patches change by 5e-4 of their norm, with 40 by rounding.
-
-        The parameters of everything else stay the same objects. Give an optimizer the new ones by
-        :func:`~attncnn_plugin.pruning.replace_parameters`: matrices join the group of the kernels, biases theirs.
+        CMHSA on 8×8 patches change by 5e-4 of their norm, with 40 by rounding. Give an optimizer the new parameters by
+        :func:`~attncnn_plugin.pruning.replace_parameters`.
 
         Args:
             generator (torch.Generator, optional): Of the CPU; draws W^K.
@@ -277,9 +237,9 @@ class CMHSANetwork(Restructurable):
     def _new_attention(self, like: Tensor, null_key: bool) -> PatchAttention:
         """Returns random attention, of the dtype and on the device of a tensor."""
         dd: Dict[str, Any] = {'device': like.device, 'dtype': like.dtype}
-        num_heads = len(self.head_dims)
+        dim, num_heads = len(self.blocks[0].norm1.weight), len(self.head_dims)
         position = GridBias(num_heads, self.grid_size, null_key, **dd)
-        return PatchAttention(self.num_features, num_heads, position, head_dim=self.head_dims, qk_dim=self.qk_dim, **dd)
+        return PatchAttention(dim, num_heads, position, head_dim=self.head_dims, qk_dim=self.qk_dim, **dd)
 
     def _attention_like(self, conv: nn.Conv2d, generator: Optional[torch.Generator]) -> PatchAttention:
         """Returns attention that is the convolution, by position alone: W^Q = 0, but W^K lets it learn."""
@@ -294,8 +254,11 @@ class CMHSANetwork(Restructurable):
         """Puts attention where the convolutions are if a state dict has that; no network goes back."""
         if self.phase == 'attn' or f'{prefix}blocks.0.attn.query.weight' not in state_dict:
             return None
-        like = self.blocks[0].norm1.weight  # the layers take their heads and the null key from the state dict
-        return self._put_attention([self._new_attention(like, null_key=True) for _ in self.blocks])
+        layers = [self._new_attention(self.blocks[0].norm1.weight, null_key=True) for _ in self.blocks]
+        for i, layer in enumerate(layers):  # they take their heads and the null key from the state dict
+            with contextlib.suppress(StructureError):  # its loading refuses it, and says why
+                layer.follow(state_dict, f'{prefix}blocks.{i}.attn.')
+        return self._put_attention(layers)
 
     def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
         """Converts the convolutions of a state dict to attention."""
@@ -318,67 +281,6 @@ class CMHSANetwork(Restructurable):
             state_dict.setdefault(f'{prefix}stem.proj.weight', identity)
             state_dict.setdefault(f'{prefix}stem.proj.bias', weight.new_zeros(attention.dim))
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args, **kwargs):
-        """Loads a state dict, as of any module; the names of mmpretrain's classifiers will do too."""
-        return super().load_state_dict(without_prefix(state_dict, 'backbone.'), *args, **kwargs)
-
-    def no_weight_decay(self) -> Set[str]:
-        """The parameters without weight decay: the relative position biases."""
-        return {name for name, _ in self.named_parameters() if name.endswith('position.table')}
-
-    def group_matcher(self, coarse: bool = False) -> Dict[str, Any]:
-        return dict(stem=r'^stem', blocks=[(r'^blocks\.(\d+)', None), (r'^norm', (99999,))])
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        self.grad_checkpointing = enable
-
-    def get_classifier(self) -> nn.Module:
-        return self.head.fc
-
-    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
-        self.num_classes = num_classes
-        self.head.reset(num_classes, pool_type=global_pool)
-        self.head.to(next(self.blocks.parameters()))  # its device and dtype
-        self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
-
-    def forward_intermediates(
-        self,
-        x: Tensor,
-        indices: Optional[Union[int, Sequence[int]]] = None,
-        norm: bool = False,
-        stop_early: bool = False,
-        output_fmt: str = 'NCHW',
-        intermediates_only: bool = False,
-    ) -> Union[List[Tensor], Tuple[Tensor, List[Tensor]]]:
-        """Computes the features of several blocks, by the arguments of timm's models.
-
-        Returns:
-            The features of the last block that ran, normed, ``(B, H/P, W/P, D)``, and those of the blocks ``indices``.
-        """
-        if output_fmt not in ('NCHW', 'NHWC'):
-            raise ValueError(f"output_fmt={output_fmt!r} is unknown: choose 'NCHW' or 'NHWC'")
-        take_indices, last = feature_take_indices(len(self.blocks), indices)
-        intermediates = []
-        x = self.stem(x)
-        for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
-            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
-            if i in take_indices:
-                feature = self.norm(x) if norm else x
-                intermediates.append(feature.permute(0, 3, 1, 2) if output_fmt == 'NCHW' else feature)
-        return intermediates if intermediates_only else (self.norm(x), intermediates)
-
-    def prune_intermediate_layers(
-        self, indices: Union[int, Sequence[int]] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> List[int]:
-        """Drops the blocks after the last wanted one, the norm and the classifier; returns the wanted blocks."""
-        take_indices, last = feature_take_indices(len(self.blocks), indices)
-        self.blocks = self.blocks[: last + 1]
-        if prune_norm:
-            self.norm = nn.Identity()
-        if prune_head:
-            self.reset_classifier(0, '')
-        return take_indices
-
     def forward_features(self, x: Tensor) -> Tensor:
         """Maps images ``(B, C, H, W)`` to the features of the last block, normed, ``(B, H/P, W/P, D)``."""
         x = self.stem(x)
@@ -391,11 +293,6 @@ class CMHSANetwork(Restructurable):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))
-
-
-# Their forward passes look at sizes, which a symbolic trace does not know.
-for _module in (PatchAttention, PatchConvolution, PatchStem):
-    register_notrace_module(_module)
 
 
 COMMON = {
@@ -426,31 +323,20 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-def _create(variant: str, pretrained: bool, **kwargs) -> CMHSANetwork:
-    return build_model_with_cfg(
-        CMHSANetwork,
-        variant,
-        pretrained,
-        pretrained_filter_fn=in_single_precision,
-        feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
-        **kwargs,
-    )
-
-
 @register_model
 def cmhsa3_patch16_224(pretrained: bool = False, **kwargs) -> CMHSANetwork:
     """CMHSA-3: 3x3 convolutions, or attention of 9 heads that can express them (L21, Table 1)."""
-    return _create('cmhsa3_patch16_224', pretrained, **{'kernel_size': 3, **kwargs})
+    return build(CMHSANetwork, 'cmhsa3_patch16_224', pretrained, **{'kernel_size': 3, **kwargs})
 
 
 @register_model
 def cmhsa5_patch16_224(pretrained: bool = False, **kwargs) -> CMHSANetwork:
     """CMHSA-5: 5x5 convolutions, or attention of 9 heads that can express them (L21, Table 1)."""
-    return _create('cmhsa5_patch16_224', pretrained, **{'kernel_size': 5, **kwargs})
+    return build(CMHSANetwork, 'cmhsa5_patch16_224', pretrained, **{'kernel_size': 5, **kwargs})
 
 
 @register_model
 def cmhsa3_small_patch4_32(pretrained: bool = False, **kwargs) -> CMHSANetwork:
     """CMHSA-3 for images of 32x32 pixels: 8x8 patches, 6 blocks of 48 channels, 737,968 parameters at 10 classes."""
     small = dict(kernel_size=3, img_size=32, patch_size=4, mlp_dim=384)
-    return _create('cmhsa3_small_patch4_32', pretrained, **{**small, **kwargs})
+    return build(CMHSANetwork, 'cmhsa3_small_patch4_32', pretrained, **{**small, **kwargs})

@@ -2,87 +2,54 @@
 
 Paper: `On the Relationship between Self-Attention and Convolutional Layers` - https://arxiv.org/abs/1911.03584
 
-Every head of a layer attends around a shift that it learns, and its values are the pixels themselves, so that nine
-heads can be a 3×3 convolution (C20, Theorem 1). Registered with timm as this module is imported:
-``timm.create_model('sa_quadratic_cifar')``.
+This module registers them with timm: ``timm.create_model('sa_quadratic_cifar')``.
 """
 
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict
 
-import torch
-from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, to_2tuple
-from timm.models import (
-    build_model_with_cfg,
-    checkpoint,
-    generate_default_cfgs,
-    register_model,
-    register_notrace_module,
-)
-from timm.models._features import feature_take_indices
+from timm.layers import DropPath, Mlp, calculate_drop_path_rates
+from timm.models import checkpoint, generate_default_cfgs, register_model, register_notrace_module
 from torch import Tensor, nn
 
 from ..attention import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
-from ..attention.state_dicts import Restructurable, without_prefix
-from ..weights import CLASSES, in_single_precision, weights_file
+from ..weights import CLASSES, weights_file
+from .interface import TimmNetwork, build, token_grid
 
-__all__ = ['SelfAttentionBlock', 'SelfAttentionNetwork', 'SpaceToDepthStem', 'token_grid']
+__all__ = ['SelfAttentionBlock', 'SelfAttentionNetwork', 'SpaceToDepthStem']
 
 
+@register_notrace_module
 class SpaceToDepthStem(nn.Module):
-    """Invertible downsampling, r x r pixels to r²·C channels, and a linear map to D channels (C20, 4.1).
+    """Invertible downsampling, r×r pixels to r²·C channels, and a linear map to D channels (C20, 4.1)."""
 
-    Args:
-        in_chans (int): Channels C of the image.
-        embed_dim (int): Channels D of a token.
-        reduction (int): Side r of the square of pixels that becomes a token, C20's invertible pooling width (Table 2).
-            Defaults to 2.
-    """
-
-    def __init__(self, in_chans: int, embed_dim: int, reduction: int = 2, device=None, dtype=None) -> None:
+    def __init__(self, in_chans: int, reduction: int, dim: int, **dd: Any) -> None:
         super().__init__()
         self.in_chans = in_chans
         self.reduction = reduction
-        self.proj = nn.Linear(in_chans * reduction**2, embed_dim, device=device, dtype=dtype)
+        self.proj = nn.Linear(in_chans * reduction**2, dim, **dd)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps images ``(B, C, H, W)`` to tokens ``(B, H/r, W/r, D)``.
 
         Raises:
-            ValueError: The image does not have the stem's channels, or its height or width is not a multiple of r.
+            ValueError: The image does not have the stem's channels, or its sides are no multiples of r.
         """
+        r = self.reduction
         if x.ndim != 4 or x.shape[1] != self.in_chans:
             raise ValueError(f'the input has shape {tuple(x.shape)}, but (B, {self.in_chans}, H, W) is expected')
-        if x.shape[2] % self.reduction or x.shape[3] % self.reduction:
+        if x.shape[2] % r or x.shape[3] % r:
             raise ValueError(
-                f'the image of {x.shape[2]}x{x.shape[3]} pixels cannot be cut into patches of {self.reduction}x'
-                f'{self.reduction}: resize or pad it to multiples of the reduction'
+                f'the image of {x.shape[2]}x{x.shape[3]} pixels cannot be cut into patches of {r}x{r}: resize or pad '
+                'it to multiples of these'
             )
-        squares = x.unflatten(3, (-1, self.reduction)).unflatten(2, (-1, self.reduction))  # (B, C, H/r, r, W/r, r)
+        squares = x.unflatten(3, (-1, r)).unflatten(2, (-1, r))  # (B, C, H/r, r, W/r, r)
         return self.proj(squares.permute(0, 2, 4, 1, 3, 5).flatten(3))
 
 
 class SelfAttentionBlock(nn.Module):
-    """Mixes tokens by attention, then channels, each with a residual and a norm after it (post-norm).
+    """Mixes tokens by attention, then channels, each with a residual and a norm after it (post-norm)."""
 
-    Args:
-        dim (int): Channels D.
-        attn (nn.Module): The attention, ``(B, H, W, D)`` to the same.
-        mlp_dim (int): Hidden channels of the feed-forward network.
-        proj_drop (float): Dropout rate after the two sub-layers. Defaults to 0.
-        drop_path (float): Stochastic depth rate. Defaults to 0.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        attn: nn.Module,
-        mlp_dim: int,
-        proj_drop: float = 0.0,
-        drop_path: float = 0.0,
-        device=None,
-        dtype=None,
-    ) -> None:
-        dd = {'device': device, 'dtype': dtype}
+    def __init__(self, dim: int, attn: nn.Module, mlp_dim: int, proj_drop: float, drop_path: float, **dd: Any) -> None:
         super().__init__()
         self.attn = attn
         self.proj = nn.Linear(dim, dim, **dd)
@@ -97,11 +64,10 @@ class SelfAttentionBlock(nn.Module):
         return self.norm2(x + self.drop_path(self.mlp(x)))
 
 
-class SelfAttentionNetwork(Restructurable):
+class SelfAttentionNetwork(TimmNetwork):
     """Classifies images by blocks of attention over their pixels (C20, 4.1).
 
-    A state dict may have the names of mmpretrain's classifiers too, and another number of heads or tables of another
-    size: each layer takes or converts what it finds.
+    A state dict may have the names of mmpretrain's classifiers, another number of heads or tables of another size.
 
     Args:
         attn_layer (Callable): Builds the attention of a block, ``(B, H, W, D)`` to the same: called as
@@ -125,7 +91,7 @@ class SelfAttentionNetwork(Restructurable):
         TypeError: An argument that neither the network nor its attention has.
     """
 
-    output_fmt = 'NHWC'  # of forward_features, as timm says it
+    undecayed = ('encoding.center', 'encoding.sqrt_precision')  # as in the released code of C20
 
     def __init__(
         self,
@@ -155,100 +121,22 @@ class SelfAttentionNetwork(Restructurable):
             )
         if not 0 <= drop_path_rate < 1:
             raise ValueError(f'drop_path_rate={drop_path_rate} must be from 0 to below 1')
-        self.num_classes = num_classes
-        self.in_chans = in_chans
-        self.num_features = embed_dim
-        self.grad_checkpointing = False
-        self.stem = SpaceToDepthStem(in_chans, embed_dim, reduction, **dd)
+        self.stem = SpaceToDepthStem(in_chans, reduction, embed_dim, **dd)
         self.blocks = nn.Sequential(
             *[
                 SelfAttentionBlock(
                     embed_dim,
                     attn_layer(embed_dim, num_heads, attn_drop=attn_drop_rate, **attn_kwargs, **dd),
                     mlp_dim,
-                    proj_drop=proj_drop_rate,
-                    drop_path=drop_path,
+                    proj_drop_rate,
+                    drop_path,
                     **dd,
                 )
                 for drop_path in calculate_drop_path_rates(drop_path_rate, depth)
             ]
         )
         self.norm = nn.Identity()  # every block ends in a norm
-        self.feature_info = [dict(num_chs=embed_dim, reduction=reduction, module=f'blocks.{i}') for i in range(depth)]
-        self.head = ClassifierHead(
-            embed_dim, num_classes, pool_type=global_pool, drop_rate=drop_rate, input_fmt=self.output_fmt, **dd
-        )
-        self.head_hidden_size = embed_dim * self.head.global_pool.feat_mult()
-
-    @torch.jit.ignore
-    def no_weight_decay(self) -> Set[str]:
-        """The parameters without weight decay: centres and widths of the heads (released code of C20)."""
-        return {
-            name for name, _ in self.named_parameters() if name.endswith(('encoding.center', 'encoding.sqrt_precision'))
-        }
-
-    @torch.jit.ignore
-    def group_matcher(self, coarse: bool = False) -> Dict[str, Any]:
-        return dict(stem=r'^stem', blocks=r'^blocks\.(\d+)')
-
-    @torch.jit.ignore
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        self.grad_checkpointing = enable
-
-    @torch.jit.ignore
-    def get_classifier(self) -> nn.Module:
-        return self.head.fc
-
-    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
-        self.num_classes = num_classes
-        self.head.reset(num_classes, pool_type=global_pool)
-        self.head.to(next(self.blocks.parameters()))  # its device and dtype
-        self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
-
-    def forward_intermediates(
-        self,
-        x: Tensor,
-        indices: Optional[Union[int, Sequence[int]]] = None,
-        norm: bool = False,
-        stop_early: bool = False,
-        output_fmt: str = 'NCHW',
-        intermediates_only: bool = False,
-    ) -> Union[List[Tensor], Tuple[Tensor, List[Tensor]]]:
-        """Computes the features of several blocks.
-
-        Args:
-            x (Tensor): Images ``(B, C, H, W)``.
-            indices (int | Sequence[int], optional): The last n blocks for an int, the blocks of a sequence,
-                all of them for None, the default.
-            norm (bool): Without effect, as every block ends in a norm. Defaults to False.
-            stop_early (bool): Whether to leave out the blocks after the last wanted one. Defaults to False.
-            output_fmt (str): ``'NCHW'`` or ``'NHWC'`` intermediates. Defaults to ``'NCHW'``.
-            intermediates_only (bool): Whether to return the intermediates alone. Defaults to False.
-
-        Returns:
-            The features of the last block that ran, ``(B, H/r, W/r, D)``, and the list of intermediates in the order of
-            the blocks; or the list alone.
-        """
-        if output_fmt not in ('NCHW', 'NHWC'):
-            raise ValueError(f"output_fmt={output_fmt!r} is unknown: choose 'NCHW' or 'NHWC'")
-        take_indices, last = feature_take_indices(len(self.blocks), indices)
-        intermediates = []
-        x = self.stem(x)
-        for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
-            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
-            if i in take_indices:
-                intermediates.append(x.permute(0, 3, 1, 2) if output_fmt == 'NCHW' else x)
-        return intermediates if intermediates_only else (x, intermediates)
-
-    def prune_intermediate_layers(
-        self, indices: Union[int, Sequence[int]] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> List[int]:
-        """Drops the blocks after the last wanted one, and the classifier, and returns the wanted blocks."""
-        take_indices, last = feature_take_indices(len(self.blocks), indices)
-        self.blocks = self.blocks[: last + 1]
-        if prune_head:
-            self.reset_classifier(0, '')
-        return take_indices
+        self._init_interface_of_timm(in_chans, embed_dim, reduction, num_classes, global_pool, drop_rate, **dd)
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Maps images ``(B, C, H, W)`` to the features of the last block, ``(B, H/r, W/r, D)``."""
@@ -262,39 +150,6 @@ class SelfAttentionNetwork(Restructurable):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args, **kwargs):
-        """Loads a state dict, as of any module; the names of mmpretrain's classifiers will do too.
-
-        The network stays as it was, with as many heads, where the state dict is refused.
-        """
-        return super().load_state_dict(without_prefix(state_dict, 'backbone.'), *args, **kwargs)
-
-
-def token_grid(img_size: Union[int, Tuple[int, int]], reduction: int) -> Tuple[int, int]:
-    """Returns the height and width in tokens of an image, for position tables.
-
-    Raises:
-        ValueError: The image cannot be cut into tokens.
-    """
-    height, width = to_2tuple(img_size)
-    if reduction < 1 or min(height, width) < reduction or height % reduction or width % reduction:
-        raise ValueError(
-            f'img_size={img_size} must be a multiple of reduction={reduction}, the side of the squares of pixels that '
-            'become tokens'
-        )
-    return height // reduction, width // reduction
-
-
-# Their forward passes look at sizes, which a symbolic trace does not know.
-for _module in (
-    ContentAttention,
-    GeneralizedQuadraticAttention,
-    LearnedAttention,
-    QuadraticAttention,
-    SpaceToDepthStem,
-):
-    register_notrace_module(_module)
 
 
 def _cfg(**kwargs) -> Dict[str, Any]:
@@ -331,14 +186,7 @@ default_cfgs = generate_default_cfgs(
 
 
 def _create(variant: str, pretrained: bool, attn_layer: Callable[..., nn.Module], **kwargs) -> SelfAttentionNetwork:
-    return build_model_with_cfg(
-        SelfAttentionNetwork,
-        variant,
-        pretrained,
-        pretrained_filter_fn=in_single_precision,
-        feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
-        **{'attn_layer': attn_layer, **kwargs},
-    )
+    return build(SelfAttentionNetwork, variant, pretrained, **{'attn_layer': attn_layer, **kwargs})
 
 
 def _create_with_tables(
@@ -365,10 +213,7 @@ def sa_quadratic16_cifar(pretrained: bool = False, **kwargs) -> SelfAttentionNet
 
 @register_model
 def sa_generalized_cifar(pretrained: bool = False, **kwargs) -> SelfAttentionNetwork:
-    """Generalized quadratic encoding, 9 heads: 12.09M parameters at 10 classes (C20, appendix E).
-
-    The arguments are those of :func:`sa_quadratic_cifar`.
-    """
+    """Generalized quadratic encoding, 9 heads: 12.09M parameters at 10 classes (C20, appendix E)."""
     return _create('sa_generalized_cifar', pretrained, GeneralizedQuadraticAttention, **kwargs)
 
 
@@ -400,19 +245,13 @@ SMALL = dict(embed_dim=64, depth=4, mlp_dim=128)
 
 @register_model
 def sa_quadratic_small(pretrained: bool = False, **kwargs) -> SelfAttentionNetwork:
-    """Quadratic encoding, 9 heads, 4 blocks of 64 channels: 233,270 parameters at 10 classes.
-
-    The arguments are those of :func:`sa_quadratic_cifar`.
-    """
+    """Quadratic encoding, 9 heads, 4 blocks of 64 channels: 233,270 parameters at 10 classes."""
     return _create('sa_quadratic_small', pretrained, QuadraticAttention, **{**SMALL, **kwargs})
 
 
 @register_model
 def sa_generalized_small(pretrained: bool = False, **kwargs) -> SelfAttentionNetwork:
-    """Generalized quadratic encoding, 9 heads, 4 blocks of 64 channels: 233,378 parameters at 10 classes.
-
-    The arguments are those of :func:`sa_quadratic_cifar`.
-    """
+    """Generalized quadratic encoding, 9 heads, 4 blocks of 64 channels: 233,378 parameters at 10 classes."""
     return _create('sa_generalized_small', pretrained, GeneralizedQuadraticAttention, **{**SMALL, **kwargs})
 
 

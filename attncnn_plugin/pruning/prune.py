@@ -1,4 +1,4 @@
-"""Heads removed from any model: of this package's attention, and of timm's and mmpretrain's vision transformers.
+"""Heads removed from any model: of this package's attention, and of other libraries' vision transformers.
 
 An optimizer keeps the state of what is left (Cordonnier et al. 2020 (C20), appendix E, train on after pruning), and a
 bias takes what a head adds on average (C20, appendix E).
@@ -53,7 +53,7 @@ def prunable_heads(model: nn.Module) -> Dict[str, Heads]:
 def prune_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]], allow_empty: bool = False) -> Change:
     """Removes heads of a model, in place; it computes what it did with their outputs at zero.
 
-    The model is one with attention of this package, or a vision transformer of timm or mmpretrain: ViT, DeiT, BEiT,
+    The model is one with attention of this package, or a vision transformer of another library: ViT, DeiT, BEiT,
     EVA, DINOv3, ``vit_relpos_*`` and Swin. Linear maps to and from the heads shrink, tables of relative positions lose
     their columns, and the fused kernels stay. A state dict carries the number of heads. Networks of this package take
     it as they load it; models of other libraries take it by :func:`attncnn_plugin.follow_state_dict`.

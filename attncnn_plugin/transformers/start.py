@@ -100,7 +100,7 @@ def init_as_convolution(
     a second one replaces the first. A checkpoint that is loaded afterwards replaces all of it.
 
     Args:
-        model (nn.Module): A vision transformer of timm or mmpretrain, or a model with one, just built: with embeddings
+        model (nn.Module): A vision transformer of another library, or a model with one, just built: with embeddings
             of absolute positions (ViT, DeiT), tables of relative position biases (BEiT, Swin) or rotary embeddings
             (timm's EVA02, DINOv3 and their relatives).
         kernel_size (int | tuple[int, int]): Of the kernel, in patches. Defaults to 3.

@@ -217,7 +217,7 @@ def test_model_without_attention_layers(kind, repository, tmp_path):
     config.model = dict(type='ImageClassifier', backbone=backbone, neck=neck, head=head)
     train(config)
     (log,) = tmp_path.glob('*/*.log')
-    assert 'and of vision transformers, but the model, of type ImageClassifier, has none' in log.read_text()
+    assert 'AttentionVisualizationHook shows nothing of ImageClassifier: ' in log.read_text()
     assert not list(tmp_path.glob('*/vis_data/vis_image/*')) and (tmp_path / 'epoch_1.pth').exists()
 
 

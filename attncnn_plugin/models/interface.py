@@ -1,0 +1,143 @@
+"""timm's interface of both networks, beside their forward passes."""
+
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Type, Union
+
+import torch
+from timm.layers import ClassifierHead, to_2tuple
+from timm.models import build_model_with_cfg, checkpoint, register_notrace_module
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from ..attention import (
+    ContentAttention,
+    GeneralizedQuadraticAttention,
+    LearnedAttention,
+    PatchAttention,
+    QuadraticAttention,
+)
+from ..attention.state_dicts import Restructurable, without_prefix
+from ..weights import in_single_precision
+
+# Forward passes that look at sizes, which a symbolic trace does not know.
+for _layer in (ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, PatchAttention, QuadraticAttention):
+    register_notrace_module(_layer)
+
+
+class TimmNetwork(Restructurable):
+    """A network with a ``stem``, ``blocks`` of tokens ``(B, H, W, D)`` and a ``norm``, for which this adds a ``head``.
+
+    Its state dicts may have the names of mmpretrain's classifiers too.
+    """
+
+    output_fmt = 'NHWC'  # of forward_features, as timm says it
+    undecayed: Tuple[str, ...] = ()  # ends of names of parameters without weight decay
+    stem: Any
+    blocks: Any
+    norm: nn.Module
+
+    def _init_interface_of_timm(
+        self, in_chans: int, dim: int, reduction: int, num_classes: int, global_pool: str, drop_rate: float, **dd: Any
+    ) -> None:
+        """Adds the head, when all else is there, and what timm reads."""
+        self.num_classes = num_classes
+        self.in_chans = in_chans
+        self.num_features = dim
+        self.grad_checkpointing = False
+        self.feature_info = [
+            dict(num_chs=dim, reduction=reduction, module=f'blocks.{i}') for i in range(len(self.blocks))
+        ]
+        self.head = ClassifierHead(
+            dim, num_classes, pool_type=global_pool, drop_rate=drop_rate, input_fmt=self.output_fmt, **dd
+        )
+        self.head_hidden_size = dim * self.head.global_pool.feat_mult()
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> Set[str]:
+        return {name for name, _ in self.named_parameters() if name.endswith(self.undecayed)}
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> Dict[str, Any]:
+        return dict(stem=r'^stem', blocks=[(r'^blocks\.(\d+)', None), (r'^norm', (99999,))])
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.grad_checkpointing = enable
+
+    @torch.jit.ignore
+    def get_classifier(self) -> nn.Module:
+        return self.head.fc
+
+    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
+        self.num_classes = num_classes
+        self.head.reset(num_classes, pool_type=global_pool)
+        self.head.to(next(self.blocks.parameters()))  # its device and dtype
+        self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: Optional[Union[int, Sequence[int]]] = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = 'NCHW',
+        intermediates_only: bool = False,
+    ) -> Union[List[Tensor], Tuple[Tensor, List[Tensor]]]:
+        """Computes the features of several blocks, by the arguments of timm's models.
+
+        Returns:
+            The features of the last block that ran, normed, ``(B, H, W, D)``, and those of the blocks ``indices``.
+        """
+        if output_fmt not in ('NCHW', 'NHWC'):
+            raise ValueError(f"output_fmt={output_fmt!r} is unknown: choose 'NCHW' or 'NHWC'")
+        take_indices, last = feature_take_indices(len(self.blocks), indices)
+        intermediates = []
+        x = self.stem(x)
+        for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
+            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
+            if i in take_indices:
+                feature = self.norm(x) if norm else x
+                intermediates.append(feature.permute(0, 3, 1, 2) if output_fmt == 'NCHW' else feature)
+        return intermediates if intermediates_only else (self.norm(x), intermediates)
+
+    def prune_intermediate_layers(
+        self, indices: Union[int, Sequence[int]] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> List[int]:
+        """Drops the blocks after the last wanted one, the norm and the classifier; returns the wanted blocks."""
+        take_indices, last = feature_take_indices(len(self.blocks), indices)
+        self.blocks = self.blocks[: last + 1]
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, '')
+        return take_indices
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args, **kwargs):
+        """Loads a state dict, as of any module; the names of mmpretrain's classifiers will do too."""
+        return super().load_state_dict(without_prefix(state_dict, 'backbone.'), *args, **kwargs)
+
+
+def token_grid(img_size: Union[int, Tuple[int, int]], side: int, name: str = 'reduction') -> Tuple[int, int]:
+    """Returns the height and width in tokens of an image, by the side of a patch and what a network calls it.
+
+    Raises:
+        ValueError: The image cannot be cut into tokens.
+    """
+    height, width = to_2tuple(img_size)
+    if side < 1 or min(height, width) < side or height % side or width % side:
+        raise ValueError(
+            f'img_size={img_size} must be a multiple of {name}={side}, the side of the squares of pixels that become '
+            'tokens'
+        )
+    return height // side, width // side
+
+
+def build(network: Type[TimmNetwork], variant: str, pretrained: bool, **kwargs: Any) -> Any:
+    """Builds a network by the name that it has in timm."""
+    return build_model_with_cfg(
+        network,
+        variant,
+        pretrained,
+        pretrained_filter_fn=in_single_precision,
+        feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
+        **kwargs,
+    )
