@@ -57,6 +57,14 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     gc.freeze()  # mmengine collects garbage for every dataset: not among all that was imported
+    if 'mmengine.config.config' in sys.modules:
+        sys.modules['mmengine.config.config'].FormatCode = unformatted
+
+
+def unformatted(text, **settings):
+    """Python as it is: mmengine formats the config for each checkpoint, which takes longer than an epoch here."""
+    compile(text, 'config', 'exec')
+    return text, False
 
 
 @pytest.hookimpl(optionalhook=True)

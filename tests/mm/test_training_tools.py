@@ -10,7 +10,7 @@ import mmpretrain
 import numpy as np
 import pytest
 import torch
-from helpers.processes import HOOKS, assert_equal, rates, run, train, train_two
+from helpers.processes import assert_equal, rates, run, train, train_two, write_configs
 from helpers.small import SMALL_ARCH, small_cmhsa, small_timm
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
@@ -24,23 +24,6 @@ from attncnn_plugin.convert import convs_to_attention
 
 EPOCHS, SWITCH, ITERATIONS = 4, 2, 3  # epochs, the epoch of the transition or the pruning, iterations of an epoch
 
-# Plain gradients: AdamW makes steps of the rounding errors in gradients that are zero.
-CONFIG = """
-_base_ = '{base}'
-custom_imports = dict(
-    imports=['attncnn_plugin', 'attncnn_plugin.mm.safe_loading', 'hooks_of_a_test'], allow_failed_imports=False)
-model = {model}
-optim_wrapper = dict(optimizer=dict(_delete_=True, type='SGD', lr=0.05, momentum=0.9, weight_decay=1e-4))
-train_dataloader = dict(batch_size={batch_size}, dataset=dict(indices=24))
-val_dataloader = dict(dataset=dict(indices=8))
-train_cfg = dict(max_epochs=4)
-default_hooks = dict(logger=dict(interval=1), checkpoint=dict(max_keep_ckpts=-1))
-param_scheduler = [
-    dict(type='LinearLR', start_factor=1e-3, begin=0, end=1, convert_to_iter_based=True),
-    dict(type='CosineAnnealingLR', begin=1, end={first}, convert_to_iter_based=True),
-]
-custom_hooks = [{hooks}, dict(type='EMAHook', momentum=0.2), dict(type='TestHook')]
-"""
 TRANSITION = """dict(type='PhaseTransitionHook', epoch=2, optim_wrapper=dict(optimizer=dict(lr=0.01)), param_scheduler=[
     dict(type='LinearLR', start_factor=1e-3, begin=0, end=1, convert_to_iter_based=True),
     dict(type='CosineAnnealingLR', begin=1, convert_to_iter_based=True)])"""
@@ -58,30 +41,28 @@ KINDS = dict(
         base='cmhsa3_digits',
         model=dict(backbone=dict(num_layers=2, attn_bias_init=40.0)),
         hooks=f"""{TRANSITION},
-            dict(type='HeadPruningHook', epochs=[3], criteria=[dict(type='importance', keep=11)], num_batches=1)""",
+            dict(type='HeadPruningHook', epochs=[3], criteria=[dict(type='importance', keep=11)], num_batches=1), """,
         first=2,
         said='Transition at epoch 2:\nlayer          before      after',
     ),
     CNN=dict(  # norms of fixed statistics: those of a batch are another rank's too
         base='resnet18_to_attention_digits',
         model=CNN,
-        hooks=TRANSITION,
+        hooks=f'{TRANSITION}, ',
         first=2,
         said='Transition at epoch 2:\nlayer           before      after',
     ),
     SAGeneralized=dict(
         base='sa_generalized_digits',
         model=dict(backbone=dict(arch=dict(_delete_=True, **SMALL_ARCH)), head=dict(in_channels=16)),
-        hooks="dict(type='HeadPruningHook', epochs=[2], num_batches=1)",
-        first=4,
+        hooks="dict(type='HeadPruningHook', epochs=[2], num_batches=1), ",
         said="Removed heads {'backbone.blocks.0.attn': [1], 'backbone.blocks.1.attn': [2]}",
     ),
     VisionTransformer=dict(
         base='sa_quadratic_digits',
         model=dict(backbone=VIT, head=dict(in_channels=16)),
         hooks="""dict(type='HeadPruningHook', epochs=[2], num_batches=2,
-            criteria=[dict(type='importance', multiply_adds=0.9), 'duplicate'])""",
-        first=4,
+            criteria=[dict(type='importance', multiply_adds=0.9), 'duplicate']), """,
         said="Removed heads {'backbone.layers.",
     ),
 )
@@ -91,13 +72,8 @@ KINDS = dict(
 def folder(tmp_path_factory, repository):
     """The configs, and a checkpoint with two degenerate heads."""
     folder = tmp_path_factory.mktemp('tools')
-    (folder / 'hooks_of_a_test.py').write_text(HOOKS)
     for kind, settings in KINDS.items():
-        for batch_size in (8, 4):
-            text = CONFIG.format(
-                **{**settings, 'base': repository / f'configs/{settings["base"]}.py'}, batch_size=batch_size
-            )
-            (folder / f'{kind}{batch_size}.py').write_text(text)
+        write_configs(folder, kind, epochs=EPOCHS, **{name: settings[name] for name in settings if name != 'said'})
     torch.manual_seed(0)
     model = small_timm('sa_generalized_cifar', in_chans=1)
     with torch.no_grad():
@@ -134,7 +110,7 @@ def test_killed_and_resumed(kind, kill_at, whole_of, folder):
     """Before, at and after the change, when the last checkpoint is of before it."""
     whole, killed = whole_of(kind), folder / f'{kind}_killed{kill_at}'
     options = options_of(kind, folder)
-    log = train(folder / f'{kind}8.py', killed, *options, expected=-signal.SIGKILL, KILL_AT=str(kill_at))
+    log = train(folder / f'{kind}8.py', killed, *options, expected=-signal.SIGKILL, FAULT=f'SIGKILL,{kill_at},0')
     assert (KINDS[kind]['said'] in log) == (kill_at >= SWITCH * ITERATIONS)
     log = train(folder / f'{kind}8.py', killed, '--resume')
     assert f'resumed epoch: {kill_at // ITERATIONS}' in log
@@ -149,7 +125,7 @@ def test_killed_and_resumed_right_after_loading(whole_of, folder):
     options = ['--cfg-options', 'custom_hooks.0.epoch=0', start]
     log = train(folder / 'CNN8.py', folder / 'zero', *options)
     assert 'Transition at epoch 0:\n' in log
-    kwargs = dict(expected=-signal.SIGKILL, KILL_AT=str(ITERATIONS + 1))
+    kwargs = dict(expected=-signal.SIGKILL, FAULT=f'SIGKILL,{ITERATIONS + 1},0')
     train(folder / 'CNN8.py', folder / 'zero_killed', *options, **kwargs)
     log = train(folder / 'CNN8.py', folder / 'zero_killed', '--resume', *options[:2])
     assert 'resumed epoch: 1' in log and 'Transition at epoch' not in log
