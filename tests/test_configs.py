@@ -102,6 +102,7 @@ def test_model_index(name):
     with torch.device('cpu' if name.startswith('resnet') else 'meta'):  # counted without numbers, where that works
         model = get_model(name)
         image = torch.empty(1, 1 if 'digits' in name else 3, size, size)
+    assert 'attncnn_plugin.mm.safe_loading' in metainfo.config.custom_imports.imports
     assert metainfo.metadata.parameters == sum(p.numel() for p in model.parameters())
     assert metainfo.metadata.flops == paper_flops(model, image)
     assert name in list_models(name, task='Image Classification')

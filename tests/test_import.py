@@ -50,19 +50,29 @@ hooks = torch.nn.modules.module
 print(len(libraries), len(before) > 5000, [name for name in before if after[name] != before[name]],
       sorted(key for key in after.keys() - before.keys() if isinstance(key, str)),
       bool(hooks._global_forward_hooks or hooks._global_module_registration_hooks))
+if 'mmengine' in libraries:
+    mmengine.runner.checkpoint._safe_torch_load = torch.load  # as onedl-mmengine has it
+    before = objects()
+    import attncnn_plugin.mm.safe_loading
+    after = objects()
+    print([name for name in before if after[name] != before[name]],
+          before['safe'] < after['safe'] and any('HistoryBuffer' in name for name in after['safe']))
 """
 BLOCKED = "sys.modules.update(dict.fromkeys(['mmengine', 'mmcv', 'mmpretrain']))"
 
 
-@pytest.mark.parametrize('with_mmpretrain', [True, False])
+@pytest.mark.parametrize('with_mmpretrain', [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_every_function_of_other_libraries_is_the_one_of_before(with_mmpretrain):
+    """Safe loading, which is imported by itself, replaces the loader of local files, and that of the fork."""
     if with_mmpretrain:
         pytest.importorskip('mmpretrain')
     script = IDENTITIES.format(blocked='' if with_mmpretrain else BLOCKED)
     run = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines()[-1] == (
-        "4 True [] ['attncnn://'] False" if with_mmpretrain else '2 True [] [] False'
-    )
+    lines = run.stdout.splitlines()
+    if with_mmpretrain:
+        checkpoint = 'mmengine.runner.checkpoint'
+        assert lines.pop() == f"['safe', ('{checkpoint}', '_safe_torch_load'), ''] True"
+    assert lines[-1] == ("4 True [] ['attncnn://'] False" if with_mmpretrain else '2 True [] [] False')
 
 
 def test_imports_run_one_way(repository, monkeypatch, capsys):
@@ -80,8 +90,8 @@ def narrow_vit():
     return model
 
 
-def attention_resnet(model):
-    convs_to_attention(model, 'layer4.*')
+def with_attention(model, layers):
+    convs_to_attention(model, layers)
     return model
 
 
@@ -94,12 +104,6 @@ def classifier():
     return MODELS.build(with_scope)
 
 
-def attention_classifier():
-    model = classifier()
-    convs_to_attention(model, 'backbone.layer4.*')
-    return model
-
-
 STOCK = {
     'timm ViT': (
         lambda: timm.create_model('vit_tiny_patch16_224', depth=1, num_classes=5),
@@ -108,29 +112,28 @@ STOCK = {
     ),
     'torchvision ResNet': (
         lambda: resnet18(num_classes=4),
-        lambda: attention_resnet(resnet18(num_classes=4)),
+        lambda: with_attention(resnet18(num_classes=4), 'layer4.*'),
         r'Missing key.*layer4\.0\.conv1\.weight',
     ),
-    'mmpretrain classifier': (classifier, attention_classifier, r'Missing key.*backbone\.layer4\.0\.conv1\.weight'),
+    'mmpretrain classifier': (
+        classifier,
+        lambda: with_attention(classifier(), 'backbone.layer4.*'),
+        r'Missing key.*backbone\.layer4\.0\.conv1\.weight',
+    ),
 }
 
 
 @pytest.mark.parametrize('name', STOCK)
 def test_a_stock_model_refuses_another_structure_as_pytorch_does(name):
+    """Loading it calls nothing of the plugin."""
     stock, changed, message = STOCK[name]
     model, state = stock(), changed().state_dict()
-    types = [type(module) for module in model.modules()]
-    with pytest.raises(RuntimeError, match=message):
-        model.load_state_dict(state)
-    assert [type(module) for module in model.modules()] == types
-    assert follow_state_dict(model, state) and not follow_state_dict(model, state)
-    assert str(model.load_state_dict(state)) == '<All keys matched successfully>'
-
-
-@pytest.mark.parametrize('name', STOCK)
-def test_loading_a_stock_model_calls_nothing_of_the_plugin(name):
-    model = STOCK[name][0]()
-    state, called, folder = model.state_dict(), [], attncnn_plugin.__path__[0]
+    types, own, called, folder = (
+        [type(module) for module in model.modules()],
+        model.state_dict(),
+        [],
+        attncnn_plugin.__path__[0],
+    )
 
     def profile(frame, event, argument):
         if event == 'call' and frame.f_code.co_filename.startswith(folder):
@@ -138,16 +141,21 @@ def test_loading_a_stock_model_calls_nothing_of_the_plugin(name):
 
     sys.setprofile(profile)
     try:
-        model.load_state_dict(state)
+        model.load_state_dict(own)
     finally:
         sys.setprofile(None)
     assert not called
+    with pytest.raises(RuntimeError, match=message):
+        model.load_state_dict(state)
+    assert [type(module) for module in model.modules()] == types
+    assert follow_state_dict(model, state) and not follow_state_dict(model, state)
+    assert str(model.load_state_dict(state)) == '<All keys matched successfully>'
 
 
 @pytest.mark.parametrize('change', ['missing', 'too many', 'another shape'])
 def test_a_state_dict_that_would_be_refused_changes_nothing(change):
     """A converted ResNet-18 with a classifier of another number of classes, for instance."""
-    model, state = resnet18(num_classes=4), attention_resnet(resnet18(num_classes=4)).state_dict()
+    model, state = resnet18(num_classes=4), with_attention(resnet18(num_classes=4), 'layer4.*').state_dict()
     parameters, modules = list(model.parameters()), list(model.modules())
     if change == 'missing':
         del state['fc.weight']
