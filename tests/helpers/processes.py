@@ -5,6 +5,7 @@ import io
 import json
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import textwrap
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Dict
 
 import torch
+import torch.multiprocessing
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -179,6 +181,26 @@ def train(config: Path, work_dir: Path, *options: object, **kwargs) -> str:
     """Runs ``tools/train.py``, and returns what it says; other arguments are those of :func:`run`."""
     tool = REPOSITORY / 'tools/train.py'
     return run('python', tool, config, '--work-dir', work_dir, *options, folder=config.parent, **kwargs)
+
+
+def train_forked(config: Path, work_dir: Path, *options: object) -> str:
+    """Runs ``tools/train.py`` in two ranks that are copies of this process, and returns what the first one says."""
+    words = [REPOSITORY / 'tools/train.py', config, '--work-dir', work_dir, '--launcher', 'pytorch', *options]
+    with socket.socket() as unused:
+        unused.bind(('127.0.0.1', 0))
+        port = str(unused.getsockname()[1])
+    work_dir.mkdir(exist_ok=True)
+    arguments = [str(word) for word in words], config.parent, work_dir, port
+    torch.multiprocessing.start_processes(_train_rank, arguments, nprocs=2, start_method='fork')
+    return (work_dir / 'rank0.log').read_text()
+
+
+def _train_rank(rank, words, folder, work_dir, port):
+    place = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=port)
+    os.environ.update(place, TORCHELASTIC_RUN_ID='none')
+    status, output = _run_here(words, folder)
+    (work_dir / f'rank{rank}.log').write_text(output)
+    assert status == 0, output
 
 
 def train_two(config: Path, work_dir: Path, *options: object, **kwargs) -> str:
