@@ -5,7 +5,6 @@ import sys
 from urllib.error import URLError
 
 import pytest
-from mmengine.config import Config
 from mmpretrain.datasets import utils
 from mmpretrain.registry import DATASETS
 
@@ -25,21 +24,15 @@ def no_network(monkeypatch):
     monkeypatch.setattr(utils, 'download_url_to_file', fail)
 
 
-@pytest.mark.parametrize('tool', ['train.py', 'test.py'])
-def test_data_set_that_cannot_be_downloaded(tool, no_network, repository, tmp_path, monkeypatch):
+def test_data_set_that_cannot_be_downloaded(no_network, repository, tmp_path, monkeypatch):
     """The data set, its folder, and the option for another."""
     config = str(repository / 'configs/cmhsa5_cifar100.py')
-    checkpoint = [] if tool == 'train.py' else ['nothing.pth']
-    small = [
-        'model.backbone.num_layers=1',
-        'train_dataloader.num_workers=0',
-        'train_dataloader.persistent_workers=False',
-    ]
-    arguments = [config, *checkpoint, '--work-dir', 'out', '--cfg-options', *small]
-    monkeypatch.setattr(sys, 'argv', [tool, *arguments])
+    small = ['model.backbone.num_layers=1', 'train_dataloader.num_workers=0']
+    arguments = [config, '--work-dir', 'out', '--cfg-options', *small, 'train_dataloader.persistent_workers=False']
+    monkeypatch.setattr(sys, 'argv', ['train.py', *arguments])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(repository / 'tools' / tool), run_name='__main__')
+        runpy.run_path(str(repository / 'tools/train.py'), run_name='__main__')
     assert end.value.code == (
         'CIFAR100 is not in data/cifar100/ and cannot be downloaded (URLError: <urlopen error Name or service not '
         'known>): put cifar-100-python.tar.gz there, from https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz, or '
@@ -51,10 +44,7 @@ def test_data_set_that_cannot_be_downloaded(tool, no_network, repository, tmp_pa
     'tool, arguments',
     [
         ('train.py', []),
-        ('test.py', ['x.pth']),
         ('mmpretrain_tool.py', ['--not-show']),
-        ('analysis_tools/analyze_heads.py', ['x.pth']),
-        ('visualization/plot_attention.py', ['x.pth', '--figure', 'centers', '--out', 'x.png']),
         ('visualization/attention_explorer.py', ['x.pth', '3']),
         ('model_converters/prune_heads.py', ['x.pth', 'y.pth', '--heads', '{0: [1]}']),
         ('model_converters/conv_to_attention.py', ['x.pth', 'y.pth']),
@@ -79,15 +69,6 @@ def test_other_errors_of_data_sets(no_network, tmp_path):
     with pytest.raises(URLError) as caught:
         utils.download_and_extract_archive('http://a/b.zip', str(tmp_path))
     assert one_line(caught.value) == 'URLError: <urlopen error Name or service not known>'
-
-
-def test_a_config_that_inherits(tmp_path):
-    (tmp_path / 'user.py').write_text(
-        "_base_ = __import__('attncnn_plugin').config_path('sa_quadratic_digits.py')\n"
-        "model = dict(backbone=dict(arch='base'))\n"
-    )
-    backbone = Config.fromfile(tmp_path / 'user.py').model.backbone
-    assert (backbone.type, backbone.arch) == ('SAQuadratic', 'base')
 
 
 def test_a_config_that_is_not_there():

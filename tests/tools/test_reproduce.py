@@ -95,7 +95,9 @@ def test_sizes():
     found = {name: tuple(numbers) for names, *numbers in rows for name in re.findall('`(.*?)`', names)}
     assert sorted(found) == CONFIGS
     for name in CONFIGS:
-        model = build(network_config(name, {}))
+        config = network_config(name, {})
+        assert 'attncnn_plugin.mm.safe_loading' in config.custom_imports.imports
+        model = build(config)
         assert 2e5 <= sum(parameter.numel() for parameter in model.parameters()) <= 1e6, name
         if getattr(model.backbone, 'phase', None) == 'conv' and name != 'cmhsa_conv':
             model.backbone.to_attention()
