@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import pathlib
+import runpy
 import sys
 
 import hypothesis
@@ -87,3 +88,14 @@ def fresh():
 def repository():
     """The root of the repository."""
     return pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture
+def tool(repository, monkeypatch):
+    """Runs a file of ``tools/`` in this process, with some arguments."""
+
+    def run_tool(path, *arguments):
+        monkeypatch.setattr(sys, 'argv', [path, *map(str, arguments)])
+        return runpy.run_path(str(repository / 'tools' / path), run_name='__main__')
+
+    return run_tool

@@ -6,13 +6,10 @@ import sys
 import pytest
 import timm
 import torch
-from torch import nn
 from torchvision.models import resnet18
 
 import attncnn_plugin
 from attncnn_plugin import follow_state_dict
-from attncnn_plugin.attention import StructureError
-from attncnn_plugin.attention.images import ImageAttention
 from attncnn_plugin.convert import convs_to_attention
 from attncnn_plugin.pruning import prune_heads
 
@@ -148,25 +145,7 @@ def test_a_stock_model_refuses_another_structure_as_pytorch_does(name):
     with pytest.raises(RuntimeError, match=message):
         model.load_state_dict(state)
     assert [type(module) for module in model.modules()] == types
+    random = torch.random.get_rng_state()
     assert follow_state_dict(model, state) and not follow_state_dict(model, state)
+    assert torch.equal(torch.random.get_rng_state(), random)
     assert str(model.load_state_dict(state)) == '<All keys matched successfully>'
-
-
-@pytest.mark.parametrize('change', ['missing', 'too many', 'another shape'])
-def test_a_state_dict_that_would_be_refused_changes_nothing(change):
-    """A converted ResNet-18 with a classifier of another number of classes, for instance."""
-    model, state = resnet18(num_classes=4), with_attention(resnet18(num_classes=4), 'layer4.*').state_dict()
-    parameters, modules = list(model.parameters()), list(model.modules())
-    if change == 'missing':
-        del state['fc.weight']
-    else:
-        state['fc.extra' if change == 'too many' else 'fc.weight'] = torch.zeros(5, 512)
-    with pytest.raises(StructureError, match=r'fc\.extra' if change == 'too many' else r'fc\.weight'):
-        follow_state_dict(model, state)
-    assert all(a is b for a, b in zip(model.modules(), modules))
-    assert all(a is b for a, b in zip(model.parameters(), parameters))
-    before, random = model.fc.weight.clone(), torch.random.get_rng_state()
-    assert follow_state_dict(model, state, strict=False)
-    assert isinstance(model.layer4[0].conv1, ImageAttention) and isinstance(model.layer3[0].conv1, nn.Conv2d)
-    # It draws no random number and copies no value.
-    assert torch.equal(torch.random.get_rng_state(), random) and torch.equal(model.fc.weight, before)

@@ -101,10 +101,10 @@ def whole_of(folder):
 
 
 @pytest.mark.slow  # in one process: test_two_phases.py and test_head_pruning_hook.py; killed: test_faults.py
-@pytest.mark.parametrize('kill_at', [SWITCH * ITERATIONS - 2, SWITCH * ITERATIONS, EPOCHS * ITERATIONS - 1])
+@pytest.mark.parametrize('kill_at', [SWITCH * ITERATIONS, EPOCHS * ITERATIONS - 1])
 @pytest.mark.parametrize('kind', KINDS)
 def test_killed_and_resumed(kind, kill_at, whole_of, folder):
-    """Before, at and after the change, when the last checkpoint is of before it."""
+    """At the change, when the last checkpoint is of before it, and after it."""
     whole, killed = whole_of(kind), folder / f'{kind}_killed{kill_at}'
     options = options_of(kind, folder)
     log = train(folder / f'{kind}8.py', killed, *options, expected=-signal.SIGKILL, FAULT=f'SIGKILL,{kill_at},0')
@@ -113,20 +113,6 @@ def test_killed_and_resumed(kind, kill_at, whole_of, folder):
     assert f'resumed epoch: {kill_at // ITERATIONS}' in log
     assert_equal(killed, whole)
     assert rates(killed) == rates(whole) and len(rates(whole)) == EPOCHS * ITERATIONS
-
-
-@pytest.mark.slow
-def test_killed_and_resumed_right_after_loading(whole_of, folder):
-    """The transition at epoch 0, then a stop in the epoch after it."""
-    start = f'load_from={whole_of("CNN") / f"epoch_{SWITCH}.pth"}'
-    options = ['--cfg-options', 'custom_hooks.0.epoch=0', start]
-    log = train(folder / 'CNN8.py', folder / 'zero', *options)
-    assert 'Transition at epoch 0:\n' in log
-    kwargs = dict(expected=-signal.SIGKILL, FAULT=f'SIGKILL,{ITERATIONS + 1},0')
-    train(folder / 'CNN8.py', folder / 'zero_killed', *options, **kwargs)
-    log = train(folder / 'CNN8.py', folder / 'zero_killed', '--resume', *options[:2])
-    assert 'resumed epoch: 1' in log and 'Transition at epoch' not in log
-    assert_equal(folder / 'zero_killed', folder / 'zero')
 
 
 def assert_as_one_process(two, whole):
@@ -293,7 +279,7 @@ def test_pruned_without_a_training(options, heads, folder):
 )
 def test_transformer_pruned_without_a_training(options, heads, kind, whole_of, folder):
     log = pruned('VisionTransformer', whole_of('VisionTransformer') / 'epoch_1.pth', options, folder)
-    assert 'parameters became' in log and kind in log and ('degenerate' in log) == ('degenerate' in kind)
+    assert 'parameters became' in log and kind in log
     state = torch.load(folder / 'pruned.pth')['state_dict']
     assert sum(state[f'backbone.layers.{i}.attn.proj.weight'].shape[1] for i in range(2)) == 4 * heads
 
