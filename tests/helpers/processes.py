@@ -86,15 +86,9 @@ custom_hooks = [{hooks}dict(type='EMAHook', momentum=0.2), dict(type='TestHook')
 
 
 def write_configs(folder: Path, kind: str, base: str, epochs: int, first: int = 0, **settings: str) -> None:
-    """Writes the module of the hook, and a config of 24 images, ``kind8.py`` and ``kind4.py`` by batch sizes.
+    """Writes the module of the hook, and ``kind8.py`` and ``kind4.py``, configs of 24 images by their batch sizes.
 
-    Args:
-        folder (Path): Where.
-        kind (str): The names of the files.
-        base (str): The config to inherit from.
-        epochs (int): Of the training.
-        first (int): Of its first phase; by default all.
-        settings: ``model`` and ``hooks``, if there are any.
+    They inherit from ``base``, with a first phase of ``first`` epochs, by default all, and ``model`` and ``hooks``.
     """
     (folder / 'hooks_of_a_test.py').write_text(HOOKS)
     settings = {'model': 'dict()', 'hooks': '', **settings, 'base': REPOSITORY / f'configs/{base}.py'}

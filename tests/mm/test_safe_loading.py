@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.digits import small_config
+from helpers.payload import Payload
 from mmengine.config import Config
 from mmengine.logging import HistoryBuffer
 from mmengine.model import BaseModule
@@ -22,16 +23,6 @@ import attncnn_plugin
 from attncnn_plugin.mm import safe_loading
 from attncnn_plugin.mm.config_model import ConfigModel
 from attncnn_plugin.mm.reliability import AtomicCheckpointHook
-
-
-class Payload:
-    """Calls a function when it is unpickled."""
-
-    def __init__(self, function, *args):
-        self.call = function, args
-
-    def __reduce__(self):
-        return self.call
 
 
 @pytest.fixture

@@ -5,17 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from helpers.digits import (
-    CHANGE,
-    EPOCHS,
-    ITERATIONS,
-    LAYER,
-    assert_close,
-    average_of,
-    log_of,
-    run,
-    small_config,
-)
+from helpers.digits import CHANGE, EPOCHS, ITERATIONS, LAYER, assert_close, average_of, log_of, run, small_config
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner

@@ -13,14 +13,7 @@ from helpers.small import SMALL_ARCH, small_timm
 from mmengine.hooks import Hook
 from mmpretrain.registry import HOOKS
 
-from attncnn_plugin.analysis import (
-    AttentionMaps,
-    attention_maps,
-    head_centers,
-    head_report,
-    read_centers,
-    read_scalars,
-)
+from attncnn_plugin.analysis import AttentionMaps, attention_maps, head_centers, head_report, read_centers, read_scalars
 from attncnn_plugin.analysis.layer_maps import shown_layers
 from attncnn_plugin.mm import visualization as attention_visualization_hook
 from attncnn_plugin.mm.config_model import ConfigModel

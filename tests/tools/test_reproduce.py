@@ -388,7 +388,6 @@ def test_errors(tool, options, message):
         (['--data-root', 'images'], '--data-root images is for images in a folder'),
         (['--cfg-options', 'train_cfg.max_epochs=4'], 'train_cfg.max_epochs=… would make the training another one'),
         (['--cfg-options', 'train_dataloader=3'], 'train_dataloader=…'),
-        (['--cfg-options', 'load_from=weights.pth'], 'load_from=…'),
     ],
 )
 def test_options_that_are_refused(options, message, monkeypatch, capsys):

@@ -165,7 +165,6 @@ def test_mistakes(path, options, message, tool, capsys):
     [
         ('visualization/attention_explorer.py', [], '--model-kwargs'),
         ('analysis_tools/analyze_heads.py', [], '--cfg-options'),
-        ('model_converters/conv_to_attention.py', [], '--cfg-options'),
         ('reproduce.py', ['C20-1'], '--cfg-options'),
     ],
 )
