@@ -16,6 +16,7 @@ from helpers.digits import (
     run,
     small_config,
 )
+from helpers.small import save_degenerate
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
@@ -44,16 +45,8 @@ def config_of(name, repository, folder, hook=None, **changes):
 
 
 @pytest.fixture(scope='module')
-def start(tmp_path_factory, repository):
-    """A checkpoint whose second head of the first layer is uniform, and whose third of the second is a stripe."""
-    folder = tmp_path_factory.mktemp('start')
-    torch.manual_seed(0)
-    model = Runner.from_cfg(config_of(C20, repository, folder)).model
-    with torch.no_grad():
-        model.backbone.blocks[0].attn.encoding.sqrt_precision[1] = 0
-        model.backbone.blocks[1].attn.encoding.sqrt_precision[2] = torch.tensor([[3.0, 0.0], [0.0, 1e-6]])
-    torch.save(dict(state_dict=model.state_dict(), meta={}), folder / 'start.pth')
-    return str(folder / 'start.pth')
+def start(tmp_path_factory):
+    return save_degenerate(tmp_path_factory.mktemp('start') / 'start.pth')
 
 
 @pytest.fixture(scope='module', params=[C20, *BACKBONES])

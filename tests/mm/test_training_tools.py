@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.processes import REPOSITORY, assert_equal, rates, run, train, train_forked, write_configs
-from helpers.small import SMALL_ARCH, small_cmhsa, small_timm
+from helpers.small import SMALL_ARCH, save_degenerate, small_cmhsa, small_timm
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
 from mmpretrain import FeatureExtractor, ImageClassificationInferencer
@@ -71,13 +71,7 @@ def folder(tmp_path_factory, repository):
     folder = tmp_path_factory.mktemp('tools')
     for kind, settings in KINDS.items():
         write_configs(folder, kind, epochs=EPOCHS, **{name: settings[name] for name in settings if name != 'said'})
-    torch.manual_seed(0)
-    model = small_timm('sa_generalized_cifar', in_chans=1)
-    with torch.no_grad():
-        model.blocks[0].attn.encoding.sqrt_precision[1] = 0
-        model.blocks[1].attn.encoding.sqrt_precision[2] = torch.tensor([[3.0, 0.0], [0.0, 1e-6]])
-    state = {name if name.startswith('head') else f'backbone.{name}': v for name, v in model.state_dict().items()}
-    torch.save(dict(state_dict=state, meta={}), folder / 'start.pth')
+    save_degenerate(folder / 'start.pth')
     return folder
 
 
