@@ -19,6 +19,8 @@ import importlib
 import warnings
 
 from . import analysis, attention, convert, models, pruning, transformers, weights
+from .analysis.recorder import AttentionRecorder, attention_maps, rollout
+from .hugging_face import load_hugging_face
 from .installation import config_path, has_mmpretrain, import_problem
 from .structure import follow_state_dict
 from .version import __version__
@@ -26,14 +28,18 @@ from .version import __version__
 ON_DEMAND = ('explorer', 'visualization')
 
 __all__ = [
+    'AttentionRecorder',
     '__version__',
     'analysis',
     'attention',
+    'attention_maps',
     'config_path',
     'convert',
     'follow_state_dict',
+    'load_hugging_face',
     'models',
     'pruning',
+    'rollout',
     'transformers',
     'weights',
     *ON_DEMAND,

@@ -23,7 +23,7 @@ from mmpretrain.apis.model import ModelHub
 from mmpretrain.registry import MODELS as MODELS_OF_MMPRETRAIN
 from mmpretrain.registry import TRANSFORMS
 
-from attncnn_plugin.analysis import attention_maps
+from attncnn_plugin.analysis import mean_attention
 from attncnn_plugin.attention import GeneralizedQuadraticAttention
 from attncnn_plugin.pruning import find_degenerate_heads
 from attncnn_plugin.transformers.start import random_images
@@ -243,7 +243,7 @@ def test_vits_that_start_as_a_convolution(name):
     model = MODELS_OF_MMPRETRAIN.build(config.model)
     model.init_weights()
     shifts = set()
-    for maps in attention_maps(model, random_images(model.backbone)).values():
+    for maps in mean_attention(model, random_images(model.backbone)).values():
         middle = maps.probs.unflatten(-1, (8, 8)).unflatten(1, (8, 8))[:, 3, 3]  # (N_h, 8, 8)
         for head in middle:
             row, column = divmod(int(head.argmax()), 8)

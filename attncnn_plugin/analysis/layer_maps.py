@@ -30,7 +30,7 @@ Grid = Tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionMaps:
+class MeanAttention:
     """The attention probabilities of a layer's heads, mean over images or by position alone.
 
     Attributes:
@@ -80,7 +80,7 @@ class AttentionMaps:
         """Returns the probabilities of the keys for the query at :meth:`place`, ``(N_h, H, W)``, float64.
 
         Examples:
-            >>> AttentionMaps(torch.eye(6)[None], (2, 3)).of_query((0, 1))
+            >>> MeanAttention(torch.eye(6)[None], (2, 3)).of_query((0, 1))
             tensor([[[0., 1., 0.],
                      [0., 0., 0.]]], dtype=torch.float64)
         """
@@ -99,9 +99,9 @@ class AttentionMaps:
         return int((rows - row).abs().argmin()), int((columns - column).abs().argmin())
 
 
-def attention_maps(
+def mean_attention(
     model: nn.Module, images: Optional[Tensor] = None, size: Optional[Sequence[int]] = None, part: str = 'all'
-) -> Dict[str, AttentionMaps]:
+) -> Dict[str, MeanAttention]:
     """Returns the attention probabilities of every layer of a model, mean over images, on the CPU.
 
     Probabilities that depend on position alone are computed in float64. The model runs in evaluation mode, and stays as
@@ -122,7 +122,7 @@ def attention_maps(
             where null keys are left out too. Layers without such a term are not in the result. Defaults to ``'all'``.
 
     Returns:
-        dict[str, AttentionMaps]: By the layer's name in the model, in the order of the blocks.
+        dict[str, MeanAttention]: By the layer's name in the model, in the order of the blocks.
 
     Raises:
         ValueError: No attention in the model, as in a CMHSA in the convolution phase, or a layer that the images do not
@@ -132,7 +132,7 @@ def attention_maps(
     Examples:
         >>> import timm, attncnn_plugin
         >>> model = timm.create_model('sa_learned_content_cifar', embed_dim=12, depth=1, num_heads=3)
-        >>> maps = attention_maps(model, torch.rand(9, 3, 8, 8))['blocks.0.attn']
+        >>> maps = mean_attention(model, torch.rand(9, 3, 8, 8))['blocks.0.attn']
         >>> maps.probs.shape, maps.grid, maps.of_query((1, 2)).shape
         (torch.Size([3, 16, 16]), (4, 4), torch.Size([3, 4, 4]))
     """
@@ -174,19 +174,19 @@ def grids_of_layers(
 
 
 @torch.no_grad()
-def position_maps(layer: AttentionLayer, grid: Grid) -> AttentionMaps:
+def position_maps(layer: AttentionLayer, grid: Grid) -> MeanAttention:
     """Returns the probabilities by position alone, in float64 if the layer has no others."""
     probs = layer.position_probs(grid) if layer.depends_on_content else layer.exact_attention_probs(grid)
     assert probs is not None
     gaussian = layer.gaussian_heads()
     if gaussian is not None:
         gaussian = GaussianHeads(*(values.cpu().double() for values in gaussian))
-    return AttentionMaps(probs.cpu(), grid, layer.window, gaussian)
+    return MeanAttention(probs.cpu(), grid, layer.window, gaussian)
 
 
 def maps_of_images(
     model: nn.Module, layers: Mapping[str, AttentionLayer], images: Optional[Tensor], part: str
-) -> Dict[str, AttentionMaps]:
+) -> Dict[str, MeanAttention]:
     """Returns the mean over images of a part of the attention of layers whose scores depend on content."""
     if images is None:
         for name, layer in layers.items():
@@ -208,7 +208,7 @@ def maps_of_images(
     for batch in images.split(BATCH_SIZE) if layers else ():
         visit_layers(model, batch, layers, add)
     return {
-        name: AttentionMaps(probs.cpu(), grids[name], layers[name].window, None, len(images), entropy.cpu())
+        name: MeanAttention(probs.cpu(), grids[name], layers[name].window, None, len(images), entropy.cpu())
         for name, (probs, entropy) in means.items()
     }
 
@@ -243,12 +243,12 @@ def probs_of_scores(scores: Tensor, grid: Grid) -> Tensor:
 
 
 @torch.no_grad()
-def _maps_of_vit(model: nn.Module, images: Tensor) -> Dict[str, AttentionMaps]:
+def _maps_of_vit(model: nn.Module, images: Tensor) -> Dict[str, MeanAttention]:
     means = ImageMeans()
     places: Dict[str, Tuple[TokenPlaces, float]] = {}  # and the largest entropy there
 
     def add(name: str, probs: Tensor, where: TokenPlaces) -> None:
-        own, prefix_mass = where.of_patches(probs)
+        own, prefix_mass = where.of_patches(probs.float())
         entropy, largest = where.entropies(own)
         means.add(name, own, entropy, prefix_mass)
         places[name] = where, max(largest, torch.finfo(torch.float).tiny)
@@ -259,7 +259,7 @@ def _maps_of_vit(model: nn.Module, images: Tensor) -> Dict[str, AttentionMaps]:
     for name, values in means.items():
         own, entropy, prefix_mass = (value.cpu() for value in values)
         where, largest = places[name]
-        maps[name] = AttentionMaps(
+        maps[name] = MeanAttention(
             probs=where.on_grid(own),
             grid=where.grid,
             num_images=len(images),
@@ -300,7 +300,7 @@ def is_other_vit(model: nn.Module) -> bool:
 
 
 def shown_layers(model: nn.Module) -> Dict[str, Any]:
-    """Returns the modules whose :func:`attention_maps` there are, by name, each with ``num_heads``.
+    """Returns the modules whose :func:`mean_attention` there are, by name, each with ``num_heads``.
 
     Raises:
         ValueError: The model has none.
@@ -355,12 +355,12 @@ def visit_layers(
     with evaluating(model), ExitStack() as stack:
         for name, layer in layers.items():
             stack.callback(layer.register_forward_pre_hook(partial(see, name)).remove)
-        _features_of(model, set(layers.values()))(images)
+        features_of(model, set(layers.values()))(images)
     for name in sorted(layers.keys() - seen):
         raise ValueError(f'{name} is attention that the model does not run on images: there is nothing to show')
 
 
-def _features_of(model: nn.Module, layers: Iterable[nn.Module]) -> Callable[[Tensor], Any]:
+def features_of(model: nn.Module, layers: Iterable[nn.Module]) -> Callable[[Tensor], Any]:
     """Returns the ``forward_features`` of the network that holds these layers; the model itself without a network."""
     for module in model.modules():
         forward_features = getattr(module, 'forward_features', None)

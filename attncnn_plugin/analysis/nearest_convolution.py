@@ -75,8 +75,8 @@ class ConvolutionErrors:
         values (Tensor, optional): V_h, ``(N_h, D_out, D)``. Defaults to heads with an output each, of equal weight.
 
     Examples:
-        >>> from attncnn_plugin.analysis import AttentionMaps
-        >>> uniform = ShiftMaps(AttentionMaps(torch.full((1, 36, 36), 1 / 36), (6, 6)))
+        >>> from attncnn_plugin.analysis import MeanAttention
+        >>> uniform = ShiftMaps(MeanAttention(torch.full((1, 36, 36), 1 / 36), (6, 6)))
         >>> errors = ConvolutionErrors(uniform, 'replicate')
         >>> [(best.kernel_size, round(best.error, 3)) for best in errors.of_kernels]
         [((3, 3), 0.911), ((5, 5), 0.838)]
@@ -156,8 +156,8 @@ def expressible_kernels(maps: ShiftMaps, tolerance: float) -> Iterator[Expressib
         ValueError: ``tolerance`` is not at least 1e-7 and below 1.
 
     Examples:
-        >>> from attncnn_plugin.analysis import AttentionMaps
-        >>> hard = ShiftMaps(AttentionMaps(torch.stack([torch.eye(36), torch.eye(36).roll(1, dims=1)]), (6, 6)))
+        >>> from attncnn_plugin.analysis import MeanAttention
+        >>> hard = ShiftMaps(MeanAttention(torch.stack([torch.eye(36), torch.eye(36).roll(1, dims=1)]), (6, 6)))
         >>> [kernel.expressible for kernel in expressible_kernels(hard, 1e-6)]
         [((0, 0), (0, 1)), ((0, 0), (0, 1))]
     """

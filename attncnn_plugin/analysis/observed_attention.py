@@ -42,11 +42,11 @@ def observed_attention(layers: Mapping[str, Heads]) -> Iterator[Dict[str, Observ
             if isinstance(layer, PrunableHeads):
                 stack.callback(layer.register_forward_pre_hook(partial(_see_scores, observed[name])).remove)
             else:
-                stack.enter_context(visited_attention(layer.module, partial(_see_probs, observed[name])))
+                stack.enter_context(visited_attention(layer, partial(_see_probs, observed[name])))
         yield observed
 
 
-def _see_probs(observed: ObservedAttention, probs: Tensor, masked: Any) -> None:
+def _see_probs(observed: ObservedAttention, probs: Tensor, places: Any) -> None:
     observed.add(probs.float())
 
 

@@ -19,12 +19,12 @@ from ..attention.positions import GaussianHeads
 from ..change import table
 from ..pruning.criteria import BY_POSITION, DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
 from .layer_maps import (
-    AttentionMaps,
+    MeanAttention,
     attention_layers,
-    attention_maps,
     grids_of_layers,
     is_other_vit,
     maps_of_images,
+    mean_attention,
     position_maps,
 )
 from .nearest_convolution import (
@@ -99,7 +99,7 @@ def head_report(
         blocks.0.attn images (6, 6) 2
     """
     if is_other_vit(model):
-        maps = attention_maps(model, images, size)
+        maps = mean_attention(model, images, size)
         return HeadReport(tuple(layer_report(maps[name], name, tolerance=tolerance) for name in maps))
     layers = attention_layers(model)
     grids = grids_of_layers(model, layers, images, size)
@@ -119,12 +119,12 @@ def head_report(
 
 @torch.no_grad()
 def layer_report(
-    maps: AttentionMaps, name: str = '', layer: Optional[AttentionLayer] = None, tolerance: float = 1e-6
+    maps: MeanAttention, name: str = '', layer: Optional[AttentionLayer] = None, tolerance: float = 1e-6
 ) -> 'LayerReport':
     """Reports what the heads of given attention maps do.
 
     Args:
-        maps (AttentionMaps): The maps.
+        maps (MeanAttention): The maps.
         name (str): Name of the layer. Defaults to none.
         layer (AttentionLayer, optional): The layer, whose value matrices weigh the heads in the errors of convolutions.
             Defaults to heads of equal weight, each with an output of its own.
@@ -135,7 +135,7 @@ def layer_report(
 
     Examples:
         >>> probs = torch.stack([torch.eye(36), torch.full((36, 36), 1 / 36)])
-        >>> report = layer_report(AttentionMaps(probs, (6, 6)))
+        >>> report = layer_report(MeanAttention(probs, (6, 6)))
         >>> print(report.summary)
         mixture, 1 hard, 1 uniform
         >>> print(report.heads[1].criterion, report.heads[1].why)
@@ -156,7 +156,7 @@ def layer_report(
     )
 
 
-def _head_statistics(maps: AttentionMaps, shifts: ShiftMaps, by_position: bool) -> Iterator['HeadStatistics']:
+def _head_statistics(maps: MeanAttention, shifts: ShiftMaps, by_position: bool) -> Iterator['HeadStatistics']:
     """Yields the numbers of each head; by position alone also those of its parameters, and whether it is degenerate."""
     gaussian = maps.gaussian if by_position else None
     degenerate: Dict[int, DegenerateHead] = {}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..attention.window import Window
-from .layer_maps import AttentionMaps
+from .layer_maps import MeanAttention
 
 INTERIOR = 5  # pixels; the window that an interior query of a grid has inside
 LEAST_QUERIES = 0.25  # part of the queries from which a shift must stay in the grid to have a share by these
@@ -26,7 +26,7 @@ class ShiftMaps:
     """The probabilities of a layer's heads, and where their queries are.
 
     Args:
-        maps (AttentionMaps): The probabilities.
+        maps (MeanAttention): The probabilities.
 
     Attributes:
         probs (Tensor): P, ``(N_h, Q, height*width)``, float64.
@@ -42,12 +42,12 @@ class ShiftMaps:
         ValueError: Probabilities that are not finite; no query has its window in an image of this size.
 
     Examples:
-        >>> maps = ShiftMaps(AttentionMaps(torch.eye(36).roll(1, dims=1)[None], (6, 6)))  # each query to the next key
+        >>> maps = ShiftMaps(MeanAttention(torch.eye(36).roll(1, dims=1)[None], (6, 6)))  # each query to the next key
         >>> maps.interior_sums.nonzero().tolist(), maps.interior_sums.sum().item()  # shift (0, 0) has the index (5, 5)
         ([[0, 5, 6]], 4.0)
     """
 
-    def __init__(self, maps: AttentionMaps) -> None:
+    def __init__(self, maps: MeanAttention) -> None:
         self.probs = maps.probs.double()
         self.size = size = maps.grid
         self.window = maps.window
@@ -117,7 +117,7 @@ def moments(maps: ShiftMaps) -> Tuple[Tensor, Tensor]:
     They are not a number for a head that gives nothing to the grid.
 
     Examples:
-        >>> center, covariance = moments(ShiftMaps(AttentionMaps(torch.eye(36).roll(1, dims=1)[None], (6, 6))))
+        >>> center, covariance = moments(ShiftMaps(MeanAttention(torch.eye(36).roll(1, dims=1)[None], (6, 6))))
         >>> center.tolist(), covariance.tolist()
         ([[0.0, 1.0]], [[[0.0, 0.0], [0.0, 0.0]]])
     """
@@ -133,7 +133,7 @@ def window_mass(maps: ShiftMaps, kernel_size: int) -> Tensor:
     """Returns the probability of the K×K keys around an interior query, mean over these, ``(N_h,)``; K is odd.
 
     Examples:
-        >>> round(window_mass(ShiftMaps(AttentionMaps(torch.full((1, 36, 36), 1 / 36), (6, 6))), 3).item(), 6)
+        >>> round(window_mass(ShiftMaps(MeanAttention(torch.full((1, 36, 36), 1 / 36), (6, 6))), 3).item(), 6)
         0.25
     """
     reach = kernel_size // 2
@@ -145,7 +145,7 @@ def mean_distance(maps: ShiftMaps) -> Tensor:
     """Returns the distance from a query to its keys in tokens, weighted by P, mean over queries, ``(N_h,)``.
 
     Examples:
-        >>> maps = AttentionMaps(torch.eye(36)[:, torch.arange(36) ^ 1][None], (6, 6))
+        >>> maps = MeanAttention(torch.eye(36)[:, torch.arange(36) ^ 1][None], (6, 6))
         >>> round(mean_distance(ShiftMaps(maps)).item(), 6)
         1.0
     """
@@ -160,7 +160,7 @@ def shift_shares(maps: ShiftMaps) -> Tensor:
     if these are less than a quarter of the queries.
 
     Examples:
-        >>> shares = shift_shares(ShiftMaps(AttentionMaps(torch.eye(36).roll(1, dims=1)[None], (6, 6))))
+        >>> shares = shift_shares(ShiftMaps(MeanAttention(torch.eye(36).roll(1, dims=1)[None], (6, 6))))
         >>> shares[0, 5, 4:8].tolist(), shares[0, 0, 0].item()
         ([0.0, 0.0, 1.0, 0.0], nan)
     """
@@ -180,7 +180,7 @@ def nearest_shifts(maps: ShiftMaps, shares: Tensor) -> List[Tuple[Shift, float]]
     Where the share is not a number, it is what the shift gets over all queries.
 
     Examples:
-        >>> maps = ShiftMaps(AttentionMaps(torch.eye(36).roll(1, dims=1)[None], (6, 6)))
+        >>> maps = ShiftMaps(MeanAttention(torch.eye(36).roll(1, dims=1)[None], (6, 6)))
         >>> nearest_shifts(maps, shift_shares(maps))
         [((0, 1), 1.0)]
     """
@@ -197,14 +197,14 @@ def nearest_shifts(maps: ShiftMaps, shares: Tensor) -> List[Tuple[Shift, float]]
     return [((row, column), value) for (row, column), value in zip(shifts[places].tolist(), share.tolist())]
 
 
-def head_centers(maps: AttentionMaps, query: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tensor]:
+def head_centers(maps: MeanAttention, query: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tensor]:
     """Returns the centre of each head of a layer and its width, the standard deviation along an axis, √(tr Σ/2).
 
     For Gaussian heads (C20, eq. 9 and 19) these are their parameters: the centre Δ, and for quadratic heads the width
     1/√(2α). For others they are the mean and the standard deviation of the shifts that a query attends to.
 
     Args:
-        maps (AttentionMaps): The layer's, from :func:`~attncnn_plugin.analysis.attention_maps`.
+        maps (MeanAttention): The layer's, from :func:`~attncnn_plugin.analysis.mean_attention`.
         query (Sequence[int], optional): Row and column of the query. Defaults to the middle of the grid; in windows,
             where a single query would show its place in its window, to the mean over queries.
 
@@ -216,12 +216,12 @@ def head_centers(maps: AttentionMaps, query: Optional[Sequence[int]] = None) -> 
         ValueError: The query is outside of the grid.
 
     Examples:
-        >>> from attncnn_plugin.analysis import attention_maps
+        >>> from attncnn_plugin.analysis import mean_attention
         >>> from attncnn_plugin.attention import QuadraticAttention
         >>> layer = QuadraticAttention(dim=8, num_heads=1)
         >>> layer.encoding.center.data = torch.tensor([[1.0, -2.0]])
         >>> layer.encoding.sqrt_precision.data = torch.tensor([0.5])
-        >>> head_centers(attention_maps(layer, size=(8, 8))[''])
+        >>> head_centers(mean_attention(layer, size=(8, 8))[''])
         (tensor([[ 1., -2.]], dtype=torch.float64), tensor([2.], dtype=torch.float64))
     """
     if maps.gaussian is not None:
@@ -236,7 +236,7 @@ def head_centers(maps: AttentionMaps, query: Optional[Sequence[int]] = None) -> 
     return center, ((second - center.square().sum(-1)).clamp(min=0) / 2).sqrt()
 
 
-def keys_of_query(maps: AttentionMaps, query: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tuple[int, int]]:
+def keys_of_query(maps: MeanAttention, query: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tuple[int, int]]:
     """Returns the probabilities around a query, and its place among them.
 
     Returns:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from ..analysis.layer_maps import attention_layers, layer_labels, probs_of_scores, visit_layers
 from ..attention import AttentionLayer
 from ..transformers.attention import TokenPlaces, visit_vit_attention
-from ..transformers.vision_transformer import find_transformer, prefix_names
+from ..transformers.vision_transformer import find_transformer
 
 MAX_PAIRS = 2**20  # of a query and a key, for each head
 ROUNDING = 1e-5  # of a sum of probabilities
@@ -67,7 +67,7 @@ def own_layers(model: nn.Module, images: Tensor) -> List[Layer]:
 def observed_layers(model: nn.Module, images: Tensor) -> List[Layer]:
     """Returns the data of the attention that another library's vision transformer computes on images."""
     found: Dict[str, Layer] = {}
-    others = prefix_names(find_transformer(model)[1])
+    others = find_transformer(model).prefix_names
 
     def visit(name: str, probs: Tensor, places: TokenPlaces) -> None:
         probs, patches, windows, keys = probs.float().cpu(), places.grid[0] * places.grid[1], places.windows, None

@@ -33,7 +33,7 @@ def explorer_page(
     Args:
         model (nn.Module): A model with attention of this package: by position, by content, of patches, or instead of
             convolutions. Or a vision transformer of timm or mmpretrain, see
-            :func:`~attncnn_plugin.analysis.attention_maps`.
+            :func:`~attncnn_plugin.analysis.mean_attention`.
         images (Tensor): ``(B, C, H, W)``, the input of ``model``.
         pictures (Sequence[ndarray]): The pictures to show of the images, uint8, ``(h, w)`` or ``(h, w, 3)`` RGB.
         names (Sequence[str], optional): A name of each image. Defaults to ``'Image 0'``, ….

@@ -10,7 +10,7 @@ from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
 from torch import Tensor, nn
 
-from ..analysis import attention_maps, head_centers
+from ..analysis import head_centers, mean_attention
 from ..analysis.layer_maps import shown_layers
 from ..loaded_model import evenly_spread
 from ..training import parts_in_phases
@@ -91,7 +91,7 @@ class AttentionVisualizationHook(Hook):
             return
         numbers = head_numbers(runner, layers)
         with random_numbers_kept(), torch.no_grad():
-            maps, scalars = attention_maps(model, self._images), {}
+            maps, scalars = mean_attention(model, self._images), {}
             for name, own in maps.items():
                 centers, widths = head_centers(own)
                 for number, center, width in zip(numbers[name], centers.tolist(), widths.tolist()):

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.evaluation_mode import evaluating
 from ..attention.window import shown
-from .prune import Heads, prunable_heads, split_heads
+from .prune import Heads, output_called, prunable_heads, split_heads
 
 Loss = Callable[[nn.Module, Any], Tensor]
 AMOUNTS = {
@@ -91,6 +91,7 @@ def add_gradients(gradients: Dict[str, HeadGradients], model: nn.Module, batch: 
     with ExitStack() as stack, counting(model, images):
         for own in gradients.values():
             own.heads = []
+            stack.enter_context(output_called(own.layer))
             stack.enter_context(own.layer.output.register_forward_pre_hook(own.see))
         value = loss(model, batch)
         # Checkpointing computes blocks again here, with outputs that the loss does not depend on.
@@ -186,8 +187,8 @@ def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str,
         flops[name] += sign * counter.get_total_flops()
 
     with ExitStack() as stack:
-        for name in layers:
-            module = model.get_submodule(name)
+        for name, layer in layers.items():
+            module: Any = getattr(layer, 'called', layer)
             stack.enter_context(module.register_forward_pre_hook(lambda *_, name=name: count(name, -1)))
             stack.enter_context(module.register_forward_hook(lambda *_, name=name: count(name, 1)))
         # Fused kernels on the CPU are not counted by every version of PyTorch; the plain products are.

@@ -6,8 +6,8 @@ bias takes what a head adds on average (C20, appendix E).
 
 import copy
 import re
-from contextlib import ExitStack, contextmanager
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, ContextManager, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -208,6 +208,11 @@ def split_heads(layer: Heads, outputs: Tensor) -> List[Tensor]:
     return [outputs[..., layer.output_entries([head])] for head in range(layer.num_heads)]
 
 
+def output_called(layer: Heads) -> ContextManager[None]:
+    """Has a layer call its :attr:`output` as a module inside, so that hooks see the outputs of the heads."""
+    return layer.output_called() if isinstance(layer, TransformerHeads) else nullcontext()
+
+
 class HeadMeans:
     """Sums up the mean outputs P_h X W^V_h of the heads of a layer, over queries and images.
 
@@ -260,6 +265,7 @@ def head_means(layers: Sequence[Heads]) -> Iterator[List[HeadMeans]]:
     means = [HeadMeans(layer) for layer in layers]
     with ExitStack() as stack:
         for layer, own in zip(layers, means):
+            stack.enter_context(output_called(layer))
             stack.enter_context(layer.output.register_forward_pre_hook(own.add))
             if isinstance(layer, PrunableHeads):
                 stack.enter_context(layer.register_forward_pre_hook(own.see))

@@ -15,7 +15,7 @@ be several times as large, and steps of Adam, which are as large for all weights
 """
 
 import math
-from typing import Any, List, Tuple
+from typing import List, Tuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from .adapters import Attention
 from .embeddings import PositionChannels, patch_positions, set_sine_cosine_embedding
 from .impulse_and_mimetic import factors
 from .relative_tables import log_share_of_peak
-from .vision_transformer import grid_of, num_prefix_tokens
+from .vision_transformer import Transformer
 
 FEWEST = 5  # functions of the position: a constant, and a cosine and a sine of each axis
 SHORTEST = 8  # patches: the period of the shortest wave, at most
@@ -32,7 +32,7 @@ RIDGE = 1e-5
 
 
 def start_absolute(
-    network: Any, attentions: List[Attention], alpha: float, images: Tensor, generator: torch.Generator
+    network: Transformer, attentions: List[Attention], alpha: float, images: Tensor, generator: torch.Generator
 ) -> None:
     """Sets the embedding, and queries and keys of each layer for the tokens that it gets of the images.
 
@@ -44,9 +44,9 @@ def start_absolute(
         raise ValueError(
             f'the heads of {narrowest.name} have {narrowest.head_dim} channels: absolute positions need {FEWEST}'
         )
-    set_sine_cosine_embedding(network, overwrite=True)
-    size = grid_of(network)
-    patches, has_prefix = size[0] * size[1], num_prefix_tokens(network) > 0
+    set_sine_cosine_embedding(network.module, overwrite=True)
+    size = network.grid
+    patches, has_prefix = size[0] * size[1], network.num_prefix_tokens > 0
     room = min(narrowest.head_dim, narrowest.width // 2 - 1)
     omega = wave_frequencies(size, torch.cat([attention.shifts for attention in attentions]), room)
     functions = _functions(size, omega)

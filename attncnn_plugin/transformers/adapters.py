@@ -14,19 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .vision_transformer import BLOCKS, find_transformer
+from .vision_transformer import find_transformer, is_vit, part_of
 
 Call = Dict[str, Any]  # the arguments of a call after the tokens, by name
 Windows = Tuple[Tuple[int, int], Tuple[int, int], Tuple[int, int], bool]
 MAX_LOGIT_SCALE = math.log(100)  # of Swin v2
 KNOWN = (
-    "the classes that are known are in attncnn_plugin.transformers.ADAPTERS, those of timm's and mmpretrain's ViT, "
-    'DeiT, BEiT, EVA, DINOv3, ConViT and Swin'
+    'the classes that are known are in attncnn_plugin.transformers.ADAPTERS, those of the ViT, DeiT, DINOv2, DINOv3, '
+    'BEiT, EVA, ConViT and Swin of timm, mmpretrain, Hugging Face transformers and torchvision'
 )
 
 
 def scaled(module: Any, head_dim: int) -> Any:
-    """Returns 1/√d, or the factor that a module has in its place."""
+    """Returns 1/√d, or the factor that a module has instead."""
     return getattr(module, 'scale', head_dim**-0.5)
 
 
@@ -39,13 +39,15 @@ class Adapter:
 
     Attributes:
         maps (tuple[str, ...]): Linear maps: one to queries, keys and values, which lie map by map and head by head, or
-            three.
+            three. Modules, or the beginning of the names of two parameters, ``in_proj`` for ``in_proj_weight``.
         biases (tuple[str, ...]): Biases of queries, keys and values beside these maps.
         norms (tuple[str, str]): Norms of each query and each key.
         turned (callable | None): ``turned(module, x, call)`` computes what queries, or keys, ``(B, N_h, N, d)`` are
             compared by, such as their rotations.
         scale (callable): ``scale(module, head_dim)`` is the factor of Q Kᵀ, a number or ``(N_h, 1, 1)``.
         added (tuple[callable, ...]): ``added(module, query, call)`` gives a part of B, ``(…, N, N)``, or None.
+        mask (callable | None): ``mask(module, call)`` is what is added to the scores of each window of an image,
+            ``(windows, N, N)``, or None.
         queries (int | None): How many of the first tokens attend; None for all.
         gate (str): A linear map whose sigmoid multiplies the outputs of the heads.
         output (str): The linear map that takes the outputs of the heads.
@@ -54,7 +56,14 @@ class Adapter:
         num_heads (str): The number of heads N_h.
         windows (callable | None): ``windows(owner, args)`` says how the module around cuts its input into windows: the
             size of the grid, of a window, its shift, and whether the grid is padded before it is shifted.
+        key_bias (bool): Whether the bias of the one map is for the keys too.
+        cuts (bool): Whether it cuts the windows itself, of a grid ``(B, H, W, D)``.
         probs (callable | None): ``probs(module, x)`` gives P of attention that is no such softmax.
+        called (str): The module inside that gets the tokens; the module itself by default.
+        forward (str): What the module's own forward pass can do. ``'sizes'``: it reads all sizes off the parameters,
+            so that it needs no other where heads are gone. ``'modules'``: it calls the map ``output``. ``'functions'``:
+            it takes the weights alone.
+        returns_pair (bool): Whether it returns its output and its probabilities, or None for them.
     """
 
     maps: Tuple[str, ...] = ('qkv', 'q_proj', 'k_proj', 'v_proj')
@@ -63,6 +72,7 @@ class Adapter:
     turned: Optional[Callable[[Any, Tensor, Call], Tensor]] = None
     scale: Callable[[Any, int], Any] = scaled
     added: Tuple[Callable[[Any, Tensor, Call], Optional[Tensor]], ...] = ()
+    mask: Optional[Callable[[Any, Call], Optional[Tensor]]] = None
     queries: Optional[int] = None
     gate: str = 'gate'
     output: str = 'proj'
@@ -70,7 +80,12 @@ class Adapter:
     tables: Mapping[str, int] = field(default_factory=dict)
     num_heads: str = 'num_heads'
     windows: Optional[Callable[[Any, Any], Windows]] = None
+    key_bias: bool = True
+    cuts: bool = False
     probs: Optional[Callable[[Any, Tensor], Tensor]] = None
+    called: str = ''
+    forward: str = 'modules'
+    returns_pair: bool = False
 
 
 def argument(name: str) -> Callable[[Any, Tensor, Call], Optional[Tensor]]:
@@ -88,16 +103,37 @@ def masks(module: Any, query: Tensor, call: Call) -> Optional[Tensor]:
     return mask
 
 
-def mask_of_windows(module: Any, query: Tensor, call: Call) -> Optional[Tensor]:
-    """Returns ``mask``, ``(windows, N, N)``, for each window of each image, which lie one after the other."""
-    mask: Optional[Tensor] = call.get('mask')
-    return None if mask is None else mask.repeat(len(query) // len(mask), 1, 1)[:, None]
+def masks_of_torch(module: Any, query: Tensor, call: Call) -> Optional[Tensor]:
+    """Returns ``attn_mask`` and ``key_padding_mask`` together, where a bool says whether a key is hidden."""
+    total: Optional[Tensor] = None
+    for name in ('attn_mask', 'key_padding_mask'):
+        mask = call.get(name)
+        if mask is None:
+            continue
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, -torch.inf)
+        if name == 'key_padding_mask':
+            mask = mask[:, None, None]  # (B, N)
+        elif mask.ndim == 3:
+            mask = mask.unflatten(0, (len(query), -1))  # (B·N_h, N, N)
+        total = mask if total is None else total + mask
+    return total
+
+
+def window_mask(name: str) -> Callable[[Any, Call], Optional[Tensor]]:
+    """Returns the mask of windows that is an argument of the call."""
+    return lambda module, call: call.get(name)
 
 
 def own_table(module: Any, query: Tensor, call: Call) -> Optional[Tensor]:
     """Returns b_δ of the module's own table ``(shifts, N_h)``."""
     table = module.relative_position_bias_table
     return None if table is None else by_shifts(module, table)
+
+
+def table_of_module(module: Any, query: Tensor, call: Call) -> Tensor:
+    """Returns b_δ of the module ``relative_position_bias``."""
+    return module.relative_position_bias()
 
 
 def by_shifts(module: Any, table: Tensor) -> Tensor:
@@ -169,6 +205,13 @@ def rotated(x: Tensor, rope: Tensor, half: bool) -> Tensor:
     return x * cosine + turned * sine
 
 
+def rope_of_hugging_face(module: Any, x: Tensor, call: Call) -> Tensor:
+    """Rotates queries, or keys, of patches, the last tokens, by the angles of ``position_embeddings``."""
+    cosine, sine = call['position_embeddings']
+    prefix = x.shape[2] - cosine.shape[-2]
+    return torch.cat([x[:, :, :prefix], rotated(x[:, :, prefix:], torch.cat([sine, cosine], -1), half=True)], 2)
+
+
 def windows_of_timm(block: Any, args: Any) -> Windows:
     """Returns the windows of a block that gets ``(B, H, W, D)``."""
     return tuple(args[0].shape[1:3]), tuple(block.window_size), tuple(block.shift_size), False
@@ -181,19 +224,59 @@ def windows_of_mmpretrain(owner: Any, args: Any) -> Windows:
     return grid, (size, size), (shift, shift), True
 
 
+def windows_of_hugging_face(layer: Any, args: Any) -> Windows:
+    """Returns the windows of a ``SwinLayer``, which gets tokens and the size of their grid."""
+    (height, width), size = args[1], layer.window_size
+    size, shift = (min(height, width), 0) if min(height, width) <= size else (size, layer.shift_size)
+    return (height, width), (size, size), (shift, shift), True
+
+
+def windows_of_torchvision(module: Any, args: Any) -> Windows:
+    """Returns the windows of attention that gets ``(B, H, W, D)``, and does not shift along an axis of one window."""
+    grid, window = args[0].shape[1:3], module.window_size
+    height, width = (0 if w >= n else shift for n, w, shift in zip(grid, window, module.shift_size))
+    return tuple(grid), tuple(window), (height, width), True
+
+
+def mask_of_torchvision(module: Any, call: Call) -> Optional[Tensor]:
+    """Returns −100 between tokens of a window that come from both sides of a shifted grid, ``(windows, N, N)``."""
+    grid, window, shift, _ = call['windows']
+    if not any(shift):
+        return None
+    regions = torch.zeros(1, 1, dtype=torch.long)
+    for axis, (n, w, s) in enumerate(zip(grid, window, shift)):
+        place = torch.arange(n + -n % w)
+        own = ((place >= len(place) - w) * 1 + (place >= len(place) - s) * 1) if s else place * 0
+        regions = 3 * regions + (own[:, None] if axis == 0 else own)
+    rows = in_windows(regions, window)
+    return torch.where(rows[:, :, None] == rows[:, None], 0.0, -100.0)
+
+
 def gated_probs(module: Any, x: Tensor) -> Tensor:
     """Returns (1 − σ(λ)) softmax(Q Kᵀ) + σ(λ) softmax(b_δ) (ConViT)."""
     return module.get_attention(x)
 
 
 TABLE = {'relative_position_bias_table': 1}
-SWIN = Adapter(added=(own_table, mask_of_windows), tables=TABLE, windows=windows_of_timm)
-SWIN_V2 = Adapter(
+SWIN = Adapter(added=(own_table,), mask=window_mask('mask'), tables=TABLE, windows=windows_of_timm)
+SWIN_V2 = replace(
+    SWIN,
     turned=direction,
     scale=logit_scale,
-    added=(bounded_biases, mask_of_windows),
+    added=(bounded_biases,),
     tables={'logit_scale': 0, 'cpb_mlp.2.weight': 0},
-    windows=windows_of_timm,
+)
+IN_TORCHVISION: Dict[str, Any] = dict(
+    mask=mask_of_torchvision, windows=windows_of_torchvision, cuts=True, after=(), forward='functions'
+)
+HUGGING_FACE = Adapter(
+    maps=('q_proj', 'k_proj', 'v_proj'),
+    added=(argument('attention_mask'),),
+    output='o_proj',
+    after=(),
+    num_heads='num_attention_heads',
+    forward='sizes',
+    returns_pair=True,
 )
 MMPRETRAIN = 'mmpretrain.models.utils.attention'
 ADAPTERS: Dict[str, Adapter] = {
@@ -210,7 +293,8 @@ ADAPTERS: Dict[str, Adapter] = {
     'timm.models.swin_transformer_v2_cr.WindowMultiHeadAttention': Adapter(
         turned=direction,
         scale=logit_scale,
-        added=(biases_of_meta_network, mask_of_windows),
+        added=(biases_of_meta_network,),
+        mask=window_mask('mask'),
         tables={'logit_scale': 0, 'meta_mlp.fc2.weight': 0, 'meta_mlp.fc2.bias': 0},
         windows=windows_of_timm,
     ),
@@ -222,6 +306,44 @@ ADAPTERS: Dict[str, Adapter] = {
     f'{MMPRETRAIN}.WindowMSA': replace(SWIN, windows=windows_of_mmpretrain),
     f'{MMPRETRAIN}.WindowMSAV2': replace(SWIN_V2, windows=windows_of_mmpretrain),
     'mmpretrain.models.backbones.vit_eva02.AttentionWithRoPE': Adapter(turned=rope_of_mmpretrain),
+    **{
+        f'transformers.models.{folder}.modeling_{folder}.{name}Attention': HUGGING_FACE
+        for folder, name in [
+            ('vit', 'ViT'),
+            ('deit', 'DeiT'),
+            ('dinov2', 'Dinov2'),
+            ('dinov2_with_registers', 'Dinov2WithRegisters'),
+        ]
+    },
+    'transformers.models.dinov3_vit.modeling_dinov3_vit.DINOv3ViTAttention': replace(
+        HUGGING_FACE, turned=rope_of_hugging_face, num_heads='num_heads'
+    ),
+    # Its table of biases is beside the attention, in its block.
+    'transformers.models.beit.modeling_beit.BeitLayer': replace(
+        HUGGING_FACE,
+        called='attention',
+        maps=('attention.q_proj', 'attention.k_proj', 'attention.v_proj'),
+        output='attention.o_proj',
+        num_heads='attention.num_attention_heads',
+        tables={'relative_position_bias.relative_position_bias_table': 1},
+    ),
+    'transformers.models.swin.modeling_swin.SwinAttention': replace(
+        HUGGING_FACE,
+        added=(table_of_module,),
+        mask=window_mask('attention_mask'),
+        tables={'relative_position_bias.relative_position_bias_table': 1},
+        windows=windows_of_hugging_face,
+    ),
+    'torch.nn.modules.activation.MultiheadAttention': Adapter(
+        maps=('in_proj',),
+        added=(masks_of_torch,),
+        output='out_proj',
+        after=(),
+        forward='functions',
+        returns_pair=True,
+    ),
+    'torchvision.models.swin_transformer.ShiftedWindowAttention': replace(SWIN, **IN_TORCHVISION),
+    'torchvision.models.swin_transformer.ShiftedWindowAttentionV2': replace(SWIN_V2, **IN_TORCHVISION, key_bias=False),
 }
 
 
@@ -266,6 +388,11 @@ class Attention:
         return int(getattr(self.module, 'pruned_from', (0, 0))[1] or self.output.in_features // self.num_heads)
 
     @property
+    def called(self) -> Any:
+        """Returns the module that gets the tokens."""
+        return self.part(self.adapter.called) if self.adapter.called else self.module
+
+    @property
     def output(self) -> Any:
         """Returns the linear map that takes the outputs of all heads, which lie one after the other."""
         return self.part(self.adapter.output)
@@ -273,34 +400,44 @@ class Attention:
     @property
     def width(self) -> int:
         """Channels D of a token."""
-        return int(self.part(self.map_names[0]).in_features)
+        return int(self.of_map(self.map_names[0], 'weight').shape[1])
 
     @property
     def map_names(self) -> List[str]:
         """Returns the names of the maps that there are, one or three."""
-        return [name for name in self.adapter.maps if self.part(name) is not None]
+        return [name for name in self.adapter.maps if self.of_map(name, 'weight') is not None]
 
     def part(self, name: str) -> Any:
         """Returns an attribute of the module, or of one inside; None without it."""
-        value = self.module
-        for own in name.split('.'):
-            value = getattr(value, own, None)
-        return value
+        return part_of(self.module, name)
+
+    def name_of(self, name: str, own: str) -> str:
+        """Returns the name of the ``'weight'`` or ``'bias'`` of a map: of a module, or a parameter."""
+        return f'{name}.{own}' if isinstance(self.part(name), nn.Module) else f'{name}_{own}'
+
+    def of_map(self, name: str, own: str) -> Any:
+        """Returns the ``'weight'`` or ``'bias'`` of a map; None without it."""
+        return self.part(self.name_of(name, own))
+
+    def mapped(self, name: str, x: Tensor) -> Tensor:
+        """Computes a map of tokens."""
+        module = self.part(name)
+        return F.linear(x, self.of_map(name, 'weight'), self.of_map(name, 'bias')) if module is None else module(x)
 
     def weight(self, which: str) -> Tensor:
         """Returns the map to queries ``'q'``, keys ``'k'`` or values ``'v'``, a view, ``(N_h, d, D)``."""
-        return self._of_map([self.part(name).weight for name in self.map_names], which)
+        return self._of_maps([self.of_map(name, 'weight') for name in self.map_names], which)
 
     def bias(self, which: str) -> Optional[Tensor]:
         """Returns the bias of this map, a view, ``(N_h, d)``; None where there is none to be trained."""
-        found = [self.part(name).bias for name in self.map_names]
+        found = [self.of_map(name, 'bias') for name in self.map_names]
         if found[0] is None and len(found) == 1:
             found = [self.part(name) for name in self.adapter.biases]  # that of the keys can be a buffer of zeros
         if len(found) == 3 and not isinstance(found['qkv'.index(which)], nn.Parameter):
             return None
-        return self._of_map(found, which)
+        return self._of_maps(found, which)
 
-    def _of_map(self, found: Sequence[Any], which: str) -> Tensor:
+    def _of_maps(self, found: Sequence[Any], which: str) -> Tensor:
         number = 'qkv'.index(which)
         if len(found) == 1:
             return found[0].data.unflatten(0, (3, self.num_heads, self.head_dim))[number]
@@ -314,13 +451,27 @@ class Attention:
             if bias is not None:
                 bias.zero_()
 
+    def tokens(self, args: Sequence[Any], kwargs: Call) -> Tuple[Tensor, Call]:
+        """Returns the tokens ``(B, N, D)`` of a call, of windows ``(B·windows, N, D)``, and its other arguments."""
+        call = by_name(self.called, args, kwargs)
+        x = call.pop(next(iter(call)))
+        if self.adapter.cuts and self.adapter.windows is not None:
+            call['windows'] = self.adapter.windows(self.module, (x,))
+            x = cut_windows(x, numbers_in_windows(*call['windows']))
+        if getattr(self.module, 'batch_first', True) is False:
+            x = x.transpose(0, 1)
+        return x, call
+
     def queries_keys_values(self, x: Tensor, call: Call) -> Tuple[Tensor, Tensor, Tensor]:
         """Computes Q times the scale, K and V of tokens ``(B, N, D)``, ``(B, N_h, N, d)`` each."""
-        maps = [self.part(name) for name in self.map_names]
-        if len(maps) == 1:
-            found = maps[0](x).chunk(3, -1)
+        names = self.map_names
+        if len(names) == 1:
+            found = self.mapped(names[0], x).chunk(3, -1)
+            if not self.adapter.key_bias and self.num_heads:
+                found = found[0], found[1] - self.of_map(names[0], 'bias').chunk(3)[1], found[2]
         else:
-            found = maps[0](x[:, : self.adapter.queries]), maps[1](x), maps[2](x)
+            inputs = x[:, : self.adapter.queries], x, x
+            found = tuple(map(self.mapped, names, inputs))
         biases = [self.part(name) for name in self.adapter.biases]
         query, key, value = (
             (own if bias is None else own + bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
@@ -341,42 +492,95 @@ class Attention:
             term = own(self.module, query, call)
             if term is not None:
                 total = term if total is None else total + term
+        mask = self.mask(call)
+        if mask is not None:  # the windows of an image lie one after the other
+            mask = mask.to(query).repeat(len(query) // len(mask), 1, 1)[:, None]
+            total = mask if total is None else total + mask
         return total
 
-    def probs(self, args: Sequence[Any], kwargs: Call) -> Tensor:
-        """Computes P = softmax(Q Kᵀ + B) of a call in evaluation mode, ``(B, N_h, N, N)``."""
+    def mask(self, call: Call) -> Optional[Tensor]:
+        """Returns what is added to the scores of each window of an image, ``(windows, N, N)``; None for nothing."""
+        return None if self.adapter.mask is None else self.adapter.mask(self.module, call)
+
+    def probs(self, x: Tensor, call: Call) -> Tensor:
+        """Computes P = softmax(Q Kᵀ + B) of :meth:`tokens` in evaluation mode, ``(B, N_h, N, N)``."""
         if self.adapter.probs is not None:
-            return self.adapter.probs(self.module, args[0])
-        call = by_name(self.module, args[1:], kwargs)
-        query, key, _ = self.queries_keys_values(args[0], call)
+            return self.adapter.probs(self.module, x)
+        query, key, _ = self.queries_keys_values(x, call)
         scores, added = query @ key.mT, self.added(query, call)
         return (scores if added is None else scores + added).softmax(-1)
 
 
+def numbers_in_windows(
+    grid: Tuple[int, int], window: Tuple[int, int], shift: Tuple[int, int], pads_first: bool
+) -> Tensor:
+    """Returns the numbers of the tokens in each window of a grid that is shifted and padded, ``(windows, M)``.
+
+    Tokens are row-major; padding is H·W. The grid is rolled up and left by ``shift``, and padded at the bottom and on
+    the right, before if ``pads_first``.
+
+    Examples:
+        >>> numbers_in_windows((1, 3), (1, 2), (0, 1), pads_first=False)  # 3 is padding
+        tensor([[1, 2],
+                [0, 3]])
+    """
+    tokens = grid[0] * grid[1]
+    numbers = torch.arange(tokens).view(grid)
+    if not pads_first:
+        numbers = numbers.roll((-shift[0], -shift[1]), (0, 1))
+    numbers = F.pad(numbers, (0, -grid[1] % window[1], 0, -grid[0] % window[0]), value=tokens)
+    if pads_first:
+        numbers = numbers.roll((-shift[0], -shift[1]), (0, 1))
+    return in_windows(numbers, window)
+
+
+def in_windows(values: Tensor, window: Tuple[int, int]) -> Tensor:
+    """Returns the values of a grid ``(H, W)`` by windows, ``(windows, M)``."""
+    rows = values.unflatten(0, (-1, window[0])).unflatten(2, (-1, window[1]))  # (…, height, …, width)
+    return rows.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def cut_windows(x: Tensor, numbers: Tensor) -> Tensor:
+    """Returns the tokens of ``(B, H, W, D)`` in windows, ``(B·windows, M, D)``, zeros for padding."""
+    return F.pad(x.flatten(1, 2), (0, 0, 0, 1))[:, numbers.to(x.device)].flatten(0, 1)
+
+
+def join_windows(x: Tensor, numbers: Tensor, grid: Tuple[int, int]) -> Tensor:
+    """Returns windows ``(B·windows, M, D)`` as a grid ``(B, H, W, D)``, without padding."""
+    tokens = x.unflatten(0, (-1, len(numbers))).flatten(1, 2)
+    order = numbers.flatten().argsort()[: grid[0] * grid[1]].to(x.device)
+    return tokens[:, order].unflatten(1, grid)
+
+
 def by_name(module: nn.Module, args: Sequence[Any], kwargs: Call) -> Call:
-    """Returns the arguments of a call after the tokens by their names."""
-    names = list(inspect.signature(type(module).forward).parameters)[2:] if args else []
-    return {**dict(zip(names, args)), **kwargs}
+    """Returns the arguments of a call by their names, the tokens first."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    call = {**dict(zip(names, args)), **kwargs}
+    return {names[0]: call.pop(names[0]), **call}
 
 
 def find_attention(model: nn.Module) -> List[Attention]:
-    """Returns the attention in the blocks of a vision transformer, in their order.
+    """Returns the attention in the blocks of a vision transformer, or of any model without one, in their order.
 
     Raises:
         ValueError: There is none, or some is of a class that is not in ``ADAPTERS``.
     """
-    prefix, network = find_transformer(model)
-    modules = {name: module for name, module in network.named_modules() if name.partition('.')[0] in BLOCKS}
+    modules, kind, before = dict(model.named_modules()), type(model).__name__, ''
+    if is_vit(model):
+        network = find_transformer(model)
+        kind, before = network.kind, f'{network.name}.' if network.name else ''
+        modules = {name: module for name, module in network.module.named_modules() if network.is_in_blocks(name)}
     known = [name for name, module in modules.items() if adapter_of(module) is not None]
     for name, module in modules.items():
         apart = not any(f'{name}.'.startswith(f'{own}.') or own.startswith(f'{name}.') for own in known)
-        if hasattr(module, 'num_heads') and apart:
-            raise ValueError(f'{name} of a {type(network).__name__} is a {unknown_class(module)}')
+        if apart and (hasattr(module, 'num_heads') or hasattr(module, 'num_attention_heads')):
+            raise ValueError(f'{name} of a {kind} is a {unknown_class(module)}')
     if not known:
-        kind = type(network).__name__
-        raise ValueError(f'model has a {kind}, whose blocks have no attention with num_heads: {KNOWN}')
-    before = f'{prefix}.' if prefix else ''
-    return [Attention(modules[name], before + name, network.get_submodule(name.rpartition('.')[0])) for name in known]
+        raise ValueError(f'model is a {kind}, whose blocks have no attention with num_heads: {KNOWN}')
+    return [
+        Attention(modules[name], before + name, model.get_submodule((before + name).rpartition('.')[0]))
+        for name in known
+    ]
 
 
 def unknown_class(module: nn.Module) -> str:

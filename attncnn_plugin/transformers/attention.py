@@ -5,19 +5,18 @@ Hooks see what each module is called with; its probabilities are computed from t
 """
 
 import math
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..attention.evaluation_mode import evaluating
-from .adapters import Attention, by_name, find_attention
-from .vision_transformer import find_transformer, num_prefix_tokens, patch_grid
+from ..attention.precision import at_least_float32
+from .adapters import Attention, Call, Windows, find_attention, numbers_in_windows
+from .vision_transformer import find_transformer
 
 Visit = Callable[[str, Tensor, 'TokenPlaces'], None]
 
@@ -60,10 +59,15 @@ class TokenPlaces:
         if self.windows is None:
             kept = probs[:, :, self.prefix :, self.prefix :]
         else:
-            kept = probs.unflatten(0, (-1, len(self.windows))).transpose(1, 2) * self._of_patches
+            kept = self.by_window(probs) * self._of_patches
         total = kept.sum(-1, keepdim=True)
         left_out = 1 - total.flatten(2).sum(-1) / (self.grid[0] * self.grid[1])
         return kept / total.clamp(min=torch.finfo(kept.dtype).tiny), left_out
+
+    def by_window(self, probs: Tensor) -> Tensor:
+        """Returns probabilities ``(B·windows, N_h, M, M)`` as ``(B, N_h, windows, M, M)``."""
+        assert self.windows is not None
+        return probs.unflatten(0, (-1, len(self.windows))).transpose(1, 2)
 
     def on_grid(self, own: Tensor) -> Tensor:
         """Returns the probabilities of :meth:`of_patches` between all patches, ``(…, H·W, H·W)``, 0 between windows."""
@@ -111,93 +115,80 @@ def visit_vit_attention(model: nn.Module, images: Tensor, visit: Visit) -> None:
     """Calls ``visit(name, probs, places)`` for each attention in one pass of the images, in evaluation mode.
 
     Args:
-        model (nn.Module): A model of timm or mmpretrain whose attention is of a class in
-            :data:`~attncnn_plugin.transformers.adapters.ADAPTERS`, or one with such a backbone.
+        model (nn.Module): A vision transformer whose attention is of a class in
+            :data:`~attncnn_plugin.transformers.adapters.ADAPTERS`, or a model with one.
         images (Tensor): ``(B, C, H, W)``, normalized as for the model.
-        visit (Callable): Takes the name of an attention, its probabilities as the model computes them, float32, and the
-            :class:`TokenPlaces` of their queries and keys.
+        visit (Callable): Takes the name of an attention, its probabilities as the model computes them, at least
+            float32, and the :class:`TokenPlaces` of their queries and keys.
 
     Raises:
         ValueError: The attention is of another class, runs not once, or gives what is not finite.
     """
-    _, network = find_transformer(model)
+    network = find_transformer(model)
+    network.check_images(images)
     grid = 0, 0
-    windows: Dict[str, TokenPlaces] = {}
     seen: List[str] = []
 
-    def see_patches(embed: nn.Module, args: Any, output: Any) -> None:
+    def see_patches(convolution: nn.Module, args: Any, output: Tensor) -> None:
         nonlocal grid
-        grid = patch_grid(network, args[0], output)
+        grid = network.grid_of_patches(output)
 
-    def cut(attention: Attention, owner: nn.Module, args: Any) -> None:
-        assert attention.adapter.windows is not None
-        windows[attention.name] = places_in_windows(*attention.adapter.windows(owner, args))
-
-    def visit_probs(name: str, probs: Tensor, masked: Optional[Tensor]) -> None:
-        places = windows.get(name) or TokenPlaces(grid, probs.shape[-1] - grid[0] * grid[1])
-        if places.windows is not None:
-            places = replace(places, windows=places.windows.to(probs.device), masked=masked)
+    def visit_probs(name: str, probs: Tensor, places: Optional[TokenPlaces]) -> None:
+        places = places or TokenPlaces(grid, probs.shape[-1] - grid[0] * grid[1])
         # A layer may come before the class token is added, as in ConViT.
-        elif places.prefix not in (0, num_prefix_tokens(network)):
+        if places.windows is None and places.prefix not in (0, network.num_prefix_tokens):
             raise ValueError(
-                f'{name} of a {type(network).__name__} has {probs.shape[-1]} tokens, but the {grid[0] * grid[1]} '
-                f'patches of its image and up to {num_prefix_tokens(network)} other tokens were expected'
+                f'{name} of a {network.kind} has {probs.shape[-1]} tokens, but the {grid[0] * grid[1]} patches of its '
+                f'image and up to {network.num_prefix_tokens} other tokens were expected'
             )
-        if not probs.isfinite().all():
-            raise ValueError(f'the probabilities of {name} are not finite: the parameters of model must be finite')
         seen.append(name)
-        visit(name, probs.float(), places)
+        visit(name, probs, places)
 
     layers = find_attention(model)
-    with evaluating(network), ExitStack() as stack:
-        stack.enter_context(network.patch_embed.register_forward_hook(see_patches))
+    with evaluating(network.module), ExitStack() as stack:
+        stack.enter_context(network.patch_convolutions[-1].register_forward_hook(see_patches))
         for attention in layers:
-            stack.enter_context(visited_attention(attention.module, partial(visit_probs, attention.name)))
-            if attention.adapter.windows is not None:
-                stack.enter_context(attention.block.register_forward_pre_hook(partial(cut, attention)))
-        network(images)
+            stack.enter_context(visited_attention(attention, partial(visit_probs, attention.name)))
+        network.module(images)
     wrong = [attention.name for attention in layers if seen.count(attention.name) != 1]
     if wrong:
-        raise ValueError(
-            f'{wrong[0]} of a {type(network).__name__} runs {seen.count(wrong[0])} times, but once was needed'
-        )
+        raise ValueError(f'{wrong[0]} of a {network.kind} runs {seen.count(wrong[0])} times, but once was needed')
 
 
-def visited_attention(module: nn.Module, visit: Callable[[Tensor, Optional[Tensor]], None]) -> RemovableHandle:
-    """Calls ``visit(probs, masked)`` whenever attention of another library has run, until the handle is left.
+@contextmanager
+def visited_attention(attention: Attention, visit: Callable[[Tensor, Optional[TokenPlaces]], None]) -> Iterator[None]:
+    """Calls ``visit(probs, places)`` whenever attention of another library has run.
 
-    ``probs`` are ``(B, N_h, N, N)``, of windows ``(B·windows, N_h, M, M)``; ``masked`` is as in :class:`TokenPlaces`.
+    ``probs`` are ``(B, N_h, N, N)``, of windows ``(B·windows, N_h, M, M)``, at least float32; ``places`` are those of
+    windows, None without windows.
 
     Raises:
-        TypeError: Its class is unknown.
+        ValueError: The probabilities are not finite.
     """
-    attention = Attention(module)
+    windows: Optional[Windows] = None
 
-    def see(module: nn.Module, args: Any, kwargs: Dict[str, Any], output: Any) -> None:
-        mask = by_name(module, args[1:], kwargs).get('mask')
-        visit(attention.probs(args, kwargs), None if mask is None else mask < 0)
+    def cut(owner: nn.Module, args: Any) -> None:
+        nonlocal windows
+        assert attention.adapter.windows is not None
+        windows = attention.adapter.windows(owner, args)
 
-    return module.register_forward_hook(see, with_kwargs=True)
+    @torch.no_grad()
+    def see(module: nn.Module, args: Any, kwargs: Call, output: Any) -> None:
+        x, call = attention.tokens(args, kwargs)
+        probs, mask, places = at_least_float32(attention.probs(x, call)), attention.mask(call), None
+        if not probs.isfinite().all():
+            raise ValueError(
+                f'the probabilities of {attention.name or "attention"} are not finite: the parameters of model and the '
+                'images must be finite'
+            )
+        of_grid = call.get('windows', windows)
+        if of_grid is not None:
+            numbers, masked = numbers_in_windows(*of_grid), None if mask is None else mask < 0
+            places = TokenPlaces(of_grid[0], windows=numbers.to(x.device), masked=masked)
+        visit(probs, places)
 
-
-def places_in_windows(
-    grid: Tuple[int, int], window: Tuple[int, int], shift: Tuple[int, int], pads_first: bool
-) -> TokenPlaces:
-    """Returns the places of the tokens of windows, as they are cut from a grid that is shifted and padded.
-
-    The grid is rolled up and left by ``shift``, and padded at the bottom and on the right, before if ``pads_first``.
-
-    Examples:
-        >>> places_in_windows((1, 3), (1, 2), (0, 1), pads_first=False).windows  # 3 is padding
-        tensor([[1, 2],
-                [0, 3]])
-    """
-    patches = grid[0] * grid[1]
-    numbers = torch.arange(patches).view(grid)
-    if not pads_first:
-        numbers = numbers.roll((-shift[0], -shift[1]), (0, 1))
-    numbers = F.pad(numbers, (0, -grid[1] % window[1], 0, -grid[0] % window[0]), value=patches)
-    if pads_first:
-        numbers = numbers.roll((-shift[0], -shift[1]), (0, 1))
-    rows = numbers.unflatten(0, (-1, window[0])).unflatten(2, (-1, window[1]))  # (…, height, …, width)
-    return TokenPlaces(grid, windows=rows.transpose(1, 2).flatten(2).flatten(0, 1))
+    with ExitStack() as stack:
+        if attention.adapter.windows is not None and attention.block is not None and not attention.adapter.cuts:
+            stack.enter_context(attention.block.register_forward_pre_hook(cut))
+        stack.enter_context(attention.called.register_forward_hook(see, with_kwargs=True))
+        yield

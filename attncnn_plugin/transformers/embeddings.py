@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..attention.window import shown
 from .adapters import Attention
-from .vision_transformer import find_transformer, grid_of, num_prefix_tokens, patch_convolutions
+from .vision_transformer import Transformer, find_transformer
 
 # Root mean square of the position functions over all channels of a token. That of the content is about 0.6 after a
 # default patch embedding of images of deviation 1. The larger it is, the smaller are the weights that read it, and the
@@ -56,18 +56,18 @@ def set_sine_cosine_embedding(model: nn.Module, overwrite: bool = False) -> None
         >>> round(model.pos_embed[0, 1:].square().mean().item(), 3)
         0.5
     """
-    _, network = find_transformer(model)
+    network = find_transformer(model)
     if not overwrite:
         check_new(network)
-    size = grid_of(network)
+    size = network.grid
     rows = position_embedding(network, size[0] * size[1])
     rows[-size[0] * size[1] :] = sine_cosine_embedding(size, rows.shape[1]).to(rows)
 
 
-def check_new(network: Any) -> None:
+def check_new(network: Transformer) -> None:
     """Refuses a trained network, told by its norms: all other weights may be drawn, those of new norms never are."""
-    kind = type(network).__name__
-    norms = [(name, norm) for name, norm in network.named_modules() if 'norm' in type(norm).__name__.lower()]
+    kind = network.kind
+    norms = [(name, norm) for name, norm in network.module.named_modules() if 'norm' in type(norm).__name__.lower()]
     parameters = {f'{name}.{own}': of for name, norm in norms for own, of in norm.named_parameters('', False)}
     drawn = [name for name, values in parameters.items() if (values != values.flatten()[0]).any()]
     if drawn or not parameters:
@@ -77,16 +77,17 @@ def check_new(network: Any) -> None:
         )
 
 
-def position_embedding(network: Any, patches: int) -> Tensor:
+def position_embedding(network: Transformer, patches: int) -> Tensor:
     """Returns the embedding of absolute positions, a view, ``(N, D)``: of the patches, or of prefix tokens and them."""
-    embedding, prefix = getattr(network, 'pos_embed', None), num_prefix_tokens(network)
+    embedding, prefix = network.position, network.num_prefix_tokens
     shape = tuple(embedding.shape) if isinstance(embedding, nn.Parameter) else ()
     if len(shape) != 3 or shape[0] != 1 or not patches <= shape[1] <= patches + prefix:
         raise ValueError(
-            f'pos_embed={shown(embedding)} of a {type(network).__name__} must be a parameter of shape (1, N, D), for '
+            f'{network.layout.position}={shown(embedding)} of a {network.kind} must be a parameter of shape '
+            '(1, N, D), for '
             f'{patches} patches and up to {prefix} other tokens'
         )
-    return network.pos_embed.data[0]
+    return embedding.data[0]
 
 
 def patch_positions(size: Tuple[int, int]) -> Tensor:
@@ -109,7 +110,9 @@ class PositionChannels:
         ValueError: A token has too few channels, or the maps that write into it are not found.
     """
 
-    def __init__(self, network: Any, attentions: List[Attention], number: int, generator: torch.Generator) -> None:
+    def __init__(
+        self, network: Transformer, attentions: List[Attention], number: int, generator: torch.Generator
+    ) -> None:
         width = attentions[0].width
         if width < 2 * number:
             raise ValueError(
@@ -120,14 +123,14 @@ class PositionChannels:
         self.directions = directions.to(attentions[0].weight('q').device)  # (D, number)
         self.norm = AMPLITUDE * math.sqrt(width)
         self.network, self.attentions = network, attentions
-        self.patches: Any = patch_convolutions(network)[-1]
-        learned = {name: getattr(network, name, None) for name in ('cls_token', 'dist_token', 'reg_token', 'pos_embed')}
-        self.learned = {name: token.data for name, token in learned.items() if isinstance(token, nn.Parameter)}
-        for module in [self.patches, *(x for a in attentions for x in (a.module.proj, mlp_maps(a)[-1]))]:
+        self.patches: Any = network.patch_convolutions[-1]
+        self.prefix = [token.data for token in network.tokens]
+        learned = [*self.prefix, *([network.position.data] if isinstance(network.position, nn.Parameter) else [])]
+        for module in [self.patches, *(x for a in attentions for x in (a.output, mlp_maps(a)[-1]))]:
             for rows in (module.weight, module.bias):
                 if rows is not None:
                     rows.data.copy_(self._cleared(rows.data.movedim(0, -1)).movedim(-1, 0))
-        for token in self.learned.values():
+        for token in learned:
             token.copy_(self._cleared(token))
 
     def _cleared(self, tokens: Tensor) -> Tensor:
@@ -143,15 +146,14 @@ class PositionChannels:
         rows = position_embedding(self.network, len(patches))
         embedded = len(rows) - len(patches)  # prefix tokens that have a position
         rows += (torch.cat([prefix.expand(embedded, -1), patches]) @ self.directions.T).to(rows)
-        for name, token in self.learned.items():
-            if name != 'pos_embed' and not embedded:
-                token += (prefix @ self.directions.T).to(token)
+        for token in [] if embedded else self.prefix:
+            token += (prefix @ self.directions.T).to(token)
 
     def hold_constant(self) -> None:
         """Puts a constant of norm ``norm`` into the first direction of every patch, by the patch embedding's bias."""
         if self.patches.bias is None:
             raise ValueError(
-                f'the patch embedding of {type(self.network).__name__} has no bias: rotated queries and keys need it'
+                f'the patch embedding of {self.network.kind} has no bias: rotated queries and keys need it'
             )
         self.patches.bias.data += (self.norm * self.directions[:, 0]).to(self.patches.bias)
 
@@ -163,20 +165,22 @@ class PositionChannels:
         without the position. That is done here, layer after layer: the shares are those of the images.
         """
 
-        def set_attention(attention: Attention, module: nn.Module, args: Tuple[Tensor, ...]) -> None:
-            self._keep_content(attention.weight('v'), args[0])
-            set_heads(attention, args[0])
+        def set_attention(attention: Attention, module: nn.Module, args: Any, kwargs: Any) -> None:
+            tokens, _ = attention.tokens(args, kwargs)
+            self._keep_content(attention.weight('v'), tokens)
+            set_heads(attention, tokens)
 
         def set_map(module: Any, args: Tuple[Tensor, ...]) -> None:
             self._keep_content(module.weight.data, args[0])
 
         with ExitStack() as stack:
             for attention in self.attentions:
-                stack.enter_context(attention.module.register_forward_pre_hook(partial(set_attention, attention)))
+                see = partial(set_attention, attention)
+                stack.enter_context(attention.called.register_forward_pre_hook(see, with_kwargs=True))
                 for module in mlp_maps(attention)[:-1]:
                     if module.in_features == attention.width:
                         stack.enter_context(module.register_forward_pre_hook(set_map))
-            self.network(images)
+            self.network.module(images)
 
     def _keep_content(self, weight: Tensor, tokens: Tensor) -> None:
         """Sets W ← W(I − UUᵀ)/√(1 − s) of a map that reads tokens."""
@@ -186,9 +190,9 @@ class PositionChannels:
 
 def mlp_maps(attention: Attention) -> List[nn.Linear]:
     """Returns the linear maps beside an attention in its block: the last one writes into the tokens."""
-    own = set(attention.module.modules())
+    own = set(attention.called.modules())
     found = [module for module in attention.block.modules() if isinstance(module, nn.Linear) and module not in own]
-    if not found or {found[-1].out_features, attention.module.proj.out_features} != {attention.width}:
+    if not found or {found[-1].out_features, attention.output.out_features} != {attention.width}:
         raise ValueError(
             f'{attention.name} needs an MLP beside it in its {type(attention.block).__name__}, both with a last linear '
             f'map to the {attention.width} channels of a token'

@@ -10,14 +10,14 @@ W^V W^O ≈ 0.4 (Z₂ − I), with entries of Z from N(0, 1/D), both by their si
 queries and keys have the first d parts; with sinusoidal position embeddings. Impulses have these values too.
 """
 
-from typing import Any, List, Tuple
+from typing import List, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from .adapters import Attention
 from .embeddings import position_embedding, set_sine_cosine_embedding
-from .vision_transformer import grid_of
+from .vision_transformer import Transformer
 
 EMBEDDING_DEVIATION = 18 * 0.02  # 18 times timm's own
 FACTOR_NORM = 7.0
@@ -25,10 +25,10 @@ IMPULSE, NOISE, NOISE_DEVIATION = 1000.0, 3.0, 0.6
 QUERY_KEY, VALUE_OUTPUT = 0.7, 0.4
 
 
-def start_impulse(network: Any, attentions: List[Attention], generator: torch.Generator) -> None:
+def start_impulse(network: Transformer, attentions: List[Attention], generator: torch.Generator) -> None:
     """Sets the embedding, and queries, keys and values of all layers."""
     _set_mimetic_values(attentions, generator)
-    size = grid_of(network)
+    size = network.grid
     rows = position_embedding(network, size[0] * size[1])
     rows.copy_(EMBEDDING_DEVIATION * torch.randn(rows.shape, generator=generator))
     embedding = rows[-size[0] * size[1] :].double().cpu()
@@ -45,11 +45,11 @@ def start_impulse(network: Any, attentions: List[Attention], generator: torch.Ge
         attention.set_maps('qk', *(FACTOR_NORM * x / x.norm(dim=(1, 2), keepdim=True) for x in queries_and_keys))
 
 
-def start_mimetic(network: Any, attentions: List[Attention], embeds: bool, generator: torch.Generator) -> None:
+def start_mimetic(network: Transformer, attentions: List[Attention], embeds: bool, generator: torch.Generator) -> None:
     """Sets queries, keys and values of all layers, and the embedding of absolute positions where the network has it."""
     _set_mimetic_values(attentions, generator)
     if embeds:
-        set_sine_cosine_embedding(network, overwrite=True)
+        set_sine_cosine_embedding(network.module, overwrite=True)
     for attention in attentions:
         products = QUERY_KEY * (_noise(attention.num_heads, attention.width, generator) + torch.eye(attention.width))
         attention.set_maps('qk', *factors(products, attention.head_dim))  # each head has a Z₁ of its own
@@ -71,9 +71,9 @@ def _set_mimetic_values(attentions: List[Attention], generator: torch.Generator)
             )
         ((values,), (outputs,)) = factors(VALUE_OUTPUT * (_noise(1, width, generator) - torch.eye(width)), width)
         attention.set_maps('v', values.reshape(weight.shape))
-        attention.module.proj.weight.data.copy_(outputs.T)
-        if attention.module.proj.bias is not None:
-            attention.module.proj.bias.data.zero_()
+        attention.output.weight.data.copy_(outputs.T)
+        if attention.output.bias is not None:
+            attention.output.bias.data.zero_()
 
 
 def _noise(number: int, width: int, generator: torch.Generator) -> Tensor:

@@ -14,16 +14,22 @@ from torch import Tensor, nn
 
 from ..attention.shifts import at_grid_shifts
 from .adapters import Attention
+from .vision_transformer import Transformer
 
-SHARED_BIASES = ('shared_rel_pos', 'rel_pos_bias')  # modules of the whole transformer, for all its layers
+SHARED_BIASES = (
+    'shared_rel_pos',
+    'rel_pos_bias',
+    'shared_position_bias',
+)  # modules of the whole transformer, for all its layers
 
 
-def bias_of(network: Any, attention: Attention) -> Optional[Any]:
+def bias_of(network: Transformer, attention: Attention) -> Optional[Any]:
     """Returns the module with the position bias of an attention: it itself, one of its own, or one of all layers."""
     module = attention.module
     if isinstance(getattr(module, 'relative_position_bias_table', None), nn.Parameter):
         return module
-    biases = [getattr(module, 'rel_pos', None), *(getattr(network, name, None) for name in SHARED_BIASES)]
+    own = [getattr(module, name, None) for name in ('rel_pos', 'relative_position_bias')]
+    biases = [*own, *(getattr(network.module, name, None) for name in SHARED_BIASES)]
     return next((bias for bias in biases if isinstance(bias, nn.Module)), None)
 
 
@@ -34,10 +40,12 @@ def window_of(bias: Any) -> Tuple[int, int]:
     return int(bias.window_size[0]), int(bias.window_size[1])
 
 
-def start_relative(network: Any, attention: Attention, alpha: float) -> None:
+def start_relative(network: Transformer, attention: Attention, alpha: float) -> None:
     """Sets the position bias of an attention, which has to be a table, and its queries."""
-    bias = bias_of(network, attention)
+    bias: Any = bias_of(network, attention)
     table, index = (getattr(bias, f'relative_position_{part}', None) for part in ('bias_table', 'index'))
+    if hasattr(bias, 'generate_relative_position_index'):  # Hugging Face's BEiT computes it for each image
+        index = bias.generate_relative_position_index(window_of(bias))
     if not (isinstance(table, nn.Parameter) and table.ndim == 2 and isinstance(index, Tensor)):
         raise ValueError(
             f'the relative positions of {attention.name} are a {type(bias).__name__} without a table of biases: a '

@@ -14,7 +14,7 @@ from torch import Tensor
 from .adapters import Attention
 from .embeddings import PositionChannels
 from .relative_tables import gaussian_table, log_share_of_peak
-from .vision_transformer import grid_of, num_prefix_tokens
+from .vision_transformer import Transformer
 
 # Scores below −FLOOR are not approached: with them the coefficients would be ten times as large.
 FLOOR = 100.0
@@ -23,19 +23,19 @@ RIDGE = 1e-5
 
 
 def start_rotary(
-    network: Any, attentions: List[Attention], alpha: float, images: Tensor, generator: torch.Generator
+    network: Transformer, attentions: List[Attention], alpha: float, images: Tensor, generator: torch.Generator
 ) -> None:
     """Puts a constant into the tokens, and sets queries and keys of each layer for the tokens that it gets."""
-    size = grid_of(network)
+    size = network.grid
     patches = size[0] * size[1]
-    peak = log_share_of_peak(alpha, patches) if num_prefix_tokens(network) else 0.0
+    peak = log_share_of_peak(alpha, patches) if network.num_prefix_tokens else 0.0
     channels = PositionChannels(network, attentions, 1, generator)
     channels.hold_constant()
 
     def set_heads(attention: Attention, tokens: Tensor) -> None:
         # Channel i is rotated with channel i + d/2, or 2i with 2i + 1.
-        in_halves = bool(getattr(attention.module, 'rotate_half', False))
-        angles = rotation_angles(network, attentions.index(attention), in_halves, size)
+        in_halves = bool(getattr(attention.module, 'rotate_half', hasattr(network.module, 'rope_embeddings')))
+        angles = rotation_angles(network.rope, attentions.index(attention), in_halves, size, images)
         pairs = constant_queries_and_keys(angles, attention.shifts.to(angles), alpha, size, peak)
         factor = channels.read(tokens)[:, -patches:, 0].mean()  # the constant after LayerNorm, mean over patches
         scale = attention.head_dim**0.25 / factor
@@ -45,10 +45,13 @@ def start_rotary(
     channels.in_turn(images, set_heads)
 
 
-def rotation_angles(network: Any, layer: int, in_halves: bool, size: Tuple[int, int]) -> Tensor:
+def rotation_angles(rope: Any, layer: int, in_halves: bool, size: Tuple[int, int], images: Tensor) -> Tensor:
     """Returns the angle by which each pair of channels is rotated at each patch, ``(N_h or 1, patches, d/2)``."""
-    takes_shape = getattr(network.rope, 'feat_shape', None) is None
-    embedding = network.rope.get_embed(**dict(shape=size) if takes_shape else {}).double()
+    if hasattr(rope, 'get_embed'):
+        embedding = rope.get_embed(**dict(shape=size) if getattr(rope, 'feat_shape', None) is None else {}).double()
+    else:  # of Hugging Face
+        cosines, sines = rope(images)
+        embedding = torch.cat([sines, cosines], -1).double()
     if embedding.ndim == 4:  # a layer has angles of its own
         embedding = embedding[layer]
     sines, cosines = embedding.reshape(-1, *embedding.shape[-2:]).chunk(2, -1)

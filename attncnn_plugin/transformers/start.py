@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,12 @@ from ..attention.window import per_axis, shown
 from ..change import table
 from .absolute import start_absolute
 from .adapters import Attention, direction, find_attention, rope_of_mmpretrain
-from .attention import visited_attention
+from .attention import TokenPlaces, visited_attention
 from .embeddings import check_new
 from .impulse_and_mimetic import start_impulse, start_mimetic
 from .relative_tables import bias_of, gaussian_table, start_relative, window_of
 from .rotary import start_rotary
-from .vision_transformer import built_for, find_transformer, grid_of, patch_convolutions
+from .vision_transformer import Transformer, find_transformer
 
 Kernel = Union[int, Sequence[int]]
 METHODS = ('gaussian', 'impulse', 'mimetic')
@@ -132,7 +132,7 @@ def init_as_convolution(
         raise ValueError(f'method={shown(method)} must be one of {METHODS}')
     if not 0 < alpha < float('inf'):
         raise ValueError(f'alpha={shown(alpha)} must be a number above 0')
-    _, network = find_transformer(model)
+    network = find_transformer(model)
     attentions = find_attention(model)
     for attention in attentions:
         _check(attention)
@@ -148,7 +148,7 @@ def init_as_convolution(
     images = random_images(network, seed)
     before = {parameter: parameter.detach().clone() for parameter in model.parameters()}
     try:
-        with evaluating(network):
+        with evaluating(network.module):
             if method == 'impulse':
                 start_impulse(network, attentions, generator)
             elif method == 'mimetic':
@@ -190,22 +190,22 @@ def _check(attention: Attention) -> None:
         )
 
 
-def _encoding(network: Any, attentions: List[Attention]) -> str:
+def _encoding(network: Transformer, attentions: List[Attention]) -> str:
     """Returns how a network encodes positions: ``'relative'``, ``'rotary'`` or ``'absolute'``."""
     if all(bias_of(network, attention) is not None for attention in attentions):
         return 'relative'
-    if getattr(network, 'rope', None) is not None:
+    if network.rope is not None:
         return 'rotary'
-    if isinstance(getattr(network, 'pos_embed', None), nn.Parameter):
+    if isinstance(network.position, nn.Parameter):
         return 'absolute'
     raise ValueError(
-        f'a {type(network).__name__} has no position encoding that is known: neither relative_position_bias_table or '
+        f'a {network.kind} has no position encoding that is known: neither relative_position_bias_table or '
         'rel_pos of each layer, nor shared_rel_pos, rel_pos_bias, rope or a learned pos_embed of the network'
     )
 
 
 def _set_shifts(
-    network: Any, attentions: List[Attention], kernel_size: Kernel, in_turn: bool, generator: torch.Generator
+    network: Transformer, attentions: List[Attention], kernel_size: Kernel, in_turn: bool, generator: torch.Generator
 ) -> None:
     """Gives each head a position of the kernel: at random, or in turn in each layer, the centre first."""
     sizes = per_axis('kernel_size', kernel_size, 2)
@@ -224,13 +224,13 @@ def _set_shifts(
         attention.shifts = own if bias is None else of_bias.setdefault(id(bias), own)
 
 
-def random_images(network: Any, seed: int = 0) -> Tensor:
+def random_images(network: Transformer, seed: int = 0) -> Tensor:
     """Draws four images for a network, whose amplitude falls as 1/f, as that of photos does (Field 1987).
 
     They have the mean 0 and the deviation 1.
     """
-    height, width = built_for(network, 'img_size', 'init_input_size')
-    weight = patch_convolutions(network)[0].weight
+    height, width = network.img_size
+    weight = network.patch_convolutions[0].weight
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(4, weight.shape[1], height, width, generator=generator, dtype=torch.float64)
     rows, columns = torch.fft.fftfreq(height), torch.fft.fftfreq(width)
@@ -239,23 +239,28 @@ def random_images(network: Any, seed: int = 0) -> Tensor:
     return ((images - images.mean()) / images.std()).to(weight)
 
 
-def _report(network: Any, attentions: List[Attention], encoding: str, alpha: float, images: Tensor) -> List[LayerStart]:
+def _report(
+    network: Transformer, attentions: List[Attention], encoding: str, alpha: float, images: Tensor
+) -> List[LayerStart]:
     """Compares the attention of the patches among patches with the wanted one, in one pass of the images.
 
     Windows that hide keys from a query, shifted ones, hide them from the wanted attention too.
     """
     layers: List[LayerStart] = []
 
-    def compare(attention: Attention, probs: Tensor, masked: Optional[Tensor]) -> None:
+    def compare(attention: Attention, probs: Tensor, places: Optional[TokenPlaces]) -> None:
         bias = bias_of(network, attention)
-        grid = grid_of(network) if bias is None else window_of(bias)
+        grid = network.grid if bias is None else window_of(bias)
         patches = grid[0] * grid[1]  # which come last
         own = probs[:, :, -patches:, -patches:].double()
         total = own.sum(-1, keepdim=True)
         own = own / total.clamp(min=torch.finfo(own.dtype).tiny)
         wanted = at_grid_shifts(gaussian_table(attention.shifts, alpha, grid), grid).to(own.device)[None]
-        if masked is not None:
-            own = own.unflatten(0, (-1, len(masked)))  # (B, windows, N_h, patches, patches)
+        if places is not None and places.masked is not None:
+            own, masked = (
+                own.unflatten(0, (-1, len(places.masked))),
+                places.masked,
+            )  # (B, windows, N_h, patches, patches)
             wanted = wanted.masked_fill(masked[:, None], -torch.inf)
         variations = (own - wanted.softmax(-1)).abs().sum(-1).transpose(-2, 0).flatten(1).mean(1) / 2
         share = max(0.0, float(1 - total.mean())) if probs.shape[-1] > patches else 0.0  # and no rounding error
@@ -264,6 +269,6 @@ def _report(network: Any, attentions: List[Attention], encoding: str, alpha: flo
 
     with ExitStack() as stack:
         for attention in attentions:
-            stack.enter_context(visited_attention(attention.module, partial(compare, attention)))
-        network(images)
+            stack.enter_context(visited_attention(attention, partial(compare, attention)))
+        network.module(images)
     return layers

@@ -6,7 +6,8 @@ A state dict carries the number of heads in its shapes, as that of
 
 import functools
 import logging
-from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, Mapping, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from ..attention.heads import check_heads, keep_entries, resize_parameter
 from ..attention.state_dicts import StructureError
 from ..change import Successor
-from .adapters import Attention, adapter_of, by_name
+from .adapters import Attention, adapter_of, join_windows, numbers_in_windows
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +38,10 @@ class TransformerHeads(Attention):
         self.built_heads = int(getattr(module, 'pruned_from', (self.num_heads, 0))[0])
         width = self.head_dim
         beside = [name for name in (self.adapter.gate, *self.adapter.biases) if self.part(name) is not None]
-        layout = {name: (0, 3 if len(self.map_names) == 1 else 1, width) for name in self.map_names}
+        places = {name: (0, 3 if len(self.map_names) == 1 else 1, width) for name in self.map_names}
+        places.update(dict.fromkeys(beside, (0, 1, width)))
+        layout = {self.name_of(name, own): place for name, place in places.items() for own in ('weight', 'bias')}
         layout.update(dict.fromkeys(beside, (0, 1, width)))
-        layout = {f'{name}.{own}': place for name, place in layout.items() for own in ('weight', 'bias')} | layout
         layout[f'{self.adapter.output}.weight'] = 1, 1, width
         layout.update({name: (dim, 1, 1) for name, dim in self.adapter.tables.items()})
         self.layout = {name: place for name, place in layout.items() if isinstance(self.part(name), nn.Parameter)}
@@ -63,16 +65,19 @@ class TransformerHeads(Attention):
             TypeError: The heads of the module share something.
             ValueError: A head that is not there, or all of them.
         """
-        check_heads(heads, self.num_heads, allow_empty)
-        reason = self._shared()
+        # A block that interpolates its table of biases needs one.
+        check_heads(heads, self.num_heads, allow_empty and not self.adapter.called)
+        reason = self.shared()
         if reason is not None:
             raise TypeError(f'heads cannot be removed from a {type(self.module).__name__}: {reason}')
 
-    def _shared(self) -> Optional[str]:
+    def shared(self) -> Optional[str]:
         """Returns why heads of the module are not apart; None where they are."""
         forward = vars(self.module).get('forward')
         if self.adapter.probs is not None:
             return 'its probabilities are no softmax of scores'
+        if not self.map_names or self.part('bias_k') is not None or self.part('add_zero_attn'):
+            return 'its keys and values are of other tokens than its queries'
         if forward is not None and getattr(forward, 'func', None) is not forward_of_heads:
             return 'something else has replaced its forward pass'
         if not isinstance(self.part('norm'), (nn.Identity, type(None))):
@@ -144,7 +149,20 @@ class TransformerHeads(Attention):
         biases: Any = self.part('rel_pos')  # timm's
         if biases is not None:
             biases.num_heads, biases.bias_shape = num_heads, (*biases.bias_shape[:-1], num_heads)
-        self.module.forward = functools.partial(forward_of_heads, self.module)
+        if self.adapter.forward != 'sizes':
+            self.module.forward = functools.partial(forward_of_heads, self.module)
+
+    @contextmanager
+    def output_called(self) -> Iterator[None]:
+        """Has the forward pass call :attr:`output` as a module inside, so that its hooks see the heads."""
+        replaces = self.adapter.forward == 'functions' and 'forward' not in vars(self.module)
+        if replaces:
+            self.module.forward = functools.partial(forward_of_heads, self.module)
+        try:
+            yield
+        finally:
+            if replaces:
+                del self.module.forward
 
 
 def transformer_heads(module: nn.Module) -> Optional[TransformerHeads]:
@@ -159,33 +177,44 @@ def transformer_heads(module: nn.Module) -> Optional[TransformerHeads]:
     return None if adapter_of(module) is None else TransformerHeads(module)
 
 
-def forward_of_heads(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Computes the output of attention that has lost heads, ``(B, N, D)``, of tokens ``(B, N, D)``.
+def forward_of_heads(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Computes the output of attention that has lost heads as its own forward pass does, ``(B, N, D)`` of tokens.
 
     Raises:
-        ValueError: Something that is added to the scores is for another number of heads.
+        ValueError: Something that is added to the scores is for another number of heads, or keys are other tokens.
     """
     attention = Attention(module)
-    call = by_name(module, args, kwargs)
+    x, call = attention.tokens(args, kwargs)
+    if any(call.get(name, args[0]) is not args[0] for name in ('key', 'value')):
+        raise ValueError(f'a {type(module).__name__} that has lost heads attends to its queries, not to other tokens')
     heads, key, value = attention.queries_keys_values(x, call)  # queries first
     added = attention.added(heads, call)
     number = attention.num_heads
     if added is not None and added.ndim > 2 and added.shape[-3] not in (1, number):
         raise ValueError('a position bias that all layers share is for all heads, but this layer has lost some')
-    drop: Any = getattr(module, 'attn_drop', 0.0)
+    drop: Any = getattr(module, 'attn_drop', getattr(module, 'attention_dropout', getattr(module, 'dropout', 0.0)))
+    rate = getattr(drop, 'p', drop) if module.training else 0.0
+    weights = None
     if number > 0 and getattr(module, 'fused_attn', not isinstance(drop, nn.Module)):
-        rate = getattr(drop, 'p', drop) if module.training else 0.0
         added = None if added is None else added.to(value.dtype)
         heads = F.scaled_dot_product_attention(heads, key, value, attn_mask=added, dropout_p=rate, scale=1.0)
     elif number > 0:
         scores = heads @ key.mT
-        heads = drop((scores if added is None else scores + added).softmax(-1)).type_as(value) @ value
+        heads = F.dropout((scores if added is None else scores + added).softmax(-1), rate).type_as(value) @ value
     output = heads.transpose(1, 2).flatten(2)  # head after head
     gate = attention.part(attention.adapter.gate)
     output = attention.output(output if gate is None else output * gate(x).sigmoid())
     for name in attention.adapter.after:
         output = attention.part(name)(output)
-    return output
+    if attention.adapter.cuts:
+        output = join_windows(output, numbers_in_windows(*call['windows']), args[0].shape[1:3])
+        return F.dropout(output, module.dropout, module.training)
+    if call.get('need_weights', attention.adapter.returns_pair):
+        weights = attention.probs(x, call)
+        weights = weights.mean(1) if call.get('average_attn_weights', True) else weights
+    if getattr(module, 'batch_first', True) is False:
+        output = output.transpose(0, 1)
+    return (output, weights) if attention.adapter.returns_pair else output
 
 
 def follow_heads(module: nn.Module, state_dict: Mapping[str, Tensor], prefix: str) -> bool:

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from ..analysis import AttentionMaps, head_centers
+from ..analysis import MeanAttention, head_centers
 from ..analysis.layer_maps import layer_labels
 from ..analysis.shift_statistics import keys_of_query
 from .contours import gaussian_contour, outline, region_of_mass
@@ -24,7 +24,7 @@ HeadLines = Dict[int, Tuple[np.ndarray, List[List[np.ndarray]]]]
 
 @styled
 def plot_attention_centers(
-    maps: Mapping[str, AttentionMaps],
+    maps: Mapping[str, MeanAttention],
     masses: Sequence[float] = (0.5, 0.9),
     query: Optional[Sequence[int]] = None,
     numbers: Optional[Mapping[str, Sequence[int]]] = None,
@@ -35,7 +35,7 @@ def plot_attention_centers(
     drawn a little inside of them so that the heads can be told apart.
 
     Args:
-        maps (Mapping[str, AttentionMaps]): By layer, from :func:`~attncnn_plugin.analysis.attention_maps`.
+        maps (Mapping[str, MeanAttention]): By layer, from :func:`~attncnn_plugin.analysis.mean_attention`.
         masses (Sequence[float]): The shares of a head's attention inside its contours, three at most. Defaults to
             (0.5, 0.9).
         query (Sequence[int], optional): Row and column of the query, for heads that are not Gaussian. Defaults as in
@@ -112,7 +112,7 @@ def plot_center_movement(centers: Dict[str, Dict[int, np.ndarray]]) -> Figure:
     return figure
 
 
-def _head_lines(maps: AttentionMaps, masses: Sequence[float], query: Optional[Sequence[int]]) -> HeadLines:
+def _head_lines(maps: MeanAttention, masses: Sequence[float], query: Optional[Sequence[int]]) -> HeadLines:
     """Returns by head the centre and, for each mass, the lines of its contour, as shifts (row, column)."""
     centers = head_centers(maps, query)[0].numpy()
     if maps.gaussian is not None:

@@ -8,14 +8,14 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 
-from ..analysis import AttentionMaps
+from ..analysis import MeanAttention
 from ..analysis.layer_maps import layer_labels
 from .style import MAP_COLORS, check_maps, styled
 
 
 @styled
 def plot_attention_probs(
-    maps: Mapping[str, AttentionMaps],
+    maps: Mapping[str, MeanAttention],
     query: Optional[Sequence[int]] = None,
     zoom: Optional[int] = 7,
     image: Optional[np.ndarray] = None,
@@ -27,7 +27,7 @@ def plot_attention_probs(
     and have their numbers and their largest probability above their maps, which are coloured from 0 to it.
 
     Args:
-        maps (Mapping[str, AttentionMaps]): By layer, from :func:`~attncnn_plugin.analysis.attention_maps`.
+        maps (Mapping[str, MeanAttention]): By layer, from :func:`~attncnn_plugin.analysis.mean_attention`.
         query (Sequence[int], optional): Row and column of the query, on each layer's grid; where not every pixel is a
             query, it is the nearest one. Defaults to the middle of the grid.
         zoom (int, optional): Rows and columns around the query that are drawn, odd; None for the whole grid. Defaults

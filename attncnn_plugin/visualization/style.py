@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from ..analysis import AttentionMaps
+from ..analysis import MeanAttention
 from ..attention.window import shown
 
 # Paul Tol's muted colours: told apart with every kind of colour blindness.
@@ -63,10 +63,10 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
     return draw_styled
 
 
-def check_maps(maps: Mapping[str, AttentionMaps]) -> None:
+def check_maps(maps: Mapping[str, MeanAttention]) -> None:
     """Raises an error if these are no attention maps by layer."""
-    if not isinstance(maps, Mapping) or not all(isinstance(own, AttentionMaps) for own in maps.values()):
-        raise TypeError(f'maps={shown(maps)} must be the result of attention_maps(model, images)')
+    if not isinstance(maps, Mapping) or not all(isinstance(own, MeanAttention) for own in maps.values()):
+        raise TypeError(f'maps={shown(maps)} must be the result of mean_attention(model, images)')
     if not maps:
         raise ValueError('maps is empty: the model has no attention, or none of this part')
 

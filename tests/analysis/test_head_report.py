@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from attncnn_plugin.analysis import AttentionMaps, HeadReport, attention_maps, head_report
+from attncnn_plugin.analysis import HeadReport, MeanAttention, head_report, mean_attention
 from attncnn_plugin.analysis.report import layer_report
 from attncnn_plugin.analysis.shift_statistics import ShiftMaps, moments
 from attncnn_plugin.attention import ContentAttention, GeneralizedQuadraticAttention
@@ -29,13 +29,13 @@ def report_of(layer, size, **settings):
 
 def maps_report(probs, size, **settings):
     """The report of given probabilities."""
-    return layer_report(AttentionMaps(probs.detach(), size, **settings))
+    return layer_report(MeanAttention(probs.detach(), size, **settings))
 
 
 def test_the_covariance_of_a_nearly_hard_head():
     """Far smaller than the square of the shift, from which it must not be subtracted."""
     near, nearest = shift_operators([(0, 1), (0, 2)], (8, 8), 'zeros')
-    _, spread = moments(ShiftMaps(AttentionMaps((nearest + 1e-13 * near)[None], (8, 8))))
+    _, spread = moments(ShiftMaps(MeanAttention((nearest + 1e-13 * near)[None], (8, 8))))
     assert torch.allclose(
         spread[0], torch.tensor([[0.0, 0.0], [0.0, 1e-13]], dtype=torch.float64), rtol=1e-6, atol=1e-24
     )
@@ -363,7 +363,7 @@ def test_models_by_content(position):
         alone = head_report(model, size=(6, 5)).layers
         assert [report.heads for report in alone] == [report.heads for report in reports[::2]]
     for report in reports[1::2]:
-        each = [attention_maps(model, image[None])[report.name].probs for image in images]
+        each = [mean_attention(model, image[None])[report.name].probs for image in images]
         for head, maps in zip(report.heads, torch.stack(each, dim=1)):
             expected = brute_force(maps.mean(0), 6, 5)
             entropies = torch.special.entr(maps).sum(-1).mean().item()  # of each image

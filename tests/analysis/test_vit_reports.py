@@ -9,7 +9,7 @@ from helpers.head_reports import brute_force, check_schema
 from helpers.vits import small_vit
 from torch import nn
 
-from attncnn_plugin.analysis import attention_maps, head_report
+from attncnn_plugin.analysis import head_report, mean_attention
 
 TINY = dict(embed_dim=12, num_heads=3, depth=2, img_size=32, num_classes=4, pos_drop_rate=0.5)
 ARCH = dict(embed_dims=12, num_layers=2, num_heads=3, feedforward_channels=24)
@@ -59,7 +59,7 @@ def test_attention_of_patches(make, name, settings, prefix):
         nn.init.normal_(layer.qkv.weight, std=0.5)
         layer.register_forward_pre_hook(lambda _, args, name=name: inputs.setdefault(name, []).append(args[0].detach()))
     before = [dict(vars(layer)) for layer in layers.values()]
-    maps, reports = attention_maps(model, images), head_report(model, images).layers
+    maps, reports = mean_attention(model, images), head_report(model, images).layers
     assert all(module.training for module in model.modules())
     assert [dict(vars(layer)) for layer in layers.values()] == before  # functions, fused attention
     assert not any(
@@ -137,7 +137,7 @@ def test_what_is_not_of_images():
     model, images = tiny_timm('vit_tiny_patch16_224'), torch.randn(1, 3, 32, 32)
     for call in (
         lambda: head_report(model, size=(4, 4)),
-        lambda: attention_maps(model, images, part='content'),
+        lambda: mean_attention(model, images, part='content'),
     ):
         with pytest.raises(ValueError, match='a VisionTransformer, depends on images, which say the grid'):
             call()
@@ -157,7 +157,7 @@ def test_entropies_in_windows(name, size, settings):
     with torch.no_grad():
         for parameter in uniform.parameters():
             parameter.zero_()
-    each, seen = [attention_maps(model, image[None]) for image in images], attention_maps(uniform, images)
+    each, seen = [mean_attention(model, image[None]) for image in images], mean_attention(uniform, images)
     for report in head_report(model, images).layers:
         probs = torch.stack([maps[report.name].probs for maps in each])
         entropy = torch.special.entr(probs.double()).sum(-1).mean((0, 2))

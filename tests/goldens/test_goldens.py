@@ -93,11 +93,11 @@ class Now(Package):
         return self.a.analysis.head_report(model, images).layers
 
     def head_centers(self, layer, size):
-        return self.a.analysis.head_centers(position_maps(layer, size))  # attention_maps keeps float32
+        return self.a.analysis.head_centers(position_maps(layer, size))  # mean_attention keeps float32
 
     def maps(self, model, images, part='all'):
         """By layer that depends on content, the maps of each image."""
-        maps = [self.a.analysis.attention_maps(model, image[None], part=part) for image in images]
+        maps = [self.a.analysis.mean_attention(model, image[None], part=part) for image in images]
         by_content = [n for n in maps[0] if getattr(model.get_submodule(n), 'depends_on_content', True)]
         return {name: [own[name] for own in maps] for name in by_content}
 
@@ -114,7 +114,7 @@ class Now(Package):
         return self.probs_of(model, images, 'position')
 
     def mean_attention_probs_of(self, model, images):
-        maps = self.a.analysis.attention_maps(model, images)
+        maps = self.a.analysis.mean_attention(model, images)
         return {name: maps[name].probs for name in self.maps(model, images)}
 
     def vit_attention(self, model, images):

@@ -1,8 +1,11 @@
-"""Small vision transformers of timm and mmpretrain, one for each kind of attention."""
+"""Small vision transformers of four libraries, one for each kind of attention."""
+
+import sys
 
 import pytest
 import timm
 import torch
+import torchvision
 
 SIZE = 32
 WITH_MLP = 'vit_relpos_small_patch16_224'  # which gives biases of relative positions, and cannot start as a convolution
@@ -45,11 +48,35 @@ OTHERS = {  # those that cannot start as a convolution, of either library
     'ViTEVA02': dict(arch=ARCH, img_size=SIZE, patch_size=8),
     'SwinTransformerV2': {**OF_MMPRETRAIN['SwinTransformer'], 'arch': dict(SWIN_ARCH, extra_norm_every_n_blocks=0)},
 }
+TINY = dict(image_size=SIZE, patch_size=8, hidden_size=24, num_hidden_layers=2, num_attention_heads=3)
+TINY.update(intermediate_size=24, num_labels=5)
+OF_HUGGING_FACE = {
+    'transformers.ViT': TINY,
+    'transformers.DeiT': TINY,
+    'transformers.Dinov2': dict(TINY, mlp_ratio=1),
+    'transformers.Dinov2WithRegisters': dict(TINY, mlp_ratio=1, num_register_tokens=2),
+    'transformers.DINOv3ViT': dict(TINY, num_register_tokens=2),
+    'transformers.Beit': dict(TINY, use_relative_position_bias=True, layer_scale_init_value=0.5),
+    'transformers.Swin': dict(
+        image_size=SIZE, patch_size=4, embed_dim=12, depths=[2, 2], num_heads=[3, 3], window_size=4, num_labels=5
+    ),
+}
+SWIN_OF_TORCHVISION = dict(
+    patch_size=[4, 4], embed_dim=12, depths=[2, 2], num_heads=[3, 3], window_size=[4, 4], num_classes=5
+)
+OF_TORCHVISION = {
+    'torchvision.VisionTransformer': dict(
+        image_size=SIZE, patch_size=8, num_layers=2, num_heads=3, hidden_dim=24, mlp_dim=24, num_classes=5
+    ),
+    'torchvision.SwinTransformer': SWIN_OF_TORCHVISION,
+    'torchvision.SwinTransformerV2': SWIN_OF_TORCHVISION,
+}
+SETTINGS = {**OF_TIMM, **OF_MMPRETRAIN, **OTHERS, **OF_HUGGING_FACE, **OF_TORCHVISION}
+NO_START = *OTHERS, WITH_MLP, 'torchvision.SwinTransformerV2'
 
 
-def small_vit(name, **changes):
-    """One of these, with weights that are not small, in evaluation mode."""
-    model = new_vit(name, **{**{**OF_TIMM, **OF_MMPRETRAIN, **OTHERS}[name], **changes})
+def not_small(model):
+    """The model with random weights of deviation 0.3, in evaluation mode."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
@@ -57,8 +84,27 @@ def small_vit(name, **changes):
     return model
 
 
+def small_vit(name, **changes):
+    """One of these, with weights that are not small, in evaluation mode."""
+    return not_small(new_vit(name, **{**SETTINGS[name], **changes}))
+
+
 def new_vit(name, **settings):
-    """A model of timm, or a backbone of mmpretrain, as it begins."""
+    """A model of timm, a backbone of mmpretrain, or a classifier of the library in its name, as it begins."""
+    library, _, kind = name.rpartition('.')
+    if library == 'transformers':
+        transformers = pytest.importorskip('transformers.models') and sys.modules['transformers']
+        config = getattr(transformers, f'{kind}Config')(**settings)
+        return getattr(transformers, f'{kind}Model' if kind == 'DINOv3ViT' else f'{kind}ForImageClassification')(config)
+    if library == 'torchvision':
+        if kind == 'VisionTransformer':
+            return torchvision.models.VisionTransformer(**settings)
+        swin, version = torchvision.models.swin_transformer, kind.removeprefix('SwinTransformer')
+        parts = dict(
+            block=getattr(swin, f'SwinTransformerBlock{version}'),
+            downsample_layer=getattr(swin, f'PatchMerging{version}'),
+        )
+        return torchvision.models.SwinTransformer(**settings, **parts)
     if timm.is_model(name):
         return timm.create_model(name, **settings)
     registry = pytest.importorskip('mmpretrain').registry
@@ -68,4 +114,7 @@ def new_vit(name, **settings):
 def output_of(model, images):
     """Logits, or the last feature map."""
     output = model(images)
+    for name in ('logits', 'last_hidden_state'):  # of Hugging Face
+        if hasattr(output, name):
+            return getattr(output, name)
     return output[-1] if isinstance(output, tuple) else output

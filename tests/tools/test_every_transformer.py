@@ -6,16 +6,16 @@ import torch
 pytest.importorskip('matplotlib')
 from helpers.explorer_pages import page_of, unpack
 from helpers.starts import NAMES
-from helpers.vits import OF_MMPRETRAIN, OF_TIMM, WITH_MLP, new_vit, output_of, small_vit
+from helpers.vits import NO_START, OTHERS, SETTINGS, WITH_MLP, new_vit, output_of, small_vit
 
-from attncnn_plugin.analysis import attention_maps, head_report
+from attncnn_plugin.analysis import head_report, mean_attention
 from attncnn_plugin.pruning import prunable_heads, prune_heads
 from attncnn_plugin.transformers import init_as_convolution
 from attncnn_plugin.visualization import plot_attention_centers, plot_attention_distance, plot_attention_probs
 from attncnn_plugin.visualization.style import image_of
 
 BOUNDS = dict(absolute=0.05, relative=1e-6, rotary=0.08)  # of the total variation on random images
-MODELS = [*OF_TIMM, *OF_MMPRETRAIN]
+MODELS = [name for name in SETTINGS if name not in OTHERS]
 FULL_SIZE = {
     **dict.fromkeys(NAMES, dict(img_size=224)),
     WITH_MLP: dict(img_size=224, rel_pos_type='bias'),
@@ -29,7 +29,7 @@ FULL_SIZE = {
 def test_everything(name):
     changes = {'qk_norm': False} if name == 'deit_tiny_distilled_patch16_224' else {}  # which has no scale to set
     model = small_vit(name, **changes)
-    if name != WITH_MLP:
+    if name not in NO_START:
         init_as_convolution(model, overwrite=True)  # no norm is as it begins
     check_everything(model, torch.randn(2, 3, 32, 32))
 
@@ -46,13 +46,13 @@ def test_full_size(name):
 
 
 def check_everything(model, images):
-    before = attention_maps(model, images)
+    before = mean_attention(model, images)
     model.train()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     output_of(model, images).square().mean().backward()
     optimizer.step()
     model.eval()
-    maps = attention_maps(model, images)
+    maps = mean_attention(model, images)
     assert any(not torch.equal(before[name].probs, maps[name].probs) for name in before)
 
     report = head_report(model, images)

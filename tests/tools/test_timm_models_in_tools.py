@@ -12,7 +12,7 @@ from helpers.images import write_images
 pytest.importorskip('matplotlib')
 
 from attncnn_plugin import follow_state_dict, visualization
-from attncnn_plugin.analysis import attention_maps
+from attncnn_plugin.analysis import mean_attention
 from attncnn_plugin.loaded_model import TimmModel
 from attncnn_plugin.pruning import head_importance, prunable_heads
 from attncnn_plugin.weights import example_images
@@ -86,7 +86,7 @@ def test_figures(options, tool, monkeypatch):
     ((args, kwargs),) = drawn
     loaded = loaded_model()
     images = loaded.inputs([loaded.image(options[2])]) if options[1] == '--image' else loaded.some_inputs('images', 9)
-    for layer, maps in attention_maps(loaded.model, images).items():
+    for layer, maps in mean_attention(loaded.model, images).items():
         assert torch.allclose(args[0][layer].probs, maps.probs, atol=1e-6)
     if options[0] == 'probabilities':
         assert args[1:] == ([1, 2], 3)

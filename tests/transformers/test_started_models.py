@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 from helpers.starts import small_vit
-from helpers.vits import OF_MMPRETRAIN, OF_TIMM, WITH_MLP, new_vit, output_of
+from helpers.vits import NO_START, OF_HUGGING_FACE, OF_TORCHVISION, SETTINGS, new_vit, output_of
 from timm.layers.attention import Attention
 from torch import nn
 
@@ -14,7 +14,7 @@ from attncnn_plugin.transformers import init_as_convolution, set_sine_cosine_emb
 @pytest.mark.parametrize(
     'name, settings, message',
     [
-        ('resnet18', {}, 'model is a ResNet in which no module has a patch_embed'),
+        ('resnet18', {}, 'model is a ResNet without a vision transformer'),
         ('mixer_s32_224', {}, 'MlpMixer'),
         ('swinv2_tiny_window8_256', {}, 'WindowAttention that cannot start as a convolution: it compares .* angle'),
         ('convit_tiny', dict(depth=11), 'blocks.0.attn is a GPSA that cannot start .* no softmax of scores'),
@@ -36,10 +36,26 @@ def test_others_are_refused(name, settings, message):
         init_as_convolution(timm.create_model(name, pretrained=False, **settings))
 
 
-@pytest.mark.parametrize('name', [name for name in (*OF_TIMM, *OF_MMPRETRAIN) if name != WITH_MLP])
+@pytest.mark.parametrize('name', [name for name in (*OF_HUGGING_FACE, *OF_TORCHVISION) if name not in NO_START])
+def test_heads_of_other_libraries(name):
+    """Of models with as many channels as a Gaussian needs: the report is of what the model computes on images."""
+    if 'Swin' in name:
+        model = new_vit(name, **SETTINGS[name])
+    else:
+        width = 'hidden_dim' if name.startswith('torchvision') else 'hidden_size'
+        model = new_vit(name, **{**SETTINGS[name], width: 96, 'patch_size': 4, 'image_size': 24})
+    report = init_as_convolution(model.eval(), alpha=1.0)
+    encoding = dict(Beit='relative', Swin='relative', SwinTransformer='relative', DINOv3ViT='rotary')
+    for layer in report.layers:
+        assert layer.encoding == encoding.get(name.rpartition('.')[2], 'absolute')
+        bound = dict(absolute=0.1, relative=1e-6, rotary=0.12)[layer.encoding]
+        assert max(head.total_variation for head in layer.heads) < bound, layer
+
+
+@pytest.mark.parametrize('name', [name for name in SETTINGS if name not in NO_START])
 def test_a_trained_model_is_refused(name):
     """After a single step, of whatever size; a new model is not, and neither is one that was started before."""
-    settings = {**OF_TIMM, **OF_MMPRETRAIN}[name]
+    settings = SETTINGS[name]
     model = new_vit(name, **{**settings, 'qk_norm': False} if 'qk_norm' in settings else settings)
     if hasattr(model, 'init_cfg'):  # of mmpretrain: new without and with the weights that it draws
         init_as_convolution(model)
@@ -47,6 +63,8 @@ def test_a_trained_model_is_refused(name):
     init_as_convolution(model)
     report = init_as_convolution(model, kernel_size=1)
     assert {head.shift for layer in report.layers for head in layer.heads} == {(0, 0)}
+    if name == 'torchvision.VisionTransformer':
+        nn.init.normal_(model.heads.head.weight)  # with zeros nothing before it has a gradient
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     output_of(model, torch.randn(2, 3, 32, 32)).square().sum().backward()
     optimizer.step()

@@ -10,6 +10,7 @@ from torch import nn
 from attncnn_plugin.transformers import init_as_convolution, set_sine_cosine_embedding
 from attncnn_plugin.transformers.embeddings import sine_cosine_embedding
 from attncnn_plugin.transformers.start import random_images
+from attncnn_plugin.transformers.vision_transformer import find_transformer
 
 VIT, BEIT, RELPOS = 'vit_tiny_patch16_224', 'beit_base_patch16_224', 'vit_relpos_small_patch16_224'
 TOKENS = [
@@ -58,7 +59,7 @@ def test_heads_are_gaussian(encoding, data, seed):
     kernel_size = data.draw(st.sampled_from([1, 3, (2, 3), 5] if exact else [3]))
     model = small_vit(name, size, **settings)
     report = init_as_convolution(model, kernel_size, alpha=alpha, seed=seed)
-    probs = attention_of(model, random_images(model, seed=seed))
+    probs = attention_of(model, random_images(find_transformer(model), seed=seed))
     assert len(report.layers) == len(probs) == 3 and report.alpha == alpha
     patches = size[0] * size[1]
     for layer, of_layer in zip(report.layers, probs):
@@ -80,7 +81,7 @@ def test_prefix_tokens_are_as_they_are(name, settings):
     init_as_convolution(model)
     prefix = model.num_prefix_tokens
     uniform = torch.tensor(1 / (49 + prefix)).double()
-    for probs in attention_of(model, random_images(model)):
+    for probs in attention_of(model, random_images(find_transformer(model))):
         assert torch.allclose(probs[:, :, :prefix], uniform, atol=1e-9)
         assert torch.allclose(probs[:, :, prefix + 24, :prefix], uniform, rtol=0.3 if name == VIT else 0.5)
 
@@ -125,7 +126,7 @@ def test_content_is_read_as_without_the_position():
     for block in model.blocks:
         for norm in (block.norm1, block.norm2):
             norm.register_forward_hook(lambda module, args, output: found.append((args[0].double(), output.double())))
-    model(random_images(model))
+    model(random_images(find_transformer(model)))
     for layer, (block, weights) in enumerate(zip(model.blocks, before)):
         for number, weight in enumerate((block.attn.qkv.weight.chunk(3)[2], block.mlp.fc1.weight)):
             x, normalized = found[2 * layer + number]
@@ -177,7 +178,7 @@ def test_windows():
     )
     report = init_as_convolution(model, alpha=1.0)
     assert [layer.grid for layer in report.layers] == [(4, 4)] * 2
-    plain, shifted = attention_of(model, random_images(model)[:1])
+    plain, shifted = attention_of(model, random_images(find_transformer(model))[:1])
     origin = torch.arange(height).reshape(3, window)  # rows of each window
     for layer, probs, rows in ((report.layers[0], plain, origin), (report.layers[1], shifted, (origin + 2) % height)):
         probs = probs.reshape(3, 3, 2, 16, 16)

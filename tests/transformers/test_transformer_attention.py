@@ -7,14 +7,14 @@ from contextlib import ExitStack
 import pytest
 import timm
 import torch
-from helpers.vits import OF_MMPRETRAIN, OF_TIMM, OTHERS, new_vit, output_of, small_vit
+from helpers.vits import OF_MMPRETRAIN, OF_TIMM, OTHERS, SETTINGS, new_vit, output_of, small_vit
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attncnn_plugin.analysis import attention_maps, head_report
+from attncnn_plugin.analysis import head_report, mean_attention
 from attncnn_plugin.analysis.layer_maps import shown_layers
 from attncnn_plugin.analysis.observed_attention import observed_attention
 from attncnn_plugin.pruning import prunable_heads, prune_heads
@@ -41,9 +41,9 @@ def own_attention(model, images):
 
 
 def test_every_class_is_tested():
-    models = [new_vit(name, **{**OF_TIMM, **OF_MMPRETRAIN, **OTHERS}[name]) for name in MODELS]
+    models = [new_vit(name, **SETTINGS[name]) for name in SETTINGS]
     tested = {adapter_of(module) for model in models for module in model.modules()}
-    ours = [adapter for name, adapter in ADAPTERS.items() if name.startswith(('timm.', 'mmpretrain.'))]
+    ours = [adapter for name, adapter in ADAPTERS.items() if not name.startswith('tests.')]
     assert ours and all(adapter in tested for adapter in ours)
 
 
@@ -57,13 +57,15 @@ def test_probabilities_are_those_of_the_library(name):
     expected, found, seen, output = own_attention(model, images), {}, {}, output_of(model, images)
     with ExitStack() as stack:
         for layer_name, layer in shown_layers(model).items():
-            stack.enter_context(visited_attention(layer, lambda own, _, name=layer_name: found.update({name: own})))
+            stack.enter_context(
+                visited_attention(Attention(layer), lambda own, _, name=layer_name: found.update({name: own}))
+            )
         output_of(model, images)
     assert list(found) == list(expected) == list(shown_layers(model))
     visit_vit_attention(model, images, lambda name, probs, places: seen.update({name: (probs, places)}))
     for layer_name, (probs, places) in seen.items():
         torch.testing.assert_close(found[layer_name], expected[layer_name], rtol=1e-12, atol=1e-13)
-        assert torch.equal(probs, found[layer_name].float())
+        assert torch.equal(probs, found[layer_name])
         assert places.windows is not None or math.prod(places.grid) + places.prefix == probs.shape[-1]
     assert torch.equal(output_of(model, images), output)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -77,7 +79,7 @@ def test_probabilities_of_a_function(qk_scale):
     attention = Attention(utils.MultiheadAttention(24, 3, qk_scale=qk_scale).double().eval())
     x, probs, inputs = torch.randn(2, 7, 24, dtype=torch.float64), [], []
     attention.output.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    with visited_attention(attention.module, lambda own, _: probs.append(own)):
+    with visited_attention(attention, lambda own, _: probs.append(own)):
         attention.module(x)
     value = attention.queries_keys_values(x, {})[2]
     torch.testing.assert_close((probs[0] @ value).transpose(1, 2).flatten(2), inputs[0], rtol=1e-12, atol=1e-12)
@@ -88,7 +90,7 @@ def test_probabilities_of_the_class_token():
     attention = model.blocks_token_only[0].attn
     attention.fused_attn = False
     attention.attn_drop.register_forward_pre_hook(lambda _, args: found.append(args[0]))
-    with visited_attention(attention, lambda own, _: found.append(own)):
+    with visited_attention(Attention(attention), lambda own, _: found.append(own)):
         model(torch.randn(2, 3, 32, 32, dtype=torch.float64))
     assert found[1].shape == (2, 3, 1, 17)
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-13)
@@ -104,7 +106,7 @@ def test_masks(kind):
     seen.fill_diagonal_(True)
     mask = torch.zeros(5, 5, dtype=torch.float64).masked_fill(~seen, -torch.inf) if kind == 'float' else seen
     attention.attn_drop.register_forward_pre_hook(lambda _, args: found.append(args[0]))
-    with visited_attention(attention, lambda own, _: found.append(own)):
+    with visited_attention(Attention(attention), lambda own, _: found.append(own)):
         attention(torch.randn(2, 5, 24).double(), **{'is_causal': True} if kind == 'causal' else {'attn_mask': mask})
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-13)
     assert not found[1][..., ~seen].any()
@@ -152,7 +154,7 @@ def test_padding_of_windows_is_left_out():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    (maps,) = attention_maps(model, torch.randn(1, 3, 20, 20)).values()
+    (maps,) = mean_attention(model, torch.randn(1, 3, 20, 20)).values()
     assert torch.allclose(maps.probs[0].sum(1), torch.ones(25))
     inside = (16 * 1 + 2 * 4 * 1 / 4 + 1 / 16) / 25  # of whole windows, of those with 4 of 16 tokens, of that with one
     assert maps.prefix_mass.item() == pytest.approx(1 - inside, abs=1e-6)
@@ -180,7 +182,7 @@ def test_pruned_heads(name):
     model, images = small_vit(name), torch.randn(2, 3, 32, 32)
     first, *others = shown_layers(model)
     prune_heads(model, {first: [0, 1, 2], others[0]: [1]}, allow_empty=True)
-    maps = attention_maps(model, images)
+    maps = mean_attention(model, images)
     assert [len(maps[name].probs) for name in (first, *others)] == [0, 2] + [3] * (len(others) - 1)
     assert [report.num_heads for report in head_report(model, images).layers] == [0, 2] + [3] * (len(others) - 1)
 
@@ -190,8 +192,8 @@ def test_pruned_heads(name):
 def test_models_in_half_precision(name, dtype):
     """Their rows add up to 1 as well as they can; tokens are counted exactly, however many there are."""
     model, images = small_vit(name), torch.randn(1, 3, 32, 32)
-    expected = attention_maps(model, images)
-    for name, own in attention_maps(model.to(dtype), images.to(dtype)).items():
+    expected = mean_attention(model, images)
+    for name, own in mean_attention(model.to(dtype), images.to(dtype)).items():
         assert own.probs.dtype == torch.float and torch.allclose(own.probs.sum(-1), torch.ones(()), atol=1e-5)
         assert (own.probs - expected[name].probs).abs().max() < 0.3  # the weights are rounded
 
@@ -199,18 +201,16 @@ def test_models_in_half_precision(name, dtype):
 def test_what_cannot_be_shown():
     with pytest.raises(ValueError, match='of type ResNet, has no attention layers .* and is no vision transformer'):
         shown_layers(timm.create_model('resnet18'))
-    with pytest.raises(
-        ValueError, match=r'gives no grid of at least 2 patches for images of 32x32: its grid is \(1, 1\)'
-    ):
-        attention_maps(small_vit(VIT, patch_size=32), torch.randn(1, 3, 32, 32))
+    with pytest.raises(ValueError, match=r'gives no grid of at least 2 patches for these images: its grid is \(1, 1\)'):
+        mean_attention(small_vit(VIT, patch_size=32), torch.randn(1, 3, 32, 32))
     twice = small_vit(VIT)
     twice.blocks[1].attn = twice.blocks[0].attn
     with pytest.raises(ValueError, match='blocks.0.attn of a VisionTransformer runs 2 times, but once was needed'):
-        attention_maps(twice, torch.randn(1, 3, 32, 32))
+        mean_attention(twice, torch.randn(1, 3, 32, 32))
     model = small_vit('vit_tiny_patch16_224')
     torch.nn.init.constant_(model.blocks[1].attn.qkv.weight, float('nan'))
     with pytest.raises(ValueError, match='the probabilities of blocks.1.attn are not finite: the parameters of model'):
-        attention_maps(model, torch.randn(1, 3, 32, 32))
+        mean_attention(model, torch.randn(1, 3, 32, 32))
 
 
 class LargestTensor(TorchDispatchMode):
@@ -226,7 +226,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize('function', [attention_maps, head_report])
+@pytest.mark.parametrize('function', [mean_attention, head_report])
 def test_memory_of_windows(function):
     """Nothing between all patches is there for several images at once: of 16x16 in windows of 4."""
     model = timm.create_model(
@@ -241,9 +241,9 @@ def test_memory_of_windows(function):
 def test_images_in_a_pass(name):
     model, images, passes = small_vit(name), torch.randn(5, 3, 32, 32), []
     model.patch_embed.register_forward_pre_hook(lambda _, args: passes.append(len(args[0])))
-    means = attention_maps(model, images)
+    means = mean_attention(model, images)
     assert passes == [4, 1]
-    of_images = [attention_maps(model, image[None]) for image in images]
+    of_images = [mean_attention(model, image[None]) for image in images]
     for layer, own in means.items():
         assert torch.allclose(own.probs, sum(maps[layer].probs for maps in of_images) / 5, atol=1e-6)
         assert own.probs.shape[1:] == (math.prod(own.grid),) * 2

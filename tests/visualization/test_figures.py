@@ -15,7 +15,7 @@ from matplotlib import pyplot
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
-from attncnn_plugin.analysis import AttentionMaps, attention_maps
+from attncnn_plugin.analysis import MeanAttention, mean_attention
 from attncnn_plugin.pruning import prune_heads
 from attncnn_plugin.visualization import (
     plot_attention_centers,
@@ -31,7 +31,7 @@ HARD = 40.0  # √(2α) of a head that attends to one pixel
 
 def maps_of(model, size):
     """By position."""
-    return attention_maps(model, size=size, part='position')
+    return mean_attention(model, size=size, part='position')
 
 
 def centers_of(model, size, **options):
@@ -77,7 +77,7 @@ def test_a_head_one_row_down_and_two_columns_left(name, factor):
 
 def test_a_head_one_row_down_and_two_columns_left_by_its_probabilities():
     model = model_with_head((1.0, -2.0), sqrt_precision=HARD)
-    hard = {name: AttentionMaps(own.probs, own.grid) for name, own in maps_of(model, (8, 8)).items()}
+    hard = {name: MeanAttention(own.probs, own.grid) for name, own in maps_of(model, (8, 8)).items()}
     figure = plot_attention_centers(hard)
     for axes in figure.axes:
         assert head_marks(axes)['head 0'] == pytest.approx((1, -2), abs=1e-6)
@@ -155,7 +155,7 @@ def test_probabilities_are_ordered_by_locality_and_zoomed():
 
 
 def test_an_image_beside_its_probabilities():
-    maps = {'blocks.0.attn': AttentionMaps(torch.full((3, 24, 24), 1 / 24), (6, 4))}
+    maps = {'blocks.0.attn': MeanAttention(torch.full((3, 24, 24), 1 / 24), (6, 4))}
     image = np.random.default_rng(0).integers(0, 255, (12, 8, 3), dtype=np.uint8)
     axes = plot_attention_probs(maps, (1, 3), zoom=None, image=image).axes
     assert np.array_equal(axes[0].get_images()[0].get_array(), image)
@@ -173,7 +173,7 @@ def test_wrong_arguments_of_figures():
         with pytest.raises(ValueError, match='maps is empty'):
             plot({})
         with pytest.raises(ValueError, match=r'query=\(2, 0\) must be a row from 0 to 1'):
-            plot({'a': AttentionMaps(torch.eye(4)[None], (2, 2))}, query=(2, 0))
+            plot({'a': MeanAttention(torch.eye(4)[None], (2, 2))}, query=(2, 0))
         with pytest.raises(TypeError, match=r'maps=<.* of shape \(2, 3, 32, 32\)> must be the'):
             plot(torch.rand(2, 3, 32, 32))
     with pytest.raises(ValueError, match='centers is empty'):
@@ -272,7 +272,7 @@ def test_centres_of_windows_are_means_over_queries():
         for parameter in model.parameters():
             parameter.zero_()
     images = torch.randn(1, 3, 64, 64)
-    maps = attention_maps(model, images)
+    maps = mean_attention(model, images)
     figure = plot_attention_centers(maps)
     assert [head_marks(axes) for axes in figure.axes] == [{'head 0': pytest.approx((0, 0), abs=1e-5)}] * 2
     figure = plot_attention_centers(maps, query=(8, 9))  # one that is asked for is shown

@@ -12,7 +12,7 @@ from mmengine.config import Config
 from mmpretrain import get_model
 
 from attncnn_plugin import visualization
-from attncnn_plugin.analysis import attention_maps
+from attncnn_plugin.analysis import mean_attention
 
 
 @pytest.fixture(scope='module')
@@ -108,7 +108,7 @@ def test_what_the_tool_draws(checkpoints, tool, monkeypatch):
     assert np.array_equal(drawn['image'], np.repeat(grey[..., None], 3, axis=2))
     model = get_model('learned_content.py', pretrained='learned_content.pth')
     tensor = (torch.from_numpy(grey)[None, None].float() - 77.9) / 95.9
-    for name, expected in attention_maps(model, tensor).items():
+    for name, expected in mean_attention(model, tensor).items():
         assert torch.allclose(maps[name].probs, expected.probs, atol=1e-5)
 
 

@@ -33,7 +33,7 @@ from typing import Dict, List
 
 from torch import Tensor
 
-from attncnn_plugin.analysis import attention_maps, read_centers
+from attncnn_plugin.analysis import mean_attention, read_centers
 from attncnn_plugin.analysis.layer_maps import shown_layers
 from attncnn_plugin.attention import AttentionLayer
 from attncnn_plugin.loaded_model import LoadedModel
@@ -128,11 +128,11 @@ def draw_model(args: argparse.Namespace):
     if part == 'position' and all(layer.window is None for layer in layers):
         check_unused(args, 'image', 'is for attention that depends on images')
         check_unused(args, 'images', 'is for attention that depends on images')
-        maps = attention_maps(loaded.model, size=args.size or loaded.grid, part=part)
+        maps = mean_attention(loaded.model, size=args.size or loaded.grid, part=part)
     else:
         check_unused(args, 'size', 'is for attention by position alone over one grid')
         images = choose_images(args, loaded)
-        maps = attention_maps(loaded.model, loaded.inputs(images), part=part)
+        maps = mean_attention(loaded.model, loaded.inputs(images), part=part)
     if args.figure == 'centers':
         return plot_attention_centers(maps, query=args.query, numbers=loaded.head_numbers)
     if args.figure == 'probabilities':

@@ -10,7 +10,7 @@ from helpers.convolutions import joined
 from helpers.small import SMALL, TIMM_KINDS, model_with_head, small_cmhsa, small_timm
 from torch import nn
 
-from attncnn_plugin.analysis import AttentionMaps, attention_maps, head_centers, layer_maps
+from attncnn_plugin.analysis import MeanAttention, head_centers, layer_maps, mean_attention
 from attncnn_plugin.analysis.layer_maps import attention_layers
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.pruning import prune_heads
@@ -29,7 +29,7 @@ def content_model(**kwargs):
 
 def probs_of(model, images, part='all'):
     """By layer, the probabilities of each image, ``(B, N_h, Q, K)``."""
-    maps = [attention_maps(model, image[None], part=part) for image in images]
+    maps = [mean_attention(model, image[None], part=part) for image in images]
     return {name: torch.stack([own[name].probs for own in maps]) for name in maps[0]}
 
 
@@ -52,13 +52,13 @@ def log(probs):
 def test_layers_of_every_kind(name):
     """By name, in the order of the blocks, on the grid of the images."""
     model = small_timm(name, depth=12)
-    maps = attention_maps(model, torch.randn(IMAGES))
+    maps = mean_attention(model, torch.randn(IMAGES))
     assert list(maps) == [f'blocks.{i}.attn' for i in range(12)]
     for own in maps.values():
         assert own.grid == (6, 4) and own.num_images == (3 if 'content' in name else 0)
         assert own.probs.shape == (3, 24, 24) and own.place() == (3, 2)
         assert torch.allclose(own.probs.sum(-1), torch.ones((), dtype=own.probs.dtype), atol=1e-5)
-    (own,) = attention_maps(model.blocks[0].attn, torch.randn(2, 5, 7, SMALL['embed_dim'])).values()  # of tokens
+    (own,) = mean_attention(model.blocks[0].attn, torch.randn(2, 5, 7, SMALL['embed_dim'])).values()  # of tokens
     assert own.grid == (5, 7)
 
 
@@ -66,20 +66,20 @@ def test_layers_of_every_kind(name):
 def test_position_alone(name):
     """The same of images and of a size, computed in float64 whatever the layer's precision is, kept in float32."""
     model = small_timm(name).bfloat16()
-    maps = attention_maps(model, size=(6, 4))
+    maps = mean_attention(model, size=(6, 4))
     for part in ('all', 'position'):
-        for layer, own in attention_maps(model, torch.randn(IMAGES).bfloat16(), part=part).items():
+        for layer, own in mean_attention(model, torch.randn(IMAGES).bfloat16(), part=part).items():
             assert torch.equal(own.probs, maps[layer].probs) and own.probs.dtype == torch.float32
     expected = copy.deepcopy(model.blocks[1].attn).double().attention_probs((6, 4))
     assert torch.equal(maps['blocks.1.attn'].probs, expected.detach().float())
-    assert attention_maps(model, size=(6, 4), part='content') == {}
+    assert mean_attention(model, size=(6, 4), part='content') == {}
 
 
 def test_the_bias_of_cmhsa():
     model = small_cmhsa('attn', null_key=True)
     layer = model.blocks[0].attn
     torch.nn.init.normal_(layer.position.table)
-    probs = attention_maps(model, size=(3, 4), part='position')['blocks.0.attn'].probs
+    probs = mean_attention(model, size=(3, 4), part='position')['blocks.0.attn'].probs
     # Each shift of the table has its share, wherever the border is: the null key has those that lead out.
     table = layer.position.table_of((3, 4))[0].flatten(1).softmax(-1).reshape(9, 5, 7)
     for query, key in ((0, 0), (5, 11), (11, 2)):
@@ -93,7 +93,7 @@ def test_images_and_their_parts(encoding):
     model, images = content_model(position=encoding), torch.randn(IMAGES)
     probs = probs_of(model, images)
     content, position = (probs_of(model, images, part) for part in ('content', 'position'))
-    means = attention_maps(model, images)
+    means = mean_attention(model, images)
     for name, layer in attention_layers(model).items():
         expected = layer.attention_scores(input_of(layer, model, images)).softmax(-1)
         assert probs[name].shape == (3, 3, 24, 24) and probs[name].dtype == torch.float32
@@ -112,18 +112,18 @@ def test_content_alone_knows_nothing_of_positions():
     # The blocks of 2x2 pixels in reverse order.
     other = images.reshape(2, 3, 2, 2, 2, 2).flip(2, 4).reshape(images.shape)
     for part, equal in (('content', True), ('all', False)):
-        one, two = (attention_maps(model, x, part=part)['blocks.0.attn'].probs for x in (images, other))
+        one, two = (mean_attention(model, x, part=part)['blocks.0.attn'].probs for x in (images, other))
         assert torch.allclose(one, two.flip(1, 2), atol=1e-5) == equal
 
 
 def test_the_same_in_parts(monkeypatch):
     """Where the scores of two images do not fit at once, they come one by one."""
     model, images, seen = content_model(), torch.randn(3, 3, 8, 8), []
-    whole = attention_maps(model, images)
+    whole = mean_attention(model, images)
     layer, scores = model.blocks[0].attn, model.blocks[0].attn.attention_scores
     monkeypatch.setattr(layer_maps, 'CHUNK_ELEMENTS', 3 * 16**2)
     monkeypatch.setattr(layer, 'attention_scores', lambda x: seen.append(len(x)) or scores(x))
-    for name, own in attention_maps(model, images).items():
+    for name, own in mean_attention(model, images).items():
         assert torch.allclose(own.probs, whole[name].probs, atol=1e-6)
     assert seen.count(1) >= len(images)  # the layer itself has other passes
 
@@ -140,7 +140,7 @@ def test_a_detector_asks_for_more_than_images():
             raise AssertionError('the whole detector ran')
 
     model, images = content_model(), torch.randn(IMAGES)
-    expected, found = attention_maps(model, images), attention_maps(Detector(model), images)
+    expected, found = mean_attention(model, images), mean_attention(Detector(model), images)
     assert list(found) == [f'backbone.{name}' for name in expected]
     assert all(torch.equal(found[f'backbone.{name}'].probs, own.probs) for name, own in expected.items())
 
@@ -151,14 +151,14 @@ def test_the_model_stays_as_it_was():
     model.blocks[0].eval()
     modes = [module.training for module in model.modules()]
     state = torch.get_rng_state()
-    first = attention_maps(model, images)
+    first = mean_attention(model, images)
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(ValueError, match='cannot be cut into patches'):
-        attention_maps(model, torch.randn(1, 3, 7, 7))
+        mean_attention(model, torch.randn(1, 3, 7, 7))
     assert [module.training for module in model.modules()] == modes
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_pre_hooks for module in model.modules())
-    second = attention_maps(model.eval(), images)
+    second = mean_attention(model.eval(), images)
     for name, own in first.items():
         assert torch.equal(own.probs, second[name].probs) and not own.probs.requires_grad
 
@@ -167,11 +167,11 @@ def test_layers_without_heads():
     model = content_model()
     prune_heads(model, {0: [0, 1, 2], 1: [1]}, allow_empty=True)
     for part in ('all', 'content', 'position'):
-        maps = attention_maps(model, torch.randn(IMAGES), part=part)
+        maps = mean_attention(model, torch.randn(IMAGES), part=part)
         assert [own.probs.shape for own in maps.values()] == [(0, 24, 24), (2, 24, 24)]
     model = timm.create_model('sa_quadratic_cifar', **SMALL)
     prune_heads(model, {0: [0, 1, 2]}, allow_empty=True)
-    own = attention_maps(model, size=(3, 3))['blocks.0.attn']
+    own = mean_attention(model, size=(3, 3))['blocks.0.attn']
     assert own.probs.shape == (0, 9, 9) and [len(values) for values in head_centers(own)] == [0, 0]
 
 
@@ -186,19 +186,19 @@ def test_layers_without_heads():
 )
 def test_errors(settings, message):
     with pytest.raises(ValueError, match=message):
-        attention_maps(content_model(), **settings)
+        mean_attention(content_model(), **settings)
 
 
 def test_layers_that_are_not_there():
     images = torch.randn(IMAGES)
     with pytest.raises(ValueError, match='no attention layers.*convolution phase'):
-        attention_maps(small_cmhsa('conv'), images)
+        mean_attention(small_cmhsa('conv'), images)
     for model in (content_model(), small_timm('sa_quadratic_cifar')):
         model.extra = small_timm('sa_learned_content_cifar').blocks[0].attn
         with pytest.raises(ValueError, match='extra is attention that the model does not run on images'):
-            attention_maps(model, images)
+            mean_attention(model, images)
     with pytest.raises(ValueError, match='layer has 1 axes of pixels'):
-        attention_maps(conv_to_mhsa(nn.Conv1d(2, 2, 3))[0], size=(5, 5))
+        mean_attention(conv_to_mhsa(nn.Conv1d(2, 2, 3))[0], size=(5, 5))
 
 
 # ---- CNNs whose convolutions became attention: layers of different grids, with fewer queries than keys
@@ -222,7 +222,7 @@ def test_maps_of_convolutions(content, window_size):
     model, x = hybrid(content, alpha=2, window_size=window_size), torch.randn(3, 3, 8, 10)
     for layer in (model[0], model[2], model[4]):
         nn.init.normal_(layer.query.weight)
-    assert [own.grid for own in attention_maps(model, x).values()] == SIZES
+    assert [own.grid for own in mean_attention(model, x).values()] == SIZES
     probs = probs_of(model, x)
     for name, layer in model.named_children():
         if name in probs:
@@ -233,7 +233,7 @@ def test_maps_of_convolutions(content, window_size):
 @pytest.mark.parametrize('content', [None, 'additive'])
 def test_centres_and_queries_of_convolutions(content):
     """Hard heads: the centre is the shift, from a query of the layer, and the map is the pixel there."""
-    maps = attention_maps(hybrid(content), torch.randn(3, 3, 8, 10))
+    maps = mean_attention(hybrid(content), torch.randn(3, 3, 8, 10))
     for own in maps.values():
         for query in (None, (2, 2)):
             row, column = own.place(query)
@@ -259,7 +259,7 @@ def test_centres_and_queries_of_convolutions(content):
 )
 def test_centres_and_widths_of_gaussian_heads(name, factor, width):
     model = model_with_head((1.0, -2.0), name, factor)
-    centers, widths = head_centers(attention_maps(model, size=(6, 4))['blocks.0.attn'])
+    centers, widths = head_centers(mean_attention(model, size=(6, 4))['blocks.0.attn'])
     assert centers[0].tolist() == [1, -2] and widths[0].item() == pytest.approx(width)
     expected = model.blocks[0].attn.encoding.center.detach().double()
     assert torch.equal(centers, expected)
@@ -272,7 +272,7 @@ def test_centres_and_widths_of_other_heads():
     probs[:, :, 0] = 1
     probs[0, 7] = probs[2, 7] = 0  # of the query in row 1, column 2, which gives nothing to the grid by head 2
     probs[0, 7, 2 * 5 + 1], probs[0, 7, 2 * 5 + 3] = 0.1, 0.3  # of 0.4: the rest is outside of the grid
-    maps = AttentionMaps(probs, (3, 5))
+    maps = MeanAttention(probs, (3, 5))
     centers, widths = head_centers(maps)
     expected = torch.tensor([[1, 0.5], [-1, -2], [math.nan, math.nan]], dtype=torch.float64)
     assert torch.allclose(centers, expected, atol=1e-6, equal_nan=True)
@@ -284,7 +284,7 @@ def test_centres_and_widths_of_other_heads():
 
 @pytest.mark.parametrize('query', [(3, 0), (0, 5), (-1, 0)])
 def test_queries_outside_of_the_grid(query):
-    maps = AttentionMaps(torch.eye(15)[None], (3, 5))
+    maps = MeanAttention(torch.eye(15)[None], (3, 5))
     for function in (maps.place, maps.of_query, lambda query: head_centers(maps, query)):
         with pytest.raises(ValueError, match='row from 0 to 2 and a column from 0 to 4'):
             function(query)

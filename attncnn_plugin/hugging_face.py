@@ -1,0 +1,57 @@
+"""Models that Hugging Face transformers has saved, without the heads that they have lost."""
+
+from pathlib import Path
+from typing import Any, Dict, Union
+
+import torch
+from torch import nn
+
+from .structure import follow_state_dict
+
+
+def load_hugging_face(folder: Union[str, Path], **settings: Any) -> nn.Module:
+    """Loads a model that was saved by ``save_pretrained``, pruned or not.
+
+    The configuration of a model of Hugging Face transformers has one number of heads for all layers, and
+    ``from_pretrained`` builds them all. Here a layer gets as many as the saved weights have for it.
+
+    Args:
+        folder (str | Path): With ``config.json`` and the weights.
+        **settings: Of ``from_pretrained``, such as ``dtype``.
+
+    Returns:
+        nn.Module: A model of the class that was saved, in evaluation mode.
+
+    Raises:
+        ImportError: Hugging Face transformers is not installed.
+        ValueError: The configuration names no class of transformers; or weights of other shapes, which no number of
+            heads explains.
+    """
+    try:
+        import transformers
+        from transformers import AutoConfig  # not what another package of this name has
+    except ImportError as error:
+        raise ImportError("this needs Hugging Face transformers: pip install 'attncnn_plugin[hf]'") from error
+    name = (AutoConfig.from_pretrained(folder).architectures or ['none'])[0]
+    cls = getattr(transformers, name, None)
+    if cls is None:
+        raise ValueError(f'{folder}/config.json has the architecture {name}, which is no class of transformers')
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # it would report what has another shape
+    try:
+        model, info = cls.from_pretrained(folder, ignore_mismatched_sizes=True, output_loading_info=True, **settings)
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    saved: Dict[str, Any] = {key: torch.empty(shape, device='meta') for key, shape, _ in info['mismatched_keys']}
+    if not saved:
+        return model
+    shapes = {**model.state_dict(), **saved}
+
+    class WithoutHeads(cls):  # type: ignore[misc, valid-type]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            follow_state_dict(self, shapes)
+
+    model = WithoutHeads.from_pretrained(folder, **settings)
+    model.__class__ = cls
+    return model

@@ -1,0 +1,394 @@
+"""Attention maps of any transformer, recorded and rolled out: against what the libraries give and dense equations."""
+
+from contextlib import ExitStack
+
+import pytest
+import timm
+import torch
+from helpers.vits import (
+    OF_HUGGING_FACE,
+    OF_MMPRETRAIN,
+    OF_TIMM,
+    OF_TORCHVISION,
+    SIZE,
+    output_of,
+    small_vit,
+)
+from torch import nn
+
+from attncnn_plugin import AttentionRecorder, attention_maps, rollout
+from attncnn_plugin.analysis.recorder import attention_of
+from attncnn_plugin.pruning import prunable_heads, prune_heads
+
+IMAGES = 2, 3, SIZE, SIZE
+FUSED = ['vit_tiny_patch16_224', 'beit_base_patch16_224', 'eva02_tiny_patch14_224', 'vit_small_patch16_dinov3']
+IN_WINDOWS = ['swin_tiny_patch4_window7_224', 'transformers.Swin', 'torchvision.SwinTransformer']
+
+
+def images(dtype=torch.float64):
+    return torch.randn(IMAGES, dtype=dtype)
+
+
+def one_per_stage(maps):
+    """The last block's of each stage, as Hugging Face's Swin gives them."""
+    return [own for name, own in maps.items() if name.endswith('blocks.1.attention')]
+
+
+def by_windows(probs, size=4):
+    """Maps of a grid without a shift, ``(B·windows, N_h, M, M)``, from ``(B, N_h, N, N)``."""
+    height = int(probs.shape[-1] ** 0.5)
+    numbers = (
+        torch.arange(height**2).view(height // size, size, height // size, size).transpose(1, 2).reshape(-1, size**2)
+    )
+    return torch.stack([probs[:, :, own][..., own] for own in numbers], 1).flatten(0, 1)
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize('name', [name for name in OF_HUGGING_FACE if 'Swin' not in name])
+def test_hugging_face_says_the_same(name, dtype):
+    """``output_attentions`` of its eager attention, whose softmax some classes compute in float32."""
+    model, x = small_vit(name).to(dtype), images(dtype)
+    maps = attention_maps(model, x)
+    model.set_attn_implementation('eager')
+    expected = model(x, output_attentions=True).attentions
+    assert len(maps) == len(expected) == 2
+    for own, theirs in zip(maps.values(), expected):
+        torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-7)
+    if name in ('transformers.Dinov2', 'transformers.DINOv3ViT') and dtype == torch.float64:
+        torch.testing.assert_close(torch.stack(list(maps.values())), torch.stack(expected), rtol=1e-12, atol=1e-14)
+
+
+def test_hugging_face_windows():
+    """Those of the grid, cut into windows, are its own: the last layer's, with and without a shift."""
+    model, x = small_vit('transformers.Swin').double(), images()
+    maps = one_per_stage(attention_maps(model, x))
+    model.set_attn_implementation('eager')
+    expected = model(x, output_attentions=True).attentions
+    torch.testing.assert_close(by_windows(maps[1]), expected[1], rtol=1e-5, atol=1e-7)
+    # Shifted by 2: token (2, 2) is the first of the first window.
+    rolled = maps[0].unflatten(3, (8, 8)).unflatten(2, (8, 8)).roll((-2, -2, -2, -2), (2, 3, 4, 5))
+    torch.testing.assert_close(by_windows(rolled.flatten(4).flatten(2, 3)), expected[0], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32], ids=str)
+def test_torchvision_says_the_same(dtype):
+    """``need_weights`` of each nn.MultiheadAttention, for its own input."""
+    model, x = small_vit('torchvision.VisionTransformer').to(dtype), images(dtype)
+    maps, inputs, tolerance = attention_maps(model, x), {}, 1e-12 if dtype == torch.float64 else 1e-5
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.MultiheadAttention):
+            layer.register_forward_pre_hook(lambda module, args, name=name: inputs.update({name: args[0]}))
+    model(x)
+    assert list(maps) == list(inputs)
+    for name, own in maps.items():
+        layer = model.get_submodule(name)
+        expected = layer(*[inputs[name]] * 3, need_weights=True, average_attn_weights=False)[1]
+        torch.testing.assert_close(own, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize('batch_first', [True, False])
+def test_encoder_layers_of_torch(batch_first):
+    """Any model of nn.MultiheadAttention, with masks: here a stack of nn.TransformerEncoderLayer."""
+    layer = nn.TransformerEncoderLayer(24, 3, 24, batch_first=batch_first, dtype=torch.float64)
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(2, 5, 24).double()
+    x = x if batch_first else x.transpose(0, 1)
+    hidden, lost = torch.ones(5, 5).triu(1).bool(), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with AttentionRecorder(model) as recorder:
+        model(x, mask=hidden, src_key_padding_mask=lost)
+    first = model.layers[0].self_attn
+    expected = first(x, x, x, attn_mask=hidden, key_padding_mask=lost, average_attn_weights=False)[1]
+    (maps,) = recorder.passes
+    torch.testing.assert_close(maps['layers.0.self_attn'], expected, rtol=1e-12, atol=1e-14)
+    prune_heads(model, {'layers.0.self_attn': [1]})
+    left = first(x, x, x, attn_mask=hidden, key_padding_mask=lost, average_attn_weights=False)[1]
+    torch.testing.assert_close(left, expected[:, [0, 2]], rtol=1e-12, atol=1e-14)
+    with pytest.raises(ValueError, match='attends to its queries, not to other tokens'):
+        first(x, x + 1, x)
+
+
+@pytest.mark.parametrize('name', IN_WINDOWS)
+@pytest.mark.parametrize('size', [SIZE, 48])
+def test_windows_are_on_the_grid(name, size):
+    """A row adds up to 1 but for padding, and P V of these maps is what the layer computes."""
+    model = small_vit(name, **dict(img_size=size) if name.startswith('swin') else {}).double()
+    maps = attention_maps(model, torch.randn(1, 3, size, size, dtype=torch.float64))
+    sides = [size // 4] * 2 + [size // 8] * 2
+    assert [own.shape for own in maps.values()] == [(1, 3, side**2, side**2) for side in sides]
+    for own, side in zip(maps.values(), sides):
+        if side % 4 == 0:
+            torch.testing.assert_close(own.sum(-1), torch.ones_like(own.sum(-1)), rtol=0, atol=1e-6)
+        assert own.sum(-1).max() < 1 + 1e-6
+
+
+@pytest.mark.parametrize('name', ['torchvision.SwinTransformer', 'torchvision.SwinTransformerV2'])
+@pytest.mark.parametrize('size', [SIZE, 24, 20])
+def test_windows_of_torchvision(name, size):
+    """With P of these windows the output is that of torchvision's own function, padding and masks included."""
+    model, x = small_vit(name).double(), torch.randn(2, 3, size, size, dtype=torch.float64)
+    expected = model(x)
+    with ExitStack() as stack:
+        for layer in prunable_heads(model).values():
+            stack.enter_context(layer.output_called())
+        torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize('name', FUSED)
+def test_fused_attention(name):
+    """What the unfused path of timm has."""
+    model, x, found = small_vit(name).double(), images(), {}
+    maps = attention_maps(model, x)
+    for layer_name in maps:
+        layer = model.get_submodule(layer_name)
+        layer.fused_attn = False
+        layer.attn_drop.register_forward_pre_hook(lambda _, args, own=layer_name: found.update({own: args[0]}))
+    model(x)
+    for layer_name, own in maps.items():
+        torch.testing.assert_close(own, found[layer_name], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize('name', ['sa_quadratic_cifar', 'sa_learned_content_cifar', 'cmhsa3_small_patch4_32'])
+def test_of_this_package(name):
+    settings = dict(embed_dim=12, depth=2, num_heads=3) if 'sa_' in name else dict(phase='attn')
+    model = timm.create_model(name, **settings).double().eval()
+    x, maps = torch.randn(2, 3, 16, 16).double(), {}
+    found = attention_maps(model, x)
+    for layer_name, layer in attention_of(model).items():
+        layer.register_forward_pre_hook(lambda module, args, own=layer_name: maps.update({own: args[0]}))
+    model(x)
+    for layer_name, layer in attention_of(model).items():
+        tokens = maps[layer_name].shape[1] * maps[layer_name].shape[2]
+        if layer.depends_on_content:
+            expected = layer.attention_scores(maps[layer_name]).softmax(-1)[..., :tokens]
+        else:
+            expected = layer.attention_probs(maps[layer_name].shape[1:3]).expand(2, -1, -1, -1)
+        torch.testing.assert_close(found[layer_name], expected, rtol=1e-12, atol=1e-14)
+
+
+def test_reductions():
+    model, x = small_vit('vit_tiny_patch16_224').double(), images()
+    maps = attention_maps(model, x)
+    for reduce, expected in {
+        'mean': lambda own: own.mean(0),
+        'class_token': lambda own: own[:, :, 0],
+        torch.Tensor.sum: lambda own: own.sum(),
+    }.items():
+        for name, own in attention_maps(model, x, reduce=reduce).items():
+            assert torch.equal(own, expected(maps[name]))
+    with pytest.raises(ValueError, match="reduce='max' must be one of mean, class_token, or a function"):
+        attention_maps(model, x, reduce='max')
+
+
+def test_recorder_in_training():
+    """Two steps of a training with dropout: maps of each, without gradients, and the step is the same as without."""
+    torch.manual_seed(0)
+    model, x = small_vit('vit_tiny_patch16_224', attn_drop_rate=0.5), images(torch.float32)
+    model.train()
+    torch.manual_seed(1)
+    expected = model(x)
+    torch.manual_seed(1)
+    with AttentionRecorder(model) as recorder:
+        output = model(x)
+        output.sum().backward()
+        model(x[:1])
+    assert torch.equal(output, expected) and model.training
+    assert [len(maps['blocks.1.attn']) for maps in recorder.passes] == [2, 1]
+    first = recorder.passes[0]['blocks.0.attn']
+    assert not first.requires_grad
+    torch.testing.assert_close(first, attention_maps(model, x)['blocks.0.attn'])
+    model(x)
+    assert len(recorder.passes) == 2
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_model_stays_as_it_was():
+    model, x = small_vit('vit_tiny_patch16_224'), images()
+    model.blocks[0].train()
+    state, modes = {key: own.clone() for key, own in model.state_dict().items()}, [m.training for m in model.modules()]
+    attention_maps(model, x)  # float64 for a float32 model
+    rollout(model, x, target=1)
+    assert all(torch.equal(own, state[key]) for key, own in model.state_dict().items())
+    assert [m.training for m in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(dtype):
+    model, x = timm.create_model('vit_tiny_patch16_224', img_size=SIZE, depth=1), images(torch.float32)
+    expected = attention_maps(model, x)['blocks.0.attn']
+    own = attention_maps(model.to(dtype), x)['blocks.0.attn']
+    assert own.dtype == torch.float32
+    torch.testing.assert_close(own, expected, rtol=0.1, atol=1e-3)
+
+
+def test_compiled_and_wrapped():
+    """Of torch.compile and of a wrapper for distributed training: the names are those of the model inside."""
+    model, x = small_vit('vit_tiny_patch16_224'), images(torch.float32)
+    expected = attention_maps(model, x)
+    wrapped = nn.DataParallel(model)
+    for other in (torch.compile(model, backend='eager'), wrapped):
+        other(x)
+        maps = attention_maps(other, x)
+        assert list(maps) == list(expected)
+        assert all(torch.equal(own, expected[name]) for name, own in maps.items())
+    model.compile(backend='eager')
+    model(x)
+    with AttentionRecorder(model) as recorder:
+        model(x)
+    assert all(torch.equal(own, expected[name]) for name, own in recorder.passes[0].items())
+
+
+def expected_rollout(model, x, target):
+    """The rollout from the equations, by the maps themselves or by gradients of the unfused attention."""
+    maps = attention_maps(model, x)
+    tokens = next(iter(maps.values())).shape[-1]
+    joint = torch.eye(tokens, dtype=x.dtype).expand(len(x), -1, -1)
+    if target is None:
+        for own in maps.values():
+            joint = (own.mean(1) + torch.eye(tokens, dtype=x.dtype)) / 2 @ joint
+        return joint
+    found, handles = [], []
+
+    def keep(_, args):
+        args[0].retain_grad()
+        found.append(args[0])
+
+    for layer_name in maps:
+        layer = model.get_submodule(layer_name)
+        layer.fused_attn = False
+        handles.append(layer.attn_drop.register_forward_pre_hook(keep))
+    model(x)[torch.arange(len(x)), target].sum().backward()
+    for layer_name, own in zip(maps, found):
+        layer = model.get_submodule(layer_name)
+        layer.fused_attn = True
+        joint = joint + (own.grad * own).clamp(min=0).mean(1).detach() @ joint
+    for handle in handles:
+        handle.remove()
+    return joint
+
+
+@pytest.mark.parametrize('name', FUSED)
+@pytest.mark.parametrize('target', [None, [3, 1]])
+def test_rollout(name, target):
+    """Abnar and Zuidema's, and Chefer et al.'s by autograd through the unfused attention."""
+    model, x = small_vit(name).double(), images()
+    joint = expected_rollout(model, x, target)
+    expected = joint[:, 0, -16:].unflatten(1, (4, 4))
+    torch.testing.assert_close(rollout(model, x, target).detach(), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize('name', ['transformers.ViT', 'transformers.Dinov2', 'torchvision.VisionTransformer'])
+@pytest.mark.parametrize('target', [None, 2])
+def test_rollout_of_other_libraries(name, target):
+    """With ``target``: the gradient by a map is that of the loss when the map itself is moved."""
+    model, x = small_vit(name).double(), images()
+    heat, maps = rollout(model, x, target), attention_maps(model, x)
+    joint = torch.eye(17, dtype=torch.float64).expand(2, -1, -1)
+    for layer_name, own in maps.items():
+        if target is None:
+            joint = (own.mean(1) + torch.eye(17)) / 2 @ joint
+        else:
+            joint = joint + (own * gradient_by_map(model, x, layer_name, target)).clamp(min=0).mean(1) @ joint
+    torch.testing.assert_close(heat, joint[:, 0, 1:].unflatten(1, (4, 4)), rtol=1e-9, atol=1e-12)
+
+
+def gradient_by_map(model, x, name, target):
+    """∂y/∂A by autograd through the layer, computed again by ``A V`` from values of its own weights."""
+    heads = prunable_heads(model)[name]
+    found = {}
+
+    def replaced(module, args, kwargs, output):
+        tokens = args[0]
+        value = tokens @ heads.weight('v').flatten(0, 1).T + heads.bias('v').flatten()
+        probs = own_probs(tokens).detach().requires_grad_()
+        found['probs'] = probs
+        mixed = (probs @ value.unflatten(2, (3, 8)).transpose(1, 2)).transpose(1, 2).flatten(2)
+        mapped = mixed @ heads.output.weight.T + heads.output.bias
+        return (mapped, None)
+
+    def own_probs(tokens):
+        query, key = (
+            (tokens @ heads.weight(which).flatten(0, 1).T + heads.bias(which).flatten())
+            .unflatten(2, (3, 8))
+            .transpose(1, 2)
+            for which in 'qk'
+        )
+        return (query @ key.mT / 8**0.5).softmax(-1)
+
+    handle = heads.module.register_forward_hook(replaced, with_kwargs=True)
+    output_of(model, x)[:, target].sum().backward()
+    handle.remove()
+    model.zero_grad()
+    return found['probs'].grad
+
+
+def test_rollout_without_a_class_token():
+    """The mean over all patches; a head of equal attention spreads it."""
+    model = timm.create_model('sa_quadratic_cifar', embed_dim=12, depth=2, num_heads=3).double()
+    x = torch.randn(2, 3, 8, 8).double()
+    joint = torch.eye(16, dtype=torch.float64)
+    for own in attention_maps(model, x).values():
+        joint = (own.mean(1) + torch.eye(16)) / 2 @ joint
+    torch.testing.assert_close(rollout(model, x), joint.mean(1).unflatten(1, (4, 4)), rtol=1e-12, atol=1e-14)
+    assert rollout(model, x, target=3).shape == (2, 4, 4)
+
+
+def test_class_token_that_comes_later():
+    """ConViT adds it after its gated layers."""
+    model, x = small_vit('convit_tiny').double(), images()
+    gated, last = attention_maps(model, x).values()
+    before = torch.block_diag(torch.eye(1), torch.zeros(16, 16)) + nn.functional.pad(
+        (gated.mean(1) + torch.eye(16)) / 2, (1, 0, 1, 0)
+    )
+    expected = ((last.mean(1) + torch.eye(17)) / 2 @ before)[:, 0, 1:].unflatten(1, (4, 4))
+    torch.testing.assert_close(rollout(model, x), expected, rtol=1e-12, atol=1e-14)
+    with pytest.raises(TypeError, match='blocks.0.attn is a GPSA: its probabilities are no softmax'):
+        rollout(model, x, target=1)
+
+
+@pytest.mark.parametrize(
+    ('build', 'shape', 'message'),
+    [
+        (lambda: timm.create_model('resnet18'), IMAGES, 'model is a ResNet, whose blocks have no attention'),
+        (lambda: timm.create_model('efficientvit_b0'), IMAGES, 'no attention with num_heads|is a'),
+        (lambda: timm.create_model('pvt_v2_b0'), IMAGES, 'is a Attention of timm.models.pvt_v2'),
+        (lambda: small_vit('vit_tiny_patch16_224'), (2, 1, SIZE, SIZE), r'images have shape \(2, 1, 32, 32\)'),
+        (lambda: small_vit('vit_tiny_patch16_224'), (3, SIZE, SIZE), r'takes \(B, 3, H, W\)'),
+    ],
+)
+def test_what_cannot_be_seen(build, shape, message):
+    for function in (attention_maps, rollout):
+        with pytest.raises(ValueError, match=message):
+            function(build(), torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ('target', 'message'), [(5, r'target=5 must be a class from 0 to 4'), ([1, 7], 'must be a class from 0 to 4')]
+)
+def test_no_such_class(target, message):
+    with pytest.raises(ValueError, match=message):
+        rollout(small_vit('vit_tiny_patch16_224'), images(torch.float32), target)
+
+
+@pytest.mark.parametrize('name', IN_WINDOWS)
+def test_rollout_of_windows(name):
+    with pytest.raises(ValueError, match='has attention of 16 to 16 tokens after 64 tokens: a rollout needs the same'):
+        rollout(small_vit(name), images(torch.float32))
+
+
+def test_not_finite():
+    model = small_vit('vit_tiny_patch16_224')
+    model.blocks[1].attn.qkv.weight.data.fill_(torch.nan)
+    with pytest.raises(ValueError, match='the probabilities of blocks.1.attn are not finite'):
+        attention_maps(model, images(torch.float32))
+
+
+@pytest.mark.parametrize('name', [*OF_TIMM, *OF_MMPRETRAIN, *OF_HUGGING_FACE, *OF_TORCHVISION])
+def test_every_transformer(name):
+    """Each row is what a query gives to all keys; the output of the model is the same."""
+    model, x = small_vit(name).double(), images()
+    expected = output_of(model, x)
+    for own in attention_maps(model, x).values():
+        assert own.shape[:2] == (2, 3) and own.shape[2] == own.shape[3]
+        torch.testing.assert_close(own.sum(-1), torch.ones_like(own.sum(-1)), rtol=0, atol=1e-6)
+    assert torch.equal(output_of(model, x), expected)

@@ -1,0 +1,104 @@
+"""Models of Hugging Face transformers: saved without some heads and loaded again, and timm's models inside of them."""
+
+import sys
+
+import pytest
+import timm
+import torch
+from helpers.vits import OF_HUGGING_FACE, SIZE, output_of, small_vit
+from torch.utils.flop_counter import FlopCounterMode
+
+pytest.importorskip('transformers.models')  # this folder has the name of the library
+
+from attncnn_plugin import attention_maps, follow_state_dict, load_hugging_face
+from attncnn_plugin.pruning import head_costs, prunable_heads, prune_heads
+
+transformers = sys.modules['transformers']
+
+
+def number_of_heads(model):
+    return [layer.num_heads for layer in prunable_heads(model).values()]
+
+
+@pytest.mark.parametrize('name', OF_HUGGING_FACE)
+def test_saved_and_loaded(name, tmp_path):
+    """Every entry and the outputs are the same; ``from_pretrained`` alone refuses the shapes."""
+    model, images = small_vit(name), torch.randn(2, 3, SIZE, SIZE)
+    first, second = list(prunable_heads(model))[:2]
+    prune_heads(model, {first: [0, 2], second: [1]})
+    model.save_pretrained(tmp_path)
+    loaded = load_hugging_face(tmp_path)
+    assert type(loaded) is type(model) and not loaded.training
+    assert number_of_heads(loaded) == number_of_heads(model)
+    assert all(torch.equal(own, loaded.state_dict()[key]) for key, own in model.state_dict().items())
+    assert torch.equal(output_of(loaded, images), output_of(model, images))
+    with pytest.raises(RuntimeError, match='ignore_mismatched_sizes'):
+        type(model).from_pretrained(tmp_path)
+    loaded.save_pretrained(tmp_path / 'again')
+    again = load_hugging_face(tmp_path / 'again', dtype=torch.float64)
+    assert again.dtype == torch.float64 and number_of_heads(again) == number_of_heads(model)
+
+
+def test_loaded_whole(tmp_path):
+    model = small_vit('transformers.ViT')
+    model.save_pretrained(tmp_path)
+    loaded = load_hugging_face(tmp_path)
+    assert all(torch.equal(own, loaded.state_dict()[key]) for key, own in model.state_dict().items())
+    (tmp_path / 'config.json').write_text('{"model_type": "vit", "architectures": ["Vit"]}')
+    with pytest.raises(ValueError, match='has the architecture Vit, which is no class of transformers'):
+        load_hugging_face(tmp_path)
+
+
+def test_shapes_that_no_heads_explain(tmp_path):
+    """As of another width: transformers' own error."""
+    small_vit('transformers.ViT').save_pretrained(tmp_path)
+    config = transformers.ViTConfig.from_pretrained(
+        tmp_path, hidden_size=48, architectures=['ViTForImageClassification']
+    )
+    config.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError):
+        load_hugging_face(tmp_path)
+
+
+@pytest.mark.parametrize('name', OF_HUGGING_FACE)
+def test_what_is_pruned_is_gone(name):
+    """Half of a layer's heads are half of its attention's multiply-adds, as PyTorch counts them."""
+    model, images = small_vit(name, **two_heads(name)), torch.randn(1, 3, SIZE, SIZE)
+    counts = []
+    for _ in range(2):
+        with torch.no_grad():
+            total, costs = head_costs(model, lambda: model(images))
+        with (
+            FlopCounterMode(display=False) as counter,
+            torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        ):
+            model(images)
+        assert counter.get_total_flops() // 2 == total
+        counts.append((total, costs))
+        if len(counts) == 1:
+            change = prune_heads(model, {layer: [0] for layer in prunable_heads(model)})
+            assert change.parameters_after == sum(own.numel() for own in model.parameters()) < change.parameters_before
+    (before, costs), (after, _) = counts
+    assert before - after == sum(own[0].item() for own in costs.values())
+
+
+def two_heads(name):
+    return dict(num_heads=[2, 2]) if name.endswith('Swin') else dict(num_attention_heads=2)
+
+
+def test_timm_inside():
+    """``TimmWrapperForImageClassification``: its maps are those of the model inside, and a state dict has its heads."""
+    settings = dict(img_size=SIZE, patch_size=8, embed_dim=24, depth=2, num_heads=3)
+    config = transformers.TimmWrapperConfig(
+        architecture='vit_tiny_patch16_224', model_args=settings, num_labels=5, do_pooling=True
+    )
+    model, fresh = (transformers.TimmWrapperForImageClassification(config).eval() for _ in range(2))
+    inside = timm.create_model('vit_tiny_patch16_224', num_classes=5, **settings).eval()
+    inside.load_state_dict(model.timm_model.state_dict())
+    images = torch.randn(2, 3, SIZE, SIZE)
+    for (name, own), expected in zip(attention_maps(model, images).items(), attention_maps(inside, images).values()):
+        assert name.startswith('timm_model.blocks.') and torch.equal(own, expected)
+    prune_heads(model, {0: [1]})
+    assert follow_state_dict(fresh, model.state_dict())
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(output_of(fresh, images), output_of(model, images))
