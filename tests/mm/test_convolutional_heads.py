@@ -46,7 +46,7 @@ def built(config, **changes):
 
 def assert_started(model, backbone, prefix, layers, bound):
     """What each head attends to is the Gaussian around its shift."""
-    maps = attention_maps(model, random_images(backbone)[:1])
+    maps = mean_attention(model, random_images(backbone)[:1])
     for layer in layers:
         for number, head in enumerate(layer.heads):
             probs = maps[prefix + layer.name].probs[[number]].double()
@@ -68,15 +68,7 @@ def test_attention_after_init_weights(config):
             init_as_convolution(other)
             assert torch.equal(table, other.get_submodule(layer.name).relative_position_bias_table)
         return
-<<<<<<< HEAD
     assert_started(model, model, '', report.layers, max(BOUNDS[encoding], 1e-5))
-=======
-    maps = mean_attention(model, random_images(model)[:1])
-    for layer in report.layers:
-        for number, head in enumerate(layer.heads):
-            found = total_variation(maps[layer.name].probs[[number]].double(), gaussian(head.shift, 2.0, layer.grid))
-            assert found < max(BOUNDS[encoding], 1e-5)
->>>>>>> main
 
 
 def test_in_a_classifier():
@@ -87,16 +79,7 @@ def test_in_a_classifier():
         config = dict(type='ImageClassifier', backbone=dict(VIT, init_cfg=of_backbone), head=head, init_cfg=of_model)
         model = built(config)
         model.init_weights()
-<<<<<<< HEAD
         assert_started(model, model.backbone, 'backbone.', init_as_convolution(built(VIT)).layers, 0.1)
-=======
-        maps = mean_attention(model, random_images(model.backbone)[:1])
-        report = init_as_convolution(built(VIT))
-        for layer in report.layers:
-            for number, of_head in enumerate(layer.heads):
-                wanted = gaussian(of_head.shift, 2.0, layer.grid)
-                assert total_variation(maps[f'backbone.{layer.name}'].probs[[number]].double(), wanted) < 0.1
->>>>>>> main
         assert model.head.layers.head.weight.std() < 0.03  # initialized, too
 
 

@@ -13,18 +13,7 @@ from helpers.small import SMALL_ARCH, save_degenerate, small_timm
 from mmengine.hooks import Hook
 from mmpretrain.registry import HOOKS
 
-<<<<<<< HEAD
-from attncnn_plugin.analysis import AttentionMaps, attention_maps, head_centers, head_report, read_centers, read_scalars
-=======
-from attncnn_plugin.analysis import (
-    MeanAttention,
-    head_centers,
-    head_report,
-    mean_attention,
-    read_centers,
-    read_scalars,
-)
->>>>>>> main
+from attncnn_plugin.analysis import MeanAttention, head_centers, head_report, mean_attention, read_centers, read_scalars
 from attncnn_plugin.analysis.layer_maps import shown_layers
 from attncnn_plugin.mm import visualization as attention_visualization_hook
 from attncnn_plugin.mm.config_model import ConfigModel
@@ -109,62 +98,11 @@ def test_pictures_and_scalars(repository, tmp_path):
     assert all(json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines())
 
 
-<<<<<<< HEAD
 def test_heads_keep_their_numbers_when_others_are_pruned(repository, tmp_path):
     pruning = dict(type='HeadPruningHook', epochs=[1], num_batches=1)
     config = config_of(repository, tmp_path, 'sa_generalized_digits', [pruning, HOOK], epochs=3)
     config.load_from = save_degenerate(tmp_path / 'start.pth')
     runner, _ = run(config)
-=======
-def test_attention_by_content_is_a_mean_over_images(repository, tmp_path):
-    runner = train(config_of(repository, tmp_path, 'sa_learned_content_digits', [HOOK], epochs=1))
-    loader = runner.val_dataloader
-    inputs = dict(inputs=[loader.dataset[i * len(loader.dataset) // 3]['inputs'] for i in range(3)])
-    images = runner.model.data_preprocessor(inputs, False)['inputs']
-    maps = mean_attention(runner.model, images)
-    for layer in LAYERS:
-        centers, _ = head_centers(maps[layer])
-        recorded = read_centers(tmp_path)[layer]
-        assert np.allclose([recorded[head][-1, 1:] for head in range(3)], centers.numpy(), atol=1e-5)
-
-
-PRUNED = dict(type='HeadPruningHook', epochs=[1], num_batches=1, criteria=[dict(type='stripe', threshold=1.1)])
-
-
-def with_stripes(config, heads):
-    """A run that begins with some heads that the hook prunes, and that a resumed one can repeat."""
-    config.custom_hooks.insert(0, dict(type='Stripes', heads=heads))
-    config.model.backbone.drop_rate = 0.0
-    return config
-
-
-@HOOKS.register_module()
-class Stripes(Hook):
-    """Gives all heads of the first layer a round shape, but for some."""
-
-    priority = 'VERY_HIGH'
-
-    def __init__(self, heads):
-        self.heads = heads
-
-    def before_train(self, runner):
-        if runner.epoch == 0:
-            for block in runner.model.backbone.blocks:
-                block.attn.encoding.sqrt_precision.data.copy_(torch.eye(2).expand(3, 2, 2))
-            runner.model.backbone.blocks[0].attn.encoding.sqrt_precision.data[self.heads, 0, 0] = 3
-
-
-@pytest.fixture(scope='module')
-def pruned(repository, tmp_path_factory):
-    """A run of three epochs in which head 1 of the first layer was pruned at the beginning of the second."""
-    work_dir = tmp_path_factory.mktemp('pruned')
-    config = config_of(repository, work_dir, 'sa_generalized_digits', [PRUNED, HOOK], epochs=3)
-    return work_dir, train(with_stripes(config, [1]))
-
-
-def test_heads_keep_their_numbers_when_others_are_pruned(pruned):
-    work_dir, runner = pruned
->>>>>>> main
     layer = runner.model.backbone.blocks[0].attn
     assert layer.num_heads == 2
     centers = read_centers(tmp_path)[LAYERS[0]]
@@ -275,11 +213,7 @@ def test_attention_by_content_is_a_mean_over_images(kind, repository, tmp_path):
     loader = runner.val_dataloader
     inputs = dict(inputs=[loader.dataset[i * len(loader.dataset) // 3]['inputs'] for i in range(3)])
     images = runner.model.data_preprocessor(inputs, False)['inputs']
-<<<<<<< HEAD
-    maps, recorded = attention_maps(runner.model, images), read_centers(tmp_path)
-=======
-    maps, recorded = mean_attention(runner.model, images), read_centers(tmp_path / 'a')
->>>>>>> main
+    maps, recorded = mean_attention(runner.model, images), read_centers(tmp_path)
     assert list(recorded) == list(shown_layers(runner.model)) and len(recorded) == 2
     reports = {report.name: report for report in head_report(runner.model, images).layers}
     for name, own in maps.items():
