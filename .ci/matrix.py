@@ -51,9 +51,8 @@ ROWS = {
     'timm only': Row('3.12', '', ('pytest', 'pytest-xdist', 'hypothesis', 'selenium')),
     'onedl': Row(
         '3.11',
-        '[vis,test]',
-        ('onedl-mmengine==0.10.12', 'onedl-mmcv==2.3.6', 'onedl-mmpretrain==1.3.6', 'scikit-learn'),
-        ('torch==2.14.1',),
+        '[onedl,vis,test]',
+        versions=('torch==2.14.1',),
     ),
 }
 

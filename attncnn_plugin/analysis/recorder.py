@@ -114,10 +114,15 @@ def _reduction(reduce: Reduce) -> Callable[[Tensor], Tensor]:
     """Returns the function that ``reduce`` stands for."""
     if reduce is None:
         return lambda probs: probs
-    found = REDUCTIONS.get(reduce) if isinstance(reduce, str) else reduce
-    if not callable(found):
+    function = REDUCTIONS.get(reduce) if isinstance(reduce, str) else reduce
+    if not callable(function):
         raise ValueError(f'reduce={shown(reduce)} must be one of {", ".join(REDUCTIONS)}, or a function of a tensor')
-    return found
+
+    def kept(probs: Tensor) -> Tensor:
+        own = function(probs)
+        return own.clone() if own.untyped_storage().nbytes() > own.nbytes else own  # a view would keep all
+
+    return kept
 
 
 def attention_of(model: nn.Module) -> Mapping[str, Any]:

@@ -174,6 +174,7 @@ def test_reductions():
     }.items():
         for name, own in attention_maps(model, x, reduce=reduce).items():
             assert torch.equal(own, expected(maps[name]))
+            assert own.untyped_storage().nbytes() == own.nbytes  # no more is kept
     with pytest.raises(ValueError, match="reduce='max' must be one of mean, class_token, or a function"):
         attention_maps(model, x, reduce='max')
 
