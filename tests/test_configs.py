@@ -27,6 +27,7 @@ from attncnn_plugin.analysis import mean_attention
 from attncnn_plugin.attention import GeneralizedQuadraticAttention
 from attncnn_plugin.pruning import find_degenerate_heads
 from attncnn_plugin.transformers.start import random_images
+from attncnn_plugin.transformers.vision_transformer import find_transformer
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
 MODELS = [model['Name'] for model in yaml.safe_load((CONFIGS / 'metafile.yml').read_text())['Models']]
@@ -243,7 +244,7 @@ def test_vits_that_start_as_a_convolution(name):
     model = MODELS_OF_MMPRETRAIN.build(config.model)
     model.init_weights()
     shifts = set()
-    for maps in mean_attention(model, random_images(model.backbone)).values():
+    for maps in mean_attention(model, random_images(find_transformer(model.backbone))).values():
         middle = maps.probs.unflatten(-1, (8, 8)).unflatten(1, (8, 8))[:, 3, 3]  # (N_h, 8, 8)
         for head in middle:
             row, column = divmod(int(head.argmax()), 8)

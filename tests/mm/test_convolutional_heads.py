@@ -11,6 +11,7 @@ from attncnn_plugin.analysis import mean_attention
 from attncnn_plugin.transformers import init_as_convolution
 from attncnn_plugin.transformers.embeddings import sine_cosine_embedding
 from attncnn_plugin.transformers.start import random_images
+from attncnn_plugin.transformers.vision_transformer import find_transformer
 
 ARCH = dict(embed_dims=32, num_layers=2, num_heads=2, feedforward_channels=48)
 START = dict(type='ConvolutionalHeads', kernel_size=3)
@@ -46,7 +47,7 @@ def built(config, **changes):
 
 def assert_started(model, backbone, prefix, layers, bound):
     """What each head attends to is the Gaussian around its shift."""
-    maps = mean_attention(model, random_images(backbone)[:1])
+    maps = mean_attention(model, random_images(find_transformer(backbone))[:1])
     for layer in layers:
         for number, head in enumerate(layer.heads):
             probs = maps[prefix + layer.name].probs[[number]].double()
