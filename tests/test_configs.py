@@ -207,7 +207,7 @@ def test_heads_are_pruned_as_in_the_released_code():
     """C20, Figure 13: κ > 1000, λ₁ < 1e-5, nothing makes up for removed heads; and with their means as biases."""
     names = ('sa_generalized_pruned_cifar10', 'sa_generalized_pruned_corrected_cifar10')
     hooks = [HOOKS.build(config_of(name).custom_hooks[0]) for name in names]
-    assert [hook.bias_correction for hook in hooks] == [False, True]
+    assert [hook.pruner.bias_correction for hook in hooks] == [False, True]
     layer = GeneralizedQuadraticAttention(2, 5)
     with torch.no_grad():
         for head, (first, second) in enumerate([(1, 1), (3, 3 / 990), (3, 3 / 1010), (1.1e-5, 1e-5), (0.9e-5, 0.8e-5)]):
