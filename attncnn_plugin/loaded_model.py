@@ -1,20 +1,26 @@
-"""A model of either framework with images as it takes them, as the tools need it."""
+"""A model of any of three libraries with images as it takes them, as the tools need it."""
 
+import math
+import shutil
 import sys
+from argparse import Namespace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import timm
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
+from safetensors import SafetensorError
 from timm.data import create_transform, resolve_model_data_config
 from timm.layers import to_2tuple
 from torch import Tensor
 
+from .attention.state_dicts import without_prefix
 from .checkpoint_files import load_from_local
+from .hugging_face import load_hugging_face
 from .models import CMHSANetwork, SelfAttentionNetwork
 from .structure import follow_state_dict
 
@@ -31,16 +37,19 @@ def evenly_spread(length: int, number: int) -> List[int]:
 SUFFIXES = {'.bmp', '.jpeg', '.jpg', '.png', '.ppm', '.tif', '.tiff', '.webp'}
 
 
-class LoadedModel:
-    """A model in evaluation mode, and images for it: what a model of mmpretrain's and one of timm's have in common.
+PREPROCESSOR = 'preprocessor_config.json'  # of Hugging Face: how images become inputs
 
-    Both have ``test_images(number)``, the images of the model's own tests; ``image(which)``, one by its number among
+
+class LoadedModel:
+    """A model in evaluation mode, and images for it: what the models of all libraries have in common.
+
+    All have ``test_images(number)``, the images of the model's own tests; ``image(which)``, one by its number among
     them or by its file; ``read(path)``, a file after the transforms of the tests, ``(C, H, W)``; ``inputs(images)``,
     those images as the forward pass takes them, ``(B, C, H, W)``; and ``picture(image)``, one to look at,
     ``(H, W, 3)``, uint8, red first.
 
     Attributes:
-        name (str): The config, or the name of the model in timm.
+        name (str): The config, the name of the model in timm, or the folder of one of Hugging Face transformers.
         model (nn.Module): The model.
         meta (dict): The information about its training that the checkpoint holds.
         head_numbers (dict[str, list[int]] | None): By layer, what its heads were called when the training began, where
@@ -84,6 +93,11 @@ class LoadedModel:
         """Returns images of a folder, or of the model's own tests, as the forward pass takes them, ``(B, C, H, W)``."""
         return self.inputs(self.test_images(number) if folder is None else self.read_folder(folder, number))
 
+    def save(self, path: str) -> None:
+        """Saves the model, whose heads are fewer by now, in the form that it was read in."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        torch.save({'state_dict': self.model.state_dict(), 'meta': self.meta}, path)
+
     @cached_property
     def _network(self) -> Any:
         own = (CMHSANetwork, SelfAttentionNetwork)
@@ -101,7 +115,39 @@ def rgb_picture(pixels: Tensor) -> np.ndarray:
     return np.ascontiguousarray(np.broadcast_to(picture, (*picture.shape[:2], 3)))
 
 
-class TimmModel(LoadedModel):
+class FileModel(LoadedModel):
+    """A model without a test dataset: its images are files."""
+
+    num_channels: int
+    mean: Sequence[float]
+    std: Sequence[float]
+    transform: Any  # of a PIL image, to what the model takes, (C, H, W)
+
+    def test_images(self, number: int) -> List[Tensor]:
+        raise ValueError(f'{self.name} has no test dataset: give images of your own, --images FOLDER')
+
+    def image(self, which: str) -> Tensor:
+        if which.isdecimal() and not Path(which).exists():
+            raise ValueError(f'image {which} must be a file: {self.name} has no test dataset')
+        return self.read(which)
+
+    def read(self, path: Union[str, Path]) -> Tensor:
+        try:
+            with Image.open(path) as image:
+                pixels = image.convert('L' if self.num_channels == 1 else 'RGB')
+        except OSError as error:
+            raise ValueError(f'{path} cannot be read as an image: {error}') from error
+        return self.transform(pixels)
+
+    def inputs(self, images: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(images))
+
+    def picture(self, image: Tensor) -> np.ndarray:
+        mean, std = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
+        return rgb_picture((255 * (image * std + mean)).round())
+
+
+class TimmModel(FileModel):
     """A model of timm in evaluation mode, and images after the transforms of its tests.
 
     Args:
@@ -109,7 +155,8 @@ class TimmModel(LoadedModel):
         checkpoint (str, optional): Its weights. Defaults to None.
         pretrained (bool): Whether to take timm's pretrained weights. Defaults to False. Without these and without a
             checkpoint the weights are random, and a line on the standard error stream says so.
-        settings (dict, optional): Of ``timm.create_model``.
+        settings (dict, optional): Of ``timm.create_model``. Number of classes and size of images are by default those
+            that the shapes in the checkpoint say, where they do.
 
     Raises:
         FileNotFoundError: No such checkpoint.
@@ -125,50 +172,137 @@ class TimmModel(LoadedModel):
         settings: Optional[Dict[str, Any]] = None,
     ) -> None:
         self.name, self.meta, self.head_numbers = name, {}, None
-        self._model_settings = settings or {}
-        self.model = timm.create_model(name, pretrained=pretrained, **self._model_settings).eval()
+        settings = settings or {}
+        self.model = timm.create_model(name, pretrained=pretrained, **settings).eval()
         if checkpoint is not None:
-            if Path(checkpoint).suffix != '.safetensors':
-                load_from_local(checkpoint, mmap=True)  # refuses damaged and malicious files
-            state_dict = timm.models.load_state_dict(checkpoint, weights_only=True)
-            follow_state_dict(self.model, state_dict)
-            self.model.load_state_dict(state_dict)
+            state_dict = read_timm(checkpoint)
+            found = dict(settings_in(state_dict, self.model).values())
+            if found.keys() - settings.keys():
+                settings = {**found, **settings}
+                self.model = timm.create_model(name, **settings).eval()
+            try:
+                follow_state_dict(self.model, state_dict, strict=False)
+                self.model.load_state_dict(state_dict)
+            except RuntimeError as error:
+                raise ValueError(f'{checkpoint} does not fit {name}: {self._misfit(state_dict, error)}') from error
         elif not pretrained:
             print(f'The weights of {name} are random: give --pretrained or --checkpoint', file=sys.stderr)
-
-    def test_images(self, number: int) -> List[Tensor]:
-        raise ValueError(f'{self.name}, a model of timm, has no test dataset: give images of your own, --images FOLDER')
-
-    def image(self, which: str) -> Tensor:
-        if which.isdecimal() and not Path(which).exists():
-            raise ValueError(f'image {which} must be a file: {self.name}, a model of timm, has no test dataset')
-        return self.read(which)
-
-    def read(self, path: Union[str, Path]) -> Tensor:
-        try:
-            with Image.open(path) as image:
-                return self._transform(image.convert('L' if self._data['input_size'][0] == 1 else 'RGB'))
-        except UnidentifiedImageError as error:
-            raise ValueError(f'{path} cannot be read as an image: {error}') from error
-
-    def inputs(self, images: Sequence[Tensor]) -> Tensor:
-        return torch.stack(list(images))
-
-    def picture(self, image: Tensor) -> np.ndarray:
-        mean, std = (torch.tensor(self._data[name])[:, None, None] for name in ('mean', 'std'))
-        return rgb_picture((255 * (image * std + mean)).round())
-
-    @cached_property
-    def _data(self) -> Dict[str, Any]:
-        """Returns the data configuration for the settings of the model."""
         data = resolve_model_data_config(self.model)
-        channels, *size = data['input_size']
-        channels = self._model_settings.get('in_chans', channels)
-        data['input_size'] = (channels, *to_2tuple(self._model_settings.get('img_size', size)))
-        if channels == 1:
+        self.num_channels = settings.get('in_chans', data['input_size'][0])
+        data['input_size'] = (self.num_channels, *to_2tuple(settings.get('img_size', data['input_size'][1:])))
+        if self.num_channels == 1:
             data.update({name: (fmean(data[name]),) for name in ('mean', 'std')})
-        return data
+        self.mean, self.std = data['mean'], data['std']
+        self.transform = create_transform(**data, is_training=False)
 
-    @cached_property
-    def _transform(self) -> Callable[[Image.Image], Tensor]:
-        return create_transform(**self._data, is_training=False)
+    def _misfit(self, state_dict: Mapping[str, Any], error: RuntimeError) -> str:
+        """Returns what it is in a state dict that the model does not take, and the remedy."""
+        if self._network is not None:
+            state_dict = without_prefix(state_dict, 'backbone.')
+        own = self.model.state_dict()
+        reasons = [line.strip() for line in str(error).splitlines() if 'state dict' in line]  # of this package
+        settings = {key: '{}={}'.format(*found) for key, found in settings_in(state_dict, self.model).items()}
+        if reasons and not settings:
+            return reasons[0]
+        for key in [*settings, *own, *state_dict]:
+            shapes = [tuple(entries[key].shape) if key in entries else () for entries in (state_dict, own)]
+            if shapes[0] != shapes[1]:
+                break
+        is_position = 'pos' in key and shapes[0][-1:] == shapes[1][-1:]
+        remedy = settings.get(key, 'img_size=…' if is_position else 'as it was trained with, or another --timm')
+        shown = [shape or 'missing' for shape in shapes]
+        return f'{key} is {shown[0]} there and {shown[1]} in the model, give --model-kwargs {remedy}'
+
+
+def read_timm(checkpoint: str) -> Dict[str, Any]:
+    """Returns the state dict in a checkpoint, the average's in one of timm's ``train.py`` that has one.
+
+    Raises:
+        FileNotFoundError: No such file.
+        ValueError, UnpicklingError: It is damaged, or not safe to load.
+    """
+    if not Path(checkpoint).is_file():
+        raise FileNotFoundError(f'--checkpoint {checkpoint} is no file')
+    with torch.serialization.safe_globals([Namespace]):  # the options of timm's train.py
+        if Path(checkpoint).suffix != '.safetensors':
+            load_from_local(checkpoint, mmap=True)  # refuses damaged and malicious files
+        try:
+            return timm.models.load_state_dict(checkpoint, weights_only=True)
+        except SafetensorError as error:
+            raise ValueError(f'--checkpoint {checkpoint} is damaged or no safetensors file: {error}') from error
+
+
+def settings_in(state_dict: Mapping[str, Any], model: Any) -> Dict[str, Tuple[str, int]]:
+    """Returns number of classes and size of images that a state dict says by its shapes, where a model has others.
+
+    The size is that of square images, by an embedding of absolute positions.
+
+    Returns:
+        dict[str, tuple[str, int]]: By the name of the entry that says it, the setting of the model and its value.
+    """
+    found = {}
+    own = model.state_dict()
+    names = model.default_cfg.get('classifier') or ''
+    key = f'{names if isinstance(names, str) else names[0]}.weight'
+    classes = len(state_dict[key]) if key in state_dict else 0
+    if (key in state_dict or key in own) and classes != model.num_classes:
+        found[key] = 'num_classes', classes
+    embed = getattr(model, 'patch_embed', None)
+    shapes = [entries['pos_embed'].shape for entries in (state_dict, own) if 'pos_embed' in entries]
+    if hasattr(embed, 'grid_size') and [len(shape) for shape in shapes] == [3, 3] and shapes[0][1] != shapes[1][1]:
+        patches = shapes[0][1] - shapes[1][1] + math.prod(embed.grid_size)
+        side = math.isqrt(max(patches, 0))
+        if side**2 == patches > 0:
+            found['pos_embed'] = 'img_size', side * embed.img_size[0] // embed.grid_size[0]
+    return found
+
+
+class HuggingFaceModel(FileModel):
+    """A model of Hugging Face transformers in evaluation mode, and images as its folder says.
+
+    Without a ``preprocessor_config.json`` they have the size in the configuration, and the mean and deviation 0.5; a
+    line on the standard error stream says so.
+
+    Args:
+        folder (str): Where ``save_pretrained`` has saved it, pruned or not.
+
+    Raises:
+        ImportError: Hugging Face transformers is not installed.
+        ValueError: There is no such model.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.name, self.meta, self.head_numbers = folder, {}, None
+        if not Path(folder, 'config.json').is_file():
+            raise ValueError(f'--hf {folder} has no config.json: give a folder that save_pretrained has written')
+        try:
+            self.model: Any = load_hugging_face(folder)
+            self._processor = self._load_processor()
+        except (OSError, RuntimeError, SafetensorError, ValueError) as error:
+            reason = ' '.join(str(error).splitlines()[:2])
+            raise ValueError(f'--hf {folder} cannot be loaded: {reason}') from error
+        self._saved_dtype = self.model.dtype
+        self.model.float()
+        processor = self._processor
+        self.mean, self.std = (processor.image_mean, processor.image_std) if processor.do_normalize else ([0.0], [1.0])
+
+    def _load_processor(self) -> Any:
+        from transformers import AutoImageProcessor, ViTImageProcessor
+
+        config = self.model.config
+        self.num_channels = getattr(config, 'num_channels', 3)
+        if Path(self.name, PREPROCESSOR).is_file():
+            return AutoImageProcessor.from_pretrained(self.name)
+        height, width = to_2tuple(getattr(config, 'image_size', 224))
+        reason = f'{self.name} has no {PREPROCESSOR}: images are scaled to {height}x{width} pixels, with mean and'
+        print(f'{reason} deviation 0.5', file=sys.stderr)
+        half = [0.5] * self.num_channels
+        return ViTImageProcessor(size=dict(height=height, width=width), image_mean=half, image_std=half)
+
+    def transform(self, image: Image.Image) -> Tensor:
+        return self._processor(image, return_tensors='pt')['pixel_values'][0]
+
+    def save(self, path: str) -> None:
+        self.model.to(self._saved_dtype).save_pretrained(path)
+        if Path(self.name, PREPROCESSOR).is_file():
+            shutil.copy(Path(self.name, PREPROCESSOR), path)

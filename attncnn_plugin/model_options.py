@@ -1,4 +1,4 @@
-"""The options by which the tools take a model: a config and its checkpoint, or the name of a model of timm."""
+"""The options by which the tools take a model: config and checkpoint, a name in timm, or a folder of Hugging Face."""
 
 import argparse
 from typing import Optional
@@ -6,7 +6,7 @@ from typing import Optional
 from timm.utils import ParseKwargs
 
 from .installation import import_problem
-from .loaded_model import LoadedModel, TimmModel
+from .loaded_model import HuggingFaceModel, LoadedModel, TimmModel
 
 
 def setting(text: str) -> str:
@@ -31,7 +31,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
             action=DictAction,
             help='overrides settings of the config: k=v',
         )
-    parser.add_argument('--timm', metavar='NAME', help='a model of timm in the place of config and checkpoint')
+    library = parser.add_mutually_exclusive_group()
+    library.add_argument('--timm', metavar='NAME', help='a model of timm instead of config and checkpoint')
+    library.add_argument('--hf', metavar='FOLDER', help='one that Hugging Face transformers has saved, pruned or not')
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument('--checkpoint', metavar='FILE', help='with --timm: its checkpoint')
     weights.add_argument('--pretrained', action='store_true', help="with --timm: timm's pretrained weights")
@@ -41,7 +43,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         type=setting,
         default={},
         action=ParseKwargs,
-        help='with --timm: settings of the model: k=v',
+        help='with --timm: settings of the model: k=v; by default num_classes and, with embeddings of absolute '
+        'positions, img_size are those of the checkpoint',
     )
 
 
@@ -49,19 +52,21 @@ def check_model_options(
     parser: argparse.ArgumentParser, args: argparse.Namespace, config: Optional[str], checkpoint: Optional[str]
 ) -> None:
     """Ends the tool where the options say no model, or two."""
-    if args.timm is None:
+    if args.timm is None and (args.checkpoint or args.pretrained or args.model_kwargs):
+        parser.error('--checkpoint, --pretrained and --model-kwargs are for --timm')
+    if not args.timm and not args.hf:
         if config is None or checkpoint is None:
-            parser.error('a config and a checkpoint are needed, or --timm NAME')
-        if args.checkpoint or args.pretrained or args.model_kwargs:
-            parser.error('--checkpoint, --pretrained and --model-kwargs are for --timm')
+            parser.error('a config and a checkpoint are needed, or --timm NAME, or --hf FOLDER')
     elif config is not None or getattr(args, 'cfg_options', None):
-        parser.error('--timm takes the place of the config, its checkpoint and --cfg-options')
+        parser.error('--timm and --hf take the place of the config, its checkpoint and --cfg-options')
 
 
 def load_model(args: argparse.Namespace, config: Optional[str], checkpoint: Optional[str]) -> LoadedModel:
-    """Returns the model that the options say; raises the errors of ``TimmModel`` and ``ConfigModel``."""
-    if args.timm is not None:
+    """Returns the model that the options say; raises the errors of its class."""
+    if args.timm:
         return TimmModel(args.timm, args.checkpoint, args.pretrained, args.model_kwargs)
+    if args.hf:
+        return HuggingFaceModel(args.hf)
     from .mm import safe_loading  # noqa: F401
     from .mm.config_model import ConfigModel
 

@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import pathlib
+import runpy
 import sys
 
 import hypothesis
@@ -57,6 +58,14 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     gc.freeze()  # mmengine collects garbage for every dataset: not among all that was imported
+    if 'mmengine.config.config' in sys.modules:
+        sys.modules['mmengine.config.config'].FormatCode = unformatted
+
+
+def unformatted(text, **settings):
+    """Python as it is: mmengine formats the config for each checkpoint, which takes longer than an epoch here."""
+    compile(text, 'config', 'exec')
+    return text, False
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -70,6 +79,7 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.fixture(autouse=True)
 def fresh():
     """The same random numbers for every test, and nothing compiled: another's sizes would make this one's dynamic."""
+    os.environ.pop('LOCAL_RANK', None)  # mmpretrain's tool leaves it, and accelerate would wait for other processes
     torch.manual_seed(0)
     if 'torch._dynamo' in sys.modules:
         torch._dynamo.reset()
@@ -79,3 +89,14 @@ def fresh():
 def repository():
     """The root of the repository."""
     return pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture
+def tool(repository, monkeypatch):
+    """Runs a file of ``tools/`` in this process, with some arguments."""
+
+    def run_tool(path, *arguments):
+        monkeypatch.setattr(sys, 'argv', [path, *map(str, arguments)])
+        return runpy.run_path(str(repository / 'tools' / path), run_name='__main__')
+
+    return run_tool

@@ -25,10 +25,8 @@ def vit():
     'call',
     [
         lambda x: analysis.head_report(model(), size=x),
-        lambda x: analysis.head_report(vit(), size=x),
         lambda x: analysis.mean_attention(model().blocks[0].attn, size=x),
         lambda x: convert.conv_to_mhsa(CONV, num_heads=x),
-        lambda x: convert.convs_to_attention(nn.Sequential(CONV), layers=x),
         lambda x: convert.expressible_shifts(model().blocks[0].attn, 3, size=x),
         lambda x: transformers.init_as_convolution(vit(), kernel_size=x),
         lambda x: RelativeTables(8, max_size=x),
@@ -48,7 +46,6 @@ def test_no_numbers_of_a_tensor(call):
     [
         lambda x: convert.conv_to_mhsa(CONV, content=x),
         lambda x: convert.expressible_shifts(model().blocks[0].attn, 3, size=(8, 8), queries=x),
-        lambda x: transformers.init_as_convolution(vit(), method=x),
         lambda x: attention.ContentAttention(8, 2, position=x),
     ],
 )

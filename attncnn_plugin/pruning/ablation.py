@@ -3,19 +3,16 @@
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ..attention.evaluation_mode import evaluating
 from ..attention.images import GroupedLinear
-from ..attention.window import shown
 from ..change import table
-from .importance import called_once, head_importance, with_heads
+from .importance import Loss, called_once, head_importance, loss_and_right, with_heads
 from .prune import Heads, head_means, output_called
-
-LossAndRight = Callable[[nn.Module, Any], Union[Tensor, Tuple[Tensor, Any]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +28,8 @@ class HeadAblation:
         mean_loss, mean_accuracy (dict[str, Tensor]): Changes with the head's output at its mean over all queries.
         zero_loss, zero_accuracy (dict[str, Tensor]): Changes with it at zero, as after
             :func:`~attncnn_plugin.pruning.prune_heads`.
-        importance (dict[str, Tensor]): :func:`~attncnn_plugin.pruning.head_importance`.
+        importance (dict[str, Tensor]): :func:`~attncnn_plugin.pruning.head_importance`, not normalized: in the loss's
+            unit, as the changes at zero, which it estimates but for their sign.
     """
 
     loss: float
@@ -53,11 +51,11 @@ class HeadAblation:
                 cells = [f'{of[name][head]:+.4f}' for of in (self.mean_loss, self.zero_loss)]
                 if self.accuracy is not None:
                     cells += [f'{of[name][head]:+.2%}' for of in (self.mean_accuracy, self.zero_accuracy)]
-                rows.append([name, str(head), *cells, f'{value:.3f}'])
+                rows.append([name, str(head), *cells, f'{value:.4f}'])
         return table(rows)
 
 
-def head_ablation(model: nn.Module, batches: Iterable[Any], loss: LossAndRight) -> HeadAblation:
+def head_ablation(model: nn.Module, batches: Iterable[Any], loss: Loss) -> HeadAblation:
     """Computes how the loss and the accuracy change where one head is mean-ablated, or zeroed, for every head.
 
     The model runs in evaluation mode, twice over all batches for each head, and is as before afterwards.
@@ -95,7 +93,7 @@ def head_ablation(model: nn.Module, batches: Iterable[Any], loss: LossAndRight) 
     with evaluating(model), torch.compiler.set_stance('force_eager'):  # compiled modules do not call new hooks
         with head_means(list(layers.values())) as means:
             whole, accuracy = measured(model, batches, loss)
-        importance = head_importance(model, batches, lambda *args: _loss_and_right(loss(*args))[0])
+        importance = head_importance(model, batches, loss, normalize=False)
         changes: Dict[str, Dict[str, Tensor]] = {}
         for (name, layer), own in zip(layers.items(), means):
             for kind, value in (('mean', own.mean), ('zero', torch.zeros_like(own.mean))):
@@ -117,12 +115,12 @@ def head_ablation(model: nn.Module, batches: Iterable[Any], loss: LossAndRight) 
 
 
 @torch.no_grad()
-def measured(model: nn.Module, batches: Sequence[Any], loss: LossAndRight) -> Tuple[float, Optional[float]]:
+def measured(model: nn.Module, batches: Sequence[Any], loss: Loss) -> Tuple[float, Optional[float]]:
     """Returns the mean loss over images, and the accuracy where ``loss`` gives the numbers of right predictions."""
     total, images, right = 0.0, 0, []
     for number, batch in enumerate(batches):
         with called_once(model) as counted:
-            mean, own = _loss_and_right(loss(model, batch))
+            mean, own = loss_and_right(loss(model, batch))
         if not mean.isfinite():
             raise ValueError(
                 f'loss(model, batch) is {mean.item()} for batch {number}: a finite number is needed; look for wrong '
@@ -136,17 +134,6 @@ def measured(model: nn.Module, batches: Sequence[Any], loss: LossAndRight) -> Tu
         total, images = total + mean.item() * counted[0], images + counted[0]
         right += [] if own is None else [own]
     return total / images, sum(right) / images if len(right) == len(batches) else None
-
-
-def _loss_and_right(value: Any) -> Tuple[Tensor, Optional[float]]:
-    """Returns the loss and the number of right predictions of what a loss function gave."""
-    mean, right = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
-    if not isinstance(mean, Tensor) or mean.numel() != 1:
-        raise ValueError(
-            f'loss(model, batch) gave {shown(value)}, but the mean loss is needed, a tensor with one entry and without '
-            '.item(), or a pair of it and the number of right predictions'
-        )
-    return mean, None if right is None else float(right)
 
 
 def _replaced(layer: Heads, head: int, value: Tensor, output: nn.Module, args: Tuple[Tensor]) -> Tensor:

@@ -6,7 +6,7 @@ important heads go is said by a threshold, by a number to keep, or by a share of
 """
 
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from ..attention.evaluation_mode import evaluating
 from ..attention.window import shown
 from .prune import Heads, output_called, prunable_heads, split_heads
 
-Loss = Callable[[nn.Module, Any], Tensor]
+Loss = Callable[[nn.Module, Any], Union[Tensor, Tuple[Tensor, Any]]]
 AMOUNTS = {
     'threshold': 'a number of at least 0',
     'keep': 'a number of heads',
@@ -92,7 +92,7 @@ def add_gradients(gradients: Dict[str, HeadGradients], model: nn.Module, batch: 
             own.heads = []
             stack.enter_context(output_called(own.layer))
             stack.enter_context(own.layer.output.register_forward_pre_hook(own.see))
-        value = loss(model, batch)
+        value, _ = loss_and_right(loss(model, batch))
         # Checkpointing computes blocks again here, with outputs that the loss does not depend on.
         heads = {name: list(own.heads) for name, own in gradients.items()}
         found = iter(torch.autograd.grad(value, [x for own in heads.values() for x in own], allow_unused=True))
@@ -113,8 +113,9 @@ def head_importance(model: nn.Module, batches: Iterable[Any], loss: Loss, normal
         model (nn.Module): A model with attention whose heads can be removed, see
             :func:`~attncnn_plugin.pruning.prunable_heads`.
         batches (Iterable): Some batches of training images.
-        loss (Callable): ``loss(model, batch)`` is the mean loss of the batch's images, a scalar; it calls the model
-            once, with the images first.
+        loss (Callable): ``loss(model, batch)`` is the mean loss of the batch's images, a scalar, or a pair that begins
+            with it, as for :func:`~attncnn_plugin.pruning.head_ablation`; it calls the model once, with the images
+            first.
         normalize (bool): Whether the importances of a layer's heads are divided by their l2 norm, so that those of
             different layers can be compared (Michel et al. 2019, after Molchanov et al. 2017). Defaults to True.
 
@@ -140,6 +141,17 @@ def head_importance(model: nn.Module, batches: Iterable[Any], loss: Loss, normal
     if not all(own.count for own in gradients.values()):
         raise ValueError('batches are none, but at least one is needed')
     return {name: own.mean(normalize) for name, own in gradients.items()}
+
+
+def loss_and_right(value: Any) -> Tuple[Tensor, Optional[float]]:
+    """Returns the loss and the number of right predictions of what a loss function gave."""
+    mean, right = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+    if not isinstance(mean, Tensor) or mean.numel() != 1:
+        raise ValueError(
+            f'loss(model, batch) gave {shown(value)}, but the mean loss is needed, a tensor with one entry and without '
+            '.item(), or a pair of it and the number of right predictions'
+        )
+    return mean, None if right is None else float(right)
 
 
 def with_heads(model: nn.Module) -> Dict[str, Heads]:

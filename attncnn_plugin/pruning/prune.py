@@ -218,7 +218,7 @@ def split_heads(layer: Heads, outputs: Tensor) -> List[Tensor]:
 
 
 def output_called(layer: Heads) -> ContextManager[None]:
-    """Has a layer call its :attr:`output` as a module inside, so that hooks see the outputs of the heads."""
+    """Has a layer call its ``output`` as a module inside, so that hooks see the outputs of the heads."""
     return layer.output_called() if isinstance(layer, TransformerHeads) else nullcontext()
 
 

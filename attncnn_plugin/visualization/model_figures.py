@@ -61,7 +61,7 @@ def plot_attention(model: nn.Module, images: Tensor, layers: Optional[Sequence[s
     heads = max(1, *(rows[name].shape[1] for name in names))
     columns, deep = min(heads, MOST_COLUMNS), -(-heads // MOST_COLUMNS)  # more heads are below
     lines = len(images) * len(names) * deep
-    figure = Figure(figsize=(max(0.95 * (left + columns) + 1.4, 4.8), 1.1 * lines + 0.5), layout='constrained')
+    figure = Figure(figsize=(max(0.95 * (left + columns) + 1.4, 4.8), 1.1 * lines + 0.8), layout='constrained')
     grid, labels = figure.add_gridspec(lines, left + columns), layer_labels(rows)
     for line, (image, name) in enumerate((image, name) for image in range(len(images)) for name in names):
         line *= deep

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import textwrap
@@ -13,28 +14,87 @@ from pathlib import Path
 from typing import Dict
 
 import torch
+import torch.multiprocessing
 
 REPOSITORY = Path(__file__).parents[2]
 
-# A module for custom_imports: ends the process at an iteration, and keeps the weights of every rank.
+# The module for custom_imports: one fault at an iteration, on one rank, and the weights of every rank at the end.
 HOOKS = textwrap.dedent("""
-    import os, signal
+    import json, os, resource, signal, time
     import torch
+    from mmengine.config import config
     from mmengine.dist import get_rank
     from mmengine.hooks import EMAHook, Hook
     from mmpretrain.registry import HOOKS
 
+    config.FormatCode = lambda text, **settings: (text, False)  # takes longer than an epoch here
+    fault, iteration, rank = os.environ.get('FAULT', 'none,-1,0').split(',')
+    fsync, calls = os.fsync, []
+
+    def killing_fsync(descriptor):
+        calls.append(descriptor)
+        if fault == 'save' and len(calls) == int(iteration):
+            os.ftruncate(descriptor, 1000)
+            os.kill(os.getpid(), signal.SIGKILL)
+        fsync(descriptor)
+
+    if fault == 'save':
+        os.fsync = killing_fsync
+
     @HOOKS.register_module(force=True)
     class TestHook(Hook):
         def before_train_iter(self, runner, batch_idx, data_batch=None):
-            if str(runner.iter) == os.environ.get('KILL_AT'):
-                os.kill(os.getpid(), signal.SIGKILL)
+            images = [sample.get('sample_idx') for sample in data_batch['data_samples']]
+            with open(os.path.join(runner.work_dir, 'seen'), 'a') as file:
+                print(json.dumps([runner.epoch, images]), file=file)
+            if (runner.iter, get_rank()) != (int(iteration), int(rank)):
+                return
+            if fault in ('SIGKILL', 'SIGTERM'):
+                os.kill(os.getpid(), getattr(signal, fault))
+            elif fault == 'group':
+                os.killpg(0, signal.SIGTERM)
+            elif fault == 'launcher':
+                os.kill(os.getppid(), signal.SIGTERM)
+                time.sleep(2)
+            elif fault == 'nan':
+                with torch.no_grad():
+                    next(runner.model.parameters()).fill_(float('nan'))
 
         def after_train(self, runner):
             average = next(hook for hook in runner.hooks if isinstance(hook, EMAHook)).ema_model.state_dict()
             model = getattr(runner.model, 'module', runner.model).state_dict()
             torch.save(dict(model=model, average=average), os.path.join(runner.work_dir, f'rank{get_rank()}.pt'))
 """)
+
+# Plain gradients: AdamW makes steps of the rounding errors in gradients that are zero.
+CONFIG = """
+_base_ = '{base}'
+custom_imports = dict(
+    imports=['attncnn_plugin', 'attncnn_plugin.mm.safe_loading', 'hooks_of_a_test'], allow_failed_imports=False)
+model = {model}
+optim_wrapper = dict(optimizer=dict(_delete_=True, type='SGD', lr=0.05, momentum=0.9, weight_decay=1e-4))
+train_dataloader = dict(batch_size={batch_size}, dataset=dict(indices=24))
+val_dataloader = dict(dataset=dict(indices=8))
+train_cfg = dict(max_epochs={epochs})
+default_hooks = dict(logger=dict(interval=1), checkpoint=dict(max_keep_ckpts=-1))
+param_scheduler = [
+    dict(type='LinearLR', start_factor=1e-3, begin=0, end=1, convert_to_iter_based=True),
+    dict(type='CosineAnnealingLR', begin=1, end={first}, convert_to_iter_based=True),
+]
+custom_hooks = [{hooks}dict(type='EMAHook', momentum=0.2), dict(type='TestHook')]
+"""
+
+
+def write_configs(folder: Path, kind: str, base: str, epochs: int, first: int = 0, **settings: str) -> None:
+    """Writes the module of the hook, and ``kind8.py`` and ``kind4.py``, configs of 24 images by their batch sizes.
+
+    They inherit from ``base``, with a first phase of ``first`` epochs, by default all, and ``model`` and ``hooks``.
+    """
+    (folder / 'hooks_of_a_test.py').write_text(HOOKS)
+    settings = {'model': 'dict()', 'hooks': '', **settings, 'base': REPOSITORY / f'configs/{base}.py'}
+    for batch_size in (8, 4):
+        text = CONFIG.format(**settings, epochs=epochs, first=first or epochs, batch_size=batch_size)
+        (folder / f'{kind}{batch_size}.py').write_text(text)
 
 
 def environment(folder: Path, **variables: str) -> Dict[str, str]:
@@ -115,6 +175,26 @@ def train(config: Path, work_dir: Path, *options: object, **kwargs) -> str:
     """Runs ``tools/train.py``, and returns what it says; other arguments are those of :func:`run`."""
     tool = REPOSITORY / 'tools/train.py'
     return run('python', tool, config, '--work-dir', work_dir, *options, folder=config.parent, **kwargs)
+
+
+def train_forked(config: Path, work_dir: Path, *options: object) -> str:
+    """Runs ``tools/train.py`` in two ranks that are copies of this process, and returns what the first one says."""
+    words = [REPOSITORY / 'tools/train.py', config, '--work-dir', work_dir, '--launcher', 'pytorch', *options]
+    with socket.socket() as unused:
+        unused.bind(('127.0.0.1', 0))
+        port = str(unused.getsockname()[1])
+    work_dir.mkdir(exist_ok=True)
+    arguments = [str(word) for word in words], config.parent, work_dir, port
+    torch.multiprocessing.start_processes(_train_rank, arguments, nprocs=2, start_method='fork')
+    return (work_dir / 'rank0.log').read_text()
+
+
+def _train_rank(rank, words, folder, work_dir, port):
+    place = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=port)
+    os.environ.update(place, TORCHELASTIC_RUN_ID='none')
+    status, output = _run_here(words, folder)
+    (work_dir / f'rank{rank}.log').write_text(output)
+    assert status == 0, output
 
 
 def train_two(config: Path, work_dir: Path, *options: object, **kwargs) -> str:

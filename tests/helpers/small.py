@@ -46,3 +46,15 @@ def model_with_head(center, name='sa_quadratic_cifar', sqrt_precision=1.0):
             block.attn.encoding.center[0] = torch.tensor(center)
             block.attn.encoding.sqrt_precision[0] = torch.tensor(sqrt_precision)
     return model
+
+
+def save_degenerate(path):
+    """A checkpoint of the small SAGeneralized for the digits: head 1 of layer 0 is uniform, 2 of layer 1 a stripe."""
+    torch.manual_seed(0)
+    model = small_timm('sa_generalized_cifar', in_chans=1)
+    with torch.no_grad():
+        model.blocks[0].attn.encoding.sqrt_precision[1] = 0
+        model.blocks[1].attn.encoding.sqrt_precision[2] = torch.tensor([[3.0, 0.0], [0.0, 1e-6]])
+    state = {name if name.startswith('head') else f'backbone.{name}': v for name, v in model.state_dict().items()}
+    torch.save(dict(state_dict=state, meta={}), path)
+    return str(path)

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from helpers.payload import Payload
 from helpers.processes import run
 from helpers.small import SMALL, small_timm
 from mmengine.logging import HistoryBuffer
@@ -19,16 +20,6 @@ import attncnn_plugin.mm.safe_loading  # noqa: F401
 from attncnn_plugin.checkpoint_files import load_from_local
 
 DAMAGED = 'is damaged or no checkpoint at all: give a whole file that torch.save has written'
-
-
-class Payload:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, victim):
-        self.victim = victim
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.victim),)
 
 
 @pytest.fixture(scope='module')
@@ -206,7 +197,7 @@ def test_a_tool_for_models_of_timm(tmp_path, repository, fault, reason):
     weights = small_timm('sa_quadratic_cifar').state_dict()
     matrix = next(weight for weight in weights.values() if weight.ndim == 2)
     if fault == 'malicious':
-        torch.save(dict(state_dict=weights, meta=Payload(victim)), path)
+        torch.save(dict(state_dict=weights, meta=Payload(os.mkdir, str(victim))), path)
     else:
         content = saved(dict(state_dict=weights))
         path.write_bytes(flipped(content, content.index(matrix.numpy().tobytes()), bit=0))

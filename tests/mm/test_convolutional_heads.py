@@ -11,6 +11,7 @@ from attncnn_plugin.analysis import mean_attention
 from attncnn_plugin.transformers import init_as_convolution
 from attncnn_plugin.transformers.embeddings import sine_cosine_embedding
 from attncnn_plugin.transformers.start import random_images
+from attncnn_plugin.transformers.vision_transformer import find_transformer
 
 ARCH = dict(embed_dims=32, num_layers=2, num_heads=2, feedforward_channels=48)
 START = dict(type='ConvolutionalHeads', kernel_size=3)
@@ -44,6 +45,15 @@ def built(config, **changes):
     return MODELS.build(dict(config, **changes))
 
 
+def assert_started(model, backbone, prefix, layers, bound):
+    """What each head attends to is the Gaussian around its shift."""
+    maps = mean_attention(model, random_images(find_transformer(backbone))[:1])
+    for layer in layers:
+        for number, head in enumerate(layer.heads):
+            probs = maps[prefix + layer.name].probs[[number]].double()
+            assert total_variation(probs, gaussian(head.shift, 2.0, layer.grid)) < bound
+
+
 @pytest.mark.parametrize('config', SMALL, ids=[config['type'] for config in SMALL])
 def test_attention_after_init_weights(config):
     """The start comes last: after tables, embeddings and MLPs that mmpretrain draws, with its own attention."""
@@ -59,11 +69,7 @@ def test_attention_after_init_weights(config):
             init_as_convolution(other)
             assert torch.equal(table, other.get_submodule(layer.name).relative_position_bias_table)
         return
-    maps = mean_attention(model, random_images(model)[:1])
-    for layer in report.layers:
-        for number, head in enumerate(layer.heads):
-            found = total_variation(maps[layer.name].probs[[number]].double(), gaussian(head.shift, 2.0, layer.grid))
-            assert found < max(BOUNDS[encoding], 1e-5)
+    assert_started(model, model, '', report.layers, max(BOUNDS[encoding], 1e-5))
 
 
 def test_in_a_classifier():
@@ -74,12 +80,7 @@ def test_in_a_classifier():
         config = dict(type='ImageClassifier', backbone=dict(VIT, init_cfg=of_backbone), head=head, init_cfg=of_model)
         model = built(config)
         model.init_weights()
-        maps = mean_attention(model, random_images(model.backbone)[:1])
-        report = init_as_convolution(built(VIT))
-        for layer in report.layers:
-            for number, of_head in enumerate(layer.heads):
-                wanted = gaussian(of_head.shift, 2.0, layer.grid)
-                assert total_variation(maps[f'backbone.{layer.name}'].probs[[number]].double(), wanted) < 0.1
+        assert_started(model, model.backbone, 'backbone.', init_as_convolution(built(VIT)).layers, 0.1)
         assert model.head.layers.head.weight.std() < 0.03  # initialized, too
 
 
@@ -152,28 +153,3 @@ def test_refusals():
     model = built(dict(type='ViTEVA02', arch='tiny', img_size=28), init_cfg=[START])
     with pytest.raises(ValueError, match='its rotations are inside of it'):
         model.init_weights()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    'config',
-    [
-        dict(type='VisionTransformer', arch='deit-tiny'),
-        dict(type='BEiTViT', arch='base', patch_size=16),
-        dict(type='SwinTransformer', arch='tiny'),
-    ],
-    ids=lambda config: config['type'],
-)
-def test_start_and_a_step(config):
-    """The backbones as mmpretrain has them."""
-    model = built(config, init_cfg=[START])
-    model.init_weights()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    images, values = torch.randn(2, 3, 224, 224), []
-    for _ in range(2):
-        loss = model(images)[-1].square().mean()
-        values.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert values[1] != values[0] and all(torch.isfinite(parameter).all() for parameter in model.parameters())

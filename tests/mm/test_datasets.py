@@ -75,21 +75,19 @@ def test_the_seed_decides():
     assert often.min() > 25 and often.max() < 75  # each image as likely as any other
 
 
-def test_classes_of_one_name():
-    """ImageNet has two cranes, the bird and the machine."""
-    dataset = LabelsAlone([0, 0, 0, 0, 1, 1, 1, 2, 2, 2])
-    dataset._metainfo['classes'] = ('crane', 'heron', 'crane')
-    with pytest.raises(ValueError, match='at most 9: the dataset has 10 images in 3 classes, and 3 of the class heron'):
-        balanced_subset(dataset, 10)
-    assert np.bincount(labels_of(balanced_subset(dataset, 9))).tolist() == [3, 3, 3]
-
-
-def test_labels_without_a_name():
-    dataset = LabelsAlone([0, 1, 1, 2])
-    dataset._metainfo['classes'] = ('zero', 'one')
-    with pytest.raises(ValueError, match='at most 3: the dataset has 4 images in 3 classes'):
-        balanced_subset(dataset, 4)
-    assert labels_of(balanced_subset(dataset, 3)) == [0, 1, 2]
+@pytest.mark.parametrize(
+    'labels, classes, largest, message',
+    [  # ImageNet has two cranes, the bird and the machine
+        ([0, 0, 0, 0, 1, 1, 1, 2, 2, 2], ('crane', 'heron', 'crane'), 9, '10 images in 3 classes, and 3 of .* heron'),
+        ([0, 1, 1, 2], ('zero', 'one'), 3, '4 images in 3 classes'),
+    ],
+)
+def test_classes_of_one_name_or_of_none(labels, classes, largest, message):
+    dataset = LabelsAlone(labels)
+    dataset._metainfo['classes'] = classes
+    with pytest.raises(ValueError, match=f'at most {largest}: the dataset has {message}'):
+        balanced_subset(dataset, largest + 1)
+    assert np.bincount(labels_of(balanced_subset(dataset, largest))).tolist() == [largest // 3] * 3
 
 
 def test_part_of_the_digits():

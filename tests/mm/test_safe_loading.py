@@ -3,8 +3,6 @@
 import importlib
 import os
 import pickle
-import subprocess
-import sys
 import warnings
 import zipfile
 from collections import OrderedDict
@@ -13,7 +11,8 @@ import mmpretrain
 import numpy as np
 import pytest
 import torch
-from helpers.small import SMALL_ARCH
+from helpers.digits import small_config
+from helpers.payload import Payload
 from mmengine.config import Config
 from mmengine.logging import HistoryBuffer
 from mmengine.model import BaseModule
@@ -26,16 +25,6 @@ from attncnn_plugin.mm.config_model import ConfigModel
 from attncnn_plugin.mm.reliability import AtomicCheckpointHook
 
 
-class Payload:
-    """Calls a function when it is unpickled."""
-
-    def __init__(self, function, *args):
-        self.call = function, args
-
-    def __reduce__(self):
-        return self.call
-
-
 @pytest.fixture
 def malicious(tmp_path):
     torch.save(dict(state_dict={}, meta=Payload(os.mkdir, str(tmp_path / 'victim'))), tmp_path / 'malicious.pth')
@@ -44,11 +33,7 @@ def malicious(tmp_path):
 
 @pytest.fixture
 def config(repository, tmp_path):
-    config = Config.fromfile(repository / 'configs/sa_quadratic_digits.py')
-    config.model.backbone.arch = SMALL_ARCH
-    config.model.head.in_channels = SMALL_ARCH['embed_dims']
-    config.work_dir = str(tmp_path / 'run')
-    return config
+    return small_config(repository, tmp_path / 'run', 'sa_quadratic_digits', log_level='ERROR')
 
 
 def load_from_openmmlab(path, config, monkeypatch):
@@ -57,7 +42,7 @@ def load_from_openmmlab(path, config, monkeypatch):
 
 
 def train(path, config, hook=None, **settings):
-    config.merge_from_dict(dict(load_from=path, log_level='ERROR', **settings))
+    config.merge_from_dict(dict(load_from=path, **settings))
     runner = Runner.from_cfg(config)
     if hook is not None:
         hook.before_run(runner)
@@ -154,54 +139,23 @@ def test_importing_twice():
     assert {**state(), 'load': None} == {**before, 'load': None}
 
 
-REPLACED = """
-import warnings
-warnings.simplefilter('ignore')
-import mmpretrain, torch
-from mmengine.runner import CheckpointLoader, checkpoint
-import attncnn_plugin
-checkpoint._safe_torch_load = torch.load  # as onedl-mmengine has it
-before = dict(CheckpointLoader._schemes), set(map(str, torch.serialization.get_safe_globals()))
-loaders = dict(vars(checkpoint))
-import attncnn_plugin.mm.safe_loading
-after = dict(CheckpointLoader._schemes), set(map(str, torch.serialization.get_safe_globals()))
-print(sorted(name for name in after[0] if after[0][name] is not before[0].get(name)))
-print(len(after[1]) > len(before[1]) and before[1] < after[1] and any('HistoryBuffer' in name for name in after[1]))
-print(sorted(name for name, value in vars(checkpoint).items() if value is not loaders.get(name)))
-"""
-
-
-def test_what_it_replaces():
-    output = subprocess.run([sys.executable, '-c', REPLACED], capture_output=True, text=True, check=True).stdout
-    assert output.splitlines()[-3:] == ["['']", 'True', "['_safe_torch_load']"]
-
-
 def test_configs_import_it(repository):
-    """Every config that comes with the package."""
-    for path in sorted(repository.glob('configs/**/*.py')):
-        if '_base_' not in path.parts and 'downstream' not in path.parts:  # whose bases are of other libraries
-            assert 'attncnn_plugin.mm.safe_loading' in Config.fromfile(path).custom_imports.imports, path
-    for path in sorted(repository.glob('configs/**/*.py')):
+    """Those of weights; test_configs.py and test_reproduce.py have the others. No config imports the plugin alone."""
+    for path in repository.glob('configs/pretrained/*.py'):
+        assert 'attncnn_plugin.mm.safe_loading' in Config.fromfile(path).custom_imports.imports, path
+    for path in repository.glob('configs/**/*.py'):
         text = path.read_text()
         assert text.count('custom_imports') == text.count('attncnn_plugin.mm.safe_loading'), path
 
 
-def test_logs_of_mmengine_load(tmp_path):
+@pytest.mark.parametrize('module', ['numpy.core.multiarray', 'numpy._core.multiarray'])
+def test_logs_of_mmengine_load(tmp_path, module):
+    """Those written under this numpy, and under one that has another name for its own."""
     buffer = HistoryBuffer()
     for value in (0.5, 2.5):
         buffer.update(value, 3)
     logs = dict(loss=buffer, best=np.float64(97.5), lr=np.float32(0.1), epoch=np.int64(3))
-    torch.save(dict(state_dict={}, message_hub=logs), tmp_path / 'run.pth')
-    loaded = torch.load(tmp_path / 'run.pth')['message_hub']
-    assert loaded['loss'].mean() == 0.5 and loaded['loss'].statistics('max') == 2.5
-    assert [loaded[name] for name in ('best', 'lr', 'epoch')] == [97.5, np.float32(0.1), 3]
-
-
-@pytest.mark.parametrize('module', ['numpy.core.multiarray', 'numpy._core.multiarray'])
-def test_logs_written_under_another_numpy_load(tmp_path, module):
-    buffer = HistoryBuffer()
-    buffer.update(0.5, 1)
-    torch.save(dict(loss=buffer, best=np.float64(97.5)), tmp_path / 'here.pth')
+    torch.save(logs, tmp_path / 'here.pth')
     ours = np.zeros(1).__reduce__()[0].__module__
     with zipfile.ZipFile(tmp_path / 'here.pth') as here, zipfile.ZipFile(tmp_path / 'there.pth', 'w') as there:
         for item in here.infolist():
@@ -210,37 +164,26 @@ def test_logs_written_under_another_numpy_load(tmp_path, module):
                 content = content.replace(ours.encode() + b'\n', module.encode() + b'\n')
                 assert module.encode() in content
             there.writestr(item, content)
-    assert torch.load(tmp_path / 'there.pth')['loss'].mean() == 0.5
+    loaded = torch.load(tmp_path / 'there.pth')
+    assert loaded['loss'].mean() == 0.5 and loaded['loss'].statistics('max') == 2.5
+    assert [loaded[name] for name in ('best', 'lr', 'epoch')] == [97.5, np.float32(0.1), 3]
 
 
-@pytest.mark.parametrize('where', ['top', 'in the logs'])
-@pytest.mark.parametrize('attack', ['os.system', 'eval', 'method of another class', 'method of the buffer'])
-def test_a_payload_does_not_run(tmp_path, where, attack):
-    victim = tmp_path / 'victim'
-    script = f"open({str(victim)!r}, 'w').close()"
-    payload = {
-        'os.system': lambda: Payload(os.system, f'touch {victim}'),
-        'eval': lambda: Payload(eval, script),
-        'method of another class': lambda: Payload(getattr, OrderedDict, 'fromkeys'),
-        'method of the buffer': lambda: Payload(getattr, HistoryBuffer, '__init__'),
-    }[attack]()
-    checkpoint = dict(state_dict={}, message_hub={})
-    if where == 'top':
-        checkpoint['meta'] = payload
-    else:
-        buffer = HistoryBuffer()
-        buffer.extra = payload
-        checkpoint['message_hub']['loss'] = buffer
-    path = tmp_path / 'malicious.pth'
-    torch.save(checkpoint, path)
-
-    if attack in ('os.system', 'eval'):  # the file is really malicious
-        torch.load(path, weights_only=False)
-        assert victim.exists()
-        victim.unlink()
+@pytest.mark.parametrize('attack', ['eval', 'method of another class', 'method of the buffer'])
+def test_a_payload_in_the_logs_does_not_run(tmp_path, attack):
+    victim, path = tmp_path / 'victim', tmp_path / 'malicious.pth'
+    buffer = HistoryBuffer()
+    buffer.extra = {
+        'eval': Payload(eval, f"open({str(victim)!r}, 'w').close()"),
+        'method of another class': Payload(getattr, OrderedDict, 'fromkeys'),
+        'method of the buffer': Payload(getattr, HistoryBuffer, '__init__'),
+    }[attack]
+    torch.save(dict(state_dict={}, message_hub=dict(loss=buffer)), path)
     with pytest.raises(pickle.UnpicklingError):
         torch.load(path)
     assert not victim.exists()
+    torch.load(path, weights_only=False)
+    assert victim.exists() == (attack == 'eval')  # the file is really malicious
 
 
 def test_nothing_is_loaded_unsafely(repository):

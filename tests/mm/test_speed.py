@@ -1,10 +1,9 @@
 """bfloat16 on CPUs, and channels last."""
 
 import torch
-from helpers.two_phases import small_config
+from helpers.digits import run, small_config
 from mmengine.hooks import Hook
 from mmengine.optim import build_optim_wrapper
-from mmengine.runner import Runner
 
 import attncnn_plugin  # noqa: F401
 
@@ -47,10 +46,8 @@ def test_channels_last_in_a_training(repository, tmp_path):
             config.custom_hooks = [] if hook is None else [hook]
             config.train_cfg.max_epochs = epochs
             config.param_scheduler = None
-            runner = Runner.from_cfg(config)
             formats = Formats()
-            runner.register_hook(formats)
-            runner.train()
+            runner, _ = run(config, formats)
             assert all(formats.last) == (name == 'last')
         outcomes[name] = runner.model.state_dict()
     for key, value in outcomes['last'].items():  # rounding grows in batch norms of few images

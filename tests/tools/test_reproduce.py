@@ -94,20 +94,21 @@ def test_sizes():
     rows = re.findall(r'^\| (`.*) \| ([\d,]+) \| ([\d.]+)M \|$', page, re.MULTILINE)
     found = {name: tuple(numbers) for names, *numbers in rows for name in re.findall('`(.*?)`', names)}
     assert sorted(found) == CONFIGS
+    numbers = {}
     for name in CONFIGS:
-        model = build(network_config(name, {}))
+        config = network_config(name, {})
+        assert 'attncnn_plugin.mm.safe_loading' in config.custom_imports.imports
+        model = build(config)
         assert 2e5 <= sum(parameter.numel() for parameter in model.parameters()) <= 1e6, name
         if getattr(model.backbone, 'phase', None) == 'conv' and name != 'cmhsa_conv':
             model.backbone.to_attention()
         parameters, multiply_adds = cost(model)
+        numbers[name] = multiply_adds
         assert found[name] == (f'{parameters:,}', f'{multiply_adds / 1e6:.1f}') and 2e5 <= parameters <= 1e6, name
-
-
-def test_resnet_has_the_multiply_adds_of_the_quadratic_network():
-    """Counted by hand here: linear maps, and rows and columns of the attention."""
-    resnet, quadratic = (cost(build(network_config(name, {})))[1] for name in ('resnet', 'sa_quadratic'))
+    # Counted by hand here: linear maps, and rows and columns of the attention.
     linear = 256 * (12 * 64 + 4 * (9 * 64 * 64 + 64 * 64 + 2 * 64 * 128)) + 64 * 10
-    assert quadratic == linear + 4 * 9 * 256 * 64 * (16 + 16) and abs(resnet / quadratic - 1) < 0.01
+    quadratic = linear + 4 * 9 * 256 * 64 * (16 + 16)
+    assert numbers['sa_quadratic'] == quadratic and abs(numbers['resnet'] / quadratic - 1) < 0.01
 
 
 @pytest.mark.parametrize('path', sorted(TABLES_OF_DOCS.glob('*.json')), ids=lambda path: path.stem)
@@ -301,13 +302,16 @@ def test_a_table(tool, tmp_path):
     assert 'goes on, 40 images, epochs: 2, seed 0: 0 epochs done' in output
     assert not list(tmp_path.iterdir())
 
-    begun, output, status = tool('--seeds', 0, '--jobs', 1)
+    still = ['--cfg-options', 'optim_wrapper.optimizer.lr=0.0']
+    begun, output, status = tool('--seeds', 0, '--jobs', 1, *still)
     assert begun == ['first_20_2_0', 'first_40_3_0', 'goes_on_40_2_0']
     assert status == 0 and '3 of 3 trainings are done\n' in output
     first, start, goes_on = json.loads((tmp_path / 'small.json').read_text())
     assert (first['seed'], first['images'], first['epochs'], first['start']) == (0, 20, 2, None)
     assert goes_on['start'] == 'first_40_3_0'
-    state = weights_of(tmp_path / 'runs/first_20_2_0/epoch_2.pth')
+    paths = ('first_20_2_0/epoch_2', 'first_40_3_0/epoch_3', 'goes_on_40_2_0/epoch_2')
+    state, before, after = (weights_of(tmp_path / f'runs/{path}.pth') for path in paths)
+    assert all(torch.equal(after[key], value) for key, value in before.items())  # what it begins with
     assert first['parameters'] == sum(value.numel() for value in state.values())
     assert first['seconds'] > 0 and first['multiply_adds'] > 0
     assert first['versions']['torch'] == torch.__version__ and first['machine']['threads'] == 1
@@ -317,7 +321,7 @@ def test_a_table(tool, tmp_path):
     assert step == 3 and last == start['top1'] == 100 * round(start['top1']) / 100
 
     text, rows = page_of(tmp_path)
-    assert tool('--seeds', 0, '--models', 'first', '--images', 20)[::2] == ([], 0)
+    assert tool('--seeds', 0, '--models', 'first', '--images', 20, *still)[::2] == ([], 0)
     assert page_of(tmp_path)[0] == text  # all of the table
     assert rows['first'][-1] == '2' and rows['first'][2] == f'{first["top1"]:.1f}, 1 of 2 seeds'
     assert rows['goes on'][2:4] == ['', f'{goes_on["top1"]:.1f}']
@@ -325,18 +329,10 @@ def test_a_table(tool, tmp_path):
     assert 'Missing, 2 of 5 trainings:' in text and '- first, 40 images, epochs: 3, seed 1' in text
 
 
-def test_what_a_training_begins_with(tool, tmp_path):
-    """``--models`` trains the rows that are named, and those that they begin with, whose weights they load."""
-    tool.trains = True
-    options = ['--models', 'goes on', '--cfg-options', 'optim_wrapper.optimizer.lr=0.0']
-    assert tool(*options)[::2] == (['first_40_3_0', 'goes_on_40_2_0'], 0)
-    paths = [tmp_path / f'runs/{path}.pth' for path in ('first_40_3_0/epoch_3', 'goes_on_40_2_0/epoch_2')]
-    first, goes_on = map(weights_of, paths)
-    assert all(torch.equal(goes_on[key], value) for key, value in first.items())
-
-
 def test_means_and_ranges_of_a_folder_that_was_moved(tool, tmp_path):
-    assert len(tool()[0]) == 5
+    """First of a row that is named, and of what it begins with."""
+    assert tool('--models', 'goes on')[::2] == (['first_40_3_0', 'goes_on_40_2_0'], 0)
+    assert len(tool()[0]) == 3
     shutil.move(tmp_path / 'runs', tmp_path / 'moved/runs')
     assert tool('--data-name', 'a few digits', '--out', tmp_path / 'moved')[::2] == ([], 0)
     text, rows = page_of(tmp_path / 'moved')
@@ -392,7 +388,6 @@ def test_errors(tool, options, message):
         (['--data-root', 'images'], '--data-root images is for images in a folder'),
         (['--cfg-options', 'train_cfg.max_epochs=4'], 'train_cfg.max_epochs=… would make the training another one'),
         (['--cfg-options', 'train_dataloader=3'], 'train_dataloader=…'),
-        (['--cfg-options', 'load_from=weights.pth'], 'load_from=…'),
     ],
 )
 def test_options_that_are_refused(options, message, monkeypatch, capsys):

@@ -1,8 +1,6 @@
 """The tools with models of timm: ``--timm NAME``, for figures, reports and pruning."""
 
 import json
-import runpy
-import sys
 
 import numpy as np
 import pytest
@@ -38,15 +36,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def tool(folder, repository, monkeypatch):
+def tool(tool, folder, monkeypatch):
     """Runs a tool in this process, in the folder."""
     monkeypatch.chdir(folder)
-
-    def run_tool(path, *options):
-        monkeypatch.setattr(sys, 'argv', [path, *map(str, options)])
-        return runpy.run_path(str(repository / 'tools' / path), run_name='__main__')
-
-    return run_tool
+    return tool
 
 
 def loaded_model():
@@ -172,7 +165,6 @@ def test_mistakes(path, options, message, tool, capsys):
     [
         ('visualization/attention_explorer.py', [], '--model-kwargs'),
         ('analysis_tools/analyze_heads.py', [], '--cfg-options'),
-        ('model_converters/conv_to_attention.py', [], '--cfg-options'),
         ('reproduce.py', ['C20-1'], '--cfg-options'),
     ],
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.digits import digits
+from helpers.plain_digits import digits
 from helpers.processes import REPOSITORY, run
 from PIL import Image
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.digits import digits, network
+from helpers.plain_digits import digits, network
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy

@@ -13,6 +13,7 @@ from attncnn_plugin.analysis import mean_attention
 from attncnn_plugin.analysis.shift_statistics import keys_of_query
 from attncnn_plugin.pruning import head_ablation, prune_heads
 from attncnn_plugin.visualization import plot_attention, plot_head_ablation, plot_heads
+from attncnn_plugin.visualization.style import image_of
 
 
 def drawn(figure):
@@ -61,6 +62,14 @@ def test_attention_of_each_head_their_mean_and_the_rollout(name):
     }
     assert norms == {(0.1, 10.0, 0.5)}
     assert ('class token' in figure.get_supxlabel()) != own
+
+
+@pytest.mark.parametrize('number', [1, 2])
+def test_titles_are_inside_of_the_figure(number):
+    figure = plot_attention(small_vit('vit_tiny_patch16_224'), torch.randn(number, 3, SIZE, SIZE))
+    image_of(figure)  # places them
+    for axes in figure.axes:
+        assert axes.title.get_window_extent().y1 < figure.bbox.height
 
 
 def test_swin_has_no_rollout_and_many_heads_wrap():

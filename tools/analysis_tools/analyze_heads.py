@@ -2,11 +2,12 @@
 """Prints a report of the heads of a checkpoint, layer by layer: where they look, and what convolution they form.
 
 For a config and its checkpoint, of a model of this plugin or a vision transformer of mmpretrain, or for a vision
-transformer of timm by name:
+transformer of timm by name, or of Hugging Face transformers by its folder:
 
     analyze_heads.py configs/sa_quadratic_digits.py work_dirs/sa_quadratic_digits/epoch_30.pth --json heads.json
     analyze_heads.py configs/deit_small_cifar100.py work_dirs/deit_small_cifar100/epoch_400.pth
     analyze_heads.py --timm vit_base_patch16_224 --pretrained --images folder
+    analyze_heads.py --hf vit_pruned --images folder
 
 Where scores depend on content, attention is averaged over images: files of a folder, or the config's test dataset.
 Where they depend on position alone, a model of timm needs no images but the size of a grid: --size.
@@ -53,8 +54,10 @@ def parse_args() -> argparse.Namespace:
     add_model_options(parser)
     args = parser.parse_args()
     check_model_options(parser, args, args.config, args.weights)
-    if args.timm is not None and args.images is None and args.size is None:
-        parser.error('--timm needs --images FOLDER, or --size where attention is by position alone')
+    if (args.timm or args.hf) and args.images is None and args.size is None:
+        parser.error(
+            f'{"--timm" if args.timm else "--hf"} needs --images FOLDER, or --size where attention is by position alone'
+        )
     if args.images is not None and args.size is not None:
         parser.error('--size is for what depends on position alone: give no --images with it')
     if args.num_images < 1:
@@ -87,9 +90,9 @@ def main() -> None:
     print(report)
     if args.json:
         origin = (
-            dict(model=args.config, checkpoint=args.weights)
-            if args.timm is None
-            else dict(model=args.timm, checkpoint=args.checkpoint or ('pretrained' if args.pretrained else None))
+            dict(model=args.timm, checkpoint=args.checkpoint or ('pretrained' if args.pretrained else None))
+            if args.timm
+            else dict(model=args.config or args.hf, checkpoint=args.weights)
         )
         content = report.to_dict(**origin, num_images=num_images)
         Path(args.json).write_text(json.dumps(content, indent=1, allow_nan=False) + '\n')

@@ -1,13 +1,15 @@
 #!/usr/bin/env python
 """Removes heads from a checkpoint, those that are named, those that are degenerate, or the least important.
 
-The model has attention of this package, or is a vision transformer of mmpretrain or timm:
+The model has attention of this package, or is a vision transformer of mmpretrain, timm or Hugging Face transformers:
 
     prune_heads.py CONFIG CHECKPOINT OUT --criterion importance --keep 20
     prune_heads.py OUT --timm deit_tiny_patch16_224 --pretrained --images FOLDER --criterion importance --keep 20
     prune_heads.py OUT --timm vit_tiny_patch16_224 --checkpoint FILE --heads '{0: [1, 2]}'
+    prune_heads.py OUT --hf FOLDER --heads '{0: [1, 2]}'
 
-The result loads with its config, in training, testing and inference, and in timm. Models of other libraries take its
+The result loads with its config, in training, testing and inference, and in timm. With --hf it is a new folder, which
+attncnn_plugin.load_hugging_face and --hf take. Models of other libraries take its
 structure by attncnn_plugin.follow_state_dict, or by FollowStateDictHook, which tools/train.py and tools/test.py add.
 The mean output of the removed heads is lost: HeadPruningHook adds it to the bias of the layer. Attention by
 content, and importance, are judged by batches of the config's train_dataloader, or by the images of a folder; for
@@ -41,13 +43,13 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage='%(prog)s CONFIG CHECKPOINT OUT [options]\n       %(prog)s OUT --timm NAME [options]',
+        usage='%(prog)s CONFIG CHECKPOINT OUT [options]\n       %(prog)s OUT (--timm NAME | --hf FOLDER) [options]',
     )
     parser.add_argument(
         'words',
         nargs='+',
         metavar='CONFIG CHECKPOINT OUT',
-        help='config and checkpoint of the model, unless it is of timm, and where the pruned checkpoint goes',
+        help='config and checkpoint of the model, without --timm and --hf, and where the pruned checkpoint goes',
     )
     add_model_options(parser)
     which = parser.add_mutually_exclusive_group()
@@ -66,7 +68,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--keep', type=int, help='of importance: the number of heads of the model that stay')
     parser.add_argument('--multiply-adds', type=float, help="of importance: the share of the model's that stays")
     parser.add_argument('--layers', default='*', help='glob of the names of the layers to judge (default: all)')
-    parser.add_argument('--images', metavar='FOLDER', help='images to judge by, with --timm')
+    parser.add_argument('--images', metavar='FOLDER', help='images to judge by, with --timm or --hf')
     parser.add_argument(
         '--num-batches',
         type=int,
@@ -81,11 +83,13 @@ def parse_args() -> argparse.Namespace:
         help="grid in tokens for the criteria entropy and duplicate (default: that of the config's img_size)",
     )
     args = parser.parse_args()
-    places = 3 if args.timm is None else 1
-    if len(args.words) != places:
-        parser.error(f'{" ".join(args.words)} must be ' + ('OUT alone' if args.timm else 'CONFIG CHECKPOINT OUT'))
-    args.config, args.weights = args.words[:2] if args.timm is None else (None, None)
+    of_library = args.timm or args.hf
+    if len(args.words) != (1 if of_library else 3):
+        parser.error(f'{" ".join(args.words)} must be ' + ('OUT alone' if of_library else 'CONFIG CHECKPOINT OUT'))
+    args.config, args.weights = (None, None) if of_library else args.words[:2]
     args.out = args.words[-1]
+    if args.hf and Path(args.out).exists():
+        parser.error(f'OUT {args.out} exists already: name a new folder')
     check_model_options(parser, args, args.config, args.weights)
     amount = {'--threshold': args.threshold, '--keep': args.keep, '--multiply-adds': args.multiply_adds}
     given = [option for option, value in amount.items() if value is not None]
@@ -98,8 +102,10 @@ def parse_args() -> argparse.Namespace:
         parser.error(f'{", ".join(given)}: so many heads go by importance, but --heads names those that go')
     if args.num_batches < 1:
         parser.error(f'--num-batches={args.num_batches} must be at least 1')
-    if args.images is not None and args.timm is None:
-        parser.error("--images is for --timm: of a config it is the train_dataloader's images that heads are judged by")
+    if args.images is not None and not of_library:
+        parser.error(
+            "--images is for --timm and --hf: of a config it is the train_dataloader's images that heads are judged by"
+        )
     return args
 
 
@@ -142,7 +148,7 @@ def judged_heads(loaded: LoadedModel, args: argparse.Namespace) -> dict:
 
 def loss_of(args: argparse.Namespace) -> Loss:
     """The loss of a model on a batch."""
-    if args.timm is None:
+    if args.config:
         from attncnn_plugin.mm.runner import training_loss
 
         return training_loss
@@ -151,7 +157,10 @@ def loss_of(args: argparse.Namespace) -> Loss:
 
 def _cross_entropy(model: nn.Module, batch: Tuple[Tensor, Tensor]) -> Tensor:
     images, labels = batch
-    logits = model(images)
+    output = model(images)
+    logits = getattr(output, 'logits', output)  # of Hugging Face
+    if not isinstance(logits, Tensor):
+        raise ValueError(f'importance needs a model with logits, not a {type(model).__name__}: give other criteria')
     if int(labels.max()) >= logits.shape[1]:
         raise ValueError(
             f'--images has more than the {logits.shape[1]} classes of the model, one of which each of its subfolders is'
@@ -161,14 +170,14 @@ def _cross_entropy(model: nn.Module, batch: Tuple[Tensor, Tensor]) -> Tensor:
 
 def batches_of(loaded: LoadedModel, args: argparse.Namespace) -> Iterable[Any]:
     """Batches of the config's training images, or of the images of a folder."""
-    if args.timm is None:
+    if args.config:
         from mmengine.runner import Runner
 
         if loaded.config.get('train_dataloader') is None:
             raise ValueError(f'{args.config} has no train_dataloader, whose images heads are judged by')
         return Runner.build_dataloader(loaded.config.train_dataloader, seed=0)
     if args.images is None:
-        raise ValueError(f'the heads of {args.timm} are judged by images: give --images FOLDER, or --heads')
+        raise ValueError(f'the heads of {loaded.name} are judged by images: give --images FOLDER, or --heads')
     number = BATCH_SIZE * args.num_batches
     if IMPORTANCE in args.criterion:
         files = ImageFolder(args.images).samples
@@ -193,8 +202,7 @@ def main() -> None:
         sys.exit(str(error))
     print(f'Removed heads {heads}: {change.parameters_before:,} parameters became {change.parameters_after:,}')
     print(change)
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    torch.save({'state_dict': model.state_dict(), 'meta': loaded.meta}, args.out)
+    loaded.save(args.out)
     print(f'Saved {args.out}')
 
 

@@ -13,13 +13,14 @@ from attncnn_plugin.model_options import add_model_options, check_model_options,
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
-        usage='%(prog)s CONFIG CHECKPOINT IMAGE ... [options]\n       %(prog)s IMAGE ... --timm NAME [options]',
+        usage='%(prog)s CONFIG CHECKPOINT IMAGE ... [options]\n'
+        '       %(prog)s IMAGE ... (--timm NAME | --hf FOLDER) [options]',
     )
     parser.add_argument(
         'words',
         nargs='+',
         metavar='CONFIG CHECKPOINT IMAGE',
-        help='config and checkpoint of the model, unless it is of timm, then image files; with a config also .npy '
+        help='config and checkpoint of the model, without --timm and --hf, then image files; with a config also .npy '
         'arrays of uint8 or numbers of images in the test set',
     )
     add_model_options(parser)
@@ -28,7 +29,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     args.config, args.weights = None, None
     args.images = args.words
-    if args.timm is None and len(args.words) > 2:
+    if not (args.timm or args.hf) and len(args.words) > 2:
         args.config, args.weights, *args.images = args.words
     check_model_options(parser, args, args.config, args.weights)
     if args.max_size <= 0:

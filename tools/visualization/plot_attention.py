@@ -6,6 +6,7 @@ Curves of trainings too, as there in Figures 2 and 13, and in Figure 2 of Li et 
   plot_attention.py CONFIG CHECKPOINT --figure centers --out centers.png
   plot_attention.py CONFIG CHECKPOINT --figure content --image 3 --query 4 2 --out image.svg
   plot_attention.py --timm vit_tiny_patch16_224 --pretrained --figure content --image photo.jpg --out photo.png
+  plot_attention.py --hf vit_pruned --figure centers --images folder --out centers.png
   plot_attention.py --figure distance --reports scratch=a.json convolution=b.json --out distance.png
   plot_attention.py --figure movement --runs work_dirs/sa_quadratic_digits --out movement.png
   plot_attention.py --figure accuracy --runs quadratic=work_dirs/q learned=work_dirs/l --out accuracy.png
@@ -20,8 +21,9 @@ movement       the centres over a training with AttentionVisualizationHook, whos
 accuracy       the accuracy of several trainings, whose folders are --runs
 loss           their validation loss
 
-Models are of this plugin, or vision transformers of mmpretrain or timm, whose attention is that of patches to patches.
-Where a layer has no term of position alone, centers and probabilities are those of the mean over images.
+Models are of this plugin, or vision transformers of mmpretrain, timm or Hugging Face, whose attention is that
+of patches to patches. Where a layer has no term of position alone, centers and probabilities are those of the mean
+over images.
 """
 
 import argparse
@@ -145,7 +147,7 @@ def draw_model(args: argparse.Namespace):
 def check_unused(args: argparse.Namespace, name: str, purpose: str) -> None:
     if getattr(args, name) is not None:
         raise ValueError(
-            f'--{name} {purpose}, which --figure {args.figure} of {args.config or args.timm} does not show'
+            f'--{name} {purpose}, which --figure {args.figure} of {args.config or args.timm or args.hf} does not show'
         )
 
 

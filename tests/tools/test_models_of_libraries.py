@@ -1,0 +1,134 @@
+"""The tools without a config: sizes as the checkpoint of timm says them, and folders of Hugging Face transformers."""
+
+import runpy
+import sys
+from argparse import Namespace
+
+import pytest
+import timm
+import torch
+from helpers.images import write_images
+from helpers.vits import OF_TIMM, small_vit
+
+pytest.importorskip('matplotlib')
+
+from attncnn_plugin import load_hugging_face
+from attncnn_plugin.loaded_model import HuggingFaceModel, TimmModel
+from attncnn_plugin.pruning import prunable_heads, prune_heads
+
+ABSOLUTE = ['vit_tiny_patch16_224', 'deit_tiny_distilled_patch16_224', 'eva02_tiny_patch14_224']
+SWIN, BEIT = 'swin_tiny_patch4_window7_224', 'beit_base_patch16_224'
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return write_images(tmp_path / 'images', ['a', 'b'], 2, size=40).parent
+
+
+@pytest.fixture
+def tool(repository, monkeypatch):
+    def run_tool(path, *options):
+        monkeypatch.setattr(sys, 'argv', [path, *map(str, options)])
+        return runpy.run_path(str(repository / 'tools' / path), run_name='__main__')
+
+    return run_tool
+
+
+def save(name, **settings):
+    """Saves a model as timm's ``train.py`` does; returns it and its settings but for what is read."""
+    model = timm.create_model(name, **{**OF_TIMM[name], **settings}).eval()
+    content = dict(arch=name, args=Namespace(lr=0.1), state_dict_ema=model.state_dict(), state_dict={})
+    torch.save(content, 'model.pth.tar')
+    return model, {key: value for key, value in OF_TIMM[name].items() if key not in ('num_classes', 'img_size')}
+
+
+@pytest.mark.parametrize('name', [*ABSOLUTE, SWIN])
+def test_sizes_are_read(name):
+    """Of 48 pixels, where positions are absolute, and of 5 classes."""
+    model, settings = save(name, **({} if name == SWIN else dict(img_size=48)))
+    settings.update(dict(img_size=32) if name == SWIN else {})
+    loaded = TimmModel(name, 'model.pth.tar', settings=settings)
+    images = loaded.some_inputs('images', 2)
+    assert images.shape[2:] == ((32, 32) if name == SWIN else (48, 48)) and loaded.model.num_classes == 5
+    assert torch.equal(loaded.model(images), model(images))
+
+
+@pytest.mark.parametrize(
+    'name, given, message',
+    [
+        (ABSOLUTE[0], dict(num_classes=7), r'head.weight is \(5, 24\) there and \(7, 24\) .*num_classes=5'),
+        (ABSOLUTE[0], dict(img_size=64), r'pos_embed is \(1, 37, 24\) there and \(1, 65, 24\) .*img_size=48'),
+        (ABSOLUTE[0], dict(depth=3), r'blocks.2.\S+ is missing there and .* as it was trained with'),
+        (
+            ABSOLUTE[0],
+            dict(embed_dim=48),
+            r'cls_token is \(1, 1, 24\) there and \(1, 1, 48\) .* as it was trained with',
+        ),
+        (BEIT, dict(img_size=32), r'bias_table is \(124, 3\) there and \(52, 3\) in the model, .*img_size=…'),
+    ],
+)
+def test_what_is_given_wins(name, given, message):
+    _, settings = save(name, img_size=48)
+    with pytest.raises(ValueError, match=message) as error:
+        TimmModel(name, 'model.pth.tar', settings={**settings, **given})
+    assert len(str(error.value)) < 250 and '\n' not in str(error.value)
+
+
+def test_no_checkpoint(folder):
+    (folder / 'x.safetensors').write_text('no weights')
+    for path, message in [('no.safetensors', 'no.safetensors is no file'), ('x.safetensors', 'is damaged or no')]:
+        with pytest.raises((OSError, ValueError), match=message):
+            TimmModel(ABSOLUTE[0], path)
+
+
+@pytest.fixture
+def pruned(folder):
+    pytest.importorskip('transformers.models')
+    model = small_vit('transformers.ViT')
+    prune_heads(model, {0: [1]})
+    model.save_pretrained(folder / 'vit')
+    return model.eval()
+
+
+def test_tools_take_a_folder(pruned, tool, folder, capsys):
+    model = ['--hf', 'vit']
+    tool('analysis_tools/analyze_heads.py', *model, '--images', 'images', '--json', 'report.json')
+    printed = capsys.readouterr()
+    assert '4x4 tokens, 2 heads' in printed.out and '4x4 tokens, 3 heads' in printed.out
+    assert printed.err.count('no preprocessor_config.json: images are scaled to 32x32 pixels, with mean and') == 1
+    tool(
+        'visualization/plot_attention.py', *model, '--figure', 'content', '--image', 'images/a/0.png', '--out', 'a.png'
+    )
+    tool('visualization/attention_explorer.py', 'images/a/0.png', *model, '--out', 'page.html')
+    assert 'vit: what its heads attend to' in (folder / 'page.html').read_text()
+    importance = ['--criterion', 'importance', '--keep', 3, '--images', 'images']
+    tool('model_converters/prune_heads.py', 'less', *model, *importance)
+    heads = [layer.num_heads for layer in prunable_heads(load_hugging_face('less')).values()]
+    assert sum(heads) == 3
+    for options in (['less', '--heads', '{0: [0]}'], ['less', '--checkpoint', 'x'], ['less', '--timm', 'x']):
+        with pytest.raises(SystemExit):
+            tool('model_converters/prune_heads.py', *options, *model)
+        error = capsys.readouterr().err
+        assert any(part in error for part in ('OUT less exists already', 'are for --timm', 'not allowed with'))
+
+
+def test_images_as_the_folder_says(pruned, folder):
+    from transformers import ViTImageProcessor
+
+    by_hand = ViTImageProcessor(size=dict(height=32, width=32), image_mean=[0.1] * 3, image_std=[0.3] * 3)
+    by_hand.save_pretrained('vit')
+    loaded = HuggingFaceModel('vit')
+    image = loaded.image('images/a/0.png')
+    picture = torch.from_numpy(loaded.picture(image)).permute(2, 0, 1)
+    assert torch.allclose((picture / 255 - 0.1) / 0.3, image, atol=0.01)
+    images = loaded.inputs([image])
+    assert torch.allclose(loaded.model(images).logits, pruned(images).logits, atol=1e-6)
+    loaded.save('again')
+    assert (folder / 'again/preprocessor_config.json').is_file()
+    with pytest.raises(ValueError, match='config.json cannot be read as an image'):
+        loaded.image('vit/config.json')
+    (folder / 'vit/model.safetensors').write_text('no weights')
+    for path, message in [('nowhere', 'nowhere has no config.json: give a folder'), ('vit', '--hf vit cannot be')]:
+        with pytest.raises(ValueError, match=message):
+            HuggingFaceModel(path)
