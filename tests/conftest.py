@@ -79,10 +79,11 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.fixture(autouse=True)
 def fresh():
     """The same random numbers for every test, and nothing compiled: another's sizes would make this one's dynamic."""
-    os.environ.pop('LOCAL_RANK', None)  # mmpretrain's tool leaves it, and accelerate would wait for other processes
     torch.manual_seed(0)
     if 'torch._dynamo' in sys.modules:
         torch._dynamo.reset()
+    yield
+    os.environ.pop('LOCAL_RANK', None)  # mmpretrain's tool leaves it, and accelerate would wait for other processes
 
 
 @pytest.fixture(scope='session')
