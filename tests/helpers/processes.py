@@ -177,15 +177,15 @@ def train(config: Path, work_dir: Path, *options: object, **kwargs) -> str:
     return run('python', tool, config, '--work-dir', work_dir, *options, folder=config.parent, **kwargs)
 
 
-def train_forked(config: Path, work_dir: Path, *options: object) -> str:
-    """Runs ``tools/train.py`` in two ranks that are copies of this process, and returns what the first one says."""
+def train_on_ranks(config: Path, work_dir: Path, *options: object) -> str:
+    """Runs ``tools/train.py`` in two ranks, and returns what the first one says."""
     words = [REPOSITORY / 'tools/train.py', config, '--work-dir', work_dir, '--launcher', 'pytorch', *options]
     with socket.socket() as unused:
         unused.bind(('127.0.0.1', 0))
         port = str(unused.getsockname()[1])
     work_dir.mkdir(exist_ok=True)
     arguments = [str(word) for word in words], config.parent, work_dir, port
-    torch.multiprocessing.start_processes(_train_rank, arguments, nprocs=2, start_method='fork')
+    torch.multiprocessing.start_processes(_train_rank, arguments, nprocs=2, start_method='spawn')
     return (work_dir / 'rank0.log').read_text()
 
 

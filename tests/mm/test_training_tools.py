@@ -9,7 +9,7 @@ import mmpretrain
 import numpy as np
 import pytest
 import torch
-from helpers.processes import REPOSITORY, assert_equal, rates, run, train, train_forked, write_configs
+from helpers.processes import REPOSITORY, assert_equal, rates, run, train, train_on_ranks, write_configs
 from helpers.small import SMALL_ARCH, save_degenerate, small_cmhsa, small_timm
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
@@ -119,13 +119,13 @@ def assert_as_one_process(two, whole):
 def test_two_processes(kind, whole_of, folder):
     """Equal weights on both ranks, those of one process with the same batches; resumed before and after the change."""
     two = folder / f'{kind}_two'
-    log = train_forked(folder / f'{kind}4.py', two, *options_of(kind, folder))
+    log = train_on_ranks(folder / f'{kind}4.py', two, *options_of(kind, folder))
     assert 'GPU number: 2' in log and 'Epoch(val) [4]' in log and KINDS[kind]['said'] in log
     assert 'Removed heads' in log or kind == 'CNN'
     assert_as_one_process(two, whole_of(kind))
     for epoch in (3,) if kind == 'CMHSA' else (1, 3):
         again = folder / f'{kind}_again{epoch}'
-        train_forked(folder / f'{kind}4.py', again, '--resume', two / f'epoch_{epoch}.pth')
+        train_on_ranks(folder / f'{kind}4.py', again, '--resume', two / f'epoch_{epoch}.pth')
         for rank in (0, 1):
             assert_equal(again, two, rank)
 
@@ -133,7 +133,7 @@ def test_two_processes(kind, whole_of, folder):
 @pytest.mark.slow
 def test_two_processes_compile_both_phases(whole_of, folder):
     options = [*options_of('CMHSA', folder), 'compile.backend=eager']
-    log = train_forked(folder / 'CMHSA4.py', folder / 'compiled', *options)
+    log = train_on_ranks(folder / 'CMHSA4.py', folder / 'compiled', *options)
     assert log.count('Model has been "compiled"') == 3  # at the start, at the transition, at the pruning
     for rank in (0, 1):
         assert_equal(folder / 'compiled', whole_of('CMHSA'), rank, tolerance=1e-5)
@@ -163,7 +163,7 @@ def test_two_processes_with_norms_of_both(whole_of, folder):
     synced.write_text(own.replace("'hooks_of_a_test'", "'hooks_of_a_test', 'norms_on_cpus'"))
     with synced.open('a') as file:
         file.write("sync_bn = 'torch'\n")
-    train_forked(synced, folder / 'norms', *options_of('CNN', folder))
+    train_on_ranks(synced, folder / 'norms', *options_of('CNN', folder))
     assert [(folder / f'norms{rank}.txt').read_text().split() for rank in (0, 1)] == [['20', '20']] * 2
     assert_as_one_process(folder / 'norms', whole_of('CNN'))
 
