@@ -293,7 +293,8 @@ def _weighted_by_gradients(model: nn.Module, images: Tensor, target: Any) -> Ite
         classes = torch.as_tensor(target, device=images.device)
         if not isinstance(logits, Tensor) or logits.ndim != 2:
             raise ValueError(f'target={shown(target)} needs a model with logits, not a {type(model).__name__}')
-        if classes.ndim > 1 or not ((classes >= 0) & (classes < logits.shape[1])).all():
+        fits = classes.ndim == 0 or classes.shape == logits.shape[:1]
+        if not fits or classes.is_floating_point() or not ((classes >= 0) & (classes < logits.shape[1])).all():
             raise ValueError(
                 f'target={shown(target)} must be a class from 0 to {logits.shape[1] - 1}, or one for each image'
             )

@@ -178,15 +178,8 @@ class PruneHeads:
     ) -> Optional[JudgedHeads]:
         """Removes heads, if this is one of the epochs; call it at the beginning of each.
 
-        Not when a training resumes in the middle of an epoch whose heads have gone.
-
-        Args:
-            model (nn.Module): The model. Give that in a wrapper for distributed training, ``ddp.module``, and build a
-                new wrapper if heads were removed.
-            optimizer (Optimizer | Iterable[Optimizer]): What trains the model.
-            epoch (int): Number of epochs that are over.
-            copies (Iterable[nn.Module]): Averages of the model, such as the ``module`` of timm's ``ModelEmaV3``.
-                Defaults to none.
+        Not when a training resumes in the middle of an epoch whose heads have gone. The arguments are those of
+        :meth:`TwoPhases.on_epoch_begin <attncnn_plugin.training.TwoPhases.on_epoch_begin>`.
 
         Returns:
             JudgedHeads | None: What was found; None at other epochs, and where nothing was.

@@ -56,6 +56,7 @@ class Adapter:
         num_heads (str): The number of heads N_h.
         windows (callable | None): ``windows(owner, args)`` says how the module around cuts its input into windows: the
             size of the grid, of a window, its shift, and whether the grid is padded before it is shifted.
+        drop (str): The dropout of the probabilities, a module or a rate.
         key_bias (bool): Whether the bias of the one map is for the keys too.
         cuts (bool): Whether it cuts the windows itself, of a grid ``(B, H, W, D)``.
         probs (callable | None): ``probs(module, x)`` gives P of attention that is no such softmax.
@@ -80,6 +81,7 @@ class Adapter:
     tables: Mapping[str, int] = field(default_factory=dict)
     num_heads: str = 'num_heads'
     windows: Optional[Callable[[Any, Any], Windows]] = None
+    drop: str = 'attn_drop'
     key_bias: bool = True
     cuts: bool = False
     probs: Optional[Callable[[Any, Tensor], Tensor]] = None
@@ -267,7 +269,12 @@ SWIN_V2 = replace(
     tables={'logit_scale': 0, 'cpb_mlp.2.weight': 0},
 )
 IN_TORCHVISION: Dict[str, Any] = dict(
-    mask=mask_of_torchvision, windows=windows_of_torchvision, cuts=True, after=(), forward='functions'
+    mask=mask_of_torchvision,
+    windows=windows_of_torchvision,
+    drop='attention_dropout',
+    cuts=True,
+    after=(),
+    forward='functions',
 )
 HUGGING_FACE = Adapter(
     maps=('q_proj', 'k_proj', 'v_proj'),
@@ -339,6 +346,7 @@ ADAPTERS: Dict[str, Adapter] = {
         added=(masks_of_torch,),
         output='out_proj',
         after=(),
+        drop='dropout',
         forward='functions',
         returns_pair=True,
     ),

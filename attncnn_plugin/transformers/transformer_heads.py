@@ -192,8 +192,8 @@ def forward_of_heads(module: Any, *args: Any, **kwargs: Any) -> Any:
     number = attention.num_heads
     if added is not None and added.ndim > 2 and added.shape[-3] not in (1, number):
         raise ValueError('a position bias that all layers share is for all heads, but this layer has lost some')
-    drop: Any = getattr(module, 'attn_drop', getattr(module, 'attention_dropout', getattr(module, 'dropout', 0.0)))
-    rate = getattr(drop, 'p', drop) if module.training else 0.0
+    drop: Any = attention.part(attention.adapter.drop)
+    rate = getattr(drop, 'p', drop or 0.0) if module.training else 0.0
     weights = None
     if number > 0 and getattr(module, 'fused_attn', not isinstance(drop, nn.Module)):
         added = None if added is None else added.to(value.dtype)

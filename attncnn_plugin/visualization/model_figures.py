@@ -1,5 +1,6 @@
 """Figures of the heads of any vision transformer, which need a model and images and nothing else."""
 
+from dataclasses import replace
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
@@ -86,8 +87,8 @@ def plot_attention(model: nn.Module, images: Tensor, layers: Optional[Sequence[s
 def plot_heads(model: nn.Module, images: Tensor) -> Figure:
     """Draws all heads of all layers as small maps: what the patch in the middle attends to, mean over images.
 
-    Rows are layers, columns heads. In windows it is the mean over queries, by shift. The colours are those of
-    :func:`plot_attention`; the square is the query.
+    Rows are layers, columns heads. In windows it is the mean over the queries that see a shift. The colours are those
+    of :func:`plot_attention`; the square is the query.
 
     Args:
         model (nn.Module): As of :func:`~attncnn_plugin.analysis.mean_attention`.
@@ -107,8 +108,10 @@ def plot_heads(model: nn.Module, images: Tensor) -> Figure:
     grid, labels = figure.add_gridspec(len(maps), columns), layer_labels(maps)
     for line, (name, own) in enumerate(maps.items()):
         probs, (row, column) = keys_of_query(own)
-        if own.in_windows:  # shifts that no query sees are left out
-            seen = probs.sum(0) > 1e-9
+        if own.in_windows:  # mean over those queries that see a shift; shifts that none sees are left out
+            sees = replace(own, probs=(own.probs > 0).float().amax(0, keepdim=True))
+            share = keys_of_query(sees)[0]
+            seen, probs = share[0] > 0, probs / share.clamp(min=1e-12)
             reach = [int(seen.any(axis).nonzero().max()) - at for axis, at in ((1, row), (0, column))]
             probs = probs[:, row - reach[0] : row + reach[0] + 1, column - reach[1] : column + reach[1] + 1]
             row, column = reach

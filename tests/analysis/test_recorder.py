@@ -364,7 +364,13 @@ def test_what_cannot_be_seen(build, shape, message):
 
 
 @pytest.mark.parametrize(
-    ('target', 'message'), [(5, r'target=5 must be a class from 0 to 4'), ([1, 7], 'must be a class from 0 to 4')]
+    ('target', 'message'),
+    [
+        (5, r'target=5 must be a class from 0 to 4'),
+        ([1, 7], 'must be a class from 0 to 4'),
+        ([1, 2, 3], 'or one for each image'),
+        (1.5, r'target=1\.5 must be a class'),
+    ],
 )
 def test_no_such_class(target, message):
     with pytest.raises(ValueError, match=message):

@@ -56,6 +56,8 @@ HOOKS = textwrap.dedent("""
             elif fault == 'launcher':
                 os.kill(os.getppid(), signal.SIGTERM)
                 time.sleep(2)
+            elif fault == 'disk':
+                resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
             elif fault == 'nan':
                 with torch.no_grad():
                     next(runner.model.parameters()).fill_(float('nan'))

@@ -1,9 +1,11 @@
 """The last line of a tool's output: what is missing, and what would do."""
 
+import runpy
 import sys
 from urllib.error import URLError
 
 import pytest
+from mmengine.config import Config
 from mmpretrain.datasets import utils
 from mmpretrain.registry import DATASETS
 
@@ -23,14 +25,21 @@ def no_network(monkeypatch):
     monkeypatch.setattr(utils, 'download_url_to_file', fail)
 
 
-def test_data_set_that_cannot_be_downloaded(no_network, tool, repository, tmp_path, monkeypatch):
+@pytest.mark.parametrize('tool', ['train.py', 'test.py'])
+def test_data_set_that_cannot_be_downloaded(tool, no_network, repository, tmp_path, monkeypatch):
     """The data set, its folder, and the option for another."""
     config = str(repository / 'configs/cmhsa5_cifar100.py')
-    small = ['model.backbone.num_layers=1', 'train_dataloader.num_workers=0']
-    arguments = [config, '--work-dir', 'out', '--cfg-options', *small, 'train_dataloader.persistent_workers=False']
+    checkpoint = [] if tool == 'train.py' else ['nothing.pth']
+    small = [
+        'model.backbone.num_layers=1',
+        'train_dataloader.num_workers=0',
+        'train_dataloader.persistent_workers=False',
+    ]
+    arguments = [config, *checkpoint, '--work-dir', 'out', '--cfg-options', *small]
+    monkeypatch.setattr(sys, 'argv', [tool, *arguments])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
-        tool('train.py', *arguments)
+        runpy.run_path(str(repository / 'tools' / tool), run_name='__main__')
     assert end.value.code == (
         'CIFAR100 is not in data/cifar100/ and cannot be downloaded (URLError: <urlopen error Name or service not '
         'known>): put cifar-100-python.tar.gz there, from https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz, or '
@@ -39,22 +48,26 @@ def test_data_set_that_cannot_be_downloaded(no_network, tool, repository, tmp_pa
 
 
 @pytest.mark.parametrize(
-    'path, arguments',
+    'tool, arguments',
     [
         ('train.py', []),
+        ('test.py', ['x.pth']),
         ('mmpretrain_tool.py', ['--not-show']),
+        ('analysis_tools/analyze_heads.py', ['x.pth']),
+        ('visualization/plot_attention.py', ['x.pth', '--figure', 'centers', '--out', 'x.png']),
         ('visualization/attention_explorer.py', ['x.pth', '3']),
         ('model_converters/prune_heads.py', ['x.pth', 'y.pth', '--heads', '{0: [1]}']),
         ('model_converters/conv_to_attention.py', ['x.pth', 'y.pth']),
     ],
 )
-def test_config_that_is_not_there(path, arguments, tool, tmp_path, monkeypatch):
-    first = ['visualization/vis_scheduler.py'] if path == 'mmpretrain_tool.py' else []
+def test_config_that_is_not_there(tool, arguments, repository, tmp_path, monkeypatch):
+    first = ['visualization/vis_scheduler.py'] if tool == 'mmpretrain_tool.py' else []
+    monkeypatch.setattr(sys, 'argv', [tool, *first, 'configs/sa_quadratik_digits.py', *arguments])
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'configs').mkdir()
     (tmp_path / 'configs/sa_quadratic_digits.py').write_text('')
     with pytest.raises(SystemExit) as end:
-        tool(path, *first, 'configs/sa_quadratik_digits.py', *arguments)
+        runpy.run_path(str(repository / 'tools' / tool), run_name='__main__')
     assert end.value.code == 'configs/sa_quadratik_digits.py is not there: did you mean sa_quadratic_digits.py?'
 
 
@@ -66,8 +79,15 @@ def test_other_errors_of_data_sets(no_network, tmp_path):
     with pytest.raises(URLError) as caught:
         utils.download_and_extract_archive('http://a/b.zip', str(tmp_path))
     assert one_line(caught.value) == 'URLError: <urlopen error Name or service not known>'
-    for error in (FileNotFoundError('a.pth can not be found.'), PermissionError(13, 'Permission denied', 'a.py')):
-        assert missing_file(error) is None
+
+
+def test_a_config_that_inherits(tmp_path):
+    (tmp_path / 'user.py').write_text(
+        "_base_ = __import__('attncnn_plugin').config_path('sa_quadratic_digits.py')\n"
+        "model = dict(backbone=dict(arch='base'))\n"
+    )
+    backbone = Config.fromfile(tmp_path / 'user.py').model.backbone
+    assert (backbone.type, backbone.arch) == ('SAQuadratic', 'base')
 
 
 def test_a_config_that_is_not_there():
@@ -95,20 +115,33 @@ def test_similar_configs(tmp_path):
         assert str(error.value).startswith(str(tmp_path)) and str(error.value).endswith(message)
 
 
+def test_other_errors():
+    assert missing_file(FileNotFoundError('a.pth can not be found.')) is None
+    assert missing_file(PermissionError(13, 'Permission denied', 'a.py')) is None
+
+
 def test_here_all_is_well():
     assert frameworks.import_problem() is None and tools.config_problem() is None
     frameworks.require_mmpretrain()
 
 
-@pytest.mark.parametrize('module', ['mmpretrain.models', 'mmpretrain'])
-def test_mmpretrain_that_cannot_be_imported(module, monkeypatch):
+@pytest.mark.parametrize(
+    'module, reason', [('mmpretrain.models', 'mmpretrain.models'), ('mmpretrain', 'import of mmpretrain halted')]
+)
+def test_mmpretrain_that_cannot_be_imported(module, reason, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(frameworks, 'has_mmpretrain', lambda: True)
     problem = frameworks.import_problem()
     assert problem.startswith('mmpretrain cannot be imported with the versions that are installed (')
-    assert module in problem and 'mmcv-lite>=2.0,<2.4' in problem and len(problem.splitlines()) == 1
+    assert reason in problem and 'mmcv-lite>=2.0,<2.4' in problem and len(problem.splitlines()) == 1
+    with pytest.raises(ImportError, match='mmpretrain cannot be imported with the versions'):
+        frameworks.require_mmpretrain()
+
+
+def test_mmpretrain_that_is_missing(monkeypatch):
     monkeypatch.setattr(frameworks, 'has_mmpretrain', lambda: False)
-    with pytest.raises(ImportError, match='^mmpretrain is not installed: pip install mmpretrain'):
+    assert frameworks.import_problem().startswith('mmpretrain is not installed: pip install mmpretrain')
+    with pytest.raises(ImportError, match='mmpretrain is not installed'):
         frameworks.require_mmpretrain()
 
 

@@ -192,6 +192,17 @@ def test_invalid_loss_on_one_rank(folder, train_two):
     assert all(value.isfinite().all() for value in torch.load(work_dir / 'epoch_1.pth')['state_dict'].values())
 
 
+@pytest.mark.slow  # in one process: test_reliability_hooks.py
+def test_disk_full(folder, train):
+    work_dir = folder / 'disk'
+    log = train('disk', expected=1, FAULT=f'disk,{ITERATIONS},0')
+    assert last_line(log).startswith(f'OSError: {work_dir}/epoch_2.pth (') and 'could not be written' in last_line(log)
+    assert 'make room' in last_line(log)
+    assert (work_dir / 'last_checkpoint').read_text() == str(work_dir / 'epoch_1.pth')
+    assert {path.name for path in work_dir.glob('epoch*')} == {'epoch_1.pth'}
+    assert torch.load(work_dir / 'epoch_1.pth')['meta']['epoch'] == 1
+
+
 @pytest.mark.slow
 def test_one_rank_dies(train_two):
     start = time.monotonic()
@@ -221,6 +232,11 @@ def test_mistaken_config(train):
 def test_mistaken_backbone():
     """A misspelt argument: test_backbones.py."""
     cases = {
+        'ValueError: num_heads=0 must be at least 1': dict(
+            type='SALearned',
+            content=True,
+            arch=dict(embed_dims=64, num_layers=1, num_heads=0, feedforward_channels=64),
+        ),
         'ValueError: img_size=32 must be a multiple of patch_size=5': dict(type='CMHSA', img_size=32, patch_size=5),
         "KeyError: type='Nonsense' is no model of mmpretrain or this plugin: is its module in custom_imports?": dict(
             type='Nonsense'

@@ -1,4 +1,7 @@
-"""``ConvToAttention`` takes the attention of a checkpoint, whichever of mmengine's functions loads it."""
+"""``ConvToAttention`` takes the attention of a checkpoint, whichever of mmengine's functions loads it.
+
+A CNN of mmpretrain's zoo takes it when it is told to.
+"""
 
 import copy
 
@@ -7,9 +10,11 @@ import pytest
 import torch
 from mmengine import runner
 from mmengine.config import Config, ConfigDict
-from mmengine.model import ExponentialMovingAverage
+from mmengine.model import BaseTTAModel, ExponentialMovingAverage
 from mmengine.runner import load_checkpoint
+from torch import nn
 
+from attncnn_plugin import follow_state_dict
 from attncnn_plugin.attention.images import ImageAttention
 from attncnn_plugin.convert import convs_to_attention
 
@@ -65,6 +70,29 @@ def by_initialization(file):
     return model
 
 
+class Wrapped(BaseTTAModel):
+    def merge_preds(self, data_samples_list):
+        pass
+
+
+def under_augmentation(file):
+    wrapper = Wrapped(build(CLASSIFIER))
+    load_checkpoint(wrapper, file, strict=True)
+    return wrapper.module
+
+
+class Distributed(nn.parallel.DistributedDataParallel):
+    def __init__(self, module):
+        nn.Module.__init__(self)
+        self.module = module
+
+
+def in_a_wrapper(file):
+    wrapper = Distributed(build(CLASSIFIER))
+    load_checkpoint(wrapper, file, strict=True)
+    return wrapper.module
+
+
 def by_average(file):
     averaged = ExponentialMovingAverage(build(CLASSIFIER))
     averaged.load_state_dict({f'module.{k}': v for k, v in torch.load(file)['state_dict'].items()}, strict=False)
@@ -75,8 +103,15 @@ WAYS = dict(
     function=by_function,
     load_checkpoint=by_load_checkpoint,
     initialization=by_initialization,
+    augmentation=under_augmentation,
+    wrapper=in_a_wrapper,
     average=by_average,
     get_model=lambda file: mmpretrain.get_model(Config(dict(model=CLASSIFIER)), file),
+    inferencer=lambda file: (
+        mmpretrain.ImageClassificationInferencer(
+            Config(dict(model=CLASSIFIER, test_dataloader=dict(dataset=dict(type='Digits', pipeline=[])))), file
+        ).model
+    ),
 )
 
 
@@ -121,3 +156,27 @@ def test_a_refused_load_leaves_the_backbone_as_it_was(trained, change):
     assert backbone.phase == 'conv'
     assert all(a is b for a, b in zip(backbone.modules(), modules))
     assert all(a is b for a, b in zip(backbone.parameters(), parameters))
+
+
+def test_a_stock_model_takes_attention_when_it_is_told_to(trained):
+    model, x, file = trained
+    loaded = build(STOCK)
+    with pytest.raises(
+        RuntimeError, match='unexpected key in source state_dict: .*backbone.layer4.0.conv1.value.weight'
+    ):
+        load_checkpoint(loaded, file, strict=True)
+    assert not any(isinstance(module, ImageAttention) for module in loaded.modules())
+    assert follow_state_dict(loaded, torch.load(file)['state_dict'])
+    load_checkpoint(loaded, file, strict=True)
+    loaded.eval()
+    assert torch.equal(loaded(x), model(x))
+
+
+def test_weights_of_the_zoo_load_into_attention(trained, tmp_path):
+    attention, x, _ = trained
+    cnn = build(STOCK)
+    cnn.eval()
+    torch.save(dict(state_dict=cnn.state_dict()), tmp_path / 'cnn.pth')
+    load_checkpoint(attention, str(tmp_path / 'cnn.pth'), strict=True)
+    assert isinstance(attention.backbone.layer4[0].conv1, ImageAttention)
+    assert 1e-6 < (attention(x) - cnn(x)).norm() / cnn(x).norm() < 0.1

@@ -9,14 +9,17 @@ import mmpretrain
 import numpy as np
 import pytest
 import torch
+from helpers.payload import Payload
 from helpers.processes import REPOSITORY, assert_equal, rates, run, train, train_on_ranks, write_configs
 from helpers.small import SMALL_ARCH, save_degenerate, small_cmhsa, small_timm
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
+from mmengine.runner import load_checkpoint
 from mmpretrain import FeatureExtractor, ImageClassificationInferencer
 from mmpretrain.registry import MODELS
 
 import attncnn_plugin.mm.safe_loading  # noqa: F401
+from attncnn_plugin import follow_state_dict
 from attncnn_plugin.convert import convs_to_attention
 
 EPOCHS, SWITCH, ITERATIONS = 4, 2, 3  # epochs, the epoch of the transition or the pruning, iterations of an epoch
@@ -95,10 +98,10 @@ def whole_of(folder):
 
 
 @pytest.mark.slow  # in one process: test_two_phases.py and test_head_pruning_hook.py; killed: test_faults.py
-@pytest.mark.parametrize('kill_at', [SWITCH * ITERATIONS, EPOCHS * ITERATIONS - 1])
+@pytest.mark.parametrize('kill_at', [SWITCH * ITERATIONS - 2, SWITCH * ITERATIONS, EPOCHS * ITERATIONS - 1])
 @pytest.mark.parametrize('kind', KINDS)
 def test_killed_and_resumed(kind, kill_at, whole_of, folder):
-    """At the change, when the last checkpoint is of before it, and after it."""
+    """Before, at and after the change, when the last checkpoint is of before it."""
     whole, killed = whole_of(kind), folder / f'{kind}_killed{kill_at}'
     options = options_of(kind, folder)
     log = train(folder / f'{kind}8.py', killed, *options, expected=-signal.SIGKILL, FAULT=f'SIGKILL,{kill_at},0')
@@ -107,6 +110,20 @@ def test_killed_and_resumed(kind, kill_at, whole_of, folder):
     assert f'resumed epoch: {kill_at // ITERATIONS}' in log
     assert_equal(killed, whole)
     assert rates(killed) == rates(whole) and len(rates(whole)) == EPOCHS * ITERATIONS
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_right_after_loading(whole_of, folder):
+    """The transition at epoch 0, then a stop in the epoch after it."""
+    start = f'load_from={whole_of("CNN") / f"epoch_{SWITCH}.pth"}'
+    options = ['--cfg-options', 'custom_hooks.0.epoch=0', start]
+    log = train(folder / 'CNN8.py', folder / 'zero', *options)
+    assert 'Transition at epoch 0:\n' in log
+    kwargs = dict(expected=-signal.SIGKILL, FAULT=f'SIGKILL,{ITERATIONS + 1},0')
+    train(folder / 'CNN8.py', folder / 'zero_killed', *options, **kwargs)
+    log = train(folder / 'CNN8.py', folder / 'zero_killed', '--resume', *options[:2])
+    assert 'resumed epoch: 1' in log and 'Transition at epoch' not in log
+    assert_equal(folder / 'zero_killed', folder / 'zero')
 
 
 def assert_as_one_process(two, whole):
@@ -178,7 +195,7 @@ def modules(folder, monkeypatch):
 
 def test_checkpoints_load_everywhere(whole_of, folder, repository, tmp_path, modules):
     """Those of both phases and pruned ones, with the config that made the run, and nothing said."""
-    for kind, epoch in (('CMHSA', SWITCH), ('CMHSA', EPOCHS), ('SAGeneralized', EPOCHS)):
+    for kind, epoch in (('CMHSA', SWITCH), ('CMHSA', EPOCHS), ('CNN', EPOCHS), ('SAGeneralized', EPOCHS)):
         config, checkpoint = str(folder / f'{kind}8.py'), str(whole_of(kind) / f'epoch_{epoch}.pth')
         log = run('python', repository / 'tools/test.py', config, checkpoint, '--work-dir', tmp_path, folder=folder)
         assert 'Epoch(test)' in log and 'accuracy/top1' in log and 'do not match' not in log
@@ -228,15 +245,24 @@ def test_converter(kind, size, tolerance, whole_of, folder, modules):
 
 
 def test_converter_refuses_a_file_in_one_sentence(folder, tmp_path):
-    """Damaged and malicious files: test_checkpoint_files.py."""
+    """Missing, damaged, malicious, no dictionary, of another model."""
     path = tmp_path / 'bad.pth'
-    for message in (
-        r'.*/bad\.pth can not be found\.',
-        r'.*/bad\.pth does not fit the model of .*/CMHSA8\.py: .*backbone.*',
+    for content, message in (
+        (None, r'.*/bad\.pth can not be found\.'),
+        (b'PK\x03\x04 cut', r'.*/bad\.pth is damaged or no checkpoint at all: give a whole file .*'),
+        (
+            Payload(print, 'run'),
+            r'.*/bad\.pth was refused and nothing in it was run: it asks for .*print, but a .* alone',
+        ),
+        ([1], r'.*/bad\.pth holds a list, but a checkpoint is a dictionary of weights, .*'),
+        ({'state_dict': {}}, r'.*/bad\.pth does not fit the model of .*/CMHSA8\.py: .*backbone.*'),
     ):
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        elif content is not None:
+            torch.save(content, path)
         log = converter(folder / 'CMHSA8.py', path, tmp_path / 'no.pth', folder=folder, expected=1)
         assert 'Traceback' not in log and re.fullmatch(message, log.strip().splitlines()[-1])
-        torch.save({'state_dict': {}}, path)
     assert not (tmp_path / 'no.pth').exists()
 
 
@@ -267,13 +293,14 @@ def test_pruned_without_a_training(options, heads, folder):
 @pytest.mark.parametrize(
     'options, heads, kind',
     [
+        (['--criterion', 'importance', '--keep', '3'], 3, 'of 4 heads least important\n'),
         (['--criterion', 'uniform', 'importance', '--keep', '3'], 3, 'of 4 heads degenerate or least important\n'),
         (['--heads', '{"backbone.layers.1.attn": [0, 3]}'], 6, ''),
     ],
 )
 def test_transformer_pruned_without_a_training(options, heads, kind, whole_of, folder):
     log = pruned('VisionTransformer', whole_of('VisionTransformer') / 'epoch_1.pth', options, folder)
-    assert 'parameters became' in log and kind in log
+    assert 'parameters became' in log and kind in log and ('degenerate' in log) == ('degenerate' in kind)
     state = torch.load(folder / 'pruned.pth')['state_dict']
     assert sum(state[f'backbone.layers.{i}.attn.proj.weight'].shape[1] for i in range(2)) == 4 * heads
 
@@ -285,6 +312,8 @@ def test_transformer_pruned_without_a_training(options, heads, kind, whole_of, f
         ('SAGeneralized', ['--heads', '[0]'], "--heads '[0]' must be the heads of each block, for instance '{0: [1,"),
         ('SAGeneralized', ['--heads', '{0: [0, 1, 2]}'], 'are all heads of the layer: keep one'),
         ('SAGeneralized', ['--heads', '{7: [1]}'], 'heads of 7 are to be removed, but there are 0'),
+        ('SAGeneralized', ['--criterion', 'ugly'], "criterion 'ugly' is unknown"),
+        ('SAGeneralized', ['--criterion', 'importance'], 'says how many heads go'),
         ('SAGeneralized', ['--criterion', 'entropy', '--keep', '3'], 'add it to --criterion'),
         ('VisionTransformer', ['--criterion', 'stripe'], "the criterion 'stripe' is for Gaussian heads"),
     ],
@@ -293,6 +322,15 @@ def test_pruning_refuses(kind, options, message, whole_of, folder):
     start = folder / 'start.pth' if kind == 'SAGeneralized' else whole_of(kind) / 'epoch_1.pth'
     log = pruned(kind, start, options, folder, expected=1)
     assert message in log.strip().splitlines()[-1] and 'Traceback' not in log
+
+
+def test_a_pruned_transformer_in_python(whole_of, folder, modules):
+    checkpoint = str(whole_of('VisionTransformer') / f'epoch_{EPOCHS}.pth')
+    model, saved = mmpretrain.get_model(str(folder / 'VisionTransformer8.py')), torch.load(checkpoint)['state_dict']
+    follow_state_dict(model, saved)
+    load_checkpoint(model, checkpoint, strict=True)
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+    assert sum(layer.attn.num_heads for layer in model.backbone.layers) < 8
 
 
 def test_a_config_without_hooks_of_the_plugin(whole_of, folder, repository, tmp_path):

@@ -1,7 +1,5 @@
 """The tools without a config: sizes as the checkpoint of timm says them, and folders of Hugging Face transformers."""
 
-import runpy
-import sys
 from argparse import Namespace
 
 import pytest
@@ -24,15 +22,6 @@ SWIN, BEIT = 'swin_tiny_patch4_window7_224', 'beit_base_patch16_224'
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return write_images(tmp_path / 'images', ['a', 'b'], 2, size=40).parent
-
-
-@pytest.fixture
-def tool(repository, monkeypatch):
-    def run_tool(path, *options):
-        monkeypatch.setattr(sys, 'argv', [path, *map(str, options)])
-        return runpy.run_path(str(repository / 'tools' / path), run_name='__main__')
-
-    return run_tool
 
 
 def save(name, **settings):

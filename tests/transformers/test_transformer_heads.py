@@ -198,13 +198,14 @@ def test_refused(name, changes, error, message):
 
 
 class InParts(nn.Module):
-    """Attention with other names, whose maps are in modules inside, and no dropout."""
+    """Attention with other names, whose maps are in modules inside, and a dropout of its output alone."""
 
     def __init__(self):
         super().__init__()
         self.inside = nn.ModuleDict({name: nn.Linear(24, 12) for name in 'abc'})
         self.inside.number_of_heads = 3
         self.last = nn.Sequential(nn.Linear(12, 24))
+        self.dropout = nn.Dropout(0.5)  # of the probabilities is what the table names, here nothing
 
     def forward(self, tokens):
         query, key, value = (self.inside[name](tokens).unflatten(-1, (3, 4)).transpose(1, 2) for name in 'abc')

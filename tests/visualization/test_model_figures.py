@@ -1,5 +1,7 @@
 """Figures that need a model and images alone: the numbers that are drawn, against maps and rollout."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import timm
@@ -10,7 +12,6 @@ from helpers.vits import SIZE, output_of, small_vit
 
 from attncnn_plugin import attention_maps, rollout
 from attncnn_plugin.analysis import mean_attention
-from attncnn_plugin.analysis.shift_statistics import keys_of_query
 from attncnn_plugin.pruning import head_ablation, prune_heads
 from attncnn_plugin.visualization import plot_attention, plot_head_ablation, plot_heads
 from attncnn_plugin.visualization.style import image_of
@@ -97,16 +98,45 @@ def test_all_heads_from_the_query(name):
         for axes, expected in zip(panels, [keys for layer in maps.values() for keys in layer.of_query()]):
             np.testing.assert_allclose(axes.images[0].get_array(), relative(expected), rtol=1e-4)
             assert axes.lines[0].get_xydata().tolist() == [list(maps['blocks.0.attn'].place())]
-    else:  # shifts that some query sees, at most 3 with windows of 4x4 patches
-        found = [(keys, place) for layer in maps.values() for keys, place in [keys_of_query(layer)]]
-        expected = [(of_head, place) for keys, place in found for of_head in keys]
-        for axes, (keys, (row, column)) in zip(panels, expected):
+    else:
+        expected = [means for layer in maps.values() for means in means_by_shift(layer)]
+        for axes, means in zip(panels, expected):
             array = axes.images[0].get_array()
             down, right = array.shape[0] // 2, array.shape[1] // 2
             assert down <= 3 and right <= 3 and axes.lines[0].get_xydata().tolist() == [[right, down]]
-            part = keys[row - down : row + down + 1, column - right : column + right + 1]
-            assert part.sum() == pytest.approx(keys.sum().item())
-            np.testing.assert_allclose(array, relative(part), rtol=1e-4)
+            seen = {(i - down, j - right): array[i, j] for i in range(2 * down + 1) for j in range(2 * right + 1)}
+            assert means.keys() <= seen.keys()
+            whole = relative(torch.tensor([[means.get(shift, 0.0) for shift in seen]]))[0]
+            np.testing.assert_allclose(list(seen.values()), whole, rtol=1e-4)
+
+
+def means_by_shift(layer):
+    """P[q, q + δ] of each head, mean over those queries in the interior that see a shift, by shift."""
+    height, width = layer.grid
+    margin = 2 if min(layer.grid) > 5 else 1
+    for probs in layer.probs.double():
+        found = {}
+        for row, column in product(range(margin, height - margin), range(margin, width - margin)):
+            for key, value in enumerate(probs[row * width + column].tolist()):
+                if value > 0:
+                    found.setdefault((key // width - row, key % width - column), []).append(value)
+        yield {shift: sum(values) / len(values) for shift, values in found.items()}
+
+
+def test_uniform_attention_in_windows_is_neutral():
+    """Whatever the share of queries is that see a shift."""
+    model = small_vit('swin_tiny_patch4_window7_224')
+    for layer in model.layers:
+        for block in layer.blocks:
+            block.shift_size = (0, 0)
+            block.attn_mask = None
+            for parameter in (block.attn.qkv.weight, block.attn.qkv.bias, block.attn.relative_position_bias_table):
+                parameter.data.zero_()
+    figure = plot_heads(model, torch.randn(1, 3, SIZE, SIZE))
+    drawn = [axes.images[0].get_array() for axes in figure.axes if axes.get_title().startswith('head')]
+    assert len(drawn) == 12
+    for values in drawn:
+        assert np.allclose(values, 1, atol=1e-4)
 
 
 def test_ablation_by_blocks_and_heads():
