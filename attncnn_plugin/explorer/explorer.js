@@ -460,6 +460,7 @@ function play(start = playing === null) {
 /** What follows a change when no other one has come for a moment: what is read aloud, and the address. */
 function settle() {
   clearTimeout(settling);
+  settling = null;
   if (playing !== null) return;
   settling = setTimeout(() => {
     settling = null;
