@@ -1,4 +1,4 @@
-"""Draws docs/images/explorer.webp: the query goes around an image in the Attention explorer. Needs chromium and selenium."""
+"""Draws docs/images/explorer.webp: a query goes around an image. Needs Chromium, chromedriver and selenium."""
 
 import base64
 import io
