@@ -22,6 +22,8 @@ NEEDS = {
     'from transformers': 'accelerate',
     'from lightning': 'lightning',
 }
+OUTPUT = '```text title="Output"'
+PROGRAM = re.compile(rf'^```python$\n(.*?)^```$(?:\n+{OUTPUT}$\n(.*?)^```$)?', re.MULTILINE | re.DOTALL)
 CONFIG = re.compile(r'(_base_|model|custom_hooks|default_hooks) = ')
 
 
@@ -49,16 +51,22 @@ def is_mmpretrains(block):
 
 
 @pages_with('python', is_program)
-def test_python_runs(page, monkeypatch, tmp_path, request):
+def test_python_runs(page, monkeypatch, tmp_path, request, capsys):
+    """And prints what ``OUTPUT`` directly below a block says, up to spaces at the ends of lines; ``...`` is anything."""
     monkeypatch.chdir(tmp_path)
-    names = {}
-    for block in filter(is_program, blocks(page, 'python')):
+    names, text = {}, page.read_text()
+    programs = [found for found in PROGRAM.findall(text) if is_program(found[0])]
+    assert sum(bool(output) for _, output in programs) == text.count(OUTPUT), 'an output without its Python'
+    for block, output in programs:
         if 'torch.onnx' in block and not request.config.option.slow:
             continue
         for word, library in NEEDS.items():
             if word in block:
                 pytest.importorskip(library)
+        capsys.readouterr()
         exec(compile(block, page.name, 'exec'), names)
+        printed = '\n'.join(line.rstrip() for line in capsys.readouterr().out.splitlines()) + '\n'
+        assert not output or doctest.OutputChecker().check_output(output, printed, doctest.ELLIPSIS), printed
 
 
 @pages_with('python', is_mmpretrains)
