@@ -52,7 +52,7 @@ def is_mmpretrains(block):
 
 @pages_with('python', is_program)
 def test_python_runs(page, monkeypatch, tmp_path, request, capsys):
-    """And prints what ``OUTPUT`` directly below a block says, up to spaces at the ends of lines; ``...`` is anything."""
+    """And prints what ``OUTPUT`` right below a block says, up to spaces at the ends of lines; ``...`` is anything."""
     monkeypatch.chdir(tmp_path)
     names, text = {}, page.read_text()
     programs = [found for found in PROGRAM.findall(text) if is_program(found[0])]
