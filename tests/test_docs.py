@@ -156,10 +156,18 @@ def test_names_on_the_page_of_the_papers_exist():
 @pytest.mark.slow
 def test_site_builds(tmp_path):
     pytest.importorskip('mkdocstrings', reason="pip install -e '.[docs]'")
+    pytest.importorskip('latex2mathml', reason="pip install -e '.[docs]'")
     build = [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--site-dir', str(tmp_path)]
     result = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert (tmp_path / 'api/attention/index.html').is_file()
+    for file in ('api/attention/index.html', 'gallery/quadratic/explorer.html', 'changelog/index.html', 'CITATION.cff'):
+        assert (tmp_path / file).is_file(), file
+    words = (tmp_path / 'search/search_index.json').read_text()
+    for word in ('install', 'slurm', 'CustomDataset', 'cite'):
+        assert word.lower() in words.lower(), word
+    home = (tmp_path / 'index.html').read_text()
+    assert 'docs/' not in home and 'images/nine_heads_dark.png#only-dark' in home and 'href="contributing/"' in home
+    assert 'class="arithmatex"' not in ''.join(page.read_text() for page in tmp_path.glob('*/index.html'))
 
 
 FOLDERS = ['attncnn_plugin.convert', 'attncnn_plugin.pruning', 'attncnn_plugin.analysis', 'attncnn_plugin.transformers']
