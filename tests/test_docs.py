@@ -113,6 +113,13 @@ def test_commands_name_what_exists(page):
             assert f"'{option}'" in source, words
 
 
+def test_every_tool_is_listed():
+    scripts = [path for path in ROOT.glob('tools/**/*.*') if path.read_text().startswith('#!')]
+    page = (ROOT / 'docs/commands.md').read_text()
+    assert len(scripts) > 10
+    assert [path.name for path in scripts if path.relative_to(ROOT).as_posix() not in page] == []
+
+
 def anchors(page):
     """The anchors of a page, as GitHub and mkdocs make them of headings."""
     text = re.sub(r'^```.*?^```$', '', page.read_text(), flags=re.MULTILINE | re.DOTALL)
