@@ -22,13 +22,12 @@ def on_files(files, config):
     """Adds the files of :data:`FILES`; their links lead to pages of the site."""
     for source, target in FILES.items():
         text = (ROOT / source).read_text().replace('"docs/', '"')
-        text = PICTURE.sub(r'![\2](\3#only-light)![\2](\1#only-dark)', text)
         files.append(File.generated(config, target, content=_links(text, 'docs/', '')))
 
 
-def on_page_markdown(markdown, page, **_):
-    """Makes links to the files of :data:`FILES` lead to their pages."""
-    return _links(markdown, '', '../')
+def on_page_markdown(markdown, **_):
+    """Makes links to the files of :data:`FILES` lead to their pages, and shows the picture of the palette."""
+    return _links(PICTURE.sub(r'![\2](\3#only-light)![\2](\1#only-dark)', markdown), '', '../')
 
 
 def on_page_content(html, **_):
