@@ -139,6 +139,21 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(target), link
 
 
+def test_project_files():
+    """The forge reads these; a mistake in them would show there alone."""
+    yaml = pytest.importorskip('yaml')
+    from attncnn_plugin.version import __version__
+
+    assert yaml.safe_load((ROOT / 'CITATION.cff').read_text())['version'] == __version__
+    assert f'\n## {__version__}\n' in (ROOT / 'CHANGELOG.md').read_text()
+    (job,) = yaml.safe_load((ROOT / '.github/workflows/ci.yml').read_text())['jobs'].values()
+    assert job['timeout-minutes'] and [step['run'] for step in job['steps'] if 'run' in step] == ['.ci/run']
+    templates = [path.read_text() for path in ROOT.glob('.github/ISSUE_TEMPLATE/*.md')]
+    assert len(templates) == 2
+    for template in templates:
+        assert set(yaml.safe_load(template.split('---')[1])) == {'name', 'about', 'labels'}
+
+
 def test_tests_that_are_named_exist():
     named = set(re.findall(r'`(test_\w+)`', (ROOT / 'docs/faults.md').read_text()))
     sources = ''.join(path.read_text() for path in ROOT.glob('tests/**/*.py'))

@@ -103,8 +103,8 @@ def subnormal(quick: bool) -> Cells:
     """Subnormal probabilities.
 
     Some processors are many times slower when a matrix product meets subnormal numbers, so layers set probabilities
-    below 2⁻¹⁰⁰ to 0. Time without that over time with it, at 32x32 pixels, batch 8. Rows *over a 3x3 convolution*: time of
-    a layer of quadratic attention (400 channels, 9 heads, one image) over that of a convolution of 400 channels with
+    below 2⁻¹⁰⁰ to 0. Time without that over time with it, at 32x32 pixels, batch 8. Rows *over a 3x3 convolution*: time
+    of a layer of quadratic attention (400 channels, 9 heads, one image) over that of a convolution of 400 channels with
     the channels last, without it (*before*) and with it (*after*).
     """
     models = {f'{name}, trained': timm.create_model(name, pretrained=True) for name in TRAINED}
@@ -162,8 +162,8 @@ def cmhsa(quick: bool) -> Cells:
 def cnns(quick: bool) -> Cells:
     """CNNs with a last stage of attention.
 
-    Time of the CNN whose last stage became attention over that of the CNN, 224x224 pixels, batch 8. Hard heads attend by
-    position only, the others begin with α = 6 and attend to content too.
+    Time of the CNN whose last stage became attention over that of the CNN, 224x224 pixels, batch 8. Hard heads attend
+    by position only, the others begin with α = 6 and attend to content too.
     """
     images, pixels = (2, 32) if quick else (8, 224)
     for name, layers in LAST_STAGES.items():
