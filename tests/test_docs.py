@@ -175,21 +175,47 @@ def test_names_on_the_page_of_the_papers_exist():
         )
 
 
-@pytest.mark.slow
-def test_site_builds(tmp_path):
+@pytest.fixture(scope='module')
+def site(tmp_path_factory):
     pytest.importorskip('mkdocstrings', reason="pip install -e '.[docs]'")
     pytest.importorskip('latex2mathml', reason="pip install -e '.[docs]'")
-    build = [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--site-dir', str(tmp_path)]
+    folder = tmp_path_factory.mktemp('site')
+    build = [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--site-dir', str(folder)]
     result = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_site_builds(site):
     for file in ('api/attention/index.html', 'gallery/quadratic/explorer.html', 'changelog/index.html', 'CITATION.cff'):
-        assert (tmp_path / file).is_file(), file
-    words = (tmp_path / 'search/search_index.json').read_text()
-    for word in ('install', 'slurm', 'CustomDataset', 'cite'):
-        assert word.lower() in words.lower(), word
-    home = (tmp_path / 'index.html').read_text()
+        assert (site / file).is_file(), file
+    words = (site / 'search/search_index.json').read_text().lower()
+    for word in ('install', 'slurm', 'customdataset', 'cite'):
+        assert word in words, word
+    home = (site / 'index.html').read_text()
     assert 'docs/' not in home and 'images/nine_heads_dark.png#only-dark' in home and 'href="contributing/"' in home
-    assert 'class="arithmatex"' not in ''.join(page.read_text() for page in tmp_path.glob('*/index.html'))
+    assert 'class="arithmatex"' not in ''.join(page.read_text() for page in site.glob('*/index.html'))
+
+
+@pytest.mark.slow
+def test_no_page_scrolls_sideways(site, tmp_path):
+    """On a desk and on a phone: wide tables and formulas scroll within the page."""
+    pytest.importorskip('selenium')
+    from helpers.browser import Browser, missing_programs
+
+    if missing_programs():
+        pytest.skip(f'{" and ".join(missing_programs())} not installed')
+    pages = [*site.glob('index.html'), *site.glob('*/index.html'), *site.glob('*/*/index.html')]
+    with Browser(tmp_path) as browser:
+        for width in (1400, 390):
+            size = dict(width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
+            browser.command('Emulation.setDeviceMetricsOverride', size)
+            for page in pages:
+                browser.driver.get(page.as_uri())
+                found = browser.script('return document.documentElement.scrollWidth')
+                assert found <= width, (page, width)
+    assert len(pages) > 40
 
 
 FOLDERS = ['attncnn_plugin.convert', 'attncnn_plugin.pruning', 'attncnn_plugin.analysis', 'attncnn_plugin.transformers']
