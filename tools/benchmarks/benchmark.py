@@ -162,8 +162,8 @@ def cmhsa(quick: bool) -> Cells:
 def cnns(quick: bool) -> Cells:
     """CNNs with a last stage of attention.
 
-    Time of the CNN whose last stage became attention over that of the CNN, 224x224 pixels, batch 8. Hard heads attend
-    by position only, the others begin with α = 6 and attend to content too.
+    Time of the CNN whose last stage became attention over that of the CNN, 224x224 pixels, batch 8. Heads are hard and
+    see only positions, or begin with α = 6 and attend to content too.
     """
     images, pixels = (2, 32) if quick else (8, 224)
     for name, layers in LAST_STAGES.items():
