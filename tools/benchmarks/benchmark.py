@@ -66,7 +66,7 @@ def create(quick: bool, name: str, **kwargs: Any) -> nn.Module:
 
 
 def c20_model(quick: bool, name: str, side: int) -> nn.Module:
-    """Builds a model of C20 for a grid of ``side`` tokens; its blocks take as long as each other, so two will do."""
+    """Builds a model of C20 for a grid of ``side`` tokens; its blocks take as long as each other, so two are enough."""
     return create(quick, name, depth=2, **(dict(img_size=2 * side) if 'learned' in name else {}))
 
 
