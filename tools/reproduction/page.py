@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from attncnn_plugin.mm.reliability import AtomicBackend
 
 from .results import Run
+from .starts import IMAGES
 from .tables import Table
 
 LABELS = {'accuracy/top1': 'top-1, %', 'cross_entropy/mean': 'validation loss'}
@@ -22,20 +23,27 @@ def write_page(folder: Path, name: str, table: Table, runs: Sequence[Run], data:
     images, results = sorted(table.epochs), [run.result for run in runs if run.result is not None]
     time = f'minutes with {images[-1]:,} images' if len(images) > 1 else 'minutes of a training'
     columns = ['network', 'parameters', 'multiply-adds', *(f'top-1 of {n:,} images, %' for n in images), time, 'seeds']
-    lines = [f'# {table.title}', '', table.about, '', _conditions(runs, images, data), '']
+    columns += ['attention at a shift'] * (table.gate is not None)
+    lines = [f'# {table.title}', '', table.about, '', _conditions(table, runs, images, data), '']
     lines += [f'| {" | ".join(columns)} |', '| --- ' * len(columns) + '|']
     for label in table.rows:
-        lines.append(f'| {label} | {" | ".join(_cells([run for run in runs if run.label == label], images))} |')
+        of_row = [run for run in runs if run.label == label]
+        cells = _cells(of_row, images)
+        if table.gate is not None:
+            shares = [run.result['share'] for run in of_row if run.result and 'share' in run.result]
+            cells.append(_mean_and_range(shares, '.2f') if shares else '')
+        lines.append(f'| {label} | {" | ".join(cells)} |')
     missing = [f'- {run}' for run in runs if run.result is None]
     if missing:
         lines += ['', f'Missing, {len(missing)} of {len(runs)} trainings:', '', *missing]
     if results:
-        AtomicBackend().put(draw(name, table, results), folder / f'{name}.svg')
-        lines += ['', f'![{" and ".join(LABELS[metric] for metric in table.curves)} by epoch]({name}.svg)']
+        AtomicBackend().put((draw if table.curves else draw_dots)(name, table, results), folder / f'{name}.svg')
+        shown = ' and '.join(LABELS[metric] for metric in table.curves)
+        lines += ['', f'![{f"{shown} by epoch" if shown else "top-1, a dot for each seed"}]({name}.svg)']
     AtomicBackend().put('\n'.join([*lines, '']).encode(), folder / f'{name}.md')
 
 
-def _conditions(runs: Sequence[Run], images: Sequence[int], data: str) -> str:
+def _conditions(table: Table, runs: Sequence[Run], images: Sequence[int], data: str) -> str:
     """Returns a sentence on the images and the epochs, and some on where and how it was trained."""
     most = {number: max(run.epochs for run in runs if run.images == number) for number in images}
     lengths = ', '.join(f'{number:,} images up to {most[number]} epochs' for number in images)
@@ -48,6 +56,11 @@ def _conditions(runs: Sequence[Run], images: Sequence[int], data: str) -> str:
         where = f'{machine["gpu"] or machine["processor"]}, {threads}, PyTorch {result["versions"]["torch"]}'
         recipes.add(f'{where}. {validated} with {f"{number:,}" if number else "all"} test images.')
     seeds = 'Means over the seeds, and ranges in brackets. Minutes are without the validations.'
+    if table.gate is not None:
+        seeds += (
+            ' The attention at a shift is what heads that begin with one give it in the first block before training, '
+            f'mean over the heads and {IMAGES} images; a row with less than {table.gate} is void and not trained.'
+        )
     return ' '.join([f'Trained on {data}: {lengths}. {seeds}', *sorted(recipes)])
 
 
@@ -57,9 +70,10 @@ def _cells(runs: Sequence[Run], images: Sequence[int]) -> List[str]:
     cells = [_mean_and_range([result[key] for result in results], ',.0f') for key in ('parameters', 'multiply_adds')]
     for number in images:
         seeds = len([run for run in runs if run.images == number])
-        values = [result['top1'] for result in results if result['images'] == number]
+        values = [x['top1'] for x in results if x['images'] == number and x['top1'] is not None]
         part = f', {len(values)} of {seeds} seeds' if 0 < len(values) < seeds else ''
-        cells.append(_mean_and_range(values, '.1f') + part if seeds else '')
+        void = any(x['top1'] is None for x in results)
+        cells.append('void' if void else _mean_and_range(values, '.1f') + part if seeds else '')
     minutes = [result['seconds'] / 60 for result in results if result['images'] == images[-1]]
     return [*cells, _mean_and_range(minutes, '.1f') if seeds else '', str(len({run.seed for run in runs}))]
 
@@ -93,6 +107,24 @@ def draw(name: str, table: Table, results: List[dict]) -> bytes:
             axis.fill_between(epochs, values.min(0), values.max(0), color=style['color'], alpha=0.2, linewidth=0)
     shown = [label for label in table.rows if label in lines]
     figure.legend([lines[label] for label in shown], shown, loc='outside right upper', fontsize='small')
+    return _svg(name, figure)
+
+
+def draw_dots(name: str, table: Table, results: List[dict]) -> bytes:
+    """Draws a line for each row, with a dot for each seed at its last accuracy and a stroke at their mean."""
+    figure = Figure(figsize=(7, 0.32 * len(table.rows) + 0.9), layout='constrained')
+    axes = figure.subplots()
+    axes.set(xlabel=LABELS['accuracy/top1'], yticks=range(len(table.rows)), yticklabels=list(table.rows))
+    axes.set_ylim(len(table.rows) - 0.5, -0.5)
+    axes.grid(axis='y', alpha=0.3)
+    for place, label in enumerate(table.rows):
+        values = [x['top1'] for x in results if x['label'] == label and x['top1'] is not None]
+        axes.plot(values, [place] * len(values), 'o', color='C0', alpha=0.7)
+        axes.plot([np.mean(values)] * bool(values), [place] * bool(values), '|', color='black', markersize=16)
+    return _svg(name, figure)
+
+
+def _svg(name: str, figure: Figure) -> bytes:
     picture = io.BytesIO()
     with rc_context({'svg.hashsalt': f'{name}.svg'}):  # the same figure is the same file
         figure.savefig(picture, format='svg', metadata=dict(Date=None))

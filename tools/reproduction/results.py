@@ -1,6 +1,5 @@
 """Trainings in folders of their own, and what came of them."""
 
-import copy
 import json
 import os
 import platform
@@ -14,9 +13,7 @@ from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
 import torch
 from mmengine.config import Config
-from mmengine.registry import DefaultScope
 from mmengine.runner import CheckpointLoader, load_checkpoint
-from mmpretrain.registry import MODELS
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,6 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import attncnn_plugin.mm.safe_loading
 from attncnn_plugin.analysis import read_scalars
 from attncnn_plugin.mm.reliability import AtomicBackend
+
+from .configs import build
+from .starts import share_at_shift
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +61,11 @@ class Run:
         path = self.folder / 'result.json'
         return read_json(path) if path.exists() else None
 
+    @cached_property
+    def share(self) -> Optional[float]:
+        """Returns how much of a shift is in heads that begin with one; None for others."""
+        return self.result.get('share') if self.result else share_at_shift(self.config)
+
     def check_folder(self) -> None:
         """Raises an error if the folder has a training with other settings; one without checkpoints has none."""
         ours = dict(_settings(self.config.to_dict()))  # settings that no training can have are an error here, too
@@ -94,15 +99,20 @@ class Run:
         if last != self.epochs:
             raise ValueError(f'its last accuracy is of epoch {last:g}')
         checkpoint = self.folder / f'epoch_{self.epochs}.pth'
-        parameters, multiply_adds = cost(trained_model(self.config, checkpoint))
         # The time of all iterations, those before a stop too, with the loading of the images.
         times = CheckpointLoader.load_checkpoint(str(checkpoint))['message_hub']['log_scalars']['train/time']
+        self.write(trained_model(self.config, checkpoint), threads, top1, float(times.data[0].sum()), curves)
+        return f'{top1:.2f} %'
+
+    def write(self, model: nn.Module, threads: int, top1: Optional[float], seconds: float, curves: dict) -> None:
+        """Writes a result; one that is void has no accuracy."""
+        parameters, multiply_adds = cost(model)
         result = dict(label=self.label, images=self.images, epochs=self.epochs, seed=self.seed)
-        result.update(start=self.start and self.start.folder.name, top1=top1, seconds=float(times.data[0].sum()))
+        result.update(start=self.start and self.start.folder.name, top1=top1, seconds=seconds)
         result.update(parameters=parameters, multiply_adds=multiply_adds, curves=curves, versions=versions())
         result.update(machine=dict(machine(), threads=threads), config=self.config.to_dict())
+        result.update({} if self.share is None else dict(share=self.share))
         write_json(self.folder / 'result.json', result)
-        return f'{top1:.2f} %'
 
 
 def _settings(config: Any, name: str = '') -> Iterator[Tuple[str, str]]:
@@ -125,13 +135,6 @@ def read_json(path: Path) -> Any:
 def write_json(path: Path, data: Any) -> None:
     """Writes data to a file, as a whole or not at all."""
     AtomicBackend().put(json.dumps(data, indent=1, default=str).encode(), path)
-
-
-def build(config: Config) -> nn.Module:
-    """Builds the classifier of a config."""
-    with DefaultScope.overwrite_default_scope('mmpretrain'):
-        # A copy: mmpretrain adds settings of the model to those of the preprocessor.
-        return MODELS.build(copy.deepcopy({'data_preprocessor': config.data_preprocessor, **config.model}))
 
 
 def trained_model(config: Config, checkpoint: Path) -> nn.Module:
