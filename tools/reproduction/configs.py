@@ -27,6 +27,7 @@ def network_config(name: str, options: Mapping[str, Any]) -> Config:
     """Returns a config of configs/small with some settings changed."""
     config = copy.deepcopy(_read(name))
     config.merge_from_dict(dict(options))
+    config.custom_imports.imports = [*config.custom_imports.imports, 'reproduction.plugins']
     return config
 
 

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from attncnn_plugin.mm.reliability import AtomicBackend
 
+from .measures import IMAGES
 from .results import Run
-from .starts import IMAGES
 from .tables import Table
 
 LABELS = {'accuracy/top1': 'top-1, %', 'cross_entropy/mean': 'validation loss'}

@@ -23,7 +23,7 @@ from attncnn_plugin.analysis import read_scalars
 from attncnn_plugin.mm.reliability import AtomicBackend
 
 from .configs import build
-from .starts import share_at_shift
+from .measures import share_at_shift
 
 
 @dataclass(frozen=True, eq=False)

@@ -65,10 +65,7 @@ WIDE = {
 
 def begins_with(initializer: str, **options: Any) -> Dict[str, Any]:
     """Returns the settings of a vision transformer whose attention or embedding begins otherwise."""
-    return {
-        'custom_imports.imports': ['attncnn_plugin', 'attncnn_plugin.mm.safe_loading', 'reproduction.starts'],
-        'model.backbone.init_cfg': [DRAWN, dict(type=initializer, **options)],
-    }
+    return {'model.backbone.init_cfg': [DRAWN, dict(type=initializer, **options)]}
 
 
 TABLES: Dict[str, Table] = {
