@@ -23,7 +23,7 @@ from attncnn_plugin.analysis import read_scalars
 from attncnn_plugin.mm.reliability import AtomicBackend
 
 from .configs import build
-from .measures import share_at_shift
+from .measures import attention_moved, corrupted_accuracies, share_at_shift
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +37,7 @@ class Run:
     seed: int
     start: Optional['Run']
     make_config: Callable[['Run'], Config]
+    corrupted: bool  # whether corrupted images are classified in the end
 
     def __str__(self) -> str:
         return f'{self.label}, {self.images:,} images, epochs: {self.epochs}, seed {self.seed}'
@@ -101,17 +102,27 @@ class Run:
         checkpoint = self.folder / f'epoch_{self.epochs}.pth'
         # The time of all iterations, those before a stop too, with the loading of the images.
         times = CheckpointLoader.load_checkpoint(str(checkpoint))['message_hub']['log_scalars']['train/time']
-        self.write(trained_model(self.config, checkpoint), threads, top1, float(times.data[0].sum()), curves)
+        model, extras = trained_model(self.config, checkpoint), {}
+        if self.corrupted:
+            extras['corrupted'] = corrupted_accuracies(self.config, model)
+            if hasattr(model.backbone, 'to_attention'):
+                before = build(self.config)
+                load_checkpoint(before, self.config.load_from, strict=True, logger='silent')
+                before.backbone.to_attention()
+                extras['moved'] = attention_moved(self.config, before, model)
+        self.write(model, threads, top1, float(times.data[0].sum()), curves, extras)
         return f'{top1:.2f} %'
 
-    def write(self, model: nn.Module, threads: int, top1: Optional[float], seconds: float, curves: dict) -> None:
+    def write(
+        self, model: nn.Module, threads: int, top1: Optional[float], seconds: float, curves: dict, extras: dict
+    ) -> None:
         """Writes a result; one that is void has no accuracy."""
         parameters, multiply_adds = cost(model)
         result = dict(label=self.label, images=self.images, epochs=self.epochs, seed=self.seed)
         result.update(start=self.start and self.start.folder.name, top1=top1, seconds=seconds)
         result.update(parameters=parameters, multiply_adds=multiply_adds, curves=curves, versions=versions())
         result.update(machine=dict(machine(), threads=threads), config=self.config.to_dict())
-        result.update({} if self.share is None else dict(share=self.share))
+        result.update(extras if self.share is None else dict(extras, share=self.share))
         write_json(self.folder / 'result.json', result)
 
 
