@@ -2,19 +2,18 @@
 
 import io
 from pathlib import Path
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from attncnn_plugin.mm.reliability import AtomicBackend
+from attncnn_plugin.visualization.style import COLORS, draw_grid, settings
 
 from .measures import CORRUPTED, IMAGES
 from .results import Run
 from .tables import Table
 
-TOP1 = 'top-1, %'
 # What results of some tables have beside the accuracy: the column, the form of its numbers, and what it is.
 EXTRAS: Dict[str, Tuple[str, str, str]] = {
     'share': (
@@ -58,8 +57,11 @@ def write_page(folder: Path, name: str, table: Table, runs: Sequence[Run], data:
     if missing:
         lines += ['', f'Missing, {len(missing)} of {len(runs)} trainings:', '', *missing]
     if results:
-        AtomicBackend().put(draw(name, table, results), folder / f'{name}.svg')
-        lines += ['', f'![{TOP1}, a dot for each seed]({name}.svg)']
+        picture = io.BytesIO()
+        with settings():  # the same figure is the same file
+            dot_plot(accuracies(table, results)).savefig(picture, format='svg', metadata=dict(Date=None))
+        AtomicBackend().put(picture.getvalue(), folder / f'{name}.svg')
+        lines += ['', f'![Accuracy by network: a dot for each seed, a bar for the mean]({name}.svg)']
     AtomicBackend().put('\n'.join([*lines, '']).encode(), folder / f'{name}.md')
 
 
@@ -106,19 +108,28 @@ def _mean_and_range(values: Sequence[float], form: str) -> str:
     return mean if len(set(values)) == 1 else f'{mean} ({low} to {high})'
 
 
-def draw(name: str, table: Table, results: List[dict]) -> bytes:
-    """Draws a line for each row, with a dot for the accuracy of each seed and a stroke at their mean."""
-    figure = Figure(figsize=(7, 0.32 * len(table.rows) + 0.9), layout='constrained')
-    axes = figure.subplots()
-    for place, label in enumerate(table.rows):
-        values = [x['top1'] for x in results if x['label'] == label and x['top1'] is not None]
-        if values:
-            axes.plot(values, [place] * len(values), 'o', color='C0', alpha=0.7)
-            axes.plot(np.mean(values), place, '|', color='black', markersize=16)
-    axes.set(xlabel=TOP1, yticks=range(len(table.rows)), yticklabels=list(table.rows))
-    axes.set_ylim(len(table.rows) - 0.5, -0.5)
-    axes.grid(axis='y', alpha=0.3)
-    picture = io.BytesIO()
-    with rc_context({'svg.hashsalt': f'{name}.svg'}):  # the same figure is the same file
-        figure.savefig(picture, format='svg', metadata=dict(Date=None))
-    return picture.getvalue()
+def accuracies(table: Table, results: Sequence[dict]) -> Dict[str, Dict[str, List[float]]]:
+    """Returns the accuracies of the seeds, by number of images and by row, for :func:`dot_plot`."""
+    trained = [result for result in results if result['top1'] is not None]
+    rows = {label: [result['top1'] for result in trained if result['label'] == label] for label in table.rows}
+    return {f'{table.images:,} images': rows}
+
+
+def dot_plot(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
+    """Draws accuracies in per cent: a panel for each title, a line for each row, a dot a seed, a bar at the mean."""
+    rows = list(dict.fromkeys(label for values in panels.values() for label in values))
+    size = 0.075 * max(map(len, rows)) + 2.3 * len(panels) + 0.4, 0.23 * len(rows) + 0.75
+    figure = Figure(figsize=size, layout='constrained')
+    for axes, (title, values) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False).flat, panels.items()):
+        for line, label in enumerate(rows):
+            seeds = values.get(label, ())
+            axes.plot(seeds, [line] * len(seeds), 'o', color=COLORS[0], alpha=0.55, markersize=4.5, markeredgewidth=0)
+            if len(seeds) > 1:
+                axes.plot(np.mean(seeds), line, '|', color=COLORS[1], markersize=11, markeredgewidth=1.8)
+        axes.set(title=title, xlabel='accuracy, %', ylim=(len(rows) - 0.4, -0.6))
+        axes.set_yticks(range(len(rows)), rows)
+        axes.margins(x=0.08)
+        axes.locator_params(axis='x', nbins=5)
+        axes.tick_params(axis='y', length=0)
+        draw_grid(axes)
+    return figure
