@@ -56,10 +56,10 @@ def write_page(folder: Path, name: str, table: Table, runs: Sequence[Run], data:
     missing = [f'- {run}' for run in runs if run.result is None]
     if missing:
         lines += ['', f'Missing, {len(missing)} of {len(runs)} trainings:', '', *missing]
-    if results:
+    if accuracies(results):
         picture = io.BytesIO()
         with settings():  # the same figure is the same file
-            dot_plot(accuracies(table, results)).savefig(picture, format='svg', metadata=dict(Date=None))
+            dot_plot(accuracies(results)).savefig(picture, format='svg', metadata=dict(Date=None))
         AtomicBackend().put(picture.getvalue(), folder / f'{name}.svg')
         lines += ['', f'![Accuracy by network: a dot for each seed, a bar for the mean]({name}.svg)']
     AtomicBackend().put('\n'.join([*lines, '']).encode(), folder / f'{name}.md')
@@ -108,11 +108,12 @@ def _mean_and_range(values: Sequence[float], form: str) -> str:
     return mean if len(set(values)) == 1 else f'{mean} ({low} to {high})'
 
 
-def accuracies(table: Table, results: Sequence[dict]) -> Dict[str, Dict[str, List[float]]]:
+def accuracies(results: Sequence[dict]) -> Dict[str, Dict[str, List[float]]]:
     """Returns the accuracies of the seeds, by number of images and by row, for :func:`dot_plot`."""
-    trained = [result for result in results if result['top1'] is not None]
-    rows = {label: [result['top1'] for result in trained if result['label'] == label] for label in table.rows}
-    return {f'{table.images:,} images': rows}
+    found: Dict[str, Dict[str, List[float]]] = {}
+    for result in [result for result in results if result['top1'] is not None]:
+        found.setdefault(f'{result["images"]:,} images', {}).setdefault(result['label'], []).append(result['top1'])
+    return found
 
 
 def dot_plot(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
