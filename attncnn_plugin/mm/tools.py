@@ -78,8 +78,11 @@ def run_mmpretrain_tool(name: str) -> None:
             _say_what_is_best(test)
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
-            torch.distributed.destroy_process_group()
-    except Exception as error:
+        _leave_process_group()
+    except SystemExit:  # of PreemptionHook, whose ranks have met
+        _leave_process_group()
+        raise
+    except Exception as error:  # the others may wait in the middle of something: nothing here waits for them
         print_log(traceback.format_exc(), logger='current', level=logging.ERROR)
         sys.exit(one_line(error))
 
@@ -126,6 +129,12 @@ def _join_process_group_without_gpu() -> None:
     """Joins the processes of torchrun on a machine without GPUs, where mmengine would select a GPU first, and fail."""
     if 'TORCHELASTIC_RUN_ID' in os.environ and get_device() == 'cpu':
         torch.distributed.init_process_group('gloo')
+
+
+def _leave_process_group() -> None:
+    """Ends the threads of the process group, if there is one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def read_config(path: str) -> Any:
