@@ -41,7 +41,7 @@ KINDS = dict(
         base='cmhsa3_digits',
         model=dict(backbone=dict(num_layers=2, attn_bias_init=40.0)),
         hooks=f"""{TRANSITION},
-            dict(type='HeadPruningHook', epochs=[3], criteria=[dict(type='importance', keep=11)], num_batches=1), """,
+            dict(type='HeadPruningHook', epochs=[3], keep=11, num_batches=1), """,
         first=2,
         said='Transition at epoch 2:\nlayer          before      after',
     ),
@@ -62,7 +62,7 @@ KINDS = dict(
         base='sa_quadratic_digits',
         model=dict(backbone=VIT, head=dict(in_channels=16)),
         hooks="""dict(type='HeadPruningHook', epochs=[2], num_batches=2,
-            criteria=[dict(type='importance', multiply_adds=0.9), 'duplicate']), """,
+            criteria=['duplicate'], multiply_adds=0.9), """,
         said="Removed heads {'backbone.layers.",
     ),
 )
