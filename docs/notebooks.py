@@ -17,7 +17,7 @@ def cells_of(page: str) -> List[Dict[str, Any]]:
     text, *pieces = BLOCK.split(OUTPUT.sub('', page))
     cells = [cell('markdown', text)]
     if 'bash' in pieces:
-        cells.append(cell('code', '%cd ../..  # the root of the repository'))
+        cells.append(cell('code', '# To the root of the repository:\n%cd ../..'))
     for language, code, text in zip(pieces[::3], pieces[1::3], pieces[2::3]):
         source = code if language == 'python' else re.sub(r'^(?=\S)', '!', code, flags=re.MULTILINE)
         cells += [cell('code', source), cell('markdown', text)]
