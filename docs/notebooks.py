@@ -26,12 +26,11 @@ def cells_of(page: str) -> List[Dict[str, Any]]:
 
 def cell(kind: str, source: str) -> Dict[str, Any]:
     """Returns a cell that was not run; links of its text lead from the folder of the notebooks."""
-    source = re.sub(r'\n{3,}', '\n\n', source.strip('\n'))
     if kind == 'code':
         own = dict(execution_count=None, outputs=[])
     else:
-        source, own = LINK.sub(r'](../\1)', source), {}
-    return dict(cell_type=kind, metadata={}, source=source.splitlines(keepends=True), **own)
+        source, own = LINK.sub(r'](../\1)', re.sub(r'\n{3,}', '\n\n', source)), {}
+    return dict(cell_type=kind, metadata={}, source=source.strip('\n').splitlines(keepends=True), **own)
 
 
 def notebook(name: str) -> str:

@@ -29,7 +29,7 @@ def test_notebook_is_that_of_the_page(page):
     assert written == NOTEBOOKS['notebook'](page), 'run python docs/notebooks.py'
     sources = [''.join(cell['source']) for cell in json.loads(written)['cells'] if cell['cell_type'] == 'code']
     commands = [re.sub('^!', '', source, flags=re.MULTILINE) for source in sources if '%cd' not in source]
-    assert commands == [re.sub(r'\n{3,}', '\n\n', code.strip('\n')) for _, code, _ in blocks_of(page)]
+    assert commands == [code.strip('\n') for _, code, _ in blocks_of(page)]
 
 
 def plain(text):
