@@ -18,6 +18,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob('*.md'), *ROOT.glob('docs/*.md'), *ROOT.glob('docs/gallery/*.md')])
 NEEDS = {
     'attncnn_plugin.visualization': 'matplotlib',
+    'from sklearn': 'sklearn',
     'torch.onnx': 'onnxscript',
     'from mmpretrain': 'mmpretrain',
     'from transformers': 'accelerate',
