@@ -114,7 +114,8 @@ def test_slurm_job_of_the_documentation(saved, status, repository, tmp_path):
     variables = dict(PATH=f'{tmp_path}:/usr/bin:/bin', SLURM_JOB_ID='7')
     ended = subprocess.run(['bash', 'job.sh'], cwd=tmp_path, env=variables, capture_output=True, text=True)
     command = 'srun python -u tools/train.py configs/cmhsa5_cifar100.py --work-dir work_dirs/cmhsa5 --launcher slurm'
-    expected = [command + ' --resume' * saved] + ['scontrol requeue 7'] * (status == 143)
+    expected = [f'{command}{" --resume" * saved} --cfg-options train_dataloader.batch_size=32']
+    expected += ['scontrol requeue 7'] * (status == 143)
     assert (ended.returncode, ended.stdout.splitlines(), ended.stderr) == (status, expected, '')
 
 
