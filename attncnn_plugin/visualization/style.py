@@ -10,16 +10,21 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_rgb
+from matplotlib.colors import LinearSegmentedColormap, LogNorm, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 
 from ..analysis import MeanAttention
 from ..attention.window import shown
 
 # Paul Tol's muted colours: told apart with every kind of colour blindness.
 COLORS = ('#332288', '#CC6677', '#117733', '#88CCEE', '#882255', '#DDCC77', '#44AA99', '#AA4499', '#999933')
-MAP_COLORS = 'Blues'  # from white, for probabilities: the black square of the query stands out
-
+MAP_COLORS = 'Blues'  # from white, for what is not attention
+# Of all maps of attention: white where it is uniform, so that a head that does nothing looks like nothing.
+ATTENTION_COLORS = LinearSegmentedColormap.from_list(
+    'attention', [(0, '#B4C4D9'), (1 / 3, '#FFFFFF'), (0.5, '#F9C58D'), (2 / 3, '#E36F2C'), (1, '#6A0F1F')]
+)
+ATTENTION_RANGE = 0.1, 100.0  # times uniform attention
 
 SETTINGS = {
     'font.family': 'DejaVu Sans',  # comes with matplotlib
@@ -103,6 +108,13 @@ def draw_heads(axes: Axes, places: Dict[int, Tuple[float, float]], reach: float,
         axes.plot(disc[1], disc[0], 'o', markersize=8.5, markeredgewidth=0.8, zorder=5, **look)
         text = dict(ha='center', va='center_baseline', fontsize=6, zorder=6)
         axes.text(disc[1], disc[0], str(head), color='black' if hollow else text_color_on(color), **text)
+
+
+def draw_attention(axes: Axes, attention: np.ndarray, **where) -> AxesImage:
+    """Draws attention to the tokens of a grid, relative to uniform attention to them."""
+    axes.set(xticks=[], yticks=[])
+    values = np.maximum(attention / max(attention.mean(), 1e-12), 1e-9)
+    return axes.imshow(values, cmap=ATTENTION_COLORS, norm=LogNorm(*ATTENTION_RANGE), interpolation='nearest', **where)
 
 
 def draw_grid(axes: Axes) -> None:
