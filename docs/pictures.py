@@ -7,7 +7,7 @@ Those of the first pages are drawn twice, for light and for dark pages.
 import argparse
 import io
 from pathlib import Path
-from typing import Callable, Dict, Tuple
+from typing import Callable, Dict
 
 import matplotlib
 import numpy as np
@@ -94,6 +94,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def main() -> None:
+    """Draws what the options say."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('--out', type=Path, default=DOCS, help='folder in place of docs/')
     parser.add_argument('--only', default='', help='pictures whose names have this in them')
@@ -108,8 +109,8 @@ def main() -> None:
 
 def theme_settings(paper: str, ink: str) -> Dict[str, str]:
     """Returns the settings of matplotlib for a page of these colours."""
-    of_ink = 'text.color axes.labelcolor axes.edgecolor xtick.color ytick.color'.split()
-    of_paper = 'figure.facecolor savefig.facecolor axes.facecolor'.split()
+    of_ink = ['text.color', 'axes.labelcolor', 'axes.edgecolor', 'xtick.color', 'ytick.color']
+    of_paper = ['figure.facecolor', 'savefig.facecolor', 'axes.facecolor']
     return {**dict.fromkeys(of_ink, ink), **dict.fromkeys(of_paper, paper)}
 
 

@@ -50,7 +50,7 @@ TABLE = Table(
         'first': Row('sa_quadratic', SMALL, seeds=(0, 1)),
         'goes on': Row('sa_quadratic', SMALL, seeds=(0,), share=0.5, start='first', images=(40,)),
     },
-    curves=('accuracy/top1', 'cross_entropy/mean'),
+    curves={'accuracy/top1': ('first', 'goes on')},
 )
 
 
@@ -122,9 +122,9 @@ def test_the_pages_of_the_documentation(path, tmp_path):
         write_json(run.folder / 'result.json', result)
     write_json(tmp_path / f'{name}.json', [run.result for run in runs if run.result])
     write_page(tmp_path, name, table, runs, 'copies of CIFAR-10 in JPEG at quality 75')
-    figure = path.with_suffix('.svg')
-    drawn_here = f'Matplotlib v{matplotlib.__version__},' in figure.read_text()  # other versions draw other bytes
-    for committed in [path, path.with_suffix('.md'), *[figure] * drawn_here]:
+    figures = [path.with_suffix('.svg'), *[path.with_name(f'{name}-curves.svg')] * bool(table.curves)]
+    drawn_here = f'Matplotlib v{matplotlib.__version__},' in figures[0].read_text()  # other versions draw other bytes
+    for committed in [path, path.with_suffix('.md'), *figures * drawn_here]:
         assert (tmp_path / committed.name).read_bytes() == committed.read_bytes()
 
 

@@ -1,24 +1,24 @@
-"""The page of a table: its rows in Markdown, and its curves."""
+"""The page of a table: its rows in Markdown, and its figures."""
 
 import io
 import itertools
 from pathlib import Path
-from typing import List, Sequence
+from typing import Callable, Dict, List, Mapping, Sequence
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from attncnn_plugin.mm.reliability import AtomicBackend
+from attncnn_plugin.visualization.style import COLORS, draw_grid, mark_transition, settings
 
 from .results import Run
 from .tables import Table
 
-LABELS = {'accuracy/top1': 'top-1, %', 'cross_entropy/mean': 'validation loss'}
+LABELS = {'accuracy/top1': 'accuracy, %', 'cross_entropy/mean': 'validation loss'}
 
 
 def write_page(folder: Path, name: str, table: Table, runs: Sequence[Run], data: str) -> None:
-    """Writes the page and the figure of a table; the same results give the same bytes."""
+    """Writes the page and the figures of a table; the same results give the same bytes."""
     images, results = sorted(table.epochs), [run.result for run in runs if run.result is not None]
     time = f'minutes with {images[-1]:,} images' if len(images) > 1 else 'minutes of a training'
     columns = ['network', 'parameters', 'multiply-adds', *(f'top-1 of {n:,} images, %' for n in images), time, 'seeds']
@@ -30,8 +30,11 @@ def write_page(folder: Path, name: str, table: Table, runs: Sequence[Run], data:
     if missing:
         lines += ['', f'Missing, {len(missing)} of {len(runs)} trainings:', '', *missing]
     if results:
-        AtomicBackend().put(draw(name, table, results), folder / f'{name}.svg')
-        lines += ['', f'![{" and ".join(LABELS[metric] for metric in table.curves)} by epoch]({name}.svg)']
+        AtomicBackend().put(_svg(lambda: dot_plot(accuracies(table, results))), folder / f'{name}.svg')
+        lines += ['', f'![Accuracy by network: a dot for each seed, a bar for the mean]({name}.svg)']
+    if results and table.curves:
+        AtomicBackend().put(_svg(lambda: curves(table, results)), folder / f'{name}-curves.svg')
+        lines += ['', f'![{" and ".join(LABELS[metric] for metric in table.curves)} by epoch]({name}-curves.svg)']
     AtomicBackend().put('\n'.join([*lines, '']).encode(), folder / f'{name}.md')
 
 
@@ -71,29 +74,65 @@ def _mean_and_range(values: Sequence[float], form: str) -> str:
     return mean if len(set(values)) == 1 else f'{mean} ({low} to {high})'
 
 
-def draw(name: str, table: Table, results: List[dict]) -> bytes:
-    """Draws the curves: a panel for each metric and number of images, means and ranges over the seeds."""
-    images = sorted({result['images'] for result in results})
-    figure = Figure(figsize=(5.5 * len(images) + 2, 3.8 * len(table.curves)), layout='constrained')
-    axes = figure.subplots(len(table.curves), len(images), squeeze=False)
-    lines = {}
-    for axis, (metric, number) in zip(axes.flat, itertools.product(table.curves, images)):
-        axis.set(title=f'{number:,} images', xlabel='epochs', ylabel=LABELS[metric])
-        for i, (label, row) in enumerate(table.rows.items()):
-            group = [result for result in results if (result['label'], result['images']) == (label, number)]
+def _svg(draw: Callable[[], Figure]) -> bytes:
+    """Returns a figure in the style of the package; the same figure is the same file."""
+    picture = io.BytesIO()
+    with settings():
+        draw().savefig(picture, format='svg', metadata=dict(Date=None))
+    return picture.getvalue()
+
+
+def accuracies(table: Table, results: Sequence[dict]) -> Dict[str, Dict[str, List[float]]]:
+    """Returns the accuracies of the seeds, by number of images and by row, for :func:`dot_plot`."""
+    found: Dict[str, Dict[str, List[float]]] = {}
+    for number, label in itertools.product(sorted({result['images'] for result in results}), table.rows):
+        of_row = [own['top1'] for own in results if (own['label'], own['images']) == (label, number)]
+        found.setdefault(f'{number:,} images', {})[label] = of_row
+    return found
+
+
+def dot_plot(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
+    """Draws accuracies in per cent: a panel for each title, a line for each row, a dot a seed, a bar at the mean."""
+    rows = list(dict.fromkeys(label for values in panels.values() for label in values))
+    size = 0.075 * max(map(len, rows)) + 2.3 * len(panels) + 0.4, 0.23 * len(rows) + 0.75
+    figure = Figure(figsize=size, layout='constrained')
+    for axes, (title, values) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False).flat, panels.items()):
+        for line, label in enumerate(rows):
+            seeds = values.get(label, ())
+            axes.plot(seeds, [line] * len(seeds), 'o', color=COLORS[0], alpha=0.55, markersize=4.5, markeredgewidth=0)
+            if len(seeds) > 1:
+                axes.plot(np.mean(seeds), line, '|', color=COLORS[1], markersize=11, markeredgewidth=1.8)
+        axes.set(title=title, xlabel='accuracy, %', ylim=(len(rows) - 0.4, -0.6))
+        axes.set_yticks(range(len(rows)), rows)
+        axes.margins(x=0.08)
+        axes.locator_params(axis='x', nbins=5)
+        axes.tick_params(axis='y', length=0)
+        draw_grid(axes)
+    return figure
+
+
+def curves(table: Table, results: Sequence[dict]) -> Figure:
+    """Draws what the table shows by epoch, of the most images: a panel a metric, means and ranges over the seeds."""
+    most = max(table.epochs)
+    figure = Figure(figsize=(5.6 * len(table.curves), 3.6), layout='constrained')
+    for axes, (metric, labels) in zip(figure.subplots(1, len(table.curves), squeeze=False).flat, table.curves.items()):
+        for color, label in zip(COLORS, labels):
+            group = [own for own in results if (own['label'], own['images']) == (label, most)]
             if not group:
                 continue
-            curves = [dict(map(tuple, result['curves'][metric])) for result in group]
-            steps = sorted(set.intersection(*map(set, curves)))  # that all seeds have
-            values = np.array([[curve[step] for step in steps] for curve in curves])
-            begins = table.epochs_of(row.start, number) if row.start else row.begins * table.epochs[number]
-            epochs = np.array(steps) + begins
-            style = dict(color=f'C{i % 10}', linestyle='-' if i < 10 else '--', label=label)  # the same in all panels
-            (lines[label],) = axis.plot(epochs, values.mean(0), **style)
-            axis.fill_between(epochs, values.min(0), values.max(0), color=style['color'], alpha=0.2, linewidth=0)
-    shown = [label for label in table.rows if label in lines]
-    figure.legend([lines[label] for label in shown], shown, loc='outside right upper', fontsize='small')
-    picture = io.BytesIO()
-    with rc_context({'svg.hashsalt': f'{name}.svg'}):  # the same figure is the same file
-        figure.savefig(picture, format='svg', metadata=dict(Date=None))
-    return picture.getvalue()
+            of_seeds = [dict(map(tuple, result['curves'][metric])) for result in group]
+            steps = sorted(set.intersection(*map(set, of_seeds)))  # that all seeds have
+            values = np.array([[curve[step] for step in steps] for curve in of_seeds])
+            row = table.rows[label]
+            begins = table.epochs_of(row.start, most) if row.start else row.begins * table.epochs[most]
+            axes.plot(np.array(steps) + begins, values.mean(0), color=color, label=label, linewidth=1.3)
+            axes.fill_between(
+                np.array(steps) + begins, values.min(0), values.max(0), color=color, alpha=0.2, linewidth=0
+            )
+            hooks = group[0]['config'].get('custom_hooks') or ()
+            mark_transition(axes, [hook['epoch'] for hook in hooks if hook.get('type') == 'PhaseTransitionHook'])
+        axes.set(title=f'{most:,} images', xlabel='epoch', ylabel=LABELS[metric])
+        axes.locator_params(axis='x', integer=True)
+        draw_grid(axes)
+    figure.legend(*axes.get_legend_handles_labels(), loc='outside lower center', ncols=2)
+    return figure

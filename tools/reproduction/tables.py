@@ -25,7 +25,7 @@ class Table:
     about: str  # the question that it answers
     epochs: Dict[int, int]  # how long to train, by the number of training images
     rows: Dict[str, Row]  # by their labels; tables share the trainings of rows with one label
-    curves: Tuple[str, ...] = ('accuracy/top1',)  # the metrics that its figure shows by epoch
+    curves: Mapping[str, Tuple[str, ...]] = field(default_factory=dict)  # metrics by epoch, of four rows at most
 
     def epochs_of(self, label: str, images: int) -> int:
         """How long a row is trained with so many images."""
@@ -104,7 +104,14 @@ TABLES: Dict[str, Table] = {
             'second phase from a random start': Row('cmhsa_attn', SECOND_PHASE, **RANDOM_START),
             'second phase from a random start, no warm-up': Row('cmhsa_attn', NO_WARM_UP, **RANDOM_START),
         },
-        curves=('accuracy/top1', 'cross_entropy/mean'),
+        curves={
+            'cross_entropy/mean': (
+                'two phases',
+                'two phases, no warm-up',
+                'second phase from a random start',
+                'second phase from a random start, no warm-up',
+            )
+        },
     ),
     'T-CNN': Table(
         title='A trained CNN whose last stage becomes attention',
