@@ -50,7 +50,7 @@ def nine_heads() -> Figure:
         for column, own in enumerate([*maps, maps.mean(0)]):
             left = 0.106 + 0.0875 * column + 0.017 * (column == 9)
             axes = figure.add_axes((left, bottom, 0.0785, 0.0785 * 9.6 / 4.6))
-            drawn = draw_attention(axes, own)
+            drawn = draw_attention(axes, own * own.size)
             axes.add_patch(Rectangle((7.5, 7.5), 1, 1, facecolor='none', edgecolor='black'))
             axes.set_title(f'head {column}' if column < 9 else 'all nine', fontsize=8, pad=3)
             if line == 0:

@@ -110,11 +110,19 @@ def draw_heads(axes: Axes, places: Dict[int, Tuple[float, float]], reach: float,
         axes.text(disc[1], disc[0], str(head), color='black' if hollow else text_color_on(color), **text)
 
 
-def draw_attention(axes: Axes, attention: np.ndarray, **where) -> AxesImage:
-    """Draws attention to the tokens of a grid, relative to uniform attention to them."""
+def draw_attention(axes: Axes, times: np.ndarray, **where) -> AxesImage:
+    """Draws attention to the tokens of a grid, as so many times uniform attention."""
     axes.set(xticks=[], yticks=[])
-    values = np.maximum(attention / max(attention.mean(), 1e-12), 1e-9)
-    return axes.imshow(values, cmap=ATTENTION_COLORS, norm=LogNorm(*ATTENTION_RANGE), interpolation='nearest', **where)
+    look = dict(cmap=ATTENTION_COLORS, norm=LogNorm(*ATTENTION_RANGE), interpolation='nearest')
+    return axes.imshow(np.maximum(times, 1e-9), **look, **where)
+
+
+def attention_bar(figure: Figure, drawn: AxesImage, **where) -> None:
+    """Adds the colour bar of all maps of attention."""
+    bar = figure.colorbar(drawn, extend='both', label='× uniform attention', **where)
+    bar.ax.minorticks_off()
+    bar.set_ticks([0.1, 1, 10, 100], labels=['1/10', '1', '10', '100'])
+    bar.outline.set_linewidth(0.6)
 
 
 def draw_grid(axes: Axes) -> None:
