@@ -127,7 +127,7 @@ def attention_bar(figure: Figure, drawn: AxesImage, **where) -> None:
 
 def draw_grid(axes: Axes) -> None:
     """Draws the lines of a grid behind curves, in a frame that is open above and on the right."""
-    axes.grid(color='#E5E5E5', linewidth=0.5)
+    axes.grid(color='#888888', alpha=0.22, linewidth=0.5)
     axes.set_axisbelow(True)
     axes.spines[['top', 'right']].set_visible(False)
 
