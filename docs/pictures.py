@@ -34,6 +34,7 @@ from reproduction.tables import TABLES  # noqa: E402
 THEMES = {'light': ('#1F2328', '#FFFFFF'), 'dark': ('#D1D7E0', '#0D1117')}  # ink and paper of GitHub
 OF_INK = ['text.color', 'axes.labelcolor', 'axes.titlecolor', 'axes.edgecolor', 'xtick.color', 'ytick.color']
 NAMES = {'content': 'sa_learned_content_small', 'transition': 'cmhsa3_small_patch4_32'}  # that need images
+PAGES = ('quadratic', 'generalized', 'learned', *NAMES)
 TITLE = dict(fontsize=9.5, weight='bold')
 EXAMPLES = {name: Image.open(path).convert('RGB') for name, path in example_images().items()}
 
@@ -69,8 +70,7 @@ def draw_kernel(axes: Axes) -> None:
         row, column = divmod(head, 3)
         axes.add_patch(Rectangle((column, row), 1, 1, facecolor=color, edgecolor='white', linewidth=0.8))
         axes.text(column + 0.5, row + 0.5, f'$W_{head}$', color=style.text_color_on(color), ha='center', va='center')
-    axes.set(xlim=(0, 3), ylim=(3, 0), aspect='equal')
-    axes.axis('off')
+    axes.set(xlim=(0, 3), ylim=(3, 0), aspect='equal', xticks=[], yticks=[], frame_on=False)
 
 
 def nine_heads() -> Figure:
@@ -226,10 +226,7 @@ ONCE = {
     'gallery/content/mean': lambda: plot_attention_probs(maps_of('content', *EXAMPLES), zoom=None),
     'gallery/transition/image': left_the_kernel,
     'gallery/transition/mean': lambda: plot_attention_probs(maps_of('transition', *EXAMPLES), zoom=None),
-    **{
-        f'gallery/{page}/thumbnail': partial(thumbnail, page)
-        for page in ('quadratic', 'generalized', 'learned', *NAMES)
-    },
+    **{f'gallery/{page}/thumbnail': partial(thumbnail, page) for page in PAGES},
 }
 
 
@@ -241,9 +238,8 @@ def main() -> None:
         ink, paper = THEMES['dark' if name.endswith('_dark') else 'light']
         file, path = io.BytesIO(), out / f'{name}.png'
         with style.settings():
-            matplotlib.rcParams.update(
-                {**dict.fromkeys(OF_INK, ink), 'savefig.facecolor': paper, 'axes.facecolor': paper}
-            )
+            matplotlib.rcParams.update(dict.fromkeys(OF_INK, ink))
+            matplotlib.rcParams.update({'savefig.facecolor': paper, 'axes.facecolor': paper})
             drawing().savefig(file, dpi=160)
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.open(file).convert('RGB').quantize(256, kmeans=1).save(path, optimize=True)
