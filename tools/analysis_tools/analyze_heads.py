@@ -10,7 +10,7 @@ transformer of timm by name, or of Hugging Face transformers by its folder:
     analyze_heads.py --hf vit_pruned --images folder
 
 Where scores depend on content, attention is averaged over images: files of a folder, or the config's test dataset.
-Where they depend on position alone, a model of timm needs no images but the size of a grid: --size.
+Where they depend only on position, a model of timm needs no images but the size of a grid: --size.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def parse_args() -> argparse.Namespace:
         nargs=2,
         type=int,
         metavar=('HEIGHT', 'WIDTH'),
-        help="grid in tokens, to report what depends on position alone (default: that of the config's img_size)",
+        help="grid in tokens, to report what depends only on position (default: that of the config's img_size)",
     )
     parser.add_argument(
         '--tolerance',
@@ -56,10 +56,10 @@ def parse_args() -> argparse.Namespace:
     check_model_options(parser, args, args.config, args.weights)
     if (args.timm or args.hf) and args.images is None and args.size is None:
         parser.error(
-            f'{"--timm" if args.timm else "--hf"} needs --images FOLDER, or --size where attention is by position alone'
+            f'{"--timm" if args.timm else "--hf"} needs --images FOLDER, or --size for position-only attention'
         )
     if args.images is not None and args.size is not None:
-        parser.error('--size is for what depends on position alone: give no --images with it')
+        parser.error('--size is for what depends only on position: give no --images with it')
     if args.num_images < 1:
         parser.error(f'--num-images {args.num_images} must be at least 1')
     if args.json and Path(args.json).is_dir():

@@ -66,7 +66,7 @@ def create(quick: bool, name: str, **kwargs: Any) -> nn.Module:
 
 
 def c20_model(quick: bool, name: str, side: int) -> nn.Module:
-    """Builds a model of C20 for a grid of ``side`` tokens; its blocks take as long as each other, so two will do."""
+    """Builds a model of C20 for a grid of ``side`` tokens; its blocks take as long as each other, so two are enough."""
     return create(quick, name, depth=2, **(dict(img_size=2 * side) if 'learned' in name else {}))
 
 
@@ -165,8 +165,8 @@ def cmhsa(quick: bool) -> Cells:
 def cnns(quick: bool) -> Cells:
     """CNNs with a last stage of attention.
 
-    Time of the CNN whose last stage became attention over that of the CNN, 224x224 pixels, batch 8. Heads are hard, by
-    positions alone, or begin with α = 6 and attend to content too.
+    Time of the CNN whose last stage became attention over that of the CNN, 224x224 pixels, batch 8. Heads are hard and
+    see only positions, or begin with α = 6 and attend to content too.
     """
     images, pixels = (2, 32) if quick else (8, 224)
     for name, layers in LAST_STAGES.items():

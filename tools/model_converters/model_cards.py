@@ -73,7 +73,7 @@ def model_card(name: str, result: dict, data: str, drift: float, right: int) -> 
 
 
 def cards(folder: Path) -> Dict[str, ModelCardData]:
-    """Returns the headers of all model cards of a folder by the names of the networks, those with weights alone."""
+    """Returns the headers of all model cards of a folder by the names of the networks, only those with weights."""
     return {path.stem: ModelCard.load(path.with_suffix('.md')).data for path in sorted(folder.glob('*.safetensors'))}
 
 

@@ -87,7 +87,7 @@ def pack(run: Path, name: str, data: str, folder: Path) -> str:
             raise ValueError(f'{name} makes all weights {size:.2f} MB, more than {MEGABYTES:g}')
         right = int((after.argmax(1) == torch.arange(len(images))).sum())
         card = model_card(name, result, data, drift, right)
-        shutil.copyfile(file, folder / file.name)  # moved, it would stay readable by its owner alone
+        shutil.copyfile(file, folder / file.name)  # moved, it would stay readable only by its owner
     card.save(folder / f'{name}.md')
     return (
         f'{folder / file.name}: logits up to {float(before.abs().max()):.2f} change by {drift:.4f} at most, {right} of '

@@ -85,7 +85,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     of_library = args.timm or args.hf
     if len(args.words) != (1 if of_library else 3):
-        parser.error(f'{" ".join(args.words)} must be ' + ('OUT alone' if of_library else 'CONFIG CHECKPOINT OUT'))
+        parser.error(f'{" ".join(args.words)} must be ' + ('only OUT' if of_library else 'CONFIG CHECKPOINT OUT'))
     args.config, args.weights = (None, None) if of_library else args.words[:2]
     args.out = args.words[-1]
     if args.hf and Path(args.out).exists():

@@ -25,6 +25,7 @@ def parse_args() -> argparse.Namespace:
     )
     add_model_options(parser)
     parser.add_argument('--out', default='explorer.html', help='where the page goes (default: explorer.html)')
+    parser.add_argument('--about', default='', help='a line on the network for the page, such as its accuracy')
     parser.add_argument('--max-size', type=float, default=10.0, help='what the page may take, in MB (default: 10)')
     args = parser.parse_args()
     args.config, args.weights = None, None
@@ -49,7 +50,8 @@ def main() -> None:
             loaded.inputs(images),
             [loaded.picture(image) for image in images],
             [f'test image {which}' if which.isdecimal() else Path(which).name for which in args.images],
-            title=f'{Path(loaded.name).stem}: what its heads attend to',
+            title=f'Attention explorer: {Path(loaded.name).stem}',
+            about=args.about,
             max_bytes=int(args.max_size * 1e6),
         )
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
