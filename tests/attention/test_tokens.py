@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers.layers import TOKENS
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -13,26 +14,11 @@ from torch.func import functional_call
 
 from attncnn_plugin.attention import (
     ContentAttention,
-    GeneralizedQuadraticAttention,
-    LearnedAttention,
     QuadraticAttention,
 )
 
-POSITION_ONLY = {
-    'quadratic': QuadraticAttention,
-    'generalized': GeneralizedQuadraticAttention,
-    'learned': LearnedAttention,
-    'sinusoidal': lambda *args, **kwargs: LearnedAttention(*args, position='relative_sinusoidal', **kwargs),
-}
-GAUSSIANS = {'relative_quadratic': QuadraticAttention, 'relative_generalized': GeneralizedQuadraticAttention}
-POSITIONS = ['relative_learned', 'relative_sinusoidal', *GAUSSIANS]
-
-
-def content(position):
-    return lambda *args, **kwargs: ContentAttention(*args, position=position, **kwargs)
-
-
-LAYERS = {**POSITION_ONLY, **{position: content(position) for position in POSITIONS}}
+POSITION_ONLY = [kind for kind in TOKENS if 'content' not in kind]
+POSITIONS = ['relative_learned', 'relative_sinusoidal', 'relative_quadratic', 'relative_generalized']
 
 
 def gradients_are_those_of_differences(layer, x):
@@ -52,7 +38,7 @@ def output_by_equation(layer, x, probs):
 
 
 @given(
-    st.sampled_from(list(POSITION_ONLY)),
+    st.sampled_from(POSITION_ONLY),
     st.sampled_from([torch.float64, torch.float32]),
     st.integers(1, 9),
     st.integers(1, 9),
@@ -65,7 +51,7 @@ def output_by_equation(layer, x, probs):
 def test_position_only(kind, dtype, height, width, num_heads, batch, spread, sharpness, seed):
     """The probabilities are compared with the equations in ``test_positions.py``."""
     torch.manual_seed(seed)
-    layer = POSITION_ONLY[kind](8, num_heads, dtype=dtype)
+    layer = TOKENS[kind](8, num_heads, dtype=dtype)
     if kind == 'quadratic':
         with torch.no_grad():
             layer.encoding.center.mul_(spread)
@@ -161,37 +147,37 @@ def test_content(position, dtype, height, width, batch, seed):
         assert (layer(x) - output).abs().max() <= 20 * tolerance
 
 
-@pytest.mark.parametrize('kind', LAYERS)
+@pytest.mark.parametrize('kind', TOKENS)
 @pytest.mark.parametrize('size', [(3, 2), (1, 3)])
 def test_gradients(kind, size):
-    layer = LAYERS[kind](4, 2, dtype=torch.float64)
+    layer = TOKENS[kind](4, 2, dtype=torch.float64)
     assert gradients_are_those_of_differences(layer, torch.randn(2, *size, 4, dtype=torch.float64, requires_grad=True))
 
 
-@pytest.mark.parametrize('kind', LAYERS)
+@pytest.mark.parametrize('kind', TOKENS)
 @pytest.mark.parametrize('grid', [(4, 4), (2, 1)])
 def test_all_parameters_have_gradients(kind, grid):
     """Training on several devices waits for each of them, also for b_k, which changes nothing."""
-    layer = LAYERS[kind](4, 2)
+    layer = TOKENS[kind](4, 2)
     layer(torch.randn(2, *grid, 4)).sin().sum().backward()
     assert all(p.grad is not None for p in layer.parameters())
-    if 'relative' in kind:
+    if 'content' in kind:
         assert layer.key.bias.grad.abs().max() <= 1e-6 < layer.query.bias.grad.abs().max()
 
 
-@pytest.mark.parametrize('kind', ['quadratic', 'relative_learned'])
+@pytest.mark.parametrize('kind', ['quadratic', 'content'])
 def test_attention_dropout_drops_probabilities(kind):
-    layer = LAYERS[kind](4, 2, attn_drop=0.5, dtype=torch.float64)
+    layer = TOKENS[kind](4, 2, attn_drop=0.5, dtype=torch.float64)
     x = torch.randn(1, 3, 3, 4, dtype=torch.float64)
     mean = torch.stack([layer(x) for _ in range(4000)]).mean(0)
     assert not torch.equal(layer(x), layer(x))
     assert torch.allclose(mean, layer.eval()(x), atol=0.08)
 
 
-@pytest.mark.parametrize('kind', LAYERS)
+@pytest.mark.parametrize('kind', TOKENS)
 def test_scores_stay_float32_under_autocast(kind):
-    layer, x = LAYERS[kind](8, 3), torch.randn(2, 6, 7, 8)
-    probs_of = layer.position_probs if kind in (*POSITION_ONLY, *GAUSSIANS) else lambda _: torch.zeros(())
+    layer, x = TOKENS[kind](8, 3), torch.randn(2, 6, 7, 8)
+    probs_of = layer.position_probs if layer.has_position_scores else lambda _: torch.zeros(())
     expected = probs_of((6, 7))
     with torch.autocast('cpu', dtype=torch.bfloat16):
         assert torch.equal(probs_of((6, 7)), expected) and layer(x).dtype == torch.bfloat16
@@ -205,9 +191,9 @@ def test_scores_stay_float32_under_autocast(kind):
     assert torch.allclose(scores, layer.attention_scores(x), atol=1e-5)
 
 
-@pytest.mark.parametrize('kind', LAYERS)
+@pytest.mark.parametrize('kind', TOKENS)
 def test_value_matrices(kind):
-    layer = LAYERS[kind](8, 3, dtype=torch.float64)
+    layer = TOKENS[kind](8, 3, dtype=torch.float64)
     layer.value = nn.Linear(24, 5).double()
     x = torch.randn(2, 4, 3, 8, dtype=torch.float64)
     scores = layer.attention_scores(x) if layer.depends_on_content else layer.encoding.scores((4, 3))[None]

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from attncnn_plugin import follow_state_dict
 from attncnn_plugin.attention.patches import image_to_patches
 from attncnn_plugin.models.cmhsa import PatchConvolution
-from attncnn_plugin.pruning import prune_heads, replace_parameters
+from attncnn_plugin.pruning import replace_parameters
 
 PHASES = ['conv', 'attn']
 WIDTHS = {
@@ -261,18 +261,6 @@ def test_state_dicts_carry_the_null_key():
             x = torch.randn(2, 3, size, size)
             assert relative_error(loaded(x), model(x)) < 1e-4
     assert loaded.blocks[0].attn.position.table.shape == (9, 23, 23)
-
-
-@pytest.mark.parametrize('widths', WIDTHS)
-def test_heads_are_removed(widths):
-    """And a network as it was built loads what is left."""
-    model, loaded = (trained_like(of_width(widths)).eval() for _ in range(2))
-    prune_heads(model, {1: [0, 4]})
-    loaded.load_state_dict(model.state_dict())
-    x = torch.randn(2, 3, 16, 12)
-    assert torch.equal(loaded(x), model(x)) and [block.attn.num_heads for block in loaded.blocks] == [9, 7]
-    with pytest.raises(ValueError, match='heads of 0 are to be removed, but there are 0 attention layers'):
-        prune_heads(of_width(widths, 'conv'), {0: [1]})
 
 
 def test_converted_alike_on_every_rank():

@@ -2,35 +2,22 @@
 
 import copy
 import pickle
-from functools import partial
 
 import pytest
 import torch
-from helpers.layers import with_outputs
+from helpers.layers import TOKENS, with_outputs
 from helpers.small import TIMM_KINDS, small_timm
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from attncnn_plugin.attention import (
-    ContentAttention,
     GeneralizedQuadraticAttention,
-    LearnedAttention,
     QuadraticAttention,
 )
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.pruning import find_degenerate_heads, prune_heads, replace_parameters
 from attncnn_plugin.pruning.prune import fold_into_bias, head_means, merge_duplicate
-
-BY_CONTENT = ['content_sinusoidal', 'content_quadratic', 'content_generalized']
-LAYERS = {
-    'quadratic': QuadraticAttention,
-    'generalized': GeneralizedQuadraticAttention,
-    'learned': LearnedAttention,
-    'sinusoidal': partial(LearnedAttention, position='relative_sinusoidal'),
-    'content': ContentAttention,
-    **{kind: partial(ContentAttention, position=f'relative_{kind[8:]}') for kind in BY_CONTENT},
-}
 
 
 def zeroed(layer, heads):
@@ -42,18 +29,18 @@ def zeroed(layer, heads):
     return layer
 
 
-@pytest.mark.parametrize('kind', LAYERS)
+@pytest.mark.parametrize('kind', TOKENS)
 @given(data=st.data())
 def test_removed_is_zeroed(kind, data):
     num_heads = data.draw(st.integers(1, 5))
     heads = data.draw(st.lists(st.integers(0, num_heads - 1), unique=True))
-    layer = LAYERS[kind](4, num_heads, dtype=torch.float64)
+    layer = TOKENS[kind](4, num_heads, dtype=torch.float64)
     x = torch.randn(2, 5, 4, 4, dtype=torch.float64)
     expected = zeroed(layer, heads)(x)
     layer.prune_heads(heads, allow_empty=True)
     assert layer.num_heads == num_heads - len(heads)
     assert torch.allclose(layer(x), expected, atol=1e-12, rtol=0)
-    fresh = LAYERS[kind](4, num_heads, dtype=torch.float64)
+    fresh = TOKENS[kind](4, num_heads, dtype=torch.float64)
     fresh.load_state_dict(layer.state_dict())
     assert fresh.num_heads == layer.num_heads and torch.equal(fresh(x), layer(x))
     if heads:
@@ -127,7 +114,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize('layer_kind', ['generalized', 'learned', 'content'])
 def test_optimizer_goes_on(kind, layer_kind):
     """As an optimizer that only ever saw the kept entries: the gradients of both are given."""
-    layer = LAYERS[layer_kind](4, 5)
+    layer = TOKENS[layer_kind](4, 5)
     kept_from_the_start = copy.deepcopy(layer)
     kept_from_the_start.prune_heads([0, 3])
 

@@ -206,16 +206,13 @@ def test_pruning_draws_no_random_numbers():
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
-JUDGED = dict(keep=12, criteria=['entropy'])
-
-
 def train_a_rank(rank, folder):
     dist.init_process_group('gloo', init_method=f'file://{folder}/meeting', rank=rank, world_size=2)
     torch.manual_seed(rank)  # DDP brings the ranks together
     half = slice(4 * rank, 4 * rank + 4)
     ddp = DistributedDataParallel(small_cmhsa('conv'))
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
-    parts = TwoPhases(epoch=1), PruneHeads(epoch=2, batches=[(IMAGES[half], LABELS[half])], **JUDGED)
+    parts = TwoPhases(epoch=1), PruneHeads(epoch=2, batches=[(IMAGES[half], LABELS[half])], keep=12)
     for epoch in range(4):
         for part in parts:
             if part.on_epoch_begin(ddp.module, optimizer, epoch):
@@ -236,7 +233,7 @@ def test_two_ranks_are_one_training(tmp_path):
     model = small_cmhsa('conv')
     model.load_state_dict(torch.load(tmp_path / 'start.pt'))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    parts = TwoPhases(epoch=1), PruneHeads(epoch=2, batches=[(IMAGES, LABELS)], **JUDGED)
+    parts = TwoPhases(epoch=1), PruneHeads(epoch=2, batches=[(IMAGES, LABELS)], keep=12)
     for epoch in range(1, 4):
         for part in parts:
             part.on_epoch_begin(model, optimizer, epoch)
@@ -324,6 +321,28 @@ def test_a_module_that_does_not_say_what_became_of_its_parameters():
 
     with pytest.raises(TypeError, match=r'to_attention\(\) of 0 returned a str: TwoPhases needs a Change'):
         TwoPhases(epoch=0).on_epoch_begin(nn.Sequential(Own(2, 2)), [], 0)
+
+
+def judge_on_a_rank(rank, folder):
+    dist.init_process_group('gloo', init_method=f'file://{folder}/meeting', rank=rank, world_size=2)
+    torch.manual_seed(0)
+    half = slice(4 * rank, 4 * rank + 4)
+    judged = PruneHeads(criteria=['entropy'], keep=3).judge(vit(), [(IMAGES[half], LABELS[half])])
+    found = {name: [entry.value for entry in report.found] for name, report in judged.reports.items()}
+    torch.save((judged.heads, found, judged.means['blocks.0.attn'].mean), f'{folder}/{rank}.pt')
+    dist.destroy_process_group()
+
+
+def test_two_ranks_judge_by_the_batches_of_both(tmp_path):
+    torch.multiprocessing.start_processes(judge_on_a_rank, (str(tmp_path),), nprocs=2, start_method='fork')
+    one, other = (torch.load(tmp_path / f'{rank}.pt') for rank in range(2))
+    torch.manual_seed(0)
+    judged = PruneHeads(criteria=['entropy'], keep=3).judge(vit(), [(IMAGES, LABELS)])
+    assert one[0] == other[0] == judged.heads and one[1] == other[1]
+    for name, report in judged.reports.items():
+        assert one[1][name] == pytest.approx([entry.value for entry in report.found], rel=1e-4)
+    for _, _, mean in (one, other):
+        assert torch.allclose(mean, judged.means['blocks.0.attn'].mean)
 
 
 def test_a_share_of_the_multiply_adds_of_before():
