@@ -140,9 +140,13 @@ def test_errors(kwargs, message):
 
 
 def test_a_config_cannot_set_what_the_backbone_decides():
-    for name in ('attn_layer', 'num_classes', 'embed_dim', 'global_pool', 'max_size'):
-        with pytest.raises(TypeError, match=f'has no argument {name}'):
-            backbone('sa_learned_cifar', **{name: 3})
+    own = dict(
+        sa_learned_cifar=['attn_layer', 'embed_dim', 'max_size'], cmhsa_attn=['mlp_dim', 'drop_rate', 'in_chans']
+    )
+    for kind, names in own.items():
+        for name in (*names, 'num_classes', 'global_pool'):
+            with pytest.raises(TypeError, match=f'{KINDS[kind]["type"]} has no argument {name}'):
+                backbone(kind, **{name: 3})
 
 
 @pytest.mark.parametrize('frozen_stages', [-1, 0, 1, 2])

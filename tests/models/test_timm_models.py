@@ -4,7 +4,6 @@ from collections import OrderedDict
 
 import pytest
 import timm
-import timm.optim
 import torch
 from helpers.flops import paper_flops
 from helpers.small import small_timm
