@@ -1,4 +1,4 @@
-"""Models that turn to attention or lose heads, with the framework's tools: killed, distributed, tested, converted."""
+"""Models that turn to attention or lose heads, with the framework's tools: distributed, tested, converted."""
 
 import re
 import shutil
@@ -21,7 +21,7 @@ import attncnn_plugin.mm.safe_loading  # noqa: F401
 from attncnn_plugin import follow_state_dict
 from attncnn_plugin.convert import convs_to_attention
 
-EPOCHS, SWITCH, ITERATIONS = 4, 2, 3  # epochs, the epoch of the transition or the pruning, iterations of an epoch
+EPOCHS, SWITCH = 4, 2  # epochs, and that of the transition or the pruning
 
 TRANSITION = """dict(type='PhaseTransitionHook', epoch=2, optim_wrapper=dict(optimizer=dict(lr=0.01)), param_scheduler=[
     dict(type='LinearLR', start_factor=1e-3, begin=0, end=1, convert_to_iter_based=True),
