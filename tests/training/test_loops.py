@@ -323,11 +323,20 @@ def test_a_module_that_does_not_say_what_became_of_its_parameters():
         TwoPhases(epoch=0).on_epoch_begin(nn.Sequential(Own(2, 2)), [], 0)
 
 
+def judged_by(batches):
+    """The heads of a transformer that attends sharply, and differently in each image: all are found."""
+    torch.manual_seed(0)
+    model = vit()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight.mul_(20)
+    return PruneHeads(criteria=[dict(type='entropy', threshold=0.0)]).judge(model, batches)
+
+
 def judge_on_a_rank(rank, folder):
     dist.init_process_group('gloo', init_method=f'file://{folder}/meeting', rank=rank, world_size=2)
-    torch.manual_seed(0)
     half = slice(4 * rank, 4 * rank + 4)
-    judged = PruneHeads(criteria=['entropy'], keep=3).judge(vit(), [(IMAGES[half], LABELS[half])])
+    judged = judged_by([(IMAGES[half], LABELS[half])])
     found = {name: [entry.value for entry in report.found] for name, report in judged.reports.items()}
     torch.save((judged.heads, found, judged.means['blocks.0.attn'].mean), f'{folder}/{rank}.pt')
     dist.destroy_process_group()
@@ -336,10 +345,10 @@ def judge_on_a_rank(rank, folder):
 def test_two_ranks_judge_by_the_batches_of_both(tmp_path):
     torch.multiprocessing.start_processes(judge_on_a_rank, (str(tmp_path),), nprocs=2, start_method='fork')
     one, other = (torch.load(tmp_path / f'{rank}.pt') for rank in range(2))
-    torch.manual_seed(0)
-    judged = PruneHeads(criteria=['entropy'], keep=3).judge(vit(), [(IMAGES, LABELS)])
+    judged = judged_by([(IMAGES, LABELS)])
     assert one[0] == other[0] == judged.heads and one[1] == other[1]
     for name, report in judged.reports.items():
+        assert len(report.found) == 3
         assert one[1][name] == pytest.approx([entry.value for entry in report.found], rel=1e-4)
     for _, _, mean in (one, other):
         assert torch.allclose(mean, judged.means['blocks.0.attn'].mean)
