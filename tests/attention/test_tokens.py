@@ -227,6 +227,7 @@ def test_shapes_of_the_released_code():
         (lambda: QuadraticAttention(4, 0), 'num_heads=0'),
         (lambda: QuadraticAttention(4, 2, attn_drop=1.5), '1.5'),
         (lambda: ContentAttention(4, 2, position='rotary'), "position='rotary' is unknown"),
+        (lambda: ContentAttention(5, 2), 'dim=5 must be even'),
         (lambda: ContentAttention(4, 2).attention_probs((3, 3)), "position='relative_learned'.* depend on the input"),
     ],
 )

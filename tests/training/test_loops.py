@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from attncnn_plugin import follow_state_dict
-from attncnn_plugin.pruning import prunable_heads
+from attncnn_plugin.pruning import prunable_heads, prune_heads, replace_parameters
 from attncnn_plugin.training import PruneHeads, TwoPhases, follow_with_optimizer, parts_in_phases, to_attention
 
 EPOCHS, SWITCH, PRUNE = 6, 2, 4
@@ -309,6 +309,8 @@ def test_an_optimizer_whose_state_cannot_lose_entries():
     with pytest.raises(ValueError, match=message):
         PruneHeads(epoch=1, batches=[(IMAGES, LABELS)], keep=3).on_epoch_begin(model, optimizer, 1)
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match=message):
+        replace_parameters(optimizer, prune_heads(model, {0: [1]}))
     assert [id(p) for p in optimizer.param_groups[0]['params']] == held
 
 
