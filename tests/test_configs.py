@@ -187,6 +187,10 @@ def test_what_all_networks_on_cifar10_share(name):
     assert config.optim_wrapper.optimizer == optimizer
     if name.startswith('sa_'):
         assert (config.model.backbone.drop_rate, config.model.backbone.attn_drop_rate) == (0.1, 0.1)
+        with torch.device('meta'):
+            model = MODELS_OF_MMPRETRAIN.build(config.model)
+        for part, decay in weight_decays(model, config.optim_wrapper).items():
+            assert decay == (0 if part.endswith(('encoding.center', 'encoding.sqrt_precision')) else 1e-4), part
     loader = built_loader(config)
     assert (loader.batch_size, len(loader), type(loader.sampler).__name__) == (100, 500, 'DefaultSampler')
     indices = np.array(list(loader.sampler))

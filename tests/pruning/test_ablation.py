@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.small import small_cmhsa, small_timm, trained_like
-from helpers.vits import SIZE, output_of, small_vit
+from helpers.small import small_timm, trained_like
+from helpers.vits import SIZE, output_of, small_classifier, small_vit
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,20 +59,13 @@ def check(ablation, model, batches, exact):
         'transformers.ViT',
         'torchvision.VisionTransformer',
         'sa_quadratic_cifar',
-        'cmhsa',
-        'cmhsa, narrow',
+        'cmhsa_attn',
+        'cmhsa_narrow',
     ],
 )
 def test_ablation_is_that_of_a_pruned_copy(name, dtype):
-    torch.manual_seed(0)
-    if name.startswith('sa_'):
-        model = trained_like(small_timm(name, num_classes=5))
-    elif name.startswith('cmhsa'):
-        model = trained_like(small_cmhsa('attn', num_classes=5, head_dim='exact' if 'narrow' in name else None))
-    else:
-        model = small_vit(name)
+    model, size = small_classifier(name)
     model = model.to(dtype).train()
-    size = 16 if name.startswith(('sa_', 'cmhsa')) else SIZE
     batches = [(torch.randn(number, 3, size, size, dtype=dtype), torch.randint(5, (number,))) for number in (4, 1, 2)]
     state = copy.deepcopy(model.state_dict())
     ablation = head_ablation(model, iter(batches), loss_and_right)
