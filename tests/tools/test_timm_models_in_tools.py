@@ -8,6 +8,8 @@ import timm
 import torch
 import torch.nn.functional as F
 from helpers.images import write_images
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip('matplotlib')
 
@@ -115,6 +117,12 @@ def test_distance(tool, folder, monkeypatch):
         assert list(mean.get_ydata()) == pytest.approx([np.mean(heads) for heads in expected])
 
 
+def multiply_adds(model):
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        model.eval()(torch.zeros(1, 3, 32, 32))
+    return counter.get_total_flops() // 2
+
+
 @pytest.mark.parametrize(
     'options, left',
     [
@@ -126,10 +134,14 @@ def test_distance(tool, folder, monkeypatch):
 def test_pruning(options, left, tool, folder, monkeypatch, capsys):
     """timm's model takes the pruned checkpoint when it is told to."""
     tool('model_converters/prune_heads.py', 'pruned.pth', *options, *MODEL)
-    assert 'Saved pruned.pth' in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert 'Saved pruned.pth' in said
     model, state = timm.create_model('vit_tiny_patch16_224', **SMALL), timm.models.load_state_dict('pruned.pth')
     follow_state_dict(model, state)
     model.load_state_dict(state)
+    before, after = (multiply_adds(own) for own in (timm.create_model('vit_tiny_patch16_224', **SMALL), model))
+    assert f'{before:,} multiply-adds of an image became {after:,}, {after / before:.1%} of them' in said
+    assert (after < before) == ('entropy' not in options)
     numbers = [layer.num_heads for layer in prunable_heads(model).values()]
     if left is None:
         loaded = loaded_model()

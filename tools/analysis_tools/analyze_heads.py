@@ -26,6 +26,10 @@ from attncnn_plugin.attention import AttentionLayer
 from attncnn_plugin.loaded_model import LoadedModel
 from attncnn_plugin.model_options import add_model_options, check_model_options, load_model
 
+LEGEND = """centre, std: where a head looks and how wide, in tokens; 3x3, 5x5: probability of the tokens around the query;
+share: probability of the nearest shift; error of a convolution: 0 if the layer is one
+"""
+
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -87,6 +91,7 @@ def main() -> None:
         report, num_images = report_of(load_model(args, args.config, args.weights), args)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
         sys.exit(str(error))
+    print(LEGEND)
     print(report)
     if args.json:
         origin = (
