@@ -16,9 +16,12 @@ Where they depend on position alone, a model of timm needs no images but the siz
 import argparse
 import json
 import sys
+import warnings
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Tuple
+
+warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
 
 from attncnn_plugin.analysis import HeadReport, head_report
 from attncnn_plugin.analysis.layer_maps import shown_layers
@@ -26,8 +29,8 @@ from attncnn_plugin.attention import AttentionLayer
 from attncnn_plugin.loaded_model import LoadedModel
 from attncnn_plugin.model_options import add_model_options, check_model_options, load_model
 
-LEGEND = """centre, std: where a head looks and how wide, in tokens; 3x3, 5x5: probability of the tokens around the query;
-share: probability of the nearest shift; error of a convolution: 0 if the layer is one
+LEGEND = """centre, std: where a head looks, and how wide, in tokens; share: probability of its nearest shift
+3x3, 5x5: probability of the tokens around the query; error of a convolution: 0 if the layer is one
 """
 
 

@@ -20,6 +20,7 @@ import argparse
 import ast
 import itertools
 import sys
+import warnings
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Iterable, Optional, Tuple
@@ -28,6 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.datasets import ImageFolder
+
+warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
 
 from attncnn_plugin.loaded_model import LoadedModel, evenly_spread
 from attncnn_plugin.model_options import add_model_options, check_model_options, load_model

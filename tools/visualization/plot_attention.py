@@ -29,11 +29,14 @@ over images.
 import argparse
 import json
 import sys
+import warnings
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Dict, List
 
 from torch import Tensor
+
+warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
 
 from attncnn_plugin.analysis import mean_attention, read_centers
 from attncnn_plugin.analysis.layer_maps import shown_layers
