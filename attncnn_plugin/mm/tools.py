@@ -179,6 +179,8 @@ def one_line(error: BaseException, folder_option: str = f'--cfg-options {FOLDERS
         return lines[-1]  # of a traceback in the message
     unknown = re.match(r'(\S+) is not in the \S+::(.+) registry', lines[0])
     reason = f'{type(error).__name__}: {_unknown_type(*unknown.groups()) if unknown else lines[0]}'
+    if lines[0].startswith('Input dimension should be at least 3'):  # of the pooling in mmpretrain's necks
+        reason += '; the features are pooled already: write neck=None in model, or out_type="featmap" in its backbone'
     return missing_file(error) or _missing_data(error, reason, folder_option) or reason
 
 

@@ -1,6 +1,7 @@
 """The tools with models of timm: ``--timm NAME``, for figures, reports and pruning."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -201,6 +202,14 @@ def test_a_file_after_settings(path, options, settings, tool, capsys):
         tool(path, *options, settings, 'a=1', 'b=c=2', 'photo.jpg')
     message = f'argument {settings}: photo.jpg is no key=value: name configs, checkpoints and images before this option'
     assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_figures_without_matplotlib(tool, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith('attncnn_plugin.visualization')]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, 'matplotlib', None)
+    with pytest.raises(SystemExit, match='the figures need matplotlib: pip install'):
+        tool('visualization/plot_attention.py', *MODEL, '--figure', 'centers', '--images', 'images', '--out', 'a.png')
 
 
 def test_explorer(tool, folder, capsys):
