@@ -52,9 +52,9 @@ def run_mmpretrain_tool(name: str) -> None:
     they do before mmengine does, and a training which checkpoint is the best. An error ends the process with status 1,
     its traceback in the log and, as the last line of the output, its sentence. So does the name of no tool.
 
-    Where several ranks end without an error, each waits for the others, and leaves the process group. Ranks were seen to
-    abort as their interpreter ended with the group's threads, while the first one still saved the best checkpoint, and
-    torchrun ends all ranks when one aborts.
+    Where several ranks end without an error, each waits for the others, and leaves the process group. Ranks were seen
+    to abort as their interpreter ended with the group's threads, while the first one still saved the best checkpoint,
+    and torchrun ends all ranks when one aborts.
 
     Args:
         name (str): Path of the tool below mmpretrain's ``tools`` folder, for instance ``'train.py'``.
