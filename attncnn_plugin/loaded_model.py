@@ -53,6 +53,8 @@ class LoadedModel:
         name (str): The config, the name of the model in timm, or the folder of one of Hugging Face transformers.
         model (nn.Module): The model.
         meta (dict): The information about its training that the checkpoint holds.
+        input_shape (tuple[int, int, int] | None): Channels, height and width of an image as the model takes it; None
+            where it does not say.
         head_numbers (dict[str, list[int]] | None): By layer, what its heads were called when the training began, where
             an ``AttentionVisualizationHook`` followed them.
     """
@@ -60,6 +62,7 @@ class LoadedModel:
     name: str
     model: Any
     meta: Dict[str, Any]
+    input_shape: Optional[Tuple[int, int, int]]
     head_numbers: Optional[Dict[str, List[int]]]
 
     @property
@@ -205,7 +208,8 @@ class TimmModel(FileModel):
             print(f'The weights of {name} are random: give --pretrained or --checkpoint', file=sys.stderr)
         data = resolve_model_data_config(self.model)
         self.num_channels = settings.get('in_chans', data['input_size'][0])
-        data['input_size'] = (self.num_channels, *to_2tuple(settings.get('img_size', data['input_size'][1:])))
+        self.input_shape = (self.num_channels, *to_2tuple(settings.get('img_size', data['input_size'][1:])))
+        data['input_size'] = self.input_shape
         if self.num_channels == 1:
             data.update({name: (fmean(data[name]),) for name in ('mean', 'std')})
         self.mean, self.std = data['mean'], data['std']
@@ -307,9 +311,10 @@ class HuggingFaceModel(FileModel):
 
         config = self.model.config
         self.num_channels = getattr(config, 'num_channels', 3)
+        self.input_shape = (self.num_channels, *to_2tuple(getattr(config, 'image_size', 224)))
         if Path(self.name, PREPROCESSOR).is_file():
             return AutoImageProcessor.from_pretrained(self.name)
-        height, width = to_2tuple(getattr(config, 'image_size', 224))
+        _, height, width = self.input_shape
         reason = f'{self.name} has no {PREPROCESSOR}: images are scaled to {height}x{width} pixels, with mean and'
         print(f'{reason} deviation 0.5', file=sys.stderr)
         half = [0.5] * self.num_channels

@@ -5,7 +5,7 @@ import warnings
 
 warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
 
-from attncnn_plugin.mm.tools import run_mmpretrain_tool  # noqa: E402
+from attncnn_plugin.mm.tools import run_mmpretrain_tool
 
 if __name__ == '__main__':
     run_mmpretrain_tool('train.py')

@@ -52,8 +52,9 @@ def run_mmpretrain_tool(name: str) -> None:
     they do before mmengine does, and a training which checkpoint is the best. An error ends the process with status 1,
     its traceback in the log and, as the last line of the output, its sentence. So does the name of no tool.
 
-    Where several ranks end without an error, each waits for the others, and leaves the process group: gloo's threads
-    can abort an interpreter that ends with them, and torchrun would kill a rank that still saves the best checkpoint.
+    Where several ranks end without an error, each waits for the others, and leaves the process group. Ranks were seen
+    to abort as their interpreter ended with the group's threads, while the first one still saved the best checkpoint,
+    and torchrun ends all ranks when one aborts.
 
     Args:
         name (str): Path of the tool below mmpretrain's ``tools`` folder, for instance ``'train.py'``.
@@ -179,6 +180,8 @@ def one_line(error: BaseException, folder_option: str = f'--cfg-options {FOLDERS
         return lines[-1]  # of a traceback in the message
     unknown = re.match(r'(\S+) is not in the \S+::(.+) registry', lines[0])
     reason = f'{type(error).__name__}: {_unknown_type(*unknown.groups()) if unknown else lines[0]}'
+    if lines[0].startswith('Input dimension should be at least 3'):  # of the pooling in mmpretrain's necks
+        reason += '; the features are pooled already: write neck=None in model, or out_type="featmap" in its backbone'
     return missing_file(error) or _missing_data(error, reason, folder_option) or reason
 
 

@@ -16,15 +16,22 @@ Where they depend only on position, a model of timm needs no images but the size
 import argparse
 import json
 import sys
+import warnings
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Tuple
+
+warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
 
 from attncnn_plugin.analysis import HeadReport, head_report
 from attncnn_plugin.analysis.layer_maps import shown_layers
 from attncnn_plugin.attention import AttentionLayer
 from attncnn_plugin.loaded_model import LoadedModel
 from attncnn_plugin.model_options import add_model_options, check_model_options, load_model
+
+LEGEND = """centre, std: where a head looks, and how wide, in tokens; share: probability of its nearest shift
+3x3, 5x5: probability of the tokens around the query; error of a convolution: 0 if the layer is one
+"""
 
 
 def parse_args() -> argparse.Namespace:
@@ -87,6 +94,7 @@ def main() -> None:
         report, num_images = report_of(load_model(args, args.config, args.weights), args)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
         sys.exit(str(error))
+    print(LEGEND)
     print(report)
     if args.json:
         origin = (

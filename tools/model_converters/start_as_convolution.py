@@ -8,10 +8,13 @@ The result is for a training script's option for an initial checkpoint, --initia
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 
 import torch
 from timm.utils import ParseKwargs
+
+warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
 
 from attncnn_plugin.loaded_model import create_timm
 from attncnn_plugin.model_options import setting

@@ -3,8 +3,11 @@
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 from pickle import UnpicklingError
+
+warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
 
 from attncnn_plugin.explorer import explorer_page
 from attncnn_plugin.model_options import add_model_options, check_model_options, load_model

@@ -29,25 +29,32 @@ over images.
 import argparse
 import json
 import sys
+import warnings
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Dict, List
 
 from torch import Tensor
 
+warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
+
 from attncnn_plugin.analysis import mean_attention, read_centers
 from attncnn_plugin.analysis.layer_maps import shown_layers
 from attncnn_plugin.attention import AttentionLayer
 from attncnn_plugin.loaded_model import LoadedModel
 from attncnn_plugin.model_options import add_model_options, check_model_options, load_model
-from attncnn_plugin.visualization import (
-    plot_attention_centers,
-    plot_attention_distance,
-    plot_attention_probs,
-    plot_center_movement,
-    plot_metric,
-    save_figure,
-)
+
+try:
+    from attncnn_plugin.visualization import (
+        plot_attention_centers,
+        plot_attention_distance,
+        plot_attention_probs,
+        plot_center_movement,
+        plot_metric,
+        save_figure,
+    )
+except ImportError as error:  # of matplotlib
+    sys.exit(str(error))
 
 METRICS = {'accuracy': 'accuracy/top1', 'loss': 'cross_entropy/mean'}
 OF_MODELS, OF_REPORTS, OF_RUNS = ('centers', 'probabilities', 'content'), ('distance',), ('movement', *METRICS)
