@@ -1,5 +1,6 @@
 """A model of any of three libraries with images as it takes them, as the tools need it."""
 
+import difflib
 import math
 import shutil
 import sys
@@ -16,7 +17,7 @@ from PIL import Image
 from safetensors import SafetensorError
 from timm.data import create_transform, resolve_model_data_config
 from timm.layers import to_2tuple
-from torch import Tensor
+from torch import Tensor, nn
 
 from .attention.state_dicts import without_prefix
 from .checkpoint_files import load_from_local
@@ -147,6 +148,22 @@ class FileModel(LoadedModel):
         return rgb_picture((255 * (image * std + mean)).round())
 
 
+def create_timm(name: str, argument: str, **settings: Any) -> nn.Module:
+    """Returns a model of timm, by ``timm.create_model``.
+
+    Raises:
+        ValueError: timm has no model of this name; the message begins with the tool's argument, and has similar names.
+    """
+    try:
+        return timm.create_model(name, **settings)
+    except RuntimeError as error:
+        if ':' in name or timm.is_model(name):  # of a hub, or a model that cannot be built so
+            raise
+        similar = difflib.get_close_matches(name, timm.list_models())
+        advice = f'did you mean {" or ".join(similar)}?' if similar else 'timm.list_models() has the names'
+        raise ValueError(f'{argument} {name} is no model of timm: {advice}') from error
+
+
 class TimmModel(FileModel):
     """A model of timm in evaluation mode, and images after the transforms of its tests.
 
@@ -160,8 +177,7 @@ class TimmModel(FileModel):
 
     Raises:
         FileNotFoundError: No such checkpoint.
-        RuntimeError: No such model.
-        ValueError: The checkpoint does not fit.
+        ValueError: No such model, or the checkpoint does not fit.
     """
 
     def __init__(
@@ -173,7 +189,7 @@ class TimmModel(FileModel):
     ) -> None:
         self.name, self.meta, self.head_numbers = name, {}, None
         settings = settings or {}
-        self.model = timm.create_model(name, pretrained=pretrained, **settings).eval()
+        self.model = create_timm(name, '--timm', pretrained=pretrained, **settings).eval()
         if checkpoint is not None:
             state_dict = read_timm(checkpoint)
             found = dict(settings_in(state_dict, self.model).values())

@@ -29,7 +29,6 @@ from attncnn_plugin.weights import example_images
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent / 'tools'))
 from reproduction.page import accuracies, dot_plot  # noqa: E402
-from reproduction.tables import TABLES  # noqa: E402
 
 THEMES = {'light': ('#1F2328', '#FFFFFF'), 'dark': ('#D1D7E0', '#0D1117')}  # ink and paper of GitHub
 OF_INK = ['text.color', 'axes.labelcolor', 'axes.titlecolor', 'axes.edgecolor', 'xtick.color', 'ytick.color']
@@ -171,7 +170,7 @@ def vit_init() -> Figure:
 def worth(table: str, *without: str) -> Figure:
     """Accuracies of a table, without some rows, of those numbers of images that most of the others have."""
     panels, runs = {}, json.loads((DOCS / f'tables/{table}.json').read_text())
-    for title, rows in accuracies(TABLES[table], runs).items():
+    for title, rows in accuracies(runs).items():
         kept = {label: seeds for label, seeds in rows.items() if not any(word in label for word in without)}
         if sum(map(bool, kept.values())) > len(kept) / 2:
             panels[title] = kept

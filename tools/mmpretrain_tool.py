@@ -5,8 +5,11 @@ mmpretrain_tool.py visualization/vis_scheduler.py configs/sa_quadratic_cifar10.p
 """
 
 import sys
+import warnings
 
-from attncnn_plugin.mm.tools import run_mmpretrain_tool
+warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
+
+from attncnn_plugin.mm.tools import run_mmpretrain_tool  # noqa: E402
 
 if __name__ == '__main__':
     if len(sys.argv) < 2 or sys.argv[1] in ('-h', '--help'):

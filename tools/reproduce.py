@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Trains what a table of the documentation needs, and writes its page.
 
-  reproduce.py L21-1 --data folder --data-root data/images --models ViT 'two phases' --seeds 0 --images 500 2000
+  reproduce.py two-phases --data folder --data-root data/images --models ViT 'both phases' --seeds 0
   reproduce.py C20-1 --list       # what is done and what is left; trains nothing
   reproduce.py T-CNN --smoke      # the whole table on scikit-learn's digits, in a few minutes
 
@@ -22,7 +22,7 @@ import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Callable, Dict, List
+from typing import Callable, Dict, List, Set
 
 import torch
 from mmengine.config import Config, DictAction
@@ -34,7 +34,7 @@ from attncnn_plugin.mm.tools import one_line
 from attncnn_plugin.model_options import setting
 
 sys.path.insert(0, str(Path(__file__).parent))  # for those who import this file
-from reproduction.configs import DATA, network_config, set_data, set_epochs, set_images  # noqa: E402
+from reproduction.configs import DATA, build, network_config, set_data, set_epochs, set_images  # noqa: E402
 from reproduction.page import write_page  # noqa: E402
 from reproduction.results import Run, write_json  # noqa: E402
 from reproduction.tables import TABLES, Row, Table  # noqa: E402
@@ -48,7 +48,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('table', choices=list(TABLES), metavar='TABLE', help=', '.join(TABLES))
     parser.add_argument('--models', nargs='+', metavar='ROW', help='rows of the table (default: all)')
     parser.add_argument('--seeds', nargs='+', type=int, help='which of the table’s seeds (default: all)')
-    parser.add_argument('--images', nargs='+', type=int, help='which of the table’s numbers of images (default: all)')
     parser.add_argument('--data', choices=DATA, help='default: cifar10, with --smoke the digits')
     parser.add_argument('--data-root', type=Path, help='folder of the images (default: data/cifar10 and the like)')
     parser.add_argument('--data-name', metavar='WORDS', help='what the page calls the images (default: as --data does)')
@@ -84,8 +83,8 @@ def reproduce(args: argparse.Namespace) -> None:
     """Does what the options say."""
     table = TABLES[args.table]
     if args.smoke:
-        rows = {label: replace(row, seeds=(0,), images=None) for label, row in table.rows.items()}
-        table = replace(table, epochs={200: 2}, rows=rows)
+        rows = {label: replace(row, seeds=(0,)) for label, row in table.rows.items()}
+        table = replace(table, images=200, epochs=2, rows=rows)
     runs = runs_of(table, args)
     wanted = chosen(runs, args)
     for run in [run for run in runs if run in wanted or run.result is not None]:
@@ -99,8 +98,12 @@ def reproduce(args: argparse.Namespace) -> None:
         write_page(args.out, args.table, table, runs, args.data_name or args.data)
         print(f'{sentence}; {progress()}', flush=True)
 
+    void = void_rows(table, runs)
     if args.list:
-        print(*(f'{run}: {"done" if run.result else f"{run.epochs_done} epochs done"}' for run in wanted), sep='\n')
+        for run in wanted:
+            share = f', {run.share:.3f} of the attention at a shift' if table.gate and run.share is not None else ''
+            done = 'void' if run.label in void else 'done' if run.result else f'{run.epochs_done} epochs done'
+            print(f'{run}: {done}{share}')
         return print(progress())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the trainings too
     args.out.mkdir(parents=True, exist_ok=True)
@@ -109,9 +112,13 @@ def reproduce(args: argparse.Namespace) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise OSError(f'{args.out} is in use by another call, or by a training that one has left: wait') from None
+        for run in [run for run in wanted if run.label in void and run.result is None]:
+            run.folder.mkdir(parents=True, exist_ok=True)
+            write_json(run.config_file, run.config.to_dict())
+            run.write(build(run.config), args.threads, None, 0.0, {}, {})
         left = [run for run in wanted if run.result is None]
         if left:
-            check_images(max(left, key=lambda run: run.images).config)
+            check_images(left[0].config)
         train(left, args.jobs, args.threads, lock.fileno(), write)
         write(f'{args.out / args.table}.md')
     failed = [str(run) for run in wanted if run.result is None]
@@ -123,19 +130,27 @@ def runs_of(table: Table, args: argparse.Namespace) -> List[Run]:
     """Returns all trainings of a table, the first seed first, and those that others begin with before these."""
     runs: Dict[tuple, Run] = {}
     for seed in sorted({seed for row in table.rows.values() for seed in row.seeds}):
-        for images in table.epochs:
-            for label, row in table.rows.items():
-                if seed in row.seeds and (row.images is None or images in row.images):
-                    epochs, start = table.epochs_of(label, images), runs.get((row.start, images, seed))
-                    folder = args.out / 'runs' / re.sub(r'\W+', '_', f'{label} {images} {epochs} {seed}')
-                    config = partial(config_of, row, args)
-                    runs[label, images, seed] = Run(folder, label, images, epochs, seed, start, config)
+        for label, row in table.rows.items():
+            if seed in row.seeds:
+                epochs, start = table.epochs_of(label), runs.get((row.start, seed))
+                folder = args.out / 'runs' / re.sub(r'\W+', '_', f'{label} {table.images} {epochs} {seed}')
+                config = partial(config_of, row, args)
+                runs[label, seed] = Run(folder, label, table.images, epochs, seed, start, config, table.corrupted)
     return list(runs.values())
+
+
+def void_rows(table: Table, runs: List[Run]) -> Set[str]:
+    """Returns the rows whose heads begin with less attention at their shifts than the table asks for, in the mean."""
+    shares: Dict[str, List[float]] = {}
+    for run in runs if table.gate else ():
+        if run.share is not None:
+            shares.setdefault(run.label, []).append(run.share)
+    return {label for label, own in shares.items() if sum(own) / len(own) < table.gate}
 
 
 def chosen(runs: List[Run], args: argparse.Namespace) -> List[Run]:
     """Returns the trainings that the options name, and those that they begin with."""
-    named = dict(label=args.models, images=args.images, seed=args.seeds)
+    named = dict(label=args.models, seed=args.seeds)
     wanted = [run for run in runs if all(names is None or getattr(run, key) in names for key, names in named.items())]
     for key, names in named.items():
         if not {getattr(run, key) for run in wanted}.issuperset(names or ()):
@@ -173,9 +188,21 @@ def check_images(config: Config) -> None:
         raise ValueError(f'the images cannot be used: {one_line(error, "--data-root FOLDER")}') from error
 
 
+def how_far(runs: List[Run], first: int, seconds: float) -> str:
+    """Returns how many epochs of trainings are done, of which ``first`` were before, how fast, and the time left."""
+    done, total = sum(run.epochs_done for run in runs), sum(run.epochs for run in runs)
+    line, rate = f'{done:,} of {total:,} epochs are done', (done - first) / seconds
+    return f'{line}, {60 * rate:.3g} a minute, {(total - done) / rate / 60:.0f} minutes left' if rate else line
+
+
 def train(runs: List[Run], jobs: int, threads: int, lock: int, tell: Callable[[str], None]) -> None:
-    """Trains so many at a time, and tells what came of each; what begins with one that failed is left out."""
+    """Trains so many at a time, and tells what came of each; what begins with one that failed is left out.
+
+    Meanwhile a line says how far they are: each second in a terminal, in the same place, and each minute elsewhere.
+    """
     working: Dict[Run, subprocess.Popen] = {}
+    all_runs, start, is_terminal = list(runs), time.monotonic(), sys.stdout.isatty()
+    first, shown, clear = sum(run.epochs_done for run in runs), start, '\r\033[K' if is_terminal else ''
     try:
         while True:
             ready = [run for run in runs if run.start is None or run.start.result is not None]
@@ -185,6 +212,10 @@ def train(runs: List[Run], jobs: int, threads: int, lock: int, tell: Callable[[s
             if not working:
                 return
             time.sleep(0.2)
+            now = time.monotonic()
+            if now - shown >= (1 if is_terminal else 60):
+                shown = now
+                print(f'{clear}{how_far(all_runs, first, now - start)}', end='' if is_terminal else '\n', flush=True)
             for run in [run for run, process in working.items() if process.poll() is not None]:
                 try:
                     if working.pop(run).returncode:
@@ -192,7 +223,7 @@ def train(runs: List[Run], jobs: int, threads: int, lock: int, tell: Callable[[s
                     sentence = run.collect(threads)
                 except Exception as error:  # whatever is wrong with it, the other trainings go on
                     sentence = f'failed ({one_line(error)}), see {run.folder / "output.txt"}'
-                tell(f'{run}: {sentence}')
+                tell(f'{clear}{run}: {sentence}')
     finally:
         for process in working.values():
             process.terminate()

@@ -1,7 +1,11 @@
 #!/usr/bin/env python
 """mmpretrain's own tools/train.py with the plugin and its safe loading imported: --help lists its options."""
 
-from attncnn_plugin.mm.tools import run_mmpretrain_tool
+import warnings
+
+warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
+
+from attncnn_plugin.mm.tools import run_mmpretrain_tool  # noqa: E402
 
 if __name__ == '__main__':
     run_mmpretrain_tool('train.py')

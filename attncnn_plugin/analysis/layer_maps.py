@@ -20,6 +20,7 @@ from ..attention.evaluation_mode import evaluating
 from ..attention.positions import GaussianHeads
 from ..attention.window import Window, per_axis, shown
 from ..pruning.criteria import relative_entropy_of_maps
+from ..pruning.prune import BLOCK
 from ..transformers.attention import TokenPlaces, visit_vit_attention, vit_layers
 from ..transformers.vision_transformer import is_vit
 
@@ -320,7 +321,7 @@ def layer_labels(names: Iterable[str]) -> Dict[str, str]:
     labels = {}
     for name in names:
         staged = re.search(r'(?:^|\.)(?:stages|layers)\.(\d+)\.blocks\.(\d+)\.', name)
-        block = re.search(r'(?:^|\.)(?:blocks|layers)\.(\d+)\.', name)  # mmpretrain calls them layers
+        block = re.search(BLOCK.format(r'\d+'), name)
         labels[name] = f'stage {staged[1]} block {staged[2]}' if staged else f'block {block[1]}' if block else name
     count = Counter(labels.values())
     return {name: label if count[label] == 1 else name for name, label in labels.items()}

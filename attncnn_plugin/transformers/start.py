@@ -23,6 +23,7 @@ from .vision_transformer import Transformer, find_transformer
 
 Kernel = Union[int, Sequence[int]]
 METHODS = ('gaussian', 'impulse', 'mimetic')
+SHIFTS = ('ordered', 'random')
 HARD = 1e3  # α of the attention that impulses are compared with
 
 
@@ -92,6 +93,7 @@ def init_as_convolution(
     alpha: float = 2.0,
     seed: int = 0,
     overwrite: bool = False,
+    shifts: str = 'ordered',
 ) -> ConvolutionalStart:
     """Sets the attention of a vision transformer, in place, so that each head looks at one shift of a kernel.
 
@@ -103,14 +105,18 @@ def init_as_convolution(
         model (nn.Module): A vision transformer of another library, or a model with one, just built: with embeddings
             of absolute positions (ViT, DeiT), tables of relative position biases (BEiT, Swin) or rotary embeddings
             (timm's EVA02, DINOv3 and their relatives).
-        kernel_size (int | tuple[int, int]): Of the kernel, in patches. Defaults to 3.
-        method (str): ``'gaussian'``, a head is P[q, k] = softmax_k(−α‖k − q − Δ‖²) (C20, eq. 9), at a random position
-            of the kernel; ``'impulse'``, Zheng et al. 2025, for embeddings of absolute positions, whose heads have the
-            positions of the kernel in turn, the centre first, in every layer; ``'mimetic'``, Trockman and Kolter 2023,
-            without shifts. Defaults to ``'gaussian'``.
+        kernel_size (int | tuple[int, int]): Of the kernel, in patches. With 1, all heads look at the centre. Defaults
+            to 3.
+        method (str): ``'gaussian'``, a head is P[q, k] = softmax_k(−α‖k − q − Δ‖²) (C20, eq. 9); ``'impulse'``, Zheng
+            et al. 2025, for embeddings of absolute positions; ``'mimetic'``, Trockman and Kolter 2023, without shifts.
+            Defaults to ``'gaussian'``.
         alpha (float): α of Gaussian heads, in 1/patches². Defaults to 2: a head has 0.62 of its attention at Δ.
         seed (int): Of all that is random. Defaults to 0.
         overwrite (bool): Whether the attention of a trained model may be overwritten. Defaults to False.
+        shifts (str): Which position of the kernel a head gets. ``'ordered'``: the first head of each layer gets the
+            centre, the next ones up, right, left and down, then the corners row by row, as in the released code of
+            Zheng et al. 2025. Larger kernels go on by the distance from the centre. Further heads begin again with the
+            centre. ``'random'``: each head gets any position, by the seed. Defaults to ``'ordered'``.
 
     Returns:
         ConvolutionalStart: The shift of each head, and how near its attention is to the wanted one on random images.
@@ -123,13 +129,15 @@ def init_as_convolution(
         >>> import timm
         >>> model = timm.create_model('vit_tiny_patch16_224', img_size=64, depth=2)
         >>> report = init_as_convolution(model, kernel_size=3, seed=0)
-        >>> len(report.layers), len(report.layers[0].heads)
-        (2, 3)
+        >>> [head.shift for head in report.layers[1].heads]
+        [(0.0, 0.0), (-1.0, 0.0), (0.0, 1.0)]
         >>> max(head.total_variation for layer in report.layers for head in layer.heads) < 0.1
         True
     """
     if method not in METHODS:
         raise ValueError(f'method={shown(method)} must be one of {METHODS}')
+    if shifts not in SHIFTS:
+        raise ValueError(f'shifts={shown(shifts)} must be one of {SHIFTS}')
     if not 0 < alpha < float('inf'):
         raise ValueError(f'alpha={shown(alpha)} must be a number above 0')
     network = find_transformer(model)
@@ -144,7 +152,7 @@ def init_as_convolution(
             f"method='impulse' needs absolute positions, not {encoding} ones: use 'gaussian' with a large alpha"
         )
     generator = torch.Generator().manual_seed(seed)
-    _set_shifts(network, attentions, kernel_size, method == 'impulse', generator)
+    _set_shifts(network, attentions, kernel_size, shifts, generator)
     images = random_images(network, seed)
     before = {parameter: parameter.detach().clone() for parameter in model.parameters()}
     try:
@@ -205,17 +213,17 @@ def _encoding(network: Transformer, attentions: List[Attention]) -> str:
 
 
 def _set_shifts(
-    network: Transformer, attentions: List[Attention], kernel_size: Kernel, in_turn: bool, generator: torch.Generator
+    network: Transformer, attentions: List[Attention], kernel_size: Kernel, order: str, generator: torch.Generator
 ) -> None:
-    """Gives each head a position of the kernel: at random, or in turn in each layer, the centre first."""
+    """Gives each head a position of the kernel, in the order of ``init_as_convolution`` or at random."""
     sizes = per_axis('kernel_size', kernel_size, 2)
     # As those of a convolution with padding 'same'.
     kernel = torch.cartesian_prod(*(torch.arange(n, dtype=torch.float64) - (n - 1) // 2 for n in sizes))
     heads = [attention.num_heads for attention in attentions]
-    if in_turn:
+    if order == 'ordered':
         # As released for 3×3: the centre, up, right, left, down, and the corners row by row. Larger kernels go on so.
-        order = sorted(kernel.tolist(), key=lambda d: (d[0] ** 2 + d[1] ** 2, d[0], d[1] if d[0] else -d[1]))
-        shifts = torch.cat([torch.tensor(order)[torch.arange(n) % len(order)] for n in heads])
+        positions = sorted(kernel.tolist(), key=lambda d: (d[0] ** 2 + d[1] ** 2, d[0], d[1] if d[0] else -d[1]))
+        shifts = torch.cat([torch.tensor(positions)[torch.arange(n) % len(kernel)] for n in heads])
     else:
         shifts = kernel[torch.randint(len(kernel), (sum(heads),), generator=generator)]
     of_bias: Dict[int, Tensor] = {}

@@ -122,8 +122,8 @@ def test_without_init_weights():
     from attncnn_plugin.mm.initializers import ConvolutionalHeads
 
     model, other = built(VIT), built(VIT)
-    ConvolutionalHeads(alpha=1.0, seed=3)(model)
-    init_as_convolution(other, alpha=1.0, seed=3)
+    ConvolutionalHeads(alpha=1.0, seed=3, shifts='random')(model)
+    init_as_convolution(other, alpha=1.0, seed=3, shifts='random')
     assert all(torch.equal(value, other.state_dict()[key]) for key, value in model.state_dict().items())
     assert model.init_cfg == other.init_cfg
 

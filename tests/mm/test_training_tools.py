@@ -1,8 +1,7 @@
-"""Models that turn to attention or lose heads, with the framework's tools: killed, distributed, tested, converted."""
+"""Models that turn to attention or lose heads, with the framework's tools: distributed, tested, converted."""
 
 import re
 import shutil
-import signal
 import sys
 
 import mmpretrain
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.payload import Payload
-from helpers.processes import REPOSITORY, assert_equal, rates, run, train, train_on_ranks, write_configs
+from helpers.processes import REPOSITORY, assert_equal, run, train, train_on_ranks, write_configs
 from helpers.small import SMALL_ARCH, save_degenerate, small_cmhsa, small_timm
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
@@ -22,7 +21,7 @@ import attncnn_plugin.mm.safe_loading  # noqa: F401
 from attncnn_plugin import follow_state_dict
 from attncnn_plugin.convert import convs_to_attention
 
-EPOCHS, SWITCH, ITERATIONS = 4, 2, 3  # epochs, the epoch of the transition or the pruning, iterations of an epoch
+EPOCHS, SWITCH = 4, 2  # epochs, and that of the transition or the pruning
 
 TRANSITION = """dict(type='PhaseTransitionHook', epoch=2, optim_wrapper=dict(optimizer=dict(lr=0.01)), param_scheduler=[
     dict(type='LinearLR', start_factor=1e-3, begin=0, end=1, convert_to_iter_based=True),
@@ -41,7 +40,7 @@ KINDS = dict(
         base='cmhsa3_digits',
         model=dict(backbone=dict(num_layers=2, attn_bias_init=40.0)),
         hooks=f"""{TRANSITION},
-            dict(type='HeadPruningHook', epochs=[3], criteria=[dict(type='importance', keep=11)], num_batches=1), """,
+            dict(type='HeadPruningHook', epochs=[3], keep=11, num_batches=1), """,
         first=2,
         said='Transition at epoch 2:\nlayer          before      after',
     ),
@@ -62,7 +61,7 @@ KINDS = dict(
         base='sa_quadratic_digits',
         model=dict(backbone=VIT, head=dict(in_channels=16)),
         hooks="""dict(type='HeadPruningHook', epochs=[2], num_batches=2,
-            criteria=[dict(type='importance', multiply_adds=0.9), 'duplicate']), """,
+            criteria=['duplicate'], multiply_adds=0.9), """,
         said="Removed heads {'backbone.layers.",
     ),
 )
@@ -95,35 +94,6 @@ def whole_of(folder):
         return made[kind]
 
     return whole_of
-
-
-@pytest.mark.slow  # in one process: test_two_phases.py and test_head_pruning_hook.py; killed: test_faults.py
-@pytest.mark.parametrize('kill_at', [SWITCH * ITERATIONS - 2, SWITCH * ITERATIONS, EPOCHS * ITERATIONS - 1])
-@pytest.mark.parametrize('kind', KINDS)
-def test_killed_and_resumed(kind, kill_at, whole_of, folder):
-    """Before, at and after the change, when the last checkpoint is of before it."""
-    whole, killed = whole_of(kind), folder / f'{kind}_killed{kill_at}'
-    options = options_of(kind, folder)
-    log = train(folder / f'{kind}8.py', killed, *options, expected=-signal.SIGKILL, FAULT=f'SIGKILL,{kill_at},0')
-    assert (KINDS[kind]['said'] in log) == (kill_at >= SWITCH * ITERATIONS)
-    log = train(folder / f'{kind}8.py', killed, '--resume')
-    assert f'resumed epoch: {kill_at // ITERATIONS}' in log
-    assert_equal(killed, whole)
-    assert rates(killed) == rates(whole) and len(rates(whole)) == EPOCHS * ITERATIONS
-
-
-@pytest.mark.slow
-def test_killed_and_resumed_right_after_loading(whole_of, folder):
-    """The transition at epoch 0, then a stop in the epoch after it."""
-    start = f'load_from={whole_of("CNN") / f"epoch_{SWITCH}.pth"}'
-    options = ['--cfg-options', 'custom_hooks.0.epoch=0', start]
-    log = train(folder / 'CNN8.py', folder / 'zero', *options)
-    assert 'Transition at epoch 0:\n' in log
-    kwargs = dict(expected=-signal.SIGKILL, FAULT=f'SIGKILL,{ITERATIONS + 1},0')
-    train(folder / 'CNN8.py', folder / 'zero_killed', *options, **kwargs)
-    log = train(folder / 'CNN8.py', folder / 'zero_killed', '--resume', *options[:2])
-    assert 'resumed epoch: 1' in log and 'Transition at epoch' not in log
-    assert_equal(folder / 'zero_killed', folder / 'zero')
 
 
 def assert_as_one_process(two, whole):

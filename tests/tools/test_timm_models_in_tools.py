@@ -161,6 +161,22 @@ def test_mistakes(path, options, message, tool, capsys):
 
 
 @pytest.mark.parametrize(
+    'path, options',
+    [
+        ('analysis_tools/analyze_heads.py', ['--images', 'images']),
+        ('visualization/plot_attention.py', ['--figure', 'centers', '--images', 'images', '--out', 'a.png']),
+        ('visualization/attention_explorer.py', ['images/cat/0.png']),
+        ('model_converters/prune_heads.py', ['x.pth', '--heads', '{0: [1]}']),
+    ],
+)
+def test_a_name_that_timm_does_not_know(path, options, tool):
+    with pytest.raises(SystemExit) as stop:
+        tool(path, *options, '--timm', 'vit_tiny_patch61_224')
+    message = '--timm vit_tiny_patch61_224 is no model of timm: did you mean vit_tiny_patch16_224 or '
+    assert stop.value.code.startswith(message) and '\n' not in stop.value.code
+
+
+@pytest.mark.parametrize(
     'path, options, settings',
     [
         ('visualization/attention_explorer.py', [], '--model-kwargs'),

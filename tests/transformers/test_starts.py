@@ -58,7 +58,8 @@ def test_heads_are_gaussian(encoding, data, seed):
     alpha = data.draw(st.floats(0.3, 5) if exact else st.floats(0.5, 2))
     kernel_size = data.draw(st.sampled_from([1, 3, (2, 3), 5] if exact else [3]))
     model = small_vit(name, size, **settings)
-    report = init_as_convolution(model, kernel_size, alpha=alpha, seed=seed)
+    shifts = data.draw(st.sampled_from(['ordered', 'random']))
+    report = init_as_convolution(model, kernel_size, alpha=alpha, seed=seed, shifts=shifts)
     probs = attention_of(model, random_images(find_transformer(model), seed=seed))
     assert len(report.layers) == len(probs) == 3 and report.alpha == alpha
     patches = size[0] * size[1]
@@ -245,18 +246,19 @@ def test_impulse():
         assert (of_values / 0.4 + torch.eye(96)).std().item() == pytest.approx(96**-0.5, rel=0.05)
 
 
+@pytest.mark.parametrize('method', ['gaussian', 'impulse'])
 @pytest.mark.parametrize('num_heads', [3, 12])
-def test_the_released_order_of_impulses(num_heads):
+def test_the_released_order(num_heads, method):
     """Positions 4, 1, 5, 3, 7, 0, 2, 6, 8 of the kernel, the centre first, from the first one again in each layer."""
-    report = init_as_convolution(small_vit(embed_dim=48, num_heads=num_heads), method='impulse', seed=3)
+    report = init_as_convolution(small_vit(embed_dim=96, num_heads=num_heads), method=method, seed=3)
     released = [(index // 3 - 1, index % 3 - 1) for index in (4, 1, 5, 3, 7, 0, 2, 6, 8)]
     for layer in report.layers:
         assert [head.shift for head in layer.heads] == (2 * released)[:num_heads]
 
 
-def test_impulses_of_another_kernel():
+def test_the_order_in_another_kernel():
     """All positions, the nearest first; those of the released order in the middle of a larger one."""
-    report = init_as_convolution(small_vit(num_heads=16, embed_dim=64, depth=1), (2, 4), method='impulse')
+    report = init_as_convolution(small_vit(num_heads=16, embed_dim=128, depth=1), (2, 4))
     found = [head.shift for head in report.layers[0].heads]
     assert found[:8] == found[8:] and set(found) == {(row, column) for row in (0, 1) for column in (-1, 0, 1, 2)}
     assert found[:4] == [(0, 0), (0, 1), (0, -1), (1, 0)]
@@ -266,6 +268,7 @@ def test_impulses_of_another_kernel():
     'arguments, message',
     [
         (dict(method='conv'), "method='conv' must be one of"),
+        (dict(shifts='centre'), r"shifts='centre' must be one of \('ordered', 'random'\)"),
         (dict(alpha=0), 'alpha=0 must be a number above 0'),
         (dict(alpha=float('inf')), 'alpha=inf must be a number above 0'),
         (dict(kernel_size=0), 'kernel_size=0 must be a positive integer'),
@@ -279,7 +282,7 @@ def test_impossible_arguments(arguments, message):
 
 
 def test_random_shifts():
-    report = init_as_convolution(small_vit(num_heads=4, depth=20), kernel_size=(1, 3))
+    report = init_as_convolution(small_vit(num_heads=4, depth=20), kernel_size=(1, 3), shifts='random')
     found = [head.shift for layer in report.layers for head in layer.heads]
     assert set(found) == {(0.0, -1.0), (0.0, 0.0), (0.0, 1.0)} and all(found.count(shift) > 10 for shift in found)
 

@@ -5,7 +5,7 @@
   pack_weights.py                 # packs nothing, writes the table and the metafile anew from the model cards
 
 RUN is the folder of the training, with its result.json and its last checkpoint. NAME is the network in timm.
-Both go into attncnn_plugin/weights; the table of docs/weights.md and configs/pretrained/metafile.yml follow the cards.
+Both go into attncnn_plugin/weights; the table of docs/models.md and configs/pretrained/metafile.yml follow the cards.
 Logits of the ten images in the package may change by 0.1 at most, and all weights may take 6 MB.
 """
 
@@ -118,7 +118,7 @@ def main() -> None:
             print(pack(args.run, args.name, args.data, folder))
         except (OSError, RuntimeError, ValueError, UnpicklingError) as error:
             sys.exit(str(error))
-    write_table(args.root / 'docs/weights.md', folder)
+    write_table(args.root / 'docs/models.md', folder)
     write_metafile(args.root / 'configs/pretrained/metafile.yml', folder)
 
 

@@ -10,13 +10,13 @@ import argparse
 import sys
 from pathlib import Path
 
-import timm
 import torch
 from timm.utils import ParseKwargs
 
+from attncnn_plugin.loaded_model import create_timm
 from attncnn_plugin.model_options import setting
 from attncnn_plugin.transformers import init_as_convolution
-from attncnn_plugin.transformers.start import METHODS
+from attncnn_plugin.transformers.start import METHODS, SHIFTS
 
 
 def parse_args() -> argparse.Namespace:
@@ -28,6 +28,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument('--method', choices=METHODS, default='gaussian', help='how heads start (default: gaussian)')
     parser.add_argument('--kernel-size', type=int, default=3, help='of the kernel, in patches (default: 3)')
+    parser.add_argument('--shifts', choices=SHIFTS, default='ordered', help='of the heads (default: the centre first)')
     parser.add_argument('--alpha', type=float, default=2.0, help='of Gaussian heads, in 1/patches² (default: 2)')
     parser.add_argument('--seed', type=int, default=0, help='of all weights (default: 0)')
     return parser.parse_args()
@@ -39,8 +40,8 @@ def main() -> None:
         sys.exit(f'{args.out} exists: name a new file')
     torch.manual_seed(args.seed)
     try:
-        model = timm.create_model(args.name, **args.model_kwargs)
-        print(init_as_convolution(model, args.kernel_size, args.method, args.alpha, args.seed))
+        model = create_timm(args.name, 'name', **args.model_kwargs)
+        print(init_as_convolution(model, args.kernel_size, args.method, args.alpha, args.seed, shifts=args.shifts))
     except (RuntimeError, TypeError, ValueError) as error:
         sys.exit(str(error))
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any, List, Mapping, Optional
 
 from mmengine.config import Config
+from mmengine.registry import DefaultScope
+from mmpretrain.registry import MODELS
+from torch import nn
 
 from attncnn_plugin import config_path
 
@@ -24,7 +27,15 @@ def network_config(name: str, options: Mapping[str, Any]) -> Config:
     """Returns a config of configs/small with some settings changed."""
     config = copy.deepcopy(_read(name))
     config.merge_from_dict(dict(options))
+    config.custom_imports.imports = [*config.custom_imports.imports, 'reproduction.plugins']
     return config
+
+
+def build(config: Config) -> nn.Module:
+    """Builds the classifier of a config."""
+    with DefaultScope.overwrite_default_scope('mmpretrain'):
+        # A copy: mmpretrain adds settings of the model to those of the preprocessor.
+        return MODELS.build(copy.deepcopy({'data_preprocessor': config.data_preprocessor, **config.model}))
 
 
 def set_data(config: Config, data: str, data_root: Optional[Path], test_images: Optional[int] = None) -> None:
@@ -63,7 +74,7 @@ def set_images(config: Config, number: int, seed: int) -> None:
     config.train_dataloader.dataset = dict(type='BalancedSubset', dataset=dataset, num_images=number, seed=seed)
     config.randomness = dict(seed=seed)
     for start in config.model.backbone.get('init_cfg', []):
-        if start.type == 'ConvolutionalHeads':
+        if start.type in ('ConvolutionalHeads', 'ReleasedImpulse'):
             start.seed = seed
 
 

@@ -1,49 +1,75 @@
-"""The page of a table: its rows in Markdown, and its figures."""
+"""The page of a table: its rows in Markdown, and its figure."""
 
 import io
-import itertools
 from pathlib import Path
-from typing import Callable, Dict, List, Mapping, Sequence
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from attncnn_plugin.mm.reliability import AtomicBackend
-from attncnn_plugin.visualization.style import COLORS, draw_grid, mark_transition, settings
+from attncnn_plugin.visualization.style import COLORS, draw_grid, settings
 
+from .measures import CORRUPTED, IMAGES
 from .results import Run
 from .tables import Table
 
-LABELS = {'accuracy/top1': 'accuracy, %', 'cross_entropy/mean': 'validation loss'}
+# What results of some tables have beside the accuracy: the column, the form of its numbers, and what it is.
+EXTRAS: Dict[str, Tuple[str, str, str]] = {
+    'share': (
+        'attention at a shift',
+        '.3f',
+        'Attention at a shift is what heads that begin with one give it in the first block before training, the mean '
+        f'over the heads and {IMAGES} images. A row with less than half is void and not trained.',
+    ),
+    'corrupted': (
+        'top-1 of corrupted images, %',
+        '.1f',
+        'Corrupted images have Gaussian noise, shot noise, blur, less contrast, or larger pixels, each in three '
+        f'strengths (after Hendrycks and Dietterich 2019; {CORRUPTED:,} test images, the mean of all).',
+    ),
+    'moved': (
+        'attention moved',
+        '.3f',
+        'Attention moved by ½ Σ_k |P[q, k] − P′[q, k]|, P before and P′ after the training, of the mean attention to '
+        f'{IMAGES} images: 0 is not at all, 1 is all of it.',
+    ),
+}
 
 
 def write_page(folder: Path, name: str, table: Table, runs: Sequence[Run], data: str) -> None:
-    """Writes the page and the figures of a table; the same results give the same bytes."""
-    images, results = sorted(table.epochs), [run.result for run in runs if run.result is not None]
-    time = f'minutes with {images[-1]:,} images' if len(images) > 1 else 'minutes of a training'
-    columns = ['network', 'parameters', 'multiply-adds', *(f'top-1 of {n:,} images, %' for n in images), time, 'seeds']
-    lines = [f'# {table.title}', '', table.about, '', _conditions(runs, images, data), '']
+    """Writes the page and the figure of a table; the same results give the same bytes."""
+    results = [run.result for run in runs if run.result is not None]
+    extras = [key for key in EXTRAS if any(key in result for result in results)]
+    columns = [
+        'network',
+        'parameters',
+        'multiply-adds',
+        f'top-1 of {table.images:,} images, %',
+        'minutes of a training',
+    ]
+    columns += ['seeds', *(EXTRAS[key][0] for key in extras)]
+    lines = [f'# {table.title}', '', table.about, '', _conditions(table, results, data, extras), '']
     lines += [f'| {" | ".join(columns)} |', '| --- ' * len(columns) + '|']
     for label in table.rows:
-        lines.append(f'| {label} | {" | ".join(_cells([run for run in runs if run.label == label], images))} |')
+        lines.append(f'| {label} | {" | ".join(_cells([run for run in runs if run.label == label], extras))} |')
     missing = [f'- {run}' for run in runs if run.result is None]
     if missing:
         lines += ['', f'Missing, {len(missing)} of {len(runs)} trainings:', '', *missing]
-    if results:
-        AtomicBackend().put(_svg(lambda: dot_plot(accuracies(table, results))), folder / f'{name}.svg')
+    if accuracies(results):
+        picture = io.BytesIO()
+        with settings():  # the same figure is the same file
+            dot_plot(accuracies(results)).savefig(picture, format='svg', metadata=dict(Date=None))
+        AtomicBackend().put(picture.getvalue(), folder / f'{name}.svg')
         lines += ['', f'![Accuracy by network: a dot for each seed, a bar for the mean]({name}.svg)']
-    if results and table.curves:
-        AtomicBackend().put(_svg(lambda: curves(table, results)), folder / f'{name}-curves.svg')
-        lines += ['', f'![{" and ".join(LABELS[metric] for metric in table.curves)} by epoch]({name}-curves.svg)']
     AtomicBackend().put('\n'.join([*lines, '']).encode(), folder / f'{name}.md')
 
 
-def _conditions(runs: Sequence[Run], images: Sequence[int], data: str) -> str:
+def _conditions(table: Table, results: Sequence[dict], data: str, extras: Sequence[str]) -> str:
     """Returns a sentence on the images and the epochs, and some on where and how it was trained."""
-    most = {number: max(run.epochs for run in runs if run.images == number) for number in images}
-    lengths = ', '.join(f'{number:,} images up to {most[number]} epochs' for number in images)
+    most = max(table.epochs_of(label) for label in table.rows)
     recipes = set()
-    for result in [run.result for run in runs if run.result is not None]:
+    for result in results:
         machine, config = result['machine'], result['config']
         threads = f'{machine["threads"]} thread{"s" * (machine["threads"] > 1)} a training'
         validated = 'Trained in bfloat16, validated' if 'BFloat16' in str(config['optim_wrapper']) else 'Validated'
@@ -51,20 +77,28 @@ def _conditions(runs: Sequence[Run], images: Sequence[int], data: str) -> str:
         where = f'{machine["gpu"] or machine["processor"]}, {threads}, PyTorch {result["versions"]["torch"]}'
         recipes.add(f'{where}. {validated} with {f"{number:,}" if number else "all"} test images.')
     seeds = 'Means over the seeds, and ranges in brackets. Minutes are without the validations.'
-    return ' '.join([f'Trained on {data}: {lengths}. {seeds}', *sorted(recipes)])
+    images = f'Trained on {data}: {table.images:,} images up to {most} epochs. {seeds}'
+    return ' '.join([images, *(EXTRAS[key][2] for key in extras), *sorted(recipes)])
 
 
-def _cells(runs: Sequence[Run], images: Sequence[int]) -> List[str]:
-    """Returns the numbers of one row; the time is that of the largest size of the table."""
+def _cells(runs: Sequence[Run], extras: Sequence[str]) -> List[str]:
+    """Returns the numbers of one row."""
     results = [run.result for run in runs if run.result is not None]
     cells = [_mean_and_range([result[key] for result in results], ',.0f') for key in ('parameters', 'multiply_adds')]
-    for number in images:
-        seeds = len([run for run in runs if run.images == number])
-        values = [result['top1'] for result in results if result['images'] == number]
-        part = f', {len(values)} of {seeds} seeds' if 0 < len(values) < seeds else ''
-        cells.append(_mean_and_range(values, '.1f') + part if seeds else '')
-    minutes = [result['seconds'] / 60 for result in results if result['images'] == images[-1]]
-    return [*cells, _mean_and_range(minutes, '.1f') if seeds else '', str(len({run.seed for run in runs}))]
+    part = f', {len(results)} of {len(runs)} seeds' if 0 < len(results) < len(runs) else ''
+    trained = [result for result in results if result['top1'] is not None]
+    void = len(trained) < len(results)
+    cells.append('void' if void else _mean_and_range([result['top1'] for result in trained], '.1f') + part)
+    cells.append('' if void else _mean_and_range([result['seconds'] / 60 for result in trained], '.1f'))
+    cells.append(str(len(runs)))
+    for key in extras:
+        values = [np.mean(_numbers(result[key])) for result in results if key in result]
+        cells.append(_mean_and_range(values, EXTRAS[key][1]) if values else '')
+    return cells
+
+
+def _numbers(value: Any) -> List[float]:
+    return list(value.values()) if isinstance(value, dict) else [value]
 
 
 def _mean_and_range(values: Sequence[float], form: str) -> str:
@@ -74,20 +108,11 @@ def _mean_and_range(values: Sequence[float], form: str) -> str:
     return mean if len(set(values)) == 1 else f'{mean} ({low} to {high})'
 
 
-def _svg(draw: Callable[[], Figure]) -> bytes:
-    """Returns a figure in the style of the package; the same figure is the same file."""
-    picture = io.BytesIO()
-    with settings():
-        draw().savefig(picture, format='svg', metadata=dict(Date=None))
-    return picture.getvalue()
-
-
-def accuracies(table: Table, results: Sequence[dict]) -> Dict[str, Dict[str, List[float]]]:
+def accuracies(results: Sequence[dict]) -> Dict[str, Dict[str, List[float]]]:
     """Returns the accuracies of the seeds, by number of images and by row, for :func:`dot_plot`."""
     found: Dict[str, Dict[str, List[float]]] = {}
-    for number, label in itertools.product(sorted({result['images'] for result in results}), table.rows):
-        of_row = [own['top1'] for own in results if (own['label'], own['images']) == (label, number)]
-        found.setdefault(f'{number:,} images', {})[label] = of_row
+    for result in [result for result in results if result['top1'] is not None]:
+        found.setdefault(f'{result["images"]:,} images', {}).setdefault(result['label'], []).append(result['top1'])
     return found
 
 
@@ -108,31 +133,4 @@ def dot_plot(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
         axes.locator_params(axis='x', nbins=5)
         axes.tick_params(axis='y', length=0)
         draw_grid(axes)
-    return figure
-
-
-def curves(table: Table, results: Sequence[dict]) -> Figure:
-    """Draws what the table shows by epoch, of the most images: a panel a metric, means and ranges over the seeds."""
-    most = max(table.epochs)
-    figure = Figure(figsize=(5.6 * len(table.curves), 3.6), layout='constrained')
-    for axes, (metric, labels) in zip(figure.subplots(1, len(table.curves), squeeze=False).flat, table.curves.items()):
-        for color, label in zip(COLORS, labels):
-            group = [own for own in results if (own['label'], own['images']) == (label, most)]
-            if not group:
-                continue
-            of_seeds = [dict(map(tuple, result['curves'][metric])) for result in group]
-            steps = sorted(set.intersection(*map(set, of_seeds)))  # that all seeds have
-            values = np.array([[curve[step] for step in steps] for curve in of_seeds])
-            row = table.rows[label]
-            begins = table.epochs_of(row.start, most) if row.start else row.begins * table.epochs[most]
-            axes.plot(np.array(steps) + begins, values.mean(0), color=color, label=label, linewidth=1.3)
-            axes.fill_between(
-                np.array(steps) + begins, values.min(0), values.max(0), color=color, alpha=0.2, linewidth=0
-            )
-            hooks = group[0]['config'].get('custom_hooks') or ()
-            mark_transition(axes, [hook['epoch'] for hook in hooks if hook.get('type') == 'PhaseTransitionHook'])
-        axes.set(title=f'{most:,} images', xlabel='epoch', ylabel=LABELS[metric])
-        axes.locator_params(axis='x', integer=True)
-        draw_grid(axes)
-    figure.legend(*axes.get_legend_handles_labels(), loc='outside lower center', ncols=2)
     return figure

@@ -1,6 +1,5 @@
 """Trainings in folders of their own, and what came of them."""
 
-import copy
 import json
 import os
 import platform
@@ -14,9 +13,7 @@ from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
 import torch
 from mmengine.config import Config
-from mmengine.registry import DefaultScope
 from mmengine.runner import CheckpointLoader, load_checkpoint
-from mmpretrain.registry import MODELS
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,6 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import attncnn_plugin.mm.safe_loading
 from attncnn_plugin.analysis import read_scalars
 from attncnn_plugin.mm.reliability import AtomicBackend
+
+from .configs import build
+from .measures import attention_moved, corrupted_accuracies, share_at_shift
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +37,7 @@ class Run:
     seed: int
     start: Optional['Run']
     make_config: Callable[['Run'], Config]
+    corrupted: bool  # whether corrupted images are classified in the end
 
     def __str__(self) -> str:
         return f'{self.label}, {self.images:,} images, epochs: {self.epochs}, seed {self.seed}'
@@ -60,6 +61,11 @@ class Run:
         """Returns what came of it; None before its end."""
         path = self.folder / 'result.json'
         return read_json(path) if path.exists() else None
+
+    @cached_property
+    def share(self) -> Optional[float]:
+        """Returns how much of a shift is in heads that begin with one; None for others."""
+        return self.result.get('share') if self.result else share_at_shift(self.config)
 
     def check_folder(self) -> None:
         """Raises an error if the folder has a training with other settings; one without checkpoints has none."""
@@ -94,15 +100,30 @@ class Run:
         if last != self.epochs:
             raise ValueError(f'its last accuracy is of epoch {last:g}')
         checkpoint = self.folder / f'epoch_{self.epochs}.pth'
-        parameters, multiply_adds = cost(trained_model(self.config, checkpoint))
         # The time of all iterations, those before a stop too, with the loading of the images.
         times = CheckpointLoader.load_checkpoint(str(checkpoint))['message_hub']['log_scalars']['train/time']
+        model, extras = trained_model(self.config, checkpoint), {}
+        if self.corrupted:
+            extras['corrupted'] = corrupted_accuracies(self.config, model)
+            if hasattr(model.backbone, 'to_attention'):
+                before = build(self.config)
+                load_checkpoint(before, self.config.load_from, strict=True, logger='silent')
+                before.backbone.to_attention()
+                extras['moved'] = attention_moved(self.config, before, model)
+        self.write(model, threads, top1, float(times.data[0].sum()), curves, extras)
+        return f'{top1:.2f} %'
+
+    def write(
+        self, model: nn.Module, threads: int, top1: Optional[float], seconds: float, curves: dict, extras: dict
+    ) -> None:
+        """Writes a result; one that is void has no accuracy."""
+        parameters, multiply_adds = cost(model)
         result = dict(label=self.label, images=self.images, epochs=self.epochs, seed=self.seed)
-        result.update(start=self.start and self.start.folder.name, top1=top1, seconds=float(times.data[0].sum()))
+        result.update(start=self.start and self.start.folder.name, top1=top1, seconds=seconds)
         result.update(parameters=parameters, multiply_adds=multiply_adds, curves=curves, versions=versions())
         result.update(machine=dict(machine(), threads=threads), config=self.config.to_dict())
+        result.update(extras if self.share is None else dict(extras, share=self.share))
         write_json(self.folder / 'result.json', result)
-        return f'{top1:.2f} %'
 
 
 def _settings(config: Any, name: str = '') -> Iterator[Tuple[str, str]]:
@@ -125,13 +146,6 @@ def read_json(path: Path) -> Any:
 def write_json(path: Path, data: Any) -> None:
     """Writes data to a file, as a whole or not at all."""
     AtomicBackend().put(json.dumps(data, indent=1, default=str).encode(), path)
-
-
-def build(config: Config) -> nn.Module:
-    """Builds the classifier of a config."""
-    with DefaultScope.overwrite_default_scope('mmpretrain'):
-        # A copy: mmpretrain adds settings of the model to those of the preprocessor.
-        return MODELS.build(copy.deepcopy({'data_preprocessor': config.data_preprocessor, **config.model}))
 
 
 def trained_model(config: Config, checkpoint: Path) -> nn.Module:

@@ -1,0 +1,57 @@
+"""What the trainings of the tables import: starts and a hook that the package does not have.
+
+On a CPU their attention is computed by plain products: PyTorch's fused attention is slower there in short sequences.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from mmengine.registry import HOOKS, WEIGHT_INITIALIZERS
+from torch import nn
+
+from attncnn_plugin.mm.head_pruning import HeadPruningHook
+from attncnn_plugin.mm.initializers import ConvolutionalHeads, SineCosineEmbedding
+from attncnn_plugin.pruning import least_important, prunable_heads
+from attncnn_plugin.training.head_pruning import JudgedHeads
+from attncnn_plugin.transformers.impulse_and_mimetic import EMBEDDING_DEVIATION
+
+if not torch.cuda.is_available():
+    torch.backends.cuda.enable_flash_sdp(False)  # of the CPU too, in spite of its name
+
+
+@WEIGHT_INITIALIZERS.register_module()
+class RandomEmbedding(SineCosineEmbedding):
+    """A random position embedding, as large as that of impulses: their control."""
+
+    def start(self, module: nn.Module) -> None:
+        nn.init.normal_(module.pos_embed, std=EMBEDDING_DEVIATION)
+
+
+@WEIGHT_INITIALIZERS.register_module()
+class ReleasedImpulse(ConvolutionalHeads):
+    """Impulses as in the released code of Zheng et al. 2025: all biases, and the MLPs, are as PyTorch draws them."""
+
+    def start(self, module: nn.Module) -> None:
+        super().start(module)
+        for name, layer in module.named_modules():
+            if isinstance(layer, nn.Linear):
+                weight = layer.weight.detach().clone()
+                layer.reset_parameters()
+                if '.attn.' in name:
+                    layer.weight.data.copy_(weight)
+
+
+@HOOKS.register_module()
+class RandomPruningHook(HeadPruningHook):
+    """Removes heads that are drawn, the control of importance; one of each layer stays, as there."""
+
+    def __init__(self, keep: int, **options: Any) -> None:
+        super().__init__(criteria=[dict(type='importance', keep=keep)], **options)
+        judge = self.pruner.judge
+
+        def drawn(model: nn.Module, *args: Any) -> JudgedHeads:
+            numbers = {name: torch.rand(layer.num_heads) for name, layer in prunable_heads(model).items()}
+            return replace(judge(model, *args), heads=least_important(numbers, keep=keep))
+
+        self.pruner.judge = drawn
