@@ -169,12 +169,10 @@ def vit_init() -> Figure:
 
 def worth(table: str, *without: str) -> Figure:
     """Accuracies of a table, without some rows, of those numbers of images that most of the others have."""
-    panels, runs = {}, json.loads((DOCS / f'tables/{table}.json').read_text())
-    for title, rows in accuracies(runs).items():
-        kept = {label: seeds for label, seeds in rows.items() if not any(word in label for word in without)}
-        if sum(map(bool, kept.values())) > len(kept) / 2:
-            panels[title] = kept
-    return dot_plot(panels)
+    runs = json.loads((DOCS / f'tables/{table}.json').read_text())
+    panels = accuracies([run for run in runs if not any(word in run['label'] for word in without)])
+    most = max(map(len, panels.values()))
+    return dot_plot({title: rows for title, rows in panels.items() if len(rows) > most / 2})
 
 
 def content() -> Figure:

@@ -75,7 +75,7 @@ def parse_args() -> argparse.Namespace:
         help='query in tokens, from 0 (default: the middle of the grid)',
     )
     parser.add_argument(
-        '--zoom', type=int, default=7, help='rows and columns around the query, for probabilities (default: 7)'
+        '--zoom', type=int, default=7, help='rows and columns around the query, for probabilities; 0: all (default: 7)'
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument('--image', help='one image in place of the mean: a file, or a number in the test set')
@@ -145,7 +145,7 @@ def draw_model(args: argparse.Namespace):
     if args.figure == 'centers':
         return plot_attention_centers(maps, query=args.query, numbers=loaded.head_numbers)
     if args.figure == 'probabilities':
-        return plot_attention_probs(maps, args.query, args.zoom, numbers=loaded.head_numbers)
+        return plot_attention_probs(maps, args.query, args.zoom or None, numbers=loaded.head_numbers)
     maps = {name: own for name, own in maps.items() if own.num_images}
     picture = None if args.image is None else loaded.picture(images[0])
     return plot_attention_probs(maps, args.query, zoom=None, image=picture, numbers=loaded.head_numbers)
