@@ -276,8 +276,8 @@ class PatchAttention(PrunableHeads):
             'position.table': (0, 1),
         }
 
-    def _keep(self, heads: Sequence[int]) -> None:
-        super()._keep(heads)
+    def _note_kept(self, heads: Sequence[int]) -> None:
+        super()._note_kept(heads)
         self.head_dims = tuple(self.head_dims[head] for head in heads)
 
     def get_extra_state(self) -> Tensor:
