@@ -11,7 +11,7 @@ from .heads import HeadParameters, PrunableHeads
 from .precision import Device, Dtype, at_least_float32
 from .shifts import axis_shifts, resize_shift_table
 from .softmax import softmax
-from .state_dicts import StateDict, StructureError, read, too_many_heads, written
+from .state_dicts import StateDict, StructureError, read_extra_state, too_many_heads, write_extra_state
 
 # Stands for −∞, of which logsumexp has no gradient where all are: e^−10000 is 0 beside the scores of trained models.
 MASK_VALUE = -1e4
@@ -282,14 +282,14 @@ class PatchAttention(PrunableHeads):
 
     def get_extra_state(self) -> Tensor:
         """Returns the widths and whether there is a null key as JSON, in bytes."""
-        return written(dict(qk_dim=self.qk_dim, head_dims=self.head_dims, null_key=self.position.null_key))
+        return write_extra_state(dict(qk_dim=self.qk_dim, head_dims=self.head_dims, null_key=self.position.null_key))
 
     def set_extra_state(self, state: Tensor) -> None:
         """Does nothing: :meth:`follow` has read it."""
 
     def follow(self, state_dict: StateDict, prefix: str) -> bool:
         """Takes the structure of a state dict that has all entries."""
-        state = read(state_dict, prefix)
+        state = read_extra_state(state_dict, prefix)
         if state is None or not all(prefix + name in state_dict for name in self.head_parameters()):
             return False
         try:
