@@ -167,7 +167,7 @@ default_cfgs = generate_default_cfgs(
 
 
 def _create(variant: str, pretrained: bool, attn_layer: Callable[..., nn.Module], **kwargs) -> SelfAttentionNetwork:
-    return build(SelfAttentionNetwork, variant, pretrained, **{'attn_layer': attn_layer, **kwargs})
+    return build(SelfAttentionNetwork, variant, pretrained, attn_layer=attn_layer, **kwargs)
 
 
 def _create_with_tables(
