@@ -70,9 +70,9 @@ class ContentImageAttention(ImageAttention):
         self.settings['content'] = 'gated' if gated else 'additive'
         self.settings['window_size'] = None if window_size is None else list(window_size)
         self.settings['qk_dim'] = qk_dim
-        device, dtype = self.value.weight.device, self.value.weight.dtype
-        self.query = nn.Linear(self.in_channels, self.num_heads * qk_dim, bias=False, device=device, dtype=dtype)
-        self.key = nn.Linear(self.in_channels, self.num_heads * qk_dim, bias=False, device=device, dtype=dtype)
+        dd: Any = dict(device=self.value.weight.device, dtype=self.value.weight.dtype)
+        self.query = nn.Linear(self.in_channels, self.num_heads * qk_dim, bias=False, **dd)
+        self.key = nn.Linear(self.in_channels, self.num_heads * qk_dim, bias=False, **dd)
         nn.init.zeros_(self.query.weight)
         self._init_positions(position, window_size or ())
         gate = next(self.encoding.parameters()).new_full((self.num_heads,), SHARED_GATE)
