@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention.images import ImageAttention, kind_of
-from .attention.state_dicts import Restructurable, StructureError, check_loading, copy_without_values, read
+from .attention.state_dicts import Restructurable, StructureError, check_loading, copy_without_values, read_extra_state
 from .attention.window import CONVOLUTIONS
 from .change import Change, LayerChange, Successor, number_of_parameters, within
 from .convert.models import in_words, successors
@@ -111,7 +111,7 @@ def attention_in(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) 
     """
     if not isinstance(module, (ImageAttention, *CONVOLUTIONS)) or f'{prefix}value.weight' not in state_dict:
         return None
-    settings = read(state_dict, prefix)
+    settings = read_extra_state(state_dict, prefix)
     if settings is None:
         return None
     conv, like = module, module

@@ -15,7 +15,8 @@ class AttentionLayer(nn.Module):
     """Attention of queries to keys, both of them the pixels or patches of an image.
 
     Scores are defined up to a constant for each query. A *null key* is one more key, after those of the grid, that
-    stands for what lies outside of the grid; probabilities leave it out, so their rows add up to less than 1.
+    stands for what lies outside of the grid; the methods that return probabilities leave it out, so that those of a
+    query add up to less than 1.
 
     Attributes:
         num_heads (int): Number of heads N_h.
@@ -23,8 +24,8 @@ class AttentionLayer(nn.Module):
             convolution; None for attention over a grid, whose queries are its tokens.
         depends_on_content (bool): Whether the probabilities depend on the input.
         has_position_scores (bool): Whether a term of the scores depends only on position.
-        padding_mode (str): How a convolution pads the image to see what a head sees at a shift that leaves the grid: a
-            hard Gaussian head sees the nearest pixel inside, ``'replicate'``, a null key means ``'zeros'``.
+        padding_mode (str): What a head sees at a shift that leaves the grid, as the padding of a convolution that does
+            the same: a hard Gaussian head the nearest pixel inside, ``'replicate'``, a null key ``'zeros'``.
     """
 
     num_heads: int
@@ -42,15 +43,14 @@ class AttentionLayer(nn.Module):
         return None if of_encoding is None else of_encoding()
 
     def position_probs(self, size: Sequence[int]) -> Optional[Tensor]:
-        """Returns the probabilities by the terms of the scores that depend only on position, without dropout.
+        """Returns the softmax of the terms of the scores that depend only on position; None without such a term.
 
-        They are ``(N_h, Q, K)`` for a grid or an image of ``size``, row-major, at least float32; None without such a
-        term.
+        The probabilities are ``(N_h, Q, K)`` for a grid or an image of ``size``, row-major, at least float32.
         """
         raise NotImplementedError
 
     def attention_probs(self, size: Sequence[int]) -> Tensor:
-        """Returns :meth:`position_probs` as the probabilities of the layer.
+        """Returns the probabilities of a layer without other scores than those of :meth:`position_probs`.
 
         Raises:
             ValueError: The probabilities depend on the input.

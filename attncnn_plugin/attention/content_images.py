@@ -17,7 +17,7 @@ from .shifts import over_axes
 from .softmax import softmax
 
 POSITIONS = ('gaussian', 'table')
-SHARED_GATE = 4.0  # λ of new heads: σ(λ) is 0.98
+SHARED_GATE = 4.0  # λ of heads that content and position share: σ(λ) is 0.98
 # On CPUs so many scores at once stay in the cache: all images at once take 1.1 to 2.4 times as long, at 14×14 pixels.
 SCORES_AT_ONCE = 2**19
 
@@ -70,9 +70,9 @@ class ContentImageAttention(ImageAttention):
         self.settings['content'] = 'gated' if gated else 'additive'
         self.settings['window_size'] = None if window_size is None else list(window_size)
         self.settings['qk_dim'] = qk_dim
-        device, dtype = self.value.weight.device, self.value.weight.dtype
-        self.query = nn.Linear(self.in_channels, self.num_heads * qk_dim, bias=False, device=device, dtype=dtype)
-        self.key = nn.Linear(self.in_channels, self.num_heads * qk_dim, bias=False, device=device, dtype=dtype)
+        dd: Any = dict(device=self.value.weight.device, dtype=self.value.weight.dtype)
+        self.query = nn.Linear(self.in_channels, self.num_heads * qk_dim, bias=False, **dd)
+        self.key = nn.Linear(self.in_channels, self.num_heads * qk_dim, bias=False, **dd)
         nn.init.zeros_(self.query.weight)
         self._init_positions(position, window_size or ())
         gate = next(self.encoding.parameters()).new_full((self.num_heads,), SHARED_GATE)
@@ -99,8 +99,8 @@ class ContentImageAttention(ImageAttention):
         padded, size = self.window.pad(x), x.shape[2:]
         queries, tokens = _tokens(self._query_pixels(padded, self._sizes(x))), _tokens(padded)
         bias = self._position_bias(size)
-        query, key = self._heads(self.query(queries)), self._heads(self.key(tokens))
-        return self._joined(self._attend_in_parts(query, key, tokens, bias), self._sizes(x))
+        query, key = self._split_heads(self.query(queries)), self._split_heads(self.key(tokens))
+        return self._output_images(self._attend_in_parts(query, key, tokens, bias), self._sizes(x))
 
     def tiles(self, size: Sequence[int]) -> Optional[List[AxisTiles]]:
         """Returns the tiles along each axis of an image of ``size``; None where the whole is computed at once."""
@@ -108,8 +108,8 @@ class ContentImageAttention(ImageAttention):
             return None
         queries = [self.window.num_queries(axis, pixels) for axis, pixels in enumerate(size)]
         padded = [sum(self.window.padding_of(axis, pixels), pixels) for axis, pixels in enumerate(size)]
-        settings = zip(padded, queries, self.window.stride, self.window.anchor, self.window_size)
-        axes = [AxisTiles(*of_axis) for of_axis in settings]
+        numbers = zip(padded, queries, self.window.stride, self.window.anchor, self.window_size)
+        axes = [AxisTiles(*of_axis) for of_axis in numbers]
         # Where neighbourhoods are about as large as the image, their tiles have more keys than it has pixels.
         if math.prod([tiles.scores for tiles in axes]) >= math.prod([tiles.queries * tiles.pixels for tiles in axes]):
             return None
@@ -126,8 +126,8 @@ class ContentImageAttention(ImageAttention):
         seen = seen | ~seen.any(-1, keepdim=True)  # queries that fill up the last tile see all: no 0/0
         bias = self._position_scores([tiles.shifts(x.device) for tiles in axes])  # (N_h, t, keys)
         bias = bias.masked_fill(~seen[:, None], -math.inf)  # (tiles, N_h, t, keys)
-        heads = self._attend_in_parts(self._heads(self.query(queries)), self._heads(keys), tokens, bias)
-        return join_tiles(self._values(heads), axes)
+        heads = self._attend_in_parts(self._split_heads(self.query(queries)), self._split_heads(keys), tokens, bias)
+        return join_tiles(self._output_pixels(heads), axes)
 
     def _attend_in_parts(self, query: Tensor, key: Tensor, tokens: Tensor, bias: Tensor) -> Tensor:
         """Computes the heads of some images at a time on CPUs, whose caches do not hold the scores of all."""
@@ -158,12 +158,12 @@ class ContentImageAttention(ImageAttention):
         """Returns the probabilities by only content, of the keys that a query sees: those without a bias of −∞."""
         return softmax(at_least_float32(products).masked_fill(bias == -math.inf, -math.inf))
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         """Splits ``(…, N, N_h·D_k)`` into ``(…, N_h, N, D_k)``."""
         return x.unflatten(-1, (self.num_heads, self.qk_dim)).transpose(-3, -2)
 
     def _query_pixels(self, padded: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Returns the pixels of the padded image that queries are at, ``(B, C, *sizes)``."""
+        """Returns the pixels of the padded image where the queries are, ``(B, C, *sizes)``."""
         for axis, (first, stride, queries) in enumerate(zip(self.window.anchor, self.window.stride, sizes), start=2):
             padded = padded.narrow(axis, first, (queries - 1) * stride + 1)
             padded = padded[(slice(None),) * axis + (slice(None, None, stride),)]
@@ -184,7 +184,7 @@ class ContentImageAttention(ImageAttention):
         bias = self._position_scores(shifts)
         if self.window_size is None:
             return bias
-        near = [(shift.abs() <= size // 2)[None] for shift, size in zip(shifts, self.window_size)]
+        near = [(shift.abs() <= n // 2)[None] for shift, n in zip(shifts, self.window_size)]
         return bias.masked_fill(~_all_axes(near), -math.inf)
 
     def position_probs(self, size: Sequence[int]) -> Tensor:
@@ -193,15 +193,15 @@ class ContentImageAttention(ImageAttention):
     def attention_scores(self, x: Tensor) -> Tensor:
         """Returns the logarithms of the probabilities for images ``(B, C, *size)``, ``(B, N_h, Q, K + 1)``.
 
-        Pixels that the padding repeats are one key, and its zeros are the null key, the last.
+        A pixel and its copies in the padding are one key; zeros of the padding are the null key, the last.
         """
-        size = x.shape[2:]
-        return self._on_pixels(self._probs(self._products(x), self._position_bias(size)), size).log()
+        probs = self._probs(self._products(x), self._position_bias(x.shape[2:]))
+        return self._on_pixels(probs, x.shape[2:]).log()
 
     def content_scores(self, x: Tensor) -> Tensor:
-        """Returns the same as :meth:`attention_scores` of softmax(q·k/√D_k) over the keys that a query sees."""
-        size = x.shape[2:]
-        return self._on_pixels(self._content_probs(self._products(x), self._position_bias(size)), size).log()
+        """Returns log softmax(q·k/√D_k) over the keys that a query sees, for the keys of :meth:`attention_scores`."""
+        probs = self._content_probs(self._products(x), self._position_bias(x.shape[2:]))
+        return self._on_pixels(probs, x.shape[2:]).log()
 
     def position_scores(self, x: Tensor) -> Tensor:
         scores = self._on_pixels(softmax(self._position_bias(x.shape[2:])), x.shape[2:]).log()

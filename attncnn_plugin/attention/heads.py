@@ -11,7 +11,7 @@ from ..change import Successor
 from .attention_layer import AttentionLayer
 from .state_dicts import Restructurable, StateDict, StructureError, too_many_heads
 
-# Of each parameter by name: the dimension of heads, and the entries of a head, a number for all or one for each.
+# By name of a parameter: its dimension of heads, and how many entries a head has there, one number for all or for each.
 HeadParameters = Dict[str, Tuple[int, Any]]
 
 
@@ -77,11 +77,11 @@ class PrunableHeads(Restructurable, AttentionLayer):
         self.check_heads(heads, allow_empty)
         kept = [head for head in range(self.num_heads) if head not in heads]
         replaced = keep_entries(self, self.head_entries(kept))
-        self._keep(kept)
+        self._note_kept(kept)
         return replaced
 
-    def _keep(self, heads: Sequence[int]) -> None:
-        """Notes that the layer has these of its heads from now on."""
+    def _note_kept(self, heads: Sequence[int]) -> None:
+        """Notes that the layer has only these of its heads from now on."""
         self.num_heads = len(heads)
 
     def follow(self, state_dict: StateDict, prefix: str) -> bool:
@@ -116,11 +116,8 @@ class PrunableHeads(Restructurable, AttentionLayer):
             loaded, own = state_dict.get(prefix + name), self.get_parameter(name)
             if loaded is None:
                 continue
-            shapes = [list(tensor.shape) for tensor in (loaded, own)]
-            if loaded.ndim == own.ndim:
-                heads, rest = divmod(shapes[0].pop(dim), entries)
-                shapes[1].pop(dim)
-            if loaded.ndim != own.ndim or shapes[0] != shapes[1] or rest:
+            heads, rest = divmod(loaded.shape[dim], entries) if loaded.ndim == own.ndim else (0, 1)
+            if rest or loaded.movedim(dim, 0).shape[1:] != own.movedim(dim, 0).shape[1:]:
                 raise StructureError(
                     f'{prefix}{name} of the state dict has shape {tuple(loaded.shape)}, that of the model '
                     f'{tuple(own.shape)}: no number of heads explains it, so the model has another width or another '
@@ -156,17 +153,17 @@ def keep_entries(module: nn.Module, entries: Dict[str, Tuple[int, Tensor]]) -> D
         new = nn.Parameter(old.index_select(dim, index), requires_grad=old.requires_grad)
         if old.grad is not None:
             new.grad = old.grad.index_select(dim, index)
-        replaced[old] = Successor({name: new}, new, functools.partial(_kept, dim, index))
+        replaced[old] = Successor({name: new}, new, functools.partial(_select, dim, index))
         _set_parameter(module, name, new)
     return replaced
 
 
-def _kept(dim: int, index: Tensor, x: Tensor) -> Tensor:
+def _select(dim: int, index: Tensor, x: Tensor) -> Tensor:
     return x.index_select(dim, index.to(x.device))
 
 
 def resize_parameter(module: nn.Module, name: str, dim: int, entries: int) -> None:
-    """Gives a parameter another number of entries, all 0; it stays the same object, as an optimizer has it."""
+    """Gives a parameter another number of entries, all 0; it stays the same object, which an optimizer may hold."""
     parameter = module.get_parameter(name)
     shape = list(parameter.shape)
     shape[dim] = entries

@@ -1,4 +1,4 @@
-"""Position-only attention with a convolution's inputs and outputs (Cordonnier et al. 2020 (C20), Theorem 1)."""
+"""Attention with a convolution's inputs and outputs, by position (Cordonnier et al. 2020 (C20), Theorem 1)."""
 
 import math
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
@@ -13,8 +13,8 @@ from .positions import QuadraticEncoding, WindowEncoding
 from .precision import Device, Dtype, at_least_float32
 from .shifts import over_axes
 from .softmax import softmax, without_subnormals
-from .state_dicts import EXTRA_STATE, StateDict, StructureError, read, written
-from .strides import regular, with_regular_gradient
+from .state_dicts import EXTRA_STATE, StateDict, StructureError, read_extra_state, write_extra_state
+from .strides import with_regular_gradient, with_regular_strides
 from .window import Window
 
 # Up to so many pairs of a query and a key one product of matrices is faster than one along each axis: for 7×7 pixels
@@ -25,9 +25,9 @@ DENSE_PAIRS = 128**2
 class ImageAttention(PrunableHeads):
     """Attention with the inputs and outputs of a convolution: the base of that by positions and of that by content.
 
-    The heads see the padded image; only the queries that the stride keeps are computed; the values of a head are the
-    pixels themselves, and one linear layer maps the heads (C20, eq. 1 and 4). The extra state in its state dict says
-    what kind of attention it is. The layer loads state dicts of its convolution, too.
+    Keys are the pixels of the padded image, queries those that the stride keeps. A head sums up pixels by its
+    probabilities, and one linear layer, W^V W^O of all heads, maps the sums to the output (C20, eq. 1 and 4). The extra
+    state in its state dict says what kind of attention it is. The layer also loads state dicts of its convolution.
 
     Args:
         in_channels (int): Channels C of the image.
@@ -38,7 +38,7 @@ class ImageAttention(PrunableHeads):
         groups (int): Groups of channels: an output reads only the channels of its group. Defaults to 1.
 
     Attributes:
-        value (nn.Linear | GroupedLinear): The channels of all heads to ``out_channels``, by groups.
+        value (nn.Linear | GroupedLinear): W^V W^O, from the channels of all heads to ``out_channels``, by groups.
         encoding (QuadraticEncoding | WindowEncoding): The scores by position, at least float32.
         settings (dict[str, Any]): Arguments of :func:`~attncnn_plugin.convert.conv_to_mhsa` for such a layer.
         from_conv (callable | None): Converts a state dict of the convolution that the layer was made from, given the
@@ -73,7 +73,7 @@ class ImageAttention(PrunableHeads):
         self._init_heads(num_heads)
 
     def _init_positions(self, position: str, window_size: Sequence[int] = ()) -> None:
-        """Adds the encoding, Gaussian or with an entry for each shift, at least float32: bfloat16 has no 257."""
+        """Adds the encoding, Gaussian or with an entry for each shift, at least float32: bfloat16 cannot hold 257."""
         self.settings['position'] = position
         weight = self.value.weight
         dd: Dict[str, Any] = {'device': weight.device, 'dtype': torch.promote_types(weight.dtype, torch.float32)}
@@ -106,9 +106,37 @@ class ImageAttention(PrunableHeads):
             return self.forward(input[None])[0]
         x = with_regular_gradient(input)
         if self.num_heads > 0:
-            return regular(self._outputs(x))
-        none = x.flatten(1)[:, :0].reshape(len(x), 0, math.prod(self._sizes(x)), self.in_channels)  # has a gradient
-        return regular(self._joined(none, self._sizes(x)))
+            return with_regular_strides(self._outputs(x))
+        no_heads = x.flatten(1)[:, :0].reshape(len(x), 0, math.prod(self._sizes(x)), self.in_channels)  # has a gradient
+        return with_regular_strides(self._output_images(no_heads, self._sizes(x)))
+
+    def heads(self, x: Tensor) -> Tensor:
+        """Computes P_h X of each head, the sums of pixels by its probabilities, ``(B, N_h, Q, C)``."""
+        raise NotImplementedError
+
+    def _outputs(self, x: Tensor) -> Tensor:
+        """Maps ``(B, C, *size)`` to the convolution's output."""
+        return self._output_images(self.heads(x), self._sizes(x))
+
+    def _output_images(self, heads: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Maps the heads, ``(B, N_h, Q, C)``, to the output, ``(B, out_channels, *sizes)``."""
+        return self._output_pixels(heads).transpose(-2, -1).unflatten(-1, sizes)
+
+    def _output_pixels(self, heads: Tensor) -> Tensor:
+        """Maps the heads by W^V W^O, ``(…, N_h, Q, C)`` to ``(…, Q, out_channels)``."""
+        return self.value(heads if self.groups > 1 else heads.transpose(-3, -2).flatten(-2))
+
+    def _sizes(self, x: Tensor) -> List[int]:
+        """Returns the number of queries along each axis of images."""
+        return [self.window.num_queries(axis, n) for axis, n in enumerate(x.shape[2:])]
+
+    def position_probs(self, size: Sequence[int]) -> Tensor:
+        """Returns :meth:`AttentionLayer.position_probs`; those of zeros around the image are left out."""
+        pixels = at_least_float32(torch.eye(math.prod(size)).to(self.value.weight)).reshape(-1, 1, *size)
+        if self.num_heads == 0:
+            return pixels.new_zeros(0, math.prod(self._sizes(pixels)), len(pixels))
+        heads = self.heads(pixels)  # (K, N_h, Q, 1), an image for each pixel, which is 1 there and 0 elsewhere
+        return without_subnormals(heads.squeeze(-1).permute(1, 2, 0))
 
     @property
     def padding_mode(self) -> str:
@@ -129,7 +157,7 @@ class ImageAttention(PrunableHeads):
 
     def get_extra_state(self) -> Tensor:
         """Returns what the shapes do not say, see :attr:`settings`."""
-        return written(self.settings)
+        return write_extra_state(self.settings)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Does nothing: :meth:`follow` has read it."""
@@ -138,7 +166,7 @@ class ImageAttention(PrunableHeads):
         """Takes the heads of a state dict; for a convolution all that the layer was built with."""
         if _is_convolution(state_dict, prefix):
             return self._set_heads(self.built_heads)
-        loaded = read(state_dict, prefix)
+        loaded = read_extra_state(state_dict, prefix)
         if loaded is not None and kind_of(loaded) != kind_of(self.settings):
             theirs, own = (', '.join(f'{k}={v}' for k, v in kind_of(x).items()) for x in (loaded, self.settings))
             raise StructureError(
@@ -166,37 +194,12 @@ class ImageAttention(PrunableHeads):
             del state_dict[prefix + key]
         state_dict.update({prefix + key: value for key, value in converted.items()})
 
-    def heads(self, x: Tensor) -> Tensor:
-        """Computes the sums of pixels that each head of attention by position sees, ``(B, N_h, Q, C)``."""
-        raise NotImplementedError
-
-    def _outputs(self, x: Tensor) -> Tensor:
-        """Maps ``(B, C, *size)`` to the convolution's output."""
-        return self._joined(self.heads(x), self._sizes(x))
-
-    def _joined(self, heads: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Maps the heads, ``(B, N_h, Q, C)``, to the output, ``(B, out_channels, *sizes)``."""
-        return self._values(heads).transpose(-2, -1).unflatten(-1, sizes)
-
-    def _values(self, heads: Tensor) -> Tensor:
-        """Computes W^O W^V of the heads, ``(…, N_h, Q, C)`` to ``(…, Q, out_channels)``."""
-        return self.value(heads if self.groups > 1 else heads.transpose(-3, -2).flatten(-2))
-
-    def _sizes(self, x: Tensor) -> List[int]:
-        """Returns the number of queries along each axis of images."""
-        return [self.window.num_queries(axis, n) for axis, n in enumerate(x.shape[2:])]
-
-    def position_probs(self, size: Sequence[int]) -> Tensor:
-        """Returns :meth:`AttentionLayer.position_probs`; what a query gives to zeros of a padding is lost."""
-        pixels = at_least_float32(torch.eye(math.prod(size)).to(self.value.weight)).reshape(-1, 1, *size)
-        if self.num_heads == 0:
-            return pixels.new_zeros(0, math.prod(self._sizes(pixels)), len(pixels))
-        heads = self.heads(pixels)  # of an image for each pixel, (K, N_h, Q, 1)
-        return without_subnormals(heads.squeeze(-1).permute(1, 2, 0))
-
 
 def kind_of(settings: Dict[str, Any]) -> Dict[str, Any]:
-    """Returns those settings of a conversion that two layers must share to have the same parameters and function."""
+    """Returns the settings in which two layers must agree to have the same parameters and function.
+
+    Not among them are the number of heads, which a layer can take, and α, where a conversion starts the widths.
+    """
     return {name: value for name, value in settings.items() if name not in ('num_heads', 'alpha')}
 
 
@@ -218,7 +221,7 @@ class QuadraticImageAttention(ImageAttention):
 
     def heads(self, x: Tensor) -> Tensor:
         probs = self.axis_probs(x.shape[2:])
-        if self.window.padding_mode == 'zeros':  # which have no value
+        if self.window.padding_mode == 'zeros':  # the sums do not need the probabilities of zeros
             starts = [self.window.padding_of(axis, n)[0] for axis, n in enumerate(x.shape[2:])]
             probs = [factor.narrow(2, start, n) for factor, start, n in zip(probs, starts, x.shape[2:])]
         else:

@@ -11,9 +11,9 @@ from .heads import HeadParameters, PrunableHeads
 from .precision import Device, Dtype, at_least_float32
 from .shifts import axis_shifts, resize_shift_table
 from .softmax import softmax
-from .state_dicts import StateDict, StructureError, read, too_many_heads, written
+from .state_dicts import StateDict, StructureError, read_extra_state, too_many_heads, write_extra_state
 
-# Stands for −∞, of which logsumexp has no gradient where all are: e^−10000 is 0 beside the scores of trained models.
+# Stands for −∞: the gradient of logsumexp is NaN where all entries are −∞. Beside trained scores e^−10000 is 0.
 MASK_VALUE = -1e4
 
 
@@ -149,8 +149,8 @@ def _resize_loaded_table(bias: GridBias, state_dict: StateDict, prefix: str, *_:
 class PatchAttention(PrunableHeads):
     """Multi-head self-attention over a grid of tokens (L21, eq. 1 and 2).
 
-    Queries, keys and values have no biases, so that the query and key of a null key can have the product 0. A state
-    dict with other widths, another choice of a null key, or fewer heads changes the layer as it is loaded.
+    Queries, keys and values have no biases, as a null key has the key 0 and the value 0. A state dict with other
+    widths, another choice of a null key, or fewer heads changes the layer as it is loaded.
 
     Args:
         dim (int): Channels D of a token.
@@ -227,12 +227,12 @@ class PatchAttention(PrunableHeads):
             linear(tokens).unflatten(2, (self.num_heads, self.qk_dim)).transpose(1, 2)  # (B, N_h, N, D_k)
             for linear in (self.query, self.key)
         )
-        scores = query @ (key * self.qk_dim**-0.5).transpose(2, 3)  # q·k/√D_k
+        scores = query @ (key * self.qk_dim**-0.5).transpose(2, 3)  # q·k/√D_k, in the precision of the model
         if self.position.null_key:
             scores = F.pad(scores, (0, 1))
         probs = softmax(scores + self.position(x.shape[1:3]))[..., : tokens.shape[1]]  # the null key's value is 0
         values = self.value(tokens).split(self.head_dims, dim=2)  # (B, N, D_h) of each head
-        # Not by index: the gradient of an index is as large as what it was taken from.
+        # By unbind, not by index: every indexing has a gradient as large as all probabilities.
         heads = [of_head.to(value.dtype) @ value for of_head, value in zip(probs.unbind(1), values)]
         return self.out(torch.cat(heads, dim=2).unflatten(1, x.shape[1:3]))
 
@@ -276,20 +276,20 @@ class PatchAttention(PrunableHeads):
             'position.table': (0, 1),
         }
 
-    def _keep(self, heads: Sequence[int]) -> None:
-        super()._keep(heads)
+    def _note_kept(self, heads: Sequence[int]) -> None:
+        super()._note_kept(heads)
         self.head_dims = tuple(self.head_dims[head] for head in heads)
 
     def get_extra_state(self) -> Tensor:
         """Returns the widths and whether there is a null key as JSON, in bytes."""
-        return written(dict(qk_dim=self.qk_dim, head_dims=self.head_dims, null_key=self.position.null_key))
+        return write_extra_state(dict(qk_dim=self.qk_dim, head_dims=self.head_dims, null_key=self.position.null_key))
 
     def set_extra_state(self, state: Tensor) -> None:
         """Does nothing: :meth:`follow` has read it."""
 
     def follow(self, state_dict: StateDict, prefix: str) -> bool:
         """Takes the structure of a state dict that has all entries."""
-        state = read(state_dict, prefix)
+        state = read_extra_state(state_dict, prefix)
         if state is None or not all(prefix + name in state_dict for name in self.head_parameters()):
             return False
         try:
@@ -307,7 +307,7 @@ class PatchAttention(PrunableHeads):
         return True
 
     def take_structure(self, qk_dim: int, head_dims: Tuple[int, ...], null_key: bool) -> None:
-        """Takes heads of other widths; the values are yet to be loaded. The parameters stay the same objects."""
+        """Takes heads of other widths, all 0 until they are loaded. The parameters stay the same objects."""
         self.qk_dim, self.head_dims, self.position.null_key = qk_dim, head_dims, null_key
         self.num_heads = len(head_dims)
         self._resize_heads()

@@ -1,6 +1,7 @@
 """Position encodings: scores of heads as functions of the shift δ = k − q (Cordonnier et al. 2020 (C20), eq. 8 to 19).
 
-Softmax sees the scores of a query up to a constant. A *separable* encoding has scores f(q1, k1) + g(q2, k2).
+A constant added to all scores of a query changes nothing after softmax; the scores here are up to such constants. A
+*separable* encoding has scores f(q1, k1) + g(q2, k2).
 """
 
 import logging
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .precision import Device, Dtype, at_least_float32, widest_float
-from .shifts import at_grid_shifts, at_shifts, largest_of_keys, over_axes, resize_shifts
+from .shifts import at_grid_shifts, at_shifts, axis_shifts, largest_of_keys, over_axes, resize_shifts
 from .softmax import softmax
 from .window import shown
 
@@ -78,20 +79,16 @@ class QuadraticEncoding(SeparableEncoding):
         return GaussianHeads(center, factor)
 
     def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, ...]:
-        scores = []
-        for axis, n in enumerate(size):
-            position = torch.arange(n, device=self.center.device)
-            scores.append(self.scores_along(axis, position - position[:, None]))
-        return tuple(scores)
+        return tuple(self.scores_along(axis, axis_shifts(n, self.center.device)) for axis, n in enumerate(size))
 
     def scores_along(self, axis: int, shift: Tensor) -> Tensor:
         """Returns scores along one axis, ``(N_h, Q, K)``, of shifts ``(Q, K)`` to keys that are consecutive pixels.
 
         They are at most 0, at least float32.
         """
-        dtype = torch.promote_types(self.center.dtype, torch.float32)
-        alpha = self.sqrt_precision.to(dtype).square()[:, None, None] / 2
-        center, shift = self.center[:, axis, None, None].to(dtype), shift.to(dtype)
+        alpha = at_least_float32(self.sqrt_precision).square()[:, None, None] / 2
+        center = at_least_float32(self.center[:, axis, None, None])
+        shift = shift.to(center.dtype)
         # δ0, the shift to the key nearest to q + Δ inside the grid. With it as the origin of the scores,
         #   (δ − Δ)² − (δ0 − Δ)² = (δ − δ0)(δ + δ0 − 2Δ),
         # no two large numbers are ever subtracted, however far the centre lies and however large α is.
@@ -142,10 +139,10 @@ class GeneralizedQuadraticEncoding(nn.Module):
 
         with torch.no_grad():
             first, second = self._project(row_shift - row_center, column_shift - column_center)
-            best = (first.square() + second.square()).flatten(1).argmin(-1)[:, None, None]
+            entry = (first.square() + second.square()).flatten(1).argmin(-1)[:, None, None]
             # δ0, the shift to the best key.
-            row = torch.div(best, 2 * width - 1, rounding_mode='floor')
-            row_best, column_best = row + (1 - height), best - row * (2 * width - 1) + (1 - width)
+            row = torch.div(entry, 2 * width - 1, rounding_mode='floor')
+            row_best, column_best = row + (1 - height), entry - row * (2 * width - 1) + (1 - width)
 
         # As in one dimension, with the best shift as the origin of the scores,
         #   ‖Mᵀ(δ − Δ)‖² − ‖Mᵀ(δ0 − Δ)‖² = Mᵀ(δ − δ0) · Mᵀ(δ + δ0 − 2Δ).
@@ -157,8 +154,8 @@ class GeneralizedQuadraticEncoding(nn.Module):
         """Returns the scores of all queries and keys of a grid, ``(N_h, H*W, H*W)``, at most about 0."""
         of_shifts = self.shift_scores(size)
         best = largest_of_keys(of_shifts.detach(), size).flatten(1)[..., None]  # of each query
-        # Both can be large. In float32 their difference is right but for what the scores themselves lose in rounding;
-        # what the best score of a query loses is the same for all its keys.
+        # A score and the best one of its query can both be large. Only the rounding of the score to float32 makes their
+        # difference wrong, so what it lost is added at the end. What the best one lost is the same for all keys.
         rounded = of_shifts.to(torch.promote_types(self.center.dtype, torch.float32))
         scores = at_grid_shifts(rounded, size).sub_(best.to(rounded.dtype))
         if rounded.dtype == of_shifts.dtype:
@@ -242,12 +239,12 @@ class RelativeTables(nn.Module):
                 'the learned position tables were built for: build the model for the larger size and load the '
                 'checkpoint into it, which resizes the tables'
             )
-        middles = zip((self.row_table, self.column_table), self.max_size, size)
-        return tuple(at_least_float32(table[largest - n : largest + n - 1]) for table, largest, n in middles)
+        axes = zip((self.row_table, self.column_table), self.max_size, size)
+        return tuple(at_least_float32(table[largest - n : largest + n - 1]) for table, largest, n in axes)
 
 
 def _resize_loaded_tables(tables: RelativeTables, state_dict: Dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Resizes the tables of a state dict that are for another grid: vectors as long, of an odd number of shifts."""
+    """Resizes tables of a state dict that are for another grid, if only their number of shifts differs, and is odd."""
     for name, own in tables.named_parameters(recurse=False):
         loaded = state_dict.get(prefix + name)
         if loaded is not None and loaded.shape != own.shape and loaded.shape[1:] == own.shape[1:] and len(loaded) % 2:
@@ -302,7 +299,7 @@ class LearnedEncoding(SeparableEncoding):
 
 
 class WindowEncoding(nn.Module):
-    """A score of its own for each shift within a window, −∞ outside: any distribution over the window.
+    """A score of its own for each shift within a window, −∞ outside: its softmax is any distribution over the window.
 
     Args:
         num_heads (int): Number of heads N_h.

@@ -15,7 +15,7 @@ def axis_shifts(size: int, device: torch.device) -> Tensor:
 
 
 def over_axes(parts: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor] = torch.add) -> Tensor:
-    """Combines what each axis has for its queries and keys, ``(N, Q, K)``, for all pixels, row-major."""
+    """Combines ``(N, Q, K)`` of each axis, as factors or summands, to that of all pixels, row-major."""
     total = parts[0]
     for part in parts[1:]:
         total = combine(total[:, :, None, :, None], part[:, None, :, None, :]).flatten(3).flatten(1, 2)
@@ -23,12 +23,12 @@ def over_axes(parts: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tenso
 
 
 def at_shifts(values: Tensor, size: int) -> Tensor:
-    """Returns ``values[δ]`` of all queries and keys, ``(…, size, size)``, of the shifts 1 − size … size − 1."""
+    """Returns ``values``, of the shifts 1 − size … size − 1, at δ of all queries and keys, ``(…, size, size)``."""
     return values[..., axis_shifts(size, values.device) + size - 1]
 
 
 def at_grid_shifts(table: Tensor, size: Sequence[int]) -> Tensor:
-    """Returns ``table[δ]``, ``(N, 2·H − 1, 2·W − 1)``, of all queries and keys of a grid, ``(N, H*W, H*W)``."""
+    """Returns a table ``(N, 2·H − 1, 2·W − 1)`` at δ of all queries and keys of a grid, ``(N, H*W, H*W)``."""
     height, width = size
     if torch.compiler.is_compiling():  # unfold would make the size a constant of the graph
         row, column = (axis_shifts(n, table.device) + n - 1 for n in (height, width))  # of every query and key
@@ -39,7 +39,7 @@ def at_grid_shifts(table: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def largest_of_keys(table: Tensor, size: Sequence[int]) -> Tensor:
-    """Returns the largest of ``table[δ]``, ``(N, 2·H − 1, 2·W − 1)``, over the keys of each query, ``(N, H, W)``."""
+    """Returns the largest entry of a table ``(N, 2·H − 1, 2·W − 1)`` over the keys of each query, ``(N, H, W)``."""
     height, width = size
     rows = at_shifts(table, width).amax(-1)  # (N, δ1, q2)
     return at_shifts(rows.mT, height).amax(-1).mT
@@ -57,7 +57,7 @@ def resize_shifts(table: Tensor, length: int) -> Tensor:
         return table[source - target : source + target + 1]
     if source == 0:  # only shift 0
         return table.expand(length, -1)
-    low, high = 1.0, target ** (1 / max(source - 1, 1))  # r is between: 1 + r + … + r^(source − 1) = target
+    low, high = 1.0, target ** (1 / max(source - 1, 1))  # bisection for r: 1 + r + … + r^(source − 1) = target
     for _ in range(60):
         ratio = (low + high) / 2
         low, high = (ratio, high) if sum(ratio**step for step in range(source)) < target else (low, ratio)
@@ -72,11 +72,8 @@ def resize_shifts(table: Tensor, length: int) -> Tensor:
 
 def resize_shift_table(table: Tensor, shape: Sequence[int]) -> Tensor:
     """Resizes a table of biases ``(N_h, rows, columns)`` to ``shape`` shifts along rows and along columns."""
-    for axis, length in ((1, shape[0]), (2, shape[1])):
+    for axis, length in enumerate(shape, start=1):
         if table.shape[axis] != length:
-            table = (
-                resize_shifts(table.movedim(axis, 0).flatten(1), length)
-                .unflatten(1, table.movedim(axis, 0).shape[1:])
-                .movedim(0, axis)
-            )
+            vectors = table.movedim(axis, 0)
+            table = resize_shifts(vectors.flatten(1), length).unflatten(1, vectors.shape[1:]).movedim(0, axis)
     return table

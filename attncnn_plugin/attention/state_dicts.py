@@ -16,7 +16,7 @@ HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backwa
 
 
 class StructureError(ValueError, RuntimeError):
-    """A state dict that no structure of a module explains: PyTorch has a RuntimeError for one that does not fit."""
+    """A state dict that fits no structure of a module; a RuntimeError too, as PyTorch raises for a wrong shape."""
 
 
 def too_many_heads(prefix: str, loaded: int, built: int) -> StructureError:
@@ -121,13 +121,13 @@ def check_loading(trial: nn.Module, state_dict: Mapping[str, Any], strict: bool)
         raise StructureError(str(error)) from error
 
 
-def written(structure: Any) -> Tensor:
+def write_extra_state(structure: Any) -> Tensor:
     """Returns a structure of plain values as JSON in a ``uint8`` tensor, which every format of checkpoints has."""
     return torch.tensor(list(json.dumps(structure).encode()), dtype=torch.uint8, device='cpu')
 
 
-def read(state_dict: Mapping[str, Any], prefix: str) -> Any:
-    """Returns the structure that a state dict has in :func:`written` form for a module; None where it has none.
+def read_extra_state(state_dict: Mapping[str, Any], prefix: str) -> Any:
+    """Returns what :func:`write_extra_state` has put into a state dict for a module; None where it has nothing.
 
     Raises:
         StructureError: It is damaged.

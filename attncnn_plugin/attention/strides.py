@@ -14,13 +14,10 @@ from torch import Tensor
 is_exporting = getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)
 
 
-def regular(x: Tensor) -> Tensor:
-    """Returns images with the strides of a new tensor, channels last where the input's are, contiguous otherwise.
+def with_regular_strides(x: Tensor) -> Tensor:
+    """Returns images ``(B, C, *size)`` with the strides of a new tensor, channels last if they are, else contiguous.
 
     Nothing is copied unless the entries lie in another order or with gaps.
-
-    Args:
-        x (Tensor): ``(B, C, *size)``.
     """
     if x.ndim == 3 or x.stride(1) != 1:  # PyTorch has no channels-last format of one axis
         return x.flatten().view(x.shape)
@@ -29,7 +26,7 @@ def regular(x: Tensor) -> Tensor:
 
 
 def with_regular_gradient(x: Tensor) -> Tensor:
-    """Returns images ``(B, C, *size)`` as they are, with a gradient that is :func:`regular` for a batch of one."""
+    """Returns images ``(B, C, *size)`` as they are; for a batch of one their gradient will have regular strides."""
     if is_exporting() or torch.jit.is_tracing():  # without gradients, for batches of any size
         return x
     return _RegularGradient.apply(x) if len(x) == 1 and x.requires_grad and torch.is_grad_enabled() else x
@@ -48,4 +45,4 @@ class _RegularGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return regular(grad)
+        return with_regular_strides(grad)

@@ -28,9 +28,9 @@ GAUSSIANS: Dict[str, Any] = {
 class GridAttention(PrunableHeads):
     """Mixes tokens by the scores of a position encoding; the base of the layers below.
 
-    The values of a head are the tokens themselves, D_h = D: the heads' outputs P_h X are concatenated to N_h·D channels
-    and mapped by one linear layer (C20, eq. 1 and 4). C20's remark on D_h and D_out advises D_h = D_out: with fewer
-    channels a head cannot be every slice of a kernel.
+    The values of a head are the tokens themselves, D_h = D: the heads' outputs P_h X are concatenated to N_h·D
+    channels, and one linear layer, ``value``, is W^V W^O of all heads (C20, eq. 1 and 4). C20's remark on D_h and D_out
+    advises D_h = D_out: with fewer channels a head cannot be every slice of a kernel.
 
     Args:
         dim (int): Channels D of a token.
@@ -43,11 +43,11 @@ class GridAttention(PrunableHeads):
 
     Attributes:
         encoding (nn.Module | None): The scores by position.
-        value (nn.Linear): The map of the concatenated heads, N_h·D to D.
+        value (nn.Linear): W^V W^O, from the concatenated heads, N_h·D, to D.
     """
 
     encoding: Any
-    encoding_type: Any = None  # of an encoding that its number of heads says all of
+    encoding_type: Any = None  # the class of an encoding that takes only the number of heads
 
     def __init__(
         self, dim: int, num_heads: int, attn_drop: float = 0.0, device: Device = None, dtype: Dtype = None
@@ -102,7 +102,7 @@ class SeparableAttention(GridAttention):
         return without_subnormals(over_axes(self.axis_probs(size), torch.mul))
 
     def heads(self, x: Tensor) -> Tensor:
-        if self.training and self.attn_drop.p > 0:  # single probabilities are dropped, which the factors do not have
+        if self.training and self.attn_drop.p > 0:  # dropout needs the whole matrix of probabilities
             return super().heads(x)
         heads: List[Tensor] = []
         for rows, columns in zip(*self.axis_probs(x.shape[1:3])):
@@ -170,7 +170,7 @@ class ContentAttention(GridAttention):
     """Attention by content and by relative position (C20, eq. 8), with q = W_qry x_q + b_q and k = W_key x_k + b_k.
 
     - ``'relative_learned'`` and ``'relative_sinusoidal'``: scores (q·k + q·r_δ)/√D with r_δ = [R[δ1]; C[δ2]] (C20,
-      4.3), as in the released code. b_q makes all four terms of eq. 8 of it: (W_qry x + b_q)·k has u·k, and b_q·r_δ is
+      4.3), as in the released code. With u = v = b_q these are all four terms of eq. 8: b_q·k is u·k, and b_q·r_δ is
       v·r_δ; b_k adds the same to all keys, and changes nothing.
     - ``'relative_quadratic'`` and ``'relative_generalized'``: scores q·k/√D + v·r_δ with v and r_δ of eq. 9 or 19, so
       that v·r_δ is the score of Gaussian heads.

@@ -18,7 +18,7 @@ class Window:
     """Sizes of a convolution, one entry for each axis of the image.
 
     Output o of an axis is the query at pixel q = o·stride + anchor − padding before; the kernel's entry i is its
-    shift δ = i·dilation − anchor. A window in the 'same' place as its pixel has anchor = padding before.
+    shift δ = i·dilation − anchor. With the padding ``'same'`` of ``nn.Conv2d``, q = o.
 
     Attributes:
         kernel_size, stride, dilation (tuple[int, ...]): As of ``nn.Conv2d``.
@@ -74,7 +74,7 @@ class Window:
 
     @property
     def anchor(self) -> Tuple[int, ...]:
-        """Place of the query within the window, in pixels from its first one."""
+        """Place of the query within the window, its middle, in pixels from its first one."""
         return tuple(d * (k - 1) // 2 for d, k in zip(self.dilation, self.kernel_size))
 
     def shifts(self) -> Tensor:
@@ -122,7 +122,7 @@ class Window:
 
 @dataclass(frozen=True)
 class SameWindow(Window):
-    """A window padded to ⌈size/stride⌉ outputs, the odd pixel after (TensorFlow's ``'SAME'``); has no ``padding``."""
+    """A window padded to ⌈size/stride⌉ outputs, the odd pixel after (TensorFlow's ``'SAME'``), without ``padding``."""
 
     def padding_of(self, axis: int, size: int) -> Tuple[int, int]:
         extent = self.dilation[axis] * (self.kernel_size[axis] - 1) + 1
@@ -132,7 +132,7 @@ class SameWindow(Window):
 
 
 def shown(value: Any) -> str:
-    """Returns an argument as an error shows it: of a tensor or an array, alone or in a list, its shape.
+    """Returns an argument as an error shows it; of tensors and arrays, also in a list, the shapes.
 
     Examples:
         >>> shown(torch.zeros(2, 3)), shown([1, 'a'])

@@ -12,7 +12,7 @@ from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
 import torch
 from timm.layers import DropPath, Mlp, calculate_drop_path_rates
-from timm.models import checkpoint, generate_default_cfgs, register_model, register_notrace_module
+from timm.models import generate_default_cfgs, register_model, register_notrace_module
 from torch import Tensor, nn
 
 from ..attention.patches import GridBias, PatchAttention, image_to_patches, patches_to_image
@@ -25,7 +25,7 @@ from .interface import TimmNetwork, build, token_grid
 __all__ = ['CMHSABlock', 'CMHSANetwork', 'PatchConvolution', 'PatchStem']
 
 PHASES = ('conv', 'attn')
-KEY_STD = 0.02  # of W^K when convolutions become attention: were it 0 as W^Q, neither would ever get a gradient
+KEY_STD = 0.02  # of W^K when convolutions become attention; W^Q is 0 then, and were W^K too, neither would ever learn
 
 
 @register_notrace_module  # its forward pass looks at sizes, which a symbolic trace does not know
@@ -35,7 +35,7 @@ class PatchStem(nn.Module):
     def __init__(self, in_chans: int, patch_size: int) -> None:
         super().__init__()
         self.in_chans = in_chans
-        self.reduction = patch_size
+        self.reduction = patch_size  # as SpaceToDepthStem calls it
         self.proj = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class PatchStem(nn.Module):
 
 @register_notrace_module
 class PatchConvolution(nn.Module):
-    """A convolution on the image that the tokens are the patches of; arguments as of :class:`CMHSANetwork`."""
+    """Puts the patches together to an image, convolves it and cuts it into patches again."""
 
     def __init__(self, channels: int, kernel_size: int, patch_size: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class PatchConvolution(nn.Module):
 
 
 class CMHSABlock(nn.Module):
-    """Mixes tokens by ``attn``, a convolution or attention, then channels, each after a norm and with a residual."""
+    """Mixes tokens by ``attn``, a convolution or attention, then channels by an MLP, with residuals (pre-norm)."""
 
     def __init__(self, dim: int, attn: nn.Module, mlp_dim: int, drop_path: float) -> None:
         super().__init__()
@@ -95,8 +95,8 @@ class CMHSANetwork(TimmNetwork):
 
     Args:
         img_size (int | tuple[int, int]): Height and width of the image for which position biases are made; others will
-            do, see :class:`~attncnn_plugin.attention.GridBias`. For larger ones to see what a convolution saw, the grid
-            must be larger than the shifts of the heads: 3 patches or more for 9 heads. Defaults to 224.
+            do, see :class:`~attncnn_plugin.attention.GridBias`. For attention to be its convolution on larger ones too,
+            the grid must be larger than the shifts of the heads: at least 3×3 patches for 9 heads. Defaults to 224.
         patch_size (int): Patch size P. Defaults to 16.
         in_chans (int): Channels C of the image. Defaults to 3.
         kernel_size (int): Kernel size K. Defaults to 3.
@@ -112,8 +112,9 @@ class CMHSANetwork(TimmNetwork):
         mlp_dim (int, optional): Hidden channels of the feed-forward networks. Defaults to 4·D.
         phase (str): ``'conv'`` or ``'attn'``. Attention that does not come from a convolution begins with position
             biases of 0 and weights from N(0, 0.02²), the patch projection too. Defaults to ``'attn'``.
-        attn_bias_init (float): M, the bias of a head's shift when convolutions become attention, 0 at all others. 40
-            leaves only rounding; a smaller one gives the biases a gradient to begin with. Defaults to 12.
+        attn_bias_init (float): L21's M, the bias of a head at its own shift when convolutions become attention; it is 0
+            at all other shifts. With 40 only rounding differs from the convolution, but the biases hardly get a
+            gradient; with a smaller one they do. Defaults to 12.
         num_classes (int): Number of classes, 0 for pooled features. Defaults to 1000.
         global_pool (str): timm's name of the pooling, ``''`` for none. Defaults to ``'avg'``.
         drop_rate (float): Dropout rate before the classifier. Defaults to 0.
@@ -176,7 +177,7 @@ class CMHSANetwork(TimmNetwork):
             ]
         )
         self.norm = nn.LayerNorm(dim, eps=1e-6)
-        conv = self.blocks[0].attn.conv
+        conv = self.blocks[0].attn.conv  # in the phase 'attn' too, whose attention takes its place below
         self.head_dims = choose_head_dims(conv, (patch_size, patch_size), head_dim, min_head_dim)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -197,9 +198,9 @@ class CMHSANetwork(TimmNetwork):
     def to_attention(self, generator: Optional[torch.Generator] = None) -> Change:
         """Turns all convolutions into attention, in place (L21, section 4).
 
-        The output stays as it was, up to e^−M for each other shift of a head: with the default M of 12 the logits of a
-        CMHSA on 8×8 patches change by 5e-4 of their norm, with 40 by rounding. Give an optimizer the new parameters by
-        :func:`~attncnn_plugin.pruning.replace_parameters`.
+        The output stays as it was, except that a head attends to every other shift e^−M times as much as to its own:
+        with the default M of 12 the logits of a CMHSA on 8×8 patches change by 5e-4 of their norm, with 40 by rounding.
+        Give an optimizer the new parameters by :func:`~attncnn_plugin.pruning.replace_parameters`.
 
         Args:
             generator (torch.Generator, optional): Of the CPU; draws W^K.
@@ -212,13 +213,13 @@ class CMHSANetwork(TimmNetwork):
         return self._put_attention([self._attention_like(block.attn.conv, generator) for block in self.blocks])
 
     def _put_attention(self, layers: Sequence[PatchAttention]) -> Change:
-        """Puts attention where the convolutions are, and the identity, as a linear map, into the stem."""
+        """Puts attention where the convolutions are, and a linear map that begins as the identity into the stem."""
         like, before = self.blocks[0].norm1.weight, number_of_parameters(self)
         trainable = any(parameter.requires_grad for parameter in self.parameters())
         self.stem.proj = nn.Linear(len(like), len(like)).to(like).requires_grad_(trainable)
         nn.init.eye_(self.stem.proj.weight)
         nn.init.zeros_(self.stem.proj.bias)
-        # What has no predecessor goes with the first kernel: matrices with weights, the rest with biases.
+        # In each block all matrices succeed the kernel, and all else its bias; those of the stem do so in the first.
         new = {f'stem.proj.{key}': parameter for key, parameter in self.stem.proj.named_parameters()}
         changes, replaced = [], {}
         for i, (block, layer) in enumerate(zip(self.blocks, layers)):
@@ -242,7 +243,7 @@ class CMHSANetwork(TimmNetwork):
         return PatchAttention(dim, num_heads, position, head_dim=self.head_dims, qk_dim=self.qk_dim, **dd)
 
     def _attention_like(self, conv: nn.Conv2d, generator: Optional[torch.Generator]) -> PatchAttention:
-        """Returns attention that is the convolution, by only positions: W^Q = 0, but W^K lets it learn."""
+        """Returns attention that is the convolution (L21, Theorem 1): W^Q = 0, so that only positions count."""
         attention = self._new_attention(conv.weight, null_key=self.null_key is not False)
         attend_like_convolution(attention, conv, (self.patch_size, self.patch_size), self.attn_bias_init)
         # On the CPU, so that a seed draws the same everywhere.
@@ -251,12 +252,12 @@ class CMHSANetwork(TimmNetwork):
         return attention
 
     def follow(self, state_dict: StateDict, prefix: str) -> Optional[Change]:
-        """Puts attention where the convolutions are if a state dict has that; no network goes back."""
+        """Puts attention where the convolutions are if a state dict has attention; no network goes back."""
         if self.phase == 'attn' or f'{prefix}blocks.0.attn.query.weight' not in state_dict:
             return None
         layers = [self._new_attention(self.blocks[0].norm1.weight, null_key=True) for _ in self.blocks]
         for i, layer in enumerate(layers):  # they take their heads and the null key from the state dict
-            with contextlib.suppress(StructureError):  # its loading refuses it, and says why
+            with contextlib.suppress(StructureError):  # when the layer loads its entries, it raises this again
                 layer.follow(state_dict, f'{prefix}blocks.{i}.attn.')
         return self._put_attention(layers)
 
@@ -280,19 +281,6 @@ class CMHSANetwork(TimmNetwork):
             identity = torch.eye(attention.dim, device=weight.device, dtype=weight.dtype)
             state_dict.setdefault(f'{prefix}stem.proj.weight', identity)
             state_dict.setdefault(f'{prefix}stem.proj.bias', weight.new_zeros(attention.dim))
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Maps images ``(B, C, H, W)`` to the features of the last block, normed, ``(B, H/P, W/P, D)``."""
-        x = self.stem(x)
-        for block in self.blocks:
-            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
-        return self.norm(x)
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        return self.head(x, pre_logits=pre_logits)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
 
 
 COMMON = {

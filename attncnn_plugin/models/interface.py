@@ -1,4 +1,4 @@
-"""timm's interface of both networks, beside their forward passes."""
+"""What both networks share: the forward pass, timm's interface and the names that state dicts may have."""
 
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Type, Union
 
@@ -24,13 +24,10 @@ for _layer in (ContentAttention, GeneralizedQuadraticAttention, LearnedAttention
 
 
 class TimmNetwork(Restructurable):
-    """A network with a ``stem``, ``blocks`` of tokens ``(B, H, W, D)`` and a ``norm``, for which this adds a ``head``.
-
-    Its state dicts may have the names of mmpretrain's classifiers too.
-    """
+    """Runs a ``stem``, ``blocks`` and a ``norm``, which a subclass builds, and a ``head``, which this class builds."""
 
     output_fmt = 'NHWC'  # of forward_features, as timm says it
-    undecayed: Tuple[str, ...] = ()  # ends of names of parameters without weight decay
+    undecayed: Tuple[str, ...] = ()  # parameters whose names end so have no weight decay
     stem: Any
     blocks: Any
     norm: nn.Module
@@ -38,7 +35,7 @@ class TimmNetwork(Restructurable):
     def _init_interface_of_timm(
         self, in_chans: int, dim: int, reduction: int, num_classes: int, global_pool: str, drop_rate: float, **dd: Any
     ) -> None:
-        """Adds the head, when all else is there, and what timm reads."""
+        """Builds the head and sets what timm reads; called last, as it counts the blocks."""
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.num_features = dim
@@ -50,6 +47,19 @@ class TimmNetwork(Restructurable):
             dim, num_classes, pool_type=global_pool, drop_rate=drop_rate, input_fmt=self.output_fmt, **dd
         )
         self.head_hidden_size = dim * self.head.global_pool.feat_mult()
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Maps images ``(B, C, H, W)`` to the features of the last block, normed, ``(B, H/r, W/r, D)``."""
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
+        return self.norm(x)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        return self.head(x, pre_logits=pre_logits)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
 
     @torch.jit.ignore
     def no_weight_decay(self) -> Set[str]:
@@ -112,27 +122,27 @@ class TimmNetwork(Restructurable):
         return take_indices
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args, **kwargs):
-        """Loads a state dict, as of any module; the names of mmpretrain's classifiers work too."""
+        """Loads a state dict, also one of mmpretrain's classifiers, whose names begin with ``backbone.``."""
         return super().load_state_dict(without_prefix(state_dict, 'backbone.'), *args, **kwargs)
 
 
 def token_grid(img_size: Union[int, Tuple[int, int]], side: int, name: str = 'reduction') -> Tuple[int, int]:
-    """Returns the height and width in tokens of an image, by the side of a patch and what a network calls it.
+    """Returns the height and width of an image in tokens, squares of ``side`` pixels.
+
+    Args:
+        name (str): What the network calls ``side``, for the error.
 
     Raises:
         ValueError: The image cannot be cut into tokens.
     """
     height, width = to_2tuple(img_size)
     if side < 1 or min(height, width) < side or height % side or width % side:
-        raise ValueError(
-            f'img_size={img_size} must be a multiple of {name}={side}, the side of the squares of pixels that become '
-            'tokens'
-        )
+        raise ValueError(f'img_size={img_size} must be a multiple of {name}={side}, the side of a token in pixels')
     return height // side, width // side
 
 
 def build(network: Type[TimmNetwork], variant: str, pretrained: bool, **kwargs: Any) -> Any:
-    """Builds a network by the name that it has in timm."""
+    """Builds a network that timm knows by the name ``variant``."""
     return build_model_with_cfg(
         network,
         variant,

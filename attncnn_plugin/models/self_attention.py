@@ -8,10 +8,11 @@ This module registers them with timm: ``timm.create_model('sa_quadratic_cifar')`
 from typing import Any, Callable, Dict
 
 from timm.layers import DropPath, Mlp, calculate_drop_path_rates
-from timm.models import checkpoint, generate_default_cfgs, register_model, register_notrace_module
+from timm.models import generate_default_cfgs, register_model, register_notrace_module
 from torch import Tensor, nn
 
 from ..attention import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
+from ..attention.patches import image_to_patches
 from ..weights import CLASSES, weights_file
 from .interface import TimmNetwork, build, token_grid
 
@@ -34,20 +35,13 @@ class SpaceToDepthStem(nn.Module):
         Raises:
             ValueError: The image does not have the stem's channels, or its sides are no multiples of r.
         """
-        r = self.reduction
         if x.ndim != 4 or x.shape[1] != self.in_chans:
             raise ValueError(f'the input has shape {tuple(x.shape)}, but (B, {self.in_chans}, H, W) is expected')
-        if x.shape[2] % r or x.shape[3] % r:
-            raise ValueError(
-                f'the image of {x.shape[2]}x{x.shape[3]} pixels cannot be cut into patches of {r}x{r}: resize or pad '
-                'it to multiples of these'
-            )
-        squares = x.unflatten(3, (-1, r)).unflatten(2, (-1, r))  # (B, C, H/r, r, W/r, r)
-        return self.proj(squares.permute(0, 2, 4, 1, 3, 5).flatten(3))
+        return self.proj(image_to_patches(x, (self.reduction, self.reduction)))
 
 
 class SelfAttentionBlock(nn.Module):
-    """Mixes tokens by attention, then channels, each with a residual and a norm after it (post-norm)."""
+    """Mixes tokens by attention, then channels by an MLP, each with a residual and then a norm (post-norm)."""
 
     def __init__(self, dim: int, attn: nn.Module, mlp_dim: int, proj_drop: float, drop_path: float, **dd: Any) -> None:
         super().__init__()
@@ -65,9 +59,9 @@ class SelfAttentionBlock(nn.Module):
 
 
 class SelfAttentionNetwork(TimmNetwork):
-    """Classifies images by blocks of attention over their pixels (C20, 4.1).
+    """Classifies images by blocks of attention over squares of r×r pixels (C20, 4.1).
 
-    A state dict may have the names of mmpretrain's classifiers, another number of heads or tables of another size.
+    It also loads state dicts of pruned networks, and resizes learned position tables of another size.
 
     Args:
         attn_layer (Callable): Builds the attention of a block, ``(B, H, W, D)`` to the same: called as
@@ -138,19 +132,6 @@ class SelfAttentionNetwork(TimmNetwork):
         self.norm = nn.Identity()  # every block ends in a norm
         self._init_interface_of_timm(in_chans, embed_dim, reduction, num_classes, global_pool, drop_rate, **dd)
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Maps images ``(B, C, H, W)`` to the features of the last block, ``(B, H/r, W/r, D)``."""
-        x = self.stem(x)
-        for block in self.blocks:
-            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
-        return x
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        return self.head(x, pre_logits=pre_logits)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
-
 
 def _cfg(**kwargs) -> Dict[str, Any]:
     return {
@@ -161,7 +142,7 @@ def _cfg(**kwargs) -> Dict[str, Any]:
         'interpolation': 'bicubic',
         'mean': (0.4914, 0.4822, 0.4465),
         'std': (0.2023, 0.1994, 0.2010),
-        'first_conv': 'stem.proj',
+        'first_conv': (),  # timm can adapt a convolution to other channels, but not the linear map of the stem
         'classifier': 'head.fc',
         'license': 'apache-2.0',
         'paper_ids': 'arXiv:1911.03584',
@@ -178,7 +159,7 @@ default_cfgs = generate_default_cfgs(
         'sa_learned_cifar.untrained': _cfg(),
         'sa_learned_content_cifar.untrained': _cfg(),
         **{
-            f'{name}.cifar10': _cfg(file=weights_file(name), label_names=CLASSES, first_conv=())
+            f'{name}.cifar10': _cfg(file=weights_file(name), label_names=CLASSES)
             for name in ('sa_quadratic_small', 'sa_generalized_small', 'sa_learned_small', 'sa_learned_content_small')
         },
     }
@@ -186,12 +167,13 @@ default_cfgs = generate_default_cfgs(
 
 
 def _create(variant: str, pretrained: bool, attn_layer: Callable[..., nn.Module], **kwargs) -> SelfAttentionNetwork:
-    return build(SelfAttentionNetwork, variant, pretrained, **{'attn_layer': attn_layer, **kwargs})
+    return build(SelfAttentionNetwork, variant, pretrained, attn_layer=attn_layer, **kwargs)
 
 
 def _create_with_tables(
     variant: str, pretrained: bool, attn_layer: Callable[..., nn.Module], img_size=32, **kwargs
 ) -> SelfAttentionNetwork:
+    """Creates a network with learned position tables, which are made for the grid of the largest image."""
     max_size = token_grid(img_size, kwargs.get('reduction', 2))
     return _create(variant, pretrained, attn_layer, max_size=max_size, **kwargs)
 

@@ -17,7 +17,7 @@ from torch import nn
 from attncnn_plugin import follow_state_dict
 from attncnn_plugin.attention import QuadraticImageAttention, StructureError
 from attncnn_plugin.attention.images import ImageAttention
-from attncnn_plugin.attention.state_dicts import written
+from attncnn_plugin.attention.state_dicts import write_extra_state
 from attncnn_plugin.attention.window import Window
 from attncnn_plugin.convert import attention_to_convs, conv_to_mhsa, convs_to_attention
 from attncnn_plugin.pruning import prune_heads
@@ -299,6 +299,6 @@ def test_a_damaged_structure_is_refused():
         for ours in (small_cnn(seed=1), copy.deepcopy(model)):
             with pytest.raises(RuntimeError, match=r'stem\._extra_state of the state dict is damaged'):
                 follow_state_dict(ours, state)
-    state = {**model.state_dict(), 'stem._extra_state': written({'position': 'gaussian', 'num_heads': 4})}
+    state = {**model.state_dict(), 'stem._extra_state': write_extra_state({'position': 'gaussian', 'num_heads': 4})}
     with pytest.raises(StructureError, match=r'attention of 4 heads instead .* has 9 positions'):
         follow_state_dict(small_cnn(seed=1), state)
