@@ -1,4 +1,4 @@
-"""Local checkpoint files: read as tensors and plain data alone, and compared with the checksums that they carry.
+"""Local checkpoint files: read as only tensors and plain data, and compared with the checksums that they carry.
 
 The weights in the package too, by names of their own.
 """
@@ -141,7 +141,7 @@ def _reason(error: Exception, is_whole: bool) -> str:
     if unsafe_name:
         return (
             f'was refused and nothing in it was run: it asks for {unsafe_name[1]}, '
-            'but a checkpoint may hold tensors and plain data alone'
+            'but a checkpoint may hold only tensors and plain data'
         )
     if is_whole and isinstance(error, pickle.UnpicklingError):
         reason = message.split('WeightsUnpickler error:')[-1].strip().splitlines()[0]

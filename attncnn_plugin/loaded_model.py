@@ -1,5 +1,6 @@
 """A model of any of three libraries with images as it takes them, as the tools need it."""
 
+import difflib
 import math
 import shutil
 import sys
@@ -16,7 +17,7 @@ from PIL import Image
 from safetensors import SafetensorError
 from timm.data import create_transform, resolve_model_data_config
 from timm.layers import to_2tuple
-from torch import Tensor
+from torch import Tensor, nn
 
 from .attention.state_dicts import without_prefix
 from .checkpoint_files import load_from_local
@@ -52,6 +53,8 @@ class LoadedModel:
         name (str): The config, the name of the model in timm, or the folder of one of Hugging Face transformers.
         model (nn.Module): The model.
         meta (dict): The information about its training that the checkpoint holds.
+        input_shape (tuple[int, int, int] | None): Channels, height and width of an image as the model takes it; None
+            where it does not say.
         head_numbers (dict[str, list[int]] | None): By layer, what its heads were called when the training began, where
             an ``AttentionVisualizationHook`` followed them.
     """
@@ -59,6 +62,7 @@ class LoadedModel:
     name: str
     model: Any
     meta: Dict[str, Any]
+    input_shape: Optional[Tuple[int, int, int]]
     head_numbers: Optional[Dict[str, List[int]]]
 
     @property
@@ -147,6 +151,22 @@ class FileModel(LoadedModel):
         return rgb_picture((255 * (image * std + mean)).round())
 
 
+def create_timm(name: str, argument: str, **settings: Any) -> nn.Module:
+    """Returns a model of timm, by ``timm.create_model``.
+
+    Raises:
+        ValueError: timm has no model of this name; the message begins with the tool's argument, and has similar names.
+    """
+    try:
+        return timm.create_model(name, **settings)
+    except RuntimeError as error:
+        if ':' in name or timm.is_model(name):  # of a hub, or a model that cannot be built so
+            raise
+        similar = difflib.get_close_matches(name, timm.list_models())
+        advice = f'did you mean {" or ".join(similar)}?' if similar else 'timm.list_models() has the names'
+        raise ValueError(f'{argument} {name} is no model of timm: {advice}') from error
+
+
 class TimmModel(FileModel):
     """A model of timm in evaluation mode, and images after the transforms of its tests.
 
@@ -160,8 +180,7 @@ class TimmModel(FileModel):
 
     Raises:
         FileNotFoundError: No such checkpoint.
-        RuntimeError: No such model.
-        ValueError: The checkpoint does not fit.
+        ValueError: No such model, or the checkpoint does not fit.
     """
 
     def __init__(
@@ -173,7 +192,7 @@ class TimmModel(FileModel):
     ) -> None:
         self.name, self.meta, self.head_numbers = name, {}, None
         settings = settings or {}
-        self.model = timm.create_model(name, pretrained=pretrained, **settings).eval()
+        self.model = create_timm(name, '--timm', pretrained=pretrained, **settings).eval()
         if checkpoint is not None:
             state_dict = read_timm(checkpoint)
             found = dict(settings_in(state_dict, self.model).values())
@@ -189,7 +208,8 @@ class TimmModel(FileModel):
             print(f'The weights of {name} are random: give --pretrained or --checkpoint', file=sys.stderr)
         data = resolve_model_data_config(self.model)
         self.num_channels = settings.get('in_chans', data['input_size'][0])
-        data['input_size'] = (self.num_channels, *to_2tuple(settings.get('img_size', data['input_size'][1:])))
+        self.input_shape = (self.num_channels, *to_2tuple(settings.get('img_size', data['input_size'][1:])))
+        data['input_size'] = self.input_shape
         if self.num_channels == 1:
             data.update({name: (fmean(data[name]),) for name in ('mean', 'std')})
         self.mean, self.std = data['mean'], data['std']
@@ -291,9 +311,10 @@ class HuggingFaceModel(FileModel):
 
         config = self.model.config
         self.num_channels = getattr(config, 'num_channels', 3)
+        self.input_shape = (self.num_channels, *to_2tuple(getattr(config, 'image_size', 224)))
         if Path(self.name, PREPROCESSOR).is_file():
             return AutoImageProcessor.from_pretrained(self.name)
-        height, width = to_2tuple(getattr(config, 'image_size', 224))
+        _, height, width = self.input_shape
         reason = f'{self.name} has no {PREPROCESSOR}: images are scaled to {height}x{width} pixels, with mean and'
         print(f'{reason} deviation 0.5', file=sys.stderr)
         half = [0.5] * self.num_channels

@@ -125,11 +125,11 @@ def attention_in(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) 
     try:
         attention = new_attention(conv, **settings)
     except (TypeError, ValueError) as error:
-        raise StructureError(f'attention of the state dict cannot be in the place of {prefix[:-1]}: {error}') from error
+        raise StructureError(f'attention of the state dict cannot replace {prefix[:-1]}: {error}') from error
     heads, positions = attention.num_heads, math.prod(attention.window.kernel_size)
     if heads > positions or heads < positions and settings['position'] == 'gaussian':
         raise StructureError(
-            f'the state dict has attention of {heads} heads in the place of a convolution whose kernel of '
+            f'the state dict has attention of {heads} heads instead of a convolution whose kernel of '
             f'{attention.window.kernel_size} has {positions} positions'
         )
     return attention if conv is module else attention.to_empty(device=like.weight.device)

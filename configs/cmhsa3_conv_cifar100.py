@@ -1,4 +1,4 @@
-# The first phase alone.
+# Only the first phase.
 _base_ = [
     './_base_/models/cmhsa3_cifar100.py',
     './_base_/datasets/cifar100_bs128_deit_224.py',

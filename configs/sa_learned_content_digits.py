@@ -2,7 +2,7 @@ _base_ = './sa_learned_digits.py'
 
 model = dict(backbone=dict(content=True))
 
-# An epoch takes three times as long as without content, and fewer of them will do.
+# An epoch takes three times as long as without content, and fewer of them are enough.
 optim_wrapper = dict(optimizer=dict(lr=2e-3))
 
 param_scheduler = [

@@ -4,3 +4,5 @@ _base_ = [
     './_base_/schedules/cifar10_sgd_300e.py',
     './_base_/default_runtime.py',
 ]
+
+default_hooks = dict(heads=dict(type='AttentionVisualizationHook'))  # the centres by epoch (Figure 3), and pictures

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -22,6 +23,8 @@ from mmpretrain import get_model, list_models
 from mmpretrain.apis.model import ModelHub
 from mmpretrain.registry import MODELS as MODELS_OF_MMPRETRAIN
 from mmpretrain.registry import TRANSFORMS
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from attncnn_plugin.analysis import mean_attention
 from attncnn_plugin.attention import GeneralizedQuadraticAttention
@@ -184,6 +187,10 @@ def test_what_all_networks_on_cifar10_share(name):
     assert config.optim_wrapper.optimizer == optimizer
     if name.startswith('sa_'):
         assert (config.model.backbone.drop_rate, config.model.backbone.attn_drop_rate) == (0.1, 0.1)
+        with torch.device('meta'):
+            model = MODELS_OF_MMPRETRAIN.build(config.model)
+        for part, decay in weight_decays(model, config.optim_wrapper).items():
+            assert decay == (0 if part.endswith(('encoding.center', 'encoding.sqrt_precision')) else 1e-4), part
     loader = built_loader(config)
     assert (loader.batch_size, len(loader), type(loader.sampler).__name__) == (100, 500, 'DefaultSampler')
     indices = np.array(list(loader.sampler))
@@ -366,3 +373,31 @@ def sample_of(config):
     for step in built_pipeline(config):
         sample = step(sample)
     return sample
+
+
+@pytest.mark.slow
+def test_gpu_hours_of_the_page_of_the_papers():
+    """Multiply-adds in training, of both phases, as docs/papers.md counts them."""
+    page = (CONFIGS.parent / 'docs/papers.md').read_text()
+    rows = re.findall(r'^\|.*\| `configs/(\w+)\.py` \| ([\d.]+) \|$', page, re.MULTILINE)
+    assert len(rows) == 18
+    for name, hours in rows:
+        config = config_of(name)
+        model, epochs = MODELS_OF_MMPRETRAIN.build(config.model), config.train_cfg.max_epochs
+        size = 224 if name.endswith('cifar100') else 32
+        products = 0
+        for hook in [hook for hook in config.get('custom_hooks', []) if hook.type == 'PhaseTransitionHook']:
+            products += hook.epoch * multiply_adds(model, size)
+            epochs -= hook.epoch
+            model.backbone.to_attention()
+        products += epochs * multiply_adds(model, size)
+        assert products * 6 * 50_000 / 0.3 / 312e12 / 3600 == pytest.approx(float(hours), abs=0.06), name
+
+
+def multiply_adds(model, size):
+    """Of an image in training, where dropout makes attention dense."""
+    backbone = copy.deepcopy(model.backbone).to('meta')
+    backbone.train()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        backbone(torch.zeros(2, 3, size, size, device='meta'))
+    return counter.get_total_flops() / 4

@@ -5,12 +5,13 @@ device and fails; so does whatever asks for a value, for which a GPU would have 
 """
 
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 from helpers.layers import LAYERS, takes_images
-from helpers.small import TIMM_KINDS, small_cmhsa, small_timm
+from helpers.small import CMHSA_KINDS, TIMM_KINDS, small_model, small_timm
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,12 +23,7 @@ from attncnn_plugin.pruning import prune_heads
 CUDA = torch.device('cuda:0')
 
 SA_KINDS = [kind for kind in TIMM_KINDS if kind != 'sa_quadratic16_cifar']  # sa_quadratic_cifar with more heads
-MODELS = {
-    **{kind: lambda kind=kind: small_timm(kind, depth=1) for kind in SA_KINDS},
-    'cmhsa_conv': lambda: small_cmhsa('conv', depth=1),
-    'cmhsa_attn': lambda: small_cmhsa('attn', depth=1),
-    'cmhsa_narrow': lambda: small_cmhsa('attn', depth=1, head_dim='exact', qk_dim=4),
-}
+MODELS = {kind: partial(small_model, kind, depth=1) for kind in (*SA_KINDS, *CMHSA_KINDS)}
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch._C, '_ensureCUDADeviceGuardSet'), reason='fake tensors of a GPU need its driver in this torch'

@@ -1,8 +1,10 @@
 """The documentation and the docstrings: their Python runs, configs build, commands and links name what exists."""
 
+import ast
 import doctest
 import importlib
 import inspect
+import json
 import pathlib
 import pkgutil
 import re
@@ -17,11 +19,14 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob('*.md'), *ROOT.glob('docs/*.md'), *ROOT.glob('docs/gallery/*.md')])
 NEEDS = {
     'attncnn_plugin.visualization': 'matplotlib',
+    'from sklearn': 'sklearn',
     'torch.onnx': 'onnxscript',
     'from mmpretrain': 'mmpretrain',
     'from transformers': 'accelerate',
     'from lightning': 'lightning',
 }
+OUTPUT = '```text title="Output"'
+PROGRAM = re.compile(rf'^```python$\n(.*?)^```$(?:\n+{OUTPUT}$\n(.*?)^```$)?', re.MULTILINE | re.DOTALL)
 CONFIG = re.compile(r'(_base_|model|custom_hooks|default_hooks) = ')
 
 
@@ -49,16 +54,22 @@ def is_mmpretrains(block):
 
 
 @pages_with('python', is_program)
-def test_python_runs(page, monkeypatch, tmp_path, request):
+def test_python_runs(page, monkeypatch, tmp_path, request, capsys):
+    """And prints what ``OUTPUT`` right below a block says, up to spaces at the ends of lines; ``...`` is anything."""
     monkeypatch.chdir(tmp_path)
-    names = {}
-    for block in filter(is_program, blocks(page, 'python')):
+    names, text = {}, page.read_text()
+    programs = [found for found in PROGRAM.findall(text) if is_program(found[0])]
+    assert sum(bool(output) for _, output in programs) == text.count(OUTPUT), 'an output without its Python'
+    for block, output in programs:
         if 'torch.onnx' in block and not request.config.option.slow:
             continue
         for word, library in NEEDS.items():
             if word in block:
                 pytest.importorskip(library)
+        capsys.readouterr()
         exec(compile(block, page.name, 'exec'), names)
+        printed = '\n'.join(line.rstrip() for line in capsys.readouterr().out.splitlines()) + '\n'
+        assert not output or doctest.OutputChecker().check_output(output, printed, doctest.ELLIPSIS), printed
 
 
 @pages_with('python', is_mmpretrains)
@@ -75,7 +86,8 @@ def test_configs_build(page, tmp_path):
         if 'model' in config:
             mmpretrain.registry.MODELS.build(config.model)
         own = {}  # without what it inherits: other hooks want a whole run
-        exec(block, own)
+        hooks = [line for line in ast.parse(block).body if re.match('(custom|default)_hooks =', ast.unparse(line))]
+        exec(compile(ast.Module(hooks, []), page.name, 'exec'), own)
         for hook in [*own.get('custom_hooks', []), *own.get('default_hooks', {}).values()]:
             mmpretrain.registry.HOOKS.build(hook)
 
@@ -105,6 +117,13 @@ def test_commands_name_what_exists(page):
             assert f"'{option}'" in source, words
 
 
+def test_every_tool_is_listed():
+    scripts = [path for path in ROOT.glob('tools/**/*.*') if path.read_text().startswith('#!')]
+    page = (ROOT / 'docs/commands.md').read_text()
+    assert len(scripts) > 10
+    assert [path.name for path in scripts if path.relative_to(ROOT).as_posix() not in page] == []
+
+
 def anchors(page):
     """The anchors of a page, as GitHub and mkdocs make them of headings."""
     text = re.sub(r'^```.*?^```$', '', page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -122,6 +141,21 @@ def test_links_lead_somewhere(page):
         assert target.exists(), link
         if anchor:
             assert anchor in anchors(target), link
+
+
+def test_project_files():
+    """The forge reads these; a mistake in them would show there alone."""
+    yaml = pytest.importorskip('yaml')
+    from attncnn_plugin.version import __version__
+
+    assert yaml.safe_load((ROOT / 'CITATION.cff').read_text())['version'] == __version__
+    assert f'\n## {__version__}\n' in (ROOT / 'CHANGELOG.md').read_text()
+    (job,) = yaml.safe_load((ROOT / '.github/workflows/ci.yml').read_text())['jobs'].values()
+    assert job['timeout-minutes'] and [step['run'] for step in job['steps'] if 'run' in step] == ['.ci/run']
+    templates = [path.read_text() for path in ROOT.glob('.github/ISSUE_TEMPLATE/*.md')]
+    assert len(templates) == 2
+    for template in templates:
+        assert set(yaml.safe_load(template.split('---')[1])) == {'name', 'about', 'labels'}
 
 
 def test_tests_that_are_named_exist():
@@ -145,13 +179,47 @@ def test_names_on_the_page_of_the_papers_exist():
         )
 
 
-@pytest.mark.slow
-def test_site_builds(tmp_path):
+@pytest.fixture(scope='module')
+def site(tmp_path_factory):
     pytest.importorskip('mkdocstrings', reason="pip install -e '.[docs]'")
-    build = [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--site-dir', str(tmp_path)]
+    pytest.importorskip('latex2mathml', reason="pip install -e '.[docs]'")
+    folder = tmp_path_factory.mktemp('site')
+    build = [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--site-dir', str(folder)]
     result = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert (tmp_path / 'api/attention/index.html').is_file()
+    return folder
+
+
+@pytest.mark.slow
+def test_site_builds(site):
+    for file in ('api/attention/index.html', 'gallery/quadratic/explorer.html', 'changelog/index.html', 'CITATION.cff'):
+        assert (site / file).is_file(), file
+    index = json.loads((site / 'search/search_index.json').read_text())
+    texts = ' '.join(re.sub('<.*?>', ' ', page['text']) for page in index['docs']).lower()
+    assert {'install', 'slurm', 'customdataset', 'cite'} <= set(re.split(index['config']['separator'], texts))
+    home = (site / 'index.html').read_text()
+    assert 'docs/' not in home and 'images/nine_heads_dark.png#only-dark' in home and 'href="contributing/"' in home
+    assert 'class="arithmatex"' not in ''.join(page.read_text() for page in site.glob('*/index.html'))
+
+
+@pytest.mark.slow
+def test_no_page_scrolls_sideways(site, tmp_path):
+    """On a desk and on a phone: wide tables and formulas scroll within the page."""
+    pytest.importorskip('selenium')
+    from helpers.browser import Browser, missing_programs
+
+    if missing_programs():
+        pytest.skip(f'{" and ".join(missing_programs())} not installed')
+    pages = [*site.glob('index.html'), *site.glob('*/index.html'), *site.glob('*/*/index.html')]
+    with Browser(tmp_path) as browser:
+        for width in (1400, 390):
+            size = dict(width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
+            browser.command('Emulation.setDeviceMetricsOverride', size)
+            for page in pages:
+                browser.driver.get(page.as_uri())
+                found = browser.script('return document.documentElement.scrollWidth')
+                assert found <= width, (page, width)
+    assert len(pages) > 40
 
 
 FOLDERS = ['attncnn_plugin.convert', 'attncnn_plugin.pruning', 'attncnn_plugin.analysis', 'attncnn_plugin.transformers']

@@ -20,6 +20,7 @@ from ..attention.evaluation_mode import evaluating
 from ..attention.positions import GaussianHeads
 from ..attention.window import Window, per_axis, shown
 from ..pruning.criteria import relative_entropy_of_maps
+from ..pruning.prune import BLOCK
 from ..transformers.attention import TokenPlaces, visit_vit_attention, vit_layers
 from ..transformers.vision_transformer import is_vit
 
@@ -31,7 +32,7 @@ Grid = Tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class MeanAttention:
-    """The attention probabilities of a layer's heads, mean over images or by position alone.
+    """The attention probabilities of a layer's heads, mean over images or by only position.
 
     Attributes:
         probs (Tensor): P, ``(N_h, Q, H*W)`` for Q queries, row-major, float32, on the CPU. Rows add up to 1 or, with a
@@ -39,14 +40,14 @@ class MeanAttention:
         grid (tuple[int, int]): Height H and width W of the grid of keys, in tokens, patches or pixels.
         window (Window | None): Where the queries of an ``ImageAttention`` are; None where each key is a query.
         gaussian (GaussianHeads | None): Centres and shapes of Gaussian heads, where the probabilities are theirs.
-        num_images (int): Number of images of the mean; 0 for probabilities by position alone.
+        num_images (int): Number of images of the mean; 0 for probabilities by only position.
         relative_entropy (Tensor | None): Entropy of single images relative to that of uniform attention to all keys
             that a query sees, mean over queries and images, ``(N_h,)``; None for that of ``probs``. The mean of the
             probabilities has a larger one: a head can look at one key in each image, and at all of them in the mean.
         entropy (Tensor | None): The entropy in nats; None for ``relative_entropy`` times log H·W.
         prefix_mass (Tensor | None): What patches give to class tokens, registers and padding, mean over patches and
             images, ``(N_h,)``, for models of other libraries. What they give to patches was renormalized to 1.
-        in_windows (bool): Whether queries see the keys of their window alone, as in Swin transformers.
+        in_windows (bool): Whether queries see only the keys of their window, as in Swin transformers.
     """
 
     probs: Tensor
@@ -104,7 +105,7 @@ def mean_attention(
 ) -> Dict[str, MeanAttention]:
     """Returns the attention probabilities of every layer of a model, mean over images, on the CPU.
 
-    Probabilities that depend on position alone are computed in float64. The model runs in evaluation mode, and stays as
+    Probabilities that depend only on position are computed in float64. The model runs in evaluation mode, and stays as
     it was.
 
     Of vision transformers of other libraries it is the attention of patches to patches, renormalized to 1, and 0
@@ -117,7 +118,7 @@ def mean_attention(
             images there has to be a ``size``.
         size (Sequence[int], optional): Height and width of the grid in tokens, instead of images, where no layer
             depends on content.
-        part (str): ``'all'``; ``'position'``, the term that depends on position alone, v·r_δ of C20's eq. 8 or the
+        part (str): ``'all'``; ``'position'``, the term that depends only on position, v·r_δ of C20's eq. 8 or the
             position bias of CMHSA, or q·r_δ in layers without one; or ``'content'``, the term without position, q·k,
             where null keys are left out too. Layers without such a term are not in the result. Defaults to ``'all'``.
 
@@ -142,7 +143,7 @@ def mean_attention(
         if images is None or size is not None or part != 'all':
             raise ValueError(
                 f'size={shown(size)} and part={part!r}, but the attention of model, a {type(model).__name__}, depends '
-                'on images, which say the grid, and has no parts: give images alone'
+                'on images, which say the grid, and has no parts: give only images'
             )
         return _maps_of_vit(model, images)
     layers = attention_layers(model)
@@ -175,7 +176,7 @@ def grids_of_layers(
 
 @torch.no_grad()
 def position_maps(layer: AttentionLayer, grid: Grid) -> MeanAttention:
-    """Returns the probabilities by position alone, in float64 if the layer has no others."""
+    """Returns the probabilities by only position, in float64 if the layer has no others."""
     probs = layer.position_probs(grid) if layer.depends_on_content else layer.exact_attention_probs(grid)
     assert probs is not None
     gaussian = layer.gaussian_heads()
@@ -192,7 +193,7 @@ def maps_of_images(
         for name, layer in layers.items():
             raise ValueError(
                 f'the scores of {name or "layer"}, {layer.extra_repr()}, depend on images: give images instead of '
-                "size, or choose part='position' where a term depends on position alone"
+                "size, or choose part='position' where a term depends only on position"
             )
         return {}
     means = ImageMeans()
@@ -320,7 +321,7 @@ def layer_labels(names: Iterable[str]) -> Dict[str, str]:
     labels = {}
     for name in names:
         staged = re.search(r'(?:^|\.)(?:stages|layers)\.(\d+)\.blocks\.(\d+)\.', name)
-        block = re.search(r'(?:^|\.)(?:blocks|layers)\.(\d+)\.', name)  # mmpretrain calls them layers
+        block = re.search(BLOCK.format(r'\d+'), name)
         labels[name] = f'stage {staged[1]} block {staged[2]}' if staged else f'block {block[1]}' if block else name
     count = Counter(labels.values())
     return {name: label if count[label] == 1 else name for name, label in labels.items()}

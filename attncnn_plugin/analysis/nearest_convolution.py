@@ -109,7 +109,7 @@ class ConvolutionErrors:
         return BestConvolution(kernel_size, self.padding_mode, _relative(left, self.whole), interior)
 
     def of_shifts(self, shifts: Sequence[Shift]) -> Optional[float]:
-        """Returns the error of the best convolution with these shifts alone; None if the window lacks one."""
+        """Returns the error of the best convolution with only these shifts; None if the window lacks one."""
         if self.window is None:
             target = torch.stack([_targets_of_shift(shift, self.size, self.padding_mode) for shift in set(shifts)])
         else:

@@ -55,7 +55,7 @@ def head_report(
 ) -> 'HeadReport':
     """Reports what the heads of each layer of a model do.
 
-    A layer with a part that depends on position alone has a report of that part: the whole of attention by position,
+    A layer with a part that depends only on position has a report of that part: the whole of attention by position,
     vᵀr_δ (C20, eq. 8), or the relative position bias of CMHSA. With images, a layer whose scores depend on content has
     a report of its attention, averaged over these. If its only positional term is q·r_δ, which depends on the query
     too, it also has one of attention by that term, averaged over the images, before the other.
@@ -72,7 +72,7 @@ def head_report(
         images (Tensor, optional): ``(B, C, H, W)``, as the model takes them, at least one. Without images there has to
             be a ``size``.
         size (Sequence[int], optional): Height and width of the grid in tokens, at least two of them, instead of images,
-            for what depends on position alone; pixels for attention instead of convolutions.
+            for what depends only on position; pixels for attention instead of convolutions.
         tolerance (float): Residual up to which a shift is expressible, 1e-7 or more. Defaults to 1e-6.
 
     Returns:
@@ -80,7 +80,7 @@ def head_report(
 
     Raises:
         ValueError: No attention in the model; both images and a size, or neither; without images, a layer without a
-            part that depends on position alone; an image too small for a layer's window, or not of two axes; parameters
+            part that depends only on position; an image too small for a layer's window, or not of two axes; parameters
             that are not finite.
 
     Examples:
@@ -157,7 +157,7 @@ def layer_report(
 
 
 def _head_statistics(maps: MeanAttention, shifts: ShiftMaps, by_position: bool) -> Iterator['HeadStatistics']:
-    """Yields the numbers of each head; by position alone also those of its parameters, and whether it is degenerate."""
+    """Yields the numbers of each head; for position-only attention also of its parameters, and degenerate heads."""
     gaussian = maps.gaussian if by_position else None
     degenerate: Dict[int, DegenerateHead] = {}
     if by_position:
@@ -248,7 +248,7 @@ class HeadStatistics:
         nearest_shift (tuple[int, int]): The δ that gets most, see :func:`.shift_statistics.nearest_shifts`.
         share (float): P[q, q + δ] of the nearest shift, mean over interior queries. If the shift leaves the grid from
             one of these, the mean is over all queries from which it stays. If these are less than a quarter of the
-            queries, it is over all queries, with the nearest key of the grid in the place of a q + δ outside.
+            queries, it is over all queries, with the nearest key of the grid instead of a q + δ outside.
         kind (str): ``'hard'`` if the share is 0.9 or more, else ``'uniform'`` if the relative entropy is above 0.99,
             else ``'soft'``.
         degenerate (bool | None): Whether a criterion of :func:`~attncnn_plugin.pruning.find_degenerate_heads` finds the
@@ -322,13 +322,13 @@ class LayerReport:
         num_heads (int): Number of heads N_h.
         kind (LayerKind): The kind of the layer by what its heads form together.
         convolutions (tuple[BestConvolution, ...]): The best 3x3 and 5x5 convolution; for an ``ImageAttention`` that of
-            its window alone. Empty without heads.
+            only its window. Empty without heads.
         expressible (tuple[ExpressibleShifts, ...]): The shifts of 3x3 and 5x5 kernels, without a kernel that is larger
             than the grid. Empty for an ``ImageAttention`` whose queries are not the pixels.
         heads (tuple[HeadStatistics, ...]): The heads.
         name (str): Name of the layer in its model, empty for a layer by itself.
         attention (str): ``'position'`` for the positional part, ``'images'`` for the whole attention to images.
-        num_images (int): Number of images that it is a mean over, 0 for what depends on position alone.
+        num_images (int): Number of images that it is a mean over, 0 for what depends only on position.
     """
 
     grid: Shift

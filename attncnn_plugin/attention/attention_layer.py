@@ -22,7 +22,7 @@ class AttentionLayer(nn.Module):
         window (Window | None): Where the queries are and how the image is padded, for attention instead of a
             convolution; None for attention over a grid, whose queries are its tokens.
         depends_on_content (bool): Whether the probabilities depend on the input.
-        has_position_scores (bool): Whether a term of the scores depends on position alone.
+        has_position_scores (bool): Whether a term of the scores depends only on position.
         padding_mode (str): How a convolution pads the image to see what a head sees at a shift that leaves the grid: a
             hard Gaussian head sees the nearest pixel inside, ``'replicate'``, a null key means ``'zeros'``.
     """
@@ -42,7 +42,7 @@ class AttentionLayer(nn.Module):
         return None if of_encoding is None else of_encoding()
 
     def position_probs(self, size: Sequence[int]) -> Optional[Tensor]:
-        """Returns the probabilities by the terms of the scores that depend on position alone, without dropout.
+        """Returns the probabilities by the terms of the scores that depend only on position, without dropout.
 
         They are ``(N_h, Q, K)`` for a grid or an image of ``size``, row-major, at least float32; None without such a
         term.

@@ -1,4 +1,4 @@
-"""Attention by content and position in the place of a convolution (d'Ascoli et al. 2021, "Transformed CNNs")."""
+"""Attention by content and position instead of a convolution (d'Ascoli et al. 2021, "Transformed CNNs")."""
 
 import math
 from typing import Any, List, Optional, Sequence
@@ -155,7 +155,7 @@ class ContentImageAttention(ImageAttention):
         return (1 - share) * self._content_probs(products, bias) + share * softmax(bias)
 
     def _content_probs(self, products: Tensor, bias: Tensor) -> Tensor:
-        """Returns the probabilities by content alone, of the keys that a query sees: those without a bias of −∞."""
+        """Returns the probabilities by only content, of the keys that a query sees: those without a bias of −∞."""
         return softmax(at_least_float32(products).masked_fill(bias == -math.inf, -math.inf))
 
     def _heads(self, x: Tensor) -> Tensor:

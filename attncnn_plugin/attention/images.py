@@ -1,4 +1,4 @@
-"""Attention with a convolution's inputs and outputs, by position alone (Cordonnier et al. 2020 (C20), Theorem 1)."""
+"""Position-only attention with a convolution's inputs and outputs (Cordonnier et al. 2020 (C20), Theorem 1)."""
 
 import math
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
@@ -35,7 +35,7 @@ class ImageAttention(PrunableHeads):
         num_heads (int): Number of heads N_h.
         window (Window): Where the queries are, and how the image is padded.
         bias (bool): Whether the output has a bias. Defaults to True.
-        groups (int): Groups of channels: an output reads the channels of its group alone. Defaults to 1.
+        groups (int): Groups of channels: an output reads only the channels of its group. Defaults to 1.
 
     Attributes:
         value (nn.Linear | GroupedLinear): The channels of all heads to ``out_channels``, by groups.
@@ -241,7 +241,7 @@ class WindowImageAttention(ImageAttention):
         self._init_positions('table', self.window.kernel_size)
 
     def heads(self, x: Tensor) -> Tensor:
-        # A head looks at its window alone, with the same probabilities everywhere.
+        # A head looks only at its window, with the same probabilities everywhere.
         x = self.window.pad(x)
         convolve = (F.conv1d, F.conv2d, F.conv3d)[self.window.ndim - 1]
         probs = self.encoding().to(x.dtype)[:, None]
@@ -250,7 +250,7 @@ class WindowImageAttention(ImageAttention):
 
 
 class GroupedLinear(nn.Module):
-    """A linear map of the channels of all heads, where an output reads the channels of its group alone.
+    """A linear map of the channels of all heads, where an output reads only the channels of its group.
 
     Arguments are those of :class:`ImageAttention`.
 

@@ -55,7 +55,7 @@ def resize_shifts(table: Tensor, length: int) -> Tensor:
     source, target = table.shape[0] // 2, length // 2
     if target <= source:
         return table[source - target : source + target + 1]
-    if source == 0:  # shift 0 alone
+    if source == 0:  # only shift 0
         return table.expand(length, -1)
     low, high = 1.0, target ** (1 / max(source - 1, 1))  # r is between: 1 + r + … + r^(source − 1) = target
     for _ in range(60):

@@ -11,7 +11,7 @@ def softmax(scores: Tensor) -> Tensor:
 
     Many probabilities of Gaussian heads (C20, eq. 9) lie between e⁻⁸⁷ and e⁻¹⁰³: float32 has only subnormal numbers
     there, and some processors take many times as long for a matrix product that meets one. Outputs and gradients keep
-    their bits, but for gradients below 10⁻¹⁶, those of heads that attend to one key alone.
+    their bits, but for gradients below 10⁻¹⁶, those of heads that attend to a single key.
     """
     return without_subnormals(scores.softmax(-1))
 

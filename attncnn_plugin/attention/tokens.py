@@ -36,7 +36,7 @@ class GridAttention(PrunableHeads):
         dim (int): Channels D of a token.
         num_heads (int): Number of heads N_h.
         attn_drop (float): Dropout rate of the attention probabilities, of which the images of a batch have the same
-            mask where these depend on position alone. Defaults to 0.
+            mask where these depend only on position. Defaults to 0.
 
     Raises:
         ValueError: A number of heads below 1, or a rate out of range.

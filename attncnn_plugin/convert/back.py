@@ -1,4 +1,4 @@
-"""Attention by positions alone as a convolution: the converse of Cordonnier et al. 2020 (C20), Theorem 1."""
+"""Position-only attention as a convolution: the converse of Cordonnier et al. 2020 (C20), Theorem 1."""
 
 import copy
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ ROUNDING = 1e-12  # of least squares: a head on one pixel has the coefficients 1
 
 @dataclass(frozen=True, eq=False)
 class ConvFit:
-    """The error of a convolution in the place of an attention layer, on a grid of ``size``.
+    """The error of a convolution instead of an attention layer, on a grid of ``size``.
 
     The fit leaves E_h = P_h − Σ_δ c_{h,δ} S_δ of head h. The error at a query q is at most Σ_h ‖E_h[q, :]‖₁ ‖V_h‖₂ ·
     max_k ‖x_k‖₂ for every input x of this size, V_h being the head's slice of the value matrix. A bound is the largest
@@ -52,7 +52,7 @@ def mhsa_to_conv(
     size: Union[int, Sequence[int], None] = None,
     padding_mode: Optional[str] = None,
 ) -> Tuple[Convolution, ConvFit]:
-    """Turns attention that depends on positions alone into the convolution that is nearest to it.
+    """Turns attention that depends only on positions into the convolution that is nearest to it.
 
     Each head's probabilities P_h are fitted by shifts, min_c ‖P_h − Σ_δ c_{h,δ} S_δ‖_F with (S_δ x)_q = x_{q+δ}, and
     the kernel is W_δ = Σ_h c_{h,δ} V_h. Hard heads whose shifts lie in the kernel are fitted exactly: at the border a
@@ -96,7 +96,7 @@ def mhsa_to_conv(
     size = per_axis('size', _default_size(window) if size is None else size, window.ndim)
     target = targets(window, size)
     probs = _exact_probs(layer, size)
-    # V_h, the blocks of its groups alone, (C_out, C_in/groups, N_h)
+    # V_h, only the blocks of its groups, (C_out, C_in/groups, N_h)
     value = group_blocks(layer.value_matrices(), conv.groups).cpu().double()
 
     coefficients = fit_shifts(probs, target)
@@ -108,7 +108,7 @@ def mhsa_to_conv(
         conv.bias.copy_(layer.value.bias)
 
     norm, row_error = zip(*(_error(p, c, target) for p, c in zip(probs, coefficients)))
-    residual = torch.stack(norm) / probs.flatten(1).norm(dim=1).clamp_min(1e-12)  # a head can see padding alone
+    residual = torch.stack(norm) / probs.flatten(1).norm(dim=1).clamp_min(1e-12)  # a head can see only padding
     bound = torch.stack(row_error)
     if bound.any():  # the norms are most of the work
         bound = block_norms(value, conv.groups)[:, None] * bound

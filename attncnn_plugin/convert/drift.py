@@ -105,7 +105,7 @@ def drifts(
     if drift is None:
         warnings.warn(
             'the drift of the model is not known: its outputs have no floating numbers, or other shapes than before, '
-            "as a detector's boxes can have; the drifts of the layers alone say something",
+            "as a detector's boxes can have; only the drifts of the layers say something",
             stacklevel=3,
         )
     return {name: _relative(own) for name, own in squares.items()}, drift

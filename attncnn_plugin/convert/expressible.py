@@ -213,7 +213,7 @@ def fit_values(
     heads, see :func:`~attncnn_plugin.convert.expressible_shifts`, and for some kernels otherwise.
 
     Args:
-        attention (GridAttention | ImageAttention): Attention by position alone. It is not changed. Attention dropout is
+        attention (GridAttention | ImageAttention): Position-only attention. It is not changed. Attention dropout is
             left out.
         conv (nn.Conv1d | nn.Conv2d | nn.Conv3d): The convolution, with any dilation, groups and padding mode. Its
             outputs have to be at the queries of ``attention``: for attention over a grid stride 1 and an output of the

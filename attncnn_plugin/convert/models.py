@@ -34,7 +34,7 @@ def convs_to_attention(model: nn.Module, layers: Layers, inputs: Any = None, **s
         model (nn.Module): Any model of timm, torchvision, mmpretrain or another library.
         layers (str | Iterable[str] | callable): The layers to convert: the name of a convolution, a glob such as
             ``'layer4.*.conv*'``, whose ``*`` stands for dots too, several of these, or a function that says of a name
-            and a module whether to convert it. Of what globs and functions choose, convolutions alone are meant.
+            and a module whether to convert it. Globs and functions choose only convolutions.
         inputs (Any, optional): An example batch, which the model is called with as its only argument, before and after,
             in evaluation mode: the report then has how far the outputs move. Defaults to None, no run.
         **settings (Any): For each layer as of :func:`~attncnn_plugin.convert.conv_to_mhsa`, such as ``alpha=6``.

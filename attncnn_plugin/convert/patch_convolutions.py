@@ -141,7 +141,7 @@ def choose_head_dims(
 ) -> Tuple[int, ...]:
     """Returns the channels D_h of each head by the arguments of :class:`~attncnn_plugin.models.CMHSANetwork`.
 
-    From a patch that is one step away a convolution reads border pixels alone. An exact head has as many channels as it
+    From a patch that is one step away a convolution reads only border pixels. An exact head has as many channels as it
     reads pixels, or writes pixels if these are fewer, times their channels; one, where dilation steps over a patch.
 
     Raises:
@@ -155,7 +155,7 @@ def choose_head_dims(
     if head_dim not in (None, 'exact'):
         raise ValueError(f"head_dim={head_dim!r} is unknown: choose 'exact' or None, as wide as a patch")
     if min_head_dim < 1 or (min_head_dim > 1 and head_dim is None):
-        raise ValueError(f"min_head_dim={min_head_dim} must be at least 1, and is for head_dim='exact' alone")
+        raise ValueError(f"min_head_dim={min_head_dim} must be at least 1, and is only for head_dim='exact'")
     dim, widths = conv.in_channels * math.prod(patch_size), []
     for shift in patch_shifts(conv, patch_size):
         seen = kernel_positions(conv, patch_size, shift) >= 0

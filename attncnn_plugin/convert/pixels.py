@@ -52,7 +52,7 @@ class ConversionReport:
         num_heads (int): Number of heads N.
         relative_error (float): The error of the layer, as its parameters are stored.
         bound (float): The error of the best matrix of rank N (Eckart-Young): no layer with N heads that look at
-            positions alone has less.
+            only positions has less.
         alpha (float | None): Width α of heads that each see one position, as stored; None for heads that see several.
         deviation (float): With an ``alpha``, the largest share of a head that goes to other pixels than its own, at any
             pixel of any image.
@@ -115,7 +115,7 @@ def conv_to_mhsa(
             Defaults to 800, no error at all; 46 is below the rounding error of float64 (C20's remark on Lemma 2).
         content (str, optional): How scores by content come in, ``'additive'`` or ``'gated'``, see
             :class:`~attncnn_plugin.attention.ContentImageAttention`. λ starts at 40, no content at all, with the
-            default ``alpha``, and at 4, 2% of the probabilities, with another. Defaults to None, positions alone.
+            default ``alpha``, and at 4, 2% of the probabilities, with another. Defaults to None, only positions.
         position (str, optional): ``'gaussian'``, heads −α‖δ − Δ‖², or ``'table'``, a score for each shift of the
             kernel, with content of the neighbourhood. Defaults to ``'gaussian'`` with a head for each kernel position,
             and to ``'table'`` with fewer.

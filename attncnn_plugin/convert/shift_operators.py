@@ -1,6 +1,6 @@
 """The shift operators S_δ of a convolution, (S_δ x)_q = x_{q+δ}, and the maps of attention that they are compared with.
 
-A convolution is Σ_δ S_δ ⊗ W_δ with the kernel's slices W_δ; attention by positions alone is Σ_h P_h ⊗ V_h (Cordonnier
+A convolution is Σ_δ S_δ ⊗ W_δ with the kernel's slices W_δ; position-only attention is Σ_h P_h ⊗ V_h (Cordonnier
 et al. 2020, section 3).
 """
 
@@ -76,7 +76,7 @@ def triangle(probs: Tensor, target: Tensor, queries: Tensor, above: Optional[Ten
 def least_squares(maps: Tensor, shifts: Tensor, tolerance: float) -> Tuple[Tensor, int, float]:
     """Returns Φ of the least ‖S − PΦ‖, the number of directions that it uses, and the condition number of P."""
     norms = maps.norm(dim=0)
-    norms = torch.where(norms > 0, norms, 1.0)  # a head can see padding alone
+    norms = torch.where(norms > 0, norms, 1.0)  # a head can see only padding
     left, singular, right = torch.linalg.svd(maps / norms, full_matrices=False)
     kept = singular > tolerance * singular[:1]
     coefficients = right[kept].T @ ((left[:, kept].T @ shifts) / singular[kept, None]) / norms[:, None]
@@ -94,7 +94,7 @@ def check_position_only(layer: nn.Module) -> None:
     if layer.depends_on_content:
         raise ValueError(
             f'the probabilities of layer, {type(layer).__name__}({layer.extra_repr()}), depend on the input: only '
-            'those of attention by positions alone do not'
+            'those of position-only attention do not'
         )
 
 

@@ -1,5 +1,6 @@
 'use strict';
 
+const SCALE_NAMES = {same: 'Same for all heads', own: 'Each its own'};
 const PART_NAMES = {position: 'Position', content: 'Content', both: 'Both', attention: 'Attention'};
 const ARRAYS = {uint8: Uint8Array, int32: Int32Array, float32: Float32Array};
 const ARROWS = {ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1]};  // rows, columns
@@ -7,7 +8,7 @@ const byId = (id) => document.getElementById(id);
 let page;  // the data, see layer_data.py and page.py
 let height, width;  // of the page's grid, in whose pixels the state counts: the finest of all layers
 const state = {
-  image: 0, query: 0, token: null, locked: false, layer: 0, head: 0, part: null, key: null, theme: null};
+  image: 0, query: 0, token: null, locked: false, layer: 0, head: 0, part: null, scale: 'same', key: null, theme: null};
 
 // ---- Data ----
 
@@ -93,8 +94,9 @@ function shownOf(layer, head, query) {
     if (Math.abs(dr) <= 1 && Math.abs(dc) <= 1) near += p;
     if (p > probs[at]) at = k;
   });
+  const seen = keys ? keys.filter((key) => key < tall * wide).length : tall * wide;
   const placed = query.name ? {near: null, center: null} : {near, center: sum > 0 ? [down / sum, right / sum] : null};
-  return {...shown, ...placed, largest: {row: Math.floor(at / wide), column: at % wide}};
+  return {...shown, ...placed, seen, largest: {row: Math.floor(at / wide), column: at % wide}};
 }
 
 // ---- Text ----
@@ -149,11 +151,18 @@ function drawPicture(context, picture) {
   context.drawImage(picture, 0, 0, w, h);
 }
 
+/** How strong the colour of a probability is: from uniform attention to all of it on a key, or up to the largest. */
+function strength(p, {most, seen}) {
+  if (state.scale === 'own') return most > 0 ? Math.min(p / most, 1) : 0;
+  return p * seen > 1 ? Math.log(p * seen) / Math.log(seen) : 0;
+}
+
 /** The map of a head over its picture, with the query that it is of. */
-function drawMap(context, layer, {probs, most, query}, rgb) {
+function drawMap(context, layer, shown, rgb) {
+  const {probs, query} = shown;
   const {grid: [tall, wide]} = layer, image = new ImageData(wide, tall);
   drawPicture(context, faded[document.documentElement.dataset.theme][state.image]);
-  if (most > 0) probs.forEach((p, k) => image.data.set([...rgb, 255 * p / most], 4 * k));
+  probs.forEach((p, k) => image.data.set([...rgb, 255 * strength(p, shown)], 4 * k));
   Object.assign(scratch, {width: wide, height: tall}).getContext('2d').putImageData(image, 0, 0);
   context.imageSmoothingEnabled = false;
   context.drawImage(scratch, 0, 0, context.canvas.width, context.canvas.height);
@@ -221,7 +230,7 @@ function buildTable() {
   const titles = Array.from({length: heads}, (_, h) => create('th', {scope: 'col'}, wideText('Head '), String(h)));
   table.createTHead().insertRow().append(create('td'), ...titles);
   table.classList.toggle('named', page.layers.some((layer) => !/^block \d+$/.test(layer.label)));
-  table.style.minWidth = `${heads * 32 + 24}px`;
+  table.style.minWidth = `${heads * (matchMedia('(pointer: coarse)').matches ? 48 : 32) + 24}px`;
   table.style.maxWidth = `calc(4.2rem + ${heads * Math.max(160 * Math.min(width / height, 1) + 12, 56)}px)`;
   const body = table.createTBody();
   cells = page.layers.map((layer, l) => {
@@ -317,8 +326,9 @@ function renderQuery(center) {
   if (center) drawCenter(context, query, center, layer.grid);
   byId('query-place').textContent = query.name ? `Token ${query.name}` : `Row ${query.row}, column ${query.column}`;
   byId('lock').setAttribute('aria-pressed', String(state.locked));
+  byId('lock').textContent = state.locked ? 'Locked' : 'Lock';
   byId('image-name').textContent = picture;
-  name(canvas, `${picture}, query ${query.name ? '' : 'pixel at '}${spoken(query)}${state.locked ? ', locked' : ''}`);
+  name(canvas, `${picture}, query ${query.name ? '' : 'at '}${spoken(query)}${state.locked ? ', locked' : ''}`);
 }
 
 function renderTokens(shown, rgb) {
@@ -331,7 +341,7 @@ function renderTokens(shown, rgb) {
     const [swatch, , text] = item.children, p = shown?.beside[i] ?? 0;
     item.hidden = i >= others.length;
     item.classList.toggle('query', i === shown?.query.number);
-    swatch.style.backgroundColor = `rgb(${rgb.join(' ')} / ${shown?.most > 0 ? Math.min(p / shown.most, 1) : 0})`;
+    swatch.style.backgroundColor = `rgb(${rgb.join(' ')} / ${shown ? Math.min(strength(p, shown), 1) : 0})`;
     text.textContent = number(p);
   });
 }
@@ -348,7 +358,11 @@ function renderMap(shown, rgb) {
   byId('grid').textContent =
     `${grid.join('×')} ${layer.parts.attention ? 'patches' : 'pixels'}, ${rows.length}×${columns.length} queries` +
     (keys ? `, in windows of ${keys.shape[1]}. What the query sees is outlined.` : '.');
-  byId('ramp-end').textContent = number(shown.most);
+  const own = state.scale === 'own';
+  byId('ramp-start').textContent = own ? '0' : 'uniform';
+  byId('ramp-end').textContent = own ? number(shown.most) : `${shown.seen}×`;
+  byId('scale-help').textContent = own ? 'The strongest colour of a map is its largest probability.' :
+    'Colours count times uniform attention: a head that attends to all keys alike has none.';
   byId('key-place').textContent = place(key);
   byId('key-probability').textContent = text;
   name(canvas, `${title}: where ${spoken(query)} attends, key at ${spoken(key)}: ${text}`);
@@ -428,9 +442,26 @@ function change(changes) {
   });
 }
 
+/** Moves the query over the image, row by row, or stops that. */
+let playing = null;
+function play(start = playing === null) {
+  clearInterval(playing);
+  playing = start ? setInterval(() => {
+    const {grid, rows, columns} = page.layers[state.layer], {i, j} = queryOf(state.layer);
+    const next = (i * columns.length + j + 1) % (rows.length * columns.length);
+    const place = {row: rows[Math.floor(next / columns.length)], column: columns[next % columns.length]};
+    change({query: onPage(place, grid), token: null, locked: true});
+  }, 200) : null;
+  byId('play').setAttribute('aria-pressed', String(start));
+  byId('play').textContent = start ? 'Stop' : 'Play';
+  change({});
+}
+
 /** What follows a change when no other one has come for a moment: what is read aloud, and the address. */
 function settle() {
   clearTimeout(settling);
+  settling = null;
+  if (playing !== null) return;
   settling = setTimeout(() => {
     settling = null;
     const [key, probability, center] = ['key-place', 'key-probability', 'center'].map((id) => byId(id).textContent);
@@ -446,8 +477,10 @@ function settle() {
 
 function toAddress() {
   const pair = (pixel) => pixel === null ? null : `${rowOf(pixel)},${columnOf(pixel)}`;
-  const {image, query, layer, head, part, token, locked, key, theme} = state;
-  const named = {image, query: pair(query), layer, head, part, token, locked: locked ? 1 : null, key: pair(key), theme};
+  const {image, query, layer, head, part, scale, token, locked, key, theme} = state;
+  const named = {
+    image, query: pair(query), layer, head, part, scale: scale === 'own' ? scale : null, token,
+    locked: locked ? 1 : null, key: pair(key), theme};
   return `#${Object.entries(named).filter(([, value]) => value !== null).map((entry) => entry.join('=')).join('&')}`;
 }
 
@@ -474,6 +507,7 @@ function fromAddress() {
   pair('query');
   pair('key');
   among('part', allParts());
+  among('scale', ['same', 'own']);
   among('theme', ['light', 'dark']);
   change(changes);
 }
@@ -527,6 +561,7 @@ function listen() {
   };
   const chooseKey = (event) => change({key: pixelAt(map, event)});
   query.addEventListener('pointerdown', () => {
+    play(false);
     held = state.locked && state.token === null ? state.query : null;
   });
   query.addEventListener('pointermove', (event) => {
@@ -549,7 +584,10 @@ function listen() {
   }
   // Locked, so that a pointer that rests on the image does not move it back.
   onKey(query, (arrow) => change({query: movedQuery(arrow), token: null, locked: true}), (event) => {
-    if (event.key === 'Escape') change({locked: false});
+    if (event.key === 'Escape') {
+      play(false);
+      change({locked: false});
+    }
     if (event.key !== 'Enter' && event.key !== ' ') return;
     event.preventDefault();
     change({locked: !state.locked});
@@ -562,6 +600,7 @@ function listen() {
     cells[state.layer][state.head].button.focus();
   });
   onKey(byId('centers'), ([down, right]) => choose(0, down + right));
+  byId('play').addEventListener('click', () => play());
   byId('lock').addEventListener('click', () => change({locked: !state.locked}));
   for (const id of ['query', 'map', 'centers']) byId(id).addEventListener('blur', () => change({}));
   for (const id of ['query', 'maps']) new ResizeObserver(() => change({})).observe(byId(id));
@@ -585,6 +624,7 @@ async function start() {
   const parts = allParts();
   for (const part of parts) addChoice('parts', 'part', part, PART_NAMES[part], PART_NAMES[part]);
   byId('parts').hidden = parts.length < 2;
+  for (const [scale, text] of Object.entries(SCALE_NAMES)) addChoice('scales', 'scale', scale, text, text);
   Object.assign(state, {
     part: parts[parts.length - 1], query: Math.floor(height / 2) * width + Math.floor(width / 2),
     layer: Math.max(page.layers.findIndex((layer) => layer.heads), 0)});

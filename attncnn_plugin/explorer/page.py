@@ -23,6 +23,7 @@ def explorer_page(
     pictures: Sequence[np.ndarray],
     names: Optional[Sequence[str]] = None,
     title: str = 'Attention explorer',
+    about: str = '',
     max_bytes: int = 10_000_000,
 ) -> str:
     """Returns a page that shows where every head attends to from a pixel that is chosen.
@@ -38,6 +39,7 @@ def explorer_page(
         pictures (Sequence[ndarray]): The pictures to show of the images, uint8, ``(h, w)`` or ``(h, w, 3)`` RGB.
         names (Sequence[str], optional): A name of each image. Defaults to ``'Image 0'``, ….
         title (str): Title of the page. Defaults to ``'Attention explorer'``.
+        about (str): A line on the network, such as its accuracy. Defaults to none.
         max_bytes (int): Largest size of the page. Defaults to 10 MB.
 
     Returns:
@@ -58,7 +60,7 @@ def explorer_page(
     grid = [max(sizes) for sizes in zip(*(layer['grid'] for layer in layers))]
     shown = [packed(_rgb(picture)) for picture in pictures]
     data = json.dumps({'grid': grid, 'names': names, 'pictures': shown, 'layers': layers}, separators=(',', ':'))
-    page = data.replace('<', '\\u003c').join(_shell(title).rsplit('{{data}}', 1))
+    page = data.replace('<', '\\u003c').join(_shell(title, about).rsplit('{{data}}', 1))
     size = len(page.encode())
     if size > max_bytes:
         raise ValueError(
@@ -77,7 +79,7 @@ def _rgb(picture: np.ndarray) -> np.ndarray:
     return np.broadcast_to(picture[..., None], (*picture.shape, 3)) if picture.ndim == 2 else picture
 
 
-def _shell(title: str) -> str:
+def _shell(title: str, about: str) -> str:
     """Returns the page without its data. Its policy allows the script and the style that it holds, and no request."""
     page, style, script = ((FOLDER / f'explorer.{kind}').read_text(encoding='utf-8') for kind in ('html', 'css', 'js'))
     digests = {
@@ -88,5 +90,6 @@ def _shell(title: str) -> str:
         f"default-src 'none'; script-src 'sha256-{digests['script']}'; style-src 'sha256-{digests['style']}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    texts = {'policy': policy, 'title': html.escape(title), 'style': style, 'script': script, 'data': '{{data}}'}
+    texts = {'title': html.escape(title), 'about': html.escape(about), 'data': '{{data}}'}
+    texts.update(policy=policy, style=style, script=script)
     return re.sub(r'{{(\w+)}}', lambda match: texts[match[1]], page)  # at once: a title is not looked at again

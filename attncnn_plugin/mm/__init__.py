@@ -1,6 +1,6 @@
 """Everything for mmengine and mmpretrain. Importing it registers names, and does nothing else.
 
-:mod:`~attncnn_plugin.mm.safe_loading` alone does more; it is not imported here.
+:mod:`~attncnn_plugin.mm.safe_loading` does more, and is not imported here.
 """
 
 from ..installation import MIM, require_mmpretrain

@@ -129,7 +129,7 @@ class SAQuadratic(GridBackbone, SelfAttentionNetwork, BaseBackbone):
 
     A PyTorch implementation of `On the Relationship between Self-Attention and Convolutional Layers
     <https://arxiv.org/abs/1911.03584>`_ (eq. 9). The input is cut into 2x2 blocks, so its height and width must be
-    even; any even size will do.
+    even; any even size works.
 
     Weight decay is to be left off the centres and widths of the heads, as in the released code of C20::
 

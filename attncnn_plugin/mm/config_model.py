@@ -13,8 +13,10 @@ from mmengine.config import Config
 from mmengine.dataset import Compose
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import CheckpointLoader, load_state_dict
+from mmpretrain.models import ImageClassifier
 from mmpretrain.registry import DATASETS
 from PIL import Image, ImageOps
+from timm.layers import to_2tuple
 from torch import Tensor
 
 from ..attention.state_dicts import without_prefix
@@ -56,6 +58,10 @@ class ConfigModel(LoadedModel):
             reason = shorten(str(error), 500, placeholder=' …')
             raise ValueError(f'{checkpoint} does not fit the model of {path}: {reason}') from error
         self.meta = loaded.get('meta', {})
+        backbone = self.config.model.get('backbone', {})
+        size = self.img_size or getattr(getattr(self.model, 'backbone', None), 'img_size', None)
+        is_classifier = isinstance(self.model, ImageClassifier) and size is not None
+        self.input_shape = (backbone.get('in_channels', 3), *to_2tuple(size)) if is_classifier else None
         self.head_numbers = loaded.get('message_hub', {}).get('runtime_info', {}).get(HEAD_NUMBERS)
 
     @cached_property

@@ -1,6 +1,6 @@
 """Heads removed in training (Cordonnier et al. 2020 (C20), appendix E; Michel et al. 2019)."""
 
-from typing import Any, Dict, Sequence
+from typing import Optional, Sequence
 
 from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
@@ -8,9 +8,7 @@ from torch import nn
 
 from ..change import number_of_parameters
 from ..pruning import prunable_heads
-from ..pruning.importance import check_amount
 from ..training import PruneHeads, parts_in_phases
-from ..training.head_pruning import IMPORTANCE
 from ..training.loops import check_epochs
 from .follow_state_dict import FollowStateDictHook
 from .runner import (
@@ -46,13 +44,12 @@ class HeadPruningHook(FollowStateDictHook):
     Args:
         epochs (Sequence[int]): Epochs at whose beginning heads are pruned, counted from 0; 0 is right after loading.
             Defaults to none.
-        criteria (Sequence[str | dict]): The criteria that find heads, degenerate ones, see
+        criteria (Sequence[str | dict], optional): The criteria that find heads, degenerate ones, see
             :func:`~attncnn_plugin.pruning.find_degenerate_heads`. Where attention depends on content, they are means
-            over training images. One of them can be ``dict(type='importance', …)`` with one of ``threshold``, ``keep``
-            (heads of all layers) and ``multiply_adds`` (a share of those before any pruning), and with
-            ``normalize=False``: the heads on which the loss depends least, see
-            :func:`~attncnn_plugin.pruning.head_importance`. Defaults to C20's, ``('uniform', 'stripe')``, which are for
-            Gaussian heads. A layer all of whose heads are found keeps the least uniform one.
+            over training images. A layer all of whose heads are found keeps the least uniform one. Defaults to C20's,
+            ``('uniform', 'stripe')``, which are for Gaussian heads; to none with one of the next three.
+        keep, threshold, multiply_adds, normalize: Those of :class:`~attncnn_plugin.training.PruneHeads`, for the heads
+            on which the loss depends least.
         layers (str): Glob of the names of the layers. Defaults to ``'*'``, all.
         bias_correction (bool): Whether the mean output of a removed head, over some training batches, is added to the
             bias of its layer, and a duplicate's values to those of the head that it repeats. C20 does without, so that
@@ -65,7 +62,11 @@ class HeadPruningHook(FollowStateDictHook):
     def __init__(
         self,
         epochs: Sequence[int] = (),
-        criteria: Sequence = ('uniform', 'stripe'),
+        criteria: Optional[Sequence] = None,
+        keep: Optional[int] = None,
+        threshold: Optional[float] = None,
+        multiply_adds: Optional[float] = None,
+        normalize: bool = True,
         layers: str = '*',
         bias_correction: bool = True,
         num_batches: int = 8,
@@ -73,8 +74,11 @@ class HeadPruningHook(FollowStateDictHook):
         self.epochs = check_epochs(f'epochs={epochs} of HeadPruningHook', epochs)
         if num_batches < 1:
             raise ValueError(f'num_batches={num_batches} of HeadPruningHook must be at least 1')
-        settings = dict(layers=layers, bias_correction=bias_correction, **_settings(criteria))
-        self.pruner = PruneHeads(epochs, loss=training_loss, **settings)
+        amount = dict(keep=keep, threshold=threshold, multiply_adds=multiply_adds)
+        if criteria is None:
+            criteria = ('uniform', 'stripe') if set(amount.values()) == {None} else ()
+        settings = dict(normalize=normalize, criteria=criteria, layers=layers, bias_correction=bias_correction)
+        self.pruner = PruneHeads(epochs, loss=training_loss, **amount, **settings)
         self.num_batches = num_batches
 
     def before_train(self, runner) -> None:
@@ -146,21 +150,3 @@ class HeadPruningHook(FollowStateDictHook):
         wrap_again(runner, compile=True)
         after = number_of_parameters(model)
         runner.logger.info(f'Removed heads {judged.heads}: {before:,} parameters became {after:,}')
-
-
-def _settings(criteria: Sequence) -> Dict[str, Any]:
-    """Returns the settings of ``PruneHeads`` for criteria, one of which can be that of importance."""
-    settings: Dict[str, Any] = dict(criteria=list(criteria))
-    found = [own for own in criteria if IMPORTANCE in (own, own.get('type') if isinstance(own, dict) else None)]
-    if len(found) > 1:
-        raise ValueError(f'criteria={list(criteria)!r} have {IMPORTANCE!r} {len(found)} times')
-    for own in found:
-        settings['criteria'].remove(own)
-        amount = {} if own == IMPORTANCE else {key: value for key, value in own.items() if key != 'type'}
-        if amount.keys() - {'threshold', 'keep', 'multiply_adds', 'normalize'}:
-            raise ValueError(
-                f'criterion {own!r} has unknown settings: threshold, keep, multiply_adds and normalize are known'
-            )
-        check_amount(*(amount.get(name) for name in ('threshold', 'keep', 'multiply_adds')))
-        settings.update(amount)
-    return settings

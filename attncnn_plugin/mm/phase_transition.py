@@ -159,6 +159,7 @@ class PhaseTransitionHook(Hook):
         drift = relative_change(before, _features(runner, model, parts, data_batch)) if before else None
         if drift is not None:
             runner.message_hub.update_info('transition_drift', drift)
+            runner.visualizer.add_scalar('transition/relative_change', drift, step=done)  # curves are marked here
             runner.logger.info(f'Relative change of the features on the current batch: {drift:.3g}')
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:

@@ -47,7 +47,7 @@ class AtomicBackend(LocalBackend):
             part.unlink(missing_ok=True)
             raise OSError(
                 f'{path} ({len(obj):,} bytes) could not be written ({error.strerror}), and the files written '
-                'before are as they were: make room, then go on from the last checkpoint'
+                'before are as they were: make room, then resume from the last checkpoint'
             ) from error
 
 
@@ -73,7 +73,7 @@ def find_whole_checkpoint(work_dir: str, out_dir: Optional[str] = None) -> Optio
         key=lambda path: path.stat().st_mtime,
         reverse=True,
     )
-    # Checkpoints of the best epochs, and published ones, have no optimizer: a run cannot go on from them.
+    # Checkpoints of the best epochs, and published ones, have no optimizer: a run cannot resume from them.
     newest = next((str(path) for path in files if 'optimizer' in load_or_empty(path)), None)
     if newest is None and last is not None:
         raise FileNotFoundError(
@@ -97,7 +97,7 @@ class AtomicCheckpointHook(CheckpointHook):
 
     ``max_keep_ckpts`` removes an old checkpoint when the new one is there. Where the last one is damaged all the same,
     ``--resume`` names it in the log and takes the one before. A run whose folder was moved or copied resumes the
-    checkpoints in it. A checkpoint of another model, or one of weights alone to resume from, is an error.
+    checkpoints in it. A checkpoint of another model, or one to resume from that holds only weights, is an error.
 
     The arguments are those of ``CheckpointHook``; ``backend_args`` defaults to ``dict(backend='atomic')``.
     """
@@ -126,7 +126,7 @@ class AtomicCheckpointHook(CheckpointHook):
             return  # there is none, or it is elsewhere, or mmengine's attempt to load it will raise an error
         if is_resumed(runner) and not {'meta', 'message_hub'} <= checkpoint.keys():
             raise KeyError(
-                f'{name} holds weights alone and cannot be resumed from: start from them with '
+                f'{name} holds only weights and cannot be resumed from: start from them with '
                 f'--cfg-options load_from={name}, without --resume'
             )
         theirs, ours = _shapes(checkpoint.get('state_dict', checkpoint)), _shapes(runner.model.state_dict())
@@ -169,11 +169,11 @@ def _shapes(state_dict: dict) -> Dict[str, Tuple[int, ...]]:
 
 @HOOKS.register_module()
 class EpochSeedHook(Hook):
-    """Draws the random numbers of each epoch from the seed of the run, the epoch and the rank alone.
+    """Draws the random numbers of each epoch from only the seed of the run, the epoch and the rank.
 
-    Checkpoints of mmengine hold no random state. With this hook a run that goes on from the checkpoint of an epoch ends
+    Checkpoints of mmengine hold no random state. With this hook a run that resumes from the checkpoint of an epoch ends
     with the same weights as one that was never stopped, where the computations themselves are deterministic. The data
-    loader must have ``num_workers=0`` or ``persistent_workers=False``. A run that goes on within an epoch, as after
+    loader must have ``num_workers=0`` or ``persistent_workers=False``. A run that resumes within an epoch, as after
     ``PreemptionHook``, has other random numbers until the end of that epoch.
     """
 
@@ -238,13 +238,13 @@ def _first(images: List[str]) -> str:
 
 
 def _last_checkpoint(runner) -> str:
-    """Returns the file that the run can go on from, in words where there is none."""
+    """Returns the file that the run can resume from, in words where there is none."""
     return find_latest_checkpoint(runner.work_dir) or 'the start'
 
 
 @HOOKS.register_module()
 class PreemptionHook(Hook):
-    """Ends the training on SIGTERM with a checkpoint, ``preempted.pth``, from which ``--resume`` goes on.
+    """Ends the training on SIGTERM with a checkpoint, ``preempted.pth``, from which ``--resume`` continues.
 
     When one rank got the signal, all of them finish the iteration, or several until accumulated gradients have made a
     step. The process ends with status 143, as by SIGTERM itself. A resumed run trains on the remaining batches of the
@@ -286,7 +286,7 @@ class PreemptionHook(Hook):
                 f'{runner.epoch + 1}, but an epoch now has {len(loader)}: resume with the batch size and the number of '
                 'processes that it had, or from the checkpoint of an epoch'
             )
-        if hasattr(loader.sampler, 'seed'):  # a run without a seed of its own drew another one
+        if hasattr(loader.sampler, 'seed'):  # a run without a configured seed drew another one
             loader.sampler.seed = interrupted['sampler_seed']
         runner.logger.info(f'Leaving out the {done} batches that epoch {runner.epoch + 1} has had')
         runner.train_loop.dataloader = RemainingBatches(loader, done)
@@ -313,7 +313,7 @@ class PreemptionHook(Hook):
         runner.save_checkpoint(runner.work_dir, 'preempted.pth', meta=meta, by_epoch=False, backend_args=atomic)
         if is_main_process():
             put(path.encode(), os.path.join(runner.work_dir, 'last_checkpoint'), backend_args=atomic)
-        runner.logger.info(f'SIGTERM: stopped after iteration {runner.iter + 1}, saved {path}; go on with --resume')
+        runner.logger.info(f'SIGTERM: stopped after iteration {runner.iter + 1}, saved {path}; continue with --resume')
         barrier()  # no rank ends before the file is there
         self.after_train(runner)
         sys.exit(128 + signal.SIGTERM)
@@ -359,10 +359,10 @@ def _leave_process_group(worker_init_fn: Optional[Callable], worker_id: int) -> 
 
 @HOOKS.register_module()
 class ResumedValidationHook(Hook):
-    """Validates once more where a run goes on from the end of an epoch.
+    """Validates once more where a run resumes from the end of an epoch.
 
     The checkpoint of an epoch is written before the validation, so a run that is stopped in between has none of that
-    epoch. It leaves loops of iterations alone.
+    epoch. It does nothing in loops of iterations.
     """
 
     def before_train(self, runner) -> None:

@@ -5,22 +5,32 @@ import logging
 import os
 import re
 import runpy
+import shlex
 import sys
 import traceback
+import warnings
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, List, Optional
 
 import mmpretrain
 import mmpretrain.registry as registries  # and mmengine's, which it inherits from
 import torch
 from mmengine.config import Config
 from mmengine.device import get_device
-from mmengine.logging import print_log
+from mmengine.dist import is_main_process
+from mmengine.logging import MessageHub, print_log
 from mmengine.registry import Registry
 from mmengine.utils import get_installed_path
 from mmpretrain.datasets.utils import download_and_extract_archive
 
 TOOLS_OF_RUNNERS = ('train.py', 'test.py', 'analysis_tools/confusion_matrix.py')
+# Warnings that every training without a GPU or with several ranks repeats, and the modules that they are of.
+KNOWN_WARNINGS = {
+    "'pin_memory' argument is set as true": r'torch\.utils\.data\.',
+    'pkg_resources is deprecated': r'(mmengine\.utils\.|importlib)',
+    'Setting (MKL|OMP)_NUM_THREADS environment variable': r'mmengine\.utils\.',
+    '`broadcast_buffers` is deprecated': r'mmengine\.model\.wrappers\.',
+}
 
 
 def config_problem() -> Optional[str]:
@@ -38,8 +48,13 @@ def config_problem() -> Optional[str]:
 def run_mmpretrain_tool(name: str) -> None:
     """Runs one of mmpretrain's own tools with this process's arguments.
 
-    Those that load a checkpoint by a ``Runner`` get a ``FollowStateDictHook``. An error ends the process with status 1,
+    Those that load a checkpoint by a ``Runner`` get a ``FollowStateDictHook``. ``train.py`` and ``test.py`` say what
+    they do before mmengine does, and a training which checkpoint is the best. An error ends the process with status 1,
     its traceback in the log and, as the last line of the output, its sentence. So does the name of no tool.
+
+    Where several ranks end without an error, each waits for the others, and leaves the process group. Ranks were seen
+    to abort as their interpreter ended with the group's threads, while the first one still saved the best checkpoint,
+    and torchrun ends all ranks when one aborts.
 
     Args:
         name (str): Path of the tool below mmpretrain's ``tools`` folder, for instance ``'train.py'``.
@@ -55,17 +70,72 @@ def run_mmpretrain_tool(name: str) -> None:
     _join_process_group_without_gpu()
     if name in TOOLS_OF_RUNNERS:
         sys.argv += ['--cfg-options', 'default_hooks.follow_state_dict.type=mmpretrain.FollowStateDictHook']
+    for message, module in KNOWN_WARNINGS.items():
+        warnings.filterwarnings('ignore', message, module=module)
     try:
+        test = _say_what_begins(tools / name) if name in ('train.py', 'test.py') else []
         runpy.run_path(str(tools / name), run_name='__main__')
-    except Exception as error:
+        if name == 'train.py' and is_main_process():
+            _say_what_is_best(test)
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        _leave_process_group()
+    except SystemExit:  # of PreemptionHook, whose ranks have met
+        _leave_process_group()
+        raise
+    except Exception as error:  # the others may wait in the middle of something: nothing here waits for them
         print_log(traceback.format_exc(), logger='current', level=logging.ERROR)
         sys.exit(one_line(error))
+
+
+def _say_what_begins(tool: Path) -> List[str]:
+    """Prints what a tool is going to do, on the first rank; returns the words of test.py, but for the checkpoint."""
+    functions = runpy.run_path(str(tool))
+    args = functions['parse_args']()
+    config = functions['merge_args'](Config.fromfile(args.config), args)
+    test = tool.name == 'test.py'
+    loader = config.get('test_dataloader' if test else 'train_dataloader') or {}
+    what = f'{_type(config.model.get("backbone", config.model))} of {args.config}'
+    if {os.environ.get(rank, '0') for rank in ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK')} == {'0'}:
+        what += f' with {args.checkpoint}' if test else ''
+        print(f'{"Testing" if test else "Training"} {what} on {_type(loader.get("dataset", {}))}')
+        print(f'{"The log goes" if test else "Logs and checkpoints go"} to {config.work_dir}', flush=True)
+    own = {key: value for key, value in args.cfg_options.items() if not key.startswith('default_hooks.follow_')}
+    options = [shlex.quote(f'{key}={value}'.replace(' ', '')) for key, value in own.items()]
+    return [args.config, *(['--cfg-options', *options] if own else [])]
+
+
+def _type(settings: Any) -> str:
+    """Returns the name of the type that settings build, without its registry."""
+    kind = settings.get('type', 'unknown')
+    return getattr(kind, '__name__', str(kind)).rpartition('.')[2]
+
+
+def _say_what_is_best(words: List[str]) -> None:
+    """Prints the best checkpoints of the training that has ended, with their scores, and how to test them."""
+    hub, tool = MessageHub.get_current_instance(), Path(sys.argv[0]).with_name('test.py')
+    metrics = {name[4:].replace('/', '_'): name[4:] for name in hub.log_scalars if name.startswith('val/')}
+    for key, path in hub.runtime_info.items():
+        of_name = re.fullmatch(r'best_(.+)_(epoch|iter)_(\d+)\.pth', Path(str(path)).name)
+        if not key.startswith('best_ckpt') or not of_name or not Path(path).is_file():
+            continue  # another entry, or one of another place where the run was resumed from
+        metric, unit, number = of_name.groups()
+        score = hub.get_info(key.replace('ckpt', 'score'))
+        print(f'Best {unit}: {number}, with {metrics.get(metric, metric)} {score:.4g}, saved as {path}')
+        if tool.is_file():
+            print(f'Test it: python {tool}', *words[:1], path, *words[1:], flush=True)
 
 
 def _join_process_group_without_gpu() -> None:
     """Joins the processes of torchrun on a machine without GPUs, where mmengine would select a GPU first, and fail."""
     if 'TORCHELASTIC_RUN_ID' in os.environ and get_device() == 'cpu':
         torch.distributed.init_process_group('gloo')
+
+
+def _leave_process_group() -> None:
+    """Ends the threads of the process group, if there is one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def read_config(path: str) -> Any:
@@ -110,6 +180,8 @@ def one_line(error: BaseException, folder_option: str = f'--cfg-options {FOLDERS
         return lines[-1]  # of a traceback in the message
     unknown = re.match(r'(\S+) is not in the \S+::(.+) registry', lines[0])
     reason = f'{type(error).__name__}: {_unknown_type(*unknown.groups()) if unknown else lines[0]}'
+    if lines[0].startswith('Input dimension should be at least 3'):  # of the pooling in mmpretrain's necks
+        reason += '; the features are pooled already: write neck=None in model, or out_type="featmap" in its backbone'
     return missing_file(error) or _missing_data(error, reason, folder_option) or reason
 
 

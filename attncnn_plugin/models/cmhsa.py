@@ -101,7 +101,7 @@ class CMHSANetwork(TimmNetwork):
         in_chans (int): Channels C of the image. Defaults to 3.
         kernel_size (int): Kernel size K. Defaults to 3.
         head_dim (str, optional): Channels D_h of a head's values: D for None, as in L21, or ``'exact'`` for enough to
-            be the convolution: from a patch that is one step away it reads border pixels alone, so that the nine heads
+            be the convolution: from a patch that is one step away it reads only border pixels, so that the nine heads
             of a 3×3 kernel on patches of 16×16 pixels have 972 channels instead of 9·768. Defaults to None.
         min_head_dim (int): The least channels of a head with ``head_dim='exact'``, up to D. Defaults to 1.
         qk_dim (int, optional): Channels D_k of a head's queries and keys. Defaults to D, as in L21.
@@ -113,7 +113,7 @@ class CMHSANetwork(TimmNetwork):
         phase (str): ``'conv'`` or ``'attn'``. Attention that does not come from a convolution begins with position
             biases of 0 and weights from N(0, 0.02²), the patch projection too. Defaults to ``'attn'``.
         attn_bias_init (float): M, the bias of a head's shift when convolutions become attention, 0 at all others. 40
-            leaves rounding alone; a smaller one gives the biases a gradient to begin with. Defaults to 12.
+            leaves only rounding; a smaller one gives the biases a gradient to begin with. Defaults to 12.
         num_classes (int): Number of classes, 0 for pooled features. Defaults to 1000.
         global_pool (str): timm's name of the pooling, ``''`` for none. Defaults to ``'avg'``.
         drop_rate (float): Dropout rate before the classifier. Defaults to 0.
@@ -242,7 +242,7 @@ class CMHSANetwork(TimmNetwork):
         return PatchAttention(dim, num_heads, position, head_dim=self.head_dims, qk_dim=self.qk_dim, **dd)
 
     def _attention_like(self, conv: nn.Conv2d, generator: Optional[torch.Generator]) -> PatchAttention:
-        """Returns attention that is the convolution, by position alone: W^Q = 0, but W^K lets it learn."""
+        """Returns attention that is the convolution, by only positions: W^Q = 0, but W^K lets it learn."""
         attention = self._new_attention(conv.weight, null_key=self.null_key is not False)
         attend_like_convolution(attention, conv, (self.patch_size, self.patch_size), self.attn_bias_init)
         # On the CPU, so that a seed draws the same everywhere.

@@ -112,7 +112,7 @@ class TimmNetwork(Restructurable):
         return take_indices
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args, **kwargs):
-        """Loads a state dict, as of any module; the names of mmpretrain's classifiers will do too."""
+        """Loads a state dict, as of any module; the names of mmpretrain's classifiers work too."""
         return super().load_state_dict(without_prefix(state_dict, 'backbone.'), *args, **kwargs)
 
 

@@ -137,7 +137,7 @@ def find_degenerate_heads(
 ) -> DegeneracyReport:
     """Finds the heads that a layer can do without: those that take a mean over the grid, or repeat another head.
 
-    It reads the parameters alone and computes in float64 on the CPU: equal layers have equal reports on every rank.
+    It reads only the parameters and computes in float64 on the CPU: equal layers have equal reports on every rank.
 
     Args:
         layer (AttentionLayer): ``QuadraticAttention``, ``GeneralizedQuadraticAttention`` or ``LearnedAttention``.
@@ -145,9 +145,9 @@ def find_degenerate_heads(
             them says so; the report has the first.
 
             - ``'uniform'``: the largest eigenvalue of Σ⁻¹, 2α for the quadratic encoding, is below 1e-5 (C20, appendix
-              E): all keys are attended to alike. For Gaussian heads alone.
+              E): all keys are attended to alike. Only for Gaussian heads.
             - ``'stripe'``: the condition number of Σ⁻¹ is above 1000 (released code of C20; appendix E has 1e5). It is
-              1 for a quadratic head and for Σ⁻¹ = 0. For Gaussian heads alone.
+              1 for a quadratic head and for Σ⁻¹ = 0. Only for Gaussian heads.
             - ``'entropy'``: the entropy, mean over queries, is above 0.99 of that of uniform attention: all keys of
               the grid are attended to almost alike.
             - ``'duplicate'``: the map of an earlier head is nearer than 0.01 in total variation, mean over queries
@@ -274,7 +274,7 @@ def _rules(criteria: Sequence[Criterion], measures: Mapping[str, Measure]) -> Li
             )
         if name not in measures:
             raise TypeError(
-                f'the criterion {name!r} is for Gaussian heads, of attention by positions alone: for others use the '
+                f'the criterion {name!r} is for Gaussian heads, of position-only attention: for others use the '
                 f'criteria {tuple(measures)}'
             )
         threshold = settings.get('threshold', measures[name].threshold)

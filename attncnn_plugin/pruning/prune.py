@@ -24,6 +24,9 @@ Heads = Union[PrunableHeads, TransformerHeads]
 
 # Parts of a vision transformer that hold something for the heads of all its layers: biases, and rotations.
 SHARED = (*SHARED_BIASES, 'rope')
+# The number of a block in the name of its attention: timm's blocks.0., mmpretrain's layers.0., Hugging Face's layer.0.
+# and torchvision's layers.encoder_layer_0.
+BLOCK = r'(?:^|\.)(?:blocks|layers?)\.(?:encoder_layer_)?({})(?:\.|$)'
 
 
 def prunable_heads(model: nn.Module) -> Dict[str, Heads]:
@@ -113,8 +116,7 @@ def prune_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]
 
 def layer_name(model: nn.Module, layers: Mapping[str, Heads], key: Union[str, int]) -> str:
     """Returns the name of a layer, where its name or the number of its block is given."""
-    pattern = re.compile(rf'(?:^|\.)(?:blocks|layers)\.{key}\.')
-    found = [name for name in layers if name == key or isinstance(key, int) and pattern.search(name)]
+    found = [name for name in layers if name == key or isinstance(key, int) and re.search(BLOCK.format(key), name)]
     named: Any = dict(model.named_modules()).get(str(key))
     if not found and hasattr(named, 'num_heads'):
         raise TypeError(f'heads cannot be removed from {key}, which is a {unknown_class(named)}')

@@ -217,7 +217,7 @@ class PruneHeads:
         Args:
             model (nn.Module): The model, not wrapped for distributed training.
             batches (Iterable, optional): Training batches. Defaults to those that were given before.
-            size (tuple[int, ...], optional): Height and width of the grid in tokens, for attention by position alone.
+            size (tuple[int, ...], optional): Height and width of the grid in tokens, for position-only attention.
                 Defaults to that of the batches.
         """
         layers, costs = self.layers(model), None

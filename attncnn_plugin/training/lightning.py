@@ -21,7 +21,7 @@ class EpochCallback(Callback):
 
     ``trainer.fit(…, ckpt_path=…)`` resumes from any checkpoint, with the module as it is built for the first epoch, and
     ``trainer.test(…, ckpt_path=…)`` loads any. The optimizers are those that the module has configured, and the
-    schedules go on. The copy of a ``WeightAveraging`` changes with the module.
+    schedules continue. The copy of a ``WeightAveraging`` changes with the module.
 
     Args:
         *parts (TwoPhases | PruneHeads): What happens, in this order.

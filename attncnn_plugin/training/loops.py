@@ -36,7 +36,7 @@ def check_not_wrapped(model: nn.Module) -> None:
     """
     if isinstance(model, (DataParallel, DistributedDataParallel)):
         raise TypeError(
-            f'the model is a {type(model).__name__}, which knows the parameters that it was built with alone: give '
+            f'the model is a {type(model).__name__}, which knows only the parameters that it was built with: give '
             'its .module, and build a new wrapper afterwards'
         )
 
@@ -71,7 +71,7 @@ def follow_with_optimizer(model: nn.Module, optimizer: Optimizers, state_dict: M
         state_dict (Mapping[str, Tensor]): The weights of the checkpoint.
 
     Returns:
-        Change: What :func:`attncnn_plugin.follow_state_dict` did; an average of the model needs that alone.
+        Change: What :func:`attncnn_plugin.follow_state_dict` did; an average of the model needs only that.
 
     Raises:
         StructureError: The state dict does not fit.

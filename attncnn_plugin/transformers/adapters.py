@@ -63,7 +63,7 @@ class Adapter:
         called (str): The module inside that gets the tokens; the module itself by default.
         forward (str): What the module's own forward pass can do. ``'sizes'``: it reads all sizes off the parameters,
             so that it needs no other where heads are gone. ``'modules'``: it calls the map ``output``. ``'functions'``:
-            it takes the weights alone.
+            it takes only the weights.
         returns_pair (bool): Whether it returns its output and its probabilities, or None for them.
     """
 

@@ -100,7 +100,7 @@ class PositionChannels:
 
     What attention gets is LayerNorm(content + position). If nothing but the position embedding writes into U, and U is
     orthogonal to the ones, so that LayerNorm's mean is not in it, then Uᵀ of it is p(k)·g: the wanted functions p of
-    the position k times LayerNorm's factor of the token, g = 1/σ. Content changes g alone. So U is taken out of the
+    the position k times LayerNorm's factor of the token, g = 1/σ. Content changes only g. So U is taken out of the
     outputs of the patch embedding, of attention and of the MLPs. They stay random maps to the other directions, and
     training may use those of U again.
 
@@ -161,7 +161,7 @@ class PositionChannels:
         """Calls ``set_heads(attention, tokens)`` with the tokens that each attention gets, once all before it is set.
 
         With the position in the tokens LayerNorm makes their content smaller, by √(1 − s) where s is the position's
-        share of the squares. So values and MLPs read the content alone, 1/√(1 − s) times as strongly, and begin as
+        share of the squares. So values and MLPs read only the content, 1/√(1 − s) times as strongly, and begin as
         without the position. That is done here, layer after layer: the shares are those of the images.
         """
 

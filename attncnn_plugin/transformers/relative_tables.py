@@ -1,6 +1,6 @@
 """Gaussian heads of relative position biases: b_δ = −α‖δ − Δ‖² (C20, eq. 9), exact.
 
-Queries are 0, so that the scores are the biases alone. Keys are random, so that queries learn: with both at 0 neither
+Queries are 0, so that the scores are only the biases. Keys are random, so that queries learn: with both at 0 neither
 would have a gradient. Entries of a table for class tokens stay as they are. Where there are some, a constant is added
 to those of the patches: it changes nothing among patches, and leaves class tokens the share of about 1/N that they have
 in uniform attention.

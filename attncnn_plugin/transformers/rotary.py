@@ -1,6 +1,6 @@
 """Gaussian heads of rotary position embeddings (Su et al. 2021).
 
-With the same query and key for all patches the score is a function of the shift alone, Σ_j a_j cos(ω_j·δ) +
+With the same query and key for all patches the score is a function of only the shift, Σ_j a_j cos(ω_j·δ) +
 b_j sin(ω_j·δ) over the frequencies ω_j of the model. The coefficients are those nearest to −α‖δ − Δ‖². A query and a
 key that are the same for all patches come from a constant in the tokens: keys of EVA02 and DINOv3 have no bias, and
 with biases class tokens would have them too, without a rotation.

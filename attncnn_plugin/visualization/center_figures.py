@@ -55,9 +55,9 @@ def plot_attention_centers(
     if not 1 <= len(masses) <= len(CONTOUR_STYLES) or not all(0 < mass < 1 for mass in masses):
         raise ValueError(f'masses={masses} must be one to {len(CONTOUR_STYLES)} shares above 0 and below 1')
     heads = {name: _head_lines(own, masses, query) for name, own in maps.items()}
-    reach = min(_reach(list(heads.values())), max(max(own.grid) for own in maps.values()) - 0.5)
     figure, panels = _panels(list(maps))
     for (name, own), axes in zip(maps.items(), panels):
+        reach = min(_reach(heads[name]), max(own.grid) - 0.5)
         _shift_axes(axes, reach)
         number_of = (numbers or {}).get(name, range(len(own.probs)))
         beyond = [str(number_of[head]) for head in range(len(own.probs)) if head not in heads[name]]
@@ -129,11 +129,10 @@ def _head_lines(maps: MeanAttention, masses: Sequence[float], query: Optional[Se
     return heads
 
 
-def _reach(layers: List[HeadLines]) -> float:
-    """Returns how far the panels go from the query: to the centres and the inner contours, 3.5 tokens at least."""
-    drawn = [head for heads in layers for head in heads.values()]
-    lines = [line for _, contours in drawn for line in contours[0]]
-    return max([3.5, *(np.abs(points).max() + 0.5 for points in [center for center, _ in drawn] + lines)])
+def _reach(heads: HeadLines) -> float:
+    """Returns how far a panel goes from the query: to the centres and the inner contours, 3.5 tokens at least."""
+    lines = [line for _, contours in heads.values() for line in contours[0]]
+    return max([3.5, *(np.abs(points).max() + 0.5 for points in [center for center, _ in heads.values()] + lines)])
 
 
 def _panels(names: Sequence[str]) -> Tuple[Figure, List[Axes]]:

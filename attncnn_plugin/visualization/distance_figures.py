@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from .style import color_of, draw_grid, styled
 
-PANELS = ('mean distance, % of the side', 'attention within 3x3, %')
+PANELS = ('mean distance, % of the image side', 'attention within 3×3, %')
 
 
 @styled

@@ -11,8 +11,9 @@ from typing import Dict, Optional, Union
 from matplotlib.figure import Figure
 
 from ..analysis.training_logs import ATTENTION, read_scalars
-from .style import COLORS, color_of, draw_grid, styled
+from .style import COLORS, color_of, draw_grid, mark_transition, styled
 
+NAMES = {'accuracy/top1': 'accuracy, %', 'accuracy/top5': 'top-5 accuracy, %', 'cross_entropy/mean': 'validation loss'}
 LINE_STYLES = ('solid', (0, (4, 2)), (0, (1, 1)))
 
 
@@ -31,7 +32,8 @@ def plot_metric(
             Defaults to None, means 0 for all.
 
     Returns:
-        Figure: One axes with a line for each run.
+        Figure: One axes with a line for each run, and a mark where ``PhaseTransitionHook`` made attention of
+        convolutions.
 
     Raises:
         FileNotFoundError: A run without a log.
@@ -61,9 +63,12 @@ def plot_metric(
         units.add('epoch' if 'epoch' in scalars and values[-1, 0] <= scalars['epoch'][-1, 1] else 'iteration')
         last = f'{values[-1, 1]:.1f}' if percent else f'{values[-1, 1]:.4g}'
         look = dict(color=color_of(i), linestyle=LINE_STYLES[i // len(COLORS) % len(LINE_STYLES)], linewidth=1.3)
-        axes.plot(values[:, 0] + offsets.get(label, 0), values[:, 1], label=f'{label}, {last} at the end', **look)
+        begins = offsets.get(label, 0)
+        axes.plot(values[:, 0] + begins, values[:, 1], label=f'{label}, {last} at the end', **look)
+        mark_transition(axes, [begins + step for step, _ in scalars.get('transition/relative_change', ())])
     axes.set_xlabel(' or '.join(sorted(units)))
-    axes.set_ylabel(f'{metric}, %' if percent else metric)
+    axes.set_ylabel(NAMES.get(metric, f'{metric}, %' if percent else metric))
+    axes.locator_params(axis='x', integer=True)
     draw_grid(axes)
     figure.legend(loc='outside lower center', ncols=1 if len(runs) < 3 else 2)
     return figure

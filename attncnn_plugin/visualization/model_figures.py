@@ -6,7 +6,6 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from timm.utils import unwrap_model
@@ -21,10 +20,9 @@ from ..attention.window import shown
 from ..pruning import HeadAblation
 from ..transformers.attention import TokenPlaces, visit_vit_attention
 from ..transformers.vision_transformer import find_transformer
-from .style import MAP_COLORS, check_maps, styled
+from .style import MAP_COLORS, attention_bar, check_maps, draw_attention, styled
 
-CHANGES = 'RdBu_r'  # blue below the neutral value, white there, red above
-RANGE = 10.0  # the colours of attention go from uniform divided by it to uniform times it
+CHANGES = 'RdBu_r'  # of the loss: white for none, red where it rises
 MOST_COLUMNS = 12  # of heads
 
 
@@ -118,10 +116,10 @@ def plot_heads(model: nn.Module, images: Tensor) -> Figure:
         for head, of_head in enumerate(probs):
             axes = figure.add_subplot(grid[line, head])
             drawn = _draw(axes, of_head, f'head {head}')
-            axes.plot(column, row, 's', markersize=4, markerfacecolor='none', markeredgecolor='#F5B700')
+            axes.plot(column, row, 's', markersize=4, markerfacecolor='none', markeredgecolor='black')
             if head == 0:
                 axes.set_ylabel(labels[name], rotation=0, ha='right', va='center')
-    _finish(figure, drawn, f'What the patch in the yellow square attends to, mean over images: {len(images)}.')
+    _finish(figure, drawn, f'What the patch in the black square attends to, mean over images: {len(images)}.')
     return figure
 
 
@@ -192,19 +190,14 @@ def _rows(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], bool]:
 
 def _draw(axes: Axes, attention: Tensor, title: str) -> AxesImage:
     """Draws attention to patches, relative to uniform attention to those that are shown."""
-    axes.set(xticks=[], yticks=[])
     axes.set_title(title, fontsize=6.5, pad=2)
-    values = (attention / attention.mean().clamp(min=1e-12)).clamp(min=1e-9).numpy()
-    return axes.imshow(values, cmap=CHANGES, norm=LogNorm(1 / RANGE, RANGE), interpolation='nearest')
+    return draw_attention(axes, (attention / attention.mean().clamp(min=1e-12)).numpy())
 
 
 def _finish(figure: Figure, drawn: AxesImage, text: str) -> None:
     """Adds the colour bar of the maps, and lines below."""
-    figure.supxlabel(f'{text}\nRed: more than uniform attention, blue: less.', fontsize=8)
-    size = dict(shrink=min(1, 3 / figure.get_figheight()), pad=0.01, aspect=15)
-    bar = figure.colorbar(drawn, ax=figure.axes, label='× uniform attention', extend='both', **size)
-    bar.ax.minorticks_off()
-    bar.set_ticks([1 / RANGE, 1, RANGE], labels=[f'1/{RANGE:g}', '1', f'{RANGE:g}'])
+    figure.supxlabel(f'{text}\nRed: more than uniform attention, white: uniform, blue: less.', fontsize=8)
+    attention_bar(figure, drawn, ax=figure.axes, shrink=min(1, 3 / figure.get_figheight()), pad=0.01, aspect=15)
 
 
 def _photo(image: Tensor) -> np.ndarray:

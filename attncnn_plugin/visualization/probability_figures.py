@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 
 from ..analysis import MeanAttention
 from ..analysis.layer_maps import layer_labels
-from .style import MAP_COLORS, check_maps, styled
+from .style import attention_bar, check_maps, draw_attention, styled
 
 
 @styled
@@ -24,7 +24,8 @@ def plot_attention_probs(
     """Draws the probabilities of a query, one row a layer, one column a head (C20, Figures 5 to 10).
 
     The heads of a layer are ordered by locality, the mean distance from the query to the pixels that they attend to,
-    and have their numbers and their largest probability above their maps, which are coloured from 0 to it.
+    and have their numbers and their largest probability above their maps. The colours say how many times uniform
+    attention a pixel gets, so that a head that attends to all pixels alike is white.
 
     Args:
         maps (Mapping[str, MeanAttention]): By layer, from :func:`~attncnn_plugin.analysis.mean_attention`.
@@ -66,13 +67,9 @@ def plot_attention_probs(
             panels[0].set(xticks=[], yticks=[], title='no heads')
         for axes, head in zip(panels, _by_locality(layer, *place)):
             shown = _draw_map(axes, layer[head], place, zoom)
-            axes.set_title(f'head {number_of[head]}: {layer[head].max():.2f}', fontsize=6.5, pad=2)
+            axes.set_title(f'head {number_of[head]}: {layer[head].max():.2g}', fontsize=6.5, pad=2)
     if shown is not None:
-        bar = figure.colorbar(
-            shown, ax=figure.axes[left // 2 :], ticks=[0, 1], shrink=min(1, 2 / len(maps)), pad=0.01, aspect=15
-        )
-        bar.ax.set_yticklabels(['0', 'largest'])
-        bar.outline.set_linewidth(0.6)
+        attention_bar(figure, shown, ax=figure.axes[left // 2 :], shrink=min(1, 2 / len(maps)), pad=0.01, aspect=15)
     return figure
 
 
@@ -83,25 +80,20 @@ def _by_locality(maps: np.ndarray, row: int, column: int) -> List[int]:
 
 
 def _draw_map(axes: Axes, keys: np.ndarray, query: Tuple[int, int], zoom: Optional[int]) -> AxesImage:
-    """Draws one map, from 0 to its largest value on the whole grid, with a black square around the query."""
-    row, column = query
-    top, left = 0, 0
-    keys = keys / max(keys.max(), 1e-12)
-    if zoom is not None:
-        reach = zoom // 2
-        keys = np.pad(keys, reach, constant_values=np.nan)[row : row + zoom, column : column + zoom]
-        top, left, row, column = -reach, -reach, 0, 0
+    """Draws one map, with a black square around the query."""
+    top, left = (0, 0) if zoom is None else query
+    row, column = query[0] - top, query[1] - left
     height, width = keys.shape
-    axes.set_facecolor('#CCCCCC')
-    extent = left - 0.5, left + width - 0.5, top + height - 0.5, top - 0.5
-    shown = axes.imshow(keys, cmap=MAP_COLORS, vmin=0, vmax=1, interpolation='nearest', extent=extent)
+    extent = -left - 0.5, width - left - 0.5, height - top - 0.5, -top - 0.5
+    shown = draw_attention(axes, keys * keys.size, extent=extent)
+    if zoom is not None:
+        axes.set(facecolor='#CCCCCC', xlim=(-zoom / 2, zoom / 2), ylim=(zoom / 2, -zoom / 2))
     axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor='none', edgecolor='black', linewidth=1.1))
-    axes.set(xticks=[], yticks=[])
     return shown
 
 
 def _draw_image(axes: Axes, image: np.ndarray, query: Tuple[int, int], height: int, width: int) -> None:
     row, column = query
     axes.imshow(image, interpolation='nearest', extent=(-0.5, width - 0.5, height - 0.5, -0.5), cmap='gray')
-    axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor='black', edgecolor='white', linewidth=0.8))
+    axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor='none', edgecolor='black', linewidth=1.1))
     axes.set(xticks=[], yticks=[], title=f'query at row {row}, column {column}')

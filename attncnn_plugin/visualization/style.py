@@ -10,16 +10,21 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_rgb
+from matplotlib.colors import LinearSegmentedColormap, LogNorm, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 
 from ..analysis import MeanAttention
 from ..attention.window import shown
 
 # Paul Tol's muted colours: told apart with every kind of colour blindness.
 COLORS = ('#332288', '#CC6677', '#117733', '#88CCEE', '#882255', '#DDCC77', '#44AA99', '#AA4499', '#999933')
-MAP_COLORS = 'Blues'  # from white, for probabilities: the black square of the query stands out
-
+MAP_COLORS = 'Blues'  # from white, for what is not attention
+# Of all maps of attention: white where it is uniform, so that a head that does nothing looks like nothing.
+ATTENTION_COLORS = LinearSegmentedColormap.from_list(
+    'attention', [(0, '#B4C4D9'), (1 / 3, '#FFFFFF'), (0.5, '#F9C58D'), (2 / 3, '#E36F2C'), (1, '#6A0F1F')]
+)
+ATTENTION_RANGE = 0.1, 100.0  # times uniform attention
 
 SETTINGS = {
     'font.family': 'DejaVu Sans',  # comes with matplotlib
@@ -105,11 +110,36 @@ def draw_heads(axes: Axes, places: Dict[int, Tuple[float, float]], reach: float,
         axes.text(disc[1], disc[0], str(head), color='black' if hollow else text_color_on(color), **text)
 
 
+def draw_attention(axes: Axes, times: np.ndarray, **where) -> AxesImage:
+    """Draws attention to the tokens of a grid, as so many times uniform attention."""
+    axes.set(xticks=[], yticks=[])
+    look = dict(cmap=ATTENTION_COLORS, norm=LogNorm(*ATTENTION_RANGE), interpolation='nearest')
+    return axes.imshow(np.maximum(times, 1e-9), **look, **where)
+
+
+def attention_bar(figure: Figure, drawn: AxesImage, **where) -> None:
+    """Adds the colour bar of all maps of attention."""
+    bar = figure.colorbar(drawn, extend='both', label='× uniform attention', **where)
+    bar.ax.minorticks_off()
+    bar.set_ticks([0.1, 1, 10, 100], labels=['1/10', '1', '10', '100'])
+    bar.outline.set_linewidth(0.6)
+
+
 def draw_grid(axes: Axes) -> None:
     """Draws the lines of a grid behind curves, in a frame that is open above and on the right."""
-    axes.grid(color='#E5E5E5', linewidth=0.5)
+    axes.grid(color='#888888', alpha=0.22, linewidth=0.5)
     axes.set_axisbelow(True)
     axes.spines[['top', 'right']].set_visible(False)
+
+
+def mark_transition(axes: Axes, epochs: Sequence[float]) -> None:
+    """Draws a line where convolutions became attention, which is named once."""
+    for epoch in epochs:
+        if epoch not in [line.get_xdata()[0] for line in axes.get_lines() if line.get_gid() == 'transition']:
+            axes.axvline(epoch, color='#666666', linewidth=0.8, linestyle=(0, (4, 2)), zorder=1, gid='transition')
+            look = dict(rotation=90, ha='right', va='top', fontsize=7, color='#666666')
+            where = dict(xytext=(-2, -3), textcoords='offset points', xycoords=axes.get_xaxis_transform())
+            axes.annotate('convolutions become attention', (epoch, 1), **where, **look)
 
 
 def text_color_on(color: str) -> str:

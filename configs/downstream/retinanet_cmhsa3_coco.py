@@ -15,7 +15,7 @@ model = dict(
         drop_path_rate=0.1,
         # Each of 50x84 patches attends to all of them: 2.6 GB for a block and an image, of which one block is kept.
         with_cp=True),
-    # One map of stride 16 for all levels, so there are strides of 16 to 256 in the place of 8 to 128, with anchors of the
+    # One map of stride 16 for all levels, so there are strides of 16 to 256 instead of 8 to 128, with anchors of the
     # same sizes.
     neck=dict(in_channels=[768], start_level=0),
     bbox_head=dict(anchor_generator=dict(octave_base_scale=2, strides=[16, 32, 64, 128, 256])))

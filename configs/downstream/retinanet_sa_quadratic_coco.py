@@ -1,4 +1,4 @@
-# Self-attention by positions alone, from scratch. Its cost grows with the height plus the width of the grid for each
+# Position-only self-attention, from scratch. Its cost grows with the height plus the width of the grid for each
 # pixel, so that there can be tokens of 8x8 pixels, the first of RetinaNet's strides: 100x168 of them.
 _base_ = './_base_/retinanet_coco.py'
 

@@ -1,4 +1,4 @@
-# Self-attention by positions alone, from scratch, on tokens of 8x8 pixels.
+# Position-only self-attention, from scratch, on tokens of 8x8 pixels.
 _base_ = './_base_/upernet_ade20k.py'
 
 model = dict(

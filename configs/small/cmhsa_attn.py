@@ -1,4 +1,4 @@
-# The second phase alone: attention from a random start.
+# Only the second phase: attention from a random start.
 _base_ = './cmhsa_conv.py'
 
 model = dict(backbone=dict(phase='attn'))

@@ -1,4 +1,4 @@
-# The first phase alone.
+# Only the first phase.
 _base_ = [
     './_base_/cmhsa.py',
     './_base_/data_cifar10.py',

@@ -79,6 +79,8 @@ def test_tool_by_position(folder, tool):
     out = folder / 'new/quadratic.json'
     status, text, _ = tool(folder / 'quadratic.py', folder / 'quadratic.pth', '--json', out)
     assert not status and 'backbone.blocks.1.attn: by position, 8x8 tokens, 3 heads: ' in text
+    legend, report = text.split('\n\n')[:2]
+    assert all(f'{word}: ' in legend for word in ('std', 'share', '5x5')) and report.startswith('backbone.blocks.0')
     assert f'Saved {out}' in text
     loaded = check_schema(out.read_text())
     assert loaded['model'] == str(folder / 'quadratic.py') and loaded['num_images'] == 0

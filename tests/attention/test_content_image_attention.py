@@ -158,21 +158,6 @@ def test_another_neighbourhood_is_refused(own, other):
         layer.load_state_dict(loaded.state_dict())
 
 
-def compile_and_export(attention, x):
-    expected = attention(x)
-    compiled = torch.compile(attention, backend='aot_eager', fullgraph=True)
-    assert torch.allclose(compiled(x), expected, atol=1e-5)
-    compiled(x).sum().backward()
-    exported = torch.export.export(attention, (x,)).module()
-    assert torch.allclose(exported(x), expected, atol=1e-5)
-
-
-def test_compiled_and_exported():
-    attention = conv_to_mhsa(nn.Conv1d(4, 6, 3, padding=1, groups=2), content='gated', window_size=5)[0]
-    randomize(attention)
-    compile_and_export(attention, torch.randn(2, 4, 9))
-
-
 @pytest.mark.parametrize(
     'options',
     [
@@ -209,10 +194,6 @@ class TestUses:
         assert not follow_state_dict(whole, whole.state_dict())
 
     @pytest.mark.slow
-    def test_compiled_and_exported(self, attention, x):
-        compile_and_export(attention, x)
-
-    @pytest.mark.slow
     def test_compiled_by_inductor(self, attention, x):
         expected = attention(x)
         assert torch.allclose(torch.compile(attention, fullgraph=True)(x), expected, atol=1e-4)
@@ -234,14 +215,6 @@ class TestUses:
             (output,) = session.run(None, {name: images.numpy()})
             assert relative_error(torch.from_numpy(output), attention(images)) < 1e-4
             assert relative_error(exported(images), attention(images)) < 1e-4
-
-    def test_precisions(self, attention, x):
-        expected = attention(x)
-        with torch.autocast('cpu', torch.bfloat16):
-            output = attention(x)
-        assert output.dtype == torch.bfloat16 and relative_error(output.float(), expected) < 3e-2
-        half = copy.deepcopy(attention).bfloat16()(x.bfloat16())
-        assert half.dtype == torch.bfloat16 and relative_error(half.float(), expected) < 6e-2
 
     def test_parts_of_the_scores(self, attention, x):
         content, position = attention.content_scores(x), attention.position_scores(x)

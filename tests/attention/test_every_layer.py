@@ -1,4 +1,4 @@
-"""What every attention layer does: shapes, half precision, copies, the meta device, compilation."""
+"""What every attention layer does: shapes, precisions, copies, the meta device, compilation and export."""
 
 import copy
 import pickle
@@ -31,6 +31,10 @@ def test_half_precision(name, dtype):
     layer = layer.to(dtype)
     output = layer(x.to(dtype))
     assert output.dtype == dtype and torch.allclose(output.float(), expected, atol=0.1)
+    with torch.autocast('cpu', dtype):
+        output = layer.float()(x)
+    assert output.dtype == dtype and torch.allclose(output.float(), expected, atol=0.1)
+    layer.to(dtype)
     if isinstance(layer, AttentionLayer) and layer.has_position_scores:
         assert layer.position_probs((6, 8)).dtype == torch.float32
 
@@ -49,12 +53,15 @@ def test_meta_device(name):
     assert layer.to('meta')(x.to('meta')).shape == LAYERS[name]()(x).shape
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('name', LAYERS)
-def test_compiled(name):
+@pytest.mark.parametrize(
+    'name', [name if name == 'content_image_near' else pytest.param(name, marks=pytest.mark.slow) for name in LAYERS]
+)
+def test_compiled_and_exported(name):
     layer, x = LAYERS[name](), inputs_of(name)
-    torch.compiler.reset()
-    assert torch.allclose(torch.compile(layer, fullgraph=True, backend='aot_eager')(x), layer(x), atol=1e-5)
+    expected, compiled = layer(x), torch.compile(layer, fullgraph=True, backend='aot_eager')
+    assert torch.allclose(compiled(x), expected, atol=1e-5)
+    compiled(x).sum().backward()
+    assert torch.allclose(torch.export.export(layer, (x,)).module()(x), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize('name', LAYERS)

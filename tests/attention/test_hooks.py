@@ -1,9 +1,11 @@
 """Hooks see every linear layer and change nothing: profilers and FLOP counters see the network that trains."""
 
+from functools import partial
+
 import pytest
 import torch
 from helpers.layers import LAYERS, takes_images
-from helpers.small import TIMM_KINDS, small_cmhsa, small_timm
+from helpers.small import KINDS, small_model
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,9 +14,7 @@ from attncnn_plugin.attention.images import ImageAttention
 from attncnn_plugin.convert import conv_to_mhsa
 
 MODELS = {
-    **{name: lambda name=name: small_timm(name) for name in TIMM_KINDS},
-    'cmhsa_conv': lambda: small_cmhsa('conv'),
-    'cmhsa_attn': lambda: small_cmhsa('attn'),
+    **{kind: partial(small_model, kind) for kind in KINDS},
     **LAYERS,
     'depthwise_image': lambda: conv_to_mhsa(nn.Conv2d(4, 4, 3, padding=1, groups=4))[0],
 }

@@ -159,6 +159,33 @@ def test_single_head(seed, positions):
     assert report.relative_error == pytest.approx(best_single_distribution(matrix), abs=1e-6)
 
 
+def least_error_by_descent(matrix, num_heads, starts=2):
+    """The relative error of the best distributions that descents from random starts find."""
+    found = []
+    for _ in range(starts):
+        scores = torch.randn(num_heads, len(matrix), dtype=matrix.dtype, requires_grad=True)
+        optimizer = torch.optim.LBFGS([scores], max_iter=200, line_search_fn='strong_wolfe')
+
+        def error(scores=scores, optimizer=optimizer):
+            optimizer.zero_grad()
+            basis = torch.linalg.qr(scores.softmax(1).T).Q
+            rest = (matrix - basis @ (basis.T @ matrix)).norm() / matrix.norm()
+            rest.backward()
+            return rest
+
+        optimizer.step(error)
+        found.append(error().item())
+    return min(found)
+
+
+@pytest.mark.parametrize('seed', [0, 2])
+def test_no_descent_finds_better_heads(seed):
+    torch.manual_seed(seed)
+    matrix = torch.randn(9, 12, dtype=torch.float64)
+    report = conv_to_mhsa(conv_with(matrix, 3, 9), 4)[1]
+    assert report.relative_error <= 1.001 * least_error_by_descent(matrix, 4)
+
+
 def test_noise_is_not_amplified():
     """The singular vectors beyond the rank of a kernel are noise: no reason for heads that are nearly dependent."""
     for _ in range(10):

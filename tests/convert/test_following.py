@@ -207,13 +207,13 @@ def test_every_way_to_load(call):
 REFUSED = {
     'another kernel': (
         nn.Conv2d(3, 4, 1),
-        r'of 9 heads in the place .* kernel of \(1, 1\) has 1',
+        r'of 9 heads instead .* kernel of \(1, 1\) has 1',
     ),
     'transposed': (nn.ConvTranspose2d(3, 4, 3), r'Unexpected key.*0\.value\.weight'),
     'linear': (nn.Linear(3, 4), r'Unexpected key.*0\.value\.weight'),
     'hooks': (
         nn.utils.spectral_norm(nn.Conv2d(3, 4, 3)),
-        'attention of the state dict cannot be in the place of 0: .*hooks',
+        'attention of the state dict cannot replace 0: .*hooks',
     ),
 }
 
@@ -240,7 +240,7 @@ def test_a_refused_state_dict_leaves_the_model_as_it_was():
     prune_heads(theirs, {'1': [0]})
     modules, before = list(ours), copy.deepcopy(ours.state_dict())
     for strict in (True, False):
-        with pytest.raises(StructureError, match=r'of 25 heads in the place .* kernel of \(3, 3\) has 9'):
+        with pytest.raises(StructureError, match=r'of 25 heads instead .* kernel of \(3, 3\) has 9'):
             follow_state_dict(ours, theirs.state_dict(), strict)
         assert list(ours) == modules and ours[1].num_heads == 2 and type(ours[1]) is Attention
         assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
@@ -300,5 +300,5 @@ def test_a_damaged_structure_is_refused():
             with pytest.raises(RuntimeError, match=r'stem\._extra_state of the state dict is damaged'):
                 follow_state_dict(ours, state)
     state = {**model.state_dict(), 'stem._extra_state': written({'position': 'gaussian', 'num_heads': 4})}
-    with pytest.raises(StructureError, match=r'attention of 4 heads in the place .* has 9 positions'):
+    with pytest.raises(StructureError, match=r'attention of 4 heads instead .* has 9 positions'):
         follow_state_dict(small_cnn(seed=1), state)

@@ -215,7 +215,7 @@ def test_keyboard(browser, pages):
     browser.press('#maps button[aria-pressed=true]', 'down', 'right', 'right', 'left')
     assert browser.text('map-title') == 'Block 1, head 1'
     assert browser.script("return document.activeElement.getAttribute('aria-pressed')") == 'true'
-    assert browser.script(label) == 'Image 0, query pixel at row 0, column 3'
+    assert browser.script(label) == 'Image 0, query at row 0, column 3'
     browser.press('#map', 'down', 'left')
     assert browser.text('key-place') == '(1, 2)' and 'probability of key (1, 2)' in browser.text('live')
     browser.press('#centers', 'left')
@@ -240,7 +240,7 @@ def test_state_is_in_the_address(browser, pages):
     assert browser.script('return location.hash') == state
     assert (browser.image('#map') == drawn).all() and browser.text('key-probability') == shown
     checked = "return [...document.querySelectorAll('input:checked')].map((e) => e.value)"
-    assert browser.script(checked) == ['1', 'content']
+    assert browser.script(checked) == ['1', 'content', 'same']
     browser.open(pages['content'][2], '#image=9&query=99,1&layer=-1&head=x&part=else&theme=red')
     assert browser.text('query-place') == 'Row 4, column 4' and browser.text('map-title') == 'Block 0, head 0'
     browser.state(state)
@@ -252,6 +252,12 @@ def test_state_is_in_the_address(browser, pages):
 def test_phone(phone, pages):
     phone.open(pages['content'][2])
     phone.settle()
+    sizes = "[...document.querySelectorAll('button, label')].map((e) => e.getBoundingClientRect())"
+    assert phone.script(f'return {sizes}.every(({{width, height}}) => width >= 44 && height >= 44)')
+    shown = (
+        "[...document.querySelectorAll('.mouse, .touch')].filter((e) => e.checkVisibility()).map((e) => e.className)"
+    )
+    assert set(phone.script(f'return {shown}')) == {'touch'}
     phone.touch(phone.place('query', 1, 6))
     assert phone.text('query-place') == 'Row 1, column 6' and locked(phone)
     phone.touch(*(phone.place('query', *place) for place in ((2, 2), (4, 3), (7, 5))))
@@ -279,6 +285,36 @@ def test_layout_on_a_phone(phone, tmp_path):
     scroll = "const table = document.querySelector('.scroll'); table.scrollLeft = 1000; return table.scrollLeft"
     assert phone.script(scroll) > 100
     assert phone.script("return document.querySelector('tbody th').getBoundingClientRect().left") >= 0
+
+
+def test_one_scale_or_one_for_each_head(browser, tmp_path):
+    """On the same scale a head that attends to all keys alike has no colour; the choice is in the address."""
+    model = quadratic_model()
+    with torch.no_grad():
+        model.blocks[0].attn.encoding.sqrt_precision[1] = 0  # uniform attention
+    path, state = write_page(tmp_path, model, images_of(**TALL)), '#layer=0&theme=light&scale='
+    uniform, local = (f'#maps tbody tr:first-of-type td:nth-of-type({n}) canvas' for n in (2, 1))
+    browser.open(path, state + 'same')
+    browser.settle()
+    assert np.abs(coloured(browser.image(uniform))).max() < 10 and coloured(browser.image(local)).max() > 60
+    assert [browser.text(name) for name in ('ramp-start', 'ramp-end')] == ['uniform', '60×']
+    assert 'scale' not in browser.script('return location.hash')
+    browser.script("document.querySelector('input[value=own]').click()")
+    browser.settle()
+    assert coloured(browser.image(uniform)).min() > 60 and 'scale=own' in browser.script('return location.hash')
+    assert browser.text('ramp-start') == '0'
+
+
+def test_play_moves_the_query_until_it_is_stopped(browser, pages):
+    browser.open(pages['quadratic'][2], '#query=5,9')
+    browser.click('#play')
+    browser.wait("document.getElementById('query-place').textContent === 'Row 0, column 1'")  # after the last the first
+    assert browser.text('play') == 'Stop' and browser.text('lock') == 'Locked'
+    browser.press('#query', 'escape')
+    browser.settle()
+    place = browser.text('query-place')
+    assert browser.text('play') == 'Play' and browser.text('lock') == 'Lock' and place.startswith('Row 0, column ')
+    assert browser.script('return playing') is None
 
 
 def test_colours(browser, pages):

@@ -143,9 +143,13 @@ def test_one_pass_of_each_image(make, expected):
 def test_pictures_and_names():
     model, images = quadratic_model(), images_of(2)
     pictures = [np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8) for size in ((16, 16), (16, 16, 3))]
-    page = explorer_page(model, images, pictures, ['</script>', 'ä'], title='<b>{{data}} & {{style}}')
+    page = explorer_page(model, images, pictures, ['</script>', 'ä'], title='<b>{{data}} & {{style}}', about='<i>')
     content = unpack(page)
-    assert content['names'] == ['</script>', 'ä'] and '&lt;b&gt;{{data}} &amp; {{style}}</title>' in page
+    assert (
+        content['names'] == ['</script>', 'ä']
+        and '&lt;b&gt;{{data}} &amp; {{style}}</title>' in page
+        and '&lt;i&gt;</p>' in page
+    )
     assert (content['pictures'][0] == pictures[0][..., None]).all() and (content['pictures'][1] == pictures[1]).all()
 
 

@@ -1,5 +1,7 @@
 """Every kind of attention layer, small: 4 channels, for tokens ``(B, H, W, 4)`` or, by their names, images."""
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -11,15 +13,18 @@ with torch.random.fork_rng():  # drawn alike whatever was imported before
     torch.manual_seed(0)
     CONV = nn.Conv2d(4, 6, 3, padding=1)
 WINDOW = Window.of(CONV)
+TOKENS = {  # by their dimensions and their number of heads
+    'quadratic': layers.QuadraticAttention,
+    'generalized': layers.GeneralizedQuadraticAttention,
+    'learned': layers.LearnedAttention,
+    'learned_sinusoidal': partial(layers.LearnedAttention, position='relative_sinusoidal'),
+    'content': layers.ContentAttention,
+    'content_sinusoidal': partial(layers.ContentAttention, position='relative_sinusoidal'),
+    'content_quadratic': partial(layers.ContentAttention, position='relative_quadratic'),
+    'content_generalized': partial(layers.ContentAttention, position='relative_generalized'),
+}
 LAYERS = {
-    'quadratic': lambda: layers.QuadraticAttention(4, 3),
-    'generalized': lambda: layers.GeneralizedQuadraticAttention(4, 3),
-    'learned': lambda: layers.LearnedAttention(4, 3),
-    'learned_sinusoidal': lambda: layers.LearnedAttention(4, 3, position='relative_sinusoidal'),
-    'content': lambda: layers.ContentAttention(4, 3),
-    'content_sinusoidal': lambda: layers.ContentAttention(4, 3, position='relative_sinusoidal'),
-    'content_quadratic': lambda: layers.ContentAttention(4, 3, position='relative_quadratic'),
-    'content_generalized': lambda: layers.ContentAttention(4, 3, position='relative_generalized'),
+    **{name: partial(make, 4, 3) for name, make in TOKENS.items()},
     'patches_window': lambda: layers.PatchAttention(4, 9, layers.WindowBias(9, (-1, -1), (3, 3))),
     'patches_grid': lambda: layers.PatchAttention(4, 9, layers.GridBias(9, (2, 2))),
     'patches_narrow': lambda: layers.PatchAttention(

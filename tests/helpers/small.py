@@ -16,6 +16,12 @@ TIMM_KINDS = [
 SMALL = dict(embed_dim=16, depth=2, num_heads=3, mlp_dim=24)
 SMALL_ARCH = dict(embed_dims=16, num_layers=2, num_heads=3, feedforward_channels=24)
 SMALL_CMHSA = dict(type='CMHSA', patch_size=2, img_size=16, num_layers=2, feedforward_channels=24)
+CMHSA_KINDS = {
+    'cmhsa_conv': dict(phase='conv'),
+    'cmhsa_attn': dict(phase='attn'),
+    'cmhsa_narrow': dict(phase='attn', head_dim='exact', qk_dim=4),
+}
+KINDS = [*TIMM_KINDS, *CMHSA_KINDS]
 # Of torch.compile: what shows that a model is one graph, and what users have.
 BACKENDS = ['aot_eager', pytest.param('inductor', marks=pytest.mark.slow)]
 
@@ -28,6 +34,11 @@ def small_cmhsa(phase, name='cmhsa3_patch16_224', **kwargs):
     return timm.create_model(
         name, phase=phase, **{**dict(patch_size=2, img_size=16, depth=2, mlp_dim=24, num_classes=10), **kwargs}
     )
+
+
+def small_model(kind, **kwargs):
+    """One of ``KINDS``, for images of 16x16 pixels and ten classes, which become 8x8 tokens."""
+    return small_cmhsa(**CMHSA_KINDS[kind], **kwargs) if kind in CMHSA_KINDS else small_timm(kind, **kwargs)
 
 
 def trained_like(model):

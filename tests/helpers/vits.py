@@ -7,6 +7,8 @@ import timm
 import torch
 import torchvision
 
+from .small import small_model, small_timm, trained_like
+
 SIZE = 32
 WITH_MLP = 'vit_relpos_small_patch16_224'  # which gives biases of relative positions, and cannot start as a convolution
 SMALL = dict(img_size=SIZE, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
@@ -118,3 +120,13 @@ def output_of(model, images):
         if hasattr(output, name):
             return getattr(output, name)
     return output[-1] if isinstance(output, tuple) else output
+
+
+def small_classifier(name):
+    """A vision transformer, or a network of this package, as after some training; and the side of its images."""
+    torch.manual_seed(0)
+    if name.startswith('sa_'):
+        return trained_like(small_timm(name, num_classes=5)), 16
+    if name.startswith('cmhsa'):
+        return trained_like(small_model(name, num_classes=5, depth=1)), 16
+    return trained_like(small_vit(name)), SIZE

@@ -5,9 +5,10 @@ import sys
 from urllib.error import URLError
 
 import pytest
+import torch
 from mmengine.config import Config
 from mmpretrain.datasets import utils
-from mmpretrain.registry import DATASETS
+from mmpretrain.registry import DATASETS, MODELS
 
 import attncnn_plugin
 from attncnn_plugin import installation as frameworks
@@ -153,3 +154,14 @@ def test_mmengine_without_setuptools(monkeypatch):
     problem = tools.config_problem()
     assert problem.startswith("mmengine cannot find the configs of packages (No module named 'pkg_resources'")
     assert problem.endswith('pip install "setuptools<82"')
+
+
+def test_a_neck_that_pools_again():
+    """As of a config of a ResNet that another one inherits from."""
+    arch = dict(embed_dims=12, num_layers=1, num_heads=3, feedforward_channels=12)
+    backbone = dict(type='mmpretrain.SAQuadratic', arch=arch, out_type='avg_featmap')
+    neck = dict(type='mmpretrain.GlobalAveragePooling')
+    model = MODELS.build(dict(type='mmpretrain.ImageClassifier', backbone=backbone, neck=neck))
+    with pytest.raises(ValueError) as caught:
+        model(torch.rand(1, 3, 8, 8))
+    assert 'the features are pooled already: write neck=None in model, or out_type="featmap"' in one_line(caught.value)

@@ -29,7 +29,6 @@ BACKBONES = {
     'VisionTransformer': dict(type='VisionTransformer', arch=ARCH, **VIT),
     'CMHSA': dict(type='CMHSA', phase='attn', num_layers=2, feedforward_channels=24, head_dim='exact', **VIT),
 }
-KEEP_FIVE, HALF = dict(type='importance', keep=5), dict(type='importance', multiply_adds=0.5)
 C20 = 'SAGeneralized'  # two degenerate heads, found by C20's criteria
 
 
@@ -56,7 +55,7 @@ def whole(request, tmp_path_factory, repository, start):
     hook = dict(epochs=[CHANGE], num_batches=2)
     changes = dict(load_from=start) if name == C20 else dict()
     if name != C20:
-        hook['criteria'] = [KEEP_FIVE]
+        hook['keep'] = 5
     config = config_of(name, repository, folder, hook, log_level='INFO', **changes)
     return name, hook, *run(config), folder
 
@@ -162,8 +161,7 @@ def test_by_what_heads_attend_to(name, repository, tmp_path):
 
 def test_a_share_of_the_multiply_adds(repository, tmp_path):
     """Of those that there were at first: nothing more goes at the next epochs, nor in a run that is resumed."""
-    criteria = [dict(type='importance', multiply_adds=0.85)]
-    hook = dict(epochs=range(1, EPOCHS), criteria=criteria, num_batches=1)
+    hook = dict(epochs=range(1, EPOCHS), multiply_adds=0.85, num_batches=1)
     runner, recorder = run(config_of('VisionTransformer', repository, tmp_path, hook))
     heads = numbers(runner.model)
     assert recorder.heads == [[4, 4]] * ITERATIONS + [heads] * (EPOCHS - 1) * ITERATIONS and sum(heads) < 8
@@ -204,8 +202,7 @@ def test_mixed_precision(repository, tmp_path, monkeypatch):
 
     def config(folder, **changes):
         config = small_config(repository, tmp_path / folder, **on_cpu(monkeypatch), **changes)
-        importance = dict(type='importance', keep=11)
-        config.custom_hooks.append(dict(type='HeadPruningHook', epochs=[CHANGE + 1], criteria=[importance]))
+        config.custom_hooks.append(dict(type='HeadPruningHook', epochs=[CHANGE + 1], keep=11))
         return config
 
     runner, recorder = run(config('whole'))
@@ -231,12 +228,13 @@ class Degenerate(Hook):
                 encoding.center[2] = encoding.center[0]
 
 
-def cnn(repository, work_dir, content=None, criteria=('uniform', 'duplicate'), **changes):
+def cnn(repository, work_dir, content=None, keep=None, **changes):
     """A CNN that becomes attention, and loses heads an epoch later."""
     changes = {'model.backbone.content': content, 'log_level': 'INFO', **changes}
     config = small_config(repository, work_dir, 'resnet18_to_attention_digits', **changes)
     config.optim_wrapper.paramwise_cfg.custom_keys['encoding'] = dict(lr_mult=0.0, decay_mult=0.0)
-    config.custom_hooks.insert(0, dict(type='HeadPruningHook', epochs=[CHANGE + 1], criteria=list(criteria)))
+    hook = dict(type='HeadPruningHook', epochs=[CHANGE + 1], criteria=['uniform', 'duplicate'], keep=keep)
+    config.custom_hooks.insert(0, hook)
     config.custom_hooks.append(dict(type='EMAHook', momentum=0.2))
     return config
 
@@ -267,23 +265,22 @@ def test_after_a_transition(repository, tmp_path):
 
 def test_by_content_after_a_transition(repository, tmp_path):
     """By importance, and by what they attend to on images."""
-    criteria = ['uniform', 'duplicate', dict(type='importance', keep=10)]
-    runner, _ = run(cnn(repository, tmp_path, 'gated', criteria))
+    runner, _ = run(cnn(repository, tmp_path, 'gated', keep=10))
     layers = prunable_heads(runner.model)
     assert LAYER in layers and len(layers) > 1 and sum(numbers(runner.model)) == 10
     log = log_of(tmp_path)
     assert f'{LAYER} at epoch 3: ' in log and 'importance  importance' in log
 
 
-@pytest.mark.parametrize('criteria', [['uniform', 'stripe'], [dict(type='importance', multiply_adds=0.9)]])
-def test_criteria_of_attention_to_come(criteria, repository, tmp_path):
+@pytest.mark.parametrize('settings', [dict(criteria=['uniform', 'stripe']), dict(multiply_adds=0.9)])
+def test_criteria_of_attention_to_come(settings, repository, tmp_path):
     """Criteria that turn out not to be for the attention that convolutions became are left, with a warning."""
     config = small_config(repository, tmp_path, log_level='INFO')
     epoch = CHANGE + 1
-    config.custom_hooks.append(dict(type='HeadPruningHook', epochs=[epoch], criteria=criteria, num_batches=1))
+    config.custom_hooks.append(dict(type='HeadPruningHook', epochs=[epoch], num_batches=1, **settings))
     runner, _ = run(config)
     built = sum(layer.built_heads for layer in prunable_heads(runner.model).values())
-    if 'stripe' in criteria:
+    if 'criteria' in settings:
         log = log_of(tmp_path)
         assert (
             f'removes no heads at epoch {epoch}: backbone.blocks.0.attn' in log and sum(numbers(runner.model)) == built
@@ -298,8 +295,8 @@ def test_criteria_of_attention_to_come(criteria, repository, tmp_path):
     [
         (dict(epochs=[-1]), r'epochs=\[-1\] of HeadPruningHook must be epochs'),
         (dict(num_batches=0), 'num_batches=0 of HeadPruningHook must be at least 1'),
-        (dict(criteria=[dict(type='importance', kept=3)]), 'unknown settings'),
-        (dict(criteria=[KEEP_FIVE, KEEP_FIVE]), "'importance' 2 times"),
+        (dict(keep=3, threshold=0.1), 'give one of threshold, keep and multiply_adds'),
+        (dict(criteria=[]), 'criteria=.. of PruneHeads and nothing else say which'),
     ],
 )
 def test_settings_are_checked(settings, message):
@@ -315,8 +312,8 @@ def test_settings_are_checked(settings, message):
         ('VisionTransformer', dict(), TypeError, "layers.0.attn: the criterion 'stripe' is for Gaussian heads"),
         ('CMHSA', dict(), TypeError, "layers='\\*' can leave it out"),
         ('VisionTransformer', dict(criteria=['entropy'], layers='x*'), ValueError, "no attention with layers='x\\*'"),
-        ('VisionTransformer', dict(criteria=[dict(type='importance', keep=1)]), ValueError, 'keep=1 cannot be reached'),
-        ('VisionTransformer', dict(criteria=[HALF]), ValueError, 'multiply_adds=0.5 cannot be reached'),
+        ('VisionTransformer', dict(keep=1), ValueError, 'keep=1 cannot be reached'),
+        ('VisionTransformer', dict(multiply_adds=0.5), ValueError, 'multiply_adds=0.5 cannot be reached'),
     ],
 )
 def test_refused_at_once(name, settings, error, message, repository, tmp_path):

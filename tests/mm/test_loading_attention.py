@@ -170,13 +170,3 @@ def test_a_stock_model_takes_attention_when_it_is_told_to(trained):
     load_checkpoint(loaded, file, strict=True)
     loaded.eval()
     assert torch.equal(loaded(x), model(x))
-
-
-def test_weights_of_the_zoo_load_into_attention(trained, tmp_path):
-    attention, x, _ = trained
-    cnn = build(STOCK)
-    cnn.eval()
-    torch.save(dict(state_dict=cnn.state_dict()), tmp_path / 'cnn.pth')
-    load_checkpoint(attention, str(tmp_path / 'cnn.pth'), strict=True)
-    assert isinstance(attention.backbone.layer4[0].conv1, ImageAttention)
-    assert 1e-6 < (attention(x) - cnn(x)).norm() / cnn(x).norm() < 0.1

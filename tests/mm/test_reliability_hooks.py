@@ -158,7 +158,7 @@ def test_resumed_from_the_one_before(repository, tmp_path, whole):
 def test_resuming_from_weights_or_from_another_model(repository, tmp_path):
     torch.save(dict(weight=torch.zeros(2)), tmp_path / 'weights.pth')
     load_from = dict(load_from=str(tmp_path / 'weights.pth'))
-    with pytest.raises(KeyError, match='weights.pth holds weights alone and cannot be resumed from: start from them '):
+    with pytest.raises(KeyError, match='weights.pth holds only weights and cannot be resumed from: start from them '):
         build(repository, tmp_path, resume=True, **load_from).call_hook('before_run')
     with pytest.raises(ValueError, match='weights.pth is of another model: 0 of the 32 weights of this one are in it '):
         build(repository, tmp_path, **load_from).call_hook('before_run')

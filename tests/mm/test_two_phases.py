@@ -13,6 +13,7 @@ from mmpretrain.models import ImageClassifier
 from mmpretrain.registry import MODELS
 from torch import nn
 
+from attncnn_plugin.analysis import read_scalars
 from attncnn_plugin.attention import ContentImageAttention
 
 RATES = [2e-3, 0, *np.linspace(5e-4, 1e-4, 4)]  # by iterations: each phase to the end of its line
@@ -98,6 +99,8 @@ def test_phases_and_optimizer(whole):
     assert runner.message_hub.get_info('transition_drift') < (0.05 if kind == 'CNN' else 1e-5)
     log = log_of(work_dir)
     assert 'Relative change of the features on the current batch: ' in log
+    ((step, _),) = read_scalars(work_dir)['transition/relative_change']  # curves are marked here
+    assert step == (2 if kind == 'iterations' else CHANGE)
     assert f'Transition at {"iter" if kind == "iterations" else "epoch"} 2' in log
     assert f'{"layer4.0.conv1 " if kind == "CNN" else "blocks.0.attn "} 3×3 kernel  9 heads' in log
     if kind != 'iterations':

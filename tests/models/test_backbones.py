@@ -3,10 +3,10 @@
 import copy
 import pickle
 
-import mmpretrain
 import pytest
 import torch
-from helpers.small import SMALL_ARCH, small_timm
+from helpers.convolutions import relative_error
+from helpers.small import CMHSA_KINDS, SMALL_ARCH, SMALL_CMHSA, small_cmhsa, small_model, trained_like
 from mmengine.config import Config, ConfigDict
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS as ROOT
@@ -14,33 +14,51 @@ from mmpretrain.models import build_classifier
 from mmpretrain.registry import MODELS
 
 KINDS = {
-    'quadratic': dict(type='SAQuadratic'),
-    'generalized': dict(type='SAGeneralized'),
-    'learned': dict(type='SALearned'),
-    'learned_content': dict(type='SALearned', content=True),
+    'sa_quadratic_cifar': dict(type='SAQuadratic', arch=SMALL_ARCH),
+    'sa_generalized_cifar': dict(type='SAGeneralized', arch=SMALL_ARCH),
+    'sa_learned_cifar': dict(type='SALearned', arch=SMALL_ARCH),
+    'sa_learned_content_cifar': dict(type='SALearned', content=True, arch=SMALL_ARCH),
+    **{kind: dict(SMALL_CMHSA, **settings) for kind, settings in CMHSA_KINDS.items()},
 }
+SA = 'sa_quadratic_cifar'
 
 
-def backbone(kind='quadratic', **kwargs):
-    return MODELS.build({**KINDS[kind], 'arch': SMALL_ARCH, **kwargs})
+def backbone(kind=SA, **kwargs):
+    return MODELS.build({**KINDS[kind], **kwargs})
 
 
-def classifier(kind='quadratic', **options):
-    head = dict(type='LinearClsHead', num_classes=10, in_channels=16)
-    own = dict(**KINDS[kind], arch=SMALL_ARCH, out_type='avg_featmap', **options)
+def classifier(kind=SA, **options):
+    own = dict(KINDS[kind], out_type='avg_featmap', **options)
+    head = dict(type='LinearClsHead', num_classes=10, in_channels=12 if 'cmhsa' in kind else 16)
     return build_classifier(dict(type='ImageClassifier', backbone=own, head=head))
 
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_outputs(kind):
-    x = torch.randn(2, 3, 16, 8)
-    model = backbone(kind, out_indices=(0, -1))
-    features = model(x)
-    assert isinstance(features, tuple) and [f.shape for f in features] == [(2, 16, 8, 4)] * 2
-    averages = backbone(kind, out_type='avg_featmap')
+    """The last feature map is normed; maps and their averages in copies too."""
+    model, x = trained_like(backbone(kind, out_indices=(0, -1))).eval(), torch.randn(2, 3, 16, 8)
+    features, dim = model(x), 12 if 'cmhsa' in kind else 16
+    assert (
+        isinstance(features, tuple) and [f.shape for f in features] == [(2, dim, 8, 4)] * 2 and dim == model.embed_dims
+    )
+    last, intermediates = model.forward_intermediates(x, indices=[0, 1], output_fmt='NHWC')
+    assert torch.equal(features[0].permute(0, 2, 3, 1), intermediates[0])
+    assert torch.equal(features[1].permute(0, 2, 3, 1), last)
+    averages = backbone(kind, out_type='avg_featmap').eval()
     averages.load_state_dict(model.state_dict())
     assert torch.allclose(averages(x)[0], features[1].mean((2, 3)))
-    assert backbone(kind, in_channels=1)(torch.randn(1, 1, 8, 8))[0].shape == (1, 16, 4, 4)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(torch.equal(a, b) for a, b in zip(other(x), features))
+    assert backbone(kind, in_channels=1)(torch.randn(1, 1, 8, 8))[0].shape[2:] == (4, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', KINDS)
+def test_compiled_and_exported(kind):
+    model, x = backbone(kind, out_indices=(0, 1)).eval(), torch.randn(2, 3, 8, 8)
+    exported = torch.export.export(model, (x,)).module()
+    for other in (exported, torch.compile(model, fullgraph=True, backend='aot_eager')):
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(other(x), model(x)))
 
 
 def test_backbone_of_timm():
@@ -51,7 +69,7 @@ def test_backbone_of_timm():
     whole = MODELS.build(timm_backbone)
     channels_first = MODELS.build(dict(timm_backbone, features_only=True, out_indices=[-1]))
     channels_first.timm_model.model.load_state_dict(whole.timm_model.state_dict(), strict=False)
-    own = backbone('quadratic', out_type='avg_featmap')
+    own = backbone(out_type='avg_featmap')
     own.load_state_dict(whole.timm_model.state_dict())
     (last,), expected = whole(x), own(x)[0]
     assert last.shape == (2, 16, 16, 16) and not torch.allclose(gap((last,))[0], expected, atol=1e-3)
@@ -105,15 +123,15 @@ def test_named_architectures():
         (dict(frozen_stages=0.5), '`frozen_stages` 0.5 must be'),
         (dict(drop_path_rate=1.5), 'drop_path_rate=1.5 must be from 0'),
         (dict(arch=dict(SMALL_ARCH, num_layers=0)), 'depth=0'),
-        (dict(kind='learned', img_size=1), 'img_size=1 must be a multiple of reduction=2'),
-        (dict(kind='learned', img_size=(8, 9)), r'img_size=\(8, 9\) must be a multiple of reduction=2'),
+        (dict(kind='sa_learned_cifar', img_size=1), 'img_size=1 must be a multiple of reduction=2'),
+        (dict(kind='sa_learned_cifar', img_size=(8, 9)), r'img_size=\(8, 9\) must be a multiple of reduction=2'),
         (dict(reduction=0), 'reduction=0 must be at least 1'),
         (
-            dict(kind='learned', position='relative_quadratic'),
+            dict(kind='sa_learned_cifar', position='relative_quadratic'),
             "position='relative_quadratic' is not for attention with",
         ),
         (dict(frozen_stages=3), '`frozen_stages` 3 must be'),
-        (dict(kind='learned', position='fixed'), "position='fixed' is not for"),
+        (dict(kind='sa_learned_cifar', position='fixed'), "position='fixed' is not for"),
     ],
 )
 def test_errors(kwargs, message):
@@ -121,15 +139,30 @@ def test_errors(kwargs, message):
         backbone(**kwargs)
 
 
+def test_a_config_cannot_set_what_the_backbone_decides():
+    own = dict(
+        sa_learned_cifar=['attn_layer', 'embed_dim', 'max_size'], cmhsa_attn=['mlp_dim', 'drop_rate', 'in_chans']
+    )
+    for kind, names in own.items():
+        for name in (*names, 'num_classes', 'global_pool'):
+            with pytest.raises(TypeError, match=f'{KINDS[kind]["type"]} has no argument {name}'):
+                backbone(kind, **{name: 3})
+
+
 @pytest.mark.parametrize('frozen_stages', [-1, 0, 1, 2])
-def test_frozen_stages(frozen_stages):
-    model = backbone(frozen_stages=frozen_stages, drop_rate=0.1)
+@pytest.mark.parametrize('kind', [SA, 'cmhsa_conv', 'cmhsa_attn'])
+def test_frozen_stages(kind, frozen_stages):
+    """In training mode too, and when convolutions have become attention."""
+    model = backbone(kind, frozen_stages=frozen_stages, drop_path_rate=0.1)
     for _ in range(2):
         for i, stage in enumerate([model.stem, *model.blocks]):
             frozen = i <= frozen_stages
             assert all(p.requires_grad != frozen for p in stage.parameters())
             assert all(m.training != frozen for m in stage.modules())
+        assert all(p.requires_grad != (frozen_stages == 2) for p in model.norm.parameters())
         assert model.train() is model
+        if getattr(model, 'phase', None) == 'conv':
+            model.to_attention()
 
 
 def test_gradient_checkpointing():
@@ -137,79 +170,13 @@ def test_gradient_checkpointing():
     checkpointed.load_state_dict(model.state_dict())
     x = torch.randn(2, 3, 8, 8)
     gradients = [torch.autograd.grad(m(x)[0].sin().sum(), list(m.parameters())) for m in (model, checkpointed)]
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients))
+    assert checkpointed.grad_checkpointing and all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients))
 
 
-def test_layer_depth():
-    model = backbone()
-    depth = [
-        model.get_layer_depth(n, 'backbone.')
-        for n in (
-            'backbone.stem.proj.weight',
-            'backbone.blocks.0.attn.encoding.center',
-            'backbone.blocks.1.norm2.bias',
-            'head.fc.weight',
-        )
-    ]
-    assert depth == [(0, 4), (1, 4), (2, 4), (3, 4)]
-
-
-def test_init_cfg(tmp_path):
-    trained = backbone()
-    torch.save(trained.state_dict(), tmp_path / 'trained.pth')
-    model = backbone(init_cfg=dict(type='Pretrained', checkpoint=str(tmp_path / 'trained.pth')))
-    model.init_weights()
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), trained.state_dict().values()))
-
-
-def test_weight_decay_of_the_configs():
-    config = mmpretrain.ModelHub.get('sa_generalized_cifar10').config
-    model = classifier('generalized')
-    optimizer = build_optim_wrapper(model, config.optim_wrapper).optimizer
-    names = {id(p): n for n, p in model.named_parameters()}
-    decay = {names[id(p)]: g['weight_decay'] for g in optimizer.param_groups for p in g['params']}
-    left_off = {n for n, value in decay.items() if value == 0}
-    assert left_off == {
-        f'backbone.blocks.{i}.attn.encoding.{p}' for i in range(2) for p in ('center', 'sqrt_precision')
-    }
-    assert all(value == 1e-4 for n, value in decay.items() if n not in left_off)
-
-
-@pytest.mark.parametrize(
-    'kind, options',
-    [
-        *((kind, {}) for kind in KINDS),
-        ('quadratic', dict(reduction=4)),
-        ('learned', dict(position='relative_sinusoidal', img_size=(32, 64))),
-        ('learned_content', dict(position='relative_generalized')),
-        ('learned_content', dict(position='relative_quadratic')),
-    ],
-    ids=str,
-)
-def test_weights_go_both_ways_between_the_frameworks(kind, options):
-    theirs = classifier(kind, **options).eval()
-    ours = small_timm(f'sa_{kind}_cifar', **options).eval()
-    x = torch.randn(2, 3, 32, 32)
-
-    def to_mmpretrain(state):
-        return {n if n.startswith('head.') else f'backbone.{n}': v for n, v in state.items()}
-
-    theirs.load_state_dict(to_mmpretrain(ours.state_dict()), strict=True)
-    assert torch.equal(theirs(x), ours(x))
-    other = small_timm(f'sa_{kind}_cifar', **options).eval()
-    assert not torch.equal(other(x), theirs(x))
-    other.load_state_dict(theirs.state_dict(), strict=True)  # by mmpretrain's names
-    assert torch.equal(other(x), theirs(x))
-
-
-def test_a_config_cannot_set_what_the_backbone_decides():
-    for name in ('attn_layer', 'num_classes', 'embed_dim', 'global_pool', 'max_size'):
-        with pytest.raises(TypeError, match=f'has no argument {name}'):
-            backbone('learned', **{name: 3})
-
-
-def test_layer_decay():
-    model = classifier()
+@pytest.mark.parametrize('kind', [SA, 'cmhsa_conv'])
+def test_layer_decay(kind):
+    """By the depth of each parameter: the stem, the blocks, and the norm with the head."""
+    model = classifier(kind)
     wrapper = build_optim_wrapper(
         model,
         ConfigDict(
@@ -218,23 +185,48 @@ def test_layer_decay():
             paramwise_cfg=dict(layer_decay_rate=0.5),
         ),
     )
-    rate = {group['param_name']: group['lr'] for group in wrapper.optimizer.param_groups}
-    assert rate['backbone.stem.proj.weight'] == 0.125 and rate['backbone.blocks.1.proj.bias'] == 0.5
-    assert rate['head.fc.weight'] == 1
+    for name, rate in ((group['param_name'], group['lr']) for group in wrapper.optimizer.param_groups):
+        depths = {'stem': 0, 'blocks.0': 1, 'blocks.1': 2}
+        depth = next((depth for part, depth in depths.items() if name.startswith(f'backbone.{part}.')), 3)
+        assert rate == 0.5 ** (3 - depth), name
+    assert model.backbone.get_layer_depth('backbone.stem.proj.weight', 'backbone.') == (0, 4)
 
 
-@torch.no_grad()  # compiled for training: the same networks in test_timm_models.py
-@pytest.mark.slow
-@pytest.mark.parametrize('kind', KINDS)
-def test_copied_compiled_and_exported(kind):
-    model = backbone(kind, out_indices=(0, 1)).eval()
-    x = torch.randn(2, 3, 8, 8)
-    expected = model(x)
-    exported = torch.export.export(model, (x,)).module()
-    for other in (
-        copy.deepcopy(model),
-        pickle.loads(pickle.dumps(model)),
-        exported,
-        torch.compile(model, fullgraph=True, backend='aot_eager'),
-    ):
-        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(other(x), expected))
+@pytest.mark.parametrize(
+    'kind, options',
+    [
+        *((kind, {}) for kind in KINDS),
+        (SA, dict(reduction=4)),
+        ('sa_learned_cifar', dict(position='relative_sinusoidal', img_size=(32, 64))),
+        ('sa_learned_content_cifar', dict(position='relative_generalized')),
+        ('sa_learned_content_cifar', dict(position='relative_quadratic')),
+    ],
+    ids=str,
+)
+def test_weights_go_both_ways_between_the_frameworks(kind, options):
+    ours, other = (trained_like(small_model(kind, **options)).eval() for _ in range(2))
+    theirs, x = classifier(kind, **options).eval(), torch.randn(2, 3, 32, 32)
+    names = {n if n.startswith('head.') else f'backbone.{n}': v for n, v in ours.state_dict().items()}
+    theirs.load_state_dict(names, strict=True)
+    assert torch.equal(theirs(x), ours(x)) and not torch.equal(other(x), theirs(x))
+    other.load_state_dict(theirs.state_dict(), strict=True)  # by mmpretrain's names
+    assert torch.equal(other(x), theirs(x))
+
+
+@pytest.mark.parametrize('phase', ['conv', 'attn'])
+@pytest.mark.parametrize('into', ['conv', 'attn'])
+def test_pretrained(phase, into, tmp_path):
+    """Checkpoints of either phase by mmengine's init_cfg, by timm's pretrained weights and its checkpoint_path."""
+    x, path = torch.randn(2, 3, 16, 16), str(tmp_path / 'pretrained.pth')
+    theirs = trained_like(classifier(f'cmhsa_{phase}', attn_bias_init=40.0)).eval()
+    torch.save(dict(state_dict=theirs.state_dict(), meta={}), path)
+    init_cfg = dict(type='Pretrained', checkpoint=path, prefix='backbone.')
+    model = classifier(f'cmhsa_{into}', attn_bias_init=40.0, init_cfg=init_cfg)
+    model.init_weights()
+    features, expected = model.eval().extract_feat(x)[0], theirs.extract_feat(x)[0]
+    assert relative_error(features, expected) < 1e-4
+    overlay = dict(pretrained=True, pretrained_cfg_overlay=dict(file=path, num_classes=10))
+    for how in (overlay, dict(checkpoint_path=path)):
+        ours = small_cmhsa(into, attn_bias_init=40.0, **how).eval()
+        assert ours.phase == ('conv' if phase == into == 'conv' else 'attn')
+        assert relative_error(ours(x), theirs(x)) < 1e-4

@@ -1,7 +1,5 @@
-"""CMHSA in timm and mmpretrain: the same output in both phases, and checkpoints that carry their structure."""
+"""CMHSA: the same output in both phases, and checkpoints that carry their structure."""
 
-import copy
-import pickle
 import warnings
 
 import pytest
@@ -9,14 +7,14 @@ import timm
 import timm.optim
 import torch
 from helpers.convolutions import relative_error
-from helpers.small import BACKENDS, SMALL_CMHSA, small_cmhsa, trained_like
+from helpers.small import small_cmhsa, trained_like
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from attncnn_plugin import follow_state_dict
 from attncnn_plugin.attention.patches import image_to_patches
 from attncnn_plugin.models.cmhsa import PatchConvolution
-from attncnn_plugin.pruning import prune_heads, replace_parameters
+from attncnn_plugin.pruning import replace_parameters
 
 PHASES = ['conv', 'attn']
 WIDTHS = {
@@ -159,14 +157,6 @@ def test_errors(kwargs, message):
         small_cmhsa(kwargs.pop('phase', 'conv'), **kwargs)
 
 
-def test_wrong_images():
-    model = small_cmhsa('conv')
-    with pytest.raises(ValueError, match='9x8 pixels cannot be cut into patches of 2x2'):
-        model(torch.randn(2, 3, 9, 8))
-    with pytest.raises(ValueError, match=r'\(B, 3, H, W\) is expected'):
-        model(torch.randn(2, 1, 8, 8))
-
-
 def test_sizes_of_the_paper():
     """D = 16·16·3 = 768, 9 heads of 768, 6 layers; made without memory."""
     for name, kernel in [('cmhsa3_patch16_224', 3), ('cmhsa5_patch16_224', 5)]:
@@ -273,18 +263,6 @@ def test_state_dicts_carry_the_null_key():
     assert loaded.blocks[0].attn.position.table.shape == (9, 23, 23)
 
 
-@pytest.mark.parametrize('widths', WIDTHS)
-def test_heads_are_removed(widths):
-    """And a network as it was built loads what is left."""
-    model, loaded = (trained_like(of_width(widths)).eval() for _ in range(2))
-    prune_heads(model, {1: [0, 4]})
-    loaded.load_state_dict(model.state_dict())
-    x = torch.randn(2, 3, 16, 12)
-    assert torch.equal(loaded(x), model(x)) and [block.attn.num_heads for block in loaded.blocks] == [9, 7]
-    with pytest.raises(ValueError, match='heads of 0 are to be removed, but there are 0 attention layers'):
-        prune_heads(of_width(widths, 'conv'), {0: [1]})
-
-
 def test_converted_alike_on_every_rank():
     """Whatever the state of the random number generator."""
     state = small_cmhsa('conv').state_dict()
@@ -324,80 +302,6 @@ def test_frozen_stays_frozen():
     assert all(p.requires_grad for p in model.blocks[1].parameters())
 
 
-@pytest.mark.parametrize('phase', PHASES)
-def test_timm_interface(phase):
-    model = small_cmhsa(phase, depth=4).eval()
-    x = torch.randn(2, 3, 16, 16)
-    features = model.forward_features(x)
-    assert features.shape == (2, 8, 8, 12) and torch.equal(model.forward_head(features), model(x))
-    assert model(x[:0]).shape == (0, 10)
-    assert model(torch.randn(2, 3, 8, 20)).shape == (2, 10) and model(torch.randn(2, 3, 2, 2)).shape == (2, 10)
-    last, intermediates = model.forward_intermediates(x, indices=[0, -1], norm=True)
-    assert torch.equal(last, features) and torch.equal(intermediates[1].permute(0, 2, 3, 1), features)
-    extractor = small_cmhsa(phase, depth=4, features_only=True, out_indices=(1, 3)).eval()
-    extractor.load_state_dict({f'model.{k}': v for k, v in model.state_dict().items() if k[:4] not in ('head', 'norm')})
-    expected = model.forward_intermediates(x, indices=[1, 3], intermediates_only=True)
-    assert all(torch.equal(a, b) for a, b in zip(extractor(x), expected))
-    assert extractor.feature_info.reduction() == [2, 2] and extractor.feature_info.channels() == [12, 12]
-    model.set_grad_checkpointing()
-    assert torch.allclose(model(x), model.forward_head(features), atol=1e-6)
-    model.reset_classifier(5)
-    assert model(x).shape == (2, 5)
-    model.prune_intermediate_layers([1], prune_norm=True)
-    assert model(x).shape == (2, 8, 8, 12) and len(model.blocks) == 2
-    assert model.phase == phase
-    if phase == 'conv':
-        model.to_attention()
-
-
-def test_weight_decay_is_left_off_position_biases():
-    model = small_cmhsa('attn')
-    assert model.no_weight_decay() == {f'blocks.{i}.attn.position.table' for i in range(2)}
-    assert small_cmhsa('conv').no_weight_decay() == set()
-    assert timm.optim.create_optimizer_v2(model, 'adamw', lr=0.1, weight_decay=0.1, layer_decay=0.5)
-
-
-@pytest.mark.parametrize('phase, widths', [('conv', 'full'), ('attn', 'full'), ('attn', 'exact')])
-def test_mixed_and_half_precision(phase, widths):
-    model = of_width(widths, phase)
-    x = torch.randn(4, 3, 16, 16)
-    expected = model(x)
-    with torch.autocast('cpu', dtype=torch.bfloat16):
-        output = model(x)
-    assert torch.allclose(output.float(), expected, atol=0.1)
-    output.float().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    assert torch.allclose(copy.deepcopy(model).half()(x.half()).float(), expected, atol=0.1)
-    assert torch.allclose(model.to(torch.bfloat16)(x.bfloat16()).float(), expected, atol=0.1)
-
-
-@pytest.mark.parametrize('backend', BACKENDS)
-@pytest.mark.parametrize(
-    'phase, widths', [('conv', 'full'), pytest.param('attn', 'full', marks=pytest.mark.slow), ('attn', 'exact')]
-)
-def test_compiled(phase, widths, backend):
-    model = trained_like(of_width(widths, phase, depth=1)).eval()
-    x = torch.randn(2, 3, 16, 16)
-    assert relative_error(torch.compile(model, fullgraph=True, backend=backend)(x), model(x)) < 1e-4
-
-
-@pytest.mark.parametrize('phase, widths', [('conv', 'full'), ('attn', 'full'), ('attn', 'exact')])
-def test_copied_and_exported(phase, widths):
-    model = of_width(widths, phase, depth=1)
-    x = torch.randn(2, 3, 16, 16)
-    expected = model(x)
-    batch = torch.export.Dim('batch', min=2, max=64)
-    exported = torch.export.export(copy.deepcopy(model).eval(), (x,), dynamic_shapes=({0: batch},)).module()
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), exported):
-        assert torch.allclose(other(x), expected, atol=1e-5)
-    assert exported(torch.randn(5, 3, 16, 16)).shape == (5, 10)
-    # What is copied is turned by what it loads, not the original.
-    other = pickle.loads(pickle.dumps(small_cmhsa('conv', depth=1)))
-    twin = copy.deepcopy(other)
-    twin.load_state_dict(small_cmhsa('attn', depth=1).state_dict())
-    assert (twin.phase, other.phase) == ('attn', 'conv')
-
-
 def test_a_compiled_model_goes_on_after_the_transition():
     model = trained_like(small_cmhsa('conv', depth=1, attn_bias_init=40.0)).eval()
     compiled = torch.compile(model, backend='eager')
@@ -408,106 +312,6 @@ def test_a_compiled_model_goes_on_after_the_transition():
     with torch.no_grad():
         model.blocks[0].attn.out.weight.zero_()
     assert relative_error(compiled(x), before) > 1e-3
-
-
-def backbone(phase='conv', **kwargs):
-    registry = pytest.importorskip('mmpretrain.registry')
-    return registry.MODELS.build({**SMALL_CMHSA, 'phase': phase, **kwargs})
-
-
-def classifier(phase='conv', **kwargs):
-    models = pytest.importorskip('mmpretrain.models')
-    return models.build_classifier(
-        dict(
-            type='ImageClassifier',
-            backbone={**SMALL_CMHSA, 'phase': phase, 'out_type': 'avg_featmap', **kwargs},
-            head=dict(type='LinearClsHead', num_classes=10, in_channels=12),
-        )
-    )
-
-
-@pytest.mark.parametrize('phase', PHASES)
-def test_backbone(phase):
-    x = torch.randn(2, 3, 16, 8)
-    model = trained_like(backbone(phase, out_indices=(0, -1))).eval()
-    features = model(x)
-    assert isinstance(features, tuple) and [f.shape for f in features] == [(2, 12, 8, 4)] * 2
-    last, intermediates = model.forward_intermediates(x, indices=[0, 1], output_fmt='NHWC')
-    assert torch.equal(features[0].permute(0, 2, 3, 1), intermediates[0])
-    assert torch.equal(features[1].permute(0, 2, 3, 1), last)  # normed
-    averages = backbone(phase, out_type='avg_featmap').eval()
-    averages.load_state_dict(model.state_dict())
-    assert torch.allclose(averages(x)[0], features[1].mean((2, 3)))
-    depth = [
-        model.get_layer_depth(f'backbone.{name}', 'backbone.')[0]
-        for name in ('stem.proj.weight', 'blocks.0.attn.conv.weight', 'blocks.1.norm2.bias', 'norm.weight')
-    ]
-    assert depth == [0, 1, 2, 3]
-    assert type(backbone(type='mmpretrain.CMHSA')).__name__ == 'CMHSA'
-    with pytest.raises(TypeError, match='CMHSA has no argument drop_rate'):
-        backbone(drop_rate=0.1)
-
-
-@pytest.mark.parametrize('widths', WIDTHS)
-def test_widths_of_a_backbone(widths):
-    """The same arguments in mmpretrain, and weights from timm's model."""
-    model, other = of_width(widths).eval(), backbone('attn', **WIDTHS[widths]).eval()
-    missing, unexpected = other.load_state_dict(model.state_dict(), strict=False)
-    assert not missing and all(name.startswith('head.') for name in unexpected)
-    x = torch.randn(1, 3, 16, 16)
-    (features,) = other(x)
-    assert relative_error(features, model.forward_features(x).permute(0, 3, 1, 2)) < 1e-6
-    assert features.shape[1] == other.embed_dims
-
-
-@pytest.mark.parametrize('frozen_stages', [-1, 0, 1, 2])
-@pytest.mark.parametrize('phase', PHASES)
-def test_frozen_stages(phase, frozen_stages):
-    model = backbone(phase, frozen_stages=frozen_stages, drop_path_rate=0.1)
-    for _ in range(2):
-        for i, stage in enumerate([model.stem, *model.blocks]):
-            frozen = i <= frozen_stages
-            assert all(p.requires_grad != frozen for p in stage.parameters())
-            assert all(m.training != frozen for m in stage.modules())
-        assert all(p.requires_grad != (frozen_stages == 2) for p in model.norm.parameters())
-        if model.phase == 'conv':
-            model.to_attention()
-
-
-def test_weights_go_both_ways_between_the_frameworks(tmp_path):
-    """A checkpoint of mmpretrain's, of either phase, through timm's checkpoint_path."""
-    x = torch.randn(2, 3, 16, 16)
-    theirs = trained_like(classifier('conv', attn_bias_init=40.0)).eval()
-    for phase in PHASES:
-        torch.save(dict(state_dict=theirs.state_dict(), meta={}), tmp_path / f'{phase}.pth')
-        ours = small_cmhsa('conv', checkpoint_path=str(tmp_path / f'{phase}.pth')).eval()
-        assert ours.phase == phase and torch.equal(ours(x), theirs(x))
-        ours = small_cmhsa('attn', attn_bias_init=40.0, checkpoint_path=str(tmp_path / f'{phase}.pth')).eval()
-        assert ours.phase == 'attn' and relative_error(ours(x), theirs(x)) < 1e-4
-        if phase == 'conv':
-            theirs.backbone.to_attention()
-    names = {n if n.startswith('head.') else f'backbone.{n}': v for n, v in ours.state_dict().items()}
-    back = classifier('conv').eval()
-    back.load_state_dict(names, strict=True)
-    assert torch.equal(back(x), ours(x))
-
-
-@pytest.mark.parametrize('phase', PHASES)
-@pytest.mark.parametrize('into', PHASES)
-def test_pretrained(phase, into, tmp_path):
-    """By mmengine's init_cfg and by timm's pretrained weights."""
-    x = torch.randn(2, 3, 16, 16)
-    theirs = trained_like(classifier(phase, attn_bias_init=40.0)).eval()
-    path = str(tmp_path / 'pretrained.pth')
-    torch.save(dict(state_dict=theirs.state_dict()), path)
-    init_cfg = dict(type='Pretrained', checkpoint=path, prefix='backbone.')
-    model = classifier(into, attn_bias_init=40.0, init_cfg=init_cfg)
-    model.init_weights()
-    features, expected = model.eval().extract_feat(x)[0], theirs.extract_feat(x)[0]
-    assert relative_error(features, expected) < 1e-4
-    overlay = dict(file=path, num_classes=10)
-    ours = small_cmhsa(into, pretrained=True, pretrained_cfg_overlay=overlay, attn_bias_init=40.0).eval()
-    assert relative_error(ours(x), theirs(x)) < 1e-4
 
 
 def test_following_says_what_became_of_the_parameters():

@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.small import small_cmhsa, small_timm, trained_like
-from helpers.vits import SIZE, output_of, small_vit
+from helpers.small import small_timm, trained_like
+from helpers.vits import SIZE, output_of, small_classifier, small_vit
+from hypothesis import given
+from hypothesis import strategies as st
 
 from attncnn_plugin.pruning import head_ablation, head_importance, prunable_heads, prune_heads
 from attncnn_plugin.pruning.prune import fold_into_bias, head_means
@@ -32,36 +34,8 @@ def by_pruning(model, batches, loss, head, name, kind):
     return mean.item(), right.item() / len(images)
 
 
-@pytest.mark.parametrize('dtype', [torch.float64, torch.float32])
-@pytest.mark.parametrize(
-    'name',
-    [
-        'vit_tiny_patch16_224',
-        'swin_tiny_patch4_window7_224',
-        'transformers.ViT',
-        'torchvision.VisionTransformer',
-        'sa_quadratic_cifar',
-        'cmhsa',
-        'cmhsa, narrow',
-    ],
-)
-def test_ablation_is_that_of_a_pruned_copy(name, dtype):
-    torch.manual_seed(0)
-    if name.startswith('sa_'):
-        model = trained_like(small_timm(name, num_classes=5))
-    elif name.startswith('cmhsa'):
-        model = trained_like(small_cmhsa('attn', num_classes=5, head_dim='exact' if 'narrow' in name else None))
-    else:
-        model = small_vit(name)
-    model = model.to(dtype).train()
-    size = 16 if name.startswith(('sa_', 'cmhsa')) else SIZE
-    batches = [(torch.randn(number, 3, size, size, dtype=dtype), torch.randint(5, (number,))) for number in (4, 1, 2)]
-    state = copy.deepcopy(model.state_dict())
-    ablation = head_ablation(model, iter(batches), loss_and_right)
-    assert all(module.training for module in model.modules())
-    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
-    assert not any(module._forward_pre_hooks or 'forward' in vars(module) for module in model.modules())
-    exact = dict(rtol=1e-9, atol=1e-9) if dtype == torch.float64 else dict(rtol=1e-4, atol=1e-4)
+def check(ablation, model, batches, exact):
+    """Compares every head with a pruned copy; returns the sizes of the changes of the loss."""
     changes = []
     for kind in ('mean', 'zero'):
         of_loss, of_accuracy = getattr(ablation, f'{kind}_loss'), getattr(ablation, f'{kind}_accuracy')
@@ -73,11 +47,59 @@ def test_ablation_is_that_of_a_pruned_copy(name, dtype):
                 torch.testing.assert_close((ablation.loss + of_loss[layer][head]).item(), mean, **exact)
                 torch.testing.assert_close((ablation.accuracy + of_accuracy[layer][head]).item(), accuracy, **exact)
                 changes.append(abs(of_loss[layer][head].item()))
+    return changes
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    'name',
+    [
+        'vit_tiny_patch16_224',
+        'swin_tiny_patch4_window7_224',
+        'transformers.ViT',
+        'torchvision.VisionTransformer',
+        'sa_quadratic_cifar',
+        'cmhsa_attn',
+        'cmhsa_narrow',
+    ],
+)
+def test_ablation_is_that_of_a_pruned_copy(name, dtype):
+    model, size = small_classifier(name)
+    model = model.to(dtype).train()
+    batches = [(torch.randn(number, 3, size, size, dtype=dtype), torch.randint(5, (number,))) for number in (4, 1, 2)]
+    state = copy.deepcopy(model.state_dict())
+    ablation = head_ablation(model, iter(batches), loss_and_right)
+    assert all(module.training for module in model.modules())
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert not any(module._forward_pre_hooks or 'forward' in vars(module) for module in model.modules())
+    exact = dict(rtol=1e-9, atol=1e-9) if dtype == torch.float64 else dict(rtol=1e-4, atol=1e-4)
+    changes = check(ablation, model, batches, exact)
     assert max(changes) > 1e-3  # something changed
     importance = head_importance(model, batches, lambda *args: loss_and_right(*args)[0], normalize=False)
     for layer, values in head_importance(model, batches, loss_and_right).items():  # takes the same function
         assert torch.equal(ablation.importance[layer], importance[layer])
         torch.testing.assert_close(values, importance[layer] / importance[layer].norm())
+
+
+@given(
+    name=st.sampled_from(['vit_tiny_patch16_224', 'torchvision.VisionTransformer', 'sa_generalized_cifar']),
+    heads=st.integers(1, 4),
+    head_dim=st.integers(1, 6),
+    sizes=st.lists(st.integers(1, 3), min_size=1, max_size=2),
+    seed=st.integers(0, 99),
+)
+def test_any_width_heads_and_batches(name, heads, head_dim, sizes, seed):
+    """One head of a layer too, and batches of one image."""
+    torch.manual_seed(seed)
+    width = heads * head_dim
+    if name == 'torchvision.VisionTransformer':
+        model = small_vit(name, hidden_dim=width, num_heads=heads)
+    else:
+        build = small_timm if name.startswith('sa_') else small_vit
+        model = trained_like(build(name, embed_dim=width, num_heads=heads, num_classes=5))
+    model, size = model.double(), 16 if name.startswith('sa_') else SIZE
+    batches = [(torch.randn(n, 3, size, size, dtype=torch.float64), torch.randint(5, (n,))) for n in sizes]
+    check(head_ablation(model, batches, loss_and_right), model, batches, dict(rtol=1e-9, atol=1e-9))
 
 
 def test_a_loss_without_accuracy_and_the_table():

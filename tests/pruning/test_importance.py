@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.small import small_cmhsa, small_timm, trained_like
-from helpers.vits import SIZE, output_of, small_vit
+from helpers.vits import SIZE, output_of, small_classifier, small_vit
 from torch.utils.flop_counter import FlopCounterMode
 
 from attncnn_plugin.analysis.observed_attention import observed_attention
@@ -45,22 +44,14 @@ def by_differences(model, images, labels, step=1e-4):
         'torchvision.VisionTransformer',
         'torchvision.SwinTransformer',
         'sa_generalized_cifar',
-        'cmhsa',
-        'cmhsa, narrow',
+        'cmhsa_attn',
+        'cmhsa_narrow',
     ],
 )
 def test_importance_is_the_derivative_of_the_loss(name):
     """Windows of an image count together, and images apart."""
-    torch.manual_seed(0)
-    if name.startswith('sa_'):
-        model = trained_like(small_timm(name, num_classes=5))
-    elif name.startswith('cmhsa'):
-        head_dim = 'exact' if 'narrow' in name else None
-        model = trained_like(small_cmhsa('attn', num_classes=5, head_dim=head_dim))
-    else:
-        model = trained_like(small_vit(name))
+    model, size = small_classifier(name)
     model = model.double().eval()
-    size = 16 if name.startswith(('cmhsa', 'sa_')) else SIZE
     images, labels = torch.randn(4, 3, size, size, dtype=torch.float64), torch.tensor([0, 2, 1, 4])
     with torch.no_grad():
         expected = by_differences(model, images, labels)
@@ -80,9 +71,7 @@ def test_importance_is_the_derivative_of_the_loss(name):
 @pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'sa_generalized_cifar'])
 def test_importance_with_checkpointing(name):
     """Blocks that are computed again for the gradients have no gates of their own."""
-    torch.manual_seed(0)
-    model = small_vit(name) if name.startswith('vit') else trained_like(small_timm(name, num_classes=5))
-    size = SIZE if name.startswith('vit') else 16
+    model, size = small_classifier(name)
     batch = torch.randn(3, 3, size, size), torch.tensor([0, 2, 1])
     expected = head_importance(model, [batch], loss_of)
     model.set_grad_checkpointing()

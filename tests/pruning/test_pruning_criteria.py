@@ -175,22 +175,6 @@ def test_relative_entropy(height, width):
     assert find_degenerate_heads(layer, ['entropy'], 24).heads == [1]
 
 
-def test_duplicates_of_learned_heads():
-    weight = torch.randn(3, 8)
-    layer = learned(weight[[0, 1, 0, 2, 1, 0]])
-    report = find_degenerate_heads(layer, ['duplicate'], (5, 6))
-    assert [(head.head, head.duplicate_of, head.value) for head in report.found] == [(2, 0, 0), (4, 1, 0), (5, 0, 0)]
-    # Nothing is left out of the output if the kept heads take over the duplicates' values.
-    x = torch.randn(2, 5, 6, 4)
-    expected = layer(x).detach()
-    with torch.no_grad():
-        value = layer.value.weight.unflatten(1, (6, 4))
-        for head in report.found:
-            value[:, head.duplicate_of] += value[:, head.head]
-            value[:, head.head] = 0
-    torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
-
-
 def test_a_duplicate_names_the_nearest_of_the_kept_heads():
     layer, size = quadratic([1.0] * 3, centers=[[0.0, 0.0], [0.0, 1.0], [0.0, 0.8]]), (4, 5)
     threshold = distance(layer, 0, 1, size)

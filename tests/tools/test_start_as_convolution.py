@@ -30,7 +30,7 @@ def test_it_writes_the_start(tmp_path):
 def test_mistakes(tmp_path):
     out = tmp_path / 'start.pth'
     for words, message in (
-        (['no_such_model'], 'Unknown model (no_such_model)'),
+        (['no_such_model'], 'name no_such_model is no model of timm: timm.list_models() has the names'),
         (['resnet18'], 'ResNet'),
         (['swin_tiny_patch4_window7_224', '--method', 'impulse'], "method='impulse' needs absolute positions"),
         (['vit_tiny_patch16_224', '--alpha', '-1', *SETTINGS], 'alpha=-1.0 must be a number above 0'),

@@ -1,6 +1,7 @@
 """The tools with models of timm: ``--timm NAME``, for figures, reports and pruning."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -8,6 +9,8 @@ import timm
 import torch
 import torch.nn.functional as F
 from helpers.images import write_images
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip('matplotlib')
 
@@ -115,6 +118,12 @@ def test_distance(tool, folder, monkeypatch):
         assert list(mean.get_ydata()) == pytest.approx([np.mean(heads) for heads in expected])
 
 
+def multiply_adds(model):
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        model.eval()(torch.zeros(1, 3, 32, 32))
+    return counter.get_total_flops() // 2
+
+
 @pytest.mark.parametrize(
     'options, left',
     [
@@ -126,10 +135,14 @@ def test_distance(tool, folder, monkeypatch):
 def test_pruning(options, left, tool, folder, monkeypatch, capsys):
     """timm's model takes the pruned checkpoint when it is told to."""
     tool('model_converters/prune_heads.py', 'pruned.pth', *options, *MODEL)
-    assert 'Saved pruned.pth' in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert 'Saved pruned.pth' in said
     model, state = timm.create_model('vit_tiny_patch16_224', **SMALL), timm.models.load_state_dict('pruned.pth')
     follow_state_dict(model, state)
     model.load_state_dict(state)
+    before, after = (multiply_adds(own) for own in (timm.create_model('vit_tiny_patch16_224', **SMALL), model))
+    assert f'{before:,} multiply-adds of an image became {after:,}, {after / before:.1%} of them' in said
+    assert (after < before) == ('entropy' not in options)
     numbers = [layer.num_heads for layer in prunable_heads(model).values()]
     if left is None:
         loaded = loaded_model()
@@ -161,6 +174,22 @@ def test_mistakes(path, options, message, tool, capsys):
 
 
 @pytest.mark.parametrize(
+    'path, options',
+    [
+        ('analysis_tools/analyze_heads.py', ['--images', 'images']),
+        ('visualization/plot_attention.py', ['--figure', 'centers', '--images', 'images', '--out', 'a.png']),
+        ('visualization/attention_explorer.py', ['images/cat/0.png']),
+        ('model_converters/prune_heads.py', ['x.pth', '--heads', '{0: [1]}']),
+    ],
+)
+def test_a_name_that_timm_does_not_know(path, options, tool):
+    with pytest.raises(SystemExit) as stop:
+        tool(path, *options, '--timm', 'vit_tiny_patch61_224')
+    message = '--timm vit_tiny_patch61_224 is no model of timm: did you mean vit_tiny_patch16_224 or '
+    assert stop.value.code.startswith(message) and '\n' not in stop.value.code
+
+
+@pytest.mark.parametrize(
     'path, options, settings',
     [
         ('visualization/attention_explorer.py', [], '--model-kwargs'),
@@ -173,6 +202,14 @@ def test_a_file_after_settings(path, options, settings, tool, capsys):
         tool(path, *options, settings, 'a=1', 'b=c=2', 'photo.jpg')
     message = f'argument {settings}: photo.jpg is no key=value: name configs, checkpoints and images before this option'
     assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_figures_without_matplotlib(tool, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith('attncnn_plugin.visualization')]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, 'matplotlib', None)
+    with pytest.raises(SystemExit, match='the figures need matplotlib: pip install'):
+        tool('visualization/plot_attention.py', *MODEL, '--figure', 'centers', '--images', 'images', '--out', 'a.png')
 
 
 def test_explorer(tool, folder, capsys):

@@ -1,5 +1,6 @@
 """The framework's own tools run the experiments, from start to inference."""
 
+import re
 import socket
 import subprocess
 import sys
@@ -96,6 +97,26 @@ def test_slurm_command(repository, tmp_path):
     assert output.strip().endswith(
         f'--quiet --time=1 python -u {repository}/tools/train.py a config.py --work-dir=out --launcher=slurm --amp'
     )
+
+
+@pytest.mark.parametrize('saved, status', [(False, 143), (True, 143), (True, 1), (True, 0)])
+def test_slurm_job_of_the_documentation(saved, status, repository, tmp_path):
+    """It resumes what is there, and goes back into the queue after SIGTERM, but not after an error or at the end."""
+    (script,) = re.findall(r'^(#!/bin/bash\n.*?)^```$', (repository / 'docs/cluster.md').read_text(), re.M | re.S)
+    (tmp_path / 'job.sh').write_text(script)
+    for name, body in (('srun', f'echo srun "$@"\nexit {status}'), ('scontrol', 'echo scontrol "$@"')):
+        (tmp_path / name).write_text(f'#!/bin/sh\n{body}\n')
+        (tmp_path / name).chmod(0o755)
+    folder = tmp_path / 'work_dirs/cmhsa5'
+    folder.mkdir(parents=True)
+    if saved:
+        (folder / 'epoch_1.pth').touch()
+    variables = dict(PATH=f'{tmp_path}:/usr/bin:/bin', SLURM_JOB_ID='7')
+    ended = subprocess.run(['bash', 'job.sh'], cwd=tmp_path, env=variables, capture_output=True, text=True)
+    command = 'srun python -u tools/train.py configs/cmhsa5_cifar100.py --work-dir work_dirs/cmhsa5 --launcher slurm'
+    expected = [f'{command}{" --resume" * saved} --cfg-options train_dataloader.batch_size=32']
+    expected += ['scontrol requeue 7'] * (status == 143)
+    assert (ended.returncode, ended.stdout.splitlines(), ended.stderr) == (status, expected, '')
 
 
 def test_inferencers(repository):

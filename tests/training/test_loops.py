@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from attncnn_plugin import follow_state_dict
-from attncnn_plugin.pruning import prunable_heads
-from attncnn_plugin.training import PruneHeads, TwoPhases, follow_with_optimizer
+from attncnn_plugin.pruning import prunable_heads, prune_heads, replace_parameters
+from attncnn_plugin.training import PruneHeads, TwoPhases, follow_with_optimizer, parts_in_phases, to_attention
 
 EPOCHS, SWITCH, PRUNE = 6, 2, 4
 IMAGES, LABELS = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(8)
@@ -171,6 +171,7 @@ def test_the_average_keeps_its_function():
         assert own.phase == 'attn' and torch.allclose(own(IMAGES), before, atol=1e-5)
     for name, value in model.named_parameters():  # an average of two random draws would be none
         assert torch.equal(average.get_parameter(name), value) or not name.endswith('key.weight')
+    assert not parts_in_phases(model, 'conv') and to_attention(model) == []
 
 
 def test_several_optimizers_with_names():
@@ -303,10 +304,14 @@ def test_an_optimizer_whose_state_cannot_lose_entries():
     optimizer = torch.optim.Adafactor(model.parameters())
     cross_entropy(model(IMAGES), LABELS).backward()
     optimizer.step()
-    expected = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match='row_var of a Adafactor .* use an optimizer such as AdamW'):
+    expected, held = copy.deepcopy(model.state_dict()), [id(p) for p in optimizer.param_groups[0]['params']]
+    message = r'row_var of a Adafactor has shape \(\d+, 1\) for a parameter of .* use an optimizer such as AdamW'
+    with pytest.raises(ValueError, match=message):
         PruneHeads(epoch=1, batches=[(IMAGES, LABELS)], keep=3).on_epoch_begin(model, optimizer, 1)
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match=message):
+        replace_parameters(optimizer, prune_heads(model, {0: [1]}))
+    assert [id(p) for p in optimizer.param_groups[0]['params']] == held
 
 
 def test_a_module_that_does_not_say_what_became_of_its_parameters():
@@ -318,3 +323,59 @@ def test_a_module_that_does_not_say_what_became_of_its_parameters():
 
     with pytest.raises(TypeError, match=r'to_attention\(\) of 0 returned a str: TwoPhases needs a Change'):
         TwoPhases(epoch=0).on_epoch_begin(nn.Sequential(Own(2, 2)), [], 0)
+
+
+def judged_by(batches):
+    """The heads of a transformer that attends sharply, and differently in each image: all are found."""
+    torch.manual_seed(0)
+    model = vit()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight.mul_(20)
+    return PruneHeads(criteria=[dict(type='entropy', threshold=0.0)]).judge(model, batches)
+
+
+def judge_on_a_rank(rank, folder):
+    dist.init_process_group('gloo', init_method=f'file://{folder}/meeting', rank=rank, world_size=2)
+    half = slice(4 * rank, 4 * rank + 4)
+    judged = judged_by([(IMAGES[half], LABELS[half])])
+    found = {name: [entry.value for entry in report.found] for name, report in judged.reports.items()}
+    torch.save((judged.heads, found, judged.means['blocks.0.attn'].mean), f'{folder}/{rank}.pt')
+    dist.destroy_process_group()
+
+
+def test_two_ranks_judge_by_the_batches_of_both(tmp_path):
+    torch.multiprocessing.start_processes(judge_on_a_rank, (str(tmp_path),), nprocs=2, start_method='fork')
+    one, other = (torch.load(tmp_path / f'{rank}.pt') for rank in range(2))
+    judged = judged_by([(IMAGES, LABELS)])
+    assert one[0] == other[0] == judged.heads and one[1] == other[1]
+    for name, report in judged.reports.items():
+        assert len(report.found) == 3
+        assert one[1][name] == pytest.approx([entry.value for entry in report.found], rel=1e-4)
+    for _, _, mean in (one, other):
+        assert torch.allclose(mean, judged.means['blocks.0.attn'].mean)
+
+
+def test_a_share_of_the_multiply_adds_of_before():
+    """Nothing more goes when the heads are judged again, in a resumed training too."""
+    model, pruner, batches = vit(), PruneHeads(multiply_adds=0.9), [(IMAGES, LABELS)]
+    pruner.check(model, batches)
+    pruner.remove(model, pruner.judge(model, batches))
+    assert number_of_heads(model) < 6 and not pruner.judge(model, batches).heads
+    resumed = PruneHeads(multiply_adds=0.9)
+    resumed.multiply_adds_before = pruner.multiply_adds_before
+    assert not resumed.judge(model, batches).heads
+
+
+@pytest.mark.parametrize('bias_correction', [True, False])
+def test_a_duplicate_hands_on_its_values(bias_correction):
+    model = small_timm('sa_generalized_cifar', depth=1).eval()
+    with torch.no_grad():
+        for parameter in (model.blocks[0].attn.encoding.center, model.blocks[0].attn.encoding.sqrt_precision):
+            parameter[2] = parameter[0]
+    expected, pruner = model(IMAGES), PruneHeads(criteria=['duplicate'], bias_correction=bias_correction)
+    judged = pruner.judge(model, [(IMAGES, LABELS)])
+    assert judged.heads == {'blocks.0.attn': [2]}
+    pruner.remove(model, judged)
+    assert model.blocks[0].attn.num_heads == 2
+    assert torch.allclose(model(IMAGES), expected, atol=1e-5) == bias_correction

@@ -151,6 +151,27 @@ def test_trainer_with_a_model_of_its_library(data, tmp_path):
     assert_same(resumed.model, whole.model.state_dict())
 
 
+@pytest.mark.parametrize('library', ['torch', 'transformers'])
+def test_trainer_with_adafactor(library, data, tmp_path):
+    """Its state cannot lose heads: a checkpoint of before the pruning is refused for that, not for its weights."""
+    settings = dict(max_steps=20, optim='adafactor')
+
+    def trainer(folder):
+        network = Classifier()
+        optimizer = torch.optim.Adafactor(network.parameters()) if library == 'torch' else None
+        return hugging_face(data[0], folder, network, optimizers=(optimizer, None), **settings)
+
+    trainer(tmp_path / 'whole').train()
+    resumed, checkpoint = trainer(tmp_path / 'resumed'), str(tmp_path / 'whole/checkpoint-10')
+    with pytest.raises(ValueError) as refused:
+        resumed.train(resume_from_checkpoint=checkpoint)
+    assert 'use an optimizer such as AdamW from the start; without the EpochCallback' in str(refused.value)
+    assert 'has not loaded' not in str(refused.value)
+    resumed.remove_callback(resumed.callback_handler.callbacks[-1])
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert resumed.state.global_step == 20
+
+
 def test_a_network_that_follows_before_its_optimizer(data, tmp_path):
     trainer = hugging_face(data[0], tmp_path)
     callback = trainer.callback_handler.callbacks[-1]

@@ -10,6 +10,7 @@ from helpers.vits import OF_TIMM, SETTINGS, SIZE, output_of, small_vit
 from torch import nn
 
 from attncnn_plugin import follow_state_dict
+from attncnn_plugin.analysis.layer_maps import layer_labels, shown_layers
 from attncnn_plugin.attention import StructureError
 from attncnn_plugin.pruning import prunable_heads, prune_heads, replace_parameters
 from attncnn_plugin.transformers import ADAPTERS, Adapter
@@ -89,6 +90,15 @@ def test_removed_heads_are_heads_at_zero(name, fused):
         masked = output_of(mask_heads(copy.deepcopy(whole), {**heads, first: [0, 1, 2]}), images)
         torch.testing.assert_close(output_of(other, images), masked, rtol=1e-12, atol=1e-12)
     assert torch.equal(output_of(model, images), pruned)  # no copy computes with the modules of the other
+
+
+@pytest.mark.parametrize('name', [name for name in VITS if 'swin' not in name.lower()])
+def test_number_of_the_block(name):
+    """Heads are named by it, and figures show it, whatever a library calls its layers."""
+    model = small_vit(name)
+    assert list(layer_labels(shown_layers(model)).values()) == ['block 0', 'block 1']
+    prune_heads(model, {1: [0]})
+    assert [layer.num_heads for layer in prunable_heads(model).values()] == [3, 2]
 
 
 @pytest.mark.parametrize(

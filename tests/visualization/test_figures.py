@@ -87,7 +87,7 @@ def test_a_head_one_row_down_and_two_columns_left_by_its_probabilities():
     for axes in figure.axes[:-1]:
         if axes.get_title().startswith('head 0:'):
             (map_,) = axes.get_images()
-            row, column = np.argwhere(map_.get_array() == 1)[0]
+            row, column = np.argwhere(map_.get_array() > 63)[0]  # of 64 tokens
             left, right, bottom, top = map_.get_extent()
             assert (top + row + 0.5, left + column + 0.5) == (1, -2) and bottom > top and right > left
 
@@ -140,18 +140,26 @@ def test_probabilities_are_ordered_by_locality_and_zoomed():
             block.attn.encoding.center[1:] = torch.tensor([[-1.0, 0.0], [0.0, 0.0]])
             block.attn.encoding.sqrt_precision.fill_(HARD)
     figure = plot_attention_probs(maps_of(model, (10, 12)))
-    assert [axes.get_title() for axes in figure.axes[:3]] == ['head 2: 1.00', 'head 1: 1.00', 'head 0: 1.00']
-    assert [axes.get_ylabel() for axes in figure.axes if axes.get_ylabel()] == ['block 0', 'block 1']
-    assert all(axes.get_images()[0].get_array().shape == (7, 7) for axes in figure.axes[:6])
+    assert [axes.get_title() for axes in figure.axes[:3]] == ['head 2: 1', 'head 1: 1', 'head 0: 1']
+    assert [axes.get_ylabel() for axes in figure.axes[:-1] if axes.get_ylabel()] == ['block 0', 'block 1']
+    assert all((axes.get_xlim(), axes.get_ylim()) == ((-3.5, 3.5), (3.5, -3.5)) for axes in figure.axes[:6])
     (query,) = figure.axes[0].patches
     assert query.get_xy() == (-0.5, -0.5) and to_hex(query.get_edgecolor()) == '#000000'
     # Beyond the grid there is nothing to show.
-    corner = plot_attention_probs(maps_of(model, (10, 12)), (0, 11)).axes[0].get_images()[0].get_array()
-    assert np.array_equal(
-        np.ma.getmaskarray(np.ma.masked_invalid(corner)), np.add.outer(np.arange(7) < 3, np.arange(7) > 3)
-    )
+    corner = plot_attention_probs(maps_of(model, (10, 12)), (0, 11)).axes[0]
+    assert list(corner.get_images()[0].get_extent()) == [-11.5, 0.5, 9.5, -0.5] and corner.get_xlim() == (-3.5, 3.5)
     whole = plot_attention_probs(maps_of(model, (10, 12)), (2, 7), zoom=None).axes[0]
     assert whole.get_images()[0].get_array().shape == (10, 12) and whole.patches[0].get_xy() == (6.5, 1.5)
+
+
+def test_a_head_that_attends_to_all_pixels_alike_is_white():
+    """And one that looks beyond the grid, by a null key, has less everywhere."""
+    probs = torch.stack([torch.full((16, 16), 1 / 16), torch.full((16, 16), 1e-9)])
+    alike, nowhere = (
+        axes.get_images()[0] for axes in plot_attention_probs({'a': MeanAttention(probs, (4, 4))}).axes[:2]
+    )
+    assert alike.to_rgba(alike.get_array())[..., :3].min() > 0.99
+    assert np.allclose(nowhere.to_rgba(nowhere.get_array()), nowhere.cmap(0.0))
 
 
 def test_an_image_beside_its_probabilities():
@@ -229,6 +237,7 @@ def test_accuracy_of_several_runs(tmp_path):
     figure = plot_metric(runs, offsets={'second': 2})  # C20, Figure 13: begins where the other one ends
     lines = figure.axes[0].get_lines()
     assert [line.get_xydata().tolist() for line in lines] == [[[1, 10], [2, 20]], [[3, 10], [4, 30]]]
+    assert figure.axes[0].get_ylabel() == 'accuracy, %'
     with pytest.raises(ValueError, match="offsets={'third': 2} must be of some of the runs, which are first, second"):
         plot_metric(runs, offsets={'third': 2})
     labels = [text.get_text() for text in figure.legends[0].texts]
@@ -239,6 +248,16 @@ def test_accuracy_of_several_runs(tmp_path):
         plot_metric({'a': tmp_path})
     with pytest.raises(ValueError, match='runs is empty'):
         plot_metric({})
+
+
+def test_the_transition_is_marked_once(tmp_path):
+    for name in 'ab':
+        write_log(tmp_path / name, '1', [*accuracy(10.0, 20.0), {'transition/relative_change': 1e-5, 'step': 1}])
+    axes = plot_metric({name: tmp_path / name for name in 'ab'}).axes[0]
+    (mark,) = [line for line in axes.get_lines() if line.get_gid() == 'transition']
+    assert set(mark.get_xdata()) == {1} and [text.get_text() for text in axes.texts] == [
+        'convolutions become attention'
+    ]
 
 
 def test_the_movement_of_centres():

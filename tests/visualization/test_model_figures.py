@@ -54,14 +54,14 @@ def test_attention_of_each_head_their_mean_and_the_rollout(name):
     np.testing.assert_allclose(panels['all layers\n(rollout)'], relative(reached[0]), rtol=1e-4)
     assert panels['image 0'].shape == (*images.shape[2:], 3) and panels['image 0'].min() == 0
     (bar,) = [axes for axes in figure.axes if axes.get_ylabel() == '× uniform attention']
-    assert [label.get_text() for label in bar.get_yticklabels()] == ['1/10', '1', '10']
+    assert [label.get_text() for label in bar.get_yticklabels()] == ['1/10', '1', '10', '100']
     norms = {
         (own.norm.vmin, own.norm.vmax, round(float(own.norm(1.0)), 6))
         for axes in figure.axes[:-1]
         for own in axes.images[:1]
         if not axes.get_title().startswith('image')
     }
-    assert norms == {(0.1, 10.0, 0.5)}
+    assert norms == {(0.1, 100.0, round(1 / 3, 6))}
     assert ('class token' in figure.get_supxlabel()) != own
 
 

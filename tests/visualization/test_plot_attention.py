@@ -61,6 +61,7 @@ def tool(repository, monkeypatch):
     'kind, options',
     [
         ('quadratic', ['--figure', 'probabilities', '--query', 1, 5, '--zoom', 3]),
+        ('quadratic', ['--figure', 'probabilities', '--zoom', 0]),
         ('learned_content', ['--figure', 'centers', '--num-images', 5]),
         ('learned_content', ['--figure', 'content', '--image', 7, '--query', 4, 2]),
         ('learned_content', ['--figure', 'content', '--image', 'image.png']),

@@ -87,7 +87,7 @@ def test_of_the_package(repository):
     """The page and the metafile are what the model cards say, and a wheel stays small."""
     files = {suffix: {path.stem for path in weights.FOLDER.glob(f'*.{suffix}')} for suffix in ('md', 'safetensors')}
     assert files['md'] == files['safetensors'] == set(NETWORKS)
-    page = (repository / 'docs/weights.md').read_text()
+    page = (repository / 'docs/models.md').read_text()
     start, end = model_cards.MARKS
     assert page.split(start)[1].split(end)[0].strip() == model_cards.table(weights.FOLDER)
     models = yaml.safe_load((repository / 'configs/pretrained/metafile.yml').read_text())['Models']
@@ -126,7 +126,7 @@ def untrained_run(folder, config_name, data='cifar10'):
 def test_packing(tmp_path, repository, monkeypatch, capsys):
     """Heads of several widths with a null key; the model card, the table and the metafile. Then they go again."""
     root = tmp_path / 'checkout'
-    for name in ('configs/pretrained/metafile.yml', 'docs/weights.md'):
+    for name in ('configs/pretrained/metafile.yml', 'docs/models.md'):
         (root / name).parent.mkdir(parents=True)
         shutil.copy(repository / name, root / name)
     folder = root / 'attncnn_plugin/weights'
@@ -145,13 +145,13 @@ def test_packing(tmp_path, repository, monkeypatch, capsys):
     assert card.eval_results[0].metric_value == 12.35 and card.license == 'apache-2.0'
     assert '| data | some images, 32x32 pixels' in text and '4,000 test images' in text and 'torch 2' in text
     row = f'| `{name}` | `cmhsa3-small-patch4-32_cifar10` | 424,624 |'
-    assert row in (root / 'docs/weights.md').read_text()
+    assert row in (root / 'docs/models.md').read_text()
     assert f'Weights: attncnn://{name}' in (root / 'configs/pretrained/metafile.yml').read_text()
     settings = dict(pretrained=True, pretrained_cfg_overlay=dict(file=str(file)))
     assert sum(parameter.numel() for parameter in timm.create_model(name, **settings).parameters()) == 424_624
     file.unlink()
     pack()
-    assert model_cards.NONE_YET in (root / 'docs/weights.md').read_text()
+    assert model_cards.NONE_YET in (root / 'docs/models.md').read_text()
 
 
 def test_what_is_not_packed(tmp_path, monkeypatch):

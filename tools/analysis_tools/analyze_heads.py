@@ -10,21 +10,28 @@ transformer of timm by name, or of Hugging Face transformers by its folder:
     analyze_heads.py --hf vit_pruned --images folder
 
 Where scores depend on content, attention is averaged over images: files of a folder, or the config's test dataset.
-Where they depend on position alone, a model of timm needs no images but the size of a grid: --size.
+Where they depend only on position, a model of timm needs no images but the size of a grid: --size.
 """
 
 import argparse
 import json
 import sys
+import warnings
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Tuple
+
+warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
 
 from attncnn_plugin.analysis import HeadReport, head_report
 from attncnn_plugin.analysis.layer_maps import shown_layers
 from attncnn_plugin.attention import AttentionLayer
 from attncnn_plugin.loaded_model import LoadedModel
 from attncnn_plugin.model_options import add_model_options, check_model_options, load_model
+
+LEGEND = """centre, std: where a head looks, and how wide, in tokens; share: probability of its nearest shift
+3x3, 5x5: probability of the tokens around the query; error of a convolution: 0 if the layer is one
+"""
 
 
 def parse_args() -> argparse.Namespace:
@@ -43,7 +50,7 @@ def parse_args() -> argparse.Namespace:
         nargs=2,
         type=int,
         metavar=('HEIGHT', 'WIDTH'),
-        help="grid in tokens, to report what depends on position alone (default: that of the config's img_size)",
+        help="grid in tokens, to report what depends only on position (default: that of the config's img_size)",
     )
     parser.add_argument(
         '--tolerance',
@@ -56,10 +63,10 @@ def parse_args() -> argparse.Namespace:
     check_model_options(parser, args, args.config, args.weights)
     if (args.timm or args.hf) and args.images is None and args.size is None:
         parser.error(
-            f'{"--timm" if args.timm else "--hf"} needs --images FOLDER, or --size where attention is by position alone'
+            f'{"--timm" if args.timm else "--hf"} needs --images FOLDER, or --size for position-only attention'
         )
     if args.images is not None and args.size is not None:
-        parser.error('--size is for what depends on position alone: give no --images with it')
+        parser.error('--size is for what depends only on position: give no --images with it')
     if args.num_images < 1:
         parser.error(f'--num-images {args.num_images} must be at least 1')
     if args.json and Path(args.json).is_dir():
@@ -87,6 +94,7 @@ def main() -> None:
         report, num_images = report_of(load_model(args, args.config, args.weights), args)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
         sys.exit(str(error))
+    print(LEGEND)
     print(report)
     if args.json:
         origin = (

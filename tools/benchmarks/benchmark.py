@@ -66,7 +66,7 @@ def create(quick: bool, name: str, **kwargs: Any) -> nn.Module:
 
 
 def c20_model(quick: bool, name: str, side: int) -> nn.Module:
-    """Builds a model of C20 for a grid of ``side`` tokens; its blocks take as long as each other, so two will do."""
+    """Builds a model of C20 for a grid of ``side`` tokens; its blocks take as long as each other, so two are enough."""
     return create(quick, name, depth=2, **(dict(img_size=2 * side) if 'learned' in name else {}))
 
 
@@ -102,11 +102,10 @@ def before(step: Step) -> Step:
 def subnormal(quick: bool) -> Cells:
     """Subnormal probabilities.
 
-    Some processors take many times as long for a matrix product that meets subnormal numbers, others do not. So layers
-    set probabilities below 2⁻¹⁰⁰ to 0. Rows of models: time without that over time with it. Networks that
-    are *trained* have the weights of the package, others are as they begin, all at 32x32 pixels, batch 8. Rows *over a
-    3x3 convolution*: time of a layer of quadratic attention (400 channels, 9 heads, one image) over that of a
-    convolution of 400 channels with the channels last, without it (*before*) and with it (*after*).
+    Some processors are many times slower when a matrix product meets subnormal numbers, so layers set probabilities
+    below 2⁻¹⁰⁰ to 0. Time without that over time with it, at 32x32 pixels, batch 8. Rows *over a 3x3 convolution*: time
+    of a layer of quadratic attention (400 channels, 9 heads, one image) over that of a convolution of 400 channels with
+    the channels last, without it (*before*) and with it (*after*).
     """
     models = {f'{name}, trained': timm.create_model(name, pretrained=True) for name in TRAINED}
     models.update((f'{name}, 2 blocks', c20_model(quick, name, 16)) for name in C20.values())
@@ -133,8 +132,7 @@ def subnormal(quick: bool) -> Cells:
 def original(quick: bool) -> Cells:
     """C20's networks against the dense original.
 
-    Time of the dense original over ours, by the size of the grid in tokens. Networks have two blocks. The original
-    keeps its subnormal probabilities.
+    Time of the dense original over ours, by the size of the grid in tokens, for two blocks.
     """
     for kind, name in C20.items():
         for way, training in WAYS.items():
@@ -148,9 +146,8 @@ def original(quick: bool) -> Cells:
 def cmhsa(quick: bool) -> Cells:
     """CMHSA-5 against vision transformers.
 
-    Time of CMHSA-5 over that of the other model, 224x224 pixels, batch 8. With half the epochs in each phase a training
-    takes the mean of both. Over ViT-base Li et al. 2021 have 0.49 for training the convolution, 1.48 for attention and
-    0.98 for both.
+    Time of CMHSA-5 over that of the other model, 224x224 pixels, batch 8. Over ViT-base, Li et al. 2021 report 0.49 for
+    training the convolution, 1.48 for attention and 0.98 for both phases.
     """
     images, pixels = (2, 32) if quick else (8, 224)
     models = {row: create(quick, 'cmhsa5_patch16_224', num_classes=100, **kwargs) for row, kwargs in PHASES.items()}
@@ -165,8 +162,8 @@ def cmhsa(quick: bool) -> Cells:
 def cnns(quick: bool) -> Cells:
     """CNNs with a last stage of attention.
 
-    Time of the CNN whose last stage became attention over that of the CNN, 224x224 pixels, batch 8. Heads are hard, by
-    positions alone, or begin with α = 6 and attend to content too.
+    Time of the CNN whose last stage became attention over that of the CNN, 224x224 pixels, batch 8. Heads are hard and
+    see only positions, or begin with α = 6 and attend to content too.
     """
     images, pixels = (2, 32) if quick else (8, 224)
     for name, layers in LAST_STAGES.items():
@@ -183,9 +180,8 @@ def cnns(quick: bool) -> Cells:
 def memory(quick: bool) -> Cells:
     """Memory of a training step.
 
-    What ours adds to the process over what the other adds: the largest resident set of a process of its own during the
-    step, less what was there before, with freed memory given back at once. C20's networks have two blocks, and CMHSA-5
-    has 8 images of 224x224 pixels.
+    What a step adds to the largest resident set of a process of its own, ours over the other. C20's networks have two
+    blocks; CMHSA-5 has 8 images of 224x224 pixels.
     """
     side, images = (4, 2) if quick else (64, 1)
     for kind, name in C20.items():
@@ -219,8 +215,7 @@ def large_step(quick: bool, name: str, kwargs: dict) -> Step:
 def pruning(quick: bool) -> Cells:
     """Without half of the heads.
 
-    Time of the network without half of the heads of each layer, rounded down, over that of the whole network, forward,
-    batch 8.
+    Time of the network without half of the heads of each layer over that of the whole network, batch 8.
     """
     pixels = 32 if quick else 224
     networks = {
@@ -235,7 +230,7 @@ def pruning(quick: bool) -> Cells:
         yield name, 'forward', compare(quick, False, models, 8, size).ratio('pruned', 'whole')
 
 
-GROUPS = {group.__name__: group for group in (subnormal, original, cmhsa, cnns, memory, pruning)}
+GROUPS = {group.__name__: group for group in (cmhsa, cnns, pruning, memory, original, subnormal)}
 
 
 def machine(quick: bool) -> str:

@@ -104,7 +104,7 @@ def added_by(make_step: Callable[..., Step], *args) -> int:
     """Returns the bytes that a step needs on top of the libraries, the weights and the images.
 
     They are the largest resident set of a process of its own, in which ``make_step`` makes the step of ``args``, less
-    what it was before the step: torch counts the memory of GPUs alone, and its profiler adds up what a CPU allocates.
+    what it was before the step: torch counts only the memory of GPUs, and its profiler adds up what a CPU allocates.
     """
     os.environ.update(GIVE_BACK)  # read as a process starts
     try:

@@ -9,11 +9,15 @@ model.backbone.attn_bias_init=40, and alpha of ConvToAttention.
 import argparse
 import re
 import sys
+import warnings
 from pathlib import Path
 from pickle import UnpicklingError
 from textwrap import shorten
 
 import torch
+
+warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
+
 from mmengine.config import DictAction
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import load_checkpoint, save_checkpoint

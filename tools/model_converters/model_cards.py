@@ -73,13 +73,13 @@ def model_card(name: str, result: dict, data: str, drift: float, right: int) -> 
 
 
 def cards(folder: Path) -> Dict[str, ModelCardData]:
-    """Returns the headers of all model cards of a folder by the names of the networks, those with weights alone."""
+    """Returns the headers of all model cards of a folder by the names of the networks, only those with weights."""
     return {path.stem: ModelCard.load(path.with_suffix('.md')).data for path in sorted(folder.glob('*.safetensors'))}
 
 
 def table(folder: Path) -> str:
     """Returns the table of the networks of a folder, in Markdown."""
-    columns = ['timm', 'mmpretrain', 'parameters', 'multiply-adds', 'trained with', 'top-1, %', 'of', 'ten images']
+    columns = ['timm', 'mmpretrain', 'parameters', 'multiply-adds', 'trained with', 'top-1, %']
     lines = [f'| {" | ".join(columns)} |', '| --- ' * len(columns) + '|']
     for name, card in cards(folder).items():
         cells = [
@@ -87,10 +87,8 @@ def table(folder: Path) -> str:
             f'`{mmpretrain_name(name)}`',
             f'{card.parameters:,}',
             f'{card.multiply_adds / 1e6:.1f}M',
-            f'{card.trained_with}; {card.eval_results[0].dataset_name}',
-            f'{card.eval_results[0].metric_value:.2f}',
-            card.tested_with,
-            f'{card.ten_images_right} right',
+            card.trained_with,
+            f'{card.eval_results[0].metric_value:.1f} of {card.tested_with}',
         ]
         lines.append(f'| {" | ".join(cells)} |')
     return '\n'.join(lines) if len(lines) > 2 else NONE_YET

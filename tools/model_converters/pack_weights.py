@@ -5,7 +5,7 @@
   pack_weights.py                 # packs nothing, writes the table and the metafile anew from the model cards
 
 RUN is the folder of the training, with its result.json and its last checkpoint. NAME is the network in timm.
-Both go into attncnn_plugin/weights; the table of docs/weights.md and configs/pretrained/metafile.yml follow the cards.
+Both go into attncnn_plugin/weights; the table of docs/models.md and configs/pretrained/metafile.yml follow the cards.
 Logits of the ten images in the package may change by 0.1 at most, and all weights may take 6 MB.
 """
 
@@ -87,7 +87,7 @@ def pack(run: Path, name: str, data: str, folder: Path) -> str:
             raise ValueError(f'{name} makes all weights {size:.2f} MB, more than {MEGABYTES:g}')
         right = int((after.argmax(1) == torch.arange(len(images))).sum())
         card = model_card(name, result, data, drift, right)
-        shutil.copyfile(file, folder / file.name)  # moved, it would stay readable by its owner alone
+        shutil.copyfile(file, folder / file.name)  # moved, it would stay readable only by its owner
     card.save(folder / f'{name}.md')
     return (
         f'{folder / file.name}: logits up to {float(before.abs().max()):.2f} change by {drift:.4f} at most, {right} of '
@@ -118,7 +118,7 @@ def main() -> None:
             print(pack(args.run, args.name, args.data, folder))
         except (OSError, RuntimeError, ValueError, UnpicklingError) as error:
             sys.exit(str(error))
-    write_table(args.root / 'docs/weights.md', folder)
+    write_table(args.root / 'docs/models.md', folder)
     write_metafile(args.root / 'configs/pretrained/metafile.yml', folder)
 
 

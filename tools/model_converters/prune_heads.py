@@ -20,18 +20,21 @@ import argparse
 import ast
 import itertools
 import sys
+import warnings
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Iterable, Tuple
+from typing import Any, Iterable, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.datasets import ImageFolder
 
+warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
+
 from attncnn_plugin.loaded_model import LoadedModel, evenly_spread
 from attncnn_plugin.model_options import add_model_options, check_model_options, load_model
-from attncnn_plugin.pruning import prunable_heads, prune_heads
+from attncnn_plugin.pruning import head_costs, prunable_heads, prune_heads
 from attncnn_plugin.pruning.importance import Loss, check_amount
 from attncnn_plugin.training import PruneHeads
 from attncnn_plugin.training.head_pruning import IMPORTANCE
@@ -85,7 +88,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     of_library = args.timm or args.hf
     if len(args.words) != (1 if of_library else 3):
-        parser.error(f'{" ".join(args.words)} must be ' + ('OUT alone' if of_library else 'CONFIG CHECKPOINT OUT'))
+        parser.error(f'{" ".join(args.words)} must be ' + ('only OUT' if of_library else 'CONFIG CHECKPOINT OUT'))
     args.config, args.weights = (None, None) if of_library else args.words[:2]
     args.out = args.words[-1]
     if args.hf and Path(args.out).exists():
@@ -189,6 +192,14 @@ def batches_of(loaded: LoadedModel, args: argparse.Namespace) -> Iterable[Any]:
     return zip(loaded.inputs(images).split(BATCH_SIZE), torch.tensor(labels).split(BATCH_SIZE))
 
 
+def multiply_adds(loaded: LoadedModel) -> Optional[int]:
+    """Those of the model for an image; None where it does not say the size of its images."""
+    if loaded.input_shape is None:
+        return None
+    with torch.no_grad():
+        return head_costs(loaded.model, lambda: loaded.model(torch.zeros(1, *loaded.input_shape)))[0]
+
+
 def main() -> None:
     args = parse_args()
     try:
@@ -197,10 +208,14 @@ def main() -> None:
         if not prunable_heads(model):
             sys.exit(f'the model of {loaded.name} has no attention with heads that can be removed')
         heads = named_heads(args.heads) if args.heads else judged_heads(loaded, args)
+        before = multiply_adds(loaded)
         change = prune_heads(model, heads)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
         sys.exit(str(error))
     print(f'Removed heads {heads}: {change.parameters_before:,} parameters became {change.parameters_after:,}')
+    if before is not None:
+        after = multiply_adds(loaded)
+        print(f'{before:,} multiply-adds of an image became {after:,}, {after / before:.1%} of them')
     print(change)
     loaded.save(args.out)
     print(f'Saved {args.out}')

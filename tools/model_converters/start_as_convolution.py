@@ -8,12 +8,15 @@ The result is for a training script's option for an initial checkpoint, --initia
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 
-import timm
 import torch
 from timm.utils import ParseKwargs
 
+warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
+
+from attncnn_plugin.loaded_model import create_timm
 from attncnn_plugin.model_options import setting
 from attncnn_plugin.transformers import init_as_convolution
 from attncnn_plugin.transformers.start import METHODS, SHIFTS
@@ -40,7 +43,7 @@ def main() -> None:
         sys.exit(f'{args.out} exists: name a new file')
     torch.manual_seed(args.seed)
     try:
-        model = timm.create_model(args.name, **args.model_kwargs)
+        model = create_timm(args.name, 'name', **args.model_kwargs)
         print(init_as_convolution(model, args.kernel_size, args.method, args.alpha, args.seed, shifts=args.shifts))
     except (RuntimeError, TypeError, ValueError) as error:
         sys.exit(str(error))

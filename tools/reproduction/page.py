@@ -125,7 +125,7 @@ def dot_plot(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
     for axes, (title, values) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False).flat, panels.items()):
         for line, label in enumerate(rows):
             seeds = values.get(label, ())
-            axes.plot(seeds, [line] * len(seeds), 'o', color=COLORS[0], alpha=0.55, markersize=4.5, markeredgewidth=0)
+            axes.plot(seeds, [line] * len(seeds), 'o', color=COLORS[6], alpha=0.75, markersize=4.5, markeredgewidth=0)
             if len(seeds) > 1:
                 axes.plot(np.mean(seeds), line, '|', color=COLORS[1], markersize=11, markeredgewidth=1.8)
         axes.set(title=title, xlabel='accuracy, %', ylim=(len(rows) - 0.4, -0.6))

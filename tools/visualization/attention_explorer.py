@@ -3,8 +3,11 @@
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 from pickle import UnpicklingError
+
+warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
 
 from attncnn_plugin.explorer import explorer_page
 from attncnn_plugin.model_options import add_model_options, check_model_options, load_model
@@ -25,6 +28,7 @@ def parse_args() -> argparse.Namespace:
     )
     add_model_options(parser)
     parser.add_argument('--out', default='explorer.html', help='where the page goes (default: explorer.html)')
+    parser.add_argument('--about', default='', help='a line on the network for the page, such as its accuracy')
     parser.add_argument('--max-size', type=float, default=10.0, help='what the page may take, in MB (default: 10)')
     args = parser.parse_args()
     args.config, args.weights = None, None
@@ -49,7 +53,8 @@ def main() -> None:
             loaded.inputs(images),
             [loaded.picture(image) for image in images],
             [f'test image {which}' if which.isdecimal() else Path(which).name for which in args.images],
-            title=f'{Path(loaded.name).stem}: what its heads attend to',
+            title=f'Attention explorer: {Path(loaded.name).stem}',
+            about=args.about,
             max_bytes=int(args.max_size * 1e6),
         )
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:

@@ -29,25 +29,32 @@ over images.
 import argparse
 import json
 import sys
+import warnings
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Dict, List
 
 from torch import Tensor
 
+warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
+
 from attncnn_plugin.analysis import mean_attention, read_centers
 from attncnn_plugin.analysis.layer_maps import shown_layers
 from attncnn_plugin.attention import AttentionLayer
 from attncnn_plugin.loaded_model import LoadedModel
 from attncnn_plugin.model_options import add_model_options, check_model_options, load_model
-from attncnn_plugin.visualization import (
-    plot_attention_centers,
-    plot_attention_distance,
-    plot_attention_probs,
-    plot_center_movement,
-    plot_metric,
-    save_figure,
-)
+
+try:
+    from attncnn_plugin.visualization import (
+        plot_attention_centers,
+        plot_attention_distance,
+        plot_attention_probs,
+        plot_center_movement,
+        plot_metric,
+        save_figure,
+    )
+except ImportError as error:  # of matplotlib
+    sys.exit(str(error))
 
 METRICS = {'accuracy': 'accuracy/top1', 'loss': 'cross_entropy/mean'}
 OF_MODELS, OF_REPORTS, OF_RUNS = ('centers', 'probabilities', 'content'), ('distance',), ('movement', *METRICS)
@@ -68,7 +75,7 @@ def parse_args() -> argparse.Namespace:
         help='query in tokens, from 0 (default: the middle of the grid)',
     )
     parser.add_argument(
-        '--zoom', type=int, default=7, help='rows and columns around the query, for probabilities (default: 7)'
+        '--zoom', type=int, default=7, help='rows and columns around the query, for probabilities; 0: all (default: 7)'
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument('--image', help='one image in place of the mean: a file, or a number in the test set')
@@ -138,7 +145,7 @@ def draw_model(args: argparse.Namespace):
     if args.figure == 'centers':
         return plot_attention_centers(maps, query=args.query, numbers=loaded.head_numbers)
     if args.figure == 'probabilities':
-        return plot_attention_probs(maps, args.query, args.zoom, numbers=loaded.head_numbers)
+        return plot_attention_probs(maps, args.query, args.zoom or None, numbers=loaded.head_numbers)
     maps = {name: own for name, own in maps.items() if own.num_images}
     picture = None if args.image is None else loaded.picture(images[0])
     return plot_attention_probs(maps, args.query, zoom=None, image=picture, numbers=loaded.head_numbers)

@@ -1,4 +1,4 @@
-# mmpretrain's DeiT-tiny for 8x8 patches of 4x4 pixels, with the mean over the patches in the place of a class token.
+# mmpretrain's DeiT-tiny for 8x8 patches of 4x4 pixels, with the mean over the patches instead of a class token.
 # Queries, keys, values and their output begin as in timm, the MLPs as in mmpretrain. Each head then begins as a position of a kernel of 3x3 patches.
 model = dict(
     type='ImageClassifier',

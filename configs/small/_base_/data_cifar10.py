@@ -1,5 +1,5 @@
 # CIFAR-10 as mmpretrain downloads it. Images are flipped and shifted a batch at a time. DeiT's own code too has a crop
-# with padding, in the place of one of another size, where images are as small as these.
+# with padding, instead of one of another size, where images are as small as these.
 data_preprocessor = dict(
     type='FlipAndShift',
     num_classes=10,

@@ -1,4 +1,4 @@
-# DeiT's augmentation and regularization, which Li et al. 2021 (L21) leave as they are, in the place of those of
+# DeiT's augmentation and regularization, which Li et al. 2021 (L21) leave as they are, instead of those of
 # data_cifar10.py and of the model. Its learning rate and its schedule are those of the other networks.
 train_pipeline = [
     dict(

@@ -1,4 +1,4 @@
-# 8x8 patches of 4x4 pixels, the mean over the patches in the place of a class token. Queries, keys, values and their
+# 8x8 patches of 4x4 pixels, the mean over the patches instead of a class token. Queries, keys, values and their
 # output begin as in timm, the MLPs as in mmpretrain.
 model = dict(
     type='ImageClassifier',

@@ -1,0 +1,153 @@
+"""What tools/train.py and tools/test.py say beside mmengine's log, and how their ranks end."""
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from helpers.processes import REPOSITORY, environment, run
+
+from attncnn_plugin.mm import tools
+
+SMALL = [
+    '--cfg-options',
+    'train_cfg.max_epochs=2',
+    'train_dataloader.dataset.indices=40',
+    'val_dataloader.dataset.indices=40',
+    'test_dataloader.dataset.indices=40',
+    'val_evaluator.topk=(1,3)',
+]
+
+
+@pytest.fixture(scope='module')
+def log(tmp_path_factory):
+    """Of a training in the folder of the fixture."""
+    folder = tmp_path_factory.mktemp('terminal')
+    config = REPOSITORY / 'configs/sa_quadratic_digits.py'
+    return run('python', REPOSITORY / 'tools/train.py', config, '--work-dir', folder, *SMALL, folder=folder)
+
+
+def test_what_begins(log):
+    """Before all that mmengine says."""
+    first, second = log.splitlines()[:2]
+    assert first == f'Training SAQuadratic of {REPOSITORY}/configs/sa_quadratic_digits.py on Digits'
+    assert second.startswith('Logs and checkpoints go to ')
+
+
+def test_what_was_best(log):
+    """The command that is printed reaches the score that is printed."""
+    best, command = log.strip().splitlines()[-2:]
+    number, score, file = re.fullmatch(r'Best epoch: (\d), with accuracy/top1 ([\d.]+), saved as (\S+)', best).groups()
+    scores = [float(value) for value in re.findall(r'Epoch\(val\).*accuracy/top1: ([\d.]+)', log)]
+    assert len(scores) == 2 and scores[int(number) - 1] == max(scores) == pytest.approx(float(score), rel=1e-3)
+    words = shlex.split(command.removeprefix('Test it: '))
+    assert words[:4] == ['python', *map(str, (REPOSITORY / 'tools/test.py', REPOSITORY / words[2], file))]
+    assert words[4:] == SMALL
+    tested = run(*words, '--work-dir', os.path.dirname(file), folder=os.path.dirname(file))
+    assert tested.splitlines()[0] == f'Testing SAQuadratic of {words[2]} with {file} on Digits'
+    assert float(re.search(r'Epoch\(test\).*accuracy/top1: ([\d.]+)', tested)[1]) == max(scores)
+
+
+def test_only_the_first_rank_speaks(monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', ['train.py', str(REPOSITORY / 'configs/sa_quadratic_digits.py'), *SMALL])
+    path = next(Path(tools.mmpretrain.__file__).parent.glob('.mim/tools/train.py'))
+    for rank, said in (('0', True), ('1', False)):
+        monkeypatch.setenv('RANK', rank)
+        tools._say_what_begins(path)
+        assert capsys.readouterr().out.startswith('Training SAQuadratic') == said
+
+
+def test_warnings_of_others(log, recwarn):
+    """Are silenced in the tools; those of the same words by other modules are not."""
+    assert 'pin_memory' not in log.replace('pin_memory=', '') and 'pkg_resources is' not in log
+    warnings.simplefilter('always')
+    for message, module in tools.KNOWN_WARNINGS.items():
+        warnings.filterwarnings('ignore', message, module=module)
+    warnings.warn_explicit(
+        "'pin_memory' argument is set as true but", UserWarning, 'x.py', 1, 'torch.utils.data.dataloader'
+    )
+    assert not recwarn.list
+    warnings.warn_explicit("'pin_memory' argument is set as true but", UserWarning, 'x.py', 1, 'mine')
+    assert len(recwarn.list) == 1
+
+
+TOOL = """
+import os, time
+import torch
+rank = os.environ['RANK']
+if rank == '0':
+    time.sleep(3)
+    {rank0}
+open(f'done{{rank}}', 'w').close()
+"""
+RANK = """
+import os, sys
+from pathlib import Path
+from attncnn_plugin.mm import tools
+tools.mmpretrain.__file__ = os.path.abspath('mmpretrain/__init__.py')
+sys.argv = ['slow.py']
+tools.run_mmpretrain_tool('slow.py')
+assert Path('done0').exists() and not tools.torch.distributed.is_initialized()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('rank0, statuses', [('pass', [0, 0]), ('raise ValueError("disk full")', [1, 1])])
+def test_ranks_wait_for_each_other(rank0, statuses, tmp_path):
+    """The second has nothing left to do while the first still works; where that fails, it does not wait for ever."""
+    (tmp_path / 'mmpretrain/.mim/tools').mkdir(parents=True)
+    (tmp_path / 'mmpretrain/.mim/tools/slow.py').write_text(TOOL.format(rank0=rank0))
+    with socket.socket() as unused:
+        unused.bind(('127.0.0.1', 0))
+        port = str(unused.getsockname()[1])
+    place = dict(WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=port, TORCHELASTIC_RUN_ID='none')
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, '-c', RANK],
+            cwd=tmp_path,
+            env=environment(tmp_path, RANK=rank, LOCAL_RANK=rank, CUDA_VISIBLE_DEVICES='', **place),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in '01'
+    ]
+    errors = [process.communicate(timeout=300)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == statuses, errors
+    assert ('disk full' in errors[0].strip().splitlines()[-1]) == (statuses[0] == 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'tool',
+    [
+        'train.py',
+        'test.py',
+        'analysis_tools/analyze_heads.py',
+        'visualization/plot_attention.py',
+        'visualization/attention_explorer.py',
+        'model_converters/prune_heads.py',
+        'model_converters/conv_to_attention.py',
+        'model_converters/start_as_convolution.py',
+    ],
+)
+def test_a_quiet_start(tool, tmp_path):
+    said = run(sys.executable, REPOSITORY / 'tools' / tool, '--help', folder=tmp_path)
+    assert said.startswith('usage: ') and 'Warning' not in said
+
+
+@pytest.mark.slow
+def test_importing_the_package_changes_no_filters(tmp_path):
+    code = """
+import warnings
+import mmpretrain.models, mmpretrain.datasets, timm, torchvision
+before = list(warnings.filters)
+import attncnn_plugin.mm.tools, attncnn_plugin.model_options, attncnn_plugin.training
+new = [own for own in warnings.filters if own not in before and own[2].__module__ != 'pkg_resources']  # has its own
+assert not new, new
+"""
+    run(sys.executable, '-W', 'default', '-c', code, folder=tmp_path)
