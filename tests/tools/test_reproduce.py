@@ -126,7 +126,7 @@ def test_the_pages_of_the_documentation(path, tmp_path):
         run = by_key[tuple(result[key] for key in ('label', 'images', 'epochs', 'seed'))]
         write_json(run.folder / 'result.json', result)
     write_json(tmp_path / f'{name}.json', [run.result for run in runs if run.result])
-    write_page(tmp_path, name, table, runs, 'copies of CIFAR-10 in JPEG at quality 75')
+    write_page(tmp_path, name, table, runs, '[CIFAR-10-J](../glossary.md#cifar-10-j)')
     figure = path.with_suffix('.svg')
     drawn_here = f'Matplotlib v{matplotlib.__version__},' in figure.read_text()  # other versions draw other bytes
     for committed in [path, path.with_suffix('.md'), *[figure] * drawn_here]:

@@ -76,7 +76,8 @@ def _conditions(table: Table, results: Sequence[dict], data: str, extras: Sequen
         number = config['val_dataloader']['dataset'].get('num_images')
         where = f'{machine["gpu"] or machine["processor"]}, {threads}, PyTorch {result["versions"]["torch"]}'
         recipes.add(f'{where}. {validated} with {f"{number:,}" if number else "all"} test images.')
-    seeds = 'Means over the seeds, and ranges in brackets. Minutes are without the validations.'
+    seeds = 'Means over the seeds, and ranges in brackets. Minutes are by the clock, without the validations; other '
+    seeds += 'programs on the machine make them longer.'
     images = f'Trained on {data}: {table.images:,} images up to {most} epochs. {seeds}'
     return ' '.join([images, *(EXTRAS[key][2] for key in extras), *sorted(recipes)])
 
