@@ -68,3 +68,12 @@ def test_heads_are_counted_by_every_parameter():
         assert [block.attn.num_heads for block in model.blocks] == [3, 3]
     assert follow_state_dict(model, state, strict=False)
     assert [block.attn.num_heads for block in model.blocks] == [2, 3]
+
+
+@pytest.mark.parametrize('grown', [(1, 0), (0, 1), None], ids=['outputs', 'inputs', 'axes'])
+def test_a_shape_that_no_number_of_heads_explains(grown):
+    model = small_timm('sa_quadratic_cifar')
+    name, shape = 'blocks.1.attn.value.weight', model.blocks[1].attn.value.weight.shape
+    wrong = torch.zeros(shape.numel()) if grown is None else torch.zeros(shape[0] + grown[0], shape[1] + grown[1])
+    with pytest.raises(StructureError, match=f'{name} of the state dict has shape .*: no number of heads explains it'):
+        model.load_state_dict({**model.state_dict(), name: wrong})

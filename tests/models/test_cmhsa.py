@@ -145,7 +145,7 @@ def test_keys_are_drawn():
         (dict(kernel_size=0), 'kernel_size=0 must be at least 1'),
         (dict(qk_dim=0), 'qk_dim=0 must be at least 1'),
         (dict(head_dim='wide'), "head_dim='wide' is unknown"),
-        (dict(min_head_dim=4), "min_head_dim=4 must be at least 1, and is for head_dim='exact' alone"),
+        (dict(min_head_dim=4), "min_head_dim=4 must be at least 1, and is only for head_dim='exact'"),
         (dict(min_head_dim=0, head_dim='exact'), 'min_head_dim=0 must be at least 1'),
         (dict(drop_path_rate=1.0), 'drop_path_rate=1.0 must be from 0'),
         (dict(attn_bias_init=0.0), 'attn_bias_init=0.0 must be positive and finite'),
