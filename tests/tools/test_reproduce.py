@@ -14,12 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from urllib.error import URLError
 
-import matplotlib
 import numpy as np
 import pytest
 import torch
 
-mmpretrain = pytest.importorskip('mmpretrain')
+mmpretrain, matplotlib = pytest.importorskip('mmpretrain'), pytest.importorskip('matplotlib')
 import reproduce  # noqa: E402
 from helpers.images import write_images  # noqa: E402
 from helpers.processes import environment, run  # noqa: E402
