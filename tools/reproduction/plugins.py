@@ -47,7 +47,7 @@ class RandomPruningHook(HeadPruningHook):
     """Removes heads that are drawn, the control of importance; one of each layer stays, as there."""
 
     def __init__(self, keep: int, **options: Any) -> None:
-        super().__init__(criteria=[dict(type='importance', keep=keep)], **options)
+        super().__init__(keep=keep, **options)
         judge = self.pruner.judge
 
         def drawn(model: nn.Module, *args: Any) -> JudgedHeads:

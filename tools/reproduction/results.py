@@ -13,12 +13,13 @@ from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
 import torch
 from mmengine.config import Config
-from mmengine.runner import CheckpointLoader, load_checkpoint
+from mmengine.runner import CheckpointLoader
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import attncnn_plugin.mm.safe_loading
+from attncnn_plugin import follow_state_dict
 from attncnn_plugin.analysis import read_scalars
 from attncnn_plugin.mm.reliability import AtomicBackend
 
@@ -107,7 +108,7 @@ class Run:
             extras['corrupted'] = corrupted_accuracies(self.config, model)
             if hasattr(model.backbone, 'to_attention'):
                 before = build(self.config)
-                load_checkpoint(before, self.config.load_from, strict=True, logger='silent')
+                before.load_state_dict(CheckpointLoader.load_checkpoint(self.config.load_from)['state_dict'])
                 before.backbone.to_attention()
                 extras['moved'] = attention_moved(self.config, before, model)
         self.write(model, threads, top1, float(times.data[0].sum()), curves, extras)
@@ -151,7 +152,9 @@ def write_json(path: Path, data: Any) -> None:
 def trained_model(config: Config, checkpoint: Path) -> nn.Module:
     """Returns the classifier of a config with the structure and the weights of a checkpoint."""
     model = build(config)
-    load_checkpoint(model, str(checkpoint), map_location='cpu', strict=True, logger='silent')
+    state_dict = CheckpointLoader.load_checkpoint(str(checkpoint), map_location='cpu')['state_dict']
+    follow_state_dict(model, state_dict)
+    model.load_state_dict(state_dict)
     return model
 
 

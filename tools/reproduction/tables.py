@@ -64,16 +64,14 @@ def begins_with(initializer: str, **options: Any) -> Dict[str, Any]:
 
 # The rates with which pruned heads of the papers are trained on, and the heads that stay.
 FINE_TUNING = {**SECOND_PHASE, 'optim_wrapper.optimizer.lr': 2e-4}
-LEFT = (18, 12, 6)
-CHOSEN = ('by importance', 'at random')
-
-
-def pruned(how: str, left: int) -> Dict[str, Any]:
-    """Returns the settings of a network that loses heads at once."""
-    of_importance = dict(type='HeadPruningHook', criteria=[dict(type='importance', keep=left)])
-    hook = of_importance if how == CHOSEN[0] else dict(type='RandomPruningHook', keep=left)
-    return {**FINE_TUNING, 'custom_hooks': [dict(hook, epochs=[0])]}
-
+CHOSEN = {'by importance': 'HeadPruningHook', 'at random': 'RandomPruningHook'}
+PRUNED = {
+    f'{left} heads, {how}': Row(
+        'vit', {**FINE_TUNING, 'custom_hooks': [dict(type=hook, keep=left, epochs=[0])]}, **FINE_TUNED
+    )
+    for left in (18, 12, 6)
+    for how, hook in CHOSEN.items()
+}
 
 TABLES: Dict[str, Table] = {
     'C20-1': Table(
@@ -141,7 +139,7 @@ TABLES: Dict[str, Table] = {
         rows={
             'as it comes': Row('vit'),
             'all 24 heads': Row('vit', FINE_TUNING, **FINE_TUNED),
-            **{f'{left} heads, {how}': Row('vit', pruned(how, left), **FINE_TUNED) for left in LEFT for how in CHOSEN},
+            **PRUNED,
         },
     ),
     'starts': Table(
