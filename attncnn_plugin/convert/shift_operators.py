@@ -89,7 +89,7 @@ def check_position_only(layer: nn.Module) -> None:
     if not isinstance(layer, AttentionLayer):
         raise TypeError(
             f'layer is a {type(layer).__name__}, but only attention layers of this package have heads with '
-            'probabilities of positions'
+            'probabilities of positions: head_importance and attention_maps take other attention'
         )
     if layer.depends_on_content:
         raise ValueError(

@@ -34,7 +34,7 @@ from reproduction.tables import TABLES, Row, Table  # noqa: E402
 
 TOOL = Path(__file__).parents[2] / 'tools/reproduce.py'
 TABLES_OF_DOCS = TOOL.parents[1] / 'docs/tables'
-FORMER = 'An earlier version of `tools/reproduce.py` wrote this page; today’s trains other rows or for longer.'
+FORMER = 'An earlier version of `tools/reproduce.py` wrote this page'
 CONFIGS = sorted(path.stem for path in TOOL.parents[1].glob('configs/small/*.py'))
 # Two rows, the second one from the weights of the first, and networks that train in a second.
 SMALL = {
