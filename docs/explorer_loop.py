@@ -18,7 +18,7 @@ SIZE, FRAMES = dict(width=640, height=665), 32
 with Browser(tempfile.mkdtemp()) as browser:
     browser.command('Emulation.setDeviceMetricsOverride', dict(**SIZE, deviceScaleFactor=1, mobile=False))
     browser.open(ROOT / 'docs/gallery/quadratic/explorer.html', '#layer=1&head=4&theme=light&locked=1')
-    hide = 'html {overflow: hidden} .help, .numbers, .centers, header, .choices, .row, .legend, h2 {display: none !important}'
+    hide = ':root {overflow: hidden} .help, .numbers, .centers, header, .choices, .row, .legend, h2 {display: none}'
     browser.script(
         'const sheet = new CSSStyleSheet(); sheet.replaceSync(arguments[0]); document.adoptedStyleSheets = [sheet]',
         hide,
