@@ -150,8 +150,8 @@ TABLES: Dict[str, Table] = {
         'heads of 64. Heads get the positions of a kernel of 3x3 patches, the centre first, unless the row says '
         'otherwise. Impulses have the biases and the MLPs of the released code (Zheng et al. 2025). Before training, '
         'heads of the first block give their shift 0.60 to 0.61 of their attention if they are Gaussian, and 0.51 '
-        '(0.49 to 0.52) if they are impulses, means over the heads of three seeds: `reproduce.py starts --list`. A row with '
-        'less than 0.5 would be void.',
+        '(0.49 to 0.52) if they are impulses, means over the heads of three seeds: `reproduce.py starts --list`. A row '
+        'with less than 0.5 would be void.',
         images=5000,
         epochs=20,
         rows={
