@@ -90,7 +90,7 @@ def test_tools_take_a_folder(pruned, tool, folder, capsys):
         'visualization/plot_attention.py', *model, '--figure', 'content', '--image', 'images/a/0.png', '--out', 'a.png'
     )
     tool('visualization/attention_explorer.py', 'images/a/0.png', *model, '--out', 'page.html')
-    assert 'vit: what its heads attend to' in (folder / 'page.html').read_text()
+    assert 'Attention explorer: vit<' in (folder / 'page.html').read_text()
     importance = ['--criterion', 'importance', '--keep', 3, '--images', 'images']
     tool('model_converters/prune_heads.py', 'less', *model, *importance)
     heads = [layer.num_heads for layer in prunable_heads(load_hugging_face('less')).values()]

@@ -160,7 +160,7 @@ def test_pruning(options, left, tool, folder, monkeypatch, capsys):
     'path, options, message',
     [
         ('model_converters/prune_heads.py', ['x.pth', '--criterion', 'entropy'], 'give --images FOLDER, or --heads'),
-        ('model_converters/prune_heads.py', ['a.py', 'b.pth', 'x.pth'], 'must be OUT alone'),
+        ('model_converters/prune_heads.py', ['a.py', 'b.pth', 'x.pth'], 'must be only OUT'),
         ('model_converters/prune_heads.py', ['x.pth', '--heads', '{0: [1]}', '--keep', '3'], '--keep: so many heads'),
         ('model_converters/prune_heads.py', ['x.pth'], "nothing says which heads go: give --heads '{0: [1]}', --crit"),
         ('visualization/plot_attention.py', ['--figure', 'centers', '--out', 'a.png'], 'give images of your own'),
@@ -217,7 +217,7 @@ def test_explorer(tool, folder, capsys):
     tool('visualization/attention_explorer.py', 'images/cat/0.png', 'images/dog/1.png', '--out', 'page.html', *MODEL)
     assert 'Saved page.html' in capsys.readouterr().out
     page = (folder / 'page.html').read_text()
-    assert 'vit_tiny_patch16_224: what its heads attend to' in page
+    assert 'Attention explorer: vit_tiny_patch16_224<' in page
     trained = ['--timm', 'sa_quadratic_small', '--pretrained']
     tool('visualization/attention_explorer.py', *example_images().values(), '--out', 'page.html', *trained)
     assert 'are random' not in capsys.readouterr().err
