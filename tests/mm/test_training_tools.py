@@ -251,7 +251,7 @@ def test_converter_refuses_a_file_in_one_sentence(folder, tmp_path):
         (b'PK\x03\x04 cut', r'.*/bad\.pth is damaged or no checkpoint at all: give a whole file .*'),
         (
             Payload(print, 'run'),
-            r'.*/bad\.pth was refused and nothing in it was run: it asks for .*print, but a checkpoint may hold only .*',
+            r'.*/bad\.pth was refused and nothing in it was run: it asks for .*print, but a checkpoint may hold .*',
         ),
         ([1], r'.*/bad\.pth holds a list, but a checkpoint is a dictionary of weights, .*'),
         ({'state_dict': {}}, r'.*/bad\.pth does not fit the model of .*/CMHSA8\.py: .*backbone.*'),
