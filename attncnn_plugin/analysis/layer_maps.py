@@ -32,7 +32,7 @@ Grid = Tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class MeanAttention:
-    """The attention probabilities of a layer's heads, mean over images or by only position.
+    """The attention probabilities of a layer's heads, mean over images or position-only.
 
     Attributes:
         probs (Tensor): P, ``(N_h, Q, H*W)`` for Q queries, row-major, float32, on the CPU. Rows add up to 1 or, with a
@@ -40,7 +40,7 @@ class MeanAttention:
         grid (tuple[int, int]): Height H and width W of the grid of keys, in tokens, patches or pixels.
         window (Window | None): Where the queries of an ``ImageAttention`` are; None where each key is a query.
         gaussian (GaussianHeads | None): Centres and shapes of Gaussian heads, where the probabilities are theirs.
-        num_images (int): Number of images of the mean; 0 for probabilities by only position.
+        num_images (int): Number of images of the mean; 0 for position-only probabilities.
         relative_entropy (Tensor | None): Entropy of single images relative to that of uniform attention to all keys
             that a query sees, mean over queries and images, ``(N_h,)``; None for that of ``probs``. The mean of the
             probabilities has a larger one: a head can look at one key in each image, and at all of them in the mean.
@@ -176,7 +176,7 @@ def grids_of_layers(
 
 @torch.no_grad()
 def position_maps(layer: AttentionLayer, grid: Grid) -> MeanAttention:
-    """Returns the probabilities by only position, in float64 if the layer has no others."""
+    """Returns the position-only probabilities, in float64 if the layer has no others."""
     probs = layer.position_probs(grid) if layer.depends_on_content else layer.exact_attention_probs(grid)
     assert probs is not None
     gaussian = layer.gaussian_heads()

@@ -155,7 +155,7 @@ class ContentImageAttention(ImageAttention):
         return (1 - share) * self._content_probs(products, bias) + share * softmax(bias)
 
     def _content_probs(self, products: Tensor, bias: Tensor) -> Tensor:
-        """Returns the probabilities by only content, of the keys that a query sees: those without a bias of −∞."""
+        """Returns the probabilities without position, of the keys that a query sees: those without a bias of −∞."""
         return softmax(at_least_float32(products).masked_fill(bias == -math.inf, -math.inf))
 
     def _split_heads(self, x: Tensor) -> Tensor:

@@ -51,8 +51,8 @@ class ConversionReport:
     Attributes:
         num_heads (int): Number of heads N.
         relative_error (float): The error of the layer, as its parameters are stored.
-        bound (float): The error of the best matrix of rank N (Eckart-Young): no layer with N heads that look at
-            only positions has less.
+        bound (float): The error of the best matrix of rank N (Eckart-Young): no layer with N heads that look only
+            at positions has less.
         alpha (float | None): Width α of heads that each see one position, as stored; None for heads that see several.
         deviation (float): With an ``alpha``, the largest share of a head that goes to other pixels than its own, at any
             pixel of any image.

@@ -5,6 +5,7 @@ import pathlib
 import pytest
 
 GALLERY = pathlib.Path(__file__).parents[2] / 'docs/gallery'
+EXPLORER = GALLERY.parents[1] / 'attncnn_plugin/explorer'
 PAGES = sorted(GALLERY.rglob('*.html'))
 NAMES = [page.parent.name for page in PAGES]
 
@@ -14,8 +15,11 @@ def test_there_are_pages():
 
 
 @pytest.mark.parametrize('page', PAGES, ids=NAMES)
-def test_small_and_linked(page):
+def test_small_current_and_linked(page):
+    """Its script and style are those of the package: a page is written again where these change."""
     assert page.stat().st_size < 2.5e6
+    text = page.read_text(encoding='utf-8')
+    assert all((EXPLORER / f'explorer.{kind}').read_text(encoding='utf-8') in text for kind in ('js', 'css'))
     name = page.relative_to(GALLERY).as_posix()
     assert any(f'({name})' in text.read_text() for text in GALLERY.glob('*.md'))
 

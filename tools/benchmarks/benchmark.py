@@ -13,7 +13,7 @@ import re
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Dict, Iterator, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, Optional, Sequence, Tuple, Union
 from unittest import mock
 
 import timm
@@ -22,7 +22,7 @@ from measure import Measured, Ratio, Step, added_by, forward_pass, layer_step, s
 from original import with_dense_original
 from torch import nn
 
-import attncnn_plugin  # noqa: F401
+from attncnn_plugin import attention_maps
 from attncnn_plugin.attention import QuadraticAttention, softmax
 from attncnn_plugin.convert import convs_to_attention
 from attncnn_plugin.pruning import prunable_heads, prune_heads
@@ -55,8 +55,10 @@ LAST_STAGES = {'resnet18': 'layer4.*.conv*', 'resnet50': 'layer4.*.conv2', 'conv
 QUICK = {
     'cifar': dict(embed_dim=16, num_heads=3, mlp_dim=24),
     'cmhsa5': dict(patch_size=4, img_size=32, depth=2, mlp_dim=24),
-    'patch16_224': dict(patch_size=8, img_size=32, depth=2, num_heads=2, embed_dim=16),
+    **dict.fromkeys(('patch16_224', 'dinov2'), dict(patch_size=8, img_size=32, depth=2, num_heads=2, embed_dim=16)),
 }
+# What attention_maps keeps of each layer.
+KEPT = {'all maps': None, "reduce='class_token'": 'class_token'}
 
 
 def create(quick: bool, name: str, **kwargs: Any) -> nn.Module:
@@ -230,7 +232,41 @@ def pruning(quick: bool) -> Cells:
         yield name, 'forward', compare(quick, False, models, 8, size).ratio('pruned', 'whole')
 
 
-GROUPS = {group.__name__: group for group in (cmhsa, cnns, pruning, memory, original, subnormal)}
+def maps(quick: bool) -> Cells:
+    """Attention maps.
+
+    Time of ``attention_maps`` over that of a forward pass of one image, and what either adds to the largest resident
+    set of a process of its own. DINOv2 has images of 518x518 pixels.
+    """
+    for name in (TRANSFORMERS[-1], 'vit_base_patch14_dinov2'):
+        model = create(quick, name)
+        steps = {kept: maps_step(model, reduce) for kept, reduce in KEPT.items()}
+        measured = side_by_side(dict(forward=large_forward(model), **steps), quick)
+        base = added_by(added_maps, quick, name, 'forward')
+        for kept in KEPT:
+            yield f'{name}, {kept}', 'time', measured.ratio(kept, 'forward')
+            yield f'{name}, {kept}', 'memory', of_bytes(added_by(added_maps, quick, name, kept), base)
+
+
+def large_forward(model: nn.Module) -> Step:
+    """Makes a forward pass of one image as large as the model takes it."""
+    return make_step(False, model, 1, model.patch_embed.img_size[0])
+
+
+def maps_step(model: nn.Module, reduce: Optional[str]) -> Step:
+    """Makes a call of ``attention_maps`` with such an image."""
+    image = torch.randn(1, 3, *model.patch_embed.img_size)
+    return lambda: attention_maps(model, image, reduce=reduce)
+
+
+def added_maps(quick: bool, name: str, kept: str) -> Step:
+    """Makes one of these steps, after a first forward pass."""
+    forward = large_forward(model := create(quick, name))
+    forward()
+    return forward if kept == 'forward' else maps_step(model, KEPT[kept])
+
+
+GROUPS = {group.__name__: group for group in (cmhsa, cnns, pruning, maps, memory, original, subnormal)}
 
 
 def machine(quick: bool) -> str:

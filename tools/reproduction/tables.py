@@ -148,10 +148,7 @@ TABLES: Dict[str, Table] = {
         'position embedding does that comes with them: the random one of impulses, with a deviation of 0.36 instead '
         'of 0.02, or the sine-cosine one of all other starts. With 96 channels there are 4 heads, with 192 there are 3 '
         'heads of 64. Heads get the positions of a kernel of 3x3 patches, the centre first, unless the row says '
-        'otherwise. Impulses have the biases and the MLPs of the released code (Zheng et al. 2025). Before training, '
-        'heads of the first block give their shift 0.60 to 0.61 of their attention if they are Gaussian, and 0.51 '
-        '(0.49 to 0.52) if they are impulses, means over the heads of three seeds: `reproduce.py starts --list`. A row '
-        'with less than 0.5 would be void.',
+        'otherwise. Impulses have the biases and the MLPs of the released code (Zheng et al. 2025).',
         images=5000,
         epochs=20,
         rows={
