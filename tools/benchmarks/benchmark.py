@@ -235,7 +235,7 @@ def pruning(quick: bool) -> Cells:
 def maps(quick: bool) -> Cells:
     """Attention maps.
 
-    Time of ``attention_maps`` over that of a forward pass of one image, and what either adds to the largest resident
+    Time of `attention_maps` over that of a forward pass of one image, and what either adds to the largest resident
     set of a process of its own. DINOv2 has images of 518x518 pixels.
     """
     for name in (TRANSFORMERS[-1], 'vit_base_patch14_dinov2'):
@@ -260,10 +260,9 @@ def maps_step(model: nn.Module, reduce: Optional[str]) -> Step:
 
 
 def added_maps(quick: bool, name: str, kept: str) -> Step:
-    """Makes one of these steps, after a first forward pass."""
-    forward = large_forward(model := create(quick, name))
-    forward()
-    return forward if kept == 'forward' else maps_step(model, KEPT[kept])
+    """Makes one of these steps."""
+    model = create(quick, name)
+    return large_forward(model) if kept == 'forward' else maps_step(model, KEPT[kept])
 
 
 GROUPS = {group.__name__: group for group in (cmhsa, cnns, pruning, maps, memory, original, subnormal)}
