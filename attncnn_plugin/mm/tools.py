@@ -112,16 +112,22 @@ def _type(settings: Any) -> str:
 
 
 def _say_what_is_best(words: List[str]) -> None:
-    """Prints the best checkpoints of the training that has ended, with their scores, and how to test them."""
+    """Prints the best checkpoints of the training that has ended, or else its last one, and how to test them."""
     hub, tool = MessageHub.get_current_instance(), Path(sys.argv[0]).with_name('test.py')
     metrics = {name[4:].replace('/', '_'): name[4:] for name in hub.log_scalars if name.startswith('val/')}
+    checkpoints = {}
     for key, path in hub.runtime_info.items():
         of_name = re.fullmatch(r'best_(.+)_(epoch|iter)_(\d+)\.pth', Path(str(path)).name)
         if not key.startswith('best_ckpt') or not of_name or not Path(path).is_file():
             continue  # another entry, or one of another place where the run was resumed from
         metric, unit, number = of_name.groups()
         score = hub.get_info(key.replace('ckpt', 'score'))
-        print(f'Best {unit}: {number}, with {metrics.get(metric, metric)} {score:.4g}, saved as {path}')
+        checkpoints[path] = f'Best {unit}: {number}, with {metrics.get(metric, metric)} {score:.4g}, saved as {path}'
+    last = hub.runtime_info.get('last_ckpt', '')
+    if not checkpoints and Path(last).is_file():
+        checkpoints[last] = f'Last checkpoint: {last}'
+    for path, sentence in checkpoints.items():
+        print(sentence)
         if tool.is_file():
             print(f'Test it: python {tool}', *words[:1], path, *words[1:], flush=True)
 

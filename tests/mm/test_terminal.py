@@ -53,6 +53,20 @@ def test_what_was_best(log):
     assert float(re.search(r'Epoch\(test\).*accuracy/top1: ([\d.]+)', tested)[1]) == max(scores)
 
 
+def test_without_a_best_one(tmp_path, monkeypatch, capsys):
+    """As in a training without ``save_best``: the last checkpoint, if it is still there."""
+    hub, file = tools.MessageHub.get_instance('test_without_a_best_one'), tmp_path / 'epoch_2.pth'
+    monkeypatch.setattr(tools.MessageHub, 'get_current_instance', lambda: hub)
+    monkeypatch.setattr(sys, 'argv', [str(REPOSITORY / 'tools/train.py')])
+    hub.update_info('last_ckpt', str(file))
+    tools._say_what_is_best(['a.py'])
+    assert capsys.readouterr().out == ''
+    file.touch()
+    tools._say_what_is_best(['a.py', '--cfg-options', 'a=1'])
+    test = f'Test it: python {REPOSITORY}/tools/test.py a.py {file} --cfg-options a=1'
+    assert capsys.readouterr().out.splitlines() == [f'Last checkpoint: {file}', test]
+
+
 def test_only_the_first_rank_speaks(monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['train.py', str(REPOSITORY / 'configs/sa_quadratic_digits.py'), *SMALL])
     path = next(Path(tools.mmpretrain.__file__).parent.glob('.mim/tools/train.py'))
