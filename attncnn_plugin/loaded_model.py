@@ -220,6 +220,8 @@ class TimmModel(FileModel):
         if self._network is not None:
             state_dict = without_prefix(state_dict, 'backbone.')
         own = self.model.state_dict()
+        if not own.keys() & state_dict.keys():
+            return f'it has no entry of this model, but {", ".join(list(state_dict)[:3])}: give another --timm'
         reasons = [line.strip() for line in str(error).splitlines() if 'state dict' in line]  # of this package
         settings = {key: '{}={}'.format(*found) for key, found in settings_in(state_dict, self.model).items()}
         if reasons and not settings:

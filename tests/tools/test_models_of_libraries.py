@@ -66,7 +66,12 @@ def test_what_is_given_wins(name, given, message):
 
 def test_no_checkpoint(folder):
     (folder / 'x.safetensors').write_text('no weights')
-    for path, message in [('no.safetensors', 'no.safetensors is no file'), ('x.safetensors', 'is damaged or no')]:
+    torch.save({'encoder.layer.0.weight': torch.zeros(2)}, folder / 'other.pth')
+    for path, message in [
+        ('no.safetensors', 'no.safetensors is no file'),
+        ('x.safetensors', 'is damaged or no'),
+        ('other.pth', 'it has no entry of this model, but encoder.layer.0.weight: give another --timm'),
+    ]:
         with pytest.raises((OSError, ValueError), match=message):
             TimmModel(ABSOLUTE[0], path)
 
