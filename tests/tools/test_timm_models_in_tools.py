@@ -95,6 +95,21 @@ def test_figures(options, tool, monkeypatch):
         assert args[1:] == ([1, 2], 3)
 
 
+@pytest.mark.parametrize('name, which', [('attention', '--image'), ('heads', '--images')])
+def test_figures_of_a_model_and_images(name, which, tool, monkeypatch):
+    drawn, path = [], 'images/dog/1.png' if which == '--image' else 'images'
+    draw = getattr(visualization, f'plot_{name}')
+    monkeypatch.setattr(visualization, f'plot_{name}', lambda *args: drawn.append(args) or draw(*args))
+    options = ['--figure', name, which, path, '--out', 'figure.png']
+    tool('visualization/plot_attention.py', *MODEL, *options)
+    ((model, images),) = drawn
+    loaded = loaded_model()
+    assert torch.equal(
+        images, loaded.inputs([loaded.image(path)] if which == '--image' else loaded.read_folder(path, 9))
+    )
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.model.state_dict().items())
+
+
 def test_distance(tool, folder, monkeypatch):
     """By the reports of two models."""
     for name in ('vit', 'other'):
@@ -165,6 +180,8 @@ def test_pruning(options, left, tool, folder, monkeypatch, capsys):
         ('model_converters/prune_heads.py', ['x.pth'], "nothing says which heads go: give --heads '{0: [1]}', --crit"),
         ('visualization/plot_attention.py', ['--figure', 'centers', '--out', 'a.png'], 'give images of your own'),
         ('visualization/plot_attention.py', ['--figure', 'distance', '--out', 'a.png'], 'give --reports JSON'),
+        ('visualization/plot_attention.py', ['--figure', 'attention', '--out', 'a.png'], 'give --image'),
+        ('visualization/plot_attention.py', ['--figure', 'heads', '--out', 'a.png', '--query', '1', '2'], '--size are'),
     ],
 )
 def test_mistakes(path, options, message, tool, capsys):

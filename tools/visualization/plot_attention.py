@@ -5,13 +5,15 @@ Curves of trainings too, as there in Figures 2 and 13, and in Figure 2 of Li et 
 
   plot_attention.py CONFIG CHECKPOINT --figure centers --out centers.png
   plot_attention.py CONFIG CHECKPOINT --figure content --image 3 --query 4 2 --out image.svg
-  plot_attention.py --timm vit_tiny_patch16_224 --pretrained --figure content --image photo.jpg --out photo.png
+  plot_attention.py --timm vit_tiny_patch16_224 --pretrained --figure attention --image photo.jpg --out photo.png
   plot_attention.py --hf vit_pruned --figure centers --images folder --out centers.png
   plot_attention.py --figure distance --reports scratch=a.json convolution=b.json --out distance.png
   plot_attention.py --figure movement --runs work_dirs/sa_quadratic_digits --out movement.png
   plot_attention.py --figure accuracy --runs quadratic=work_dirs/q learned=work_dirs/l --out accuracy.png
   plot_attention.py --figure accuracy --runs whole=work_dirs/g pruned=work_dirs/p --offsets pruned=300 --out pruned.png
 
+attention      where the class token of an image looks, in each head of the last layer and through all layers
+heads          what each head attends to from the middle of the grid, mean over images, layers x heads
 centers        the centres of the heads with their 50% and 90% contours, one panel a layer
 probabilities  the probabilities around a query, layers x heads
 content        attention by content on the whole grid, mean over images or, with --image, of one image
@@ -46,10 +48,12 @@ from attncnn_plugin.model_options import add_model_options, check_model_options,
 
 try:
     from attncnn_plugin.visualization import (
+        plot_attention,
         plot_attention_centers,
         plot_attention_distance,
         plot_attention_probs,
         plot_center_movement,
+        plot_heads,
         plot_metric,
         save_figure,
     )
@@ -57,7 +61,8 @@ except ImportError as error:  # of matplotlib
     sys.exit(str(error))
 
 METRICS = {'accuracy': 'accuracy/top1', 'loss': 'cross_entropy/mean'}
-OF_MODELS, OF_REPORTS, OF_RUNS = ('centers', 'probabilities', 'content'), ('distance',), ('movement', *METRICS)
+OF_MODELS = ('attention', 'heads', 'centers', 'probabilities', 'content')
+OF_REPORTS, OF_RUNS = ('distance',), ('movement', *METRICS)
 
 
 def parse_args() -> argparse.Namespace:
@@ -111,6 +116,10 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.figure in OF_MODELS:
         check_model_options(parser, args, args.config, args.weights)
+    if args.figure == 'attention' and args.image is None:
+        parser.error('--figure attention is of one image: give --image')
+    if args.figure in ('attention', 'heads') and (args.query or args.size):
+        parser.error('--query and --size are for --figure centers, probabilities and content')
     if args.figure in OF_REPORTS and not args.reports:
         parser.error(f'--figure {args.figure} is of reports: give --reports JSON, of analyze_heads.py --json')
     if args.figure in OF_RUNS and not args.runs or args.figure == 'movement' and len(args.runs) > 1:
@@ -127,6 +136,9 @@ def parse_args() -> argparse.Namespace:
 
 def draw_model(args: argparse.Namespace):
     loaded = load_model(args, args.config, args.weights)
+    if args.figure in ('attention', 'heads'):
+        draw = plot_heads if args.figure == 'heads' else plot_attention
+        return draw(loaded.model, loaded.inputs(choose_images(args, loaded)))
     layers = shown_layers(loaded.model).values()
     own = all(isinstance(layer, AttentionLayer) for layer in layers)
     by_position = own and all(layer.has_position_scores for layer in layers)
