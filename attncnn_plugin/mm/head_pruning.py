@@ -1,6 +1,6 @@
 """Heads removed in training (Cordonnier et al. 2020 (C20), appendix E; Michel et al. 2019)."""
 
-from typing import Optional, Sequence
+from typing import Optional, Sequence, Union
 
 from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
@@ -42,8 +42,8 @@ class HeadPruningHook(FollowStateDictHook):
     epochs if nothing more is to be pruned.
 
     Args:
-        epochs (Sequence[int]): Epochs at whose beginning heads are pruned, counted from 0; 0 is right after loading.
-            Defaults to none.
+        epochs (int | Sequence[int]): Epochs at whose beginning heads are pruned, counted from 0; 0 is right after
+            loading. Defaults to none.
         criteria (Sequence[str | dict], optional): The criteria that find heads, degenerate ones, see
             :func:`~attncnn_plugin.pruning.find_degenerate_heads`. Where attention depends on content, they are means
             over training images. A layer all of whose heads are found keeps the least uniform one. Defaults to C20's,
@@ -61,7 +61,7 @@ class HeadPruningHook(FollowStateDictHook):
 
     def __init__(
         self,
-        epochs: Sequence[int] = (),
+        epochs: Union[int, Sequence[int]] = (),
         criteria: Optional[Sequence] = None,
         keep: Optional[int] = None,
         threshold: Optional[float] = None,
@@ -71,14 +71,15 @@ class HeadPruningHook(FollowStateDictHook):
         bias_correction: bool = True,
         num_batches: int = 8,
     ):
-        self.epochs = check_epochs(f'epochs={epochs} of HeadPruningHook', epochs)
+        listed = [epochs] if isinstance(epochs, int) else epochs
+        self.epochs = check_epochs(f'epochs={epochs!r} of HeadPruningHook', listed)
         if num_batches < 1:
             raise ValueError(f'num_batches={num_batches} of HeadPruningHook must be at least 1')
         amount = dict(keep=keep, threshold=threshold, multiply_adds=multiply_adds)
         if criteria is None:
             criteria = ('uniform', 'stripe') if set(amount.values()) == {None} else ()
         settings = dict(normalize=normalize, criteria=criteria, layers=layers, bias_correction=bias_correction)
-        self.pruner = PruneHeads(epochs, loss=training_loss, **amount, **settings)
+        self.pruner = PruneHeads(loss=training_loss, **amount, **settings)
         self.num_batches = num_batches
 
     def before_train(self, runner) -> None:
@@ -94,6 +95,10 @@ class HeadPruningHook(FollowStateDictHook):
                 f'HeadPruningHook counts epochs, but the loop is a {type(runner.train_loop).__name__}: use '
                 'train_cfg=dict(by_epoch=True, …)'
             )
+        late = [epoch for epoch in self.epochs if epoch >= runner.max_epochs]
+        if late:
+            ends = f'The run ends after {runner.max_epochs} epochs'
+            runner.logger.warning(f'{ends}: HeadPruningHook removes no heads at epoch {", ".join(map(str, late))}')
         check_wrapper(runner)
         model = unwrapped(runner.model)
         layers = self.pruner.layers(model)
@@ -109,9 +114,11 @@ class HeadPruningHook(FollowStateDictHook):
     def before_train_epoch(self, runner) -> None:
         """Removes the heads that the criteria find, at the epochs of pruning."""
         epoch, info = runner.epoch, runner.message_hub.runtime_info  # goes into checkpoints
-        if epoch not in self.epochs or info.get('heads_judged_at_epoch') == epoch:
+        own = [hook for hook in runner.hooks if isinstance(hook, HeadPruningHook)].index(self)
+        judged_at = f'heads_judged_at_epoch_by_hook_{own}'
+        if epoch not in self.epochs or info.get(judged_at) == epoch:
             return  # done before the run was stopped in the middle of this epoch
-        runner.message_hub.update_info('heads_judged_at_epoch', epoch)
+        runner.message_hub.update_info(judged_at, epoch)
         model = unwrapped(runner.model)
         if not self.pruner.layers(model):
             runner.logger.warning(f'HeadPruningHook finds, at epoch {epoch}, {self.pruner.nothing}')

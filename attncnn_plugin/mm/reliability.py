@@ -3,7 +3,6 @@
 import itertools
 import math
 import os
-import random
 import re
 import signal
 import sys
@@ -12,9 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Callable, Dict, Iterator, List, Optional, Tuple, Union
 
-import numpy as np
 import torch
-from mmengine.dist import all_gather_object, all_reduce, barrier, get_rank, is_main_process
+from mmengine.dist import all_gather_object, all_reduce, barrier, is_main_process
 from mmengine.fileio import LocalBackend, put, register_backend
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.runner import EpochBasedTrainLoop, find_latest_checkpoint
@@ -22,7 +20,7 @@ from mmpretrain.registry import HOOKS
 from torch.utils.data import DataLoader
 
 from ..checkpoint_files import load_from_local
-from .runner import checkpoint_to_load, is_resumed, load_from
+from .runner import checkpoint_to_load, is_resumed, load_from, seed_epoch
 
 
 @register_backend('atomic', force=True)  # again, by this plugin or by another one that has it
@@ -181,11 +179,7 @@ class EpochSeedHook(Hook):
 
     def before_train_epoch(self, runner) -> None:
         """Seeds Python, numpy and PyTorch."""
-        sequence = np.random.SeedSequence([runner.seed, runner.epoch, get_rank()])
-        seed = int(sequence.generate_state(1)[0])
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
+        seed_epoch(runner)
 
 
 @HOOKS.register_module()

@@ -3,9 +3,12 @@
 import copy
 import gc
 import itertools
+import random
 from typing import Any, Dict, List, Mapping, Optional, Union
 
+import numpy as np
 import torch
+from mmengine.dist import get_rank
 from mmengine.hooks import EMAHook
 from mmengine.model import BaseAveragedModel, BaseModel, BaseTTAModel, is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
@@ -156,11 +159,20 @@ def training_loss(model: BaseModel, batch: Any) -> Tensor:
     return model.parse_losses(losses)[0]
 
 
+def seed_epoch(runner: Runner) -> None:
+    """Seeds Python, numpy and PyTorch by only the seed of the run, the epoch and the rank."""
+    seed = int(np.random.SeedSequence([runner.seed, runner.epoch, get_rank()]).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 def training_batches(runner: Runner, number: int) -> List[Any]:
-    """Returns training batches, the same ones whether or not the run was resumed; no random number is drawn."""
+    """Returns training batches, the same ones whether or not the run was resumed; random numbers stay as they are."""
     loader = runner.train_dataloader
     for sampler in (loader.sampler, getattr(loader.batch_sampler, 'sampler', None)):
         if hasattr(sampler, 'set_epoch'):
             sampler.set_epoch(runner.epoch)
     with random_numbers_kept():
+        seed_epoch(runner)  # of augmentations
         return list(itertools.islice(loader, number))

@@ -170,6 +170,30 @@ def test_a_share_of_the_multiply_adds(repository, tmp_path):
     assert numbers(again.model) == heads
 
 
+def test_two_hooks_at_the_same_epoch(repository, tmp_path):
+    """Each prunes its own layers; an epoch that never comes is a warning."""
+    every = dict(criteria=[dict(type='uniform', threshold=1e9)], num_batches=1)
+    config = config_of(C20, repository, tmp_path, dict(every, epochs=1, layers='*.0.*'), **{'train_cfg.max_epochs': 2})
+    config.custom_hooks.insert(1, dict(every, type='HeadPruningHook', epochs=[1, 7], layers='*.1.*'))
+    assert numbers(run(config)[0].model) == [1, 1]
+    assert 'The run ends after 2 epochs: HeadPruningHook removes no heads at epoch 7\n' in log_of(tmp_path)
+
+
+def test_augmentations_of_a_resumed_run(repository, tmp_path):
+    """Heads are judged by the same images as without a stop, where each epoch has random numbers of its own."""
+
+    def config(folder, **changes):
+        new = config_of('VisionTransformer', repository, folder, dict(epochs=[1], keep=5, num_batches=1), **changes)
+        new.train_dataloader.dataset.pipeline.insert(-1, dict(type='RandomFlip', prob=0.5))
+        new.custom_hooks.append(dict(type='EpochSeedHook'))
+        new.train_cfg.max_epochs = 2
+        return new
+
+    whole, _ = run(config(tmp_path))
+    resumed, _ = run(config(tmp_path / 'on', load_from=str(tmp_path / 'epoch_1.pth'), resume=True))
+    assert_close(resumed.model.state_dict(), whole.model.state_dict())
+
+
 def test_never_without_heads(repository, tmp_path):
     hook = dict(epochs=range(2), criteria=[dict(type='uniform', threshold=1e9)])
     config = config_of(C20, repository, tmp_path, hook, **{'train_cfg.max_epochs': 2})
