@@ -15,6 +15,7 @@ import timm
 import torch
 from PIL import Image
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from timm.data import create_transform, resolve_model_data_config
 from timm.layers import to_2tuple
 from torch import Tensor, nn
@@ -33,6 +34,15 @@ def evenly_spread(length: int, number: int) -> List[int]:
     """
     number = min(length, number)
     return [i * length // number for i in range(number)]
+
+
+def write_checkpoint(path: Union[str, Path], state_dict: Mapping[str, Tensor], **others: Any) -> None:
+    """Writes a state dict to a new file: alone if its name ends in ``.safetensors``, with other entries if not."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    if Path(path).suffix == '.safetensors':
+        save_file({name: value.contiguous() for name, value in state_dict.items()}, path)
+    else:
+        torch.save({'state_dict': state_dict, **others}, path)
 
 
 SUFFIXES = {'.bmp', '.jpeg', '.jpg', '.png', '.ppm', '.tif', '.tiff', '.webp'}
@@ -77,9 +87,10 @@ class LoadedModel:
         Raises:
             ValueError: The model does not say.
         """
-        if self.img_size is None:
+        size = self.img_size or (self._network and self.input_shape and self.input_shape[1:])
+        if not size:
             raise ValueError(f'the model of {self.name} has no img_size: give the size of its grid in tokens')
-        height, width = self.img_size
+        height, width = size
         return height // self._network.stem.reduction, width // self._network.stem.reduction
 
     def read_folder(self, folder: str, number: int) -> List[Tensor]:
@@ -99,8 +110,7 @@ class LoadedModel:
 
     def save(self, path: str) -> None:
         """Saves the model, whose heads are fewer by now, in the form that it was read in."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        torch.save({'state_dict': self.model.state_dict(), 'meta': self.meta}, path)
+        write_checkpoint(path, self.model.state_dict(), meta=self.meta)
 
     @cached_property
     def _network(self) -> Any:

@@ -23,7 +23,7 @@ from ..attention.state_dicts import without_prefix
 from ..loaded_model import LoadedModel, evenly_spread, rgb_picture
 from ..structure import follow_state_dict
 from .runner import HEAD_NUMBERS
-from .tools import read_config
+from .tools import one_line, read_config
 
 
 class ConfigModel(LoadedModel):
@@ -39,16 +39,19 @@ class ConfigModel(LoadedModel):
 
     Raises:
         FileNotFoundError: No such config or checkpoint.
-        ValueError: The checkpoint does not fit the model.
+        ValueError: The config names an unknown type, or the checkpoint does not fit the model.
     """
 
     def __init__(self, path: str, checkpoint: str, options: Optional[dict] = None) -> None:
         self.name = path
         self.config: Config = read_config(path)
         self.config.merge_from_dict(options or {})
-        init_default_scope(self.config.get('default_scope', 'mmpretrain'))
+        init_default_scope(self.config.get('default_scope') or 'mmpretrain')
         preprocessor = self.config.get('data_preprocessor')
-        self.model = MODELS.build({'data_preprocessor': preprocessor, **self.config.model}).eval()
+        try:
+            self.model = MODELS.build({'data_preprocessor': preprocessor, **self.config.model}).eval()
+        except KeyError as error:  # of a type
+            raise ValueError(f'{path}: {one_line(error)}') from error
         try:
             loaded = CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu')
             state_dict = without_prefix(loaded.get('state_dict', loaded), 'module.')

@@ -154,6 +154,8 @@ class FlipAndShift(ClsDataPreprocessor):
     def forward(self, data: dict, training: bool = False) -> dict:
         """Flips and shifts the images in training, then normalizes them."""
         inputs = data['inputs']
+        if not training and len({tuple(image.shape) for image in inputs}) > 1:
+            return super().forward(data, training)  # which pads them
         images = self.cast_data(inputs if isinstance(inputs, Tensor) else torch.stack(list(inputs)))
         images = self._moved(images) if training else images
         return super().forward({**data, 'inputs': images}, training)

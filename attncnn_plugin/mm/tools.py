@@ -101,7 +101,7 @@ def _say_what_begins(tool: Path) -> List[str]:
         print(f'{"Testing" if test else "Training"} {what} on {_type(loader.get("dataset", {}))}')
         print(f'{"The log goes" if test else "Logs and checkpoints go"} to {config.work_dir}', flush=True)
     own = {key: value for key, value in args.cfg_options.items() if not key.startswith('default_hooks.follow_')}
-    options = [shlex.quote(f'{key}={value}'.replace(' ', '')) for key, value in own.items()]
+    options = [f'{key}={value}'.replace(' ', '') for key, value in own.items()]
     return [args.config, *(['--cfg-options', *options] if own else [])]
 
 
@@ -129,7 +129,7 @@ def _say_what_is_best(words: List[str]) -> None:
     for path, sentence in checkpoints.items():
         print(sentence)
         if tool.is_file():
-            print(f'Test it: python {tool}', *words[:1], path, *words[1:], flush=True)
+            print('Test it:', shlex.join(['python', str(tool), *words[:1], path, *words[1:]]), flush=True)
 
 
 def _join_process_group_without_gpu() -> None:

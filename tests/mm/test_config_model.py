@@ -47,6 +47,11 @@ def load(folder, **options):
     return ConfigModel(str(folder / 'config.py'), str(folder / 'model.pth'), options)
 
 
+def test_a_config_without_a_scope(folder):
+    """As mmpretrain's own in Python have it."""
+    assert load(folder, default_scope=None).config.default_scope is None
+
+
 def test_files_are_read_as_the_test_set_reads_them(folder):
     loaded = load(folder)
     assert not loaded.model.training and loaded.meta == dict(epoch=7)
@@ -175,6 +180,8 @@ def test_configs_and_checkpoints_that_do_not_do(folder, repository):
         ConfigModel(str(folder / 'config.py'), str(folder / 'none.pth'))
     with pytest.raises(ValueError, match='model.pth does not fit the model of .*: .* mismatch for .* …'):
         ConfigModel(str(repository / 'configs/sa_learned_digits.py'), str(folder / 'model.pth'))
+    with pytest.raises(ValueError, match="type='SAQuadratik' is no .*: did you mean SAQuadratic"):
+        load(folder, **{'model.backbone.type': 'SAQuadratik'})
     with pytest.raises(ValueError, match='test dataset of .* cannot be read .*: give images of your own'):
         load(folder, **{'test_dataloader.dataset.data_root': 'nowhere'}).test_images(3)
     with pytest.raises(ValueError, match='has no test_dataloader'):

@@ -1,5 +1,6 @@
 """Datasets, parts of them and their augmentation, and the validation loss."""
 
+import copy
 import math
 import re
 
@@ -175,6 +176,8 @@ def test_as_the_preprocessor_of_mmpretrain():
     data = dict(inputs=images, data_samples=[DataSample().set_gt_label(i) for i in range(3)])
     for batch in (data, {**data, 'inputs': torch.stack(images)}):
         assert torch.equal(ours(batch)['inputs'], theirs(data)['inputs'])
+    sizes = dict(data, inputs=[images[0], images[1][:, :6], images[2][:, :, :5]])  # those are padded
+    assert torch.equal(ours(copy.deepcopy(sizes))['inputs'], theirs(sizes)['inputs'])
     torch.manual_seed(0)
     seen = ours(data, training=True)
     assert not torch.equal(seen['inputs'], theirs(data)['inputs'])

@@ -55,15 +55,15 @@ def test_what_was_best(log):
 
 def test_without_a_best_one(tmp_path, monkeypatch, capsys):
     """As in a training without ``save_best``: the last checkpoint, if it is still there."""
-    hub, file = tools.MessageHub.get_instance('test_without_a_best_one'), tmp_path / 'epoch_2.pth'
+    hub, file = tools.MessageHub.get_instance('test_without_a_best_one'), tmp_path / 'my epoch_2.pth'
     monkeypatch.setattr(tools.MessageHub, 'get_current_instance', lambda: hub)
     monkeypatch.setattr(sys, 'argv', [str(REPOSITORY / 'tools/train.py')])
     hub.update_info('last_ckpt', str(file))
     tools._say_what_is_best(['a.py'])
     assert capsys.readouterr().out == ''
     file.touch()
-    tools._say_what_is_best(['a.py', '--cfg-options', 'a=1'])
-    test = f'Test it: python {REPOSITORY}/tools/test.py a.py {file} --cfg-options a=1'
+    tools._say_what_is_best(['a.py', '--cfg-options', 'a=[1,2]'])
+    test = f"Test it: python {REPOSITORY}/tools/test.py a.py '{file}' --cfg-options 'a=[1,2]'"
     assert capsys.readouterr().out.splitlines() == [f'Last checkpoint: {file}', test]
 
 

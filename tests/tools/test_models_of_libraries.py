@@ -100,6 +100,7 @@ def test_tools_take_a_folder(pruned, tool, folder, capsys):
     tool('model_converters/prune_heads.py', 'less', *model, *importance)
     heads = [layer.num_heads for layer in prunable_heads(load_hugging_face('less')).values()]
     assert sum(heads) == 3
+    tool('model_converters/prune_heads.py', 'features', *model, '--criterion', 'duplicate', '--images', 'images')
     for options in (['less', '--heads', '{0: [0]}'], ['less', '--checkpoint', 'x'], ['less', '--timm', 'x']):
         with pytest.raises(SystemExit):
             tool('model_converters/prune_heads.py', *options, *model)

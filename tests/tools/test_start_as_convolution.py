@@ -3,6 +3,7 @@
 import timm
 import torch
 from helpers.processes import REPOSITORY, run
+from safetensors.torch import load_file
 
 from attncnn_plugin.transformers import init_as_convolution
 
@@ -12,13 +13,13 @@ SETTINGS = ['--model-kwargs', 'img_size=32', 'patch_size=8', 'depth=1', 'num_cla
 
 
 def test_it_writes_the_start(tmp_path):
-    out = tmp_path / 'new/start.pth'
+    out = tmp_path / 'new/start.safetensors'
     said = run('python', TOOL, 'vit_tiny_patch16_224', out, *SETTINGS, *OPTIONS, folder=tmp_path)
     torch.manual_seed(2)
     model = timm.create_model('vit_tiny_patch16_224', img_size=32, patch_size=8, depth=1, num_classes=10)
     report = init_as_convolution(model, alpha=3, seed=2, shifts='random')
     assert str(report) in said
-    state_dict = torch.load(out)['state_dict']
+    state_dict = load_file(out)
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in state_dict.items())
     timm.create_model(
         'vit_tiny_patch16_224', img_size=32, patch_size=8, depth=1, num_classes=10, checkpoint_path=str(out)

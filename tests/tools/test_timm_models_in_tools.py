@@ -123,6 +123,9 @@ def test_distance(tool, folder, monkeypatch):
     assert (far.get_title(), other.get_title()) == ('vit', 'b')
     lines = [(line, axes.get_ylim()) for axes in figures[0].axes for line in axes.get_lines()]
     assert all(bottom == 0 and (line.get_ydata() <= top).all() for line, (bottom, top) in lines)  # of all models
+    with pytest.raises(SystemExit, match='a.json is no report of analyze_heads.py --json'):
+        (folder / 'a.json').write_text('[]')
+        tool('visualization/plot_attention.py', *options[:-2], 'c=a.json', '--out', 'a.png')
     with pytest.raises(ValueError, match='the report of a has no layers with heads'):
         visualization.plot_attention_distance({'a': {'layers': []}})
     layers = json.loads((folder / 'vit.json').read_text())['layers']
@@ -149,10 +152,11 @@ def multiply_adds(model):
 )
 def test_pruning(options, left, tool, folder, monkeypatch, capsys):
     """timm's model takes the pruned checkpoint when it is told to."""
-    tool('model_converters/prune_heads.py', 'pruned.pth', *options, *MODEL)
+    out = 'pruned.safetensors' if '--heads' in options else 'pruned.pth'
+    tool('model_converters/prune_heads.py', out, *options, *MODEL)
     said = capsys.readouterr().out
-    assert 'Saved pruned.pth' in said
-    model, state = timm.create_model('vit_tiny_patch16_224', **SMALL), timm.models.load_state_dict('pruned.pth')
+    assert f'Saved {out}' in said
+    model, state = timm.create_model('vit_tiny_patch16_224', **SMALL), timm.models.load_state_dict(out)
     follow_state_dict(model, state)
     model.load_state_dict(state)
     before, after = (multiply_adds(own) for own in (timm.create_model('vit_tiny_patch16_224', **SMALL), model))
@@ -176,6 +180,13 @@ def test_pruning(options, left, tool, folder, monkeypatch, capsys):
     [
         ('model_converters/prune_heads.py', ['x.pth', '--criterion', 'entropy'], 'give --images FOLDER, or --heads'),
         ('model_converters/prune_heads.py', ['a.py', 'b.pth', 'x.pth'], 'must be only OUT'),
+        ('model_converters/prune_heads.py', ['images', '--heads', '{0: [1]}'], 'OUT images is a folder'),
+        ('model_converters/prune_heads.py', ['x.pth', '--heads', ''], "--heads '' must be the heads of each block"),
+        (
+            'model_converters/prune_heads.py',
+            ['x.pth', '--criterion', 'importance', '--keep', '4', '--images', 'images', '--layers', 'block.*'],
+            "--layers block.*: there is no attention with layers='block.*'",
+        ),
         ('model_converters/prune_heads.py', ['x.pth', '--heads', '{0: [1]}', '--keep', '3'], '--keep: so many heads'),
         ('model_converters/prune_heads.py', ['x.pth'], "nothing says which heads go: give --heads '{0: [1]}', --crit"),
         ('visualization/plot_attention.py', ['--figure', 'centers', '--out', 'a.png'], 'give images of your own'),
@@ -242,4 +253,4 @@ def test_explorer(tool, folder, capsys):
         tool('visualization/attention_explorer.py', '7', *MODEL)
     with pytest.raises(SystemExit):
         tool('visualization/attention_explorer.py', 'a.py', 'b.pth')
-    assert 'a config and a checkpoint are needed, or --timm NAME' in capsys.readouterr().err
+    assert 'a.py b.pth must be CONFIG CHECKPOINT and an image, or add --timm NAME' in capsys.readouterr().err

@@ -23,7 +23,7 @@ from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import load_checkpoint, save_checkpoint
 
 import attncnn_plugin.mm.safe_loading  # noqa: F401
-from attncnn_plugin.mm.tools import read_config
+from attncnn_plugin.mm.tools import one_line, read_config
 from attncnn_plugin.model_options import setting
 from attncnn_plugin.models import CMHSANetwork
 from attncnn_plugin.training import PhasedModule, parts_in_phases
@@ -34,11 +34,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('config', help='config of the model, of either phase')
     parser.add_argument('checkpoint', help='checkpoint of the convolution phase')
     parser.add_argument('out', help='where the converted checkpoint goes')
-    parser.add_argument('--seed', type=int, default=0, help='seed of the key weights (default: 0)')
+    parser.add_argument(
+        '--seed', type=int, default=0, help="seed of the key weights, with phase='conv' in the config (default: 0)"
+    )
     parser.add_argument(
         '--cfg-options', nargs='+', type=setting, action=DictAction, help='overrides settings of the config: k=v'
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    if Path(args.out).is_dir():
+        parser.error(f'out {args.out} is a folder: name a file in it')
+    return args
 
 
 def main() -> None:
@@ -48,8 +53,11 @@ def main() -> None:
     except FileNotFoundError as error:
         sys.exit(str(error))
     config.merge_from_dict(args.cfg_options or {})
-    init_default_scope(config.get('default_scope', 'mmpretrain'))
-    model = MODELS.build(config.model)
+    init_default_scope(config.get('default_scope') or 'mmpretrain')
+    try:
+        model = MODELS.build(config.model)
+    except (KeyError, TypeError, ValueError) as error:
+        sys.exit(f'{args.config}: {one_line(error)}')
     parts = parts_in_phases(model)
     if not parts:
         sys.exit(f'{args.config} has no CMHSA and no ConvToAttention: there is nothing to convert')

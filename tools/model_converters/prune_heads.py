@@ -93,6 +93,10 @@ def parse_args() -> argparse.Namespace:
     args.out = args.words[-1]
     if args.hf and Path(args.out).exists():
         parser.error(f'OUT {args.out} exists already: name a new folder')
+    if not args.hf and Path(args.out).is_dir():
+        parser.error(f'OUT {args.out} is a folder: name a file in it')
+    if args.config and Path(args.out).suffix == '.safetensors':
+        parser.error(f'OUT {args.out} must end in .pth: mmengine does not read safetensors')
     check_model_options(parser, args, args.config, args.weights)
     amount = {'--threshold': args.threshold, '--keep': args.keep, '--multiply-adds': args.multiply_adds}
     given = [option for option, value in amount.items() if value is not None]
@@ -134,6 +138,8 @@ def judged_heads(loaded: LoadedModel, args: argparse.Namespace) -> dict:
         check_amount(args.threshold, args.keep, args.multiply_adds)
     model = loaded.model
     pruner = PruneHeads(loss=loss_of(args), criteria=criteria, layers=args.layers, **amount)
+    if not pruner.layers(model):
+        raise ValueError(f'--layers {args.layers}: there is {pruner.nothing}')
     pruner.check(model)
     batches, size = [], None
     if pruner.needs_images(model):
@@ -155,7 +161,7 @@ def loss_of(args: argparse.Namespace) -> Loss:
         from attncnn_plugin.mm.runner import training_loss
 
         return training_loss
-    return _cross_entropy
+    return _cross_entropy if IMPORTANCE in args.criterion else lambda model, batch: model(batch[0])
 
 
 def _cross_entropy(model: nn.Module, batch: Tuple[Tensor, Tensor]) -> Tensor:
@@ -207,7 +213,7 @@ def main() -> None:
         model = loaded.model
         if not prunable_heads(model):
             sys.exit(f'the model of {loaded.name} has no attention with heads that can be removed')
-        heads = named_heads(args.heads) if args.heads else judged_heads(loaded, args)
+        heads = named_heads(args.heads) if args.heads is not None else judged_heads(loaded, args)
         before = multiply_adds(loaded)
         change = prune_heads(model, heads)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:

@@ -16,7 +16,7 @@ from timm.utils import ParseKwargs
 
 warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
 
-from attncnn_plugin.loaded_model import create_timm
+from attncnn_plugin.loaded_model import create_timm, write_checkpoint
 from attncnn_plugin.model_options import setting
 from attncnn_plugin.transformers import init_as_convolution
 from attncnn_plugin.transformers.start import METHODS, SHIFTS
@@ -47,8 +47,7 @@ def main() -> None:
         print(init_as_convolution(model, args.kernel_size, args.method, args.alpha, args.seed, shifts=args.shifts))
     except (RuntimeError, TypeError, ValueError) as error:
         sys.exit(str(error))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({'state_dict': model.state_dict()}, args.out)
+    write_checkpoint(args.out, model.state_dict())
     print(f'Saved {args.out}')
 
 

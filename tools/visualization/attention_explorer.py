@@ -33,7 +33,11 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     args.config, args.weights = None, None
     args.images = args.words
-    if not (args.timm or args.hf) and len(args.words) > 2:
+    if not (args.timm or args.hf):
+        if len(args.words) < 3:
+            parser.error(
+                f'{" ".join(args.words)} must be CONFIG CHECKPOINT and an image, or add --timm NAME or --hf FOLDER'
+            )
         args.config, args.weights, *args.images = args.words
     check_model_options(parser, args, args.config, args.weights)
     if args.max_size <= 0:

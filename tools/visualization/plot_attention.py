@@ -193,6 +193,14 @@ def labelled(option: str, runs: List[str]) -> Dict[str, str]:
     return dict(pairs)
 
 
+def read_report(path: str) -> dict:
+    """What analyze_heads.py --json wrote."""
+    report = json.loads(Path(path).read_text())
+    if not isinstance(report, dict) or 'layers' not in report:
+        raise ValueError(f'{path} is no report of analyze_heads.py --json')
+    return report
+
+
 def _name(path: str) -> str:
     """What a folder or a report is called."""
     return Path(path).resolve().name.removesuffix('.json')
@@ -204,9 +212,7 @@ def main() -> None:
         if args.figure == 'movement':
             figure = plot_center_movement(read_centers(args.runs[0]))
         elif args.figure == 'distance':
-            reports = {
-                label: json.loads(Path(path).read_text()) for label, path in labelled('reports', args.reports).items()
-            }
+            reports = {label: read_report(path) for label, path in labelled('reports', args.reports).items()}
             figure = plot_attention_distance(reports)
         elif args.figure in METRICS:
             metric = args.metric or METRICS[args.figure]
