@@ -48,7 +48,7 @@ TRAINED_ON = dict(seeds=(0,), share=0.35, start='generalized')
 # A trained CNN becomes attention at once.
 AT_ONCE = {'custom_hooks.0.epoch': 0}
 FROM_CNN = dict(seeds=(0, 1), share=2.5, start='ResNet')
-FINE_TUNED = dict(seeds=(0, 1), share=0.1, start='as it comes')
+FINE_TUNED = dict(share=0.1, start='as it comes')
 DRAWN = dict(type='TruncNormal', layer='Linear', std=0.02)
 # A vision transformer of 3 heads of 64 channels.
 WIDE = {
