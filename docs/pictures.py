@@ -175,6 +175,20 @@ def worth(table: str, *without: str) -> Figure:
     return dot_plot({title: rows for title, rows in panels.items() if len(rows) > most / 2})
 
 
+def heads_removed() -> Figure:
+    """Accuracies of the table on pruning by the number of heads that are removed: dots are seeds, lines their means."""
+    (found,) = accuracies(json.loads((DOCS / 'tables/pruning.json').read_text())).values()
+    axes = Figure(figsize=(4.6, 2.7), layout='constrained').subplots()
+    for how, color in (('by importance', style.COLORS[6]), ('at random', style.COLORS[1])):
+        seeds = [found['all 24 heads'], *(found[f'{left} heads, {how}'] for left in (18, 12, 6))]
+        axes.plot((0, 6, 12, 18), np.mean(seeds, axis=1), color=color, linewidth=1.8, label=how)
+        axes.plot((0, 6, 12, 18), seeds, 'o', color=color, alpha=0.75, markersize=4.5, markeredgewidth=0)
+    axes.set(xlabel='heads removed, of 24', ylabel='accuracy, %', xticks=(0, 6, 12, 18))
+    axes.legend(frameon=False)
+    style.draw_grid(axes)
+    return axes.figure
+
+
 def content() -> Figure:
     """The heads of the first block, for three images."""
     for row, image in zip(Figure((9.6, 2.9), layout='constrained').subplots(3, 10), ('ship', 'frog', 'airplane')):
@@ -209,6 +223,7 @@ BOTH = {
     'images/two_phases': two_phases,
     'images/encodings': encodings,
     'images/vit_init': vit_init,
+    'images/heads_removed': heads_removed,
     'images/worth_vit_init': lambda: worth('ViT-starts', 'two phases'),
     'images/worth_two_phases': lambda: worth('L21-1', 'narrow', 'warm-up', 'random'),
     'images/worth_cnn_to_attention': lambda: worth('T-CNN'),

@@ -5,12 +5,14 @@ import doctest
 import importlib
 import inspect
 import json
+import math
 import pathlib
 import pkgutil
 import re
 import shlex
 import subprocess
 import sys
+from statistics import mean
 
 import pytest
 import torch
@@ -141,6 +143,49 @@ def test_links_lead_somewhere(page):
         assert target.exists(), link
         if anchor and target.parent.name != 'api':  # of the API the strict build of the site knows the anchors
             assert anchor in anchors(target), link
+
+
+def top1(table, label, images=None):
+    """The accuracies of a row of a committed table, by seed."""
+    runs = json.loads((ROOT / f'docs/tables/{table}.json').read_text())
+    return {run['seed']: run['top1'] for run in runs if run['label'] == label and images in (None, run['images'])}
+
+
+def ahead(table, one, other, images=None):
+    """How much more accurate a row is than another, by seed."""
+    accuracies, others = top1(table, one, images), top1(table, other, images)
+    return [accuracies[seed] - others[seed] for seed in sorted(accuracies.keys() & others.keys())]
+
+
+def test_numbers_of_the_readme():
+    """Those of trainings are of the committed tables."""
+    page = (ROOT / 'README.md').read_text()
+    measured = {
+        '`sa_quadratic_cifar`': top1('C20-1', 'quadratic'),
+        '`sa_generalized_cifar`': top1('C20-1', 'generalized'),
+        '`sa_learned_cifar`': top1('C20-1', 'learned'),
+        '`sa_learned_content_cifar`': top1('C20-1-5000', 'learned with content'),
+        '`cmhsa3_patch16_224`': top1('L21-1', 'two phases', 10000),
+        '': top1('C20-1', 'ResNet'),
+    }
+    rows = re.findall(r'^\| (`\w+`)? ?\|.*\| [\d.]+ \| ([\d.]+)[^|]*\|$', page, re.MULTILINE)
+    assert dict(rows) == {name: f'{mean(seeds.values()):.1f}' for name, seeds in measured.items()}
+    recipes = [f'{{}}{recipe}' for recipe in ('', ', no DeiT recipe')]
+    ours, theirs = 'two phases', 'attention only'
+    points = [ahead('L21-1', recipe.format(ours), recipe.format(theirs), n) for recipe in recipes for n in (500, 2000)]
+    claims = {
+        'L21-1.md': ('{} to {} points above', sum(points, [])),
+        'C20-1.md': (
+            '{} to {} points below',
+            [
+                mean(measured[''].values()) - mean(measured[f'`sa_{row}_cifar`'].values())
+                for row in ('quadratic', 'generalized', 'learned')
+            ],
+        ),
+    }
+    for table, (sentence, numbers) in claims.items():
+        sentence = sentence.format(math.floor(min(numbers)), math.ceil(max(numbers)))
+        assert f'[{sentence}](docs/tables/{table})' in page
 
 
 def test_project_files():
