@@ -176,6 +176,7 @@ def run(model: nn.Module, images: Tensor) -> Any:
     return network.module(images)
 
 
+@torch.no_grad()
 def rollout(model: nn.Module, images: Tensor, target: Union[int, Sequence[int], Tensor, None] = None) -> Tensor:
     """Computes how much each patch of an image reaches the output, through the attention of all layers.
 
@@ -226,7 +227,7 @@ def rollout(model: nn.Module, images: Tensor, target: Union[int, Sequence[int], 
 
     with evaluating(model), _grids(model) as grids:
         if target is None:
-            with torch.no_grad(), visiting(model, lambda name, probs: add(name, probs.mean(1) / 2, 0.5)):
+            with visiting(model, lambda name, probs: add(name, probs.mean(1) / 2, 0.5)):
                 run(model, images)
         else:
             for name, weights in _weighted_by_gradients(model, images, target):
@@ -254,7 +255,6 @@ def _grids(model: nn.Module) -> Iterator[List[Tuple[int, int]]]:
         yield grids
 
 
-@torch.enable_grad()
 def _weighted_by_gradients(model: nn.Module, images: Tensor, target: Any) -> Iterator[Tuple[str, Tensor]]:
     """Yields the name of each layer and E_h[(∂y/∂A ∘ A)⁺] (Chefer et al. 2021, eq. 5), ``(B, N, N)``.
 
@@ -276,7 +276,7 @@ def _weighted_by_gradients(model: nn.Module, images: Tensor, target: Any) -> Ite
     def see_probs(name: str, probs: Tensor, places: Optional[TokenPlaces]) -> None:
         maps[name] = probs, places
 
-    with ExitStack() as stack:
+    with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance('force_eager'))
         for name, layer in layers.items():
             called: Any = layer
@@ -288,9 +288,9 @@ def _weighted_by_gradients(model: nn.Module, images: Tensor, target: Any) -> Ite
             stack.enter_context(output_called(layer))
             stack.enter_context(called.register_forward_pre_hook(partial(see_inputs, name), with_kwargs=True))
             stack.enter_context(layer.output.register_forward_pre_hook(partial(see_heads, name)))
-        logits = model(images.to(next(model.parameters())))
+        logits = model(images.to(next(model.parameters()), copy=True))  # copies are no inference tensors
         logits = getattr(logits, 'logits', logits)
-        classes = torch.as_tensor(target, device=images.device)
+        classes = torch.as_tensor(target, device=images.device).clone()
         if not isinstance(logits, Tensor) or logits.ndim != 2:
             raise ValueError(f'target={shown(target)} needs a model with logits, not a {type(model).__name__}')
         fits = classes.ndim == 0 or classes.shape == logits.shape[:1]
@@ -300,20 +300,19 @@ def _weighted_by_gradients(model: nn.Module, images: Tensor, target: Any) -> Ite
             )
         chosen = logits.gather(1, classes.to(logits.device).expand(len(logits))[:, None]).sum()
         gradients = torch.autograd.grad(chosen, list(outputs.values()))
-    with torch.no_grad():
-        for name, gradient in zip(outputs, gradients):
-            layer, (args, kwargs) = layers[name], inputs[name]
-            if isinstance(layer, TransformerHeads):
-                (probs, places), (x, call) = maps[name], layer.tokens(args, kwargs)
-                values: Sequence[Tensor] = layer.queries_keys_values(x, call)[2].unbind(1)
-                gate = layer.part(layer.adapter.gate)
-                gradient = gradient if gate is None else gradient * gate(x).sigmoid()
-            else:
-                probs, places, values = probs_of(layer, args[0]), None, _values(name, layer, args[0])
-            of_heads = [own.flatten(1, -2) for own in split_heads(layer, gradient)]
-            of_probs = torch.stack([own @ value.mT for own, value in zip(of_heads, values)], 1)  # ∂y/∂(A V) Vᵀ
-            weights = (of_probs * probs).clamp(min=0).mean(1, keepdim=True)
-            yield name, (weights if places is None else places.on_grid(places.by_window(weights)))[:, 0]
+    for name, gradient in zip(outputs, gradients):
+        layer, (args, kwargs) = layers[name], inputs[name]
+        if isinstance(layer, TransformerHeads):
+            (probs, places), (x, call) = maps[name], layer.tokens(args, kwargs)
+            values: Sequence[Tensor] = layer.queries_keys_values(x, call)[2].unbind(1)
+            gate = layer.part(layer.adapter.gate)
+            gradient = gradient if gate is None else gradient * gate(x).sigmoid()
+        else:
+            probs, places, values = probs_of(layer, args[0]), None, _values(name, layer, args[0])
+        of_heads = [own.flatten(1, -2) for own in split_heads(layer, gradient)]
+        of_probs = torch.stack([own @ value.mT for own, value in zip(of_heads, values)], 1)  # ∂y/∂(A V) Vᵀ
+        weights = (of_probs * probs).clamp(min=0).mean(1, keepdim=True)
+        yield name, (weights if places is None else places.on_grid(places.by_window(weights)))[:, 0]
 
 
 def _values(name: str, layer: Any, x: Tensor) -> Sequence[Tensor]:

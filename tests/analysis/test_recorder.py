@@ -275,7 +275,19 @@ def test_rollout(name, target):
     model, x = small_vit(name).double(), images()
     joint = expected_rollout(model, x, target)
     expected = joint[:, 0, -16:].unflatten(1, (4, 4))
-    torch.testing.assert_close(rollout(model, x, target).detach(), expected, rtol=1e-9, atol=1e-12)
+    heat = rollout(model, x, target)
+    torch.testing.assert_close(heat, expected, rtol=1e-9, atol=1e-12)
+    assert not heat.requires_grad
+
+
+@pytest.mark.parametrize('target', [None, [3, 1]])
+def test_rollout_in_inference_mode(target):
+    model, x = small_vit('vit_tiny_patch16_224'), images(torch.float32)
+    expected = rollout(model, x, target)
+    with torch.inference_mode():
+        assert torch.equal(rollout(model, x, target), expected)
+        x, target = x.clone(), None if target is None else torch.tensor(target)
+    assert torch.equal(rollout(model, x, target), expected)
 
 
 @pytest.mark.parametrize('name', ['transformers.ViT', 'transformers.Dinov2', 'torchvision.VisionTransformer'])
