@@ -4,6 +4,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Dict, Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from ..attention.heads import PrunableHeads
@@ -36,6 +37,7 @@ def observed_attention(layers: Mapping[str, Heads]) -> Iterator[Dict[str, Observ
     """
     observed = {name: ObservedAttention(layer.num_heads) for name, layer in layers.items()}
     with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance('force_eager'))  # compiled modules do not call new hooks
         for name, layer in layers.items():
             if layer.num_heads == 0:
                 continue

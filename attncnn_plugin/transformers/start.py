@@ -279,4 +279,7 @@ def _report(
         for attention in attentions:
             stack.enter_context(visited_attention(attention, partial(compare, attention)))
         network.module(images)
+    for attention in attentions:
+        if attention.name not in [layer.name for layer in layers]:
+            raise ValueError(f'{attention.name} is attention that a {network.kind} does not run on images')
     return layers

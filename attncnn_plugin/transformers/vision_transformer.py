@@ -203,6 +203,8 @@ def find_transformer(model: nn.Module) -> Transformer:
 def _find(model: nn.Module) -> Optional[Transformer]:
     containers = nn.ModuleList, nn.Sequential
     for name, module in model.named_modules():
+        if '_orig_mod' in module._modules:  # torch.compile's, which gives attributes of the module inside as its own
+            continue
         for layout in LAYOUTS:
             if (
                 isinstance(part_of(module, layout.patches), nn.Module)

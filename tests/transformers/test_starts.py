@@ -1,5 +1,7 @@
 """Vision transformers that start as a convolution: heads by each encoding of positions, and the other methods."""
 
+import copy
+
 import pytest
 import torch
 from helpers.starts import attention_of, gaussian, small_vit, total_variation
@@ -304,6 +306,29 @@ def test_the_model_is_as_it_was_otherwise():
     assert all(module.training and not module._forward_pre_hooks for module in model.modules())
     assert [block.attn.fused_attn for block in model.blocks] == fused
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+
+
+def test_compiled_models():
+    """That have run on as many images already: they start as they do uncompiled."""
+    expected = small_vit(depth=1)
+    inside, other = copy.deepcopy(expected), copy.deepcopy(expected)
+    inside.compile(backend='eager')
+    report = init_as_convolution(expected)
+    for model in (inside, torch.compile(other, backend='eager')):
+        with torch.no_grad():
+            model.eval()(torch.randn(4, 3, *expected.patch_embed.img_size, dtype=torch.float64))
+        assert [own.heads for own in init_as_convolution(model).layers] == [own.heads for own in report.layers]
+    for model in (inside, other):
+        assert all(map(torch.equal, model.parameters(), expected.parameters()))
+
+
+def test_attention_that_does_not_run():
+    model = small_vit(depth=2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.blocks[1].forward = lambda x, **_: x
+    with pytest.raises(ValueError, match='blocks.1.attn is attention that a VisionTransformer does not run on images'):
+        init_as_convolution(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize('method', ['impulse', 'mimetic'])

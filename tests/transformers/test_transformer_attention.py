@@ -187,6 +187,25 @@ def test_pruned_heads(name):
     assert [report.num_heads for report in head_report(model, images).layers] == [0, 2] + [3] * (len(others) - 1)
 
 
+@pytest.mark.parametrize('name', [VIT, 'sa_learned_content_cifar'])
+def test_compiled_models(name):
+    """That have run on such images already."""
+    model = small_vit(VIT) if name == VIT else timm.create_model(name, embed_dim=12, depth=1, num_heads=3).eval()
+    images, layers = torch.randn(1, 3, 32, 32), prunable_heads(model)
+    expected = mean_attention(model, images)
+    model.compile(backend='eager')
+    with torch.no_grad():
+        model(images)
+        with observed_attention(layers) as observed:
+            model(images)
+    for compiled in (model, torch.compile(model, backend='eager')):
+        found = mean_attention(compiled, images)
+        assert all(compiled.get_submodule(layer).num_heads == 3 for layer in found)
+        assert all(torch.equal(own.probs, maps.probs) for own, maps in zip(found.values(), expected.values()))
+    for layer, maps in expected.items():
+        assert observed[layer].mean('entropy').shape == maps.probs.shape[:1]
+
+
 @pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'swin_tiny_patch4_window7_224', 'VisionTransformer'])
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
 def test_models_in_half_precision(name, dtype):
