@@ -18,6 +18,7 @@ from .vision_transformer import find_transformer, is_vit, part_of
 
 Call = Dict[str, Any]  # the arguments of a call after the tokens, by name
 Windows = Tuple[Tuple[int, int], Tuple[int, int], Tuple[int, int], bool]
+OTHER_KEYS = 'its keys and values are of other tokens than its queries'
 MAX_LOGIT_SCALE = math.log(100)  # of Swin v2
 KNOWN = (
     'the classes that are known are in attncnn_plugin.transformers.ADAPTERS, those of the ViT, DeiT, DINOv2, DINOv3, '
@@ -459,10 +460,24 @@ class Attention:
             if bias is not None:
                 bias.zero_()
 
+    @property
+    def adds_keys(self) -> bool:
+        """Says whether it has keys of its own beside those of its tokens, or maps for keys of another width."""
+        no_maps = self.adapter.probs is None and not self.map_names
+        return no_maps or self.part('bias_k') is not None or bool(self.part('add_zero_attn'))
+
     def tokens(self, args: Sequence[Any], kwargs: Call) -> Tuple[Tensor, Call]:
-        """Returns the tokens ``(B, N, D)`` of a call, of windows ``(B·windows, N, D)``, and its other arguments."""
+        """Returns the tokens ``(B, N, D)`` of a call, of windows ``(B·windows, N, D)``, and its other arguments.
+
+        Raises:
+            ValueError: The keys are other tokens.
+        """
         call = by_name(self.called, args, kwargs)
         x = call.pop(next(iter(call)))
+        key: Any = call.get('key', x)
+        if self.adds_keys or not (key is x or torch.equal(key, x)):
+            kind = type(self.module).__name__
+            raise ValueError(f'{self.name or "attention"} is a {kind}: {OTHER_KEYS}, and only self-attention is known')
         if self.adapter.cuts and self.adapter.windows is not None:
             call['windows'] = self.adapter.windows(self.module, (x,))
             x = cut_windows(x, numbers_in_windows(*call['windows']))
@@ -482,7 +497,7 @@ class Attention:
             found = tuple(map(self.mapped, names, inputs))
         biases = [self.part(name) for name in self.adapter.biases]
         query, key, value = (
-            (own if bias is None else own + bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+            (own if bias is None else own + bias).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for own, bias in zip(found, biases)
         )
         turned, (of_queries, of_keys) = self.adapter.turned, map(self.part, self.adapter.norms)
@@ -491,6 +506,9 @@ class Attention:
         if turned is not None and self.num_heads:
             query, key = turned(self.module, query, call), turned(self.module, key, call)
         query = query * self.adapter.scale(self.module, self.head_dim)
+        groups = self.part('num_kv_groups') or 1  # of heads that share their keys and values
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         return query.type_as(value), key.type_as(value), value
 
     def added(self, query: Tensor, call: Call) -> Optional[Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..attention.heads import check_heads, keep_entries, resize_parameter
 from ..attention.state_dicts import StructureError
 from ..change import Successor
-from .adapters import Attention, adapter_of, join_windows, numbers_in_windows
+from .adapters import OTHER_KEYS, Attention, adapter_of, by_name, join_windows, numbers_in_windows
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +76,8 @@ class TransformerHeads(Attention):
         forward = vars(self.module).get('forward')
         if self.adapter.probs is not None:
             return 'its probabilities are no softmax of scores'
-        if not self.map_names or self.part('bias_k') is not None or self.part('add_zero_attn'):
-            return 'its keys and values are of other tokens than its queries'
+        if self.adds_keys:
+            return OTHER_KEYS
         if forward is not None and getattr(forward, 'func', None) is not forward_of_heads:
             return 'something else has replaced its forward pass'
         if not isinstance(self.part('norm'), (nn.Identity, type(None))):
@@ -184,9 +184,11 @@ def forward_of_heads(module: Any, *args: Any, **kwargs: Any) -> Any:
         ValueError: Something that is added to the scores is for another number of heads, or keys are other tokens.
     """
     attention = Attention(module)
-    x, call = attention.tokens(args, kwargs)
-    if any(call.get(name, args[0]) is not args[0] for name in ('key', 'value')):
+    given = by_name(attention.called, args, kwargs)
+    query = next(iter(given.values()))
+    if any(given.get(name, query) is not query for name in ('key', 'value')):
         raise ValueError(f'a {type(module).__name__} that has lost heads attends to its queries, not to other tokens')
+    x, call = attention.tokens(args, kwargs)
     heads, key, value = attention.queries_keys_values(x, call)  # queries first
     added = attention.added(heads, call)
     number = attention.num_heads

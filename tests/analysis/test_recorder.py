@@ -106,6 +106,30 @@ def test_encoder_layers_of_torch(batch_first):
         first(x, x + 1, x)
 
 
+@pytest.mark.parametrize(
+    ('settings', 'other'),
+    [
+        ({}, lambda x: x[:, :3]),
+        ({}, lambda x: x + 1),
+        (dict(kdim=8, vdim=8), lambda x: x[..., :8]),
+        (dict(add_zero_attn=True), lambda x: x),
+        (dict(add_bias_kv=True), lambda x: x),
+    ],
+)
+def test_attention_to_other_tokens(settings, other):
+    attention, x = nn.MultiheadAttention(24, 3, batch_first=True, **settings), torch.randn(2, 5, 24)
+    with AttentionRecorder(attention), pytest.raises(ValueError, match='MultiheadAttention: its keys .* other tokens'):
+        attention(x, other(x), other(x))
+
+
+def test_queries_and_keys_by_themselves():
+    """As in DETR: x plus its position, computed twice; values do not count."""
+    attention, x = nn.MultiheadAttention(24, 3, batch_first=True).double(), torch.randn(2, 5, 24).double()
+    with AttentionRecorder(attention) as recorder:
+        expected = attention(x + 1, x + 1, x, average_attn_weights=False)[1]
+    torch.testing.assert_close(recorder.passes[0][''], expected, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize('name', IN_WINDOWS)
 @pytest.mark.parametrize('size', [SIZE, 48])
 def test_windows_are_on_the_grid(name, size):

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 import timm
 import torch
-from helpers.vits import OF_MMPRETRAIN, OF_TIMM, OTHERS, SETTINGS, new_vit, output_of, small_vit
+from helpers.vits import OF_MMPRETRAIN, OF_TIMM, OTHERS, SETTINGS, new_vit, not_small, output_of, small_vit
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -94,6 +94,18 @@ def test_probabilities_of_the_class_token():
         model(torch.randn(2, 3, 32, 32, dtype=torch.float64))
     assert found[1].shape == (2, 3, 1, 17)
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-13)
+
+
+def test_heads_that_share_keys():
+    name = 'vit_base_patch16_sapiens2'
+    if not timm.is_model(name):
+        pytest.skip(f'timm {timm.__version__} has no such model')
+    settings = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=6, num_kv_heads=(6, 2), num_classes=0)
+    model, images = not_small(timm.create_model(name, **settings)).double(), torch.randn(2, 3, 32, 32).double()
+    expected, found = own_attention(model, images), {}
+    visit_vit_attention(model, images, lambda name, probs, places: found.update({name: probs}))
+    for layer, probs in expected.items():
+        torch.testing.assert_close(found[layer], probs, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize('kind', ['float', 'bool', 'causal'])
