@@ -74,14 +74,16 @@ def attention_maps(model: nn.Module, images: Tensor, reduce: Reduce = None) -> D
 class AttentionRecorder:
     """Records the attention of every forward pass of a model inside a ``with``, in training too.
 
-    Probabilities are those before dropout, without gradients. A compiled model runs uncompiled inside.
+    Probabilities are those before dropout, without gradients. A compiled model runs uncompiled inside. What gradient
+    checkpointing computes again is not recorded.
 
     Args:
         model (nn.Module): As of :func:`attention_maps`.
         reduce (str | Callable, optional): As of :func:`attention_maps`. Defaults to None.
 
     Attributes:
-        passes (list[dict[str, Tensor]]): For each forward pass of the model, what :func:`attention_maps` returns.
+        passes (list[dict[str, Tensor]]): For each forward pass of the model, or of its ``forward_features``, what
+            :func:`attention_maps` returns.
 
     Examples:
         >>> import timm
@@ -95,10 +97,12 @@ class AttentionRecorder:
     def __init__(self, model: nn.Module, reduce: Reduce = None) -> None:
         self.model, self.kept = unwrap_model(model), _reduction(reduce)
         self.passes: List[Dict[str, Tensor]] = []
+        self._inside = False  # the model's own forward, rather than a part of it such as forward_features
 
     def __enter__(self) -> 'AttentionRecorder':
         with ExitStack() as stack:
-            stack.enter_context(self.model.register_forward_pre_hook(lambda *_: self.passes.append({})))
+            stack.enter_context(self.model.register_forward_pre_hook(self._begin))
+            stack.enter_context(self.model.register_forward_hook(self._end, always_call=True))
             stack.enter_context(visiting(self.model, self._record))
             self._stack = stack.pop_all()
         return self
@@ -106,8 +110,25 @@ class AttentionRecorder:
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
 
+    def _begin(self, *_: Any) -> None:
+        if not _in_backward():
+            self.passes.append({})
+            self._inside = True
+
+    def _end(self, *_: Any) -> None:
+        self._inside = False
+
     def _record(self, name: str, probs: Tensor) -> None:
+        if _in_backward():
+            return
+        if not self._inside and (not self.passes or name in self.passes[-1]):
+            self.passes.append({})
         self.passes[-1][name] = self.kept(probs)
+
+
+def _in_backward() -> bool:
+    """Says whether a backward pass runs, where gradient checkpointing computes layers again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _reduction(reduce: Reduce) -> Callable[[Tensor], Tensor]:

@@ -1,6 +1,7 @@
 """Attention maps of any transformer, recorded and rolled out: against what the libraries give and dense equations."""
 
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import timm
@@ -15,6 +16,7 @@ from helpers.vits import (
     small_vit,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from attncnn_plugin import AttentionRecorder, attention_maps, rollout
 from attncnn_plugin.analysis.recorder import attention_of
@@ -223,6 +225,31 @@ def test_recorder_in_training():
     model(x)
     assert len(recorder.passes) == 2
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_recorder_of_parts():
+    """Passes that do not go through the model's own forward are passes too."""
+    model, x = small_vit('vit_tiny_patch16_224').double(), images()
+    with AttentionRecorder(model) as recorder:
+        for part in (model.forward_features, model.forward_features, model, model.forward_features, model):
+            part(x)
+    assert len(recorder.passes) == 5
+    for maps in recorder.passes:
+        torch.testing.assert_close(maps, attention_maps(model, x))
+
+
+@pytest.mark.parametrize('reentrant', [True, False])
+def test_recorder_with_checkpointing(reentrant):
+    """What is computed again during backward is not recorded."""
+    model, x = small_vit('vit_tiny_patch16_224').double(), images().requires_grad_()
+    expected = [attention_maps(model, own) for own in (x, x[:1])]
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=reentrant)
+    with AttentionRecorder(model) as recorder:
+        outputs = model(x), checkpoint(model, x[:1], use_reentrant=reentrant)
+        sum(output.sum() for output in outputs).backward()
+    assert len(recorder.passes) == 2
+    torch.testing.assert_close(recorder.passes, expected)
 
 
 def test_model_stays_as_it_was():
