@@ -213,8 +213,8 @@ def rollout(model: nn.Module, images: Tensor, target: Union[int, Sequence[int], 
         target (int | Sequence[int], optional): The class, for all images or for each. Defaults to None.
 
     Returns:
-        Tensor: ``(B, height, width)`` in patches, of the class token where the model has one, otherwise the mean over
-        all patches.
+        Tensor: ``(B, height, width)`` in patches, of the class token where the model reads it, otherwise the mean over
+        all patches, as where it pools them.
 
     Raises:
         ValueError: Layers have other tokens than those before, as those of Swin transformers; ``target`` is no class of
@@ -255,7 +255,7 @@ def rollout(model: nn.Module, images: Tensor, target: Union[int, Sequence[int], 
                 add(name, weights, 1.0)
     (rows,), grid = joint, grids[-1]
     prefix = rows.shape[-1] - grid[0] * grid[1]
-    of_class = prefix > 0 and is_vit(model) and find_transformer(model).prefix_names[:1] == ['cls']
+    of_class = prefix > 0 and is_vit(model) and find_transformer(model).reads_class_token
     return (rows[:, 0] if of_class else rows[:, prefix:].mean(1))[:, prefix:].unflatten(1, grid)
 
 

@@ -105,6 +105,14 @@ class Transformer:
         return [*names, *(f'reg {i + 1}' for i in range(count - len(names)))][:count]
 
     @property
+    def reads_class_token(self) -> bool:
+        """Whether there is a class token, and the output is not the mean, or all, of the patches."""
+        pool = getattr(self.module, 'global_pool', None)  # of timm; empty for all tokens
+        of_patches = getattr(self.module, 'out_type', None) in ('avg_featmap', 'featmap')  # of mmpretrain
+        of_patches |= bool(part_of(self.module, 'config.use_mean_pooling'))  # of Hugging Face
+        return self.prefix_names[:1] == ['cls'] and (pool or 'token') == 'token' and not of_patches
+
+    @property
     def patch_convolutions(self) -> List[nn.Conv2d]:
         """The convolutions of the patch embedding: the first takes the images, the last makes tokens of patches."""
         embed = part_of(self.module, self.layout.patches)

@@ -30,8 +30,9 @@ MOST_COLUMNS = 12  # of heads
 def plot_attention(model: nn.Module, images: Tensor, layers: Optional[Sequence[str]] = None) -> Figure:
     """Draws where the class token of each image looks: each head, their mean, and the rollout through all layers.
 
-    Without a class token it is the mean over all patches. The colours of a map say how its attention to patches is
-    divided among them, relative to uniform attention: 1 is a patch that gets as much as if all got the same.
+    Where a model does not read a class token it is the mean over all patches. The colours of a map say how its
+    attention to patches is divided among them, relative to uniform attention: 1 is a patch that gets as much as if all
+    got the same.
 
     Args:
         model (nn.Module): As of :func:`~attncnn_plugin.attention_maps`, with a grid of patches.
@@ -172,7 +173,7 @@ def _rows(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], bool]:
     of_class: List[bool] = []
 
     def add(name: str, probs: Tensor, where: TokenPlaces) -> None:
-        first = where.prefix > 0 and find_transformer(model).prefix_names[:1] == ['cls']
+        first = where.prefix > 0 and find_transformer(model).reads_class_token
         whole = probs if where.windows is None else where.on_grid(where.by_window(probs))
         row = whole[:, :, 0] if first else whole[:, :, where.prefix :].mean(2)
         rows[name] = row[..., where.prefix :].unflatten(-1, where.grid).float().cpu()

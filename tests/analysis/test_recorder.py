@@ -321,11 +321,13 @@ def expected_rollout(model, x, target):
 
 @pytest.mark.parametrize('name', FUSED)
 @pytest.mark.parametrize('target', [None, [3, 1]])
-def test_rollout(name, target):
+@pytest.mark.parametrize('pool', ['token', 'avg'])
+def test_rollout(name, target, pool):
     """Abnar and Zuidema's, and Chefer et al.'s by autograd through the unfused attention."""
-    model, x = small_vit(name).double(), images()
+    model, x = small_vit(name, global_pool=pool).double(), images()
     joint = expected_rollout(model, x, target)
-    expected = joint[:, 0, -16:].unflatten(1, (4, 4))
+    rows = joint[:, 0] if pool == 'token' else joint[:, -16:].mean(1)
+    expected = rows[:, -16:].unflatten(1, (4, 4))
     heat = rollout(model, x, target)
     torch.testing.assert_close(heat, expected, rtol=1e-9, atol=1e-12)
     assert not heat.requires_grad
@@ -384,6 +386,22 @@ def gradient_by_map(model, x, name, target):
     handle.remove()
     model.zero_grad()
     return found['probs'].grad
+
+
+@pytest.mark.parametrize(
+    ('name', 'settings', 'of_class'),
+    [
+        ('transformers.Beit', {}, False),
+        ('transformers.Beit', dict(use_mean_pooling=False), True),
+        ('VisionTransformer', {}, True),
+        ('VisionTransformer', dict(out_type='avg_featmap'), False),
+    ],
+)
+def test_what_the_model_reads(name, settings, of_class):
+    model, x = small_vit(name, **settings).double(), images()
+    joint = expected_rollout(model, x, None)
+    rows = joint[:, 0] if of_class else joint[:, 1:].mean(1)
+    torch.testing.assert_close(rollout(model, x), rows[:, 1:].unflatten(1, (4, 4)), rtol=1e-12, atol=1e-14)
 
 
 def test_rollout_without_a_class_token():
