@@ -246,9 +246,15 @@ def rollout(model: nn.Module, images: Tensor, target: Union[int, Sequence[int], 
             )
         joint.append(weights @ before + keep * before)
 
+    def add_mean(name: str, probs: Tensor) -> None:
+        if probs.shape[1]:
+            add(name, probs.mean(1) / 2, 0.5)
+        else:  # a layer without heads mixes no tokens
+            add(name, probs.sum(1), 1.0)
+
     with evaluating(model), _grids(model) as grids:
         if target is None:
-            with visiting(model, lambda name, probs: add(name, probs.mean(1) / 2, 0.5)):
+            with visiting(model, add_mean):
                 run(model, images)
         else:
             for name, weights in _weighted_by_gradients(model, images, target):
@@ -331,8 +337,10 @@ def _weighted_by_gradients(model: nn.Module, images: Tensor, target: Any) -> Ite
         else:
             probs, places, values = probs_of(layer, args[0]), None, _values(name, layer, args[0])
         of_heads = [own.flatten(1, -2) for own in split_heads(layer, gradient)]
-        of_probs = torch.stack([own @ value.mT for own, value in zip(of_heads, values)], 1)  # ∂y/∂(A V) Vᵀ
-        weights = (of_probs * probs).clamp(min=0).mean(1, keepdim=True)
+        weights = probs.sum(1, keepdim=True)  # 0 without heads
+        if layer.num_heads:
+            of_probs = torch.stack([own @ value.mT for own, value in zip(of_heads, values)], 1)  # ∂y/∂(A V) Vᵀ
+            weights = (of_probs * probs).clamp(min=0).mean(1, keepdim=True)
         yield name, (weights if places is None else places.on_grid(places.by_window(weights)))[:, 0]
 
 

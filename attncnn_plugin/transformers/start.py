@@ -182,7 +182,9 @@ def init_as_convolution(
 def _check(attention: Attention) -> None:
     """Refuses attention whose heads cannot be given a shift."""
     reason, adapter = None, attention.adapter
-    if adapter.turned is direction:
+    if attention.num_heads == 0:
+        reason = 'it has no heads left'
+    elif adapter.turned is direction:
         reason = 'it compares queries and keys by their angle (Swin v2): bounded scores cannot be a Gaussian'
     elif adapter.probs is not None:
         reason = 'its probabilities are no softmax of scores'

@@ -415,6 +415,21 @@ def test_rollout_without_a_class_token():
     assert rollout(model, x, target=3).shape == (2, 4, 4)
 
 
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'torchvision.VisionTransformer'])
+@pytest.mark.parametrize('target', [None, 1])
+def test_rollout_of_layers_without_heads(name, target):
+    """They mix no tokens, so that the rollout is that of the other layers."""
+    model, x = small_vit(name).double(), images()
+    first, last = prunable_heads(model)
+    prune_heads(model, {first: [0, 1, 2]}, allow_empty=True)
+    heat, probs = rollout(model, x, target), attention_maps(model, x)[last]
+    if target is None:
+        torch.testing.assert_close(heat, probs.mean(1)[:, 0, 1:].unflatten(1, (4, 4)) / 2, rtol=1e-12, atol=1e-14)
+    assert (heat > 0).any()
+    prune_heads(model, {last: [0, 1, 2]}, allow_empty=True)
+    assert torch.equal(rollout(model, x, target), torch.zeros(2, 4, 4))  # nothing of the patches
+
+
 def test_class_token_that_comes_later():
     """ConViT adds it after its gated layers."""
     model, x = small_vit('convit_tiny').double(), images()

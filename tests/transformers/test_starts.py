@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from attncnn_plugin.pruning import prune_heads
 from attncnn_plugin.transformers import init_as_convolution, set_sine_cosine_embedding
 from attncnn_plugin.transformers.embeddings import sine_cosine_embedding
 from attncnn_plugin.transformers.start import random_images
@@ -320,6 +321,13 @@ def test_compiled_models():
         assert [own.heads for own in init_as_convolution(model).layers] == [own.heads for own in report.layers]
     for model in (inside, other):
         assert all(map(torch.equal, model.parameters(), expected.parameters()))
+
+
+def test_layers_without_heads():
+    model = small_vit(depth=2)
+    prune_heads(model, {1: [0, 1]}, allow_empty=True)
+    with pytest.raises(ValueError, match='blocks.1.attn is a Attention that cannot start .*: it has no heads left'):
+        init_as_convolution(model)
 
 
 def test_attention_that_does_not_run():
