@@ -22,7 +22,7 @@ from ..attention.window import Window, per_axis, shown
 from ..pruning.criteria import relative_entropy_of_maps
 from ..pruning.prune import BLOCK
 from ..transformers.attention import TokenPlaces, visit_vit_attention, vit_layers
-from ..transformers.vision_transformer import is_vit
+from ..transformers.vision_transformer import images_for, is_vit
 
 BATCH_SIZE = 4  # images in a pass
 CHUNK_ELEMENTS = 2**24  # scores that a layer computes at once, 64 MiB of float32
@@ -357,7 +357,7 @@ def visit_layers(
         stack.enter_context(torch.compiler.set_stance('force_eager'))  # compiled modules do not call new hooks
         for name, layer in layers.items():
             stack.callback(layer.register_forward_pre_hook(partial(see, name)).remove)
-        features_of(model, set(layers.values()))(images)
+        features_of(model, set(layers.values()))(images_for(model, images))
     for name in sorted(layers.keys() - seen):
         raise ValueError(f'{name} is attention that the model does not run on images: there is nothing to show')
 

@@ -19,7 +19,7 @@ from ..transformers.adapters import Attention, find_attention
 from ..transformers.attention import TokenPlaces, visited_attention
 from ..transformers.transformer_heads import TransformerHeads
 from ..transformers.vision_transformer import find_transformer, is_vit
-from .layer_maps import features_of
+from .layer_maps import attention_layers, features_of
 
 Reduce = Union[str, Callable[[Tensor], Tensor], None]
 Visit = Callable[[str, Tensor], None]
@@ -51,6 +51,7 @@ def attention_maps(model: nn.Module, images: Tensor, reduce: Reduce = None) -> D
     Raises:
         ValueError: The model has no attention that is known, or its layers run not once; the images are not for it;
             an unknown ``reduce``.
+        TypeError: ``reduce`` gives no tensor.
 
     Examples:
         >>> import timm
@@ -141,6 +142,8 @@ def _reduction(reduce: Reduce) -> Callable[[Tensor], Tensor]:
 
     def kept(probs: Tensor) -> Tensor:
         own = function(probs)
+        if not isinstance(own, Tensor):
+            raise TypeError(f'reduce={shown(reduce)} gives a {type(own).__name__}, but a tensor is needed')
         return own.clone() if own.untyped_storage().nbytes() > own.nbytes else own  # a view would keep all
 
     return kept
@@ -150,10 +153,11 @@ def attention_of(model: nn.Module) -> Mapping[str, Any]:
     """Returns the attention of this package in a model by name, or that of other libraries where there is none.
 
     Raises:
-        ValueError: There is none, or some is of an unknown class.
+        ValueError: There is none, or some is of an unknown class, or along one or three axes.
     """
-    own: Dict[str, Any] = {name: layer for name, layer in model.named_modules() if isinstance(layer, AttentionLayer)}
-    return own or {attention.name: attention for attention in find_attention(model)}
+    if any(isinstance(layer, AttentionLayer) for layer in model.modules()):
+        return attention_layers(model)
+    return {attention.name: attention for attention in find_attention(model)}
 
 
 @contextmanager

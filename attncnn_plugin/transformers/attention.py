@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..attention.evaluation_mode import evaluating
 from ..attention.precision import at_least_float32
 from .adapters import Attention, Call, Windows, find_attention, numbers_in_windows
-from .vision_transformer import find_transformer
+from .vision_transformer import find_transformer, images_for
 
 Visit = Callable[[str, Tensor, 'TokenPlaces'], None]
 
@@ -126,6 +126,7 @@ def visit_vit_attention(model: nn.Module, images: Tensor, visit: Visit) -> None:
     """
     network = find_transformer(model)
     network.check_images(images)
+    images = images_for(model, images)
     grid = 0, 0
     seen: List[str] = []
 
@@ -183,7 +184,7 @@ def visited_attention(attention: Attention, visit: Callable[[Tensor, Optional[To
             )
         of_grid = call.get('windows', windows)
         if of_grid is not None:
-            numbers, masked = numbers_in_windows(*of_grid), None if mask is None else mask < 0
+            numbers, masked = numbers_in_windows(*of_grid), None if mask is None else (mask < 0).to(x.device)
             places = TokenPlaces(of_grid[0], windows=numbers.to(x.device), masked=masked)
         visit(probs, places)
 

@@ -141,6 +141,8 @@ def init_as_convolution(
     if not 0 < alpha < float('inf'):
         raise ValueError(f'alpha={shown(alpha)} must be a number above 0')
     network = find_transformer(model)
+    if any(parameter.is_meta for parameter in network.module.parameters()):
+        raise ValueError(f'model is a {network.kind} on the meta device, without values: build it on another device')
     attentions = find_attention(model)
     for attention in attentions:
         _check(attention)

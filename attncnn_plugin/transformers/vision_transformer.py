@@ -5,6 +5,8 @@ from typing import Any, List, Optional, Tuple
 
 from torch import Tensor, nn
 
+from ..attention.window import shown
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -190,6 +192,18 @@ def is_vit(model: nn.Module) -> bool:
         (True, False)
     """
     return _find(model) is not None
+
+
+def images_for(model: nn.Module, images: Tensor) -> Tensor:
+    """Returns images on the device and in the dtype of a model.
+
+    Raises:
+        ValueError: There are none.
+    """
+    if not images.numel():
+        raise ValueError(f'images={shown(images)} are none, but at least one is needed')
+    like = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
+    return images if like is None else images.to(like)
 
 
 def find_transformer(model: nn.Module) -> Transformer:

@@ -19,8 +19,8 @@ from ..analysis.shift_statistics import keys_of_query
 from ..attention.window import shown
 from ..pruning import HeadAblation
 from ..transformers.attention import TokenPlaces, visit_vit_attention
-from ..transformers.vision_transformer import find_transformer
-from .style import MAP_COLORS, attention_bar, check_maps, draw_attention, styled
+from ..transformers.vision_transformer import find_transformer, images_for
+from .style import MAP_COLORS, attention_bar, draw_attention, styled
 
 CHANGES = 'RdBu_r'  # of the loss: white for none, red where it rises
 MOST_COLUMNS = 12  # of heads
@@ -101,7 +101,8 @@ def plot_heads(model: nn.Module, images: Tensor) -> Figure:
     """
     model, images = _ready(model, images)
     maps = {name: own for name, own in mean_attention(model, images).items() if len(own.probs)}
-    check_maps(maps)
+    if not maps:
+        raise ValueError(f'model is a {type(model).__name__} that has no heads left: there is nothing to draw')
     columns = max(len(own.probs) for own in maps.values())
     figure = Figure(figsize=(max(0.62 * columns + 2.2, 4.8), 0.66 * len(maps) + 0.7), layout='constrained')
     grid, labels = figure.add_gridspec(len(maps), columns), layer_labels(maps)
@@ -163,7 +164,7 @@ def _ready(model: nn.Module, images: Any) -> Tuple[nn.Module, Tensor]:
     if not isinstance(images, Tensor):
         raise TypeError(f'images={shown(images)} must be a tensor (B, C, H, W), normalized as in training')
     model = unwrap_model(model)
-    return model, images.to(next(model.parameters(), images))
+    return model, images_for(model, images)
 
 
 @torch.no_grad()

@@ -180,6 +180,7 @@ def test_layers_without_heads():
     [
         (dict(), 'images=None and size=None: give images, or the size'),
         (dict(images=torch.randn(IMAGES), size=(4, 4)), r'\(3, 3, 12, 8\).* and size=\(4, 4\): give images'),
+        (dict(images=torch.randn(IMAGES)[:0]), r'images=<Tensor of shape \(0, 3, 12, 8\)> are none'),
         (dict(size=(4, 4), part='position'), r'scores of blocks.0.attn, .* depend on images'),
         (dict(size=(4, 4), part='both'), "part='both' is unknown: choose one of all, position, content"),
     ],
@@ -187,6 +188,13 @@ def test_layers_without_heads():
 def test_errors(settings, message):
     with pytest.raises(ValueError, match=message):
         mean_attention(content_model(), **settings)
+
+
+def test_models_in_half_precision():
+    model, images = content_model(), torch.randn(IMAGES)
+    expected = mean_attention(model, images)
+    for name, own in mean_attention(model.bfloat16(), images).items():
+        assert own.probs.dtype == torch.float and (own.probs - expected[name].probs).abs().max() < 0.05
 
 
 def test_layers_that_are_not_there():

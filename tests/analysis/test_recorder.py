@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attncnn_plugin import AttentionRecorder, attention_maps, rollout
 from attncnn_plugin.analysis.recorder import attention_of
+from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.pruning import prunable_heads, prune_heads
 
 IMAGES = 2, 3, SIZE, SIZE
@@ -203,6 +204,8 @@ def test_reductions():
             assert own.untyped_storage().nbytes() == own.nbytes  # no more is kept
     with pytest.raises(ValueError, match="reduce='max' must be one of mean, class_token, or a function"):
         attention_maps(model, x, reduce='max')
+    with pytest.raises(TypeError, match='reduce=.* gives a ndarray, but a tensor is needed'):
+        attention_maps(model, x, reduce=lambda probs: probs.numpy())
 
 
 def test_recorder_in_training():
@@ -457,6 +460,14 @@ def test_what_cannot_be_seen(build, shape, message):
     for function in (attention_maps, rollout):
         with pytest.raises(ValueError, match=message):
             function(build(), torch.zeros(shape))
+
+
+@pytest.mark.parametrize('content', [None, 'additive'])
+@pytest.mark.parametrize('axes', [1, 3])
+def test_attention_of_one_or_three_axes(axes, content):
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1](3, 4, 3, padding=1)
+    with pytest.raises(ValueError, match=f'layer has {axes} axes of pixels, but heads are shown for two'):
+        attention_maps(conv_to_mhsa(conv, content=content)[0], torch.randn(1, 3, *[4] * axes))
 
 
 @pytest.mark.parametrize(

@@ -323,6 +323,11 @@ def test_compiled_models():
         assert all(map(torch.equal, model.parameters(), expected.parameters()))
 
 
+def test_a_model_without_values():
+    with pytest.raises(ValueError, match='model is a VisionTransformer on the meta device, without values'):
+        init_as_convolution(small_vit().to('meta'))
+
+
 def test_layers_without_heads():
     model = small_vit(depth=2)
     prune_heads(model, {1: [0, 1]}, allow_empty=True)

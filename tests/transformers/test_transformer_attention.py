@@ -224,7 +224,7 @@ def test_models_in_half_precision(name, dtype):
     """Their rows add up to 1 as well as they can; tokens are counted exactly, however many there are."""
     model, images = small_vit(name), torch.randn(1, 3, 32, 32)
     expected = mean_attention(model, images)
-    for name, own in mean_attention(model.to(dtype), images.to(dtype)).items():
+    for name, own in mean_attention(model.to(dtype), images).items():
         assert own.probs.dtype == torch.float and torch.allclose(own.probs.sum(-1), torch.ones(()), atol=1e-5)
         assert (own.probs - expected[name].probs).abs().max() < 0.3  # the weights are rounded
 
@@ -238,6 +238,8 @@ def test_what_cannot_be_shown():
     twice.blocks[1].attn = twice.blocks[0].attn
     with pytest.raises(ValueError, match='blocks.0.attn of a VisionTransformer runs 2 times, but once was needed'):
         mean_attention(twice, torch.randn(1, 3, 32, 32))
+    with pytest.raises(ValueError, match='images=<Tensor of shape .*> are none, but at least one is needed'):
+        head_report(small_vit(VIT), torch.randn(0, 3, 32, 32))
     model = small_vit('vit_tiny_patch16_224')
     torch.nn.init.constant_(model.blocks[1].attn.qkv.weight, float('nan'))
     with pytest.raises(ValueError, match='the probabilities of blocks.1.attn are not finite: the parameters of model'):

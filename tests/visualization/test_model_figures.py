@@ -174,6 +174,10 @@ def test_what_cannot_be_drawn():
             plot(vit, torch.randn(1, 4, SIZE, SIZE))
         with pytest.raises(ValueError, match='no attention'):
             plot(timm.create_model('resnet18'), images)
+    bare = small_vit('vit_tiny_patch16_224')
+    prune_heads(bare, {0: [0, 1, 2], 1: [0, 1, 2]}, allow_empty=True)
+    with pytest.raises(ValueError, match='model is a VisionTransformer that has no heads left'):
+        plot_heads(bare, images)
     with pytest.raises(ValueError, match=r"layers=\['x'\] must be some of blocks.0.attn, blocks.1.attn"):
         plot_attention(vit, images, layers=['x'])
     with pytest.raises(ValueError, match=r'layers=\[\] must be some of'):
