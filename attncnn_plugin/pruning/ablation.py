@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..attention.evaluation_mode import evaluating
 from ..attention.images import GroupedLinear
 from ..change import table
-from .importance import Loss, called_once, head_importance, loss_and_right, with_heads
+from .importance import Loss, called_once, check_finite, head_importance, loss_and_right, with_heads
 from .prune import Heads, head_means, output_called
 
 
@@ -121,11 +121,7 @@ def measured(model: nn.Module, batches: Sequence[Any], loss: Loss) -> Tuple[floa
     for number, batch in enumerate(batches):
         with called_once(model) as counted:
             mean, own = loss_and_right(loss(model, batch))
-        if not mean.isfinite():
-            raise ValueError(
-                f'loss(model, batch) is {mean.item()} for batch {number}: a finite number is needed; look for wrong '
-                'images or labels in it, or use a wider dtype'
-            )
+        check_finite(mean, number)
         if own is not None and not 0 <= own <= counted[0]:
             raise ValueError(
                 f'loss(model, batch) gives {own} right predictions of {counted[0]} images for batch {number}: give '

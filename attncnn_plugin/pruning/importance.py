@@ -57,6 +57,8 @@ class HeadGradients:
         A call of the layer has rows for all images, and windows of an image lie one after the other. It can compute
         some images at a time; a layer can be called several times in one pass.
         """
+        if images == 0:
+            return
         of_images = torch.zeros(images, len(self.total), dtype=torch.float64, device=self.total.device)
         of_call: List[Tensor] = []
         for own, gradient in zip(heads, gradients):
@@ -76,14 +78,14 @@ class HeadGradients:
 
     def mean(self, normalize: bool) -> Tensor:
         """Returns the importance of each head, ``(N_h,)``, by its l2 norm over the layer's if ``normalize``."""
-        mean = self.total / self.count
+        mean = (self.total / self.count).cpu()
         norm = mean.norm()
         return mean / norm if normalize and norm > 0 else mean
 
 
 @torch.enable_grad()
-def add_gradients(gradients: Dict[str, HeadGradients], model: nn.Module, batch: Any, loss: Loss) -> None:
-    """Adds a batch to the gradients of layers, given by their names.
+def add_gradients(gradients: Dict[str, HeadGradients], model: nn.Module, batch: Any, loss: Loss) -> Tensor:
+    """Adds a batch to the gradients of layers, given by their names, and returns its loss.
 
     Arguments and errors: see :func:`head_importance`.
     """
@@ -102,8 +104,10 @@ def add_gradients(gradients: Dict[str, HeadGradients], model: nn.Module, batch: 
             raise ValueError(f'the loss does not depend on the heads of {name}: they have no importance')
         own.add(heads[name], of_layer, images[0])
         own.heads = []
+    return value
 
 
+@torch.inference_mode(False)
 def head_importance(model: nn.Module, batches: Iterable[Any], loss: Loss, normalize: bool = True) -> Dict[str, Tensor]:
     """Computes the importance of each head, E_x |∂L(x)/∂ξ_h| (Michel et al. 2019, eq. 2).
 
@@ -120,10 +124,11 @@ def head_importance(model: nn.Module, batches: Iterable[Any], loss: Loss, normal
             different layers can be compared (Michel et al. 2019, after Molchanov et al. 2017). Defaults to True.
 
     Returns:
-        dict[str, Tensor]: By the name of the layer ``(N_h,)``, float64.
+        dict[str, Tensor]: By the name of the layer ``(N_h,)``, float64, on the CPU.
 
     Raises:
-        ValueError: There are no such layers, or no batches; or ``loss`` does not use the model as above.
+        ValueError: There are no such layers, or no batches; or ``loss`` does not use the model as above, or is not a
+            finite number.
 
     Examples:
         >>> import timm
@@ -136,8 +141,8 @@ def head_importance(model: nn.Module, batches: Iterable[Any], loss: Loss, normal
     """
     gradients = {name: HeadGradients(layer) for name, layer in with_heads(model).items()}
     with evaluating(model):
-        for batch in batches:
-            add_gradients(gradients, model, batch, loss)
+        for number, batch in enumerate(batches):
+            check_finite(add_gradients(gradients, model, batch, loss), number)
     if not all(own.count for own in gradients.values()):
         raise ValueError('batches are none, but at least one is needed')
     return {name: own.mean(normalize) for name, own in gradients.items()}
@@ -152,6 +157,15 @@ def loss_and_right(value: Any) -> Tuple[Tensor, Optional[float]]:
             '.item(), or a pair of it and the number of right predictions'
         )
     return mean, None if right is None else float(right)
+
+
+def check_finite(loss: Tensor, number: int) -> None:
+    """Raises ``ValueError`` for the loss of a batch, by its number, that is not a finite number."""
+    if not loss.isfinite():
+        raise ValueError(
+            f'loss(model, batch) is {loss.item()} for batch {number}: a finite number is needed; look for wrong images '
+            'or labels in it, or use a wider dtype'
+        )
 
 
 def with_heads(model: nn.Module) -> Dict[str, Heads]:
@@ -211,6 +225,10 @@ def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str,
         flops[name] += sign * counter.get_total_flops()
 
     with ExitStack() as stack:
+        for parameter in model.parameters():
+            if parameter.requires_grad:  # the counter refuses a slice of it, which has no history here
+                stack.callback(parameter.requires_grad_)
+                parameter.requires_grad_(False)
         for name, layer in layers.items():
             module: Any = getattr(layer, 'called', layer)
             stack.enter_context(module.register_forward_pre_hook(lambda *_, name=name: count(name, -1)))

@@ -243,7 +243,7 @@ class PruneHeads:
         sizes = {name: own.size or size for name, own in means.items()}
         reports = {name: self._report(layer, observed.get(name), sizes[name]) for name, layer in layers.items()}
         if self.amount:
-            importance = {name: own.mean(self.normalize).cpu() for name, own in gradients.items()}
+            importance = {name: own.mean(self.normalize) for name, own in gradients.items()}
             self._add_unimportant(reports, importance, costs)
         heads = {name: list(report.heads) for name, report in reports.items() if report.heads}
         for name, found in heads.items():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.small import small_timm
 from helpers.vits import SIZE, output_of, small_classifier, small_vit
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -101,6 +102,37 @@ def test_refused_losses():
         head_importance(model, [batch], lambda model, batch: loss_of(model, batch) + loss_of(model, batch))
     with pytest.raises(ValueError, match='without attention whose heads can be removed'):
         head_importance(torch.nn.Linear(2, 2), [batch], loss_of)
+    for wrong in ((batch[0] * torch.nan, batch[1]), (batch[0][:0], batch[1][:0])):
+        with pytest.raises(ValueError, match='is nan for batch 1: a finite number is needed'):
+            head_importance(model, [batch, wrong], loss_of)
+
+
+def test_importance_wherever_it_is_called():
+    """Inside of inference mode, and with a last batch that is empty."""
+    model = small_vit('vit_tiny_patch16_224')
+    images = torch.randn(2, 3, SIZE, SIZE)
+
+    def loss(model, batch):
+        return model(batch).square().sum() / max(1, len(batch))
+
+    expected = head_importance(model, [images], loss)
+    with torch.inference_mode():
+        importance = head_importance(model, [images, images[:0]], loss)
+    for layer, values in importance.items():
+        torch.testing.assert_close(values, expected[layer], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize('frozen', [False, True])
+def test_costs_with_tables_that_are_parameters(frozen):
+    """Slices of them have gradients without a history where none is kept."""
+    model, images = small_timm('sa_learned_cifar').eval(), torch.randn(1, 3, 16, 16)
+    with FlopCounterMode(display=False) as counter:
+        model(images)
+    model.blocks[0].requires_grad_(not frozen)
+    total, costs = head_costs(model, lambda: model(images))
+    assert total == counter.get_total_flops() // 2 > sum(own.sum() for own in costs.values()) > 0
+    assert [p.requires_grad for p in model.blocks[0].parameters()].count(frozen) == 0
+    assert all(parameter.requires_grad for parameter in model.blocks[1].parameters())
 
 
 @pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'beit_base_patch16_224', 'swin_tiny_patch4_window7_224'])
@@ -150,10 +182,9 @@ def test_no_order_without_finite_numbers():
     model = small_vit('vit_tiny_patch16_224')
     images, labels = torch.randn(2, 3, SIZE, SIZE), torch.tensor([0, 1])
     images[0, 0, 0, 0] = torch.nan
-    importance = head_importance(model, [(images, labels)], loss_of)
-    with pytest.raises(ValueError, match='importance of the heads of blocks.0.attn is .*nan.* has no order'):
-        least_important(importance, keep=4)
     pruner = PruneHeads(loss=loss_of, keep=7)
+    with pytest.raises(ValueError, match='importance of the heads of blocks.0.attn is .*nan.* has no order'):
+        pruner.judge(model, [(images, labels)])
     with pytest.raises(ValueError, match='there were no images'):
         pruner.judge(model, [])
     with pytest.raises(ValueError, match='keep=7 must be at most 6, the number of heads'):
