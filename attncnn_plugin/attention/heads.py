@@ -1,8 +1,10 @@
 """Heads of an attention layer: which entries of which parameter belong to them, and their removal (C20, appendix E)."""
 
+import contextlib
 import functools
 import itertools
-from typing import Any, Dict, Optional, Sequence, Tuple
+import operator
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -57,9 +59,9 @@ class PrunableHeads(Restructurable, AttentionLayer):
             index for name, (_, index) in self.head_entries(heads).items() if self.get_parameter(name) is weight
         )
 
-    def check_heads(self, heads: Sequence[int], allow_empty: bool = False) -> None:
-        """Raises ``ValueError`` for a head that is not there, or all of them."""
-        check_heads(heads, self.num_heads, allow_empty)
+    def check_heads(self, heads: Sequence[int], allow_empty: bool = False) -> List[int]:
+        """Returns heads as integers; raises ``ValueError`` for a head that is not there, or all of them."""
+        return check_heads(heads, self.num_heads, allow_empty)
 
     @torch.no_grad()
     def prune_heads(self, heads: Sequence[int], allow_empty: bool = False) -> Dict[nn.Parameter, Successor]:
@@ -74,7 +76,7 @@ class PrunableHeads(Restructurable, AttentionLayer):
         Raises:
             ValueError: A head that is not there, or all of them.
         """
-        self.check_heads(heads, allow_empty)
+        heads = self.check_heads(heads, allow_empty)
         kept = [head for head in range(self.num_heads) if head not in heads]
         replaced = keep_entries(self, self.head_entries(kept))
         self._note_kept(kept)
@@ -134,15 +136,22 @@ class PrunableHeads(Restructurable, AttentionLayer):
         return next(iter(counts.values()), None) if len(counts) == len(self.head_parameters()) else None
 
 
-def check_heads(heads: Sequence[int], num_heads: int, allow_empty: bool) -> None:
-    """Raises ``ValueError`` for heads that a layer of ``num_heads`` does not have, or all of them."""
+def check_heads(heads: Sequence[int], num_heads: int, allow_empty: bool) -> List[int]:
+    """Returns heads, of an array for instance, as integers.
+
+    Raises:
+        ValueError: Heads that a layer of ``num_heads`` does not have, or all of them.
+    """
     heads = list(heads)
-    if len(set(heads)) < len(heads) or any(not isinstance(head, int) or not 0 <= head < num_heads for head in heads):
+    with contextlib.suppress(TypeError):  # what is no integer is refused below
+        heads = [operator.index(head) for head in heads]
+    if any(not isinstance(head, int) or not 0 <= head < num_heads for head in heads) or len(set(heads)) < len(heads):
         raise ValueError(f'heads={heads} must be different heads from 0 to {num_heads - 1}')
     if len(heads) == num_heads and not allow_empty:
         raise ValueError(
             f'heads={heads} are all heads of the layer: keep one, or set allow_empty=True to leave the layer its bias'
         )
+    return heads
 
 
 def keep_entries(module: nn.Module, entries: Dict[str, Tuple[int, Tensor]]) -> Dict[nn.Parameter, Successor]:

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.evaluation_mode import evaluating
 from ..attention.window import shown
+from ..transformers.vision_transformer import part_of
 from .prune import Heads, output_called, prunable_heads, split_heads
 
 Loss = Callable[[nn.Module, Any], Union[Tensor, Tuple[Tensor, Any]]]
@@ -241,7 +242,7 @@ def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str,
         module, weights = model.get_submodule(name), torch.zeros(layer.num_heads, dtype=torch.float64)
         for head in range(layer.num_heads):
             for part, (dim, index) in layer.head_entries([head]).items():
-                weights[head] += len(index) * module.get_parameter(part).select(dim, 0).numel()
+                weights[head] += len(index) * part_of(module, part).select(dim, 0).numel()
         costs[name] = flops[name] / 2 * weights / weights.sum()
     return counter.get_total_flops() // 2, costs
 

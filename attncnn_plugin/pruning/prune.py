@@ -7,6 +7,7 @@ bias takes what a head adds on average (C20, appendix E).
 import copy
 import re
 from contextlib import ExitStack, contextmanager, nullcontext
+from numbers import Integral
 from typing import Any, ContextManager, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
@@ -19,6 +20,7 @@ from ..change import Change, LayerChange, Successor, number_of_parameters, withi
 from ..transformers.adapters import unknown_class
 from ..transformers.relative_tables import SHARED_BIASES
 from ..transformers.transformer_heads import TransformerHeads, transformer_heads
+from ..transformers.vision_transformer import part_of
 
 Heads = Union[PrunableHeads, TransformerHeads]
 
@@ -73,9 +75,9 @@ def prune_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]
         :func:`replace_parameters`.
 
     Raises:
-        TypeError: Attention whose heads share something, or of a class that is unknown.
-        ValueError: A layer or a head that is not there, all heads of a layer, or a bias or an encoding of positions
-            that all layers share. Nothing is removed then.
+        TypeError: Attention whose heads share something, of a class that is unknown, or with parametrized weights.
+        ValueError: A layer or a head that is not there, all heads of a layer, or something that layers share: a bias,
+            an encoding of positions or a parameter. Nothing is removed then.
 
     Examples:
         >>> import timm
@@ -101,7 +103,7 @@ def prune_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]
         raise ValueError(f'heads={dict(heads)} names a layer twice')
     for name, indices in named.items():
         check_prunable(model, name, layers[name])
-        layers[name].check_heads(indices, allow_empty)
+        named[name] = layers[name].check_heads(indices, allow_empty)
     replaced: Dict[nn.Parameter, Successor] = {}
     changes, before = [], number_of_parameters(model)
     for name, layer in layers.items():
@@ -116,7 +118,7 @@ def prune_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]
 
 def layer_name(model: nn.Module, layers: Mapping[str, Heads], key: Union[str, int]) -> str:
     """Returns the name of a layer, where its name or the number of its block is given."""
-    found = [name for name in layers if name == key or isinstance(key, int) and re.search(BLOCK.format(key), name)]
+    found = [name for name in layers if name == key or isinstance(key, Integral) and re.search(BLOCK.format(key), name)]
     named: Any = dict(model.named_modules()).get(str(key))
     if not found and hasattr(named, 'num_heads'):
         raise TypeError(f'heads cannot be removed from {key}, which is a {unknown_class(named)}')
@@ -129,12 +131,30 @@ def layer_name(model: nn.Module, layers: Mapping[str, Heads], key: Union[str, in
 
 
 def check_prunable(model: nn.Module, name: str, layer: Heads) -> None:
-    """Refuses attention with a bias or an encoding that all layers share, by a ValueError."""
+    """Refuses attention that is not alone with what belongs to its heads.
+
+    Raises:
+        TypeError: It is known to attend to other tokens than its queries.
+        ValueError: A bias or an encoding that all layers share, or a parameter that another layer has too.
+    """
+    module = model.get_submodule(name)
+    places = sum(other is module for _, other in model.named_modules(remove_duplicate=False))
+    names: Dict[Any, List[str]] = {}
+    for own, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(own)
+    for part in layer.head_parameters() if isinstance(layer, PrunableHeads) else layer.layout:
+        found = names.get(part_of(module, part), [])
+        if len(found) > places:
+            raise ValueError(
+                f'heads of {name} cannot be removed: {" and ".join(found)} are one parameter; give each its own'
+            )
     if isinstance(layer, PrunableHeads):
         return
     parts = name.split('.')
     for number in range(len(parts)):
         parent: Any = model.get_submodule('.'.join(parts[:number]))
+        if isinstance(parent, nn.TransformerDecoderLayer) and module is parent.multihead_attn:
+            raise TypeError(f'heads of {name} cannot be removed: it attends to other tokens than its queries')
         for part in SHARED:
             shared = getattr(parent, part, None)
             if isinstance(shared, nn.Module) and any(True for _ in shared.parameters()):

@@ -7,7 +7,7 @@ A state dict carries the number of heads in its shapes, as that of
 import functools
 import logging
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +44,9 @@ class TransformerHeads(Attention):
         layout.update(dict.fromkeys(beside, (0, 1, width)))
         layout[f'{self.adapter.output}.weight'] = 1, 1, width
         layout.update({name: (dim, 1, 1) for name, dim in self.adapter.tables.items()})
-        self.layout = {name: place for name, place in layout.items() if isinstance(self.part(name), nn.Parameter)}
+        # A parametrized weight is a tensor, and so is a bias that is always 0.
+        kinds = {name: nn.Parameter if name in self.adapter.biases else Tensor for name in layout}
+        self.layout = {name: place for name, place in layout.items() if isinstance(self.part(name), kinds[name])}
 
     def output_entries(self, heads: Sequence[int]) -> Tensor:
         """Returns the columns of the weight of :attr:`output` that take the outputs of some heads, ``(n,)``."""
@@ -58,18 +60,19 @@ class TransformerHeads(Attention):
             found[name] = dim, index.view(maps, self.num_heads, width)[:, list(heads)].flatten()
         return found
 
-    def check_heads(self, heads: Sequence[int], allow_empty: bool = False) -> None:
-        """Refuses heads that cannot be removed.
+    def check_heads(self, heads: Sequence[int], allow_empty: bool = False) -> List[int]:
+        """Returns heads as integers, and refuses those that cannot be removed.
 
         Raises:
-            TypeError: The heads of the module share something.
+            TypeError: The heads of the module share something, or something computes their weights.
             ValueError: A head that is not there, or all of them.
         """
         # A block that interpolates its table of biases needs one.
-        check_heads(heads, self.num_heads, allow_empty and not self.adapter.called)
+        heads = check_heads(heads, self.num_heads, allow_empty and not self.adapter.called)
         reason = self.shared()
         if reason is not None:
             raise TypeError(f'heads cannot be removed from a {type(self.module).__name__}: {reason}')
+        return heads
 
     def shared(self) -> Optional[str]:
         """Returns why heads of the module are not apart; None where they are."""
@@ -86,6 +89,9 @@ class TransformerHeads(Attention):
             return 'it adds its values to its output'
         if self.part('num_kv_heads') not in (None, self.num_heads):
             return 'some of its heads share keys and values'
+        computed = self.layout.keys() - dict(self.module.named_parameters(remove_duplicate=False))
+        if computed:
+            return f'its {min(computed)} is no parameter of its own: remove the parametrization first'
         return None
 
     @torch.no_grad()
@@ -98,7 +104,7 @@ class TransformerHeads(Attention):
             TypeError: The heads of the module share something.
             ValueError: A head that is not there, or all of them.
         """
-        self.check_heads(heads, allow_empty)
+        heads = self.check_heads(heads, allow_empty)
         self.module.pruned_from = (self.built_heads, self.head_dim)
         entries = self.head_entries([head for head in range(self.num_heads) if head not in heads])
         replaced = keep_entries(self.module, entries)
@@ -149,6 +155,8 @@ class TransformerHeads(Attention):
         biases: Any = self.part('rel_pos')  # timm's
         if biases is not None:
             biases.num_heads, biases.bias_shape = num_heads, (*biases.bias_shape[:-1], num_heads)
+        if hasattr(self.module, '_qkv_same_embed_dim'):  # else nn.TransformerEncoderLayer does not call the module
+            self.module._qkv_same_embed_dim = False
         if self.adapter.forward != 'sizes':
             self.module.forward = functools.partial(forward_of_heads, self.module)
 
@@ -185,9 +193,15 @@ def forward_of_heads(module: Any, *args: Any, **kwargs: Any) -> Any:
     """
     attention = Attention(module)
     given = by_name(attention.called, args, kwargs)
-    query = next(iter(given.values()))
-    if any(given.get(name, query) is not query for name in ('key', 'value')):
-        raise ValueError(f'a {type(module).__name__} that has lost heads attends to its queries, not to other tokens')
+    tokens = next(iter(given.values()))
+    if tokens.is_nested:  # nn.TransformerEncoder has cut padding off
+        rows = [forward_of_heads(module, *[row[None]] * 3, **kwargs)[0][0] for row in tokens.unbind()]
+        return torch.nested.as_nested_tensor(rows), None
+    if any(given.get(name, tokens) is not tokens for name in ('key', 'value')):
+        raise ValueError(
+            'heads are judged and removed where queries, keys and values belong to one tensor, but a '
+            f'{type(module).__name__} got another as its key or value: leave attention to other tokens as it is'
+        )
     x, call = attention.tokens(args, kwargs)
     heads, key, value = attention.queries_keys_values(x, call)  # queries first
     added = attention.added(heads, call)
@@ -209,7 +223,7 @@ def forward_of_heads(module: Any, *args: Any, **kwargs: Any) -> Any:
     for name in attention.adapter.after:
         output = attention.part(name)(output)
     if attention.adapter.cuts:
-        output = join_windows(output, numbers_in_windows(*call['windows']), args[0].shape[1:3])
+        output = join_windows(output, numbers_in_windows(*call['windows']), tokens.shape[1:3])
         return F.dropout(output, module.dropout, module.training)
     if call.get('need_weights', attention.adapter.returns_pair):
         weights = attention.probs(x, call)

@@ -3,10 +3,12 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from helpers.layers import TOKENS, with_outputs
 from helpers.small import TIMM_KINDS, small_timm
+from helpers.vits import small_classifier
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -70,6 +72,18 @@ def test_networks(name):
     named = {name: parameter for own in change.replaced.values() for name, parameter in own.parameters.items()}
     assert named and all(model.get_parameter(name) is parameter for name, parameter in named.items())
     assert not prune_heads(model, {0: []})
+
+
+@pytest.mark.parametrize('name', ['sa_quadratic_cifar', 'vit_tiny_patch16_224'])
+def test_numbers_of_other_libraries(name):
+    """Such as those of argsort."""
+    model = small_classifier(name)[0]
+    for index, (block, heads) in enumerate(((0, np.array([1])), (np.int64(0), torch.tensor([0])))):
+        prune_heads(model, {block: heads})
+        assert model.blocks[0].attn.num_heads == 2 - index
+    for wrong in (np.array([0.0]), ['0'], [None]):
+        with pytest.raises(ValueError, match='must be different heads from 0 to'):
+            prune_heads(model, {1: wrong})
 
 
 def test_numbers_of_the_paper():

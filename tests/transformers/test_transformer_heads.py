@@ -8,13 +8,16 @@ import timm
 import torch
 from helpers.vits import OF_TIMM, SETTINGS, SIZE, output_of, small_vit
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.prune import l1_unstructured as unstructured
 
 from attncnn_plugin import follow_state_dict
 from attncnn_plugin.analysis.layer_maps import layer_labels, shown_layers
 from attncnn_plugin.attention import StructureError
-from attncnn_plugin.pruning import prunable_heads, prune_heads, replace_parameters
+from attncnn_plugin.pruning import head_costs, head_importance, prunable_heads, prune_heads, replace_parameters
+from attncnn_plugin.training import PruneHeads
 from attncnn_plugin.transformers import ADAPTERS, Adapter
-from attncnn_plugin.transformers.transformer_heads import transformer_heads
+from attncnn_plugin.transformers.transformer_heads import follow_heads, transformer_heads
 
 UNPRUNABLE = 'convit_tiny', 'cait_xxs24_224'
 VITS = [name for name in SETTINGS if name not in UNPRUNABLE]
@@ -250,6 +253,108 @@ def test_attention_alone(build, monkeypatch):
     assert layer.num_heads == 2 and layer.output.in_features == 2 * layer.head_dim
     torch.testing.assert_close(module(x), expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(module.train()(x), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize('gone', [[1], [1, 2]])
+@pytest.mark.parametrize('padded', [False, True])
+@pytest.mark.parametrize('layers', [1, 3])
+def test_encoders_of_pytorch(layers, padded, gone):
+    """Where nothing is trained their layers do not call the attention, and they cut padding off."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(24, 4, 32, batch_first=True, dtype=torch.float64)
+    model = nn.TransformerEncoder(layer, layers).eval()
+    masked, name = copy.deepcopy(model), f'layers.{layers // 2}.self_attn'
+    with torch.no_grad():
+        masked.get_submodule(name).out_proj.weight.unflatten(1, (4, 6))[:, gone] = 0
+    x, mask = torch.randn(2, 5, 24, dtype=torch.float64), torch.zeros(2, 5, dtype=torch.bool)
+    mask[1, 3:] = padded
+    inputs = dict(src=x, src_key_padding_mask=mask) if padded else dict(src=x)
+    expected = masked(**inputs)
+    fresh = copy.deepcopy(model)
+    prune_heads(model, {name: gone})
+    load(fresh, model.state_dict())
+    for other in (model, fresh, pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(other(**inputs)[~mask], expected[~mask], rtol=1e-12, atol=1e-12)
+        with torch.no_grad():
+            torch.testing.assert_close(other(**inputs)[~mask], expected[~mask], rtol=1e-12, atol=1e-12)
+
+
+class OfTokens(nn.Module):
+    """Attention of PyTorch that a model calls by names."""
+
+    def __init__(self, batch_first):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(24, 3, batch_first=batch_first, dtype=torch.float64)
+
+    def forward(self, x, shift=None):
+        x = x if self.attention.batch_first else x.transpose(0, 1)
+        key = x if shift is None else x + shift
+        x = self.attention(key=key, value=key, query=x, need_weights=False)[0]
+        return x if self.attention.batch_first else x.transpose(0, 1)
+
+
+@pytest.mark.parametrize('batch_first', [False, True])
+def test_attention_that_is_called_by_names(batch_first):
+    model, x = OfTokens(batch_first), torch.randn(2, 5, 24, dtype=torch.float64)
+    masked = mask_heads(copy.deepcopy(model), {'attention': [1]})
+    loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
+    assert head_importance(model, [x], loss)['attention'].norm() > 0
+    with pytest.raises(ValueError, match='to one tensor, but a MultiheadAttention got another as its key or value'):
+        head_importance(model, [x], lambda model, batch: model(batch, 1).mean())
+    prune_heads(model, {'attention': [1]})
+    torch.testing.assert_close(model(x), masked(x), rtol=1e-12, atol=1e-12)
+
+
+def test_refused_cross_attention():
+    layer = nn.TransformerDecoderLayer(24, 3, 32)
+    with pytest.raises(TypeError, match='heads of multihead_attn cannot be removed: .* attends to other tokens than'):
+        prune_heads(layer, {'self_attn': [0], 'multihead_attn': [0]})
+    assert layer.self_attn.num_heads == 3
+    prune_heads(layer, {'self_attn': [0]})
+    assert layer(torch.randn(2, 2, 24), torch.randn(3, 2, 24)).shape == (2, 2, 24)
+
+
+def tie(model, name):
+    setattr(model.blocks[1].attn.qkv, name, getattr(model.blocks[0].attn.qkv, name))
+
+
+@pytest.mark.parametrize(
+    'change, message',
+    [
+        (lambda model: unstructured(model.blocks[1].attn.proj, 'weight', amount=0.3), r'proj.weight is no parameter'),
+        (lambda model: weight_norm(model.blocks[1].attn.qkv), r'qkv.weight is no parameter of its own: remove the par'),
+        (lambda model: tie(model, 'weight'), r'blocks.0.attn.qkv.weight and blocks.1.attn.qkv.weight are one'),
+        (lambda model: tie(model, 'bias'), r'blocks.0.attn.qkv.bias and blocks.1.attn.qkv.bias are one'),
+        (
+            lambda model: setattr(model.blocks[1].attn, 'qkv', model.blocks[0].attn.qkv),
+            'are one parameter; give each its own',
+        ),
+    ],
+)
+def test_refused_parameters(change, message):
+    """Those that something computes, and those of several layers."""
+    model, images = small_vit(VIT), torch.randn(2, 3, SIZE, SIZE)
+    change(model)
+    expected = model(images)
+    for pruning in (lambda: prune_heads(model, {1: [1]}), lambda: PruneHeads(keep=3).check(model)):
+        with pytest.raises((TypeError, ValueError), match=f'cannot be removed.*{message}'):
+            pruning()
+    assert torch.equal(model(images), expected)
+    importance = head_importance(model, [images], lambda model, batch: model(batch).square().mean())
+    assert all(own.norm() > 0 for own in importance.values())
+    assert all((own > 0).all() for own in head_costs(model, lambda: model(images))[1].values())
+    if 'is no parameter' in message:
+        with pytest.raises(StructureError, match=message):
+            follow_heads(model.blocks[1].attn, pruned_vit(VIT).state_dict(), 'blocks.1.attn.')
+        assert torch.equal(model(images), expected)
+
+
+def test_attention_that_is_used_twice():
+    model, images = small_vit(VIT).double(), torch.randn(2, 3, SIZE, SIZE, dtype=torch.float64)
+    model.blocks[1].attn = model.blocks[0].attn
+    masked = mask_heads(copy.deepcopy(model), {'blocks.0.attn': [1]})
+    prune_heads(model, {0: [1]})
+    torch.testing.assert_close(model(images), masked(images), rtol=1e-12, atol=1e-12)
 
 
 def test_refused_as_a_whole():
