@@ -90,7 +90,7 @@ def head_ablation(model: nn.Module, batches: Iterable[Any], loss: Loss) -> HeadA
     layers, batches = with_heads(model), list(batches)
     if not batches:
         raise ValueError('batches are none, but at least one is needed; an iterator that was used up has none either')
-    with evaluating(model), torch.compiler.set_stance('force_eager'):  # compiled modules do not call new hooks
+    with evaluating(model):
         with head_means(list(layers.values())) as means:
             whole, accuracy = measured(model, batches, loss)
         importance = head_importance(model, batches, loss, normalize=False)

@@ -5,19 +5,23 @@ bias takes what a head adds on average (C20, appendix E).
 """
 
 import copy
+import math
 import re
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from numbers import Integral
-from typing import Any, ContextManager, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
+from ..attention.content_images import ContentImageAttention
 from ..attention.heads import PrunableHeads
 from ..attention.images import GroupedLinear, ImageAttention
+from ..attention.neighbourhoods import AxisTiles, join_tiles
 from ..attention.tokens import GridAttention
 from ..change import Change, LayerChange, Successor, number_of_parameters, within
-from ..transformers.adapters import unknown_class
+from ..transformers.adapters import Windows, numbers_in_windows, unknown_class
 from ..transformers.relative_tables import SHARED_BIASES
 from ..transformers.transformer_heads import TransformerHeads, transformer_heads
 from ..transformers.vision_transformer import part_of
@@ -52,6 +56,10 @@ def prunable_heads(model: nn.Module) -> Dict[str, Heads]:
         heads = module if isinstance(module, PrunableHeads) else transformer_heads(module)
         if heads is not None:
             found[name] = heads
+        if isinstance(heads, TransformerHeads):
+            parent = model.get_submodule(name.rpartition('.')[0])
+            if parent is not module and type(parent).__module__ == type(module).__module__:
+                heads.block = parent  # of the same library, which knows its windows
     return found
 
 
@@ -239,9 +247,12 @@ def split_heads(layer: Heads, outputs: Tensor) -> List[Tensor]:
     return [outputs[..., layer.output_entries([head])] for head in range(layer.num_heads)]
 
 
-def output_called(layer: Heads) -> ContextManager[None]:
+@contextmanager
+def output_called(layer: Heads) -> Iterator[None]:
     """Has a layer call its ``output`` as a module inside, so that hooks see the outputs of the heads."""
-    return layer.output_called() if isinstance(layer, TransformerHeads) else nullcontext()
+    called = layer.output_called() if isinstance(layer, TransformerHeads) else nullcontext()
+    with torch.compiler.set_stance('force_eager'), called:  # compiled modules do not call new hooks
+        yield
 
 
 class HeadMeans:
@@ -260,20 +271,33 @@ class HeadMeans:
         self.total = torch.zeros(width, dtype=torch.float64, device=weight.device)
         self.count = torch.zeros((), dtype=torch.float64, device=weight.device)
         self.size: Optional[Tuple[int, ...]] = None
+        self.tiles: Optional[List[AxisTiles]] = None
+        self.in_grid: Optional[Tensor] = None  # (windows, M)
 
     def add(self, output: nn.Module, args: Tuple[Tensor]) -> None:
         """Adds the outputs of all heads that the linear map gets."""
         (heads,) = args
         if isinstance(output, GroupedLinear):  # (…, N_h, Q, C)
             heads = heads.transpose(-3, -2).flatten(-2)
-        heads = heads.detach().flatten(0, -2)
+        heads = heads.detach()
+        if self.tiles is not None:  # without queries that fill up the last tile
+            heads = join_tiles(heads, self.tiles).flatten(2).mT
+        if self.in_grid is not None:  # without the padding of windows
+            heads = heads.unflatten(0, (-1, len(self.in_grid)))[:, self.in_grid.to(heads.device)]
+        heads = heads.flatten(0, -2)
         self.total += heads.double().sum(0)
         self.count += len(heads)
 
     def see(self, layer: nn.Module, args: Tuple[Tensor, ...]) -> None:
         """Keeps the size of the layer's input, tokens ``(B, H, W, D)`` or an image ``(B, C, H, W)``."""
         shape = args[0].shape
-        self.size = tuple(shape[2:] if isinstance(layer, ImageAttention) else shape[1:3])
+        self.size = tuple(shape[-layer.window.ndim :] if isinstance(layer, ImageAttention) else shape[1:3])
+        self.tiles = layer.tiles(self.size) if isinstance(layer, ContentImageAttention) else None
+
+    def see_windows(self, windows: Callable[[Any, Any], Windows], owner: nn.Module, args: Tuple[Any, ...]) -> None:
+        """Keeps which tokens of the windows are in the grid, given how the module around cuts its input."""
+        cut = windows(owner, args)
+        self.in_grid = numbers_in_windows(*cut) < math.prod(cut[0])
 
     @property
     def mean(self) -> Tensor:
@@ -300,6 +324,11 @@ def head_means(layers: Sequence[Heads]) -> Iterator[List[HeadMeans]]:
             stack.enter_context(layer.output.register_forward_pre_hook(own.add))
             if isinstance(layer, PrunableHeads):
                 stack.enter_context(layer.register_forward_pre_hook(own.see))
+                continue
+            owner = layer.module if layer.adapter.cuts else layer.block
+            if layer.adapter.windows is not None and owner is not None:
+                see_windows = partial(own.see_windows, layer.adapter.windows)
+                stack.enter_context(owner.register_forward_pre_hook(see_windows))
         yield means
 
 

@@ -10,8 +10,9 @@ from helpers.vits import SIZE, output_of, small_classifier, small_vit
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncnn_plugin.pruning import head_ablation, head_importance, prunable_heads, prune_heads
+from attncnn_plugin.pruning import head_ablation, head_costs, head_importance, prunable_heads, prune_heads
 from attncnn_plugin.pruning.prune import fold_into_bias, head_means
+from attncnn_plugin.training import PruneHeads
 
 
 def loss_and_right(model, batch):
@@ -116,14 +117,28 @@ def test_a_loss_without_accuracy_and_the_table():
     assert f'{full.mean_loss["blocks.0.attn"][0]:+.4f}' in lines[2]
 
 
-def test_a_compiled_model_is_ablated_too():
-    torch.manual_seed(0)
-    model, batches = small_vit('vit_tiny_patch16_224'), [(torch.randn(2, 3, SIZE, SIZE), torch.arange(2))]
-    expected = head_ablation(model, batches, loss_and_right).mean_loss
-    compiled = torch.compile(model, backend='eager')
-    compiled(batches[0][0])
-    for (_, own), values in zip(head_ablation(compiled, batches, loss_and_right).mean_loss.items(), expected.values()):
-        torch.testing.assert_close(own, values)
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'sa_generalized_cifar'])
+@pytest.mark.parametrize('in_place', [False, True])
+def test_a_compiled_model_is_judged_too(in_place, name):
+    model, size = small_classifier(name)
+    batches = [(torch.randn(2, 3, size, size), torch.arange(2))]
+    pruner = PruneHeads(keep=3, criteria=[dict(type='entropy', threshold=0.0)])
+    judge = (
+        lambda model: head_ablation(model, batches, loss_and_right).mean_loss,
+        lambda model: head_importance(model, batches, loss_and_right),
+        lambda model: head_costs(model, lambda: model(batches[0][0]))[1],
+        lambda model: {name: own.mean for name, own in pruner.judge(model, batches).means.items()},
+    )
+    expected = [own(model) for own in judge]
+    if in_place:
+        model.compile(backend='eager')
+    compiled = model if in_place else torch.compile(model, backend='eager')
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            compiled.eval()(batches[0][0])
+    for own, values in zip(judge, expected):
+        for found, value in zip(own(compiled).values(), values.values()):
+            torch.testing.assert_close(found, value)
 
 
 def test_refused_losses():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.layers import TOKENS, with_outputs
 from helpers.small import TIMM_KINDS, small_timm
-from helpers.vits import small_classifier
+from helpers.vits import output_of, small_classifier, small_vit
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -18,7 +18,7 @@ from attncnn_plugin.attention import (
     QuadraticAttention,
 )
 from attncnn_plugin.convert import conv_to_mhsa
-from attncnn_plugin.pruning import find_degenerate_heads, prune_heads, replace_parameters
+from attncnn_plugin.pruning import find_degenerate_heads, prunable_heads, prune_heads, replace_parameters
 from attncnn_plugin.pruning.prune import fold_into_bias, head_means, merge_duplicate
 
 
@@ -195,6 +195,50 @@ def test_mean_outputs_of_heads():
         fold_into_bias(layer, [1], means.mean)
     with pytest.raises(ValueError, match='has no bias'):
         fold_into_bias(with_outputs(QuadraticAttention(4, 3), 4, bias=False), [1], means.mean)
+
+
+@pytest.mark.parametrize('groups', [1, 2])
+@pytest.mark.parametrize('size', [(14, 14), (11, 15)])
+def test_means_without_queries_that_fill_up_a_tile(size, groups):
+    """Against the same heads over the whole image."""
+    conv = nn.Conv2d(4, 6, 3, padding=1, groups=groups, dtype=torch.float64)
+    layer, _ = conv_to_mhsa(conv, content='additive', window_size=5, alpha=0.2)
+    with torch.no_grad():
+        layer.query.weight.normal_()
+    images = torch.randn(3, 4, *size, dtype=torch.float64)
+    assert layer.tiles(size) is not None
+    with head_means([layer]) as (means,):
+        layer(images)
+        layer(images[0])
+    probs = layer.attention_scores(images).softmax(-1)[..., :-1]
+    heads = (probs @ images.flatten(2).mT[:, None]).mean(2)  # (B, N_h, C)
+    expected = (heads.sum(0) + heads[0]).flatten() / 4
+    assert int(means.count) == 4 * size[0] * size[1] and means.size == size
+    torch.testing.assert_close(means.mean, expected)
+
+
+@pytest.mark.parametrize(
+    'name, changes',
+    [
+        ('swin_tiny_patch4_window7_224', dict(img_size=(40, 56))),
+        ('SwinTransformer', {}),
+        ('transformers.Swin', dict(image_size=(40, 56))),
+        ('torchvision.SwinTransformer', {}),
+    ],
+)
+def test_means_without_padding_of_windows(name, changes):
+    """Through the output's weight they are the mean of what the block adds to its tokens, but for the bias."""
+    torch.manual_seed(0)
+    model, added = small_vit(name, **changes).double(), []
+    layer_name, layer = list(prunable_heads(model).items())[1]  # with shifted windows
+    block = model.get_submodule(layer_name.rpartition('.')[0])
+    after = getattr(block, 'drop_path1', getattr(block, 'drop_path', layer.module if hasattr(block, 'mlp') else block))
+    after.register_forward_hook(lambda module, args, output: added.append(output))
+    with torch.no_grad(), head_means([layer]) as (means,):
+        output_of(model, torch.randn(2, 3, 40, 56, dtype=torch.float64))
+    assert int(means.count) == 2 * 10 * 14
+    expected = added[0].flatten(0, -2).mean(0) - layer.output.bias
+    torch.testing.assert_close(layer.output.weight @ means.mean, expected)
 
 
 @pytest.mark.parametrize('name', TIMM_KINDS)
