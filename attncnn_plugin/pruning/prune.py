@@ -34,6 +34,8 @@ SHARED = (*SHARED_BIASES, 'rope')
 # and torchvision's layers.encoder_layer_0.
 BLOCK = r'(?:^|\.)(?:blocks|layers?)\.(?:encoder_layer_)?({})(?:\.|$)'
 
+OTHER_OPTIMIZER = 'state of another shape cannot lose its entries; use an optimizer such as AdamW'
+
 
 def prunable_heads(model: nn.Module) -> Dict[str, Heads]:
     """Returns the attention of a model whose heads can be removed, by the names of ``model.named_modules()``.
@@ -214,29 +216,41 @@ def replace_parameters(
         group['params'][:] = [parameter for _, parameter in pairs]
         if 'param_names' in group:
             group['param_names'][:] = [name for name, _ in pairs]
+    states = states_of(optimizer)
     for old, successor in replaced.items():
-        state = optimizer.state.pop(old, None)
+        state = states.pop(old, None)
         inherit = successor.inherit
         if state and successor.heir is not None and inherit is not None:
-            optimizer.state[successor.heir] = {
+            states[successor.heir] = {
                 name: inherit(value).contiguous() if isinstance(value, Tensor) and value.shape == old.shape else value
                 for name, value in state.items()
             }
+
+
+def states_of(optimizer: Any) -> Dict[Any, Dict[str, Any]]:
+    """Returns the states of parameters, of the optimizer inside of one such as timm's Lookahead."""
+    return getattr(optimizer, '_base_optimizer', optimizer).state
 
 
 def check_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
     """Refuses an optimizer whose state for one of these parameters cannot lose entries.
 
     Raises:
-        ValueError: State of another shape than the parameter's.
+        ValueError: State of another shape than the parameter's, or that is no tensor.
     """
     for parameter in parameters:
-        for name, value in optimizer.state.get(parameter, {}).items():
+        if getattr(optimizer, '_numel_cache', None) is not None:
+            raise ValueError(f'a {type(optimizer).__name__} keeps one state for all parameters: {OTHER_OPTIMIZER}')
+        for name, value in states_of(optimizer).get(parameter, {}).items():
+            parts = value.values() if isinstance(value, dict) else value
+            if isinstance(value, (list, tuple, dict)) and any(isinstance(part, Tensor) for part in parts):
+                raise ValueError(
+                    f'{name} of a {type(optimizer).__name__} has several tensors for a parameter: {OTHER_OPTIMIZER}'
+                )
             if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
                 raise ValueError(
                     f'{name} of a {type(optimizer).__name__} has shape {tuple(value.shape)} for a parameter of '
-                    f'{tuple(parameter.shape)}: state of another shape cannot lose its entries; use an optimizer '
-                    'such as AdamW'
+                    f'{tuple(parameter.shape)}: {OTHER_OPTIMIZER}'
                 )
 
 

@@ -109,8 +109,11 @@ def hand_over(
 ) -> None:
     """Gives an optimizer what took the place of its parameters, in the order of the model.
 
-    States of optimizers are loaded by the order of parameters: one for all has that of a new optimizer.
+    States of optimizers are loaded by the order of parameters: one for all has that of a new optimizer. Where nothing
+    was replaced, in the training that is resumed neither, the order stays.
     """
+    if not (change.replaced if isinstance(change, Change) else change):
+        return
     replace_parameters(optimizer, change)
     order = {parameter: number for number, parameter in enumerate(model.parameters())}
     for group in optimizer.param_groups:

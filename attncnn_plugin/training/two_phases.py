@@ -10,6 +10,7 @@ from ..attention.images import ImageAttention
 from ..attention.window import CONVOLUTIONS
 from ..change import Change, Successor, within
 from ..convert import convs_to_attention
+from ..pruning.prune import states_of
 from .loops import Optimizers, check_epochs, check_not_wrapped, hand_over, in_list
 
 
@@ -168,6 +169,6 @@ class TwoPhases:
                 )
             replaced.update(within(name, change.replaced))
         for own in in_list(optimizer):
-            own.state.clear()
+            states_of(own).clear()
             hand_over(own, model, replaced)
         return changes
