@@ -1,6 +1,6 @@
 """Two phases and pruning in the ``Trainer`` of Hugging Face's transformers."""
 
-from typing import Any, Iterable, Union
+from typing import Any, Iterable, Optional, Union
 
 import torch
 from torch import nn
@@ -44,6 +44,7 @@ class EpochCallback(TrainerCallback):
         for part in parts:
             part.check(trainer.model)
         self.parts, self.copies = parts, list(copies)
+        self.epoch: Optional[int] = None  # the last that has begun in this run
         follow_as_it_loads(trainer.model, trainer.create_optimizer())
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -70,13 +71,17 @@ class EpochCallback(TrainerCallback):
                 f'the Trainer has not loaded the weights of the checkpoint into the {name}: give it '
                 f'load_hugging_face(checkpoint) as the model to resume with ({error})'
             ) from error
+        self.epoch = None
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Calls the parts; not again where an epoch is resumed in the middle."""
         epoch = state.epoch or 0
-        if epoch == int(epoch):
+        if epoch != int(epoch) and self.epoch is not None:  # the Trainer does not know the length of the data set
+            epoch = self.epoch + 1
+        self.epoch = int(epoch)
+        if epoch == self.epoch:
             for part in self.parts:
-                part.on_epoch_begin(kwargs['model'], kwargs['optimizer'], int(epoch), self.copies)
+                part.on_epoch_begin(kwargs['model'], kwargs['optimizer'], self.epoch, self.copies)
 
 
 def _has_rows_and_columns(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> bool:

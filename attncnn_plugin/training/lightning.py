@@ -1,6 +1,6 @@
 """Two phases and pruning in Lightning's ``Trainer``."""
 
-from typing import Any, Dict, List, Union
+from typing import Any, Dict, List, Optional, Union
 
 from torch import nn
 
@@ -29,7 +29,7 @@ class EpochCallback(Callback):
 
     def __init__(self, *parts: Union[TwoPhases, PruneHeads]) -> None:
         self.parts = parts
-        self.names: List[List[List[str]]] = []
+        self.names: List[List[List[Optional[str]]]] = []  # None for parameters of others
 
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Checks the module, before a checkpoint is loaded into it.
@@ -39,6 +39,7 @@ class EpochCallback(Callback):
             ValueError: A part cannot do what it is told.
         """
         check_one_device(trainer.world_size)
+        self.names = []  # of an earlier fit
         for part in self.parts:
             part.check(pl_module)
         for module in (pl_module, *_copies(trainer)):
@@ -48,7 +49,7 @@ class EpochCallback(Callback):
         """Adds the names of the optimizers' parameters: their order is no longer that of a new optimizer."""
         names = {parameter: name for name, parameter in pl_module.named_parameters()}
         checkpoint[KEY] = [
-            [[names[parameter] for parameter in group['params']] for group in optimizer.param_groups]
+            [[names.get(parameter) for parameter in group['params']] for group in optimizer.param_groups]
             for optimizer in trainer.optimizers
         ]
 
@@ -57,10 +58,11 @@ class EpochCallback(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Gives the optimizers, which are new, their parameters as in the checkpoint, whose state comes next."""
-        named = dict(pl_module.named_parameters())
+        named, own = dict(pl_module.named_parameters()), set(pl_module.parameters())
         for optimizer, groups in zip(trainer.optimizers, self.names):
             for group, names in zip(optimizer.param_groups, groups):
-                group['params'][:] = [named[name] for name in names]
+                others = iter([parameter for parameter in group['params'] if parameter not in own])
+                group['params'][:] = [next(others) if name is None else named[name] for name in names]
 
     def on_train_epoch_start(self, trainer: Any, pl_module: nn.Module) -> None:
         for part in self.parts:

@@ -8,7 +8,7 @@ from helpers.plain_digits import digits, network
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from attncnn_plugin.hugging_face import load_hugging_face
 from attncnn_plugin.pruning import prunable_heads
@@ -208,6 +208,29 @@ def test_trainer_loads_its_best_model(data, tmp_path):
     assert torch.allclose(trainer.model.network.eval()(images), network.eval()(images), atol=1e-2)
 
 
+class Stream(IterableDataset):
+    """Samples without a length."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter([self.data[i] for i in range(128)])
+
+    def __getitem__(self, index):
+        return self.data[index]
+
+
+def test_trainer_of_a_stream(data, tmp_path):
+    """The Trainer does not know its epochs, of two batches each."""
+    epochs = []
+    part = SimpleNamespace(check=lambda model: None, on_epoch_begin=lambda *args: epochs.append(args[2]))
+    parts = part, TwoPhases(epoch=2)
+    trainer = hugging_face(Stream(data[0]), tmp_path, parts=parts, max_steps=8, save_steps=3)
+    trainer.train()
+    assert trainer.model.network.phase == 'attn' and epochs == [0, 1, 2, 3]
+
+
 def lightning(folder, library, *callbacks):
     save = library.callbacks.ModelCheckpoint(folder, '{epoch}', save_top_k=-1, save_on_train_epoch_end=True)
     return library.Trainer(
@@ -227,6 +250,31 @@ def test_lightning_on_several_devices():
 
     with pytest.raises(TypeError, match='the trainer has 2 devices, and wraps the model for them once'):
         EpochCallback(TwoPhases(epoch=1)).setup(SimpleNamespace(world_size=2, callbacks=[]), network(), 'fit')
+
+
+def test_lightning_with_other_parameters_and_a_second_fit():
+    pytest.importorskip('lightning')
+    from attncnn_plugin.training.lightning import EpochCallback
+
+    module, other, callback, checkpoint = network(), nn.Parameter(torch.zeros(1)), EpochCallback(), {}
+    orders = [[other, *reversed([*module.parameters()])], [other, *module.parameters()]]
+    trainers = [
+        SimpleNamespace(world_size=1, callbacks=[], optimizers=[torch.optim.SGD(order, lr=0.1)]) for order in orders
+    ]
+
+    def fit(trainer):
+        callback.on_fit_start(trainer, module)
+        return [id(parameter) for parameter in trainer.optimizers[0].param_groups[0]['params']]
+
+    callback.setup(trainers[0], module, 'fit')
+    callback.on_save_checkpoint(trainers[0], module, checkpoint)
+    callback.setup(trainers[1], module, 'fit')
+    assert fit(trainers[1]) == [*map(id, orders[1])]
+    callback.on_load_checkpoint(trainers[1], module, checkpoint)
+    assert fit(trainers[1]) == [*map(id, orders[0])]
+    trainers[1].optimizers = [torch.optim.SGD(orders[1], lr=0.1)]
+    callback.setup(trainers[1], module, 'fit')
+    assert fit(trainers[1]) == [*map(id, orders[1])]
 
 
 @pytest.fixture(scope='module', params=['lightning.pytorch', 'pytorch_lightning'])
