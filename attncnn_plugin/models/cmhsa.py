@@ -215,7 +215,7 @@ class CMHSANetwork(TimmNetwork):
     def _put_attention(self, layers: Sequence[PatchAttention]) -> Change:
         """Puts attention where the convolutions are, and a linear map that begins as the identity into the stem."""
         like, before = self.blocks[0].norm1.weight, number_of_parameters(self)
-        trainable = any(parameter.requires_grad for parameter in self.parameters())
+        trainable = any(parameter.requires_grad for parameter in self.blocks[0].attn.parameters())
         self.stem.proj = nn.Linear(len(like), len(like)).to(like).requires_grad_(trainable)
         nn.init.eye_(self.stem.proj.weight)
         nn.init.zeros_(self.stem.proj.bias)

@@ -41,7 +41,7 @@ from ..pruning.prune import (
     merge_duplicate,
     takes_duplicates,
 )
-from .loops import Optimizers, check_epochs, check_not_wrapped, in_list, random_numbers_kept
+from .loops import Optimizers, check_epochs, check_not_wrapped, in_list, random_numbers_kept, uncompiled
 
 IMPORTANCE = 'importance'
 
@@ -91,7 +91,8 @@ class PruneHeads:
             too, and go first. Defaults to none.
         layers (str): Glob of the names of the layers to judge. Defaults to ``'*'``.
         bias_correction (bool): Whether the mean output of a removed head is added to the bias of its layer, if that
-            has one, and a duplicate's values to those of the head that it repeats. Defaults to True.
+            has one and there were images, and a duplicate's values to those of the head that it repeats. Defaults to
+            True.
 
     Raises:
         ValueError: ``epoch`` has no epochs; neither criteria nor one of ``keep``, ``threshold`` and ``multiply_adds``
@@ -149,12 +150,13 @@ class PruneHeads:
                 that cannot be without a head.
             ValueError: A criterion that is unknown, or so few or so many heads that they cannot be reached.
         """
+        model = uncompiled(model)
         check_not_wrapped(model)
         layers = {name: layer for name, layer in self.layers(model).items() if layer.num_heads > 0}
         for name, layer in layers.items():
             check_prunable(model, name, layer)
             try:
-                layer.check_heads([0], allow_empty=True)
+                layer.check_heads([0] if layer.num_heads > 1 else [], allow_empty=True)
                 if self.criteria:
                     check_criteria(layer, self.criteria)
             except TypeError as error:
@@ -193,10 +195,11 @@ class PruneHeads:
         self.check(model)  # a mistake must not wait for the epoch of pruning
         if epoch not in self.epochs:
             return None
+        model = uncompiled(model)
         if not self.layers(model):
             raise ValueError(f'PruneHeads finds, at epoch {epoch}, {self.nothing}')
         judged = self.judge(model)
-        self.remove(model, judged, in_list(optimizer), copies)
+        self.remove(model, judged, in_list(optimizer), map(uncompiled, copies))
         return judged if judged.heads else None
 
     @property
@@ -295,7 +298,7 @@ class PruneHeads:
             }
             for head, kept in duplicates.items():
                 merge_duplicate(layer, head, kept)
-            if layer.output.bias is not None:
+            if layer.output.bias is not None and name in judged.means:
                 fold_into_bias(layer, [head for head in heads if head not in duplicates], judged.means[name].mean)
 
     def _report(
@@ -343,12 +346,13 @@ class PruneHeads:
 
 def loss_of_batch(model: nn.Module, batch: Any) -> Tensor:
     """Computes the loss of a batch: of ``(images, labels)`` the cross-entropy, of a dict what the model says."""
-    device = next(model.parameters()).device
+    like = next(model.parameters())
     if isinstance(batch, Mapping):
-        output = model(**{name: value.to(device) for name, value in batch.items()})
-        return output['loss']
+        output = model(**{name: value.to(like.device) for name, value in batch.items()})
+        return output.get('loss')
     images, labels = batch
-    return cross_entropy(model(images.to(device)), labels.to(device))
+    cast = images.dtype == torch.float32 and like.is_floating_point()
+    return cross_entropy(model(images.to(like if cast else like.device)), labels.to(like.device))
 
 
 def _least_uniform(layer: Heads, observed: Optional[ObservedAttention], size: Optional[Tuple[int, ...]]) -> int:

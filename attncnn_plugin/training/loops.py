@@ -41,6 +41,11 @@ def check_not_wrapped(model: nn.Module) -> None:
         )
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Returns the model inside of one of ``torch.compile``, which has its names."""
+    return getattr(model, '_orig_mod', model)
+
+
 def check_one_device(number: int) -> None:
     """Refuses a trainer of several devices, which wraps the model for them once.
 

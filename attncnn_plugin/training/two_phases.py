@@ -10,8 +10,10 @@ from ..attention.images import ImageAttention
 from ..attention.window import CONVOLUTIONS
 from ..change import Change, Successor, within
 from ..convert import convs_to_attention
+from ..convert.models import check_replaceable, find_convolutions
+from ..convert.pixels import check_settings
 from ..pruning.prune import states_of
-from .loops import Optimizers, check_epochs, check_not_wrapped, hand_over, in_list
+from .loops import Optimizers, check_epochs, check_not_wrapped, hand_over, in_list, uncompiled
 
 
 @runtime_checkable
@@ -32,7 +34,8 @@ class PhasedModule(Protocol):
 
 def parts_in_phases(model: nn.Module, phase: Optional[str] = None) -> List[PhasedModule]:
     """Returns the modules of a model whose convolutions become attention: all, or those that are in a phase."""
-    parts = [module for module in model.modules() if isinstance(module, PhasedModule)]
+    modules = (module for module in model.modules() if not hasattr(module, '_orig_mod'))  # of torch.compile, the same
+    parts = [module for module in modules if isinstance(module, PhasedModule)]
     return [part for part in parts if phase in (None, part.phase)]
 
 
@@ -88,16 +91,24 @@ class TwoPhases:
         """Refuses a model that cannot turn.
 
         Raises:
-            TypeError: The model is wrapped for distributed training.
-            ValueError: There is nothing to turn into attention.
+            TypeError: The model is wrapped for distributed training, or a convolution or a setting is unknown.
+            ValueError: There is nothing to turn into attention, or something that cannot turn.
         """
+        model = uncompiled(model)
         check_not_wrapped(model)
-        if self._phase(model) is None:
+        phase = self._phase(model)
+        if phase is None:
             what = 'module with phases, such as a CMHSA' if self.globs is None else f'convolution layers={self.globs}'
             raise ValueError(
                 f'TwoPhases finds no {what} in a {type(model).__name__}: give the model one, or name convolutions of a '
                 "CNN, such as layers='layer4.*.conv2'"
             )
+        if phase == 'conv' and self.globs is not None:
+            convolutions = find_convolutions(model, self.globs)
+            check_replaceable(model, convolutions)
+            settings = {key: value for key, value in self.settings.items() if key != 'inputs'}
+            for convolution in convolutions.values():
+                check_settings(convolution, **settings)
 
     def on_epoch_begin(
         self, model: nn.Module, optimizer: Optimizers, epoch: int, copies: Iterable[nn.Module] = ()
@@ -120,6 +131,7 @@ class TwoPhases:
             ValueError: The model is attention before the epoch, or convolutional after it.
         """
         self.check(model)
+        model = uncompiled(model)
         phase = self._phase(model)
         if epoch < self.epoch and phase == 'attn':
             raise ValueError(
@@ -136,7 +148,7 @@ class TwoPhases:
             )
         changes = self._turn(model, optimizer)
         for average in copies:
-            self._turn(average, ())
+            self._turn(uncompiled(average), ())
         return changes
 
     def _phase(self, model: nn.Module) -> Optional[str]:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from helpers.small import small_cmhsa, small_timm
+from helpers.vits import SIZE, small_vit
 from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3
 from torch import nn
@@ -278,12 +279,108 @@ def test_settings_of_pruning(settings, message):
         PruneHeads(epoch=1, **settings)
 
 
+@pytest.mark.parametrize(
+    'build, part',
+    [
+        (lambda: small_cmhsa('conv'), TwoPhases(epoch=1)),
+        (cnn, TwoPhases(epoch=1, layers='layer4.*.conv2', content='additive', alpha=6.0)),
+        (vit, PruneHeads(epoch=1, batches=[(IMAGES, LABELS)], keep=2, layers='blocks.1.*')),
+        (vit, PruneHeads(epoch=1, batches=[(IMAGES, LABELS)], multiply_adds=0.9)),
+    ],
+)
+def test_a_compiled_model_is_the_model(build, part):
+    """With the names of the model inside, and changed once."""
+    model = build()
+    other, compiled = copy.deepcopy(model), torch.compile(model, backend='eager')
+    average, optimizer = copy.deepcopy(compiled), torch.optim.SGD(compiled.parameters(), lr=0.1)
+    for epoch in range(2):
+        part.on_epoch_begin(other, [], epoch)
+        part.on_epoch_begin(compiled, optimizer, epoch, [average])
+        for own in (other, compiled, average):
+            cross_entropy(own(IMAGES), LABELS).backward()
+    assert {*optimizer.param_groups[0]['params']} == {*model.parameters()}
+    for own in (model, average._orig_mod):
+        assert {name: value.shape for name, value in own.state_dict().items() if value.ndim} == {
+            name: value.shape for name, value in other.state_dict().items() if value.ndim
+        }
+    for own in (compiled, average):
+        torch.testing.assert_close(own.eval()(IMAGES), other.eval()(IMAGES), rtol=1e-3, atol=1e-4)
+
+
+def test_to_attention_of_a_compiled_model():
+    compiled = torch.compile(small_cmhsa('conv'), backend='eager')
+    assert len(to_attention(compiled)) == 1 and compiled.phase == 'attn'
+
+
+def test_a_frozen_first_block():
+    """Whatever trains afterwards has an optimizer."""
+    model = small_cmhsa('conv')
+    model.blocks[0].requires_grad_(False)
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
+    TwoPhases(epoch=0).on_epoch_begin(model, optimizer, 0)
+    trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    assert (
+        {*optimizer.param_groups[0]['params']}
+        == trained
+        == {*model.parameters()}
+        - {
+            *model.blocks[0].parameters(),
+            *model.stem.proj.parameters(),
+        }
+    )
+
+
+def test_a_layer_of_one_head():
+    """One that cannot be without any heads, as Hugging Face's BEiT, keeps it."""
+    model = small_vit('transformers.Beit')
+    prune_heads(model, {0: [0, 1]})
+    images = torch.randn(2, 3, SIZE, SIZE)
+    pruner = PruneHeads(1, [images], lambda model, images: model(images).logits.square().mean(), keep=2)
+    for epoch in range(2):
+        pruner.on_epoch_begin(model, [], epoch)
+    assert number_of_heads(model) == 2
+
+
+def test_no_images_and_no_loss():
+    """Then nothing makes up for the heads, or criteria alone judge them."""
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.network = small_timm('sa_generalized_cifar').eval()
+
+        def forward(self, images):
+            return dict(logits=self.network(images))
+
+    model, criteria = Named(), ['uniform', 'duplicate']
+    with torch.no_grad():
+        model.network.blocks[0].attn.encoding.sqrt_precision[1] = 0
+    pruner = PruneHeads(criteria=criteria)
+    judged = pruner.judge(model, size=(8, 8))
+    assert judged.heads == pruner.judge(model, [dict(images=IMAGES)]).heads == {'network.blocks.0.attn': [1]}
+    with pytest.raises(ValueError, match='gave None, but the mean loss is needed'):
+        PruneHeads(criteria=criteria, keep=5).judge(model, [dict(images=IMAGES)])
+    expected = copy.deepcopy(model)
+    prune_heads(expected, judged.heads)
+    pruner.remove(model, judged)
+    assert torch.equal(model(IMAGES)['logits'], expected(IMAGES)['logits'])
+
+
+def test_images_of_another_dtype():
+    model = vit().bfloat16()
+    found = [PruneHeads(keep=4).judge(model, [(IMAGES.to(dtype), LABELS)]) for dtype in (None, torch.bfloat16)]
+    assert found[0].heads == found[1].heads
+
+
 def test_refused_at_once():
     """At the first epoch, long before the one that it is about."""
     batches, optimizer = [(IMAGES, LABELS)], []
     for part, model, error, message in (
         (TwoPhases(5), vit(), ValueError, 'finds no module with phases, such as a CMHSA in a VisionTransformer'),
         (TwoPhases(5, layers='stage*'), cnn(), ValueError, r"no convolution layers=\['stage\*'\] in a ResNet"),
+        (TwoPhases(5, layers=['layer4.*.conv2', 'stage*']), cnn(), ValueError, r"layers='stage\*' matches none of the"),
+        (TwoPhases(5, layers='layer4.*.conv2', alhpa=6), cnn(), TypeError, "unexpected keyword argument 'alhpa'"),
+        (TwoPhases(5, layers='layer4.*.conv2', alpha=0), cnn(), ValueError, 'alpha=0 must be a number from 0.1'),
         (TwoPhases(5), small_cmhsa('attn'), ValueError, 'attention at epoch 0, before epoch=5 of TwoPhases turns it'),
         (TwoPhases(5), nn.DataParallel(small_cmhsa('conv')), TypeError, 'give its .module, and build a new wrapper'),
         (PruneHeads(5, batches, keep=3), nn.DataParallel(vit()), TypeError, 'give its .module'),
