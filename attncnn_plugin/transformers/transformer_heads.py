@@ -199,8 +199,8 @@ def forward_of_heads(module: Any, *args: Any, **kwargs: Any) -> Any:
         return torch.nested.as_nested_tensor(rows), None
     if any(given.get(name, tokens) is not tokens for name in ('key', 'value')):
         raise ValueError(
-            'heads are judged and removed where queries, keys and values belong to one tensor, but a '
-            f'{type(module).__name__} got another as its key or value: leave attention to other tokens as it is'
+            f'a {type(module).__name__} whose heads are watched or removed attends to its queries, not to other tokens '
+            'as here: give one tensor as query, key and value, or leave its heads alone'
         )
     x, call = attention.tokens(args, kwargs)
     heads, key, value = attention.queries_keys_values(x, call)  # queries first
