@@ -92,7 +92,11 @@ def test_a_trained_model_is_refused(name):
     ids=str,
 )
 def test_new_models_of_all_kinds(settings):
-    init_as_convolution(timm.create_model('vit_tiny_patch16_224', img_size=32, patch_size=8, depth=1, **settings))
+    try:
+        model = timm.create_model('vit_tiny_patch16_224', img_size=32, patch_size=8, depth=1, **settings)
+    except AssertionError:
+        pytest.skip(f'timm {timm.__version__} has no such option')
+    init_as_convolution(model)
 
 
 @pytest.mark.parametrize(

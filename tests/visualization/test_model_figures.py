@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from helpers.small import small_timm, trained_like
 from helpers.vits import SIZE, output_of, small_vit
+from matplotlib.text import Text
 
 from attncnn_plugin import attention_maps, rollout
 from attncnn_plugin.analysis import mean_attention
@@ -71,7 +72,8 @@ def test_attention_of_each_head_their_mean_and_the_rollout(name):
         if not axes.get_title().startswith('image')
     }
     assert norms == {(0.1, 100.0, round(1 / 3, 6))}
-    assert ('class token' in figure.get_supxlabel()) == of_class
+    (query,) = [text.get_text() for text in figure.findobj(Text) if text.get_text().startswith('Where ')]
+    assert ('class token' in query) == of_class
 
 
 @pytest.mark.parametrize('number', [1, 2])
