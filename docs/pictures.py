@@ -224,7 +224,7 @@ BOTH = {
     'images/encodings': encodings,
     'images/vit_init': vit_init,
     'images/heads_removed': heads_removed,
-    'images/worth_vit_init': lambda: worth('ViT-starts', 'two phases'),
+    'images/worth_vit_init': lambda: worth('starts'),
     'images/worth_two_phases': lambda: worth('L21-1', 'narrow', 'warm-up', 'random'),
     'images/worth_cnn_to_attention': lambda: worth('T-CNN'),
 }
