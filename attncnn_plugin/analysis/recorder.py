@@ -18,7 +18,7 @@ from ..pruning.prune import output_called, prunable_heads, split_heads
 from ..transformers.adapters import Attention, find_attention
 from ..transformers.attention import TokenPlaces, visited_attention
 from ..transformers.transformer_heads import TransformerHeads
-from ..transformers.vision_transformer import find_transformer, is_vit
+from ..transformers.vision_transformer import find_transformer, images_for, is_vit
 from .layer_maps import attention_layers, features_of
 
 Reduce = Union[str, Callable[[Tensor], Tensor], None]
@@ -192,8 +192,7 @@ def probs_of(layer: AttentionLayer, x: Tensor) -> Tensor:
 
 def run(model: nn.Module, images: Tensor) -> Any:
     """Runs the part of a model that has the attention on images, on its device and in its dtype."""
-    like = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
-    images = images if like is None else images.to(like)
+    images = images_for(model, images)
     if not is_vit(model):
         return features_of(model, [layer for layer in model.modules() if isinstance(layer, AttentionLayer)])(images)
     network = find_transformer(model)

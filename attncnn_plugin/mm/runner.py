@@ -3,7 +3,6 @@
 import copy
 import gc
 import itertools
-import random
 from typing import Any, Dict, List, Mapping, Optional, Union
 
 import numpy as np
@@ -12,7 +11,7 @@ from mmengine.dist import get_rank
 from mmengine.hooks import EMAHook
 from mmengine.model import BaseAveragedModel, BaseModel, BaseTTAModel, is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
-from mmengine.runner import Runner
+from mmengine.runner import Runner, set_random_seed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -161,10 +160,8 @@ def training_loss(model: BaseModel, batch: Any) -> Tensor:
 
 def seed_epoch(runner: Runner) -> None:
     """Seeds Python, numpy and PyTorch by only the seed of the run, the epoch and the rank."""
-    seed = int(np.random.SeedSequence([runner.seed, runner.epoch, get_rank()]).generate_state(1)[0])
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+    sequence = np.random.SeedSequence([runner.seed, runner.epoch, get_rank()])
+    set_random_seed(int(sequence.generate_state(1)[0]))
 
 
 def training_batches(runner: Runner, number: int) -> List[Any]:

@@ -239,7 +239,7 @@ def check_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parame
         ValueError: State of another shape than the parameter's, or that is no tensor.
     """
     for parameter in parameters:
-        if getattr(optimizer, '_numel_cache', None) is not None:
+        if isinstance(optimizer, torch.optim.LBFGS) and optimizer.state:
             raise ValueError(f'a {type(optimizer).__name__} keeps one state for all parameters: {OTHER_OPTIMIZER}')
         for name, value in states_of(optimizer).get(parameter, {}).items():
             parts = value.values() if isinstance(value, dict) else value

@@ -194,14 +194,14 @@ def forward_of_heads(module: Any, *args: Any, **kwargs: Any) -> Any:
     attention = Attention(module)
     given = by_name(attention.called, args, kwargs)
     tokens = next(iter(given.values()))
-    if tokens.is_nested:  # nn.TransformerEncoder has cut padding off
-        rows = [forward_of_heads(module, *[row[None]] * 3, **kwargs)[0][0] for row in tokens.unbind()]
-        return torch.nested.as_nested_tensor(rows), None
     if any(given.get(name, tokens) is not tokens for name in ('key', 'value')):
         raise ValueError(
             f'a {type(module).__name__} whose heads are watched or removed attends to its queries, not to other tokens '
             'as here: give one tensor as query, key and value, or leave its heads alone'
         )
+    if tokens.is_nested:  # nn.TransformerEncoder has cut padding off
+        rows = [forward_of_heads(module, *[row[None]] * 3, **kwargs)[0][0] for row in tokens.unbind()]
+        return torch.nested.as_nested_tensor(rows), None
     x, call = attention.tokens(args, kwargs)
     heads, key, value = attention.queries_keys_values(x, call)  # queries first
     added = attention.added(heads, call)

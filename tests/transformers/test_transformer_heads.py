@@ -423,3 +423,12 @@ def test_autocast_and_half_precision(name):
     near.append(output_of(model.bfloat16(), images.bfloat16()).float())
     for other in near:
         assert (other - expected).abs().mean() < 0.2 * expected.abs().mean()
+
+
+def test_nested_tokens_of_others():
+    """Are refused as plain ones are, rather than taken for the queries."""
+    attention = torch.nn.MultiheadAttention(24, 3, batch_first=True).eval()
+    prune_heads(attention, {'': [1]})
+    queries, keys = (torch.nested.nested_tensor([torch.randn(n, 24) for n in sizes]) for sizes in ((2, 3), (4, 5)))
+    with torch.no_grad(), pytest.raises(ValueError, match='attends to its queries, not to other tokens'):
+        attention(queries, keys, keys)
