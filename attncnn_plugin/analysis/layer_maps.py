@@ -354,7 +354,6 @@ def visit_layers(
         visit(name, layer, args[0])
 
     with evaluating(model), ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance('force_eager'))  # compiled modules do not call new hooks
         for name, layer in layers.items():
             stack.callback(layer.register_forward_pre_hook(partial(see, name)).remove)
         features_of(model, set(layers.values()))(images_for(model, images))

@@ -307,7 +307,6 @@ def _weighted_by_gradients(model: nn.Module, images: Tensor, target: Any) -> Ite
         maps[name] = probs, places
 
     with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance('force_eager'))
         for name, layer in layers.items():
             called: Any = layer
             if isinstance(layer, TransformerHeads):

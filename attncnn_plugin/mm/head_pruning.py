@@ -71,8 +71,7 @@ class HeadPruningHook(FollowStateDictHook):
         bias_correction: bool = True,
         num_batches: int = 8,
     ):
-        listed = [epochs] if isinstance(epochs, int) else epochs
-        self.epochs = check_epochs(f'epochs={epochs!r} of HeadPruningHook', listed)
+        self.epochs = check_epochs(f'epochs={epochs!r} of HeadPruningHook', epochs)
         if num_batches < 1:
             raise ValueError(f'num_batches={num_batches} of HeadPruningHook must be at least 1')
         amount = dict(keep=keep, threshold=threshold, multiply_adds=multiply_adds)

@@ -264,8 +264,7 @@ def split_heads(layer: Heads, outputs: Tensor) -> List[Tensor]:
 @contextmanager
 def output_called(layer: Heads) -> Iterator[None]:
     """Has a layer call its ``output`` as a module inside, so that hooks see the outputs of the heads."""
-    called = layer.output_called() if isinstance(layer, TransformerHeads) else nullcontext()
-    with torch.compiler.set_stance('force_eager'), called:  # compiled modules do not call new hooks
+    with layer.output_called() if isinstance(layer, TransformerHeads) else nullcontext():
         yield
 
 
@@ -333,6 +332,7 @@ def head_means(layers: Sequence[Heads]) -> Iterator[List[HeadMeans]]:
     """
     means = [HeadMeans(layer) for layer in layers]
     with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance('force_eager'))  # compiled modules do not call new hooks
         for layer, own in zip(layers, means):
             stack.enter_context(output_called(layer))
             stack.enter_context(layer.output.register_forward_pre_hook(own.add))

@@ -116,8 +116,7 @@ class PruneHeads:
         layers: str = '*',
         bias_correction: bool = True,
     ) -> None:
-        epochs = epoch if isinstance(epoch, (list, tuple, range)) else [epoch]
-        self.epochs = check_epochs(f'epoch={epoch!r} of PruneHeads', epochs)
+        self.epochs = check_epochs(f'epoch={epoch!r} of PruneHeads', epoch)
         amount = dict(keep=keep, threshold=threshold, multiply_adds=multiply_adds)
         self.amount = {name: value for name, value in amount.items() if value is not None}
         if not self.amount and not criteria:

@@ -2,7 +2,7 @@
 
 import random
 from contextlib import contextmanager
-from typing import Any, Iterable, Iterator, List, Mapping, Sequence, Tuple, Union
+from typing import Any, Iterable, Iterator, List, Mapping, Tuple, Union
 
 import numpy as np
 import torch
@@ -17,15 +17,16 @@ from ..structure import follow_state_dict, take_structures
 Optimizers = Union[torch.optim.Optimizer, Iterable[torch.optim.Optimizer]]
 
 
-def check_epochs(what: str, epochs: Sequence[Any]) -> Tuple[int, ...]:
-    """Returns epochs, if that is what they are; ``what`` begins the error.
+def check_epochs(what: str, epochs: Any) -> Tuple[int, ...]:
+    """Returns epochs, of one or a sequence, if that is what they are; ``what`` begins the error.
 
     Raises:
         ValueError: One is no whole number, or negative.
     """
-    if any(not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0 for epoch in epochs):
+    listed = tuple(epochs) if isinstance(epochs, (list, tuple, range)) else (epochs,)
+    if any(not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0 for epoch in listed):
         raise ValueError(f'{what} must be epochs, counted from 0')
-    return tuple(epochs)
+    return listed
 
 
 def check_not_wrapped(model: nn.Module) -> None:

@@ -189,7 +189,6 @@ def visited_attention(attention: Attention, visit: Callable[[Tensor, Optional[To
         visit(probs, places)
 
     with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance('force_eager'))  # compiled modules do not call new hooks
         if attention.adapter.windows is not None and attention.block is not None and not attention.adapter.cuts:
             stack.enter_context(attention.block.register_forward_pre_hook(cut))
         stack.enter_context(attention.called.register_forward_hook(see, with_kwargs=True))

@@ -174,7 +174,6 @@ class PositionChannels:
             self._keep_content(module.weight.data, args[0])
 
         with ExitStack() as stack:
-            stack.enter_context(torch.compiler.set_stance('force_eager'))  # compiled modules do not call new hooks
             for attention in self.attentions:
                 see = partial(set_attention, attention)
                 stack.enter_context(attention.called.register_forward_pre_hook(see, with_kwargs=True))

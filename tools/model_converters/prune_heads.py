@@ -216,14 +216,14 @@ def main() -> None:
         heads = named_heads(args.heads) if args.heads is not None else judged_heads(loaded, args)
         before = multiply_adds(loaded)
         change = prune_heads(model, heads)
+        after = multiply_adds(loaded)
+        loaded.save(args.out)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
         sys.exit(str(error))
     print(f'Removed heads {heads}: {change.parameters_before:,} parameters became {change.parameters_after:,}')
-    if before is not None:
-        after = multiply_adds(loaded)
+    if before is not None and after is not None:
         print(f'{before:,} multiply-adds of an image became {after:,}, {after / before:.1%} of them')
     print(change)
-    loaded.save(args.out)
     print(f'Saved {args.out}')
 
 

@@ -45,9 +45,9 @@ def main() -> None:
     try:
         model = create_timm(args.name, 'name', **args.model_kwargs)
         print(init_as_convolution(model, args.kernel_size, args.method, args.alpha, args.seed, shifts=args.shifts))
+        write_checkpoint(args.out, model.state_dict())
     except (RuntimeError, TypeError, ValueError) as error:
         sys.exit(str(error))
-    write_checkpoint(args.out, model.state_dict())
     print(f'Saved {args.out}')
 
 
