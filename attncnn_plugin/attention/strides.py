@@ -44,5 +44,9 @@ class _RegularGradient(torch.autograd.Function):
         pass
 
     @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent.view_as(tangent)
+
+    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return with_regular_strides(grad)

@@ -149,3 +149,13 @@ def test_outputs_are_changed_in_place(name):
         for inplace in (False, True)
     )
     assert torch.equal(*expected, *actual)
+
+
+def test_second_derivatives_of_one_image():
+    """By forward-mode derivatives of the gradient, as ``torch.func.hessian`` takes them."""
+    conv = nn.Conv2d(2, 3, 3, padding=1, dtype=torch.float64)
+    x = torch.randn(1, 2, 3, 4, dtype=torch.float64)
+    expected, actual = (
+        torch.func.hessian(lambda x, layer=layer: layer(x).sin().sum())(x) for layer in (conv, conv_to_mhsa(conv)[0])
+    )
+    torch.testing.assert_close(actual, expected)
