@@ -99,6 +99,8 @@ def test_convolution_of_patches(channels, kernel_size, patch_size):
         results.append([output, x.grad, layer.conv.weight.grad, layer.conv.bias.grad])
         layer.zero_grad()
     assert all(relative_error(a, b) < 1e-5 for a, b in zip(*results))
+    patches = image_to_patches(image, size)
+    assert relative_error(torch.func.vmap(layer)(patches[:, None])[:, 0], layer(patches)) < 1e-5
 
 
 @pytest.mark.parametrize(
