@@ -132,7 +132,7 @@ class ImageAttention(PrunableHeads):
 
     def position_probs(self, size: Sequence[int]) -> Tensor:
         """Returns :meth:`AttentionLayer.position_probs`; those of zeros around the image are left out."""
-        pixels = at_least_float32(torch.eye(math.prod(size)).to(self.value.weight)).reshape(-1, 1, *size)
+        pixels = at_least_float32(self.value.weight.new_ones(math.prod(size)).diag()).reshape(-1, 1, *size)
         if self.num_heads == 0:
             return pixels.new_zeros(0, math.prod(self._sizes(pixels)), len(pixels))
         heads = self.heads(pixels)  # (K, N_h, Q, 1), an image for each pixel, which is 1 there and 0 elsewhere
@@ -303,7 +303,7 @@ class GroupedLinear(nn.Module):
     def head_matrices(self) -> Tensor:
         """Returns the matrix of each head with the zeros between its groups, ``(N_h, out_channels, C)``."""
         weight = self._by_group()
-        dense = torch.einsum('gohi,gf->hgofi', weight, torch.eye(self.groups).to(weight))
+        dense = torch.einsum('gohi,gf->hgofi', weight, weight.new_ones(self.groups).diag())
         return dense.flatten(3, 4).flatten(1, 2)
 
     def _by_group(self) -> Tensor:

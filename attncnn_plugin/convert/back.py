@@ -133,7 +133,7 @@ def _exact_probs(layer: Union[GridAttention, ImageAttention], size: Tuple[int, .
     """Returns the probabilities of attention that does not see content (yet), ``(N_h, Q, pixels)``, float64."""
     if not isinstance(layer, ContentImageAttention):
         return layer.exact_attention_probs(size)
-    image = torch.zeros(1, layer.in_channels, *size, dtype=torch.float64)
+    image = torch.zeros(1, layer.in_channels, *size, dtype=torch.float64, device='cpu')
     return copy.deepcopy(layer).cpu().double().attention_scores(image)[0, ..., :-1].exp()  # without the null key
 
 

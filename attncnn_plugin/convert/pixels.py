@@ -163,7 +163,7 @@ def conv_to_mhsa(
             attention.gate.fill_(HARD_GATE if alpha is None else SHARED_GATE)
             share = attention.gate[0].double().sigmoid().item()
         if attention.window_size is not None:
-            axes = (torch.arange(n) - n // 2 for n in attention.window_size)
+            axes = (torch.arange(n, device='cpu') - n // 2 for n in attention.window_size)
             pixels = torch.cartesian_prod(*axes).reshape(-1, attention.window.ndim)
     return attention, _place_heads(attention, plain, HARD_ALPHA if alpha is None else alpha, pixels, share)
 
@@ -359,5 +359,6 @@ def pixels_around(window: Window, alpha: float) -> Tensor:
     """Returns δ of all pixels, ``(S, ndim)``, that heads of width α at a window's shifts see in an endless image."""
     shifts = window.shifts()
     reach = math.ceil(math.sqrt(NEGLIGIBLE / alpha))
-    axes = [torch.arange(low - reach, high + reach + 1) for low, high in zip(shifts[0].tolist(), shifts[-1].tolist())]
+    ends = zip((shifts[0] - reach).tolist(), (shifts[-1] + reach).tolist())
+    axes = [torch.arange(first, last + 1, device='cpu') for first, last in ends]
     return torch.cartesian_prod(*axes).reshape(-1, window.ndim)

@@ -24,11 +24,11 @@ def targets(window: Window, size: Tuple[int, ...]) -> Tensor:
         >>> targets(window, (4,)).tolist()
         [[-1, 0, 1, 2], [0, 1, 2, 3], [1, 2, 3, -1]]
     """
-    queries = [window.queries(axis, n) for axis, n in enumerate(size)]
-    pixel = torch.arange(1.0, 1 + math.prod(size), dtype=torch.float64)  # from 1: 0 is padding
+    queries = [window.queries(axis, n, 'cpu') for axis, n in enumerate(size)]
+    pixel = torch.arange(1.0, 1 + math.prod(size), dtype=torch.float64, device='cpu')  # from 1: 0 is padding
     padded = window.pad(pixel.reshape(1, 1, *size))[0, 0].long() - 1
     query = torch.cartesian_prod(*queries).reshape(-1, window.ndim)
-    before = torch.tensor([window.padding_of(axis, n)[0] for axis, n in enumerate(size)])
+    before = torch.tensor([window.padding_of(axis, n)[0] for axis, n in enumerate(size)], device='cpu')
     place = window.shifts()[:, None] + query + before  # q + δ in the padded image, (K, Q, ndim)
     return padded[place.unbind(-1)]
 
@@ -37,9 +37,9 @@ def interior_queries(window: Window, size: Tuple[int, ...]) -> Tensor:
     """Returns whether each query of an image has its whole window inside, ``(Q,)``."""
     shifts = window.shifts()
     first, last = shifts[0], shifts[-1]
-    inside = torch.ones(1, dtype=torch.bool)
+    inside = torch.ones(1, dtype=torch.bool, device='cpu')
     for axis, n in enumerate(size):
-        query = window.queries(axis, n)
+        query = window.queries(axis, n, 'cpu')
         inside = (inside[:, None] & (query + first[axis] >= 0) & (query + last[axis] < n)).flatten()
     return inside
 
@@ -104,7 +104,8 @@ def check_same_queries(layer: AttentionLayer, window: Window, size: Tuple[int, .
     if window.ndim != ndim:
         raise ValueError(f'layer has {ndim} axes of pixels, but the convolution has {window.ndim}')
     for axis, n in enumerate(size):
-        queries, wanted = torch.arange(n) if own is None else own.queries(axis, n), window.queries(axis, n)
+        wanted = window.queries(axis, n, 'cpu')
+        queries = torch.arange(n, device='cpu') if own is None else own.queries(axis, n, 'cpu')
         if not torch.equal(queries, wanted):
             raise ValueError(
                 f'layer has {len(queries)} queries from pixel {queries[0]} on along axis {axis} of {n} pixels, but the '
@@ -120,7 +121,7 @@ def chosen_queries(window: Window, size: Tuple[int, ...], queries: str, toleranc
     if not 0 < tolerance < 1:
         raise ValueError(f'tolerance={tolerance} must be between 0 and 1')
     inside = interior_queries(window, size)
-    chosen = inside.nonzero()[:, 0] if queries == 'interior' else torch.arange(len(inside))
+    chosen = (inside if queries == 'interior' else torch.ones_like(inside)).nonzero()[:, 0]
     if not len(chosen):
         raise ValueError(
             f'size={size} has no query with the whole window inside, kernel_size={window.kernel_size} and '
