@@ -308,7 +308,7 @@ class CMHSA(GridBackbone, CMHSANetwork, BaseBackbone):
         init_cfg=None,
         **network,
     ) -> None:
-        of_timm = {'in_chans', 'depth', 'mlp_dim', 'num_classes', 'global_pool', 'drop_rate'}
+        of_timm = {'in_chans', 'depth', 'mlp_dim', 'num_classes', 'global_pool', 'drop_rate', 'device', 'dtype'}
         known = {*inspect.signature(CMHSANetwork).parameters} - of_timm
         refuse_unknown(type(self).__name__, [name for name in network if name not in known])
         super().__init__(

@@ -53,12 +53,12 @@ class PatchStem(nn.Module):
 class PatchConvolution(nn.Module):
     """Puts the patches together to an image, convolves it and cuts it into patches again."""
 
-    def __init__(self, channels: int, kernel_size: int, patch_size: int) -> None:
+    def __init__(self, channels: int, kernel_size: int, patch_size: int, **dd: Any) -> None:
         super().__init__()
         self.patch_size = (patch_size, patch_size)
         # fvcore, by which mmpretrain counts multiply-adds, does not know 'same', which even kernels need.
         padding = kernel_size // 2 if kernel_size % 2 else 'same'
-        self.conv = nn.Conv2d(channels, channels, kernel_size, padding=padding)
+        self.conv = nn.Conv2d(channels, channels, kernel_size, padding=padding, **dd)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``(B, H/P, W/P, D)`` to the same."""
@@ -71,12 +71,12 @@ class PatchConvolution(nn.Module):
 class CMHSABlock(nn.Module):
     """Mixes tokens by ``attn``, a convolution or attention, then channels by an MLP, with residuals (pre-norm)."""
 
-    def __init__(self, dim: int, attn: nn.Module, mlp_dim: int, drop_path: float) -> None:
+    def __init__(self, dim: int, attn: nn.Module, mlp_dim: int, drop_path: float, **dd: Any) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6, **dd)
         self.attn = attn
-        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
-        self.mlp = Mlp(dim, mlp_dim)
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6, **dd)
+        self.mlp = Mlp(dim, mlp_dim, **dd)
         self.drop_path = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -148,7 +148,10 @@ class CMHSANetwork(TimmNetwork):
         global_pool: str = 'avg',
         drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
+        device=None,
+        dtype=None,
     ) -> None:
+        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         super().__init__()
         dim = patch_size**2 * in_chans
         mlp_dim = 4 * dim if mlp_dim is None else mlp_dim
@@ -172,11 +175,11 @@ class CMHSANetwork(TimmNetwork):
         self.stem = PatchStem(in_chans, patch_size)
         self.blocks = nn.Sequential(
             *[
-                CMHSABlock(dim, PatchConvolution(in_chans, kernel_size, patch_size), mlp_dim, drop_path)
+                CMHSABlock(dim, PatchConvolution(in_chans, kernel_size, patch_size, **dd), mlp_dim, drop_path, **dd)
                 for drop_path in calculate_drop_path_rates(drop_path_rate, depth)
             ]
         )
-        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        self.norm = nn.LayerNorm(dim, eps=1e-6, **dd)
         conv = self.blocks[0].attn.conv  # in the phase 'attn' too, whose attention takes its place below
         self.head_dims = choose_head_dims(conv, (patch_size, patch_size), head_dim, min_head_dim)
         for module in self.modules():
@@ -187,7 +190,7 @@ class CMHSANetwork(TimmNetwork):
             like = self.norm.weight
             self._put_attention([self._new_attention(like, bool(null_key)) for _ in self.blocks])
             nn.init.trunc_normal_(self.stem.proj.weight, std=0.02)
-        self._init_interface_of_timm(in_chans, dim, patch_size, num_classes, global_pool, drop_rate)
+        self._init_interface_of_timm(in_chans, dim, patch_size, num_classes, global_pool, drop_rate, **dd)
 
     @property
     def phase(self) -> str:

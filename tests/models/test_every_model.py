@@ -95,6 +95,8 @@ def test_mixed_and_half_precision(kind):
     for dtype in (torch.float16, torch.bfloat16):
         output = copy.deepcopy(model).to(dtype)(x.to(dtype))
         assert output.dtype == dtype and torch.allclose(output.float(), expected, atol=0.1)
+    built = small_model(kind, device='meta', dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in built.parameters()} == {('meta', torch.bfloat16)}
 
 
 @pytest.mark.parametrize('backend', BACKENDS)
