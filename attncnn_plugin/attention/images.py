@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .attention_layer import check_plain_linear
 from .heads import HeadParameters, PrunableHeads
 from .positions import QuadraticEncoding, WindowEncoding
-from .precision import Device, Dtype, at_least_float32
+from .precision import Device, Dtype, at_least_float32, full_precision
 from .shifts import over_axes
 from .softmax import softmax, without_subnormals
 from .state_dicts import EXTRA_STATE, StateDict, StructureError, read_extra_state, write_extra_state
@@ -135,7 +135,8 @@ class ImageAttention(PrunableHeads):
         pixels = at_least_float32(self.value.weight.new_ones(math.prod(size)).diag()).reshape(-1, 1, *size)
         if self.num_heads == 0:
             return pixels.new_zeros(0, math.prod(self._sizes(pixels)), len(pixels))
-        heads = self.heads(pixels)  # (K, N_h, Q, 1), an image for each pixel, which is 1 there and 0 elsewhere
+        with full_precision(pixels.device.type):
+            heads = self.heads(pixels)  # (K, N_h, Q, 1), an image for each pixel, which is 1 there and 0 elsewhere
         return without_subnormals(heads.squeeze(-1).permute(1, 2, 0))
 
     @property

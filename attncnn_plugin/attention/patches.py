@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .attention_layer import check_plain_linear, head_products
 from .heads import HeadParameters, PrunableHeads
-from .precision import Device, Dtype, at_least_float32
+from .precision import Device, Dtype, at_least_float32, full_precision
 from .shifts import axis_shifts, resize_shift_table
 from .softmax import softmax
 from .state_dicts import StateDict, StructureError, read_extra_state, too_many_heads, write_extra_state
@@ -261,7 +261,8 @@ class PatchAttention(PrunableHeads):
             return at_least_float32(self.value.weight).new_zeros(0, self.out_dim, self.dim)
         values = at_least_float32(self.value.weight).split(self.head_dims)  # (D_h, D)
         outs = at_least_float32(self.out.weight).split(self.head_dims, dim=1)  # (D_out, D_h)
-        return torch.stack([out @ value for value, out in zip(values, outs)])
+        with full_precision(self.value.weight.device.type):
+            return torch.stack([out @ value for value, out in zip(values, outs)])
 
     @property
     def output(self) -> Any:

@@ -34,9 +34,13 @@ def test_half_precision(name, dtype):
     with torch.autocast('cpu', dtype):
         output = layer.float()(x)
     assert output.dtype == dtype and torch.allclose(output.float(), expected, atol=0.1)
-    layer.to(dtype)
-    if isinstance(layer, AttentionLayer) and layer.has_position_scores:
-        assert layer.position_probs((6, 8)).dtype == torch.float32
+    if not isinstance(layer, AttentionLayer):
+        return
+    said = [layer.value_matrices()] + ([layer.position_probs((6, 8))] if layer.has_position_scores else [])
+    with torch.autocast('cpu', dtype):
+        assert torch.equal(layer.value_matrices(), said[0])
+        assert not said[1:] or torch.equal(layer.position_probs((6, 8)), said[1])
+    assert not said[1:] or layer.to(dtype).position_probs((6, 8)).dtype == torch.float32
 
 
 @pytest.mark.parametrize('name', LAYERS)
