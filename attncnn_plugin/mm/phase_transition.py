@@ -18,6 +18,7 @@ from .runner import (
     check_wrapper,
     follow_checkpoint,
     forward_tensors,
+    have_stepped,
     is_resumed,
     make_groups_plain,
     refresh_average,
@@ -109,7 +110,7 @@ class PhaseTransitionHook(Hook):
                 'by_epoch=False'
             )
         check_wrapper(runner)
-        make_groups_plain(runner.optim_wrapper)
+        make_groups_plain(runner)
         model = unwrapped(runner.model)
         if not parts_in_phases(model):
             raise ValueError(
@@ -141,7 +142,7 @@ class PhaseTransitionHook(Hook):
         parts = parts_in_phases(model, 'conv')
         if done < self.begin or not parts:
             return
-        if not runner.optim_wrapper.should_update():
+        if not have_stepped(runner):
             runner.logger.warning(
                 f'The first phase ends after {runner.iter} iterations, in the middle of those whose gradients are '
                 'accumulated: the gradients of the last ones are dropped'
@@ -189,7 +190,7 @@ class PhaseTransitionHook(Hook):
             )
         runner.param_schedulers = None  # scale_lr wants it before them
         runner.optim_wrapper = runner.build_optim_wrapper(config.optim_wrapper)
-        make_groups_plain(runner.optim_wrapper)
+        make_groups_plain(runner)
         runner.scale_lr(runner.optim_wrapper, runner.auto_scale_lr)
         schedulers = self.param_scheduler
         if schedulers is None and self.begin == 0:

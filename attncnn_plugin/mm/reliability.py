@@ -20,7 +20,7 @@ from mmpretrain.registry import HOOKS
 from torch.utils.data import DataLoader
 
 from ..checkpoint_files import load_from_local
-from .runner import checkpoint_to_load, is_resumed, load_from, seed_epoch
+from .runner import checkpoint_to_load, have_stepped, is_resumed, load_from, seed_epoch
 
 
 @register_backend('atomic', force=True)  # again, by this plugin or by another one that has it
@@ -290,8 +290,7 @@ class PreemptionHook(Hook):
         got_signal = torch.tensor(float(self._got_signal))
         all_reduce(got_signal, op='max')
         # Accumulated gradients are in no checkpoint: the optimizer has to have made its step.
-        has_stepped = getattr(runner.optim_wrapper, 'should_update', lambda: True)()
-        if not got_signal or not has_stepped:
+        if not got_signal or not have_stepped(runner):
             return
         meta = dict(epoch=runner.epoch, iter=runner.iter + 1)
         if isinstance(runner.train_loop, EpochBasedTrainLoop):  # the others count iterations

@@ -87,17 +87,26 @@ def wrap_again(runner: Runner, compile: bool = False) -> None:
             runner._maybe_compile('train_step')
 
 
+def optim_wrappers(runner: Runner) -> List[OptimWrapper]:
+    """Returns the optimizer wrappers of a run, of which an ``OptimWrapperDict`` has several."""
+    wrapper = runner.optim_wrapper
+    return list(wrapper.values()) if isinstance(wrapper, OptimWrapperDict) else [wrapper]
+
+
 def optimizers(runner: Runner) -> List[torch.optim.Optimizer]:
     """Returns the optimizers of a run."""
-    wrapper = runner.optim_wrapper
-    wrappers = wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]
-    return [wrapper.optimizer for wrapper in wrappers]
+    return [wrapper.optimizer for wrapper in optim_wrappers(runner)]
 
 
-def make_groups_plain(optim_wrapper: OptimWrapper) -> None:
-    """Turns the optimizer's groups into plain dicts: PyTorch 2.13 and 2.14 cannot compile steps with ``ConfigDict``."""
-    groups = optim_wrapper.optimizer.param_groups
-    groups[:] = [dict(group) for group in groups]
+def have_stepped(runner: Runner) -> bool:
+    """Returns True if no optimizer is in the middle of iterations whose gradients are accumulated."""
+    return all(getattr(wrapper, 'should_update', lambda: True)() for wrapper in optim_wrappers(runner))
+
+
+def make_groups_plain(runner: Runner) -> None:
+    """Turns optimizers' groups into plain dicts: PyTorch 2.13 and 2.14 cannot compile steps with ``ConfigDict``."""
+    for optimizer in optimizers(runner):
+        optimizer.param_groups[:] = [dict(group) for group in optimizer.param_groups]
 
 
 def build_schedulers(runner: Runner, schedulers: Union[dict, List[dict]], left: int, by_epoch: bool) -> None:

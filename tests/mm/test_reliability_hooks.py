@@ -11,6 +11,7 @@ import torch
 from helpers.digits import SGD, small_config
 from mmengine.fileio import put
 from mmengine.hooks import Hook
+from mmengine.optim import OptimWrapperDict
 from mmengine.runner import Runner
 
 from attncnn_plugin.mm.reliability import AtomicBackend, PreemptionHook
@@ -105,10 +106,15 @@ def test_preempted_again_and_with_other_batches(repository, tmp_path, whole):
     assert_weights(resumed, whole[1])
 
 
-def test_preempted_between_the_steps_of_the_optimizer(repository, tmp_path):
-    accumulation = {'optim_wrapper.accumulative_counts': 2}
+@pytest.mark.parametrize('several', [False, True])
+def test_preempted_between_the_steps_of_the_optimizer(several, repository, tmp_path):
+    runner = build(repository, tmp_path, (2, preempt), **{'optim_wrapper.accumulative_counts': 2})
+    if several:
+        runner.param_schedulers, train_step = None, runner.model.train_step
+        runner.optim_wrapper = OptimWrapperDict(own=runner.build_optim_wrapper(runner.optim_wrapper))
+        runner.model.train_step = lambda data, optim_wrapper: train_step(data, optim_wrapper['own'])
     with pytest.raises(SystemExit):
-        build(repository, tmp_path, (2, preempt), **accumulation).train()
+        runner.train()
     assert torch.load(tmp_path / 'preempted.pth')['meta']['iter'] == 4  # after the signal, one more
 
 
