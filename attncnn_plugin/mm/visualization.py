@@ -75,7 +75,13 @@ class AttentionVisualizationHook(Hook):
     def after_train_epoch(self, runner) -> None:
         """Records the scalars, and draws the pictures if it is their turn."""
         epochs = runner.epoch + 1
-        self._show(runner, epochs, draw=epochs % self.interval == 0 or epochs == runner.max_epochs)
+        self._show(runner, epochs, draw=epochs % self.interval == 0)
+
+    @master_only
+    def after_train(self, runner) -> None:
+        """Draws the pictures of the end, which may have come early."""
+        if runner.epoch % self.interval:
+            self._show(runner, runner.epoch, draw=True)
 
     def _show(self, runner, epochs: int, draw: bool) -> None:
         """Records the scalars after some epochs, and draws the pictures."""

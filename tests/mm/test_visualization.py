@@ -72,7 +72,8 @@ def test_the_training_does_not_notice_it(repository, tmp_path, name):
 
 
 def test_pictures_and_scalars(repository, tmp_path):
-    runner, _ = run(config_of(repository, tmp_path, hooks=[HOOK], epochs=5))
+    stop = dict(type='EarlyStoppingHook', monitor='accuracy/top1', patience=4, min_delta=1000, rule='greater')
+    runner, _ = run(config_of(repository, tmp_path, hooks=[HOOK, stop], epochs=9))  # stops after 5
     pictures = sorted(path.name for path in tmp_path.glob('*/vis_data/vis_image/*'))
     assert pictures == [f'attention_{kind}_{epoch}.png' for kind in ('centers', 'probs') for epoch in (0, 2, 4, 5)]
     for path in tmp_path.glob('*/vis_data/vis_image/*'):
