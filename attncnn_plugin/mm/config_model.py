@@ -61,10 +61,9 @@ class ConfigModel(LoadedModel):
             reason = shorten(str(error), 500, placeholder=' …')
             raise ValueError(f'{checkpoint} does not fit the model of {path}: {reason}') from error
         self.meta = loaded.get('meta', {})
-        backbone = self.config.model.get('backbone', {})
         size = self.img_size or getattr(getattr(self.model, 'backbone', None), 'img_size', None)
         is_classifier = isinstance(self.model, ImageClassifier) and size is not None
-        self.input_shape = (backbone.get('in_channels', 3), *to_2tuple(size)) if is_classifier else None
+        self.input_shape = (self._in_channels, *to_2tuple(size)) if is_classifier else None
         self.head_numbers = loaded.get('message_hub', {}).get('runtime_info', {}).get(HEAD_NUMBERS)
 
     @cached_property
@@ -129,6 +128,11 @@ class ConfigModel(LoadedModel):
         return rgb_picture(image.flip(0) if self._blue_first else image)
 
     @property
+    def _in_channels(self) -> int:
+        backbone = self.config.model.get('backbone', {})
+        return backbone.get('backbone', backbone).get('in_channels', 3)  # ConvToAttention has one inside
+
+    @property
     def _test_settings(self) -> dict:
         if self.config.get('test_dataloader') is None:
             raise ValueError(f'{self.name} has no test_dataloader: its pipeline says how images become inputs')
@@ -148,7 +152,7 @@ class ConfigModel(LoadedModel):
 
     def _load(self, path: Union[str, Path]) -> np.ndarray:
         """Returns a file as the pipeline loads it, ``(H, W, 3)``, in its order of colours, or ``(H, W)`` if grey."""
-        is_grey = self.config.model.get('backbone', {}).get('in_channels') == 1
+        is_grey = self._in_channels == 1
         if Path(path).suffix == '.npy':
             image = _load_array(path, 'L' if is_grey else 'RGB')
             return mmcv.rgb2bgr(image) if self._blue_first and not is_grey else image

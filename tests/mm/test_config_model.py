@@ -125,6 +125,9 @@ def test_grey_images(folder, repository):
     grey = cv2.cvtColor(photo(0), cv2.COLOR_RGB2GRAY).astype(int)
     assert abs(image[0].numpy() - grey).max() <= 1
     assert np.array_equal(loaded.picture(image), np.repeat(image[0].numpy()[..., None], 3, axis=2))
+    config = str(repository / 'configs/resnet18_to_attention_digits.py')  # its backbone has the CNN inside
+    torch.save(get_model(config).state_dict(), folder / 'cnn.pth')
+    assert ConfigModel(config, str(folder / 'cnn.pth')).read(folder / 'data/class0/0.png').shape == (1, 16, 16)
 
 
 def test_another_size_is_said_and_fitted(folder, capsys):
