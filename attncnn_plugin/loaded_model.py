@@ -15,7 +15,7 @@ import timm
 import torch
 from PIL import Image
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save
 from timm.data import create_transform, resolve_model_data_config
 from timm.layers import to_2tuple
 from torch import Tensor, nn
@@ -39,10 +39,11 @@ def evenly_spread(length: int, number: int) -> List[int]:
 def write_checkpoint(path: Union[str, Path], state_dict: Mapping[str, Tensor], **others: Any) -> None:
     """Writes a state dict to a new file: alone if its name ends in ``.safetensors``, with other entries if not."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    if Path(path).suffix == '.safetensors':
-        save_file({name: value.contiguous() for name, value in state_dict.items()}, path)
-    else:
-        torch.save({'state_dict': state_dict, **others}, path)
+    with open(path, 'wb') as file:
+        if Path(path).suffix == '.safetensors':
+            file.write(save({name: value.contiguous() for name, value in state_dict.items()}))
+        else:
+            torch.save({'state_dict': state_dict, **others}, file)
 
 
 SUFFIXES = {'.bmp', '.jpeg', '.jpg', '.png', '.ppm', '.tif', '.tiff', '.webp'}
@@ -148,6 +149,8 @@ class FileModel(LoadedModel):
     def read(self, path: Union[str, Path]) -> Tensor:
         try:
             with Image.open(path) as image:
+                if image.mode.startswith('I'):  # levels of 16 bits, most of which are white after convert()
+                    image = image.convert('I').point(lambda level: level / 256)
                 pixels = image.convert('L' if self.num_channels == 1 else 'RGB')
         except OSError as error:
             raise ValueError(f'{path} cannot be read as an image: {error}') from error

@@ -9,6 +9,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from helpers.images import write_images
+from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -67,6 +68,10 @@ def test_images(folder, monkeypatch):
     grey = TimmModel('vit_tiny_patch16_224', settings=dict(SMALL, in_chans=1))
     image = grey.image('images/cat/0.png')
     assert image.shape == (1, 32, 32) and grey.picture(image).shape == (32, 32, 3)
+    levels = np.arange(256, dtype=np.uint16).reshape(16, 16)
+    for bits, values in ((8, levels.astype(np.uint8)), (16, levels * 257)):
+        Image.fromarray(values).save(f'{bits}bits.png')
+    assert torch.equal(grey.image('16bits.png'), grey.image('8bits.png'))
 
 
 @pytest.mark.parametrize(
@@ -204,6 +209,24 @@ def test_mistakes(path, options, message, tool, capsys):
 @pytest.mark.parametrize(
     'path, options',
     [
+        ('analysis_tools/analyze_heads.py', [*MODEL, '--images', 'images', '--json', '/dev/full']),
+        (
+            'visualization/plot_attention.py',
+            [*MODEL, '--figure', 'heads', '--images', 'images', '--out', 'vit.pth/a.png'],
+        ),
+        ('visualization/attention_explorer.py', ['images/cat/0.png', *MODEL, '--out', 'vit.pth/a.html']),
+        ('model_converters/prune_heads.py', ['vit.pth/a.pth', *MODEL, '--heads', '{0: [1]}']),
+        ('model_converters/start_as_convolution.py', ['vit_tiny_patch16_224', 'vit.pth/a.pth', *OPTIONS]),
+    ],
+)
+def test_a_file_that_cannot_be_written(path, options, tool):
+    with pytest.raises(SystemExit, match=r'^\[Errno .*'):
+        tool(path, *options)
+
+
+@pytest.mark.parametrize(
+    'path, options',
+    [
         ('analysis_tools/analyze_heads.py', ['--images', 'images']),
         ('visualization/plot_attention.py', ['--figure', 'centers', '--images', 'images', '--out', 'a.png']),
         ('visualization/attention_explorer.py', ['images/cat/0.png']),
@@ -242,10 +265,11 @@ def test_figures_without_matplotlib(tool, monkeypatch):
 
 def test_explorer(tool, folder, capsys):
     """A page of images of a folder, by the name of the model."""
-    tool('visualization/attention_explorer.py', 'images/cat/0.png', 'images/dog/1.png', '--out', 'page.html', *MODEL)
+    model = ['--timm', 'vit_tiny_patch16_224.augreg_in21k', *MODEL[2:]]
+    tool('visualization/attention_explorer.py', 'images/cat/0.png', 'images/dog/1.png', '--out', 'page.html', *model)
     assert 'Saved page.html' in capsys.readouterr().out
     page = (folder / 'page.html').read_text()
-    assert 'Attention explorer: vit_tiny_patch16_224<' in page
+    assert 'Attention explorer: vit_tiny_patch16_224.augreg_in21k<' in page
     trained = ['--timm', 'sa_quadratic_small', '--pretrained']
     tool('visualization/attention_explorer.py', *example_images().values(), '--out', 'page.html', *trained)
     assert 'are random' not in capsys.readouterr().err

@@ -162,3 +162,5 @@ def test_names_in_checkpoints_that_are_converted(model, prefix, phase, tool, tmp
     cnn.eval(), attention.eval()
     x = torch.randn(2, 3, 32, 32)
     assert all(torch.allclose(expected, output, atol=1e-4) for expected, output in zip(cnn(x), attention(x)))
+    with pytest.raises(SystemExit, match=r'^\[Errno .*'):
+        tool('model_converters/conv_to_attention.py', f'{phase}.py', 'cnn.pth', 'cnn.pth/out.pth')

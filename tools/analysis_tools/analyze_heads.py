@@ -92,19 +92,19 @@ def main() -> None:
         if args.json:
             Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         report, num_images = report_of(load_model(args, args.config, args.weights), args)
+        print(LEGEND)
+        print(report)
+        if args.json:
+            origin = (
+                dict(model=args.timm, checkpoint=args.checkpoint or ('pretrained' if args.pretrained else None))
+                if args.timm
+                else dict(model=args.config or args.hf, checkpoint=args.weights)
+            )
+            content = report.to_dict(**origin, num_images=num_images)
+            Path(args.json).write_text(json.dumps(content, indent=1, allow_nan=False) + '\n')
+            print(f'Saved {args.json}')
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
         sys.exit(str(error))
-    print(LEGEND)
-    print(report)
-    if args.json:
-        origin = (
-            dict(model=args.timm, checkpoint=args.checkpoint or ('pretrained' if args.pretrained else None))
-            if args.timm
-            else dict(model=args.config or args.hf, checkpoint=args.weights)
-        )
-        content = report.to_dict(**origin, num_images=num_images)
-        Path(args.json).write_text(json.dumps(content, indent=1, allow_nan=False) + '\n')
-        print(f'Saved {args.json}')
 
 
 if __name__ == '__main__':

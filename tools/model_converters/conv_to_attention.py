@@ -20,9 +20,10 @@ warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', 
 
 from mmengine.config import DictAction
 from mmengine.registry import MODELS, init_default_scope
-from mmengine.runner import load_checkpoint, save_checkpoint
+from mmengine.runner import load_checkpoint
 
 import attncnn_plugin.mm.safe_loading  # noqa: F401
+from attncnn_plugin.loaded_model import write_checkpoint
 from attncnn_plugin.mm.tools import one_line, read_config
 from attncnn_plugin.model_options import setting
 from attncnn_plugin.models import CMHSANetwork
@@ -81,8 +82,10 @@ def main() -> None:
             sys.exit(f'{args.checkpoint} is not of the convolution phase: there is nothing to convert')
         if part.phase == 'conv':  # one of the attention phase has converted what it loaded
             print(part.to_attention())
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    save_checkpoint({'state_dict': model.state_dict(), 'meta': checkpoint.get('meta', {})}, args.out)
+    try:
+        write_checkpoint(args.out, model.state_dict(), meta=checkpoint.get('meta', {}))
+    except OSError as error:
+        sys.exit(str(error))
     print(f'Saved {args.out}')
 
 

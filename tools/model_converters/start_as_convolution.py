@@ -46,7 +46,7 @@ def main() -> None:
         model = create_timm(args.name, 'name', **args.model_kwargs)
         print(init_as_convolution(model, args.kernel_size, args.method, args.alpha, args.seed, shifts=args.shifts))
         write_checkpoint(args.out, model.state_dict())
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
         sys.exit(str(error))
     print(f'Saved {args.out}')
 

@@ -57,15 +57,15 @@ def main() -> None:
             loaded.inputs(images),
             [loaded.picture(image) for image in images],
             [f'test image {which}' if which.isdecimal() else Path(which).name for which in args.images],
-            title=f'Attention explorer: {Path(loaded.name).stem}',
+            title=f'Attention explorer: {Path(loaded.name).name.removesuffix(".py")}',
             about=args.about,
             max_bytes=int(args.max_size * 1e6),
         )
+        out = Path(args.out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(page, encoding='utf-8')
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
         sys.exit(str(error))
-    out = Path(args.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding='utf-8')
     print(f'Saved {out}, {out.stat().st_size / 1e6:.1f} MB')
 
 

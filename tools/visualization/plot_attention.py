@@ -219,9 +219,9 @@ def main() -> None:
             figure = plot_metric(labelled('runs', args.runs), metric, numbers_of(args.offsets))
         else:
             figure = draw_model(args)
+        save_figure(figure, args.out)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
         sys.exit(str(error))
-    save_figure(figure, args.out)
     print(f'Saved {args.out}')
 
 
