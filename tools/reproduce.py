@@ -25,6 +25,9 @@ from pathlib import Path
 from typing import Callable, Dict, List, Set
 
 import torch
+
+warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
+
 from mmengine.config import Config, DictAction
 from mmengine.logging import MMLogger
 from mmengine.registry import DefaultScope
@@ -64,6 +67,8 @@ def parse_args() -> argparse.Namespace:
     args.out = args.out or Path('work_dirs/reproduce', f'{args.data}_smoke' if args.smoke else args.data)
     if args.data == 'digits' and args.data_root is not None:
         parser.error(f'--data-root {args.data_root} is for images in a folder: the digits come with scikit-learn')
+    if min(args.jobs, args.threads) < 1:
+        parser.error(f'--jobs {args.jobs} and --threads {args.threads} must be at least 1')
     for key in args.cfg_options:
         if any(f'{own}.'.startswith(f'{key}.') for own in OWN.split()):
             parser.error(f'--cfg-options {key}=… would make the training another one than its row says')
@@ -233,5 +238,4 @@ def train(runs: List[Run], jobs: int, threads: int, lock: int, tell: Callable[[s
 
 if __name__ == '__main__':
     MMLogger.get_instance('mmengine', log_level='ERROR')  # its progress alone
-    warnings.filterwarnings('ignore', 'pkg_resources is deprecated')  # mmengine imports it again for every config
     main()

@@ -413,6 +413,7 @@ def test_errors(tool, options, message):
     'options, message',
     [
         (['--data-root', 'images'], '--data-root images is for images in a folder'),
+        (['--jobs', '0'], '--jobs 0 and --threads 1 must be at least 1'),
         (['--cfg-options', 'train_cfg.max_epochs=4'], 'train_cfg.max_epochs=… would make the training another one'),
         (['--cfg-options', 'train_dataloader=3'], 'train_dataloader=…'),
     ],
