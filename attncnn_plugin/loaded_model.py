@@ -39,10 +39,10 @@ def evenly_spread(length: int, number: int) -> List[int]:
 def write_checkpoint(path: Union[str, Path], state_dict: Mapping[str, Tensor], **others: Any) -> None:
     """Writes a state dict to a new file: alone if its name ends in ``.safetensors``, with other entries if not."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, 'wb') as file:
-        if Path(path).suffix == '.safetensors':
-            file.write(save({name: value.contiguous() for name, value in state_dict.items()}))
-        else:
+    if Path(path).suffix == '.safetensors':
+        Path(path).write_bytes(save({name: value.contiguous() for name, value in state_dict.items()}))
+    else:
+        with open(path, 'wb') as file:
             torch.save({'state_dict': state_dict, **others}, file)
 
 
