@@ -139,7 +139,7 @@ def test_reparameterize_model(trained, call):
         call('model_converters/reparameterize_model.py', trained.config, trained.checkpoint, 'deployed.pth')
 
 
-@pytest.mark.parametrize('name', PARAMETERS)
+@pytest.mark.parametrize('name', [*QUICK, PARAMETERS[-1]])  # images of 32 and of 16 pixels, and those in a folder
 def test_browse_dataset(name, call, folder):
     modes = ['original']
     if 'renderer' not in inspect.signature(_tight_bbox.adjust_bbox).parameters:  # the tool gives none
