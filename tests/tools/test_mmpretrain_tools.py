@@ -24,7 +24,6 @@ EPOCHS, ITERATIONS = 2, 2  # epochs, iterations of an epoch
 PRUNING = dict(type='HeadPruningHook', epochs=[1], criteria=[dict(type='entropy', threshold=0.0)])
 FAMILIES = (
     'sa_quadratic_digits',
-    'sa_generalized_digits',
     'sa_learned_digits',
     'sa_learned_content_digits',
     'sa_generalized_pruned_digits',
