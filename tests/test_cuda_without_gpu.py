@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.layers import LAYERS, takes_images
-from helpers.small import CMHSA_KINDS, TIMM_KINDS, small_model, small_timm
+from helpers.small import KINDS, TIMM_KINDS, small_model, small_timm
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,8 +22,7 @@ from attncnn_plugin.pruning import prune_heads
 
 CUDA = torch.device('cuda:0')
 
-SA_KINDS = [kind for kind in TIMM_KINDS if kind != 'sa_quadratic16_cifar']  # sa_quadratic_cifar with more heads
-MODELS = {kind: partial(small_model, kind, depth=1) for kind in (*SA_KINDS, *CMHSA_KINDS)}
+MODELS = {kind: partial(small_model, kind, depth=1) for kind in KINDS}
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch._C, '_ensureCUDADeviceGuardSet'), reason='fake tensors of a GPU need its driver in this torch'
@@ -98,7 +97,7 @@ def test_model(name, training, autocast):
         run(model, autocast)
 
 
-@pytest.mark.parametrize('name', SA_KINDS)
+@pytest.mark.parametrize('name', TIMM_KINDS)
 def test_pruned_model(name):
     with on_fake_cuda(small_timm(name)) as model:
         prune_heads(model, {0: [1], 1: [0, 2]})

@@ -1,72 +1,48 @@
 """The tool that prints head reports."""
 
 import json
-import runpy
-import sys
 
 import cv2
 import numpy as np
 import pytest
 import torch
+from helpers.digits import small_config
 from helpers.head_reports import check_schema
-from helpers.small import SMALL, SMALL_ARCH, small_timm
+from helpers.images import write_images
+from helpers.small import SMALL, small_timm
+from helpers.small_configs import SMALL_VIT
 from mmengine.config import Config
-from PIL import Image
+from mmengine.registry import MODELS, init_default_scope
 
 from attncnn_plugin.analysis import head_report
-
-CONFIG = """
-_base_ = '{base}'
-custom_imports = dict(imports=['attncnn_plugin'], allow_failed_imports=False)
-model = dict(backbone=dict(arch=dict(_delete_=True, **{arch})), head=dict(in_channels=16))
-"""
-
-VIT = """
-_base_ = '{base}'
-custom_imports = dict(imports=['attncnn_plugin'], allow_failed_imports=False)
-model = dict(
-    backbone=dict(arch=dict(_delete_=True, embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=24)),
-    head=dict(in_channels=16))
-"""
 
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory, repository):
     """Configs of small models, their checkpoints, and images of another size."""
-    from mmengine.registry import MODELS, init_default_scope
-
     folder = tmp_path_factory.mktemp('reports')
+    configs = {name: small_config(repository, folder, f'sa_{name}_digits') for name in ('quadratic', 'learned_content')}
+    configs['cmhsa'] = Config.fromfile(repository / 'configs/cmhsa3_digits.py')
+    configs['vit_base'] = Config.fromfile(repository / 'configs/vit_base_cifar100.py')
+    configs['vit_base'].model.backbone.arch, configs['vit_base'].model.head.in_channels = SMALL_VIT, 16
+    init_default_scope('mmpretrain')
     torch.manual_seed(0)
-    for name in ('quadratic', 'learned_content'):
-        config = folder / f'{name}.py'
-        config.write_text(CONFIG.format(base=repository / f'configs/sa_{name}_digits.py', arch=SMALL_ARCH))
-        init_default_scope('mmpretrain')
-        model = MODELS.build(Config.fromfile(config).model)
-        torch.save(dict(state_dict=model.state_dict(), meta={}), folder / f'{name}.pth')
-    config = folder / 'vit_base.py'
-    config.write_text(VIT.format(base=repository / 'configs/vit_base_cifar100.py'))
-    torch.save(MODELS.build(Config.fromfile(config).model).state_dict(), folder / 'vit_base.pth')
-    config = Config.fromfile(repository / 'configs/cmhsa3_digits.py')
-    config.dump(folder / 'cmhsa.py')
-    torch.save(MODELS.build(config.model).state_dict(), folder / 'cmhsa.pth')
+    for name, config in configs.items():
+        config.dump(folder / f'{name}.py')
+        torch.save(dict(state_dict=MODELS.build(config.model).state_dict(), meta={}), folder / f'{name}.pth')
     torch.save(small_timm('sa_quadratic_cifar', num_classes=3).state_dict(), folder / 'timm.pth')
-    (folder / 'images/a').mkdir(parents=True)
-    for i in range(4):
-        pixels = np.random.default_rng(i).integers(0, 256, (20, 20, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f'images/a/{i}.png')
+    write_images(folder / 'images', ['a'], 4, size=20)
     return folder
 
 
 @pytest.fixture
-def tool(repository, monkeypatch, capsys):
-    """The tool in this process."""
+def tool(tool, capsys):
+    """Gives the status of the tool, its output and its errors."""
 
     def call(*arguments):
-        path = str(repository / 'tools/analysis_tools/analyze_heads.py')
-        monkeypatch.setattr(sys, 'argv', [path, *map(str, arguments)])
         status = 0
         try:
-            runpy.run_path(path, run_name='__main__')
+            tool('analysis_tools/analyze_heads.py', *arguments)
         except SystemExit as end:
             status = end.code
         captured = capsys.readouterr()

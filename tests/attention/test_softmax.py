@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from attncnn_plugin.attention.softmax import LEAST, softmax
 
-ATTENTION = sorted(LAYERS.keys() - {'converted_back'})  # which is a convolution
 PRECISIONS = {
     'float32': (torch.float32, None),
     'float64': (torch.float64, None),
@@ -80,7 +79,7 @@ def assert_same_bits(name, case, dtype, run, patch):
 
 
 @pytest.mark.parametrize('precision', PRECISIONS)
-@pytest.mark.parametrize('name', ATTENTION)
+@pytest.mark.parametrize('name', LAYERS)
 def test_same_bits(name, precision, monkeypatch):
     dtype, autocast = PRECISIONS[precision]
     torch.manual_seed(0)
@@ -89,7 +88,7 @@ def test_same_bits(name, precision, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ATTENTION)
+@pytest.mark.parametrize('name', LAYERS)
 def test_same_bits_compiled(name, monkeypatch):
     def run(layer, x):
         torch.compiler.reset()

@@ -1,6 +1,7 @@
 """What is in a page of the explorer."""
 
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,7 +21,6 @@ from helpers.explorer_pages import (
     relative_errors,
     unpack,
 )
-from helpers.processes import run
 from helpers.small import SMALL, small_cmhsa, small_timm
 from PIL import Image
 from torch import nn
@@ -189,30 +189,23 @@ def test_page_asks_for_nothing():
     assert not re.search(r'\b(src|href)=', page)
 
 
-def explore(repository, folder, *arguments, **options):
-    tool = repository / 'tools/visualization/attention_explorer.py'
-    return run('python', tool, *arguments, folder=folder, **options)
-
-
-def test_tool(repository, tmp_path):
-    pytest.importorskip('mmpretrain')
-    from mmengine.config import Config
-    from mmengine.registry import init_default_scope
-    from mmpretrain.registry import MODELS
-
+def test_tool(tool, repository, tmp_path, monkeypatch, capsys):
+    mmpretrain = pytest.importorskip('mmpretrain')
+    monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     digit = rng.integers(0, 256, (8, 8), dtype=np.uint8)
-    np.save(tmp_path / 'digit.npy', digit)
-    Image.fromarray(digit).save(tmp_path / 'digit.png')
-    Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8)).save(tmp_path / 'photo.jpg')
-    config = repository / 'configs/sa_quadratic_digits.py'
-    init_default_scope('mmpretrain')
-    torch.save(dict(state_dict=MODELS.build(Config.fromfile(config).model).state_dict()), tmp_path / 'model.pth')
-    files = [config, tmp_path / 'model.pth', *(tmp_path / name for name in ('digit.npy', 'digit.png', 'photo.jpg')), 5]
-    output = explore(repository, tmp_path, *files, '--out', tmp_path / 'pages/explorer.html')
+    np.save('digit.npy', digit)
+    Image.fromarray(digit).save('digit.png')
+    Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8)).save('photo.jpg')
+    config = str(repository / 'configs/sa_quadratic_digits.py')
+    torch.save(dict(state_dict=mmpretrain.get_model(config).state_dict()), 'model.pth')
+    explore = partial(tool, 'visualization/attention_explorer.py', config, 'model.pth')
+    explore('digit.npy', 'digit.png', 'photo.jpg', 5, '--out', 'pages/explorer.html')
+    output = capsys.readouterr().out
     assert 'Saved ' in output and ' MB' in output
     content = unpack((tmp_path / 'pages/explorer.html').read_text(encoding='utf-8'))
     assert content['names'] == ['digit.npy', 'digit.png', 'photo.jpg', 'test image 5'] and content['grid'] == [8, 8]
     assert [picture.shape for picture in content['pictures']] == [(16, 16, 3)] * 4
     assert (content['pictures'][0] == content['pictures'][1]).all()
-    explore(repository, tmp_path, config, tmp_path / 'model.pth', tmp_path / 'model.pth', expected=1)
+    with pytest.raises(SystemExit, match='model.pth cannot be read as an image'):
+        explore('model.pth')

@@ -22,8 +22,8 @@ class Residual(nn.Module):
         return x + self.drop(self.conv2(self.bn1(self.conv1(x)).relu()))
 
 
-def small_cnn(dtype=torch.float64, seed=0):
-    """Convolutions of several kinds, trained-like, with running statistics; images of 3 channels to 5 classes."""
+def small_cnn(seed=0):
+    """Convolutions of several kinds in float64, trained-like, with running statistics; 3 channels to 5 classes."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = nn.Sequential(
@@ -36,8 +36,8 @@ def small_cnn(dtype=torch.float64, seed=0):
                 flatten=nn.Flatten(),
                 head=nn.Linear(6, 5),
             )
-        ).to(dtype)
-        model(torch.randn(8, 3, 12, 13, dtype=dtype))
+        ).double()
+        model(torch.randn(8, 3, 12, 13, dtype=torch.float64))
         return trained_like(model).eval()
 
 

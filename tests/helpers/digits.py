@@ -100,11 +100,3 @@ def assert_close(state_dict, expected, tolerance=1e-6):
     assert state_dict.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.allclose(state_dict[name].float(), value.float(), atol=tolerance), name
-
-
-def on_cpu(monkeypatch):
-    """The settings of AmpOptimWrapper, which asks for a GPU, on the CPU."""
-    from mmengine.optim.optimizer import amp_optimizer_wrapper
-
-    monkeypatch.setattr(amp_optimizer_wrapper, 'is_cuda_available', lambda: True)
-    return {'optim_wrapper.type': 'AmpOptimWrapper', 'optim_wrapper.dtype': 'bfloat16'}

@@ -7,7 +7,7 @@ from torch import nn
 
 from attncnn_plugin import attention as layers
 from attncnn_plugin.attention.window import Window
-from attncnn_plugin.convert import conv_to_mhsa, conv_to_patch_mhsa, mhsa_to_conv
+from attncnn_plugin.convert import conv_to_mhsa, conv_to_patch_mhsa
 
 with torch.random.fork_rng():  # drawn alike whatever was imported before
     torch.manual_seed(0)
@@ -38,7 +38,6 @@ LAYERS = {
     'converted_hard': lambda: conv_to_mhsa(CONV)[0],
     'converted_soft': lambda: conv_to_mhsa(CONV, 5)[0],
     'converted_patches': lambda: conv_to_patch_mhsa(CONV, 2)[0],
-    'converted_back': lambda: mhsa_to_conv(conv_to_mhsa(CONV)[0], 3)[0],
 }
 
 

@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 # The module for custom_imports: one fault at an iteration, on one rank, and the weights of every rank at the end.
 HOOKS = textwrap.dedent("""
-    import json, os, resource, signal, time
+    import json, os, signal, time
     import torch
     from mmengine.config import config
     from mmengine.dist import get_rank
@@ -56,8 +56,6 @@ HOOKS = textwrap.dedent("""
             elif fault == 'launcher':
                 os.kill(os.getppid(), signal.SIGTERM)
                 time.sleep(2)
-            elif fault == 'disk':
-                resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
             elif fault == 'nan':
                 with torch.no_grad():
                     next(runner.model.parameters()).fill_(float('nan'))
@@ -179,14 +177,17 @@ def train(config: Path, work_dir: Path, *options: object, **kwargs) -> str:
     return run('python', tool, config, '--work-dir', work_dir, *options, folder=config.parent, **kwargs)
 
 
+def free_port() -> str:
+    with socket.socket() as unused:
+        unused.bind(('127.0.0.1', 0))
+        return str(unused.getsockname()[1])
+
+
 def train_on_ranks(config: Path, work_dir: Path, *options: object) -> str:
     """Runs ``tools/train.py`` in two ranks, and returns what the first one says."""
     words = [REPOSITORY / 'tools/train.py', config, '--work-dir', work_dir, '--launcher', 'pytorch', *options]
-    with socket.socket() as unused:
-        unused.bind(('127.0.0.1', 0))
-        port = str(unused.getsockname()[1])
     work_dir.mkdir(exist_ok=True)
-    arguments = [str(word) for word in words], config.parent, work_dir, port
+    arguments = [str(word) for word in words], config.parent, work_dir, free_port()
     torch.multiprocessing.start_processes(_train_rank, arguments, nprocs=2, start_method='spawn')
     return (work_dir / 'rank0.log').read_text()
 

@@ -6,13 +6,7 @@ import torch
 
 import attncnn_plugin  # noqa: F401
 
-TIMM_KINDS = [
-    'sa_quadratic_cifar',
-    'sa_quadratic16_cifar',
-    'sa_generalized_cifar',
-    'sa_learned_cifar',
-    'sa_learned_content_cifar',
-]
+TIMM_KINDS = ['sa_quadratic_cifar', 'sa_generalized_cifar', 'sa_learned_cifar', 'sa_learned_content_cifar']
 SMALL = dict(embed_dim=16, depth=2, num_heads=3, mlp_dim=24)
 SMALL_ARCH = dict(embed_dims=16, num_layers=2, num_heads=3, feedforward_channels=24)
 SMALL_CMHSA = dict(type='CMHSA', patch_size=2, img_size=16, num_layers=2, feedforward_channels=24)

@@ -3,15 +3,6 @@
 import timm
 import torch
 
-NAMES = [
-    'vit_tiny_patch16_224',
-    'deit_tiny_patch16_224',
-    'beit_base_patch16_224',
-    'swin_tiny_patch4_window7_224',
-    'eva02_tiny_patch14_224',
-    'vit_small_patch16_dinov3',
-]
-
 
 def small_vit(name='vit_tiny_patch16_224', size=(3, 4), double=True, **kwargs):
     """A grid of ``size`` patches, two heads of 16 channels."""

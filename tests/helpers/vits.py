@@ -12,15 +12,14 @@ from .small import small_model, small_timm, trained_like
 SIZE = 32
 WITH_MLP = 'vit_relpos_small_patch16_224'  # which gives biases of relative positions, and cannot start as a convolution
 SMALL = dict(img_size=SIZE, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
+SWIN = dict(img_size=SIZE, embed_dim=12, depths=(2, 2), num_heads=(3, 3), window_size=4, num_classes=5)
 OF_TIMM = {
     'vit_tiny_patch16_224': SMALL,
     'deit_tiny_distilled_patch16_224': {**SMALL, 'qk_norm': True},
     WITH_MLP: SMALL,
     'vit_relpos_base_patch32_plus_rpn_256': {**SMALL, 'rel_pos_type': 'bias'},  # by a table
     'beit_base_patch16_224': SMALL,
-    'swin_tiny_patch4_window7_224': dict(
-        img_size=SIZE, embed_dim=12, depths=(2, 2), num_heads=(3, 3), window_size=4, num_classes=5
-    ),
+    'swin_tiny_patch4_window7_224': SWIN,
     'eva02_tiny_patch14_224': SMALL,
     'eva02_base_patch14_224': SMALL,  # queries, keys and values by three maps
     'vit_small_patch16_dinov3': SMALL,
@@ -40,7 +39,6 @@ OF_MMPRETRAIN = {
     ),
 }
 
-SWIN = dict(img_size=SIZE, embed_dim=12, depths=(2, 2), num_heads=(3, 3), window_size=4, num_classes=5)
 OTHERS = {  # those that cannot start as a convolution, of either library
     'swinv2_tiny_window8_256': SWIN,
     'swinv2_cr_tiny_224': SWIN,

@@ -4,6 +4,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from helpers.small import SMALL_ARCH
 from mmcv.transforms import LoadImageFromFile
 from mmengine.config import Config
 from mmpretrain import get_model
@@ -21,9 +22,7 @@ def photo(seed, height=16, width=16):
 def save_config(folder, repository, to_rgb=True, **options):
     """A small network for images in a folder, and its checkpoint."""
     config = Config.fromfile(str(repository / 'configs/sa_quadratic_digits.py'))
-    config.model.backbone.update(
-        arch=dict(embed_dims=16, num_layers=2, num_heads=3, feedforward_channels=24), in_channels=3
-    )
+    config.model.backbone.update(arch=SMALL_ARCH, in_channels=3)
     config.model.head.in_channels = 16
     config.data_preprocessor = dict(num_classes=10, mean=[120, 110, 100], std=[60, 61, 62], to_rgb=to_rgb)
     steps = [dict(type='LoadImageFromFile'), dict(type='PackInputs')]

@@ -57,17 +57,16 @@ def assert_started(model, backbone, prefix, layers, bound):
 @pytest.mark.parametrize('config', SMALL, ids=[config['type'] for config in SMALL])
 def test_attention_after_init_weights(config):
     """The start comes last: after tables, embeddings and MLPs that mmpretrain draws, with its own attention."""
-    model, report = built(config, init_cfg=[START]), init_as_convolution(built(config))
+    model, other = built(config, init_cfg=[START]), built(config)
+    report = init_as_convolution(other)
     model.init_weights()
     encoding = 'absolute' if config['type'] not in ('BEiTViT', 'SwinTransformer') else 'relative'
     assert {layer.encoding for layer in report.layers} == {encoding}
     assert all(head.total_variation < BOUNDS[encoding] for layer in report.layers for head in layer.heads)
     if config['type'] == 'SwinTransformer':
         for layer in report.layers:
-            table = model.get_submodule(layer.name).relative_position_bias_table
-            other = MODELS.build(config)
-            init_as_convolution(other)
-            assert torch.equal(table, other.get_submodule(layer.name).relative_position_bias_table)
+            tables = (own.get_submodule(layer.name).relative_position_bias_table for own in (model, other))
+            assert torch.equal(*tables)
         return
     assert_started(model, model, '', report.layers, max(BOUNDS[encoding], 1e-5))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.processes import run
+from helpers.processes import free_port, run
 from hypothesis import given
 from hypothesis import strategies as st
 from mmengine.config import Config
@@ -245,17 +245,19 @@ def test_several_classes_are_refused():
 
 @pytest.mark.slow
 def test_two_processes_have_the_loss_of_one(repository, tmp_path):
-    """41 images: the second process has one twice, which counts once."""
+    """41 images: the second process has one twice, which counts once. On a port that is given."""
     config = digits_config(repository, tmp_path)
     config.test_dataloader.dataset.indices = 41
     config.dump(tmp_path / 'config.py')
     torch.save(Runner.from_cfg(config).model.state_dict(), tmp_path / 'model.pth')
     found = []
-    for tool, processes in (('python', []), ('bash', [2])):
-        name = 'test.py' if tool == 'python' else 'dist_test.sh'
+    for tool, name, processes, variables in (
+        ('python', 'test.py', [], {}),
+        ('bash', 'dist_test.sh', [2], dict(PORT=free_port())),
+    ):
         out = tmp_path / f'{tool}.json'
         command = [tool, repository / 'tools' / name, tmp_path / 'config.py', tmp_path / 'model.pth', *processes]
-        run(*command, '--work-dir', tmp_path, '--out', out, '--out-item', 'metrics', folder=tmp_path)
+        run(*command, '--work-dir', tmp_path, '--out', out, '--out-item', 'metrics', folder=tmp_path, **variables)
         found.append(Config.fromfile(out))
     assert found[0]['cross_entropy/mean'] == pytest.approx(found[1]['cross_entropy/mean'], rel=1e-6)
     assert np.isfinite(found[0]['cross_entropy/mean'])

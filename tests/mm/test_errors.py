@@ -1,6 +1,5 @@
 """The last line of a tool's output: what is missing, and what would do."""
 
-import runpy
 import sys
 from urllib.error import URLError
 
@@ -26,21 +25,19 @@ def no_network(monkeypatch):
     monkeypatch.setattr(utils, 'download_url_to_file', fail)
 
 
-@pytest.mark.parametrize('tool', ['train.py', 'test.py'])
-def test_data_set_that_cannot_be_downloaded(tool, no_network, repository, tmp_path, monkeypatch):
+@pytest.mark.parametrize('name', ['train.py', 'test.py'])
+def test_data_set_that_cannot_be_downloaded(name, tool, no_network, repository, tmp_path, monkeypatch):
     """The data set, its folder, and the option for another."""
     config = str(repository / 'configs/cmhsa5_cifar100.py')
-    checkpoint = [] if tool == 'train.py' else ['nothing.pth']
+    checkpoint = [] if name == 'train.py' else ['nothing.pth']
     small = [
         'model.backbone.num_layers=1',
         'train_dataloader.num_workers=0',
         'train_dataloader.persistent_workers=False',
     ]
-    arguments = [config, *checkpoint, '--work-dir', 'out', '--cfg-options', *small]
-    monkeypatch.setattr(sys, 'argv', [tool, *arguments])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(repository / 'tools' / tool), run_name='__main__')
+        tool(name, config, *checkpoint, '--work-dir', 'out', '--cfg-options', *small)
     assert end.value.code == (
         'CIFAR100 is not in data/cifar100/ and cannot be downloaded (URLError: <urlopen error Name or service not '
         'known>): put cifar-100-python.tar.gz there, from https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz, or '
@@ -49,7 +46,7 @@ def test_data_set_that_cannot_be_downloaded(tool, no_network, repository, tmp_pa
 
 
 @pytest.mark.parametrize(
-    'tool, arguments',
+    'name, arguments',
     [
         ('train.py', []),
         ('test.py', ['x.pth']),
@@ -61,14 +58,13 @@ def test_data_set_that_cannot_be_downloaded(tool, no_network, repository, tmp_pa
         ('model_converters/conv_to_attention.py', ['x.pth', 'y.pth']),
     ],
 )
-def test_config_that_is_not_there(tool, arguments, repository, tmp_path, monkeypatch):
-    first = ['visualization/vis_scheduler.py'] if tool == 'mmpretrain_tool.py' else []
-    monkeypatch.setattr(sys, 'argv', [tool, *first, 'configs/sa_quadratik_digits.py', *arguments])
+def test_config_that_is_not_there(name, arguments, tool, tmp_path, monkeypatch):
+    first = ['visualization/vis_scheduler.py'] if name == 'mmpretrain_tool.py' else []
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'configs').mkdir()
     (tmp_path / 'configs/sa_quadratic_digits.py').write_text('')
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(repository / 'tools' / tool), run_name='__main__')
+        tool(name, *first, 'configs/sa_quadratik_digits.py', *arguments)
     assert end.value.code == 'configs/sa_quadratik_digits.py is not there: did you mean sa_quadratic_digits.py?'
 
 

@@ -1,4 +1,4 @@
-"""What a long run meets: killed, preempted, out of numbers, out of disk; damaged files and mistaken configs."""
+"""What a long run meets: killed, preempted, out of numbers; damaged files and mistaken configs."""
 
 import json
 import os
@@ -175,7 +175,7 @@ def test_preempted_on_two_ranks(folder, train_two, whole):
         assert_equal(folder / 'ranks', whole, rank, tolerance=1e-5)
 
 
-# Out of numbers, ranks and disk.
+# Out of numbers and ranks; out of disk: test_reliability_hooks.py.
 
 
 @pytest.mark.slow  # in one process: test_reliability_hooks.py
@@ -190,17 +190,6 @@ def test_invalid_loss_on_one_rank(folder, train_two):
     assert 'The images of the batch: ' in log
     assert not list(work_dir.glob('epoch_2*'))
     assert all(value.isfinite().all() for value in torch.load(work_dir / 'epoch_1.pth')['state_dict'].values())
-
-
-@pytest.mark.slow  # in one process: test_reliability_hooks.py
-def test_disk_full(folder, train):
-    work_dir = folder / 'disk'
-    log = train('disk', expected=1, FAULT=f'disk,{ITERATIONS},0')
-    assert last_line(log).startswith(f'OSError: {work_dir}/epoch_2.pth (') and 'could not be written' in last_line(log)
-    assert 'make room' in last_line(log)
-    assert (work_dir / 'last_checkpoint').read_text() == str(work_dir / 'epoch_1.pth')
-    assert {path.name for path in work_dir.glob('epoch*')} == {'epoch_1.pth'}
-    assert torch.load(work_dir / 'epoch_1.pth')['meta']['epoch'] == 1
 
 
 @pytest.mark.slow

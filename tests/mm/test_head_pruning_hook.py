@@ -12,12 +12,12 @@ from helpers.digits import (
     average_of,
     log_of,
     numbers,
-    on_cpu,
     run,
     small_config,
 )
 from helpers.small import save_degenerate
 from mmengine.hooks import Hook
+from mmengine.optim.optimizer import amp_optimizer_wrapper
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
@@ -171,10 +171,10 @@ def test_a_share_of_the_multiply_adds(repository, tmp_path):
 
 
 def test_two_hooks_at_the_same_epoch(repository, tmp_path):
-    """Each prunes its own layers; an epoch that never comes is a warning."""
+    """Each prunes its own layers, and leaves one head, twice; an epoch that never comes is a warning."""
     every = dict(criteria=[dict(type='uniform', threshold=1e9)], num_batches=1)
     config = config_of(C20, repository, tmp_path, dict(every, epochs=1, layers='*.0.*'), **{'train_cfg.max_epochs': 2})
-    config.custom_hooks.insert(1, dict(every, type='HeadPruningHook', epochs=[1, 7], layers='*.1.*'))
+    config.custom_hooks.insert(1, dict(every, type='HeadPruningHook', epochs=[0, 1, 7], layers='*.1.*'))
     assert numbers(run(config)[0].model) == [1, 1]
     assert 'The run ends after 2 epochs: HeadPruningHook removes no heads at epoch 7\n' in log_of(tmp_path)
 
@@ -192,12 +192,6 @@ def test_augmentations_of_a_resumed_run(repository, tmp_path):
     whole, _ = run(config(tmp_path))
     resumed, _ = run(config(tmp_path / 'on', load_from=str(tmp_path / 'epoch_1.pth'), resume=True))
     assert_close(resumed.model.state_dict(), whole.model.state_dict())
-
-
-def test_never_without_heads(repository, tmp_path):
-    hook = dict(epochs=range(2), criteria=[dict(type='uniform', threshold=1e9)])
-    config = config_of(C20, repository, tmp_path, hook, **{'train_cfg.max_epochs': 2})
-    assert numbers(run(config)[0].model) == [1, 1]
 
 
 def test_gradient_accumulation(repository, tmp_path, start):
@@ -223,9 +217,11 @@ def test_gradient_accumulation(repository, tmp_path, start):
 
 def test_mixed_precision(repository, tmp_path, monkeypatch):
     """Through a transition, whose second phase inherits it, and a pruning, which keeps the optimizer's state."""
+    monkeypatch.setattr(amp_optimizer_wrapper, 'is_cuda_available', lambda: True)  # it asks for a GPU
+    mixed = {'optim_wrapper.type': 'AmpOptimWrapper', 'optim_wrapper.dtype': 'bfloat16'}
 
     def config(folder, **changes):
-        config = small_config(repository, tmp_path / folder, **on_cpu(monkeypatch), **changes)
+        config = small_config(repository, tmp_path / folder, **mixed, **changes)
         config.custom_hooks.append(dict(type='HeadPruningHook', epochs=[CHANGE + 1], keep=11))
         return config
 
@@ -319,8 +315,6 @@ def test_criteria_of_attention_to_come(settings, repository, tmp_path):
     [
         (dict(epochs=[-1]), r'epochs=\[-1\] of HeadPruningHook must be epochs'),
         (dict(num_batches=0), 'num_batches=0 of HeadPruningHook must be at least 1'),
-        (dict(keep=3, threshold=0.1), 'give one of threshold, keep and multiply_adds'),
-        (dict(criteria=[]), 'criteria=.. of PruneHeads and nothing else say which'),
     ],
 )
 def test_settings_are_checked(settings, message):
@@ -334,7 +328,6 @@ def test_settings_are_checked(settings, message):
         (C20, dict(criteria=['ugly']), ValueError, "criterion 'ugly' is unknown"),
         ('SALearned', dict(criteria=['uniform']), TypeError, "'entropy'"),
         ('VisionTransformer', dict(), TypeError, "layers.0.attn: the criterion 'stripe' is for Gaussian heads"),
-        ('CMHSA', dict(), TypeError, "layers='\\*' can leave it out"),
         ('VisionTransformer', dict(criteria=['entropy'], layers='x*'), ValueError, "no attention with layers='x\\*'"),
         ('VisionTransformer', dict(keep=1), ValueError, 'keep=1 cannot be reached'),
         ('VisionTransformer', dict(multiply_adds=0.5), ValueError, 'multiply_adds=0.5 cannot be reached'),

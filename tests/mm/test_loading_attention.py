@@ -1,7 +1,4 @@
-"""``ConvToAttention`` takes the attention of a checkpoint, whichever of mmengine's functions loads it.
-
-A CNN of mmpretrain's zoo takes it when it is told to.
-"""
+"""``ConvToAttention`` takes the attention of a checkpoint, whichever of mmengine's functions loads it."""
 
 import copy
 
@@ -14,7 +11,6 @@ from mmengine.model import BaseTTAModel, ExponentialMovingAverage
 from mmengine.runner import load_checkpoint
 from torch import nn
 
-from attncnn_plugin import follow_state_dict
 from attncnn_plugin.attention.images import ImageAttention
 from attncnn_plugin.convert import convs_to_attention
 
@@ -156,17 +152,3 @@ def test_a_refused_load_leaves_the_backbone_as_it_was(trained, change):
     assert backbone.phase == 'conv'
     assert all(a is b for a, b in zip(backbone.modules(), modules))
     assert all(a is b for a, b in zip(backbone.parameters(), parameters))
-
-
-def test_a_stock_model_takes_attention_when_it_is_told_to(trained):
-    model, x, file = trained
-    loaded = build(STOCK)
-    with pytest.raises(
-        RuntimeError, match='unexpected key in source state_dict: .*backbone.layer4.0.conv1.value.weight'
-    ):
-        load_checkpoint(loaded, file, strict=True)
-    assert not any(isinstance(module, ImageAttention) for module in loaded.modules())
-    assert follow_state_dict(loaded, torch.load(file)['state_dict'])
-    load_checkpoint(loaded, file, strict=True)
-    loaded.eval()
-    assert torch.equal(loaded(x), model(x))

@@ -3,14 +3,13 @@
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
-from helpers.processes import REPOSITORY, environment, run
+from helpers.processes import REPOSITORY, environment, free_port, run
 
 from attncnn_plugin.mm import tools
 
@@ -116,10 +115,7 @@ def test_ranks_wait_for_each_other(rank0, statuses, tmp_path):
     """The second has nothing left to do while the first still works; where that fails, it does not wait for ever."""
     (tmp_path / 'mmpretrain/.mim/tools').mkdir(parents=True)
     (tmp_path / 'mmpretrain/.mim/tools/slow.py').write_text(TOOL.format(rank0=rank0))
-    with socket.socket() as unused:
-        unused.bind(('127.0.0.1', 0))
-        port = str(unused.getsockname()[1])
-    place = dict(WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=port, TORCHELASTIC_RUN_ID='none')
+    place = dict(WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=free_port(), TORCHELASTIC_RUN_ID='none')
     ranks = [
         subprocess.Popen(
             [sys.executable, '-c', RANK],

@@ -304,18 +304,6 @@ def test_frozen_stays_frozen():
     assert all(p.requires_grad for p in model.blocks[1].parameters())
 
 
-def test_a_compiled_model_goes_on_after_the_transition():
-    model = trained_like(small_cmhsa('conv', depth=1, attn_bias_init=40.0)).eval()
-    compiled = torch.compile(model, backend='eager')
-    x = torch.randn(2, 3, 16, 16)
-    before = compiled(x)
-    model.to_attention()
-    assert relative_error(compiled(x), before) < 1e-4
-    with torch.no_grad():
-        model.blocks[0].attn.out.weight.zero_()
-    assert relative_error(compiled(x), before) > 1e-3
-
-
 def test_following_says_what_became_of_the_parameters():
     """An optimizer that has them trains what the state dict made of the network."""
     model, second = (small_cmhsa(phase=phase, head_dim='exact') for phase in ('conv', 'attn'))

@@ -155,7 +155,8 @@ def test_refused_losses():
         with pytest.raises(ValueError, match=message):
             head_ablation(model, batches, bad)
         assert not any(module._forward_pre_hooks for module in model.modules())
-    with pytest.raises(ValueError, match='batches are none'):
-        head_ablation(model, [], loss_and_right)
-    with pytest.raises(ValueError, match='Linear without attention whose heads can be removed'):
-        head_ablation(torch.nn.Linear(2, 2), batches, loss_and_right)
+    for measure in (head_ablation, head_importance):
+        with pytest.raises(ValueError, match='batches are none'):
+            measure(model, [], loss_and_right)
+        with pytest.raises(ValueError, match='Linear without attention whose heads can be removed'):
+            measure(torch.nn.Linear(2, 2), batches, loss_and_right)

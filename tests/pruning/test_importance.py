@@ -96,12 +96,8 @@ def test_importance_of_a_layer_that_is_used_twice():
 def test_refused_losses():
     model = small_vit('vit_tiny_patch16_224')
     batch = torch.randn(2, 3, SIZE, SIZE), torch.tensor([0, 1])
-    with pytest.raises(ValueError, match='batches are none'):
-        head_importance(model, [], loss_of)
     with pytest.raises(ValueError, match='called the model 2 times'):
         head_importance(model, [batch], lambda model, batch: loss_of(model, batch) + loss_of(model, batch))
-    with pytest.raises(ValueError, match='without attention whose heads can be removed'):
-        head_importance(torch.nn.Linear(2, 2), [batch], loss_of)
     for wrong in ((batch[0] * torch.nan, batch[1]), (batch[0][:0], batch[1][:0])):
         with pytest.raises(ValueError, match='is nan for batch 1: a finite number is needed'):
             head_importance(model, [batch, wrong], loss_of)

@@ -5,7 +5,6 @@ import torch
 
 pytest.importorskip('matplotlib')
 from helpers.explorer_pages import page_of, unpack
-from helpers.starts import NAMES
 from helpers.vits import NO_START, OTHERS, SETTINGS, WITH_MLP, new_vit, output_of, small_vit
 
 from attncnn_plugin.analysis import head_report, mean_attention
@@ -17,7 +16,11 @@ from attncnn_plugin.visualization.style import image_of
 BOUNDS = dict(absolute=0.05, relative=1e-6, rotary=0.08)  # of the total variation on random images
 MODELS = [name for name in SETTINGS if name not in OTHERS]
 FULL_SIZE = {
-    **dict.fromkeys(NAMES, dict(img_size=224)),
+    'vit_tiny_patch16_224': dict(img_size=224),  # and DeiT-tiny
+    'beit_base_patch16_224': dict(img_size=224),
+    'swin_tiny_patch4_window7_224': dict(img_size=224),
+    'eva02_tiny_patch14_224': dict(img_size=224),
+    'vit_small_patch16_dinov3': dict(img_size=224),
     WITH_MLP: dict(img_size=224, rel_pos_type='bias'),
     'VisionTransformer': dict(arch='deit-tiny'),
     'BEiTViT': dict(arch='base'),

@@ -231,7 +231,7 @@ def test_the_seed_draws_the_start():
 def tool(monkeypatch, tmp_path, capsys):
     """Runs the tool with trainings that are files alone, or networks in this process where ``tool.trains`` is true.
 
-    Gives what began, what it prints and its exit status.
+    Gives what began, what it prints and its exit status, or what it says of its options.
     """
     monkeypatch.setitem(TABLES, 'small', TABLE)
     begun, start, collect_networks = [], subprocess.Popen, Run.collect
@@ -283,7 +283,8 @@ def tool(monkeypatch, tmp_path, capsys):
             status = error.code
         finally:
             signal.signal(signal.SIGTERM, handler)
-        return list(begun), capsys.readouterr().out, status
+        said = capsys.readouterr()
+        return list(begun), said.out, said.err if status == 2 else status
 
     run_tool.failing = run_tool.stops = ()
     run_tool.trains = False
@@ -402,27 +403,15 @@ def test_trainings_that_fail(tool, tmp_path, monkeypatch):
             ['--cfg-options', 'train_dataloader.dataset.dataset.pipeline.0.scale=28'],
             r'the images cannot be used: ValueError: they have the shape \(3, 28, 28\), but the networks are for',
         ),
-    ],
-)
-def test_errors(tool, options, message):
-    begun, _, status = tool(*options)
-    assert not begun and re.search(message, status)
-
-
-@pytest.mark.parametrize(
-    'options, message',
-    [
         (['--data-root', 'images'], '--data-root images is for images in a folder'),
         (['--jobs', '0'], '--jobs 0 and --threads 1 must be at least 1'),
         (['--cfg-options', 'train_cfg.max_epochs=4'], 'train_cfg.max_epochs=… would make the training another one'),
         (['--cfg-options', 'train_dataloader=3'], 'train_dataloader=…'),
     ],
 )
-def test_options_that_are_refused(options, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, 'argv', ['reproduce.py', 'C20-1', '--data', 'digits', *options])
-    with pytest.raises(SystemExit):
-        reproduce.main()
-    assert message in capsys.readouterr().err
+def test_errors(tool, options, message):
+    begun, _, status = tool(*options)
+    assert not begun and re.search(message, status)
 
 
 def test_a_folder_of_other_settings(tool, tmp_path):
@@ -522,8 +511,8 @@ def test_killed_twice(tmp_path):
 
 
 SMOKE = {
-    'C20-E': ['pruned', 'pruned, biases corrected'],
-    'two-phases': ['both phases, narrow heads', 'ViT'],
+    'C20-E': ['pruned'],
+    'two-phases': ['both phases, narrow heads'],
     'T-CNN': ['gated attention'],
     'pruning': ['12 heads, by importance', '12 heads, at random'],
     'starts': ['random embedding', 'Gaussian'],

@@ -259,7 +259,7 @@ def test_figures_without_matplotlib(tool, monkeypatch):
     for name in [name for name in sys.modules if name.startswith('attncnn_plugin.visualization')]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, 'matplotlib', None)
-    with pytest.raises(SystemExit, match='the figures need matplotlib: pip install'):
+    with pytest.raises(SystemExit, match=r"the figures need matplotlib: pip install 'attncnn_plugin\[vis\]'"):
         tool('visualization/plot_attention.py', *MODEL, '--figure', 'centers', '--images', 'images', '--out', 'a.png')
 
 

@@ -1,7 +1,6 @@
 """The framework's own tools run the experiments, from start to inference."""
 
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,17 +10,10 @@ import mmpretrain
 import numpy as np
 import pytest
 import torch
-from helpers.processes import run, train_two
+from helpers.processes import run
 from mmengine.config import Config
 from mmpretrain import FeatureExtractor, ImageClassificationInferencer
 from mmpretrain.registry import MODELS
-
-SHRINK = [
-    '--cfg-options',
-    'train_cfg.max_epochs=1',
-    'train_dataloader.dataset.indices=40',
-    'val_dataloader.dataset.indices=40',
-]
 
 
 @pytest.mark.slow
@@ -29,7 +21,8 @@ def test_mmpretrains_own_tool_runs_the_configs(repository, tmp_path):
     """In a process that has not imported the plugin: the config does it."""
     tool = Path(mmpretrain.__file__).parent / '.mim/tools/train.py'
     config = repository / 'configs/sa_learned_digits.py'
-    output = run(sys.executable, tool, config, '--work-dir', tmp_path, *SHRINK, folder=tmp_path)
+    small = ['train_cfg.max_epochs=1', *(f'{loader}_dataloader.dataset.indices=40' for loader in ('train', 'val'))]
+    output = run(sys.executable, tool, config, '--work-dir', tmp_path, '--cfg-options', *small, folder=tmp_path)
     assert 'Epoch(val) [1]' in output
 
 
@@ -51,23 +44,6 @@ def test_tools_import_what_they_need(tool, config, arguments, repository, tmp_pa
     arguments = [tmp_path / word if word.startswith('out') else word for word in arguments]
     run(sys.executable, repository / 'tools' / tool, config, tmp_path / 'model.pth', *arguments, folder=tmp_path)
     assert list(tmp_path.glob('out*'))
-
-
-@pytest.mark.slow
-def test_two_processes(repository, tmp_path):
-    """On a port that torchrun chooses, and on a given one."""
-    config = repository / 'configs/sa_quadratic_digits.py'
-    variables = dict(PATH=f'{Path(sys.executable).parent}:/usr/bin:/bin', PYTHON_EXEC=sys.executable)
-    output = train_two(config, tmp_path, *SHRINK, **variables)
-    assert 'Distributed training: True' in output and 'GPU number: 2' in output and 'Epoch(val) [1]' in output
-    tool, checkpoint = repository / 'tools/dist_test.sh', tmp_path / 'epoch_1.pth'
-    with socket.socket() as unused:
-        unused.bind(('127.0.0.1', 0))
-        port = unused.getsockname()[1]
-    output = run(
-        'bash', tool, config, checkpoint, 2, '--work-dir', tmp_path, folder=tmp_path, PORT=str(port), **variables
-    )
-    assert 'Epoch(test)' in output
 
 
 @pytest.mark.parametrize(

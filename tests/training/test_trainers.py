@@ -72,6 +72,7 @@ def hugging_face(train, folder, network=None, optimizers=(None, None), parts=Non
         str(folder),
         num_train_epochs=EPOCHS,
         per_device_train_batch_size=64,
+        per_device_eval_batch_size=512,
         learning_rate=1e-2,
         weight_decay=0.05,
         lr_scheduler_type='constant',

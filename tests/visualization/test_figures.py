@@ -1,8 +1,6 @@
 """Figures of heads: where things are drawn."""
 
-import importlib
 import math
-import sys
 import xml.dom.minidom
 
 import numpy as np
@@ -51,14 +49,6 @@ def contours_of(axes, head=0):
     """Rows and columns of the lines of a head's contours, by line style."""
     lines = [line for line in axes.get_lines() if line.get_zorder() == 3 and line.get_color() == color_of(head)]
     return {line.get_linestyle(): np.stack([line.get_ydata(), line.get_xdata()], axis=-1) for line in lines}
-
-
-def test_without_matplotlib_it_says_what_to_install(monkeypatch):
-    for name in [name for name in sys.modules if f'{name}.'.startswith('attncnn_plugin.visualization.')]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, 'matplotlib', None)
-    with pytest.raises(ImportError, match=r"the figures need matplotlib: pip install 'attncnn_plugin\[vis\]'"):
-        importlib.import_module('attncnn_plugin.visualization')
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,13 @@
 """The tool that draws figures."""
 
-import runpy
-import sys
+from functools import partial
 
 import mmcv
 import numpy as np
 import pytest
 import torch
+from helpers.digits import small_config
 from helpers.logs import accuracy, write_log
-from mmengine.config import Config
 from mmpretrain import get_model
 
 from attncnn_plugin import visualization
@@ -20,25 +19,16 @@ def checkpoints(tmp_path_factory, repository):
     folder = tmp_path_factory.mktemp('checkpoints')
     for kind in ('quadratic', 'learned_content'):
         torch.manual_seed(0)
-        config = Config.fromfile(str(repository / f'configs/sa_{kind}_digits.py'))
-        config.model.backbone.arch = dict(embed_dims=16, num_layers=2, num_heads=3, feedforward_channels=24)
-        config.model.head.in_channels = 16
-        config.dump(str(folder / f'{kind}.py'))
+        small_config(repository, folder, f'sa_{kind}_digits').dump(str(folder / f'{kind}.py'))
         torch.save(get_model(str(folder / f'{kind}.py')).state_dict(), folder / f'{kind}.pth')
+    center = 'attention/blocks.0.attn/head0/center'
     write_log(
         folder / 'run',
         '1',
         [
             *accuracy(10.0, 20.0),
             *({'step': step, 'cross_entropy/mean': loss} for step, loss in ((1, 2.5), (2, 1.5))),
-            *(
-                {
-                    'step': step,
-                    'attention/blocks.0.attn/head0/center_row': 1.0,
-                    'attention/blocks.0.attn/head0/center_column': step,
-                }
-                for step in range(3)
-            ),
+            *({'step': step, f'{center}_row': 1.0, f'{center}_column': step} for step in range(3)),
         ],
     )
     mmcv.imwrite(np.random.default_rng(0).integers(0, 255, (16, 16, 3), dtype=np.uint8), str(folder / 'image.png'))
@@ -46,15 +36,8 @@ def checkpoints(tmp_path_factory, repository):
 
 
 @pytest.fixture
-def tool(repository, monkeypatch):
-    """Runs the tool with some options in this process."""
-
-    def run_tool(*options):
-        path = repository / 'tools/visualization/plot_attention.py'
-        monkeypatch.setattr(sys, 'argv', [str(path), *map(str, options)])
-        return runpy.run_path(str(path), run_name='__main__')
-
-    return run_tool
+def tool(tool):
+    return partial(tool, 'visualization/plot_attention.py')
 
 
 @pytest.mark.parametrize(
@@ -64,7 +47,6 @@ def tool(repository, monkeypatch):
         ('quadratic', ['--figure', 'probabilities', '--zoom', 0]),
         ('learned_content', ['--figure', 'centers', '--num-images', 5]),
         ('learned_content', ['--figure', 'content', '--image', 7, '--query', 4, 2]),
-        ('learned_content', ['--figure', 'content', '--image', 'image.png']),
         (None, ['--figure', 'movement', '--runs', 'run']),
         (None, ['--figure', 'accuracy', '--runs', 'run', 'again=run', '--offsets', 'again=2']),
     ],

@@ -31,11 +31,6 @@ def test_size_and_data(name, parameters):
     assert f'{name}.cifar10' in timm.list_models(pretrained=True)
 
 
-def test_without_weights():
-    with pytest.raises(RuntimeError, match='No pretrained weights exist'):
-        timm.create_model('sa_learned_small', pretrained=True, pretrained_cfg_overlay=dict(file=None))
-
-
 def test_images():
     images = {name: Image.open(path) for name, path in weights.example_images().items()}
     assert tuple(images) == weights.CLASSES == tuple(sorted(images))
