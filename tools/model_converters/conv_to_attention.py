@@ -84,7 +84,7 @@ def main() -> None:
             print(part.to_attention())
     try:
         write_checkpoint(args.out, model.state_dict(), meta=checkpoint.get('meta', {}))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         sys.exit(str(error))
     print(f'Saved {args.out}')
 
