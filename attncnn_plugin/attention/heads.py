@@ -25,6 +25,8 @@ class PrunableHeads(Restructurable, AttentionLayer):
         built_heads (int): Number of heads that the layer was built with, the most that it can load.
     """
 
+    output_name = 'value'
+
     def _init_heads(self, num_heads: int) -> None:
         self.num_heads = num_heads
         self.built_heads = num_heads
@@ -44,24 +46,34 @@ class PrunableHeads(Restructurable, AttentionLayer):
         for name, (dim, entries) in self.head_parameters().items():
             starts = list(itertools.accumulate(self._widths(entries), initial=0))
             index = [entry for head in heads for entry in range(starts[head], starts[head + 1])]
-            found[name] = dim, torch.tensor(index, dtype=torch.long, device=self.get_parameter(name).device)
+            part = operator.attrgetter(name)(self)  # a tensor, where a parametrization computes it
+            found[name] = dim, torch.tensor(index, dtype=torch.long, device=part.device)
         return found
 
     @property
     def output(self) -> Any:
         """The linear map that takes the outputs of all heads, which lie one after the other."""
-        return self.get_submodule('value')
+        return self.get_submodule(self.output_name)
 
     def output_entries(self, heads: Sequence[int]) -> Tensor:
         """Returns the columns of the weight of :attr:`output` that take the outputs of some heads, ``(n,)``."""
-        weight = self.output.weight
-        return next(
-            index for name, (_, index) in self.head_entries(heads).items() if self.get_parameter(name) is weight
-        )
+        return self.head_entries(heads)[f'{self.output_name}.weight'][1]
 
     def check_heads(self, heads: Sequence[int], allow_empty: bool = False) -> List[int]:
-        """Returns heads as integers; raises ``ValueError`` for a head that is not there, or all of them."""
-        return check_heads(heads, self.num_heads, allow_empty)
+        """Returns heads as integers, and refuses those that cannot be removed.
+
+        Raises:
+            TypeError: Something computes their weights.
+            ValueError: A head that is not there, or all of them.
+        """
+        heads = check_heads(heads, self.num_heads, allow_empty)
+        computed = self.head_parameters().keys() - dict(self.named_parameters(remove_duplicate=False))
+        if computed:
+            raise TypeError(
+                f'heads cannot be removed from a {type(self).__name__}: its {min(computed)} is no parameter of its '
+                'own: remove the parametrization first'
+            )
+        return heads
 
     @torch.no_grad()
     def prune_heads(self, heads: Sequence[int], allow_empty: bool = False) -> Dict[nn.Parameter, Successor]:
@@ -74,6 +86,7 @@ class PrunableHeads(Restructurable, AttentionLayer):
             allow_empty (bool): Whether all heads may go, which leaves the layer its bias. Defaults to False.
 
         Raises:
+            TypeError: Something computes the weights of the heads, such as an adapter.
             ValueError: A head that is not there, or all of them.
         """
         heads = self.check_heads(heads, allow_empty)
@@ -113,10 +126,10 @@ class PrunableHeads(Restructurable, AttentionLayer):
         Raises:
             StructureError: Shapes that no number of heads explains, or more heads than the layer was built with.
         """
-        counts = {}
+        counts, parameters = {}, dict(self.named_parameters(remove_duplicate=False))
         for name, (dim, entries) in self.head_parameters().items():
-            loaded, own = state_dict.get(prefix + name), self.get_parameter(name)
-            if loaded is None:
+            loaded, own = state_dict.get(prefix + name), parameters.get(name)
+            if loaded is None or own is None:  # or something computes it, as a parametrization or an adapter
                 continue
             heads, rest = divmod(loaded.shape[dim], entries) if loaded.ndim == own.ndim else (0, 1)
             if rest or loaded.movedim(dim, 0).shape[1:] != own.movedim(dim, 0).shape[1:]:

@@ -173,6 +173,7 @@ class PatchAttention(PrunableHeads):
     """
 
     depends_on_content = True
+    output_name = 'out'
 
     def __init__(
         self,
@@ -263,10 +264,6 @@ class PatchAttention(PrunableHeads):
         outs = at_least_float32(self.out.weight).split(self.head_dims, dim=1)  # (D_out, D_h)
         with full_precision(self.value.weight.device.type):
             return torch.stack([out @ value for value, out in zip(values, outs)])
-
-    @property
-    def output(self) -> Any:
-        return self.out
 
     def head_parameters(self) -> HeadParameters:
         return {

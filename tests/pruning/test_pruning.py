@@ -6,19 +6,28 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from helpers.adapter import Adapter
 from helpers.layers import TOKENS, with_outputs
-from helpers.small import TIMM_KINDS, small_timm
+from helpers.small import TIMM_KINDS, small_model, small_timm
 from helpers.vits import output_of, small_classifier, small_vit
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.parametrizations import weight_norm
 
 from attncnn_plugin.attention import (
     GeneralizedQuadraticAttention,
     QuadraticAttention,
 )
 from attncnn_plugin.convert import conv_to_mhsa
-from attncnn_plugin.pruning import find_degenerate_heads, prunable_heads, prune_heads, replace_parameters
+from attncnn_plugin.pruning import (
+    find_degenerate_heads,
+    head_importance,
+    prunable_heads,
+    prune_heads,
+    replace_parameters,
+)
 from attncnn_plugin.pruning.prune import fold_into_bias, head_means, merge_duplicate
 
 
@@ -72,6 +81,28 @@ def test_networks(name):
     named = {name: parameter for own in change.replaced.values() for name, parameter in own.parameters.items()}
     assert named and all(model.get_parameter(name) is parameter for name, parameter in named.items())
     assert not prune_heads(model, {0: []})
+
+
+def low_rank(layer):
+    layer.value = Adapter(layer.value)
+
+
+@pytest.mark.parametrize('kind', ['sa_quadratic_cifar', 'cmhsa_attn'])
+@pytest.mark.parametrize('compute', [lambda layer: weight_norm(layer.value), low_rank])
+def test_weights_that_something_computes(compute, kind):
+    """Heads are judged and weights are loaded, but no heads go, of the other layers neither."""
+    model = small_model(kind).eval()
+    plain = copy.deepcopy(model.state_dict())
+    compute(model.blocks[1].attn)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert 'blocks.1.attn.value.weight' in model.load_state_dict(plain, strict=False).unexpected_keys
+    batch = torch.randn(2, 3, 16, 16), torch.arange(2)
+    importance = head_importance(model, [batch], lambda model, batch: cross_entropy(model(batch[0]), batch[1]))
+    assert importance['blocks.1.attn'].all()
+    parameters = list(model.parameters())
+    with pytest.raises(TypeError, match='its value.weight is no parameter of its own: remove the parametrization'):
+        prune_heads(model, {0: [1], 1: [0]})
+    assert all(a is b for a, b in zip(parameters, model.parameters()))
 
 
 @pytest.mark.parametrize('name', ['sa_quadratic_cifar', 'vit_tiny_patch16_224'])
