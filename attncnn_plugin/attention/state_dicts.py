@@ -93,7 +93,10 @@ class Restructurable(nn.Module):
 
 
 def copy_without_values(model: nn.Module) -> Any:
-    """Returns a copy of a model on the meta device, where things can be tried out; hooks are shared."""
+    """Returns a copy of a model on the meta device, where things can be tried out.
+
+    Hooks, and tensors that are plain attributes, such as an output that a hook has kept, are shared.
+    """
     known: Dict[int, Any] = {}
     for parameter in model.parameters():
         known[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device='meta'), requires_grad=False)
@@ -101,6 +104,7 @@ def copy_without_values(model: nn.Module) -> Any:
         known[id(buffer)] = torch.empty_like(buffer, device='meta')
     for module in model.modules():
         known.update({id(getattr(module, name)): getattr(module, name) for name in HOOKS})  # can hold anything
+        known.update({id(value): value for value in vars(module).values() if isinstance(value, Tensor)})
     return copy.deepcopy(model, known)
 
 

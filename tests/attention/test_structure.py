@@ -77,3 +77,12 @@ def test_a_shape_that_no_number_of_heads_explains(grown):
     wrong = torch.zeros(shape.numel()) if grown is None else torch.zeros(shape[0] + grown[0], shape[1] + grown[1])
     with pytest.raises(StructureError, match=f'{name} of the state dict has shape .*: no number of heads explains it'):
         model.load_state_dict({**model.state_dict(), name: wrong})
+
+
+def test_a_module_that_keeps_its_output():
+    """As a hook does that looks at features; such a tensor cannot be copied."""
+    model = small_timm('sa_quadratic_cifar')
+    model.blocks[0].register_forward_hook(lambda block, args, output: setattr(block, 'output', output))
+    model(torch.randn(1, 3, 8, 8))
+    model.load_state_dict(pruned().state_dict())
+    assert model.blocks[0].attn.num_heads == 2 and model.blocks[0].output.grad_fn is not None
