@@ -287,6 +287,7 @@ class CMHSANetwork(TimmNetwork):
 
 
 COMMON = {
+    'fixed_input_size': True,  # there is an img_size
     'pool_size': (14, 14),
     'crop_pct': 0.9,
     'first_conv': (),

@@ -1,6 +1,6 @@
 """What both networks share: the forward pass, timm's interface and the names that state dicts may have."""
 
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Type, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import torch
 from timm.layers import ClassifierHead, to_2tuple
@@ -141,7 +141,7 @@ def token_grid(img_size: Union[int, Tuple[int, int]], side: int, name: str = 're
     return height // side, width // side
 
 
-def build(network: Type[TimmNetwork], variant: str, pretrained: bool, **kwargs: Any) -> Any:
+def build(network: Callable[..., TimmNetwork], variant: str, pretrained: bool, **kwargs: Any) -> Any:
     """Builds a network that timm knows by the name ``variant``."""
     return build_model_with_cfg(
         network,

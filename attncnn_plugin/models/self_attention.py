@@ -156,10 +156,10 @@ default_cfgs = generate_default_cfgs(
         'sa_quadratic_cifar.untrained': _cfg(),
         'sa_quadratic16_cifar.untrained': _cfg(),
         'sa_generalized_cifar.untrained': _cfg(),
-        'sa_learned_cifar.untrained': _cfg(),
-        'sa_learned_content_cifar.untrained': _cfg(),
+        'sa_learned_cifar.untrained': _cfg(fixed_input_size=True),
+        'sa_learned_content_cifar.untrained': _cfg(fixed_input_size=True),
         **{
-            f'{name}.cifar10': _cfg(file=weights_file(name), label_names=CLASSES)
+            f'{name}.cifar10': _cfg(file=weights_file(name), label_names=CLASSES, fixed_input_size='learned' in name)
             for name in ('sa_quadratic_small', 'sa_generalized_small', 'sa_learned_small', 'sa_learned_content_small')
         },
     }
@@ -171,11 +171,14 @@ def _create(variant: str, pretrained: bool, attn_layer: Callable[..., nn.Module]
 
 
 def _create_with_tables(
-    variant: str, pretrained: bool, attn_layer: Callable[..., nn.Module], img_size=32, **kwargs
+    variant: str, pretrained: bool, attn_layer: Callable[..., nn.Module], **kwargs
 ) -> SelfAttentionNetwork:
     """Creates a network with learned position tables, which are made for the grid of the largest image."""
-    max_size = token_grid(img_size, kwargs.get('reduction', 2))
-    return _create(variant, pretrained, attn_layer, max_size=max_size, **kwargs)
+
+    def network(img_size=32, **kwargs) -> SelfAttentionNetwork:  # timm notes the size
+        return SelfAttentionNetwork(max_size=token_grid(img_size, kwargs.get('reduction', 2)), **kwargs)
+
+    return build(network, variant, pretrained, attn_layer=attn_layer, **kwargs)
 
 
 @register_model

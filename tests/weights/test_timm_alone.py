@@ -51,7 +51,11 @@ def test_other_settings(name):
     assert torch.equal(features.state_dict()['model.stem.proj.weight'], state_dict['stem.proj.weight'])
     # Gaussian heads take images of any size as they are; position tables are made for one.
     settings = {} if name in ('sa_quadratic_small', 'sa_generalized_small') else dict(img_size=64)
-    assert timm.create_model(name, pretrained=True, **settings)(torch.zeros(1, 3, 64, 64)).isfinite().all()
+    model = timm.create_model(name, pretrained=True, **settings)
+    assert model(torch.zeros(1, 3, 64, 64)).isfinite().all()
+    assert model.pretrained_cfg['fixed_input_size'] == bool(settings)  # its scripts give --img-size to those
+    if hasattr(timm.data, 'resolve_input_data_config'):  # from timm 1.0.31 on
+        assert timm.data.resolve_input_data_config(model)['input_size'] == (3, *[settings.get('img_size', 32)] * 2)
 
 
 @pytest.mark.parametrize('name', PARAMETERS)
