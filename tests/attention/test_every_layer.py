@@ -45,9 +45,10 @@ def test_half_precision(name, dtype):
 
 @pytest.mark.parametrize('name', LAYERS)
 def test_copies(name):
-    layer, other, x = LAYERS[name](), LAYERS[name](), inputs_of(name)
+    (layer, other, averaged), x = (LAYERS[name]() for _ in range(3)), inputs_of(name)
     other.load_state_dict(layer.state_dict())
-    for copied in (other, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+    averaged.load_state_dict({key: value.double() for key, value in layer.state_dict().items()})  # as of several files
+    for copied in (other, averaged, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(copied(x), layer(x))
 
 
