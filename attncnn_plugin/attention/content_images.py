@@ -180,7 +180,9 @@ class ContentImageAttention(ImageAttention):
 
     def _position_bias(self, size: Sequence[int]) -> Tensor:
         """Returns b_δ of every query and pixel of the padded image, −∞ outside the neighbourhood, ``(N_h, Q, K)``."""
-        shifts = self.window.shifts_to_pixels(size, self.value.weight.device)
+        encoding = self.encoding
+        like = encoding.center if isinstance(encoding, QuadraticEncoding) else encoding.weight
+        shifts = self.window.shifts_to_pixels(size, like.device)
         bias = self._position_scores(shifts)
         if self.window_size is None:
             return bias

@@ -149,6 +149,14 @@ def test_fewer_heads_than_positions(content, groups):
     assert relative_error(attention(x), alone(x)) < 1e-9
 
 
+def test_values_without_a_weight():
+    """As a quantized linear layer is."""
+    attention, x = conv_to_mhsa(nn.Conv2d(4, 6, 3, padding=1), content='additive')[0], torch.randn(2, 4, 9, 8)
+    expected = attention(x)
+    attention.value = nn.Sequential(attention.value)
+    assert torch.equal(attention(x), expected)
+
+
 @pytest.mark.parametrize('own, other', [(None, 5), (5, None), (5, 7)])
 def test_another_neighbourhood_is_refused(own, other):
     """A state dict of one would be another function: it is no silent change of a buffer."""
