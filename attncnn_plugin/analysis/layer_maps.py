@@ -362,9 +362,13 @@ def visit_layers(
 
 
 def features_of(model: nn.Module, layers: Iterable[nn.Module]) -> Callable[[Tensor], Any]:
-    """Returns the ``forward_features`` of the network that holds these layers; the model itself without a network."""
+    """Returns the ``forward_features`` of the network that holds these layers; the model itself without a network.
+
+    Of one of timm the ``forward_head`` follows, which has convolutions in MobileNets.
+    """
     for module in model.modules():
         forward_features = getattr(module, 'forward_features', None)
         if callable(forward_features) and set(layers) <= set(module.modules()):
-            return forward_features
+            forward_head = getattr(module, 'forward_head', nn.Identity())
+            return lambda images: forward_head(forward_features(images))
     return model

@@ -12,7 +12,7 @@ from torch import nn
 
 from attncnn_plugin.analysis import MeanAttention, head_centers, layer_maps, mean_attention
 from attncnn_plugin.analysis.layer_maps import attention_layers
-from attncnn_plugin.convert import conv_to_mhsa
+from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention
 from attncnn_plugin.pruning import prune_heads
 
 IMAGES = (3, 3, 12, 8)  # a grid of 6 rows and 4 columns
@@ -251,6 +251,13 @@ def test_centres_and_queries_of_convolutions(content):
                 assert torch.allclose(centers[head], torch.tensor([down, right]).double(), atol=1e-3)
                 assert widths[head] < 0.05
     assert maps['2'].place((3, 4)) == (2, 4)  # 0, 2, 4 … are queries
+
+
+def test_a_convolution_in_the_head_of_a_network():
+    """After what its forward_features runs."""
+    model, layers = timm.create_model('mobilenetv3_small_050'), ['blocks.5.0.conv', 'conv_head']
+    convs_to_attention(model, layers)
+    assert list(mean_attention(model, torch.randn(1, 3, 64, 64))) == layers
 
 
 # ---- Centres and widths of heads
