@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -42,6 +43,16 @@ def replace_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
     for name, layer in layers.items():
         parent, _, leaf = name.rpartition('.')
         setattr(model.get_submodule(parent), leaf, layer)
+
+
+def check_not_distributed(model: nn.Module) -> None:
+    """Raises ``ValueError`` for a model that is wrapped for distributed training, or a part of which is."""
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(
+                f'{name or "model"} is a {type(module).__name__}, which knows the parameters that it was built with '
+                'alone: change its .module, and wrap that again'
+            )
 
 
 def number_of_parameters(module: nn.Module) -> int:

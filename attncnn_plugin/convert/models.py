@@ -7,14 +7,21 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Tuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..attention.images import ImageAttention
 from ..attention.state_dicts import HOOKS
 from ..attention.window import CONVOLUTIONS, shown
-from ..change import Change, LayerChange, Successor, number_of_parameters, replace_layers, within
+from ..change import (
+    Change,
+    LayerChange,
+    Successor,
+    check_not_distributed,
+    number_of_parameters,
+    replace_layers,
+    within,
+)
 from .back import ConvFit, mhsa_to_conv
 from .convolutions import Convolution, window_of
 from .drift import drifts
@@ -230,14 +237,10 @@ def _some(names: List[str]) -> str:
 
 def check_replaceable(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
     """Raises ``ValueError`` unless layers of a model, by name, can be replaced, and everything else stays as it is."""
+    check_not_distributed(model)
     places: Dict[nn.Module, List[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         places.setdefault(module, []).append(name)
-        if isinstance(module, DistributedDataParallel):
-            raise ValueError(
-                f'{name or "model"} is a {type(module).__name__}, which knows the parameters that it was built with '
-                'alone: convert its .module, and wrap that again'
-            )
     owners: Dict[nn.Parameter, List[str]] = {}
     for module, names in places.items():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

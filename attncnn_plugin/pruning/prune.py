@@ -20,7 +20,7 @@ from ..attention.heads import PrunableHeads
 from ..attention.images import GroupedLinear, ImageAttention
 from ..attention.neighbourhoods import AxisTiles, join_tiles
 from ..attention.tokens import GridAttention
-from ..change import Change, LayerChange, Successor, number_of_parameters, within
+from ..change import Change, LayerChange, Successor, check_not_distributed, number_of_parameters, within
 from ..transformers.adapters import Windows, numbers_in_windows, unknown_class
 from ..transformers.relative_tables import SHARED_BIASES
 from ..transformers.transformer_heads import TransformerHeads, transformer_heads
@@ -87,7 +87,8 @@ def prune_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]
     Raises:
         TypeError: Attention whose heads share something, of a class that is unknown, or with parametrized weights.
         ValueError: A layer or a head that is not there, all heads of a layer, or something that layers share: a bias,
-            an encoding of positions or a parameter. Nothing is removed then.
+            an encoding of positions or a parameter; a model that is wrapped for distributed training. Nothing is
+            removed then.
 
     Examples:
         >>> import timm
@@ -107,6 +108,7 @@ def prune_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]
         >>> fresh.blocks[0].attn.num_heads
         1
     """
+    check_not_distributed(model)
     layers = prunable_heads(model)
     named = {layer_name(model, layers, key): list(indices) for key, indices in heads.items()}
     if len(named) < len(heads):

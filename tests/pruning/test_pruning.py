@@ -145,6 +145,20 @@ def test_what_cannot_be_removed(heads, message):
     assert [block.attn.num_heads for block in model.blocks] == [3, 3]
 
 
+class Wrapper(nn.parallel.DistributedDataParallel):
+    def __init__(self, module):
+        nn.Module.__init__(self)
+        self.module = module
+
+
+def test_a_wrapped_model():
+    """Whose gradients would not be those of all ranks any more."""
+    model = small_timm('sa_quadratic_cifar')
+    with pytest.raises(ValueError, match=r'^model is a Wrapper.*change its \.module, and wrap that again'):
+        prune_heads(Wrapper(model), {0: [1]})
+    assert model.blocks[0].attn.num_heads == 3
+
+
 OPTIMIZERS = {
     'sgd': lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
     'sgd_foreach': lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, foreach=True),
