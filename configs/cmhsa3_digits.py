@@ -26,6 +26,7 @@ custom_hooks = [
 train_cfg = dict(by_epoch=True, max_epochs=60, val_interval=1)
 val_cfg = dict()
 test_cfg = dict()
+auto_scale_lr = dict(base_batch_size=50)
 
 # Images of 32x32 pixels in place of 16x16.
 pipeline = [dict(type='Resize', scale=32, interpolation='bicubic'), dict(type='PackInputs')]

@@ -30,6 +30,7 @@ custom_hooks = [
 train_cfg = dict(by_epoch=True, max_epochs=30, val_interval=1)
 val_cfg = dict()
 test_cfg = dict()
+auto_scale_lr = dict(base_batch_size=50)
 
 default_hooks = dict(logger=dict(interval=10))
 randomness = dict(seed=0)

@@ -123,6 +123,7 @@ def test_model_index(name):
     assert 'attncnn_plugin.mm.safe_loading' in metainfo.config.custom_imports.imports
     assert metainfo.metadata.parameters == sum(p.numel() for p in model.parameters())
     assert metainfo.metadata.flops == paper_flops(model, image)
+    assert metainfo.config.auto_scale_lr.base_batch_size % metainfo.config.train_dataloader.batch_size == 0
     assert name in list_models(name, task='Image Classification')
     collections = {'to_attention': 'Transformed CNN', 'convolutional': 'Convolutional Start', 'cmhsa': 'CMHSA'}
     collections.update({'cifar100': 'CMHSA', '': 'Self-Attention CNN'})  # with baselines of each

@@ -50,6 +50,7 @@ class GridBackbone:
         self.init_cfg = copy.deepcopy(init_cfg)
         self.num_layers = len(self.blocks)
         self.embed_dims = self.num_features
+        del self.num_classes  # of timm: ClassNumCheckHook wants that of every module to be the data set's
         self.featmap = ChannelsFirst()
         self.out_indices = self._resolve_out_indices(out_indices)
         self.grad_checkpointing = with_cp

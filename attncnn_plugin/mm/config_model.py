@@ -141,7 +141,10 @@ class ConfigModel(LoadedModel):
     @cached_property
     def _pipeline(self) -> Tuple[Optional[LoadImageFromFile], Compose]:
         """Returns the test pipeline: the transform that loads files, if there is one, and the others."""
-        transforms = Compose(self._test_settings.pipeline).transforms
+        settings = self._test_settings
+        while 'pipeline' not in settings and 'dataset' in settings:  # as those of BalancedSubset
+            settings = settings.dataset
+        transforms = Compose(settings.pipeline).transforms
         loader = next((transform for transform in transforms if isinstance(transform, LoadImageFromFile)), None)
         return loader, Compose([transform for transform in transforms if transform is not loader])
 

@@ -17,7 +17,7 @@ from .runner import (
     check_wrapper,
     head_numbers,
     optimizers,
-    refresh_average,
+    refresh_averages,
     training_batches,
     training_loss,
     unwrapped,
@@ -148,11 +148,9 @@ class HeadPruningHook(FollowStateDictHook):
         for name, heads in judged.heads.items():
             numbers[name] = [number for head, number in enumerate(numbers[name]) if head not in heads]
         runner.message_hub.update_info(HEAD_NUMBERS, numbers)
-        averages = averaged_models(runner)
-        copies = [averaged.module for averaged in averages]
+        copies = [averaged.module for averaged in averaged_models(runner)]
         self.pruner.remove(model, judged, optimizers(runner), copies)
-        for averaged in averages:
-            refresh_average(averaged)
+        refresh_averages(runner)
         wrap_again(runner, compile=True)
         after = number_of_parameters(model)
         runner.logger.info(f'Removed heads {judged.heads}: {before:,} parameters became {after:,}')

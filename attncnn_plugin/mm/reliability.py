@@ -358,6 +358,8 @@ class ResumedValidationHook(Hook):
     epoch. It does nothing in loops of iterations.
     """
 
+    priority = 'LOWEST'  # after CheckpointHook, which has to know by then where the best one goes
+
     def before_train(self, runner) -> None:
         """Runs the validation if the last epoch had one."""
         loop, epoch = runner.train_loop, runner.epoch

@@ -134,10 +134,15 @@ def averaged_models(runner: Runner) -> List[BaseAveragedModel]:
     return [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook)]
 
 
-def refresh_average(averaged: BaseAveragedModel) -> None:
-    """Brings an averaged model's own list of its parameters up to date, after some were replaced."""
-    module = averaged.module.requires_grad_(False)
-    averaged.avg_parameters = module.state_dict() if averaged.update_buffers else dict(module.named_parameters())
+def refresh_averages(runner: Runner) -> None:
+    """Brings averaged models' own lists of their parameters up to date, after some were replaced.
+
+    Those that the model itself has are among them, such as the momentum encoder of MoCo.
+    """
+    own = (module for module in unwrapped(runner.model).modules() if isinstance(module, BaseAveragedModel))
+    for averaged in (*averaged_models(runner), *own):
+        module = averaged.module.requires_grad_(False)
+        averaged.avg_parameters = module.state_dict() if averaged.update_buffers else dict(module.named_parameters())
 
 
 def follow_checkpoint(runner: Runner, checkpoint: Mapping[str, Any]) -> bool:
@@ -148,9 +153,8 @@ def follow_checkpoint(runner: Runner, checkpoint: Mapping[str, Any]) -> bool:
     state_dict = without_prefix(state_dict, 'module.')  # as mmengine does
     changed = bool(follow_state_dict(unwrapped(runner.model), state_dict, strict=False))
     for averaged in averaged_models(runner):
-        if follow_state_dict(unwrapped(averaged.module), state_dict, strict=False):
-            refresh_average(averaged)
-            changed = True
+        changed |= bool(follow_state_dict(unwrapped(averaged.module), state_dict, strict=False))
+    refresh_averages(runner)
     return changed
 
 

@@ -81,9 +81,9 @@ class AttentionVisualizationHook(Hook):
     def after_train(self, runner) -> None:
         """Draws the pictures of the end, which may have come early."""
         if runner.epoch % self.interval:
-            self._show(runner, runner.epoch, draw=True)
+            self._show(runner, runner.epoch, draw=True, record=False)
 
-    def _show(self, runner, epochs: int, draw: bool) -> None:
+    def _show(self, runner, epochs: int, draw: bool, record: bool = True) -> None:
         """Records the scalars after some epochs, and draws the pictures."""
         model = unwrapped(runner.model)
         layers, _ = _layers(model)
@@ -99,7 +99,8 @@ class AttentionVisualizationHook(Hook):
                         continue
                     values = dict(center_row=center[0], center_column=center[1], width=width)
                     scalars.update({f'attention/{name}/head{number}/{key}': value for key, value in values.items()})
-        runner.visualizer.add_scalars(scalars, step=epochs)
+        if record:
+            runner.visualizer.add_scalars(scalars, step=epochs)
         if draw:
             from ..visualization import plot_attention_centers, plot_attention_probs
             from ..visualization.style import image_of

@@ -83,8 +83,11 @@ def test_pictures_are_red_first(folder, repository, to_rgb):
 
 @pytest.mark.parametrize('loading', ['mmcv.LoadImageFromFile', LoadImageFromFile])
 def test_how_the_step_that_loads_files_is_written(folder, loading):
-    loaded = load(folder, **{'test_dataloader.dataset.pipeline': [dict(type=loading), dict(type='PackInputs')]})
-    assert np.array_equal(loaded.picture(loaded.read(folder / 'data/class0/0.png')), photo(0))
+    pipeline = [dict(type=loading), dict(type='PackInputs')]
+    part = dict(_delete_=True, type='BalancedSubset', num_images=1, dataset=dict(pipeline=pipeline))
+    for options in ({'test_dataloader.dataset.pipeline': pipeline}, {'test_dataloader.dataset': part}):
+        loaded = load(folder, **options)
+        assert np.array_equal(loaded.picture(loaded.read(folder / 'data/class0/0.png')), photo(0))
 
 
 def test_images_in_memory_are_red_first(folder, repository):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.digits import CHANGE, EPOCHS, ITERATIONS, LAYER, assert_close, average_of, log_of, run, small_config
 from mmengine.hooks import Hook
+from mmengine.model import ExponentialMovingAverage
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from mmpretrain.models import ImageClassifier
@@ -373,19 +374,21 @@ def test_a_run_that_ends_before_the_transition_says_so(repository, tmp_path):
 
 
 def test_several_networks(repository, tmp_path):
-    """Any model that holds the backbone: here two of them."""
+    """Any model that holds the backbone: here two of them, and an average of one, such as MoCo's."""
 
     @MODELS.register_module(force=True)
     class Twins(nn.Module):
         def __init__(self, twin):
             super().__init__()
             self.left, self.right = MODELS.build(copy.deepcopy(twin)), MODELS.build(copy.deepcopy(twin))
+            self.average = ExponentialMovingAverage(self.left)
 
         @property
         def phase(self):
             return self.left.phase
 
         def forward(self, x):
+            self.average.update_parameters(self.left)
             return tuple((a + b) / 2 for a, b in zip(self.left(x), self.right(x)))
 
         def init_weights(self):

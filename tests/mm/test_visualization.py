@@ -96,7 +96,9 @@ def test_pictures_and_scalars(repository, tmp_path):
         raise ValueError(constant)
 
     (path,) = tmp_path.glob('*/vis_data/scalars.json')
-    assert all(json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines())
+    lines = path.read_text().splitlines()
+    assert all(json.loads(line, parse_constant=refuse) for line in lines)
+    assert sum('attention/' in line for line in lines) == 6
 
 
 def test_heads_keep_their_numbers_when_others_are_pruned(repository, tmp_path):
