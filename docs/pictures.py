@@ -103,9 +103,9 @@ def nine_heads() -> Figure:
 
 
 def two_phases() -> Figure:
-    """The two phases on a time line, with the accuracy of a training and heads of its second block."""
-    runs = json.loads((DOCS / 'tables/L21-1.json').read_text())
-    (run,) = [run for run in runs if (run['label'], run['images'], run['seed']) == ('two phases', 10000, 0)]
+    """The two phases on a time line, with the accuracy of a training and heads of its last block."""
+    runs = json.loads((DOCS / 'tables/two-phases.json').read_text())
+    (run,) = [run for run in runs if (run['label'], run['seed']) == ('both phases', 0)]
     epochs, accuracy = np.array(run['curves']['accuracy/top1']).T
     change, end = run['config']['custom_hooks'][0]['epoch'], epochs[-1]
     figure, ratio = Figure(figsize=(9.6, 4.2)), 9.6 / 4.2
@@ -113,19 +113,19 @@ def two_phases() -> Figure:
     axes.axvspan(0, change, color=style.COLORS[3], alpha=0.18, linewidth=0)
     axes.axvspan(change, end, color=style.COLORS[1], alpha=0.18, linewidth=0)
     axes.axvline(change, color=matplotlib.rcParams['text.color'], linewidth=0.8, linestyle=(0, (4, 2)))
-    axes.plot(epochs, accuracy, color=style.COLORS[6], linewidth=1.8)
+    axes.plot(epochs, accuracy, 'o-', color=style.COLORS[6], linewidth=1.8, markersize=4.5, clip_on=False)
     axes.set(xlabel='epoch', ylabel='accuracy, %', xlim=(0, end))
     style.draw_grid(axes)
     moments = {
         'Transition:\nnine heads that compute the same': (change, maps_of('transition'), (4, 4)),
-        'Second phase:\nheads may look elsewhere': (end - 4, maps_of('transition', 'truck'), (1, 4)),
+        'Second phase:\nheads may look elsewhere': (0.87 * end, maps_of('transition', 'automobile'), (1, 3)),
     }
     figure.text(0.3, 0.965, 'First phase:\na 3×3 convolution', ha='center', va='top', **TITLE)
     draw_kernel(figure.add_axes((0.24, 0.57, 0.12, 0.12 * ratio)))
     for title, (epoch, maps, query) in moments.items():
         left = 0.06 + 0.93 * epoch / end
         figure.text(left, 0.965, title, ha='center', va='top', **TITLE)
-        for head, own in enumerate(times_uniform(maps['blocks.1.attn'], query)):
+        for head, own in enumerate(times_uniform(maps['blocks.5.attn'], query)):
             place = left - 0.063 + 0.043 * (head % 3), 0.755 - 0.043 * ratio * (head // 3), 0.04, 0.04 * ratio
             draw(figure.add_axes(place), own, query)
     return figure
@@ -167,12 +167,9 @@ def vit_init() -> Figure:
     return with_bar(drawn)
 
 
-def worth(table: str, *without: str) -> Figure:
-    """Accuracies of a table, without some rows, of those numbers of images that most of the others have."""
-    runs = json.loads((DOCS / f'tables/{table}.json').read_text())
-    panels = accuracies([run for run in runs if not any(word in run['label'] for word in without)])
-    most = max(map(len, panels.values()))
-    return dot_plot({title: rows for title, rows in panels.items() if len(rows) > most / 2})
+def worth(table: str) -> Figure:
+    """Accuracies of a table."""
+    return dot_plot(accuracies(json.loads((DOCS / f'tables/{table}.json').read_text())))
 
 
 def heads_removed() -> Figure:
@@ -200,7 +197,7 @@ def content() -> Figure:
 
 def left_the_kernel() -> Figure:
     """The attention of one image after two phases; heads that look elsewhere have a frame."""
-    figure = plot_attention_probs(maps_of('transition', 'truck'), (1, 4), None, np.asarray(EXAMPLES['truck']))
+    figure = plot_attention_probs(maps_of('transition', 'automobile'), (1, 3), None, np.asarray(EXAMPLES['automobile']))
     for axes in figure.axes[1:-1]:
         if float(axes.get_title().split(': ')[1]) < 0.6:
             axes.spines[:].set(color=style.COLORS[7], linewidth=2.5)
@@ -225,7 +222,7 @@ BOTH = {
     'images/vit_init': vit_init,
     'images/heads_removed': heads_removed,
     'images/worth_vit_init': lambda: worth('starts'),
-    'images/worth_two_phases': lambda: worth('L21-1', 'narrow', 'warm-up', 'random'),
+    'images/worth_two_phases': lambda: worth('two-phases'),
     'images/worth_cnn_to_attention': lambda: worth('T-CNN'),
 }
 ONCE = {
