@@ -180,9 +180,7 @@ class ContentImageAttention(ImageAttention):
 
     def _position_bias(self, size: Sequence[int]) -> Tensor:
         """Returns b_δ of every query and pixel of the padded image, −∞ outside the neighbourhood, ``(N_h, Q, K)``."""
-        encoding = self.encoding
-        like = encoding.center if isinstance(encoding, QuadraticEncoding) else encoding.weight
-        shifts = self.window.shifts_to_pixels(size, like.device)
+        shifts = self.window.shifts_to_pixels(size, next(self.encoding.parameters()).device)
         bias = self._position_scores(shifts)
         if self.window_size is None:
             return bias

@@ -140,7 +140,8 @@ def read_extra_state(state_dict: Mapping[str, Any], prefix: str) -> Any:
     if entry is None:
         return None
     try:
-        return json.loads(bytes(entry.to(torch.uint8).tolist()))  # of floats where all entries were cast or averaged
+        entry = entry.round().to(torch.uint8)  # of floats where all entries were cast or averaged
+        return json.loads(bytes(entry.tolist()))
     except (AttributeError, TypeError, ValueError) as error:
         raise StructureError(f'{prefix}{EXTRA_STATE} of the state dict is damaged: {error}') from error
 
