@@ -12,7 +12,9 @@ warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', 
 from attncnn_plugin.mm.tools import run_mmpretrain_tool
 
 if __name__ == '__main__':
-    if len(sys.argv) < 2 or sys.argv[1] in ('-h', '--help'):
+    if len(sys.argv) < 2:
         sys.exit(__doc__)
+    if sys.argv[1] in ('-h', '--help'):
+        sys.exit(print(__doc__))
     del sys.argv[0]  # the tool's own arguments are left
     run_mmpretrain_tool(sys.argv[0])

@@ -166,7 +166,8 @@ def in_words(layer: Any) -> str:
     if isinstance(layer, CONVOLUTIONS):
         kernel, stride = ('×'.join(map(str, sizes)) for sizes in (layer.kernel_size, layer.stride))
         return f'{kernel} kernel' if set(layer.stride) == {1} else f'{kernel} kernel, stride {stride}'
-    return f'{layer.num_heads} heads' if hasattr(layer, 'num_heads') else type(layer).__name__
+    heads = getattr(layer, 'num_heads', None)
+    return type(layer).__name__ if heads is None else '1 head' if heads == 1 else f'{heads} heads'
 
 
 def successors(layer: nn.Module, new_layer: nn.Module) -> Dict[nn.Parameter, Successor]:

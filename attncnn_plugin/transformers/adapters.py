@@ -602,7 +602,10 @@ def find_attention(model: nn.Module) -> List[Attention]:
         if apart and (hasattr(module, 'num_heads') or hasattr(module, 'num_attention_heads')):
             raise ValueError(f'{name} of a {kind} is a {unknown_class(module)}')
     if not known:
-        raise ValueError(f'model is a {kind}, whose blocks have no attention with num_heads: {KNOWN}')
+        raise ValueError(
+            f'model is a {kind}, whose blocks have no attention with num_heads (those of a CMHSA in the convolution '
+            f'phase get it with its transition): {KNOWN}'
+        )
     return [
         Attention(modules[name], before + name, model.get_submodule((before + name).rpartition('.')[0]))
         for name in known

@@ -10,6 +10,7 @@ from helpers.convolutions import joined
 from helpers.small import SMALL, TIMM_KINDS, model_with_head, small_cmhsa, small_timm
 from torch import nn
 
+from attncnn_plugin import attention_maps
 from attncnn_plugin.analysis import MeanAttention, head_centers, layer_maps, mean_attention
 from attncnn_plugin.analysis.layer_maps import attention_layers
 from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention
@@ -199,8 +200,9 @@ def test_models_in_half_precision():
 
 def test_layers_that_are_not_there():
     images = torch.randn(IMAGES)
-    with pytest.raises(ValueError, match='no attention layers.*convolution phase'):
-        mean_attention(small_cmhsa('conv'), images)
+    for function in (mean_attention, attention_maps):
+        with pytest.raises(ValueError, match='no attention.*convolution phase'):
+            function(small_cmhsa('conv'), images)
     for model in (content_model(), small_timm('sa_quadratic_cifar')):
         model.extra = small_timm('sa_learned_content_cifar').blocks[0].attn
         with pytest.raises(ValueError, match='extra is attention that the model does not run on images'):

@@ -31,6 +31,7 @@ def test_the_report_without_an_example():
     assert lines[0].split() == ['layer', 'before', 'after', 'parameters']
     assert ' '.join(lines[6].split()).startswith('down 3×2 kernel, stride 2×1 6 heads 78 → 96 error 0.01')
     assert lines[7].split()[0] == 'model' and len(lines) == 8
+    assert ' 1 head ' in str(convs_to_attention(nn.Sequential(nn.Conv2d(2, 2, 1)), '*'))
 
 
 @pytest.mark.parametrize('arguments', [{}, dict(alpha=6.0), dict(content='additive', alpha=6.0, window_size=5)])
