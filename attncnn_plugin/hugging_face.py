@@ -52,7 +52,8 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> nn.Module:
             super().__init__(config)
             follow_state_dict(self, shapes)
 
-    WithoutHeads.__name__ = name  # by which transformers chooses the loss
+    # By these transformers chooses the loss, and knows the older names of weights that it writes to files.
+    WithoutHeads.__name__, WithoutHeads.__module__ = name, cls.__module__
     model = WithoutHeads.from_pretrained(folder, **settings)
     model.__class__ = cls
     return model

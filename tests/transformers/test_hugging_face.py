@@ -20,10 +20,10 @@ def number_of_heads(model):
     return [layer.num_heads for layer in prunable_heads(model).values()]
 
 
-@pytest.mark.parametrize('name', OF_HUGGING_FACE)
-def test_saved_and_loaded(name, tmp_path):
+@pytest.mark.parametrize('name, part', [*((name, '') for name in OF_HUGGING_FACE), ('transformers.ViT', 'vit')])
+def test_saved_and_loaded(name, part, tmp_path):
     """Every entry and the outputs are the same; ``from_pretrained`` alone refuses the shapes."""
-    model, images = small_vit(name), torch.randn(2, 3, SIZE, SIZE)
+    model, images = small_vit(name).get_submodule(part), torch.randn(2, 3, SIZE, SIZE)
     first, second = list(prunable_heads(model))[:2]
     prune_heads(model, {first: [0, 2], second: [1]})
     model.save_pretrained(tmp_path)
