@@ -143,10 +143,9 @@ class PositionChannels:
 
     def hold(self, patches: Tensor, prefix: Tensor) -> None:
         """Puts functions of the position into the patches, ``(patches, number)``, constants into all prefix tokens."""
-        rows = position_embedding(self.network, len(patches))
-        embedded = len(rows) - len(patches)  # prefix tokens that have a position
-        rows += (torch.cat([prefix.expand(embedded, -1), patches]) @ self.directions.T).to(rows)
-        for token in [] if embedded else self.prefix:
+        rows = position_embedding(self.network, len(patches))[-len(patches) :]
+        rows += (patches @ self.directions.T).to(rows)
+        for token in self.prefix:
             token += (prefix @ self.directions.T).to(token)
 
     def hold_constant(self) -> None:
