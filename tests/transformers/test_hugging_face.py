@@ -49,6 +49,16 @@ def test_loaded_whole(tmp_path):
         load_hugging_face(tmp_path)
 
 
+def test_loaded_for_other_classes(tmp_path):
+    """A new classifier, and everything else as it was."""
+    model = small_vit('transformers.ViT')
+    prune_heads(model, {0: [1]})
+    model.save_pretrained(tmp_path)
+    loaded = load_hugging_face(tmp_path, num_labels=7, ignore_mismatched_sizes=True)
+    assert loaded.classifier.weight.shape == (7, 24)
+    assert all(torch.equal(own, loaded.vit.state_dict()[key]) for key, own in model.vit.state_dict().items())
+
+
 def test_shapes_that_no_heads_explain(tmp_path):
     """As of another width: transformers' own error."""
     small_vit('transformers.ViT').save_pretrained(tmp_path)
