@@ -218,6 +218,8 @@ def replace_parameters(
         group['params'][:] = [parameter for _, parameter in pairs]
         if 'param_names' in group:
             group['param_names'][:] = [name for name, _ in pairs]
+    if isinstance(optimizer, torch.optim.LBFGS):
+        optimizer._numel_cache = None  # the number of their entries
     states = states_of(optimizer)
     for old, successor in replaced.items():
         state = states.pop(old, None)
@@ -230,8 +232,8 @@ def replace_parameters(
 
 
 def states_of(optimizer: Any) -> Dict[Any, Dict[str, Any]]:
-    """Returns the states of parameters, of the optimizer inside of one such as timm's Lookahead."""
-    return getattr(optimizer, '_base_optimizer', optimizer).state
+    """Returns the states of parameters, of the optimizer inside of one such as timm's Lookahead, or SAM."""
+    return getattr(optimizer, '_base_optimizer', getattr(optimizer, 'base_optimizer', optimizer)).state
 
 
 def check_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
