@@ -5,13 +5,13 @@ import sys
 import pytest
 import timm
 import torch
-from helpers.vits import OF_HUGGING_FACE, SIZE, output_of, small_vit
+from helpers.vits import OF_HUGGING_FACE, SIZE, not_small, output_of, small_vit
 from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip('transformers.models')  # this folder has the name of the library
 
 from attncnn_plugin import attention_maps, follow_state_dict, load_hugging_face
-from attncnn_plugin.pruning import head_costs, prunable_heads, prune_heads
+from attncnn_plugin.pruning import head_ablation, head_costs, prunable_heads, prune_heads
 
 transformers = sys.modules['transformers']
 
@@ -94,6 +94,17 @@ def test_what_is_pruned_is_gone(name):
 
 def two_heads(name):
     return dict(num_heads=[2, 2]) if name.endswith('Swin') else dict(num_attention_heads=2)
+
+
+def test_a_backbone_stays_as_it_was():
+    """Its windows pad the smaller grid of the second stage; those of a model alone become smaller, for good."""
+    model = not_small(transformers.SwinBackbone(transformers.SwinConfig(**OF_HUGGING_FACE['transformers.Swin'])))
+    images = torch.randn(2, 3, SIZE // 2, SIZE // 2)
+    expected = model(images).feature_maps[0]
+    *_, padded, shifted = attention_maps(model, images).values()
+    assert (padded.sum(-1) < 0.99).all() and torch.allclose(shifted.sum(-1), torch.ones(2, 3, 4))
+    head_ablation(model, [images], lambda model, images: model(images).feature_maps[0].square().mean())
+    assert torch.equal(model(images).feature_maps[0], expected)
 
 
 def test_timm_inside():
