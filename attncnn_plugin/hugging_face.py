@@ -17,7 +17,8 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> nn.Module:
 
     Args:
         folder (str | Path): With ``config.json`` and the weights.
-        **settings: Of ``from_pretrained``, such as ``dtype``.
+        **settings: Of ``from_pretrained``, such as ``dtype``; for other classes ``num_labels=7`` and
+            ``ignore_mismatched_sizes=True``.
 
     Returns:
         nn.Module: A model of the class that was saved, in evaluation mode.
@@ -39,7 +40,8 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> nn.Module:
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # it would report what has another shape
     try:
-        model, info = cls.from_pretrained(folder, ignore_mismatched_sizes=True, output_loading_info=True, **settings)
+        every = {**settings, 'ignore_mismatched_sizes': True, 'output_loading_info': True}
+        model, info = cls.from_pretrained(folder, **every)
     finally:
         transformers.logging.set_verbosity(verbosity)
     saved: Dict[str, Any] = {key: torch.empty(shape, device='meta') for key, shape, _ in info['mismatched_keys']}
@@ -50,9 +52,10 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> nn.Module:
     class WithoutHeads(cls):  # type: ignore[misc, valid-type]
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            follow_state_dict(self, shapes)
+            follow_state_dict(self, shapes, strict=not settings.get('ignore_mismatched_sizes'))
 
-    WithoutHeads.__name__ = name  # by which transformers chooses the loss
+    # By these transformers chooses the loss, and knows the older names of weights that it writes to files.
+    WithoutHeads.__name__, WithoutHeads.__module__ = name, cls.__module__
     model = WithoutHeads.from_pretrained(folder, **settings)
     model.__class__ = cls
     return model

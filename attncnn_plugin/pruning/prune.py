@@ -218,6 +218,8 @@ def replace_parameters(
         group['params'][:] = [parameter for _, parameter in pairs]
         if 'param_names' in group:
             group['param_names'][:] = [name for name, _ in pairs]
+    if isinstance(optimizer, torch.optim.LBFGS):
+        optimizer._numel_cache = None  # the number of their entries
     states = states_of(optimizer)
     for old, successor in replaced.items():
         state = states.pop(old, None)
@@ -230,8 +232,8 @@ def replace_parameters(
 
 
 def states_of(optimizer: Any) -> Dict[Any, Dict[str, Any]]:
-    """Returns the states of parameters, of the optimizer inside of one such as timm's Lookahead."""
-    return getattr(optimizer, '_base_optimizer', optimizer).state
+    """Returns the states of parameters, of the optimizer inside of one such as timm's Lookahead, or SAM."""
+    return getattr(optimizer, '_base_optimizer', getattr(optimizer, 'base_optimizer', optimizer)).state
 
 
 def check_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
@@ -287,7 +289,7 @@ class HeadMeans:
         self.count = torch.zeros((), dtype=torch.float64, device=weight.device)
         self.size: Optional[Tuple[int, ...]] = None
         self.tiles: Optional[List[AxisTiles]] = None
-        self.in_grid: Optional[Tensor] = None  # (windows, M)
+        self.cut: Optional[Callable[[], Windows]] = None  # how the module around has cut its input
 
     def add(self, output: nn.Module, args: Tuple[Tensor]) -> None:
         """Adds the outputs of all heads that the linear map gets."""
@@ -297,8 +299,10 @@ class HeadMeans:
         heads = heads.detach()
         if self.tiles is not None:  # without queries that fill up the last tile
             heads = join_tiles(heads, self.tiles).flatten(2).mT
-        if self.in_grid is not None:  # without the padding of windows
-            heads = heads.unflatten(0, (-1, len(self.in_grid)))[:, self.in_grid.to(heads.device)]
+        if self.cut is not None:  # without the padding of windows
+            windows, self.cut = self.cut(), None
+            in_grid = numbers_in_windows(*windows) < math.prod(windows[0])
+            heads = heads.unflatten(0, (-1, len(in_grid)))[:, in_grid.to(heads.device)]
         heads = heads.flatten(0, -2)
         self.total += heads.double().sum(0)
         self.count += len(heads)
@@ -310,9 +314,8 @@ class HeadMeans:
         self.tiles = layer.tiles(self.size) if isinstance(layer, ContentImageAttention) else None
 
     def see_windows(self, windows: Callable[[Any, Any], Windows], owner: nn.Module, args: Tuple[Any, ...]) -> None:
-        """Keeps which tokens of the windows are in the grid, given how the module around cuts its input."""
-        cut = windows(owner, args)
-        self.in_grid = numbers_in_windows(*cut) < math.prod(cut[0])
+        """Keeps how the module around cuts its input."""
+        self.cut = partial(windows, owner, args)
 
     @property
     def mean(self) -> Tensor:

@@ -56,7 +56,8 @@ class Adapter:
         tables (Mapping[str, int]): Other parameters with an entry for each head, and its dimension.
         num_heads (str): The number of heads N_h.
         windows (callable | None): ``windows(owner, args)`` says how the module around cuts its input into windows: the
-            size of the grid, of a window, its shift, and whether the grid is padded before it is shifted.
+            size of the grid, of a window, its shift, and whether the grid is padded before it is shifted. It is asked
+            once the attention runs.
         drop (str): The dropout of the probabilities, a module or a rate.
         key_bias (bool): Whether the bias of the one map is for the keys too.
         cuts (bool): Whether it cuts the windows itself, of a grid ``(B, H, W, D)``.
@@ -228,10 +229,9 @@ def windows_of_mmpretrain(owner: Any, args: Any) -> Windows:
 
 
 def windows_of_hugging_face(layer: Any, args: Any) -> Windows:
-    """Returns the windows of a ``SwinLayer``, which gets tokens and the size of their grid."""
-    (height, width), size = args[1], layer.window_size
-    size, shift = (min(height, width), 0) if min(height, width) <= size else (size, layer.shift_size)
-    return (height, width), (size, size), (shift, shift), True
+    """Returns the windows of a ``SwinLayer``, which gets tokens and the size of their grid, and sets its own then."""
+    size, shift = layer.window_size, layer.shift_size
+    return tuple(args[1]), (size, size), (shift, shift), True
 
 
 def windows_of_torchvision(module: Any, args: Any) -> Windows:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..attention.evaluation_mode import evaluating
 from ..attention.precision import at_least_float32
-from .adapters import Attention, Call, Windows, find_attention, numbers_in_windows
+from .adapters import Attention, Call, find_attention, numbers_in_windows
 from .vision_transformer import find_transformer, images_for
 
 Visit = Callable[[str, Tensor, 'TokenPlaces'], None]
@@ -166,12 +166,11 @@ def visited_attention(attention: Attention, visit: Callable[[Tensor, Optional[To
     Raises:
         ValueError: The probabilities are not finite.
     """
-    windows: Optional[Windows] = None
+    cut: Tuple[Any, ...] = ()  # the module around that cuts windows, and its arguments
 
-    def cut(owner: nn.Module, args: Any) -> None:
-        nonlocal windows
-        assert attention.adapter.windows is not None
-        windows = attention.adapter.windows(owner, args)
+    def see_owner(*own: Any) -> None:
+        nonlocal cut
+        cut = own
 
     @torch.no_grad()
     def see(module: nn.Module, args: Any, kwargs: Call, output: Any) -> None:
@@ -182,7 +181,7 @@ def visited_attention(attention: Attention, visit: Callable[[Tensor, Optional[To
                 f'the probabilities of {attention.name or "attention"} are not finite: the parameters of model and the '
                 'images must be finite'
             )
-        of_grid = call.get('windows', windows)
+        of_grid = attention.adapter.windows(*cut) if attention.adapter.windows and cut else call.get('windows')
         if of_grid is not None:
             numbers, masked = numbers_in_windows(*of_grid), None if mask is None else (mask < 0).to(x.device)
             places = TokenPlaces(of_grid[0], windows=numbers.to(x.device), masked=masked)
@@ -190,6 +189,6 @@ def visited_attention(attention: Attention, visit: Callable[[Tensor, Optional[To
 
     with ExitStack() as stack:
         if attention.adapter.windows is not None and attention.block is not None and not attention.adapter.cuts:
-            stack.enter_context(attention.block.register_forward_pre_hook(cut))
+            stack.enter_context(attention.block.register_forward_pre_hook(see_owner))
         stack.enter_context(attention.called.register_forward_hook(see, with_kwargs=True))
         yield

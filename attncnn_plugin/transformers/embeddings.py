@@ -143,10 +143,9 @@ class PositionChannels:
 
     def hold(self, patches: Tensor, prefix: Tensor) -> None:
         """Puts functions of the position into the patches, ``(patches, number)``, constants into all prefix tokens."""
-        rows = position_embedding(self.network, len(patches))
-        embedded = len(rows) - len(patches)  # prefix tokens that have a position
-        rows += (torch.cat([prefix.expand(embedded, -1), patches]) @ self.directions.T).to(rows)
-        for token in [] if embedded else self.prefix:
+        rows = position_embedding(self.network, len(patches))[-len(patches) :]
+        rows += (patches @ self.directions.T).to(rows)
+        for token in self.prefix:
             token += (prefix @ self.directions.T).to(token)
 
     def hold_constant(self) -> None:
@@ -190,11 +189,11 @@ class PositionChannels:
 
 def mlp_maps(attention: Attention) -> List[nn.Linear]:
     """Returns the linear maps beside an attention in its block: the last one writes into the tokens."""
-    own = set(attention.called.modules())
-    found = [module for module in attention.block.modules() if isinstance(module, nn.Linear) and module not in own]
+    own, block = set(attention.called.modules()), attention.module if attention.adapter.called else attention.block
+    found = [module for module in block.modules() if isinstance(module, nn.Linear) and module not in own]
     if not found or {found[-1].out_features, attention.output.out_features} != {attention.width}:
         raise ValueError(
-            f'{attention.name} needs an MLP beside it in its {type(attention.block).__name__}, both with a last linear '
+            f'{attention.name} needs an MLP beside it in its {type(block).__name__}, both with a last linear '
             f'map to the {attention.width} channels of a token'
         )
     return found

@@ -42,6 +42,8 @@ LAYOUTS = (
         'embeddings.position_embeddings',
         'rope_embeddings',
     ),
+    # SwinBackbone, which has its SwinModel shift windows that fill the grid; called without, that stops it for good
+    Layout('swin.embeddings.patch_embeddings', ('swin.encoder.layers',), needs='hidden_states_norms'),
     # torchvision
     Layout('conv_proj', ('encoder.layers',), ('class_token',), 'encoder.pos_embedding'),
     Layout('features.0', ('features',), needs='features.1.0.attn'),

@@ -459,6 +459,38 @@ def test_an_optimizer_whose_state_is_no_tensor(build, message):
     optimizer.step(closure)
 
 
+class Sharpness(torch.optim.Optimizer):
+    """As SAM is written: an optimizer inside has the same groups, and the states."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, dict(lr=lr))
+        self.base_optimizer = torch.optim.AdamW(self.param_groups, lr)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def step(self, closure):
+        self.base_optimizer.step(closure)
+
+
+@pytest.mark.parametrize('build', [Sharpness, torch.optim.LBFGS])
+def test_an_optimizer_that_keeps_more_than_groups(build):
+    model, parts = small_cmhsa('conv'), [TwoPhases(epoch=1), PruneHeads(epoch=2, batches=[(IMAGES, LABELS)], keep=12)]
+    optimizer = build(model.parameters(), lr=1e-3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = cross_entropy(model(IMAGES), LABELS)
+        loss.backward()
+        return loss
+
+    for epoch in range(3 if build is Sharpness else 2):
+        for part in parts:
+            part.on_epoch_begin(model, optimizer, epoch)
+        optimizer.step(closure)
+    if build is Sharpness:
+        states = optimizer.base_optimizer.state
+        assert set(states) == set(model.parameters()) and {state['step'].item() for state in states.values()} == {2}
+
+
 def test_a_module_that_does_not_say_what_became_of_its_parameters():
     class Own(nn.Linear):
         phase = 'conv'

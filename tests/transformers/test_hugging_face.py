@@ -5,13 +5,13 @@ import sys
 import pytest
 import timm
 import torch
-from helpers.vits import OF_HUGGING_FACE, SIZE, output_of, small_vit
+from helpers.vits import OF_HUGGING_FACE, SIZE, not_small, output_of, small_vit
 from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip('transformers.models')  # this folder has the name of the library
 
 from attncnn_plugin import attention_maps, follow_state_dict, load_hugging_face
-from attncnn_plugin.pruning import head_costs, prunable_heads, prune_heads
+from attncnn_plugin.pruning import head_ablation, head_costs, prunable_heads, prune_heads
 
 transformers = sys.modules['transformers']
 
@@ -20,10 +20,10 @@ def number_of_heads(model):
     return [layer.num_heads for layer in prunable_heads(model).values()]
 
 
-@pytest.mark.parametrize('name', OF_HUGGING_FACE)
-def test_saved_and_loaded(name, tmp_path):
+@pytest.mark.parametrize('name, part', [*((name, '') for name in OF_HUGGING_FACE), ('transformers.ViT', 'vit')])
+def test_saved_and_loaded(name, part, tmp_path):
     """Every entry and the outputs are the same; ``from_pretrained`` alone refuses the shapes."""
-    model, images = small_vit(name), torch.randn(2, 3, SIZE, SIZE)
+    model, images = small_vit(name).get_submodule(part), torch.randn(2, 3, SIZE, SIZE)
     first, second = list(prunable_heads(model))[:2]
     prune_heads(model, {first: [0, 2], second: [1]})
     model.save_pretrained(tmp_path)
@@ -47,6 +47,16 @@ def test_loaded_whole(tmp_path):
     (tmp_path / 'config.json').write_text('{"model_type": "vit", "architectures": ["Vit"]}')
     with pytest.raises(ValueError, match='has the architecture Vit, which is no class of transformers'):
         load_hugging_face(tmp_path)
+
+
+def test_loaded_for_other_classes(tmp_path):
+    """A new classifier, and everything else as it was."""
+    model = small_vit('transformers.ViT')
+    prune_heads(model, {0: [1]})
+    model.save_pretrained(tmp_path)
+    loaded = load_hugging_face(tmp_path, num_labels=7, ignore_mismatched_sizes=True)
+    assert loaded.classifier.weight.shape == (7, 24)
+    assert all(torch.equal(own, loaded.vit.state_dict()[key]) for key, own in model.vit.state_dict().items())
 
 
 def test_shapes_that_no_heads_explain(tmp_path):
@@ -84,6 +94,17 @@ def test_what_is_pruned_is_gone(name):
 
 def two_heads(name):
     return dict(num_heads=[2, 2]) if name.endswith('Swin') else dict(num_attention_heads=2)
+
+
+def test_a_backbone_stays_as_it_was():
+    """Its windows pad the smaller grid of the second stage; those of a model alone become smaller, for good."""
+    model = not_small(transformers.SwinBackbone(transformers.SwinConfig(**OF_HUGGING_FACE['transformers.Swin'])))
+    images = torch.randn(2, 3, SIZE // 2, SIZE // 2)
+    expected = model(images).feature_maps[0]
+    *_, padded, shifted = attention_maps(model, images).values()
+    assert (padded.sum(-1) < 0.99).all() and torch.allclose(shifted.sum(-1), torch.ones(2, 3, 4))
+    head_ablation(model, [images], lambda model, images: model(images).feature_maps[0].square().mean())
+    assert torch.equal(model(images).feature_maps[0], expected)
 
 
 def test_timm_inside():

@@ -36,20 +36,31 @@ def test_others_are_refused(name, settings, message):
         init_as_convolution(timm.create_model(name, pretrained=False, **settings))
 
 
-@pytest.mark.parametrize('name', [name for name in (*OF_HUGGING_FACE, *OF_TORCHVISION) if name not in NO_START])
-def test_heads_of_other_libraries(name):
+ABSOLUTE = dict(use_absolute_position_embeddings=True, use_relative_position_bias=False)
+
+
+@pytest.mark.parametrize(
+    'name, settings',
+    [
+        *((name, {}) for name in (*OF_HUGGING_FACE, *OF_TORCHVISION) if name not in NO_START),
+        ('transformers.Beit', ABSOLUTE),
+    ],
+)
+def test_heads_of_other_libraries(name, settings):
     """Of models with as many channels as a Gaussian needs: the report is of what the model computes on images."""
     if 'Swin' in name:
         model = new_vit(name, **SETTINGS[name])
     else:
         width = 'hidden_dim' if name.startswith('torchvision') else 'hidden_size'
-        model = new_vit(name, **{**SETTINGS[name], width: 96, 'patch_size': 4, 'image_size': 24})
+        model = new_vit(name, **{**SETTINGS[name], width: 96, 'patch_size': 4, 'image_size': 24, **settings})
     report = init_as_convolution(model.eval(), alpha=1.0)
-    encoding = dict(Beit='relative', Swin='relative', SwinTransformer='relative', DINOv3ViT='rotary')
+    encoding = dict(Swin='relative', SwinTransformer='relative', DINOv3ViT='rotary')
+    encoding['Beit'] = 'absolute' if settings else 'relative'
     for layer in report.layers:
         assert layer.encoding == encoding.get(name.rpartition('.')[2], 'absolute')
         bound = dict(absolute=0.1, relative=1e-6, rotary=0.12)[layer.encoding]
         assert max(head.total_variation for head in layer.heads) < bound, layer
+        assert layer.prefix_share < 0.15, layer
 
 
 @pytest.mark.parametrize('name', [name for name in SETTINGS if name not in NO_START])
