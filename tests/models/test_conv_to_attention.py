@@ -29,6 +29,9 @@ CONVNEXT = dict(
     out_indices=(0, 1, 2, 3),
     gap_before_final_norm=False,
 )
+VAN = dict(  # whose convolutions are mmcv's
+    type='VAN', arch=dict(embed_dims=[4, 8, 8, 8], depths=[1, 1, 1, 1], ffn_ratios=[2, 2, 2, 2]), out_indices=(0, 3)
+)
 STAGE = 'layer4.*.conv2'
 
 
@@ -71,8 +74,9 @@ def attention_names(model):
         (RESNET, STAGE),
         (dict(RESNET, frozen_stages=4, norm_eval=True), ('layer1.*.conv2', STAGE)),
         (CONVNEXT, 'stages.*.depthwise_conv'),
+        (VAN, 'blocks[34].*DW_conv'),
     ],
-    ids=['ResNet', 'frozen', 'ConvNeXt'],
+    ids=['ResNet', 'frozen', 'ConvNeXt', 'VAN'],
 )
 def test_transparent(backbone, layers):
     """Features, modes, what is frozen and names are those of the backbone, in either phase."""
