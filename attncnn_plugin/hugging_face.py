@@ -6,6 +6,7 @@ from typing import Any, Dict, Union
 import torch
 from torch import nn
 
+from .attention.state_dicts import EXTRA_STATE
 from .structure import follow_state_dict
 
 
@@ -26,7 +27,7 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> nn.Module:
     Raises:
         ImportError: Hugging Face transformers is not installed.
         ValueError: The configuration names no class of transformers; or weights of other shapes, which no number of
-            heads explains.
+            heads explains; or attention instead of a convolution.
     """
     try:
         import transformers
@@ -44,6 +45,12 @@ def load_hugging_face(folder: Union[str, Path], **settings: Any) -> nn.Module:
         model, info = cls.from_pretrained(folder, **every)
     finally:
         transformers.logging.set_verbosity(verbosity)
+    converted = [key for key in info['unexpected_keys'] if key.endswith(EXTRA_STATE)]
+    if converted:
+        raise ValueError(
+            f'{folder} has attention instead of a convolution, {min(converted).rpartition(".")[0]}: save and load '
+            'the state dict of such a model, with attncnn_plugin.follow_state_dict(model, state_dict) in between'
+        )
     saved: Dict[str, Any] = {key: torch.empty(shape, device='meta') for key, shape, _ in info['mismatched_keys']}
     if not saved:
         return model

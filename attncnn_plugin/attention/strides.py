@@ -5,8 +5,6 @@ PyTorch's batch norms compute wrong gradients on CPUs where their input has thes
 not, or the other way round.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -29,24 +27,5 @@ def with_regular_gradient(x: Tensor) -> Tensor:
     """Returns images ``(B, C, *size)`` as they are; for a batch of one their gradient will have regular strides."""
     if is_exporting() or torch.jit.is_tracing():  # without gradients, for batches of any size
         return x
-    return _RegularGradient.apply(x) if len(x) == 1 and x.requires_grad and torch.is_grad_enabled() else x
-
-
-class _RegularGradient(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
-        return tangent.view_as(tangent)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return with_regular_strides(grad)
+    # The gradients of flatten and view have the strides of new tensors.
+    return with_regular_strides(x) if len(x) == 1 and x.requires_grad and torch.is_grad_enabled() else x

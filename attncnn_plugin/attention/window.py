@@ -50,9 +50,12 @@ class Window:
                 f'conv is a {type(conv).__name__} with forward hooks, which change what it computes: remove them, '
                 'old-style spectral or weight normalization for instance, before it is converted'
             )
+        kind: Any = type(conv)
+        if kind.__module__ == 'mmcv.cnn.bricks.wrappers':  # whose forward is other only with PyTorch before 1.5
+            kind = kind.__base__
         for method in ('forward', '_conv_forward'):
-            own = next(getattr(kind, method) for kind in kinds if isinstance(conv, kind))
-            if getattr(type(conv), method) is not own:
+            own = next(getattr(of, method) for of in kinds if isinstance(conv, of))
+            if getattr(kind, method) is not own:
                 raise TypeError(
                     f'conv is a {type(conv).__name__}, whose own {method} can be anything: convert a plain convolution '
                     'with the weights and the padding that it amounts to'

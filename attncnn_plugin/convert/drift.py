@@ -45,7 +45,10 @@ def _relative(squares: List[Tuple[float, float]]) -> float:
 @contextlib.contextmanager
 def evaluated_copy(model: nn.Module) -> Iterator[Any]:
     """Yields a copy of a model, with its parameters, in evaluation mode, without gradients; random numbers stay."""
-    trial = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    known: Dict[int, Tensor] = {id(parameter): parameter for parameter in model.parameters()}
+    kept = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
+    known.update({id(value): value.detach().clone() for value in kept if not value.is_leaf})  # deepcopy refuses them
+    trial = copy.deepcopy(model, known)
     for module in trial.modules():  # eval() can do more than it says, merge layers for instance
         module.training = False
     tensors = (*model.parameters(), *model.buffers())

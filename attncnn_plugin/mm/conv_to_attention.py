@@ -74,7 +74,7 @@ class ConvToAttention(Restructurable):
         if self.phase == 'conv':
             super().init_weights()  # type: ignore[misc]
             return
-        cnn = MODELS.build(copy.deepcopy(self.conversion.backbone))
+        cnn = conv_to_attention(*self.conversion[:2], **self.conversion.settings)  # init_cfg can load attention
         cnn.init_weights()
         self.load_state_dict(cnn.state_dict())
         self.is_init = True

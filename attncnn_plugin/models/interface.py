@@ -8,19 +8,11 @@ from timm.models import build_model_with_cfg, checkpoint, register_notrace_modul
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from ..attention import (
-    ContentAttention,
-    GeneralizedQuadraticAttention,
-    LearnedAttention,
-    PatchAttention,
-    QuadraticAttention,
-)
+from ..attention import AttentionLayer
 from ..attention.state_dicts import Restructurable, without_prefix
 from ..weights import in_single_precision
 
-# Forward passes that look at sizes, which a symbolic trace does not know.
-for _layer in (ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, PatchAttention, QuadraticAttention):
-    register_notrace_module(_layer)
+register_notrace_module(AttentionLayer)  # forward passes that look at sizes, which a symbolic trace does not know
 
 
 class TimmNetwork(Restructurable):

@@ -7,6 +7,7 @@ import timm
 import torch
 from helpers.convolutions import relative_error
 from helpers.small import trained_like
+from timm.models import create_feature_extractor
 from torch import nn
 
 from attncnn_plugin import follow_state_dict
@@ -75,6 +76,7 @@ def test_by_content(arguments):
     expected = model(x)
     convs_to_attention(model, 'layer*', **arguments)
     assert relative_error(model(x), expected) < 1e-12
+    assert torch.equal(create_feature_extractor(model, ['layer4'])(x)['layer4'], model.forward_features(x))
     model.train()(x).sum().backward()
     attention = [module for module in model.modules() if isinstance(module, ImageAttention)]
     assert all(layer.query.weight.grad is not None for layer in attention)

@@ -29,6 +29,9 @@ CONVNEXT = dict(
     out_indices=(0, 1, 2, 3),
     gap_before_final_norm=False,
 )
+VAN = dict(  # whose convolutions are mmcv's
+    type='VAN', arch=dict(embed_dims=[4, 8, 8, 8], depths=[1, 1, 1, 1], ffn_ratios=[2, 2, 2, 2]), out_indices=(0, 3)
+)
 STAGE = 'layer4.*.conv2'
 
 
@@ -71,8 +74,9 @@ def attention_names(model):
         (RESNET, STAGE),
         (dict(RESNET, frozen_stages=4, norm_eval=True), ('layer1.*.conv2', STAGE)),
         (CONVNEXT, 'stages.*.depthwise_conv'),
+        (VAN, 'blocks[34].*DW_conv'),
     ],
-    ids=['ResNet', 'frozen', 'ConvNeXt'],
+    ids=['ResNet', 'frozen', 'ConvNeXt', 'VAN'],
 )
 def test_transparent(backbone, layers):
     """Features, modes, what is frozen and names are those of the backbone, in either phase."""
@@ -157,13 +161,17 @@ def test_checkpoints_of_the_cnn(phase, tmp_path):
     assert relative_error(model(x), cnn(x)) < 1e-4 and model.backbone.phase == phase
 
 
-def test_checkpoints_of_attention():
-    """They load into either phase, whatever was converted in the model before."""
+def test_checkpoints_of_attention(tmp_path):
+    """They load into either phase, whatever was converted in the model before, by ``init_cfg`` too."""
     theirs, x = build(content='additive', alpha=6.0), images()
     theirs.to_attention()
     theirs.eval()
-    for ours in (build(content='additive', alpha=6.0), build(phase='attn'), build(layers='layer4.0.conv1')):
-        ours.load_state_dict(theirs.state_dict())
+    torch.save(theirs.state_dict(), tmp_path / 'attn.pth')
+    pretrained = dict(RESNET, init_cfg=dict(type='Pretrained', checkpoint=str(tmp_path / 'attn.pth')))
+    initialized = [build(pretrained, phase=phase, content='additive', alpha=6.0) for phase in ('conv', 'attn')]
+    loaded = [build(content='additive', alpha=6.0), build(phase='attn'), build(layers='layer4.0.conv1')]
+    for ours in (*initialized, *loaded):
+        ours.init_weights() if ours in initialized else ours.load_state_dict(theirs.state_dict())
         ours.eval()
         assert all(torch.equal(a, b) for a, b in zip(ours(x), theirs(x)))
     model = build(content='additive')

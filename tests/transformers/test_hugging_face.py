@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 pytest.importorskip('transformers.models')  # this folder has the name of the library
 
 from attncnn_plugin import attention_maps, follow_state_dict, load_hugging_face
+from attncnn_plugin.convert import convs_to_attention
 from attncnn_plugin.pruning import head_ablation, head_costs, prunable_heads, prune_heads
 
 transformers = sys.modules['transformers']
@@ -44,6 +45,10 @@ def test_loaded_whole(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = load_hugging_face(tmp_path)
     assert all(torch.equal(own, loaded.state_dict()[key]) for key, own in model.state_dict().items())
+    convs_to_attention(model, '*')
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match='attention instead of a convolution, .*projection: .*follow_state_dict'):
+        load_hugging_face(tmp_path)
     (tmp_path / 'config.json').write_text('{"model_type": "vit", "architectures": ["Vit"]}')
     with pytest.raises(ValueError, match='has the architecture Vit, which is no class of transformers'):
         load_hugging_face(tmp_path)
