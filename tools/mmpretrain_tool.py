@@ -15,6 +15,7 @@ if __name__ == '__main__':
     if len(sys.argv) < 2:
         sys.exit(__doc__)
     if sys.argv[1] in ('-h', '--help'):
-        sys.exit(print(__doc__))
-    del sys.argv[0]  # the tool's own arguments are left
-    run_mmpretrain_tool(sys.argv[0])
+        print(__doc__)
+    else:
+        del sys.argv[0]  # the tool's own arguments are left
+        run_mmpretrain_tool(sys.argv[0])

@@ -77,6 +77,10 @@ def test_by_content(arguments):
     convs_to_attention(model, 'layer*', **arguments)
     assert relative_error(model(x), expected) < 1e-12
     assert torch.equal(create_feature_extractor(model, ['layer4'])(x)['layer4'], model.forward_features(x))
+    if 'window_size' not in arguments:
+        shapes = {axis: 32 * torch.export.Dim(f'sides{axis}', min=2, max=8) for axis in (2, 3)}
+        exported, other = torch.export.export(model, (x,), dynamic_shapes=(shapes,)).module(), x.repeat(1, 1, 2, 3)
+        assert relative_error(exported(other), model(other)) < 1e-12
     model.train()(x).sum().backward()
     attention = [module for module in model.modules() if isinstance(module, ImageAttention)]
     assert all(layer.query.weight.grad is not None for layer in attention)
