@@ -195,6 +195,55 @@ def test_numbers_of_the_readme():
         assert f'[{sentence}](docs/tables/{table})' in page
 
 
+def points(difference):
+    """A difference of accuracies as the docs say it: to whole points, or half of one."""
+    names = ['a', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine', 'ten']
+    if difference < 0.75:
+        return 'half a point' if difference > 0.25 else 'level'
+    return f'{names[round(difference) - 1]} point{"s" if difference >= 1.5 else ""}'
+
+
+def test_numbers_of_the_findings():
+    """Every difference on the page is one of the committed tables."""
+    page = ' '.join((ROOT / 'docs/findings.md').read_text().split())
+
+    def gain(*rows):
+        return points(mean(ahead(*rows)))
+
+    networks = [('C20-1', row) for row in ('quadratic', 'generalized', 'learned')]
+    networks += [('C20-1-5000', row) for _, row in networks]
+    behind = [mean(top1(table, 'ResNet').values()) - mean(top1(table, row).values()) for table, row in networks]
+    phases = ahead('two-phases', 'both phases', 'attention')
+    over_attention = (
+        f'{math.floor(min(phases))} to {math.ceil(max(phases))} points above attention that begins at random'
+    )
+    over_vit = sorted(ahead('two-phases', 'both phases', 'ViT'))
+    resnet = mean(top1('C20-1-5000', 'ResNet').values())
+    over_mimetic = resnet - mean(top1('starts', 'mimetic').values())
+    over_content = resnet - mean(top1('C20-1-5000', 'learned with content').values())
+    over_convolution = gain('two-phases', 'both phases', 'convolution')
+    sentences = [
+        f'ended {round(over_mimetic)} to {round(over_content)} points above every network made of attention',
+        f'no: {math.floor(min(behind))} to {math.ceil(max(behind))} points behind',
+        f'yes: {over_attention}',
+        f'hardly: {over_convolution} on average, in twice the time',
+        f'yes: {gain("two-phases", "both phases", "ViT")} on average',
+        f'| {gain("two-phases", "both phases", "both phases, narrow heads")} less, with half of the multiply-adds',
+        f'{gain("starts", "sine-cosine embedding", "Gaussian")} worse than its sine-cosine embedding alone',
+        f'the best start, {gain("starts", "mimetic", "sine-cosine embedding")} above the embedding alone',
+        f'half of them for {gain("pruning", "all 24 heads", "12 heads, by importance")}',
+        f'two phases gain {over_convolution} for twice the time',
+        f'ends {points(over_mimetic)} above every ViT',
+        f'a mimetic start, for {gain("starts", "mimetic", "as it comes")}',
+        f'begins as a trained convolution](two_phases.md) ends {over_attention}',
+        f'A plain ViT ends {points(over_vit[0])} to {points(over_vit[-1])} below two phases',
+        f'[Gaussian heads](vit_init.md) end {gain("starts", "Gaussian", "as it comes")} above mmpretrain',
+        f'[{gain("starts-192", "impulse, 192", "as it comes, 192")} above the default](tables/starts-192.md)',
+        f'it ends {gain("starts-192", "Gaussian, 192", "as it comes, 192")} above the default',
+    ]
+    assert [sentence for sentence in sentences if sentence not in page] == []
+
+
 def test_project_files():
     """The forge reads these; a mistake in them would show there alone."""
     yaml = pytest.importorskip('yaml')
