@@ -84,7 +84,8 @@ class AttentionRecorder:
 
     Attributes:
         passes (list[dict[str, Tensor]]): For each forward pass of the model, or of its ``forward_features``, what
-            :func:`attention_maps` returns.
+            :func:`attention_maps` returns. A layer that runs again begins another one, as in a model that calls its
+            backbone twice.
 
     Examples:
         >>> import timm
@@ -98,12 +99,10 @@ class AttentionRecorder:
     def __init__(self, model: nn.Module, reduce: Reduce = None) -> None:
         self.model, self.kept = unwrap_model(model), _reduction(reduce)
         self.passes: List[Dict[str, Tensor]] = []
-        self._inside = False  # the model's own forward, rather than a part of it such as forward_features
 
     def __enter__(self) -> 'AttentionRecorder':
         with ExitStack() as stack:
             stack.enter_context(self.model.register_forward_pre_hook(self._begin))
-            stack.enter_context(self.model.register_forward_hook(self._end, always_call=True))
             stack.enter_context(visiting(self.model, self._record))
             self._stack = stack.pop_all()
         return self
@@ -114,15 +113,11 @@ class AttentionRecorder:
     def _begin(self, *_: Any) -> None:
         if not _in_backward():
             self.passes.append({})
-            self._inside = True
-
-    def _end(self, *_: Any) -> None:
-        self._inside = False
 
     def _record(self, name: str, probs: Tensor) -> None:
         if _in_backward():
             return
-        if not self._inside and (not self.passes or name in self.passes[-1]):
+        if not self.passes or name in self.passes[-1]:  # of a part of the model, such as forward_features
             self.passes.append({})
         self.passes[-1][name] = self.kept(probs)
 
