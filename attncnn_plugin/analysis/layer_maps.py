@@ -67,29 +67,23 @@ class MeanAttention:
             return torch.arange(self.grid[0]), torch.arange(self.grid[1])
         return self.window.queries(0, self.grid[0]), self.window.queries(1, self.grid[1])
 
-    def place(self, query: Optional[Sequence[int]] = None) -> Tuple[int, int]:
-        """Returns row and column of the query that is nearest to a place, by default the middle of the grid.
+    def of_query(self, query: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tuple[int, int]]:
+        """Returns the probabilities of the keys for the query that is nearest to a place, and where this query is.
+
+        Args:
+            query (Sequence[int], optional): Row and column of the place. Defaults to the middle of the grid.
+
+        Returns:
+            tuple[Tensor, tuple[int, int]]: ``(N_h, H, W)``, float64, and row and column of the query.
 
         Raises:
             ValueError: The place is outside of the grid.
-        """
-        rows, columns = self.queries
-        row, column = self._nearest(query)
-        return int(rows[row]), int(columns[column])
-
-    def of_query(self, query: Optional[Sequence[int]] = None) -> Tensor:
-        """Returns the probabilities of the keys for the query at :meth:`place`, ``(N_h, H, W)``, float64.
 
         Examples:
             >>> MeanAttention(torch.eye(6)[None], (2, 3)).of_query((0, 1))
-            tensor([[[0., 1., 0.],
-                     [0., 0., 0.]]], dtype=torch.float64)
+            (tensor([[[0., 1., 0.],
+                     [0., 0., 0.]]], dtype=torch.float64), (0, 1))
         """
-        row, column = self._nearest(query)
-        return self.probs[:, row * len(self.queries[1]) + column].double().unflatten(1, self.grid)
-
-    def _nearest(self, query: Optional[Sequence[int]]) -> Tuple[int, int]:
-        """Returns the number of a query among the rows, and among the columns, of the queries."""
         height, width = self.grid
         row, column = (height // 2, width // 2) if query is None else query
         if not (0 <= row < height and 0 <= column < width):
@@ -97,7 +91,9 @@ class MeanAttention:
                 f'query={(row, column)} must be a row from 0 to {height - 1} and a column from 0 to {width - 1}'
             )
         rows, columns = self.queries
-        return int((rows - row).abs().argmin()), int((columns - column).abs().argmin())
+        i, j = int((rows - row).abs().argmin()), int((columns - column).abs().argmin())
+        keys = self.probs[:, i * len(columns) + j].double().unflatten(1, self.grid)
+        return keys, (int(rows[i]), int(columns[j]))
 
 
 def mean_attention(
@@ -134,7 +130,7 @@ def mean_attention(
         >>> import timm, attncnn_plugin
         >>> model = timm.create_model('sa_learned_content_cifar', embed_dim=12, depth=1, num_heads=3)
         >>> maps = mean_attention(model, torch.rand(9, 3, 8, 8))['blocks.0.attn']
-        >>> maps.probs.shape, maps.grid, maps.of_query((1, 2)).shape
+        >>> maps.probs.shape, maps.grid, maps.of_query((1, 2))[0].shape
         (torch.Size([3, 16, 16]), (4, 4), torch.Size([3, 4, 4]))
     """
     if part not in ('all', 'position', 'content'):

@@ -244,7 +244,7 @@ def keys_of_query(maps: MeanAttention, query: Optional[Sequence[int]] = None) ->
         interior queries in windows, the grid of all shifts.
     """
     if not maps.in_windows or query is not None:
-        return maps.of_query(query), maps.place(query)
+        return maps.of_query(query)
     shifts = ShiftMaps(maps)
     height, width = maps.grid
     return shifts.interior_sums / shifts.counts(shifts.interior).max(), (height - 1, width - 1)

@@ -57,7 +57,7 @@ def test_layers_of_every_kind(name):
     assert list(maps) == [f'blocks.{i}.attn' for i in range(12)]
     for own in maps.values():
         assert own.grid == (6, 4) and own.num_images == (3 if 'content' in name else 0)
-        assert own.probs.shape == (3, 24, 24) and own.place() == (3, 2)
+        assert own.probs.shape == (3, 24, 24) and own.of_query()[1] == (3, 2)
         assert torch.allclose(own.probs.sum(-1), torch.ones((), dtype=own.probs.dtype), atol=1e-5)
     (own,) = mean_attention(model.blocks[0].attn, torch.randn(2, 5, 7, SMALL['embed_dim'])).values()  # of tokens
     assert own.grid == (5, 7)
@@ -246,13 +246,13 @@ def test_centres_and_queries_of_convolutions(content):
     maps = mean_attention(hybrid(content), torch.randn(3, 3, 8, 10))
     for own in maps.values():
         for query in (None, (2, 2)):
-            row, column = own.place(query)
+            all_keys, (row, column) = own.of_query(query)
             centers, widths = head_centers(own, query)
-            for head, ((down, right), keys) in enumerate(zip(SHIFTS, own.of_query(query))):
+            for head, ((down, right), keys) in enumerate(zip(SHIFTS, all_keys)):
                 assert keys[row + down, column + right] > 0.999
                 assert torch.allclose(centers[head], torch.tensor([down, right]).double(), atol=1e-3)
                 assert widths[head] < 0.05
-    assert maps['2'].place((3, 4)) == (2, 4)  # 0, 2, 4 … are queries
+    assert maps['2'].of_query((3, 4))[1] == (2, 4)  # 0, 2, 4 … are queries
 
 
 def test_a_convolution_in_the_head_of_a_network():
@@ -296,12 +296,12 @@ def test_centres_and_widths_of_other_heads():
     expected = torch.tensor([math.sqrt(0.75 / 2), 0, math.nan], dtype=torch.float64)
     assert torch.allclose(widths, expected, atol=1e-6, equal_nan=True)
     assert head_centers(maps, query=(2, 4))[0][0].tolist() == [-2, -4]
-    assert torch.equal(maps.of_query((2, 4)), probs[:, 14].double().unflatten(1, (3, 5)))
+    assert torch.equal(maps.of_query((2, 4))[0], probs[:, 14].double().unflatten(1, (3, 5)))
 
 
 @pytest.mark.parametrize('query', [(3, 0), (0, 5), (-1, 0)])
 def test_queries_outside_of_the_grid(query):
     maps = MeanAttention(torch.eye(15)[None], (3, 5))
-    for function in (maps.place, maps.of_query, lambda query: head_centers(maps, query)):
+    for function in (maps.of_query, lambda query: head_centers(maps, query)):
         with pytest.raises(ValueError, match='row from 0 to 2 and a column from 0 to 4'):
             function(query)
