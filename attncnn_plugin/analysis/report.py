@@ -163,7 +163,8 @@ def _head_statistics(maps: MeanAttention, shifts: ShiftMaps, by_position: bool) 
     if by_position:
         criteria = ['entropy', 'duplicate'] if gaussian is None else ['uniform', 'stripe', 'entropy', 'duplicate']
         degenerate = {head.head: head for head in degenerate_heads_of_maps(shifts.probs, criteria, gaussian).found}
-    center, covariance, alpha = _parameters(gaussian) if gaussian else (*moments(shifts), None)
+    middle = [n - 1 for n in maps.grid]  # the place of shift 0
+    center, covariance, alpha = _parameters(gaussian) if gaussian else (*moments(shifts.interior_sums, middle), None)
     relative_entropy, entropy = maps.relative_entropy, maps.entropy
     if relative_entropy is None:
         relative_entropy = relative_entropy_of_maps(shifts.probs)

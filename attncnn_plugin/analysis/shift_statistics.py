@@ -111,19 +111,19 @@ def same_window(kernel_size: Shift, padding_mode: str = 'zeros', dilation: Shift
     return Window(kernel_size, (1, 1), dilation, padding, padding_mode)
 
 
-def moments(maps: ShiftMaps) -> Tuple[Tensor, Tensor]:
-    """Returns mean ``(N_h, 2)`` and covariance ``(N_h, 2, 2)`` of the shift at interior queries, weighted by P.
+def moments(weight: Tensor, origin: Sequence[int]) -> Tuple[Tensor, Tensor]:
+    """Returns mean ``(N_h, 2)`` and covariance ``(N_h, 2, 2)`` of the shift from a place of a grid, float64.
 
-    They are not a number for a head that gives nothing to the grid.
+    Shifts are weighted by ``weight``, ``(N_h, height, width)``, float64. The moments are not a number for a head
+    that gives nothing to the grid.
 
     Examples:
-        >>> center, covariance = moments(ShiftMaps(MeanAttention(torch.eye(36).roll(1, dims=1)[None], (6, 6))))
+        >>> center, covariance = moments(torch.eye(6, dtype=torch.float64)[None, :2], origin=(0, 1))
         >>> center.tolist(), covariance.tolist()
-        ([[0.0, 1.0]], [[[0.0, 0.0], [0.0, 0.0]]])
+        ([[0.5, -0.5]], [[[0.25, 0.25], [0.25, 0.25]]])
     """
-    weight = maps.interior_sums.flatten(1)
-    weight = weight / weight.sum(1, keepdim=True)
-    shifts = _all_shifts(maps.size).double()
+    shifts = torch.cartesian_prod(*(torch.arange(n) - at for n, at in zip(weight.shape[1:], origin))).double()
+    weight = weight.flatten(1) / weight.sum((1, 2))[:, None]
     center = weight @ shifts
     apart = shifts - center[:, None]  # not E[δδᵀ] − E[δ]E[δ]ᵀ, which cancels for hard heads
     return center, torch.einsum('hs,hsi,hsj->hij', weight, apart, apart)
@@ -228,12 +228,8 @@ def head_centers(maps: MeanAttention, query: Optional[Sequence[int]] = None) -> 
         center, factor = maps.gaussian
         variance = 1 / torch.linalg.svdvals(factor).square().clamp(min=MAX_WIDTH**-2)  # Σ⁻¹ = MMᵀ
         return center, variance.mean(-1).sqrt()
-    keys, origin = keys_of_query(maps, query)
-    rows, columns = (torch.arange(n, dtype=torch.float64) - place for n, place in zip(keys.shape[1:], origin))
-    keys = keys / keys.sum((1, 2), keepdim=True)
-    center = torch.stack([keys.sum(2) @ rows, keys.sum(1) @ columns], dim=-1)
-    second = keys.sum(2) @ rows.square() + keys.sum(1) @ columns.square()
-    return center, ((second - center.square().sum(-1)).clamp(min=0) / 2).sqrt()
+    center, covariance = moments(*keys_of_query(maps, query))
+    return center, covariance.diagonal(dim1=1, dim2=2).mean(1).sqrt()
 
 
 def keys_of_query(maps: MeanAttention, query: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tuple[int, int]]:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from attncnn_plugin.analysis import HeadReport, MeanAttention, head_report, mean_attention
+from attncnn_plugin.analysis import HeadReport, MeanAttention, head_centers, head_report, mean_attention
 from attncnn_plugin.analysis.report import layer_report
 from attncnn_plugin.analysis.shift_statistics import ShiftMaps, moments
 from attncnn_plugin.attention import ContentAttention, GeneralizedQuadraticAttention
@@ -35,7 +35,9 @@ def maps_report(probs, size, **settings):
 def test_the_covariance_of_a_nearly_hard_head():
     """Far smaller than the square of the shift, from which it must not be subtracted."""
     near, nearest = shift_operators([(0, 1), (0, 2)], (8, 8), 'zeros')
-    _, spread = moments(ShiftMaps(MeanAttention((nearest + 1e-13 * near)[None], (8, 8))))
+    maps = MeanAttention((nearest + 1e-13 * near)[None], (8, 8))
+    _, spread = moments(ShiftMaps(maps).interior_sums, (7, 7))
+    assert head_centers(maps)[1].item() == pytest.approx(math.sqrt(1e-13 / 2), rel=1e-6)
     assert torch.allclose(
         spread[0], torch.tensor([[0.0, 0.0], [0.0, 1e-13]], dtype=torch.float64), rtol=1e-6, atol=1e-24
     )
