@@ -6,7 +6,7 @@ input to output. A convolution is Σ_δ S_δ ⊗ W_δ, of shifts (S_δ x)_q = x_
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Iterator, NamedTuple, Optional, Sequence, Tuple
+from typing import Iterator, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -252,26 +252,17 @@ def kind_of_layer(kinds: Sequence[str], nearest: Sequence[Shift], errors: Convol
     return replace(mixture, kind=kind, kernel_size=kernel_size, dilation=dilation, offset=offset)
 
 
-class Lattice(NamedTuple):
-    """The window that holds some shifts, of which ``full`` says whether they are all of it.
-
-    The offset is its place relative to that of ``nn.Conv2d`` with ``padding='same'``.
-    """
-
-    kernel_size: Shift
-    dilation: Shift
-    offset: Shift
-    full: bool
-
-
-def lattice_of(shifts: Sequence[Shift]) -> Lattice:
+def lattice_of(shifts: Sequence[Shift]) -> Tuple[Shift, Shift, Shift, bool]:
     """Returns the least lattice that holds some shifts: a full one, or their bounding box with dilation 1.
+
+    These are its kernel size, its dilation, its place relative to that of ``nn.Conv2d`` with ``padding='same'``, and
+    whether the shifts are all of it.
 
     Examples:
         >>> lattice_of([(0, -2), (0, 0), (0, 2)])
-        Lattice(kernel_size=(1, 3), dilation=(1, 2), offset=(0, 0), full=True)
-        >>> lattice_of([(0, 0), (1, 1)]).full
-        False
+        ((1, 3), (1, 2), (0, 0), True)
+        >>> lattice_of([(0, 0), (1, 1)])
+        ((2, 2), (1, 1), (0, 0), False)
     """
     axes = [sorted(set(axis)) for axis in zip(*shifts)]
     steps = [values[1] - values[0] if len(values) > 1 else 1 for values in axes]
@@ -282,7 +273,7 @@ def lattice_of(shifts: Sequence[Shift]) -> Lattice:
         steps = [1, 1]
     sizes = [(values[-1] - values[0]) // step + 1 for values, step in zip(axes, steps)]
     offsets = [values[0] + step * (n - 1) // 2 for values, step, n in zip(axes, steps, sizes)]
-    return Lattice((sizes[0], sizes[1]), (steps[0], steps[1]), (offsets[0], offsets[1]), full)
+    return (sizes[0], sizes[1]), (steps[0], steps[1]), (offsets[0], offsets[1]), full
 
 
 def size_text(size: Sequence[int]) -> str:
