@@ -18,7 +18,6 @@ from .shift_statistics import Shift, ShiftMaps, same_window
 
 KERNEL_SIZES = (3, 5)
 EXACT = 1e-6  # relative error below which a convolution is the layer, and is written as 0
-LEAST_TOLERANCE = 1e-7  # what rounding leaves of a residual of 0 is a tenth of it
 
 
 @dataclass(frozen=True)
@@ -50,16 +49,15 @@ class ExpressibleShifts:
 
     Attributes:
         kernel_size (tuple[int, int]): The kernel size.
-        expressible, missing (tuple[tuple[int, int], ...]): The (row, column) shifts that can and cannot be expressed.
+        expressible, missing (tuple[tuple[int, int], ...]): The (row, column) shifts that can and cannot be expressed,
+            with residuals up to 1e-6 and above.
         residual (tuple[float, ...]): Distance of each shift, row by row, from what the heads span, 0 to 1.
-        tolerance (float): Residual up to which a shift is expressible.
     """
 
     kernel_size: Shift
     expressible: Tuple[Shift, ...]
     missing: Tuple[Shift, ...]
     residual: Tuple[float, ...]
-    tolerance: float
 
 
 class ConvolutionErrors:
@@ -146,36 +144,30 @@ def _targets_of_shift(shift: Shift, size: Shift, padding_mode: str) -> Tensor:
     return targets(window, size)[window.shifts().tolist().index(list(shift))]
 
 
-def expressible_kernels(maps: ShiftMaps, tolerance: float) -> Iterator[ExpressibleShifts]:
+def expressible_kernels(maps: ShiftMaps) -> Iterator[ExpressibleShifts]:
     """Finds the shifts of 3x3 and 5x5 kernels in the span of the maps over the interior queries (C20, Lemma 3).
 
     Kernels larger than the grid are left out, and both where the queries are not the pixels: with a stride no shift is
     expressed at every pixel.
 
-    Raises:
-        ValueError: ``tolerance`` is not at least 1e-7 and below 1.
-
     Examples:
         >>> from attncnn_plugin.analysis import MeanAttention
         >>> hard = ShiftMaps(MeanAttention(torch.stack([torch.eye(36), torch.eye(36).roll(1, dims=1)]), (6, 6)))
-        >>> [kernel.expressible for kernel in expressible_kernels(hard, 1e-6)]
+        >>> [kernel.expressible for kernel in expressible_kernels(hard)]
         [((0, 0), (0, 1)), ((0, 0), (0, 1))]
     """
-    if not LEAST_TOLERANCE <= tolerance < 1:
-        raise ValueError(f'tolerance={tolerance} must be at least {LEAST_TOLERANCE} and below 1')
     if any(not torch.equal(queries, torch.arange(n)) for queries, n in zip(maps.queries, maps.size)):
         return
     for n in KERNEL_SIZES:
         if min(maps.size) < n:
             continue
-        found = expressible_shifts_of_maps(maps.probs, n, maps.size, queries='interior', tolerance=tolerance)
+        found = expressible_shifts_of_maps(maps.probs, n, maps.size, queries='interior')
         shifts = [(row, column) for row, column in found.shifts.tolist()]
         yield ExpressibleShifts(
             kernel_size=(n, n),
             expressible=tuple(shift for shift, yes in zip(shifts, found.expressible.tolist()) if yes),
             missing=tuple(found.missing),
             residual=tuple(found.residual.tolist()),
-            tolerance=tolerance,
         )
 
 
