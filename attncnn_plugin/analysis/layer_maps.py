@@ -114,9 +114,8 @@ def mean_attention(
             images there has to be a ``size``.
         size (Sequence[int], optional): Height and width of the grid in tokens, instead of images, where no layer
             depends on content.
-        part (str): ``'all'``; ``'position'``, the term that depends only on position, v·r_δ of C20's eq. 8 or the
-            position bias of CMHSA, or q·r_δ in layers without one; or ``'content'``, the term without position, q·k,
-            where null keys are left out too. Layers without such a term are not in the result. Defaults to ``'all'``.
+        part (str): ``'all'``, or ``'position'``: the term that depends only on position, v·r_δ of C20's eq. 8 or the
+            position bias of CMHSA, or q·r_δ in layers without one. Defaults to ``'all'``.
 
     Returns:
         dict[str, MeanAttention]: By the layer's name in the model, in the order of the blocks.
@@ -133,8 +132,8 @@ def mean_attention(
         >>> maps.probs.shape, maps.grid, maps.of_query((1, 2))[0].shape
         (torch.Size([3, 16, 16]), (4, 4), torch.Size([3, 4, 4]))
     """
-    if part not in ('all', 'position', 'content'):
-        raise ValueError(f'part={part!r} is unknown: choose one of all, position, content')
+    if part not in ('all', 'position'):
+        raise ValueError(f"part={part!r} is unknown: choose 'all' or 'position'")
     if is_other_vit(model):
         if images is None or size is not None or part != 'all':
             raise ValueError(
@@ -150,10 +149,10 @@ def mean_attention(
     }
     grids = grids_of_layers(model, layers, images, size)
     maps = maps_of_images(model, by_images, images, part)
-    for name in layers.keys() - by_images if part != 'content' else ():
+    for name in layers.keys() - by_images:
         exact = position_maps(layers[name], grids[name])
         maps[name] = replace(exact, probs=exact.probs.float())
-    return {name: maps[name] for name in layers if name in maps}
+    return {name: maps[name] for name in layers}
 
 
 def grids_of_layers(
@@ -197,9 +196,9 @@ def maps_of_images(
 
     def add(name: str, layer: AttentionLayer, x: Tensor) -> None:
         grids[name] = layer.grid_of(x)
-        scores_of = dict(all=layer.attention_scores, position=layer.position_scores, content=layer.content_scores)
+        scores_of = layer.position_scores if part == 'position' else layer.attention_scores
         for some in few_images(layer, x):
-            probs = probs_of_scores(scores_of[part](some), grids[name])
+            probs = probs_of_scores(scores_of(some), grids[name])
             means.add(name, probs, relative_entropy_of_maps(probs))
 
     for batch in images.split(BATCH_SIZE) if layers else ():

@@ -73,7 +73,6 @@ def test_position_alone(name):
             assert torch.equal(own.probs, maps[layer].probs) and own.probs.dtype == torch.float32
     expected = copy.deepcopy(model.blocks[1].attn).double().attention_probs((6, 4))
     assert torch.equal(maps['blocks.1.attn'].probs, expected.detach().float())
-    assert mean_attention(model, size=(6, 4), part='content') == {}
 
 
 def test_the_bias_of_cmhsa():
@@ -92,16 +91,16 @@ def test_the_bias_of_cmhsa():
 @pytest.mark.parametrize('encoding', POSITIONS)
 def test_images_and_their_parts(encoding):
     model, images = content_model(position=encoding), torch.randn(IMAGES)
-    probs = probs_of(model, images)
-    content, position = (probs_of(model, images, part) for part in ('content', 'position'))
+    probs, position = probs_of(model, images), probs_of(model, images, 'position')
     means = mean_attention(model, images)
     for name, layer in attention_layers(model).items():
-        expected = layer.attention_scores(input_of(layer, model, images)).softmax(-1)
+        x = input_of(layer, model, images)
+        expected, content = layer.attention_scores(x).softmax(-1), layer.content_scores(x).softmax(-1)
         assert probs[name].shape == (3, 3, 24, 24) and probs[name].dtype == torch.float32
         assert torch.allclose(probs[name], expected, atol=1e-6)
         assert torch.allclose(means[name].probs, expected.mean(0), atol=1e-6)
         # The scores are the sum of both parts.
-        parts = [part[name] for part in (content, position)]
+        parts = [content, position[name]]
         assert torch.allclose(sum(map(log, parts)), log(expected), atol=1e-3)
         assert all(torch.allclose(part.sum(-1), torch.ones(()), atol=1e-5) for part in parts)
 
@@ -112,9 +111,10 @@ def test_content_alone_knows_nothing_of_positions():
     images = torch.randn(2, 3, 4, 4)
     # The blocks of 2x2 pixels in reverse order.
     other = images.reshape(2, 3, 2, 2, 2, 2).flip(2, 4).reshape(images.shape)
-    for part, equal in (('content', True), ('all', False)):
-        one, two = (mean_attention(model, x, part=part)['blocks.0.attn'].probs for x in (images, other))
-        assert torch.allclose(one, two.flip(1, 2), atol=1e-5) == equal
+    layer = model.blocks[0].attn
+    for scores, equal in ((layer.content_scores, True), (layer.attention_scores, False)):
+        one, two = (scores(input_of(layer, model, x)).softmax(-1) for x in (images, other))
+        assert torch.allclose(one, two.flip(2, 3), atol=1e-5) == equal
 
 
 def test_the_same_in_parts(monkeypatch):
@@ -167,9 +167,11 @@ def test_the_model_stays_as_it_was():
 def test_layers_without_heads():
     model = content_model()
     prune_heads(model, {0: [0, 1, 2], 1: [1]}, allow_empty=True)
-    for part in ('all', 'content', 'position'):
+    for part in ('all', 'position'):
         maps = mean_attention(model, torch.randn(IMAGES), part=part)
         assert [own.probs.shape for own in maps.values()] == [(0, 24, 24), (2, 24, 24)]
+    content = [block.attn.content_scores(torch.randn(1, 6, 4, SMALL['embed_dim'])) for block in model.blocks]
+    assert [scores.shape for scores in content] == [(1, 0, 24, 24), (1, 2, 24, 24)]
     model = timm.create_model('sa_quadratic_cifar', **SMALL)
     prune_heads(model, {0: [0, 1, 2]}, allow_empty=True)
     own = mean_attention(model, size=(3, 3))['blocks.0.attn']
@@ -183,7 +185,7 @@ def test_layers_without_heads():
         (dict(images=torch.randn(IMAGES), size=(4, 4)), r'\(3, 3, 12, 8\).* and size=\(4, 4\): give images'),
         (dict(images=torch.randn(IMAGES)[:0]), r'images=<Tensor of shape \(0, 3, 12, 8\)> are none'),
         (dict(size=(4, 4), part='position'), r'scores of blocks.0.attn, .* depend on images'),
-        (dict(size=(4, 4), part='both'), "part='both' is unknown: choose one of all, position, content"),
+        (dict(size=(4, 4), part='both'), "part='both' is unknown: choose 'all' or 'position'"),
     ],
 )
 def test_errors(settings, message):
