@@ -23,10 +23,6 @@ from .layer_maps import attention_layers, features_of
 
 Reduce = Union[str, Callable[[Tensor], Tensor], None]
 Visit = Callable[[str, Tensor], None]
-REDUCTIONS: Dict[str, Callable[[Tensor], Tensor]] = {
-    'mean': lambda probs: probs.mean(0),
-    'class_token': lambda probs: probs[:, :, 0],
-}
 
 
 def attention_maps(model: nn.Module, images: Tensor, reduce: Reduce = None) -> Dict[str, Tensor]:
@@ -39,8 +35,8 @@ def attention_maps(model: nn.Module, images: Tensor, reduce: Reduce = None) -> D
             with attention of this package, or a model with one of these inside; compiled and distributed ones too.
         images (Tensor): ``(B, C, H, W)``, normalized as in training. They are brought to the model's device and dtype.
         reduce (str | Callable, optional): What is kept of the probabilities ``(B, N_h, N, N)`` of a layer before the
-            next one is computed: ``'mean'``, their mean over images, ``'class_token'``, what the first token gives to
-            all, ``(B, N_h, N)``, or a function of them. Defaults to None, all of them, which a large model at a high
+            next one is computed: ``'class_token'``, what the first token gives to all, ``(B, N_h, N)``, or a function
+            of them, such as their mean over images. Defaults to None, all of them, which a large model at a high
             resolution may have no memory for.
 
     Returns:
@@ -131,9 +127,9 @@ def _reduction(reduce: Reduce) -> Callable[[Tensor], Tensor]:
     """Returns the function that ``reduce`` stands for."""
     if reduce is None:
         return lambda probs: probs
-    function = REDUCTIONS.get(reduce) if isinstance(reduce, str) else reduce
+    function = (lambda probs: probs[:, :, 0]) if reduce == 'class_token' else reduce
     if not callable(function):
-        raise ValueError(f'reduce={shown(reduce)} must be one of {", ".join(REDUCTIONS)}, or a function of a tensor')
+        raise ValueError(f"reduce={shown(reduce)} must be 'class_token', or a function of a tensor")
 
     def kept(probs: Tensor) -> Tensor:
         own = function(probs)
