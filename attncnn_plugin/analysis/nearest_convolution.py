@@ -11,10 +11,10 @@ from typing import Iterator, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ..attention.window import Window
+from ..attention.window import Window, same_window
 from ..convert.expressible import expressible_shifts_of_maps
 from ..convert.shift_operators import fit_shifts, interior_queries, targets
-from .shift_statistics import Shift, ShiftMaps, same_window
+from .shift_statistics import Shift, ShiftMaps
 
 KERNEL_SIZES = (3, 5)
 EXACT = 1e-6  # relative error below which a convolution is the layer, and is written as 0

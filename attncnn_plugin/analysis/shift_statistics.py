@@ -10,7 +10,7 @@ from typing import List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ..attention.window import Window
+from ..attention.window import same_window
 from .layer_maps import MeanAttention
 
 INTERIOR = 5  # pixels; the window that an interior query of a grid has inside
@@ -55,9 +55,9 @@ class ShiftMaps:
         if not self.probs.sum().isfinite():  # rows add up to 1
             raise ValueError('the probabilities of the heads are not finite: the parameters of layer must be finite')
         # The window that a query in the interior of a grid has inside reaches as far on both sides of it.
-        odd = [min(INTERIOR, n - 1 + n % 2) for n in size]
-        first, last = (maps.window or same_window((odd[0], odd[1]))).shifts()[[0, -1]].tolist()
-        self.interior = [(q + a >= 0) & (q + b < n) for q, n, a, b in zip(self.queries, size, first, last)]
+        odd = tuple(min(INTERIOR, n - 1 + n % 2) for n in size)
+        window = maps.window or same_window(odd)
+        self.interior = [window.interior(axis, n) for axis, n in enumerate(size)]
         if not all(some.any() for some in self.interior):
             raise ValueError(
                 f'the image of {size[0]}x{size[1]} pixels is too small for the window of layer, '
@@ -97,18 +97,6 @@ class ShiftMaps:
             keys = pixels[some] + torch.arange(1 - size, size)[:, None]
             axes.append(((keys >= 0) & (keys < size)).sum(1))
         return axes[0][:, None] * axes[1]
-
-
-def same_window(kernel_size: Shift, padding_mode: str = 'zeros', dilation: Shift = (1, 1)) -> Window:
-    """Returns the window of an ``nn.Conv2d`` with ``padding='same'``.
-
-    Examples:
-        >>> same_window((1, 3), dilation=(1, 2)).shifts().tolist()
-        [[0, -2], [0, 0], [0, 2]]
-    """
-    added = [d * (k - 1) for d, k in zip(dilation, kernel_size)]
-    padding = tuple((n // 2, n - n // 2) for n in added)  # the odd pixel comes after
-    return Window(kernel_size, (1, 1), dilation, padding, padding_mode)
 
 
 def moments(weight: Tensor, origin: Sequence[int]) -> Tuple[Tensor, Tensor]:
