@@ -14,7 +14,7 @@ from ..attention.patches import PatchAttention
 from ..attention.softmax import softmax
 from ..attention.tokens import GridAttention
 from ..attention.window import shown
-from ..pruning.prune import output_called, prunable_heads, split_heads
+from ..pruning.prune import prunable_heads, split_heads
 from ..transformers.adapters import Attention, find_attention
 from ..transformers.attention import TokenPlaces, visited_attention
 from ..transformers.transformer_heads import TransformerHeads
@@ -305,7 +305,7 @@ def _weighted_by_gradients(model: nn.Module, images: Tensor, target: Any) -> Ite
                     raise TypeError(f'{name} is a {type(layer.module).__name__}: {layer.shared()}: leave out target')
                 called = layer.called
                 stack.enter_context(visited_attention(attentions[name], partial(see_probs, name)))
-            stack.enter_context(output_called(layer))
+            stack.enter_context(layer.output_called())
             stack.enter_context(called.register_forward_pre_hook(partial(see_inputs, name), with_kwargs=True))
             stack.enter_context(layer.output.register_forward_pre_hook(partial(see_heads, name)))
         logits = model(images.to(next(model.parameters()), copy=True))  # copies are no inference tensors

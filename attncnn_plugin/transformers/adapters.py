@@ -7,8 +7,10 @@ All are P V with P = softmax(Q Kᵀ + B) of some heads, and a linear map of the 
 
 import inspect
 import math
+from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Deque, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -527,6 +529,17 @@ class Attention:
     def mask(self, call: Call) -> Optional[Tensor]:
         """Returns what is added to the scores of each window of an image, ``(windows, N, N)``; None for nothing."""
         return None if self.adapter.mask is None else self.adapter.mask(self.module, call)
+
+    @contextmanager
+    def windows_seen(self) -> Iterator[Callable[[], Optional[Windows]]]:
+        """Yields a function that says how the module around cut its input, once for each call; None if it did not."""
+        owner, windows = self.module if self.adapter.cuts else self.block, self.adapter.windows
+        last: Deque[Any] = deque(maxlen=1)  # arguments
+        if windows is None or owner is None:
+            yield lambda: None
+            return
+        with owner.register_forward_pre_hook(lambda _, args: last.append(args)):
+            yield lambda: windows(owner, last.pop()) if last else None
 
     def probs(self, x: Tensor, call: Call) -> Tensor:
         """Computes P = softmax(Q Kᵀ + B) of :meth:`tokens` in evaluation mode, ``(B, N_h, N, N)``."""
