@@ -21,7 +21,8 @@ from ..attention.positions import GaussianHeads
 from ..attention.window import Window, per_axis, shown
 from ..pruning.criteria import relative_entropy_of_maps
 from ..pruning.prune import BLOCK
-from ..transformers.attention import TokenPlaces, visit_vit_attention, vit_layers
+from ..transformers.adapters import find_attention
+from ..transformers.attention import TokenPlaces, visit_vit_attention
 from ..transformers.vision_transformer import images_for, is_vit
 
 BATCH_SIZE = 4  # images in a pass
@@ -301,7 +302,9 @@ def shown_layers(model: nn.Module) -> Dict[str, Any]:
     Raises:
         ValueError: The model has none.
     """
-    return vit_layers(model) if is_other_vit(model) else dict(attention_layers(model))
+    if is_other_vit(model):
+        return {attention.name: attention.module for attention in find_attention(model)}
+    return dict(attention_layers(model))
 
 
 def layer_labels(names: Iterable[str]) -> Dict[str, str]:

@@ -8,7 +8,7 @@ import math
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -103,11 +103,6 @@ class TokenPlaces:
         assert self.windows is not None
         patches = self.windows < self.grid[0] * self.grid[1]
         return patches[:, :, None] & patches[:, None]
-
-
-def vit_layers(model: nn.Module) -> Dict[str, Any]:
-    """Returns the attention in the blocks of a vision transformer by name, see :func:`find_attention`."""
-    return {attention.name: attention.module for attention in find_attention(model)}
 
 
 @torch.no_grad()
