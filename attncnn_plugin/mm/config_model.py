@@ -39,7 +39,10 @@ class ConfigModel(LoadedModel):
 
     Raises:
         FileNotFoundError: No such config or checkpoint.
-        ValueError: The config names an unknown type, or the checkpoint does not fit the model.
+        ValueError: The config names an unknown type or argument, or the checkpoint does not fit the model.
+
+    Attributes:
+        entries (set[str]): The names of what the checkpoint holds.
     """
 
     def __init__(self, path: str, checkpoint: str, options: Optional[dict] = None) -> None:
@@ -47,11 +50,13 @@ class ConfigModel(LoadedModel):
         self.config: Config = read_config(path)
         self.config.merge_from_dict(options or {})
         init_default_scope(self.config.get('default_scope') or 'mmpretrain')
-        preprocessor = self.config.get('data_preprocessor')
+        if self.config.get('data_preprocessor') is not None:  # as mmengine's runner does
+            self.config.model.setdefault('data_preprocessor', self.config.data_preprocessor)
         try:
-            self.model = MODELS.build({'data_preprocessor': preprocessor, **self.config.model}).eval()
-        except KeyError as error:  # of a type
+            self.model = MODELS.build(self.config.model)
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f'{path}: {one_line(error)}') from error
+        self.model.eval()  # which returns nothing for some backbones
         try:
             loaded = CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu')
             state_dict = without_prefix(loaded.get('state_dict', loaded), 'module.')
@@ -60,7 +65,7 @@ class ConfigModel(LoadedModel):
         except RuntimeError as error:
             reason = shorten(str(error), 500, placeholder=' …')
             raise ValueError(f'{checkpoint} does not fit the model of {path}: {reason}') from error
-        self.meta = loaded.get('meta', {})
+        self.meta, self.entries = loaded.get('meta', {}), set(state_dict)
         size = self.img_size or getattr(getattr(self.model, 'backbone', None), 'img_size', None)
         is_classifier = isinstance(self.model, ImageClassifier) and size is not None
         self.input_shape = (self._in_channels, *to_2tuple(size)) if is_classifier else None
