@@ -86,7 +86,6 @@ class PruneHeads:
         threshold (float, optional): The importance below which heads go. Defaults to None.
         multiply_adds (float, optional): The share of the model's multiply-adds before any pruning that stays. Defaults
             to None.
-        normalize (bool): Whether importance is divided by its l2 norm over a layer. Defaults to True.
         criteria (Sequence): Those of :func:`~attncnn_plugin.pruning.find_degenerate_heads`: heads that they find go,
             too, and go first. Defaults to none.
         layers (str): Glob of the names of the layers to judge. Defaults to ``'*'``.
@@ -111,7 +110,6 @@ class PruneHeads:
         keep: Optional[int] = None,
         threshold: Optional[float] = None,
         multiply_adds: Optional[float] = None,
-        normalize: bool = True,
         criteria: Sequence = (),
         layers: str = '*',
         bias_correction: bool = True,
@@ -126,7 +124,7 @@ class PruneHeads:
             )
         if self.amount:
             check_amount(**amount)
-        self.batches, self.loss, self.normalize = batches, loss or loss_of_batch, normalize
+        self.batches, self.loss = batches, loss or loss_of_batch
         self.criteria, self.pattern, self.bias_correction = list(criteria), layers, bias_correction
         self.multiply_adds_before: Optional[float] = None
 
@@ -245,7 +243,7 @@ class PruneHeads:
         sizes = {name: own.size or size for name, own in means.items()}
         reports = {name: self._report(layer, observed.get(name), sizes[name]) for name, layer in layers.items()}
         if self.amount:
-            importance = {name: own.mean(self.normalize) for name, own in gradients.items()}
+            importance = {name: own.mean(normalize=True) for name, own in gradients.items()}
             self._add_unimportant(reports, importance, costs)
         heads = {name: list(report.heads) for name, report in reports.items() if report.heads}
         for name, found in heads.items():
