@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from ..analysis.observed_attention import observed_attention
 from ..attention.evaluation_mode import evaluating
+from ..change import check_not_distributed
 from ..pruning import (
     find_degenerate_heads,
     head_costs,
@@ -41,7 +42,7 @@ from ..pruning.prune import (
     merge_duplicate,
     takes_duplicates,
 )
-from .loops import Optimizers, check_epochs, check_not_wrapped, in_list, random_numbers_kept, uncompiled
+from .loops import Optimizers, check_epochs, in_list, random_numbers_kept, uncompiled
 
 IMPORTANCE = 'importance'
 
@@ -148,7 +149,7 @@ class PruneHeads:
             ValueError: A criterion that is unknown, or so few or so many heads that they cannot be reached.
         """
         model = uncompiled(model)
-        check_not_wrapped(model)
+        check_not_distributed(model, nn.DataParallel)
         layers = {name: layer for name, layer in self.layers(model).items() if layer.num_heads > 0}
         for name, layer in layers.items():
             check_prunable(model, name, layer)

@@ -154,7 +154,7 @@ class Wrapper(nn.parallel.DistributedDataParallel):
 def test_a_wrapped_model():
     """Whose gradients would not be those of all ranks any more."""
     model = small_timm('sa_quadratic_cifar')
-    with pytest.raises(ValueError, match=r'^model is a Wrapper.*change its \.module, and wrap that again'):
+    with pytest.raises(TypeError, match=r'^model is a Wrapper.*give its \.module, and build a new wrapper'):
         prune_heads(Wrapper(model), {0: [1]})
     assert model.blocks[0].attn.num_heads == 3
 
