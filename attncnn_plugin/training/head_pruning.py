@@ -350,7 +350,19 @@ def loss_of_batch(model: nn.Module, batch: Any) -> Tensor:
         return output.get('loss')
     images, labels = batch
     cast = images.dtype == torch.float32 and like.is_floating_point()
-    return cross_entropy(model(images.to(like if cast else like.device)), labels.to(like.device))
+    output = model(images.to(like if cast else like.device))
+    logits = getattr(output, 'logits', output)  # of Hugging Face
+    if not isinstance(logits, Tensor):
+        raise ValueError(
+            f'the cross-entropy needs a model with logits, not a {type(model).__name__}: give another loss, or other '
+            'criteria than importance'
+        )
+    if labels.max() >= (classes := logits.shape[1]):
+        raise ValueError(
+            f'label {labels.max()} is none of the {classes} classes of the model, 0 to {classes - 1}; of a folder of '
+            'images each subfolder is a class'
+        )
+    return cross_entropy(logits, labels.to(like.device))
 
 
 def _least_uniform(layer: Heads, observed: Optional[ObservedAttention], size: Optional[Tuple[int, ...]]) -> int:
