@@ -45,13 +45,13 @@ def replace_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         setattr(model.get_submodule(parent), leaf, layer)
 
 
-def check_not_distributed(model: nn.Module) -> None:
-    """Raises ``ValueError`` for a model that is wrapped for distributed training, or a part of which is."""
+def check_not_distributed(model: nn.Module, *wrappers: type) -> None:
+    """Raises ``TypeError`` for a model, or a part of one, wrapped for distributed training, or a model in a wrapper."""
     for name, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel):
-            raise ValueError(
-                f'{name or "model"} is a {type(module).__name__}, which knows the parameters that it was built with '
-                'alone: change its .module, and wrap that again'
+        if isinstance(module, DistributedDataParallel) or not name and isinstance(module, wrappers):
+            raise TypeError(
+                f'{name or "model"} is a {type(module).__name__}, which knows only the parameters that it was built '
+                'with: give its .module, and build a new wrapper afterwards'
             )
 
 

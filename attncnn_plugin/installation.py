@@ -47,14 +47,3 @@ def import_problem() -> Optional[str]:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip('.')
         return f'mmpretrain cannot be imported with the versions that are installed ({reason}): {INSTALL}'
     return None
-
-
-def require_mmpretrain() -> None:
-    """Does nothing if mmpretrain can be imported.
-
-    Raises:
-        ImportError: It cannot; the message says why and what to install.
-    """
-    problem = import_problem()
-    if problem is not None:
-        raise ImportError(problem)

@@ -1,7 +1,7 @@
 """The options by which the tools take a model: config and checkpoint, a name in timm, or a folder of Hugging Face."""
 
 import argparse
-from typing import Optional
+from typing import Any, Optional
 
 from timm.utils import ParseKwargs
 
@@ -45,6 +45,25 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         action=ParseKwargs,
         help='with --timm: settings of the model: k=v; by default num_classes and, with embeddings of absolute '
         'positions, img_size are those of the checkpoint',
+    )
+
+
+def add_image_options(parser: argparse.ArgumentParser, which: Any = None) -> None:
+    """Adds config and checkpoint, and what a mean over images needs: ``--images`` to a group if there is one."""
+    parser.add_argument('config', nargs='?', help='config of the model')
+    parser.add_argument('weights', nargs='?', metavar='checkpoint', help='checkpoint of the model')
+    (which or parser).add_argument(
+        '--images',
+        metavar='FOLDER',
+        help='images for the mean, with subfolders (default: the test dataset of the config)',
+    )
+    parser.add_argument('--num-images', type=int, default=100, help='images for the mean, evenly spread (default: 100)')
+    parser.add_argument(
+        '--size',
+        nargs=2,
+        type=int,
+        metavar=('HEIGHT', 'WIDTH'),
+        help="grid in tokens, for attention by position alone (default: that of the config's img_size)",
     )
 
 

@@ -6,13 +6,4 @@ if [[ ! ${3:-} =~ ^([1-9][0-9]*|auto|cpu|gpu)$ ]]; then
     echo "usage: dist_test.sh CONFIG CHECKPOINT GPUS [options of test.py], with GPUS processes on this machine" >&2
     exit 2
 fi
-if [ "${NNODES:-1}" = 1 ] && [ -z "${PORT:-}" ]; then
-    where=(--standalone --local_addr=127.0.0.1)
-else
-    where=(
-        --nnodes="${NNODES:-1}" --node_rank="${NODE_RANK:-0}"
-        --master_addr="${MASTER_ADDR:-127.0.0.1}" --master_port="${PORT:-29500}"
-    )
-fi
-exec python -m torch.distributed.run "${where[@]}" --nproc_per_node="$3" \
-    "$(dirname "$0")/test.py" "$1" "$2" --launcher pytorch "${@:4}"
+DIST_TOOL=test.py exec bash "$(dirname "$0")/dist_train.sh" "$1" "$3" "$2" "${@:4}"

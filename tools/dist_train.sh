@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # dist_train.sh CONFIG GPUS [options of train.py]; NNODES, NODE_RANK, MASTER_ADDR and PORT as in mmpretrain's own.
 # Without PORT, a training on one machine takes any free port, so that two of them do not meet.
+# dist_test.sh names another tool than train.py by DIST_TOOL.
 set -e
 if [[ ! ${2:-} =~ ^([1-9][0-9]*|auto|cpu|gpu)$ ]]; then
     echo "usage: dist_train.sh CONFIG GPUS [options of train.py], with GPUS processes on this machine" >&2
@@ -15,4 +16,4 @@ else
     )
 fi
 exec python -m torch.distributed.run "${where[@]}" --nproc_per_node="$2" \
-    "$(dirname "$0")/train.py" "$1" --launcher pytorch "${@:3}"
+    "$(dirname "$0")/${DIST_TOOL:-train.py}" "$1" --launcher pytorch "${@:3}"

@@ -50,11 +50,11 @@ def convs_to_attention(model: nn.Module, layers: Layers, inputs: Any = None, **s
         Change: The layers before and after, each with its :class:`ConversionReport`; ``print`` shows a table.
 
     Raises:
-        TypeError: A layer cannot be converted, such as a transposed convolution.
+        TypeError: A layer cannot be converted, such as a transposed convolution; or the model is wrapped for
+            distributed training.
         ValueError: ``layers`` chooses no convolution; a layer is used under two names, shares its weight, or has hooks
-            or parametrizations; the model is wrapped for distributed training; an argument does not go with a layer;
-            or, with ``inputs``, the model reads of a layer what attention does not have, or calls it by another way
-            than as a submodule.
+            or parametrizations; an argument does not go with a layer; or, with ``inputs``, the model reads of a layer
+            what attention does not have, or calls it by another way than as a submodule.
 
     Examples:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
@@ -237,7 +237,7 @@ def _some(names: List[str]) -> str:
 
 
 def check_replaceable(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Raises ``ValueError`` unless layers of a model, by name, can be replaced, and everything else stays as it is."""
+    """Refuses layers of a model, by name, that cannot be replaced so that everything else stays as it is."""
     check_not_distributed(model)
     places: Dict[nn.Module, List[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):

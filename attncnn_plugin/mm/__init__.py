@@ -3,9 +3,10 @@
 :mod:`~attncnn_plugin.mm.safe_loading` does more, and is not imported here.
 """
 
-from ..installation import MIM, require_mmpretrain
+from ..installation import MIM, import_problem
 
-require_mmpretrain()
+if problem := import_problem():
+    raise ImportError(problem)
 
 from mmengine.runner import CheckpointLoader  # noqa: E402
 from mmpretrain import ModelHub  # noqa: E402

@@ -39,7 +39,10 @@ class ConfigModel(LoadedModel):
 
     Raises:
         FileNotFoundError: No such config or checkpoint.
-        ValueError: The config names an unknown type, or the checkpoint does not fit the model.
+        ValueError: The config names an unknown type or argument, or the checkpoint does not fit the model.
+
+    Attributes:
+        entries (set[str]): The names of what the checkpoint holds.
     """
 
     def __init__(self, path: str, checkpoint: str, options: Optional[dict] = None) -> None:
@@ -47,11 +50,13 @@ class ConfigModel(LoadedModel):
         self.config: Config = read_config(path)
         self.config.merge_from_dict(options or {})
         init_default_scope(self.config.get('default_scope') or 'mmpretrain')
-        preprocessor = self.config.get('data_preprocessor')
+        if self.config.get('data_preprocessor') is not None:  # as mmengine's runner does
+            self.config.model.setdefault('data_preprocessor', self.config.data_preprocessor)
         try:
-            self.model = MODELS.build({'data_preprocessor': preprocessor, **self.config.model}).eval()
-        except KeyError as error:  # of a type
+            self.model = MODELS.build(self.config.model)
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f'{path}: {one_line(error)}') from error
+        self.model.eval()  # which returns nothing for some backbones
         try:
             loaded = CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu')
             state_dict = without_prefix(loaded.get('state_dict', loaded), 'module.')
@@ -60,7 +65,7 @@ class ConfigModel(LoadedModel):
         except RuntimeError as error:
             reason = shorten(str(error), 500, placeholder=' …')
             raise ValueError(f'{checkpoint} does not fit the model of {path}: {reason}') from error
-        self.meta = loaded.get('meta', {})
+        self.meta, self.entries = loaded.get('meta', {}), set(state_dict)
         size = self.img_size or getattr(getattr(self.model, 'backbone', None), 'img_size', None)
         is_classifier = isinstance(self.model, ImageClassifier) and size is not None
         self.input_shape = (self._in_channels, *to_2tuple(size)) if is_classifier else None
@@ -92,9 +97,8 @@ class ConfigModel(LoadedModel):
     def read(self, path: Union[str, Path]) -> Tensor:
         """Returns an image from a file after the test pipeline, not normalized yet, ``(C, H, W)``, uint8.
 
-        The file is an image, or an ``.npy`` array of uint8, ``(H, W)`` or ``(H, W, 3)``, red first. One whose size is
-        not the model's after the pipeline is scaled and cropped around its middle, and a line on the standard error
-        stream says so.
+        An image whose size is not the model's after the pipeline is scaled and cropped around its middle, and a line on
+        the standard error stream says so.
 
         Raises:
             FileNotFoundError: No such file.
@@ -156,33 +160,19 @@ class ConfigModel(LoadedModel):
     def _load(self, path: Union[str, Path]) -> np.ndarray:
         """Returns a file as the pipeline loads it, ``(H, W, 3)``, in its order of colours, or ``(H, W)`` if grey."""
         is_grey = self._in_channels == 1
-        if Path(path).suffix == '.npy':
-            image = _load_array(path, 'L' if is_grey else 'RGB')
-            return mmcv.rgb2bgr(image) if self._blue_first and not is_grey else image
         loader = self._pipeline[0] or LoadImageFromFile(color_type='grayscale' if is_grey else 'color')
         try:
             image = loader(dict(img_path=str(path)))['img']
         except FileNotFoundError:
             raise
         except Exception as error:  # of any decoder
-            raise ValueError(f'{path} cannot be read as an image: {error}') from error
+            raise ValueError(f'{path} cannot be read as an image ({error}): give a file such as PNG or JPEG') from error
         return image if is_grey or self._blue_first else mmcv.bgr2rgb(image)
 
     def _transform(self, image: np.ndarray) -> Tensor:
         """Returns an image after the rest of the pipeline."""
         size = image.shape[:2]
         return self._pipeline[1](dict(img=image, img_shape=size, ori_shape=size))['inputs']
-
-
-def _load_array(path: Union[str, Path], mode: str) -> np.ndarray:
-    """Returns the image of an ``.npy`` file, grey or in colour as ``mode`` says: ``'L'`` or ``'RGB'``."""
-    image = np.load(path)
-    if image.dtype != np.uint8 or image.ndim not in (2, 3) or image.ndim == 3 and image.shape[2] != 3:
-        raise ValueError(
-            f'{path} is an array of {image.dtype} and shape {image.shape}, but an image is of '
-            'uint8, (H, W) or (H, W, 3)'
-        )
-    return np.array(Image.fromarray(image).convert(mode))
 
 
 def _size_text(size: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ from .runner import (
     build_schedulers,
     check_wrapper,
     follow_checkpoint,
-    forward_tensors,
+    forward,
     have_stepped,
     is_resumed,
     make_groups_plain,
@@ -209,7 +209,7 @@ def _features(runner, model: nn.Module, parts: Sequence[nn.Module], batch) -> Li
             for part in parts:
                 own = trial.get_submodule(names[part])
                 own.register_forward_hook(lambda _module, _inputs, output: features.extend(tensors_in(output)))
-            forward_tensors(trial, image)
+            forward(trial, image, 'tensor')
     except Exception as error:  # some models have no such mode; the training must not end for a line in the log
         runner.logger.warning(
             f'The change of the features is not known: {type(model).__name__} has no output for a batch in '

@@ -158,17 +158,15 @@ def follow_checkpoint(runner: Runner, checkpoint: Mapping[str, Any]) -> bool:
     return changed
 
 
-def forward_tensors(model: BaseModel, batch: Any) -> Any:
-    """Returns the outputs of the model for a batch of a data loader, in its mode ``'tensor'``."""
+def forward(model: BaseModel, batch: Any, mode: str) -> Any:
+    """Returns the outputs of the model in a mode for a batch of a data loader, preprocessed as in tests."""
     data = model.data_preprocessor(batch, False)
-    return model(**data, mode='tensor') if isinstance(data, dict) else model(*data, mode='tensor')
+    return model(**data, mode=mode) if isinstance(data, dict) else model(*data, mode=mode)
 
 
 def training_loss(model: BaseModel, batch: Any) -> Tensor:
     """Returns the loss that a model is trained with, on a batch as it is for tests: no mixing of images."""
-    data = model.data_preprocessor(batch, False)
-    losses = model(**data, mode='loss') if isinstance(data, dict) else model(*data, mode='loss')
-    return model.parse_losses(losses)[0]
+    return model.parse_losses(forward(model, batch, 'loss'))[0]
 
 
 def seed_epoch(runner: Runner) -> None:

@@ -84,10 +84,10 @@ def prune_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]
         :func:`replace_parameters`.
 
     Raises:
-        TypeError: Attention whose heads share something, of a class that is unknown, or with parametrized weights.
+        TypeError: A model that is wrapped for distributed training; attention whose heads share something, of a class
+            that is unknown, or with parametrized weights.
         ValueError: A layer or a head that is not there, all heads of a layer, or something that layers share: a bias,
-            an encoding of positions or a parameter; a model that is wrapped for distributed training. Nothing is
-            removed then.
+            an encoding of positions or a parameter. Nothing is removed then.
 
     Examples:
         >>> import timm

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from ..analysis.observed_attention import observed_attention
 from ..attention.evaluation_mode import evaluating
+from ..change import check_not_distributed
 from ..pruning import (
     find_degenerate_heads,
     head_costs,
@@ -41,7 +42,7 @@ from ..pruning.prune import (
     merge_duplicate,
     takes_duplicates,
 )
-from .loops import Optimizers, check_epochs, check_not_wrapped, in_list, random_numbers_kept, uncompiled
+from .loops import Optimizers, check_epochs, in_list, random_numbers_kept, uncompiled
 
 IMPORTANCE = 'importance'
 
@@ -86,7 +87,6 @@ class PruneHeads:
         threshold (float, optional): The importance below which heads go. Defaults to None.
         multiply_adds (float, optional): The share of the model's multiply-adds before any pruning that stays. Defaults
             to None.
-        normalize (bool): Whether importance is divided by its l2 norm over a layer. Defaults to True.
         criteria (Sequence): Those of :func:`~attncnn_plugin.pruning.find_degenerate_heads`: heads that they find go,
             too, and go first. Defaults to none.
         layers (str): Glob of the names of the layers to judge. Defaults to ``'*'``.
@@ -111,7 +111,6 @@ class PruneHeads:
         keep: Optional[int] = None,
         threshold: Optional[float] = None,
         multiply_adds: Optional[float] = None,
-        normalize: bool = True,
         criteria: Sequence = (),
         layers: str = '*',
         bias_correction: bool = True,
@@ -126,7 +125,7 @@ class PruneHeads:
             )
         if self.amount:
             check_amount(**amount)
-        self.batches, self.loss, self.normalize = batches, loss or loss_of_batch, normalize
+        self.batches, self.loss = batches, loss or loss_of_batch
         self.criteria, self.pattern, self.bias_correction = list(criteria), layers, bias_correction
         self.multiply_adds_before: Optional[float] = None
 
@@ -150,7 +149,7 @@ class PruneHeads:
             ValueError: A criterion that is unknown, or so few or so many heads that they cannot be reached.
         """
         model = uncompiled(model)
-        check_not_wrapped(model)
+        check_not_distributed(model, nn.DataParallel)
         layers = {name: layer for name, layer in self.layers(model).items() if layer.num_heads > 0}
         for name, layer in layers.items():
             check_prunable(model, name, layer)
@@ -245,7 +244,7 @@ class PruneHeads:
         sizes = {name: own.size or size for name, own in means.items()}
         reports = {name: self._report(layer, observed.get(name), sizes[name]) for name, layer in layers.items()}
         if self.amount:
-            importance = {name: own.mean(self.normalize) for name, own in gradients.items()}
+            importance = {name: own.mean(normalize=True) for name, own in gradients.items()}
             self._add_unimportant(reports, importance, costs)
         heads = {name: list(report.heads) for name, report in reports.items() if report.heads}
         for name, found in heads.items():
@@ -351,7 +350,19 @@ def loss_of_batch(model: nn.Module, batch: Any) -> Tensor:
         return output.get('loss')
     images, labels = batch
     cast = images.dtype == torch.float32 and like.is_floating_point()
-    return cross_entropy(model(images.to(like if cast else like.device)), labels.to(like.device))
+    output = model(images.to(like if cast else like.device))
+    logits = getattr(output, 'logits', output)  # of Hugging Face
+    if not isinstance(logits, Tensor):
+        raise ValueError(
+            f'the cross-entropy needs a model with logits, not a {type(model).__name__}: give another loss, or other '
+            'criteria than importance'
+        )
+    if labels.max() >= (classes := logits.shape[1]):
+        raise ValueError(
+            f'label {labels.max()} is none of the {classes} classes of the model, 0 to {classes - 1}; of a folder of '
+            'images each subfolder is a class'
+        )
+    return cross_entropy(logits, labels.to(like.device))
 
 
 def _least_uniform(layer: Heads, observed: Optional[ObservedAttention], size: Optional[Tuple[int, ...]]) -> int:

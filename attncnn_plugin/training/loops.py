@@ -7,7 +7,6 @@ from typing import Any, Iterable, Iterator, List, Mapping, Tuple, Union
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..attention.state_dicts import StructureError
 from ..change import Change, Successor
@@ -27,19 +26,6 @@ def check_epochs(what: str, epochs: Any) -> Tuple[int, ...]:
     if any(not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0 for epoch in listed):
         raise ValueError(f'{what} must be epochs, counted from 0')
     return listed
-
-
-def check_not_wrapped(model: nn.Module) -> None:
-    """Refuses a model that is wrapped for distributed training.
-
-    Raises:
-        TypeError: It is.
-    """
-    if isinstance(model, (DataParallel, DistributedDataParallel)):
-        raise TypeError(
-            f'the model is a {type(model).__name__}, which knows only the parameters that it was built with: give '
-            'its .module, and build a new wrapper afterwards'
-        )
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

@@ -8,12 +8,12 @@ from torch import nn
 
 from ..attention.images import ImageAttention
 from ..attention.window import CONVOLUTIONS
-from ..change import Change, Successor, within
+from ..change import Change, Successor, check_not_distributed, within
 from ..convert import convs_to_attention
 from ..convert.models import check_replaceable, find_convolutions
 from ..convert.pixels import check_settings
 from ..pruning.prune import states_of
-from .loops import Optimizers, check_epochs, check_not_wrapped, hand_over, in_list, uncompiled
+from .loops import Optimizers, check_epochs, hand_over, in_list, uncompiled
 
 
 @runtime_checkable
@@ -95,7 +95,7 @@ class TwoPhases:
             ValueError: There is nothing to turn into attention, or something that cannot turn.
         """
         model = uncompiled(model)
-        check_not_wrapped(model)
+        check_not_distributed(model, nn.DataParallel)
         phase = self._phase(model)
         if phase is None:
             what = 'module with phases, such as a CMHSA' if self.globs is None else f'convolution layers={self.globs}'

@@ -311,14 +311,15 @@ def test_criteria_of_attention_to_come(settings, repository, tmp_path):
 
 
 @pytest.mark.parametrize(
-    'settings, message',
+    'settings, error, message',
     [
-        (dict(epochs=[-1]), r'epochs=\[-1\] of HeadPruningHook must be epochs'),
-        (dict(num_batches=0), 'num_batches=0 of HeadPruningHook must be at least 1'),
+        (dict(epochs=[-1]), ValueError, r'epochs=\[-1\] of HeadPruningHook must be epochs'),
+        (dict(num_batches=0), ValueError, 'num_batches=0 of HeadPruningHook must be at least 1'),
+        (dict(epoch=5), TypeError, "argument 'epoch'"),
     ],
 )
-def test_settings_are_checked(settings, message):
-    with pytest.raises(ValueError, match=message):
+def test_settings_are_checked(settings, error, message):
+    with pytest.raises(error, match=message):
         HOOKS.build(dict(type='mmpretrain.HeadPruningHook', **settings))
 
 

@@ -236,7 +236,7 @@ def test_converter(kind, size, tolerance, whole_of, folder, modules):
         assert torch.load(out)['meta']['dataset_meta']['classes']
     log = converter(config, out, folder / 'no.pth', folder=folder, expected=1)
     assert log.strip().endswith(f'{out} is not of the convolution phase: there is nothing to convert')
-    log = converter(folder / 'SAGeneralized8.py', out, folder / 'no.pth', folder=folder, expected=1)
+    log = converter(folder / 'SAGeneralized8.py', folder / 'start.pth', folder / 'no.pth', folder=folder, expected=1)
     assert 'SAGeneralized8.py has no CMHSA and no ConvToAttention: there is nothing to convert' in log
     assert not (folder / 'no.pth').exists()
 

@@ -29,6 +29,7 @@ from attncnn_plugin.pruning import (
     replace_parameters,
 )
 from attncnn_plugin.pruning.prune import fold_into_bias, head_means, merge_duplicate
+from attncnn_plugin.training import PruneHeads
 
 
 def zeroed(layer, heads):
@@ -154,8 +155,10 @@ class Wrapper(nn.parallel.DistributedDataParallel):
 def test_a_wrapped_model():
     """Whose gradients would not be those of all ranks any more."""
     model = small_timm('sa_quadratic_cifar')
-    with pytest.raises(ValueError, match=r'^model is a Wrapper.*change its \.module, and wrap that again'):
+    with pytest.raises(TypeError, match=r'^model is a Wrapper.*give its \.module, and build a new wrapper'):
         prune_heads(Wrapper(model), {0: [1]})
+    with pytest.raises(TypeError, match=r'^0 is a Wrapper'):  # at once, also a part of a model
+        PruneHeads(keep=3).check(nn.Sequential(Wrapper(model)))
     assert model.blocks[0].attn.num_heads == 3
 
 

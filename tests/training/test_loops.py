@@ -392,6 +392,7 @@ def test_refused_at_once():
         (PruneHeads(5, batches, criteria=['stripe']), vit(), TypeError, r"blocks.0.attn: .* layers='\*' can leave"),
         (PruneHeads(0, batches, keep=3), cnn(), ValueError, r"at epoch 0, no attention with layers='\*' in the model"),
         (PruneHeads(0, keep=3), vit(), ValueError, 'there were no images: give batches'),
+        (PruneHeads(0, [(IMAGES, LABELS + 3)], keep=3), vit(), ValueError, 'label 10 is none of the 10 classes'),
         (PruneHeads(0, iter(()), keep=3), vit(), ValueError, 'there were no images: give batches'),
     ):
         before = copy.deepcopy(model.state_dict())

@@ -27,7 +27,7 @@ from attncnn_plugin.analysis import HeadReport, head_report
 from attncnn_plugin.analysis.layer_maps import shown_layers
 from attncnn_plugin.attention import AttentionLayer
 from attncnn_plugin.loaded_model import LoadedModel
-from attncnn_plugin.model_options import add_model_options, check_model_options, load_model
+from attncnn_plugin.model_options import add_image_options, add_model_options, check_model_options, load_model
 
 LEGEND = """centre, std: where a head looks, and how wide, in tokens; share: probability of its nearest shift
 3x3, 5x5: probability of the tokens around the query; error of a convolution: 0 if the layer is one
@@ -36,22 +36,8 @@ LEGEND = """centre, std: where a head looks, and how wide, in tokens; share: pro
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('config', nargs='?', help='config of the model')
-    parser.add_argument('weights', nargs='?', metavar='checkpoint', help='checkpoint of the model')
+    add_image_options(parser)
     parser.add_argument('--json', metavar='OUT', help='also write the report to this file')
-    parser.add_argument(
-        '--images',
-        metavar='FOLDER',
-        help='images to average over, with subfolders (default: the test dataset of the config)',
-    )
-    parser.add_argument('--num-images', type=int, default=100, help='images, evenly spread (default: 100)')
-    parser.add_argument(
-        '--size',
-        nargs=2,
-        type=int,
-        metavar=('HEIGHT', 'WIDTH'),
-        help="grid in tokens, to report what depends only on position (default: that of the config's img_size)",
-    )
     add_model_options(parser)
     args = parser.parse_args()
     check_model_options(parser, args, args.config, args.weights)

@@ -10,7 +10,6 @@ import gc
 import inspect
 import os
 import re
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Dict, Iterator, Optional, Sequence, Tuple, Union
@@ -84,18 +83,11 @@ def compare(quick: bool, training: bool, models: Dict[str, nn.Module], images: i
     return side_by_side({name: make_step(training, model, images, pixels) for name, model in models.items()}, quick)
 
 
-@contextmanager
-def with_subnormals() -> Iterator[None]:
-    """Keeps probabilities below 2⁻¹⁰⁰ as they are: all of the package's pass one call of ``F.threshold``."""
-    with mock.patch.object(softmax, 'F', SimpleNamespace(threshold=lambda probs, *_: probs)):
-        yield
-
-
 def before(step: Step) -> Step:
-    """Returns the step with subnormal probabilities."""
+    """Returns the step with subnormal probabilities: all of the package's pass one call of ``F.threshold``."""
 
     def step_before() -> object:
-        with with_subnormals():
+        with mock.patch.object(softmax, 'F', SimpleNamespace(threshold=lambda probs, *_: probs)):
             return step()
 
     return step_before

@@ -7,27 +7,21 @@ model.backbone.attn_bias_init=40, and alpha of ConvToAttention.
 """
 
 import argparse
-import re
 import sys
 import warnings
 from pathlib import Path
 from pickle import UnpicklingError
-from textwrap import shorten
 
 import torch
 
 warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
 
 from mmengine.config import DictAction
-from mmengine.registry import MODELS, init_default_scope
-from mmengine.runner import load_checkpoint
 
 import attncnn_plugin.mm.safe_loading  # noqa: F401
-from attncnn_plugin.loaded_model import write_checkpoint
-from attncnn_plugin.mm.tools import one_line, read_config
+from attncnn_plugin.mm.config_model import ConfigModel
 from attncnn_plugin.model_options import setting
-from attncnn_plugin.models import CMHSANetwork
-from attncnn_plugin.training import PhasedModule, parts_in_phases
+from attncnn_plugin.training import parts_in_phases, to_attention
 
 
 def parse_args() -> argparse.Namespace:
@@ -49,51 +43,19 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    try:
-        config = read_config(args.config)
-    except FileNotFoundError as error:
-        sys.exit(str(error))
-    config.merge_from_dict(args.cfg_options or {})
-    init_default_scope(config.get('default_scope') or 'mmpretrain')
-    try:
-        model = MODELS.build(config.model)
-    except (KeyError, TypeError, ValueError) as error:
-        sys.exit(f'{args.config}: {one_line(error)}')
-    parts = parts_in_phases(model)
-    if not parts:
-        sys.exit(f'{args.config} has no CMHSA and no ConvToAttention: there is nothing to convert')
-
     torch.manual_seed(args.seed)
     try:
-        checkpoint = load_checkpoint(model, args.checkpoint, map_location='cpu', strict=True)
-    except (OSError, TypeError, UnpicklingError) as error:
-        sys.exit(str(error))
-    except RuntimeError as error:
-        reason = shorten(str(error), 500, placeholder=' …')
-        sys.exit(f'{args.checkpoint} does not fit the model of {args.config}: {reason}')
-    # As load_checkpoint does with names of a wrapper for distributed training.
-    state_dict = {
-        re.sub(r'^module\.', '', key): value for key, value in checkpoint.get('state_dict', checkpoint).items()
-    }
-    names = {module: name for name, module in model.named_modules()}
-    for part in parts:
-        prefix = f'{names[part]}.' if names[part] else ''
-        if not is_of_convolutions(part, state_dict, prefix):
+        loaded = ConfigModel(args.config, args.checkpoint, args.cfg_options)
+        if not parts_in_phases(loaded.model):
+            sys.exit(f'{args.config} has no CMHSA and no ConvToAttention: there is nothing to convert')
+        for change in to_attention(loaded.model, args.seed):
+            print(change)
+        if loaded.entries <= loaded.model.state_dict().keys():  # a model of phase='attn' has converted what it loaded
             sys.exit(f'{args.checkpoint} is not of the convolution phase: there is nothing to convert')
-        if part.phase == 'conv':  # one of the attention phase has converted what it loaded
-            print(part.to_attention())
-    try:
-        write_checkpoint(args.out, model.state_dict(), meta=checkpoint.get('meta', {}))
-    except (OSError, RuntimeError) as error:
+        loaded.save(args.out)
+    except (OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
         sys.exit(str(error))
     print(f'Saved {args.out}')
-
-
-def is_of_convolutions(part: PhasedModule, state_dict: dict, prefix: str) -> bool:
-    """Whether a state dict has the convolutions of a part of the model, and not what became of them."""
-    if isinstance(part, CMHSANetwork):
-        return f'{prefix}blocks.0.attn.conv.weight' in state_dict
-    return all(f'{prefix}{name}.weight' in state_dict for name in part.conversion.layers)
 
 
 if __name__ == '__main__':

@@ -23,11 +23,9 @@ import sys
 import warnings
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Iterable, Optional, Tuple
+from typing import Any, Iterable, Optional
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 from torchvision.datasets import ImageFolder
 
 warnings.filterwarnings('ignore', 'Fail to import|pkg_resources is deprecated', module='mmcv|mmengine|importlib')
@@ -37,7 +35,7 @@ from attncnn_plugin.model_options import add_model_options, check_model_options,
 from attncnn_plugin.pruning import head_costs, prunable_heads, prune_heads
 from attncnn_plugin.pruning.importance import Loss, check_amount
 from attncnn_plugin.training import PruneHeads
-from attncnn_plugin.training.head_pruning import IMPORTANCE
+from attncnn_plugin.training.head_pruning import IMPORTANCE, loss_of_batch
 
 BATCH_SIZE = 32  # of images of a folder
 
@@ -161,20 +159,7 @@ def loss_of(args: argparse.Namespace) -> Loss:
         from attncnn_plugin.mm.runner import training_loss
 
         return training_loss
-    return _cross_entropy if IMPORTANCE in args.criterion else lambda model, batch: model(batch[0])
-
-
-def _cross_entropy(model: nn.Module, batch: Tuple[Tensor, Tensor]) -> Tensor:
-    images, labels = batch
-    output = model(images)
-    logits = getattr(output, 'logits', output)  # of Hugging Face
-    if not isinstance(logits, Tensor):
-        raise ValueError(f'importance needs a model with logits, not a {type(model).__name__}: give other criteria')
-    if int(labels.max()) >= logits.shape[1]:
-        raise ValueError(
-            f'--images has more than the {logits.shape[1]} classes of the model, one of which each of its subfolders is'
-        )
-    return F.cross_entropy(logits, labels)
+    return loss_of_batch if IMPORTANCE in args.criterion else lambda model, batch: model(batch[0])
 
 
 def batches_of(loaded: LoadedModel, args: argparse.Namespace) -> Iterable[Any]:

@@ -15,13 +15,13 @@ import torch
 from mmengine.config import Config
 from mmengine.runner import CheckpointLoader
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 import attncnn_plugin.mm.safe_loading
 from attncnn_plugin import follow_state_dict
 from attncnn_plugin.analysis import read_scalars
+from attncnn_plugin.change import number_of_parameters
 from attncnn_plugin.mm.reliability import AtomicBackend
+from attncnn_plugin.pruning import head_costs
 
 from .configs import build
 from .measures import attention_moved, corrupted_accuracies, share_at_shift
@@ -159,12 +159,9 @@ def trained_model(config: Config, checkpoint: Path) -> nn.Module:
 
 
 def cost(model: nn.Module) -> Tuple[int, int]:
-    """Counts parameters, and multiply-adds of one image: matrix products and convolutions, half of torch's count."""
+    """Counts parameters, and multiply-adds of one image in evaluation mode."""
     model.eval()
-    # The plain products: not every version of PyTorch counts fused kernels on the CPU.
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(torch.zeros(1, 3, 32, 32))
-    return sum(parameter.numel() for parameter in model.parameters()), counter.get_total_flops() // 2
+    return number_of_parameters(model), head_costs(model, lambda: model(torch.zeros(1, 3, 32, 32)))[0]
 
 
 def versions() -> Dict[str, str]:

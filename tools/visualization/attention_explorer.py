@@ -23,8 +23,8 @@ def parse_args() -> argparse.Namespace:
         'words',
         nargs='+',
         metavar='CONFIG CHECKPOINT IMAGE',
-        help='config and checkpoint of the model, without --timm and --hf, then image files; with a config also .npy '
-        'arrays of uint8 or numbers of images in the test set',
+        help='config and checkpoint of the model, without --timm and --hf, then image files; with a config also '
+        'numbers of images in the test set',
     )
     add_model_options(parser)
     parser.add_argument('--out', default='explorer.html', help='where the page goes (default: explorer.html)')

@@ -44,7 +44,7 @@ from attncnn_plugin.analysis import mean_attention, read_centers
 from attncnn_plugin.analysis.layer_maps import shown_layers
 from attncnn_plugin.attention import AttentionLayer
 from attncnn_plugin.loaded_model import LoadedModel
-from attncnn_plugin.model_options import add_model_options, check_model_options, load_model
+from attncnn_plugin.model_options import add_image_options, add_model_options, check_model_options, load_model
 
 try:
     from attncnn_plugin.visualization import (
@@ -67,8 +67,6 @@ OF_REPORTS, OF_RUNS = ('distance',), ('movement', *METRICS)
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('config', nargs='?', help='config of the model')
-    parser.add_argument('weights', nargs='?', metavar='checkpoint', help='checkpoint of the model')
     add_model_options(parser)
     parser.add_argument('--figure', choices=OF_MODELS + OF_REPORTS + OF_RUNS, required=True)
     parser.add_argument('--out', required=True, help='the picture, *.png or *.svg')
@@ -84,19 +82,7 @@ def parse_args() -> argparse.Namespace:
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument('--image', help='one image in place of the mean: a file, or a number in the test set')
-    which.add_argument(
-        '--images',
-        metavar='FOLDER',
-        help='images for the mean, with subfolders (default: the test dataset of the config)',
-    )
-    parser.add_argument('--num-images', type=int, default=100, help='images for the mean, evenly spread (default: 100)')
-    parser.add_argument(
-        '--size',
-        nargs=2,
-        type=int,
-        metavar=('HEIGHT', 'WIDTH'),
-        help="grid in tokens, for attention by position alone (default: that of the config's img_size)",
-    )
+    add_image_options(parser, which)
     parser.add_argument(
         '--reports', nargs='+', default=[], metavar='[LABEL=]JSON', help='reports of models, for distance'
     )
