@@ -8,36 +8,14 @@ This module registers them with timm: ``timm.create_model('sa_quadratic_cifar')`
 from typing import Any, Callable, Dict
 
 from timm.layers import DropPath, Mlp, calculate_drop_path_rates
-from timm.models import generate_default_cfgs, register_model, register_notrace_module
+from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from ..attention import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
-from ..attention.patches import image_to_patches
 from ..weights import CLASSES, weights_file
-from .interface import TimmNetwork, build, token_grid
+from .interface import SpaceToDepthStem, TimmNetwork, build, token_grid
 
-__all__ = ['SelfAttentionBlock', 'SelfAttentionNetwork', 'SpaceToDepthStem']
-
-
-@register_notrace_module
-class SpaceToDepthStem(nn.Module):
-    """Invertible downsampling, r×r pixels to r²·C channels, and a linear map to D channels (C20, 4.1)."""
-
-    def __init__(self, in_chans: int, reduction: int, dim: int, **dd: Any) -> None:
-        super().__init__()
-        self.in_chans = in_chans
-        self.reduction = reduction
-        self.proj = nn.Linear(in_chans * reduction**2, dim, **dd)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps images ``(B, C, H, W)`` to tokens ``(B, H/r, W/r, D)``.
-
-        Raises:
-            ValueError: The image does not have the stem's channels, or its sides are no multiples of r.
-        """
-        if x.ndim != 4 or x.shape[1] != self.in_chans:
-            raise ValueError(f'the input has shape {tuple(x.shape)}, but (B, {self.in_chans}, H, W) is expected')
-        return self.proj(image_to_patches(x, (self.reduction, self.reduction)))
+__all__ = ['SelfAttentionBlock', 'SelfAttentionNetwork']
 
 
 class SelfAttentionBlock(nn.Module):
@@ -115,7 +93,7 @@ class SelfAttentionNetwork(TimmNetwork):
             )
         if not 0 <= drop_path_rate < 1:
             raise ValueError(f'drop_path_rate={drop_path_rate} must be from 0 to below 1')
-        self.stem = SpaceToDepthStem(in_chans, reduction, embed_dim, **dd)
+        self.stem = SpaceToDepthStem(in_chans, reduction, nn.Linear(in_chans * reduction**2, embed_dim, **dd))
         self.blocks = nn.Sequential(
             *[
                 SelfAttentionBlock(
