@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.attention_layer import AttentionLayer
-from ..attention.images import ImageAttention
+from ..attention.images import ImageAttention, block_diagonal
 from ..attention.tokens import GridAttention
 from ..attention.window import Window, per_axis
-from .convolutions import Convolution, block_diagonal, flat_kernel, window_of
+from .convolutions import Convolution, flat_kernel, window_of
 from .shift_operators import (
     check_position_only,
     check_same_queries,
