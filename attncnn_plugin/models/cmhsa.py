@@ -20,7 +20,7 @@ from ..attention.state_dicts import StateDict, StructureError
 from ..change import Change, LayerChange, Successor, number_of_parameters
 from ..convert.patch_convolutions import attend_like_convolution, choose_head_dims
 from ..weights import CLASSES, weights_file
-from .interface import SpaceToDepthStem, TimmNetwork, build, token_grid
+from .interface import CIFAR, NETWORK, SpaceToDepthStem, TimmNetwork, build, token_grid
 
 __all__ = ['CMHSABlock', 'CMHSANetwork', 'PatchConvolution']
 
@@ -266,12 +266,10 @@ class CMHSANetwork(TimmNetwork):
 
 
 COMMON = {
+    **NETWORK,
     'fixed_input_size': True,  # there is an img_size
     'pool_size': (14, 14),
     'crop_pct': 0.9,
-    'first_conv': (),
-    'classifier': 'head.fc',
-    'license': 'apache-2.0',
     'paper_ids': 'arXiv:2111.01353',
     'paper_name': 'Can Vision Transformers Perform Convolution?',
 }
@@ -281,14 +279,10 @@ default_cfgs = generate_default_cfgs(
         'cmhsa5_patch16_224.untrained': COMMON,
         'cmhsa3_small_patch4_32.cifar10': {
             **COMMON,
+            **CIFAR,
             'file': weights_file('cmhsa3_small_patch4_32'),
             'label_names': CLASSES,
-            'num_classes': 10,
-            'input_size': (3, 32, 32),
             'pool_size': (8, 8),
-            'crop_pct': 1.0,
-            'mean': (0.4914, 0.4822, 0.4465),
-            'std': (0.2023, 0.1994, 0.2010),
         },
     }
 )

@@ -15,6 +15,12 @@ from ..weights import in_single_precision
 
 register_notrace_module(AttentionLayer)  # forward passes that look at sizes, which a symbolic trace does not know
 
+# Of default configurations. timm can adapt a first convolution to other channels, but not the linear map of the stem.
+NETWORK: Dict[str, Any] = dict(first_conv=(), classifier='head.fc', license='apache-2.0')
+CIFAR: Dict[str, Any] = dict(
+    num_classes=10, input_size=(3, 32, 32), crop_pct=1.0, mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010)
+)
+
 
 @register_notrace_module
 class SpaceToDepthStem(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..attention import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from ..weights import CLASSES, weights_file
-from .interface import SpaceToDepthStem, TimmNetwork, build, token_grid
+from .interface import CIFAR, NETWORK, SpaceToDepthStem, TimmNetwork, build, token_grid
 
 __all__ = ['SelfAttentionBlock', 'SelfAttentionNetwork']
 
@@ -111,33 +111,24 @@ class SelfAttentionNetwork(TimmNetwork):
         self._init_interface_of_timm(in_chans, embed_dim, reduction, num_classes, global_pool, drop_rate, **dd)
 
 
-def _cfg(**kwargs) -> Dict[str, Any]:
-    return {
-        'num_classes': 10,
-        'input_size': (3, 32, 32),
-        'pool_size': (16, 16),
-        'crop_pct': 1.0,
-        'interpolation': 'bicubic',
-        'mean': (0.4914, 0.4822, 0.4465),
-        'std': (0.2023, 0.1994, 0.2010),
-        'first_conv': (),  # timm can adapt a convolution to other channels, but not the linear map of the stem
-        'classifier': 'head.fc',
-        'license': 'apache-2.0',
-        'paper_ids': 'arXiv:1911.03584',
-        'paper_name': 'On the Relationship between Self-Attention and Convolutional Layers',
-        **kwargs,
-    }
-
-
+COMMON = {
+    **NETWORK,
+    **CIFAR,
+    'pool_size': (16, 16),
+    'paper_ids': 'arXiv:1911.03584',
+    'paper_name': 'On the Relationship between Self-Attention and Convolutional Layers',
+}
 default_cfgs = generate_default_cfgs(
     {
-        'sa_quadratic_cifar.untrained': _cfg(),
-        'sa_quadratic16_cifar.untrained': _cfg(),
-        'sa_generalized_cifar.untrained': _cfg(),
-        'sa_learned_cifar.untrained': _cfg(fixed_input_size=True),
-        'sa_learned_content_cifar.untrained': _cfg(fixed_input_size=True),
+        'sa_quadratic_cifar.untrained': COMMON,
+        'sa_quadratic16_cifar.untrained': COMMON,
+        'sa_generalized_cifar.untrained': COMMON,
+        'sa_learned_cifar.untrained': dict(COMMON, fixed_input_size=True),
+        'sa_learned_content_cifar.untrained': dict(COMMON, fixed_input_size=True),
         **{
-            f'{name}.cifar10': _cfg(file=weights_file(name), label_names=CLASSES, fixed_input_size='learned' in name)
+            f'{name}.cifar10': dict(
+                COMMON, file=weights_file(name), label_names=CLASSES, fixed_input_size='learned' in name
+            )
             for name in ('sa_quadratic_small', 'sa_generalized_small', 'sa_learned_small', 'sa_learned_content_small')
         },
     }
