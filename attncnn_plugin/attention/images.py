@@ -70,7 +70,7 @@ class ImageAttention(PrunableHeads):
             self.value = nn.Linear(num_heads * in_channels, out_channels, bias, device=device, dtype=dtype)
         else:
             self.value = GroupedLinear(in_channels, out_channels, num_heads, groups, bias, device=device, dtype=dtype)
-        self._init_heads(num_heads)
+        self.num_heads = self.built_heads = num_heads
 
     def _init_positions(self, position: str, window_size: Sequence[int] = ()) -> None:
         """Adds the encoding, Gaussian or with an entry for each shift, at least float32: bfloat16 cannot hold 257."""
@@ -215,13 +215,10 @@ class QuadraticImageAttention(ImageAttention):
         super().__init__(*args, **options)
         self._init_positions('gaussian')
 
-    def axis_probs(self, size: Sequence[int]) -> List[Tensor]:
-        """Returns the factors of the probabilities, ``(N_h, Q, K)`` for each axis, K being the padded pixels."""
-        shifts = self.window.shifts_to_pixels(size, self.encoding.center.device)
-        return [softmax(self.encoding.scores_along(axis, shift)) for axis, shift in enumerate(shifts)]
-
     def heads(self, x: Tensor) -> Tensor:
-        probs = self.axis_probs(x.shape[2:])
+        shifts = self.window.shifts_to_pixels(x.shape[2:], self.encoding.center.device)
+        # The factors of the probabilities, (N_h, Q, K) for each axis, K being the padded pixels.
+        probs = [softmax(self.encoding.scores_along(axis, shift)) for axis, shift in enumerate(shifts)]
         if self.window.padding_mode == 'zeros':  # the sums do not need the probabilities of zeros
             starts = [self.window.padding_of(axis, n)[0] for axis, n in enumerate(x.shape[2:])]
             probs = [factor.narrow(2, start, n) for factor, start, n in zip(probs, starts, x.shape[2:])]

@@ -56,7 +56,7 @@ class GridAttention(PrunableHeads):
         if num_heads < 1:
             raise ValueError(f'num_heads={num_heads} must be at least 1')
         self.dim = dim
-        self._init_heads(num_heads)
+        self.num_heads = self.built_heads = num_heads
         self.attn_drop = nn.Dropout(attn_drop)
         self.value = nn.Linear(num_heads * dim, dim, device=device, dtype=dtype)
         if self.encoding_type is not None:

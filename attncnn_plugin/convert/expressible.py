@@ -122,16 +122,9 @@ def expressible_shifts_of_maps(
     tolerance: float = 1e-6,
 ) -> Expressibility:
     """Finds the shifts that attention maps span, ``(N_h, H*W, H*W)`` on the CPU, as :func:`expressible_shifts` does."""
-    height, width = per_axis('size', size, 2)
-    pixels = height * width
-    if probs.ndim != 3 or probs.shape[1:] != (pixels, pixels):
-        raise ValueError(
-            f'probs have shape {tuple(probs.shape)}, but (N_h, {pixels}, {pixels}) are those of a grid of '
-            f'{height}x{width}'
-        )
-    window = _window_of(kernel_size)
-    chosen = chosen_queries(window, (height, width), queries, tolerance)
-    probs, target = probs.double(), targets(window, (height, width))
+    window, size = _window_of(kernel_size), per_axis('size', size, 2)
+    chosen = chosen_queries(window, size, queries, tolerance)
+    probs, target = probs.double(), targets(window, size)
     maps, shifts = triangle(probs, target, chosen).split([len(probs), len(target)], dim=1)
     coefficients, rank, _ = least_squares(maps, shifts, tolerance)
     residual = (shifts - maps @ coefficients).norm(dim=0) / shifts.norm(dim=0).clamp_min(1)  # squared norms count
