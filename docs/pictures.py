@@ -50,7 +50,7 @@ def maps_of(page: str, *images: str) -> Dict[str, MeanAttention]:
 
 def times_uniform(maps: MeanAttention, query: Optional[Sequence[int]] = None) -> np.ndarray:
     """Returns how many times uniform attention each token gets from a query, heads by rows by columns."""
-    return maps.of_query(query).numpy() * np.prod(maps.grid)
+    return maps.of_query(query)[0].numpy() * np.prod(maps.grid)
 
 
 def draw(axes: Axes, what: Union[np.ndarray, str], query: Sequence[int] = (8, 8), title: str = '') -> AxesImage:
@@ -161,7 +161,7 @@ def vit_init() -> Figure:
     ):
         (maps,) = mean_attention(model, images).values()
         for head, own in enumerate(times_uniform(maps)):
-            drawn = draw(row[head], own, maps.place(), f'head {head}' if label == 'new ViT' else '')
+            drawn = draw(row[head], own, maps.of_query()[1], f'head {head}' if label == 'new ViT' else '')
         row[0].set_ylabel(label)
         init_as_convolution(model)
     return with_bar(drawn)

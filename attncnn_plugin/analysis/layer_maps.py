@@ -21,7 +21,8 @@ from ..attention.positions import GaussianHeads
 from ..attention.window import Window, per_axis, shown
 from ..pruning.criteria import relative_entropy_of_maps
 from ..pruning.prune import BLOCK
-from ..transformers.attention import TokenPlaces, visit_vit_attention, vit_layers
+from ..transformers.adapters import find_attention
+from ..transformers.attention import TokenPlaces, visit_vit_attention
 from ..transformers.vision_transformer import images_for, is_vit
 
 BATCH_SIZE = 4  # images in a pass
@@ -67,29 +68,23 @@ class MeanAttention:
             return torch.arange(self.grid[0]), torch.arange(self.grid[1])
         return self.window.queries(0, self.grid[0]), self.window.queries(1, self.grid[1])
 
-    def place(self, query: Optional[Sequence[int]] = None) -> Tuple[int, int]:
-        """Returns row and column of the query that is nearest to a place, by default the middle of the grid.
+    def of_query(self, query: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tuple[int, int]]:
+        """Returns the probabilities of the keys for the query that is nearest to a place, and where this query is.
+
+        Args:
+            query (Sequence[int], optional): Row and column of the place. Defaults to the middle of the grid.
+
+        Returns:
+            tuple[Tensor, tuple[int, int]]: ``(N_h, H, W)``, float64, and row and column of the query.
 
         Raises:
             ValueError: The place is outside of the grid.
-        """
-        rows, columns = self.queries
-        row, column = self._nearest(query)
-        return int(rows[row]), int(columns[column])
-
-    def of_query(self, query: Optional[Sequence[int]] = None) -> Tensor:
-        """Returns the probabilities of the keys for the query at :meth:`place`, ``(N_h, H, W)``, float64.
 
         Examples:
             >>> MeanAttention(torch.eye(6)[None], (2, 3)).of_query((0, 1))
-            tensor([[[0., 1., 0.],
-                     [0., 0., 0.]]], dtype=torch.float64)
+            (tensor([[[0., 1., 0.],
+                     [0., 0., 0.]]], dtype=torch.float64), (0, 1))
         """
-        row, column = self._nearest(query)
-        return self.probs[:, row * len(self.queries[1]) + column].double().unflatten(1, self.grid)
-
-    def _nearest(self, query: Optional[Sequence[int]]) -> Tuple[int, int]:
-        """Returns the number of a query among the rows, and among the columns, of the queries."""
         height, width = self.grid
         row, column = (height // 2, width // 2) if query is None else query
         if not (0 <= row < height and 0 <= column < width):
@@ -97,7 +92,9 @@ class MeanAttention:
                 f'query={(row, column)} must be a row from 0 to {height - 1} and a column from 0 to {width - 1}'
             )
         rows, columns = self.queries
-        return int((rows - row).abs().argmin()), int((columns - column).abs().argmin())
+        i, j = int((rows - row).abs().argmin()), int((columns - column).abs().argmin())
+        keys = self.probs[:, i * len(columns) + j].double().unflatten(1, self.grid)
+        return keys, (int(rows[i]), int(columns[j]))
 
 
 def mean_attention(
@@ -118,9 +115,8 @@ def mean_attention(
             images there has to be a ``size``.
         size (Sequence[int], optional): Height and width of the grid in tokens, instead of images, where no layer
             depends on content.
-        part (str): ``'all'``; ``'position'``, the term that depends only on position, v·r_δ of C20's eq. 8 or the
-            position bias of CMHSA, or q·r_δ in layers without one; or ``'content'``, the term without position, q·k,
-            where null keys are left out too. Layers without such a term are not in the result. Defaults to ``'all'``.
+        part (str): ``'all'``, or ``'position'``: the term that depends only on position, v·r_δ of C20's eq. 8 or the
+            position bias of CMHSA, or q·r_δ in layers without one. Defaults to ``'all'``.
 
     Returns:
         dict[str, MeanAttention]: By the layer's name in the model, in the order of the blocks.
@@ -134,11 +130,11 @@ def mean_attention(
         >>> import timm, attncnn_plugin
         >>> model = timm.create_model('sa_learned_content_cifar', embed_dim=12, depth=1, num_heads=3)
         >>> maps = mean_attention(model, torch.rand(9, 3, 8, 8))['blocks.0.attn']
-        >>> maps.probs.shape, maps.grid, maps.of_query((1, 2)).shape
+        >>> maps.probs.shape, maps.grid, maps.of_query((1, 2))[0].shape
         (torch.Size([3, 16, 16]), (4, 4), torch.Size([3, 4, 4]))
     """
-    if part not in ('all', 'position', 'content'):
-        raise ValueError(f'part={part!r} is unknown: choose one of all, position, content')
+    if part not in ('all', 'position'):
+        raise ValueError(f"part={part!r} is unknown: choose 'all' or 'position'")
     if is_other_vit(model):
         if images is None or size is not None or part != 'all':
             raise ValueError(
@@ -154,10 +150,10 @@ def mean_attention(
     }
     grids = grids_of_layers(model, layers, images, size)
     maps = maps_of_images(model, by_images, images, part)
-    for name in layers.keys() - by_images if part != 'content' else ():
+    for name in layers.keys() - by_images:
         exact = position_maps(layers[name], grids[name])
         maps[name] = replace(exact, probs=exact.probs.float())
-    return {name: maps[name] for name in layers if name in maps}
+    return {name: maps[name] for name in layers}
 
 
 def grids_of_layers(
@@ -201,9 +197,9 @@ def maps_of_images(
 
     def add(name: str, layer: AttentionLayer, x: Tensor) -> None:
         grids[name] = layer.grid_of(x)
-        scores_of = dict(all=layer.attention_scores, position=layer.position_scores, content=layer.content_scores)
+        scores_of = layer.position_scores if part == 'position' else layer.attention_scores
         for some in few_images(layer, x):
-            probs = probs_of_scores(scores_of[part](some), grids[name])
+            probs = probs_of_scores(scores_of(some), grids[name])
             means.add(name, probs, relative_entropy_of_maps(probs))
 
     for batch in images.split(BATCH_SIZE) if layers else ():
@@ -306,7 +302,9 @@ def shown_layers(model: nn.Module) -> Dict[str, Any]:
     Raises:
         ValueError: The model has none.
     """
-    return vit_layers(model) if is_other_vit(model) else dict(attention_layers(model))
+    if is_other_vit(model):
+        return {attention.name: attention.module for attention in find_attention(model)}
+    return dict(attention_layers(model))
 
 
 def layer_labels(names: Iterable[str]) -> Dict[str, str]:

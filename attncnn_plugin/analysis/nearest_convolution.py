@@ -6,19 +6,18 @@ input to output. A convolution is Σ_δ S_δ ⊗ W_δ, of shifts (S_δ x)_q = x_
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Iterator, NamedTuple, Optional, Sequence, Tuple
+from typing import Iterator, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
-from ..attention.window import Window
+from ..attention.window import Window, same_window
 from ..convert.expressible import expressible_shifts_of_maps
 from ..convert.shift_operators import fit_shifts, interior_queries, targets
-from .shift_statistics import Shift, ShiftMaps, same_window
+from .shift_statistics import Shift, ShiftMaps
 
 KERNEL_SIZES = (3, 5)
 EXACT = 1e-6  # relative error below which a convolution is the layer, and is written as 0
-LEAST_TOLERANCE = 1e-7  # what rounding leaves of a residual of 0 is a tenth of it
 
 
 @dataclass(frozen=True)
@@ -50,16 +49,15 @@ class ExpressibleShifts:
 
     Attributes:
         kernel_size (tuple[int, int]): The kernel size.
-        expressible, missing (tuple[tuple[int, int], ...]): The (row, column) shifts that can and cannot be expressed.
+        expressible, missing (tuple[tuple[int, int], ...]): The (row, column) shifts that can and cannot be expressed,
+            with residuals up to 1e-6 and above.
         residual (tuple[float, ...]): Distance of each shift, row by row, from what the heads span, 0 to 1.
-        tolerance (float): Residual up to which a shift is expressible.
     """
 
     kernel_size: Shift
     expressible: Tuple[Shift, ...]
     missing: Tuple[Shift, ...]
     residual: Tuple[float, ...]
-    tolerance: float
 
 
 class ConvolutionErrors:
@@ -146,36 +144,30 @@ def _targets_of_shift(shift: Shift, size: Shift, padding_mode: str) -> Tensor:
     return targets(window, size)[window.shifts().tolist().index(list(shift))]
 
 
-def expressible_kernels(maps: ShiftMaps, tolerance: float) -> Iterator[ExpressibleShifts]:
+def expressible_kernels(maps: ShiftMaps) -> Iterator[ExpressibleShifts]:
     """Finds the shifts of 3x3 and 5x5 kernels in the span of the maps over the interior queries (C20, Lemma 3).
 
     Kernels larger than the grid are left out, and both where the queries are not the pixels: with a stride no shift is
     expressed at every pixel.
 
-    Raises:
-        ValueError: ``tolerance`` is not at least 1e-7 and below 1.
-
     Examples:
         >>> from attncnn_plugin.analysis import MeanAttention
         >>> hard = ShiftMaps(MeanAttention(torch.stack([torch.eye(36), torch.eye(36).roll(1, dims=1)]), (6, 6)))
-        >>> [kernel.expressible for kernel in expressible_kernels(hard, 1e-6)]
+        >>> [kernel.expressible for kernel in expressible_kernels(hard)]
         [((0, 0), (0, 1)), ((0, 0), (0, 1))]
     """
-    if not LEAST_TOLERANCE <= tolerance < 1:
-        raise ValueError(f'tolerance={tolerance} must be at least {LEAST_TOLERANCE} and below 1')
     if any(not torch.equal(queries, torch.arange(n)) for queries, n in zip(maps.queries, maps.size)):
         return
     for n in KERNEL_SIZES:
         if min(maps.size) < n:
             continue
-        found = expressible_shifts_of_maps(maps.probs, n, maps.size, queries='interior', tolerance=tolerance)
+        found = expressible_shifts_of_maps(maps.probs, n, maps.size, queries='interior')
         shifts = [(row, column) for row, column in found.shifts.tolist()]
         yield ExpressibleShifts(
             kernel_size=(n, n),
             expressible=tuple(shift for shift, yes in zip(shifts, found.expressible.tolist()) if yes),
             missing=tuple(found.missing),
             residual=tuple(found.residual.tolist()),
-            tolerance=tolerance,
         )
 
 
@@ -252,26 +244,17 @@ def kind_of_layer(kinds: Sequence[str], nearest: Sequence[Shift], errors: Convol
     return replace(mixture, kind=kind, kernel_size=kernel_size, dilation=dilation, offset=offset)
 
 
-class Lattice(NamedTuple):
-    """The window that holds some shifts, of which ``full`` says whether they are all of it.
-
-    The offset is its place relative to that of ``nn.Conv2d`` with ``padding='same'``.
-    """
-
-    kernel_size: Shift
-    dilation: Shift
-    offset: Shift
-    full: bool
-
-
-def lattice_of(shifts: Sequence[Shift]) -> Lattice:
+def lattice_of(shifts: Sequence[Shift]) -> Tuple[Shift, Shift, Shift, bool]:
     """Returns the least lattice that holds some shifts: a full one, or their bounding box with dilation 1.
+
+    These are its kernel size, its dilation, its place relative to that of ``nn.Conv2d`` with ``padding='same'``, and
+    whether the shifts are all of it.
 
     Examples:
         >>> lattice_of([(0, -2), (0, 0), (0, 2)])
-        Lattice(kernel_size=(1, 3), dilation=(1, 2), offset=(0, 0), full=True)
-        >>> lattice_of([(0, 0), (1, 1)]).full
-        False
+        ((1, 3), (1, 2), (0, 0), True)
+        >>> lattice_of([(0, 0), (1, 1)])
+        ((2, 2), (1, 1), (0, 0), False)
     """
     axes = [sorted(set(axis)) for axis in zip(*shifts)]
     steps = [values[1] - values[0] if len(values) > 1 else 1 for values in axes]
@@ -282,7 +265,7 @@ def lattice_of(shifts: Sequence[Shift]) -> Lattice:
         steps = [1, 1]
     sizes = [(values[-1] - values[0]) // step + 1 for values, step in zip(axes, steps)]
     offsets = [values[0] + step * (n - 1) // 2 for values, step, n in zip(axes, steps, sizes)]
-    return Lattice((sizes[0], sizes[1]), (steps[0], steps[1]), (offsets[0], offsets[1]), full)
+    return (sizes[0], sizes[1]), (steps[0], steps[1]), (offsets[0], offsets[1]), full
 
 
 def size_text(size: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from ..attention.patches import PatchAttention
 from ..attention.softmax import softmax
 from ..attention.tokens import GridAttention
 from ..attention.window import shown
-from ..pruning.prune import output_called, prunable_heads, split_heads
+from ..pruning.prune import prunable_heads, split_heads
 from ..transformers.adapters import Attention, find_attention
 from ..transformers.attention import TokenPlaces, visited_attention
 from ..transformers.transformer_heads import TransformerHeads
@@ -23,10 +23,6 @@ from .layer_maps import attention_layers, features_of
 
 Reduce = Union[str, Callable[[Tensor], Tensor], None]
 Visit = Callable[[str, Tensor], None]
-REDUCTIONS: Dict[str, Callable[[Tensor], Tensor]] = {
-    'mean': lambda probs: probs.mean(0),
-    'class_token': lambda probs: probs[:, :, 0],
-}
 
 
 def attention_maps(model: nn.Module, images: Tensor, reduce: Reduce = None) -> Dict[str, Tensor]:
@@ -39,8 +35,8 @@ def attention_maps(model: nn.Module, images: Tensor, reduce: Reduce = None) -> D
             with attention of this package, or a model with one of these inside; compiled and distributed ones too.
         images (Tensor): ``(B, C, H, W)``, normalized as in training. They are brought to the model's device and dtype.
         reduce (str | Callable, optional): What is kept of the probabilities ``(B, N_h, N, N)`` of a layer before the
-            next one is computed: ``'mean'``, their mean over images, ``'class_token'``, what the first token gives to
-            all, ``(B, N_h, N)``, or a function of them. Defaults to None, all of them, which a large model at a high
+            next one is computed: ``'class_token'``, what the first token gives to all, ``(B, N_h, N)``, or a function
+            of them, such as their mean over images. Defaults to None, all of them, which a large model at a high
             resolution may have no memory for.
 
     Returns:
@@ -84,7 +80,8 @@ class AttentionRecorder:
 
     Attributes:
         passes (list[dict[str, Tensor]]): For each forward pass of the model, or of its ``forward_features``, what
-            :func:`attention_maps` returns.
+            :func:`attention_maps` returns. A layer that runs again begins another one, as in a model that calls its
+            backbone twice.
 
     Examples:
         >>> import timm
@@ -98,12 +95,10 @@ class AttentionRecorder:
     def __init__(self, model: nn.Module, reduce: Reduce = None) -> None:
         self.model, self.kept = unwrap_model(model), _reduction(reduce)
         self.passes: List[Dict[str, Tensor]] = []
-        self._inside = False  # the model's own forward, rather than a part of it such as forward_features
 
     def __enter__(self) -> 'AttentionRecorder':
         with ExitStack() as stack:
             stack.enter_context(self.model.register_forward_pre_hook(self._begin))
-            stack.enter_context(self.model.register_forward_hook(self._end, always_call=True))
             stack.enter_context(visiting(self.model, self._record))
             self._stack = stack.pop_all()
         return self
@@ -114,15 +109,11 @@ class AttentionRecorder:
     def _begin(self, *_: Any) -> None:
         if not _in_backward():
             self.passes.append({})
-            self._inside = True
-
-    def _end(self, *_: Any) -> None:
-        self._inside = False
 
     def _record(self, name: str, probs: Tensor) -> None:
         if _in_backward():
             return
-        if not self._inside and (not self.passes or name in self.passes[-1]):
+        if not self.passes or name in self.passes[-1]:  # of a part of the model, such as forward_features
             self.passes.append({})
         self.passes[-1][name] = self.kept(probs)
 
@@ -136,9 +127,9 @@ def _reduction(reduce: Reduce) -> Callable[[Tensor], Tensor]:
     """Returns the function that ``reduce`` stands for."""
     if reduce is None:
         return lambda probs: probs
-    function = REDUCTIONS.get(reduce) if isinstance(reduce, str) else reduce
+    function = (lambda probs: probs[:, :, 0]) if reduce == 'class_token' else reduce
     if not callable(function):
-        raise ValueError(f'reduce={shown(reduce)} must be one of {", ".join(REDUCTIONS)}, or a function of a tensor')
+        raise ValueError(f"reduce={shown(reduce)} must be 'class_token', or a function of a tensor")
 
     def kept(probs: Tensor) -> Tensor:
         own = function(probs)
@@ -314,7 +305,7 @@ def _weighted_by_gradients(model: nn.Module, images: Tensor, target: Any) -> Ite
                     raise TypeError(f'{name} is a {type(layer.module).__name__}: {layer.shared()}: leave out target')
                 called = layer.called
                 stack.enter_context(visited_attention(attentions[name], partial(see_probs, name)))
-            stack.enter_context(output_called(layer))
+            stack.enter_context(layer.output_called())
             stack.enter_context(called.register_forward_pre_hook(partial(see_inputs, name), with_kwargs=True))
             stack.enter_context(layer.output.register_forward_pre_hook(partial(see_heads, name)))
         logits = model(images.to(next(model.parameters()), copy=True))  # copies are no inference tensors

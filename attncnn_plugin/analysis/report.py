@@ -48,10 +48,7 @@ MODEL_COLUMNS = ['layer', 'attention', 'heads', 'hard', 'soft', 'uniform', 'dege
 
 
 def head_report(
-    model: nn.Module,
-    images: Optional[Tensor] = None,
-    size: Optional[Sequence[int]] = None,
-    tolerance: float = 1e-6,
+    model: nn.Module, images: Optional[Tensor] = None, size: Optional[Sequence[int]] = None
 ) -> 'HeadReport':
     """Reports what the heads of each layer of a model do.
 
@@ -73,7 +70,6 @@ def head_report(
             be a ``size``.
         size (Sequence[int], optional): Height and width of the grid in tokens, at least two of them, instead of images,
             for what depends only on position; pixels for attention instead of convolutions.
-        tolerance (float): Residual up to which a shift is expressible, 1e-7 or more. Defaults to 1e-6.
 
     Returns:
         HeadReport: The reports of the layers, in the order of the blocks.
@@ -100,7 +96,7 @@ def head_report(
     """
     if is_other_vit(model):
         maps = mean_attention(model, images, size)
-        return HeadReport(tuple(layer_report(maps[name], name, tolerance=tolerance) for name in maps))
+        return HeadReport(tuple(layer_report(maps[name], name) for name in maps))
     layers = attention_layers(model)
     grids = grids_of_layers(model, layers, images, size)
     by_content = {name: layer for name, layer in layers.items() if layer.depends_on_content}
@@ -111,16 +107,14 @@ def head_report(
     for name, layer in layers.items():
         # One layer at a time: the maps of all of them in float64 can be gigabytes.
         own = of_queries.get(name) or position_maps(layer, grids[name])
-        reports.append(dataclasses.replace(layer_report(own, name, layer, tolerance), attention='position'))
+        reports.append(dataclasses.replace(layer_report(own, name, layer), attention='position'))
         if name in whole:
-            reports.append(layer_report(whole[name], name, layer, tolerance))
+            reports.append(layer_report(whole[name], name, layer))
     return HeadReport(tuple(reports))
 
 
 @torch.no_grad()
-def layer_report(
-    maps: MeanAttention, name: str = '', layer: Optional[AttentionLayer] = None, tolerance: float = 1e-6
-) -> 'LayerReport':
+def layer_report(maps: MeanAttention, name: str = '', layer: Optional[AttentionLayer] = None) -> 'LayerReport':
     """Reports what the heads of given attention maps do.
 
     Args:
@@ -128,7 +122,6 @@ def layer_report(
         name (str): Name of the layer. Defaults to none.
         layer (AttentionLayer, optional): The layer, whose value matrices weigh the heads in the errors of convolutions.
             Defaults to heads of equal weight, each with an output of its own.
-        tolerance (float): Residual up to which a shift is expressible. Defaults to 1e-6.
 
     Raises:
         ValueError: See :func:`head_report`.
@@ -150,7 +143,7 @@ def layer_report(
     by_position = maps.num_images == 0 and (layer is None or not layer.depends_on_content)
     heads = tuple(_head_statistics(maps, shifts, by_position))
     kind = kind_of_layer([head.kind for head in heads], [head.nearest_shift for head in heads], errors)
-    expressible = tuple(expressible_kernels(shifts, tolerance))
+    expressible = tuple(expressible_kernels(shifts))
     return LayerReport(
         maps.grid, len(heads), kind, errors.of_kernels, expressible, heads, name, attention, maps.num_images
     )
@@ -163,7 +156,8 @@ def _head_statistics(maps: MeanAttention, shifts: ShiftMaps, by_position: bool) 
     if by_position:
         criteria = ['entropy', 'duplicate'] if gaussian is None else ['uniform', 'stripe', 'entropy', 'duplicate']
         degenerate = {head.head: head for head in degenerate_heads_of_maps(shifts.probs, criteria, gaussian).found}
-    center, covariance, alpha = _parameters(gaussian) if gaussian else (*moments(shifts), None)
+    middle = [n - 1 for n in maps.grid]  # the place of shift 0
+    center, covariance, alpha = _parameters(gaussian) if gaussian else (*moments(shifts.interior_sums, middle), None)
     relative_entropy, entropy = maps.relative_entropy, maps.entropy
     if relative_entropy is None:
         relative_entropy = relative_entropy_of_maps(shifts.probs)

@@ -10,7 +10,7 @@ from typing import List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ..attention.window import Window
+from ..attention.window import same_window
 from .layer_maps import MeanAttention
 
 INTERIOR = 5  # pixels; the window that an interior query of a grid has inside
@@ -55,9 +55,9 @@ class ShiftMaps:
         if not self.probs.sum().isfinite():  # rows add up to 1
             raise ValueError('the probabilities of the heads are not finite: the parameters of layer must be finite')
         # The window that a query in the interior of a grid has inside reaches as far on both sides of it.
-        odd = [min(INTERIOR, n - 1 + n % 2) for n in size]
-        first, last = (maps.window or same_window((odd[0], odd[1]))).shifts()[[0, -1]].tolist()
-        self.interior = [(q + a >= 0) & (q + b < n) for q, n, a, b in zip(self.queries, size, first, last)]
+        odd = tuple(min(INTERIOR, n - 1 + n % 2) for n in size)
+        window = maps.window or same_window(odd)
+        self.interior = [window.interior(axis, n) for axis, n in enumerate(size)]
         if not all(some.any() for some in self.interior):
             raise ValueError(
                 f'the image of {size[0]}x{size[1]} pixels is too small for the window of layer, '
@@ -99,31 +99,19 @@ class ShiftMaps:
         return axes[0][:, None] * axes[1]
 
 
-def same_window(kernel_size: Shift, padding_mode: str = 'zeros', dilation: Shift = (1, 1)) -> Window:
-    """Returns the window of an ``nn.Conv2d`` with ``padding='same'``.
+def moments(weight: Tensor, origin: Sequence[int]) -> Tuple[Tensor, Tensor]:
+    """Returns mean ``(N_h, 2)`` and covariance ``(N_h, 2, 2)`` of the shift from a place of a grid, float64.
+
+    Shifts are weighted by ``weight``, ``(N_h, height, width)``, float64. The moments are not a number for a head
+    that gives nothing to the grid.
 
     Examples:
-        >>> same_window((1, 3), dilation=(1, 2)).shifts().tolist()
-        [[0, -2], [0, 0], [0, 2]]
-    """
-    added = [d * (k - 1) for d, k in zip(dilation, kernel_size)]
-    padding = tuple((n // 2, n - n // 2) for n in added)  # the odd pixel comes after
-    return Window(kernel_size, (1, 1), dilation, padding, padding_mode)
-
-
-def moments(maps: ShiftMaps) -> Tuple[Tensor, Tensor]:
-    """Returns mean ``(N_h, 2)`` and covariance ``(N_h, 2, 2)`` of the shift at interior queries, weighted by P.
-
-    They are not a number for a head that gives nothing to the grid.
-
-    Examples:
-        >>> center, covariance = moments(ShiftMaps(MeanAttention(torch.eye(36).roll(1, dims=1)[None], (6, 6))))
+        >>> center, covariance = moments(torch.eye(6, dtype=torch.float64)[None, :2], origin=(0, 1))
         >>> center.tolist(), covariance.tolist()
-        ([[0.0, 1.0]], [[[0.0, 0.0], [0.0, 0.0]]])
+        ([[0.5, -0.5]], [[[0.25, 0.25], [0.25, 0.25]]])
     """
-    weight = maps.interior_sums.flatten(1)
-    weight = weight / weight.sum(1, keepdim=True)
-    shifts = _all_shifts(maps.size).double()
+    shifts = torch.cartesian_prod(*(torch.arange(n) - at for n, at in zip(weight.shape[1:], origin))).double()
+    weight = weight.flatten(1) / weight.sum((1, 2))[:, None]
     center = weight @ shifts
     apart = shifts - center[:, None]  # not E[δδᵀ] − E[δ]E[δ]ᵀ, which cancels for hard heads
     return center, torch.einsum('hs,hsi,hsj->hij', weight, apart, apart)
@@ -228,12 +216,8 @@ def head_centers(maps: MeanAttention, query: Optional[Sequence[int]] = None) -> 
         center, factor = maps.gaussian
         variance = 1 / torch.linalg.svdvals(factor).square().clamp(min=MAX_WIDTH**-2)  # Σ⁻¹ = MMᵀ
         return center, variance.mean(-1).sqrt()
-    keys, origin = keys_of_query(maps, query)
-    rows, columns = (torch.arange(n, dtype=torch.float64) - place for n, place in zip(keys.shape[1:], origin))
-    keys = keys / keys.sum((1, 2), keepdim=True)
-    center = torch.stack([keys.sum(2) @ rows, keys.sum(1) @ columns], dim=-1)
-    second = keys.sum(2) @ rows.square() + keys.sum(1) @ columns.square()
-    return center, ((second - center.square().sum(-1)).clamp(min=0) / 2).sqrt()
+    center, covariance = moments(*keys_of_query(maps, query))
+    return center, covariance.diagonal(dim1=1, dim2=2).mean(1).sqrt()
 
 
 def keys_of_query(maps: MeanAttention, query: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tuple[int, int]]:
@@ -244,7 +228,7 @@ def keys_of_query(maps: MeanAttention, query: Optional[Sequence[int]] = None) ->
         interior queries in windows, the grid of all shifts.
     """
     if not maps.in_windows or query is not None:
-        return maps.of_query(query), maps.place(query)
+        return maps.of_query(query)
     shifts = ShiftMaps(maps)
     height, width = maps.grid
     return shifts.interior_sums / shifts.counts(shifts.interior).max(), (height - 1, width - 1)

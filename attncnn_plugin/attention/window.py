@@ -64,9 +64,8 @@ class Window:
             raise TypeError(f'the weights of conv are {conv.weight.dtype}, but attention needs real floating numbers')
         if conv.padding == 'valid':
             padding = [(0, 0)] * len(conv.kernel_size)
-        elif conv.padding == 'same':  # the odd pixel goes to the end
-            total = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size)]
-            padding = [(n // 2, n - n // 2) for n in total]
+        elif conv.padding == 'same':
+            return same_window(conv.kernel_size, conv.padding_mode, conv.dilation)
         else:
             padding = [(int(n), int(n)) for n in conv.padding]
         return cls(conv.kernel_size, conv.stride, conv.dilation, tuple(padding), conv.padding_mode)
@@ -105,6 +104,11 @@ class Window:
         number = torch.arange(self.num_queries(axis, size), device=device)
         return number * self.stride[axis] + self.anchor[axis] - self.padding_of(axis, size)[0]
 
+    def interior(self, axis: int, size: int) -> Tensor:
+        """Returns whether the window of each query along an axis of ``size`` pixels is inside of it, ``(Q,)``."""
+        first = self.queries(axis, size, 'cpu') - self.anchor[axis]
+        return (first >= 0) & (first + self.dilation[axis] * (self.kernel_size[axis] - 1) < size)
+
     def shifts_to_pixels(self, size: Sequence[int], device: Device = None) -> List[Tensor]:
         """Returns δ from every query to every pixel of the padded image, ``(Q, K)`` for each axis."""
         shifts = []
@@ -132,6 +136,20 @@ class SameWindow(Window):
         outputs = math.ceil(size / self.stride[axis])
         total = max((outputs - 1) * self.stride[axis] + extent - size, 0)
         return total // 2, total - total // 2
+
+
+def same_window(
+    kernel_size: Tuple[int, ...], padding_mode: str = 'zeros', dilation: Tuple[int, ...] = (1, 1)
+) -> Window:
+    """Returns the window of a convolution with ``padding='same'`` of PyTorch, whose stride is 1.
+
+    Examples:
+        >>> same_window((1, 3), dilation=(1, 2)).shifts().tolist()
+        [[0, -2], [0, 0], [0, 2]]
+    """
+    added = [d * (k - 1) for d, k in zip(dilation, kernel_size)]
+    padding = tuple((n // 2, n - n // 2) for n in added)  # the odd pixel comes after
+    return Window(kernel_size, (1,) * len(added), dilation, padding, padding_mode)
 
 
 def shown(value: Any) -> str:

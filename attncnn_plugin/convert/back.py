@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any, Optional, Sequence, Tuple, Union
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..attention.attention_layer import check_plain_linear
 from ..attention.content_images import ContentImageAttention
 from ..attention.images import ImageAttention
 from ..attention.tokens import GridAttention
-from ..attention.window import Window, per_axis
+from ..attention.window import Window, per_axis, same_window
 from .convolutions import Convolution, block_norms, convolution_with
 from .shift_operators import check_position_only, fit_shifts, interior_queries, targets
 
@@ -147,10 +147,8 @@ def _window_of(
     """Returns the window of a layer, or the one that is asked for, for attention over a grid."""
     window = layer.window
     if window is None:
-        rows, columns = per_axis('kernel_size', kernel_size, 2)
         mode = 'replicate' if padding_mode is None else padding_mode
-        kind: Any = nn.Conv2d
-        return Window.of(kind(1, 1, (rows, columns), padding='same', padding_mode=mode, device='meta'))
+        return same_window(per_axis('kernel_size', kernel_size, 2), mode)
     if per_axis('kernel_size', kernel_size, window.ndim) != window.kernel_size:
         raise ValueError(f'kernel_size={kernel_size} must be that of the window of layer, {window.kernel_size}')
     if padding_mode not in (None, window.padding_mode):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..attention.attention_layer import AttentionLayer
 from ..attention.images import ImageAttention, block_diagonal
 from ..attention.tokens import GridAttention
-from ..attention.window import Window, per_axis
+from ..attention.window import per_axis, same_window
 from .convolutions import Convolution, flat_kernel, window_of
 from .shift_operators import (
     check_position_only,
@@ -109,7 +109,7 @@ def expressible_shifts(
     """
     check_position_only(layer)
     size = per_axis('size', size, 2)
-    check_same_queries(layer, _window_of(kernel_size), size)
+    check_same_queries(layer, same_window(per_axis('kernel_size', kernel_size, 2)), size)
     return expressible_shifts_of_maps(layer.exact_attention_probs(size), kernel_size, size, queries, tolerance)
 
 
@@ -122,18 +122,13 @@ def expressible_shifts_of_maps(
     tolerance: float = 1e-6,
 ) -> Expressibility:
     """Finds the shifts that attention maps span, ``(N_h, H*W, H*W)`` on the CPU, as :func:`expressible_shifts` does."""
-    window, size = _window_of(kernel_size), per_axis('size', size, 2)
+    window, size = same_window(per_axis('kernel_size', kernel_size, 2)), per_axis('size', size, 2)
     chosen = chosen_queries(window, size, queries, tolerance)
     probs, target = probs.double(), targets(window, size)
     maps, shifts = triangle(probs, target, chosen).split([len(probs), len(target)], dim=1)
     coefficients, rank, _ = least_squares(maps, shifts, tolerance)
     residual = (shifts - maps @ coefficients).norm(dim=0) / shifts.norm(dim=0).clamp_min(1)  # squared norms count
     return Expressibility(window.shifts(), residual, rank, tolerance)
-
-
-def _window_of(kernel_size: Union[int, Sequence[int]]) -> Window:
-    rows, columns = per_axis('kernel_size', kernel_size, 2)
-    return Window.of(nn.Conv2d(1, 1, (rows, columns), padding='same', device='meta'))
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,13 +35,8 @@ def targets(window: Window, size: Tuple[int, ...]) -> Tensor:
 
 def interior_queries(window: Window, size: Tuple[int, ...]) -> Tensor:
     """Returns whether each query of an image has its whole window inside, ``(Q,)``."""
-    shifts = window.shifts()
-    first, last = shifts[0], shifts[-1]
-    inside = torch.ones(1, dtype=torch.bool, device='cpu')
-    for axis, n in enumerate(size):
-        query = window.queries(axis, n, 'cpu')
-        inside = (inside[:, None] & (query + first[axis] >= 0) & (query + last[axis] < n)).flatten()
-    return inside
+    axes = [window.interior(axis, n) for axis, n in enumerate(size)]
+    return torch.cartesian_prod(*axes).reshape(-1, len(axes)).all(1)
 
 
 def fit_shifts(probs: Tensor, target: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from ..attention.evaluation_mode import evaluating
 from ..attention.images import GroupedLinear
 from ..change import table
 from .importance import Loss, called_once, check_finite, head_importance, loss_and_right, with_heads
-from .prune import Heads, head_means, output_called
+from .prune import Heads, head_means
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,7 @@ def head_ablation(model: nn.Module, batches: Iterable[Any], loss: Loss) -> HeadA
                 found = torch.zeros(2, layer.num_heads, dtype=torch.float64)
                 for head in range(layer.num_heads):
                     with ExitStack() as stack:
-                        stack.enter_context(output_called(layer))
+                        stack.enter_context(layer.output_called())
                         replace = partial(_replaced, layer, head, value)
                         stack.enter_context(layer.output.register_forward_pre_hook(replace))
                         without, right = measured(model, batches, loss)

@@ -33,7 +33,6 @@ class DegenerateHead:
         criterion (str): Name of the criterion.
         value (float): The value compared with the threshold.
         reason (str): Value and threshold in words.
-        threshold (float | None): The threshold; None for the importance of a head.
         duplicate_of (int | None): Of a duplicate, the kept head that it is nearest to. Adding the duplicate's slice of
             the value matrix to that of this head makes up for its removal, see
             :func:`~attncnn_plugin.pruning.prune.merge_duplicate`.
@@ -43,7 +42,6 @@ class DegenerateHead:
     criterion: str
     value: float
     reason: str
-    threshold: Optional[float] = None
     duplicate_of: Optional[int] = None
 
 
@@ -299,7 +297,7 @@ def _find(
                 value, nearest = min(((value[other], other) for other in kept), default=(math.inf, None))
             if value < threshold if '<' in reason else value > threshold:
                 why = reason.format(value, threshold, nearest)
-                found[head] = DegenerateHead(head, name, value, why, threshold, nearest)
+                found[head] = DegenerateHead(head, name, value, why, nearest)
             else:
                 kept.append(head)
     return DegeneracyReport(num_heads, tuple(found[head] for head in sorted(found)))

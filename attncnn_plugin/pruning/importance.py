@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ..attention.evaluation_mode import evaluating
 from ..attention.window import shown
 from ..transformers.vision_transformer import part_of
-from .prune import Heads, output_called, prunable_heads, split_heads
+from .prune import Heads, prunable_heads, split_heads
 
 Loss = Callable[[nn.Module, Any], Union[Tensor, Tuple[Tensor, Any]]]
 AMOUNTS = {
@@ -93,7 +93,7 @@ def add_gradients(gradients: Dict[str, HeadGradients], model: nn.Module, batch: 
     with called_once(model) as images, ExitStack() as stack:
         for own in gradients.values():
             own.heads = []
-            stack.enter_context(output_called(own.layer))
+            stack.enter_context(own.layer.output_called())
             stack.enter_context(own.layer.output.register_forward_pre_hook(own.see))
         value, _ = loss_and_right(loss(model, batch))
         # Checkpointing computes blocks again here, with outputs that the loss does not depend on.

@@ -7,8 +7,7 @@ bias takes what a head adds on average (C20, appendix E).
 import copy
 import math
 import re
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from numbers import Integral
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -265,13 +264,6 @@ def split_heads(layer: Heads, outputs: Tensor) -> List[Tensor]:
     return [outputs[..., layer.output_entries([head])] for head in range(layer.num_heads)]
 
 
-@contextmanager
-def output_called(layer: Heads) -> Iterator[None]:
-    """Has a layer call its ``output`` as a module inside, so that hooks see the outputs of the heads."""
-    with layer.output_called() if isinstance(layer, TransformerHeads) else nullcontext():
-        yield
-
-
 class HeadMeans:
     """Sums up the mean outputs P_h X W^V_h of the heads of a layer, over queries and images.
 
@@ -289,7 +281,7 @@ class HeadMeans:
         self.count = torch.zeros((), dtype=torch.float64, device=weight.device)
         self.size: Optional[Tuple[int, ...]] = None
         self.tiles: Optional[List[AxisTiles]] = None
-        self.cut: Optional[Callable[[], Windows]] = None  # how the module around has cut its input
+        self.windows: Callable[[], Optional[Windows]] = lambda: None  # how the module around cuts its input
 
     def add(self, output: nn.Module, args: Tuple[Tensor]) -> None:
         """Adds the outputs of all heads that the linear map gets."""
@@ -299,8 +291,8 @@ class HeadMeans:
         heads = heads.detach()
         if self.tiles is not None:  # without queries that fill up the last tile
             heads = join_tiles(heads, self.tiles).flatten(2).mT
-        if self.cut is not None:  # without the padding of windows
-            windows, self.cut = self.cut(), None
+        windows = self.windows()
+        if windows is not None:  # without the padding of windows
             in_grid = numbers_in_windows(*windows) < math.prod(windows[0])
             heads = heads.unflatten(0, (-1, len(in_grid)))[:, in_grid.to(heads.device)]
         heads = heads.flatten(0, -2)
@@ -312,10 +304,6 @@ class HeadMeans:
         shape = args[0].shape
         self.size = tuple(shape[-layer.window.ndim :] if isinstance(layer, ImageAttention) else shape[1:3])
         self.tiles = layer.tiles(self.size) if isinstance(layer, ContentImageAttention) else None
-
-    def see_windows(self, windows: Callable[[Any, Any], Windows], owner: nn.Module, args: Tuple[Any, ...]) -> None:
-        """Keeps how the module around cuts its input."""
-        self.cut = partial(windows, owner, args)
 
     @property
     def mean(self) -> Tensor:
@@ -339,15 +327,12 @@ def head_means(layers: Sequence[Heads]) -> Iterator[List[HeadMeans]]:
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance('force_eager'))  # compiled modules do not call new hooks
         for layer, own in zip(layers, means):
-            stack.enter_context(output_called(layer))
+            stack.enter_context(layer.output_called())
             stack.enter_context(layer.output.register_forward_pre_hook(own.add))
             if isinstance(layer, PrunableHeads):
                 stack.enter_context(layer.register_forward_pre_hook(own.see))
-                continue
-            owner = layer.module if layer.adapter.cuts else layer.block
-            if layer.adapter.windows is not None and owner is not None:
-                see_windows = partial(own.see_windows, layer.adapter.windows)
-                stack.enter_context(owner.register_forward_pre_hook(see_windows))
+            else:
+                own.windows = stack.enter_context(layer.windows_seen())
         yield means
 
 

@@ -7,8 +7,10 @@ All are P V with P = softmax(Q Kᵀ + B) of some heads, and a linear map of the 
 
 import inspect
 import math
+from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Deque, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -47,8 +49,8 @@ class Adapter:
             compared by, such as their rotations.
         scale (callable): ``scale(module, head_dim)`` is the factor of Q Kᵀ, a number or ``(N_h, 1, 1)``.
         added (tuple[callable, ...]): ``added(module, query, call)`` gives a part of B, ``(…, N, N)``, or None.
-        mask (callable | None): ``mask(module, call)`` is what is added to the scores of each window of an image,
-            ``(windows, N, N)``, or None.
+        mask (callable | None): ``mask(module, None, call)`` is what is added to the scores of each window of an
+            image, ``(windows, N, N)``, or None.
         queries (int | None): How many of the first tokens attend; None for all.
         gate (str): A linear map whose sigmoid multiplies the outputs of the heads.
         output (str): The linear map that takes the outputs of the heads.
@@ -75,7 +77,7 @@ class Adapter:
     turned: Optional[Callable[[Any, Tensor, Call], Tensor]] = None
     scale: Callable[[Any, int], Any] = scaled
     added: Tuple[Callable[[Any, Tensor, Call], Optional[Tensor]], ...] = ()
-    mask: Optional[Callable[[Any, Call], Optional[Tensor]]] = None
+    mask: Optional[Callable[[Any, Any, Call], Optional[Tensor]]] = None
     queries: Optional[int] = None
     gate: str = 'gate'
     output: str = 'proj'
@@ -92,8 +94,8 @@ class Adapter:
     returns_pair: bool = False
 
 
-def argument(name: str) -> Callable[[Any, Tensor, Call], Optional[Tensor]]:
-    """Returns the part of B that is an argument of the call."""
+def argument(name: str) -> Callable[[Any, Any, Call], Optional[Tensor]]:
+    """Returns the part of B, or the mask of windows, that is an argument of the call."""
     return lambda module, query, call: call.get(name)
 
 
@@ -122,11 +124,6 @@ def masks_of_torch(module: Any, query: Tensor, call: Call) -> Optional[Tensor]:
             mask = mask.unflatten(0, (len(query), -1))  # (B·N_h, N, N)
         total = mask if total is None else total + mask
     return total
-
-
-def window_mask(name: str) -> Callable[[Any, Call], Optional[Tensor]]:
-    """Returns the mask of windows that is an argument of the call."""
-    return lambda module, call: call.get(name)
 
 
 def own_table(module: Any, query: Tensor, call: Call) -> Optional[Tensor]:
@@ -241,7 +238,7 @@ def windows_of_torchvision(module: Any, args: Any) -> Windows:
     return tuple(grid), tuple(window), (height, width), True
 
 
-def mask_of_torchvision(module: Any, call: Call) -> Optional[Tensor]:
+def mask_of_torchvision(module: Any, query: Any, call: Call) -> Optional[Tensor]:
     """Returns −100 between tokens of a window that come from both sides of a shifted grid, ``(windows, N, N)``."""
     grid, window, shift, _ = call['windows']
     if not any(shift):
@@ -261,7 +258,7 @@ def gated_probs(module: Any, x: Tensor) -> Tensor:
 
 
 TABLE = {'relative_position_bias_table': 1}
-SWIN = Adapter(added=(own_table,), mask=window_mask('mask'), tables=TABLE, windows=windows_of_timm)
+SWIN = Adapter(added=(own_table,), mask=argument('mask'), tables=TABLE, windows=windows_of_timm)
 SWIN_V2 = replace(
     SWIN,
     turned=direction,
@@ -302,7 +299,7 @@ ADAPTERS: Dict[str, Adapter] = {
         turned=direction,
         scale=logit_scale,
         added=(biases_of_meta_network,),
-        mask=window_mask('mask'),
+        mask=argument('mask'),
         tables={'logit_scale': 0, 'meta_mlp.fc2.weight': 0, 'meta_mlp.fc2.bias': 0},
         windows=windows_of_timm,
     ),
@@ -338,7 +335,7 @@ ADAPTERS: Dict[str, Adapter] = {
     'transformers.models.swin.modeling_swin.SwinAttention': replace(
         HUGGING_FACE,
         added=(table_of_module,),
-        mask=window_mask('attention_mask'),
+        mask=argument('attention_mask'),
         tables={'relative_position_bias.relative_position_bias_table': 1},
         windows=windows_of_hugging_face,
     ),
@@ -526,7 +523,18 @@ class Attention:
 
     def mask(self, call: Call) -> Optional[Tensor]:
         """Returns what is added to the scores of each window of an image, ``(windows, N, N)``; None for nothing."""
-        return None if self.adapter.mask is None else self.adapter.mask(self.module, call)
+        return None if self.adapter.mask is None else self.adapter.mask(self.module, None, call)
+
+    @contextmanager
+    def windows_seen(self) -> Iterator[Callable[[], Optional[Windows]]]:
+        """Yields a function that says how the module around cut its input, once for each call; None if it did not."""
+        owner, windows = self.module if self.adapter.cuts else self.block, self.adapter.windows
+        last: Deque[Any] = deque(maxlen=1)  # arguments
+        if windows is None or owner is None:
+            yield lambda: None
+            return
+        with owner.register_forward_pre_hook(lambda _, args: last.append(args)):
+            yield lambda: windows(owner, last.pop()) if last else None
 
     def probs(self, x: Tensor, call: Call) -> Tensor:
         """Computes P = softmax(Q Kᵀ + B) of :meth:`tokens` in evaluation mode, ``(B, N_h, N, N)``."""

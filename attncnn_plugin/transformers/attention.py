@@ -8,7 +8,7 @@ import math
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -105,11 +105,6 @@ class TokenPlaces:
         return patches[:, :, None] & patches[:, None]
 
 
-def vit_layers(model: nn.Module) -> Dict[str, Any]:
-    """Returns the attention in the blocks of a vision transformer by name, see :func:`find_attention`."""
-    return {attention.name: attention.module for attention in find_attention(model)}
-
-
 @torch.no_grad()
 def visit_vit_attention(model: nn.Module, images: Tensor, visit: Visit) -> None:
     """Calls ``visit(name, probs, places)`` for each attention in one pass of the images, in evaluation mode.
@@ -166,11 +161,6 @@ def visited_attention(attention: Attention, visit: Callable[[Tensor, Optional[To
     Raises:
         ValueError: The probabilities are not finite.
     """
-    cut: Tuple[Any, ...] = ()  # the module around that cuts windows, and its arguments
-
-    def see_owner(*own: Any) -> None:
-        nonlocal cut
-        cut = own
 
     @torch.no_grad()
     def see(module: nn.Module, args: Any, kwargs: Call, output: Any) -> None:
@@ -181,14 +171,11 @@ def visited_attention(attention: Attention, visit: Callable[[Tensor, Optional[To
                 f'the probabilities of {attention.name or "attention"} are not finite: the parameters of model and the '
                 'images must be finite'
             )
-        of_grid = attention.adapter.windows(*cut) if attention.adapter.windows and cut else call.get('windows')
+        of_grid = call.get('windows') or windows()
         if of_grid is not None:
             numbers, masked = numbers_in_windows(*of_grid), None if mask is None else (mask < 0).to(x.device)
             places = TokenPlaces(of_grid[0], windows=numbers.to(x.device), masked=masked)
         visit(probs, places)
 
-    with ExitStack() as stack:
-        if attention.adapter.windows is not None and attention.block is not None and not attention.adapter.cuts:
-            stack.enter_context(attention.block.register_forward_pre_hook(see_owner))
-        stack.enter_context(attention.called.register_forward_hook(see, with_kwargs=True))
+    with attention.windows_seen() as windows, attention.called.register_forward_hook(see, with_kwargs=True):
         yield

@@ -65,13 +65,9 @@ class ConvolutionalStart:
     """The report of :func:`init_as_convolution`; as a string, a table with a row for each head.
 
     Attributes:
-        method (str): ``'gaussian'``, ``'impulse'`` or ``'mimetic'``.
-        alpha (float | None): α of Gaussian heads.
         layers (tuple[LayerStart, ...]): The layers, in the order of the model.
     """
 
-    method: str
-    alpha: Optional[float]
     layers: Tuple[LayerStart, ...]
 
     def __str__(self) -> str:
@@ -178,7 +174,7 @@ def init_as_convolution(
         raise
     if method == 'mimetic':
         layers = [replace(layer, heads=(HeadStart(),) * len(layer.heads)) for layer in layers]
-    return ConvolutionalStart(method, alpha if method == 'gaussian' else None, tuple(layers))
+    return ConvolutionalStart(tuple(layers))
 
 
 def _check(attention: Attention) -> None:

@@ -17,7 +17,7 @@ from .contours import gaussian_contour, outline, region_of_mass
 from .style import check_maps, color_of, draw_heads, styled
 
 LEAST_MASS = 0.1  # of a query's attention in the grid, for a centre to mean something
-CONTOUR_STYLES = ('solid', (0, (1, 1.2)), (0, (4, 2)))
+CONTOURS = {0.5: 'solid', 0.9: (0, (1, 1.2))}  # the share of a head's attention inside of a line, and its style
 
 HeadLines = Dict[int, Tuple[np.ndarray, List[List[np.ndarray]]]]
 
@@ -25,19 +25,16 @@ HeadLines = Dict[int, Tuple[np.ndarray, List[List[np.ndarray]]]]
 @styled
 def plot_attention_centers(
     maps: Mapping[str, MeanAttention],
-    masses: Sequence[float] = (0.5, 0.9),
     query: Optional[Sequence[int]] = None,
     numbers: Optional[Mapping[str, Sequence[int]]] = None,
 ) -> Figure:
     """Draws the centre of every head and contours of its attention, one panel a layer (C20, Figures 4, 12 and 14).
 
-    Contours of Gaussian heads are circles and ellipses. For others they surround the fewest pixels that hold the mass,
-    drawn a little inside of them so that the heads can be told apart.
+    Contours hold 50% and 90% of a head's attention. Those of Gaussian heads are circles and ellipses. For others they
+    surround the fewest pixels that hold as much, drawn a little inside of them so that the heads can be told apart.
 
     Args:
         maps (Mapping[str, MeanAttention]): By layer, from :func:`~attncnn_plugin.analysis.mean_attention`.
-        masses (Sequence[float]): The shares of a head's attention inside its contours, three at most. Defaults to
-            (0.5, 0.9).
         query (Sequence[int], optional): Row and column of the query, for heads that are not Gaussian. Defaults as in
             :func:`~attncnn_plugin.analysis.head_centers`.
         numbers (Mapping[str, Sequence[int]], optional): By layer, the numbers of its heads, for those that are left
@@ -49,12 +46,10 @@ def plot_attention_centers(
 
     Raises:
         TypeError: ``maps`` are no attention maps.
-        ValueError: No maps; a mass or a query out of range.
+        ValueError: No maps; a query outside of the grid.
     """
     check_maps(maps)
-    if not 1 <= len(masses) <= len(CONTOUR_STYLES) or not all(0 < mass < 1 for mass in masses):
-        raise ValueError(f'masses={masses} must be one to {len(CONTOUR_STYLES)} shares above 0 and below 1')
-    heads = {name: _head_lines(own, masses, query) for name, own in maps.items()}
+    heads = {name: _head_lines(own, query) for name, own in maps.items()}
     figure, panels = _panels(list(maps))
     for (name, own), axes in zip(maps.items(), panels):
         reach = min(_reach(heads[name]), max(own.grid) - 0.5)
@@ -65,12 +60,12 @@ def plot_attention_centers(
             axes.set_title(f'{axes.get_title()}, beyond the grid: {", ".join(beyond)}')
         for head, (_, contours) in heads[name].items():
             drawn = dict(color=color_of(number_of[head]), linewidth=1.1, solid_joinstyle='miter', zorder=3)
-            for lines, style in zip(contours, CONTOUR_STYLES):
+            for lines, style in zip(contours, CONTOURS.values()):
                 for line in lines:
                     axes.plot(line[:, 1], line[:, 0], linestyle=style, **drawn)
         draw_heads(axes, {number_of[head]: tuple(center.tolist()) for head, (center, _) in heads[name].items()}, reach)
-    styles = ', '.join(f'{mass:.0%} {name}' for mass, name in zip(masses, ('solid', 'dotted', 'dashed')))
-    figure.supxlabel(f'Black square: query. Contours: {styles}. Hollow: centre beyond the panel.', fontsize=8)
+    text = 'Black square: query. Contours: 50% solid, 90% dotted. Hollow: centre beyond the panel.'
+    figure.supxlabel(text, fontsize=8)
     return figure
 
 
@@ -112,19 +107,19 @@ def plot_center_movement(centers: Dict[str, Dict[int, np.ndarray]]) -> Figure:
     return figure
 
 
-def _head_lines(maps: MeanAttention, masses: Sequence[float], query: Optional[Sequence[int]]) -> HeadLines:
-    """Returns by head the centre and, for each mass, the lines of its contour, as shifts (row, column)."""
+def _head_lines(maps: MeanAttention, query: Optional[Sequence[int]]) -> HeadLines:
+    """Returns by head the centre and the lines of each contour, as shifts (row, column)."""
     centers = head_centers(maps, query)[0].numpy()
     if maps.gaussian is not None:
         ellipses = zip(centers, maps.gaussian.inverse_covariance.numpy())
-        lines = [[[gaussian_contour(center, precision, mass)] for mass in masses] for center, precision in ellipses]
+        lines = [[[gaussian_contour(center, precision, mass)] for mass in CONTOURS] for center, precision in ellipses]
         return dict(enumerate(zip(centers, lines)))
     probs, origin = keys_of_query(maps, query)
     heads = {}
     for head, (center, keys) in enumerate(zip(centers, probs.numpy())):
         if keys.sum() >= LEAST_MASS:
             inset = 0.03 + 0.2 * head / max(len(centers) - 1, 1)
-            regions = [region_of_mass(keys, mass) for mass in masses]
+            regions = [region_of_mass(keys, mass) for mass in CONTOURS]
             heads[head] = center, [[line - origin for line in outline(region, inset)] for region in regions]
     return heads
 

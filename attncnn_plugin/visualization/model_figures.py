@@ -19,7 +19,7 @@ from ..analysis.shift_statistics import keys_of_query
 from ..attention.window import shown
 from ..pruning import HeadAblation
 from ..transformers.attention import TokenPlaces, visit_vit_attention
-from ..transformers.vision_transformer import find_transformer, images_for
+from ..transformers.vision_transformer import find_transformer
 from .style import MAP_COLORS, attention_bar, draw_attention, styled
 
 CHANGES = 'RdBu_r'  # of the loss: white for none, red where it rises
@@ -48,7 +48,7 @@ def plot_attention(model: nn.Module, images: Tensor, layers: Optional[Sequence[s
         TypeError: ``images`` are no tensor.
         ValueError: The model has no attention that is known, or not these layers; the images are not for it.
     """
-    model, images = _ready(model, images)
+    model = _unwrapped(model, images)
     rows, of_class = _rows(model, images)
     names = [list(rows)[-1]] if layers is None else list(layers)
     if not names or not set(names) <= set(rows):
@@ -99,7 +99,7 @@ def plot_heads(model: nn.Module, images: Tensor) -> Figure:
     Raises:
         TypeError, ValueError: As of :func:`plot_attention`.
     """
-    model, images = _ready(model, images)
+    model = _unwrapped(model, images)
     maps = {name: own for name, own in mean_attention(model, images).items() if len(own.probs)}
     if not maps:
         raise ValueError(f'model is a {type(model).__name__} that has no heads left: there is nothing to draw')
@@ -159,12 +159,11 @@ def plot_head_ablation(ablation: HeadAblation) -> Figure:
     return figure
 
 
-def _ready(model: nn.Module, images: Any) -> Tuple[nn.Module, Tensor]:
-    """Returns a model without what compiles or distributes it, and the images where and as it takes them."""
+def _unwrapped(model: nn.Module, images: Any) -> nn.Module:
+    """Returns a model without what compiles or distributes it, once the images are a tensor."""
     if not isinstance(images, Tensor):
         raise TypeError(f'images={shown(images)} must be a tensor (B, C, H, W), normalized as in training')
-    model = unwrap_model(model)
-    return model, images_for(model, images)
+    return unwrap_model(model)
 
 
 @torch.no_grad()

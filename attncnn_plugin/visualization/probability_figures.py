@@ -49,7 +49,7 @@ def plot_attention_probs(
     check_maps(maps)
     if zoom is not None and (zoom < 1 or zoom % 2 == 0):
         raise ValueError(f'zoom={zoom} must be odd and at least 1, so that the query is in the middle; None shows all')
-    drawn = {name: (own.of_query(query).numpy(), own.place(query)) for name, own in maps.items()}
+    drawn = {name: own.of_query(query) for name, own in maps.items()}
     columns = max(1, *(len(own.probs) for own in maps.values()))
     left = 0 if image is None else 2
     figure = Figure(figsize=(0.95 * (columns + left) + 0.7, 1.05 * len(maps) + 0.2), layout='constrained')
@@ -59,7 +59,8 @@ def plot_attention_probs(
         _draw_image(figure.add_subplot(grid[:, :2]), image, place, *first.shape[1:])
     labels = layer_labels(maps)
     shown = None
-    for line, (name, (layer, place)) in enumerate(drawn.items()):
+    for line, (name, (keys, place)) in enumerate(drawn.items()):
+        layer = keys.numpy()
         number_of = (numbers or {}).get(name, range(len(layer)))
         panels = [figure.add_subplot(grid[line, left + column]) for column in range(max(len(layer), 1))]
         panels[0].set_ylabel(labels[name])

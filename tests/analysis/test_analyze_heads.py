@@ -114,7 +114,6 @@ def test_tool_timm(folder, tool):
         (['quadratic.py', 'quadratic.pth', '--json', 'images'], '--json images is a folder'),
         (['quadratic.py', 'quadratic.pth', '--size', '4', '4', '--images', 'images'], 'give no --images with it'),
         (['quadratic.py', 'quadratic.pth', '--num-images', '0'], '--num-images 0 must be at least 1'),
-        (['quadratic.py', 'quadratic.pth', '--tolerance', '2'], 'tolerance=2.0 must be at least 1e-07'),
         (['learned_content.py', 'learned_content.pth', '--images', 'nowhere'], 'holds no image files'),
         (['vit_base.py', 'vit_base.pth', '--size', '4', '4'], 'depends on images, which say the grid'),
         (['cmhsa.py', 'cmhsa.pth'], 'in the convolution phase'),

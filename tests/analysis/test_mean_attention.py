@@ -57,7 +57,7 @@ def test_layers_of_every_kind(name):
     assert list(maps) == [f'blocks.{i}.attn' for i in range(12)]
     for own in maps.values():
         assert own.grid == (6, 4) and own.num_images == (3 if 'content' in name else 0)
-        assert own.probs.shape == (3, 24, 24) and own.place() == (3, 2)
+        assert own.probs.shape == (3, 24, 24) and own.of_query()[1] == (3, 2)
         assert torch.allclose(own.probs.sum(-1), torch.ones((), dtype=own.probs.dtype), atol=1e-5)
     (own,) = mean_attention(model.blocks[0].attn, torch.randn(2, 5, 7, SMALL['embed_dim'])).values()  # of tokens
     assert own.grid == (5, 7)
@@ -73,7 +73,6 @@ def test_position_alone(name):
             assert torch.equal(own.probs, maps[layer].probs) and own.probs.dtype == torch.float32
     expected = copy.deepcopy(model.blocks[1].attn).double().attention_probs((6, 4))
     assert torch.equal(maps['blocks.1.attn'].probs, expected.detach().float())
-    assert mean_attention(model, size=(6, 4), part='content') == {}
 
 
 def test_the_bias_of_cmhsa():
@@ -92,16 +91,16 @@ def test_the_bias_of_cmhsa():
 @pytest.mark.parametrize('encoding', POSITIONS)
 def test_images_and_their_parts(encoding):
     model, images = content_model(position=encoding), torch.randn(IMAGES)
-    probs = probs_of(model, images)
-    content, position = (probs_of(model, images, part) for part in ('content', 'position'))
+    probs, position = probs_of(model, images), probs_of(model, images, 'position')
     means = mean_attention(model, images)
     for name, layer in attention_layers(model).items():
-        expected = layer.attention_scores(input_of(layer, model, images)).softmax(-1)
+        x = input_of(layer, model, images)
+        expected, content = layer.attention_scores(x).softmax(-1), layer.content_scores(x).softmax(-1)
         assert probs[name].shape == (3, 3, 24, 24) and probs[name].dtype == torch.float32
         assert torch.allclose(probs[name], expected, atol=1e-6)
         assert torch.allclose(means[name].probs, expected.mean(0), atol=1e-6)
         # The scores are the sum of both parts.
-        parts = [part[name] for part in (content, position)]
+        parts = [content, position[name]]
         assert torch.allclose(sum(map(log, parts)), log(expected), atol=1e-3)
         assert all(torch.allclose(part.sum(-1), torch.ones(()), atol=1e-5) for part in parts)
 
@@ -112,9 +111,10 @@ def test_content_alone_knows_nothing_of_positions():
     images = torch.randn(2, 3, 4, 4)
     # The blocks of 2x2 pixels in reverse order.
     other = images.reshape(2, 3, 2, 2, 2, 2).flip(2, 4).reshape(images.shape)
-    for part, equal in (('content', True), ('all', False)):
-        one, two = (mean_attention(model, x, part=part)['blocks.0.attn'].probs for x in (images, other))
-        assert torch.allclose(one, two.flip(1, 2), atol=1e-5) == equal
+    layer = model.blocks[0].attn
+    for scores, equal in ((layer.content_scores, True), (layer.attention_scores, False)):
+        one, two = (scores(input_of(layer, model, x)).softmax(-1) for x in (images, other))
+        assert torch.allclose(one, two.flip(2, 3), atol=1e-5) == equal
 
 
 def test_the_same_in_parts(monkeypatch):
@@ -167,9 +167,11 @@ def test_the_model_stays_as_it_was():
 def test_layers_without_heads():
     model = content_model()
     prune_heads(model, {0: [0, 1, 2], 1: [1]}, allow_empty=True)
-    for part in ('all', 'content', 'position'):
+    for part in ('all', 'position'):
         maps = mean_attention(model, torch.randn(IMAGES), part=part)
         assert [own.probs.shape for own in maps.values()] == [(0, 24, 24), (2, 24, 24)]
+    content = [block.attn.content_scores(torch.randn(1, 6, 4, SMALL['embed_dim'])) for block in model.blocks]
+    assert [scores.shape for scores in content] == [(1, 0, 24, 24), (1, 2, 24, 24)]
     model = timm.create_model('sa_quadratic_cifar', **SMALL)
     prune_heads(model, {0: [0, 1, 2]}, allow_empty=True)
     own = mean_attention(model, size=(3, 3))['blocks.0.attn']
@@ -183,7 +185,7 @@ def test_layers_without_heads():
         (dict(images=torch.randn(IMAGES), size=(4, 4)), r'\(3, 3, 12, 8\).* and size=\(4, 4\): give images'),
         (dict(images=torch.randn(IMAGES)[:0]), r'images=<Tensor of shape \(0, 3, 12, 8\)> are none'),
         (dict(size=(4, 4), part='position'), r'scores of blocks.0.attn, .* depend on images'),
-        (dict(size=(4, 4), part='both'), "part='both' is unknown: choose one of all, position, content"),
+        (dict(size=(4, 4), part='both'), "part='both' is unknown: choose 'all' or 'position'"),
     ],
 )
 def test_errors(settings, message):
@@ -246,13 +248,13 @@ def test_centres_and_queries_of_convolutions(content):
     maps = mean_attention(hybrid(content), torch.randn(3, 3, 8, 10))
     for own in maps.values():
         for query in (None, (2, 2)):
-            row, column = own.place(query)
+            all_keys, (row, column) = own.of_query(query)
             centers, widths = head_centers(own, query)
-            for head, ((down, right), keys) in enumerate(zip(SHIFTS, own.of_query(query))):
+            for head, ((down, right), keys) in enumerate(zip(SHIFTS, all_keys)):
                 assert keys[row + down, column + right] > 0.999
                 assert torch.allclose(centers[head], torch.tensor([down, right]).double(), atol=1e-3)
                 assert widths[head] < 0.05
-    assert maps['2'].place((3, 4)) == (2, 4)  # 0, 2, 4 … are queries
+    assert maps['2'].of_query((3, 4))[1] == (2, 4)  # 0, 2, 4 … are queries
 
 
 def test_a_convolution_in_the_head_of_a_network():
@@ -296,12 +298,12 @@ def test_centres_and_widths_of_other_heads():
     expected = torch.tensor([math.sqrt(0.75 / 2), 0, math.nan], dtype=torch.float64)
     assert torch.allclose(widths, expected, atol=1e-6, equal_nan=True)
     assert head_centers(maps, query=(2, 4))[0][0].tolist() == [-2, -4]
-    assert torch.equal(maps.of_query((2, 4)), probs[:, 14].double().unflatten(1, (3, 5)))
+    assert torch.equal(maps.of_query((2, 4))[0], probs[:, 14].double().unflatten(1, (3, 5)))
 
 
 @pytest.mark.parametrize('query', [(3, 0), (0, 5), (-1, 0)])
 def test_queries_outside_of_the_grid(query):
     maps = MeanAttention(torch.eye(15)[None], (3, 5))
-    for function in (maps.place, maps.of_query, lambda query: head_centers(maps, query)):
+    for function in (maps.of_query, lambda query: head_centers(maps, query)):
         with pytest.raises(ValueError, match='row from 0 to 2 and a column from 0 to 4'):
             function(query)

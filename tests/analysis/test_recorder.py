@@ -172,14 +172,13 @@ def test_reductions():
     model, x = small_vit('vit_tiny_patch16_224').double(), images()
     maps = attention_maps(model, x)
     for reduce, expected in {
-        'mean': lambda own: own.mean(0),
         'class_token': lambda own: own[:, :, 0],
         torch.Tensor.sum: lambda own: own.sum(),
     }.items():
         for name, own in attention_maps(model, x, reduce=reduce).items():
             assert torch.equal(own, expected(maps[name]))
             assert own.untyped_storage().nbytes() == own.nbytes  # no more is kept
-    with pytest.raises(ValueError, match="reduce='max' must be one of mean, class_token, or a function"):
+    with pytest.raises(ValueError, match="reduce='max' must be 'class_token', or a function"):
         attention_maps(model, x, reduce='max')
     with pytest.raises(TypeError, match='reduce=.* gives a ndarray, but a tensor is needed'):
         attention_maps(model, x, reduce=lambda probs: probs.numpy())
@@ -216,6 +215,22 @@ def test_recorder_of_parts():
     assert len(recorder.passes) == 5
     for maps in recorder.passes:
         torch.testing.assert_close(maps, attention_maps(model, x))
+    with AttentionRecorder(model) as recorder:
+        model.blocks[1](torch.randn(1, 17, 24).double())  # one layer, and then a pass of all
+        model(x)
+    assert [list(maps) for maps in recorder.passes] == [['blocks.1.attn'], ['blocks.0.attn', 'blocks.1.attn']]
+
+
+def test_recorder_of_a_backbone_that_runs_twice():
+    model, x = small_vit('vit_tiny_patch16_224').double(), images()
+    twice = nn.Sequential(model)
+    twice.forward = lambda views: [model(view) for view in views]
+    with AttentionRecorder(twice) as recorder:
+        twice(x[:, None])
+    expected = [attention_maps(model, view) for view in x[:, None]]
+    for maps, own in zip(recorder.passes, expected):
+        torch.testing.assert_close(list(maps.values()), list(own.values()))
+    assert len(recorder.passes) == 2
 
 
 @pytest.mark.parametrize('reentrant', [True, False])

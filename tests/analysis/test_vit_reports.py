@@ -121,7 +121,7 @@ def test_what_is_not_of_images():
     model, images = tiny_timm('vit_tiny_patch16_224'), torch.randn(1, 3, 32, 32)
     for call in (
         lambda: head_report(model, size=(4, 4)),
-        lambda: mean_attention(model, images, part='content'),
+        lambda: mean_attention(model, images, part='position'),
     ):
         with pytest.raises(ValueError, match='a VisionTransformer, depends on images, which say the grid'):
             call()

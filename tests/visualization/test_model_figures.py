@@ -106,9 +106,9 @@ def test_all_heads_from_the_query(name):
     panels = [axes for axes in figure.axes if axes.images]
     assert len(panels) == sum(len(layer.probs) for layer in maps.values())
     if not name.startswith('swin'):
-        for axes, expected in zip(panels, [keys for layer in maps.values() for keys in layer.of_query()]):
+        for axes, expected in zip(panels, [keys for layer in maps.values() for keys in layer.of_query()[0]]):
             np.testing.assert_allclose(axes.images[0].get_array(), relative(expected), rtol=1e-4)
-            assert axes.lines[0].get_xydata().tolist() == [list(maps['blocks.0.attn'].place())]
+            assert axes.lines[0].get_xydata().tolist() == [list(maps['blocks.0.attn'].of_query()[1])]
     else:
         expected = [means for layer in maps.values() for means in means_by_shift(layer)]
         for axes, means in zip(panels, expected):

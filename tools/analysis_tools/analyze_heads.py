@@ -52,12 +52,6 @@ def parse_args() -> argparse.Namespace:
         metavar=('HEIGHT', 'WIDTH'),
         help="grid in tokens, to report what depends only on position (default: that of the config's img_size)",
     )
-    parser.add_argument(
-        '--tolerance',
-        type=float,
-        default=1e-6,
-        help='residual up to which a shift is expressible, at least 1e-7 (default: 1e-6)',
-    )
     add_model_options(parser)
     args = parser.parse_args()
     check_model_options(parser, args, args.config, args.weights)
@@ -81,9 +75,9 @@ def report_of(loaded: LoadedModel, args: argparse.Namespace) -> Tuple[HeadReport
         for layer in shown_layers(loaded.model).values()
     )
     if args.size or by_position:
-        return head_report(loaded.model, size=args.size or loaded.grid, tolerance=args.tolerance), 0
+        return head_report(loaded.model, size=args.size or loaded.grid), 0
     images = loaded.some_inputs(args.images, args.num_images)
-    return head_report(loaded.model, images, tolerance=args.tolerance), len(images)
+    return head_report(loaded.model, images), len(images)
 
 
 def main() -> None:
