@@ -331,7 +331,9 @@ def modules_of(folder):
     return [folder, *(module.name for module in pkgutil.walk_packages(package.__path__, f'{folder}.'))]
 
 
-@pytest.mark.parametrize('name', [name for folder in FOLDERS for name in modules_of(folder)])
+@pytest.mark.parametrize(
+    'name', [name for folder in [*FOLDERS, 'attncnn_plugin.attention'] for name in modules_of(folder)]
+)
 def test_examples(name):
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     for examples in doctest.DocTestFinder().find(importlib.import_module(name)):

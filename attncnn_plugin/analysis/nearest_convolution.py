@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..attention.window import Window, same_window
-from ..convert.expressible import expressible_shifts_of_maps
+from ..convert.expressible import Expressibility, expressible_shifts_of_maps
 from ..convert.shift_operators import fit_shifts, interior_queries, targets
 from .shift_statistics import Shift, ShiftMaps
 
@@ -39,25 +39,6 @@ class BestConvolution:
     padding_mode: str
     error: float
     interior_error: Optional[float]
-
-
-@dataclass(frozen=True)
-class ExpressibleShifts:
-    """The shifts of a kernel that the layer can express at interior queries (C20, Lemma 3).
-
-    See :func:`~attncnn_plugin.convert.expressible_shifts`.
-
-    Attributes:
-        kernel_size (tuple[int, int]): The kernel size.
-        expressible, missing (tuple[tuple[int, int], ...]): The (row, column) shifts that can and cannot be expressed,
-            with residuals up to 1e-6 and above.
-        residual (tuple[float, ...]): Distance of each shift, row by row, from what the heads span, 0 to 1.
-    """
-
-    kernel_size: Shift
-    expressible: Tuple[Shift, ...]
-    missing: Tuple[Shift, ...]
-    residual: Tuple[float, ...]
 
 
 class ConvolutionErrors:
@@ -144,7 +125,7 @@ def _targets_of_shift(shift: Shift, size: Shift, padding_mode: str) -> Tensor:
     return targets(window, size)[window.shifts().tolist().index(list(shift))]
 
 
-def expressible_kernels(maps: ShiftMaps) -> Iterator[ExpressibleShifts]:
+def expressible_kernels(maps: ShiftMaps) -> Iterator[Expressibility]:
     """Finds the shifts of 3x3 and 5x5 kernels in the span of the maps over the interior queries (C20, Lemma 3).
 
     Kernels larger than the grid are left out, and both where the queries are not the pixels: with a stride no shift is
@@ -154,21 +135,13 @@ def expressible_kernels(maps: ShiftMaps) -> Iterator[ExpressibleShifts]:
         >>> from attncnn_plugin.analysis import MeanAttention
         >>> hard = ShiftMaps(MeanAttention(torch.stack([torch.eye(36), torch.eye(36).roll(1, dims=1)]), (6, 6)))
         >>> [kernel.expressible for kernel in expressible_kernels(hard)]
-        [((0, 0), (0, 1)), ((0, 0), (0, 1))]
+        [[(0, 0), (0, 1)], [(0, 0), (0, 1)]]
     """
     if any(not torch.equal(queries, torch.arange(n)) for queries, n in zip(maps.queries, maps.size)):
         return
     for n in KERNEL_SIZES:
-        if min(maps.size) < n:
-            continue
-        found = expressible_shifts_of_maps(maps.probs, n, maps.size, queries='interior')
-        shifts = [(row, column) for row, column in found.shifts.tolist()]
-        yield ExpressibleShifts(
-            kernel_size=(n, n),
-            expressible=tuple(shift for shift, yes in zip(shifts, found.expressible.tolist()) if yes),
-            missing=tuple(found.missing),
-            residual=tuple(found.residual.tolist()),
-        )
+        if min(maps.size) >= n:
+            yield expressible_shifts_of_maps(maps.probs, n, maps.size, queries='interior')
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..attention import AttentionLayer
 from ..attention.positions import GaussianHeads
 from ..change import table
+from ..convert import Expressibility
 from ..pruning.criteria import BY_POSITION, DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
 from .layer_maps import (
     MeanAttention,
@@ -31,7 +32,6 @@ from .nearest_convolution import (
     EXACT,
     BestConvolution,
     ConvolutionErrors,
-    ExpressibleShifts,
     LayerKind,
     error_text,
     expressible_kernels,
@@ -317,7 +317,8 @@ class LayerReport:
         kind (LayerKind): The kind of the layer by what its heads form together.
         convolutions (tuple[BestConvolution, ...]): The best 3x3 and 5x5 convolution; for an ``ImageAttention`` that of
             only its window. Empty without heads.
-        expressible (tuple[ExpressibleShifts, ...]): The shifts of 3x3 and 5x5 kernels, without a kernel that is larger
+        expressible (tuple[Expressibility, ...]): The shifts of 3x3 and 5x5 kernels that the layer can express at
+            interior queries, see :func:`~attncnn_plugin.convert.expressible_shifts`, without a kernel that is larger
             than the grid. Empty for an ``ImageAttention`` whose queries are not the pixels.
         heads (tuple[HeadStatistics, ...]): The heads.
         name (str): Name of the layer in its model, empty for a layer by itself.
@@ -329,7 +330,7 @@ class LayerReport:
     num_heads: int
     kind: LayerKind
     convolutions: Tuple[BestConvolution, ...]
-    expressible: Tuple[ExpressibleShifts, ...]
+    expressible: Tuple[Expressibility, ...]
     heads: Tuple[HeadStatistics, ...]
     name: str = ''
     attention: str = 'position'

@@ -25,11 +25,8 @@ class PrunableHeads(Restructurable, AttentionLayer):
         built_heads (int): Number of heads that the layer was built with, the most that it can load.
     """
 
+    built_heads: int
     output_name = 'value'
-
-    def _init_heads(self, num_heads: int) -> None:
-        self.num_heads = num_heads
-        self.built_heads = num_heads
 
     def head_parameters(self) -> HeadParameters:
         """Returns the dimension of heads, and the entries of a head, of every parameter with entries for heads.

@@ -70,7 +70,7 @@ class ImageAttention(PrunableHeads):
             self.value = nn.Linear(num_heads * in_channels, out_channels, bias, device=device, dtype=dtype)
         else:
             self.value = GroupedLinear(in_channels, out_channels, num_heads, groups, bias, device=device, dtype=dtype)
-        self._init_heads(num_heads)
+        self.num_heads = self.built_heads = num_heads
 
     def _init_positions(self, position: str, window_size: Sequence[int] = ()) -> None:
         """Adds the encoding, Gaussian or with an entry for each shift, at least float32: bfloat16 cannot hold 257."""
@@ -148,10 +148,10 @@ class ImageAttention(PrunableHeads):
         return x.shape[2], x.shape[3]
 
     def value_matrices(self) -> Tensor:
-        if isinstance(self.value, GroupedLinear):
-            return at_least_float32(self.value.head_matrices())
-        check_plain_linear('value', self.value)
-        return at_least_float32(self.value.weight.unflatten(1, (self.num_heads, self.in_channels)).transpose(0, 1))
+        if self.groups == 1:
+            check_plain_linear('value', self.value)
+        slices = self.value.weight.unflatten(1, (self.num_heads, self.in_channels // self.groups)).transpose(1, 2)
+        return at_least_float32(block_diagonal(slices, self.groups))
 
     def head_parameters(self) -> HeadParameters:
         return {'value.weight': (1, self.in_channels // self.groups), **super().head_parameters()}
@@ -215,13 +215,10 @@ class QuadraticImageAttention(ImageAttention):
         super().__init__(*args, **options)
         self._init_positions('gaussian')
 
-    def axis_probs(self, size: Sequence[int]) -> List[Tensor]:
-        """Returns the factors of the probabilities, ``(N_h, Q, K)`` for each axis, K being the padded pixels."""
-        shifts = self.window.shifts_to_pixels(size, self.encoding.center.device)
-        return [softmax(self.encoding.scores_along(axis, shift)) for axis, shift in enumerate(shifts)]
-
     def heads(self, x: Tensor) -> Tensor:
-        probs = self.axis_probs(x.shape[2:])
+        shifts = self.window.shifts_to_pixels(x.shape[2:], self.encoding.center.device)
+        # The factors of the probabilities, (N_h, Q, K) for each axis, K being the padded pixels.
+        probs = [softmax(self.encoding.scores_along(axis, shift)) for axis, shift in enumerate(shifts)]
         if self.window.padding_mode == 'zeros':  # the sums do not need the probabilities of zeros
             starts = [self.window.padding_of(axis, n)[0] for axis, n in enumerate(x.shape[2:])]
             probs = [factor.narrow(2, start, n) for factor, start, n in zip(probs, starts, x.shape[2:])]
@@ -297,17 +294,22 @@ class GroupedLinear(nn.Module):
     def forward(self, heads: Tensor) -> Tensor:
         """Maps ``(…, N_h, Q, C)`` to ``(…, Q, out_channels)``."""
         heads = heads.movedim(-1, -3).unflatten(-3, (self.groups, -1)).flatten(-3, -2)  # (…, groups, C/groups·N_h, Q)
-        weight = self._by_group().transpose(-2, -1).flatten(-2)  # (groups, out_channels/groups, C/groups·N_h)
+        weight = self.weight.unflatten(0, (self.groups, -1)).unflatten(2, (-1, self.in_channels // self.groups))
+        weight = weight.transpose(-2, -1).flatten(-2)  # (groups, out_channels/groups, C/groups·N_h)
         output = (weight.to(heads.dtype) @ heads).flatten(-3, -2).transpose(-2, -1)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
-    def head_matrices(self) -> Tensor:
-        """Returns the matrix of each head with the zeros between its groups, ``(N_h, out_channels, C)``."""
-        weight = self._by_group()
-        dense = torch.einsum('gohi,gf->hgofi', weight, weight.new_ones(self.groups).diag())
-        return dense.flatten(3, 4).flatten(1, 2)
 
-    def _by_group(self) -> Tensor:
-        """Returns the weight as ``(groups, out_channels/groups, N_h, C/groups)``."""
-        weight = self.weight.unflatten(0, (self.groups, -1))
-        return weight.unflatten(2, (-1, self.in_channels // self.groups))
+def block_diagonal(slices: Tensor, groups: int) -> Tensor:
+    """Returns slices of a kernel with groups, ``(C_out, C_in/groups, N)``, with their zeros, ``(N, C_out, C_in)``.
+
+    Examples:
+        >>> block_diagonal(torch.ones(2, 1, 1), groups=2)
+        tensor([[[1., 0.],
+                 [0., 1.]]])
+    """
+    out_channels, per_group, number = slices.shape
+    dense = slices.new_zeros(groups, out_channels // groups, groups, per_group, number)
+    group = torch.arange(groups, device=slices.device)
+    dense[group, :, group] = slices.unflatten(0, (groups, -1))
+    return dense.reshape(out_channels, groups * per_group, number).permute(2, 0, 1)

@@ -205,7 +205,7 @@ class PatchAttention(PrunableHeads):
         self.key = nn.Linear(dim, num_heads * self.qk_dim, bias=False, **dd)
         self.value = nn.Linear(dim, sum(self.head_dims), bias=False, **dd)
         self.out = nn.Linear(sum(self.head_dims), self.out_dim, bias, **dd)
-        self._init_heads(num_heads)
+        self.num_heads = self.built_heads = num_heads
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

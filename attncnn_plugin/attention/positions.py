@@ -1,7 +1,7 @@
 """Position encodings: scores of heads as functions of the shift δ = k − q (Cordonnier et al. 2020 (C20), eq. 8 to 19).
 
 A constant added to all scores of a query changes nothing after softmax; the scores here are up to such constants. A
-*separable* encoding has scores f(q1, k1) + g(q2, k2).
+*separable* encoding has scores f(q1, k1) + g(q2, k2), and ``axis_scores`` that return both terms.
 """
 
 import logging
@@ -36,19 +36,7 @@ class GaussianHeads(NamedTuple):
         return (self.factor[:, :, None, :] * self.factor[:, None, :, :]).sum(-1)
 
 
-class SeparableEncoding(nn.Module):
-    """Scores by position that are the sum of a row and a column term."""
-
-    def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, ...]:
-        """Returns the terms on a grid of ``size``, ``(N_h, n, n)`` for an axis of n tokens, at least float32."""
-        raise NotImplementedError
-
-    def scores(self, size: Sequence[int]) -> Tensor:
-        """Returns the scores of all queries and keys of a grid, ``(N_h, H*W, H*W)``."""
-        return over_axes(self.axis_scores(size))
-
-
-class QuadraticEncoding(SeparableEncoding):
+class QuadraticEncoding(nn.Module):
     """Quadratic encoding, −α‖δ − Δ‖² (C20, eq. 9). Separable.
 
     The scale is kept as ``sqrt_precision`` = 1/σ, with α = 1/(2σ²), so that α ≥ 0 whatever the optimizer does.
@@ -78,7 +66,12 @@ class QuadraticEncoding(SeparableEncoding):
         factor = torch.diag_embed(at_least_float32(self.sqrt_precision)[:, None].expand(center.shape))
         return GaussianHeads(center, factor)
 
+    def scores(self, size: Sequence[int]) -> Tensor:
+        """Returns the scores of all queries and keys of a grid, ``(N_h, H*W, H*W)``."""
+        return over_axes(self.axis_scores(size))
+
     def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, ...]:
+        """Returns the terms on a grid of ``size``, ``(N_h, n, n)`` for an axis of n tokens, at least float32."""
         return tuple(self.scores_along(axis, axis_shifts(n, self.center.device)) for axis, n in enumerate(size))
 
     def scores_along(self, axis: int, shift: Tensor) -> Tensor:
@@ -176,14 +169,13 @@ class RelativeTables(nn.Module):
     load. Sinusoidal tables have no parameters and no limit.
 
     Args:
-        dim (int): Length D_p of r_δ, half of it for rows and half for columns; even, for ``sinusoidal`` a multiple of
-            4.
-        max_size (tuple[int, int]): Height and width, in tokens, of the largest grid of ``learned`` tables.
-        kind (str): ``'learned'`` or ``'sinusoidal'``. Defaults to ``'learned'``.
+        dim (int): Length D_p of r_δ, half of it for rows and half for columns; even, for sinusoidal ones a multiple
+            of 4.
+        max_size (tuple[int, int]): Height and width, in tokens, of the largest grid of learned tables.
+        sinusoidal (bool): Whether the tables are sinusoidal, not learned. Defaults to False.
 
     Raises:
-        ValueError: An unknown ``kind``; a ``dim`` that cannot be cut in half, or not into sines and cosines; an
-            invalid ``max_size``.
+        ValueError: A ``dim`` that cannot be cut in half, or not into sines and cosines; an invalid ``max_size``.
 
     Attributes:
         row_table (Parameter | None): R, ``(2·max_height − 1, D_p/2)``, starts at N(0, 1).
@@ -194,21 +186,19 @@ class RelativeTables(nn.Module):
     column_table: Any
 
     def __init__(
-        self, dim: int, max_size: Tuple[int, int], kind: str = 'learned', device: Device = None, dtype: Dtype = None
+        self, dim: int, max_size: Tuple[int, int], sinusoidal: bool = False, device: Device = None, dtype: Dtype = None
     ) -> None:
         super().__init__()
-        if kind not in ('learned', 'sinusoidal'):
-            raise ValueError(f"kind={shown(kind)} of position tables is unknown: choose 'learned' or 'sinusoidal'")
         if dim < 2 or dim % 2:
             raise ValueError(f'dim={dim} must be even: half of r_δ = [R[δ1]; C[δ2]] is for rows, half for columns')
-        if kind == 'sinusoidal' and dim % 4:
+        if sinusoidal and dim % 4:
             raise ValueError(f'dim={dim} must be a multiple of 4: sinusoidal r_δ have sines and cosines of both axes')
         if not isinstance(max_size, (tuple, list)) or len(max_size) != 2 or min(max_size) < 1:
             raise ValueError(f'max_size={shown(max_size)} must be the height and the width of a grid, at least 1 each')
         self.dim = dim
         for name, n in zip(('row_table', 'column_table'), max_size):
             table = torch.empty(2 * n - 1, dim // 2, device=device, dtype=dtype)
-            self.register_parameter(name, nn.Parameter(table) if kind == 'learned' else None)
+            self.register_parameter(name, None if sinusoidal else nn.Parameter(table))
         self.reset_parameters()
         self.register_load_state_dict_pre_hook(_resize_loaded_tables)
 
@@ -260,12 +250,12 @@ def sinusoid(n: int, dim: int, like: Tensor) -> Tensor:
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
 
 
-class LearnedEncoding(SeparableEncoding):
+class LearnedEncoding(nn.Module):
     """Learned encoding, vᵀr_δ with r_δ = [R[δ1]; C[δ2]] (C20, 4.3). Separable.
 
     Args:
         num_heads (int): Number of heads N_h.
-        dim, max_size, kind: As of :class:`RelativeTables`.
+        dim, max_size, sinusoidal: As of :class:`RelativeTables`.
 
     Attributes:
         weight (Parameter): v of each head, for R then for C, ``(N_h, D_p)``. Each half starts as the weight of
@@ -278,13 +268,13 @@ class LearnedEncoding(SeparableEncoding):
         num_heads: int,
         dim: int,
         max_size: Tuple[int, int],
-        kind: str = 'learned',
+        sinusoidal: bool = False,
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_heads, dim, device=device, dtype=dtype))
-        self.tables = RelativeTables(dim, max_size, kind, device=device, dtype=dtype)
+        self.tables = RelativeTables(dim, max_size, sinusoidal, device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -292,6 +282,7 @@ class LearnedEncoding(SeparableEncoding):
         nn.init.uniform_(self.weight, -limit, limit)
 
     def axis_scores(self, size: Sequence[int]) -> Tuple[Tensor, ...]:
+        """Returns the terms on a grid of ``size``, as :meth:`QuadraticEncoding.axis_scores`."""
         halves = at_least_float32(self.weight)[:, None].chunk(2, dim=-1)
         # Not matmul: autocast would round it.
         terms = [(v * table).sum(-1) for v, table in zip(halves, self.tables(size, like=self.weight))]

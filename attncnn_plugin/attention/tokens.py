@@ -18,7 +18,7 @@ from .shifts import at_shifts, over_axes
 from .softmax import softmax, without_subnormals
 from .window import shown
 
-TABLES = {'relative_learned': 'learned', 'relative_sinusoidal': 'sinusoidal'}
+TABLES = ('relative_learned', 'relative_sinusoidal')
 GAUSSIANS: Dict[str, Any] = {
     'relative_quadratic': QuadraticEncoding,
     'relative_generalized': GeneralizedQuadraticEncoding,
@@ -56,7 +56,7 @@ class GridAttention(PrunableHeads):
         if num_heads < 1:
             raise ValueError(f'num_heads={num_heads} must be at least 1')
         self.dim = dim
-        self._init_heads(num_heads)
+        self.num_heads = self.built_heads = num_heads
         self.attn_drop = nn.Dropout(attn_drop)
         self.value = nn.Linear(num_heads * dim, dim, device=device, dtype=dtype)
         if self.encoding_type is not None:
@@ -163,7 +163,7 @@ class LearnedAttention(SeparableAttention):
                 f'position={shown(position)} is not for attention without content: choose one of {[*TABLES]}'
             )
         length = 2 * dim if position == 'relative_learned' else dim
-        self.encoding = LearnedEncoding(num_heads, length, max_size, TABLES[position], device, dtype)
+        self.encoding = LearnedEncoding(num_heads, length, max_size, position == 'relative_sinusoidal', device, dtype)
 
 
 class ContentAttention(GridAttention):
@@ -210,7 +210,8 @@ class ContentAttention(GridAttention):
         self.has_position_scores = position in GAUSSIANS  # q·r_δ depends on the query too
         self.query = nn.Linear(dim, num_heads * dim, **dd)
         self.key = nn.Linear(dim, num_heads * dim, **dd)
-        self.tables = RelativeTables(dim, max_size, TABLES[position], **dd) if position in TABLES else None
+        sinusoidal = position == 'relative_sinusoidal'
+        self.tables = RelativeTables(dim, max_size, sinusoidal, **dd) if position in TABLES else None
         self.encoding = GAUSSIANS[position](num_heads, **dd) if position in GAUSSIANS else None
 
     def extra_repr(self) -> str:

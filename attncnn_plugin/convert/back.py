@@ -7,11 +7,12 @@ from typing import Any, Optional, Sequence, Tuple, Union
 import torch
 from torch import Tensor
 
+from ..attention.attention_layer import check_plain_linear
 from ..attention.content_images import ContentImageAttention
 from ..attention.images import ImageAttention
 from ..attention.tokens import GridAttention
 from ..attention.window import Window, per_axis, same_window
-from .convolutions import Convolution, block_norms, convolution_with, group_blocks
+from .convolutions import Convolution, block_norms, convolution_with
 from .shift_operators import check_position_only, fit_shifts, interior_queries, targets
 
 ROUNDING = 1e-12  # of least squares: a head on one pixel has the coefficients 1 and 0
@@ -92,12 +93,15 @@ def mhsa_to_conv(
         raise ValueError('layer has num_heads=0: what is left of it is its bias, and no convolution is needed')
     window = _window_of(layer, kernel_size, padding_mode)
     groups = layer.groups if isinstance(layer, ImageAttention) else 1
-    conv = convolution_with(window, layer.value_matrices().shape[-1], groups, layer.value)
+    if groups == 1:
+        check_plain_linear('value', layer.value)
+    # V_h, only the blocks of its groups, (C_out, C_in/groups, N_h)
+    value = layer.value.weight.unflatten(1, (layer.num_heads, -1)).transpose(1, 2)
+    conv = convolution_with(window, value.shape[1] * groups, groups, layer.value)
     size = per_axis('size', _default_size(window) if size is None else size, window.ndim)
     target = targets(window, size)
     probs = _exact_probs(layer, size)
-    # V_h, only the blocks of its groups, (C_out, C_in/groups, N_h)
-    value = group_blocks(layer.value_matrices(), conv.groups).cpu().double()
+    value = value.cpu().double()
 
     coefficients = fit_shifts(probs, target)
     whole = coefficients.round()

@@ -1,4 +1,4 @@
-"""Convolutions of PyTorch and timm: their windows, and their kernels as matrices, with and without groups' zeros."""
+"""Convolutions of PyTorch and timm: their windows, and their kernels as matrices, without groups' zeros."""
 
 from typing import Any, Dict, Sequence, Union
 
@@ -89,24 +89,3 @@ def block_norms(slices: Tensor, groups: int) -> Tensor:
     if blocks.shape[-2] > blocks.shape[-1]:
         blocks = blocks.mT
     return scale * torch.linalg.eigvalsh(blocks @ blocks.mT)[..., -1].clamp(min=0).sqrt().amax(1)
-
-
-def group_blocks(matrices: Tensor, groups: int) -> Tensor:
-    """Returns the blocks of a convolution's groups, ``(C_out, C_in/groups, N)``: inverts :func:`block_diagonal`."""
-    blocks = matrices.unflatten(1, (groups, -1)).unflatten(3, (groups, -1))  # (N, group, out, group, in)
-    return blocks.diagonal(dim1=1, dim2=3).permute(3, 1, 2, 0).flatten(0, 1)
-
-
-def block_diagonal(slices: Tensor, groups: int) -> Tensor:
-    """Returns slices of a kernel with groups, ``(C_out, C_in/groups, N)``, with their zeros, ``(N, C_out, C_in)``.
-
-    Examples:
-        >>> block_diagonal(torch.ones(2, 1, 1), groups=2)
-        tensor([[[1., 0.],
-                 [0., 1.]]])
-    """
-    out_channels, per_group, number = slices.shape
-    dense = slices.new_zeros(groups, out_channels // groups, groups, per_group, number)
-    group = torch.arange(groups, device=slices.device)
-    dense[group, :, group] = slices.unflatten(0, (groups, -1))
-    return dense.reshape(out_channels, groups * per_group, number).permute(2, 0, 1)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.attention_layer import AttentionLayer
-from ..attention.images import ImageAttention
+from ..attention.images import ImageAttention, block_diagonal
 from ..attention.tokens import GridAttention
 from ..attention.window import per_axis, same_window
-from .convolutions import Convolution, block_diagonal, flat_kernel, window_of
+from .convolutions import Convolution, flat_kernel, window_of
 from .shift_operators import (
     check_position_only,
     check_same_queries,
@@ -29,7 +29,7 @@ from .shift_operators import (
 Attention = TypeVar('Attention', bound=Union[GridAttention, ImageAttention])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Expressibility:
     """The shifts of a kernel that lie in the span of a layer's attention maps.
 
@@ -37,31 +37,25 @@ class Expressibility:
     be in the span all the same: :func:`~attncnn_plugin.convert.fit_values` finds that out.
 
     Attributes:
-        shifts (Tensor): δ = k − q of every kernel position, (row, column), ``(K, 2)``.
-        residual (Tensor): Distance of S_δ from the span of the heads' maps P_h over all chosen queries at once,
-            relative to ‖S_δ‖_F, ``(K,)``, 0 to 1, float64.
+        kernel_size (tuple[int, int]): The kernel size.
+        expressible, missing (list[tuple[int, int]]): The (row, column) shifts δ = k − q that can and cannot be
+            expressed.
+        residual (list[float]): Distance of S_δ from the span of the heads' maps P_h over all chosen queries at once,
+            relative to ‖S_δ‖_F, 0 to 1, of each shift of the kernel, row by row.
         rank (int): Rank of the heads' maps over all chosen queries at once.
         tolerance (float): Residual up to which a shift is expressible.
     """
 
-    shifts: Tensor
-    residual: Tensor
+    kernel_size: Tuple[int, ...]
+    expressible: List[Tuple[int, int]]
+    missing: List[Tuple[int, int]]
+    residual: List[float]
     rank: int
     tolerance: float
 
-    @property
-    def expressible(self) -> Tensor:
-        """Returns whether each shift can be expressed, ``(K,)``."""
-        return self.residual <= self.tolerance
-
-    @property
-    def missing(self) -> List[Tuple[int, int]]:
-        """Returns the (row, column) shifts that cannot be expressed."""
-        return [(row, column) for row, column in self.shifts[~self.expressible].tolist()]
-
     def __str__(self) -> str:
-        rows, columns = (len(set(axis)) for axis in self.shifts.T.tolist())
-        count = f'{int(self.expressible.sum())} of {len(self.shifts)} shifts of {rows}x{columns} can be expressed'
+        rows, columns = self.kernel_size
+        count = f'{len(self.expressible)} of {len(self.residual)} shifts of {rows}x{columns} can be expressed'
         missing = f'; missing: {", ".join(map(str, self.missing))}' if self.missing else ''
         return f'{count}{missing}'
 
@@ -122,20 +116,15 @@ def expressible_shifts_of_maps(
     tolerance: float = 1e-6,
 ) -> Expressibility:
     """Finds the shifts that attention maps span, ``(N_h, H*W, H*W)`` on the CPU, as :func:`expressible_shifts` does."""
-    height, width = per_axis('size', size, 2)
-    pixels = height * width
-    if probs.ndim != 3 or probs.shape[1:] != (pixels, pixels):
-        raise ValueError(
-            f'probs have shape {tuple(probs.shape)}, but (N_h, {pixels}, {pixels}) are those of a grid of '
-            f'{height}x{width}'
-        )
-    window = same_window(per_axis('kernel_size', kernel_size, 2))
-    chosen = chosen_queries(window, (height, width), queries, tolerance)
-    probs, target = probs.double(), targets(window, (height, width))
+    window, size = same_window(per_axis('kernel_size', kernel_size, 2)), per_axis('size', size, 2)
+    chosen = chosen_queries(window, size, queries, tolerance)
+    probs, target = probs.double(), targets(window, size)
     maps, shifts = triangle(probs, target, chosen).split([len(probs), len(target)], dim=1)
     coefficients, rank, _ = least_squares(maps, shifts, tolerance)
     residual = (shifts - maps @ coefficients).norm(dim=0) / shifts.norm(dim=0).clamp_min(1)  # squared norms count
-    return Expressibility(window.shifts(), residual, rank, tolerance)
+    near = residual <= tolerance
+    expressible, missing = ([(row, column) for row, column in window.shifts()[some].tolist()] for some in (near, ~near))
+    return Expressibility(window.kernel_size, expressible, missing, residual.tolist(), rank, tolerance)
 
 
 @dataclass(frozen=True, eq=False)

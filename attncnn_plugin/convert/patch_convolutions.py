@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..attention.images import block_diagonal
 from ..attention.patches import PatchAttention, WindowBias, image_to_patches, patches_to_image
 from ..attention.window import Window, per_axis
 from ..change import number_of_parameters
-from .convolutions import block_diagonal
 
 ATTN_BIAS = 40.0  # M: e^−40 is 4e-18, less than the rounding of 1 in float64
 

@@ -20,36 +20,15 @@ from ..attention.state_dicts import StateDict, StructureError
 from ..change import Change, LayerChange, Successor, number_of_parameters
 from ..convert.patch_convolutions import attend_like_convolution, choose_head_dims
 from ..weights import CLASSES, weights_file
-from .interface import TimmNetwork, build, token_grid
+from .interface import CIFAR, NETWORK, SpaceToDepthStem, TimmNetwork, build, token_grid
 
-__all__ = ['CMHSABlock', 'CMHSANetwork', 'PatchConvolution', 'PatchStem']
+__all__ = ['CMHSABlock', 'CMHSANetwork', 'PatchConvolution']
 
 PHASES = ('conv', 'attn')
 KEY_STD = 0.02  # of W^K when convolutions become attention; W^Q is 0 then, and were W^K too, neither would ever learn
 
 
 @register_notrace_module  # its forward pass looks at sizes, which a symbolic trace does not know
-class PatchStem(nn.Module):
-    """Cuts an image into patches; in the attention phase a linear map, ``proj``, follows, at first the identity."""
-
-    def __init__(self, in_chans: int, patch_size: int) -> None:
-        super().__init__()
-        self.in_chans = in_chans
-        self.reduction = patch_size  # as SpaceToDepthStem calls it
-        self.proj = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps images ``(B, C, H, W)`` to tokens ``(B, H/P, W/P, P²·C)``.
-
-        Raises:
-            ValueError: The image does not have the stem's channels, or cannot be cut into patches.
-        """
-        if x.ndim != 4 or x.shape[1] != self.in_chans:
-            raise ValueError(f'the input has shape {tuple(x.shape)}, but (B, {self.in_chans}, H, W) is expected')
-        return self.proj(image_to_patches(x, (self.reduction, self.reduction)))
-
-
-@register_notrace_module
 class PatchConvolution(nn.Module):
     """Puts the patches together to an image, convolves it and cuts it into patches again."""
 
@@ -172,7 +151,7 @@ class CMHSANetwork(TimmNetwork):
         self.qk_dim = qk_dim
         self.null_key = null_key
         self.attn_bias_init = attn_bias_init
-        self.stem = PatchStem(in_chans, patch_size)
+        self.stem = SpaceToDepthStem(in_chans, patch_size, nn.Identity())  # a linear map in the phase 'attn'
         self.blocks = nn.Sequential(
             *[
                 CMHSABlock(dim, PatchConvolution(in_chans, kernel_size, patch_size, **dd), mlp_dim, drop_path, **dd)
@@ -287,12 +266,10 @@ class CMHSANetwork(TimmNetwork):
 
 
 COMMON = {
+    **NETWORK,
     'fixed_input_size': True,  # there is an img_size
     'pool_size': (14, 14),
     'crop_pct': 0.9,
-    'first_conv': (),
-    'classifier': 'head.fc',
-    'license': 'apache-2.0',
     'paper_ids': 'arXiv:2111.01353',
     'paper_name': 'Can Vision Transformers Perform Convolution?',
 }
@@ -302,14 +279,10 @@ default_cfgs = generate_default_cfgs(
         'cmhsa5_patch16_224.untrained': COMMON,
         'cmhsa3_small_patch4_32.cifar10': {
             **COMMON,
+            **CIFAR,
             'file': weights_file('cmhsa3_small_patch4_32'),
             'label_names': CLASSES,
-            'num_classes': 10,
-            'input_size': (3, 32, 32),
             'pool_size': (8, 8),
-            'crop_pct': 1.0,
-            'mean': (0.4914, 0.4822, 0.4465),
-            'std': (0.2023, 0.1994, 0.2010),
         },
     }
 )

@@ -1,4 +1,4 @@
-"""What both networks share: the forward pass, timm's interface and the names that state dicts may have."""
+"""What both networks share: the stem, the forward pass, timm's interface and the names that state dicts may have."""
 
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
@@ -9,10 +9,38 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from ..attention import AttentionLayer
+from ..attention.patches import image_to_patches
 from ..attention.state_dicts import Restructurable, without_prefix
 from ..weights import in_single_precision
 
 register_notrace_module(AttentionLayer)  # forward passes that look at sizes, which a symbolic trace does not know
+
+# Of default configurations. timm can adapt a first convolution to other channels, but not the linear map of the stem.
+NETWORK: Dict[str, Any] = dict(first_conv=(), classifier='head.fc', license='apache-2.0')
+CIFAR: Dict[str, Any] = dict(
+    num_classes=10, input_size=(3, 32, 32), crop_pct=1.0, mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010)
+)
+
+
+@register_notrace_module
+class SpaceToDepthStem(nn.Module):
+    """Cuts images into squares of r×r pixels, r²·C channels each, which ``proj`` maps to tokens (C20, 4.1)."""
+
+    def __init__(self, in_chans: int, reduction: int, proj: nn.Module) -> None:
+        super().__init__()
+        self.in_chans = in_chans
+        self.reduction = reduction
+        self.proj = proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps images ``(B, C, H, W)`` to tokens ``(B, H/r, W/r, D)``.
+
+        Raises:
+            ValueError: The image does not have the stem's channels, or its sides are no multiples of r.
+        """
+        if x.ndim != 4 or x.shape[1] != self.in_chans:
+            raise ValueError(f'the input has shape {tuple(x.shape)}, but (B, {self.in_chans}, H, W) is expected')
+        return self.proj(image_to_patches(x, (self.reduction, self.reduction)))
 
 
 class TimmNetwork(Restructurable):

@@ -8,36 +8,14 @@ This module registers them with timm: ``timm.create_model('sa_quadratic_cifar')`
 from typing import Any, Callable, Dict
 
 from timm.layers import DropPath, Mlp, calculate_drop_path_rates
-from timm.models import generate_default_cfgs, register_model, register_notrace_module
+from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from ..attention import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
-from ..attention.patches import image_to_patches
 from ..weights import CLASSES, weights_file
-from .interface import TimmNetwork, build, token_grid
+from .interface import CIFAR, NETWORK, SpaceToDepthStem, TimmNetwork, build, token_grid
 
-__all__ = ['SelfAttentionBlock', 'SelfAttentionNetwork', 'SpaceToDepthStem']
-
-
-@register_notrace_module
-class SpaceToDepthStem(nn.Module):
-    """Invertible downsampling, r×r pixels to r²·C channels, and a linear map to D channels (C20, 4.1)."""
-
-    def __init__(self, in_chans: int, reduction: int, dim: int, **dd: Any) -> None:
-        super().__init__()
-        self.in_chans = in_chans
-        self.reduction = reduction
-        self.proj = nn.Linear(in_chans * reduction**2, dim, **dd)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps images ``(B, C, H, W)`` to tokens ``(B, H/r, W/r, D)``.
-
-        Raises:
-            ValueError: The image does not have the stem's channels, or its sides are no multiples of r.
-        """
-        if x.ndim != 4 or x.shape[1] != self.in_chans:
-            raise ValueError(f'the input has shape {tuple(x.shape)}, but (B, {self.in_chans}, H, W) is expected')
-        return self.proj(image_to_patches(x, (self.reduction, self.reduction)))
+__all__ = ['SelfAttentionBlock', 'SelfAttentionNetwork']
 
 
 class SelfAttentionBlock(nn.Module):
@@ -115,7 +93,7 @@ class SelfAttentionNetwork(TimmNetwork):
             )
         if not 0 <= drop_path_rate < 1:
             raise ValueError(f'drop_path_rate={drop_path_rate} must be from 0 to below 1')
-        self.stem = SpaceToDepthStem(in_chans, reduction, embed_dim, **dd)
+        self.stem = SpaceToDepthStem(in_chans, reduction, nn.Linear(in_chans * reduction**2, embed_dim, **dd))
         self.blocks = nn.Sequential(
             *[
                 SelfAttentionBlock(
@@ -133,33 +111,24 @@ class SelfAttentionNetwork(TimmNetwork):
         self._init_interface_of_timm(in_chans, embed_dim, reduction, num_classes, global_pool, drop_rate, **dd)
 
 
-def _cfg(**kwargs) -> Dict[str, Any]:
-    return {
-        'num_classes': 10,
-        'input_size': (3, 32, 32),
-        'pool_size': (16, 16),
-        'crop_pct': 1.0,
-        'interpolation': 'bicubic',
-        'mean': (0.4914, 0.4822, 0.4465),
-        'std': (0.2023, 0.1994, 0.2010),
-        'first_conv': (),  # timm can adapt a convolution to other channels, but not the linear map of the stem
-        'classifier': 'head.fc',
-        'license': 'apache-2.0',
-        'paper_ids': 'arXiv:1911.03584',
-        'paper_name': 'On the Relationship between Self-Attention and Convolutional Layers',
-        **kwargs,
-    }
-
-
+COMMON = {
+    **NETWORK,
+    **CIFAR,
+    'pool_size': (16, 16),
+    'paper_ids': 'arXiv:1911.03584',
+    'paper_name': 'On the Relationship between Self-Attention and Convolutional Layers',
+}
 default_cfgs = generate_default_cfgs(
     {
-        'sa_quadratic_cifar.untrained': _cfg(),
-        'sa_quadratic16_cifar.untrained': _cfg(),
-        'sa_generalized_cifar.untrained': _cfg(),
-        'sa_learned_cifar.untrained': _cfg(fixed_input_size=True),
-        'sa_learned_content_cifar.untrained': _cfg(fixed_input_size=True),
+        'sa_quadratic_cifar.untrained': COMMON,
+        'sa_quadratic16_cifar.untrained': COMMON,
+        'sa_generalized_cifar.untrained': COMMON,
+        'sa_learned_cifar.untrained': dict(COMMON, fixed_input_size=True),
+        'sa_learned_content_cifar.untrained': dict(COMMON, fixed_input_size=True),
         **{
-            f'{name}.cifar10': _cfg(file=weights_file(name), label_names=CLASSES, fixed_input_size='learned' in name)
+            f'{name}.cifar10': dict(
+                COMMON, file=weights_file(name), label_names=CLASSES, fixed_input_size='learned' in name
+            )
             for name in ('sa_quadratic_small', 'sa_generalized_small', 'sa_learned_small', 'sa_learned_content_small')
         },
     }

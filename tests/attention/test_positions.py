@@ -209,7 +209,6 @@ def test_resized_tables(source, target, seed):
         (lambda: LearnedAttention(6, 2, position='relative_sinusoidal'), 'dim=6 must be a multiple of 4'),
         (lambda: RelativeTables(7, (2, 2)), 'dim=7 must be even'),
         (lambda: RelativeTables(0, (2, 2)), 'dim=0 must be even'),
-        (lambda: RelativeTables(8, (2, 2), 'fixed'), "kind='fixed' of position tables is unknown"),
         (lambda: LearnedAttention(4, 2, position='absolute_learned'), "position='absolute_learned'"),
         (lambda: LearnedAttention(4, 2, position=None), 'position=None'),
         (lambda: LearnedAttention(4, 2, max_size=16), 'max_size=16 must be the height and the width'),

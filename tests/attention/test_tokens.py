@@ -196,8 +196,8 @@ def test_value_matrices(kind):
     layer = TOKENS[kind](8, 3, dtype=torch.float64)
     layer.value = nn.Linear(24, 5).double()
     x = torch.randn(2, 4, 3, 8, dtype=torch.float64)
-    scores = layer.attention_scores(x) if layer.depends_on_content else layer.encoding.scores((4, 3))[None]
-    probs, matrices = scores.softmax(-1).expand(2, -1, -1, -1), layer.value_matrices()
+    probs = layer.attention_scores(x).softmax(-1) if layer.depends_on_content else layer.attention_probs((4, 3))[None]
+    probs, matrices = probs.expand(2, -1, -1, -1), layer.value_matrices()
     assert matrices.shape == (3, 5, 8)
     output = torch.einsum('bhqk,bkd,hod->bqo', probs, x.flatten(1, 2), matrices) + layer.value.bias
     assert (layer(x).flatten(1, 2) - output).abs().max() <= 1e-12

@@ -17,8 +17,8 @@ from timm.layers.std_conv import StdConv2dSame
 from torch import nn
 
 from attncnn_plugin.attention import QuadraticAttention
+from attncnn_plugin.attention.images import block_diagonal
 from attncnn_plugin.convert import conv_to_mhsa
-from attncnn_plugin.convert.convolutions import block_diagonal
 
 
 @given(convolutions())

@@ -31,7 +31,7 @@ def test_hard_heads_are_expressible_in_the_interior_and_not_at_the_border():
     layer = gaussian_layer(2, SHIFTS)
     report = expressible_shifts(layer, 3, (6, 7), queries='interior')
     assert report.missing == [] and report.rank == 9
-    assert report.shifts.tolist() == [list(shift) for shift in SHIFTS] and report.residual.max() <= 1e-12
+    assert report.expressible == SHIFTS and max(report.residual) <= 1e-12
     assert str(report) == '9 of 9 shifts of 3x3 can be expressed'
 
     report = expressible_shifts(layer, 3, (6, 7))
@@ -39,7 +39,7 @@ def test_hard_heads_are_expressible_in_the_interior_and_not_at_the_border():
     assert str(report).startswith('1 of 9 shifts of 3x3 can be expressed; missing: (-1')
 
     nearly = gaussian_layer(2, SHIFTS, alpha=8)  # e^-8 goes to a neighbour
-    assert 1e-5 < expressible_shifts(nearly, 3, (7, 7), queries='interior').residual.max() < 1e-3
+    assert 1e-5 < max(expressible_shifts(nearly, 3, (7, 7), queries='interior').residual) < 1e-3
     assert expressible_shifts(nearly, 3, (7, 7), queries='interior', tolerance=1e-2).missing == []
 
 
@@ -49,18 +49,18 @@ def test_without_one_head_its_shift_is_missing(removed):
     for centers in (others, others + [others[removed - 1]]):  # removed; replaced by a second copy of another
         report = expressible_shifts(gaussian_layer(2, centers), 3, (5, 6), queries='interior')
         assert report.missing == [shift] and report.rank == 8
-        assert report.residual[removed] == pytest.approx(1) == report.residual.sum()
+        assert report.residual[removed] == pytest.approx(1) == sum(report.residual)
 
 
 def test_center_is_row_then_column():
     report = expressible_shifts(gaussian_layer(2, [(1, -2)]), 5, (6, 7), queries='interior')
-    assert [tuple(shift) for shift in report.shifts[report.expressible].tolist()] == [(1, -2)]
+    assert report.expressible == [(1, -2)] and report.kernel_size == (5, 5)
     # One row down and two columns left: the map that takes pixel (q1 + 1, q2 - 2).
     probs = torch.zeros(6, 7, 6, 7, dtype=torch.float64)
     for row, column in itertools.product(range(6), range(7)):
         probs[row, column, min(row + 1, 5), max(column - 2, 0)] = 1
     expected = expressible_shifts_of_maps(probs.reshape(1, 42, 42), 5, (6, 7), queries='interior')
-    assert torch.equal(expected.expressible, report.expressible)
+    assert expected.expressible == report.expressible
 
 
 def test_faint_maps_count_like_strong_ones():
@@ -78,7 +78,7 @@ def test_a_small_residual_is_exact(leak):
     identity = torch.eye(30, dtype=torch.float64)
     probs = identity + leak * identity.roll(7, dims=1)
     report = expressible_shifts_of_maps(probs[None], 1, (5, 6), tolerance=1e-10)
-    assert report.residual.item() == pytest.approx(leak / math.hypot(1, leak), rel=1e-3)
+    assert report.residual == [pytest.approx(leak / math.hypot(1, leak), rel=1e-3)]
     assert (report.missing == []) == (leak < 1e-10)
 
 
@@ -87,15 +87,10 @@ def test_given_maps():
     layer = GeneralizedQuadraticAttention(4, 5)
     expected = expressible_shifts(layer, 3, (5, 6))
     report = expressible_shifts_of_maps(layer.attention_probs((5, 6)).detach(), 3, [5, 6])
-    assert (report.residual - expected.residual).abs().max() <= 1e-5 and report.residual.dtype == torch.float64
-    assert torch.equal(
-        expressible_shifts_of_maps(layer.exact_attention_probs((5, 6)), 3, [5, 6]).residual, expected.residual
-    )
+    assert report.residual == pytest.approx(expected.residual, rel=0, abs=1e-5)
+    assert expressible_shifts_of_maps(layer.exact_attention_probs((5, 6)), 3, [5, 6]) == expected
     nothing = expressible_shifts_of_maps(torch.zeros(0, 30, 30), 3, (5, 6))
-    assert len(nothing.missing) == 9 and nothing.residual.tolist() == [1.0] * 9 and nothing.rank == 0
-    for shape in ((30, 30), (2, 30, 31), (2, 20, 30)):
-        with pytest.raises(ValueError, match=r'probs have shape .*, but \(N_h, 30, 30\) are those of a grid of 5x6'):
-            expressible_shifts_of_maps(torch.zeros(shape), 3, (5, 6))
+    assert len(nothing.missing) == 9 and nothing.residual == [1.0] * 9 and nothing.rank == 0
 
 
 @given(
@@ -119,7 +114,7 @@ def test_residuals_by_least_squares(kind, num_heads, kernel_size, height, width,
         for n, (row, column) in enumerate(pixels)
         if queries == 'all' or (before[0] <= row < height - after[0] and before[1] <= column < width - after[1])
     ]
-    for index, (row_shift, column_shift) in enumerate(report.shifts.tolist()):
+    for index, (row_shift, column_shift) in enumerate(sorted(report.expressible + report.missing)):
         shifted = torch.zeros(len(pixels), len(pixels), dtype=torch.float64)
         for n, (row, column) in enumerate(pixels):
             if (row + row_shift, column + column_shift) in pixels:

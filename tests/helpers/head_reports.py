@@ -131,7 +131,7 @@ SCHEMA = dict(
     head='head source center alpha covariance entropy relative_entropy distance mass_3x3 mass_5x5 nearest_shift share '
     'kind degenerate criterion why shares prefix_mass',
     convolutions='kernel_size padding_mode error interior_error',
-    expressible='kernel_size expressible missing residual',
+    expressible='kernel_size expressible missing residual rank tolerance',
 )
 SCHEMA = {part: set(names.split()) for part, names in SCHEMA.items()}
 
