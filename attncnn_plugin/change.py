@@ -46,12 +46,12 @@ def replace_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
 
 
 def check_not_distributed(model: nn.Module, *wrappers: type) -> None:
-    """Raises ``TypeError`` for a model, or a part of one, wrapped for distributed training, or a model in a wrapper."""
+    """Raises ``TypeError`` for a model that has a part in DistributedDataParallel, or is in it or in ``wrappers``."""
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel) or not name and isinstance(module, wrappers):
             raise TypeError(
                 f'{name or "model"} is a {type(module).__name__}, which knows only the parameters that it was built '
-                'with: give its .module, and build a new wrapper afterwards'
+                'with: use its .module instead, and build a new wrapper afterwards'
             )
 
 

@@ -81,7 +81,7 @@ class AttentionRecorder:
     Attributes:
         passes (list[dict[str, Tensor]]): For each forward pass of the model, or of its ``forward_features``, what
             :func:`attention_maps` returns. A layer that runs again begins another one, as in a model that calls its
-            backbone twice.
+            backbone twice, or whose blocks share a layer.
 
     Examples:
         >>> import timm

@@ -148,7 +148,7 @@ class ImageAttention(PrunableHeads):
         return x.shape[2], x.shape[3]
 
     def value_matrices(self) -> Tensor:
-        if self.groups == 1:
+        if not isinstance(self.value, GroupedLinear):
             check_plain_linear('value', self.value)
         slices = self.value.weight.unflatten(1, (self.num_heads, self.in_channels // self.groups)).transpose(1, 2)
         return at_least_float32(block_diagonal(slices, self.groups))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..attention.attention_layer import check_plain_linear
 from ..attention.content_images import ContentImageAttention
-from ..attention.images import ImageAttention
+from ..attention.images import GroupedLinear, ImageAttention
 from ..attention.tokens import GridAttention
 from ..attention.window import Window, per_axis, same_window
 from .convolutions import Convolution, block_norms, convolution_with
@@ -93,7 +93,7 @@ def mhsa_to_conv(
         raise ValueError('layer has num_heads=0: what is left of it is its bias, and no convolution is needed')
     window = _window_of(layer, kernel_size, padding_mode)
     groups = layer.groups if isinstance(layer, ImageAttention) else 1
-    if groups == 1:
+    if not isinstance(layer.value, GroupedLinear):
         check_plain_linear('value', layer.value)
     # V_h, only the blocks of its groups, (C_out, C_in/groups, N_h)
     value = layer.value.weight.unflatten(1, (layer.num_heads, -1)).transpose(1, 2)

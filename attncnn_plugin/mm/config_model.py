@@ -30,7 +30,7 @@ class ConfigModel(LoadedModel):
     """A model in evaluation mode, its config, and images after the config's test pipeline.
 
     mmpretrain's ``ImageClassificationInferencer`` reads every file in colour and blue first, which is wrong for models
-    of grey images and for datasets in memory. It takes no arrays from files, and fits no image to the model.
+    of grey images and for datasets in memory. It fits no image to the model either.
 
     Args:
         path (str): The config.

@@ -1,6 +1,6 @@
 """Heads removed in training (Cordonnier et al. 2020 (C20), appendix E; Michel et al. 2019)."""
 
-from typing import Any, Optional, Sequence, Union
+from typing import Optional, Sequence, Union
 
 from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
@@ -8,7 +8,6 @@ from torch import nn
 
 from ..change import number_of_parameters
 from ..pruning import prunable_heads
-from ..pruning.importance import AMOUNTS
 from ..training import PruneHeads, parts_in_phases
 from ..training.loops import check_epochs
 from .follow_state_dict import FollowStateDictHook
@@ -64,17 +63,21 @@ class HeadPruningHook(FollowStateDictHook):
         self,
         epochs: Union[int, Sequence[int]] = (),
         criteria: Optional[Sequence] = None,
+        keep: Optional[int] = None,
+        threshold: Optional[float] = None,
+        multiply_adds: Optional[float] = None,
+        layers: str = '*',
+        bias_correction: bool = True,
         num_batches: int = 8,
-        **options: Any,
     ):
         self.epochs = check_epochs(f'epochs={epochs!r} of HeadPruningHook', epochs)
         if num_batches < 1:
             raise ValueError(f'num_batches={num_batches} of HeadPruningHook must be at least 1')
+        amount = dict(keep=keep, threshold=threshold, multiply_adds=multiply_adds)
         if criteria is None:
-            has_amount = any(options.get(name) is not None for name in AMOUNTS)
-            criteria = () if has_amount else ('uniform', 'stripe')
-        # The epochs are the hook's own: a mistyped epoch is refused as given twice.
-        self.pruner = PruneHeads(epoch=(), batches=(), loss=training_loss, criteria=criteria, **options)
+            criteria = ('uniform', 'stripe') if set(amount.values()) == {None} else ()
+        settings = dict(criteria=criteria, layers=layers, bias_correction=bias_correction)
+        self.pruner = PruneHeads(loss=training_loss, **amount, **settings)
         self.num_batches = num_batches
 
     def before_train(self, runner) -> None:

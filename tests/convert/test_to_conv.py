@@ -198,6 +198,8 @@ without_heads = QuadraticAttention(4, 1)
 without_heads.prune_heads([0], allow_empty=True)
 adapted = QuadraticAttention(4, 2)
 adapted.value = Adapter(adapted.value)
+adapted_groups = conv_to_mhsa(nn.Conv2d(2, 2, 3, padding=1, groups=2))[0]
+adapted_groups.value = nn.Sequential(adapted_groups.value)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +221,7 @@ adapted.value = Adapter(adapted.value)
         ),
         ((without_heads, 3), ValueError, 'num_heads=0'),
         ((adapted, 3), RuntimeError, 'value is a Adapter'),
+        ((adapted_groups, 3), RuntimeError, 'value is a Sequential'),
     ],
 )
 def test_errors(arguments, error, message):

@@ -315,7 +315,7 @@ def test_criteria_of_attention_to_come(settings, repository, tmp_path):
     [
         (dict(epochs=[-1]), ValueError, r'epochs=\[-1\] of HeadPruningHook must be epochs'),
         (dict(num_batches=0), ValueError, 'num_batches=0 of HeadPruningHook must be at least 1'),
-        (dict(epoch=5), TypeError, "argument 'epoch'"),
+        (dict(epoch=5), TypeError, "unexpected keyword argument 'epoch'"),
     ],
 )
 def test_settings_are_checked(settings, error, message):

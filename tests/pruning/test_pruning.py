@@ -155,7 +155,7 @@ class Wrapper(nn.parallel.DistributedDataParallel):
 def test_a_wrapped_model():
     """Whose gradients would not be those of all ranks any more."""
     model = small_timm('sa_quadratic_cifar')
-    with pytest.raises(TypeError, match=r'^model is a Wrapper.*give its \.module, and build a new wrapper'):
+    with pytest.raises(TypeError, match=r'^model is a Wrapper.*use its \.module instead, and build a new wrapper'):
         prune_heads(Wrapper(model), {0: [1]})
     with pytest.raises(TypeError, match=r'^0 is a Wrapper'):  # at once, also a part of a model
         PruneHeads(keep=3).check(nn.Sequential(Wrapper(model)))
