@@ -149,16 +149,16 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(target), link
 
 
-def top1(table, label, on='top1'):
-    """The accuracies of a row of a committed table, by seed; with ``on='corrupted'`` means over corrupted images."""
+def top1(table, label, measure='top1'):
+    """The accuracies of a row of a committed table by seed, or another measure; of corrupted images the mean."""
     runs = json.loads((ROOT / f'docs/tables/{table}.json').read_text())
-    found = {run['seed']: run[on] for run in runs if run['label'] == label}
-    return found if on == 'top1' else {seed: mean(sum(kinds.values(), [])) for seed, kinds in found.items()}
+    found = {run['seed']: run[measure] for run in runs if run['label'] == label}
+    return {seed: mean(sum(kinds.values(), [])) for seed, kinds in found.items()} if measure == 'corrupted' else found
 
 
-def ahead(table, one, other, on='top1'):
+def ahead(table, one, other, measure='top1'):
     """How much more accurate a row is than another, by seed."""
-    accuracies, others = top1(table, one, on), top1(table, other, on)
+    accuracies, others = top1(table, one, measure), top1(table, other, measure)
     return [accuracies[seed] - others[seed] for seed in sorted(accuracies.keys() & others.keys())]
 
 
@@ -207,7 +207,7 @@ def test_numbers_of_the_readme():
 
 
 def test_numbers_of_the_findings():
-    """Every difference on the page is one of the committed tables."""
+    """Differences, and what they cost, are those of the committed tables."""
     page = ' '.join((ROOT / 'docs/findings.md').read_text().split())
 
     def gain(*rows):
@@ -226,11 +226,14 @@ def test_numbers_of_the_findings():
     over_content = resnet - mean(top1('C20-1-5000', 'learned with content').values())
     over_convolution = gain('two-phases', 'both phases', 'convolution')
     contents = ('additive', 'gated')
-    converted = [ahead('T-CNN', f'{content} attention', 'ResNet, trained on') for content in contents]
-    (over_cnn,) = {points(difference) for content in converted for difference in content}
-    robust = [
-        mean(ahead('T-CNN', f'{content} attention', 'ResNet, trained on', on='corrupted')) for content in contents
-    ]
+    pairs = [('T-CNN', f'{content} attention', 'ResNet, trained on') for content in contents]
+    (over_cnn,) = {points(difference) for pair in pairs for difference in ahead(*pair)}
+    robust = [mean(ahead(*pair, 'corrupted')) for pair in pairs]
+    for table, one, other in pairs:
+        for measure, ratio in (('multiply_adds', 1.5), ('seconds', 2)):
+            measured = [mean(top1(table, row, measure).values()) for row in (one, other)]
+            assert measured[0] / measured[1] == pytest.approx(ratio, rel=0.15), (one, measure)
+        assert round(4 * mean(top1(table, one, 'moved').values())) == 1, 'a quarter'
     sentences = [
         f'{over_cnn}, in twice the time | [CNN to attention]',
         f'[became attention](cnn_to_attention.md) ends {over_cnn} above one that stayed a ResNet, with both seeds',
@@ -252,6 +255,9 @@ def test_numbers_of_the_findings():
         f'[Gaussian heads](vit_init.md) end {gain("starts", "Gaussian", "as it comes")} above mmpretrain',
         f'[{mean(ahead("starts-192", "impulse, 192", "as it comes, 192")):.1f} points above the default](tables/',
         f'it ends {gain("starts-192", "Gaussian, 192", "as it comes, 192")} above the default',
+        f'{gain("starts-192", "impulse, 192", "random embedding, 192")} with one that has only the random embedding',
+        f'as large as that of impulses gains {gain("starts", "random embedding", "as it comes")}.',
+        f'at once ends {gain("pruning", "all 24 heads", "12 heads, by importance")} lower',
     ]
     assert [sentence for sentence in sentences if sentence not in page] == []
 
