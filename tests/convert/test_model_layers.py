@@ -140,7 +140,7 @@ REFUSED = {  # what becomes of the model, the layers that are named, the type of
     'forward': (own_forward, '*', ValueError, r'stage\.1\.conv1 has hooks, parametrizations or a forward of its own'),
     'tensor hook': (tensor_hooked, '*', ValueError, r'stage\.1\.conv1\.weight has hooks'),
     'weight norm': (normed, '*', ValueError, r'stage\.1\.conv1 has hooks, parametrizations.*remove_parametrizations'),
-    'wrapped': (ddp, '*', TypeError, r'model is a Wrapper.*give its \.module'),
+    'wrapped': (ddp, '*', TypeError, r'model is a Wrapper.*use its \.module'),
 }
 
 
