@@ -42,7 +42,7 @@ class LabelsAlone(BaseDataset):
 
 
 def subset_of(labels, num_images, **kwargs):
-    dataset = dict(type='LabelsAlone', labels=list(labels))
+    dataset = dict(type='LabelsAlone', labels=list(labels), serialize_data=False)
     return DATASETS.build(dict(type='BalancedSubset', dataset=dataset, num_images=num_images, **kwargs))
 
 

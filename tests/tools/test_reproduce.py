@@ -524,7 +524,8 @@ SMOKE = {
 @pytest.mark.parametrize('name, rows', SMOKE.items())
 def test_smoke(name, rows, tmp_path):
     """A row of each kind of a table, and what it begins with, on the digits."""
-    run('python', TOOL, name, '--smoke', '--models', *rows, '--out', tmp_path, folder=tmp_path)
+    options = ['--smoke', '--test-images', 50, '--out', tmp_path]
+    run('python', TOOL, name, *options, '--models', *rows, folder=tmp_path)
     lines = (tmp_path / f'{name}.md').read_text().splitlines()
     assert [
         row for row in rows if not any(line.startswith(f'| {row} | ') and 'missing' not in line for line in lines)
