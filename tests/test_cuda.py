@@ -1,4 +1,4 @@
-"""Layers and models on a GPU: outputs and gradients as on the CPU."""
+"""Layers and models on a GPU: outputs, and gradients of inputs and parameters, as on the CPU."""
 
 import copy
 
@@ -17,11 +17,12 @@ def check(module, x, dtype):
     tolerance = 1e-9 if dtype == torch.float64 else 1e-3
     module = module.to(dtype)
     on_gpu = copy.deepcopy(module).cuda()
-    outputs = [of(x.to(next(of.parameters()))) for of in (module, on_gpu)]
+    inputs = [x.clone().to(next(of.parameters())).requires_grad_() for of in (module, on_gpu)]
+    outputs = [module(inputs[0]), on_gpu(inputs[1])]
     weights = torch.randn_like(outputs[0])
     for output in outputs:
         (output * weights.to(output)).sum().backward()
-    pairs = [(output.detach().cpu() for output in outputs)]
+    pairs = [[output.detach().cpu() for output in outputs], [x.grad.cpu() for x in inputs]]
     for (name, ours), theirs in zip(module.named_parameters(), on_gpu.parameters()):
         assert (ours.grad is None) == (theirs.grad is None), name
         if ours.grad is not None and not name.endswith('key.bias'):

@@ -301,7 +301,7 @@ def test_degenerate_and_expressible_are_those_of_their_modules(kind, monkeypatch
         assert (head.criterion, head.why) == (entry.criterion, entry.reason) and entry.reason in str(report)
     for entry in report.expressible:
         found = expressible_shifts(layer, entry.kernel_size, (7, 6), queries='interior', tolerance=0.7)
-        assert list(entry.missing) == found.missing and set(entry.expressible).isdisjoint(found.missing)
+        assert entry.missing == found.missing and set(entry.expressible).isdisjoint(found.missing)
         assert entry.residual == pytest.approx(found.residual, abs=1e-7)
         assert len(entry.expressible) + len(entry.missing) == entry.kernel_size[0] ** 2
 
