@@ -79,8 +79,8 @@ def nine_heads() -> Figure:
     kernel[np.arange(9), 7 + np.arange(9) // 3, 7 + np.arange(9) % 3] = 256
     rows = {
         'A 3×3 convolution as nine heads: each looks at one neighbour and holds one matrix of the kernel': kernel,
-        'The first block of a trained network: most heads look at a few neighbours': first,
-        'The last block: heads look at much of the image, and head 2 at all of it alike': last,
+        'The first block of a trained network: six heads have become positions of a kernel': first,
+        'The last block: most heads look at much of the image': last,
     }
     figure, size = Figure(figsize=(9.6, 4.6)), (0.0785, 0.0785 * 9.6 / 4.6)
     for bottom, (title, maps) in zip((0.755, 0.44, 0.175), rows.items()):
@@ -97,7 +97,7 @@ def nine_heads() -> Figure:
                 chip = dict(boxstyle='square,pad=0.25', facecolor=style.COLORS[head], linewidth=0)
                 axes.set_xlabel(f'$W_{head}$', color=style.text_color_on(style.COLORS[head]), bbox=chip, labelpad=6)
     draw_kernel(figure.add_axes((0.006, 0.755, *size)))
-    figure.text(0.05, 0.525, '16×16 tokens,\n62.7% accuracy\non CIFAR-10-J', ha='center', va='center', fontsize=7)
+    figure.text(0.05, 0.525, '16×16 tokens,\n79.0% accuracy\non CIFAR-10-J', ha='center', va='center', fontsize=7)
     style.attention_bar(figure, drawn, cax=figure.add_axes((0.4, 0.115, 0.3, 0.022)), orientation='horizontal')
     return figure
 
@@ -140,7 +140,7 @@ def with_bar(drawn: AxesImage) -> Figure:
 def encodings() -> Figure:
     """A head of each kind; that with content beside its image."""
     heads = [
-        ('quadratic: a disc', maps_of('quadratic')['blocks.2.attn'], 7),
+        ('quadratic: a disc', maps_of('quadratic')['blocks.2.attn'], 2),
         ('generalized: an ellipse', maps_of('generalized')['blocks.1.attn'], 6),
         ('learned: any shifts', maps_of('learned')['blocks.1.attn'], 2),
         ('with content: by the image', maps_of('content', 'ship')['blocks.0.attn'], 0),

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Packs a network that tools/reproduce.py has trained into the package: weights in half precision, and a model card.
 
-  pack_weights.py work_dirs/reproduce/cifar10/runs/quadratic_20000_20_0 sa_quadratic_small
+  pack_weights.py work_dirs/reproduce/cifar10/runs/quadratic_20000_60_0 sa_quadratic_small
   pack_weights.py                 # packs nothing, writes the table and the metafile anew from the model cards
 
 RUN is the folder of the training, with its result.json and its last checkpoint. NAME is the network in timm.
