@@ -142,7 +142,7 @@ def encodings() -> Figure:
     heads = [
         ('quadratic: a disc', maps_of('quadratic')['blocks.2.attn'], 2),
         ('generalized: an ellipse', maps_of('generalized')['blocks.1.attn'], 6),
-        ('learned: any shifts', maps_of('learned')['blocks.1.attn'], 2),
+        ('learned: any shifts', maps_of('learned')['blocks.1.attn'], 0),
         ('with content: by the image', maps_of('content', 'ship')['blocks.0.attn'], 0),
     ]
     panels = Figure((9.6, 2), layout='constrained').subplots(1, 5)
