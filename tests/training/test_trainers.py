@@ -106,12 +106,13 @@ def test_trainer_with_an_optimizer_of_its_own(data, tmp_path):
         network = Classifier()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 if step < SWITCH * STEPS else 0.1)
-        return hugging_face(data[0], folder, network, optimizers=(optimizer, schedule), save_steps=STEPS)
+        settings = dict(save_steps=STEPS, num_train_epochs=SWITCH + 2)
+        return hugging_face(data[0], folder, network, optimizers=(optimizer, schedule), **settings)
 
     whole = trainer(tmp_path / 'whole')
     whole.train()
     rates = [log['learning_rate'] for log in whole.state.log_history[:-1]]
-    assert rates == pytest.approx([0.1] * SWITCH + [0.01] * (EPOCHS - SWITCH))
+    assert rates == pytest.approx([0.1] * SWITCH + [0.01] * 2)
     resumed = trainer(tmp_path / 'resumed')
     resumed.train(resume_from_checkpoint=str(tmp_path / f'whole/checkpoint-{(SWITCH + 1) * STEPS}'))
     assert_same(resumed.model, whole.model.state_dict())
@@ -125,11 +126,11 @@ def test_trainer_with_a_model_of_its_library(data, tmp_path):
 
     def trainer(folder, loaded=None):
         torch.manual_seed(0)
-        parts = [PruneHeads(epoch=PRUNE, keep=4, batches=[as_dict([data[0][i] for i in range(128)])])]
+        parts = [PruneHeads(epoch=1, keep=4, batches=[as_dict([data[0][i] for i in range(128)])])]
         network = loaded or transformers.ViTForImageClassification(config)
-        return hugging_face(data[0], folder, network, parts=parts, save_steps=STEPS)
+        return hugging_face(data[0], folder, network, parts=parts, save_steps=STEPS, num_train_epochs=3)
 
-    whole, checkpoint = trainer(tmp_path / 'whole'), str(tmp_path / f'whole/checkpoint-{(PRUNE + 1) * STEPS}')
+    whole, checkpoint = trainer(tmp_path / 'whole'), str(tmp_path / f'whole/checkpoint-{2 * STEPS}')
     whole.train()
     assert sum(numbers(whole.model)) == 4
     with pytest.raises(ValueError, match='into the ViTForImageClassification: give it load_hugging_f'):
@@ -186,7 +187,7 @@ def test_trainer_loads_its_best_model(data, tmp_path):
     best = dict(
         eval_strategy='epoch', load_best_model_at_end=True, metric_for_best_model='loss', greater_is_better=True
     )
-    trainer = hugging_face(data[0], tmp_path, save_strategy='epoch', **best)
+    trainer = hugging_face(data[0], tmp_path, save_strategy='epoch', num_train_epochs=PRUNE + 1, **best)
     trainer.train()
     checkpoint = tmp_path / f'checkpoint-{STEPS}'
     assert trainer.state.best_model_checkpoint == str(checkpoint)
