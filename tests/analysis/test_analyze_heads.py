@@ -22,7 +22,6 @@ def folder(tmp_path_factory, repository):
     """Configs of small models, their checkpoints, and images of another size."""
     folder = tmp_path_factory.mktemp('reports')
     configs = {name: small_config(repository, folder, f'sa_{name}_digits') for name in ('quadratic', 'learned_content')}
-    configs['cmhsa'] = Config.fromfile(repository / 'configs/cmhsa3_digits.py')
     configs['vit_base'] = Config.fromfile(repository / 'configs/vit_base_cifar100.py')
     configs['vit_base'].model.backbone.arch, configs['vit_base'].model.head.in_channels = SMALL_VIT, 16
     init_default_scope('mmpretrain')
@@ -116,8 +115,6 @@ def test_tool_timm(folder, tool):
         (['quadratic.py', 'quadratic.pth', '--num-images', '0'], '--num-images 0 must be at least 1'),
         (['learned_content.py', 'learned_content.pth', '--images', 'nowhere'], 'holds no image files'),
         (['vit_base.py', 'vit_base.pth', '--size', '4', '4'], 'depends on images, which say the grid'),
-        (['cmhsa.py', 'cmhsa.pth'], 'in the convolution phase'),
-        (['--timm', 'resnet18', '--images', 'images'], 'of type ResNet, has no attention layers of this package'),
     ],
 )
 def test_tool_errors(arguments, message, folder, tool, monkeypatch):

@@ -36,20 +36,13 @@ def report_of(layer, size):
     return report
 
 
-def maps_report(probs, size, **settings):
-    """The report of given probabilities."""
-    return layer_report(MeanAttention(probs.detach(), size, **settings))
-
-
 def test_the_covariance_of_a_nearly_hard_head():
     """Far smaller than the square of the shift, from which it must not be subtracted."""
     near, nearest = shift_operators([(0, 1), (0, 2)], (8, 8), 'zeros')
     maps = MeanAttention((nearest + 1e-13 * near)[None], (8, 8))
     _, spread = moments(ShiftMaps(maps).interior_sums, (7, 7))
     assert head_centers(maps)[1].item() == pytest.approx(math.sqrt(1e-13 / 2), rel=1e-6)
-    assert torch.allclose(
-        spread[0], torch.tensor([[0.0, 0.0], [0.0, 1e-13]], dtype=torch.float64), rtol=1e-6, atol=1e-24
-    )
+    assert torch.allclose(spread[0], torch.tensor([[0, 0], [0, 1e-13]]).double(), rtol=1e-6, atol=1e-24)
 
 
 def test_parameters_of_gaussians():
@@ -278,9 +271,9 @@ def test_one_fixed_key_is_no_hard_head():
     """All queries attend to the same token: no shift, but for a corner, which is replicate padding."""
     probs = torch.zeros(1, 36, 36)
     probs[:, :, 14] = 1
-    report = maps_report(probs, (6, 6))
+    report = layer_report(MeanAttention(probs, (6, 6)))
     assert report.summary == 'mixture, 1 soft' and report.heads[0].entropy == 0
-    report = maps_report(probs.roll(-14, dims=2), (6, 6))
+    report = layer_report(MeanAttention(probs.roll(-14, dims=2), (6, 6)))
     assert report.summary == 'one convolution, 1x1, error 0, centred at (-5, -5)'
 
 
@@ -389,7 +382,6 @@ def test_models_by_content(position):
     'model, settings, message',
     [
         (nn.MultiheadAttention(4, 2), dict(size=(5, 5)), 'type MultiheadAttention, has no attention layers'),
-        (conv_to_mhsa(nn.Conv1d(2, 2, 3))[0], dict(size=(5, 5)), 'layer has 1 axes of pixels'),
         (conv_to_mhsa(nn.Conv2d(2, 2, 7, padding=3))[0], dict(size=(5, 5)), 'the image of 5x5 pixels is'),
         (ContentAttention(4, 2), dict(size=(5, 5)), "layer, .*position='relative_learned', depend on images: give"),
         (LAYERS['learned'](), dict(size=(1, 1)), 'is a single token'),

@@ -34,15 +34,6 @@ def probs_of(model, images, part='all'):
     return {name: torch.stack([own[name].probs for own in maps]) for name in maps[0]}
 
 
-def input_of(layer, model, images):
-    """What the layer gets when the model runs."""
-    inputs = []
-    handle = layer.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
-    model.eval()(images)
-    handle.remove()
-    return inputs[0].detach()
-
-
 def log(probs):
     """Scores up to a constant of each query."""
     scores = probs.double().log()
@@ -92,10 +83,13 @@ def test_the_bias_of_cmhsa():
 def test_images_and_their_parts(encoding):
     model, images = content_model(position=encoding), torch.randn(IMAGES)
     probs, position = probs_of(model, images), probs_of(model, images, 'position')
-    means = mean_attention(model, images)
+    means, inputs = mean_attention(model, images), {}
+    for layer in attention_layers(model).values():
+        layer.register_forward_pre_hook(lambda layer, args: inputs.update({layer: args[0].detach()}))
+    model(images)
     for name, layer in attention_layers(model).items():
-        x = input_of(layer, model, images)
-        expected, content = layer.attention_scores(x).softmax(-1), layer.content_scores(x).softmax(-1)
+        scores = layer.attention_scores(inputs[layer]), layer.content_scores(inputs[layer])
+        expected, content = (own.softmax(-1) for own in scores)
         assert probs[name].shape == (3, 3, 24, 24) and probs[name].dtype == torch.float32
         assert torch.allclose(probs[name], expected, atol=1e-6)
         assert torch.allclose(means[name].probs, expected.mean(0), atol=1e-6)
@@ -103,18 +97,6 @@ def test_images_and_their_parts(encoding):
         parts = [content, position[name]]
         assert torch.allclose(sum(map(log, parts)), log(expected), atol=1e-3)
         assert all(torch.allclose(part.sum(-1), torch.ones(()), atol=1e-5) for part in parts)
-
-
-def test_content_alone_knows_nothing_of_positions():
-    """Tokens in another order have the same probabilities in that order; with positions they have not."""
-    model = content_model(depth=1)
-    images = torch.randn(2, 3, 4, 4)
-    # The blocks of 2x2 pixels in reverse order.
-    other = images.reshape(2, 3, 2, 2, 2, 2).flip(2, 4).reshape(images.shape)
-    layer = model.blocks[0].attn
-    for scores, equal in ((layer.content_scores, True), (layer.attention_scores, False)):
-        one, two = (scores(input_of(layer, model, x)).softmax(-1) for x in (images, other))
-        assert torch.allclose(one, two.flip(2, 3), atol=1e-5) == equal
 
 
 def test_the_same_in_parts(monkeypatch):
@@ -170,8 +152,6 @@ def test_layers_without_heads():
     for part in ('all', 'position'):
         maps = mean_attention(model, torch.randn(IMAGES), part=part)
         assert [own.probs.shape for own in maps.values()] == [(0, 24, 24), (2, 24, 24)]
-    content = [block.attn.content_scores(torch.randn(1, 6, 4, SMALL['embed_dim'])) for block in model.blocks]
-    assert [scores.shape for scores in content] == [(1, 0, 24, 24), (1, 2, 24, 24)]
     model = timm.create_model('sa_quadratic_cifar', **SMALL)
     prune_heads(model, {0: [0, 1, 2]}, allow_empty=True)
     own = mean_attention(model, size=(3, 3))['blocks.0.attn']

@@ -24,17 +24,10 @@ def images(dtype=torch.float64):
     return torch.randn(IMAGES, dtype=dtype)
 
 
-def one_per_stage(maps):
-    """The last block's of each stage, as Hugging Face's Swin gives them."""
-    return [own for name, own in maps.items() if name.endswith('blocks.1.attention')]
-
-
 def by_windows(probs, size=4):
     """Maps of a grid without a shift, ``(B·windows, N_h, M, M)``, from ``(B, N_h, N, N)``."""
     height = int(probs.shape[-1] ** 0.5)
-    numbers = (
-        torch.arange(height**2).view(height // size, size, height // size, size).transpose(1, 2).reshape(-1, size**2)
-    )
+    numbers = torch.arange(height**2).view(-1, size, height // size, size).transpose(1, 2).reshape(-1, size**2)
     return torch.stack([probs[:, :, own][..., own] for own in numbers], 1).flatten(0, 1)
 
 
@@ -56,7 +49,7 @@ def test_hugging_face_says_the_same(name, dtype):
 def test_hugging_face_windows():
     """Those of the grid, cut into windows, are its own: the last layer's, with and without a shift."""
     model, x = small_vit('transformers.Swin').double(), images()
-    maps = one_per_stage(attention_maps(model, x))
+    maps = [own for name, own in attention_maps(model, x).items() if name.endswith('blocks.1.attention')]
     model.set_attn_implementation('eager')
     expected = model(x, output_attentions=True).attentions
     torch.testing.assert_close(by_windows(maps[1]), expected[1], rtol=1e-5, atol=1e-7)
@@ -171,10 +164,7 @@ def test_of_this_package(name):
 def test_reductions():
     model, x = small_vit('vit_tiny_patch16_224').double(), images()
     maps = attention_maps(model, x)
-    for reduce, expected in {
-        'class_token': lambda own: own[:, :, 0],
-        torch.Tensor.sum: lambda own: own.sum(),
-    }.items():
+    for reduce, expected in {'class_token': lambda own: own[:, :, 0], torch.Tensor.sum: lambda own: own.sum()}.items():
         for name, own in attention_maps(model, x, reduce=reduce).items():
             assert torch.equal(own, expected(maps[name]))
             assert own.untyped_storage().nbytes() == own.nbytes  # no more is kept
@@ -355,26 +345,17 @@ def test_rollout_of_other_libraries(name, target):
 
 def gradient_by_map(model, x, name, target):
     """∂y/∂A by autograd through the layer, computed again by ``A V`` from values of its own weights."""
-    heads = prunable_heads(model)[name]
-    found = {}
+    heads, found = prunable_heads(model)[name], {}
 
     def replaced(module, args, kwargs, output):
-        tokens = args[0]
-        value = tokens @ heads.weight('v').flatten(0, 1).T + heads.bias('v').flatten()
-        probs = own_probs(tokens).detach().requires_grad_()
-        found['probs'] = probs
-        mixed = (probs @ value.unflatten(2, (3, 8)).transpose(1, 2)).transpose(1, 2).flatten(2)
-        mapped = mixed @ heads.output.weight.T + heads.output.bias
-        return (mapped, None)
+        def of_heads(which):
+            whole = args[0] @ heads.weight(which).flatten(0, 1).T + heads.bias(which).flatten()
+            return whole.unflatten(2, (3, 8)).transpose(1, 2)
 
-    def own_probs(tokens):
-        query, key = (
-            (tokens @ heads.weight(which).flatten(0, 1).T + heads.bias(which).flatten())
-            .unflatten(2, (3, 8))
-            .transpose(1, 2)
-            for which in 'qk'
-        )
-        return (query @ key.mT / 8**0.5).softmax(-1)
+        probs = (of_heads('q') @ of_heads('k').mT / 8**0.5).softmax(-1)
+        found['probs'] = probs.detach().requires_grad_()
+        mixed = (found['probs'] @ of_heads('v')).transpose(1, 2).flatten(2)
+        return mixed @ heads.output.weight.T + heads.output.bias, None
 
     handle = heads.module.register_forward_hook(replaced, with_kwargs=True)
     output_of(model, x)[:, target].sum().backward()

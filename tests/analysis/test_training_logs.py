@@ -20,14 +20,8 @@ def test_logs_of_a_run_that_was_resumed_are_joined(tmp_path):
 
 def test_another_training_in_the_same_folder(tmp_path):
     def line(step, heads):
-        return {
-            'step': step,
-            **{
-                f'attention/blocks.{layer}.attn/head{head}/center_{axis}': float(step)
-                for layer, head in heads
-                for axis in ('row', 'column')
-            },
-        }
+        names = [f'attention/blocks.{layer}.attn/head{head}/center' for layer, head in heads]
+        return {'step': step, **{f'{name}_{axis}': float(step) for name in names for axis in ('row', 'column')}}
 
     write_log(tmp_path, '1', [line(step, [(0, 0), (0, 1), (1, 0)]) for step in range(3)])
     write_log(tmp_path, '2', [line(step, [(0, 0)]) for step in range(2)])

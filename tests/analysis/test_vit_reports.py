@@ -78,35 +78,20 @@ def test_attention_of_patches(make, name, settings, prefix):
 def test_patches_that_look_at_no_patch():
     """All of the attention to the class token: nothing is left to be renormalized, and nothing is divided by it."""
     model = tiny_timm('vit_tiny_patch16_224', patch_size=8)
+    patches, qkv = model.patch_embed.proj, model.blocks[0].attn.qkv
     with torch.no_grad():
-        for tensor in (
-            model.pos_embed,
-            model.cls_token,
-            model.patch_embed.proj.weight,
-            model.patch_embed.proj.bias,
-            *model.blocks[0].attn.qkv.parameters(),
-        ):
+        for tensor in (model.pos_embed, model.cls_token, *patches.parameters(), *qkv.parameters()):
             tensor.zero_()
-        model.cls_token[..., 0], model.patch_embed.proj.bias[0] = 1, -1
-        model.blocks[0].attn.qkv.bias[:12] = 1
-        model.blocks[0].attn.qkv.weight[12:24, 0] = 100
+        model.cls_token[..., 0], patches.bias[0] = 1, -1
+        qkv.bias[:12], qkv.weight[12:24, 0] = 1, 100
     report = head_report(model, torch.randn(1, 3, 32, 32)).layers[0]
     assert all(head.prefix_mass == 1 and head.center is None and head.entropy == 0 for head in report.heads)
 
 
 def test_convit_that_is_a_convolution():
     """Its positional heads, begun hard and with the content shut off, are the nine shifts; rows are not columns."""
-    model = timm.create_model(
-        'convit_tiny',
-        embed_dim=4,
-        num_heads=9,
-        depth=3,
-        local_up_to_layer=2,
-        img_size=32,
-        patch_size=4,
-        locality_strength=40.0,
-        num_classes=4,
-    )
+    settings = dict(embed_dim=4, num_heads=9, depth=3, local_up_to_layer=2, patch_size=4, locality_strength=40.0)
+    model = timm.create_model('convit_tiny', img_size=32, num_classes=4, **settings)
     for block in model.blocks[:2]:
         nn.init.constant_(block.attn.gating_param, 30.0)
     reports = head_report(model, torch.randn(2, 3, 32, 32)).layers
@@ -119,24 +104,18 @@ def test_convit_that_is_a_convolution():
 
 def test_what_is_not_of_images():
     model, images = tiny_timm('vit_tiny_patch16_224'), torch.randn(1, 3, 32, 32)
-    for call in (
-        lambda: head_report(model, size=(4, 4)),
-        lambda: mean_attention(model, images, part='position'),
-    ):
+    for call in (lambda: head_report(model, size=(4, 4)), lambda: mean_attention(model, images, part='position')):
         with pytest.raises(ValueError, match='a VisionTransformer, depends on images, which say the grid'):
             call()
 
 
 @pytest.mark.parametrize(
-    'name, size, settings',  # 40 pixels are 10x10 patches, which 4x4 windows pad
-    [
-        ('swin_tiny_patch4_window7_224', 40, dict(img_size=40)),
-        ('swinv2_tiny_window8_256', 32, {}),
-        ('SwinTransformer', 32, {}),
-    ],
+    'name, settings',  # 40 pixels are 10x10 patches, which 4x4 windows pad
+    [('swin_tiny_patch4_window7_224', dict(img_size=40)), ('swinv2_tiny_window8_256', {}), ('SwinTransformer', {})],
 )
-def test_entropies_in_windows(name, size, settings):
+def test_entropies_in_windows(name, settings):
     """Against those between all patches; uniform heads have those of the keys that a query sees."""
+    size = settings.get('img_size', 32)
     model, uniform, images = small_vit(name, **settings), small_vit(name, **settings), torch.randn(3, 3, size, size)
     with torch.no_grad():
         for parameter in uniform.parameters():

@@ -17,12 +17,12 @@ from helpers.explorer_pages import (
     probs_in,
     quadratic_model,
     unpack,
+    visited,
 )
 from helpers.small import small_timm
 from helpers.vits import small_vit
 
 from attncnn_plugin.pruning import prune_heads
-from attncnn_plugin.transformers.attention import visit_vit_attention
 
 pytestmark = pytest.mark.slow
 
@@ -346,17 +346,11 @@ def tokens_shown(browser):
     return dict(browser.script(f'return {items}.map((e) => [{names}, {numbers}])'))
 
 
-def attention_of(model, images):
-    found = {}
-    visit_vit_attention(model, images, lambda name, probs, places: found.update({name: (probs, places)}))
-    return found
-
-
 def test_class_token_as_query(browser, pages):
     """Chosen by the mouse and by the keyboard, it is shown as the model computes it; so is what lies on it."""
     model, images, path = pages['vit']
     browser.open(path, '#image=1&layer=1&head=2&query=2,3')
-    probs = attention_of(model, images)['blocks.1.attn'][0][1, 2]  # (N, N), class token and registers first
+    probs = visited(model, images)['blocks.1.attn'][0][1, 2]  # (N, N), class token and registers first
 
     def check(query, place=None):
         check_numbers(browser, probs[query, 5:].unflatten(0, (4, 6)), place)
@@ -396,7 +390,7 @@ def test_windows(browser, pages):
     model, images, path = pages['swin']
     browser.open(path)
     assert tokens_shown(browser) == {} and browser.script('return [height, width]') == [10, 10]
-    for i, (probs, places) in enumerate(attention_of(model, images).values()):
+    for i, (probs, places) in enumerate(visited(model, images).values()):
         height, width = places.grid
         for image, head, row, column in ((0, 0, 0, 0), (1, 2, height - 1, width // 2)):
             # In the middle of a patch of the layer on the page's grid of 10x10.

@@ -1,13 +1,11 @@
 """Pages of other libraries' vision transformers: what is in them is the attention that the model computes."""
 
 import pytest
-import timm
 import torch
-from helpers.explorer_pages import beside_in, images_of, page_of, probs_in, relative_errors, unpack
+from helpers.explorer_pages import beside_in, images_of, page_of, probs_in, relative_errors, unpack, visited
 from helpers.vits import OF_MMPRETRAIN, OF_TIMM, SIZE, small_vit
 
 from attncnn_plugin.pruning import prune_heads
-from attncnn_plugin.transformers.attention import visit_vit_attention
 
 OTHERS = {
     **dict.fromkeys([*OF_TIMM, *OF_MMPRETRAIN], ['cls']),
@@ -18,13 +16,6 @@ OTHERS = {
     'vit_small_patch16_dinov3': ['cls', 'reg 1', 'reg 2', 'reg 3', 'reg 4'],
 }
 SWIN = 'swin_tiny_patch4_window7_224'
-
-
-def visited(model, images):
-    """The probabilities of all layers as the model computes them, and their places."""
-    found = {}
-    visit_vit_attention(model, images, lambda name, probs, places: found.update({name: (probs, places)}))
-    return found
 
 
 def dense(probs, places, image):
@@ -95,10 +86,8 @@ def test_padded_windows():
 
 def test_class_token_comes_later():
     """ConViT: the first layers have no class token."""
-    model = timm.create_model(
-        'convit_tiny', img_size=32, patch_size=8, embed_dim=12, num_heads=3, depth=3, local_up_to_layer=2
-    )
-    layers = unpack(page_of(model, images_of(1, size=32)))['layers']
+    model = small_vit('convit_tiny', depth=3, local_up_to_layer=2)
+    layers = unpack(page_of(model, images_of(1, size=SIZE)))['layers']
     assert [layer['others'] for layer in layers] == [[], [], ['cls']]
 
 
@@ -112,10 +101,7 @@ def test_heads_that_were_pruned(name):
     check(layers[0], *visited(model, images)[first])
 
 
-def tiny(name, **settings):
-    return timm.create_model(name, embed_dim=6, num_classes=2, **settings).eval()
-
-
 def test_errors():
+    model = small_vit(SWIN, img_size=644, embed_dim=6, depths=(1,), num_heads=(1,), window_size=7)
     with pytest.raises(ValueError, match='blocks.0.attn, 161x161 tokens with 49 keys each'):
-        page_of(tiny(SWIN, img_size=644, depths=(1,), num_heads=(1,)), images_of(1, size=644))
+        page_of(model, images_of(1, size=644))

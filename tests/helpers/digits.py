@@ -8,9 +8,7 @@ from mmengine.config import Config
 from mmengine.hooks import EMAHook, Hook
 from mmengine.runner import Runner
 
-from attncnn_plugin.pruning import prunable_heads
-
-from .small import SMALL_ARCH
+from .small import SMALL_ARCH, numbers
 
 EPOCHS, CHANGE, ITERATIONS = 5, 2, 3  # epochs, the epoch of a transition or a pruning, iterations of an epoch
 LAYER = 'backbone.layer4.0.conv1'  # of the CNN, one of those that become attention
@@ -52,11 +50,6 @@ def small_config(repository, work_dir, name='cmhsa3_digits', **changes):
         backbone.arch, config.model.head.in_channels = SMALL_ARCH, 16
     config.merge_from_dict(changes)
     return config
-
-
-def numbers(model):
-    """How many heads each layer has that can lose some."""
-    return [layer.num_heads for layer in prunable_heads(model).values()]
 
 
 class Recorder(Hook):

@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 
-import attncnn_plugin  # noqa: F401
+from attncnn_plugin.pruning import prunable_heads
 
 TIMM_KINDS = ['sa_quadratic_cifar', 'sa_generalized_cifar', 'sa_learned_cifar', 'sa_learned_content_cifar']
 SMALL = dict(embed_dim=16, depth=2, num_heads=3, mlp_dim=24)
@@ -41,6 +41,11 @@ def trained_like(model):
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model
+
+
+def numbers(model):
+    """How many heads each layer has that can lose some."""
+    return [layer.num_heads for layer in prunable_heads(model).values()]
 
 
 def model_with_head(center, name='sa_quadratic_cifar', sqrt_precision=1.0):

@@ -30,13 +30,7 @@ OF_MMPRETRAIN = {
     'VisionTransformer': dict(arch=ARCH, img_size=SIZE, patch_size=8),
     'DeiT3': dict(arch=ARCH, img_size=SIZE, patch_size=8),
     'BEiTViT': dict(arch=ARCH, img_size=SIZE, patch_size=8),
-    'SwinTransformer': dict(
-        arch=SWIN_ARCH,
-        img_size=SIZE,
-        patch_size=4,
-        window_size=4,
-        out_indices=(1,),
-    ),
+    'SwinTransformer': dict(arch=SWIN_ARCH, img_size=SIZE, patch_size=4, window_size=4, out_indices=(1,)),
 }
 
 OTHERS = {  # those that cannot start as a convolution, of either library

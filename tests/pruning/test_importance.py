@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.small import small_timm
-from helpers.vits import SIZE, output_of, small_classifier, small_vit
+from helpers.vits import OF_HUGGING_FACE, SIZE, output_of, small_classifier, small_vit
 from torch.utils.flop_counter import FlopCounterMode
 
 from attncnn_plugin.analysis.observed_attention import observed_attention
@@ -131,22 +131,28 @@ def test_costs_with_tables_that_are_parameters(frozen):
     assert all(parameter.requires_grad for parameter in model.blocks[1].parameters())
 
 
-@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'beit_base_patch16_224', 'swin_tiny_patch4_window7_224'])
+@pytest.mark.parametrize(
+    'name', ['vit_tiny_patch16_224', 'beit_base_patch16_224', 'swin_tiny_patch4_window7_224', *OF_HUGGING_FACE]
+)
 def test_costs_are_those_that_go(name):
+    """As PyTorch counts them; so is what is left."""
     model, images = small_vit(name), torch.randn(1, 3, SIZE, SIZE)
 
-    def measured():
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            for layer in prunable_heads(model).values():
-                layer.module.fused_attn = False
+    def check():
+        total, costs = head_costs(model, lambda: model(images))
+        for layer in prunable_heads(model).values():
+            layer.module.fused_attn = False  # of timm
+        kernel = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+        with FlopCounterMode(display=False) as counter, torch.no_grad(), kernel:
             model(images)
-        return counter.get_total_flops() // 2
+        assert total == counter.get_total_flops() // 2
+        return total, costs
 
-    total, costs = head_costs(model, lambda: model(images))
-    assert total == measured()
-    first = next(iter(costs))
-    prune_heads(model, {first: [1]})
-    assert total - measured() == costs[first][1]
+    for layer in prunable_heads(model):
+        before, costs = check()
+        change = prune_heads(model, {layer: [1]})
+        assert change.parameters_after == sum(own.numel() for own in model.parameters()) < change.parameters_before
+        assert before - check()[0] == costs[layer][1]
 
 
 def test_costs_of_a_part_and_inside_of_another_module():

@@ -61,13 +61,9 @@ def test_the_training_goes_on_as_that_of_the_convolutions(kind):
 def test_groups_and_names():
     """Whatever takes the place of a weight joins its group, values' biases that of the bias."""
     model = small_cnn()
-    optimizer = torch.optim.SGD(
-        [
-            dict(params=[(name, p) for name, p in model.named_parameters() if p.ndim > 1], weight_decay=0.1),
-            dict(params=[(name, p) for name, p in model.named_parameters() if p.ndim <= 1]),
-        ],
-        lr=0.1,
-    )
+    weights = [(name, p) for name, p in model.named_parameters() if p.ndim > 1]
+    others = [(name, p) for name, p in model.named_parameters() if p.ndim <= 1]
+    optimizer = torch.optim.SGD([dict(params=weights, weight_decay=0.1), dict(params=others)], lr=0.1)
     report = convs_to_attention(model, 'stem', content='additive', alpha=6.0)
     replace_parameters(optimizer, report)
     weights, others = optimizer.param_groups

@@ -16,10 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.parametrizations import weight_norm
 
-from attncnn_plugin.attention import (
-    GeneralizedQuadraticAttention,
-    QuadraticAttention,
-)
+from attncnn_plugin.attention import GeneralizedQuadraticAttention, QuadraticAttention
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.pruning import (
     find_degenerate_heads,
@@ -322,10 +319,7 @@ def test_compiled_without_some_heads(name):
 @pytest.mark.parametrize(
     'other, message',
     [
-        (
-            dict(embed_dim=12),
-            r'value.weight of the state dict has shape \(12, 36\), that of the model \(16, 48\): .*width',
-        ),
+        (dict(embed_dim=12), r'weight of the state dict has shape \(12, 36\), that of the model \(16, 48\): .*width'),
         (dict(num_heads=4), 'blocks.0.attn has 4 heads in the state dict, but num_heads=3 in the model'),
     ],
 )

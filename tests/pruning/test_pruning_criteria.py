@@ -60,10 +60,6 @@ def condition_number(layer):
     return criteria.condition_number(factor_of(layer.gaussian_heads(), ''))
 
 
-def relative_entropy(layer, size):
-    return relative_entropy_of_maps(exact_maps(layer, size))
-
-
 def values(found):
     return [(entry.head, entry.criterion, entry.value, entry.duplicate_of) for entry in found]
 
@@ -124,16 +120,8 @@ def test_thresholds_of_the_paper():
         first, second = math.sqrt(first), math.sqrt(second)
         return [c * first, -s * second, s * first, c * second]
 
-    layer = generalized(
-        [
-            turned(1, 1),
-            turned(3, 3 / 0.99e3),
-            turned(3, 3 / 1.01e3),
-            turned(1.01e-5, 0.99e-5),
-            turned(0.99e-5, 0.98e-5),
-            turned(9e-6, 1e-12),
-        ]
-    )
+    near = (1, 1), (3, 3 / 0.99e3), (3, 3 / 1.01e3), (1.01e-5, 0.99e-5), (0.99e-5, 0.98e-5), (9e-6, 1e-12)
+    layer = generalized([turned(*pair) for pair in near])
     report = find_degenerate_heads(layer)
     assert [(head.head, head.criterion) for head in report.found] == [(2, 'stripe'), (4, 'uniform'), (5, 'uniform')]
     of_the_text = generalized([turned(3, 3 / 0.99e5), turned(3, 3 / 1.01e5)])
@@ -164,7 +152,7 @@ def test_relative_entropy(height, width):
     layer = generalized([[4, 0.3, 0.2, 3], [0, 0, 0, 0], [60, 0, 0, 60], [0.1, 0, 0, 0.1]])
     with torch.no_grad():
         layer.encoding.center.mul_(0.1)
-    value = relative_entropy(layer, (height, width))
+    value = relative_entropy_of_maps(exact_maps(layer, (height, width)))
     assert torch.equal(relative_entropy_of_maps(layer.exact_attention_probs((height, width))), value)
     for head, probs in enumerate(copy.deepcopy(layer).double().attention_probs((height, width)).tolist()):
         entropy = [-sum(p * math.log(p) for p in row if p > 0) for row in probs]
@@ -209,12 +197,7 @@ def test_a_degenerate_head_is_not_the_kept_one_of_a_group(names):
 
 
 @pytest.mark.parametrize(
-    'make',
-    [
-        lambda: quadratic([1.0, 0.5]),
-        lambda: generalized([[1, 0, 0, 1], [0, 0, 0, 1]]),
-        learned,
-    ],
+    'make', [lambda: quadratic([1.0, 0.5]), lambda: generalized([[1, 0, 0, 1], [0, 0, 0, 1]]), learned]
 )
 def test_a_search_reads_the_parameters_alone(make):
     layer = make().train()

@@ -8,7 +8,7 @@ import timm
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from helpers.small import small_cmhsa, small_timm
+from helpers.small import numbers, small_cmhsa, small_timm
 from helpers.vits import SIZE, small_vit
 from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from attncnn_plugin import follow_state_dict
-from attncnn_plugin.pruning import prunable_heads, prune_heads, replace_parameters
+from attncnn_plugin.pruning import prune_heads, replace_parameters
 from attncnn_plugin.training import PruneHeads, TwoPhases, follow_with_optimizer, parts_in_phases, to_attention
 
 EPOCHS, SWITCH, PRUNE = 6, 2, 4
@@ -28,6 +28,18 @@ IMAGES, LABELS = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_se
 def batches_of(epoch):
     order = torch.randperm(8, generator=torch.Generator().manual_seed(epoch))
     return list(zip(IMAGES[order].split(4), LABELS[order].split(4)))
+
+
+def step(model, optimizer, images=IMAGES, labels=LABELS):
+    """With a closure, as LBFGS asks for."""
+
+    def closure():
+        optimizer.zero_grad()
+        loss = cross_entropy(model(images), labels)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
 
 
 def cnn():
@@ -80,12 +92,6 @@ class Training:
             self.optimizer.load_state_dict(checkpoint['optimizer'])
             self.epoch = checkpoint['epoch']
 
-    def step(self, images, labels):
-        self.optimizer.zero_grad()
-        cross_entropy(self.model(images), labels).backward()
-        self.optimizer.step()
-        self.average.update(self.model)
-
     def run(self, epochs):
         """Trains some epochs, and yields the checkpoint after each."""
         self.model.train()
@@ -93,7 +99,8 @@ class Training:
             for part in self.parts:
                 part.on_epoch_begin(self.model, self.optimizer, self.epoch, [self.average.module])
             for batch in batches_of(self.epoch):
-                self.step(*batch)
+                step(self.model, self.optimizer, *batch)
+                self.average.update(self.model)
             self.epoch += 1
             states = dict(model=self.model, average=self.average.module, optimizer=self.optimizer)
             yield copy.deepcopy(dict(epoch=self.epoch, **{key: own.state_dict() for key, own in states.items()}))
@@ -106,10 +113,6 @@ class Training:
 def whole(request):
     training = Training(*request.param)
     return request.param, training, list(training.run(EPOCHS))
-
-
-def number_of_heads(model):
-    return sum(layer.num_heads for layer in prunable_heads(model).values())
 
 
 def test_model_average_and_optimizer(whole):
@@ -127,9 +130,9 @@ def test_model_average_and_optimizer(whole):
         assert state['exp_avg'].shape == parameter.shape and state['step'] == steps
         assert state.get('lookahead_slow_buff', parameter).shape == parameter.shape
     assert all('lookahead_slow_buff' in state for state in states.values()) == (optimizer == 'Lookahead')
-    heads = {'CMHSA': 12, 'CNN': number_of_heads(training.model), 'ViT': number_of_heads(training.model)}[kind]
-    assert number_of_heads(training.model) == number_of_heads(training.average.module) == heads
-    assert heads < {'CMHSA': 18, 'CNN': 9, 'ViT': 6}[kind]
+    heads = numbers(training.model)
+    assert numbers(training.average.module) == heads
+    assert sum(heads) == 12 if kind == 'CMHSA' else sum(heads) < {'CNN': 9, 'ViT': 6}[kind]
     for name, value in training.average.module.state_dict().items():
         assert value.shape == training.model.state_dict()[name].shape
 
@@ -160,10 +163,8 @@ def test_the_second_phase_is_that_of_a_new_optimizer(optimizer):
     model.to_attention(torch.Generator().manual_seed(0))
     anew = OPTIMIZERS[optimizer](model)
     for epoch in range(SWITCH, EPOCHS):
-        for images, labels in batches_of(epoch):
-            anew.zero_grad()
-            cross_entropy(model(images), labels).backward()
-            anew.step()
+        for batch in batches_of(epoch):
+            step(model, anew, *batch)
     for name, value in model.state_dict().items():
         assert torch.equal(value, last['model'][name]), name
 
@@ -209,18 +210,26 @@ def test_pruning_draws_no_random_numbers():
         for epoch in range(2):
             for part in parts:
                 assert part.on_epoch_begin(model, optimizer, epoch) is None
-            for images, labels in DataLoader(TensorDataset(IMAGES, LABELS), 4, shuffle=True):
-                optimizer.zero_grad()
-                cross_entropy(model(images), labels).backward()
-                optimizer.step()
+            for batch in DataLoader(TensorDataset(IMAGES, LABELS), 4, shuffle=True):
+                step(model, optimizer, *batch)
         states.append(model.state_dict())
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
-def train_a_rank(rank, folder):
+def on_a_rank(rank, function, folder):
     dist.init_process_group('gloo', init_method=f'file://{folder}/meeting', rank=rank, world_size=2)
+    torch.save(function(rank, slice(4 * rank, 4 * rank + 4), folder), folder / f'{rank}.pt')
+    dist.destroy_process_group()
+
+
+def on_two_ranks(function, folder):
+    """What a function of the rank, its half of the images and a folder returns on each of two ranks."""
+    torch.multiprocessing.start_processes(on_a_rank, (function, folder), nprocs=2, start_method='fork')
+    return [torch.load(folder / f'{rank}.pt') for rank in range(2)]
+
+
+def train_a_rank(rank, half, folder):
     torch.manual_seed(rank)  # DDP brings the ranks together
-    half = slice(4 * rank, 4 * rank + 4)
     ddp = DistributedDataParallel(small_cmhsa('conv'))
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
     parts = TwoPhases(epoch=1), PruneHeads(epoch=2, batches=[(IMAGES[half], LABELS[half])], keep=12)
@@ -228,19 +237,15 @@ def train_a_rank(rank, folder):
         for part in parts:
             if part.on_epoch_begin(ddp.module, optimizer, epoch):
                 ddp = DistributedDataParallel(ddp.module)
-        optimizer.zero_grad()
-        cross_entropy(ddp(IMAGES[half]), LABELS[half]).backward()
-        optimizer.step()
+        step(ddp, optimizer, IMAGES[half], LABELS[half])
         if epoch == 0 and rank == 0:
-            torch.save(ddp.module.state_dict(), f'{folder}/start.pt')
-    torch.save(ddp.module.state_dict(), f'{folder}/{rank}.pt')
-    dist.destroy_process_group()
+            torch.save(ddp.module.state_dict(), folder / 'start.pt')
+    return ddp.module.state_dict()
 
 
 def test_two_ranks_are_one_training(tmp_path):
     """The ranks stay equal, and do what one process does with the batches of both."""
-    torch.multiprocessing.start_processes(train_a_rank, (str(tmp_path),), nprocs=2, start_method='fork')
-    one, other = (torch.load(tmp_path / f'{rank}.pt') for rank in range(2))
+    one, other = on_two_ranks(train_a_rank, tmp_path)
     model = small_cmhsa('conv')
     model.load_state_dict(torch.load(tmp_path / 'start.pt'))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -248,10 +253,8 @@ def test_two_ranks_are_one_training(tmp_path):
     for epoch in range(1, 4):
         for part in parts:
             part.on_epoch_begin(model, optimizer, epoch)
-        optimizer.zero_grad()
-        cross_entropy(model(IMAGES), LABELS).backward()
-        optimizer.step()
-    assert number_of_heads(model) == 12
+        step(model, optimizer)
+    assert sum(numbers(model)) == 12
     for name, value in model.state_dict().items():
         assert torch.equal(one[name], other[name]), name
         assert torch.allclose(one[name], value, atol=1e-5), name
@@ -325,11 +328,7 @@ def test_a_frozen_first_block():
     assert (
         {*optimizer.param_groups[0]['params']}
         == trained
-        == {*model.parameters()}
-        - {
-            *model.blocks[0].parameters(),
-            *model.stem.proj.parameters(),
-        }
+        == {*model.parameters()} - {*model.blocks[0].parameters(), *model.stem.proj.parameters()}
     )
 
 
@@ -341,7 +340,7 @@ def test_a_layer_of_one_head():
     pruner = PruneHeads(1, [images], lambda model, images: model(images).logits.square().mean(), keep=2)
     for epoch in range(2):
         pruner.on_epoch_begin(model, [], epoch)
-    assert number_of_heads(model) == 2
+    assert sum(numbers(model)) == 2
 
 
 def test_no_images_and_no_loss():
@@ -413,8 +412,7 @@ def test_a_resumed_model_that_did_not_follow():
 def test_an_optimizer_whose_state_cannot_lose_entries():
     model = vit()
     optimizer = torch.optim.Adafactor(model.parameters())
-    cross_entropy(model(IMAGES), LABELS).backward()
-    optimizer.step()
+    step(model, optimizer)
     expected, held = copy.deepcopy(model.state_dict()), [id(p) for p in optimizer.param_groups[0]['params']]
     message = r'row_var of a Adafactor has shape \(\d+, 1\) for a parameter of .* use an optimizer such as AdamW'
     with pytest.raises(ValueError, match=message):
@@ -446,18 +444,12 @@ def test_an_optimizer_whose_state_is_no_tensor(build, message):
     model = vit(embed_dim=24)
     optimizer = build(model.parameters())
 
-    def closure():
-        optimizer.zero_grad()
-        loss = cross_entropy(model(IMAGES), LABELS)
-        loss.backward()
-        return loss
-
     PruneHeads(epoch=0, batches=[(IMAGES, LABELS)], keep=5).on_epoch_begin(model, optimizer, 0)  # without a state yet
-    optimizer.step(closure)
+    step(model, optimizer)
     with pytest.raises(ValueError, match=message):
         PruneHeads(epoch=1, batches=[(IMAGES, LABELS)], keep=3).on_epoch_begin(model, optimizer, 1)
-    assert number_of_heads(model) == 5
-    optimizer.step(closure)
+    assert sum(numbers(model)) == 5
+    step(model, optimizer)
 
 
 class Sharpness(torch.optim.Optimizer):
@@ -477,16 +469,10 @@ def test_an_optimizer_that_keeps_more_than_groups(build):
     model, parts = small_cmhsa('conv'), [TwoPhases(epoch=1), PruneHeads(epoch=2, batches=[(IMAGES, LABELS)], keep=12)]
     optimizer = build(model.parameters(), lr=1e-3)
 
-    def closure():
-        optimizer.zero_grad()
-        loss = cross_entropy(model(IMAGES), LABELS)
-        loss.backward()
-        return loss
-
     for epoch in range(3 if build is Sharpness else 2):
         for part in parts:
             part.on_epoch_begin(model, optimizer, epoch)
-        optimizer.step(closure)
+        step(model, optimizer)
     if build is Sharpness:
         states = optimizer.base_optimizer.state
         assert set(states) == set(model.parameters()) and {state['step'].item() for state in states.values()} == {2}
@@ -513,18 +499,14 @@ def judged_by(batches):
     return PruneHeads(criteria=[dict(type='entropy', threshold=0.0)]).judge(model, batches)
 
 
-def judge_on_a_rank(rank, folder):
-    dist.init_process_group('gloo', init_method=f'file://{folder}/meeting', rank=rank, world_size=2)
-    half = slice(4 * rank, 4 * rank + 4)
+def judge_on_a_rank(rank, half, folder):
     judged = judged_by([(IMAGES[half], LABELS[half])])
     found = {name: [entry.value for entry in report.found] for name, report in judged.reports.items()}
-    torch.save((judged.heads, found, judged.means['blocks.0.attn'].mean), f'{folder}/{rank}.pt')
-    dist.destroy_process_group()
+    return judged.heads, found, judged.means['blocks.0.attn'].mean
 
 
 def test_two_ranks_judge_by_the_batches_of_both(tmp_path):
-    torch.multiprocessing.start_processes(judge_on_a_rank, (str(tmp_path),), nprocs=2, start_method='fork')
-    one, other = (torch.load(tmp_path / f'{rank}.pt') for rank in range(2))
+    one, other = on_two_ranks(judge_on_a_rank, tmp_path)
     judged = judged_by([(IMAGES, LABELS)])
     assert one[0] == other[0] == judged.heads and one[1] == other[1]
     for name, report in judged.reports.items():

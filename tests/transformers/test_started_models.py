@@ -18,11 +18,7 @@ from attncnn_plugin.transformers import init_as_convolution, set_sine_cosine_emb
         ('mixer_s32_224', {}, 'MlpMixer'),
         ('swinv2_tiny_window8_256', {}, 'WindowAttention that cannot start as a convolution: it compares .* angle'),
         ('convit_tiny', dict(depth=11), 'blocks.0.attn is a GPSA that cannot start .* no softmax of scores'),
-        (
-            'xcit_nano_12_p16_224',
-            {},
-            'blocks.0.attn of a Xcit is a XCA of timm.models.xcit: the classes that are known',
-        ),
+        ('xcit_nano_12_p16_224', {}, '0.attn of a Xcit is a XCA of timm.models.xcit: the classes that are known'),
         ('vit_tiny_patch16_224', dict(depth=1, qk_norm=True), 'it normalizes queries and keys'),
         ('vit_tiny_patch16_224', dict(depth=1, pos_embed='none'), 'a VisionTransformer has no position encoding'),
         ('vit_relpos_small_patch16_224', dict(depth=1), 'blocks.0.attn are a RelPosMlp without a table of biases'),
@@ -178,9 +174,7 @@ def test_other_classes():
     model = small_vit()
     model.blocks[0].attn.__class__ = Renamed
     model.blocks[1].attn.__class__ = MixedHeads
-    with pytest.raises(
-        ValueError, match='blocks.1.attn of a VisionTransformer is a MixedHeads of .* that are known are'
-    ):
+    with pytest.raises(ValueError, match='blocks.1.attn of a VisionTransformer is a MixedHeads of .* that are known'):
         init_as_convolution(model)
     model.blocks[1].attn.__class__ = Renamed
     assert len(init_as_convolution(model).layers) == 3

@@ -171,15 +171,8 @@ def test_class_entries_stay(shared):
 def test_windows():
     """Swin's, also shifted ones: each attends among the patches of its window that are neighbours in the image."""
     window, height = 4, 12
-    model = small_vit(
-        'swin_tiny_patch4_window7_224',
-        (height, height),
-        depth=None,
-        window_size=window,
-        embed_dim=16,
-        depths=(2,),
-        num_heads=(2,),
-    )
+    settings = dict(depth=None, window_size=window, embed_dim=16, depths=(2,), num_heads=(2,))
+    model = small_vit('swin_tiny_patch4_window7_224', (height, height), **settings)
     report = init_as_convolution(model, alpha=1.0)
     assert [layer.grid for layer in report.layers] == [(4, 4)] * 2
     plain, shifted = attention_of(model, random_images(find_transformer(model))[:1])

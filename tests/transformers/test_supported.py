@@ -67,14 +67,8 @@ COLUMNS = {
 
 
 def test_rows():
-    tried = set(ROWS.values())
-    others = {
-        'cait_xxs24_224',
-        'deit_tiny_distilled_patch16_224',
-        'eva02_base_patch14_224',
-        'vit_small_patch16_rope_224',
-    }
-    assert tried | others == set(SETTINGS)
+    others = 'cait_xxs24_224', 'deit_tiny_distilled_patch16_224', 'eva02_base_patch14_224', 'vit_small_patch16_rope_224'
+    assert {*ROWS.values(), *others} == set(SETTINGS)
 
 
 @pytest.mark.parametrize('row', ROWS)

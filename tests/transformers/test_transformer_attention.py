@@ -22,7 +22,7 @@ from attncnn_plugin.transformers.adapters import ADAPTERS, Attention, adapter_of
 from attncnn_plugin.transformers.attention import TokenPlaces, visit_vit_attention, visited_attention
 
 VIT, BEIT, SWIN = 'vit_tiny_patch16_224', 'beit_base_patch16_224', 'swin_tiny_patch4_window7_224'
-MODELS = [*OF_TIMM, *OF_MMPRETRAIN, *OTHERS]
+UNSEEN = 'cait_xxs24_224', 'VisionTransformer', 'DeiT3'  # in tests of their own
 
 
 def own_attention(model, images):
@@ -47,9 +47,7 @@ def test_every_class_is_tested():
     assert ours and all(adapter in tested for adapter in ours)
 
 
-@pytest.mark.parametrize(
-    'name', [name for name in MODELS if name not in ('cait_xxs24_224', 'VisionTransformer', 'DeiT3')]
-)
+@pytest.mark.parametrize('name', [name for name in (*OF_TIMM, *OF_MMPRETRAIN, *OTHERS) if name not in UNSEEN])
 @torch.no_grad()
 def test_probabilities_are_those_of_the_library(name):
     """To 1e-12 in float64, where the tokens are said to be; the model stays as it was."""
@@ -126,10 +124,8 @@ def test_masks(kind):
 
 def build_swin(kind, pixels, window):
     if kind == 'timm':
-        settings = dict(embed_dim=4, depths=(2,), num_heads=(2,), window_size=window)
-        model = timm.create_model(
-            SWIN, img_size=pixels, always_partition=pixels[0] > pixels[1], strict_img_size=False, **settings
-        )
+        settings = dict(embed_dim=4, depths=(2,), num_heads=(2,), window_size=window, strict_img_size=False)
+        model = timm.create_model(SWIN, img_size=pixels, always_partition=pixels[0] > pixels[1], **settings)
         return model, [block.attn for block in model.layers[0].blocks]
     settings = dict(arch=dict(embed_dims=4, depths=[2], num_heads=[2]), img_size=pixels, window_size=window)
     build = pytest.importorskip('mmpretrain').registry.MODELS.build
@@ -160,9 +156,7 @@ def test_windows(kind, rows, columns, window):
 
 def test_padding_of_windows_is_left_out():
     """5x5 tokens in windows of 4: the last windows have three rows or columns of padding, which attention goes to."""
-    model = timm.create_model(
-        'swin_tiny_patch4_window7_224', img_size=20, embed_dim=4, depths=(1,), num_heads=(1,), window_size=4
-    )
+    model = timm.create_model(SWIN, img_size=20, embed_dim=4, depths=(1,), num_heads=(1,), window_size=4)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -262,9 +256,7 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize('function', [mean_attention, head_report])
 def test_memory_of_windows(function):
     """Nothing between all patches is there for several images at once: of 16x16 in windows of 4."""
-    model = timm.create_model(
-        'swin_tiny_patch4_window7_224', img_size=64, embed_dim=4, depths=(2,), num_heads=(4,), window_size=4
-    )
+    model = timm.create_model(SWIN, img_size=64, embed_dim=4, depths=(2,), num_heads=(4,), window_size=4)
     with LargestTensor() as mode:
         function(model, torch.randn(4, 3, 64, 64))
     assert mode.largest == 4 * 256**2

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import timm
 import torch
+from helpers.small import numbers
 from helpers.vits import OF_TIMM, SETTINGS, SIZE, output_of, small_vit
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
@@ -102,7 +103,7 @@ def test_number_of_the_block(name):
     model = small_vit(name)
     assert list(layer_labels(shown_layers(model)).values()) == ['block 0', 'block 1']
     prune_heads(model, {1: [0]})
-    assert [layer.num_heads for layer in prunable_heads(model).values()] == [3, 2]
+    assert numbers(model) == [3, 2]
 
 
 @pytest.mark.parametrize(
@@ -187,19 +188,9 @@ def test_class_attention():
     [
         ('vit_srelpos_small_patch16_224', {}, ValueError, 'has shared_rel_pos, which all layers share'),
         ('vit_small_patch16_rope_mixed_224', {}, ValueError, 'has rope, which all layers share'),
-        (
-            VIT,
-            dict(scale_attn_norm=True),
-            TypeError,
-            'heads cannot be removed from a Attention: it has a norm over all',
-        ),
+        (VIT, dict(scale_attn_norm=True), TypeError, 'heads cannot be removed from a Attention: it has a norm over'),
         ('convit_tiny', {}, TypeError, 'heads cannot be removed from a GPSA: its probabilities are no softmax'),
-        (
-            'xcit_nano_12_p16_224',
-            dict(patch_size=16),
-            TypeError,
-            r'is a XCA of timm.models.xcit: the classes that are known are',
-        ),
+        ('xcit_nano_12_p16_224', dict(patch_size=16), TypeError, 'XCA of timm.models.xcit: the classes that are known'),
     ],
 )
 def test_refused(name, changes, error, message):
@@ -326,10 +317,7 @@ def tie(model, name):
         (lambda model: weight_norm(model.blocks[1].attn.qkv), r'qkv.weight is no parameter of its own: remove the par'),
         (lambda model: tie(model, 'weight'), r'blocks.0.attn.qkv.weight and blocks.1.attn.qkv.weight are one'),
         (lambda model: tie(model, 'bias'), r'blocks.0.attn.qkv.bias and blocks.1.attn.qkv.bias are one'),
-        (
-            lambda model: setattr(model.blocks[1].attn, 'qkv', model.blocks[0].attn.qkv),
-            'are one parameter; give each its own',
-        ),
+        (lambda model: setattr(model.blocks[1].attn, 'qkv', model.blocks[0].attn.qkv), 'one parameter; give each its'),
     ],
 )
 def test_refused_parameters(change, message):
@@ -371,7 +359,7 @@ def test_refused_as_a_whole():
     model.blocks[1].attn.forward = lambda x, **kwargs: x
     with pytest.raises(TypeError, match='something else has replaced its forward pass'):
         prune_heads(model, {0: [0], 1: [0]})
-    assert [layer.num_heads for layer in prunable_heads(model).values()] == [3, 3]
+    assert numbers(model) == [3, 3]
 
 
 def test_other_state_dicts_are_refused():
@@ -403,7 +391,7 @@ def test_meta_device_takes_the_heads():
     load(model, pruned.state_dict(), assign=True)
     prune_heads(alone, heads_to_remove(alone))
     for other in (model, alone):
-        assert [layer.num_heads for layer in prunable_heads(other).values()] == [2, 1]
+        assert numbers(other) == [2, 1]
     assert alone(images.to('meta')).shape == pruned(images).shape
 
 

@@ -5,10 +5,10 @@ import xml.dom.minidom
 
 import numpy as np
 import pytest
-import timm
 import torch
 from helpers.logs import accuracy, write_log
 from helpers.small import model_with_head, small_cmhsa, small_timm
+from helpers.vits import small_vit
 from matplotlib import pyplot
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
@@ -242,9 +242,8 @@ def test_the_transition_is_marked_once(tmp_path):
         write_log(tmp_path / name, '1', [*accuracy(10.0, 20.0), {'transition/relative_change': 1e-5, 'step': 1}])
     axes = plot_metric({name: tmp_path / name for name in 'ab'}).axes[0]
     (mark,) = [line for line in axes.get_lines() if line.get_gid() == 'transition']
-    assert set(mark.get_xdata()) == {1} and [text.get_text() for text in axes.texts] == [
-        'convolutions become attention'
-    ]
+    assert set(mark.get_xdata()) == {1}
+    assert [text.get_text() for text in axes.texts] == ['convolutions become attention']
 
 
 def test_the_movement_of_centres():
@@ -271,9 +270,7 @@ def test_curves_of_trainings_by_iterations(tmp_path):
 
 def test_centres_of_windows_are_means_over_queries():
     """Uniform heads look nowhere in particular; a single query would show its place in its window."""
-    model = timm.create_model(
-        'swin_tiny_patch4_window7_224', img_size=64, embed_dim=4, depths=(2,), num_heads=(1,), window_size=4
-    )
+    model = small_vit('swin_tiny_patch4_window7_224', img_size=64, embed_dim=4, depths=(2,), num_heads=(1,))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()

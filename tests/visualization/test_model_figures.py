@@ -4,7 +4,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
 from helpers.small import small_timm, trained_like
@@ -172,10 +171,6 @@ def test_what_cannot_be_drawn():
     for plot in (plot_attention, plot_heads):
         with pytest.raises(TypeError, match=r'images=3 must be a tensor \(B, C, H, W\)'):
             plot(vit, 3)
-        with pytest.raises(ValueError, match=r'images have shape \(1, 4, 32, 32\), but .* 3 channels'):
-            plot(vit, torch.randn(1, 4, SIZE, SIZE))
-        with pytest.raises(ValueError, match='no attention'):
-            plot(timm.create_model('resnet18'), images)
     bare = small_vit('vit_tiny_patch16_224')
     prune_heads(bare, {0: [0, 1, 2], 1: [0, 1, 2]}, allow_empty=True)
     with pytest.raises(ValueError, match='model is a VisionTransformer that has no heads left'):

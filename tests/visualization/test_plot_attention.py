@@ -13,6 +13,8 @@ from mmpretrain import get_model
 from attncnn_plugin import visualization
 from attncnn_plugin.analysis import mean_attention
 
+QUADRATIC = ['quadratic.py', 'quadratic.pth', '--figure']
+
 
 @pytest.fixture(scope='module')
 def checkpoints(tmp_path_factory, repository):
@@ -102,16 +104,10 @@ def test_what_the_tool_draws(checkpoints, tool, monkeypatch):
         (['--figure', 'movement', '--runs', 'a', 'b'], 'one training'),
         (['--figure', 'accuracy', '--runs', 'x', '--out', 'a.pdf'], 'must end in .png or .svg'),
         (['a.py', 'a.pth', '--figure', 'content', '--num-images', '0'], '--num-images 0 must be at'),
-        (['quadratic.py', 'quadratic.pth', '--figure', 'content'], '--figure probabilities draws it'),
-        (
-            ['quadratic.py', 'quadratic.pth', '--figure', 'probabilities', '--query', '8', '0'],
-            'query=(8, 0) must be a row from 0 to 7',
-        ),
+        ([*QUADRATIC, 'content'], '--figure probabilities draws it'),
+        ([*QUADRATIC, 'probabilities', '--query', '8', '0'], 'query=(8, 0) must be a row from 0 to 7'),
         (['learned_content.py', 'learned_content.pth', '--figure', 'content', '--size', '4', '4'], '--size is for'),
-        (
-            ['quadratic.py', 'quadratic.pth', '--figure', 'centers', '--image', '3'],
-            '--image is for attention that depends',
-        ),
+        ([*QUADRATIC, 'centers', '--image', '3'], '--image is for attention that depends'),
         (['--figure', 'accuracy', '--runs', 'run', 'run'], 'the same name'),
         (['--figure', 'accuracy', '--runs', 'run', '--offsets', 'run'], 'run must be LABEL=EPOCH'),
     ],
