@@ -12,6 +12,8 @@ from PIL import Image
 
 from attncnn_plugin.mm.config_model import ConfigModel
 
+MEAN, STD = [120, 110, 100], [60, 61, 62]
+
 
 def photo(seed, height=16, width=16):
     """More red than green, more green than blue."""
@@ -19,12 +21,12 @@ def photo(seed, height=16, width=16):
     return (noise + [180, 100, 20]).astype(np.uint8)
 
 
-def save_config(folder, repository, to_rgb=True, **options):
+def save_config(folder, repository, **options):
     """A small network for images in a folder, and its checkpoint."""
     config = Config.fromfile(str(repository / 'configs/sa_quadratic_digits.py'))
     config.model.backbone.update(arch=SMALL_ARCH, in_channels=3)
     config.model.head.in_channels = 16
-    config.data_preprocessor = dict(num_classes=10, mean=[120, 110, 100], std=[60, 61, 62], to_rgb=to_rgb)
+    config.data_preprocessor = dict(num_classes=10, mean=MEAN, std=STD, to_rgb=True)
     steps = [dict(type='LoadImageFromFile'), dict(type='PackInputs')]
     config.test_dataloader.dataset = dict(type='CustomDataset', data_root=str(folder / 'data'), pipeline=steps)
     config.merge_from_dict(options)
@@ -61,16 +63,13 @@ def test_files_are_read_as_the_test_set_reads_them(folder):
     assert all(torch.equal(image, images[3 * i]) for i, image in enumerate(loaded.read_folder(folder / 'data', 2)))
     assert torch.equal(loaded.image('4'), images[4])
     assert torch.equal(loaded.image(str(folder / 'data/class1/4.png')), images[4])
-    expected = (photo(1).transpose(2, 0, 1) - np.array([120, 110, 100])[:, None, None]) / np.array([60, 61, 62])[
-        :, None, None
-    ]
-    assert np.allclose(loaded.inputs(images)[1].numpy(), expected, atol=1e-5)
+    expected = (photo(1) - np.array(MEAN)) / np.array(STD)
+    assert np.allclose(loaded.inputs(images)[1].permute(1, 2, 0).numpy(), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize('to_rgb', [True, False])
-def test_pictures_are_red_first(folder, repository, to_rgb):
-    save_config(folder, repository, to_rgb)
-    loaded = load(folder)
+def test_pictures_are_red_first(folder, to_rgb):
+    loaded = load(folder, **{'data_preprocessor.to_rgb': to_rgb})
     image = loaded.read(folder / 'data/class0/0.png')
     assert np.array_equal(loaded.picture(image), photo(0))
     assert torch.equal(image, loaded.test_set[0]['inputs'])
@@ -88,35 +87,17 @@ def test_how_the_step_that_loads_files_is_written(folder, loading):
         assert np.array_equal(loaded.picture(loaded.read(folder / 'data/class0/0.png')), photo(0))
 
 
-def test_images_in_memory_are_red_first(folder, repository):
-    save_config(
-        folder,
-        repository,
-        to_rgb=False,
-        **{
-            'test_dataloader.dataset': dict(
-                _delete_=True, type='CIFAR10', data_prefix='nowhere', test_mode=True, pipeline=[dict(type='PackInputs')]
-            )
-        },
-    )
-    loaded = load(folder)
+def test_images_in_memory_are_red_first(folder):
+    in_memory = dict(_delete_=True, type='CIFAR10', data_prefix='nowhere', pipeline=[dict(type='PackInputs')])
+    loaded = load(folder, **{'data_preprocessor.to_rgb': False, 'test_dataloader.dataset': in_memory})
     image = loaded.read(folder / 'data/class0/0.png')
     assert np.array_equal(image.permute(1, 2, 0).numpy(), photo(0)) and np.array_equal(loaded.picture(image), photo(0))
 
 
 def test_grey_images(folder, repository):
-    save_config(
-        folder,
-        repository,
-        **{
-            'model.backbone.in_channels': 1,
-            'data_preprocessor': dict(_delete_=True, mean=[100], std=[50]),
-            'test_dataloader.dataset.pipeline': [
-                dict(type='LoadImageFromFile', color_type='grayscale'),
-                dict(type='PackInputs'),
-            ],
-        },
-    )
+    steps = [dict(type='LoadImageFromFile', color_type='grayscale'), dict(type='PackInputs')]
+    options = {'data_preprocessor': dict(_delete_=True, mean=[100], std=[50]), 'model.backbone.in_channels': 1}
+    save_config(folder, repository, **options, **{'test_dataloader.dataset.pipeline': steps})
     loaded = load(folder)
     image = loaded.read(folder / 'data/class0/0.png')
     assert image.shape == (1, 16, 16)

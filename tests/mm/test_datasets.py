@@ -91,13 +91,6 @@ def test_classes_of_one_name_or_of_none(labels, classes, largest, message):
     assert np.bincount(labels_of(balanced_subset(dataset, largest))).tolist() == [largest // 3] * 3
 
 
-def test_part_of_the_digits():
-    digits = dict(type='Digits', split='train', pipeline=[dict(type='PackInputs')])
-    subset = DATASETS.build(dict(type='BalancedSubset', dataset=digits, num_images=100))
-    assert subset[99]['inputs'].shape == (1, 8, 8) and subset.metainfo['classes'][9] == '9'
-    assert np.bincount([subset[i]['data_samples'].gt_label.item() for i in range(100)]).tolist() == [10] * 10
-
-
 @pytest.mark.parametrize(
     'labels, num_images, message',
     [
@@ -116,9 +109,7 @@ def test_parts_that_cannot_be_had(labels, num_images, message):
 
 def test_no_dataset():
     for dataset in ([1], ConcatDataset([LabelsAlone([0, 1])])):
-        with pytest.raises(
-            TypeError, match='of BalancedSubset must be a dataset of mmengine or mmpretrain and no wrapper'
-        ):
+        with pytest.raises(TypeError, match='of BalancedSubset must be a dataset of mmengine .* and no wrapper'):
             DATASETS.build(dict(type='BalancedSubset', dataset=dataset, num_images=1))
 
 
@@ -184,12 +175,6 @@ def test_as_the_preprocessor_of_mmpretrain():
     black = -torch.tensor(settings['mean']) / torch.tensor(settings['std'])
     assert (seen['inputs'] == black[:, None, None]).all(1).any()
     assert [sample.gt_label.item() for sample in seen['data_samples']] == [0, 1, 2]
-
-
-@pytest.mark.parametrize('arguments', [dict(flip=1.5), dict(shift=-1)])
-def test_no_flip_and_shift(arguments):
-    with pytest.raises(ValueError, match='of FlipAndShift must be'):
-        FlipAndShift(**arguments)
 
 
 METRIC_LIST = [dict(type='Accuracy', topk=(1,)), dict(type='CrossEntropy')]

@@ -1,4 +1,4 @@
-"""The last line of a tool's output: what is missing, and what would do."""
+"""The last line of a tool's output: what is missing, and what would do; and settings that are refused at once."""
 
 import importlib
 import sys
@@ -6,9 +6,9 @@ from urllib.error import URLError
 
 import pytest
 import torch
-from mmengine.config import Config
+from helpers.digits import run, small_config
 from mmpretrain.datasets import utils
-from mmpretrain.registry import DATASETS, MODELS
+from mmpretrain.registry import DATASETS, HOOKS, MODELS
 
 import attncnn_plugin
 from attncnn_plugin import installation as frameworks
@@ -32,11 +32,8 @@ def test_data_set_that_cannot_be_downloaded(name, tool, no_network, repository, 
     """The data set, its folder, and the option for another."""
     config = str(repository / 'configs/cmhsa5_cifar100.py')
     checkpoint = [] if name == 'train.py' else ['nothing.pth']
-    small = [
-        'model.backbone.num_layers=1',
-        'train_dataloader.num_workers=0',
-        'train_dataloader.persistent_workers=False',
-    ]
+    small = ['model.backbone.num_layers=1', 'train_dataloader.num_workers=0']
+    small += ['train_dataloader.persistent_workers=False']
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
         tool(name, config, *checkpoint, '--work-dir', 'out', '--cfg-options', *small)
@@ -80,19 +77,8 @@ def test_other_errors_of_data_sets(no_network, tmp_path):
     assert one_line(caught.value) == 'URLError: <urlopen error Name or service not known>'
 
 
-def test_a_config_that_inherits(tmp_path):
-    (tmp_path / 'user.py').write_text(
-        "_base_ = __import__('attncnn_plugin').config_path('sa_quadratic_digits.py')\n"
-        "model = dict(backbone=dict(arch='base'))\n"
-    )
-    backbone = Config.fromfile(tmp_path / 'user.py').model.backbone
-    assert (backbone.type, backbone.arch) == ('SAQuadratic', 'base')
-
-
 def test_a_config_that_is_not_there():
-    with pytest.raises(
-        FileNotFoundError, match="name='sa_nonsense.py' is no config of attncnn_plugin, which are .*sa_q"
-    ):
+    with pytest.raises(FileNotFoundError, match="name='sa_nonsense.py' is no config of attncnn_plugin, which .*sa_q"):
         attncnn_plugin.config_path('sa_nonsense.py')
 
 
@@ -117,10 +103,6 @@ def test_similar_configs(tmp_path):
 def test_other_errors():
     assert missing_file(FileNotFoundError('a.pth can not be found.')) is None
     assert missing_file(PermissionError(13, 'Permission denied', 'a.py')) is None
-
-
-def test_here_all_is_well():
-    assert frameworks.import_problem() is None and tools.config_problem() is None
 
 
 @pytest.mark.parametrize(
@@ -162,3 +144,37 @@ def test_a_neck_that_pools_again():
     with pytest.raises(ValueError) as caught:
         model(torch.rand(1, 3, 8, 8))
     assert 'the features are pooled already: write neck=None in model, or out_type="featmap"' in one_line(caught.value)
+
+
+@pytest.mark.parametrize(
+    'registry, name, settings, message',
+    [
+        (HOOKS, 'PhaseTransitionHook', dict(epoch=-1), 'epoch=-1 of PhaseTransitionHook must be the number of epochs'),
+        (HOOKS, 'PhaseTransitionHook', dict(epoch=1.5), 'epoch=1.5 of PhaseTransitionHook must be'),
+        (HOOKS, 'PhaseTransitionHook', dict(iter='3'), "iter='3' of PhaseTransitionHook must be the number of iterat"),
+        (HOOKS, 'PhaseTransitionHook', {}, 'PhaseTransitionHook: give one of them, the length of the first phase'),
+        (HOOKS, 'PhaseTransitionHook', dict(epoch=1, iter=2), 'epoch=1 and iter=2 of PhaseTransitionHook: give one'),
+        (HOOKS, 'HeadPruningHook', dict(epochs=[-1]), r'epochs=\[-1\] of HeadPruningHook must be epochs'),
+        (HOOKS, 'HeadPruningHook', dict(num_batches=0), 'num_batches=0 of HeadPruningHook must be at least 1'),
+        (HOOKS, 'AttentionVisualizationHook', dict(interval=0), 'interval=0 of AttentionVisualizationHook must be'),
+        (HOOKS, 'AttentionVisualizationHook', dict(interval=1.5), 'interval=1.5 of AttentionVisualizationHook must'),
+        (HOOKS, 'AttentionVisualizationHook', dict(num_images=0), 'num_images=0 of AttentionVisualizationHook must'),
+        (MODELS, 'FlipAndShift', dict(flip=1.5), 'flip=1.5 of FlipAndShift must be from 0 to 1'),
+        (MODELS, 'FlipAndShift', dict(shift=-1), 'shift=-1 at least 0'),
+    ],
+)
+def test_wrong_settings(registry, name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        registry.build(dict(type=f'mmpretrain.{name}', **settings))
+
+
+@pytest.mark.parametrize(
+    'name, settings',
+    [('PhaseTransitionHook', dict(epoch=2)), ('HeadPruningHook', dict(epochs=[0])), ('AttentionVisualizationHook', {})],
+)
+def test_a_loop_that_counts_iterations(name, settings, repository, tmp_path):
+    config = small_config(repository, tmp_path, 'sa_quadratic_digits')
+    config.custom_hooks = [dict(type=name, **settings)]
+    config.train_cfg, config.param_scheduler = dict(type='IterBasedTrainLoop', max_iters=4, val_interval=4), None
+    with pytest.raises(TypeError, match=f'{name} counts epochs, but the loop is a IterBasedTrainLoop'):
+        run(config)

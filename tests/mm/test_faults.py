@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import processes
 from helpers.images import write_images
-from helpers.processes import assert_equal, environment, write_configs
+from helpers.processes import assert_equal, environment, train, train_two, write_configs
 from mmpretrain.registry import MODELS
 
 import attncnn_plugin  # noqa: F401
@@ -43,29 +42,9 @@ def folder(tmp_path_factory, repository):
 
 
 @pytest.fixture(scope='module')
-def train(folder):
-    """Runs tools/train.py."""
-
-    def train(work_dir, *options, config='batch8.py', **kwargs):
-        return processes.train(folder / config, folder / work_dir, *options, **kwargs)
-
-    return train
-
-
-@pytest.fixture(scope='module')
-def train_two(folder):
-    """Runs tools/dist_train.sh with two processes."""
-
-    def train_two(work_dir, *options, config='batch4.py', **kwargs):
-        return processes.train_two(folder / config, folder / work_dir, *options, **kwargs)
-
-    return train_two
-
-
-@pytest.fixture(scope='module')
-def whole(folder, train):
+def whole(folder):
     """A run to which nothing happens."""
-    train('whole')
+    train(folder / 'batch8.py', folder / 'whole')
     return folder / 'whole'
 
 
@@ -75,32 +54,27 @@ def seen(work_dir, epoch):
     return Counter(image for e, images in lines for image in images if e == epoch)
 
 
-def last_line(log):
-    return log.strip().splitlines()[-1]
-
-
 # Killed.
 
 
-def test_killed_while_saving(folder, train, whole):
+def test_killed_while_saving(folder, whole):
     """While the checkpoint that last_checkpoint names is written again, with the best score."""
-    train('saving', expected=-signal.SIGKILL, FAULT='save,3,0')
-    work_dir = folder / 'saving'
+    config, work_dir = folder / 'batch8.py', folder / 'saving'
+    train(config, work_dir, expected=-signal.SIGKILL, FAULT='save,3,0')
     assert (work_dir / 'epoch_1.pth.part').stat().st_size == 1000
     assert (work_dir / 'last_checkpoint').read_text().endswith('epoch_1.pth') and torch.load(work_dir / 'epoch_1.pth')
-    log = train('saving', '--resume')
+    log = train(config, work_dir, '--resume')
     assert 'resumed epoch: 1, iter: 3' in log and 'damaged' not in log
     assert_equal(work_dir, whole, tolerance=0)
     assert not list(work_dir.glob('*.part'))
 
 
 @pytest.mark.slow
-def test_killed_at_a_random_moment(folder, train, whole, repository):
-    work_dir = folder / 'random'
-    command = ['python', repository / 'tools/train.py', folder / 'batch8.py', '--work-dir', work_dir]
-    process = subprocess.Popen(
-        [*map(str, command)], env=environment(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+def test_killed_at_a_random_moment(folder, whole, repository):
+    config, work_dir = folder / 'batch8.py', folder / 'random'
+    command = ['python', repository / 'tools/train.py', config, '--work-dir', work_dir]
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([*map(str, command)], env=environment(folder), **quiet)
     while process.poll() is None and not (work_dir / 'epoch_1.pth').exists():
         time.sleep(0.01)
     delay = random.SystemRandom().uniform(0, 1.0)
@@ -108,7 +82,7 @@ def test_killed_at_a_random_moment(folder, train, whole, repository):
     process.kill()
     process.wait()
     print(f'killed {delay:.3f} s after the first checkpoint')
-    train('random', '--resume')
+    train(config, work_dir, '--resume')
     assert_equal(work_dir, whole, tolerance=0)
 
 
@@ -147,41 +121,38 @@ def test_which_checkpoint_is_whole(whole, tmp_path):
 
 
 @pytest.mark.slow  # in one process: test_reliability_hooks.py
-def test_preempted_without_a_seed(folder, train):
+def test_preempted_without_a_seed(folder):
     """A signal to the whole group, data loading workers included; every image once an epoch all the same."""
-    options = [
-        '--cfg-options',
-        'train_cfg.max_epochs=2',
-        'randomness.seed=None',
-        'train_dataloader.num_workers=1',
-        'val_dataloader.num_workers=1',
-    ]
-    log = train('group', *options, expected=143, FAULT=f'group,{ITERATIONS},0')
+    config, work_dir = folder / 'batch8.py', folder / 'group'
+    workers = ['train_dataloader.num_workers=1', 'val_dataloader.num_workers=1']
+    options = ['--cfg-options', 'train_cfg.max_epochs=2', 'randomness.seed=None', *workers]
+    log = train(config, work_dir, *options, expected=143, FAULT=f'group,{ITERATIONS},0')
     assert 'DataLoader worker' not in log
-    train('group', '--resume', *options)
-    assert all(seen(folder / 'group', epoch) == Counter(range(24)) for epoch in range(2))
+    train(config, work_dir, '--resume', *options)
+    assert all(seen(work_dir, epoch) == Counter(range(24)) for epoch in range(2))
 
 
 @pytest.mark.slow
-def test_preempted_on_two_ranks(folder, train_two, whole):
+def test_preempted_on_two_ranks(folder, whole):
     """The signal reaches one rank alone, then torchrun."""
-    log = train_two('ranks', expected=1, FAULT=f'SIGTERM,{ITERATIONS},1')
+    config, work_dir = folder / 'batch4.py', folder / 'ranks'
+    log = train_two(config, work_dir, expected=1, FAULT=f'SIGTERM,{ITERATIONS},1')
     assert f'SIGTERM: stopped after iteration {ITERATIONS + 1}, saved' in log
-    log = train_two('ranks', '--resume', expected=1, FAULT=f'launcher,{ITERATIONS + 2},1')
+    log = train_two(config, work_dir, '--resume', expected=1, FAULT=f'launcher,{ITERATIONS + 2},1')
     assert 'SIGTERM: stopped after iteration' in log
-    log = train_two('ranks', '--resume')
+    train_two(config, work_dir, '--resume')
     for rank in (0, 1):
-        assert_equal(folder / 'ranks', folder / 'ranks', rank, tolerance=0)
-        assert_equal(folder / 'ranks', whole, rank, tolerance=1e-5)
+        assert_equal(work_dir, work_dir, rank, tolerance=0)
+        assert_equal(work_dir, whole, rank, tolerance=1e-5)
 
 
 # Out of numbers and ranks; out of disk: test_reliability_hooks.py.
 
 
 @pytest.mark.slow  # in one process: test_reliability_hooks.py
-def test_invalid_loss_on_one_rank(folder, train_two):
+def test_invalid_loss_on_one_rank(folder):
     work_dir = folder / 'nan'
-    log = train_two('nan', config='images.py', expected=1, FAULT=f'nan,{ITERATIONS},1')
+    log = train_two(folder / 'images.py', work_dir, expected=1, FAULT=f'nan,{ITERATIONS},1')
     assert log.count('FloatingPointError: loss=nan at iteration 4 (epoch 2), for the batch of ') >= 2  # on both ranks
     # Lines of two processes may run into each other: whole sentences are compared, not lines.
     saved = re.escape(f'nothing was saved since {work_dir}/epoch_1.pth: ')
@@ -193,9 +164,9 @@ def test_invalid_loss_on_one_rank(folder, train_two):
 
 
 @pytest.mark.slow
-def test_one_rank_dies(train_two):
+def test_one_rank_dies(folder):
     start = time.monotonic()
-    log = train_two('dead', expected=1, FAULT=f'SIGKILL,{ITERATIONS},1')
+    log = train_two(folder / 'batch4.py', folder / 'dead', expected=1, FAULT=f'SIGKILL,{ITERATIONS},1')
     assert time.monotonic() - start < 90
     assert 'Signal 9 (SIGKILL) received by PID' in log
 
@@ -203,35 +174,25 @@ def test_one_rank_dies(train_two):
 # Mistakes in the data and in the config.
 
 
-def test_damaged_image(folder, train):
+def test_damaged_image(folder):
     shutil.copytree(folder / 'images', folder / 'damaged_images')
     (folder / 'damaged_images/1/5.png').write_bytes(b'no image')
     root = f'train_dataloader.dataset.data_root={folder}/damaged_images'
-    log = train('image', '--cfg-options', root, config='images.py', expected=1)
-    assert last_line(log) == f'AssertionError: failed to load image: {folder}/damaged_images/1/5.png'
-
-
-def test_mistaken_config(train):
-    log = train('config', '--cfg-options', 'model.backbone.type=SAQuadratik', expected=1)
-    assert last_line(log) == (
-        "KeyError: type='SAQuadratik' is no model of mmpretrain or this plugin: did you mean SAQuadratic?"
-    )
+    log = train(folder / 'images.py', folder / 'image', '--cfg-options', root, expected=1)
+    said = f'AssertionError: failed to load image: {folder}/damaged_images/1/5.png'
+    assert log.strip().splitlines()[-1] == said
 
 
 def test_mistaken_backbone():
     """A misspelt argument: test_backbones.py."""
-    cases = {
-        'ValueError: num_heads=0 must be at least 1': dict(
-            type='SALearned',
-            content=True,
-            arch=dict(embed_dims=64, num_layers=1, num_heads=0, feedforward_channels=64),
-        ),
-        'ValueError: img_size=32 must be a multiple of patch_size=5': dict(type='CMHSA', img_size=32, patch_size=5),
-        "KeyError: type='Nonsense' is no model of mmpretrain or this plugin: is its module in custom_imports?": dict(
-            type='Nonsense'
-        ),
-    }
-    for said, config in cases.items():
+    headless = dict(embed_dims=64, num_layers=1, num_heads=0, feedforward_channels=64)
+    unknown = 'is no model of mmpretrain or this plugin:'
+    for said, config in (
+        ('ValueError: num_heads=0 must be at least 1', dict(type='SALearned', content=True, arch=headless)),
+        ('ValueError: img_size=32 must be a multiple of patch_size=5', dict(type='CMHSA', img_size=32, patch_size=5)),
+        (f"KeyError: type='SAQuadratik' {unknown} did you mean SAQuadratic?", dict(type='SAQuadratik')),
+        (f"KeyError: type='Nonsense' {unknown} is its module in custom_imports?", dict(type='Nonsense')),
+    ):
         with pytest.raises((KeyError, ValueError)) as error:
             MODELS.build(config)
         assert one_line(error.value).startswith(said)

@@ -15,15 +15,14 @@ from helpers.digits import (
     run,
     small_config,
 )
-from helpers.small import save_degenerate
+from helpers.small import SMALL_ARCH, save_degenerate
 from mmengine.hooks import Hook
 from mmengine.optim.optimizer import amp_optimizer_wrapper
-from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
 from attncnn_plugin.pruning import prunable_heads
 
-ARCH = dict(embed_dims=16, num_layers=2, num_heads=4, feedforward_channels=24)
+ARCH = dict(SMALL_ARCH, num_heads=4)
 VIT = dict(img_size=16, patch_size=4, in_channels=1)
 BACKBONES = {
     'VisionTransformer': dict(type='VisionTransformer', arch=ARCH, **VIT),
@@ -311,23 +310,9 @@ def test_criteria_of_attention_to_come(settings, repository, tmp_path):
 
 
 @pytest.mark.parametrize(
-    'settings, error, message',
-    [
-        (dict(epochs=[-1]), ValueError, r'epochs=\[-1\] of HeadPruningHook must be epochs'),
-        (dict(num_batches=0), ValueError, 'num_batches=0 of HeadPruningHook must be at least 1'),
-        (dict(epoch=5), TypeError, "unexpected keyword argument 'epoch'"),
-    ],
-)
-def test_settings_are_checked(settings, error, message):
-    with pytest.raises(error, match=message):
-        HOOKS.build(dict(type='mmpretrain.HeadPruningHook', **settings))
-
-
-@pytest.mark.parametrize(
     'name, settings, error, message',
     [
         (C20, dict(criteria=['ugly']), ValueError, "criterion 'ugly' is unknown"),
-        ('SALearned', dict(criteria=['uniform']), TypeError, "'entropy'"),
         ('VisionTransformer', dict(), TypeError, "layers.0.attn: the criterion 'stripe' is for Gaussian heads"),
         ('VisionTransformer', dict(criteria=['entropy'], layers='x*'), ValueError, "no attention with layers='x\\*'"),
         ('VisionTransformer', dict(keep=1), ValueError, 'keep=1 cannot be reached'),
@@ -336,15 +321,6 @@ def test_settings_are_checked(settings, error, message):
 )
 def test_refused_at_once(name, settings, error, message, repository, tmp_path):
     config = config_of(name, repository, tmp_path, dict(epochs=[EPOCHS - 1], **settings))
-    if name == 'SALearned':
-        config.model.backbone.type = name
     with pytest.raises(error, match=message):
         run(config)
     assert not list(tmp_path.glob('*.pth'))
-
-
-def test_a_loop_that_counts_iterations(repository, tmp_path):
-    config = config_of(C20, repository, tmp_path, dict(epochs=[0]))
-    config.train_cfg, config.param_scheduler = dict(type='IterBasedTrainLoop', max_iters=4), None
-    with pytest.raises(TypeError, match='HeadPruningHook counts epochs, but the loop is a IterBasedTrainLoop'):
-        run(config)

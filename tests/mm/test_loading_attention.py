@@ -5,11 +5,9 @@ import copy
 import mmpretrain
 import pytest
 import torch
-from mmengine import runner
-from mmengine.config import Config, ConfigDict
-from mmengine.model import BaseTTAModel, ExponentialMovingAverage
+from mmengine.config import ConfigDict
+from mmengine.model import ExponentialMovingAverage
 from mmengine.runner import load_checkpoint
-from torch import nn
 
 from attncnn_plugin.attention.images import ImageAttention
 from attncnn_plugin.convert import convs_to_attention
@@ -45,12 +43,6 @@ def trained(tmp_path):
     return model, x, file
 
 
-def by_function(file):
-    model = build(CLASSIFIER)
-    runner.load_state_dict(model, torch.load(file)['state_dict'], strict=True)
-    return model
-
-
 def by_load_checkpoint(file):
     model = build(CLASSIFIER)
     load_checkpoint(model, file, strict=True)
@@ -66,57 +58,18 @@ def by_initialization(file):
     return model
 
 
-class Wrapped(BaseTTAModel):
-    def merge_preds(self, data_samples_list):
-        pass
-
-
-def under_augmentation(file):
-    wrapper = Wrapped(build(CLASSIFIER))
-    load_checkpoint(wrapper, file, strict=True)
-    return wrapper.module
-
-
-class Distributed(nn.parallel.DistributedDataParallel):
-    def __init__(self, module):
-        nn.Module.__init__(self)
-        self.module = module
-
-
-def in_a_wrapper(file):
-    wrapper = Distributed(build(CLASSIFIER))
-    load_checkpoint(wrapper, file, strict=True)
-    return wrapper.module
-
-
 def by_average(file):
     averaged = ExponentialMovingAverage(build(CLASSIFIER))
     averaged.load_state_dict({f'module.{k}': v for k, v in torch.load(file)['state_dict'].items()}, strict=False)
     return averaged.module
 
 
-WAYS = dict(
-    function=by_function,
-    load_checkpoint=by_load_checkpoint,
-    initialization=by_initialization,
-    augmentation=under_augmentation,
-    wrapper=in_a_wrapper,
-    average=by_average,
-    get_model=lambda file: mmpretrain.get_model(Config(dict(model=CLASSIFIER)), file),
-    inferencer=lambda file: (
-        mmpretrain.ImageClassificationInferencer(
-            Config(dict(model=CLASSIFIER, test_dataloader=dict(dataset=dict(type='Digits', pipeline=[])))), file
-        ).model
-    ),
-)
-
-
-@pytest.mark.parametrize('way', WAYS)
+@pytest.mark.parametrize('way', [by_load_checkpoint, by_initialization, by_average])
 def test_the_backbone_takes_attention(way, trained):
     model, x, file = trained
-    loaded = WAYS[way](file)
+    loaded = way(file)
     loaded.eval()
-    assert way == 'average' or torch.equal(loaded(x), model(x))
+    assert way is by_average or torch.equal(loaded(x), model(x))
     assert sum(isinstance(module, ImageAttention) for module in loaded.modules()) == 5
     cnn = build(STOCK)
     cnn.eval()

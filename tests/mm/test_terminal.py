@@ -13,14 +13,8 @@ from helpers.processes import REPOSITORY, environment, free_port, run
 
 from attncnn_plugin.mm import tools
 
-SMALL = [
-    '--cfg-options',
-    'train_cfg.max_epochs=2',
-    'train_dataloader.dataset.indices=40',
-    'val_dataloader.dataset.indices=40',
-    'test_dataloader.dataset.indices=40',
-    'val_evaluator.topk=(1,3)',
-]
+SMALL = ['--cfg-options', 'train_cfg.max_epochs=2', 'val_evaluator.topk=(1,3)']
+SMALL += [f'{loader}_dataloader.dataset.indices=40' for loader in ('train', 'val', 'test')]
 
 
 @pytest.fixture(scope='module')
@@ -81,12 +75,9 @@ def test_warnings_of_others(log, recwarn):
     warnings.simplefilter('always')
     for message, module in tools.KNOWN_WARNINGS.items():
         warnings.filterwarnings('ignore', message, module=module)
-    warnings.warn_explicit(
-        "'pin_memory' argument is set as true but", UserWarning, 'x.py', 1, 'torch.utils.data.dataloader'
-    )
-    assert not recwarn.list
-    warnings.warn_explicit("'pin_memory' argument is set as true but", UserWarning, 'x.py', 1, 'mine')
-    assert len(recwarn.list) == 1
+    for module, shown in (('torch.utils.data.dataloader', 0), ('mine', 1)):
+        warnings.warn_explicit("'pin_memory' argument is set as true but", UserWarning, 'x.py', 1, module)
+        assert len(recwarn.list) == shown
 
 
 TOOL = """

@@ -14,12 +14,10 @@ from helpers.processes import REPOSITORY, assert_equal, rates, run, train, train
 from helpers.small import SMALL_ARCH, save_degenerate, small_cmhsa, small_timm
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
-from mmengine.runner import load_checkpoint
 from mmpretrain import FeatureExtractor, ImageClassificationInferencer
 from mmpretrain.registry import MODELS
 
 import attncnn_plugin.mm.safe_loading  # noqa: F401
-from attncnn_plugin import follow_state_dict
 from attncnn_plugin.convert import convs_to_attention
 
 EPOCHS, SWITCH, ITERATIONS = 4, 2, 3  # epochs, the epoch of the transition or the pruning, iterations of an epoch
@@ -30,7 +28,7 @@ TRANSITION = """dict(type='PhaseTransitionHook', epoch=2, optim_wrapper=dict(opt
 VIT = dict(
     _delete_=True,
     type='VisionTransformer',
-    arch=dict(embed_dims=16, num_layers=2, num_heads=4, feedforward_channels=24),
+    arch=dict(SMALL_ARCH, num_heads=4),
     img_size=16,
     patch_size=4,
     in_channels=1,
@@ -245,21 +243,18 @@ def test_converter_refuses_a_file_in_one_sentence(folder, tmp_path):
     """Missing, damaged, malicious, no dictionary, of another model."""
     path = tmp_path / 'bad.pth'
     for content, message in (
-        (None, r'.*/bad\.pth can not be found\.'),
-        (b'PK\x03\x04 cut', r'.*/bad\.pth is damaged or no checkpoint at all: give a whole file .*'),
-        (
-            Payload(print, 'run'),
-            r'.*/bad\.pth was refused and nothing in it was run: it asks for .*print, but a checkpoint may hold .*',
-        ),
-        ([1], r'.*/bad\.pth holds a list, but a checkpoint is a dictionary of weights, .*'),
-        ({'state_dict': {}}, r'.*/bad\.pth does not fit the model of .*/CMHSA8\.py: .*backbone.*'),
+        (None, 'can not be found'),
+        (b'PK\x03\x04 cut', 'is damaged or no checkpoint at all: give a whole file'),
+        (Payload(print, 'run'), 'was refused and nothing in it was run: it asks for .*print, but'),
+        ([1], 'holds a list, but a checkpoint is a dictionary of weights'),
+        ({'state_dict': {}}, 'does not fit the model of .*/CMHSA8.py: .*backbone'),
     ):
         if isinstance(content, bytes):
             path.write_bytes(content)
         elif content is not None:
             torch.save(content, path)
         log = converter(folder / 'CMHSA8.py', path, tmp_path / 'no.pth', folder=folder, expected=1)
-        assert 'Traceback' not in log and re.fullmatch(message, log.strip().splitlines()[-1])
+        assert 'Traceback' not in log and re.match(f'{path} {message}', log.strip().splitlines()[-1])
     assert not (tmp_path / 'no.pth').exists()
 
 
@@ -307,10 +302,6 @@ def test_transformer_pruned_without_a_training(options, heads, kind, whole_of, f
     'kind, options, message',
     [
         ('SAGeneralized', ['--heads', '{0: [7]}'], 'heads=[7] must be different heads from 0 to 2'),
-        ('SAGeneralized', ['--heads', '[0]'], "--heads '[0]' must be the heads of each block, for instance '{0: [1,"),
-        ('SAGeneralized', ['--heads', '{0: [0, 1, 2]}'], 'are all heads of the layer: keep one'),
-        ('SAGeneralized', ['--heads', '{7: [1]}'], 'heads of 7 are to be removed, but there are 0'),
-        ('SAGeneralized', ['--criterion', 'ugly'], "criterion 'ugly' is unknown"),
         ('SAGeneralized', ['--criterion', 'importance'], 'says how many heads go'),
         ('SAGeneralized', ['--criterion', 'entropy', '--keep', '3'], 'add it to --criterion'),
         ('VisionTransformer', ['--criterion', 'stripe'], "the criterion 'stripe' is for Gaussian heads"),
@@ -320,15 +311,6 @@ def test_pruning_refuses(kind, options, message, whole_of, folder):
     start = folder / 'start.pth' if kind == 'SAGeneralized' else whole_of(kind) / 'epoch_1.pth'
     log = pruned(kind, start, options, folder, expected=1)
     assert message in log.strip().splitlines()[-1] and 'Traceback' not in log
-
-
-def test_a_pruned_transformer_in_python(whole_of, folder, modules):
-    checkpoint = str(whole_of('VisionTransformer') / f'epoch_{EPOCHS}.pth')
-    model, saved = mmpretrain.get_model(str(folder / 'VisionTransformer8.py')), torch.load(checkpoint)['state_dict']
-    follow_state_dict(model, saved)
-    load_checkpoint(model, checkpoint, strict=True)
-    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
-    assert sum(layer.attn.num_heads for layer in model.backbone.layers) < 8
 
 
 def test_a_config_without_hooks_of_the_plugin(whole_of, folder, repository, tmp_path):

@@ -30,16 +30,9 @@ class Witness(Hook):
     seen = []
 
     def before_train_iter(self, runner, batch_idx, data_batch=None):
+        numbers = torch.get_rng_state().sum().item(), np.random.get_state()[1].sum(), random.getstate()[1]
         modes = [module.training for module in runner.model.modules()]
-        Witness.seen.append(
-            (
-                torch.get_rng_state().sum().item(),
-                np.random.get_state()[1].sum(),
-                random.getstate()[1],
-                modes,
-                data_batch['inputs'][0].sum().item(),
-            )
-        )
+        Witness.seen.append((*numbers, data_batch['inputs'][0].sum().item(), modes))
 
 
 def config_of(repository, work_dir, name='sa_quadratic_digits', hooks=(), epochs=2):
@@ -66,7 +59,7 @@ def test_the_training_does_not_notice_it(repository, tmp_path, name):
         weights.append(runner.model.state_dict())
         seen.append(Witness.seen)
     assert len(seen[0]) == 6 and seen[0] == seen[1]
-    assert False in seen[0][0][3] and True in seen[0][0][3]
+    assert False in seen[0][0][-1] and True in seen[0][0][-1]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
@@ -141,15 +134,9 @@ def test_model_without_attention_layers(repository, tmp_path):
 def test_self_supervised_learning_with_several_views(repository, tmp_path):
     config = config_of(repository, tmp_path, hooks=[HOOK], epochs=1)
     backbone = dict(config.model.backbone, out_type='avg_featmap')
-    neck = dict(
-        type='NonLinearNeck', in_channels=16, hid_channels=16, out_channels=8, num_layers=2, with_avg_pool=False
-    )
-    config.model = dict(
-        type='SimCLR',
-        backbone=backbone,
-        neck=neck,
-        head=dict(type='ContrastiveHead', loss=dict(type='CrossEntropyLoss'), temperature=0.1),
-    )
+    neck = dict(type='NonLinearNeck', in_channels=16, hid_channels=16, out_channels=8, with_avg_pool=False)
+    head = dict(type='ContrastiveHead', loss=dict(type='CrossEntropyLoss'), temperature=0.1)
+    config.model = dict(type='SimCLR', backbone=backbone, neck=neck, head=head)
     config.data_preprocessor = dict(type='SelfSupDataPreprocessor', mean=[77.9], std=[95.9])
     config.train_dataloader.collate_fn = dict(type='default_collate')
     config.train_dataloader.dataset.pipeline = [
@@ -159,20 +146,6 @@ def test_self_supervised_learning_with_several_views(repository, tmp_path):
     config.val_dataloader = config.val_cfg = config.val_evaluator = None
     run(config)
     assert list(read_centers(tmp_path)) == LAYERS
-
-
-@pytest.mark.parametrize('settings', [dict(interval=0), dict(interval=1.5), dict(num_images=0)])
-def test_wrong_settings(settings):
-    ((name, value),) = settings.items()
-    with pytest.raises(ValueError, match=f'{name}={value} of AttentionVisualizationHook'):
-        AttentionVisualizationHook(**settings)
-
-
-def test_a_loop_that_does_not_count_epochs(repository, tmp_path):
-    config = config_of(repository, tmp_path, hooks=[HOOK])
-    config.train_cfg = dict(type='IterBasedTrainLoop', max_iters=1, val_interval=1)
-    with pytest.raises(TypeError, match='IterBasedTrainLoop'):
-        run(config)
 
 
 def test_heads_that_give_nothing_to_the_grid(monkeypatch):
@@ -194,10 +167,9 @@ def test_heads_that_give_nothing_to_the_grid(monkeypatch):
     assert heads == {'head0', 'head2'} and len(recorded) == 2 * 2 * 3
 
 
-VIT_ARCH = dict(embed_dims=16, num_layers=2, num_heads=4, feedforward_channels=24)
 BACKBONES = {
     'SALearned': dict(content=True, arch=SMALL_ARCH, img_size=16, out_type='avg_featmap'),
-    'VisionTransformer': dict(arch=VIT_ARCH, img_size=16, patch_size=4),
+    'VisionTransformer': dict(arch=dict(SMALL_ARCH, num_heads=4), img_size=16, patch_size=4),
     'SwinTransformer': dict(
         arch=dict(embed_dims=16, depths=[2], num_heads=[4]), img_size=16, patch_size=2, window_size=4, out_indices=(0,)
     ),
