@@ -291,9 +291,9 @@ class CMHSA(GridBackbone, CMHSANetwork, BaseBackbone):
         >>> model = CMHSA(img_size=32, patch_size=4, num_layers=2, phase='conv')
         >>> print(model.to_attention())
         layer          before      after    parameters
-        blocks.0.attn  3×3 kernel  9 heads  84 → 85,101
-        blocks.1.attn  3×3 kernel  9 heads  84 → 85,101
-        model                               37,800 → 209,610
+        blocks.0.attn  3×3 kernel  9 heads  84 → 85,017
+        blocks.1.attn  3×3 kernel  9 heads  84 → 85,017
+        model                               37,992 → 210,210
     """
 
     def __init__(
