@@ -154,7 +154,7 @@ def test_gradients(kind, size):
 def test_attention_dropout_drops_probabilities(kind):
     layer = TOKENS[kind](4, 2, attn_drop=0.5, dtype=torch.float64)
     x = torch.randn(1, 3, 3, 4, dtype=torch.float64)
-    mean = torch.stack([layer(x) for _ in range(4000)]).mean(0)
+    mean = torch.stack([layer(x) for _ in range(500)]).mean(0)
     assert not torch.equal(layer(x), layer(x))
     assert torch.allclose(mean, layer.eval()(x), atol=0.08)
 
