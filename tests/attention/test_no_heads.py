@@ -56,7 +56,7 @@ def test_in_place_of_a_convolution(ndim, groups, options):
         conv = CONVOLUTIONS[ndim](4, 6, 3, stride, padding, groups=groups, bias=bias, padding_mode=padding_mode)
         pruned, expected = without_heads(conv_to_mhsa(conv, **options)[0])
         for batch in (1, 2):
-            x = torch.randn(batch, 4, *[6, 5, 3][:ndim])
+            x = torch.randn(batch, 4, *([4, 3, 3] if ndim == 3 else [6, 5][:ndim]))
             check_outputs(pruned, expected, x)
         check_heads(pruned, expected, x)
 
