@@ -88,7 +88,7 @@ def test_same_bits_compiled(name, monkeypatch):
         return outputs_and_gradients(torch.compile(layer, backend='aot_eager'), x)
 
     torch.manual_seed(0)
-    for case in CASES[1:4]:
+    for case in (CASES[1], CASES[3]):
         assert_same_bits(name, case, torch.float32, run, monkeypatch)
 
 
