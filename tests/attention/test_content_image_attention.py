@@ -25,18 +25,13 @@ def cases(draw):
 
 def probabilities(attention, x):
     """Those of every query for every pixel of the padded image, from the equations; and the padded image."""
-    conv_window, ndim = attention.window, x.ndim - 2
-    padded = conv_window.pad(x)
-    pixels = torch.tensor(list(itertools.product(*map(range, padded.shape[2:])))).reshape(-1, ndim)
-    queries = []
-    for axis, n in enumerate(padded.shape[2:]):
-        k, s, d = (getattr(conv_window, name)[axis] for name in ('kernel_size', 'stride', 'dilation'))
-        queries.append([d * (k - 1) // 2 + o for o in range(0, n - d * (k - 1), s)])
-    queries = torch.tensor(list(itertools.product(*queries))).reshape(-1, ndim)
+    window, padded = attention.window, attention.window.pad(x)
+    pixels = torch.tensor(list(itertools.product(*map(range, padded.shape[2:]))))
+    axes = zip(padded.shape[2:], window.kernel_size, window.stride, window.dilation)
+    queries = [[d * (k - 1) // 2 + o for o in range(0, n - d * (k - 1), s)] for n, k, s, d in axes]
+    queries = torch.tensor(list(itertools.product(*queries)))
     delta = pixels - queries[:, None]  # (Q, K, ndim)
-    flat = padded.flatten(2)
-    index = torch.tensor([range(n) for n in [len(pixels)]])[0].reshape(padded.shape[2:])
-    at_queries = flat[..., index[tuple(queries.T)]]
+    flat, at_queries = padded.flatten(2), padded[(slice(None), slice(None), *queries.T)]
     weights = [getattr(attention, name).weight.unflatten(0, (attention.num_heads, -1)) for name in ('query', 'key')]
     query, key = (torch.einsum('hdc,bcn->bhnd', w, tokens) for w, tokens in zip(weights, (at_queries, flat)))
     content = torch.einsum('bhqd,bhkd->bhqk', query, key) / query.shape[-1] ** 0.5
@@ -111,17 +106,13 @@ def test_is_the_equations(case, seed):
 def test_gradients(conv, content, position, window_size):
     attention = conv_to_mhsa(conv.double(), content=content, position=position, window_size=window_size, qk_dim=2)[0]
     randomize(attention)
-    x = torch.randn(1, 2, *[5, 4][: x_axes(conv)], dtype=torch.float64, requires_grad=True)
+    x = torch.randn(1, 2, *[5, 4][: conv.weight.ndim - 2], dtype=torch.float64, requires_grad=True)
     names, parameters = zip(*attention.named_parameters())
 
     def function(x, *values):
         return torch.func.functional_call(attention, dict(zip(names, values)), x)
 
     assert torch.autograd.gradcheck(function, (x, *parameters))
-
-
-def x_axes(conv):
-    return conv.weight.ndim - 2
 
 
 @pytest.mark.parametrize('content', ['additive', 'gated'])

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from helpers.convolutions import CONVOLUTIONS, is_regular
-from helpers.layers import LAYERS
+from helpers.layers import LAYERS, takes_images
 from torch import nn
 
 from attncnn_plugin.analysis import head_report
@@ -56,7 +56,7 @@ def test_in_place_of_a_convolution(ndim, groups, options):
         conv = CONVOLUTIONS[ndim](4, 6, 3, stride, padding, groups=groups, bias=bias, padding_mode=padding_mode)
         pruned, expected = without_heads(conv_to_mhsa(conv, **options)[0])
         for batch in (1, 2):
-            x = torch.randn(batch, 4, *[6, 5, 3][:ndim])
+            x = torch.randn(batch, 4, *([4, 3, 3] if ndim == 3 else [6, 5][:ndim]))
             check_outputs(pruned, expected, x)
         check_heads(pruned, expected, x)
 
@@ -64,7 +64,7 @@ def test_in_place_of_a_convolution(ndim, groups, options):
 @pytest.mark.parametrize('name', ATTENTION)
 def test_layer(name):
     pruned, expected = without_heads(LAYERS[name]())
-    shape = (4, 6, 8) if 'image' in name or 'converted' in name else (6, 8, 4)
+    shape = (4, 6, 8) if takes_images(name) else (6, 8, 4)
     for batch in (1, 2):
         check_outputs(pruned, expected, torch.randn(batch, *shape))
     x = torch.randn(2, *shape)

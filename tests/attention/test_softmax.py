@@ -41,14 +41,7 @@ def random_layer(name, alpha, centers):
 
 
 # α, how far away centres are, and the grid: soft heads, far centres, trained ones, hard ones, one token alone.
-CASES = [
-    (0.5, 2, (16, 12)),
-    (2, 30, (9, 9)),
-    (6, 2, (3, 4)),
-    (46, 2, (8, 8)),
-    (800, 9, (6, 5)),
-    (2, 3, (1, 1)),
-]
+CASES = [(0.5, 2, (16, 12)), (2, 30, (9, 9)), (6, 2, (3, 4)), (46, 2, (8, 8)), (800, 9, (6, 5)), (2, 3, (1, 1))]
 
 
 def outputs_and_gradients(layer, x, autocast=None):
@@ -95,7 +88,7 @@ def test_same_bits_compiled(name, monkeypatch):
         return outputs_and_gradients(torch.compile(layer, backend='aot_eager'), x)
 
     torch.manual_seed(0)
-    for case in CASES[1:4]:
+    for case in (CASES[1], CASES[3]):
         assert_same_bits(name, case, torch.float32, run, monkeypatch)
 
 

@@ -7,7 +7,7 @@ that comes in is contiguous, or the other way round.
 import pytest
 import torch
 from helpers.convolutions import CHANNELS_LAST, content_settings, convolutions, is_regular
-from helpers.layers import LAYERS
+from helpers.layers import LAYERS, takes_images
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_cuda_without_gpu import MODELS
@@ -100,7 +100,7 @@ def test_convolution_between_batch_norms(case, data):
 def test_layer_between_batch_norms(name, size, training):
     """Tokens are those of images, as the features of a CNN."""
     layer = LAYERS[name]().double()
-    if not ('image' in name or 'converted' in name):
+    if not takes_images(name):
         layer = ChannelsFirst(layer)
     if name == 'content_image_groups':  # without padding
         size = (size[0] + 2, size[1] + 2)

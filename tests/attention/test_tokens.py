@@ -12,22 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
 
-from attncnn_plugin.attention import (
-    ContentAttention,
-    QuadraticAttention,
-)
+from attncnn_plugin.attention import ContentAttention, QuadraticAttention
 
 POSITION_ONLY = [kind for kind in TOKENS if 'content' not in kind]
 POSITIONS = ['relative_learned', 'relative_sinusoidal', 'relative_quadratic', 'relative_generalized']
-
-
-def gradients_are_those_of_differences(layer, x):
-    names, parameters = zip(*layer.named_parameters())
-
-    def run(x, *values):
-        return functional_call(layer, dict(zip(names, values)), x)
-
-    return torch.autograd.gradcheck(run, (x, *parameters), fast_mode=x.numel() > 32)
 
 
 def output_by_equation(layer, x, probs):
@@ -151,41 +139,33 @@ def test_content(position, dtype, height, width, batch, seed):
 @pytest.mark.parametrize('size', [(3, 2), (1, 3)])
 def test_gradients(kind, size):
     layer = TOKENS[kind](4, 2, dtype=torch.float64)
-    assert gradients_are_those_of_differences(layer, torch.randn(2, *size, 4, dtype=torch.float64, requires_grad=True))
+    x = torch.randn(2, *size, 4, dtype=torch.float64, requires_grad=True)
+    names, parameters = zip(*layer.named_parameters())
 
+    def run(x, *values):
+        return functional_call(layer, dict(zip(names, values)), x)
 
-@pytest.mark.parametrize('kind', TOKENS)
-@pytest.mark.parametrize('grid', [(4, 4), (2, 1)])
-def test_all_parameters_have_gradients(kind, grid):
-    """Training on several devices waits for each of them, also for b_k, which changes nothing."""
-    layer = TOKENS[kind](4, 2)
-    layer(torch.randn(2, *grid, 4)).sin().sum().backward()
-    assert all(p.grad is not None for p in layer.parameters())
-    if 'content' in kind:
-        assert layer.key.bias.grad.abs().max() <= 1e-6 < layer.query.bias.grad.abs().max()
+    assert torch.autograd.gradcheck(run, (x, *parameters), fast_mode=x.numel() > 32)
+    # None may be unused, b_k neither, which changes nothing: training on several devices waits for each gradient.
+    torch.autograd.grad(layer(x).sum(), parameters)
 
 
 @pytest.mark.parametrize('kind', ['quadratic', 'content'])
 def test_attention_dropout_drops_probabilities(kind):
     layer = TOKENS[kind](4, 2, attn_drop=0.5, dtype=torch.float64)
     x = torch.randn(1, 3, 3, 4, dtype=torch.float64)
-    mean = torch.stack([layer(x) for _ in range(4000)]).mean(0)
+    mean = torch.stack([layer(x) for _ in range(500)]).mean(0)
     assert not torch.equal(layer(x), layer(x))
     assert torch.allclose(mean, layer.eval()(x), atol=0.08)
 
 
-@pytest.mark.parametrize('kind', TOKENS)
+@pytest.mark.parametrize('kind', [kind for kind in TOKENS if 'content' in kind])
 def test_scores_stay_float32_under_autocast(kind):
+    """The projections are autocast's own; what is made of them is not rounded any further."""
     layer, x = TOKENS[kind](8, 3), torch.randn(2, 6, 7, 8)
-    probs_of = layer.position_probs if layer.has_position_scores else lambda _: torch.zeros(())
-    expected = probs_of((6, 7))
     with torch.autocast('cpu', dtype=torch.bfloat16):
-        assert torch.equal(probs_of((6, 7)), expected) and layer(x).dtype == torch.bfloat16
-        if not layer.depends_on_content:
-            return
         scores, query, key = layer.attention_scores(x), layer.query(x), layer.key(x)
     assert scores.dtype == torch.float32 and query.dtype == torch.bfloat16
-    # The projections are autocast's own; what is made of them is not rounded any further.
     layer.query.register_forward_hook(lambda *_: query.float())
     layer.key.register_forward_hook(lambda *_: key.float())
     assert torch.allclose(scores, layer.attention_scores(x), atol=1e-5)
@@ -225,7 +205,6 @@ def test_shapes_of_the_released_code():
     'make, message',
     [
         (lambda: QuadraticAttention(4, 0), 'num_heads=0'),
-        (lambda: QuadraticAttention(4, 2, attn_drop=1.5), '1.5'),
         (lambda: ContentAttention(4, 2, position='rotary'), "position='rotary' is unknown"),
         (lambda: ContentAttention(5, 2), 'dim=5 must be even'),
         (lambda: ContentAttention(4, 2).attention_probs((3, 3)), "position='relative_learned'.* depend on the input"),

@@ -123,25 +123,18 @@ def test_construction_of_the_paper_fails_at_the_border():
 @pytest.mark.parametrize(
     'conv, options, message',
     [
-        (nn.Conv2d(1, 1, 3, padding=1, stride=2), dict(patch_size=3), 'stride=2 of conv does not divide patch_size=3'),
-        (nn.Conv2d(1, 1, 3), dict(patch_size=4), 'padding of 0 and 0 pixels around a window of 3 with stride 1'),
-        (nn.Conv2d(1, 1, 3, padding=2), dict(patch_size=4), 'padding of 2 and 2 pixels'),
-        (nn.Conv2d(1, 1, 3, padding=1, padding_mode='reflect'), dict(patch_size=4), "padding_mode='reflect'"),
-        (
-            nn.Conv2d(1, 1, 3, padding=1),
-            dict(patch_size=0),
-            'patch_size=0 must be a positive integer, or one for each of 2 axes',
-        ),
-        (nn.Conv2d(1, 1, 3, padding=1), dict(patch_size=4.0), 'patch_size=4.0 must be'),
-        (nn.Conv2d(1, 1, 3, padding=1), dict(patch_size=(2, 2, 2)), r'patch_size=\(2, 2, 2\) must be'),
-        (nn.Conv2d(1, 1, 3, padding=1), dict(head_dim='narrow'), "head_dim='narrow' is unknown: choose 'exact'"),
-        (nn.Conv2d(1, 1, 3, padding=1), dict(head_dim=4), 'head_dim=4 is unknown'),
-        (nn.Conv2d(1, 1, 3, padding=1), dict(qk_dim=0), 'qk_dim=0 must be at least 1'),
+        (dict(stride=2), dict(patch_size=3), 'stride=2 of conv does not divide patch_size=3'),
+        (dict(padding=0), {}, 'padding of 0 and 0 pixels around a window of 3 with stride 1'),
+        (dict(padding=2), {}, 'padding of 2 and 2 pixels'),
+        (dict(padding_mode='reflect'), {}, "padding_mode='reflect'"),
+        ({}, dict(patch_size=4.0), 'patch_size=4.0 must be a positive integer, or one for each of 2 axes'),
+        ({}, dict(head_dim='narrow'), "head_dim='narrow' is unknown: choose 'exact'"),
+        ({}, dict(qk_dim=0), 'qk_dim=0 must be at least 1'),
     ],
 )
 def test_what_cannot_be_converted(conv, options, message):
     with pytest.raises(ValueError, match=message):
-        conv_to_patch_mhsa(conv, **{'patch_size': 4, **options})
+        conv_to_patch_mhsa(nn.Conv2d(1, 1, 3, **{'padding': 1, **conv}), **{'patch_size': 4, **options})
 
 
 def test_wrong_images_and_modules():

@@ -7,23 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.grids import SHIFTS, gaussian_layer
+from helpers.layers import TOKENS
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from attncnn_plugin.attention import (
-    ContentAttention,
-    GeneralizedQuadraticAttention,
-    LearnedAttention,
-    QuadraticAttention,
-)
+from attncnn_plugin.attention import ContentAttention, GeneralizedQuadraticAttention
 from attncnn_plugin.attention.images import WindowImageAttention
 from attncnn_plugin.attention.window import Window
-from attncnn_plugin.convert import (
-    conv_to_mhsa,
-    expressible_shifts,
-    min_heads,
-)
+from attncnn_plugin.convert import conv_to_mhsa, expressible_shifts, min_heads
 from attncnn_plugin.convert.expressible import expressible_shifts_of_maps
 
 
@@ -94,7 +86,7 @@ def test_given_maps():
 
 
 @given(
-    st.sampled_from([QuadraticAttention, GeneralizedQuadraticAttention, LearnedAttention]),
+    st.sampled_from(['quadratic', 'generalized', 'learned']),
     st.integers(1, 5),
     st.tuples(st.integers(1, 3), st.integers(1, 3)),
     st.integers(3, 5),
@@ -104,7 +96,7 @@ def test_given_maps():
 )
 def test_residuals_by_least_squares(kind, num_heads, kernel_size, height, width, queries, seed):
     torch.manual_seed(seed)
-    layer = kind(4, num_heads, dtype=torch.float64)
+    layer = TOKENS[kind](4, num_heads, dtype=torch.float64)
     report = expressible_shifts(layer, kernel_size, (height, width), queries, tolerance=1e-9)
     probs = layer.attention_probs((height, width)).detach()
     pixels = list(itertools.product(range(height), range(width)))
@@ -164,17 +156,11 @@ def test_errors(arguments, error, message):
 
 
 def token_matrices(kernel_size, patch, channels, tokens):
-    """A random convolution as one matrix per pair of tokens, from its values on basis images.
-
-    Returns:
-        Tensor: ``(query tokens × key tokens, entries)``.
-    """
+    """A matrix for each pair of tokens of a random convolution: ``(query tokens × key tokens, entries)``."""
     height, width = (n * p for n, p in zip(tokens, patch))
     conv = nn.Conv2d(channels, channels, kernel_size, padding='same', bias=False, dtype=torch.float64)
-    dim = channels * height * width
-    with torch.no_grad():
-        image = conv(torch.eye(dim, dtype=torch.float64).reshape(dim, channels, height, width))
-    flat = F.unfold(image, patch, stride=patch)  # (key pixels, channels × patch, query tokens)
+    basis = torch.eye(channels * height * width, dtype=torch.float64).unflatten(1, (channels, height, width))
+    flat = F.unfold(conv(basis).detach(), patch, stride=patch)  # (key pixels, channels × patch, query tokens)
     flat = F.unfold(flat.permute(1, 2, 0).reshape(-1, channels, height, width), patch, stride=patch)
     flat = flat.unflatten(0, (-1, math.prod(tokens)))  # (output entries, q, input entries, k)
     return flat.permute(1, 3, 0, 2).flatten(0, 1).flatten(1)

@@ -58,25 +58,18 @@ def convs(draw):
     return conv, shape, draw(st.integers(1, positions - 1))
 
 
-@given(convs())
-def test_error_bounds(case):
-    conv, shape, num_heads = case
-    attention, report = conv_to_mhsa(conv, num_heads)
-    assert isinstance(attention, WindowImageAttention) and attention.num_heads == report.num_heads == num_heads
-    assert report.bound == pytest.approx(eckart_young(kernel(conv), num_heads), abs=1e-12)
-    guarantee = eckart_young(kernel(conv), num_heads - 1)
-    assert report.bound - 1e-12 <= report.relative_error <= guarantee + 1e-12
-
-
-@given(convs(), st.sampled_from([torch.float64, torch.float32]))
-def test_layer_is_the_approximated_convolution(case, dtype):
-    conv, shape, num_heads = case
+@given(convs(), st.sampled_from([(torch.float64, 1e-12), (torch.float32, 1e-5)]))
+def test_layer_is_the_approximated_convolution(case, precision):
+    (conv, shape, num_heads), (dtype, tolerance) = case, precision
     attention, report = conv_to_mhsa(conv.to(dtype), num_heads)
-    attention = attention.double()
-    conv = conv.double()
+    assert isinstance(attention, WindowImageAttention) and attention.num_heads == report.num_heads == num_heads
+    attention, conv = attention.double(), conv.double()
     approximated = stored_kernel(attention, conv)
     error = (approximated - conv.weight).norm() / conv.weight.norm()
-    assert report.relative_error == pytest.approx(error.item(), abs=1e-12 if dtype == torch.float64 else 1e-5)
+    assert report.relative_error == pytest.approx(error.item(), abs=tolerance)
+    assert report.bound == pytest.approx(eckart_young(kernel(conv), num_heads), abs=1e-12)
+    guarantee = eckart_young(kernel(conv), num_heads - 1)
+    assert report.bound - tolerance <= report.relative_error <= guarantee + tolerance
 
     x = torch.randn(shape, dtype=torch.float64)
     conv.weight.data = approximated

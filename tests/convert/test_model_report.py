@@ -104,22 +104,18 @@ class Reader(nn.Module):
 
 
 @pytest.mark.parametrize(
-    'model, x, error, message',
+    'model, channels, error, message',
     [
-        (Hidden(), torch.zeros(1, 3, 8, 8), ValueError, 'conv is still called after attention has replaced it'),
-        (
-            Reader(),
-            torch.zeros(1, 3, 8, 8),
-            ValueError,
-            "reads what (conv|a convolution) has and attention does not: .*'weight'",
-        ),  # which one: from Python 3.10 on
-        (Reader(), torch.zeros(1, 2, 8, 8), RuntimeError, 'channels'),
+        (Hidden(), 3, ValueError, 'conv is still called after attention has replaced it'),
+        # which convolution: from Python 3.10 on
+        (Reader(), 3, ValueError, "reads what (conv|a convolution) has and attention does not: .*'weight'"),
+        (Reader(), 2, RuntimeError, 'channels'),
     ],
 )
-def test_an_error_in_a_run_leaves_the_model_as_it_was(model, x, error, message):
+def test_an_error_in_a_run_leaves_the_model_as_it_was(model, channels, error, message):
     conv = model.conv
     with pytest.raises(error, match=message):
-        convs_to_attention(model.train(), 'conv', content='additive', inputs=x)
+        convs_to_attention(model.train(), 'conv', content='additive', inputs=torch.zeros(1, channels, 8, 8))
     assert model.conv is conv and model.training and conv.training and not conv._forward_pre_hooks
 
 

@@ -69,12 +69,14 @@ def test_converted_everywhere(name):
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in original.state_dict().items())
 
 
-@pytest.mark.parametrize('arguments', [dict(content='additive'), dict(content='gated', window_size=7)])
-def test_by_content(arguments):
+@pytest.mark.parametrize(
+    'layers, arguments', [('layer3*', dict(content='additive')), ('layer*', dict(content='gated', window_size=7))]
+)
+def test_by_content(layers, arguments):
     model = trained_like_small(timm.create_model('test_resnet', num_classes=7)).double().eval()
     x = torch.randn(1, 3, 64, 64, dtype=torch.float64)
     expected = model(x)
-    convs_to_attention(model, 'layer*', **arguments)
+    convs_to_attention(model, layers, **arguments)
     assert relative_error(model(x), expected) < 1e-12
     assert torch.equal(create_feature_extractor(model, ['layer4'])(x)['layer4'], model.forward_features(x))
     if 'window_size' not in arguments:

@@ -1,6 +1,5 @@
 """Small models of every kind, for the tests."""
 
-import pytest
 import timm
 import torch
 
@@ -16,8 +15,6 @@ CMHSA_KINDS = {
     'cmhsa_narrow': dict(phase='attn', head_dim='exact', qk_dim=4),
 }
 KINDS = [*TIMM_KINDS, *CMHSA_KINDS]
-# Of torch.compile: what shows that a model is one graph, and what users have.
-BACKENDS = ['aot_eager', pytest.param('inductor', marks=pytest.mark.slow)]
 
 
 def small_timm(name, **kwargs):

@@ -38,9 +38,8 @@ def test_outputs(kind):
     """The last feature map is normed; maps and their averages in copies too."""
     model, x = trained_like(backbone(kind, out_indices=(0, -1))).eval(), torch.randn(2, 3, 16, 8)
     features, dim = model(x), 12 if 'cmhsa' in kind else 16
-    assert (
-        isinstance(features, tuple) and [f.shape for f in features] == [(2, dim, 8, 4)] * 2 and dim == model.embed_dims
-    )
+    assert isinstance(features, tuple) and dim == model.embed_dims
+    assert [feature.shape for feature in features] == [(2, dim, 8, 4)] * 2
     last, intermediates = model.forward_intermediates(x, indices=[0, 1], output_fmt='NHWC')
     assert torch.equal(features[0].permute(0, 2, 3, 1), intermediates[0])
     assert torch.equal(features[1].permute(0, 2, 3, 1), last)
@@ -53,7 +52,7 @@ def test_outputs(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', [SA, 'cmhsa_attn'])
 def test_compiled_and_exported(kind):
     model, x = backbone(kind, out_indices=(0, 1)).eval(), torch.randn(2, 3, 8, 8)
     exported = torch.export.export(model, (x,)).module()
@@ -118,20 +117,11 @@ def test_named_architectures():
         (dict(out_indices=2), 'Invalid out_indices 2: there are 2 blocks'),
         (dict(out_indices=(-3,)), 'Invalid out_indices -3'),
         (dict(out_indices=(1, -1)), 'names a block twice'),
-        (dict(out_indices=()), '`out_indices` must be an int or a sequence'),
         (dict(out_indices=(0.5,)), '`out_indices` must be an int or a sequence'),
-        (dict(frozen_stages=0.5), '`frozen_stages` 0.5 must be'),
         (dict(drop_path_rate=1.5), 'drop_path_rate=1.5 must be from 0'),
         (dict(arch=dict(SMALL_ARCH, num_layers=0)), 'depth=0'),
-        (dict(kind='sa_learned_cifar', img_size=1), 'img_size=1 must be a multiple of reduction=2'),
         (dict(kind='sa_learned_cifar', img_size=(8, 9)), r'img_size=\(8, 9\) must be a multiple of reduction=2'),
-        (dict(reduction=0), 'reduction=0 must be at least 1'),
-        (
-            dict(kind='sa_learned_cifar', position='relative_quadratic'),
-            "position='relative_quadratic' is not for attention with",
-        ),
         (dict(frozen_stages=3), '`frozen_stages` 3 must be'),
-        (dict(kind='sa_learned_cifar', position='fixed'), "position='fixed' is not for"),
     ],
 )
 def test_errors(kwargs, message):
