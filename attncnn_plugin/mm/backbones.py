@@ -99,7 +99,7 @@ class GridBackbone:
     def _resolve_out_indices(self, out_indices: Union[int, Sequence[int]]) -> List[int]:
         if isinstance(out_indices, int):
             out_indices = [out_indices]
-        if not isinstance(out_indices, Sequence) or not out_indices or {type(i) for i in out_indices} != {int}:
+        if not isinstance(out_indices, Sequence) or {type(i) for i in out_indices} != {int}:
             raise ValueError(f'`out_indices` must be an int or a sequence of ints, but got {out_indices}')
         resolved = []
         for index in out_indices:
