@@ -97,7 +97,12 @@ class Browser:
         self.wait('frame === null && settling === null')
 
     def state(self, state):
-        self.script('location.hash = arguments[0]', state)
+        """Changes the address; the page hears of it later, after more than a frame if the machine is busy."""
+        self.driver.execute_async_script(
+            'const [state, done] = arguments, before = location.href; location.hash = state;'
+            "location.href === before ? done() : addEventListener('hashchange', () => done(), {once: true})",
+            state,
+        )
         self.settle()
 
     def text(self, name):
