@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .positions import GaussianHeads
 from .precision import at_least_float32, full_precision
+from .softmax import softmax
 from .window import Window
 
 
@@ -79,6 +80,14 @@ class AttentionLayer(nn.Module):
         Their softmax gives the probabilities. It is for layers that depend on content.
         """
         raise NotImplementedError
+
+    @torch.no_grad()
+    def probs_of(self, x: Tensor) -> Tensor:
+        """Returns the probabilities for an input, without a null key, ``(B, N_h, Q, K)``, at least float32."""
+        height, width = self.grid_of(x)
+        if self.depends_on_content:
+            return softmax(self.attention_scores(x))[..., : height * width]
+        return self.attention_probs((height, width)).expand(len(x), -1, -1, -1)
 
     def content_scores(self, x: Tensor) -> Tensor:
         """Returns the scores without position, q·k/√D, without a null key, ``(B, N_h, H*W, H*W)``."""

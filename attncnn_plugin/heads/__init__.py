@@ -1,0 +1,1 @@
+"""The heads of any model, seen where PyTorch computes them."""

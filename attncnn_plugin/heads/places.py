@@ -1,0 +1,210 @@
+"""Which token is which patch, followed through the functions that move tokens: views, rolls, windows, gathered parts.
+
+Each entry of a tensor has a number. That of a place is positive, and says the image, row and column, of a pixel or of
+the output of the last convolution; that of a token beside the grid, such as a class token or a register, is negative;
+padding has 0. What a function moves, it moves of the numbers too. A linear map keeps those of its first channel.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, List, Optional, Tuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+SIDE = 2**16  # rows and columns of an image at most
+MOVES = {
+    *('__getitem__', 'cat', 'concat', 'concatenate', 'chunk', 'contiguous', 'expand', 'expand_as', 'flatten', 'flip'),
+    *('gather', 'hsplit', 'vsplit', 'index_select', 'masked_select', 'movedim', 'moveaxis', 'narrow', 'pad', 'permute'),
+    *('pixel_shuffle', 'pixel_unshuffle', 'ravel', 'repeat', 'repeat_interleave', 'reshape', 'reshape_as', 'roll'),
+    *('rot90', 'select', 'split', 'split_with_sizes', 'squeeze', 'stack', 'swapaxes', 'swapdims', 'take_along_dim'),
+    *('tensor_split', 'tile', 'transpose', 'unbind', 'unflatten', 'unfold', 'unsqueeze', 'view', 'view_as', '__get__'),
+    *('amax', 'max'),  # of several places it keeps the last
+}
+PRODUCTS = {'linear', 'matmul', '__matmul__', 'bmm'}
+GRIDS = 'conv', 'pool', 'interpolate'  # in the names of functions that make another grid
+
+
+class Followed:
+    """The numbers of the tensors of a forward pass."""
+
+    def __init__(self) -> None:
+        self.numbers: Any = WeakTensorKeyDictionary()
+        self.beside = 0  # tokens beside the grid so far
+
+    def of(self, tensor: Any) -> Optional[Tensor]:
+        """Returns the numbers of a tensor's entries, of its shape; None where they are unknown."""
+        return self.numbers.get(tensor) if isinstance(tensor, Tensor) else None
+
+    def begin(self, images: Tensor) -> None:
+        """Numbers the pixels of images ``(B, C, H, W)``."""
+        if images.ndim == 4 and images.is_floating_point():
+            self.numbers[images] = new_numbers(images, None)
+
+    def follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Finds the numbers of what a function gave."""
+        everything = flat((*args, *kwargs.values()))
+        tensors = [own for own in everything if own in self.numbers]
+        if not tensors:
+            return
+        first, name = tensors[0], func.__name__
+        if name in MOVES or name.rstrip('_') in MOVES:
+            self.move(func, args, kwargs, output)
+        elif func is torch.einsum:
+            self.sum_up(args, output)
+        elif not isinstance(output, Tensor) or not output.is_floating_point():
+            return
+        elif name in PRODUCTS:
+            if first is everything[0] and output.shape[:-1] == first.shape[:-1]:
+                self.numbers[output] = self.numbers[first][..., :1].expand(output.shape)
+        elif any(kind in name for kind in GRIDS):
+            if output.ndim == first.ndim > 2 and len(output) == len(first):
+                self.numbers[output] = new_numbers(output, self.numbers[first])
+        else:
+            for own in tensors[::-1]:
+                if own.shape == output.shape:
+                    self.numbers[output] = self.numbers[own]
+
+    def move(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Moves the numbers as the tensors."""
+
+        def numbers(own: Any) -> Any:
+            if isinstance(own, (list, tuple)):
+                return type(own)(map(numbers, own)) if any(isinstance(part, Tensor) for part in own) else own
+            if not isinstance(own, Tensor) or not own.is_floating_point():
+                return own
+            found = self.of(own)
+            return self.new_tokens(own) if found is None else found
+
+        try:
+            moved = func(*map(numbers, args), **{name: numbers(own) for name, own in kwargs.items()})
+        except (RuntimeError, TypeError, ValueError, IndexError):  # it takes no float64, or asks for memory of its own
+            return
+        for own, found in zip(flat([output]), flat([moved])):
+            if own.shape == found.shape:
+                self.numbers[own] = found
+
+    def new_tokens(self, tokens: Tensor) -> Tensor:
+        """Numbers tokens ``(B, N, D)`` that come to a grid, and what else comes as padding."""
+        number = tokens.shape[1] if tokens.ndim == 3 else 0
+        found = -torch.arange(1, number + 1, device=tokens.device, dtype=torch.float64) - self.beside
+        self.beside += number
+        return (found[:, None] if number else tokens.new_zeros((), dtype=torch.float64)).expand(tokens.shape)
+
+    def sum_up(self, args: Any, output: Tensor) -> None:
+        """Numbers what ``torch.einsum`` gave by the first of its operands that has numbers."""
+        operands = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
+        if not isinstance(args[0], str) or '->' not in args[0] or '.' in args[0]:
+            return
+        inputs, of_output = args[0].replace(' ', '').split('->')
+        for own, axes in zip(operands, inputs.split(',')):
+            numbers = self.of(own)
+            if numbers is not None:
+                for axis in [axis for axis in axes if axis not in of_output]:
+                    numbers, axes = numbers.select(axes.index(axis), 0), axes.replace(axis, '')
+                kept = [axis for axis in of_output if axis in axes]
+                numbers = numbers.permute([axes.index(axis) for axis in kept])
+                for place, axis in enumerate(of_output):
+                    numbers = numbers if axis in axes else numbers.unsqueeze(place)
+                self.numbers[output] = numbers.expand(output.shape)
+                return
+
+
+def flat(values: Any) -> List[Tensor]:
+    """Returns the tensors among values, and in lists of them."""
+    found = []
+    for own in values:
+        found += flat(own) if isinstance(own, (list, tuple)) else [own] if isinstance(own, Tensor) else []
+    return found
+
+
+def new_numbers(grid: Tensor, before: Optional[Tensor]) -> Tensor:
+    """Returns the numbers of the places of ``(B, C, …, H, W)``; frames of a video lie one below the other.
+
+    The images are those of ``before``, the numbers of what the grid was computed from.
+    """
+    sides = grid.shape[2:]
+    place: Any = torch.arange(math.prod(sides[:-1]), device=grid.device, dtype=torch.float64)[:, None] * SIDE
+    place = place + torch.arange(sides[-1], device=grid.device) + 1
+    if before is None:
+        image = torch.arange(len(grid), device=grid.device, dtype=torch.float64) * SIDE**2
+    else:
+        image = before.flatten(1).amax(1) // SIDE**2 * SIDE**2
+    numbers = image.view(-1, *[1] * (grid.ndim - 1)) + place.view(sides)
+    return numbers.expand(grid.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """The places of the queries and keys of an attention.
+
+    Attributes:
+        queries, keys (Tensor | None): Their numbers, ``(B, Q)`` and ``(B, K)``, where B counts windows too; None where
+            they could not be followed.
+    """
+
+    queries: Optional[Tensor] = None
+    keys: Optional[Tensor] = None
+
+    @property
+    def images(self) -> Optional[int]:
+        """The number of images; None where it is unknown."""
+        return None if self.queries is None else int(self.queries.amax() // SIDE**2) + 1
+
+    def on_grid(self, probs: Tensor) -> Optional[Tuple[Tensor, Tuple[int, int]]]:
+        """Returns probabilities between all places, row-major, ``(B, N_h, H·W, H·W)``, and (H, W).
+
+        What is no place is left out, and between windows they are 0. It is None where the queries are not all places
+        of a grid, once each, or the keys are of another grid.
+
+        Args:
+            probs (Tensor): ``(B, N_h, Q, K)``, in windows ``(B·windows, N_h, Q, K)``.
+        """
+        if self.queries is None or self.keys is None:
+            return None
+        (image, query, grid), (_, key, of_keys) = cells(self.queries), cells(self.keys)
+        number, images = math.prod(grid), int(image.max()) + 1
+        once = (image * number + query)[query >= 0].bincount(minlength=images * number) == 1
+        if grid != of_keys or len(once) != images * number or not once.all():
+            return None
+        # The last row and column, which index −1 is, take what is no place.
+        whole = probs.new_zeros(images, number + 1, number + 1, probs.shape[1])
+        whole[image[:, :, None], query[:, :, None], key[:, None]] = probs.permute(0, 2, 3, 1)
+        return whole[:, :-1, :-1].permute(0, 3, 1, 2), grid
+
+
+def cells(numbers: Tensor) -> Tuple[Tensor, Tensor, Tuple[int, int]]:
+    """Returns the image and the place in the grid, row-major, of each number, −1 beside it, and the grid (H, W).
+
+    Only rows and columns with places count: after four patches have become one, every second is there.
+    """
+    whole = (numbers - 1).long()
+    rows, row = (whole // SIDE % SIDE)[numbers > 0].unique(return_inverse=True)
+    columns, column = (whole % SIDE)[numbers > 0].unique(return_inverse=True)
+    place = torch.full_like(whole, -1)
+    place[numbers > 0] = row * len(columns) + column
+    return (whole // SIDE**2).clamp(min=0), place, (len(rows), len(columns))
+
+
+def new_numbers(grid: Tensor, before: Optional[Tensor]) -> Tensor:
+    """Returns the numbers of the places of ``(B, C, …, H, W)``; frames of a video lie one below the other.
+
+    The images are those of ``before``, the numbers of what the grid was computed from.
+    """
+    sides = grid.shape[2:]
+    place: Any = torch.arange(math.prod(sides[:-1]), device=grid.device, dtype=torch.float64)[:, None] * SIDE
+    place = place + torch.arange(sides[-1], device=grid.device) + 1
+    if before is None:
+        image = torch.arange(len(grid), device=grid.device, dtype=torch.float64) * SIDE**2
+    else:
+        image = before.flatten(1).amax(1) // SIDE**2 * SIDE**2
+    return (image.view(-1, *[1] * (grid.ndim - 1)) + place.view(sides)).expand(grid.shape)
+
+
+def flat(values: Any) -> List[Tensor]:
+    """Returns the tensors among values, and in lists of them."""
+    found: List[Tensor] = []
+    for own in values:
+        found += flat(own) if isinstance(own, (list, tuple)) else [own] if isinstance(own, Tensor) else []
+    return found

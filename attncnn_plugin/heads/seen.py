@@ -1,0 +1,525 @@
+"""The attention of any model, seen at the functions of PyTorch that compute it, whatever the classes around them are.
+
+Attention is a softmax whose result multiplies values: ``scaled_dot_product_attention``, or a ``softmax`` that a product
+takes up after dropout, casts, reshapes and mixtures of heads. A softmax that routes, gates or ends in a loss is none.
+"""
+
+import math
+import threading
+import types
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..attention import AttentionLayer
+from ..attention.precision import at_least_float32, full_precision
+from ..attention.state_dicts import HOOKS
+from .places import Followed, Places, flat
+
+Visit = Callable[[str, Tensor, Places], None]
+Touch = Callable[['Attention', Tensor], Tensor]
+# A part of an axis: the label of the axis, the size of the part, and how many entries lie between two of the part.
+Part = Tuple[str, int, int]
+
+SOFTMAX = {torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax}
+PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
+DROPOUT = {torch.dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+PARTS = {Tensor.__getitem__, Tensor.narrow, Tensor.select, Tensor.chunk, torch.chunk, Tensor.split, torch.split}
+LIKE_ANOTHER = {Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.reshape_as}  # of which they take no value
+WITH_FAST_PATH = nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder
+
+# PyTorch's own function. It asks whether a mode is active before all else, and leaves it the work; this one computes,
+# and the mode sees the functions that it calls.
+_multi_head_attention = types.FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**vars(F), 'has_torch_function': lambda tensors: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
+
+
+@contextmanager
+def watching(
+    model: nn.Module,
+    visit: Optional[Visit] = None,
+    wanted: Callable[[str], bool] = lambda name: True,
+    touch: Optional[Touch] = None,
+    end: Callable[['FunctionsSeen', Any], None] = lambda functions, output: None,
+) -> Iterator['Watch']:
+    """Calls ``visit(name, probs, places)`` for all attention that runs in modules of a model.
+
+    The model computes what it does unwatched, to the last bit, in training too; its random numbers, buffers, gradients
+    and hooks are the same. A compiled model runs uncompiled. What gradient checkpointing computes again is left out.
+
+    Args:
+        model (nn.Module): Any model.
+        visit (Callable, optional): Takes the name of the module in which attention runs, its probabilities before
+            dropout, ``(B, N_h, Q, K)`` for Q queries and K keys, at least float32, without gradients, and their
+            places. Further attention of a module in one forward pass of the model has ``#2``, ``#3``, … after the
+            name. Windows are further images in B, as they are computed. Defaults to None: no probabilities.
+        wanted (Callable): Says of a name whether attention is visited or touched. Defaults to all.
+        touch (Callable, optional): ``touch(attention, output)`` returns what takes the place of the output of an
+            :class:`Attention` of other libraries, and of layers of this package that call such. Defaults to None.
+        end (Callable): ``end(functions, output)`` is called after a forward pass of the model, or of a part by itself.
+
+    Yields:
+        Watch: What is seen.
+    """
+    watch = Watch(model, visit, wanted, touch, end)
+    handles = [
+        register_module_forward_pre_hook(watch.enter),
+        register_module_forward_hook(watch.leave, with_kwargs=True, always_call=True),
+    ]
+    try:
+        with torch.compiler.set_stance('force_eager'):
+            yield watch
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Watch(threading.local):
+    """The modules of a watched model that run in a thread.
+
+    Attributes:
+        functions (FunctionsSeen | None): What is seen of the forward pass that runs, of the model or of a part of it.
+        running (list[tuple[nn.Module, str | None]]): The modules from the outermost to the innermost, with their names;
+            None where nothing is seen.
+    """
+
+    def __init__(self, model: nn.Module, visit: Any, wanted: Any, touch: Any, end: Any) -> None:
+        self.model, self.visit, self.wanted, self.touch, self.end = model, visit, wanted, touch, end
+        self.names: Dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
+        self.running: List[Tuple[nn.Module, Optional[str]]] = []
+        self.functions: Optional[FunctionsSeen] = None
+        self.native: Optional[nn.Module] = None  # runs without a mode, as PyTorch's fast path demands
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Notes that a module begins to run."""
+        if not self.running and getattr(module, '_is_replica', False) and type(module) is type(self.model):
+            self.names = {own: name for name, own in module.named_modules()}  # a copy by nn.DataParallel
+            self.model = module
+        name = self.names.get(module)
+        if self.native is not None or not self.running and (name is None or in_backward()):
+            return
+        if self.functions is None:
+            self.functions = FunctionsSeen(self, whole=module is self.model)
+            self.functions.__enter__()
+            for own in flat(args):
+                self.functions.places.begin(own)
+        if self.running and (name is None or self.running[-1][1] is None):  # of another model, or inside of such
+            name = self.running[-1][1] if is_function(module) else None
+        self.running.append((module, name))
+        if name is None:
+            return
+        if isinstance(module, AttentionLayer) and self.touch is None:
+            self.running[-1] = module, None
+            name = self.functions.numbered(name)
+            if self.visit is not None and self.wanted(name):
+                self.visit(name, module.probs_of(args[0]), Places())
+        elif self.touch is None and has_fast_path(module) and _get_current_function_mode() is self.functions:
+            self.native = module
+            self.functions.__exit__(None, None, None)
+
+    def leave(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
+        """Notes that a module has run, or, without keyword arguments, has failed."""
+        if self.functions is None or not self.running or self.running[-1][0] is not module:
+            return
+        functions, has_run = self.functions, len(kwargs_and_output) == 2
+        if self.native is module:
+            self.native = None
+            functions.__enter__()
+            if has_run:
+                with torch.no_grad():
+                    module.forward(*args, **kwargs_and_output[0])  # once more, for what the fast path hides
+        functions.close(module)
+        self.running.pop()
+        if not self.running:
+            functions.__exit__(None, None, None)
+            self.functions = None
+            if has_run:
+                self.end(functions, kwargs_and_output[1])
+
+
+class Attention:
+    """Attention that has run.
+
+    Attributes:
+        name (str): Its name.
+        owner (nn.Module): The module that runs.
+        product (Callable): Computes the output for other weights, ``(…, Q, K)``.
+        batch (list[str]): The labels of the axes that output and weights share, in the order of the weights.
+        labels (list[str]): Those of all axes of the output; ``'q'`` are the queries, ``'d'`` the channels.
+        sizes (dict[str, int]): The size of each.
+        probs (Tensor | None): The probabilities, ``(…, Q, K)``; None where they are not wanted.
+        numbers (tuple[Tensor | None, Tensor | None]): Those of queries and keys, ``(…, Q)`` and ``(…, K)``.
+        heads (list[Part] | None): The parts of the batch that are heads; None until the output shows them.
+    """
+
+    probs: Optional[Tensor] = None
+    heads: Optional[Sequence[Part]] = None
+    is_single = False  # whether a linear map takes the channels of the output, no more than those of one head
+
+    def __init__(
+        self,
+        name: str,
+        owner: nn.Module,
+        product: Callable[[Tensor], Tensor],
+        batch: List[str],
+        labels: List[str],
+        output: Tensor,
+        numbers: Tuple[Optional[Tensor], Optional[Tensor]],
+    ) -> None:
+        self.name, self.owner, self.product, self.batch, self.labels = name, owner, product, batch, labels
+        self.sizes, self.numbers = dict(zip(labels, output.shape)), numbers
+
+    def of_batch(self, tensor: Tensor, ndim: int) -> Tensor:
+        """Returns ``(…, )`` with ``ndim`` more dimensions, expanded to the batch."""
+        return tensor.expand(*(self.sizes[label] for label in self.batch), *tensor.shape[tensor.ndim - ndim :])
+
+    def by_heads(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor of the batch, ``(…, N)``, as ``(B, N_h, N)``, with any number of dimensions N."""
+        heads = self.heads
+        if heads is None:  # nothing has joined them: the second axis, as most libraries have it
+            heads = [] if self.is_single else [(label, self.sizes[label], 1) for label in self.batch[1:2]]
+        labels = list(self.batch)
+        for label, size, inside in heads:
+            axis = labels.index(label)
+            tensor = tensor.unflatten(axis, (-1, size, inside))
+            labels[axis : axis + 1] = [label, '', label]
+        order = sorted(range(len(labels)), key=lambda axis: not labels[axis])  # heads last
+        tensor = tensor.permute(*order, *range(len(labels), tensor.ndim))
+        number = math.prod(size for _, size, _ in heads)
+        return tensor.reshape(-1, number, *tensor.shape[len(labels) :])
+
+    @property
+    def places(self) -> Places:
+        """The places of its queries and keys."""
+        return Places(*(None if own is None else self.by_heads(own)[:, 0] for own in self.numbers))
+
+
+class FunctionsSeen(TorchFunctionMode):
+    """Sees the functions of PyTorch that a forward pass calls, and finds attention among them.
+
+    Attributes:
+        whole (bool): Whether the model itself runs, not only a part of it.
+    """
+
+    def __init__(self, watch: Watch, whole: bool) -> None:
+        super().__init__()
+        self.watch, self.whole = watch, whole
+        self.counts: Dict[str, int] = {}
+        self.weights: Any = WeakTensorKeyDictionary()  # of softmax, and what they were before dropout, if something else
+        self.outputs: Any = WeakTensorKeyDictionary()  # of attention: it, and the parts of their axes
+        self.open: List[Attention] = []  # whose heads are unknown yet
+        self.places = Followed()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.watch.running or self.watch.running[-1][1] is None:
+            return func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _multi_head_attention(*args, **kwargs)
+        output = func(*args, **kwargs)
+        with torch.no_grad():
+            self.places.follow(func, args, kwargs, output)
+            attention = self.see(func, args, kwargs, output)
+        if attention is None or self.watch.touch is None or not self.watch.wanted(attention.name):
+            return output
+        touched = self.watch.touch(attention, output)
+        self.outputs[touched] = self.outputs[output]
+        if output in self.places.numbers:
+            self.places.numbers[touched] = self.places.numbers[output]
+        return touched
+
+    def see(self, func: Any, args: Any, kwargs: Any, output: Any) -> Optional[Attention]:
+        """Looks at a call and at what it gave; returns attention that it was."""
+        if func is F.scaled_dot_product_attention:
+            return self.see_fused(output, *args, **kwargs)
+        if func in SOFTMAX and output.ndim > 1:
+            self.weights[output] = None
+            return None
+        if not self.weights and not self.outputs:
+            return None
+        tensors = flat((*args, *kwargs.values()))
+        weights = [own for own in tensors if own in self.weights]
+        for own in tensors:
+            if isinstance(output, Tensor) and own in self.outputs and self.outputs[own][0] in self.open:
+                self.follow(own, len(tensors) > 1, func, args, kwargs, output)
+        if func in PRODUCTS and len(weights) == 1:
+            return self.multiply(tensors, weights[0], output)
+        if func is torch.einsum and len(weights) == 1:
+            return self.sum_up(args[0], tensors, weights[0], output)
+        if weights:
+            self.carry(tensors, weights, func, args, kwargs, output)
+        return None
+
+    def see_fused(self, output: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Attention:
+        """Sees ``scaled_dot_product_attention``."""
+        queries, keys = first_of(self.places.of(query)), first_of(self.places.of(key))
+        groups = query.shape[-3] // key.shape[-3] if kwargs.get('enable_gqa') else 1
+        if queries is not None:
+            self.places.numbers[output] = queries[..., None].expand(output.shape)
+        if groups > 1:
+            value = value.repeat_interleave(groups, -3)
+            keys = None if keys is None else keys.repeat_interleave(groups, -2)
+        batch = batch_axes(output)
+        return self.begin(
+            lambda: probs_of_dot_products(query, key, value, *args, **kwargs),
+            lambda weights: weights @ value,
+            batch,
+            [*batch, 'q', 'd'],
+            output,
+            (queries, keys),
+        )
+
+    def multiply(self, tensors: Sequence[Tensor], weights: Tensor, output: Tensor) -> Optional[Attention]:
+        """Sees the product of weights with values; the weights come second where both are transposed."""
+        turned = tensors[0] is not weights
+        values, batch = tensors[not turned], batch_axes(output)
+        if isinstance(values, nn.Parameter) or output.ndim < 2 or values.ndim < min(weights.ndim, 3):
+            return None  # a table that all inputs share
+        before, (queries, keys) = self.before_dropout(weights), map(self.places.of, (weights, values))
+        if not turned:
+            numbers = first_of(queries), first_of(keys)
+            return self.begin(
+                lambda: before, lambda own: own @ values, batch, [*batch, 'q', 'd'], output, numbers
+            )
+        if queries is not None:
+            self.places.numbers[output] = queries[..., :1, :].expand(output.shape)
+        numbers = tuple(None if own is None else own[..., 0, :] for own in (queries, keys))
+        return self.begin(
+            lambda: before.mT, lambda own: values @ own.mT, batch, [*batch, 'd', 'q'], output, numbers
+        )
+
+    def sum_up(self, equation: Any, tensors: Sequence[Tensor], weights: Tensor, output: Tensor) -> Optional[Attention]:
+        """Sees weights and values whose products are summed up, as by ``torch.einsum('bhqk,bhkd->bhqd', …)``."""
+        if len(tensors) != 2 or not isinstance(equation, str) or '->' not in equation or '.' in equation:
+            return None
+        first = tensors[0] is weights
+        values = tensors[first]
+        inputs, of_output = equation.replace(' ', '').split('->')
+        own, of_values = inputs.split(',')[:: 1 if first else -1]
+        batch, queries, keys = (
+            [axis for axis in own if (axis in of_values, axis in of_output) == kind]
+            for kind in ((True, True), (False, True), (True, False))
+        )
+        channels = [axis for axis in of_values if axis not in own and axis in of_output]
+        if isinstance(values, nn.Parameter) or not keys or not channels or len(batch + queries + keys) < len(own):
+            return None
+        sizes = dict(zip(own, weights.shape))
+        before, numbers = self.before_dropout(weights), (self.places.of(weights), self.places.of(values))
+        labels = {**dict.fromkeys(queries, 'q'), channels[-1]: 'd', **{axis: f'axis {axis}' for axis in batch}}
+
+        def product(other: Tensor) -> Tensor:
+            other = other.reshape([sizes[axis] for axis in [*batch, *queries, *keys]])
+            return torch.einsum(f'{"".join([*batch, *queries, *keys])},{of_values}->{of_output}', other, values)
+
+        return self.begin(
+            lambda: with_axes(before, own, batch, queries, keys),
+            product,
+            [labels[axis] for axis in batch],
+            [labels.get(axis, axis) for axis in of_output],
+            output,
+            (
+                None if numbers[0] is None else with_axes(numbers[0], own, batch, queries),
+                None if numbers[1] is None else with_axes(numbers[1], of_values, batch, keys),
+            ),
+        )
+
+    def before_dropout(self, weights: Tensor) -> Tensor:
+        """Returns weights as they were before dropout."""
+        before = self.weights[weights]
+        return weights if before is None else before
+
+    def carry(
+        self, tensors: Sequence[Tensor], weights: Sequence[Tensor], func: Any, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        """Follows weights through a function after which they are still weights.
+
+        Its output has as many entries, or is a part, and all else that it takes is less: a scale, a mask, a map of
+        heads.
+        """
+        number = max(own.numel() for own in weights)
+        others = [own for own in tensors if own not in self.weights and own.is_floating_point()]
+        if func not in LIKE_ANOTHER and any(own.numel() >= number for own in others):
+            return
+        changed = func not in DROPOUT and any(self.weights[own] is not None for own in weights)
+        before: Any = self.before_dropout(weights[0]) if func in DROPOUT else None
+        if changed:
+            copies = {id(own): self.before_dropout(own).clone() for own in weights}
+            before = func(*(copies.get(id(own), own) for own in args), **kwargs)
+        several = isinstance(output, (list, tuple))
+        for position, own in enumerate(output if several else [output]):
+            if isinstance(own, Tensor) and own.is_floating_point() and (own.numel() == number or func in PARTS):
+                if own not in self.weights or changed:
+                    self.weights[own] = before[position] if several and changed else before
+
+    def begin(
+        self,
+        probs: Callable[[], Tensor],
+        product: Callable[[Tensor], Tensor],
+        batch: List[str],
+        labels: List[str],
+        output: Tensor,
+        numbers: Any,
+    ) -> Attention:
+        """Notes attention that gave an output, see :class:`Attention`."""
+        module, name = next(
+            (own for own in reversed(self.watch.running) if not is_function(own[0])), self.watch.running[0]
+        )
+        attention = Attention(self.numbered(name or ''), module, product, batch, labels, output, numbers)
+        if self.watch.visit is not None and self.watch.wanted(attention.name):
+            with full_precision(output.device.type):
+                attention.probs = attention.of_batch(at_least_float32(probs().detach()), 2)
+            attention.numbers = tuple(None if own is None else attention.of_batch(own, 1) for own in numbers)
+        self.open.append(attention)
+        self.outputs[output] = attention, [[(label, size, 1)] for label, size in zip(labels, output.shape)]
+        return attention
+
+    def follow(self, tensor: Tensor, with_others: bool, func: Any, args: Any, kwargs: Any, output: Tensor) -> None:
+        """Follows the axes of an output up to the view that joins heads and channels."""
+        attention, axes = self.outputs[tensor]
+        if with_others:
+            attention.is_single |= func is F.linear and [label for label, _, _ in axes[-1]] == ['d']
+            if output.shape == tensor.shape:
+                self.outputs[output] = attention, axes
+            return
+        if output.numel() != tensor.numel():
+            return
+        probe = torch.empty(tensor.shape, device='meta')
+        try:
+            view = func(*(probe if own is tensor else own for own in args), **kwargs)
+        except (RuntimeError, TypeError, NotImplementedError):
+            return
+        if view.shape != output.shape:
+            return
+        found = regrouped(axes, view.shape) if view.is_contiguous() else permuted(axes, probe, view)
+        if found is None:
+            return
+        for parts in found[1:]:
+            heads = [part for part in parts if part[0] != 'd']
+            if heads and len(heads) < len(parts) and all(label in attention.batch for label, _, _ in heads):
+                self.show(attention, heads)
+                return
+        self.outputs[output] = attention, found
+
+    def numbered(self, name: str) -> str:
+        """Returns the name of attention that runs once more in a module of this name."""
+        self.counts[name] = count = self.counts.get(name, 0) + 1
+        return name if count == 1 else f'{name}#{count}'
+
+    def show(self, attention: Attention, heads: Optional[Sequence[Part]] = None) -> None:
+        """Shows attention whose heads are known, or will not be."""
+        self.open.remove(attention)
+        attention.heads = heads
+        if attention.probs is not None:
+            self.watch.visit(attention.name, attention.by_heads(attention.probs), attention.places)
+            attention.probs = None
+
+    def close(self, module: nn.Module) -> None:
+        """Shows the attention of a module that has run, whose heads nothing has joined."""
+        for attention in [own for own in self.open if own.owner is module]:
+            self.show(attention)
+
+
+def in_backward() -> bool:
+    """Says whether a backward pass runs, where gradient checkpointing computes layers again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_function(module: nn.Module) -> bool:
+    """Says whether a module of PyTorch stands for a function, such as ``nn.Softmax`` or ``nn.Dropout``."""
+    return type(module).__module__.startswith('torch.nn.modules.') and not any(True for _ in module.children())
+
+
+def has_fast_path(module: nn.Module) -> bool:
+    """Says whether PyTorch may run a module by a kernel for all of it, which does not run where functions are seen."""
+    return type(module) in WITH_FAST_PATH and not any(
+        own.training or not type(own).__module__.startswith('torch.nn.') or any(getattr(own, hooks) for hooks in HOOKS)
+        for own in module.modules()
+    )
+
+
+def batch_axes(output: Tensor) -> List[str]:
+    """Returns labels of the axes of an output before its last two."""
+    return [f'axis {axis}' for axis in range(output.ndim - 2)]
+
+
+def first_of(numbers: Optional[Tensor]) -> Optional[Tensor]:
+    """Returns the numbers of tokens by those of their first channel."""
+    return None if numbers is None else numbers[..., 0]
+
+
+def with_axes(tensor: Tensor, axes: str, batch: List[str], *groups: List[str]) -> Tensor:
+    """Returns a tensor with the axes of the batch, then each group as one; of all others it takes the first entry."""
+    for axis in [axis for axis in axes if axis not in batch and not any(axis in group for group in groups)]:
+        tensor, axes = tensor.select(axes.index(axis), 0), axes.replace(axis, '')
+    tensor = tensor.permute([axes.index(axis) for axis in [*batch, *sum(groups, [])]])
+    sizes = iter(tensor.shape[len(batch) :])
+    joined = [math.prod(next(sizes) for _ in group) for group in groups]
+    return tensor.reshape(*tensor.shape[: len(batch)], *joined)
+
+
+def probs_of_dot_products(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Optional[float] = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Computes softmax(Q Kᵀ/√d + B), the probabilities of ``scaled_dot_product_attention``, ``(…, Q, K)``."""
+    query, key = at_least_float32(query), at_least_float32(key)
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+    scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.mT
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is None:
+        return scores.softmax(-1)
+    scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    sees_none = (scores == -torch.inf).all(-1, keepdim=True)
+    return scores.softmax(-1).masked_fill(sees_none, 0)
+
+
+def permuted(axes: Sequence[List[Part]], before: Tensor, after: Tensor) -> Optional[List[List[Part]]]:
+    """Returns the parts of the axes of a view that has them in another order; None for another view."""
+    place = {stride: parts for stride, size, parts in zip(before.stride(), before.shape, axes) if size > 1}
+    found = [place.get(stride) if size > 1 else [] for stride, size in zip(after.stride(), after.shape)]
+    return None if any(parts is None for parts in found) else found  # type: ignore[return-value]
+
+
+def regrouped(axes: Sequence[List[Part]], shape: Sequence[int]) -> Optional[List[List[Part]]]:
+    """Returns the parts of the axes of another shape of the same entries in the same order; None where they overlap.
+
+    Examples:
+        >>> regrouped([[('heads', 3, 1)], [('d', 8, 1)]], (24,))
+        [[('heads', 3, 1), ('d', 8, 1)]]
+        >>> regrouped([[('images and heads', 6, 1)]], (2, 3))
+        [[('images and heads', 2, 3)], [('images and heads', 3, 1)]]
+    """
+    left = [part for parts in axes for part in parts if part[1] > 1]
+    found: List[List[Part]] = []
+    for size in shape:
+        found.append([])
+        while size > 1:
+            label, number, inside = left.pop(0)
+            if size % number == 0:
+                found[-1].append((label, number, inside))
+                size //= number
+            elif number % size == 0:
+                found[-1].append((label, size, inside * (number // size)))
+                left.insert(0, (label, number // size, inside))
+                size = 1
+            else:
+                return None
+    return found
