@@ -1,8 +1,9 @@
-"""The attention that a model computes on images, and its rollout from the first layer to the last."""
+"""The attention that a model computes on its inputs, and its rollout from the first layer to the last."""
 
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+import dataclasses
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from timm.utils import unwrap_model
@@ -11,41 +12,52 @@ from torch import Tensor, nn
 from ..attention import AttentionLayer
 from ..attention.evaluation_mode import evaluating
 from ..attention.patches import PatchAttention
-from ..attention.softmax import softmax
 from ..attention.tokens import GridAttention
 from ..attention.window import shown
-from ..pruning.prune import prunable_heads, split_heads
-from ..transformers.adapters import Attention, find_attention
-from ..transformers.attention import TokenPlaces, visited_attention
-from ..transformers.transformer_heads import TransformerHeads
-from ..transformers.vision_transformer import find_transformer, images_for, is_vit
-from .layer_maps import attention_layers, features_of
+from ..heads.places import Places, cells, flat
+from ..heads.seen import Attention, FunctionsSeen, watching
+from ..pruning.prune import split_heads
 
 Reduce = Union[str, Callable[[Tensor], Tensor], None]
-Visit = Callable[[str, Tensor], None]
+Layers = Union[str, Iterable[str], Callable[[str], bool], None]
+Call = Optional[Callable[[nn.Module, Any], Any]]
+WHAT_IS_SEEN = (
+    'attention is seen where PyTorch computes it: by scaled_dot_product_attention, or by a softmax whose result '
+    'multiplies values. Linear attention, mixers and convolutions have none; scripted modules and kernels outside of '
+    'PyTorch, such as those of flash_attn, hide it'
+)
 
 
-def attention_maps(model: nn.Module, images: Tensor, reduce: Reduce = None) -> Dict[str, Tensor]:
+def attention_maps(
+    model: nn.Module, inputs: Any, reduce: Reduce = None, layers: Layers = None, call: Call = None
+) -> Dict[str, Tensor]:
     """Returns the attention probabilities of every layer of a model, as it computes them in evaluation mode.
 
-    The fused kernels stay, and the model is as it was afterwards.
+    The model runs once, as its user runs it, with its fused kernels, and is as it was afterwards.
 
     Args:
-        model (nn.Module): A vision transformer of timm, mmpretrain, Hugging Face transformers or torchvision, a model
-            with attention of this package, or a model with one of these inside; compiled and distributed ones too.
-        images (Tensor): ``(B, C, H, W)``, normalized as in training. They are brought to the model's device and dtype.
-        reduce (str | Callable, optional): What is kept of the probabilities ``(B, N_h, N, N)`` of a layer before the
-            next one is computed: ``'class_token'``, what the first token gives to all, ``(B, N_h, N)``, or a function
-            of them, such as their mean over images. Defaults to None, all of them, which a large model at a high
-            resolution may have no memory for.
+        model (nn.Module): Any model with softmax attention inside; compiled and distributed ones too.
+        inputs (Any): What the model takes: images ``(B, C, H, W)``, normalized as in training, or a dict or
+            ``BatchFeature`` of keyword arguments. Tensors are brought to the model's device, floats to its dtype.
+        reduce (str | Callable, optional): What is kept of the probabilities ``(B, N_h, Q, K)`` of a layer before the
+            next one is computed: ``'class_token'``, what the token that the model reads gives to all, ``(B, N_h, K)``,
+            or a function of them, such as their mean over images. Defaults to None, all of them, which a large model at
+            a high resolution may have no memory for.
+        layers (str | Iterable[str] | callable, optional): Names of attention, globs such as ``'blocks.1?.*'``, several
+            of these, or a function that says of a name whether it is wanted. Defaults to None, all.
+        call (Callable, optional): ``call(model, inputs)`` runs the model. Defaults to None: ``model(inputs)``, or
+            ``model(**inputs)``.
 
     Returns:
-        dict[str, Tensor]: By the name of the layer in the model, ``(B, N_h, N, N)`` of queries and keys, at least
-        float32. Tokens are in the model's order, class tokens before patches. In windows, all tokens of the grid are
-        there, with 0 between windows. What goes to a null key or to the padding of windows is left out.
+        dict[str, Tensor]: By the name of the module in which attention runs, ``(B, N_h, Q, K)`` of queries and keys, at
+        least float32; further attention of one module has ``#2``, ``#3``, … after its name. Probabilities are those
+        that multiply values, before dropout. Tokens are in the model's order, with class tokens and registers where
+        the model has them. Of windows, as in Swin transformers, all tokens of the grid are there, row-major, with 0
+        between windows and without padding; where windows are not such parts of a grid they are further images, as
+        they are computed. What goes to a null key of this package's layers is left out.
 
     Raises:
-        ValueError: The model has no attention that is known, or its layers run not once; the images are not for it;
+        ValueError: No attention is seen, or ``layers`` chooses none; with ``'class_token'``, the model reads no token;
             an unknown ``reduce``.
         TypeError: ``reduce`` gives no tensor.
 
@@ -58,30 +70,34 @@ def attention_maps(model: nn.Module, images: Tensor, reduce: Reduce = None) -> D
         >>> attention_maps(model, torch.rand(2, 3, 64, 64), reduce='class_token')['blocks.1.attn'].shape
         torch.Size([2, 3, 17])
     """
-    model, kept = unwrap_model(model), _reduction(reduce)
-    maps: Dict[str, List[Tensor]] = {name: [] for name in attention_of(model)}
-    with torch.no_grad(), evaluating(model), visiting(model, lambda name, probs: maps[name].append(kept(probs))):
-        run(model, images)
-    for name, own in maps.items():
-        if len(own) != 1:
-            raise ValueError(f'{name} of a {type(model).__name__} runs {len(own)} times, but once was needed')
-    return {name: own for name, (own,) in maps.items()}
+    recorder = AttentionRecorder(model, reduce, layers)
+    with torch.no_grad(), evaluating(recorder.model), recorder:
+        called(recorder.model, inputs, call)
+    if len(recorder.passes) > 1:
+        raise ValueError(
+            f'a {type(recorder.model).__name__} ran {len(recorder.passes)} times, but once was needed: use '
+            'AttentionRecorder, which has all passes'
+        )
+    if not recorder.passes:
+        raise ValueError(f'no attention of a {type(recorder.model).__name__} was seen for these inputs: {WHAT_IS_SEEN}')
+    return recorder.passes[0]
 
 
 class AttentionRecorder:
     """Records the attention of every forward pass of a model inside a ``with``, in training too.
 
-    Probabilities are those before dropout, without gradients. A compiled model runs uncompiled inside. What gradient
-    checkpointing computes again is not recorded.
+    Probabilities are those before dropout, without gradients. The model computes what it does without the recorder, to
+    the last bit; a compiled model runs uncompiled. What gradient checkpointing computes again is not recorded.
 
     Args:
         model (nn.Module): As of :func:`attention_maps`.
         reduce (str | Callable, optional): As of :func:`attention_maps`. Defaults to None.
+        layers (str | Iterable[str] | callable, optional): As of :func:`attention_maps`. Defaults to None.
 
     Attributes:
-        passes (list[dict[str, Tensor]]): For each forward pass of the model, or of its ``forward_features``, what
-            :func:`attention_maps` returns. A layer that runs again begins another one, as in a model that calls its
-            backbone twice, or whose blocks share a layer.
+        passes (list[dict[str, Tensor]]): For each forward pass of the model that has attention what
+            :func:`attention_maps` returns. Of parts that run by themselves, such as ``forward_features``, a layer that
+            runs again begins another one.
 
     Examples:
         >>> import timm
@@ -92,107 +108,124 @@ class AttentionRecorder:
         [torch.Size([2, 3, 17, 17])]
     """
 
-    def __init__(self, model: nn.Module, reduce: Reduce = None) -> None:
-        self.model, self.kept = unwrap_model(model), _reduction(reduce)
+    def __init__(self, model: nn.Module, reduce: Reduce = None, layers: Layers = None) -> None:
+        self.model, self.reduce, self.wanted = unwrap_model(model), reduce, chosen_by(layers)
+        if reduce is not None and reduce != 'class_token' and not callable(reduce):
+            raise ValueError(f"reduce={shown(reduce)} must be 'class_token', or a function of a tensor")
         self.passes: List[Dict[str, Tensor]] = []
+        self._of: Dict[Any, Dict[str, Any]] = {}  # the pass of each run of the model; None for parts of it
+        self._left_out: List[str] = []
 
     def __enter__(self) -> 'AttentionRecorder':
         with ExitStack() as stack:
-            stack.enter_context(self.model.register_forward_pre_hook(self._begin))
-            stack.enter_context(visiting(self.model, self._record))
+            self._watch = stack.enter_context(watching(self.model, self._record, self._is_wanted, end=self._end))
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
+        if error[0] is None and self._left_out and not self.passes:
+            raise ValueError(f'layers chooses none of the attention that was seen: {", ".join(self._left_out)}')
 
-    def _begin(self, *_: Any) -> None:
-        if not _in_backward():
-            self.passes.append({})
+    def _is_wanted(self, name: str) -> bool:
+        wanted = self.wanted(name)
+        self._left_out += [name] * (not wanted and name not in self._left_out)
+        return wanted
 
-    def _record(self, name: str, probs: Tensor) -> None:
-        if _in_backward():
+    def _record(self, name: str, probs: Tensor, places: Places) -> None:
+        functions = self._watch.functions
+        assert functions is not None
+        key = functions if functions.whole else None
+        own = self._of.get(key)
+        if own is None or key is None and name in own:
+            own = self._of[key] = {}
+            self.passes.append(own)
+        if self.reduce == 'class_token':
+            own[name] = beside_the_grid(probs, places)
+        else:
+            on_grid = places.on_grid(probs) if places.are_windows else None
+            own[name] = reduced(self.reduce, probs if on_grid is None else on_grid[0])
+
+    def _end(self, functions: FunctionsSeen, output: Any) -> None:
+        own = self._of.pop(functions if functions.whole else None, None)
+        if self.reduce != 'class_token' or not own:
             return
-        if not self.passes or name in self.passes[-1]:  # of a part of the model, such as forward_features
-            self.passes.append({})
-        self.passes[-1][name] = self.kept(probs)
+        token = token_read(functions, output) if functions.whole else None
+        for name, (rows, numbers) in own.items():
+            index = [] if token is None else (numbers == token).nonzero().flatten().tolist()
+            if not index:
+                what = 'reads no single token' if token is None else f'reads a token that is not in {name}'
+                raise ValueError(
+                    f"reduce='class_token', but a {type(self.model).__name__} {what}: choose layers that have the "
+                    'token, or give a function, such as lambda probs: probs.mean(2), the mean over queries'
+                )
+            own[name] = rows[:, :, index[0]].clone()
 
 
-def _in_backward() -> bool:
-    """Says whether a backward pass runs, where gradient checkpointing computes layers again."""
-    return torch._C._current_graph_task_id() != -1
+def chosen_by(layers: Layers) -> Callable[[str], bool]:
+    """Returns a function that says whether names, globs or a function choose attention of a name."""
+    if layers is None or callable(layers):
+        return layers or (lambda name: True)  # type: ignore[return-value]
+    globs = [layers] if isinstance(layers, str) else list(layers)
+    if not globs or not all(isinstance(glob, str) for glob in globs):
+        raise TypeError(f'layers={shown(layers)} must be names, globs such as "blocks.1?.*", or a function of a name')
+    return lambda name: any(fnmatchcase(own, glob) for glob in globs for own in (name, name.partition('#')[0]))
 
 
-def _reduction(reduce: Reduce) -> Callable[[Tensor], Tensor]:
-    """Returns the function that ``reduce`` stands for."""
-    if reduce is None:
-        return lambda probs: probs
-    function = (lambda probs: probs[:, :, 0]) if reduce == 'class_token' else reduce
-    if not callable(function):
-        raise ValueError(f"reduce={shown(reduce)} must be 'class_token', or a function of a tensor")
+def called(model: nn.Module, inputs: Any, call: Call = None) -> Any:
+    """Runs a model on inputs, on its device and in its dtype."""
+    if isinstance(inputs, Tensor) and not inputs.numel():
+        raise ValueError(f'inputs={shown(inputs)} are none, but at least one is needed')
+    like = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
 
-    def kept(probs: Tensor) -> Tensor:
-        own = function(probs)
-        if not isinstance(own, Tensor):
-            raise TypeError(f'reduce={shown(reduce)} gives a {type(own).__name__}, but a tensor is needed')
-        return own.clone() if own.untyped_storage().nbytes() > own.nbytes else own  # a view would keep all
+    def brought(own: Any) -> Any:
+        if not isinstance(own, Tensor) or like is None:
+            return own
+        return own.to(like.device, like.dtype if own.is_floating_point() else None)
 
-    return kept
-
-
-def attention_of(model: nn.Module) -> Mapping[str, Any]:
-    """Returns the attention of this package in a model by name, or that of other libraries where there is none.
-
-    Raises:
-        ValueError: There is none, or some is of an unknown class, or along one or three axes.
-    """
-    if any(isinstance(layer, AttentionLayer) for layer in model.modules()):
-        return attention_layers(model)
-    return {attention.name: attention for attention in find_attention(model)}
+    if call is not None:
+        return call(model, inputs)
+    if isinstance(inputs, Mapping):
+        return model(**{name: brought(own) for name, own in inputs.items()})
+    return model(brought(inputs))
 
 
-@contextmanager
-def visiting(model: nn.Module, visit: Visit) -> Iterator[None]:
-    """Calls ``visit(name, probs)`` whenever attention of a model has run, with ``(B, N_h, N, N)``."""
-
-    def see(name: str, layer: AttentionLayer, args: Any) -> None:
-        with torch.no_grad():
-            visit(name, probs_of(layer, args[0]))
-
-    with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance('force_eager'))  # compiled modules do not call new hooks
-        for name, layer in attention_of(model).items():
-            if isinstance(layer, Attention):
-                stack.enter_context(visited_attention(layer, partial(_visit_tokens, visit, name)))
-            else:
-                stack.enter_context(layer.register_forward_pre_hook(partial(see, name)))
-        yield
+def beside_the_grid(probs: Tensor, places: Places) -> Tuple[Tensor, Tensor]:
+    """Returns the probabilities of the queries that are no places, and their numbers, ``(n,)``."""
+    if places.queries is None:
+        return probs[:, :, :0], torch.empty(0)
+    numbers = places.queries[0]
+    return probs[:, :, numbers < 0].clone(), numbers[numbers < 0]
 
 
-def _visit_tokens(visit: Visit, name: str, probs: Tensor, places: Optional[TokenPlaces]) -> None:
-    visit(name, probs if places is None else places.on_grid(places.by_window(probs)))
+def token_read(functions: FunctionsSeen, output: Any) -> Optional[float]:
+    """Returns the number of the token that a model's logits, or pooled features, are of; None for several or none."""
+    if dataclasses.is_dataclass(output):
+        output = vars(output)
+    values = list(output.values()) if isinstance(output, Mapping) else [output]
+    for own in flat(values):
+        numbers = functions.places.of(own)
+        if own.ndim == 2 and numbers is not None and numbers[0, 0] < 0:
+            return float(numbers[0, 0])
+    return None
 
 
-def probs_of(layer: AttentionLayer, x: Tensor) -> Tensor:
-    """Returns the probabilities of a layer of this package for an input, without a null key, ``(B, N_h, Q, K)``."""
-    height, width = layer.grid_of(x)
-    if layer.depends_on_content:
-        return softmax(layer.attention_scores(x))[..., : height * width]
-    return layer.attention_probs((height, width)).expand(len(x), -1, -1, -1)
-
-
-def run(model: nn.Module, images: Tensor) -> Any:
-    """Runs the part of a model that has the attention on images, on its device and in its dtype."""
-    images = images_for(model, images)
-    if not is_vit(model):
-        return features_of(model, [layer for layer in model.modules() if isinstance(layer, AttentionLayer)])(images)
-    network = find_transformer(model)
-    network.check_images(images)
-    return network.module(images)
+def reduced(reduce: Any, probs: Tensor) -> Tensor:
+    """Returns what ``reduce`` makes of probabilities, no larger in memory than it is."""
+    own = probs if reduce is None else reduce(probs)
+    if not isinstance(own, Tensor):
+        raise TypeError(f'reduce={shown(reduce)} gives a {type(own).__name__}, but a tensor is needed')
+    return own.clone() if own.untyped_storage().nbytes() > own.nbytes else own  # a view would keep all
 
 
 @torch.no_grad()
-def rollout(model: nn.Module, images: Tensor, target: Union[int, Sequence[int], Tensor, None] = None) -> Tensor:
+def rollout(
+    model: nn.Module,
+    inputs: Any,
+    target: Union[int, Sequence[int], Tensor, None] = None,
+    grid: Optional[Tuple[int, int]] = None,
+    call: Call = None,
+) -> Tensor:
     """Computes how much each patch of an image reaches the output, through the attention of all layers.
 
     Without ``target`` it is the attention rollout of Abnar and Zuidema 2020: the product over the layers of
@@ -203,17 +236,20 @@ def rollout(model: nn.Module, images: Tensor, target: Union[int, Sequence[int], 
     Args:
         model (nn.Module): As of :func:`attention_maps`, with a residual connection around every attention. With
             ``target`` it returns logits, ``(B, classes)``, or something with ``logits``.
-        images (Tensor): ``(B, C, H, W)``, normalized as in training.
+        inputs (Any): As of :func:`attention_maps`.
         target (int | Sequence[int], optional): The class, for all images or for each. Defaults to None.
+        grid (tuple[int, int], optional): Height and width of the grid of patches, which are the last tokens, where it
+            cannot be seen which token is which patch. Defaults to None: as it is seen.
+        call (Callable, optional): As of :func:`attention_maps`. Defaults to None.
 
     Returns:
-        Tensor: ``(B, height, width)`` in patches, of the class token where the model reads it, otherwise the mean over
-        all patches, as where it pools them.
+        Tensor: ``(B, height, width)`` in patches: of the token that the model reads, of its attention pooling, or the
+        mean over all patches, as where it pools them.
 
     Raises:
         ValueError: Layers have other tokens than those before, as those of Swin transformers; ``target`` is no class of
-            the model; see :func:`attention_maps`.
-        TypeError: With ``target``, attention whose heads share something, or that has no values.
+            the model; the grid cannot be seen; see :func:`attention_maps`.
+        TypeError: With ``target``, a layer of this package that has no values of tokens.
 
     Examples:
         >>> import timm
@@ -224,93 +260,155 @@ def rollout(model: nn.Module, images: Tensor, target: Union[int, Sequence[int], 
         torch.Size([2, 4, 4])
     """
     model = unwrap_model(model)
-    joint: List[Tensor] = []  # the product so far, (B, N, N)
-
-    def add(name: str, weights: Tensor, keep: float) -> None:
-        """Multiplies by the weights of a layer, and adds ``keep`` of what was there."""
-        before = joint.pop() if joint else torch.eye(weights.shape[-1]).to(weights).expand_as(weights)
-        added = weights.shape[-1] - before.shape[-1]
-        if added and is_vit(model) and added == find_transformer(model).num_prefix_tokens:  # as in ConViT
-            before = nn.functional.pad(before, (added, 0, added, 0))
-            before[:, range(added), range(added)] = 1
-        if not weights.shape[-2] == weights.shape[-1] == before.shape[-1]:
-            raise ValueError(
-                f'{name} has attention of {weights.shape[-2]} to {weights.shape[-1]} tokens after '
-                f'{before.shape[-1]} tokens: a rollout needs the same tokens in all layers; use attention_maps'
-            )
-        joint.append(weights @ before + keep * before)
-
-    def add_mean(name: str, probs: Tensor) -> None:
-        if probs.shape[1]:
-            add(name, probs.mean(1) / 2, 0.5)
-        else:  # a layer without heads mixes no tokens
-            add(name, probs.sum(1), 1.0)
-
-    with evaluating(model), _grids(model) as grids:
+    rolled, read = Rollout(), []
+    end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
+    with evaluating(model):
         if target is None:
-            with visiting(model, add_mean):
-                run(model, images)
+
+            def visit(name: str, probs: Tensor, places: Places) -> None:
+                keep = 0.5 if probs.shape[1] else 1.0  # a layer without heads mixes no tokens
+                rolled.add(name, probs.sum(1) / max(probs.shape[1], 1) / 2, keep, places)
+
+            with watching(model, visit, end=end):
+                called(model, inputs, call)
         else:
-            for name, weights in _weighted_by_gradients(model, images, target):
-                add(name, weights, 1.0)
-    (rows,), grid = joint, grids[-1]
-    prefix = rows.shape[-1] - grid[0] * grid[1]
-    of_class = prefix > 0 and is_vit(model) and find_transformer(model).reads_class_token
-    return (rows[:, 0] if of_class else rows[:, prefix:].mean(1))[:, prefix:].unflatten(1, grid)
+            for name, weights, places in _weighted_by_gradients(model, inputs, target, call, end):
+                rolled.add(name, weights, 1.0, places)
+    if rolled.joint is None:
+        raise ValueError(f'no attention of a {type(model).__name__} was seen for these inputs: {WHAT_IS_SEEN}')
+    return rolled.on_grid(read[-1] if read else None, grid)
 
 
-@contextmanager
-def _grids(model: nn.Module) -> Iterator[List[Tuple[int, int]]]:
-    """Collects height and width of the patches of a model while it runs."""
-    grids: List[Tuple[int, int]] = []
-    own = [layer for layer in attention_of(model).values() if isinstance(layer, AttentionLayer)]
-    with ExitStack() as stack:
-        for layer in own:
-            stack.enter_context(
-                layer.register_forward_pre_hook(lambda layer, args: grids.append(layer.grid_of(args[0])))
-            )
-        if not own:
-            network = find_transformer(model)
-            see = lambda module, args, output: grids.append(network.grid_of_patches(output))  # noqa: E731
-            stack.enter_context(network.patch_convolutions[-1].register_forward_hook(see))
-        yield grids
+class Rollout:
+    """The product of the attention of the layers so far.
 
-
-def _weighted_by_gradients(model: nn.Module, images: Tensor, target: Any) -> Iterator[Tuple[str, Tensor]]:
-    """Yields the name of each layer and E_h[(∂y/∂A ∘ A)⁺] (Chefer et al. 2021, eq. 5), ``(B, N, N)``.
-
-    The outputs of a head are A V, so that ∂y/∂A = ∂y/∂(A V) Vᵀ.
+    Attributes:
+        joint (Tensor | None): How much each token has of each token of the first layer, ``(B, N, M)``.
+        tokens (Tensor | None): The numbers of the tokens now, ``(N,)``.
+        first (Tensor | None): Those of the tokens of the first layer, ``(M,)``, and of all that came later.
+        pooled (Tensor | None): The rows of attention pooling, ``(B, Q, M)``.
     """
-    attentions = attention_of(model)
-    layers = {name: layer for name, layer in prunable_heads(model).items() if name in attentions}
-    inputs: Dict[str, Tuple[Any, Any]] = {}
-    outputs: Dict[str, Tensor] = {}
-    maps: Dict[str, Tuple[Tensor, Optional[TokenPlaces]]] = {}
+
+    def __init__(self) -> None:
+        self.joint: Optional[Tensor] = None
+        self.tokens: Optional[Tensor] = None
+        self.first: Optional[Tensor] = None
+        self.pooled: Optional[Tensor] = None
+
+    def add(self, name: str, weights: Tensor, keep: float, places: Places) -> None:
+        """Multiplies by the weights of a layer, ``(B, Q, K)``, and adds ``keep`` of what was there.
+
+        Raises:
+            ValueError: Its tokens are not those of the layers before.
+        """
+        if self.pooled is not None:
+            raise ValueError(f'{name} comes after attention that pools all tokens: a rollout ends there')
+        keys = None if places.keys is None else places.keys[0]
+        queries = None if places.queries is None else places.queries[0]
+        batch, _, number = weights.shape
+        if self.joint is None:
+            self.joint = torch.eye(number).to(weights).expand(batch, -1, -1)
+            self.tokens = self.first = keys
+        self._bring(name, batch, number, keys)
+        assert self.joint is not None
+        if weights.shape[1] == number:
+            self.joint = weights @ self.joint + keep * self.joint
+        elif queries is not None and keys is not None and (queries[:, None] == keys).any(1).all():
+            rows = (queries[:, None] == keys).long().argmax(1)  # tokens that attend to all, as class tokens do
+            self.joint = self.joint.index_copy(1, rows, weights @ self.joint + keep * self.joint[:, rows])
+        elif weights.shape[1] < number and (queries is None or (queries <= 0).all()):
+            self.pooled = weights @ self.joint
+        else:
+            raise self._other(name, f'{weights.shape[1]} to {number}')
+
+    def _bring(self, name: str, batch: int, number: int, keys: Optional[Tensor]) -> None:
+        """Brings the tokens into the order of these keys, with those that are new."""
+        before = self.joint
+        assert before is not None
+        if keys is not None and self.tokens is not None and not torch.equal(keys, self.tokens):
+            same = keys[:, None] == self.tokens
+            new = ~same.any(1)
+            if batch != len(before) or not same.any(0).all() or not (same.sum(1) <= 1).all():
+                raise self._other(name, number)
+            joint = before.new_zeros(batch, number, before.shape[2] + int(new.sum()))
+            joint[:, ~new, : before.shape[2]] = before[:, same[~new].long().argmax(1)]
+            joint[:, new, before.shape[2] :] = torch.eye(int(new.sum())).to(before)
+            self.joint, self.tokens, self.first = joint, keys, torch.cat([self.first, keys[new]])
+        elif number != before.shape[1] or batch != len(before):
+            raise self._other(name, number)
+
+    def _other(self, name: str, number: Any) -> ValueError:
+        assert self.joint is not None
+        return ValueError(
+            f'{name} has attention of {number} tokens in batches of other tokens than the {self.joint.shape[1]} before: '
+            'a rollout needs the same tokens in all layers; use attention_maps'
+        )
+
+    def on_grid(self, token: Optional[float], grid: Optional[Tuple[int, int]]) -> Tensor:
+        """Returns the row of a token, of the pooling, or the mean over all places, on the grid, ``(B, H, W)``."""
+        assert self.joint is not None
+        if grid is not None:
+            number, tokens = grid[0] * grid[1], self.joint.shape[2]
+            if number > tokens:
+                raise ValueError(f'grid={grid} has {number} patches, but there are {tokens} tokens')
+            order, of_places = torch.arange(tokens - number, tokens), torch.arange(self.joint.shape[1])[-number:]
+        else:
+            order, of_places, grid = self._places()
+        if self.pooled is not None:
+            row = self.pooled.mean(1)
+        elif token is not None and self.tokens is not None and (self.tokens == token).any():
+            row = self.joint[:, self.tokens == token][:, 0]
+        else:
+            row = self.joint[:, of_places].mean(1)
+        return row[:, order].unflatten(1, grid)
+
+    def _places(self) -> Tuple[Tensor, Tensor, Tuple[int, int]]:
+        """Returns the columns of the places of the grid, row-major, the rows of places, and the grid."""
+        if self.first is not None and self.tokens is not None:
+            _, place, grid = cells(self.first[None])
+            order = place[0].argsort()[(place[0] < 0).sum() :]
+            if len(order) == grid[0] * grid[1] > 0:
+                return order, (self.tokens > 0).nonzero().flatten(), grid
+        raise ValueError(
+            'which token is which patch could not be seen: give grid, the height and width in patches, which are the '
+            'last tokens'
+        )
+
+
+def _weighted_by_gradients(
+    model: nn.Module, inputs: Any, target: Any, call: Call, end: Callable[[FunctionsSeen, Any], None]
+) -> Iterator[Tuple[str, Tensor, Places]]:
+    """Yields the name of each layer, E_h[(∂y/∂A ∘ A)⁺] (Chefer et al. 2021, eq. 5), ``(B, Q, K)``, and its places."""
+    maps: Dict[str, Tuple[Tensor, Places]] = {}
+    changes: Dict[str, Tuple[Attention, Tensor]] = {}
+    own_layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, AttentionLayer)}
+    own_inputs: Dict[str, Tensor] = {}
+    own_outputs: Dict[str, Tensor] = {}
+
+    def touch(attention: Attention, output: Tensor) -> Tensor:
+        """Adds E V, where E is 0, so that ∂y/∂E = ∂y/∂A."""
+        sizes = [attention.sizes[label] for label in attention.batch]
+        assert attention.probs is not None
+        change = torch.zeros_like(attention.probs.expand(*sizes, *attention.probs.shape[-2:]), dtype=output.dtype)
+        changes[attention.name] = attention, change.requires_grad_()
+        return output + attention.product(change)
 
     def see_heads(name: str, output: nn.Module, args: Any) -> Tensor:
-        outputs[name] = args[0] if args[0].requires_grad else args[0].detach().requires_grad_()
-        return outputs[name]
-
-    def see_inputs(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        inputs[name] = args, kwargs
-
-    def see_probs(name: str, probs: Tensor, places: Optional[TokenPlaces]) -> None:
-        maps[name] = probs, places
+        own_outputs[name] = args[0] if args[0].requires_grad else args[0].detach().requires_grad_()
+        return own_outputs[name]
 
     with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
-        for name, layer in layers.items():
-            called: Any = layer
-            if isinstance(layer, TransformerHeads):
-                if layer.shared() is not None:
-                    raise TypeError(f'{name} is a {type(layer.module).__name__}: {layer.shared()}: leave out target')
-                called = layer.called
-                stack.enter_context(visited_attention(attentions[name], partial(see_probs, name)))
-            stack.enter_context(layer.output_called())
-            stack.enter_context(called.register_forward_pre_hook(partial(see_inputs, name), with_kwargs=True))
-            stack.enter_context(layer.output.register_forward_pre_hook(partial(see_heads, name)))
-        logits = model(images.to(next(model.parameters()), copy=True))  # copies are no inference tensors
+        for name, layer in own_layers.items():
+            see = lambda module, args, name=name: own_inputs.update({name: args[0]})  # noqa: E731
+            stack.enter_context(layer.register_forward_pre_hook(see))
+            output_of = lambda module, args, name=name: see_heads(name, module, args)  # noqa: E731
+            stack.enter_context(layer.output.register_forward_pre_hook(output_of))
+        visit = lambda name, probs, places: maps.update({name: (probs, places)})  # noqa: E731
+        stack.enter_context(watching(model, visit, touch=touch, end=end))
+        copied = copied_for_gradients(inputs)
+        logits = called(model, copied, call)
         logits = getattr(logits, 'logits', logits)
-        classes = torch.as_tensor(target, device=images.device).clone()
+        classes = torch.as_tensor(target).clone()
         if not isinstance(logits, Tensor) or logits.ndim != 2:
             raise ValueError(f'target={shown(target)} needs a model with logits, not a {type(model).__name__}')
         fits = classes.ndim == 0 or classes.shape == logits.shape[:1]
@@ -319,22 +417,21 @@ def _weighted_by_gradients(model: nn.Module, images: Tensor, target: Any) -> Ite
                 f'target={shown(target)} must be a class from 0 to {logits.shape[1] - 1}, or one for each image'
             )
         chosen = logits.gather(1, classes.to(logits.device).expand(len(logits))[:, None]).sum()
-        gradients = torch.autograd.grad(chosen, list(outputs.values()))
-    for name, gradient in zip(outputs, gradients):
-        layer, (args, kwargs) = layers[name], inputs[name]
-        if isinstance(layer, TransformerHeads):
-            (probs, places), (x, call) = maps[name], layer.tokens(args, kwargs)
-            values: Sequence[Tensor] = layer.queries_keys_values(x, call)[2].unbind(1)
-            gate = layer.part(layer.adapter.gate)
-            gradient = gradient if gate is None else gradient * gate(x).sigmoid()
-        else:
-            probs, places, values = probs_of(layer, args[0]), None, _values(name, layer, args[0])
-        of_heads = [own.flatten(1, -2) for own in split_heads(layer, gradient)]
-        weights = probs.sum(1, keepdim=True)  # 0 without heads
-        if layer.num_heads:
+        seen = [change for _, change in changes.values()] + list(own_outputs.values())
+        gradients = dict(zip([*changes, *own_outputs], torch.autograd.grad(chosen, seen, allow_unused=True)))
+    for name, (probs, places) in maps.items():
+        gradient = gradients.get(name)
+        if name in changes and gradient is not None:
+            of_probs = changes[name][0].by_heads(gradient)
+        elif gradient is not None and probs.shape[1]:
+            layer = own_layers[name]
+            of_heads = [own.flatten(1, -2) for own in split_heads(layer, gradient)]
+            values = _values(name, layer, own_inputs[name])
             of_probs = torch.stack([own @ value.mT for own, value in zip(of_heads, values)], 1)  # ∂y/∂(A V) Vᵀ
-            weights = (of_probs * probs).clamp(min=0).mean(1, keepdim=True)
-        yield name, (weights if places is None else places.on_grid(places.by_window(weights)))[:, 0]
+        else:  # it does not reach the logits, or has no heads
+            of_probs = torch.zeros_like(probs)
+        weights = (of_probs * probs).clamp(min=0).sum(1) / max(probs.shape[1], 1)
+        yield name, weights, places
 
 
 def _values(name: str, layer: Any, x: Tensor) -> Sequence[Tensor]:
@@ -344,3 +441,10 @@ def _values(name: str, layer: Any, x: Tensor) -> Sequence[Tensor]:
     if isinstance(layer, PatchAttention):
         return layer.value(x.flatten(1, 2)).split(layer.head_dims, 2)
     raise TypeError(f'{name} is a {type(layer).__name__}, of a network without tokens: leave out target')
+
+
+def copied_for_gradients(inputs: Any) -> Any:
+    """Returns inputs whose tensors are copies, no inference tensors."""
+    if isinstance(inputs, Tensor):
+        return inputs.clone()
+    return {name: copied_for_gradients(own) for name, own in inputs.items()} if isinstance(inputs, Mapping) else inputs

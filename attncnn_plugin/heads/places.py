@@ -56,7 +56,7 @@ class Followed:
         elif not isinstance(output, Tensor) or not output.is_floating_point():
             return
         elif name in PRODUCTS:
-            if first is everything[0] and output.shape[:-1] == first.shape[:-1]:
+            if first is everything[0] and output.shape[:-1] == first.shape[:-1] and first.shape[-1]:
                 self.numbers[output] = self.numbers[first][..., :1].expand(output.shape)
         elif any(kind in name for kind in GRIDS):
             if output.ndim == first.ndim > 2 and len(output) == len(first):
@@ -111,30 +111,6 @@ class Followed:
                 return
 
 
-def flat(values: Any) -> List[Tensor]:
-    """Returns the tensors among values, and in lists of them."""
-    found = []
-    for own in values:
-        found += flat(own) if isinstance(own, (list, tuple)) else [own] if isinstance(own, Tensor) else []
-    return found
-
-
-def new_numbers(grid: Tensor, before: Optional[Tensor]) -> Tensor:
-    """Returns the numbers of the places of ``(B, C, …, H, W)``; frames of a video lie one below the other.
-
-    The images are those of ``before``, the numbers of what the grid was computed from.
-    """
-    sides = grid.shape[2:]
-    place: Any = torch.arange(math.prod(sides[:-1]), device=grid.device, dtype=torch.float64)[:, None] * SIDE
-    place = place + torch.arange(sides[-1], device=grid.device) + 1
-    if before is None:
-        image = torch.arange(len(grid), device=grid.device, dtype=torch.float64) * SIDE**2
-    else:
-        image = before.flatten(1).amax(1) // SIDE**2 * SIDE**2
-    numbers = image.view(-1, *[1] * (grid.ndim - 1)) + place.view(sides)
-    return numbers.expand(grid.shape)
-
-
 @dataclass(frozen=True, eq=False)
 class Places:
     """The places of the queries and keys of an attention.
@@ -151,6 +127,14 @@ class Places:
     def images(self) -> Optional[int]:
         """The number of images; None where it is unknown."""
         return None if self.queries is None else int(self.queries.amax() // SIDE**2) + 1
+
+    @property
+    def are_windows(self) -> bool:
+        """Whether the queries are places only, in another order than row-major, or in several windows of an image."""
+        if self.queries is None or not (self.queries >= 0).all():
+            return False
+        place = cells(self.queries)[1]
+        return len(place) != self.images or not (place == torch.arange(place.shape[1], device=place.device)).all()
 
     def on_grid(self, probs: Tensor) -> Optional[Tuple[Tensor, Tuple[int, int]]]:
         """Returns probabilities between all places, row-major, ``(B, N_h, H·W, H·W)``, and (H, W).
@@ -185,6 +169,12 @@ def cells(numbers: Tensor) -> Tuple[Tensor, Tensor, Tuple[int, int]]:
     place = torch.full_like(whole, -1)
     place[numbers > 0] = row * len(columns) + column
     return (whole // SIDE**2).clamp(min=0), place, (len(rows), len(columns))
+
+
+def places_of_grid(images: int, grid: Tuple[int, int]) -> Places:
+    """Returns the places of tokens that are a grid, row-major."""
+    numbers = new_numbers(torch.empty(images, 1, *grid), None).flatten(1)
+    return Places(numbers, numbers)
 
 
 def new_numbers(grid: Tensor, before: Optional[Tensor]) -> Tensor:

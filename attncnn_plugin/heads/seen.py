@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..attention import AttentionLayer
 from ..attention.precision import at_least_float32, full_precision
 from ..attention.state_dicts import HOOKS
-from .places import Followed, Places, flat
+from .places import Followed, Places, flat, places_of_grid
 
 Visit = Callable[[str, Tensor, Places], None]
 Touch = Callable[['Attention', Tensor], Tensor]
@@ -64,7 +64,7 @@ def watching(
             name. Windows are further images in B, as they are computed. Defaults to None: no probabilities.
         wanted (Callable): Says of a name whether attention is visited or touched. Defaults to all.
         touch (Callable, optional): ``touch(attention, output)`` returns what takes the place of the output of an
-            :class:`Attention` of other libraries, and of layers of this package that call such. Defaults to None.
+            :class:`Attention`, but for layers of this package. Defaults to None.
         end (Callable): ``end(functions, output)`` is called after a forward pass of the model, or of a part by itself.
 
     Yields:
@@ -81,6 +81,8 @@ def watching(
     finally:
         for handle in handles:
             handle.remove()
+        if watch.functions is not None and watch.native is None:  # after an error in a hook
+            watch.functions.__exit__(None, None, None)
 
 
 class Watch(threading.local):
@@ -117,11 +119,11 @@ class Watch(threading.local):
         self.running.append((module, name))
         if name is None:
             return
-        if isinstance(module, AttentionLayer) and self.touch is None:
+        if isinstance(module, AttentionLayer):
             self.running[-1] = module, None
             name = self.functions.numbered(name)
             if self.visit is not None and self.wanted(name):
-                self.visit(name, module.probs_of(args[0]), Places())
+                self.visit(name, module.probs_of(args[0]), places_of_grid(len(args[0]), module.grid_of(args[0])))
         elif self.touch is None and has_fast_path(module) and _get_current_function_mode() is self.functions:
             self.native = module
             self.functions.__exit__(None, None, None)

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..analysis import mean_attention
 from ..analysis.layer_maps import attention_layers, is_other_vit, layer_labels, visit_layers
-from ..analysis.recorder import probs_of, rollout
+from ..analysis.recorder import rollout
 from ..analysis.shift_statistics import keys_of_query
 from ..attention.window import shown
 from ..pruning import HeadAblation
@@ -180,7 +180,7 @@ def _rows(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], bool]:
         of_class.append(first)
 
     def add_own(name: str, layer: Any, x: Tensor) -> None:
-        rows[name] = probs_of(layer, x).mean(2).unflatten(-1, layer.grid_of(x)).float().cpu()
+        rows[name] = layer.probs_of(x).mean(2).unflatten(-1, layer.grid_of(x)).float().cpu()
 
     if is_other_vit(model):
         visit_vit_attention(model, images, add)

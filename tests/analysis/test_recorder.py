@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attncnn_plugin import AttentionRecorder, attention_maps, rollout
-from attncnn_plugin.analysis.recorder import attention_of
+from attncnn_plugin.analysis.layer_maps import attention_layers as attention_of
 from attncnn_plugin.convert import conv_to_mhsa
 from attncnn_plugin.pruning import prunable_heads, prune_heads
 
