@@ -1,7 +1,7 @@
 """Attention probabilities of every layer of a model (Cordonnier et al. 2020 (C20), eq. 1 and 8).
 
-A model is any module with the attention of this package inside, an attention layer itself among them, or a vision
-transformer of another library. Images are what its forward pass takes, normalized as in training.
+A model is any module with softmax attention inside, of this package or of others, an attention layer itself among them.
+Images are what its forward pass takes, normalized as in training.
 """
 
 import math
@@ -13,19 +13,21 @@ from functools import partial
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import torch
+from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..attention import AttentionLayer
 from ..attention.evaluation_mode import evaluating
 from ..attention.positions import GaussianHeads
 from ..attention.window import Window, per_axis, shown
+from ..heads.places import Places
+from ..heads.seen import watching
 from ..pruning.criteria import relative_entropy_of_maps
 from ..pruning.prune import BLOCK
-from ..transformers.adapters import find_attention
-from ..transformers.attention import TokenPlaces, visit_vit_attention
-from ..transformers.vision_transformer import images_for, is_vit
+from .recorder import Call, Layers, called, chosen_by, no_attention
 
 BATCH_SIZE = 4  # images in a pass
+HIDDEN = 1e-30  # of a probability; a mask of −100 leaves less
 CHUNK_ELEMENTS = 2**24  # scores that a layer computes at once, 64 MiB of float32
 
 Grid = Tuple[int, int]
@@ -98,33 +100,41 @@ class MeanAttention:
 
 
 def mean_attention(
-    model: nn.Module, images: Optional[Tensor] = None, size: Optional[Sequence[int]] = None, part: str = 'all'
+    model: nn.Module,
+    images: Any = None,
+    size: Optional[Sequence[int]] = None,
+    part: str = 'all',
+    layers: Layers = None,
+    call: Call = None,
 ) -> Dict[str, MeanAttention]:
     """Returns the attention probabilities of every layer of a model, mean over images, on the CPU.
 
     Probabilities that depend only on position are computed in float64. The model runs in evaluation mode, and stays as
     it was.
 
-    Of vision transformers of other libraries it is the attention of patches to patches, renormalized to 1, and 0
-    between windows. Class tokens, registers and the padding of windows are left out.
+    Of attention of other libraries it is that of patches to patches, renormalized to 1, and 0 between windows. Class
+    tokens, registers and the padding of windows are left out; so is attention whose queries and keys are not the same
+    patches, such as that of class tokens alone, of pooled keys or over channels.
 
     Args:
-        model (nn.Module): A model with attention of this package, or a vision transformer of another library, or one
-            with such a backbone: ViT, DeiT, BEiT, EVA, DINOv3, ConViT, Swin and their relatives.
-        images (Tensor, optional): ``(B, C, H, W)``, at least one; give a single one for its own attention. Without
-            images there has to be a ``size``.
+        model (nn.Module): A model with softmax attention, of this package or of others.
+        images (Tensor | Mapping, optional): ``(B, C, H, W)``, or keyword arguments with batches of these, at least one
+            image; give a single one for its own attention. Without images there has to be a ``size``.
         size (Sequence[int], optional): Height and width of the grid in tokens, instead of images, where no layer
             depends on content.
         part (str): ``'all'``, or ``'position'``: the term that depends only on position, v·r_δ of C20's eq. 8 or the
             position bias of CMHSA, or q·r_δ in layers without one. Defaults to ``'all'``.
+        layers (str | Iterable[str] | callable, optional): As of :func:`attncnn_plugin.attention_maps`. Defaults to
+            None, all.
+        call (Callable, optional): ``call(model, images)`` runs the model. Defaults to None, ``model(images)``.
 
     Returns:
-        dict[str, MeanAttention]: By the layer's name in the model, in the order of the blocks.
+        dict[str, MeanAttention]: By the layer's name in the model, in the order of the forward pass.
 
     Raises:
-        ValueError: No attention in the model, as in a CMHSA in the convolution phase, or a layer that the images do not
-            reach; both images and a size, or neither; a size where scores depend on content; a part of a vision
-            transformer of another library, or one that is built in another way.
+        ValueError: No attention between patches, as in a CMHSA in the convolution phase, or a layer that the images do
+            not reach; both images and a size, or neither; a size where scores depend on content; a part of attention
+            of another library.
 
     Examples:
         >>> import timm, attncnn_plugin
@@ -135,29 +145,33 @@ def mean_attention(
     """
     if part not in ('all', 'position'):
         raise ValueError(f"part={part!r} is unknown: choose 'all' or 'position'")
-    if is_other_vit(model):
+    if not has_own_attention(model):
         if images is None or size is not None or part != 'all':
             raise ValueError(
                 f'size={shown(size)} and part={part!r}, but the attention of model, a {type(model).__name__}, depends '
                 'on images, which say the grid, and has no parts: give only images'
             )
-        return _maps_of_vit(model, images)
-    layers = attention_layers(model)
+        return _maps_of_patches(model, images, layers, call)
+    own_layers = {name: layer for name, layer in attention_layers(model).items() if chosen_by(layers)(name)}
     by_images = {
         name: layer
-        for name, layer in layers.items()
+        for name, layer in own_layers.items()
         if layer.depends_on_content and not (part == 'position' and layer.has_position_scores)
     }
-    grids = grids_of_layers(model, layers, images, size)
-    maps = maps_of_images(model, by_images, images, part)
-    for name in layers.keys() - by_images:
-        exact = position_maps(layers[name], grids[name])
+    grids = grids_of_layers(model, own_layers, images, size, call)
+    maps = maps_of_images(model, by_images, images, part, call)
+    for name in own_layers.keys() - by_images:
+        exact = position_maps(own_layers[name], grids[name])
         maps[name] = replace(exact, probs=exact.probs.float())
-    return {name: maps[name] for name in layers}
+    return {name: maps[name] for name in own_layers}
 
 
 def grids_of_layers(
-    model: nn.Module, layers: Mapping[str, AttentionLayer], images: Optional[Tensor], size: Optional[Sequence[int]]
+    model: nn.Module,
+    layers: Mapping[str, AttentionLayer],
+    images: Optional[Tensor],
+    size: Optional[Sequence[int]],
+    call: Call = None,
 ) -> Dict[str, Grid]:
     """Returns height and width of the keys of each layer, by one of the images or as they are given."""
     if (images is None) == (size is None):
@@ -166,7 +180,7 @@ def grids_of_layers(
         height, width = per_axis('size', size, 2)  # type: ignore[arg-type]
         return dict.fromkeys(layers, (height, width))
     grids: Dict[str, Grid] = {}
-    visit_layers(model, images[:1], layers, lambda name, layer, x: grids.update({name: layer.grid_of(x)}))
+    visit_layers(model, images[:1], layers, lambda name, layer, x: grids.update({name: layer.grid_of(x)}), call)
     return grids
 
 
@@ -182,7 +196,7 @@ def position_maps(layer: AttentionLayer, grid: Grid) -> MeanAttention:
 
 
 def maps_of_images(
-    model: nn.Module, layers: Mapping[str, AttentionLayer], images: Optional[Tensor], part: str
+    model: nn.Module, layers: Mapping[str, AttentionLayer], images: Optional[Tensor], part: str, call: Call = None
 ) -> Dict[str, MeanAttention]:
     """Returns the mean over images of a part of the attention of layers whose scores depend on content."""
     if images is None:
@@ -203,7 +217,7 @@ def maps_of_images(
             means.add(name, probs, relative_entropy_of_maps(probs))
 
     for batch in images.split(BATCH_SIZE) if layers else ():
-        visit_layers(model, batch, layers, add)
+        visit_layers(model, batch, layers, add, call)
     return {
         name: MeanAttention(probs.cpu(), grids[name], layers[name].window, None, len(images), entropy.cpu())
         for name, (probs, entropy) in means.items()
@@ -240,32 +254,85 @@ def probs_of_scores(scores: Tensor, grid: Grid) -> Tensor:
 
 
 @torch.no_grad()
-def _maps_of_vit(model: nn.Module, images: Tensor) -> Dict[str, MeanAttention]:
+def _maps_of_patches(model: nn.Module, images: Tensor, layers: Layers, call: Call) -> Dict[str, MeanAttention]:
     means = ImageMeans()
-    places: Dict[str, Tuple[TokenPlaces, float]] = {}  # and the largest entropy there
+    found: Dict[str, BetweenPatches] = {}
+    others: Dict[str, Tuple[int, ...]] = {}
 
-    def add(name: str, probs: Tensor, where: TokenPlaces) -> None:
-        own, prefix_mass = where.of_patches(probs.float())
-        entropy, largest = where.entropies(own)
-        means.add(name, own, entropy, prefix_mass)
-        places[name] = where, max(largest, torch.finfo(torch.float).tiny)
+    def add(name: str, probs: Tensor, places: Places) -> None:
+        for some, of_some in [(probs, places)] if not places.are_windows else places.by_image(probs):
+            own = between_patches(name, some, of_some)
+            if own is None:
+                others[name] = tuple(probs.shape)
+            else:
+                means.add(name, own.probs, own.entropy, own.relative_entropy, own.left_out)
+                found[name] = own
 
-    for batch in images.split(BATCH_SIZE):
-        visit_vit_attention(model, batch, add)
-    maps = {}
-    for name, values in means.items():
-        own, entropy, prefix_mass = (value.cpu() for value in values)
-        where, largest = places[name]
-        maps[name] = MeanAttention(
-            probs=where.on_grid(own),
-            grid=where.grid,
+    model = unwrap_model(model)
+    with evaluating(model), watching(model, add, chosen_by(layers)):
+        for batch in images.split(BATCH_SIZE):
+            called(model, batch, call)
+    if not found:
+        raise no_attention(model, others)
+    return {
+        name: MeanAttention(
+            probs=probs.cpu(),
+            grid=found[name].grid,
             num_images=len(images),
-            relative_entropy=(entropy / largest).clamp(max=1),
-            entropy=entropy,
-            prefix_mass=prefix_mass,
-            in_windows=where.windows is not None,
+            relative_entropy=relative_entropy.cpu(),
+            entropy=entropy.cpu(),
+            prefix_mass=left_out.cpu(),
+            in_windows=found[name].in_windows,
         )
-    return maps
+        for name, (probs, entropy, relative_entropy, left_out) in means.items()
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class BetweenPatches:
+    """What patches give to patches on some images, renormalized to 1.
+
+    Attributes:
+        probs (Tensor): ``(B, N_h, H*W, H*W)``, row-major, 0 between windows.
+        grid (tuple[int, int]): Height H and width W of the grid of patches.
+        left_out (Tensor): What they gave to other tokens and to padding, mean over patches, ``(B, N_h)``.
+        entropy, relative_entropy (Tensor): In nats, and relative to that of uniform attention to all keys that a query
+            sees, means over patches, ``(B, N_h)``.
+        in_windows (bool): Whether queries see only the keys of their window.
+    """
+
+    probs: Tensor
+    grid: Grid
+    left_out: Tensor
+    entropy: Tensor
+    relative_entropy: Tensor
+    in_windows: bool
+
+
+def between_patches(name: str, probs: Tensor, places: Places) -> Optional[BetweenPatches]:
+    """Returns attention of patches to patches; None where its queries are not all patches, or the keys are others.
+
+    Raises:
+        ValueError: The probabilities are not finite.
+    """
+    if not probs.isfinite().all():
+        raise ValueError(
+            f'the probabilities of {name or "attention"} are not finite: the parameters of model and the images must be'
+        )
+    on_grid = places.on_grid(probs)
+    if on_grid is None or on_grid[0].shape[-1] < 2:
+        return None
+    whole, grid = on_grid
+    total = whole.sum(-1, keepdim=True)
+    own = whole / total.clamp(min=torch.finfo(whole.dtype).tiny)
+    entropy = torch.special.entr(own).sum(-1).mean(-1)  # −Σ_k P[q, k] log P[q, k]
+    in_windows = places.are_windows
+    largest = math.log(own.shape[-1])
+    if in_windows:
+        seen = (own.amax((0, 1)) > HIDDEN).sum(-1)  # keys of each query
+        largest = seen.clamp(min=1).double().log().mean().item()
+    relative = (entropy / max(largest, torch.finfo(torch.float).tiny)).clamp(max=1)
+    return BetweenPatches(own, grid, 1 - total.squeeze(-1).mean(-1), entropy, relative, in_windows)
 
 
 def attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
@@ -283,7 +350,7 @@ def attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
     if not layers:
         raise ValueError(
             f'the model, of type {type(model).__name__}, has no attention layers of this package (a CMHSA in the '
-            'convolution phase gets them with its transition), and is no vision transformer of another library'
+            'convolution phase gets them with its transition)'
         )
     for name, layer in layers.items():
         if layer.window is not None and layer.window.ndim != 2:
@@ -291,20 +358,9 @@ def attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:
     return layers
 
 
-def is_other_vit(model: nn.Module) -> bool:
-    """Says whether a model has the attention of another library's vision transformer, and none of this package."""
-    return is_vit(model) and not any(isinstance(module, AttentionLayer) for module in model.modules())
-
-
-def shown_layers(model: nn.Module) -> Dict[str, Any]:
-    """Returns the modules whose :func:`mean_attention` there are, by name, each with ``num_heads``.
-
-    Raises:
-        ValueError: The model has none.
-    """
-    if is_other_vit(model):
-        return {attention.name: attention.module for attention in find_attention(model)}
-    return dict(attention_layers(model))
+def has_own_attention(model: nn.Module) -> bool:
+    """Says whether a model has attention of this package."""
+    return any(isinstance(module, AttentionLayer) for module in model.modules())
 
 
 def layer_labels(names: Iterable[str]) -> Dict[str, str]:
@@ -327,12 +383,13 @@ def layer_labels(names: Iterable[str]) -> Dict[str, str]:
 
 @torch.no_grad()
 def visit_layers(
-    model: nn.Module, images: Tensor, layers: Mapping[str, nn.Module], visit: Callable[[str, Any, Tensor], None]
+    model: nn.Module,
+    images: Tensor,
+    layers: Mapping[str, nn.Module],
+    visit: Callable[[str, Any, Tensor], None],
+    call: Call = None,
 ) -> None:
     """Calls ``visit(name, layer, x)`` with the input of each layer in one pass of the images, in evaluation mode.
-
-    Of a detector, or another model whose forward pass asks for more than images, the ``forward_features`` of its
-    network runs.
 
     Raises:
         ValueError: A layer that the model does not run on images.
@@ -354,19 +411,6 @@ def visit_layers(
     with evaluating(model), ExitStack() as stack:
         for name, layer in layers.items():
             stack.callback(layer.register_forward_pre_hook(partial(see, name)).remove)
-        features_of(model, set(layers.values()))(images_for(model, images))
+        called(model, images, call)
     for name in sorted(layers.keys() - seen):
         raise ValueError(f'{name} is attention that the model does not run on images: there is nothing to show')
-
-
-def features_of(model: nn.Module, layers: Iterable[nn.Module]) -> Callable[[Tensor], Any]:
-    """Returns the ``forward_features`` of the network that holds these layers; the model itself without a network.
-
-    Of one of timm the ``forward_head`` follows, which has convolutions in MobileNets.
-    """
-    for module in model.modules():
-        forward_features = getattr(module, 'forward_features', None)
-        if callable(forward_features) and set(layers) <= set(module.modules()):
-            forward_head = getattr(module, 'forward_head', nn.Identity())
-            return lambda images: forward_head(forward_features(images))
-    return model

@@ -1,6 +1,7 @@
 """The attention that a model computes on its inputs, and its rollout from the first layer to the last."""
 
 import dataclasses
+import types
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
@@ -21,11 +22,6 @@ from ..pruning.prune import split_heads
 Reduce = Union[str, Callable[[Tensor], Tensor], None]
 Layers = Union[str, Iterable[str], Callable[[str], bool], None]
 Call = Optional[Callable[[nn.Module, Any], Any]]
-WHAT_IS_SEEN = (
-    'attention is seen where PyTorch computes it: by scaled_dot_product_attention, or by a softmax whose result '
-    'multiplies values. Linear attention, mixers and convolutions have none; scripted modules and kernels outside of '
-    'PyTorch, such as those of flash_attn, hide it'
-)
 
 
 def attention_maps(
@@ -79,7 +75,7 @@ def attention_maps(
             'AttentionRecorder, which has all passes'
         )
     if not recorder.passes:
-        raise ValueError(f'no attention of a {type(recorder.model).__name__} was seen for these inputs: {WHAT_IS_SEEN}')
+        raise no_attention(recorder.model)
     return recorder.passes[0]
 
 
@@ -151,15 +147,14 @@ class AttentionRecorder:
         if self.reduce != 'class_token' or not own:
             return
         token = token_read(functions, output) if functions.whole else None
-        for name, (rows, numbers) in own.items():
-            index = [] if token is None else (numbers == token).nonzero().flatten().tolist()
-            if not index:
+        for name, rows in own.items():
+            if token not in rows:
                 what = 'reads no single token' if token is None else f'reads a token that is not in {name}'
                 raise ValueError(
                     f"reduce='class_token', but a {type(self.model).__name__} {what}: choose layers that have the "
                     'token, or give a function, such as lambda probs: probs.mean(2), the mean over queries'
                 )
-            own[name] = rows[:, :, index[0]].clone()
+            own[name] = rows[token]
 
 
 def chosen_by(layers: Layers) -> Callable[[str], bool]:
@@ -190,12 +185,10 @@ def called(model: nn.Module, inputs: Any, call: Call = None) -> Any:
     return model(brought(inputs))
 
 
-def beside_the_grid(probs: Tensor, places: Places) -> Tuple[Tensor, Tensor]:
-    """Returns the probabilities of the queries that are no places, and their numbers, ``(n,)``."""
-    if places.queries is None:
-        return probs[:, :, :0], torch.empty(0)
-    numbers = places.queries[0]
-    return probs[:, :, numbers < 0].clone(), numbers[numbers < 0]
+def beside_the_grid(probs: Tensor, places: Places) -> Dict[float, Tensor]:
+    """Returns what tokens beside the grid give to all, ``(B, N_h, K)``, by their numbers."""
+    numbers = [] if places.queries is None else places.queries[0].tolist()
+    return {number: probs[:, :, index].clone() for index, number in enumerate(numbers) if number < 0}
 
 
 def token_read(functions: FunctionsSeen, output: Any) -> Optional[float]:
@@ -208,6 +201,23 @@ def token_read(functions: FunctionsSeen, output: Any) -> Optional[float]:
         if own.ndim == 2 and numbers is not None and numbers[0, 0] < 0:
             return float(numbers[0, 0])
     return None
+
+
+def no_attention(model: nn.Module, others: Mapping[str, Sequence[int]] = types.MappingProxyType({})) -> ValueError:
+    """Returns the refusal of a model without attention that is seen, or with none but ``others``, of these shapes."""
+    if others:
+        shapes = ', '.join(f'{name} {tuple(shape)}' for name, shape in others.items())
+        return ValueError(
+            f'no attention of a {type(model).__name__} is between all patches of a grid: its shapes are {shapes}; '
+            'attention_maps returns it as it is computed'
+        )
+    scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    return ValueError(
+        f'no attention of a {type(model).__name__} was seen for these inputs. It is seen where PyTorch computes it, by '
+        'scaled_dot_product_attention or a softmax whose result multiplies values'
+        + (f'; {scripted[0] or "the model"} is scripted, which hides it' if scripted else '')
+        + '. Convolutions, mixers and linear attention have none, nor has a CMHSA in the convolution phase'
+    )
 
 
 def reduced(reduce: Any, probs: Tensor) -> Tensor:
@@ -275,7 +285,7 @@ def rollout(
             for name, weights, places in _weighted_by_gradients(model, inputs, target, call, end):
                 rolled.add(name, weights, 1.0, places)
     if rolled.joint is None:
-        raise ValueError(f'no attention of a {type(model).__name__} was seen for these inputs: {WHAT_IS_SEEN}')
+        raise no_attention(model)
     return rolled.on_grid(read[-1] if read else None, grid)
 
 
@@ -340,8 +350,8 @@ class Rollout:
     def _other(self, name: str, number: Any) -> ValueError:
         assert self.joint is not None
         return ValueError(
-            f'{name} has attention of {number} tokens in batches of other tokens than the {self.joint.shape[1]} before: '
-            'a rollout needs the same tokens in all layers; use attention_maps'
+            f'{name} has attention of {number} tokens that are not the {self.joint.shape[1]} of the layers before: a '
+            'rollout needs the same tokens in all layers; use attention_maps'
         )
 
     def on_grid(self, token: Optional[float], grid: Optional[Tuple[int, int]]) -> Tensor:

@@ -24,16 +24,18 @@ An array is an object with its ``dtype``, its ``shape``, and its ``data``: row-m
 
 import base64
 import gzip
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..analysis.layer_maps import attention_layers, layer_labels, probs_of_scores, visit_layers
+from ..analysis.layer_maps import HIDDEN, attention_layers, layer_labels, probs_of_scores, visit_layers
+from ..analysis.recorder import called, no_attention, token_read
 from ..attention import AttentionLayer
-from ..transformers.attention import TokenPlaces, visit_vit_attention
-from ..transformers.vision_transformer import find_transformer
+from ..attention.evaluation_mode import evaluating
+from ..heads.places import Places, cells
+from ..heads.seen import watching
 
 MAX_PAIRS = 2**20  # of a query and a key, for each head
 ROUNDING = 1e-5  # of a sum of probabilities
@@ -65,31 +67,46 @@ def own_layers(model: nn.Module, images: Tensor) -> List[Layer]:
 
 
 def observed_layers(model: nn.Module, images: Tensor) -> List[Layer]:
-    """Returns the data of the attention that another library's vision transformer computes on images."""
+    """Returns the data of the attention between patches that a model of another library computes on images."""
     found: Dict[str, Layer] = {}
-    others = find_transformer(model).prefix_names
+    others: Dict[str, Tuple[int, ...]] = {}
+    tokens: Dict[str, List[float]] = {}
+    read: List[Optional[float]] = []
 
-    def visit(name: str, probs: Tensor, places: TokenPlaces) -> None:
-        probs, patches, windows, keys = probs.float().cpu(), places.grid[0] * places.grid[1], places.windows, None
-        _check_pairs(name, images, places.grid, patches if windows is None else windows.shape[1])
-        if windows is None:
-            probs, beside = probs[0, :, :, places.prefix :], probs[0, :, :, : places.prefix]
+    def visit(name: str, probs: Tensor, places: Places) -> None:
+        probs = probs.float().cpu()
+        if not probs.isfinite().all():
+            raise ValueError(f'the probabilities of {name} are not finite: the parameters of the model must be')
+        if places.on_grid(probs[:, :1]) is None:
+            others[name] = tuple(probs.shape)
+            return
+        queries, numbers = places.queries.cpu(), places.keys.cpu()
+        (_, query, grid), (_, key, _), keys = cells(queries), cells(numbers), None
+        patches = grid[0] * grid[1]
+        _check_pairs(name, images, grid, key.shape[1])
+        where = query.flatten().argsort(stable=True)[(query < 0).sum() :]  # of each patch
+        probs = probs.transpose(0, 1).flatten(1, 2)[:, where]  # (N_h, H·W, K)
+        if places.are_windows:
+            keys = key[where // query.shape[1]]
+            beside = _outside((probs * (keys < 0)).sum(-1))
+            probs = probs.masked_fill(keys < 0, 0)
+            keys = keys.masked_fill((keys < 0) | (probs.amax(0) <= HIDDEN), patches)
         else:
-            windows = windows.cpu()
-            where = windows.flatten().argsort(stable=True)[:patches]  # of each patch; padding has the largest number
-            keys = windows[where // windows.shape[1]]  # (H·W, M)
-            probs = probs.transpose(0, 1).flatten(1, 2)[:, where]  # (N_h, H·W, M)
-            probs, beside = probs.masked_fill(keys == patches, 0), _outside((probs * (keys == patches)).sum(-1))
-            if places.masked is not None:
-                keys = keys.masked_fill(places.masked.cpu().flatten(0, 1)[where], patches)
-        data = found.setdefault(
-            name, _layer(len(probs), places.grid, [*map(range, places.grid)], others[: places.prefix], keys)
-        )
+            tokens[name] = numbers[0, key[0] < 0].tolist()
+            order = key[0].argsort(stable=True)
+            probs, beside = probs[..., order[-patches:]], probs[..., (key[0] < 0).nonzero()[:, 0]]
+        data = found.setdefault(name, _layer(len(probs), grid, [*map(range, grid)], keys=keys))
         if data['heads']:
             data['parts'].setdefault('attention', []).append(_packed_part(probs, beside))
 
-    for image in images.split(1):
-        visit_vit_attention(model, image, visit)
+    end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
+    with torch.no_grad(), evaluating(model), watching(model, visit, end=end):
+        for image in images.split(1):
+            called(model, image)
+    if not found:
+        raise no_attention(model, others)
+    for name, numbers in tokens.items():
+        found[name]['others'] = ['cls' if own == read[-1] else f'token {i + 1}' for i, own in enumerate(numbers)]
     return _finished(found)
 
 
@@ -119,7 +136,6 @@ def _layer(
     heads: int,
     size: Sequence[int],
     places: Sequence[Sequence[int]],
-    others: Sequence[str] = (),
     keys: Optional[Tensor] = None,
     centers: Optional[List[List[float]]] = None,
 ) -> Layer:
@@ -129,7 +145,7 @@ def _layer(
         'grid': list(size),
         'rows': list(places[0]),
         'columns': list(places[1]),
-        'others': list(others),
+        'others': [],
         'keys': None if keys is None else packed(keys.numpy().astype(np.int32)),
         'parts': {},
     }

@@ -7,7 +7,7 @@ padding has 0. What a function moves, it moves of the numbers too. A linear map 
 
 import math
 from dataclasses import dataclass
-from typing import Any, List, Optional, Tuple
+from typing import Any, Iterator, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -135,6 +135,15 @@ class Places:
             return False
         place = cells(self.queries)[1]
         return len(place) != self.images or not (place == torch.arange(place.shape[1], device=place.device)).all()
+
+    def by_image(self, probs: Tensor) -> Iterator[Tuple[Tensor, 'Places']]:
+        """Yields the probabilities of the windows of each image, and their places."""
+        assert self.queries is not None and self.keys is not None
+        image = cells(self.queries)[0].amax(1)
+        for number in range(int(image.max()) + 1):
+            first = number * SIDE**2
+            numbers = (own[image == number] - (own[image == number] > 0) * first for own in (self.queries, self.keys))
+            yield probs[image == number], Places(*numbers)
 
     def on_grid(self, probs: Tensor) -> Optional[Tuple[Tensor, Tuple[int, int]]]:
         """Returns probabilities between all places, row-major, ``(B, N_h, H·W, H·W)``, and (H, W).

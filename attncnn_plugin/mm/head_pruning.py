@@ -143,7 +143,7 @@ class HeadPruningHook(FollowStateDictHook):
                 f'{", ".join(without_bias)} of the model have no bias: nothing makes up for their heads that go, '
                 'besides duplicates'
             )
-        numbers = head_numbers(runner, layers)
+        numbers = head_numbers(runner, {name: layer.num_heads for name, layer in layers.items()})
         for name, heads in judged.heads.items():
             numbers[name] = [number for head, number in enumerate(numbers[name]) if head not in heads]
         runner.message_hub.update_info(HEAD_NUMBERS, numbers)

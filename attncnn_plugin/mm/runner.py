@@ -50,10 +50,10 @@ def record_new_parameters(model: nn.Module, incompatible_keys=None) -> None:
         )
 
 
-def head_numbers(runner: Runner, layers: Mapping[str, Any]) -> Dict[str, List[int]]:
-    """Returns what the heads of layers, by name, were called when the training began, whatever went since."""
+def head_numbers(runner: Runner, counts: Mapping[str, int]) -> Dict[str, List[int]]:
+    """Returns what the heads of layers, by name, were called when the training began, of so many that are left."""
     known = runner.message_hub.runtime_info.get(HEAD_NUMBERS, {})
-    return {name: list(known.get(name, range(layer.num_heads))) for name, layer in layers.items()}
+    return {name: list(known.get(name, range(count))) for name, count in counts.items()}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

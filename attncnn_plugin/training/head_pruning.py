@@ -229,7 +229,7 @@ class PruneHeads:
             batches = list(self.batches if batches is None else batches)
             if not batches and size is None:
                 raise ValueError('there were no images: give batches, a list or a data loader that can be read again')
-            with head_means(list(layers.values())) as of_layers, observed_attention(seen) as observed:
+            with head_means(list(layers.values())) as of_layers, observed_attention(model, seen) as observed:
                 for batch in batches:
                     self.loss(model, batch)
             for batch in batches if gradients else ():
