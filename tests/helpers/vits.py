@@ -59,8 +59,8 @@ SWIN_OF_TORCHVISION = dict(
     patch_size=[4, 4], embed_dim=12, depths=[2, 2], num_heads=[3, 3], window_size=[4, 4], num_classes=5
 )
 OF_TORCHVISION = {
-    'torchvision.VisionTransformer': dict(  # of an odd number of heads PyTorch has no fused kernel
-        image_size=SIZE, patch_size=8, num_layers=2, num_heads=4, hidden_dim=24, mlp_dim=24, num_classes=5
+    'torchvision.VisionTransformer': dict(
+        image_size=SIZE, patch_size=8, num_layers=2, num_heads=3, hidden_dim=24, mlp_dim=24, num_classes=5
     ),
     'torchvision.SwinTransformer': SWIN_OF_TORCHVISION,
     'torchvision.SwinTransformerV2': SWIN_OF_TORCHVISION,

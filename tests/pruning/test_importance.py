@@ -144,7 +144,8 @@ def test_costs_with_tables_that_are_parameters(frozen):
 )
 def test_costs_are_those_that_go(name):
     """As PyTorch counts them with gradients, where it computes attention by products; so is what is left."""
-    model, images = small_vit(name), torch.randn(1, 3, SIZE, SIZE)
+    even = dict(num_heads=4) if name == 'torchvision.VisionTransformer' else {}  # which PyTorch has a fused kernel for
+    model, images = small_vit(name, **even), torch.randn(1, 3, SIZE, SIZE)
 
     def check():
         total, costs = head_costs(model, lambda: model(images))
