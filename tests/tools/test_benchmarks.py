@@ -21,7 +21,7 @@ import measure  # noqa: E402
 from original import with_dense_original  # noqa: E402
 
 from attncnn_plugin import attention  # noqa: E402
-from attncnn_plugin.convert import conv_to_mhsa  # noqa: E402
+from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention  # noqa: E402
 from attncnn_plugin.pruning import prunable_heads, prune_heads  # noqa: E402
 
 
@@ -190,6 +190,50 @@ def test_what_pruning_saves():
     assert rows['multiply-adds'] == f'{counts[0] / 1e9:.2f}G | {counts[1] / 1e9:.2f}G'
     time = cells_of_the_page('pruning')['deit_small_patch16_224', 'forward'].split()[0]
     assert rows['time of a batch of eight, on a CPU'] == f'1 | {time}'
+
+
+def test_costs_of_large_images():
+    """The table of docs/downstream.md: three convolutions of a ResNet-50, on an image of 800x1333 pixels."""
+    found = []
+    for options in (None, dict(window_size=7), {}):
+        convs = nn.Sequential(*[nn.Conv2d(512, 512, 3, s, padding=1, bias=False) for s in (2, 1, 1)])
+        if options is not None:
+            convs_to_attention(convs, '*', content='additive', alpha=6, **options)
+        step = measure.forward_pass(convs.to('meta'), torch.zeros(1, 512, 50, 84, device='meta'))
+        found.append(measure.count_multiply_adds(step) / 1e9)
+    cells = re.findall(r'^\| [^|]+ \| ([\d.]+)G \| \d+ MB \|$', (ROOT / 'docs/downstream.md').read_text(), re.MULTILINE)
+    assert cells == [f'{number:.3g}' for number in found]
+
+
+def test_sentences_of_the_page():
+    """What the pages say in words of the tables: times in percent, and multiply-adds."""
+    page = ' '.join(PAGE.read_text().split())
+    groups = {name: cells_of_the_page(name) for name in benchmark.GROUPS}
+    times, counts = (
+        {
+            name: {key: float(re.findall(r'[\d.]+', cell)[place]) for key, cell in cells.items()}
+            for name, cells in groups.items()
+            if name != 'memory'
+        }
+        for place in (0, 2)
+    )
+    training = [time for (_, way), time in times['cnns'].items() if way == 'training']
+    pruned = times['pruning'].values()
+    separable = [
+        time
+        for (row, size), time in times['original'].items()
+        if size.startswith('64') and row[0] in 'ql' and '+' not in row
+    ]
+    dense = [1 / time for (row, _), time in times['original'].items() if row[0] == 'g' or '+' in row]
+    assert f'takes {100 * min(training) - 100:.0f} to {100 * max(training) - 100:.0f}% longer to train' in page
+    assert f'saves {100 - 100 * max(pruned):.0f} to {100 - 100 * min(pruned):.0f}% of a forward pass' in page
+    assert f'{min(separable):.0f} to {max(separable):.0f} times as fast' in page
+    assert f'take up to {100 * max(dense) - 100:.0f}% longer' in page
+    maps = [time for (row, column), time in times['maps'].items() if row.endswith('all maps') and column == 'time']
+    assert f'[{min(maps):.1f} to {max(maps):.1f} times](docs/benchmarks.md' in (ROOT / 'README.md').read_text()
+    resnets = [100 * count - 100 for (row, _), count in counts['cnns'].items() if row.startswith('resnet')]
+    text = f'costs {min(resnets):.0f} to {max(resnets):.0f}% more multiply-adds'
+    assert text in ' '.join((ROOT / 'docs/cnn_to_attention.md').read_text().split())
 
 
 def table_rows(text):
