@@ -315,6 +315,22 @@ def test_claims_of_the_papers():
     assert cosine['eta_min'] == 1e-5 and warm_up['start_factor'] * 1e-5 == pytest.approx(2e-7)
 
 
+def test_sizes_of_the_papers_networks():
+    """The table of docs/models.md has the parameters and FLOPs of the metafile, which counts them."""
+    yaml = pytest.importorskip('yaml')
+    models = {
+        model['Name']: model['Metadata']
+        for model in yaml.safe_load((ROOT / 'configs/metafile.yml').read_text())['Models']
+    }
+    page = (ROOT / 'docs/models.md').read_text()
+    rows = re.findall(r'^\| `(\w+_cifar10+)`.*? \| [^|]*\| ([\d.]+)M \| ([\d.]+)B \|', page, re.MULTILINE)
+    assert len(rows) == 13
+    for name, *numbers in rows:
+        if name != 'sa_generalized_pruned_cifar10':  # the metafile's are those before any head is removed
+            found = models[name]['Parameters'] / 1e6, models[name]['FLOPs'] / 1e9
+            assert numbers == [f'{found[0]:.1f}', f'{found[1]:.2f}'], name
+
+
 def test_project_files():
     """The forge reads these; a mistake in them would show there alone."""
     yaml = pytest.importorskip('yaml')
