@@ -1,5 +1,6 @@
 """The result of everything that changes a model: its layers before and after, and what its parameters became."""
 
+import dis
 import functools
 import gc
 import types
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 PARAMETER_HOOKS = '_backward_hooks', '_post_accumulate_grad_hooks'  # of a parameter
 FUNCTIONS: Dict[type, List[str]] = {  # and where they hold something
-    types.FunctionType: ['__closure__', '__defaults__', '__kwdefaults__'],
+    types.FunctionType: [],
     types.MethodType: ['__self__', '__func__'],
     functools.partial: ['func', 'args', 'keywords'],
 }
@@ -127,6 +128,11 @@ def _parts(own: Any) -> List[Tuple[str, Any]]:
         return [(f'[{number}]', value) for number, value in enumerate(own)]
     if isinstance(own, types.CellType):  # of a function's variables; it can be empty
         return [('', value) for value in gc.get_referents(own)]
+    if isinstance(own, types.FunctionType):
+        names = {read.argval for read in dis.get_instructions(own) if read.opname == 'LOAD_GLOBAL'}
+        read = {name: own.__globals__[name] for name in names & own.__globals__.keys()}
+        values = {name: value for name, value in read.items() if not callable(value)}
+        return [*values.items(), ('', own.__closure__), ('', own.__defaults__), ('', own.__kwdefaults__)]
     slots = [name for cls in type(own).__mro__ for name in getattr(cls, '__slots__', ())]
     slots = next((names for kind, names in FUNCTIONS.items() if isinstance(own, kind)), slots)
     values = {**{name: getattr(own, name) for name in slots if hasattr(own, name)}, **getattr(own, '__dict__', {})}
