@@ -114,7 +114,7 @@ def held_by(
         yield way, holder, own, is_data
         if isinstance(own, (Tensor, *CLOSED)) or closed(own):
             continue
-        for name, value in _parts(own):
+        for name, value in reversed(_parts(own)):
             if isinstance(own, tuple(FUNCTIONS)):
                 left.appendleft((way + name, own, value, False))  # last, so that data come as such
             else:

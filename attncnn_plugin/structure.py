@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention.images import ImageAttention, kind_of
-from .attention.state_dicts import Restructurable, StructureError, check_loading, copy_without_values, read_extra_state
+from .attention.state_dicts import EXTRA_STATE, Restructurable, StructureError, check_loading, copy_without_values, read_extra_state
 from .attention.window import CONVOLUTIONS
 from .change import Change, LayerChange, Successor, number_of_parameters, within
 from .convert.models import in_words, successors
@@ -51,6 +51,7 @@ def follow_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict
         >>> fresh.load_state_dict(trained.state_dict())
         <All keys matched successfully>
     """
+    _check_names(model, state_dict)
     trial = copy_without_values(model)
     take_structures(trial, state_dict)
     if strict:
@@ -58,6 +59,19 @@ def follow_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict
     before = number_of_parameters(model)
     layers, replaced = take_structures(model, state_dict)
     return Change(tuple(layers), before, number_of_parameters(model), replaced)
+
+
+def _check_names(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Refuses what holds a state dict, and one of a wrapped model."""
+    for name, value in state_dict.items():
+        if isinstance(value, Mapping) and not name.endswith(EXTRA_STATE):
+            raise StructureError(f'the state dict has an entry {name!r} with names of its own: give checkpoint[{name!r}]')
+    for prefix in ('module.', '_orig_mod.'):
+        if all(name.startswith(prefix) for name in state_dict) and not hasattr(model, prefix[:-1]) and state_dict:
+            raise StructureError(
+                f'all names of the state dict begin with {prefix!r}, as those of a wrapper: give it without, '
+                f'{{name[{len(prefix)}:]: value for name, value in state_dict.items()}}'
+            )
 
 
 def take_structures(

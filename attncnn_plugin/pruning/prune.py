@@ -152,7 +152,6 @@ def check_prunable(model: nn.Module, name: str, layer: Heads) -> None:
     """Refuses attention that is not alone with what belongs to its heads.
 
     Raises:
-        TypeError: It is known to attend to other tokens than its queries.
         ValueError: A bias or an encoding that all layers share, or a parameter that another layer has too.
     """
     module = model.get_submodule(name)
@@ -171,8 +170,6 @@ def check_prunable(model: nn.Module, name: str, layer: Heads) -> None:
     parts = name.split('.')
     for number in range(len(parts)):
         parent: Any = model.get_submodule('.'.join(parts[:number]))
-        if isinstance(parent, nn.TransformerDecoderLayer) and module is parent.multihead_attn:
-            raise TypeError(f'heads of {name} cannot be removed: it attends to other tokens than its queries')
         for part in SHARED:
             shared = getattr(parent, part, None)
             if isinstance(shared, nn.Module) and any(True for _ in shared.parameters()):

@@ -2,6 +2,7 @@
 
 import random
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, Iterable, Iterator, List, Mapping, Tuple, Union
 
 import numpy as np
@@ -24,7 +25,7 @@ def check_epochs(what: str, epochs: Any) -> Tuple[int, ...]:
         ValueError: One is no whole number, or negative.
     """
     listed = tuple(epochs) if isinstance(epochs, (list, tuple, range)) else (epochs,)
-    if any(not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0 for epoch in listed):
+    if any(not isinstance(epoch, Integral) or isinstance(epoch, bool) or epoch < 0 for epoch in listed):
         raise ValueError(f'{what} must be epochs, counted from 0')
     return listed
 

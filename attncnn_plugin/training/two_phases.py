@@ -1,5 +1,6 @@
 """Models that are convolutional at first and attention later (L21, section 4)."""
 
+import inspect
 from fnmatch import fnmatchcase
 from typing import Any, Dict, Iterable, List, Optional, Protocol, Sequence, Union, runtime_checkable
 
@@ -74,6 +75,7 @@ class TwoPhases:
             ``alpha=6`` or so to learn.
 
     Raises:
+        TypeError: A setting is unknown.
         ValueError: ``epoch`` is no number of epochs, or settings without ``layers``.
     """
 
@@ -83,6 +85,11 @@ class TwoPhases:
         (self.epoch,) = check_epochs(f'epoch={epoch!r} of TwoPhases', [epoch])
         if settings and layers is None:
             raise ValueError(f'{settings} of TwoPhases are for the layers of a CNN: give layers, names or globs')
+        unknown = settings.keys() - inspect.signature(check_settings).parameters - {'inputs'}
+        if unknown:
+            raise TypeError(
+                f'TwoPhases has no argument {min(unknown)}: with layers it takes those of conv_to_mhsa, such as alpha'
+            )
         self.globs = [layers] if isinstance(layers, str) else layers
         self.seed, self.settings = seed, settings
 
