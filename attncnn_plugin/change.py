@@ -85,13 +85,11 @@ def succession(
 
 
 def holds_tensors(own: Any) -> bool:
-    """Returns True if an object holds a tensor of several entries, at any depth, also in what a function closes over."""
+    """Returns True if an object holds a tensor of several entries, at any depth; a function does what it reads."""
     return any(isinstance(value, Tensor) and value.numel() > 1 for _, _, value, _ in held_by(own))
 
 
-def held_by(
-    own: Any, closed: Callable[[Any], bool] = lambda own: False
-) -> Iterator[Tuple[str, Any, Any, bool]]:
+def held_by(own: Any, closed: Callable[[Any], bool] = lambda own: False) -> Iterator[Tuple[str, Any, Any, bool]]:
     """Yields what an object holds at any depth: in containers, attributes, and what its functions close over.
 
     It looks into no module, nor into objects that hold one without being an optimizer, such as a trainer.

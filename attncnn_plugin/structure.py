@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from .attention.images import ImageAttention, kind_of
-from .attention.state_dicts import EXTRA_STATE, Restructurable, StructureError, check_loading, copy_without_values, read_extra_state
+from .attention.state_dicts import (
+    EXTRA_STATE,
+    Restructurable,
+    StructureError,
+    check_loading,
+    copy_without_values,
+    read_extra_state,
+)
 from .attention.window import CONVOLUTIONS
 from .change import Change, LayerChange, Successor, number_of_parameters, within
 from .convert.models import in_words, successors
@@ -65,7 +72,7 @@ def _check_names(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     """Refuses what holds a state dict, and one of a wrapped model."""
     for name, value in state_dict.items():
         if isinstance(value, Mapping) and not name.endswith(EXTRA_STATE):
-            raise StructureError(f'the state dict has an entry {name!r} with names of its own: give checkpoint[{name!r}]')
+            raise StructureError(f'the state dict has an entry {name!r} of its own names: give checkpoint[{name!r}]')
     for prefix in ('module.', '_orig_mod.'):
         if all(name.startswith(prefix) for name in state_dict) and not hasattr(model, prefix[:-1]) and state_dict:
             raise StructureError(

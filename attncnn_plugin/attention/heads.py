@@ -178,8 +178,8 @@ def not_alone(module: nn.Module, layout: Mapping[str, Tuple[int, int]]) -> Optio
         own: Any = named.get(name)
         if own is None:
             return (
-                f'its {name} is no parameter of its own: remove the parametrization or the mask first, merge an adapter '
-                "(merge_and_unload() of peft's), or prune before you quantize"
+                f'its {name} is no parameter of its own: remove the parametrization or the mask first, merge an '
+                "adapter (merge_and_unload() of peft's), or prune before you quantize"
             )
         if type(own) is not nn.Parameter or own.layout != torch.strided or not own.is_floating_point():
             kind = f'{type(own).__name__} of {own.dtype}'

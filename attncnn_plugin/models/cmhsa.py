@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..attention.patches import GridBias, PatchAttention, image_to_patches, patches_to_image
 from ..attention.state_dicts import StateDict, StructureError
-from ..change import Change, LayerChange, Successor, all_or_nothing, number_of_parameters, succession
+from ..change import Change, LayerChange, all_or_nothing, number_of_parameters, succession
 from ..convert.patch_convolutions import attend_like_convolution, choose_head_dims
 from ..weights import CLASSES, weights_file
 from .interface import CIFAR, NETWORK, SpaceToDepthStem, TimmNetwork, build, token_grid

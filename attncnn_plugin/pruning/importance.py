@@ -187,7 +187,9 @@ def called_once(model: nn.Module) -> Iterator[List[int]]:
     with counting(model, images):
         yield images
     if len(images) != 1:
-        raise ValueError(f'loss(model, batch) called the model {len(images)} times with a tensor, but once was expected')
+        raise ValueError(
+            f'loss(model, batch) called the model {len(images)} times with a tensor, but once was expected'
+        )
 
 
 def counting(model: nn.Module, images: List[int]) -> RemovableHandle:

@@ -82,6 +82,6 @@ class EpochCallback(Callback):
 
 def _copies(trainer: Any) -> List[nn.Module]:
     """Returns the copies that callbacks for averages keep."""
-    averages = [callback for callback in trainer.callbacks if AVERAGES & {cls.__name__ for cls in type(callback).__mro__}]
-    kept = [value for callback in averages for value in vars(callback).values() if isinstance(value, nn.Module)]
+    callbacks = [own for own in trainer.callbacks if AVERAGES & {cls.__name__ for cls in type(own).__mro__}]
+    kept = [value for callback in callbacks for value in vars(callback).values() if isinstance(value, nn.Module)]
     return [own.module if isinstance(own, AveragedModel) else own for own in kept]

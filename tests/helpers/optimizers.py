@@ -20,6 +20,8 @@ class Sharpness(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
+        if closure is not None:
+            torch.enable_grad()(closure)()
         for parameter in (p for group in self.param_groups for p in group['params'] if p.grad is not None):
             self.state[parameter]['old_p'] = parameter.clone()
         self.base_optimizer.step()
@@ -186,6 +188,7 @@ def reachable(root):
         seen[id(own)] = own
         if isinstance(own, types.FunctionType):
             left += [own.__closure__, own.__defaults__]
-        else:
+        elif not isinstance(own, torch.Tensor):
+            getattr(own, '__dict__', None)  # which Python makes when it is asked for
             left += gc.get_referents(own)
     return seen
