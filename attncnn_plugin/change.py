@@ -13,11 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 PARAMETER_HOOKS = '_backward_hooks', '_post_accumulate_grad_hooks'  # of a parameter
-FUNCTIONS: Dict[type, List[str]] = {  # and where they hold something
-    types.FunctionType: [],
-    types.MethodType: ['__self__', '__func__'],
-    functools.partial: ['func', 'args', 'keywords'],
-}
+FUNCTIONS = types.FunctionType, types.MethodType, functools.partial, types.CellType
 CLOSED = (nn.Module, type, types.ModuleType, str, bytes, int, float, type(None))  # not looked into
 
 
@@ -113,8 +109,8 @@ def held_by(own: Any, closed: Callable[[Any], bool] = lambda own: False) -> Iter
         if isinstance(own, (Tensor, *CLOSED)) or closed(own):
             continue
         for name, value in reversed(_parts(own)):
-            if isinstance(own, tuple(FUNCTIONS)):
-                left.appendleft((way + name, own, value, False))  # last, so that data come as such
+            if isinstance(own, FUNCTIONS):
+                left.appendleft((way, own, value, False))  # last, so that data come as such
             else:
                 left.append((way + name, own, value, is_data))
 
@@ -124,18 +120,15 @@ def _parts(own: Any) -> List[Tuple[str, Any]]:
         return [(f'[{key!r}]' if isinstance(key, (str, int)) else '[…]', value) for key, value in own.items()]
     if isinstance(own, (list, tuple, set, frozenset, deque)):
         return [(f'[{number}]', value) for number, value in enumerate(own)]
-    if isinstance(own, types.CellType):  # of a function's variables; it can be empty
-        return [('', value) for value in gc.get_referents(own)]
     if isinstance(own, types.FunctionType):
         names = {read.argval for read in dis.get_instructions(own) if read.opname == 'LOAD_GLOBAL'}
-        read = {name: own.__globals__[name] for name in names & own.__globals__.keys()}
-        values = {name: value for name, value in read.items() if not callable(value)}
-        return [*values.items(), ('', own.__closure__), ('', own.__defaults__), ('', own.__kwdefaults__)]
-    slots = [name for cls in type(own).__mro__ for name in getattr(cls, '__slots__', ())]
-    slots = next((names for kind, names in FUNCTIONS.items() if isinstance(own, kind)), slots)
-    values = {**{name: getattr(own, name) for name in slots if hasattr(own, name)}, **getattr(own, '__dict__', {})}
-    of_others = any(isinstance(value, nn.Module) for value in values.values()) and not hasattr(own, 'param_groups')
-    return [] if of_others else [(f'.{name}', value) for name, value in values.items()]
+        read = [own.__globals__.get(name) for name in names]
+        values = [value for value in read if not callable(value)]
+        return [('', value) for value in (*values, own.__closure__, own.__defaults__, own.__kwdefaults__)]
+    if isinstance(own, FUNCTIONS) or not hasattr(own, '__dict__'):
+        return [('', value) for value in gc.get_referents(own)]
+    of_others = any(isinstance(value, nn.Module) for value in vars(own).values()) and not hasattr(own, 'param_groups')
+    return [] if of_others else [(f'.{name}', value) for name, value in vars(own).items()]
 
 
 @contextmanager

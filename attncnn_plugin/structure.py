@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from .attention.images import ImageAttention, kind_of
 from .attention.state_dicts import (
-    EXTRA_STATE,
     Restructurable,
     StructureError,
     check_loading,
@@ -70,15 +69,12 @@ def follow_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict
 
 def _check_names(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     """Refuses what holds a state dict, and one of a wrapped model."""
-    for name, value in state_dict.items():
-        if isinstance(value, Mapping) and not name.endswith(EXTRA_STATE):
-            raise StructureError(f'the state dict has an entry {name!r} of its own names: give checkpoint[{name!r}]')
-    for prefix in ('module.', '_orig_mod.'):
-        if all(name.startswith(prefix) for name in state_dict) and not hasattr(model, prefix[:-1]) and state_dict:
-            raise StructureError(
-                f'all names of the state dict begin with {prefix!r}, as those of a wrapper: give it without, '
-                f'{{name[{len(prefix)}:]: value for name, value in state_dict.items()}}'
-            )
+    for name in ('state_dict', 'model'):
+        if isinstance(state_dict.get(name), Mapping):
+            raise StructureError(f'the state dict is in the entry {name!r} of what is given: give checkpoint[{name!r}]')
+    prefix = next(iter(state_dict), '').partition('.')[0]
+    if prefix in ('module', '_orig_mod') and not hasattr(model, prefix):
+        raise StructureError(f'the names of the state dict begin with {prefix}., as those of a wrapper: leave it out')
 
 
 def take_structures(

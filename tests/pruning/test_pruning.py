@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.parametrizations import weight_norm
 
 from attncnn_plugin import follow_state_dict
-from attncnn_plugin.attention import GeneralizedQuadraticAttention, QuadraticAttention
+from attncnn_plugin.attention import GeneralizedQuadraticAttention, QuadraticAttention, StructureError
 from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention
 from attncnn_plugin.pruning import (
     find_degenerate_heads,
@@ -438,3 +438,23 @@ def test_heads_in_the_place_of_a_convolution(groups, stride):
     merge_duplicate(layer, 2, 0)
     layer.prune_heads([1, 2])
     assert torch.allclose(layer(one), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    'wrap, message',
+    [
+        (lambda state: dict(meta={}, state_dict=state), r"give checkpoint\['state_dict'\]"),
+        (
+            lambda state: {f'module.{name}': value for name, value in state.items()},
+            'begin with module., as those',
+        ),
+    ],
+)
+def test_state_dicts_in_other_forms(wrap, message):
+    """As the tool writes them, and of a wrapper."""
+    pruned, model = (small_vit('vit_tiny_patch16_224') for _ in range(2))
+    prune_heads(pruned, {0: [1]})
+    for strict in (False, True):
+        with pytest.raises(StructureError, match=message):
+            follow_state_dict(model, wrap(pruned.state_dict()), strict)
+    assert model.blocks[0].attn.num_heads == 3
