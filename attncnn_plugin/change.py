@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -83,6 +84,11 @@ def succession(
 def holds_tensors(own: Any) -> bool:
     """Returns True if an object holds a tensor of several entries, at any depth; a function does what it reads."""
     return any(isinstance(value, Tensor) and value.numel() > 1 for _, _, value, _ in held_by(own))
+
+
+def is_plain(own: Tensor) -> bool:
+    """Returns True for a tensor or a parameter of PyTorch's own class whose entries lie in one place."""
+    return type(own) in (Tensor, nn.Parameter) and own.layout == torch.strided
 
 
 def held_by(own: Any, closed: Callable[[Any], bool] = lambda own: False) -> Iterator[Tuple[str, Any, Any, bool]]:

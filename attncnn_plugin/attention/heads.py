@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from ..change import Successor, succession
+from ..change import Successor, is_plain, succession
 from .attention_layer import AttentionLayer
 from .state_dicts import Restructurable, StateDict, StructureError, too_many_heads
 
@@ -181,7 +181,7 @@ def not_alone(module: nn.Module, layout: Mapping[str, Tuple[int, int]]) -> Optio
                 f'its {name} is no parameter of its own: remove the parametrization or the mask first, merge an '
                 "adapter (merge_and_unload() of peft's), or prune before you quantize"
             )
-        if type(own) is not nn.Parameter or own.layout != torch.strided or not own.is_floating_point():
+        if not is_plain(own) or not own.is_floating_point():
             kind = f'{type(own).__name__} of {own.dtype}'
             return f'its {name} is a {kind}, not a plain floating-point parameter: prune before you quantize or shard'
         if own.ndim <= dim or own.shape[dim] != entries:

@@ -1,11 +1,11 @@
 """Optimizers that go on when parameters of a model are replaced, whatever optimizers are around them or inside."""
 
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Set, Tuple, Union
+from typing import Any, Dict, Iterable, List, Mapping, Set, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
-from ..change import Change, Successor, held_by, holds_tensors
+from ..change import Change, Successor, held_by, holds_tensors, is_plain
 
 State = Dict[Any, Any]
 
@@ -103,8 +103,7 @@ def check_optimizer(
     states = {way: own for way, _, own, _ in held if by_parameter(own)}
     if not groups:
         raise TypeError(f'a {kind} has no param_groups: give an optimizer, or what holds one')
-    storages = {_storage(parameter): parameter.numel() for parameter in old}
-    storages.pop(None, None)
+    storages = {_storage(parameter): parameter.numel() for parameter in old if _storage(parameter)}
     in_groups, concerned, elsewhere = {id(group['params']) for group in groups}, False, []
     for way, holder, own, is_data in held:
         if isinstance(own, Tensor):
@@ -145,17 +144,14 @@ def _check_entries(kind: str, state: State, old: Set[nn.Parameter]) -> None:
         if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape
     }
     for parameter, name, value in entries:
-        wrong = None
-        if parameter in old and not isinstance(value, Tensor):
-            wrong = 'has several tensors for a parameter' if holds_tensors(value) else None
-        elif parameter in old and value.numel() != 1:
-            plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
-            wrong = shapes.get(name, None if plain else f'is a {type(value).__name__}')
-        if wrong is not None:
-            raise ValueError(f'{name} of a {kind} {wrong}: {OTHER_OPTIMIZER}')
+        if parameter in old and holds_tensors(value):
+            wrong = 'has several tensors for a parameter'
+            if isinstance(value, Tensor):
+                wrong = shapes.get(name, '' if is_plain(value) else f'is a {type(value).__name__}')
+            if wrong:
+                raise ValueError(f'{name} of a {kind} {wrong}: {OTHER_OPTIMIZER}')
 
 
-def _storage(own: Tensor) -> Optional[int]:
-    """Returns where the entries of a tensor are; None where they are nowhere, or in several places."""
-    plain = type(own) in (Tensor, nn.Parameter) and own.layout == torch.strided
-    return own.untyped_storage().data_ptr() or None if plain else None
+def _storage(own: Tensor) -> int:
+    """Returns where the entries of a tensor are; 0 where they are nowhere, or in several places."""
+    return own.untyped_storage().data_ptr() if is_plain(own) else 0

@@ -277,12 +277,12 @@ class PruneHeads:
         """
         models, optimizers = [model, *copies], list(optimizers)
         numbers = {name: prunable_heads(model)[name].num_heads for name in judged.heads}
-        for number, copy in enumerate(models[1:]):
-            found = {name: layer.num_heads for name, layer in prunable_heads(copy).items()}
+        for own in models:
+            found = {name: layer.num_heads for name, layer in prunable_heads(own).items()}
             if not numbers.items() <= found.items():
                 raise ValueError(
-                    f'copies[{number}] is a {type(copy).__name__} whose attention has heads {found}, but the model has '
-                    f'{numbers}: give the average itself, such as the module of a ModelEmaV3'
+                    f'copies has a {type(own).__name__} whose attention has heads {found}, the model {numbers}: '
+                    'give the average itself, such as the module of a ModelEmaV3'
                 )
         outputs = [prunable_heads(own)[name].output for own in models for name in judged.heads]
         values = [parameter for output in outputs for parameter in output.parameters()]

@@ -13,6 +13,7 @@ from helpers.cnns import small_cnn
 from helpers.convolutions import relative_error
 from timm.optim import create_optimizer_v2, list_optimizers
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from attncnn_plugin.convert import attention_to_convs, convs_to_attention
 from attncnn_plugin.pruning import prune_heads, replace_parameters
@@ -243,7 +244,7 @@ def wrapped_by_lightning(params):
 
 
 def of_zero(params):
-    return torch.distributed.optim.ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-3)
+    return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-3)
 
 
 def scheduled(params):

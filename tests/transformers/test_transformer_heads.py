@@ -10,6 +10,7 @@ from helpers.small import numbers, small_timm
 from helpers.vits import OF_TIMM, SETTINGS, SIZE, output_of, small_vit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.prune import l1_unstructured as unstructured
 
@@ -454,7 +455,7 @@ def test_nested_tokens_of_others():
 
 
 def quantized(model):
-    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    return pytest.importorskip('torch.ao.quantization').quantize_dynamic(model, {nn.Linear})
 
 
 def packed(weight):
@@ -515,7 +516,7 @@ def test_weights_that_are_not_plain(change, message):
 def test_sharded_models(tmp_path):
     torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/meeting', rank=0, world_size=1)
     try:
-        model = torch.distributed.fsdp.fully_shard(small_vit(VIT), mesh=init_device_mesh('cpu', (1,)))
+        model = fully_shard(small_vit(VIT), mesh=init_device_mesh('cpu', (1,)))
         with pytest.raises(TypeError, match='model is a FSDPVisionTransformer, .*: change the model before it is'):
             prune_heads(model, {0: [0]})
     finally:
