@@ -5,7 +5,9 @@ the images of |∂L(x)/∂ξ_h| (eq. 2), the loss of an image without the head, 
 important heads go is said by a threshold, by a number to keep, or by a share of the multiply-adds.
 """
 
+import itertools
 from contextlib import ExitStack, contextmanager
+from numbers import Integral, Real
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
@@ -16,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.evaluation_mode import evaluating
 from ..attention.window import shown
+from ..change import held_by
 from ..transformers.vision_transformer import part_of
 from .prune import Heads, prunable_heads, split_heads
 
@@ -184,15 +187,17 @@ def called_once(model: nn.Module) -> Iterator[List[int]]:
     with counting(model, images):
         yield images
     if len(images) != 1:
-        raise ValueError(f'loss(model, batch) called the model {len(images)} times, but once with images was expected')
+        raise ValueError(
+            f'loss(model, batch) called the model {len(images)} times with a tensor, but once was expected'
+        )
 
 
 def counting(model: nn.Module, images: List[int]) -> RemovableHandle:
     """Appends the number of images of each call of the model, until the handle is left as a context."""
 
     def count(module: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
-        batch = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        images.extend([] if batch is None else [len(batch)])
+        tensors = (own for _, _, own, _ in held_by((args, kwargs)) if isinstance(own, Tensor) and own.ndim)
+        images.extend(len(batch) for batch in itertools.islice(tensors, 1))
 
     return model.register_forward_pre_hook(count, with_kwargs=True)
 
@@ -328,7 +333,7 @@ def check_amount(threshold: Optional[float], keep: Optional[int], multiply_adds:
     if len(given) != 1:
         raise ValueError(f'{given or "nothing"} says how many heads go: give one of threshold, keep and multiply_adds')
     ((name, value),) = given.items()
-    is_number = isinstance(value, int if name == 'keep' else (int, float)) and not isinstance(value, bool)
+    is_number = isinstance(value, Integral if name == 'keep' else Real) and not isinstance(value, bool)
     if not is_number or not value >= 0 or name == 'multiply_adds' and not 0 < value <= 1:
         raise ValueError(f'{name}={shown(value)} must be {AMOUNTS[name]}')
 

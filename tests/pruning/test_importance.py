@@ -118,6 +118,25 @@ def test_importance_wherever_it_is_called():
         torch.testing.assert_close(values, expected[layer], rtol=0, atol=0)
 
 
+def test_importance_of_a_model_that_takes_a_dict():
+    class OfDict(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vit = small_vit('vit_tiny_patch16_224')
+
+        def forward(self, batch):
+            return self.vit(batch['images'][0])
+
+    torch.manual_seed(0)
+    model, images = OfDict(), torch.randn(3, 3, SIZE, SIZE)
+    (own, expected) = (
+        head_importance(given, [images], lambda model, x, call=call: model(call(x)).square().mean())
+        for given, call in ((model, lambda x: dict(kind='rgb', images=[x])), (model.vit, lambda x: x))
+    )
+    for name, values in expected.items():
+        torch.testing.assert_close(own[f'vit.{name}'], values, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize('frozen', [False, True])
 def test_costs_with_tables_that_are_parameters(frozen):
     """Slices of them have gradients without a history where none is kept."""
