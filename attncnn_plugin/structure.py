@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from .attention.images import ImageAttention, kind_of
-from .attention.state_dicts import Restructurable, StructureError, check_loading, copy_without_values, read_extra_state
+from .attention.state_dicts import (
+    Restructurable,
+    StructureError,
+    check_loading,
+    copy_without_values,
+    read_extra_state,
+)
 from .attention.window import CONVOLUTIONS
 from .change import Change, LayerChange, Successor, number_of_parameters, within
 from .convert.models import in_words, successors
@@ -51,6 +57,7 @@ def follow_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict
         >>> fresh.load_state_dict(trained.state_dict())
         <All keys matched successfully>
     """
+    _check_names(model, state_dict)
     trial = copy_without_values(model)
     take_structures(trial, state_dict)
     if strict:
@@ -58,6 +65,16 @@ def follow_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict
     before = number_of_parameters(model)
     layers, replaced = take_structures(model, state_dict)
     return Change(tuple(layers), before, number_of_parameters(model), replaced)
+
+
+def _check_names(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Refuses what holds a state dict, and one of a wrapped model."""
+    for name in ('state_dict', 'model'):
+        if isinstance(state_dict.get(name), Mapping):
+            raise StructureError(f'the state dict is in the entry {name!r} of what is given: give checkpoint[{name!r}]')
+    prefix = next(iter(state_dict), '').partition('.')[0]
+    if prefix in ('module', '_orig_mod') and not hasattr(model, prefix):
+        raise StructureError(f'the names of the state dict begin with {prefix}., as those of a wrapper: leave it out')
 
 
 def take_structures(

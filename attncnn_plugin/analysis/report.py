@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..attention import AttentionLayer
 from ..attention.positions import GaussianHeads
+from ..attention.window import shown
 from ..change import table
 from ..convert import Expressibility
 from ..pruning.criteria import BY_POSITION, DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
@@ -79,6 +80,7 @@ def head_report(
         HeadReport: The reports of the layers, in the order of the blocks.
 
     Raises:
+        TypeError: ``images`` is no tensor.
         ValueError: No attention in the model; both images and a size, or neither; without images, a layer without a
             part that depends only on position; an image too small for a layer's window, or not of two axes; parameters
             that are not finite.
@@ -98,6 +100,8 @@ def head_report(
         blocks.0.attn position (6, 6) 2
         blocks.0.attn images (6, 6) 2
     """
+    if images is not None and not isinstance(images, Tensor):
+        raise TypeError(f'images={shown(images)} must be a tensor (B, C, H, W): give the size of a grid as size=…')
     if not has_own_attention(model):
         maps = mean_attention(model, images, size, layers=layers, call=call)
         return HeadReport(tuple(layer_report(maps[name], name) for name in maps))

@@ -4,12 +4,12 @@ import contextlib
 import functools
 import itertools
 import operator
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from ..change import Successor
+from ..change import Successor, is_plain, succession
 from .attention_layer import AttentionLayer
 from .state_dicts import Restructurable, StateDict, StructureError, too_many_heads
 
@@ -68,14 +68,13 @@ class PrunableHeads(Restructurable, AttentionLayer):
             ValueError: A head that is not there, or all of them.
         """
         heads = check_heads(heads, self.num_heads, allow_empty)
-        computed = self.head_parameters().keys() - dict(self.named_parameters(remove_duplicate=False))
-        if computed:
-            raise TypeError(
-                f'heads cannot be removed from a {type(self).__name__}: its {min(computed)} is no parameter of its '
-                'own: remove the parametrization first'
-            )
+        layout = {name: (dim, sum(self._widths(entries))) for name, (dim, entries) in self.head_parameters().items()}
+        reason = not_alone(self, layout)
+        if reason is not None:
+            raise TypeError(f'heads cannot be removed from a {type(self).__name__}: {reason}')
         return heads
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def prune_heads(self, heads: Sequence[int], allow_empty: bool = False) -> Dict[nn.Parameter, Successor]:
         """Removes heads; the layer computes what it did with their output at zero. Returns what replaced parameters.
@@ -87,8 +86,9 @@ class PrunableHeads(Restructurable, AttentionLayer):
             allow_empty (bool): Whether all heads may go, which leaves the layer its bias. Defaults to False.
 
         Raises:
-            TypeError: Something computes the weights of the heads, such as an adapter.
-            ValueError: A head that is not there, or all of them.
+            TypeError: Something computes the weights of the heads, such as an adapter, or they are quantized.
+            ValueError: A head that is not there, or all of them; a parameter has a hook or an attribute that may not
+                fit the new one.
         """
         heads = self.check_heads(heads, allow_empty)
         kept = [head for head in range(self.num_heads) if head not in heads]
@@ -168,15 +168,38 @@ def check_heads(heads: Sequence[int], num_heads: int, allow_empty: bool) -> List
     return heads
 
 
+def not_alone(module: nn.Module, layout: Mapping[str, Tuple[int, int]]) -> Optional[str]:
+    """Returns why entries cannot be taken from parameters, by name; None where they can.
+
+    ``layout`` has the dimension of heads of each, and how many entries it has there.
+    """
+    named = dict(module.named_parameters(remove_duplicate=False))
+    for name, (dim, entries) in layout.items():
+        own: Any = named.get(name)
+        if own is None:
+            return (
+                f'its {name} is no parameter of its own: remove the parametrization or the mask first, merge an '
+                "adapter (merge_and_unload() of peft's), or prune before you quantize"
+            )
+        if not is_plain(own) or not own.is_floating_point():
+            kind = f'{type(own).__name__} of {own.dtype}'
+            return f'its {name} is a {kind}, not a plain floating-point parameter: prune before you quantize or shard'
+        if own.ndim <= dim or own.shape[dim] != entries:
+            return f'its {name} has shape {tuple(own.shape)}, but {entries} entries are expected in dimension {dim}'
+    return None
+
+
 def keep_entries(module: nn.Module, entries: Dict[str, Tuple[int, Tensor]]) -> Dict[nn.Parameter, Successor]:
     """Replaces parameters, by name, by some of their entries along a dimension; returns what replaced each old one."""
     replaced = {}
     for name, (dim, index) in entries.items():
         old = module.get_parameter(name)
-        new = nn.Parameter(old.index_select(dim, index), requires_grad=old.requires_grad)
+        select = functools.partial(_select, dim, index)
+        new = nn.Parameter(select(old), requires_grad=old.requires_grad)
         if old.grad is not None:
-            new.grad = old.grad.index_select(dim, index)
-        replaced[old] = Successor({name: new}, new, functools.partial(_select, dim, index))
+            new.grad = select(old.grad)
+        replaced[old] = succession(old, {name: new}, new, select)
+    for name, new in [part for own in replaced.values() for part in own.parameters.items()]:
         _set_parameter(module, name, new)
     return replaced
 
@@ -185,6 +208,7 @@ def _select(dim: int, index: Tensor, x: Tensor) -> Tensor:
     return x.index_select(dim, index.to(x.device))
 
 
+@torch.inference_mode(False)
 def resize_parameter(module: nn.Module, name: str, dim: int, entries: int) -> None:
     """Gives a parameter another number of entries, all 0; it stays the same object, which an optimizer may hold."""
     parameter = module.get_parameter(name)

@@ -14,12 +14,14 @@ from ..attention.images import ImageAttention
 from ..attention.state_dicts import HOOKS
 from ..attention.window import CONVOLUTIONS, shown
 from ..change import (
+    PARAMETER_HOOKS,
     Change,
     LayerChange,
     Successor,
     check_not_distributed,
     number_of_parameters,
     replace_layers,
+    succession,
     within,
 )
 from .back import ConvFit, mhsa_to_conv
@@ -30,6 +32,7 @@ from .pixels import OwnConvolution, conv_to_mhsa
 Layers = Union[str, Iterable[str], Callable[[str, nn.Module], bool]]
 
 
+@torch.inference_mode(False)
 def convs_to_attention(model: nn.Module, layers: Layers, inputs: Any = None, **settings: Any) -> Change:
     """Turns convolutions of a model into attention that computes the same, in place.
 
@@ -71,6 +74,7 @@ def convs_to_attention(model: nn.Module, layers: Layers, inputs: Any = None, **s
     return _put_in_place(model, chosen, attention, reports, drift)
 
 
+@torch.inference_mode(False)
 def attention_to_convs(model: nn.Module, tolerance: float = 1e-6) -> Change:
     """Turns all attention of :func:`~attncnn_plugin.convert.convs_to_attention` back into convolutions, in place.
 
@@ -187,15 +191,16 @@ def successors(layer: nn.Module, new_layer: nn.Module) -> Dict[nn.Parameter, Suc
             x = x.unflatten(1, (-1, shape[1]))  # (C_out, K, C_in/groups)
         return x.transpose(1, 2).reshape(shape)
 
-    replaced = {parameter: Successor() for parameter in old.values()}
+    replaced: Dict[nn.Parameter, Successor] = {}
     if f'{after}bias' in new:
-        bias = new.pop(f'{after}bias')
-        replaced[old[f'{before}bias']] = Successor({f'{after}bias': bias}, bias, lambda x: x)
-    source = old[f'{before}weight']
+        bias, own = new.pop(f'{after}bias'), old.pop(f'{before}bias')
+        replaced[own] = succession(own, {f'{after}bias': bias}, bias, lambda x: x)
+    source = old.pop(f'{before}weight')
+    replaced.update((parameter, succession(parameter, {})) for parameter in old.values())
     # An heir has the entries of the old weight, so that their momentum is its own.
     same = before != after and source.numel() == weight.numel() and not weight.is_meta
     same = same and torch.equal(reorder(source.detach()), weight.detach())
-    replaced[source] = Successor(new, weight, reorder) if same else Successor(new)
+    replaced[source] = succession(source, new, *((weight, reorder) if same else ()))
     return replaced
 
 
@@ -273,5 +278,5 @@ def _check_plain(name: str, layer: nn.Module) -> None:
             'torch.nn.utils.parametrize.remove_parametrizations for instance'
         )
     for key, parameter in layer.named_parameters(recurse=False):
-        if parameter._backward_hooks or getattr(parameter, '_post_accumulate_grad_hooks', None):
+        if any(getattr(parameter, hooks) for hooks in PARAMETER_HOOKS):
             raise ValueError(f'{name}.{key} has hooks: remove them first')

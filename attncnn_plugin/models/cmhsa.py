@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..attention.patches import GridBias, PatchAttention, image_to_patches, patches_to_image
 from ..attention.state_dicts import StateDict, StructureError
-from ..change import Change, LayerChange, Successor, number_of_parameters
+from ..change import Change, LayerChange, all_or_nothing, number_of_parameters, succession
 from ..convert.patch_convolutions import attend_like_convolution, choose_head_dims
 from ..weights import CLASSES, weights_file
 from .interface import CIFAR, NETWORK, SpaceToDepthStem, TimmNetwork, build, token_grid
@@ -176,6 +176,7 @@ class CMHSANetwork(TimmNetwork):
         """``'conv'`` or ``'attn'``."""
         return 'conv' if isinstance(self.blocks[0].attn, PatchConvolution) else 'attn'
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def to_attention(self, generator: Optional[torch.Generator] = None) -> Change:
         """Turns all convolutions into attention, in place (L21, section 4).
@@ -189,10 +190,12 @@ class CMHSANetwork(TimmNetwork):
 
         Raises:
             RuntimeError: The network is in the phase ``'attn'`` already.
+            ValueError: A kernel or a bias has a hook, or an attribute with tensors.
         """
         if self.phase == 'attn':
             raise RuntimeError("the network is in phase='attn' already: there is no convolution to turn into attention")
-        return self._put_attention([self._attention_like(block.attn.conv, generator) for block in self.blocks])
+        with all_or_nothing([self]):
+            return self._put_attention([self._attention_like(block.attn.conv, generator) for block in self.blocks])
 
     def _put_attention(self, layers: Sequence[PatchAttention]) -> Change:
         """Puts attention where the convolutions are, and a linear map that begins as the identity into the stem."""
@@ -211,8 +214,9 @@ class CMHSANetwork(TimmNetwork):
             kernel = f'{self.kernel_size}×{self.kernel_size} kernel'
             changes.append(LayerChange(name, kernel, f'{layer.num_heads} heads', *sizes))
             new.update((f'{name}.{key}', parameter) for key, parameter in layer.named_parameters())
-            replaced[old.conv.weight] = Successor({key: p for key, p in new.items() if p.ndim == 2})
-            replaced[old.conv.bias] = Successor({key: p for key, p in new.items() if p.ndim != 2})
+            for own in (old.conv.weight, old.conv.bias):
+                is_matrix = own is old.conv.weight
+                replaced[own] = succession(own, {key: p for key, p in new.items() if (p.ndim == 2) == is_matrix})
             new = {}
         self.train(self.training)  # the new modules too, and whatever a backbone freezes
         return Change(tuple(changes), before, number_of_parameters(self), replaced)

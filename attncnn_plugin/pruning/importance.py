@@ -5,7 +5,9 @@ the images of |∂L(x)/∂ξ_h| (eq. 2), the loss of an image without the head, 
 important heads go is said by a threshold, by a number to keep, or by a share of the multiply-adds.
 """
 
+import itertools
 from contextlib import ExitStack, contextmanager
+from numbers import Integral, Real
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
@@ -16,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.evaluation_mode import evaluating
 from ..attention.window import shown
+from ..change import held_by
 from ..transformers.vision_transformer import part_of
 from .prune import Heads, prunable_heads, split_heads
 
@@ -184,24 +187,36 @@ def called_once(model: nn.Module) -> Iterator[List[int]]:
     with counting(model, images):
         yield images
     if len(images) != 1:
-        raise ValueError(f'loss(model, batch) called the model {len(images)} times, but once with images was expected')
+        raise ValueError(
+            f'loss(model, batch) called the model {len(images)} times with a tensor, but once was expected'
+        )
 
 
 def counting(model: nn.Module, images: List[int]) -> RemovableHandle:
     """Appends the number of images of each call of the model, until the handle is left as a context."""
 
     def count(module: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
-        batch = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        images.extend([] if batch is None else [len(batch)])
+        tensors = (own for _, _, own, _ in held_by((args, kwargs)) if isinstance(own, Tensor) and own.ndim)
+        images.extend(len(batch) for batch in itertools.islice(tensors, 1))
 
     return model.register_forward_pre_hook(count, with_kwargs=True)
+
+
+@contextmanager
+def plain_products() -> Iterator[None]:
+    """Lets PyTorch compute attention by products of matrices: its counter takes fused kernels of the CPU for 0."""
+    with ExitStack() as stack, sdpa_kernel(SDPBackend.MATH):
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)  # of nn.MultiheadAttention and nn.TransformerEncoderLayer
+        yield
 
 
 @torch.no_grad()
 def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str, Tensor]]:
     """Counts the multiply-adds of a model, and those of each of its heads.
 
-    All that attention computes is in proportion to its heads. Heads of other widths share it by their weights.
+    It counts products of matrices and convolutions. Those of attention are in proportion to its heads (nearly so in
+    Swin v2, whose biases have a hidden layer); heads of other widths share them by their weights.
 
     Args:
         model (nn.Module): The model, in evaluation mode.
@@ -226,16 +241,14 @@ def head_costs(model: nn.Module, run: Callable[[], Any]) -> Tuple[int, Dict[str,
         flops[name] += sign * counter.get_total_flops()
 
     with ExitStack() as stack:
-        for parameter in model.parameters():
-            if parameter.requires_grad:  # the counter refuses a slice of it, which has no history here
-                stack.callback(parameter.requires_grad_)
-                parameter.requires_grad_(False)
+        for parameter in [own for own in model.parameters() if own.requires_grad]:
+            stack.callback(parameter.requires_grad_)
+            parameter.requires_grad_(False)  # the counter refuses a slice of it, which has no history here
         for name, layer in layers.items():
             module: Any = getattr(layer, 'called', layer)
             stack.enter_context(module.register_forward_pre_hook(lambda *_, name=name: count(name, -1)))
             stack.enter_context(module.register_forward_hook(lambda *_, name=name: count(name, 1)))
-        # Fused kernels on the CPU are not counted by every version of PyTorch; the plain products are.
-        with counter, sdpa_kernel(SDPBackend.MATH):
+        with counter, plain_products():
             run()
     costs = {}
     for name, layer in layers.items():
@@ -305,10 +318,8 @@ def least_important(
         chosen = _until(ranked, goal, *costs, f'multiply_adds={multiply_adds}', 'multiply-adds')
     else:
         raise ValueError(f'multiply_adds={multiply_adds} needs costs, those of head_costs')
-    found: Dict[str, List[int]] = {}
-    for _, name, head in chosen:
-        found.setdefault(name, []).append(head)
-    return {name: sorted(found[name]) for name in importance if name in found}
+    found = {name: sorted(head for _, layer, head in chosen if layer == name) for name in importance}
+    return {name: heads for name, heads in found.items() if heads}
 
 
 def check_amount(threshold: Optional[float], keep: Optional[int], multiply_adds: Optional[float]) -> None:
@@ -317,15 +328,12 @@ def check_amount(threshold: Optional[float], keep: Optional[int], multiply_adds:
     Raises:
         ValueError: None is given, or several, or an impossible one.
     """
-    given = {
-        name: value
-        for name, value in dict(threshold=threshold, keep=keep, multiply_adds=multiply_adds).items()
-        if value is not None
-    }
+    amounts = dict(threshold=threshold, keep=keep, multiply_adds=multiply_adds)
+    given = {name: value for name, value in amounts.items() if value is not None}
     if len(given) != 1:
         raise ValueError(f'{given or "nothing"} says how many heads go: give one of threshold, keep and multiply_adds')
     ((name, value),) = given.items()
-    is_number = isinstance(value, int if name == 'keep' else (int, float)) and not isinstance(value, bool)
+    is_number = isinstance(value, Integral if name == 'keep' else Real) and not isinstance(value, bool)
     if not is_number or not value >= 0 or name == 'multiply_adds' and not 0 < value <= 1:
         raise ValueError(f'{name}={shown(value)} must be {AMOUNTS[name]}')
 

@@ -392,3 +392,8 @@ def test_models_by_content(position):
 def test_errors(model, settings, message):
     with pytest.raises(ValueError, match=message):
         head_report(model, **settings)
+
+
+def test_a_size_in_the_place_of_images():
+    with pytest.raises(TypeError, match=r'images=\(9, 9\) must be a tensor \(B, C, H, W\): give the size of a grid as'):
+        head_report(LAYERS['learned'](), (9, 9))

@@ -118,6 +118,25 @@ def test_importance_wherever_it_is_called():
         torch.testing.assert_close(values, expected[layer], rtol=0, atol=0)
 
 
+def test_importance_of_a_model_that_takes_a_dict():
+    class OfDict(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vit = small_vit('vit_tiny_patch16_224')
+
+        def forward(self, batch):
+            return self.vit(batch['images'][0])
+
+    torch.manual_seed(0)
+    model, images = OfDict(), torch.randn(3, 3, SIZE, SIZE)
+    (own, expected) = (
+        head_importance(given, [images], lambda model, x, call=call: model(call(x)).square().mean())
+        for given, call in ((model, lambda x: dict(kind='rgb', images=[x])), (model.vit, lambda x: x))
+    )
+    for name, values in expected.items():
+        torch.testing.assert_close(own[f'vit.{name}'], values, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize('frozen', [False, True])
 def test_costs_with_tables_that_are_parameters(frozen):
     """Slices of them have gradients without a history where none is kept."""
@@ -132,18 +151,25 @@ def test_costs_with_tables_that_are_parameters(frozen):
 
 
 @pytest.mark.parametrize(
-    'name', ['vit_tiny_patch16_224', 'beit_base_patch16_224', 'swin_tiny_patch4_window7_224', *OF_HUGGING_FACE]
+    'name',
+    [
+        'vit_tiny_patch16_224',
+        'beit_base_patch16_224',
+        'swin_tiny_patch4_window7_224',
+        'torchvision.VisionTransformer',
+        'torchvision.SwinTransformer',
+        *OF_HUGGING_FACE,
+    ],
 )
 def test_costs_are_those_that_go(name):
-    """As PyTorch counts them; so is what is left."""
-    model, images = small_vit(name), torch.randn(1, 3, SIZE, SIZE)
+    """As PyTorch counts them with gradients, where it computes attention by products; so is what is left."""
+    even = dict(num_heads=4) if name == 'torchvision.VisionTransformer' else {}  # which PyTorch has a fused kernel for
+    model, images = small_vit(name, **even), torch.randn(1, 3, SIZE, SIZE)
 
     def check():
         total, costs = head_costs(model, lambda: model(images))
-        for layer in prunable_heads(model).values():
-            layer.module.fused_attn = False  # of timm
         kernel = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
-        with FlopCounterMode(display=False) as counter, torch.no_grad(), kernel:
+        with FlopCounterMode(display=False) as counter, kernel:
             model(images)
         assert total == counter.get_total_flops() // 2
         return total, costs

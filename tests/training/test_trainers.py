@@ -87,6 +87,7 @@ def whole_trainer(data, tmp_path_factory):
 def test_trainer(whole_trainer, data):
     trainer, _ = whole_trainer
     assert trainer.model.network.phase == 'attn' and sum(numbers(trainer.model)) == KEEP
+    assert not trainer.model._load_state_dict_pre_hooks  # it loads as any other again
     print('Trainer', accuracy(trainer.model.network, data[1]))
     assert accuracy(trainer.model.network, data[1]) > 0.9
 
@@ -251,6 +252,9 @@ def test_lightning_with_other_parameters_and_a_second_fit():
     trainers[1].optimizers = [torch.optim.SGD(orders[1], lr=0.1)]
     callback.setup(trainers[1], module, 'fit')
     assert fit(trainers[1]) == [*map(id, orders[1])]
+    assert len(module._load_state_dict_pre_hooks) == 1
+    callback.on_exception(trainers[1], module, KeyboardInterrupt())
+    assert not module._load_state_dict_pre_hooks
 
 
 @pytest.fixture(scope='module', params=['lightning.pytorch', 'pytorch_lightning'])
@@ -277,8 +281,8 @@ def whole_lightning(request, data, tmp_path_factory):
 
     train, batches = data[0], [tuple(torch.utils.data.default_collate([data[0][i] for i in range(128)]))]
 
-    def run(folder, path=None):
-        module, averaging = Module(), library.callbacks.EMAWeightAveraging(decay=0.9)
+    def run(folder, path=None, averaging=None):
+        module, averaging = Module(), averaging or library.callbacks.EMAWeightAveraging(decay=0.9)
         save = library.callbacks.ModelCheckpoint(folder, '{epoch}', save_top_k=-1, save_on_train_epoch_end=True)
         settings = dict(accelerator='cpu', logger=False, enable_progress_bar=False, enable_model_summary=False)
         callbacks = [save, averaging, EpochCallback(*parts_of(batches))]
@@ -288,11 +292,21 @@ def whole_lightning(request, data, tmp_path_factory):
         return module
 
     folder = tmp_path_factory.mktemp('lightning')
-    return run, run(folder), folder
+    return run, run(folder), folder, library
+
+
+def test_lightning_with_stochastic_averages(whole_lightning, tmp_path):
+    """Whose copy changes with the module, and has its weights in the end."""
+    run, _, _, library = whole_lightning
+    averaging = library.callbacks.StochasticWeightAveraging(1e-3, swa_epoch_start=2)
+    module = run(tmp_path, averaging=averaging)
+    assert module.network.phase == 'attn' and sum(numbers(module)) == KEEP
+    assert_same(module, averaging._average_model.state_dict())
 
 
 def test_lightning(whole_lightning, data):
-    _, module, _ = whole_lightning
+    _, module, *_ = whole_lightning
+    assert not module._load_state_dict_pre_hooks  # it loads as any other again
     assert module.network.phase == 'attn' and sum(numbers(module)) == KEEP
     print('Lightning', accuracy(module, data[1]))
     assert accuracy(module, data[1]) > 0.9
@@ -300,5 +314,5 @@ def test_lightning(whole_lightning, data):
 
 @pytest.mark.parametrize('epoch', [SWITCH - 1, SWITCH, PRUNE - 1, PRUNE])
 def test_lightning_resumes(epoch, whole_lightning, tmp_path):
-    run, module, folder = whole_lightning
+    run, module, folder, _ = whole_lightning
     assert_same(run(tmp_path, folder / f'epoch={epoch}.ckpt'), module.state_dict())
