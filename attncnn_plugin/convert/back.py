@@ -1,8 +1,9 @@
 """Position-only attention as a convolution: the converse of Cordonnier et al. 2020 (C20), Theorem 1."""
 
 import copy
+import math
 from dataclasses import dataclass
-from typing import Any, Optional, Sequence, Tuple, Union
+from typing import Any, Iterator, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -12,9 +13,10 @@ from ..attention.content_images import ContentImageAttention
 from ..attention.images import GroupedLinear, ImageAttention
 from ..attention.tokens import GridAttention
 from ..attention.window import Window, per_axis, same_window
-from .convolutions import Convolution, block_norms, convolution_with
-from .shift_operators import check_position_only, fit_shifts, interior_queries, targets
+from .convolutions import Computed, Convolution, block_norms, convolution_with
+from .shift_operators import check_position_only, fit_shifts, interior_queries, inverse_of_shifts, targets
 
+MAP_ELEMENTS = 2**22  # of the probabilities of heads, at once
 ROUNDING = 1e-12  # of least squares: a head on one pixel has the coefficients 1 and 0
 
 
@@ -87,45 +89,62 @@ def mhsa_to_conv(
         >>> tuple(conv.weight.shape), fit.bound > 0.1
         ((8, 8, 3, 3), True)
     """
+    kernel, fit = nearest_kernel(layer, kernel_size, size, padding_mode)
+    return convolution_with(kernel).train(layer.training), fit
+
+
+@torch.no_grad()
+def nearest_kernel(
+    layer: Union[GridAttention, ImageAttention],
+    kernel_size: Union[int, Sequence[int]],
+    size: Union[int, Sequence[int], None] = None,
+    padding_mode: Optional[str] = None,
+) -> Tuple[Computed, ConvFit]:
+    """Returns what the convolution of :func:`mhsa_to_conv` computes, and its fit.
+
+    Of the probabilities those of some heads are there at a time, 2²² numbers or those of one head.
+    """
     if not _ignores_content(layer):
         check_position_only(layer)
     if layer.num_heads == 0:
         raise ValueError('layer has num_heads=0: what is left of it is its bias, and no convolution is needed')
+    if layer.value.weight.is_meta:
+        raise ValueError('layer is on the meta device, without values: load its weights first')
     window = _window_of(layer, kernel_size, padding_mode)
     groups = layer.groups if isinstance(layer, ImageAttention) else 1
     if not isinstance(layer.value, GroupedLinear):
         check_plain_linear('value', layer.value)
     # V_h, only the blocks of its groups, (C_out, C_in/groups, N_h)
-    value = layer.value.weight.unflatten(1, (layer.num_heads, -1)).transpose(1, 2)
-    conv = convolution_with(window, value.shape[1] * groups, groups, layer.value)
+    weight = layer.value.weight
+    value = weight.unflatten(1, (layer.num_heads, -1)).transpose(1, 2).cpu().double()
     size = per_axis('size', _default_size(window) if size is None else size, window.ndim)
     target = targets(window, size)
-    probs = _exact_probs(layer, size)
-    value = value.cpu().double()
-
-    coefficients = fit_shifts(probs, target)
-    whole = coefficients.round()
-    coefficients = torch.where((coefficients - whole).abs() < ROUNDING, whole, coefficients)
+    inverse = inverse_of_shifts(target)
+    of_heads, norms, errors = [], [], []
+    for probs in _exact_probs(layer, size):
+        found = fit_shifts(probs, target, inverse)
+        whole = found.round()
+        found = torch.where((found - whole).abs() < ROUNDING, whole, found)
+        of_heads.append(found)
+        norm, row_error = zip(*(_error(p, c, target) for p, c in zip(probs, found)))
+        norms.append(torch.stack(norm) / probs.flatten(1).norm(dim=1).clamp_min(1e-12))  # it can see only padding
+        errors.append(torch.stack(row_error))
+    coefficients, bound = torch.cat(of_heads), torch.cat(errors)
     kernel = torch.einsum('hk,oih->oik', coefficients, value)  # W_δ = Σ_h c_{h,δ} V_h
-    conv.weight.data.copy_(kernel.reshape(conv.weight.shape).to(conv.weight.dtype))
-    if conv.bias is not None and layer.value.bias is not None:
-        conv.bias.copy_(layer.value.bias)
-
-    norm, row_error = zip(*(_error(p, c, target) for p, c in zip(probs, coefficients)))
-    residual = torch.stack(norm) / probs.flatten(1).norm(dim=1).clamp_min(1e-12)  # a head can see only padding
-    bound = torch.stack(row_error)
     if bound.any():  # the norms are most of the work
-        bound = block_norms(value, conv.groups)[:, None] * bound
+        bound = block_norms(value, groups)[:, None] * bound
     bound = bound.sum(0)  # Σ_h ‖V_h‖₂ ‖E_h[q, :]‖₁
     interior = bound[interior_queries(window, size)]
-    return conv.train(layer.training), ConvFit(
+    fit = ConvFit(
         size,
         window.shifts(),
         coefficients,
-        residual,
+        torch.cat(norms),
         bound.max().item(),
         interior.max().item() if len(interior) else None,
     )
+    bias = None if layer.value.bias is None else layer.value.bias.detach().clone()
+    return Computed(window, kernel.unflatten(2, window.kernel_size).to(weight), bias, groups, own=True), fit
 
 
 def _ignores_content(layer: Any) -> bool:
@@ -133,12 +152,20 @@ def _ignores_content(layer: Any) -> bool:
     return isinstance(layer, ContentImageAttention) and not (layer.query.weight.any() and layer.key.weight.any())
 
 
-def _exact_probs(layer: Union[GridAttention, ImageAttention], size: Tuple[int, ...]) -> Tensor:
-    """Returns the probabilities of attention that does not see content (yet), ``(N_h, Q, pixels)``, float64."""
-    if not isinstance(layer, ContentImageAttention):
-        return layer.exact_attention_probs(size)
-    image = torch.zeros(1, layer.in_channels, *size, dtype=torch.float64, device='cpu')
-    return copy.deepcopy(layer).cpu().double().attention_scores(image)[0, ..., :-1].exp()  # without the null key
+def _exact_probs(layer: Union[GridAttention, ImageAttention], size: Tuple[int, ...]) -> Iterator[Tensor]:
+    """Yields the probabilities of attention that does not see content (yet), ``(some heads, Q, pixels)``, float64."""
+    numbers, exact = range(layer.num_heads), copy.deepcopy(layer).cpu().double()
+    image = torch.zeros(1, getattr(layer, 'in_channels', 1), *size, dtype=torch.float64, device='cpu')
+    at_once = max(1, MAP_ELEMENTS // math.prod(size) ** 2)
+    for start in numbers[::at_once]:
+        some = exact
+        if at_once < len(numbers):
+            some = copy.deepcopy(exact)
+            some.prune_heads([*numbers[:start], *numbers[start + at_once :]])
+        if isinstance(some, ContentImageAttention):
+            yield some.attention_scores(image)[0, ..., :-1].exp()  # without the null key
+        else:
+            yield some.attention_probs(size)
 
 
 def _window_of(

@@ -13,6 +13,7 @@ from ..attention.images import block_diagonal
 from ..attention.patches import PatchAttention, WindowBias, image_to_patches, patches_to_image
 from ..attention.window import Window, per_axis
 from ..change import number_of_parameters
+from .convolutions import computed, convolution_with
 
 ATTN_BIAS = 40.0  # M: e^−40 is 4e-18, less than the rounding of 1 in float64
 
@@ -211,7 +212,7 @@ def conv_to_patch_mhsa(
         of P, and the shifts, widths and parameters that it takes.
 
     Raises:
-        TypeError: ``conv`` is not an ``nn.Conv2d``.
+        TypeError: ``conv`` is not an ``nn.Conv2d``, or computes something else than its attributes describe.
         ValueError: A size or width below 1, or a convolution of another kind.
 
     Examples:
@@ -224,6 +225,8 @@ def conv_to_patch_mhsa(
         True
     """
     rows, columns = per_axis('patch_size', patch_size, 2)
+    size_before, training = number_of_parameters(conv), conv.training
+    conv: Any = convolution_with(computed(conv))
     shifts = patch_shifts(conv, (rows, columns))
     out_patch_size = (rows // conv.stride[0], columns // conv.stride[1])
     (first_row, first_column), (last_row, last_column) = shifts[0], shifts[-1]
@@ -240,8 +243,8 @@ def conv_to_patch_mhsa(
         **dd,
     )
     attend_like_convolution(attention, conv, (rows, columns))
-    module = PatchConvolutionAttention(attention, (rows, columns), out_patch_size).train(conv.training)
-    sizes = number_of_parameters(conv), number_of_parameters(module)
+    module = PatchConvolutionAttention(attention, (rows, columns), out_patch_size).train(training)
+    sizes = size_before, number_of_parameters(module)
     return module, PatchConversionReport(len(shifts), shifts, attention.head_dims, *sizes)
 
 
