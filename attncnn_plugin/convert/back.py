@@ -12,10 +12,11 @@ from ..attention.attention_layer import check_plain_linear
 from ..attention.content_images import ContentImageAttention
 from ..attention.images import GroupedLinear, ImageAttention
 from ..attention.tokens import GridAttention
-from ..attention.window import Window, per_axis, same_window
+from ..attention.window import Window, per_axis, same_window, shown
 from .convolutions import Computed, Convolution, block_norms, convolution_with
 from .shift_operators import check_position_only, fit_shifts, interior_queries, inverse_of_shifts, targets
 
+MODES = ('zeros', 'replicate', 'reflect', 'circular')
 MAP_ELEMENTS = 2**22  # of the probabilities of heads, at once
 ROUNDING = 1e-12  # of least squares: a head on one pixel has the coefficients 1 and 0
 
@@ -108,14 +109,14 @@ def nearest_kernel(
         check_position_only(layer)
     if layer.num_heads == 0:
         raise ValueError('layer has num_heads=0: what is left of it is its bias, and no convolution is needed')
-    if layer.value.weight.is_meta:
-        raise ValueError('layer is on the meta device, without values: load its weights first')
     window = _window_of(layer, kernel_size, padding_mode)
     groups = layer.groups if isinstance(layer, ImageAttention) else 1
     if not isinstance(layer.value, GroupedLinear):
         check_plain_linear('value', layer.value)
-    # V_h, only the blocks of its groups, (C_out, C_in/groups, N_h)
     weight = layer.value.weight
+    if weight.is_meta:
+        raise ValueError('layer is on the meta device, without values: load its weights first')
+    # V_h, only the blocks of its groups, (C_out, C_in/groups, N_h)
     value = weight.unflatten(1, (layer.num_heads, -1)).transpose(1, 2).cpu().double()
     size = per_axis('size', _default_size(window) if size is None else size, window.ndim)
     target = targets(window, size)
@@ -175,6 +176,8 @@ def _window_of(
     window = layer.window
     if window is None:
         mode = 'replicate' if padding_mode is None else padding_mode
+        if mode not in MODES:
+            raise ValueError(f'padding_mode={shown(mode)} must be one of {MODES}')
         return same_window(per_axis('kernel_size', kernel_size, 2), mode)
     if per_axis('kernel_size', kernel_size, window.ndim) != window.kernel_size:
         raise ValueError(f'kernel_size={kernel_size} must be that of the window of layer, {window.kernel_size}')

@@ -3,7 +3,7 @@
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple, Union, cast
 
 import torch
 import torch.nn.functional as F
@@ -225,9 +225,8 @@ def conv_to_patch_mhsa(
         True
     """
     rows, columns = per_axis('patch_size', patch_size, 2)
-    size_before, training = number_of_parameters(conv), conv.training
-    conv: Any = convolution_with(computed(conv))
-    shifts = patch_shifts(conv, (rows, columns))
+    size_before, training, shifts = number_of_parameters(conv), conv.training, patch_shifts(conv, (rows, columns))
+    conv = cast(nn.Conv2d, convolution_with(computed(conv)))
     out_patch_size = (rows // conv.stride[0], columns // conv.stride[1])
     (first_row, first_column), (last_row, last_column) = shifts[0], shifts[-1]
     size = last_row - first_row + 1, last_column - first_column + 1
