@@ -1,6 +1,7 @@
 """Attention with a convolution's inputs and outputs, by position (Cordonnier et al. 2020 (C20), Theorem 1)."""
 
 import math
+import operator
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -140,10 +141,10 @@ class ImageAttention(PrunableHeads):
         return without_subnormals(heads.squeeze(-1).permute(1, 2, 0))
 
     # What other code reads of a convolution.
-    kernel_size = property(lambda self: self.window.kernel_size)
-    stride = property(lambda self: self.window.stride)
-    dilation = property(lambda self: self.window.dilation)
-    padding_mode = property(lambda self: self.window.padding_mode)
+    kernel_size, stride, dilation, padding_mode = (
+        property(operator.attrgetter(f'window.{name}'))
+        for name in ('kernel_size', 'stride', 'dilation', 'padding_mode')
+    )
 
     @property
     def padding(self) -> Union[str, Tuple[int, ...]]:
@@ -154,12 +155,11 @@ class ImageAttention(PrunableHeads):
 
     def __getattr__(self, name: str) -> Any:
         if name == 'padding':
-            raise AttributeError('the padding of this attention depends on the size of the image, as that of its window')
+            raise AttributeError('the padding depends on the size of the image')
         if name in ('weight', 'bias'):
             raise AttributeError(
                 f'attention instead of a convolution has no {name!r}, but value.{name}, of all its heads: what needs a '
-                'kernel, such as fusing it with a batch norm, comes before convs_to_attention or after '
-                'attention_to_convs'
+                'kernel, such as fusing batch norms, comes before convs_to_attention or after attention_to_convs'
             )
         return super().__getattr__(name)
 

@@ -3,7 +3,8 @@
 import copy
 import math
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from functools import partial
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -73,37 +74,30 @@ def computed(conv: Any) -> Computed:
     if any(map(is_lazy, conv.parameters())):
         raise TypeError(f'{kind} without weights yet: run it once on an input first')
     if conv._forward_pre_hooks or conv._forward_hooks:
-        raise TypeError(
-            f'{kind} with forward hooks, which change what it computes: remove them, old-style spectral or weight '
-            'normalization for instance, before it is converted'
-        )
+        raise TypeError(f'{kind} with forward hooks, such as old-style weight normalization: remove them first')
     if not conv.weight.is_floating_point():
         raise TypeError(f'the weights of conv are {conv.weight.dtype}, but attention needs real floating numbers')
     window, generator = Window.of(conv), torch.Generator('cpu').manual_seed(0)
-
-    def draw(shape: Sequence[int]) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64, device='cpu')
-
-    buffers = {id(buffer) for buffer in conv.buffers() if not buffer.is_meta}
-    trial = copy_with(conv, lambda tensor: _in_float64(tensor) if id(tensor) in buffers else draw(tensor.shape))
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64, device='cpu')
+    kept = {id(buffer) for buffer in conv.buffers() if not buffer.is_meta}
+    trial = copy_with(conv, lambda tensor: _in_float64(tensor) if id(tensor) in kept else draw(tensor.shape))
     images = [draw((1, conv.weight.shape[1] * conv.groups, *size)) for size in _sizes(window)]
-    runs = [_run(trial, x) for x in images]
-    weight, bias = runs[0][1:]
+    (first, weight, bias), (second, *_) = (_run(trial, x) for x in images)
     same = SameWindow(window.kernel_size, window.stride, window.dilation, (), 'zeros')
     for chosen in (window, same):
-        what = Computed(chosen, weight, bias, conv.groups, own=_equal(weight, trial.weight) and _equal(bias, trial.bias))
-        if all(_near(what(x), run[0]) for x, run in zip(images, runs)):
+        what = Computed(chosen, weight, bias, conv.groups, _equal(weight, trial.weight) and _equal(bias, trial.bias))
+        if _near(what(images[0]), first) and _near(what(images[1]), second):
             break
     else:
-        options = {name: getattr(conv, name) for name in ('stride', 'padding', 'dilation', 'groups', 'padding_mode')}
+        names = ('stride', 'padding', 'dilation', 'groups', 'padding_mode')
         raise TypeError(
-            f'{kind} that computes something else than a convolution with its attributes, '
-            f'{", ".join(f"{name}={value!r}" for name, value in options.items())}: its forward pass or an attribute was '
+            f'{kind} that computes something else than the convolution of its attributes, '
+            f'{", ".join(f"{name}={getattr(conv, name)!r}" for name in names)}: its forward pass or one of them was '
             'replaced; convert a plain convolution with the weights and the padding that it amounts to'
         )
     weight, bias = conv.weight.detach(), None if conv.bias is None else conv.bias.detach()
     if not what.own and not weight.is_meta:
-        found = _run(copy_with(conv, _in_float64), images[0])[1:]
+        _, *found = _run(copy_with(conv, _in_float64), images[0])
         weight, bias = (None if tensor is None else tensor.to(weight) for tensor in found)
     return Computed(chosen, weight, bias, conv.groups, what.own)
 
@@ -125,15 +119,13 @@ def _in_float64(tensor: Tensor) -> Tensor:
 
 def _sizes(window: Window) -> List[List[int]]:
     """Returns sizes of two images that hold the window and its padding: multiples of the stride, and one more."""
-    least = []
-    for axis, stride in enumerate(window.stride):
-        extent = window.dilation[axis] * (window.kernel_size[axis] - 1) + 1
-        least.append(stride * math.ceil(max(extent + stride, *(n + 2 for n in window.padding[axis])) / stride))
-    return [[n + more for n in least] for more in (0, 1)]
+    axes = zip(window.kernel_size, window.stride, window.dilation, window.padding)
+    least = [s * math.ceil(max(d * (k - 1) + 1 + s, *(n + 2 for n in padding)) / s) for k, s, d, padding in axes]
+    return [least, [n + 1 for n in least]]
 
 
 class _Calls(TorchFunctionMode):
-    """Notes the arguments of each convolution that is computed."""
+    """Notes weight and bias of each convolution that is computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,10 +147,9 @@ def _run(trial: Any, x: Tensor) -> Tuple[Any, Tensor, Optional[Tensor]]:
             output = trial(x)
         ((weight, bias),) = calls.found
     except Exception as error:  # whatever its code raises
-        reason = f'{type(error).__name__}: {error}'
         raise TypeError(
-            f'conv is a {type(trial).__name__} that computes no single convolution of an image of '
-            f'{tuple(x.shape[2:])} pixels in float64 on the CPU: {reason}'
+            f'conv is a {type(trial).__name__} that computes no single convolution of an image of {tuple(x.shape[2:])} '
+            f'pixels in float64 on the CPU: {type(error).__name__}: {error}'
         ) from error
     return output, weight, bias
 
@@ -168,9 +159,8 @@ def _equal(one: Optional[Tensor], other: Optional[Tensor]) -> bool:
 
 
 def _near(expected: Tensor, output: Any) -> bool:
-    if not isinstance(output, Tensor) or output.shape != expected.shape:
-        return False
-    return bool((output - expected).abs().max() <= ROUNDING * expected.abs().max())
+    same_shape = isinstance(output, Tensor) and output.shape == expected.shape
+    return same_shape and bool((output - expected).abs().max() <= ROUNDING * expected.abs().max())
 
 
 def convolution_with(like: Computed) -> Convolution:

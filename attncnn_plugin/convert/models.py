@@ -112,7 +112,7 @@ def attention_to_convs(model: nn.Module, tolerance: float = 1e-6) -> Change:
         worst = max(too_far, key=lambda name: too_far[name])
         raise ValueError(
             f'{len(too_far)} of {len(layers)} layers are no convolution any more, of the class that they had, for '
-            f'tolerance={tolerance:g}: {", ".join(too_far)}; the bound of {worst}, now a {type(convs[worst]).__name__}, '
+            f'tolerance={tolerance:g}: {", ".join(too_far)}; the bound of {worst}, a {type(convs[worst]).__name__}, '
             f'is {too_far[worst]:.3g}; mhsa_to_conv turns a layer into the nearest plain convolution'
         )
     return _put_in_place(model, layers, convs, fits)

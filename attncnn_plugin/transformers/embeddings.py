@@ -74,8 +74,9 @@ def check_new(network: Transformer) -> None:
         is_norm = 'norm' in type(module).__name__.lower()
         for own, values in module.named_parameters('', False):
             norms += is_norm
-            judged = is_norm or values.ndim == 1 and not isinstance(module, CONVOLUTIONS)  # a start sets that of patches
-            if judged and (values != values.flatten()[0]).any() and not _drawn(module, values):
+            if values.ndim > 1 and not is_norm or isinstance(module, CONVOLUTIONS):  # a start sets that of patches
+                continue
+            if (values != values.flatten()[0]).any() and not _drawn(module, values):
                 trained = trained or f'{name}.{own}'
     if trained or not norms:
         looked_at = f'{trained} of {kind} holds different numbers' if trained else f'no norm of {kind} has parameters'
@@ -92,14 +93,13 @@ def _drawn(module: Any, bias: Tensor) -> bool:
     """
     if not isinstance(module, nn.Linear):
         return False
-    limit, number = module.in_features**-0.5, len(bias)
-    bias, weight = bias.double(), module.weight.double() / limit
+    limit, bias = module.in_features**-0.5, bias[bias != 0].double()  # a start sets those of queries to 0
     if 0.5e-6 < bias.square().mean().sqrt() < 2e-6:
         return True
-    below = torch.arange(1, number + 1, device=bias.device) / number
+    below, weight = torch.arange(1, len(bias) + 1, device=bias.device) / len(bias), module.weight.double() / limit
     distance = ((bias.sort().values / limit + 1) / 2 - below).abs().max()
     moved = abs(weight.square().mean() * 3 - 1) < 0.01 and weight.abs().max() > 1.004
-    return bool(distance <= 2.5 / number**0.5 and not moved)
+    return bool(distance <= 2.5 / len(bias) ** 0.5 and not moved)
 
 
 def position_embedding(network: Transformer, patches: int) -> Tensor:
