@@ -167,11 +167,12 @@ def choose_head_dims(
 
 
 def min_heads(kernel_size: Union[int, Pair], patch_size: Union[int, Pair] = 1) -> int:
-    """Returns how many heads a generic convolution with stride 1 and ``padding='same'`` needs; they are enough.
+    """Returns how many heads are enough for every convolution with stride 1 and ``padding='same'``.
 
     It is the number of shifts between patches that the kernel covers: (2⌈(K − 1)/2P⌉ + 1)² for an odd K (L21,
-    Theorem 1), thus K² for pixels, P = 1 (Theorem 5), and 9 if P ≥ K > 1 (Theorem 6); for an even K, which L21 does not
-    treat, as many or fewer.
+    Theorem 1), thus K² for pixels, P = 1, and 9 if P ≥ K > 1 (Theorem 6); for an even K, which L21 does not treat, as
+    many or fewer. A generic convolution cannot have fewer if it has channels enough (Theorem 5 has the condition
+    N_h < min{K², d}): for pixels C_in·C_out/groups ≥ K². ``Conv2d(1, 1, 3)`` is two heads, not nine.
 
     Args:
         kernel_size (int | tuple[int, int]): Size K of the kernel.
