@@ -40,22 +40,11 @@ class Window:
         Raises:
             ValueError: One of them is no size.
         """
-        kernel_size = tuple(conv.weight.shape[2:])
-
-        def sizes(name: str, least: int) -> Tuple[int, ...]:
-            value = getattr(conv, name)
-            found = tuple(value) if isinstance(value, (tuple, list)) else (value,) * len(kernel_size)
-            if len(found) != len(kernel_size) or not all(isinstance(n, Integral) and n >= least for n in found):
-                raise ValueError(
-                    f'{name}={shown(value)} of conv must be an integer of at least {least}, or one for each of '
-                    f'{len(kernel_size)} axes'
-                )
-            return tuple(int(n) for n in found)
-
-        stride, dilation = sizes('stride', 1), sizes('dilation', 1)
+        kernel_size, ndim = tuple(conv.weight.shape[2:]), conv.weight.ndim - 2
+        stride, dilation = per_axis('stride', conv.stride, ndim), per_axis('dilation', conv.dilation, ndim)
         if conv.padding == 'same':
             return replace(same_window(kernel_size, conv.padding_mode, dilation), stride=stride)
-        padding = (0,) * len(kernel_size) if conv.padding == 'valid' else sizes('padding', 0)
+        padding = per_axis('padding', 0 if conv.padding == 'valid' else conv.padding, ndim, least=0)
         return cls(kernel_size, stride, dilation, tuple((n, n) for n in padding), conv.padding_mode)
 
     @property
@@ -154,9 +143,11 @@ def shown(value: Any) -> str:
     return repr(value)
 
 
-def per_axis(name: str, value: Union[int, Sequence[int]], ndim: int) -> Tuple[int, ...]:
-    """Returns a number for each of ``ndim`` axes; raises ``ValueError`` but for positive integers."""
+def per_axis(name: str, value: Union[int, Sequence[int]], ndim: int, least: int = 1) -> Tuple[int, ...]:
+    """Returns a number for each of ``ndim`` axes; raises ``ValueError`` but for integers of at least ``least``."""
     values: Tuple[Any, ...] = tuple(value) if isinstance(value, (tuple, list)) else (value,) * ndim
-    if len(values) != ndim or not all(type(n) is int and n >= 1 for n in values):
-        raise ValueError(f'{name}={shown(value)} must be a positive integer, or one for each of {ndim} axes')
-    return values
+    whole = all(isinstance(n, Integral) and not isinstance(n, bool) and n >= least for n in values)
+    if len(values) != ndim or not whole:
+        kind = 'a positive integer' if least else 'an integer of at least 0'
+        raise ValueError(f'{name}={shown(value)} must be {kind}, or one for each of {ndim} axes')
+    return tuple(int(n) for n in values)

@@ -121,16 +121,17 @@ def nearest_kernel(
     size = per_axis('size', _default_size(window) if size is None else size, window.ndim)
     target = targets(window, size)
     inverse = inverse_of_shifts(target)
-    of_heads, norms, errors = [], [], []
+    # All at once: small tensors between large ones that come and go would keep their memory.
+    coefficients, bound = (torch.empty(layer.num_heads, n, dtype=value.dtype, device='cpu') for n in target.shape)
+    residual, head = bound.new_empty(layer.num_heads), 0
     for probs in _exact_probs(layer, size):
         found = fit_shifts(probs, target, inverse)
         whole = found.round()
-        found = torch.where((found - whole).abs() < ROUNDING, whole, found)
-        of_heads.append(found)
-        norm, row_error = zip(*(_error(p, c, target) for p, c in zip(probs, found)))
-        norms.append(torch.stack(norm) / probs.flatten(1).norm(dim=1).clamp_min(1e-12))  # it can see only padding
-        errors.append(torch.stack(row_error))
-    coefficients, bound = torch.cat(of_heads), torch.cat(errors)
+        for own, c in zip(probs, torch.where((found - whole).abs() < ROUNDING, whole, found)):
+            norm, bound[head] = _error(own, c, target)
+            residual[head] = norm / own.norm().clamp_min(1e-12)  # a head can see only padding
+            coefficients[head] = c
+            head += 1
     kernel = torch.einsum('hk,oih->oik', coefficients, value)  # W_δ = Σ_h c_{h,δ} V_h
     if bound.any():  # the norms are most of the work
         bound = block_norms(value, groups)[:, None] * bound
@@ -140,7 +141,7 @@ def nearest_kernel(
         size,
         window.shifts(),
         coefficients,
-        torch.cat(norms),
+        residual,
         bound.max().item(),
         interior.max().item() if len(interior) else None,
     )

@@ -83,9 +83,10 @@ def computed(conv: Any) -> Computed:
     trial = copy_with(conv, lambda tensor: _in_float64(tensor) if id(tensor) in kept else draw(tensor.shape))
     images = [draw((1, conv.weight.shape[1] * conv.groups, *size)) for size in _sizes(window)]
     (first, weight, bias), (second, *_) = (_run(trial, x) for x in images)
+    own = bias is trial.bias and torch.equal(weight, trial.weight)
     same = SameWindow(window.kernel_size, window.stride, window.dilation, (), 'zeros')
     for chosen in (window, same):
-        what = Computed(chosen, weight, bias, conv.groups, _equal(weight, trial.weight) and _equal(bias, trial.bias))
+        what = Computed(chosen, weight, bias, conv.groups, own)
         if _near(what(images[0]), first) and _near(what(images[1]), second):
             break
     else:
@@ -96,10 +97,10 @@ def computed(conv: Any) -> Computed:
             'replaced; convert a plain convolution with the weights and the padding that it amounts to'
         )
     weight, bias = conv.weight.detach(), None if conv.bias is None else conv.bias.detach()
-    if not what.own and not weight.is_meta:
+    if not own and not weight.is_meta:
         _, *found = _run(copy_with(conv, _in_float64), images[0])
         weight, bias = (None if tensor is None else tensor.to(weight) for tensor in found)
-    return Computed(chosen, weight, bias, conv.groups, what.own)
+    return Computed(chosen, weight, bias, conv.groups, own)
 
 
 def copy_with(conv: Any, new: Callable[[Tensor], Tensor]) -> Any:
@@ -152,10 +153,6 @@ def _run(trial: Any, x: Tensor) -> Tuple[Any, Tensor, Optional[Tensor]]:
             f'pixels in float64 on the CPU: {type(error).__name__}: {error}'
         ) from error
     return output, weight, bias
-
-
-def _equal(one: Optional[Tensor], other: Optional[Tensor]) -> bool:
-    return one is other or one is not None and other is not None and torch.equal(one, other)
 
 
 def _near(expected: Tensor, output: Any) -> bool:

@@ -24,7 +24,7 @@ from ..change import (
 from .back import ConvFit, nearest_kernel
 from .convolutions import Convolution, convolution_with
 from .drift import drifts
-from .pixels import OwnConvolution, conv_to_mhsa
+from .pixels import OwnConvolution, check_settings, conv_to_mhsa
 
 Layers = Union[str, Iterable[str], Callable[[str, nn.Module], bool]]
 
@@ -120,12 +120,8 @@ def attention_to_convs(model: nn.Module, tolerance: float = 1e-6) -> Change:
 
 def _back(layer: ImageAttention) -> Tuple[Any, ConvFit]:
     kernel, fit = nearest_kernel(layer, layer.window.kernel_size)
-    if not isinstance(layer.from_conv, OwnConvolution):
-        conv = convolution_with(kernel).train(layer.training)
-        for key, parameter in conv.named_parameters():
-            parameter.requires_grad_(layer.get_parameter(f'value.{key}').requires_grad)
-        return conv, fit
-    conv, lost = layer.from_conv.back(layer, kernel)
+    own: Any = layer.from_conv or OwnConvolution(convolution_with(kernel))
+    conv, lost = own.back(layer, kernel)
     return conv, dataclasses.replace(fit, bound=fit.bound + lost)
 
 
@@ -237,6 +233,14 @@ def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, Convolution
 
 def _some(names: List[str]) -> str:
     return ', '.join(names) if len(names) <= 6 else f'{", ".join(names[:5])} … ({len(names)} of them)'
+
+
+def check_convertible(model: nn.Module, layers: Layers, settings: Mapping[str, Any]) -> List[str]:
+    """Refuses what :func:`convs_to_attention` would refuse; returns the names of the layers."""
+    chosen = find_convolutions(model, layers)
+    check_replaceable(model, chosen)
+    _convert_each(chosen, lambda conv: (check_settings(conv, **settings), None))
+    return list(chosen)
 
 
 def check_replaceable(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:

@@ -12,7 +12,7 @@ from numbers import Integral, Real
 from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..attention.content_images import POSITIONS, SHARED_GATE, ContentImageAttention
 from ..attention.images import ImageAttention, QuadraticImageAttention, WindowImageAttention
@@ -269,15 +269,15 @@ class OwnConvolution:
     def like(self, attention: ImageAttention) -> Any:
         """Returns a copy with the device, dtype and mode of a layer, and what is trained of it."""
         to = attention.value.weight
-        conv = copy_with(
-            self.conv,
-            lambda x: x.detach().to(
-                x.device if x.is_meta else to.device, to.dtype if x.is_floating_point() else x.dtype, copy=True
-            ),
-        )
-        for key in ('weight', 'bias'):
-            if conv._parameters.get(key) is not None:
-                conv.get_parameter(key).requires_grad_(attention.value.get_parameter(key).requires_grad)
+
+        def moved(x: Tensor) -> Tensor:
+            dtype = to.dtype if x.is_floating_point() else x.dtype
+            return x.detach().to(x.device if x.is_meta else to.device, dtype, copy=True)
+
+        conv = copy_with(self.conv, moved)
+        for key, own in conv.named_parameters(recurse=False):
+            if key in ('weight', 'bias'):
+                own.requires_grad_(attention.value.get_parameter(key).requires_grad)
         return conv.train(attention.training)
 
     def back(self, attention: ImageAttention, kernel: Computed) -> Tuple[Any, float]:
@@ -287,18 +287,14 @@ class OwnConvolution:
         another kernel.
         """
         conv = self.like(attention)
-        for key, value in (('weight', kernel.weight), ('bias', kernel.bias)):
-            old = conv._parameters.get(key)
-            if old is not None and old.is_meta:
-                filled = torch.empty_like(old, device=value.device).copy_(value)  # with the strides that it had
-                setattr(conv, key, nn.Parameter(filled, requires_grad=old.requires_grad))
-                vars(conv._parameters[key]).update(vars(old))
-        found = computed(conv)
-        if found.own:
-            return conv, 0.0
-        lost = block_norms((found.weight - kernel.weight).double().flatten(2), kernel.groups).sum().item()
-        if kernel.bias is not None and found.bias is not None:
-            lost += (found.bias - kernel.bias).abs().max().item()
+        new = {id(conv.weight): kernel.weight, id(conv.bias): kernel.bias}  # with the strides that they had
+        at = kernel.weight.device
+        conv = copy_with(conv, lambda x: torch.empty_like(x, device=at).copy_(new[id(x)]) if x.is_meta else x)
+        lost, found = 0.0, computed(conv)
+        if not found.own:
+            lost = block_norms((found.weight - kernel.weight).double().flatten(2), kernel.groups).sum().item()
+            if found.bias is not None and kernel.bias is not None:
+                lost += (found.bias - kernel.bias).abs().max().item()
         return conv, lost
 
     def __call__(self, attention: ImageAttention, entries: StateDict, name: str) -> StateDict:

@@ -178,7 +178,10 @@ OTHERS = {
     'bound': (lambda: bound(nn.Conv2d(4, 8, 3, padding=1)), SOMETHING_ELSE),
     'lambda': (changed(plain(padding=1), _conv_forward=lambda *args: asymmetric(None, *args)), SOMETHING_ELSE),
     'closed over': (lambda: closed_over(nn.Conv2d(4, 4, 3)), 'computes no single convolution .*: '),
-    'zeros': (lambda: nn.init.zeros_((conv := Twice(4, 8, 3)).weight) is None or conv, 'computes no single convolution'),
+    'zeros': (
+        lambda: nn.init.zeros_((conv := Twice(4, 8, 3)).weight) is None or conv,
+        'computes no single convolution',
+    ),
     'called': (lambda: Called(4, 8, 3), SOMETHING_ELSE),
     'residual': (lambda: Residual(4, 4, 3), SOMETHING_ELSE),
     'by image': (lambda: ByImage(4, 8, 3), SOMETHING_ELSE),
@@ -200,7 +203,9 @@ def test_what_computes_something_else(case):
     attributes = dict(vars(conv))
     with pytest.raises(TypeError, match=message):
         conv_to_mhsa(conv)
-    with pytest.raises((TypeError, ValueError), match='^0 (cannot be converted: conv is a|has hooks, param.* forward of)'):
+    with pytest.raises(
+        (TypeError, ValueError), match='^0 (cannot be converted: conv is a|has hooks, param.* forward of)'
+    ):
         convs_to_attention(model, '0')
     assert model[0] is conv and vars(conv) == attributes
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
@@ -216,7 +221,10 @@ def test_a_method_of_the_class_that_was_replaced(monkeypatch):
 @pytest.mark.parametrize('name', ['weight_norm', 'spectral_norm'])
 def test_parametrized(name):
     """Converted by itself, as what it computes; in a model, which would lose it, refused."""
-    conv, x = getattr(nn.utils.parametrizations, name)(nn.Conv2d(4, 8, 3).double()).eval(), torch.randn(1, 4, 8, 8).double()
+    conv, x = (
+        getattr(nn.utils.parametrizations, name)(nn.Conv2d(4, 8, 3).double()).eval(),
+        torch.randn(1, 4, 8, 8).double(),
+    )
     assert relative_error(conv_to_mhsa(conv)[0](x), conv(x)) < 1e-12
     with pytest.raises(ValueError, match='0 has hooks, parametrizations'):
         convs_to_attention(nn.Sequential(conv), '0')
@@ -239,9 +247,13 @@ def big(scale=1e38, **options):
 
 UNCLEAR = {
     'meta': (plain(device='meta'), {}, '0 cannot be converted: conv is on the meta device, without values: load its'),
-    'negative': (changed(plain(), padding=(1, -1)), {}, r'0 cannot be converted: padding=\(1, -1\) of conv must be'),
-    'no stride': (changed(plain(), stride=0), {}, '0 cannot be converted: stride=0 of conv must be an integer of at'),
-    'axes': (changed(plain(), dilation=(1, 1, 1)), {}, r'dilation=\(1, 1, 1\) of conv .* or one for each of 2 axes'),
+    'negative': (
+        changed(plain(), padding=(1, -1)),
+        {},
+        r'0 cannot be converted: padding=\(1, -1\) must be an integer of at least 0',
+    ),
+    'no stride': (changed(plain(), stride=0), {}, '0 cannot be converted: stride=0 must be a positive integer'),
+    'axes': (changed(plain(), dilation=(1, 1, 1)), {}, r'dilation=\(1, 1, 1\) must .* or one for each of 2 axes'),
     'overflow': (big, dict(num_heads=5), 'num_heads=5 needs values of .*e\\+3.*, more than torch.float32 holds'),
     'layers': (plain(), dict(layers=None), 'layers=None must be names, globs'),
 }
@@ -274,7 +286,16 @@ def test_weights_near_the_largest_number(options):
 @pytest.mark.parametrize('conv', [nn.Conv1d(4, 8, 3, 2, groups=2), nn.Conv2d(4, 8, (3, 4), padding='same')])
 def test_sizes_that_other_code_reads(conv, content):
     attention = conv_to_mhsa(conv, content=content)[0]
-    for name in ('in_channels', 'out_channels', 'kernel_size', 'stride', 'padding', 'dilation', 'groups', 'padding_mode'):
+    for name in (
+        'in_channels',
+        'out_channels',
+        'kernel_size',
+        'stride',
+        'padding',
+        'dilation',
+        'groups',
+        'padding_mode',
+    ):
         assert getattr(attention, name) == getattr(conv, name), name
     with pytest.raises(AttributeError):  # it would change nothing
         attention.stride = (2, 2)
