@@ -146,7 +146,7 @@ def shown(value: Any) -> str:
 def per_axis(name: str, value: Union[int, Sequence[int]], ndim: int, least: int = 1) -> Tuple[int, ...]:
     """Returns a number for each of ``ndim`` axes; raises ``ValueError`` but for integers of at least ``least``."""
     values: Tuple[Any, ...] = tuple(value) if isinstance(value, (tuple, list)) else (value,) * ndim
-    whole = all(isinstance(n, Integral) and not isinstance(n, bool) and n >= least for n in values)
+    whole = all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= least for n in values)
     if len(values) != ndim or not whole:
         kind = 'a positive integer' if least else 'an integer of at least 0'
         raise ValueError(f'{name}={shown(value)} must be {kind}, or one for each of {ndim} axes')

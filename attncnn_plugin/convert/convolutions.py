@@ -4,7 +4,7 @@ import copy
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union, cast
 
 import torch
 import torch.nn.functional as F
@@ -82,12 +82,12 @@ def computed(conv: Any) -> Computed:
     kept = {id(buffer) for buffer in conv.buffers() if not buffer.is_meta}
     trial = copy_with(conv, lambda tensor: _in_float64(tensor) if id(tensor) in kept else draw(tensor.shape))
     images = [draw((1, conv.weight.shape[1] * conv.groups, *size)) for size in _sizes(window)]
-    (first, weight, bias), (second, *_) = (_run(trial, x) for x in images)
+    outputs, (weight, *_), (bias, *_) = zip(*(_run(trial, x) for x in images))
     own = bias is trial.bias and torch.equal(weight, trial.weight)
     same = SameWindow(window.kernel_size, window.stride, window.dilation, (), 'zeros')
     for chosen in (window, same):
         what = Computed(chosen, weight, bias, conv.groups, own)
-        if _near(what(images[0]), first) and _near(what(images[1]), second):
+        if all(_near(what(x), output) for x, output in zip(images, outputs)):
             break
     else:
         names = ('stride', 'padding', 'dilation', 'groups', 'padding_mode')
@@ -96,11 +96,11 @@ def computed(conv: Any) -> Computed:
             f'{", ".join(f"{name}={getattr(conv, name)!r}" for name in names)}: its forward pass or one of them was '
             'replaced; convert a plain convolution with the weights and the padding that it amounts to'
         )
-    weight, bias = conv.weight.detach(), None if conv.bias is None else conv.bias.detach()
-    if not own and not weight.is_meta:
+    found: Any = conv.weight, conv.bias
+    if not own and not conv.weight.is_meta:
         _, *found = _run(copy_with(conv, _in_float64), images[0])
-        weight, bias = (None if tensor is None else tensor.to(weight) for tensor in found)
-    return Computed(chosen, weight, bias, conv.groups, own)
+    weight, bias = (None if x is None else x.detach().to(conv.weight) for x in found)
+    return Computed(chosen, cast(Tensor, weight), bias, conv.groups, own)
 
 
 def copy_with(conv: Any, new: Callable[[Tensor], Tensor]) -> Any:
@@ -166,7 +166,8 @@ def convolution_with(like: Computed) -> Convolution:
     Raises:
         ValueError: No convolution has such a window.
     """
-    window, kind = like.window, CONVOLUTIONS[like.window.ndim - 1]
+    window = like.window
+    kind: Any = CONVOLUTIONS[window.ndim - 1]
     options: Dict[str, Any] = dict(dilation=window.dilation, groups=like.groups, bias=like.bias is not None)
     if isinstance(window, SameWindow):
         kind, known = Conv2dSame, window.ndim == 2
@@ -182,7 +183,7 @@ def convolution_with(like: Computed) -> Convolution:
             "it pads both sides alike, or with stride 1 as padding='same'"
         )
     arguments = like.in_channels, like.out_channels, window.kernel_size, window.stride
-    conv: Any = kind(*arguments, device='meta', **options)
+    conv = kind(*arguments, device='meta', **options)
     conv.weight = nn.Parameter(like.weight)
     conv.bias = None if like.bias is None else nn.Parameter(like.bias)
     return conv

@@ -9,7 +9,7 @@ import zlib
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral, Real
-from typing import Any, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Optional, Sequence, Tuple, Union, cast
 
 import torch
 from torch import Tensor
@@ -156,7 +156,7 @@ def conv_to_mhsa(
         raise ValueError('conv is on the meta device, without values: load its weights, or build it on another device')
     attention = new_attention(conv, plain=plain, **settings)
     if attention.value.bias is not None:
-        attention.value.bias.copy_(plain.bias)
+        attention.value.bias.copy_(cast(Tensor, plain.bias))
     share, pixels = 1.0, attention.window.shifts()  # of the probabilities by position, and δ of what heads see
     if isinstance(attention, ContentImageAttention):
         limit, key = plain.in_channels**-0.5, attention.key.weight
@@ -287,7 +287,10 @@ class OwnConvolution:
         another kernel.
         """
         conv = self.like(attention)
-        new = {id(conv.weight): kernel.weight, id(conv.bias): kernel.bias}  # with the strides that they had
+        new: Dict[int, Any] = {
+            id(conv.weight): kernel.weight,
+            id(conv.bias): kernel.bias,
+        }  # with the strides that they had
         at = kernel.weight.device
         conv = copy_with(conv, lambda x: torch.empty_like(x, device=at).copy_(new[id(x)]) if x.is_meta else x)
         lost, found = 0.0, computed(conv)

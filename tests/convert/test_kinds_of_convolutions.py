@@ -1,7 +1,6 @@
 """Convolutions of any class: what they compute is what becomes attention, and what comes back is what was there."""
 
 import copy
-import importlib
 
 import pytest
 import timm
@@ -305,7 +304,7 @@ def test_sizes_that_other_code_reads(conv, content):
             getattr(attention, name)
     assert not hasattr(conv_to_mhsa(Conv2dSame(4, 8, 3))[0], 'padding')  # it has none for all images
     with pytest.raises(AttributeError, match='has no attribute .other'):
-        attention.other
+        _ = attention.other
 
 
 def of_mmpretrain(**config):
