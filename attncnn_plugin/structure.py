@@ -1,6 +1,5 @@
 """Brings any model to the structure of a state dict, by one verb."""
 
-import copy
 import math
 from dataclasses import replace
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
@@ -136,9 +135,7 @@ def attention_in(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) 
         if not isinstance(module.from_conv, OwnConvolution) or kind_of(settings) == kind_of(module.settings):
             return None
         like = module.value
-        conv = copy.deepcopy(module.from_conv.conv).to(like.weight.dtype).train(module.training)
-        for key, parameter in conv.named_parameters():
-            parameter.requires_grad_(like.get_parameter(key).requires_grad)
+        conv = module.from_conv.like(module)
     try:
         attention = new_attention(conv, **settings)
     except (TypeError, ValueError) as error:

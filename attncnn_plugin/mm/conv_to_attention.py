@@ -13,7 +13,7 @@ from ..attention.state_dicts import Restructurable, StructureError
 from ..attention.window import CONVOLUTIONS
 from ..change import Change
 from ..convert import convs_to_attention
-from ..convert.models import check_replaceable, find_convolutions
+from ..convert.models import check_convertible
 from ..convert.pixels import check_settings
 from ..models.cmhsa import PHASES
 from ..structure import take_structures
@@ -150,13 +150,7 @@ def conv_to_attention(
     model: Any = MODELS.build(copy.deepcopy(backbone))
     if hasattr(model, 'to_attention'):
         raise ValueError(f'{backbone["type"]} turns to attention by itself: use it without ConvToAttention')
-    chosen = find_convolutions(model, layers)
-    check_replaceable(model, chosen)
-    for name, conv in chosen.items():
-        try:
-            check_settings(conv, **settings)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f'{name} of ConvToAttention cannot be converted: {error}') from error
+    chosen = check_convertible(model, layers, settings)
     model.__class__ = _with_phases(type(model))
     model.conversion = Conversion(copy.deepcopy(backbone), tuple(chosen), settings)
     model.register_load_state_dict_post_hook(record_new_parameters)

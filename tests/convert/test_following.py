@@ -159,7 +159,7 @@ def test_a_layer_of_its_own():
 
 @pytest.mark.parametrize('kind', [Conv2dSame, StdConv2d, ScaledStdConv2d])
 def test_convolutions_of_timm(kind):
-    """By what they compute: a state dict has the weights before their standardization."""
+    """By what they compute: a state dict has the weights before their standardization, and so has what comes back."""
     models = [nn.Sequential(kind(3, 4, 3, stride=2, bias=True), nn.BatchNorm2d(4)).eval() for _ in range(3)]
     x = torch.randn(2, 3, 9, 10)
     with torch.no_grad():
@@ -172,9 +172,13 @@ def test_convolutions_of_timm(kind):
     load(models[2], models[0].state_dict())
     for model in models:
         assert torch.allclose(model(x), expected, atol=1e-5)
-    attention_to_convs(models[0])
-    assert torch.allclose(models[0](x), expected, atol=1e-5)
-    assert type(models[0][0]) is (Conv2dSame if kind is Conv2dSame else nn.Conv2d)
+    for model in models[:2]:  # made of a convolution, or of the state dict of one
+        attention_to_convs(model)
+        assert type(model[0]) is kind and torch.equal(model(x), expected)
+        assert all(torch.equal(value, model.state_dict()[key]) for key, value in state.items())
+    if kind is not Conv2dSame:  # whose own weights are not in the state dict of attention
+        with pytest.raises(ValueError, match=f'no convolution any more, of the class .* of 0, a {kind.__name__}, is'):
+            attention_to_convs(models[2])
 
 
 def test_followed_before_an_optimizer_is_built():
