@@ -5,6 +5,7 @@ from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -56,8 +57,8 @@ def check_not_distributed(model: nn.Module, *wrappers: type) -> None:
 
 
 def number_of_parameters(module: nn.Module) -> int:
-    """Returns the number of entries of all parameters of a module."""
-    return sum(parameter.numel() for parameter in module.parameters())
+    """Returns the number of entries of all parameters of a module; lazy ones have none yet."""
+    return sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
 
 
 @dataclass(frozen=True, eq=False)
