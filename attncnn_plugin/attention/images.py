@@ -181,12 +181,12 @@ class ImageAttention(PrunableHeads):
         return write_extra_state(self.settings)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Does nothing: :meth:`follow` has read it."""
+        """Does nothing: :meth:`structure_in` has read it."""
 
-    def follow(self, state_dict: StateDict, prefix: str) -> bool:
-        """Takes the heads of a state dict; for a convolution all that the layer was built with."""
+    def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
+        """Returns the number of heads in a state dict; of a convolution the layer takes all that it was built with."""
         if _is_convolution(state_dict, prefix):
-            return self._set_heads(self.built_heads)
+            return None if self.num_heads == self.built_heads else self.built_heads
         loaded = read_extra_state(state_dict, prefix)
         if loaded is not None and kind_of(loaded) != kind_of(self.settings):
             theirs, own = (', '.join(f'{k}={v}' for k, v in kind_of(x).items()) for x in (loaded, self.settings))
@@ -194,7 +194,7 @@ class ImageAttention(PrunableHeads):
                 f'{prefix.rstrip(".")} has {theirs} in the state dict, but {own} in the model: build it alike, or call '
                 'attncnn_plugin.follow_state_dict(model, state_dict) first'
             )
-        return super().follow(state_dict, prefix)
+        return super().structure_in(state_dict, prefix)
 
     def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
         """Converts the entries of a convolution."""
@@ -207,6 +207,8 @@ class ImageAttention(PrunableHeads):
                 'convert a model that has loaded it, with convs_to_attention'
             )
         entries = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        # Without the parameters themselves, which PyTorch would freeze or not as those of the convolution.
+        entries = {key: value.detach() if isinstance(value, Tensor) else value for key, value in entries.items()}
         try:
             converted = self.from_conv(self, entries, name)
         except ValueError as error:
