@@ -12,6 +12,7 @@ from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Mapping
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 PARAMETER_HOOKS = '_backward_hooks', '_post_accumulate_grad_hooks'  # of a parameter
 FUNCTIONS = types.FunctionType, types.MethodType, functools.partial, types.CellType
@@ -183,8 +184,8 @@ def check_not_distributed(model: nn.Module, *wrappers: type) -> None:
 
 
 def number_of_parameters(module: nn.Module) -> int:
-    """Returns the number of entries of all parameters of a module."""
-    return sum(parameter.numel() for parameter in module.parameters())
+    """Returns the number of entries of all parameters of a module; lazy ones have none yet."""
+    return sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """Attention with a convolution's inputs and outputs, by position (Cordonnier et al. 2020 (C20), Theorem 1)."""
 
 import math
+import operator
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -15,7 +16,7 @@ from .shifts import over_axes
 from .softmax import softmax, without_subnormals
 from .state_dicts import EXTRA_STATE, StateDict, StructureError, read_extra_state, write_extra_state
 from .strides import with_regular_gradient, with_regular_strides
-from .window import Window
+from .window import SameWindow, Window
 
 # Up to so many pairs of a query and a key one product of matrices is faster than one along each axis: for 7×7 pixels
 # of 64 channels 1.6 to 2.7 times.
@@ -62,7 +63,7 @@ class ImageAttention(PrunableHeads):
         dtype: Dtype = None,
     ) -> None:
         super().__init__()
-        self.in_channels = in_channels
+        self.in_channels, self.out_channels = in_channels, out_channels
         self.window = window
         self.settings = {'num_heads': num_heads}
         self.value: Union[nn.Linear, GroupedLinear]
@@ -139,9 +140,28 @@ class ImageAttention(PrunableHeads):
             heads = self.heads(pixels)  # (K, N_h, Q, 1), an image for each pixel, which is 1 there and 0 elsewhere
         return without_subnormals(heads.squeeze(-1).permute(1, 2, 0))
 
+    # What other code reads of a convolution.
+    kernel_size, stride, dilation, padding_mode = (
+        property(operator.attrgetter(f'window.{name}'))
+        for name in ('kernel_size', 'stride', 'dilation', 'padding_mode')
+    )
+
     @property
-    def padding_mode(self) -> str:
-        return self.window.padding_mode
+    def padding(self) -> Union[str, Tuple[int, ...]]:
+        if isinstance(self.window, SameWindow):
+            raise AttributeError  # __getattr__ says why
+        alike = all(before == after for before, after in self.window.padding)
+        return tuple(before for before, _ in self.window.padding) if alike else 'same'
+
+    def __getattr__(self, name: str) -> Any:
+        if name == 'padding':
+            raise AttributeError('the padding depends on the size of the image')
+        if name in ('weight', 'bias'):
+            raise AttributeError(
+                f'attention instead of a convolution has no {name!r}, but value.{name}, of all its heads: what needs a '
+                'kernel, such as fusing batch norms, comes before convs_to_attention or after attention_to_convs'
+            )
+        return super().__getattr__(name)
 
     def grid_of(self, x: Tensor) -> Tuple[int, int]:
         """Returns the height and width of images, ``(B, C, H, W)``."""
@@ -161,12 +181,12 @@ class ImageAttention(PrunableHeads):
         return write_extra_state(self.settings)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Does nothing: :meth:`follow` has read it."""
+        """Does nothing: :meth:`structure_in` has read it."""
 
-    def follow(self, state_dict: StateDict, prefix: str) -> bool:
-        """Takes the heads of a state dict; for a convolution all that the layer was built with."""
+    def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
+        """Returns the number of heads in a state dict; of a convolution the layer takes all that it was built with."""
         if _is_convolution(state_dict, prefix):
-            return self._set_heads(self.built_heads)
+            return None if self.num_heads == self.built_heads else self.built_heads
         loaded = read_extra_state(state_dict, prefix)
         if loaded is not None and kind_of(loaded) != kind_of(self.settings):
             theirs, own = (', '.join(f'{k}={v}' for k, v in kind_of(x).items()) for x in (loaded, self.settings))
@@ -174,7 +194,7 @@ class ImageAttention(PrunableHeads):
                 f'{prefix.rstrip(".")} has {theirs} in the state dict, but {own} in the model: build it alike, or call '
                 'attncnn_plugin.follow_state_dict(model, state_dict) first'
             )
-        return super().follow(state_dict, prefix)
+        return super().structure_in(state_dict, prefix)
 
     def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
         """Converts the entries of a convolution."""
@@ -187,6 +207,8 @@ class ImageAttention(PrunableHeads):
                 'convert a model that has loaded it, with convs_to_attention'
             )
         entries = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        # Without the parameters themselves, which PyTorch would freeze or not as those of the convolution.
+        entries = {key: value.detach() if isinstance(value, Tensor) else value for key, value in entries.items()}
         try:
             converted = self.from_conv(self, entries, name)
         except ValueError as error:

@@ -237,7 +237,9 @@ def _resize_loaded_tables(tables: RelativeTables, state_dict: Dict[str, Tensor],
     """Resizes tables of a state dict that are for another grid, if only their number of shifts differs, and is odd."""
     for name, own in tables.named_parameters(recurse=False):
         loaded = state_dict.get(prefix + name)
-        if loaded is not None and loaded.shape != own.shape and loaded.shape[1:] == own.shape[1:] and len(loaded) % 2:
+        if not isinstance(loaded, Tensor) or loaded.shape == own.shape:
+            continue
+        if loaded.shape[1:] == own.shape[1:] and len(loaded) % 2:
             logger.info('Resize %s%s from %d to %d shifts.', prefix, name, len(loaded), len(own))
             state_dict[prefix + name] = resize_shifts(loaded, len(own))
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..attention.state_dicts import without_prefix
+from ..change import Change
 from ..structure import follow_state_dict
 from ..training.loops import random_numbers_kept
 
@@ -145,17 +146,17 @@ def refresh_averages(runner: Runner) -> None:
         averaged.avg_parameters = module.state_dict() if averaged.update_buffers else dict(module.named_parameters())
 
 
-def follow_checkpoint(runner: Runner, checkpoint: Mapping[str, Any]) -> bool:
-    """Brings the model of a run, and its averages, to the structure of a checkpoint; returns whether any changed."""
+def follow_checkpoint(runner: Runner, checkpoint: Mapping[str, Any]) -> Optional[Change]:
+    """Brings the model of a run, and its averages, to the structure of a checkpoint; returns what changed."""
     state_dict = checkpoint.get('state_dict', checkpoint)
     if not isinstance(state_dict, Mapping):
-        return False  # the loading says so
+        return None  # the loading says so
     state_dict = without_prefix(state_dict, 'module.')  # as mmengine does
-    changed = bool(follow_state_dict(unwrapped(runner.model), state_dict, strict=False))
+    change = follow_state_dict(unwrapped(runner.model), state_dict, strict=False)
     for averaged in averaged_models(runner):
-        changed |= bool(follow_state_dict(unwrapped(averaged.module), state_dict, strict=False))
+        follow_state_dict(unwrapped(averaged.module), state_dict, strict=False)
     refresh_averages(runner)
-    return changed
+    return change
 
 
 def forward(model: BaseModel, batch: Any, mode: str) -> Any:

@@ -103,10 +103,6 @@ class CMHSANetwork(TimmNetwork):
         ValueError: An argument out of range or unknown; an image that cannot be cut into patches.
     """
 
-    training_advice = (
-        'loading a state dict turned the convolutions of the network to attention: an optimizer that was built '
-        "before does not have its parameters. Build the network with phase='attn' to train it further"
-    )
     undecayed = ('position.table',)
 
     def __init__(
@@ -237,14 +233,24 @@ class CMHSANetwork(TimmNetwork):
         attention.key.weight.copy_(nn.init.normal_(weight, std=KEY_STD, generator=generator))
         return attention
 
-    def follow(self, state_dict: StateDict, prefix: str) -> Optional[Change]:
-        """Puts attention where the convolutions are if a state dict has attention; no network goes back."""
+    def structure_in(self, state_dict: StateDict, prefix: str) -> Any:
+        """Returns the structure of each attention if a state dict has it, and this network the convolutions."""
         if self.phase == 'attn' or f'{prefix}blocks.0.attn.query.weight' not in state_dict:
             return None
-        layers = [self._new_attention(self.blocks[0].norm1.weight, null_key=True) for _ in self.blocks]
-        for i, layer in enumerate(layers):  # they take their heads and the null key from the state dict
+        attention = self._new_attention(self.norm.weight.to('meta'), null_key=True)
+        structures = []
+        for i in range(len(self.blocks)):
+            structures.append(None)
             with contextlib.suppress(StructureError):  # when the layer loads its entries, it raises this again
-                layer.follow(state_dict, f'{prefix}blocks.{i}.attn.')
+                structures[i] = attention.structure_in(state_dict, f'{prefix}blocks.{i}.attn.')
+        return structures
+
+    def take_structure(self, structure: Any) -> Change:
+        """Puts attention where the convolutions are; no network goes back."""
+        layers = [self._new_attention(self.norm.weight, null_key=True) for _ in structure]
+        for layer, own in zip(layers, structure):
+            if own is not None:
+                layer.take_structure(own)
         return self._put_attention(layers)
 
     def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from ..attention.state_dicts import StructureError
 from ..change import Change, Successor
 from ..pruning.optimizers import check_optimizer, replace_parameters
-from ..structure import follow_state_dict, take_structures
+from ..structure import apply, follow_state_dict, plan
 
 Optimizers = Union[torch.optim.Optimizer, Iterable[torch.optim.Optimizer]]
 
@@ -90,13 +90,12 @@ def follow_as_it_loads(model: nn.Module, optimizer: Optimizers = ()) -> Removabl
 
     def follow(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         try:
-            with torch.no_grad():
-                _, replaced = take_structures(module, state_dict, prefix)
+            change = apply(module, plan(module, state_dict, prefix))
         except StructureError as error:
             args[-1].append(str(error))
             return
         for own in optimizers:
-            hand_over(own, module, replaced)
+            hand_over(own, module, change)
 
     return model.register_load_state_dict_pre_hook(follow)
 

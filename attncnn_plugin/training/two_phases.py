@@ -11,7 +11,7 @@ from ..attention.images import ImageAttention
 from ..attention.window import CONVOLUTIONS
 from ..change import Change, Successor, all_or_nothing, check_not_distributed, within
 from ..convert import convs_to_attention
-from ..convert.models import check_replaceable, find_convolutions
+from ..convert.models import check_convertible
 from ..convert.pixels import check_settings
 from .loops import Optimizers, check_epochs, hand_over, in_list, uncompiled
 
@@ -110,11 +110,8 @@ class TwoPhases:
                 "CNN, such as layers='layer4.*.conv2'"
             )
         if phase == 'conv' and self.globs is not None:
-            convolutions = find_convolutions(model, self.globs)
-            check_replaceable(model, convolutions)
             settings = {key: value for key, value in self.settings.items() if key != 'inputs'}
-            for convolution in convolutions.values():
-                check_settings(convolution, **settings)
+            check_convertible(model, self.globs, settings)
 
     def on_epoch_begin(
         self, model: nn.Module, optimizer: Optimizers, epoch: int, copies: Iterable[nn.Module] = ()

@@ -92,8 +92,9 @@ def init_as_convolution(
     """Sets the attention of a vision transformer, in place, so that each head looks at one shift of a kernel.
 
     It is for a model before training: a trained one would lose what it has learned. A model counts as trained where the
-    weights, or the biases, of a norm are not all the same number, as a new model's are. A start leaves them alone, so
-    a second one replaces the first. A checkpoint that is loaded afterwards replaces all of it.
+    weights, or the biases, of a norm are not all the same number, as a new model's are, or other biases are neither
+    that nor as libraries draw them. Where a library draws biases as PyTorch does, and norms were frozen, few steps
+    cannot be told. A second start replaces the first. A checkpoint that is loaded afterwards replaces all of it.
 
     Args:
         model (nn.Module): A vision transformer of another library, or a model with one, just built: with embeddings

@@ -5,21 +5,18 @@ A state dict carries the number of heads in its shapes, as that of
 """
 
 import functools
-import logging
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention.heads import check_heads, keep_entries, not_alone, resize_parameter
-from ..attention.state_dicts import StructureError
+from ..attention.heads import check_heads, heads_in, keep_entries, not_alone, resize_parameter
+from ..attention.state_dicts import StateDict, StructureError
 from ..change import Successor
 from .adapters import OTHER_KEYS, Attention, adapter_of, by_name, join_windows, numbers_in_windows
-
-logger = logging.getLogger(__name__)
 
 
 class TransformerHeads(Attention):
@@ -108,36 +105,37 @@ class TransformerHeads(Attention):
         self._set_number(self.num_heads - len(heads))
         return replaced
 
-    def structure_in(self, state_dict: Mapping[str, Tensor], prefix: str) -> Optional[int]:
-        """Returns the number of heads in a state dict; None where none explains the entries, or there are none."""
-        counts = set()
-        for name, (dim, maps, width) in self.layout.items():
-            loaded, own = state_dict.get(prefix + name), self.part(name)
-            if loaded is None or loaded.ndim != own.ndim:  # without all entries some would be lost
-                return None
-            shapes = [list(tensor.shape) for tensor in (loaded, own)]
-            heads, rest = divmod(shapes[0].pop(dim), maps * width)
-            shapes[1].pop(dim)
-            if rest or shapes[0] != shapes[1]:
-                return None
-            counts.add(heads)
-        return counts.pop() if len(counts) == 1 and max(counts) <= self.built_heads else None
+    def structure_in(self, state_dict: StateDict, prefix: str) -> Optional[int]:
+        """Returns the number of heads in a state dict; None for that of the module, or where none explains the shapes.
+
+        Raises:
+            StructureError: The module cannot have as few heads.
+        """
+        places = {name: (dim, maps * width, self.part(name)) for name, (dim, maps, width) in self.layout.items()}
+        try:
+            number = heads_in(state_dict, prefix, places, self.built_heads)
+        except StructureError:
+            return None  # the loading refuses it, and says why
+        if number in (None, self.num_heads):
+            return None
+        reason = self.shared()
+        if reason is not None:
+            name = prefix.rstrip('.')
+            raise StructureError(
+                f'{name} has {number} heads in the state dict, but the model {self.num_heads}: {reason}'
+            )
+        return number
 
     @torch.no_grad()
-    def take_structure(self, num_heads: int) -> None:
+    def take_structure(self, structure: int) -> None:
         """Gives the module a number of heads, with values that are yet to be loaded.
 
         The parameters stay the same objects.
-
-        Raises:
-            TypeError: The heads of the module share something.
         """
-        self.check_heads([], allow_empty=True)
         self.module.pruned_from = (self.built_heads, self.head_dim)
-        logger.info('An attention module takes %d heads in place of %d.', num_heads, self.num_heads)
         for name, (dim, maps, width) in self.layout.items():
-            resize_parameter(self.module, name, dim, num_heads * maps * width)
-        self._set_number(num_heads)
+            resize_parameter(self.module, name, dim, structure * maps * width)
+        self._set_number(structure)
 
     def _set_number(self, num_heads: int) -> None:
         """Lets the module compute with another number of heads."""
@@ -239,22 +237,3 @@ def forward_of_heads(module: Any, *args: Any, **kwargs: Any) -> Any:
     if getattr(module, 'batch_first', True) is False:
         output = output.transpose(0, 1)
     return (output, weights if needs_weights else None) if attention.adapter.returns_pair else output
-
-
-def follow_heads(module: nn.Module, state_dict: Mapping[str, Tensor], prefix: str) -> bool:
-    """Gives attention of another library as many heads as a state dict has for it.
-
-    ``prefix`` is the module's name with a dot, or empty. Returns True if it had another number.
-
-    Raises:
-        StructureError: The module cannot have as few heads.
-    """
-    heads = transformer_heads(module)
-    number = None if heads is None else heads.structure_in(state_dict, prefix)
-    if heads is None or number is None or number == heads.num_heads:
-        return False
-    try:
-        heads.take_structure(number)
-    except TypeError as error:
-        raise StructureError(f'{prefix.rstrip(".")} has {number} heads in the state dict: {error}') from error
-    return True

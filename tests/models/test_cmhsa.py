@@ -283,7 +283,9 @@ def test_training_on_after_a_turn_by_loading_warns():
     model = small_cmhsa('conv')
     model.load_state_dict(small_cmhsa('attn').state_dict())
     model.eval()
-    with pytest.warns(UserWarning, match="Build the network with phase='attn' to train it further"):
+    with pytest.warns(
+        UserWarning, match="To train it further, build it with phase='attn', or call .*follow_state_dict"
+    ):
         model.train()
     with warnings.catch_warnings():
         warnings.simplefilter('error')
