@@ -20,11 +20,12 @@ from ..attention import AttentionLayer
 from ..attention.evaluation_mode import evaluating
 from ..attention.positions import GaussianHeads
 from ..attention.window import Window, per_axis, shown
+from ..heads.choice import Layers, chosen_by
 from ..heads.places import Places
 from ..heads.seen import watching
 from ..pruning.criteria import relative_entropy_of_maps
 from ..pruning.prune import BLOCK
-from .recorder import Call, Layers, called, chosen_by, no_attention
+from .recorder import Call, called, no_attention
 
 BATCH_SIZE = 4  # images in a pass
 HIDDEN = 1e-30  # of a probability; a mask of −100 leaves less

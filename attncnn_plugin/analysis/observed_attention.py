@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.heads import PrunableHeads
+from ..heads.choice import module_in
 from ..heads.places import Places
 from ..heads.seen import watching
 from ..pruning.criteria import ObservedAttention
@@ -38,14 +39,14 @@ def observed_attention(model: nn.Module, layers: Mapping[str, Heads]) -> Iterato
         torch.Size([3])
     """
     observed = {name: ObservedAttention(layer.num_heads) for name, layer in layers.items()}
-    watched = {name for name, layer in layers.items() if layer.num_heads and not isinstance(layer, PrunableHeads)}
+    watched = [name for name, layer in layers.items() if layer.num_heads and not isinstance(layer, PrunableHeads)]
 
     def visit(name: str, probs: Tensor, places: Places) -> None:
-        observed[name].add(probs.float())
+        observed[str(module_in(name, watched))].add(probs.float())
 
     with ExitStack() as stack:
         if watched:
-            stack.enter_context(watching(model, visit, watched.__contains__))
+            stack.enter_context(watching(model, visit, lambda name: module_in(name, watched) is not None))
         stack.enter_context(torch.compiler.set_stance('force_eager'))  # compiled modules do not call new hooks
         for name, layer in layers.items():
             if layer.num_heads and isinstance(layer, PrunableHeads):

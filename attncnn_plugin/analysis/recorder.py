@@ -3,8 +3,7 @@
 import dataclasses
 import types
 from contextlib import ExitStack
-from fnmatch import fnmatchcase
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from timm.utils import unwrap_model
@@ -15,12 +14,12 @@ from ..attention.evaluation_mode import evaluating
 from ..attention.patches import PatchAttention
 from ..attention.tokens import GridAttention
 from ..attention.window import shown
+from ..heads.choice import Layers, chosen_by
 from ..heads.places import Places, cells, flat
 from ..heads.seen import Attention, FunctionsSeen, watching
 from ..pruning.prune import split_heads
 
 Reduce = Union[str, Callable[[Tensor], Tensor], None]
-Layers = Union[str, Iterable[str], Callable[[str], bool], None]
 Call = Optional[Callable[[nn.Module, Any], Any]]
 
 
@@ -155,16 +154,6 @@ class AttentionRecorder:
                     'token, or give a function, such as lambda probs: probs.mean(2), the mean over queries'
                 )
             own[name] = rows[token]
-
-
-def chosen_by(layers: Layers) -> Callable[[str], bool]:
-    """Returns a function that says whether names, globs or a function choose attention of a name."""
-    if layers is None or callable(layers):
-        return layers or (lambda name: True)  # type: ignore[return-value]
-    globs = [layers] if isinstance(layers, str) else list(layers)
-    if not globs or not all(isinstance(glob, str) for glob in globs):
-        raise TypeError(f'layers={shown(layers)} must be names, globs such as "blocks.1?.*", or a function of a name')
-    return lambda name: any(fnmatchcase(own, glob) for glob in globs for own in (name, name.partition('#')[0]))
 
 
 def called(model: nn.Module, inputs: Any, call: Call = None) -> Any:

@@ -19,6 +19,7 @@ from ..attention.positions import GaussianHeads
 from ..attention.window import shown
 from ..change import table
 from ..convert import Expressibility
+from ..heads.choice import Layers, chosen_by
 from ..pruning.criteria import BY_POSITION, DegenerateHead, degenerate_heads_of_maps, relative_entropy_of_maps
 from .layer_maps import (
     MeanAttention,
@@ -39,7 +40,7 @@ from .nearest_convolution import (
     kind_of_layer,
     size_text,
 )
-from .recorder import Call, Layers, chosen_by
+from .recorder import Call
 from .shift_statistics import Shift, ShiftMaps, mean_distance, moments, nearest_shifts, shift_shares, window_mass
 
 HARD = 0.9  # share of its nearest shift from which a head is hard

@@ -199,6 +199,25 @@ class Attention:
         number = math.prod(size for _, size, _ in heads)
         return tensor.reshape(-1, number, *tensor.shape[len(labels) :])
 
+    def in_order(self, output: Tensor) -> Tensor:
+        """Returns an output as the batch, then queries, then channels, ``(…, Q, d)``."""
+        axes = [self.labels.index(label) for label in self.batch]
+        axes += [axis for axis, label in enumerate(self.labels) if label == 'q']
+        tensor = output.permute(*axes, *(axis for axis in range(output.ndim) if axis not in axes))
+        return tensor.reshape(*tensor.shape[: len(self.batch)], -1, tensor.shape[-1])
+
+    def where(self, head: int, value: Tensor, output: Tensor) -> Tensor:
+        """Returns an output with that of one head replaced by a value, ``(d,)``."""
+        sizes = [self.sizes[label] for label in self.batch]
+        index = self.by_heads(torch.arange(math.prod(sizes), device=output.device).view(sizes))
+        chosen = torch.zeros(math.prod(sizes), dtype=torch.bool, device=output.device)
+        chosen[index[:, head]] = True
+        order = [self.batch.index(label) for label in self.labels if label in self.batch]
+        of_batch = [self.sizes[label] if label in self.batch else 1 for label in self.labels]
+        of_value = [len(value) if label == 'd' else 1 for label in self.labels]
+        chosen = chosen.view(sizes).permute(order).reshape(of_batch)
+        return torch.where(chosen, value.to(output).view(of_value), output)
+
     @property
     def places(self) -> Places:
         """The places of its queries and keys."""

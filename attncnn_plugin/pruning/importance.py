@@ -7,6 +7,7 @@ important heads go is said by a threshold, by a number to keep, or by a share of
 
 import itertools
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from numbers import Integral, Real
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -17,10 +18,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
 from ..attention.evaluation_mode import evaluating
+from ..attention.heads import PrunableHeads
 from ..attention.window import shown
 from ..change import held_by
+from ..heads.choice import Layers, chosen_by
+from ..heads.seen import Attention, watching
 from ..transformers.vision_transformer import part_of
-from .prune import Heads, prunable_heads, split_heads
+from .prune import prunable_heads, split_heads
 
 Loss = Callable[[nn.Module, Any], Union[Tensor, Tuple[Tensor, Any]]]
 AMOUNTS = {
@@ -31,54 +35,38 @@ AMOUNTS = {
 
 
 class HeadGradients:
-    """Sums up over images |∂L(x)/∂ξ_h| of the heads of a layer.
-
-    Args:
-        layer (PrunableHeads | TransformerHeads): The attention layer.
+    """Sums up over images |∂L(x)/∂ξ_h| of the heads of an attention.
 
     Attributes:
         total (Tensor): The sum, ``(N_h,)`` in float64.
         count (Tensor): The number of images, a scalar in float64.
     """
 
-    def __init__(self, layer: Heads) -> None:
-        self.layer = layer
-        device = layer.output.weight.device
-        self.total = torch.zeros(layer.num_heads, dtype=torch.float64, device=device)
-        self.count = torch.zeros((), dtype=torch.float64, device=device)
-        self.heads: List[Tensor] = []
+    def __init__(self) -> None:
+        self.total = torch.zeros((), dtype=torch.float64)
+        self.count = torch.zeros((), dtype=torch.float64)
 
-    def see(self, output: nn.Module, args: Tuple[Tensor]) -> Tensor:
-        """Keeps the heads' outputs that the linear map gets, one row for each image, or for each window of one."""
-        (heads,) = args
-        heads = heads if heads.requires_grad else heads.detach().requires_grad_()  # nothing before it is trained
-        self.heads.append(heads)
-        return heads
+    def add(self, of_calls: Sequence[Tensor], images: int) -> None:
+        """Adds ∂L/∂ξ of the mean loss over some images, ``(rows, N_h)`` of each call.
 
-    def add(self, heads: Sequence[Tensor], gradients: Sequence[Optional[Tensor]], images: int) -> None:
-        """Adds the gradients of the mean loss over some images by the heads' outputs.
-
-        A call of the layer has rows for all images, and windows of an image lie one after the other. It can compute
-        some images at a time; a layer can be called several times in one pass.
+        A call has rows for all images, and windows of an image lie one after the other. It can compute some images at a
+        time; attention can be called several times in one pass.
         """
         if images == 0:
             return
-        of_images = torch.zeros(images, len(self.total), dtype=torch.float64, device=self.total.device)
-        of_call: List[Tensor] = []
-        for own, gradient in zip(heads, gradients):
-            if gradient is None:
-                continue
-            products = split_heads(self.layer, own.detach().double() * gradient.double())
-            of_call.append(torch.stack([product.flatten(1).sum(1) for product in products], 1))  # ∂L/∂ξ = Σ y ∂L/∂y
-            if sum(map(len, of_call)) % images == 0:
-                of_images += images * torch.cat(of_call).unflatten(0, (images, -1)).sum(1)
-                of_call = []
-        if of_call:
+        of_images = of_calls[0].new_zeros(images, of_calls[0].shape[1])
+        waiting: List[Tensor] = []
+        for rows in of_calls:
+            waiting.append(rows)
+            if sum(map(len, waiting)) % images == 0:
+                of_images += images * torch.cat(waiting).unflatten(0, (images, -1)).sum(1)
+                waiting = []
+        if waiting:
             raise ValueError(
-                f'a layer got {sum(map(len, heads))} rows for {images} images: as many rows of each were expected'
+                f'a layer got {sum(map(len, of_calls))} rows for {images} images: as many rows of each were expected'
             )
-        self.total += of_images.abs().sum(0)
-        self.count += images
+        self.total = self.total.to(of_images.device) + of_images.abs().sum(0)
+        self.count = self.count.to(of_images.device) + images
 
     def mean(self, normalize: bool) -> Tensor:
         """Returns the importance of each head, ``(N_h,)``, by its l2 norm over the layer's if ``normalize``."""
@@ -88,51 +76,80 @@ class HeadGradients:
 
 
 @torch.enable_grad()
-def add_gradients(gradients: Dict[str, HeadGradients], model: nn.Module, batch: Any, loss: Loss) -> Tensor:
-    """Adds a batch to the gradients of layers, given by their names, and returns its loss.
+def add_gradients(
+    gradients: Dict[str, HeadGradients],
+    model: nn.Module,
+    batch: Any,
+    loss: Loss,
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> Tensor:
+    """Adds a batch to the gradients of attention, by its names, and returns its loss.
 
-    Arguments and errors: see :func:`head_importance`.
+    Arguments and errors: see :func:`head_importance`. ``wanted`` says of a name whether the attention counts.
     """
+    outputs: List[Tuple[str, Tensor, Callable[[Tensor], Tensor]]] = []
+
+    def keep(name: str, output: Tensor, by_heads: Callable[[Tensor], Tensor]) -> Tensor:
+        output = output if output.requires_grad else output.detach().requires_grad_()  # nothing before it is trained
+        outputs.append((name, output, by_heads))
+        return output
+
+    def touch(attention: Attention, output: Tensor) -> Tensor:
+        return keep(attention.name, output, lambda y: attention.by_heads(attention.in_order(y).sum((-2, -1))))
+
+    def see(name: str, layer: PrunableHeads, output: nn.Module, args: Tuple[Tensor]) -> Tensor:
+        def by_heads(y: Tensor) -> Tensor:
+            return torch.stack([own.flatten(1).sum(1) for own in split_heads(layer, y)], 1)
+
+        return keep(name, args[0], by_heads)
+
+    own = {name: layer for name, layer in own_layers(model).items() if layer.num_heads and wanted(name)}
     with called_once(model) as images, ExitStack() as stack:
-        for own in gradients.values():
-            own.heads = []
-            stack.enter_context(own.layer.output_called())
-            stack.enter_context(own.layer.output.register_forward_pre_hook(own.see))
+        stack.enter_context(watching(model, wanted=wanted, touch=touch))
+        for name, layer in own.items():
+            stack.enter_context(layer.output_called())
+            stack.enter_context(layer.output.register_forward_pre_hook(partial(see, name, layer)))
         value, _ = loss_and_right(loss(model, batch))
         # Checkpointing computes blocks again here, with outputs that the loss does not depend on.
-        heads = {name: list(own.heads) for name, own in gradients.items()}
-        found = iter(torch.autograd.grad(value, [x for own in heads.values() for x in own], allow_unused=True))
-    for name, own in gradients.items():
-        of_layer = [gradient for _, gradient in zip(heads[name], found)]
-        if all(gradient is None for gradient in of_layer):
+        seen = list(outputs)
+        found = torch.autograd.grad(value, [y for _, y, _ in seen], allow_unused=True) if seen else ()
+    of_calls: Dict[str, List[Tensor]] = {}
+    for (name, y, by_heads), gradient in zip(seen, found):
+        calls = of_calls.setdefault(name.partition('#')[0], [])
+        if gradient is not None:
+            calls.append(by_heads(y.detach().double() * gradient.double()))  # ∂L/∂ξ = Σ y ∂L/∂y
+    for name, calls in of_calls.items():
+        if not calls:
             raise ValueError(f'the loss does not depend on the heads of {name}: they have no importance')
-        own.add(heads[name], of_layer, images[0])
-        own.heads = []
+        gradients.setdefault(name, HeadGradients()).add(calls, images[0])
     return value
 
 
 @torch.inference_mode(False)
-def head_importance(model: nn.Module, batches: Iterable[Any], loss: Loss, normalize: bool = True) -> Dict[str, Tensor]:
+def head_importance(
+    model: nn.Module, batches: Iterable[Any], loss: Loss, normalize: bool = True, layers: Layers = None
+) -> Dict[str, Tensor]:
     """Computes the importance of each head, E_x |∂L(x)/∂ξ_h| (Michel et al. 2019, eq. 2).
 
     The model runs in evaluation mode, and is as before afterwards; no gradients of parameters are computed.
 
     Args:
-        model (nn.Module): A model with attention whose heads can be removed, see
-            :func:`~attncnn_plugin.pruning.prunable_heads`.
+        model (nn.Module): Any model with softmax attention, see :func:`attncnn_plugin.attention_maps`.
         batches (Iterable): Some batches of training images.
         loss (Callable): ``loss(model, batch)`` is the mean loss of the batch's images, a scalar, or a pair that begins
             with it, as for :func:`~attncnn_plugin.pruning.head_ablation`; it calls the model once, with the images
             first.
         normalize (bool): Whether the importances of a layer's heads are divided by their l2 norm, so that those of
             different layers can be compared (Michel et al. 2019, after Molchanov et al. 2017). Defaults to True.
+        layers (str | Iterable[str] | callable, optional): As of :func:`attncnn_plugin.attention_maps`. Defaults to
+            None, all attention.
 
     Returns:
         dict[str, Tensor]: By the name of the layer ``(N_h,)``, float64, on the CPU.
 
     Raises:
-        ValueError: There are no such layers, or no batches; or ``loss`` does not use the model as above, or is not a
-            finite number.
+        ValueError: No attention is seen, or there are no batches; or ``loss`` does not use the model as above, or is
+            not a finite number.
 
     Examples:
         >>> import timm
@@ -143,12 +160,15 @@ def head_importance(model: nn.Module, batches: Iterable[Any], loss: Loss, normal
         >>> importance['blocks.0.attn'].shape, round(importance['blocks.0.attn'].norm().item(), 6)
         (torch.Size([3]), 1.0)
     """
-    gradients = {name: HeadGradients(layer) for name, layer in with_heads(model).items()}
+    gradients: Dict[str, HeadGradients] = {}
+    number = -1
     with evaluating(model):
         for number, batch in enumerate(batches):
-            check_finite(add_gradients(gradients, model, batch, loss), number)
-    if not all(own.count for own in gradients.values()):
+            check_finite(add_gradients(gradients, model, batch, loss, chosen_by(layers)), number)
+    if number < 0:
         raise ValueError('batches are none, but at least one is needed')
+    if not gradients:
+        raise ValueError(f'no attention of a {type(model).__name__} was seen with layers={shown(layers)}')
     return {name: own.mean(normalize) for name, own in gradients.items()}
 
 
@@ -172,12 +192,9 @@ def check_finite(loss: Tensor, number: int) -> None:
         )
 
 
-def with_heads(model: nn.Module) -> Dict[str, Heads]:
-    """Returns those of :func:`prunable_heads` that have some; raises a ValueError without any."""
-    layers = {name: layer for name, layer in prunable_heads(model).items() if layer.num_heads > 0}
-    if not layers:
-        raise ValueError(f'model is a {type(model).__name__} without attention whose heads can be removed')
-    return layers
+def own_layers(model: nn.Module) -> Dict[str, PrunableHeads]:
+    """Returns the attention of this package in a model, whose heads can be told apart at the map of their outputs."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, PrunableHeads)}
 
 
 @contextmanager

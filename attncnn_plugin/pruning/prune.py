@@ -28,6 +28,7 @@ from ..change import (
     within,
 )
 from ..convert.models import in_words
+from ..heads.choice import module_in
 from ..transformers.adapters import Windows, numbers_in_windows, unknown_class
 from ..transformers.relative_tables import SHARED_BIASES
 from ..transformers.transformer_heads import TransformerHeads, transformer_heads
@@ -136,6 +137,7 @@ def prune_heads(model: nn.Module, heads: Mapping[Union[str, int], Sequence[int]]
 
 def layer_name(model: nn.Module, layers: Mapping[str, Heads], key: Union[str, int]) -> str:
     """Returns the name of a layer, where its name or the number of its block is given."""
+    key = module_in(key, layers) or key if isinstance(key, str) else key
     found = [name for name in layers if name == key or isinstance(key, Integral) and re.search(BLOCK.format(key), name)]
     named: Any = dict(model.named_modules()).get(str(key))
     if not found and hasattr(named, 'num_heads'):

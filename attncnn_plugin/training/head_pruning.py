@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from ..analysis.observed_attention import observed_attention
 from ..attention.evaluation_mode import evaluating
 from ..change import all_or_nothing, check_not_distributed
+from ..heads.choice import module_in
 from ..pruning import (
     find_degenerate_heads,
     head_costs,
@@ -223,8 +224,9 @@ class PruneHeads:
         """
         layers, costs = self.layers(model), None
         seen = {name: layer for name, layer in layers.items() if self.criteria and depends_on_content(layer)}
-        judged_by_loss = {name: layer for name, layer in layers.items() if self.amount and layer.num_heads > 0}
-        gradients = {name: HeadGradients(layer) for name, layer in judged_by_loss.items()}
+        gradients: Dict[str, HeadGradients] = {}
+        judged_by_loss = [name for name, layer in layers.items() if self.amount and layer.num_heads > 0]
+        by_loss = lambda name: module_in(name, judged_by_loss) is not None  # noqa: E731
         with on_all_ranks(), random_numbers_kept(), evaluating(model), torch.no_grad():
             batches = list(self.batches if batches is None else batches)
             if not batches and size is None:
@@ -232,8 +234,8 @@ class PruneHeads:
             with head_means(list(layers.values())) as of_layers, observed_attention(model, seen) as observed:
                 for batch in batches:
                     self.loss(model, batch)
-            for batch in batches if gradients else ():
-                add_gradients(gradients, model, batch, self.loss)
+            for batch in batches if judged_by_loss else ():
+                add_gradients(gradients, model, batch, self.loss, by_loss)
             if self.counts_multiply_adds and batches:
                 costs = self._costs(model, batches[0], layers)
         means = dict(zip(layers, of_layers))
@@ -244,7 +246,7 @@ class PruneHeads:
         sizes = {name: own.size or size for name, own in means.items()}
         reports = {name: self._report(layer, observed.get(name), sizes[name]) for name, layer in layers.items()}
         if self.amount:
-            importance = {name: own.mean(normalize=True) for name, own in gradients.items()}
+            importance = {module_in(name, layers): own.mean(normalize=True) for name, own in gradients.items()}
             self._add_unimportant(reports, importance, costs)
         heads = {name: list(report.heads) for name, report in reports.items() if report.heads}
         for name, found in heads.items():
