@@ -14,7 +14,7 @@ from .precision import Device, Dtype, at_least_float32, full_precision
 from .shifts import over_axes
 from .softmax import softmax, without_subnormals
 from .state_dicts import EXTRA_STATE, StateDict, StructureError, read_extra_state, write_extra_state
-from .strides import with_regular_gradient, with_regular_strides
+from .strides import is_channels_last, with_new_strides, with_regular_gradient
 from .window import Window
 
 # Up to so many pairs of a query and a key one product of matrices is faster than one along each axis: for 7×7 pixels
@@ -43,11 +43,13 @@ class ImageAttention(PrunableHeads):
         settings (dict[str, Any]): Arguments of :func:`~attncnn_plugin.convert.conv_to_mhsa` for such a layer.
         from_conv (callable | None): Converts a state dict of the convolution that the layer was made from, given the
             layer, the state dict and the layer's name; it raises ``ValueError`` for one of another convolution.
+        layout (Tensor): Has the memory format of the convolution's weight, which ``.to(memory_format=…)`` changes.
     """
 
     window: Window
     encoding: Any
     settings: Dict[str, Any]
+    layout: Tensor
     from_conv: Optional[Callable[['ImageAttention', StateDict, str], StateDict]] = None
 
     def __init__(
@@ -71,6 +73,9 @@ class ImageAttention(PrunableHeads):
         else:
             self.value = GroupedLinear(in_channels, out_channels, num_heads, groups, bias, device=device, dtype=dtype)
         self.num_heads = self.built_heads = num_heads
+        one = in_channels // groups * math.prod(window.kernel_size) == 1  # entry of the kernel: it has no format
+        layout = self.value.weight.new_zeros(1, 1 if one else 2, *[1] * window.ndim)
+        self.register_buffer('layout', layout, persistent=False)
 
     def _init_positions(self, position: str, window_size: Sequence[int] = ()) -> None:
         """Adds the encoding, Gaussian or with an entry for each shift, at least float32: bfloat16 cannot hold 257."""
@@ -106,9 +111,15 @@ class ImageAttention(PrunableHeads):
             return self.forward(input[None])[0]
         x = with_regular_gradient(input)
         if self.num_heads > 0:
-            return with_regular_strides(self._outputs(x))
-        no_heads = x.flatten(1)[:, :0].reshape(len(x), 0, math.prod(self._sizes(x)), self.in_channels)  # has a gradient
-        return with_regular_strides(self._output_images(no_heads, self._sizes(x)))
+            output = self._outputs(x)
+        else:
+            queries = math.prod(self._sizes(x))
+            no_heads = x.flatten(1)[:, :0].reshape(len(x), 0, queries, self.in_channels)  # has a gradient
+            output = self._output_images(no_heads, self._sizes(x))
+        # As a convolution: channels last if its weight is, or its input and the padding keeps that.
+        kept = ('zeros',) if ndim == 1 else ('zeros', 'replicate', 'reflect')
+        of_input = is_channels_last(input) and self.window.padding_mode in kept
+        return with_new_strides(output, of_input or is_channels_last(self.layout))
 
     def heads(self, x: Tensor) -> Tensor:
         """Computes P_h X of each head, the sums of pixels by its probabilities, ``(B, N_h, Q, C)``."""

@@ -18,6 +18,7 @@ from ..attention.content_images import POSITIONS, SHARED_GATE, ContentImageAtten
 from ..attention.images import ImageAttention, QuadraticImageAttention, WindowImageAttention
 from ..attention.positions import QuadraticEncoding
 from ..attention.state_dicts import StateDict, copy_without_values
+from ..attention.strides import is_channels_last, with_new_strides
 from ..attention.window import Window, per_axis, shown
 from .convolutions import Convolution, block_norms, flat_kernel, plain_convolution, window_of
 from .fewer_heads import (
@@ -297,6 +298,7 @@ def new_attention(
         attention.settings['alpha'] = alpha
     attention.from_conv = OwnConvolution(copy_without_values(conv))
     attention.requires_grad_(conv.weight.requires_grad).train(conv.training)
+    attention.layout = with_new_strides(torch.zeros_like(attention.layout), is_channels_last(conv.weight))
     if attention.value.bias is not None:
         attention.value.bias.requires_grad_(conv.bias.requires_grad)
     return attention
