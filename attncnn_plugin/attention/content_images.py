@@ -104,7 +104,8 @@ class ContentImageAttention(ImageAttention):
 
     def tiles(self, size: Sequence[int]) -> Optional[List[AxisTiles]]:
         """Returns the tiles along each axis of an image of ``size``; None where the whole is computed at once."""
-        if self.window_size is None:
+        # The number of tiles would limit the sizes of an exported graph.
+        if self.window_size is None or any(isinstance(pixels, torch.SymInt) for pixels in size):
             return None
         queries = [self.window.num_queries(axis, pixels) for axis, pixels in enumerate(size)]
         padded = [sum(self.window.padding_of(axis, pixels), pixels) for axis, pixels in enumerate(size)]

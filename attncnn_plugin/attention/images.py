@@ -14,7 +14,7 @@ from .precision import Device, Dtype, at_least_float32, full_precision
 from .shifts import over_axes
 from .softmax import softmax, without_subnormals
 from .state_dicts import EXTRA_STATE, StateDict, StructureError, read_extra_state, write_extra_state
-from .strides import is_channels_last, with_new_strides, with_regular_gradient
+from .strides import is_channels_last, is_exporting, with_new_strides, with_regular_gradient
 from .window import Window
 
 # Up to so many pairs of a query and a key one product of matrices is faster than one along each axis: for 7×7 pixels
@@ -73,8 +73,8 @@ class ImageAttention(PrunableHeads):
         else:
             self.value = GroupedLinear(in_channels, out_channels, num_heads, groups, bias, device=device, dtype=dtype)
         self.num_heads = self.built_heads = num_heads
-        one = in_channels // groups * math.prod(window.kernel_size) == 1  # entry of the kernel: it has no format
-        layout = self.value.weight.new_zeros(1, 1 if one else 2, *[1] * window.ndim)
+        entries = in_channels // groups * math.prod(window.kernel_size)  # one entry has no format
+        layout = self.value.weight.new_zeros(1, min(2, entries), *[1] * window.ndim)
         self.register_buffer('layout', layout, persistent=False)
 
     def _init_positions(self, position: str, window_size: Sequence[int] = ()) -> None:
@@ -112,9 +112,8 @@ class ImageAttention(PrunableHeads):
         x = with_regular_gradient(input)
         if self.num_heads > 0:
             output = self._outputs(x)
-        else:
-            queries = math.prod(self._sizes(x))
-            no_heads = x.flatten(1)[:, :0].reshape(len(x), 0, queries, self.in_channels)  # has a gradient
+        else:  # with a gradient
+            no_heads = x.flatten(1)[:, :0].reshape(len(x), 0, math.prod(self._sizes(x)), self.in_channels)
             output = self._output_images(no_heads, self._sizes(x))
         # As a convolution: channels last if its weight is, or its input and the padding keeps that.
         kept = ('zeros',) if ndim == 1 else ('zeros', 'replicate', 'reflect')
@@ -235,7 +234,7 @@ class QuadraticImageAttention(ImageAttention):
             probs = [factor.narrow(2, start, n) for factor, start, n in zip(probs, starts, x.shape[2:])]
         else:
             x = self.window.pad(x)
-        if math.prod([factor.shape[1] * factor.shape[2] for factor in probs]) <= DENSE_PAIRS:
+        if not is_exporting() and math.prod([factor[0].numel() for factor in probs]) <= DENSE_PAIRS:
             dense = without_subnormals(over_axes(probs, torch.mul)).to(x.dtype).transpose(0, 1)  # (Q, N_h, K)
             heads = dense.flatten(0, 1) @ x.flatten(2).transpose(1, 2)  # one product, as the heads share their values
             return heads.unflatten(1, dense.shape[:2]).transpose(1, 2)

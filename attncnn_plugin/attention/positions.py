@@ -297,7 +297,7 @@ class WindowEncoding(nn.Module):
         window_size (Sequence[int]): Size of the window along each axis.
 
     Attributes:
-        weight (Parameter): The scores, ``(N_h, 1, *window_size)``, the axes of a kernel. Starts at 0, uniform attention.
+        weight (Parameter): The scores, ``(N_h, 1, *window_size)``, as a kernel. Starts at 0, uniform attention.
     """
 
     def __init__(self, num_heads: int, window_size: Sequence[int], device: Device = None, dtype: Dtype = None) -> None:

@@ -106,6 +106,10 @@ def conv_to_mhsa(
 
     With the default ``alpha`` the gradients of centres, widths and scores by content are exactly 0. For attention that
     keeps learning, give a smaller one, about 6. Its heads see a little of their neighbours, which the report states.
+    Weight decay would move centres all the same: leave it off ``encoding``.
+
+    One NaN or infinite pixel makes all outputs of its image NaN. With ``position='table'``, without content, it makes
+    only those NaN whose window has it, as of the convolution.
 
     Args:
         conv (nn.Conv1d | nn.Conv2d | nn.Conv3d): A convolution with any options, or one of timm's with ``'SAME'``

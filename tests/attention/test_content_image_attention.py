@@ -136,7 +136,8 @@ def test_fewer_heads_than_positions(content, groups):
     x = torch.randn(2, 4, 12, 11).double()
     attention, report = conv_to_mhsa(conv, num_heads=6, content=content)
     alone, same = conv_to_mhsa(conv, num_heads=6)
-    assert attention.encoding.weight.shape == (6, 1, 5, 5) and report.relative_error == pytest.approx(same.relative_error)
+    assert attention.encoding.weight.shape == (6, 1, 5, 5)
+    assert report.relative_error == pytest.approx(same.relative_error)
     assert relative_error(attention(x), alone(x)) < 1e-9
 
 
