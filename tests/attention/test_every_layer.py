@@ -67,7 +67,15 @@ def test_compiled_and_exported(name):
     assert torch.allclose(torch.export.export(layer, (x,)).module()(x), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize('name', ['hard_image', 'soft_image', 'content_image', 'content_image_near', 'generalized'])
+@pytest.mark.parametrize(
+    'name',
+    [
+        'hard_image',
+        'soft_image',
+        'content_image_near',
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ('content_image', 'generalized')),
+    ],
+)
 def test_exported_for_any_size(name):
     """Of an export at 6x8 pixels: no branch that depended on this size limits the graph."""
     pytest.importorskip('torch', minversion='2.7', reason='torch 2.6 traces sizes as constants of branches')
