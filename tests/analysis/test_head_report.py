@@ -162,7 +162,7 @@ def test_hard_heads_whose_rest_counts():
     probs = torch.full((2, 9), 0.01).index_fill_(1, torch.tensor(4), 0.92)
     probs[1, :2] += torch.tensor([0.005, -0.005])
     with torch.no_grad():
-        attention.encoding.weight.copy_(probs.log().unflatten(1, (3, 3)))
+        attention.encoding.weight.copy_(probs.log().unflatten(1, (1, 3, 3)))
         attention.value.weight[:, 3:] = -attention.value.weight[:, :3]
     report = report_of(attention, (8, 8))
     assert report.kind.hard == 2 and {head.nearest_shift for head in report.heads} == {(0, 0)}

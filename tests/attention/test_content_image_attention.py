@@ -42,7 +42,7 @@ def probabilities(attention, x):
     else:
         size = torch.tensor(attention.window_size)
         entry = (delta + size // 2).clamp(min=0).minimum(size - 1)
-        position = attention.encoding.weight[(slice(None), *entry.unbind(-1))]
+        position = attention.encoding.weight[(slice(None), 0, *entry.unbind(-1))]
     if attention.window_size is not None:
         far = (delta.abs() > torch.tensor(attention.window_size) // 2).any(-1)
         content, position = content.masked_fill(far, -torch.inf), position.masked_fill(far, -torch.inf)
@@ -136,7 +136,8 @@ def test_fewer_heads_than_positions(content, groups):
     x = torch.randn(2, 4, 12, 11).double()
     attention, report = conv_to_mhsa(conv, num_heads=6, content=content)
     alone, same = conv_to_mhsa(conv, num_heads=6)
-    assert attention.encoding.weight.shape == (6, 5, 5) and report.relative_error == pytest.approx(same.relative_error)
+    assert attention.encoding.weight.shape == (6, 1, 5, 5)
+    assert report.relative_error == pytest.approx(same.relative_error)
     assert relative_error(attention(x), alone(x)) < 1e-9
 
 

@@ -58,7 +58,7 @@ def test_center_is_row_then_column():
 def test_faint_maps_count_like_strong_ones():
     layer = WindowImageAttention(1, 1, 2, Window.of(nn.Conv2d(1, 1, (1, 2), padding='same')), dtype=torch.float64)
     with torch.no_grad():
-        layer.encoding.weight.copy_(torch.tensor([[[0.0, -800.0]], [[-800.0, 0.0]]]))
+        layer.encoding.weight.copy_(torch.tensor([[[[0.0, -800.0]]], [[[-800.0, 0.0]]]]))
     probs = layer.attention_probs((3, 4))
     scaled = probs * torch.tensor([1.0, 1e-8])[:, None, None]
     assert expressible_shifts_of_maps(scaled, (1, 2), (3, 4)).missing == []

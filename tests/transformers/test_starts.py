@@ -3,12 +3,14 @@
 import copy
 
 import pytest
+import timm
 import torch
 from helpers.starts import attention_of, gaussian, small_vit, total_variation
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from attncnn_plugin import attention_maps
 from attncnn_plugin.pruning import prune_heads
 from attncnn_plugin.transformers import init_as_convolution, set_sine_cosine_embedding
 from attncnn_plugin.transformers.embeddings import sine_cosine_embedding
@@ -354,3 +356,14 @@ def test_an_error_leaves_the_model_as_it_was(method):
         init_as_convolution(model, method=method)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize('alpha, share', [(2, 0.046), (6, 0.65), (20, 0.92)])
+def test_the_class_token_at_the_border(alpha, share):
+    """It gets what the patch outside would have; the share of uniform attention inside."""
+    model = timm.create_model(VIT, depth=1)
+    init_as_convolution(model, alpha=alpha)
+    (maps,) = attention_maps(model, torch.randn(1, 3, 224, 224)).values()
+    of_class = maps[0, :, 1:, 0].unflatten(1, (14, 14))  # (N_h, H, W)
+    assert of_class[:, 0, 1:-1].amax(0).mean().item() == pytest.approx(share, rel=0.01)  # of the head that looks up
+    assert torch.allclose(of_class[:, 1:-1, 1:-1], torch.tensor(1 / 197), rtol=0.2)
