@@ -4,6 +4,7 @@ import copy
 from typing import List, Optional, Sequence, Union
 
 from mmengine.config import Config
+from mmengine.dist import all_gather_object
 from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
@@ -148,11 +149,12 @@ class PhaseTransitionHook(Hook):
                 'accumulated: the gradients of the last ones are dropped'
             )
         before = _features(runner, model, parts, data_batch)
-        # From the run's own seed: the same on every rank, and in a run that was resumed before.
-        for change in to_attention(model, runner.seed):
+        # The same draw on every rank, in a run that was resumed before, and in averages.
+        seed = all_gather_object(runner.seed)[0]
+        for change in to_attention(model, seed):
             runner.logger.info(f'Transition at {self.unit} {done}:\n{change}')
         for averaged in averaged_models(runner):
-            to_attention(averaged.module, runner.seed)  # the same seed: no average of two random draws
+            to_attention(averaged.module, seed)
         refresh_averages(runner)
         wrap_again(runner, compile=True)
         self._build_optimization(runner, done)
