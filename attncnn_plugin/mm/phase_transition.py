@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..convert.drift import evaluated_copy, relative_change, tensors_in
 from ..training import parts_in_phases, to_attention
 from .runner import (
+    add_scalars,
     averaged_models,
     build_schedulers,
     check_wrapper,
@@ -162,7 +163,7 @@ class PhaseTransitionHook(Hook):
         drift = relative_change(before, _features(runner, model, parts, data_batch)) if before else None
         if drift is not None:
             runner.message_hub.update_info('transition_drift', drift)
-            runner.visualizer.add_scalar('transition/relative_change', drift, step=done)  # curves are marked here
+            add_scalars(runner, {'transition/relative_change': drift}, done)  # curves are marked here
             runner.logger.info(f'Relative change of the features on the current batch: {drift:.3g}')
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:

@@ -7,11 +7,12 @@ from typing import Any, Dict, List, Mapping, Optional, Union
 
 import numpy as np
 import torch
-from mmengine.dist import get_rank
+from mmengine.dist import get_rank, master_only
 from mmengine.hooks import EMAHook
 from mmengine.model import BaseAveragedModel, BaseModel, BaseTTAModel, is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.runner import Runner, set_random_seed
+from mmengine.visualization import LocalVisBackend
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -156,6 +157,18 @@ def follow_checkpoint(runner: Runner, checkpoint: Mapping[str, Any]) -> bool:
         changed |= bool(follow_state_dict(unwrapped(averaged.module), state_dict, strict=False))
     refresh_averages(runner)
     return changed
+
+
+@master_only
+def add_scalars(runner: Runner, scalars: Dict[str, float], step: int) -> None:
+    """Shows scalars by all of the run's backends; those on the disk go into ``attention.json``.
+
+    A line of ``scalars.json`` is of a training iteration or of a validation for mmpretrain's ``analyze_logs.py``.
+    """
+    for backend in runner.visualizer._vis_backends.values():
+        if isinstance(backend, LocalVisBackend):
+            backend = LocalVisBackend(f'{runner.log_dir}/vis_data', scalar_save_file='attention.json')
+        backend.add_scalars(scalars, step)
 
 
 def forward(model: BaseModel, batch: Any, mode: str) -> Any:

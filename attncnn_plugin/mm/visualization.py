@@ -15,7 +15,7 @@ from ..analysis.layer_maps import shown_layers
 from ..loaded_model import evenly_spread
 from ..training import parts_in_phases
 from ..training.loops import random_numbers_kept
-from .runner import head_numbers, unwrapped
+from .runner import add_scalars, head_numbers, unwrapped
 
 
 @HOOKS.register_module()
@@ -100,7 +100,7 @@ class AttentionVisualizationHook(Hook):
                     values = dict(center_row=center[0], center_column=center[1], width=width)
                     scalars.update({f'attention/{name}/head{number}/{key}': value for key, value in values.items()})
         if record:
-            runner.visualizer.add_scalars(scalars, step=epochs)
+            add_scalars(runner, scalars, epochs)
         if draw:
             from ..visualization import plot_attention_centers, plot_attention_probs
             from ..visualization.style import image_of

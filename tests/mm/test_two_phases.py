@@ -90,7 +90,7 @@ def whole(request, tmp_path_factory, repository):
     return kind, *run(config, average), average, work_dir
 
 
-def test_phases_and_optimizer(whole):
+def test_phases_and_optimizer(whole, tool):
     kind, runner, recorder, _, work_dir = whole
     switch, end = (2, 6) if kind == 'iterations' else (CHANGE * ITERATIONS, EPOCHS * ITERATIONS)
     assert recorder.phases == ['conv'] * switch + ['attn'] * (end - switch)
@@ -100,6 +100,9 @@ def test_phases_and_optimizer(whole):
     log = log_of(work_dir)
     assert 'Relative change of the features on the current batch: ' in log
     ((step, _),) = read_scalars(work_dir)['transition/relative_change']  # curves are marked here
+    (file,) = work_dir.glob('*/vis_data/scalars.json')
+    words = ['plot_curve', file, '--keys', 'accuracy/top1', 'loss', '--out', work_dir / 'curves.png']
+    tool('mmpretrain_tool.py', 'analysis_tools/analyze_logs.py', *words)
     assert step == (2 if kind == 'iterations' else CHANGE)
     assert f'Transition at {"iter" if kind == "iterations" else "epoch"} 2' in log
     assert f'{"layer4.0.conv1 " if kind == "CNN" else "blocks.0.attn "} 3×3 kernel  9 heads' in log
