@@ -1,5 +1,6 @@
 """mmpretrain's own tools with this plugin, and errors in one line for the end of a tool's output."""
 
+import contextlib
 import difflib
 import logging
 import os
@@ -22,6 +23,8 @@ from mmengine.logging import MessageHub, print_log
 from mmengine.registry import Registry
 from mmengine.utils import get_installed_path
 from mmpretrain.datasets.utils import download_and_extract_archive
+
+from ..installation import config_path
 
 TOOLS_OF_RUNNERS = ('train.py', 'test.py', 'analysis_tools/confusion_matrix.py')
 # Warnings that every training without a GPU or with several ranks repeats, and the modules that they are of.
@@ -48,7 +51,7 @@ def config_problem() -> Optional[str]:
 def run_mmpretrain_tool(name: str) -> None:
     """Runs one of mmpretrain's own tools with this process's arguments.
 
-    Those that load a checkpoint by a ``Runner`` get a ``FollowStateDictHook``. ``train.py`` and ``test.py`` say what
+    A config of this package needs no path. Tools that load a checkpoint by a ``Runner`` get a ``FollowStateDictHook``. ``train.py`` and ``test.py`` say what
     they do before mmengine does, and a training which checkpoint is the best. An error ends the process with status 1,
     its traceback in the log and, as the last line of the output, its sentence. So does the name of no tool.
 
@@ -68,6 +71,7 @@ def run_mmpretrain_tool(name: str) -> None:
     if not (tools / name).is_file():
         sys.exit(f'{name} is no tool of mmpretrain, which are in {tools}')
     _join_process_group_without_gpu()
+    sys.argv[1:] = [_find_config(word) if word.endswith('.py') else word for word in sys.argv[1:]]
     if name in TOOLS_OF_RUNNERS:
         sys.argv += ['--cfg-options', 'default_hooks.follow_state_dict.type=mmpretrain.FollowStateDictHook']
     for message, module in KNOWN_WARNINGS.items():
@@ -144,14 +148,21 @@ def _leave_process_group() -> None:
         torch.distributed.destroy_process_group()
 
 
+def _find_config(path: str) -> str:
+    """Returns the config of this package that has a name, where no file has it."""
+    with contextlib.suppress(FileNotFoundError):
+        return path if os.path.exists(path) else config_path(path)
+    return path
+
+
 def read_config(path: str) -> Any:
-    """Reads a config, as ``Config.fromfile`` of mmengine does.
+    """Reads a config, as ``Config.fromfile`` of mmengine does; one of this package needs no path.
 
     Raises:
         FileNotFoundError: It is not there, or one that it inherits from; the message has similar names in its folder.
     """
     try:
-        return Config.fromfile(path)
+        return Config.fromfile(_find_config(path))
     except FileNotFoundError as error:
         raise FileNotFoundError(missing_file(error) or str(error)) from error
 

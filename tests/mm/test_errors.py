@@ -78,7 +78,7 @@ def test_other_errors_of_data_sets(no_network, tmp_path):
 
 
 def test_a_config_that_is_not_there():
-    with pytest.raises(FileNotFoundError, match="name='sa_nonsense.py' is no config of attncnn_plugin, which .*sa_q"):
+    with pytest.raises(FileNotFoundError, match="name='sa_nonsense.py' is no config of attncnn_plugin; those .*sa_q"):
         attncnn_plugin.config_path('sa_nonsense.py')
 
 

@@ -147,8 +147,8 @@ def test_rows_that_are_compared():
         ('vit', {}, 100, 500, [(50, 1000)]),  # 10 iterations an epoch; iterations of warm-up, and all
         ('vit', {}, 1, 200, [(2, 4)]),
         ('sa_generalized_pruned', {}, 7, 20000, [(140, 2800)]),
-        ('cmhsa', {}, 100, 500, [(33, 600), (33, 400)]),
-        ('cmhsa', {}, 2, 200, [(2, 4), (2, 4)]),
+        ('cmhsa_two_phases', {}, 100, 500, [(33, 600), (33, 400)]),
+        ('cmhsa_two_phases', {}, 2, 200, [(2, 4), (2, 4)]),
         ('cmhsa_narrow', {'custom_hooks.0.param_scheduler': [dict(COSINE, begin=0)]}, 5, 500, [(2, 30), (0, 20)]),
     ],
 )
