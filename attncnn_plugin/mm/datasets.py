@@ -136,7 +136,7 @@ class FlipAndShift(ClsDataPreprocessor):
         **kwargs: Other keyword arguments in ``ClsDataPreprocessor``.
 
     Raises:
-        ValueError: ``flip`` is no probability, or ``shift`` is negative.
+        ValueError: ``flip`` is no probability, or ``shift`` is negative; images of several sizes in training.
 
     Examples:
         >>> preprocessor = FlipAndShift(flip=1, shift=0)
@@ -154,7 +154,13 @@ class FlipAndShift(ClsDataPreprocessor):
     def forward(self, data: dict, training: bool = False) -> dict:
         """Flips and shifts the images in training, then normalizes them."""
         inputs = data['inputs']
-        if not training and len({tuple(image.shape) for image in inputs}) > 1:
+        sizes = sorted({tuple(image.shape[-2:]) for image in inputs})
+        if len(sizes) > 1 and training:
+            raise ValueError(
+                f'FlipAndShift got images of {len(sizes)} sizes, such as {sizes[0]} and {sizes[-1]}: put '
+                "dict(type='Resize', scale=…) before PackInputs in the pipelines of the config"
+            )
+        if len(sizes) > 1:
             return super().forward(data, training)  # which pads them
         images = self.cast_data(inputs if isinstance(inputs, Tensor) else torch.stack(list(inputs)))
         images = self._moved(images) if training else images

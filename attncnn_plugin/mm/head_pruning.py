@@ -1,5 +1,6 @@
 """Heads removed in training (Cordonnier et al. 2020 (C20), appendix E; Michel et al. 2019)."""
 
+import math
 from typing import Optional, Sequence, Union
 
 from mmengine.runner import EpochBasedTrainLoop
@@ -93,10 +94,7 @@ class HeadPruningHook(FollowStateDictHook):
                 f'HeadPruningHook counts epochs, but the loop is a {type(runner.train_loop).__name__}: use '
                 'train_cfg=dict(by_epoch=True, …)'
             )
-        late = [epoch for epoch in self.epochs if epoch >= runner.max_epochs]
-        if late:
-            ends = f'The run ends after {runner.max_epochs} epochs'
-            runner.logger.warning(f'{ends}: HeadPruningHook removes no heads at epoch {", ".join(map(str, late))}')
+        self._warn(runner, 'ends', runner.max_epochs, math.inf)
         check_wrapper(runner)
         model = unwrapped(runner.model)
         layers = self.pruner.layers(model)
@@ -108,6 +106,15 @@ class HeadPruningHook(FollowStateDictHook):
         self.pruner.check(model, training_batches(runner, 1) if counts else ())
         if counts:
             runner.message_hub.update_info(MULTIPLY_ADDS, self.pruner.multiply_adds_before)
+
+    def after_train(self, runner) -> None:
+        """Warns of a run that was stopped before heads were removed."""
+        self._warn(runner, 'was stopped', runner.epoch, runner.max_epochs)
+
+    def _warn(self, runner, ends: str, first: int, end: float) -> None:
+        late = ', '.join(str(epoch) for epoch in self.epochs if first <= epoch < end)
+        if late:
+            runner.logger.warning(f'The run {ends} after {first} epochs: HeadPruningHook removes no heads at epoch {late}')
 
     def before_train_epoch(self, runner) -> None:
         """Removes the heads that the criteria find, at the epochs of pruning."""

@@ -128,10 +128,7 @@ class PhaseTransitionHook(Hook):
                 f"by resume=True and the {self.unit} that it was trained with; or train phase='attn' without this hook"
             )
         if self._planned(runner) <= self.begin:
-            runner.logger.warning(
-                f'The run ends after {self._planned(runner)} {UNITS[self.unit]}, before the transition to attention '
-                f'after {self.unit} {self.begin} of PhaseTransitionHook'
-            )
+            self._warn(runner, f'ends after {self._planned(runner)}')
         elif parts_in_phases(model, 'conv'):
             # A mistake in the second phase's settings must not wait for the end of the first.
             first_phase = runner.optim_wrapper, runner.param_schedulers
@@ -173,6 +170,17 @@ class PhaseTransitionHook(Hook):
             runner.logger.info('The checkpoint is of the second phase: attention, and its optimizer and schedulers')
             wrap_again(runner)
             self._build_optimization(runner, self.begin)
+
+    def after_train(self, runner) -> None:
+        """Warns of a run that was stopped early and has had no second phase."""
+        if self._done(runner) < self.begin < self._planned(runner):
+            self._warn(runner, f'was stopped after {self._done(runner)}')
+
+    def _warn(self, runner, end: str) -> None:
+        runner.logger.warning(
+            f'The run {end} {UNITS[self.unit]}, before the transition to attention after {self.unit} {self.begin} of '
+            'PhaseTransitionHook: the model is still convolutional'
+        )
 
     def _done(self, runner) -> int:
         """Returns the epochs or iterations that are over."""

@@ -199,6 +199,12 @@ def one_line(error: BaseException, folder_option: str = f'--cfg-options {FOLDERS
     reason = f'{type(error).__name__}: {_unknown_type(*unknown.groups()) if unknown else lines[0]}'
     if lines[0].startswith('Input dimension should be at least 3'):  # of the pooling in mmpretrain's necks
         reason += '; the features are pooled already: write neck=None in model, or out_type="featmap" in its backbone'
+    files = [Path(frame.f_code.co_filename).parent.name for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if 'shapes cannot be multiplied' in lines[0] and 'heads' in files:  # of mmpretrain
+        reason += (
+            '; the features do not fit the head: write out_type="avg_featmap" in the backbone of a model without a '
+            'neck, and the channels of the features as in_channels in the head'
+        )
     return missing_file(error) or _missing_data(error, reason, folder_option) or reason
 
 

@@ -169,6 +169,8 @@ def test_as_the_preprocessor_of_mmpretrain():
         assert torch.equal(ours(batch)['inputs'], theirs(data)['inputs'])
     sizes = dict(data, inputs=[images[0], images[1][:, :6], images[2][:, :, :5]])  # those are padded
     assert torch.equal(ours(copy.deepcopy(sizes))['inputs'], theirs(sizes)['inputs'])
+    with pytest.raises(ValueError, match=r"got images of \d sizes, such as .*: put dict\(type='Resize', scale=…\) before"):
+        ours(sizes, training=True)
     torch.manual_seed(0)
     seen = ours(data, training=True)
     assert not torch.equal(seen['inputs'], theirs(data)['inputs'])

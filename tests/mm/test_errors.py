@@ -135,15 +135,22 @@ def test_mmengine_without_setuptools(monkeypatch):
     assert problem.endswith('pip install "setuptools<82"')
 
 
-def test_a_neck_that_pools_again():
-    """As of a config of a ResNet that another one inherits from."""
+@pytest.mark.parametrize(
+    'out_type, parts, said',
+    [
+        ('avg_featmap', dict(neck=dict(type='mmpretrain.GlobalAveragePooling')), 'the features are pooled already: '),
+        ('featmap', {}, 'the features do not fit the head: write out_type="avg_featmap" in the backbone of a model wi'),
+    ],
+)
+def test_pooled_twice_or_never(out_type, parts, said):
+    """As of a config of a ResNet, or of a ConvNeXt, that another one inherits from."""
     arch = dict(embed_dims=12, num_layers=1, num_heads=3, feedforward_channels=12)
-    backbone = dict(type='mmpretrain.SAQuadratic', arch=arch, out_type='avg_featmap')
-    neck = dict(type='mmpretrain.GlobalAveragePooling')
-    model = MODELS.build(dict(type='mmpretrain.ImageClassifier', backbone=backbone, neck=neck))
-    with pytest.raises(ValueError) as caught:
+    backbone = dict(type='mmpretrain.SAQuadratic', arch=arch, out_type=out_type)
+    head = dict(type='mmpretrain.LinearClsHead', num_classes=3, in_channels=12)
+    model = MODELS.build(dict(type='mmpretrain.ImageClassifier', backbone=backbone, head=head, **parts))
+    with pytest.raises((RuntimeError, ValueError)) as caught:
         model(torch.rand(1, 3, 8, 8))
-    assert 'the features are pooled already: write neck=None in model, or out_type="featmap"' in one_line(caught.value)
+    assert f'; {said}' in one_line(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -348,11 +348,17 @@ def test_resumed_without_the_state_of_the_schedulers(repository, tmp_path):
     assert [scheduler.end for scheduler in runner.param_schedulers] == [3, 9]  # iterations of the second phase
 
 
-def test_a_run_that_ends_before_the_transition_says_so(repository, tmp_path):
-    config = small_config(repository, tmp_path, log_level='INFO')
-    config.train_cfg.max_epochs = 1
+@pytest.mark.parametrize('end, epochs', [('ends after 1', 1), ('was stopped after 1', EPOCHS)])
+def test_a_run_that_ends_before_the_transition_says_so(end, epochs, repository, tmp_path):
+    """By its length, or by another hook."""
+    config = small_config(repository, tmp_path, log_level='INFO', **{'train_cfg.max_epochs': epochs})
+    config.custom_hooks += [dict(type='HeadPruningHook', epochs=[3])]
+    config.custom_hooks += [dict(type='EarlyStoppingHook', monitor='accuracy/top1', stopping_threshold=-1)]
     assert run(config)[0].model.backbone.phase == 'conv'
-    assert 'ends after 1 epochs, before the transition to attention after epoch 2' in log_of(tmp_path)
+    log = log_of(tmp_path)
+    assert log.count(f'The run {end} epochs, before the transition to attention after epoch 2 of Pha') == 1
+    assert log.count(f'The run {end} epochs: HeadPruningHook removes no heads at epoch 3\n') == 1
+    assert log.count('The run ') == 2
 
 
 def test_several_networks(repository, tmp_path):

@@ -308,6 +308,16 @@ def test_a_void_row(tool, tmp_path, monkeypatch):
     assert len(tool('--models', 'first')[0]) == 2
 
 
+def test_which_tables_there_are(monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', ['reproduce.py', '--list'])
+    reproduce.main()
+    assert capsys.readouterr().out.startswith('C20-1: Four networks in equal epochs\nC20-E: Heads removed during')
+    monkeypatch.setattr(sys, 'argv', ['reproduce.py'])
+    with pytest.raises(SystemExit):
+        reproduce.main()
+    assert 'TABLE is needed, one of C20-1, C20-E, ' in capsys.readouterr().err
+
+
 def test_a_table(tool, tmp_path):
     """Trained, shown, left alone; results as data, and the page."""
     tool.trains = True
