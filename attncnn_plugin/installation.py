@@ -24,8 +24,7 @@ def config_path(name: str) -> str:
     for path in files:  # no two have one name
         if path.as_posix().endswith(f'/configs/{name}') or path.name == name:
             return str(path)
-    known = ', '.join(path.name for path in files if path.parent.name == 'configs')
-    raise FileNotFoundError(f'name={name!r} is no config of attncnn_plugin; those of the papers are {known}')
+    raise FileNotFoundError(f'name={name!r} is no config of attncnn_plugin, which are {[path.name for path in files]}')
 
 
 INSTALL = 'pip install mmpretrain "mmengine<1.0" "mmcv-lite>=2.0,<2.4" "setuptools<82"'

@@ -1,9 +1,7 @@
 """Heads removed in training (Cordonnier et al. 2020 (C20), appendix E; Michel et al. 2019)."""
 
-import math
 from typing import Optional, Sequence, Union
 
-from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
 from torch import nn
 
@@ -15,6 +13,7 @@ from .follow_state_dict import FollowStateDictHook
 from .runner import (
     HEAD_NUMBERS,
     averaged_models,
+    check_loop,
     check_wrapper,
     head_numbers,
     optimizers,
@@ -89,12 +88,8 @@ class HeadPruningHook(FollowStateDictHook):
                 not for a layer; or a layer cannot lose heads.
             ValueError: The model has no attention with heads to prune; criteria that are unknown.
         """
-        if not isinstance(runner.train_loop, EpochBasedTrainLoop):
-            raise TypeError(
-                f'HeadPruningHook counts epochs, but the loop is a {type(runner.train_loop).__name__}: use '
-                'train_cfg=dict(by_epoch=True, …)'
-            )
-        self._warn(runner, 'ends', runner.max_epochs, math.inf)
+        check_loop(runner, self)
+        self._warn_of_end(runner, runner.max_epochs)
         check_wrapper(runner)
         model = unwrapped(runner.model)
         layers = self.pruner.layers(model)
@@ -108,13 +103,13 @@ class HeadPruningHook(FollowStateDictHook):
             runner.message_hub.update_info(MULTIPLY_ADDS, self.pruner.multiply_adds_before)
 
     def after_train(self, runner) -> None:
-        """Warns of a run that was stopped before heads were removed."""
-        self._warn(runner, 'was stopped', runner.epoch, runner.max_epochs)
+        """Warns of a run that ends before heads were removed; another hook may have stopped it."""
+        self._warn_of_end(runner, runner.epoch)
 
-    def _warn(self, runner, ends: str, first: int, end: float) -> None:
-        late = ', '.join(str(epoch) for epoch in self.epochs if first <= epoch < end)
+    def _warn_of_end(self, runner, end: int) -> None:
+        late = ', '.join(str(epoch) for epoch in self.epochs if epoch >= end)
         if late:
-            runner.logger.warning(f'The run {ends} after {first} epochs: HeadPruningHook removes no heads at epoch {late}')
+            runner.logger.warning(f'The run ends after {end} epochs: HeadPruningHook removes no heads at epoch {late}')
 
     def before_train_epoch(self, runner) -> None:
         """Removes the heads that the criteria find, at the epochs of pruning."""

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import math
 import os
-import re
 import signal
 import sys
 import threading
@@ -16,7 +15,6 @@ import torch
 from mmengine.dist import all_gather_object, all_reduce, barrier, is_main_process
 from mmengine.fileio import LocalBackend, put, register_backend
 from mmengine.hooks import CheckpointHook, Hook
-from mmengine.optim import OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop, find_latest_checkpoint
 from mmpretrain.registry import HOOKS
 from torch.utils.data import DataLoader
@@ -62,25 +60,22 @@ def find_whole_checkpoint(work_dir: str, out_dir: Optional[str] = None) -> Optio
         FileNotFoundError: Something was saved, but nothing of it can be resumed from.
     """
     last = find_latest_checkpoint(work_dir)
-    if last and out_dir is None and '://' not in last:
-        own = Path(work_dir, Path(last).name)
-        if own.resolve() != Path(last).resolve() and 'optimizer' in load_or_empty(own):
-            return str(own)
-    if last and ('://' in last or 'optimizer' in load_or_empty(last)):  # files elsewhere are looked at when loaded
-        return last
-    folders = {Path(work_dir), Path(last).parent if last else Path(work_dir)}
-    files = sorted(
-        (path for folder in folders for path in folder.glob('*.pth')),
-        key=lambda path: path.stat().st_mtime,
-        reverse=True,
-    )
-    newest = next((str(path) for path in files if 'optimizer' in load_or_empty(path)), None)
-    if newest is None and (last is not None or files):
+    if last and '://' in last:
+        return last  # files elsewhere are looked at when they are loaded
+    named = [Path(last)] if last else []
+    if out_dir is None:
+        named = [Path(work_dir, path.name) for path in named] + named
+    found = (path for folder in {Path(work_dir), *(path.parent for path in named)} for path in folder.glob('*.pth'))
+    files = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in (*named, *files):
+        if 'optimizer' in load_or_empty(path):
+            return str(path)
+    if files or last is not None:
         raise FileNotFoundError(
             f'{last or "last_checkpoint"} is {_flaw(last)}, and {work_dir} holds no other checkpoint to resume from: '
             'start anew without --resume'
         )
-    return newest
+    return None
 
 
 def _flaw(path: Optional[str]) -> str:
@@ -122,7 +117,7 @@ class AtomicCheckpointHook(CheckpointHook):
         if is_resumed(runner) and name is None:
             last = find_latest_checkpoint(runner.work_dir)
             name = find_whole_checkpoint(runner.work_dir, self.out_dir)
-            if name != last:
+            if name and os.path.realpath(name) != os.path.realpath(last or ''):
                 copied = last and Path(last).name == Path(name).name
                 why = 'of another folder' if copied else _flaw(last)
                 runner.logger.warning(f'{last or "last_checkpoint"} is {why}: resuming from {name} instead')
@@ -130,8 +125,7 @@ class AtomicCheckpointHook(CheckpointHook):
         checkpoint = load_or_empty(name) if name else {}
         if not checkpoint:
             return  # there is none, or it is elsewhere, or mmengine's attempt to load it will raise an error
-        if is_resumed(runner):
-            _check_resumable(runner, checkpoint)
+        _check_resumable(runner, checkpoint)
         theirs, ours = _shapes(checkpoint.get('state_dict', checkpoint)), _shapes(runner.model.state_dict())
         fitting = ours.items() & theirs.items()
         if len(fitting) < len(ours) / 10:  # heads and statistics of the pixels fit many models
@@ -141,19 +135,17 @@ class AtomicCheckpointHook(CheckpointHook):
             )
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
-        """Checks what is resumed once more, as it may come from elsewhere; and its schedulers, which a hook may change.
+        """Checks what is resumed once more, since it may come from elsewhere, and schedulers, which hooks may change.
 
         Raises:
             ValueError: It does not restore optimizers, schedulers and weights.
         """
-        if not is_resumed(runner):
-            return
         _check_resumable(runner, checkpoint)
-        theirs, ours = (_number(of) for of in (checkpoint.get('param_schedulers'), runner.param_schedulers))
-        if theirs != ours:
+        theirs, ours = (len(of or ()) for of in (checkpoint.get('param_schedulers'), runner.param_schedulers))
+        if is_resumed(runner) and theirs != ours:
             raise ValueError(
-                f'{checkpoint_to_load(runner)} has the state of {theirs} param_schedulers, but the run has {ours}: give '
-                'the config that it was trained with'
+                f'{checkpoint_to_load(runner)} has the state of {theirs} param_schedulers, but the run has {ours}: '
+                'give the config that it was trained with'
             )
 
     def before_train(self, runner) -> None:
@@ -161,12 +153,9 @@ class AtomicCheckpointHook(CheckpointHook):
         super().before_train(runner)
         hub, backend = runner.message_hub, self.file_backend
         for key in [key for key in hub.runtime_info if key == 'last_ckpt' or key.startswith('best_ckpt')]:
-            path = hub.pop_info(key)
-            own = backend.join_path(self.out_dir, os.path.basename(path))
+            own = backend.join_path(self.out_dir, os.path.basename(hub.pop_info(key)))
             if backend.exists(own):
                 hub.update_info(key, own)
-            else:
-                runner.logger.info(f'{path} is not in {self.out_dir}, the folder of this run, and stays as it is')
         if self.save_best and len(self.key_indicators) == 1:
             self.best_ckpt_path = hub.runtime_info.get('best_ckpt')
         elif self.save_best:
@@ -188,17 +177,17 @@ class AtomicCheckpointHook(CheckpointHook):
             path = self.file_backend.join_path(self.out_dir, self.filename_tmpl.format(oldest))
             if self.file_backend.isfile(path):
                 self.file_backend.remove(path)
-            elif self.file_backend.isdir(path):  # of DeepSpeed
-                self.file_backend.rmtree(path)
 
 
 def _check_resumable(runner, checkpoint: dict) -> None:
     """Raises ``ValueError`` where a run that resumes a checkpoint would go on without something that it had."""
+    if not is_resumed(runner):
+        return
     name = checkpoint_to_load(runner)
     parts = ['meta', 'message_hub', 'optimizer', *(['param_schedulers'] if runner.param_schedulers else [])]
     missing = [part for part in parts if part not in checkpoint]
-    if isinstance(runner.optim_wrapper, OptimWrapperDict) and not missing:
-        missing = [f'optimizer.{own}' for own in runner.optim_wrapper.keys() if own not in checkpoint['optimizer']]
+    several = getattr(runner.optim_wrapper, 'optim_wrappers', {})
+    missing += [f'optimizer.{own}' for own in several if own not in checkpoint.get('optimizer', several)]
     if missing:
         other = None
         with contextlib.suppress(FileNotFoundError):
@@ -214,20 +203,10 @@ def _check_resumable(runner, checkpoint: dict) -> None:
         )
 
 
-def _number(schedulers: Union[dict, list, None]) -> Union[int, Dict[str, int]]:
-    """Returns how many schedulers there are, of several optimizers by their names."""
-    if isinstance(schedulers, dict):
-        return {name: len(own) for name, own in schedulers.items()}
-    return len(schedulers or ())
-
-
 def _shapes(state_dict: dict) -> Dict[str, Tuple[int, ...]]:
     """Returns shapes of tensors by their names, without the prefix of wrappers."""
-    return {
-        re.sub(r'^(module\.)+', '', name): tuple(value.shape)
-        for name, value in state_dict.items()
-        if hasattr(value, 'shape')
-    }
+    named = ((name.removeprefix('module.'), value) for name, value in state_dict.items())
+    return {name: tuple(value.shape) for name, value in named if hasattr(value, 'shape')}
 
 
 @HOOKS.register_module()
@@ -360,12 +339,8 @@ class PreemptionHook(Hook):
         meta = dict(epoch=runner.epoch, iter=runner.iter + 1)
         if isinstance(runner.train_loop, EpochBasedTrainLoop):  # the others count iterations
             loader = runner.train_dataloader
-            done = getattr(loader, 'done', 0)
-            meta['preempted'] = dict(
-                batches=done + batch_idx + 1,
-                num_batches=done + len(loader),
-                sampler_seed=getattr(loader.sampler, 'seed', None),
-            )
+            done, seed = getattr(loader, 'done', 0), getattr(loader.sampler, 'seed', None)
+            meta['preempted'] = dict(batches=done + batch_idx + 1, num_batches=done + len(loader), sampler_seed=seed)
         path = os.path.join(runner.work_dir, 'preempted.pth')
         atomic = dict(backend='atomic')
         runner.save_checkpoint(runner.work_dir, 'preempted.pth', meta=meta, by_epoch=False, backend_args=atomic)
@@ -430,6 +405,6 @@ class ResumedValidationHook(Hook):
         loop, epoch = runner.train_loop, runner.epoch
         if not isinstance(loop, EpochBasedTrainLoop) or runner.val_loop is None or not is_resumed(runner):
             return
-        is_last = epoch == loop.max_epochs  # the loop has nothing left to do, and does not validate
-        if epoch >= max(loop.val_begin, 1) and (epoch % loop.val_interval == 0 or is_last):
+        # After the last epoch the loop has nothing left to do, and does not validate.
+        if epoch >= max(loop.val_begin, 1) and (epoch % loop.val_interval == 0 or epoch == loop.max_epochs):
             runner.val_loop.run()

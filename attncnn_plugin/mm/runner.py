@@ -8,10 +8,10 @@ from typing import Any, Dict, List, Mapping, Optional, Union
 import numpy as np
 import torch
 from mmengine.dist import get_rank, master_only
-from mmengine.hooks import EMAHook
+from mmengine.hooks import EMAHook, Hook
 from mmengine.model import BaseAveragedModel, BaseModel, BaseTTAModel, is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
-from mmengine.runner import Runner, set_random_seed
+from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner, set_random_seed
 from mmengine.visualization import LocalVisBackend
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +20,8 @@ from ..attention.state_dicts import without_prefix
 from ..structure import follow_state_dict
 from ..training.loops import random_numbers_kept
 
+LOOPS = {'epoch': EpochBasedTrainLoop, 'iter': IterBasedTrainLoop}  # what counts in these units
+UNITS = {'epoch': 'epochs', 'iter': 'iterations'}
 HEAD_NUMBERS = 'attention_heads'  # in ``runtime_info``: by layer, what its heads were called when the training began
 
 
@@ -46,9 +48,8 @@ def record_new_parameters(model: nn.Module, incompatible_keys=None) -> None:
     for module in model.modules():
         module._params_init_info = record
     for parameter in set(model.parameters()) - set(record):
-        record[parameter] = dict(
-            init_info='The structure of the checkpoint', tmp_mean_value=parameter.data.mean().cpu()
-        )
+        mean = parameter.data.mean().cpu()
+        record[parameter] = dict(init_info='The structure of the checkpoint', tmp_mean_value=mean)
 
 
 def head_numbers(runner: Runner, layers: Mapping[str, Any]) -> Dict[str, List[int]]:
@@ -70,6 +71,15 @@ def check_wrapper(runner: Runner) -> None:
         raise TypeError(
             f'the parameters of a model in {type(runner.model).__name__} cannot be replaced in training: '
             'use MMDistributedDataParallel'
+        )
+
+
+def check_loop(runner: Runner, hook: Hook, unit: str = 'epoch') -> None:
+    """Raises ``TypeError`` for a loop that counts something else than a hook."""
+    if not isinstance(runner.train_loop, LOOPS[unit]):
+        raise TypeError(
+            f'{type(hook).__name__} counts {UNITS[unit]}, but the loop is a {type(runner.train_loop).__name__}: use '
+            f'train_cfg=dict(by_epoch={unit == "epoch"}, …)'
         )
 
 

@@ -51,9 +51,10 @@ def config_problem() -> Optional[str]:
 def run_mmpretrain_tool(name: str) -> None:
     """Runs one of mmpretrain's own tools with this process's arguments.
 
-    A config of this package needs no path. Tools that load a checkpoint by a ``Runner`` get a ``FollowStateDictHook``. ``train.py`` and ``test.py`` say what
-    they do before mmengine does, and a training which checkpoint is the best. An error ends the process with status 1,
-    its traceback in the log and, as the last line of the output, its sentence. So does the name of no tool.
+    A config of this package needs no path. Tools that load a checkpoint by a ``Runner`` get a ``FollowStateDictHook``.
+    ``train.py`` and ``test.py`` say what they do before mmengine does, and a training which checkpoint is the best. An
+    error ends the process with status 1, its traceback in the log and, as the last line of the output, its sentence. So
+    does the name of no tool.
 
     Where several ranks end without an error, each waits for the others, and leaves the process group. Ranks were seen
     to abort as their interpreter ended with the group's threads, while the first one still saved the best checkpoint,
@@ -119,18 +120,16 @@ def _say_what_is_best(words: List[str]) -> None:
     """Prints the best checkpoints of the training that has ended, or else its last one, and how to test them."""
     hub, tool = MessageHub.get_current_instance(), Path(sys.argv[0]).with_name('test.py')
     metrics = {name[4:].replace('/', '_'): name[4:] for name in hub.log_scalars if name.startswith('val/')}
-    checkpoints = {}
+    said = {}
     for key, path in hub.runtime_info.items():
-        of_name = re.fullmatch(r'best_(.+)_(epoch|iter)_(\d+)\.pth', Path(str(path)).name)
-        if not key.startswith('best_ckpt') or not of_name or not Path(path).is_file():
-            continue  # another entry, or one of another place where the run was resumed from
-        metric, unit, number = of_name.groups()
-        score = hub.get_info(key.replace('ckpt', 'score'))
-        checkpoints[path] = f'Best {unit}: {number}, with {metrics.get(metric, metric)} {score:.4g}, saved as {path}'
+        of_name = re.fullmatch(r'best_(.+)_(epoch|iter)_(\d+)\.pth', os.path.basename(str(path)))
+        if key.startswith('best_ckpt') and of_name and Path(path).is_file():
+            score = f'{metrics.get(of_name[1], of_name[1])} {hub.get_info(key.replace("ckpt", "score")):.4g}'
+            said[path] = f'Best {of_name[2]}: {of_name[3]}, with {score}, saved as {path}'
     last = hub.runtime_info.get('last_ckpt', '')
-    if not checkpoints and Path(last).is_file():
-        checkpoints[last] = f'Last checkpoint: {last}'
-    for path, sentence in checkpoints.items():
+    if not said and Path(last).is_file():
+        said[last] = f'Last checkpoint: {last}'
+    for path, sentence in said.items():
         print(sentence)
         if tool.is_file():
             print('Test it:', shlex.join(['python', str(tool), *words[:1], path, *words[1:]]), flush=True)
@@ -199,24 +198,22 @@ def one_line(error: BaseException, folder_option: str = f'--cfg-options {FOLDERS
     reason = f'{type(error).__name__}: {_unknown_type(*unknown.groups()) if unknown else lines[0]}'
     if lines[0].startswith('Input dimension should be at least 3'):  # of the pooling in mmpretrain's necks
         reason += '; the features are pooled already: write neck=None in model, or out_type="featmap" in its backbone'
-    files = [Path(frame.f_code.co_filename).parent.name for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if 'shapes cannot be multiplied' in lines[0] and 'heads' in files:  # of mmpretrain
+    folders = [Path(frame.f_code.co_filename).parent.name for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if 'shapes cannot be multiplied' in lines[0] and 'heads' in folders:  # of mmpretrain
         reason += (
-            '; the features do not fit the head: write out_type="avg_featmap" in the backbone of a model without a '
-            'neck, and the channels of the features as in_channels in the head'
+            '; the head does not fit: without a neck, write out_type="avg_featmap" in backbone; or in_channels in head'
         )
     return missing_file(error) or _missing_data(error, reason, folder_option) or reason
 
 
 def _missing_data(error: BaseException, reason: str, folder_option: str) -> Optional[str]:
     """Returns a sentence on a data set whose files were to be downloaded when an error came; None for other errors."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for caller, called in zip(frames, frames[1:]):
-        if called.f_code is download_and_extract_archive.__code__ and 'self' in caller.f_locals:
-            name, download = type(caller.f_locals['self']).__name__, called.f_locals
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is download_and_extract_archive.__code__:
+            of = frame.f_locals
             return (
-                f'{name} is not in {download["download_root"]} and cannot be downloaded ({reason}): put '
-                f'{download["filename"]} there, from {download["url"]}, or name another folder: {folder_option}'
+                f'{of["filename"]} is not in {of["download_root"]} and cannot be downloaded ({reason}): put it there, '
+                f'from {of["url"]}, or name another folder: {folder_option}'
             )
     return None
 

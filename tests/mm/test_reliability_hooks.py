@@ -170,7 +170,9 @@ def test_resumed_from_the_one_before(repository, tmp_path, whole):
     with pytest.raises(FileNotFoundError, match=f'{best} is without an optimizer, and {work_dir} holds no other check'):
         build(repository, work_dir, resume=True).call_hook('before_run')
     (work_dir / 'last_checkpoint').unlink()
-    with pytest.raises(FileNotFoundError, match=f'last_checkpoint is damaged or missing, and {work_dir} holds no other'):
+    with pytest.raises(
+        FileNotFoundError, match=f'last_checkpoint is damaged or missing, and {work_dir} holds no other'
+    ):
         build(repository, work_dir, resume=True).call_hook('before_run')
 
 
@@ -261,7 +263,9 @@ def test_nothing_outside_of_a_runs_folder_is_written_or_removed(place, changes, 
     if place in ('other', 'copied', 'links'):
         assert files_of(first) == before
     scores = ['top1', 'top3'] if changes is TWO else ['top1'] if better else []
-    assert sorted(path.name for path in second.glob('best*')) == [f'best_accuracy_{name}_epoch_2.pth' for name in scores]
+    assert sorted(path.name for path in second.glob('best*')) == [
+        f'best_accuracy_{name}_epoch_2.pth' for name in scores
+    ]
     own = [path for key, path in resumed.message_hub.runtime_info.items() if '_ckpt' in key and '_ids' not in key]
     assert len(own) == 1 + len(scores) and {os.path.dirname(path) for path in own} == {str(second)}
 

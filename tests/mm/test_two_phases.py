@@ -285,7 +285,13 @@ NO_PHASES = dict(_delete_=True, type='SAQuadratic', arch='tiny', in_channels=1, 
 @pytest.mark.parametrize(
     'kind, changes, hook, error, message',
     [
-        ('CMHSA', {}, dict(epoch=None, iter=3), TypeError, 'iter=3 of .* counts iterations, but the loop is a Epoch'),
+        (
+            'CMHSA',
+            {},
+            dict(epoch=None, iter=3),
+            TypeError,
+            'PhaseTransitionHook counts iterations, but the loop is a Epoch',
+        ),
         ('CMHSA', {'model.backbone': NO_PHASES}, {}, ValueError, 'finds no CMHSA in the model'),
         ('CMHSA', {'model.backbone.phase': 'attn'}, {}, ValueError, "in phase='attn' at epoch 0, before epoch=2 of"),
         ('CMHSA', {}, dict(optim_wrapper=dict(optimizer=dict(momentum=0.9))), TypeError, "unexpected .* 'momentum'"),
@@ -348,17 +354,17 @@ def test_resumed_without_the_state_of_the_schedulers(repository, tmp_path):
     assert [scheduler.end for scheduler in runner.param_schedulers] == [3, 9]  # iterations of the second phase
 
 
-@pytest.mark.parametrize('end, epochs', [('ends after 1', 1), ('was stopped after 1', EPOCHS)])
-def test_a_run_that_ends_before_the_transition_says_so(end, epochs, repository, tmp_path):
-    """By its length, or by another hook."""
+@pytest.mark.parametrize('epochs', [1, EPOCHS])
+def test_a_run_that_ends_before_the_transition_says_so(epochs, repository, tmp_path):
+    """By its length, at the beginning too, or because another hook stops it."""
     config = small_config(repository, tmp_path, log_level='INFO', **{'train_cfg.max_epochs': epochs})
-    config.custom_hooks += [dict(type='HeadPruningHook', epochs=[3])]
+    config.custom_hooks[0].epoch = 1
+    config.custom_hooks += [dict(type='HeadPruningHook', epochs=[0, 1])]
     config.custom_hooks += [dict(type='EarlyStoppingHook', monitor='accuracy/top1', stopping_threshold=-1)]
     assert run(config)[0].model.backbone.phase == 'conv'
-    log = log_of(tmp_path)
-    assert log.count(f'The run {end} epochs, before the transition to attention after epoch 2 of Pha') == 1
-    assert log.count(f'The run {end} epochs: HeadPruningHook removes no heads at epoch 3\n') == 1
-    assert log.count('The run ') == 2
+    log, times = log_of(tmp_path), 2 if epochs == 1 else 1
+    assert log.count('The run ends after 1 epochs, before the transition to attention after epoch 1 of Pha') == times
+    assert log.count('The run ends after 1 epochs: HeadPruningHook removes no heads at epoch 1\n') == times
 
 
 def test_several_networks(repository, tmp_path):
