@@ -161,7 +161,7 @@ def test_pooled_twice_or_never(out_type, parts, said):
         ),
         (HOOKS, 'PhaseTransitionHook', dict(epoch=1.5), 'epoch=1.5 and iter=None of PhaseTransitionHook: give'),
         (HOOKS, 'PhaseTransitionHook', dict(iter='3'), "epoch=None and iter='3' of PhaseTransitionHook: give one"),
-        (HOOKS, 'PhaseTransitionHook', {}, 'PhaseTransitionHook: give one of them, the length of the first phase'),
+        (HOOKS, 'PhaseTransitionHook', {}, 'PhaseTransitionHook: give one of them, the number of'),
         (HOOKS, 'PhaseTransitionHook', dict(epoch=1, iter=2), 'epoch=1 and iter=2 of PhaseTransitionHook: give one'),
         (HOOKS, 'HeadPruningHook', dict(epochs=[-1]), r'epochs=\[-1\] of HeadPruningHook must be epochs'),
         (HOOKS, 'HeadPruningHook', dict(num_batches=0), 'num_batches=0 of HeadPruningHook must be at least 1'),
