@@ -142,7 +142,7 @@ class AtomicCheckpointHook(CheckpointHook):
         """
         _check_resumable(runner, checkpoint)
         theirs, ours = (len(of or ()) for of in (checkpoint.get('param_schedulers'), runner.param_schedulers))
-        if is_resumed(runner) and theirs != ours:
+        if is_resumed(runner) and theirs != ours and runner.param_schedulers is not None:  # mmengine warns of None
             raise ValueError(
                 f'{checkpoint_to_load(runner)} has the state of {theirs} param_schedulers, but the run has {ours}: '
                 'give the config that it was trained with'
