@@ -1,5 +1,6 @@
 """Head reports: every claim against a computation by brute force, exact sentences for convolutions, text and JSON."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -256,6 +257,13 @@ def test_nearest_shift_is_not_drawn_to_the_query(center, precision, nearest, kin
     assert head.nearest_shift == nearest and head.kind == kind
 
 
+def test_of_shifts_with_equal_shares_the_shortest_is_the_nearest():
+    """To 1e-6 a query, which is more than rounding; the second head gives more than that to the longer one."""
+    short, long = shift_operators([(0, 1), (0, 2)], (8, 8), 'replicate')
+    probs = torch.stack([(0.5 - more) * short + (0.5 + more) * long for more in (4e-7, 1e-6)])
+    assert [head.nearest_shift for head in layer_report(MeanAttention(probs, (8, 8))).heads] == [(0, 1), (0, 2)]
+
+
 def test_mixture():
     layer = hard_layer([[0.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]], torch.tensor([40.0, 40.0, 1.0, 0.0]))
     report = report_of(layer, (8, 8))
@@ -386,9 +394,25 @@ def test_models_by_content(position):
         (ContentAttention(4, 2), dict(size=(5, 5)), "layer, .*position='relative_learned', depend on images: give"),
         (LAYERS['learned'](), dict(size=(1, 1)), 'is a single token'),
         (LAYERS['learned'](), dict(size=(0, 5)), r'size=\(0, 5\)'),
-        (hard_layer([[math.nan, 0.0]]), dict(size=(5, 5)), 'not finite'),
+        (hard_layer([[math.nan, 0.0]]), dict(size=(5, 5)), 'finite: the parameters of layer must be finite'),
     ],
 )
 def test_errors(model, settings, message):
     with pytest.raises(ValueError, match=message):
         head_report(model, **settings)
+
+
+def test_converted_heads_outside_of_the_kernel():
+    """They are no convolution with the window of the layer, whatever their shifts are among themselves."""
+    layer = conv_to_mhsa(nn.Conv2d(2, 3, 3, padding=1))[0]
+    with torch.no_grad():
+        layer.encoding.center.add_(2)
+    report = report_of(layer, (9, 9))
+    assert report.kind.kind == 'mixture' and report.heads[8].nearest_shift == (3, 3)
+
+
+def test_the_width_of_a_head_along_a_line():
+    """A variance of 0 that rounding makes negative."""
+    head = report_of(hard_layer([[0.0, 0.0]]), (5, 5)).heads[0]
+    line = dataclasses.replace(head, covariance=((3.9601, 5.572), (5.572, 7.839999999999999)))
+    assert line.width_text == '3.44 x 0 at 55°'

@@ -223,6 +223,8 @@ def test_impulse():
     """2505.19985: pre-softmax scores of the normalized embedding alone are largest at the impulses."""
     size = (6, 6)
     model = small_vit(size=size, embed_dim=96, num_heads=2)
+    for block in model.blocks:
+        block.attn.qkv.reset_parameters()  # with biases, which would shift the scores
     report = init_as_convolution(model, method='impulse', seed=1)
     embedding = nn.functional.layer_norm(model.pos_embed[0, 1:].detach(), (96,))
     assert model.pos_embed.std().item() == pytest.approx(0.36, rel=0.05)
@@ -354,3 +356,33 @@ def test_an_error_leaves_the_model_as_it_was(method):
         init_as_convolution(model, method=method)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    'name, part, change, message',
+    [
+        ('eva02_tiny_patch14_224', 'patch_embed.proj', dict(bias=None), 'the patch embedding of Eva has no bias: rot'),
+        (BEIT, 'blocks.1.attn', dict(window_size=None), 'Attention has a position bias, but no window_size that says'),
+        (
+            VIT,
+            'patch_embed',
+            dict(proj=nn.Identity()),
+            'patch_embed of VisionTransformer has no convolution that makes',
+        ),
+        (
+            VIT,
+            'patch_embed',
+            dict(grid_size=None, img_size=None),
+            'does not say for which grid it is: build it with an',
+        ),
+        (VIT, '', dict(pos_embed=None), 'a VisionTransformer has no position encoding that is known: neither'),
+    ],
+)
+def test_models_without_what_a_start_needs(name, part, change, message):
+    model = small_vit(name, embed_dim=64)
+    for key, value in change.items():
+        setattr(model.get_submodule(part), key, value)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        init_as_convolution(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -49,6 +49,13 @@ def test_regions_hold_their_mass_and_no_more_than_needed(seed, mass):
     assert probs[region].min() >= probs[~region].max(initial=0)
 
 
+def test_a_share_that_some_keys_hold_exactly():
+    """A key is not added for what sums lose by rounding."""
+    for size in range(2, 50):
+        probs = np.full((1, size), 1 / size)
+        assert [region_of_mass(probs, held / size).sum() for held in range(1, size)] == [*range(1, size)]
+
+
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 0.1, 0.25]))
 def test_outlines_surround_the_pixels_of_the_region_alone(seed, inset):
     region = np.random.default_rng(seed).random((5, 7)) < 0.5
