@@ -118,9 +118,6 @@ def test_named_architectures():
         (dict(out_indices=(-3,)), 'Invalid out_indices -3'),
         (dict(out_indices=(1, -1)), 'names a block twice'),
         (dict(out_indices=(0.5,)), '`out_indices` must be an int or a sequence'),
-        (dict(drop_path_rate=1.5), 'drop_path_rate=1.5 must be from 0'),
-        (dict(arch=dict(SMALL_ARCH, num_layers=0)), 'depth=0'),
-        (dict(kind='sa_learned_cifar', img_size=(8, 9)), r'img_size=\(8, 9\) must be a multiple of reduction=2'),
         (dict(frozen_stages=3), '`frozen_stages` 3 must be'),
     ],
 )
