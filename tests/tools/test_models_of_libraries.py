@@ -68,10 +68,12 @@ def test_what_is_given_wins(name, given, message):
 def test_no_checkpoint(folder):
     (folder / 'x.safetensors').write_text('no weights')
     torch.save({'encoder.layer.0.weight': torch.zeros(2)}, folder / 'other.pth')
+    torch.save({'pos_embed': torch.zeros(1, 0, 192)}, folder / 'empty.pth')
     for path, message in [
         ('no.safetensors', 'no.safetensors is no file'),
         ('x.safetensors', 'is damaged or no'),
         ('other.pth', 'it has no entry of this model, but encoder.layer.0.weight: give another --timm'),
+        ('empty.pth', r'cls_token is missing there and \(1, 1, 192\) in the model'),
     ]:
         with pytest.raises((OSError, ValueError), match=message):
             TimmModel(ABSOLUTE[0], path)
