@@ -244,3 +244,13 @@ class TestUses:
 def test_positions_that_cannot_be_had(position, message):
     with pytest.raises(ValueError, match=f'position=.*{message}'):
         ContentImageAttention(2, 3, 9, same_window((3, 3)), qk_dim=2, position=position)
+
+
+@pytest.mark.parametrize('options', [dict(), dict(stride=7)])
+@pytest.mark.parametrize('window_size', [None, 5])
+def test_images_with_many_scores_and_far_queries(window_size, options):
+    """An image alone has more scores than are computed at once, and no query is in the neighbourhood of another."""
+    conv = nn.Conv2d(2, 3, 3, padding=1, **options).double()
+    attention, _ = conv_to_mhsa(conv, content='additive', window_size=window_size)
+    x = torch.randn(3, 2, 17, 18, dtype=torch.float64)
+    assert relative_error(attention(x), conv(x)) < 1e-12
