@@ -15,7 +15,7 @@ from torch import nn
 from attncnn_plugin.attention import ContentAttention, GeneralizedQuadraticAttention
 from attncnn_plugin.attention.images import WindowImageAttention
 from attncnn_plugin.attention.window import Window
-from attncnn_plugin.convert import conv_to_mhsa, expressible_shifts, min_heads
+from attncnn_plugin.convert import conv_to_mhsa, expressible_shifts, min_heads, shift_operators
 from attncnn_plugin.convert.expressible import expressible_shifts_of_maps
 
 
@@ -186,3 +186,11 @@ def test_fewer_heads_cannot_be_the_convolution(kernel_size, patch, channels, tok
     singular = torch.linalg.svdvals(target)
     assert singular[needed:].norm() <= 1e-12  # needed heads are enough
     assert singular[needed - 1 :].norm() > 1e-3  # one fewer are not
+
+
+def test_maps_in_parts(monkeypatch):
+    """One query at a time."""
+    probs = GeneralizedQuadraticAttention(4, 5).exact_attention_probs((5, 6))
+    expected = expressible_shifts_of_maps(probs, 3, (5, 6))
+    monkeypatch.setattr(shift_operators, 'CHUNK_ELEMENTS', 1)
+    assert expressible_shifts_of_maps(probs, 3, (5, 6)).residual == pytest.approx(expected.residual, abs=1e-12)
