@@ -414,6 +414,19 @@ def test_converted_heads_inside_and_outside_of_the_kernel():
     assert outside.kind.kind == 'mixture' and outside.heads[8].nearest_shift == (3, 3)
 
 
+def test_lines_of_kernels_and_their_shifts():
+    """Named are some of the shifts, not all or none; kernels that do not fit into the grid are left out."""
+    near = report_of(hard_layer(list(itertools.product((-1.0, 0.0, 1.0), repeat=2))), (5, 6))
+    lines = str(near).splitlines()
+    assert '  3x3 convolution (best): error 0, 0 inside' in lines and '  3x3 shifts expressible: 9 of 9' in lines
+    assert [kernel.kernel_size for kernel in near.expressible] == [(3, 3), (5, 5)]
+    uniform = report_of(hard_layer([[0.0, 0.0]], 0.0), (4, 5))
+    assert '\n  3x3 shifts expressible: 0 of 9, residuals 0.9' in str(uniform)
+    assert [kernel.kernel_size for kernel in uniform.expressible] == [(3, 3)]
+    only = report_of(conv_to_mhsa(nn.Conv2d(2, 3, 3, padding=1))[0], (5, 5))
+    assert '  3x3 convolution: error 0, 0 inside' in str(only).splitlines()
+
+
 def test_the_width_of_a_head_along_a_line():
     """A variance of 0 that rounding makes negative."""
     head = report_of(hard_layer([[0.0, 0.0]]), (5, 5)).heads[0]
