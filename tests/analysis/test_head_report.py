@@ -182,7 +182,9 @@ def test_grids_without_an_interior(size):
     """Where no query has its window inside, shifts that coincide express anything: that is no convolution."""
     layer = LAYERS['quadratic']()
     layer.encoding.center.data /= 4  # no target so far outside that a head is hard
-    assert report_of(layer, size).summary == 'mixture, 4 soft'
+    report = report_of(layer, size)
+    assert report.summary == 'mixture, 4 soft'
+    assert [head.mass_5x5 for head in report.heads] == pytest.approx([1.0] * 4)
 
 
 @pytest.mark.parametrize('padding_mode', ['zeros', 'reflect', 'circular'])

@@ -194,3 +194,8 @@ def test_maps_in_parts(monkeypatch):
     expected = expressible_shifts_of_maps(probs, 3, (5, 6))
     monkeypatch.setattr(shift_operators, 'CHUNK_ELEMENTS', 1)
     assert expressible_shifts_of_maps(probs, 3, (5, 6)).residual == pytest.approx(expected.residual, abs=1e-12)
+
+
+def test_shifts_that_leave_the_grid_from_everywhere():
+    report = expressible_shifts(GeneralizedQuadraticAttention(4, 5), 7, (3, 3))
+    assert (3, 0) in report.expressible and min(report.residual) == 0 and max(report.residual) <= 1

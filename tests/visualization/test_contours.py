@@ -74,3 +74,8 @@ def test_the_outline_of_a_pixel():
     region[1, 3] = True
     (line,) = outline(region, 0.1)
     assert np.allclose([line.min(0), line.max(0)], [[0.6, 2.6], [1.4, 3.4]])
+
+
+def test_a_stripe_is_as_if_it_were_1000_tokens_wide():
+    line = gaussian_contour(np.zeros(2), np.diag([4.0, 0.0]), 0.5)
+    assert np.abs(line).max(0) == pytest.approx([0.5 * math.sqrt(2 * math.log(2)), 1000 * math.sqrt(2 * math.log(2))])
