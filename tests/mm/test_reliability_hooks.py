@@ -1,5 +1,6 @@
 """The hooks for faults of a run in this process; tests/mm/test_faults.py has them in processes that are killed."""
 
+import contextlib
 import os
 import resource
 import shutil
@@ -218,6 +219,12 @@ def test_a_checkpoint_of_another_model(repository, tmp_path):
         build(repository, tmp_path, resume=True, **load_from).call_hook('before_run')
     with pytest.raises(ValueError, match='weights.pth is of another model: 0 of the 32 weights of this one are in it '):
         build(repository, tmp_path, **load_from).call_hook('before_run')
+    runner = build(repository, tmp_path, **load_from)
+    weights = runner.model.state_dict()
+    for fitting in (3, 4):  # a tenth is enough
+        torch.save({name: weights[name] for name in [*weights][:fitting]}, tmp_path / 'weights.pth')
+        with pytest.raises(ValueError, match='3 of the 32 weights') if fitting == 3 else contextlib.nullcontext():
+            runner.call_hook('before_run')
 
 
 def files_of(folder):
