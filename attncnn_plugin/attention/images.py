@@ -15,7 +15,7 @@ from .precision import Device, Dtype, at_least_float32, full_precision
 from .shifts import over_axes
 from .softmax import softmax, without_subnormals
 from .state_dicts import EXTRA_STATE, StateDict, StructureError, read_extra_state, write_extra_state
-from .strides import with_regular_gradient, with_regular_strides
+from .strides import is_channels_last, is_exporting, with_new_strides, with_regular_gradient
 from .window import SameWindow, Window
 
 # Up to so many pairs of a query and a key one product of matrices is faster than one along each axis: for 7×7 pixels
@@ -44,11 +44,13 @@ class ImageAttention(PrunableHeads):
         settings (dict[str, Any]): Arguments of :func:`~attncnn_plugin.convert.conv_to_mhsa` for such a layer.
         from_conv (callable | None): Converts a state dict of the convolution that the layer was made from, given the
             layer, the state dict and the layer's name; it raises ``ValueError`` for one of another convolution.
+        layout (Tensor): Has the memory format of the convolution's weight, which ``.to(memory_format=…)`` changes.
     """
 
     window: Window
     encoding: Any
     settings: Dict[str, Any]
+    layout: Tensor
     from_conv: Optional[Callable[['ImageAttention', StateDict, str], StateDict]] = None
 
     def __init__(
@@ -72,6 +74,9 @@ class ImageAttention(PrunableHeads):
         else:
             self.value = GroupedLinear(in_channels, out_channels, num_heads, groups, bias, device=device, dtype=dtype)
         self.num_heads = self.built_heads = num_heads
+        entries = in_channels // groups * math.prod(window.kernel_size)  # one entry has no format
+        layout = self.value.weight.new_zeros(1, min(2, entries), *[1] * window.ndim)
+        self.register_buffer('layout', layout, persistent=False)
 
     def _init_positions(self, position: str, window_size: Sequence[int] = ()) -> None:
         """Adds the encoding, Gaussian or with an entry for each shift, at least float32: bfloat16 cannot hold 257."""
@@ -107,9 +112,14 @@ class ImageAttention(PrunableHeads):
             return self.forward(input[None])[0]
         x = with_regular_gradient(input)
         if self.num_heads > 0:
-            return with_regular_strides(self._outputs(x))
-        no_heads = x.flatten(1)[:, :0].reshape(len(x), 0, math.prod(self._sizes(x)), self.in_channels)  # has a gradient
-        return with_regular_strides(self._output_images(no_heads, self._sizes(x)))
+            output = self._outputs(x)
+        else:  # with a gradient
+            no_heads = x.flatten(1)[:, :0].reshape(len(x), 0, math.prod(self._sizes(x)), self.in_channels)
+            output = self._output_images(no_heads, self._sizes(x))
+        # As a convolution: channels last if its weight is, or its input and the padding keeps that.
+        kept = ('zeros',) if ndim == 1 else ('zeros', 'replicate', 'reflect')
+        of_input = is_channels_last(input) and self.window.padding_mode in kept
+        return with_new_strides(output, of_input or is_channels_last(self.layout))
 
     def heads(self, x: Tensor) -> Tensor:
         """Computes P_h X of each head, the sums of pixels by its probabilities, ``(B, N_h, Q, C)``."""
@@ -246,7 +256,7 @@ class QuadraticImageAttention(ImageAttention):
             probs = [factor.narrow(2, start, n) for factor, start, n in zip(probs, starts, x.shape[2:])]
         else:
             x = self.window.pad(x)
-        if math.prod([factor.shape[1] * factor.shape[2] for factor in probs]) <= DENSE_PAIRS:
+        if not is_exporting() and math.prod([factor[0].numel() for factor in probs]) <= DENSE_PAIRS:
             dense = without_subnormals(over_axes(probs, torch.mul)).to(x.dtype).transpose(0, 1)  # (Q, N_h, K)
             heads = dense.flatten(0, 1) @ x.flatten(2).transpose(1, 2)  # one product, as the heads share their values
             return heads.unflatten(1, dense.shape[:2]).transpose(1, 2)

@@ -299,12 +299,12 @@ class WindowEncoding(nn.Module):
         window_size (Sequence[int]): Size of the window along each axis.
 
     Attributes:
-        weight (Parameter): The scores, ``(N_h, *window_size)``. Starts at 0, uniform attention.
+        weight (Parameter): The scores, ``(N_h, 1, *window_size)``, as a kernel. Starts at 0, uniform attention.
     """
 
     def __init__(self, num_heads: int, window_size: Sequence[int], device: Device = None, dtype: Dtype = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_heads, *window_size, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(num_heads, 1, *window_size, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -312,4 +312,4 @@ class WindowEncoding(nn.Module):
 
     def forward(self) -> Tensor:
         """Returns the probabilities of the shifts, ``(N_h, *window_size)``, at least float32."""
-        return softmax(at_least_float32(self.weight).flatten(1)).reshape(self.weight.shape)
+        return softmax(at_least_float32(self.weight).flatten(1)).unflatten(1, self.weight.shape[2:])

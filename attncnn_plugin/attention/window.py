@@ -133,8 +133,8 @@ def shown(value: Any) -> str:
     """Returns an argument as an error shows it; of tensors and arrays, also in a list, the shapes.
 
     Examples:
-        >>> shown(torch.zeros(2, 3)), shown([1, 'a'])
-        ('<Tensor of shape (2, 3)>', "[1, 'a']")
+        >>> shown(torch.zeros(2, 3)), shown([1, 'a']), shown([torch.zeros(2), 'a'])
+        ('<Tensor of shape (2, 3)>', "[1, 'a']", "[<Tensor of shape (2,)>, 'a']")
     """
     if getattr(value, 'ndim', 0):
         return f'<{type(value).__name__} of shape {tuple(value.shape)}>'

@@ -18,6 +18,7 @@ from ..attention.content_images import POSITIONS, SHARED_GATE, ContentImageAtten
 from ..attention.images import ImageAttention, QuadraticImageAttention, WindowImageAttention
 from ..attention.positions import QuadraticEncoding
 from ..attention.state_dicts import StateDict
+from ..attention.strides import is_channels_last, with_new_strides
 from ..attention.window import Window, per_axis, shown
 from .convolutions import Computed, Convolution, block_norms, computed, copy_with, flat_kernel
 from .fewer_heads import (
@@ -105,6 +106,10 @@ def conv_to_mhsa(
 
     With the default ``alpha`` the gradients of centres, widths and scores by content are exactly 0. For attention that
     keeps learning, give a smaller one, about 6. Its heads see a little of their neighbours, which the report states.
+    Weight decay would move centres all the same: leave it off ``encoding``.
+
+    One NaN or infinite pixel makes all outputs of its image NaN. With ``position='table'``, without content, it makes
+    only those NaN whose window has it, as of the convolution.
 
     Args:
         conv (nn.Conv1d | nn.Conv2d | nn.Conv3d): A convolution with any options, or of a class of its own that computes
@@ -344,6 +349,7 @@ def new_attention(
         attention.settings['alpha'] = alpha
     attention.from_conv = OwnConvolution.of(conv, plain)
     attention.requires_grad_(conv.weight.requires_grad).train(conv.training)
+    attention.layout = with_new_strides(torch.zeros_like(attention.layout), is_channels_last(conv.weight))
     if attention.value.bias is not None:
         attention.value.bias.requires_grad_(conv.bias.requires_grad)
     return attention

@@ -76,9 +76,8 @@ class ConvToAttention(Restructurable):
 
     def _convolutions(self) -> List[str]:
         """Returns the layers to become attention that are convolutions."""
-        return [
-            name for name in self.conversion.layers if isinstance(nn.Module.get_submodule(self, name), CONVOLUTIONS)
-        ]
+        layers = {name: nn.Module.get_submodule(self, name) for name in self.conversion.layers}
+        return [name for name, layer in layers.items() if isinstance(layer, CONVOLUTIONS)]
 
 
 @functools.cache

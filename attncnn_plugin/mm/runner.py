@@ -7,11 +7,12 @@ from typing import Any, Dict, List, Mapping, Optional, Union
 
 import numpy as np
 import torch
-from mmengine.dist import get_rank
-from mmengine.hooks import EMAHook
+from mmengine.dist import get_rank, master_only
+from mmengine.hooks import EMAHook, Hook
 from mmengine.model import BaseAveragedModel, BaseModel, BaseTTAModel, is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
-from mmengine.runner import Runner, set_random_seed
+from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner, set_random_seed
+from mmengine.visualization import LocalVisBackend
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +21,8 @@ from ..change import Change
 from ..structure import follow_state_dict
 from ..training.loops import random_numbers_kept
 
+LOOPS = {'epoch': EpochBasedTrainLoop, 'iter': IterBasedTrainLoop}  # what counts in these units
+UNITS = {'epoch': 'epochs', 'iter': 'iterations'}
 HEAD_NUMBERS = 'attention_heads'  # in ``runtime_info``: by layer, what its heads were called when the training began
 
 
@@ -46,9 +49,8 @@ def record_new_parameters(model: nn.Module, incompatible_keys=None) -> None:
     for module in model.modules():
         module._params_init_info = record
     for parameter in set(model.parameters()) - set(record):
-        record[parameter] = dict(
-            init_info='The structure of the checkpoint', tmp_mean_value=parameter.data.mean().cpu()
-        )
+        mean = parameter.data.mean().cpu()
+        record[parameter] = dict(init_info='The structure of the checkpoint', tmp_mean_value=mean)
 
 
 def head_numbers(runner: Runner, counts: Mapping[str, int]) -> Dict[str, List[int]]:
@@ -70,6 +72,15 @@ def check_wrapper(runner: Runner) -> None:
         raise TypeError(
             f'the parameters of a model in {type(runner.model).__name__} cannot be replaced in training: '
             'use MMDistributedDataParallel'
+        )
+
+
+def check_loop(runner: Runner, hook: Hook, unit: str = 'epoch') -> None:
+    """Raises ``TypeError`` for a loop that counts something else than a hook."""
+    if not isinstance(runner.train_loop, LOOPS[unit]):
+        raise TypeError(
+            f'{type(hook).__name__} counts {UNITS[unit]}, but the loop is a {type(runner.train_loop).__name__}: use '
+            f'train_cfg=dict(by_epoch={unit == "epoch"}, …)'
         )
 
 
@@ -157,6 +168,18 @@ def follow_checkpoint(runner: Runner, checkpoint: Mapping[str, Any]) -> Optional
         follow_state_dict(unwrapped(averaged.module), state_dict, strict=False)
     refresh_averages(runner)
     return change
+
+
+@master_only
+def add_scalars(runner: Runner, scalars: Dict[str, float], step: int) -> None:
+    """Shows scalars by all of the run's backends; those on the disk go into ``attention.json``.
+
+    A line of ``scalars.json`` is of a training iteration or of a validation for mmpretrain's ``analyze_logs.py``.
+    """
+    for backend in runner.visualizer._vis_backends.values():
+        if isinstance(backend, LocalVisBackend):
+            backend = LocalVisBackend(f'{runner.log_dir}/vis_data', scalar_save_file='attention.json')
+        backend.add_scalars(scalars, step)
 
 
 def forward(model: BaseModel, batch: Any, mode: str) -> Any:

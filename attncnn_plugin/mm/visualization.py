@@ -6,7 +6,6 @@ from typing import Optional
 import torch
 from mmengine.dist import master_only
 from mmengine.hooks import Hook
-from mmengine.runner import EpochBasedTrainLoop
 from mmpretrain.registry import HOOKS
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from ..analysis import head_centers, mean_attention
 from ..loaded_model import evenly_spread
 from ..training import parts_in_phases
 from ..training.loops import random_numbers_kept
-from .runner import head_numbers, unwrapped
+from .runner import add_scalars, check_loop, head_numbers, unwrapped
 
 
 @HOOKS.register_module()
@@ -54,11 +53,7 @@ class AttentionVisualizationHook(Hook):
             TypeError: The loop does not count epochs.
             ImportError: matplotlib is not installed.
         """
-        if not isinstance(runner.train_loop, EpochBasedTrainLoop):
-            raise TypeError(
-                'AttentionVisualizationHook counts epochs, but the loop is a '
-                f'{type(runner.train_loop).__name__}: use train_cfg=dict(by_epoch=True, …)'
-            )
+        check_loop(runner, self)
         model = unwrapped(runner.model)
         from .. import visualization  # noqa: F401, to fail now rather than later
 
@@ -99,7 +94,7 @@ class AttentionVisualizationHook(Hook):
                     values = dict(center_row=center[0], center_column=center[1], width=width)
                     scalars.update({f'attention/{name}/head{number}/{key}': value for key, value in values.items()})
         if record:
-            runner.visualizer.add_scalars(scalars, step=epochs)
+            add_scalars(runner, scalars, epochs)
         if draw:
             from ..visualization import plot_attention_centers, plot_attention_probs
             from ..visualization.style import image_of

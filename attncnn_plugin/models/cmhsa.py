@@ -75,7 +75,10 @@ class CMHSANetwork(TimmNetwork):
     Args:
         img_size (int | tuple[int, int]): Height and width of the image for which position biases are made; others will
             do, see :class:`~attncnn_plugin.attention.GridBias`. For attention to be its convolution on larger ones too,
-            the grid must be larger than the shifts of the heads: at least 3×3 patches for 9 heads. Defaults to 224.
+            the grid must have two tokens more along each axis than the largest shift of a head: 3×3 for 9 heads. Even
+            then a head sees a little of the key behind its own, whose bias M(1 − 1/r) lies between M and 0, on tables
+            that are spread by r: with M = 12, features change by 2% from 3×3 to 6×6 patches, and by 0.1% from 4×4 to
+            8×8. Defaults to 224.
         patch_size (int): Patch size P. Defaults to 16.
         in_chans (int): Channels C of the image. Defaults to 3.
         kernel_size (int): Kernel size K. Defaults to 3.

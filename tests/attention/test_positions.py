@@ -50,6 +50,7 @@ def assert_probs(layer, scores, height, width):
 @given(dtypes, sizes, sizes, st.lists(st.tuples(centers, centers, alphas), min_size=1, max_size=3))
 @example(torch.float32, 40, 1, [(30.4999, 0.0, 1e3)])  # two keys far from the query are almost equally near the target
 @example(torch.float32, 2, 3, [(1e4, 0.5001, 1e3)])  # the same, with the target far outside the grid
+@example(torch.float32, 6, 1, [(1e4, 0.0, 5e-5)])  # a wide head: its scores are far below those at the target
 def test_quadratic_probs(dtype, height, width, heads):
     layer = QuadraticAttention(1, len(heads), dtype=dtype)
     encoding = layer.encoding

@@ -271,3 +271,13 @@ def test_wrong_images():
         attention(torch.zeros(1, 4, 8, 8))
     with pytest.raises(ValueError, match=r'2 pixels along axis 0, padded by 0 and 0, is smaller than the window of 3'):
         attention(torch.zeros(1, 3, 2, 8))
+
+
+def test_no_padding_where_windows_are_smaller_than_the_stride():
+    conv, x = Conv2dSame(3, 4, 2, stride=3), torch.randn(2, 3, 9, 8)
+    assert relative_error(conv_to_mhsa(conv)[0](x), conv(x)) < 1e-6
+
+
+@pytest.mark.parametrize('channels, qk_dim', [(2, 8), (90, 10)])
+def test_queries_have_their_share_of_the_channels(channels, qk_dim):
+    assert conv_to_mhsa(nn.Conv2d(channels, 2, 3), content='additive')[0].qk_dim == qk_dim

@@ -88,7 +88,7 @@ def test_pictures_and_scalars(repository, tmp_path):
     def refuse(constant):
         raise ValueError(constant)
 
-    (path,) = tmp_path.glob('*/vis_data/scalars.json')
+    (path,) = tmp_path.glob('*/vis_data/attention.json')
     lines = path.read_text().splitlines()
     assert all(json.loads(line, parse_constant=refuse) for line in lines)
     assert sum('attention/' in line for line in lines) == 6
@@ -160,7 +160,8 @@ def test_heads_that_give_nothing_to_the_grid(monkeypatch):
     monkeypatch.setattr(attention_visualization_hook, 'mean_attention', maps_of)
     hook = AttentionVisualizationHook()
     hook._images = torch.randn(1, 3, 8, 8)
-    visualizer = SimpleNamespace(add_scalars=lambda scalars, step: recorded.update(scalars))
+    backend = SimpleNamespace(add_scalars=lambda scalars, step: recorded.update(scalars))  # such as TensorBoard
+    visualizer = SimpleNamespace(_vis_backends={'other': backend})
     hub = SimpleNamespace(runtime_info={}, update_info=lambda name, value: None)
     hook._show(SimpleNamespace(model=model, visualizer=visualizer, message_hub=hub), 0, draw=False)
     heads = {name.split('/')[2] for name in recorded}

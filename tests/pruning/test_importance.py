@@ -5,9 +5,11 @@ import torch
 import torch.nn.functional as F
 from helpers.small import small_timm
 from helpers.vits import OF_HUGGING_FACE, SIZE, output_of, small_classifier, small_vit
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from attncnn_plugin.analysis.observed_attention import observed_attention
+from attncnn_plugin.convert import convs_to_attention
 from attncnn_plugin.pruning import head_costs, head_importance, least_important, prunable_heads, prune_heads
 from attncnn_plugin.pruning.criteria import ObservedAttention, degenerate_heads_of_observed
 from attncnn_plugin.training import PruneHeads
@@ -67,6 +69,11 @@ def test_importance_is_the_derivative_of_the_loss(name):
     normalized = head_importance(model, batches, loss_of)
     for layer, values in normalized.items():
         torch.testing.assert_close(values, importance[layer] / importance[layer].norm())
+    unused, *used = prunable_heads(model).items()
+    with torch.no_grad():
+        unused[1].output.weight.zero_()
+    normalized = head_importance(model, batches, loss_of)
+    assert not normalized[unused[0]].any() and all(abs(normalized[name].norm() - 1) < 1e-6 for name, _ in used)
 
 
 @pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'sa_generalized_cifar'])
@@ -285,3 +292,17 @@ def test_heads_that_look_at_other_things_in_each_image_are_no_duplicates():
         degenerate_heads_of_observed(observed, ['stripe'])
     with pytest.raises(ValueError, match='no images were observed'):
         degenerate_heads_of_observed(ObservedAttention(3), ['entropy'])
+
+
+def test_importance_of_convolutions_in_groups():
+    """Whose heads the linear map after them takes apart; a loss that no head has a part in is refused."""
+    model = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model.append(nn.Linear(6, 5)).double()
+    convs_to_attention(model, '0')
+    images, labels = torch.randn(3, 4, 7, 7, dtype=torch.float64), torch.tensor([0, 2, 1])
+    with torch.no_grad():
+        expected = by_differences(model, images, labels)
+    importance = head_importance(model, [(images, labels)], loss_of, normalize=False)
+    torch.testing.assert_close(importance['0'], expected['0'], rtol=1e-5, atol=1e-9)
+    with pytest.raises(ValueError, match='the loss does not depend on the heads of 0: they have no importance'):
+        head_importance(model, [images], lambda model, batch: (model(batch), model[4].bias.sum())[1])

@@ -11,6 +11,7 @@ import torch
 from helpers import optimizers as of
 from helpers.cnns import small_cnn
 from helpers.convolutions import relative_error
+from timm.layers import StdConv2d
 from timm.optim import create_optimizer_v2, list_optimizers
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -22,6 +23,7 @@ OPTIMIZERS = {
     'sgd': lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
     'adam': lambda groups: torch.optim.Adam(groups, lr=0.01, amsgrad=True),
     'adamw_foreach': lambda groups: torch.optim.AdamW(groups, lr=0.01, weight_decay=0, foreach=True),
+    'adamw_fused': lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True),  # state has its parameter's strides
 }
 
 
@@ -90,18 +92,19 @@ def test_parameters_that_the_optimizer_does_not_have():
     assert all(one is other for one, other in zip(before, optimizer.param_groups[0]['params']))
 
 
-def test_new_parameters_without_old_entries_begin_without_state():
-    """With fewer heads than kernel positions no value is a kernel's entry."""
-    model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False))
+@pytest.mark.parametrize('conv, settings', [(nn.Conv2d, dict(num_heads=4)), (StdConv2d, {})])
+def test_new_parameters_without_old_entries_begin_without_state(conv, settings):
+    """With fewer heads than kernel positions no value is a kernel's entry, nor is one of a standardized kernel."""
+    model = nn.Sequential(conv(3, 4, 3, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.randn(1, 3, 5, 5)).sum().backward()
     optimizer.step()
-    replace_parameters(optimizer, convs_to_attention(model, '0', num_heads=4))
+    replace_parameters(optimizer, convs_to_attention(model, '0', **settings))
     assert not optimizer.state
     model(torch.randn(1, 3, 5, 5)).square().sum().backward()
-    before = model[0].encoding.weight.clone()
+    before = model[0].value.weight.clone()
     optimizer.step()
-    assert not torch.equal(model[0].encoding.weight, before)
+    assert not torch.equal(model[0].value.weight, before)
 
 
 IMAGES = torch.randn(3, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -17,7 +17,13 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.parametrizations import weight_norm
 
 from attncnn_plugin import follow_state_dict
-from attncnn_plugin.attention import GeneralizedQuadraticAttention, QuadraticAttention, StructureError
+from attncnn_plugin.attention import (
+    GeneralizedQuadraticAttention,
+    GridBias,
+    PatchAttention,
+    QuadraticAttention,
+    StructureError,
+)
 from attncnn_plugin.convert import conv_to_mhsa, convs_to_attention
 from attncnn_plugin.pruning import (
     find_degenerate_heads,
@@ -438,6 +444,9 @@ def test_heads_in_the_place_of_a_convolution(groups, stride):
     merge_duplicate(layer, 2, 0)
     layer.prune_heads([1, 2])
     assert torch.allclose(layer(one), expected, atol=1e-12)
+    narrow = PatchAttention(8, 3, GridBias(3, (2, 2)), head_dim=2)
+    with pytest.raises(ValueError, match='values of head_dim=2 channels, so that one head cannot take the values of'):
+        merge_duplicate(narrow, 2, 0)
 
 
 @pytest.mark.parametrize(

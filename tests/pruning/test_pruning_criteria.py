@@ -261,7 +261,7 @@ def test_criteria_that_are_refused():
         with pytest.raises(ValueError, match='must be a list'):
             find_degenerate_heads(layer, wrong)
     for name in ('entropy', 'duplicate'):
-        with pytest.raises(ValueError, match='size=None'):
+        with pytest.raises(ValueError, match='size=None, but attention maps are those of a grid'):
             find_degenerate_heads(layer, [name])
     for wrong in ((3, 0), (3, 4, 5), 'ab'):
         with pytest.raises(ValueError, match='size='):

@@ -164,8 +164,8 @@ def test_rows_that_are_compared():
         ('vit', {}, 100, 500, [(50, 1000)]),  # 10 iterations an epoch; iterations of warm-up, and all
         ('vit', {}, 1, 200, [(2, 4)]),
         ('sa_generalized_pruned', {}, 7, 20000, [(140, 2800)]),
-        ('cmhsa', {}, 100, 500, [(33, 600), (33, 400)]),
-        ('cmhsa', {}, 2, 200, [(2, 4), (2, 4)]),
+        ('cmhsa_two_phases', {}, 100, 500, [(33, 600), (33, 400)]),
+        ('cmhsa_two_phases', {}, 2, 200, [(2, 4), (2, 4)]),
         ('cmhsa_narrow', {'custom_hooks.0.param_scheduler': [dict(COSINE, begin=0)]}, 5, 500, [(2, 30), (0, 20)]),
     ],
 )
@@ -325,6 +325,16 @@ def test_a_void_row(tool, tmp_path, monkeypatch):
     assert len(tool('--models', 'first')[0]) == 2
 
 
+def test_which_tables_there_are(monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', ['reproduce.py', '--list'])
+    reproduce.main()
+    assert capsys.readouterr().out.startswith('C20-1: Four networks in equal epochs\nC20-E: Heads removed during')
+    monkeypatch.setattr(sys, 'argv', ['reproduce.py'])
+    with pytest.raises(SystemExit):
+        reproduce.main()
+    assert 'TABLE is needed, one of C20-1, C20-E, ' in capsys.readouterr().err
+
+
 def test_a_table(tool, tmp_path):
     """Trained, shown, left alone; results as data, and the page."""
     tool.trains = True
@@ -447,7 +457,9 @@ def test_data_that_cannot_be_used(tool, images, tmp_path, monkeypatch):
 
     monkeypatch.setattr(mmpretrain.datasets.utils, 'download_url_to_file', fail)
     begun, _, status = tool('--data', 'cifar10', '--data-root', tmp_path / 'data')
-    assert not begun and f'CIFAR10 is not in {tmp_path}/data/ and cannot be downloaded (URLError' in status
+    assert (
+        not begun and f'cifar-10-python.tar.gz is not in {tmp_path}/data/ and cannot be downloaded (URLError' in status
+    )
     assert status.endswith(', or name another folder: --data-root FOLDER')
     for path in images.glob('t*/*/*'):
         path.write_bytes(b'none')

@@ -30,6 +30,7 @@ from attncnn_plugin.training import (
     parts_in_phases,
     to_attention,
 )
+from attncnn_plugin.training.head_pruning import loss_of_batch
 
 EPOCHS, SWITCH, PRUNE = 6, 2, 4
 IMAGES, LABELS = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(8)
@@ -658,3 +659,10 @@ def test_a_duplicate_hands_on_its_values(bias_correction):
     pruner.remove(model, judged)
     assert model.blocks[0].attn.num_heads == 2
     assert torch.allclose(model(IMAGES), expected, atol=1e-5) == bias_correction
+
+
+def test_models_without_logits():
+    """The loss of a batch by default."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3), nn.LSTM(3, 2))  # which gives a pair
+    with pytest.raises(ValueError, match='the cross-entropy needs a model with logits, not a Sequential: give another'):
+        loss_of_batch(model, (torch.randn(2, 3, 2, 2), torch.tensor([0, 1])))

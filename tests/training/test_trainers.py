@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from attncnn_plugin.hugging_face import load_hugging_face
 from attncnn_plugin.training import PruneHeads, TwoPhases
 
-pytestmark = pytest.mark.slow
 EPOCHS, SWITCH, PRUNE, KEEP = 8, 3, 6, 12  # epochs, those of the first phase, the epoch of pruning, heads
 STEPS = 23  # of an epoch
 
@@ -84,6 +83,7 @@ def whole_trainer(data, tmp_path_factory):
     return trainer, folder
 
 
+@pytest.mark.slow
 def test_trainer(whole_trainer, data):
     trainer, _ = whole_trainer
     assert trainer.model.network.phase == 'attn' and sum(numbers(trainer.model)) == KEEP
@@ -92,6 +92,7 @@ def test_trainer(whole_trainer, data):
     assert accuracy(trainer.model.network, data[1]) > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('step', [60, 70, 140])
 def test_trainer_resumes(step, whole_trainer, data, tmp_path):
     whole, folder = whole_trainer
@@ -100,6 +101,7 @@ def test_trainer_resumes(step, whole_trainer, data, tmp_path):
     assert_same(trainer.model, whole.model.state_dict())
 
 
+@pytest.mark.slow
 def test_trainer_with_an_optimizer_of_its_own(data, tmp_path):
     """And a schedule: a tenth of the rate in the second phase."""
 
@@ -119,6 +121,7 @@ def test_trainer_with_an_optimizer_of_its_own(data, tmp_path):
     assert_same(resumed.model, whole.model.state_dict())
 
 
+@pytest.mark.slow
 def test_trainer_with_a_model_of_its_library(data, tmp_path):
     """Heads of an unmodified ViT go by its own loss. Its files have other names, which the Trainer does not load."""
     transformers = pytest.importorskip('transformers')
@@ -141,6 +144,7 @@ def test_trainer_with_a_model_of_its_library(data, tmp_path):
     assert_same(resumed.model, whole.model.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('library', ['torch', 'transformers'])
 def test_trainer_with_adafactor(library, data, tmp_path):
     """Its state cannot lose heads: a checkpoint of before the pruning is refused for that, not for its weights."""
@@ -183,6 +187,7 @@ def test_refused_by_the_callback(data, tmp_path):
         callback(trainer)
 
 
+@pytest.mark.slow
 def test_trainer_loads_its_best_model(data, tmp_path):
     """Here that of the first phase, into a model of the second that has fewer heads."""
     best = dict(
@@ -211,6 +216,7 @@ class Stream(IterableDataset):
         return self.data[index]
 
 
+@pytest.mark.slow
 def test_trainer_of_a_stream(data, tmp_path):
     """The Trainer does not know its epochs, of two batches each."""
     epochs = []
@@ -221,6 +227,7 @@ def test_trainer_of_a_stream(data, tmp_path):
     assert trainer.model.network.phase == 'attn' and epochs == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_lightning_on_several_devices():
     pytest.importorskip('lightning')
     from attncnn_plugin.training.lightning import EpochCallback
@@ -229,6 +236,7 @@ def test_lightning_on_several_devices():
         EpochCallback(TwoPhases(epoch=1)).setup(SimpleNamespace(world_size=2, callbacks=[]), network(), 'fit')
 
 
+@pytest.mark.slow
 def test_lightning_with_other_parameters_and_a_second_fit():
     pytest.importorskip('lightning')
     from attncnn_plugin.training.lightning import EpochCallback
@@ -304,6 +312,7 @@ def test_lightning_with_stochastic_averages(whole_lightning, tmp_path):
     assert_same(module, averaging._average_model.state_dict())
 
 
+@pytest.mark.slow
 def test_lightning(whole_lightning, data):
     _, module, *_ = whole_lightning
     assert not module._load_state_dict_pre_hooks  # it loads as any other again
@@ -312,6 +321,7 @@ def test_lightning(whole_lightning, data):
     assert accuracy(module, data[1]) > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('epoch', [SWITCH - 1, SWITCH, PRUNE - 1, PRUNE])
 def test_lightning_resumes(epoch, whole_lightning, tmp_path):
     run, module, folder, _ = whole_lightning

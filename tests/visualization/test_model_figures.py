@@ -93,6 +93,8 @@ def test_swin_has_no_rollout_and_many_heads_wrap():
     wide = small_vit('vit_tiny_patch16_224', embed_dim=56, num_heads=14)
     places = {axes.get_title(): axes.get_subplotspec() for axes in plot_attention(wide, images).axes[:-1]}
     assert places['head 13'].rowspan.start == 1 and places['head 13'].colspan == places['head 1'].colspan
+    black = plot_attention(small_vit('vit_tiny_patch16_224'), torch.zeros(1, 3, SIZE, SIZE))
+    assert black.axes[0].get_subplotspec().get_gridspec().ncols == 3 + 3 and not drawn(black)['image 0'].any()
 
 
 @pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'swin_tiny_patch4_window7_224', 'sa_quadratic_cifar'])
