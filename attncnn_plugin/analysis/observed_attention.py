@@ -38,14 +38,15 @@ def observed_attention(model: nn.Module, layers: Mapping[str, Heads]) -> Iterato
         torch.Size([3])
     """
     observed = {name: ObservedAttention(layer.num_heads) for name, layer in layers.items()}
-    watched = {name for name, layer in layers.items() if layer.num_heads and not isinstance(layer, PrunableHeads)}
+    others = {name: layer for name, layer in layers.items() if not isinstance(layer, PrunableHeads)}
+    watched = {layer.runs_in(name): observed[name] for name, layer in others.items()}
 
     def visit(name: str, probs: Tensor, places: Places) -> None:
-        observed[name].add(probs.float())
+        watched[name.partition('#')[0]].add(probs.float())
 
     with ExitStack() as stack:
         if watched:
-            stack.enter_context(watching(model, visit, watched.__contains__))
+            stack.enter_context(watching(model, visit, lambda name: name.partition('#')[0] in watched))
         stack.enter_context(torch.compiler.set_stance('force_eager'))  # compiled modules do not call new hooks
         for name, layer in layers.items():
             if layer.num_heads and isinstance(layer, PrunableHeads):

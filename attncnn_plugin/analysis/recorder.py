@@ -216,7 +216,8 @@ def no_attention(model: nn.Module, others: Mapping[str, Sequence[int]] = types.M
         f'no attention of a {type(model).__name__} was seen for these inputs. It is seen where PyTorch computes it, by '
         'scaled_dot_product_attention or a softmax whose result multiplies values'
         + (f'; {scripted[0] or "the model"} is scripted, which hides it' if scripted else '')
-        + '. Convolutions, mixers and linear attention have none, nor has a CMHSA in the convolution phase'
+        + '. Convolutions, mixers and linear attention have none, nor have layers without heads, or a CMHSA in the '
+        'convolution phase'
     )
 
 
@@ -428,6 +429,8 @@ def _weighted_by_gradients(
             )
         chosen = logits.gather(1, classes.to(logits.device).expand(len(logits))[:, None]).sum()
         seen = [change for _, change in changes.values()] + list(own_outputs.values())
+        if not seen:
+            raise no_attention(model)
         gradients = dict(zip([*changes, *own_outputs], torch.autograd.grad(chosen, seen, allow_unused=True)))
     for name, (probs, places) in maps.items():
         gradient = gradients.get(name)

@@ -413,6 +413,10 @@ class Attention:
         """Returns the names of the maps that there are, one or three."""
         return [name for name in self.adapter.maps if self.of_map(name, 'weight') is not None]
 
+    def runs_in(self, name: str) -> str:
+        """Returns the name of :attr:`called` in a model that has the module by this name."""
+        return f'{name}.{self.adapter.called}'.strip('.')
+
     def part(self, name: str) -> Any:
         """Returns an attribute of the module, or of one inside; None without it."""
         return part_of(self.module, name)

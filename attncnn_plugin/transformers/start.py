@@ -257,7 +257,7 @@ def _report(
 
     Windows that hide keys from a query, shifted ones, hide them from the wanted attention too.
     """
-    by_name, layers = {attention.name: attention for attention in attentions}, {}
+    by_name, layers = {attention.runs_in(attention.name): attention for attention in attentions}, {}
 
     def compare(name: str, probs: Tensor, places: Places) -> None:
         attention = by_name[name]
@@ -279,7 +279,7 @@ def _report(
         variations = ((own - wanted).abs().sum(-1) / 2).where(of_patches, 0).sum((0, 2)) / number
         share = max(0.0, float(1 - total[of_patches].mean())) if (key < 0).any() else 0.0  # and no rounding error
         heads = tuple(HeadStart((i, j), x) for (i, j), x in zip(attention.shifts.tolist(), variations.tolist()))
-        layers[name] = LayerStart(name, encoding, grid, heads, share)
+        layers[name] = LayerStart(attention.name, encoding, grid, heads, share)
 
     with watching(model, compare, by_name.__contains__):
         network.module(images)
