@@ -160,7 +160,7 @@ class AttentionRecorder:
 def chosen_by(layers: Layers) -> Callable[[str], bool]:
     """Returns a function that says whether names, globs or a function choose attention of a name."""
     if layers is None or callable(layers):
-        return layers or (lambda name: True)  # type: ignore[return-value]
+        return layers or (lambda name: True)
     globs = [layers] if isinstance(layers, str) else list(layers)
     if not globs or not all(isinstance(glob, str) for glob in globs):
         raise TypeError(f'layers={shown(layers)} must be names, globs such as "blocks.1?.*", or a function of a name')
@@ -303,7 +303,7 @@ class Rollout:
     def __init__(self) -> None:
         self.joint: Optional[Tensor] = None
         self.tokens: Optional[Tensor] = None
-        self.first: Optional[Tensor] = None
+        self.first: Any = None
         self.pooled: Optional[Tensor] = None
 
     def add(self, name: str, weights: Tensor, keep: float, places: Places) -> None:
@@ -392,7 +392,7 @@ def _weighted_by_gradients(
     """Yields the name of each layer, E_h[(∂y/∂A ∘ A)⁺] (Chefer et al. 2021, eq. 5), ``(B, Q, K)``, and its places."""
     maps: Dict[str, Tuple[Tensor, Places]] = {}
     changes: Dict[str, Tuple[Attention, Tensor]] = {}
-    own_layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, AttentionLayer)}
+    own_layers: Dict[str, Any] = {name: own for name, own in model.named_modules() if isinstance(own, AttentionLayer)}
     own_inputs: Dict[str, Tensor] = {}
     own_outputs: Dict[str, Tensor] = {}
 

@@ -137,7 +137,7 @@ def init_as_convolution(
     network = find_transformer(model)
     if any(parameter.is_meta for parameter in network.module.parameters()):
         raise ValueError(f'model is a {network.kind} on the meta device, without values: build it on another device')
-    attentions = find_attention(model)
+    attentions = find_attention(network)
     for attention in attentions:
         _check(attention)
     if not overwrite:
@@ -182,7 +182,7 @@ def _check(attention: Attention) -> None:
         reason = 'it has no heads left'
     elif adapter.turned is direction:
         reason = 'it compares queries and keys by their angle (Swin v2): bounded scores cannot be a Gaussian'
-    elif adapter.probs is not None:
+    elif not adapter.maps:
         reason = 'its probabilities are no softmax of scores'
     elif not isinstance(attention.part(adapter.norms[0]), (nn.Identity, type(None))):
         reason = 'it normalizes queries and keys, so that they have no scale: build the model with qk_norm=False'

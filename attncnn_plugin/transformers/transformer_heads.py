@@ -77,7 +77,7 @@ class TransformerHeads(Attention):
     def shared(self) -> Optional[str]:
         """Returns why heads of the module are not apart; None where they are."""
         forward = vars(self.module).get('forward')
-        if self.adapter.probs is not None:
+        if not self.adapter.maps:
             return 'its probabilities are no softmax of scores'
         if self.adds_keys:
             return OTHER_KEYS
@@ -203,8 +203,8 @@ def forward_of_heads(module: Any, *args: Any, **kwargs: Any) -> Any:
         rows = [forward_of_heads(module, *[row[None]] * 3, **kwargs)[0][0] for row in tokens.unbind()]
         return torch.nested.as_nested_tensor(rows), None
     x, call = attention.tokens(args, kwargs)
-    heads, key, value = attention.queries_keys_values(x, call)  # queries first
-    added = attention.added(heads, call)
+    query, key, value = attention.queries_keys_values(x, call)
+    heads, added = query, attention.added(query, call)
     number = attention.num_heads
     if added is not None and added.ndim > 2 and added.shape[-3] not in (1, number):
         raise ValueError('a position bias that all layers share is for all heads, but this layer has lost some')
@@ -213,10 +213,9 @@ def forward_of_heads(module: Any, *args: Any, **kwargs: Any) -> Any:
     weights = None
     if number > 0 and getattr(module, 'fused_attn', not isinstance(drop, nn.Module)):
         added = None if added is None else added.to(value.dtype)
-        heads = F.scaled_dot_product_attention(heads, key, value, attn_mask=added, dropout_p=rate, scale=1.0)
+        heads = F.scaled_dot_product_attention(query, key, value, attn_mask=added, dropout_p=rate, scale=1.0)
     elif number > 0:
-        scores = heads @ key.mT
-        heads = F.dropout((scores if added is None else scores + added).softmax(-1), rate).type_as(value) @ value
+        heads = F.dropout(probs_of_scores(query @ key.mT, added), rate).type_as(value) @ value
     output = heads.transpose(1, 2).flatten(2)  # head after head
     gate = attention.part(attention.adapter.gate)
     output = attention.output(output if gate is None else output * gate(x).sigmoid())
@@ -226,11 +225,16 @@ def forward_of_heads(module: Any, *args: Any, **kwargs: Any) -> Any:
         output = join_windows(output, numbers_in_windows(*call['windows']), tokens.shape[1:3])
         return F.dropout(output, module.dropout, module.training)
     if call.get('need_weights', attention.adapter.returns_pair):
-        weights = attention.probs(x, call)
+        weights = probs_of_scores(query @ key.mT, added)
         weights = weights.mean(1) if call.get('average_attn_weights', True) else weights
     if getattr(module, 'batch_first', True) is False:
         output = output.transpose(0, 1)
     return (output, weights) if attention.adapter.returns_pair else output
+
+
+def probs_of_scores(scores: Tensor, added: Optional[Tensor]) -> Tensor:
+    """Computes the probabilities of scores and of what is added to them."""
+    return (scores if added is None else scores + added).softmax(-1)
 
 
 def follow_heads(module: nn.Module, state_dict: Mapping[str, Tensor], prefix: str) -> bool:
