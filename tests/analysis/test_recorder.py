@@ -510,9 +510,12 @@ class Attend(nn.Module):
         return (self.probs @ value).transpose(1, 2).flatten(2)
 
 
-def test_classes_that_nobody_knows():
+@pytest.mark.parametrize('of_library', [False, True])
+def test_classes_that_nobody_knows(of_library):
+    """Such as one that had other parts in another version of the library."""
     model, x = small_vit('vit_tiny_patch16_224', depth=3).double(), images()
-    model.blocks[1].attn.forward = other = Attend().double()
+    parts = dict(__module__='transformers.models.vit.modeling_vit', forward=Attend.forward)
+    other = (type('ViTAttention', (Attend,), parts) if of_library else Attend)().double()
     model.blocks[1].attn = other
     maps = attention_maps(model, x)
     assert list(maps) == [f'blocks.{i}.attn' for i in range(3)]

@@ -9,6 +9,7 @@ import torch
 from helpers.vits import OF_MMPRETRAIN, OF_TIMM, OTHERS, SETTINGS, new_vit, not_small, output_of, small_vit
 from hypothesis import given
 from hypothesis import strategies as st
+from timm.models.swin_transformer import WindowAttention
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -147,6 +148,24 @@ def test_windows(kind, rows, columns, window):
     for block, (layer, probs) in zip(blocks, expected.items()):
         whole = on_grid(probs, own_windows(block, (rows, columns)), rows * columns)
         torch.testing.assert_close(maps[layer], whole)
+
+
+@pytest.mark.parametrize('name', ['of a block of its own', 'mobilevit_xxs'])
+def test_windows_of_other_blocks(name):
+    """Attention of timm's Swin in another block, and the same pixel of all patches, as in MobileViT."""
+    numbers = torch.arange(1, 65)
+    if name == 'mobilevit_xxs':
+        model, size = timm.create_model(name).double().eval(), 64
+        windows = numbers.view(4, 2, 4, 2).permute(1, 3, 0, 2).reshape(-1, 16)
+    else:
+        cut = nn.Sequential(nn.Unflatten(3, (2, 4)), nn.Unflatten(2, (2, 4)))  # (B, D, 2, 4, 2, 4)
+        model, size = nn.Sequential(nn.Conv2d(3, 24, 4, 4), cut, WindowAttention(24, 3, window_size=(4, 4))), 32
+        cut.register_forward_hook(lambda _, args, x: x.permute(0, 2, 4, 3, 5, 1).flatten(3, 4).flatten(0, 2))
+        model, windows = not_small(model).double(), numbers.view(2, 4, 2, 4).transpose(1, 2).reshape(-1, 16)
+    images = torch.randn(2, 3, size, size, dtype=torch.float64)
+    layer, probs = next(iter(own_attention(model, images).items()))
+    expected = on_grid(probs, windows, 64)
+    torch.testing.assert_close(attention_maps(model, images)[layer], expected, rtol=1e-12, atol=1e-13)
 
 
 def test_padding_of_windows_is_left_out():
