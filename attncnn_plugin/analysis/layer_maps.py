@@ -208,7 +208,7 @@ def maps_of_images(
             )
         return {}
     means = ImageMeans()
-    grids: Dict[str, Grid] = {}
+    grids: Dict[str, Any] = {}
 
     def add(name: str, layer: AttentionLayer, x: Tensor) -> None:
         grids[name] = layer.grid_of(x)

@@ -205,7 +205,8 @@ def no_attention(model: nn.Module, others: Mapping[str, Sequence[int]] = types.M
         f'no attention of a {type(model).__name__} was seen for these inputs. It is seen where PyTorch computes it, by '
         'scaled_dot_product_attention or a softmax whose result multiplies values'
         + (f'; {scripted[0] or "the model"} is scripted, which hides it' if scripted else '')
-        + '. Convolutions, mixers and linear attention have none, nor has a CMHSA in the convolution phase'
+        + '. Convolutions, mixers and linear attention have none, nor have layers without heads, or a CMHSA in the '
+        'convolution phase'
     )
 
 
@@ -291,7 +292,7 @@ class Rollout:
     def __init__(self) -> None:
         self.joint: Optional[Tensor] = None
         self.tokens: Optional[Tensor] = None
-        self.first: Optional[Tensor] = None
+        self.first: Any = None
         self.pooled: Optional[Tensor] = None
 
     def add(self, name: str, weights: Tensor, keep: float, places: Places) -> None:
@@ -380,7 +381,7 @@ def _weighted_by_gradients(
     """Yields the name of each layer, E_h[(∂y/∂A ∘ A)⁺] (Chefer et al. 2021, eq. 5), ``(B, Q, K)``, and its places."""
     maps: Dict[str, Tuple[Tensor, Places]] = {}
     changes: Dict[str, Tuple[Attention, Tensor]] = {}
-    own_layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, AttentionLayer)}
+    own_layers: Dict[str, Any] = {name: own for name, own in model.named_modules() if isinstance(own, AttentionLayer)}
     own_inputs: Dict[str, Tensor] = {}
     own_outputs: Dict[str, Tensor] = {}
 
@@ -417,6 +418,8 @@ def _weighted_by_gradients(
             )
         chosen = logits.gather(1, classes.to(logits.device).expand(len(logits))[:, None]).sum()
         seen = [change for _, change in changes.values()] + list(own_outputs.values())
+        if not seen:
+            raise no_attention(model)
         gradients = dict(zip([*changes, *own_outputs], torch.autograd.grad(chosen, seen, allow_unused=True)))
     for name, (probs, places) in maps.items():
         gradient = gradients.get(name)

@@ -173,9 +173,9 @@ class ImageAttention(PrunableHeads):
             )
         return super().__getattr__(name)
 
-    def grid_of(self, x: Tensor) -> Tuple[int, int]:
-        """Returns the height and width of images, ``(B, C, H, W)``."""
-        return x.shape[2], x.shape[3]
+    def grid_of(self, x: Tensor) -> Tuple[int, ...]:
+        """Returns the size of images, height and width of ``(B, C, H, W)``."""
+        return tuple(x.shape[2:])
 
     def value_matrices(self) -> Tensor:
         if not isinstance(self.value, GroupedLinear):

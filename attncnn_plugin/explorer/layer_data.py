@@ -6,8 +6,8 @@ A layer has
 - ``centers``: Δ of its heads, ``(N_h, 2)``, where they are Gaussian and do not depend on an image, or null;
 - ``grid``: height H and width W of its keys, in patches, tokens or pixels;
 - ``rows`` and ``columns``: where its queries are on this grid. With even kernels some lie in the padding;
-- ``others``: the names of the T tokens beside the grid, such as class tokens. They are queries too, the first ones:
-  there are N = T + rows · columns queries;
+- ``others``: the names of the T tokens beside the grid: ``cls``, the one that the model reads, ``extra 2``, …. They are
+  queries too, the first ones: there are N = T + rows · columns queries;
 - ``keys``: null where a query sees all K = H·W keys. In windows the numbers of the K = M keys in the window of each
   query, ``(N, M)``, H·W for those that it does not see;
 - ``parts``: of ``position``, ``content`` and ``both`` those that the layer has, or ``attention`` of another library's
@@ -24,6 +24,7 @@ An array is an object with its ``dtype``, its ``shape``, and its ``data``: row-m
 
 import base64
 import gzip
+import math
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
@@ -71,33 +72,34 @@ def observed_layers(model: nn.Module, images: Tensor) -> List[Layer]:
     found: Dict[str, Layer] = {}
     others: Dict[str, Tuple[int, ...]] = {}
     tokens: Dict[str, List[float]] = {}
+    windows: Dict[str, Tuple[Tensor, Any]] = {}  # the keys of each query, and which of these it sees in some image
     read: List[Optional[float]] = []
 
     def visit(name: str, probs: Tensor, places: Places) -> None:
         probs = probs.float().cpu()
         if not probs.isfinite().all():
             raise ValueError(f'the probabilities of {name} are not finite: the parameters of the model must be')
-        if places.on_grid(probs[:, :1]) is None:
+        same = places.are_windows or places.queries is not None and torch.equal(places.queries, places.keys)
+        if not same or places.on_grid(probs[:, :1]) is None:
             others[name] = tuple(probs.shape)
             return
         queries, numbers = places.queries.cpu(), places.keys.cpu()
-        (_, query, grid), (_, key, _), keys = cells(queries), cells(numbers), None
-        patches = grid[0] * grid[1]
+        (_, query, grid), (_, key, _) = cells(queries), cells(numbers)
         _check_pairs(name, images, grid, key.shape[1])
-        where = query.flatten().argsort(stable=True)[(query < 0).sum() :]  # of each patch
-        probs = probs.transpose(0, 1).flatten(1, 2)[:, where]  # (N_h, H·W, K)
+        where = query.flatten().argsort(stable=True)  # tokens beside the grid, then patches
+        where = where[(query < 0).sum() :] if places.are_windows else where
+        probs = probs.transpose(0, 1).flatten(1, 2)[:, where]  # (N_h, N, K)
         if places.are_windows:
             keys = key[where // query.shape[1]]
             beside = _outside((probs * (keys < 0)).sum(-1))
             probs = probs.masked_fill(keys < 0, 0)
-            keys = keys.masked_fill((keys < 0) | (probs.amax(0) <= HIDDEN), patches)
+            windows[name] = keys, windows.get(name, (None, False))[1] | (probs.amax(0) > HIDDEN)
         else:
             tokens[name] = numbers[0, key[0] < 0].tolist()
             order = key[0].argsort(stable=True)
-            probs, beside = probs[..., order[-patches:]], probs[..., (key[0] < 0).nonzero()[:, 0]]
-        data = found.setdefault(name, _layer(len(probs), grid, [*map(range, grid)], keys=keys))
-        if data['heads']:
-            data['parts'].setdefault('attention', []).append(_packed_part(probs, beside))
+            beside, probs = probs[..., order].split([len(tokens[name]), grid[0] * grid[1]], -1)
+        data = found.setdefault(name, _layer(len(probs), grid, [*map(range, grid)]))
+        data['parts'].setdefault('attention', []).append(_packed_part(probs, beside))
 
     end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
     with torch.no_grad(), evaluating(model), watching(model, visit, end=end):
@@ -106,7 +108,10 @@ def observed_layers(model: nn.Module, images: Tensor) -> List[Layer]:
     if not found:
         raise no_attention(model, others)
     for name, numbers in tokens.items():
-        found[name]['others'] = ['cls' if own == read[-1] else f'token {i + 1}' for i, own in enumerate(numbers)]
+        found[name]['others'] = ['cls' if own == read[-1] else f'extra {i + 1}' for i, own in enumerate(numbers)]
+    for name, (keys, seen) in windows.items():
+        whole = keys.masked_fill(~seen, math.prod(found[name]['grid']))
+        found[name]['keys'] = packed(whole.numpy().astype(np.int32))
     return _finished(found)
 
 
@@ -136,7 +141,6 @@ def _layer(
     heads: int,
     size: Sequence[int],
     places: Sequence[Sequence[int]],
-    keys: Optional[Tensor] = None,
     centers: Optional[List[List[float]]] = None,
 ) -> Layer:
     return {
@@ -146,7 +150,7 @@ def _layer(
         'rows': list(places[0]),
         'columns': list(places[1]),
         'others': [],
-        'keys': None if keys is None else packed(keys.numpy().astype(np.int32)),
+        'keys': None,
         'parts': {},
     }
 

@@ -138,7 +138,7 @@ def init_as_convolution(
     network = find_transformer(model)
     if any(parameter.is_meta for parameter in network.module.parameters()):
         raise ValueError(f'model is a {network.kind} on the meta device, without values: build it on another device')
-    attentions = find_attention(model)
+    attentions = find_attention(network)
     for attention in attentions:
         _check(attention)
     if not overwrite:
@@ -183,7 +183,7 @@ def _check(attention: Attention) -> None:
         reason = 'it has no heads left'
     elif adapter.turned is direction:
         reason = 'it compares queries and keys by their angle (Swin v2): bounded scores cannot be a Gaussian'
-    elif adapter.probs is not None:
+    elif not adapter.maps:
         reason = 'its probabilities are no softmax of scores'
     elif not isinstance(attention.part(adapter.norms[0]), (nn.Identity, type(None))):
         reason = 'it normalizes queries and keys, so that they have no scale: build the model with qk_norm=False'
@@ -258,7 +258,7 @@ def _report(
 
     Windows that hide keys from a query, shifted ones, hide them from the wanted attention too.
     """
-    by_name, layers = {attention.name: attention for attention in attentions}, {}
+    by_name, layers = {attention.runs_in(attention.name): attention for attention in attentions}, {}
 
     def compare(name: str, probs: Tensor, places: Places) -> None:
         attention = by_name[name]
@@ -280,7 +280,7 @@ def _report(
         variations = ((own - wanted).abs().sum(-1) / 2).where(of_patches, 0).sum((0, 2)) / number
         share = max(0.0, float(1 - total[of_patches].mean())) if (key < 0).any() else 0.0  # and no rounding error
         heads = tuple(HeadStart((i, j), x) for (i, j), x in zip(attention.shifts.tolist(), variations.tolist()))
-        layers[name] = LayerStart(name, encoding, grid, heads, share)
+        layers[name] = LayerStart(attention.name, encoding, grid, heads, share)
 
     with watching(model, compare, by_name.__contains__):
         network.module(images)

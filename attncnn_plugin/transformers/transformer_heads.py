@@ -76,7 +76,7 @@ class TransformerHeads(Attention):
     def shared(self) -> Optional[str]:
         """Returns why heads of the module are not apart; None where they are."""
         forward = vars(self.module).get('forward')
-        if self.adapter.probs is not None:
+        if not self.adapter.maps:
             return 'its probabilities are no softmax of scores'
         if self.adds_keys:
             return OTHER_KEYS

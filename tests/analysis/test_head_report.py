@@ -392,7 +392,7 @@ def test_models_by_content(position):
 @pytest.mark.parametrize(
     'model, settings, message',
     [
-        (nn.MultiheadAttention(4, 2), dict(size=(5, 5)), 'type MultiheadAttention, has no attention layers'),
+        (nn.MultiheadAttention(4, 2), dict(size=(5, 5)), 'a MultiheadAttention, depends on images, which say'),
         (conv_to_mhsa(nn.Conv2d(2, 2, 7, padding=3))[0], dict(size=(5, 5)), 'the image of 5x5 pixels is'),
         (ContentAttention(4, 2), dict(size=(5, 5)), "layer, .*position='relative_learned', depend on images: give"),
         (LAYERS['learned'](), dict(size=(1, 1)), 'is a single token'),

@@ -265,7 +265,7 @@ def test_observed_attention_is_that_of_the_model():
     images = torch.randn(3, 3, SIZE, SIZE, dtype=torch.float64)
     tokens = []
     model.blocks[0].attn.register_forward_pre_hook(lambda _, args: tokens.append(args[0]))
-    with torch.no_grad(), observed_attention(prunable_heads(model)) as observed:
+    with torch.no_grad(), observed_attention(model, prunable_heads(model)) as observed:
         model(images[:2])
         model(images[2:])
     query, key, _ = model.blocks[0].attn.qkv(torch.cat(tokens)).view(3, -1, 3, 3, 8).permute(2, 0, 3, 1, 4)

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.prune import l1_unstructured as unstructured
 
 from attncnn_plugin import follow_state_dict
-from attncnn_plugin.analysis.layer_maps import layer_labels, shown_layers
+from attncnn_plugin.analysis.layer_maps import layer_labels
 from attncnn_plugin.attention import StructureError
 from attncnn_plugin.pruning import head_costs, head_importance, prunable_heads, prune_heads, replace_parameters
 from attncnn_plugin.training import PruneHeads
@@ -103,7 +103,7 @@ def test_removed_heads_are_heads_at_zero(name, fused):
 def test_number_of_the_block(name):
     """Heads are named by it, and figures show it, whatever a library calls its layers."""
     model = small_vit(name)
-    assert list(layer_labels(shown_layers(model)).values()) == ['block 0', 'block 1']
+    assert list(layer_labels(prunable_heads(model)).values()) == ['block 0', 'block 1']
     prune_heads(model, {1: [0]})
     assert numbers(model) == [3, 2]
 
