@@ -32,18 +32,22 @@ class Followed:
     def __init__(self) -> None:
         self.numbers: Any = WeakTensorKeyDictionary()
         self.beside = 0  # tokens beside the grid so far
+        self.has_begun = False
 
     def of(self, tensor: Any) -> Optional[Tensor]:
         """Returns the numbers of a tensor's entries, of its shape; None where they are unknown."""
         return self.numbers.get(tensor) if isinstance(tensor, Tensor) else None
 
-    def begin(self, images: Tensor) -> None:
-        """Numbers the pixels of images ``(B, C, H, W)``."""
-        if images.ndim == 4 and images.is_floating_point():
+    def begin(self, images: Any) -> None:
+        """Numbers the pixels of images ``(B, C, H, W)``, or of the frames of videos."""
+        if isinstance(images, Tensor) and images.ndim in (4, 5) and images.is_floating_point():
             self.numbers[images] = new_numbers(images, None)
+            self.has_begun = True
 
     def follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Finds the numbers of what a function gave."""
+        if not self.has_begun and 'conv' in func.__name__ and args:  # of images that came as keyword arguments
+            self.begin(args[0])
         everything = flat((*args, *kwargs.values()))
         tensors = [own for own in everything if own in self.numbers]
         if not tensors:
