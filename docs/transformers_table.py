@@ -6,6 +6,7 @@ Run by hand, ``python docs/transformers.py [GLOB …]``; a slow test runs a few 
 import contextlib
 import copy
 import fnmatch
+import importlib
 import sys
 import warnings
 from pathlib import Path
@@ -113,7 +114,7 @@ HUGGING_FACE = [
     ('CLIPModel', BOTH, image(input_ids=IDS), 4),
     ('CLIPSegForImageSegmentation', dict(BOTH, extract_layers=[0, 1], reduce_dim=16, decoder_num_attention_heads=2), image(input_ids=IDS), 0),
     ('ConditionalDetrModel', dict(DETR, backbone_config=RESNET), image(64), 3),
-    ('CvtModel', dict(patch_sizes=[7, 3, 3], embed_dim=[8, 16, 32], num_heads=[1, 2, 4], depth=[1, 1, 2]), image(64), 4),
+    ('CvtModel', dict(patch_sizes=[7, 3, 3], embed_dim=[8, 16, 32], num_heads=[1, 2, 4], depth=[1, 2, 3]), image(64), 6),
     ('Data2VecVisionModel', HF, image(), 2),
     ('DabDetrModel', dict(DETR, hidden_size=32, backbone_config=RESNET), image(64), 0),
     ('DeformableDetrModel', dict(DETR, backbone_config=RESNETS), image(64), 0),
@@ -146,7 +147,6 @@ HUGGING_FACE = [
     ('PvtModel', dict(PYRAMID, image_size=64), image(64), 4),
     ('PvtV2Model', dict(PYRAMID, image_size=64), image(64), 4),
     ('RTDetrModel', dict(DETR, backbone_config=dict(RESNETS, model_type='rt_detr_resnet'), encoder_in_channels=[8, 16, 16], encoder_hidden_dim=32, hidden_size=32, feat_channels=[32, 32, 32], decoder_in_channels=[32, 32, 32], decoder_layers=1), image(64), 2),
-    ('Sam2VisionModel', dict(backbone_config=dict(hidden_size=16, image_size=[64, 64], blocks_per_stage=[1, 1, 2, 1], embed_dim_per_stage=[16, 32, 64, 128], num_attention_heads_per_stage=[1, 2, 4, 8], window_size_per_stage=[8, 4, 4, 2], global_attention_blocks=[3]), backbone_channel_list=[128, 64, 32, 16], backbone_feature_sizes=[[16, 16], [8, 8], [4, 4]]), image(64), 5),
     ('SamModel', dict(vision_config=dict(HF, output_channels=32, window_size=3, global_attn_indexes=[1], num_pos_feats=16, mlp_dim=32), prompt_encoder_config=dict(hidden_size=32, image_size=32, patch_size=8, mask_input_channels=4), mask_decoder_config=dict(hidden_size=32, num_attention_heads=4, mlp_dim=32, iou_head_hidden_dim=32)), image(input_points=torch.tensor([[[[4., 4]]], [[[9., 20]]]])), 9),
     ('SegformerModel', PYRAMID, image(64), 4),
     ('Siglip2VisionModel', dict(HF, num_patches=16), dict(pixel_values=torch.randn(2, 16, 192), pixel_attention_mask=torch.ones(2, 16).long(), spatial_shapes=torch.tensor([[4, 4], [2, 8]])), 3),
@@ -165,7 +165,6 @@ HUGGING_FACE = [
     ('ViTModel', HF, image(), 2),
     ('ViTMSNModel', HF, image(), 2),
     ('VitDetModel', dict(HF, window_size=2, window_block_indices=[0]), image(), 2),
-    ('VitMatteForImageMatting', dict(backbone_config=dict(HF, model_type='vitdet', num_channels=4, out_features=['stage2']), hidden_size=32, convstream_hidden_sizes=[8, 16, 24], fusion_hidden_sizes=[32, 16, 16, 8]), dict(pixel_values=torch.randn(2, 4, 32, 32)), 2),
     ('VitPoseForPoseEstimation', dict(backbone_config=dict(HF, model_type='vitpose_backbone', image_size=[32, 32], patch_size=[8, 8], out_features=['stage2'])), image(), 2),
     ('VivitModel', dict(VIDEO, tubelet_size=[2, 8, 8]), FRAMES, 2),
     ('VJEPA2Model', dict(crop_size=32, patch_size=8, frames_per_clip=4, hidden_size=48, num_attention_heads=2, num_hidden_layers=2, pred_hidden_size=48, pred_num_attention_heads=2, pred_num_hidden_layers=1), dict(pixel_values_videos=torch.randn(2, 4, 3, 32, 32)), 3),
@@ -174,6 +173,84 @@ HUGGING_FACE = [
     ('XCLIPModel', dict(BOTH, projection_dim=32, prompt_layers=1, prompt_num_attention_heads=2, vision_config=dict(VIDEO, mit_hidden_size=32, mit_intermediate_size=32, mit_num_hidden_layers=1, mit_num_attention_heads=2)), dict(FRAMES, input_ids=IDS), 8),
     ('YolosModel', dict(HF, image_size=[32, 32], num_detection_tokens=5), image(), 2),
     ('ZoeDepthForDepthEstimation', dict(backbone_config=dict(HF, num_hidden_layers=4, model_type='beit', out_indices=[1, 2, 3, 4], reshape_hidden_states=False, use_relative_position_bias=True), backbone_hidden_size=32, neck_hidden_sizes=[8, 8, 16, 16], fusion_hidden_size=8, bottleneck_features=8), image(), 4),
+    ('Sam2HieraDetModel', dict(hidden_size=16, image_size=[64, 64], blocks_per_stage=[1, 1, 2, 1], embed_dim_per_stage=[16, 32, 64, 128], num_attention_heads_per_stage=[1, 2, 4, 8], window_size_per_stage=[8, 4, 4, 2], global_attention_blocks=[3]), image(64), 5),
+]
+PIXELS = torch.randn(2, 3, 64, 64)
+LUCID = dict(image_size=64, patch_size=16, num_classes=5, dim=32, depth=2, heads=4, mlp_dim=32, dim_head=8)
+ARCH = dict(embed_dims=32, num_layers=2, num_heads=4, feedforward_channels=48)
+MM = dict(arch=ARCH, img_size=64, patch_size=16)
+OPEN_CLIP = dict(embed_dim=16, text_cfg=dict(context_length=7, vocab_size=50, width=32, heads=4, layers=2))
+# The module and class of other libraries.
+OTHERS = [
+    ('mmpretrain.models.BEiTViT', MM, PIXELS, 2),
+    ('mmpretrain.models.Conformer', dict(arch=dict(embed_dims=32, channel_ratio=1, num_heads=4, depths=12)), PIXELS, 12),
+    ('mmpretrain.models.DaViT', dict(arch=dict(embed_dims=16, depths=[1, 1], num_heads=[2, 4], embed_groups=[2, 4]), window_size=4, out_indices=(0, 1)), PIXELS, 4),
+    ('mmpretrain.models.DeiT3', MM, PIXELS, 2),
+    ('mmpretrain.models.DistilledVisionTransformer', MM, PIXELS, 2),
+    ('mmpretrain.models.EdgeNeXt', {}, PIXELS, 3),
+    ('mmpretrain.models.EfficientFormer', dict(arch='l1'), torch.randn(2, 3, 224, 224), 1),
+    ('mmpretrain.models.HiViT', dict(arch='tiny', img_size=64), PIXELS, 10),
+    ('mmpretrain.models.LeViT', dict(arch='128s', img_size=224), torch.randn(2, 3, 224, 224), 11),
+    ('mmpretrain.models.MixMIMTransformer', dict(arch=dict(embed_dims=16, depths=[1, 1, 1, 1], num_heads=[1, 2, 2, 4]), img_size=64, window_size=[4, 4, 4, 2]), PIXELS, 4),
+    ('mmpretrain.models.MobileViT', dict(arch='xx_small'), PIXELS, 9),
+    ('mmpretrain.models.MViT', dict(arch=dict(embed_dims=16, num_layers=4, num_heads=1, downscale_indices=[1, 3])), PIXELS, 4),
+    ('mmpretrain.models.RevVisionTransformer', MM, PIXELS, 2),
+    ('mmpretrain.models.SwinTransformer', dict(arch=dict(embed_dims=16, depths=[1, 2, 1, 1], num_heads=[2, 4, 4, 4]), img_size=64, window_size=4, pad_small_map=True), PIXELS, 5),
+    ('mmpretrain.models.SwinTransformerV2', dict(arch=dict(embed_dims=16, depths=[1, 2, 1, 1], num_heads=[2, 4, 4, 4], extra_norm_every_n_blocks=0), img_size=64, window_size=[4, 4, 4, 2], pad_small_map=True), PIXELS, 5),
+    ('mmpretrain.models.T2T_ViT', dict(img_size=64, embed_dims=32, num_layers=2, t2t_cfg=dict(token_dims=16), layer_cfgs=dict(num_heads=4, feedforward_channels=32)), PIXELS, 2),
+    ('mmpretrain.models.TinyViT', dict(arch='5m', img_size=(224, 224)), torch.randn(2, 3, 224, 224), 10),
+    ('mmpretrain.models.TNT', dict(arch=dict(embed_dims_outer=32, embed_dims_inner=8, num_layers=2, num_heads_outer=4, num_heads_inner=2), img_size=64), PIXELS, 4),
+    ('mmpretrain.models.PCPVT', dict(arch=dict(embed_dims=[16, 16, 32, 32], depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 4], patch_sizes=[4, 2, 2, 2], strides=[4, 2, 2, 2], mlp_ratios=[2, 2, 2, 2], sr_ratios=[8, 4, 2, 1])), PIXELS, 4),
+    ('mmpretrain.models.SVT', dict(arch=dict(embed_dims=[16, 16, 32, 32], depths=[2, 2, 2, 2], num_heads=[1, 1, 2, 4], patch_sizes=[4, 2, 2, 2], strides=[4, 2, 2, 2], mlp_ratios=[2, 2, 2, 2], sr_ratios=[8, 4, 2, 1], window_sizes=[7, 7, 7, 7])), PIXELS, 8),
+    ('mmpretrain.models.VisionTransformer', MM, PIXELS, 2),
+    ('mmpretrain.models.ViTEVA02', dict(MM, sub_ln=True), PIXELS, 2),
+    ('mmpretrain.models.ViTSAM', dict(arch=dict(ARCH, global_attn_indexes=[1]), img_size=64, patch_size=16, out_channels=16, window_size=3), PIXELS, 2),
+    ('mmpretrain.models.XCiT', dict(patch_size=16, embed_dims=32, depth=2, num_heads=4, cls_attn_layers=1), PIXELS, 3),
+    ('torchvision.models.MaxVit', dict(input_size=(64, 64), stem_channels=8, partition_size=4, block_channels=[16, 32], block_layers=[1, 1], head_dim=8, stochastic_depth_prob=0.0), PIXELS, 4),
+    ('torchvision.models.SwinTransformer', dict(patch_size=[4, 4], embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=[4, 4]), PIXELS, 4),
+    ('torchvision.models.swin_v2_t', {}, PIXELS, 12),
+    ('torchvision.models.VisionTransformer', dict(image_size=64, patch_size=16, num_layers=2, num_heads=4, hidden_dim=32, mlp_dim=48), PIXELS, 2),
+    ('torchvision.models.video.mvit_v2_s', {}, torch.randn(1, 3, 16, 224, 224), 16),
+    ('torchvision.models.video.SwinTransformer3d', dict(patch_size=[2, 4, 4], embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=[2, 4, 4]), torch.randn(1, 3, 4, 32, 32), 4),
+    ('open_clip.model.CLIP', dict(OPEN_CLIP, vision_cfg=dict(image_size=32, patch_size=8, width=32, head_width=8, layers=2)), dict(image=torch.randn(2, 3, 32, 32), text=IDS), 4),
+    ('open_clip.model.CustomTextCLIP', dict(OPEN_CLIP, vision_cfg=dict(image_size=32, patch_size=8, width=32, head_width=8, layers=2, attentional_pool=True, attn_pooler_queries=4, attn_pooler_heads=4)), dict(image=torch.randn(2, 3, 32, 32), text=IDS), 5),
+    ('open_clip.coca_model.CoCa', dict(embed_dim=32, text_cfg=dict(context_length=8, vocab_size=50, width=32, heads=4, layers=2, embed_cls=True, output_tokens=True), multimodal_cfg=dict(context_length=8, vocab_size=50, width=32, heads=4, layers=1), vision_cfg=dict(image_size=32, patch_size=8, width=32, head_width=8, layers=2, attentional_pool=True, attn_pooler_heads=4, output_tokens=True)), dict(image=torch.randn(2, 3, 32, 32), text=IDS), 7),
+    ('vit_pytorch.ViT', LUCID, PIXELS, 2),
+    ('vit_pytorch.SimpleViT', LUCID, PIXELS, 2),
+    ('vit_pytorch.cait.CaiT', dict(LUCID, cls_depth=1), PIXELS, 3),
+    ('vit_pytorch.cct.CCT', dict(img_size=64, embedding_dim=32, num_layers=2, num_heads=4, mlp_ratio=1, num_classes=5), PIXELS, 3),
+    ('vit_pytorch.cross_vit.CrossViT', dict(image_size=96, num_classes=5, sm_dim=16, lg_dim=32, depth=1, lg_enc_depth=1, cross_attn_depth=1, lg_patch_size=24), torch.randn(2, 3, 96, 96), 4),
+    ('vit_pytorch.crossformer.CrossFormer', dict(dim=(32, 32, 64, 64), depth=(1, 1, 1, 1), num_classes=5), torch.randn(2, 3, 224, 224), 8),
+    ('vit_pytorch.cvt.CvT', dict(num_classes=5, s3_depth=1), PIXELS, 4),
+    ('vit_pytorch.deepvit.DeepViT', LUCID, PIXELS, 2),
+    ('vit_pytorch.levit.LeViT', dict(image_size=224, num_classes=5, dim=32, depth=1, heads=2, mlp_mult=2), torch.randn(2, 3, 224, 224), 5),
+    ('vit_pytorch.look_vit.LookViT', dict(dim=32, image_size=96, num_classes=5, depth=1, patch_size=24, heads=2, dim_head=8, cross_attn_heads=2, cross_attn_dim_head=8), torch.randn(2, 3, 96, 96), 4),
+    ('vit_pytorch.max_vit.MaxViT', dict(num_classes=5, dim=16, depth=(1, 1), dim_head=8), torch.randn(2, 3, 112, 112), 4),
+    ('vit_pytorch.max_vit_with_registers.MaxViT', dict(num_classes=5, dim=16, depth=(1, 1), dim_head=8), torch.randn(2, 3, 112, 112), 4),
+    ('vit_pytorch.mobile_vit.MobileViT', dict(image_size=(64, 64), dims=[16, 24, 32], channels=[8, 8, 16, 16, 16, 16, 24, 24, 32, 32, 48], num_classes=5), PIXELS, 9),
+    ('vit_pytorch.nest.NesT', dict(image_size=64, patch_size=8, dim=16, heads=2, num_hierarchies=2, block_repeats=(1, 1), num_classes=5), PIXELS, 2),
+    ('vit_pytorch.normalized_vit.nViT', LUCID, PIXELS, 2),
+    ('vit_pytorch.parallel_vit.ViT', LUCID, PIXELS, 4),
+    ('vit_pytorch.pit.PiT', dict(LUCID, depth=(1, 1)), PIXELS, 2),
+    ('vit_pytorch.regionvit.RegionViT', dict(dim=(16, 16, 32, 32), depth=(1, 1, 1, 1), num_classes=5), torch.randn(2, 3, 224, 224), 4),
+    ('vit_pytorch.rvt.RvT', LUCID, PIXELS, 2),
+    ('vit_pytorch.scalable_vit.ScalableViT', dict(num_classes=5, dim=16, heads=(1, 2), depth=(1, 1), reduction_factor=(4, 2), window_size=(8, None)), PIXELS, 4),
+    ('vit_pytorch.sep_vit.SepViT', dict(num_classes=5, dim=16, dim_head=8, heads=(1, 2), depth=(1, 1)), torch.randn(2, 3, 224, 224), 4),
+    ('vit_pytorch.simple_flash_attn_vit.SimpleViT', LUCID, PIXELS, 2),
+    ('vit_pytorch.simple_vit_with_register_tokens.SimpleViT', LUCID, PIXELS, 2),
+    ('vit_pytorch.simple_vit_with_value_residual.SimpleViT', LUCID, PIXELS, 2),
+    ('vit_pytorch.t2t.T2TViT', dict(image_size=64, num_classes=5, dim=32, depth=2, heads=4, mlp_dim=32), PIXELS, 4),
+    ('vit_pytorch.twins_svt.TwinsSVT', dict(num_classes=5, s3_depth=1, s4_depth=1), torch.randn(2, 3, 224, 224), 8),
+    ('vit_pytorch.vit_for_small_dataset.ViT', LUCID, PIXELS, 2),
+    ('vit_pytorch.vit_nd_rotary.ViTND', dict(input_shape=(64, 64), patch_size=16, num_classes=5, dim=32, depth=2, heads=4, mlp_dim=32, dim_head=8, ndim=2), PIXELS, 2),
+    ('vit_pytorch.vit_with_patch_merger.ViT', LUCID, PIXELS, 3),
+    ('vit_pytorch.vivit.ViViT', dict(image_size=32, image_patch_size=8, frames=4, frame_patch_size=2, num_classes=5, dim=32, spatial_depth=2, temporal_depth=1, heads=4, mlp_dim=32, dim_head=8), torch.randn(2, 3, 4, 32, 32), 3),
+    ('vit_pytorch.xcit.XCiT', dict(LUCID, cls_depth=1), PIXELS, 3),
+    ('segmentation_models_pytorch.Segformer', dict(encoder_name='mit_b0', encoder_weights=None), PIXELS, 8),
+    ('segmentation_models_pytorch.Unet', dict(encoder_name='tu-swin_tiny_patch4_window7_224', encoder_weights=None), torch.randn(2, 3, 224, 224), 12),
+    ('segmentation_models_pytorch.DPT', dict(encoder_name='tu-vit_tiny_patch16_224', encoder_weights=None), torch.randn(2, 3, 224, 224), 12),
+    ('segmentation_models_pytorch.MAnet', dict(encoder_name='resnet18', encoder_weights=None), PIXELS, 1),
+    ('segmentation_models_pytorch.PAN', dict(encoder_name='resnet18', encoder_weights=None), torch.randn(2, 3, 128, 128), 0),
 ]
 
 
@@ -182,7 +259,7 @@ class Row(NamedTuple):
 
     library: str
     name: str
-    build: Callable[[], nn.Module]
+    build: Callable[[bool], nn.Module]  # fused or not
     inputs: Any
     there: int
     own: Callable[..., Any] = lambda model, inputs: call(model, inputs) is None or []
@@ -202,7 +279,7 @@ def timm_row(file: str, name: str, settings: Dict[str, Any], size: int, there: i
     """Returns a model of timm."""
     import timm
 
-    def build() -> nn.Module:
+    def build(fused: bool) -> nn.Module:
         model: nn.Module = timm.create_model(name, **CLASSES, **settings)
         return model
 
@@ -213,11 +290,12 @@ def enlarged(model: nn.Module) -> nn.Module:
     """Draws weights so large that no attention is uniform."""
     torch.manual_seed(0)
     for parameter in model.parameters():
-        if parameter.ndim > 1:
+        if parameter.ndim > 1 and parameter.numel():
             nn.init.normal_(parameter, std=1.5 * parameter[0].numel() ** -0.5)
-        elif parameter.abs().max() < 0.1 and parameter.any():
+        elif parameter.numel() and parameter.abs().max() < 0.1 and parameter.any():
             nn.init.ones_(parameter)  # scales of layers
-    return model.eval()
+    model.eval()  # mmpretrain's returns None
+    return model
 
 
 @contextlib.contextmanager
@@ -231,6 +309,8 @@ def computed(model: nn.Module) -> Iterator[List[Tensor]]:
             found.append(args[0].detach().clone())
 
     for name, module in model.named_modules():
+        if getattr(module, 'scaled_dot_product_attention', None) is nn.functional.scaled_dot_product_attention:
+            module.scaled_dot_product_attention = unfused_attention
         if isinstance(module, nn.MultiheadAttention):
             separate = lambda module, args, kwargs: (args, {**kwargs, 'need_weights': True, 'average_attn_weights': False})
             handles += [
@@ -250,12 +330,38 @@ def computed(model: nn.Module) -> Iterator[List[Tensor]]:
 
         return record
 
+    def recording_first(equation: str, *operands: Tensor) -> Tensor:
+        found.append(operands[0].detach().clone())
+        return torch.einsum(equation, *operands)
+
     with contextlib.ExitStack() as stack:
+        fused = 'scaled_dot_product_attention'
+        stack.enter_context(mock.patch.object(nn.functional, fused, unfused_attention))
+        for module in {sys.modules[type(own).__module__] for own in model.modules()}:
+            if 'einsum' in vars(module):
+                stack.enter_context(mock.patch.object(module, 'einsum', recording_first))
         for owner in (torch, torch.Tensor, nn.functional):
             stack.enter_context(mock.patch.object(owner, 'softmax', recording(owner.softmax)))
         yield found
     for handle in handles:
         handle.remove()
+
+
+def unfused_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: Optional[float] = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Computes what PyTorch documents of ``scaled_dot_product_attention``."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    bias = torch.zeros(query.shape[-2], key.shape[-2])
+    if is_causal:
+        bias.masked_fill_(~torch.ones_like(bias, dtype=torch.bool).tril(), -torch.inf)
+    if attn_mask is not None:
+        own = attn_mask.dtype == torch.bool
+        bias = bias.masked_fill(~attn_mask, -torch.inf) if own else bias + attn_mask
+    if enable_gqa:
+        key, value = (own.repeat_interleave(query.shape[-3] // own.shape[-3], -3) for own in (key, value))
+    return torch.softmax(query @ key.mT * scale + bias, -1) @ value
 
 
 def distance(one: Tensor, others: List[Tensor]) -> float:
@@ -286,7 +392,7 @@ def result(row: Row) -> Result:
     """Runs a model unwatched, watched and unfused."""
     from timm.layers import set_fused_attn
 
-    model = enlarged(row.build())
+    model = enlarged(row.build(True))
     torch.manual_seed(1)
     inputs = torch.randn(row.inputs) if isinstance(row.inputs, torch.Size) else row.inputs
     maps: Dict[str, Tensor] = {}
@@ -298,40 +404,54 @@ def result(row: Row) -> Result:
     changed = not all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(before, after))
     set_fused_attn(False)
     try:
-        unfused = row.build()
+        unfused = row.build(False)
     finally:
         set_fused_attn(True)
-    unfused.load_state_dict(model.state_dict())
+    unfused.load_state_dict(model.state_dict(), strict=False)  # which mmpretrain's Swin v2 refuses
     torch.manual_seed(2)
-    with computed(unfused.eval()) as own:
+    unfused.eval()
+    with computed(unfused) as own:
         official = row.own(unfused, inputs)
     differences = [distance(one, own + official) for one in maps.values()]
     differences = [one for one in differences if one < float('inf')]
-    differences += [distance(one, list(maps.values())) for one in official]
+    compared = len(differences)
+    there = [distance(one, list(maps.values())) for one in official]
+    differences += [one for one in there if one < float('inf')]
     try:
         rolled = 'yes' if rollout(model, inputs).isfinite().all() else 'not finite'
     except ValueError as error:
         rolled = str(error)
-    return Result(len(maps), len(differences) - len(official), max(differences, default=float('nan')), changed, rolled)
+    return Result(len(maps), compared, max(differences, default=float('nan')), changed, rolled)
 
 
 def hugging_face_row(name: str, settings: Dict[str, Any], inputs: Any, there: int) -> Row:
     """Returns a model of Hugging Face's transformers."""
     import transformers
 
-    def build() -> nn.Module:
+    def build(fused: bool) -> nn.Module:
         kind = getattr(transformers, name)
-        model: nn.Module = kind(kind.config_class(**settings))
+        eager = {} if fused else dict(attn_implementation='eager')
+        model: nn.Module = kind(kind.config_class(**copy.deepcopy(settings), **eager))
         return model
 
     def own(model: Any, inputs: Any) -> List[Tensor]:
-        model.set_attn_implementation('eager')
         try:
             return attentions_of(model(**inputs, output_attentions=True))
         except TypeError:
             return call(model, inputs) and []
 
     return Row('Hugging Face', name, build, inputs, there, own)
+
+
+def other_row(path: str, settings: Dict[str, Any], inputs: Any, there: int) -> Row:
+    """Returns a model of a class anywhere."""
+    module, _, name = path.rpartition('.')
+
+    def build(fused: bool) -> nn.Module:
+        model: nn.Module = getattr(importlib.import_module(module), name)(**copy.deepcopy(settings))
+        return model
+
+    return Row(path.partition('.')[0], path.partition('.')[2], build, inputs, there)
 
 
 def attentions_of(output: Any) -> List[Tensor]:
@@ -345,13 +465,13 @@ def attentions_of(output: Any) -> List[Tensor]:
     return found
 
 
-ROWS = [timm_row(*own) for own in TIMM] + [hugging_face_row(*own) for own in HUGGING_FACE]
+ROWS = [timm_row(*own) for own in TIMM] + [hugging_face_row(*own) for own in HUGGING_FACE] + [other_row(*own) for own in OTHERS]
 
 if __name__ == '__main__':
     warnings.filterwarnings('ignore')
     globs = sys.argv[1:] or ['*']
     for row in ROWS:
-        if any(fnmatch.fnmatch(row.name, glob) for glob in globs):
+        if any(fnmatch.fnmatch(f'{row.library}.{row.name}', glob) for glob in globs):
             try:
                 print(row.library, row.name, row.there, *result(row), sep=' | ', flush=True)
             except Exception as error:
