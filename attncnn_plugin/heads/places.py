@@ -6,11 +6,12 @@ padding has 0. What a function moves, it moves of the numbers too. A linear map 
 """
 
 import math
+import string
 from dataclasses import dataclass
 from typing import Any, Iterator, List, Optional, Tuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 SIDE = 2**16  # rows and columns of an image at most
@@ -32,18 +33,22 @@ class Followed:
     def __init__(self) -> None:
         self.numbers: Any = WeakTensorKeyDictionary()
         self.beside = 0  # tokens beside the grid so far
+        self.has_begun = False
 
     def of(self, tensor: Any) -> Optional[Tensor]:
         """Returns the numbers of a tensor's entries, of its shape; None where they are unknown."""
         return self.numbers.get(tensor) if isinstance(tensor, Tensor) else None
 
-    def begin(self, images: Tensor) -> None:
-        """Numbers the pixels of images ``(B, C, H, W)``."""
-        if images.ndim == 4 and images.is_floating_point():
+    def begin(self, images: Any) -> None:
+        """Numbers the pixels of images ``(B, C, H, W)``, or of the frames of videos."""
+        if isinstance(images, Tensor) and images.ndim in (4, 5) and images.is_floating_point():
             self.numbers[images] = new_numbers(images, None)
+            self.has_begun = True
 
     def follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Finds the numbers of what a function gave."""
+        if not self.has_begun and 'conv' in func.__name__ and args:  # of images that came as keyword arguments
+            self.begin(args[0])
         everything = flat((*args, *kwargs.values()))
         tensors = [own for own in everything if own in self.numbers]
         if not tensors:
@@ -56,11 +61,14 @@ class Followed:
         elif not isinstance(output, Tensor) or not output.is_floating_point():
             return
         elif name in PRODUCTS:
-            if first is everything[0] and output.shape[:-1] == first.shape[:-1] and first.shape[-1]:
-                self.numbers[output] = self.numbers[first][..., :1].expand(output.shape)
+            rows = first_of(self.numbers[first], name == 'linear' or isinstance(everything[-1], nn.Parameter))
+            if first is everything[0] and output.shape[:-1] == first.shape[:-1] and rows is not None:
+                self.numbers[output] = rows[..., None].expand(output.shape)
         elif any(kind in name for kind in GRIDS):
             if output.ndim == first.ndim > 2 and len(output) == len(first):
-                self.numbers[output] = new_numbers(output, self.numbers[first])
+                before = self.numbers[first]
+                same = output.shape[2:] == first.shape[2:]
+                self.numbers[output] = before[:, :1].expand(output.shape) if same else new_numbers(output, before)
         else:
             for own in tensors[::-1]:
                 if own.shape == output.shape:
@@ -95,10 +103,8 @@ class Followed:
     def sum_up(self, args: Any, output: Tensor) -> None:
         """Numbers what ``torch.einsum`` gave by the first of its operands that has numbers."""
         operands = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
-        if not isinstance(args[0], str) or '->' not in args[0] or '.' in args[0]:
-            return
-        inputs, of_output = args[0].replace(' ', '').split('->')
-        for own, axes in zip(operands, inputs.split(',')):
+        inputs, of_output = axes_of(args[0], operands)
+        for own, axes in zip(operands, inputs):
             numbers = self.of(own)
             if numbers is not None:
                 for axis in [axis for axis in axes if axis not in of_output]:
@@ -156,8 +162,10 @@ class Places:
         """
         if self.queries is None or self.keys is None:
             return None
-        (image, query, grid), (_, key, of_keys) = cells(self.queries), cells(self.keys)
+        (image, query, grid), (of_key, key, of_keys) = cells(self.queries), cells(self.keys)
         number, images = math.prod(grid), int(image.max()) + 1
+        if not ((of_key == image[:, :1]) | (key < 0)).all() or not ((image == image[:, :1]) | (query < 0)).all():
+            return None  # frames of a video attend to one another
         once = (image * number + query)[query >= 0].bincount(minlength=images * number) == 1
         if grid != of_keys or len(once) != images * number or not once.all():
             return None
@@ -199,6 +207,39 @@ def new_numbers(grid: Tensor, before: Optional[Tensor]) -> Tensor:
     else:
         image = before.flatten(1).amax(1) // SIDE**2 * SIDE**2
     return (image.view(-1, *[1] * (grid.ndim - 1)) + place.view(sides)).expand(grid.shape)
+
+
+def first_of(numbers: Optional[Tensor], may_differ: bool = False) -> Optional[Tensor]:
+    """Returns the numbers of tokens ``(…, D)`` by those of their first channel; None where channels must not differ."""
+    if numbers is None or not numbers.shape[-1]:
+        return None
+    first = numbers[..., :1]
+    same = may_differ or not numbers.stride(-1) or ((numbers == first) | (numbers == 0)).all()
+    return first[..., 0] if same else None
+
+
+def axes_of(equation: Any, operands: Any) -> Tuple[List[str], str]:
+    """Returns the axes of the operands of ``torch.einsum``, and those of its output, with letters for ``...``.
+
+    It is ``([], '')`` where the equation is a list.
+
+    Examples:
+        >>> axes_of('...qk, ...kd -> ...qd', [torch.ones(2, 3, 5, 5), torch.ones(2, 3, 5, 4)])
+        (['YZqk', 'YZkd'], 'YZqd')
+    """
+    if not isinstance(equation, str):
+        return [], ''
+    given, arrow, of_output = equation.replace(' ', '').partition('->')
+    free = [letter for letter in string.ascii_uppercase if letter not in given]
+    inputs, longest = [], ''
+    for axes, own in zip(given.split(','), operands):
+        dots = ''.join(free[len(free) - own.ndim + len(axes.replace('...', '')) :]) if '...' in axes else ''
+        longest = max(longest, dots, key=len)
+        inputs.append(axes.replace('...', dots))
+    if not arrow:
+        every = ''.join(inputs)
+        of_output = '...' + ''.join(sorted(axis for axis in set(given) - set('.,') if every.count(axis) == 1))
+    return inputs, of_output.replace('...', longest)
 
 
 def flat(values: Any) -> List[Tensor]:

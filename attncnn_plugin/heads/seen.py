@@ -20,15 +20,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..attention import AttentionLayer
 from ..attention.precision import at_least_float32, full_precision
 from ..attention.state_dicts import HOOKS
-from .places import Followed, Places, flat, places_of_grid
+from .kernels import shown_to_modes
+from .places import Followed, Places, axes_of, first_of, flat, places_of_grid
 
 Visit = Callable[[str, Tensor, Places], None]
 Touch = Callable[['Attention', Tensor], Tensor]
 # A part of an axis: the label of the axis, the size of the part, and how many entries lie between two of the part.
 Part = Tuple[str, int, int]
 
-SOFTMAX = {torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax}
-PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
+SOFTMAX = {torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax, F.gumbel_softmax}
+TURNED = {Tensor.__rmatmul__}  # takes what comes second first
+PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm, *TURNED}
 DROPOUT = {torch.dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 PARTS = {Tensor.__getitem__, Tensor.narrow, Tensor.select, Tensor.chunk, torch.chunk, Tensor.split, torch.split}
 LIKE_ANOTHER = {Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.reshape_as}  # of which they take no value
@@ -76,7 +78,7 @@ def watching(
         register_module_forward_hook(watch.leave, with_kwargs=True, always_call=True),
     ]
     try:
-        with torch.compiler.set_stance('force_eager'):
+        with torch.compiler.set_stance('force_eager'), shown_to_modes():
             yield watch
     finally:
         for handle in handles:
@@ -235,7 +237,9 @@ class FunctionsSeen(TorchFunctionMode):
         super().__init__()
         self.watch, self.whole = watch, whole
         self.counts: Dict[str, int] = {}
-        self.weights: Any = WeakTensorKeyDictionary()  # of softmax, and what they were before dropout, if something else
+        self.weights: Any = (
+            WeakTensorKeyDictionary()
+        )  # of softmax, and what they were before dropout, if something else
         self.outputs: Any = WeakTensorKeyDictionary()  # of attention: it, and the parts of their axes
         self.open: List[Attention] = []  # whose heads are unknown yet
         self.places = Followed()
@@ -253,16 +257,22 @@ class FunctionsSeen(TorchFunctionMode):
             attention = self.see(func, args, kwargs, output)
         if attention is None or self.watch.touch is None or not self.watch.wanted(attention.name):
             return output
-        touched = self.watch.touch(attention, output)
-        self.outputs[touched] = self.outputs[output]
-        if output in self.places.numbers:
-            self.places.numbers[touched] = self.places.numbers[output]
-        return touched
+        several = isinstance(output, tuple)  # with statistics of the softmax
+        first = output[0] if several else output
+        touched = self.watch.touch(attention, first)
+        self.outputs[touched] = self.outputs[first]
+        if first in self.places.numbers:
+            self.places.numbers[touched] = self.places.numbers[first]
+        return (touched, *output[1:]) if several else touched
 
     def see(self, func: Any, args: Any, kwargs: Any, output: Any) -> Optional[Attention]:
         """Looks at a call and at what it gave; returns attention that it was."""
         if func is F.scaled_dot_product_attention:
-            return self.see_fused(output, *args, **kwargs)
+            return self.see_fused(probs_of_dot_products, output, *args, **kwargs)
+        if getattr(func, '__name__', '') == 'flex_attention':
+            return self.see_fused(probs_of_flex_attention, output[0], *args[:6])
+        if hasattr(func, 'kernel'):
+            return self.see_kernel(func.kernel, args, kwargs, output)
         if func in SOFTMAX and output.ndim > 1:
             self.weights[output] = None
             return None
@@ -273,32 +283,58 @@ class FunctionsSeen(TorchFunctionMode):
         for own in tensors:
             if isinstance(output, Tensor) and own in self.outputs and self.outputs[own][0] in self.open:
                 self.follow(own, len(tensors) > 1, func, args, kwargs, output)
+        attention = None
         if func in PRODUCTS and len(weights) == 1:
-            return self.multiply(tensors, weights[0], output)
+            return self.multiply(tensors[::-1] if func in TURNED else tensors, weights[0], output)
         if func is torch.einsum and len(weights) == 1:
-            return self.sum_up(args[0], tensors, weights[0], output)
-        if weights:
+            attention = self.sum_up(args, tensors, weights[0], output)
+        if weights and attention is None:
             self.carry(tensors, weights, func, args, kwargs, output)
-        return None
+        return attention
 
-    def see_fused(self, output: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Attention:
-        """Sees ``scaled_dot_product_attention``."""
+    def see_fused(
+        self, probs: Any, output: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Attention:
+        """Sees ``scaled_dot_product_attention`` or ``flex_attention``."""
         queries, keys = first_of(self.places.of(query)), first_of(self.places.of(key))
-        groups = query.shape[-3] // key.shape[-3] if kwargs.get('enable_gqa') else 1
+        groups = query.shape[-3] // key.shape[-3] if query.ndim > 3 and key.ndim > 3 else 1
         if queries is not None:
             self.places.numbers[output] = queries[..., None].expand(output.shape)
-        if groups > 1:
+        if groups > 1 and key.shape[-3] > 1:
             value = value.repeat_interleave(groups, -3)
             keys = None if keys is None else keys.repeat_interleave(groups, -2)
         batch = batch_axes(output)
         return self.begin(
-            lambda: probs_of_dot_products(query, key, value, *args, **kwargs),
+            lambda: probs(query, key, value, *args, **kwargs),
             lambda weights: weights @ value,
             batch,
             [*batch, 'q', 'd'],
             output,
             (queries, keys),
         )
+
+    def see_kernel(self, kernel: Any, args: Any, kwargs: Any, output: Any) -> Attention:
+        """Sees a function outside of PyTorch, whose output ``(B, …, Q, N_h, D_h)`` has the heads next to last."""
+        output = output[0] if isinstance(output, tuple) else output
+        queries, keys = (first_of(self.places.of(own)) for own in flat((*args, *kwargs.values()))[:2])
+        if queries is not None:
+            self.places.numbers[output] = queries[..., None].expand(output.shape)
+        has_heads = output.ndim > 3
+        grid = [f'q{axis}' for axis in range(1, output.ndim - 1 - has_heads)]
+        heads = ['heads'] * has_heads
+
+        def probs() -> Tensor:
+            scores, _ = kernel(*args, **kwargs)
+            return softmax(scores).squeeze(1) if not has_heads else softmax(scores)
+
+        def product(weights: Tensor) -> Tensor:
+            _, value = kernel(*args, **kwargs)
+            own = weights @ (value if has_heads else value.squeeze(1))
+            return (own.movedim(1, -2) if has_heads else own).reshape(output.shape)
+
+        by_heads = lambda own: own[..., 0].flatten(1)[:, None].expand(-1, output.shape[-2], -1) if has_heads else own  # noqa: E731
+        numbers = tuple(None if own is None else by_heads(own) for own in (queries, keys))
+        return self.begin(probs, product, ['images', *heads], ['images', *grid, *heads, 'd'], output, numbers)
 
     def multiply(self, tensors: Sequence[Tensor], weights: Tensor, output: Tensor) -> Optional[Attention]:
         """Sees the product of weights with values; the weights come second where both are transposed."""
@@ -309,24 +345,20 @@ class FunctionsSeen(TorchFunctionMode):
         before, (queries, keys) = self.before_dropout(weights), map(self.places.of, (weights, values))
         if not turned:
             numbers = first_of(queries), first_of(keys)
-            return self.begin(
-                lambda: before, lambda own: own @ values, batch, [*batch, 'q', 'd'], output, numbers
-            )
+            return self.begin(lambda: before, lambda own: own @ values, batch, [*batch, 'q', 'd'], output, numbers)
         if queries is not None:
             self.places.numbers[output] = queries[..., :1, :].expand(output.shape)
         numbers = tuple(None if own is None else own[..., 0, :] for own in (queries, keys))
-        return self.begin(
-            lambda: before.mT, lambda own: values @ own.mT, batch, [*batch, 'd', 'q'], output, numbers
-        )
+        return self.begin(lambda: before.mT, lambda own: values @ own.mT, batch, [*batch, 'd', 'q'], output, numbers)
 
-    def sum_up(self, equation: Any, tensors: Sequence[Tensor], weights: Tensor, output: Tensor) -> Optional[Attention]:
+    def sum_up(self, args: Any, tensors: Sequence[Tensor], weights: Tensor, output: Tensor) -> Optional[Attention]:
         """Sees weights and values whose products are summed up, as by ``torch.einsum('bhqk,bhkd->bhqd', …)``."""
-        if len(tensors) != 2 or not isinstance(equation, str) or '->' not in equation or '.' in equation:
+        inputs, of_output = axes_of(args[0], tensors)
+        if len(tensors) != 2 or len(inputs) != 2:
             return None
         first = tensors[0] is weights
         values = tensors[first]
-        inputs, of_output = equation.replace(' ', '').split('->')
-        own, of_values = inputs.split(',')[:: 1 if first else -1]
+        own, of_values = inputs[:: 1 if first else -1]
         batch, queries, keys = (
             [axis for axis in own if (axis in of_values, axis in of_output) == kind]
             for kind in ((True, True), (False, True), (True, False))
@@ -473,11 +505,6 @@ def batch_axes(output: Tensor) -> List[str]:
     return [f'axis {axis}' for axis in range(output.ndim - 2)]
 
 
-def first_of(numbers: Optional[Tensor]) -> Optional[Tensor]:
-    """Returns the numbers of tokens by those of their first channel."""
-    return None if numbers is None else numbers[..., 0]
-
-
 def with_axes(tensor: Tensor, axes: str, batch: List[str], *groups: List[str]) -> Tensor:
     """Returns a tensor with the axes of the batch, then each group as one; of all others it takes the first entry."""
     for axis in [axis for axis in axes if axis not in batch and not any(axis in group for group in groups)]:
@@ -499,15 +526,38 @@ def probs_of_dot_products(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Computes softmax(Q Kᵀ/√d + B), the probabilities of ``scaled_dot_product_attention``, ``(…, Q, K)``."""
-    query, key = at_least_float32(query), at_least_float32(key)
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-    scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.mT
+    scores = dot_products(query, key, scale)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if attn_mask is None:
         return scores.softmax(-1)
-    scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return softmax(scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask)
+
+
+def probs_of_flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float
+) -> Tensor:
+    """Computes the probabilities of ``flex_attention``, whose scores and mask are functions of (image, head, q, k)."""
+    scores = dot_products(query, key, scale)
+    sees = block_mask[-1]
+    for axis in (4, 3, 2, 1):
+        dims = [0 if own == axis else None for own in range(1, 5)]
+        score_mod = torch.vmap(score_mod, in_dims=(0, *dims))
+        sees = torch.vmap(sees, in_dims=tuple(dims))
+    places = [torch.arange(side, device=scores.device) for side in scores.shape]
+    return softmax(score_mod(scores, *places).masked_fill(~sees(*places), -torch.inf))
+
+
+def dot_products(query: Tensor, key: Tensor, scale: Optional[float]) -> Tensor:
+    """Computes Q Kᵀ/√d, where heads may share keys."""
+    query, key = at_least_float32(query), at_least_float32(key)
+    if query.ndim > 3 and key.ndim > 3 and 1 < key.shape[-3] < query.shape[-3]:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+    return query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.mT
+
+
+def softmax(scores: Tensor) -> Tensor:
+    """Returns softmax, which is 0 where a query sees no key."""
     sees_none = (scores == -torch.inf).all(-1, keepdim=True)
     return scores.softmax(-1).masked_fill(sees_none, 0)
 
