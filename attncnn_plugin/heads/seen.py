@@ -199,7 +199,8 @@ class Attention:
         order = sorted(range(len(labels)), key=lambda axis: not labels[axis])  # heads last
         tensor = tensor.permute(*order, *range(len(labels), tensor.ndim))
         number = math.prod(size for _, size, _ in heads)
-        return tensor.reshape(-1, number, *tensor.shape[len(labels) :])
+        rows = math.prod(tensor.shape[: len(labels)]) // max(number, 1)
+        return tensor.reshape(rows, number, *tensor.shape[len(labels) :])
 
     def in_order(self, output: Tensor) -> Tensor:
         """Returns an output as the batch, then queries, then channels, ``(…, Q, d)``."""
@@ -237,9 +238,7 @@ class FunctionsSeen(TorchFunctionMode):
         super().__init__()
         self.watch, self.whole = watch, whole
         self.counts: Dict[str, int] = {}
-        self.weights: Any = (
-            WeakTensorKeyDictionary()
-        )  # of softmax, and what they were before dropout, if something else
+        self.weights: Any = WeakTensorKeyDictionary()  # of softmax, and what else they were before dropout
         self.outputs: Any = WeakTensorKeyDictionary()  # of attention: it, and the parts of their axes
         self.open: List[Attention] = []  # whose heads are unknown yet
         self.places = Followed()
