@@ -28,7 +28,7 @@ def sine_cosine_embedding(size: Tuple[int, int], channels: int) -> Tensor:
     """
     quarter = channels // 4
     # 10000^(−i/n), i = 0 … n − 1
-    frequencies = 10000.0 ** (-torch.arange(quarter, dtype=torch.float64) / max(quarter, 1))
+    frequencies = 10000.0 ** (-torch.arange(quarter, dtype=torch.float64) / quarter)
     angles = patch_positions(size)[:, :, None] * frequencies
     waves = torch.cat([angles.sin(), angles.cos()], -1).flatten(1)
     return nn.functional.pad(waves, (0, channels - waves.shape[1]))

@@ -216,3 +216,14 @@ def test_resized_tables(source, target, seed):
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_least_and_largest_numbers():
+    """The smallest tables and grids there are, and the first head that is not there."""
+    assert RelativeTables(2, (1, 1)).row_table.shape == (1, 1)
+    for dim, size in ((0, (1, 1)), (3, (1, 1)), (2, (0, 1)), (2, (1, 0))):
+        with pytest.raises(ValueError, match=f'dim={dim}' if dim != 2 else 'max_size='):
+            RelativeTables(dim, size)
+    for heads in ([3], [-1], [0, 0]):
+        with pytest.raises(ValueError, match='must be different heads from 0 to 2'):
+            QuadraticAttention(4, 3).prune_heads(heads)

@@ -279,3 +279,8 @@ def test_criteria_that_are_refused():
     for name in ('uniform', 'stripe', 'entropy', 'duplicate'):
         with pytest.raises(ValueError, match='not finite'):
             find_degenerate_heads(layer, [name], 3)
+
+
+def test_uniform_attention_is_no_more_than_uniform():
+    """Whatever rounding makes of the entropy of so many keys."""
+    assert all(relative_entropy_of_maps(torch.full((n, n), 1 / n)) <= 1 for n in range(2, 50))
