@@ -22,10 +22,9 @@ from ..attention.positions import GaussianHeads
 from ..attention.window import Window, per_axis, shown
 from ..heads.choice import Layers, chosen_by
 from ..heads.places import Places
-from ..heads.seen import watching
 from ..pruning.criteria import relative_entropy_of_maps
 from ..pruning.prune import BLOCK
-from .recorder import Call, called, no_attention
+from .recorder import Call, called, no_attention, observe
 
 BATCH_SIZE = 4  # images in a pass
 HIDDEN = 1e-30  # of a probability; a mask of −100 leaves less
@@ -181,7 +180,9 @@ def grids_of_layers(
         height, width = per_axis('size', size, 2)  # type: ignore[arg-type]
         return dict.fromkeys(layers, (height, width))
     grids: Dict[str, Grid] = {}
-    visit_layers(model, images[:1], layers, lambda name, layer, x: grids.update({name: layer.grid_of(x)}), call)
+    visit_layers(
+        model, in_batches(images, 1)[0], layers, lambda name, layer, x: grids.update({name: layer.grid_of(x)}), call
+    )
     return grids
 
 
@@ -217,10 +218,10 @@ def maps_of_images(
             probs = probs_of_scores(scores_of(some), grids[name])
             means.add(name, probs, relative_entropy_of_maps(probs))
 
-    for batch in images.split(BATCH_SIZE) if layers else ():
+    for batch in in_batches(images, BATCH_SIZE) if layers else ():
         visit_layers(model, batch, layers, add, call)
     return {
-        name: MeanAttention(probs.cpu(), grids[name], layers[name].window, None, len(images), entropy.cpu())
+        name: MeanAttention(probs.cpu(), grids[name], layers[name].window, None, number_of(images), entropy.cpu())
         for name, (probs, entropy) in means.items()
     }
 
@@ -243,6 +244,18 @@ class ImageMeans:
         return [(key, [value / self._counts[key] for value in sums]) for key, sums in self._sums.items()]
 
 
+def number_of(images: Any) -> int:
+    """Returns how many images a tensor has, or the first of a mapping."""
+    return len(next(iter(images.values())) if isinstance(images, Mapping) else images)
+
+
+def in_batches(images: Any, size: int) -> Sequence[Any]:
+    """Returns images, or a mapping of tensors of them, in batches of at most ``size``."""
+    if not isinstance(images, Mapping):
+        return images.split(size)
+    return [dict(zip(images, parts)) for parts in zip(*(own.split(size) for own in images.values()))]
+
+
 def few_images(layer: AttentionLayer, x: Tensor) -> Tuple[Tensor, ...]:
     """Returns inputs of a layer in parts of a few images, whose scores take 64 MiB at most, or of one image."""
     keys = math.prod(layer.grid_of(x))
@@ -257,83 +270,50 @@ def probs_of_scores(scores: Tensor, grid: Grid) -> Tensor:
 @torch.no_grad()
 def _maps_of_patches(model: nn.Module, images: Tensor, layers: Layers, call: Call) -> Dict[str, MeanAttention]:
     means = ImageMeans()
-    found: Dict[str, BetweenPatches] = {}
+    found: Dict[str, Tuple[Grid, bool]] = {}  # the grid, and whether queries see only the keys of a window
     others: Dict[str, Tuple[int, ...]] = {}
 
     def add(name: str, probs: Tensor, places: Places) -> None:
-        for some, of_some in [(probs, places)] if not places.are_windows else places.by_image(probs):
-            own = between_patches(name, some, of_some)
-            if own is None:
+        if not probs.isfinite().all():
+            raise ValueError(
+                f'the probabilities of {name or "attention"} are not finite: the parameters of model and the images '
+                'must be'
+            )
+        in_windows = places.are_windows
+        for some, of_some in places.by_image(probs) if in_windows else [(probs, places)]:
+            on_grid = of_some.on_grid(some)
+            if on_grid is None or on_grid[0].shape[-1] < 2:
                 others[name] = tuple(probs.shape)
-            else:
-                means.add(name, own.probs, own.entropy, own.relative_entropy, own.left_out)
-                found[name] = own
+                return
+            whole, grid = on_grid
+            found[name] = grid, in_windows
+            total = whole.sum(-1, keepdim=True)
+            own = whole / total.clamp(min=torch.finfo(whole.dtype).tiny)
+            entropy = torch.special.entr(own).sum(-1).mean(-1)  # −Σ_k P[q, k] log P[q, k]
+            largest = math.log(own.shape[-1])
+            if in_windows:
+                seen = (own.amax((0, 1)) > HIDDEN).sum(-1)  # keys of each query
+                largest = seen.clamp(min=1).double().log().mean().item()
+            relative = (entropy / max(largest, torch.finfo(torch.float).tiny)).clamp(max=1)
+            means.add(name, own, entropy, relative, 1 - total.squeeze(-1).mean(-1))
 
     model = unwrap_model(model)
-    with evaluating(model), watching(model, add, chosen_by(layers)):
-        for batch in images.split(BATCH_SIZE):
-            called(model, batch, call)
+    for batch in in_batches(images, BATCH_SIZE):
+        observe(model, batch, add, layers, call)
     if not found:
         raise no_attention(model, others)
     return {
         name: MeanAttention(
             probs=probs.cpu(),
-            grid=found[name].grid,
-            num_images=len(images),
-            relative_entropy=relative_entropy.cpu(),
+            grid=found[name][0],
+            num_images=number_of(images),
+            relative_entropy=relative.cpu(),
             entropy=entropy.cpu(),
             prefix_mass=left_out.cpu(),
-            in_windows=found[name].in_windows,
+            in_windows=found[name][1],
         )
-        for name, (probs, entropy, relative_entropy, left_out) in means.items()
+        for name, (probs, entropy, relative, left_out) in means.items()
     }
-
-
-@dataclass(frozen=True, eq=False)
-class BetweenPatches:
-    """What patches give to patches on some images, renormalized to 1.
-
-    Attributes:
-        probs (Tensor): ``(B, N_h, H*W, H*W)``, row-major, 0 between windows.
-        grid (tuple[int, int]): Height H and width W of the grid of patches.
-        left_out (Tensor): What they gave to other tokens and to padding, mean over patches, ``(B, N_h)``.
-        entropy, relative_entropy (Tensor): In nats, and relative to that of uniform attention to all keys that a query
-            sees, means over patches, ``(B, N_h)``.
-        in_windows (bool): Whether queries see only the keys of their window.
-    """
-
-    probs: Tensor
-    grid: Grid
-    left_out: Tensor
-    entropy: Tensor
-    relative_entropy: Tensor
-    in_windows: bool
-
-
-def between_patches(name: str, probs: Tensor, places: Places) -> Optional[BetweenPatches]:
-    """Returns attention of patches to patches; None where its queries are not all patches, or the keys are others.
-
-    Raises:
-        ValueError: The probabilities are not finite.
-    """
-    if not probs.isfinite().all():
-        raise ValueError(
-            f'the probabilities of {name or "attention"} are not finite: the parameters of model and the images must be'
-        )
-    on_grid = places.on_grid(probs)
-    if on_grid is None or on_grid[0].shape[-1] < 2:
-        return None
-    whole, grid = on_grid
-    total = whole.sum(-1, keepdim=True)
-    own = whole / total.clamp(min=torch.finfo(whole.dtype).tiny)
-    entropy = torch.special.entr(own).sum(-1).mean(-1)  # −Σ_k P[q, k] log P[q, k]
-    in_windows = places.are_windows
-    largest = math.log(own.shape[-1])
-    if in_windows:
-        seen = (own.amax((0, 1)) > HIDDEN).sum(-1)  # keys of each query
-        largest = seen.clamp(min=1).double().log().mean().item()
-    relative = (entropy / max(largest, torch.finfo(torch.float).tiny)).clamp(max=1)
-    return BetweenPatches(own, grid, 1 - total.squeeze(-1).mean(-1), entropy, relative, in_windows)
 
 
 def attention_layers(model: nn.Module) -> Dict[str, AttentionLayer]:

@@ -3,7 +3,7 @@
 import dataclasses
 import types
 from contextlib import ExitStack
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from timm.utils import unwrap_model
@@ -16,7 +16,7 @@ from ..attention.tokens import GridAttention
 from ..attention.window import shown
 from ..heads.choice import Layers, chosen_by
 from ..heads.places import Places, cells, flat
-from ..heads.seen import Attention, FunctionsSeen, watching
+from ..heads.seen import Attention, FunctionsSeen, Visit, watching
 from ..pruning.prune import split_heads
 
 Reduce = Union[str, Callable[[Tensor], Tensor], None]
@@ -174,6 +174,20 @@ def called(model: nn.Module, inputs: Any, call: Call = None) -> Any:
     return model(brought(inputs))
 
 
+@torch.no_grad()
+def observe(model: nn.Module, inputs: Any, visit: Visit, layers: Layers = None, call: Call = None) -> Optional[float]:
+    """Runs a model in evaluation mode, calls ``visit`` as :func:`~attncnn_plugin.heads.seen.watching` does.
+
+    Returns:
+        float | None: The number of the token that the model reads; None for several or none.
+    """
+    read: List[Optional[float]] = []
+    end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
+    with evaluating(model), watching(model, visit, chosen_by(layers), end=end):
+        called(model, inputs, call)
+    return read[-1] if read else None
+
+
 def beside_the_grid(probs: Tensor, places: Places) -> Dict[float, Tensor]:
     """Returns what tokens beside the grid give to all, ``(B, N_h, K)``, by their numbers."""
     numbers = [] if places.queries is None else places.queries[0].tolist()
@@ -260,23 +274,21 @@ def rollout(
         torch.Size([2, 4, 4])
     """
     model = unwrap_model(model)
-    rolled, read = Rollout(), []
-    end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
-    with evaluating(model):
-        if target is None:
+    rolled = Rollout()
 
-            def visit(name: str, probs: Tensor, places: Places) -> None:
-                keep = 0.5 if probs.shape[1] else 1.0  # a layer without heads mixes no tokens
-                rolled.add(name, probs.sum(1) / max(probs.shape[1], 1) / 2, keep, places)
+    def visit(name: str, probs: Tensor, places: Places) -> None:
+        keep = 0.5 if probs.shape[1] else 1.0  # a layer without heads mixes no tokens
+        rolled.add(name, probs.sum(1) / max(probs.shape[1], 1) / 2, keep, places)
 
-            with watching(model, visit, end=end):
-                called(model, inputs, call)
-        else:
-            for name, weights, places in _weighted_by_gradients(model, inputs, target, call, end):
-                rolled.add(name, weights, 1.0, places)
+    if target is None:
+        token = observe(model, inputs, visit, call=call)
+    else:
+        layers, token = _weighted_by_gradients(model, inputs, target, call)
+        for name, weights, places in layers:
+            rolled.add(name, weights, 1.0, places)
     if rolled.joint is None:
         raise no_attention(model)
-    return rolled.on_grid(read[-1] if read else None, grid)
+    return rolled.on_grid(token, grid)
 
 
 class Rollout:
@@ -376,14 +388,15 @@ class Rollout:
 
 
 def _weighted_by_gradients(
-    model: nn.Module, inputs: Any, target: Any, call: Call, end: Callable[[FunctionsSeen, Any], None]
-) -> Iterator[Tuple[str, Tensor, Places]]:
-    """Yields the name of each layer, E_h[(∂y/∂A ∘ A)⁺] (Chefer et al. 2021, eq. 5), ``(B, Q, K)``, and its places."""
+    model: nn.Module, inputs: Any, target: Any, call: Call
+) -> Tuple[List[Tuple[str, Tensor, Places]], Optional[float]]:
+    """Returns names, E_h[(∂y/∂A ∘ A)⁺] (Chefer et al. 2021, eq. 5), ``(B, Q, K)``, places, and the token read."""
     maps: Dict[str, Tuple[Tensor, Places]] = {}
     changes: Dict[str, Tuple[Attention, Tensor]] = {}
     own_layers: Dict[str, Any] = {name: own for name, own in model.named_modules() if isinstance(own, AttentionLayer)}
     own_inputs: Dict[str, Tensor] = {}
     own_outputs: Dict[str, Tensor] = {}
+    read: List[Optional[float]] = []
 
     def touch(attention: Attention, output: Tensor) -> Tensor:
         """Adds E V, where E is 0, so that ∂y/∂E = ∂y/∂A."""
@@ -404,6 +417,8 @@ def _weighted_by_gradients(
             output_of = lambda module, args, name=name: see_heads(name, module, args)  # noqa: E731
             stack.enter_context(layer.output.register_forward_pre_hook(output_of))
         visit = lambda name, probs, places: maps.update({name: (probs, places)})  # noqa: E731
+        end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
+        stack.enter_context(evaluating(model))
         stack.enter_context(watching(model, visit, touch=touch, end=end))
         copied = copied_for_gradients(inputs)
         logits = called(model, copied, call)
@@ -421,6 +436,7 @@ def _weighted_by_gradients(
         if not seen:
             raise no_attention(model)
         gradients = dict(zip([*changes, *own_outputs], torch.autograd.grad(chosen, seen, allow_unused=True)))
+    found = []
     for name, (probs, places) in maps.items():
         gradient = gradients.get(name)
         if name in changes and gradient is not None:
@@ -432,8 +448,8 @@ def _weighted_by_gradients(
             of_probs = torch.stack([own @ value.mT for own, value in zip(of_heads, values)], 1)  # ∂y/∂(A V) Vᵀ
         else:  # it does not reach the logits, or has no heads
             of_probs = torch.zeros_like(probs)
-        weights = (of_probs * probs).clamp(min=0).sum(1) / max(probs.shape[1], 1)
-        yield name, weights, places
+        found.append((name, (of_probs * probs).clamp(min=0).sum(1) / max(probs.shape[1], 1), places))
+    return found, read[-1] if read else None
 
 
 def _values(name: str, layer: Any, x: Tensor) -> Sequence[Tensor]:

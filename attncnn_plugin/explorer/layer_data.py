@@ -32,11 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from ..analysis.layer_maps import HIDDEN, attention_layers, layer_labels, probs_of_scores, visit_layers
-from ..analysis.recorder import called, no_attention, token_read
+from ..analysis.recorder import no_attention, observe
 from ..attention import AttentionLayer
-from ..attention.evaluation_mode import evaluating
 from ..heads.places import Places, cells
-from ..heads.seen import watching
 
 MAX_PAIRS = 2**20  # of a query and a key, for each head
 ROUNDING = 1e-5  # of a sum of probabilities
@@ -73,7 +71,6 @@ def observed_layers(model: nn.Module, images: Tensor) -> List[Layer]:
     others: Dict[str, Tuple[int, ...]] = {}
     tokens: Dict[str, List[float]] = {}
     windows: Dict[str, Tuple[Tensor, Any]] = {}  # the keys of each query, and which of these it sees in some image
-    read: List[Optional[float]] = []
 
     def visit(name: str, probs: Tensor, places: Places) -> None:
         probs = probs.float().cpu()
@@ -101,14 +98,12 @@ def observed_layers(model: nn.Module, images: Tensor) -> List[Layer]:
         data = found.setdefault(name, _layer(len(probs), grid, [*map(range, grid)]))
         data['parts'].setdefault('attention', []).append(_packed_part(probs, beside))
 
-    end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
-    with torch.no_grad(), evaluating(model), watching(model, visit, end=end):
-        for image in images.split(1):
-            called(model, image)
+    for image in images.split(1):
+        read = observe(model, image, visit)
     if not found:
         raise no_attention(model, others)
     for name, numbers in tokens.items():
-        found[name]['others'] = ['cls' if own == read[-1] else f'extra {i + 1}' for i, own in enumerate(numbers)]
+        found[name]['others'] = ['cls' if own == read else f'extra {i + 1}' for i, own in enumerate(numbers)]
     for name, (keys, seen) in windows.items():
         whole = keys.masked_fill(~seen, math.prod(found[name]['grid']))
         found[name]['keys'] = packed(whole.numpy().astype(np.int32))

@@ -1,7 +1,7 @@
 """Figures of the heads of any vision transformer, which need a model and images and nothing else."""
 
 from dataclasses import replace
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -14,12 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..analysis import mean_attention
 from ..analysis.layer_maps import layer_labels
-from ..analysis.recorder import beside_the_grid, called, no_attention, rollout, token_read
+from ..analysis.recorder import beside_the_grid, no_attention, observe, rollout
 from ..analysis.shift_statistics import keys_of_query
-from ..attention.evaluation_mode import evaluating
 from ..attention.window import shown
 from ..heads.places import Places, cells
-from ..heads.seen import watching
 from ..pruning import HeadAblation
 from .style import MAP_COLORS, attention_bar, draw_attention, styled
 
@@ -172,7 +170,6 @@ def _rows(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], bool]:
     """Returns by layer what each patch gets, ``(B, N_h, H, W)``, and whether it is from the token that is read."""
     of_patches: Dict[str, Tensor] = {}
     of_tokens: Dict[str, Dict[float, Tensor]] = {}
-    read: List[Optional[float]] = []
 
     def add(name: str, probs: Tensor, places: Places) -> None:
         _, key, grid = cells(torch.zeros(1, 1) if places.keys is None else places.keys)
@@ -185,10 +182,7 @@ def _rows(model: nn.Module, images: Tensor) -> Tuple[Dict[str, Tensor], bool]:
             if len(order) == grid[0] * grid[1] > 1:
                 of_tokens[name] = {n: row.unflatten(-1, grid).float().cpu() for n, row in rows.items()}
 
-    end = lambda functions, output: read.append(token_read(functions, output))  # noqa: E731
-    with evaluating(model), watching(model, add, end=end):
-        called(model, images)
-    token = read[-1] if read else None
+    token = observe(model, images, add)
     from_token = {name: rows[token] for name, rows in of_tokens.items() if token in rows}
     rows = from_token or of_patches
     if not rows:

@@ -638,6 +638,8 @@ def test_rollout_of_inputs_by_name(target):
     model, x = small_vit('transformers.ViT'), images(torch.float32)
     for inputs, call in hugging_face_calls(x):
         torch.testing.assert_close(rollout(model, inputs, target, call=call), rollout(model, x, target))
+        means = mean_attention(model, inputs, call=call)
+        assert all(torch.equal(means[name].probs, own.probs) for name, own in mean_attention(model, x).items())
 
 
 def test_layers_that_are_chosen():
