@@ -57,7 +57,7 @@ def scores_of_xformers(
     scale: Optional[float] = None,
     **options: Any,
 ) -> Tuple[Tensor, Tensor]:
-    """Computes the scores of ``xformers.ops.memory_efficient_attention``; without heads for ``(B, N, D_h)``."""
+    """Computes the scores of ``xformers.ops.memory_efficient_attention``, ``(B, N, N_h, D_h)`` or ``(B, N, D_h)``."""
     if query.ndim == 3:
         query, key, value = query[:, :, None], key[:, :, None], value[:, :, None]
     scores, value = dot_products(query, key, value, scale)
@@ -109,8 +109,7 @@ def dot_products(query: Tensor, key: Tensor, value: Tensor, scale: Optional[floa
 
 
 #: By the name of a function, what takes its arguments and returns its scores before softmax, ``(B, N_h, Q, K)``, −inf
-#: where a query does not see a key, and its values ``(B, N_h, K, D_h)``. Its output has the heads next to last. Yours
-#: can be added.
+#: where a query does not see a key, and its values ``(B, N_h, K, D_h)``. Its output has the heads next to last.
 KERNELS: Dict[str, Kernel] = {
     'flash_attn.flash_attn_func': scores_of_flash,
     'xformers.ops.memory_efficient_attention': scores_of_xformers,

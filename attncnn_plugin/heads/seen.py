@@ -189,8 +189,9 @@ class Attention:
     def by_heads(self, tensor: Tensor) -> Tensor:
         """Returns a tensor of the batch, ``(…, N)``, as ``(B, N_h, N)``, with any number of dimensions N."""
         heads = self.heads
-        if heads is None:  # nothing has joined them: the second axis, as most libraries have it
-            heads = [] if self.is_single else [(label, self.sizes[label], 1) for label in self.batch[1:2]]
+        if heads is None:  # nothing has joined them: one head, or the second axis, as most libraries have it
+            rest = sorted(self.batch[1:], key=lambda label: self.sizes[label] > 1)
+            heads = [] if self.is_single else [(label, self.sizes[label], 1) for label in rest[:1]]
         labels = list(self.batch)
         for label, size, inside in heads:
             axis = labels.index(label)
@@ -344,6 +345,8 @@ class FunctionsSeen(TorchFunctionMode):
         before, (queries, keys) = self.before_dropout(weights), map(self.places.of, (weights, values))
         if not turned:
             numbers = first_of(queries), first_of(keys)
+            if are_one(numbers[1]):
+                return None  # a router, which mixes what experts make of a place
             return self.begin(lambda: before, lambda own: own @ values, batch, [*batch, 'q', 'd'], output, numbers)
         if queries is not None:
             self.places.numbers[output] = queries[..., :1, :].expand(output.shape)
@@ -406,12 +409,13 @@ class FunctionsSeen(TorchFunctionMode):
         before: Any = self.before_dropout(weights[0]) if func in DROPOUT else None
         if changed:
             copies = {id(own): self.before_dropout(own).clone() for own in weights}
-            before = func(*(copies.get(id(own), own) for own in args), **kwargs)
+            before = func(*replaced(args, copies), **kwargs)
         several = isinstance(output, (list, tuple))
+        sizes = number, sum(own.numel() for own in weights)  # the second of those that are joined
         for position, own in enumerate(output if several else [output]):
-            if isinstance(own, Tensor) and own.is_floating_point() and (own.numel() == number or func in PARTS):
-                if own not in self.weights or changed:
-                    self.weights[own] = before[position] if several and changed else before
+            is_part = isinstance(own, Tensor) and own.is_floating_point() and (own.numel() in sizes or func in PARTS)
+            if is_part and (own not in self.weights or changed):
+                self.weights[own] = before[position] if several and changed else before
 
     def begin(
         self,
@@ -457,7 +461,8 @@ class FunctionsSeen(TorchFunctionMode):
             return
         for parts in found[1:]:
             heads = [part for part in parts if part[0] != 'd']
-            if heads and len(heads) < len(parts) and all(label in attention.batch for label, _, _ in heads):
+            with_channels = len(heads) < len(parts) or parts is found[-1] and attention.sizes['d'] == 1
+            if heads and with_channels and all(label in attention.batch for label, _, _ in heads):
                 self.show(attention, heads)
                 return
         self.outputs[output] = attention, found
@@ -502,6 +507,18 @@ def has_fast_path(module: nn.Module) -> bool:
 def batch_axes(output: Tensor) -> List[str]:
     """Returns labels of the axes of an output before its last two."""
     return [f'axis {axis}' for axis in range(output.ndim - 2)]
+
+
+def are_one(keys: Optional[Tensor]) -> bool:
+    """Says whether several keys are of the same place."""
+    return keys is not None and keys.shape[-1] > 1 and bool(((keys == keys[..., :1]) & (keys > 0)).all())
+
+
+def replaced(values: Any, others: Dict[int, Tensor]) -> Any:
+    """Returns values, and lists of them, with others in the place of those of an id."""
+    if isinstance(values, (list, tuple)) and not isinstance(values, torch.Size):
+        return [replaced(own, others) for own in values]
+    return others.get(id(values), values)
 
 
 def with_axes(tensor: Tensor, axes: str, batch: List[str], *groups: List[str]) -> Tensor:

@@ -1,0 +1,685 @@
+"""Attention seen at PyTorch's functions: against its equation, and nothing else changed."""
+
+import copy
+import sys
+import threading
+import types
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+import timm
+import torch
+from hypothesis import given
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+from attncnn_plugin.heads.kernels import KERNELS
+from attncnn_plugin.heads.seen import watching
+
+PRECISION = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2}
+DTYPES = pytest.mark.parametrize('dtype', [torch.float64, torch.float32], ids=str)
+
+
+class Call(nn.Module):
+    """A module that calls a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+def seen(model, *args, **kwargs):
+    """Returns (name, probabilities) of what runs in a model, whose output keeps every bit.
+
+    The product of each attention, with the probabilities seen, is its output.
+    """
+    model, maps, wrong = model if isinstance(model, nn.Module) else Call(model), [], []
+
+    def recomputed(attention, output):
+        product = attention.product(attention.probs.to(output.dtype))
+        wrong.append((product - output).abs().max() > 10 * PRECISION[output.dtype])
+        return output
+
+    expected = model(*args, **kwargs)
+    with watching(model, lambda name, probs, places: maps.append((name, probs))):
+        output = model(*args, **kwargs)
+    assert torch.equal(first(output), first(expected))
+    touched = []
+    with watching(model, lambda name, probs, places: touched.append(name), touch=recomputed):
+        model(*args, **kwargs)
+    assert not any(wrong) and len(wrong) == len(touched) == len(maps)
+    return maps
+
+
+def first(output):
+    return output[0] if isinstance(output, tuple) else output
+
+
+def close(one, other, dtype=None):
+    torch.testing.assert_close(one, other, rtol=0, atol=PRECISION[dtype or one.dtype], check_dtype=False)
+
+
+def softmax_of(scores):
+    """Softmax by its definition, 0 where a query sees no key."""
+    exp = (scores - scores.amax(-1, keepdim=True).clamp(min=-1e9)).exp()
+    return exp / exp.sum(-1, keepdim=True).clamp(min=1e-300)
+
+
+def joined(output):
+    """``(…, N_h, N, D_h)`` as ``(…, N, N_h·D_h)``, as the next linear map takes it."""
+    return output.transpose(-3, -2).flatten(-2)
+
+
+@DTYPES
+@given(
+    sizes=st.tuples(*[st.integers(1, 4)] * 5),
+    windows=st.integers(0, 2),
+    mask=st.sampled_from(['none', 'bool', 'float', 'causal']),
+    scale=st.sampled_from([None, 0.7]),
+    groups=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_scaled_dot_products(dtype, sizes, windows, mask, scale, groups, seed):
+    torch.manual_seed(seed)
+    images, heads, queries, keys, channels = sizes
+    batch = [images] + [3] * (windows > 0)
+    q = torch.randn(*batch, heads * groups, queries, channels, dtype=dtype)
+    k, v = torch.randn(2, *batch, heads, keys, channels, dtype=dtype)
+    options = dict(scale=scale, enable_gqa=True) if groups > 1 else dict(scale=scale)
+    scores = q.double() @ k.double().repeat_interleave(groups, -3).mT * (channels**-0.5 if scale is None else scale)
+    if mask == 'causal':
+        options['is_causal'] = True
+        scores = scores + torch.full((queries, keys), -torch.inf).triu(1)
+    elif mask == 'bool':
+        options['attn_mask'] = torch.rand(queries, keys) < 0.5
+        scores = scores.masked_fill(~options['attn_mask'], -torch.inf)
+    elif mask == 'float':
+        options['attn_mask'] = torch.randn(queries, keys, dtype=dtype)
+        scores = scores + options['attn_mask']
+    ((name, probs),) = seen(lambda q, k, v: joined(F.scaled_dot_product_attention(q, k, value=v, **options)), q, k, v)
+    assert name == '' and probs.dtype == dtype
+    close(probs, softmax_of(scores).reshape(-1, heads * groups, queries, keys), dtype)
+
+
+Q, K, V = (torch.randn(2, 3, own, 4, dtype=torch.float64) for own in (5, 6, 6))
+FOLD = partial(torch.flatten, start_dim=0, end_dim=1)
+MIX = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
+
+
+def scores(q=Q, k=K):
+    return q @ k.mT
+
+
+@pytest.mark.parametrize(
+    'function',
+    [
+        lambda q, k, v: joined(scores(q, k).softmax(-1) @ v),
+        lambda q, k, v: joined(torch.matmul(input=F.softmax(input=scores(q, k), dim=-1), other=v)),
+        lambda q, k, v: joined((v.mT @ torch.softmax(scores(q, k), -1).mT).mT),
+        lambda q, k, v: joined(scores(k, q).softmax(-2).mT @ v),
+        lambda q, k, v: joined(torch.Tensor.__rmatmul__(v, torch.special.softmax(scores(q, k), -1))),
+        lambda q, k, v: joined(torch.bmm(FOLD(scores(q, k)).softmax(-1), FOLD(v)).unflatten(0, (2, 3))),
+        lambda q, k, v: joined(
+            (torch.baddbmm(FOLD(scores(q, k)), FOLD(q), FOLD(k).mT, alpha=0).softmax(-1) @ FOLD(v)).view(2, 3, 5, 4)
+        ),
+        lambda q, k, v: torch.einsum('bhqk,bhkd->bqhd', scores(q, k).softmax(-1), v).flatten(2),
+        lambda q, k, v: torch.einsum('bhkd, bhqk -> bqhd', v, scores(q, k).softmax(-1)).flatten(2),
+        lambda q, k, v: joined(torch.einsum('...qk,...kd->...qd', scores(q, k).softmax(-1), v)),
+        lambda q, k, v: joined(torch.einsum('...ij,...jk', scores(q, k).softmax(-1), v)),
+        lambda q, k, v: joined(F.dropout(scores(q, k).softmax(-1), 0.5, False).to(v).reshape(2, 3, 5, 6) @ v),
+        lambda q, k, v: joined(torch.cat(scores(q, k).softmax(-1).chunk(2, 1), 1) @ v),
+        lambda q, k, v: joined(nn.Softmax(dim=-1)(scores(q, k)) @ v),
+        lambda q, k, v: joined(scores(q, k).softmax(-1).contiguous().view(2, 3, 5, 6).expand(2, 3, 5, 6) @ v),
+    ],
+)
+def test_spellings(function):
+    ((_, probs),) = seen(function, Q, K, V)
+    close(probs, softmax_of(scores()))
+
+
+@pytest.mark.parametrize(
+    'mixed',
+    [
+        lambda p: torch.einsum('bhqk,hg->bgqk', p, MIX),
+        lambda p: F.linear(p.permute(0, 2, 3, 1), MIX.mT).permute(0, 3, 1, 2),
+    ],
+)
+def test_mixed_heads(mixed):
+    """The map is what multiplies the values."""
+    ((_, probs),) = seen(lambda q, k, v: joined(mixed(scores(q, k).softmax(-1)) @ v), Q, K, V)
+    close(probs, torch.einsum('bhqk,hg->bgqk', softmax_of(scores()), MIX))
+
+
+@pytest.mark.parametrize(
+    ('function', 'expected'),
+    [
+        (lambda q, k, v: torch.einsum('hqk,hkd->hqd', scores(q, k)[0].softmax(-1), v[0]), lambda p: p[0][:, None]),
+        (lambda q, k, v: scores(q, k)[0, 0].softmax(-1) @ v[0, 0], lambda p: p[:1, :1]),
+        (lambda q, k, v: (scores(q[:, :, :1], k).softmax(-1) @ v).flatten(1), lambda p: p[:, :, :1]),
+        (lambda q, k, v: scores(q[:1].repeat(2, 1, 1, 1), k).softmax(-1) @ v, None),
+    ],
+    ids=['folded and never joined', 'one head, unbatched', 'pooling', 'of its own queries'],
+)
+def test_other_shapes(function, expected):
+    ((_, probs),) = seen(function, Q, K, V)
+    whole = softmax_of(scores())
+    close(probs, softmax_of(scores(Q[:1])) if expected is None else expected(whole))
+
+
+@pytest.mark.parametrize(
+    'function',
+    [
+        lambda x: (x.softmax(-1)[..., None] * torch.randn(2, 3, 6, 4)).sum(-2),  # a mixture of experts
+        lambda x: x * x.mean(-1, keepdim=True).softmax(1),  # a gate of channels
+        lambda x: (x.unflatten(1, (-1, 1)).softmax(1) * x[:, :, None]).sum(1),  # split attention
+        lambda x: x.softmax(-1) @ torch.arange(6.0),  # the mean of a distribution over distances
+        lambda x: x.softmax(-1) @ nn.Parameter(torch.randn(6, 4)),  # a codebook
+        lambda x: F.cross_entropy(x.flatten(1), torch.tensor([0, 1])),
+        lambda x: F.kl_div(x.log_softmax(-1), x.softmax(-1)),
+        lambda x: x.sigmoid() @ x.mT,
+    ],
+)
+def test_no_attention(function):
+    torch.manual_seed(0)
+    module, maps = Call(function), []
+    with watching(module, lambda *own: maps.append(own)):
+        module(torch.randn(2, 3, 6))
+    assert not maps
+
+
+def test_router_of_images():
+    """A product with what experts make of each patch mixes experts, not tokens."""
+
+    class Router(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.gate = nn.Conv2d(3, 4, 2, 2), nn.Linear(4, 3)
+            self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            x = self.stem(x).flatten(2).mT
+            return (self.gate(x).softmax(-1)[:, :, None] @ torch.stack([own(x) for own in self.experts], 2))[:, :, 0]
+
+    assert not seen(Router(), torch.randn(2, 3, 4, 4))
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ('settings', 'options'),
+    [
+        ({}, {}),
+        ({}, dict(attn_mask=torch.ones(5, 7, dtype=torch.bool).triu(3))),
+        ({}, dict(key_padding_mask=torch.arange(7) > torch.tensor([[2], [5]]))),
+        (dict(kdim=4, vdim=6), {}),
+        (dict(add_zero_attn=True, add_bias_kv=True), {}),
+        (dict(batch_first=False), {}),
+    ],
+)
+@pytest.mark.parametrize('need_weights', [False, True])
+def test_multihead_attention(dtype, settings, options, need_weights):
+    attention = nn.MultiheadAttention(12, 3, dtype=dtype, **{'batch_first': True, **settings})
+    q, k, v = (
+        torch.randn(2, 5, 12),
+        torch.randn(2, 7, settings.get('kdim', 12)),
+        torch.randn(2, 7, settings.get('vdim', 12)),
+    )
+    if not attention.batch_first:
+        q, k, v = (own.transpose(0, 1) for own in (q, k, v))
+    q, k, v = (own.to(dtype) for own in (q, k, v))
+    ((name, probs),) = seen(attention, q, k, v, need_weights=need_weights, **options)
+    close(probs, attention(q, k, v, need_weights=True, average_attn_weights=False, **options)[1])
+    if attention.batch_first and not options:  # without images
+        ((_, probs),) = seen(attention, q[0], k[0], v[0], need_weights=need_weights)
+        close(probs, attention(q[0], k[0], v[0], average_attn_weights=False)[1][None])
+
+
+@pytest.mark.parametrize('padded', [False, True])
+@pytest.mark.parametrize('number', [1, 2])
+def test_fast_path(padded, number):
+    """PyTorch's kernel for a whole layer computes the output, to the last bit; the maps are those of its functions."""
+    layer = nn.TransformerEncoderLayer(12, 3, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, number).eval() if number > 1 else layer.eval()
+    x = torch.randn(2, 5, 12)
+    mask = torch.arange(5) > torch.tensor([[2], [4]]) if padded else None
+    with torch.no_grad():
+        maps = seen(model, x, src_key_padding_mask=mask) if number == 1 else []
+        kept = []
+        expected = model(x, src_key_padding_mask=mask)
+        with watching(model, lambda name, probs, places: kept.append((name, probs))):
+            assert torch.equal(model(x, src_key_padding_mask=mask), expected)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            for (_, probs), own in zip(kept, model.layers if number > 1 else [model]):
+                weights = own.self_attn(x, x, x, key_padding_mask=mask, average_attn_weights=False)[1]
+                close(probs[:, :, :3] if padded else probs, weights[:, :, :3] if padded else weights)
+                x = own(x, src_key_padding_mask=mask)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    assert len(kept) == number and (number > 1 or len(maps) == 1)
+
+
+class WithBuffers(nn.Module):
+    """A layer whose forward pass moves buffers: spectral norm, BatchNorm on queries, dropout in the bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 12, 8, 8)
+        self.qkv = nn.utils.parametrizations.spectral_norm(nn.Linear(12, 36))
+        self.norm, self.bias, self.head = (
+            nn.BatchNorm1d(12),
+            nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.5)),
+            nn.Linear(12, 5),
+        )
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.stem(x).flatten(2).mT).chunk(3, -1)
+        scores = self.norm(q.mT).mT @ k.mT
+        return self.head(F.dropout((scores + self.bias(scores[..., None])[..., 0]).softmax(-1), 0.3) @ v).mean(1)
+
+
+class OnImages(nn.Module):
+    """A layer that takes queries, keys and values, on patches."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        x = x.unfold(2, 8, 8).unfold(3, 8, 8)[:, 0].flatten(3).flatten(1, 2)
+        return self.layer(x, x, x)[0]
+
+
+OF_TRAINING = {
+    **dict.fromkeys(['vit_tiny_patch16_224', 'beit_base_patch16_224', 'cait_xxs24_224', 'eva02_tiny_patch14_224']),
+    **dict.fromkeys(
+        ['vit_relpos_small_patch16_224', 'convit_tiny', 'vit_base_patch16_siglip_224', 'xcit_nano_12_p16_224']
+    ),
+    'swin_tiny_patch4_window7_224': dict(img_size=32, embed_dim=12, depths=(2, 2), num_heads=(3, 3), window_size=4),
+    'WithBuffers': WithBuffers,
+    'TransformerEncoderLayer': lambda: nn.Sequential(
+        nn.Conv2d(3, 12, 8, 8), nn.Flatten(2), nn.TransformerEncoderLayer(16, 4, 8, batch_first=True)
+    ),
+    'MultiheadAttention': lambda: OnImages(nn.MultiheadAttention(64, 4, dropout=0.3)),
+}
+VIT = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
+
+
+@pytest.mark.parametrize('name', OF_TRAINING)
+def test_training_step(name):
+    """Every bit of a step: output, gradients, buffers, random state, calls of hooks."""
+    build = OF_TRAINING[name]
+    if callable(build):
+        model, x = build(), torch.randn(2, 3, 32, 32)
+    else:
+        rates = {} if 'xcit' in name or 'cait' in name else dict(attn_drop_rate=0.2)
+        model = timm.create_model(name, num_classes=5, drop_path_rate=0.2, **rates, **(build or VIT))
+        x = torch.randn(2, 3, 32, 32)
+    results = []
+    for watched in (False, True):
+        own, calls = copy.deepcopy(model).train(), []
+        for module in own.modules():
+            module.register_forward_hook(lambda *args: calls.append(1))
+        torch.manual_seed(3)
+        maps = []
+        if watched:
+            with watching(own, lambda name, probs, places: maps.append(probs)):
+                output = own(x)
+            assert maps and not any(probs.requires_grad for probs in maps)
+        else:
+            output = own(x)
+        output.square().mean().backward()
+        gradients = [each.grad for each in own.parameters() if each.grad is not None]
+        results.append([output, torch.get_rng_state(), *own.buffers(), *gradients, torch.tensor(len(calls))])
+    assert len(results[0]) == len(results[1])
+    assert all(torch.equal(one, other) for one, other in zip(*results))
+
+
+@DTYPES
+def test_before_dropout(dtype):
+    """The map is what multiplies the values before dropout, also where dropout is part of the function."""
+    q, k, v = (own.to(dtype) for own in (Q, K, V))
+    for run in (
+        lambda q, k, v: joined(F.dropout(scores(q, k).softmax(-1), 0.5, True) @ v),
+        lambda q, k, v: joined(F.scaled_dot_product_attention(q, k, v, dropout_p=0.5, scale=1.0)),
+    ):
+        module, maps = Call(run), []
+        with watching(module, lambda name, probs, places: maps.append(probs)):
+            module(q, k, v)
+        close(maps[0], softmax_of(scores(q, k)))
+
+
+@pytest.mark.parametrize('use_reentrant', [False, True])
+def test_gradient_checkpointing(use_reentrant):
+    """What the backward pass computes again is not shown, and changes no gradient."""
+    model = timm.create_model('vit_tiny_patch16_224', num_classes=5, **VIT)
+    x, gradients, names = torch.randn(2, 3, 32, 32, requires_grad=True), [], []
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=use_reentrant)
+    for watched in (False, True):
+        model.zero_grad()
+        if watched:
+            with watching(model, lambda name, probs, places: names.append(name)):
+                model(x).sum().backward()
+        else:
+            model(x).sum().backward()
+        gradients.append([own.grad.clone() for own in model.parameters()])
+    assert names == ['blocks.0.attn', 'blocks.1.attn']
+    assert all(torch.equal(one, other) for one, other in zip(*gradients))
+
+
+def test_autocast():
+    model, x = timm.create_model('vit_tiny_patch16_224', num_classes=5, **VIT).eval(), torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        expected = dict(seen(model, x))
+        with torch.autocast('cpu', torch.bfloat16):
+            maps = dict(seen(model, x))
+    for name, probs in maps.items():
+        assert probs.dtype == torch.float32
+        close(probs.sum(-1), torch.ones(()).expand(probs.shape[:-1]))
+        close(probs, expected[name], torch.bfloat16)
+
+
+def test_compiled():
+    """A compiled model runs uncompiled while it is watched, and compiled again afterwards."""
+    model, x, runs = (
+        timm.create_model('vit_tiny_patch16_224', num_classes=5, **VIT).eval(),
+        torch.randn(2, 3, 32, 32),
+        [],
+    )
+    compiled = torch.compile(model, backend=lambda graph, inputs: runs.append(1) or graph.forward)
+    with torch.no_grad():
+        expected = seen(model, x)
+        compiled(x)
+        number = len(runs)
+        maps = []
+        with watching(model, lambda name, probs, places: maps.append((name, probs))):
+            compiled(x)
+        assert len(runs) == number > 0
+    assert [name for name, _ in maps] == [name for name, _ in expected]
+    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(maps, expected))
+
+
+def test_threads():
+    """A thread sees what runs in it, of copies too, as ``nn.DataParallel`` makes them."""
+    model = timm.create_model('vit_tiny_patch16_224', num_classes=5, **VIT).eval()
+    inputs, seen_by, errors = torch.randn(2, 2, 3, 32, 32), {0: {}, 1: {}}, []
+    with torch.no_grad():
+        expected = [dict(seen(model, x)) for x in inputs]
+    replicas = [replicated(model), model]
+
+    def visit(name, probs, places):
+        seen_by[int(threading.current_thread().name)][name] = probs
+
+    @torch.no_grad()
+    def run(number):
+        try:
+            for _ in range(3):
+                replicas[number](inputs[number])
+        except Exception as error:
+            errors.append(error)
+
+    with watching(model, visit, wanted=lambda name: '#' not in name):
+        threads = [threading.Thread(target=run, args=[number], name=str(number)) for number in (0, 1)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    assert not errors
+    for number in (0, 1):
+        assert seen_by[number].keys() == expected[number].keys()
+        assert all(torch.equal(probs, expected[number][name]) for name, probs in seen_by[number].items())
+
+
+def replicated(module):
+    """Returns a copy as ``nn.parallel.replicate`` makes it, with the same parameters."""
+    copied = module._replicate_for_data_parallel()
+    for name, child in module._modules.items():
+        if child is not None:
+            setattr(copied, name, replicated(child))
+    copied._parameters = dict(module._parameters)
+    return copied
+
+
+def test_nested():
+    """Two that watch the same model see the same; one that watches a part has the names of the part."""
+    model, x = timm.create_model('vit_tiny_patch16_224', num_classes=5, **VIT).eval(), torch.randn(2, 3, 32, 32)
+    found = {'outer': [], 'inner': [], 'part': []}
+    outer, inner, part = (
+        watching(own, lambda name, probs, places, key=key: found[key].append((name, probs)))
+        for key, own in zip(found, (model, model, model.blocks[1]))
+    )
+    with torch.no_grad(), outer, inner, part:
+        model(x)
+    names = {key: [name for name, _ in maps] for key, maps in found.items()}
+    assert names == {'outer': ['blocks.0.attn', 'blocks.1.attn'], 'inner': names['outer'], 'part': ['attn']}
+    assert torch.equal(found['part'][0][1], found['outer'][1][1])
+    assert torch.equal(found['inner'][1][1], found['outer'][1][1])
+
+
+@pytest.mark.parametrize('where', ['module', 'visit', 'hook before', 'hook after'])
+def test_an_error_leaves_nothing(where):
+    model, x = timm.create_model('vit_tiny_patch16_224', num_classes=5, **VIT).eval(), torch.randn(2, 3, 32, 32)
+
+    def fail(*args):
+        raise RuntimeError('in the middle')
+
+    layer = model.blocks[1].mlp
+    if where == 'module':
+        layer.forward = fail
+    elif where.startswith('hook'):
+        register = layer.register_forward_pre_hook if where == 'hook before' else layer.register_forward_hook
+        handle = register(fail)
+    hooks = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
+    before = [dict(own) for own in hooks]
+    with (
+        pytest.raises(RuntimeError, match='in the middle'),
+        watching(model, fail if where == 'visit' else lambda *own: None),
+    ):
+        model(x)
+    assert not _get_current_function_mode_stack() and [dict(own) for own in hooks] == before
+    if where.startswith('hook'):
+        handle.remove()
+    vars(layer).pop('forward', None)
+    assert len(seen(model, x)) == 2
+
+
+def test_go_on_after_an_error():
+    """A forward pass that failed and was caught, inside of the ``with``, does not spoil the next."""
+    model, x, names = (
+        timm.create_model('vit_tiny_patch16_224', num_classes=5, **VIT).eval(),
+        torch.randn(2, 3, 32, 32),
+        [],
+    )
+    with watching(model, lambda name, probs, places: names.append(name)):
+        with pytest.raises(AssertionError):
+            model(torch.randn(2, 3, 24, 24))
+        model(x)
+    assert names == ['blocks.0.attn', 'blocks.1.attn']
+
+
+def test_a_teacher_is_not_shown():
+    """A teacher that runs where the student runs, and is no part of it, has no names of the student."""
+    build = partial(timm.create_model, 'vit_tiny_patch16_224', num_classes=5, **VIT)
+    teacher, student, x = build().eval(), build().eval(), torch.randn(2, 3, 32, 32)
+
+    class Distilled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.student, self.teachers = student, [teacher]  # a list hides it, as in most code for distillation
+
+        def forward(self, x):
+            return self.student(x) + self.teachers[0](x)
+
+    expected = [probs for _, probs in seen(student, x)]
+    maps = seen(Distilled(), x)
+    assert [name for name, _ in maps] == ['student.blocks.0.attn', 'student.blocks.1.attn']
+    assert all(torch.equal(one, other) for (_, one), other in zip(maps, expected))
+
+
+@DTYPES
+@pytest.mark.parametrize('groups', [1, 2])
+def test_flex_attention(dtype, groups):
+    """With scores and a mask that are functions of the place."""
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(2, heads, number, 8, dtype=dtype)
+        for heads, number in ((4, 16), (4 // groups, 24), (4 // groups, 24))
+    )
+    slopes = torch.rand(4, dtype=dtype)
+    mask = create_block_mask(lambda b, h, i, j: i + 4 * b >= j, 2, None, 16, 24, device='cpu')
+
+    def score(s, b, h, i, j):
+        return 3 * torch.tanh(s / 3) - slopes[h] * (i - j).abs()
+
+    with torch.no_grad():
+        ((_, probs),) = seen(
+            lambda q, k, v: joined(flex_attention(q, k, v, score, mask, enable_gqa=groups > 1)), q, k, v
+        )
+    image, head, i, j = (torch.arange(own).view(-1, *[1] * left) for own, left in ((2, 3), (4, 2), (16, 1), (24, 0)))
+    scores = 3 * torch.tanh(q.double() @ k.double().repeat_interleave(groups, 1).mT / 8**0.5 / 3)
+    scores = (scores - slopes[head] * (i - j).abs()).masked_fill(i + 4 * image < j, -torch.inf)
+    close(probs, softmax_of(scores), dtype)
+
+
+def flash_attn_func(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None
+):
+    """A stand-in: what flash_attn's signature says, query by query."""
+    output = torch.zeros_like(q)
+    shift = k.shape[1] - q.shape[1]
+    for head in range(q.shape[2]):
+        of_keys = head * k.shape[2] // q.shape[2]
+        for query in range(q.shape[1]):
+            low = 0 if window_size[0] < 0 else max(0, query + shift - window_size[0])
+            last = query + shift + (0 if causal else window_size[1])
+            high = k.shape[1] if not causal and window_size[1] < 0 else min(k.shape[1], last + 1)
+            scores = (k[:, low:high, of_keys] * q[:, query, None, head]).sum(-1)
+            scores = scores * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+            scores = softcap * (scores / softcap).tanh() if softcap else scores
+            if alibi_slopes is not None:
+                scores = scores - alibi_slopes[head] * (torch.arange(low, high) - query - shift).abs()
+            exp = scores.exp() / scores.exp().sum(-1, keepdim=True)
+            output[:, query, head] = (exp[..., None] * v[:, low:high, of_keys]).sum(1)
+    return output
+
+
+def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None):
+    """A stand-in of xformers'."""
+    bias = (
+        attn_bias.materialize((len(query), query.shape[1], key.shape[1]))
+        if hasattr(attn_bias, 'materialize')
+        else attn_bias
+    )
+    if query.ndim == 3:
+        return memory_efficient_attention(query[:, :, None], key[:, :, None], value[:, :, None], bias, p, scale)[
+            :, :, 0
+        ]
+    scores = torch.stack([torch.stack([(key * query[:, i, None]).sum(-1) for i in range(query.shape[1])], 1)])[0]
+    scores = scores.movedim(-1, 1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    exp = (scores if bias is None else scores + bias).exp()
+    return ((exp / exp.sum(-1, keepdim=True))[..., None] * value.movedim(2, 1)[:, :, None]).sum(3).movedim(1, 2)
+
+
+def na2d(query, key, value, kernel_size, stride=1, dilation=1, is_causal=False, scale=None):
+    """A stand-in of NATTEN's: each place attends to the nearest places whose distance the dilation divides."""
+    output = torch.zeros_like(query)
+    for row in range(query.shape[1]):
+        for column in range(query.shape[2]):
+            near = []
+            for place, side, size in zip((row, column), query.shape[1:3], kernel_size):
+                same = [own for own in range(side) if own % dilation == place % dilation]
+                start = min(max(same.index(place) - size // 2, 0), len(same) - size)
+                near.append(same[start : start + size])
+            keys, values = (own[:, near[0]][:, :, near[1]].flatten(1, 2) for own in (key, value))
+            scores = (keys * query[:, row, column, None]).sum(-1) * (
+                query.shape[-1] ** -0.5 if scale is None else scale
+            )
+            exp = scores.exp() / scores.exp().sum(1, keepdim=True)
+            output[:, row, column] = (exp[..., None] * values).sum(1)
+    return output
+
+
+class Bias:
+    """A mask of xformers, which makes its tensor when asked."""
+
+    def materialize(self, shape, device=None):
+        return torch.full(shape[-2:], -torch.inf, dtype=torch.float64).triu(1)
+
+
+def random(*shapes):
+    torch.manual_seed(0)
+    return [torch.randn(*shape, dtype=torch.float64) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ('name', 'own', 'args', 'options'),
+    [
+        ('flash_attn.flash_attn_func', flash_attn_func, random((2, 5, 4, 3), (2, 7, 2, 3), (2, 7, 2, 3)), {}),
+        (
+            'flash_attn.flash_attn_func',
+            flash_attn_func,
+            random(*[(2, 6, 4, 3)] * 3),
+            dict(window_size=(2, 1), softcap=2.0),
+        ),
+        (
+            'flash_attn.flash_attn_func',
+            flash_attn_func,
+            random((2, 5, 2, 3), (2, 7, 2, 3), (2, 7, 2, 3)),
+            dict(causal=True, softmax_scale=0.3, alibi_slopes=torch.tensor([0.1, 0.7])),
+        ),
+        ('xformers.ops.memory_efficient_attention', memory_efficient_attention, random(*[(2, 5, 4, 3)] * 3), {}),
+        (
+            'xformers.ops.memory_efficient_attention',
+            memory_efficient_attention,
+            random(*[(2, 5, 3)] * 3),
+            dict(attn_bias=Bias(), scale=0.4),
+        ),
+        ('natten.na2d', na2d, random(*[(2, 5, 6, 3, 4)] * 3), dict(kernel_size=(3, 5))),
+        ('natten.na2d', na2d, random(*[(2, 7, 6, 2, 4)] * 3), dict(kernel_size=(3, 3), dilation=2, scale=0.6)),
+    ],
+)
+def test_kernels_outside(monkeypatch, name, own, args, options):
+    """By the signature of a function: its output is that of the map and the values, and it is itself afterwards."""
+    library, _, function = name.rpartition('.')
+    module, user = types.ModuleType(library), types.ModuleType('user')
+    setattr(module, function, own)
+    user.attend = own  # as `from flash_attn import flash_attn_func as attend`
+    monkeypatch.setitem(sys.modules, library, module)
+    monkeypatch.setitem(sys.modules, 'user', user)
+    for attend in (lambda *own: getattr(module, function)(*own, **options), lambda *own: user.attend(*own, **options)):
+        ((_, probs),) = seen(attend, *args)
+        value = args[2].flatten(1, -3) if args[2].ndim > 3 else args[2][:, :, None]
+        value = value.repeat_interleave(probs.shape[1] // value.shape[2], 2)
+        expected = own(*args, **options)
+        close(torch.einsum('bhqk,bkhd->bqhd', probs, value).reshape(expected.shape), expected)
+        close(probs.sum(-1), torch.ones(probs.shape[:-1], dtype=probs.dtype))
+    assert getattr(module, function) is user.attend is own and name in KERNELS
+
+
+@pytest.mark.parametrize('name', ['xcit_nano_12_p16_224', 'edgenext_xx_small', 'davit_tiny'])
+def test_attention_over_channels(name):
+    """It has maps ``(B, N_h, C, C)``, and no grid, not even where there are as many channels as places."""
+    settings = dict(VIT) if 'xcit' in name else dict(depths=(1, 1, 1, 1))
+    model = timm.create_model(name, num_classes=5, **settings).eval()
+    over_channels = []
+
+    def visit(name, probs, places):
+        if 'cls' not in name and ('xca' in name or name.endswith('.1.attn') or name.startswith('blocks')):
+            over_channels.append(probs.shape[-1])
+            assert places.queries is None and places.keys is None and probs.shape[-1] == probs.shape[-2]
+
+    with torch.no_grad(), watching(model, visit):
+        model(torch.randn(2, 3, 64, 64) if 'xcit' not in name else torch.randn(2, 3, 32, 32))
+    assert over_channels
+
+
+def test_a_part_by_itself():
+    model, names = timm.create_model('vit_tiny_patch16_224', **VIT), []
+    with torch.no_grad(), watching(model, lambda name, probs, places: names.append(name)):
+        model.blocks[1](torch.randn(2, 17, 24))
+    assert names == ['blocks.1.attn']
