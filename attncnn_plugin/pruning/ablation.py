@@ -96,9 +96,9 @@ def head_ablation(model: nn.Module, batches: Iterable[Any], loss: Loss, layers: 
     own = {name: layer for name, layer in own_layers(model).items() if layer.num_heads and wanted(name)}
     seen = SeenMeans()
     with evaluating(model):
-        with head_means(list(own.values())) as of_own:
-            with watching(model, wanted=wanted, touch=seen.touch, end=seen.end):
-                whole, accuracy = measured(model, batches, loss)
+        watched = watching(model, wanted=wanted, touch=seen.touch, end=seen.end)
+        with head_means(list(own.values())) as of_own, watched:
+            whole, accuracy = measured(model, batches, loss)
         importance = head_importance(model, batches, loss, normalize=False, layers=layers)
         means = dict(zip(own, of_own))
         changes: Dict[str, Dict[str, Tensor]] = {}
