@@ -20,7 +20,6 @@ from .vision_transformer import Transformer, part_of
 
 Call = Dict[str, Any]  # the arguments of a call after the tokens, by name
 Windows = Tuple[Tuple[int, int], Tuple[int, int], Tuple[int, int], bool]
-OTHER_KEYS = 'its keys and values are of other tokens than its queries'
 MAX_LOGIT_SCALE = math.log(100)  # of Swin v2
 KNOWN = (
     'the classes that are known are in attncnn_plugin.transformers.ADAPTERS, those of the ViT, DeiT, DINOv2, DINOv3, '
@@ -456,23 +455,23 @@ class Attention:
                 bias.zero_()
 
     @property
-    def adds_keys(self) -> bool:
-        """Says whether it has keys of its own beside those of its tokens, or maps for keys of another width."""
-        no_maps = bool(self.adapter.maps) and not self.map_names
-        return no_maps or self.part('bias_k') is not None or bool(self.part('add_zero_attn'))
+    def unknown_keys(self) -> Optional[str]:
+        """Returns why its keys cannot be known; None where they can."""
+        if self.adapter.maps and not self.map_names:  # wrapped, or for keys of another width
+            return f'it has no {" or ".join(self.adapter.maps)} with weights of its own'
+        adds_keys = self.part('bias_k') is not None or self.part('add_zero_attn')
+        return 'it has keys beside those of its tokens' if adds_keys else None
 
     def tokens(self, args: Sequence[Any], kwargs: Call) -> Tuple[Tensor, Call]:
         """Returns the tokens ``(B, N, D)`` of a call, of windows ``(B·windows, N, D)``, and its other arguments.
 
         Raises:
-            ValueError: The keys are other tokens.
+            ValueError: The keys are unknown.
         """
         call = by_name(self.called, args, kwargs)
         x = call.pop(next(iter(call)))
-        key: Any = call.get('key', x)
-        if self.adds_keys or not (key is x or torch.equal(key, x)):
-            kind = type(self.module).__name__
-            raise ValueError(f'{self.name or "attention"} is a {kind}: {OTHER_KEYS}, and only self-attention is known')
+        if self.unknown_keys is not None:
+            raise ValueError(f'{self.name or "attention"} is a {type(self.module).__name__}: {self.unknown_keys}')
         if self.adapter.cuts and self.adapter.windows is not None:
             call['windows'] = self.adapter.windows(self.module, (x,))
             x = cut_windows(x, numbers_in_windows(*call['windows']))
@@ -513,15 +512,11 @@ class Attention:
             term = own(self.module, query, call)
             if term is not None:
                 total = term if total is None else total + term
-        mask = self.mask(call)
+        mask = None if self.adapter.mask is None else self.adapter.mask(self.module, None, call)
         if mask is not None:  # the windows of an image lie one after the other
             mask = mask.to(query).repeat(len(query) // len(mask), 1, 1)[:, None]
             total = mask if total is None else total + mask
         return total
-
-    def mask(self, call: Call) -> Optional[Tensor]:
-        """Returns what is added to the scores of each window of an image, ``(windows, N, N)``; None for nothing."""
-        return None if self.adapter.mask is None else self.adapter.mask(self.module, None, call)
 
     @contextmanager
     def windows_seen(self) -> Iterator[Callable[[], Optional[Windows]]]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..attention.heads import check_heads, heads_in, keep_entries, not_alone, resize_parameter
 from ..attention.state_dicts import StateDict, StructureError
 from ..change import Successor
-from .adapters import OTHER_KEYS, Attention, adapter_of, by_name, join_windows, numbers_in_windows
+from .adapters import Attention, adapter_of, by_name, join_windows, numbers_in_windows
 
 
 class TransformerHeads(Attention):
@@ -78,8 +78,8 @@ class TransformerHeads(Attention):
         forward = vars(self.module).get('forward')
         if not self.adapter.maps:
             return 'its probabilities are no softmax of scores'
-        if self.adds_keys:
-            return OTHER_KEYS
+        if self.unknown_keys is not None:
+            return self.unknown_keys
         if forward is not None and getattr(forward, 'func', None) is not forward_of_heads:
             return 'something else has replaced its forward pass'
         if not isinstance(self.part('norm'), (nn.Identity, type(None))):

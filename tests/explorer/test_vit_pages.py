@@ -71,6 +71,18 @@ def test_padded_windows():
     assert outside[0] > 1
 
 
+def test_keys_that_one_image_sees():
+    """They are there for all images."""
+    model, images = small_vit(SWIN), images_of(2, size=SIZE)
+    for block in model.layers[0].blocks:
+        block.attn.qkv.weight.data *= 100
+    layers = unpack(page_of(model, images))['layers'][:2]
+    for layer, probs in zip(layers, attention_maps(model, images).values()):
+        assert ((probs[1] > 0.1) & (probs[0].amax(0) < 1e-30)).any()
+        for image, own in enumerate(probs.double()):
+            assert (relative_errors(probs_in(layer, 'attention', image), own) <= 1 / 255 + 1e-6).all()
+
+
 def test_class_token_comes_later():
     """ConViT: the first layers have no class token."""
     model = small_vit('convit_tiny', depth=3, local_up_to_layer=2)

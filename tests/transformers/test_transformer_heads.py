@@ -342,6 +342,24 @@ def test_attention_of_pytorch(gone, batch_first):
                 torch.testing.assert_close(weights, of_all[..., kept, :, :], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ('settings', 'message'),
+    [
+        (dict(add_zero_attn=True), 'it has keys beside those of its tokens'),
+        (dict(add_bias_kv=True), 'it has keys beside those of its tokens'),
+        (dict(kdim=8, vdim=8), 'it has no in_proj with weights of its own'),
+        (None, 'it has no qkv or q_proj or k_proj or v_proj with weights of its own'),
+    ],
+)
+def test_refused_keys(settings, message):
+    """The last is wrapped, as LoRA does."""
+    layer = small_vit(VIT).blocks[0].attn if settings is None else nn.MultiheadAttention(24, 3, **settings)
+    if settings is None:
+        layer.qkv = nn.Sequential(layer.qkv)
+    with pytest.raises(TypeError, match=f'heads cannot be removed from a .*ttention: {message}'):
+        prune_heads(layer, {'': [1]})
+
+
 def tie(model, name):
     setattr(model.blocks[1].attn.qkv, name, getattr(model.blocks[0].attn.qkv, name))
 
