@@ -325,7 +325,7 @@ class Rollout:
         assert self.joint is not None
         if weights.shape[1] == number:
             self.joint = weights @ self.joint + keep * self.joint
-        elif queries is not None and keys is not None and (queries[:, None] == keys).any(1).all():
+        elif queries is not None and keys is not None and ((queries[:, None] == keys) & (keys < 0)).any(1).all():
             rows = (queries[:, None] == keys).long().argmax(1)  # tokens that attend to all, as class tokens do
             self.joint = self.joint.index_copy(1, rows, weights @ self.joint + keep * self.joint[:, rows])
         elif weights.shape[1] < number and (queries is None or (queries <= 0).all()):

@@ -125,7 +125,8 @@ class Watch(threading.local):
             self.running[-1] = module, None
             name = self.functions.numbered(name)
             if self.visit is not None and self.wanted(name):
-                self.visit(name, module.probs_of(args[0]), places_of_grid(len(args[0]), module.grid_of(args[0])))
+                places = places_of_grid(len(args[0]), module.grid_of(args[0]), module.window)
+                self.visit(name, module.probs_of(args[0]), places)
         elif self.touch is None and has_fast_path(module) and _get_current_function_mode() is self.functions:
             self.native = module
             self.functions.__exit__(None, None, None)
@@ -140,7 +141,8 @@ class Watch(threading.local):
             functions.__enter__()
             if has_run:
                 with torch.no_grad():
-                    module.forward(*args, **kwargs_and_output[0])  # once more, for what the fast path hides
+                    again = module.forward(*args, **kwargs_and_output[0])  # for what the fast path hides
+                functions.places.take_over([again], kwargs_and_output[1:])
         functions.close(module)
         self.running.pop()
         if not self.running:
@@ -267,6 +269,8 @@ class FunctionsSeen(TorchFunctionMode):
 
     def see(self, func: Any, args: Any, kwargs: Any, output: Any) -> Optional[Attention]:
         """Looks at a call and at what it gave; returns attention that it was."""
+        if isinstance(output, Tensor) and not output.numel():
+            return None  # of no heads, or of no images
         if func is F.scaled_dot_product_attention:
             return self.see_fused(probs_of_dot_products, output, *args, **kwargs)
         if getattr(func, '__name__', '') == 'flex_attention':

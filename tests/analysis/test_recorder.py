@@ -93,8 +93,6 @@ def test_encoder_layers_of_torch(batch_first):
     prune_heads(model, {'layers.0.self_attn': [1]})
     left = first(x, x, x, attn_mask=hidden, key_padding_mask=lost, average_attn_weights=False)[1]
     torch.testing.assert_close(left, expected[:, [0, 2]], rtol=1e-12, atol=1e-14)
-    with pytest.raises(ValueError, match='attends to its queries, not to other tokens'):
-        first(x, x + 1, x)
 
 
 @pytest.mark.parametrize(
@@ -403,7 +401,7 @@ def test_rollout_without_a_class_token():
     [
         'vit_tiny_patch16_224',
         'torchvision.VisionTransformer',
-        pytest.param('transformers.ViT', marks=pytest.mark.xfail(reason='attention of 0 heads is not seen yet')),
+        'transformers.ViT',
     ],
 )
 @pytest.mark.parametrize('target', [None, 1])
@@ -417,7 +415,7 @@ def test_rollout_of_layers_without_heads(name, target):
         torch.testing.assert_close(heat, probs.mean(1)[:, 0, 1:].unflatten(1, (4, 4)) / 2, rtol=1e-12, atol=1e-14)
     assert (heat > 0).any()
     prune_heads(model, {last: [0, 1, 2]}, allow_empty=True)
-    with pytest.raises(ValueError, match='no attention of a VisionTransformer was seen'):
+    with pytest.raises(ValueError, match='no attention of a Vi.* was seen'):
         rollout(model, x, target)
 
 
@@ -599,12 +597,7 @@ class TokenBehind(nn.Module):
     'encoder',
     [
         nn.Sequential(Attend(), Attend()),
-        pytest.param(
-            nn.TransformerEncoder(
-                nn.TransformerEncoderLayer(24, 3, 24, batch_first=True), 2, enable_nested_tensor=False
-            ),
-            marks=pytest.mark.xfail(reason='tokens are not followed through the fast path of PyTorch'),
-        ),
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(24, 3, 24, batch_first=True), 2, enable_nested_tensor=False),
     ],
 )
 def test_tokens_behind_the_patches(encoder):
@@ -632,7 +625,6 @@ def test_inputs_by_name():
         torch.testing.assert_close(attention_maps(model, inputs, call=call), expected, rtol=0, atol=0)
 
 
-@pytest.mark.xfail(reason='tokens are not followed from images that are given by name')
 @pytest.mark.parametrize('target', [None, 1])
 def test_rollout_of_inputs_by_name(target):
     model, x = small_vit('transformers.ViT'), images(torch.float32)
