@@ -14,7 +14,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-
 from transformers_models import CLASSES, HUGGING_FACE, OTHERS, TIMM
 
 from attncnn_plugin import rollout
@@ -107,7 +106,7 @@ def computed(model: nn.Module) -> Iterator[List[Tensor]]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(nn.functional, fused, unfused_attention))
         for module in {sys.modules[type(own).__module__] for own in model.modules()}:
-            if 'einsum' in vars(module):
+            if getattr(module, 'einsum', None) is torch.einsum:
                 stack.enter_context(mock.patch.object(module, 'einsum', recording_first))
         for owner in (torch, torch.Tensor, nn.functional):
             stack.enter_context(mock.patch.object(owner, 'softmax', recording(owner.softmax)))
@@ -134,7 +133,7 @@ def unfused_attention(
 
 
 def distance(one: Tensor, others: List[Tensor]) -> float:
-    """Returns how far maps are from those nearest to them, in any order of the batch; inf where none are of the size."""
+    """Returns how far maps are from the nearest, in any order of the batch; inf where none are of the size."""
     nearest = [float('inf')]
     for other in others:
         other = other if other.ndim < 2 or one.shape[-2:] == other.shape[-2:] else other.mT
@@ -241,7 +240,7 @@ def line_of(row: Row, result: Result) -> str:
         row.library,
         f'`{row.name}`',
         f'{result.seen} of {row.there}',
-        f'{result.difference:.0e}' if result.compared else '–',
+        '–' if not result.compared else f'{result.difference:.0e}' if result.difference else '0',
         'changed' if result.changed else 'same',
         next(short for part, short in REFUSALS.items() if part in result.rollout),
     ]

@@ -43,7 +43,8 @@ class Followed:
 
     def begin(self, images: Any) -> None:
         """Numbers the pixels of images ``(B, C, H, W)``, or of the frames of videos."""
-        if isinstance(images, Tensor) and images.ndim in (4, 5) and images.is_floating_point():
+        is_plain = isinstance(images, Tensor) and not images.is_nested
+        if is_plain and images.ndim in (4, 5) and images.is_floating_point():
             self.numbers[images] = new_numbers(images, None)
             self.has_begun = True
 

@@ -254,6 +254,8 @@ class FunctionsSeen(TorchFunctionMode):
             with self:
                 return _multi_head_attention(*args, **kwargs)
         output = func(*args, **kwargs)
+        if isinstance(output, Tensor) and output.is_nested:
+            return output
         with torch.no_grad():
             self.places.follow(func, args, kwargs, output)
             attention = self.see(func, args, kwargs, output)
@@ -409,6 +411,8 @@ class FunctionsSeen(TorchFunctionMode):
         others = [own for own in tensors if own not in self.weights and own.is_floating_point()]
         if func not in LIKE_ANOTHER and any(own.numel() >= number for own in others):
             return
+        if func is F.linear and ((self.before_dropout(weights[0]).sum(-1) - 1).abs() < 1e-3).all():
+            return  # a linear map of what softmax chose, not of heads
         changed = func not in DROPOUT and any(self.weights[own] is not None for own in weights)
         before: Any = self.before_dropout(weights[0]) if func in DROPOUT else None
         if changed:
@@ -546,6 +550,9 @@ def probs_of_dot_products(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Computes softmax(Q Kᵀ/√d + B), the probabilities of ``scaled_dot_product_attention``, ``(…, Q, K)``."""
+    if type(attn_mask) not in (type(None), Tensor, nn.Parameter):  # such as a CausalBias, which is no tensor of scores
+        eye = torch.eye(key.shape[-2]).to(value).expand(*key.shape[:-1], -1)
+        return F.scaled_dot_product_attention(query, key, eye, attn_mask, scale=scale, enable_gqa=enable_gqa)
     scores = dot_products(query, key, scale)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

@@ -66,9 +66,13 @@ SWIN = dict(embed_dim=12, depths=(2,), num_heads=(3,), window_size=4, num_classe
     ('name', 'settings', 'size', 'expected'),
     [
         ('vit_tiny_patch16_224', VIT, (32, 32), {'blocks.0.attn': ([None], row_major(2, 4, 4), [])}),
-        ('vit_tiny_patch16_224', dict(VIT, img_size=(16, 40)), (16, 40), {'blocks.0.attn': ([None], row_major(2, 2, 5), [])}),
+        ('vit_tiny_patch16_224', dict(VIT, img_size=(16, 40)), (16, 40), {
+            'blocks.0.attn': ([None], row_major(2, 2, 5), []),
+        }),
         ('vit_small_patch16_dinov3', VIT, (32, 32), {'blocks.0.attn': ([None] * 5, row_major(2, 4, 4), [])}),
-        ('vit_tiny_r_s16_p8_224', dict(VIT, img_size=64, patch_size=1), (64, 64), {'blocks.0.attn': ([None], row_major(2, 16, 16), [])}),
+        ('vit_tiny_r_s16_p8_224', dict(VIT, img_size=64, patch_size=1), (64, 64), {
+            'blocks.0.attn': ([None], row_major(2, 16, 16), []),
+        }),
         ('vit_base_patch16_siglip_224', VIT, (32, 32), {'blocks.0.attn': ([], row_major(2, 4, 4), [])}),
         ('pvt_v2_b0', dict(depths=(1, 1, 1, 1)), (64, 64), {'stages.3.blocks.0.attn': ([], row_major(2, 2, 2), [])}),
         ('swin_tiny_patch4_window7_224', dict(SWIN, img_size=32), (32, 32), {
@@ -79,9 +83,15 @@ SWIN = dict(embed_dim=12, depths=(2,), num_heads=(3,), window_size=4, num_classe
             'layers.0.blocks.0.attn': ([], in_windows(2, 6, 10, 4), []),
             'layers.0.blocks.1.attn': ([], in_windows(2, 6, 10, 4, shift=2), []),
         }),
-        ('swinv2_cr_tiny_224', dict(SWIN, img_size=32), (32, 32), {'stages.0.blocks.1.attn': ([], in_windows(2, 8, 8, 4, 2), [])}),
-        ('samvit_base_patch16', dict(VIT, window_size=3), (32, 32), {'blocks.0.attn': ([], in_windows(2, 4, 4, 3), [])}),
-        ('twins_svt_small', dict(depths=(1, 1, 1, 1)), (64, 64), {'blocks.0.0.attn': ([], in_windows(2, 16, 16, 7), [])}),
+        ('swinv2_cr_tiny_224', dict(SWIN, img_size=32), (32, 32), {
+            'stages.0.blocks.1.attn': ([], in_windows(2, 8, 8, 4, 2), []),
+        }),
+        ('samvit_base_patch16', dict(VIT, window_size=3), (32, 32), {
+            'blocks.0.attn': ([], in_windows(2, 4, 4, 3), []),
+        }),
+        ('twins_svt_small', dict(depths=(1, 1, 1, 1)), (64, 64), {
+            'blocks.0.0.attn': ([], in_windows(2, 16, 16, 7), []),
+        }),
         ('test_maxvit', dict(img_size=128), (128, 128), {
             'stages.0.blocks.0.attn_block.attn': ([], in_windows(2, 32, 32, 4), []),
             'stages.0.blocks.0.attn_grid.attn': ([], strided(2, 32, 4), []),
@@ -91,8 +101,10 @@ SWIN = dict(embed_dim=12, depths=(2,), num_heads=(3,), window_size=4, num_classe
             for image in range(2) for top in range(2) for left in range(2)
         ], [])}),
     ],
-    ids=['class token', 'not square', 'registers', 'hybrid', 'pooled', 'reduced', 'Swin', 'padded', 'Swin v2 CR', 'SAM', 'Twins',
-         'MaxViT', 'MobileViT'],
+    ids=[
+        'class token', 'not square', 'registers', 'hybrid', 'pooled', 'reduced', 'Swin', 'padded', 'Swin v2 CR', 'SAM',
+        'Twins', 'MaxViT', 'MobileViT',
+    ],
 )  # fmt: skip
 def test_by_hand(name, settings, size, expected):
     model = timm.create_model(name, **settings)

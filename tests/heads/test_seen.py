@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
@@ -110,6 +111,7 @@ def test_scaled_dot_products(dtype, sizes, windows, mask, scale, groups, seed):
 
 Q, K, V = (torch.randn(2, 3, own, 4, dtype=torch.float64) for own in (5, 6, 6))
 FOLD = partial(torch.flatten, start_dim=0, end_dim=1)
+KV = K.float(), V.float()
 MIX = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
 
 
@@ -183,7 +185,9 @@ def test_other_shapes(function, expected):
         lambda x: x.softmax(-1) @ nn.Parameter(torch.randn(6, 4)),  # a codebook
         lambda x: F.cross_entropy(x.flatten(1), torch.tensor([0, 1])),
         lambda x: F.kl_div(x.log_softmax(-1), x.softmax(-1)),
+        lambda x: x[0].softmax(-1) @ nn.Parameter(torch.randn(6, 4)),
         lambda x: x.sigmoid() @ x.mT,
+        lambda x: F.linear(x.softmax(-1), torch.randn(6, 6)) @ x.mT,  # a gate, and then what no softmax weighs
     ],
 )
 def test_no_attention(function):
@@ -208,6 +212,16 @@ def test_router_of_images():
             return (self.gate(x).softmax(-1)[:, :, None] @ torch.stack([own(x) for own in self.experts], 2))[:, :, 0]
 
     assert not seen(Router(), torch.randn(2, 3, 4, 4))
+
+
+def test_masks_that_are_no_tensor():
+    """Of queries that are the last tokens; and nested tensors, which run as they do and are not seen."""
+    q = Q[:, :, :4].float()
+    ((_, probs),) = seen(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, causal_lower_right(4, 6)), q, *KV)
+    close(probs, softmax_of((scores(q, KV[0]) / 2).masked_fill(torch.ones(4, 6, dtype=torch.bool).triu(3), -torch.inf)))
+    nested = torch.nested.nested_tensor([torch.randn(3, 2, 4), torch.randn(5, 2, 4)], layout=torch.jagged)
+    run = lambda x: F.scaled_dot_product_attention(*[x.transpose(1, 2)] * 3).transpose(1, 2).values()  # noqa: E731
+    assert not seen(run, nested)
 
 
 @DTYPES
@@ -244,9 +258,9 @@ def test_multihead_attention(dtype, settings, options, need_weights):
 @pytest.mark.parametrize('number', [1, 2])
 def test_fast_path(padded, number):
     """PyTorch's kernel for a whole layer computes the output, to the last bit; the maps are those of its functions."""
-    layer = nn.TransformerEncoderLayer(12, 3, 16, batch_first=True)
+    layer = nn.TransformerEncoderLayer(16, 4, 16, batch_first=True)  # an odd number of heads has no such kernel
     model = nn.TransformerEncoder(layer, number).eval() if number > 1 else layer.eval()
-    x = torch.randn(2, 5, 12)
+    x = torch.randn(2, 5, 16)
     mask = torch.arange(5) > torch.tensor([[2], [4]]) if padded else None
     with torch.no_grad():
         maps = seen(model, x, src_key_padding_mask=mask) if number == 1 else []
