@@ -16,7 +16,6 @@ from .runner import (
     check_wrapper,
     head_numbers,
     optimizers,
-    refresh_averages,
     training_batches,
     training_loss,
     unwrapped,
@@ -142,7 +141,6 @@ class HeadPruningHook(FollowStateDictHook):
         runner.message_hub.update_info(HEAD_NUMBERS, numbers)
         copies = [averaged.module for averaged in averaged_models(runner)]
         change = self.pruner.remove(model, judged, optimizers(runner), copies)
-        refresh_averages(runner)
         wrap_again(runner, compile=True)
         sizes = f'{change.parameters_before:,} parameters became {change.parameters_after:,}'
         runner.logger.info(f'Removed heads {judged.heads}: {sizes}')
