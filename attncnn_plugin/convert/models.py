@@ -19,7 +19,6 @@ from ..change import (
     Successor,
     check_not_distributed,
     number_of_parameters,
-    replace_layers,
     succession,
     within,
 )
@@ -157,7 +156,8 @@ def _put_in_place(
         sizes = number_of_parameters(layer), number_of_parameters(new[name])
         changes.append(LayerChange(name, in_words(layer), in_words(new[name]), *sizes, reports[name]))
         replaced.update(within(name, successors(layer, new[name])))
-    replace_layers(model, new)
+    for name, layer in new.items():
+        model.set_submodule(name, layer)
     return Change(tuple(changes), before, number_of_parameters(model), replaced, drift)
 
 
