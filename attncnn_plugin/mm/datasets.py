@@ -100,10 +100,8 @@ class Digits(ImageDataset):
 
     def load_data_list(self) -> List[dict]:
         """Loads images and ground truth labels."""
-        try:
-            from sklearn.datasets import load_digits
-        except ImportError as error:
-            raise ImportError('The digits are those of scikit-learn: pip install scikit-learn') from error
+        from sklearn.datasets import load_digits
+
         digits = load_digits()
         images = np.round(digits.images * (255 / 16)).astype(np.uint8)  # scikit-learn's grey levels are 0 to 16
         if self.color_type == 'color':
@@ -162,12 +160,10 @@ class FlipAndShift(ClsDataPreprocessor):
     def _moved(self, images: Tensor) -> Tensor:
         """Flips and shifts each image of a batch; the result has its channels last, as CPUs convolve faster."""
         number, _, height, width = images.shape
-        first_row, first_column = torch.randint(2 * self.shift + 1, (2, number, 1))
-        rows, columns = first_row + torch.arange(height), first_column + torch.arange(width)  # (B, H), (B, W)
-        columns = torch.where(torch.rand(number, 1) < self.flip, columns.flip(1), columns)
-        image, rows, columns = (
-            index.to(images.device)
-            for index in (torch.arange(number)[:, None, None], rows[:, :, None], columns[:, None])
-        )
-        padded = F.pad(images, [self.shift] * 4).permute(0, 2, 3, 1)
-        return padded[image, rows, columns].permute(0, 3, 1, 2)
+        rows, columns = torch.randint(2 * self.shift + 1, (2, number)).tolist()
+        flips = (torch.rand(number) < self.flip).tolist()
+        moved = torch.empty_like(images, memory_format=torch.channels_last)
+        for own, image, i, j, flip in zip(moved, F.pad(images, [self.shift] * 4), rows, columns, flips):
+            image = image[:, i : i + height, j : j + width]
+            own.copy_(image.flip(2) if flip else image)
+        return moved

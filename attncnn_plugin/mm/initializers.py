@@ -1,6 +1,5 @@
 """Starts of mmengine's ``init_cfg`` for the vision transformers of mmpretrain."""
 
-import inspect
 import logging
 
 from mmengine.logging import print_log
@@ -9,8 +8,6 @@ from mmengine.registry import WEIGHT_INITIALIZERS
 from torch import nn
 
 from ..transformers import init_as_convolution, set_sine_cosine_embedding
-
-OPTIONS = list(inspect.signature(init_as_convolution).parameters)[1:]  # all but the model
 
 
 class _LastInitializer:
@@ -33,10 +30,7 @@ class ConvolutionalHeads(_LastInitializer):
     It is for the ``init_cfg`` of a vision transformer, or of a classifier with one, after all other initializers.
 
     Args:
-        **options: Those of ``init_as_convolution``.
-
-    Raises:
-        TypeError: An option is none of these.
+        **options: Those of ``init_as_convolution``, which refuses others when the model is initialized.
 
     Examples:
         >>> from mmpretrain.models import VisionTransformer
@@ -46,9 +40,6 @@ class ConvolutionalHeads(_LastInitializer):
     """
 
     def __init__(self, **options):
-        unknown = sorted(set(options) - set(OPTIONS))
-        if unknown:
-            raise TypeError(f'ConvolutionalHeads has no option {unknown[0]!r}: it has {", ".join(OPTIONS)}')
         self.options = options
 
     def start(self, module: nn.Module) -> None:
