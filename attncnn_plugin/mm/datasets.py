@@ -106,13 +106,10 @@ class Digits(ImageDataset):
         images = np.round(digits.images * (255 / 16)).astype(np.uint8)  # scikit-learn's grey levels are 0 to 16
         if self.color_type == 'color':
             images = np.repeat(images[..., None], 3, axis=-1)
-        seen = [0] * 10
-        samples = []
-        for image, label in zip(images, digits.target.tolist()):
-            if (seen[label] % 5 == 0) == (self.split == 'test'):
-                samples.append(dict(img=image, gt_label=label))
-            seen[label] += 1
-        return samples
+        labels = digits.target
+        of_its_class = np.array([np.count_nonzero(labels[:i] == label) for i, label in enumerate(labels)])
+        chosen = np.flatnonzero((of_its_class % 5 == 0) == (self.split == 'test'))
+        return [dict(img=images[i], gt_label=int(labels[i])) for i in chosen]
 
 
 @MODELS.register_module()
@@ -144,18 +141,17 @@ class FlipAndShift(ClsDataPreprocessor):
 
     def forward(self, data: dict, training: bool = False) -> dict:
         """Flips and shifts the images in training, then normalizes them."""
+        if not training:
+            return super().forward(data, training)
         inputs = data['inputs']
         sizes = sorted({tuple(image.shape[-2:]) for image in inputs})
-        if len(sizes) > 1 and not training:
-            return super().forward(data, training)  # which pads them
         if len(sizes) > 1:
             raise ValueError(
                 f'FlipAndShift got images of {len(sizes)} sizes, such as {sizes[0]} and {sizes[-1]}: put '
                 "dict(type='Resize', scale=…) before PackInputs in the pipelines of the config"
             )
         images = self.cast_data(inputs if isinstance(inputs, Tensor) else torch.stack(list(inputs)))
-        images = self._moved(images) if training else images
-        return super().forward({**data, 'inputs': images}, training)
+        return super().forward({**data, 'inputs': self._moved(images)}, training)
 
     def _moved(self, images: Tensor) -> Tensor:
         """Flips and shifts each image of a batch; the result has its channels last, as CPUs convolve faster."""

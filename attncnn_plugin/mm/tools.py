@@ -26,7 +26,6 @@ from mmengine.utils import get_installed_path
 
 from ..installation import config_path
 
-TOOLS_OF_RUNNERS = ('train.py', 'test.py', 'analysis_tools/confusion_matrix.py')
 # Warnings that every training without a GPU or with several ranks repeats, and the modules that they are of.
 KNOWN_WARNINGS = {
     "'pin_memory' argument is set as true": r'torch\.utils\.data\.',
@@ -74,7 +73,7 @@ def run_mmpretrain_tool(name: str) -> None:
     if 'TORCHELASTIC_RUN_ID' in os.environ and get_device() == 'cpu':  # mmengine would select a GPU first, and fail
         torch.distributed.init_process_group('gloo')
     sys.argv[1:] = [_find_config(word) if word.endswith('.py') else word for word in sys.argv[1:]]
-    if name in TOOLS_OF_RUNNERS:
+    if name in ('train.py', 'test.py', 'analysis_tools/confusion_matrix.py'):
         sys.argv += ['--cfg-options', 'default_hooks.follow_state_dict.type=mmpretrain.FollowStateDictHook']
     for message, module in KNOWN_WARNINGS.items():
         warnings.filterwarnings('ignore', message, module=module)

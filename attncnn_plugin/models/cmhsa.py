@@ -147,12 +147,10 @@ class CMHSANetwork(TimmNetwork):
         self.null_key = null_key
         self.attn_bias_init = attn_bias_init
         self.stem = SpaceToDepthStem(in_chans, patch_size, nn.Identity())  # a linear map in the phase 'attn'
-        self.blocks = nn.Sequential(
-            *[
-                CMHSABlock(dim, PatchConvolution(in_chans, kernel_size, patch_size, **dd), mlp_dim, drop_path, **dd)
-                for drop_path in calculate_drop_path_rates(drop_path_rate, depth)
-            ]
-        )
+        self.blocks = nn.Sequential()
+        for drop_path in calculate_drop_path_rates(drop_path_rate, depth):
+            attn = PatchConvolution(in_chans, kernel_size, patch_size, **dd)
+            self.blocks.append(CMHSABlock(dim, attn, mlp_dim, drop_path, **dd))
         self.norm = nn.LayerNorm(dim, eps=1e-6, **dd)
         conv = self.blocks[0].attn.conv  # in the phase 'attn' too, whose attention takes its place below
         self.head_dims = choose_head_dims(conv, (patch_size, patch_size), head_dim, min_head_dim)

@@ -89,19 +89,10 @@ class SelfAttentionNetwork(TimmNetwork):
         sizes = dict(embed_dim=embed_dim, depth=depth, mlp_dim=mlp_dim, in_chans=in_chans, reduction=reduction)
         check_sizes(drop_path_rate, **sizes)
         self.stem = SpaceToDepthStem(in_chans, reduction, nn.Linear(in_chans * reduction**2, embed_dim, **dd))
-        self.blocks = nn.Sequential(
-            *[
-                SelfAttentionBlock(
-                    embed_dim,
-                    attn_layer(embed_dim, num_heads, attn_drop=attn_drop_rate, **attn_kwargs, **dd),
-                    mlp_dim,
-                    proj_drop_rate,
-                    drop_path,
-                    **dd,
-                )
-                for drop_path in calculate_drop_path_rates(drop_path_rate, depth)
-            ]
-        )
+        self.blocks = nn.Sequential()
+        for drop_path in calculate_drop_path_rates(drop_path_rate, depth):
+            attn = attn_layer(embed_dim, num_heads, attn_drop=attn_drop_rate, **attn_kwargs, **dd)
+            self.blocks.append(SelfAttentionBlock(embed_dim, attn, mlp_dim, proj_drop_rate, drop_path, **dd))
         self.norm = nn.Identity()  # every block ends in a norm
         self._init_interface_of_timm(in_chans, embed_dim, reduction, num_classes, global_pool, drop_rate, **dd)
 
