@@ -239,7 +239,7 @@ class TimmModel(FileModel):
         settings = {key: '{}={}'.format(*found) for key, found in settings_in(state_dict, self.model).items()}
         if reasons and not settings:
             return reasons[0]
-        there, here = ({key: tuple(value.shape) for key, value in of.items()} for of in (state_dict, own))
+        there, here = ({key: tuple(np.shape(value)) for key, value in of.items()} for of in (state_dict, own))
         key = next(key for key in (*settings, *here, *there) if there.get(key) != here.get(key))
         there_is, here_is = there.get(key, 'missing'), here.get(key, 'missing')
         is_position = 'pos' in key and there_is[-1:] == here_is[-1:]
