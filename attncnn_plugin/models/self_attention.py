@@ -104,13 +104,11 @@ COMMON = {
     'paper_ids': 'arXiv:1911.03584',
     'paper_name': 'On the Relationship between Self-Attention and Convolutional Layers',
 }
+LARGE = ['sa_quadratic_cifar', 'sa_quadratic16_cifar', 'sa_generalized_cifar']
+LARGE += ['sa_learned_cifar', 'sa_learned_content_cifar']
 default_cfgs = generate_default_cfgs(
     {
-        'sa_quadratic_cifar.untrained': COMMON,
-        'sa_quadratic16_cifar.untrained': COMMON,
-        'sa_generalized_cifar.untrained': COMMON,
-        'sa_learned_cifar.untrained': dict(COMMON, fixed_input_size=True),
-        'sa_learned_content_cifar.untrained': dict(COMMON, fixed_input_size=True),
+        **{f'{name}.untrained': dict(COMMON, fixed_input_size='learned' in name) for name in LARGE},
         **{
             f'{name}.cifar10': dict(
                 COMMON, file=weights_file(name), label_names=CLASSES, fixed_input_size='learned' in name
