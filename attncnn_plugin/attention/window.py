@@ -95,6 +95,13 @@ class Window:
             shifts.append(keys - self.queries(axis, pixels, device)[:, None])
         return shifts
 
+    @property
+    def padding_argument(self) -> Union[str, Tuple[int, ...]]:
+        """The argument ``padding`` of ``nn.Conv2d``: numbers, or ``'same'``, which puts the odd pixel after."""
+        if all(before == after for before, after in self.padding):
+            return tuple(before for before, _ in self.padding)
+        return 'same'
+
     def pad(self, x: Tensor) -> Tensor:
         """Returns ``x``, ``(B, C, *size)``, padded."""
         pairs = [self.padding_of(axis, n) for axis, n in enumerate(x.shape[2:])]
@@ -107,6 +114,10 @@ class Window:
 @dataclass(frozen=True)
 class SameWindow(Window):
     """A window padded to ⌈size/stride⌉ outputs, the odd pixel after (TensorFlow's ``'SAME'``), without ``padding``."""
+
+    @property
+    def padding_argument(self) -> Union[str, Tuple[int, ...]]:
+        raise AttributeError('the padding depends on the size of the image')
 
     def padding_of(self, axis: int, size: int) -> Tuple[int, int]:
         extent = self.dilation[axis] * (self.kernel_size[axis] - 1) + 1

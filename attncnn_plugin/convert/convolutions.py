@@ -172,11 +172,9 @@ def convolution_with(like: Computed) -> Convolution:
     if isinstance(window, SameWindow):
         kind, known = Conv2dSame, window.ndim == 2
     else:
-        # As numbers where both sides are padded alike, as nn.Conv2d has it; its 'same' puts the odd pixel after.
-        alike = all(before == after for before, after in window.padding)
-        known = alike or window == same_window(window.kernel_size, window.padding_mode, window.dilation)
-        options['padding'] = tuple(before for before, _ in window.padding) if alike else 'same'
-        options['padding_mode'] = window.padding_mode
+        options.update(padding=window.padding_argument, padding_mode=window.padding_mode)
+        same = same_window(window.kernel_size, window.padding_mode, window.dilation)
+        known = options['padding'] != 'same' or window == same
     if not known:
         raise ValueError(
             f'the window of layer is padded by {window.padding} with stride {window.stride}, which no convolution has: '
