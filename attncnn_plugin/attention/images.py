@@ -155,9 +155,10 @@ class ImageAttention(PrunableHeads):
         property(operator.attrgetter(f'window.{name}'))
         for name in ('kernel_size', 'stride', 'dilation', 'padding_mode')
     )
+    padding = property(operator.attrgetter('window.padding_argument'))
 
     def __getattr__(self, name: str) -> Any:
-        if name == 'padding':
+        if name == 'padding':  # its property has raised AttributeError: this says why
             return self.window.padding_argument
         if name in ('weight', 'bias'):
             raise AttributeError(

@@ -14,7 +14,7 @@ from ..attention.images import GroupedLinear, ImageAttention
 from ..attention.tokens import GridAttention
 from ..attention.window import Window, per_axis, same_window, shown
 from .convolutions import Computed, Convolution, block_norms, convolution_with
-from .shift_operators import check_position_only, fit_shifts, interior_queries, inverse_of_shifts, targets
+from .shift_operators import check_position_only, fit_shifts, inverse_of_shifts, targets
 
 MODES = ('zeros', 'replicate', 'reflect', 'circular')
 MAP_ELEMENTS = 2**22  # of the probabilities of heads, at once
@@ -26,16 +26,15 @@ class ConvFit:
     """The error of a convolution instead of an attention layer, on a grid of ``size``.
 
     The fit leaves E_h = P_h − Σ_δ c_{h,δ} S_δ of head h. The error at a query q is at most Σ_h ‖E_h[q, :]‖₁ ‖V_h‖₂ ·
-    max_k ‖x_k‖₂ for every input x of this size, V_h being the head's slice of the value matrix. A bound is the largest
-    factor of max_k ‖x_k‖₂ over the queries. It is for exact arithmetic: rounding comes on top.
+    max_k ‖x_k‖₂ for every input x of this size, V_h being the head's slice of the value matrix. The bound is the
+    largest factor of max_k ‖x_k‖₂ over the queries. It is for exact arithmetic: rounding comes on top.
 
     Attributes:
-        size (tuple[int, ...]): Size of the grid that the fit is for and that the bounds hold at.
+        size (tuple[int, ...]): Size of the grid that the fit is for and that the bound holds at.
         shifts (Tensor): δ of every kernel position, ``(K, ndim)``.
         coefficients (Tensor): c_{h,δ}, ``(N_h, K)``, float64.
         residual (Tensor): ‖E_h‖_F / ‖P_h‖_F of each head, ``(N_h,)``, float64.
-        bound (float): Bound for all queries.
-        interior_bound (float | None): Bound for the queries whose window lies inside the grid, None without any.
+        bound (float): The bound.
     """
 
     size: Tuple[int, ...]
@@ -43,7 +42,6 @@ class ConvFit:
     coefficients: Tensor
     residual: Tensor
     bound: float
-    interior_bound: Optional[float]
 
     def __str__(self) -> str:
         return f'output error at most {self.bound:.3g}'
@@ -128,23 +126,18 @@ def nearest_kernel(
         found = fit_shifts(probs, target, inverse)
         whole = found.round()
         for own, c in zip(probs, torch.where((found - whole).abs() < ROUNDING, whole, found)):
-            norm, bound[head] = _error(own, c, target)
-            residual[head] = norm / own.norm().clamp_min(1e-12)  # a head can see only padding
+            fitted = own.new_zeros(len(own), own.shape[1] + 1)  # column 0 is the padding
+            fitted.scatter_add_(1, target.T + 1, c.expand(len(own), -1))
+            error = own - fitted[:, 1:]  # E = P − Σ_δ c_δ S_δ
+            bound[head] = error.abs().sum(1)  # ‖E[q, :]‖₁
+            residual[head] = error.norm() / own.norm().clamp_min(1e-12)  # a head can see only padding
             coefficients[head] = c
             head += 1
     kernel = torch.einsum('hk,oih->oik', coefficients, value)  # W_δ = Σ_h c_{h,δ} V_h
     if bound.any():  # the norms are most of the work
         bound = block_norms(value, groups)[:, None] * bound
     bound = bound.sum(0)  # Σ_h ‖V_h‖₂ ‖E_h[q, :]‖₁
-    interior = bound[interior_queries(window, size)]
-    fit = ConvFit(
-        size,
-        window.shifts(),
-        coefficients,
-        residual,
-        bound.max().item(),
-        interior.max().item() if len(interior) else None,
-    )
+    fit = ConvFit(size, window.shifts(), coefficients, residual, bound.max().item())
     bias = None if layer.value.bias is None else layer.value.bias.detach().clone()
     return Computed(window, kernel.unflatten(2, window.kernel_size).to(weight), bias, groups, own=True), fit
 
@@ -191,11 +184,3 @@ def _default_size(window: Window) -> Tuple[int, ...]:
     usual = 8 if window.ndim == 3 else 16
     # The first query with nothing of its window before the image starts at a pixel below the stride.
     return tuple(max(usual, s + d * (k - 1)) for k, s, d in zip(window.kernel_size, window.stride, window.dilation))
-
-
-def _error(probs: Tensor, coefficients: Tensor, target: Tensor) -> Tuple[Tensor, Tensor]:
-    """Returns ‖E‖_F and ‖E[q, :]‖₁ of every query for one head, E = P − Σ_δ c_δ S_δ."""
-    fitted = probs.new_zeros(len(probs), probs.shape[1] + 1)  # column 0 is the padding
-    fitted.scatter_add_(1, target.T + 1, coefficients.expand(len(probs), -1))
-    error = probs - fitted[:, 1:]
-    return error.norm(), error.abs().sum(1)

@@ -15,7 +15,7 @@ from ..attention.attention_layer import AttentionLayer
 from ..attention.images import ImageAttention, block_diagonal
 from ..attention.tokens import GridAttention
 from ..attention.window import per_axis, same_window
-from .convolutions import Computed, Convolution, computed, flat_kernel
+from .convolutions import Convolution, computed, flat_kernel
 from .shift_operators import (
     check_position_only,
     check_same_queries,
@@ -257,13 +257,17 @@ def fit_values(
     maps, shifts = (inside if queries == 'interior' else everywhere).split(probs.shape[:1] + target.shape[:1], dim=1)
     coefficients, rank, condition = least_squares(maps, shifts, tolerance)
 
-    dtype = attention.value.weight.dtype
-    exact = coefficients @ kernel  # W^SA = W^conv Φ, (N_h, F)
-    if exact.abs().max() > torch.finfo(dtype).max:
-        raise ValueError(f'values of {exact.abs().max():.3g} are more than {dtype} of attention holds: scale conv')
-    values = exact.to(dtype)
+    old, exact = attention.value.weight, coefficients @ kernel  # W^SA = W^conv Φ, (N_h, F)
+    if exact.abs().max() > torch.finfo(old.dtype).max:
+        raise ValueError(f'values of {exact.abs().max():.3g} are more than {old.dtype} of attention holds: scale conv')
+    values = exact.to(old.dtype)
     layer = copy.deepcopy(attention)
-    layer.value = _value_map(attention, plain, values)
+    bias, slices = plain.bias, block_diagonal(values.T.unflatten(0, (plain.out_channels, -1)), plain.groups)
+    layer.value = nn.Linear(len(values) * channels, plain.out_channels, bias is not None, old.device, old.dtype)
+    layer.value.requires_grad_(old.requires_grad).train(attention.training)
+    layer.value.weight.copy_(slices.transpose(0, 1).flatten(1))  # of V_h, (N_h, C_out, C_in)
+    if bias is not None:
+        layer.value.bias.copy_(bias)
 
     stored = values.double()
     lost = (shifts - maps @ coefficients).norm(dim=0)
@@ -289,20 +293,3 @@ def _relative_error(triangle: Tensor, values: Tensor, kernel: Tensor) -> float:
     maps, shifts = triangle.split([len(values), len(kernel)], dim=1)
     wanted = shifts @ kernel
     return ((maps @ values - wanted).norm() / wanted.norm()).item() if wanted.any() else 0.0
-
-
-def _value_map(attention: Union[GridAttention, ImageAttention], conv: Computed, values: Tensor) -> nn.Linear:
-    """Returns the linear map of the heads with given values, ``(N_h, C_out·C_in/groups)``, and the bias of ``conv``."""
-    old = attention.value.weight
-    slices = block_diagonal(values.T.unflatten(0, (conv.out_channels, -1)), conv.groups)  # V_h, (N_h, C_out, C_in)
-    value = nn.Linear(
-        attention.num_heads * conv.in_channels,
-        conv.out_channels,
-        bias=conv.bias is not None,
-        device=old.device,
-        dtype=old.dtype,
-    ).requires_grad_(old.requires_grad)
-    value.weight.copy_(slices.transpose(0, 1).flatten(1))
-    if conv.bias is not None:
-        value.bias.copy_(conv.bias)
-    return value.train(attention.training)

@@ -213,26 +213,24 @@ def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, Convolution
             f'model is a {type(model).__name__} without convolutions inside: there is nothing to convert '
             '(conv_to_mhsa converts a bare one)'
         )
-    if callable(layers):
-        chosen = {name for name in convolutions if layers(name, modules[name])}
-        if not chosen:
-            raise ValueError(f'layers={layers!r} chooses none of the convolutions of the model, {_some(convolutions)}')
-    else:
-        chosen = set()
-        if not isinstance(layers, Iterable):
-            raise TypeError(f'layers={shown(layers)} must be names, globs such as "layer4.*.conv*", or a function')
-        for pattern in [layers] if isinstance(layers, str) else layers:
-            if not isinstance(pattern, str):
-                raise TypeError(f'layers={shown(layers)} must be names, globs such as "layer4.*.conv*", or a function')
+    several = isinstance(layers, Iterable) and not isinstance(layers, str)
+    patterns: List[Any] = list(cast(Iterable[Any], layers)) if several else [layers]
+    if not patterns:
+        raise ValueError('layers names no layer: give at least one name or glob')
+    chosen = set()
+    for pattern in patterns:
+        if callable(pattern):
+            found = [name for name in convolutions if pattern(name, modules[name])]
+        elif isinstance(pattern, str):
             found = [name for name in convolutions if fnmatchcase(name, pattern)]
-            if not found:
-                raise ValueError(
-                    f'layers={pattern!r} matches none of the convolutions of the model, {_some(convolutions)}; a glob '
-                    "such as 'layer4.*' stands for all that are inside"
-                )
-            chosen.update(found)
-        if not chosen:
-            raise ValueError('layers names no layer: give at least one name or glob')
+        else:
+            raise TypeError(f'layers={shown(layers)} must be names, globs such as "layer4.*.conv*", or a function')
+        if not found:
+            raise ValueError(
+                f'layers={pattern!r} matches none of the convolutions of the model, {_some(convolutions)}; a glob such '
+                "as 'layer4.*' stands for all that are inside"
+            )
+        chosen.update(found)
     return {name: cast(Convolution, modules[name]) for name in convolutions if name in chosen}
 
 

@@ -3,7 +3,7 @@
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Tuple, Union, cast
+from typing import Any, List, Optional, Tuple, Union, cast
 
 import torch
 import torch.nn.functional as F
@@ -229,13 +229,12 @@ def conv_to_patch_mhsa(
     size_before, training, shifts = number_of_parameters(conv), conv.training, patch_shifts(conv, (rows, columns))
     conv = cast(nn.Conv2d, convolution_with(computed(conv)))
     out_patch_size = (rows // conv.stride[0], columns // conv.stride[1])
-    (first_row, first_column), (last_row, last_column) = shifts[0], shifts[-1]
-    size = last_row - first_row + 1, last_column - first_column + 1
-    dd: Dict[str, Any] = {'device': conv.weight.device, 'dtype': conv.weight.dtype}
+    size = [last - first + 1 for first, last in zip(shifts[0], shifts[-1])]
+    dd: Any = dict(device=conv.weight.device, dtype=conv.weight.dtype)
     attention = PatchAttention(
         conv.in_channels * rows * columns,
         len(shifts),
-        WindowBias(len(shifts), shifts[0], size, **dd),
+        WindowBias(len(shifts), shifts[0], (size[0], size[1]), **dd),
         head_dim=choose_head_dims(conv, (rows, columns), head_dim),
         qk_dim=qk_dim,
         out_dim=conv.out_channels * math.prod(out_patch_size),

@@ -9,7 +9,7 @@ import zlib
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral, Real
-from typing import Any, Dict, Optional, Sequence, Tuple, Union, cast
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union, cast
 
 import torch
 from torch import Tensor
@@ -159,7 +159,7 @@ def conv_to_mhsa(
     settings = check_settings(plain, num_heads, alpha, content, position, window_size, qk_dim)
     if plain.weight.is_meta:
         raise ValueError('conv is on the meta device, without values: load its weights, or build it on another device')
-    attention = new_attention(conv, plain=plain, **settings)
+    attention = new_attention(conv, plain, settings)
     if attention.value.bias is not None:
         attention.value.bias.copy_(cast(Tensor, plain.bias))
     share, pixels = 1.0, attention.window.shifts()  # of the probabilities by position, and δ of what heads see
@@ -234,24 +234,16 @@ def check_settings(
         qk_dim = max(LEAST_QK_DIM, math.ceil(conv.in_channels / num_heads))
     if not isinstance(qk_dim, Integral) or isinstance(qk_dim, bool) or qk_dim < 1:
         raise ValueError(f'qk_dim={shown(qk_dim)} must be a number of channels, at least 1')
-    size = _checked_window_size(window, position, window_size)
-    return {**settings, 'content': content, 'window_size': size, 'qk_dim': int(qk_dim)}
-
-
-def _checked_window_size(
-    window: Window, position: str, window_size: Union[int, Sequence[int], None]
-) -> Optional[Tuple[int, ...]]:
-    """Returns the neighbourhood along each axis; the least that holds the kernel for a table without one."""
     least = tuple((2 * window.shifts().abs().amax(0) + 1).tolist())
-    if window_size is None:
-        return least if position == 'table' else None
-    size = per_axis('window_size', window_size, window.ndim)
-    if any(n % 2 == 0 or n < m for n, m in zip(size, least)):
+    if window_size is None and position == 'table':
+        window_size = least
+    size = None if window_size is None else per_axis('window_size', window_size, window.ndim)
+    if size is not None and any(n % 2 == 0 or n < m for n, m in zip(size, least)):
         raise ValueError(
             f'window_size={window_size} must be odd, and at least {least} for the shifts of a kernel of '
             f'{window.kernel_size} with dilation {window.dilation}'
         )
-    return size
+    return {**settings, 'content': content, 'window_size': size, 'qk_dim': int(qk_dim)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,11 +284,8 @@ class OwnConvolution:
         another kernel.
         """
         conv = self.like(attention)
-        new: Dict[int, Any] = {
-            id(conv.weight): kernel.weight,
-            id(conv.bias): kernel.bias,
-        }  # with the strides that they had
-        at = kernel.weight.device
+        at, new = kernel.weight.device, {id(conv.weight): kernel.weight, id(conv.bias): cast(Tensor, kernel.bias)}
+        # With the strides that they had.
         conv = copy_with(conv, lambda x: torch.empty_like(x, device=at).copy_(new[id(x)]) if x.is_meta else x)
         lost, found = 0.0, computed(conv)
         if not found.own:
@@ -318,35 +307,25 @@ class OwnConvolution:
         return converted.state_dict()
 
 
-def new_attention(
-    conv: Any,
-    num_heads: int,
-    position: str,
-    alpha: Optional[float] = None,
-    content: Optional[str] = None,
-    window_size: Optional[Sequence[int]] = None,
-    qk_dim: int = 0,
-    plain: Optional[Computed] = None,
-) -> ImageAttention:
-    """Returns attention that can replace a convolution, with values yet to be set, by :func:`check_settings`.
+def new_attention(conv: Any, plain: Computed, settings: Mapping[str, Any]) -> ImageAttention:
+    """Returns attention that can replace a convolution that computes ``plain``, with values yet to be set.
 
-    ``plain`` is what the convolution computes, where it is known already.
+    The settings are those of :func:`check_settings`.
     """
-    plain = computed(conv) if plain is None else plain
-    arguments = plain.in_channels, plain.out_channels, num_heads, plain.window
+    arguments = plain.in_channels, plain.out_channels, settings['num_heads'], plain.window
     # On the meta device, so that no random numbers are drawn.
     options: Any = dict(bias=plain.bias is not None, groups=plain.groups, device='meta', dtype=plain.weight.dtype)
     attention: ImageAttention
-    if content is not None:
-        options.update(qk_dim=qk_dim, position=position, gated=content == 'gated', window_size=window_size)
-        attention = ContentImageAttention(*arguments, **options)
-    elif position == 'gaussian':
+    if 'content' in settings:
+        options.update({name: settings[name] for name in ('position', 'window_size', 'qk_dim')})
+        attention = ContentImageAttention(*arguments, gated=settings['content'] == 'gated', **options)
+    elif settings['position'] == 'gaussian':
         attention = QuadraticImageAttention(*arguments, **options)
     else:
         attention = WindowImageAttention(*arguments, **options)
     attention.to_empty(device=plain.weight.device)
-    if alpha is not None:
-        attention.settings['alpha'] = alpha
+    if 'alpha' in settings:
+        attention.settings['alpha'] = settings['alpha']
     attention.from_conv = OwnConvolution.of(conv, plain)
     attention.requires_grad_(conv.weight.requires_grad).train(conv.training)
     attention.layout = with_new_strides(torch.zeros_like(attention.layout), is_channels_last(conv.weight))

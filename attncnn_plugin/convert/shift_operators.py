@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.attention_layer import AttentionLayer
-from ..attention.window import Window, shown
+from ..attention.window import Window, same_window, shown
 
 CHUNK_ELEMENTS = 2**18  # entries of attention maps that are copied at once, 2 MiB of float64
 
@@ -98,12 +98,11 @@ def check_position_only(layer: nn.Module) -> None:
 
 def check_same_queries(layer: AttentionLayer, window: Window, size: Tuple[int, ...]) -> None:
     """Raises ``ValueError`` for a layer whose queries in an image of ``size`` are not the outputs of a window."""
-    own, ndim = layer.window, 2 if layer.window is None else layer.window.ndim
-    if window.ndim != ndim:
-        raise ValueError(f'layer has {ndim} axes of pixels, but the convolution has {window.ndim}')
+    own = same_window((1, 1)) if layer.window is None else layer.window
+    if window.ndim != own.ndim:
+        raise ValueError(f'layer has {own.ndim} axes of pixels, but the convolution has {window.ndim}')
     for axis, n in enumerate(size):
-        wanted = window.queries(axis, n, 'cpu')
-        queries = torch.arange(n, device='cpu') if own is None else own.queries(axis, n, 'cpu')
+        queries, wanted = own.queries(axis, n, 'cpu'), window.queries(axis, n, 'cpu')
         if not torch.equal(queries, wanted):
             raise ValueError(
                 f'layer has {len(queries)} queries from pixel {queries[0]} on along axis {axis} of {n} pixels, but the '
