@@ -93,14 +93,13 @@ class ContentImageAttention(ImageAttention):
 
     def _outputs(self, x: Tensor) -> Tensor:
         axes = self.tiles(x.shape[2:])
-        return self._whole_image(x) if axes is None else self._neighbourhoods(x, axes)
-
-    def _whole_image(self, x: Tensor) -> Tensor:
-        padded, size = self.window.pad(x), x.shape[2:]
-        queries, tokens = _tokens(self._query_pixels(padded, self._sizes(x))), _tokens(padded)
-        bias = self._position_bias(size)
+        if axes is not None:
+            return self._neighbourhoods(x, axes)
+        padded, sizes = self.window.pad(x), self._sizes(x)
+        queries, tokens = _tokens(self._query_pixels(padded, sizes)), _tokens(padded)
         query, key = self._split_heads(self.query(queries)), self._split_heads(self.key(tokens))
-        return self._output_images(self._attend_in_parts(query, key, tokens, bias), self._sizes(x))
+        heads = self._attend_in_parts(query, key, tokens, self._position_bias(x.shape[2:]))
+        return self._output_images(heads, sizes)
 
     def tiles(self, size: Sequence[int]) -> Optional[List[AxisTiles]]:
         """Returns the tiles along each axis of an image of ``size``; None where the whole is computed at once."""

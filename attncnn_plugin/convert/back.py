@@ -88,18 +88,15 @@ def mhsa_to_conv(
         >>> tuple(conv.weight.shape), fit.bound > 0.1
         ((8, 8, 3, 3), True)
     """
-    kernel, fit = nearest_kernel(layer, kernel_size, size, padding_mode)
+    kernel, fit = nearest_kernel(layer, _window_of(layer, kernel_size, padding_mode), size)
     return convolution_with(kernel).train(layer.training), fit
 
 
 @torch.no_grad()
 def nearest_kernel(
-    layer: Union[GridAttention, ImageAttention],
-    kernel_size: Union[int, Sequence[int]],
-    size: Union[int, Sequence[int], None] = None,
-    padding_mode: Optional[str] = None,
+    layer: Any, window: Window, size: Union[int, Sequence[int], None] = None
 ) -> Tuple[Computed, ConvFit]:
-    """Returns what the convolution of :func:`mhsa_to_conv` computes, and its fit.
+    """Returns what the convolution of :func:`mhsa_to_conv` with a window computes, and its fit.
 
     Of the probabilities those of some heads are there at a time, 2²² numbers or those of one head.
     """
@@ -107,7 +104,6 @@ def nearest_kernel(
         check_position_only(layer)
     if layer.num_heads == 0:
         raise ValueError('layer has num_heads=0: what is left of it is its bias, and no convolution is needed')
-    window = _window_of(layer, kernel_size, padding_mode)
     groups = layer.groups if isinstance(layer, ImageAttention) else 1
     if not isinstance(layer.value, GroupedLinear):
         check_plain_linear('value', layer.value)
@@ -167,7 +163,7 @@ def _window_of(
     layer: Union[GridAttention, ImageAttention], kernel_size: Union[int, Sequence[int]], padding_mode: Optional[str]
 ) -> Window:
     """Returns the window of a layer, or the one that is asked for, for attention over a grid."""
-    window = layer.window
+    window: Optional[Window] = getattr(layer, 'window', None)
     if window is None:
         mode = 'replicate' if padding_mode is None else padding_mode
         if mode not in MODES:

@@ -80,7 +80,8 @@ def computed(conv: Any) -> Computed:
     window, generator = Window.of(conv), torch.Generator('cpu').manual_seed(0)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64, device='cpu')
     kept = {id(buffer) for buffer in conv.buffers() if not buffer.is_meta}
-    trial = copy_with(conv, lambda tensor: _in_float64(tensor) if id(tensor) in kept else draw(tensor.shape))
+    in_float64 = partial(moved_copy, device='cpu', dtype=torch.float64)
+    trial = copy_with(conv, lambda tensor: in_float64(tensor) if id(tensor) in kept else draw(tensor.shape))
     images = [draw((1, conv.weight.shape[1] * conv.groups, *size)) for size in _sizes(window)]
     outputs, (weight, *_), (bias, *_) = zip(*(_run(trial, x) for x in images))
     own = bias is trial.bias and torch.equal(weight, trial.weight)
@@ -98,7 +99,7 @@ def computed(conv: Any) -> Computed:
         )
     found: Any = conv.weight, conv.bias
     if not own and not conv.weight.is_meta:
-        _, *found = _run(copy_with(conv, _in_float64), images[0])
+        _, *found = _run(copy_with(conv, in_float64), images[0])
     weight, bias = (None if x is None else x.detach().to(conv.weight) for x in found)
     return Computed(chosen, cast(Tensor, weight), bias, conv.groups, own)
 
@@ -114,8 +115,10 @@ def copy_with(conv: Any, new: Callable[[Tensor], Tensor]) -> Any:
     return copy.deepcopy(conv, known)
 
 
-def _in_float64(tensor: Tensor) -> Tensor:
-    return tensor.detach().to('cpu', torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
+def moved_copy(x: Tensor, device: Any, dtype: torch.dtype) -> Tensor:
+    """Returns a copy on a device, unless it has no values, and with a dtype, if it has floating numbers."""
+    dtype = dtype if x.is_floating_point() else x.dtype
+    return x.detach().to(x.device if x.is_meta else device, dtype, copy=True)
 
 
 def _sizes(window: Window) -> List[List[int]]:

@@ -165,9 +165,7 @@ class ValueFit:
     @property
     def relative_error(self) -> float:
         """Returns the relative error over the queries of the fit."""
-        if self.queries == 'all' or self.interior_error is None:
-            return self.error
-        return self.interior_error
+        return self.error if self.queries == 'all' or self.interior_error is None else self.interior_error
 
     @property
     def exact(self) -> bool:

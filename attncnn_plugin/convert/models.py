@@ -28,6 +28,7 @@ from .convolutions import Convolution, convolution_with
 from .drift import drifts
 from .pixels import OwnConvolution, check_settings, conv_to_mhsa
 
+Named = Mapping[str, Any]  # layers of a model, or what belongs to them, by name
 Layers = Union[str, Iterable[str], Callable[[str, nn.Module], bool]]
 
 
@@ -123,17 +124,16 @@ def attention_to_convs(model: nn.Module, tolerance: float = 1e-6) -> Change:
 
 
 def _back(layer: ImageAttention) -> Tuple[Any, ConvFit]:
-    kernel, fit = nearest_kernel(layer, layer.window.kernel_size)
+    kernel, fit = nearest_kernel(layer, layer.window)
     own: Any = layer.from_conv or OwnConvolution(convolution_with(kernel))
     conv, lost = own.back(layer, kernel)
     return conv, dataclasses.replace(fit, bound=fit.bound + lost)
 
 
-def _convert_each(
-    layers: Mapping[str, Any], convert: Callable[[Any], Tuple[Any, Any]]
-) -> Tuple[Dict[str, Any], Dict[str, Any]]:
+def _convert_each(layers: Named, convert: Callable[[Any], Tuple[Any, Any]]) -> Tuple[Named, Named]:
     """Returns the layers after their conversion and its reports, by name; an error names the layer."""
-    converted, reports = {}, {}
+    converted: Dict[str, Any] = {}
+    reports: Dict[str, Any] = {}
     for name, layer in layers.items():
         try:
             converted[name], reports[name] = convert(layer)
@@ -142,13 +142,7 @@ def _convert_each(
     return converted, reports
 
 
-def _put_in_place(
-    model: nn.Module,
-    old: Mapping[str, nn.Module],
-    new: Mapping[str, nn.Module],
-    reports: Mapping[str, Any],
-    drift: Optional[float] = None,
-) -> Change:
+def _put_in_place(model: nn.Module, old: Named, new: Named, reports: Named, drift: Optional[float] = None) -> Change:
     """Replaces layers of a model."""
     before = number_of_parameters(model)
     changes = []
@@ -182,11 +176,8 @@ def successors(layer: nn.Module, new_layer: nn.Module) -> Dict[nn.Parameter, Suc
     weight, shape = new[f'{after}weight'], new[f'{after}weight'].shape
 
     def reorder(x: Tensor) -> Tensor:
-        if not before:
-            x = x.flatten(2)  # (C_out, C_in/groups, K)
-        else:
-            x = x.unflatten(1, (-1, shape[1]))  # (C_out, K, C_in/groups)
-        return x.transpose(1, 2).reshape(shape)
+        entries = x.unflatten(1, (-1, shape[1])) if before else x.flatten(2)  # of heads or a kernel, (C_out, …, …)
+        return entries.transpose(1, 2).reshape(shape)
 
     replaced: Dict[nn.Parameter, Successor] = {}
     if f'{after}bias' in new:

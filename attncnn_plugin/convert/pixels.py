@@ -20,7 +20,7 @@ from ..attention.positions import QuadraticEncoding
 from ..attention.state_dicts import StateDict
 from ..attention.strides import is_channels_last, with_new_strides
 from ..attention.window import Window, per_axis, shown
-from .convolutions import Computed, Convolution, block_norms, computed, copy_with, flat_kernel
+from .convolutions import Computed, Convolution, block_norms, computed, copy_with, flat_kernel, moved_copy
 from .fewer_heads import (
     LOWEST_SCORE,
     best_probs,
@@ -257,21 +257,10 @@ class OwnConvolution:
 
     conv: Any
 
-    @classmethod
-    def of(cls, conv: Any, plain: Computed) -> 'OwnConvolution':
-        """Returns the record of a convolution that computes ``plain``."""
-        own = {id(parameter) for parameter in (conv.weight, conv.bias) if plain.own}
-        return cls(copy_with(conv, lambda x: x.detach().to('meta') if id(x) in own else x.detach().clone()))
-
     def like(self, attention: ImageAttention) -> Any:
         """Returns a copy with the device, dtype and mode of a layer, and what is trained of it."""
         to = attention.value.weight
-
-        def moved(x: Tensor) -> Tensor:
-            dtype = to.dtype if x.is_floating_point() else x.dtype
-            return x.detach().to(x.device if x.is_meta else to.device, dtype, copy=True)
-
-        conv = copy_with(self.conv, moved)
+        conv = copy_with(self.conv, lambda x: moved_copy(x, to.device, to.dtype))
         for key, own in conv.named_parameters(recurse=False):
             if key in ('weight', 'bias'):
                 own.requires_grad_(attention.value.get_parameter(key).requires_grad)
@@ -326,7 +315,9 @@ def new_attention(conv: Any, plain: Computed, settings: Mapping[str, Any]) -> Im
     attention.to_empty(device=plain.weight.device)
     if 'alpha' in settings:
         attention.settings['alpha'] = settings['alpha']
-    attention.from_conv = OwnConvolution.of(conv, plain)
+    own = {id(parameter) for parameter in (conv.weight, conv.bias) if plain.own}
+    kept = copy_with(conv, lambda x: x.detach().to('meta') if id(x) in own else x.detach().clone())
+    attention.from_conv = OwnConvolution(kept)
     attention.requires_grad_(conv.weight.requires_grad).train(conv.training)
     attention.layout = with_new_strides(torch.zeros_like(attention.layout), is_channels_last(conv.weight))
     if attention.value.bias is not None:
