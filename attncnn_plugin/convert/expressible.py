@@ -120,8 +120,7 @@ def expressible_shifts_of_maps(
     chosen = chosen_queries(window, size, queries, tolerance)
     probs, target = probs.double(), targets(window, size)
     maps, shifts = triangle(probs, target, chosen).split([len(probs), len(target)], dim=1)
-    coefficients, rank, _ = least_squares(maps, shifts, tolerance)
-    residual = (shifts - maps @ coefficients).norm(dim=0) / shifts.norm(dim=0).clamp_min(1)  # squared norms count
+    _, residual, rank, _ = least_squares(maps, shifts, tolerance)
     near = residual <= tolerance
     expressible, missing = ([(row, column) for row, column in window.shifts()[some].tolist()] for some in (near, ~near))
     return Expressibility(window.kernel_size, expressible, missing, residual.tolist(), rank, tolerance)
@@ -253,7 +252,7 @@ def fit_values(
     inside = triangle(probs, target, interior.nonzero()[:, 0])
     everywhere = triangle(probs, target, (~interior).nonzero()[:, 0], inside)
     maps, shifts = (inside if queries == 'interior' else everywhere).split(probs.shape[:1] + target.shape[:1], dim=1)
-    coefficients, rank, condition = least_squares(maps, shifts, tolerance)
+    coefficients, residual, rank, condition = least_squares(maps, shifts, tolerance)
 
     old, exact = attention.value.weight, coefficients @ kernel  # W^SA = W^conv Φ, (N_h, F)
     if exact.abs().max() > torch.finfo(old.dtype).max:
@@ -268,22 +267,13 @@ def fit_values(
         layer.value.bias.copy_(bias)
 
     stored = values.double()
-    lost = (shifts - maps @ coefficients).norm(dim=0)
     scale = (shifts @ kernel).norm()
     largest = (maps.norm(dim=0) * stored.norm(dim=1)).sum()
-    return layer, ValueFit(
-        size,
-        queries,
-        window.shifts(),
-        coefficients,
-        lost / shifts.norm(dim=0).clamp_min(1),  # ‖S_δ‖² counts queries: 0 for a shift that leaves the grid from all
-        _relative_error(everywhere, stored, kernel),
-        _relative_error(inside, stored, kernel) if interior.any() else None,
-        rank,
-        condition,
-        (largest / scale).item() if scale > 0 else 0.0,
-        tolerance,
-    )
+    amplification = (largest / scale).item() if scale > 0 else 0.0
+    error = _relative_error(everywhere, stored, kernel)
+    interior_error = _relative_error(inside, stored, kernel) if interior.any() else None
+    fitted = size, queries, window.shifts(), coefficients, residual
+    return layer, ValueFit(*fitted, error, interior_error, rank, condition, amplification, tolerance)
 
 
 def _relative_error(triangle: Tensor, values: Tensor, kernel: Tensor) -> float:

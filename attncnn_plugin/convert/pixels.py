@@ -374,14 +374,9 @@ def report_of_alpha(conv: Computed, window: Window, alpha: float, pixels: Tensor
     flat = flat_kernel(conv)
     matrix = reduce_columns(flat)
     total = matrix.norm()
-    return ConversionReport(
-        len(flat),
-        ((differences.T @ matrix).norm() / total).item() if total > 0 else 0.0,  # ‖Σ_h (P_h − e_h) ⊗ W_h‖/‖M‖
-        0.0,
-        alpha=alpha,
-        deviation=deviation,
-        conv=replace(conv, weight=conv.weight.clone()) if deviation > 0 else None,
-    )
+    error = ((differences.T @ matrix).norm() / total).item() if total > 0 else 0.0  # ‖Σ_h (P_h − e_h) ⊗ W_h‖/‖M‖
+    kept = replace(conv, weight=conv.weight.clone()) if deviation > 0 else None
+    return ConversionReport(len(flat), error, bound=0.0, alpha=alpha, deviation=deviation, conv=kept)
 
 
 def pixels_around(window: Window, alpha: float) -> Tensor:

@@ -71,15 +71,17 @@ def triangle(probs: Tensor, target: Tensor, queries: Tensor, above: Optional[Ten
     return triangle
 
 
-def least_squares(maps: Tensor, shifts: Tensor, tolerance: float) -> Tuple[Tensor, int, float]:
-    """Returns Φ of the least ‖S − PΦ‖, the number of directions that it uses, and the condition number of P."""
+def least_squares(maps: Tensor, shifts: Tensor, tolerance: float) -> Tuple[Tensor, Tensor, int, float]:
+    """Returns Φ of the least ‖S − PΦ‖, this relative to ‖S‖ of each shift, Φ's directions and the condition of P."""
     norms = maps.norm(dim=0)
     norms = torch.where(norms > 0, norms, 1.0)  # a head can see only padding
     left, singular, right = torch.linalg.svd(maps / norms, full_matrices=False)
     kept = singular > tolerance * singular[:1]
     coefficients = right[kept].T @ ((left[:, kept].T @ shifts) / singular[kept, None]) / norms[:, None]
     least = singular[-1].item() if 0 < maps.shape[1] == len(singular) else 0.0
-    return coefficients, int(kept.sum()), singular[0].item() / least if least > 0 else float('inf')
+    # ‖S_δ‖² counts queries: it is 0 for a shift that leaves the grid from all.
+    residual = (shifts - maps @ coefficients).norm(dim=0) / shifts.norm(dim=0).clamp_min(1)
+    return coefficients, residual, int(kept.sum()), singular[0].item() / least if least > 0 else float('inf')
 
 
 def check_position_only(layer: nn.Module) -> None:
