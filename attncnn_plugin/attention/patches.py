@@ -60,12 +60,7 @@ class WindowBias(nn.Module):
     """
 
     def __init__(
-        self,
-        num_heads: int,
-        first: Tuple[int, int],
-        window_size: Tuple[int, int],
-        null_key: bool = True,
-        **dd: Any,
+        self, num_heads: int, first: Tuple[int, int], window_size: Tuple[int, int], null_key: bool = True, **dd: Any
     ) -> None:
         super().__init__()
         self.first = first

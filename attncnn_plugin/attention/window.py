@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .precision import Device
 
+Sizes = Union[int, Sequence[int]]  # a number for each axis, or one for all
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -154,7 +155,7 @@ def shown(value: Any) -> str:
     return repr(value)
 
 
-def per_axis(name: str, value: Union[int, Sequence[int]], ndim: int, least: int = 1) -> Tuple[int, ...]:
+def per_axis(name: str, value: Sizes, ndim: int, least: int = 1) -> Tuple[int, ...]:
     """Returns a number for each of ``ndim`` axes; raises ``ValueError`` but for integers of at least ``least``."""
     values: Tuple[Any, ...] = tuple(value) if isinstance(value, (tuple, list)) else (value,) * ndim
     whole = all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= least for n in values)

@@ -3,7 +3,7 @@
 import copy
 import math
 from dataclasses import dataclass
-from typing import Any, Iterator, Optional, Sequence, Tuple, Union
+from typing import Any, Iterator, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from ..attention.attention_layer import check_plain_linear
 from ..attention.content_images import ContentImageAttention
 from ..attention.images import GroupedLinear, ImageAttention
 from ..attention.tokens import GridAttention
-from ..attention.window import Window, per_axis, same_window, shown
+from ..attention.window import Sizes, Window, per_axis, same_window, shown
 from .convolutions import Computed, Convolution, block_norms, convolution_with
 from .shift_operators import check_position_only, fit_shifts, inverse_of_shifts, targets
 
@@ -50,8 +50,8 @@ class ConvFit:
 @torch.no_grad()
 def mhsa_to_conv(
     layer: Union[GridAttention, ImageAttention],
-    kernel_size: Union[int, Sequence[int]],
-    size: Union[int, Sequence[int], None] = None,
+    kernel_size: Sizes,
+    size: Optional[Sizes] = None,
     padding_mode: Optional[str] = None,
 ) -> Tuple[Convolution, ConvFit]:
     """Turns attention that depends only on positions into the convolution that is nearest to it.
@@ -93,9 +93,7 @@ def mhsa_to_conv(
 
 
 @torch.no_grad()
-def nearest_kernel(
-    layer: Any, window: Window, size: Union[int, Sequence[int], None] = None
-) -> Tuple[Computed, ConvFit]:
+def nearest_kernel(layer: Any, window: Window, size: Optional[Sizes] = None) -> Tuple[Computed, ConvFit]:
     """Returns what the convolution of :func:`mhsa_to_conv` with a window computes, and its fit.
 
     Of the probabilities those of some heads are there at a time, 2²² numbers or those of one head.
@@ -159,9 +157,7 @@ def _exact_probs(layer: Union[GridAttention, ImageAttention], size: Tuple[int, .
             yield some.attention_probs(size)
 
 
-def _window_of(
-    layer: Union[GridAttention, ImageAttention], kernel_size: Union[int, Sequence[int]], padding_mode: Optional[str]
-) -> Window:
+def _window_of(layer: Any, kernel_size: Sizes, padding_mode: Optional[str]) -> Window:
     """Returns the window of a layer, or the one that is asked for, for attention over a grid."""
     window: Optional[Window] = getattr(layer, 'window', None)
     if window is None:

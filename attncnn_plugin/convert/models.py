@@ -244,9 +244,8 @@ def check_replaceable(model: nn.Module, layers: Mapping[str, nn.Module]) -> None
     for name, module in model.named_modules(remove_duplicate=False):
         places.setdefault(module, []).append(name)
     owners: Dict[nn.Parameter, List[str]] = {}
-    for module, names in places.items():
-        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(parameter, []).append(f'{names[0]}.{key}'.lstrip('.'))
+    for key, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(parameter, []).append(key)
     for name, layer in layers.items():
         names = places[layer]
         if len(names) > 1:

@@ -3,7 +3,7 @@
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any, List, Optional, Tuple, Union, cast
+from typing import Any, List, Optional, Tuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..attention.images import block_diagonal
 from ..attention.patches import PatchAttention, WindowBias, image_to_patches, patches_to_image
-from ..attention.window import Window, per_axis
+from ..attention.window import Sizes, Window, per_axis
 from ..change import number_of_parameters
 from .convolutions import computed, convolution_with
 
@@ -166,7 +166,7 @@ def choose_head_dims(
     return tuple(widths)
 
 
-def min_heads(kernel_size: Union[int, Pair], patch_size: Union[int, Pair] = 1) -> int:
+def min_heads(kernel_size: Sizes, patch_size: Sizes = 1) -> int:
     """Returns how many heads are enough for every convolution with stride 1 and ``padding='same'``.
 
     It is the number of shifts between patches that the kernel covers: (2⌈(K − 1)/2P⌉ + 1)² for an odd K (L21,
@@ -191,10 +191,7 @@ def min_heads(kernel_size: Union[int, Pair], patch_size: Union[int, Pair] = 1) -
 
 
 def conv_to_patch_mhsa(
-    conv: nn.Conv2d,
-    patch_size: Union[int, Pair],
-    head_dim: Optional[str] = None,
-    qk_dim: Optional[int] = None,
+    conv: nn.Conv2d, patch_size: Sizes, head_dim: Optional[str] = None, qk_dim: Optional[int] = None
 ) -> Tuple[PatchConvolutionAttention, PatchConversionReport]:
     """Turns a convolution on the image into multi-head self-attention over patches (L21, Theorem 1).
 

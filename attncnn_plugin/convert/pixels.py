@@ -9,7 +9,7 @@ import zlib
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral, Real
-from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union, cast
+from typing import Any, Dict, Mapping, Optional, Tuple, Union, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ..attention.images import ImageAttention, QuadraticImageAttention, WindowIm
 from ..attention.positions import QuadraticEncoding
 from ..attention.state_dicts import StateDict
 from ..attention.strides import is_channels_last, with_new_strides
-from ..attention.window import Window, per_axis, shown
+from ..attention.window import Sizes, Window, per_axis, shown
 from .convolutions import Computed, Convolution, block_norms, computed, copy_with, flat_kernel, moved_copy
 from .fewer_heads import (
     LOWEST_SCORE,
@@ -93,7 +93,7 @@ def conv_to_mhsa(
     alpha: Optional[float] = None,
     content: Optional[str] = None,
     position: Optional[str] = None,
-    window_size: Union[int, Sequence[int], None] = None,
+    window_size: Optional[Sizes] = None,
     qk_dim: Optional[int] = None,
     generator: Optional[torch.Generator] = None,
 ) -> Tuple[ImageAttention, ConversionReport]:
@@ -183,7 +183,7 @@ def check_settings(
     alpha: Optional[float] = None,
     content: Optional[str] = None,
     position: Optional[str] = None,
-    window_size: Union[int, Sequence[int], None] = None,
+    window_size: Optional[Sizes] = None,
     qk_dim: Optional[int] = None,
 ) -> Dict[str, Any]:
     """Returns the arguments of :func:`conv_to_mhsa` as plain values, with their defaults for a convolution.
