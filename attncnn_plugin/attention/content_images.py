@@ -82,10 +82,6 @@ class ContentImageAttention(ImageAttention):
         near = '' if self.window_size is None else f', window_size={self.window_size}'
         return f'{super().extra_repr()}, qk_dim={self.qk_dim}{gated}{near}'
 
-    def position_share(self) -> Optional[Tensor]:
-        """Returns σ(λ), how much of each head is position, ``(N_h,)``; None without a gate."""
-        return None if self.gate is None else at_least_float32(self.gate).sigmoid()
-
     def head_parameters(self) -> HeadParameters:
         found = {**super().head_parameters(), 'query.weight': (0, self.qk_dim), 'key.weight': (0, self.qk_dim)}
         return found if self.gate is None else {**found, 'gate': (0, 1)}
@@ -147,10 +143,9 @@ class ContentImageAttention(ImageAttention):
 
     def _probs(self, products: Tensor, bias: Tensor) -> Tensor:
         """Returns the probabilities of q·k/√D_k and b_δ, at least float32; with a gate each has its own softmax."""
-        share = self.position_share()
-        if share is None:
+        if self.gate is None:
             return softmax(products + bias)
-        share = share[:, None, None]
+        share = at_least_float32(self.gate).sigmoid()[:, None, None]  # σ(λ), how much of each head is position
         return (1 - share) * self._content_probs(products, bias) + share * softmax(bias)
 
     def _content_probs(self, products: Tensor, bias: Tensor) -> Tensor:

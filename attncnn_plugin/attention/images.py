@@ -5,7 +5,6 @@ import operator
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention_layer import check_plain_linear
@@ -16,7 +15,7 @@ from .shifts import over_axes
 from .softmax import softmax, without_subnormals
 from .state_dicts import EXTRA_STATE, StateDict, StructureError, read_extra_state, write_extra_state
 from .strides import is_channels_last, is_exporting, with_new_strides, with_regular_gradient
-from .window import Window
+from .window import CONVOLVE, Window
 
 # Up to so many pairs of a query and a key one product of matrices is faster than one along each axis: for 7×7 pixels
 # of 64 channels 1.6 to 2.7 times.
@@ -270,9 +269,8 @@ class WindowImageAttention(ImageAttention):
     def heads(self, x: Tensor) -> Tensor:
         # A head looks only at its window, with the same probabilities everywhere.
         x = self.window.pad(x)
-        convolve = (F.conv1d, F.conv2d, F.conv3d)[self.window.ndim - 1]
-        probs = self.encoding().to(x.dtype)[:, None]
-        heads = convolve(x.flatten(0, 1)[:, None], probs, stride=self.window.stride, dilation=self.window.dilation)
+        images, probs, window = x.flatten(0, 1)[:, None], self.encoding().to(x.dtype)[:, None], self.window
+        heads = CONVOLVE[window.ndim - 1](images, probs, stride=window.stride, dilation=window.dilation)
         return heads.flatten(2).unflatten(0, x.shape[:2]).permute(0, 2, 3, 1)
 
 

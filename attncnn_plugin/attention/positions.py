@@ -235,10 +235,9 @@ class RelativeTables(nn.Module):
 def _resize_loaded_tables(tables: RelativeTables, state_dict: Dict[str, Tensor], prefix: str, *_: Any) -> None:
     """Resizes tables of a state dict that are for another grid, if only their number of shifts differs, and is odd."""
     for name, own in tables.named_parameters(recurse=False):
-        loaded = state_dict.get(prefix + name)
-        if not isinstance(loaded, Tensor) or loaded.shape == own.shape:
-            continue
-        if loaded.shape[1:] == own.shape[1:] and len(loaded) % 2:
+        loaded: Any = state_dict.get(prefix + name)
+        alike = isinstance(loaded, Tensor) and loaded.shape[1:] == own.shape[1:]
+        if alike and len(loaded) != len(own) and len(loaded) % 2:
             logger.info('Resize %s%s from %d to %d shifts.', prefix, name, len(loaded), len(own))
             state_dict[prefix + name] = resize_shifts(loaded, len(own))
 

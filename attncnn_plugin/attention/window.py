@@ -13,6 +13,7 @@ from .precision import Device
 
 Sizes = Union[int, Sequence[int]]  # a number for each axis, or one for all
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+CONVOLVE = (F.conv1d, F.conv2d, F.conv3d)
 
 
 @dataclass(frozen=True)

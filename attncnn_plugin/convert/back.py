@@ -110,7 +110,10 @@ def nearest_kernel(layer: Any, window: Window, size: Optional[Sizes] = None) -> 
         raise ValueError('layer is on the meta device, without values: load its weights first')
     # V_h, only the blocks of its groups, (C_out, C_in/groups, N_h)
     value = weight.unflatten(1, (layer.num_heads, -1)).transpose(1, 2).cpu().double()
-    size = per_axis('size', _default_size(window) if size is None else size, window.ndim)
+    if size is None:  # the first query with nothing of its window before the image starts at a pixel below the stride
+        sizes, usual = zip(window.kernel_size, window.stride, window.dilation), 8 if window.ndim == 3 else 16
+        size = tuple(max(usual, s + d * (k - 1)) for k, s, d in sizes)
+    size = per_axis('size', size, window.ndim)
     target = targets(window, size)
     inverse = inverse_of_shifts(target)
     # All at once: small tensors between large ones that come and go would keep their memory.
@@ -170,9 +173,3 @@ def _window_of(layer: Any, kernel_size: Sizes, padding_mode: Optional[str]) -> W
     if padding_mode not in (None, window.padding_mode):
         raise ValueError(f'padding_mode={padding_mode!r} must be that of the window of layer, {window.padding_mode!r}')
     return window
-
-
-def _default_size(window: Window) -> Tuple[int, ...]:
-    usual = 8 if window.ndim == 3 else 16
-    # The first query with nothing of its window before the image starts at a pixel below the stride.
-    return tuple(max(usual, s + d * (k - 1)) for k, s, d in zip(window.kernel_size, window.stride, window.dilation))

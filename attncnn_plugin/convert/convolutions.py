@@ -7,14 +7,13 @@ from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Tuple, Union, cast
 
 import torch
-import torch.nn.functional as F
 from timm.layers import Conv2dSame
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from ..attention.precision import full_precision
-from ..attention.window import CONVOLUTIONS, SameWindow, Window, same_window
+from ..attention.window import CONVOLUTIONS, CONVOLVE, SameWindow, Window, same_window
 
 Convolution = Union[nn.Conv1d, nn.Conv2d, nn.Conv3d]
 ROUNDING = 1e-9  # of outputs in float64, relative to the largest
@@ -48,9 +47,8 @@ class Computed:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Maps images ``(B, C_in, *size)`` to the output."""
-        convolve = (F.conv1d, F.conv2d, F.conv3d)[self.window.ndim - 1]
-        window = self.window
-        return convolve(window.pad(x), self.weight, self.bias, window.stride, 0, window.dilation, self.groups)
+        window, own = self.window, (self.weight, self.bias)
+        return CONVOLVE[window.ndim - 1](window.pad(x), *own, window.stride, 0, window.dilation, self.groups)
 
 
 @torch.no_grad()
@@ -136,7 +134,7 @@ class _Calls(TorchFunctionMode):
         self.found: List[Tuple[Tensor, Optional[Tensor]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (F.conv1d, F.conv2d, F.conv3d):
+        if func in CONVOLVE:
             named = {**dict(zip(('input', 'weight', 'bias'), args)), **(kwargs or {})}
             self.found.append((named['weight'], named.get('bias')))
         return func(*args, **(kwargs or {}))

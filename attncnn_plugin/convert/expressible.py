@@ -37,7 +37,6 @@ class Expressibility:
         residual (list[float]): Distance of S_δ from the span of the heads' maps P_h over all chosen queries at once,
             relative to ‖S_δ‖_F, 0 to 1, of each shift of the kernel, row by row.
         rank (int): Rank of the heads' maps over all chosen queries at once.
-        tolerance (float): Residual up to which a shift is expressible.
     """
 
     kernel_size: Tuple[int, ...]
@@ -45,7 +44,6 @@ class Expressibility:
     missing: List[Tuple[int, int]]
     residual: List[float]
     rank: int
-    tolerance: float
 
     def __str__(self) -> str:
         rows, columns = self.kernel_size
@@ -109,7 +107,7 @@ def expressible_shifts_of_maps(
     _, residual, rank, _ = least_squares(maps, shifts, tolerance)
     near = residual <= tolerance
     expressible, missing = ([(row, column) for row, column in window.shifts()[some].tolist()] for some in (near, ~near))
-    return Expressibility(window.kernel_size, expressible, missing, residual.tolist(), rank, tolerance)
+    return Expressibility(window.kernel_size, expressible, missing, residual.tolist(), rank)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +130,6 @@ class ValueFit:
             scaled to norm 1: 1 for hard heads at different shifts, ``inf`` for heads that are linearly dependent.
         amplification (float): Σ_h ‖P_h‖‖V_h‖/‖Σ_δ S_δ ⊗ W_δ‖: the output can have a relative rounding error as many
             times that of the layer's dtype.
-        tolerance (float): Relative error up to which the layer is called the convolution.
     """
 
     size: Tuple[int, ...]
@@ -145,17 +142,11 @@ class ValueFit:
     rank: int
     condition: float
     amplification: float
-    tolerance: float
 
     @property
     def relative_error(self) -> float:
         """Returns the relative error over the queries of the fit."""
         return self.error if self.queries == 'all' or self.interior_error is None else self.interior_error
-
-    @property
-    def exact(self) -> bool:
-        """Returns whether the layer is the convolution at the queries of the fit, to ``tolerance``."""
-        return self.relative_error <= self.tolerance
 
     def __str__(self) -> str:
         return (
@@ -208,7 +199,7 @@ def fit_values(
         >>> layer.encoding.center.data = torch.cartesian_prod(*[torch.tensor([-1.0, 0.0, 1.0])] * 2)
         >>> layer.encoding.sqrt_precision.data = torch.full((9,), 1.5)
         >>> fitted, report = fit_values(layer, nn.Conv2d(4, 8, 3, padding=1), size=(12, 12))
-        >>> fitted(torch.rand(1, 12, 12, 4)).shape, report.exact, 2 < report.condition < 10
+        >>> fitted(torch.rand(1, 12, 12, 4)).shape, report.relative_error < 1e-6, 2 < report.condition < 10
         (torch.Size([1, 12, 12, 8]), False, True)
     """
     check_position_only(attention)
@@ -255,7 +246,7 @@ def fit_values(
     error = _relative_error(everywhere, stored, kernel)
     interior_error = _relative_error(inside, stored, kernel) if interior.any() else None
     fitted = size, queries, window.shifts(), coefficients, residual
-    return layer, ValueFit(*fitted, error, interior_error, rank, condition, amplification, tolerance)
+    return layer, ValueFit(*fitted, error, interior_error, rank, condition, amplification)
 
 
 def _relative_error(triangle: Tensor, values: Tensor, kernel: Tensor) -> float:

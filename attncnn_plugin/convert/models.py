@@ -208,6 +208,7 @@ def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, Convolution
     patterns: List[Any] = list(cast(Iterable[Any], layers)) if several else [layers]
     if not patterns:
         raise ValueError('layers names no layer: give at least one name or glob')
+    some = ', '.join(convolutions[:6]) + (f' … ({len(convolutions)} of them)' if len(convolutions) > 6 else '')
     chosen = set()
     for pattern in patterns:
         if callable(pattern):
@@ -218,15 +219,11 @@ def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, Convolution
             raise TypeError(f'layers={shown(layers)} must be names, globs such as "layer4.*.conv*", or a function')
         if not found:
             raise ValueError(
-                f'layers={pattern!r} matches none of the convolutions of the model, {_some(convolutions)}; a glob such '
-                "as 'layer4.*' stands for all that are inside"
+                f'layers={pattern!r} matches none of the convolutions of the model, {some}; a glob such as '
+                "'layer4.*' stands for all that are inside"
             )
         chosen.update(found)
     return {name: cast(Convolution, modules[name]) for name in convolutions if name in chosen}
-
-
-def _some(names: List[str]) -> str:
-    return ', '.join(names) if len(names) <= 6 else f'{", ".join(names[:5])} … ({len(names)} of them)'
 
 
 def check_convertible(model: nn.Module, layers: Layers, settings: Mapping[str, Any]) -> List[str]:

@@ -7,7 +7,7 @@ import copy
 import math
 import zlib
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Integral, Real
 from typing import Any, Dict, Mapping, Optional, Tuple, Union, cast
 
@@ -261,9 +261,8 @@ class OwnConvolution:
         """Returns a copy with the device, dtype and mode of a layer, and what is trained of it."""
         to = attention.value.weight
         conv = copy_with(self.conv, lambda x: moved_copy(x, to.device, to.dtype))
-        for key, own in conv.named_parameters(recurse=False):
-            if key in ('weight', 'bias'):
-                own.requires_grad_(attention.value.get_parameter(key).requires_grad)
+        for key, own in attention.value.named_parameters(recurse=False):
+            conv.get_parameter(key).requires_grad_(own.requires_grad)
         return conv.train(attention.training)
 
     def back(self, attention: ImageAttention, kernel: Computed) -> Tuple[Any, float]:
@@ -304,14 +303,11 @@ def new_attention(conv: Any, plain: Computed, settings: Mapping[str, Any]) -> Im
     arguments = plain.in_channels, plain.out_channels, settings['num_heads'], plain.window
     # On the meta device, so that no random numbers are drawn.
     options: Any = dict(bias=plain.bias is not None, groups=plain.groups, device='meta', dtype=plain.weight.dtype)
-    attention: ImageAttention
+    kind: Any = QuadraticImageAttention if settings['position'] == 'gaussian' else WindowImageAttention
     if 'content' in settings:
+        kind = partial(ContentImageAttention, gated=settings['content'] == 'gated')
         options.update({name: settings[name] for name in ('position', 'window_size', 'qk_dim')})
-        attention = ContentImageAttention(*arguments, gated=settings['content'] == 'gated', **options)
-    elif settings['position'] == 'gaussian':
-        attention = QuadraticImageAttention(*arguments, **options)
-    else:
-        attention = WindowImageAttention(*arguments, **options)
+    attention: ImageAttention = kind(*arguments, **options)
     attention.to_empty(device=plain.weight.device)
     if 'alpha' in settings:
         attention.settings['alpha'] = settings['alpha']
