@@ -98,9 +98,8 @@ def patch_shifts(conv: nn.Conv2d, patch_size: Pair) -> Tuple[Pair, ...]:
             "stand for padding_mode='zeros' (the null key); pad the image yourself and use padding=0"
         )
     axes: List[range] = []
-    for patch, kernel, stride, dilation, (before, after) in zip(
-        patch_size, window.kernel_size, window.stride, window.dilation, window.padding
-    ):
+    sizes = zip(patch_size, window.kernel_size, window.stride, window.dilation, window.padding)
+    for patch, kernel, stride, dilation, (before, after) in sizes:
         extent = dilation * (kernel - 1) + 1
         if patch % stride:
             raise ValueError(
