@@ -37,6 +37,7 @@ class Expressibility:
         residual (list[float]): Distance of S_δ from the span of the heads' maps P_h over all chosen queries at once,
             relative to ‖S_δ‖_F, 0 to 1, of each shift of the kernel, row by row.
         rank (int): Rank of the heads' maps over all chosen queries at once.
+        tolerance (float): Residual up to which a shift is expressible.
     """
 
     kernel_size: Tuple[int, ...]
@@ -44,6 +45,7 @@ class Expressibility:
     missing: List[Tuple[int, int]]
     residual: List[float]
     rank: int
+    tolerance: float
 
     def __str__(self) -> str:
         rows, columns = self.kernel_size
@@ -107,7 +109,7 @@ def expressible_shifts_of_maps(
     _, residual, rank, _ = least_squares(maps, shifts, tolerance)
     near = residual <= tolerance
     expressible, missing = ([(row, column) for row, column in window.shifts()[some].tolist()] for some in (near, ~near))
-    return Expressibility(window.kernel_size, expressible, missing, residual.tolist(), rank)
+    return Expressibility(window.kernel_size, expressible, missing, residual.tolist(), rank, tolerance)
 
 
 @dataclass(frozen=True, eq=False)
