@@ -164,13 +164,6 @@ def all_or_nothing(models: Iterable[nn.Module], optimizers: Any = (), values: It
         raise
 
 
-def replace_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Puts layers in the places of those of the same names."""
-    for name, layer in layers.items():
-        parent, _, leaf = name.rpartition('.')
-        setattr(model.get_submodule(parent), leaf, layer)
-
-
 def check_not_distributed(model: nn.Module, *wrappers: type) -> None:
     """Raises ``TypeError`` for a model with a part in DistributedDataParallel or FSDP, or in ``wrappers`` itself."""
     for name, module in model.named_modules():
@@ -233,9 +226,8 @@ class Change:
         rows = [['layer', 'before', 'after', 'parameters', '']]
         for layer in self.layers:
             counts = f'{layer.parameters_before:,} → {layer.parameters_after:,}'
-            rows.append(
-                [layer.name, layer.before, layer.after, counts, '' if layer.report is None else str(layer.report)]
-            )
+            report = '' if layer.report is None else str(layer.report)
+            rows.append([layer.name, layer.before, layer.after, counts, report])
         drift = '' if self.drift is None else f'drift {self.drift:.2g}'
         rows.append(['model', '', '', f'{self.parameters_before:,} → {self.parameters_after:,}', drift])
         return table(rows)

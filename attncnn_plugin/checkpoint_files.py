@@ -8,7 +8,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 import numpy as np
 import torch
@@ -50,22 +50,20 @@ def _statistics_method(owner: Any, name: str) -> Callable:
     raise pickle.UnpicklingError(f'the checkpoint asks for the attribute {name!r} of {owner!r}')
 
 
-CHECK_VARIABLE = 'ATTNCNN_CHECK_CHECKPOINTS'
 PACKAGE_SCHEME = 'attncnn://'
 
 
-def load_from_local(filename: str, map_location=None, *, mmap: bool = False, check: Optional[bool] = None) -> dict:
+def load_from_local(filename: str, map_location=None, *, mmap: bool = False) -> dict:
     """Loads a local checkpoint file; nothing in it is run.
 
     Every file is read with PyTorch's unpickler for tensors and plain data, whatever mmengine or the environment say. A
-    zip file, as ``torch.save`` writes them, is first compared with its CRC-32 checksums.
+    zip file, as ``torch.save`` writes them, is first compared with its CRC-32 checksums, which costs about what reading
+    it costs, unless the environment variable ``ATTNCNN_CHECK_CHECKPOINTS`` is ``0``.
 
     Args:
         filename (str): The file; ``~`` is the home folder.
         map_location: As in :func:`torch.load`. Defaults to None.
         mmap (bool): Whether tensors stay in the file until they are used. Defaults to False.
-        check (bool, optional): Whether checksums are compared, which costs about what reading the file costs.
-            Defaults to None, means that the environment variable ``ATTNCNN_CHECK_CHECKPOINTS`` is not ``0``.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -75,8 +73,7 @@ def load_from_local(filename: str, map_location=None, *, mmap: bool = False, che
     path = os.path.expanduser(filename)
     if not os.path.isfile(path):
         raise FileNotFoundError(f'{filename} can not be found.')
-    if check is None:
-        check = os.environ.get(CHECK_VARIABLE, '1') != '0'
+    check = os.environ.get('ATTNCNN_CHECK_CHECKPOINTS', '1') != '0'
     with open(path, 'rb') as file:  # a file without permission is no damaged one
         is_zip = file.read(4) == b'PK\x03\x04'
     register_safe_globals()  # again: another library's ``torch.serialization.safe_globals`` may have removed them
@@ -111,8 +108,8 @@ def load_from_package(filename: str, map_location='cpu') -> dict:
         )
     loaded = load_file(path, device=str(map_location or 'cpu'))
     state_dict = {
-        key if key.startswith('head.') else f'backbone.{key}': value.float() if value.dtype == torch.half else value
-        for key, value in loaded.items()
+        key if key.startswith('head.') else f'backbone.{key}': value
+        for key, value in weights.in_single_precision(loaded, None).items()
     }
     return dict(state_dict=state_dict, meta=dict(dataset_meta=dict(classes=weights.CLASSES)))
 

@@ -239,14 +239,12 @@ class TimmModel(FileModel):
         settings = {key: '{}={}'.format(*found) for key, found in settings_in(state_dict, self.model).items()}
         if reasons and not settings:
             return reasons[0]
-        for key in [*settings, *own, *state_dict]:
-            shapes = [tuple(entries[key].shape) if key in entries else () for entries in (state_dict, own)]
-            if shapes[0] != shapes[1]:
-                break
-        is_position = 'pos' in key and shapes[0][-1:] == shapes[1][-1:]
+        there, here = ({key: tuple(np.shape(value)) for key, value in of.items()} for of in (state_dict, own))
+        key = next(key for key in (*settings, *here, *there) if there.get(key) != here.get(key))
+        there_is, here_is = there.get(key, 'missing'), here.get(key, 'missing')
+        is_position = 'pos' in key and there_is[-1:] == here_is[-1:]
         remedy = settings.get(key, 'img_size=…' if is_position else 'as it was trained with, or another --timm')
-        shown = [shape or 'missing' for shape in shapes]
-        return f'{key} is {shown[0]} there and {shown[1]} in the model, give --model-kwargs {remedy}'
+        return f'{key} is {there_is} there and {here_is} in the model, give --model-kwargs {remedy}'
 
 
 def read_timm(checkpoint: str) -> Dict[str, Any]:

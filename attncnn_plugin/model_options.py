@@ -20,17 +20,11 @@ def setting(text: str) -> str:
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options beside the config and its checkpoint, which are arguments of the tool itself."""
+    pairs: Any = dict(nargs='+', type=setting, default={})
     if import_problem() is None:
         from mmengine.config import DictAction
 
-        parser.add_argument(
-            '--cfg-options',
-            nargs='+',
-            type=setting,
-            default={},
-            action=DictAction,
-            help='overrides settings of the config: k=v',
-        )
+        parser.add_argument('--cfg-options', **pairs, action=DictAction, help='overrides settings of the config: k=v')
     library = parser.add_mutually_exclusive_group()
     library.add_argument('--timm', metavar='NAME', help='a model of timm instead of config and checkpoint')
     library.add_argument('--hf', metavar='FOLDER', help='one that Hugging Face transformers has saved, pruned or not')
@@ -39,9 +33,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     weights.add_argument('--pretrained', action='store_true', help="with --timm: timm's pretrained weights")
     parser.add_argument(
         '--model-kwargs',
-        nargs='+',
-        type=setting,
-        default={},
+        **pairs,
         action=ParseKwargs,
         help='with --timm: settings of the model: k=v; by default num_classes and, with embeddings of absolute '
         'positions, img_size are those of the checkpoint',
@@ -53,9 +45,7 @@ def add_image_options(parser: argparse.ArgumentParser, which: Any = None) -> Non
     parser.add_argument('config', nargs='?', help='config of the model')
     parser.add_argument('weights', nargs='?', metavar='checkpoint', help='checkpoint of the model')
     (which or parser).add_argument(
-        '--images',
-        metavar='FOLDER',
-        help='images for the mean, with subfolders (default: the test dataset of the config)',
+        '--images', metavar='FOLDER', help="images for the mean, with subfolders (default: those of the config's tests)"
     )
     parser.add_argument('--num-images', type=int, default=100, help='images for the mean, evenly spread (default: 100)')
     parser.add_argument(

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from .attention.images import ImageAttention, kind_of
 from .attention.state_dicts import Restructurable, StructureError, check_loading, copy_without_values, read_extra_state
 from .attention.window import CONVOLUTIONS
-from .change import Change, LayerChange, Successor, all_or_nothing, number_of_parameters, replace_layers, within
+from .change import Change, LayerChange, Successor, all_or_nothing, number_of_parameters, within
+from .convert.convolutions import computed
 from .convert.models import in_words, successors
 from .convert.pixels import OwnConvolution, check_settings, new_attention
 from .transformers.transformer_heads import transformer_heads
@@ -102,7 +103,7 @@ def apply(model: nn.Module, structures: Mapping[str, Any]) -> Change:
         what, size, change = in_words(module), number_of_parameters(module), None
         if isinstance(structure, nn.Module):
             new = structure
-            replace_layers(model, {name: new})
+            model.set_submodule(name, new)
             replaced.update(within(name, successors(module, new)))
         else:
             change = structured(module).take_structure(structure)
@@ -146,7 +147,8 @@ def attention_in(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) 
             return None
         conv = module.from_conv.like(module)
     try:
-        attention = new_attention(conv, **check_settings(conv, **settings))
+        plain = computed(conv)
+        attention = new_attention(conv, plain, check_settings(plain, **settings))
     except (TypeError, ValueError) as error:
         what = f'{prefix[:-1]} ({in_words(module)})'
         raise StructureError(f'attention of the state dict cannot replace {what}: {error}') from error

@@ -235,7 +235,7 @@ def test_a_cnn_that_becomes_attention(name):
     epochs = config.train_cfg.max_epochs - hook.epoch
     assert epochs == (15 if 'digits' in name else 50) and config.model.backbone.phase == 'conv'
     model = MODELS_OF_MMPRETRAIN.build(config.model)
-    layers = model.backbone.conversion.layers
+    layers = model.backbone.conversion['layers']
     kernels = [module for part, module in model.backbone.named_modules() if part in layers]
     assert all(part.startswith('layer4') for part in layers) and {conv.kernel_size for conv in kernels} == {(3, 3)}
     model.backbone.to_attention()

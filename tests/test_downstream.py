@@ -172,7 +172,7 @@ def test_weights_of_the_model_zoo(name, imagenet, read):
     inner.update(stem_channels=4, base_channels=4)
     inner.init_cfg.checkpoint = str(imagenet)
     model = MODELS.build(config.model.backbone)
-    assert model.phase == 'attn' and model.conversion.layers == tuple(f'layer4.{i}.conv2' for i in range(3))
+    assert model.phase == 'attn' and model.conversion['layers'] == [f'layer4.{i}.conv2' for i in range(3)]
     model.init_weights()
     cnn = MODELS.build(inner)
     cnn.init_weights()

@@ -67,9 +67,8 @@ class ContentImageAttention(ImageAttention):
             raise ValueError("position='table' has an entry for each shift of a window: give its window_size")
         self.qk_dim = qk_dim
         self.window_size = None if window_size is None else tuple(window_size)
-        self.settings['content'] = 'gated' if gated else 'additive'
-        self.settings['window_size'] = None if window_size is None else list(window_size)
-        self.settings['qk_dim'] = qk_dim
+        near = None if window_size is None else list(window_size)  # as JSON has it
+        self.settings.update(content='gated' if gated else 'additive', window_size=near, qk_dim=qk_dim)
         dd: Any = dict(device=self.value.weight.device, dtype=self.value.weight.dtype)
         self.query = nn.Linear(self.in_channels, self.num_heads * qk_dim, bias=False, **dd)
         self.key = nn.Linear(self.in_channels, self.num_heads * qk_dim, bias=False, **dd)
@@ -83,24 +82,19 @@ class ContentImageAttention(ImageAttention):
         near = '' if self.window_size is None else f', window_size={self.window_size}'
         return f'{super().extra_repr()}, qk_dim={self.qk_dim}{gated}{near}'
 
-    def position_share(self) -> Optional[Tensor]:
-        """Returns σ(λ), how much of each head is position, ``(N_h,)``; None without a gate."""
-        return None if self.gate is None else at_least_float32(self.gate).sigmoid()
-
     def head_parameters(self) -> HeadParameters:
         found = {**super().head_parameters(), 'query.weight': (0, self.qk_dim), 'key.weight': (0, self.qk_dim)}
         return found if self.gate is None else {**found, 'gate': (0, 1)}
 
     def _outputs(self, x: Tensor) -> Tensor:
         axes = self.tiles(x.shape[2:])
-        return self._whole_image(x) if axes is None else self._neighbourhoods(x, axes)
-
-    def _whole_image(self, x: Tensor) -> Tensor:
-        padded, size = self.window.pad(x), x.shape[2:]
-        queries, tokens = _tokens(self._query_pixels(padded, self._sizes(x))), _tokens(padded)
-        bias = self._position_bias(size)
+        if axes is not None:
+            return self._neighbourhoods(x, axes)
+        padded, sizes = self.window.pad(x), self._sizes(x)
+        queries, tokens = _tokens(self._query_pixels(padded, sizes)), _tokens(padded)
         query, key = self._split_heads(self.query(queries)), self._split_heads(self.key(tokens))
-        return self._output_images(self._attend_in_parts(query, key, tokens, bias), self._sizes(x))
+        heads = self._attend_in_parts(query, key, tokens, self._position_bias(x.shape[2:]))
+        return self._output_images(heads, sizes)
 
     def tiles(self, size: Sequence[int]) -> Optional[List[AxisTiles]]:
         """Returns the tiles along each axis of an image of ``size``; None where the whole is computed at once."""
@@ -149,10 +143,9 @@ class ContentImageAttention(ImageAttention):
 
     def _probs(self, products: Tensor, bias: Tensor) -> Tensor:
         """Returns the probabilities of q·k/√D_k and b_δ, at least float32; with a gate each has its own softmax."""
-        share = self.position_share()
-        if share is None:
+        if self.gate is None:
             return softmax(products + bias)
-        share = share[:, None, None]
+        share = at_least_float32(self.gate).sigmoid()[:, None, None]  # σ(λ), how much of each head is position
         return (1 - share) * self._content_probs(products, bias) + share * softmax(bias)
 
     def _content_probs(self, products: Tensor, bias: Tensor) -> Tensor:

@@ -5,18 +5,17 @@ import operator
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention_layer import check_plain_linear
 from .heads import HeadParameters, PrunableHeads
 from .positions import QuadraticEncoding, WindowEncoding
-from .precision import Device, Dtype, at_least_float32, full_precision
+from .precision import at_least_float32, full_precision
 from .shifts import over_axes
 from .softmax import softmax, without_subnormals
 from .state_dicts import EXTRA_STATE, StateDict, StructureError, read_extra_state, write_extra_state
 from .strides import is_channels_last, is_exporting, with_new_strides, with_regular_gradient
-from .window import SameWindow, Window
+from .window import CONVOLVE, Window
 
 # Up to so many pairs of a query and a key one product of matrices is faster than one along each axis: for 7×7 pixels
 # of 64 channels 1.6 to 2.7 times.
@@ -37,6 +36,7 @@ class ImageAttention(PrunableHeads):
         window (Window): Where the queries are, and how the image is padded.
         bias (bool): Whether the output has a bias. Defaults to True.
         groups (int): Groups of channels: an output reads only the channels of its group. Defaults to 1.
+        **dd: ``device`` and ``dtype`` of the parameters, as of ``nn.Linear``.
 
     Attributes:
         value (nn.Linear | GroupedLinear): W^V W^O, from the channels of all heads to ``out_channels``, by groups.
@@ -61,8 +61,7 @@ class ImageAttention(PrunableHeads):
         window: Window,
         bias: bool = True,
         groups: int = 1,
-        device: Device = None,
-        dtype: Dtype = None,
+        **dd: Any,
     ) -> None:
         super().__init__()
         self.in_channels, self.out_channels = in_channels, out_channels
@@ -70,9 +69,9 @@ class ImageAttention(PrunableHeads):
         self.settings = {'num_heads': num_heads}
         self.value: Union[nn.Linear, GroupedLinear]
         if groups == 1:
-            self.value = nn.Linear(num_heads * in_channels, out_channels, bias, device=device, dtype=dtype)
+            self.value = nn.Linear(num_heads * in_channels, out_channels, bias, **dd)
         else:
-            self.value = GroupedLinear(in_channels, out_channels, num_heads, groups, bias, device=device, dtype=dtype)
+            self.value = GroupedLinear(in_channels, out_channels, num_heads, groups, bias, **dd)
         self.num_heads = self.built_heads = num_heads
         entries = in_channels // groups * math.prod(window.kernel_size)  # one entry has no format
         layout = self.value.weight.new_zeros(1, min(2, entries), *[1] * window.ndim)
@@ -82,7 +81,7 @@ class ImageAttention(PrunableHeads):
         """Adds the encoding, Gaussian or with an entry for each shift, at least float32: bfloat16 cannot hold 257."""
         self.settings['position'] = position
         weight = self.value.weight
-        dd: Dict[str, Any] = {'device': weight.device, 'dtype': torch.promote_types(weight.dtype, torch.float32)}
+        dd: Any = dict(device=weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
         if position == 'gaussian':
             self.encoding = QuadraticEncoding(self.num_heads, self.window.ndim, **dd)
         else:
@@ -155,17 +154,11 @@ class ImageAttention(PrunableHeads):
         property(operator.attrgetter(f'window.{name}'))
         for name in ('kernel_size', 'stride', 'dilation', 'padding_mode')
     )
-
-    @property
-    def padding(self) -> Union[str, Tuple[int, ...]]:
-        if isinstance(self.window, SameWindow):
-            raise AttributeError  # __getattr__ says why
-        alike = all(before == after for before, after in self.window.padding)
-        return tuple(before for before, _ in self.window.padding) if alike else 'same'
+    padding = property(operator.attrgetter('window.padding_argument'))
 
     def __getattr__(self, name: str) -> Any:
-        if name == 'padding':
-            raise AttributeError('the padding depends on the size of the image')
+        if name == 'padding':  # its property has raised AttributeError: this says why
+            return self.window.padding_argument
         if name in ('weight', 'bias'):
             raise AttributeError(
                 f'attention instead of a convolution has no {name!r}, but value.{name}, of all its heads: what needs a '
@@ -276,9 +269,8 @@ class WindowImageAttention(ImageAttention):
     def heads(self, x: Tensor) -> Tensor:
         # A head looks only at its window, with the same probabilities everywhere.
         x = self.window.pad(x)
-        convolve = (F.conv1d, F.conv2d, F.conv3d)[self.window.ndim - 1]
-        probs = self.encoding().to(x.dtype)[:, None]
-        heads = convolve(x.flatten(0, 1)[:, None], probs, stride=self.window.stride, dilation=self.window.dilation)
+        images, probs, window = x.flatten(0, 1)[:, None], self.encoding().to(x.dtype)[:, None], self.window
+        heads = CONVOLVE[window.ndim - 1](images, probs, stride=window.stride, dilation=window.dilation)
         return heads.flatten(2).unflatten(0, x.shape[:2]).permute(0, 2, 3, 1)
 
 
@@ -294,23 +286,12 @@ class GroupedLinear(nn.Module):
 
     bias: Optional[nn.Parameter]
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        num_heads: int,
-        groups: int,
-        bias: bool,
-        device: Device = None,
-        dtype: Dtype = None,
-    ) -> None:
+    def __init__(self, in_channels: int, out_channels: int, num_heads: int, groups: int, bias: bool, **dd: Any) -> None:
         super().__init__()
         self.groups = groups
         self.in_channels = in_channels
-        inputs = num_heads * (in_channels // groups)
-        self.weight = nn.Parameter(torch.empty(out_channels, inputs, device=device, dtype=dtype))
-        own = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype)) if bias else None
-        self.register_parameter('bias', own)
+        self.weight = nn.Parameter(torch.empty(out_channels, num_heads * (in_channels // groups), **dd))
+        self.register_parameter('bias', nn.Parameter(torch.empty(out_channels, **dd)) if bias else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -1,6 +1,6 @@
 """Self-attention over patches with a relative position bias (Li et al. 2021 (L21), sections 3 and 4)."""
 
-from typing import Any, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .attention_layer import check_plain_linear, head_products
 from .heads import HeadParameters, PrunableHeads
-from .precision import Device, Dtype, at_least_float32, full_precision
+from .precision import at_least_float32, full_precision
 from .shifts import axis_shifts, resize_shift_table
 from .softmax import softmax
 from .state_dicts import StateDict, StructureError, read_extra_state, too_many_heads, write_extra_state
@@ -53,24 +53,19 @@ class WindowBias(nn.Module):
         first (tuple[int, int]): The first shift δ of the window, (row, column), in tokens.
         window_size (tuple[int, int]): Number of shifts, (rows, columns).
         null_key (bool): Whether there is a null key. Defaults to True.
+        **dd: ``device`` and ``dtype`` of the parameters, as of ``nn.Linear``.
 
     Attributes:
         table (Parameter): b, ``(N_h, rows, columns)``. Starts at 0.
     """
 
     def __init__(
-        self,
-        num_heads: int,
-        first: Tuple[int, int],
-        window_size: Tuple[int, int],
-        null_key: bool = True,
-        device: Device = None,
-        dtype: Dtype = None,
+        self, num_heads: int, first: Tuple[int, int], window_size: Tuple[int, int], null_key: bool = True, **dd: Any
     ) -> None:
         super().__init__()
         self.first = first
         self.null_key = null_key
-        self.table = nn.Parameter(torch.zeros(num_heads, *window_size, device=device, dtype=dtype))
+        self.table = nn.Parameter(torch.zeros(num_heads, *window_size, **dd))
 
     def table_of(self, size: Sequence[int]) -> Tuple[Tensor, Tuple[int, int]]:
         """Returns the biases for a grid, at least float32, and their first shift."""
@@ -117,20 +112,13 @@ class GridBias(WindowBias):
     size, near shifts keep their biases and far ones are spread.
 
     Args:
-        num_heads, null_key: As of :class:`WindowBias`.
+        num_heads, null_key, **dd: As of :class:`WindowBias`.
         grid_size (tuple[int, int]): Height and width of the grid, in tokens.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        grid_size: Tuple[int, int],
-        null_key: bool = True,
-        device: Device = None,
-        dtype: Dtype = None,
-    ) -> None:
+    def __init__(self, num_heads: int, grid_size: Tuple[int, int], null_key: bool = True, **dd: Any) -> None:
         height, width = grid_size
-        super().__init__(num_heads, (1 - height, 1 - width), (2 * height - 1, 2 * width - 1), null_key, device, dtype)
+        super().__init__(num_heads, (1 - height, 1 - width), (2 * height - 1, 2 * width - 1), null_key, **dd)
         self.register_load_state_dict_pre_hook(_resize_loaded_table)
 
     def table_of(self, size: Sequence[int]) -> Tuple[Tensor, Tuple[int, int]]:
@@ -161,6 +149,7 @@ class PatchAttention(PrunableHeads):
         head_dim (int | Sequence[int], optional): Channels D_h of a head's values, for all heads or for each. Defaults
             to ``dim``, as L21's heads.
         qk_dim (int, optional): Channels D_k of a head's queries and keys. Defaults to ``dim``.
+        **dd: ``device`` and ``dtype`` of the parameters, as of ``nn.Linear``.
 
     Raises:
         ValueError: A width below 1, or a number of them that is not the number of heads.
@@ -184,10 +173,8 @@ class PatchAttention(PrunableHeads):
         bias: bool = True,
         head_dim: Union[int, Sequence[int], None] = None,
         qk_dim: Optional[int] = None,
-        device: Device = None,
-        dtype: Dtype = None,
+        **dd: Any,
     ) -> None:
-        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         super().__init__()
         head_dim = dim if head_dim is None else head_dim
         self.head_dims = (head_dim,) * num_heads if isinstance(head_dim, int) else tuple(head_dim)

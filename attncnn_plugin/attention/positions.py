@@ -1,7 +1,8 @@
 """Position encodings: scores of heads as functions of the shift δ = k − q (Cordonnier et al. 2020 (C20), eq. 8 to 19).
 
 A constant added to all scores of a query changes nothing after softmax; the scores here are up to such constants. A
-*separable* encoding has scores f(q1, k1) + g(q2, k2), and ``axis_scores`` that return both terms.
+*separable* encoding has scores f(q1, k1) + g(q2, k2), and ``axis_scores`` that return both terms. Encodings take
+``device`` and ``dtype`` of their parameters too, as ``nn.Linear``.
 """
 
 import logging
@@ -10,7 +11,7 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from .precision import Device, Dtype, at_least_float32, widest_float
+from .precision import at_least_float32, widest_float
 from .shifts import at_grid_shifts, at_shifts, axis_shifts, largest_of_keys, over_axes, resize_shifts
 from .softmax import softmax
 from .window import shown
@@ -50,10 +51,10 @@ class QuadraticEncoding(nn.Module):
         sqrt_precision (Parameter): 1/σ in 1/tokens, ``(N_h,)``. Starts at N(1, 0.01²), α near 1/2.
     """
 
-    def __init__(self, num_heads: int, ndim: int = 2, device: Device = None, dtype: Dtype = None) -> None:
+    def __init__(self, num_heads: int, ndim: int = 2, **dd: Any) -> None:
         super().__init__()
-        self.center = nn.Parameter(torch.empty(num_heads, ndim, device=device, dtype=dtype))
-        self.sqrt_precision = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        self.center = nn.Parameter(torch.empty(num_heads, ndim, **dd))
+        self.sqrt_precision = nn.Parameter(torch.empty(num_heads, **dd))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -100,10 +101,10 @@ class GeneralizedQuadraticEncoding(nn.Module):
         sqrt_precision (Parameter): A factor M of Σ⁻¹ = MMᵀ, in 1/tokens, ``(N_h, 2, 2)``. Starts at I + N(0, 0.01²).
     """
 
-    def __init__(self, num_heads: int, device: Device = None, dtype: Dtype = None) -> None:
+    def __init__(self, num_heads: int, **dd: Any) -> None:
         super().__init__()
-        self.center = nn.Parameter(torch.empty(num_heads, 2, device=device, dtype=dtype))
-        self.sqrt_precision = nn.Parameter(torch.empty(num_heads, 2, 2, device=device, dtype=dtype))
+        self.center = nn.Parameter(torch.empty(num_heads, 2, **dd))
+        self.sqrt_precision = nn.Parameter(torch.empty(num_heads, 2, 2, **dd))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -185,9 +186,7 @@ class RelativeTables(nn.Module):
     row_table: Any
     column_table: Any
 
-    def __init__(
-        self, dim: int, max_size: Tuple[int, int], sinusoidal: bool = False, device: Device = None, dtype: Dtype = None
-    ) -> None:
+    def __init__(self, dim: int, max_size: Tuple[int, int], sinusoidal: bool = False, **dd: Any) -> None:
         super().__init__()
         if dim < 2 or dim % 2:
             raise ValueError(f'dim={dim} must be even: half of r_δ = [R[δ1]; C[δ2]] is for rows, half for columns')
@@ -197,7 +196,7 @@ class RelativeTables(nn.Module):
             raise ValueError(f'max_size={shown(max_size)} must be the height and the width of a grid, at least 1 each')
         self.dim = dim
         for name, n in zip(('row_table', 'column_table'), max_size):
-            table = torch.empty(2 * n - 1, dim // 2, device=device, dtype=dtype)
+            table = torch.empty(2 * n - 1, dim // 2, **dd)
             self.register_parameter(name, None if sinusoidal else nn.Parameter(table))
         self.reset_parameters()
         self.register_load_state_dict_pre_hook(_resize_loaded_tables)
@@ -236,10 +235,9 @@ class RelativeTables(nn.Module):
 def _resize_loaded_tables(tables: RelativeTables, state_dict: Dict[str, Tensor], prefix: str, *_: Any) -> None:
     """Resizes tables of a state dict that are for another grid, if only their number of shifts differs, and is odd."""
     for name, own in tables.named_parameters(recurse=False):
-        loaded = state_dict.get(prefix + name)
-        if not isinstance(loaded, Tensor) or loaded.shape == own.shape:
-            continue
-        if loaded.shape[1:] == own.shape[1:] and len(loaded) % 2:
+        loaded: Any = state_dict.get(prefix + name)
+        alike = isinstance(loaded, Tensor) and loaded.shape[1:] == own.shape[1:]
+        if alike and len(loaded) != len(own) and len(loaded) % 2:
             logger.info('Resize %s%s from %d to %d shifts.', prefix, name, len(loaded), len(own))
             state_dict[prefix + name] = resize_shifts(loaded, len(own))
 
@@ -266,17 +264,11 @@ class LearnedEncoding(nn.Module):
     """
 
     def __init__(
-        self,
-        num_heads: int,
-        dim: int,
-        max_size: Tuple[int, int],
-        sinusoidal: bool = False,
-        device: Device = None,
-        dtype: Dtype = None,
+        self, num_heads: int, dim: int, max_size: Tuple[int, int], sinusoidal: bool = False, **dd: Any
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_heads, dim, device=device, dtype=dtype))
-        self.tables = RelativeTables(dim, max_size, sinusoidal, device=device, dtype=dtype)
+        self.weight = nn.Parameter(torch.empty(num_heads, dim, **dd))
+        self.tables = RelativeTables(dim, max_size, sinusoidal, **dd)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -302,9 +294,9 @@ class WindowEncoding(nn.Module):
         weight (Parameter): The scores, ``(N_h, 1, *window_size)``, as a kernel. Starts at 0, uniform attention.
     """
 
-    def __init__(self, num_heads: int, window_size: Sequence[int], device: Device = None, dtype: Dtype = None) -> None:
+    def __init__(self, num_heads: int, window_size: Sequence[int], **dd: Any) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_heads, 1, *window_size, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(num_heads, 1, *window_size, **dd))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

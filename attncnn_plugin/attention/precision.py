@@ -1,13 +1,12 @@
 """The precision that scores are computed in, whatever that of the model is."""
 
 import contextlib
-from typing import ContextManager, Optional, Union
+from typing import ContextManager, Union
 
 import torch
 from torch import Tensor
 
 Device = Union[str, torch.device, None]
-Dtype = Optional[torch.dtype]
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .attention_layer import check_plain_linear, head_products
 from .heads import HeadParameters, PrunableHeads
 from .positions import GeneralizedQuadraticEncoding, LearnedEncoding, QuadraticEncoding, RelativeTables
-from .precision import Device, Dtype, at_least_float32, full_precision
+from .precision import at_least_float32, full_precision
 from .shifts import at_shifts, over_axes
 from .softmax import softmax, without_subnormals
 from .window import shown
@@ -37,6 +37,7 @@ class GridAttention(PrunableHeads):
         num_heads (int): Number of heads N_h.
         attn_drop (float): Dropout rate of the attention probabilities, of which the images of a batch have the same
             mask where these depend only on position. Defaults to 0.
+        **dd: ``device`` and ``dtype`` of the parameters, as of ``nn.Linear``.
 
     Raises:
         ValueError: A number of heads below 1, or a rate out of range.
@@ -49,18 +50,16 @@ class GridAttention(PrunableHeads):
     encoding: Any
     encoding_type: Any = None  # the class of an encoding that takes only the number of heads
 
-    def __init__(
-        self, dim: int, num_heads: int, attn_drop: float = 0.0, device: Device = None, dtype: Dtype = None
-    ) -> None:
+    def __init__(self, dim: int, num_heads: int, attn_drop: float = 0.0, **dd: Any) -> None:
         super().__init__()
         if num_heads < 1:
             raise ValueError(f'num_heads={num_heads} must be at least 1')
         self.dim = dim
         self.num_heads = self.built_heads = num_heads
         self.attn_drop = nn.Dropout(attn_drop)
-        self.value = nn.Linear(num_heads * dim, dim, device=device, dtype=dtype)
+        self.value = nn.Linear(num_heads * dim, dim, **dd)
         if self.encoding_type is not None:
-            self.encoding = self.encoding_type(num_heads, device=device, dtype=dtype)
+            self.encoding = self.encoding_type(num_heads, **dd)
 
     def extra_repr(self) -> str:
         return f'dim={self.dim}, num_heads={self.num_heads}'
@@ -154,16 +153,15 @@ class LearnedAttention(SeparableAttention):
         max_size: Tuple[int, int] = (16, 16),
         position: str = 'relative_learned',
         attn_drop: float = 0.0,
-        device: Device = None,
-        dtype: Dtype = None,
+        **dd: Any,
     ) -> None:
-        super().__init__(dim, num_heads, attn_drop, device, dtype)
+        super().__init__(dim, num_heads, attn_drop, **dd)
         if position not in TABLES:
             raise ValueError(
                 f'position={shown(position)} is not for attention without content: choose one of {[*TABLES]}'
             )
         length = 2 * dim if position == 'relative_learned' else dim
-        self.encoding = LearnedEncoding(num_heads, length, max_size, position == 'relative_sinusoidal', device, dtype)
+        self.encoding = LearnedEncoding(num_heads, length, max_size, position == 'relative_sinusoidal', **dd)
 
 
 class ContentAttention(GridAttention):
@@ -199,10 +197,8 @@ class ContentAttention(GridAttention):
         max_size: Tuple[int, int] = (16, 16),
         position: str = 'relative_learned',
         attn_drop: float = 0.0,
-        device: Device = None,
-        dtype: Dtype = None,
+        **dd: Any,
     ) -> None:
-        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         super().__init__(dim, num_heads, attn_drop, **dd)
         if position not in (*TABLES, *GAUSSIANS):
             raise ValueError(f'position={shown(position)} is unknown: choose one of {[*TABLES, *GAUSSIANS]}')

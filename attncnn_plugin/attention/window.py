@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from .precision import Device
 
+Sizes = Union[int, Sequence[int]]  # a number for each axis, or one for all
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+CONVOLVE = (F.conv1d, F.conv2d, F.conv3d)
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,13 @@ class Window:
             shifts.append(keys - self.queries(axis, pixels, device)[:, None])
         return shifts
 
+    @property
+    def padding_argument(self) -> Union[str, Tuple[int, ...]]:
+        """The argument ``padding`` of ``nn.Conv2d``: numbers, or ``'same'``, which puts the odd pixel after."""
+        if all(before == after for before, after in self.padding):
+            return tuple(before for before, _ in self.padding)
+        return 'same'
+
     def pad(self, x: Tensor) -> Tensor:
         """Returns ``x``, ``(B, C, *size)``, padded."""
         pairs = [self.padding_of(axis, n) for axis, n in enumerate(x.shape[2:])]
@@ -107,6 +116,10 @@ class Window:
 @dataclass(frozen=True)
 class SameWindow(Window):
     """A window padded to ⌈size/stride⌉ outputs, the odd pixel after (TensorFlow's ``'SAME'``), without ``padding``."""
+
+    @property
+    def padding_argument(self) -> Union[str, Tuple[int, ...]]:
+        raise AttributeError('the padding depends on the size of the image')
 
     def padding_of(self, axis: int, size: int) -> Tuple[int, int]:
         extent = self.dilation[axis] * (self.kernel_size[axis] - 1) + 1
@@ -143,7 +156,7 @@ def shown(value: Any) -> str:
     return repr(value)
 
 
-def per_axis(name: str, value: Union[int, Sequence[int]], ndim: int, least: int = 1) -> Tuple[int, ...]:
+def per_axis(name: str, value: Sizes, ndim: int, least: int = 1) -> Tuple[int, ...]:
     """Returns a number for each of ``ndim`` axes; raises ``ValueError`` but for integers of at least ``least``."""
     values: Tuple[Any, ...] = tuple(value) if isinstance(value, (tuple, list)) else (value,) * ndim
     whole = all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= least for n in values)

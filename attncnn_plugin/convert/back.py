@@ -3,7 +3,7 @@
 import copy
 import math
 from dataclasses import dataclass
-from typing import Any, Iterator, Optional, Sequence, Tuple, Union
+from typing import Any, Iterator, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from ..attention.attention_layer import check_plain_linear
 from ..attention.content_images import ContentImageAttention
 from ..attention.images import GroupedLinear, ImageAttention
 from ..attention.tokens import GridAttention
-from ..attention.window import Window, per_axis, same_window, shown
+from ..attention.window import Sizes, Window, per_axis, same_window, shown
 from .convolutions import Computed, Convolution, block_norms, convolution_with
-from .shift_operators import check_position_only, fit_shifts, interior_queries, inverse_of_shifts, targets
+from .shift_operators import check_position_only, fit_shifts, inverse_of_shifts, targets
 
 MODES = ('zeros', 'replicate', 'reflect', 'circular')
 MAP_ELEMENTS = 2**22  # of the probabilities of heads, at once
@@ -26,16 +26,15 @@ class ConvFit:
     """The error of a convolution instead of an attention layer, on a grid of ``size``.
 
     The fit leaves E_h = P_h − Σ_δ c_{h,δ} S_δ of head h. The error at a query q is at most Σ_h ‖E_h[q, :]‖₁ ‖V_h‖₂ ·
-    max_k ‖x_k‖₂ for every input x of this size, V_h being the head's slice of the value matrix. A bound is the largest
-    factor of max_k ‖x_k‖₂ over the queries. It is for exact arithmetic: rounding comes on top.
+    max_k ‖x_k‖₂ for every input x of this size, V_h being the head's slice of the value matrix. The bound is the
+    largest factor of max_k ‖x_k‖₂ over the queries. It is for exact arithmetic: rounding comes on top.
 
     Attributes:
-        size (tuple[int, ...]): Size of the grid that the fit is for and that the bounds hold at.
+        size (tuple[int, ...]): Size of the grid that the fit is for and that the bound holds at.
         shifts (Tensor): δ of every kernel position, ``(K, ndim)``.
         coefficients (Tensor): c_{h,δ}, ``(N_h, K)``, float64.
         residual (Tensor): ‖E_h‖_F / ‖P_h‖_F of each head, ``(N_h,)``, float64.
-        bound (float): Bound for all queries.
-        interior_bound (float | None): Bound for the queries whose window lies inside the grid, None without any.
+        bound (float): The bound.
     """
 
     size: Tuple[int, ...]
@@ -43,7 +42,6 @@ class ConvFit:
     coefficients: Tensor
     residual: Tensor
     bound: float
-    interior_bound: Optional[float]
 
     def __str__(self) -> str:
         return f'output error at most {self.bound:.3g}'
@@ -52,8 +50,8 @@ class ConvFit:
 @torch.no_grad()
 def mhsa_to_conv(
     layer: Union[GridAttention, ImageAttention],
-    kernel_size: Union[int, Sequence[int]],
-    size: Union[int, Sequence[int], None] = None,
+    kernel_size: Sizes,
+    size: Optional[Sizes] = None,
     padding_mode: Optional[str] = None,
 ) -> Tuple[Convolution, ConvFit]:
     """Turns attention that depends only on positions into the convolution that is nearest to it.
@@ -90,18 +88,13 @@ def mhsa_to_conv(
         >>> tuple(conv.weight.shape), fit.bound > 0.1
         ((8, 8, 3, 3), True)
     """
-    kernel, fit = nearest_kernel(layer, kernel_size, size, padding_mode)
+    kernel, fit = nearest_kernel(layer, _window_of(layer, kernel_size, padding_mode), size)
     return convolution_with(kernel).train(layer.training), fit
 
 
 @torch.no_grad()
-def nearest_kernel(
-    layer: Union[GridAttention, ImageAttention],
-    kernel_size: Union[int, Sequence[int]],
-    size: Union[int, Sequence[int], None] = None,
-    padding_mode: Optional[str] = None,
-) -> Tuple[Computed, ConvFit]:
-    """Returns what the convolution of :func:`mhsa_to_conv` computes, and its fit.
+def nearest_kernel(layer: Any, window: Window, size: Optional[Sizes] = None) -> Tuple[Computed, ConvFit]:
+    """Returns what the convolution of :func:`mhsa_to_conv` with a window computes, and its fit.
 
     Of the probabilities those of some heads are there at a time, 2²² numbers or those of one head.
     """
@@ -109,7 +102,6 @@ def nearest_kernel(
         check_position_only(layer)
     if layer.num_heads == 0:
         raise ValueError('layer has num_heads=0: what is left of it is its bias, and no convolution is needed')
-    window = _window_of(layer, kernel_size, padding_mode)
     groups = layer.groups if isinstance(layer, ImageAttention) else 1
     if not isinstance(layer.value, GroupedLinear):
         check_plain_linear('value', layer.value)
@@ -118,7 +110,10 @@ def nearest_kernel(
         raise ValueError('layer is on the meta device, without values: load its weights first')
     # V_h, only the blocks of its groups, (C_out, C_in/groups, N_h)
     value = weight.unflatten(1, (layer.num_heads, -1)).transpose(1, 2).cpu().double()
-    size = per_axis('size', _default_size(window) if size is None else size, window.ndim)
+    if size is None:  # the first query with nothing of its window before the image starts at a pixel below the stride
+        sizes, usual = zip(window.kernel_size, window.stride, window.dilation), 8 if window.ndim == 3 else 16
+        size = tuple(max(usual, s + d * (k - 1)) for k, s, d in sizes)
+    size = per_axis('size', size, window.ndim)
     target = targets(window, size)
     inverse = inverse_of_shifts(target)
     # All at once: small tensors between large ones that come and go would keep their memory.
@@ -128,23 +123,18 @@ def nearest_kernel(
         found = fit_shifts(probs, target, inverse)
         whole = found.round()
         for own, c in zip(probs, torch.where((found - whole).abs() < ROUNDING, whole, found)):
-            norm, bound[head] = _error(own, c, target)
-            residual[head] = norm / own.norm().clamp_min(1e-12)  # a head can see only padding
+            fitted = own.new_zeros(len(own), own.shape[1] + 1)  # column 0 is the padding
+            fitted.scatter_add_(1, target.T + 1, c.expand(len(own), -1))
+            error = own - fitted[:, 1:]  # E = P − Σ_δ c_δ S_δ
+            bound[head] = error.abs().sum(1)  # ‖E[q, :]‖₁
+            residual[head] = error.norm() / own.norm().clamp_min(1e-12)  # a head can see only padding
             coefficients[head] = c
             head += 1
     kernel = torch.einsum('hk,oih->oik', coefficients, value)  # W_δ = Σ_h c_{h,δ} V_h
     if bound.any():  # the norms are most of the work
         bound = block_norms(value, groups)[:, None] * bound
     bound = bound.sum(0)  # Σ_h ‖V_h‖₂ ‖E_h[q, :]‖₁
-    interior = bound[interior_queries(window, size)]
-    fit = ConvFit(
-        size,
-        window.shifts(),
-        coefficients,
-        residual,
-        bound.max().item(),
-        interior.max().item() if len(interior) else None,
-    )
+    fit = ConvFit(size, window.shifts(), coefficients, residual, bound.max().item())
     bias = None if layer.value.bias is None else layer.value.bias.detach().clone()
     return Computed(window, kernel.unflatten(2, window.kernel_size).to(weight), bias, groups, own=True), fit
 
@@ -170,11 +160,9 @@ def _exact_probs(layer: Union[GridAttention, ImageAttention], size: Tuple[int, .
             yield some.attention_probs(size)
 
 
-def _window_of(
-    layer: Union[GridAttention, ImageAttention], kernel_size: Union[int, Sequence[int]], padding_mode: Optional[str]
-) -> Window:
+def _window_of(layer: Any, kernel_size: Sizes, padding_mode: Optional[str]) -> Window:
     """Returns the window of a layer, or the one that is asked for, for attention over a grid."""
-    window = layer.window
+    window: Optional[Window] = getattr(layer, 'window', None)
     if window is None:
         mode = 'replicate' if padding_mode is None else padding_mode
         if mode not in MODES:
@@ -185,17 +173,3 @@ def _window_of(
     if padding_mode not in (None, window.padding_mode):
         raise ValueError(f'padding_mode={padding_mode!r} must be that of the window of layer, {window.padding_mode!r}')
     return window
-
-
-def _default_size(window: Window) -> Tuple[int, ...]:
-    usual = 8 if window.ndim == 3 else 16
-    # The first query with nothing of its window before the image starts at a pixel below the stride.
-    return tuple(max(usual, s + d * (k - 1)) for k, s, d in zip(window.kernel_size, window.stride, window.dilation))
-
-
-def _error(probs: Tensor, coefficients: Tensor, target: Tensor) -> Tuple[Tensor, Tensor]:
-    """Returns ‖E‖_F and ‖E[q, :]‖₁ of every query for one head, E = P − Σ_δ c_δ S_δ."""
-    fitted = probs.new_zeros(len(probs), probs.shape[1] + 1)  # column 0 is the padding
-    fitted.scatter_add_(1, target.T + 1, coefficients.expand(len(probs), -1))
-    error = probs - fitted[:, 1:]
-    return error.norm(), error.abs().sum(1)

@@ -7,14 +7,13 @@ from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Tuple, Union, cast
 
 import torch
-import torch.nn.functional as F
 from timm.layers import Conv2dSame
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from ..attention.precision import full_precision
-from ..attention.window import CONVOLUTIONS, SameWindow, Window, same_window
+from ..attention.window import CONVOLUTIONS, CONVOLVE, SameWindow, Window, same_window
 
 Convolution = Union[nn.Conv1d, nn.Conv2d, nn.Conv3d]
 ROUNDING = 1e-9  # of outputs in float64, relative to the largest
@@ -48,9 +47,8 @@ class Computed:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Maps images ``(B, C_in, *size)`` to the output."""
-        convolve = (F.conv1d, F.conv2d, F.conv3d)[self.window.ndim - 1]
-        window = self.window
-        return convolve(window.pad(x), self.weight, self.bias, window.stride, 0, window.dilation, self.groups)
+        window, own = self.window, (self.weight, self.bias)
+        return CONVOLVE[window.ndim - 1](window.pad(x), *own, window.stride, 0, window.dilation, self.groups)
 
 
 @torch.no_grad()
@@ -80,7 +78,8 @@ def computed(conv: Any) -> Computed:
     window, generator = Window.of(conv), torch.Generator('cpu').manual_seed(0)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64, device='cpu')
     kept = {id(buffer) for buffer in conv.buffers() if not buffer.is_meta}
-    trial = copy_with(conv, lambda tensor: _in_float64(tensor) if id(tensor) in kept else draw(tensor.shape))
+    in_float64 = partial(moved_copy, device='cpu', dtype=torch.float64)
+    trial = copy_with(conv, lambda tensor: in_float64(tensor) if id(tensor) in kept else draw(tensor.shape))
     images = [draw((1, conv.weight.shape[1] * conv.groups, *size)) for size in _sizes(window)]
     outputs, (weight, *_), (bias, *_) = zip(*(_run(trial, x) for x in images))
     own = bias is trial.bias and torch.equal(weight, trial.weight)
@@ -98,7 +97,7 @@ def computed(conv: Any) -> Computed:
         )
     found: Any = conv.weight, conv.bias
     if not own and not conv.weight.is_meta:
-        _, *found = _run(copy_with(conv, _in_float64), images[0])
+        _, *found = _run(copy_with(conv, in_float64), images[0])
     weight, bias = (None if x is None else x.detach().to(conv.weight) for x in found)
     return Computed(chosen, cast(Tensor, weight), bias, conv.groups, own)
 
@@ -114,8 +113,10 @@ def copy_with(conv: Any, new: Callable[[Tensor], Tensor]) -> Any:
     return copy.deepcopy(conv, known)
 
 
-def _in_float64(tensor: Tensor) -> Tensor:
-    return tensor.detach().to('cpu', torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
+def moved_copy(x: Tensor, device: Any, dtype: torch.dtype) -> Tensor:
+    """Returns a copy on a device, unless it has no values, and with a dtype, if it has floating numbers."""
+    dtype = dtype if x.is_floating_point() else x.dtype
+    return x.detach().to(x.device if x.is_meta else device, dtype, copy=True)
 
 
 def _sizes(window: Window) -> List[List[int]]:
@@ -133,7 +134,7 @@ class _Calls(TorchFunctionMode):
         self.found: List[Tuple[Tensor, Optional[Tensor]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (F.conv1d, F.conv2d, F.conv3d):
+        if func in CONVOLVE:
             named = {**dict(zip(('input', 'weight', 'bias'), args)), **(kwargs or {})}
             self.found.append((named['weight'], named.get('bias')))
         return func(*args, **(kwargs or {}))
@@ -172,11 +173,9 @@ def convolution_with(like: Computed) -> Convolution:
     if isinstance(window, SameWindow):
         kind, known = Conv2dSame, window.ndim == 2
     else:
-        # As numbers where both sides are padded alike, as nn.Conv2d has it; its 'same' puts the odd pixel after.
-        alike = all(before == after for before, after in window.padding)
-        known = alike or window == same_window(window.kernel_size, window.padding_mode, window.dilation)
-        options['padding'] = tuple(before for before, _ in window.padding) if alike else 'same'
-        options['padding_mode'] = window.padding_mode
+        options.update(padding=window.padding_argument, padding_mode=window.padding_mode)
+        same = same_window(window.kernel_size, window.padding_mode, window.dilation)
+        known = options['padding'] != 'same' or window == same
     if not known:
         raise ValueError(
             f'the window of layer is padded by {window.padding} with stride {window.stride}, which no convolution has: '

@@ -3,13 +3,13 @@
 import contextlib
 import copy
 import warnings
+from functools import partial
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ..attention.precision import widest_float
-from ..change import replace_layers
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
@@ -71,31 +71,26 @@ def drifts(
     """
     squares: Dict[str, List[Tuple[float, float]]] = {}
 
-    def compare(name: str) -> Any:
-        def hook(module: nn.Module, args: Tuple[Tensor, ...], kwargs: Dict[str, Tensor], output: Tensor) -> None:
-            (x,) = (*args, *kwargs.values())  # conv(x) or conv(input=x)
-            squares.setdefault(name, []).append(_squares(output, replacements[name](x)))
+    def compare(name: str, module: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any], output: Tensor) -> None:
+        (x,) = (*args, *kwargs.values())  # conv(x) or conv(input=x)
+        squares.setdefault(name, []).append(_squares(output, replacements[name](x)))
 
-        return hook
-
-    def refuse(name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any) -> None:
-            raise ValueError(
-                f'{name} is still called after attention has replaced it: the model holds it in another way than as a '
-                'submodule, in a plain list for instance, so it cannot be converted'
-            )
-
-        return hook
+    def refuse(name: str, module: nn.Module, inputs: Any) -> None:
+        raise ValueError(
+            f'{name} is still called after attention has replaced it: the model holds it in another way than as a '
+            'submodule, in a plain list for instance, so it cannot be converted'
+        )
 
     with evaluated_copy(model) as trial:
         convs = {name: trial.get_submodule(name) for name in layers}
-        hooks = [conv.register_forward_hook(compare(name), with_kwargs=True) for name, conv in convs.items()]
+        hooks = [conv.register_forward_hook(partial(compare, name), with_kwargs=True) for name, conv in convs.items()]
         before = list(tensors_in(trial(inputs)))
         for hook in hooks:
             hook.remove()
         for name, conv in convs.items():
-            conv.register_forward_pre_hook(refuse(name))
-        replace_layers(trial, replacements)
+            conv.register_forward_pre_hook(partial(refuse, name))
+        for name, layer in replacements.items():
+            trial.set_submodule(name, layer)
         try:
             after = list(tensors_in(trial(inputs)))
         except AttributeError as error:

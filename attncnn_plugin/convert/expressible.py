@@ -6,7 +6,7 @@ each S_δ is a combination Σ_h Φ_hδ P_h of the maps, V_h = Σ_δ Φ_hδ W_δ 
 
 import copy
 from dataclasses import dataclass
-from typing import List, Optional, Sequence, Tuple, TypeVar, Union
+from typing import List, Optional, Tuple, TypeVar, Union
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +14,11 @@ from torch import Tensor, nn
 from ..attention.attention_layer import AttentionLayer
 from ..attention.images import ImageAttention, block_diagonal
 from ..attention.tokens import GridAttention
-from ..attention.window import per_axis, same_window
-from .convolutions import Computed, Convolution, computed, flat_kernel
-from .shift_operators import (
-    check_position_only,
-    check_same_queries,
-    chosen_queries,
-    interior_queries,
-    least_squares,
-    targets,
-    triangle,
-)
+from ..attention.window import Sizes, Window, per_axis, same_window, shown
+from .convolutions import Convolution, computed, flat_kernel
+from .shift_operators import check_position_only, interior_queries, targets
+
+CHUNK_ELEMENTS = 2**18  # entries of attention maps that are copied at once, 2 MiB of float64
 
 Attention = TypeVar('Attention', bound=Union[GridAttention, ImageAttention])
 
@@ -62,11 +56,7 @@ class Expressibility:
 
 @torch.no_grad()
 def expressible_shifts(
-    layer: AttentionLayer,
-    kernel_size: Union[int, Sequence[int]],
-    size: Union[int, Sequence[int]],
-    queries: str = 'all',
-    tolerance: float = 1e-6,
+    layer: AttentionLayer, kernel_size: Sizes, size: Sizes, queries: str = 'all', tolerance: float = 1e-6
 ) -> Expressibility:
     """Finds the shifts of a kernel that a layer can express, whatever its value matrix (C20, Lemma 3 and appendix D).
 
@@ -109,19 +99,14 @@ def expressible_shifts(
 
 @torch.no_grad()
 def expressible_shifts_of_maps(
-    probs: Tensor,
-    kernel_size: Union[int, Sequence[int]],
-    size: Union[int, Sequence[int]],
-    queries: str = 'all',
-    tolerance: float = 1e-6,
+    probs: Tensor, kernel_size: Sizes, size: Sizes, queries: str = 'all', tolerance: float = 1e-6
 ) -> Expressibility:
     """Finds the shifts that attention maps span, ``(N_h, H*W, H*W)`` on the CPU, as :func:`expressible_shifts` does."""
     window, size = same_window(per_axis('kernel_size', kernel_size, 2)), per_axis('size', size, 2)
     chosen = chosen_queries(window, size, queries, tolerance)
     probs, target = probs.double(), targets(window, size)
     maps, shifts = triangle(probs, target, chosen).split([len(probs), len(target)], dim=1)
-    coefficients, rank, _ = least_squares(maps, shifts, tolerance)
-    residual = (shifts - maps @ coefficients).norm(dim=0) / shifts.norm(dim=0).clamp_min(1)  # squared norms count
+    _, residual, rank, _ = least_squares(maps, shifts, tolerance)
     near = residual <= tolerance
     expressible, missing = ([(row, column) for row, column in window.shifts()[some].tolist()] for some in (near, ~near))
     return Expressibility(window.kernel_size, expressible, missing, residual.tolist(), rank, tolerance)
@@ -147,7 +132,6 @@ class ValueFit:
             scaled to norm 1: 1 for hard heads at different shifts, ``inf`` for heads that are linearly dependent.
         amplification (float): Σ_h ‖P_h‖‖V_h‖/‖Σ_δ S_δ ⊗ W_δ‖: the output can have a relative rounding error as many
             times that of the layer's dtype.
-        tolerance (float): Relative error up to which the layer is called the convolution.
     """
 
     size: Tuple[int, ...]
@@ -160,19 +144,11 @@ class ValueFit:
     rank: int
     condition: float
     amplification: float
-    tolerance: float
 
     @property
     def relative_error(self) -> float:
         """Returns the relative error over the queries of the fit."""
-        if self.queries == 'all' or self.interior_error is None:
-            return self.error
-        return self.interior_error
-
-    @property
-    def exact(self) -> bool:
-        """Returns whether the layer is the convolution at the queries of the fit, to ``tolerance``."""
-        return self.relative_error <= self.tolerance
+        return self.error if self.queries == 'all' or self.interior_error is None else self.interior_error
 
     def __str__(self) -> str:
         return (
@@ -184,11 +160,7 @@ class ValueFit:
 
 @torch.no_grad()
 def fit_values(
-    attention: Attention,
-    conv: Convolution,
-    size: Union[int, Sequence[int]],
-    queries: str = 'interior',
-    tolerance: float = 1e-6,
+    attention: Attention, conv: Convolution, size: Sizes, queries: str = 'interior', tolerance: float = 1e-6
 ) -> Tuple[Attention, ValueFit]:
     """Gives heads, as they are, the values with which their layer is a convolution, or nearest to it (C20, Lemma 3).
 
@@ -229,7 +201,7 @@ def fit_values(
         >>> layer.encoding.center.data = torch.cartesian_prod(*[torch.tensor([-1.0, 0.0, 1.0])] * 2)
         >>> layer.encoding.sqrt_precision.data = torch.full((9,), 1.5)
         >>> fitted, report = fit_values(layer, nn.Conv2d(4, 8, 3, padding=1), size=(12, 12))
-        >>> fitted(torch.rand(1, 12, 12, 4)).shape, report.exact, 2 < report.condition < 10
+        >>> fitted(torch.rand(1, 12, 12, 4)).shape, report.relative_error < 1e-6, 2 < report.condition < 10
         (torch.Size([1, 12, 12, 8]), False, True)
     """
     check_position_only(attention)
@@ -255,33 +227,28 @@ def fit_values(
     inside = triangle(probs, target, interior.nonzero()[:, 0])
     everywhere = triangle(probs, target, (~interior).nonzero()[:, 0], inside)
     maps, shifts = (inside if queries == 'interior' else everywhere).split(probs.shape[:1] + target.shape[:1], dim=1)
-    coefficients, rank, condition = least_squares(maps, shifts, tolerance)
+    coefficients, residual, rank, condition = least_squares(maps, shifts, tolerance)
 
-    dtype = attention.value.weight.dtype
-    exact = coefficients @ kernel  # W^SA = W^conv Φ, (N_h, F)
-    if exact.abs().max() > torch.finfo(dtype).max:
-        raise ValueError(f'values of {exact.abs().max():.3g} are more than {dtype} of attention holds: scale conv')
-    values = exact.to(dtype)
+    old, exact = attention.value.weight, coefficients @ kernel  # W^SA = W^conv Φ, (N_h, F)
+    if exact.abs().max() > torch.finfo(old.dtype).max:
+        raise ValueError(f'values of {exact.abs().max():.3g} are more than {old.dtype} of attention holds: scale conv')
+    values = exact.to(old.dtype)
     layer = copy.deepcopy(attention)
-    layer.value = _value_map(attention, plain, values)
+    bias, slices = plain.bias, block_diagonal(values.T.unflatten(0, (plain.out_channels, -1)), plain.groups)
+    layer.value = nn.Linear(len(values) * channels, plain.out_channels, bias is not None, old.device, old.dtype)
+    layer.value.requires_grad_(old.requires_grad).train(attention.training)
+    layer.value.weight.copy_(slices.transpose(0, 1).flatten(1))  # of V_h, (N_h, C_out, C_in)
+    if bias is not None:
+        layer.value.bias.copy_(bias)
 
     stored = values.double()
-    lost = (shifts - maps @ coefficients).norm(dim=0)
     scale = (shifts @ kernel).norm()
     largest = (maps.norm(dim=0) * stored.norm(dim=1)).sum()
-    return layer, ValueFit(
-        size,
-        queries,
-        window.shifts(),
-        coefficients,
-        lost / shifts.norm(dim=0).clamp_min(1),  # ‖S_δ‖² counts queries: 0 for a shift that leaves the grid from all
-        _relative_error(everywhere, stored, kernel),
-        _relative_error(inside, stored, kernel) if interior.any() else None,
-        rank,
-        condition,
-        (largest / scale).item() if scale > 0 else 0.0,
-        tolerance,
-    )
+    amplification = (largest / scale).item() if scale > 0 else 0.0
+    error = _relative_error(everywhere, stored, kernel)
+    interior_error = _relative_error(inside, stored, kernel) if interior.any() else None
+    fitted = size, queries, window.shifts(), coefficients, residual
+    return layer, ValueFit(*fitted, error, interior_error, rank, condition, amplification)
 
 
 def _relative_error(triangle: Tensor, values: Tensor, kernel: Tensor) -> float:
@@ -291,18 +258,61 @@ def _relative_error(triangle: Tensor, values: Tensor, kernel: Tensor) -> float:
     return ((maps @ values - wanted).norm() / wanted.norm()).item() if wanted.any() else 0.0
 
 
-def _value_map(attention: Union[GridAttention, ImageAttention], conv: Computed, values: Tensor) -> nn.Linear:
-    """Returns the linear map of the heads with given values, ``(N_h, C_out·C_in/groups)``, and the bias of ``conv``."""
-    old = attention.value.weight
-    slices = block_diagonal(values.T.unflatten(0, (conv.out_channels, -1)), conv.groups)  # V_h, (N_h, C_out, C_in)
-    value = nn.Linear(
-        attention.num_heads * conv.in_channels,
-        conv.out_channels,
-        bias=conv.bias is not None,
-        device=old.device,
-        dtype=old.dtype,
-    ).requires_grad_(old.requires_grad)
-    value.weight.copy_(slices.transpose(0, 1).flatten(1))
-    if conv.bias is not None:
-        value.bias.copy_(conv.bias)
-    return value.train(attention.training)
+def check_same_queries(layer: AttentionLayer, window: Window, size: Tuple[int, ...]) -> None:
+    """Raises ``ValueError`` for a layer whose queries in an image of ``size`` are not the outputs of a window."""
+    own = same_window((1, 1)) if layer.window is None else layer.window
+    if window.ndim != own.ndim:
+        raise ValueError(f'layer has {own.ndim} axes of pixels, but the convolution has {window.ndim}')
+    for axis, n in enumerate(size):
+        queries, wanted = own.queries(axis, n, 'cpu'), window.queries(axis, n, 'cpu')
+        if not torch.equal(queries, wanted):
+            raise ValueError(
+                f'layer has {len(queries)} queries from pixel {queries[0]} on along axis {axis} of {n} pixels, but the '
+                f'convolution, {window}, has {len(wanted)} from pixel {wanted[0]} on: one output for each query is '
+                "needed, for attention over a grid with stride 1 and padding='same'"
+            )
+
+
+def chosen_queries(window: Window, size: Tuple[int, ...], queries: str, tolerance: float) -> Tensor:
+    """Returns the indices of all queries, or of those in the interior; raises ``ValueError`` for wrong arguments."""
+    if queries not in ('all', 'interior'):
+        raise ValueError(f"queries={shown(queries)} is unknown: choose 'all' or 'interior'")
+    if not 0 < tolerance < 1:
+        raise ValueError(f'tolerance={tolerance} must be between 0 and 1')
+    inside = interior_queries(window, size)
+    chosen = (inside if queries == 'interior' else torch.ones_like(inside)).nonzero()[:, 0]
+    if not len(chosen):
+        raise ValueError(
+            f'size={size} has no query with the whole window inside, kernel_size={window.kernel_size} and '
+            f"dilation={window.dilation}: give a larger size, or queries='all'"
+        )
+    return chosen
+
+
+def triangle(probs: Tensor, target: Tensor, queries: Tensor, above: Optional[Tensor] = None) -> Tensor:
+    """Returns R of the QR decomposition of [P_h | S_δ] at some queries: the same inner products in few rows.
+
+    With R of other queries, ``above``, it is that of all of them together.
+    """
+    num_heads, _, pixels = probs.shape
+    columns = num_heads + len(target)
+    triangle = probs.new_zeros(0, columns) if above is None else above
+    for some in queries.split(max(1, CHUNK_ELEMENTS // (pixels * columns))):
+        shifts = probs.new_zeros(len(some), pixels + 1, len(target))  # pixel 0 is the padding
+        shifts.scatter_(1, target[:, some].T[:, None] + 1, 1.0)
+        rows = torch.cat([probs[:, some].permute(1, 2, 0), shifts[:, 1:]], dim=2).flatten(0, 1)
+        triangle = torch.linalg.qr(torch.cat([triangle, rows]), mode='r').R
+    return triangle
+
+
+def least_squares(maps: Tensor, shifts: Tensor, tolerance: float) -> Tuple[Tensor, Tensor, int, float]:
+    """Returns Φ of the least ‖S − PΦ‖, this relative to ‖S‖ of each shift, Φ's directions and the condition of P."""
+    norms = maps.norm(dim=0)
+    norms = torch.where(norms > 0, norms, 1.0)  # a head can see only padding
+    left, singular, right = torch.linalg.svd(maps / norms, full_matrices=False)
+    kept = singular > tolerance * singular[:1]
+    coefficients = right[kept].T @ ((left[:, kept].T @ shifts) / singular[kept, None]) / norms[:, None]
+    least = singular[-1].item() if 0 < maps.shape[1] == len(singular) else 0.0
+    # ‖S_δ‖² counts queries: it is 0 for a shift that leaves the grid from all.
+    residual = (shifts - maps @ coefficients).norm(dim=0) / shifts.norm(dim=0).clamp_min(1)
+    return coefficients, residual, int(kept.sum()), singular[0].item() / least if least > 0 else float('inf')

@@ -19,7 +19,6 @@ from ..change import (
     Successor,
     check_not_distributed,
     number_of_parameters,
-    replace_layers,
     succession,
     within,
 )
@@ -28,6 +27,7 @@ from .convolutions import Convolution, convolution_with
 from .drift import drifts
 from .pixels import OwnConvolution, check_settings, conv_to_mhsa
 
+Named = Mapping[str, Any]  # layers of a model, or what belongs to them, by name
 Layers = Union[str, Iterable[str], Callable[[str, nn.Module], bool]]
 
 
@@ -123,17 +123,16 @@ def attention_to_convs(model: nn.Module, tolerance: float = 1e-6) -> Change:
 
 
 def _back(layer: ImageAttention) -> Tuple[Any, ConvFit]:
-    kernel, fit = nearest_kernel(layer, layer.window.kernel_size)
+    kernel, fit = nearest_kernel(layer, layer.window)
     own: Any = layer.from_conv or OwnConvolution(convolution_with(kernel))
     conv, lost = own.back(layer, kernel)
     return conv, dataclasses.replace(fit, bound=fit.bound + lost)
 
 
-def _convert_each(
-    layers: Mapping[str, Any], convert: Callable[[Any], Tuple[Any, Any]]
-) -> Tuple[Dict[str, Any], Dict[str, Any]]:
+def _convert_each(layers: Named, convert: Callable[[Any], Tuple[Any, Any]]) -> Tuple[Named, Named]:
     """Returns the layers after their conversion and its reports, by name; an error names the layer."""
-    converted, reports = {}, {}
+    converted: Dict[str, Any] = {}
+    reports: Dict[str, Any] = {}
     for name, layer in layers.items():
         try:
             converted[name], reports[name] = convert(layer)
@@ -142,13 +141,7 @@ def _convert_each(
     return converted, reports
 
 
-def _put_in_place(
-    model: nn.Module,
-    old: Mapping[str, nn.Module],
-    new: Mapping[str, nn.Module],
-    reports: Mapping[str, Any],
-    drift: Optional[float] = None,
-) -> Change:
+def _put_in_place(model: nn.Module, old: Named, new: Named, reports: Named, drift: Optional[float] = None) -> Change:
     """Replaces layers of a model."""
     before = number_of_parameters(model)
     changes = []
@@ -157,7 +150,8 @@ def _put_in_place(
         sizes = number_of_parameters(layer), number_of_parameters(new[name])
         changes.append(LayerChange(name, in_words(layer), in_words(new[name]), *sizes, reports[name]))
         replaced.update(within(name, successors(layer, new[name])))
-    replace_layers(model, new)
+    for name, layer in new.items():
+        model.set_submodule(name, layer)
     return Change(tuple(changes), before, number_of_parameters(model), replaced, drift)
 
 
@@ -182,11 +176,8 @@ def successors(layer: nn.Module, new_layer: nn.Module) -> Dict[nn.Parameter, Suc
     weight, shape = new[f'{after}weight'], new[f'{after}weight'].shape
 
     def reorder(x: Tensor) -> Tensor:
-        if not before:
-            x = x.flatten(2)  # (C_out, C_in/groups, K)
-        else:
-            x = x.unflatten(1, (-1, shape[1]))  # (C_out, K, C_in/groups)
-        return x.transpose(1, 2).reshape(shape)
+        entries = x.unflatten(1, (-1, shape[1])) if before else x.flatten(2)  # of heads or a kernel, (C_out, …, …)
+        return entries.transpose(1, 2).reshape(shape)
 
     replaced: Dict[nn.Parameter, Successor] = {}
     if f'{after}bias' in new:
@@ -213,31 +204,26 @@ def find_convolutions(model: nn.Module, layers: Layers) -> Dict[str, Convolution
             f'model is a {type(model).__name__} without convolutions inside: there is nothing to convert '
             '(conv_to_mhsa converts a bare one)'
         )
-    if callable(layers):
-        chosen = {name for name in convolutions if layers(name, modules[name])}
-        if not chosen:
-            raise ValueError(f'layers={layers!r} chooses none of the convolutions of the model, {_some(convolutions)}')
-    else:
-        chosen = set()
-        if not isinstance(layers, Iterable):
-            raise TypeError(f'layers={shown(layers)} must be names, globs such as "layer4.*.conv*", or a function')
-        for pattern in [layers] if isinstance(layers, str) else layers:
-            if not isinstance(pattern, str):
-                raise TypeError(f'layers={shown(layers)} must be names, globs such as "layer4.*.conv*", or a function')
+    several = isinstance(layers, Iterable) and not isinstance(layers, str)
+    patterns: List[Any] = list(cast(Iterable[Any], layers)) if several else [layers]
+    if not patterns:
+        raise ValueError('layers names no layer: give at least one name or glob')
+    some = ', '.join(convolutions[:6]) + (f' … ({len(convolutions)} of them)' if len(convolutions) > 6 else '')
+    chosen = set()
+    for pattern in patterns:
+        if callable(pattern):
+            found = [name for name in convolutions if pattern(name, modules[name])]
+        elif isinstance(pattern, str):
             found = [name for name in convolutions if fnmatchcase(name, pattern)]
-            if not found:
-                raise ValueError(
-                    f'layers={pattern!r} matches none of the convolutions of the model, {_some(convolutions)}; a glob '
-                    "such as 'layer4.*' stands for all that are inside"
-                )
-            chosen.update(found)
-        if not chosen:
-            raise ValueError('layers names no layer: give at least one name or glob')
+        else:
+            raise TypeError(f'layers={shown(layers)} must be names, globs such as "layer4.*.conv*", or a function')
+        if not found:
+            raise ValueError(
+                f'layers={pattern!r} matches none of the convolutions of the model, {some}; a glob such as '
+                "'layer4.*' stands for all that are inside"
+            )
+        chosen.update(found)
     return {name: cast(Convolution, modules[name]) for name in convolutions if name in chosen}
-
-
-def _some(names: List[str]) -> str:
-    return ', '.join(names) if len(names) <= 6 else f'{", ".join(names[:5])} … ({len(names)} of them)'
 
 
 def check_convertible(model: nn.Module, layers: Layers, settings: Mapping[str, Any]) -> List[str]:
@@ -255,9 +241,8 @@ def check_replaceable(model: nn.Module, layers: Mapping[str, nn.Module]) -> None
     for name, module in model.named_modules(remove_duplicate=False):
         places.setdefault(module, []).append(name)
     owners: Dict[nn.Parameter, List[str]] = {}
-    for module, names in places.items():
-        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(parameter, []).append(f'{names[0]}.{key}'.lstrip('.'))
+    for key, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(parameter, []).append(key)
     for name, layer in layers.items():
         names = places[layer]
         if len(names) > 1:

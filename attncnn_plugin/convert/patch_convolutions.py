@@ -3,7 +3,7 @@
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Tuple, Union, cast
+from typing import Any, List, Optional, Tuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..attention.images import block_diagonal
 from ..attention.patches import PatchAttention, WindowBias, image_to_patches, patches_to_image
-from ..attention.window import Window, per_axis
+from ..attention.window import Sizes, Window, per_axis
 from ..change import number_of_parameters
 from .convolutions import computed, convolution_with
 
@@ -98,9 +98,8 @@ def patch_shifts(conv: nn.Conv2d, patch_size: Pair) -> Tuple[Pair, ...]:
             "stand for padding_mode='zeros' (the null key); pad the image yourself and use padding=0"
         )
     axes: List[range] = []
-    for patch, kernel, stride, dilation, (before, after) in zip(
-        patch_size, window.kernel_size, window.stride, window.dilation, window.padding
-    ):
+    sizes = zip(patch_size, window.kernel_size, window.stride, window.dilation, window.padding)
+    for patch, kernel, stride, dilation, (before, after) in sizes:
         extent = dilation * (kernel - 1) + 1
         if patch % stride:
             raise ValueError(
@@ -166,7 +165,7 @@ def choose_head_dims(
     return tuple(widths)
 
 
-def min_heads(kernel_size: Union[int, Pair], patch_size: Union[int, Pair] = 1) -> int:
+def min_heads(kernel_size: Sizes, patch_size: Sizes = 1) -> int:
     """Returns how many heads are enough for every convolution with stride 1 and ``padding='same'``.
 
     It is the number of shifts between patches that the kernel covers: (2⌈(K − 1)/2P⌉ + 1)² for an odd K (L21,
@@ -191,10 +190,7 @@ def min_heads(kernel_size: Union[int, Pair], patch_size: Union[int, Pair] = 1) -
 
 
 def conv_to_patch_mhsa(
-    conv: nn.Conv2d,
-    patch_size: Union[int, Pair],
-    head_dim: Optional[str] = None,
-    qk_dim: Optional[int] = None,
+    conv: nn.Conv2d, patch_size: Sizes, head_dim: Optional[str] = None, qk_dim: Optional[int] = None
 ) -> Tuple[PatchConvolutionAttention, PatchConversionReport]:
     """Turns a convolution on the image into multi-head self-attention over patches (L21, Theorem 1).
 
@@ -229,13 +225,12 @@ def conv_to_patch_mhsa(
     size_before, training, shifts = number_of_parameters(conv), conv.training, patch_shifts(conv, (rows, columns))
     conv = cast(nn.Conv2d, convolution_with(computed(conv)))
     out_patch_size = (rows // conv.stride[0], columns // conv.stride[1])
-    (first_row, first_column), (last_row, last_column) = shifts[0], shifts[-1]
-    size = last_row - first_row + 1, last_column - first_column + 1
-    dd: Dict[str, Any] = {'device': conv.weight.device, 'dtype': conv.weight.dtype}
+    size = [last - first + 1 for first, last in zip(shifts[0], shifts[-1])]
+    dd: Any = dict(device=conv.weight.device, dtype=conv.weight.dtype)
     attention = PatchAttention(
         conv.in_channels * rows * columns,
         len(shifts),
-        WindowBias(len(shifts), shifts[0], size, **dd),
+        WindowBias(len(shifts), shifts[0], (size[0], size[1]), **dd),
         head_dim=choose_head_dims(conv, (rows, columns), head_dim),
         qk_dim=qk_dim,
         out_dim=conv.out_channels * math.prod(out_patch_size),

@@ -7,9 +7,9 @@ import copy
 import math
 import zlib
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Integral, Real
-from typing import Any, Dict, Optional, Sequence, Tuple, Union, cast
+from typing import Any, Dict, Mapping, Optional, Tuple, Union, cast
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from ..attention.images import ImageAttention, QuadraticImageAttention, WindowIm
 from ..attention.positions import QuadraticEncoding
 from ..attention.state_dicts import StateDict
 from ..attention.strides import is_channels_last, with_new_strides
-from ..attention.window import Window, per_axis, shown
-from .convolutions import Computed, Convolution, block_norms, computed, copy_with, flat_kernel
+from ..attention.window import Sizes, Window, per_axis, shown
+from .convolutions import Computed, Convolution, block_norms, computed, copy_with, flat_kernel, moved_copy
 from .fewer_heads import (
     LOWEST_SCORE,
     best_probs,
@@ -93,7 +93,7 @@ def conv_to_mhsa(
     alpha: Optional[float] = None,
     content: Optional[str] = None,
     position: Optional[str] = None,
-    window_size: Union[int, Sequence[int], None] = None,
+    window_size: Optional[Sizes] = None,
     qk_dim: Optional[int] = None,
     generator: Optional[torch.Generator] = None,
 ) -> Tuple[ImageAttention, ConversionReport]:
@@ -159,7 +159,7 @@ def conv_to_mhsa(
     settings = check_settings(plain, num_heads, alpha, content, position, window_size, qk_dim)
     if plain.weight.is_meta:
         raise ValueError('conv is on the meta device, without values: load its weights, or build it on another device')
-    attention = new_attention(conv, plain=plain, **settings)
+    attention = new_attention(conv, plain, settings)
     if attention.value.bias is not None:
         attention.value.bias.copy_(cast(Tensor, plain.bias))
     share, pixels = 1.0, attention.window.shifts()  # of the probabilities by position, and δ of what heads see
@@ -183,7 +183,7 @@ def check_settings(
     alpha: Optional[float] = None,
     content: Optional[str] = None,
     position: Optional[str] = None,
-    window_size: Union[int, Sequence[int], None] = None,
+    window_size: Optional[Sizes] = None,
     qk_dim: Optional[int] = None,
 ) -> Dict[str, Any]:
     """Returns the arguments of :func:`conv_to_mhsa` as plain values, with their defaults for a convolution.
@@ -234,24 +234,16 @@ def check_settings(
         qk_dim = max(LEAST_QK_DIM, math.ceil(conv.in_channels / num_heads))
     if not isinstance(qk_dim, Integral) or isinstance(qk_dim, bool) or qk_dim < 1:
         raise ValueError(f'qk_dim={shown(qk_dim)} must be a number of channels, at least 1')
-    size = _checked_window_size(window, position, window_size)
-    return {**settings, 'content': content, 'window_size': size, 'qk_dim': int(qk_dim)}
-
-
-def _checked_window_size(
-    window: Window, position: str, window_size: Union[int, Sequence[int], None]
-) -> Optional[Tuple[int, ...]]:
-    """Returns the neighbourhood along each axis; the least that holds the kernel for a table without one."""
     least = tuple((2 * window.shifts().abs().amax(0) + 1).tolist())
-    if window_size is None:
-        return least if position == 'table' else None
-    size = per_axis('window_size', window_size, window.ndim)
-    if any(n % 2 == 0 or n < m for n, m in zip(size, least)):
+    if window_size is None and position == 'table':
+        window_size = least
+    size = None if window_size is None else per_axis('window_size', window_size, window.ndim)
+    if size is not None and any(n % 2 == 0 or n < m for n, m in zip(size, least)):
         raise ValueError(
             f'window_size={window_size} must be odd, and at least {least} for the shifts of a kernel of '
             f'{window.kernel_size} with dilation {window.dilation}'
         )
-    return size
+    return {**settings, 'content': content, 'window_size': size, 'qk_dim': int(qk_dim)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,24 +257,12 @@ class OwnConvolution:
 
     conv: Any
 
-    @classmethod
-    def of(cls, conv: Any, plain: Computed) -> 'OwnConvolution':
-        """Returns the record of a convolution that computes ``plain``."""
-        own = {id(parameter) for parameter in (conv.weight, conv.bias) if plain.own}
-        return cls(copy_with(conv, lambda x: x.detach().to('meta') if id(x) in own else x.detach().clone()))
-
     def like(self, attention: ImageAttention) -> Any:
         """Returns a copy with the device, dtype and mode of a layer, and what is trained of it."""
         to = attention.value.weight
-
-        def moved(x: Tensor) -> Tensor:
-            dtype = to.dtype if x.is_floating_point() else x.dtype
-            return x.detach().to(x.device if x.is_meta else to.device, dtype, copy=True)
-
-        conv = copy_with(self.conv, moved)
-        for key, own in conv.named_parameters(recurse=False):
-            if key in ('weight', 'bias'):
-                own.requires_grad_(attention.value.get_parameter(key).requires_grad)
+        conv = copy_with(self.conv, lambda x: moved_copy(x, to.device, to.dtype))
+        for key, own in attention.value.named_parameters(recurse=False):
+            conv.get_parameter(key).requires_grad_(own.requires_grad)
         return conv.train(attention.training)
 
     def back(self, attention: ImageAttention, kernel: Computed) -> Tuple[Any, float]:
@@ -292,11 +272,8 @@ class OwnConvolution:
         another kernel.
         """
         conv = self.like(attention)
-        new: Dict[int, Any] = {
-            id(conv.weight): kernel.weight,
-            id(conv.bias): kernel.bias,
-        }  # with the strides that they had
-        at = kernel.weight.device
+        at, new = kernel.weight.device, {id(conv.weight): kernel.weight, id(conv.bias): cast(Tensor, kernel.bias)}
+        # With the strides that they had.
         conv = copy_with(conv, lambda x: torch.empty_like(x, device=at).copy_(new[id(x)]) if x.is_meta else x)
         lost, found = 0.0, computed(conv)
         if not found.own:
@@ -318,36 +295,25 @@ class OwnConvolution:
         return converted.state_dict()
 
 
-def new_attention(
-    conv: Any,
-    num_heads: int,
-    position: str,
-    alpha: Optional[float] = None,
-    content: Optional[str] = None,
-    window_size: Optional[Sequence[int]] = None,
-    qk_dim: int = 0,
-    plain: Optional[Computed] = None,
-) -> ImageAttention:
-    """Returns attention that can replace a convolution, with values yet to be set, by :func:`check_settings`.
+def new_attention(conv: Any, plain: Computed, settings: Mapping[str, Any]) -> ImageAttention:
+    """Returns attention that can replace a convolution that computes ``plain``, with values yet to be set.
 
-    ``plain`` is what the convolution computes, where it is known already.
+    The settings are those of :func:`check_settings`.
     """
-    plain = computed(conv) if plain is None else plain
-    arguments = plain.in_channels, plain.out_channels, num_heads, plain.window
+    arguments = plain.in_channels, plain.out_channels, settings['num_heads'], plain.window
     # On the meta device, so that no random numbers are drawn.
     options: Any = dict(bias=plain.bias is not None, groups=plain.groups, device='meta', dtype=plain.weight.dtype)
-    attention: ImageAttention
-    if content is not None:
-        options.update(qk_dim=qk_dim, position=position, gated=content == 'gated', window_size=window_size)
-        attention = ContentImageAttention(*arguments, **options)
-    elif position == 'gaussian':
-        attention = QuadraticImageAttention(*arguments, **options)
-    else:
-        attention = WindowImageAttention(*arguments, **options)
+    kind: Any = QuadraticImageAttention if settings['position'] == 'gaussian' else WindowImageAttention
+    if 'content' in settings:
+        kind = partial(ContentImageAttention, gated=settings['content'] == 'gated')
+        options.update({name: settings[name] for name in ('position', 'window_size', 'qk_dim')})
+    attention: ImageAttention = kind(*arguments, **options)
     attention.to_empty(device=plain.weight.device)
-    if alpha is not None:
-        attention.settings['alpha'] = alpha
-    attention.from_conv = OwnConvolution.of(conv, plain)
+    if 'alpha' in settings:
+        attention.settings['alpha'] = settings['alpha']
+    own = {id(parameter) for parameter in (conv.weight, conv.bias) if plain.own}
+    kept = copy_with(conv, lambda x: x.detach().to('meta') if id(x) in own else x.detach().clone())
+    attention.from_conv = OwnConvolution(kept)
     attention.requires_grad_(conv.weight.requires_grad).train(conv.training)
     attention.layout = with_new_strides(torch.zeros_like(attention.layout), is_channels_last(conv.weight))
     if attention.value.bias is not None:
@@ -404,14 +370,9 @@ def report_of_alpha(conv: Computed, window: Window, alpha: float, pixels: Tensor
     flat = flat_kernel(conv)
     matrix = reduce_columns(flat)
     total = matrix.norm()
-    return ConversionReport(
-        len(flat),
-        ((differences.T @ matrix).norm() / total).item() if total > 0 else 0.0,  # ‖Σ_h (P_h − e_h) ⊗ W_h‖/‖M‖
-        0.0,
-        alpha=alpha,
-        deviation=deviation,
-        conv=replace(conv, weight=conv.weight.clone()) if deviation > 0 else None,
-    )
+    error = ((differences.T @ matrix).norm() / total).item() if total > 0 else 0.0  # ‖Σ_h (P_h − e_h) ⊗ W_h‖/‖M‖
+    kept = replace(conv, weight=conv.weight.clone()) if deviation > 0 else None
+    return ConversionReport(len(flat), error, bound=0.0, alpha=alpha, deviation=deviation, conv=kept)
 
 
 def pixels_around(window: Window, alpha: float) -> Tensor:

@@ -182,13 +182,13 @@ class SAQuadratic(GridBackbone, SelfAttentionNetwork, BaseBackbone):
         drop_path_rate=0.0,
         **interface,
     ) -> None:
-        self.arch_settings = self._arch_settings(arch)
+        settings = self.arch_zoo.get(arch.lower()) if isinstance(arch, str) else arch
+        names = dict(embed_dims='embed_dim', num_layers='depth', num_heads='num_heads', feedforward_channels='mlp_dim')
+        if not isinstance(settings, dict) or settings.keys() != names.keys():
+            raise ValueError(f'arch={arch!r} must be one of {[*self.arch_zoo]}, or a dict with the keys {[*names]}')
         super().__init__(
             attn_layer=self.attn_layer,
-            embed_dim=self.arch_settings['embed_dims'],
-            depth=self.arch_settings['num_layers'],
-            num_heads=self.arch_settings['num_heads'],
-            mlp_dim=self.arch_settings['feedforward_channels'],
+            **{names[key]: value for key, value in settings.items()},
             num_classes=0,
             in_chans=in_channels,
             reduction=reduction,
@@ -197,13 +197,6 @@ class SAQuadratic(GridBackbone, SelfAttentionNetwork, BaseBackbone):
             drop_path_rate=drop_path_rate,
         )
         self._init_interface(img_size, **interface)
-
-    def _arch_settings(self, arch: Union[str, dict]) -> dict:
-        keys = self.arch_zoo['base'].keys()
-        settings = self.arch_zoo.get(arch.lower()) if isinstance(arch, str) else arch
-        if not isinstance(settings, dict) or settings.keys() != keys:
-            raise ValueError(f'arch={arch!r} must be one of {[*self.arch_zoo]}, or a dict with the keys {[*keys]}')
-        return settings
 
 
 @MODELS.register_module()

@@ -3,7 +3,7 @@
 import copy
 import functools
 import inspect
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Type, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Type, Union
 
 import torch
 from mmpretrain.registry import MODELS
@@ -21,18 +21,10 @@ from .backbones import refuse_unknown
 from .runner import record_new_parameters
 
 
-class Conversion(NamedTuple):
-    """The arguments of :func:`conv_to_attention`, with names of convolutions as ``layers``."""
-
-    backbone: dict
-    layers: Tuple[str, ...]
-    settings: Dict[str, Any]
-
-
 class ConvToAttention(Restructurable):
     """Adds the two phases to the class of a backbone, see :func:`conv_to_attention`."""
 
-    conversion: Conversion
+    conversion: Dict[str, Any]  # arguments of conv_to_attention, with names of convolutions as ``layers``
 
     @property
     def phase(self) -> str:
@@ -53,7 +45,8 @@ class ConvToAttention(Restructurable):
             raise RuntimeError(
                 "the backbone is in phase='attn' already: there is no convolution to turn into attention"
             )
-        return convs_to_attention(self, self._convolutions(), **self.conversion.settings, generator=generator)
+        settings = {name: value for name, value in self.conversion.items() if name != 'backbone'}
+        return convs_to_attention(self, **{**settings, 'layers': self._convolutions()}, generator=generator)
 
     def convert_state_dict(self, state_dict: StateDict, prefix: str) -> None:
         """Converts the layers, not the entries."""
@@ -64,7 +57,7 @@ class ConvToAttention(Restructurable):
         if self.phase == 'conv':
             super().init_weights()  # type: ignore[misc]
             return
-        cnn = conv_to_attention(*self.conversion[:2], **self.conversion.settings)  # init_cfg can load attention
+        cnn = conv_to_attention(**self.conversion)  # init_cfg can load attention
         cnn.init_weights()
         self.load_state_dict(cnn.state_dict())
         self.is_init = True
@@ -76,7 +69,7 @@ class ConvToAttention(Restructurable):
 
     def _convolutions(self) -> List[str]:
         """Returns the layers to become attention that are convolutions."""
-        layers = {name: nn.Module.get_submodule(self, name) for name in self.conversion.layers}
+        layers = {name: nn.Module.get_submodule(self, name) for name in self.conversion['layers']}
         return [name for name, layer in layers.items() if isinstance(layer, CONVOLUTIONS)]
 
 
@@ -141,7 +134,7 @@ def conv_to_attention(
         raise ValueError(f'{backbone["type"]} turns to attention by itself: use it without ConvToAttention')
     chosen = check_convertible(model, layers, settings)
     model.__class__ = _with_phases(type(model))
-    model.conversion = Conversion(copy.deepcopy(backbone), tuple(chosen), settings)
+    model.conversion = dict(settings, backbone=copy.deepcopy(backbone), layers=chosen)
     model.register_load_state_dict_post_hook(record_new_parameters)
     if phase == 'attn':
         model.to_attention()

@@ -100,21 +100,16 @@ class Digits(ImageDataset):
 
     def load_data_list(self) -> List[dict]:
         """Loads images and ground truth labels."""
-        try:
-            from sklearn.datasets import load_digits
-        except ImportError as error:
-            raise ImportError('The digits are those of scikit-learn: pip install scikit-learn') from error
+        from sklearn.datasets import load_digits
+
         digits = load_digits()
         images = np.round(digits.images * (255 / 16)).astype(np.uint8)  # scikit-learn's grey levels are 0 to 16
         if self.color_type == 'color':
             images = np.repeat(images[..., None], 3, axis=-1)
-        seen = [0] * 10
-        samples = []
-        for image, label in zip(images, digits.target.tolist()):
-            if (seen[label] % 5 == 0) == (self.split == 'test'):
-                samples.append(dict(img=image, gt_label=label))
-            seen[label] += 1
-        return samples
+        labels = digits.target
+        of_its_class = np.array([np.count_nonzero(labels[:i] == label) for i, label in enumerate(labels)])
+        chosen = np.flatnonzero((of_its_class % 5 == 0) == (self.split == 'test'))
+        return [dict(img=images[i], gt_label=int(labels[i])) for i in chosen]
 
 
 @MODELS.register_module()
@@ -146,28 +141,25 @@ class FlipAndShift(ClsDataPreprocessor):
 
     def forward(self, data: dict, training: bool = False) -> dict:
         """Flips and shifts the images in training, then normalizes them."""
+        if not training:
+            return super().forward(data, training)
         inputs = data['inputs']
         sizes = sorted({tuple(image.shape[-2:]) for image in inputs})
-        if len(sizes) > 1 and not training:
-            return super().forward(data, training)  # which pads them
         if len(sizes) > 1:
             raise ValueError(
                 f'FlipAndShift got images of {len(sizes)} sizes, such as {sizes[0]} and {sizes[-1]}: put '
                 "dict(type='Resize', scale=…) before PackInputs in the pipelines of the config"
             )
         images = self.cast_data(inputs if isinstance(inputs, Tensor) else torch.stack(list(inputs)))
-        images = self._moved(images) if training else images
-        return super().forward({**data, 'inputs': images}, training)
+        return super().forward({**data, 'inputs': self._moved(images)}, training)
 
     def _moved(self, images: Tensor) -> Tensor:
         """Flips and shifts each image of a batch; the result has its channels last, as CPUs convolve faster."""
         number, _, height, width = images.shape
-        first_row, first_column = torch.randint(2 * self.shift + 1, (2, number, 1))
-        rows, columns = first_row + torch.arange(height), first_column + torch.arange(width)  # (B, H), (B, W)
-        columns = torch.where(torch.rand(number, 1) < self.flip, columns.flip(1), columns)
-        image, rows, columns = (
-            index.to(images.device)
-            for index in (torch.arange(number)[:, None, None], rows[:, :, None], columns[:, None])
-        )
-        padded = F.pad(images, [self.shift] * 4).permute(0, 2, 3, 1)
-        return padded[image, rows, columns].permute(0, 3, 1, 2)
+        rows, columns = torch.randint(2 * self.shift + 1, (2, number)).tolist()
+        flips = (torch.rand(number) < self.flip).tolist()
+        moved = torch.empty_like(images, memory_format=torch.channels_last)
+        for own, image, i, j, flip in zip(moved, F.pad(images, [self.shift] * 4), rows, columns, flips):
+            image = image[:, i : i + height, j : j + width]
+            own.copy_(image.flip(2) if flip else image)
+        return moved

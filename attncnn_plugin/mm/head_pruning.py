@@ -1,13 +1,12 @@
 """Heads removed in training (Cordonnier et al. 2020 (C20), appendix E; Michel et al. 2019)."""
 
-from typing import Optional, Sequence, Union
+from typing import Any, Optional, Sequence, Union
 
 from mmpretrain.registry import HOOKS
 from torch import nn
 
-from ..change import number_of_parameters
 from ..pruning import prunable_heads
-from ..training import PruneHeads, parts_in_phases
+from ..training import JudgedHeads, PruneHeads, parts_in_phases
 from ..training.loops import check_epochs
 from .follow_state_dict import FollowStateDictHook
 from .runner import (
@@ -17,7 +16,6 @@ from .runner import (
     check_wrapper,
     head_numbers,
     optimizers,
-    refresh_averages,
     training_batches,
     training_loss,
     unwrapped,
@@ -47,37 +45,30 @@ class HeadPruningHook(FollowStateDictHook):
         criteria (Sequence[str | dict], optional): The criteria that find heads, degenerate ones, see
             :func:`~attncnn_plugin.pruning.find_degenerate_heads`. Where attention depends on content, they are means
             over training images. A layer all of whose heads are found keeps the least uniform one. Defaults to C20's,
-            ``('uniform', 'stripe')``, which are for Gaussian heads; to none with one of the next three.
-        keep, threshold, multiply_adds: Those of :class:`~attncnn_plugin.training.PruneHeads`, for the heads on which
-            the loss depends least.
-        layers (str): Glob of the names of the layers. Defaults to ``'*'``, all.
-        bias_correction (bool): Whether the mean output of a removed head, over some training batches, is added to the
-            bias of its layer, and a duplicate's values to those of the head that it repeats. C20 does without, so that
-            the accuracy falls at first (appendix E, Figure 13). A layer without a bias, instead of most convolutions
-            before a batch norm, loses the mean output, and the log says so. Defaults to True.
+            ``('uniform', 'stripe')``, which are for Gaussian heads; to none with ``keep``, ``threshold`` or
+            ``multiply_adds``.
         num_batches (int): Number of the training batches that heads are judged by, on each rank, without random
             augmentation of whole batches. Defaults to 8.
+        **settings (Any): ``keep``, ``threshold``, ``multiply_adds``, for the heads on which the loss depends least,
+            ``layers`` and ``bias_correction``: those of :class:`~attncnn_plugin.training.PruneHeads`. C20 does without
+            the correction, so that the accuracy falls at first (appendix E, Figure 13). A layer without a bias, instead
+            of most convolutions before a batch norm, loses the mean output, and the log says so.
     """
 
     def __init__(
         self,
         epochs: Union[int, Sequence[int]] = (),
         criteria: Optional[Sequence] = None,
-        keep: Optional[int] = None,
-        threshold: Optional[float] = None,
-        multiply_adds: Optional[float] = None,
-        layers: str = '*',
-        bias_correction: bool = True,
         num_batches: int = 8,
+        **settings: Any,
     ):
         self.epochs = check_epochs(f'epochs={epochs!r} of HeadPruningHook', epochs)
         if num_batches < 1:
             raise ValueError(f'num_batches={num_batches} of HeadPruningHook must be at least 1')
-        amount = dict(keep=keep, threshold=threshold, multiply_adds=multiply_adds)
         if criteria is None:
-            criteria = ('uniform', 'stripe') if set(amount.values()) == {None} else ()
-        settings = dict(criteria=criteria, layers=layers, bias_correction=bias_correction)
-        self.pruner = PruneHeads(loss=training_loss, **amount, **settings)
+            by_loss = any(settings.get(name) is not None for name in ('keep', 'threshold', 'multiply_adds'))
+            criteria = () if by_loss else ('uniform', 'stripe')
+        self.pruner = PruneHeads(self.epochs, (), training_loss, criteria=criteria, **settings)
         self.num_batches = num_batches
 
     def before_train(self, runner) -> None:
@@ -97,7 +88,7 @@ class HeadPruningHook(FollowStateDictHook):
             raise ValueError(f'HeadPruningHook finds {self.pruner.nothing}')
         # A mistake in the criteria must not wait for the epoch of pruning.
         self.pruner.multiply_adds_before = runner.message_hub.runtime_info.get(MULTIPLY_ADDS)
-        counts = layers and self.pruner.counts_multiply_adds
+        counts = layers and 'multiply_adds' in self.pruner.amount
         self.pruner.check(model, training_batches(runner, 1) if counts else ())
         if counts:
             runner.message_hub.update_info(MULTIPLY_ADDS, self.pruner.multiply_adds_before)
@@ -129,15 +120,14 @@ class HeadPruningHook(FollowStateDictHook):
             runner.logger.warning(f'HeadPruningHook removes no heads at epoch {epoch}: {error}')
             return
         judged = self.pruner.judge(model, training_batches(runner, self.num_batches))
-        if self.pruner.counts_multiply_adds:
+        if 'multiply_adds' in self.pruner.amount:
             runner.message_hub.update_info(MULTIPLY_ADDS, self.pruner.multiply_adds_before)
         for name, report in judged.reports.items():
             runner.logger.info(f'{name} at epoch {epoch}: {report}')
         if judged.heads:
             self._remove(runner, model, judged)
 
-    def _remove(self, runner, model: nn.Module, judged) -> None:
-        before = number_of_parameters(model)
+    def _remove(self, runner, model: nn.Module, judged: JudgedHeads) -> None:
         layers = prunable_heads(model)
         without_bias = [name for name in judged.heads if layers[name].output.bias is None]
         if self.pruner.bias_correction and without_bias:
@@ -150,8 +140,7 @@ class HeadPruningHook(FollowStateDictHook):
             numbers[name] = [number for head, number in enumerate(numbers[name]) if head not in heads]
         runner.message_hub.update_info(HEAD_NUMBERS, numbers)
         copies = [averaged.module for averaged in averaged_models(runner)]
-        self.pruner.remove(model, judged, optimizers(runner), copies)
-        refresh_averages(runner)
+        change = self.pruner.remove(model, judged, optimizers(runner), copies)
         wrap_again(runner, compile=True)
-        after = number_of_parameters(model)
-        runner.logger.info(f'Removed heads {judged.heads}: {before:,} parameters became {after:,}')
+        sizes = f'{change.parameters_before:,} parameters became {change.parameters_after:,}'
+        runner.logger.info(f'Removed heads {judged.heads}: {sizes}')

@@ -1,29 +1,41 @@
 """Starts of mmengine's ``init_cfg`` for the vision transformers of mmpretrain."""
 
-import inspect
 import logging
+from typing import Any
 
 from mmengine.logging import print_log
-from mmengine.model import BaseModule, PretrainedInit, update_init_info
+from mmengine.model import PretrainedInit, update_init_info
 from mmengine.registry import WEIGHT_INITIALIZERS
 from torch import nn
 
 from ..transformers import init_as_convolution, set_sine_cosine_embedding
 
-OPTIONS = list(inspect.signature(init_as_convolution).parameters)[1:]  # all but the model
-
 
 class _LastInitializer:
     """An initializer whose ``start`` comes after all others, those of the modules inside too."""
 
-    def __call__(self, module: nn.Module) -> None:
+    def __call__(self, module: Any) -> None:
         """Starts a module; raises ``ValueError`` if other initializers follow, or a ``Pretrained`` one is beside it."""
         is_initializing = hasattr(module, '_params_init_info')  # in the middle of its init_weights
+        name = type(self).__name__
         if is_initializing:
-            _initialize_the_rest(module, type(self))
+            configs = [module.init_cfg] if isinstance(module.init_cfg, dict) else module.init_cfg or []
+            types = [config['type'] for config in configs]
+            if 'Pretrained' in types or PretrainedInit in types:
+                raise ValueError(
+                    f'init_cfg of {type(module).__name__} has Pretrained beside {name}, whose start would be lost, '
+                    'since mmengine loads a checkpoint last: leave out one of the two'
+                )
+            if types and types[-1] not in (name, type(self)):
+                raise ValueError(f'init_cfg of {type(module).__name__} has {types[-1]} after {name}: put that last')
+            # All that init_weights does after its initializers, which is then told that it has loaded a checkpoint:
+            # vision transformers draw their position embeddings after all of BaseModule.init_weights otherwise.
+            module.init_cfg = None
+            module.init_weights()
+            module.init_cfg = dict(type='Pretrained', checkpoint=f'none: its start is that of {name}')
         self.start(module)
         if is_initializing:
-            update_init_info(module, init_info=type(self).__name__)
+            update_init_info(module, init_info=name)
 
 
 @WEIGHT_INITIALIZERS.register_module()
@@ -33,10 +45,7 @@ class ConvolutionalHeads(_LastInitializer):
     It is for the ``init_cfg`` of a vision transformer, or of a classifier with one, after all other initializers.
 
     Args:
-        **options: Those of ``init_as_convolution``.
-
-    Raises:
-        TypeError: An option is none of these.
+        **options: Those of ``init_as_convolution``, which refuses others when the model is initialized.
 
     Examples:
         >>> from mmpretrain.models import VisionTransformer
@@ -46,9 +55,6 @@ class ConvolutionalHeads(_LastInitializer):
     """
 
     def __init__(self, **options):
-        unknown = sorted(set(options) - set(OPTIONS))
-        if unknown:
-            raise TypeError(f'ConvolutionalHeads has no option {unknown[0]!r}: it has {", ".join(OPTIONS)}')
         self.options = options
 
     def start(self, module: nn.Module) -> None:
@@ -65,24 +71,3 @@ class SineCosineEmbedding(_LastInitializer):
 
     def start(self, module: nn.Module) -> None:
         set_sine_cosine_embedding(module)
-
-
-def _initialize_the_rest(module: BaseModule, last: type) -> None:
-    """Does all that ``init_weights`` does after its initializers, but for a checkpoint.
-
-    Vision transformers draw their position embeddings after all of ``BaseModule.init_weights``, unless their
-    ``init_cfg`` is a ``Pretrained`` one: it is made one when all that is done.
-    """
-    configs = [module.init_cfg] if isinstance(module.init_cfg, dict) else module.init_cfg or []
-    types = [config['type'] for config in configs]
-    name = last.__name__
-    if 'Pretrained' in types or PretrainedInit in types:
-        raise ValueError(
-            f'init_cfg of {type(module).__name__} has Pretrained beside {name}, whose start would be lost, since '
-            'mmengine loads a checkpoint last: leave out one of the two'
-        )
-    if types and types[-1] not in (name, last):
-        raise ValueError(f'init_cfg of {type(module).__name__} has {types[-1]} after {name}: put that last')
-    module.init_cfg = None
-    module.init_weights()
-    module.init_cfg = dict(type='Pretrained', checkpoint=f'none: its start is that of {name}')

@@ -24,7 +24,6 @@ from .runner import (
     have_stepped,
     is_resumed,
     make_groups_plain,
-    refresh_averages,
     unwrapped,
     wrap_again,
 )
@@ -141,7 +140,6 @@ class PhaseTransitionHook(Hook):
             runner.logger.info(f'Transition at {self.unit} {done}:\n{change}')
         for averaged in averaged_models(runner):
             to_attention(averaged.module, seed)
-        refresh_averages(runner)
         wrap_again(runner, compile=True)
         self._build_optimization(runner, done)
         runner.optim_wrapper.initialize_count_status(runner.model, runner.iter, runner.max_iters)

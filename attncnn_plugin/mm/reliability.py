@@ -9,7 +9,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Callable, Dict, Iterator, List, Optional, Tuple, Union
+from typing import Callable, Iterator, List, Optional, Union
 
 import torch
 from mmengine.dist import all_gather_object, all_reduce, barrier, is_main_process
@@ -126,7 +126,10 @@ class AtomicCheckpointHook(CheckpointHook):
         if not checkpoint:
             return  # there is none, or it is elsewhere, or mmengine's attempt to load it will raise an error
         _check_resumable(runner, checkpoint)
-        theirs, ours = _shapes(checkpoint.get('state_dict', checkpoint)), _shapes(runner.model.state_dict())
+        theirs, ours = (
+            {name.removeprefix('module.'): value.shape for name, value in of.items() if hasattr(value, 'shape')}
+            for of in (checkpoint.get('state_dict', checkpoint), runner.model.state_dict())
+        )
         fitting = ours.items() & theirs.items()
         if len(fitting) < len(ours) / 10:  # heads and statistics of the pixels fit many models
             raise ValueError(
@@ -203,12 +206,6 @@ def _check_resumable(runner, checkpoint: dict) -> None:
         )
 
 
-def _shapes(state_dict: dict) -> Dict[str, Tuple[int, ...]]:
-    """Returns shapes of tensors by their names, without the prefix of wrappers."""
-    named = ((name.removeprefix('module.'), value) for name, value in state_dict.items())
-    return {name: tuple(value.shape) for name, value in named if hasattr(value, 'shape')}
-
-
 @HOOKS.register_module()
 class EpochSeedHook(Hook):
     """Draws the random numbers of each epoch from only the seed of the run, the epoch and the rank.
@@ -249,9 +246,11 @@ class InvalidLossHook(Hook):
         images = [name for _, names in ranks for name in names]
         runner.logger.error(f'The images of the batch: {", ".join(images)}')
         values = ', '.join(f'{name}={value}' for name, value in losses.items())
+        others = f' and {len(images) - 3} more, which are in the log' if len(images) > 3 else ''
         raise FloatingPointError(
-            f'{values} at iteration {runner.iter + 1} (epoch {runner.epoch + 1}), for the batch of {_first(images)}; '
-            f'nothing was saved since {_last_checkpoint(runner)}: look at these images, or resume with a lower rate'
+            f'{values} at iteration {runner.iter + 1} (epoch {runner.epoch + 1}), for the batch of '
+            f'{", ".join(images[:3])}{others}; nothing was saved since {_last_checkpoint(runner)}: look at these '
+            'images, or resume with a lower rate'
         )
 
     def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
@@ -268,11 +267,6 @@ def _images(data_batch) -> List[str]:
     """Returns file names of the images of a batch, or their numbers in the data set where they have none."""
     samples = data_batch.get('data_samples') if isinstance(data_batch, dict) else None
     return [str(sample.get('img_path') or f'number {sample.get("sample_idx")}') for sample in samples or []]
-
-
-def _first(images: List[str]) -> str:
-    """Returns the names of three images, and how many others there are."""
-    return ', '.join(images[:3]) + (f' and {len(images) - 3} more, which are in the log' if len(images) > 3 else '')
 
 
 def _last_checkpoint(runner) -> str:

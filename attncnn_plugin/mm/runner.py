@@ -85,7 +85,11 @@ def check_loop(runner: Runner, hook: Hook, unit: str = 'epoch') -> None:
 
 
 def wrap_again(runner: Runner, compile: bool = False) -> None:
-    """Builds a new wrapper for distributed training, if there was one; ``compile`` is for the middle of a training."""
+    """Has averages list the parameters that a model has now, and builds a new wrapper for distributed training.
+
+    The wrapper only if there was one; ``compile`` is for the middle of a training.
+    """
+    refresh_averages(runner)
     if is_model_wrapper(runner.model):
         model = unwrapped(runner.model)
         # DDP's reducer holds the parameters that it was built with, in the shapes that they had then, and listens to

@@ -12,6 +12,7 @@ import traceback
 import warnings
 from pathlib import Path
 from typing import Any, List, Optional
+from urllib.error import URLError
 
 import mmpretrain
 import mmpretrain.registry as registries  # and mmengine's, which it inherits from
@@ -22,11 +23,9 @@ from mmengine.dist import is_main_process
 from mmengine.logging import MessageHub, print_log
 from mmengine.registry import Registry
 from mmengine.utils import get_installed_path
-from mmpretrain.datasets.utils import download_and_extract_archive
 
 from ..installation import config_path
 
-TOOLS_OF_RUNNERS = ('train.py', 'test.py', 'analysis_tools/confusion_matrix.py')
 # Warnings that every training without a GPU or with several ranks repeats, and the modules that they are of.
 KNOWN_WARNINGS = {
     "'pin_memory' argument is set as true": r'torch\.utils\.data\.',
@@ -71,9 +70,10 @@ def run_mmpretrain_tool(name: str) -> None:
     tools = Path(mmpretrain.__file__).parent / '.mim' / 'tools'
     if not (tools / name).is_file():
         sys.exit(f'{name} is no tool of mmpretrain, which are in {tools}')
-    _join_process_group_without_gpu()
+    if 'TORCHELASTIC_RUN_ID' in os.environ and get_device() == 'cpu':  # mmengine would select a GPU first, and fail
+        torch.distributed.init_process_group('gloo')
     sys.argv[1:] = [_find_config(word) if word.endswith('.py') else word for word in sys.argv[1:]]
-    if name in TOOLS_OF_RUNNERS:
+    if name in ('train.py', 'test.py', 'analysis_tools/confusion_matrix.py'):
         sys.argv += ['--cfg-options', 'default_hooks.follow_state_dict.type=mmpretrain.FollowStateDictHook']
     for message, module in KNOWN_WARNINGS.items():
         warnings.filterwarnings('ignore', message, module=module)
@@ -135,12 +135,6 @@ def _say_what_is_best(words: List[str]) -> None:
             print('Test it:', shlex.join(['python', str(tool), *words[:1], path, *words[1:]]), flush=True)
 
 
-def _join_process_group_without_gpu() -> None:
-    """Joins the processes of torchrun on a machine without GPUs, where mmengine would select a GPU first, and fail."""
-    if 'TORCHELASTIC_RUN_ID' in os.environ and get_device() == 'cpu':
-        torch.distributed.init_process_group('gloo')
-
-
 def _leave_process_group() -> None:
     """Ends the threads of the process group, if there is one."""
     if torch.distributed.is_initialized():
@@ -187,7 +181,7 @@ FOLDERS = ' '.join(f'{phase}_dataloader.dataset.data_root=FOLDER' for phase in (
 def one_line(error: BaseException, folder_option: str = f'--cfg-options {FOLDERS}') -> str:
     """Returns the last line of Python's report of an error; of several lines of a message, the first.
 
-    Of a file that is not there, and of a data set that could not be downloaded, it says which, and what to do:
+    Of a file that is not there it says which, and of a data set that could not be downloaded, what to do:
     ``folder_option`` is the tool's option that names another folder.
     """
     text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
@@ -203,19 +197,9 @@ def one_line(error: BaseException, folder_option: str = f'--cfg-options {FOLDERS
         reason += (
             '; the head does not fit: without a neck, write out_type="avg_featmap" in backbone; or in_channels in head'
         )
-    return missing_file(error) or _missing_data(error, reason, folder_option) or reason
-
-
-def _missing_data(error: BaseException, reason: str, folder_option: str) -> Optional[str]:
-    """Returns a sentence on a data set whose files were to be downloaded when an error came; None for other errors."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code is download_and_extract_archive.__code__:
-            of = frame.f_locals
-            return (
-                f'{of["filename"]} is not in {of["download_root"]} and cannot be downloaded ({reason}): put it there, '
-                f'from {of["url"]}, or name another folder: {folder_option}'
-            )
-    return None
+    if isinstance(error, URLError):  # mmpretrain has printed what it downloads to where
+        return f'a data set is not there and cannot be downloaded ({reason}): name its folder: {folder_option}'
+    return missing_file(error) or reason
 
 
 def _unknown_type(name: str, kind: str) -> str:

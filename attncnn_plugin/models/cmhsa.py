@@ -20,7 +20,7 @@ from ..attention.state_dicts import StateDict, StructureError
 from ..change import Change, LayerChange, all_or_nothing, number_of_parameters, succession
 from ..convert.patch_convolutions import attend_like_convolution, choose_head_dims
 from ..weights import CLASSES, weights_file
-from .interface import CIFAR, NETWORK, SpaceToDepthStem, TimmNetwork, build, token_grid
+from .interface import CIFAR, NETWORK, SpaceToDepthStem, TimmNetwork, build, check_sizes, token_grid
 
 __all__ = ['CMHSABlock', 'CMHSANetwork', 'PatchConvolution']
 
@@ -135,15 +135,11 @@ class CMHSANetwork(TimmNetwork):
         mlp_dim = 4 * dim if mlp_dim is None else mlp_dim
         qk_dim = dim if qk_dim is None else qk_dim
         sizes = dict(patch_size=patch_size, in_chans=in_chans, kernel_size=kernel_size, qk_dim=qk_dim)
-        for name, size in dict(sizes, depth=depth, mlp_dim=mlp_dim).items():
-            if size < 1:
-                raise ValueError(f'{name}={size} must be at least 1')
+        check_sizes(drop_path_rate, depth=depth, mlp_dim=mlp_dim, **sizes)
         if phase not in PHASES:
             raise ValueError(f'phase={phase!r} is unknown: choose one of {PHASES}')
         if not 0 < attn_bias_init < math.inf:
             raise ValueError(f'attn_bias_init={attn_bias_init} must be positive and finite: 40 is exact')
-        if not 0 <= drop_path_rate < 1:
-            raise ValueError(f'drop_path_rate={drop_path_rate} must be from 0 to below 1')
         self.patch_size = patch_size
         self.kernel_size = kernel_size
         self.grid_size = token_grid(img_size, patch_size, 'patch_size')
@@ -151,12 +147,10 @@ class CMHSANetwork(TimmNetwork):
         self.null_key = null_key
         self.attn_bias_init = attn_bias_init
         self.stem = SpaceToDepthStem(in_chans, patch_size, nn.Identity())  # a linear map in the phase 'attn'
-        self.blocks = nn.Sequential(
-            *[
-                CMHSABlock(dim, PatchConvolution(in_chans, kernel_size, patch_size, **dd), mlp_dim, drop_path, **dd)
-                for drop_path in calculate_drop_path_rates(drop_path_rate, depth)
-            ]
-        )
+        self.blocks = nn.Sequential()
+        for drop_path in calculate_drop_path_rates(drop_path_rate, depth):
+            attn = PatchConvolution(in_chans, kernel_size, patch_size, **dd)
+            self.blocks.append(CMHSABlock(dim, attn, mlp_dim, drop_path, **dd))
         self.norm = nn.LayerNorm(dim, eps=1e-6, **dd)
         conv = self.blocks[0].attn.conv  # in the phase 'attn' too, whose attention takes its place below
         self.head_dims = choose_head_dims(conv, (patch_size, patch_size), head_dim, min_head_dim)

@@ -146,6 +146,15 @@ class TimmNetwork(Restructurable):
         return super().load_state_dict(without_prefix(state_dict, 'backbone.'), *args, **kwargs)
 
 
+def check_sizes(drop_path_rate: float, **sizes: int) -> None:
+    """Raises ``ValueError`` for a size below 1, and for a stochastic depth that leaves out every image."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f'{name}={size} must be at least 1')
+    if not 0 <= drop_path_rate < 1:
+        raise ValueError(f'drop_path_rate={drop_path_rate} must be from 0 to below 1')
+
+
 def token_grid(img_size: Union[int, Tuple[int, int]], side: int, name: str = 'reduction') -> Tuple[int, int]:
     """Returns the height and width of an image in tokens, squares of ``side`` pixels.
 

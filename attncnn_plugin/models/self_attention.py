@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..attention import ContentAttention, GeneralizedQuadraticAttention, LearnedAttention, QuadraticAttention
 from ..weights import CLASSES, weights_file
-from .interface import CIFAR, NETWORK, SpaceToDepthStem, TimmNetwork, build, token_grid
+from .interface import CIFAR, NETWORK, SpaceToDepthStem, TimmNetwork, build, check_sizes, token_grid
 
 __all__ = ['SelfAttentionBlock', 'SelfAttentionNetwork']
 
@@ -86,27 +86,13 @@ class SelfAttentionNetwork(TimmNetwork):
     ) -> None:
         dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         super().__init__()
-        if min(embed_dim, depth, mlp_dim, in_chans, reduction) < 1:
-            raise ValueError(
-                f'embed_dim={embed_dim}, depth={depth}, mlp_dim={mlp_dim}, in_chans={in_chans} and '
-                f'reduction={reduction} must be at least 1'
-            )
-        if not 0 <= drop_path_rate < 1:
-            raise ValueError(f'drop_path_rate={drop_path_rate} must be from 0 to below 1')
+        sizes = dict(embed_dim=embed_dim, depth=depth, mlp_dim=mlp_dim, in_chans=in_chans, reduction=reduction)
+        check_sizes(drop_path_rate, **sizes)
         self.stem = SpaceToDepthStem(in_chans, reduction, nn.Linear(in_chans * reduction**2, embed_dim, **dd))
-        self.blocks = nn.Sequential(
-            *[
-                SelfAttentionBlock(
-                    embed_dim,
-                    attn_layer(embed_dim, num_heads, attn_drop=attn_drop_rate, **attn_kwargs, **dd),
-                    mlp_dim,
-                    proj_drop_rate,
-                    drop_path,
-                    **dd,
-                )
-                for drop_path in calculate_drop_path_rates(drop_path_rate, depth)
-            ]
-        )
+        self.blocks = nn.Sequential()
+        for drop_path in calculate_drop_path_rates(drop_path_rate, depth):
+            attn = attn_layer(embed_dim, num_heads, attn_drop=attn_drop_rate, **attn_kwargs, **dd)
+            self.blocks.append(SelfAttentionBlock(embed_dim, attn, mlp_dim, proj_drop_rate, drop_path, **dd))
         self.norm = nn.Identity()  # every block ends in a norm
         self._init_interface_of_timm(in_chans, embed_dim, reduction, num_classes, global_pool, drop_rate, **dd)
 
@@ -118,13 +104,11 @@ COMMON = {
     'paper_ids': 'arXiv:1911.03584',
     'paper_name': 'On the Relationship between Self-Attention and Convolutional Layers',
 }
+LARGE = ['sa_quadratic_cifar', 'sa_quadratic16_cifar', 'sa_generalized_cifar']
+LARGE += ['sa_learned_cifar', 'sa_learned_content_cifar']
 default_cfgs = generate_default_cfgs(
     {
-        'sa_quadratic_cifar.untrained': COMMON,
-        'sa_quadratic16_cifar.untrained': COMMON,
-        'sa_generalized_cifar.untrained': COMMON,
-        'sa_learned_cifar.untrained': dict(COMMON, fixed_input_size=True),
-        'sa_learned_content_cifar.untrained': dict(COMMON, fixed_input_size=True),
+        **{f'{name}.untrained': dict(COMMON, fixed_input_size='learned' in name) for name in LARGE},
         **{
             f'{name}.cifar10': dict(
                 COMMON, file=weights_file(name), label_names=CLASSES, fixed_input_size='learned' in name
@@ -136,18 +120,13 @@ default_cfgs = generate_default_cfgs(
 
 
 def _create(variant: str, pretrained: bool, attn_layer: Callable[..., nn.Module], **kwargs) -> SelfAttentionNetwork:
-    return build(SelfAttentionNetwork, variant, pretrained, attn_layer=attn_layer, **kwargs)
-
-
-def _create_with_tables(
-    variant: str, pretrained: bool, attn_layer: Callable[..., nn.Module], **kwargs
-) -> SelfAttentionNetwork:
-    """Creates a network with learned position tables, which are made for the grid of the largest image."""
-
-    def network(img_size=32, **kwargs) -> SelfAttentionNetwork:  # timm notes the size
-        return SelfAttentionNetwork(max_size=token_grid(img_size, kwargs.get('reduction', 2)), **kwargs)
-
+    network = _with_tables if attn_layer in (LearnedAttention, ContentAttention) else SelfAttentionNetwork
     return build(network, variant, pretrained, attn_layer=attn_layer, **kwargs)
+
+
+def _with_tables(img_size=32, **kwargs) -> SelfAttentionNetwork:  # timm notes the size
+    """Returns a network with learned position tables, which are made for the grid of the largest image."""
+    return SelfAttentionNetwork(max_size=token_grid(img_size, kwargs.get('reduction', 2)), **kwargs)
 
 
 @register_model
@@ -179,7 +158,7 @@ def sa_learned_cifar(pretrained: bool = False, **kwargs) -> SelfAttentionNetwork
         img_size (int | tuple[int, int]): Height and width of the largest image. Defaults to 32.
         position (str): See :class:`~attncnn_plugin.attention.LearnedAttention`. Defaults to ``'relative_learned'``.
     """
-    return _create_with_tables('sa_learned_cifar', pretrained, LearnedAttention, **kwargs)
+    return _create('sa_learned_cifar', pretrained, LearnedAttention, **kwargs)
 
 
 @register_model
@@ -191,7 +170,7 @@ def sa_learned_content_cifar(pretrained: bool = False, **kwargs) -> SelfAttentio
         position (str): See :class:`~attncnn_plugin.attention.ContentAttention`. Defaults to ``'relative_learned'``,
             q·k + q·r_δ of the paper.
     """
-    return _create_with_tables('sa_learned_content_cifar', pretrained, ContentAttention, **kwargs)
+    return _create('sa_learned_content_cifar', pretrained, ContentAttention, **kwargs)
 
 
 SMALL = dict(embed_dim=64, depth=4, mlp_dim=128)
@@ -215,7 +194,7 @@ def sa_learned_small(pretrained: bool = False, **kwargs) -> SelfAttentionNetwork
 
     The arguments are those of :func:`sa_learned_cifar`.
     """
-    return _create_with_tables('sa_learned_small', pretrained, LearnedAttention, **{**SMALL, **kwargs})
+    return _create('sa_learned_small', pretrained, LearnedAttention, **{**SMALL, **kwargs})
 
 
 @register_model
@@ -224,4 +203,4 @@ def sa_learned_content_small(pretrained: bool = False, **kwargs) -> SelfAttentio
 
     The arguments are those of :func:`sa_learned_content_cifar`.
     """
-    return _create_with_tables('sa_learned_content_small', pretrained, ContentAttention, **{**SMALL, **kwargs})
+    return _create('sa_learned_content_small', pretrained, ContentAttention, **{**SMALL, **kwargs})

@@ -52,16 +52,12 @@ def replace_parameters(
     """
     replaced = change.replaced if isinstance(change, Change) else change
     groups, states = check_optimizer(optimizer, replaced, anew)
-    inherited: List[Tuple[State, Any, Any]] = []
-    for state in () if anew else states:
-        for old, own in replaced.items():
-            if old in state and own.heir is not None and own.inherit is not None:
-                inherited.append((state, own.heir, _inherited(state[old], old, own.inherit)))
-    for state in states:
+    heirs = [] if anew else [(old, own) for old, own in replaced.items() if own.heir is not None]
+    of_heirs = [{own.heir: _inherited(state[old], old, own) for old, own in heirs if old in state} for state in states]
+    for state, inherited in zip(states, of_heirs):
         for old in list(state) if anew else replaced:
             state.pop(old, None)
-    for state, heir, value in inherited:
-        state[heir] = value
+        state.update(inherited)
     for group in groups:
         names = group.get('param_names', [''] * len(group['params']))
         pairs: List[Tuple[str, nn.Parameter]] = []
@@ -75,10 +71,10 @@ def replace_parameters(
             own._numel_cache = None  # the number of their entries
 
 
-def _inherited(value: Any, old: Tensor, inherit: Any) -> Any:
+def _inherited(value: Any, old: Tensor, successor: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _inherited(own, old, inherit) for name, own in value.items()}
-    return inherit(value).contiguous() if isinstance(value, Tensor) and value.shape == old.shape else value
+        return {name: _inherited(own, old, successor) for name, own in value.items()}
+    return successor.inherit(value).contiguous() if isinstance(value, Tensor) and value.shape == old.shape else value
 
 
 def check_optimizer(

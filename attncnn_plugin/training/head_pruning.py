@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from ..analysis.observed_attention import observed_attention
 from ..attention.evaluation_mode import evaluating
-from ..change import all_or_nothing, check_not_distributed
+from ..change import Change, all_or_nothing, check_not_distributed
 from ..heads.choice import module_in
 from ..pruning import (
     find_degenerate_heads,
@@ -163,16 +163,11 @@ class PruneHeads:
         if layers and 'keep' in self.amount:
             built = {name: torch.zeros(layer.built_heads) for name, layer in layers.items()}
             least_important(built, keep=self.amount['keep'])
-        if layers and self.counts_multiply_adds:
+        if layers and 'multiply_adds' in self.amount:
             with evaluating(model), random_numbers_kept():
                 for batch in itertools.islice(self.batches if batches is None else batches, 1):
                     costs = self._costs(model, batch, layers)
                     self._least_important({name: torch.zeros(layer.num_heads) for name, layer in layers.items()}, costs)
-
-    @property
-    def counts_multiply_adds(self) -> bool:
-        """Returns True if heads go until a share of the multiply-adds is left."""
-        return 'multiply_adds' in self.amount
 
     def on_epoch_begin(
         self, model: nn.Module, optimizer: Optimizers, epoch: int, copies: Iterable[nn.Module] = ()
@@ -236,7 +231,7 @@ class PruneHeads:
                     self.loss(model, batch)
             for batch in batches if judged_by_loss else ():
                 add_gradients(gradients, model, batch, self.loss, by_loss)
-            if self.counts_multiply_adds and batches:
+            if batches and 'multiply_adds' in self.amount:
                 costs = self._costs(model, batches[0], layers)
         means = dict(zip(layers, of_layers))
         device = next(model.parameters()).device
@@ -263,7 +258,7 @@ class PruneHeads:
         judged: JudgedHeads,
         optimizers: Iterable[torch.optim.Optimizer] = (),
         copies: Iterable[nn.Module] = (),
-    ) -> None:
+    ) -> Change:
         """Removes the heads that go, from a model and from copies of it, and has optimizers train what is left.
 
         Args:
@@ -271,6 +266,9 @@ class PruneHeads:
             judged (JudgedHeads): Of :meth:`judge`.
             optimizers (Iterable[Optimizer]): Those that train the model. Defaults to none.
             copies (Iterable[nn.Module]): Averages of the model. Defaults to none.
+
+        Returns:
+            Change: That of the model.
 
         Raises:
             TypeError, ValueError: A copy has other layers, or other heads; an optimizer cannot lose entries, see
@@ -289,12 +287,13 @@ class PruneHeads:
         outputs = [prunable_heads(own)[name].output for own in models for name in judged.heads]
         values = [parameter for output in outputs for parameter in output.parameters()]
         with all_or_nothing(models, optimizers, values):
-            for own in models:
-                if self.bias_correction:
+            if self.bias_correction:
+                for own in models:
                     self._make_up(own, judged)
-                change = prune_heads(own, judged.heads)
-                for optimizer in optimizers:
-                    replace_parameters(optimizer, change)
+            changes = [prune_heads(own, judged.heads) for own in models]
+            for optimizer, change in itertools.product(optimizers, changes):
+                replace_parameters(optimizer, change)
+        return changes[0]
 
     def _make_up(self, model: nn.Module, judged: JudgedHeads) -> None:
         """Has what stays in a layer do on average what the heads did that go."""
@@ -324,18 +323,17 @@ class PruneHeads:
         self, reports: Dict[str, DegeneracyReport], importance: Mapping[str, Tensor], costs: Optional[Costs]
     ) -> None:
         kind = 'degenerate or least important' if self.criteria else 'least important'
-        for name, report in reports.items():
-            reports[name] = replace(report, kind=kind)
         for name, own in importance.items():
             own[reports[name].heads] = -torch.inf  # those go first
-        for name, heads in self._least_important(importance, costs).items():
-            known = reports[name]
+        least = self._least_important(importance, costs)
+        for name, known in reports.items():
             new = [
                 DegenerateHead(head, IMPORTANCE, value := float(importance[name][head]), f'importance {value:.3g}')
-                for head in heads
+                for head in least.get(name, ())
                 if head not in known.heads
             ]
-            reports[name] = replace(known, found=tuple(sorted([*known.found, *new], key=lambda entry: entry.head)))
+            found = sorted([*known.found, *new], key=lambda entry: entry.head)
+            reports[name] = replace(known, found=tuple(found), kind=kind)
 
     def _least_important(self, importance: Mapping[str, Tensor], costs: Optional[Costs]) -> Dict[str, List[int]]:
         amount: Dict[str, Any] = dict(self.amount)

@@ -72,7 +72,7 @@ def follow_with_optimizer(model: nn.Module, optimizer: Optimizers, state_dict: M
     """
     change = follow_state_dict(model, state_dict)
     for own in in_list(optimizer):
-        hand_over(own, model, change)
+        hand_over(own, model, change.replaced)
     return change
 
 
@@ -95,20 +95,17 @@ def follow_as_it_loads(model: nn.Module, optimizer: Optimizers = ()) -> Removabl
             args[-1].append(str(error))
             return
         for own in optimizers:
-            hand_over(own, module, change)
+            hand_over(own, module, change.replaced)
 
     return model.register_load_state_dict_pre_hook(follow)
 
 
-def hand_over(
-    optimizer: Any, model: nn.Module, change: Union[Change, Mapping[nn.Parameter, Successor]], anew: bool = False
-) -> None:
+def hand_over(optimizer: Any, model: nn.Module, replaced: Mapping[nn.Parameter, Successor], anew: bool = False) -> None:
     """Gives an optimizer what took the place of its parameters, in the order of the model; ``anew`` without any state.
 
     States of optimizers are loaded by the order of parameters: one for all has that of a new optimizer. Where nothing
     was replaced, in the training that is resumed neither, the order stays.
     """
-    replaced = change.replaced if isinstance(change, Change) else change
     if replaced or anew:
         replace_parameters(optimizer, replaced, anew)
     order = {parameter: number for number, parameter in enumerate(model.parameters())}

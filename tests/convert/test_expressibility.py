@@ -15,7 +15,7 @@ from torch import nn
 from attncnn_plugin.attention import ContentAttention, GeneralizedQuadraticAttention
 from attncnn_plugin.attention.images import WindowImageAttention
 from attncnn_plugin.attention.window import Window
-from attncnn_plugin.convert import conv_to_mhsa, expressible_shifts, min_heads, shift_operators
+from attncnn_plugin.convert import conv_to_mhsa, expressible, expressible_shifts, min_heads
 from attncnn_plugin.convert.expressible import expressible_shifts_of_maps
 
 
@@ -207,7 +207,7 @@ def test_maps_in_parts(monkeypatch):
     """One query at a time."""
     probs = GeneralizedQuadraticAttention(4, 5).exact_attention_probs((5, 6))
     expected = expressible_shifts_of_maps(probs, 3, (5, 6))
-    monkeypatch.setattr(shift_operators, 'CHUNK_ELEMENTS', 1)
+    monkeypatch.setattr(expressible, 'CHUNK_ELEMENTS', 1)
     assert expressible_shifts_of_maps(probs, 3, (5, 6)).residual == pytest.approx(expected.residual, abs=1e-12)
 
 

@@ -81,7 +81,7 @@ REFUSED = {  # what becomes of the model, the layers that are named, and the mes
     'no such name': (None, 'stage.0.conv3', r"'stage\.0\.conv3' matches none of .* stem, stage"),
     'one of several': (None, ['stem', 'layer4.*'], r"'layer4\.\*' matches none"),
     'other modules': (None, '*.bn?', 'matches none of the convolutions of the model'),
-    'predicate': (None, lambda name, module: False, 'chooses none of the convolutions of the model'),
+    'predicate': (None, lambda name, module: False, 'matches none of the convolutions of the model'),
     'container': (None, 'stage', r"'stage' matches none .*a glob such as 'layer4\.\*' stands for all"),
     'nothing': (None, [], 'layers names no layer'),
     'numbers': (None, ['stem', 4], r"layers=\['stem', 4\] must be names, globs"),

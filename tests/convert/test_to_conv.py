@@ -43,7 +43,7 @@ def test_hard_heads_are_their_convolution(data, kernel_size, num_heads, bias, dt
     tolerance = 1e-10 if dtype == torch.float64 else 1e-5
     assert conv.weight.dtype == dtype and (conv.bias is None) == (not bias)
     assert (conv.weight - expected).abs().max() <= tolerance
-    assert fit.bound <= 1e-10 and fit.interior_bound <= 1e-10 and fit.residual.max() <= 1e-10
+    assert fit.bound <= 1e-10 and fit.residual.max() <= 1e-10
     hits = (fit.shifts[None] == torch.tensor(centers)[:, None]).all(-1)  # fit.shifts is in the order of the kernel
     assert (fit.coefficients - hits.double()).abs().max() <= 1e-10
 
@@ -102,7 +102,7 @@ def test_round_trip_of_convolutions(case):
     result, fit = mhsa_to_conv(conv_to_mhsa(conv)[0], conv.kernel_size, size)
     assert type(result) is type(conv) and result.groups == conv.groups
     assert (result.weight - conv.weight).abs().max() <= 1e-10
-    assert max(fit.bound, fit.interior_bound) <= 1e-10
+    assert fit.bound <= 1e-10
     x = torch.randn(2, conv.in_channels, *(n + 3 for n in size), dtype=torch.float64)
     expected = conv(x)
     assert result(x).shape == expected.shape and (result(x) - expected).abs().max() <= 1e-10
@@ -121,8 +121,7 @@ def test_padding_that_depends_on_the_image(stride):
 def test_default_size_holds_a_window_at_any_stride():
     conv = nn.Conv2d(1, 1, (3, 6), stride=(19, 20), padding=(1, 0), dtype=torch.float64)
     result, fit = mhsa_to_conv(conv_to_mhsa(conv)[0], (3, 6))
-    assert fit.interior_bound <= 1e-10 and (result.weight - conv.weight).abs().max() <= 1e-10
-    assert mhsa_to_conv(gaussian_layer(2, [(0, 0)]), 5, (4, 9))[1].interior_bound is None  # no window fits inside
+    assert fit.bound <= 1e-10 and (result.weight - conv.weight).abs().max() <= 1e-10
 
 
 @given(
@@ -150,13 +149,11 @@ def test_bounds_hold_and_are_reached_by_one_head(kind, mode, num_heads, seed):
         x = F.normalize(torch.einsum('noq,oqik->niqk', u, error), dim=1)
         output = torch.einsum('oqik,niqk->noq', error, x)
         u = F.normalize(output, dim=1)
-    reached = output.norm(dim=1).amax(0).reshape(size)  # the largest error of each query
+    reached = output.norm(dim=1)  # the largest error of each query
     assert reached.max() <= fit.bound * (1 + 1e-10) + 1e-12
-    assert reached[1:-1, 1:-1].max() <= fit.interior_bound * (1 + 1e-10) + 1e-12
     # One head: the bound is the largest error. Several: it does not see that their errors can cancel, by any amount.
     if num_heads == 1:
         assert reached.max() >= 0.999 * fit.bound - 1e-12
-        assert reached[1:-1, 1:-1].max() >= 0.999 * fit.interior_bound - 1e-12
     # ... and of a whole output, on random inputs
     x = F.normalize(torch.randn(16, 4, *size, dtype=torch.float64), dim=1)
     with torch.no_grad():

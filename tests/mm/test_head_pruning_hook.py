@@ -316,6 +316,7 @@ def test_criteria_of_attention_to_come(settings, repository, tmp_path):
         ('VisionTransformer', dict(), TypeError, "layers.0.attn: the criterion 'stripe' is for Gaussian heads"),
         ('VisionTransformer', dict(criteria=['entropy'], layers='x*'), ValueError, "no attention with layers='x\\*'"),
         ('VisionTransformer', dict(keep=1), ValueError, 'keep=1 cannot be reached'),
+        ('VisionTransformer', dict(epoch=1), TypeError, "multiple values for argument 'epoch'"),
         ('VisionTransformer', dict(multiply_adds=0.5), ValueError, 'multiply_adds=0.5 cannot be reached'),
     ],
 )
